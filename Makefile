@@ -1,0 +1,39 @@
+# Everything runs in a virtual environment of its own, made from nothing on first use.
+PYTHON ?= $(firstword $(foreach p,python3.11 python3.10,$(shell $(p) -c 'import sys; print(sys.executable)' 2>/dev/null)))
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+export PIP_DISABLE_PIP_VERSION_CHECK = 1
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint bench wheel clean
+
+help:  ## what can be made here
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
+
+$(STAMP): pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "merlin-cowclip needs Python 3.10 or 3.11. Found neither: install one or run 'make PYTHON=/path/to/python3.11 …'." >&2; exit 2; }
+	@echo "Installing into $(VENV) with $(PYTHON) (a few minutes, once)"
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+demo: $(STAMP)  ## the whole way on synthetic logs: prepare, train with a small and a large batch, compare
+	@$(BIN)/merlin-cowclip demo
+
+test: $(STAMP) lint  ## lint, types, all tests, and the built wheel outside the tree
+	@$(BIN)/python -m pytest
+
+lint: $(STAMP)  ## ruff and mypy
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+
+bench: $(STAMP)  ## speed and memory, each as a ratio within one run
+	@for b in benchmarks/bench_*.py; do $(BIN)/python $$b || exit 1; done
+
+wheel: $(STAMP)  ## the wheel, in dist/
+	@$(BIN)/python -m build --wheel --outdir dist
+
+clean:  ## remove the environment and everything built
+	@rm -rf $(VENV) dist build .mypy_cache .ruff_cache .pytest_cache

@@ -1,0 +1,74 @@
+"""CowClip for NVIDIA Merlin: the optimizer, its clip rules and its scaling rules.
+
+Serves any Merlin model and pipeline on its own. Names load on first use, so that the pure-Python
+parts (`Hyperparameters`, `scale`) do not wait for TensorFlow.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from merlin_cowclip.plugins.adam import CowClipAdam
+    from merlin_cowclip.plugins.clipping import clip_by_adaptive_column_norm
+    from merlin_cowclip.plugins.optimizer import CowClipOptimizer
+    from merlin_cowclip.plugins.presets import PRESETS, preset
+    from merlin_cowclip.plugins.scaling import (
+        SCALING_RULES,
+        Hyperparameters,
+        K,
+        recipe,
+        scale,
+        scaling_table,
+    )
+    from merlin_cowclip.plugins.schedules import LinearWarmup
+    from merlin_cowclip.plugins.tables import HasTables, IdRecorder, Lookup, TableSpec
+
+_HOME = {
+    "CowClipAdam": "adam",
+    "CowClipOptimizer": "optimizer",
+    "HasTables": "tables",
+    "Hyperparameters": "scaling",
+    "IdRecorder": "tables",
+    "K": "scaling",
+    "LinearWarmup": "schedules",
+    "Lookup": "tables",
+    "PRESETS": "presets",
+    "SCALING_RULES": "scaling",
+    "TableSpec": "tables",
+    "clip_by_adaptive_column_norm": "clipping",
+    "preset": "presets",
+    "recipe": "scaling",
+    "scale": "scaling",
+    "scaling_table": "scaling",
+}
+
+__all__ = [
+    "PRESETS",
+    "SCALING_RULES",
+    "CowClipAdam",
+    "CowClipOptimizer",
+    "HasTables",
+    "Hyperparameters",
+    "IdRecorder",
+    "K",
+    "LinearWarmup",
+    "Lookup",
+    "TableSpec",
+    "clip_by_adaptive_column_norm",
+    "preset",
+    "recipe",
+    "scale",
+    "scaling_table",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

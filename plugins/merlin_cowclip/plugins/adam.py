@@ -1,0 +1,213 @@
+"""CowClipAdam: Adam on embedding rows, with L2 and CowClip, for one or more tables.
+
+The wiring only: the clip itself is in `clipping.py`, the counting in `tables.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+
+
+from merlin_cowclip.plugins._stack import mm, tf
+from merlin_cowclip.plugins.clipping import clip_by_adaptive_column_norm, row_norms
+from merlin_cowclip.plugins.scaling import CLIPS, check_number
+from merlin_cowclip.plugins.tables import TableSpec, repeats_per_row, samples_per_row
+
+UPDATES = ("exact", "lazy")
+
+
+class RowGradients(NamedTuple):
+    """The gradient of one table on the rows of a batch, summed per row, with L2."""
+
+    indices: tf.Tensor  # U, unique
+    gradients: tf.Tensor  # U×d
+    rows: tf.Tensor  # U×d, before the update
+    counts: tf.Tensor  # U
+
+
+@tf.keras.utils.register_keras_serializable(package="merlin_cowclip")
+class CowClipAdam(mm.LazyAdam):
+    """Adam for embedding tables with the paper's L2 and clip (Algorithm 1, lines 5 to 10).
+
+    One step on a table W (V×d) with the gradient of the mean loss, rows `g_k`:
+
+    1. `g_k ← g_k + 2λ·w_k` (λ as in Keras: the loss grows by `λ·Σw²`; the paper writes `λ/2·‖w‖²`).
+    2. `cnt_k` = samples of the batch that hold id k. On a bare `tf.Variable`, the repeats of k in
+       the gradient's `IndexedSlices`; on a table bound with `bind_tables`, from the ids looked up.
+    3. `g_k ← g_k · min(1, cnt_k · max(r·‖w_k‖, ζ) / ‖g_k‖)`.
+    4. Adam. `update="exact"`, the paper: on every row of the table. A row absent from the batch has
+       the gradient `2λ·w_k` and the count 1, and its moments decay. `update="lazy"`: L2 and
+       Adam on the batch's rows only, as in Merlin's `LazyAdam`: the cost grows with the ids in the
+       batch and not with V, and rare ids do not shrink between their appearances.
+
+    The exact update clips on the batch's U rows, then makes one pass over the table with one
+    V×d temporary.
+
+    Args:
+      learning_rate: η of the embeddings, a number or a Keras schedule.
+      beta_1: decay of the first moment.
+      beta_2: decay of the second moment.
+      epsilon: Adam's ε (Keras's "epsilon hat").
+      l2: λ, not negative.
+      clip: "adaptive_column" for CowClip, `None` for no clip.
+      clip_ratio: r, positive.
+      clip_floor: ζ, not negative, in units of the gradient's norm.
+      update: "exact" or "lazy".
+      name: prefix of the optimizer's variables.
+
+    Raises:
+      ValueError: an argument outside its range.
+    """
+
+    def __init__(
+        self,
+        learning_rate: float | tf.keras.optimizers.schedules.LearningRateSchedule = 1e-4,
+        beta_1: float = 0.9,
+        beta_2: float = 0.999,
+        epsilon: float = 1e-7,
+        *,
+        l2: float = 1e-5,
+        clip: str | None = "adaptive_column",
+        clip_ratio: float = 1.0,
+        clip_floor: float = 3.162e-5,
+        update: str = "exact",
+        name: str = "CowClipAdam",
+    ) -> None:
+        if clip is not None and clip not in CLIPS:
+            raise ValueError(
+                f"clip must be None or one of {', '.join(CLIPS)}. Received: clip={clip!r}"
+            )
+        if update not in UPDATES:
+            raise ValueError(
+                f"update must be one of {', '.join(UPDATES)}. Received: update={update!r}"
+            )
+        if isinstance(learning_rate, (int, float)):
+            check_number("learning_rate", learning_rate, positive=True)
+        for beta_name, beta in (("beta_1", beta_1), ("beta_2", beta_2)):
+            if check_number(beta_name, beta) >= 1:
+                raise ValueError(f"{beta_name} must be below 1. Received: {beta_name}={beta!r}")
+        super().__init__(
+            learning_rate=learning_rate,
+            beta_1=beta_1,
+            beta_2=beta_2,
+            epsilon=check_number("epsilon", epsilon, positive=True),
+            name=name,
+        )
+        self.l2 = check_number("l2", l2)
+        self.clip = clip
+        self.clip_ratio = check_number("clip_ratio", clip_ratio, positive=True)
+        self.clip_floor = check_number("clip_floor", clip_floor)
+        self.update = update
+        self._specs: dict[Any, TableSpec] = {}
+
+    def bind_tables(self, specs: Iterable[TableSpec]) -> None:
+        """Take the counts of these built tables from the ids that they record."""
+        self._specs = {spec.variable.ref(): spec for spec in specs}
+
+    def _transform_gradients(
+        self, grads_and_vars: Iterable[tuple[Any, tf.Variable]]
+    ) -> list[tuple[tf.IndexedSlices, tf.Variable]]:
+        """L2 on the batch's rows, then the clip: Keras's hook between gradients and update."""
+        transformed = []
+        for gradient, variable in grads_and_vars:
+            found = self._row_gradients(gradient, variable)
+            clipped = self._clipped(found)
+            transformed.append((tf.IndexedSlices(clipped, found.indices), variable))
+        return transformed
+
+    def _row_gradients(self, gradient: Any, variable: tf.Variable) -> RowGradients:
+        if not isinstance(gradient, tf.IndexedSlices):
+            raise ValueError(
+                f"The gradient of an embedding table must be sparse (tf.IndexedSlices). Received: "
+                f"a dense gradient for {variable.name!r}. A regularizer on the table or a layer "
+                "that reads the whole table makes it dense: remove the regularizer (l2=… of this "
+                "optimizer takes its place), or leave this table to another optimizer."
+            )
+        spec = self._specs.get(variable.ref())
+        if spec is None:
+            indices, position, counts = repeats_per_row(gradient.indices)
+        else:
+            indices, position, counts = self._counted(spec, gradient.indices)
+        summed = tf.math.unsorted_segment_sum(gradient.values, position, tf.size(indices))
+        rows = tf.gather(variable, indices)
+        if self.l2:
+            summed += 2.0 * self.l2 * tf.cast(rows, summed.dtype)
+        return RowGradients(indices, summed, rows, counts)
+
+    def _counted(
+        self, spec: TableSpec, indices: tf.Tensor
+    ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+        if self.clip is None:
+            return repeats_per_row(indices)
+        lookups = spec.recorder.lookups()
+        if not lookups or not all(lookup.key for lookup in lookups):
+            raise ValueError(
+                f"The ids that the table {spec.name!r} looked up in this step were not recorded, "
+                "so they cannot be counted. Call the table itself within the training step (not its "
+                "variable, and not inside a tf.function or XLA-compiled function of its own), a "
+                "table of several features with a dict of them; or do not clip this table."
+            )
+        if len(lookups) == 1 and not lookups[0].is_list and not tf.executing_eagerly():
+            # Looked up once, one-hot: repeats are counts. (Eagerly, "once" cannot be known.)
+            return repeats_per_row(indices)
+        return samples_per_row(lookups, indices, spec.num_rows)
+
+    def _clipped(self, found: RowGradients) -> tf.Tensor:
+        if self.clip is None:
+            return found.gradients
+        return clip_by_adaptive_column_norm(
+            found.gradients,
+            found.rows,
+            found.counts,
+            ratio=self.clip_ratio,
+            floor=self.clip_floor,
+        )
+
+    def _resource_apply_sparse_duplicate_indices(
+        self, grad: tf.Tensor, handle: tf.Variable, indices: tf.Tensor
+    ) -> tf.Operation:
+        # Rows are unique since _transform_gradients; Keras would make them so once more.
+        return self._resource_apply_sparse(grad, handle, indices)
+
+    def _resource_apply_sparse(
+        self, grad: tf.Tensor, var: tf.Variable, indices: tf.Tensor
+    ) -> tf.Operation:
+        if self.update == "lazy":
+            return super()._resource_apply_sparse(grad, var, indices)
+        return self._resource_apply_dense(self._whole_gradient(grad, var, indices), var)
+
+    def _whole_gradient(
+        self, grad: tf.Tensor, var: tf.Variable, indices: tf.Tensor
+    ) -> tf.Tensor:
+        """V×d: the batch's rows as clipped, `2λw` on all others, in one buffer."""
+        at = tf.expand_dims(indices, -1)
+        if not self.l2:
+            return tf.scatter_nd(at, grad, tf.shape(var, tf.int64))
+        decay = 2.0 * self.l2 * tf.convert_to_tensor(var)
+        if self.clip is not None and self.clip_ratio < 2.0 * self.l2:
+            # Only then can an absent row, of count 1, exceed its bound.
+            decay = clip_by_adaptive_column_norm(
+                decay,
+                tf.convert_to_tensor(var),
+                tf.ones_like(row_norms(decay)[:, 0]),
+                ratio=self.clip_ratio,
+                floor=self.clip_floor,
+            )
+        return tf.tensor_scatter_nd_update(decay, at, grad)
+
+    def get_config(self) -> dict[str, Any]:
+        """The constructor's arguments."""
+        return {
+            "name": self._name,
+            "learning_rate": self._serialize_hyperparameter("learning_rate"),
+            "beta_1": self._serialize_hyperparameter("beta_1"),
+            "beta_2": self._serialize_hyperparameter("beta_2"),
+            "epsilon": self.epsilon,
+            "l2": self.l2,
+            "clip": self.clip,
+            "clip_ratio": self.clip_ratio,
+            "clip_floor": self.clip_floor,
+            "update": self.update,
+        }

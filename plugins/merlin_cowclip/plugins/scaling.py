@@ -1,0 +1,227 @@
+"""Hyperparameters and how they follow the batch size: the paper's scaling rules and its tables.
+
+Pure Python: nothing here knows TensorFlow. "K" is x 1024, and "batch size" is always the global
+number of samples per update.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+K = 1024
+
+CLIPS = ("adaptive_column",)
+"""Names of the clip rules that `Hyperparameters.clip` accepts, beside `None` (no clip)."""
+
+
+@dataclass(frozen=True)
+class Hyperparameters:
+    """Everything that the paper tunes or scales, for one batch size.
+
+    Attributes:
+      batch_size: global samples per update.
+      dense_lr: learning rate η of the dense weights (Adam).
+      embedding_lr: learning rate η of the embedding rows (Adam).
+      l2: λ of the embedding rows in Keras's convention: the loss grows by `λ·Σw²`, the gradient by
+        `2λw`. (The paper writes `λ/2·‖w‖²`; its published code uses Keras's, and so do we.)
+      clip: name of the clip rule of the embedding tables, `None` for no clip.
+      clip_ratio: r of Algorithm 1, the bound on a gradient row relative to its embedding row.
+      clip_floor: ζ of Algorithm 1, the least bound per occurrence, in units of the gradient's norm.
+      init_stddev: standard deviation σ of the normal initialisation of the embedding tables.
+      warmup_epochs: epochs over which the dense learning rate rises linearly from 1e-8.
+
+    Raises:
+      ValueError: a value lies outside its range.
+    """
+
+    batch_size: int = 1 * K
+    dense_lr: float = 8e-4
+    embedding_lr: float = 1e-4
+    l2: float = 1e-5
+    clip: str | None = "adaptive_column"
+    clip_ratio: float = 1.0
+    clip_floor: float = 3.162e-5
+    init_stddev: float = 1e-2
+    warmup_epochs: float = 1.0
+
+    def __post_init__(self) -> None:
+        if isinstance(self.batch_size, bool) or not isinstance(self.batch_size, int):
+            raise ValueError(
+                f"batch_size must be a whole number. Received: batch_size={self.batch_size!r}"
+            )
+        positive = ("batch_size", "dense_lr", "embedding_lr", "clip_ratio")
+        for field in dataclasses.fields(self):
+            if field.name == "clip":
+                continue
+            check_number(field.name, getattr(self, field.name), positive=field.name in positive)
+        if self.clip is not None and self.clip not in CLIPS:
+            raise ValueError(
+                f"clip must be None or one of {', '.join(CLIPS)}. Received: clip={self.clip!r}"
+            )
+
+    def replace(self, **changes: Any) -> Hyperparameters:
+        """A copy with `changes`, validated again."""
+        return dataclasses.replace(self, **changes)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as a plain dict, fit for JSON; `Hyperparameters(**d)` is the way back."""
+        return dataclasses.asdict(self)
+
+    def __str__(self) -> str:
+        rows = [(name, _show(value)) for name, value in self.to_dict().items()]
+        return format_table(("hyperparameter", "value"), rows)
+
+
+def check_number(name: str, value: Any, *, positive: bool = False) -> float:
+    """`value` as a finite float >= 0 (> 0 where `positive`), or a ValueError that names it."""
+    wanted = "a positive number" if positive else "a number that is not negative"
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise ValueError(f"{name} must be {wanted}. Received: {name}={value!r}")
+    if value < 0 or (positive and value == 0):
+        raise ValueError(f"{name} must be {wanted}. Received: {name}={value!r}")
+    return float(value)
+
+
+def format_table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    """A plain-text table: first column to the left, all others to the right."""
+    lines = [header, *rows]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
+
+    def show(line: tuple[str, ...]) -> str:
+        first, *rest = (cell.ljust(w) if i == 0 else cell.rjust(w)
+                        for i, (cell, w) in enumerate(zip(line, widths, strict=True)))
+        return "  ".join((first, *rest)).rstrip()
+
+    return "\n".join([show(header), "  ".join("-" * w for w in widths), *map(show, rows)])
+
+
+def _show(value: Any) -> str:
+    return "none" if value is None else str(value) if isinstance(value, int) else f"{value:.6g}"
+
+
+@dataclass(frozen=True)
+class ScalingRule:
+    """Factors of dense η, embedding η and λ as functions of s = new batch size / base batch size.
+
+    Beside the factors, a rule is a recipe: whether to clip, how to initialise, whether to warm up
+    and which dense η to start from (Table 2 and Appendix G).
+    """
+
+    name: str
+    paper: str
+    dense_lr: Callable[[float], float]
+    embedding_lr: Callable[[float], float]
+    l2: Callable[[float], float]
+    recipe: Mapping[str, Any]
+
+
+def _one(s: float) -> float:
+    return 1.0
+
+
+def _linear(s: float) -> float:
+    return s
+
+
+def _square(s: float) -> float:
+    return s * s
+
+
+_PLAIN: Mapping[str, Any] = MappingProxyType(
+    {"dense_lr": 1e-4, "clip": None, "init_stddev": 1e-4, "warmup_epochs": 0.0}
+)
+_COWCLIP: Mapping[str, Any] = MappingProxyType(
+    {"dense_lr": 8e-4, "clip": "adaptive_column", "init_stddev": 1e-2, "warmup_epochs": 1.0}
+)
+
+SCALING_RULES: Mapping[str, ScalingRule] = MappingProxyType(
+    {
+        rule.name: rule
+        for rule in (
+            ScalingRule("none", "No Scaling", _one, _one, _one, _PLAIN),
+            ScalingRule("sqrt", "Sqrt Scaling (Rule 1)", math.sqrt, math.sqrt, math.sqrt, _PLAIN),
+            ScalingRule("sqrt_star", "Sqrt Scaling*", math.sqrt, math.sqrt, _one, _PLAIN),
+            ScalingRule("linear", "Linear Scaling (Rule 2)", _linear, _linear, _one, _PLAIN),
+            ScalingRule("n2_lambda", "n²–λ Scaling (Rule 4)", math.sqrt, _one, _square, _PLAIN),
+            ScalingRule("cowclip", "CowClip Scaling (Rule 3)", math.sqrt, _one, _linear, _COWCLIP),
+        )
+    }
+)
+"""The six rules by name (Section 3.1 and Table 2)."""
+
+_ALIASES = {
+    "no": "none",
+    "sqrt*": "sqrt_star",
+    "sqrt-star": "sqrt_star",
+    "lr": "linear",
+    "n2-lambda": "n2_lambda",
+    "n²–λ": "n2_lambda",
+    "n²-λ": "n2_lambda",
+    "empirical": "n2_lambda",
+}
+
+
+def find_rule(name: str) -> ScalingRule:
+    """The rule called `name`; `sqrt*` and `empirical`, the paper's other names, work too.
+
+    Raises:
+      ValueError: no rule has that name.
+    """
+    rule = SCALING_RULES.get(_ALIASES.get(name, name))
+    if rule is None:
+        known = ", ".join(SCALING_RULES)
+        raise ValueError(f"rule must be one of {known}. Received: rule={name!r}")
+    return rule
+
+
+def recipe(rule: str) -> Hyperparameters:
+    """The hyperparameters that a rule starts from at the base batch size 1K (Criteo's values).
+
+    `cowclip`: clip on, embeddings N(0, 1e-2), one epoch of dense warm-up, dense η 8e-4. The other
+    five, as in Table 2: no clip, N(0, 1e-4), no warm-up, every η 1e-4.
+    """
+    return Hyperparameters(**find_rule(rule).recipe)
+
+
+def scale(tuned: Hyperparameters, *, to: int, rule: str = "cowclip") -> Hyperparameters:
+    """Hyperparameters for batch size `to`, from those tuned at `tuned.batch_size`.
+
+    Scales dense η, embedding η and λ by the rule's factors of s = `to` / `tuned.batch_size`; any
+    s > 0, also below 1. Clip rule, r, ζ, σ and warm-up stay as they are (`recipe` gives
+    those that belong to a rule).
+
+    Args:
+      tuned: the values found at the base batch size.
+      to: the new global batch size in samples per update.
+      rule: a name in `SCALING_RULES`.
+
+    Raises:
+      ValueError: unknown rule, or `to` not a positive whole number.
+    """
+    found = find_rule(rule)
+    if isinstance(to, bool) or not isinstance(to, int) or to <= 0:
+        raise ValueError(f"to must be a positive whole number of samples. Received: to={to!r}")
+    s = to / tuned.batch_size
+    return tuned.replace(
+        batch_size=to,
+        dense_lr=tuned.dense_lr * found.dense_lr(s),
+        embedding_lr=tuned.embedding_lr * found.embedding_lr(s),
+        l2=tuned.l2 * found.l2(s),
+    )
+
+
+def scaling_table(tuned: Hyperparameters, scaled: Hyperparameters) -> str:
+    """Base and scaled values side by side, for a person to read."""
+    before, after = tuned.to_dict(), scaled.to_dict()
+    rows = []
+    for name, value in before.items():
+        new = after[name]
+        moved = isinstance(value, (int, float)) and isinstance(new, (int, float)) and value != new
+        factor = f"x {new / value:.6g}" if moved and value else ""
+        rows.append((name, _show(value), _show(new), factor))
+    return format_table(("hyperparameter", "base", "scaled", ""), rows)

@@ -1,0 +1,46 @@
+"""Learning-rate schedules as Keras takes them: step → learning rate."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from merlin_cowclip.plugins._stack import tf
+
+from merlin_cowclip.plugins.scaling import check_number
+
+
+@tf.keras.utils.register_keras_serializable(package="merlin_cowclip")
+class LinearWarmup(tf.keras.optimizers.schedules.LearningRateSchedule):
+    """Rises linearly from `initial` at step 0 to `learning_rate` at `warmup_steps`, then stays.
+
+    The paper warms up the dense weights for one epoch, `warmup_steps` = ⌊N/b⌋ (Appendix G).
+
+    Args:
+      learning_rate: the value from step `warmup_steps` on.
+      warmup_steps: number of updates; 0 for a constant learning rate.
+      initial: the value at step 0.
+
+    Raises:
+      ValueError: a negative or non-finite argument.
+    """
+
+    def __init__(self, learning_rate: float, warmup_steps: int, initial: float = 1e-8) -> None:
+        self.learning_rate = check_number("learning_rate", learning_rate, positive=True)
+        self.warmup_steps = int(check_number("warmup_steps", warmup_steps))
+        self.initial = check_number("initial", initial)
+
+    def __call__(self, step: tf.Tensor) -> tf.Tensor:
+        """The learning rate, a float32 scalar, of the update with number `step` (from 0)."""
+        if self.warmup_steps == 0:
+            return tf.constant(self.learning_rate, tf.float32)
+        done = tf.minimum(tf.cast(step, tf.float32) / self.warmup_steps, 1.0)
+        # Not initial + done · (end - initial): this form ends at learning_rate to the last digit.
+        return self.initial * (1.0 - done) + self.learning_rate * done
+
+    def get_config(self) -> dict[str, Any]:
+        """The constructor's arguments."""
+        return {
+            "learning_rate": self.learning_rate,
+            "warmup_steps": self.warmup_steps,
+            "initial": self.initial,
+        }
