@@ -57,9 +57,7 @@ class CTRBlock(tf.keras.layers.Layer):
         self.embeddings = FusedEmbeddings(
             self.schema, embedding_dim, stddev=stddev, combiner=combiner, name="embeddings"
         )
-        self.linear = FusedEmbeddings(
-            self.schema, 1, stddev=0.0, combiner=combiner, name="linear"
-        )
+        self.linear = FusedEmbeddings(self.schema, 1, stddev=0.0, combiner=combiner, name="linear")
         self.deep = mm.MLPBlock(list(self.mlp_units), kernel_initializer=KERNEL_INITIALIZER)
         self.deep_logit = _logit("deep_logit")
         self.continuous_logit = _logit("continuous_logit") if self.continuous_fields else None

@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-
-
 from merlin_cowclip.plugins._stack import mm, tf
 from merlin_cowclip.plugins.clipping import clip_by_adaptive_column_norm, row_norms
 from merlin_cowclip.plugins.scaling import CLIPS, check_number
@@ -145,9 +143,9 @@ class CowClipAdam(mm.LazyAdam):
         if not lookups or not all(lookup.key for lookup in lookups):
             raise ValueError(
                 f"The ids that the table {spec.name!r} looked up in this step were not recorded, "
-                "so they cannot be counted. Call the table itself within the training step (not its "
-                "variable, and not inside a tf.function or XLA-compiled function of its own), a "
-                "table of several features with a dict of them; or do not clip this table."
+                "so they cannot be counted. Call the table itself within the training step (not "
+                "its variable, and not inside a tf.function or XLA-compiled function of its own), "
+                "a table of several features with a dict of them; or do not clip this table."
             )
         if len(lookups) == 1 and not lookups[0].is_list and not tf.executing_eagerly():
             # Looked up once, one-hot: repeats are counts. (Eagerly, "once" cannot be known.)
@@ -178,9 +176,7 @@ class CowClipAdam(mm.LazyAdam):
             return super()._resource_apply_sparse(grad, var, indices)
         return self._resource_apply_dense(self._whole_gradient(grad, var, indices), var)
 
-    def _whole_gradient(
-        self, grad: tf.Tensor, var: tf.Variable, indices: tf.Tensor
-    ) -> tf.Tensor:
+    def _whole_gradient(self, grad: tf.Tensor, var: tf.Variable, indices: tf.Tensor) -> tf.Tensor:
         """V×d: the batch's rows as clipped, `2λw` on all others, in one buffer."""
         at = tf.expand_dims(indices, -1)
         if not self.l2:

@@ -52,10 +52,12 @@ def clip_by_adaptive_column_norm(
 
 def _shorten(gradients: tf.Tensor, threshold: tf.Tensor) -> tf.Tensor:
     """`gradients` with no row longer than its `threshold` (U×1)."""
+    wide = _widened(gradients)
     norms = row_norms(gradients)
-    # Where the norm is zero the quotient would be 0/0; such a row needs no clip.
-    factor = tf.where(norms > threshold, threshold / tf.where(norms > 0, norms, 1.0), 1.0)
-    return tf.cast(_widened(gradients) * factor, gradients.dtype)
+    # A unit vector times the threshold: threshold / norm alone can underflow. Where the norm is
+    # zero the quotient would be 0/0; such a row needs no clip.
+    shortened = wide / tf.where(norms > 0, norms, 1.0) * threshold
+    return tf.cast(tf.where(norms > threshold, shortened, wide), gradients.dtype)
 
 
 def _widened(x: tf.Tensor) -> tf.Tensor:

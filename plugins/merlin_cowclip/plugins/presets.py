@@ -40,7 +40,10 @@ _TABLE_8 = {
 # Table 9 (CowClip; embedding η is 1e-4 throughout): dense η, λ, r and ζ at 1K … 128K.
 _TABLE_9 = {
     "criteo": (
-        (8e-4, 8 * _R2 * 1e-4, 16e-4, 16 * _R2 * 1e-4, 32e-4, 32 * _R2 * 1e-4, 64e-4, 64 * _R2 * 1e-4),
+        (
+            *(8e-4, 8 * _R2 * 1e-4, 16e-4, 16 * _R2 * 1e-4),
+            *(32e-4, 32 * _R2 * 1e-4, 64e-4, 64 * _R2 * 1e-4),
+        ),
         (1e-5, 2e-5, 4e-5, 8e-5, 16e-5, 32e-5, 64e-5, 128e-5),
         (1.0,) * 8,
         (_R10 * 1e-5,) * 8,
@@ -64,8 +67,10 @@ def _presets() -> dict[tuple[str, str, int], Hyperparameters]:
                 l2=l2,
                 **{**find_rule(rule).recipe, "dense_lr": dense},
             )
-    for dataset, columns in _TABLE_9.items():
-        for batch, dense, l2, ratio, floor in zip(_BATCHES, *columns, strict=True):
+    for dataset, (denses, l2s, ratios, floors) in _TABLE_9.items():
+        for batch, dense, l2, ratio, floor in zip(
+            _BATCHES, denses, l2s, ratios, floors, strict=True
+        ):
             presets[dataset, "cowclip", batch] = Hyperparameters(
                 batch_size=batch, dense_lr=dense, l2=l2, clip_ratio=ratio, clip_floor=floor
             )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -87,21 +87,25 @@ def check_number(name: str, value: Any, *, positive: bool = False) -> float:
     return float(value)
 
 
-def format_table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A plain-text table: first column to the left, all others to the right."""
     lines = [header, *rows]
     widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
 
-    def show(line: tuple[str, ...]) -> str:
-        first, *rest = (cell.ljust(w) if i == 0 else cell.rjust(w)
-                        for i, (cell, w) in enumerate(zip(line, widths, strict=True)))
+    def show(line: Sequence[str]) -> str:
+        first, *rest = (
+            cell.ljust(w) if i == 0 else cell.rjust(w)
+            for i, (cell, w) in enumerate(zip(line, widths, strict=True))
+        )
         return "  ".join((first, *rest)).rstrip()
 
     return "\n".join([show(header), "  ".join("-" * w for w in widths), *map(show, rows)])
 
 
 def _show(value: Any) -> str:
-    return "none" if value is None else str(value) if isinstance(value, int) else f"{value:.6g}"
+    if value is None:
+        return "none"
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from merlin_cowclip.plugins._stack import tf
-
 from merlin_cowclip.plugins.scaling import check_number
 
 

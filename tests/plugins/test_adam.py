@@ -1,0 +1,218 @@
+"""CowClipAdam on bare variables: the published trajectory, Keras's Adam, an oracle, both modes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from merlin_cowclip.plugins import CowClipAdam, LinearWarmup
+
+from .test_clipping import oracle as clip_oracle
+
+
+def slices(values, indices, shape):
+    return tf.IndexedSlices(
+        tf.constant(values, tf.float32), tf.constant(indices), tf.constant(shape, tf.int64)
+    )
+
+
+@pytest.mark.parametrize("in_graph", [False, True])
+def test_published_trajectory(golden, in_graph):
+    table = tf.Variable(golden["traj_W0"])
+    ratio = float(golden["traj_ratio"])
+    optimizer = CowClipAdam(
+        float(golden["traj_lr"]),
+        l2=float(golden["traj_l2"]),
+        clip_ratio=ratio,
+        clip_floor=ratio * float(golden["traj_floor"]),
+    )
+    scale = float(golden["traj_logit_scale"])
+
+    def step(ids, a, y):
+        with tf.GradientTape() as tape:
+            logits = scale * tf.reduce_sum(tf.gather(table, ids) * a, axis=-1)
+            loss = tf.reduce_mean(tf.nn.sigmoid_cross_entropy_with_logits(y, logits))
+        gradient = tape.gradient(loss, table)
+        assert isinstance(gradient, tf.IndexedSlices)
+        optimizer.apply_gradients([(gradient, table)])
+        return loss
+
+    run = tf.function(step) if in_graph else step
+    assert len(golden["traj_ids"]) == 25
+    for t, ids in enumerate(golden["traj_ids"]):
+        assert len(set(ids)) < len(ids)  # repeats, which are the counts
+        y = golden["traj_y"][t].astype(np.float32)
+        loss = run(tf.constant(ids), tf.constant(golden["traj_a"][t]), tf.constant(y))
+        np.testing.assert_allclose(loss, golden["traj_data_loss"][t], rtol=0, atol=1e-5)
+        np.testing.assert_allclose(table, golden["traj_W"][t], rtol=0, atol=1e-5)
+
+
+class AdamOracle:
+    """Adam (Kingma and Ba 2014, with Keras's ε) on a whole table, in float64."""
+
+    def __init__(self, w, lr):
+        self.w, self.lr, self.t = w.astype(np.float64), lr, 0
+        self.m, self.v = np.zeros_like(self.w), np.zeros_like(self.w)
+
+    def step(self, g, rows=slice(None)):
+        self.t += 1
+        m, v = self.m, self.v
+        m[rows] = 0.9 * m[rows] + 0.1 * g[rows]
+        v[rows] = 0.999 * v[rows] + 0.001 * g[rows] ** 2
+        lr = self.lr * np.sqrt(1 - 0.999**self.t) / (1 - 0.9**self.t)
+        self.w[rows] -= lr * m[rows] / (np.sqrt(v[rows]) + 1e-7)
+
+
+@pytest.mark.parametrize("update", ["exact", "lazy"])
+@pytest.mark.parametrize("clip", ["adaptive_column", None])
+@pytest.mark.parametrize(("l2", "ratio"), [(1e-2, 1.0), (0.0, 1.0), (1e-2, 5e-3)])
+def test_algorithm_1_from_the_paper(update, clip, l2, ratio):
+    """The third case has r < 2λ, where the clip reaches the rows absent from the batch too."""
+    rng = np.random.default_rng(7)
+    V, d, b, zeta = 30, 4, 40, 1e-3
+    w0 = rng.normal(scale=0.1, size=(V, d)).astype(np.float32)
+    w0[3] = 0
+    table = tf.Variable(w0)
+    optimizer = CowClipAdam(
+        0.02, l2=l2, clip=clip, clip_ratio=ratio, clip_floor=zeta, update=update
+    )
+    expected = AdamOracle(w0, 0.02)
+    for _ in range(12):
+        ids = rng.integers(0, 15, b)
+        values = rng.normal(size=(b, d)).astype(np.float32) * 10.0 ** rng.integers(-3, 2, (b, 1))
+        optimizer.apply_gradients([(slices(values, ids, (V, d)), table)])
+        g = np.zeros((V, d))
+        np.add.at(g, ids, values)
+        g += 2 * l2 * expected.w
+        cnt = np.maximum(np.bincount(ids, minlength=V), 1)
+        if clip:
+            g = clip_oracle(g, expected.w, cnt, ratio, zeta)
+        expected.step(g, slice(None) if update == "exact" else np.unique(ids))
+        np.testing.assert_allclose(table, expected.w, rtol=1e-4, atol=2e-6)
+
+
+def test_exact_without_clip_is_keras_adam_with_a_dense_l2_regularizer():
+    rng = np.random.default_rng(0)
+    w0 = rng.normal(scale=0.05, size=(60, 8)).astype(np.float32)
+    ours, theirs = tf.Variable(w0), tf.Variable(w0)
+    regularizer = tf.keras.regularizers.L2(1e-3)
+    mine = CowClipAdam(1e-2, l2=1e-3, clip=None)
+    keras = tf.keras.optimizers.legacy.Adam(1e-2)
+
+    def loss(table, ids, a):
+        return tf.reduce_mean(tf.square(tf.reduce_sum(tf.gather(table, ids) * a, -1) - 1.0))
+
+    for _ in range(50):
+        ids = tf.constant(rng.integers(0, 30, 64))
+        a = tf.constant(rng.normal(size=(64, 8)), tf.float32)
+        mine.minimize(lambda ids=ids, a=a: loss(ours, ids, a), [ours])
+        keras.minimize(lambda ids=ids, a=a: loss(theirs, ids, a) + regularizer(theirs), [theirs])
+    assert np.abs(ours.numpy() - w0).max() > 0.1
+    np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("update", ["exact", "lazy"])
+def test_order_within_the_batch_is_of_no_consequence(update):
+    rng = np.random.default_rng(0)
+    w0 = rng.normal(scale=0.1, size=(20, 3)).astype(np.float32)
+    ids, values = rng.integers(0, 9, 50), rng.normal(size=(50, 3)).astype(np.float32)
+    tables = []
+    for order in (np.arange(50), rng.permutation(50)):
+        table = tf.Variable(w0)
+        optimizer = CowClipAdam(1e-2, update=update)
+        optimizer.apply_gradients([(slices(values[order], ids[order], (20, 3)), table)])
+        tables.append(table.numpy())
+    np.testing.assert_allclose(tables[0], tables[1], rtol=1e-5, atol=1e-7)
+
+
+def test_lazy_leaves_absent_rows_alone_and_exact_shrinks_them():
+    w0 = np.full((4, 2), 0.5, np.float32)
+    for update in ("exact", "lazy"):
+        table = tf.Variable(w0)
+        optimizer = CowClipAdam(1e-3, l2=1e-3, update=update)
+        optimizer.apply_gradients([(slices([[0.1, 0.1]], [1], (4, 2)), table)])
+        moved = np.abs(table.numpy() - w0).max(axis=1) > 0
+        np.testing.assert_array_equal(moved, [update == "exact", True] + [update == "exact"] * 2)
+        assert (table.numpy() <= w0).all()
+
+
+def test_the_graph_is_traced_once():
+    table = tf.Variable(tf.random.normal((30, 4)))
+    optimizer = CowClipAdam()
+    traces = []
+
+    @tf.function(input_signature=[tf.TensorSpec([None], tf.int64)])
+    def step(ids):
+        traces.append(1)
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(tf.gather(table, ids))
+        optimizer.minimize(loss, [table], tape=tape)
+
+    for n in (3, 5, 5, 8):
+        step(tf.range(n, dtype=tf.int64))
+    assert len(traces) <= 2  # Keras traces once to create slots and once without
+    assert optimizer.iterations.numpy() == 4
+
+
+def test_dense_gradients_are_refused_with_the_remedy():
+    table = tf.Variable(tf.ones((3, 2)), name="ads")
+    with pytest.raises(ValueError, match=r"sparse.*dense gradient for 'ads:0'.*regularizer"):
+        CowClipAdam().apply_gradients([(tf.ones((3, 2)), table)])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"clip_ratio": 0.0}, "clip_ratio must be a positive number. Received: clip_ratio=0.0"),
+        ({"clip_floor": -1e-5}, "clip_floor must be a number that is not negative"),
+        ({"l2": float("nan")}, "l2 must be"),
+        ({"learning_rate": -1.0}, "learning_rate must be a positive"),
+        ({"beta_1": 1.0}, "beta_1 must be below 1"),
+        ({"epsilon": 0.0}, "epsilon must be a positive"),
+        ({"clip": "norm"}, "clip must be None or one of adaptive_column"),
+        ({"update": "dense"}, "update must be one of exact, lazy. Received: update='dense'"),
+    ],
+)
+def test_bad_arguments(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        CowClipAdam(**arguments)
+
+
+@pytest.mark.parametrize("rate", [2e-4, LinearWarmup(2e-4, 10)])
+def test_config_round_trip(rate):
+    one = CowClipAdam(
+        rate, 0.8, 0.99, 1e-6, l2=3e-5, clip_ratio=2.0, clip_floor=1e-4, update="lazy"
+    )
+    config = tf.keras.optimizers.serialize(one)
+    other = tf.keras.optimizers.deserialize(config, use_legacy_optimizer=True)
+    assert type(other) is CowClipAdam
+    assert other.get_config() == one.get_config()
+
+
+def test_checkpoint_brings_back_slots_and_steps(tmp_path):
+    def fresh():
+        return tf.Variable(tf.ones((5, 2))), CowClipAdam(1e-2)
+
+    def step(table, optimizer, i):
+        optimizer.apply_gradients([(slices([[0.1 * i, 0.2]], [i % 5], (5, 2)), table)])
+
+    table, optimizer = fresh()
+    for i in range(3):
+        step(table, optimizer, i)
+    path = tf.train.Checkpoint(table=table, optimizer=optimizer).save(str(tmp_path / "c"))
+    step(table, optimizer, 3)
+    again, restored = fresh()
+    tf.train.Checkpoint(table=again, optimizer=restored).restore(path)
+    step(again, restored, 3)
+    np.testing.assert_array_equal(again, table)
+    assert restored.iterations.numpy() == 4
+    np.testing.assert_array_equal(restored.get_slot(again, "v"), optimizer.get_slot(table, "v"))
+
+
+def test_warmup_is_linear_from_1e_8():
+    schedule = LinearWarmup(8e-4, 100)
+    steps = np.array([0, 50, 99, 100, 1000])
+    expected = [1e-8, 1e-8 + 0.5 * (8e-4 - 1e-8), 1e-8 + 0.99 * (8e-4 - 1e-8), 8e-4, 8e-4]
+    np.testing.assert_allclose([schedule(tf.constant(s)) for s in steps], expected, rtol=1e-6)
+    assert float(LinearWarmup(1e-3, 0)(tf.constant(0))) == pytest.approx(1e-3)

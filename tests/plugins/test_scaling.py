@@ -1,0 +1,136 @@
+"""The six rules against the paper's tables, whose hand-tuned entries are named."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import subprocess
+import sys
+
+import pytest
+
+from merlin_cowclip.plugins import PRESETS, Hyperparameters, K, preset, recipe, scale
+from merlin_cowclip.plugins.scaling import scaling_table
+
+# (data set, rule, batch size) → the fields in which the authors left their own rule.
+BY_HAND = {
+    ("criteo", "n2_lambda", 2 * K): {"dense_lr"},  # linear, not √s
+    ("criteo", "n2_lambda", 4 * K): {"dense_lr"},
+    ("criteo", "n2_lambda", 8 * K): {"dense_lr", "l2"},  # and λ doubled
+    ("avazu", "cowclip", 1 * K): {"clip_ratio", "clip_floor"},  # r = 10, ζ = 1e-3
+    ("avazu", "cowclip", 2 * K): {"clip_ratio", "clip_floor"},
+    ("avazu", "cowclip", 128 * K): {"dense_lr", "l2"},
+}
+
+
+@pytest.mark.parametrize(("dataset", "rule", "batch"), sorted(PRESETS))
+def test_rule_gives_the_papers_table(dataset, rule, batch):
+    base = preset(dataset, 1 * K, rule)
+    if dataset == "avazu":  # its base row is tuned by hand; 4K is the first that is not
+        base = base.replace(clip_ratio=1.0, clip_floor=preset("avazu", 4 * K).clip_floor)
+    ours = scale(base, to=batch, rule=rule).to_dict()
+    table = preset(dataset, batch, rule).to_dict()
+    off = {
+        name
+        for name in ours
+        if not (
+            math.isclose(ours[name], table[name], rel_tol=1e-12)
+            if isinstance(ours[name], float)
+            else ours[name] == table[name]
+        )
+    }
+    assert off == BY_HAND.get((dataset, rule, batch), set())
+
+
+def test_presets_are_the_printed_numbers():
+    # Spot values, typed from the corrected tables, the last digits of √ included.
+    assert preset("criteo", 128 * K).dense_lr == pytest.approx(9.0509668e-3, rel=1e-7)
+    assert preset("criteo", 128 * K).l2 == 128e-5
+    assert preset("criteo", 8 * K).clip_floor == pytest.approx(3.162e-5, rel=1e-3)
+    assert preset("avazu", 64 * K).clip_floor == pytest.approx(3.162e-4, rel=1e-3)
+    assert preset("avazu", 128 * K).l2 == 96e-5
+    assert preset("criteo", 8 * K, "empirical").l2 == 128e-5
+    assert len(PRESETS) == 3 * 4 + 2 * 8
+
+
+@pytest.mark.parametrize(
+    ("rule", "dense", "embedding", "l2"),
+    [
+        ("none", 1, 1, 1),
+        ("sqrt", 4, 4, 4),
+        ("sqrt*", 4, 4, 1),
+        ("linear", 16, 16, 1),
+        ("empirical", 4, 1, 256),
+        ("cowclip", 4, 1, 16),
+    ],
+)
+@pytest.mark.parametrize("down", [False, True])
+def test_factors_up_and_down(rule, dense, embedding, l2, down):
+    base = Hyperparameters(1024, dense_lr=3e-4, embedding_lr=5e-4, l2=7e-6)
+    moved = scale(base, to=64 if down else 16 * 1024, rule=rule)
+    power = -1 if down else 1
+    assert moved.dense_lr == pytest.approx(3e-4 * dense**power)
+    assert moved.embedding_lr == pytest.approx(5e-4 * embedding**power)
+    assert moved.l2 == pytest.approx(7e-6 * l2**power)
+    for left_alone in ("clip", "clip_ratio", "clip_floor", "init_stddev", "warmup_epochs"):
+        assert getattr(moved, left_alone) == getattr(base, left_alone)
+
+
+def test_recipes():
+    ours = recipe("cowclip")
+    assert (ours.dense_lr, ours.clip, ours.init_stddev, ours.warmup_epochs) == (
+        8e-4,
+        "adaptive_column",
+        1e-2,
+        1.0,
+    )
+    for rule in ("none", "sqrt", "sqrt*", "linear", "empirical"):
+        plain = recipe(rule)
+        assert (plain.dense_lr, plain.embedding_lr) == (1e-4, 1e-4)
+        assert (plain.clip, plain.init_stddev, plain.warmup_epochs) == (None, 1e-4, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"clip_ratio": -1.0}, r"clip_ratio must be a positive number. Received: clip_ratio=-1.0"),
+        ({"clip_ratio": 0.0}, r"clip_ratio must be a positive"),
+        ({"l2": float("nan")}, r"l2 must be a number that is not negative. Received: l2=nan"),
+        ({"dense_lr": float("inf")}, r"dense_lr must be a positive"),
+        ({"batch_size": 0}, r"batch_size must be a positive"),
+        ({"batch_size": 1.5}, r"batch_size must be a whole number"),
+        ({"clip": "cowclip"}, r"clip must be None or one of adaptive_column"),
+        ({"embedding_lr": "1e-4"}, r"embedding_lr must be a positive number. Received: .*'1e-4'"),
+    ],
+)
+def test_bad_values(change, message):
+    with pytest.raises(ValueError, match=message):
+        Hyperparameters(**change)
+
+
+def test_unknown_rule_and_size():
+    with pytest.raises(ValueError, match=r"rule must be one of none, .*cowclip. Received: .*'cow'"):
+        scale(Hyperparameters(), to=2048, rule="cow")
+    with pytest.raises(ValueError, match="to must be a positive whole number"):
+        scale(Hyperparameters(), to=0)
+    with pytest.raises(ValueError, match="batch sizes 1024, 2048, 4096, 8192 for these"):
+        preset("criteo", 128 * K, "linear")
+
+
+def test_frozen_and_prints_as_a_table():
+    base = Hyperparameters()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        base.l2 = 0.0
+    assert ["embedding_lr", "0.0001"] in [line.split() for line in str(base).splitlines()]
+    table = scaling_table(base, scale(base, to=4096))
+    assert "x 4" in table
+    assert "clip_floor" in table
+    assert Hyperparameters(**base.to_dict()) == base
+
+
+def test_scaling_needs_no_tensorflow():
+    code = (
+        "import sys, merlin_cowclip.plugins as p; p.scale(p.Hyperparameters(), to=2048); "
+        "assert 'tensorflow' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

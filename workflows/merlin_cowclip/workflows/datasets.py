@@ -1,0 +1,295 @@
+"""What a click log looks like: its fields, their roles, its file format and its split.
+
+`CRITEO` and `AVAZU` are built in; describe your own in a TOML file (`DatasetSpec.from_toml`) or
+`register` one from Python. Nothing here reads a log: that is `etl.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from merlin_cowclip.workflows.errors import UserError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+FORMATS = ("csv", "parquet")
+SPLIT_KINDS = ("random", "sequential")
+
+
+@dataclass(frozen=True)
+class Split:
+    """How rows part into training and test.
+
+    Args:
+        kind: "random" draws the test rows with the seed; "sequential" takes the last ones.
+        test: the test part's share of all rows, above 0 and below 1.
+    """
+
+    kind: Literal["random", "sequential"] = "random"
+    test: float = 0.1
+
+    def __post_init__(self) -> None:
+        if self.kind not in SPLIT_KINDS:
+            raise UserError(
+                f"split.kind must be one of {_names(SPLIT_KINDS)}. Received: {self.kind!r}"
+            )
+        if isinstance(self.test, bool) or not isinstance(self.test, (int, float)):
+            raise UserError(f"split.test must be a number. Received: {self.test!r}")
+        if not 0 < self.test < 1:
+            raise UserError(f"split.test must lie between 0 and 1. Received: {self.test!r}")
+
+
+@dataclass(frozen=True)
+class DatasetSpec:
+    """The fields of a click log and how to read them.
+
+    Args:
+        name: a short name, for messages and reports.
+        label: the column that holds 0 or 1.
+        categorical: columns that hold one id each; any text or integer.
+        continuous: columns that hold a number each; a missing one counts as 0.
+        lists: columns that hold any number of ids each.
+        format: "csv" (any separator, gzipped or not) or "parquet".
+        separator: between two columns of a csv file; one character.
+        header: whether the first line of a csv file names the columns.
+        columns: all column names in order, for csv files without a header; None otherwise.
+        list_separator: between two ids of a list column's cell in a csv file; one character.
+        split: how rows part into training and test.
+
+    Raises:
+        UserError: names the field that breaks its rule.
+    """
+
+    name: str
+    label: str
+    categorical: tuple[str, ...]
+    continuous: tuple[str, ...] = ()
+    lists: tuple[str, ...] = ()
+    format: Literal["csv", "parquet"] = "csv"
+    separator: str = ","
+    header: bool = True
+    columns: tuple[str, ...] | None = None
+    list_separator: str = "|"
+    split: Split = dataclasses.field(default_factory=Split)
+
+    def __post_init__(self) -> None:
+        for key in ("name", "label"):
+            value = getattr(self, key)
+            if not isinstance(value, str) or not value:
+                raise UserError(f"{key} must be a text that is not empty. Received: {value!r}")
+        for key in ("categorical", "continuous", "lists", "columns"):
+            value = getattr(self, key)
+            if value is None and key == "columns":
+                continue
+            if not isinstance(value, (list, tuple)) or not all(isinstance(v, str) for v in value):
+                raise UserError(f"{key} must be a list of column names. Received: {value!r}")
+            object.__setattr__(self, key, tuple(value))  # a list from TOML or JSON
+        if self.format not in FORMATS:
+            raise UserError(f"format must be one of {_names(FORMATS)}. Received: {self.format!r}")
+        if not isinstance(self.header, bool):
+            raise UserError(f"header must be true or false. Received: {self.header!r}")
+        for key in ("separator", "list_separator"):
+            value = getattr(self, key)
+            if not isinstance(value, str) or len(value) != 1 or not value.isascii():
+                raise UserError(f"{key} must be one ASCII character. Received: {value!r}")
+            if value in '"\n\r':
+                raise UserError(f"{key} must not be a quote or a line end. Received: {value!r}")
+        if self.lists and self.format == "csv" and self.separator == self.list_separator:
+            raise UserError(
+                f"separator and list_separator must differ. Received: {self.separator!r} for both"
+            )
+        if not isinstance(self.split, Split):
+            raise UserError(f"split must be a Split. Received: {self.split!r}")
+        self._check_roles()
+        self._check_columns()
+
+    def _check_roles(self) -> None:
+        if not self.categorical and not self.lists:
+            raise UserError(
+                "categorical must name at least one column. Received: none (and no lists)"
+            )
+        role_of: dict[str, str] = {self.label: "label"}
+        for role in ("categorical", "continuous", "lists"):
+            for field in getattr(self, role):
+                # A field's name becomes a file name (counts/<field>.parquet).
+                if not field or field.startswith(".") or any(c in field for c in "/\\\0\n\r"):
+                    raise UserError(
+                        f"{role} must hold names that can be file names "
+                        f"(not empty, no slash, no leading dot). Received: {field!r}"
+                    )
+                if field in role_of:
+                    raise UserError(
+                        f"a column must have one role. Received: {field!r} as "
+                        f"{role_of[field]} and as {role}"
+                    )
+                role_of[field] = role
+
+    def _check_columns(self) -> None:
+        if self.format == "csv" and not self.header and self.columns is None:
+            raise UserError("columns must be given when header is false. Received: none")
+        if self.columns is None:
+            return
+        if self.format != "csv" or self.header:
+            raise UserError(
+                "columns must be left out unless the format is csv and header is false "
+                f"(the file names its columns). Received: {_names(self.columns)}"
+            )
+        twice = sorted({c for c in self.columns if self.columns.count(c) > 1})
+        if twice:
+            raise UserError(f"columns must be unique. Received twice: {_names(twice)}")
+        missing = [c for c in (self.label, *self.fields) if c not in self.columns]
+        if missing:
+            raise UserError(
+                f"columns must hold the label and every field. Missing: {_names(missing)}. "
+                f"Received: {_names(self.columns)}"
+            )
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """Every input of the model: numbers first, then ids, then lists of ids."""
+        return (*self.continuous, *self.categorical, *self.lists)
+
+    @property
+    def ids(self) -> tuple[str, ...]:
+        """The fields that hold ids: one each (`categorical`), then any number (`lists`)."""
+        return (*self.categorical, *self.lists)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON; `from_dict` reads them back."""
+        return {
+            "name": self.name,
+            "label": self.label,
+            "categorical": list(self.categorical),
+            "continuous": list(self.continuous),
+            "lists": list(self.lists),
+            "format": self.format,
+            "separator": self.separator,
+            "header": self.header,
+            "columns": None if self.columns is None else list(self.columns),
+            "list_separator": self.list_separator,
+            "split": {"kind": self.split.kind, "test": self.split.test},
+        }
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> DatasetSpec:
+        """A spec from plain values with the field names as keys; split is {"kind", "test"}.
+
+        Raises:
+            UserError: an unknown or missing key, or a value that breaks its rule.
+        """
+        known = [field.name for field in dataclasses.fields(cls)]
+        _check_keys(values, known, required=("name", "label"), place="")
+        given = dict(values)
+        given.setdefault("categorical", ())
+        if "split" in given:
+            split = given["split"]
+            if not isinstance(split, Mapping):
+                raise UserError(f"split must be a table with kind and test. Received: {split!r}")
+            _check_keys(split, ("kind", "test"), required=("kind", "test"), place="split.")
+            given["split"] = Split(**split)
+        return cls(**given)
+
+    @classmethod
+    def from_toml(cls, path: str | Path) -> DatasetSpec:
+        """A spec from a TOML file with the same keys; the split is a table ``[split]``.
+
+        Raises:
+            UserError: names the file and the key.
+        """
+        path = Path(path)
+        try:
+            text = path.read_text(encoding="utf-8")
+        except FileNotFoundError:
+            raise UserError(f"data set file must exist. Received: {path}") from None
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(
+                f"data set file must be readable text. Received: {path}: {error}"
+            ) from None
+        try:
+            return cls.from_dict(tomllib.loads(text))
+        except tomllib.TOMLDecodeError as error:
+            raise UserError(f"data set file must be TOML. Received: {path}: {error}") from None
+        except UserError as error:
+            raise UserError(f"{path}: {error}") from None
+
+
+CRITEO = DatasetSpec(
+    name="criteo",
+    label="label",
+    categorical=tuple(f"C{i}" for i in range(1, 27)),
+    continuous=tuple(f"I{i}" for i in range(1, 14)),
+    separator="\t",
+    header=False,
+    columns=("label", *(f"I{i}" for i in range(1, 14)), *(f"C{i}" for i in range(1, 27))),
+    split=Split("random", 0.1),  # 90/10, as the paper
+)
+
+AVAZU = DatasetSpec(
+    name="avazu",
+    label="click",
+    # 22 fields: every column but the row's own id and the label; the paper embeds them all.
+    categorical=(
+        *("hour", "C1", "banner_pos", "site_id", "site_domain", "site_category"),
+        *("app_id", "app_domain", "app_category"),
+        *("device_id", "device_ip", "device_model", "device_type", "device_conn_type"),
+        *(f"C{i}" for i in range(14, 22)),
+    ),
+    split=Split("random", 0.2),  # 80/20, as the paper
+)
+
+#: Every data set known by name; `register` adds yours.
+SPECS: dict[str, DatasetSpec] = {spec.name: spec for spec in (CRITEO, AVAZU)}
+
+
+def register(spec: DatasetSpec) -> DatasetSpec:
+    """Make a spec known by its name to `find_spec`, and so to the command line's functions.
+
+    Raises:
+        UserError: another spec already has the name.
+    """
+    if SPECS.get(spec.name, spec) != spec:
+        raise UserError(
+            f"a data set's name must be unique. Received: {spec.name!r}, which is another data set"
+        )
+    SPECS[spec.name] = spec
+    return spec
+
+
+def find_spec(name_or_path: str | Path) -> DatasetSpec:
+    """The registered spec of that name, or the one in that .toml file.
+
+    Raises:
+        UserError: neither; lists the names.
+    """
+    key = str(name_or_path)
+    if key in SPECS:
+        return SPECS[key]
+    if key.endswith(".toml"):
+        return DatasetSpec.from_toml(key)
+    raise UserError(
+        f"data set must be one of {_names(sorted(SPECS))}, or the path of a .toml file. "
+        f"Received: {key!r}"
+    )
+
+
+def _names(names: Any) -> str:
+    return ", ".join(repr(name) for name in names)
+
+
+def _check_keys(
+    values: Mapping[str, Any], known: Any, *, required: tuple[str, ...], place: str
+) -> None:
+    unknown = [place + key for key in values if key not in known]
+    if unknown:
+        raise UserError(f"a key must be one of {_names(known)}. Received: {_names(unknown)}")
+    missing = [place + key for key in required if key not in values]
+    if missing:
+        raise UserError(f"{_names(missing)} must be given. Received: {_names(values)}")

@@ -1,0 +1,415 @@
+"""Raw logs as a stream of typed Arrow batches; every fault is named with its file and line.
+
+The fast path is Arrow's; only when it has met a fault is the file read again, slowly, to say where.
+Splitting, counting and encoding are `etl.py`'s.
+"""
+
+from __future__ import annotations
+
+import csv
+import glob
+import gzip
+import io
+import itertools
+import math
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.csv
+import pyarrow.parquet as pq
+
+from merlin_cowclip.workflows.arrow_ids import as_text
+from merlin_cowclip.workflows.datasets import DatasetSpec
+from merlin_cowclip.workflows.errors import UserError
+
+BLOCK_BYTES = 16 << 20  # of text per batch: bounds the memory of reading
+BATCH_ROWS = 65_536  # of parquet per batch
+_GZIP_ERRORS = (gzip.BadGzipFile, EOFError, zlib.error)
+ID_TYPE = pa.dictionary(pa.int32(), pa.string())
+
+
+def expand_inputs(inputs: Sequence[str | Path]) -> list[Path]:
+    """Files and globs to files: arguments in the order given, a glob's files by name.
+
+    Raises:
+        UserError: nothing given, a missing file, a glob without a match, a folder, an empty file,
+            a file given twice.
+    """
+    if isinstance(inputs, (str, Path)):
+        inputs = [inputs]
+    files: list[Path] = []
+    for given in inputs:
+        path = Path(given)
+        if path.exists():
+            files.append(path)
+        elif glob.has_magic(str(given)):
+            found = sorted(glob.glob(str(given), recursive=True))
+            if not found:
+                raise UserError(f"input pattern must match a file. Received: {str(given)!r}")
+            files += map(Path, found)
+        else:
+            raise UserError(f"input file must exist. Received: {path}")
+    if not files:
+        raise UserError("at least one input file must be given. Received: none")
+    for path in files:
+        if path.is_dir():
+            raise UserError(
+                f"input must be a file. Received the folder: {path}. Name its files: '{path}/*'"
+            )
+        if path.stat().st_size == 0:
+            raise UserError(f"input file must not be empty. Received: {path}")
+    seen: set[Path] = set()
+    for path in files:
+        if path.resolve() in seen:
+            raise UserError(f"an input file must be given once. Received twice: {path}")
+        seen.add(path.resolve())
+    return files
+
+
+@dataclass(frozen=True)
+class RawLog:
+    """One log file, read as its spec says.
+
+    `check` looks at the header or schema only; `batches` reads the rows. A batch holds the label
+    (int8), every number (float64, missing: null), every id (`ID_TYPE`, missing: null) and every
+    list of ids (list of text).
+    """
+
+    spec: DatasetSpec
+    path: Path
+
+    @property
+    def wanted(self) -> tuple[str, ...]:
+        """The columns we read."""
+        return (self.spec.label, *self.spec.fields)
+
+    def check(self) -> tuple[str, ...]:
+        """The file's column names, once it is known that they and the separator fit the spec."""
+        if self.spec.format == "parquet":
+            return self._check_parquet()
+        return self._check_csv()
+
+    def batches(self, advance: Callable[[int], Any]) -> Iterator[pa.RecordBatch]:
+        """Every row, in order; ``advance`` is told how many bytes of the file were read since."""
+        return (
+            self._parquet_batches(advance)
+            if self.spec.format == "parquet"
+            else (self._csv_batches(advance))
+        )
+
+    # csv -------------------------------------------------------------------------------------
+
+    def _check_csv(self) -> tuple[str, ...]:
+        spec = self.spec
+        first = next(self._rows(), None)
+        if first is None:
+            raise UserError(f"input file must not be empty. Received: {self.path}, without a row")
+        line, cells = first
+        expected = spec.columns if spec.columns is not None else self.wanted
+        if len(cells) == 1 and len(expected) > 1:
+            raise UserError(
+                f"rows must have {self._count_rule(len(expected))}, separated by "
+                f"{spec.separator!r}. Received: one column in {self.path}, line {line}. "
+                "Name the separator that the file uses in the data set's description"
+            )
+        if spec.columns is not None:
+            if len(cells) != len(spec.columns):
+                self._wrong_width(line, len(cells), len(spec.columns))
+            return spec.columns
+        self._check_names(cells)
+        return tuple(cells)
+
+    def _count_rule(self, columns: int) -> str:
+        return (
+            f"{columns} columns" if self.spec.columns is not None else f"at least {columns} columns"
+        )
+
+    def _wrong_width(self, line: int, received: int, expected: int) -> NoReturn:
+        raise UserError(
+            f"every row must have {expected} columns, separated by {self.spec.separator!r}. "
+            f"Received: {received} in {self.path}, line {line}. Correct the row or remove it"
+        )
+
+    def _check_names(self, names: Sequence[str]) -> None:
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise UserError(
+                f"column names must be unique. Received twice: {_names(twice)} in {self.path}. "
+                "Rename one of each"
+            )
+        missing = [name for name in self.wanted if name not in names]
+        if missing:
+            raise UserError(
+                f"every column of data set {self.spec.name!r} must be in the file. "
+                f"Missing: {_names(missing)} in {self.path}, which has: {_names(names)}"
+            )
+
+    def _csv_batches(self, advance: Callable[[int], Any]) -> Iterator[pa.RecordBatch]:
+        spec = self.spec
+        types: dict[str, pa.DataType] = {name: ID_TYPE for name in spec.categorical}
+        types |= dict.fromkeys((spec.label, *spec.continuous), pa.float64())
+        types |= dict.fromkeys(spec.lists, pa.string())
+        rows = 0
+        with pa.OSFile(str(self.path)) as raw:
+            try:
+                stream = pa.CompressedInputStream(raw, "gzip") if self._gzipped else raw
+                reader = pyarrow.csv.open_csv(
+                    stream,
+                    read_options=pyarrow.csv.ReadOptions(
+                        block_size=BLOCK_BYTES, column_names=spec.columns
+                    ),
+                    parse_options=pyarrow.csv.ParseOptions(delimiter=spec.separator),
+                    convert_options=pyarrow.csv.ConvertOptions(
+                        column_types=types,
+                        include_columns=self.wanted,
+                        null_values=[""],
+                        strings_can_be_null=True,
+                    ),
+                )
+                read = 0
+                for batch in reader:
+                    rows += batch.num_rows
+                    yield self._typed(batch, self._find_csv_fault)
+                    advance(raw.tell() - read)
+                    read = raw.tell()
+            except (pa.ArrowInvalid, OSError, EOFError, zlib.error) as error:
+                if getattr(error, "errno", None) is not None:  # the disk's fault, not the file's
+                    raise
+                self._find_csv_fault(str(error))
+        if rows == 0:
+            raise UserError(f"input file must not be empty. Received: {self.path}, without a row")
+
+    @property
+    def _gzipped(self) -> bool:
+        return self.path.name.endswith(".gz")
+
+    def _rows(self) -> Iterator[tuple[int, list[str]]]:
+        """(line, cells) of every row, slowly; the line is the row's last, counted from 1."""
+        try:
+            with gzip.open(self.path) if self._gzipped else open(self.path, "rb") as raw:
+                # A byte that is not UTF-8 is kept, to be found and shown.
+                text = io.TextIOWrapper(
+                    raw,  # type: ignore[arg-type]
+                    encoding="utf-8-sig",
+                    errors="surrogateescape",
+                    newline="",
+                )
+                reader = csv.reader(text, delimiter=self.spec.separator)
+                for cells in reader:
+                    if cells:
+                        yield reader.line_num, cells
+        except _GZIP_ERRORS as error:
+            self._bad_gzip(error)
+        except csv.Error as error:
+            raise UserError(f"input must be a csv file. Received: {self.path}: {error}") from None
+
+    def _check_gzip(self) -> None:
+        try:
+            with gzip.open(self.path) as stream:
+                while stream.read(1 << 20):
+                    pass
+        except _GZIP_ERRORS as error:
+            self._bad_gzip(error)
+
+    def _bad_gzip(self, error: Exception) -> NoReturn:
+        raise UserError(
+            f"a .gz file must be whole. Received: {self.path}: {error}. Copy or download it again"
+        ) from None
+
+    def _find_csv_fault(self, reason: str) -> NoReturn:
+        """Read the file again and raise the error of its first bad row."""
+        if self._gzipped:
+            self._check_gzip()  # first, for a damaged stream decodes to nonsense before it ends
+        spec, rows = self.spec, self._rows()
+        names = spec.columns if spec.columns is not None else tuple(next(rows)[1])
+        place = {name: names.index(name) for name in self.wanted}
+        for line, cells in rows:
+            if len(cells) != len(names):
+                self._wrong_width(line, len(cells), len(names))
+            for name in self.wanted:
+                value = cells[place[name]]
+                if any("\udc80" <= c <= "\udcff" for c in value):
+                    raw = value.encode("utf-8", "surrogateescape")
+                    raise UserError(
+                        f"text must be UTF-8. Received: {raw!r} in {self.path}, line {line}, "
+                        f"column {name!r}. Convert the file to UTF-8"
+                    )
+            label = _parse(cells[place[spec.label]])
+            if label not in (0.0, 1.0):
+                self._bad_label(repr(cells[place[spec.label]]), f"line {line}")
+            for name in spec.continuous:
+                value = cells[place[name]]
+                number = _parse(value)
+                if value and (number is None or not math.isfinite(number)):
+                    self._bad_number(repr(value), f"line {line}", name)
+        raise UserError(
+            f"input must be a csv file that Arrow reads. Received: {self.path}: {reason}"
+        )
+
+    # parquet ---------------------------------------------------------------------------------
+
+    def _open_parquet(self) -> pq.ParquetFile:
+        try:
+            return pq.ParquetFile(self.path)
+        except (pa.ArrowException, OSError) as error:
+            self._bad_parquet(error)
+
+    def _bad_parquet(self, error: Exception) -> NoReturn:
+        raise UserError(
+            f"input must be a whole parquet file. Received: {self.path}: {error}. "
+            "Write it again, or set format = 'csv' in the data set's description"
+        ) from None
+
+    def _check_parquet(self) -> tuple[str, ...]:
+        spec = self.spec
+        with self._open_parquet() as file:
+            schema, rows = file.schema_arrow, file.metadata.num_rows
+        self._check_names(schema.names)
+        for name in self.wanted:
+            kind = schema.field(name).type
+            if pa.types.is_dictionary(kind):
+                kind = kind.value_type
+            listed = pa.types.is_list(kind) or pa.types.is_large_list(kind)
+            if name in spec.lists and not listed:
+                self._bad_type(name, "a list column", kind)
+            if name not in spec.lists and pa.types.is_nested(kind):
+                self._bad_type(name, "a column of single values", kind)
+            if name in (spec.label, *spec.continuous) and not (
+                pa.types.is_integer(kind)
+                or pa.types.is_floating(kind)
+                or pa.types.is_boolean(kind)
+                or pa.types.is_decimal(kind)
+            ):
+                self._bad_type(name, "a column of numbers", kind)
+        if rows == 0:
+            raise UserError(f"input file must not be empty. Received: {self.path}, without a row")
+        return tuple(schema.names)
+
+    def _bad_type(self, name: str, rule: str, kind: pa.DataType) -> NoReturn:
+        raise UserError(
+            f"{name!r} must be {rule}. Received: {kind} in {self.path}. "
+            "Change its role in the data set's description, or its type in the file"
+        )
+
+    def _parquet_batches(self, advance: Callable[[int], Any]) -> Iterator[pa.RecordBatch]:
+        row = 0
+        with self._open_parquet() as file:
+            size, rows = self.path.stat().st_size, file.metadata.num_rows
+            batches = file.iter_batches(BATCH_ROWS, columns=list(self.wanted))
+            while True:
+                try:
+                    batch = next(batches, None)
+                except (pa.ArrowException, OSError) as error:
+                    self._bad_parquet(error)
+                if batch is None:
+                    return
+                fault = _ParquetFault(self, batch, row)
+                yield self._typed(batch, fault)
+                row += batch.num_rows
+                advance(size * batch.num_rows // rows)
+
+    # both ------------------------------------------------------------------------------------
+
+    def _typed(self, batch: pa.RecordBatch, fault: Callable[[str], Any]) -> pa.RecordBatch:
+        """The batch in our own types; calls ``fault``, which raises, on a bad value."""
+        spec = self.spec
+        columns: dict[str, pa.Array] = {}
+        labels = _column(batch, spec.label).cast(pa.float64())
+        good = pc.is_in(labels, pa.array([0.0, 1.0]))  # false for null and NaN
+        if not pc.all(good).as_py():
+            fault("label")
+        columns[spec.label] = labels.cast(pa.int8())
+        for name in spec.continuous:
+            numbers = _column(batch, name).cast(pa.float64())
+            if pc.all(pc.is_finite(numbers)).as_py() is False:  # None: all are missing
+                fault("number")
+            columns[name] = numbers
+        for name in spec.categorical:
+            ids = _column(batch, name)
+            columns[name] = ids if ids.type == ID_TYPE else as_text(ids).dictionary_encode()
+        for name in spec.lists:
+            cells = _column(batch, name)
+            if spec.format == "csv":
+                cells = pc.split_pattern(cells, spec.list_separator)
+            columns[name] = as_text(cells)
+        return pa.RecordBatch.from_pydict(columns)
+
+    def _bad_label(self, value: str, place: str) -> NoReturn:
+        raise UserError(
+            f"label must be 0 or 1. Received: {value} in {self.path}, {place}, "
+            f"column {self.spec.label!r}. Correct the row or remove it"
+        )
+
+    def _bad_number(self, value: str, place: str, name: str) -> NoReturn:
+        raise UserError(
+            f"a number must be finite, or empty where missing. Received: {value} in {self.path}, "
+            f"{place}, column {name!r}. Correct it, empty it, or make the column categorical"
+        )
+
+
+@dataclass(frozen=True)
+class _ParquetFault:
+    """Finds the first bad row of a batch; ``first`` is the number of rows before it in the file."""
+
+    log: RawLog
+    batch: pa.RecordBatch
+    first: int
+
+    def __call__(self, reason: str) -> NoReturn:
+        spec = self.log.spec
+        labels = _column(self.batch, spec.label).cast(pa.float64()).to_numpy(zero_copy_only=False)
+        bad = ~np.isin(labels, (0.0, 1.0))
+        if bad.any():
+            row = int(bad.argmax())
+            value = _column(self.batch, spec.label)[row].as_py()
+            self.log._bad_label(repr(value), f"row {self.first + row + 1}")
+        for name in spec.continuous:
+            numbers = _column(self.batch, name).cast(pa.float64())
+            finite = pc.fill_null(pc.is_finite(numbers), True).to_numpy(zero_copy_only=False)
+            if not finite.all():
+                row = int(finite.argmin())
+                self.log._bad_number(str(numbers[row].as_py()), f"row {self.first + row + 1}", name)
+        raise AssertionError(reason)  # a fault was seen, so one of the above has raised
+
+
+def check_logs(spec: DatasetSpec, files: Sequence[Path]) -> list[RawLog]:
+    """Every file as a log whose columns are known to fit the spec, and each other.
+
+    Raises:
+        UserError: a wrong separator, missing columns, files with different columns, not parquet.
+    """
+    logs = [RawLog(spec, path) for path in files]
+    columns = [log.check() for log in logs]
+    for log, names in itertools.islice(zip(logs, columns, strict=True), 1, None):
+        if names != columns[0]:
+            different = sorted(set(names) ^ set(columns[0])) or list(names)
+            raise UserError(
+                f"all input files must have the same columns, in the same order. Received: "
+                f"{log.path}, which differs from {logs[0].path} in {_names(different)}. "
+                "Prepare them apart, or give the files the same columns"
+            )
+    return logs
+
+
+def _column(batch: pa.RecordBatch, name: str) -> pa.Array:
+    column = batch.column(batch.schema.get_field_index(name))
+    if pa.types.is_dictionary(column.type) and column.type != ID_TYPE:
+        return column.dictionary_decode()
+    return column
+
+
+def _parse(text: str) -> float | None:
+    try:
+        return None if "_" in text else float(text)  # Python takes 1_000, Arrow does not
+    except ValueError:
+        return None
+
+
+def _names(names: Sequence[str]) -> str:
+    return ", ".join(map(repr, names))
