@@ -1,6 +1,8 @@
-"""CowClip as a pure function: golden values, a NumPy oracle of Algorithm 1, properties."""
+"""The five clip rules: golden values, NumPy oracles written from the paper, one contract for all."""
 
 from __future__ import annotations
+
+import inspect
 
 import numpy as np
 import pytest
@@ -9,23 +11,57 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from merlin_cowclip.plugins import clip_by_adaptive_column_norm
+import merlin_cowclip.plugins as plugins
+from merlin_cowclip.plugins import CLIP_RULES, clip_by_adaptive_column_norm
+from merlin_cowclip.plugins.scaling import ADAPTIVE_CLIPS, CLIPS, CONSTANT_CLIPS
+
+FIELDS = 3
+FUNCTIONS = {name: getattr(plugins, f"clip_by_{name}_norm") for name in CLIP_RULES}
 
 
-def oracle(g, w, cnt, r, zeta):
-    """Algorithm 1, lines 6 to 9, id by id in float64."""
-    clipped = np.zeros(g.shape, np.float64)
-    for k in range(len(g)):
-        n_g = np.linalg.norm(g[k].astype(np.float64))
-        clip_t = cnt[k] * max(r * np.linalg.norm(w[k].astype(np.float64)), zeta)
-        clipped[k] = g[k] * (min(1.0, clip_t / n_g) if n_g else 1.0)
+def norm(x):
+    return np.linalg.norm(np.asarray(x, np.float64))
+
+
+def oracle(name, g, w, cnt, fields, *, r=1.0, zeta=0.0, c=1.0):
+    """Table 6 unit by unit in float64: `g_u ← g_u · min(1, threshold / ‖g_u‖)`."""
+    clipped = g.astype(np.float64)
+    if name == "global":
+        units = [(np.ones(len(g), bool), c)]
+    elif name.endswith("column"):
+        units = [
+            (np.arange(len(g)) == k, cnt[k] * max(r * norm(w[k]), zeta) if r else c)
+            for k in range(len(g))
+        ]
+    else:
+        units = []
+        for f in set(fields):
+            rows = fields == f
+            units.append((rows, cnt[rows].sum() * max(r * norm(w[rows]), zeta) if r else c))
+    for rows, threshold in units:
+        n = norm(g[rows])
+        clipped[rows] *= min(1.0, threshold / n) if n else 1.0
     return clipped
 
 
-def clip(g, w, cnt, r=1.0, zeta=3.162e-5):
-    return clip_by_adaptive_column_norm(
-        tf.constant(g), tf.constant(w), tf.constant(cnt), ratio=r, floor=zeta
-    ).numpy()
+def run(name, g, w, cnt, fields, *, r=1.0, zeta=0.0, c=1.0):
+    given_ = {"ratio": r, "floor": zeta} if CLIP_RULES[name].adaptive else {"threshold": c}
+    if name.endswith("field"):
+        given_ |= {"fields": tf.constant(fields, tf.int32), "num_fields": FIELDS}
+    return FUNCTIONS[name](tf.constant(g), tf.constant(w), tf.constant(cnt), **given_).numpy()
+
+
+def expect(name, *table, r=1.0, zeta=0.0, c=1.0):
+    return oracle(name, *table, r=r if CLIP_RULES[name].adaptive else 0, zeta=zeta, c=c)
+
+
+def test_one_table_of_rules_and_one_signature_family():
+    assert tuple(CLIP_RULES) == CLIPS == CONSTANT_CLIPS + ADAPTIVE_CLIPS
+    for name, function in FUNCTIONS.items():
+        parameters = inspect.signature(function).parameters
+        assert list(parameters)[:3] == ["gradients", "rows", "counts"]
+        own = set(parameters) - {"gradients", "rows", "counts", "fields", "num_fields"}
+        assert own == set(CLIP_RULES[name].parameters)
 
 
 @pytest.mark.parametrize("k", range(24))
@@ -34,7 +70,13 @@ def test_published_code(golden, k):
     ratio, floor = float(golden[f"case{k}_ratio"]), float(golden[f"case{k}_floor"])
     counts = np.ones(len(case["w"]), np.float32)
     counts[case["ids"]] = case["cnts"]
-    ours = clip(case["g"], case["w"], counts, ratio, ratio * floor)
+    ours = clip_by_adaptive_column_norm(
+        tf.constant(case["g"]),
+        tf.constant(case["w"]),
+        tf.constant(counts),
+        ratio=ratio,
+        floor=ratio * floor,
+    )
     np.testing.assert_allclose(ours, case["clipped"], rtol=1e-6, atol=0)
 
 
@@ -42,65 +84,103 @@ def test_all_golden_cases_are_covered(golden):
     assert int(golden["n_cases"]) == 24
 
 
-# Entries from the smallest normal float32 up: squares of most of them leave float32's range.
+# Squares of most of these leave float32's range; their products with counts, r and ζ do not.
 entries = st.one_of(
     st.just(0.0),
-    st.floats(2.0**-120, 2.0**110, width=32),
-    st.floats(-(2.0**110), -(2.0**-120), width=32),
+    st.floats(2.0**-80, 2.0**80, width=32),
+    st.floats(-(2.0**80), -(2.0**-80), width=32),
 )
-shapes = hnp.array_shapes(min_dims=2, max_dims=2, min_side=1, max_side=6)
 
 
 @st.composite
 def tables(draw):
-    shape = draw(shapes)
+    shape = draw(hnp.array_shapes(min_dims=2, max_dims=2, min_side=1, max_side=6))
     g = draw(hnp.arrays(np.float32, shape, elements=entries))
     w = draw(hnp.arrays(np.float32, shape, elements=entries))
     cnt = draw(hnp.arrays(np.float32, shape[0], elements=st.integers(1, 200_000).map(float)))
-    return g, w, cnt
+    fields = draw(hnp.arrays(np.int32, shape[0], elements=st.integers(0, FIELDS - 1)))
+    return g, w, cnt, fields
 
 
-@settings(deadline=None, max_examples=200)
-@given(tables(), st.sampled_from([0.1, 1.0, 10.0]), st.sampled_from([0.0, 3.162e-5, 1e-3]))
-def test_oracle_over_all_magnitudes(table, r, zeta):
-    g, w, cnt = table
-    expected = oracle(g, w, cnt, r, zeta)
-    # Below the smallest normal float32 digits get lost, in any formula.
-    np.testing.assert_allclose(clip(g, w, cnt, r, zeta), expected, rtol=2e-6, atol=2e-38)
+TINY = 1e-35  # digits below the smallest normal float32 get lost, in any formula
 
 
-@settings(deadline=None, max_examples=100)
-@given(tables())
-def test_never_lengthens_keeps_direction_and_is_idempotent(table):
-    g, w, cnt = table
-    once = clip(g, w, cnt)
-    norm = np.linalg.norm(g.astype(np.float64), axis=1)
-    assert (np.linalg.norm(once.astype(np.float64), axis=1) <= norm * (1 + 1e-6) + 1e-37).all()
-    assert (np.sign(once) * np.sign(g) >= 0).all()
-    np.testing.assert_allclose(clip(once, w, cnt), once, rtol=1e-6, atol=2e-38)
+def close(ours, expected):
+    """To 3e-6, but for entries that are 1e-9 of their row or less, and for subnormal numbers."""
+    of_row = 1e-9 * np.linalg.norm(expected.astype(np.float64), axis=1, keepdims=True)
+    error = np.abs(ours.astype(np.float64) - expected)
+    return (error <= 3e-6 * np.abs(expected) + of_row + TINY).all()
 
 
-def test_zero_gradient_and_zero_row_stay_finite():
-    g = np.array([[0, 0], [3, 4]], np.float32)
-    w = np.zeros((2, 2), np.float32)
-    ours = clip(g, w, np.ones(2, np.float32), 1.0, 0.0)
-    np.testing.assert_array_equal(ours, np.zeros((2, 2)))  # ζ = 0: a zero row cannot move
-    ours = clip(g, w, np.array([1, 2], np.float32), 1.0, 0.5)
-    np.testing.assert_allclose(ours, [[0, 0], [0.6, 0.8]], rtol=1e-6)  # 2 · ζ = 1
+@pytest.mark.parametrize("name", CLIP_RULES)
+@settings(deadline=None, max_examples=60)
+@given(
+    tables(),
+    st.sampled_from([0.125, 1.0, 10.0]),
+    st.sampled_from([0.0, 3.162e-5, 1e-3]),
+    st.sampled_from([1e-5, 1.0, 25.0]),
+)
+def test_oracle_over_all_magnitudes(name, table, r, zeta, c):
+    ours = run(name, *table, r=r, zeta=zeta, c=c)
+    expected = expect(name, *table, r=r, zeta=zeta, c=c)
+    assert close(ours, expected), (ours, expected)
 
 
-def test_short_gradients_pass_unchanged():
+@pytest.mark.parametrize("name", CLIP_RULES)
+@settings(deadline=None, max_examples=40)
+@given(tables(), st.permutations(range(6)))
+def test_contract(name, table, order):
+    g = table[0]
+    once = run(name, *table)
+    lengths = np.linalg.norm(once.astype(np.float64), axis=1)
+    before = np.linalg.norm(g.astype(np.float64), axis=1)
+    assert (lengths <= before * (1 + 3e-6) + TINY).all()  # never lengthens a row
+    assert (np.sign(once) * np.sign(g) >= 0).all()  # nor turns one
+    assert (once[before == 0] == 0).all()
+    twice = run(name, once, *table[1:])
+    assert close(twice, once)  # idempotent
+    order = [i for i in order if i < len(g)]
+    shuffled = run(name, *(x[order] for x in table))
+    assert close(shuffled, once[order])
+
+
+@pytest.mark.parametrize("name", CLIP_RULES)
+def test_limits(name):
     rng = np.random.default_rng(0)
     g, w = rng.normal(size=(2, 50, 10)).astype(np.float32)
-    np.testing.assert_array_equal(clip(g, w, np.ones(50, np.float32), 1e9), g)
+    table = (g, w, np.ones(50, np.float32), rng.integers(0, FIELDS, 50).astype(np.int32))
+    loose = run(name, *table, r=1e9, c=1e9)
+    np.testing.assert_array_equal(loose, g)  # r or c → ∞: nothing is clipped
+    if CLIP_RULES[name].adaptive:
+        still = run(name, g, np.zeros_like(w), *table[2:], zeta=0.0)
+        np.testing.assert_array_equal(still, np.zeros_like(g))  # ζ = 0: zero rows cannot move
+        moved = run(name, g, np.zeros_like(w), *table[2:], zeta=1e-4)
+        assert (np.abs(moved).max(axis=1) > 0).all()
+    empty = run(name, g[:0], w[:0], table[2][:0], table[3][:0])
+    assert empty.shape == (0, 10)
 
 
+def test_by_hand():
+    g = np.array([[0, 0], [3, 4]], np.float32)
+    w = np.zeros((2, 2), np.float32)
+    ones, fields = np.ones(2, np.float32), np.zeros(2, np.int32)
+    ours = run("adaptive_column", g, w, ones * 2, fields, zeta=0.5)
+    np.testing.assert_allclose(ours, [[0, 0], [0.6, 0.8]], rtol=1e-6)  # 2 · ζ = 1
+    ours = run("adaptive_field", g, w, ones * 2, fields, zeta=0.5)
+    np.testing.assert_allclose(ours, [[0, 0], [1.2, 1.6]], rtol=1e-6)  # (2 + 2) · ζ = 2
+    ours = run("global", g, w, ones, fields, c=2.5)
+    np.testing.assert_allclose(ours, [[0, 0], [1.5, 2.0]], rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", CLIP_RULES)
 @pytest.mark.parametrize("dtype", [tf.float16, tf.bfloat16])
-def test_half_precision_is_clipped_in_float32(dtype):
+def test_half_precision_is_clipped_in_float32(name, dtype):
     rng = np.random.default_rng(0)
     g = tf.cast(rng.normal(size=(20, 4)) * 300, dtype)  # squares overflow float16
     w = tf.cast(rng.normal(size=(20, 4)), tf.float32)
-    ours = clip_by_adaptive_column_norm(g, w, tf.ones(20), ratio=1.0, floor=0.0)
+    given_ = {"ratio": 1.0, "floor": 0.0} if CLIP_RULES[name].adaptive else {"threshold": 1.0}
+    ours = FUNCTIONS[name](g, w, tf.ones(20), **given_)
     assert ours.dtype == dtype
-    wide = oracle(tf.cast(g, tf.float32).numpy(), w.numpy(), np.ones(20), 1.0, 0.0)
-    np.testing.assert_allclose(tf.cast(ours, tf.float32), wide, rtol=2.0**-7, atol=1e-3)
+    wide = tf.cast(g, tf.float32).numpy()
+    expected = expect(name, wide, w.numpy(), np.ones(20), np.zeros(20, np.int32))
+    np.testing.assert_allclose(tf.cast(ours, tf.float32), expected, rtol=2.0**-7, atol=1e-3)

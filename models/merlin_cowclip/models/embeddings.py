@@ -115,11 +115,19 @@ class FusedEmbeddings(tf.keras.layers.Layer):
         self.stddev = float(stddev)
         self.combiner = combiner
         self._first_row = dict(zip(self.fields, offsets[:-1], strict=True))
+        zero_rows = [
+            first + i
+            for name, first in self._first_row.items()
+            for i in (PADDING_ID, UNKNOWN_ID)
+            if i < self.cardinalities[name]
+        ]
+        self._initializer = TableInitializer(self.stddev, zero_rows)
         self._spec = TableSpec(
             name=self.name,
             layer=self,
             get_variable=lambda: self.table,
             row_offsets=self.row_offsets,
+            columns=tuple(self.schema),
             width=dim,
         )
 
@@ -134,16 +142,10 @@ class FusedEmbeddings(tf.keras.layers.Layer):
 
     def build(self, input_shape: Any) -> None:
         """Create the V×d table."""
-        special = [
-            first + i
-            for name, first in self._first_row.items()
-            for i in (PADDING_ID, UNKNOWN_ID)
-            if i < self.cardinalities[name]
-        ]
         self.table = self.add_weight(
             name="table",
             shape=(self.row_offsets[-1], self.dim),
-            initializer=TableInitializer(self.stddev, special),
+            initializer=self._initializer,
             trainable=self.trainable,
         )
         super().build(input_shape)
@@ -152,9 +154,10 @@ class FusedEmbeddings(tf.keras.layers.Layer):
         """b×F×d; see the class."""
         parts = []
         if self.one_hot_fields:
-            ids = [tf.reshape(inputs[name], [-1, 1]) for name in self.one_hot_fields]
+            columns = (tf.cast(inputs[name], tf.int64) for name in self.one_hot_fields)
+            ids = [tf.reshape(column, [-1, 1]) for column in columns]
             first = [self._first_row[name] for name in self.one_hot_fields]
-            rows = tf.cast(tf.concat(ids, axis=1), tf.int64) + tf.constant([first], tf.int64)
+            rows = tf.concat(ids, axis=1) + tf.constant([first], tf.int64)
             self._spec.recorder.record(Lookup("one-hot fields", rows))
             parts.append(tf.gather(self.table, rows))
         parts += [self._list_lookup(name, inputs[name])[:, tf.newaxis] for name in self.list_fields]

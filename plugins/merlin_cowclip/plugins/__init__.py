@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from merlin_cowclip.plugins.adam import CowClipAdam
-    from merlin_cowclip.plugins.clipping import clip_by_adaptive_column_norm
+    from merlin_cowclip.plugins.clipping import (
+        CLIP_RULES,
+        clip_by_adaptive_column_norm,
+        clip_by_adaptive_field_norm,
+        clip_by_column_norm,
+        clip_by_field_norm,
+        clip_by_global_norm,
+    )
     from merlin_cowclip.plugins.optimizer import CowClipOptimizer
     from merlin_cowclip.plugins.presets import PRESETS, preset
     from merlin_cowclip.plugins.scaling import (
@@ -26,6 +33,7 @@ if TYPE_CHECKING:
     from merlin_cowclip.plugins.tables import HasTables, IdRecorder, Lookup, TableSpec
 
 _HOME = {
+    "CLIP_RULES": "clipping",
     "CowClipAdam": "adam",
     "CowClipOptimizer": "optimizer",
     "HasTables": "tables",
@@ -38,6 +46,10 @@ _HOME = {
     "SCALING_RULES": "scaling",
     "TableSpec": "tables",
     "clip_by_adaptive_column_norm": "clipping",
+    "clip_by_adaptive_field_norm": "clipping",
+    "clip_by_column_norm": "clipping",
+    "clip_by_field_norm": "clipping",
+    "clip_by_global_norm": "clipping",
     "preset": "presets",
     "recipe": "scaling",
     "scale": "scaling",
@@ -45,6 +57,7 @@ _HOME = {
 }
 
 __all__ = [
+    "CLIP_RULES",
     "PRESETS",
     "SCALING_RULES",
     "CowClipAdam",
@@ -57,6 +70,10 @@ __all__ = [
     "Lookup",
     "TableSpec",
     "clip_by_adaptive_column_norm",
+    "clip_by_adaptive_field_norm",
+    "clip_by_column_norm",
+    "clip_by_field_norm",
+    "clip_by_global_norm",
     "preset",
     "recipe",
     "scale",

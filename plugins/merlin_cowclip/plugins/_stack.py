@@ -19,6 +19,7 @@ with warnings.catch_warnings():
     # Merlin warns where torch and tritonclient are not installed; neither is needed here.
     warnings.simplefilter("ignore")
     import merlin.models.tf as mm
+    from merlin.schema import ColumnSchema, Tags
 tf.get_logger().setLevel(_level)
 
-__all__ = ["mm", "tf"]
+__all__ = ["ColumnSchema", "Tags", "mm", "tf"]

@@ -5,12 +5,18 @@ The wiring only: the clip itself is in `clipping.py`, the counting in `tables.py
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from merlin_cowclip.plugins._stack import mm, tf
-from merlin_cowclip.plugins.clipping import clip_by_adaptive_column_norm, row_norms
-from merlin_cowclip.plugins.scaling import CLIPS, check_number
+from merlin_cowclip.plugins.clipping import (
+    CLIP_RULES,
+    RowNorms,
+    clip_by_adaptive_column_norm,
+    row_norms,
+    with_lengths,
+)
+from merlin_cowclip.plugins.scaling import check_clip, check_number
 from merlin_cowclip.plugins.tables import TableSpec, repeats_per_row, samples_per_row
 
 UPDATES = ("exact", "lazy")
@@ -49,9 +55,11 @@ class CowClipAdam(mm.LazyAdam):
       beta_2: decay of the second moment.
       epsilon: Adam's ε (Keras's "epsilon hat").
       l2: λ, not negative.
-      clip: "adaptive_column" for CowClip, `None` for no clip.
+      clip: a rule of `CLIP_RULES`; "adaptive_column" is CowClip, `None` no clip. The unit of
+        "global" is all tables of this optimizer.
       clip_ratio: r, positive.
       clip_floor: ζ, not negative, in units of the gradient's norm.
+      clip_threshold: c of the rules "global", "field" and "column".
       update: "exact" or "lazy".
       name: prefix of the optimizer's variables.
 
@@ -70,13 +78,11 @@ class CowClipAdam(mm.LazyAdam):
         clip: str | None = "adaptive_column",
         clip_ratio: float = 1.0,
         clip_floor: float = 3.162e-5,
+        clip_threshold: float | None = None,
         update: str = "exact",
         name: str = "CowClipAdam",
     ) -> None:
-        if clip is not None and clip not in CLIPS:
-            raise ValueError(
-                f"clip must be None or one of {', '.join(CLIPS)}. Received: clip={clip!r}"
-            )
+        check_clip(clip, clip_threshold)
         if update not in UPDATES:
             raise ValueError(
                 f"update must be one of {', '.join(UPDATES)}. Received: update={update!r}"
@@ -97,31 +103,43 @@ class CowClipAdam(mm.LazyAdam):
         self.clip = clip
         self.clip_ratio = check_number("clip_ratio", clip_ratio, positive=True)
         self.clip_floor = check_number("clip_floor", clip_floor)
+        self.clip_threshold = clip_threshold
         self.update = update
         self._specs: dict[Any, TableSpec] = {}
+        self._exempt: dict[Any, tuple[bool, ...]] = {}
 
-    def bind_tables(self, specs: Iterable[TableSpec]) -> None:
-        """Take the counts of these built tables from the ids that they record."""
-        self._specs = {spec.variable.ref(): spec for spec in specs}
+    def bind_tables(self, tables: Mapping[TableSpec, Sequence[bool]]) -> None:
+        """Take the counts of these built tables from the ids that they record.
+
+        Args:
+          tables: for each table, whether each of its ranges of rows is clipped.
+        """
+        self._specs = {spec.variable.ref(): spec for spec in tables}
+        self._exempt = {
+            spec.variable.ref(): tuple(not c for c in clipped)
+            for spec, clipped in tables.items()
+            if not all(clipped)
+        }
 
     def _transform_gradients(
         self, grads_and_vars: Iterable[tuple[Any, tf.Variable]]
     ) -> list[tuple[tf.IndexedSlices, tf.Variable]]:
         """L2 on the batch's rows, then the clip: Keras's hook between gradients and update."""
-        transformed = []
-        for gradient, variable in grads_and_vars:
-            found = self._row_gradients(gradient, variable)
-            clipped = self._clipped(found)
-            transformed.append((tf.IndexedSlices(clipped, found.indices), variable))
-        return transformed
+        pairs = list(grads_and_vars)
+        found = [self._row_gradients(gradient, variable) for gradient, variable in pairs]
+        clipped = self._clipped(found, [variable for _, variable in pairs])
+        return [
+            (tf.IndexedSlices(gradients, table.indices), variable)
+            for gradients, table, (_, variable) in zip(clipped, found, pairs, strict=True)
+        ]
 
     def _row_gradients(self, gradient: Any, variable: tf.Variable) -> RowGradients:
         if not isinstance(gradient, tf.IndexedSlices):
             raise ValueError(
-                f"The gradient of an embedding table must be sparse (tf.IndexedSlices). Received: "
-                f"a dense gradient for {variable.name!r}. A regularizer on the table or a layer "
-                "that reads the whole table makes it dense: remove the regularizer (l2=… of this "
-                "optimizer takes its place), or leave this table to another optimizer."
+                "The gradient of an embedding table must be sparse (tf.IndexedSlices). Received: a "
+                f"dense gradient for {self._name_of(variable)}. A regularizer on the table or a "
+                "layer that reads the whole table makes it dense: remove the regularizer (l2=… "
+                "takes its place), or leave this table to another optimizer."
             )
         spec = self._specs.get(variable.ref())
         if spec is None:
@@ -133,6 +151,10 @@ class CowClipAdam(mm.LazyAdam):
         if self.l2:
             summed += 2.0 * self.l2 * tf.cast(rows, summed.dtype)
         return RowGradients(indices, summed, rows, counts)
+
+    def _name_of(self, variable: tf.Variable) -> str:
+        spec = self._specs.get(variable.ref())
+        return repr(variable.name) if spec is None else f"the table {spec.name!r}"
 
     def _counted(
         self, spec: TableSpec, indices: tf.Tensor
@@ -152,16 +174,62 @@ class CowClipAdam(mm.LazyAdam):
             return repeats_per_row(indices)
         return samples_per_row(lookups, indices, spec.num_rows)
 
-    def _clipped(self, found: RowGradients) -> tf.Tensor:
+    def _clipped(self, tables: list[RowGradients], variables: list[tf.Variable]) -> list[tf.Tensor]:
+        """The clipped gradients of all tables, as one set of rows: U×d each."""
         if self.clip is None:
-            return found.gradients
-        return clip_by_adaptive_column_norm(
-            found.gradients,
-            found.rows,
-            found.counts,
-            ratio=self.clip_ratio,
-            floor=self.clip_floor,
+            return [table.gradients for table in tables]
+        norms = [row_norms(table.gradients) for table in tables]
+        fields, num_fields = self._fields(tables, variables)
+        known = RowNorms(
+            tf.concat(norms, axis=0),
+            tf.concat([row_norms(table.rows) for table in tables], axis=0),
+            tf.concat([table.counts for table in tables], axis=0),
+            fields,
+            num_fields,
         )
+        exempt = self._exempt_rows(known, variables)
+        if exempt is not None:  # such rows take no part in a norm, and keep their own
+            known = known._replace(
+                gradients=tf.where(exempt, 0.0, known.gradients),
+                rows=tf.where(exempt, 0.0, known.rows),
+            )
+        rule = CLIP_RULES[self.clip]
+        given = {name: getattr(self, f"clip_{name}") for name in rule.parameters}
+        lengths = rule.lengths(known, **given)
+        if exempt is not None:
+            lengths = tf.where(exempt, tf.concat(norms, axis=0), lengths)
+        parts = tf.split(lengths, [tf.size(n) for n in norms]) if len(norms) > 1 else [lengths]
+        return [
+            with_lengths(table.gradients, n, part)
+            for table, n, part in zip(tables, norms, parts, strict=True)
+        ]
+
+    def _exempt_rows(self, known: RowNorms, variables: list[tf.Variable]) -> tf.Tensor | None:
+        """Which rows of all tables are not to be clipped, U booleans; `None` for none."""
+        if not self._exempt:
+            return None
+        by_field: list[bool] = []
+        for variable in variables:
+            spec = self._specs.get(variable.ref())
+            ranges = 1 if spec is None else len(spec.row_offsets) - 1
+            by_field += self._exempt.get(variable.ref(), (False,) * ranges)
+        return tf.gather(tf.constant(by_field), known.fields)
+
+    def _fields(
+        self, tables: list[RowGradients], variables: list[tf.Variable]
+    ) -> tuple[tf.Tensor, int]:
+        """The field of every row of all tables, counted through, and how many there are."""
+        numbers, total = [], 0
+        for table, variable in zip(tables, variables, strict=True):
+            spec = self._specs.get(variable.ref())
+            starts = (0,) if spec is None else spec.row_offsets[:-1]
+            if len(starts) == 1:
+                numbers.append(tf.fill([tf.size(table.indices)], total))
+            else:
+                after = tf.constant(starts[1:], tf.int64)
+                numbers.append(total + tf.searchsorted(after, table.indices, side="right"))
+            total += len(starts)
+        return tf.concat(numbers, axis=0), total
 
     def _resource_apply_sparse_duplicate_indices(
         self, grad: tf.Tensor, handle: tf.Variable, indices: tf.Tensor
@@ -182,12 +250,13 @@ class CowClipAdam(mm.LazyAdam):
         if not self.l2:
             return tf.scatter_nd(at, grad, tf.shape(var, tf.int64))
         decay = 2.0 * self.l2 * tf.convert_to_tensor(var)
-        if self.clip is not None and self.clip_ratio < 2.0 * self.l2:
-            # Only then can an absent row, of count 1, exceed its bound.
+        if self.clip == "adaptive_column" and self.clip_ratio < 2.0 * self.l2:
+            # Only then can an absent row, of count 1, exceed its bound. The norms of the other
+            # rules leave absent rows out.
             decay = clip_by_adaptive_column_norm(
                 decay,
                 tf.convert_to_tensor(var),
-                tf.ones_like(row_norms(decay)[:, 0]),
+                tf.ones(tf.shape(var)[:1]),
                 ratio=self.clip_ratio,
                 floor=self.clip_floor,
             )
@@ -205,5 +274,6 @@ class CowClipAdam(mm.LazyAdam):
             "clip": self.clip,
             "clip_ratio": self.clip_ratio,
             "clip_floor": self.clip_floor,
+            "clip_threshold": self.clip_threshold,
             "update": self.update,
         }

@@ -1,24 +1,236 @@
-"""CowClip as a pure function of gradients, rows and counts (Algorithm 1, lines 6 to 9).
+"""The five clip rules of Table 6 as pure functions of gradients, rows, counts and fields.
 
-Nothing here knows optimizers, variables or models. Rows are unique: duplicates of an id have been
-summed before, and `counts` says how many samples of the batch hold the id.
+Nothing here knows optimizers, variables or models. All rules act on `g` after L2 was added, on the
+rows of the batch; L2 of absent rows stays outside every norm. (The published code has only the last
+rule, and adds L2 to all rows before it.) Rows are unique: duplicates of an id were summed before.
+
+A rule bounds the norm of a unit: a row, the rows of a field, or all rows. It only needs the norms
+of rows, so tables of different widths are clipped as one by joining their `RowNorms`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import NamedTuple
+
 from merlin_cowclip.plugins._stack import tf
 
 
+class RowNorms(NamedTuple):
+    """What the rules know of U rows."""
+
+    gradients: tf.Tensor  # U, norms of the gradient rows, float32 or wider
+    rows: tf.Tensor  # U, norms of the embedding rows before the update
+    counts: tf.Tensor  # U, samples of the batch that hold the id
+    fields: tf.Tensor  # U, int32 number of the field that the row belongs to
+    num_fields: int
+
+
 def row_norms(rows: tf.Tensor) -> tf.Tensor:
-    """Euclidean norm of each row, U×d → U×1 float32 or wider, without overflow or underflow.
+    """Euclidean norm of each row, U×d → U, float32 or wider, without overflow or underflow.
 
     Rows are divided by their largest entry first, so that float32 rows of 1e30 or 1e-30 have a
     norm; half-precision rows are taken to float32.
     """
     rows = _widened(rows)
-    largest = tf.reduce_max(tf.abs(rows), axis=-1, keepdims=True)
-    scaled = tf.math.divide_no_nan(rows, largest)
-    return largest * tf.sqrt(tf.reduce_sum(tf.square(scaled), axis=-1, keepdims=True))
+    largest = tf.reduce_max(tf.abs(rows), axis=-1)
+    scaled = tf.math.divide_no_nan(rows, largest[..., tf.newaxis])
+    return largest * tf.sqrt(tf.reduce_sum(tf.square(scaled), axis=-1))
+
+
+def with_lengths(gradients: tf.Tensor, norms: tf.Tensor, lengths: tf.Tensor) -> tf.Tensor:
+    """`gradients` (U×d, of norms U) with no row longer than `lengths` (U); the dtype stays."""
+    wide = _widened(gradients)
+    norms, lengths = norms[:, tf.newaxis], lengths[:, tf.newaxis]
+    # A unit vector times its length: length / norm alone can underflow. Where the norm is zero
+    # the quotient would be 0/0; such a row needs no clip.
+    shortened = wide / tf.where(norms > 0, norms, 1.0) * lengths
+    return tf.cast(tf.where(norms > lengths, shortened, wide), gradients.dtype)
+
+
+def _global_lengths(norms: RowNorms, threshold: float) -> tf.Tensor:
+    whole = row_norms(norms.gradients[tf.newaxis, :])[0]
+    bound = tf.constant(threshold, norms.gradients.dtype)
+    return _share(norms.gradients, whole, tf.minimum(whole, bound))
+
+
+def _field_lengths(norms: RowNorms, threshold: float) -> tf.Tensor:
+    whole = _field_norms(norms.gradients, norms)
+    bound = tf.constant(threshold, norms.gradients.dtype)
+    return _share(norms.gradients, whole, tf.minimum(whole, bound))
+
+
+def _column_lengths(norms: RowNorms, threshold: float) -> tf.Tensor:
+    return tf.minimum(norms.gradients, tf.constant(threshold, norms.gradients.dtype))
+
+
+def _adaptive_field_lengths(norms: RowNorms, ratio: float, floor: float) -> tf.Tensor:
+    counts = tf.cast(norms.counts, norms.gradients.dtype)
+    samples = tf.math.unsorted_segment_sum(counts, norms.fields, norms.num_fields)
+    samples = tf.gather(samples, norms.fields)
+    bound = samples * tf.maximum(ratio * _field_norms(norms.rows, norms), floor)
+    whole = _field_norms(norms.gradients, norms)
+    return _share(norms.gradients, whole, tf.minimum(whole, bound))
+
+
+def _adaptive_column_lengths(norms: RowNorms, ratio: float, floor: float) -> tf.Tensor:
+    counts = tf.cast(norms.counts, norms.gradients.dtype)
+    return tf.minimum(norms.gradients, counts * tf.maximum(ratio * norms.rows, floor))
+
+
+def _field_norms(norms: tf.Tensor, of: RowNorms) -> tf.Tensor:
+    """Norm over the rows of each row's own field, U."""
+    largest = tf.math.unsorted_segment_max(norms, of.fields, of.num_fields)
+    scaled = tf.math.divide_no_nan(norms, tf.gather(largest, of.fields))
+    total = tf.math.unsorted_segment_sum(tf.square(scaled), of.fields, of.num_fields)
+    return tf.gather(largest * tf.sqrt(total), of.fields)
+
+
+def _share(norms: tf.Tensor, whole: tf.Tensor, bound: tf.Tensor) -> tf.Tensor:
+    """New lengths of rows whose unit, of norm `whole`, shrinks to `bound`: equal parts of it."""
+    return tf.where(whole > bound, tf.math.divide_no_nan(norms, whole) * bound, norms)
+
+
+@dataclass(frozen=True)
+class ClipRule:
+    """A rule of Table 6.
+
+    Attributes:
+      name: as `CowClipAdam(clip=…)` takes it.
+      paper: the paper's name.
+      lengths: norms → the rows' norms after the clip, U; takes `parameters` by keyword.
+      parameters: `("threshold",)`, a constant that scales by √s with the batch, or
+        `("ratio", "floor")`.
+    """
+
+    name: str
+    paper: str
+    lengths: Callable[..., tf.Tensor]
+    parameters: tuple[str, ...]
+
+    @property
+    def adaptive(self) -> bool:
+        """Whether the bound follows the rows' own norms and counts."""
+        return "ratio" in self.parameters
+
+
+CLIP_RULES: Mapping[str, ClipRule] = MappingProxyType(
+    {
+        rule.name: rule
+        for rule in (
+            ClipRule("global", "Gradient Clipping", _global_lengths, ("threshold",)),
+            ClipRule("field", "Field-wise GC", _field_lengths, ("threshold",)),
+            ClipRule("column", "Column-wise GC", _column_lengths, ("threshold",)),
+            ClipRule(
+                "adaptive_field",
+                "Adaptive Field-wise GC",
+                _adaptive_field_lengths,
+                ("ratio", "floor"),
+            ),
+            ClipRule(
+                "adaptive_column",
+                "Adaptive Column-wise GC (CowClip)",
+                _adaptive_column_lengths,
+                ("ratio", "floor"),
+            ),
+        )
+    }
+)
+"""The five rules by name (Table 6, Section 4.3)."""
+
+
+def clip_by_global_norm(
+    gradients: tf.Tensor, rows: tf.Tensor, counts: tf.Tensor, *, threshold: float
+) -> tf.Tensor:
+    """All rows together are bounded by a constant: `g ← g · min(1, c / ‖g‖)` (Section 3.2).
+
+    Args:
+      gradients: U×d, one summed gradient per id, L2 included.
+      rows: U×d, the ids' embeddings before the update; not used.
+      counts: U, samples of the batch that hold the id; not used.
+      threshold: c, in units of the gradient's norm.
+
+    Returns:
+      U×d, of the gradients' dtype.
+    """
+    return _clip("global", gradients, rows, counts, threshold=threshold)
+
+
+def clip_by_field_norm(
+    gradients: tf.Tensor,
+    rows: tf.Tensor,
+    counts: tf.Tensor,
+    *,
+    threshold: float,
+    fields: tf.Tensor | None = None,
+    num_fields: int = 1,
+) -> tf.Tensor:
+    """The rows of each field together are bounded by a constant (Table 6, Field-wise GC).
+
+    Args:
+      gradients: U×d, one summed gradient per id, L2 included.
+      rows: U×d, the ids' embeddings before the update; not used.
+      counts: U, samples of the batch that hold the id; not used.
+      threshold: c, the bound of each field, in units of the gradient's norm.
+      fields: U, number of each row's field, 0 to `num_fields` - 1; `None` for one field.
+      num_fields: how many fields there are.
+
+    Returns:
+      U×d, of the gradients' dtype.
+    """
+    of = (fields, num_fields)
+    return _clip("field", gradients, rows, counts, *of, threshold=threshold)
+
+
+def clip_by_column_norm(
+    gradients: tf.Tensor, rows: tf.Tensor, counts: tf.Tensor, *, threshold: float
+) -> tf.Tensor:
+    """Each row is bounded by a constant (Table 6, Column-wise GC; a column is a row of ours).
+
+    Args:
+      gradients: U×d, one summed gradient per id, L2 included.
+      rows: U×d, the ids' embeddings before the update; not used.
+      counts: U, samples of the batch that hold the id; not used.
+      threshold: c, in units of the gradient's norm.
+
+    Returns:
+      U×d, of the gradients' dtype.
+    """
+    return _clip("column", gradients, rows, counts, threshold=threshold)
+
+
+def clip_by_adaptive_field_norm(
+    gradients: tf.Tensor,
+    rows: tf.Tensor,
+    counts: tf.Tensor,
+    *,
+    ratio: float,
+    floor: float,
+    fields: tf.Tensor | None = None,
+    num_fields: int = 1,
+) -> tf.Tensor:
+    """The rows of each field are bounded by the samples and the norm of the field's rows.
+
+    Threshold: `n · max(r·‖W_u‖, ζ)` (Table 6, Adaptive Field-wise GC), the norm over the field's
+    rows in the batch; n is the sum of the field's counts, the samples of the batch for a one-hot
+    field.
+
+    Args:
+      gradients: U×d, one summed gradient per id, L2 included.
+      rows: U×d, the ids' embeddings before the update.
+      counts: U, samples of the batch that hold the id.
+      ratio: r.
+      floor: ζ, in units of the gradient's norm.
+      fields: U, number of each row's field, 0 to `num_fields` - 1; `None` for one field.
+      num_fields: how many fields there are.
+
+    Returns:
+      U×d, of the gradients' dtype.
+    """
+    of = (fields, num_fields)
+    return _clip("adaptive_field", gradients, rows, counts, *of, ratio=ratio, floor=floor)
 
 
 def clip_by_adaptive_column_norm(
@@ -45,19 +257,23 @@ def clip_by_adaptive_column_norm(
     Returns:
       U×d, of the gradients' dtype. A zero gradient stays zero.
     """
-    counts = tf.expand_dims(tf.cast(counts, _widened(gradients).dtype), -1)
-    threshold = counts * tf.maximum(ratio * row_norms(rows), floor)
-    return _shorten(gradients, threshold)
+    return _clip("adaptive_column", gradients, rows, counts, ratio=ratio, floor=floor)
 
 
-def _shorten(gradients: tf.Tensor, threshold: tf.Tensor) -> tf.Tensor:
-    """`gradients` with no row longer than its `threshold` (U×1)."""
-    wide = _widened(gradients)
+def _clip(
+    name: str,
+    gradients: tf.Tensor,
+    rows: tf.Tensor,
+    counts: tf.Tensor,
+    fields: tf.Tensor | None = None,
+    num_fields: int = 1,
+    **parameters: float,
+) -> tf.Tensor:
     norms = row_norms(gradients)
-    # A unit vector times the threshold: threshold / norm alone can underflow. Where the norm is
-    # zero the quotient would be 0/0; such a row needs no clip.
-    shortened = wide / tf.where(norms > 0, norms, 1.0) * threshold
-    return tf.cast(tf.where(norms > threshold, shortened, wide), gradients.dtype)
+    if fields is None:
+        fields = tf.zeros(tf.shape(norms), tf.int32)
+    known = RowNorms(norms, row_norms(rows), counts, fields, num_fields)
+    return with_lengths(gradients, norms, CLIP_RULES[name].lengths(known, **parameters))
 
 
 def _widened(x: tf.Tensor) -> tf.Tensor:

@@ -5,16 +5,32 @@ Composition and ownership only; the update of a table is in `adam.py`.
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import math
+import warnings
 import weakref
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
-from merlin_cowclip.plugins._stack import mm, tf
+from merlin_cowclip.plugins._stack import Tags, mm, tf
 from merlin_cowclip.plugins.adam import CowClipAdam
-from merlin_cowclip.plugins.scaling import Hyperparameters
+from merlin_cowclip.plugins.scaling import Hyperparameters, format_table
 from merlin_cowclip.plugins.schedules import LinearWarmup
 from merlin_cowclip.plugins.tables import TableSpec, find_tables
+
+Schedule: TypeAlias = Any  # tf.keras.optimizers.schedules.LearningRateSchedule; Keras has no types
+
+_state_follows = contextvars.ContextVar("merlin_cowclip_state_follows", default=False)
+
+
+class Owned(NamedTuple):
+    """One line of `CowClipOptimizer.summary`."""
+
+    variable: tf.Variable
+    optimizer: Any
+    rule: str
+    l2: float
 
 
 @tf.keras.utils.register_keras_serializable(package="merlin_cowclip")
@@ -22,8 +38,8 @@ class CowClipOptimizer(mm.MultiOptimizer):
     """One optimizer for a whole Merlin model, by the paper's recipe.
 
     Three optimizers own the model's variables: `CowClipAdam` with the clip for embedding tables,
-    `CowClipAdam` without it for tables of width 1 (the linear part), and Keras's Adam for
-    the rest, whose learning rate warms up. L2 acts on tables only.
+    `CowClipAdam` without it for tables of width 1 (the linear part) and tables that are not to be
+    clipped, and Keras's Adam for the rest, whose learning rate warms up. L2 acts on tables only.
 
     ```python
     big = scale(tuned, to=131_072)
@@ -35,6 +51,10 @@ class CowClipOptimizer(mm.MultiOptimizer):
       hyperparameters: for the batch size trained with, or its `to_dict()`.
       update: "exact" (the paper: L2 and Adam on every row) or "lazy" (on the batch's rows).
       steps_per_epoch: updates per epoch, for the warm-up; `None` takes it from `model.fit`.
+      clip_tables: what to clip: names of tables or fields, `merlin.schema.Tags`, or layers; `None`
+        for every table of width 2 and more.
+      dense_schedule: a Keras schedule in place of `dense_lr` and its warm-up.
+      embedding_schedule: a Keras schedule in place of `embedding_lr`.
       name: the optimizer's name.
 
     Raises:
@@ -47,6 +67,9 @@ class CowClipOptimizer(mm.MultiOptimizer):
         *,
         update: str = "exact",
         steps_per_epoch: int | None = None,
+        clip_tables: Sequence[Any] | None = None,
+        dense_schedule: Schedule | None = None,
+        embedding_schedule: Schedule | None = None,
         name: str = "CowClipOptimizer",
     ) -> None:
         if isinstance(hyperparameters, dict):
@@ -56,21 +79,22 @@ class CowClipOptimizer(mm.MultiOptimizer):
                 f"steps_per_epoch must be positive. Received: steps_per_epoch={steps_per_epoch!r}"
             )
         hp = hyperparameters
-        tables, linear = (
+        clipped, unclipped = (
             CowClipAdam(
-                hp.embedding_lr,
+                embedding_schedule or hp.embedding_lr,
                 l2=hp.l2,
                 clip=clip,
                 clip_ratio=hp.clip_ratio,
                 clip_floor=hp.clip_floor,
+                clip_threshold=hp.clip_threshold if clip else None,
                 update=update,
                 name=part,
             )
-            for part, clip in (("tables", hp.clip), ("linear", None))
+            for part, clip in (("clipped", hp.clip), ("unclipped", None))
         )
-        dense = tf.keras.optimizers.legacy.Adam(hp.dense_lr, name="dense")
+        dense = tf.keras.optimizers.legacy.Adam(dense_schedule or hp.dense_lr, name="dense")
         super().__init__(
-            [mm.OptimizerBlocks(tables, []), mm.OptimizerBlocks(linear, [])],
+            [mm.OptimizerBlocks(clipped, []), mm.OptimizerBlocks(unclipped, [])],
             default_optimizer=dense,
             name=name,
         )
@@ -79,9 +103,13 @@ class CowClipOptimizer(mm.MultiOptimizer):
         self.hyperparameters = hp
         self.update_mode = update
         self.steps_per_epoch = steps_per_epoch
+        self.clip_tables = None if clip_tables is None else tuple(clip_tables)
+        self.dense_schedule = dense_schedule
+        self.embedding_schedule = embedding_schedule
         self._model: Any = None
         self._specs: list[TableSpec] | None = None
-        self._bound = False
+        self._bound: tuple[Any, ...] = ()
+        self._warmed = False
 
     @classmethod
     def for_model(
@@ -91,6 +119,9 @@ class CowClipOptimizer(mm.MultiOptimizer):
         *,
         update: str = "exact",
         steps_per_epoch: int | None = None,
+        clip_tables: Sequence[Any] | None = None,
+        dense_schedule: Schedule | None = None,
+        embedding_schedule: Schedule | None = None,
     ) -> CowClipOptimizer:
         """An optimizer for `model`, which may be built or not.
 
@@ -101,19 +132,46 @@ class CowClipOptimizer(mm.MultiOptimizer):
           update: "exact" or "lazy".
           steps_per_epoch: updates per epoch, ⌊N/b⌋, for the warm-up of the dense learning rate;
             without it the first `model.fit` tells.
+          clip_tables: what to clip: names of tables or fields, `merlin.schema.Tags`, or layers;
+            `None` for every table of width 2 and more.
+          dense_schedule: a Keras schedule in place of `dense_lr` and its warm-up.
+          embedding_schedule: a Keras schedule in place of `embedding_lr`.
 
         Raises:
-          ValueError: an argument outside its range.
+          ValueError: an argument outside its range, `clip_tables` that name no table of the model
+            or a frozen one, or a table with a regularizer.
         """
-        optimizer = cls(hyperparameters, update=update, steps_per_epoch=steps_per_epoch)
+        optimizer = cls(
+            hyperparameters,
+            update=update,
+            steps_per_epoch=steps_per_epoch,
+            clip_tables=clip_tables,
+            dense_schedule=dense_schedule,
+            embedding_schedule=embedding_schedule,
+        )
         optimizer.bind(model)
         return optimizer
 
     def bind(self, model: tf.keras.Model) -> None:
         """Own the variables of `model`: what `for_model` does for a new optimizer."""
+        specs = find_tables(model)
+        for wanted in self.clip_tables or ():
+            found = [spec for spec in specs if any(spec.selected([wanted]))]
+            if not found:
+                names = ", ".join(spec.name for spec in specs)
+                raise ValueError(
+                    "clip_tables must name tables, fields, tags or layers of the model. Received: "
+                    f"{wanted!r}; the model's tables: {names}"
+                )
+            frozen = [spec.name for spec in found if not spec.layer.trainable]
+            if frozen:
+                raise ValueError(
+                    f"clip_tables must be trainable. Received: {wanted!r}, whose table "
+                    f"{frozen[0]!r} is frozen"
+                )
         self._model = weakref.ref(model)
-        self._specs = find_tables(model)
-        self._bound = False
+        self._specs = specs
+        self._bound = ()
 
     @property
     def table_specs(self) -> tuple[TableSpec, ...]:
@@ -125,34 +183,39 @@ class CowClipOptimizer(mm.MultiOptimizer):
             )
         return tuple(self._specs)
 
+    def _clipped_ranges(self, spec: TableSpec) -> tuple[bool, ...]:
+        """For each range of rows of a table, whether it is clipped."""
+        if self.clip_tables is None:
+            return (spec.width > 1,) * (len(spec.row_offsets) - 1)
+        return spec.selected(self.clip_tables)
+
     def _own(self) -> dict[Any, Any]:
-        """Variable → the optimizer of its table; needs built tables."""
-        tables, linear, _ = self.optimizers
+        """Variable → the optimizer of its table; built tables only."""
+        clipped, unclipped, _ = self.optimizers
         owner: dict[Any, Any] = {}
+        shares: tuple[dict[TableSpec, tuple[bool, ...]], ...] = ({}, {})
         for spec in self.table_specs:
             if not spec.layer.built:
                 continue
-            optimizer = linear if spec.width == 1 else tables
-            if spec.variable.ref() in owner:
+            reference = spec.variable.ref()
+            if reference in owner:
                 raise ValueError(
                     f"Each variable must belong to one table. Received: {spec.variable.name!r} in "
                     f"the table {spec.name!r} and in another one."
                 )
-            owner[spec.variable.ref()] = optimizer
-        if not self._bound:
-            for optimizer in (tables, linear):
-                optimizer.bind_tables(
-                    spec
-                    for spec in self.table_specs
-                    if spec.layer.built and owner[spec.variable.ref()] is optimizer
-                )
-            self._set_warmup()
-            self._bound = True
+            ranges = self._clipped_ranges(spec)
+            owner[reference] = clipped if any(ranges) else unclipped
+            shares[0 if any(ranges) else 1][spec] = ranges
+        if tuple(owner) != self._bound:
+            clipped.bind_tables(shares[0])
+            unclipped.bind_tables(shares[1])
+            self._bound = tuple(owner)
         return owner
 
-    def _set_warmup(self) -> None:
+    def _warm_up(self) -> None:
+        """Give the dense optimizer its schedule, once the steps per epoch are known."""
         hp = self.hyperparameters
-        if not hp.warmup_epochs:
+        if self._warmed or not hp.warmup_epochs or self.dense_schedule is not None:
             return
         steps = self.steps_per_epoch or self._steps_of_fit()
         if steps is None:
@@ -164,6 +227,7 @@ class CowClipOptimizer(mm.MultiOptimizer):
         self.steps_per_epoch = steps
         warmup_steps = math.floor(hp.warmup_epochs * steps)
         self.default_optimizer.learning_rate = LinearWarmup(hp.dense_lr, warmup_steps)
+        self._warmed = True
 
     def _steps_of_fit(self) -> int | None:
         """The steps per epoch of the `model.fit` that is under way, as Keras tells callbacks."""
@@ -171,6 +235,17 @@ class CowClipOptimizer(mm.MultiOptimizer):
         params = getattr(getattr(model, "history", None), "params", None) or {}
         steps = params.get("steps")
         return steps if isinstance(steps, int) and steps > 0 else None
+
+    def create_slots(self, variables: Iterable[tf.Variable]) -> None:
+        """Create all state for `variables`, as the first `apply_gradients` does."""
+        owner = self._own()
+        shares: dict[int, list[tf.Variable]] = {}
+        for variable in variables:
+            mine = owner.get(variable.ref(), self.default_optimizer)
+            shares.setdefault(id(mine), []).append(variable)
+        _ = self.iterations
+        for optimizer in self.optimizers:
+            optimizer._create_all_weights(shares.get(id(optimizer), []))
 
     def apply_gradients(
         self,
@@ -185,26 +260,69 @@ class CowClipOptimizer(mm.MultiOptimizer):
         """
         pairs = [(g, v) for g, v in grads_and_vars if g is not None]
         owner = self._own()
-        shares: list[tuple[Any, list[Any]]] = [(optimizer, []) for optimizer in self.optimizers]
-        for pair in pairs:
-            mine = owner.get(pair[1].ref(), self.default_optimizer)
-            next(share for optimizer, share in shares if optimizer is mine).append(pair)
+        self._warm_up()
         with tf.init_scope():
             # All slots before any control flow: loss scaling applies gradients inside a tf.cond.
-            _ = self.iterations
-            for optimizer, share in shares:
-                optimizer._create_all_weights([v for _, v in share])
+            self.create_slots([v for _, v in pairs])
+        shares: dict[int, list[Any]] = {}
+        for pair in pairs:
+            mine = owner.get(pair[1].ref(), self.default_optimizer)
+            shares.setdefault(id(mine), []).append(pair)
         updates = [
             optimizer.apply_gradients(
-                share,
+                shares[id(optimizer)],
                 name=name,
                 experimental_aggregate_gradients=experimental_aggregate_gradients,
             )
-            for optimizer, share in shares
-            if share
+            for optimizer in self.optimizers
+            if id(optimizer) in shares
         ]
         with tf.control_dependencies([u for u in updates if u is not None]):
             return tf.group(self.iterations.assign_add(1, read_value=False))
+
+    def owned(self) -> list[Owned]:
+        """Every trainable variable of the built model with its one optimizer, in model order."""
+        model = self._model() if self._model is not None else None
+        owner = self._own()
+        if model is None or not model.built:
+            raise ValueError(
+                "The optimizer's model must be built before its variables can be listed. Call the "
+                "model on a batch, or fit it, first."
+            )
+        specs = {spec.variable.ref(): spec for spec in self.table_specs if spec.layer.built}
+        hp = self.hyperparameters
+        lines = []
+        for variable in model.trainable_variables:
+            spec = specs.get(variable.ref())
+            if spec is None:
+                lines.append(Owned(variable, self.default_optimizer, "Adam", 0.0))
+                continue
+            ranges = self._clipped_ranges(spec)
+            rule = f"clip {hp.clip}" if hp.clip and any(ranges) else "no clip"
+            if hp.clip and any(ranges) and not all(ranges):
+                rule += f" on {sum(ranges)} of {len(ranges)} fields"
+            rule = f"{rule}, {self.update_mode} Adam"
+            lines.append(Owned(variable, owner[variable.ref()], rule, hp.l2))
+        return lines
+
+    def summary(self) -> str:
+        """A table of all trainable variables: rows, width, rule, learning rate, L2."""
+        header = ("variable", "rows", "width", "rule", "learning rate", "L2")
+        rows = []
+        for variable, optimizer, rule, l2 in self.owned():
+            rate = optimizer.learning_rate
+            shape = tuple(variable.shape)
+            rows.append(
+                (
+                    variable.name,
+                    f"{shape[0] if shape else 1:,}",
+                    f"{math.prod(shape[1:]):,}",
+                    rule,
+                    type(rate).__name__ if callable(rate) else f"{float(rate):.6g}",
+                    f"{l2:.6g}" if l2 else "-",
+                )
+            )
+        return format_table(header, rows)
 
     # MultiOptimizer takes the count from its first pair, which may own no variable.
     @property
@@ -224,14 +342,61 @@ class CowClipOptimizer(mm.MultiOptimizer):
 
     def get_config(self) -> dict[str, Any]:
         """The constructor's arguments; a model is not part of them (see `bind`)."""
+        schedules = tf.keras.optimizers.schedules
+        wanted = None if self.clip_tables is None else [_as_text(item) for item in self.clip_tables]
         return {
             "name": self.name,
             "hyperparameters": self.hyperparameters.to_dict(),
             "update": self.update_mode,
             "steps_per_epoch": self.steps_per_epoch,
+            "clip_tables": wanted,
+            **{
+                key: None if schedule is None else schedules.serialize(schedule)
+                for key, schedule in (
+                    ("dense_schedule", self.dense_schedule),
+                    ("embedding_schedule", self.embedding_schedule),
+                )
+            },
         }
 
     @classmethod
     def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> CowClipOptimizer:
-        """An optimizer that knows no model yet."""
+        """An optimizer without state that knows no model yet; warns so, except in `load_model`."""
+        if not _state_follows.get():
+            warnings.warn(
+                "A CowClipOptimizer was made from its configuration: its moments and step count "
+                "start anew, and it knows no model until optimizer.bind(model). To go on with a "
+                "saved model, use merlin_cowclip.plugins.save_model and load_model.",
+                stacklevel=2,
+            )
+        config = dict(config)
+        for key in ("dense_schedule", "embedding_schedule"):
+            if config.get(key) is not None:
+                config[key] = tf.keras.optimizers.schedules.deserialize(config[key], custom_objects)
+        if config.get("clip_tables") is not None:
+            config["clip_tables"] = [_from_text(item) for item in config["clip_tables"]]
         return cls(**config)
+
+
+@contextlib.contextmanager
+def state_follows() -> Iterator[None]:
+    """Within it, `from_config` does not warn: whoever calls it restores the state."""
+    token = _state_follows.set(True)
+    try:
+        yield
+    finally:
+        _state_follows.reset(token)
+
+
+def _as_text(item: Any) -> str:
+    """A name, `tag:…` for a tag, and a layer by its name."""
+    if isinstance(item, Tags):
+        return f"tag:{item.value}"
+    if isinstance(item, str):
+        return item
+    table_name = getattr(item, "table_name", None)
+    return str(table_name or item.name)
+
+
+def _from_text(item: str) -> Any:
+    return Tags(item.removeprefix("tag:")) if item.startswith("tag:") else item

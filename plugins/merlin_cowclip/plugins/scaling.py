@@ -15,8 +15,10 @@ from typing import Any
 
 K = 1024
 
-CLIPS = ("adaptive_column",)
-"""Names of the clip rules that `Hyperparameters.clip` accepts, beside `None` (no clip)."""
+CONSTANT_CLIPS = ("global", "field", "column")
+ADAPTIVE_CLIPS = ("adaptive_field", "adaptive_column")
+CLIPS = CONSTANT_CLIPS + ADAPTIVE_CLIPS
+"""Names of the clip rules of Table 6 (`clipping.CLIP_RULES`); "adaptive_column" is CowClip."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,7 @@ class Hyperparameters:
       clip: name of the clip rule of the embedding tables, `None` for no clip.
       clip_ratio: r of Algorithm 1, the bound on a gradient row relative to its embedding row.
       clip_floor: ζ of Algorithm 1, the least bound per occurrence, in units of the gradient's norm.
+      clip_threshold: constant c of the rules "global", "field" and "column", which need it.
       init_stddev: standard deviation σ of the normal initialisation of the embedding tables.
       warmup_epochs: epochs over which the dense learning rate rises linearly from 1e-8.
 
@@ -46,6 +49,7 @@ class Hyperparameters:
     clip: str | None = "adaptive_column"
     clip_ratio: float = 1.0
     clip_floor: float = 3.162e-5
+    clip_threshold: float | None = None
     init_stddev: float = 1e-2
     warmup_epochs: float = 1.0
 
@@ -56,13 +60,10 @@ class Hyperparameters:
             )
         positive = ("batch_size", "dense_lr", "embedding_lr", "clip_ratio")
         for field in dataclasses.fields(self):
-            if field.name == "clip":
+            if field.name in ("clip", "clip_threshold"):
                 continue
             check_number(field.name, getattr(self, field.name), positive=field.name in positive)
-        if self.clip is not None and self.clip not in CLIPS:
-            raise ValueError(
-                f"clip must be None or one of {', '.join(CLIPS)}. Received: clip={self.clip!r}"
-            )
+        check_clip(self.clip, self.clip_threshold)
 
     def replace(self, **changes: Any) -> Hyperparameters:
         """A copy with `changes`, validated again."""
@@ -85,6 +86,21 @@ def check_number(name: str, value: Any, *, positive: bool = False) -> float:
     if value < 0 or (positive and value == 0):
         raise ValueError(f"{name} must be {wanted}. Received: {name}={value!r}")
     return float(value)
+
+
+def check_clip(clip: str | None, threshold: float | None) -> None:
+    """Refuse an unknown clip rule, and a constant rule without its constant or the reverse."""
+    if clip is not None and clip not in CLIPS:
+        raise ValueError(f"clip must be None or one of {', '.join(CLIPS)}. Received: clip={clip!r}")
+    if clip in CONSTANT_CLIPS:
+        if threshold is None:
+            raise ValueError(f"clip={clip!r} needs clip_threshold, its constant. Received: None")
+        check_number("clip_threshold", threshold, positive=True)
+    elif threshold is not None:
+        raise ValueError(
+            f"clip_threshold belongs to {', '.join(CONSTANT_CLIPS)}. Received: "
+            f"clip_threshold={threshold!r} with clip={clip!r}"
+        )
 
 
 def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -196,8 +212,8 @@ def scale(tuned: Hyperparameters, *, to: int, rule: str = "cowclip") -> Hyperpar
     """Hyperparameters for batch size `to`, from those tuned at `tuned.batch_size`.
 
     Scales dense η, embedding η and λ by the rule's factors of s = `to` / `tuned.batch_size`; any
-    s > 0, also below 1. Clip rule, r, ζ, σ and warm-up stay as they are (`recipe` gives
-    those that belong to a rule).
+    s > 0, also below 1. A constant clip threshold grows by √s (Appendix I). Clip rule, r, ζ, σ and
+    warm-up stay as they are (`recipe` gives those that belong to a rule).
 
     Args:
       tuned: the values found at the base batch size.
@@ -216,6 +232,9 @@ def scale(tuned: Hyperparameters, *, to: int, rule: str = "cowclip") -> Hyperpar
         dense_lr=tuned.dense_lr * found.dense_lr(s),
         embedding_lr=tuned.embedding_lr * found.embedding_lr(s),
         l2=tuned.l2 * found.l2(s),
+        clip_threshold=None
+        if tuned.clip_threshold is None
+        else tuned.clip_threshold * math.sqrt(s),
     )
 
 

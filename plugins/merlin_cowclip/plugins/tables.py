@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
-from merlin_cowclip.plugins._stack import tf
+from merlin_cowclip.plugins._stack import ColumnSchema, Tags, tf
 
 _LOOKUPS = "_merlin_cowclip_lookups"
 
@@ -102,6 +102,7 @@ class TableSpec:
       get_variable: returns the V×d variable; may only be called once the layer is built.
       row_offsets: first row of each field's own range of rows, then V; `(0, V)` for one field or
         for a table that several fields share.
+      columns: the schema of the fields: one per range of rows, or all that share the table.
       width: d. Tables of width 1 are linear weights: they take L2 but are not clipped.
       recorder: the lookups of the current step.
     """
@@ -110,6 +111,7 @@ class TableSpec:
     layer: tf.keras.layers.Layer
     get_variable: Callable[[], tf.Variable]
     row_offsets: tuple[int, ...]
+    columns: tuple[ColumnSchema, ...]
     width: int
     recorder: IdRecorder = field(default_factory=IdRecorder)
 
@@ -122,6 +124,29 @@ class TableSpec:
     def num_rows(self) -> int:
         """V."""
         return self.row_offsets[-1]
+
+    def selected(self, wanted: Sequence[Any]) -> tuple[bool, ...]:
+        """For each range of rows, whether `wanted` names it.
+
+        Args:
+          wanted: names of tables or fields, tags, and layers.
+        """
+        by_layer = any(item is self.layer or _owns(item, self) for item in wanted)
+        names = {item for item in wanted if isinstance(item, str) and not isinstance(item, Tags)}
+        tags = [item for item in wanted if isinstance(item, Tags)]
+        hits = [
+            by_layer
+            or self.name in names
+            or column.name in names
+            or any(tag in column.tags for tag in tags)
+            for column in self.columns
+        ]
+        ranges = len(self.row_offsets) - 1
+        return tuple(hits) if len(hits) == ranges else (any(hits),) * ranges
+
+
+def _owns(item: Any, spec: TableSpec) -> bool:
+    return getattr(getattr(item, "table", None), "_merlin_cowclip_spec", None) is spec
 
 
 @runtime_checkable
@@ -155,6 +180,12 @@ def find_tables(model: tf.keras.Model) -> list[TableSpec]:
 def _adapted(table: Any) -> TableSpec:
     """The spec of a Merlin `EmbeddingTable`; tables over one Keras `Embedding` share it."""
     embedding = table.table
+    if getattr(embedding, "embeddings_regularizer", None) is not None:
+        raise ValueError(
+            f"The table {table.table_name!r} must have no embeddings_regularizer: it makes the "
+            "gradient dense and bypasses the clip. Remove it; l2 of the hyperparameters takes its "
+            "place."
+        )
     spec: TableSpec | None = getattr(embedding, "_merlin_cowclip_spec", None)
     if spec is None:
         spec = TableSpec(
@@ -162,6 +193,7 @@ def _adapted(table: Any) -> TableSpec:
             layer=embedding,
             get_variable=lambda: embedding.embeddings,
             row_offsets=(0, int(table.input_dim)),
+            columns=tuple(table.schema),
             width=int(table.dim),
         )
         # object.__setattr__: Keras would track the spec as part of the layer.

@@ -1,0 +1,79 @@
+"""The three floors: no import upward, an open namespace, no Python in the update."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+FLOORS = ("plugins", "models", "workflows")  # from the ground up
+
+
+def sources(floor: str) -> list[Path]:
+    found = sorted((ROOT / floor / "merlin_cowclip" / floor).rglob("*.py"))
+    assert found
+    return found
+
+
+def imported(path: Path) -> set[str]:
+    """Every module that a file may import, at its top or anywhere below."""
+    package = ".".join(path.relative_to(ROOT).with_suffix("").parts[1:-1])
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                above = package.split(".")[: len(package.split(".")) - node.level + 1]
+                base = ".".join([*above, base]).rstrip(".")
+            names |= {f"{base}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Constant) and str(node.value).startswith("merlin_cowclip."):
+            names.add(node.value)  # importlib.import_module("…")
+    return names
+
+
+def floors_of(names: set[str]) -> set[str]:
+    parts = (name.split(".") for name in names)
+    return {p[1] for p in parts if p[0] == "merlin_cowclip" and len(p) > 1}
+
+
+@pytest.mark.parametrize("floor", FLOORS)
+def test_no_floor_imports_from_above(floor):
+    allowed = set(FLOORS[: FLOORS.index(floor) + 1])
+    for path in sources(floor):
+        assert floors_of(imported(path)) <= allowed, path
+
+
+def test_the_check_sees_imports_of_every_kind(tmp_path, monkeypatch):
+    monkeypatch.setattr(f"{__name__}.ROOT", tmp_path)
+    file = tmp_path / "plugins/merlin_cowclip/plugins/a.py"
+    file.parent.mkdir(parents=True)
+    for line in (
+        "import merlin_cowclip.models.deepfm",
+        "from merlin_cowclip import models",
+        "from merlin_cowclip.models import MODELS",
+        "def f():\n    from merlin_cowclip.models.deepfm import deepfm",
+        "from ..models import MODELS",
+        "from .. import models",
+        "importlib.import_module('merlin_cowclip.models')",
+    ):
+        file.write_text(line)
+        assert floors_of(imported(file)) == {"models"}, line
+
+
+def test_the_namespace_is_open():
+    """With a merlin_cowclip/__init__.py in one root, Python would not see the other two."""
+    for floor in FLOORS:
+        assert [p.name for p in (ROOT / floor).iterdir() if p.suffix == ".py"] == []
+        inside = [p.name for p in (ROOT / floor / "merlin_cowclip").iterdir()]
+        assert [name for name in inside if name != "__pycache__"] == [floor]
+
+
+@pytest.mark.parametrize("floor", ["plugins", "models"])
+def test_nothing_leaves_the_device(floor):
+    """No Python in the update or in the model: it would copy to the host at every step."""
+    for path in sources(floor):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            name = node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", None)
+            assert name not in {"numpy_function", "py_function", "py_func"}, path
