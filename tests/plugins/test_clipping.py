@@ -1,4 +1,4 @@
-"""The five clip rules: golden values, NumPy oracles written from the paper, one contract for all."""
+"""The five clip rules: golden values, NumPy oracles from the paper, one contract for all."""
 
 from __future__ import annotations
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     )
     from merlin_cowclip.plugins.optimizer import CowClipOptimizer
     from merlin_cowclip.plugins.presets import PRESETS, preset
+    from merlin_cowclip.plugins.saving import load_model, save_model
     from merlin_cowclip.plugins.scaling import (
         SCALING_RULES,
         Hyperparameters,
@@ -50,8 +51,10 @@ _HOME = {
     "clip_by_column_norm": "clipping",
     "clip_by_field_norm": "clipping",
     "clip_by_global_norm": "clipping",
+    "load_model": "saving",
     "preset": "presets",
     "recipe": "scaling",
+    "save_model": "saving",
     "scale": "scaling",
     "scaling_table": "scaling",
 }
@@ -74,8 +77,10 @@ __all__ = [
     "clip_by_column_norm",
     "clip_by_field_norm",
     "clip_by_global_norm",
+    "load_model",
     "preset",
     "recipe",
+    "save_model",
     "scale",
     "scaling_table",
 ]

@@ -5,21 +5,39 @@ Imported before anything else of the package that needs TensorFlow.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import warnings
+from collections.abc import Iterator
 
 # Read when TensorFlow loads: oneDNN, CUDA and TensorRT notes are information, not errors.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
+import absl.logging
 import tensorflow as tf
 
-_level = tf.get_logger().level
-tf.get_logger().setLevel("ERROR")
-with warnings.catch_warnings():
+
+@contextlib.contextmanager
+def quiet_stack() -> Iterator[None]:
+    """Silence notes of TensorFlow and absl below the level of an error.
+
+    Importing Merlin, saving and loading a SavedModel produce some that a user can do nothing about:
+    renamed inputs, untraced layer functions, a missing training configuration.
+    """
+    level, verbosity = tf.get_logger().level, absl.logging.get_verbosity()
+    tf.get_logger().setLevel("ERROR")
+    absl.logging.set_verbosity(absl.logging.ERROR)
+    try:
+        yield
+    finally:
+        tf.get_logger().setLevel(level)
+        absl.logging.set_verbosity(verbosity)
+
+
+with warnings.catch_warnings(), quiet_stack():
     # Merlin warns where torch and tritonclient are not installed; neither is needed here.
     warnings.simplefilter("ignore")
     import merlin.models.tf as mm
-    from merlin.schema import ColumnSchema, Tags
-tf.get_logger().setLevel(_level)
+    from merlin.schema import ColumnSchema, Schema, Tags
 
-__all__ = ["ColumnSchema", "Tags", "mm", "tf"]
+__all__ = ["ColumnSchema", "Schema", "Tags", "mm", "quiet_stack", "tf"]

@@ -224,10 +224,11 @@ class CowClipAdam(mm.LazyAdam):
             spec = self._specs.get(variable.ref())
             starts = (0,) if spec is None else spec.row_offsets[:-1]
             if len(starts) == 1:
-                numbers.append(tf.fill([tf.size(table.indices)], total))
+                numbers.append(tf.fill(tf.shape(table.indices), tf.constant(total, tf.int64)))
             else:
                 after = tf.constant(starts[1:], tf.int64)
-                numbers.append(total + tf.searchsorted(after, table.indices, side="right"))
+                within = tf.searchsorted(after, table.indices, side="right", out_type=tf.int64)
+                numbers.append(total + within)
             total += len(starts)
         return tf.concat(numbers, axis=0), total
 

@@ -24,7 +24,7 @@ class RowNorms(NamedTuple):
     gradients: tf.Tensor  # U, norms of the gradient rows, float32 or wider
     rows: tf.Tensor  # U, norms of the embedding rows before the update
     counts: tf.Tensor  # U, samples of the batch that hold the id
-    fields: tf.Tensor  # U, int32 number of the field that the row belongs to
+    fields: tf.Tensor  # U, int64 number of the field that the row belongs to
     num_fields: int
 
 
@@ -271,7 +271,7 @@ def _clip(
 ) -> tf.Tensor:
     norms = row_norms(gradients)
     if fields is None:
-        fields = tf.zeros(tf.shape(norms), tf.int32)
+        fields = tf.zeros(tf.shape(norms), tf.int64)
     known = RowNorms(norms, row_norms(rows), counts, fields, num_fields)
     return with_lengths(gradients, norms, CLIP_RULES[name].lengths(known, **parameters))
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
-from merlin_cowclip.plugins._stack import ColumnSchema, Tags, tf
+from merlin_cowclip.plugins._stack import ColumnSchema, Schema, Tags, tf
 
 _LOOKUPS = "_merlin_cowclip_lookups"
 
@@ -44,16 +44,30 @@ class Lookup:
             return tf.reshape(tf.cast(self.rows, tf.int64), [-1])
         if isinstance(self.rows, tf.RaggedTensor):
             flat = tf.cast(self.rows.flat_values, tf.int64)
-            samples = tf.cast(self.rows.value_rowids(), tf.int64)
+            samples = _samples(self.rows, flat)
         else:
-            shape = tf.shape(self.rows, tf.int64)
-            flat = tf.reshape(tf.cast(self.rows, tf.int64), [-1])
-            samples = tf.repeat(tf.range(shape[0]), shape[1])
+            ids = tf.cast(self.rows, tf.int64)
+            shape = tf.shape(ids, tf.int64)
+            flat = tf.reshape(ids, [-1])
+            samples = tf.range(tf.size(flat, tf.int64)) // tf.maximum(shape[1], 1)
         if self.padding is not None:
             held = tf.not_equal(flat, self.padding)
             flat, samples = tf.boolean_mask(flat, held), tf.boolean_mask(samples, held)
-        pairs, _ = tf.unique(samples * num_rows + flat)
+        pairs, _ = _unique(samples * num_rows + flat)
         return pairs % num_rows
+
+
+def _samples(rows: tf.RaggedTensor, values: tf.Tensor) -> tf.Tensor:
+    """The sample of each value, int64; RaggedTensor.value_rowids() goes through the host on GPUs."""
+    ends = tf.cast(rows.row_splits[1:], tf.int64)
+    return tf.searchsorted(
+        ends, tf.range(tf.size(values, tf.int64)), side="right", out_type=tf.int64
+    )
+
+
+def _unique(values: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    """`tf.unique` with int64 positions: on GPUs, int32 tensors live in host memory for many ops."""
+    return tf.unique(values, out_idx=tf.int64)
 
 
 class IdRecorder:
@@ -138,7 +152,7 @@ class TableSpec:
             by_layer
             or self.name in names
             or column.name in names
-            or any(tag in column.tags for tag in tags)
+            or any(Schema([column]).select_by_tag(tag) for tag in tags)  # USER_ID: USER and ID
             for column in self.columns
         ]
         ranges = len(self.row_offsets) - 1
@@ -251,12 +265,12 @@ def samples_per_row(
 
     Returns:
       rows: U unique row numbers, int64.
-      position: n, where each of `indices` stands in `rows`.
+      position: n, where each of `indices` stands in `rows`, int64.
       counts: U, float32.
     """
     once = {lookup.key: lookup for lookup in lookups}
     counted = tf.concat([lookup.counted_rows(num_rows) for lookup in once.values()], axis=0)
-    rows, position = tf.unique(tf.concat([counted, tf.cast(indices, tf.int64)], axis=0))
+    rows, position = _unique(tf.concat([counted, tf.cast(indices, tf.int64)], axis=0))
     split = tf.size(counted)
     counts = _tally(position[:split], tf.size(rows))
     return rows, position[split:], tf.maximum(counts, 1.0)
@@ -264,7 +278,7 @@ def samples_per_row(
 
 def repeats_per_row(indices: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
     """As `samples_per_row`, where every repeat in `indices` is one sample."""
-    rows, position = tf.unique(tf.cast(indices, tf.int64))
+    rows, position = _unique(tf.cast(indices, tf.int64))
     return rows, position, _tally(position, tf.size(rows))
 
 

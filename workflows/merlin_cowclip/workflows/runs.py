@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import absl.logging
-
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.prepared import PreparedData
 from merlin_cowclip.workflows.quiet import quiet_imports
@@ -24,7 +22,8 @@ CONFIG = "config.json"
 class Run:
     """A finished run; open one with `Run.open`.
 
-    `config.json`, `model/` (SavedModel with Merlin's schema), `workflow/` (NVTabular: raw rows in,
+    `config.json`, `model/` (SavedModel with Merlin's schema and the
+    optimizer's state), `workflow/` (NVTabular: raw rows in,
     the model's features out), `logs/` (TensorBoard), `metrics.csv` and `result.json`.
     """
 
@@ -77,11 +76,15 @@ class Run:
                 )
 
     def model(self) -> Any:
-        """The trained `mm.Model`."""
+        """The trained `mm.Model`, to predict with.
+
+        `merlin_cowclip.plugins.load_model(run.path / "model")` brings the optimizer back as well.
+        """
         with quiet_imports():
             import merlin_cowclip.models  # noqa: F401  (registers our layers with Keras)
-            from merlin_cowclip.plugins._stack import tf
-        return tf.keras.models.load_model(self.path / "model", compile=False)
+            from merlin_cowclip.plugins._stack import quiet_stack, tf
+        with quiet_stack():
+            return tf.keras.models.load_model(self.path / "model", compile=False)
 
     def workflow(self) -> Any:
         """The fitted `nvtabular.Workflow`. Loading runs code from the folder (cloudpickle)."""
@@ -95,13 +98,3 @@ def write_json(path: Path, content: Any) -> None:
     partial = path.with_name(f".{path.name}.partial")
     partial.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     os.replace(partial, path)
-
-
-def save_quietly(model: Any, path: Path) -> None:
-    """`model.save` without absl's notes on renamed inputs and untraced layer functions."""
-    verbosity = absl.logging.get_verbosity()
-    absl.logging.set_verbosity(absl.logging.ERROR)
-    try:
-        model.save(str(path))
-    finally:
-        absl.logging.set_verbosity(verbosity)

@@ -18,11 +18,11 @@ from merlin_cowclip.plugins.scaling import Hyperparameters, find_rule, recipe, s
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.prepared import PreparedData
 from merlin_cowclip.workflows.quiet import quiet_imports
-from merlin_cowclip.workflows.runs import CONFIG, RESULT, Run, save_quietly, write_json
+from merlin_cowclip.workflows.runs import CONFIG, RESULT, Run, write_json
 
 with quiet_imports():
     from merlin_cowclip.models import MODELS
-    from merlin_cowclip.plugins import CowClipOptimizer
+    from merlin_cowclip.plugins import CowClipOptimizer, save_model
     from merlin_cowclip.plugins._stack import mm, tf
     from merlin_cowclip.plugins.adam import UPDATES
     from merlin_cowclip.workflows.evaluation import EVALUATION_BATCH, evaluate
@@ -163,7 +163,7 @@ def train(
         callbacks=[StopAtNaN(config), log, board],
         verbose=1 if progress else 0,
     )
-    save_quietly(model, out / "model")
+    save_model(model, out / "model")
     last = log.epochs[-1]
     seconds = sum(epoch["seconds"] for epoch in log.epochs)
     result = {

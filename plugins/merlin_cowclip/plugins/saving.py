@@ -1,0 +1,167 @@
+"""Save and load a model with its optimizer as one: weights, every slot, the step count.
+
+Keras cannot restore the slots of its legacy optimizers from a SavedModel, and a plain load of
+Merlin's resets a `MultiOptimizer`. So a TensorFlow checkpoint of all of it lies in the SavedModel's
+folder; a plain load still works, and warns that the optimizer starts anew.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from merlin_cowclip.plugins._stack import mm, quiet_stack, tf
+from merlin_cowclip.plugins.optimizer import CowClipOptimizer, state_follows
+
+FOLDER = "merlin_cowclip"  # within the SavedModel
+CHECKPOINT = "state"
+DESCRIPTION = "state.json"  # written last: without it the state is not whole
+SLOTS = ("m", "v")
+FORMAT = 1
+
+
+def save_model(model: mm.Model, path: str | os.PathLike[str]) -> None:
+    """Save a compiled model and all state of its `CowClipOptimizer` to the folder `path`.
+
+    Layout: Merlin's SavedModel, and in `merlin_cowclip/` a checkpoint with weights, slots
+    and step counts in the model's order.
+
+    Raises:
+      ValueError: the model is not built, or not compiled with a `CowClipOptimizer`.
+    """
+    optimizer = _optimizer_of(model)
+    if not model.built:
+        raise ValueError("The model must be built before it is saved. Fit it, or call it, first.")
+    path = Path(path)
+    description = {
+        "format": FORMAT,
+        "optimizer": optimizer.get_config(),
+        "loss_scale": _loss_scale(model.optimizer),
+        "weights": [_described(v) for v in model.weights],
+        "slots": len(_slots(model, optimizer)),
+    }
+    (path / FOLDER / DESCRIPTION).unlink(missing_ok=True)
+    with quiet_stack(), state_follows():  # Merlin loads what it saved, for the output's schema
+        model.save(str(path))
+    _state(model, optimizer).write(str(path / FOLDER / CHECKPOINT))
+    partial = path / FOLDER / f".{DESCRIPTION}.partial"
+    partial.write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
+    os.replace(partial, path / FOLDER / DESCRIPTION)
+
+
+def load_model(path: str | os.PathLike[str], **compile_arguments: Any) -> mm.Model:
+    """A model that `save_model` wrote, compiled, its optimizer bound and as it was.
+
+    Args:
+      path: the folder.
+      compile_arguments: as for `model.compile`, but for the optimizer; without `loss` the model's
+        own default.
+
+    Raises:
+      ValueError: the folder holds no whole state, or the state does not belong to the model.
+    """
+    path = Path(path)
+    try:
+        description = json.loads((path / FOLDER / DESCRIPTION).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(
+            f"{path} must hold {FOLDER}/{DESCRIPTION}, which save_model writes last. Received a "
+            "folder without it: a model saved otherwise, or not to the end. "
+            "tf.keras.models.load_model loads the model alone."
+        ) from None
+    if description["format"] != FORMAT:
+        raise ValueError(f"{path} must be of format {FORMAT}. Received: {description['format']}")
+    with quiet_stack():
+        model = tf.keras.models.load_model(str(path), compile=False)
+    with state_follows():
+        optimizer = CowClipOptimizer.from_config(description["optimizer"])
+    _check_order(model, description, path)
+    optimizer.bind(model)
+    outer = _with_loss_scale(optimizer, description["loss_scale"])
+    model.compile(optimizer=outer, **compile_arguments)
+    if description["slots"]:
+        optimizer.create_slots(model.trainable_variables)
+    status = _state(model, optimizer).read(str(path / FOLDER / CHECKPOINT))
+    status.assert_existing_objects_matched()
+    return model
+
+
+def _optimizer_of(model: mm.Model) -> CowClipOptimizer:
+    optimizer = getattr(model, "optimizer", None)
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    if not isinstance(inner, CowClipOptimizer):
+        raise ValueError(
+            "The model must be compiled with a CowClipOptimizer. Received: "
+            f"{type(inner).__name__}. Other optimizers: model.save."
+        )
+    return inner
+
+
+def _slots(model: mm.Model, optimizer: CowClipOptimizer) -> list[tf.Variable]:
+    """The moments of all trainable variables, in the model's order; none before the first step."""
+    found = []
+    for variable, owner, *_ in optimizer.owned():
+        names = owner.get_slot_names()
+        found += [owner.get_slot(variable, name) for name in SLOTS if name in names]
+    return found
+
+
+def _state(model: mm.Model, optimizer: CowClipOptimizer) -> tf.train.Checkpoint:
+    """A flat checkpoint, keyed by position: Keras's object graph differs after a load."""
+    counters = [optimizer.iterations, *(part.iterations for part in optimizer.optimizers)]
+    tracked = {
+        "weights": list(model.weights),
+        "slots": _slots(model, optimizer),
+        "iterations": counters,
+    }
+    return tf.train.Checkpoint(**tracked)
+
+
+def _check_order(model: mm.Model, description: dict[str, Any], path: Path) -> None:
+    """Slots are kept by position: make sure that the loaded model has the saved one's order."""
+    weights = [_described(v) for v in model.weights]
+    reader = tf.train.load_checkpoint(str(path / FOLDER / CHECKPOINT))
+    same = weights == description["weights"] and all(
+        np.array_equal(v.numpy(), reader.get_tensor(f"weights/{i}/.ATTRIBUTES/VARIABLE_VALUE"))
+        for i, v in enumerate(model.weights)
+    )
+    if not same:
+        raise ValueError(
+            f"The state in {path / FOLDER} must belong to the model beside it. Received weights "
+            "that differ: the folder was changed after it was saved, or the model's layers do not "
+            "keep their order when Keras loads them."
+        )
+
+
+def _described(variable: tf.Variable) -> dict[str, Any]:
+    return {"shape": list(variable.shape), "dtype": variable.dtype.name}
+
+
+def _loss_scale(optimizer: Any) -> dict[str, Any] | None:
+    """The state of Keras's loss scaling, as plain numbers; `None` where it is not used."""
+    if not isinstance(optimizer, tf.keras.mixed_precision.LossScaleOptimizer):
+        return None
+    return {
+        "scale": float(optimizer.loss_scale),
+        "growth_steps": optimizer.dynamic_growth_steps,
+        "counter": int(optimizer.dynamic_counter) if optimizer.dynamic else 0,
+    }
+
+
+def _with_loss_scale(optimizer: CowClipOptimizer, state: dict[str, Any] | None) -> Any:
+    if state is None:
+        return optimizer
+    dynamic = state["growth_steps"] is not None
+    scaled = tf.keras.mixed_precision.LossScaleOptimizer(
+        optimizer,
+        dynamic=dynamic,
+        initial_scale=state["scale"],
+        dynamic_growth_steps=state["growth_steps"],
+    )
+    if dynamic:
+        scaled.dynamic_counter.assign(state["counter"])
+    return scaled

@@ -1,0 +1,414 @@
+"""CowClipOptimizer in Merlin's models: ownership, counts, warm-up, configurations, environments."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from merlin_cowclip.models import FusedEmbeddings, deepfm
+from merlin_cowclip.plugins import CowClipAdam, CowClipOptimizer, Hyperparameters
+from merlin_cowclip.plugins._stack import Tags, mm
+
+from .merlin_models import (
+    BATCH,
+    SCHEMA,
+    SHARED,
+    WITH_LIST,
+    Schema,
+    batch,
+    category,
+    dataset,
+    own_mlp,
+    stock_dcn,
+    stock_deepfm,
+    stock_dlrm,
+    stock_wide_and_deep,
+)
+
+COLD = Hyperparameters(BATCH, warmup_epochs=0.0)
+HOT = COLD.replace(embedding_lr=0.05, dense_lr=0.01, l2=1e-3)
+
+
+def ours(schema):
+    return deepfm(schema, embedding_dim=6, mlp=(8,))
+
+
+MODELS = {
+    "stock deepfm": (stock_deepfm, SCHEMA),
+    "stock dlrm": (stock_dlrm, SCHEMA),
+    "stock dcn": (stock_dcn, SCHEMA),
+    "stock wide and deep": (stock_wide_and_deep, SCHEMA),
+    "stock dcn with a list": (stock_dcn, WITH_LIST),
+    "stock dlrm, shared table": (stock_dlrm, SHARED),
+    "own mlp, two widths": (own_mlp, SCHEMA),
+    "our deepfm": (ours, SCHEMA),
+    "our deepfm with a list": (ours, WITH_LIST),
+}
+
+
+def occurrences(spec, features, num_rows):
+    """`cnt` of every row, from the batch itself: a sample that holds an id counts once."""
+    counts = np.zeros(num_rows)
+    for i, column in enumerate(spec.columns):
+        first = spec.row_offsets[i] if len(spec.row_offsets) > 2 else 0
+        if column.is_list:
+            values = features[f"{column.name}__values"].numpy()
+            offsets = features[f"{column.name}__offsets"].numpy()
+            for start, stop in itertools.pairwise(offsets):
+                counts[[first + k for k in set(values[start:stop])]] += 1
+        else:
+            np.add.at(counts, first + features[column.name].numpy().ravel(), 1)
+    return counts
+
+
+def fitted(builder, schema, hyperparameters=HOT, steps=3, eagerly=False, **options):
+    tf.keras.utils.set_random_seed(0)
+    model = builder(schema)
+    optimizer = CowClipOptimizer.for_model(model, hyperparameters, **options)
+    model.compile(optimizer=optimizer, metrics=[], run_eagerly=eagerly)
+    model.fit(dataset(schema, steps), verbose=0)
+    return model, optimizer
+
+
+@pytest.mark.parametrize("eagerly", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_counts_are_samples(monkeypatch, name, eagerly):
+    """What the clip is given, in a real training step, against a count over the batch."""
+    builder, schema = MODELS[name]
+    seen = {}
+    original = CowClipAdam._row_gradients
+
+    def spy(self, gradient, variable):
+        found = original(self, gradient, variable)
+        if self.clip is not None:
+            spec = self._specs[variable.ref()]
+            store = seen.setdefault(
+                id(spec), (spec, tf.Variable(tf.zeros(spec.num_rows)) if eagerly else [])
+            )[1]
+            if eagerly:
+                store.assign(
+                    tf.tensor_scatter_nd_update(
+                        tf.zeros(spec.num_rows), found.indices[:, None], found.counts
+                    )
+                )
+            else:
+                store.append((found.indices, found.counts))
+        return found
+
+    monkeypatch.setattr(CowClipAdam, "_row_gradients", spy)
+    model = builder(schema)
+    optimizer = CowClipOptimizer.for_model(model, COLD)
+    model.compile(optimizer=optimizer, metrics=[], run_eagerly=eagerly)
+    if eagerly:
+        features, labels = batch(schema)
+        model.train_step((features, labels))
+        results = {key: (spec, store.numpy()) for key, (spec, store) in seen.items()}
+    else:
+
+        @tf.function
+        def step(features, labels):
+            seen.clear()
+            model.train_step((features, labels))
+            return [store[-1] for _, store in seen.values()]
+
+        for features, labels in dataset(schema, 1):
+            # The batch's size is unknown to the graph, as a loader's is.
+            signature = tf.nest.map_structure(
+                lambda t: tf.TensorSpec([None, *t.shape[1:]], t.dtype), (features, labels)
+            )
+            found = step.get_concrete_function(*signature)(features, labels)
+        results = {}
+        for (spec, _), (indices, counts) in zip(list(seen.values()), found, strict=True):
+            whole = np.zeros(spec.num_rows)
+            whole[indices.numpy()] = counts.numpy()
+            results[id(spec)] = (spec, whole)
+        features = batch(schema)[0]
+    wide = [spec for spec in optimizer.table_specs if spec.width > 1]
+    assert set(results) == {id(spec) for spec in wide}
+    for spec, counted in results.values():
+        expected = occurrences(spec, features, spec.num_rows)
+        # Stock list columns look row 0 up for an empty list: absent rows count as 1.
+        np.testing.assert_array_equal(counted[expected > 0], expected[expected > 0])
+        assert (counted[expected == 0] <= 1).all()
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("update", ["exact", "lazy"])
+def test_every_variable_is_owned_once_and_moves(name, update):
+    builder, schema = MODELS[name]
+    model, optimizer = fitted(builder, schema, update=update)
+    owned = optimizer.owned()
+    assert [id(o.variable) for o in owned] == [id(v) for v in model.trainable_variables]
+    tables = {id(spec.variable) for spec in optimizer.table_specs}
+    for variable, part, rule, l2 in owned:
+        is_table = id(variable) in tables
+        assert isinstance(part, CowClipAdam) is is_table
+        assert rule.endswith(f"{update} Adam" if is_table else "Adam")
+        assert l2 == (HOT.l2 if is_table else 0)
+        assert np.abs(part.get_slot(variable, "v")).max() > 0
+    summary = optimizer.summary()
+    assert len(summary.splitlines()) == 2 + len(owned)
+    assert "clip adaptive_column" in summary
+    assert int(optimizer.iterations) == 3
+
+
+def test_graph_and_eager_agree():
+    for name in ("stock deepfm", "our deepfm with a list"):
+        builder, schema = MODELS[name]
+        weights = [fitted(builder, schema, eagerly=e)[0].get_weights() for e in (False, True)]
+        for a, b in zip(*weights, strict=True):
+            np.testing.assert_allclose(
+                a.astype(np.float64), b.astype(np.float64), rtol=1e-4, atol=1e-5
+            )
+
+
+def test_training_is_traced_once():
+    model, _ = fitted(*MODELS["our deepfm with a list"], steps=2)
+    before = model.train_function.experimental_get_tracing_count()
+    model.fit(dataset(WITH_LIST, 3, first=2), verbose=0)
+    assert model.train_function.experimental_get_tracing_count() == before
+
+
+def test_several_steps_per_execution():
+    tf.keras.utils.set_random_seed(0)
+    one, _ = fitted(ours, SCHEMA, steps=4)
+    tf.keras.utils.set_random_seed(0)
+    model = ours(SCHEMA)
+    model.compile(CowClipOptimizer.for_model(model, HOT), metrics=[], steps_per_execution=2)
+    model.fit(dataset(SCHEMA, 4), verbose=0)
+    for a, b in zip(one.get_weights(), model.get_weights(), strict=True):
+        np.testing.assert_allclose(a.astype(float), b.astype(float), atol=1e-6)
+
+
+def test_the_clip_holds_in_a_model():
+    """A huge loss gradient moves a row by no more than its bound allows (SGD-like first step)."""
+    tight = COLD.replace(clip_ratio=1e-6, clip_floor=0.0, l2=0.0)
+    _model, optimizer = fitted(stock_dlrm, SCHEMA, tight, steps=1)
+    _, loose = fitted(stock_dlrm, SCHEMA, COLD.replace(clip=None, l2=0.0), steps=1)
+    features, _ = batch(SCHEMA)
+    for spec, other in zip(optimizer.table_specs, loose.table_specs, strict=True):
+        # After one step m = 0.1 g.
+        g = optimizer.optimizers[0].get_slot(spec.variable, "m").numpy() * 10
+        unclipped = loose.optimizers[0].get_slot(other.variable, "m").numpy() * 10
+        counts = occurrences(spec, features, spec.num_rows)
+        held = counts > 0
+        bound = counts * 1e-6 * np.linalg.norm(spec.variable.numpy(), axis=1)
+        norms = np.linalg.norm(g, axis=1)
+        assert (norms[held] <= bound[held] * 1.05 + 1e-12).all()  # w moved since, a little
+        assert (np.linalg.norm(unclipped, axis=1)[held] > 10 * norms[held]).all()
+
+
+@pytest.mark.parametrize("clip", ["global", "field", "column", "adaptive_field"])
+def test_every_rule_trains_and_the_global_norm_spans_all_tables(clip):
+    constant = {"clip_threshold": 1e-4} if clip != "adaptive_field" else {"clip_ratio": 1e-3}
+    hp = COLD.replace(clip=clip, l2=0.0, **constant)
+    for builder in (stock_dlrm, ours):
+        _, optimizer = fitted(builder, SCHEMA, hp, steps=1)
+        tables = [spec for spec in optimizer.table_specs if spec.width > 1]
+        part = optimizer.optimizers[0]
+        gradients = [part.get_slot(spec.variable, "m").numpy() * 10 for spec in tables]
+        if clip == "global":
+            whole = np.sqrt(sum((g.astype(np.float64) ** 2).sum() for g in gradients))
+            assert whole == pytest.approx(1e-4, rel=1e-3)
+        if clip == "field":
+            for spec, g in zip(tables, gradients, strict=True):
+                for start, stop in zip(spec.row_offsets, spec.row_offsets[1:], strict=False):
+                    assert np.linalg.norm(g[start:stop]) == pytest.approx(1e-4, rel=1e-3)
+        if clip == "column":
+            assert max(np.linalg.norm(g, axis=1).max() for g in gradients) <= 1.001e-4
+
+
+@pytest.mark.parametrize("wanted", [["a"], [Tags.USER_ID], "layer"])
+def test_clip_tables_by_name_tag_and_layer(wanted):
+    user = category("a", 50).with_tags([Tags.CATEGORICAL, Tags.USER_ID])
+    schema = Schema([user, *(c for c in SCHEMA if c.name != "a")])
+    for builder in (stock_dlrm, ours):
+        tf.keras.utils.set_random_seed(0)
+        model = builder(schema)
+        choice = wanted
+        if wanted == "layer":
+            kind = FusedEmbeddings if builder is ours else mm.EmbeddingTable
+            layers = [
+                layer
+                for layer in model._flatten_layers()
+                if isinstance(layer, kind) and (builder is ours or "a" in layer.features)
+            ]
+            choice = layers[:1]
+        tight = COLD.replace(clip_ratio=1e-9, clip_floor=0.0, l2=0.0)
+        optimizer = CowClipOptimizer.for_model(model, tight, clip_tables=choice)
+        model.compile(optimizer=optimizer, metrics=[])
+        model.fit(dataset(schema, 1), verbose=0)
+        for spec in optimizer.table_specs:
+            part = next(o.optimizer for o in optimizer.owned() if o.variable is spec.variable)
+            m = part.get_slot(spec.variable, "m").numpy()
+            for i, column in enumerate(spec.columns):
+                rows = slice(*spec.row_offsets[i : i + 2])
+                if wanted == "layer":
+                    named = any(
+                        spec.layer is x for x in (choice[0], getattr(choice[0], "table", 0))
+                    )
+                else:
+                    named = column.name == "a"
+                assert (np.abs(m[rows]).max() < 1e-8) == named, (spec.name, column.name)
+
+
+def test_clip_tables_must_name_something_trainable():
+    model = ours(SCHEMA)
+    with pytest.raises(ValueError, match=r"clip_tables must name.*Received: 'c'.*embeddings"):
+        CowClipOptimizer.for_model(model, COLD, clip_tables=["c"])
+    frozen = stock_dlrm(SCHEMA)
+    for layer in frozen._flatten_layers():
+        if isinstance(layer, mm.EmbeddingTable) and "a" in layer.features:
+            layer.table.trainable = False
+            layer.trainable = False
+    with pytest.raises(ValueError, match="clip_tables must be trainable. Received: 'a'"):
+        CowClipOptimizer.for_model(frozen, COLD, clip_tables=["a"])
+
+
+def test_frozen_tables_stay_and_are_not_owned():
+    model = stock_dlrm(SCHEMA)
+    for layer in model._flatten_layers():
+        if isinstance(layer, mm.EmbeddingTable) and "a" in layer.features:
+            frozen = layer
+            layer.trainable = False
+    optimizer = CowClipOptimizer.for_model(model, HOT)
+    model.compile(optimizer=optimizer, metrics=[])
+    model.fit(dataset(SCHEMA, 1), verbose=0)
+    before = frozen.table.embeddings.numpy()
+    model.fit(dataset(SCHEMA, 2), verbose=0)
+    np.testing.assert_array_equal(frozen.table.embeddings, before)
+    assert all(o.variable is not frozen.table.embeddings for o in optimizer.owned())
+
+
+def test_warmup_takes_the_steps_of_fit():
+    hp = Hyperparameters(BATCH, warmup_epochs=2)
+    _, optimizer = fitted(ours, SCHEMA, hp, steps=4)
+    assert optimizer.steps_per_epoch == 4
+    schedule = optimizer.default_optimizer.learning_rate
+    assert (schedule.warmup_steps, schedule.learning_rate) == (8, hp.dense_lr)
+    _, told = fitted(ours, SCHEMA, hp, steps=4, steps_per_epoch=100)
+    assert told.default_optimizer.learning_rate.warmup_steps == 200
+    model = ours(SCHEMA)
+    model.compile(optimizer=CowClipOptimizer.for_model(model, hp), run_eagerly=True)
+    with pytest.raises(ValueError, match=r"steps_per_epoch=… to CowClipOptimizer.for_model"):
+        model.train_step(batch(SCHEMA))
+
+
+def test_keras_schedules():
+    decay = tf.keras.optimizers.schedules.ExponentialDecay(0.1, 1, 0.5)
+    model, optimizer = fitted(
+        ours, SCHEMA, HOT, steps=1, dense_schedule=decay, embedding_schedule=decay
+    )
+    tables = optimizer.optimizers[0]
+    start = [v.numpy() for v in model.trainable_variables]
+    assert optimizer.default_optimizer.learning_rate is decay
+    assert tables.learning_rate is decay
+    model.fit(dataset(SCHEMA, 30), verbose=0)
+    settled = [v.numpy() for v in model.trainable_variables]
+    model.fit(dataset(SCHEMA, 3), verbose=0)  # η is 0.1 · 2^-31 by now
+    for a, b, v in zip(start, settled, model.trainable_variables, strict=True):
+        assert np.abs(a - b).max() > 1e-4
+        np.testing.assert_allclose(v, b, atol=1e-7)
+
+
+def test_mixed_precision_clips_unscaled_gradients():
+    results = {}
+    for policy in ("float32", "mixed_float16"):
+        tf.keras.mixed_precision.set_global_policy(policy)
+        try:
+            model, optimizer = fitted(ours, SCHEMA, HOT.replace(clip_ratio=0.01), steps=4)
+        finally:
+            tf.keras.mixed_precision.set_global_policy("float32")
+        scaled = isinstance(model.optimizer, tf.keras.mixed_precision.LossScaleOptimizer)
+        assert scaled == (policy == "mixed_float16")
+        assert model.trainable_variables[0].dtype == tf.float32
+        results[policy] = [v.numpy() for v in model.trainable_variables]
+        steps = int(optimizer.iterations)
+    assert 1 <= steps <= 4  # the first steps find the loss scale
+    if steps == 4:
+        table32, table16 = (r[0] for r in results.values())
+        np.testing.assert_allclose(table16, table32, atol=0.02)
+
+
+def test_xla_for_the_dense_part():
+    class Compiled(tf.keras.layers.Layer):
+        def __init__(self):
+            super().__init__()
+            self.mlp = tf.keras.layers.Dense(8, activation="relu")
+
+        def build(self, shape):
+            self.mlp.build(shape)
+            super().build(shape)
+
+        @tf.function(jit_compile=True)
+        def compiled(self, x):
+            return self.mlp(x)
+
+        def call(self, inputs):
+            return self.compiled(inputs)
+
+        def compute_output_shape(self, shape):
+            return self.mlp.compute_output_shape(shape)
+
+    model = mm.Model(mm.InputBlockV2(SCHEMA), Compiled(), mm.BinaryOutput("y"))
+    optimizer = CowClipOptimizer.for_model(model, HOT)
+    model.compile(optimizer=optimizer, metrics=[])
+    model.fit(dataset(SCHEMA, 3), verbose=0)
+    assert int(optimizer.iterations) == 3
+    assert len(optimizer.owned()) == len(model.trainable_variables)
+
+
+def test_a_lookup_that_cannot_be_recorded_is_an_error():
+    model = stock_dlrm(SCHEMA)
+    table = next(
+        layer
+        for layer in model._flatten_layers()
+        if isinstance(layer, mm.EmbeddingTable) and "a" in layer.features
+    )
+    inner = table.call
+    optimizer = CowClipOptimizer.for_model(model, COLD)
+    object.__setattr__(table, "call", inner)  # as if it were called past us
+    model.compile(optimizer=optimizer, metrics=[])
+    with pytest.raises(Exception, match=r"table 'a' looked up in this step were not recorded"):
+        model.fit(dataset(SCHEMA, 1), verbose=0)
+
+
+def test_regularizers_are_refused_at_once_by_table():
+    table = mm.EmbeddingTable(4, SCHEMA["a"], embeddings_regularizer="l2")
+    model = mm.Model(
+        mm.InputBlockV2(
+            SCHEMA.select_by_name(["a", "y"]), categorical=mm.ParallelBlock({"a": table})
+        ),
+        mm.BinaryOutput("y"),
+    )
+    with pytest.raises(ValueError, match="table 'a' must have no embeddings_regularizer"):
+        CowClipOptimizer.for_model(model, COLD)
+
+
+def test_unbound_and_bad_arguments():
+    with pytest.raises(ValueError, match=r"CowClipOptimizer.for_model\(model, …\)"):
+        CowClipOptimizer(COLD).apply_gradients([(tf.ones(2), tf.Variable([1.0, 2.0]))])
+    with pytest.raises(ValueError, match="steps_per_epoch must be positive"):
+        CowClipOptimizer(COLD, steps_per_epoch=0)
+    with pytest.raises(ValueError, match="update must be one of exact, lazy"):
+        CowClipOptimizer(COLD, update="Exact")
+    with pytest.raises(ValueError, match="must be built before"):
+        CowClipOptimizer.for_model(ours(SCHEMA), COLD).summary()
+
+
+def test_config_round_trip():
+    decay = tf.keras.optimizers.schedules.ExponentialDecay(0.1, 5, 0.5)
+    one = CowClipOptimizer(
+        HOT, update="lazy", clip_tables=["a", Tags.USER_ID], embedding_schedule=decay
+    )
+    with pytest.warns(UserWarning, match="knows no model until"):
+        other = tf.keras.optimizers.deserialize(
+            tf.keras.optimizers.serialize(one), use_legacy_optimizer=True
+        )
+    assert type(other) is CowClipOptimizer
+    assert other.get_config() == one.get_config()
+    assert other.clip_tables == ("a", Tags.USER_ID)
+    assert other.hyperparameters == HOT
