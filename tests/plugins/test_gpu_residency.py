@@ -1,7 +1,7 @@
 """The update path can live on a GPU: every op of a traced update has a GPU kernel for its types.
 
-The full TensorFlow wheel registers its GPU kernels without a GPU, so this runs anywhere. An op whose
-inputs or outputs lie in host memory on a GPU (sizes and shapes, often int32) is allowed only
+The full TensorFlow wheel registers its GPU kernels without a GPU, so this runs anywhere. An op
+whose inputs or outputs lie in host memory on a GPU (sizes and shapes, often int32) is allowed only
 where the tensor is a scalar or a shape: never one value per row.
 """
 

@@ -58,7 +58,7 @@ class Lookup:
 
 
 def _samples(rows: tf.RaggedTensor, values: tf.Tensor) -> tf.Tensor:
-    """The sample of each value, int64; RaggedTensor.value_rowids() goes through the host on GPUs."""
+    """The sample of each value, int64; on GPUs, `value_rowids()` goes through the host."""
     ends = tf.cast(rows.row_splits[1:], tf.int64)
     return tf.searchsorted(
         ends, tf.range(tf.size(values, tf.int64)), side="right", out_type=tf.int64

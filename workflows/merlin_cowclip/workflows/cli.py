@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from merlin_cowclip.plugins.scaling import SCALING_RULES, K, scaling_table
+from merlin_cowclip.plugins.scaling import CLIPS, SCALING_RULES, K, scaling_table
 from merlin_cowclip.workflows.errors import UserError
 
 
@@ -68,9 +68,11 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--dense-lr", type=float, help="η of the dense weights (cowclip: 8e-4)")
     train.add_argument("--embedding-lr", type=float, help="η of the embeddings (1e-4)")
     train.add_argument("--l2", type=float, help="λ of the embeddings, Keras's convention (1e-5)")
+    train.add_argument("--clip", help=f"{', '.join(CLIPS)} (cowclip: adaptive_column)")
+    train.add_argument("--clip-threshold", type=float, help="c of global, field and column")
     train.add_argument("--clip-ratio", type=float, help="r (1)")
     train.add_argument("--clip-floor", type=float, help="ζ (3.162e-5)")
-    train.add_argument("--no-clip", action="store_true", help="no CowClip")
+    train.add_argument("--no-clip", action="store_true", help="no clip")
     train.add_argument("--no-warmup", action="store_true", help="no warm-up of the dense η")
     train.set_defaults(run=_train)
 
@@ -111,8 +113,10 @@ def _train(arguments: argparse.Namespace) -> None:
     from merlin_cowclip.workflows.prepared import PreparedData
 
     data = PreparedData.open(arguments.data)
-    from merlin_cowclip.workflows.training import TrainConfig, base_hyperparameters, train
+    from merlin_cowclip.workflows.training import TrainConfig, base_hyperparameters, check, train
 
+    if arguments.no_clip and arguments.clip is not None:
+        raise UserError(f"--no-clip excludes --clip. Received: --no-clip --clip {arguments.clip}")
     off: dict[str, Any] = {"warmup_epochs": 0.0} if arguments.no_warmup else {}
     base = base_hyperparameters(
         arguments.rule,
@@ -120,6 +124,8 @@ def _train(arguments: argparse.Namespace) -> None:
         dense_lr=arguments.dense_lr,
         embedding_lr=arguments.embedding_lr,
         l2=arguments.l2,
+        clip=arguments.clip,
+        clip_threshold=arguments.clip_threshold,
         clip_ratio=arguments.clip_ratio,
         clip_floor=arguments.clip_floor,
         **off,
@@ -135,6 +141,7 @@ def _train(arguments: argparse.Namespace) -> None:
         seed=arguments.seed,
         update=arguments.update,
     )
+    check(data, config, arguments.out)
     print(f"rule {config.rule}, {config.update} updates")
     print(scaling_table(base, config.hyperparameters), flush=True)
     run = train(data, config, arguments.out)

@@ -115,6 +115,20 @@ def base_hyperparameters(rule: str, **changes: Any) -> Hyperparameters:
         raise UserError(str(error)) from None
 
 
+def check(data: PreparedData, config: TrainConfig, out: str | Path) -> Loader:
+    """Refuse what cannot be trained, before any work; returns the training part's loader.
+
+    Raises:
+      UserError: `out` exists, or the batch is larger than the training part.
+    """
+    out = Path(out)
+    if out.exists() or out.is_symlink():
+        raise UserError(
+            f"the run folder must not exist yet. Received: {out}. Remove it or choose another."
+        )
+    return Loader(data, "train", batch_size=config.batch_size, seed=config.seed)
+
+
 def train(
     data: PreparedData, config: TrainConfig, out: str | Path, *, progress: bool = True
 ) -> Run:
@@ -127,11 +141,7 @@ def train(
       UserError: `out` exists, the batch is larger than the training part, or the loss became NaN.
     """
     out = Path(out)
-    if out.exists() or out.is_symlink():
-        raise UserError(
-            f"the run folder must not exist yet. Received: {out}. Remove it or choose another."
-        )
-    loader = Loader(data, "train", batch_size=config.batch_size, seed=config.seed)
+    loader = check(data, config, out)
     test = Loader(data, "test", batch_size=EVALUATION_BATCH)
 
     tf.keras.backend.clear_session()
