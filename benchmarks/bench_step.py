@@ -1,0 +1,139 @@
+"""A training step: stock Merlin, ours without and with CowClip, lazy and exact, and the dense way.
+
+DeepFM, 26 Criteo-shaped fields of width 10, 13 numbers, MLP 3 x 400. Times: all variants in one
+process, in turn, so that a machine that changes its speed changes them alike; the median of the
+rounds. Memory: one process per variant, the peak resident memory above that before the first step.
+
+    python benchmarks/bench_step.py [--batches 1024 8192 65536] [--rows 300000 5000000]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+
+VARIANTS = {
+    "stock": "stock Merlin DeepFMModel + LazyAdam",
+    "lazy none": "ours, lazy, no clip",
+    "lazy cowclip": "ours, lazy, CowClip",
+    "exact cowclip": "ours, exact, CowClip",
+    "dense way": "the same mathematics over whole tables",
+    "no update": "gradients only",
+}
+
+
+def resident(what: str) -> float:
+    """GiB of resident memory: VmRSS now, VmHWM at its peak."""
+    with open("/proc/self/status") as status:
+        line = next(line for line in status if line.startswith(what))
+    return int(line.split()[1]) / 2**20
+
+
+def peak(variant: str, rows: int, size: int) -> float:
+    """GiB that a variant's steps take above what lay in memory before them, in this process."""
+    from step_variants import build
+
+    step = build(variant, rows, size)
+    step()  # tracing and slots: they stay
+    before = resident("VmRSS")
+    with open("/proc/self/clear_refs", "w") as refs:
+        refs.write("5")  # VmHWM starts anew
+    for _ in range(3):
+        step()
+    return resident("VmHWM") - before
+
+
+def peak_elsewhere(variant: str, rows: int, size: int) -> float:
+    command = [sys.executable, __file__, "--peak", variant, str(rows), str(size)]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    return float(done.stdout.split()[-1])
+
+
+def times(rows: int, size: int) -> dict[str, list[float]]:
+    """Milliseconds per step of every variant, measured in turn."""
+    from step_variants import build
+
+    steps = {variant: build(variant, rows, size) for variant in VARIANTS}
+    for step in steps.values():
+        for _ in range(3):
+            step()
+    inner = max(1, 4096 // size)
+    rounds = 9 if size >= 65536 else 15
+    found: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
+    for _ in range(rounds):
+        for variant, step in steps.items():
+            start = time.perf_counter()
+            for _ in range(inner):
+                step()
+            found[variant].append((time.perf_counter() - start) / inner * 1e3)
+    return found
+
+
+def ratio(found: dict[str, list[float]], a: str, b: str) -> float:
+    """The median over the rounds of a's time over b's."""
+    return statistics.median(x / y for x, y in zip(found[a], found[b], strict=True))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--batches", type=int, nargs="+", default=[1024, 8192, 65536])
+    parser.add_argument("--rows", type=int, nargs="+", default=[300_000, 5_000_000])
+    parser.add_argument("--peak", nargs=3, metavar=("VARIANT", "ROWS", "BATCH"))
+    arguments = parser.parse_args()
+    if arguments.peak:
+        variant, rows, size = arguments.peak
+        print(peak(variant, int(rows), int(size)))
+        return
+    print(
+        f"{platform.processor() or platform.machine()}, {os.cpu_count()} CPUs, Python "
+        f"{platform.python_version()}; DeepFM 3 x 400, 26 fields of width 10, 13 numbers"
+    )
+    lazy: dict[tuple[int, int], float] = {}
+    for rows in arguments.rows:
+        for size in arguments.batches:
+            found = times(rows, size)
+            print(f"\nV = {rows:,}, batch {size:,}")
+            print(f"  {'':40}  {'ms/step':>8}  {'samples/s':>10}  {'peak GiB':>8}")
+            memory = {}
+            for variant, label in VARIANTS.items():
+                ms = statistics.median(found[variant])
+                memory[variant] = peak_elsewhere(variant, rows, size)
+                print(
+                    f"  {label:40}  {ms:>8.1f}  {size / ms * 1e3:>10,.0f}  {memory[variant]:>8.2f}",
+                    flush=True,
+                )
+            lazy[rows, size] = statistics.median(found["lazy cowclip"])
+            print(
+                f"  CowClip / no clip, lazy: {ratio(found, 'lazy cowclip', 'lazy none'):.3f} "
+                "in time"
+            )
+            print(
+                f"  stock / ours lazy CowClip: {ratio(found, 'stock', 'lazy cowclip'):.2f} in time"
+            )
+            ours, dense = (
+                statistics.median(x - y for x, y in zip(found[v], found["no update"], strict=True))
+                for v in ("exact cowclip", "dense way")
+            )
+            extra = [memory[v] - memory["no update"] for v in ("exact cowclip", "dense way")]
+            print(
+                f"  update alone, exact against dense: {ours:.1f} ms / {dense:.1f} ms = "
+                f"{ours / dense:.2f}; extra peak {extra[0]:.2f} GiB / {extra[1]:.2f} GiB = "
+                f"{extra[0] / max(extra[1], 1e-9):.2f}",
+                flush=True,
+            )
+    if len(arguments.rows) > 1:
+        few, many = min(arguments.rows), max(arguments.rows)
+        for size in arguments.batches:
+            print(
+                f"\nlazy step, batch {size:,}: V = {many:,} / V = {few:,}: "
+                f"{lazy[many, size] / lazy[few, size]:.2f} in time"
+            )
+
+
+if __name__ == "__main__":
+    main()
