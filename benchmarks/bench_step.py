@@ -2,7 +2,9 @@
 
 DeepFM, 26 Criteo-shaped fields of width 10, 13 numbers, MLP 3 x 400. Times: all variants in one
 process, in turn, so that a machine that changes its speed changes them alike; the median of the
-rounds. Memory: one process per variant, the peak resident memory above that before the first step.
+rounds. Memory: one process per variant, the peak of resident memory during steps above what lies
+in memory between them (weights, moments); oneDNN is off there, because its allocator keeps what it
+once had, which hides what a step takes.
 
     python benchmarks/bench_step.py [--batches 1024 8192 65536] [--rows 300000 5000000]
 """
@@ -50,7 +52,8 @@ def peak(variant: str, rows: int, size: int) -> float:
 
 def peak_elsewhere(variant: str, rows: int, size: int) -> float:
     command = [sys.executable, __file__, "--peak", variant, str(rows), str(size)]
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    environment = {**os.environ, "TF_ENABLE_ONEDNN_OPTS": "0"}
+    done = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
     return float(done.stdout.split()[-1])
 
 
@@ -98,7 +101,7 @@ def main() -> None:
         for size in arguments.batches:
             found = times(rows, size)
             print(f"\nV = {rows:,}, batch {size:,}")
-            print(f"  {'':40}  {'ms/step':>8}  {'samples/s':>10}  {'peak GiB':>8}")
+            print(f"  {'':40}  {'ms/step':>8}  {'samples/s':>10}  {'step GiB':>8}")
             memory = {}
             for variant, label in VARIANTS.items():
                 ms = statistics.median(found[variant])

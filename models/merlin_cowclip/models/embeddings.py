@@ -147,6 +147,7 @@ class FusedEmbeddings(tf.keras.layers.Layer):
             shape=(self.row_offsets[-1], self.dim),
             initializer=self._initializer,
             trainable=self.trainable,
+            experimental_autocast=False,  # rows are cast, not the table
         )
         super().build(input_shape)
 
@@ -159,9 +160,13 @@ class FusedEmbeddings(tf.keras.layers.Layer):
             first = [self._first_row[name] for name in self.one_hot_fields]
             rows = tf.concat(ids, axis=1) + tf.constant([first], tf.int64)
             self._spec.recorder.record(Lookup("one-hot fields", rows))
-            parts.append(tf.gather(self.table, rows))
+            parts.append(self._gather(rows))
         parts += [self._list_lookup(name, inputs[name])[:, tf.newaxis] for name in self.list_fields]
         return parts[0] if len(parts) == 1 else tf.concat(parts, axis=1)
+
+    def _gather(self, rows: tf.Tensor) -> tf.Tensor:
+        """Rows of the table by number, in the layer's compute dtype."""
+        return tf.cast(self._spec.access.gather(self.table, rows), self.compute_dtype)
 
     def _list_lookup(self, name: str, ids: Any) -> tf.Tensor:
         """b×d: the rows of one list column, combined."""
@@ -176,7 +181,7 @@ class FusedEmbeddings(tf.keras.layers.Layer):
         self._spec.recorder.record(Lookup(name, rows, is_list=True, padding=first + PADDING_ID))
         held = tf.cast(tf.not_equal(flat, PADDING_ID), self.compute_dtype)
         samples, number = rows.value_rowids(), rows.nrows()
-        found = tf.gather(self.table, rows.flat_values) * held[:, tf.newaxis]
+        found = self._gather(rows.flat_values) * held[:, tf.newaxis]
         total = tf.math.unsorted_segment_sum(found, samples, number)
         if self.combiner == "sum":
             return total

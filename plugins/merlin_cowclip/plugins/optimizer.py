@@ -169,6 +169,8 @@ class CowClipOptimizer(mm.MultiOptimizer):
                     f"clip_tables must be trainable. Received: {wanted!r}, whose table "
                     f"{frozen[0]!r} is frozen"
                 )
+        for spec in specs:
+            spec.access.whole = self.update_mode == "exact"
         self._model = weakref.ref(model)
         self._specs = specs
         self._bound = ()

@@ -106,6 +106,28 @@ class IdRecorder:
 _FuncGraph = type(tf.function(lambda: None).get_concrete_function().graph)
 
 
+@dataclass(eq=False)
+class TableAccess:
+    """How a table's rows are to be looked up, so that its update costs least.
+
+    TensorFlow marks a variable whose rows were gathered from the resource by
+    `tf.gather(variable, …)` as sparsely used, for good. From then on every read of the whole
+    variable, and every dense update, copies it: V×d bytes and their time, twice a step in the
+    exact mode. Rows gathered from the read value (`tf.gather(tf.convert_to_tensor(variable), …)`)
+    do not mark it, and the read shares the variable's buffer; their gradient is as sparse. The
+    lazy mode scatters into the variable, and so needs it marked.
+
+    Attributes:
+      whole: gather from the value read as a whole; set by the optimizer for the exact mode.
+    """
+
+    whole: bool = False
+
+    def gather(self, variable: tf.Variable, rows: tf.Tensor) -> tf.Tensor:
+        """The rows of a V×d variable, by row numbers of any shape: that shape × d."""
+        return tf.gather(tf.convert_to_tensor(variable) if self.whole else variable, rows)
+
+
 @dataclass(frozen=True, eq=False)
 class TableSpec:
     """One embedding variable as the optimizer sees it.
@@ -119,6 +141,7 @@ class TableSpec:
       columns: the schema of the fields: one per range of rows, or all that share the table.
       width: d. Tables of width 1 are linear weights: they take L2 but are not clipped.
       recorder: the lookups of the current step.
+      access: how the layer is to look rows up; Merlin's own tables do it their way.
     """
 
     name: str
@@ -128,6 +151,7 @@ class TableSpec:
     columns: tuple[ColumnSchema, ...]
     width: int
     recorder: IdRecorder = field(default_factory=IdRecorder)
+    access: TableAccess = field(default_factory=TableAccess)
 
     @property
     def variable(self) -> tf.Variable:
