@@ -310,13 +310,17 @@ class CowClipOptimizer(mm.MultiOptimizer):
     def summary(self) -> str:
         """A table of all trainable variables: rows, width, rule, learning rate, L2."""
         header = ("variable", "rows", "width", "rule", "learning rate", "L2")
+        specs = {spec.variable.ref(): spec.name for spec in self.table_specs if spec.layer.built}
         rows = []
         for variable, optimizer, rule, l2 in self.owned():
+            # Merlin's tables all have a variable called "embeddings".
+            table = specs.get(variable.ref(), "")
+            name = variable.name if table in variable.name else f"{table}: {variable.name}"
             rate = optimizer.learning_rate
             shape = tuple(variable.shape)
             rows.append(
                 (
-                    variable.name,
+                    name,
                     f"{shape[0] if shape else 1:,}",
                     f"{math.prod(shape[1:]):,}",
                     rule,

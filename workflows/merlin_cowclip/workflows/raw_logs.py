@@ -195,7 +195,7 @@ class RawLog:
             with gzip.open(self.path) if self._gzipped else open(self.path, "rb") as raw:
                 # A byte that is not UTF-8 is kept, to be found and shown.
                 text = io.TextIOWrapper(
-                    raw,  # type: ignore[arg-type]
+                    raw,
                     encoding="utf-8-sig",
                     errors="surrogateescape",
                     newline="",
