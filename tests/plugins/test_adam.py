@@ -126,6 +126,23 @@ def test_order_within_the_batch_is_of_no_consequence(update):
     np.testing.assert_allclose(tables[0], tables[1], rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.parametrize("update", ["exact", "lazy"])
+def test_one_row_and_one_id(update):
+    """A batch of one id 40 times: its bound is 40 times as wide, all other rows are absent."""
+    w0 = np.full((3, 2), 0.3, np.float32)
+    moved = {}
+    for cnt in (1, 40):
+        table = tf.Variable(w0)
+        optimizer = CowClipAdam(1e-2, l2=0.0, clip_ratio=1e-3, clip_floor=0.0, update=update)
+        values = np.full((cnt, 2), 5.0, np.float32)
+        optimizer.apply_gradients([(slices(values, [1] * cnt, (3, 2)), table)])
+        moved[cnt] = optimizer.get_slot(table, "m").numpy()
+    bound = 1e-3 * np.linalg.norm(w0[1])
+    assert np.linalg.norm(moved[1][1]) == pytest.approx(0.1 * bound, rel=1e-5)
+    np.testing.assert_allclose(moved[40], 40 * moved[1], rtol=1e-5)
+    assert (moved[40][[0, 2]] == 0).all()
+
+
 def test_lazy_leaves_absent_rows_alone_and_exact_shrinks_them():
     w0 = np.full((4, 2), 0.5, np.float32)
     for update in ("exact", "lazy"):

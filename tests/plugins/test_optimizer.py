@@ -376,6 +376,31 @@ def test_a_lookup_that_cannot_be_recorded_is_an_error():
         model.fit(dataset(SCHEMA, 1), verbose=0)
 
 
+@pytest.mark.parametrize("builder", [stock_dlrm, ours])
+def test_a_second_reader_of_the_variable_is_noticed(builder):
+    """A layer that gathers from a table's variable past the table would falsify the counts."""
+
+    class Reader(tf.keras.layers.Layer):
+        def __init__(self, variable):
+            super().__init__()
+            self.read = variable
+
+        def call(self, inputs):
+            return inputs + tf.reduce_sum(tf.gather(self.read(), [1, 1, 2]))
+
+        def compute_output_shape(self, shape):
+            return shape
+
+    model = builder(SCHEMA)
+    model(batch(SCHEMA)[0])
+    optimizer = CowClipOptimizer.for_model(model, COLD)
+    spec = optimizer.table_specs[0]
+    model.blocks[-1].pre = Reader(lambda: spec.variable)
+    model.compile(optimizer=optimizer, metrics=[])
+    with pytest.raises(Exception, match=rf"table '{spec.name}' looked up in this step were not"):
+        model.fit(dataset(SCHEMA, 1), verbose=0)
+
+
 def test_regularizers_are_refused_at_once_by_table():
     table = mm.EmbeddingTable(4, SCHEMA["a"], embeddings_regularizer="l2")
     model = mm.Model(

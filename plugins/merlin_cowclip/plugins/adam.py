@@ -17,7 +17,7 @@ from merlin_cowclip.plugins.clipping import (
     with_lengths,
 )
 from merlin_cowclip.plugins.scaling import check_clip, check_number
-from merlin_cowclip.plugins.tables import TableSpec, repeats_per_row, samples_per_row
+from merlin_cowclip.plugins.tables import TableSpec, lookups_in, repeats_per_row, samples_per_row
 
 UPDATES = ("exact", "lazy")
 
@@ -168,10 +168,11 @@ class CowClipAdam(mm.LazyAdam):
         if self.clip is None:
             return repeats_per_row(indices)
         lookups = spec.recorder.lookups()
-        if not lookups or not all(lookup.key for lookup in lookups):
+        recorded = bool(lookups) and all(lookup.key for lookup in lookups)
+        if not recorded or lookups_in(indices) > len(lookups):
             raise ValueError(
                 f"The ids that the table {spec.name!r} looked up in this step were not recorded, "
-                "so they cannot be counted. Call the table itself within the training step (not "
+                "or not all, so they cannot be counted. Call the table itself within the training step (not "
                 "its variable, and not inside a tf.function or XLA-compiled function of its own), "
                 "a table of several features with a dict of them; or do not clip this table."
             )

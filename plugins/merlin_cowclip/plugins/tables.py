@@ -306,6 +306,18 @@ def repeats_per_row(indices: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor
     return rows, position, _tally(position, tf.size(rows))
 
 
+def lookups_in(indices: tf.Tensor) -> int:
+    """How many lookups a gradient was put together from, as far as its graph tells; eagerly 0.
+
+    TensorFlow joins the slices of several lookups by concatenation, in several layers if many.
+    """
+    if tf.executing_eagerly() or not hasattr(indices, "op"):
+        return 0
+    if indices.op.type != "ConcatV2":
+        return 1
+    return sum(lookups_in(part) for part in indices.op.inputs[:-1])  # the last is the axis
+
+
 def _tally(position: tf.Tensor, size: tf.Tensor) -> tf.Tensor:
     ones = tf.ones(tf.shape(position), tf.float32)
     return tf.math.unsorted_segment_sum(ones, position, size)
