@@ -172,9 +172,9 @@ class CowClipAdam(mm.LazyAdam):
         if not recorded or lookups_in(indices) > len(lookups):
             raise ValueError(
                 f"The ids that the table {spec.name!r} looked up in this step were not recorded, "
-                "or not all, so they cannot be counted. Call the table itself within the training step (not "
-                "its variable, and not inside a tf.function or XLA-compiled function of its own), "
-                "a table of several features with a dict of them; or do not clip this table."
+                "or not all, so they cannot be counted. Call the table itself within the training "
+                "step (not its variable, and not inside a tf.function or XLA-compiled function of "
+                "its own), a table of several features with a dict of them; or do not clip it."
             )
         if len(lookups) == 1 and not lookups[0].is_list and not tf.executing_eagerly():
             # Looked up once, one-hot: repeats are counts. (Eagerly, "once" cannot be known.)
