@@ -45,7 +45,7 @@ def peak(variant: str, rows: int, size: int) -> float:
     before = resident("VmRSS")
     with open("/proc/self/clear_refs", "w") as refs:
         refs.write("5")  # VmHWM starts anew
-    for _ in range(3):
+    for _ in range(2):
         step()
     return resident("VmHWM") - before
 
@@ -63,10 +63,10 @@ def times(rows: int, size: int) -> dict[str, list[float]]:
 
     steps = {variant: build(variant, rows, size) for variant in VARIANTS}
     for step in steps.values():
-        for _ in range(3):
+        for _ in range(2):
             step()
     inner = max(1, 4096 // size)
-    rounds = 9 if size >= 65536 else 15
+    rounds = 5 if size >= 65536 else 11
     found: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
     for _ in range(rounds):
         for variant, step in steps.items():
