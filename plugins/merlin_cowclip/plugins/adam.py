@@ -54,7 +54,7 @@ class CowClipAdam(mm.LazyAdam):
       beta_1: decay of the first moment.
       beta_2: decay of the second moment.
       epsilon: Adam's ε (Keras's "epsilon hat").
-      l2: λ, 0 or at least 1e-12.
+      l2: λ, not negative.
       clip: a rule of `CLIP_RULES`; "adaptive_column" is CowClip, `None` no clip. The unit of
         "global" is all tables of this optimizer.
       clip_ratio: r, positive.
@@ -100,8 +100,6 @@ class CowClipAdam(mm.LazyAdam):
             name=name,
         )
         self.l2 = check_number("l2", l2)
-        if 0 < self.l2 < 1e-12:
-            raise ValueError(f"l2 must be 0 or at least 1e-12. Received: l2={l2!r}")
         self.clip = clip
         self.clip_ratio = check_number("clip_ratio", clip_ratio, positive=True)
         self.clip_floor = check_number("clip_floor", clip_floor)
@@ -254,22 +252,19 @@ class CowClipAdam(mm.LazyAdam):
 
     def _whole_gradient(self, grad: tf.Tensor, var: tf.Variable, indices: tf.Tensor) -> tf.Tensor:
         """V×d: the batch's rows as clipped, `2λw` on all others, in one V×d temporary."""
-        rows, at = tf.convert_to_tensor(var), tf.expand_dims(indices, -1)
-        shape = tf.shape(rows, tf.int64)
+        rows = tf.convert_to_tensor(var)
         if not self.l2:
-            return tf.scatter_nd(at, grad, shape)
+            return tf.scatter_nd(tf.expand_dims(indices, -1), grad, tf.shape(rows, tf.int64))
+        decay = 2.0 * self.l2 * rows
         if self.clip == "adaptive_column" and self.clip_ratio < 2.0 * self.l2:
             # Only then can an absent row, of count 1, exceed its bound. The norms of the other
             # rules leave absent rows out.
             ones = tf.ones(tf.shape(rows)[:1])
             decay = clip_by_adaptive_column_norm(
-                2.0 * self.l2 * rows, rows, ones, ratio=self.clip_ratio, floor=self.clip_floor
+                decay, rows, ones, ratio=self.clip_ratio, floor=self.clip_floor
             )
-            return tf.tensor_scatter_nd_update(decay, at, grad)
-        # 2λ · (w + (g / 2λ - w)) is g. Sum and product take the scattered buffer over; to write
-        # the batch's rows into 2λ·W would copy it.
-        change = tf.scatter_nd(at, grad / (2.0 * self.l2) - tf.gather(rows, indices), shape)
-        return (rows + change) * (2.0 * self.l2)
+        # Into the buffer of `decay`, which nothing else reads; tensor_scatter_nd_update copies it.
+        return tf.raw_ops.InplaceUpdate(x=decay, i=tf.cast(indices, tf.int32), v=grad)
 
     def get_config(self) -> dict[str, Any]:
         """The constructor's arguments."""

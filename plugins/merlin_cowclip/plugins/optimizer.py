@@ -270,16 +270,20 @@ class CowClipOptimizer(mm.MultiOptimizer):
         for pair in pairs:
             mine = owner.get(pair[1].ref(), self.default_optimizer)
             shares.setdefault(id(mine), []).append(pair)
-        updates = [
-            optimizer.apply_gradients(
-                shares[id(optimizer)],
-                name=name,
-                experimental_aggregate_gradients=experimental_aggregate_gradients,
-            )
-            for optimizer in self.optimizers
-            if id(optimizer) in shares
-        ]
-        with tf.control_dependencies([u for u in updates if u is not None]):
+        updates: list[Any] = []
+        for optimizer in self.optimizers:
+            if id(optimizer) not in shares:
+                continue
+            # The exact mode takes a table-sized temporary: one table after the other.
+            before = updates[-1:] if self.update_mode == "exact" else []
+            with tf.control_dependencies(before):
+                update = optimizer.apply_gradients(
+                    shares[id(optimizer)],
+                    name=name,
+                    experimental_aggregate_gradients=experimental_aggregate_gradients,
+                )
+            updates += [] if update is None else [update]
+        with tf.control_dependencies(updates):
             return tf.group(self.iterations.assign_add(1, read_value=False))
 
     def owned(self) -> list[Owned]:
