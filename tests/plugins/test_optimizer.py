@@ -416,6 +416,9 @@ def test_regularizers_are_refused_at_once_by_table():
 def test_unbound_and_bad_arguments():
     with pytest.raises(ValueError, match=r"CowClipOptimizer.for_model\(model, …\)"):
         CowClipOptimizer(COLD).apply_gradients([(tf.ones(2), tf.Variable([1.0, 2.0]))])
+    for method in ("add", "update"):
+        with pytest.raises(ValueError, match=r"assigns variables itself.*Choose with clip_tables"):
+            getattr(CowClipOptimizer(COLD), method)(mm.OptimizerBlocks("sgd", []))
     with pytest.raises(ValueError, match="steps_per_epoch must be positive"):
         CowClipOptimizer(COLD, steps_per_epoch=0)
     with pytest.raises(ValueError, match="update must be one of exact, lazy"):

@@ -286,6 +286,18 @@ class CowClipOptimizer(mm.MultiOptimizer):
         with tf.control_dependencies(updates):
             return tf.group(self.iterations.assign_add(1, read_value=False))
 
+    def add(self, optimizer_blocks: Any) -> None:
+        """Refused: blocks are assigned by `for_model`, and one added here would be passed over."""
+        raise ValueError(
+            "A CowClipOptimizer assigns variables itself, by table. Received blocks to add: "
+            f"{optimizer_blocks!r}. Choose with clip_tables, or use Merlin's MultiOptimizer with a "
+            "CowClipAdam."
+        )
+
+    def update(self, optimizer_blocks: Any) -> None:
+        """Refused, as `add` is."""
+        self.add(optimizer_blocks)
+
     def owned(self) -> list[Owned]:
         """Every trainable variable of the built model with its one optimizer, in model order."""
         model = self._model() if self._model is not None else None
