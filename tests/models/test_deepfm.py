@@ -116,7 +116,7 @@ def test_one_field_and_no_list(numbers):
     model = deepfm(schema_of({"user": 9}, numbers), embedding_dim=WIDTH, mlp=(4,))
     given = {"user": tf.constant([[3], [8]])} | {n: tf.constant([[0.1], [0.7]]) for n in numbers}
     assert model(given).shape == (2, 1)
-    assert (block_of(model).continuous_logit is None) == (not numbers)
+    assert (block_of(model).continuous_logit.built) == bool(numbers)
 
 
 # Weights
@@ -254,7 +254,7 @@ def test_models_by_name():
 @pytest.mark.parametrize(
     ("schema", "options", "message"),
     [
-        (schema_of({}, ("price",)), {}, "needs a column tagged Tags.CATEGORICAL"),
+        (schema_of({}, ("price",)), {}, "must have a column tagged Tags.CATEGORICAL"),
         (schema_of({"user": 9}, targets=0), {}, r"exactly one column tagged .* Received: \[\]"),
         (
             schema_of({"user": 9}, targets=2),

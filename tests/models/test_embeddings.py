@@ -279,11 +279,11 @@ def test_save_and_load(tmp_path):
 @pytest.mark.parametrize(
     ("schema", "options", "message"),
     [
-        (Schema([]), {}, r"needs a column tagged Tags.CATEGORICAL. Received .* columns \[\]"),
+        (Schema([]), {}, r"must have a column tagged Tags.CATEGORICAL.* Received .* columns \[\]"),
         (
             Schema([ColumnSchema("price", tags=[Tags.CONTINUOUS])]),
             {},
-            r"needs a column tagged Tags.CATEGORICAL. Received .* columns \['price'\]",
+            r"must have a column tagged Tags.CATEGORICAL.* Received .* columns \['price'\]",
         ),
         (
             Schema([column("user", 7), column("item", None)]),

@@ -1,11 +1,11 @@
 """The common body of the paper's networks: embeddings, linear part, deep stream, one logit.
 
-A network of its own only in what a subclass adds to the logit (`interaction`).
+A network is a subclass: which of the parts it has, and what it adds to the logit (`interaction`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from merlin.models.utils.schema_utils import (
@@ -22,20 +22,28 @@ KERNEL_INITIALIZER = "he_normal"
 
 
 class CTRBlock(tf.keras.layers.Layer):
-    """Features → one logit: deep stream + linear part + what the subclass adds.
+    """Features → one logit: linear part + deep stream + what the subclass adds.
 
-    The deep stream is an MLP over the F·d embedded values and the continuous features; the linear
-    part is a 1-wide table, starting at zero, and one weight per continuous feature.
+    The linear part is a 1-wide table, starting at zero, and one weight per continuous feature. The
+    deep stream is an MLP over x, the F·d embedded values and the continuous features.
 
     Args:
       schema: columns tagged `Tags.CATEGORICAL` and `Tags.CONTINUOUS`; targets are left out.
       embedding_dim: width d of the embeddings.
       mlp: units of the deep stream's ReLU layers.
       stddev: standard deviation σ of the initial embeddings.
-      combiner: how a list column's embeddings become one.
+      combiner: how a list column's embeddings become one; see `FusedEmbeddings`.
 
     Input: dict of features as `mm.Model` prepares them. Output: logit, b×1.
+
+    Raises:
+      ValueError: no categorical column, or an argument out of range.
     """
+
+    # Which parts the network has:
+    has_linear = True
+    has_embeddings = True
+    has_deep = True
 
     def __init__(
         self,
@@ -44,41 +52,73 @@ class CTRBlock(tf.keras.layers.Layer):
         embedding_dim: int = 10,
         mlp: Sequence[int] = (400, 400, 400),
         stddev: float = 1e-2,
-        combiner: str = "mean",
+        combiner: str | Mapping[str, str] = "mean",
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
         self.schema = input_schema(schema)
         self.embedding_dim = embedding_dim
-        self.mlp_units = tuple(int(units) for units in mlp)
+        self.mlp_units = layer_units("mlp", mlp)
         self.stddev = float(stddev)
-        self.combiner = combiner
+        self.combiner = combiner if isinstance(combiner, str) else dict(combiner)
         self.continuous_fields = tuple(self.schema.select_by_tag(Tags.CONTINUOUS).column_names)
-        self.embeddings = FusedEmbeddings(
-            self.schema, embedding_dim, stddev=stddev, combiner=combiner, name="embeddings"
-        )
-        self.linear = FusedEmbeddings(self.schema, 1, stddev=0.0, combiner=combiner, name="linear")
-        self.deep = mm.MLPBlock(list(self.mlp_units), kernel_initializer=KERNEL_INITIALIZER)
-        self.deep_logit = _logit("deep_logit")
-        self.continuous_logit = _logit("continuous_logit") if self.continuous_fields else None
+        if self.has_embeddings:
+            self.embeddings = FusedEmbeddings(
+                self.schema, embedding_dim, stddev=stddev, combiner=combiner, name="embeddings"
+            )
+        if self.has_linear:
+            self.linear = FusedEmbeddings(
+                self.schema, 1, stddev=0.0, combiner=combiner, name="linear"
+            )
+            self.continuous_logit = logit("continuous_logit")
+        if self.has_deep:
+            self.deep = mlp_block(self.mlp_units)
+            self.deep_logit = logit("deep_logit")
+
+    @property
+    def input_width(self) -> int:
+        """Values per sample in x: F·d embedded ones and the continuous features."""
+        embedded = len(self.embeddings.fields) * self.embedding_dim
+        return embedded + len(self.continuous_fields)
 
     def call(self, inputs: dict[str, Any]) -> tf.Tensor:
         """The logit, b×1."""
-        embedded = self.embeddings(inputs)
-        fields = len(self.embeddings.fields)
-        streams = [tf.reshape(embedded, [-1, fields * self.embedding_dim])]
-        logit = tf.reduce_sum(self.linear(inputs), axis=1)
-        if self.continuous_logit is not None:
-            columns = [tf.reshape(inputs[name], [-1, 1]) for name in self.continuous_fields]
-            continuous = tf.cast(tf.concat(columns, axis=1), self.compute_dtype)
-            streams.append(continuous)
-            logit += self.continuous_logit(continuous)
-        logit += self.deep_logit(self.deep(tf.concat(streams, axis=1)))
-        return logit + self.interaction(embedded)
+        continuous = self._continuous(inputs)
+        terms = []
+        if self.has_linear:
+            terms.append(tf.reduce_sum(self.linear(inputs), axis=1))
+            if continuous is not None:
+                terms.append(self.continuous_logit(continuous))
+        if self.has_embeddings:
+            embedded = self.embeddings(inputs)
+            x = tf.reshape(embedded, [-1, self.input_width - len(self.continuous_fields)])
+            if continuous is not None:
+                x = tf.concat([x, continuous], axis=1)
+            if self.has_deep:
+                terms.append(self.deep_logit(self.deep(x)))
+            interaction = self.interaction(embedded, x, continuous)
+            if interaction is not None:
+                terms.append(interaction)
+        return tf.add_n(terms)
 
-    def interaction(self, embedded: tf.Tensor) -> tf.Tensor | float:
-        """What the network adds to the logit for the embedded fields b×F×d: b×1, or 0."""
-        return 0.0
+    def _continuous(self, inputs: dict[str, Any]) -> tf.Tensor | None:
+        """b×C, or `None` without continuous features."""
+        if not self.continuous_fields:
+            return None
+        columns = [tf.reshape(inputs[name], [-1, 1]) for name in self.continuous_fields]
+        return tf.concat([tf.cast(c, self.compute_dtype) for c in columns], axis=1)
+
+    def interaction(
+        self, embedded: tf.Tensor, x: tf.Tensor, continuous: tf.Tensor | None
+    ) -> tf.Tensor | None:
+        """What the network adds to the logit, b×1, or `None`.
+
+        Args:
+          embedded: the embedded fields, b×F×d.
+          x: the same and the continuous features, b×(F·d + C).
+          continuous: the continuous features, b×C, or `None` without any.
+        """
+        return None
 
     def compute_output_shape(self, input_shape: dict[str, Any]) -> tf.TensorShape:
         """b×1."""
@@ -102,11 +142,34 @@ class CTRBlock(tf.keras.layers.Layer):
         return cls(**{**config, "schema": schema})
 
 
-def _logit(name: str) -> tf.keras.layers.Dense:
-    # Without a bias: the network has one, in Probability (Table 7 counts it so).
+def logit(name: str) -> tf.keras.layers.Dense:
+    """A dense layer to one logit, without a bias: the network has one, in `Probability`.
+
+    Table 7 counts it so.
+    """
     return tf.keras.layers.Dense(
         1, use_bias=False, kernel_initializer=KERNEL_INITIALIZER, name=name
     )
+
+
+def mlp_block(units: Sequence[int]) -> tf.keras.layers.Layer:
+    """Merlin's MLP of ReLU layers, Kaiming initialised."""
+    return mm.MLPBlock(list(units), kernel_initializer=KERNEL_INITIALIZER)
+
+
+def layer_units(name: str, units: Sequence[int]) -> tuple[int, ...]:
+    """The units of an MLP's layers, checked.
+
+    Raises:
+      ValueError: no layer, or units that are not positive whole numbers.
+    """
+    units = tuple(units)
+    wrong = [u for u in units if isinstance(u, bool) or not isinstance(u, int) or u <= 0]
+    if wrong or not units:
+        raise ValueError(
+            f"{name} must be at least one positive whole number of units. Received: {name}={units}"
+        )
+    return units
 
 
 @tf.keras.utils.register_keras_serializable(package="merlin_cowclip")
@@ -150,6 +213,33 @@ def target_name(schema: Schema) -> str:
 
 
 def as_model(block: CTRBlock, schema: Schema) -> mm.Model:
-    """A Merlin model: the block's logit → probability of the schema's target."""
+    """A Merlin model: the block's logit → probability of the schema's target.
+
+    Its serving signature has one input per feature, whatever the model was trained on: ids int64
+    and numbers float32 of shape b, a list column as `name__values` and `name__offsets`. (Keras
+    would take over the names of the first call: from a `tf.data.Dataset`, "args_0", and the
+    targets among them.)
+    """
     output = mm.BinaryOutput(target_name(schema), to_call=Probability())
-    return mm.Model(block, output, schema=block.schema)
+    model = mm.Model(block, output, schema=block.schema)
+    model._set_save_spec(serving_inputs(block.schema))
+    return model
+
+
+def serving_inputs(schema: Schema) -> dict[str, tf.TensorSpec]:
+    """The features of a batch as Merlin's loader and workflows give them."""
+    specs = {}
+    for column in schema:
+        dtype = tf.int64 if Tags.CATEGORICAL in column.tags else tf.float32
+        names = [column.name]
+        if column.is_list:
+            names = [f"{column.name}__values", f"{column.name}__offsets"]
+        for name, kind in zip(names, (dtype, tf.int64), strict=False):
+            specs[name] = tf.TensorSpec([None], kind, name=name)
+    return specs
+
+
+def embeddings_of(model: mm.Model) -> dict[str, FusedEmbeddings]:
+    """The fused tables of a model by layer name: "embeddings" and, of width 1, "linear"."""
+    layers = (x for x in model._flatten_layers() if isinstance(x, FusedEmbeddings))
+    return {layer.name: layer for layer in layers}

@@ -2,26 +2,31 @@
 
 One variable instead of one per field, because 26 small tables cost 26 times every kernel launch in
 lookup, gradient and update. The layer tells the optimizer its table and records its lookups
-(`plugins.tables.HasTables`).
+(`plugins.tables.HasTables`). Which raw id an id stands for is `vocabulary.py`'s.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+import pandas as pd
 from merlin.models.utils.schema_utils import (
     schema_to_tensorflow_metadata_json,
     tensorflow_metadata_json_to_schema,
 )
 from merlin.schema import ColumnSchema, Schema, Tags
 
+from merlin_cowclip.models.vocabulary import (
+    PADDING_ID,
+    UNKNOWN_ID,
+    encode,
+    read_vocabulary,
+)
 from merlin_cowclip.plugins import Lookup, TableSpec
 from merlin_cowclip.plugins._stack import tf
-
-PADDING_ID = 0
-UNKNOWN_ID = 2
-"""NVTabular's ids: 0 padding, 1 null, 2 unknown, real ids from 3."""
 
 COMBINERS = ("mean", "sum", "sqrtn")
 
@@ -71,13 +76,20 @@ class FusedEmbeddings(tf.keras.layers.Layer):
         `max` is its cardinality - 1.
       dim: width d.
       stddev: standard deviation σ of the initial rows; 0 for zeros.
-      combiner: how a list column's rows become one: "mean", "sum" or "sqrtn", padding left out.
+      combiner: how a list column's rows become one: "mean", "sum" or "sqrtn", padding left out; or
+        a mapping of list columns to these.
+      stacked: whether the output is one tensor, or a dict, as Merlin's blocks pass it on: this
+        layer can take the place of `mm.Embeddings` in `mm.InputBlockV2(categorical=…)` and
+        `mm.DLRMModel(embeddings=…)`.
 
     Input: dict of feature name → integer ids, b or b×1 (one-hot), ragged b×(n)(×1) or dense
-    b×n(×1) padded with 0 (lists). Output: b×F×d, fields in the order of `fields`.
+    b×n(×1) padded with 0 (lists). Output: b×F×d, fields in the order of `fields`; or, not stacked,
+    field → b×d.
 
     Raises:
       ValueError: no categorical column, a column without an int domain, or a bad argument.
+      tf.errors.InvalidArgumentError: at a call, an id beyond its field's cardinality. (Otherwise it
+        would read, and train, a row of the next field, or on a GPU zeros.)
     """
 
     def __init__(
@@ -86,21 +98,18 @@ class FusedEmbeddings(tf.keras.layers.Layer):
         dim: int,
         *,
         stddev: float = 1e-2,
-        combiner: str = "mean",
+        combiner: str | Mapping[str, str] = "mean",
+        stacked: bool = True,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
         if isinstance(dim, bool) or not isinstance(dim, int) or dim <= 0:
             raise ValueError(f"dim must be a positive whole number. Received: dim={dim!r}")
-        if combiner not in COMBINERS:
-            raise ValueError(
-                f"combiner must be one of {', '.join(COMBINERS)}. Received: combiner={combiner!r}"
-            )
         columns = list(schema.select_by_tag(Tags.CATEGORICAL).excluding_by_tag(Tags.TARGET))
         if not columns:
             raise ValueError(
-                "FusedEmbeddings needs a column tagged Tags.CATEGORICAL. Received a schema with "
-                f"the columns {schema.column_names}."
+                "The schema must have a column tagged Tags.CATEGORICAL: these networks learn from "
+                f"ids. Received the columns {schema.column_names}."
             )
         self.one_hot_fields = tuple(c.name for c in columns if not _is_list(c))
         self.list_fields = tuple(c.name for c in columns if _is_list(c))
@@ -113,7 +122,9 @@ class FusedEmbeddings(tf.keras.layers.Layer):
         self.schema = Schema([by_name[name] for name in self.fields])
         self.dim = dim
         self.stddev = float(stddev)
-        self.combiner = combiner
+        self.combiner = combiner if isinstance(combiner, str) else dict(combiner)
+        self._combiners = _combiner_per_list(self.list_fields, combiner)
+        self.stacked = stacked
         self._first_row = dict(zip(self.fields, offsets[:-1], strict=True))
         zero_rows = [
             first + i
@@ -151,47 +162,212 @@ class FusedEmbeddings(tf.keras.layers.Layer):
         )
         super().build(input_shape)
 
-    def call(self, inputs: dict[str, Any]) -> tf.Tensor:
-        """b×F×d; see the class."""
+    def call(self, inputs: dict[str, Any]) -> tf.Tensor | dict[str, tf.Tensor]:
+        """b×F×d, or field → b×d; see the class."""
         parts = []
         if self.one_hot_fields:
             columns = (tf.cast(inputs[name], tf.int64) for name in self.one_hot_fields)
-            ids = [tf.reshape(column, [-1, 1]) for column in columns]
-            first = [self._first_row[name] for name in self.one_hot_fields]
-            rows = tf.concat(ids, axis=1) + tf.constant([first], tf.int64)
-            self._spec.recorder.record(Lookup("one-hot fields", rows))
+            ids = tf.concat([tf.reshape(column, [-1, 1]) for column in columns], axis=1)
+            rows = self._rows(ids, self.one_hot_fields)
+            self._spec.recorder.record(Lookup("one-hot fields", rows, features=self.one_hot_fields))
             parts.append(self._gather(rows))
-        parts += [self._list_lookup(name, inputs[name])[:, tf.newaxis] for name in self.list_fields]
-        return parts[0] if len(parts) == 1 else tf.concat(parts, axis=1)
+        parts += [
+            self._list_lookup(name, inputs[name], name)[:, tf.newaxis] for name in self.list_fields
+        ]
+        stack = parts[0] if len(parts) == 1 else tf.concat(parts, axis=1)
+        if self.stacked:
+            return stack
+        return dict(zip(self.fields, tf.unstack(stack, len(self.fields), axis=1), strict=True))
+
+    def lookup(self, field: str, ids: Any, *, feature: str | None = None) -> tf.Tensor:
+        """One field alone, as a part of a network of your own.
+
+        Args:
+          field: one of `fields`.
+          ids: as the layer takes them in a call.
+          feature: what the ids are, if not the field's own column of the batch: looked up twice in
+            a step under one name, ids are counted once.
+
+        Returns:
+          b×d.
+        """
+        self._check_field(field)
+        self._built_table(build=True)
+        feature = field if feature is None else feature
+        if field in self.list_fields:
+            return self._list_lookup(field, ids, feature)
+        rows = self._rows(tf.reshape(tf.cast(ids, tf.int64), [-1, 1]), (field,))
+        self._spec.recorder.record(Lookup(feature, rows))
+        return tf.reshape(self._gather(rows), [-1, self.dim])
+
+    def _rows(self, ids: tf.Tensor, fields: Sequence[str]) -> tf.Tensor:
+        """Ids n×F of F fields to row numbers; an id out of range raises."""
+        sizes = tf.constant([self.cardinalities[name] for name in fields], tf.int64)
+        least = -tf.reduce_max(-ids, axis=0)  # Min has no GPU kernel for int64
+        most = tf.reduce_max(ids, axis=0)
+        outside = tf.logical_or(least < 0, most >= sizes)
+        at = tf.argmax(outside)
+        message = [
+            "ids must be from 0 to the field's cardinality - 1. Field, cardinality, received:",
+            tf.gather(tf.constant(fields), at),
+            sizes[at],
+            tf.where(least[at] < 0, least[at], most[at]),
+        ]
+        check = tf.debugging.Assert(tf.logical_not(tf.reduce_any(outside)), message)
+        first = [self._first_row[name] for name in fields]
+        with tf.control_dependencies([] if check is None else [check]):
+            return ids + tf.constant([first], tf.int64)
 
     def _gather(self, rows: tf.Tensor) -> tf.Tensor:
         """Rows of the table by number, in the layer's compute dtype."""
         return tf.cast(self._spec.access.gather(self.table, rows), self.compute_dtype)
 
-    def _list_lookup(self, name: str, ids: Any) -> tf.Tensor:
+    def _list_lookup(self, name: str, ids: Any, feature: str) -> tf.Tensor:
         """b×d: the rows of one list column, combined."""
         if not isinstance(ids, tf.RaggedTensor):
             shape = tf.shape(ids)
             ids = tf.RaggedTensor.from_tensor(tf.reshape(ids, [shape[0], -1]))
-        flat = tf.reshape(tf.cast(ids.flat_values, tf.int64), [-1])
-        first = self._first_row[name]
-        rows = ids.with_flat_values(flat + first) if ids.ragged_rank == 1 else None
-        if rows is None:
+        if ids.ragged_rank != 1:
             raise ValueError(f"The list column {name!r} must be ragged in one dimension.")
-        self._spec.recorder.record(Lookup(name, rows, is_list=True, padding=first + PADDING_ID))
+        flat = tf.reshape(tf.cast(ids.flat_values, tf.int64), [-1])
+        padding = self._first_row[name] + PADDING_ID
+        rows = ids.with_flat_values(tf.reshape(self._rows(flat[:, tf.newaxis], (name,)), [-1]))
+        self._spec.recorder.record(Lookup(feature, rows, is_list=True, padding=padding))
         held = tf.cast(tf.not_equal(flat, PADDING_ID), self.compute_dtype)
         samples, number = rows.value_rowids(), rows.nrows()
         found = self._gather(rows.flat_values) * held[:, tf.newaxis]
         total = tf.math.unsorted_segment_sum(found, samples, number)
-        if self.combiner == "sum":
+        combiner = self._combiners[name]
+        if combiner == "sum":
             return total
         n = tf.math.unsorted_segment_sum(held, samples, number)[:, tf.newaxis]
-        return tf.math.divide_no_nan(total, n if self.combiner == "mean" else tf.sqrt(n))
+        return tf.math.divide_no_nan(total, n if combiner == "mean" else tf.sqrt(n))
 
-    def compute_output_shape(self, input_shape: dict[str, Any]) -> tf.TensorShape:
-        """b×F×d."""
-        first = next(iter(input_shape.values()))
-        return tf.TensorShape([first[0], len(self.fields), self.dim])
+    def compute_output_shape(self, input_shape: dict[str, Any]) -> Any:
+        """b×F×d, or field → b×d."""
+        batch = next(iter(input_shape.values()))[0]
+        if self.stacked:
+            return tf.TensorShape([batch, len(self.fields), self.dim])
+        return {name: tf.TensorShape([batch, self.dim]) for name in self.fields}
+
+    # Rows by id
+
+    def rows(
+        self, field: str, raw_ids: Any, *, workflow: str | os.PathLike[str] | None = None
+    ) -> np.ndarray:
+        """The table's rows of some raw ids of a field.
+
+        Args:
+          field: one of `fields`.
+          raw_ids: n, as they stand in the log. A missing one (None, NaN) has the row of missing
+            ids, one that the vocabulary does not hold the row of unknown ids.
+          workflow: the saved NVTabular workflow, if the schema does not say where it lies.
+
+        Returns:
+          n, int64.
+
+        Raises:
+          ValueError: no such field, or its vocabulary is not there.
+        """
+        vocabulary = self._vocabulary(field, workflow)
+        return encode(vocabulary, raw_ids) + self._first_row[field]
+
+    def to_df(self, field: str, *, workflow: str | os.PathLike[str] | None = None) -> pd.DataFrame:
+        """The rows of one field with their raw ids.
+
+        Args:
+          field: one of `fields`.
+          workflow: as in `rows`.
+
+        Returns:
+          Index `id`: 0 to cardinality - 1. Columns: `raw` (None for padding, missing and unknown),
+          then "0" to "d-1", as Merlin's tables name them.
+
+        Raises:
+          ValueError: no such field, its vocabulary is not there, or the layer is not built.
+        """
+        vocabulary = self._vocabulary(field, workflow)
+        table = self._built_table()
+        first = self._first_row[field]
+        values = table[first : first + self.cardinalities[field]].numpy()
+        frame = pd.DataFrame(values, columns=[str(i) for i in range(self.dim)])
+        frame.index.name = "id"
+        frame.insert(0, "raw", vocabulary.reindex(frame.index))
+        return frame
+
+    def load_rows(
+        self,
+        field: str,
+        values: pd.DataFrame | np.ndarray,
+        *,
+        workflow: str | os.PathLike[str] | None = None,
+    ) -> int:
+        """Set rows of one field to given, for instance pretrained, ones. Builds the table.
+
+        Args:
+          field: one of `fields`.
+          values: a frame of d columns whose index holds raw ids, in any order (`to_df(field)`
+            gives one by `.dropna(subset="raw").set_index("raw")`); or an array cardinality×d, row
+            i for id i, as Merlin's `EmbeddingTable.from_pretrained` takes it.
+          workflow: as in `rows`.
+
+        Returns:
+          How many rows were set: ids of the frame that the field does not know are left out.
+
+        Raises:
+          ValueError: no such field, another shape, values that are not finite, a raw id twice, or
+            none that the field knows. Nothing is changed then.
+        """
+        self._check_field(field)
+        given = np.asarray(values, np.float32)
+        is_frame = isinstance(values, pd.DataFrame)
+        wanted = (len(given) if is_frame else self.cardinalities[field], self.dim)
+        if given.shape != wanted:
+            raise ValueError(
+                f"rows of field {field!r} must be {wanted[0]}×{wanted[1]}. Received: "
+                f"{'×'.join(map(str, given.shape))}"
+            )
+        if not np.isfinite(given).all():
+            bad = int(np.flatnonzero(~np.isfinite(given).all(axis=1))[0])
+            raise ValueError(f"rows of field {field!r} must be finite. Received: row {bad}")
+        ids = np.arange(len(given))
+        if is_frame:
+            assert isinstance(values, pd.DataFrame)
+            if not values.index.is_unique:
+                twice = values.index[values.index.duplicated()][0]
+                raise ValueError(f"raw ids of field {field!r} must be unique. Received: {twice!r}")
+            ids = encode(self._vocabulary(field, workflow), values.index)
+            known = ids > UNKNOWN_ID
+            if not known.any():
+                raise ValueError(
+                    f"raw ids of field {field!r} must be in its vocabulary. Received: "
+                    f"{len(given)} ids, the first {values.index[0]!r}, none of which is"
+                )
+            ids, given = ids[known], given[known]
+        table = self._built_table(build=True)
+        rows = (ids + self._first_row[field])[:, np.newaxis]
+        table.scatter_nd_update(rows, tf.cast(given, table.dtype))
+        return len(ids)
+
+    def _vocabulary(self, field: str, workflow: str | os.PathLike[str] | None) -> pd.Series:
+        self._check_field(field)
+        return read_vocabulary(self.schema[field], workflow)
+
+    def _check_field(self, field: str) -> None:
+        if field not in self.cardinalities:
+            raise ValueError(
+                f"field must be one of {', '.join(map(repr, self.fields))}. Received: {field!r}"
+            )
+
+    def _built_table(self, build: bool = False) -> tf.Variable:
+        if not hasattr(self, "table"):
+            if not build:
+                raise ValueError(
+                    f"The layer {self.name!r} must be built before its rows are read: fit the "
+                    "model, or call it, first."
+                )
+            self.build({})
+        return self.table
 
     def get_config(self) -> dict[str, Any]:
         """The constructor's arguments."""
@@ -201,6 +377,7 @@ class FusedEmbeddings(tf.keras.layers.Layer):
             "dim": self.dim,
             "stddev": self.stddev,
             "combiner": self.combiner,
+            "stacked": self.stacked,
         }
 
     @classmethod
@@ -216,9 +393,27 @@ def _is_list(column: ColumnSchema) -> bool:
 
 def _cardinality(column: ColumnSchema) -> int:
     domain = column.int_domain
-    if domain is None or not domain.max:
+    if domain is None or domain.max is None:
         raise ValueError(
             f"Column {column.name!r} must have an int domain with a max (its cardinality - 1). "
             "Take the schema of an NVTabular workflow with Categorify."
         )
     return int(domain.max) + 1
+
+
+def _combiner_per_list(
+    lists: Sequence[str], combiner: str | Mapping[str, str]
+) -> Mapping[str, str]:
+    per_list = {name: combiner for name in lists} if isinstance(combiner, str) else dict(combiner)
+    named = [combiner] if isinstance(combiner, str) else list(per_list.values())
+    for value in named:
+        if value not in COMBINERS:
+            raise ValueError(
+                f"combiner must be one of {', '.join(COMBINERS)}. Received: combiner={value!r}"
+            )
+    if set(per_list) != set(lists):
+        raise ValueError(
+            f"combiner must name each list column: {', '.join(lists) or 'there is none'}. "
+            f"Received: {', '.join(per_list)}"
+        )
+    return per_list

@@ -31,12 +31,15 @@ class Lookup:
         Ragged b×(n): a list column. Dense b×n with `is_list`: a padded list column.
       is_list: whether one sample may hold a row twice.
       padding: row that stands for "no id" in a list column, never counted.
+      features: the F features, where `key` stands for several. One that is looked up alone as well
+        counts once.
     """
 
     key: str
     rows: tf.Tensor | tf.RaggedTensor
     is_list: bool = False
     padding: int | None = None
+    features: tuple[str, ...] = ()
 
     def counted_rows(self, num_rows: int) -> tf.Tensor:
         """Row numbers, int64, each as often as there are samples that hold it."""
@@ -293,6 +296,9 @@ def samples_per_row(
       counts: U, float32.
     """
     once = {lookup.key: lookup for lookup in lookups}
+    for several in [lookup.features for lookup in once.values()]:
+        for feature in several:
+            once.pop(feature, None)
     counted = tf.concat([lookup.counted_rows(num_rows) for lookup in once.values()], axis=0)
     rows, position = _unique(tf.concat([counted, tf.cast(indices, tf.int64)], axis=0))
     split = tf.size(counted)
