@@ -78,7 +78,7 @@ def test_toml(tmp_path):
         (
             'separator = ";"',
             'header = false\ncolumns = ["bought", "user", "price", "genres"]',
-            r"columns must hold the label and every field. Missing: 'item'",
+            r"columns must hold the label, every field.* Missing: 'item'",
         ),
         (
             'separator = ";"',

@@ -21,7 +21,8 @@ else:
     import tomli as tomllib
 
 FORMATS = ("csv", "parquet")
-SPLIT_KINDS = ("random", "sequential")
+SPLIT_KINDS = ("random", "sequential", "time")
+NON_FINITE = ("refuse", "missing")
 
 
 @dataclass(frozen=True)
@@ -29,12 +30,17 @@ class Split:
     """How rows part into training and test.
 
     Args:
-        kind: "random" draws the test rows with the seed; "sequential" takes the last ones.
+        kind: "random" draws the test rows with the seed; "sequential" takes the last ones of the
+            log; "time" the latest ones, by a column: no time is in both parts, so their share is
+            the nearest possible one.
         test: the test part's share of all rows, above 0 and below 1.
+        column: the column of times for "time": numbers, or text that sorts by time, such as
+            2014-10-30 23:59:00. It may be an input of the model as well.
     """
 
-    kind: Literal["random", "sequential"] = "random"
+    kind: Literal["random", "sequential", "time"] = "random"
     test: float = 0.1
+    column: str | None = None
 
     def __post_init__(self) -> None:
         if self.kind not in SPLIT_KINDS:
@@ -45,6 +51,12 @@ class Split:
             raise UserError(f"split.test must be a number. Received: {self.test!r}")
         if not 0 < self.test < 1:
             raise UserError(f"split.test must lie between 0 and 1. Received: {self.test!r}")
+        named = isinstance(self.column, str) and self.column != ""
+        if named != (self.kind == "time") or (self.column is not None and not named):
+            raise UserError(
+                "split.column must name the column of times for split.kind 'time', and nothing "
+                f"else. Received: split.column {self.column!r} with split.kind {self.kind!r}"
+            )
 
 
 @dataclass(frozen=True)
@@ -63,6 +75,12 @@ class DatasetSpec:
         columns: all column names in order, for csv files without a header; None otherwise.
         list_separator: between two ids of a list column's cell in a csv file; one character.
         split: how rows part into training and test.
+        freq_threshold: the least count in the training part for an id of its own; rarer ids are
+            unknown. One number for all fields, or field → number; 0 and 1 keep every id.
+        hash_buckets: how many rows the ids below the threshold, and unseen ones, share by hash, for
+            all fields or by field; 1 is one row for all unknown ids.
+        non_finite: what becomes of inf and NaN: "refuse" names the first; "missing" takes them
+            for missing, and `PreparedData.report` counts them.
 
     Raises:
         UserError: names the field that breaks its rule.
@@ -79,6 +97,9 @@ class DatasetSpec:
     columns: tuple[str, ...] | None = None
     list_separator: str = "|"
     split: Split = dataclasses.field(default_factory=Split)
+    freq_threshold: int | Mapping[str, int] = 0
+    hash_buckets: int | Mapping[str, int] = 1
+    non_finite: Literal["refuse", "missing"] = "refuse"
 
     def __post_init__(self) -> None:
         for key in ("name", "label"):
@@ -108,8 +129,47 @@ class DatasetSpec:
             )
         if not isinstance(self.split, Split):
             raise UserError(f"split must be a Split. Received: {self.split!r}")
+        if self.non_finite not in NON_FINITE:
+            raise UserError(
+                f"non_finite must be one of {_names(NON_FINITE)}. Received: {self.non_finite!r}"
+            )
         self._check_roles()
         self._check_columns()
+        self._check_rare_ids()
+
+    def _check_rare_ids(self) -> None:
+        for key, least in (("freq_threshold", 0), ("hash_buckets", 1)):
+            value = getattr(self, key)
+            by_field = dict(value) if isinstance(value, Mapping) else {"": value}
+            for field, number in by_field.items():
+                if isinstance(value, Mapping) and field not in self.ids:
+                    raise UserError(
+                        f"{key} must name fields of ids: {_names(self.ids)}. Received: {field!r}"
+                    )
+                if isinstance(number, bool) or not isinstance(number, int) or number < least:
+                    raise UserError(
+                        f"{key} must be a whole number of at least {least}. Received: {number!r}"
+                        + (f" for {field!r}" if field else "")
+                    )
+            if isinstance(value, Mapping):
+                object.__setattr__(self, key, by_field)
+        for field in self.ids:
+            if self.buckets_of(field) > 1 and self.threshold_of(field) < 2:
+                raise UserError(
+                    "hash_buckets needs a freq_threshold of at least 2, for without one no "
+                    f"training row has a hashed id. Received: {self.buckets_of(field)} buckets, "
+                    f"threshold {self.threshold_of(field)} for {field!r}"
+                )
+
+    def threshold_of(self, field: str) -> int:
+        """The field's own `freq_threshold`."""
+        value = self.freq_threshold
+        return value.get(field, 0) if isinstance(value, Mapping) else value
+
+    def buckets_of(self, field: str) -> int:
+        """The field's own `hash_buckets`."""
+        value = self.hash_buckets
+        return value.get(field, 1) if isinstance(value, Mapping) else value
 
     def _check_roles(self) -> None:
         if not self.categorical and not self.lists:
@@ -145,11 +205,12 @@ class DatasetSpec:
         twice = sorted({c for c in self.columns if self.columns.count(c) > 1})
         if twice:
             raise UserError(f"columns must be unique. Received twice: {_names(twice)}")
-        missing = [c for c in (self.label, *self.fields) if c not in self.columns]
+        wanted = [self.label, *self.fields, *([self.split.column] if self.split.column else [])]
+        missing = [c for c in wanted if c not in self.columns]
         if missing:
             raise UserError(
-                f"columns must hold the label and every field. Missing: {_names(missing)}. "
-                f"Received: {_names(self.columns)}"
+                "columns must hold the label, every field and the split's column. Missing: "
+                f"{_names(missing)}. Received: {_names(self.columns)}"
             )
 
     @property
@@ -175,12 +236,15 @@ class DatasetSpec:
             "header": self.header,
             "columns": None if self.columns is None else list(self.columns),
             "list_separator": self.list_separator,
-            "split": {"kind": self.split.kind, "test": self.split.test},
+            "split": dataclasses.asdict(self.split),
+            "freq_threshold": _plain(self.freq_threshold),
+            "hash_buckets": _plain(self.hash_buckets),
+            "non_finite": self.non_finite,
         }
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> DatasetSpec:
-        """A spec from plain values with the field names as keys; split is {"kind", "test"}.
+        """A spec from plain values with the field names as keys; split is a `Split`'s.
 
         Raises:
             UserError: an unknown or missing key, or a value that breaks its rule.
@@ -193,7 +257,9 @@ class DatasetSpec:
             split = given["split"]
             if not isinstance(split, Mapping):
                 raise UserError(f"split must be a table with kind and test. Received: {split!r}")
-            _check_keys(split, ("kind", "test"), required=("kind", "test"), place="split.")
+            _check_keys(
+                split, ("kind", "test", "column"), required=("kind", "test"), place="split."
+            )
             given["split"] = Split(**split)
         return cls(**given)
 
@@ -278,6 +344,10 @@ def find_spec(name_or_path: str | Path) -> DatasetSpec:
         f"data set must be one of {_names(sorted(SPECS))}, or the path of a .toml file. "
         f"Received: {key!r}"
     )
+
+
+def _plain(value: int | Mapping[str, int]) -> int | dict[str, int]:
+    return dict(value) if isinstance(value, Mapping) else value
 
 
 def _names(names: Any) -> str:

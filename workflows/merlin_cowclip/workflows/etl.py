@@ -1,39 +1,57 @@
 """Raw logs to prepared data: split, fit, encode, shuffle, and write, all or nothing.
 
 One pass over the text stages every column by itself; from then on one column is in memory at a
-time. The statistics are those that NVTabular's operators would compute and are handed to them
-(`StatOperator.fit_finalize`), so what is saved is an ordinary fitted `nvtabular.Workflow`. What a
-log looks like is `datasets.py`'s; reading it is `raw_logs.py`'s.
+time. Each step is a list of tasks that read and write files, done by threads or by Dask's workers
+(`clusters.py`). The statistics are those that NVTabular's operators would compute and are handed
+to them (`StatOperator.fit_finalize`), so what is saved is an ordinary fitted `nvtabular.Workflow`.
+What a log looks like is `datasets.py`'s; reading it is `raw_logs.py`'s.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import importlib
+import functools
 import importlib.metadata
 import json
 import os
 import secrets
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import pandas as pd
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from merlin_cowclip.workflows import clusters
 from merlin_cowclip.workflows.datasets import DatasetSpec
+from merlin_cowclip.workflows.encoding import (
+    MISSING,
+    PADDING,
+    UNKNOWN,
+    IdStatistics,
+    count_ids,
+    encode_ids,
+    unit_range,
+    widened,
+)
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.prepared import FORMAT_VERSION, RECORD, PreparedData
 from merlin_cowclip.workflows.quiet import quiet_imports
-from merlin_cowclip.workflows.raw_logs import RawLog, check_logs, expand_inputs
+from merlin_cowclip.workflows.raw_logs import (
+    TIME,
+    Chunk,
+    RawLog,
+    check_logs,
+    expand_inputs,
+)
+from merlin_cowclip.workflows.staging import LENGTHS, StagedChunk, Staging
 
 if TYPE_CHECKING:
     import nvtabular as nvt
@@ -43,9 +61,8 @@ PART_ROWS = 500_000
 ROW_GROUP_ROWS = 65_536
 MIN_TRAIN_PARTS = 4  # so that the order of parts can be shuffled, from so many rows on:
 MIN_ROWS_TO_PART = 4_000
-THREADS = min(4, os.cpu_count() or 1)  # each holds one column, or one part
-
-PADDING, MISSING, UNKNOWN, FIRST_ID = 0, 1, 2, 3  # Categorify's ids
+CHUNK_BYTES = (8 << 20, 256 << 20)  # of a log that one task reads, at least and at most
+CHUNKS_PER_WORKER = 4  # so that all end at about the same time
 
 
 def prepare(
@@ -56,13 +73,16 @@ def prepare(
     seed: int = 0,
     progress: bool = True,
     part_rows: int = PART_ROWS,
+    workers: int = 0,
+    device: Literal["cpu", "gpu"] = "cpu",
 ) -> PreparedData:
     """Turn raw logs into training and test data, at ``out``.
 
     Ids become integers by falling frequency in the training part (3 is the most frequent; 1 is a
-    missing id, 2 one that training has not seen); numbers are scaled to [0, 1] by the training
-    part's range and clipped to it, a missing one counting as 0. The split is exact, and training
-    rows are fully shuffled; both depend on the rows and the seed only.
+    missing id, 2 one that training has not seen, or that is rarer than the spec's threshold);
+    numbers are scaled to [0, 1] by the training part's range and clipped to it, a missing one
+    counting as 0. The split is exact, and training rows are fully shuffled; both depend on the rows
+    and the seed only, never on who does the work.
 
     Args:
         spec: what the log looks like.
@@ -71,6 +91,10 @@ def prepare(
         seed: of the split and the shuffle.
         progress: show progress bars on stderr.
         part_rows: the most rows in one output file.
+        workers: processes of a Dask cluster; 0 for threads of this process. A worker that dies is
+            replaced, and its tasks are done again. (As with all of Dask's processes, the calling
+            script needs an ``if __name__ == "__main__"``.)
+        device: where columns are counted and encoded: "cpu", or "gpu" for dask-cuda's workers.
 
     Returns:
         The folder, opened.
@@ -84,10 +108,15 @@ def prepare(
         raise UserError(f"seed must be an integer of at least 0. Received: {seed!r}")
     if isinstance(part_rows, bool) or not isinstance(part_rows, int) or part_rows < 1:
         raise UserError(f"part_rows must be an integer of at least 1. Received: {part_rows!r}")
+    clusters.check_cluster(workers, device)
     _refuse_existing(out)
     logs = check_logs(spec, expand_inputs(inputs))
     with _all_or_nothing(out) as folder:
-        _Preparation(spec, logs, folder, int(seed), progress, part_rows).run()
+        scratch = folder / ".scratch"
+        scratch.mkdir()
+        with clusters.open_cluster(workers, device, scratch=scratch) as cluster:
+            _Preparation(spec, logs, folder, int(seed), progress, part_rows, cluster, device).run()
+        shutil.rmtree(scratch, ignore_errors=True)
     return PreparedData.open(out)
 
 
@@ -103,7 +132,12 @@ def build_workflow(spec: DatasetSpec, folder: str | Path) -> nvt.Workflow:
         from nvtabular import ops
 
         from merlin_cowclip.workflows import operators
-    ids = list(spec.ids) >> operators.IdText() >> operators.EncodeIds(folder)
+    rare: dict[str, Any] = {}
+    if any(spec.threshold_of(name) > 1 for name in spec.ids):
+        rare["freq_threshold"] = {name: spec.threshold_of(name) for name in spec.ids}
+    if any(spec.buckets_of(name) > 1 for name in spec.ids):
+        rare["num_buckets"] = {name: spec.buckets_of(name) for name in spec.ids}
+    ids = list(spec.ids) >> operators.IdText() >> operators.EncodeIds(folder, **rare)
     target = [Tags.TARGET, Tags.BINARY_CLASSIFICATION]
     nodes = ids + ([spec.label] >> ops.AddMetadata(tags=target))
     if spec.continuous:
@@ -116,18 +150,170 @@ def build_workflow(spec: DatasetSpec, folder: str | Path) -> nvt.Workflow:
     return nvt.Workflow(nodes)
 
 
+# Tasks: functions of what can be sent to another process. Each writes files under names of its own,
+# whole or not at all, and so can be done twice.
+
+
 @dataclass(frozen=True)
-class _IdStatistics:
-    """What the training part says of one id field."""
+class _ChunkJob:
+    number: int
+    log: RawLog
+    chunk: Chunk
+    staging: Staging
 
-    vocabulary: pa.Array  # texts, by falling count, then by text: vocabulary[i] has id i + 3
-    counts: np.ndarray  # (len(vocabulary),)
-    missing: int
-    encode: np.ndarray  # (codes + 1,) int32: staged code → id; the last one is for missing
 
-    @property
-    def cardinality(self) -> int:
-        return len(self.vocabulary) + FIRST_ID
+def _stage(job: _ChunkJob, advance: Callable[[int], Any] = int) -> StagedChunk:
+    return job.staging.stage(job.number, job.log, job.chunk, advance)
+
+
+@dataclass(frozen=True)
+class _FieldJob:
+    name: str
+    staging: Staging
+    folder: Path
+    device: str
+
+
+@dataclass(frozen=True)
+class _Fitted:
+    """What is known of a field, but for what lies in files."""
+
+    cardinality: int = 0
+    low: float = 0.0
+    high: float = 0.0
+    report: dict[str, Any] | None = None
+
+
+_IN_TRAIN = "in_train"  # stored arrays beside the columns
+_ROWS = {"train": "train_rows", "test": "test_rows"}
+
+
+def _fit(job: _FieldJob) -> _Fitted:
+    spec = job.staging.spec
+    return (_fit_numbers if job.name in spec.continuous else _fit_ids)(job)
+
+
+def _fit_ids(job: _FieldJob) -> _Fitted:
+    name, staging, spec = job.name, job.staging, job.staging.spec
+    in_train = np.asarray(staging.load(_IN_TRAIN))
+    if name in spec.lists:
+        lengths = staging.numbers(name + LENGTHS, np.int32)
+        offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+        staging.store(name + LENGTHS, offsets)
+        in_train = np.repeat(in_train, lengths)
+    codes, texts = staging.codes(name)
+    threshold = spec.threshold_of(name)
+    statistics = count_ids(
+        codes,
+        texts,
+        in_train,
+        threshold=threshold,
+        buckets=spec.buckets_of(name),
+        device=job.device,
+    )
+    if not statistics.distinct:
+        raise _all_missing(name, "lists of ids" if name in spec.lists else "ids", in_train)
+    if not len(statistics.vocabulary):
+        raise UserError(
+            f"freq_threshold must leave ids of their own. Received: {threshold} for {name!r}, "
+            "whose most frequent id occurs less often. Lower it, or take the column out"
+        )
+    ids = encode_ids(codes, statistics.encode, job.device)
+    staging.store(name, ids)
+    _write_vocabulary(job.folder / "workflow" / "categories", name, statistics)
+    _write_counts(job.folder / "counts", name, statistics)
+    test = ids[~in_train]
+    report = {
+        "occurrences": int(in_train.sum()),
+        "distinct": statistics.distinct,
+        "missing": statistics.missing,
+        "below_threshold": int(statistics.unknown.sum()),
+        "test_occurrences": len(test),
+        "test_missing": int(np.count_nonzero(test == MISSING)),
+        "test_unknown": int(np.count_nonzero((test >= UNKNOWN) & (test < statistics.first_id))),
+    }
+    return _Fitted(cardinality=statistics.cardinality, report=report)
+
+
+def _fit_numbers(job: _FieldJob) -> _Fitted:
+    name, staging = job.name, job.staging
+    numbers = staging.numbers(name, np.float64)  # NaN where missing
+    in_train = np.asarray(staging.load(_IN_TRAIN))
+    train = numbers[in_train]
+    held = train[~np.isnan(train)]
+    if not len(held):
+        raise _all_missing(name, "numbers", in_train)
+    missing = len(train) - len(held)
+    low, high = float(held.min()), float(held.max())
+    if missing:  # counts as 0
+        low, high = min(low, 0.0), max(high, 0.0)
+    scaled = unit_range(numbers, *widened(low, high), job.device)
+    staging.store(name, scaled)
+    test = numbers[~in_train]
+    with np.errstate(invalid="ignore"):
+        beyond = int(np.count_nonzero((test < low) | (test > high)))
+    report = {
+        "occurrences": len(train),
+        "missing": missing,
+        "min": float(held.min()),
+        "max": float(held.max()),
+        "mean": float(held.mean()),
+        "test_occurrences": len(test),
+        "test_missing": int(np.count_nonzero(np.isnan(test))),
+        "test_out_of_range": beyond,
+    }
+    return _Fitted(low=low, high=high, report=report)
+
+
+def _all_missing(name: str, what: str, in_train: np.ndarray) -> UserError:
+    return UserError(
+        f"a column of {what} must hold some in the training part. Received: none in column "
+        f"{name!r}, in {int(in_train.sum())} rows. Take the column out of the data set's "
+        "description"
+    )
+
+
+@dataclass(frozen=True)
+class _PartJob:
+    part: str  # "train" or "test"
+    number: int
+    start: int  # the rows from here
+    stop: int  # to here, in the order of the part
+    group: int  # rows of a row group
+    staging: Staging
+    folder: Path
+
+
+def _write_part(job: _PartJob) -> int:
+    """Write one output file; returns its rows."""
+    spec, staging = job.staging.spec, job.staging
+    rows = np.asarray(staging.load(_ROWS[job.part])[job.start : job.stop])
+    names = (spec.label, *spec.fields)
+    table = pa.table({name: _gather(staging, name, rows) for name in names})
+    path = job.folder / job.part / f"part-{job.number:05d}.parquet"
+    partial = path.with_name(f".{path.name}-{os.getpid()}-{secrets.token_hex(4)}")
+    try:
+        pq.write_table(table, partial, row_group_size=job.group)
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+    return len(rows)
+
+
+def _gather(staging: Staging, name: str, rows: np.ndarray) -> pa.Array:
+    spec, column = staging.spec, staging.load(name)
+    if name in spec.continuous:
+        return pa.array(column[rows])
+    if name not in spec.lists:
+        # Merlin's own type for ids and labels; on disk the small ones stay small.
+        return pa.array(column[rows].astype(np.int64))
+    all_offsets = staging.load(name + LENGTHS)  # row i is offsets[i:i+2]
+    starts = all_offsets[rows]
+    lengths = all_offsets[rows.astype(np.int64) + 1] - starts
+    ends = np.cumsum(lengths)
+    places = np.arange(ends[-1]) + np.repeat(starts - (ends - lengths), lengths)
+    offsets = np.concatenate([[0], ends]).astype(np.int32)
+    return pa.ListArray.from_arrays(offsets, column[places].astype(np.int64))
 
 
 class _Preparation:
@@ -141,25 +327,25 @@ class _Preparation:
         seed: int,
         progress: bool,
         part_rows: int,
+        cluster: clusters.Threads | clusters.Workers,
+        device: str,
     ) -> None:
         self.spec, self.logs, self.folder = spec, logs, folder
         self.seed, self.progress, self.part_rows = seed, progress, part_rows
-        self.staging = _Staging(folder / ".staging", spec)
-        # Column files stay mapped while parts are written: pages, not memory of ours.
-        self.columns: dict[str, np.ndarray] = {}
-        self.offsets: dict[str, np.ndarray] = {}  # of list fields: row i is offsets[i:i+2]
-        self.statistics: dict[str, _IdStatistics] = {}
-        self.ranges: dict[str, tuple[float, float]] = {}
+        self.cluster, self.device = cluster, device
+        self.staging = Staging(folder / ".staging", spec)
+        self.replaced: Counter[str] = Counter()
+        self.fitted: dict[str, _Fitted] = {}
+        self.rows: dict[str, int] = {}
+        self.positives: dict[str, int] = {}
 
     def run(self) -> None:
         self._stage()
         self._split()
         self._fit_and_encode()
         self._save_workflow()
-        self._write_parts("train", self.train_rows)
-        self._write_parts("test", self.test_rows)
-        self.columns.clear()
-        self.offsets.clear()
+        self._write_parts("train")
+        self._write_parts("test")
         shutil.rmtree(self.staging.folder)
         self._write_record()
 
@@ -176,104 +362,110 @@ class _Preparation:
         )
 
     def _stage(self) -> None:
+        self.staging.folder.mkdir()
         total = sum(log.path.stat().st_size for log in self.logs)
-        with self._bar("reading", total, "B") as bar, self.staging:
-            for log in self.logs:
-                for batch in log.batches(bar.update):
-                    self.staging.append(batch)
+        size = _chunk_bytes(total, self.cluster.number)
+        pieces = [(log, chunk) for log in self.logs for chunk in log.chunks(size)]
+        jobs = [
+            _ChunkJob(number, log, chunk, self.staging)
+            for number, (log, chunk) in enumerate(pieces)
+        ]
+        rows: Counter[Path] = Counter()
+        with self._bar("reading", total, "B") as bar:
+            stage = functools.partial(_stage, advance=bar.update)
+            results = self.cluster.map(stage if self.cluster.in_process else _stage, jobs)
+            for job, staged in zip(jobs, results, strict=True):
+                rows[job.log.path] += staged.rows
+                self.replaced += staged.replaced
+                if not self.cluster.in_process:
+                    bar.update(job.chunk.size)
             bar.update(total - bar.n)
+        for log in self.logs:
+            if not rows[log.path]:
+                raise UserError(
+                    f"input file must not be empty. Received: {log.path}, without a row"
+                )
 
     def _split(self) -> None:
-        """Draw the test rows, exactly as many as the share says; shuffle the training rows."""
+        """Choose the test rows; shuffle the training rows."""
         split = self.spec.split
         labels = self.staging.numbers(self.spec.label, np.int8)
         n = len(labels)
-        n_test = int(n * split.test + 0.5)
-        if not 0 < n_test < n:
-            raise UserError(
-                f"both parts must have rows. Received: {n} rows with split.test = {split.test}, "
-                f"which gives {n_test} test rows. Give more rows or another share"
-            )
         random = np.random.default_rng(self.seed)
         rows = np.arange(n, dtype=np.uint32 if n < 2**32 else np.int64)
-        if split.kind == "random":
-            random.shuffle(rows)
-            self.test_rows = np.sort(rows[:n_test])
-            self.train_rows = rows[n_test:]
+        if split.kind == "time":
+            in_train = ~self._latest(n)
+            test_rows, train_rows = rows[~in_train], rows[in_train]
+            random.shuffle(train_rows)
         else:
-            self.test_rows = rows[n - n_test :]
-            self.train_rows = rows[: n - n_test]
-            random.shuffle(self.train_rows)
-        self.in_train = np.ones(n, dtype=bool)
-        self.in_train[self.test_rows] = False
-        for part, mask in (("training", self.in_train), ("test", ~self.in_train)):
-            held = np.unique(labels[mask])
-            if len(held) < 2:
+            n_test = int(n * split.test + 0.5)
+            if not 0 < n_test < n:
                 raise UserError(
-                    f"label must be 0 in some rows and 1 in others, in the {part} part too. "
-                    f"Received: only {held[0]} in its {int(mask.sum())} rows, column "
+                    f"both parts must have rows. Received: {n} rows with split.test = {split.test},"
+                    f" which gives {n_test} test rows. Give more rows or another share"
+                )
+            if split.kind == "random":
+                random.shuffle(rows)
+                test_rows, train_rows = np.sort(rows[:n_test]), rows[n_test:]
+            else:
+                test_rows, train_rows = rows[n - n_test :], rows[: n - n_test]
+                random.shuffle(train_rows)
+            in_train = np.ones(n, dtype=bool)
+            in_train[test_rows] = False
+        for part, mask in (("train", in_train), ("test", ~in_train)):
+            counts = np.bincount(labels[mask], minlength=2)
+            if not counts.all():
+                raise UserError(
+                    "label must be 0 in some rows and 1 in others, in the "
+                    f"{'training' if part == 'train' else 'test'} part too. "
+                    f"Received: only {counts.argmax()} in its {int(mask.sum())} rows, column "
                     f"{self.spec.label!r}. Give more rows, or another seed or split"
                 )
-        self.columns[self.spec.label] = self.staging.store(self.spec.label, labels)
+            self.rows[part], self.positives[part] = int(mask.sum()), int(counts[1])
+        for name, values in (
+            (self.spec.label, labels),
+            (_IN_TRAIN, in_train),
+            (_ROWS["train"], train_rows),
+            (_ROWS["test"], test_rows),
+        ):
+            self.staging.store(name, values)
+
+    def _latest(self, n: int) -> np.ndarray:
+        """n, whether a row belongs to the latest times, as near to the share as they allow."""
+        split = self.spec.split
+        codes, texts = self.staging.codes(TIME)
+        if (codes < 0).any():
+            raise UserError(
+                f"every row must have a time. Received: {int((codes < 0).sum())} of {n} rows "
+                f"without one, column {split.column!r}. Fill it, or split otherwise"
+            )
+        times = texts.to_numpy(zero_copy_only=False)
+        try:
+            rank = times.astype(np.float64)  # numbers by value, else text as it sorts
+        except ValueError:
+            rank = times.astype(str)
+        held, place = np.unique(rank, return_inverse=True)
+        counts = np.bincount(place[codes], minlength=len(held))
+        later = np.cumsum(counts[::-1])[::-1]  # rows from each time on
+        if len(held) < 2:
+            raise UserError(
+                f"a split by time needs two times at least. Received: {times[0]!r} in all {n} "
+                f"rows, column {split.column!r}. Choose another column or split"
+            )
+        first = 1 + int(np.argmin(np.abs(later[1:] - split.test * n)))
+        return place[codes] >= first
 
     def _fit_and_encode(self) -> None:
-        with quiet_imports():  # here, not in the threads below
-            importlib.import_module("merlin_cowclip.workflows.operators")
         spec = self.spec
-        jobs: list[tuple[Callable[[str], None], str]] = [
-            *((self._fit_ids, name) for name in spec.categorical),
-            *((self._fit_lists, name) for name in spec.lists),
-            *((self._fit_numbers, name) for name in spec.continuous),
-        ]
+        (self.folder / "workflow" / "categories").mkdir(parents=True)
+        (self.folder / "counts").mkdir()
+        names = [*spec.categorical, *spec.lists, *spec.continuous]
+        jobs = [_FieldJob(name, self.staging, self.folder, self.device) for name in names]
         with self._bar("fitting", len(jobs), " columns") as bar:
-            for _ in _in_threads(lambda job: job[0](job[1]), jobs):
+            for name, fitted in zip(names, self.cluster.map(_fit, jobs), strict=True):
+                self.fitted[name] = fitted
+                self.staging.discard(name)
                 bar.update(1)
-
-    def _fit_ids(self, name: str) -> None:
-        codes, texts = self.staging.codes(name)
-        statistics = _count(codes[self.in_train], texts)
-        if not len(statistics.vocabulary):
-            raise self._all_missing(name, "ids")
-        self.statistics[name] = statistics
-        self.columns[name] = self.staging.store(name, statistics.encode[codes])
-
-    def _fit_lists(self, name: str) -> None:
-        lengths = self.staging.numbers(name + _LENGTHS, np.int32)
-        codes, texts = self.staging.codes(name)
-        statistics = _count(codes[np.repeat(self.in_train, lengths)], texts)
-        if not len(statistics.vocabulary):
-            raise self._all_missing(name, "lists of ids")
-        self.statistics[name] = statistics
-        self.columns[name] = self.staging.store(name, statistics.encode[codes])
-        self.offsets[name] = self.staging.store(
-            name + _LENGTHS, np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
-        )
-
-    def _fit_numbers(self, name: str) -> None:
-        from merlin_cowclip.workflows.operators import UnitRange
-
-        numbers = self.staging.numbers(name, np.float64)  # NaN where missing
-        missing = np.isnan(numbers)
-        if missing[self.in_train].all():
-            raise self._all_missing(name, "numbers")
-        numbers[missing] = 0.0
-        train = numbers[self.in_train]
-        low, high = float(train.min()), float(train.max())
-        self.ranges[name] = (low, high)
-        # As FillMissing, UnitRange and Clip do it in the saved workflow, to the bit.
-        scale = UnitRange(out_dtype="float32")
-        scale.fit_finalize(_range_statistics({name: (low, high)}))
-        low, high = scale.mins[name], scale.maxs[name]
-        with np.errstate(over="ignore"):
-            scaled = ((numbers - low) / (high - low)).astype(np.float32)
-        self.columns[name] = self.staging.store(name, np.clip(scaled, 0.0, 1.0))
-
-    def _all_missing(self, name: str, what: str) -> UserError:
-        return UserError(
-            f"a column of {what} must hold some in the training part. Received: none in column "
-            f"{name!r}, in {len(self.train_rows)} rows. Take the column out of the data set's "
-            "description"
-        )
 
     def _save_workflow(self) -> None:
         """Hand the statistics to the operators and save; and the counts, for those who ask."""
@@ -284,19 +476,15 @@ class _Preparation:
             from merlin_cowclip.workflows.operators import EncodeIds, UnitRange
         spec = self.spec
         home = self.folder / "workflow"
-        (home / "categories").mkdir(parents=True)
-        (self.folder / "counts").mkdir()
-        vocabularies = {}
-        for name, statistics in self.statistics.items():
-            vocabularies[name] = _write_vocabulary(home / "categories", name, statistics)
-            _write_counts(self.folder / "counts", name, statistics)
+        vocabularies = {name: str(_vocabulary_path(home / "categories", name)) for name in spec.ids}
+        ranges = {name: (self.fitted[name].low, self.fitted[name].high) for name in spec.continuous}
         workflow = build_workflow(spec, home)
         for node in _nodes(workflow.output_node):
             if isinstance(node.op, EncodeIds):
                 node.op.fit_finalize(vocabularies)
                 node.op.fitted = True
             elif isinstance(node.op, UnitRange):
-                node.op.fit_finalize(_range_statistics(self.ranges))
+                node.op.fit_finalize(_range_statistics(ranges))
                 node.op.fitted = True
         workflow.fit_schema(
             Schema(
@@ -321,42 +509,30 @@ class _Preparation:
         (self.folder / ".merlin").mkdir()
         proto.to_json_file(str(self.folder / ".merlin"))
 
-    def _write_parts(self, part: str, rows: np.ndarray) -> None:
-        folder = self.folder / part
-        folder.mkdir()
-        files = -(-len(rows) // self.part_rows)
-        if part == "train" and len(rows) >= MIN_ROWS_TO_PART:
+    def _write_parts(self, part: str) -> None:
+        (self.folder / part).mkdir()
+        total = self.rows[part]
+        files = -(-total // self.part_rows)
+        if part == "train" and total >= MIN_ROWS_TO_PART:
             files = max(files, MIN_TRAIN_PARTS)
-        pieces = np.array_split(rows, files)
-        group = max(1, min(ROW_GROUP_ROWS, -(-len(pieces[0]) // 4)))  # several to a file
-
-        def write(numbered: tuple[int, np.ndarray]) -> int:
-            i, piece = numbered
-            table = pa.table({name: self._gather(name, piece) for name in self._order})
-            pq.write_table(table, folder / f"part-{i:05d}.parquet", row_group_size=group)
-            return len(piece)
-
-        with self._bar(f"{part}", len(rows), " rows") as bar:
-            for written in _in_threads(write, enumerate(pieces)):
+        cuts = [total * i // files for i in range(files + 1)]
+        group = max(1, min(ROW_GROUP_ROWS, -(-cuts[1] // 4)))  # several to a file
+        jobs = [
+            _PartJob(part, i, cuts[i], cuts[i + 1], group, self.staging, self.folder)
+            for i in range(files)
+        ]
+        with self._bar(part, total, " rows") as bar:
+            for written in self.cluster.map(_write_part, jobs):
                 bar.update(written)
 
-    @property
-    def _order(self) -> tuple[str, ...]:
-        return (self.spec.label, *self.spec.fields)
-
-    def _gather(self, name: str, rows: np.ndarray) -> pa.Array:
-        column = self.columns[name]
-        if name in self.spec.continuous:
-            return pa.array(column[rows])
-        if name not in self.spec.lists:
-            # Merlin's own type for ids and labels; on disk the small ones stay small.
-            return pa.array(column[rows].astype(np.int64))
-        starts = self.offsets[name][rows]
-        lengths = self.offsets[name][rows.astype(np.int64) + 1] - starts
-        ends = np.cumsum(lengths)
-        places = np.arange(ends[-1]) + np.repeat(starts - (ends - lengths), lengths)
-        offsets = np.concatenate([[0], ends]).astype(np.int32)
-        return pa.ListArray.from_arrays(offsets, column[places].astype(np.int64))
+    def _report(self) -> dict[str, Any]:
+        """What the data is like, for those who must trust it."""
+        fields = {}
+        for name in self.spec.fields:
+            fields[name] = dict(self.fitted[name].report or {})
+            if name in self.spec.continuous:
+                fields[name]["not_finite"] = self.replaced[name]  # among the missing ones
+        return {"rows": self.rows, "positives": self.positives, "fields": fields}
 
     def _write_record(self) -> None:
         record = {
@@ -366,94 +542,25 @@ class _Preparation:
                 {"path": str(log.path), "bytes": log.path.stat().st_size} for log in self.logs
             ],
             "seed": self.seed,
-            "rows": {"train": len(self.train_rows), "test": len(self.test_rows)},
-            "cardinalities": {name: self.statistics[name].cardinality for name in self.spec.ids},
-            "ranges": {name: list(self.ranges[name]) for name in self.spec.continuous},
+            "rows": self.rows,
+            "cardinalities": {name: self.fitted[name].cardinality for name in self.spec.ids},
+            "ranges": {
+                name: [self.fitted[name].low, self.fitted[name].high]
+                for name in self.spec.continuous
+            },
+            "report": self._report(),
             "versions": _versions(),
         }
         text = json.dumps(record, indent=2, ensure_ascii=False) + "\n"
         (self.folder / RECORD).write_text(text, encoding="utf-8")
 
 
-_LENGTHS = "\0lengths"  # no column can be called so
-
-
-class _Staging:
-    """One file per column, appended to batch by batch, read back whole."""
-
-    def __init__(self, folder: Path, spec: DatasetSpec) -> None:
-        self.folder, self.spec = folder, spec
-        names = [spec.label, *spec.fields, *(name + _LENGTHS for name in spec.lists)]
-        self.files = {name: folder / f"{i}.arrows" for i, name in enumerate(names)}
-        self.writers: dict[str, pa.RecordBatchStreamWriter] = {}
-
-    def __enter__(self) -> _Staging:
-        self.folder.mkdir()
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        for writer in self.writers.values():
-            writer.close()
-
-    def append(self, batch: pa.RecordBatch) -> None:
-        """Add the rows of one batch, as `RawLog.batches` gives them."""
-        for name, column in zip(batch.schema.names, batch.columns, strict=True):
-            if name in self.spec.lists:
-                self._append(name + _LENGTHS, pc.list_value_length(column))
-                self._append(name, column.flatten().dictionary_encode())
-            else:
-                self._append(name, column)
-
-    def _append(self, name: str, column: pa.Array) -> None:
-        batch = pa.RecordBatch.from_arrays([column], ["x"])
-        if name not in self.writers:
-            options = pa.ipc.IpcWriteOptions(compression="lz4")
-            self.writers[name] = pa.ipc.new_stream(
-                str(self.files[name]), batch.schema, options=options
-            )
-        self.writers[name].write_batch(batch)
-
-    def _read(self, name: str) -> pa.ChunkedArray:
-        with pa.OSFile(str(self.files[name])) as file, pa.ipc.open_stream(file) as stream:
-            column = stream.read_all().column(0)
-        self.files[name].unlink()  # read once
-        return column
-
-    def numbers(self, name: str, dtype: type) -> np.ndarray:
-        """A column of numbers, NaN where missing."""
-        chunks = self._read(name).chunks
-        return np.concatenate([c.to_numpy(zero_copy_only=False) for c in chunks]).astype(
-            dtype, copy=False
-        )
-
-    def codes(self, name: str) -> tuple[np.ndarray, pa.Array]:
-        """A column of ids as int32 codes into distinct texts; a missing one is -1."""
-        column = self._read(name).unify_dictionaries()
-        codes = np.concatenate(
-            [c.indices.fill_null(-1).to_numpy(zero_copy_only=False) for c in column.chunks]
-        )
-        return codes, column.chunk(0).dictionary
-
-    def store(self, name: str, values: np.ndarray) -> np.ndarray:
-        """Put a finished column on disk and give it back, mapped."""
-        if not len(values):
-            return values
-        path = self.files[name].with_suffix(".npy")
-        np.save(path, values)
-        return np.load(path, mmap_mode="r")
-
-
-def _count(codes: np.ndarray, texts: pa.Array) -> _IdStatistics:
-    """Count the training part's codes (-1: missing), and rank them by falling count."""
-    counts = np.bincount(codes + 1, minlength=len(texts) + 1)
-    missing, counts = int(counts[0]), counts[1:]
-    by_text = pc.sort_indices(texts).to_numpy()
-    order = by_text[np.argsort(-counts[by_text], kind="stable")]  # ties: by text
-    order = order[: np.count_nonzero(counts)]  # the rest occurs in the test part only
-    encode = np.full(len(texts) + 1, UNKNOWN, dtype=np.int32)
-    encode[order] = np.arange(FIRST_ID, FIRST_ID + len(order), dtype=np.int32)
-    encode[-1] = MISSING
-    return _IdStatistics(texts.take(pa.array(order)), counts[order], missing, encode)
+def _chunk_bytes(total: int, workers: int) -> int:
+    """How much of a log one task reads, from the log's size and the machine's memory."""
+    least, most = CHUNK_BYTES
+    # A chunk is held as text and as columns, a few times its size.
+    held = int(clusters.memory_limit() * clusters.MEMORY_SHARE / max(workers, 1) / 16)
+    return max(least, min(most, held, total // (CHUNKS_PER_WORKER * max(workers, 1))))
 
 
 def _range_statistics(ranges: dict[str, tuple[float, float]]) -> dict[str, pd.Series]:
@@ -464,33 +571,36 @@ def _range_statistics(ranges: dict[str, tuple[float, float]]) -> dict[str, pd.Se
     }
 
 
-def _write_vocabulary(folder: Path, name: str, statistics: _IdStatistics) -> str:
+def _vocabulary_path(folder: Path, name: str) -> Path:
+    return folder / f"unique.{name}.parquet"
+
+
+def _write_vocabulary(folder: Path, name: str, statistics: IdStatistics) -> None:
     """``unique.*`` and ``meta.*``, as Categorify writes them."""
-    path = folder / f"unique.{name}.parquet"
-    index = pd.RangeIndex(FIRST_ID, statistics.cardinality)
+    first, buckets = statistics.first_id, len(statistics.unknown)
     pd.DataFrame(
         {name: statistics.vocabulary.to_pandas().to_numpy(), f"{name}_size": statistics.counts},
-        index=index,
-    ).to_parquet(path, compression=None)
+        index=pd.RangeIndex(first, statistics.cardinality),
+    ).to_parquet(_vocabulary_path(folder, name), compression=None)
+    observed = [0, statistics.missing, int(statistics.unknown.sum()), int(statistics.counts.sum())]
     pd.DataFrame(
         {
             "kind": ["pad", "null", "oov", "unique"],
-            "offset": [PADDING, MISSING, UNKNOWN, FIRST_ID],
-            "num_indices": [1, 1, 1, len(statistics.vocabulary)],
-            "num_observed": [0, statistics.missing, 0, int(statistics.counts.sum())],
+            "offset": [PADDING, MISSING, UNKNOWN, first],
+            "num_indices": [1, 1, buckets, len(statistics.vocabulary)],
+            "num_observed": observed,
         }
     ).to_parquet(folder / f"meta.{name}.parquet")
-    return str(path)
 
 
-def _write_counts(folder: Path, name: str, statistics: _IdStatistics) -> None:
-    nothing = pa.nulls(FIRST_ID, pa.string())
-    counts = np.concatenate([[0, statistics.missing, 0], statistics.counts]).astype(np.int64)
+def _write_counts(folder: Path, name: str, statistics: IdStatistics) -> None:
+    nothing = pa.nulls(statistics.first_id, pa.string())
+    counts = np.concatenate([[0, statistics.missing], statistics.unknown, statistics.counts])
     table = pa.table(
         {
             "id": np.arange(statistics.cardinality, dtype=np.int64),
             "raw": pa.concat_arrays([nothing, statistics.vocabulary]),
-            "count": counts,
+            "count": counts.astype(np.int64),
         }
     )
     pq.write_table(table, folder / f"{name}.parquet")
@@ -500,15 +610,6 @@ def _nodes(node: Any) -> Iterator[Any]:
     yield node
     for parent in node.parents_with_dependencies:
         yield from _nodes(parent)
-
-
-def _in_threads(work: Callable[[Any], Any], items: Iterable[Any]) -> Iterator[Any]:
-    """Results as they come in order; at the first failure nothing new is begun."""
-    pool = ThreadPoolExecutor(THREADS)
-    try:
-        yield from pool.map(work, items)
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
 
 
 def _refuse_existing(out: Path) -> None:

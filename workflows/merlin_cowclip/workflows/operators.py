@@ -7,6 +7,8 @@ It reads no log and counts nothing: that is `etl.py`.
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +18,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from merlin_cowclip.workflows.arrow_ids import as_text
+from merlin_cowclip.workflows.encoding import hash_bucket, widened
 from merlin_cowclip.workflows.quiet import quiet_imports
 
 with quiet_imports():
-    from merlin.core.dispatch import encode_list_column
+    from merlin.core.dispatch import encode_list_column, flatten_list_column_values, is_list_dtype
     from merlin.schema import Schema
     from nvtabular.ops import Categorify, NormalizeMinMax, Operator
     from nvtabular.ops.categorify import NULL_OFFSET, OOV_OFFSET
@@ -61,10 +64,34 @@ class EncodeIds(Categorify):
     Args:
         out_path: the folder that gets ``categories/``. No default: workflows that share
             Categorify's (``./``) overwrite each other's vocabularies.
+        freq_threshold: as in Categorify, ids that occur less often are unknown; field → count.
+        num_buckets: as in Categorify, ids that unknown ones share by hash, field → number, for
+            every field (stock miscounts the rows of a field that is not named). Hashed by
+            `encoding.hash_bucket`, the same on CPUs and GPUs.
+        max_size: rows of a field's table at most, as in Categorify: the ids beyond are unknown.
+        missing_as_unknown: fields whose missing ids are unknown (2) as well, instead of 1.
     """
 
-    def __init__(self, out_path: str | Path) -> None:
-        super().__init__(out_path=str(out_path))
+    missing_as_unknown: tuple[str, ...] = ()  # of workflows saved before there was such a thing
+
+    def __init__(
+        self,
+        out_path: str | Path,
+        *,
+        freq_threshold: int | dict[str, int] = 0,
+        num_buckets: dict[str, int] | None = None,
+        max_size: int | dict[str, int] = 0,
+        missing_as_unknown: Sequence[str] = (),
+    ) -> None:
+        with warnings.catch_warnings():  # of hashing that differs on GPUs: not ours
+            warnings.simplefilter("ignore", UserWarning)
+            super().__init__(
+                out_path=str(out_path),
+                freq_threshold=freq_threshold,
+                num_buckets=num_buckets,
+                max_size=max_size,
+            )
+        self.missing_as_unknown = tuple(missing_as_unknown)
         self._vocabularies: dict[str, pd.Index] = {}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -92,9 +119,15 @@ class EncodeIds(Categorify):
                     target.write_bytes(source.read_bytes())
 
     def transform(self, col_selector: Any, df: Any) -> Any:
-        """Ids as int64: 1 for a missing one, 2 for one that the vocabulary does not hold."""
+        """Ids as int64: 1 for a missing one, 2 (or a bucket) for one not in the vocabulary.
+
+        Fields of `missing_as_unknown` have 2 for both.
+        """
         if not isinstance(df, pd.DataFrame):
-            return _encode_on_gpu(super().transform, col_selector, df)
+            out = self._on_gpu(super().transform, col_selector, df)
+            for name in set(self.missing_as_unknown) & set(col_selector.names):
+                out[name] = _missing_to_unknown(out[name])
+            return out
         out = df[col_selector.names].copy(deep=False)
         for name in col_selector.names:
             values = _to_arrow(df[name])
@@ -115,16 +148,37 @@ class EncodeIds(Categorify):
             vocabulary = pd.read_parquet(self.categories[storage], columns=[storage])[storage]
             self._vocabularies[field] = pd.Index(vocabulary.astype(object))
         places = self._vocabularies[field].get_indexer(texts).astype(np.int64)
-        ids = np.where(places < 0, OOV_OFFSET, places + FIRST_ID)
-        ids[pd.isna(texts)] = NULL_OFFSET
+        buckets = self._buckets(field)
+        ids = np.where(places < 0, OOV_OFFSET, places + OOV_OFFSET + buckets)
+        if buckets > 1:
+            hashed = (places < 0) & ~pd.isna(texts)
+            ids[hashed] += hash_bucket(texts[hashed], buckets)
+        ids[pd.isna(texts)] = OOV_OFFSET if field in self.missing_as_unknown else NULL_OFFSET
         return ids
+
+    def _buckets(self, field: str) -> int:
+        return self.num_buckets.get(field, 1) if self.num_buckets else 1
+
+    def _on_gpu(self, transform: Any, col_selector: Any, df: Any) -> Any:
+        """Stock Categorify on cudf, but for hashed fields, which are encoded on the host."""
+        stock = [name for name in col_selector.names if self._buckets(name) == 1]
+        out = _encode_on_gpu(transform, type(col_selector)(stock), df) if stock else df[[]].copy()
+        hashed = [name for name in col_selector.names if name not in stock]
+        if hashed:
+            frame = self.transform(type(col_selector)(hashed), df[hashed].to_pandas())
+            for name in hashed:
+                out[name] = type(df[name])(frame[name].to_numpy())
+        return out[col_selector.names]
 
     def _compute_properties(self, col_schema: Any, input_schema: Schema) -> Any:
         # Categorify writes the absolute path of the folder it was fitted in; folders move.
         schema = super()._compute_properties(col_schema, input_schema)
         path = schema.properties["cat_path"]
         relative = path and str(Path(path).relative_to(self.out_path))
-        return schema.with_properties({"cat_path": relative})
+        buckets = self._buckets(col_schema.name)
+        return schema.with_properties(
+            {"cat_path": relative, "num_buckets": buckets if buckets > 1 else None}
+        )
 
 
 class UnitRange(NormalizeMinMax):
@@ -134,8 +188,7 @@ class UnitRange(NormalizeMinMax):
         """Take ``{"mins": Series, "maxs": Series}``, widening a range of length 0."""
         super().fit_finalize(dask_stats)
         for name, low in self.mins.items():
-            if not self.maxs[name] > low:
-                self.maxs[name] = low + max(1.0, abs(low))
+            _, self.maxs[name] = widened(low, self.maxs[name])
 
 
 def _to_arrow(series: pd.Series) -> pa.Array:
@@ -169,3 +222,11 @@ def _encode_on_gpu(transform: Any, col_selector: Any, df: Any) -> Any:
     for name in empty:
         out[name] = NULL_OFFSET
     return out[col_selector.names]
+
+
+def _missing_to_unknown(ids: Any) -> Any:
+    """Encoded ids, or lists of them, with 2 in the place of 1; pandas or cudf."""
+    if not is_list_dtype(ids):
+        return ids.where(ids != NULL_OFFSET, OOV_OFFSET)
+    flat = flatten_list_column_values(ids)
+    return encode_list_column(ids, flat.where(flat != NULL_OFFSET, OOV_OFFSET), dtype=flat.dtype)

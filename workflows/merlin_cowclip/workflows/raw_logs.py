@@ -12,7 +12,9 @@ import gzip
 import io
 import itertools
 import math
+import mmap
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +34,7 @@ BLOCK_BYTES = 16 << 20  # of text per batch: bounds the memory of reading
 BATCH_ROWS = 65_536  # of parquet per batch
 _GZIP_ERRORS = (gzip.BadGzipFile, EOFError, zlib.error)
 ID_TYPE = pa.dictionary(pa.int32(), pa.string())
+TIME = "\0time"  # the batch column of the split's time; no column of a log can be called so
 
 
 def expand_inputs(inputs: Sequence[str | Path]) -> list[Path]:
@@ -73,12 +76,29 @@ def expand_inputs(inputs: Sequence[str | Path]) -> list[Path]:
 
 
 @dataclass(frozen=True)
+class Chunk:
+    """A part of a log file that can be read by itself.
+
+    Attributes:
+        start: the first byte of a csv file, or row group of a parquet file.
+        stop: one beyond the last.
+        first_row: rows before it in a parquet file.
+        size: its bytes.
+    """
+
+    start: int
+    stop: int
+    first_row: int
+    size: int
+
+
+@dataclass(frozen=True)
 class RawLog:
     """One log file, read as its spec says.
 
     `check` looks at the header or schema only; `batches` reads the rows. A batch holds the label
-    (int8), every number (float64, missing: null), every id (`ID_TYPE`, missing: null) and every
-    list of ids (list of text).
+    (int8), every number (float64, missing: null), every id (`ID_TYPE`, missing: null), every
+    list of ids (list of text), and the time of a split by time (`TIME`, as an id).
     """
 
     spec: DatasetSpec
@@ -87,7 +107,23 @@ class RawLog:
     @property
     def wanted(self) -> tuple[str, ...]:
         """The columns we read."""
-        return (self.spec.label, *self.spec.fields)
+        time = self.spec.split.column
+        return tuple(dict.fromkeys((self.spec.label, *self.spec.fields, *([time] if time else []))))
+
+    def chunks(self, size: int) -> list[Chunk]:
+        """The file in parts of about ``size`` bytes; a gzipped file is one part."""
+        if self.spec.format == "parquet":
+            return self._parquet_chunks(size)
+        end = self.path.stat().st_size
+        starts = [0]
+        if not self._gzipped and end > size:
+            with open(self.path, "rb") as raw:
+                text = mmap.mmap(raw.fileno(), 0, access=mmap.ACCESS_READ)
+                while (line := text.find(b"\n", starts[-1] + size)) >= 0 and line + 1 < end:
+                    starts.append(line + 1)
+                text.close()
+        stops = [*starts[1:], end]
+        return [Chunk(a, b, 0, b - a) for a, b in zip(starts, stops, strict=True)]
 
     def check(self) -> tuple[str, ...]:
         """The file's column names, once it is known that they and the separator fit the spec."""
@@ -95,13 +131,24 @@ class RawLog:
             return self._check_parquet()
         return self._check_csv()
 
-    def batches(self, advance: Callable[[int], Any]) -> Iterator[pa.RecordBatch]:
-        """Every row, in order; ``advance`` is told how many bytes of the file were read since."""
-        return (
-            self._parquet_batches(advance)
-            if self.spec.format == "parquet"
-            else (self._csv_batches(advance))
-        )
+    def batches(
+        self,
+        chunk: Chunk,
+        advance: Callable[[int], Any] = int,
+        replaced: Counter[str] | None = None,
+    ) -> Iterator[pa.RecordBatch]:
+        """The rows of a part, in order.
+
+        Args:
+            chunk: one of `chunks`.
+            advance: told how many bytes of the file were read since.
+            replaced: counts, by column, the numbers that were not finite, where the spec says
+                that they are missing.
+        """
+        replaced = Counter() if replaced is None else replaced
+        if self.spec.format == "parquet":
+            return self._parquet_batches(chunk, advance, replaced)
+        return self._csv_batches(chunk, advance, replaced)
 
     # csv -------------------------------------------------------------------------------------
 
@@ -150,19 +197,22 @@ class RawLog:
                 f"Missing: {_names(missing)} in {self.path}, which has: {_names(names)}"
             )
 
-    def _csv_batches(self, advance: Callable[[int], Any]) -> Iterator[pa.RecordBatch]:
+    def _csv_batches(
+        self, chunk: Chunk, advance: Callable[[int], Any], replaced: Counter[str]
+    ) -> Iterator[pa.RecordBatch]:
         spec = self.spec
-        types: dict[str, pa.DataType] = {name: ID_TYPE for name in spec.categorical}
+        types: dict[str, pa.DataType] = dict.fromkeys(self.wanted, pa.string())
+        types |= dict.fromkeys(spec.categorical, ID_TYPE)
         types |= dict.fromkeys((spec.label, *spec.continuous), pa.float64())
-        types |= dict.fromkeys(spec.lists, pa.string())
-        rows = 0
-        with pa.OSFile(str(self.path)) as raw:
+        # Only the file's first part has the header.
+        names = spec.columns if chunk.start == 0 else self._names()
+        with self._text(chunk) as raw:
             try:
                 stream = pa.CompressedInputStream(raw, "gzip") if self._gzipped else raw
                 reader = pyarrow.csv.open_csv(
                     stream,
                     read_options=pyarrow.csv.ReadOptions(
-                        block_size=BLOCK_BYTES, column_names=spec.columns
+                        block_size=BLOCK_BYTES, column_names=names
                     ),
                     parse_options=pyarrow.csv.ParseOptions(delimiter=spec.separator),
                     convert_options=pyarrow.csv.ConvertOptions(
@@ -174,16 +224,26 @@ class RawLog:
                 )
                 read = 0
                 for batch in reader:
-                    rows += batch.num_rows
-                    yield self._typed(batch, self._find_csv_fault)
+                    yield self._typed(batch, self._find_csv_fault, replaced)
                     advance(raw.tell() - read)
                     read = raw.tell()
             except (pa.ArrowInvalid, OSError, EOFError, zlib.error) as error:
                 if getattr(error, "errno", None) is not None:  # the disk's fault, not the file's
                     raise
+                if chunk.start and "Empty CSV" in str(error):  # a part of blank lines
+                    return
                 self._find_csv_fault(str(error))
-        if rows == 0:
-            raise UserError(f"input file must not be empty. Received: {self.path}, without a row")
+
+    def _text(self, chunk: Chunk) -> pa.NativeFile:
+        if self._gzipped:
+            return pa.OSFile(str(self.path))
+        with pa.memory_map(str(self.path)) as mapped:
+            mapped.seek(chunk.start)
+            return pa.BufferReader(mapped.read_buffer(chunk.stop - chunk.start))
+
+    def _names(self) -> tuple[str, ...]:
+        """The file's column names, from its header if the spec does not give them."""
+        return self.spec.columns or tuple(next(self._rows())[1])
 
     @property
     def _gzipped(self) -> bool:
@@ -227,7 +287,7 @@ class RawLog:
         if self._gzipped:
             self._check_gzip()  # first, for a damaged stream decodes to nonsense before it ends
         spec, rows = self.spec, self._rows()
-        names = spec.columns if spec.columns is not None else tuple(next(rows)[1])
+        names = spec.columns or tuple(next(rows)[1])
         place = {name: names.index(name) for name in self.wanted}
         for line, cells in rows:
             if len(cells) != len(names):
@@ -246,7 +306,8 @@ class RawLog:
             for name in spec.continuous:
                 value = cells[place[name]]
                 number = _parse(value)
-                if value and (number is None or not math.isfinite(number)):
+                finite = number is not None and math.isfinite(number)
+                if value and not finite and (number is None or self._refuses_non_finite):
                     self._bad_number(repr(value), f"line {line}", name)
         raise UserError(
             f"input must be a csv file that Arrow reads. Received: {self.path}: {reason}"
@@ -297,26 +358,50 @@ class RawLog:
             "Change its role in the data set's description, or its type in the file"
         )
 
-    def _parquet_batches(self, advance: Callable[[int], Any]) -> Iterator[pa.RecordBatch]:
-        row = 0
+    def _parquet_chunks(self, size: int) -> list[Chunk]:
+        chunks: list[Chunk] = []
+        start = first_row = rows = held = 0
         with self._open_parquet() as file:
-            size, rows = self.path.stat().st_size, file.metadata.num_rows
-            batches = file.iter_batches(BATCH_ROWS, columns=list(self.wanted))
+            groups = file.metadata.num_row_groups
+            for i in range(groups):
+                group = file.metadata.row_group(i)
+                rows, held = rows + group.num_rows, held + group.total_byte_size
+                if held >= size or i == groups - 1:
+                    chunks.append(Chunk(start, i + 1, first_row, held))
+                    start, first_row, held = i + 1, rows, 0
+        return chunks
+
+    def _parquet_batches(
+        self, chunk: Chunk, advance: Callable[[int], Any], replaced: Counter[str]
+    ) -> Iterator[pa.RecordBatch]:
+        row, left = chunk.first_row, chunk.size
+        with self._open_parquet() as file:
+            groups = range(chunk.start, chunk.stop)
+            rows = sum(file.metadata.row_group(i).num_rows for i in groups)
+            batches = file.iter_batches(BATCH_ROWS, row_groups=groups, columns=list(self.wanted))
             while True:
                 try:
                     batch = next(batches, None)
                 except (pa.ArrowException, OSError) as error:
                     self._bad_parquet(error)
                 if batch is None:
-                    return
-                fault = _ParquetFault(self, batch, row)
-                yield self._typed(batch, fault)
+                    break
+                yield self._typed(batch, _ParquetFault(self, batch, row), replaced)
                 row += batch.num_rows
-                advance(size * batch.num_rows // rows)
+                read = min(left, chunk.size * batch.num_rows // rows)
+                left -= read
+                advance(read)
+        advance(left)
 
     # both ------------------------------------------------------------------------------------
 
-    def _typed(self, batch: pa.RecordBatch, fault: Callable[[str], Any]) -> pa.RecordBatch:
+    @property
+    def _refuses_non_finite(self) -> bool:
+        return self.spec.non_finite == "refuse"
+
+    def _typed(
+        self, batch: pa.RecordBatch, fault: Callable[[str], Any], replaced: Counter[str]
+    ) -> pa.RecordBatch:
         """The batch in our own types; calls ``fault``, which raises, on a bad value."""
         spec = self.spec
         columns: dict[str, pa.Array] = {}
@@ -327,8 +412,12 @@ class RawLog:
         columns[spec.label] = labels.cast(pa.int8())
         for name in spec.continuous:
             numbers = _column(batch, name).cast(pa.float64())
-            if pc.all(pc.is_finite(numbers)).as_py() is False:  # None: all are missing
-                fault("number")
+            finite = pc.is_finite(numbers)  # null for a missing one
+            if pc.all(finite).as_py() is False:
+                if self._refuses_non_finite:
+                    fault("number")
+                replaced[name] += pc.sum(pc.invert(finite)).as_py()
+                numbers = pc.if_else(finite, numbers, None)
             columns[name] = numbers
         for name in spec.categorical:
             ids = _column(batch, name)
@@ -338,6 +427,11 @@ class RawLog:
             if spec.format == "csv":
                 cells = pc.split_pattern(cells, spec.list_separator)
             columns[name] = as_text(cells)
+        if spec.split.column:
+            times = _column(batch, spec.split.column)
+            if times.type == ID_TYPE:
+                times = times.dictionary_decode()
+            columns[TIME] = as_text(times).dictionary_encode()
         return pa.RecordBatch.from_pydict(columns)
 
     def _bad_label(self, value: str, place: str) -> NoReturn:
@@ -349,7 +443,8 @@ class RawLog:
     def _bad_number(self, value: str, place: str, name: str) -> NoReturn:
         raise UserError(
             f"a number must be finite, or empty where missing. Received: {value} in {self.path}, "
-            f"{place}, column {name!r}. Correct it, empty it, or make the column categorical"
+            f"{place}, column {name!r}. Correct it, empty it, or make the column categorical; "
+            "non_finite = 'missing' takes inf and NaN for missing"
         )
 
 
@@ -372,7 +467,7 @@ class _ParquetFault:
         for name in spec.continuous:
             numbers = _column(self.batch, name).cast(pa.float64())
             finite = pc.fill_null(pc.is_finite(numbers), True).to_numpy(zero_copy_only=False)
-            if not finite.all():
+            if self.log._refuses_non_finite and not finite.all():
                 row = int(finite.argmin())
                 self.log._bad_number(str(numbers[row].as_py()), f"row {self.first + row + 1}", name)
         raise AssertionError(reason)  # a fault was seen, so one of the above has raised

@@ -1,0 +1,209 @@
+"""Who does the work: threads of this process, or Dask's processes on CPUs or GPUs.
+
+A task is a plain function and its arguments, reads and writes files, and may be run again: so a
+worker that dies costs its tasks' time and nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from merlin_cowclip.workflows.errors import UserError
+
+DEVICES = ("cpu", "gpu")
+THREADS = min(4, os.cpu_count() or 1)  # of one process; each holds one column, or one part
+MEMORY_SHARE = 0.8  # of the machine's memory, for all workers together
+DEVICE_MEMORY_SHARE = 0.8  # of a GPU's memory; what is beyond it spills to the host
+DEATHS = 3  # of workers over one task, before the task is given up
+
+T = TypeVar("T")
+J = TypeVar("J")
+
+
+class Threads:
+    """Threads of this process."""
+
+    in_process = True
+
+    def __init__(self, number: int = THREADS) -> None:
+        self.number = number
+
+    def map(self, function: Callable[[J], T], jobs: Iterable[J]) -> Iterator[T]:
+        """Results as they come in the order of the jobs; at the first failure nothing new begins.
+
+        Raises:
+            Exception: what the first job that failed, in order, has raised.
+        """
+        pool = ThreadPoolExecutor(self.number)
+        try:
+            yield from pool.map(function, jobs)
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+
+class Workers:
+    """Processes of a Dask cluster."""
+
+    in_process = False
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+
+    @property
+    def number(self) -> int:
+        """Processes that work at once."""
+        return len(self._client.ncores()) or 1
+
+    def map(self, function: Callable[[J], T], jobs: Iterable[J]) -> Iterator[T]:
+        """As `Threads.map`; a task whose worker dies is run again by another one.
+
+        Raises:
+            UserError: a task took its worker down `DEATHS` times more.
+        """
+        from distributed.scheduler import KilledWorker
+
+        # pure=False: jobs of one name and arguments are not the same job to us.
+        futures = self._client.map(function, list(jobs), pure=False, batch_size=1000)
+        try:
+            for future in futures:
+                try:
+                    result = future.result()
+                except KilledWorker:
+                    raise UserError(
+                        f"a worker must survive its work. Received: {DEATHS + 1} workers that died "
+                        "over one task, most likely for want of memory. Use fewer workers, so that "
+                        "each has more memory, or a machine with more"
+                    ) from None
+                yield result
+        finally:
+            with contextlib.suppress(Exception):  # the cluster may be gone
+                self._client.cancel(futures, force=True)
+
+
+@contextlib.contextmanager
+def open_cluster(
+    workers: int = 0, device: Literal["cpu", "gpu"] = "cpu", *, scratch: Path | None = None
+) -> Iterator[Threads | Workers]:
+    """Threads of this process, or a Dask cluster of this machine for as long as it is used.
+
+    Args:
+        workers: processes; 0 for threads of this process on CPUs, and for one per GPU on GPUs.
+        device: "cpu", or "gpu" for dask-cuda's workers, each with a GPU of its own.
+        scratch: a folder for what workers spill.
+
+    The address of Dask's dashboard is printed to stderr.
+
+    Raises:
+        UserError: bad arguments, a missing extra, no GPU, or fewer GPUs than workers.
+    """
+    check_cluster(workers, device)
+    if device == "cpu" and workers == 0:
+        yield Threads()
+        return
+    import dask
+    import distributed
+
+    options = cpu_options(workers) if device == "cpu" else gpu_options(workers)
+    options["local_directory"] = None if scratch is None else str(scratch)
+    settings = {
+        "distributed.scheduler.allowed-failures": DEATHS,
+        # The staged files are the state: there is nothing worth waiting for from a dead worker.
+        "distributed.comm.timeouts.connect": "60s",
+        "distributed.worker.daemon": True,  # workers end with us, however we end
+    }
+    with dask.config.set(settings), contextlib.ExitStack() as stack:
+        if device == "cpu":
+            cluster = stack.enter_context(distributed.LocalCluster(**options))
+        else:
+            from dask_cuda import LocalCUDACluster
+
+            cluster = stack.enter_context(LocalCUDACluster(**options))
+        client = stack.enter_context(distributed.Client(cluster))
+        print(f"Dask dashboard: {client.dashboard_link}", file=sys.stderr, flush=True)
+        yield Workers(client)
+
+
+def check_cluster(workers: int, device: str) -> None:
+    """Refuse what `open_cluster` cannot open, before any work.
+
+    Raises:
+        UserError: as `open_cluster`.
+    """
+    if device not in DEVICES:
+        raise UserError(f"device must be one of {', '.join(DEVICES)}. Received: {device!r}")
+    if isinstance(workers, bool) or not isinstance(workers, int) or workers < 0:
+        raise UserError(f"workers must be an integer of at least 0. Received: {workers!r}")
+    if device == "cpu":
+        return
+    for package in ("cudf", "dask_cuda"):
+        if importlib.util.find_spec(package) is None:
+            raise UserError(
+                f"device 'gpu' needs the package {package}. Received: an environment without it. "
+                "Use one of NVIDIA's Merlin containers, or install RAPIDS and the extra: pip "
+                "install 'merlin-cowclip[gpu]'"
+            )
+    gpus = number_of_gpus()
+    if gpus < max(workers, 1):
+        raise UserError(
+            f"device 'gpu' needs a GPU for each worker. Received: {workers or 1} workers, {gpus} "
+            "GPUs. Use fewer workers, or device 'cpu'"
+        )
+
+
+def number_of_gpus() -> int:
+    """GPUs that this process may use; 0 without a driver."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([name for name in visible.split(",") if name.strip() not in ("", "-1")])
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+        return int(pynvml.nvmlDeviceGetCount())
+    except pynvml.NVMLError:
+        return 0
+
+
+def memory_limit() -> int:
+    """Bytes of memory that this process may use: the machine's or its container's."""
+    from distributed.system import MEMORY_LIMIT
+
+    return int(MEMORY_LIMIT)
+
+
+def cpu_options(workers: int) -> dict[str, Any]:
+    """Arguments of `distributed.LocalCluster`: one thread and an equal share of memory each."""
+    return {
+        "n_workers": workers,
+        "threads_per_worker": 1,
+        "processes": True,
+        "memory_limit": int(memory_limit() * MEMORY_SHARE / workers),
+        "dashboard_address": ":0",  # any free port: two jobs do not meet
+        "silence_logs": "ERROR",
+    }
+
+
+def gpu_options(workers: int) -> dict[str, Any]:
+    """Arguments of `dask_cuda.LocalCUDACluster`: one worker per GPU, its memory pooled and spilled.
+
+    A worker keeps to a share of its GPU's memory, spills what is beyond it to the host, and from
+    its share of the host's memory to disk: so a data set larger than all GPUs goes through.
+    """
+    workers = workers or number_of_gpus()
+    return {
+        "n_workers": workers,
+        "threads_per_worker": 1,
+        "device_memory_limit": DEVICE_MEMORY_SHARE,
+        "memory_limit": int(memory_limit() * MEMORY_SHARE / workers),
+        "rmm_pool_size": DEVICE_MEMORY_SHARE / 2,
+        "rmm_maximum_pool_size": DEVICE_MEMORY_SHARE,
+        "dashboard_address": ":0",
+        "silence_logs": "ERROR",
+    }
