@@ -1,16 +1,39 @@
-"""FusedEmbeddings against NumPy: rows, combiners, initial values, counts, saving."""
+"""FusedEmbeddings against NumPy: rows, ids out of range, counts, rows by raw id, saving."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import tensorflow as tf
 
-from merlin_cowclip.models import FusedEmbeddings
+from merlin_cowclip.models import FusedEmbeddings, deepfm, read_vocabulary
 from merlin_cowclip.models.embeddings import TableInitializer
-from merlin_cowclip.plugins import HasTables
+from merlin_cowclip.plugins import (
+    CowClipAdam,
+    CowClipOptimizer,
+    HasTables,
+    Hyperparameters,
+    Lookup,
+)
+from merlin_cowclip.plugins._stack import mm
 from merlin_cowclip.plugins.tables import samples_per_row
+from merlin_cowclip.workflows.datasets import DatasetSpec
+from merlin_cowclip.workflows.etl import prepare
 from merlin_cowclip.workflows.quiet import quiet_imports
 
+from ..plugins.merlin_models import BATCH, NUMBER, TARGET, batch, category, dataset
+
 with quiet_imports():
+    import nvtabular
     from merlin.schema import ColumnSchema, Schema, Tags
 
 DIM = 3
@@ -51,7 +74,7 @@ def padded(lists, to=4):
     return np.array([row + [0] * (to - len(row)) for row in lists])
 
 
-def layer_of(combiner="mean", stddev=0.5, schema=SCHEMA, **options) -> FusedEmbeddings:
+def layer_of(combiner: Any = "mean", stddev=0.5, schema=SCHEMA, **options) -> FusedEmbeddings:
     layer = FusedEmbeddings(schema, DIM, stddev=stddev, combiner=combiner, **options)
     layer.build({})
     return layer
@@ -69,12 +92,13 @@ def combined(table, first, lists, combiner):
 
 
 def expected(table, combiner="mean"):
+    per_list = combiner if isinstance(combiner, dict) else dict.fromkeys(SIZES, combiner)
     return np.stack(
         [
             [table[u] for (u,) in USER],
             [table[OFFSETS["item"] + i] for (i,) in ITEM],
-            combined(table, OFFSETS["genres"], GENRES, combiner),
-            combined(table, OFFSETS["tags"], TAGS, combiner),
+            combined(table, OFFSETS["genres"], GENRES, per_list["genres"]),
+            combined(table, OFFSETS["tags"], TAGS, per_list["tags"]),
         ],
         axis=1,
     )
@@ -139,6 +163,251 @@ def test_columns_that_are_no_categories_are_left_out():
     assert layer_of(schema=schema).fields == ("user", "item", "genres", "tags")
 
 
+def test_a_combiner_for_each_list():
+    combiner = {"tags": "sum", "genres": "sqrtn"}
+    layer = layer_of(combiner)
+    by_hand = expected(layer.table.numpy(), combiner)
+    np.testing.assert_allclose(layer(inputs()), by_hand, rtol=1e-5, atol=1e-6)
+    other = expected(layer.table.numpy(), {"tags": "sqrtn", "genres": "sum"})
+    assert np.abs(by_hand - other).max() > 0.05
+
+
+def test_a_field_of_one_id():
+    schema = Schema([column("user", 7), column("site", 1), column("item", 5)])
+    layer = layer_of(schema=schema)
+    assert layer.row_offsets == (0, 7, 8, 13)
+    table = layer.table.numpy()
+    assert not table[7].any()  # padding's
+    found = layer(inputs(site=tf.zeros([4, 1], tf.int64))).numpy()
+    np.testing.assert_array_equal(found[:, 1], table[[7] * 4])
+    np.testing.assert_array_equal(found[:, 2], table[[8 + i for (i,) in ITEM]])
+    assert layer.rows("site", [None]).tolist() == [8]  # beyond it: no id is missing
+
+
+# Ids out of range
+
+
+def changed_in_one_place(field: str, bad: int) -> dict[str, Any]:
+    """The inputs with one id, of the third sample, replaced."""
+    if field in ("user", "item"):
+        ids = np.array({"user": USER, "item": ITEM}[field])
+        ids[2, 0] = bad
+        return inputs(**{field: tf.constant(ids)})
+    lists = [list(row) for row in {"genres": GENRES, "tags": TAGS}[field]]
+    lists[2] = [*lists[2], bad]
+    return inputs(**{field: ragged(lists)})
+
+
+def refusal(field: str, cardinality: int, received: int) -> str:
+    """The message, as it is printed eagerly (lines) and in a graph (brackets)."""
+    return (
+        r"ids must be from 0 to cardinality - 1\. Field, cardinality, received:"
+        rf"[^\w-]+(b')?{field}\W+{cardinality}[^\w-]+{received}\b"
+    )
+
+
+OUT_OF_RANGE = [
+    *[(name, size) for name, size in SIZES.items()],
+    *[(name, -1) for name in SIZES],
+    ("item", 10**12),
+    ("user", np.iinfo(np.int64).min),  # what NaN becomes
+    ("genres", np.iinfo(np.int64).min),
+]
+
+
+@pytest.fixture(scope="module", params=["eager", "graph"])
+def calls(request):
+    """A layer's call and its `lookup`, as they are or traced, once for all ids."""
+    layer = layer_of()
+    lookups = {name: functools.partial(layer.lookup, name) for name in SIZES}
+    if request.param == "eager":
+        return layer, lookups
+    return tf.function(layer), {name: tf.function(call) for name, call in lookups.items()}
+
+
+@pytest.mark.parametrize(("field", "bad"), OUT_OF_RANGE)
+def test_an_id_out_of_range_is_refused(calls, field, bad):
+    call, lookups = calls
+    given = changed_in_one_place(field, bad)
+    for refusing in (lambda: call(given), lambda: lookups[field](given[field])):
+        with pytest.raises(tf.errors.InvalidArgumentError) as caught:
+            refusing()
+        assert re.search(refusal(field, SIZES[field], bad), str(caught.value)), caught.value
+
+
+@pytest.mark.parametrize("in_graph", [False, True])
+def test_the_first_and_the_last_id_of_each_field(in_graph):
+    layer = layer_of("sum")
+    table = layer.table.numpy()
+    call = tf.function(layer) if in_graph else layer
+    last = {"user": [[6]], "item": [[4]], "genres": [[5]], "tags": [[3]]}
+    found = call({name: tf.constant(ids, tf.int64) for name, ids in last.items()})
+    np.testing.assert_array_equal(found[0], table[[6, 11, 17, 21]])
+    first = call({name: tf.zeros([1, 1], tf.int64) for name in SIZES})
+    np.testing.assert_array_equal(first[0], np.zeros((4, DIM)))
+
+
+@pytest.mark.parametrize("in_graph", [False, True])
+def test_no_id_at_all(in_graph):
+    """Lists that are all empty, and a batch without a sample."""
+    layer = layer_of()
+    call = tf.function(layer) if in_graph else layer
+    found = call(inputs(tags=ragged([[], [], [], []], ragged_rank=1))).numpy()
+    np.testing.assert_allclose(found[:, :3], expected(layer.table.numpy())[:, :3], 1e-5, 1e-6)
+    assert not found[:, 3].any()
+    assert call({name: ids[:0] for name, ids in inputs().items()}).shape == (0, 4, DIM)
+
+
+LISTED = Schema(
+    [category("a", 50), category("b", 70), category("l", 40, ragged=True), NUMBER, TARGET]
+)
+
+
+@pytest.mark.parametrize(("field", "cardinality", "bad"), [("b", 70, -3), ("l", 40, 40)])
+def test_an_id_out_of_range_ends_fit_and_changes_nothing(field, cardinality, bad):
+    model = deepfm(LISTED, embedding_dim=DIM, mlp=(8,))
+    hyperparameters = Hyperparameters(BATCH, warmup_epochs=0.0)
+    model.compile(CowClipOptimizer.for_model(model, hyperparameters), metrics=[])
+    model.fit(dataset(LISTED, 1), verbose=0)
+    before = model.get_weights()
+    features, labels = batch(LISTED)
+    key = "l__values" if field == "l" else field
+    ids = features[key].numpy()
+    ids[7] = bad
+    wrong = tf.data.Dataset.from_tensors(({**features, key: tf.constant(ids)}, labels))
+    with pytest.raises(tf.errors.InvalidArgumentError) as caught:
+        model.fit(wrong, verbose=0)
+    assert re.search(refusal(field, cardinality, bad), str(caught.value))
+    for one, other in zip(before, model.get_weights(), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+# Field by field
+
+
+@pytest.mark.parametrize("in_graph", [False, True])
+def test_not_stacked(in_graph):
+    layer = layer_of("sum", stacked=False)
+    found = (tf.function(layer) if in_graph else layer)(inputs())
+    assert set(found) == set(SIZES)
+    stack = expected(layer.table.numpy(), "sum")
+    for i, name in enumerate(layer.fields):
+        assert found[name].shape == (4, DIM)
+        np.testing.assert_allclose(found[name], stack[:, i], rtol=1e-5, atol=1e-6)
+
+
+def test_output_shapes():
+    shapes = {name: tf.TensorShape([4, 1]) for name in SIZES}
+    assert layer_of().compute_output_shape(shapes) == [4, 4, DIM]
+    apart = layer_of(stacked=False).compute_output_shape(shapes)
+    assert {name: tuple(shape) for name, shape in apart.items()} == dict.fromkeys(SIZES, (4, DIM))
+
+
+def in_dcn(schema):
+    inputs = mm.InputBlockV2(
+        schema.excluding_by_tag(Tags.TARGET), categorical=FusedEmbeddings(schema, 8, stacked=False)
+    )
+    return mm.DCNModel(schema, depth=2, input_block=inputs, deep_block=mm.MLPBlock([16]))
+
+
+def in_dlrm(schema):
+    return mm.DLRMModel(
+        schema,
+        embeddings=FusedEmbeddings(schema, 8, stacked=False),
+        bottom_block=mm.MLPBlock([8]),
+        top_block=mm.MLPBlock([8]),
+    )
+
+
+class Product(tf.keras.layers.Layer):
+    """A part of a network of one's own: v_a ⊙ v_b ⊙ v_l, by `lookup` alone."""
+
+    def __init__(self, schema):
+        super().__init__()
+        self.embeddings = FusedEmbeddings(schema, 8)
+
+    def call(self, inputs):
+        a, b, lists = (self.embeddings.lookup(name, inputs[name]) for name in ("a", "b", "l"))
+        return a + b * lists
+
+
+def by_lookup(schema):
+    features = schema.excluding_by_name(["x"]).excluding_by_tag(Tags.TARGET)
+    return mm.Model(Product(schema), mm.BinaryOutput("y"), schema=features)
+
+
+MODELS = {"dcn": in_dcn, "dlrm": in_dlrm, "lookup": by_lookup}
+
+
+HOT = Hyperparameters(BATCH, embedding_lr=0.05, dense_lr=0.01, warmup_epochs=0.0)
+
+
+@pytest.fixture
+def counted(monkeypatch) -> list[dict[int, float]]:
+    """What the clip is given in each step: row → count."""
+    steps: list[dict[int, float]] = []
+    original = CowClipAdam._row_gradients
+
+    def note(rows, counts):
+        steps.append(dict(zip(rows.numpy().tolist(), counts.numpy().tolist(), strict=True)))
+
+    def spy(self, gradient, variable):
+        found = original(self, gradient, variable)
+        tf.py_function(note, [found.indices, found.counts], [])
+        return found
+
+    monkeypatch.setattr(CowClipAdam, "_row_gradients", spy)
+    return steps
+
+
+def occurrences(features) -> dict[int, int]:
+    """Samples that hold each id of `LISTED`, by row, from the batch itself; padding has none."""
+    counts: dict[int, int] = {}
+    offsets = features["l__offsets"].numpy()
+    values = features["l__values"].numpy()
+    for i in range(len(offsets) - 1):
+        rows = {int(features["a"][i, 0]), 50 + int(features["b"][i, 0])}
+        rows |= {120 + int(k) for k in values[offsets[i] : offsets[i + 1]] if k != 0}
+        for row in rows:
+            counts[row] = counts.get(row, 0) + 1
+    return counts
+
+
+@pytest.mark.parametrize("eagerly", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_trains_inside_models_that_are_not_ours(name, eagerly, counted):
+    tf.keras.utils.set_random_seed(0)
+    model = MODELS[name](LISTED)
+    optimizer = CowClipOptimizer.for_model(model, HOT)
+    model.compile(optimizer, metrics=[], run_eagerly=eagerly)
+    data = dataset(LISTED, 3).cache()  # TensorFlow overwrites what a generator yields again
+    if name == "lookup":
+        data = data.map(lambda x, y: ({k: v for k, v in x.items() if k != "x"}, y))
+    losses = model.fit(data, epochs=5, verbose=0).history["loss"]
+    assert losses[-1] < losses[0] - 0.02
+    (spec,) = optimizer.table_specs
+    assert spec.variable.shape == (160, 8)
+    expected = [occurrences(batch(LISTED, seed=step)[0]) for step in range(3)]
+    assert max(expected[0].values()) > 3
+    assert len(counted) == 15
+    for step, wanted in zip(counted, expected * 5, strict=True):
+        beyond = {row: step.pop(row) for row in list(step) if row not in wanted}
+        assert step == wanted
+        assert set(beyond.values()) <= {1.0}  # padding, which no sample holds
+
+
+def test_dlrm_on_our_table_is_saved_whole(tmp_path):
+    model = in_dlrm(LISTED)
+    model.compile(CowClipOptimizer.for_model(model, HOT), metrics=[])
+    model.fit(dataset(LISTED, 9), verbose=0)
+    features, _ = batch(LISTED, seed=5)
+    before = model(features).numpy()
+    assert np.ptp(before) > 0.01
+    model.save(tmp_path / "model", include_optimizer=False)
+    loaded = tf.keras.models.load_model(tmp_path / "model", compile=False)
+    np.testing.assert_allclose(loaded(features), before, rtol=1e-6)
+
+
 # Initial values
 
 
@@ -171,15 +440,16 @@ def test_initializer_config_round_trip():
 # Gradient and counts
 
 
-def gradient_and_lookups(layer, given):
+def gradient_and_lookups(layer, given, compute=None):
     """What the optimizer would see: the table's gradient and the lookups of the step."""
+    compute = compute or (lambda: layer(given))
     (spec,) = layer.table_specs()
     counted = {}
 
     @tf.function
     def step():
         with tf.GradientTape() as tape:
-            loss = tf.reduce_sum(layer(given) ** 2)
+            loss = tf.reduce_sum(compute() ** 2)
         gradient = tape.gradient(loss, layer.table)
         assert isinstance(gradient, tf.IndexedSlices)
         rows, _, counts = samples_per_row(spec.recorder.lookups(), gradient.indices, spec.num_rows)
@@ -241,19 +511,410 @@ def test_the_same_batch_called_twice_counts_once():
     assert dict(zip(rows.numpy().tolist(), counts.numpy().tolist(), strict=True))[3] == 2.0
 
 
+# One field by itself
+
+
+@pytest.mark.parametrize("in_graph", [False, True])
+@pytest.mark.parametrize(
+    ("field", "ids"),
+    [
+        ("user", tf.constant(USER)),
+        ("item", tf.constant(np.ravel(ITEM), tf.int32)),
+        ("genres", ragged(GENRES)),
+        ("genres", ragged([[[i] for i in row] for row in GENRES], ragged_rank=1)),
+        ("tags", tf.constant(padded(TAGS))),
+        ("tags", tf.constant(padded(TAGS)[..., None])),
+    ],
+    ids=["b×1", "b", "ragged", "ragged b×n×1", "dense b×n", "dense b×n×1"],
+)
+def test_lookup_of_one_field(field, ids, in_graph):
+    layer = FusedEmbeddings(SCHEMA, DIM, stddev=0.5)  # not built
+    found = (tf.function(layer.lookup) if in_graph else layer.lookup)(field, ids)
+    assert found.shape == (4, DIM)
+    stack = expected(layer.table.numpy())
+    np.testing.assert_allclose(found, stack[:, layer.fields.index(field)], rtol=1e-5, atol=1e-6)
+
+
+FRIENDS = [[3], [4], [6], [5]]
+
+
+@pytest.mark.parametrize("first", ["call", "lookup"])
+def test_a_field_in_a_call_and_looked_up_counts_once(first):
+    layer, given = layer_of(), inputs()
+
+    def compute():
+        parts = [
+            lambda: tf.reduce_sum(layer(given), axis=1),
+            lambda: layer.lookup("user", given["user"]),
+            lambda: layer.lookup("genres", given["genres"]),
+        ]
+        if first == "lookup":
+            parts.reverse()
+        return tf.add_n([part() for part in parts])
+
+    _, alone = gradient_and_lookups(layer, given)
+    _, both = gradient_and_lookups(layer, given, compute)
+    assert both == alone
+    assert both[OFFSETS["user"] + 3] == 2  # in two samples
+    assert both[OFFSETS["genres"] + 3] == 2
+
+
+def test_a_field_looked_up_twice_counts_once():
+    layer = layer_of()
+
+    def twice():
+        return layer.lookup("user", tf.constant(USER)) * layer.lookup("user", tf.constant(USER))
+
+    _, counts = gradient_and_lookups(layer, None, twice)
+    assert counts == {3: 2, 6: 1, 0: 1}
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)])
+def test_another_feature_of_the_same_field_adds_up(order):
+    """The friend of a user, in the user's own table."""
+    layer, given = layer_of(), inputs()
+
+    def compute():
+        parts = [
+            lambda: tf.reduce_sum(layer(given), axis=1),
+            lambda: layer.lookup("user", given["user"]),
+            lambda: layer.lookup("user", tf.constant(FRIENDS), feature="friend"),
+        ]
+        return tf.add_n([parts[i]() for i in order])
+
+    _, alone = gradient_and_lookups(layer, given)
+    _, counts = gradient_and_lookups(layer, given, compute)
+    assert counts == {**alone, 3: 2 + 1, 4: 1, 6: 1 + 1, 5: 1}
+
+
+def test_lookup_refuses_a_field_it_does_not_have():
+    layer = FusedEmbeddings(SCHEMA, DIM)
+    message = "field must be one of 'user', 'item', 'genres', 'tags'. Received: 'friend'"
+    with pytest.raises(ValueError, match=message):
+        layer.lookup("friend", tf.constant(USER))
+    assert not layer.built
+
+
+def test_a_lookup_of_several_features_does_not_count_them_again():
+    """Two features in one lookup, and one of them, or a list, by itself as well."""
+    pair = Lookup("pair", tf.constant([[0, 5], [1, 5], [0, 6]]), features=("a", "b"))
+    a = Lookup("a", tf.constant([0, 1, 0]))
+    other = Lookup("c", tf.constant([[6, 6, 4], [5, 4, 4], [4, 4, 4]]), is_list=True, padding=4)
+
+    def counts(*lookups):
+        rows, _, found = samples_per_row(lookups, tf.constant([3], tf.int64), 8)
+        return dict(zip(rows.numpy().tolist(), found.numpy().tolist(), strict=True))
+
+    absent = {3: 1.0}
+    alone = {0: 2, 1: 1, 5: 2, 6: 1}
+    assert counts(pair) == alone | absent
+    assert counts(pair, a) == counts(a, pair) == alone | absent
+    assert counts(a) == {0: 2, 1: 1} | absent
+    assert counts(pair, a, other) == {0: 2, 1: 1, 5: 3, 6: 2} | absent
+
+
+# Rows by raw id
+
+RAW_TOML = """
+name = "shop"
+label = "bought"
+categorical = ["user", "item"]
+lists = ["genres"]
+list_separator = ";"
+split = { kind = "sequential", test = 0.25 }
+"""
+MISSING, UNKNOWN = 1, 2
+
+
+def raw_log() -> pd.DataFrame:
+    """Users by text, items by number, both missing at times; the test part has one new user."""
+    random = np.random.default_rng(0)
+    log = pd.DataFrame(
+        {
+            "bought": random.integers(0, 2, 80),
+            "user": [f"u{int(u)}" for u in random.geometric(0.3, 80)],
+            "item": [str(7 * int(i)) for i in random.geometric(0.4, 80)],
+            "genres": [";".join(f"g{g}" for g in row) for row in random.integers(0, 5, (80, 2))],
+        }
+    )
+    log.loc[[3, 5, 70], ["user", "item"]] = None
+    log.loc[75:77, "user"] = "newcomer"
+    return log
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory):
+    home = tmp_path_factory.mktemp("prepared")
+    (home / "shop.toml").write_text(RAW_TOML)
+    raw_log().to_csv(home / "log.csv", index=False)
+    spec = DatasetSpec.from_toml(home / "shop.toml")
+    return prepare(spec, [home / "log.csv"], home / "data", progress=False)
+
+
+@pytest.mark.parametrize("field", ["user", "item", "genres"])
+def test_rows_of_a_prepared_folder(prepared, field):
+    layer = layer_of(schema=prepared.schema)
+    place, first = {"workflow": prepared.path / "workflow"}, layer._first_row[field]
+    counts = prepared.counts(field)
+    assert len(counts) == layer.cardinalities[field] > 5
+
+    frame = layer.to_df(field, **place)
+    assert list(frame.columns) == ["raw", "0", "1", "2"]
+    assert frame.index.name == "id"
+    assert frame.index.tolist() == counts["id"].tolist()
+    assert frame["raw"].tolist() == counts["raw"].tolist()
+    assert frame["raw"].tolist()[:3] == [None, None, None]  # padding, missing, unknown
+    held = layer.table.numpy()[first : first + len(counts)]
+    np.testing.assert_array_equal(frame[["0", "1", "2"]].to_numpy(), held)
+
+    real = counts[3:]
+    found = layer.rows(field, real["raw"], **place)
+    assert found.dtype == np.int64
+    assert found.tolist() == [first + i for i in real["id"]]
+    odd = layer.rows(field, [None, "newcomer", float("nan"), real["raw"].iloc[0], pd.NA], **place)
+    assert odd.tolist() == [first + i for i in (MISSING, UNKNOWN, MISSING, 3, MISSING)]
+    assert layer.rows(field, [], **place).tolist() == []
+
+
+def test_rows_are_those_that_the_workflow_looks_up(prepared):
+    layer = layer_of(schema=prepared.schema)
+    raw = raw_log()
+    raw["genres"] = raw["genres"].str.split(";")
+    encoded = prepared.workflow().transform(raw)
+    for field in ("user", "item"):
+        rows = layer.rows(field, raw[field], workflow=prepared.path / "workflow")
+        np.testing.assert_array_equal(rows, encoded[field] + layer._first_row[field])
+        missing = layer._first_row[field] + MISSING
+        assert (rows == missing).sum() == 3
+    newcomers = layer.rows("user", raw["user"][75:78], workflow=prepared.path / "workflow")
+    assert set(newcomers) == {layer._first_row["user"] + UNKNOWN}
+
+
+def test_a_prepared_folders_vocabulary_wants_its_workflow(prepared):
+    layer = layer_of(schema=prepared.schema)
+    message = r"vocabulary of field 'user' must be a file.* Received: .*unique.user.parquet.*not "
+    for call in (lambda: layer.rows("user", ["u1"]), lambda: layer.to_df("user")):
+        with pytest.raises(ValueError, match=message + r"there. Pass workflow=, the folder"):
+            call()
+
+
+LARGE = 2**53  # beyond it, not every integer is a float
+
+
+def stock_log(shift=0) -> pd.DataFrame:
+    return pd.DataFrame(
+        {
+            "name": ["b", "a", "b", None, "c", "b"],
+            "number": [LARGE + 1, LARGE, LARGE + 1, 7 + shift, LARGE + 1, LARGE],
+            "words": [["x", "y"], ["x"], [], ["z", "x"], ["y"], ["x"]],
+        }
+    )
+
+
+def fitted(log: pd.DataFrame, folder: Path) -> Any:
+    """A stock NVTabular workflow; Categorify writes to `folder`."""
+    encode = nvtabular.ops.Categorify(out_path=str(folder))
+    workflow = nvtabular.Workflow(["name", "number", "words"] >> encode)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # NVTabular's own, about the CPU
+        workflow.fit(nvtabular.Dataset(log))
+    return workflow
+
+
+def encoded_rows(workflow, log, layer, field) -> list[int]:
+    return (workflow.transform(log)[field] + layer._first_row[field]).tolist()
+
+
+@pytest.mark.parametrize("field", ["name", "number"])
+def test_rows_of_a_stock_workflow(tmp_path, field):
+    log = stock_log()
+    workflow = fitted(log, tmp_path)
+    layer = layer_of(schema=workflow.output_schema)
+    assert Path(layer.schema[field].properties["cat_path"]).is_absolute()
+    assert layer.rows(field, log[field]).tolist() == encoded_rows(workflow, log, layer, field)
+    raw = layer.to_df(field)["raw"].tolist()
+    # By falling frequency, then by value.
+    assert raw == [None] * 3 + {"name": ["b", "a", "c"], "number": [LARGE + 1, LARGE, 7]}[field]
+    assert [type(r) for r in raw[3:]] == [{"name": str, "number": int}[field]] * 3
+    assert layer.to_df("words")["raw"].tolist() == [None] * 3 + ["x", "y", "z"]
+
+
+def test_large_numbers_keep_their_rows_beside_a_missing_one(tmp_path):
+    layer = layer_of(schema=fitted(stock_log(), tmp_path).output_schema)
+    first = layer._first_row["number"]
+    rows = layer.rows("number", [LARGE, None, LARGE + 1, LARGE + 2])
+    assert rows.tolist() == [first + i for i in (4, MISSING, 3, UNKNOWN)]
+    assert layer.rows("number", pd.Series([7, None])).tolist() == [first + 5, first + MISSING]
+
+
+def test_a_saved_stock_workflow_that_was_moved(tmp_path):
+    log = stock_log()
+    workflow = fitted(log, tmp_path / "fit")
+    workflow.save(str(tmp_path / "saved"))
+    shutil.rmtree(tmp_path / "fit")
+    (tmp_path / "saved").rename(tmp_path / "moved")
+    moved = nvtabular.Workflow.load(str(tmp_path / "moved"))
+    layer = layer_of(schema=moved.output_schema)
+    with pytest.raises(ValueError, match=r"Received: .*fit.*which is not there. Pass workflow="):
+        layer.rows("name", log["name"])
+    with pytest.raises(ValueError, match=r"Received: .*other.*which is not there."):
+        layer.rows("name", log["name"], workflow=tmp_path / "other")
+    for field in ("name", "number"):
+        found = layer.rows(field, log[field], workflow=tmp_path / "moved")
+        assert found.tolist() == encoded_rows(moved, log, layer, field)
+
+
+def test_a_later_fit_into_the_same_folder(tmp_path):
+    """The saved workflow's own copy counts; without it, ids beyond the field are noticed."""
+    first = fitted(stock_log(), tmp_path / "fit")
+    first.save(str(tmp_path / "saved"))
+    layer = layer_of(schema=first.output_schema)
+    expected = layer.rows("number", [LARGE, LARGE + 1, 7]).tolist()
+    fitted(pd.concat([stock_log(), stock_log(1), stock_log(2)]), tmp_path / "fit")
+    found = layer.rows("number", [LARGE, LARGE + 1, 7], workflow=tmp_path / "saved")
+    assert found.tolist() == expected
+    message = r"field 'number' must have ids below its cardinality, 6. Received: id 7. .*another"
+    with pytest.raises(ValueError, match=message):
+        layer.rows("number", [LARGE])
+
+
+def test_rows_of_a_column_that_was_never_encoded():
+    """Without a `cat_path`, ids are raw ids."""
+    layer = layer_of()
+    assert read_vocabulary(layer.schema["item"]).to_dict() == {3: 3, 4: 4}
+    assert layer.rows("item", [3, 4, 5, 2, None]).tolist() == [7 + i for i in (3, 4, 2, 2, 1)]
+    assert layer.rows("item", np.array([4.0, np.nan])).tolist() == [7 + 4, 7 + MISSING]
+    frame = layer.to_df("item")
+    assert frame["raw"].tolist() == [None, None, None, 3, 4]
+    np.testing.assert_array_equal(frame[["0", "1", "2"]], layer.table.numpy()[7:12])
+
+
+def test_rows_are_refused():
+    layer = FusedEmbeddings(SCHEMA, DIM, name="mine")
+    with pytest.raises(ValueError, match="The layer 'mine' must be built before its rows are read"):
+        layer.to_df("user")
+    for call in (layer.rows, layer.load_rows):
+        with pytest.raises(ValueError, match="field must be one of 'user', .* Received: 'friend'"):
+            call("friend", [3])
+    with pytest.raises(ValueError, match="field must be one of 'user', .* Received: 'friend'"):
+        layer.to_df("friend")
+    assert not layer.built
+
+
+# Rows from outside
+
+
+def test_load_an_array():
+    layer = FusedEmbeddings(SCHEMA, DIM, stddev=0.0)  # not built
+    given = np.arange(15.0).reshape(5, DIM) + 1
+    assert layer.load_rows("item", given) == 5
+    by_hand = np.zeros((ROWS, DIM))
+    by_hand[7:12] = given
+    np.testing.assert_array_equal(layer.table, by_hand)
+    found = layer(inputs()).numpy()
+    np.testing.assert_array_equal(found[:, 1], given[np.ravel(ITEM)])
+
+
+def test_load_a_frame():
+    """By raw id, in any order; what the field does not know, and what is no id, is left out."""
+    layer = layer_of()
+    before = layer.table.numpy()
+    frame = pd.DataFrame(
+        np.arange(15.0).reshape(5, DIM), index=[6, 99, 3, None, 2], columns=["x", "y", "z"]
+    )
+    assert layer.load_rows("user", frame) == 2
+    after = layer.table.numpy()
+    np.testing.assert_array_equal(after[[6, 3]], [[0, 1, 2], [6, 7, 8]])
+    others = [row for row in range(ROWS) if row not in (3, 6)]
+    np.testing.assert_array_equal(after[others], before[others])
+
+
+@pytest.mark.parametrize("field", ["user", "item", "genres"])
+def test_rows_of_one_layer_go_into_another(prepared, field):
+    place = {"workflow": prepared.path / "workflow"}
+    one, other = layer_of(schema=prepared.schema), layer_of(schema=prepared.schema)
+    before = other.table.numpy()
+    frame = one.to_df(field, **place).dropna(subset="raw").set_index("raw").sample(frac=1.0)
+    assert other.load_rows(field, frame, **place) == one.cardinalities[field] - 3
+    first, size = one._first_row[field], one.cardinalities[field]
+    by_hand = before.copy()
+    by_hand[first + 3 : first + size] = one.table.numpy()[first + 3 : first + size]
+    np.testing.assert_array_equal(other.table, by_hand)
+    assert (by_hand != before).any(axis=1).sum() == size - 3
+
+
+def test_large_numbers_round_trip(tmp_path):
+    layer = layer_of(schema=fitted(stock_log(), tmp_path).output_schema)
+    frame = layer.to_df("number").dropna(subset="raw").set_index("raw")
+    one, other = frame.loc[LARGE].to_numpy(), frame.loc[LARGE + 1].to_numpy()
+    assert (one != other).all()
+    assert layer.load_rows("number", frame.iloc[::-1]) == 3
+    again = layer.to_df("number").dropna(subset="raw").set_index("raw")
+    np.testing.assert_array_equal(again.loc[LARGE], one)
+    np.testing.assert_array_equal(again.loc[LARGE + 1], other)
+
+
+def frame_of(values, index) -> pd.DataFrame:
+    return pd.DataFrame(np.asarray(values, float), index=index)
+
+
+BAD_ROWS = {
+    "too few rows": (np.ones((6, DIM)), "rows of field 'user' must be 7×3. Received: 6×3"),
+    "too wide": (np.ones((7, 4)), "rows of field 'user' must be 7×3. Received: 7×4"),
+    "one row": (np.ones(DIM), "rows of field 'user' must be 7×3. Received: 3$"),
+    "three axes": (np.ones((7, DIM, 1)), "must be 7×3. Received: 7×3×1"),
+    "a narrow frame": (frame_of(np.ones((2, 2)), [3, 4]), "must be 2×3. Received: 2×2"),
+    "NaN": (
+        np.where(np.arange(21).reshape(7, 3) == 13, np.nan, 1.0),
+        "rows of field 'user' must be finite. Received: row 4",
+    ),
+    "inf": (frame_of([[1, 2, 3], [1, np.inf, 3]], [3, 4]), "must be finite. Received: row 1"),
+    "twice": (
+        frame_of(np.ones((3, 3)), [3, 5, 3]),
+        "raw ids of field 'user' must be unique. Received: 3",
+    ),
+    "none known": (
+        frame_of(np.ones((2, 3)), [77, None]),
+        "raw ids of field 'user' must be in its vocabulary. Received: 2 ids, none .*: .77",
+    ),
+    "an empty frame": (frame_of(np.ones((0, 3)), []), "must be in its vocabulary. Received: 0 ids"),
+    "text": (pd.DataFrame([["a", "b", "c"]], index=[3]), "could not convert string to float"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD_ROWS)
+def test_load_rows_refuses_and_changes_nothing(kind):
+    given, message = BAD_ROWS[kind]
+    layer, unbuilt = layer_of(), FusedEmbeddings(SCHEMA, DIM)
+    before = layer.table.numpy()
+    for refusing in (layer, unbuilt):
+        with pytest.raises(ValueError, match=message):
+            refusing.load_rows("user", given)
+    np.testing.assert_array_equal(layer.table, before)
+    assert not unbuilt.built
+
+
 # Saving
 
 
-def test_config_round_trip():
-    layer = layer_of("sqrtn", stddev=0.25, name="mine")
-    config = layer.get_config()
+@pytest.mark.parametrize("combiner", ["sqrtn", {"genres": "sum", "tags": "mean"}])
+@pytest.mark.parametrize("stacked", [True, False])
+def test_config_round_trip(combiner, stacked):
+    layer = layer_of(combiner, stddev=0.25, stacked=stacked, name="mine")
+    config = json.loads(json.dumps(layer.get_config()))  # as Keras stores it
     again = FusedEmbeddings.from_config(config)
-    assert again.get_config() == config
-    assert (again.name, again.dim, again.stddev, again.combiner) == ("mine", DIM, 0.25, "sqrtn")
+    assert again.get_config() == layer.get_config()
+    assert (again.name, again.dim, again.stddev, again.combiner) == ("mine", DIM, 0.25, combiner)
+    assert again.stacked is stacked
     assert (again.fields, again.row_offsets) == (layer.fields, layer.row_offsets)
     again.build({})
     again.set_weights(layer.get_weights())
-    np.testing.assert_array_equal(again(inputs()), layer(inputs()))
+    found, wanted = again(inputs()), layer(inputs())
+    if stacked:
+        found, wanted = {"stack": found}, {"stack": wanted}
+    assert set(found) == set(wanted)
+    for name, part in wanted.items():
+        np.testing.assert_array_equal(found[name], part)
 
 
 def test_save_and_load(tmp_path):
@@ -298,6 +959,26 @@ def test_save_and_load(tmp_path):
             {"combiner": "max"},
             "combiner must be one of mean, sum, sqrtn. Received: combiner='max'",
         ),
+        (
+            SCHEMA,
+            {"combiner": {"genres": "sum", "tags": "max"}},
+            "combiner must be one of mean, sum, sqrtn. Received: combiner='max'",
+        ),
+        (
+            SCHEMA,
+            {"combiner": {"genres": "sum"}},
+            "combiner must name each list column: genres, tags. Received: genres$",
+        ),
+        (
+            SCHEMA,
+            {"combiner": {"genres": "sum", "tags": "sum", "user": "sum"}},
+            "combiner must name each list column: genres, tags. Received: genres, tags, user$",
+        ),
+        (
+            Schema([column("user", 7)]),
+            {"combiner": {"user": "sum"}},
+            "combiner must name each list column: there is none. Received: user$",
+        ),
     ],
 )
 def test_refused(schema, options, message):
@@ -314,3 +995,24 @@ def test_a_bad_stddev_is_refused(stddev):
 def test_a_list_of_lists_is_refused():
     with pytest.raises(ValueError, match="'genres' must be ragged in one dimension"):
         layer_of().call(inputs(genres=ragged([[[3, 4]], [], [[5]], []])))
+
+
+@pytest.mark.parametrize(
+    ("given", "zero"),
+    [
+        ({}, {0, 2}),
+        ({"freq_threshold": 0, "max_size": 0, "num_buckets": None}, {0, 2}),
+        ({"freq_threshold": 1}, {0, 2}),  # every id that occurs occurs once
+        ({"freq_threshold": 5}, {0}),
+        ({"freq_threshold": 5.0}, {0}),  # as a schema read from a file has it
+        ({"max_size": 7}, {0}),
+        ({"max_size": 8}, {0, 2}),  # not reached
+        ({"max_size": 7, "num_buckets": 3}, {0}),
+        ({"num_buckets": 3}, {0}),  # no vocabulary: every id is hashed
+        ({"num_buckets": 3, "cat_path": "unique.user.parquet"}, {0, 2, 3, 4}),
+    ],
+)
+def test_an_unknown_row_that_training_rows_have_starts_like_any_other(given, zero):
+    user = column("user", 7).with_properties(given)
+    table = layer_of(schema=Schema([user])).table.numpy()
+    assert set(np.flatnonzero(~table.any(axis=1)).tolist()) == zero

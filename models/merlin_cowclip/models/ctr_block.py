@@ -14,7 +14,7 @@ from merlin.models.utils.schema_utils import (
 )
 from merlin.schema import Schema, Tags
 
-from merlin_cowclip.models.embeddings import FusedEmbeddings
+from merlin_cowclip.models.embeddings import FusedEmbeddings, plain_combiner
 from merlin_cowclip.plugins._stack import mm, tf
 
 KERNEL_INITIALIZER = "he_normal"
@@ -37,7 +37,7 @@ class CTRBlock(tf.keras.layers.Layer):
     Input: dict of features as `mm.Model` prepares them. Output: logit, b×1.
 
     Raises:
-      ValueError: no categorical column, or an argument out of range.
+      ValueError: no categorical column, a continuous list column, or an argument out of range.
     """
 
     # Which parts the network has:
@@ -60,7 +60,7 @@ class CTRBlock(tf.keras.layers.Layer):
         self.embedding_dim = embedding_dim
         self.mlp_units = layer_units("mlp", mlp)
         self.stddev = float(stddev)
-        self.combiner = combiner if isinstance(combiner, str) else dict(combiner)
+        self.combiner = plain_combiner(combiner)
         self.continuous_fields = tuple(self.schema.select_by_tag(Tags.CONTINUOUS).column_names)
         if self.has_embeddings:
             self.embeddings = FusedEmbeddings(
@@ -132,7 +132,7 @@ class CTRBlock(tf.keras.layers.Layer):
             "embedding_dim": self.embedding_dim,
             "mlp": list(self.mlp_units),
             "stddev": self.stddev,
-            "combiner": self.combiner,
+            "combiner": plain_combiner(self.combiner),
         }
 
     @classmethod
@@ -192,9 +192,20 @@ class Probability(tf.keras.layers.Layer):
 
 
 def input_schema(schema: Schema) -> Schema:
-    """The features of a schema: its categorical and continuous columns without targets."""
+    """The features of a schema: its categorical and continuous columns without targets.
+
+    Raises:
+      ValueError: a continuous list column.
+    """
     features = schema.excluding_by_tag(Tags.TARGET)
-    return features.select_by_tag(Tags.CATEGORICAL) + features.select_by_tag(Tags.CONTINUOUS)
+    continuous = features.select_by_tag(Tags.CONTINUOUS)
+    lists = [column.name for column in continuous if column.is_list]
+    if lists:
+        raise ValueError(
+            "A column tagged Tags.CONTINUOUS must hold one number per sample. Received the list "
+            f"columns {lists}."
+        )
+    return features.select_by_tag(Tags.CATEGORICAL) + continuous
 
 
 def target_name(schema: Schema) -> str:

@@ -39,8 +39,8 @@ class VectorCross(tf.keras.layers.Layer):
     def call(self, inputs: tf.Tensor) -> tf.Tensor:
         """b×n."""
         x = inputs
-        for kernel, bias in zip(self.kernels, self.biases, strict=True):
-            x = inputs * tf.matmul(x, kernel) + bias + x
+        for i in range(self.depth):  # AutoGraph has no zip(…, strict=…)
+            x = inputs * tf.matmul(x, self.kernels[i]) + self.biases[i] + x
         return x
 
     def compute_output_shape(self, input_shape: Any) -> tf.TensorShape:

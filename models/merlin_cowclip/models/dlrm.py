@@ -27,10 +27,9 @@ class DLRMBlock(CTRBlock):
         self, schema: Schema, *, bottom_mlp: Sequence[int] = (512, 256, 64), **kwargs: Any
     ) -> None:
         super().__init__(schema, **kwargs)
-        self.bottom_units = tuple(bottom_mlp)
+        self.bottom_units = layer_units("bottom_mlp", bottom_mlp) if bottom_mlp else ()
         if self.continuous_fields:
-            units = layer_units("bottom_mlp", (*self.bottom_units, self.embedding_dim))
-            self.bottom = mlp_block(units)
+            self.bottom = mlp_block((*self.bottom_units, self.embedding_dim))
         elif len(self.embeddings.fields) < 2:
             raise ValueError(
                 "The schema must have two fields at least, for DLRM reads their products alone. "

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from merlin.models.config.schema import SchemaMixin
 from merlin.models.utils.schema_utils import (
     schema_to_tensorflow_metadata_json,
     tensorflow_metadata_json_to_schema,
@@ -63,7 +64,7 @@ class TableInitializer(tf.keras.initializers.Initializer):
 
 
 @tf.keras.utils.register_keras_serializable(package="merlin_cowclip")
-class FusedEmbeddings(tf.keras.layers.Layer):
+class FusedEmbeddings(SchemaMixin, tf.keras.layers.Layer):
     """Looks up all categorical fields of a schema in one V×d table.
 
     Field f owns the rows `row_offsets[f]` to `row_offsets[f + 1]`; id i of field f is row
@@ -119,17 +120,17 @@ class FusedEmbeddings(tf.keras.layers.Layer):
             offsets.append(offsets[-1] + _cardinality(by_name[name]))
         self.row_offsets = tuple(offsets)
         self.cardinalities = {name: _cardinality(by_name[name]) for name in self.fields}
-        self.schema = Schema([by_name[name] for name in self.fields])
+        self.set_schema(Schema([by_name[name] for name in self.fields]))
         self.dim = dim
         self.stddev = float(stddev)
-        self.combiner = combiner if isinstance(combiner, str) else dict(combiner)
+        self.combiner = plain_combiner(combiner)
         self._combiners = _combiner_per_list(self.list_fields, combiner)
         self.stacked = stacked
         self._first_row = dict(zip(self.fields, offsets[:-1], strict=True))
         zero_rows = [
             first + i
             for name, first in self._first_row.items()
-            for i in (PADDING_ID, UNKNOWN_ID)
+            for i in _untrained_ids(by_name[name])
             if i < self.cardinalities[name]
         ]
         self._initializer = TableInitializer(self.stddev, zero_rows)
@@ -177,7 +178,8 @@ class FusedEmbeddings(tf.keras.layers.Layer):
         stack = parts[0] if len(parts) == 1 else tf.concat(parts, axis=1)
         if self.stacked:
             return stack
-        return dict(zip(self.fields, tf.unstack(stack, len(self.fields), axis=1), strict=True))
+        parts = tf.unstack(stack, len(self.fields), axis=1)
+        return {name: parts[i] for i, name in enumerate(self.fields)}
 
     def lookup(self, field: str, ids: Any, *, feature: str | None = None) -> tf.Tensor:
         """One field alone, as a part of a network of your own.
@@ -203,12 +205,14 @@ class FusedEmbeddings(tf.keras.layers.Layer):
     def _rows(self, ids: tf.Tensor, fields: Sequence[str]) -> tf.Tensor:
         """Ids n×F of F fields to row numbers; an id out of range raises."""
         sizes = tf.constant([self.cardinalities[name] for name in fields], tf.int64)
-        least = -tf.reduce_max(-ids, axis=0)  # Min has no GPU kernel for int64
+        # The least id by its bits, inverted: Min has no GPU kernel for int64, and -ids would
+        # overflow where there is no id, or the one that NaN becomes.
+        least = tf.bitwise.invert(tf.reduce_max(tf.bitwise.invert(ids), axis=0))
         most = tf.reduce_max(ids, axis=0)
         outside = tf.logical_or(least < 0, most >= sizes)
         at = tf.argmax(outside)
         message = [
-            "ids must be from 0 to the field's cardinality - 1. Field, cardinality, received:",
+            "ids must be from 0 to cardinality - 1. Field, cardinality, received:",
             tf.gather(tf.constant(fields), at),
             sizes[at],
             tf.where(least[at] < 0, least[at], most[at]),
@@ -267,10 +271,18 @@ class FusedEmbeddings(tf.keras.layers.Layer):
           n, int64.
 
         Raises:
-          ValueError: no such field, or its vocabulary is not there.
+          ValueError: no such field, its vocabulary is not there, or an unknown id of a field whose
+            unknown ids are hashed.
         """
-        vocabulary = self._vocabulary(field, workflow)
-        return encode(vocabulary, raw_ids) + self._first_row[field]
+        ids = encode(self._vocabulary(field, workflow), raw_ids)
+        hashed = int(self.schema[field].properties.get("num_buckets") or 1) > 1
+        if hashed and (ids == UNKNOWN_ID).any():
+            raise ValueError(
+                f"raw ids of field {field!r} must be in its vocabulary, for the others share rows "
+                "by a hash that the workflow knows. Received: one that is not. Take its id from "
+                "workflow.transform."
+            )
+        return ids + self._first_row[field]
 
     def to_df(self, field: str, *, workflow: str | os.PathLike[str] | None = None) -> pd.DataFrame:
         """The rows of one field with their raw ids.
@@ -292,7 +304,9 @@ class FusedEmbeddings(tf.keras.layers.Layer):
         values = table[first : first + self.cardinalities[field]].numpy()
         frame = pd.DataFrame(values, columns=[str(i) for i in range(self.dim)])
         frame.index.name = "id"
-        frame.insert(0, "raw", vocabulary.reindex(frame.index))
+        raw = np.full(len(frame), None, object)
+        raw[vocabulary.index] = vocabulary.astype(object)
+        frame.insert(0, "raw", raw)
         return frame
 
     def load_rows(
@@ -341,7 +355,7 @@ class FusedEmbeddings(tf.keras.layers.Layer):
             if not known.any():
                 raise ValueError(
                     f"raw ids of field {field!r} must be in its vocabulary. Received: "
-                    f"{len(given)} ids, the first {values.index[0]!r}, none of which is"
+                    f"{len(given)} ids, none of which is: {list(values.index[:3])}"
                 )
             ids, given = ids[known], given[known]
         table = self._built_table(build=True)
@@ -351,7 +365,14 @@ class FusedEmbeddings(tf.keras.layers.Layer):
 
     def _vocabulary(self, field: str, workflow: str | os.PathLike[str] | None) -> pd.Series:
         self._check_field(field)
-        return read_vocabulary(self.schema[field], workflow)
+        vocabulary = read_vocabulary(self.schema[field], workflow)
+        last, cardinality = vocabulary.index.max(), self.cardinalities[field]
+        if len(vocabulary) and last >= cardinality:
+            raise ValueError(
+                f"the vocabulary of field {field!r} must have ids below its cardinality, "
+                f"{cardinality}. Received: id {last}. It is another workflow's than the schema."
+            )
+        return vocabulary
 
     def _check_field(self, field: str) -> None:
         if field not in self.cardinalities:
@@ -376,7 +397,7 @@ class FusedEmbeddings(tf.keras.layers.Layer):
             "schema": schema_to_tensorflow_metadata_json(self.schema),
             "dim": self.dim,
             "stddev": self.stddev,
-            "combiner": self.combiner,
+            "combiner": plain_combiner(self.combiner),
             "stacked": self.stacked,
         }
 
@@ -399,6 +420,26 @@ def _cardinality(column: ColumnSchema) -> int:
             "Take the schema of an NVTabular workflow with Categorify."
         )
     return int(domain.max) + 1
+
+
+def _untrained_ids(column: ColumnSchema) -> list[int]:
+    """Ids that no training row has: padding, and the unknown ones unless Categorify made some.
+
+    It does below a threshold, beyond a size, and by hashing without a vocabulary. With a whole
+    vocabulary, buckets only spread the ids that training has not seen.
+    """
+    given = column.properties
+    truncated = 0 < (given.get("max_size") or 0) <= _cardinality(column)
+    below = (given.get("freq_threshold") or 0) > 1
+    buckets = int(given.get("num_buckets") or 1)
+    if truncated or below or (buckets > 1 and not given.get("cat_path")):
+        return [PADDING_ID]
+    return [PADDING_ID, *range(UNKNOWN_ID, UNKNOWN_ID + buckets)]
+
+
+def plain_combiner(combiner: str | Mapping[str, str]) -> str | dict[str, str]:
+    """As JSON takes it: Keras wraps the dicts that layers hold."""
+    return combiner if isinstance(combiner, str) else dict(combiner)
 
 
 def _combiner_per_list(

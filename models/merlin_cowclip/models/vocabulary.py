@@ -44,14 +44,15 @@ def read_vocabulary(
         return pd.Series(ids, index=ids, name="raw")
     tried = [Path(named)]
     if workflow is not None:
-        tried = [Path(workflow) / named, Path(workflow) / "categories" / Path(named).name]
+        # Its own copy first: a later fit may have overwritten the file that cat_path names.
+        tried = [Path(workflow) / "categories" / Path(named).name, Path(workflow) / named]
     for path in tried:
         if path.exists():
             storage = path.name.removeprefix("unique.").removesuffix(".parquet")
             vocabulary = pd.read_parquet(path, columns=[storage])[storage]
             return vocabulary[vocabulary.notna()].rename("raw")
     raise ValueError(
-        f"the vocabulary of field {column.name!r} must be a file. Received: {tried[-1]}, which is "
+        f"the vocabulary of field {column.name!r} must be a file. Received: {tried[0]}, which is "
         "not there. Pass workflow=, the folder of the saved NVTabular workflow."
     )
 
@@ -59,7 +60,9 @@ def read_vocabulary(
 def encode(vocabulary: pd.Series, raw_ids: Any) -> np.ndarray:
     """Ids of raw ids, n, int64: 1 for a missing one, 2 for one that is not in the vocabulary."""
     raw = pd.Series(np.asarray(raw_ids, dtype=object))
-    places = pd.Index(vocabulary.astype(object)).get_indexer(pd.Index(raw))
+    # As objects: pandas would make integers beside a missing one floats, and large ones inexact.
+    known = pd.Index(vocabulary.astype(object), dtype=object)
+    places = known.get_indexer(pd.Index(raw, dtype=object))
     ids = np.append(vocabulary.index, UNKNOWN_ID)[places]  # place -1, not there, is the last
     ids[raw.isna().to_numpy()] = MISSING_ID
     return ids.astype(np.int64)

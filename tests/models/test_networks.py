@@ -1,0 +1,722 @@
+"""Every network of `MODELS` through one contract: formula, gradient, size, data, serving, saving.
+
+The formulas are in `networks.py`: NumPy, one sample at a time, in double precision.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+import pandas as pd
+import pytest
+import tensorflow as tf
+
+from merlin_cowclip.models import MODELS, DLRMBlock, VectorCross, deepfm
+from merlin_cowclip.models.ctr_block import Probability
+from merlin_cowclip.plugins import CowClipOptimizer, Hyperparameters, load_model, save_model
+from merlin_cowclip.plugins._stack import ColumnSchema, Schema, Tags, mm, quiet_stack
+
+from .networks import (
+    BOTTOM,
+    LABELS,
+    LISTS,
+    MLP,
+    NETWORKS,
+    NUMBERS,
+    OTHER_LISTS,
+    ROWS,
+    SCHEMA,
+    SIZES,
+    WIDTH,
+    as_numpy,
+    block_of,
+    dense_layers,
+    depth,
+    features,
+    network_weights,
+    probability_of,
+    randomise,
+    samples_of,
+    schema_of,
+    weights_of,
+)
+
+with quiet_stack():
+    from keras.saving.legacy.saving_utils import trace_model_call
+    from merlin.io import Dataset
+    from merlin.models.tf.blocks.dlrm import DLRMBlock as StockDLRMBlock
+    from merlin.models.tf.blocks.interaction import FMBlock as StockFMBlock
+    from merlin.models.tf.core.aggregation import StackFeatures
+
+HOT = Hyperparameters(ROWS, embedding_lr=0.05, dense_lr=0.02, warmup_epochs=0.0)
+EPOCHS = 15
+
+
+def batches(given=None, labels=LABELS) -> tf.data.Dataset:
+    """One batch of features b×1, as a plain `tf.data.Dataset`."""
+    return tf.data.Dataset.from_tensors((given or features(), labels))
+
+
+def sigmoid(logits):
+    return 1 / (1 + np.exp(-np.asarray(logits)))
+
+
+def logits_by_loop(network, model, given, schema=SCHEMA, combiner="mean") -> np.ndarray:
+    weights, samples = as_numpy(model), samples_of(given, schema, combiner)
+    return np.array([network.logit(weights, sample) for sample in samples])
+
+
+@pytest.fixture(scope="module", params=NETWORKS)
+def name(request) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def model(name):
+    """Built, with weights none of which is zero."""
+    model = NETWORKS[name].build()
+    model(features())
+    randomise(model)
+    return model
+
+
+class Trained(NamedTuple):
+    model: Any
+    losses: list[float]
+
+
+@pytest.fixture(scope="module")
+def trained(name) -> Trained:
+    """Trained with a CowClipOptimizer from a plain `tf.data.Dataset`."""
+    tf.keras.utils.set_random_seed(0)
+    model = NETWORKS[name].build()
+    model.compile(optimizer=CowClipOptimizer.for_model(model, HOT), metrics=[])
+    return Trained(model, model.fit(batches(), epochs=EPOCHS, verbose=0).history["loss"])
+
+
+@pytest.fixture(scope="module")
+def saved(trained, tmp_path_factory) -> str:
+    """The folder of the trained model: its configuration, weights and serving signature.
+
+    The signature is the one that `model.save` makes, but the traces of all layers, which take it
+    ten seconds per network, are left out; `test_a_loaded_model_goes_on_training` has them.
+    """
+    folder = str(tmp_path_factory.mktemp("saved") / "model")
+    signature = trace_model_call(trained.model)
+    with quiet_stack():
+        tf.keras.Model.save(
+            trained.model,
+            folder,
+            include_optimizer=False,
+            save_traces=False,
+            signatures={"serving_default": signature},
+        )
+    return folder
+
+
+def test_every_network_is_in_the_table():
+    assert {network.builder for network in NETWORKS.values()} == set(MODELS)
+    assert MODELS["deepfm"] is deepfm
+
+
+# Formula and gradient
+
+
+def test_the_formula(name, model):
+    given = features()
+    logits = logits_by_loop(NETWORKS[name], model, given)
+    assert np.ptp(logits) > 0.5
+    assert np.abs(logits).max() < 6  # where a probability still tells the logit
+    found = model(given).numpy()
+    assert found.shape == (ROWS, 1)
+    np.testing.assert_allclose(found[:, 0], sigmoid(logits), rtol=1e-5)
+
+
+@pytest.mark.parametrize("combiner", ["sum", "sqrtn"])
+def test_combiners(name, model, combiner):
+    network, given = NETWORKS[name], features(lists=OTHER_LISTS)
+    other = network.build(combiner={"genres": combiner})
+    other(given)
+    for key, weight in weights_of(model).items():
+        weights_of(other)[key].assign(weight)
+    logits = logits_by_loop(network, other, given, combiner=combiner)
+    found = other(given).numpy()[:, 0]
+    np.testing.assert_allclose(found, sigmoid(logits), rtol=1e-5)
+    assert np.abs(found - model(given).numpy()[:, 0]).max() > 1e-3  # not the mean's
+
+
+@pytest.mark.parametrize("cross_layers", [1, 4])
+@pytest.mark.parametrize("name", ["dcn", "dcn_v2", "dcn_v2, rank 2"])
+def test_depth_of_the_cross_stream(name, cross_layers):
+    given, network = features(), NETWORKS[name]
+    model = network.build(cross_layers=cross_layers)
+    model(given)
+    randomise(model, 0.2)
+    assert depth(weights_of(model), "cross") == cross_layers
+    logits = logits_by_loop(network, model, given)
+    np.testing.assert_allclose(model(given).numpy()[:, 0], sigmoid(logits), rtol=1e-5)
+
+
+def test_dlrm_with_one_bottom_layer():
+    given, network = features(), NETWORKS["dlrm"]
+    model = network.build(bottom_mlp=())
+    model(given)
+    randomise(model)
+    assert [layer.units for layer in dense_layers(block_of(model).bottom)] == [WIDTH]
+    logits = logits_by_loop(network, model, given)
+    np.testing.assert_allclose(model(given).numpy()[:, 0], sigmoid(logits), rtol=1e-5)
+
+
+def test_gradients_are_those_of_the_formula(name, model):
+    """In double precision, through the loss as Keras computes it, some entries of every weight."""
+    network, given = NETWORKS[name], features()
+    tf.keras.mixed_precision.set_global_policy("float64")
+    try:
+        double = network.build()
+        double(given)
+    finally:
+        tf.keras.mixed_precision.set_global_policy("float32")
+    variables = weights_of(double)
+    for key, weight in weights_of(model).items():
+        assert variables[key].dtype == tf.float64
+        variables[key].assign(tf.cast(weight, tf.float64))
+    with tf.GradientTape() as tape:
+        loss = tf.keras.losses.BinaryCrossentropy()(LABELS, double(given))
+    gradients = tape.gradient(loss, variables)
+    weights, samples = as_numpy(double), samples_of(given)
+
+    def loss_by_loop() -> float:
+        z = np.array([network.logit(weights, sample) for sample in samples])
+        return float(np.mean(np.logaddexp(0, z) - LABELS[:, 0] * z))
+
+    assert float(loss) == pytest.approx(loss_by_loop(), rel=1e-6)
+    random, step = np.random.default_rng(1), 1e-5
+    for key, gradient in gradients.items():
+        found = tf.convert_to_tensor(gradient).numpy().ravel()
+        largest = np.abs(found).argmax()
+        assert abs(found[largest]) > 1e-4
+        entries = weights[key].reshape(-1)  # a view
+        for at in {int(largest), *map(int, random.integers(len(found), size=4))}:
+            before, around = entries[at], []
+            for shift in (step, -step):
+                entries[at] = before + shift
+                around.append(loss_by_loop())
+            entries[at] = before
+            expected = (around[0] - around[1]) / (2 * step)
+            np.testing.assert_allclose(found[at], expected, 1e-5, 1e-8, err_msg=f"{key}[{at}]")
+
+
+# Weights
+
+DEEP = (273 + 1) * 400 + 2 * (400 + 1) * 400 + 400
+"""26 fields of width 10 and 13 numbers are 273 inputs; the logit has no bias."""
+BOTTOM_OF_DLRM = (13 + 1) * 512 + (512 + 1) * 256 + (256 + 1) * 64 + (64 + 1) * 10
+TOP_OF_DLRM = (10 + 27 * 26 // 2 + 1) * 400 + 2 * (400 + 1) * 400 + 400
+
+
+@pytest.mark.parametrize(
+    ("name", "formula", "count", "per_id"),
+    [
+        ("lr", 13 + 1, 14, 1),
+        ("fm", 13 + 1, 14, 11),
+        ("wide_and_deep", DEEP + 13 + 1, 430_814, 11),  # 0.431M in Table 7
+        ("deepfm", DEEP + 13 + 1, 430_814, 11),  # 0.431M
+        ("dcn", DEEP + 3 * 2 * 273 + 273 + 13 + 1, 432_725, 11),  # 0.433M
+        ("dcn_v2", DEEP + 3 * (273 * 273 + 273) + 273 + 13 + 1, 655_493, 11),  # 0.655M
+        ("dlrm", BOTTOM_OF_DLRM + TOP_OF_DLRM + 1, 621_595, 10),
+    ],
+)
+def test_weights_on_criteos_fields(name, formula, count, per_id):
+    ids = {f"C{i}": 5 + i for i in range(26)}
+    schema = schema_of(ids, tuple(f"I{i}" for i in range(13)))
+    model = MODELS[name](schema)
+    model(features(schema, [[], []]))
+    assert network_weights(model) == formula == count
+    total = sum(math.prod(v.shape) for v in model.trainable_variables)
+    assert total - formula == per_id * sum(ids.values())
+
+
+def test_initial_weights(name):
+    """Tables N(0, σ), the linear part and all biases zero, kernels Kaiming initialised."""
+    tf.keras.utils.set_random_seed(0)
+    network = NETWORKS[name]
+    schema = schema_of({"user": 103, "item": 6}, ("price",))
+    wide = {"bottom_mlp": (300, 200)} if network.builder == "dlrm" else {}
+    model = network.build(schema, embedding_dim=320, mlp=(400, 300), stddev=2e-2, **wide)
+    model(features(schema))
+    kernels: dict[tuple[str, int], list] = {}
+    for key, weight in as_numpy(model).items():
+        if key == "linear" or key.endswith("bias"):
+            assert not weight.any()
+        elif key == "embeddings":
+            assert weight[3:103].std() == pytest.approx(2e-2, rel=0.03)
+        elif key != "continuous_logit":  # one weight; the others by stream and fan-in, to be many
+            kernels.setdefault((key.split("/")[0], weight.shape[0]), []).append(weight.ravel())
+    for (stream, fan_in), found in kernels.items():
+        weights = np.concatenate(found)
+        sampling = 3 / math.sqrt(2 * len(weights))  # of a deviation, three times its own
+        assert sampling < 0.13
+        # He et al. 2015: variance 2 / fan-in
+        assert weights.std() == pytest.approx(math.sqrt(2 / fan_in), rel=sampling), stream
+
+
+def test_two_models_share_nothing(name, model):
+    """Merlin's DCNModel makes its default MLP at import, once for all models."""
+    other = NETWORKS[name].build()
+    other(features())
+    mine = {v.ref() for v in model.trainable_variables}
+    assert mine.isdisjoint(v.ref() for v in other.trainable_variables)
+
+
+# Against Merlin's own blocks. They sort by name: these names keep our order, where a field comes
+# after "bottom_block", a list after the one-hot fields, and a number after all fields.
+
+SORTED = schema_of({"city": 9, "item": 6, "user": 5}, ("x0", "x1"), {"words": 7})
+IDS = SORTED.select_by_tag(Tags.CATEGORICAL)
+PLAIN_LISTS = [[3, 5, 5], [], [6], [4, 3], [1, 3], [4]]  # to Merlin, id 0 in a list is an id
+
+
+def stock_embeddings(schema=IDS):
+    return mm.Embeddings(schema, dim=WIDTH, sequence_combiner="mean")
+
+
+def give_rows(ours, stock) -> None:
+    """Our table's rows → Merlin's tables."""
+    tables = {x.table_name: x for x in stock._flatten_layers() if isinstance(x, mm.EmbeddingTable)}
+    layer = block_of(ours).embeddings
+    assert set(tables) == set(layer.fields)
+    for field, first, end in zip(
+        layer.fields, layer.row_offsets, layer.row_offsets[1:], strict=False
+    ):
+        tables[field].table.embeddings.assign(layer.table[first:end])
+
+
+def give_layers(ours, stock) -> None:
+    """The dense layers of a part of ours → the same part of Merlin's model."""
+    pairs = list(zip(dense_layers(ours), dense_layers(stock), strict=True))
+    assert pairs
+    for mine, its in pairs:
+        its.set_weights(mine.get_weights())
+
+
+def give_logit(ours, kernels, stock) -> None:
+    (output,) = (x for x in stock._flatten_layers() if isinstance(x, mm.BinaryOutput))
+    output.to_call.kernel.assign(tf.concat(kernels, axis=0))
+    output.to_call.bias.assign(probability_of(ours).bias)
+
+
+def built(model, given):
+    model(given)
+    return model
+
+
+def assert_same_probabilities(ours, stock, given) -> None:
+    expected = stock(given).numpy()
+    assert np.ptp(expected) > 0.05
+    np.testing.assert_allclose(ours(given).numpy(), expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("rank", [None, 2])
+def test_dcn_v2_is_merlins(rank):
+    """Without the linear part, which Merlin's does not have."""
+    given = features(SORTED, PLAIN_LISTS)
+    ours = built(NETWORKS["dcn_v2"].build(SORTED, low_rank_dim=rank), given)
+    randomise(ours)
+    block = block_of(ours)
+    for weight in (block.linear.table, block.continuous_logit.kernel):
+        weight.assign(tf.zeros_like(weight))
+    cross, deep = mm.CrossBlock(3, low_rank_dim=rank), mm.MLPBlock(list(MLP))
+    inputs = mm.InputBlockV2(
+        SORTED.excluding_by_tag(Tags.TARGET), categorical=stock_embeddings(), aggregation="concat"
+    )
+    body = mm.ParallelBlock({"cross": cross, "deep": deep}, aggregation="concat")
+    stock = built(mm.Model(inputs, body, mm.BinaryOutput("click0")), given)
+    give_rows(ours, stock)
+    give_layers(block.cross, cross)
+    give_layers(block.deep, deep)
+    give_logit(ours, [block.cross_logit.kernel, block.deep_logit.kernel], stock)
+    assert_same_probabilities(ours, stock, given)
+
+
+def test_dlrm_is_merlins():
+    given = features(SORTED, PLAIN_LISTS)
+    ours = built(NETWORKS["dlrm"].build(SORTED), given)
+    randomise(ours)
+    block = block_of(ours)
+    bottom, top = mm.MLPBlock([*BOTTOM, WIDTH]), mm.MLPBlock(list(MLP))
+    body = StockDLRMBlock(SORTED, embeddings=stock_embeddings(), bottom_block=bottom, top_block=top)
+    stock = built(mm.Model(body, mm.BinaryOutput("click0")), given)
+    give_rows(ours, stock)
+    give_layers(block.bottom, bottom)
+    give_layers(block.top, top)
+    give_logit(ours, [block.top_logit.kernel], stock)
+    assert_same_probabilities(ours, stock, given)
+
+
+def test_fm_is_merlins_layer_between_fields():
+    schema = SORTED.excluding_by_tag(Tags.CONTINUOUS)
+    given = features(schema, PLAIN_LISTS)
+    ours = built(NETWORKS["fm"].build(schema), given)
+    randomise(ours)
+    linear = block_of(ours).linear.table
+    linear.assign(tf.zeros_like(linear))
+    stack = StackFeatures(axis=1)  # b×F×d
+    inputs = mm.InputBlockV2(IDS, categorical=stock_embeddings(), aggregation=stack)
+    stock = mm.Model(inputs, mm.FMPairwiseInteraction(), mm.BinaryOutput("click0"))
+    built(stock, given)
+    give_rows(ours, stock)
+    give_logit(ours, [tf.ones([WIDTH, 1])], stock)
+    assert_same_probabilities(ours, stock, given)
+
+
+@pytest.mark.parametrize("network", ["FMBlock", "DeepFMModel"])
+def test_merlins_fm_block_multiplies_within_fields(network):
+    """What the class `PairwiseTerm` says of it. Where this fails, Merlin mended it: say so there.
+
+    It hands its layer b×d×F, so that the sums run over a field's d values and not over fields.
+    """
+    schema = schema_of({"city": 9, "item": 6, "user": 5})
+    given = features(schema)
+    ours = built(NETWORKS["fm"].build(schema), given)
+    randomise(ours)
+    output = mm.BinaryOutput("click0")
+    if network == "FMBlock":
+        stock = mm.Model(StockFMBlock(schema, factors_dim=WIDTH), output)
+    else:
+        deep = mm.MLPBlock([4])
+        stock = mm.DeepFMModel(schema, WIDTH, deep_block=deep, prediction_tasks=output)
+    built(stock, given)
+    for weight in stock.trainable_variables:
+        weight.assign(tf.zeros_like(weight))
+    give_rows(ours, stock)
+    give_logit(ours, [tf.ones([1, 1])], stock)
+    v = block_of(ours).embeddings(given).numpy()  # b×F×d
+    within = 0.5 * ((v.sum(axis=2) ** 2).sum(axis=1) - (v**2).sum(axis=(1, 2)))
+    between = 0.5 * ((v.sum(axis=1) ** 2).sum(axis=1) - (v**2).sum(axis=(1, 2)))
+    assert np.abs(within - between).min() > 0.01
+    bias = float(probability_of(ours).bias[0])
+    np.testing.assert_allclose(stock(given).numpy()[:, 0], sigmoid(within + bias), rtol=1e-5)
+
+
+# Schemas
+
+SCHEMAS = {
+    "no numbers": schema_of(SIZES, (), {"genres": 7}),
+    "one field": schema_of({"user": 9}, NUMBERS),
+    "one field, no number": schema_of({"user": 9}),
+    "a list alone": schema_of({}, ("price",), {"genres": 7}),
+    "a field of one id": schema_of({"user": 9, "site": 1}, ("price",)),
+}
+
+
+@pytest.mark.parametrize("kind", SCHEMAS)
+def test_schemas(name, kind):
+    """The formula holds, and a step of training moves every part of the network."""
+    network, schema = NETWORKS[name], SCHEMAS[kind]
+    if (network.block, kind) == (DLRMBlock, "one field, no number"):
+        with pytest.raises(ValueError, match=r"two fields at least.* Received .* \['user'\]"):
+            network.build(schema)
+        return
+    model = network.build(schema)
+    given = features(schema)
+    model.compile(optimizer=CowClipOptimizer.for_model(model, HOT), metrics=[], run_eagerly=True)
+    model.fit(batches(given), verbose=0)
+    randomise(model)
+    logits = logits_by_loop(network, model, given, schema)
+    np.testing.assert_allclose(model(given).numpy()[:, 0], sigmoid(logits), rtol=1e-5)
+    before = as_numpy(model)
+    model.fit(batches(given), verbose=0)
+    after = as_numpy(model)
+    for key, weight in after.items():
+        assert np.isfinite(weight).all()
+        assert (weight != before[key]).any(), key
+    assert np.isfinite(model(given).numpy()).all()
+
+
+# Probability
+
+
+def test_large_logits_have_the_right_gradient():
+    """Through the loss as Keras computes it, where a sigmoid alone would have saturated."""
+    model = deepfm(schema_of({"user": 9}), embedding_dim=WIDTH, mlp=(4,))
+    given = {"user": tf.constant([[3], [3], [4], [4], [5], [5]])}
+    model(given)
+    block = block_of(model)
+    for variable in model.trainable_variables:
+        variable.assign(tf.zeros_like(variable))
+    block.linear.table.scatter_nd_update([[3], [4], [5]], [[50.0], [-50.0], [0.0]])
+    labels = tf.constant([[1.0], [0.0], [1.0], [0.0], [1.0], [0.0]])
+    model.compile(optimizer="sgd", metrics=[])
+    probability = probability_of(model)
+
+    @tf.function
+    def step():
+        with tf.GradientTape() as tape:
+            found = model(given, training=True)
+            loss = tf.keras.losses.BinaryCrossentropy()(labels, found)
+        return loss, tape.gradient(loss, [block.linear.table, probability.bias])
+
+    loss, (table, bias) = step()
+    # Mean of softplus(z) - y·z; derivative (sigmoid(z) - y) / 6.
+    assert float(loss) == pytest.approx((0 + 50 + 50 + 0 + 2 * math.log(2)) / 6, rel=1e-6)
+    gradient = np.zeros(9)
+    np.add.at(gradient, table.indices.numpy(), table.values.numpy()[:, 0])
+    np.testing.assert_allclose(gradient[[3, 4, 5]] * 6, [1.0, -1.0, 0.0], atol=1e-6)
+    assert float(bias[0]) == pytest.approx(0.0, abs=1e-6)
+
+
+def test_fit_on_a_logit_of_50_recovers():
+    """One confident mistake: the step of model.fit itself is finite and goes the right way."""
+    model = deepfm(schema_of({"user": 9}), embedding_dim=WIDTH, mlp=(4,))
+    given = {"user": tf.constant([[3], [4]])}
+    model(given)
+    block = block_of(model)
+    block.linear.table.scatter_nd_update([[3], [4]], [[50.0], [-50.0]])
+    model.compile(optimizer=tf.keras.optimizers.legacy.SGD(1.0), metrics=[])
+    batch = batches(given, tf.constant([[0.0], [1.0]]))
+    history = model.fit(batch, epochs=1, verbose=0).history
+    assert history["loss"][0] == pytest.approx(50.0, rel=1e-2)
+    after = block.linear.table.numpy()[:, 0]
+    np.testing.assert_allclose(after[[3, 4]], [50 - 0.5, -50 + 0.5], atol=1e-5)
+
+
+def test_probability_is_float32_in_half_precision():
+    """bfloat16 has no number between 0.996 and 1."""
+    layer = Probability(dtype=tf.keras.mixed_precision.Policy("mixed_bfloat16"))
+    found = layer(tf.constant([[7.0]], tf.bfloat16))
+    assert found.dtype == tf.float32
+    assert float(found) == pytest.approx(1 / (1 + math.exp(-7)), abs=1e-6)
+
+
+def test_half_precision(name, model):
+    given = features()
+    tf.keras.mixed_precision.set_global_policy("mixed_bfloat16")
+    try:
+        half = NETWORKS[name].build()
+        half(given)
+    finally:
+        tf.keras.mixed_precision.set_global_policy("float32")
+    for key, weight in weights_of(model).items():
+        weights_of(half)[key].assign(weight)
+    assert block_of(half).compute_dtype == "bfloat16"
+    found, expected = half(given), model(given).numpy()
+    assert found.dtype == tf.float32
+    assert (found.numpy() != expected).any()
+    np.testing.assert_allclose(found.numpy(), expected, rtol=0, atol=0.03)
+
+
+# Data
+
+
+def frame(rows=40) -> pd.DataFrame:
+    """Of SCHEMA; one list in three is empty."""
+    random = np.random.default_rng(2)
+    columns: dict[str, Any] = {k: random.integers(3, size, rows) for k, size in SIZES.items()}
+    columns |= {k: random.random(rows).astype("float32") for k in NUMBERS}
+    columns["genres"] = [list(random.integers(3, 7, i % 3)) for i in range(rows)]
+    columns["click0"] = random.integers(0, 2, rows)
+    return pd.DataFrame(columns)
+
+
+def batch_of(data: pd.DataFrame) -> dict[str, tf.Tensor]:
+    """All rows as one batch, as the loader gives it."""
+    given = {k: tf.constant(data[k].to_numpy()[:, np.newaxis]) for k in (*SIZES, *NUMBERS)}
+    lists = list(data["genres"])
+    given["genres__values"] = tf.constant(np.concatenate(lists).astype("int64"))
+    given["genres__offsets"] = tf.constant(np.cumsum([0, *map(len, lists)]))
+    return given
+
+
+@pytest.mark.parametrize(
+    ("name", "source"), [("deepfm", "loader"), *((name, "data set") for name in MODELS)]
+)
+def test_fit_evaluate_and_predict(name, source):
+    data = frame()
+    dataset = Dataset(data, schema=SCHEMA)
+    model = NETWORKS[name].build()
+    model.compile(optimizer=CowClipOptimizer.for_model(model, HOT), metrics=[])
+    if source == "loader":
+        history = model.fit(mm.Loader(dataset, batch_size=10), epochs=3, verbose=0).history
+    else:
+        history = model.fit(dataset, batch_size=10, epochs=3, verbose=0).history
+    assert int(model.optimizer.iterations) == 12
+    assert history["loss"][-1] < history["loss"][0]
+    predicted = model.predict(dataset, batch_size=10, verbose=0)
+    expected = model(batch_of(data)).numpy()
+    np.testing.assert_allclose(predicted, expected, rtol=0, atol=1e-6)
+    found = model.evaluate(dataset, batch_size=10, return_dict=True, verbose=0)
+    p, y = expected[:, 0].astype("float64"), data["click0"].to_numpy()
+    assert found["loss"] == pytest.approx(-np.mean(np.log(np.where(y == 1, p, 1 - p))), rel=1e-5)
+
+
+# Optimizers
+
+
+def test_cowclip_learns_a_batch_by_heart(trained):
+    assert trained.losses[-1] < 0.5 * trained.losses[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "optimizer"),
+    [
+        ("wide_and_deep", lambda: "adam"),
+        ("dcn", lambda: tf.keras.optimizers.Adam(0.02)),
+        ("dlrm", lambda: tf.keras.optimizers.legacy.Adam(0.02)),
+        ("dcn_v2, rank 2", lambda: mm.LazyAdam(0.02)),
+    ],
+    ids=["by name", "Adam", "legacy Adam", "LazyAdam"],
+)
+def test_stock_optimizers(name, optimizer):
+    tf.keras.utils.set_random_seed(0)
+    model = NETWORKS[name].build()
+    model.compile(optimizer=optimizer(), metrics=[])
+    losses = model.fit(batches(), epochs=EPOCHS, verbose=0).history["loss"]
+    assert losses[-1] < losses[0]
+
+
+# Serving and saving
+
+
+def assert_serves(model, folder) -> None:
+    """One input per feature, as Merlin's workflows give it, and the model's probabilities."""
+    signature = tf.saved_model.load(str(folder)).signatures["serving_default"]
+    found = signature.structured_input_signature[1]
+    ids, numbers = (*SIZES, "genres__values", "genres__offsets"), NUMBERS
+    expected = {k: tf.int64 for k in ids} | {k: tf.float32 for k in numbers}
+    assert {k: (v.dtype, v.shape.as_list()) for k, v in found.items()} == {
+        k: (dtype, [None]) for k, dtype in expected.items()
+    }
+    for lists in (LISTS, OTHER_LISTS):
+        given = features(lists=lists)
+        (served,) = signature(**{k: tf.reshape(v, [-1]) for k, v in given.items()}).values()
+        np.testing.assert_allclose(served, model(given), rtol=0, atol=1e-6)
+
+
+def test_serving_signature(trained, saved):
+    assert_serves(trained.model, saved)
+
+
+def test_saved_model_predicts_the_same(trained, saved):
+    with quiet_stack():
+        loaded = tf.keras.models.load_model(saved, compile=False)
+    assert block_of(loaded).get_config() == block_of(trained.model).get_config()
+    for lists in (LISTS, OTHER_LISTS):
+        given = features(lists=lists)
+        expected = trained.model(given).numpy()
+        np.testing.assert_allclose(loaded(given).numpy(), expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_a_loaded_model_goes_on_training(tmp_path):
+    """As if it had never been saved. Here `model.save` is the user's, with traces of all layers."""
+    given = features()
+    model = NETWORKS["dcn_v2, rank 2"].build(mlp=(4,), cross_layers=1)
+    model.compile(optimizer=CowClipOptimizer.for_model(model, HOT), metrics=[])
+    model.fit(batches(), epochs=2, verbose=0)
+    save_model(model, tmp_path / "model")
+    assert_serves(model, tmp_path / "model")
+    with quiet_stack():
+        plain = tf.keras.models.load_model(tmp_path / "model", compile=False)
+    loaded = load_model(tmp_path / "model", metrics=[])
+    for again in (plain, loaded):
+        np.testing.assert_allclose(again(given), model(given), rtol=0, atol=1e-6)
+    before = as_numpy(model)
+    for either in (model, loaded):
+        either.fit(batches(), epochs=2, verbose=0)
+    trained = as_numpy(loaded)
+    for key, weight in as_numpy(model).items():
+        assert (weight != before[key]).any()
+        np.testing.assert_allclose(trained[key], weight, rtol=0, atol=1e-6, err_msg=key)
+
+
+OPTIONS = {
+    "dcn": {"cross_layers": 2},
+    "dcn_v2": {"cross_layers": 2, "low_rank_dim": 3},
+    "dlrm": {"bottom_mlp": (7, 3)},
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_config_round_trip(name):
+    """With no argument at its default."""
+    given = {"embedding_dim": 4, "mlp": (6,), "stddev": 0.25, "combiner": {"genres": "sum"}}
+    given |= {"name": "mine", **OPTIONS.get(name, {})}
+    cls = NETWORKS[name].block
+    config = cls(SCHEMA, **given).get_config()
+    assert {k: tuple(v) if isinstance(v, list) else v for k, v in config.items()}.items() >= (
+        given.items()
+    )
+    again = cls.from_config(json.loads(json.dumps(config)))
+    assert type(again) is cls
+    assert again.get_config() == config
+    assert again.schema.column_names == SCHEMA.excluding_by_tag(Tags.TARGET).column_names
+
+
+def test_layer_config_round_trip():
+    assert VectorCross.from_config(VectorCross(2, name="mine").get_config()).depth == 2
+
+
+# Refused
+
+HISTORY = SCHEMA + Schema(
+    [ColumnSchema("history", tags=[Tags.CONTINUOUS], dtype="float32", is_list=True, is_ragged=True)]
+)
+
+
+@pytest.mark.parametrize(
+    ("schema", "options", "message"),
+    [
+        (schema_of({}, ("price",)), {}, "must have a column tagged Tags.CATEGORICAL"),
+        (schema_of({"user": 9, "item": 6}, targets=0), {}, r"exactly one column .* Received: \[\]"),
+        (
+            schema_of({"user": 9, "item": 6}, targets=2),
+            {},
+            r"exactly one column tagged .* Received: \['click0', 'click1'\]",
+        ),
+        (HISTORY, {}, r"must hold one number per sample.* list columns \['history'\]"),
+        (SCHEMA, {"combiner": "max"}, "combiner must be one of mean, sum, sqrtn"),
+        (SCHEMA, {"mlp": ()}, r"mlp must be at least one positive whole number.*: mlp=\(\)"),
+        (SCHEMA, {"mlp": (0,)}, r"mlp must be .* Received: mlp=\(0,\)"),
+        (SCHEMA, {"mlp": (4, 2.0)}, r"mlp must be .* Received: mlp=\(4, 2.0\)"),
+    ],
+)
+def test_refused(name, schema, options, message):
+    with pytest.raises(ValueError, match=message):
+        NETWORKS[name].build(schema, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"embedding_dim": -1}, "dim must be a positive whole number"),
+        ({"stddev": -1.0}, "stddev must not be negative"),
+    ],
+)
+@pytest.mark.parametrize("name", [name for name in NETWORKS if name != "lr"])
+def test_embeddings_refused(name, options, message):
+    with pytest.raises(ValueError, match=message):
+        NETWORKS[name].build(**options)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("dcn", {"cross_layers": 0}, "cross_layers must be a positive .* cross_layers=0"),
+        ("dcn", {"cross_layers": True}, "cross_layers must be .* cross_layers=True"),
+        ("dcn_v2", {"cross_layers": 1.5}, "cross_layers must be .* cross_layers=1.5"),
+        ("dcn_v2", {"low_rank_dim": 0}, "low_rank_dim must be a positive .* low_rank_dim=0"),
+        ("dcn_v2", {"low_rank_dim": 2.0}, "low_rank_dim must be .* low_rank_dim=2.0"),
+        ("dlrm", {"bottom_mlp": (0,)}, r"bottom_mlp must be .* bottom_mlp=\(0,\)"),
+        (
+            "dlrm",
+            {"bottom_mlp": (0,), "schema": SCHEMAS["no numbers"]},
+            r"bottom_mlp must be .* bottom_mlp=\(0,\)",
+        ),
+    ],
+)
+def test_arguments_of_one_network_refused(name, options, message):
+    with pytest.raises(ValueError, match=message):
+        NETWORKS[name].build(**options)
