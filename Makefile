@@ -1,12 +1,14 @@
 # Everything runs in a virtual environment of its own, made from nothing on first use.
 PYTHON ?= $(firstword $(foreach p,python3.11 python3.10,$(shell $(p) -c 'import sys; print(sys.executable)' 2>/dev/null)))
 VENV   ?= .venv
+# Not the environment made here: CUDA, cudf and dask-cuda are the container's.
+GPU_PYTHON ?= python3
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench wheel clean
+.PHONY: help demo test test-gpu lint bench wheel clean
 
 help:  ## what can be made here
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -23,6 +25,9 @@ demo: $(STAMP)  ## the whole way on synthetic logs: prepare, train with a small 
 
 test: $(STAMP) lint  ## lint, types, all tests, and the built wheel outside the tree
 	@$(BIN)/python -m pytest
+
+test-gpu:  ## every check that needs a GPU, in the environment you are in (an NGC container)
+	@COWCLIP_TEST_GPU=1 $(GPU_PYTHON) -m pytest tests/gpu
 
 lint: $(STAMP)  ## ruff and mypy
 	@$(BIN)/ruff check .
