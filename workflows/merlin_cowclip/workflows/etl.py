@@ -9,17 +9,14 @@ What a log looks like is `datasets.py`'s; reading it is `raw_logs.py`'s.
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import functools
-import importlib.metadata
 import json
 import os
 import secrets
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -33,15 +30,14 @@ from merlin_cowclip.workflows import clusters
 from merlin_cowclip.workflows.datasets import DatasetSpec
 from merlin_cowclip.workflows.encoding import (
     MISSING,
-    PADDING,
     UNKNOWN,
-    IdStatistics,
     count_ids,
     encode_ids,
     unit_range,
     widened,
 )
 from merlin_cowclip.workflows.errors import UserError
+from merlin_cowclip.workflows.folders import all_or_nothing, package_versions, refuse_existing
 from merlin_cowclip.workflows.prepared import FORMAT_VERSION, RECORD, PreparedData
 from merlin_cowclip.workflows.quiet import quiet_imports
 from merlin_cowclip.workflows.raw_logs import (
@@ -52,6 +48,7 @@ from merlin_cowclip.workflows.raw_logs import (
     expand_inputs,
 )
 from merlin_cowclip.workflows.staging import LENGTHS, StagedChunk, Staging
+from merlin_cowclip.workflows.vocabularies import vocabulary_path, write_counts, write_vocabulary
 
 if TYPE_CHECKING:
     import nvtabular as nvt
@@ -109,9 +106,9 @@ def prepare(
     if isinstance(part_rows, bool) or not isinstance(part_rows, int) or part_rows < 1:
         raise UserError(f"part_rows must be an integer of at least 1. Received: {part_rows!r}")
     clusters.check_cluster(workers, device)
-    _refuse_existing(out)
+    refuse_existing(out)
     logs = check_logs(spec, expand_inputs(inputs))
-    with _all_or_nothing(out) as folder:
+    with all_or_nothing(out) as folder:
         scratch = folder / ".scratch"
         scratch.mkdir()
         with clusters.open_cluster(workers, device, scratch=scratch) as cluster:
@@ -220,8 +217,8 @@ def _fit_ids(job: _FieldJob) -> _Fitted:
         )
     ids = encode_ids(codes, statistics.encode, job.device)
     staging.store(name, ids)
-    _write_vocabulary(job.folder / "workflow" / "categories", name, statistics)
-    _write_counts(job.folder / "counts", name, statistics)
+    write_vocabulary(job.folder / "workflow" / "categories", name, statistics)
+    write_counts(job.folder / "counts", name, statistics)
     test = ids[~in_train]
     report = {
         "occurrences": int(in_train.sum()),
@@ -470,21 +467,20 @@ class _Preparation:
     def _save_workflow(self) -> None:
         """Hand the statistics to the operators and save; and the counts, for those who ask."""
         with quiet_imports():
+            from merlin.dag import Graph
             from merlin.schema import ColumnSchema, Schema
             from merlin.schema.io.tensorflow_metadata import TensorflowMetadata
 
             from merlin_cowclip.workflows.operators import EncodeIds, UnitRange
         spec = self.spec
         home = self.folder / "workflow"
-        vocabularies = {name: str(_vocabulary_path(home / "categories", name)) for name in spec.ids}
+        vocabularies = {name: str(vocabulary_path(home / "categories", name)) for name in spec.ids}
         ranges = {name: (self.fitted[name].low, self.fitted[name].high) for name in spec.continuous}
         workflow = build_workflow(spec, home)
-        for node in _nodes(workflow.output_node):
-            if isinstance(node.op, EncodeIds):
-                node.op.fit_finalize(vocabularies)
-                node.op.fitted = True
-            elif isinstance(node.op, UnitRange):
-                node.op.fit_finalize(_range_statistics(ranges))
+        statistics = {EncodeIds: vocabularies, UnitRange: _range_statistics(ranges)}
+        for kind, found in statistics.items():
+            for node in Graph.get_nodes_by_op_type([workflow.output_node], kind):
+                node.op.fit_finalize(found)
                 node.op.fitted = True
         workflow.fit_schema(
             Schema(
@@ -549,7 +545,7 @@ class _Preparation:
                 for name in self.spec.continuous
             },
             "report": self._report(),
-            "versions": _versions(),
+            "versions": package_versions(),
         }
         text = json.dumps(record, indent=2, ensure_ascii=False) + "\n"
         (self.folder / RECORD).write_text(text, encoding="utf-8")
@@ -569,88 +565,3 @@ def _range_statistics(ranges: dict[str, tuple[float, float]]) -> dict[str, pd.Se
         "mins": pd.Series({name: low for name, (low, _) in ranges.items()}, dtype="float64"),
         "maxs": pd.Series({name: high for name, (_, high) in ranges.items()}, dtype="float64"),
     }
-
-
-def _vocabulary_path(folder: Path, name: str) -> Path:
-    return folder / f"unique.{name}.parquet"
-
-
-def _write_vocabulary(folder: Path, name: str, statistics: IdStatistics) -> None:
-    """``unique.*`` and ``meta.*``, as Categorify writes them."""
-    first, buckets = statistics.first_id, len(statistics.unknown)
-    pd.DataFrame(
-        {name: statistics.vocabulary.to_pandas().to_numpy(), f"{name}_size": statistics.counts},
-        index=pd.RangeIndex(first, statistics.cardinality),
-    ).to_parquet(_vocabulary_path(folder, name), compression=None)
-    observed = [0, statistics.missing, int(statistics.unknown.sum()), int(statistics.counts.sum())]
-    pd.DataFrame(
-        {
-            "kind": ["pad", "null", "oov", "unique"],
-            "offset": [PADDING, MISSING, UNKNOWN, first],
-            "num_indices": [1, 1, buckets, len(statistics.vocabulary)],
-            "num_observed": observed,
-        }
-    ).to_parquet(folder / f"meta.{name}.parquet")
-
-
-def _write_counts(folder: Path, name: str, statistics: IdStatistics) -> None:
-    nothing = pa.nulls(statistics.first_id, pa.string())
-    counts = np.concatenate([[0, statistics.missing], statistics.unknown, statistics.counts])
-    table = pa.table(
-        {
-            "id": np.arange(statistics.cardinality, dtype=np.int64),
-            "raw": pa.concat_arrays([nothing, statistics.vocabulary]),
-            "count": counts.astype(np.int64),
-        }
-    )
-    pq.write_table(table, folder / f"{name}.parquet")
-
-
-def _nodes(node: Any) -> Iterator[Any]:
-    yield node
-    for parent in node.parents_with_dependencies:
-        yield from _nodes(parent)
-
-
-def _refuse_existing(out: Path) -> None:
-    if os.path.lexists(out):
-        raise UserError(
-            f"output folder must not exist. Received: {out}. Name another, or remove it first"
-        )
-
-
-@contextlib.contextmanager
-def _all_or_nothing(out: Path) -> Iterator[Path]:
-    """A hidden folder beside ``out``, renamed to it at the end, or removed on any failure."""
-    out = out.absolute()
-    home = next(parent for parent in out.parents if parent.exists())
-    folder = home / f".{out.name}.partial-{os.getpid()}-{secrets.token_hex(4)}"
-    try:
-        folder.mkdir()
-    except OSError as error:
-        raise UserError(
-            f"output folder must be in a folder that can be written. Received: {out}: "
-            f"{error.strerror}. Name another"
-        ) from None
-    try:
-        yield folder
-        _refuse_existing(out)
-        out.parent.mkdir(parents=True, exist_ok=True)
-        os.rename(folder, out)
-    except OSError as error:
-        if error.errno != errno.ENOSPC:
-            raise
-        raise UserError(
-            f"output needs disk space. Received: none left for {out}. Free some, or name a folder "
-            "on another disk"
-        ) from None
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _versions() -> dict[str, str]:
-    versions = {"python": ".".join(map(str, sys.version_info[:3]))}
-    for package in ("merlin-cowclip", "nvtabular", "merlin-core", "pandas", "pyarrow", "numpy"):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[package] = importlib.metadata.version(package)
-    return versions

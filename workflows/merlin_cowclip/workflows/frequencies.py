@@ -24,17 +24,10 @@ from merlin_cowclip.plugins.scaling import K, format_table
 from merlin_cowclip.workflows.clusters import Threads
 from merlin_cowclip.workflows.encoding import MISSING, PADDING, UNKNOWN, IdStatistics
 from merlin_cowclip.workflows.errors import UserError
-from merlin_cowclip.workflows.etl import (
-    _all_or_nothing,
-    _nodes,
-    _refuse_existing,
-    _versions,
-    _vocabulary_path,
-    _write_counts,
-    _write_vocabulary,
-)
+from merlin_cowclip.workflows.folders import all_or_nothing, package_versions, refuse_existing
 from merlin_cowclip.workflows.prepared import RECORD, PreparedData
 from merlin_cowclip.workflows.quiet import quiet_imports
+from merlin_cowclip.workflows.vocabularies import vocabulary_path, write_counts, write_vocabulary
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -196,10 +189,10 @@ def frequencies(
     out = data.path / FOLDER if out is None else Path(out)
     sizes = _check_batch_sizes(batch_sizes)
     panels = None if fields is None else _check_fields(data, fields)
-    _refuse_existing(out)
+    refuse_existing(out)
     rows = data.rows["train"]
     found: dict[str, CountDistribution] = {}
-    with _all_or_nothing(out) as folder:
+    with all_or_nothing(out) as folder:
         with (
             pq.ParquetWriter(folder / "frequencies.parquet", _LONG) as writer,
             _bar(progress, "counting", len(data.spec.ids), " fields") as bar,
@@ -305,8 +298,8 @@ def keep_top_ids(
             f"Received: {data.path}, an adopted pipeline. Prepare its raw logs, or give Categorify "
             "a max_size of K + 3"
         )
-    _refuse_existing(out)
-    with _all_or_nothing(out) as folder:
+    refuse_existing(out)
+    with all_or_nothing(out) as folder:
         kept = {field: _Kept.of(_read_counts(data, field), int(k)) for field in data.spec.ids}
         _save_workflow(data, kept, folder)
         for part, files in (("train", data.train_files), ("test", data.test_files)):
@@ -318,7 +311,7 @@ def keep_top_ids(
             "spec": spec.to_dict(),
             "cardinalities": {f: kept[f].statistics.cardinality for f in data.spec.ids},
             "derived_from": {"path": str(data.path.absolute()), "top_k": int(k)},
-            "versions": _versions(),
+            "versions": package_versions(),
         }
         text = json.dumps(record, indent=2, ensure_ascii=False) + "\n"
         (folder / RECORD).write_text(text, encoding="utf-8")
@@ -488,6 +481,7 @@ class _Kept:
 def _save_workflow(data: PreparedData, kept: Mapping[str, _Kept], folder: Path) -> None:
     """The source's workflow with the kept vocabularies, its schema, and the counts."""
     with quiet_imports():
+        from merlin.dag import Graph
         from merlin.schema import Schema
         from merlin.schema.io.tensorflow_metadata import TensorflowMetadata
 
@@ -497,19 +491,18 @@ def _save_workflow(data: PreparedData, kept: Mapping[str, _Kept], folder: Path) 
     (folder / "counts").mkdir()
     vocabularies = {}
     for field, ids in kept.items():
-        _write_vocabulary(home / "categories", field, ids.statistics)
-        _write_counts(folder / "counts", field, ids.statistics)
-        vocabularies[field] = str(_vocabulary_path(home / "categories", field))
+        write_vocabulary(home / "categories", field, ids.statistics)
+        write_counts(folder / "counts", field, ids.statistics)
+        vocabularies[field] = str(vocabulary_path(home / "categories", field))
     workflow = data.workflow()
-    for node in _nodes(workflow.output_node):
-        if isinstance(node.op, EncodeIds):
-            node.op = EncodeIds(
-                home,
-                max_size={field: ids.max_size for field, ids in kept.items()},
-                missing_as_unknown=[f for f, ids in kept.items() if not ids.missing_is_kept],
-            )
-            node.op.fit_finalize(vocabularies)
-            node.op.fitted = True
+    for node in Graph.get_nodes_by_op_type([workflow.output_node], EncodeIds):
+        node.op = EncodeIds(
+            home,
+            max_size={field: ids.max_size for field, ids in kept.items()},
+            missing_as_unknown=[f for f, ids in kept.items() if not ids.missing_is_kept],
+        )
+        node.op.fit_finalize(vocabularies)
+        node.op.fitted = True
     workflow.fit_schema(workflow.input_schema)
     workflow.save(str(home))
     columns = workflow.output_schema

@@ -1,0 +1,69 @@
+"""Output folders: all or nothing, and what they were written with."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import importlib.metadata
+import os
+import secrets
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from merlin_cowclip.workflows.errors import UserError
+
+
+def refuse_existing(out: Path) -> None:
+    """Refuse an output folder that is there, before any work.
+
+    Raises:
+        UserError: it exists, if only as a dangling link.
+    """
+    if os.path.lexists(out):
+        raise UserError(
+            f"output folder must not exist. Received: {out}. Name another, or remove it first"
+        )
+
+
+@contextlib.contextmanager
+def all_or_nothing(out: Path) -> Iterator[Path]:
+    """A hidden folder beside ``out``, renamed to it at the end, or removed on any failure.
+
+    Raises:
+        UserError: it cannot be made, ``out`` has appeared meanwhile, or the disk is full.
+    """
+    out = out.absolute()
+    home = next(parent for parent in out.parents if parent.exists())
+    folder = home / f".{out.name}.partial-{os.getpid()}-{secrets.token_hex(4)}"
+    try:
+        folder.mkdir()
+    except OSError as error:
+        raise UserError(
+            f"output folder must be in a folder that can be written. Received: {out}: "
+            f"{error.strerror}. Name another"
+        ) from None
+    try:
+        yield folder
+        refuse_existing(out)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        os.rename(folder, out)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        raise UserError(
+            f"output needs disk space. Received: none left for {out}. Free some, or name a folder "
+            "on another disk"
+        ) from None
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def package_versions() -> dict[str, str]:
+    """What a folder was written with, for its record."""
+    versions = {"python": ".".join(map(str, sys.version_info[:3]))}
+    for package in ("merlin-cowclip", "nvtabular", "merlin-core", "pandas", "pyarrow", "numpy"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
+    return versions
