@@ -16,6 +16,7 @@ from merlin.schema import Schema, Tags
 
 from merlin_cowclip.models.embeddings import FusedEmbeddings, plain_combiner
 from merlin_cowclip.plugins._stack import mm, tf
+from merlin_cowclip.plugins.input_names import unsavable_names
 
 KERNEL_INITIALIZER = "he_normal"
 """Kaiming initialisation of all dense kernels (Appendix G)."""
@@ -238,7 +239,18 @@ def as_model(block: CTRBlock, schema: Schema) -> mm.Model:
 
 
 def serving_inputs(schema: Schema) -> dict[str, tf.TensorSpec]:
-    """The features of a batch as Merlin's loader and workflows give them."""
+    """The features of a batch as Merlin's loader and workflows give them.
+
+    Raises:
+      ValueError: a name that a SavedModel cannot take.
+    """
+    refused = unsavable_names(schema.column_names)
+    if refused:
+        raise ValueError(
+            "Columns must have names that TensorFlow can save: of A-Z a-z 0-9 _ . -, a letter or "
+            "digit first, not a word of Python's, and different but for _ . -. Received: "
+            f"{refused}. Rename them in the workflow."
+        )
     specs = {}
     for column in schema:
         dtype = tf.int64 if Tags.CATEGORICAL in column.tags else tf.float32

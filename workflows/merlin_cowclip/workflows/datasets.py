@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from merlin_cowclip.plugins.input_names import unsavable_names
 from merlin_cowclip.workflows.errors import UserError
 
 if sys.version_info >= (3, 11):
@@ -344,6 +345,23 @@ def find_spec(name_or_path: str | Path) -> DatasetSpec:
         f"data set must be one of {_names(sorted(SPECS))}, or the path of a .toml file. "
         f"Received: {key!r}"
     )
+
+
+def check_input_names(spec: DatasetSpec) -> None:
+    """Refuse columns whose names TensorFlow could not save, before a model is trained on them.
+
+    Raises:
+        UserError: names them.
+    """
+    # The label is a part of an output's name: a word of Python's will do.
+    label = [spec.label] if unsavable_names([f"{spec.label}.label"]) else []
+    refused = label + unsavable_names(spec.fields)
+    if refused:
+        raise UserError(
+            "a model's inputs and its label must have names that TensorFlow can save: of A-Z a-z "
+            "0-9 _ . -, a letter or digit first, not a word of Python's, and different but for _ . -. Received: "
+            f"{_names(refused)}. Rename them where the data comes from"
+        )
 
 
 def _plain(value: int | Mapping[str, int]) -> int | dict[str, int]:

@@ -68,7 +68,7 @@ class Run:
         for mine in sorted((self.path / "workflow").rglob("unique.*.parquet")):
             name = mine.relative_to(self.path / "workflow")
             other = data.path / "workflow" / name
-            if not other.is_file() or not filecmp.cmp(mine, other, shallow=False):
+            if not _same(mine, other):
                 raise UserError(
                     f"the data must have the vocabulary of the run. Received: {data.path}, where "
                     f"{name} differs from {self.path}'s, so that ids mean something else. Evaluate "
@@ -91,6 +91,16 @@ class Run:
         with quiet_imports():
             import nvtabular as nvt
         return nvt.Workflow.load(str(self.path / "workflow"))
+
+
+def _same(mine: Path, other: Path) -> bool:
+    """Whether two vocabularies are equal: files, or folders of parts."""
+    if mine.is_dir() and other.is_dir():
+        names = {path.name for path in (*mine.iterdir(), *other.iterdir())}
+        return all(_same(mine / name, other / name) for name in names)
+    if not (mine.is_file() and other.is_file()):
+        return False
+    return filecmp.cmp(mine, other, shallow=False)
 
 
 def write_json(path: Path, content: Any) -> None:

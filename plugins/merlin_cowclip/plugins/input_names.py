@@ -1,0 +1,27 @@
+"""Names that a model's inputs can have: those that TensorFlow can save. Pure Python."""
+
+from __future__ import annotations
+
+import keyword
+import re
+from collections.abc import Iterable
+
+_SAVED = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+
+
+def unsavable_names(names: Iterable[str]) -> list[str]:
+    """Feature names that a SavedModel's signature cannot take.
+
+    It names the inputs after the features, and Python's arguments after those: letters, digits,
+    `_`, `.` and `-` after a letter or digit, no word of Python's, and no two that differ in `.`,
+    `-` and `_` alone. Keras finds out at `model.save`, after the training. (It takes, but renames,
+    those with `.` or `-` to `_`, and those that begin with a digit to `arg_…`.)
+    """
+    refused, taken = [], set()
+    for name in names:
+        argument = re.sub(r"[.-]", "_", name)
+        reserved = keyword.iskeyword(name) or name == "self"
+        if reserved or argument in taken or not _SAVED.fullmatch(name):
+            refused.append(name)
+        taken.add(argument)
+    return refused
