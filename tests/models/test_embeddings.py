@@ -1016,3 +1016,14 @@ def test_an_unknown_row_that_training_rows_have_starts_like_any_other(given, zer
     user = column("user", 7).with_properties(given)
     table = layer_of(schema=Schema([user])).table.numpy()
     assert set(np.flatnonzero(~table.any(axis=1)).tolist()) == zero
+
+
+def test_a_vocabulary_of_combined_columns_has_no_single_raw_ids(tmp_path):
+    (tmp_path / "categories").mkdir()
+    path = tmp_path / "categories" / "unique.user_item.parquet"
+    pd.DataFrame({"user": ["a"], "item": ["b"], "user_item_size": [3]}).to_parquet(path)
+    properties = {"domain": {"min": 0, "max": 6, "name": "user_item"}, "cat_path": str(path)}
+    combined = ColumnSchema("user_item", tags=[Tags.CATEGORICAL], properties=properties)
+    layer = layer_of(schema=Schema([combined]))
+    with pytest.raises(ValueError, match="must have a column 'user_item'.*combined columns"):
+        layer.rows("user_item", ["a_b"])

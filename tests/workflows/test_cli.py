@@ -197,7 +197,9 @@ def prepared(tmp_path_factory) -> Path:
     ("options", "message"),
     [
         (["--rule", "cube"], "rule must be one of none, sqrt, .*cowclip. Received: rule='cube'"),
-        (["--model", "fm"], "model must be one of deepfm.*Received: model='fm'"),
+        (["--model", "ffm"], "model must be one of lr, .*, dlrm. Received: model='ffm'"),
+        (["--embedding-dim", "0"], "embedding_dim must be a positive whole .*embedding_dim=0"),
+        (["--mlp", "16,0"], r"mlp must be at least one positive whole .*mlp=\(16, 0\)"),
         (["--update", "eager"], "update must be one of exact, lazy. Received: update='eager'"),
         (["--epochs", "0"], "epochs must be positive. Received: epochs=0"),
         (["--batch-size", "0"], "positive whole number of samples. Received: to=0"),
@@ -257,6 +259,23 @@ def test_an_unknown_option_is_argparses(capsys):
         main(["train", "data", "--out", "run", "--optimizer", "sgd"])
     assert done.value.code == 2
     assert "unrecognized arguments: --optimizer sgd" in capsys.readouterr().err
+
+
+def test_a_value_that_is_no_number_is_argparses(capsys):
+    for text in ("400;400", "", "400,"):
+        with pytest.raises(SystemExit) as done:
+            main(["train", "data", "--out", "run", "--mlp", text])
+        assert done.value.code == 2
+        assert f"argument --mlp: invalid units value: '{text}'" in capsys.readouterr().err
+
+
+def test_help_names_the_networks(capsys):
+    from merlin_cowclip.models import MODELS
+
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert f"the network: {', '.join(MODELS)} (default deepfm)" in text
 
 
 def test_help_does_not_wait_for_tensorflow():

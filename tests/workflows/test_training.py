@@ -248,7 +248,11 @@ def test_a_diverged_run_names_its_learning_rates(data, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model": "fm"}, "model must be one of deepfm.* Received: model='fm'"),
+        ({"model": "ffm"}, "model must be one of lr, fm, .*, dlrm. Received: model='ffm'"),
+        ({"embedding_dim": 0}, "embedding_dim must be a positive whole .* Received: .*dim=0"),
+        ({"embedding_dim": 2.5}, "embedding_dim must be a positive whole .* Received: .*2.5"),
+        ({"mlp": ()}, r"mlp must be at least one positive whole number .* Received: mlp=\(\)"),
+        ({"mlp": (8, 0)}, r"mlp must be at least one positive .* Received: mlp=\(8, 0\)"),
         ({"rule": "cube"}, "rule must be one of none, .*cowclip. Received: rule='cube'"),
         ({"update": "eager"}, "update must be one of exact, lazy. Received: update='eager'"),
         ({"epochs": 0}, "epochs must be positive. Received: epochs=0"),

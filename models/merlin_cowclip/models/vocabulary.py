@@ -35,7 +35,7 @@ def read_vocabulary(
       Raw ids by id, real ones only.
 
     Raises:
-      ValueError: the file is not there.
+      ValueError: the file is not there, or is of combined columns.
     """
     named = column.properties.get("cat_path")
     if not named:
@@ -49,7 +49,14 @@ def read_vocabulary(
     for path in tried:
         if path.exists():
             storage = path.name.removeprefix("unique.").removesuffix(".parquet")
-            vocabulary = pd.read_parquet(path, columns=[storage])[storage]
+            frame = pd.read_parquet(path)
+            if storage not in frame:
+                raise ValueError(
+                    f"the vocabulary of field {column.name!r} must have a column {storage!r}. "
+                    f"Received: {path}, with {list(frame.columns)}: an encoding of combined "
+                    "columns has no single raw ids."
+                )
+            vocabulary = frame[storage]
             return vocabulary[vocabulary.notna()].rename("raw")
     raise ValueError(
         f"the vocabulary of field {column.name!r} must be a file. Received: {tried[0]}, which is "

@@ -18,6 +18,9 @@ from merlin_cowclip.workflows.errors import UserError
 if TYPE_CHECKING:
     from merlin_cowclip.workflows.datasets import DatasetSpec
 
+NETWORKS = ("lr", "fm", "wide_and_deep", "deepfm", "dcn", "dcn_v2", "dlrm")
+"""The names in `models.MODELS`, written out, for importing that takes TensorFlow's seconds."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
@@ -116,7 +119,17 @@ def _parser() -> argparse.ArgumentParser:
     )
     train.add_argument("data", type=Path, help="a prepared folder")
     train.add_argument("--out", required=True, type=Path, help="the run folder to write")
-    train.add_argument("--model", default="deepfm", help="the network (default deepfm)")
+    train.add_argument(
+        "--model", default="deepfm", help=f"the network: {', '.join(NETWORKS)} (default deepfm)"
+    )
+    train.add_argument("--embedding-dim", type=int, default=10, help="width of the embeddings (10)")
+    train.add_argument(
+        "--mlp",
+        type=units,
+        default=(400, 400, 400),
+        metavar="UNITS,…",
+        help="units of the deep stream's layers, in dlrm of the top MLP's (400,400,400)",
+    )
     train.add_argument("--batch-size", type=int, default=1 * K, help="samples per update (1024)")
     rules = ", ".join(SCALING_RULES)
     train.add_argument("--rule", default="cowclip", help=f"{rules} (default cowclip)")
@@ -153,6 +166,11 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--rows", type=int, help="synthetic rows (default: minutes on 2 cores)")
     demo.set_defaults(run=_demo)
     return parser
+
+
+def units(text: str) -> tuple[int, ...]:
+    """The value of --mlp; argparse names this function where it refuses one."""
+    return tuple(int(number) for number in text.split(","))
 
 
 # TensorFlow takes seconds to import: each command imports what it needs, after the arguments parse.
@@ -293,6 +311,8 @@ def _train(arguments: argparse.Namespace) -> None:
         epochs=arguments.epochs,
         seed=arguments.seed,
         update=arguments.update,
+        embedding_dim=arguments.embedding_dim,
+        mlp=arguments.mlp,
     )
     check(data, config, arguments.out)
     print(f"rule {config.rule}, {config.update} updates")
