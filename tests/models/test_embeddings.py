@@ -1023,7 +1023,9 @@ def test_a_vocabulary_of_combined_columns_has_no_single_raw_ids(tmp_path):
     path = tmp_path / "categories" / "unique.user_item.parquet"
     pd.DataFrame({"user": ["a"], "item": ["b"], "user_item_size": [3]}).to_parquet(path)
     properties = {"domain": {"min": 0, "max": 6, "name": "user_item"}, "cat_path": str(path)}
-    combined = ColumnSchema("user_item", tags=[Tags.CATEGORICAL], properties=properties)
+    combined = ColumnSchema(
+        "user_item", tags=[Tags.CATEGORICAL], dtype="int64", properties=properties
+    )
     layer = layer_of(schema=Schema([combined]))
     with pytest.raises(ValueError, match="must have a column 'user_item'.*combined columns"):
         layer.rows("user_item", ["a_b"])

@@ -662,7 +662,9 @@ def test_counts_that_cannot_be_read(log, tmp_path, harm):
     assert everything(tmp_path) == before
 
 
-@pytest.mark.parametrize("step", ["plot", "_ranked", "_save_workflow", "_rewrite", "package_versions"])
+@pytest.mark.parametrize(
+    "step", ["plot", "_ranked", "_save_workflow", "_rewrite", "package_versions"]
+)
 def test_an_interruption_leaves_nothing(data, tmp_path, monkeypatch, step):
     def interrupt(*_):
         raise KeyboardInterrupt

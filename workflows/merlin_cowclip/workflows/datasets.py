@@ -359,8 +359,8 @@ def check_input_names(spec: DatasetSpec) -> None:
     if refused:
         raise UserError(
             "a model's inputs and its label must have names that TensorFlow can save: of A-Z a-z "
-            "0-9 _ . -, a letter or digit first, not a word of Python's, and different but for _ . -. Received: "
-            f"{_names(refused)}. Rename them where the data comes from"
+            "0-9 _ . -, a letter or digit first, not a word of Python's, and different but for "
+            f"_ . -. Received: {_names(refused)}. Rename them where the data comes from"
         )
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from merlin_cowclip.plugins.scaling import Hyperparameters, find_rule, recipe, scale
+from merlin_cowclip.workflows.datasets import check_input_names
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.prepared import PreparedData
 from merlin_cowclip.workflows.quiet import quiet_imports
@@ -22,6 +23,7 @@ from merlin_cowclip.workflows.runs import CONFIG, RESULT, Run, write_json
 
 with quiet_imports():
     from merlin_cowclip.models import MODELS
+    from merlin_cowclip.models.ctr_block import layer_units
     from merlin_cowclip.plugins import CowClipOptimizer, save_model
     from merlin_cowclip.plugins._stack import mm, tf
     from merlin_cowclip.plugins.adam import UPDATES
@@ -55,7 +57,7 @@ class TrainConfig:
       deterministic: the same result to the last digit with the same seed on the same machine, for
         slower kernels on GPUs.
       embedding_dim: width of the embeddings.
-      mlp: units of the deep stream's layers.
+      mlp: units of the deep stream's layers, in DLRM of the top MLP's.
 
     Raises:
       UserError: an unknown name, or a number out of range.
@@ -85,7 +87,13 @@ class TrainConfig:
             raise UserError(f"epochs must be positive. Received: epochs={self.epochs}")
         if self.seed < 0:
             raise UserError(f"seed must not be negative. Received: seed={self.seed}")
+        dim = self.embedding_dim
+        if isinstance(dim, bool) or not isinstance(dim, int) or dim <= 0:
+            raise UserError(
+                f"embedding_dim must be a positive whole number. Received: embedding_dim={dim!r}"
+            )
         try:
+            layer_units("mlp", self.mlp)
             _ = self.hyperparameters
         except ValueError as error:
             raise UserError(str(error)) from None
@@ -122,6 +130,7 @@ def check(data: PreparedData, config: TrainConfig, out: str | Path) -> Loader:
       UserError: `out` exists, or the batch is larger than the training part.
     """
     out = Path(out)
+    check_input_names(data.spec)
     if out.exists() or out.is_symlink():
         raise UserError(
             f"the run folder must not exist yet. Received: {out}. Remove it or choose another."
@@ -134,15 +143,15 @@ def train(
 ) -> Run:
     """Train a model on `data` and write a run folder to `out`.
 
-    After each epoch the test part's exact AUC and log loss are measured; the times in the result
-    are of the training alone.
+    After each epoch the test part's exact AUC and log loss are measured (None without a test part);
+    the times in the result are of the training alone.
 
     Raises:
       UserError: `out` exists, the batch is larger than the training part, or the loss became NaN.
     """
     out = Path(out)
     loader = check(data, config, out)
-    test = Loader(data, "test", batch_size=EVALUATION_BATCH)
+    test = Loader(data, "test", batch_size=EVALUATION_BATCH) if data.test_files else None
 
     tf.keras.backend.clear_session()
     tf.keras.utils.set_random_seed(config.seed)
@@ -203,11 +212,11 @@ class EpochLog(tf.keras.callbacks.Callback):
     """Measures each epoch: seconds of training, mean training loss, exact test AUC and log loss.
 
     Args:
-      test: the loader of the test part.
+      test: the loader of the test part; `None`: AUC and log loss are `None`, empty in the file.
       path: a CSV file that gets one line per epoch, as soon as the epoch ends.
     """
 
-    def __init__(self, test: Loader, path: Path) -> None:
+    def __init__(self, test: Loader | None, path: Path) -> None:
         super().__init__()
         self.epochs: list[dict[str, Any]] = []
         self._test = test
@@ -221,16 +230,17 @@ class EpochLog(tf.keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: dict[str, float] | None = None) -> None:
         """Stop the clock, then evaluate; the values also go to the other callbacks."""
         seconds = time.perf_counter() - self._started
-        quality = evaluate(self.model, self._test)
+        quality = None if self._test is None else evaluate(self.model, self._test)
         logs = {} if logs is None else logs
         logs.pop("loss_batch", None)  # of the last batch alone
         logs.pop("regularization_loss", None)  # L2 is in the optimizer
-        logs.update(test_auc=quality.auc, test_log_loss=quality.log_loss)
+        if quality is not None:
+            logs.update(test_auc=quality.auc, test_log_loss=quality.log_loss)
         self.epochs.append(
             {
                 "epoch": epoch + 1,
-                "auc": quality.auc,
-                "log_loss": quality.log_loss,
+                "auc": quality and quality.auc,
+                "log_loss": quality and quality.log_loss,
                 "train_loss": float(logs["loss"]),
                 "seconds": seconds,
             }
