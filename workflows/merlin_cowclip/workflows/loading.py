@@ -2,35 +2,49 @@
 
 Merlin's own loader never shuffles partitions, hangs at the end with `drop_last`, and counts its
 position in itself; Keras reads ahead of it. Here the order of an epoch is computed from the seed,
-so that a run can start again at any batch and two loaders always agree.
+so that a run can start again at any batch, two loaders always agree, and so do the ranks of one.
 """
 
 from __future__ import annotations
 
+import atexit
+import bisect
 import concurrent.futures
 import itertools
-from collections.abc import Iterator
+import numbers
+import os
+import threading
+import time
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from merlin_cowclip.plugins._stack import tf
+from merlin_cowclip.plugins._stack import Schema, tf
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.prepared import PreparedData
 
 WINDOW_ROWS = 1 << 19
-"""Rows that are held, and permuted, at a time: about 0.3 GiB for 26 + 13 fields."""
+"""Rows that are in memory, and permuted, together: about 0.15 GiB for 26 + 13 fields. Two windows
+are held, the one in use and the next; more only for batches larger than a window."""
 
 PARTS = ("train", "test")
+
+_AHEAD = 2  # batches made before they are asked for
+_ITERATORS = 2  # served side by side; one more, and the one not used for longest reads again
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Some rows of a prepared folder as arrays, ids and numbers each in one matrix."""
+    """Some rows of a prepared folder, one after the other, as they are gathered fastest."""
 
     ids: np.ndarray  # n×F int64, one-hot fields
     numbers: np.ndarray  # n×C float32, continuous fields
@@ -41,21 +55,12 @@ class Rows:
         return len(self.labels)
 
     def take(self, order: np.ndarray) -> Rows:
-        """The rows at `order`."""
+        """The rows at `order`, copied."""
         return Rows(
-            self.ids[order],
-            self.numbers[order],
-            self.labels[order],
+            self.ids.take(order, axis=0),
+            self.numbers.take(order, axis=0),
+            self.labels.take(order, axis=0),
             tuple(column.take(pa.array(order)) for column in self.lists),
-        )
-
-    def part(self, start: int, stop: int) -> Rows:
-        """The rows from `start` to `stop`, as views."""
-        return Rows(
-            self.ids[start:stop],
-            self.numbers[start:stop],
-            self.labels[start:stop],
-            tuple(column.slice(start, stop - start) for column in self.lists),
         )
 
     @staticmethod
@@ -71,21 +76,100 @@ class Rows:
         )
 
 
-class Loader:
+@dataclass(frozen=True)
+class Batch:
+    """A batch, or a rank's share of it, each field in one piece."""
+
+    ids: np.ndarray  # F×b×1 int64
+    numbers: np.ndarray  # C×b×1 float32
+    labels: np.ndarray  # b×1 float32
+    lists: tuple[np.ndarray, ...]  # int64, two per list field: its values, and b + 1 offsets
+
+    @classmethod
+    def of(cls, rows: Rows) -> Batch:
+        """The same as `rows`."""
+        return cls(
+            np.ascontiguousarray(rows.ids.T)[:, :, np.newaxis],
+            np.ascontiguousarray(rows.numbers.T)[:, :, np.newaxis],
+            rows.labels,
+            tuple(itertools.chain(*map(_values_and_offsets, rows.lists))),
+        )
+
+
+@dataclass(frozen=True)
+class RowGroup:
+    """A row group of a parquet file."""
+
+    file: Path
+    number: int
+    rows: int
+
+
+@dataclass(frozen=True)
+class Window:
+    """Row groups that are in memory together, at their place in the order of an epoch."""
+
+    epoch: int
+    number: int
+    start: int  # rows of the epoch before it
+    groups: tuple[RowGroup, ...]
+
+    @property
+    def rows(self) -> int:
+        """Rows of all groups."""
+        return sum(group.rows for group in self.groups)
+
+
+class Loader(tf.data.Dataset):
     """Batches of one part of a prepared folder, in the format that Merlin's models take.
 
-    The order of epoch e is a permutation of the row groups and, in windows of `WINDOW_ROWS`, of the
-    rows, both drawn from (seed, e). Without shuffling it is the order on disk.
+    It goes where `mm.Loader` goes: `model.fit(loader, epochs=…)`, `evaluate`, `predict`,
+    `validation_data=`, `mm.sample_batch`, `for features, labels in loader`.
+
+    **Order.** That of epoch e is a permutation of the row groups and, in windows of `WINDOW_ROWS`,
+    of the rows, both drawn from (seed, e); without shuffling it is the order on disk. Batch k is
+    the k-th piece of it, on any number of ranks: rank r of n takes rows r·b/n to (r+1)·b/n of each
+    batch of b. So a run can start again at any (epoch, k), also on another number of ranks. Every
+    rank reads the whole part, and copies only its own rows.
+
+    **Epochs.** A pass over the loader (an epoch of `fit`, an `evaluate`, a `for` loop) has the
+    number `loader.epoch` of the moment in which its first batch is asked for, and raises that by
+    one. So `fit(loader, epochs=2)` has epochs 0 and 1 and a second `fit` goes on with 2. In a new
+    program, set it: `loader.epoch = 5`, then `fit(loader, initial_epoch=5, epochs=10)`; or let the
+    callback `FollowEpochs(loader)` set it, whatever else is done with the loader in between.
+    `batches` and `dataset` are told their epoch, and neither use nor change this number.
+
+    **Why a `tf.data.Dataset`** and not, as Merlin's loader, a Keras `Sequence`: `fit` asks for the
+    batches of a Sequence in an order of its own, drawn from Python's global random state on each
+    rank, after it has asked for batch 0 once to see what that is like. Of a Dataset it takes a new
+    iterator per epoch and asks for `len(loader)` batches in order. All that Keras does with a
+    Dataset holds, then: with `steps_per_epoch` other than `len(loader)` it goes on where it was,
+    for which `loader.dataset(epochs=None)` has the batches; `loader.map(…)` gives a new dataset.
+
+    **Threads.** Windows and batches are made ahead, each in a thread that ends with it, and
+    TensorFlow calls Python only while somebody waits for a batch: nothing is left to stop or to
+    join, nor to hang when the program ends, in the middle of a pass or not.
 
     Args:
       data: the prepared folder.
       part: "train" or "test".
-      batch_size: samples per batch; the last batch of an epoch holds the remainder.
-      seed: of the order.
+      batch_size: samples per batch on all ranks together.
+      seed: of the order; the same on all ranks.
       shuffle: whether epochs differ; by default only the training part is shuffled.
+      rank: which share of each batch is wanted, from 0.
+      ranks: how many share a batch.
+      drop_last: whether to leave out the rows of an epoch that fill no batch, so that all batches
+        are equal. By default they are a last, smaller batch on one rank, and left out on several.
+        With shuffling they are others each epoch.
+
+    Attributes:
+      epoch: the number of the next pass, at first 0; may be set.
+      rows: rows of the part, those left out included.
+      schema, input_schema, output_schema: of the columns, the label among them, as Merlin's.
 
     Raises:
-      UserError: the batch is larger than the part (training), or not positive.
+      UserError: a number out of range, a part without rows, a batch that the ranks cannot share, or
+        one larger than the part (in training, and where the last rows are left out).
     """
 
     def __init__(
@@ -96,169 +180,466 @@ class Loader:
         batch_size: int,
         seed: int = 0,
         shuffle: bool | None = None,
+        rank: int = 0,
+        ranks: int = 1,
+        drop_last: bool | None = None,
     ) -> None:
         if part not in PARTS:
             raise UserError(f"part must be one of {', '.join(PARTS)}. Received: part={part!r}")
-        files = data.train_files if part == "train" else data.test_files
+        _check_whole("batch size", batch_size, 1)
+        _check_whole("seed", seed, 0)
+        _check_whole("ranks", ranks, 1)
+        _check_whole("rank", rank, 0, ranks - 1)
+        if batch_size % ranks:
+            fewer = batch_size - batch_size % ranks
+            sizes = f"{fewer} or {fewer + ranks}" if fewer else str(ranks)
+            raise UserError(
+                "batch size must be a multiple of the number of ranks, which share each batch. "
+                f"Received: batch size {batch_size}, {ranks} ranks. Choose {sizes}."
+            )
+        if drop_last is False and ranks > 1:
+            raise UserError(
+                "drop_last must not be False on several ranks, whose batches must be equal. "
+                f"Received: drop_last=False, ranks={ranks}. Leave it out, or use one rank."
+            )
         self.data = data
         self.part = part
         self.batch_size = batch_size
         self.seed = seed
-        self.shuffle = part == "train" if shuffle is None else shuffle
-        self._groups: list[tuple[Path, int, int]] = []
-        for file in files:
+        self.shuffled = part == "train" if shuffle is None else shuffle
+        self.rank = rank
+        self.ranks = ranks
+        self.drop_last = ranks > 1 if drop_last is None else drop_last
+        self._groups: list[RowGroup] = []
+        for file in data.train_files if part == "train" else data.test_files:
             with pq.ParquetFile(file) as parquet:
-                for group in range(parquet.num_row_groups):
-                    rows = parquet.metadata.row_group(group).num_rows
-                    self._groups.append((file, group, rows))
-        self.rows = sum(rows for _, _, rows in self._groups)
-        if batch_size <= 0:
-            raise UserError(f"batch size must be positive. Received: {batch_size}")
-        if part == "train" and batch_size > self.rows:
+                for number in range(parquet.num_row_groups):
+                    rows = parquet.metadata.row_group(number).num_rows
+                    self._groups.append(RowGroup(file, number, rows))
+        self.rows = sum(group.rows for group in self._groups)
+        name = "training" if part == "train" else part
+        if not self.rows:
             raise UserError(
-                f"batch size must not exceed the training rows. Received: batch size {batch_size}, "
+                f"the {name} part must have rows. Received: none in {data.path}. Prepare it with "
+                "some."
+            )
+        if batch_size > self.rows and (part == "train" or self.drop_last):
+            raise UserError(
+                f"batch size must not exceed the {name} rows. Received: batch size {batch_size}, "
                 f"{self.rows} rows in {data.path}. Choose a smaller batch or prepare more rows."
             )
+        self._epoch = 0
+        self._lock = threading.Lock()
+        self._streams: OrderedDict[int, _Stream] = OrderedDict()  # by iterator, last used last
+        self._iterators = itertools.count()
+        self._passes = self._as_dataset(Loader._begin_pass, len(self))
+        super().__init__(self._passes._variant_tensor)
+
+    def _inputs(self) -> list[tf.data.Dataset]:
+        return [self._passes]
+
+    @property
+    def element_spec(self) -> Any:
+        """Of a batch: features by name, and labels."""
+        return self._passes.element_spec
 
     def __len__(self) -> int:
-        """Batches per epoch, the remainder's included."""
-        return -(-self.rows // self.batch_size)
+        """Batches per epoch, the same number on every rank."""
+        whole, left = divmod(self.rows, self.batch_size)
+        return whole + (left > 0 and not self.drop_last)
+
+    @property
+    def epoch(self) -> int:
+        """The number of the next pass."""
+        return self._epoch
+
+    @epoch.setter
+    def epoch(self, epoch: int) -> None:
+        _check_whole("epoch", epoch, 0)
+        with self._lock:
+            self._epoch = epoch
+
+    @property
+    def schema(self) -> Schema:
+        """Of the columns, the label among them."""
+        return self.data.schema
+
+    input_schema = output_schema = schema
+
+    def peek(self) -> tuple[dict[str, tf.Tensor], tf.Tensor]:
+        """The first batch of the next pass, which stays the next."""
+        features, labels = next(self.batches(self.epoch))
+        return {name: tf.constant(c) for name, c in features.items()}, tf.constant(labels)
 
     def batches(self, epoch: int = 0, start: int = 0) -> Iterator[tuple[dict[str, Any], Any]]:
         """The batches of one epoch from number `start` on: (features, labels b×1).
 
         Features: b×1 int64 ids, b×1 float32 numbers, and for a list column `name__values` and
-        `name__offsets`, as Merlin's loader has them.
+        `name__offsets`, as Merlin's loader has them. b is this rank's share.
+
+        Raises:
+          UserError: no such epoch or start.
         """
-        return map(self._as_batch, self._cut(epoch, start))
+        first, stop = self._span(epoch, 1, start)
+        assert stop is not None
+        stream = _Stream(self, stop)
+        return (self._named(stream[g]) for g in range(first, stop))
 
-    def dataset(self, *, epoch: int = 0, epochs: int | None = 1) -> tf.data.Dataset:
-        """The same as a `tf.data.Dataset`, `epochs` epochs from `epoch` on (`None`: endless)."""
-        spec = self.data.spec
-        ids, numbers = self._one_hot, spec.continuous
+    def dataset(self, *, epochs: int | None = 1, epoch: int = 0, start: int = 0) -> tf.data.Dataset:
+        """The same as a `tf.data.Dataset`: `epochs` epochs (`None`: endless) from a place on.
 
-        def generate() -> Iterator[tuple[Any, ...]]:
-            wanted = itertools.count(epoch) if epochs is None else range(epoch, epoch + epochs)
-            for e in wanted:
-                for rows in self._cut(e, 0):
-                    lists = [_values_and_offsets(column) for column in rows.lists]
-                    yield (rows.ids, rows.numbers, rows.labels, *itertools.chain(*lists))
+        It always starts there; `loader.epoch` has no part in it. To go on with a run in the middle
+        of an epoch, train the rest of that epoch and then the others:
+        `fit(loader.dataset(epoch=e, start=k), initial_epoch=e, epochs=e + 1)` and
+        `fit(loader.dataset(epochs=None, epoch=e + 1), initial_epoch=e + 1, epochs=…,
+        steps_per_epoch=len(loader))`.
+
+        Args:
+          epochs: how many, the one begun at `start` included.
+          epoch: the first one.
+          start: the batch of that epoch to start with.
+
+        Raises:
+          UserError: no such epoch or start.
+        """
+        first, stop = self._span(epoch, epochs, start)
+        dataset = self._as_dataset(lambda _: first, None if stop is None else stop - first)
+        dataset._loader = self  # which has to live as long as it
+        return dataset
+
+    def _span(self, epoch: int, epochs: int | None, start: int) -> tuple[int, int | None]:
+        """From which batch to which, all epochs counted through."""
+        _check_whole("epoch", epoch, 0)
+        _check_whole("start", start, 0, len(self))
+        if epochs is not None:
+            _check_whole("epochs", epochs, 1)
+        stop = None if epochs is None else (epoch + epochs) * len(self)
+        return epoch * len(self) + start, stop
+
+    # As a tf.data.Dataset
+
+    def _begin_pass(self) -> int:
+        with self._lock:
+            epoch = self._epoch
+            self._epoch += 1
+        return epoch * len(self)
+
+    def _as_dataset(self, begin: Callable[[Loader], int], count: int | None) -> tf.data.Dataset:
+        """`count` batches, an iterator's first one being number `begin(self)`.
+
+        `begin` is called when an iterator's first batch is asked for. An iterator is a number, and
+        what is ready for it; with that lost it would only read again.
+        """
+        # TensorFlow keeps Python functions in the default graph, for good: no reference to a
+        # loader, and what it holds, in them.
+        this = weakref.ref(self)
+
+        def begin_iterator() -> np.ndarray:
+            loader = this()
+            assert loader is not None
+            with loader._lock:
+                iterator = next(loader._iterators)
+            return np.array([iterator, begin(loader)], np.int64)
+
+        spec = {
+            "going": tf.TensorSpec([], tf.bool),
+            "ids": tf.TensorSpec([len(self._one_hot), None, 1], tf.int64),
+            "numbers": tf.TensorSpec([len(self.data.spec.continuous), None, 1], tf.float32),
+            "labels": tf.TensorSpec([None, 1], tf.float32),
+            **{key: tf.TensorSpec([None], tf.int64) for key in self._list_keys},
+        }
+
+        def fetch(begun: np.ndarray, i: np.int64) -> list[np.ndarray]:
+            loader = this()
+            assert loader is not None
+            iterator, first = begun.tolist()
+            stop = None if count is None else first + count
+            try:
+                with _AT_WORK:
+                    batch = loader._stream(iterator, stop)[first + int(i)]
+            except _InterpreterEnds:
+                return [np.zeros([n or 0 for n in s.shape], s.dtype.name) for s in spec.values()]
+            if first + int(i) + 1 == stop:
+                loader._forget(iterator)
+            return [np.array(True), batch.ids, batch.numbers, batch.labels, *batch.lists]
+
+        # Matrices cross from Python to TensorFlow, where unstacking them copies nothing: 40 columns
+        # one by one would cost more than the reading.
 
         @tf.autograph.experimental.do_not_convert  # it does not know zip(…, strict=True)
-        def named(ids_: Any, numbers_: Any, labels: Any, *lists: Any) -> tuple[Any, Any]:
-            features = {name: ids_[:, i : i + 1] for i, name in enumerate(ids)}
-            features |= {name: numbers_[:, i : i + 1] for i, name in enumerate(numbers)}
-            features |= dict(zip(self._list_keys(), lists, strict=True))
-            return features, labels
+        def load(begun: tf.Tensor, i: tf.Tensor) -> tuple[tf.Tensor, ...]:
+            columns = tf.numpy_function(fetch, [begun, i], [s.dtype for s in spec.values()])
+            for column, s in zip(columns, spec.values(), strict=True):
+                column.set_shape(s.shape)
+            return tuple(columns)
 
-        signature = (
-            tf.TensorSpec([None, len(ids)], tf.int64),
-            tf.TensorSpec([None, len(numbers)], tf.float32),
-            tf.TensorSpec([None, 1], tf.float32),
-            *(tf.TensorSpec([None], tf.int64) for _ in self._list_keys()),
-        )
-        # Matrices cross from Python to TensorFlow, and are cut into columns there: one by one,
-        # 40 columns would cost more than the reading.
-        dataset = tf.data.Dataset.from_generator(generate, output_signature=signature)
-        return dataset.map(named).prefetch(2)
+        @tf.autograph.experimental.do_not_convert
+        def name(
+            _: tf.Tensor, ids: tf.Tensor, floats: tf.Tensor, labels: tf.Tensor, *lists: tf.Tensor
+        ) -> tuple[dict[str, tf.Tensor], tf.Tensor]:
+            return self._named(Batch(tf.unstack(ids), tf.unstack(floats), labels, lists))
+
+        @tf.autograph.experimental.do_not_convert
+        def one_iterator(_: tf.Tensor) -> tf.data.Dataset:
+            begun = tf.numpy_function(begin_iterator, [], tf.int64)
+            begun.set_shape([2])
+            numbered = tf.data.Dataset.range(2**62 if count is None else count)
+            loaded = numbered.map(lambda i: load(begun, i))
+            return loaded.take_while(lambda going, *_: going).map(name)
+
+        options = tf.data.Options()
+        # TensorFlow would make batches ahead as well, in threads of its own that come into Python:
+        # for nothing, and see `_AtWork`.
+        options.autotune.enabled = False
+        options.experimental_optimization.inject_prefetch = False
+        options.experimental_optimization.map_parallelization = False
+        size = tf.data.INFINITE_CARDINALITY if count is None else count
+        dataset = tf.data.Dataset.from_tensors(0).flat_map(one_iterator)
+        dataset = dataset.apply(tf.data.experimental.assert_cardinality(size))
+        dataset = dataset.with_options(options)
+        dataset._functions = begin_iterator, fetch  # also after `clear_session`
+        return dataset
+
+    def _stream(self, iterator: int, stop: int | None) -> _Stream:
+        with self._lock:
+            stream = self._streams.pop(iterator, None) or _Stream(self, stop)
+            self._streams[iterator] = stream
+            while len(self._streams) > _ITERATORS:
+                self._streams.popitem(last=False)
+            return stream
+
+    def _forget(self, iterator: int) -> None:
+        with self._lock:
+            self._streams.pop(iterator, None)
+
+    # What a batch holds
 
     @property
     def _one_hot(self) -> tuple[str, ...]:
         return tuple(self.data.spec.categorical)
 
+    @property
     def _list_keys(self) -> list[str]:
         return [
             f"{name}__{part}" for name in self.data.spec.lists for part in ("values", "offsets")
         ]
 
-    def _as_batch(self, rows: Rows) -> tuple[dict[str, Any], Any]:
-        features: dict[str, Any] = {}
-        for i, name in enumerate(self._one_hot):
-            features[name] = rows.ids[:, i : i + 1]
-        for i, name in enumerate(self.data.spec.continuous):
-            features[name] = rows.numbers[:, i : i + 1]
-        lists = itertools.chain(*(_values_and_offsets(column) for column in rows.lists))
-        features |= dict(zip(self._list_keys(), lists, strict=True))
-        return features, rows.labels
+    def _named(self, batch: Batch) -> tuple[dict[str, Any], Any]:
+        features = dict(zip(self._one_hot, batch.ids, strict=True))
+        features |= dict(zip(self.data.spec.continuous, batch.numbers, strict=True))
+        features |= dict(zip(self._list_keys, batch.lists, strict=True))
+        return features, batch.labels
 
-    def _windows(self, epoch: int) -> list[list[tuple[Path, int, int]]]:
+    # Where a batch lies, and reading it
+
+    def _windows(self, epoch: int) -> list[Window]:
         """The epoch's row groups in order, `WINDOW_ROWS` or a little more at a time."""
         groups = list(self._groups)
-        if self.shuffle:
+        if self.shuffled:
             order = np.random.default_rng([self.seed, epoch]).permutation(len(groups))
             groups = [groups[i] for i in order]
-        windows: list[list[tuple[Path, int, int]]] = [[]]
-        for group in groups:
-            if sum(rows for _, _, rows in windows[-1]) >= WINDOW_ROWS:
-                windows.append([])
-            windows[-1].append(group)
+        windows: list[Window] = []
+        while groups:
+            start = windows[-1].start + windows[-1].rows if windows else 0
+            enough = itertools.accumulate(group.rows for group in groups)
+            taken = sum(1 for _ in itertools.takewhile(lambda rows: rows < WINDOW_ROWS, enough)) + 1
+            windows.append(Window(epoch, len(windows), start, tuple(groups[:taken])))
+            groups = groups[taken:]
         return windows
 
-    def _read(self, epoch: int, number: int, groups: list[tuple[Path, int, int]]) -> Rows:
-        spec = self.data.spec
+    def _share(self, k: int) -> tuple[int, int]:
+        """From which row of an epoch to which this rank's share of batch k is."""
+        start = k * self.batch_size
+        size = min(self.batch_size, self.rows - start) // self.ranks
+        return start + self.rank * size, start + (self.rank + 1) * size
+
+    def _order(self, window: Window) -> np.ndarray:
+        """Of the window's rows, as they lie on disk group by group, which comes when."""
+        if not self.shuffled:
+            return np.arange(window.rows)
+        random = np.random.default_rng([self.seed, window.epoch, window.number])
+        return random.permutation(window.rows)
+
+    def _read(self, window: Window) -> Rows:
+        """The window's rows, as they lie on disk group by group."""
+        spec, n = self.data.spec, window.rows
         columns = [*self._one_hot, *spec.continuous, *spec.lists, spec.label]
-        tables = []
-        for file, group, _ in groups:
-            with pq.ParquetFile(file) as parquet:
-                tables.append(parquet.read_row_group(group, columns=columns))
-        table = pa.concat_tables(tables).combine_chunks()
-        rows = Rows(
-            _matrix(table, self._one_hot, np.int64),
-            _matrix(table, spec.continuous, np.float32),
-            _matrix(table, [spec.label], np.float32),
-            tuple(_one_chunk(table[name]) for name in spec.lists),
-        )
-        if not self.shuffle:
-            return rows
-        order = np.random.default_rng([self.seed, epoch, number]).permutation(len(rows))
-        return rows.take(order)
-
-    def _cut(self, epoch: int, start: int) -> Iterator[Rows]:
-        """The epoch's rows in batches, the next window read while this one is used."""
-        skip = start * self.batch_size
-        wanted: list[tuple[int, list[tuple[Path, int, int]]]] = []
-        for number, groups in enumerate(self._windows(epoch)):
-            rows = sum(n for _, _, n in groups)
-            if not wanted and skip >= rows:
-                skip -= rows
-                continue
-            wanted.append((number, groups))
-        left: Rows | None = None
-        with concurrent.futures.ThreadPoolExecutor(1, "merlin-cowclip-loader") as reader:
-            ahead = [reader.submit(self._read, epoch, *window) for window in wanted[:1]]
-            for i in range(len(wanted)):
-                window = ahead.pop().result()
-                if i + 1 < len(wanted):
-                    ahead.append(reader.submit(self._read, epoch, *wanted[i + 1]))
-                if i == 0 and skip:
-                    window = window.part(skip, len(window))
-                at = 0
-                if left is not None:
-                    at = min(self.batch_size - len(left), len(window))
-                    left = Rows.joined([left, window.part(0, at)])
-                    if len(left) < self.batch_size:
-                        continue
-                    yield left
-                    left = None
-                while at + self.batch_size <= len(window):
-                    yield window.part(at, at + self.batch_size)
-                    at += self.batch_size
-                if at < len(window):
-                    left = window.part(at, len(window))
-            if left is not None:
-                yield left
+        ids = np.empty((n, len(self._one_hot)), np.int64)
+        floats = np.empty((n, len(spec.continuous)), np.float32)
+        labels = np.empty((n, 1), np.float32)
+        lists: list[list[pa.Array]] = [[] for _ in spec.lists]
+        at = 0
+        for group in window.groups:
+            with pq.ParquetFile(group.file) as parquet:
+                table = parquet.read_row_group(group.number, columns=columns)
+            here = slice(at, at + group.rows)
+            for matrix, names in (
+                (ids, self._one_hot),
+                (floats, spec.continuous),
+                (labels, [spec.label]),
+            ):
+                for i, name in enumerate(names):
+                    matrix[here, i] = table[name].to_numpy()
+            for chunks, name in zip(lists, spec.lists, strict=True):
+                chunks.extend(table[name].chunks)
+            at += group.rows
+        return Rows(ids, floats, labels, tuple(pa.concat_arrays(chunks) for chunks in lists))
 
 
-def _matrix(table: pa.Table, names: Any, dtype: Any) -> np.ndarray:
-    matrix = np.empty((table.num_rows, len(names)), dtype)
-    for i, name in enumerate(names):
-        matrix[:, i] = table[name].to_numpy()
-    return matrix
+class _Stream:
+    """A loader's batches by number g = epoch · len(loader) + k, up to `stop`, some made ahead.
+
+    Any may be asked for at any time. Asked for in order, the next ones are being made, and the next
+    window is being read, while one is used; across the end of an epoch, too.
+    """
+
+    def __init__(self, loader: Loader, stop: int | None) -> None:
+        self._loader = loader
+        self._stop = stop
+        self._plans: dict[int, list[Window]] = {}
+        self._read: dict[tuple[int, int], concurrent.futures.Future[tuple[Rows, np.ndarray]]] = {}
+        self._made: dict[int, concurrent.futures.Future[Batch]] = {}
+        self._reading = threading.Lock()  # one window after the other: the first is wanted first
+
+    def __getitem__(self, g: int) -> Batch:
+        wanted = range(g, g + 1 + _AHEAD if self._stop is None else min(g + 1 + _AHEAD, self._stop))
+        epochs = {i // len(self._loader) for i in wanted}
+        self._plans = {e: self._plans.get(e) or self._loader._windows(e) for e in epochs}
+        pieces = {i: self._pieces(i) for i in wanted}
+        windows = {(w.epoch, w.number): w for i in wanted for w, _, _ in pieces[i]}
+        first = pieces[g][0][0]
+        for after in self._plans[first.epoch][first.number + 1 : first.number + 2]:
+            windows[after.epoch, after.number] = after
+        # What is no longer wanted goes with the old dictionary.
+        self._read = {
+            key: self._read.get(key) or _in_thread(self._hold, window)
+            for key, window in windows.items()
+        }
+        self._made = {
+            i: self._made.get(i)
+            or _in_thread(
+                _make, [(self._read[w.epoch, w.number], low, high) for w, low, high in pieces[i]]
+            )
+            for i in wanted
+        }
+        return self._made.pop(g).result()
+
+    def _pieces(self, g: int) -> list[tuple[Window, int, int]]:
+        """From which windows batch g is, from which row to which."""
+        epoch, k = divmod(g, len(self._loader))
+        windows = self._plans[epoch]
+        start, stop = self._loader._share(k)
+        pieces = []
+        for window in windows[bisect.bisect_right(windows, start, key=lambda w: w.start) - 1 :]:
+            if window.start >= stop:
+                break
+            low = max(start - window.start, 0)
+            pieces.append((window, low, min(stop - window.start, window.rows)))
+        return pieces
+
+    def _hold(self, window: Window) -> tuple[Rows, np.ndarray]:
+        with self._reading:
+            return self._loader._read(window), self._loader._order(window)
 
 
-def _one_chunk(column: pa.ChunkedArray) -> pa.ListArray:
-    array = column.combine_chunks()
-    return array.chunk(0) if isinstance(array, pa.ChunkedArray) else array
+def _make(
+    pieces: list[tuple[concurrent.futures.Future[tuple[Rows, np.ndarray]], int, int]],
+) -> Batch:
+    parts = []
+    for reading, low, high in pieces:
+        rows, order = reading.result()
+        parts.append(rows.take(order[low:high]))
+    return Batch.of(Rows.joined(parts))
+
+
+class FollowEpochs(tf.keras.callbacks.Callback):
+    """Gives a loader Keras's own epoch numbers, so that `fit`'s `initial_epoch` holds for it.
+
+    Also with `BackupAndRestore`, which starts at an epoch that only Keras knows.
+    """
+
+    def __init__(self, loader: Loader) -> None:
+        super().__init__()
+        self._loader = loader
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Set the loader's epoch; the first batch is asked for after this."""
+        self._loader.epoch = epoch
+
+
+def _in_thread(work: Callable[..., T], *arguments: Any) -> concurrent.futures.Future[T]:
+    """Start `work` in a thread of its own, which ends with it."""
+    future: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+    def run() -> None:
+        try:
+            with _AT_WORK:
+                future.set_result(work(*arguments))
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="merlin-cowclip-loader", daemon=True).start()
+    return future
+
+
+class _InterpreterEnds(Exception):  # noqa: N818 - no error
+    """There are no more batches."""
+
+
+class _AtWork:
+    """Where threads are in our Python: they come out before the interpreter ends, and stay out.
+
+    A thread that needs the interpreter when that has begun to end never comes back, and TensorFlow,
+    which ends an iterator by waiting for its threads, would wait for ever, or abort.
+    """
+
+    _QUIET = 0.05  # seconds in which a thread of TensorFlow's would have asked again
+    _PATIENCE = 10.0  # seconds for a file system that does not answer
+
+    def __init__(self) -> None:
+        self._begin()
+        self._ended = False
+        os.register_at_fork(after_in_child=self._begin)  # which has none of the threads
+        atexit.register(self._end)
+
+    def _begin(self) -> None:
+        self._changed = threading.Condition()
+        self._threads = 0
+        self._last = -self._QUIET
+
+    def __enter__(self) -> None:
+        with self._changed:
+            self._last = time.monotonic()
+            if self._ended:
+                raise _InterpreterEnds
+            self._threads += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._changed:
+            self._last = time.monotonic()
+            self._threads -= 1
+            self._changed.notify_all()
+
+    def _end(self) -> None:
+        with self._changed:
+            self._ended = True
+            deadline = time.monotonic() + self._PATIENCE
+            while self._threads or time.monotonic() < self._last + self._QUIET:
+                if time.monotonic() > deadline:
+                    return
+                self._changed.wait(self._QUIET)
+
+
+_AT_WORK = _AtWork()
+
+
+def _check_whole(name: str, value: Any, least: int, most: int | None = None) -> None:
+    """Refuse what is no whole number, or out of range."""
+    whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    if whole and least <= value and (most is None or value <= most):
+        return
+    limits = f"of at least {least}" if most is None else f"from {least} to {most}"
+    raise UserError(f"{name} must be a whole number {limits}. Received: {value!r}")
 
 
 def _values_and_offsets(column: pa.ListArray) -> tuple[np.ndarray, np.ndarray]:
