@@ -1,78 +1,121 @@
-"""Rows per second that a loader gives: ours, as arrays and as `fit` takes them, beside Merlin's.
+"""Reading: rows per second of the loader beside Merlin's own, on the same parquet.
 
-The same prepared Criteo-shaped rows, 26 ids and 13 numbers, shuffled, batch 8192; every batch is
-looked at and let go. Loaders take turns; medians over the epochs after the first one.
+26 id fields and 13 numbers, synthetic Criteo logs prepared and drawn from until they are a million
+rows. Each loader reads all of them, in turn, so that a machine that changes its speed changes them
+alike; the median of the rounds. Batches alone, as a loop over the loader has them; and in `fit`, of
+a model that does nothing.
 
-    python benchmarks/bench_loader.py [--rows 1000000] [--batch-size 8192] [--epochs 4]
+    python benchmarks/bench_loader.py [--batch 8192] [--rows 1048576] [--rounds 5]
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import platform
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-from merlin_cowclip.plugins.scaling import format_table
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from merlin_cowclip.plugins._stack import mm, tf
 from merlin_cowclip.workflows.datasets import CRITEO
-from merlin_cowclip.workflows.etl import prepare
+from merlin_cowclip.workflows.etl import ROW_GROUP_ROWS, prepare
 from merlin_cowclip.workflows.loading import Loader
-from merlin_cowclip.workflows.quiet import quiet_imports
+from merlin_cowclip.workflows.prepared import PreparedData
 from merlin_cowclip.workflows.synthetic import write_synthetic
 
-with quiet_imports():
-    from merlin.io import Dataset
-
-    from merlin_cowclip.plugins._stack import mm
+LOG_ROWS = 100_000
+FILES = 4
 
 
-def rate(epoch: Callable[[], Iterable[Any]]) -> float:
-    """Rows per second of one pass."""
-    start = time.perf_counter()
-    rows = sum(len(labels) for _, labels in epoch())
-    return rows / (time.perf_counter() - start)
+def data_of(rows: int, home: Path) -> PreparedData:
+    """A prepared folder with so many training rows."""
+    write_synthetic("criteo", home / "log.txt", rows=LOG_ROWS, seed=1)
+    data = prepare(CRITEO, [home / "log.txt"], home / "data", progress=False)
+    few = pa.concat_tables([pq.read_table(file) for file in data.train_files])
+    for file in data.train_files:
+        file.unlink()
+    random = np.random.default_rng(0)
+    for i in range(FILES):
+        drawn = few.take(random.integers(0, len(few), rows // FILES))
+        path = data.path / "train" / f"part-{i:05d}.parquet"
+        pq.write_table(drawn, path, row_group_size=ROW_GROUP_ROWS)
+    return data
+
+
+class Nothing(tf.keras.Model):
+    """Takes batches, and does nothing with them."""
+
+    def train_step(self, data):
+        return {"rows": tf.shape(data[1])[0]}
+
+
+def fit(loader) -> None:
+    model = Nothing()
+    model.compile()
+    model.fit(loader, verbose=0)
+
+
+def consume(batches) -> None:
+    for _ in batches:
+        pass
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rows", type=int, default=1_000_000)
-    parser.add_argument("--batch-size", type=int, default=8192)
-    parser.add_argument("--epochs", type=int, default=4)
+    parser.add_argument("--batch", type=int, default=8192)
+    parser.add_argument("--rows", type=int, default=1 << 20)
+    parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="bench-loader-") as folder:
-        log = Path(folder) / "train.txt"
-        write_synthetic("criteo", log, rows=arguments.rows, seed=1, cardinality=100_000)
-        data = prepare(CRITEO, [log], Path(folder) / "data", progress=False)
-        ours = Loader(data, batch_size=arguments.batch_size)
-        stock = mm.Loader(
-            Dataset([str(file) for file in data.train_files], engine="parquet", schema=data.schema),
-            batch_size=arguments.batch_size,
+    with tempfile.TemporaryDirectory() as home:
+        data = data_of(arguments.rows, Path(home))
+        ours = Loader(data, batch_size=arguments.batch)
+        schema = data.schema
+        files = [str(file) for file in data.train_files]
+
+        import merlin.io
+
+        theirs = mm.Loader(
+            merlin.io.Dataset(files, engine="parquet", schema=schema),
+            batch_size=arguments.batch,
             shuffle=True,
         )
-        loaders: dict[str, Callable[[], Iterable[Any]]] = {
-            "Merlin's mm.Loader": lambda: stock,
-            "ours, batches()": ours.batches,
-            "ours, dataset()": ours.dataset,
-            "ours, fit(loader)": lambda: ours,
+        ways: dict[str, Callable[[], None]] = {
+            "ours, NumPy batches": lambda: consume(ours.batches()),
+            "ours, tf.data": lambda: consume(ours),
+            "mm.Loader": lambda: consume(theirs),
+            "ours, in fit": lambda: fit(ours),
+            "mm.Loader, in fit": lambda: fit(theirs),
         }
-        rates: dict[str, list[float]] = {name: [] for name in loaders}
-        for _ in range(arguments.epochs + 1):
-            for name, epoch in loaders.items():
-                rates[name].append(rate(epoch))
-    medians = {name: statistics.median(found[1:]) for name, found in rates.items()}
+        for way in ways.values():
+            way()  # files in the page cache, functions traced
+        load = os.getloadavg()[0]
+        rates: dict[str, list[float]] = {name: [] for name in ways}
+        for _ in range(arguments.rounds):
+            for name, way in ways.items():
+                start = time.perf_counter()
+                way()
+                rates[name].append(ours.rows / (time.perf_counter() - start))
     print(
-        f"{os.cpu_count()} CPU cores, load {os.getloadavg()[0]:.1f}; {data.rows['train']:,} rows, "
-        f"26 + 13 fields, batch {arguments.batch_size:,}"
+        f"{platform.processor() or platform.machine()}, {os.cpu_count()} CPUs, load average "
+        f"{load:.1f} before and {os.getloadavg()[0]:.1f} after, Python {platform.python_version()}"
     )
-    lines = [
-        (name, f"{found:,.0f}", f"{found / medians[next(iter(loaders))]:.2f}")
-        for name, found in medians.items()
-    ]
-    print(format_table(("loader", "rows/s", "x Merlin's"), lines))
+    print(
+        f"batch {arguments.batch:,}, {len(CRITEO.categorical)} ids and {len(CRITEO.continuous)} "
+        f"numbers, {ours.rows:,} rows, {arguments.rounds} rounds"
+    )
+    print(f"  {'':24}  {'rows/s':>10}  {'slowest':>10}")
+    for name, found in rates.items():
+        print(f"  {name:24}  {statistics.median(found):>10,.0f}  {min(found):>10,.0f}")
+    for one, other in (("ours, tf.data", "mm.Loader"), ("ours, in fit", "mm.Loader, in fit")):
+        ratio = statistics.median(a / b for a, b in zip(rates[one], rates[other], strict=True))
+        print(f"  {one} / {other}: {ratio:.1f} times as many rows per second")
 
 
 if __name__ == "__main__":

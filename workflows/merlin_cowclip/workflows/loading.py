@@ -303,9 +303,7 @@ class Loader(tf.data.Dataset):
           UserError: no such epoch or start.
         """
         first, stop = self._span(epoch, epochs, start)
-        dataset = self._as_dataset(lambda _: first, None if stop is None else stop - first)
-        dataset._loader = self  # which has to live as long as it
-        return dataset
+        return self._as_dataset(lambda _: first, None if stop is None else stop - first)
 
     def _span(self, epoch: int, epochs: int | None, start: int) -> tuple[int, int | None]:
         """From which batch to which, all epochs counted through."""
@@ -357,11 +355,11 @@ class Loader(tf.data.Dataset):
             try:
                 with _AT_WORK:
                     batch = loader._stream(iterator, stop)[first + int(i)]
+                    if first + int(i) + 1 == stop:
+                        loader._forget(iterator)
+                    return [np.array(True), batch.ids, batch.numbers, batch.labels, *batch.lists]
             except _InterpreterEnds:
                 return [np.zeros([n or 0 for n in s.shape], s.dtype.name) for s in spec.values()]
-            if first + int(i) + 1 == stop:
-                loader._forget(iterator)
-            return [np.array(True), batch.ids, batch.numbers, batch.labels, *batch.lists]
 
         # Matrices cross from Python to TensorFlow, where unstacking them copies nothing: 40 columns
         # one by one would cost more than the reading.
@@ -390,14 +388,13 @@ class Loader(tf.data.Dataset):
         options = tf.data.Options()
         # TensorFlow would make batches ahead as well, in threads of its own that come into Python:
         # for nothing, and see `_AtWork`.
-        options.autotune.enabled = False
         options.experimental_optimization.inject_prefetch = False
         options.experimental_optimization.map_parallelization = False
         size = tf.data.INFINITE_CARDINALITY if count is None else count
         dataset = tf.data.Dataset.from_tensors(0).flat_map(one_iterator)
         dataset = dataset.apply(tf.data.experimental.assert_cardinality(size))
         dataset = dataset.with_options(options)
-        dataset._functions = begin_iterator, fetch  # also after `clear_session`
+        dataset._needs = self, begin_iterator, fetch  # TensorFlow does not promise to keep them
         return dataset
 
     def _stream(self, iterator: int, stop: int | None) -> _Stream:
