@@ -16,6 +16,7 @@ import platform
 import statistics
 import tempfile
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -28,7 +29,11 @@ from merlin_cowclip.workflows.datasets import CRITEO
 from merlin_cowclip.workflows.etl import ROW_GROUP_ROWS, prepare
 from merlin_cowclip.workflows.loading import Loader
 from merlin_cowclip.workflows.prepared import PreparedData
+from merlin_cowclip.workflows.quiet import quiet_imports
 from merlin_cowclip.workflows.synthetic import write_synthetic
+
+with quiet_imports():
+    import merlin.io
 
 LOG_ROWS = 100_000
 FILES = 4
@@ -47,6 +52,15 @@ def data_of(rows: int, home: Path) -> PreparedData:
         path = data.path / "train" / f"part-{i:05d}.parquet"
         pq.write_table(drawn, path, row_group_size=ROW_GROUP_ROWS)
     return data
+
+
+def merlins(data: PreparedData, batch: int) -> mm.Loader:
+    """Merlin's own loader of the training part, shuffling."""
+    files = [str(file) for file in data.train_files]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there is no GPU
+        dataset = merlin.io.Dataset(files, engine="parquet", schema=data.schema)
+    return mm.Loader(dataset, batch_size=batch, shuffle=True)
 
 
 class Nothing(tf.keras.Model):
@@ -76,16 +90,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as home:
         data = data_of(arguments.rows, Path(home))
         ours = Loader(data, batch_size=arguments.batch)
-        schema = data.schema
-        files = [str(file) for file in data.train_files]
-
-        import merlin.io
-
-        theirs = mm.Loader(
-            merlin.io.Dataset(files, engine="parquet", schema=schema),
-            batch_size=arguments.batch,
-            shuffle=True,
-        )
+        theirs = merlins(data, arguments.batch)
         ways: dict[str, Callable[[], None]] = {
             "ours, NumPy batches": lambda: consume(ours.batches()),
             "ours, tf.data": lambda: consume(ours),

@@ -351,6 +351,46 @@ def test_a_run_goes_on_in_the_middle_of_an_epoch(data):
     assert model.steps == steps_of(loader, 3, 4, 5)[5:]
 
 
+@pytest.mark.parametrize(
+    ("columns", "wanted"),
+    [
+        ({"categorical": ("user",)}, {"user"}),
+        (
+            {"continuous": ("serial",), "lists": ("genres",)},
+            {"serial", "genres__values", "genres__offsets"},
+        ),
+    ],
+)
+def test_not_every_kind_of_column_has_to_be_there(tmp_path, columns, wanted):
+    frame = pd.DataFrame({"y": [0, 1] * 40, "user": range(80), "serial": range(80)})
+    frame["genres"] = frame["user"].map(lambda user: "|".join("ab"[: user % 3]))
+    frame.to_csv(tmp_path / "log.csv", index=False)
+    spec = DatasetSpec(
+        name="few",
+        label="y",
+        **{"categorical": (), "continuous": (), "lists": (), **columns},
+        split=Split("random", 0.25),
+    )
+    prepared = prepare(spec, [tmp_path / "log.csv"], tmp_path / "data", progress=False)
+    loader = Loader(prepared, batch_size=20, seed=1)
+    batches = as_numpy(loader)
+    assert_same_batches(batches, loader.batches(0))
+    assert [set(features) for features, _ in batches] == [wanted] * 3
+
+
+def test_empty_row_groups_are_passed_over(data, on_disk, tmp_path, small_windows):
+    files = sorted((data.path / "train").glob("*.parquet"))
+    nothing = pq.read_table(files[0]).slice(0, 0)
+    pq.write_table(nothing, tmp_path / "empty.parquet")
+    with pq.ParquetWriter(tmp_path / "both.parquet", nothing.schema) as writer:
+        for table in (nothing, *map(pq.read_table, files), nothing):
+            writer.write_table(table, row_group_size=500)
+    paths = [tmp_path / name for name in ("empty.parquet", "both.parquet", "empty.parquet")]
+    record = {**data.record, "files": {"train": [{"path": str(path)} for path in paths]}}
+    loader = Loader(PreparedData(data.path, data.spec, record), batch_size=BATCH)
+    pd.testing.assert_frame_equal(by_serial(as_frame(loader)), by_serial(on_disk["train"]))
+
+
 # In a fit
 
 

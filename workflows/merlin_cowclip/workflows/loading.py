@@ -32,7 +32,8 @@ from merlin_cowclip.workflows.prepared import PreparedData
 
 WINDOW_ROWS = 1 << 19
 """Rows that are in memory, and permuted, together: about 0.15 GiB for 26 + 13 fields. Two windows
-are held, the one in use and the next; more only for batches larger than a window."""
+are held, the one in use and the next; more only for batches larger than a window. A row group is
+never parted, so one that is larger is a window of its own."""
 
 PARTS = ("train", "test")
 
@@ -214,8 +215,8 @@ class Loader(tf.data.Dataset):
         for file in data.train_files if part == "train" else data.test_files:
             with pq.ParquetFile(file) as parquet:
                 for number in range(parquet.num_row_groups):
-                    rows = parquet.metadata.row_group(number).num_rows
-                    self._groups.append(RowGroup(file, number, rows))
+                    if rows := parquet.metadata.row_group(number).num_rows:
+                        self._groups.append(RowGroup(file, number, rows))
         self.rows = sum(group.rows for group in self._groups)
         name = "training" if part == "train" else part
         if not self.rows:
