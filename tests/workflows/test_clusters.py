@@ -286,3 +286,37 @@ def test_chunks_fit_the_memory_and_keep_the_workers_busy(monkeypatch):
     sizes = [_chunk_bytes(100 << 30, n) for n in (1, 4)]
     assert sizes == sorted(sizes, reverse=True)
     assert np.all(np.array(sizes) * [1, 4] <= (2 << 30) / 10)
+
+
+# What a worker that dies leaves, and what is done again
+
+
+def counted(path: Path) -> int:
+    with path.open("a") as file:
+        file.write("x")
+    return os.getpid()
+
+
+def test_what_was_taken_is_not_done_again(tmp_path):
+    """A worker that dies later takes its finished results along; nobody wants them any more."""
+    paths = [tmp_path / str(i) for i in range(6)]
+    with open_cluster(2) as cluster:
+        results = cluster.map(counted, [*paths, *(tmp_path / f"later{i}" for i in range(40))])
+        pids = [next(results) for _ in paths]
+        time.sleep(0.5)
+        psutil.Process(pids[0]).kill()
+        assert len(list(results)) == 40
+    assert [path.read_text() for path in paths] == ["x"] * 6
+
+
+def test_a_chunk_staged_twice_is_the_same_chunk(log, tmp_path):
+    from merlin_cowclip.workflows.raw_logs import RawLog
+    from merlin_cowclip.workflows.staging import Staging
+
+    raw, staging = RawLog(CRITEO, log), Staging(tmp_path, CRITEO)
+    (chunk,) = raw.chunks(1 << 30)
+    once = staging.stage(0, raw, chunk)
+    before = staging.numbers("I1", np.float64)
+    assert staging.stage(0, raw, chunk) == once
+    np.testing.assert_array_equal(staging.numbers("I1", np.float64), before)
+    assert [p.name for p in tmp_path.iterdir()] == ["000000"]

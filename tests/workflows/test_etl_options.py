@@ -411,3 +411,78 @@ def test_command_line(tmp_path, log, path, capsys):
         assert main([*command, *wrong]) == 2
         assert message in capsys.readouterr().err
     assert not (tmp_path / "out2").exists()
+
+
+# Quotes, and what else once slipped through
+
+
+@pytest.mark.parametrize("chunk_bytes", [40, 200, 100_000])
+def test_line_ends_within_quotes_are_not_cut(tmp_path, quick, monkeypatch, chunk_bytes):
+    lines = ["y,user,item,price,genres"]
+    for i in range(200):
+        lines.append(f'{i % 2},"u\n{i % 2},z,{i % 7}",i{i % 5},{i},g')
+    path = tmp_path / "quoted.csv"
+    path.write_text("\n".join(lines))
+    monkeypatch.setattr(etl, "CHUNK_BYTES", (chunk_bytes, chunk_bytes))
+    data = quick(inputs=[path], out="quoted")
+    assert data.rows == {"train": 150, "test": 50}
+    users = set(data.counts("user")["raw"].dropna())
+    assert users <= {f"u\n{i % 2},z,{i % 7}" for i in range(200)}
+
+
+@pytest.mark.parametrize("chunk_bytes", [40, 100_000])
+def test_a_quote_that_is_never_closed_is_refused(tmp_path, quick, monkeypatch, chunk_bytes):
+    rows = [f"{i % 2},u{i},i{i % 5},{i},g" for i in range(100)]
+    rows[50] = '0,u,i,1,"x'
+    path = tmp_path / "open.csv"
+    path.write_text("\n".join(["y,user,item,price,genres", *rows]))
+    monkeypatch.setattr(etl, "CHUNK_BYTES", (chunk_bytes, chunk_bytes))
+    with pytest.raises(UserError, match="a quote must be closed.*open.csv.*100 lines and 51 rows"):
+        quick(inputs=[path])
+
+
+def test_a_quote_within_a_cell_is_a_part_of_it(tmp_path, quick):
+    rows = [f'{i % 2},5" disk {i % 3},i{i % 5},{i},g' for i in range(101)]
+    path = tmp_path / "inches.csv"
+    path.write_text("\n".join(["y,user,item,price,genres", *rows]))
+    data = quick(inputs=[path], out="inches")
+    assert sum(data.rows.values()) == 101
+    assert set(data.counts("user")["raw"].dropna()) == {f'5" disk {i}' for i in range(3)}
+
+
+@pytest.mark.parametrize("word", ["NULL", "nan", "1_5"])
+def test_times_that_are_numbers_but_for_a_word_are_refused(log, path, quick, word):
+    hours = log["hour"].astype(str)
+    hours[7] = word
+    log.assign(hour=hours).to_csv(path, index=False)
+    message = f"must be numbers, or all of them text.*'{word}' in column 'hour'"
+    with pytest.raises(UserError, match=message):
+        quick(spec_of(split=Split("time", 0.2, "hour")))
+
+
+def test_empty_text_in_a_parquet_dictionary_is_missing(tmp_path, log, quick):
+    lists = log["genres"].map(lambda text: text.split("|") if text else [])
+    item = log["item"].where(log.index % 9 != 0, "")
+    path = tmp_path / "log.parquet"
+    log.assign(genres=lists, item=item.astype("category")).to_parquet(path)
+    data = quick(spec_of(format="parquet"), [path])
+    assert data.counts("item")["count"][1] == (item[:TRAIN] == "").sum()
+    assert "" not in set(data.counts("item")["raw"])
+
+
+def test_parquet_values_that_cannot_be_read_are_named(tmp_path, log, quick):
+    lists = log["genres"].map(lambda text: text.split("|") if text else [])
+    path = tmp_path / "log.parquet"
+    large = log.assign(genres=lists, price=2**60 + np.arange(ROWS))
+    large.to_parquet(path)
+    assert quick(spec_of(format="parquet"), [path]).record["ranges"]["price"][0] == 2.0**60
+    large.assign(item=b"\xff").to_parquet(path)
+    with pytest.raises(UserError, match=r"log.parquet: Invalid UTF8"):
+        quick(spec_of(format="parquet"), [path], "other")
+
+
+def test_more_is_refused():
+    with pytest.raises(UserError, match="one time per row. Received: 'genres', a column of lists"):
+        spec_of(split=Split("time", 0.2, "genres"))
+    with pytest.raises(UserError, match="hash_buckets must be at most 1,073,741,824"):
+        spec_of(freq_threshold=2, hash_buckets=1 << 31)

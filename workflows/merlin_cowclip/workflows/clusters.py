@@ -6,6 +6,7 @@ worker that dies costs its tasks' time and nothing else.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import importlib.util
 import os
@@ -70,9 +71,11 @@ class Workers:
         from distributed.scheduler import KilledWorker
 
         # pure=False: jobs of one name and arguments are not the same job to us.
-        futures = self._client.map(function, list(jobs), pure=False, batch_size=1000)
+        jobs = list(jobs)
+        futures = collections.deque(self._client.map(function, jobs, pure=False, batch_size=1000))
         try:
-            for future in futures:
+            while futures:
+                future = futures.popleft()
                 try:
                     result = future.result()
                 except KilledWorker:
@@ -81,10 +84,13 @@ class Workers:
                         "over one task, most likely for want of memory. Use fewer workers, so that "
                         "each has more memory, or a machine with more"
                     ) from None
+                # Done with: else Dask would do it again, should its worker die later.
+                future.release()
+                del future
                 yield result
         finally:
             with contextlib.suppress(Exception):  # the cluster may be gone
-                self._client.cancel(futures, force=True)
+                self._client.cancel(list(futures), force=True)
 
 
 @contextlib.contextmanager

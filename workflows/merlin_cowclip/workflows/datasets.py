@@ -24,6 +24,7 @@ else:
 FORMATS = ("csv", "parquet")
 SPLIT_KINDS = ("random", "sequential", "time")
 NON_FINITE = ("refuse", "missing")
+MAX_BUCKETS = 1 << 30  # ids are 32 bits wide while data is prepared
 
 
 @dataclass(frozen=True)
@@ -154,7 +155,17 @@ class DatasetSpec:
                     )
             if isinstance(value, Mapping):
                 object.__setattr__(self, key, by_field)
+        if self.split.column in self.lists:
+            raise UserError(
+                f"split.column must hold one time per row. Received: {self.split.column!r}, a "
+                "column of lists"
+            )
         for field in self.ids:
+            if self.buckets_of(field) > MAX_BUCKETS:
+                raise UserError(
+                    f"hash_buckets must be at most {MAX_BUCKETS:,}. Received: "
+                    f"{self.buckets_of(field):,} for {field!r}"
+                )
             if self.buckets_of(field) > 1 and self.threshold_of(field) < 2:
                 raise UserError(
                     "hash_buckets needs a freq_threshold of at least 2, for without one no "

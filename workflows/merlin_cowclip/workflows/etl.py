@@ -1,10 +1,10 @@
 """Raw logs to prepared data: split, fit, encode, shuffle, and write, all or nothing.
 
-One pass over the text stages every column by itself; from then on one column is in memory at a
-time. Each step is a list of tasks that read and write files, done by threads or by Dask's workers
-(`clusters.py`). The statistics are those that NVTabular's operators would compute and are handed
-to them (`StatOperator.fit_finalize`), so what is saved is an ordinary fitted `nvtabular.Workflow`.
-What a log looks like is `datasets.py`'s; reading it is `raw_logs.py`'s.
+One pass over the text stages every column by itself; from then on a thread or worker has one column
+in memory at a time. Each step is a list of tasks that read and write files, done by threads or by
+Dask's workers (`clusters.py`). The statistics are those that NVTabular's operators would compute and
+are handed to them (`StatOperator.fit_finalize`), so what is saved is an ordinary fitted
+`nvtabular.Workflow`. What a log looks like is `datasets.py`'s; reading it is `raw_logs.py`'s.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ from merlin_cowclip.workflows.raw_logs import (
     RawLog,
     check_logs,
     expand_inputs,
+    parse_number,
 )
 from merlin_cowclip.workflows.staging import LENGTHS, StagedChunk, Staging
 from merlin_cowclip.workflows.vocabularies import vocabulary_path, write_counts, write_vocabulary
@@ -148,7 +149,7 @@ def build_workflow(spec: DatasetSpec, folder: str | Path) -> nvt.Workflow:
 
 
 # Tasks: functions of what can be sent to another process. Each writes files under names of its own,
-# whole or not at all, and so can be done twice.
+# and the same ones if it is done again.
 
 
 @dataclass(frozen=True)
@@ -288,7 +289,8 @@ def _write_part(job: _PartJob) -> int:
     names = (spec.label, *spec.fields)
     table = pa.table({name: _gather(staging, name, rows) for name in names})
     path = job.folder / job.part / f"part-{job.number:05d}.parquet"
-    partial = path.with_name(f".{path.name}-{os.getpid()}-{secrets.token_hex(4)}")
+    # Not beside it: of a worker that dies meanwhile, nothing stays in the finished folder.
+    partial = staging.folder / f"{job.part}-{path.name}-{os.getpid()}-{secrets.token_hex(4)}"
     try:
         pq.write_table(table, partial, row_group_size=job.group)
         os.replace(partial, path)
@@ -343,7 +345,7 @@ class _Preparation:
         self._save_workflow()
         self._write_parts("train")
         self._write_parts("test")
-        shutil.rmtree(self.staging.folder)
+        shutil.rmtree(self.staging.folder, ignore_errors=True)
         self._write_record()
 
     def _bar(self, title: str, total: int, unit: str) -> tqdm:
@@ -437,10 +439,14 @@ class _Preparation:
                 f"without one, column {split.column!r}. Fill it, or split otherwise"
             )
         times = texts.to_numpy(zero_copy_only=False)
-        try:
-            rank = times.astype(np.float64)  # numbers by value, else text as it sorts
-        except ValueError:
-            rank = times.astype(str)
+        numbers = [parse_number(text) for text in times]
+        words = [text for text, n in zip(times, numbers, strict=True) if n is None or n != n]
+        if words and len(words) < len(times):
+            raise UserError(
+                "times must be numbers, or all of them text that sorts by time. Received: numbers "
+                f"and {words[0]!r} in column {split.column!r}. Correct it or remove the row"
+            )
+        rank = times.astype(str) if words else np.array(numbers, np.float64)
         held, place = np.unique(rank, return_inverse=True)
         counts = np.bincount(place[codes], minlength=len(held))
         later = np.cumsum(counts[::-1])[::-1]  # rows from each time on

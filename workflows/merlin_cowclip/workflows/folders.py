@@ -50,6 +50,11 @@ def all_or_nothing(out: Path) -> Iterator[Path]:
         out.parent.mkdir(parents=True, exist_ok=True)
         os.rename(folder, out)
     except OSError as error:
+        if error.errno == errno.EMFILE:
+            raise UserError(
+                "as many files must be allowed to be open as columns are read at a time. Received: "
+                "a limit that was reached. Raise it (ulimit -n 65536), or prepare fewer columns"
+            ) from None
         if error.errno != errno.ENOSPC:
             raise
         raise UserError(

@@ -106,7 +106,8 @@ class PreparedData:
 
         Of ids: occurrences, distinct ones, missing ones, those below the threshold, and in the test
         part those that training has not seen. Of numbers: range, mean, missing and not finite ones
-        (``not_finite``, among the missing), and how many of the test part lie beyond the range.
+        (``not_finite``, among the missing of both parts), and how many of the test part lie beyond
+        the range.
         """
         return dict(self.record["report"])
 

@@ -84,12 +84,16 @@ class Chunk:
         stop: one beyond the last.
         first_row: rows before it in a parquet file.
         size: its bytes.
+        quotes: whether a csv part may hold quotes, and so line ends within cells.
+        odd_quotes: whether their number is odd: one of them may never be closed.
     """
 
     start: int
     stop: int
     first_row: int
     size: int
+    quotes: bool = False
+    odd_quotes: bool = False
 
 
 @dataclass(frozen=True)
@@ -111,19 +115,30 @@ class RawLog:
         return tuple(dict.fromkeys((self.spec.label, *self.spec.fields, *([time] if time else []))))
 
     def chunks(self, size: int) -> list[Chunk]:
-        """The file in parts of about ``size`` bytes; a gzipped file is one part."""
+        """The file in parts of about ``size`` bytes.
+
+        A gzipped file is one part, and so is one that could only be cut within quotes.
+        """
         if self.spec.format == "parquet":
             return self._parquet_chunks(size)
         end = self.path.stat().st_size
+        if self._gzipped:
+            return [Chunk(0, end, 0, end, quotes=True)]
         starts = [0]
-        if not self._gzipped and end > size:
-            with open(self.path, "rb") as raw:
-                text = mmap.mmap(raw.fileno(), 0, access=mmap.ACCESS_READ)
-                while (line := text.find(b"\n", starts[-1] + size)) >= 0 and line + 1 < end:
-                    starts.append(line + 1)
-                text.close()
-        stops = [*starts[1:], end]
-        return [Chunk(a, b, 0, b - a) for a, b in zip(starts, stops, strict=True)]
+        with (
+            open(self.path, "rb") as raw,
+            mmap.mmap(raw.fileno(), 0, access=mmap.ACCESS_READ) as text,
+        ):
+            while (line := text.find(b"\n", starts[-1] + size)) >= 0 and line + 1 < end:
+                starts.append(line + 1)
+            spans = list(zip(starts, [*starts[1:], end], strict=True))
+            quotes = [_count(text, b'"', a, b) for a, b in spans]
+        if any(number % 2 for number in quotes[:-1]):
+            spans, quotes = [(0, end)], [sum(quotes)]
+        return [
+            Chunk(a, b, 0, b - a, quotes=number > 0, odd_quotes=number % 2 == 1)
+            for (a, b), number in zip(spans, quotes, strict=True)
+        ]
 
     def check(self) -> tuple[str, ...]:
         """The file's column names, once it is known that they and the separator fit the spec."""
@@ -214,7 +229,9 @@ class RawLog:
                     read_options=pyarrow.csv.ReadOptions(
                         block_size=BLOCK_BYTES, column_names=names
                     ),
-                    parse_options=pyarrow.csv.ParseOptions(delimiter=spec.separator),
+                    parse_options=pyarrow.csv.ParseOptions(
+                        delimiter=spec.separator, newlines_in_values=chunk.quotes
+                    ),
                     convert_options=pyarrow.csv.ConvertOptions(
                         column_types=types,
                         include_columns=self.wanted,
@@ -222,8 +239,9 @@ class RawLog:
                         strings_can_be_null=True,
                     ),
                 )
-                read = 0
+                read = rows = 0
                 for batch in reader:
+                    rows += batch.num_rows
                     yield self._typed(batch, self._find_csv_fault, replaced)
                     advance(raw.tell() - read)
                     read = raw.tell()
@@ -233,6 +251,18 @@ class RawLog:
                 if chunk.start and "Empty CSV" in str(error):  # a part of blank lines
                     return
                 self._find_csv_fault(str(error))
+        if chunk.odd_quotes:
+            self._check_quotes(rows)
+
+    def _check_quotes(self, rows: int) -> None:
+        """Refuse a quote that is never closed: it would have swallowed the rows after it."""
+        with open(self.path, "rb") as raw:
+            lines = sum(1 for line in raw if line.strip()) - (self.spec.columns is None)
+        if rows < lines:
+            raise UserError(
+                f"a quote must be closed. Received: {self.path}, with an odd number of quotes, "
+                f"{lines} lines and {rows} rows. Close it, or double a quote that is meant as one"
+            )
 
     def _text(self, chunk: Chunk) -> pa.NativeFile:
         if self._gzipped:
@@ -300,12 +330,12 @@ class RawLog:
                         f"text must be UTF-8. Received: {raw!r} in {self.path}, line {line}, "
                         f"column {name!r}. Convert the file to UTF-8"
                     )
-            label = _parse(cells[place[spec.label]])
+            label = parse_number(cells[place[spec.label]])
             if label not in (0.0, 1.0):
                 self._bad_label(repr(cells[place[spec.label]]), f"line {line}")
             for name in spec.continuous:
                 value = cells[place[name]]
-                number = _parse(value)
+                number = parse_number(value)
                 finite = number is not None and math.isfinite(number)
                 if value and not finite and (number is None or self._refuses_non_finite):
                     self._bad_number(repr(value), f"line {line}", name)
@@ -382,11 +412,12 @@ class RawLog:
             while True:
                 try:
                     batch = next(batches, None)
+                    if batch is None:
+                        break
+                    typed = self._typed(batch, _ParquetFault(self, batch, row), replaced)
                 except (pa.ArrowException, OSError) as error:
                     self._bad_parquet(error)
-                if batch is None:
-                    break
-                yield self._typed(batch, _ParquetFault(self, batch, row), replaced)
+                yield typed
                 row += batch.num_rows
                 read = min(left, chunk.size * batch.num_rows // rows)
                 left -= read
@@ -411,7 +442,7 @@ class RawLog:
             fault("label")
         columns[spec.label] = labels.cast(pa.int8())
         for name in spec.continuous:
-            numbers = _column(batch, name).cast(pa.float64())
+            numbers = _column(batch, name).cast(pa.float64(), safe=False)  # large integers round
             finite = pc.is_finite(numbers)  # null for a missing one
             if pc.all(finite).as_py() is False:
                 if self._refuses_non_finite:
@@ -421,7 +452,9 @@ class RawLog:
             columns[name] = numbers
         for name in spec.categorical:
             ids = _column(batch, name)
-            columns[name] = ids if ids.type == ID_TYPE else as_text(ids).dictionary_encode()
+            # Only the csv reader has made empty text null.
+            ready = spec.format == "csv" and ids.type == ID_TYPE
+            columns[name] = ids if ready else as_text(ids).dictionary_encode()
         for name in spec.lists:
             cells = _column(batch, name)
             if spec.format == "csv":
@@ -465,7 +498,7 @@ class _ParquetFault:
             value = _column(self.batch, spec.label)[row].as_py()
             self.log._bad_label(repr(value), f"row {self.first + row + 1}")
         for name in spec.continuous:
-            numbers = _column(self.batch, name).cast(pa.float64())
+            numbers = _column(self.batch, name).cast(pa.float64(), safe=False)
             finite = pc.fill_null(pc.is_finite(numbers), True).to_numpy(zero_copy_only=False)
             if self.log._refuses_non_finite and not finite.all():
                 row = int(finite.argmin())
@@ -499,7 +532,13 @@ def _column(batch: pa.RecordBatch, name: str) -> pa.Array:
     return column
 
 
-def _parse(text: str) -> float | None:
+def _count(text: mmap.mmap, byte: bytes, start: int, stop: int) -> int:
+    step = 16 << 20  # slices are copies
+    return sum(text[a : min(a + step, stop)].count(byte) for a in range(start, stop, step))
+
+
+def parse_number(text: str) -> float | None:
+    """A number as Arrow reads it, or None."""
     try:
         return None if "_" in text else float(text)  # Python takes 1_000, Arrow does not
     except ValueError:

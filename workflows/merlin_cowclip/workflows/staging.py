@@ -7,6 +7,7 @@ back by itself, in the log's order. What is done with a column is `encoding.py`'
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import shutil
@@ -67,19 +68,23 @@ class Staging:
         rows = 0
         replaced: Counter[str] = Counter()
         try:
-            for batch in log.batches(chunk, advance, replaced):
-                rows += batch.num_rows
-                for name, column in self._columns(batch):
-                    if name not in writers:
-                        options = pa.ipc.IpcWriteOptions(compression="lz4")
-                        schema = pa.schema([("x", column.type)])
-                        path = str(partial / self._file(name))
-                        writers[name] = pa.ipc.new_stream(path, schema, options=options)
-                    writers[name].write_batch(pa.RecordBatch.from_arrays([column], ["x"]))
-            for writer in writers.values():
-                writer.close()
-            shutil.rmtree(place, ignore_errors=True)  # of a worker that died after this
-            os.rename(partial, place)
+            with contextlib.ExitStack() as stack:
+                for batch in log.batches(chunk, advance, replaced):
+                    rows += batch.num_rows
+                    for name, column in self._columns(batch):
+                        if name not in writers:
+                            options = pa.ipc.IpcWriteOptions(compression="lz4")
+                            schema = pa.schema([("x", column.type)])
+                            path = str(partial / self._file(name))
+                            writers[name] = stack.enter_context(
+                                pa.ipc.new_stream(path, schema, options=options)
+                            )
+                        writers[name].write_batch(pa.RecordBatch.from_arrays([column], ["x"]))
+            try:
+                os.rename(partial, place)
+            except OSError:
+                if not place.is_dir():  # else a twin of this task was faster, with the same rows
+                    raise
         finally:
             shutil.rmtree(partial, ignore_errors=True)
         return StagedChunk(rows, replaced)
