@@ -2,8 +2,8 @@
 
 One pass over the text stages every column by itself; from then on a thread or worker has one column
 in memory at a time. Each step is a list of tasks that read and write files, done by threads or by
-Dask's workers (`clusters.py`). The statistics are those that NVTabular's operators would compute and
-are handed to them (`StatOperator.fit_finalize`), so what is saved is an ordinary fitted
+Dask's workers (`clusters.py`). The statistics are those that NVTabular's operators would compute,
+and are handed to them (`StatOperator.fit_finalize`): what is saved is an ordinary fitted
 `nvtabular.Workflow`. What a log looks like is `datasets.py`'s; reading it is `raw_logs.py`'s.
 """
 
