@@ -441,13 +441,17 @@ def test_a_quote_that_is_never_closed_is_refused(tmp_path, quick, monkeypatch, c
         quick(inputs=[path])
 
 
-def test_a_quote_within_a_cell_is_a_part_of_it(tmp_path, quick):
-    rows = [f'{i % 2},5" disk {i % 3},i{i % 5},{i},g' for i in range(101)]
+@pytest.mark.parametrize("chunk_bytes", [1, 100_000])
+def test_a_quote_within_a_cell_is_a_part_of_it(tmp_path, quick, monkeypatch, chunk_bytes):
+    """Also where only the last part of several has an odd number of them."""
+    monkeypatch.setattr(etl, "CHUNK_BYTES", (chunk_bytes, chunk_bytes))
+    rows = [f'{i % 2},5" disk {i % 3} 3",i{i % 5},{i},g' for i in range(100)]
+    rows.append('1,5" disk 0 3",i"3,100,g')
     path = tmp_path / "inches.csv"
     path.write_text("\n".join(["y,user,item,price,genres", *rows]))
     data = quick(inputs=[path], out="inches")
     assert sum(data.rows.values()) == 101
-    assert set(data.counts("user")["raw"].dropna()) == {f'5" disk {i}' for i in range(3)}
+    assert set(data.counts("user")["raw"].dropna()) == {f'5" disk {i} 3"' for i in range(3)}
 
 
 @pytest.mark.parametrize("word", ["NULL", "nan", "1_5"])

@@ -252,16 +252,21 @@ class RawLog:
                     return
                 self._find_csv_fault(str(error))
         if chunk.odd_quotes:
-            self._check_quotes(rows)
+            self._check_quotes(chunk, rows)
 
-    def _check_quotes(self, rows: int) -> None:
+    def _check_quotes(self, chunk: Chunk, rows: int) -> None:
         """Refuse a quote that is never closed: it would have swallowed the rows after it."""
         with open(self.path, "rb") as raw:
-            lines = sum(1 for line in raw if line.strip()) - (self.spec.columns is None)
+            raw.seek(chunk.start)
+            lines, left = 0, chunk.stop - chunk.start
+            while left and (line := raw.readline()):
+                lines, left = lines + bool(line.strip()), left - len(line)
+        lines -= chunk.start == 0 and self.spec.columns is None  # the header
         if rows < lines:
             raise UserError(
                 f"a quote must be closed. Received: {self.path}, with an odd number of quotes, "
-                f"{lines} lines and {rows} rows. Close it, or double a quote that is meant as one"
+                f"{lines} lines and {rows} rows from byte {chunk.start} on. Close it, or "
+                "double a quote that is meant as one"
             )
 
     def _text(self, chunk: Chunk) -> pa.NativeFile:
