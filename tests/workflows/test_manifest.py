@@ -1,0 +1,101 @@
+"""A manifest knows a folder's files again; hashlib, pandas and the file system are the oracle."""
+
+import hashlib
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from merlin_cowclip.workflows.errors import UserError
+from merlin_cowclip.workflows.manifest import SMALL, check_manifest, is_manifest, manifest_of
+
+LARGE = 3 * SMALL
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    folder = tmp_path / "with spaces, ünïcode"
+    (folder / "inside" / ".hidden").mkdir(parents=True)
+    pd.DataFrame({"a": range(7)}).to_parquet(folder / "inside" / "part.parquet")
+    (folder / "inside" / ".hidden" / "text").write_text("text", encoding="utf-8")
+    (folder / "empty").touch()
+    (folder / "large").write_bytes(np.random.default_rng(0).bytes(LARGE))
+    (folder / "left out").mkdir()
+    (folder / "left out" / "log").touch()
+    return folder
+
+
+@pytest.fixture
+def manifest(folder) -> dict:
+    return manifest_of(folder, without={"left out"})
+
+
+def check(folder, manifest) -> None:
+    check_manifest(folder, manifest, "a folder", "Write it again")
+
+
+def test_what_it_says(folder, manifest):
+    assert is_manifest(manifest)
+    assert list(manifest) == ["empty", "inside/.hidden/text", "inside/part.parquet", "large"]
+    assert manifest["inside/part.parquet"]["rows"] == 7
+    for name, entry in manifest.items():
+        content = (folder / name).read_bytes()
+        assert entry["bytes"] == len(content)
+        if len(content) > SMALL:
+            content = content[: SMALL // 2] + content[-SMALL // 2 :]
+        assert entry["sha256"] == hashlib.sha256(content).hexdigest()
+
+
+def test_a_folder_as_it_was_passes_wherever_it_lies(folder, manifest, tmp_path):
+    check(folder, manifest)
+    (folder / "another").touch()
+    shutil.rmtree(folder / "left out")
+    check(folder, manifest)
+    check(folder.rename(tmp_path / "moved"), manifest)
+    (tmp_path / "link").symlink_to(tmp_path / "moved")
+    check(tmp_path / "link", manifest)
+    check(Path(shutil.copytree(tmp_path / "moved", tmp_path / "copied")), manifest)
+
+
+def flipped(path: Path, at: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "found"),
+    [
+        ("empty", Path.unlink, "which is gone"),
+        ("empty", lambda p: p.write_bytes(b"x"), "of 1 bytes, which had 0"),
+        ("inside/.hidden/text", lambda p: p.write_text("test"), "whose content has changed"),
+        ("inside/.hidden/text", lambda p: flipped(p, 2), "whose content has changed"),
+        ("inside", shutil.rmtree, "which is gone"),
+        ("inside", lambda p: (shutil.rmtree(p), p.touch()), "which cannot be read (Not a dir"),
+        ("empty", lambda p: (p.unlink(), p.symlink_to("nowhere")), "which is gone"),
+        ("empty", lambda p: (p.unlink(), p.symlink_to("empty")), "which cannot be read (Too many"),
+        ("large", lambda p: os.truncate(p, LARGE - 1), "which had 3,145,728"),
+        ("large", lambda p: flipped(p, 0), "whose content has changed"),
+        ("large", lambda p: flipped(p, LARGE - 1), "whose content has changed"),
+        ("large", lambda p: flipped(p, SMALL // 2 - 1), "whose content has changed"),
+    ],
+)
+def test_what_changed_is_named(folder, manifest, name, damage, found):
+    damage(folder / name)
+    with pytest.raises(UserError, match="^a folder must keep every file as it was written") as info:
+        check(folder, manifest)
+    assert f"Received: {folder / name}" in str(info.value)
+    assert found in str(info.value)
+    assert str(info.value).endswith(". Write it again")
+
+
+def test_what_no_manifest_can_be():
+    good = {"a": {"bytes": 1, "sha256": "ab"}}
+    assert is_manifest(good)
+    assert is_manifest({})
+    bad = [None, [], {"a": 1}, {"a": {"bytes": 1}}, {"a": {"bytes": "1", "sha256": "ab"}}]
+    bad += [{"a": {"sha256": "ab"}}, {"a": {**good["a"], "rows": "7"}}, "a"]
+    assert not any(map(is_manifest, bad))

@@ -1,0 +1,108 @@
+"""A manifest: which files belong to a folder, and by what each is known again.
+
+Of every file its size and a SHA-256: of all of it up to `SMALL` bytes, so that ``sha256sum`` prints
+the same; of a larger one of its first and last `SMALL` / 2, where parquet keeps its footer. So a
+check reads a mebibyte of a file at most, however large the folder is, and finds one that was cut,
+swapped or written again; a byte that changed in the middle of a large file it does not.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Container, Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pyarrow.parquet as pq
+
+from merlin_cowclip.workflows.errors import UserError
+
+SMALL = 1 << 20  # bytes
+
+
+def manifest_of(folder: Path, without: Container[str] = ()) -> dict[str, Any]:
+    """What lies in a folder, for its record, which is written after it.
+
+    Args:
+        folder: a folder that is whole but for its record.
+        without: files and folders directly in it that are no part of it.
+
+    Returns:
+        Path in the folder, with slashes → ``bytes``, ``sha256`` and, of parquet, ``rows``.
+    """
+    manifest = {}
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder)
+        if path.is_file() and name.parts[0] not in without:
+            manifest[name.as_posix()] = entry_of(path)
+    return manifest
+
+
+def entry_of(path: Path) -> dict[str, Any]:
+    """One file's line of a manifest.
+
+    Raises:
+        OSError: it cannot be read.
+        pyarrow.ArrowException: it is named ``.parquet`` and is none.
+    """
+    entry: dict[str, Any] = {"bytes": path.stat().st_size, "sha256": _checksum(path)}
+    if path.suffix == ".parquet":
+        entry["rows"] = pq.read_metadata(path).num_rows
+    return entry
+
+
+def check_manifest(
+    folder: Path, manifest: Mapping[str, Mapping[str, Any]], what: str, remedy: str
+) -> None:
+    """Refuse a folder in which a file is not as the manifest says. Other files are let be.
+
+    Args:
+        folder: where the files lie now.
+        manifest: as `manifest_of` made it.
+        what: whose files, for the sentence: "prepared data".
+        remedy: the sentence's end: "Prepare it again".
+
+    Raises:
+        UserError: names the first file that is gone, cannot be read, or has changed.
+    """
+
+    def refuse(path: Path, found: str) -> NoReturn:
+        raise UserError(
+            f"{what} must keep every file as it was written. Received: {path}, {found}. {remedy}"
+        ) from None
+
+    for name, entry in manifest.items():
+        path = folder / name
+        try:
+            size = path.stat().st_size
+            if size != entry["bytes"]:
+                refuse(path, f"of {size:,} bytes, which had {entry['bytes']:,}")
+            if _checksum(path) != entry["sha256"]:
+                refuse(path, "whose content has changed")
+        except FileNotFoundError:
+            refuse(path, "which is gone")
+        except OSError as error:
+            refuse(path, f"which cannot be read ({error.strerror})")
+
+
+def is_manifest(value: Any) -> bool:
+    """Whether a value, read from JSON, has a manifest's form."""
+    return isinstance(value, dict) and all(
+        isinstance(entry, dict)
+        and isinstance(entry.get("bytes"), int)
+        and isinstance(entry.get("sha256"), str)
+        and isinstance(entry.get("rows", 0), int)
+        for entry in value.values()
+    )
+
+
+def _checksum(path: Path) -> str:
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if size <= SMALL:
+            return hashlib.sha256(file.read()).hexdigest()
+        ends = hashlib.sha256(file.read(SMALL // 2))
+        file.seek(-(SMALL // 2), os.SEEK_END)
+        ends.update(file.read())
+        return ends.hexdigest()
