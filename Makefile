@@ -1,6 +1,18 @@
-# Everything runs in a virtual environment of its own, made from nothing on first use.
-PYTHON ?= $(firstword $(foreach p,python3.11 python3.10,$(shell $(p) -c 'import sys; print(sys.executable)' 2>/dev/null)))
-VENV   ?= .venv
+# Everything runs in a virtual environment of its own, made from nothing on first use. ENV=ngc: one
+# with the versions of NVIDIA's containers, on their Python. (Not ENV ?=: shells have an ENV as well.)
+ENV :=
+ifeq ($(ENV),ngc)
+PYTHONS := python3.10
+else ifeq ($(ENV),)
+PYTHONS := python3.11 python3.10
+else
+$(error ENV must be ngc or left out. Received: ENV=$(ENV))
+endif
+CONSTRAINTS := constraints$(ENV:%=-%).txt
+VENV   ?= .venv$(ENV:%=-%)
+# pyenv's own are there even where its shims are switched off.
+PYENV  := $(foreach p,$(PYTHONS),$(wildcard $(HOME)/.pyenv/versions/$(p:python%=%).*/bin/$(p)))
+PYTHON ?= $(firstword $(foreach p,$(PYTHONS) $(PYENV),$(shell $(p) -c 'import sys; print(sys.executable)' 2>/dev/null)))
 # Not the environment made here: CUDA, cudf and dask-cuda are the container's.
 GPU_PYTHON ?= python3
 BIN    := $(VENV)/bin
@@ -13,17 +25,17 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 help:  ## what can be made here
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
 
-$(STAMP): pyproject.toml constraints.txt
-	@test -n "$(PYTHON)" || { echo "merlin-cowclip needs Python 3.10 or 3.11. Found neither: install one or run 'make PYTHON=/path/to/python3.11 …'." >&2; exit 2; }
+$(STAMP): pyproject.toml $(CONSTRAINTS)
+	@test -n "$(PYTHON)" || { echo "merlin-cowclip needs one of: $(PYTHONS). Found none: install it or run 'make PYTHON=/path/to/$(firstword $(PYTHONS)) …'." >&2; exit 2; }
 	@echo "Installing into $(VENV) with $(PYTHON) (a few minutes, once)"
 	@$(PYTHON) -m venv $(VENV)
-	@$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@$(BIN)/pip install --quiet --constraint $(CONSTRAINTS) --editable '.[dev]'
 	@touch $@
 
 demo: $(STAMP)  ## the whole way on synthetic logs: prepare, train with a small and a large batch, compare
 	@$(BIN)/merlin-cowclip demo
 
-test: $(STAMP) lint  ## lint, types, all tests, and the built wheel outside the tree
+test: $(STAMP) lint  ## lint, types, all tests, and the built wheel outside the tree; ENV=ngc: in the containers' versions
 	@$(BIN)/python -m pytest
 
 test-gpu:  ## every check that needs a GPU, in the environment you are in (an NGC container)
@@ -40,5 +52,5 @@ bench: $(STAMP)  ## speed and memory, each as a ratio within one run
 wheel: $(STAMP)  ## the wheel, in dist/
 	@$(BIN)/python -m build --wheel --outdir dist
 
-clean:  ## remove the environment and everything built
-	@rm -rf $(VENV) dist build .mypy_cache .ruff_cache .pytest_cache
+clean:  ## remove the environments and everything built
+	@rm -rf $(VENV) .venv-ngc dist build .mypy_cache .ruff_cache .pytest_cache

@@ -917,6 +917,21 @@ def test_config_round_trip(combiner, stacked):
         np.testing.assert_array_equal(found[name], part)
 
 
+def test_the_schema_in_a_config_has_one_text():
+    """Merlin keeps tags in a set, which every process orders its own way."""
+    given = {"num_buckets": None, "freq_threshold": 3, "domain": {"min": 0, "max": 6}}
+    tags = [Tags.CATEGORICAL, Tags.USER, Tags.ID, Tags.ITEM, "mine", "yours"]
+    texts = [
+        FusedEmbeddings(
+            Schema([ColumnSchema("user", tags=tags, dtype="int64", properties=dict(properties))]), 2
+        ).get_config()["schema"]
+        for properties in (given.items(), reversed(given.items()))
+    ]
+    assert texts[0] == texts[1]
+    (feature,) = json.loads(texts[0])["feature"]
+    assert feature["annotation"]["tag"] == ["categorical", "id", "item", "mine", "user", "yours"]
+
+
 def test_save_and_load(tmp_path):
     given = {
         "user": tf.keras.Input([1], dtype=tf.int64, name="user"),

@@ -1,6 +1,7 @@
 """Made-up logs: their file formats, their power law, and that the planted truth is the truth."""
 
 import gzip
+import hashlib
 import json
 
 import numpy as np
@@ -95,6 +96,19 @@ def test_the_seed_decides_the_bytes_gzipped_or_not(tmp_path):
     assert gzip.decompress((tmp_path / "b.txt.gz").read_bytes()) == first
     assert (tmp_path / "b.txt.gz").read_bytes() == (tmp_path / "c.txt.gz").read_bytes()
     assert (tmp_path / "d.txt").read_bytes() != first
+
+
+@pytest.mark.parametrize(
+    ("dataset", "digest"),
+    [
+        ("criteo", "b7c5bebdf3f9fa66a93013541a561acbeb775dd0c0559031f733a558af6832e6"),
+        ("avazu", "a43abebca8a9027705f4dd2cd09701c4c9ebaa476f8778aaf2fa5769c1e21a1a"),
+    ],
+)
+def test_the_bytes_are_the_same_with_every_version_of_arrow_and_numpy(tmp_path, dataset, digest):
+    """As Arrow 12's CSV writer wrote them, which older ones cannot without quotes."""
+    write_synthetic(dataset, tmp_path / "log", rows=2_000, seed=3, cardinality=2_000)
+    assert hashlib.sha256((tmp_path / "log").read_bytes()).hexdigest() == digest
 
 
 def test_chunks_join_without_a_seam(tmp_path, monkeypatch):

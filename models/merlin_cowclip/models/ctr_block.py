@@ -8,13 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from merlin.models.utils.schema_utils import (
-    schema_to_tensorflow_metadata_json,
-    tensorflow_metadata_json_to_schema,
-)
 from merlin.schema import Schema, Tags
 
 from merlin_cowclip.models.embeddings import FusedEmbeddings, plain_combiner
+from merlin_cowclip.models.schemas import schema_from_text, schema_text
 from merlin_cowclip.plugins._stack import mm, tf
 from merlin_cowclip.plugins.input_names import unsavable_names
 
@@ -129,7 +126,7 @@ class CTRBlock(tf.keras.layers.Layer):
         """The constructor's arguments."""
         return {
             **super().get_config(),
-            "schema": schema_to_tensorflow_metadata_json(self.schema),
+            "schema": schema_text(self.schema),
             "embedding_dim": self.embedding_dim,
             "mlp": list(self.mlp_units),
             "stddev": self.stddev,
@@ -139,7 +136,7 @@ class CTRBlock(tf.keras.layers.Layer):
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> CTRBlock:
         """The block that `get_config` describes."""
-        schema = tensorflow_metadata_json_to_schema(config["schema"])
+        schema = schema_from_text(config["schema"])
         return cls(**{**config, "schema": schema})
 
 

@@ -14,12 +14,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 from merlin.models.config.schema import SchemaMixin
-from merlin.models.utils.schema_utils import (
-    schema_to_tensorflow_metadata_json,
-    tensorflow_metadata_json_to_schema,
-)
 from merlin.schema import ColumnSchema, Schema, Tags
 
+from merlin_cowclip.models.schemas import schema_from_text, schema_text
 from merlin_cowclip.models.vocabulary import (
     PADDING_ID,
     UNKNOWN_ID,
@@ -394,7 +391,7 @@ class FusedEmbeddings(SchemaMixin, tf.keras.layers.Layer):
         """The constructor's arguments."""
         return {
             **super().get_config(),
-            "schema": schema_to_tensorflow_metadata_json(self.schema),
+            "schema": schema_text(self.schema),
             "dim": self.dim,
             "stddev": self.stddev,
             "combiner": plain_combiner(self.combiner),
@@ -404,7 +401,7 @@ class FusedEmbeddings(SchemaMixin, tf.keras.layers.Layer):
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> FusedEmbeddings:
         """The layer that `get_config` describes."""
-        schema = tensorflow_metadata_json_to_schema(config["schema"])
+        schema = schema_from_text(config["schema"])
         return cls(**{**config, "schema": schema})
 
 
