@@ -74,6 +74,8 @@ class DatasetSpec:
         format: "csv" (any separator, gzipped or not) or "parquet".
         separator: between two columns of a csv file; one character.
         header: whether the first line of a csv file names the columns.
+        quotes: whether a csv file's cells may stand in quotes, as RFC 4180 says (and so hold
+            separators and line ends); if not, a quote is text like any other.
         columns: all column names in order, for csv files without a header; None otherwise.
         list_separator: between two ids of a list column's cell in a csv file; one character.
         split: how rows part into training and test.
@@ -96,6 +98,7 @@ class DatasetSpec:
     format: Literal["csv", "parquet"] = "csv"
     separator: str = ","
     header: bool = True
+    quotes: bool = True
     columns: tuple[str, ...] | None = None
     list_separator: str = "|"
     split: Split = dataclasses.field(default_factory=Split)
@@ -117,14 +120,18 @@ class DatasetSpec:
             object.__setattr__(self, key, tuple(value))  # a list from TOML or JSON
         if self.format not in FORMATS:
             raise UserError(f"format must be one of {_names(FORMATS)}. Received: {self.format!r}")
-        if not isinstance(self.header, bool):
-            raise UserError(f"header must be true or false. Received: {self.header!r}")
+        for key in ("header", "quotes"):
+            value = getattr(self, key)
+            if not isinstance(value, bool):
+                raise UserError(f"{key} must be true or false. Received: {value!r}")
         for key in ("separator", "list_separator"):
             value = getattr(self, key)
             if not isinstance(value, str) or len(value) != 1 or not value.isascii():
                 raise UserError(f"{key} must be one ASCII character. Received: {value!r}")
-            if value in '"\n\r':
-                raise UserError(f"{key} must not be a quote or a line end. Received: {value!r}")
+            if value in '"\n\r\0':
+                raise UserError(
+                    f"{key} must not be a quote, a line end or a zero byte. Received: {value!r}"
+                )
         if self.lists and self.format == "csv" and self.separator == self.list_separator:
             raise UserError(
                 f"separator and list_separator must differ. Received: {self.separator!r} for both"
@@ -246,6 +253,7 @@ class DatasetSpec:
             "format": self.format,
             "separator": self.separator,
             "header": self.header,
+            "quotes": self.quotes,
             "columns": None if self.columns is None else list(self.columns),
             "list_separator": self.list_separator,
             "split": dataclasses.asdict(self.split),
@@ -306,6 +314,7 @@ CRITEO = DatasetSpec(
     continuous=tuple(f"I{i}" for i in range(1, 14)),
     separator="\t",
     header=False,
+    quotes=False,
     columns=("label", *(f"I{i}" for i in range(1, 14)), *(f"C{i}" for i in range(1, 27))),
     split=Split("random", 0.1),  # 90/10, as the paper
 )
@@ -313,6 +322,7 @@ CRITEO = DatasetSpec(
 AVAZU = DatasetSpec(
     name="avazu",
     label="click",
+    quotes=False,
     # 22 fields: every column but the row's own id and the label; the paper embeds them all.
     categorical=(
         *("hour", "C1", "banner_pos", "site_id", "site_domain", "site_category"),

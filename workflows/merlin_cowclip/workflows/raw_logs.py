@@ -13,9 +13,10 @@ import io
 import itertools
 import math
 import mmap
+import re
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -29,10 +30,27 @@ import pyarrow.parquet as pq
 from merlin_cowclip.workflows.arrow_ids import as_text
 from merlin_cowclip.workflows.datasets import DatasetSpec
 from merlin_cowclip.workflows.errors import UserError
+from merlin_cowclip.workflows.quotes import WITHIN, QuoteScan, line_starts, row_starts
 
 BLOCK_BYTES = 16 << 20  # of text per batch: bounds the memory of reading
+MAX_LINE = 16 << 20  # characters of a line, or a cell, that are looked at to name a fault
 BATCH_ROWS = 65_536  # of parquet per batch
 _GZIP_ERRORS = (gzip.BadGzipFile, EOFError, zlib.error)
+_SHOWN = 60  # characters of a value in a message
+# A file's first bytes: what it is, and what to do.
+_MAGIC = {
+    b"\x1f\x8b": ("a gzipped file must be named .gz", "Rename it"),
+    b"PK\x03\x04": ("a file must be csv, or csv gzipped", "It is a zip archive: unpack it"),
+    b"BZh": ("a file must be csv, or csv gzipped", "It is compressed by bzip2: unpack it"),
+    b"\xfd7zXZ": ("a file must be csv, or csv gzipped", "It is compressed by xz: unpack it"),
+    b"(\xb5/\xfd": ("a file must be csv, or csv gzipped", "It is compressed by zstd: unpack it"),
+    b"PAR1": ("a file must be csv", "It is parquet: set format = 'parquet' in the description"),
+}
+# Arrow's grammar of numbers: no plus sign, ASCII digits only, blanks around.
+_NUMBER = re.compile(
+    r"[ \t]*(-?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?"
+    r"|-?(?i:inf(?:inity)?)|-?(?P<nan>(?i:nan))(?:\([A-Za-z0-9_]*\))?)[ \t]*"
+)
 ID_TYPE = pa.dictionary(pa.int32(), pa.string())
 TIME = "\0time"  # the batch column of the split's time; no column of a log can be called so
 
@@ -42,14 +60,21 @@ def expand_inputs(inputs: Sequence[str | Path]) -> list[Path]:
 
     Raises:
         UserError: nothing given, a missing file, a glob without a match, a folder, an empty file,
-            a file given twice.
+            a file given twice, a name that cannot be one.
     """
     if isinstance(inputs, (str, Path)):
         inputs = [inputs]
     files: list[Path] = []
     for given in inputs:
         path = Path(given)
-        if path.exists():
+        try:
+            there = path.exists()
+        except (OSError, ValueError) as error:  # too long, or with a zero byte
+            reason = getattr(error, "strerror", None) or error
+            raise UserError(
+                f"input must be a file name. Received: {_shown(str(given))}: {reason}"
+            ) from None
+        if there:
             files.append(path)
         elif glob.has_magic(str(given)):
             found = sorted(glob.glob(str(given), recursive=True))
@@ -64,6 +89,11 @@ def expand_inputs(inputs: Sequence[str | Path]) -> list[Path]:
         if path.is_dir():
             raise UserError(
                 f"input must be a file. Received the folder: {path}. Name its files: '{path}/*'"
+            )
+        if not path.is_file():
+            raise UserError(
+                f"input must be a file on a disk. Received the device or pipe: {path}. Write it "
+                "to a file first"
             )
         if path.stat().st_size == 0:
             raise UserError(f"input file must not be empty. Received: {path}")
@@ -85,7 +115,6 @@ class Chunk:
         first_row: rows before it in a parquet file.
         size: its bytes.
         quotes: whether a csv part may hold quotes, and so line ends within cells.
-        odd_quotes: whether their number is odd: one of them may never be closed.
     """
 
     start: int
@@ -93,7 +122,32 @@ class Chunk:
     first_row: int
     size: int
     quotes: bool = False
-    odd_quotes: bool = False
+
+
+@dataclass(frozen=True)
+class _Row:
+    """A row of a csv file, and its first and last line, counted from 1."""
+
+    line: int
+    last: int
+    cells: list[str]
+
+
+class _Watched(io.RawIOBase):
+    """A stream that shows a scan of quotes what is read from it."""
+
+    def __init__(self, stream: pa.NativeFile, scan: QuoteScan) -> None:
+        self._stream, self._scan = stream, scan
+
+    def readable(self) -> bool:
+        """It is there to be read."""
+        return True
+
+    def read(self, size: int = -1) -> bytes:
+        """The next bytes."""
+        block = self._stream.read(size)
+        self._scan.feed(block)
+        return block
 
 
 @dataclass(frozen=True)
@@ -115,30 +169,31 @@ class RawLog:
         return tuple(dict.fromkeys((self.spec.label, *self.spec.fields, *([time] if time else []))))
 
     def chunks(self, size: int) -> list[Chunk]:
-        """The file in parts of about ``size`` bytes.
+        """The file in parts of about ``size`` bytes, each of whole rows; a gzipped one is one part.
 
-        A gzipped file is one part, and so is one that could only be cut within quotes.
+        Raises:
+            UserError: a quote that is never closed.
         """
         if self.spec.format == "parquet":
             return self._parquet_chunks(size)
         end = self.path.stat().st_size
         if self._gzipped:
-            return [Chunk(0, end, 0, end, quotes=True)]
-        starts = [0]
+            return [Chunk(0, end, 0, end, quotes=self.spec.quotes)]
         with (
             open(self.path, "rb") as raw,
             mmap.mmap(raw.fileno(), 0, access=mmap.ACCESS_READ) as text,
         ):
-            while (line := text.find(b"\n", starts[-1] + size)) >= 0 and line + 1 < end:
-                starts.append(line + 1)
-            spans = list(zip(starts, [*starts[1:], end], strict=True))
-            quotes = [_count(text, b'"', a, b) for a, b in spans]
-        if any(number % 2 for number in quotes[:-1]):
-            spans, quotes = [(0, end)], [sum(quotes)]
-        return [
-            Chunk(a, b, 0, b - a, quotes=number > 0, odd_quotes=number % 2 == 1)
-            for (a, b), number in zip(spans, quotes, strict=True)
-        ]
+            if self.spec.quotes:
+                starts, closed = row_starts(text, size, self.spec.separator)
+                if not closed:
+                    before = _count(text, b"\n", 0, starts[-1])
+                    self._bad_quote(_slices(text, starts[-1], len(text)), before)
+            else:
+                starts = line_starts(text, size)
+            return [
+                Chunk(a, b, 0, b - a, quotes=self.spec.quotes and text.find(b'"', a, b) >= 0)
+                for a, b in zip(starts, [*starts[1:], len(text)], strict=True)
+            ]
 
     def check(self) -> tuple[str, ...]:
         """The file's column names, once it is known that they and the separator fit the spec."""
@@ -169,10 +224,11 @@ class RawLog:
 
     def _check_csv(self) -> tuple[str, ...]:
         spec = self.spec
+        self._check_head()
         first = next(self._rows(), None)
         if first is None:
             raise UserError(f"input file must not be empty. Received: {self.path}, without a row")
-        line, cells = first
+        line, cells = first.line, first.cells
         expected = spec.columns if spec.columns is not None else self.wanted
         if len(cells) == 1 and len(expected) > 1:
             raise UserError(
@@ -182,20 +238,65 @@ class RawLog:
             )
         if spec.columns is not None:
             if len(cells) != len(spec.columns):
-                self._wrong_width(line, len(cells), len(spec.columns))
+                self._wrong_width(first, len(spec.columns))
             return spec.columns
         self._check_names(cells)
         return tuple(cells)
+
+    def _check_head(self) -> None:
+        """Refuse what is no text of ours, by the file's first bytes."""
+        try:
+            with open(self.path, "rb") as raw:
+                head = raw.read(4096)
+            if self._gzipped:
+                with gzip.open(self.path) as stream:
+                    head = stream.read(4096)
+            else:
+                for magic, (rule, remedy) in _MAGIC.items():
+                    if head.startswith(magic):
+                        raise UserError(f"{rule}. Received: {self.path}. {remedy}")
+        except _GZIP_ERRORS as error:
+            self._bad_gzip(error)
+        except OSError as error:
+            self._unreadable(error)
+        # Text has no zero bytes to speak of; UTF-16 and UTF-32 have little else in Latin script.
+        if head.startswith((b"\xff\xfe", b"\xfe\xff")) or head.count(0) * 4 > len(head):
+            raise UserError(
+                f"text must be UTF-8. Received: {self.path}, which is UTF-16, UTF-32 or no text. "
+                "Convert it: iconv -f UTF-16 -t UTF-8"
+            )
+
+    def _unreadable(self, error: OSError) -> NoReturn:
+        raise UserError(
+            f"input file must be readable. Received: {self.path}: {error.strerror}"
+        ) from None
 
     def _count_rule(self, columns: int) -> str:
         return (
             f"{columns} columns" if self.spec.columns is not None else f"at least {columns} columns"
         )
 
-    def _wrong_width(self, line: int, received: int, expected: int) -> NoReturn:
+    def _wrong_width(self, row: _Row, expected: int) -> NoReturn:
+        place, remedy = f"line {row.line}", "Correct the row or remove it"
+        if row.last > row.line:
+            place = (
+                f"lines {row.line} to {row.last}, which a quote in line {row.line} makes one row"
+            )
+            remedy = "Close the quote, or double one that is meant as text"
+        elif not self.spec.quotes and any(cell.startswith('"') for cell in row.cells):
+            remedy = "If its quotes are to be read as such, set quotes = true in the description"
         raise UserError(
             f"every row must have {expected} columns, separated by {self.spec.separator!r}. "
-            f"Received: {received} in {self.path}, line {line}. Correct the row or remove it"
+            f"Received: {len(row.cells)} in {self.path}, {place}. {remedy}"
+        )
+
+    def _bad_quote(self, blocks: Iterable[bytes], before: int = 0) -> NoReturn:
+        """Name the quote that is open at the end of the blocks, which ``before`` lines precede."""
+        lines, cell = QuoteScan(self.spec.separator).find_open(blocks)
+        raise UserError(
+            f"a quote must be closed. Received: {_shown(cell)} in {self.path}, line "
+            f"{before + lines + 1}, a cell without an end. Close it, double a quote that is meant "
+            "as text, or set quotes = false in the description of a log that has none"
         )
 
     def _check_names(self, names: Sequence[str]) -> None:
@@ -221,16 +322,23 @@ class RawLog:
         types |= dict.fromkeys((spec.label, *spec.continuous), pa.float64())
         # Only the file's first part has the header.
         names = spec.columns if chunk.start == 0 else self._names()
-        with self._text(chunk) as raw:
+        scan = QuoteScan(spec.separator)
+        with self._stream(chunk) as raw:
             try:
-                stream = pa.CompressedInputStream(raw, "gzip") if self._gzipped else raw
+                stream: Any = raw
+                if self._gzipped:
+                    stream = pa.CompressedInputStream(raw, "gzip")
+                    if spec.quotes:
+                        stream = _Watched(stream, scan)
                 reader = pyarrow.csv.open_csv(
                     stream,
                     read_options=pyarrow.csv.ReadOptions(
                         block_size=BLOCK_BYTES, column_names=names
                     ),
                     parse_options=pyarrow.csv.ParseOptions(
-                        delimiter=spec.separator, newlines_in_values=chunk.quotes
+                        delimiter=spec.separator,
+                        quote_char='"' if spec.quotes else False,
+                        newlines_in_values=chunk.quotes,
                     ),
                     convert_options=pyarrow.csv.ConvertOptions(
                         column_types=types,
@@ -239,37 +347,21 @@ class RawLog:
                         strings_can_be_null=True,
                     ),
                 )
-                read = rows = 0
+                read = 0
                 for batch in reader:
-                    rows += batch.num_rows
                     yield self._typed(batch, self._find_csv_fault, replaced)
                     advance(raw.tell() - read)
                     read = raw.tell()
             except (pa.ArrowInvalid, OSError, EOFError, zlib.error) as error:
-                if getattr(error, "errno", None) is not None:  # the disk's fault, not the file's
-                    raise
+                if isinstance(error, OSError) and error.errno is not None:
+                    self._unreadable(error)
                 if chunk.start and "Empty CSV" in str(error):  # a part of blank lines
                     return
                 self._find_csv_fault(str(error))
-        if chunk.odd_quotes:
-            self._check_quotes(chunk, rows)
+        if scan.state == WITHIN:
+            self._check_stream()
 
-    def _check_quotes(self, chunk: Chunk, rows: int) -> None:
-        """Refuse a quote that is never closed: it would have swallowed the rows after it."""
-        with open(self.path, "rb") as raw:
-            raw.seek(chunk.start)
-            lines, left = 0, chunk.stop - chunk.start
-            while left and (line := raw.readline()):
-                lines, left = lines + bool(line.strip()), left - len(line)
-        lines -= chunk.start == 0 and self.spec.columns is None  # the header
-        if rows < lines:
-            raise UserError(
-                f"a quote must be closed. Received: {self.path}, with an odd number of quotes, "
-                f"{lines} lines and {rows} rows from byte {chunk.start} on. Close it, or "
-                "double a quote that is meant as one"
-            )
-
-    def _text(self, chunk: Chunk) -> pa.NativeFile:
+    def _stream(self, chunk: Chunk) -> pa.NativeFile:
         if self._gzipped:
             return pa.OSFile(str(self.path))
         with pa.memory_map(str(self.path)) as mapped:
@@ -278,14 +370,16 @@ class RawLog:
 
     def _names(self) -> tuple[str, ...]:
         """The file's column names, from its header if the spec does not give them."""
-        return self.spec.columns or tuple(next(self._rows())[1])
+        return self.spec.columns or tuple(next(self._rows()).cells)
 
     @property
     def _gzipped(self) -> bool:
         return self.path.name.endswith(".gz")
 
-    def _rows(self) -> Iterator[tuple[int, list[str]]]:
-        """(line, cells) of every row, slowly; the line is the row's last, counted from 1."""
+    def _rows(self) -> Iterator[_Row]:
+        """Every row that is not blank, slowly."""
+        csv.field_size_limit(MAX_LINE)  # of the process; Python's own is 131,072
+        line = 1
         try:
             with gzip.open(self.path) if self._gzipped else open(self.path, "rb") as raw:
                 # A byte that is not UTF-8 is kept, to be found and shown.
@@ -295,20 +389,52 @@ class RawLog:
                     errors="surrogateescape",
                     newline="",
                 )
-                reader = csv.reader(text, delimiter=self.spec.separator)
+                reader = csv.reader(
+                    self._lines(text),
+                    delimiter=self.spec.separator,
+                    quoting=csv.QUOTE_MINIMAL if self.spec.quotes else csv.QUOTE_NONE,
+                )
                 for cells in reader:
                     if cells:
-                        yield reader.line_num, cells
+                        yield _Row(line, reader.line_num, cells)
+                    line = reader.line_num + 1
         except _GZIP_ERRORS as error:
             self._bad_gzip(error)
+        except OSError as error:
+            self._unreadable(error)
         except csv.Error as error:
-            raise UserError(f"input must be a csv file. Received: {self.path}: {error}") from None
+            if "field limit" in str(error):
+                self._too_long("cell", line)
+            raise UserError(
+                f"input must be a csv file. Received: {self.path}, line {line}: {error}"
+            ) from None
 
-    def _check_gzip(self) -> None:
+    def _lines(self, text: io.TextIOWrapper) -> Iterator[str]:
+        for number in itertools.count(1):
+            line = text.readline(MAX_LINE)
+            if not line:
+                return
+            if len(line) == MAX_LINE:
+                self._too_long("line", number)
+            yield line
+
+    def _too_long(self, what: str, line: int) -> NoReturn:
+        raise UserError(
+            f"a {what} must be shorter than {min(MAX_LINE, BLOCK_BYTES):,} characters. Received: a "
+            f"longer one that begins in {self.path}, line {line}. Look for a quote that is not "
+            "closed, or another separator or line end"
+        )
+
+    def _check_stream(self) -> None:
+        """Refuse a gzipped file that is damaged, or holds a quote that is never closed."""
+        scan = QuoteScan(self.spec.separator)
         try:
             with gzip.open(self.path) as stream:
-                while stream.read(1 << 20):
-                    pass
+                while block := stream.read(1 << 20):
+                    scan.feed(block)
+            if self.spec.quotes and scan.state == WITHIN:
+                with gzip.open(self.path) as stream:
+                    self._bad_quote(iter(lambda: stream.read(1 << 20), b""))
         except _GZIP_ERRORS as error:
             self._bad_gzip(error)
 
@@ -320,32 +446,31 @@ class RawLog:
     def _find_csv_fault(self, reason: str) -> NoReturn:
         """Read the file again and raise the error of its first bad row."""
         if self._gzipped:
-            self._check_gzip()  # first, for a damaged stream decodes to nonsense before it ends
+            self._check_stream()  # first, for a damaged stream decodes to nonsense before it ends
         spec, rows = self.spec, self._rows()
-        names = spec.columns or tuple(next(rows)[1])
+        names = spec.columns or tuple(next(rows).cells)
         place = {name: names.index(name) for name in self.wanted}
-        for line, cells in rows:
+        for row in rows:
+            cells, where = row.cells, f"line {row.line}"
             if len(cells) != len(names):
-                self._wrong_width(line, len(cells), len(names))
+                self._wrong_width(row, len(names))
+            if sum(map(len, cells)) >= BLOCK_BYTES:
+                self._too_long("row", row.line)
             for name in self.wanted:
-                value = cells[place[name]]
-                if any("\udc80" <= c <= "\udcff" for c in value):
-                    raw = value.encode("utf-8", "surrogateescape")
-                    raise UserError(
-                        f"text must be UTF-8. Received: {raw!r} in {self.path}, line {line}, "
-                        f"column {name!r}. Convert the file to UTF-8"
-                    )
+                if any("\udc80" <= c <= "\udcff" for c in cells[place[name]]):
+                    raw = cells[place[name]].encode("utf-8", "surrogateescape")
+                    self._bad_text(raw, where, name)
             label = parse_number(cells[place[spec.label]])
             if label not in (0.0, 1.0):
-                self._bad_label(repr(cells[place[spec.label]]), f"line {line}")
+                self._bad_label(_shown(cells[place[spec.label]]), where)
             for name in spec.continuous:
                 value = cells[place[name]]
                 number = parse_number(value)
                 finite = number is not None and math.isfinite(number)
                 if value and not finite and (number is None or self._refuses_non_finite):
-                    self._bad_number(repr(value), f"line {line}", name)
+                    self._bad_number(_shown(value), where, name)
         raise UserError(
-            f"input must be a csv file that Arrow reads. Received: {self.path}: {reason}"
+            f"input must be a csv file that Arrow reads. Received: {self.path}: {_clipped(reason)}"
         )
 
     # parquet ---------------------------------------------------------------------------------
@@ -354,11 +479,13 @@ class RawLog:
         try:
             return pq.ParquetFile(self.path)
         except (pa.ArrowException, OSError) as error:
+            if isinstance(error, OSError) and error.errno is not None:
+                self._unreadable(error)
             self._bad_parquet(error)
 
     def _bad_parquet(self, error: Exception) -> NoReturn:
         raise UserError(
-            f"input must be a whole parquet file. Received: {self.path}: {error}. "
+            f"input must be a whole parquet file. Received: {self.path}: {_clipped(str(error))}. "
             "Write it again, or set format = 'csv' in the data set's description"
         ) from None
 
@@ -368,21 +495,19 @@ class RawLog:
             schema, rows = file.schema_arrow, file.metadata.num_rows
         self._check_names(schema.names)
         for name in self.wanted:
-            kind = schema.field(name).type
-            if pa.types.is_dictionary(kind):
-                kind = kind.value_type
-            listed = pa.types.is_list(kind) or pa.types.is_large_list(kind)
-            if name in spec.lists and not listed:
-                self._bad_type(name, "a list column", kind)
-            if name not in spec.lists and pa.types.is_nested(kind):
+            kind = _plain_type(schema.field(name).type)
+            if name in spec.lists:
+                if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)):
+                    self._bad_type(name, "a list column", kind)
+                if not _has_text(_plain_type(kind.value_type)):
+                    self._bad_type(name, "a column of lists of single ids", kind)
+            elif pa.types.is_nested(kind):
                 self._bad_type(name, "a column of single values", kind)
-            if name in (spec.label, *spec.continuous) and not (
-                pa.types.is_integer(kind)
-                or pa.types.is_floating(kind)
-                or pa.types.is_boolean(kind)
-                or pa.types.is_decimal(kind)
-            ):
-                self._bad_type(name, "a column of numbers", kind)
+            elif name in (spec.label, *spec.continuous):
+                if not _is_number(kind):
+                    self._bad_type(name, "a column of numbers", kind)
+            elif not _has_text(kind):
+                self._bad_type(name, "a column of text or numbers", kind)
         if rows == 0:
             raise UserError(f"input file must not be empty. Received: {self.path}, without a row")
         return tuple(schema.names)
@@ -441,13 +566,13 @@ class RawLog:
         """The batch in our own types; calls ``fault``, which raises, on a bad value."""
         spec = self.spec
         columns: dict[str, pa.Array] = {}
-        labels = _column(batch, spec.label).cast(pa.float64())
+        labels = _column(batch, spec.label).cast(pa.float64(), safe=False)  # large integers round
         good = pc.is_in(labels, pa.array([0.0, 1.0]))  # false for null and NaN
         if not pc.all(good).as_py():
             fault("label")
         columns[spec.label] = labels.cast(pa.int8())
         for name in spec.continuous:
-            numbers = _column(batch, name).cast(pa.float64(), safe=False)  # large integers round
+            numbers = _column(batch, name).cast(pa.float64(), safe=False)
             finite = pc.is_finite(numbers)  # null for a missing one
             if pc.all(finite).as_py() is False:
                 if self._refuses_non_finite:
@@ -459,18 +584,35 @@ class RawLog:
             ids = _column(batch, name)
             # Only the csv reader has made empty text null.
             ready = spec.format == "csv" and ids.type == ID_TYPE
-            columns[name] = ids if ready else as_text(ids).dictionary_encode()
+            columns[name] = ids if ready else self._text(ids, fault).dictionary_encode()
         for name in spec.lists:
             cells = _column(batch, name)
             if spec.format == "csv":
                 cells = pc.split_pattern(cells, spec.list_separator)
-            columns[name] = as_text(cells)
+            columns[name] = self._text(cells, fault)
         if spec.split.column:
             times = _column(batch, spec.split.column)
             if times.type == ID_TYPE:
                 times = times.dictionary_decode()
-            columns[TIME] = as_text(times).dictionary_encode()
+            columns[TIME] = self._text(times, fault).dictionary_encode()
         return pa.RecordBatch.from_pydict(columns)
+
+    def _text(self, values: pa.Array, fault: Callable[[str], Any]) -> pa.Array:
+        """`as_text`, once it is known to be UTF-8; of csv, the reader has looked."""
+        try:
+            texts = as_text(values)
+            if self.spec.format == "parquet":
+                texts.validate(full=True)
+        except pa.ArrowInvalid as error:
+            fault(str(error))
+            raise
+        return texts
+
+    def _bad_text(self, value: bytes, place: str, name: str) -> NoReturn:
+        raise UserError(
+            f"text must be UTF-8. Received: {_shown(value)} in {self.path}, {place}, column "
+            f"{name!r}. Convert the file to UTF-8"
+        )
 
     def _bad_label(self, value: str, place: str) -> NoReturn:
         raise UserError(
@@ -494,20 +636,35 @@ class _ParquetFault:
     batch: pa.RecordBatch
     first: int
 
+    def _place(self, row: int) -> str:
+        return f"row {self.first + row + 1}"
+
     def __call__(self, reason: str) -> NoReturn:
         spec = self.log.spec
-        labels = _column(self.batch, spec.label).cast(pa.float64()).to_numpy(zero_copy_only=False)
-        bad = ~np.isin(labels, (0.0, 1.0))
+        labels = _column(self.batch, spec.label)
+        bad = ~np.isin(labels.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False), (0, 1))
         if bad.any():
             row = int(bad.argmax())
-            value = _column(self.batch, spec.label)[row].as_py()
-            self.log._bad_label(repr(value), f"row {self.first + row + 1}")
+            self.log._bad_label(repr(labels[row].as_py()), self._place(row))
         for name in spec.continuous:
             numbers = _column(self.batch, name).cast(pa.float64(), safe=False)
             finite = pc.fill_null(pc.is_finite(numbers), True).to_numpy(zero_copy_only=False)
             if self.log._refuses_non_finite and not finite.all():
                 row = int(finite.argmin())
-                self.log._bad_number(str(numbers[row].as_py()), f"row {self.first + row + 1}", name)
+                self.log._bad_number(str(numbers[row].as_py()), self._place(row), name)
+        for name in self.log.wanted:
+            if name in (spec.label, *spec.continuous):
+                continue
+            values = self.batch.column(self.batch.schema.get_field_index(name))
+            if pa.types.is_dictionary(values.type):
+                values = values.dictionary_decode()
+            for row in range(len(values)):
+                cell = values.slice(row, 1)
+                for value in cell.flatten() if name in spec.lists else cell:
+                    try:
+                        as_text(pa.array([value.as_py()], value.type)).validate(full=True)
+                    except (pa.ArrowInvalid, UnicodeDecodeError):
+                        self.log._bad_text(_bytes(value), self._place(row), name)
         raise AssertionError(reason)  # a fault was seen, so one of the above has raised
 
 
@@ -542,13 +699,63 @@ def _count(text: mmap.mmap, byte: bytes, start: int, stop: int) -> int:
     return sum(text[a : min(a + step, stop)].count(byte) for a in range(start, stop, step))
 
 
+def _slices(text: mmap.mmap, start: int, stop: int) -> Iterator[bytes]:
+    step = 16 << 20
+    return (text[a : min(a + step, stop)] for a in range(start, stop, step))
+
+
+def _plain_type(kind: pa.DataType) -> pa.DataType:
+    """Of a dictionary, the type of what it holds."""
+    return kind.value_type if pa.types.is_dictionary(kind) else kind
+
+
+def _is_number(kind: pa.DataType) -> bool:
+    numeric = (
+        pa.types.is_integer(kind)
+        or pa.types.is_floating(kind)
+        or pa.types.is_boolean(kind)
+        or pa.types.is_decimal(kind)
+    )
+    return numeric and _converts(lambda: pa.nulls(0, kind).cast(pa.float64(), safe=False))
+
+
+def _has_text(kind: pa.DataType) -> bool:
+    """Whether `as_text` takes it."""
+    return not pa.types.is_nested(kind) and _converts(lambda: as_text(pa.nulls(0, kind)))
+
+
+def _converts(conversion: Callable[[], Any]) -> bool:
+    try:
+        conversion()
+    except (pa.ArrowException, NotImplementedError):
+        return False
+    return True
+
+
+def _bytes(value: pa.Scalar) -> bytes:
+    """What a text holds, whether it is UTF-8 or not."""
+    return bytes(value.as_buffer())
+
+
 def parse_number(text: str) -> float | None:
     """A number as Arrow reads it, or None."""
-    try:
-        return None if "_" in text else float(text)  # Python takes 1_000, Arrow does not
-    except ValueError:
+    found = _NUMBER.fullmatch(text)
+    if found is None:
         return None
+    return math.nan if found["nan"] else float(found[1])
+
+
+def _shown(value: str | bytes) -> str:
+    """A value in a message, not all of it if it is long."""
+    return repr(value) if len(value) <= _SHOWN else f"{value[:_SHOWN]!r}… ({len(value):,} long)"
+
+
+def _clipped(reason: str) -> str:
+    """A library's reason in a message: its first line, and not all of it."""
+    line = " ".join(reason.split())
+    return line if len(line) <= 300 else f"{line[:300]}…"
 
 
 def _names(names: Sequence[str]) -> str:
-    return ", ".join(map(repr, names))
+    more = f", … and {len(names) - 50} more" if len(names) > 50 else ""
+    return ", ".join(map(_shown, names[:50])) + more
