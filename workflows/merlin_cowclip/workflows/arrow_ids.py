@@ -1,6 +1,9 @@
-"""Arrow columns of ids, of any type, to text. Pure Arrow: no pandas, no NVTabular."""
+"""Columns of ids, of any type, to text, by one rule: `as_text`'s. No NVTabular."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -29,3 +32,37 @@ def as_text(values: pa.Array) -> pa.Array:
         return pc.if_else(whole, integers.cast(pa.string()), values.cast(pa.string()))
     texts = values.cast(pa.string())
     return pc.if_else(pc.equal(texts, ""), pa.scalar(None, pa.string()), texts)
+
+
+def mixed_as_text(values: Sequence[Any]) -> pa.Array:
+    """Values of several types, such as texts and numbers, each as `as_text` writes it."""
+    texts = [value if isinstance(value, str) else _one(value) for value in values]
+    return as_text(pa.array(texts, pa.string()))
+
+
+def _one(value: Any) -> str | None:
+    try:
+        return as_text(pa.array([value], from_pandas=True))[0].as_py()
+    except pa.ArrowException:
+        return str(value)
+
+
+def column_as_text(
+    column: Any, to_arrow: Callable[[Any], pa.Array], from_arrow: Callable[[pa.Array], Any]
+) -> Any:
+    """A column of a data frame library as text, through its distinct values.
+
+    So that the rule is Arrow's wherever the column is: of cuDF's, only what is distinct is taken to
+    the host (its own texts of numbers have another form, and 10 digits).
+
+    Args:
+        column: has ``factorize() → (places of distinct values, -1 for a missing one; the values)``,
+            as pandas and cuDF have it.
+        to_arrow: the distinct values as an Arrow array.
+        from_arrow: a column of the library; it has ``take(places)`` and an index of its own.
+    """
+    places, distinct = column.factorize()
+    texts = pa.concat_arrays([as_text(to_arrow(distinct)), pa.nulls(1, pa.string())])
+    out = from_arrow(texts).take(places.astype("int64") % len(texts))  # -1: the last one
+    out.index = column.index
+    return out

@@ -11,6 +11,7 @@ import contextlib
 import importlib.util
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,11 +22,16 @@ from merlin_cowclip.workflows.errors import UserError
 DEVICES = ("cpu", "gpu")
 THREADS = min(4, os.cpu_count() or 1)  # of one process; each holds one column, or one part
 MEMORY_SHARE = 0.8  # of the machine's memory, for all workers together
-DEVICE_MEMORY_SHARE = 0.8  # of a GPU's memory; what is beyond it spills to the host
+DEVICE_MEMORY_SHARE = 0.8  # of a GPU's memory, for its worker
+WORKER_BYTES = 512 << 20  # of memory that a worker takes at least: its libraries and a chunk
 DEATHS = 3  # of workers over one task, before the task is given up
 
 T = TypeVar("T")
 J = TypeVar("J")
+
+
+class StoppedError(Exception):
+    """Raised in a task whose result nobody waits for any more."""
 
 
 class Threads:
@@ -35,6 +41,8 @@ class Threads:
 
     def __init__(self, number: int = THREADS) -> None:
         self.number = number
+        self._stopping = threading.Event()
+        self._pools: list[ThreadPoolExecutor] = []
 
     def map(self, function: Callable[[J], T], jobs: Iterable[J]) -> Iterator[T]:
         """Results as they come in the order of the jobs; at the first failure nothing new begins.
@@ -43,9 +51,28 @@ class Threads:
             Exception: what the first job that failed, in order, has raised.
         """
         pool = ThreadPoolExecutor(self.number)
+        self._pools.append(pool)
         try:
             yield from pool.map(function, jobs)
-        finally:
+        except BaseException:
+            self.close()
+            raise
+        pool.shutdown()
+
+    def stoppable(self, advance: Callable[[int], Any]) -> Callable[[int], Any]:
+        """For a task to tell how far it is: raises `StoppedError` there after a failure."""
+
+        def tell(step: int) -> None:
+            if self._stopping.is_set():
+                raise StoppedError
+            advance(step)
+
+        return tell
+
+    def close(self) -> None:
+        """Begin nothing new, and wait for what has begun: then no task writes any more."""
+        self._stopping.set()
+        for pool in self._pools:
             pool.shutdown(wait=True, cancel_futures=True)
 
 
@@ -111,7 +138,8 @@ def open_cluster(
     """
     check_cluster(workers, device)
     if device == "cpu" and workers == 0:
-        yield Threads()
+        with contextlib.closing(Threads()) as threads:
+            yield threads
         return
     import dask
     import distributed
@@ -132,6 +160,8 @@ def open_cluster(
 
             cluster = stack.enter_context(LocalCUDACluster(**options))
         client = stack.enter_context(distributed.Client(cluster))
+        if device == "gpu":
+            client.register_worker_plugin(CupyFromRmm())
         print(f"Dask dashboard: {client.dashboard_link}", file=sys.stderr, flush=True)
         yield Workers(client)
 
@@ -147,6 +177,7 @@ def check_cluster(workers: int, device: str) -> None:
     if isinstance(workers, bool) or not isinstance(workers, int) or workers < 0:
         raise UserError(f"workers must be an integer of at least 0. Received: {workers!r}")
     if device == "cpu":
+        _check_memory(workers)
         return
     for package in ("cudf", "dask_cuda"):
         if importlib.util.find_spec(package) is None:
@@ -161,6 +192,42 @@ def check_cluster(workers: int, device: str) -> None:
             f"device 'gpu' needs a GPU for each worker. Received: {workers or 1} workers, {gpus} "
             "GPUs. Use fewer workers, or device 'cpu'"
         )
+
+
+def _check_memory(workers: int) -> None:
+    most = max(1, int(memory_limit() * MEMORY_SHARE) // WORKER_BYTES) if workers else 0
+    if workers > most:
+        raise UserError(
+            f"workers must fit the memory, {gibibytes(WORKER_BYTES)} each at least. Received: "
+            f"{workers:,} workers, which take {gibibytes(workers * WORKER_BYTES)}, on a machine "
+            f"with {gibibytes(memory_limit())}. Use {most} at most, one per core at best"
+        )
+
+
+def gibibytes(size: float) -> str:
+    """A number of bytes, for a message."""
+    return f"{size / 2**30:,.1f} GiB"
+
+
+def processes(workers: int, device: str) -> int:
+    """How many columns are worked on at once."""
+    return workers or (THREADS if device == "cpu" else max(1, number_of_gpus()))
+
+
+class CupyFromRmm:
+    """A plugin of a GPU's worker: CuPy's arrays come from the pool that cuDF's are in.
+
+    Else each of the two would keep what the other one lacks.
+    """
+
+    name = "cupy-from-rmm"
+
+    def setup(self, worker: Any) -> None:
+        """Called by Dask in every worker, in those that replace dead ones as well."""
+        import cupy  # type: ignore[import-not-found]
+        from rmm.allocators.cupy import rmm_cupy_allocator  # type: ignore[import-not-found]
+
+        cupy.cuda.set_allocator(rmm_cupy_allocator)
 
 
 def number_of_gpus() -> int:
@@ -197,10 +264,11 @@ def cpu_options(workers: int) -> dict[str, Any]:
 
 
 def gpu_options(workers: int) -> dict[str, Any]:
-    """Arguments of `dask_cuda.LocalCUDACluster`: one worker per GPU, its memory pooled and spilled.
+    """Arguments of `dask_cuda.LocalCUDACluster`: one worker per GPU, with a pool of its memory.
 
-    A worker keeps to a share of its GPU's memory, spills what is beyond it to the host, and from
-    its share of the host's memory to disk: so a data set larger than all GPUs goes through.
+    A worker's tasks leave nothing in Dask that it could spill. What bounds them is that they hold
+    one column in the host's memory, and on the GPU a slice of its rows (`encoding.DEVICE_ROWS`)
+    beside a few numbers per distinct id: so a log larger than all GPUs goes through.
     """
     workers = workers or number_of_gpus()
     return {

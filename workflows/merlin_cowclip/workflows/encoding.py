@@ -1,11 +1,15 @@
 """Statistics of a column and its encoded values, on a CPU (NumPy) or a GPU (CuPy, cuDF).
 
-The same few array operations on both, so that both give the same ids to the last one. Where columns
-come from and go to is `etl.py`'s.
+The same few array operations on both, so that both give the same ids to the last one. A column is
+in the host's memory; on a GPU are a slice of `DEVICE_ROWS` of it at a time and a few numbers per
+distinct id. Where columns come from and go to is `etl.py`'s.
 """
 
 from __future__ import annotations
 
+import math
+import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +18,8 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 
+DEVICE_ROWS = 1 << 24  # of a column on a device at a time: 0.6 GiB at most
+DEVICE_TEXT = 1 << 30  # bytes of distinct ids that are sorted on a device; cuDF holds 2 GiB at most
 PADDING, MISSING, UNKNOWN = 0, 1, 2  # Categorify's ids; `UNKNOWN` is the first hash bucket
 
 
@@ -77,8 +83,11 @@ def count_ids(
         device: "cpu" or "gpu".
     """
     xp = arrays(device)
-    held = xp.asarray(codes)[xp.asarray(in_train)]
-    counts = _on_host(xp.bincount(held + 1, minlength=len(texts) + 1))
+    totals = xp.zeros(len(texts) + 1, dtype=xp.int64)
+    for part in _slices(len(codes)):
+        held = xp.asarray(codes[part])[xp.asarray(in_train[part])]
+        totals += xp.bincount(held + 1, minlength=len(totals))
+    counts = _on_host(totals)
     missing, counts = int(counts[0]), counts[1:]
     by_text = _order(texts, device)
     order = by_text[np.argsort(-counts[by_text], kind="stable")]  # ties: by text
@@ -105,7 +114,10 @@ def count_ids(
 def encode_ids(codes: np.ndarray, encode: np.ndarray, device: str = "cpu") -> np.ndarray:
     """Ids of staged codes, n, int32."""
     xp = arrays(device)
-    return _on_host(xp.asarray(encode)[xp.asarray(codes)])
+    table, ids = xp.asarray(encode), np.empty(len(codes), encode.dtype)
+    for part in _slices(len(codes)):
+        ids[part] = _on_host(table[xp.asarray(codes[part])])
+    return ids
 
 
 def hash_bucket(texts: Any, buckets: int) -> np.ndarray:
@@ -119,26 +131,48 @@ def hash_bucket(texts: Any, buckets: int) -> np.ndarray:
 
 
 def widened(low: float, high: float) -> tuple[float, float]:
-    """A range to scale by: one of length 0 is made longer, so that its one value becomes 0."""
-    return low, high if high > low else low + max(1.0, abs(low))
+    """A range to scale by: one of length 0 is made longer, so that its one value becomes 0.
+
+    It stays finite: the largest float of all keeps its range, which `scaled` knows.
+    """
+    return low, high if high > low else min(low + max(1.0, abs(low)), sys.float_info.max)
+
+
+def scaled(numbers: Any, low: float, high: float) -> Any:
+    """(numbers - low) / (high - low), in float64, of an array or a column of any library.
+
+    A range longer than float64's largest number (from -1e308 to 1e308) is halved first, and the
+    numbers with it: powers of 2 change no digit, so that the result is what it would be if there
+    were such a number. A range of length 0 counts as 1.
+    """
+    if not math.isfinite(high - low):
+        numbers, low, high = numbers / 2, low / 2, high / 2
+    return (numbers - low) / ((high - low) or 1.0)
 
 
 def unit_range(numbers: np.ndarray, low: float, high: float, device: str = "cpu") -> np.ndarray:
     """Numbers scaled to [0, 1] by a range and clipped, n, float32; NaN counts as 0 before.
 
-    As FillMissing, UnitRange and Clip do it in the saved workflow, to the bit.
+    As FillMissing, UnitRange and Clip do it in the saved workflow, to the bit. Any finite number
+    goes in, those beyond float32 as well.
     """
     xp = arrays(device)
-    given = xp.asarray(numbers)
-    filled = xp.where(xp.isnan(given), 0.0, given)
-    with np.errstate(over="ignore"):
-        scaled = ((filled - low) / (high - low)).astype(np.float32)
-    return _on_host(xp.clip(scaled, 0.0, 1.0))
+    units = np.empty(len(numbers), np.float32)
+    for part in _slices(len(numbers)):
+        given = xp.asarray(numbers[part])
+        with np.errstate(over="ignore"):  # beyond the range: clipped
+            unit = scaled(xp.where(xp.isnan(given), 0.0, given), low, high).astype(np.float32)
+        units[part] = _on_host(xp.clip(unit, 0.0, 1.0))
+    return units
+
+
+def _slices(rows: int) -> Iterator[slice]:
+    return (slice(start, start + DEVICE_ROWS) for start in range(0, rows, DEVICE_ROWS))
 
 
 def _order(texts: pa.Array, device: str) -> np.ndarray:
     """Places that sort texts by their bytes."""
-    if device == "gpu":
+    if device == "gpu" and texts.nbytes <= DEVICE_TEXT:
         import cudf  # type: ignore[import-not-found]
 
         return _on_host(cudf.Series.from_arrow(texts).argsort().values)

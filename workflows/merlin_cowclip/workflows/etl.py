@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
 import secrets
 import shutil
 import sys
@@ -60,6 +61,7 @@ ROW_GROUP_ROWS = 65_536
 MIN_TRAIN_PARTS = 4  # so that the order of parts can be shuffled, from so many rows on:
 MIN_ROWS_TO_PART = 4_000
 CHUNK_BYTES = (8 << 20, 256 << 20)  # of a log that one task reads, at least and at most
+BUCKET_BYTES = 64  # of memory while a field is fitted, for each of its hash buckets
 CHUNKS_PER_WORKER = 4  # so that all end at about the same time
 
 
@@ -85,7 +87,7 @@ def prepare(
     Args:
         spec: what the log looks like.
         inputs: files or globs, csv (gzipped if named .gz) or parquet as the spec says.
-        out: the folder to make; must not exist.
+        out: the folder to make, on this machine; must not exist.
         seed: of the split and the shuffle.
         progress: show progress bars on stderr.
         part_rows: the most rows in one output file.
@@ -106,8 +108,10 @@ def prepare(
         raise UserError(f"seed must be an integer of at least 0. Received: {seed!r}")
     if isinstance(part_rows, bool) or not isinstance(part_rows, int) or part_rows < 1:
         raise UserError(f"part_rows must be an integer of at least 1. Received: {part_rows!r}")
-    clusters.check_cluster(workers, device)
     refuse_existing(out)
+    _check_place(out)
+    clusters.check_cluster(workers, device)
+    _check_memory(spec, clusters.processes(workers, device))
     logs = check_logs(spec, expand_inputs(inputs))
     with all_or_nothing(out) as folder:
         scratch = folder / ".scratch"
@@ -116,6 +120,30 @@ def prepare(
             _Preparation(spec, logs, folder, int(seed), progress, part_rows, cluster, device).run()
         shutil.rmtree(scratch, ignore_errors=True)
     return PreparedData.open(out)
+
+
+def _check_place(out: Path) -> None:
+    """Refuse what would become another folder than the one that is meant."""
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(out)):
+        raise UserError(
+            f"output folder must be on this machine. Received: {out}, which looks like a URL. Name "
+            "a folder, and copy it from there"
+        )
+    if out.name in ("", ".."):
+        raise UserError(f"output folder must have a name of its own. Received: {out}. Name one")
+
+
+def _check_memory(spec: DatasetSpec, at_once: int) -> None:
+    """Refuse hash buckets whose counts the machine could not hold, before any work."""
+    largest = sorted((spec.buckets_of(name) for name in spec.ids), reverse=True)[:at_once]
+    needed, held = BUCKET_BYTES * sum(largest), clusters.memory_limit() * clusters.MEMORY_SHARE
+    if needed > held and largest[0] > 1:
+        raise UserError(
+            "hash_buckets must leave their counts room in memory. Received: "
+            f"{' + '.join(f'{number:,}' for number in largest)} for the largest fields, which take "
+            f"{clusters.gibibytes(needed)} of the {clusters.gibibytes(held)} that may be used. "
+            "Lower it, or use a machine with more memory"
+        )
 
 
 def build_workflow(spec: DatasetSpec, folder: str | Path) -> nvt.Workflow:
@@ -242,6 +270,10 @@ def _fit_numbers(job: _FieldJob) -> _Fitted:
     if not len(held):
         raise _all_missing(name, "numbers", in_train)
     missing = len(train) - len(held)
+    with np.errstate(over="ignore"):
+        mean = float(held.mean())
+    if not np.isfinite(mean):  # the sum was too large, not the mean
+        mean = float((held / len(held)).sum())
     low, high = float(held.min()), float(held.max())
     if missing:  # counts as 0
         low, high = min(low, 0.0), max(high, 0.0)
@@ -255,7 +287,7 @@ def _fit_numbers(job: _FieldJob) -> _Fitted:
         "missing": missing,
         "min": float(held.min()),
         "max": float(held.max()),
-        "mean": float(held.mean()),
+        "mean": mean,
         "test_occurrences": len(test),
         "test_missing": int(np.count_nonzero(np.isnan(test))),
         "test_out_of_range": beyond,
@@ -371,8 +403,10 @@ class _Preparation:
         ]
         rows: Counter[Path] = Counter()
         with self._bar("reading", total, "B") as bar:
-            stage = functools.partial(_stage, advance=bar.update)
-            results = self.cluster.map(stage if self.cluster.in_process else _stage, jobs)
+            stage: Callable[[_ChunkJob], StagedChunk] = _stage
+            if isinstance(self.cluster, clusters.Threads):
+                stage = functools.partial(_stage, advance=self.cluster.stoppable(bar.update))
+            results = self.cluster.map(stage, jobs)
             for job, staged in zip(jobs, results, strict=True):
                 rows[job.log.path] += staged.rows
                 self.replaced += staged.replaced
@@ -554,7 +588,8 @@ class _Preparation:
             "versions": package_versions(),
         }
         text = json.dumps(record, indent=2, ensure_ascii=False) + "\n"
-        (self.folder / RECORD).write_text(text, encoding="utf-8")
+        # A file's name need not be UTF-8: its odd bytes are written as JSON's escapes.
+        (self.folder / RECORD).write_bytes(text.encode("utf-8", "backslashreplace"))
 
 
 def _chunk_bytes(total: int, workers: int) -> int:

@@ -17,8 +17,8 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from merlin_cowclip.workflows.arrow_ids import as_text
-from merlin_cowclip.workflows.encoding import hash_bucket, widened
+from merlin_cowclip.workflows.arrow_ids import as_text, column_as_text, mixed_as_text
+from merlin_cowclip.workflows.encoding import hash_bucket, scaled, widened
 from merlin_cowclip.workflows.quiet import quiet_imports
 
 with quiet_imports():
@@ -182,35 +182,47 @@ class EncodeIds(Categorify):
 
 
 class UnitRange(NormalizeMinMax):
-    """NormalizeMinMax that maps a constant column to 0 (stock: 0.5, or NaN where it is 0)."""
+    """NormalizeMinMax that maps a constant column to 0 (stock: 0.5, or NaN where it is 0).
+
+    In float64 and by any finite range (`encoding.scaled`), as `prepare` does, to the bit.
+    """
+
+    def transform(self, col_selector: Any, df: Any) -> Any:
+        """The same columns, scaled; numbers beyond the range lie beyond [0, 1]."""
+        out = type(df)()
+        for name in col_selector.names:
+            low, high = float(self.mins[name]), float(self.maxs[name])
+            with np.errstate(over="ignore"):
+                out[name] = scaled(df[name].astype("float64"), low, high).astype(self.output_dtype)
+        return out
 
     def fit_finalize(self, dask_stats: Any) -> None:
         """Take ``{"mins": Series, "maxs": Series}``, widening a range of length 0."""
         super().fit_finalize(dask_stats)
         for name, low in self.mins.items():
-            _, self.maxs[name] = widened(low, self.maxs[name])
+            _, self.maxs[name] = widened(float(low), float(self.maxs[name]))
 
 
 def _to_arrow(series: pd.Series) -> pa.Array:
     try:
         array = pa.array(series, from_pandas=True)
     except (pa.ArrowInvalid, pa.ArrowTypeError):  # a column of texts and numbers
-        array = pa.array([None if pd.isna(v) else str(v) for v in series], pa.string())
+        array = mixed_as_text(series.tolist())
     return array.combine_chunks() if isinstance(array, pa.ChunkedArray) else array
 
 
 def _text_on_gpu(series: Any) -> Any:
-    from cudf.api.types import is_list_dtype  # type: ignore[import-not-found]
+    """`as_text` of cuDF's column. Written from its documentation: it has not run on a GPU yet."""
+    import cudf  # type: ignore[import-not-found]
 
-    if is_list_dtype(series.dtype):
-        leaves = series.list.leaves.astype("str")
+    if is_list_dtype(series):
+        leaves = _text_on_gpu(series.list.leaves)
         return encode_list_column(series, leaves, dtype=leaves.dtype)
+    if series.dtype == "object":  # text
+        return series.where(series != "", None)
     if series.dtype.kind == "f":
-        whole = series.dropna()
-        if (whole == whole.round()).all():
-            series = series.astype("Int64" if series.isnull().any() else "int64")
-    texts = series.astype("str")
-    return texts.where(texts != "", None)
+        series = series.nans_to_nulls()
+    return column_as_text(series, lambda distinct: distinct.to_arrow(), cudf.Series.from_arrow)
 
 
 def _encode_on_gpu(transform: Any, col_selector: Any, df: Any) -> Any:

@@ -30,7 +30,7 @@ import pyarrow.parquet as pq
 from merlin_cowclip.workflows.arrow_ids import as_text
 from merlin_cowclip.workflows.datasets import DatasetSpec
 from merlin_cowclip.workflows.errors import UserError
-from merlin_cowclip.workflows.quotes import WITHIN, QuoteScan, line_starts, row_starts
+from merlin_cowclip.workflows.quotes import QuoteScan, line_starts, row_starts, with_next
 
 BLOCK_BYTES = 16 << 20  # of text per batch: bounds the memory of reading
 MAX_LINE = 16 << 20  # characters of a line, or a cell, that are looked at to name a fault
@@ -137,7 +137,7 @@ class _Watched(io.RawIOBase):
     """A stream that shows a scan of quotes what is read from it."""
 
     def __init__(self, stream: pa.NativeFile, scan: QuoteScan) -> None:
-        self._stream, self._scan = stream, scan
+        self._stream, self._scan, self._held = stream, scan, b""
 
     def readable(self) -> bool:
         """It is there to be read."""
@@ -146,7 +146,8 @@ class _Watched(io.RawIOBase):
     def read(self, size: int = -1) -> bytes:
         """The next bytes."""
         block = self._stream.read(size)
-        self._scan.feed(block)
+        self._scan.feed(self._held, block)  # one behind, for the byte that follows
+        self._held = block
         return block
 
 
@@ -172,7 +173,7 @@ class RawLog:
         """The file in parts of about ``size`` bytes, each of whole rows; a gzipped one is one part.
 
         Raises:
-            UserError: a quote that is never closed.
+            UserError: a quote that is never closed, or closed too early.
         """
         if self.spec.format == "parquet":
             return self._parquet_chunks(size)
@@ -184,8 +185,8 @@ class RawLog:
             mmap.mmap(raw.fileno(), 0, access=mmap.ACCESS_READ) as text,
         ):
             if self.spec.quotes:
-                starts, closed = row_starts(text, size, self.spec.separator)
-                if not closed:
+                starts, bad = row_starts(text, size, self.spec.separator)
+                if bad:
                     before = _count(text, b"\n", 0, starts[-1])
                     self._bad_quote(_slices(text, starts[-1], len(text)), before)
             else:
@@ -291,12 +292,16 @@ class RawLog:
         )
 
     def _bad_quote(self, blocks: Iterable[bytes], before: int = 0) -> NoReturn:
-        """Name the quote that is open at the end of the blocks, which ``before`` lines precede."""
-        lines, cell = QuoteScan(self.spec.separator).find_open(blocks)
+        """Name the bad cell of the blocks, which ``before`` lines precede."""
+        cell = QuoteScan(self.spec.separator).find_bad(blocks)
+        rule, fault = "a quote must be closed", "a cell without an end"
+        if cell.last is not None:
+            rule = "a quoted cell must end with its closing quote"
+            fault = f"a cell that is closed in line {before + cell.last + 1} and goes on"
         raise UserError(
-            f"a quote must be closed. Received: {_shown(cell)} in {self.path}, line "
-            f"{before + lines + 1}, a cell without an end. Close it, double a quote that is meant "
-            "as text, or set quotes = false in the description of a log that has none"
+            f"{rule}. Received: {_shown(cell.text)} in {self.path}, line {before + cell.line + 1}, "
+            f"{fault}. Close it, double a quote that is meant as text, or set quotes = false in "
+            "the description of a log that has none"
         )
 
     def _check_names(self, names: Sequence[str]) -> None:
@@ -358,7 +363,7 @@ class RawLog:
                 if chunk.start and "Empty CSV" in str(error):  # a part of blank lines
                     return
                 self._find_csv_fault(str(error))
-        if scan.state == WITHIN:
+        if scan.bad:
             self._check_stream()
 
     def _stream(self, chunk: Chunk) -> pa.NativeFile:
@@ -429,14 +434,17 @@ class RawLog:
         """Refuse a gzipped file that is damaged, or holds a quote that is never closed."""
         scan = QuoteScan(self.spec.separator)
         try:
-            with gzip.open(self.path) as stream:
-                while block := stream.read(1 << 20):
-                    scan.feed(block)
-            if self.spec.quotes and scan.state == WITHIN:
-                with gzip.open(self.path) as stream:
-                    self._bad_quote(iter(lambda: stream.read(1 << 20), b""))
+            for block, after in with_next(self._gzip_blocks()):
+                scan.feed(block, after)
+            if self.spec.quotes and scan.bad:
+                self._bad_quote(self._gzip_blocks())
         except _GZIP_ERRORS as error:
             self._bad_gzip(error)
+
+    def _gzip_blocks(self) -> Iterator[bytes]:
+        with gzip.open(self.path) as stream:
+            while block := stream.read(1 << 20):
+                yield block
 
     def _bad_gzip(self, error: Exception) -> NoReturn:
         raise UserError(
@@ -757,5 +765,8 @@ def _clipped(reason: str) -> str:
 
 
 def _names(names: Sequence[str]) -> str:
-    more = f", … and {len(names) - 50} more" if len(names) > 50 else ""
-    return ", ".join(map(_shown, names[:50])) + more
+    """Names in a message, as many as there is room for."""
+    texts = [_shown(name) for name in names]
+    held = list(itertools.accumulate(len(text) + 2 for text in texts))
+    room = max(1, sum(length <= 200 for length in held))
+    return ", ".join(texts[:room]) + (f" and {len(texts) - room} more" if texts[room:] else "")
