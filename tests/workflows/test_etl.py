@@ -643,7 +643,7 @@ def test_a_folder_that_is_not_whole_is_refused(tmp_path, prepared):
     with pytest.raises(UserError, match="not a whole prepared folder"):
         PreparedData.open(tmp_path)
     (tmp_path / "prepare.json").write_text('{"format": 99}')
-    with pytest.raises(UserError, match=r"must be of format 1. Received: 99"):
+    with pytest.raises(UserError, match=r"must be of format 1 or 2. Received: 99"):
         PreparedData.open(tmp_path)
     (tmp_path / "prepare.json").write_text("{")
     with pytest.raises(UserError, match="must be readable JSON"):

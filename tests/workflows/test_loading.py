@@ -24,7 +24,7 @@ from merlin_cowclip.workflows.datasets import DatasetSpec, Split
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.etl import prepare
 from merlin_cowclip.workflows.loading import FollowEpochs, Loader
-from merlin_cowclip.workflows.prepared import PreparedData
+from merlin_cowclip.workflows.prepared import PreparedData, file_state
 
 ROWS, TRAIN, TEST = 5_000, 4_000, 1_000
 BATCH = 300  # divides neither a row group nor a part
@@ -386,7 +386,7 @@ def test_empty_row_groups_are_passed_over(data, on_disk, tmp_path, small_windows
         for table in (nothing, *map(pq.read_table, files), nothing):
             writer.write_table(table, row_group_size=500)
     paths = [tmp_path / name for name in ("empty.parquet", "both.parquet", "empty.parquet")]
-    record = {**data.record, "files": {"train": [{"path": str(path)} for path in paths]}}
+    record = {**data.record, "files": {"train": [file_state(path) for path in paths]}}
     loader = Loader(PreparedData(data.path, data.spec, record), batch_size=BATCH)
     pd.testing.assert_frame_equal(by_serial(as_frame(loader)), by_serial(on_disk["train"]))
 
@@ -757,7 +757,7 @@ import os, sys, time
 from merlin_cowclip.plugins._stack import tf
 from merlin_cowclip.plugins._stack import mm, tf
 from merlin_cowclip.workflows import loading
-from merlin_cowclip.workflows.prepared import PreparedData
+from merlin_cowclip.workflows.prepared import PreparedData, file_state
 
 loading.WINDOW_ROWS = 320
 
@@ -898,7 +898,7 @@ def test_a_part_of_which_nothing_would_be_left_is_refused(data, options):
 
 def test_a_part_without_rows_is_refused(data):
     """An adopted pipeline may have no test part."""
-    record = {**data.record, "files": {"train": [], "test": []}}
+    record = {**data.record, "files": {"train": [], "test": []}, "rows": {"train": 0, "test": 0}}
     with pytest.raises(UserError, match="the test part must have rows. Received: none in"):
         Loader(PreparedData(data.path, data.spec, record), "test", batch_size=BATCH)
 

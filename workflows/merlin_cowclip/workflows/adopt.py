@@ -7,7 +7,7 @@ prepared data is `etl.py`.
 
 from __future__ import annotations
 
-import json
+import itertools
 import os
 import shutil
 import sys
@@ -40,7 +40,7 @@ from merlin_cowclip.workflows.existing_workflow import (
     load_workflow,
 )
 from merlin_cowclip.workflows.folders import all_or_nothing, package_versions, refuse_existing
-from merlin_cowclip.workflows.prepared import FORMAT_VERSION, RECORD, PreparedData
+from merlin_cowclip.workflows.prepared import PreparedData, check_unchanged, write_record
 
 BATCH_ROWS = 1 << 17  # held at a time, twice: one batch is checked while the next is read
 FLOAT32_MAX = float(np.finfo(np.float32).max)
@@ -87,6 +87,8 @@ def adopt(
         pipeline = Pipeline.of(workflow, parts, label, out.absolute().name)
         scan = _Scan(pipeline, progress)
         scan.read(parts)
+        for file in itertools.chain(*parts.values()):
+            check_unchanged(file.state)  # while it was read
         _save(pipeline, scan, parts, folder)
     return PreparedData.open(out)
 
@@ -275,7 +277,6 @@ def _save(
             f"on, differ for {quoted(other)}"
         )
     record = {
-        "format": FORMAT_VERSION,
         "spec": pipeline.spec.to_dict(),
         "workflow": str(pipeline.folder.absolute()),
         "files": {part: [file.state for file in files] for part, files in parts.items()},
@@ -285,8 +286,7 @@ def _save(
         "notes": notes,
         "versions": package_versions(),
     }
-    text = json.dumps(record, indent=2, ensure_ascii=False) + "\n"
-    (folder / RECORD).write_text(text, encoding="utf-8")
+    write_record(folder, record)
 
 
 def _copy_workflow(pipeline: Pipeline, home: Path) -> None:

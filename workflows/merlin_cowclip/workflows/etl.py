@@ -10,7 +10,6 @@ and are handed to them (`StatOperator.fit_finalize`): what is saved is an ordina
 from __future__ import annotations
 
 import functools
-import json
 import os
 import re
 import secrets
@@ -39,7 +38,7 @@ from merlin_cowclip.workflows.encoding import (
 )
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.folders import all_or_nothing, package_versions, refuse_existing
-from merlin_cowclip.workflows.prepared import FORMAT_VERSION, RECORD, PreparedData
+from merlin_cowclip.workflows.prepared import PreparedData, write_record
 from merlin_cowclip.workflows.quiet import quiet_imports
 from merlin_cowclip.workflows.raw_logs import (
     TIME,
@@ -572,7 +571,6 @@ class _Preparation:
 
     def _write_record(self) -> None:
         record = {
-            "format": FORMAT_VERSION,
             "spec": self.spec.to_dict(),
             "inputs": [
                 {"path": str(log.path), "bytes": log.path.stat().st_size} for log in self.logs
@@ -587,9 +585,7 @@ class _Preparation:
             "report": self._report(),
             "versions": package_versions(),
         }
-        text = json.dumps(record, indent=2, ensure_ascii=False) + "\n"
-        # A file's name need not be UTF-8: its odd bytes are written as JSON's escapes.
-        (self.folder / RECORD).write_bytes(text.encode("utf-8", "backslashreplace"))
+        write_record(self.folder, record)
 
 
 def _chunk_bytes(total: int, workers: int) -> int:

@@ -42,8 +42,8 @@ def open_files(given: str | Path | Sequence[str | Path]) -> list[ParquetFile]:
         raise UserError("at least one parquet file must be given. Received: none")
     files = []
     for path in map(Path.absolute, paths):
-        state = file_state(path)
         try:
+            state = file_state(path)
             with pq.ParquetFile(path) as parquet:
                 rows = parquet.metadata.num_rows
                 files.append(ParquetFile(path, parquet.schema_arrow.remove_metadata(), rows, state))

@@ -7,7 +7,6 @@ folder as Table 1 (right) wants it. Nothing is trained here.
 from __future__ import annotations
 
 import dataclasses
-import json
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ from merlin_cowclip.workflows.clusters import Threads
 from merlin_cowclip.workflows.encoding import MISSING, PADDING, UNKNOWN, IdStatistics
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.folders import all_or_nothing, package_versions, refuse_existing
-from merlin_cowclip.workflows.prepared import RECORD, PreparedData
+from merlin_cowclip.workflows.prepared import PreparedData, write_record
 from merlin_cowclip.workflows.quiet import quiet_imports
 from merlin_cowclip.workflows.vocabularies import vocabulary_path, write_counts, write_vocabulary
 
@@ -313,8 +312,7 @@ def keep_top_ids(
             "derived_from": {"path": str(data.path.absolute()), "top_k": int(k)},
             "versions": package_versions(),
         }
-        text = json.dumps(record, indent=2, ensure_ascii=False) + "\n"
-        (folder / RECORD).write_text(text, encoding="utf-8")
+        write_record(folder, record)
     return PreparedData.open(out)
 
 

@@ -28,14 +28,12 @@ import pyarrow.parquet as pq
 
 from merlin_cowclip.plugins._stack import Schema, tf
 from merlin_cowclip.workflows.errors import UserError
-from merlin_cowclip.workflows.prepared import PreparedData
+from merlin_cowclip.workflows.prepared import PARTS, PreparedData
 
 WINDOW_ROWS = 1 << 19
 """Rows that are in memory, and permuted, together: about 0.15 GiB for 26 + 13 fields. Two windows
 are held, the one in use and the next; more only for batches larger than a window. A row group is
 never parted, so one that is larger is a window of its own."""
-
-PARTS = ("train", "test")
 
 _AHEAD = 2  # batches made before they are asked for
 _ITERATORS = 2  # served side by side; one more, and the one not used for longest reads again
@@ -169,8 +167,9 @@ class Loader(tf.data.Dataset):
       schema, input_schema, output_schema: of the columns, the label among them, as Merlin's.
 
     Raises:
-      UserError: a number out of range, a part without rows, a batch that the ranks cannot share, or
-        one larger than the part (in training, and where the last rows are left out).
+      UserError: a number out of range, a part that is not as it was written, or without rows, a
+        batch that the ranks cannot share, or one larger than the part (in training, and where the
+        last rows are left out).
     """
 
     def __init__(
@@ -212,11 +211,10 @@ class Loader(tf.data.Dataset):
         self.ranks = ranks
         self.drop_last = ranks > 1 if drop_last is None else drop_last
         self._groups: list[RowGroup] = []
-        for file in data.train_files if part == "train" else data.test_files:
-            with pq.ParquetFile(file) as parquet:
-                for number in range(parquet.num_row_groups):
-                    if rows := parquet.metadata.row_group(number).num_rows:
-                        self._groups.append(RowGroup(file, number, rows))
+        for file, footer in data.footers(part).items():
+            for number in range(footer.num_row_groups):
+                if rows := footer.row_group(number).num_rows:
+                    self._groups.append(RowGroup(file, number, rows))
         self.rows = sum(group.rows for group in self._groups)
         name = "training" if part == "train" else part
         if not self.rows:

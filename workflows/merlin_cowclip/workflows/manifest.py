@@ -46,7 +46,7 @@ def entry_of(path: Path) -> dict[str, Any]:
         OSError: it cannot be read.
         pyarrow.ArrowException: it is named ``.parquet`` and is none.
     """
-    entry: dict[str, Any] = {"bytes": path.stat().st_size, "sha256": _checksum(path)}
+    entry: dict[str, Any] = {"bytes": path.stat().st_size, "sha256": checksum(path)}
     if path.suffix == ".parquet":
         entry["rows"] = pq.read_metadata(path).num_rows
     return entry
@@ -78,7 +78,7 @@ def check_manifest(
             size = path.stat().st_size
             if size != entry["bytes"]:
                 refuse(path, f"of {size:,} bytes, which had {entry['bytes']:,}")
-            if _checksum(path) != entry["sha256"]:
+            if checksum(path) != entry["sha256"]:
                 refuse(path, "whose content has changed")
         except FileNotFoundError:
             refuse(path, "which is gone")
@@ -97,7 +97,8 @@ def is_manifest(value: Any) -> bool:
     )
 
 
-def _checksum(path: Path) -> str:
+def checksum(path: Path) -> str:
+    """SHA-256 of a file, or of its two ends; see above."""
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         if size <= SMALL:
