@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import pandas as pd
@@ -334,18 +334,40 @@ _LONG = pa.schema(
 def _read_counts(data: PreparedData, field: str) -> pa.Table:
     """``id``, ``raw``, ``count`` of a field, row i for id i; in Arrow, for ids may be millions."""
     path = data.path / "counts" / f"{field}.parquet"
-    try:
-        table = pq.read_table(path, columns=["id", "raw", "count"])
-    except (OSError, pa.ArrowException) as error:
+
+    def refuse(found: str) -> NoReturn:
         raise UserError(
-            f"counts must be a whole parquet file. Received: {path}: {error}. Prepare the data "
-            "again"
+            "counts must be of their own field: a row per id, from 0 on, which add up to the "
+            f"training rows. Received: {path}, {found}. Prepare the data again"
         ) from None
-    if not pc.sum(table["count"].slice(PADDING + 1)).as_py():
-        raise UserError(
-            f"counts must hold an occurrence. Received: none in {path}. Prepare the data again"
-        )
-    return table
+
+    try:
+        with pq.ParquetFile(path) as parquet:
+            table = parquet.read()
+    except (OSError, pa.ArrowException) as error:
+        refuse(f"which is no whole parquet file ({error})")
+    for name, kind in (("id", pa.int64()), ("raw", pa.string()), ("count", pa.int64())):
+        if name not in table.column_names:
+            refuse(f"without column {name!r}")
+        if table.schema.field(name).type != kind:
+            refuse(f"with {table.schema.field(name).type} in column {name!r}")
+    cardinality, rows = data.cardinalities[field], data.rows["train"]
+    if len(table) != cardinality:
+        refuse(f"of {len(table):,} ids, where the field has {cardinality:,}")
+    for name in ("id", "count"):
+        if table[name].null_count:
+            refuse(f"with a null in column {name!r}")
+    if not np.array_equal(table["id"].to_numpy(), np.arange(cardinality)):
+        refuse("with ids in another order")
+    counts = table["count"].to_numpy()
+    if counts.min() < 0:
+        refuse("with a count below 0")
+    occurrences = int(counts.sum())
+    if field in data.spec.categorical and occurrences != rows:
+        refuse(f"with {occurrences:,} occurrences in {rows:,} rows")
+    if not counts[PADDING + 1 :].any():
+        refuse("without an occurrence")
+    return table.select(["id", "raw", "count"])
 
 
 def _by_falling_count(counts: np.ndarray, places: np.ndarray) -> np.ndarray:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,11 +37,13 @@ there and that its parts have the columns and the number of rows that the record
 
 RECORD = "prepare.json"  # written last: without it the folder is not whole
 PARTS = ("train", "test")
+MEMBERS = {*PARTS, "workflow", "counts", "schema.pbtxt", ".merlin"}
 
 
 def write_record(folder: Path, record: Mapping[str, Any]) -> None:
     """Write ``prepare.json``, with a manifest of the files that are there: the last thing to do."""
-    record = {**record, "format": FORMAT_VERSION, "manifest": manifest_of(folder)}
+    others = {path.name for path in folder.iterdir()} - MEMBERS  # workers still have theirs there
+    record = {**record, "format": FORMAT_VERSION, "manifest": manifest_of(folder, others)}
     text = json.dumps(record, indent=2, ensure_ascii=False) + "\n"
     (folder / RECORD).write_text(text, encoding="utf-8")
 
@@ -75,7 +78,7 @@ class PreparedData:
                 to a part, or has changed.
         """
         path = Path(path)
-        if not path.is_dir():
+        if not os.path.isdir(path):  # which is false, too, of a name that is too long
             raise UserError(
                 f"prepared data must be a folder. Received: {path}. Write one with "
                 "'merlin-cowclip prepare'"
