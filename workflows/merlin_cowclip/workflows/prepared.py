@@ -45,7 +45,8 @@ def write_record(folder: Path, record: Mapping[str, Any]) -> None:
     others = {path.name for path in folder.iterdir()} - MEMBERS  # workers still have theirs there
     record = {**record, "format": FORMAT_VERSION, "manifest": manifest_of(folder, others)}
     text = json.dumps(record, indent=2, ensure_ascii=False) + "\n"
-    (folder / RECORD).write_text(text, encoding="utf-8")
+    # A file's name need not be UTF-8: its odd bytes are written as JSON's escapes.
+    (folder / RECORD).write_bytes(text.encode("utf-8", "backslashreplace"))
 
 
 def file_state(path: Path) -> dict[str, Any]:
