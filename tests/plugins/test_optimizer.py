@@ -286,15 +286,147 @@ def test_frozen_tables_stay_and_are_not_owned():
 def test_warmup_takes_the_steps_of_fit():
     hp = Hyperparameters(BATCH, warmup_epochs=2)
     _, optimizer = fitted(ours, SCHEMA, hp, steps=4)
-    assert optimizer.steps_per_epoch == 4
-    schedule = optimizer.default_optimizer.learning_rate
-    assert (schedule.warmup_steps, schedule.learning_rate) == (8, hp.dense_lr)
+    assert optimizer.warmup_steps == 8
+    assert optimizer.default_optimizer.learning_rate.learning_rate == hp.dense_lr
     _, told = fitted(ours, SCHEMA, hp, steps=4, steps_per_epoch=100)
-    assert told.default_optimizer.learning_rate.warmup_steps == 200
+    assert told.warmup_steps == 200
     model = ours(SCHEMA)
     model.compile(optimizer=CowClipOptimizer.for_model(model, hp), run_eagerly=True)
     with pytest.raises(ValueError, match=r"steps_per_epoch=… to CowClipOptimizer.for_model"):
         model.train_step(batch(SCHEMA))
+
+
+def dense_steps(model, data, **fit):
+    """How far each step moves the bias of the output, in units of Adam's own step."""
+    bias, moves = model.trainable_variables[-1], []
+    assert bias.shape == (1,)
+    part = model.optimizer.default_optimizer
+
+    class Watch(tf.keras.callbacks.Callback):
+        def on_train_batch_begin(self, step, logs=None):
+            self.before = bias.numpy()
+
+        def on_train_batch_end(self, step, logs=None):
+            t = int(part.iterations)
+            m, v = (part.get_slot(bias, name).numpy() for name in ("m", "v"))
+            unit = (m / (1 - 0.9**t)) / (np.sqrt(v / (1 - 0.999**t)) + 1e-7)
+            moves.append(float((self.before - bias.numpy())[0] / unit[0]))
+
+    callbacks = [*fit.pop("callbacks", []), Watch()]
+    model.fit(data, verbose=0, callbacks=callbacks, **fit)
+    return np.array(moves)
+
+
+def test_a_smoke_test_does_not_end_the_warm_up():
+    """Each fit's own epochs are what its warm-up is measured by, in one and the same graph."""
+    tf.keras.utils.set_random_seed(0)
+    model = ours(SCHEMA)
+    hp = HOT.replace(warmup_epochs=1.0)
+    model(batch(SCHEMA)[0])
+    optimizer = CowClipOptimizer.for_model(model, hp)
+    model.compile(optimizer=optimizer, metrics=[])
+    rise = [dense_steps(model, dataset(SCHEMA, 2))]
+    traces = model.train_function.experimental_get_tracing_count()
+    rise.append(dense_steps(model, dataset(SCHEMA, 10)))
+    np.testing.assert_allclose(rise[0], hp.dense_lr * np.array([0, 1 / 2]), rtol=2e-3, atol=2e-7)
+    expected = hp.dense_lr * np.minimum(np.arange(2, 12) / 10, 1)
+    np.testing.assert_allclose(rise[1], expected, rtol=2e-3)
+    short = dense_steps(model, dataset(SCHEMA, 3))  # long after: no warm-up
+    np.testing.assert_allclose(short, hp.dense_lr, rtol=2e-3)
+    assert model.train_function.experimental_get_tracing_count() == traces
+    assert optimizer.get_config()["steps_per_epoch"] is None
+
+
+def table_step(optimizer, model):
+    """η of the tables at the next step, from the step itself: an unclipped Adam step is η·m̂/√v̂."""
+    clipped, unclipped, _ = optimizer.optimizers
+    return [float(part._decayed_lr(tf.float32)) for part in (clipped, unclipped)]
+
+
+def test_keras_callbacks_scale_all_three_parts():
+    tf.keras.utils.set_random_seed(0)
+    model = ours(SCHEMA)
+    hp = HOT.replace(warmup_epochs=1.0, l2=0.0)
+    model(batch(SCHEMA)[0])
+    optimizer = CowClipOptimizer.for_model(model, hp, steps_per_epoch=4)
+    model.compile(optimizer=optimizer, metrics=[])
+    halve = tf.keras.callbacks.LearningRateScheduler(lambda epoch, lr: lr if epoch == 0 else lr / 2)
+    whole = dense_steps(model, dataset(SCHEMA, 3), epochs=2, callbacks=[halve])
+    # Steps 0 to 2 as they are, 3 to 5 of half the height: the warm-up goes on underneath.
+    height = np.minimum(np.arange(6) / 4, 1) * np.repeat([1, 1 / 2], 3)
+    np.testing.assert_allclose(whole, hp.dense_lr * height, rtol=2e-3, atol=2e-7)
+    np.testing.assert_allclose(table_step(optimizer, model), hp.embedding_lr / 2, rtol=1e-6)
+    assert model.history.history["lr"] == [np.float32(0.01), np.float32(0.005)]
+    traces = model.train_function.experimental_get_tracing_count()
+    plateau = tf.keras.callbacks.ReduceLROnPlateau("loss", 0.1, patience=1, min_delta=1e3)
+    model.fit(dataset(SCHEMA, 2), epochs=2, verbose=0, callbacks=[plateau])
+    assert float(optimizer.lr) == pytest.approx(0.0005)
+    settled = dense_steps(model, dataset(SCHEMA, 2))
+    np.testing.assert_allclose(settled, hp.dense_lr / 20, rtol=2e-3)
+    np.testing.assert_allclose(table_step(optimizer, model), hp.embedding_lr / 20, rtol=1e-6)
+    assert model.train_function.experimental_get_tracing_count() == traces
+    assert "0.0025" in optimizer.summary()
+    assert "LinearWarmup x 0.05" in optimizer.summary()
+
+
+@pytest.mark.parametrize("update", ["exact", "lazy"])
+def test_a_learning_rate_moves_a_table_in_proportion(update):
+    """One trained step at η and at η/8, from the same start: the whole model moves an eighth."""
+    moved = []
+    for share in (1.0, 0.125):
+        tf.keras.utils.set_random_seed(0)
+        model = stock_dlrm(SCHEMA)
+        optimizer = CowClipOptimizer.for_model(model, HOT, update=update)
+        optimizer.learning_rate = share * HOT.dense_lr
+        model.compile(optimizer=optimizer, metrics=[])
+        model(batch(SCHEMA)[0])
+        start = [v.numpy().astype(float) for v in model.trainable_variables]
+        model.fit(dataset(SCHEMA, 1), verbose=0)
+        moved.append([v.numpy() - s for v, s in zip(model.trainable_variables, start, strict=True)])
+    for one, eighth in zip(*moved, strict=True):
+        assert np.abs(one).max() > 1e-3
+        np.testing.assert_allclose(eighth, one / 8, atol=1e-7)
+
+
+def test_a_learning_rate_with_loss_scaling_and_schedules():
+    tf.keras.mixed_precision.set_global_policy("mixed_float16")
+    try:
+        decay = tf.keras.optimizers.schedules.ExponentialDecay(0.1, 1, 0.5)
+        model, optimizer = fitted(ours, SCHEMA, HOT, steps=1, embedding_schedule=decay)
+    finally:
+        tf.keras.mixed_precision.set_global_policy("float32")
+    model.optimizer.lr = HOT.dense_lr / 4
+    steps = int(optimizer.optimizers[0].iterations)
+    assert table_step(optimizer, model)[0] == pytest.approx(0.1 * 0.5**steps / 4)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("clipnorm", 1.0, r"has no clipnorm. Received: clipnorm=1.0. Tables are clipped by"),
+        ("clipvalue", 1.0, "has no clipvalue"),
+        ("global_clipnorm", 5.0, "has no global_clipnorm"),
+        ("weight_decay", 0.1, "has no weight_decay.*hyperparameters.l2"),
+        ("decay", 0.1, "has no decay.*dense_schedule"),
+        ("beta_1", 0.5, "has no beta_1.*three parts"),
+        ("learning_rate", -1.0, "learning_rate must be a number that is not negative"),
+        ("lr", float("nan"), "learning_rate must be a number"),
+        (
+            "learning_rate",
+            tf.keras.optimizers.schedules.ExponentialDecay(0.1, 1, 0.5),
+            "learning_rate must be a number.*dense_schedule",
+        ),
+    ],
+)
+def test_what_cannot_be_had_is_refused(name, value, message):
+    optimizer = CowClipOptimizer(COLD)
+    with pytest.raises(ValueError, match=message):
+        setattr(optimizer, name, value)
+    if name.endswith("clipnorm"):
+        with pytest.raises(TypeError, match=name):
+            CowClipOptimizer(COLD, **{name: value})
+        with pytest.raises(ValueError, match=f"A CowClipAdam has no {name}"):
+            setattr(CowClipAdam(), name, value)
 
 
 def test_keras_schedules():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import numpy as np
 import pytest
@@ -137,9 +138,106 @@ def test_what_cannot_be_saved_or_loaded_says_so(tmp_path):
     description = json.loads((other / "merlin_cowclip/state.json").read_text())
     description["format"] = 99
     (other / "merlin_cowclip/state.json").write_text(json.dumps(description))
-    with pytest.raises(ValueError, match="must be of format 1. Received: 99"):
+    with pytest.raises(ValueError, match="must be of format 1 or 2. Received: 99"):
         load_model(other)
     stock = ours(SCHEMA)
     stock.compile(optimizer="adam")
     with pytest.raises(ValueError, match="compiled with a CowClipOptimizer. Received: Adam"):
         save_model(stock, tmp_path / "stock")
+
+
+@pytest.fixture(scope="module")
+def trained():
+    return fitted(ours, SCHEMA, WARM, steps=2)[0]
+
+
+def test_a_save_that_fails_leaves_the_old_model(tmp_path, monkeypatch, trained):
+    path = tmp_path / "model"
+    save_model(trained, path)
+    (path / "notes.txt").write_text("somebody else's")
+    files = {p: p.stat().st_mtime_ns for p in path.rglob("*") if p.is_file()}
+    steps = int(trained.optimizer.iterations)
+    trained.fit(dataset(SCHEMA, 1), verbose=0)
+
+    def cut(model, folder, **options):
+        with open(f"{folder}/saved_model.pb", "wb") as file:
+            file.write(b"half of it")
+        raise OSError("injected")
+
+    def interrupt(*arguments, **named):
+        raise KeyboardInterrupt("injected")
+
+    for owner, name, failure in (
+        (mm.Model, "save", cut),
+        (tf.train.Checkpoint, "write", interrupt),
+    ):
+        with monkeypatch.context() as patched:
+            patched.setattr(owner, name, failure)
+            with pytest.raises((OSError, KeyboardInterrupt), match="injected"):
+                save_model(trained, path)
+        assert [p.name for p in tmp_path.iterdir()] == ["model"]
+        assert {p: p.stat().st_mtime_ns for p in path.rglob("*") if p.is_file()} == files
+    rename = os.rename
+    with monkeypatch.context() as patched:  # between the two renames nothing is in its place
+        patched.setattr(
+            os, "rename", lambda a, b: interrupt() if str(b) == str(path) else rename(a, b)
+        )
+        with pytest.raises(KeyboardInterrupt):
+            save_model(trained, path)
+    assert not path.exists()
+    found = load_model(path, metrics=[])
+    assert int(found.optimizer.iterations) == steps + 1
+    assert_same(values(found), values(trained))
+    save_model(trained, path)
+    assert [p.name for p in tmp_path.iterdir()] == ["model"]
+    assert (path / "notes.txt").read_text() == "somebody else's"
+
+
+def test_a_model_that_diverged_is_loaded_and_said_to_have(tmp_path):
+    model, _ = fitted(ours, SCHEMA, WARM, steps=1)
+    kernel = next(v for v in model.trainable_variables if v.shape.rank == 2)
+    kernel.assign(tf.fill(kernel.shape, float("nan")))
+    save_model(model, tmp_path / "model")
+    with pytest.warns(UserWarning, match=r"1 of the \d+ weights in .*NaN or infinity.*diverged"):
+        loaded = load_model(tmp_path / "model", metrics=[])
+    assert_same(values(loaded), values(model))
+
+
+def test_a_learning_rate_that_was_set_is_saved(tmp_path, trained):
+    trained.optimizer.learning_rate = 0.25 * HOT.dense_lr
+    save_model(trained, tmp_path / "model")
+    loaded = load_model(tmp_path / "model", metrics=[])
+    assert float(loaded.optimizer.lr) == float(trained.optimizer.lr) == np.float32(0.0025)
+    # Without a fit, which would tell the length of its epochs, the warm-up is the saved one.
+    assert loaded.optimizer.warmup_steps == trained.optimizer.warmup_steps > 0
+    loaded.train_on_batch(*batch(SCHEMA))
+    assert loaded.optimizer.warmup_steps == trained.optimizer.warmup_steps
+    assert (
+        float(loaded.optimizer.default_optimizer._decayed_lr(tf.float32))
+        == float(trained.optimizer.default_optimizer._decayed_lr(tf.float32))
+        == np.float32(0.0025)
+    )
+    checkpoint = tf.train.Checkpoint(optimizer=trained.optimizer).save(str(tmp_path / "c"))
+    _, fresh = fitted(ours, SCHEMA, WARM, steps=1)
+    tf.train.Checkpoint(optimizer=fresh).restore(checkpoint)
+    assert float(fresh.lr) == np.float32(0.0025)
+    assert fresh.warmup_steps == trained.optimizer.warmup_steps
+
+
+def test_a_model_saved_before_the_learning_rate_was_part_of_it(tmp_path, trained):
+    save_model(trained, tmp_path / "model")
+    file = tmp_path / "model/merlin_cowclip/state.json"
+    description = json.loads(file.read_text())
+    assert description.pop("learning_rate")
+    description["optimizer"]["steps_per_epoch"] = description.pop("warmup_steps")
+    file.write_text(json.dumps({**description, "format": 1}))
+    loaded = load_model(tmp_path / "model", metrics=[])
+    assert_same(slots(loaded.optimizer), slots(trained.optimizer))
+    loaded.fit(dataset(SCHEMA, 1), verbose=0)
+
+
+def test_a_plain_save_has_nothing_to_warn_of(tmp_path, trained, recwarn):
+    trained.save(str(tmp_path / "model"))
+    assert [w.message for w in recwarn if "CowClip" in str(w.message)] == []
+    with pytest.warns(UserWarning, match=r"start anew.*load_model"):
+        mm.Model.load(str(tmp_path / "model"))

@@ -6,7 +6,7 @@ The wiring only: the clip itself is in `clipping.py`, the counting in `tables.py
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from merlin_cowclip.plugins._stack import mm, tf
 from merlin_cowclip.plugins.clipping import (
@@ -16,6 +16,7 @@ from merlin_cowclip.plugins.clipping import (
     row_norms,
     with_lengths,
 )
+from merlin_cowclip.plugins.not_offered import RefusesOptions
 from merlin_cowclip.plugins.scaling import check_clip, check_number
 from merlin_cowclip.plugins.tables import TableSpec, lookups_in, repeats_per_row, samples_per_row
 
@@ -32,7 +33,7 @@ class RowGradients(NamedTuple):
 
 
 @tf.keras.utils.register_keras_serializable(package="merlin_cowclip")
-class CowClipAdam(mm.LazyAdam):
+class CowClipAdam(RefusesOptions, mm.LazyAdam):
     """Adam for embedding tables with the paper's L2 and clip (Algorithm 1, lines 5 to 10).
 
     One step on a table W (V×d) with the gradient of the mean loss, rows `g_k`:
@@ -66,6 +67,15 @@ class CowClipAdam(mm.LazyAdam):
     Raises:
       ValueError: an argument outside its range.
     """
+
+    not_offered: ClassVar[Mapping[str, str]] = {
+        **dict.fromkeys(
+            ("clipnorm", "clipvalue", "global_clipnorm", "gradient_transformers"),
+            "Choose a rule with clip, and clip_threshold.",
+        ),
+        "weight_decay": "Its L2 is l2.",
+        "amsgrad": "Merlin's LazyAdam has none.",
+    }
 
     def __init__(
         self,

@@ -10,18 +10,30 @@ import contextvars
 import math
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 from merlin_cowclip.plugins._stack import Tags, mm, tf
-from merlin_cowclip.plugins.adam import CowClipAdam
-from merlin_cowclip.plugins.scaling import Hyperparameters, format_table
+from merlin_cowclip.plugins.fits import Fit, notify_of_fits
+from merlin_cowclip.plugins.not_offered import RefusesOptions
+from merlin_cowclip.plugins.rates import DensePart, TablePart
+from merlin_cowclip.plugins.scaling import Hyperparameters, check_number, format_table
 from merlin_cowclip.plugins.schedules import LinearWarmup
 from merlin_cowclip.plugins.tables import TableSpec, find_tables
 
 Schedule: TypeAlias = Any  # tf.keras.optimizers.schedules.LearningRateSchedule; Keras has no types
 
 _state_follows = contextvars.ContextVar("merlin_cowclip_state_follows", default=False)
+
+
+UNKNOWN = -1
+"""The warm-up's length before a fit, or its `steps_per_epoch`, tells it."""
+
+_CLIPPED_BY_RULE = (
+    "Tables are clipped by the rule of hyperparameters.clip; to clip dense weights, set it on "
+    "optimizer.default_optimizer."
+)
+_PER_PART = "Each of optimizer.optimizers, its three parts, has its own."
 
 
 class Owned(NamedTuple):
@@ -34,7 +46,7 @@ class Owned(NamedTuple):
 
 
 @tf.keras.utils.register_keras_serializable(package="merlin_cowclip")
-class CowClipOptimizer(mm.MultiOptimizer):
+class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
     """One optimizer for a whole Merlin model, by the paper's recipe.
 
     Three optimizers own the model's variables: `CowClipAdam` with the clip for embedding tables,
@@ -47,10 +59,16 @@ class CowClipOptimizer(mm.MultiOptimizer):
     model.fit(loader, epochs=10)
     ```
 
+    `optimizer.learning_rate` (or `lr`) is a variable that starts at `dense_lr`. Set it, or let
+    Keras's `ReduceLROnPlateau` or `LearningRateScheduler` do so, and the learning rates of all
+    three parts, warm-up and schedules included, are multiplied by `learning_rate / dense_lr` from
+    the next step on. It is saved with the rest of the state.
+
     Args:
       hyperparameters: for the batch size trained with, or its `to_dict()`.
       update: "exact" (the paper: L2 and Adam on every row) or "lazy" (on the batch's rows).
-      steps_per_epoch: updates per epoch, for the warm-up; `None` takes it from `model.fit`.
+      steps_per_epoch: updates per epoch, for the warm-up; `None` takes it from each `model.fit`
+        (see `warmup_steps`).
       clip_tables: what to clip: names of tables or fields, `merlin.schema.Tags`, or layers; `None`
         for every table of width 2 and more.
       dense_schedule: a Keras schedule in place of `dense_lr` and its warm-up.
@@ -60,6 +78,16 @@ class CowClipOptimizer(mm.MultiOptimizer):
     Raises:
       ValueError: an argument outside its range.
     """
+
+    not_offered: ClassVar[Mapping[str, str]] = {
+        **dict.fromkeys(
+            ("clipnorm", "clipvalue", "global_clipnorm", "gradient_transformers"), _CLIPPED_BY_RULE
+        ),
+        **dict.fromkeys(("beta_1", "beta_2", "epsilon"), _PER_PART),
+        "weight_decay": "Tables have hyperparameters.l2; dense weights take a kernel_regularizer.",
+        "decay": "Give Keras schedules as dense_schedule and embedding_schedule.",
+        "amsgrad": "Its parts are Adam as the paper has it.",
+    }
 
     def __init__(
         self,
@@ -80,7 +108,7 @@ class CowClipOptimizer(mm.MultiOptimizer):
             )
         hp = hyperparameters
         clipped, unclipped = (
-            CowClipAdam(
+            TablePart(
                 embedding_schedule or hp.embedding_lr,
                 l2=hp.l2,
                 clip=clip,
@@ -92,7 +120,9 @@ class CowClipOptimizer(mm.MultiOptimizer):
             )
             for part, clip in (("clipped", hp.clip), ("unclipped", None))
         )
-        dense = tf.keras.optimizers.legacy.Adam(dense_schedule or hp.dense_lr, name="dense")
+        dense = DensePart(dense_schedule or hp.dense_lr, name="dense")
+        for part_optimizer in (clipped, unclipped, dense):
+            part_optimizer.factor = self._factor
         super().__init__(
             [mm.OptimizerBlocks(clipped, []), mm.OptimizerBlocks(unclipped, [])],
             default_optimizer=dense,
@@ -109,7 +139,9 @@ class CowClipOptimizer(mm.MultiOptimizer):
         self._model: Any = None
         self._specs: list[TableSpec] | None = None
         self._bound: tuple[Any, ...] = ()
-        self._warmed = False
+        self._warmup_steps: tf.Variable | None = None
+        self._fit = Fit(None, None)
+        self._set_hyper("learning_rate", hp.dense_lr)
 
     @classmethod
     def for_model(
@@ -131,7 +163,7 @@ class CowClipOptimizer(mm.MultiOptimizer):
           hyperparameters: for the batch size that the model will be trained with.
           update: "exact" or "lazy".
           steps_per_epoch: updates per epoch, ⌊N/b⌋, for the warm-up of the dense learning rate;
-            without it the first `model.fit` tells.
+            without it each `model.fit` tells (see `warmup_steps`).
           clip_tables: what to clip: names of tables or fields, `merlin.schema.Tags`, or layers;
             `None` for every table of width 2 and more.
           dense_schedule: a Keras schedule in place of `dense_lr` and its warm-up.
@@ -171,6 +203,7 @@ class CowClipOptimizer(mm.MultiOptimizer):
                 )
         for spec in specs:
             spec.access.whole = self.update_mode == "exact"
+        notify_of_fits(model, CowClipOptimizer)
         self._model = weakref.ref(model)
         self._specs = specs
         self._bound = ()
@@ -214,29 +247,85 @@ class CowClipOptimizer(mm.MultiOptimizer):
             self._bound = tuple(owner)
         return owner
 
-    def _warm_up(self) -> None:
-        """Give the dense optimizer its schedule, once the steps per epoch are known."""
+    def fit_begins(self, fit: Fit) -> None:
+        """Take over what a fit of the model brings along; `model.fit` calls it."""
+        self._fit = fit
+        self._follow_fit()
+
+    @contextlib.contextmanager
+    def saving(self) -> Iterator[None]:
+        """Within it, `from_config` does not warn: Merlin's `model.save` loads what it saved."""
+        with state_follows():
+            yield
+
+    def _create_warm_up(self) -> None:
+        """Give the dense optimizer its schedule, of a length that may change."""
         hp = self.hyperparameters
-        if self._warmed or not hp.warmup_epochs or self.dense_schedule is not None:
+        if self._warmup_steps is not None or not hp.warmup_epochs or self.dense_schedule:
             return
-        steps = self.steps_per_epoch or self._steps_of_fit()
-        if steps is None:
+        # A variable: another fit may have epochs of another length, without a new trace.
+        self._warmup_steps = self.add_weight(
+            "warmup_steps",
+            shape=[],
+            dtype=tf.int64,
+            initializer=tf.constant_initializer(UNKNOWN),
+            trainable=False,
+            aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA,
+        )
+        self.default_optimizer.learning_rate = LinearWarmup(hp.dense_lr, self._warmup_steps)
+        self._follow_fit()
+
+    def _check_warm_up(self) -> None:
+        if self._warmup_steps is not None and self.warmup_steps is None:
             raise ValueError(
                 "The warm-up of the dense learning rate needs the number of updates per epoch. "
                 "Pass steps_per_epoch=… to CowClipOptimizer.for_model, or train with model.fit on "
                 "data of known length, or set warmup_epochs=0."
             )
-        self.steps_per_epoch = steps
-        warmup_steps = math.floor(hp.warmup_epochs * steps)
-        self.default_optimizer.learning_rate = LinearWarmup(hp.dense_lr, warmup_steps)
-        self._warmed = True
 
-    def _steps_of_fit(self) -> int | None:
-        """The steps per epoch of the `model.fit` that is under way, as Keras tells callbacks."""
-        model = self._model() if self._model is not None else None
-        params = getattr(getattr(model, "history", None), "params", None) or {}
-        steps = params.get("steps")
-        return steps if isinstance(steps, int) and steps > 0 else None
+    def resume(self, learning_rate: float, warmup_steps: int | None) -> None:
+        """Go on with the learning rate and the warm-up that a saved optimizer had."""
+        self.learning_rate = learning_rate
+        self._create_warm_up()
+        if self._warmup_steps is not None and warmup_steps is not None:
+            self._warmup_steps.assign(warmup_steps)
+
+    def _follow_fit(self) -> None:
+        """The warm-up's length from `steps_per_epoch`, or from the fit under way."""
+        steps = self.steps_per_epoch or self._fit.steps
+        if self._warmup_steps is not None and steps is not None:
+            wanted = math.floor(self.hyperparameters.warmup_epochs * steps)
+            self._warmup_steps.assign(wanted)
+
+    @property
+    def warmup_steps(self) -> int | None:
+        """Updates until the dense learning rate has risen; `None` while that is not known.
+
+        ⌊`warmup_epochs` · steps per epoch⌋, the steps per epoch as given or those of the `fit`
+        under way: each fit without `steps_per_epoch` sets them anew, so one on a few batches, to
+        try a model out, does not end the warm-up of the next. Update t has the dense η of t /
+        `warmup_steps` of the rise in either case.
+        """
+        if self._warmup_steps is None:
+            return None
+        steps = int(self._warmup_steps.numpy())
+        return None if steps == UNKNOWN else steps
+
+    def _factor(self) -> tf.Tensor:
+        """What all three parts' learning rates are multiplied by, float32."""
+        rate = tf.cast(self._get_hyper("learning_rate"), tf.float32)
+        # Of two float32: exactly 1 until somebody sets a learning rate.
+        return rate / tf.constant(self.hyperparameters.dense_lr, tf.float32)
+
+    def _set_hyper(self, name: str, value: Any) -> None:
+        # Keras's: a variable from the first use on, which callbacks assign and checkpoints keep.
+        if callable(value):
+            raise ValueError(
+                f"{name} must be a number. Received: {value!r}. A schedule is given to "
+                "CowClipOptimizer.for_model, as dense_schedule or embedding_schedule."
+            )
+        value = check_number(name, float(tf.keras.backend.get_value(value)))
+        super()._set_hyper(name, value)
 
     def create_slots(self, variables: Iterable[tf.Variable]) -> None:
         """Create all state for `variables`, as the first `apply_gradients` does."""
@@ -246,6 +335,8 @@ class CowClipOptimizer(mm.MultiOptimizer):
             mine = owner.get(variable.ref(), self.default_optimizer)
             shares.setdefault(id(mine), []).append(variable)
         _ = self.iterations
+        self._create_hypers()
+        self._create_warm_up()
         for optimizer in self.optimizers:
             optimizer._create_all_weights(shares.get(id(optimizer), []))
 
@@ -262,10 +353,10 @@ class CowClipOptimizer(mm.MultiOptimizer):
         """
         pairs = [(g, v) for g, v in grads_and_vars if g is not None]
         owner = self._own()
-        self._warm_up()
         with tf.init_scope():
             # All slots before any control flow: loss scaling applies gradients inside a tf.cond.
             self.create_slots([v for _, v in pairs])
+            self._check_warm_up()
         shares: dict[int, list[Any]] = {}
         for pair in pairs:
             mine = owner.get(pair[1].ref(), self.default_optimizer)
@@ -332,7 +423,7 @@ class CowClipOptimizer(mm.MultiOptimizer):
             # Merlin's tables all have a variable called "embeddings".
             table = specs.get(variable.ref(), "")
             name = variable.name if table in variable.name else f"{table}: {variable.name}"
-            rate = optimizer.learning_rate
+            rate, factor = optimizer.learning_rate, float(self._factor())
             shape = tuple(variable.shape)
             rows.append(
                 (
@@ -340,7 +431,7 @@ class CowClipOptimizer(mm.MultiOptimizer):
                     f"{shape[0] if shape else 1:,}",
                     f"{math.prod(shape[1:]):,}",
                     rule,
-                    type(rate).__name__ if callable(rate) else f"{float(rate):.6g}",
+                    _show_rate(rate, factor),
                     f"{l2:.6g}" if l2 else "-",
                 )
             )
@@ -408,6 +499,12 @@ def state_follows() -> Iterator[None]:
         yield
     finally:
         _state_follows.reset(token)
+
+
+def _show_rate(rate: Any, factor: float) -> str:
+    if not callable(rate):
+        return f"{float(rate) * factor:.6g}"
+    return type(rate).__name__ + ("" if factor == 1 else f" x {factor:.6g}")
 
 
 def _as_text(item: Any) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,19 @@ import numpy as np
 
 from merlin_cowclip.plugins._stack import mm, quiet_stack, tf
 from merlin_cowclip.plugins.optimizer import CowClipOptimizer, state_follows
+from merlin_cowclip.plugins.replacing import find, replacing
 
 FOLDER = "merlin_cowclip"  # within the SavedModel
 CHECKPOINT = "state"
 DESCRIPTION = "state.json"  # written last: without it the state is not whole
+MARKER = f"{FOLDER}/{DESCRIPTION}"
+SAVED_MODEL = (
+    *("saved_model.pb", "keras_metadata.pb", "fingerprint.pb", "variables", "assets"),
+    *(".merlin", FOLDER),
+)
 SLOTS = ("m", "v")
-FORMAT = 1
+FORMAT = 2
+READ_FORMATS = (1, 2)  # 1 kept no learning rate, which could not be set
 
 
 def save_model(model: mm.Model, path: str | os.PathLike[str]) -> None:
@@ -30,27 +38,32 @@ def save_model(model: mm.Model, path: str | os.PathLike[str]) -> None:
     Layout: Merlin's SavedModel, and in `merlin_cowclip/` a checkpoint with weights, slots
     and step counts in the model's order.
 
+    A model that is there already is replaced as a whole (`replacing.py`): whatever interrupts this
+    call, and be it the machine's end of the process, `load_model` finds the old model or the new.
+
     Raises:
-      ValueError: the model is not built, or not compiled with a `CowClipOptimizer`.
+      ValueError: the model is not built, or not compiled with a `CowClipOptimizer`; `path` is a
+        file, or holds a model and cannot be renamed.
     """
     optimizer = _optimizer_of(model)
     if not model.built:
         raise ValueError("The model must be built before it is saved. Fit it, or call it, first.")
-    path = Path(path)
     description = {
         "format": FORMAT,
         "optimizer": optimizer.get_config(),
+        "learning_rate": float(tf.keras.backend.get_value(optimizer.learning_rate)),
+        "warmup_steps": optimizer.warmup_steps,
         "loss_scale": _loss_scale(model.optimizer),
         "weights": [_described(v) for v in model.weights],
         "slots": len(_slots(model, optimizer)),
     }
-    (path / FOLDER / DESCRIPTION).unlink(missing_ok=True)
-    with quiet_stack(), state_follows():  # Merlin loads what it saved, for the output's schema
-        model.save(str(path))
-    _state(model, optimizer).write(str(path / FOLDER / CHECKPOINT))
-    partial = path / FOLDER / f".{DESCRIPTION}.partial"
-    partial.write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
-    os.replace(partial, path / FOLDER / DESCRIPTION)
+    with replacing(Path(path), MARKER, SAVED_MODEL) as folder:
+        with quiet_stack(), state_follows():  # Merlin loads what it saved, for the output's schema
+            model.save(str(folder))
+        _state(model, optimizer).write(str(folder / FOLDER / CHECKPOINT))
+        partial = folder / FOLDER / f".{DESCRIPTION}.partial"
+        partial.write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
+        os.replace(partial, folder / MARKER)
 
 
 def load_model(path: str | os.PathLike[str], **compile_arguments: Any) -> mm.Model:
@@ -61,26 +74,32 @@ def load_model(path: str | os.PathLike[str], **compile_arguments: Any) -> mm.Mod
       compile_arguments: as for `model.compile`, but for the optimizer; without `loss` the model's
         own default.
 
+    A model whose weights are not all finite is loaded as it is, with a warning that says so.
+
     Raises:
       ValueError: the folder holds no whole state, or the state does not belong to the model.
     """
-    path = Path(path)
+    path = find(Path(path), MARKER)
     try:
-        description = json.loads((path / FOLDER / DESCRIPTION).read_text(encoding="utf-8"))
+        description = json.loads((path / MARKER).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ValueError(
-            f"{path} must hold {FOLDER}/{DESCRIPTION}, which save_model writes last. Received a "
+            f"{path} must hold {MARKER}, which save_model writes last. Received a "
             "folder without it: a model saved otherwise, or not to the end. "
             "tf.keras.models.load_model loads the model alone."
         ) from None
-    if description["format"] != FORMAT:
-        raise ValueError(f"{path} must be of format {FORMAT}. Received: {description['format']}")
+    if description["format"] not in READ_FORMATS:
+        known = " or ".join(map(str, READ_FORMATS))
+        raise ValueError(f"{path} must be of format {known}. Received: {description['format']}")
     with quiet_stack():
         model = tf.keras.models.load_model(str(path), compile=False)
     with state_follows():
         optimizer = CowClipOptimizer.from_config(description["optimizer"])
     _check_order(model, description, path)
+    _warn_of_weights_that_are_not_finite(model, path)
     optimizer.bind(model)
+    if "learning_rate" in description:
+        optimizer.resume(description["learning_rate"], description["warmup_steps"])
     outer = _with_loss_scale(optimizer, description["loss_scale"])
     model.compile(optimizer=outer, **compile_arguments)
     if description["slots"]:
@@ -126,7 +145,7 @@ def _check_order(model: mm.Model, description: dict[str, Any], path: Path) -> No
     weights = [_described(v) for v in model.weights]
     reader = tf.train.load_checkpoint(str(path / FOLDER / CHECKPOINT))
     same = weights == description["weights"] and all(
-        np.array_equal(v.numpy(), reader.get_tensor(f"weights/{i}/.ATTRIBUTES/VARIABLE_VALUE"))
+        _same_bits(v.numpy(), reader.get_tensor(f"weights/{i}/.ATTRIBUTES/VARIABLE_VALUE"))
         for i, v in enumerate(model.weights)
     )
     if not same:
@@ -134,6 +153,28 @@ def _check_order(model: mm.Model, description: dict[str, Any], path: Path) -> No
             f"The state in {path / FOLDER} must belong to the model beside it. Received weights "
             "that differ: the folder was changed after it was saved, or the model's layers do not "
             "keep their order when Keras loads them."
+        )
+
+
+def _same_bits(a: np.ndarray, b: np.ndarray) -> bool:
+    """Whether two arrays hold the same: unlike `==`, NaN is NaN, in any dtype."""
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    x, y = (np.ravel(np.ascontiguousarray(array)).view(np.uint8) for array in (a, b))
+    return np.array_equal(x, y)
+
+
+def _warn_of_weights_that_are_not_finite(model: mm.Model, path: Path) -> None:
+    broken = [
+        v.name
+        for v in model.weights
+        if v.dtype.is_floating and not bool(tf.reduce_all(tf.math.is_finite(v)))
+    ]
+    if broken:
+        warnings.warn(
+            f"{len(broken)} of the {len(model.weights)} weights in {path} hold NaN or infinity, "
+            f"the first of them {broken[0]}: the model had diverged before it was saved.",
+            stacklevel=3,
         )
 
 

@@ -16,23 +16,30 @@ class LinearWarmup(tf.keras.optimizers.schedules.LearningRateSchedule):
 
     Args:
       learning_rate: the value from step `warmup_steps` on.
-      warmup_steps: number of updates; 0 for a constant learning rate.
+      warmup_steps: number of updates; 0 for a constant learning rate. An integer variable is read
+        at each step, and may change without a new trace.
       initial: the value at step 0.
 
     Raises:
       ValueError: a negative or non-finite argument.
     """
 
-    def __init__(self, learning_rate: float, warmup_steps: int, initial: float = 1e-8) -> None:
+    def __init__(
+        self, learning_rate: float, warmup_steps: int | tf.Variable, initial: float = 1e-8
+    ) -> None:
         self.learning_rate = check_number("learning_rate", learning_rate, positive=True)
-        self.warmup_steps = int(check_number("warmup_steps", warmup_steps))
+        self.warmup_steps = (
+            warmup_steps
+            if isinstance(warmup_steps, tf.Variable)
+            else int(check_number("warmup_steps", warmup_steps))
+        )
         self.initial = check_number("initial", initial)
 
     def __call__(self, step: tf.Tensor) -> tf.Tensor:
         """The learning rate, a float32 scalar, of the update with number `step` (from 0)."""
-        if self.warmup_steps == 0:
-            return tf.constant(self.learning_rate, tf.float32)
-        done = tf.minimum(tf.cast(step, tf.float32) / self.warmup_steps, 1.0)
+        steps = tf.cast(self.warmup_steps, tf.float32)
+        done = tf.minimum(tf.cast(step, tf.float32) / tf.maximum(steps, 1.0), 1.0)
+        done = tf.where(steps > 0, done, 1.0)
         # Not initial + done · (end - initial): this form ends at learning_rate to the last digit.
         return self.initial * (1.0 - done) + self.learning_rate * done
 
@@ -40,6 +47,6 @@ class LinearWarmup(tf.keras.optimizers.schedules.LearningRateSchedule):
         """The constructor's arguments."""
         return {
             "learning_rate": self.learning_rate,
-            "warmup_steps": self.warmup_steps,
+            "warmup_steps": int(self.warmup_steps),
             "initial": self.initial,
         }

@@ -1,0 +1,74 @@
+"""What an optimizer is told of the fits of its model: when one begins, and that a save loads again.
+
+Keras gives optimizers no such notice, and the update itself is Python only while it is traced, so
+two methods of the bound model say it. Each is a bound method of the model's own: it is copied with
+the model, and Keras saves nothing of it.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, Protocol
+
+from merlin_cowclip.plugins._stack import tf
+
+
+class Fit(NamedTuple):
+    """What Keras and Merlin know of a fit as it begins.
+
+    Attributes:
+      steps: updates per epoch; `None` where the data has no known length.
+      batch_size: samples per batch, where the data is a loader's or a Merlin `Dataset`.
+    """
+
+    steps: int | None
+    batch_size: int | None
+
+
+class Notified(Protocol):
+    """An optimizer that wants to know."""
+
+    def fit_begins(self, fit: Fit) -> None:
+        """Called by every `fit` and `train_on_batch`, before the first step."""
+        ...
+
+    def saving(self) -> AbstractContextManager[None]:
+        """Entered around `model.save`."""
+        ...
+
+
+def notify_of_fits(model: tf.keras.Model, kind: type[Notified]) -> None:
+    """Tell the optimizer of `model`, whichever it is by then, of fits; one of another kind not."""
+
+    def compiled(model: Any) -> Notified | None:
+        optimizer = getattr(model, "optimizer", None)
+        optimizer = getattr(optimizer, "inner_optimizer", optimizer)  # loss scaling wraps it
+        return optimizer if isinstance(optimizer, kind) else None
+
+    def make_train_function(self: Any, force: bool = False) -> Callable[..., Any]:
+        optimizer = compiled(self)
+        if optimizer is not None:
+            optimizer.fit_begins(_fit_of(self))
+        return type(self).make_train_function(self, force)
+
+    def save(self: Any, *arguments: Any, **named: Any) -> None:
+        optimizer = compiled(self)
+        if optimizer is None:
+            return type(self).save(self, *arguments, **named)
+        with optimizer.saving():
+            return type(self).save(self, *arguments, **named)
+
+    for method in (make_train_function, save):
+        # object.__setattr__: Keras would look for layers in it.
+        object.__setattr__(model, method.__name__, types.MethodType(method, model))
+
+
+def _fit_of(model: Any) -> Fit:
+    params = getattr(getattr(model, "history", None), "params", None) or {}
+    steps, batch = params.get("steps"), getattr(model, "_batch_size", None)
+    return Fit(
+        steps if isinstance(steps, int) and steps > 0 else None,
+        batch if isinstance(batch, int) and batch > 0 else None,
+    )
