@@ -1,5 +1,6 @@
 """Dask's workers: the same data as without them, deaths survived or named, nothing half-written."""
 
+import gzip
 import os
 import signal
 import subprocess
@@ -210,7 +211,89 @@ def test_an_interrupted_job_leaves_nothing(job, tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["job.py"]
 
 
+# Within this process
+
+
+@pytest.fixture
+def interrupted():
+    """What Ctrl-C and SIGTERM come to: an exception in the main thread, after a moment."""
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.5)
+    yield
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize("name", ["log.txt", "log.txt.gz"])
+def test_an_interruption_does_not_wait_for_a_log_to_end(log, tmp_path, monkeypatch, name, request):
+    """One gzipped log is one task, and may take hours; this one would take for ever."""
+    from merlin_cowclip.workflows.raw_logs import RawLog
+
+    first = RawLog.batches
+
+    def endless(self, chunk, advance, replaced):
+        while True:
+            yield from first(self, chunk, advance, replaced)
+
+    monkeypatch.setattr(RawLog, "batches", endless)
+    text = log.read_bytes()
+    (tmp_path / name).write_bytes(gzip.compress(text, 1) if name.endswith("gz") else text)
+    request.getfixturevalue("interrupted")
+    with pytest.raises(KeyboardInterrupt):
+        prepare(CRITEO, [tmp_path / name], tmp_path / "out", progress=False)
+    assert [p.name for p in tmp_path.iterdir()] == [name]
+
+
+def test_no_task_goes_on_when_its_result_is_not_wanted_any_more():
+    """An interruption may come while results are taken, not only while they are waited for."""
+    begun, ended = [], []
+
+    def work(x: int) -> int:
+        begun.append(x)
+        time.sleep(0.05 * x)
+        ended.append(x)
+        return x
+
+    kept = []  # as a traceback keeps what it leads through
+    with pytest.raises(KeyboardInterrupt), open_cluster() as cluster:  # noqa: PT012
+        kept.append(cluster.map(work, range(1, 40)))
+        next(kept[0])
+        raise KeyboardInterrupt
+    assert 0 < len(ended) == len(begun) < 39
+
+
 # Configuration
+
+
+def test_more_workers_than_memory_are_refused(monkeypatch):
+    monkeypatch.setattr(clusters, "memory_limit", lambda: 20 << 30)
+    check_cluster(32, "cpu")
+    message = "0.5 GiB each.*33 workers, which take 16.5 GiB, .* with 20.0 GiB. Use 32 at most"
+    with pytest.raises(UserError, match=message):
+        check_cluster(33, "cpu")
+    monkeypatch.setattr(clusters, "memory_limit", lambda: 1 << 20)
+    check_cluster(1, "cpu")
+    check_cluster(0, "cpu")
+
+
+def test_cupy_takes_its_memory_from_rmms_pool(monkeypatch):
+    """With stand-ins: neither is to be had without a GPU. Dask takes it for a worker's plugin."""
+    import types
+
+    from distributed.protocol.pickle import dumps, loads
+
+    taken = []
+    cupy = types.SimpleNamespace(cuda=types.SimpleNamespace(set_allocator=taken.append))
+    rmm = types.SimpleNamespace(rmm_cupy_allocator="the pool's")
+    for name, module in (("cupy", cupy), ("rmm", rmm), ("rmm.allocators", rmm)):
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setitem(sys.modules, "rmm.allocators.cupy", rmm)
+    loads(dumps(clusters.CupyFromRmm())).setup(worker=None)
+    assert taken == ["the pool's"]
 
 
 def test_memory_of_cpu_workers(monkeypatch):

@@ -1,5 +1,7 @@
 """What can be chosen in `prepare`: chunks, thresholds, hashing, splits, inf and NaN; its report."""
 
+import os
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -483,6 +485,38 @@ def test_parquet_values_that_cannot_be_read_are_named(tmp_path, log, quick):
     large.assign(item=b"\xff").to_parquet(path)
     with pytest.raises(UserError, match=r"UTF-8. Received: b'.xff' in .*, row 1, column 'item'"):
         quick(spec_of(format="parquet"), [path], "other")
+
+
+def test_a_log_whose_name_is_not_utf8(tmp_path, path, quick):
+    other = tmp_path / os.fsdecode(b"l\xffg.csv")
+    path.rename(other)
+    data = quick(inputs=[other])
+    assert [file["path"] for file in data.record["inputs"]] == [str(other)]
+    assert etl.PreparedData.open(data.path).record == data.record
+
+
+@pytest.mark.parametrize("largest", [1.7e308, 1e39])
+def test_numbers_beyond_float32_are_scaled_like_others(log, path, quick, largest):
+    """-1.7e308 to 1.7e308 is longer than float64's largest number: the range was NaN."""
+    log.assign(price=np.linspace(-1, 1, ROWS) * largest).to_csv(path, index=False)
+    data = quick(spec_of(split=Split("random", 0.25)))
+    for part in ("train", "test"):
+        prices = rows_of(data, part)["price"]
+        assert prices.between(0, 1).all()
+        assert abs(prices.mean() - 0.5) < 0.05
+    report = data.report["fields"]["price"]
+    assert np.isfinite(report["mean"])
+    frame = log.iloc[:9].assign(price=largest, genres=[[]] * 9)
+    assert data.workflow().transform(frame)["price"].between(0.99, 1).all()
+
+
+def test_hash_buckets_beyond_the_memory_are_refused_before_any_work(quick, monkeypatch):
+    monkeypatch.setattr(etl.clusters, "memory_limit", lambda: 10 << 30)
+    spec = spec_of(freq_threshold=2, hash_buckets={"user": (1 << 27) - 9})
+    with pytest.raises(UserError, match=r"134,217,737 .*take 8.0 GiB of the 8.0 GiB"):
+        quick(spec_of(freq_threshold=2, hash_buckets={"user": (1 << 27) + 9}), ["nowhere.csv"])
+    with pytest.raises(UserError, match="input file must exist"):
+        quick(spec, ["nowhere.csv"])  # just fits
 
 
 def test_more_is_refused():

@@ -204,12 +204,13 @@ def _changed_spec(spec: DatasetSpec, arguments: argparse.Namespace) -> DatasetSp
     import dataclasses
 
     changes: dict[str, Any] = {}
-    kind = arguments.split or spec.split.kind
+    kind = spec.split.kind if arguments.split is None else arguments.split
+    column = spec.split.column if kind == "time" else None
     changes["split"] = dataclasses.replace(
         spec.split,
         kind=kind,
         test=spec.split.test if arguments.test is None else arguments.test,
-        column=arguments.time_column or (spec.split.column if kind == "time" else None),
+        column=column if arguments.time_column is None else arguments.time_column,
     )
     for key in ("freq_threshold", "hash_buckets"):
         text = getattr(arguments, key)
@@ -225,12 +226,21 @@ def _number_or_by_field(option: str, text: str) -> int | dict[str, int]:
     try:
         if "=" not in text:
             return int(text)
-        pairs = (part.rsplit("=", 1) for part in text.split(","))
-        return {field: int(number) for field, number in pairs}
+        pairs = [part.rsplit("=", 1) for part in text.split(",")]
+        numbers = {field: int(number) for field, number in pairs}
     except ValueError:
+        given = repr(text) if len(text) <= 60 else f"{text[:60]!r}…"
         raise UserError(
-            f"{option} must be a number, or numbers by field: C3=10,C4=5. Received: {text!r}"
+            f"{option} must be a number, or numbers by field: C3=10,C4=5. Received: {given}"
         ) from None
+    fields = [field for field, _ in pairs]
+    twice = sorted({field for field in fields if fields.count(field) > 1})
+    if twice:
+        raise UserError(
+            f"{option} must name a field once. Received: {', '.join(map(repr, twice))} more than "
+            "once. Leave all but one out"
+        )
+    return numbers
 
 
 def _frequencies(arguments: argparse.Namespace) -> None:

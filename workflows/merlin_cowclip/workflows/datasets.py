@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from merlin_cowclip.plugins.input_names import unsavable_names
-from merlin_cowclip.workflows.errors import UserError
+from merlin_cowclip.workflows.errors import UserError, shown
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -24,6 +24,7 @@ else:
 FORMATS = ("csv", "parquet")
 SPLIT_KINDS = ("random", "sequential", "time")
 NON_FINITE = ("refuse", "missing")
+MAX_NAME = 200  # bytes of a field's name, which becomes a part of file names
 MAX_BUCKETS = 1 << 30  # ids are 32 bits wide while data is prepared
 
 
@@ -204,6 +205,11 @@ class DatasetSpec:
                         f"{role} must hold names that can be file names "
                         f"(not empty, no slash, no leading dot). Received: {field!r}"
                     )
+                if len(field.encode("utf-8", "replace")) > MAX_NAME:
+                    raise UserError(
+                        f"{role} must hold names that can be file names (of {MAX_NAME} bytes at "
+                        f"most). Received: {shown(repr(field))}"
+                    )
                 if field in role_of:
                     raise UserError(
                         f"a column must have one role. Received: {field!r} as "
@@ -296,12 +302,17 @@ class DatasetSpec:
         except FileNotFoundError:
             raise UserError(f"data set file must exist. Received: {path}") from None
         except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or error
             raise UserError(
-                f"data set file must be readable text. Received: {path}: {error}"
+                f"data set file must be readable text. Received: {shown(path)}: {reason}"
             ) from None
         try:
             return cls.from_dict(tomllib.loads(text))
-        except tomllib.TOMLDecodeError as error:
+        except RecursionError:
+            raise UserError(
+                f"data set file must be TOML. Received: {path}, nested too deep"
+            ) from None
+        except ValueError as error:  # TOMLDecodeError, or a number of thousands of digits
             raise UserError(f"data set file must be TOML. Received: {path}: {error}") from None
         except UserError as error:
             raise UserError(f"{path}: {error}") from None
@@ -364,7 +375,7 @@ def find_spec(name_or_path: str | Path) -> DatasetSpec:
         return DatasetSpec.from_toml(key)
     raise UserError(
         f"data set must be one of {_names(sorted(SPECS))}, or the path of a .toml file. "
-        f"Received: {key!r}"
+        f"Received: {shown(repr(key))}"
     )
 
 
@@ -401,4 +412,4 @@ def _check_keys(
         raise UserError(f"a key must be one of {_names(known)}. Received: {_names(unknown)}")
     missing = [place + key for key in required if key not in values]
     if missing:
-        raise UserError(f"{_names(missing)} must be given. Received: {_names(values)}")
+        raise UserError(f"{_names(missing)} must be given. Received: {_names(values) or 'nothing'}")

@@ -11,3 +11,9 @@ class UserError(Exception):
         ``label must be 0 or 1. Received: '7' in train.txt, line 12, column 'label'. Remove the
         row, or correct its label.``
     """
+
+
+def shown(text: object, most: int = 255) -> str:
+    """A name or path in a message: its beginning, if it is longer than any that a disk takes."""
+    text = str(text)
+    return text if len(text) <= most else f"{text[:60]}… ({len(text):,} characters)"

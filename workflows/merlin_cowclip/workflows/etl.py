@@ -36,7 +36,7 @@ from merlin_cowclip.workflows.encoding import (
     unit_range,
     widened,
 )
-from merlin_cowclip.workflows.errors import UserError
+from merlin_cowclip.workflows.errors import UserError, shown
 from merlin_cowclip.workflows.folders import all_or_nothing, package_versions, refuse_existing
 from merlin_cowclip.workflows.prepared import PreparedData, write_record
 from merlin_cowclip.workflows.quiet import quiet_imports
@@ -122,12 +122,27 @@ def prepare(
 
 
 def _check_place(out: Path) -> None:
-    """Refuse what would become another folder than the one that is meant."""
+    """Refuse what is no folder's name, or would become another one than is meant."""
+    try:
+        os.lstat(out)
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(
+            f"output folder must have a name that the disk takes. Received: {shown(out)}: {reason}"
+        ) from None
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(out)):
         raise UserError(
             f"output folder must be on this machine. Received: {out}, which looks like a URL. Name "
             "a folder, and copy it from there"
         )
+    try:
+        str(out).encode()
+    except UnicodeEncodeError:
+        raise UserError(
+            f"output folder must have a name in UTF-8. Received: {os.fsencode(out)!r}. Name another"
+        ) from None
     if out.name in ("", ".."):
         raise UserError(f"output folder must have a name of its own. Received: {out}. Name one")
 
@@ -269,7 +284,7 @@ def _fit_numbers(job: _FieldJob) -> _Fitted:
     if not len(held):
         raise _all_missing(name, "numbers", in_train)
     missing = len(train) - len(held)
-    with np.errstate(over="ignore"):
+    with np.errstate(over="ignore", invalid="ignore"):
         mean = float(held.mean())
     if not np.isfinite(mean):  # the sum was too large, not the mean
         mean = float((held / len(held)).sum())

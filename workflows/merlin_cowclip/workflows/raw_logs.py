@@ -13,6 +13,7 @@ import io
 import itertools
 import math
 import mmap
+import os
 import re
 import zlib
 from collections import Counter
@@ -29,7 +30,7 @@ import pyarrow.parquet as pq
 
 from merlin_cowclip.workflows.arrow_ids import as_text
 from merlin_cowclip.workflows.datasets import DatasetSpec
-from merlin_cowclip.workflows.errors import UserError
+from merlin_cowclip.workflows.errors import UserError, shown
 from merlin_cowclip.workflows.quotes import QuoteScan, line_starts, row_starts, with_next
 
 BLOCK_BYTES = 16 << 20  # of text per batch: bounds the memory of reading
@@ -72,7 +73,7 @@ def expand_inputs(inputs: Sequence[str | Path]) -> list[Path]:
         except (OSError, ValueError) as error:  # too long, or with a zero byte
             reason = getattr(error, "strerror", None) or error
             raise UserError(
-                f"input must be a file name. Received: {_shown(str(given))}: {reason}"
+                f"input must be a file name. Received: {shown(given)}: {reason}"
             ) from None
         if there:
             files.append(path)
@@ -86,6 +87,8 @@ def expand_inputs(inputs: Sequence[str | Path]) -> list[Path]:
     if not files:
         raise UserError("at least one input file must be given. Received: none")
     for path in files:
+        if not path.exists():
+            raise UserError(f"input file must exist. Received: {path}, a link to nowhere")
         if path.is_dir():
             raise UserError(
                 f"input must be a file. Received the folder: {path}. Name its files: '{path}/*'"
@@ -368,8 +371,8 @@ class RawLog:
 
     def _stream(self, chunk: Chunk) -> pa.NativeFile:
         if self._gzipped:
-            return pa.OSFile(str(self.path))
-        with pa.memory_map(str(self.path)) as mapped:
+            return pa.OSFile(os.fsencode(self.path))  # its name need not be UTF-8
+        with pa.memory_map(os.fsencode(self.path)) as mapped:
             mapped.seek(chunk.start)
             return pa.BufferReader(mapped.read_buffer(chunk.stop - chunk.start))
 
@@ -485,7 +488,7 @@ class RawLog:
 
     def _open_parquet(self) -> pq.ParquetFile:
         try:
-            return pq.ParquetFile(self.path)
+            return pq.ParquetFile(pa.OSFile(os.fsencode(self.path)))
         except (pa.ArrowException, OSError) as error:
             if isinstance(error, OSError) and error.errno is not None:
                 self._unreadable(error)

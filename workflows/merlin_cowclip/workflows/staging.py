@@ -8,6 +8,7 @@ back by itself, in the log's order. What is done with a column is `encoding.py`'
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
 import shutil
@@ -132,7 +133,10 @@ class Staging:
         path = self._array(name)
         partial = path.with_name(f".{path.name}-{os.getpid()}-{secrets.token_hex(4)}")
         with partial.open("wb") as file:
-            np.save(file, values)
+            try:
+                np.save(file, values)
+            except OSError as error:  # NumPy does not say why less was written than given
+                raise OSError(error.errno or errno.ENOSPC, *error.args[-1:]) from None
         os.replace(partial, path)
 
     def load(self, name: str) -> np.ndarray:
