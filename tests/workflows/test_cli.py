@@ -201,8 +201,11 @@ def prepared(tmp_path_factory) -> Path:
         (["--embedding-dim", "0"], "embedding_dim must be a positive whole .*embedding_dim=0"),
         (["--mlp", "16,0"], r"mlp must be at least one positive whole .*mlp=\(16, 0\)"),
         (["--update", "eager"], "update must be one of exact, lazy. Received: update='eager'"),
-        (["--epochs", "0"], "epochs must be positive. Received: epochs=0"),
-        (["--batch-size", "0"], "positive whole number of samples. Received: to=0"),
+        (["--epochs", "0"], "epochs must be a positive whole number. Received: epochs=0"),
+        (
+            ["--batch-size", "0"],
+            "batch_size must be a positive whole number of samples. Received: batch_size=0",
+        ),
         (["--base-batch-size", "0"], "batch_size must be a positive number. Received: .*0"),
         (["--dense-lr", "-1"], "dense_lr must be a positive number. Received: dense_lr=-1.0"),
         (["--embedding-lr", "nan"], "embedding_lr must be a positive number. Received: .*nan"),
@@ -210,7 +213,7 @@ def prepared(tmp_path_factory) -> Path:
         (["--l2=-1e-5"], "l2 must be a number that is not negative. Received: l2=-1e-05"),
         (["--clip-ratio", "0"], "clip_ratio must be a positive number. Received: .*0.0"),
         (["--clip-floor", "inf"], "clip_floor must be a number that is not negative. .*inf"),
-        (["--seed", "-1"], "seed must not be negative. Received: seed=-1"),
+        (["--seed", "-1"], "seed must be a whole number from 0 to 4294967295. Received: .*-1"),
     ],
 )
 def test_train_refuses_an_option(prepared, tmp_path, capsys, options, message):
@@ -232,9 +235,8 @@ def test_train_refuses_data_and_places(prepared, tmp_path, capsys):
     assert str(half) in message
     (tmp_path / "mine").mkdir()
     before = everything(tmp_path)
-    # These two know the options first, and have printed what they would train with.
     for out, options, text in (
-        ("mine", ["--batch-size", "8"], f"must not exist yet. Received: {tmp_path / 'mine'}."),
+        ("mine", ["--batch-size", "8"], f"must not exist. Received: {tmp_path / 'mine'}."),
         ("run", ["--batch-size", "21"], f"Received: batch size 21, 20 rows in {prepared}. Choose"),
     ):
         arguments = ["train", str(prepared), "--out", str(tmp_path / out), *options]
@@ -377,7 +379,7 @@ def test_another_vocabulary_is_refused(session, tmp_path, capsys):
     assert message.startswith(
         f"the data must have the vocabulary of the run. Received: {tmp_path / 'data'}, where "
     )
-    assert "unique.C1.parquet differs" in message
+    assert "where 'C1' differs from" in message
     assert f"Evaluate on the run's own data, {home / 'data'}" in message
 
 

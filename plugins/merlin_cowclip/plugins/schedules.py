@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeAlias
 
 from merlin_cowclip.plugins._stack import tf
 from merlin_cowclip.plugins.scaling import check_number
+
+Schedule: TypeAlias = Any  # tf.keras.optimizers.schedules.LearningRateSchedule; Keras has no types
+
+_KERAS_SCHEDULE = tf.keras.optimizers.schedules.LearningRateSchedule
 
 
 @tf.keras.utils.register_keras_serializable(package="merlin_cowclip")
@@ -15,7 +19,8 @@ class LinearWarmup(tf.keras.optimizers.schedules.LearningRateSchedule):
     The paper warms up the dense weights for one epoch, `warmup_steps` = ⌊N/b⌋ (Appendix G).
 
     Args:
-      learning_rate: the value from step `warmup_steps` on.
+      learning_rate: the value from step `warmup_steps` on, or a Keras schedule that gives it; the
+        schedule counts from step 0, and what the warm-up rises to falls with it.
       warmup_steps: number of updates; 0 for a constant learning rate. An integer variable is read
         at each step, and may change without a new trace.
       initial: the value at step 0.
@@ -25,9 +30,16 @@ class LinearWarmup(tf.keras.optimizers.schedules.LearningRateSchedule):
     """
 
     def __init__(
-        self, learning_rate: float, warmup_steps: int | tf.Variable, initial: float = 1e-8
+        self,
+        learning_rate: float | Schedule,
+        warmup_steps: int | tf.Variable,
+        initial: float = 1e-8,
     ) -> None:
-        self.learning_rate = check_number("learning_rate", learning_rate, positive=True)
+        if isinstance(learning_rate, dict):
+            learning_rate = tf.keras.optimizers.schedules.deserialize(learning_rate)
+        if not isinstance(learning_rate, _KERAS_SCHEDULE):
+            learning_rate = check_number("learning_rate", learning_rate, positive=True)
+        self.learning_rate = learning_rate
         self.warmup_steps = (
             warmup_steps
             if isinstance(warmup_steps, tf.Variable)
@@ -37,16 +49,21 @@ class LinearWarmup(tf.keras.optimizers.schedules.LearningRateSchedule):
 
     def __call__(self, step: tf.Tensor) -> tf.Tensor:
         """The learning rate, a float32 scalar, of the update with number `step` (from 0)."""
+        end = self.learning_rate
+        end = tf.cast(end(step) if isinstance(end, _KERAS_SCHEDULE) else end, tf.float32)
         steps = tf.cast(self.warmup_steps, tf.float32)
         done = tf.minimum(tf.cast(step, tf.float32) / tf.maximum(steps, 1.0), 1.0)
         done = tf.where(steps > 0, done, 1.0)
         # Not initial + done · (end - initial): this form ends at learning_rate to the last digit.
-        return self.initial * (1.0 - done) + self.learning_rate * done
+        return self.initial * (1.0 - done) + end * done
 
     def get_config(self) -> dict[str, Any]:
         """The constructor's arguments."""
+        end = self.learning_rate
+        if isinstance(end, _KERAS_SCHEDULE):
+            end = tf.keras.optimizers.schedules.serialize(end)
         return {
-            "learning_rate": self.learning_rate,
+            "learning_rate": end,
             "warmup_steps": int(self.warmup_steps),
             "initial": self.initial,
         }

@@ -1,44 +1,51 @@
 """The command `merlin-cowclip`: arguments in, exit codes out; the work is done elsewhere.
 
-Exit codes: 0 done, 2 bad input (one sentence on stderr), 130 interrupted.
+What the exit codes mean, and how every command ends in one sentence: `endings.py`.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import json
 import sys
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from merlin_cowclip.plugins.scaling import CLIPS, SCALING_RULES, K, scaling_table
+from merlin_cowclip.plugins.scaling import CLIPS, SCALING_RULES, scaling_table
+from merlin_cowclip.workflows import endings
+from merlin_cowclip.workflows.configuration import TrainConfig
 from merlin_cowclip.workflows.errors import UserError
+from merlin_cowclip.workflows.folders import refuse_existing
+from merlin_cowclip.workflows.learning_rates import SCHEDULES
+from merlin_cowclip.workflows.networks import COMBINERS, NETWORKS
 
 if TYPE_CHECKING:
     from merlin_cowclip.workflows.datasets import DatasetSpec
 
-NETWORKS = ("lr", "fm", "wide_and_deep", "deepfm", "dcn", "dcn_v2", "dlrm")
-"""The names in `models.MODELS`, written out, for importing that takes TensorFlow's seconds."""
+PROGRAM = "merlin-cowclip"
+
+
+class Parser(argparse.ArgumentParser):
+    """One that refuses in one sentence, without the usage, as the commands themselves do."""
+
+    def error(self, message: str) -> NoReturn:
+        """Exit with 2."""
+        sentence = endings.one_line(f"{self.prog}: error: {message}")
+        self.exit(2, f"{sentence}. See '{self.prog} --help'\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     arguments = _parser().parse_args(argv)
-    try:
-        arguments.run(arguments)
-    except UserError as error:
-        print(f"merlin-cowclip {arguments.command}: error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print(f"merlin-cowclip {arguments.command}: interrupted", file=sys.stderr)
-        return 130
-    return 0
+    return endings.run(f"{PROGRAM} {arguments.command}", lambda: arguments.run(arguments))
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="merlin-cowclip",
+    parser = Parser(
+        prog=PROGRAM,
         description="Train click-through-rate models with large batches and CowClip on NVIDIA "
         "Merlin.",
     )
@@ -120,25 +127,51 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("data", type=Path, help="a prepared folder")
     train.add_argument("--out", required=True, type=Path, help="the run folder to write")
     train.add_argument(
-        "--model", default="deepfm", help=f"the network: {', '.join(NETWORKS)} (default deepfm)"
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help="a configuration in JSON (TrainConfig's), or a run folder to train as it was; the "
+        "options here go before it",
     )
-    train.add_argument("--embedding-dim", type=int, default=10, help="width of the embeddings (10)")
-    train.add_argument(
+    network = train.add_argument_group("the network")
+    network.add_argument("--model", help=f"{', '.join(NETWORKS)} (default deepfm)")
+    network.add_argument("--embedding-dim", type=int, help="width of the embeddings (10)")
+    network.add_argument(
         "--mlp",
         type=units,
-        default=(400, 400, 400),
         metavar="UNITS,…",
         help="units of the deep stream's layers, in dlrm of the top MLP's (400,400,400)",
     )
-    train.add_argument("--batch-size", type=int, default=1 * K, help="samples per update (1024)")
+    network.add_argument(
+        "--cross-layers", type=int, metavar="N", help="of dcn and dcn_v2: depth of the cross (3)"
+    )
+    network.add_argument(
+        "--low-rank-dim", type=int, metavar="N", help="of dcn_v2: rank of its matrices (full)"
+    )
+    network.add_argument(
+        "--bottom-mlp",
+        type=units,
+        metavar="UNITS,…",
+        help="of dlrm: units of the bottom MLP's layers but the last (512,256,64)",
+    )
+    network.add_argument(
+        "--combiner",
+        metavar="NAME|FIELD=NAME,…",
+        help=f"how a list's embeddings become one: {', '.join(COMBINERS)} (mean)",
+    )
+    train.add_argument("--batch-size", type=int, help="samples per update (1024)")
     rules = ", ".join(SCALING_RULES)
-    train.add_argument("--rule", default="cowclip", help=f"{rules} (default cowclip)")
-    train.add_argument("--epochs", type=int, default=10, help="passes over the data (default 10)")
-    train.add_argument("--seed", type=int, default=1234, help="of weights and order (1234)")
+    train.add_argument("--rule", help=f"{rules} (default cowclip)")
+    train.add_argument("--epochs", type=int, help="passes over the data (default 10)")
+    train.add_argument("--seed", type=int, help="of weights and order (1234)")
     train.add_argument(
         "--update",
-        default="exact",
         help="exact: L2 and Adam on every row, the paper (default); lazy: on the batch's rows",
+    )
+    train.add_argument(
+        "--no-determinism",
+        action="store_true",
+        help="faster kernels on GPUs, whose results differ in the last digits",
     )
     train.add_argument("--base-batch-size", type=int, help="where the values were tuned (1024)")
     train.add_argument("--dense-lr", type=float, help="η of the dense weights (cowclip: 8e-4)")
@@ -148,8 +181,21 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--clip-threshold", type=float, help="c of global, field and column")
     train.add_argument("--clip-ratio", type=float, help="r (1)")
     train.add_argument("--clip-floor", type=float, help="ζ (3.162e-5)")
+    train.add_argument(
+        "--clip-tables",
+        type=names,
+        metavar="NAME,…",
+        help="fields or tables (embeddings, linear) to clip (all of width 2 and more)",
+    )
     train.add_argument("--no-clip", action="store_true", help="no clip")
     train.add_argument("--no-warmup", action="store_true", help="no warm-up of the dense η")
+    for part in ("dense", "embedding"):
+        train.add_argument(
+            f"--{part}-schedule",
+            metavar="NAME[:KEY=VALUE,…]",
+            help=f"how that η falls: {', '.join(SCHEDULES)} (it stays), as in cosine:to=0.1, "
+            "exponential:rate=0.5,epochs=1 or steps:5=0.1,8=0.01",
+        )
     train.set_defaults(run=_train)
 
     evaluate = commands.add_parser("evaluate", help="exact AUC and log loss of a finished run")
@@ -171,6 +217,11 @@ def _parser() -> argparse.ArgumentParser:
 def units(text: str) -> tuple[int, ...]:
     """The value of --mlp; argparse names this function where it refuses one."""
     return tuple(int(number) for number in text.split(","))
+
+
+def names(text: str) -> list[str]:
+    """The value of --clip-tables."""
+    return text.split(",")
 
 
 # TensorFlow takes seconds to import: each command imports what it needs, after the arguments parse.
@@ -293,40 +344,14 @@ def _adopt(arguments: argparse.Namespace) -> None:
 def _train(arguments: argparse.Namespace) -> None:
     from merlin_cowclip.workflows.prepared import PreparedData
 
+    config = _train_config(arguments)
     data = PreparedData.open(arguments.data)
-    from merlin_cowclip.workflows.training import TrainConfig, base_hyperparameters, check, train
+    refuse_existing(arguments.out)
+    from merlin_cowclip.workflows.training import check, train
 
-    if arguments.no_clip and arguments.clip is not None:
-        raise UserError(f"--no-clip excludes --clip. Received: --no-clip --clip {arguments.clip}")
-    off: dict[str, Any] = {"warmup_epochs": 0.0} if arguments.no_warmup else {}
-    base = base_hyperparameters(
-        arguments.rule,
-        batch_size=arguments.base_batch_size,
-        dense_lr=arguments.dense_lr,
-        embedding_lr=arguments.embedding_lr,
-        l2=arguments.l2,
-        clip=arguments.clip,
-        clip_threshold=arguments.clip_threshold,
-        clip_ratio=arguments.clip_ratio,
-        clip_floor=arguments.clip_floor,
-        **off,
-    )
-    if arguments.no_clip:
-        base = base.replace(clip=None)
-    config = TrainConfig(
-        model=arguments.model,
-        batch_size=arguments.batch_size,
-        rule=arguments.rule,
-        base=base,
-        epochs=arguments.epochs,
-        seed=arguments.seed,
-        update=arguments.update,
-        embedding_dim=arguments.embedding_dim,
-        mlp=arguments.mlp,
-    )
     check(data, config, arguments.out)
     print(f"rule {config.rule}, {config.update} updates")
-    print(scaling_table(base, config.hyperparameters), flush=True)
+    print(scaling_table(config.tuned, config.hyperparameters), flush=True)
     run = train(data, config, arguments.out)
     result = run.result
     quality = f"no test part, training loss {result['epochs'][-1]['train_loss']:.6f}"
@@ -338,12 +363,106 @@ def _train(arguments: argparse.Namespace) -> None:
     )
 
 
+_BASE = {"batch_size": "base_batch_size"} | {
+    name: name
+    for name in (
+        *("dense_lr", "embedding_lr", "l2"),
+        *("clip", "clip_threshold", "clip_ratio", "clip_floor"),
+    )
+}
+
+
+def _train_config(arguments: argparse.Namespace) -> TrainConfig:
+    """The configuration of --config, if there is one, with what the other options say instead."""
+    values = {} if arguments.config is None else _read_config(arguments.config)
+    if arguments.no_clip and arguments.clip is not None:
+        raise UserError(
+            f"--no-clip excludes --clip. Received: --no-clip --clip {arguments.clip}. Leave one out"
+        )
+    if arguments.rule is not None and values.get("base") is not None:
+        raise UserError(
+            f"--rule excludes a --config with a base, which belongs to its own rule. Received: "
+            f"--rule {arguments.rule}, and base in {arguments.config}. Leave one out"
+        )
+    given = {field.name: getattr(arguments, field.name, None) for field in fields(TrainConfig)}
+    values |= {name: value for name, value in given.items() if value is not None}
+    if arguments.combiner is not None and "=" in arguments.combiner:
+        values["combiner"] = _by_field("--combiner", arguments.combiner)
+    for option in ("dense_schedule", "embedding_schedule"):
+        if getattr(arguments, option) is not None:
+            values[option] = _schedule(f"--{option.replace('_', '-')}", getattr(arguments, option))
+    if arguments.no_determinism:
+        values["deterministic"] = False
+    base = {key: getattr(arguments, option) for key, option in _BASE.items()}
+    base = {key: value for key, value in base.items() if value is not None}
+    if arguments.no_clip:
+        base |= {"clip": None, "clip_threshold": None}
+    if arguments.no_warmup:
+        base["warmup_epochs"] = 0.0
+    if base:
+        before = values.get("base")
+        values["base"] = {**(before if isinstance(before, dict) else {}), **base}
+    return TrainConfig.from_dict(values)
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    """A configuration's values from a JSON file or a run folder."""
+    if path.is_dir():
+        from merlin_cowclip.workflows.runs import Run
+
+        return Run.open(path).train_config().to_dict()
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(
+            f"--config must be a file that can be read, or a run folder. Received: {path}: "
+            f"{error.strerror}. Name another"
+        ) from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(
+            f"--config must be JSON in UTF-8. Received: {path}: {error}. Correct it"
+        ) from None
+    if not isinstance(values, dict):
+        raise UserError(
+            f"--config must hold values by name: {{...}}. Received: {path}, with something else. "
+            "Correct it"
+        )
+    return values
+
+
+def _by_field(option: str, text: str) -> dict[str, str]:
+    """The value of "genres=sum,tags=mean"."""
+    found: dict[str, str] = {}
+    for part in text.split(","):
+        field, equals, value = part.rpartition("=")
+        if not equals or not field or field in found:
+            raise UserError(
+                f"{option} must be FIELD=VALUE,… with each field once. Received: {text!r}, at "
+                f"{part!r}"
+            )
+        found[field] = value
+    return found
+
+
+def _schedule(option: str, text: str) -> dict[str, Any]:
+    """The value of "cosine:to=0.1", or of "steps:5=0.1,8=0.01"."""
+    name, colon, rest = text.partition(":")
+    pairs = _by_field(option, rest) if colon else {}
+    try:
+        if name == "steps":
+            at = {"at": [float(epoch) for epoch in pairs]} if pairs else {}
+            return {"name": name, **at, "factors": [float(value) for value in pairs.values()]}
+        return {"name": name, **{key: float(value) for key, value in pairs.items()}}
+    except ValueError:
+        raise UserError(f"{option} must have numbers as its values. Received: {text!r}") from None
+
+
 def _evaluate(arguments: argparse.Namespace) -> None:
     from merlin_cowclip.workflows.prepared import PreparedData
     from merlin_cowclip.workflows.runs import Run
 
     run = Run.open(arguments.run_folder)
-    data = PreparedData.open(arguments.data or run.config["data"])
+    data = PreparedData.open(arguments.data) if arguments.data else run.data()
     if not data.test_files:
         raise UserError(
             f"the data must have a test part. Received: {data.path}, adopted without one. Name a "

@@ -7,15 +7,20 @@ is more than a third of these logs, and wants more of them.
 
 from __future__ import annotations
 
+import contextlib
+import os
+import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from merlin_cowclip.plugins.scaling import Hyperparameters, K, format_table
+from merlin_cowclip.workflows.configuration import TrainConfig, base_hyperparameters
 from merlin_cowclip.workflows.datasets import CRITEO
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.etl import prepare
 from merlin_cowclip.workflows.synthetic import write_synthetic
-from merlin_cowclip.workflows.training import TrainConfig, base_hyperparameters, train
+from merlin_cowclip.workflows.training import train
 
 ROWS = 300_000
 CARDINALITY = 20_000
@@ -50,47 +55,71 @@ def base(rule: str) -> Hyperparameters:
 def demo(out: Path, *, rows: int = ROWS) -> str:
     """Write logs, prepared data and one run per line of the table to `out`; returns the table.
 
+    An error or an interrupt removes `out`.
+
     Raises:
-      UserError: `out` exists, or too few rows for the large batch.
+      UserError: `out` exists or cannot be made, or too few rows for the large batch.
     """
     largest = max(run.batch_size for run in RUNS)
     if rows < 2 * largest:
         raise UserError(
             f"rows must be at least {2 * largest:,}, for batches of {largest:,}. Received: {rows}"
         )
-    if out.exists():
-        raise UserError(
-            f"the demo's folder must not exist yet. Received: {out}. Remove it or choose another."
+    with _new_folder(out):
+        print(f"Writing {rows:,} rows of synthetic logs in Criteo's format", flush=True)
+        truth = write_synthetic(
+            "criteo", out / "train.txt.gz", rows=rows, seed=SEED, cardinality=CARDINALITY
         )
-    out.mkdir(parents=True)
-    print(f"Writing {rows:,} rows of synthetic logs in Criteo's format", flush=True)
-    truth = write_synthetic(
-        "criteo", out / "train.txt.gz", rows=rows, seed=SEED, cardinality=CARDINALITY
-    )
-    print("Preparing them: ids, counts, parquet", flush=True)
-    data = prepare(CRITEO, [out / "train.txt.gz"], out / "data", seed=SEED)
-    lines = []
-    for run in RUNS:
-        print(f"\nTraining DeepFM, batch size {run.batch_size:,}, rule {run.rule}", flush=True)
-        config = TrainConfig(
-            batch_size=run.batch_size,
-            rule=run.rule,
-            base=base(run.rule),
-            epochs=EPOCHS,
-            seed=SEED,
-        )
-        finished = train(data, config, out / f"deepfm-{run.batch_size}-{run.rule}")
-        lines.append(
-            (
-                f"{run.batch_size:,}",
-                f"{run.batch_size // K}x",
-                run.rule,
-                f"{finished.result['auc']:.4f}",
-                f"{truth.best_auc:.4f}",
-                f"{finished.result['train_seconds']:.0f}",
+        print("Preparing them: ids, counts, parquet", flush=True)
+        data = prepare(CRITEO, [out / "train.txt.gz"], out / "data", seed=SEED)
+        lines = []
+        for run in RUNS:
+            print(f"\nTraining DeepFM, batch size {run.batch_size:,}, rule {run.rule}", flush=True)
+            config = TrainConfig(
+                batch_size=run.batch_size,
+                rule=run.rule,
+                base=base(run.rule),
+                epochs=EPOCHS,
+                seed=SEED,
             )
-        )
+            finished = train(data, config, out / f"deepfm-{run.batch_size}-{run.rule}")
+            lines.append(
+                (
+                    f"{run.batch_size:,}",
+                    f"{run.batch_size // K}x",
+                    run.rule,
+                    f"{finished.result['auc']:.4f}",
+                    f"{truth.best_auc:.4f}",
+                    f"{finished.result['train_seconds']:.0f}",
+                )
+            )
     header = ("batch size", "", "rule", "test AUC", "best possible", "seconds")
     table = format_table(header, lines)
     print(f"\n{table}\n\nThe logs, the prepared data and the runs: {out}")
     return table
+
+
+@contextlib.contextmanager
+def _new_folder(out: Path) -> Iterator[None]:
+    """Make `out`, and remove it on any failure.
+
+    The runs name the data's place, so that a hidden folder, renamed at the end, would not do.
+    """
+    if os.path.lexists(out):
+        raise UserError(
+            f"the demo's folder must not exist yet. Received: {out}. Remove it or choose another."
+        )
+    made = next(path for path in (out, *out.parents) if path.parent.exists())
+    try:
+        out.mkdir(parents=True)
+    except OSError as error:
+        shutil.rmtree(made, ignore_errors=True)
+        raise UserError(
+            f"the demo's folder must be in a folder that can be written. Received: {out}: "
+            f"{error.strerror}. Name another."
+        ) from None
+    try:
+        yield
+    except BaseException:
+        shutil.rmtree(made, ignore_errors=True)
+        raise

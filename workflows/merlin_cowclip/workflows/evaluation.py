@@ -6,13 +6,13 @@ are collected and ranked.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 from sklearn.metrics import log_loss, roc_auc_score
 
-from merlin_cowclip.plugins._stack import mm
+from merlin_cowclip.plugins._stack import mm, tf
+from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.loading import Loader
 
 EVALUATION_BATCH = 8192
@@ -32,8 +32,16 @@ def exact_quality(labels: np.ndarray, probabilities: np.ndarray) -> Quality:
     Args:
       labels: n, 0 or 1, both of them present.
       probabilities: n; limited to [1e-7, 1 - 1e-7] for the log loss.
+
+    Raises:
+      UserError: only one of the labels is present.
     """
     labels = np.asarray(labels, np.int64).ravel()
+    if labels.min() == labels.max():
+        raise UserError(
+            f"the test part must have labels of 0 and of 1. Received: only {labels[0]}, in "
+            f"{len(labels):,} rows. Prepare it with a larger test part, or split at random"
+        )
     probabilities = np.asarray(probabilities, np.float64).ravel()
     limited = np.clip(probabilities, 1e-7, 1 - 1e-7)
     return Quality(
@@ -42,19 +50,34 @@ def exact_quality(labels: np.ndarray, probabilities: np.ndarray) -> Quality:
     )
 
 
+class Predictor:
+    """A model's labels and probabilities on loaders, read once each; compiled at the first.
+
+    `model.predict` gives no labels, so that they would take a second pass over the data.
+    """
+
+    def __init__(self, model: mm.Model) -> None:
+        self._model = model
+        self._step: Any = None
+        self._spec: Any = None
+
+    def __call__(self, loader: Loader) -> tuple[np.ndarray, np.ndarray]:
+        """Labels and probabilities of every row of an unshuffled loader, n each, in its order."""
+        spec, _ = loader.element_spec
+        if self._step is None or spec != self._spec:
+            # One graph for batches of any size: the last one is smaller.
+            self._step = tf.function(self._model.predict_step, input_signature=[spec])
+            self._spec = spec
+        labels, probabilities = [], []
+        for features, clicked in loader.dataset():
+            labels.append(clicked.numpy().ravel())
+            probabilities.append(self._step(features).numpy().ravel())
+        return np.concatenate(labels), np.concatenate(probabilities)
+
+
 def predict(model: mm.Model, loader: Loader) -> tuple[np.ndarray, np.ndarray]:
     """Labels and probabilities of every row of an unshuffled loader, n each."""
-
-    def features_only() -> Any:
-        return loader.dataset().map(lambda features, labels: features)
-
-    probabilities = model.predict(features_only(), steps=len(loader), verbose=0)
-    return np.concatenate(list(_labels(loader))).ravel(), np.asarray(probabilities).ravel()
-
-
-def _labels(loader: Loader) -> Iterator[np.ndarray]:
-    for _, labels in loader.batches():
-        yield labels
+    return Predictor(model)(loader)
 
 
 def evaluate(model: mm.Model, loader: Loader) -> Quality:

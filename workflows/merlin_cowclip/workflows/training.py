@@ -2,33 +2,37 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
-import dataclasses
 import importlib.metadata
 import math
 import os
 import platform
 import shutil
 import time
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from merlin_cowclip.plugins.scaling import Hyperparameters, find_rule, recipe, scale
+from merlin_cowclip.workflows.clusters import memory_limit
+from merlin_cowclip.workflows.configuration import TrainConfig
 from merlin_cowclip.workflows.datasets import check_input_names
 from merlin_cowclip.workflows.errors import UserError
+from merlin_cowclip.workflows.folders import all_or_nothing, refuse_existing
+from merlin_cowclip.workflows.learning_rates import keras_schedule
+from merlin_cowclip.workflows.manifest import manifest_of
+from merlin_cowclip.workflows.memory import refuse_what_does_not_fit
 from merlin_cowclip.workflows.prepared import PreparedData
 from merlin_cowclip.workflows.quiet import quiet_imports
-from merlin_cowclip.workflows.runs import CONFIG, RESULT, Run, write_json
+from merlin_cowclip.workflows.runs import CONFIG, FORMAT_VERSION, RESULT, Run, write_json
 
 with quiet_imports():
     from merlin_cowclip.models import MODELS
-    from merlin_cowclip.models.ctr_block import layer_units
-    from merlin_cowclip.plugins import CowClipOptimizer, save_model
+    from merlin_cowclip.plugins import CowClipOptimizer, LinearWarmup, save_model
     from merlin_cowclip.plugins._stack import mm, tf
-    from merlin_cowclip.plugins.adam import UPDATES
-    from merlin_cowclip.workflows.evaluation import EVALUATION_BATCH, evaluate
+    from merlin_cowclip.workflows.evaluation import EVALUATION_BATCH, Predictor, exact_quality
     from merlin_cowclip.workflows.loading import Loader
+    from merlin_cowclip.workflows.reproducibility import seeded
 
 _PACKAGES = (
     "merlin-cowclip",
@@ -40,111 +44,38 @@ _PACKAGES = (
     "pandas",
     "pyarrow",
 )
-
-
-@dataclass(frozen=True)
-class TrainConfig:
-    """What to train, and how; everything but the data and the place of the run.
-
-    Attributes:
-      model: a name in `MODELS`.
-      batch_size: global samples per update.
-      rule: a name in `SCALING_RULES`: how `base` becomes the values for `batch_size`.
-      base: the hyperparameters tuned at `base.batch_size`; by default the rule's recipe.
-      epochs: passes over the training part.
-      seed: of the initial weights and of the order of the rows.
-      update: "exact" or "lazy".
-      deterministic: the same result to the last digit with the same seed on the same machine, for
-        slower kernels on GPUs.
-      embedding_dim: width of the embeddings.
-      mlp: units of the deep stream's layers, in DLRM of the top MLP's.
-
-    Raises:
-      UserError: an unknown name, or a number out of range.
-    """
-
-    model: str = "deepfm"
-    batch_size: int = 1024
-    rule: str = "cowclip"
-    base: Hyperparameters = field(default_factory=Hyperparameters)
-    epochs: int = 10
-    seed: int = 1234
-    update: str = "exact"
-    deterministic: bool = True
-    embedding_dim: int = 10
-    mlp: tuple[int, ...] = (400, 400, 400)
-
-    def __post_init__(self) -> None:
-        if self.model not in MODELS:
-            raise UserError(
-                f"model must be one of {', '.join(MODELS)}. Received: model={self.model!r}"
-            )
-        if self.update not in UPDATES:
-            raise UserError(
-                f"update must be one of {', '.join(UPDATES)}. Received: update={self.update!r}"
-            )
-        if self.epochs <= 0:
-            raise UserError(f"epochs must be positive. Received: epochs={self.epochs}")
-        if self.seed < 0:
-            raise UserError(f"seed must not be negative. Received: seed={self.seed}")
-        dim = self.embedding_dim
-        if isinstance(dim, bool) or not isinstance(dim, int) or dim <= 0:
-            raise UserError(
-                f"embedding_dim must be a positive whole number. Received: embedding_dim={dim!r}"
-            )
-        try:
-            layer_units("mlp", self.mlp)
-            _ = self.hyperparameters
-        except ValueError as error:
-            raise UserError(str(error)) from None
-
-    @property
-    def hyperparameters(self) -> Hyperparameters:
-        """`base`, scaled to `batch_size` by `rule`."""
-        return scale(self.base, to=self.batch_size, rule=self.rule)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Fit for JSON, with the scaled values beside the base."""
-        plain = dataclasses.asdict(self)
-        plain["mlp"] = list(self.mlp)
-        plain["rule"] = find_rule(self.rule).name
-        return {**plain, "scaled": self.hyperparameters.to_dict()}
-
-
-def base_hyperparameters(rule: str, **changes: Any) -> Hyperparameters:
-    """The rule's recipe with some values replaced; `None` leaves a value alone.
-
-    Raises:
-      UserError: an unknown rule, or a value out of range.
-    """
-    try:
-        return recipe(rule).replace(**{k: v for k, v in changes.items() if v is not None})
-    except ValueError as error:
-        raise UserError(str(error)) from None
+_TABLES = ("embeddings", "linear")  # of our networks, by layer
 
 
 def check(data: PreparedData, config: TrainConfig, out: str | Path) -> Loader:
     """Refuse what cannot be trained, before any work; returns the training part's loader.
 
     Raises:
-      UserError: `out` exists, or the batch is larger than the training part.
+      UserError: `out` exists or cannot be written to, an option names a field that the data has
+        not, the batch is larger than the training part, or the machine's memory is too small.
     """
-    out = Path(out)
     check_input_names(data.spec)
-    if out.exists() or out.is_symlink():
-        raise UserError(
-            f"the run folder must not exist yet. Received: {out}. Remove it or choose another."
-        )
-    return Loader(data, "train", batch_size=config.batch_size, seed=config.seed)
+    refuse_existing(Path(out))
+    for name in config.clip_tables or ():
+        if name not in (*data.spec.ids, *_TABLES):
+            raise UserError(
+                f"clip_tables must name fields of the data, {', '.join(data.spec.ids)}, or tables, "
+                f"{', '.join(_TABLES)}. Received: {name!r}"
+            )
+    loader = Loader(data, "train", batch_size=config.batch_size, seed=config.seed)
+    refuse_what_does_not_fit(config, data.cardinalities, len(data.spec.continuous), memory_limit())
+    return loader
 
 
 def train(
     data: PreparedData, config: TrainConfig, out: str | Path, *, progress: bool = True
 ) -> Run:
-    """Train a model on `data` and write a run folder to `out`.
+    """Train a model on `data` and write a run folder to `out`, all of it or nothing.
 
     After each epoch the test part's exact AUC and log loss are measured (None without a test part);
-    the times in the result are of the training alone.
+    the times in the result are of the training alone. Until it is whole, the run lies in a hidden
+    folder beside `out`, `.NAME.partial-…`, with TensorBoard's logs in its `logs/`; an error or an
+    interrupt removes it. The process's random state and deterministic ops are put back at the end.
 
     Raises:
       UserError: `out` exists, the batch is larger than the training part, or the loss became NaN.
@@ -152,29 +83,35 @@ def train(
     out = Path(out)
     loader = check(data, config, out)
     test = Loader(data, "test", batch_size=EVALUATION_BATCH) if data.test_files else None
-
     tf.keras.backend.clear_session()
-    tf.keras.utils.set_random_seed(config.seed)
-    if config.deterministic:
-        tf.config.experimental.enable_op_determinism()
-    hp = config.hyperparameters
-    model = MODELS[config.model](
-        data.schema, embedding_dim=config.embedding_dim, mlp=config.mlp, stddev=hp.init_stddev
-    )
-    optimizer = CowClipOptimizer.for_model(
-        model,
-        hp,
-        update=config.update,
-        steps_per_epoch=loader.rows // config.batch_size,  # the paper's ⌊N/b⌋
-    )
-    model.compile(optimizer=optimizer, metrics=[])
+    with (
+        seeded(config.seed, deterministic=config.deterministic),
+        all_or_nothing(out) as folder,
+        _scarcity(out),
+    ):
+        _train(data, config, loader, test, folder, progress=progress)
+    return Run.open(out)
 
+
+def _train(
+    data: PreparedData,
+    config: TrainConfig,
+    loader: Loader,
+    test: Loader | None,
+    folder: Path,
+    *,
+    progress: bool,
+) -> None:
+    """Write a whole run to `folder`."""
     described = _described(data, config)
-    out.mkdir(parents=True)
-    write_json(out / CONFIG, described)
-    shutil.copytree(data.path / "workflow", out / "workflow")
-    log = EpochLog(test, out / "metrics.csv")
-    board = tf.keras.callbacks.TensorBoard(str(out / "logs"), write_graph=False)
+    write_json(folder / CONFIG, described)
+    shutil.copytree(data.path / "workflow", folder / "workflow")
+    try:
+        model, optimizer = _compiled(data, config, loader)
+    except ValueError as error:  # of the data's columns, which only the network knows
+        raise UserError(str(error)) from None
+    log = EpochLog(test, folder / "metrics.csv")
+    board = tf.keras.callbacks.TensorBoard(str(folder / "logs"), write_graph=False)
     model.fit(
         loader.dataset(epochs=None),
         epochs=config.epochs,
@@ -182,10 +119,11 @@ def train(
         callbacks=[StopAtNaN(config), log, board],
         verbose=1 if progress else 0,
     )
-    save_model(model, out / "model")
+    save_model(model, folder / "model")
     last = log.epochs[-1]
     seconds = sum(epoch["seconds"] for epoch in log.epochs)
     result = {
+        "format": FORMAT_VERSION,
         "auc": last["auc"],
         "log_loss": last["log_loss"],
         "epochs": log.epochs,
@@ -193,9 +131,57 @@ def train(
         "train_seconds": seconds,
         "parameters": count_parameters(model, optimizer),
         "config": described,
+        "manifest": manifest_of(folder, without=("logs",)),
     }
-    write_json(out / RESULT, result)
-    return Run.open(out)
+    write_json(folder / RESULT, result)
+
+
+def _compiled(
+    data: PreparedData, config: TrainConfig, loader: Loader
+) -> tuple[mm.Model, CowClipOptimizer]:
+    hp = config.hyperparameters
+    model = MODELS[config.model](data.schema, stddev=hp.init_stddev, **config.network_options)
+    steps_per_epoch = loader.rows // config.batch_size  # the paper's ⌊N/b⌋
+    schedules: dict[str, Any] = {}
+    for name, rate in (("dense", hp.dense_lr), ("embedding", hp.embedding_lr)):
+        plain = getattr(config, f"{name}_schedule")
+        if plain is not None:
+            assert not isinstance(plain, str)
+            schedules[f"{name}_schedule"] = keras_schedule(
+                plain, rate, epochs=config.epochs, steps_per_epoch=len(loader)
+            )
+    if "dense_schedule" in schedules:
+        warmup_steps = math.floor(hp.warmup_epochs * steps_per_epoch)
+        schedules["dense_schedule"] = LinearWarmup(schedules["dense_schedule"], warmup_steps)
+    optimizer = CowClipOptimizer.for_model(
+        model,
+        hp,
+        update=config.update,
+        steps_per_epoch=steps_per_epoch,
+        clip_tables=config.clip_tables,
+        **schedules,
+    )
+    model.compile(optimizer=optimizer, metrics=[])
+    return model, optimizer
+
+
+@contextlib.contextmanager
+def _scarcity(out: Path) -> Iterator[None]:
+    """TensorFlow's errors for a full disk and for want of memory, as what they are."""
+    try:
+        yield
+    except tf.errors.OpError as error:
+        if "No space left on device" in str(error):
+            raise UserError(
+                f"output needs disk space. Received: none left for {out}. Free some, or name a "
+                "folder on another disk"
+            ) from None
+        if isinstance(error, tf.errors.ResourceExhaustedError):
+            raise UserError(
+                "a step must fit into memory. Received: less than it takes "
+                f"({str(error).splitlines()[0][:200]}). Choose a smaller batch size or network"
+            ) from None
+        raise
 
 
 def count_parameters(model: mm.Model, optimizer: CowClipOptimizer) -> dict[str, int]:
@@ -222,6 +208,7 @@ class EpochLog(tf.keras.callbacks.Callback):
         self._test = test
         self._path = path
         self._started = 0.0
+        self._predictor: Predictor | None = None
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Start the clock."""
@@ -230,7 +217,10 @@ class EpochLog(tf.keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: dict[str, float] | None = None) -> None:
         """Stop the clock, then evaluate; the values also go to the other callbacks."""
         seconds = time.perf_counter() - self._started
-        quality = None if self._test is None else evaluate(self.model, self._test)
+        quality = None
+        if self._test is not None:
+            self._predictor = self._predictor or Predictor(self.model)
+            quality = exact_quality(*self._predictor(self._test))
         logs = {} if logs is None else logs
         logs.pop("loss_batch", None)  # of the last batch alone
         logs.pop("regularization_loss", None)  # L2 is in the optimizer
@@ -277,7 +267,11 @@ def _described(data: PreparedData, config: TrainConfig) -> dict[str, Any]:
         "data": str(data.path.resolve()),
         "dataset": data.spec.name,
         "rows": data.rows,
+        "cardinalities": data.cardinalities,
+        "continuous": list(data.spec.continuous),
         **config.to_dict(),
+        "scaled": config.hyperparameters.to_dict(),
+        "identity": config.identity,
         "versions": {
             "python": platform.python_version(),
             **{name: importlib.metadata.version(name) for name in _PACKAGES},

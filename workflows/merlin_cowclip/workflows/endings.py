@@ -1,0 +1,147 @@
+"""How a command ends: in one sentence and an exit code, whatever happened.
+
+0 done, 1 what nobody foresaw, 2 bad input, 128 + n ended by signal n (130 Ctrl-C, 143 SIGTERM).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import signal
+import sys
+import tempfile
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import FrameType
+
+from merlin_cowclip.workflows.errors import UserError
+
+_LONGEST_WORD, _LONGEST = 300, 1000  # characters of a message; a path may be 255 and more
+
+
+def run(name: str, work: Callable[[], None]) -> int:
+    """Do a command's work; returns the exit code, after a sentence on stderr where it is not 0.
+
+    Args:
+      name: what the sentence begins with, "merlin-cowclip train".
+      work: raises UserError for bad input; may be ended by SIGINT, SIGTERM or SIGHUP anywhere, as
+        a KeyboardInterrupt, and removes what it has not finished.
+    """
+    with _signals() as received:
+        try:
+            work()
+            sys.stdout.flush()
+        except BaseException as error:
+            # First: what a signal raises inside a library may come out as something else.
+            if received.number:
+                end = signal.Signals(received.number).name
+                end = "interrupted" if end == "SIGINT" else f"ended by {end}"
+                _say(f"{name}: {end} before it was done: nothing is left of it")
+                return 128 + received.number
+            if isinstance(error, SystemExit):
+                raise
+            if isinstance(error, KeyboardInterrupt):
+                _say(f"{name}: interrupted before it was done: nothing is left of it")
+                return 130
+            if isinstance(error, BrokenPipeError):
+                _close_stdout()
+                _say(f"{name}: error: what reads the output must read all of it")
+                return 128 + signal.SIGPIPE
+            if isinstance(error, UserError):
+                _say(f"{name}: error: {error}")
+                return 2
+            if isinstance(error, MemoryError):
+                _say(
+                    f"{name}: error: the machine's memory must suffice. Received: less than this "
+                    "takes. Give it less at a time, or take a larger machine"
+                )
+                return 2
+            _say(f"{name}: error: {_unforeseen(error)}")
+            _close_stdout_if_full()
+            return 1
+    return 0
+
+
+def one_line(message: str) -> str:
+    """A message as one line that can be printed and is not absurdly long."""
+    text = "".join(c if c.isprintable() else _escaped(c) for c in " ".join(message.split("\n")))
+    words = [_shortened(word, _LONGEST_WORD) for word in text.split(" ")]
+    return _shortened(" ".join(words), _LONGEST)
+
+
+def _say(message: str) -> None:
+    with contextlib.suppress(OSError):
+        print(one_line(message), file=sys.stderr, flush=True)
+
+
+def _escaped(character: str) -> str:
+    return character.encode("unicode_escape").decode("ascii")
+
+
+def _shortened(text: str, longest: int) -> str:
+    if len(text) <= longest:
+        return text
+    return f"{text[: longest * 2 // 3]}…{text[-longest // 4 :]}"
+
+
+def _unforeseen(error: BaseException) -> str:
+    """The sentence for a bug or a failing library; the traceback goes to a file that it names."""
+    lines = str(error).strip().splitlines()
+    what = (
+        f"{type(error).__name__}{': ' if lines else ''}{_shortened(lines[0], 300) if lines else ''}"
+    )
+    sentence = f"nobody foresaw what ended it: {what.rstrip('.')}."
+    try:
+        number, path = tempfile.mkstemp(prefix="merlin-cowclip-", suffix=".txt")
+        with open(number, "w", encoding="utf-8", errors="backslashreplace") as file:
+            file.write(f"{sys.argv}\nPython {platform.python_version()}, {platform.platform()}\n\n")
+            file.writelines(traceback.format_exception(error))
+    except OSError as problem:
+        return f"{sentence} Its traceback could not be written ({problem.strerror})"
+    return f"{sentence} The traceback, for a report, is in {path}"
+
+
+@dataclass
+class _Received:
+    number: int = 0
+
+
+@contextlib.contextmanager
+def _signals() -> Iterator[_Received]:
+    """What would end the process at once raises KeyboardInterrupt instead, so that it tidies up."""
+    received = _Received()
+    if threading.current_thread() is not threading.main_thread():
+        yield received  # Python gives signals to the main thread alone
+        return
+
+    def end(number: int, frame: FrameType | None) -> None:
+        received.number = number
+        raise KeyboardInterrupt
+
+    before = {}
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
+            before[number] = signal.signal(number, end)  # nohup's is SIG_IGN, and stays
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _close_stdout() -> None:
+    """So that Python does not try again, and complain, as it ends."""
+    with contextlib.suppress(OSError, ValueError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
+
+
+def _close_stdout_if_full() -> None:
+    try:
+        sys.stdout.flush()
+    except OSError:
+        _close_stdout()
