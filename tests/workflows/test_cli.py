@@ -277,7 +277,7 @@ def test_help_names_the_networks(capsys):
     with pytest.raises(SystemExit):
         main(["train", "--help"])
     text = " ".join(capsys.readouterr().out.split())
-    assert f"the network: {', '.join(MODELS)} (default deepfm)" in text
+    assert f"{', '.join(MODELS)} (default deepfm)" in text
 
 
 def test_help_does_not_wait_for_tensorflow():
