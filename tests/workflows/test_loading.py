@@ -4,6 +4,7 @@ The oracle is pandas reading the parquet files; `serial`, a number that no two r
 rows apart.
 """
 
+import contextlib
 import functools
 import gc
 import itertools
@@ -11,10 +12,12 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 import weakref
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -198,6 +201,58 @@ def test_the_order_is_a_function_of_seed_and_epoch(data, monkeypatch, window_row
             # Independent shuffles share a place about once; a rotation or a repeat would not.
             assert sum(a == b for a, b in zip(one, other, strict=True)) < 12
     assert [order(data, e, seed=s) for s in (0, 1) for e in (0, 1, 2)] == orders
+
+
+ORDERS = {  # (seed, epoch): serials, in batches of 5 and windows of 9 rows or a little more
+    (0, 0): "19 3 0 18 6 | 5 21 1 7 2 | 4 20 10 23 16 | 11 12 17 8 13 | 9 22 15 14",
+    (0, 1): "5 4 3 7 9 | 1 10 11 6 2 | 8 0 17 18 15 | 20 14 21 22 16 | 12 19 23 13",
+    (7, 0): "12 8 0 23 9 | 22 1 11 10 13 | 3 2 6 4 18 | 20 15 16 21 17 | 14 19 5 7",
+    (2**40, 3): "1 15 2 17 16 | 9 3 0 10 14 | 8 11 18 19 7 | 20 22 23 21 5 | 6 4 13 12",
+}
+
+
+@pytest.mark.parametrize(("seed", "epoch"), [(0, 0), (0, 1), (7, 0), (2**40, 3)])
+def test_the_order_is_the_same_in_every_version(tmp_path, monkeypatch, seed, epoch):
+    """A run that goes on in another version would else train on rows twice, and on others never.
+
+    A change of these numbers is a change of format: a run begun before cannot go on after it.
+    """
+    monkeypatch.setattr(loading, "WINDOW_ROWS", 9)
+    rows = np.arange(24)
+    table = pa.table({"y": rows % 2, "user": rows + 3, "serial": rows.astype("float64")})
+    for name, part in (("a", table.slice(0, 14)), ("b", table.slice(14))):
+        pq.write_table(part, tmp_path / f"{name}.parquet", row_group_size=4)
+    spec = DatasetSpec(name="tiny", label="y", categorical=("user",), continuous=("serial",))
+    files = {"train": [file_state(tmp_path / f"{name}.parquet") for name in "ab"], "test": []}
+    record = {"files": files, "rows": {"train": 24, "test": 0}}
+    loader = Loader(PreparedData(tmp_path, spec, record), batch_size=5, seed=seed)
+    batches = (x["serial"][:, 0].astype(int).astype(str) for x, _ in loader.batches(epoch))
+    assert " | ".join(map(" ".join, batches)) == ORDERS[seed, epoch]
+
+
+def test_groups_and_rows_are_drawn_apart(data, monkeypatch):
+    """As NumPy pads seeds with zeros, [seed, epoch] and [seed, epoch, 0] are one stream."""
+    groups = len(Loader(data, batch_size=BATCH)._groups)
+    monkeypatch.setattr(loading, "WINDOW_ROWS", groups)  # so that both are as many
+    drawn = []
+    permuted = loading._permutation
+
+    def noted(n, *key):
+        drawn.append(permuted(1_000, *key))
+        return permuted(n, *key)
+
+    monkeypatch.setattr(
+        loading,
+        "_permutation",
+        lambda n, *key: drawn.append(permuted(1_000, *key)) or permuted(n, *key),
+    )
+    loader = Loader(data, batch_size=BATCH)
+    for epoch in (0, 1):
+        list(loader.batches(epoch))
+    assert len(drawn) > 2 + 2
+    assert len({tuple(order) for order in drawn}) == len(drawn)
+    for order in drawn:
+        assert sorted(order) == list(range(1_000))
 
 
 def test_neither_len_nor_another_iterator_moves_the_loader(data):
@@ -436,11 +491,10 @@ def test_a_fit_trains_on_every_batch_of_its_epochs_in_order(data, small_windows)
     loader = Loader(data, batch_size=BATCH, seed=4)
     tf.keras.backend.clear_session()
     model = seeing(data)
-    history = model.fit(loader, epochs=2, verbose=0)
+    follow = FollowEpochs(loader)
+    history = model.fit(loader, epochs=2, callbacks=[follow], verbose=0)
     assert model.steps == steps_of(loader, 0, 1)
-    assert loader.epoch == 2
-    model.fit(loader, epochs=3, initial_epoch=2, verbose=0)
-    model.fit(loader, verbose=0)
+    model.fit(loader, epochs=4, initial_epoch=2, callbacks=[follow], verbose=0)
     assert model.steps == steps_of(loader, 0, 1, 2, 3)
     assert np.isfinite(history.history["loss"]).all()
     for epoch in range(4):
@@ -452,12 +506,48 @@ def range_of_train(data) -> list[float]:
     return list(np.concatenate([pd.read_parquet(file)["serial"].to_numpy() for file in files]))
 
 
-def test_epochs_in_a_new_program_are_those_that_it_is_told(data):
+def test_an_epoch_is_what_it_is_told_to_be(data):
     model = seeing(data)
     loader = Loader(data, batch_size=1_500, seed=4)
     loader.epoch = 5
-    model.fit(loader, epochs=7, initial_epoch=5, verbose=0)
-    assert model.steps == steps_of(loader, 5, 6)
+    model.fit(loader, initial_epoch=5, epochs=6, verbose=0)
+    assert model.steps == steps_of(loader, 5)
+
+
+def test_no_pass_moves_the_training(data):
+    """Somebody looks at a batch, evaluates on the training part, or stops half way through it."""
+
+    class Look(tf.keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            next(iter(loader))
+            list(loader)
+            loader.peek()
+            self.model.evaluate(loader, verbose=0)
+            model.steps.clear() if epoch == 0 else None
+
+    model = seeing(data)
+    loader = Loader(data, batch_size=1_500, seed=4)
+    callbacks = [FollowEpochs(loader), Look()]
+    model.fit(loader, epochs=3, callbacks=callbacks, verbose=0)
+    assert model.steps == steps_of(loader, 0, 1, 2)
+    assert loader.epoch == 2
+
+
+def test_epochs_of_one_order_do_not_go_unnoticed(data):
+    model = seeing(data)
+    loader = Loader(data, batch_size=1_500, seed=4)
+    model.fit(loader, verbose=0)
+    with pytest.warns(UserWarning, match="order of the last one, that of epoch 0.*FollowEpochs"):
+        model.fit(loader, verbose=0)
+    assert model.steps == steps_of(loader, 0, 0)
+    test = Loader(data, "test", batch_size=300)  # whose epochs are all alike
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.fit(loader, epochs=2, callbacks=[FollowEpochs(loader)], verbose=0)
+        assert len(list(test)) == len(list(test)) == 4
+        loader.epoch = 3
+        next(iter(loader))
+        assert len(list(loader)) == 3
 
 
 def test_follow_epochs_gives_keras_own_epochs(data):
@@ -467,7 +557,7 @@ def test_follow_epochs_gives_keras_own_epochs(data):
     follow = FollowEpochs(loader)
     model.fit(loader, epochs=4, initial_epoch=3, callbacks=[follow], verbose=0)
     model.evaluate(loader, verbose=0)
-    assert loader.epoch == 5
+    loader.epoch = 9
     model.fit(loader, epochs=5, initial_epoch=4, callbacks=[follow], verbose=0)
     model.fit(loader, epochs=1, callbacks=[follow], verbose=0)
     assert model.steps == steps_of(loader, 3, 4, 0)
@@ -510,17 +600,18 @@ def test_follow_epochs_with_backup_and_restore(data, tmp_path):
 def test_class_weights_and_the_number_of_steps_leave_the_batches_alone(data):
     model = seeing(data)
     loader = Loader(data, batch_size=1_500, seed=4)
-    model.fit(
-        loader, epochs=2, class_weight={0: 1.0, 1: 2.0}, steps_per_epoch=len(loader), verbose=0
-    )
+    follow = FollowEpochs(loader)
+    options = {"class_weight": {0: 1.0, 1: 2.0}, "steps_per_epoch": len(loader)}
+    model.fit(loader, epochs=2, callbacks=[follow], verbose=0, **options)
     assert model.steps == steps_of(loader, 0, 1)
 
 
 def test_evaluate_and_predict_take_every_row_once(data, on_disk):
     model = seeing(data)
     train, test = Loader(data, batch_size=1_500), Loader(data, "test", batch_size=300)
-    model.fit(train, epochs=2, validation_data=test, verbose=0)
-    assert (train.epoch, test.epoch) == (2, 2)
+    follow = FollowEpochs(train)
+    model.fit(train, epochs=2, callbacks=[follow], validation_data=test, verbose=0)
+    assert (train.epoch, test.epoch) == (1, 0)
     predicted = model.predict(test)
     assert predicted.shape == (TEST, 1)
     labels = on_disk["test"][SPEC.label].to_numpy()
@@ -540,7 +631,7 @@ def test_it_has_what_merlin_asks_of_a_loader(data):
     assert_same_batches([loader.peek()], [first])
     assert loader.epoch == 0
     assert_same_batches(list(loader), loader.batches(0))
-    assert_same_batches([loader.peek()], [next(loader.batches(1))])
+    assert_same_batches([loader.peek()], [first])
     assert loader.batch_size == BATCH
     for schema in (loader.schema, loader.input_schema, loader.output_schema):
         assert set(schema.column_names) == {SPEC.label, *SPEC.fields}
@@ -551,16 +642,19 @@ def test_it_has_what_merlin_asks_of_a_loader(data):
 def test_one_pass_after_another_and_two_side_by_side(data, small_windows):
     loader = Loader(data, batch_size=BATCH, seed=6)
     assert_same_batches(list(loader), loader.batches(0))
-    iter(loader)  # Keras makes one that it never uses: no pass
+    iter(loader)  # Keras makes one that it never uses
     one, other = iter(loader), iter(loader)
+    loader.epoch = 1
     ours = [next(one)]
+    loader.epoch = 2
     theirs = [next(other)]
     for batch in other:
         theirs.append(batch)
         ours.append(next(one))
     assert_same_batches(ours, loader.batches(1))
     assert_same_batches(theirs, loader.batches(2))
-    assert_same_batches(list(loader.repeat(2)), [*loader.batches(3), *loader.batches(4)])
+    loader.epoch = 3
+    assert_same_batches(list(loader.take(20)), loader.batches(3))
 
 
 def test_more_iterators_than_are_served_side_by_side(data, small_windows):
@@ -717,6 +811,31 @@ def test_an_abandoned_iterator_leaves_no_thread(data, small_windows, how):
     del iterate, iterators, iterator, loader
     gc.collect()
     assert held() is None
+
+
+@pytest.mark.parametrize("how", ["endless dataset", "a pass that stops", "fit", "a failing fit"])
+def test_windows_are_let_go_with_the_iterator(data, small_windows, how):
+    """An endless dataset's last windows stayed in memory for as long as its loader."""
+
+    class Fail(tf.keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            raise RuntimeError("in the middle")
+
+    loader = Loader(data, batch_size=BATCH)
+    if how.endswith("fit"):
+        model = seeing(data)
+        callbacks = [Fail()] if how == "a failing fit" else []
+        with contextlib.suppress(RuntimeError):
+            model.fit(
+                loader.dataset(epochs=None), steps_per_epoch=3, callbacks=callbacks, verbose=0
+            )
+    else:
+        iterator = iter(loader.dataset(epochs=None) if how == "endless dataset" else loader)
+        next(iterator)
+        assert len(loader._streams) == 1
+        del iterator
+    gc.collect()
+    wait_until(lambda: not loader._streams)
 
 
 @pytest.mark.parametrize("how", ["loader", "dataset"])

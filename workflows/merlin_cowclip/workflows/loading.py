@@ -15,6 +15,7 @@ import numbers
 import os
 import threading
 import time
+import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -126,17 +127,19 @@ class Loader(tf.data.Dataset):
     `validation_data=`, `mm.sample_batch`, `for features, labels in loader`.
 
     **Order.** That of epoch e is a permutation of the row groups and, in windows of `WINDOW_ROWS`,
-    of the rows, both drawn from (seed, e); without shuffling it is the order on disk. Batch k is
-    the k-th piece of it, on any number of ranks: rank r of n takes rows r·b/n to (r+1)·b/n of each
-    batch of b. So a run can start again at any (epoch, k), also on another number of ranks. Every
-    rank reads the whole part, and copies only its own rows.
+    of the rows, drawn from (seed, e) as `_permutation` says; without shuffling it is the order on
+    disk. Batch k is the k-th piece of it, on any number of ranks: rank r of n takes rows r·b/n to
+    (r+1)·b/n of each batch of b. So a run can start again at any (epoch, k), also on another number
+    of ranks. Every rank reads the whole part, and copies only its own rows.
 
-    **Epochs.** A pass over the loader (an epoch of `fit`, an `evaluate`, a `for` loop) has the
-    number `loader.epoch` of the moment in which its first batch is asked for, and raises that by
-    one. So `fit(loader, epochs=2)` has epochs 0 and 1 and a second `fit` goes on with 2. In a new
-    program, set it: `loader.epoch = 5`, then `fit(loader, initial_epoch=5, epochs=10)`; or let the
-    callback `FollowEpochs(loader)` set it, whatever else is done with the loader in between.
-    `batches` and `dataset` are told their epoch, and neither use nor change this number.
+    **Epochs.** A pass over the loader (an epoch of `fit`, an `evaluate`, a `for` loop) is of the
+    epoch `loader.epoch` of the moment in which its first batch is asked for. No pass changes that:
+    looking at batches or evaluating on them leaves the training as it is. Keras makes a new pass
+    per epoch and tells a dataset nothing, so in a `fit` of several epochs the callback
+    `FollowEpochs(loader)` sets it: `fit(loader, epochs=10, callbacks=[FollowEpochs(loader)])`, or
+    with `initial_epoch=5` to go on. Without it every epoch has the same order, of which a warning
+    tells. `batches` and `dataset` are told their epoch, and do not use this number:
+    `fit(loader.dataset(epochs=None), epochs=10, steps_per_epoch=len(loader))` needs no callback.
 
     **Why a `tf.data.Dataset`** and not, as Merlin's loader, a Keras `Sequence`: `fit` asks for the
     batches of a Sequence in an order of its own, drawn from Python's global random state on each
@@ -147,7 +150,8 @@ class Loader(tf.data.Dataset):
 
     **Threads.** Windows and batches are made ahead, each in a thread that ends with it, and
     TensorFlow calls Python only while somebody waits for a batch: nothing is left to stop or to
-    join, nor to hang when the program ends, in the middle of a pass or not.
+    join, nor to hang when the program ends, in the middle of a pass or not. Windows are let go when
+    an iterator has ended or is dropped, by `fit` at its end.
 
     Args:
       data: the prepared folder.
@@ -162,7 +166,7 @@ class Loader(tf.data.Dataset):
         With shuffling they are others each epoch.
 
     Attributes:
-      epoch: the number of the next pass, at first 0; may be set.
+      epoch: that of passes over the loader itself, 0 unless set.
       rows: rows of the part, those left out included.
       schema, input_schema, output_schema: of the columns, the label among them, as Merlin's.
 
@@ -228,10 +232,12 @@ class Loader(tf.data.Dataset):
                 f"{self.rows} rows in {data.path}. Choose a smaller batch or prepare more rows."
             )
         self._epoch = 0
-        self._lock = threading.Lock()
+        self._followed = False  # whether Keras says which epoch it is
+        self._passed: int | None = None  # the epoch of the last pass that came to its end
+        self._lock = threading.RLock()  # a dropped iterator may be forgotten anywhere, even in it
         self._streams: OrderedDict[int, _Stream] = OrderedDict()  # by iterator, last used last
         self._iterators = itertools.count()
-        self._passes = self._as_dataset(Loader._begin_pass, len(self))
+        self._passes = self._as_dataset(Loader._begin_pass, len(self), Loader._end_pass)
         super().__init__(self._passes._variant_tensor)
 
     def _inputs(self) -> list[tf.data.Dataset]:
@@ -249,7 +255,7 @@ class Loader(tf.data.Dataset):
 
     @property
     def epoch(self) -> int:
-        """The number of the next pass."""
+        """That of passes over the loader itself."""
         return self._epoch
 
     @epoch.setter
@@ -266,7 +272,7 @@ class Loader(tf.data.Dataset):
     input_schema = output_schema = schema
 
     def peek(self) -> tuple[dict[str, tf.Tensor], tf.Tensor]:
-        """The first batch of the next pass, which stays the next."""
+        """The first batch of a pass over the loader."""
         features, labels = next(self.batches(self.epoch))
         return {name: tf.constant(c) for name, c in features.items()}, tf.constant(labels)
 
@@ -287,8 +293,8 @@ class Loader(tf.data.Dataset):
     def dataset(self, *, epochs: int | None = 1, epoch: int = 0, start: int = 0) -> tf.data.Dataset:
         """The same as a `tf.data.Dataset`: `epochs` epochs (`None`: endless) from a place on.
 
-        It always starts there; `loader.epoch` has no part in it. To go on with a run in the middle
-        of an epoch, train the rest of that epoch and then the others:
+        Every iterator starts there; `loader.epoch` has no part in it. To go on with a run in the
+        middle of an epoch, train the rest of that epoch and then the others:
         `fit(loader.dataset(epoch=e, start=k), initial_epoch=e, epochs=e + 1)` and
         `fit(loader.dataset(epochs=None, epoch=e + 1), initial_epoch=e + 1, epochs=…,
         steps_per_epoch=len(loader))`.
@@ -317,15 +323,30 @@ class Loader(tf.data.Dataset):
 
     def _begin_pass(self) -> int:
         with self._lock:
-            epoch = self._epoch
-            self._epoch += 1
+            epoch, again = self._epoch, self._passed == self._epoch
+        if again and self.shuffled and not self._followed:
+            warnings.warn(
+                f"this pass over the loader has the order of the last one, that of epoch {epoch}. "
+                "In a fit of several epochs, give it the callback FollowEpochs(loader), or train "
+                "on loader.dataset(epochs=None)",
+                stacklevel=2,
+            )
         return epoch * len(self)
 
-    def _as_dataset(self, begin: Callable[[Loader], int], count: int | None) -> tf.data.Dataset:
+    def _end_pass(self, first: int) -> None:
+        self._passed = first // len(self)
+
+    def _as_dataset(
+        self,
+        begin: Callable[[Loader], int],
+        count: int | None,
+        end: Callable[[Loader, int], None] = lambda loader, first: None,
+    ) -> tf.data.Dataset:
         """`count` batches, an iterator's first one being number `begin(self)`.
 
-        `begin` is called when an iterator's first batch is asked for. An iterator is a number, and
-        what is ready for it; with that lost it would only read again.
+        `begin` is called when an iterator's first batch is asked for, and `end`, with its number,
+        when the last one is. An iterator is a number, and what is ready for it; with that lost it
+        would only read again.
         """
         # TensorFlow keeps Python functions in the default graph, for good: no reference to a
         # loader, and what it holds, in them.
@@ -336,7 +357,10 @@ class Loader(tf.data.Dataset):
             assert loader is not None
             with loader._lock:
                 iterator = next(loader._iterators)
-            return np.array([iterator, begin(loader)], np.int64)
+            begun = _as_tensorflow_holds_it([iterator, begin(loader)])
+            dropping = weakref.finalize(begun, _drop, this, iterator)
+            dropping.atexit = False  # type: ignore[misc]  # a property, of which mypy does not know
+            return begun
 
         spec = {
             "going": tf.TensorSpec([], tf.bool),
@@ -356,6 +380,7 @@ class Loader(tf.data.Dataset):
                     batch = loader._stream(iterator, stop)[first + int(i)]
                     if first + int(i) + 1 == stop:
                         loader._forget(iterator)
+                        end(loader, first)
                     return [np.array(True), batch.ids, batch.numbers, batch.labels, *batch.lists]
             except _InterpreterEnds:
                 return [np.zeros([n or 0 for n in s.shape], s.dtype.name) for s in spec.values()]
@@ -432,7 +457,7 @@ class Loader(tf.data.Dataset):
         """The epoch's row groups in order, `WINDOW_ROWS` or a little more at a time."""
         groups = list(self._groups)
         if self.shuffled:
-            order = np.random.default_rng([self.seed, epoch]).permutation(len(groups))
+            order = _permutation(len(groups), self.seed, _OF_GROUPS, epoch)
             groups = [groups[i] for i in order]
         windows: list[Window] = []
         while groups:
@@ -453,8 +478,7 @@ class Loader(tf.data.Dataset):
         """Of the window's rows, as they lie on disk group by group, which comes when."""
         if not self.shuffled:
             return np.arange(window.rows)
-        random = np.random.default_rng([self.seed, window.epoch, window.number])
-        return random.permutation(window.rows)
+        return _permutation(window.rows, self.seed, _OF_ROWS, window.epoch, window.number)
 
     def _read(self, window: Window) -> Rows:
         """The window's rows, as they lie on disk group by group."""
@@ -480,6 +504,41 @@ class Loader(tf.data.Dataset):
                 chunks.extend(table[name].chunks)
             at += group.rows
         return Rows(ids, floats, labels, tuple(pa.concat_arrays(chunks) for chunks in lists))
+
+
+def _permutation(n: int, seed: int, *key: int) -> np.ndarray:
+    """0 … n - 1 in an order that belongs to (seed, key), and will in every version of NumPy.
+
+    `SeedSequence` keeps the streams of different keys apart, which begin with what they are for,
+    also where one key is the beginning of another. The order must never change, or a run that goes
+    on would train on some rows of its epoch twice; hence `RandomState`, whose numbers NumPy has
+    frozen, those of `Generator` it may change.
+    """
+    bits = np.random.PCG64(np.random.SeedSequence(seed, spawn_key=key))
+    return np.random.RandomState(bits).permutation(n)
+
+
+_OF_GROUPS, _OF_ROWS = 0, 1  # what a stream of random numbers is for
+
+
+def _as_tensorflow_holds_it(numbers: list[int]) -> np.ndarray:
+    """An int64 array that ends with the tensor that TensorFlow makes of it.
+
+    TensorFlow takes the memory of an array that lies as its own tensors do, and lets it go with
+    them; any other one it copies.
+    """
+    line = 64  # bytes
+    memory = np.empty(len(numbers) + line // 8, np.int64)
+    start = -memory.ctypes.data % line // 8
+    array = memory[start : start + len(numbers)]
+    array[:] = numbers
+    return array
+
+
+def _drop(loader: weakref.ref[Loader], iterator: int) -> None:
+    """Let go what is ready for an iterator, which TensorFlow has ended."""
+    if there := loader():
+        there._forget(iterator)
 
 
 class _Stream:
@@ -549,14 +608,16 @@ def _make(
 
 
 class FollowEpochs(tf.keras.callbacks.Callback):
-    """Gives a loader Keras's own epoch numbers, so that `fit`'s `initial_epoch` holds for it.
+    """Gives a loader Keras's own epoch numbers: each epoch of a `fit` has an order of its own.
 
-    Also with `BackupAndRestore`, which starts at an epoch that only Keras knows.
+    So `initial_epoch` holds for it; also with `BackupAndRestore`, which starts at an epoch that
+    only Keras knows.
     """
 
     def __init__(self, loader: Loader) -> None:
         super().__init__()
         self._loader = loader
+        loader._followed = True
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Set the loader's epoch; the first batch is asked for after this."""
