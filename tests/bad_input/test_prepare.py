@@ -282,6 +282,9 @@ def long_cell(line: str) -> str:
             id="open quote, and others",
         ),
         pytest.param(
+            '"' + HEAD + ROWS, ["one column", "lines 1 to 8", "Close"], id="open in header"
+        ),
+        pytest.param(
             at(9, '1,"a"b,1,x'), ["closing quote", "line 9,", "goes on"], id="text behind"
         ),
         pytest.param(

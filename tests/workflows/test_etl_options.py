@@ -519,6 +519,19 @@ def test_hash_buckets_beyond_the_memory_are_refused_before_any_work(quick, monke
         quick(spec, ["nowhere.csv"])  # just fits
 
 
+@pytest.mark.parametrize("kind", ["csv", "parquet"])
+def test_a_label_of_minus_0_is_0(tmp_path, log, path, quick, kind):
+    lists = log["genres"].map(lambda text: text.split("|") if text else [])
+    whole = log.assign(genres=lists if kind == "parquet" else log["genres"])
+    minus = whole.assign(y=np.where(whole["y"] == 0, -0.0, 1.0))
+    results = []
+    for name, frame in (("whole", whole), ("minus", minus)):
+        source = tmp_path / f"{name}.{kind}"
+        frame.to_parquet(source) if kind == "parquet" else frame.to_csv(source, index=False)
+        results.append(quick(spec_of(format=kind), [source], f"out-{name}"))
+    same(*results)
+
+
 def test_more_is_refused():
     with pytest.raises(UserError, match="one time per row. Received: 'genres', a column of lists"):
         spec_of(split=Split("time", 0.2, "genres"))

@@ -135,6 +135,11 @@ class _Row:
     last: int
     cells: list[str]
 
+    @property
+    def lines(self) -> str:
+        """Where a row of several lines is."""
+        return f"lines {self.line} to {self.last}, which a quote in line {self.line} makes one row"
+
 
 class _Watched(io.RawIOBase):
     """A stream that shows a scan of quotes what is read from it."""
@@ -235,10 +240,13 @@ class RawLog:
         line, cells = first.line, first.cells
         expected = spec.columns if spec.columns is not None else self.wanted
         if len(cells) == 1 and len(expected) > 1:
+            place, remedy = f"line {line}", "Name the separator that the file uses"
+            if first.last > line:
+                place, remedy = first.lines, "Close the quote, or name the separator"
             raise UserError(
                 f"rows must have {self._count_rule(len(expected))}, separated by "
-                f"{spec.separator!r}. Received: one column in {self.path}, line {line}. "
-                "Name the separator that the file uses in the data set's description"
+                f"{spec.separator!r}. Received: one column in {self.path}, {place}. "
+                f"{remedy} in the data set's description"
             )
         if spec.columns is not None:
             if len(cells) != len(spec.columns):
@@ -283,9 +291,7 @@ class RawLog:
     def _wrong_width(self, row: _Row, expected: int) -> NoReturn:
         place, remedy = f"line {row.line}", "Correct the row or remove it"
         if row.last > row.line:
-            place = (
-                f"lines {row.line} to {row.last}, which a quote in line {row.line} makes one row"
-            )
+            place = row.lines
             remedy = "Close the quote, or double one that is meant as text"
         elif not self.spec.quotes and any(cell.startswith('"') for cell in row.cells):
             remedy = "If its quotes are to be read as such, set quotes = true in the description"
@@ -578,8 +584,8 @@ class RawLog:
         spec = self.spec
         columns: dict[str, pa.Array] = {}
         labels = _column(batch, spec.label).cast(pa.float64(), safe=False)  # large integers round
-        good = pc.is_in(labels, pa.array([0.0, 1.0]))  # false for null and NaN
-        if not pc.all(good).as_py():
+        good = pc.or_(pc.equal(labels, 0.0), pc.equal(labels, 1.0))  # -0.0 is 0; null for null
+        if labels.null_count or not pc.all(good).as_py():
             fault("label")
         columns[spec.label] = labels.cast(pa.int8())
         for name in spec.continuous:
