@@ -25,7 +25,7 @@ from merlin_cowclip.plugins import (
     Lookup,
 )
 from merlin_cowclip.plugins._stack import mm
-from merlin_cowclip.plugins.tables import samples_per_row
+from merlin_cowclip.plugins.counting import count_sparse, samples_per_row
 from merlin_cowclip.workflows.datasets import DatasetSpec
 from merlin_cowclip.workflows.etl import prepare
 from merlin_cowclip.workflows.quiet import quiet_imports
@@ -500,15 +500,22 @@ def test_gradient_is_sparse_and_counts_are_samples(changes):
     assert not dense[OFFSETS["genres"]].any()  # padding is never trained
 
 
-def test_the_same_batch_called_twice_counts_once():
-    layer = layer_of()
+@pytest.mark.parametrize("in_graph", [False, True])
+def test_the_same_batch_called_twice_counts_once_and_another_one_adds_up(in_graph):
+    """A tower used twice, and micro-batches before one update."""
+    layer, given = layer_of(), inputs()
+    other = inputs(user=tf.constant([[3], [5], [3], [3]]))
     (spec,) = layer.table_specs()
-    layer(inputs())
-    layer(inputs())
-    rows, _, counts = samples_per_row(
-        spec.recorder.lookups(), tf.constant([3], tf.int64), spec.num_rows
-    )
-    assert dict(zip(rows.numpy().tolist(), counts.numpy().tolist(), strict=True))[3] == 2.0
+
+    def step():
+        with tf.GradientTape() as tape:
+            loss = sum(tf.reduce_sum(layer(x) ** 2) for x in (given, other, given))
+        return count_sparse(spec.recorder, tape.gradient(loss, layer.table).indices, spec.num_rows)
+
+    rows, _, counts = (tf.function(step) if in_graph else step)()
+    found = dict(zip(rows.numpy().tolist(), counts.numpy().tolist(), strict=True))
+    assert found[OFFSETS["user"] + 3] == 2 + 3
+    assert found[OFFSETS["user"] + 5] == 1
 
 
 # One field by itself

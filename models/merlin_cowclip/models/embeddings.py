@@ -164,10 +164,13 @@ class FusedEmbeddings(SchemaMixin, tf.keras.layers.Layer):
         """b×F×d, or field → b×d; see the class."""
         parts = []
         if self.one_hot_fields:
-            columns = (tf.cast(inputs[name], tf.int64) for name in self.one_hot_fields)
+            fields, given = self.one_hot_fields, [inputs[name] for name in self.one_hot_fields]
+            columns = (tf.cast(column, tf.int64) for column in given)
             ids = tf.concat([tf.reshape(column, [-1, 1]) for column in columns], axis=1)
-            rows = self._rows(ids, self.one_hot_fields)
-            self._spec.recorder.record(Lookup("one-hot fields", rows, features=self.one_hot_fields))
+            rows = self._rows(ids, fields)
+            self._spec.recorder.record(
+                Lookup("one-hot fields", rows, features=fields, sources=tuple(given))
+            )
             parts.append(self._gather(rows))
         parts += [
             self._list_lookup(name, inputs[name], name)[:, tf.newaxis] for name in self.list_fields
@@ -196,7 +199,7 @@ class FusedEmbeddings(SchemaMixin, tf.keras.layers.Layer):
         if field in self.list_fields:
             return self._list_lookup(field, ids, feature)
         rows = self._rows(tf.reshape(tf.cast(ids, tf.int64), [-1, 1]), (field,))
-        self._spec.recorder.record(Lookup(feature, rows))
+        self._spec.recorder.record(Lookup(feature, rows, sources=(ids,)))
         return tf.reshape(self._gather(rows), [-1, self.dim])
 
     def _rows(self, ids: tf.Tensor, fields: Sequence[str]) -> tf.Tensor:
@@ -233,7 +236,9 @@ class FusedEmbeddings(SchemaMixin, tf.keras.layers.Layer):
         flat = tf.reshape(tf.cast(ids.flat_values, tf.int64), [-1])
         padding = self._first_row[name] + PADDING_ID
         rows = ids.with_flat_values(tf.reshape(self._rows(flat[:, tf.newaxis], (name,)), [-1]))
-        self._spec.recorder.record(Lookup(feature, rows, is_list=True, padding=padding))
+        self._spec.recorder.record(
+            Lookup(feature, rows, is_list=True, padding=padding, sources=(ids,))
+        )
         held = tf.cast(tf.not_equal(flat, PADDING_ID), self.compute_dtype)
         samples, number = rows.value_rowids(), rows.nrows()
         found = self._gather(rows.flat_values) * held[:, tf.newaxis]

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         clip_by_field_norm,
         clip_by_global_norm,
     )
+    from merlin_cowclip.plugins.counting import IdRecorder, Lookup
     from merlin_cowclip.plugins.optimizer import CowClipOptimizer
     from merlin_cowclip.plugins.presets import PRESETS, preset
     from merlin_cowclip.plugins.saving import load_model, save_model
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
         scaling_table,
     )
     from merlin_cowclip.plugins.schedules import LinearWarmup
-    from merlin_cowclip.plugins.tables import HasTables, IdRecorder, Lookup, TableSpec
+    from merlin_cowclip.plugins.tables import HasTables, TableSpec
 
 _HOME = {
     "CLIP_RULES": "clipping",
@@ -39,10 +40,10 @@ _HOME = {
     "CowClipOptimizer": "optimizer",
     "HasTables": "tables",
     "Hyperparameters": "scaling",
-    "IdRecorder": "tables",
+    "IdRecorder": "counting",
     "K": "scaling",
     "LinearWarmup": "schedules",
-    "Lookup": "tables",
+    "Lookup": "counting",
     "PRESETS": "presets",
     "SCALING_RULES": "scaling",
     "TableSpec": "tables",

@@ -16,6 +16,10 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 import absl.logging
 import tensorflow as tf
 
+# No public name tells whether a tape records, or whether ops are deterministic.
+from tensorflow.python.eager import tape as _tape
+from tensorflow.python.framework.config import is_op_determinism_enabled
+
 
 @contextlib.contextmanager
 def quiet_stack() -> Iterator[None]:
@@ -40,4 +44,19 @@ with warnings.catch_warnings(), quiet_stack():
     import merlin.models.tf as mm
     from merlin.schema import ColumnSchema, Schema, Tags
 
-__all__ = ["ColumnSchema", "Schema", "Tags", "mm", "quiet_stack", "tf"]
+
+def is_taped(tensor: tf.Tensor) -> bool:
+    """Whether a `tf.GradientTape` that is open now records what becomes of an eager tensor."""
+    return bool(_tape.should_record_backprop([tensor]))
+
+
+__all__ = [
+    "ColumnSchema",
+    "Schema",
+    "Tags",
+    "is_op_determinism_enabled",
+    "is_taped",
+    "mm",
+    "quiet_stack",
+    "tf",
+]

@@ -1,24 +1,34 @@
 """CowClipAdam: Adam on embedding rows, with L2 and CowClip, for one or more tables.
 
-The wiring only: the clip itself is in `clipping.py`, the counting in `tables.py`.
+The wiring only: the clip itself is in `clipping.py`, the counting in `counting.py`.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
-from merlin_cowclip.plugins._stack import mm, tf
+from merlin_cowclip.plugins._stack import is_op_determinism_enabled, mm, tf
 from merlin_cowclip.plugins.clipping import (
     CLIP_RULES,
     RowNorms,
-    clip_by_adaptive_column_norm,
+    absent_rows,
     row_norms,
+    widened,
     with_lengths,
 )
+from merlin_cowclip.plugins.counting import (
+    Counts,
+    NotRecordedError,
+    count_dense,
+    count_sparse,
+    repeats_per_row,
+)
+from merlin_cowclip.plugins.merlin_tables import check_regularizer
 from merlin_cowclip.plugins.not_offered import RefusesOptions
 from merlin_cowclip.plugins.scaling import check_clip, check_number
-from merlin_cowclip.plugins.tables import TableSpec, lookups_in, repeats_per_row, samples_per_row
+from merlin_cowclip.plugins.tables import TableSpec
 
 UPDATES = ("exact", "lazy")
 
@@ -139,55 +149,70 @@ class CowClipAdam(RefusesOptions, mm.LazyAdam):
         found = [self._row_gradients(gradient, variable) for gradient, variable in pairs]
         clipped = self._clipped(found, [variable for _, variable in pairs])
         return [
-            (tf.IndexedSlices(gradients, table.indices), variable)
-            for gradients, table, (_, variable) in zip(clipped, found, pairs, strict=True)
+            (self._as_given(gradient, table, new, variable), variable)
+            for new, table, (gradient, variable) in zip(clipped, found, pairs, strict=True)
         ]
 
+    @staticmethod
+    def _as_given(given: Any, table: RowGradients, new: tf.Tensor, variable: tf.Variable) -> Any:
+        """A table's new gradient, sparse or dense as it was, in the variable's type."""
+        new = tf.cast(new, variable.dtype)
+        return tf.IndexedSlices(new, table.indices) if isinstance(given, tf.IndexedSlices) else new
+
     def _row_gradients(self, gradient: Any, variable: tf.Variable) -> RowGradients:
-        if not isinstance(gradient, tf.IndexedSlices):
-            raise ValueError(
-                "The gradient of an embedding table must be sparse (tf.IndexedSlices). Received: a "
-                f"dense gradient for {self._name_of(variable)}. A regularizer on the table or a "
-                "layer that reads the whole table makes it dense: remove the regularizer (l2=… "
-                "takes its place), or leave this table to another optimizer."
-            )
         spec = self._specs.get(variable.ref())
+        if not isinstance(gradient, tf.IndexedSlices):
+            return self._all_rows(spec, gradient, variable)
         if spec is None:
             indices, position, counts = repeats_per_row(gradient.indices)
         else:
             indices, position, counts = self._counted(spec, gradient.indices)
-        summed = tf.math.unsorted_segment_sum(gradient.values, position, tf.size(indices))
+        values = widened(gradient.values)
+        summed = tf.math.unsorted_segment_sum(values, position, tf.size(indices))
         rows = tf.gather(self._readable(variable), indices)
         if self.l2:
             summed += 2.0 * self.l2 * tf.cast(rows, summed.dtype)
         return RowGradients(indices, summed, rows, counts)
 
+    def _all_rows(
+        self, spec: TableSpec | None, gradient: tf.Tensor, variable: tf.Variable
+    ) -> RowGradients:
+        """A dense gradient: every row is one of the batch's, those not looked up of count 1."""
+        if spec is None:
+            raise ValueError(
+                "The gradient of an embedding table must be sparse (tf.IndexedSlices). Received: a "
+                f"dense gradient for {variable.name!r}. A regularizer on the table or a layer that "
+                "reads the whole table makes it dense: remove the regularizer (l2=… takes its "
+                "place), or train a model by CowClipOptimizer.for_model, which knows what was "
+                "looked up."
+            )
+        check_regularizer(spec.name, spec.layer)
+        rows = tf.convert_to_tensor(variable)
+        if self.clip is None:
+            spec.recorder.forget()
+            counts = tf.ones([spec.num_rows], tf.float32)
+        else:
+            try:
+                counts = count_dense(spec.recorder, gradient, variable, spec.num_rows)
+            except NotRecordedError as received:
+                raise _uncounted(spec, received) from None
+        summed = widened(gradient)
+        if self.l2:
+            summed += 2.0 * self.l2 * tf.cast(rows, summed.dtype)
+        return RowGradients(tf.range(spec.num_rows, dtype=tf.int64), summed, rows, counts)
+
     def _readable(self, variable: tf.Variable) -> Any:
         """What to gather a variable's rows from: see `TableAccess`."""
         return tf.convert_to_tensor(variable) if self.update == "exact" else variable
 
-    def _name_of(self, variable: tf.Variable) -> str:
-        spec = self._specs.get(variable.ref())
-        return repr(variable.name) if spec is None else f"the table {spec.name!r}"
-
-    def _counted(
-        self, spec: TableSpec, indices: tf.Tensor
-    ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+    def _counted(self, spec: TableSpec, indices: tf.Tensor) -> Counts:
         if self.clip is None:
+            spec.recorder.forget()
             return repeats_per_row(indices)
-        lookups = spec.recorder.lookups()
-        recorded = bool(lookups) and all(lookup.key for lookup in lookups)
-        if not recorded or lookups_in(indices) > len(lookups):
-            raise ValueError(
-                f"The ids that the table {spec.name!r} looked up in this step were not recorded, "
-                "or not all, so they cannot be counted. Call the table itself within the training "
-                "step (not its variable, and not inside a tf.function or XLA-compiled function of "
-                "its own), a table of several features with a dict of them; or do not clip it."
-            )
-        if len(lookups) == 1 and not lookups[0].is_list and not tf.executing_eagerly():
-            # Looked up once, one-hot: repeats are counts. (Eagerly, "once" cannot be known.)
-            return repeats_per_row(indices)
-        return samples_per_row(lookups, indices, spec.num_rows)
+        try:
+            return count_sparse(spec.recorder, indices, spec.num_rows)
+        except NotRecordedError as received:
+            raise _uncounted(spec, received) from None
 
     def _clipped(self, tables: list[RowGradients], variables: list[tf.Variable]) -> list[tf.Tensor]:
         """The clipped gradients of all tables, as one set of rows: U×d each."""
@@ -261,20 +286,40 @@ class CowClipAdam(RefusesOptions, mm.LazyAdam):
         return self._resource_apply_dense(self._whole_gradient(grad, var, indices), var)
 
     def _whole_gradient(self, grad: tf.Tensor, var: tf.Variable, indices: tf.Tensor) -> tf.Tensor:
-        """V×d: the batch's rows as clipped, `2λw` on all others, in one V×d temporary."""
+        """V×d: the batch's rows as clipped, all others as absent, in one V×d temporary."""
         rows = tf.convert_to_tensor(var)
-        if not self.l2:
-            return tf.scatter_nd(tf.expand_dims(indices, -1), grad, tf.shape(rows, tf.int64))
-        decay = 2.0 * self.l2 * rows
-        if self.clip == "adaptive_column" and self.clip_ratio < 2.0 * self.l2:
-            # Only then can an absent row, of count 1, exceed its bound. The norms of the other
-            # rules leave absent rows out.
-            ones = tf.ones(tf.shape(rows)[:1])
-            decay = clip_by_adaptive_column_norm(
-                decay, rows, ones, ratio=self.clip_ratio, floor=self.clip_floor
-            )
-        # Into the buffer of `decay`, which nothing else reads; tensor_scatter_nd_update copies it.
-        return tf.raw_ops.InplaceUpdate(x=decay, i=tf.cast(indices, tf.int32), v=grad)
+        if self.l2:
+            clip = (self.clip_ratio, self.clip_floor) if self.clip == "adaptive_column" else None
+            absent = absent_rows(rows, self.l2, clip=clip, exempt=self._exempt_mask(var))
+        else:
+            # Not tf.zeros: a constant may be shared, and is written into below.
+            shape = tf.constant(var.shape.as_list(), tf.int32)
+            absent = tf.raw_ops.Empty(shape=shape, dtype=grad.dtype, init=True)
+        # Into a buffer that nothing else reads; tensor_scatter_nd_update copies it, and on a GPU
+        # goes through the host where ops are deterministic, as tf.scatter_nd does.
+        return tf.raw_ops.InplaceUpdate(x=absent, i=tf.cast(indices, tf.int32), v=grad)
+
+    def _exempt_mask(self, var: tf.Variable) -> tf.Tensor | None:
+        """Which rows of a table are not to be clipped, V booleans; `None` for none."""
+        exempt = self._exempt.get(var.ref())
+        if exempt is None:
+            return None
+        offsets = self._specs[var.ref()].row_offsets
+        sizes = [stop - start for start, stop in itertools.pairwise(offsets)]
+        return tf.repeat(tf.constant(exempt), tf.constant(sizes, tf.int64))
+
+    def _resource_scatter_operate(
+        self, resource: tf.Variable, indices: tf.Tensor, update: tf.Tensor, operation: Any
+    ) -> tf.Operation:
+        """Write rows of a variable, each once: what the lazy step does to the moments and to W."""
+        if not _scatters_through_host(resource):
+            return super()._resource_scatter_operate(resource, indices, update, operation)
+        if operation is tf.raw_ops.ResourceScatterSub:
+            update = tf.gather(resource, indices) - update
+        # A copy: the value that is read may or may not be the variable's own buffer.
+        rows = tf.raw_ops.DeepCopy(x=tf.convert_to_tensor(resource))
+        rows = tf.raw_ops.InplaceUpdate(x=rows, i=tf.cast(indices, tf.int32), v=update)
+        return resource.assign(rows, read_value=False)
 
     def get_config(self) -> dict[str, Any]:
         """The constructor's arguments."""
@@ -291,3 +336,23 @@ class CowClipAdam(RefusesOptions, mm.LazyAdam):
             "clip_threshold": self.clip_threshold,
             "update": self.update,
         }
+
+
+def _scatters_through_host(variable: tf.Variable) -> bool:
+    """Whether scattering into the variable would copy all of it to the host and back.
+
+    With deterministic ops, TensorFlow's GPU kernels of ResourceScatterUpdate and its kin do
+    (`DoScatterOnCpu` in core/kernels/resource_variable_ops.cc), for sums of repeated rows would
+    depend on their order. Ours are unique.
+    """
+    return "GPU" in (variable.device or "") and is_op_determinism_enabled()
+
+
+def _uncounted(spec: TableSpec, received: NotRecordedError) -> ValueError:
+    return ValueError(
+        f"The ids that the table {spec.name!r} looked up in this step were not recorded, or not "
+        f"all, so they cannot be counted. Received: {received}. Call the table itself within the "
+        "training step (not its variable, and not inside a tf.function or XLA-compiled function of "
+        "its own), and apply the gradients of the tape that recorded it in the same function; or "
+        "do not clip it."
+    )

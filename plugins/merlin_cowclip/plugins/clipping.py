@@ -34,7 +34,7 @@ def row_norms(rows: tf.Tensor) -> tf.Tensor:
     Rows are divided by their largest entry first, so that float32 rows of 1e30 or 1e-30 have a
     norm; half-precision rows are taken to float32.
     """
-    rows = _widened(rows)
+    rows = widened(rows)
     largest = tf.reduce_max(tf.abs(rows), axis=-1)
     scaled = tf.math.divide_no_nan(rows, largest[..., tf.newaxis])
     return largest * tf.sqrt(tf.reduce_sum(tf.square(scaled), axis=-1))
@@ -42,7 +42,7 @@ def row_norms(rows: tf.Tensor) -> tf.Tensor:
 
 def with_lengths(gradients: tf.Tensor, norms: tf.Tensor, lengths: tf.Tensor) -> tf.Tensor:
     """`gradients` (U×d, of norms U) with no row longer than `lengths` (U); the dtype stays."""
-    wide = _widened(gradients)
+    wide = widened(gradients)
     norms, lengths = norms[:, tf.newaxis], lengths[:, tf.newaxis]
     # A unit vector times its length: length / norm alone can underflow. Where the norm is zero
     # the quotient would be 0/0; such a row needs no clip.
@@ -260,6 +260,38 @@ def clip_by_adaptive_column_norm(
     return _clip("adaptive_column", gradients, rows, counts, ratio=ratio, floor=floor)
 
 
+def absent_rows(
+    rows: tf.Tensor,
+    l2: float,
+    *,
+    clip: tuple[float, float] | None = None,
+    exempt: tf.Tensor | None = None,
+) -> tf.Tensor:
+    """The gradient of rows that no sample of the batch holds: `2λ·w_k`, clipped as of count 1.
+
+    The clip of a row by its own norm is the only one that reaches absent rows (Algorithm 1 over all
+    rows); the norms of the other rules leave them out.
+
+    Args:
+      rows: V×d, before the update.
+      l2: λ.
+      clip: r and ζ of the rule "adaptive_column"; `None` for no clip, or another rule.
+      exempt: V, rows that are not clipped; `None` for none.
+
+    Returns:
+      V×d, of the rows' dtype, in a buffer of its own.
+    """
+    decay = 2.0 * l2 * rows
+    # The norm of 2λ·w exceeds max(r·‖w‖, ζ) only if r < 2λ.
+    if clip is None or clip[0] >= 2.0 * l2:
+        return decay
+    norms = row_norms(decay)
+    lengths = tf.minimum(norms, tf.maximum(clip[0] * row_norms(rows), clip[1]))
+    if exempt is not None:
+        lengths = tf.where(exempt, norms, lengths)
+    return with_lengths(decay, norms, lengths)
+
+
 def _clip(
     name: str,
     gradients: tf.Tensor,
@@ -276,5 +308,6 @@ def _clip(
     return with_lengths(gradients, norms, CLIP_RULES[name].lengths(known, **parameters))
 
 
-def _widened(x: tf.Tensor) -> tf.Tensor:
+def widened(x: tf.Tensor) -> tf.Tensor:
+    """Half precision as float32, anything else as it is: for sums and norms."""
     return tf.cast(x, tf.float32) if x.dtype in (tf.float16, tf.bfloat16) else x

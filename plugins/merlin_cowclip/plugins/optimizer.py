@@ -15,11 +15,12 @@ from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 from merlin_cowclip.plugins._stack import Tags, mm, tf
 from merlin_cowclip.plugins.fits import Fit, notify_of_fits
+from merlin_cowclip.plugins.merlin_tables import find_tables
 from merlin_cowclip.plugins.not_offered import RefusesOptions
 from merlin_cowclip.plugins.rates import DensePart, TablePart
 from merlin_cowclip.plugins.scaling import Hyperparameters, check_number, format_table
 from merlin_cowclip.plugins.schedules import LinearWarmup
-from merlin_cowclip.plugins.tables import TableSpec, find_tables
+from merlin_cowclip.plugins.tables import TableSpec
 
 Schedule: TypeAlias = Any  # tf.keras.optimizers.schedules.LearningRateSchedule; Keras has no types
 
@@ -170,8 +171,8 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
           embedding_schedule: a Keras schedule in place of `embedding_lr`.
 
         Raises:
-          ValueError: an argument outside its range, `clip_tables` that name no table of the model
-            or a frozen one, or a table with a regularizer.
+          ValueError: an argument outside its range, a model without tables, `clip_tables` that name
+            no table of the model or a frozen one, or a table with a regularizer.
         """
         optimizer = cls(
             hyperparameters,
@@ -187,6 +188,13 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
     def bind(self, model: tf.keras.Model) -> None:
         """Own the variables of `model`: what `for_model` does for a new optimizer."""
         specs = find_tables(model)
+        if not specs:
+            raise ValueError(
+                "The model must hold embedding tables (layers with table_specs(), Merlin's tables, "
+                f"or Keras's Embedding). Received: {model.name!r}, in which none was found. If its "
+                "layers are made when it is built, call it on a batch first; a model without "
+                "tables needs no CowClipOptimizer."
+            )
         for wanted in self.clip_tables or ():
             found = [spec for spec in specs if any(spec.selected([wanted]))]
             if not found:
@@ -246,6 +254,31 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
             unclipped.bind_tables(shares[1])
             self._bound = tuple(owner)
         return owner
+
+    def _check_belongs(self, pairs: list[tuple[Any, tf.Variable]], owner: dict[Any, Any]) -> None:
+        """Refuse gradients of another model's variables, and of tables that were not found."""
+        model = self._model() if self._model is not None else None
+        mine = {v.ref() for v in model.variables} if model is not None and model.built else set()
+        if model is not None and pairs and not any(v.ref() in mine for _, v in pairs):
+            raise ValueError(
+                "The optimizer must be compiled into the model that it was made for, "
+                f"{model.name!r}. Received: gradients of other variables, the first of "
+                f"{pairs[0][1].name!r}. Use CowClipOptimizer.for_model with this model, or "
+                "optimizer.bind(model)."
+            )
+        # The wide part of a stock W&D is one: its input is sparse, but it is a layer, not a table.
+        layers = [] if model is None else model._flatten_layers()
+        dense = (layer for layer in layers if isinstance(layer, tf.keras.layers.Dense))
+        known = {*owner, *(layer.kernel.ref() for layer in dense if layer.built)}
+        for gradient, variable in pairs:
+            if isinstance(gradient, tf.IndexedSlices) and variable.ref() not in known:
+                raise ValueError(
+                    "Each sparse gradient must belong to an embedding table that was found in the "
+                    f"model. Received: one of {variable.name!r}, which belongs to none. Look its "
+                    "rows up by a Keras Embedding or a Merlin table, or give its layer a "
+                    "table_specs() method; make the optimizer for the model that it is compiled "
+                    "into, once all its layers are made (or call optimizer.bind(model))."
+                )
 
     def fit_begins(self, fit: Fit) -> None:
         """Take over what a fit of the model brings along; `model.fit` calls it."""
@@ -349,10 +382,12 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
         """Apply each gradient by the optimizer that owns its variable; returns one grouped op.
 
         Raises:
-          ValueError: no model is bound, a table's gradient is dense, or its ids are not recorded.
+          ValueError: no model is bound, or another one; a sparse gradient belongs to no table; or
+            a table's ids are not recorded.
         """
         pairs = [(g, v) for g, v in grads_and_vars if g is not None]
         owner = self._own()
+        self._check_belongs(pairs, owner)
         with tf.init_scope():
             # All slots before any control flow: loss scaling applies gradients inside a tf.cond.
             self.create_slots([v for _, v in pairs])

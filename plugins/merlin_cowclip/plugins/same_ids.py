@@ -1,0 +1,206 @@
+"""Which tensors of a graph hold the same ids, and which lookups a gradient came from.
+
+Analysis of a graph while it is traced: it adds no op, and a step costs nothing for it. Eagerly
+there is no graph to read; `counting.py` compares contents there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from merlin_cowclip.plugins._stack import tf
+
+# They change the shape of ids or the integer type, never the ids.
+_SHAPE_ONLY = {
+    "EnsureShape",
+    "ExpandDims",
+    "Identity",
+    "IdentityN",
+    "PreventGradient",
+    "Reshape",
+    "Snapshot",
+    "Squeeze",
+    "StopGradient",
+}
+# Their outputs come from outside the step's own graph, or from a function that hides its parts.
+_OPAQUE = {
+    "Case",
+    "If",
+    "PartitionedCall",
+    "Placeholder",
+    "StatefulPartitionedCall",
+    "StatelessCase",
+    "StatelessIf",
+    "StatelessWhile",
+    "While",
+}
+
+# Elements of an eager tensor that is copied into a graph and not captured (TensorFlow's own bound).
+_COPIED = 128
+
+FuncGraph = type(tf.function(lambda: None).get_concrete_function().graph)
+
+
+class Expressions:
+    """Numbers tensors by what they compute: equal numbers, equal values.
+
+    Two tensors get one number if the same ops make them from the same inputs; an op with a state
+    of its own (a random number, a variable's value) equals only itself. A tensor that a branch or a
+    loop captures has the number it has outside.
+    """
+
+    def __init__(self) -> None:
+        self._numbers: dict[Any, int] = {}
+        self._of_tensors: dict[Any, int] = {}
+        self._captures: dict[int, dict[Any, Any]] = {}
+
+    def number(self, tensor: tf.Tensor) -> int:
+        """The number of the tensor's value."""
+        tensor = self.outside(tensor)
+        reference = tensor.ref()
+        if reference not in self._of_tensors:
+            key = self._key(tensor)
+            self._of_tensors[reference] = self._numbers.setdefault(key, len(self._numbers))
+        return self._of_tensors[reference]
+
+    def ids(self, tensor: tf.Tensor) -> int:
+        """The number of the ids in the tensor, whatever its shape and integer type."""
+        return self.number(self.stripped(tensor))
+
+    def stripped(self, tensor: tf.Tensor) -> tf.Tensor:
+        """What the tensor was before ops that leave ids as they are."""
+        while True:
+            tensor = self.outside(tensor)
+            op = _op_of(tensor)
+            if op is None or not op.inputs:
+                return tensor
+            before = op.inputs[tensor.value_index if op.type == "IdentityN" else 0]
+            integers = before.dtype.is_integer and tensor.dtype.is_integer
+            if op.type not in _SHAPE_ONLY and not (op.type == "Cast" and integers):
+                return tensor
+            tensor = before
+
+    def outside(self, tensor: tf.Tensor) -> tf.Tensor:
+        """The tensor of an outer graph that this one stands for, if it does."""
+        while True:
+            op = _op_of(tensor)
+            if op is None or op.type != "Placeholder" or not isinstance(op.graph, FuncGraph):
+                return tensor
+            captured = self._captures.get(id(op.graph))
+            if captured is None or len(captured) != len(op.graph.captures):
+                captured = {inner.ref(): outer for outer, inner in op.graph.captures}
+                self._captures[id(op.graph)] = captured
+            outer = captured.get(tensor.ref())
+            if outer is None:
+                return tensor
+            tensor = outer
+
+    def _key(self, tensor: tf.Tensor) -> Any:
+        op = _op_of(tensor)
+        if (op is None or op.type == "Const") and tensor.dtype.is_integer:
+            # TensorFlow copies small eager tensors into a graph, each time that they are used.
+            value = tensor if op is None else tf.make_ndarray(op.get_attr("value"))
+            if tensor.shape.num_elements() <= _COPIED:
+                return tensor.dtype, tuple(tensor.shape), np.asarray(value).tobytes()
+        if op is None or op.op_def.is_stateful or op.type in _OPAQUE:
+            return tensor.ref()
+        attributes = tuple(
+            (name, value.SerializeToString(deterministic=True))
+            for name, value in sorted(op.node_def.attr.items())
+            if not name.startswith("_")
+        )
+        inputs = tuple(self.number(before) for before in op.inputs)
+        return op.type, attributes, tensor.value_index, inputs
+
+
+def _op_of(tensor: Any) -> Any:
+    """The op that makes the tensor in its graph; `None` for an eager tensor."""
+    return None if isinstance(tensor, _EagerTensor) else tensor.op
+
+
+_EagerTensor = type(tf.constant(0))
+
+
+def parts_of(indices: tf.Tensor, known: set[int], of: Expressions) -> Iterator[tf.Tensor]:
+    """The indices of single lookups that a gradient's indices were put together from.
+
+    TensorFlow joins the slices of several lookups by concatenation, in several layers if many.
+    """
+    tensor = of.stripped(indices)
+    op = _op_of(tensor)
+    if op is None or op.type != "ConcatV2" or of.number(tensor) in known:
+        yield tensor
+        return
+    for part in op.inputs[:-1]:  # the last is the axis
+        yield from parts_of(part, known, of)
+
+
+def origin(part: tf.Tensor, known: set[int], of: Expressions) -> tuple[int | None, bool]:
+    """Which of the ids in `known` a part of a gradient's indices was made from.
+
+    Returns:
+      Their number, or `None`; and whether the part is these ids themselves, each as often. It is
+      not where a combiner made ids unique, left invalid ones out or filled empty lists in.
+    """
+    itself = True
+    while True:
+        part = of.stripped(part)
+        number = of.number(part)
+        if number in known:
+            return number, itself
+        before = _before_combiner(part, of)
+        if before is None:
+            return None, False
+        part, itself = before, False
+
+
+def _before_combiner(tensor: tf.Tensor, of: Expressions) -> tf.Tensor | None:
+    """One step back through what `tf.nn.safe_embedding_lookup_sparse` does to ids."""
+    op = _op_of(tensor)
+    if op is None:
+        return None
+    if op.type in ("Unique", "UniqueV2") and tensor.value_index == 0:
+        return op.inputs[0]
+    if op.type == "SparseFillEmptyRows" and tensor.value_index == 1:
+        return op.inputs[1]
+    if op.type == "RaggedTensorToSparse" and tensor.value_index == 1:
+        return op.inputs[len(op.inputs) - 1]
+    if op.type == "GatherV2":  # tf.sparse.retain
+        chosen = _op_of(of.stripped(op.inputs[1]))
+        if chosen is not None and chosen.type == "Where":
+            return op.inputs[0]
+    return None
+
+
+def lookups_in_dense(
+    gradient: tf.Tensor, variable: tf.Variable, of: Expressions
+) -> tuple[list[tf.Tensor], list[str]]:
+    """The indices of the slices that were added up to a V×d gradient.
+
+    Returns:
+      The indices; and the ops that bring in, from outside this graph, what cannot be looked into.
+    """
+    indices: list[tf.Tensor] = []
+    unknown: list[str] = []
+    waiting, seen = [gradient], set()
+    while waiting:
+        tensor = of.outside(waiting.pop())
+        op = _op_of(tensor)
+        if tensor.ref() in seen:
+            continue
+        seen.add(tensor.ref())
+        if op is None or op.type in _OPAQUE:
+            unknown.append("a constant" if op is None else f"{op.type} {op.name!r}")
+        elif op.type == "ReadVariableOp":
+            # The table's own value is a factor where its rows are normalized, for instance.
+            if of.outside(op.inputs[0]) is not variable.handle:
+                unknown.append(f"{op.type} {op.name!r}")
+        elif op.type == "UnsortedSegmentSum":
+            indices.append(op.inputs[1])
+        else:
+            shape = variable.shape
+            waiting += [i for i in op.inputs if i.shape.rank == 2 and i.shape == shape]
+    return indices, unknown
