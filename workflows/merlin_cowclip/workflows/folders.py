@@ -11,20 +11,51 @@ import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NoReturn
 
-from merlin_cowclip.workflows.errors import UserError
+from merlin_cowclip.workflows.errors import UserError, shown
 
 
 def refuse_existing(out: Path) -> None:
-    """Refuse an output folder that is there, before any work.
+    """Refuse an output folder that is there, or cannot be made, before any work.
 
     Raises:
-        UserError: it exists, if only as a dangling link.
+        UserError: it exists, if only as a dangling link; its name is none that a disk and JSON
+            take; or the folder that it would be in cannot be written.
     """
-    if os.path.lexists(out):
+    try:
+        str(out).encode()
+    except UnicodeEncodeError:
         raise UserError(
-            f"output folder must not exist. Received: {out}. Name another, or remove it first"
+            f"output folder must have a name that is text. Received: {str(out)!a}. Name another"
+        ) from None
+    try:
+        os.lstat(out)
+    except FileNotFoundError:
+        home = _home(out)
+        if not os.path.isdir(home):
+            _refuse_place(out, f"{home} is no folder")
+        if not os.access(home, os.W_OK | os.X_OK):
+            _refuse_place(out, os.strerror(errno.EACCES))
+    except OSError as error:
+        _refuse_place(out, error.strerror)
+    else:
+        raise UserError(
+            f"output folder must not exist. Received: {shown(out)}. Name another, or remove it "
+            "first"
         )
+
+
+def _home(out: Path) -> Path:
+    """The innermost folder around `out` that is there."""
+    return next(parent for parent in out.absolute().parents if os.path.lexists(parent))
+
+
+def _refuse_place(out: Path, found: str | None) -> NoReturn:
+    raise UserError(
+        f"output folder must be in a folder that can be written. Received: {shown(out)}: {found}. "
+        "Name another"
+    ) from None
 
 
 @contextlib.contextmanager
@@ -35,15 +66,12 @@ def all_or_nothing(out: Path) -> Iterator[Path]:
         UserError: it cannot be made, ``out`` has appeared meanwhile, or the disk is full.
     """
     out = out.absolute()
-    home = next(parent for parent in out.parents if parent.exists())
-    folder = home / f".{out.name}.partial-{os.getpid()}-{secrets.token_hex(4)}"
+    # A name that fits, together with the rest of it, wherever the folder's own does.
+    folder = _home(out) / f".{out.name[:50]}.partial-{os.getpid()}-{secrets.token_hex(4)}"
     try:
         folder.mkdir()
     except OSError as error:
-        raise UserError(
-            f"output folder must be in a folder that can be written. Received: {out}: "
-            f"{error.strerror}. Name another"
-        ) from None
+        _refuse_place(out, error.strerror)
     try:
         yield folder
         refuse_existing(out)

@@ -88,5 +88,4 @@ def refuse_what_does_not_fit(
 
 
 def _gib(size: int) -> str:
-    gib = size / 2**30
-    return f"{gib:,.1f} GiB" if gib < 1e6 else f"{gib:.1e} GiB"
+    return f"{size / 2**30:,.1f} GiB" if size < 2**60 else "more than 1,000,000,000 GiB"

@@ -51,8 +51,8 @@ def check(data: PreparedData, config: TrainConfig, out: str | Path) -> Loader:
     """Refuse what cannot be trained, before any work; returns the training part's loader.
 
     Raises:
-      UserError: `out` exists or cannot be written to, an option names a field that the data has
-        not, the batch is larger than the training part, or the machine's memory is too small.
+      UserError: `out` exists or cannot be made, an option names a field that the data has not, the
+        batch is larger than the training part, or the machine's memory is too small.
     """
     check_input_names(data.spec)
     refuse_existing(Path(out))
