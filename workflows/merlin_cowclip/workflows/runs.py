@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from merlin_cowclip.workflows.configuration import TrainConfig
-from merlin_cowclip.workflows.errors import UserError
+from merlin_cowclip.workflows.errors import UserError, shown
 from merlin_cowclip.workflows.manifest import check_manifest, is_manifest
 from merlin_cowclip.workflows.prepared import PreparedData
 from merlin_cowclip.workflows.quiet import quiet_imports
@@ -51,9 +51,10 @@ class Run:
           UserError: not there, the run did not finish, or a file is gone or has changed since.
         """
         path = Path(path)
-        if not path.is_dir():
+        if not os.path.isdir(path):  # which is false, too, of a name that is too long
             raise UserError(
-                f"a run must be a folder. Received: {path}. Make one with 'merlin-cowclip train'."
+                f"a run must be a folder. Received: {shown(path)}. Make one with 'merlin-cowclip "
+                "train'."
             )
         try:
             result = json.loads((path / RESULT).read_text(encoding="utf-8"))
@@ -93,7 +94,7 @@ class Run:
           UserError: it is no longer there, or not whole.
         """
         path = Path(self.config["data"])
-        if not path.is_dir():
+        if not os.path.isdir(path):
             raise UserError(
                 f"the data of a run must be where it was. Received: {path}, which is no folder. "
                 f"Name the place where it is now: 'merlin-cowclip evaluate {self.path} DATA'"

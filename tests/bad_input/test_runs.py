@@ -1,0 +1,212 @@
+"""Damaged runs, and data that is not theirs: what `evaluate` refuses, in a sentence."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from merlin_cowclip.workflows.datasets import DatasetSpec
+from merlin_cowclip.workflows.etl import prepare
+from merlin_cowclip.workflows.runs import Run
+from tests.bad_input.conftest import TOY, toy_log
+from tests.bad_input.contract import command, refused
+
+AGAIN = "Train again into another folder"
+
+
+def gone(name: str) -> Callable[[Path], None]:
+    def damage(run: Path) -> None:
+        path = run / name
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+    return damage
+
+
+def cut(name: str) -> Callable[[Path], None]:
+    def damage(run: Path) -> None:
+        content = (run / name).read_bytes()
+        (run / name).write_bytes(content[: len(content) // 2])
+
+    return damage
+
+
+def flipped(name: str) -> Callable[[Path], None]:
+    def damage(run: Path) -> None:
+        content = bytearray((run / name).read_bytes())
+        content[len(content) // 2] ^= 1
+        (run / name).write_bytes(content)
+
+    return damage
+
+
+def written(content: Any) -> Callable[[Path], None]:
+    def damage(run: Path) -> None:
+        data = content if isinstance(content, bytes) else json.dumps(content).encode()
+        (run / "result.json").write_bytes(data)
+
+    return damage
+
+
+def without(*keys: str, value: Any = None) -> Callable[[Path], None]:
+    """A value of the result gone, or another."""
+
+    def damage(run: Path) -> None:
+        result = json.loads((run / "result.json").read_text())
+        holder = result
+        for key in keys[:-1]:
+            holder = holder[key]
+        if value is None:
+            del holder[keys[-1]]
+        else:
+            holder[keys[-1]] = value
+        (run / "result.json").write_text(json.dumps(result))
+
+    return damage
+
+
+def a_folder(run: Path) -> None:
+    gone("result.json")(run)
+    (run / "result.json").mkdir()
+
+
+VARIABLES = "model/variables/variables"
+CATEGORIES = "workflow/categories"
+KEPT = "a run must keep every file as it was written"
+JSON = "result.json must be readable JSON"
+FORMAT = "a run must be of format 1"
+
+DAMAGES = [
+    # result.json
+    ("result is {}", written({}), [FORMAT, "None", "result.json", AGAIN[:11]]),
+    ("result is []", written([]), [FORMAT, "None"]),
+    ("result is a text", written("done"), [FORMAT]),
+    ("result is empty", written(b""), [JSON, AGAIN]),
+    ("result is binary", written(b"\xff\xfe\x00"), [JSON]),
+    ("result is deep", written(b"[" * 100_000), [JSON]),
+    ("result is cut", cut("result.json"), [JSON, AGAIN]),
+    ("result is gone", gone("result.json"), ["a run must hold result.json", "did not finish"]),
+    ("result is a folder", a_folder, [JSON, "directory"]),
+    *(
+        (f"no {key}", without(key), [f"result.json must hold '{key}'", AGAIN])
+        for key in (
+            *("auc", "log_loss", "epochs", "samples_per_second", "train_seconds"),
+            *("parameters", "config", "manifest"),
+        )
+    ),
+    ("no format", without("format"), [FORMAT, "None"]),
+    ("another format", without("format", value=99), [FORMAT, "99", "this version"]),
+    ("a format of text", without("format", value="1"), [FORMAT, "'1'"]),
+    ("auc is a text", without("auc", value="high"), ["must hold 'auc'"]),
+    ("epochs is a number", without("epochs", value=3), ["must hold 'epochs'"]),
+    ("config is a list", without("config", value=[1]), ["must hold 'config'"]),
+    *(
+        (f"no {key} in config", without("config", key), [f"must hold 'config.{key}'", AGAIN])
+        for key in ("data", "cardinalities", "continuous", "model")
+    ),
+    ("data is a number", without("config", "data", value=3), ["must hold 'config.data'"]),
+    ("manifest is a list", without("manifest", value=["a"]), ["must hold 'manifest'"]),
+    ("manifest is empty", without("manifest", value={}), ["must hold 'manifest'"]),
+    ("manifest is another's", without("manifest", value={"a": {"size": 3}}), ["hold 'manifest'"]),
+    # The files
+    ("no model", gone("model"), [KEPT, "model/", "gone", AGAIN]),
+    ("no graph", gone("model/saved_model.pb"), [KEPT, "saved_model.pb", "gone"]),
+    ("graph cut", cut("model/saved_model.pb"), [KEPT, "saved_model.pb", "bytes, which had"]),
+    ("graph changed", flipped("model/saved_model.pb"), [KEPT, "content has changed"]),
+    ("no variables", gone("model/variables"), [KEPT, "variables", "gone"]),
+    ("variables cut", cut(f"{VARIABLES}.data-00000-of-00001"), [KEPT, "variables.data", "had"]),
+    ("variables changed", flipped(f"{VARIABLES}.data-00000-of-00001"), [KEPT, "variables.data"]),
+    ("index cut", cut(f"{VARIABLES}.index"), [KEPT, "variables.index", "bytes, which had"]),
+    ("no index", gone(f"{VARIABLES}.index"), [KEPT, "variables.index", "gone"]),
+    ("no schema of Merlin's", gone("model/.merlin"), [KEPT, ".merlin", "gone"]),
+    ("no metadata of Keras's", gone("model/keras_metadata.pb"), [KEPT, "keras_metadata.pb"]),
+    ("no workflow", gone("workflow"), [KEPT, "workflow/", "gone"]),
+    ("workflow cut", cut("workflow/workflow.pkl"), [KEPT, "workflow.pkl", "bytes, which had"]),
+    ("no vocabularies", gone(CATEGORIES), [KEPT, "categories", "gone"]),
+    ("no vocabulary", gone(f"{CATEGORIES}/unique.user.parquet"), [KEPT, "unique.user", "gone"]),
+    ("vocabulary changed", flipped(f"{CATEGORIES}/unique.item.parquet"), [KEPT, "unique.item"]),
+    ("no config", gone("config.json"), [KEPT, "config.json", "gone"]),
+    ("config changed", flipped("config.json"), [KEPT, "config.json", "has changed"]),
+    ("metrics cut", cut("metrics.csv"), [KEPT, "metrics.csv"]),
+]
+
+
+@pytest.fixture
+def run(toy_run, tmp_path) -> Path:
+    return Path(shutil.copytree(toy_run, tmp_path / "run"))
+
+
+@pytest.mark.parametrize(("damage", "words"), [pytest.param(*d[1:], id=d[0]) for d in DAMAGES])
+def test_damaged_runs(run, tmp_path, damage, words):
+    damage(run)
+    refused(["evaluate", run], words, folder=tmp_path)
+
+
+def test_what_is_no_part_of_a_run_is_let_be(run, tmp_path):
+    """Notes beside it, TensorBoard's logs."""
+    (run / "notes.txt").write_text("a good one")
+    gone("logs")(run)
+    assert Run.open(run).result["config"]["model"] == "lr"
+
+
+@pytest.mark.parametrize("make", ["nothing", "file", "folder", "link"])
+def test_what_is_no_run(tmp_path, toy_data, make):
+    path = tmp_path / "run"
+    word = "a run must be a folder"
+    if make == "file":
+        path.touch()
+    elif make == "folder":
+        path.mkdir()
+        word = "a run must hold result.json"
+    elif make == "link":
+        path.symlink_to("nowhere")
+    refused(["evaluate", path], [word, path], folder=tmp_path)
+    refused(["evaluate", path, toy_data], [word, path], folder=tmp_path)
+
+
+def test_a_path_that_no_disk_takes(tmp_path):
+    refused(["evaluate", tmp_path / ("x" * 5000)], ["a run must be a folder"], folder=tmp_path)
+
+
+# Data
+
+
+def test_data_that_moved_needs_naming_only(run, toy_data, tmp_path):
+    data = shutil.copytree(toy_data, tmp_path / "data")
+    moved = str(tmp_path / "old")
+    without("config", "data", value=moved)(run)
+    words = ["the data of a run must be where it was", moved, f"merlin-cowclip evaluate {run} DATA"]
+    refused(["evaluate", run], words, folder=tmp_path)
+    done = command(["evaluate", run, data])
+    assert done.code == 0, done.err
+    auc = json.loads((run / "result.json").read_text())["auc"]
+    assert done.out.startswith(f"test AUC {auc:.6f}, ")
+
+
+def test_named_data_that_is_none(run, tmp_path):
+    words = ["prepared data must be a folder", "nowhere"]
+    refused(["evaluate", run, tmp_path / "nowhere"], words, folder=tmp_path)
+    refused(["evaluate", run, run], ["prepared data must hold prepare.json"], folder=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("log", "spec", "words"),
+    [
+        pytest.param({"ids": 30}, {}, ["'user' differs", "instead of"], id="more ids"),
+        pytest.param({"ids": 4}, {}, ["'user' differs", "instead of"], id="fewer ids"),
+        pytest.param({"seed": 5}, {}, ["unique.", "ids mean something else"], id="other ids"),
+        pytest.param(
+            {}, {"lists": ()}, ["'genres' differs", "(0 ids instead of"], id="a field less"
+        ),
+        pytest.param({}, {"continuous": ()}, ["columns of numbers", "'price'"], id="no numbers"),
+    ],
+)
+def test_data_of_another_vocabulary(run, tmp_path, log, spec, words):
+    spec = DatasetSpec(**{**vars(TOY), **spec})
+    data = prepare(spec, [toy_log(tmp_path / "l.csv", **log)], tmp_path / "data", progress=False)
+    words = ["the data must have the", "of the run", *words, "or train on this one"]
+    refused(["evaluate", run, data.path], words, folder=tmp_path)
