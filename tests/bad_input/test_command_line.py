@@ -23,7 +23,7 @@ ARGUMENTS = [
     ([""], ["invalid choice: ''"]),
     (["Train"], ["invalid choice: 'Train'"]),
     (["x" * 5000], ["invalid choice: 'xxx"]),
-    (["--verbose", "train"], ["required: data, --out"]),
+    (["--verbose"], ["required: COMMAND"]),
     (["train"], ["required: data, --out", "merlin-cowclip train --help"]),
     (["train", "data"], ["required: --out"]),
     (["train", "--out", "run"], ["required: data"]),
