@@ -5,6 +5,7 @@ import gzip
 import json
 import os
 import shutil
+import signal
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from merlin_cowclip.workflows import clusters, raw_logs
+from merlin_cowclip.workflows import clusters, etl, folders, raw_logs
 
-from .contract import refused
+from .contract import command, listing, refused
 
 SPEC: dict[str, Any] = {
     "name": "toy",
@@ -167,6 +168,11 @@ def test_specifications(tmp_path, text, words):
         (["--workers", "-1"], ["workers", "at least 0"]),
         (["--workers", "1000000"], ["1,000,000 workers", "500,000.0 GiB", "16.0 GiB", "Use 25"]),
         (["--workers", "9" * 30], ["workers must fit the memory", "Use 25"]),
+        (["--workers", "many"], ["--workers", "'many'"]),
+        (["--seed", "one"], ["--seed", "'one'"]),
+        (["--seed", "1" * 5000], ["--seed"]),
+        (["--test", "half"], ["--test", "'half'"]),
+        (["--quotes", "no"], ["--quotes"]),
         (["--device", "tpu"], ["device must be one of cpu, gpu", "'tpu'"]),
         (["--device", "gpu"], ["device 'gpu' needs"]),
         (["--split", "weekly"], ["split.kind", "'weekly'"]),
@@ -782,3 +788,26 @@ def test_where_may_not_be_written(nobody, out):
     become()
     argv = ["prepare", spec, log, "--out", folder / "closed" / out]
     refused(argv, ["can be written", "Permission denied", out], folder=folder)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("step", ["_stage", "_split", "_fit_and_encode", "_save_workflow"])
+def test_a_signal(tmp_path, monkeypatch, number, step):
+    """One that ends the work, and another one that must not end the tidying up."""
+    spec, log = write(tmp_path, "toy.toml", toml()), write(tmp_path, "log.csv", HEAD + ROWS)
+    before, remove = listing(tmp_path), shutil.rmtree
+    monkeypatch.setattr(etl._Preparation, step, lambda *_: os.kill(os.getpid(), number))
+
+    def remove_under_fire(*arguments: Any, **options: Any) -> None:
+        os.kill(os.getpid(), number)
+        remove(*arguments, **options)
+
+    monkeypatch.setattr(folders.shutil, "rmtree", remove_under_fire)
+    done = command(["prepare", spec, log, "--out", tmp_path / "data"])
+    assert done.code == 128 + number
+    (line,) = [
+        line for line in done.err.replace("\r", "\n").splitlines() if line and "%|" not in line
+    ]
+    assert line.startswith("merlin-cowclip prepare: ")
+    assert "nothing is left of it" in line
+    assert listing(tmp_path) == before

@@ -130,6 +130,15 @@ def test_workers_give_the_same_data(log, by_threads, tmp_path, capfd):
     assert not [p.name for p in (tmp_path / "data").iterdir() if p.name.startswith(".s")]
 
 
+def how_it_takes_interrupts(_: int) -> bool:
+    return signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+
+
+def test_workers_leave_interrupts_to_us(workers):
+    """A terminal sends Ctrl-C to all of them: each would show its own traceback."""
+    assert list(workers.map(how_it_takes_interrupts, range(8))) == [True] * 8
+
+
 def test_a_bad_row_is_named_by_workers_too(log, tmp_path):
     lines = log.read_text().splitlines()
     lines[30_000] = "2" + lines[30_000][1:]

@@ -10,6 +10,7 @@ import collections
 import contextlib
 import importlib.util
 import os
+import signal
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -160,6 +161,7 @@ def open_cluster(
 
             cluster = stack.enter_context(LocalCUDACluster(**options))
         client = stack.enter_context(distributed.Client(cluster))
+        client.register_worker_plugin(DeafToInterrupts())
         if device == "gpu":
             client.register_worker_plugin(CupyFromRmm())
         print(f"Dask dashboard: {client.dashboard_link}", file=sys.stderr, flush=True)
@@ -212,6 +214,16 @@ def gibibytes(size: float) -> str:
 def processes(workers: int, device: str) -> int:
     """How many columns are worked on at once."""
     return workers or (THREADS if device == "cpu" else max(1, number_of_gpus()))
+
+
+class DeafToInterrupts:
+    """A plugin of a worker: Ctrl-C, which a terminal sends to all processes, is ours to answer."""
+
+    name = "deaf-to-interrupts"
+
+    def setup(self, worker: Any) -> None:
+        """Called by Dask in every worker's main thread."""
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 class CupyFromRmm:

@@ -118,6 +118,8 @@ def _signals() -> Iterator[_Received]:
         return
 
     def end(number: int, frame: FrameType | None) -> None:
+        if received.number:  # a second one must not end the tidying up; SIGKILL still does
+            return
         received.number = number
         raise KeyboardInterrupt
 
