@@ -28,6 +28,7 @@ from merlin_cowclip.plugins._stack import mm
 from merlin_cowclip.plugins.counting import count_sparse, samples_per_row
 from merlin_cowclip.workflows.datasets import DatasetSpec
 from merlin_cowclip.workflows.etl import prepare
+from merlin_cowclip.workflows.frequencies import keep_top_ids
 from merlin_cowclip.workflows.quiet import quiet_imports
 
 from ..plugins.merlin_models import BATCH, NUMBER, TARGET, batch, category, dataset
@@ -170,6 +171,22 @@ def test_a_combiner_for_each_list():
     np.testing.assert_allclose(layer(inputs()), by_hand, rtol=1e-5, atol=1e-6)
     other = expected(layer.table.numpy(), {"tags": "sqrtn", "genres": "sum"})
     assert np.abs(by_hand - other).max() > 0.05
+
+
+@pytest.mark.parametrize(("combiner", "wanted"), [("sum", 600.0), ("mean", 0.1), ("sqrtn", 7.746)])
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16", "float64"])
+def test_long_lists_are_combined_in_full_precision(combiner, wanted, policy):
+    """6,000 × 0.1: added up in half precision, 256; counted in it, 2,048 ids."""
+    schema = SCHEMA.select_by_name(["genres"])
+    layer = FusedEmbeddings(
+        schema, DIM, combiner=combiner, dtype=tf.keras.mixed_precision.Policy(policy)
+    )
+    layer.build({})
+    layer.table.assign(tf.fill(layer.table.shape, tf.constant(0.1, layer.table.dtype)))
+    found = layer({"genres": tf.ragged.constant([[3] * 6_000], dtype=tf.int64)})
+    assert found.dtype == layer.compute_dtype
+    precision = {"mixed_float16": 1e-3, "mixed_bfloat16": 8e-3, "float64": 1e-4}[policy]
+    np.testing.assert_allclose(tf.cast(found, tf.float64)[0, 0], [wanted] * DIM, rtol=precision)
 
 
 def test_a_field_of_one_id():
@@ -683,6 +700,67 @@ def test_rows_of_a_prepared_folder(prepared, field):
     assert layer.rows(field, [], **place).tolist() == []
 
 
+@pytest.fixture(scope="module")
+def numbered(tmp_path_factory):
+    """A log whose `item` is made of numbers and `user` of text, prepared; `item` has gaps."""
+    home = tmp_path_factory.mktemp("numbered")
+    (home / "shop.toml").write_text(RAW_TOML)
+    log = raw_log()
+    log["item"] = [1382.0, 7.0, 2**40, 1.5, -3.0] * 16
+    log["user"] = ["1382", "007", "7.0", "1.5", "a"] * 16
+    log.loc[[3, 5], ["user", "item"]] = None
+    log.to_csv(home / "log.csv", index=False, float_format="%.10g")
+    spec = DatasetSpec.from_toml(home / "shop.toml")
+    return prepare(spec, [home / "log.csv"], home / "data", progress=False)
+
+
+SPELLINGS = [
+    *[1382, 1382.0, "1382", np.int32(1382), np.float32(1382), np.uint8(7), -3, -3.0, 2**40],
+    *[1.5, np.float64(1.5), "1.5", "7.0", "007", "a", 5, float(2**53), 1e300, float("nan"), None],
+]
+
+
+@pytest.mark.parametrize("given", SPELLINGS, ids=lambda given: f"{type(given).__name__} {given}")
+def test_an_id_in_any_type_has_the_row_that_the_workflow_gives_it(numbered, given):
+    """The workflow encodes a column of that type."""
+    layer = layer_of(schema=numbered.schema)
+    log = pd.DataFrame({"bought": [1], "user": [given], "item": [given], "genres": [["g1"]]})
+    encoded = numbered.workflow().transform(log)
+    for field in ("user", "item"):
+        found = layer.rows(field, [given], workflow=numbered.path / "workflow")
+        assert found.tolist() == [layer._first_row[field] + encoded[field][0]], field
+
+
+def test_an_id_of_the_logs_type_is_known(numbered):
+    layer = layer_of(schema=numbered.schema)
+    place, first = {"workflow": numbered.path / "workflow"}, layer._first_row["item"]
+    rows = [layer.rows("item", [given], **place)[0] for given in (1382, 1382.0, "1382")]
+    assert len(set(rows)) == 1
+    assert rows[0] > first + UNKNOWN
+    frame = pd.DataFrame(np.arange(6.0).reshape(2, DIM), index=[1382, -3])
+    assert layer.load_rows("item", frame, **place) == 2
+    np.testing.assert_array_equal(layer.table.numpy()[rows[0]], [0, 1, 2])
+    twice = frame_of(np.ones((2, DIM)), np.array([1382, "1382"], object))
+    with pytest.raises(ValueError, match="raw ids of field 'item' must be unique. Received: '1382"):
+        layer.load_rows("item", twice, **place)
+    message = "a raw id must be text or a number. Received: b'1382', bytes"
+    with pytest.raises(ValueError, match=message):
+        layer.rows("item", [b"1382"], **place)
+
+
+def test_a_missing_id_that_top_k_data_made_unknown(prepared, tmp_path):
+    data = keep_top_ids(prepared, 1, tmp_path / "top", progress=False)
+    layer = layer_of(schema=data.schema)
+    log = raw_log()[3:5]
+    log["genres"] = log["genres"].str.split(";")
+    encoded = data.workflow().transform(log)
+    for field in ("user", "item"):
+        rows = layer.rows(field, log[field], workflow=data.path / "workflow")
+        assert rows.tolist() == (encoded[field] + layer._first_row[field]).tolist()
+        assert log[field].isna().tolist() == [True, False]
+        assert rows[0] == layer._first_row[field] + UNKNOWN
+
+
 def test_rows_are_those_that_the_workflow_looks_up(prepared):
     layer = layer_of(schema=prepared.schema)
     raw = raw_log()
@@ -744,6 +822,14 @@ def test_rows_of_a_stock_workflow(tmp_path, field):
     assert raw == [None] * 3 + {"name": ["b", "a", "c"], "number": [LARGE + 1, LARGE, 7]}[field]
     assert [type(r) for r in raw[3:]] == [{"name": str, "number": int}[field]] * 3
     assert layer.to_df("words")["raw"].tolist() == [None] * 3 + ["x", "y", "z"]
+
+
+def test_numbers_of_a_stock_workflow_in_any_type(tmp_path):
+    layer = layer_of(schema=fitted(stock_log(), tmp_path).output_schema)
+    first = layer._first_row["number"]
+    given = [7, 7.0, "7", np.int8(7), str(LARGE), LARGE, "7.0", "x", True]
+    rows = [first + i for i in (5, 5, 5, 5, 4, 4, UNKNOWN, UNKNOWN, UNKNOWN)]
+    assert layer.rows("number", given).tolist() == rows
 
 
 def test_large_numbers_keep_their_rows_beside_a_missing_one(tmp_path):

@@ -1,12 +1,14 @@
-"""FusedEmbeddings: every categorical field of a schema in one table, with row offsets per field.
+"""FusedEmbeddings: every categorical field of a schema in one table, with row offsets per domain.
 
 One variable instead of one per field, because 26 small tables cost 26 times every kernel launch in
 lookup, gradient and update. The layer tells the optimizer its table and records its lookups
-(`plugins.tables.HasTables`). Which raw id an id stands for is `vocabulary.py`'s.
+(`plugins.tables.HasTables`). Which rows a field has is `row_ranges.py`'s, whether an id is in range
+`id_check.py`'s, and which raw id it stands for `vocabulary.py`'s.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,15 +18,19 @@ import pandas as pd
 from merlin.models.config.schema import SchemaMixin
 from merlin.schema import ColumnSchema, Schema, Tags
 
+from merlin_cowclip.models.id_check import IdCheck
+from merlin_cowclip.models.row_ranges import RowRanges, cardinality
 from merlin_cowclip.models.schemas import schema_from_text, schema_text
 from merlin_cowclip.models.vocabulary import (
     PADDING_ID,
     UNKNOWN_ID,
     encode,
+    missing_id,
     read_vocabulary,
 )
 from merlin_cowclip.plugins import Lookup, TableSpec
 from merlin_cowclip.plugins._stack import tf
+from merlin_cowclip.plugins.counting import samples_of
 
 COMBINERS = ("mean", "sum", "sqrtn")
 
@@ -64,10 +70,12 @@ class TableInitializer(tf.keras.initializers.Initializer):
 class FusedEmbeddings(SchemaMixin, tf.keras.layers.Layer):
     """Looks up all categorical fields of a schema in one V×d table.
 
-    Field f owns the rows `row_offsets[f]` to `row_offsets[f + 1]`; id i of field f is row
-    `row_offsets[f] + i`. The rows of padding (id 0) and unknown ids (id 2) start at zero: unless
-    a threshold maps training rows to it, the unknown row is never trained, and at σ = 1e-2 it
-    would be noise at serving time.
+    Int domain k has the rows `row_offsets[k]` to `row_offsets[k + 1]`; id i of a field of domain k
+    is row `row_offsets[k] + i`. A field has a domain of its own, unless the schema gives several
+    fields a domain of one name: they share its rows, as in Merlin's `mm.Embeddings`, and the count
+    of a row adds up over them. The rows of padding (id 0) and unknown ids (id 2) start at zero:
+    unless a threshold maps training rows to it, the unknown row is never trained, and at σ = 1e-2
+    it would be noise at serving time.
 
     Args:
       schema: its columns tagged `Tags.CATEGORICAL` are the fields, each with an int domain whose
@@ -82,12 +90,14 @@ class FusedEmbeddings(SchemaMixin, tf.keras.layers.Layer):
 
     Input: dict of feature name → integer ids, b or b×1 (one-hot), ragged b×(n)(×1) or dense
     b×n(×1) padded with 0 (lists). Output: b×F×d, fields in the order of `fields`; or, not stacked,
-    field → b×d.
+    field → b×d. Lists are combined in float32 (of a float64 table: float64), whatever the policy.
 
     Raises:
-      ValueError: no categorical column, a column without an int domain, or a bad argument.
+      ValueError: no categorical column, a column without an int domain, columns of one domain that
+        differ in cardinality, or a bad argument.
       tf.errors.InvalidArgumentError: at a call, an id beyond its field's cardinality. (Otherwise it
-        would read, and train, a row of the next field, or on a GPU zeros.)
+        would read, and train, a row of the next field, or on a GPU zeros.) No table is updated by
+        such a step.
     """
 
     def __init__(
@@ -112,32 +122,26 @@ class FusedEmbeddings(SchemaMixin, tf.keras.layers.Layer):
         self.one_hot_fields = tuple(c.name for c in columns if not _is_list(c))
         self.list_fields = tuple(c.name for c in columns if _is_list(c))
         by_name = {c.name: c for c in columns}
-        offsets = [0]
-        for name in self.fields:
-            offsets.append(offsets[-1] + _cardinality(by_name[name]))
-        self.row_offsets = tuple(offsets)
-        self.cardinalities = {name: _cardinality(by_name[name]) for name in self.fields}
-        self.set_schema(Schema([by_name[name] for name in self.fields]))
+        columns = [by_name[name] for name in self.fields]
+        ranges = RowRanges.of(columns)
+        self.row_offsets = ranges.offsets
+        self.cardinalities = {c.name: cardinality(c) for c in columns}
+        self.set_schema(Schema(columns))
         self.dim = dim
         self.stddev = float(stddev)
         self.combiner = plain_combiner(combiner)
         self._combiners = _combiner_per_list(self.list_fields, combiner)
         self.stacked = stacked
-        self._first_row = dict(zip(self.fields, offsets[:-1], strict=True))
-        zero_rows = [
-            first + i
-            for name, first in self._first_row.items()
-            for i in _untrained_ids(by_name[name])
-            if i < self.cardinalities[name]
-        ]
-        self._initializer = TableInitializer(self.stddev, zero_rows)
+        self._first_row = {name: ranges.first_row(name) for name in self.fields}
+        self._initializer = TableInitializer(self.stddev, _untrained_rows(columns, ranges))
         self._spec = TableSpec(
             name=self.name,
             layer=self,
             get_variable=lambda: self.table,
             row_offsets=self.row_offsets,
-            columns=tuple(self.schema),
+            columns=tuple(columns),
             width=dim,
+            range_of_column=tuple(ranges.range_of[name] for name in self.fields),
         )
 
     @property
@@ -162,19 +166,19 @@ class FusedEmbeddings(SchemaMixin, tf.keras.layers.Layer):
 
     def call(self, inputs: dict[str, Any]) -> tf.Tensor | dict[str, tf.Tensor]:
         """b×F×d, or field → b×d; see the class."""
-        parts = []
+        check, parts, lookups = IdCheck(), [], []
         if self.one_hot_fields:
             fields, given = self.one_hot_fields, [inputs[name] for name in self.one_hot_fields]
             columns = (tf.cast(column, tf.int64) for column in given)
             ids = tf.concat([tf.reshape(column, [-1, 1]) for column in columns], axis=1)
-            rows = self._rows(ids, fields)
-            self._spec.recorder.record(
-                Lookup("one-hot fields", rows, features=fields, sources=tuple(given))
-            )
-            parts.append(self._gather(rows))
-        parts += [
-            self._list_lookup(name, inputs[name], name)[:, tf.newaxis] for name in self.list_fields
-        ]
+            rows = self._rows(ids, fields, check)
+            lookups.append(Lookup("one-hot fields", rows, features=fields, sources=tuple(given)))
+            parts.append(tf.cast(self._gather(rows), self.compute_dtype))
+        for name in self.list_fields:
+            combined, lookup = self._list_lookup(name, inputs[name], name, check)
+            lookups.append(lookup)
+            parts.append(combined[:, tf.newaxis])
+        self._record(lookups, check)
         stack = parts[0] if len(parts) == 1 else tf.concat(parts, axis=1)
         if self.stacked:
             return stack
@@ -196,58 +200,66 @@ class FusedEmbeddings(SchemaMixin, tf.keras.layers.Layer):
         self._check_field(field)
         self._built_table(build=True)
         feature = field if feature is None else feature
+        check = IdCheck()
         if field in self.list_fields:
-            return self._list_lookup(field, ids, feature)
-        rows = self._rows(tf.reshape(tf.cast(ids, tf.int64), [-1, 1]), (field,))
-        self._spec.recorder.record(Lookup(feature, rows, sources=(ids,)))
-        return tf.reshape(self._gather(rows), [-1, self.dim])
+            found, lookup = self._list_lookup(field, ids, feature, check)
+        else:
+            rows = self._rows(tf.reshape(tf.cast(ids, tf.int64), [-1, 1]), (field,), check)
+            found = tf.cast(tf.reshape(self._gather(rows), [-1, self.dim]), self.compute_dtype)
+            lookup = Lookup(feature, rows, sources=(ids,))
+        self._record([lookup], check)
+        return found
 
-    def _rows(self, ids: tf.Tensor, fields: Sequence[str]) -> tf.Tensor:
-        """Ids n×F of F fields to row numbers; an id out of range raises."""
-        sizes = tf.constant([self.cardinalities[name] for name in fields], tf.int64)
-        # The least id by its bits, inverted: Min has no GPU kernel for int64, and -ids would
-        # overflow where there is no id, or the one that NaN becomes.
-        least = tf.bitwise.invert(tf.reduce_max(tf.bitwise.invert(ids), axis=0))
-        most = tf.reduce_max(ids, axis=0)
-        outside = tf.logical_or(least < 0, most >= sizes)
-        at = tf.argmax(outside)
-        message = [
-            "ids must be from 0 to cardinality - 1. Field, cardinality, received:",
-            tf.gather(tf.constant(fields), at),
-            sizes[at],
-            tf.where(least[at] < 0, least[at], most[at]),
-        ]
-        check = tf.debugging.Assert(tf.logical_not(tf.reduce_any(outside)), message)
-        first = [self._first_row[name] for name in fields]
-        with tf.control_dependencies([] if check is None else [check]):
-            return ids + tf.constant([first], tf.int64)
+    def _rows(self, ids: tf.Tensor, fields: Sequence[str], check: IdCheck) -> tf.Tensor:
+        """Ids n×F of F fields to row numbers; an id out of range is left to the check."""
+        ids = check.add(ids, fields, [self.cardinalities[name] for name in fields])
+        return ids + tf.constant([[self._first_row[name] for name in fields]], tf.int64)
 
     def _gather(self, rows: tf.Tensor) -> tf.Tensor:
-        """Rows of the table by number, in the layer's compute dtype."""
-        return tf.cast(self._spec.access.gather(self.table, rows), self.compute_dtype)
+        """Rows of the table by number, in its own dtype."""
+        return self._spec.access.gather(self.table, rows)
 
-    def _list_lookup(self, name: str, ids: Any, feature: str) -> tf.Tensor:
-        """b×d: the rows of one list column, combined."""
-        if not isinstance(ids, tf.RaggedTensor):
-            shape = tf.shape(ids)
-            ids = tf.RaggedTensor.from_tensor(tf.reshape(ids, [shape[0], -1]))
-        if ids.ragged_rank != 1:
-            raise ValueError(f"The list column {name!r} must be ragged in one dimension.")
-        flat = tf.reshape(tf.cast(ids.flat_values, tf.int64), [-1])
-        padding = self._first_row[name] + PADDING_ID
-        rows = ids.with_flat_values(tf.reshape(self._rows(flat[:, tf.newaxis], (name,)), [-1]))
-        self._spec.recorder.record(
-            Lookup(feature, rows, is_list=True, padding=padding, sources=(ids,))
+    def _record(self, lookups: Sequence[Lookup], check: IdCheck) -> None:
+        """Note the step's rows for the optimizer, whose update so waits for the check."""
+        with tf.control_dependencies([check.answer()]):
+            for lookup in lookups:
+                rows = tf.nest.map_structure(tf.identity, lookup.rows, expand_composites=True)
+                self._spec.recorder.record(dataclasses.replace(lookup, rows=rows))
+
+    def _list_lookup(
+        self, name: str, ids: Any, feature: str, check: IdCheck
+    ) -> tuple[tf.Tensor, Lookup]:
+        """b×d, the rows of one list column, combined; and what is to be recorded."""
+        given = ids
+        if isinstance(ids, tf.RaggedTensor):
+            if ids.ragged_rank != 1:
+                raise ValueError(f"The list column {name!r} must be ragged in one dimension.")
+            ids = ids.with_row_splits_dtype(tf.int64)  # int32 ones would be the host's
+            flat = tf.reshape(tf.cast(ids.flat_values, tf.int64), [-1])
+            samples, number = samples_of(ids), ids.nrows()
+        else:
+            ids = tf.reshape(ids, [tf.shape(ids)[0], -1])
+            flat = tf.reshape(tf.cast(ids, tf.int64), [-1])
+            number, width = tf.unstack(tf.shape(ids, tf.int64))
+            samples = tf.range(tf.size(flat, tf.int64)) // tf.maximum(width, 1)
+        at = tf.reshape(self._rows(flat[:, tf.newaxis], (name,), check), [-1])
+        rows = (
+            ids.with_flat_values(at)
+            if isinstance(ids, tf.RaggedTensor)
+            else tf.reshape(at, tf.shape(ids))
         )
-        held = tf.cast(tf.not_equal(flat, PADDING_ID), self.compute_dtype)
-        samples, number = rows.value_rowids(), rows.nrows()
-        found = self._gather(rows.flat_values) * held[:, tf.newaxis]
-        total = tf.math.unsorted_segment_sum(found, samples, number)
+        padding = self._first_row[name] + PADDING_ID
+        lookup = Lookup(feature, rows, is_list=True, padding=padding, sources=(given,))
+        # Not in half precision: there, 6,000 times 0.1 adds up to 256.
+        exact = tf.float64 if self.table.dtype == tf.float64 else tf.float32
+        held = tf.cast(tf.not_equal(flat, PADDING_ID), exact)
+        found = tf.cast(self._gather(at), exact) * held[:, tf.newaxis]
+        combined = tf.math.unsorted_segment_sum(found, samples, number)
         combiner = self._combiners[name]
-        if combiner == "sum":
-            return total
-        n = tf.math.unsorted_segment_sum(held, samples, number)[:, tf.newaxis]
-        return tf.math.divide_no_nan(total, n if combiner == "mean" else tf.sqrt(n))
+        if combiner != "sum":
+            n = tf.math.unsorted_segment_sum(held, samples, number)[:, tf.newaxis]
+            combined = tf.math.divide_no_nan(combined, n if combiner == "mean" else tf.sqrt(n))
+        return tf.cast(combined, self.compute_dtype), lookup
 
     def compute_output_shape(self, input_shape: dict[str, Any]) -> Any:
         """b×F×d, or field → b×d."""
@@ -265,19 +277,22 @@ class FusedEmbeddings(SchemaMixin, tf.keras.layers.Layer):
 
         Args:
           field: one of `fields`.
-          raw_ids: n, as they stand in the log. A missing one (None, NaN) has the row of missing
-            ids, one that the vocabulary does not hold the row of unknown ids.
+          raw_ids: n, as they stand in the log, as numbers or text: 1382, 1382.0 and "1382" are
+            one id. A missing one (None, NaN) has the row of missing ids (of unknown ones in top-k
+            data that did not keep it), one that the vocabulary does not hold the row of unknown
+            ids.
           workflow: the saved NVTabular workflow, if the schema does not say where it lies.
 
         Returns:
           n, int64.
 
         Raises:
-          ValueError: no such field, its vocabulary is not there, or an unknown id of a field whose
-            unknown ids are hashed.
+          ValueError: no such field, its vocabulary is not there, a raw id that is neither text nor
+            a number, or an unknown id of a field whose unknown ids are hashed.
         """
-        ids = encode(self._vocabulary(field, workflow), raw_ids)
-        hashed = int(self.schema[field].properties.get("num_buckets") or 1) > 1
+        column = self._column(field)
+        ids = encode(self._vocabulary(field, workflow), raw_ids, missing=missing_id(column))
+        hashed = int(column.properties.get("num_buckets") or 1) > 1
         if hashed and (ids == UNKNOWN_ID).any():
             raise ValueError(
                 f"raw ids of field {field!r} must be in its vocabulary, for the others share rows "
@@ -354,6 +369,10 @@ class FusedEmbeddings(SchemaMixin, tf.keras.layers.Layer):
                 raise ValueError(f"raw ids of field {field!r} must be unique. Received: {twice!r}")
             ids = encode(self._vocabulary(field, workflow), values.index)
             known = ids > UNKNOWN_ID
+            again = pd.Series(ids[known]).duplicated().to_numpy()
+            if again.any():  # 7 and "7"
+                twice = values.index[known][again][0]
+                raise ValueError(f"raw ids of field {field!r} must be unique. Received: {twice!r}")
             if not known.any():
                 raise ValueError(
                     f"raw ids of field {field!r} must be in its vocabulary. Received: "
@@ -366,8 +385,7 @@ class FusedEmbeddings(SchemaMixin, tf.keras.layers.Layer):
         return len(ids)
 
     def _vocabulary(self, field: str, workflow: str | os.PathLike[str] | None) -> pd.Series:
-        self._check_field(field)
-        vocabulary = read_vocabulary(self.schema[field], workflow)
+        vocabulary = read_vocabulary(self._column(field), workflow)
         last, cardinality = vocabulary.index.max(), self.cardinalities[field]
         if len(vocabulary) and last >= cardinality:
             raise ValueError(
@@ -375,6 +393,10 @@ class FusedEmbeddings(SchemaMixin, tf.keras.layers.Layer):
                 f"{cardinality}. Received: id {last}. It is another workflow's than the schema."
             )
         return vocabulary
+
+    def _column(self, field: str) -> ColumnSchema:
+        self._check_field(field)
+        return self.schema[field]
 
     def _check_field(self, field: str) -> None:
         if field not in self.cardinalities:
@@ -414,14 +436,13 @@ def _is_list(column: ColumnSchema) -> bool:
     return bool(column.is_list)
 
 
-def _cardinality(column: ColumnSchema) -> int:
-    domain = column.int_domain
-    if domain is None or domain.max is None:
-        raise ValueError(
-            f"Column {column.name!r} must have an int domain with a max (its cardinality - 1). "
-            "Take the schema of an NVTabular workflow with Categorify."
-        )
-    return int(domain.max) + 1
+def _untrained_rows(columns: Sequence[ColumnSchema], ranges: RowRanges) -> list[int]:
+    """Rows that no training row has, whichever field reads them."""
+    untrained: dict[int, set[int]] = {}
+    for column in columns:
+        ids = {i for i in _untrained_ids(column) if i < cardinality(column)}
+        untrained.setdefault(ranges.first_row(column.name), ids).intersection_update(ids)
+    return sorted(first + i for first, ids in untrained.items() for i in ids)
 
 
 def _untrained_ids(column: ColumnSchema) -> list[int]:
@@ -431,7 +452,7 @@ def _untrained_ids(column: ColumnSchema) -> list[int]:
     vocabulary, buckets only spread the ids that training has not seen.
     """
     given = column.properties
-    truncated = 0 < (given.get("max_size") or 0) <= _cardinality(column)
+    truncated = 0 < (given.get("max_size") or 0) <= cardinality(column)
     below = (given.get("freq_threshold") or 0) > 1
     buckets = int(given.get("num_buckets") or 1)
     if truncated or below or (buckets > 1 and not given.get("cat_path")):

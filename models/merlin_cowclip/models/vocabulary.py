@@ -5,12 +5,15 @@ It reads files; it learns nothing.
 
 from __future__ import annotations
 
+import contextlib
+import numbers
 import os
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 
 from merlin_cowclip.plugins._stack import ColumnSchema
 
@@ -64,12 +67,64 @@ def read_vocabulary(
     )
 
 
-def encode(vocabulary: pd.Series, raw_ids: Any) -> np.ndarray:
-    """Ids of raw ids, n, int64: 1 for a missing one, 2 for one that is not in the vocabulary."""
+def encode(vocabulary: pd.Series, raw_ids: Any, *, missing: int = MISSING_ID) -> np.ndarray:
+    """Ids of raw ids, n, int64: 2 for one that is not in the vocabulary.
+
+    1382, 1382.0 and "1382" are one id, whether the vocabulary holds numbers or, as ours do, the
+    text of them: pandas makes integers beside a missing one floats.
+
+    Args:
+      vocabulary: from `read_vocabulary`.
+      raw_ids: n; text, numbers, or missing (None, NaN, NA).
+      missing: id of the missing ones; see `missing_id`.
+
+    Raises:
+      ValueError: a raw id of another type, where the vocabulary holds text or numbers.
+    """
     raw = pd.Series(np.asarray(raw_ids, dtype=object))
+    gone = raw.isna().to_numpy()
+    held = raw[~gone]
+    if vocabulary.dtype.kind in "iuf":
+        held = held.map(_as_number)
+    elif pd.api.types.infer_dtype(vocabulary) in ("string", "empty"):
+        held = held.map(_as_text)
     # As objects: pandas would make integers beside a missing one floats, and large ones inexact.
     known = pd.Index(vocabulary.astype(object), dtype=object)
-    places = known.get_indexer(pd.Index(raw, dtype=object))
-    ids = np.append(vocabulary.index, UNKNOWN_ID)[places]  # place -1, not there, is the last
-    ids[raw.isna().to_numpy()] = MISSING_ID
-    return ids.astype(np.int64)
+    places = known.get_indexer(pd.Index(held, dtype=object))
+    ids = np.full(len(raw), missing, np.int64)
+    ids[~gone] = np.append(vocabulary.index, UNKNOWN_ID)[places]  # place -1, not there: the last
+    return ids
+
+
+def missing_id(column: ColumnSchema) -> int:
+    """The id of a field's missing ids: 2 where they were made unknown, as top-k data does."""
+    return UNKNOWN_ID if column.properties.get("missing_as_unknown") else MISSING_ID
+
+
+def _as_text(raw: Any) -> str:
+    """A raw id as the text that it has in a vocabulary; a whole float as the integer it was."""
+    if isinstance(raw, str):
+        return raw
+    if isinstance(raw, (bool, np.bool_)):
+        return "true" if raw else "false"
+    if isinstance(raw, numbers.Integral):
+        return str(int(raw))
+    if isinstance(raw, numbers.Real):
+        value = float(raw)
+        # Beyond 2^53 a float no longer holds every integer.
+        if value.is_integer() and abs(value) < 2**53:
+            return str(int(value))
+        return str(pa.scalar(value, pa.float64()).cast(pa.string()).as_py())
+    raise ValueError(f"a raw id must be text or a number. Received: {raw!r}, {type(raw).__name__}")
+
+
+def _as_number(raw: Any) -> Any:
+    """A raw id for a vocabulary of numbers; text that is no number's own stays what it is."""
+    text = _as_text(raw)
+    if not isinstance(raw, (str, bool, np.bool_)):
+        return raw
+    for number in (int, float):
+        with contextlib.suppress(ValueError):
+            if _as_text(number(text)) == text:
+                return number(text)
+    return text

@@ -44,8 +44,9 @@ class Lookup:
     Attributes:
       key: the feature. The same ids under one key count once, other ids add up. Empty where the
         feature is not known: the same ids are then those of any feature.
-      rows: integer row numbers of the table. Dense b×F: F one-hot features whose rows never meet.
-        Ragged b×(n): a list column. Dense b×n with `is_list`: a padded list column.
+      rows: integer row numbers of the table. Dense b×F: F one-hot features, each counted by itself:
+        a row that two of them share counts twice in a sample that holds it in both. Ragged b×(n): a
+        list column. Dense b×n with `is_list`: a padded list column.
       is_list: whether one sample may hold a row twice.
       padding: row that stands for "no id" in a list column, never counted.
       features: the F features, where `key` stands for several. One that is looked up alone as well
@@ -97,7 +98,7 @@ class Lookup:
 
 def samples_of(rows: tf.RaggedTensor) -> tf.Tensor:
     """The sample of each value of b×(n), int64; on GPUs, `value_rowids()` goes through the host."""
-    ends = tf.cast(rows.row_splits[1:], tf.int64)
+    ends = tf.cast(rows.row_splits, tf.int64)[1:]  # an int32 slice would be the host's
     values = tf.range(tf.size(rows.flat_values, tf.int64))
     return tf.searchsorted(ends, values, side="right", out_type=tf.int64)
 

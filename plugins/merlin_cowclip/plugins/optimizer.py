@@ -397,11 +397,14 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
             mine = owner.get(pair[1].ref(), self.default_optimizer)
             shares.setdefault(id(mine), []).append(pair)
         updates: list[Any] = []
+        # Recorded rows are there once their ids are known to be in range: else nothing is updated.
+        lookups = [lookup for spec in self.table_specs for lookup in spec.recorder.lookups()]
+        checked = tf.nest.flatten([lookup.rows for lookup in lookups], expand_composites=True)
         for optimizer in self.optimizers:
             if id(optimizer) not in shares:
                 continue
             # The exact mode takes a table-sized temporary: one table after the other.
-            before = updates[-1:] if self.update_mode == "exact" else []
+            before = checked + (updates[-1:] if self.update_mode == "exact" else [])
             with tf.control_dependencies(before):
                 update = optimizer.apply_gradients(
                     shares[id(optimizer)],

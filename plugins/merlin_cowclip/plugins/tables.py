@@ -44,9 +44,12 @@ class TableSpec:
       name: how messages and summaries call it.
       layer: the layer that owns the variable.
       get_variable: returns the V×d variable; may only be called once the layer is built.
-      row_offsets: first row of each field's own range of rows, then V; `(0, V)` for one field or
-        for a table that several fields share.
-      columns: the schema of the fields: one per range of rows, or all that share the table.
+      row_offsets: first row of each range of rows, then V; `(0, V)` for one field or for a table
+        that several fields share. What is chosen or clipped by field is so by range: fields that
+        share rows are one field there.
+      columns: the schema of the fields.
+      range_of_column: for each column, the number of the range that it reads; left out, column i
+        reads range i, or all columns the only one.
       width: d. Tables of width 1 are linear weights: they take L2 but are not clipped.
       recorder: the lookups of the current step.
       access: how the layer is to look rows up; Merlin's own tables do it their way.
@@ -60,6 +63,7 @@ class TableSpec:
     width: int
     recorder: IdRecorder = field(default_factory=IdRecorder)
     access: TableAccess = field(default_factory=TableAccess)
+    range_of_column: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         self.recorder.belong_to(self.get_variable)
@@ -75,7 +79,7 @@ class TableSpec:
         return self.row_offsets[-1]
 
     def selected(self, wanted: Sequence[Any]) -> tuple[bool, ...]:
-        """For each range of rows, whether `wanted` names it.
+        """For each range of rows, whether `wanted` names it, or a field that reads it.
 
         Args:
           wanted: names of tables or fields, tags, and layers.
@@ -90,8 +94,10 @@ class TableSpec:
             or any(Schema([column]).select_by_tag(tag) for tag in tags)  # USER_ID: USER and ID
             for column in self.columns
         ]
-        ranges = len(self.row_offsets) - 1
-        return tuple(hits) if len(hits) == ranges else (any(hits),) * ranges
+        ranges = range(len(self.row_offsets) - 1)
+        read = self.range_of_column or (ranges if len(ranges) == len(hits) else [0] * len(hits))
+        pairs = list(zip(read, hits, strict=True))
+        return tuple(by_layer or (number, True) in pairs for number in ranges)
 
 
 def _owns(item: Any, spec: TableSpec) -> bool:

@@ -176,9 +176,10 @@ class EncodeIds(Categorify):
         path = schema.properties["cat_path"]
         relative = path and str(Path(path).relative_to(self.out_path))
         buckets = self._buckets(col_schema.name)
-        return schema.with_properties(
-            {"cat_path": relative, "num_buckets": buckets if buckets > 1 else None}
-        )
+        added = {"cat_path": relative, "num_buckets": buckets if buckets > 1 else None}
+        if col_schema.name in self.missing_as_unknown:
+            added["missing_as_unknown"] = True
+        return schema.with_properties(added)
 
 
 class UnitRange(NormalizeMinMax):

@@ -1,0 +1,99 @@
+"""Which ops of a traced function a GPU can run, from the kernels that TensorFlow has registered.
+
+The full TensorFlow wheel registers its GPU kernels without a GPU, so this runs anywhere. An op
+whose inputs or outputs lie in host memory on a GPU (sizes and shapes, often int32) is allowed only
+where the tensor is a scalar or a shape: never one value per row.
+"""
+
+from __future__ import annotations
+
+from tensorflow.python.framework.kernels import get_registered_kernels_for_op
+
+# Structure, not computation: resolved by the runtime on any device.
+STRUCTURE = {
+    "NoOp",
+    "Const",
+    "Placeholder",
+    "Identity",
+    "IdentityN",
+    "StatefulPartitionedCall",
+    "PartitionedCall",
+    "_Arg",
+    "_Retval",
+}
+HOST = {"PyFunc", "EagerPyFunc", "PyFuncStateless", "NumpyFunction", "Assert"}
+
+AXES = {"r0", "r1", "reduction_indices"}  # arguments that name axes, however many there are
+
+
+def nodes_of(function):
+    """All nodes but those of branches that end the step with an error: they run at most once."""
+    definition = function.graph.as_graph_def()
+    yield from definition.node
+    for inner in definition.library.function:
+        if not any(node.op == "Assert" for node in inner.node_def):
+            yield from inner.node_def
+
+
+def what_it_waits_for(tensor):
+    """The types of all ops that run before a tensor is there."""
+    waiting, seen = [tensor.op], set()
+    while waiting:
+        op = waiting.pop()
+        if op not in seen:
+            seen.add(op)
+            waiting += [*(before.op for before in op.inputs), *op.control_inputs]
+    return {op.type for op in seen}
+
+
+def matches(kernel, node):
+    """Whether a registered kernel takes the node's types."""
+    for constraint in kernel.constraint:
+        allowed = set(constraint.allowed_values.list.type)
+        attribute = node.attr[constraint.name]
+        types = set(attribute.list.type) or {attribute.type}
+        if allowed and not types <= allowed:
+            return False
+    return True
+
+
+def host_arguments(node):
+    """What each GPU kernel for the node's types wants in host memory; `None` without a kernel."""
+    kernels = [
+        kernel
+        for kernel in get_registered_kernels_for_op(node.op).kernel
+        if kernel.device_type in ("GPU", "DEFAULT") and matches(kernel, node)
+    ]
+    return [set(kernel.host_memory_arg) for kernel in kernels] or None
+
+
+def check_kernels(function):
+    """Every op has a GPU kernel for its types, and none wants a vector of rows in host memory."""
+    operations = {op.name: op for op in function.graph.get_operations()}
+    missing, wide = [], []
+    for node in nodes_of(function):
+        assert node.op not in HOST, node
+        if node.op in STRUCTURE:
+            continue
+        found = host_arguments(node)
+        if found is None:
+            missing.append((node.op, {k: v.type for k, v in node.attr.items() if v.type}))
+            continue
+        op = operations.get(node.name)
+        if op is None or not all(found):
+            continue  # a kernel that keeps everything on the device
+        # Inputs in host memory may be sizes and shapes, never a vector with one value per row.
+        definition = op.op_def
+        for i, argument in enumerate(definition.input_arg):
+            on_host = argument.name in found[0] - AXES
+            if on_host and len(definition.input_arg) == len(op.inputs):
+                shape = op.inputs[i].shape
+                if shape.rank is None or (shape.rank and shape[0] is None):
+                    wide.append((node.op, argument.name, shape))
+        for argument, output in zip(definition.output_arg, op.outputs, strict=False):
+            shape = output.shape
+            unknown = shape.rank is None or (shape.rank > 0 and shape[0] is None)
+            if argument.name in found[0] - AXES and unknown:
+                wide.append((node.op, argument.name, shape))
+    assert not missing, f"no GPU kernel for {missing}"
+    assert not wide, f"one value per row in host memory: {wide}"
