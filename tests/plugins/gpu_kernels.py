@@ -35,15 +35,20 @@ def nodes_of(function):
             yield from inner.node_def
 
 
-def what_it_waits_for(tensor):
-    """The types of all ops that run before a tensor is there."""
-    waiting, seen = [tensor.op], set()
+def ops_before(op):
+    """All ops that run before one does, and itself."""
+    waiting, seen = [op], set()
     while waiting:
         op = waiting.pop()
         if op not in seen:
             seen.add(op)
             waiting += [*(before.op for before in op.inputs), *op.control_inputs]
-    return {op.type for op in seen}
+    return seen
+
+
+def what_it_waits_for(tensor):
+    """The types of all ops that run before a tensor is there."""
+    return {op.type for op in ops_before(tensor.op)}
 
 
 def matches(kernel, node):

@@ -96,8 +96,8 @@ class FusedEmbeddings(SchemaMixin, tf.keras.layers.Layer):
       ValueError: no categorical column, a column without an int domain, columns of one domain that
         differ in cardinality, or a bad argument.
       tf.errors.InvalidArgumentError: at a call, an id beyond its field's cardinality. (Otherwise it
-        would read, and train, a row of the next field, or on a GPU zeros.) No table is updated by
-        such a step.
+        would read, and train, a row of the next field, or on a GPU zeros.) `CowClipOptimizer`
+        updates nothing in such a step.
     """
 
     def __init__(
