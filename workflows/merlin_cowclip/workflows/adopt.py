@@ -175,7 +175,8 @@ class _Scan:
 
     def _positives(self, column: pa.Array, place: _Place) -> int:
         """How many labels of a batch are 1; the others are 0."""
-        values = column.cast(pa.float64()).to_numpy(zero_copy_only=False)  # NaN where null
+        # NaN where null. A whole number beyond 2^53 is rounded, and none becomes 0 or 1 by that.
+        values = column.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False)
         good = (values == 0) | (values == 1)
         if not good.all():
             row = int(np.argmin(good))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -49,6 +50,13 @@ def open_files(given: str | Path | Sequence[str | Path]) -> list[ParquetFile]:
                 files.append(ParquetFile(path, parquet.schema_arrow.remove_metadata(), rows, state))
         except (pa.ArrowException, OSError) as error:
             bad_parquet(path, error)
+        names = files[-1].schema.names
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise UserError(
+                f"parquet must have every column once. Received twice: {quoted(twice)} in {path}. "
+                "Write it again"
+            )
     if not sum(file.rows for file in files):
         raise UserError(f"parquet must hold rows. Received: none in {paths[0]}{others(paths)}")
     return files
@@ -60,14 +68,15 @@ def _expand(given: str | Path) -> list[Path]:
     Beside its parts, ``to_parquet`` writes ``_metadata``, ``_file_list.txt`` and more.
     """
     path = Path(given)
-    if path.is_file():
+    # Of `os.path`: false, too, of a name that is too long, or a link to itself.
+    if os.path.isfile(path):
         return [path]
-    if path.is_dir():
+    if os.path.isdir(path) and str(given):  # "" would be the folder that we are in
         found = list(path.iterdir())
     elif glob.has_magic(str(given)):
         found = [Path(name) for name in glob.glob(str(given), recursive=True)]
     else:
-        raise UserError(f"parquet must be there. Received: {path}. Check the path")
+        raise UserError(f"parquet must be there. Received: {str(given)!r}. Check the path")
     parts = [p for p in found if p.suffix == ".parquet" and p.name[0] not in "._" and p.is_file()]
     if not parts:
         kind = "folder" if path.is_dir() else "pattern"
@@ -86,16 +95,17 @@ def natural_order(path: Path) -> tuple[Any, ...]:
 
 def check_given_once(parts: dict[str, list[ParquetFile]]) -> None:
     """Refuse a file that is in a part twice, or in two."""
-    seen: dict[Path, str] = {}
+    seen: dict[tuple[int, int], str] = {}
     for part, files in parts.items():
         for file in files:
-            path = file.path.resolve()
-            if path in seen:
+            status = file.path.stat()
+            known = (status.st_dev, status.st_ino)  # by whatever name and link
+            if known in seen:
                 raise UserError(
                     f"a parquet file must be given once. Received twice: {file.path}, for the "
-                    f"{PARTS[seen[path]]} and for the {PARTS[part]}"
+                    f"{PARTS[seen[known]]} and for the {PARTS[part]}. Leave one out"
                 )
-            seen[path] = part
+            seen[known] = part
 
 
 def check_label(files: list[ParquetFile], label: str) -> None:

@@ -6,6 +6,7 @@ import functools
 import glob
 import itertools
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -191,7 +192,7 @@ def load_workflow(folder: Path) -> nvt.Workflow:
     Raises:
         UserError: not a workflow's folder, it does not load here, or was not fitted.
     """
-    missing = [name for name in WORKFLOW_FILES if not (folder / name).is_file()]
+    missing = [name for name in WORKFLOW_FILES if not os.path.isfile(folder / name)]
     if missing:
         raise UserError(
             "the workflow must be a folder that nvtabular.Workflow.save wrote. Received: "

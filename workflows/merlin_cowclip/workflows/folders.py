@@ -75,8 +75,13 @@ def all_or_nothing(out: Path) -> Iterator[Path]:
     try:
         yield folder
         refuse_existing(out)
-        out.parent.mkdir(parents=True, exist_ok=True)
-        os.rename(folder, out)
+        try:
+            out.parent.mkdir(parents=True, exist_ok=True)
+            os.rename(folder, out)
+        except OSError as error:  # another command was faster
+            if error.errno == errno.ENOSPC:
+                raise
+            _refuse_place(out, error.strerror)
     except OSError as error:
         if error.errno == errno.EMFILE:
             raise UserError(

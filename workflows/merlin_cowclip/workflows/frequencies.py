@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 FOLDER = "frequencies"  # in the prepared folder, unless another is named
 BATCH_SIZES = tuple(K * 2**i for i in range(8))  # 1K to 128K
+MAX_BATCH_SIZE = 1 << 53  # up to which a float holds every whole number
 TOP = (1, 3, 10, 100, 1_000, 10_000, 100_000, 1_000_000)
 PERCENTS = (50, 90, 99)
 GROUP_ROWS = 1 << 20  # rows of frequencies.parquet that are held and written at a time
@@ -105,7 +106,8 @@ class CountDistribution:
         Where it is far below, equation 1 is b·P(id): the id is in s times as many batches of size
         s·b, so its learning rate is not to be scaled.
         """
-        return float(self.ids[self.counts * batch_size < rows].sum() / self.total_ids)
+        most = (rows - 1) // batch_size  # count · b < rows in whole numbers, however large b is
+        return float(self.ids[self.counts <= most].sum() / self.total_ids)
 
     def in_batch(self, rows: int, batch_size: int) -> float:
         """The expected share of ids that a batch holds: the mean of 1 - (1 - P(id))^b.
@@ -114,7 +116,7 @@ class CountDistribution:
         """
         p = np.minimum(self.counts / rows, 1.0)
         with np.errstate(divide="ignore"):  # P = 1: log 0 is -inf, and the id is in every batch
-            present = -np.expm1(batch_size * np.log1p(-p))
+            present = -np.expm1(float(batch_size) * np.log1p(-p))
         return float(present @ self.ids / self.total_ids)
 
 
@@ -416,9 +418,11 @@ def _summary(
 
 def _check_batch_sizes(batch_sizes: Sequence[int]) -> tuple[int, ...]:
     for size in batch_sizes:
-        if isinstance(size, bool) or not isinstance(size, (int, np.integer)) or size < 1:
+        whole = isinstance(size, (int, np.integer)) and not isinstance(size, bool)
+        if not whole or not 1 <= size <= MAX_BATCH_SIZE:
             raise UserError(
-                f"batch sizes must be positive whole numbers of samples. Received: {size!r}"
+                "batch sizes must be positive whole numbers of samples, at most 2^53. Received: "
+                f"{size!r}"
             )
     if not len(batch_sizes):
         raise UserError("batch sizes must be given. Received: none. Leave them out for 1K to 128K")

@@ -239,10 +239,20 @@ class PreparedData:
         """The fitted ``nvtabular.Workflow``: raw rows in, the rows of ``train/`` and ``test/`` out.
 
         Loading runs code from the folder (NVTabular uses cloudpickle): open only your own.
+
+        Raises:
+            UserError: it does not load here.
         """
         with quiet_imports():
             import nvtabular as nvt
-        return nvt.Workflow.load(str(self.path / "workflow"))
+        folder = self.path / "workflow"
+        try:
+            return nvt.Workflow.load(str(folder))
+        except Exception as error:  # it runs whatever was pickled
+            raise UserError(
+                f"the workflow of prepared data must load in this environment. Received: {folder}: "
+                f"{type(error).__name__}: {error}. Install what it needs, or prepare the data again"
+            ) from error
 
 
 _AGAIN = "Prepare the data again"
