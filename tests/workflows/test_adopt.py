@@ -648,7 +648,7 @@ def test_bad_arguments(home, tmp_path):
         assert list(tmp_path.iterdir()) == []
 
     part = home / "train" / "part_0.parquet"
-    refused("parquet must be there. Received: /nowhere. Check", parquet="/nowhere")
+    refused("parquet must be there. Received: '/nowhere'. Check", parquet="/nowhere")
     refused("at least one parquet file must be given. Received: none", parquet=[])
     refused("a folder must hold files named .*workflow', without one", parquet=home / "workflow")
     refused("a pattern must hold files named", parquet=str(home / "*.csv"))

@@ -569,8 +569,8 @@ def test_the_top_k_data_trains(criteo, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--batch-sizes", "1024", "0"], "positive whole numbers of samples. Received: 0"),
-        (["--batch-sizes", "-3"], "positive whole numbers of samples. Received: -3"),
+        (["--batch-sizes", "1024", "0"], r"at most 2\^53. Received: 0"),
+        (["--batch-sizes", "-3"], r"at most 2\^53. Received: -3"),
         (["--fields", "user", "C1"], "field must be one of 'user', .*'genres'. Received: 'C1'"),
         (["--fields", "price"], "field must be one of .* Received: 'price'"),
         (["--top-k", "0"], "top-k must be a whole number of at least 1. Received: 0"),
