@@ -89,9 +89,7 @@ def check(folder: Path, spec: str, log: str | bytes, words, *options: Any, name=
         pytest.param(
             toml() + "label = 'z'\n", ["toy.toml", "must be TOML", "line 7"], id="key twice"
         ),
-        pytest.param(
-            "seed = " + "1" * 5000, ["toy.toml", "must be TOML"], id="a number of 5000 digits"
-        ),
+        pytest.param("seed = " + "1" * 5000, ["toy.toml", "must be"], id="a number of 5000 digits"),
         pytest.param(toml(name=None), ["'name' must be given"], id="no name"),
         pytest.param(toml(name=""), ["name must be a text"], id="empty name"),
         pytest.param(toml(label=None), ["'label' must be given"], id="no label"),
@@ -170,7 +168,7 @@ def test_specifications(tmp_path, text, words):
         (["--workers", "9" * 30], ["workers must fit the memory", "Use 25"]),
         (["--workers", "many"], ["--workers", "'many'"]),
         (["--seed", "one"], ["--seed", "'one'"]),
-        (["--seed", "1" * 5000], ["--seed"]),
+        (["--seed", "1" * 5000 + "x"], ["--seed"]),
         (["--test", "half"], ["--test", "'half'"]),
         (["--quotes", "no"], ["--quotes"]),
         (["--device", "tpu"], ["device must be one of cpu, gpu", "'tpu'"]),
@@ -202,7 +200,7 @@ def test_specifications(tmp_path, text, words):
         (["--freq-threshold", "-3"], ["freq_threshold", "at least 0", "-3"]),
         (["--freq-threshold", "user=1.5"], ["--freq-threshold", "'user=1.5'"]),
         (["--freq-threshold", "9" * 25], ["must leave ids", "'user'"]),
-        (["--freq-threshold", "9" * 5000], ["--freq-threshold"]),
+        (["--freq-threshold", "9" * 5000 + "x"], ["--freq-threshold"]),
         (["--freq-threshold", "1000"], ["must leave ids", "1000 for 'user'"]),
         (["--hash-buckets", "0"], ["hash_buckets", "at least 1"]),
         (["--hash-buckets", "4"], ["hash_buckets needs a freq_threshold"]),
@@ -709,11 +707,11 @@ def test_data_sets(tmp_path, monkeypatch, dataset, words):
         ("dangling", ["must not exist", "dangling"]),
         ("", ["must not exist"]),
         ("log.csv/data", ["can be written", "log.csv", "Not a directory"]),
-        ("n" * 5000, ["name that the disk takes", "File name too long"]),
-        ("n" * 254, ["can be written", "File name too long"]),
-        ("x/" * 3000, ["name that the disk takes", "File name too long"]),
+        ("n" * 5000, ["output folder", "File name too long"]),
+        ("n" * 256, ["output folder", "File name too long"]),
+        ("x/" * 3000, ["output folder", "File name too long"]),
         ("missing/..", ["name of its own"]),
-        (os.fsdecode(b"d\xff"), ["name in UTF-8", "d\\xff"]),
+        (os.fsdecode(b"d\xff"), ["name that is text", "d\\udcff"]),
         ("s3://bucket/data", ["on this machine", "s3:/bucket/data"]),
     ],
 )

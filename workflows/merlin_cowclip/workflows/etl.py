@@ -36,7 +36,7 @@ from merlin_cowclip.workflows.encoding import (
     unit_range,
     widened,
 )
-from merlin_cowclip.workflows.errors import UserError, shown
+from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.folders import all_or_nothing, package_versions, refuse_existing
 from merlin_cowclip.workflows.prepared import PreparedData, write_record
 from merlin_cowclip.workflows.quiet import quiet_imports
@@ -122,27 +122,12 @@ def prepare(
 
 
 def _check_place(out: Path) -> None:
-    """Refuse what is no folder's name, or would become another one than is meant."""
-    try:
-        os.lstat(out)
-    except (FileNotFoundError, NotADirectoryError):
-        pass
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise UserError(
-            f"output folder must have a name that the disk takes. Received: {shown(out)}: {reason}"
-        ) from None
+    """Refuse what would become another folder than the one that is meant."""
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(out)):
         raise UserError(
             f"output folder must be on this machine. Received: {out}, which looks like a URL. Name "
             "a folder, and copy it from there"
         )
-    try:
-        str(out).encode()
-    except UnicodeEncodeError:
-        raise UserError(
-            f"output folder must have a name in UTF-8. Received: {os.fsencode(out)!r}. Name another"
-        ) from None
     if out.name in ("", ".."):
         raise UserError(f"output folder must have a name of its own. Received: {out}. Name one")
 

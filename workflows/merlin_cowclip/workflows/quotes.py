@@ -33,9 +33,9 @@ def _number(function: tuple[int, ...]) -> int:
 
 _FUNCTIONS = [(n % 4, n // 4 % 4, n // 16, BROKEN) for n in range(64)]
 _IDENTITY = _number((OUTSIDE, WITHIN, CLOSED))
-# first, second → the function that does both: associative, so many quotes can be taken at once.
+# 64 · first + second → the function that does both: associative, so quotes can be taken together.
 _THEN = np.array(
-    [[_number(tuple(g[state] for state in f)) for g in _FUNCTIONS] for f in _FUNCTIONS], np.uint8
+    [_number(tuple(g[state] for state in f)) for f in _FUNCTIONS for g in _FUNCTIONS], np.uint8
 )
 
 
@@ -93,7 +93,7 @@ class QuoteScan:
         while len(effects) > 1:  # by pairs: half as many each time
             if len(effects) % 2:
                 effects = np.append(effects, np.uint8(_IDENTITY))
-            effects = _THEN[effects[::2], effects[1::2]]
+            effects = _THEN[(effects[::2].astype(np.uint16) << 6) | effects[1::2]]
         if len(effects):
             self.state = _FUNCTIONS[effects[0]][self.state]
 
