@@ -340,7 +340,8 @@ def test_vocabularies_in_parts_and_combined(bare, log, tmp_path):
     assert names[train["src_dst"]].tolist() == (raw["src"] + "_" + raw["dst"]).tolist()
     assert data.record["notes"] == []
 
-    run = Run(tmp_path / "run", {"config": {"data": str(data.path)}})
+    learned = {"cardinalities": data.cardinalities, "continuous": data.spec.continuous}
+    run = Run(tmp_path / "run", {"config": {"data": str(data.path), **learned}})
     shutil.copytree(data.path / "workflow", run.path / "workflow")
     run.check_vocabulary(data)
     part = run.path / "workflow/categories/unique.user.parquet/part.1.parquet"
