@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 
 import pytest
 
@@ -220,6 +221,7 @@ ENDINGS = [
     (tf.errors.ResourceExhaustedError(None, None, FULL), 2, ["output needs disk space"]),
     (tf.errors.UnknownError(None, None, FULL), 2, ["output needs disk space", "Free some"]),
     (OSError(errno.ENOSPC, "No space left on device"), 2, ["output needs disk space"]),
+    (shutil.Error([("a", "b", f"[Errno 28] {FULL}")]), 2, ["output needs disk space"]),
     (
         tf.errors.ResourceExhaustedError(None, None, "OOM when allocating tensor\nwith shape[9]"),
         2,

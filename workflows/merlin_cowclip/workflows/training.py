@@ -167,10 +167,10 @@ def _compiled(
 
 @contextlib.contextmanager
 def _scarcity(out: Path) -> Iterator[None]:
-    """TensorFlow's errors for a full disk and for want of memory, as what they are."""
+    """TensorFlow's and shutil's errors for a full disk or want of memory, as what they are."""
     try:
         yield
-    except tf.errors.OpError as error:
+    except (tf.errors.OpError, shutil.Error) as error:  # the latter has many errors, and no errno
         if "No space left on device" in str(error):
             raise UserError(
                 f"output needs disk space. Received: none left for {out}. Free some, or name a "
