@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from merlin_cowclip.plugins.scaling import SCALING_RULES, Hyperparameters, recipe
+from merlin_cowclip.workflows import cli
 from merlin_cowclip.workflows.configuration import UPDATES, TrainConfig, base_hyperparameters
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.learning_rates import keras_schedule, plain_schedule
@@ -196,6 +197,59 @@ def test_from_dict_refuses(values, message):
 def test_options_are_refused_by_name(options, message):
     with pytest.raises(UserError, match=message):
         TrainConfig(**options)
+
+
+# The command line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "config"),
+    [
+        ("", TrainConfig()),
+        ("--rule sqrt*", TrainConfig(rule="sqrt_star")),
+        (
+            "--rule linear --l2 1e-3",
+            TrainConfig(rule="linear", base=recipe("linear").replace(l2=1e-3)),
+        ),
+        ("--no-clip --no-warmup", TrainConfig(base=Hyperparameters(clip=None, warmup_epochs=0.0))),
+        (
+            "--model dcn_v2 --cross-layers 2 --low-rank-dim 4 --mlp 8,4 --combiner sum",
+            TrainConfig(model="dcn_v2", cross_layers=2, low_rank_dim=4, mlp=(8, 4), combiner="sum"),
+        ),
+        (
+            "--model dlrm --bottom-mlp 8 --combiner a=sum,b=mean --clip-tables a,b",
+            TrainConfig(
+                model="dlrm",
+                bottom_mlp=(8,),
+                combiner={"a": "sum", "b": "mean"},
+                clip_tables=("a", "b"),
+            ),
+        ),
+        (
+            "--dense-schedule cosine:to=0.1 --embedding-schedule steps:5=0.1,8=0.01",
+            TrainConfig(dense_schedule={"name": "cosine", "to": 0.1}, embedding_schedule=STEPS),
+        ),
+        (
+            "--clip column --clip-threshold 2 --base-batch-size 256 --no-determinism --seed 3",
+            TrainConfig(
+                base=Hyperparameters(256, clip="column", clip_threshold=2.0),
+                deterministic=False,
+                seed=3,
+            ),
+        ),
+        (
+            "--config c.json --epochs 2 --dense-lr 0.5",
+            TrainConfig(model="lr", epochs=2, base=Hyperparameters(l2=1e-3, dense_lr=0.5)),
+        ),
+    ],
+    ids=str,
+)
+def test_the_command_lines_options(tmp_path, monkeypatch, arguments, config):
+    monkeypatch.chdir(tmp_path)
+    file = {"model": "lr", "epochs": 5, "base": {"l2": 1e-3}}
+    (tmp_path / "c.json").write_text(json.dumps(file))
+    parsed = cli._parser().parse_args(["train", "data", "--out", "run", *arguments.split()])
+    assert cli._train_config(parsed) == config
 
 
 # Identity

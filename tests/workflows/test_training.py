@@ -384,6 +384,11 @@ def test_exact_quality_needs_both_labels():
         exact_quality(np.array([1, 1]), np.array([0.3, 0.4]))
 
 
+def test_exact_quality_refuses_nan():
+    with pytest.raises(UserError, match="NaN for 1 of 2 rows. The model diverged"):
+        exact_quality(np.array([1, 0]), np.array([0.3, np.nan]))
+
+
 def test_exact_quality_of_probabilities_0_and_1_is_finite():
     quality = exact_quality(np.array([[1], [0]]), np.array([[0.0], [1.0]], np.float32))
     assert quality.auc == 0.0

@@ -34,7 +34,7 @@ def exact_quality(labels: np.ndarray, probabilities: np.ndarray) -> Quality:
       probabilities: n; limited to [1e-7, 1 - 1e-7] for the log loss.
 
     Raises:
-      UserError: only one of the labels is present.
+      UserError: only one of the labels is present, or a probability is none.
     """
     labels = np.asarray(labels, np.int64).ravel()
     if labels.min() == labels.max():
@@ -43,6 +43,12 @@ def exact_quality(labels: np.ndarray, probabilities: np.ndarray) -> Quality:
             f"{len(labels):,} rows. Prepare it with a larger test part, or split at random"
         )
     probabilities = np.asarray(probabilities, np.float64).ravel()
+    wrong = int(np.count_nonzero(~np.isfinite(probabilities)))
+    if wrong:
+        raise UserError(
+            f"predictions must be numbers. Received: NaN for {wrong:,} of {len(labels):,} rows. The "
+            "model diverged: lower the learning rates, or check the data for inf and NaN"
+        )
     limited = np.clip(probabilities, 1e-7, 1 - 1e-7)
     return Quality(
         float(roc_auc_score(labels, probabilities)),
