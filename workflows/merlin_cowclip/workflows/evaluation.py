@@ -46,8 +46,8 @@ def exact_quality(labels: np.ndarray, probabilities: np.ndarray) -> Quality:
     wrong = int(np.count_nonzero(~np.isfinite(probabilities)))
     if wrong:
         raise UserError(
-            f"predictions must be numbers. Received: NaN for {wrong:,} of {len(labels):,} rows. The "
-            "model diverged: lower the learning rates, or check the data for inf and NaN"
+            f"predictions must be numbers. Received: NaN for {wrong:,} of {len(labels):,} rows. "
+            "The model diverged: lower the learning rates, or check the data for inf and NaN"
         )
     limited = np.clip(probabilities, 1e-7, 1 - 1e-7)
     return Quality(
