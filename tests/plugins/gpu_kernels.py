@@ -21,6 +21,15 @@ STRUCTURE = {
     "_Arg",
     "_Retval",
 }
+# With deterministic ops, TensorFlow 2.12 copies the variable or result of these to the host, and
+# back: DoScatterOnCpu (core/kernels/resource_variable_ops.cc) and DoScatterNdOnCpu
+# (core/kernels/scatter_nd_op.cc).
+HOST_IF_DETERMINISTIC = {
+    *(f"ResourceScatter{op}" for op in ("Add", "Sub", "Mul", "Div", "Min", "Max", "Update")),
+    *(f"ResourceScatterNd{op}" for op in ("Update", "Add", "Sub", "Min", "Max")),
+    *(f"TensorScatter{op}" for op in ("Update", "Add", "Sub", "Min", "Max")),
+    "ScatterNd",
+}
 HOST = {"PyFunc", "EagerPyFunc", "PyFuncStateless", "NumpyFunction", "Assert"}
 
 AXES = {"r0", "r1", "reduction_indices"}  # arguments that name axes, however many there are
@@ -72,12 +81,16 @@ def host_arguments(node):
     return [set(kernel.host_memory_arg) for kernel in kernels] or None
 
 
-def check_kernels(function):
-    """Every op has a GPU kernel for its types, and none wants a vector of rows in host memory."""
+def check_kernels(function, deterministic=False):
+    """Every op has a GPU kernel for its types, and none wants a vector of rows in host memory.
+
+    With `deterministic`, none goes through the host where ops are deterministic either.
+    """
     operations = {op.name: op for op in function.graph.get_operations()}
     missing, wide = [], []
     for node in nodes_of(function):
         assert node.op not in HOST, node
+        assert not (deterministic and node.op in HOST_IF_DETERMINISTIC), node
         if node.op in STRUCTURE:
             continue
         found = host_arguments(node)

@@ -6,7 +6,15 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from merlin_cowclip.plugins import CowClipAdam, LinearWarmup
+from merlin_cowclip.plugins import (
+    CowClipAdam,
+    IdRecorder,
+    LinearWarmup,
+    Lookup,
+    TableSpec,
+    adam,
+)
+from merlin_cowclip.plugins._stack import ColumnSchema
 
 from .test_clipping import oracle as clip_oracle
 
@@ -110,6 +118,86 @@ def test_exact_without_clip_is_keras_adam_with_a_dense_l2_regularizer():
         keras.minimize(lambda ids=ids, a=a: loss(theirs, ids, a) + regularizer(theirs), [theirs])
     assert np.abs(ours.numpy() - w0).max() > 0.1
     np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-6)
+
+
+def bound(variable, clipped, optimizer):
+    """Bind a table of two fields, of 20 rows and the rest; nothing is recorded of it."""
+    V, d = variable.shape
+    columns = tuple(ColumnSchema(name) for name in "ab")
+    spec = TableSpec(
+        "t", tf.keras.layers.Layer(), lambda: variable, (0, 20, V), columns, d, IdRecorder()
+    )
+    optimizer.bind_tables({spec: clipped})
+    return spec
+
+
+@pytest.mark.parametrize("clipped", [(True, False), (False, True), (True, True)])
+def test_absent_rows_of_exempt_fields_are_not_clipped(clipped):
+    """Where r < 2λ, absent rows exceed their bound; those of a field that is exempt keep it."""
+    w0 = np.random.default_rng(3).normal(size=(50, 4)).astype(np.float32)
+    table, l2, ratio = tf.Variable(w0), 0.5, 1e-2
+    optimizer = CowClipAdam(1e-2, l2=l2, clip_ratio=ratio, clip_floor=0.0)
+    spec = bound(table, clipped, optimizer)
+
+    @tf.function
+    def step():
+        with tf.GradientTape() as tape:
+            ids = tf.constant([[1], [30]], tf.int64)
+            spec.recorder.record(Lookup("a", ids))
+            loss = tf.reduce_sum(tf.gather(table, ids))
+        optimizer.minimize(loss, [table], tape=tape)
+
+    step()
+    g = 2 * l2 * w0.astype(np.float64)
+    g[[1, 30]] += 1
+    limited = clip_oracle(
+        "adaptive_column", g, w0.astype(np.float64), np.ones(50), None, r=ratio, zeta=0.0
+    )
+    expected = np.where(np.repeat(clipped, [20, 30])[:, None], limited, g)
+    np.testing.assert_allclose(optimizer.get_slot(table, "m"), 0.1 * expected, rtol=1e-5)
+
+
+def test_half_precision_tables_are_summed_in_float32():
+    """6,000 × 0.1 is 256 in half precision: from there on, 0.1 more makes no difference."""
+    table = tf.Variable(tf.zeros([3, 2], tf.float16))
+    optimizer = CowClipAdam(1e-3, l2=0.0, clip=None)
+    values = tf.fill([6000, 2], tf.constant(0.1, tf.float16))
+    gradient = tf.IndexedSlices(values, tf.ones([6000], tf.int64), tf.constant([3, 2]))
+    optimizer.apply_gradients([(gradient, table)])
+    np.testing.assert_allclose(optimizer.get_slot(table, "m")[1], [60, 60], rtol=1e-2)
+
+
+@pytest.mark.parametrize("marked", [False, True], ids=["read shares", "read copies"])
+@pytest.mark.parametrize("in_graph", [False, True])
+def test_lazy_rows_are_written_alike_where_scatters_go_through_the_host(
+    monkeypatch, in_graph, marked
+):
+    """On a GPU with deterministic ops; a variable is read as its own buffer or as a copy."""
+    rng = np.random.default_rng(0)
+    w0 = rng.normal(scale=0.1, size=(20, 3)).astype(np.float32)
+    batches = [(rng.integers(0, 9, 50), rng.normal(size=(50, 3))) for _ in range(3)]
+    found = []
+    for through_host in (False, True):
+        monkeypatch.setattr(adam, "_scatters_through_host", lambda _, yes=through_host: yes)
+        table, optimizer = tf.Variable(w0), CowClipAdam(1e-2, update="lazy")
+
+        def step(values, ids, table=table, optimizer=optimizer):
+            optimizer.apply_gradients([(tf.IndexedSlices(values, ids), table)])
+
+        optimizer._create_all_weights([table])
+        variables = [table, *(optimizer.get_slot(table, name) for name in "mv")]
+        if marked:
+            for variable in variables:
+                tf.gather(variable, [0])
+        before = tf.identity(table)
+        run = tf.function(step) if in_graph else step
+        for ids, values in batches:
+            run(tf.constant(values, tf.float32), tf.constant(ids))
+        np.testing.assert_array_equal(before, w0)  # what was read earlier stays as it was
+        found.append([variable.numpy() for variable in variables])
+    for ours, theirs in zip(*found, strict=True):
+        assert np.abs(ours).max() > 0
+        np.testing.assert_array_equal(ours, theirs)
 
 
 @pytest.mark.parametrize("update", ["exact", "lazy"])

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+from types import SimpleNamespace
+
 import pytest
 import tensorflow as tf
 
-from merlin_cowclip.plugins import CLIP_RULES, CowClipAdam, IdRecorder, Lookup, TableSpec
+from merlin_cowclip.plugins import CLIP_RULES, CowClipAdam, IdRecorder, Lookup, TableSpec, adam
 from merlin_cowclip.plugins._stack import ColumnSchema
+from merlin_cowclip.plugins.adam import UPDATES
 
 from .gpu_kernels import check_kernels
 
@@ -16,16 +20,31 @@ def spec_of(variable, recorder, offsets):
     return TableSpec("t", tf.keras.layers.Layer(), lambda: variable, offsets, columns, 4, recorder)
 
 
-@pytest.mark.parametrize("counting", ["repeats", "recorded"])
-@pytest.mark.parametrize("update", ["exact", "lazy"])
-@pytest.mark.parametrize("clip", [*CLIP_RULES, None])
-def test_every_op_of_an_update_has_a_gpu_kernel(clip, update, counting):
+def on_a_deterministic_gpu(variable):
+    """As `adam._scatters_through_host` finds it there."""
+    return True
+
+
+CASES = [
+    *itertools.product([*CLIP_RULES, None], [1e-5], UPDATES, ["repeats", "recorded"], [False]),
+    # No decay to scatter into, and r < 2λ, where absent rows are clipped too.
+    *itertools.product(["adaptive_column"], [1e-5, 0.0, 1.0], UPDATES, ["recorded"], [True]),
+    *itertools.product(["adaptive_column", "field"], [1e-5], ["exact"], ["dense"], [True]),
+]
+
+
+@pytest.mark.parametrize(("clip", "l2", "update", "counting", "deterministic"), CASES)
+def test_every_op_of_an_update_has_a_gpu_kernel(
+    monkeypatch, clip, l2, update, counting, deterministic
+):
+    if deterministic:
+        monkeypatch.setattr(adam, "_scatters_through_host", on_a_deterministic_gpu)
     variable = tf.Variable(tf.random.normal((50, 4)))
     threshold = {"clip_threshold": 1.0} if clip in ("global", "field", "column") else {}
-    optimizer = CowClipAdam(clip=clip, update=update, **threshold)
+    optimizer = CowClipAdam(clip=clip, update=update, l2=l2, **threshold)
     optimizer._create_all_weights([variable])
     recorder = IdRecorder()
-    if counting == "recorded":
+    if counting != "repeats":
         optimizer.bind_tables({spec_of(variable, recorder, (0, 20, 50)): (True, False)})
 
     @tf.function(
@@ -36,13 +55,27 @@ def test_every_op_of_an_update_has_a_gpu_kernel(clip, update, counting):
         ]
     )
     def step(values, ids, splits):
-        if counting == "recorded":
+        gradient = tf.IndexedSlices(values, ids)
+        if counting != "repeats":
             ragged = tf.RaggedTensor.from_row_splits(ids, splits, validate=False)
             recorder.record(Lookup("list", ragged, is_list=True, padding=0))
             recorder.record(Lookup("one-hot", tf.reshape(ids, [-1, 1])))
-        optimizer.apply_gradients([(tf.IndexedSlices(values, ids), variable)])
+        if counting == "dense":
+            gradient = tf.math.unsorted_segment_sum(values, ids, 50)
+        optimizer.apply_gradients([(gradient, variable)])
 
-    check_kernels(step.get_concrete_function())
+    check_kernels(step.get_concrete_function(), deterministic)
+
+
+@pytest.mark.parametrize(
+    ("device", "deterministic", "expected"),
+    [("GPU:0", True, True), ("GPU:0", False, False), ("CPU:0", True, False), (None, True, False)],
+)
+def test_where_scatters_go_through_the_host(monkeypatch, device, deterministic, expected):
+    monkeypatch.setattr(adam, "is_op_determinism_enabled", lambda: deterministic)
+    place = device and f"/job:localhost/replica:0/task:0/device:{device}"
+    variable = SimpleNamespace(device=place)
+    assert adam._scatters_through_host(variable) is expected
 
 
 def test_the_check_can_fail():
@@ -66,3 +99,11 @@ def test_the_check_can_fail():
 
     with pytest.raises(AssertionError, match="one value per row in host memory"):
         check_kernels(small_integers.get_concrete_function())
+
+    @tf.function(input_signature=[tf.TensorSpec([None, 1], tf.int64)])
+    def scattered(rows):
+        return tf.scatter_nd(rows, tf.ones(tf.shape(rows)[:1]), tf.constant([9], tf.int64))
+
+    check_kernels(scattered.get_concrete_function())
+    with pytest.raises(AssertionError, match="ScatterNd"):
+        check_kernels(scattered.get_concrete_function(), deterministic=True)
