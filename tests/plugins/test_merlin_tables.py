@@ -6,7 +6,13 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from merlin_cowclip.plugins import CowClipAdam, CowClipOptimizer, Hyperparameters
+from merlin_cowclip.plugins import (
+    CowClipAdam,
+    CowClipOptimizer,
+    Hyperparameters,
+    load_model,
+    save_model,
+)
 from merlin_cowclip.plugins._stack import Schema, Tags, mm
 from merlin_cowclip.plugins.counting import count_sparse
 from merlin_cowclip.plugins.merlin_tables import find_tables
@@ -124,6 +130,23 @@ def test_a_recorded_keras_embedding_is_saved_and_loaded(tmp_path):
     model.save(tmp_path / "model")
     loaded = tf.keras.models.load_model(tmp_path / "model")
     np.testing.assert_array_equal(loaded(ids), expected)
+
+
+def test_a_model_of_encoders_is_saved_by_keras_itself(tmp_path):
+    """Merlin's encoders call their tables with more arguments than most layers do."""
+    tags = {"user": [Tags.USER, Tags.USER_ID], "item": [Tags.ITEM, Tags.ITEM_ID]}
+    schema = Schema(
+        [category(name, 9).with_tags([Tags.CATEGORICAL, *more]) for name, more in tags.items()]
+    )
+    model = mm.MatrixFactorizationModelV2(schema, dim=4)
+    optimizer = CowClipOptimizer.for_model(model, COLD)
+    model.compile(optimizer=optimizer, metrics=[])
+    feed = {"user": tf.constant(IDS["a"], tf.int64), "item": tf.constant(IDS["b"], tf.int64)}
+    model.fit(tf.data.Dataset.from_tensors(feed), verbose=0)
+    save_model(model, tmp_path / "model")
+    loaded = load_model(tmp_path / "model")
+    for ours, theirs in zip(loaded.get_weights(), model.get_weights(), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
 
 
 class OwnGather(tf.keras.layers.Layer):

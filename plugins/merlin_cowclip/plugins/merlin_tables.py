@@ -19,7 +19,7 @@ from merlin_cowclip.plugins.tables import HasTables, TableSpec
 
 _SPEC = "_merlin_cowclip_spec"
 
-# Tables whose lookup a layer around them has recorded already, with the name of the feature.
+# Tables whose lookup a layer around them, which knows the feature, has recorded already.
 _recorded = contextvars.ContextVar[tuple[TableSpec, ...]]("merlin_cowclip_recorded", default=())
 
 
