@@ -199,7 +199,7 @@ def test_lazy_rows_are_written_alike_where_scatters_go_through_the_host(
 
 
 def test_rows_are_never_written_into_a_value_that_was_read(monkeypatch):
-    """It may be the variable's own buffer, which others hold, or a copy, which nobody would keep."""
+    """It may be the variable's own buffer, which others hold, or a copy, which nobody keeps."""
     monkeypatch.setattr(adam, "_scatters_through_host", lambda _: True)
     table = tf.Variable(tf.zeros([3, 2]))
     read = tf.convert_to_tensor(table)
