@@ -590,6 +590,11 @@ LATIN = [b"a", b"b"] * 20 + [b"\xff"] + [b"a"] * 39
         pytest.param(
             {"tags": pa.nulls(80, pa.list_(pa.string()))}, ["'tags'", "hold some"], id="null lists"
         ),
+        pytest.param(
+            {"user": pa.array([0, 1] * 40, pa.duration("s"))},
+            ["'user'", "duration"],
+            id="durations",
+        ),
         pytest.param({"user": None}, ["Missing: 'user'"], id="missing"),
         pytest.param({"Y": pa.array([1] * 80), "y": None}, ["Missing: 'y'"], id="case"),
     ],
@@ -634,6 +639,17 @@ def test_harmed_parquet(tmp_path, harm, words):
     spec = write(tmp_path, "toy.toml", toml(format="parquet"))
     argv = ["prepare", spec, path, "--out", tmp_path / "data"]
     refused(argv, [*words, "log.parquet"], folder=tmp_path)
+
+
+def test_an_id_of_two_texts(tmp_path):
+    """0.1 is 0.1 in the one file and 0.10000000149011612 in the other."""
+    for kind in (pa.float32(), pa.float64()):
+        columns = {**frame(), "user": pa.array([0.1] * 80, kind)}
+        pq.write_table(pa.table(columns), tmp_path / f"{kind}.parquet")
+    spec = write(tmp_path, "toy.toml", toml(format="parquet"))
+    files = [tmp_path / "float.parquet", tmp_path / "double.parquet"]
+    words = ["one type", "'user'", "double in", "float in", *files]
+    refused(["prepare", spec, *files, "--out", tmp_path / "data"], words, folder=tmp_path)
 
 
 # Files and folders

@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from merlin_cowclip.workflows import encoding
-from merlin_cowclip.workflows.arrow_ids import as_text, column_as_text, mixed_as_text
+from merlin_cowclip.workflows.arrow_ids import as_text, column_as_text, mixed_as_text, same_text
 from merlin_cowclip.workflows.encoding import count_ids, encode_ids, scaled, unit_range, widened
 from merlin_cowclip.workflows.quiet import quiet_imports
 
@@ -193,6 +193,58 @@ def test_the_text_of_a_number(value, text):
     """Whole floats below 2^53 as the integers they were; the rest in Arrow's shortest notation."""
     assert as_text(pa.array([value], pa.float64())).to_pylist() == [text]
     assert mixed_as_text(["x", value, ""]).to_pylist() == ["x", text, None]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *(pa.timestamp(unit) for unit in ("s", "ms", "us", "ns")),
+        pa.timestamp("ms", "Asia/Tokyo"),
+        pa.timestamp("us", "UTC"),
+        *(pa.time32(unit) for unit in ("s", "ms")),
+        pa.time64("us"),  # pandas has no nanoseconds of a day
+        pa.date32(),
+    ],
+    ids=str,
+)
+def test_times_have_the_text_that_the_saved_workflow_gives_them(kind):
+    """pandas makes every unit nanoseconds."""
+    numbers = [0, 1, 10, 1_000, 86_399, None]
+    width = pa.int32() if kind.bit_width == 32 else pa.int64()
+    given = pa.array(numbers, width).cast(kind)
+    series = given.to_pandas()
+    workflow = IdText().transform(ColumnSelector(["t"]), pd.DataFrame({"t": series}))["t"]
+    texts = as_text(given).to_pylist()
+    assert texts == workflow.tolist()
+    assert len(set(texts)) == len(numbers)
+    assert texts[-1] is None
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "agree"),
+    [
+        (pa.int8(), pa.uint64(), True),
+        (pa.int64(), pa.float32(), True),
+        (pa.int64(), pa.string(), True),
+        (pa.float64(), pa.dictionary(pa.int32(), pa.string()), True),
+        (pa.binary(), pa.large_string(), True),
+        (pa.timestamp("s"), pa.timestamp("us"), True),
+        (pa.time32("ms"), pa.time64("ns"), True),
+        (pa.null(), pa.bool_(), True),
+        (pa.list_(pa.int8()), pa.large_list(pa.string()), True),
+        (pa.float32(), pa.float64(), False),
+        (pa.bool_(), pa.int8(), False),
+        (pa.bool_(), pa.string(), False),
+        (pa.decimal128(9, 1), pa.decimal128(9, 2), False),
+        (pa.decimal128(9, 1), pa.float64(), False),
+        (pa.date32(), pa.timestamp("s"), False),
+        (pa.timestamp("s"), pa.timestamp("s", "UTC"), False),
+    ],
+    ids=str,
+)
+def test_which_types_agree_on_the_text_of_a_value(a, b, agree):
+    assert same_text(a, b) is same_text(b, a) is agree
+    assert same_text(a, a)
 
 
 def test_numbers_beside_texts():

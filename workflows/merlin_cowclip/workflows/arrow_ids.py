@@ -13,9 +13,15 @@ def as_text(values: pa.Array) -> pa.Array:
     """Ids as text, or lists of ids as lists of text.
 
     A whole float becomes the integer it was (pandas turns integers beside a missing value into
-    floats); NaN and empty text become null; a null list becomes an empty one.
+    floats); a time has no zeros behind its last fraction of a second (pandas makes every unit
+    nanoseconds); NaN and empty text become null; a null list becomes an empty one.
+
+    Raises:
+        pyarrow.ArrowNotImplementedError: a type without a text that pandas would give again.
     """
     kind = values.type
+    if pa.types.is_duration(kind):  # its text would be a number of whatever unit it is stored in
+        raise pa.ArrowNotImplementedError("durations have no text of their own")
     if pa.types.is_dictionary(kind):
         return as_text(values.dictionary).take(values.indices)
     if pa.types.is_list(kind) or pa.types.is_large_list(kind):
@@ -31,7 +37,38 @@ def as_text(values: pa.Array) -> pa.Array:
         integers = pc.if_else(whole, values, None).cast(pa.int64())
         return pc.if_else(whole, integers.cast(pa.string()), values.cast(pa.string()))
     texts = values.cast(pa.string())
+    if pa.types.is_timestamp(kind) or pa.types.is_time(kind):
+        texts = pc.replace_substring_regex(texts, r"(\.[0-9]*[1-9])0+", r"\1")
+        texts = pc.replace_substring_regex(texts, r"\.0+([^0-9]|$)", r"\1")
     return pc.if_else(pc.equal(texts, ""), pa.scalar(None, pa.string()), texts)
+
+
+def same_text(a: pa.DataType, b: pa.DataType) -> bool:
+    """Whether `as_text` writes one value of two types as one text, so that ids of both agree.
+
+    Integers and texts agree with each other and with floats of one width; a unit of time does not
+    matter, a time zone does. A column of nothing but nulls agrees with all.
+    """
+    plain, floats = {"integer", "text"}, {"float", "double"}
+    kinds = {_kind_of_text(a), _kind_of_text(b)} - {"null"}
+    return len(kinds) < 2 or (kinds <= plain | floats and not kinds >= floats)
+
+
+def _kind_of_text(kind: pa.DataType) -> str:
+    if pa.types.is_dictionary(kind) or pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        return _kind_of_text(kind.value_type)
+    if pa.types.is_integer(kind):
+        return "integer"
+    is_text = pa.types.is_string(kind) or pa.types.is_large_string(kind)
+    if is_text or pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
+        return "text"
+    if pa.types.is_float16(kind) or pa.types.is_float32(kind):
+        return "float"
+    if pa.types.is_timestamp(kind):
+        return f"timestamp {kind.tz}"
+    if pa.types.is_decimal(kind):
+        return f"decimal {kind.scale}"
+    return "time" if pa.types.is_time(kind) else str(kind)
 
 
 def mixed_as_text(values: Sequence[Any]) -> pa.Array:

@@ -28,7 +28,7 @@ import pyarrow.compute as pc
 import pyarrow.csv
 import pyarrow.parquet as pq
 
-from merlin_cowclip.workflows.arrow_ids import as_text
+from merlin_cowclip.workflows.arrow_ids import as_text, same_text
 from merlin_cowclip.workflows.datasets import DatasetSpec
 from merlin_cowclip.workflows.errors import UserError, shown
 from merlin_cowclip.workflows.quotes import QuoteScan, line_starts, row_starts, with_next
@@ -611,6 +611,8 @@ class RawLog:
             times = _column(batch, spec.split.column)
             if times.type == ID_TYPE:
                 times = times.dictionary_decode()
+            if pa.types.is_timestamp(times.type):  # in UTC: a zone's letters would not sort
+                times = times.cast(pa.timestamp(times.type.unit))
             columns[TIME] = self._text(times, fault).dictionary_encode()
         return pa.RecordBatch.from_pydict(columns)
 
@@ -639,9 +641,9 @@ class RawLog:
 
     def _bad_number(self, value: str, place: str, name: str) -> NoReturn:
         raise UserError(
-            f"a number must be finite, or empty where missing. Received: {value} in {self.path}, "
-            f"{place}, column {name!r}. Correct it, empty it, or make the column categorical; "
-            "non_finite = 'missing' takes inf and NaN for missing"
+            f"a number must be finite, as in -12.5e3, or empty where missing. Received: {value} in "
+            f"{self.path}, {place}, column {name!r}. Correct it, empty it, or make the column "
+            "categorical; non_finite = 'missing' takes inf and NaN for missing"
         )
 
 
@@ -701,7 +703,29 @@ def check_logs(spec: DatasetSpec, files: Sequence[Path]) -> list[RawLog]:
                 f"{log.path}, which differs from {logs[0].path} in {_names(different)}. "
                 "Prepare them apart, or give the files the same columns"
             )
+    if spec.format == "parquet":
+        _check_same_text(spec, logs)
     return logs
+
+
+def _check_same_text(spec: DatasetSpec, logs: Sequence[RawLog]) -> None:
+    """Refuse files in which one id would have two texts, and so be two ids."""
+    times = [spec.split.column] if spec.split.column else []
+    first: dict[str, tuple[pa.DataType, Path]] = {}
+    for log in logs:
+        with log._open_parquet() as file:
+            schema = file.schema_arrow
+        for name in (*spec.ids, *times):
+            kind = schema.field(name).type
+            if pa.types.is_null(kind):
+                continue
+            before, path = first.setdefault(name, (kind, log.path))
+            if not same_text(before, kind):
+                raise UserError(
+                    "a column of ids must be of one type in all files. Received: column "
+                    f"{name!r}, {kind} in {log.path} and {before} in {path}, which write one value "
+                    "as two texts. Write the files with one type"
+                )
 
 
 def _column(batch: pa.RecordBatch, name: str) -> pa.Array:
