@@ -241,3 +241,18 @@ def test_a_plain_save_has_nothing_to_warn_of(tmp_path, trained, recwarn):
     assert [w.message for w in recwarn if "CowClip" in str(w.message)] == []
     with pytest.warns(UserWarning, match=r"start anew.*load_model"):
         mm.Model.load(str(tmp_path / "model"))
+
+
+def test_a_loss_of_ones_own_is_asked_for(tmp_path, trained):
+    def squared(targets, outputs):
+        return tf.reduce_mean(tf.square(targets - outputs))
+
+    trained.compile(optimizer=trained.optimizer, loss=squared, metrics=[])
+    trained.fit(dataset(SCHEMA, 1), verbose=0)
+    save_model(trained, tmp_path / "model")
+    with pytest.raises(ValueError, match=r"must be known to Keras. Received: 'squared'.*loss=…"):
+        load_model(tmp_path / "model", metrics=[])
+    loaded = load_model(tmp_path / "model", metrics=[], loss=squared)
+    for m in (trained, loaded):
+        m.fit(dataset(SCHEMA, 1, first=7), verbose=0)
+    assert_same(values(loaded), values(trained))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,7 @@ def save_model(model: mm.Model, path: str | os.PathLike[str]) -> None:
         "learning_rate": float(tf.keras.backend.get_value(optimizer.learning_rate)),
         "warmup_steps": optimizer.warmup_steps,
         "loss_scale": _loss_scale(model.optimizer),
+        "losses": _losses(model),
         "weights": [_described(v) for v in model.weights],
         "slots": len(_slots(model, optimizer)),
     }
@@ -71,13 +73,14 @@ def load_model(path: str | os.PathLike[str], **compile_arguments: Any) -> mm.Mod
 
     Args:
       path: the folder.
-      compile_arguments: as for `model.compile`, but for the optimizer; without `loss` the model's
-        own default.
+      compile_arguments: as for `model.compile`, but for the optimizer; without `loss` that which
+        the model was compiled with.
 
     A model whose weights are not all finite is loaded as it is, with a warning that says so.
 
     Raises:
-      ValueError: the folder holds no whole state, or the state does not belong to the model.
+      ValueError: the folder holds no whole state, the state does not belong to the model, or a
+        loss was saved that is neither registered with Keras nor given as `loss`.
     """
     path = find(Path(path), MARKER)
     try:
@@ -101,6 +104,10 @@ def load_model(path: str | os.PathLike[str], **compile_arguments: Any) -> mm.Mod
     if "learning_rate" in description:
         optimizer.resume(description["learning_rate"], description["warmup_steps"])
     outer = _with_loss_scale(optimizer, description["loss_scale"])
+    if description.get("losses") and "loss" not in compile_arguments:
+        compile_arguments["loss"] = {
+            output: _loss_of(saved, output) for output, saved in description["losses"].items()
+        }
     model.compile(optimizer=outer, **compile_arguments)
     if description["slots"]:
         optimizer.create_slots(model.trainable_variables)
@@ -191,6 +198,35 @@ def _loss_scale(optimizer: Any) -> dict[str, Any] | None:
         "growth_steps": optimizer.dynamic_growth_steps,
         "counter": int(optimizer.dynamic_counter) if optimizer.dynamic else 0,
     }
+
+
+def _losses(model: mm.Model) -> dict[str, Any] | None:
+    """The losses that the model was compiled with, by output, as Keras writes them.
+
+    Merlin saves an output's default loss by the name of Keras's: a `CategoricalOutput`, whose
+    outputs are logits, would go on with Keras's loss of probabilities.
+    """
+    if not isinstance(model.loss, Mapping):
+        return None
+    losses = {}
+    for output, loss in model.loss.items():
+        try:
+            saved = loss if isinstance(loss, str) else tf.keras.losses.serialize(loss)
+            losses[output] = json.loads(json.dumps(saved))
+        except (TypeError, ValueError):  # not of Keras's kind; load_model says what to do
+            losses[output] = getattr(loss, "__name__", type(loss).__name__)
+    return losses
+
+
+def _loss_of(saved: Any, output: str) -> Any:
+    try:
+        return tf.keras.losses.get(saved)
+    except ValueError:
+        name = saved if isinstance(saved, str) else saved.get("class_name")
+        raise ValueError(
+            f"The loss of {output!r} must be known to Keras. Received: {name!r}, with which the "
+            "model was compiled. Give load_model loss=…, or register it with Keras."
+        ) from None
 
 
 def _with_loss_scale(optimizer: CowClipOptimizer, state: dict[str, Any] | None) -> Any:

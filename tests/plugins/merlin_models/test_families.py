@@ -1,0 +1,29 @@
+"""Each of Merlin's model families with our optimizer: see `contract.py`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import tensorflow as tf
+
+from .contract import MODES, Built, check_saving, check_step
+from .families import FAMILIES
+from .table import MARKS, table
+
+DOCUMENT = Path(__file__).parents[3] / "docs" / "optimizer.md"
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name.replace("`", ""))
+def test_steps_and_saving(family, tmp_path):
+    tf.keras.backend.clear_session()
+    built = Built(family)
+    for mode, eager in MODES:
+        check_step(built, mode, eager)
+    check_saving(built, tmp_path / "model")
+
+
+def test_the_documentation_has_this_table():
+    start, end = MARKS
+    text = DOCUMENT.read_text(encoding="utf-8")
+    assert text.split(start)[1].split(end)[0].strip() == table(dict.fromkeys(FAMILIES))
