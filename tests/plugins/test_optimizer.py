@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import re
+import warnings
 
+import merlin.io
 import numpy as np
+import pandas as pd
 import pytest
 import tensorflow as tf
 
@@ -427,6 +431,64 @@ def test_what_cannot_be_had_is_refused(name, value, message):
             CowClipOptimizer(COLD, **{name: value})
         with pytest.raises(ValueError, match=f"A CowClipAdam has no {name}"):
             setattr(CowClipAdam(), name, value)
+
+
+def deviations(model):
+    tables = [v.numpy() for v in model.trainable_variables if v.shape[0] in (4000, 5000)]
+    assert len(tables) == 2
+    return [t.std() for t in tables], tables
+
+
+@pytest.mark.parametrize("builder", [stock_dlrm, ours])
+def test_init_stddev_is_applied_or_said(builder):
+    schema = Schema([category("a", 4000), category("b", 5000), *SCHEMA.excluding_by_name("ab")])
+    if builder is ours:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            CowClipOptimizer.for_model(ours(schema), COLD)
+        with pytest.warns(UserWarning, match=r"1 of the model's tables.*'embeddings' with 0.01"):
+            CowClipOptimizer.for_model(ours(schema), COLD.replace(init_stddev=1e-4))
+        with pytest.raises(ValueError, match=r"init_tables needs.*stddev as an argument"):
+            CowClipOptimizer.for_model(
+                ours(schema), COLD.replace(init_stddev=1e-4), init_tables=True
+            )
+        return
+    model = builder(schema)
+    with pytest.warns(UserWarning, match=r"is 0.01, but 2 of the model's tables.*with 0.0289"):
+        CowClipOptimizer.for_model(model, COLD)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        CowClipOptimizer.for_model(model, COLD, init_tables=True)
+    features, _ = batch(schema)
+    model(features)
+    (a, b), tables = deviations(model)
+    assert (a, b) == (pytest.approx(0.01, rel=0.02), pytest.approx(0.01, rel=0.02))
+    assert not np.array_equal(tables[0][:10], tables[1][:10])
+    built = builder(schema)
+    built(features)
+    with pytest.raises(ValueError, match=r"init_tables needs tables.*'a', of σ 0.0289, which has"):
+        CowClipOptimizer.for_model(built, COLD, init_tables=True)
+
+
+@pytest.mark.parametrize("told", [BATCH, 2 * BATCH])
+def test_a_batch_of_another_size_is_said_once(told):
+    frame = pd.DataFrame({"a": [1, 2, 3, 4] * 20, "x": 0.5, "y": 1}).astype(
+        {"x": "float32", "y": "float32"}
+    )
+    schema = SCHEMA.select_by_name(["a", "x", "y"])
+    data = merlin.io.Dataset(frame, schema=schema)
+    model = mm.Model(mm.InputBlockV2(schema.excluding_by_tag(Tags.TARGET)), mm.BinaryOutput("y"))
+    hp = COLD.replace(batch_size=told)
+    model.compile(optimizer=CowClipOptimizer.for_model(model, hp), metrics=[])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):  # 80 rows: the last batch is a smaller one
+            model.fit(data, batch_size=BATCH, verbose=0)
+    said = [w for w in caught if "batches of" in str(w.message)]
+    assert len(said) == (told != BATCH)
+    if said:
+        assert re.search(r"of 64 samples, but this fit has batches of 32", str(said[0].message))
+        assert said[0].filename == __file__
 
 
 def test_keras_schedules():

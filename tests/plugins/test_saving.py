@@ -244,15 +244,17 @@ def test_a_plain_save_has_nothing_to_warn_of(tmp_path, trained, recwarn):
 
 
 def test_a_loss_of_ones_own_is_asked_for(tmp_path, trained):
-    def squared(targets, outputs):
-        return tf.reduce_mean(tf.square(targets - outputs))
+    class Squared(tf.keras.losses.Loss):
+        def call(self, targets, outputs):
+            return tf.reduce_mean(tf.square(targets - outputs), axis=-1)
 
-    trained.compile(optimizer=trained.optimizer, loss=squared, metrics=[])
+    trained.compile(optimizer=trained.optimizer, loss=Squared(), metrics=[])
     trained.fit(dataset(SCHEMA, 1), verbose=0)
-    save_model(trained, tmp_path / "model")
-    with pytest.raises(ValueError, match=r"must be known to Keras. Received: 'squared'.*loss=…"):
+    with tf.keras.utils.custom_object_scope({"Squared": Squared}):
+        save_model(trained, tmp_path / "model")
+    with pytest.raises(ValueError, match=r"must be known to Keras. Received: 'Squared'.*loss=…"):
         load_model(tmp_path / "model", metrics=[])
-    loaded = load_model(tmp_path / "model", metrics=[], loss=squared)
+    loaded = load_model(tmp_path / "model", metrics=[], loss=Squared())
     for m in (trained, loaded):
         m.fit(dataset(SCHEMA, 1, first=7), verbose=0)
     assert_same(values(loaded), values(trained))

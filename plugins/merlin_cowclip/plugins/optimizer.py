@@ -15,6 +15,7 @@ from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 from merlin_cowclip.plugins._stack import Tags, mm, tf
 from merlin_cowclip.plugins.fits import Fit, notify_of_fits
+from merlin_cowclip.plugins.initial import initialize, others_than
 from merlin_cowclip.plugins.merlin_tables import find_tables
 from merlin_cowclip.plugins.not_offered import RefusesOptions
 from merlin_cowclip.plugins.rates import DensePart, TablePart
@@ -142,6 +143,7 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
         self._bound: tuple[Any, ...] = ()
         self._warmup_steps: tf.Variable | None = None
         self._fit = Fit(None, None)
+        self._told_of_batch = False
         self._set_hyper("learning_rate", hp.dense_lr)
 
     @classmethod
@@ -155,6 +157,7 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
         clip_tables: Sequence[Any] | None = None,
         dense_schedule: Schedule | None = None,
         embedding_schedule: Schedule | None = None,
+        init_tables: bool = False,
     ) -> CowClipOptimizer:
         """An optimizer for `model`, which may be built or not.
 
@@ -169,10 +172,13 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
             `None` for every table of width 2 and more.
           dense_schedule: a Keras schedule in place of `dense_lr` and its warm-up.
           embedding_schedule: a Keras schedule in place of `embedding_lr`.
+          init_tables: let the tables of width 2 and more start from N(0, `init_stddev`), in place
+            of their layers' own initializers. Without it, one warning names those that differ.
 
         Raises:
           ValueError: an argument outside its range, a model without tables, `clip_tables` that name
-            no table of the model or a frozen one, or a table with a regularizer.
+            no table of the model or a frozen one, a table with a regularizer, or `init_tables` for
+            a table that is built already.
         """
         optimizer = cls(
             hyperparameters,
@@ -183,6 +189,18 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
             embedding_schedule=embedding_schedule,
         )
         optimizer.bind(model)
+        sigma = hyperparameters.init_stddev
+        if init_tables:
+            initialize(sigma, optimizer.table_specs)
+        differ = others_than(sigma, optimizer.table_specs)
+        if differ:
+            spec, found = differ[0]
+            warnings.warn(
+                f"init_stddev is {sigma:g}, but {len(differ)} of the model's tables start with "
+                f"another standard deviation, the first of them {spec.name!r} with {found:.3g}. "
+                "init_tables=True sets it, before the model is built; or give the layers this one.",
+                stacklevel=2,
+            )
         return optimizer
 
     def bind(self, model: tf.keras.Model) -> None:
@@ -284,6 +302,15 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
         """Take over what a fit of the model brings along; `model.fit` calls it."""
         self._fit = fit
         self._follow_fit()
+        wanted = self.hyperparameters.batch_size
+        if fit.batch_size not in (None, wanted) and not self._told_of_batch:
+            self._told_of_batch = True
+            warnings.warn(
+                f"The hyperparameters are for batches of {wanted:,} samples, but this fit has "
+                f"batches of {fit.batch_size:,}. Use scale(…, to={fit.batch_size}), or the batch "
+                "size that they are for.",
+                stacklevel=6,  # the call of fit, past Keras's, Merlin's and our own frames
+            )
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:

@@ -92,8 +92,14 @@ def check_step(built: Built, mode: str, eager: bool) -> None:
 
 
 def check_saving(built: Built, folder: Path) -> None:
-    """Saved and loaded, a model that was trained predicts the same, and steps on the same."""
+    """Saved and loaded, a model that was trained predicts the same, and steps on the same.
+
+    Unless Merlin cannot, which has to show with Keras's Adam as well.
+    """
     model, family = built.model, built.family
+    if family.stock_bug:
+        _check_stock_bug(built, folder)
+        return
     save_model(model, folder)
     loaded = load_model(folder, metrics=[])
     features, _ = family.batch(1)
@@ -103,6 +109,19 @@ def check_saving(built: Built, folder: Path) -> None:
         either.fit(family.data(1), verbose=0)
     for a, b in zip(model.get_weights(), loaded.get_weights(), strict=True):
         np.testing.assert_allclose(b.astype(np.float64), a.astype(np.float64), atol=1e-6, rtol=1e-5)
+
+
+def _check_stock_bug(built: Built, folder: Path) -> None:
+    model = built.family.build(built.family.schema)
+    model.compile(optimizer=tf.keras.optimizers.legacy.Adam(), metrics=[])
+    model.fit(built.family.data(), verbose=0)
+    model.save(str(folder))
+    loaded = tf.keras.models.load_model(str(folder), compile=False)
+    for a, b in zip(model.get_weights(), loaded.get_weights(), strict=True):
+        np.testing.assert_array_equal(a, b)
+    features, _ = built.family.batch(1)
+    pairs = zip(_outputs(model, features), _outputs(loaded, features), strict=True)
+    assert max(np.abs(a - b).max() for a, b in pairs) > 1e-5
 
 
 def _outputs(model: Any, features: dict[str, Any]) -> list[np.ndarray]:

@@ -55,7 +55,7 @@ TOWERS = Schema([USER, CITY, ITEM, BRAND])
 SESSION = Schema([HISTORY, CITY])
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Family:
     """One case.
 
@@ -65,7 +65,9 @@ class Family:
       schema: its inputs and targets.
       tables: what the documentation's table says of its embedding tables.
       next_item: rows of the item table, where the target is an item's id.
-      sampled: ids that the output looks up in the item table beside the positive ones.
+      contrastive: whether the output looks up the target, and `sampled`, in the item table.
+      sampled: the ids that it does so for.
+      stock_bug: why Merlin itself, with Keras's Adam, loads another model than it saved.
     """
 
     name: str
@@ -75,6 +77,7 @@ class Family:
     next_item: int | None = None
     contrastive: bool = False
     sampled: tuple[int, ...] = ()
+    stock_bug: str = ""
 
     def batch(self, seed: int = 0) -> tuple[dict[str, Any], Any]:
         """Features as Merlin's loader yields them, and targets; few ids, so that they repeat."""
@@ -179,17 +182,22 @@ def next_item(tied: bool) -> Callable[[Any], Any]:
 
 FAMILIES = (
     Family("`DLRMModel`", stock_dlrm, CTR),
-    Family("`DCNModel`", stock_dcn, CTR),
+    Family("`DCNModel`, `depth=1`", lambda s: mm.DCNModel(s, depth=1, deep_block=mlp(16)), CTR),
+    Family(
+        "`DCNModel`, deeper",
+        stock_dcn,
+        CTR,
+        stock_bug="its `Cross` layers are saved without `output_x0`",
+    ),
     Family("`DeepFMModel`", stock_deepfm, CTR, "one per field; the wide weights are dense"),
     Family(
         "`WideAndDeepModel`", stock_wide_and_deep, CTR, "one per field; the wide weights are dense"
     ),
     Family("`NCFModel`", lambda s: NCFModel(s, 8, mlp(8)), RATED),
     Family("a table that fields share", stock_dlrm, SHARED, "one per domain"),
-    Family("ragged lists", stock_dcn, RAGGED),
-    Family("padded lists", stock_dcn, PADDED),
-    Family("`InputBlockV2` and blocks", of_inputs_v2, CTR),
-    Family("`InputBlock` and blocks", of_inputs_v1, RAGGED),
+    Family("`InputBlockV2`, ragged lists", of_inputs_v2, RAGGED),
+    Family("`InputBlockV2`, padded lists", of_inputs_v2, PADDED),
+    Family("`InputBlock`, ragged lists", of_inputs_v1, RAGGED),
     Family("`MMOEBlock`", multi_task(lambda o: mm.MMOEBlock(o, mlp(8), num_experts=2)), TASKS),
     Family("`CGCBlock`", multi_task(lambda o: mm.CGCBlock(o, mlp(8))), TASKS),
     Family("`PLEBlock`", multi_task(lambda o: mm.PLEBlock(2, o, mlp(8))), TASKS),
