@@ -10,14 +10,14 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from merlin_cowclip.plugins._stack import mm, quiet_stack, tf
-from merlin_cowclip.plugins.optimizer import CowClipOptimizer, state_follows
+from merlin_cowclip.plugins.optimizer import CowClipOptimizer, Owned, state_follows
 from merlin_cowclip.plugins.replacing import find, replacing
 
 FOLDER = "merlin_cowclip"  # within the SavedModel
@@ -30,7 +30,7 @@ SAVED_MODEL = (
 )
 SLOTS = ("m", "v")
 FORMAT = 2
-READ_FORMATS = (1, 2)  # 1 kept no learning rate, which could not be set
+READ_FORMATS = (1, 2)  # 1 kept neither a learning rate, nor losses and names of weights
 
 
 def save_model(model: mm.Model, path: str | os.PathLike[str]) -> None:
@@ -57,7 +57,7 @@ def save_model(model: mm.Model, path: str | os.PathLike[str]) -> None:
         "loss_scale": _loss_scale(model.optimizer),
         "losses": _losses(model),
         "weights": [_described(v) for v in model.weights],
-        "slots": len(_slots(model, optimizer)),
+        "slots": len(_slots(optimizer.owned())),
     }
     with replacing(Path(path), MARKER, SAVED_MODEL) as folder:
         with quiet_stack(), state_follows():  # Merlin loads what it saved, for the output's schema
@@ -98,7 +98,7 @@ def load_model(path: str | os.PathLike[str], **compile_arguments: Any) -> mm.Mod
         model = tf.keras.models.load_model(str(path), compile=False)
     with state_follows():
         optimizer = CowClipOptimizer.from_config(description["optimizer"])
-    _check_order(model, description, path)
+    order = _saved_order(model, description, path)
     _warn_of_weights_that_are_not_finite(model, path)
     optimizer.bind(model)
     if "learning_rate" in description:
@@ -111,7 +111,7 @@ def load_model(path: str | os.PathLike[str], **compile_arguments: Any) -> mm.Mod
     model.compile(optimizer=outer, **compile_arguments)
     if description["slots"]:
         optimizer.create_slots(model.trainable_variables)
-    status = _state(model, optimizer).read(str(path / FOLDER / CHECKPOINT))
+    status = _state(model, optimizer, order).read(str(path / FOLDER / CHECKPOINT))
     status.assert_existing_objects_matched()
     return model
 
@@ -127,40 +127,67 @@ def _optimizer_of(model: mm.Model) -> CowClipOptimizer:
     return inner
 
 
-def _slots(model: mm.Model, optimizer: CowClipOptimizer) -> list[tf.Variable]:
-    """The moments of all trainable variables, in the model's order; none before the first step."""
+def _slots(owned: Iterable[Owned]) -> list[tf.Variable]:
+    """The moments of these variables; none before the first step."""
     found = []
-    for variable, owner, *_ in optimizer.owned():
+    for variable, owner, *_ in owned:
         names = owner.get_slot_names()
         found += [owner.get_slot(variable, name) for name in SLOTS if name in names]
     return found
 
 
-def _state(model: mm.Model, optimizer: CowClipOptimizer) -> tf.train.Checkpoint:
-    """A flat checkpoint, keyed by position: Keras's object graph differs after a load."""
+def _state(
+    model: mm.Model, optimizer: CowClipOptimizer, order: Sequence[int] = ()
+) -> tf.train.Checkpoint:
+    """A flat checkpoint, keyed by position: Keras's object graph differs after a load.
+
+    Args:
+      model: its weights in the order of `order`, or in their own.
+      optimizer: the model's.
+      order: for each weight, its position in the checkpoint.
+    """
+    weights = list(model.weights)
+    positions = order or range(len(weights))
+    place = {v.ref(): position for v, position in zip(weights, positions, strict=True)}
     counters = [optimizer.iterations, *(part.iterations for part in optimizer.optimizers)]
     tracked = {
-        "weights": list(model.weights),
-        "slots": _slots(model, optimizer),
+        "weights": sorted(weights, key=lambda v: place[v.ref()]),
+        "slots": _slots(sorted(optimizer.owned(), key=lambda o: place[o.variable.ref()])),
         "iterations": counters,
     }
     return tf.train.Checkpoint(**tracked)
 
 
-def _check_order(model: mm.Model, description: dict[str, Any], path: Path) -> None:
-    """Slots are kept by position: make sure that the loaded model has the saved one's order."""
-    weights = [_described(v) for v in model.weights]
+def _saved_order(model: mm.Model, description: dict[str, Any], path: Path) -> list[int]:
+    """For each weight of the loaded model, its position among the saved ones.
+
+    Slots are kept by the position of their weight, and Keras may load layers in another order (the
+    towers of a `TwoTowerModel`). A weight is the one of its name, shape and content.
+    """
     reader = tf.train.load_checkpoint(str(path / FOLDER / CHECKPOINT))
-    same = weights == description["weights"] and all(
-        _same_bits(v.numpy(), reader.get_tensor(f"weights/{i}/.ATTRIBUTES/VARIABLE_VALUE"))
-        for i, v in enumerate(model.weights)
-    )
-    if not same:
+    left = list(range(len(description["weights"])))
+    order = []
+    for variable in model.weights:
+        mine, value = _described(variable), variable.numpy()
+        found = next(
+            (
+                i
+                for i in left
+                if {**mine, **description["weights"][i]} == mine
+                and _same_bits(value, reader.get_tensor(f"weights/{i}/.ATTRIBUTES/VARIABLE_VALUE"))
+            ),
+            None,
+        )
+        if found is None:
+            break
+        left.remove(found)
+        order.append(found)
+    if left or len(order) != len(model.weights):
         raise ValueError(
             f"The state in {path / FOLDER} must belong to the model beside it. Received weights "
-            "that differ: the folder was changed after it was saved, or the model's layers do not "
-            "keep their order when Keras loads them."
+            "that differ: the folder was changed after it was saved."
         )
+    return order
 
 
 def _same_bits(a: np.ndarray, b: np.ndarray) -> bool:
@@ -186,7 +213,7 @@ def _warn_of_weights_that_are_not_finite(model: mm.Model, path: Path) -> None:
 
 
 def _described(variable: tf.Variable) -> dict[str, Any]:
-    return {"shape": list(variable.shape), "dtype": variable.dtype.name}
+    return {"name": variable.name, "shape": list(variable.shape), "dtype": variable.dtype.name}
 
 
 def _loss_scale(optimizer: Any) -> dict[str, Any] | None:

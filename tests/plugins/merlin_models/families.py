@@ -169,6 +169,12 @@ def youtube_v2(schema: Any) -> Any:
     return mm.YoutubeDNNRetrievalModelV2(schema, top_block=mlp(8), num_sampled=70)
 
 
+def youtube_v2_without_logq(schema: Any) -> Any:
+    model = youtube_v2(schema)
+    model.blocks[-1].logq_sampling_correction = False
+    return model
+
+
 def next_item(tied: bool) -> Callable[[Any], Any]:
     def build(schema: Any) -> Any:
         inputs = mm.InputBlockV2(schema)
@@ -208,6 +214,16 @@ FAMILIES = (
     Family(
         "`YoutubeDNNRetrievalModelV2`",
         youtube_v2,
+        SESSION,
+        "one per field; the items' is the output's as well",
+        next_item=71,
+        contrastive=True,
+        sampled=tuple(range(70)),
+        stock_bug="its `ContrastiveOutput` is saved without `logq_sampling_correction`",
+    ),
+    Family(
+        "`YoutubeDNNRetrievalModelV2`, no logQ correction",
+        youtube_v2_without_logq,
         SESSION,
         "one per field; the items' is the output's as well",
         next_item=71,
