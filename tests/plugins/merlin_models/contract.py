@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import tensorflow as tf
 
 from merlin_cowclip.plugins import CowClipOptimizer, Hyperparameters, load_model, save_model
+from merlin_cowclip.plugins._stack import Schema
 
 from . import BATCH
 from .families import Family
@@ -100,7 +102,9 @@ def check_saving(built: Built, folder: Path) -> None:
     if family.stock_bug:
         _check_stock_bug(built, folder)
         return
-    save_model(model, folder)
+    # Merlin loads what it saved to read its outputs' names; it is loaded below, and once is enough.
+    with mock.patch("merlin.models.tf.models.base.get_output_schema", return_value=Schema()):
+        save_model(model, folder)
     loaded = load_model(folder, metrics=[], run_eagerly=True)
     model.compile(optimizer=model.optimizer, loss=model.loss, metrics=[], run_eagerly=True)
     features, _ = family.batch(1)
