@@ -98,14 +98,14 @@ def test_places_of_a_demo(tmp_path):
     (tmp_path / "link").symlink_to("nowhere")
     (tmp_path / "file").touch()
     for place, word in (
-        ("there", "must not exist yet"),
-        ("link", "must not exist yet"),
-        ("file", "must not exist yet"),
+        ("there", "must not exist."),
+        ("link", "must not exist."),
+        ("file", "must not exist."),
         ("file/demo", "must be in a folder that can be written"),
         ("x" * 300, "must be in a folder that can be written"),
         ("new/" + "x" * 300, "must be in a folder that can be written"),
     ):
-        words = [word, tmp_path / place[:50]]
+        words = [word, str(tmp_path / place)[:60]]
         refused(["demo", "--out", tmp_path / place], words, folder=tmp_path)
 
 

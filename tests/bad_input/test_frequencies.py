@@ -161,7 +161,10 @@ def test_top_k_of_data_that_changes_while_it_is_read(data, tmp_path, monkeypatch
 
 
 def test_two_at_once_leave_one_whole_folder(data, tmp_path):
-    """Each writes a folder of its own; the first to be done has the name, the other a sentence."""
+    """Each writes a folder of its own; the first has the name, the others a sentence.
+
+    What a slower one has written whole by then lies beside it, where the sentence says.
+    """
     opened = PreparedData.open(data)
     ended = []
 
@@ -179,11 +182,13 @@ def test_two_at_once_leave_one_whole_folder(data, tmp_path):
         thread.join()
     assert ended.count("done") == 1
     refusals = [text for text in ended if text != "done"]
-    assert all("output folder must" in text for text in refusals)
+    assert all("output folder must not exist" in text for text in refusals)
     names = {path.name for path in (tmp_path / "out").iterdir()}
     assert names == {"frequencies.parquet", "frequencies.png", "summary.parquet"}
     assert pq.read_metadata(tmp_path / "out" / "frequencies.parquet").num_rows == 9 + 5
-    assert {path.name for path in tmp_path.iterdir()} == {"data", "out"}
+    beside = {Path(text.split(" ")[-1]).name for text in refusals if "lies in" in text}
+    assert {path.name for path in tmp_path.iterdir()} == {"data", "out", *beside}
+    assert all({p.name for p in (tmp_path / name).iterdir()} == names for name in beside)
 
 
 @pytest.mark.parametrize("made", [Path.mkdir, Path.touch], ids=["folder", "file"])
@@ -192,18 +197,21 @@ def test_a_name_taken_at_the_last_moment(tmp_path, monkeypatch, made):
     out = tmp_path / "out"
 
     def rename(source: Path, target: Path) -> None:
-        made(target)
-        if target.is_dir():
-            (target / "theirs").touch()
+        if target == out:
+            made(out)
+            if out.is_dir():
+                (out / "theirs").touch()
         os.replace(source, target)
 
     monkeypatch.setattr(folders.os, "rename", rename)
     with (
-        pytest.raises(UserError, match="output folder must be in .* Name another"),
+        pytest.raises(UserError, match="output folder must not exist.*lies in") as refusal,
         folders.all_or_nothing(out) as folder,
     ):
         (folder / "ours").touch()
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    beside = Path(str(refusal.value).split(" ")[-1])
+    assert {path.name for path in tmp_path.iterdir()} == {"out", beside.name}
+    assert [path.name for path in beside.iterdir()] == ["ours"]
     assert not (out / "ours").exists()
 
 

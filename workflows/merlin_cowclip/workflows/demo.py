@@ -7,10 +7,6 @@ is more than a third of these logs, and wants more of them.
 
 from __future__ import annotations
 
-import contextlib
-import os
-import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +15,7 @@ from merlin_cowclip.workflows.configuration import TrainConfig, base_hyperparame
 from merlin_cowclip.workflows.datasets import CRITEO
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.etl import prepare
+from merlin_cowclip.workflows.folders import new_folder
 from merlin_cowclip.workflows.synthetic import write_synthetic
 from merlin_cowclip.workflows.training import train
 
@@ -65,7 +62,8 @@ def demo(out: Path, *, rows: int = ROWS) -> str:
         raise UserError(
             f"rows must be at least {2 * largest:,}, for batches of {largest:,}. Received: {rows}"
         )
-    with _new_folder(out):
+    # In place: the runs name the data's, so that a hidden folder, renamed at the end, would not do.
+    with new_folder(out):
         print(f"Writing {rows:,} rows of synthetic logs in Criteo's format", flush=True)
         truth = write_synthetic(
             "criteo", out / "train.txt.gz", rows=rows, seed=SEED, cardinality=CARDINALITY
@@ -97,29 +95,3 @@ def demo(out: Path, *, rows: int = ROWS) -> str:
     table = format_table(header, lines)
     print(f"\n{table}\n\nThe logs, the prepared data and the runs: {out}")
     return table
-
-
-@contextlib.contextmanager
-def _new_folder(out: Path) -> Iterator[None]:
-    """Make `out`, and remove it on any failure.
-
-    The runs name the data's place, so that a hidden folder, renamed at the end, would not do.
-    """
-    if os.path.lexists(out):
-        raise UserError(
-            f"the demo's folder must not exist yet. Received: {out}. Remove it or choose another."
-        )
-    made = next(path for path in (out, *out.parents) if path.parent.exists())
-    try:
-        out.mkdir(parents=True)
-    except OSError as error:
-        shutil.rmtree(made, ignore_errors=True)
-        raise UserError(
-            f"the demo's folder must be in a folder that can be written. Received: {out}: "
-            f"{error.strerror}. Name another."
-        ) from None
-    try:
-        yield
-    except BaseException:
-        shutil.rmtree(made, ignore_errors=True)
-        raise

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from types import FrameType
 
 from merlin_cowclip.workflows.errors import UserError
+from merlin_cowclip.workflows.folders import finished_output, forget_outputs
 
 _LONGEST_WORD, _LONGEST = 300, 1000  # characters of a message; a path may be 255 and more
 
@@ -30,21 +31,25 @@ def run(name: str, work: Callable[[], None]) -> int:
       work: raises UserError for bad input; may be ended by SIGINT, SIGTERM or SIGHUP anywhere, as
         a KeyboardInterrupt, and removes what it has not finished.
     """
+    forget_outputs()
     with _signals() as received:
         try:
-            work()
-            sys.stdout.flush()
+            try:
+                received.listen()
+                work()
+                sys.stdout.flush()
+            finally:
+                received.raising = False
         except BaseException as error:
             # First: what a signal raises inside a library may come out as something else.
             if received.number:
                 end = signal.Signals(received.number).name
-                end = "interrupted" if end == "SIGINT" else f"ended by {end}"
-                _say(f"{name}: {end} before it was done: nothing is left of it")
+                _say(f"{name}: {_ended('interrupted' if end == 'SIGINT' else f'ended by {end}')}")
                 return 128 + received.number
             if isinstance(error, SystemExit):
                 raise
             if isinstance(error, KeyboardInterrupt):
-                _say(f"{name}: interrupted before it was done: nothing is left of it")
+                _say(f"{name}: {_ended('interrupted')}")
                 return 130
             if isinstance(error, BrokenPipeError):
                 _close_stdout()
@@ -63,6 +68,13 @@ def run(name: str, work: Callable[[], None]) -> int:
             _close_stdout_if_full()
             return 1
     return 0
+
+
+def _ended(how: str) -> str:
+    written = finished_output()
+    if written is None:
+        return f"{how} before it was done: nothing is left of it"
+    return f"{how} after it had written {written}, which is whole"
 
 
 def one_line(message: str) -> str:
@@ -106,7 +118,20 @@ def _unforeseen(error: BaseException) -> str:
 
 @dataclass
 class _Received:
+    """What signal came, and whether one may end what is being done: the work, not its ending."""
+
     number: int = 0
+    raising: bool = False
+
+    def listen(self) -> None:
+        """The work begins.
+
+        Raises:
+            KeyboardInterrupt: a signal was faster.
+        """
+        self.raising = True
+        if self.number:
+            raise KeyboardInterrupt
 
 
 @contextlib.contextmanager
@@ -118,16 +143,18 @@ def _signals() -> Iterator[_Received]:
         return
 
     def end(number: int, frame: FrameType | None) -> None:
-        if received.number:  # a second one must not end the tidying up; SIGKILL still does
-            return
-        received.number = number
-        raise KeyboardInterrupt
+        first = not received.number
+        received.number = received.number or number
+        # A second one must not end the tidying up, for which an exception is under way. Where none
+        # is, the first was swallowed: raised in a finalizer, say, whose exceptions Python drops.
+        if received.raising and (first or sys.exc_info()[0] is None):
+            raise KeyboardInterrupt
 
     before = {}
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
-            before[number] = signal.signal(number, end)  # nohup's is SIG_IGN, and stays
     try:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
+                before[number] = signal.signal(number, end)  # nohup's is SIG_IGN, and stays
         yield received
     finally:
         for number, handler in before.items():

@@ -1,17 +1,20 @@
-"""Output folders: all or nothing, and what they were written with."""
+"""Output folders: all or nothing, their records, and what they were written with."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import importlib.metadata
+import json
 import os
+import resource
 import secrets
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from merlin_cowclip.workflows.errors import UserError, shown
 
@@ -58,35 +61,117 @@ def _refuse_place(out: Path, found: str | None) -> NoReturn:
     ) from None
 
 
+@dataclass(eq=False)
+class _Output:
+    """What a command writes, in a folder that is known again by its number on the disk."""
+
+    out: Path
+    unfinished: Path | None  # the folder while it is not whole; afterwards there is none there
+    number: tuple[int, int] | None
+
+    @classmethod
+    def begun(cls, out: Path, folder: Path) -> _Output:
+        """``folder`` was made, to become ``out``."""
+        output = cls(out, folder, _number(folder))
+        _outputs.append(output)
+        return output
+
+    def ended(self) -> None:
+        """Nothing unfinished is there any more."""
+        self.unfinished = None
+        if _number(self.out) != self.number:  # which may be another folder's from now on
+            self.number = None
+
+
+_outputs: list[_Output] = []  # of the command that runs
+
+
+def forget_outputs() -> None:
+    """A command begins: what earlier ones wrote in this process is no matter of its ending."""
+    _outputs.clear()
+
+
+def finished_output() -> Path | None:
+    """The last output that is whole, once what is not is removed; for a command's ending.
+
+    It is removed as the work ends, unless an interrupt comes between two steps of just that.
+    """
+    for output in _outputs:
+        if output.unfinished is not None:
+            remove(output.unfinished)
+    finished = (o.out for o in reversed(_outputs) if o.number and _number(o.out) == o.number)
+    return next(finished, None)
+
+
+def _number(path: Path) -> tuple[int, int] | None:
+    try:
+        status = os.lstat(path)
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
+
+
+def remove(*paths: Path) -> None:
+    """Remove files or folders, as far as we may.
+
+    Raises:
+        KeyboardInterrupt: one came meanwhile; nothing is left all the same.
+    """
+
+    def work() -> None:
+        for path in paths:
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                with contextlib.suppress(OSError):
+                    path.unlink()
+
+    _to_the_end(work)
+
+
+def _to_the_end(work: Callable[[], None]) -> None:
+    """Do what can be begun again, until it is done; an interrupt has to wait for that."""
+    interrupt = None
+    while True:
+        try:
+            work()
+            break
+        except KeyboardInterrupt as error:
+            interrupt = error
+    if interrupt is not None:
+        raise interrupt
+
+
 @contextlib.contextmanager
 def all_or_nothing(out: Path) -> Iterator[Path]:
     """A hidden folder beside ``out``, renamed to it at the end, or removed on any failure.
 
+    Where ``out`` cannot be made at the end, another command having been faster, the folder is whole
+    all the same: it gets a name beside, which the error tells.
+
     Raises:
-        UserError: it cannot be made, ``out`` has appeared meanwhile, or the disk is full.
+        UserError: it cannot be made, ``out`` has appeared meanwhile, the disk is full, or too many
+            files are open.
     """
     out = out.absolute()
     # A name that fits, together with the rest of it, wherever the folder's own does.
-    folder = _home(out) / f".{out.name[:50]}.partial-{os.getpid()}-{secrets.token_hex(4)}"
+    token = secrets.token_hex(4)
+    folder = _home(out) / f".{out.name[:50]}.partial-{os.getpid()}-{token}"
+    output = None
     try:
-        folder.mkdir()
-    except OSError as error:
-        _refuse_place(out, error.strerror)
-    try:
-        yield folder
-        refuse_existing(out)
         try:
-            out.parent.mkdir(parents=True, exist_ok=True)
-            os.rename(folder, out)
-        except OSError as error:  # another command was faster
-            if error.errno == errno.ENOSPC:
-                raise
+            folder.mkdir()
+        except OSError as error:
             _refuse_place(out, error.strerror)
+        output = _Output.begun(out, folder)
+        yield folder
+        _put_in_place(output, folder, folder.with_name(f"{out.name[:50]}-{token}"))
     except OSError as error:
         if error.errno == errno.EMFILE:
+            most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
             raise UserError(
-                "as many files must be allowed to be open as columns are read at a time. Received: "
-                "a limit that was reached. Raise it (ulimit -n 65536), or prepare fewer columns"
+                "as many files must be allowed to be open as are needed at once. Received: a limit "
+                f"of {most:,}, which was reached. Raise it: ulimit -n 65536"
             ) from None
         if error.errno != errno.ENOSPC:
             raise
@@ -95,7 +180,89 @@ def all_or_nothing(out: Path) -> Iterator[Path]:
             "on another disk"
         ) from None
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        remove(folder)
+        if output is not None:
+            output.ended()
+
+
+def _put_in_place(output: _Output, folder: Path, beside: Path) -> None:
+    """Rename a whole folder to its output or, where that cannot be, to a name beside it.
+
+    Raises:
+        UserError: it lies beside.
+    """
+    out = output.out
+    try:
+        refuse_existing(out)
+        with _parents(out):
+            try:
+                os.rename(folder, out)
+            except OSError as error:
+                refuse_existing(out)  # another command was faster
+                _refuse_place(out, error.strerror)
+    except UserError as refusal:
+        output.out = beside
+        os.rename(folder, beside)
+        raise UserError(f"{refusal}. What was to be there is whole, and lies in {beside}") from None
+
+
+@contextlib.contextmanager
+def new_folder(out: Path) -> Iterator[None]:
+    """Make ``out``, and remove it on any failure: for what must know its own place meanwhile.
+
+    Raises:
+        UserError: it exists, or cannot be made.
+    """
+    out = out.absolute()
+    refuse_existing(out)
+    with _parents(out):
+        try:
+            out.mkdir()
+        except OSError as error:
+            refuse_existing(out)  # another command was faster
+            _refuse_place(out, error.strerror)
+        output = _Output.begun(out, out)
+        try:
+            yield
+            output.unfinished = None
+        finally:
+            if output.unfinished is not None:
+                remove(out)
+            output.ended()
+
+
+@contextlib.contextmanager
+def _parents(out: Path) -> Iterator[None]:
+    """Make the folders around ``out``; a failure removes those that it made and that are empty.
+
+    Raises:
+        UserError: they cannot be made.
+    """
+    missing = [parent for parent in out.parents if not os.path.lexists(parent)]
+
+    def remove_empty() -> None:
+        for parent in missing:  # the innermost first
+            with contextlib.suppress(OSError):
+                parent.rmdir()
+
+    try:
+        try:
+            out.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            _refuse_place(out, error.strerror)
+        yield
+    except BaseException:
+        _to_the_end(remove_empty)
+        raise
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write JSON so that a reader sees either nothing or all of it."""
+    partial = path.with_name(f".{path.name}.partial")
+    text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+    # A file's name need not be UTF-8: its odd bytes are written as JSON's escapes.
+    partial.write_bytes(text.encode("utf-8", "backslashreplace"))
+    os.replace(partial, path)
 
 
 def package_versions() -> dict[str, str]:

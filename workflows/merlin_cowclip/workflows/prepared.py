@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 
 from merlin_cowclip.workflows.datasets import DatasetSpec
 from merlin_cowclip.workflows.errors import UserError
+from merlin_cowclip.workflows.folders import write_json
 from merlin_cowclip.workflows.manifest import (
     check_manifest,
     checksum,
@@ -44,9 +45,7 @@ def write_record(folder: Path, record: Mapping[str, Any]) -> None:
     """Write ``prepare.json``, with a manifest of the files that are there: the last thing to do."""
     others = {path.name for path in folder.iterdir()} - MEMBERS  # workers still have theirs there
     record = {**record, "format": FORMAT_VERSION, "manifest": manifest_of(folder, others)}
-    text = json.dumps(record, indent=2, ensure_ascii=False) + "\n"
-    # A file's name need not be UTF-8: its odd bytes are written as JSON's escapes.
-    (folder / RECORD).write_bytes(text.encode("utf-8", "backslashreplace"))
+    write_json(folder / RECORD, record)
 
 
 def file_state(path: Path) -> dict[str, Any]:

@@ -183,10 +183,3 @@ def _same(mine: Path, other: Path) -> bool:
     if not (mine.is_file() and other.is_file()):
         return False
     return filecmp.cmp(mine, other, shallow=False)
-
-
-def write_json(path: Path, content: Any) -> None:
-    """Write JSON so that a reader sees either nothing or all of it."""
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    os.replace(partial, path)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ import pyarrow.compute as pc
 
 from merlin_cowclip.workflows.datasets import AVAZU, CRITEO, DatasetSpec
 from merlin_cowclip.workflows.errors import UserError
+from merlin_cowclip.workflows.folders import remove, write_json
 
 CHUNK_ROWS = 200_000  # drawn and written at a time: bounds the memory
 CALIBRATION_ROWS = 100_000
@@ -190,6 +190,7 @@ def write_synthetic(
     world = _World(_LOGS[dataset], seed, cardinality)
     labels, probabilities = [], []
     partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
+    unfinished = [partial]
     try:
         with _writer(partial, gzipped=path.name.endswith(".gz")) as sink:
             if world.log.spec.header:  # by hand, for Arrow quotes the names
@@ -206,10 +207,12 @@ def write_synthetic(
         truth = _truth(
             dataset, seed, cardinality, np.concatenate(labels), np.concatenate(probabilities)
         )
-        truth_path.write_text(json.dumps(dataclasses.asdict(truth), indent=2) + "\n")
+        unfinished.append(truth_path)
+        write_json(truth_path, dataclasses.asdict(truth))
         os.rename(partial, path)
+        unfinished.clear()
     finally:
-        partial.unlink(missing_ok=True)
+        remove(*unfinished)
     return truth
 
 

@@ -18,13 +18,13 @@ from merlin_cowclip.workflows.clusters import memory_limit
 from merlin_cowclip.workflows.configuration import TrainConfig
 from merlin_cowclip.workflows.datasets import check_input_names
 from merlin_cowclip.workflows.errors import UserError
-from merlin_cowclip.workflows.folders import all_or_nothing, refuse_existing
+from merlin_cowclip.workflows.folders import all_or_nothing, refuse_existing, write_json
 from merlin_cowclip.workflows.learning_rates import keras_schedule
 from merlin_cowclip.workflows.manifest import manifest_of
 from merlin_cowclip.workflows.memory import refuse_what_does_not_fit
 from merlin_cowclip.workflows.prepared import PreparedData
 from merlin_cowclip.workflows.quiet import quiet_imports
-from merlin_cowclip.workflows.runs import CONFIG, FORMAT_VERSION, RESULT, Run, write_json
+from merlin_cowclip.workflows.runs import CONFIG, FORMAT_VERSION, RESULT, Run
 
 with quiet_imports():
     from merlin_cowclip.models import MODELS
