@@ -8,10 +8,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 
 from merlin_cowclip.workflows.datasets import DatasetSpec
+from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.etl import prepare
+from merlin_cowclip.workflows.manifest import checksum
+from merlin_cowclip.workflows.prepared import PreparedData
 from merlin_cowclip.workflows.runs import Run
 from tests.bad_input.conftest import TOY, toy_log
 from tests.bad_input.contract import command, refused
@@ -203,10 +207,58 @@ def test_named_data_that_is_none(run, tmp_path):
             {}, {"lists": ()}, ["'genres' differs", "(0 ids instead of"], id="a field less"
         ),
         pytest.param({}, {"continuous": ()}, ["columns of numbers", "'price'"], id="no numbers"),
+        pytest.param(
+            {"change": lambda log: log.assign(price=log["price"] * 10)},
+            {},
+            ["ranges of numbers", "'price' from [", "] instead of ["],
+            id="numbers scaled otherwise",
+        ),
+        pytest.param(
+            {"change": lambda log: log.rename(columns={"y": "bought"})},
+            {"label": "bought"},
+            ["the label of the run", "'bought' instead of 'y'"],
+            id="another label",
+        ),
     ],
 )
-def test_data_of_another_vocabulary(run, tmp_path, log, spec, words):
+def test_data_that_means_something_else(run, tmp_path, log, spec, words):
     spec = DatasetSpec(**{**vars(TOY), **spec})
-    data = prepare(spec, [toy_log(tmp_path / "l.csv", **log)], tmp_path / "data", progress=False)
+    change = log.get("change", lambda log: log)
+    path = toy_log(tmp_path / "l.csv", **{k: v for k, v in log.items() if k != "change"})
+    change(pd.read_csv(path)).to_csv(path, index=False)
+    data = prepare(spec, [path], tmp_path / "data", progress=False)
     words = ["the data must have the", "of the run", *words, "or train on this one"]
     refused(["evaluate", run, data.path], words, folder=tmp_path)
+
+
+def relabelled(data: Path, **change: Any) -> None:
+    """A value of the record changed, as another adoption would have it."""
+    path = data / "prepare.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+
+
+def test_a_vocabulary_is_its_ids_not_its_bytes(run, toy_data, tmp_path):
+    """Written by another version of pyarrow, it has other bytes; one more field is another."""
+    data = PreparedData.open(shutil.copytree(toy_data, tmp_path / "data"))
+    path = data.path / CATEGORIES / "unique.user.parquet"
+    before = path.read_bytes()
+    pd.read_parquet(path).to_parquet(path, compression="gzip")
+    assert path.read_bytes() != before
+    Run.open(run).check_vocabulary(data)
+    pd.DataFrame({"town": ["x"]}).to_parquet(path.with_name("unique.town.parquet"))
+    with pytest.raises(UserError, match="unique.town.parquet differs"):
+        Run.open(run).check_vocabulary(data)
+
+
+def test_adopted_data_is_known_by_its_workflow(run, toy_data, tmp_path):
+    """What an adopted pipeline does to numbers is in its workflow alone."""
+    data = Path(shutil.copytree(toy_data, tmp_path / "data"))
+    pickled = data / "workflow" / "workflow.pkl"
+    relabelled(data, ranges=None)
+    opened = PreparedData.open(data)
+    Run.open(run).check_vocabulary(opened)
+    pickled.write_bytes(pickled.read_bytes() + b"more")
+    with pytest.raises(UserError, match="must come from the pipeline of the run"):
+        Run.open(run).check_vocabulary(opened)
+    opened.record["workflow_sha256"] = checksum(toy_data / "workflow" / "workflow.pkl")
+    Run.open(run).check_vocabulary(opened)

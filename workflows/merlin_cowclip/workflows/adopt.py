@@ -40,6 +40,7 @@ from merlin_cowclip.workflows.existing_workflow import (
     load_workflow,
 )
 from merlin_cowclip.workflows.folders import all_or_nothing, package_versions, refuse_existing
+from merlin_cowclip.workflows.manifest import checksum
 from merlin_cowclip.workflows.prepared import PreparedData, check_unchanged, write_record
 
 BATCH_ROWS = 1 << 17  # held at a time, twice: one batch is checked while the next is read
@@ -280,6 +281,7 @@ def _save(
     record = {
         "spec": pipeline.spec.to_dict(),
         "workflow": str(pipeline.folder.absolute()),
+        "workflow_sha256": checksum(pipeline.folder / "workflow.pkl"),
         "files": {part: [file.state for file in files] for part, files in parts.items()},
         "rows": scan.rows,
         "cardinalities": pipeline.cardinalities,

@@ -10,13 +10,17 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
+
 from merlin_cowclip.workflows.configuration import TrainConfig
 from merlin_cowclip.workflows.errors import UserError, shown
-from merlin_cowclip.workflows.manifest import check_manifest, is_manifest
+from merlin_cowclip.workflows.manifest import check_manifest, checksum, is_manifest
 from merlin_cowclip.workflows.prepared import PreparedData
 from merlin_cowclip.workflows.quiet import quiet_imports
 
 FORMAT_VERSION = 1
+WORKFLOW = "workflow.pkl"
 RESULT = "result.json"  # written last: without it the run did not finish
 CONFIG = "config.json"
 
@@ -28,6 +32,37 @@ _KEYS = {
     "config": dict,
 }
 _CONFIG_KEYS = {"data": str, "cardinalities": dict, "continuous": list, "model": str}
+
+_INPUTS = {
+    "label": "label",
+    "categorical": "fields of one id",
+    "lists": "lists of ids",
+    "ranges": "ranges of numbers",
+}
+
+
+def inputs_of(data: PreparedData) -> dict[str, Any]:
+    """What the inputs of a model trained on `data` mean, beside its vocabularies; fit for JSON.
+
+    `label`, `categorical`, `continuous` and `lists` are names, sorted but for the label; `ranges`
+    what the numbers were scaled by, name → [least, largest], and None for an adopted pipeline, of
+    which `pipelines` knows the workflow.
+    """
+    spec = data.spec
+    return {
+        "label": spec.label,
+        "categorical": sorted(spec.categorical),
+        "lists": sorted(spec.lists),
+        "continuous": sorted(spec.continuous),
+        "ranges": data.record.get("ranges"),
+        "pipelines": sorted(pipelines_of(data)),
+    }
+
+
+def pipelines_of(data: PreparedData) -> set[str]:
+    """Checksums by which the workflow is known that made `data`: here, and where it was adopted."""
+    adopted = data.record.get("workflow_sha256")
+    return {checksum(data.path / "workflow" / WORKFLOW)} | ({adopted} if adopted else set())
 
 
 @dataclass(frozen=True)
@@ -102,10 +137,11 @@ class Run:
         return PreparedData.open(path)
 
     def check_vocabulary(self, data: PreparedData) -> None:
-        """Refuse data whose columns or ids mean something else than those that this run learned.
+        """Refuse data whose columns, numbers or ids mean something else than those of this run.
 
         Raises:
-          UserError: `data` has other columns, or was prepared with another vocabulary.
+          UserError: `data` has other columns or another label, its numbers were scaled by other
+            ranges, it was prepared with another vocabulary, or adopted from another pipeline.
         """
         remedy = f"Evaluate on the run's own data, {self.config['data']}, or train on this one."
         cardinalities, mine = data.cardinalities, self.config["cardinalities"]
@@ -122,14 +158,48 @@ class Run:
                 f"the data must have the columns of numbers of the run. Received: {data.path}, "
                 f"which differs from {self.path} in {min(numbers)!r}. {remedy}"
             )
-        for file in sorted((self.path / "workflow").rglob("unique.*.parquet")):
-            name = file.relative_to(self.path / "workflow")
-            other = data.path / "workflow" / name
-            if not _same(file, other):
+        homes = self.path / "workflow", data.path / "workflow"
+        vocabularies = {
+            path.relative_to(home) for home in homes for path in home.rglob("unique.*.parquet")
+        }
+        for name in sorted(vocabularies):
+            if not _same(homes[0] / name, homes[1] / name):
                 raise UserError(
                     f"the data must have the vocabulary of the run. Received: {data.path}, where "
                     f"{name} differs from {self.path}'s, so that ids mean something else. {remedy}"
                 )
+        self._check_inputs(data, remedy)
+        adopted = data.record.get("ranges") is None or self.config.get("ranges", {}) is None
+        # What an adopted pipeline does to numbers, and to ids without a vocabulary, only it knows.
+        unknown = adopted and (self.config["continuous"] or not vocabularies)
+        if unknown and not self._pipelines() & pipelines_of(data):
+            raise UserError(
+                f"the data must come from the pipeline of the run. Received: {data.path}, adopted "
+                f"with another workflow than {self.path}'s, which may mean something else by its "
+                f"numbers and ids. {remedy}"
+            )
+
+    def _check_inputs(self, data: PreparedData, remedy: str) -> None:
+        """Refuse another label, other kinds of fields, or numbers that were scaled otherwise."""
+        mine, its = self.config, inputs_of(data)
+        for key, what in _INPUTS.items():
+            if key not in mine or mine[key] == its[key]:  # a run of before it was written has none
+                continue
+            if key != "ranges":
+                found = f"{its[key]!r} instead of {mine[key]!r}"
+            elif mine[key] is None or its[key] is None:
+                continue  # an adopted pipeline, of which its workflow is compared
+            else:
+                name = min(n for n in mine[key] if mine[key][n] != its[key].get(n))
+                found = f"{name!r} from {its[key].get(name)} instead of {mine[key][name]}"
+            raise UserError(
+                f"the data must have the {what} of the run. Received: {data.path}, with {found} "
+                f"in {self.path}. {remedy}"
+            )
+
+    def _pipelines(self) -> set[str]:
+        own = checksum(self.path / "workflow" / WORKFLOW)
+        return {own, *self.config.get("pipelines", ())}
 
     def model(self) -> Any:
         """The trained `mm.Model`, to predict with.
@@ -176,10 +246,15 @@ def _check_result(path: Path, result: Any) -> None:
 
 
 def _same(mine: Path, other: Path) -> bool:
-    """Whether two vocabularies are equal: files, or folders of parts."""
-    if mine.is_dir() and other.is_dir():
-        names = {path.name for path in (*mine.iterdir(), *other.iterdir())}
-        return all(_same(mine / name, other / name) for name in names)
-    if not (mine.is_file() and other.is_file()):
+    """Whether two vocabularies, files or folders of parts, have the same ids in the same order."""
+    if mine.is_file() and other.is_file() and filecmp.cmp(mine, other, shallow=False):
+        return True
+    if not (mine.exists() and other.exists()):
         return False
-    return filecmp.cmp(mine, other, shallow=False)
+    # Another version of pyarrow writes other bytes, and other rows are other counts beside the ids.
+    column = mine.name.removeprefix("unique.").removesuffix(".parquet")
+    try:
+        a, b = (pq.read_table(path, columns=[column])[column] for path in (mine, other))
+        return bool(a.equals(b.cast(a.type)))
+    except (KeyError, OSError, pa.ArrowException):
+        return False

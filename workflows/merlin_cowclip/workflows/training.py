@@ -24,7 +24,7 @@ from merlin_cowclip.workflows.manifest import manifest_of
 from merlin_cowclip.workflows.memory import refuse_what_does_not_fit
 from merlin_cowclip.workflows.prepared import PreparedData
 from merlin_cowclip.workflows.quiet import quiet_imports
-from merlin_cowclip.workflows.runs import CONFIG, FORMAT_VERSION, RESULT, Run
+from merlin_cowclip.workflows.runs import CONFIG, FORMAT_VERSION, RESULT, Run, inputs_of
 
 with quiet_imports():
     from merlin_cowclip.models import MODELS
@@ -268,7 +268,7 @@ def _described(data: PreparedData, config: TrainConfig) -> dict[str, Any]:
         "dataset": data.spec.name,
         "rows": data.rows,
         "cardinalities": data.cardinalities,
-        "continuous": list(data.spec.continuous),
+        **inputs_of(data),
         **config.to_dict(),
         "scaled": config.hyperparameters.to_dict(),
         "identity": config.identity,
