@@ -3,6 +3,7 @@
 import gzip
 import os
 import shutil
+import threading
 import warnings
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from merlin_cowclip.workflows import etl, raw_logs
+from merlin_cowclip.workflows import clusters, etl, raw_logs
 from merlin_cowclip.workflows.datasets import AVAZU, CRITEO, DatasetSpec, Split
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.etl import build_workflow, prepare
@@ -623,6 +624,40 @@ def test_an_existing_output_is_refused_before_any_work(tmp_path, monkeypatch):
 def test_bad_options(tmp_path, options):
     with pytest.raises(UserError, match=r"(seed|part_rows) must be an integer of at least"):
         quick(SPEC, ["none.csv"], tmp_path / "out", **options)
+
+
+def test_a_failure_waits_for_no_more_than_a_step(tmp_path, log, monkeypatch):
+    """Of the columns that are being fitted: those of a large log take long."""
+    fit, store = etl._fit, etl.Staging.store
+    failed, ended, stored = threading.Event(), [], []
+
+    def fit_or_fail(job):
+        if job.name == SPEC.categorical[0]:
+            raise UserError("the first column")
+        assert failed.wait(20)
+        monkeypatch.setattr(etl.Staging, "store", lambda *a: stored.append(a) or store(*a))
+        try:
+            return fit(job)
+        finally:
+            ended.append(job.name)
+
+    class Threads(clusters.Threads):
+        def __init__(self):
+            super().__init__(3)
+
+        def close(self):
+            self._stopping.set()
+            failed.set()
+            super().close()
+
+    write_csv(log, tmp_path / "log.csv")
+    monkeypatch.setattr(etl, "_fit", fit_or_fail)
+    monkeypatch.setattr(clusters, "Threads", Threads)
+    with pytest.raises(UserError, match="the first column"):
+        quick(SPEC, [tmp_path / "log.csv"], tmp_path / "out")
+    assert ended
+    assert not [name for _, name, *_ in stored if name in SPEC.fields]
+    assert [path.name for path in tmp_path.iterdir()] == ["log.csv"]
 
 
 @pytest.mark.parametrize("step", ["_split", "_save_workflow", "_write_parts", "_write_record"])

@@ -35,6 +35,20 @@ class StoppedError(Exception):
     """Raised in a task whose result nobody waits for any more."""
 
 
+_thread = threading.local()
+
+
+def stop_if_unwanted() -> None:
+    """For a task, between its steps: a failure elsewhere need not wait for all of them.
+
+    Raises:
+        StoppedError: in one of `Threads`, after a failure. (Dask's processes are ended instead.)
+    """
+    stopping: threading.Event | None = getattr(_thread, "stopping", None)
+    if stopping is not None and stopping.is_set():
+        raise StoppedError
+
+
 class Threads:
     """Threads of this process."""
 
@@ -51,7 +65,9 @@ class Threads:
         Raises:
             Exception: what the first job that failed, in order, has raised.
         """
-        pool = ThreadPoolExecutor(self.number)
+        pool = ThreadPoolExecutor(
+            self.number, initializer=setattr, initargs=(_thread, "stopping", self._stopping)
+        )
         self._pools.append(pool)
         try:
             yield from pool.map(function, jobs)

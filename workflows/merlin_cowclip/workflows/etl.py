@@ -228,6 +228,7 @@ def _fit_ids(job: _FieldJob) -> _Fitted:
         in_train = np.repeat(in_train, lengths)
     codes, texts = staging.codes(name)
     threshold = spec.threshold_of(name)
+    clusters.stop_if_unwanted()
     statistics = count_ids(
         codes,
         texts,
@@ -243,8 +244,10 @@ def _fit_ids(job: _FieldJob) -> _Fitted:
             f"freq_threshold must leave ids of their own. Received: {threshold} for {name!r}, "
             "whose most frequent id occurs less often. Lower it, or take the column out"
         )
+    clusters.stop_if_unwanted()
     ids = encode_ids(codes, statistics.encode, job.device)
     staging.store(name, ids)
+    clusters.stop_if_unwanted()
     write_vocabulary(job.folder / "workflow" / "categories", name, statistics)
     write_counts(job.folder / "counts", name, statistics)
     test = ids[~in_train]
@@ -263,6 +266,7 @@ def _fit_ids(job: _FieldJob) -> _Fitted:
 def _fit_numbers(job: _FieldJob) -> _Fitted:
     name, staging = job.name, job.staging
     numbers = staging.numbers(name, np.float64)  # NaN where missing
+    clusters.stop_if_unwanted()
     in_train = np.asarray(staging.load(_IN_TRAIN))
     train = numbers[in_train]
     held = train[~np.isnan(train)]
@@ -331,6 +335,7 @@ def _write_part(job: _PartJob) -> int:
 
 
 def _gather(staging: Staging, name: str, rows: np.ndarray) -> pa.Array:
+    clusters.stop_if_unwanted()
     spec, column = staging.spec, staging.load(name)
     if name in spec.continuous:
         return pa.array(column[rows])
