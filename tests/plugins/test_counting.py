@@ -254,6 +254,135 @@ def test_gradients_that_came_from_elsewhere_are_refused(case, in_graph):
         run(step, in_graph)
 
 
+@tf.function
+def in_a_function(indices):
+    return gathered(indices)
+
+
+def gathered(indices):
+    """As an all-gather over ranks; only traced."""
+    return tf.raw_ops.CollectiveGatherV2(
+        input=indices, group_size=2, group_key=1, instance_key=1, ordering_token=[]
+    )
+
+
+def traced(step):
+    ids = tf.TensorSpec([4, 1], tf.int64)
+    return tf.function(step).get_concrete_function(ids, ids)
+
+
+JOINED = {
+    "one lookup": (lambda h, x, y: [h.table(x)], True),
+    "two lookups": (lambda h, x, y: [h.table(x), h.table(y)], True),
+    "the same ids twice": (lambda h, x, y: [h.table(x), h.table(x)], False),
+    "a reader, and a lookup that has no gradient": (
+        lambda h, x, y: [tf.stop_gradient(h.table(x)), tf.gather(h.variable, y)],
+        False,
+    ),
+}
+
+
+@pytest.mark.parametrize("join", [gathered, in_a_function])
+@pytest.mark.parametrize("case", JOINED)
+def test_one_hot_ids_joined_with_other_ranks_by_one_op(case, join):
+    forward, stands = JOINED[case]
+    holder = Holder("item")
+
+    def step(x, y):
+        gradient = gradient_of(holder, lambda: forward(holder, x, y))
+        indices = tf.reshape(join(tf.cast(gradient.indices, tf.int64)), [-1])
+        return count_sparse(holder.spec.recorder, indices, V)
+
+    if stands:
+        assert len(traced(step).outputs) == 3
+    else:
+        with pytest.raises(NotRecordedError, match="rows"):
+            traced(step)
+
+
+def test_an_unknown_op_between_a_reader_and_the_gradient_is_refused():
+    """A table looked up for something else must not lend its counts to ids read past it."""
+    holder = Holder("item")
+
+    def step(x, y):
+        history = tf.reshape(tf.tile(y, [1, 2]), [-1])
+        return count_sparse(
+            holder.spec.recorder,
+            gradient_of(
+                holder,
+                lambda: [tf.stop_gradient(holder.table(x)), tf.gather(holder.variable, history)],
+            ).indices,
+            V,
+        )
+
+    with pytest.raises(NotRecordedError, match="rows in the gradient that come from"):
+        traced(step)
+
+
+def test_two_gradients_of_one_forward_pass_joined_count_once():
+    holder = Holder("item")
+
+    @tf.function
+    def step(x):
+        with tf.GradientTape(persistent=True) as tape:
+            out = holder.table(x)
+            losses = tf.reduce_sum(out), tf.reduce_sum(tf.square(out))
+        both = [tape.gradient(loss, holder.variable).indices for loss in losses]
+        rows, _, counts = count_sparse(holder.spec.recorder, tf.concat(both, axis=0), V)
+        return rows, counts
+
+    assert as_dict(*step(column(A))) == added_up(A)
+
+
+def test_ids_of_a_long_computation_are_told_apart():
+    holder = Holder("item")
+
+    @tf.function
+    def step(x):
+        for _ in range(1500):
+            x = x + 0
+        return counted(holder, gradient_of(holder, lambda: [holder.table(x), holder.table(x)]))
+
+    assert as_dict(*step(column(A))) == added_up(A)
+
+
+@pytest.mark.parametrize("in_graph", [True, False])
+def test_the_same_values_in_other_lists_are_other_ids(in_graph):
+    holder = Holder("item", combiner=tf.keras.layers.Lambda(lambda x: x), ragged=True)
+    one, other = [[1, 1, 2], [2]], [[1], [1, 2, 2]]
+
+    def step():
+        x = ragged(one)
+        y = tf.RaggedTensor.from_row_splits(x.values, ragged(other).row_splits)
+        forward = lambda: [holder.table(t).flat_values for t in (x, y, x)]  # noqa: E731
+        return counted(holder, gradient_of(holder, forward))
+
+    assert run(step, in_graph) == added_up(one, other)
+
+
+def test_eagerly_micro_batches_after_a_pass_that_was_not_applied():
+    holder = Holder("item")
+    gradient_of(holder, lambda: [holder.table(column(C))])
+    micro = [gradient_of(holder, lambda x=x: [holder.table(column(x))]) for x in (A, B)]
+    indices = tf.concat([gradient.indices for gradient in micro], axis=0)
+    rows, _, counts = count_sparse(holder.spec.recorder, indices, V)
+    assert as_dict(rows, counts) == added_up(A, B)
+
+
+def test_recording_reads_nothing_of_the_table(monkeypatch):
+    """A read of the whole variable would copy it, at every lookup."""
+    holder = Holder("item")
+    reads = []
+    kind = type(holder.variable)
+    read = kind._read_variable_op
+    monkeypatch.setattr(
+        kind, "_read_variable_op", lambda self, *a, **k: reads.append(1) or read(self, *a, **k)
+    )
+    gradient = gradient_of(holder, lambda: [holder.table(column(A))])
+    assert not reads
+    assert as_dict(*counted(holder, gradient)) == added_up(A)
+
+
 @pytest.mark.parametrize("in_graph", [True, False])
 def test_a_dense_gradient_counts_the_ids_looked_up_and_all_other_rows_as_1(in_graph):
     """A tied output reads the whole table; the same ids again count once here too."""
@@ -291,3 +420,64 @@ def test_a_dense_gradient_that_was_kept_in_a_variable_is_refused():
 
     with pytest.raises(NotRecordedError, match="a dense gradient that comes from ReadVariableOp"):
         step(True)
+
+
+def tied(holder, x):
+    return gradient_of(
+        holder,
+        lambda: [holder.table(x), tf.matmul(tf.ones([4, D]), holder.variable, transpose_b=True)],
+    )
+
+
+MOVED = {
+    "flattened": lambda g: tf.reshape(tf.reshape(g, [-1]) * 0.5, g.shape),
+    "joined and split": lambda g: tf.reshape(
+        tf.split(tf.concat([tf.reshape(g, [-1]), tf.ones([5])], axis=0), [V * D, 5])[0], g.shape
+    ),
+    "transposed": lambda g: tf.transpose(tf.transpose(g) * 2.0),
+    "by rows": lambda g: tf.stack(tf.unstack(g)),
+    "multiplied": lambda g: tf.matmul(g, tf.eye(D) * tf.norm(g)),
+    "mapped": lambda g: tf.einsum("vd,dn->vn", g, tf.eye(D)),
+}
+
+
+@pytest.mark.parametrize("case", MOVED)
+def test_a_dense_gradient_that_was_moved_about_keeps_its_counts(case):
+    holder = Holder("item")
+
+    @tf.function
+    def step(x):
+        gradient = MOVED[case](tied(holder, x))
+        return count_dense(holder.spec.recorder, gradient, holder.variable, V)
+
+    expected = np.ones(V)
+    for i, n in added_up(A).items():
+        expected[i] = n
+    np.testing.assert_array_equal(step(column(A)), expected)
+
+
+def test_a_flat_gradient_that_was_kept_in_a_variable_is_refused():
+    holder = Holder("item")
+    kept = tf.Variable(tf.zeros([V * D]))
+
+    @tf.function
+    def step(x):
+        kept.assign_add(tf.reshape(tied(holder, x), [-1]))
+        gradient = tf.reshape(kept.read_value(), [V, D])
+        return count_dense(holder.spec.recorder, gradient, holder.variable, V)
+
+    with pytest.raises(NotRecordedError, match="a dense gradient that comes from ReadVariableOp"):
+        step(column(A))
+
+
+def test_eagerly_a_dense_gradient_after_several_passes_is_refused_once():
+    """Which of them it came from cannot be told; the step after is counted again."""
+    holder = Holder("item")
+    tied(holder, column([*C, 1]))
+    gradient = tied(holder, column(A))
+    with pytest.raises(NotRecordedError, match="after 2 forward passes"):
+        count_dense(holder.spec.recorder, gradient, holder.variable, V)
+    gradient = tied(holder, column(A))
+    counts = count_dense(holder.spec.recorder, gradient, holder.variable, V)
+    assert counts[1] == len(A)
+    assert tf.reduce_sum(counts) == V - 1 + len(A)

@@ -50,6 +50,16 @@ def is_taped(tensor: tf.Tensor) -> bool:
     return bool(_tape.should_record_backprop([tensor]))
 
 
+def taped_mark(variable: tf.Variable) -> tf.Tensor | None:
+    """A tensor that the open tapes that watch a variable record, and no later one; `None` if none.
+
+    Of the handle: any read of the value may copy the variable, or mark it (see `TableAccess`).
+    """
+    _tape.variable_accessed(variable)  # as every read does: a tape watches what is read under it
+    mark = tf.identity(variable.handle)
+    return mark if is_taped(mark) else None
+
+
 __all__ = [
     "ColumnSchema",
     "Schema",
@@ -58,5 +68,6 @@ __all__ = [
     "is_taped",
     "mm",
     "quiet_stack",
+    "taped_mark",
     "tf",
 ]

@@ -18,10 +18,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from merlin_cowclip.plugins._stack import is_taped, tf
+from merlin_cowclip.plugins._stack import is_taped, taped_mark, tf
 from merlin_cowclip.plugins.same_ids import (
     Expressions,
     FuncGraph,
+    before_joining,
     lookups_in_dense,
     origin,
     parts_of,
@@ -140,19 +141,11 @@ class IdRecorder:
             noted.setdefault(id(self), []).append(lookup)
             return
         if not self._passes or not is_taped(self._passes[-1].mark):
-            mark = self._mark()
+            mark = None if self._variable is None else taped_mark(self._variable())
             if mark is None:
                 return
             self._passes.append(_Pass(mark, []))
         self._passes[-1].lookups.append(lookup)
-
-    def _mark(self) -> tf.Tensor | None:
-        """One row of the table, if a tape that is open now records what becomes of it."""
-        if self._variable is None:
-            return None
-        # From the value: a gather from the resource would mark it (see `TableAccess`).
-        row = tf.gather(tf.convert_to_tensor(self._variable()), [0])
-        return row if is_taped(row) else None
 
     def passes(self) -> list[list[Lookup]]:
         """The lookups since the last update, by forward pass as far as that is known."""
@@ -222,9 +215,9 @@ def _identities(lookup: Lookup, features: int, of: Expressions) -> list[Any]:
 def _identity(ids: Any, of: Expressions) -> Any:
     ragged = isinstance(ids, tf.RaggedTensor)
     values = ids.flat_values if ragged else ids
-    if not tf.executing_eagerly():
-        return of.ids(values)
     parts = [values, *(ids.nested_row_splits if ragged else ())]
+    if not tf.executing_eagerly():
+        return tuple(of.ids(part) for part in parts)
     return tuple(tf.cast(part, tf.int64).numpy().tobytes() for part in parts)
 
 
@@ -258,18 +251,15 @@ def count_sparse(recorder: IdRecorder, indices: tf.Tensor, num_rows: int) -> Cou
         return _samples_per_row([one for p in counted for one in distinct(p)], indices, num_rows)
     of = Expressions()
     (lookups,) = passes
-    try:
-        found, themselves = _lookups_in([indices], lookups, of)
-    except NotRecordedError:
-        one_hot_once = len(lookups) == 1 and not lookups[0].is_list
-        if one_hot_once and len(list(parts_of(indices, set(), of))) == 1:
-            # Joined with other ranks' in one op: still one entry for each sample.
-            return repeats_per_row(indices)
-        raise
+    mine = before_joining(indices, of)
+    found, themselves = _lookups_in([indices if mine is None else mine], lookups, of)
     once = distinct(found, of)
     plain = themselves and not any(lookup.is_list for lookup in found)
-    if plain and once == found:  # one-hot ids, each looked up once: repeats are counts
+    # One-hot ids, each looked up once: repeats are counts, also those of other ranks' slices.
+    if plain and once == found:
         return repeats_per_row(indices)
+    if mine is not None:
+        raise NotRecordedError("rows of other ranks, of lists or of ids that were looked up twice")
     return _samples_per_row(once, indices, num_rows)
 
 
@@ -287,25 +277,43 @@ def count_dense(
 
     Raises:
       NotRecordedError: the gradient comes, as a whole or in part, from elsewhere than this step's
-        lookups and layers that read the whole table.
+        lookups and layers that read the whole table; or, eagerly, several forward passes were made
+        since the last update.
     """
     passes = recorder.passes()
     if tf.executing_eagerly():
         recorder.forget()
         if not passes:
             raise NotRecordedError("no lookup of the table in this step")
-        once = [lookup for one in passes for lookup in distinct(one)]
+        if len(passes) > 1:
+            raise NotRecordedError(
+                f"a dense gradient after {len(passes)} forward passes since the last update, of "
+                "which it does not tell, eagerly, what it came from: apply the gradient of each "
+                "tape, or use a tf.function"
+            )
+        once = distinct(passes[0])
     else:
         of = Expressions()
-        slices, unknown = lookups_in_dense(gradient, variable, of)
+        lookups = [lookup for one in passes for lookup in one]
+        slices, unknown = lookups_in_dense(gradient, variable, set(_by_ids(lookups, of)), of)
         if unknown:
             raise NotRecordedError(f"a dense gradient that comes from {unknown[0]}")
-        found, _ = _lookups_in(slices, [one for p in passes for one in p], of)
+        found, _ = _lookups_in(slices, lookups, of)
         once = distinct(found, of)
     if not once:
         return tf.ones([num_rows], tf.float32)
     counted = tf.concat([lookup.counted_rows(num_rows) for lookup in once], axis=0)
     return tf.maximum(_tally(counted, tf.constant(num_rows, tf.int64)), 1.0)
+
+
+def _by_ids(lookups: Iterable[Lookup], of: Expressions) -> dict[int, list[Lookup]]:
+    """A graph's lookups by the number of their ids."""
+    recorded: dict[int, list[Lookup]] = {}
+    for lookup in lookups:
+        rows = lookup.rows
+        values = rows.flat_values if isinstance(rows, tf.RaggedTensor) else rows
+        recorded.setdefault(of.ids(values), []).append(lookup)
+    return recorded
 
 
 def _lookups_in(
@@ -316,11 +324,7 @@ def _lookups_in(
     Returns:
       The lookups; and whether the indices are their rows, each as often.
     """
-    recorded: dict[int, list[Lookup]] = {}
-    for lookup in lookups:
-        rows = lookup.rows
-        values = rows.flat_values if isinstance(rows, tf.RaggedTensor) else rows
-        recorded.setdefault(of.ids(values), []).append(lookup)
+    recorded = _by_ids(lookups, of)
     known = set(recorded)
     found, themselves = [], True
     for some in indices:
@@ -330,24 +334,30 @@ def _lookups_in(
             if not left:
                 made_by = "a constant" if not hasattr(part, "op") else repr(part.op.name)
                 raise NotRecordedError(f"rows in the gradient that come from {made_by}")
-            found.append(left.pop(0))
+            # The last stays: one forward pass may have several gradients.
+            found.append(left.pop(0) if len(left) > 1 else left[0])
             themselves &= itself
     return found, themselves
 
 
 def _passes_in(passes: list[list[Lookup]], indices: tf.Tensor) -> list[list[Lookup]]:
-    """The eager forward passes that a gradient came from: all since the last update, or the last.
+    """The eager forward passes that a gradient came from: all since the last update, or the latest.
 
-    A pass whose gradient was not applied (a step that loss scaling left out) is passed over.
+    Passes whose gradient was not applied (a step that loss scaling left out) are passed over.
     """
     wanted = tf.sort(tf.reshape(tf.cast(indices, tf.int64), [-1]))
-    for some in (passes, passes[-1:]):
-        rows = tf.sort(tf.concat([one.gathered_rows() for p in some for one in p], axis=0))
-        if rows.shape == wanted.shape and tf.reduce_all(tf.equal(rows, wanted)):
-            return some
+    gathered = [tf.concat([one.gathered_rows() for one in p], axis=0) for p in passes]
+    size = sum(len(rows) for rows in gathered)
+    for first, rows in enumerate(gathered):
+        if size == len(wanted):
+            held = tf.sort(tf.concat(gathered[first:], axis=0))
+            if tf.reduce_all(tf.equal(held, wanted)):
+                return passes[first:]
+        size -= len(rows)
     raise NotRecordedError(
-        f"a gradient of {wanted.shape[0]} rows, which are not the {rows.shape[0]} that the last "
-        f"forward pass looked up, nor those of all {len(passes)} since the last update"
+        f"a gradient of {len(wanted)} rows, which are not the {len(gathered[-1])} that the last "
+        f"forward pass looked up, nor those of the latest of all {len(passes)} since the last "
+        "update"
     )
 
 

@@ -6,7 +6,7 @@ there is no graph to read; `counting.py` compares contents there.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -38,6 +38,22 @@ _OPAQUE = {
     "While",
 }
 
+# They move numbers about; only they give a gradient of another shape the table's.
+_MOVING = {
+    "ConcatV2",
+    "Pack",
+    "Reshape",
+    "Slice",
+    "Split",
+    "SplitV",
+    "StridedSlice",
+    "Transpose",
+    "Unpack",
+}
+# Ops that join tensors of several ranks, of Horovod and of TensorFlow, start so.
+_JOINING = ("Collective", "Horovod", "Nccl")
+_CALLS = {"PartitionedCall", "StatefulPartitionedCall"}
+
 # Elements of an eager tensor that is copied into a graph and not captured (TensorFlow's own bound).
 _COPIED = 128
 
@@ -60,11 +76,20 @@ class Expressions:
     def number(self, tensor: tf.Tensor) -> int:
         """The number of the tensor's value."""
         tensor = self.outside(tensor)
-        reference = tensor.ref()
-        if reference not in self._of_tensors:
-            key = self._key(tensor)
-            self._of_tensors[reference] = self._numbers.setdefault(key, len(self._numbers))
-        return self._of_tensors[reference]
+        waiting = [tensor]  # not by recursion: ids may come from a chain of any length
+        while waiting:
+            known = self._of_tensors
+            last = waiting[-1]
+            before = [self.outside(i) for i in self._made_from(last)]
+            missing = [i for i in before if i.ref() not in known]
+            if missing and last.ref() not in known:
+                waiting += missing
+                continue
+            waiting.pop()
+            if last.ref() not in known:
+                key = self._key(last, tuple(known[i.ref()] for i in before))
+                known[last.ref()] = self._numbers.setdefault(key, len(self._numbers))
+        return self._of_tensors[tensor.ref()]
 
     def ids(self, tensor: tf.Tensor) -> int:
         """The number of the ids in the tensor, whatever its shape and integer type."""
@@ -98,7 +123,14 @@ class Expressions:
                 return tensor
             tensor = outer
 
-    def _key(self, tensor: tf.Tensor) -> Any:
+    @staticmethod
+    def _made_from(tensor: tf.Tensor) -> Sequence[tf.Tensor]:
+        """The tensors that tell the value; none where the tensor equals only itself."""
+        op = _op_of(tensor)
+        return () if op is None or op.op_def.is_stateful or op.type in _OPAQUE else op.inputs
+
+    @staticmethod
+    def _key(tensor: tf.Tensor, inputs: tuple[int, ...]) -> Any:
         op = _op_of(tensor)
         if (op is None or op.type == "Const") and tensor.dtype.is_integer:
             # TensorFlow copies small eager tensors into a graph, each time that they are used.
@@ -112,7 +144,6 @@ class Expressions:
             for name, value in sorted(op.node_def.attr.items())
             if not name.startswith("_")
         )
-        inputs = tuple(self.number(before) for before in op.inputs)
         return op.type, attributes, tensor.value_index, inputs
 
 
@@ -175,14 +206,78 @@ def _before_combiner(tensor: tf.Tensor, of: Expressions) -> tf.Tensor | None:
     return None
 
 
+def before_joining(indices: tf.Tensor, of: Expressions) -> tf.Tensor | None:
+    """This rank's part of indices that one op joined with other ranks'; `None` if none did.
+
+    Horovod's optimizers put that op into a function of its own.
+    """
+    tensor = of.stripped(indices)
+    op = _op_of(tensor)
+    if op is None:
+        return None
+    if op.type.startswith(_JOINING):
+        return op.inputs[tensor.value_index]  # grouped: as many outputs as inputs
+    if op.type in _CALLS:
+        called = op.graph._get_function(op.get_attr("f").name).graph
+        part = before_joining(called.outputs[tensor.value_index], of)
+        if part is not None:
+            part = of.stripped(part)
+            given = [i for i, own in enumerate(called.inputs) if own is part]
+            return op.inputs[given[0]] if given else part
+    return None
+
+
 def lookups_in_dense(
-    gradient: tf.Tensor, variable: tf.Variable, of: Expressions
+    gradient: tf.Tensor, variable: tf.Variable, known: set[int], of: Expressions
 ) -> tuple[list[tf.Tensor], list[str]]:
     """The indices of the slices that were added up to a V×d gradient.
+
+    Two walks upstream. All that the gradient was computed from is searched for sums of the slices
+    of `known` ids. What makes up the gradient itself (same shape, or moved about) is also held
+    against what may bring in other slices.
+
+    Args:
+      gradient: V×d.
+      variable: the table's.
+      known: numbers of the ids that were looked up.
+      of: numbers of the graph's tensors.
 
     Returns:
       The indices; and the ops that bring in, from outside this graph, what cannot be looked into.
     """
+    indices, unknown = _added_to(gradient, variable, of)
+    met = {some.ref() for some in indices}
+    for tensor in _upstream(gradient, of):
+        op = _op_of(tensor)
+        if op is None or not _sums_slices(op, variable) or op.inputs[1].ref() in met:
+            continue
+        parts = parts_of(op.inputs[1], known, of)
+        if all(origin(part, known, of)[0] is not None for part in parts):
+            indices.append(op.inputs[1])
+    return indices, unknown
+
+
+def _sums_slices(op: tf.Operation, variable: tf.Variable) -> bool:
+    same = op.outputs and op.outputs[0].shape.is_compatible_with(variable.shape)
+    return bool(op.type == "UnsortedSegmentSum" and same)
+
+
+def _upstream(tensor: tf.Tensor, of: Expressions) -> Iterator[tf.Tensor]:
+    """The tensor and all of floating point that it was computed from."""
+    waiting, seen = [tensor], set()
+    while waiting:
+        last = of.outside(waiting.pop())
+        if last.ref() not in seen:
+            seen.add(last.ref())
+            yield last
+            op = _op_of(last)
+            waiting += [i for i in op.inputs if i.dtype.is_floating] if op is not None else []
+
+
+def _added_to(
+    gradient: tf.Tensor, variable: tf.Variable, of: Expressions
+) -> tuple[list[tf.Tensor], list[str]]:
+    """As `lookups_in_dense`, of any slices, through ops that keep the shape or move numbers."""
     indices: list[tf.Tensor] = []
     unknown: list[str] = []
     waiting, seen = [gradient], set()
@@ -192,15 +287,18 @@ def lookups_in_dense(
         if tensor.ref() in seen:
             continue
         seen.add(tensor.ref())
-        if op is None or op.type in _OPAQUE:
-            unknown.append("a constant" if op is None else f"{op.type} {op.name!r}")
+        if op is None:
+            unknown.append("a constant")
+        elif op.type in _OPAQUE or op.type.startswith(_JOINING):
+            unknown.append(f"{op.type} {op.name!r}")
         elif op.type == "ReadVariableOp":
             # The table's own value is a factor where its rows are normalized, for instance.
             if of.outside(op.inputs[0]) is not variable.handle:
                 unknown.append(f"{op.type} {op.name!r}")
         elif op.type == "UnsortedSegmentSum":
-            indices.append(op.inputs[1])
-        else:
-            shape = variable.shape
-            waiting += [i for i in op.inputs if i.shape.rank == 2 and i.shape == shape]
+            indices += [op.inputs[1]] if _sums_slices(op, variable) else []
+        elif op.type in _MOVING:
+            waiting += [i for i in op.inputs if i.dtype.is_floating]
+        elif tensor.shape.is_fully_defined():
+            waiting += [i for i in op.inputs if i.dtype.is_floating and i.shape == tensor.shape]
     return indices, unknown
