@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -381,6 +383,18 @@ def test_recording_reads_nothing_of_the_table(monkeypatch):
     gradient = gradient_of(holder, lambda: [holder.table(column(A))])
     assert not reads
     assert as_dict(*counted(holder, gradient)) == added_up(A)
+
+
+@pytest.mark.parametrize("in_tape", [True, False])
+@pytest.mark.parametrize("trainable", [True, False])
+def test_eagerly_only_what_a_tape_watches_is_recorded(in_tape, trainable):
+    holder = Holder("item")
+    holder.table.trainable = trainable
+    holder.variable._trainable = trainable  # as a variable that was made frozen
+    with tf.GradientTape() if in_tape else contextlib.nullcontext() as tape:
+        holder.table(column(A))
+    assert len(holder.spec.recorder.lookups()) == (in_tape and trainable)
+    assert not in_tape or len(tape.watched_variables()) == trainable
 
 
 @pytest.mark.parametrize("in_graph", [True, False])

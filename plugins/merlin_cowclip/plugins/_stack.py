@@ -55,7 +55,8 @@ def taped_mark(variable: tf.Variable) -> tf.Tensor | None:
 
     Of the handle: any read of the value may copy the variable, or mark it (see `TableAccess`).
     """
-    _tape.variable_accessed(variable)  # as every read does: a tape watches what is read under it
+    if variable.trainable:  # as every read does: a tape watches what is read under it
+        _tape.variable_accessed(variable)
     mark = tf.identity(variable.handle)
     return mark if is_taped(mark) else None
 
