@@ -635,3 +635,32 @@ def test_config_round_trip():
     assert other.get_config() == one.get_config()
     assert other.clip_tables == ("a", Tags.USER_ID)
     assert other.hyperparameters == HOT
+
+
+def test_a_model_that_is_used_by_parts():
+    """Its layers are its own, though it was never called as a whole."""
+
+    class Parts(tf.keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.b = tf.keras.layers.Embedding(10, 4, name="b")
+
+        def encode(self, ids):
+            return self.b(ids)
+
+    model = Parts()
+    optimizer = CowClipOptimizer.for_model(model, COLD)
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(model.encode(tf.constant([1, 2])))
+    before = model.b.embeddings.numpy()
+    optimizer.apply_gradients([(tape.gradient(loss, model.b.embeddings), model.b.embeddings)])
+    assert (model.b.embeddings.numpy()[1:3] < before[1:3]).all()
+
+
+def test_the_summary_names_a_table_whose_name_is_part_of_another_word():
+    """Merlin's variables are called "embeddings", which has a "b" in it."""
+    _, optimizer = fitted(stock_dlrm, SCHEMA, COLD, steps=1)
+    for spec in optimizer.table_specs:
+        object.__setattr__(spec, "name", "b")
+    lines = optimizer.summary().splitlines()
+    assert sum(line.startswith("b: ") for line in lines) == len(optimizer.table_specs)

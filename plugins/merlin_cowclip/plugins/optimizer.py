@@ -276,7 +276,13 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
     def _check_belongs(self, pairs: list[tuple[Any, tf.Variable]], owner: dict[Any, Any]) -> None:
         """Refuse gradients of another model's variables, and of tables that were not found."""
         model = self._model() if self._model is not None else None
-        mine = {v.ref() for v in model.variables} if model is not None and model.built else set()
+        layers = [] if model is None else list(model._flatten_layers())
+        # Of the layers, not of the model: it may be used by parts, and never be built as a whole.
+        mine = {
+            v.ref()
+            for layer in layers
+            for v in (*layer._trainable_weights, *layer._non_trainable_weights)
+        }
         if model is not None and pairs and not any(v.ref() in mine for _, v in pairs):
             raise ValueError(
                 "The optimizer must be compiled into the model that it was made for, "
@@ -285,7 +291,6 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
                 "optimizer.bind(model)."
             )
         # The wide part of a stock W&D is one: its input is sparse, but it is a layer, not a table.
-        layers = [] if model is None else model._flatten_layers()
         dense = (layer for layer in layers if isinstance(layer, tf.keras.layers.Dense))
         known = {*owner, *(layer.kernel.ref() for layer in dense if layer.built)}
         for gradient, variable in pairs:
@@ -487,7 +492,8 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
         for variable, optimizer, rule, l2 in self.owned():
             # Merlin's tables all have a variable called "embeddings".
             table = specs.get(variable.ref(), "")
-            name = variable.name if table in variable.name else f"{table}: {variable.name}"
+            named = table in ("", *variable.name.split("/"))
+            name = variable.name if named else f"{table}: {variable.name}"
             rate, factor = optimizer.learning_rate, float(self._factor())
             shape = tuple(variable.shape)
             rows.append(
