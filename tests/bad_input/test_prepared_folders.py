@@ -37,6 +37,16 @@ SPEC = DatasetSpec(
 )
 
 
+def forget(beginning: str) -> Callable[[dict[str, Any]], None]:
+    """A record whose manifest lacks what begins so."""
+
+    def change(record: dict[str, Any]) -> None:
+        names = record["manifest"]
+        record["manifest"] = {n: e for n, e in names.items() if not n.startswith(beginning)}
+
+    return change
+
+
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory) -> Path:
     """Fields of ids that have the same number of ids, so that files can take each other's place."""
@@ -187,8 +197,24 @@ DAMAGES = {
     "a record that is null": (lambda d: (d / "prepare.json").write_text("null"), ["None"]),
     "a format to come": (lambda d: edit(d, lambda r: r.update(format=99)), ["99", "this version"]),
     "a format that is true": (lambda d: edit(d, lambda r: r.update(format=True)), ["True"]),
+    "a format of 2.0": (
+        lambda d: edit(d, lambda r: r.update(format=2.0)),
+        ["2.0"],
+    ),
     "a format that is text": (lambda d: edit(d, lambda r: r.update(format="2")), ["'2'"]),
     "a format that is a list": (lambda d: edit(d, lambda r: r.update(format=[2])), ["[2]"]),
+    "a manifest without the workflow": (
+        lambda d: edit(d, forget("workflow/")),
+        ["must have", "workflow/", "Prepare the data again"],
+    ),
+    "a manifest without a field's counts": (
+        lambda d: edit(d, forget("counts/item.parquet")),
+        ["must have", "counts/item.parquet"],
+    ),
+    "a manifest with a name that is none": (
+        lambda d: edit(d, lambda r: r["manifest"].update({"a\0b": {"bytes": 1, "sha256": ""}})),
+        ["must keep every file", "cannot be read"],
+    ),
     "nothing but a format": (
         lambda d: (d / "prepare.json").write_text('{"format": 2}'),
         ["'spec'", "none", "prepare.json", AGAIN],
@@ -258,7 +284,7 @@ DAMAGES = {
                 r["cardinalities"].update(more=5),
             ),
         ),
-        ["train/part", "without column 'more'"],
+        ["manifest", "counts/more.parquet"],
     ),
 }
 

@@ -116,6 +116,10 @@ DAMAGES = [
     ("manifest is a list", without("manifest", value=["a"]), ["must hold 'manifest'"]),
     ("manifest is empty", without("manifest", value={}), ["must hold 'manifest'"]),
     ("manifest is another's", without("manifest", value={"a": {"size": 3}}), ["hold 'manifest'"]),
+    *(
+        (f"manifest lacks {name}", without("manifest", name), ["manifest lacks", name, AGAIN])
+        for name in ("config.json", "model/saved_model.pb", "workflow/workflow.pkl")
+    ),
     # The files
     ("no model", gone("model"), [KEPT, "model/", "gone", AGAIN]),
     ("no graph", gone("model/saved_model.pb"), [KEPT, "saved_model.pb", "gone"]),

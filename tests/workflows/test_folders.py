@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 from typing import Any
 
@@ -168,7 +169,6 @@ class Finalized:
         sum(range(1000))
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_swallowed_signal_makes_deaf_to_no_other(capsys):
     reached = []
 
@@ -183,6 +183,25 @@ def test_a_swallowed_signal_makes_deaf_to_no_other(capsys):
     assert endings.run("x", work) == 128 + signal.SIGTERM
     assert reached == ["after the first"]
     assert "x: ended by SIGTERM before it was done" in capsys.readouterr().err
+
+
+def test_a_swallowed_signal_comes_again(capsys):
+    """JAX has a callback of the garbage collector: one SIGTERM in it, and training went on."""
+    reached = []
+
+    def work() -> None:
+        finalized = Finalized()
+        del finalized
+        reached.append("after the first")
+        for _ in range(500):
+            time.sleep(0.01)
+        reached.append("five seconds later")
+
+    assert endings.run("x", work) == 128 + signal.SIGTERM
+    assert reached == ["after the first"]
+    assert (
+        capsys.readouterr().err == "x: ended by SIGTERM before it was done: nothing is left of it\n"
+    )
 
 
 @pytest.mark.parametrize("when", ["as they are set", "as they are put back"])

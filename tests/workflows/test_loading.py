@@ -550,6 +550,29 @@ def test_epochs_of_one_order_do_not_go_unnoticed(data):
         assert len(list(loader)) == 3
 
 
+def test_what_a_fit_followed_holds_for_no_later_one(data):
+    model = seeing(data)
+    loader = Loader(data, batch_size=1_500, seed=4)
+    model.fit(loader, callbacks=[FollowEpochs(loader)], verbose=0)
+    with pytest.warns(UserWarning, match="order of the last one, that of epoch 0.*FollowEpochs"):
+        model.fit(loader, epochs=2, verbose=0)
+
+
+def test_a_footer_is_parsed_once(data, monkeypatch):
+    loader = Loader(data, batch_size=1_500, seed=4)
+    given = []
+    stock = pq.ParquetFile
+
+    def watched(file, *, metadata=None):
+        given.append(metadata)
+        return stock(file, metadata=metadata)
+
+    monkeypatch.setattr(pq, "ParquetFile", watched)
+    assert len(list(loader.batches())) == 3
+    assert given
+    assert None not in given
+
+
 def test_follow_epochs_gives_keras_own_epochs(data):
     """Whatever was done with the loader in between."""
     model = seeing(data)

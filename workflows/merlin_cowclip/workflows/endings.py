@@ -150,15 +150,31 @@ def _signals() -> Iterator[_Received]:
         if received.raising and (first or sys.exc_info()[0] is None):
             raise KeyboardInterrupt
 
+    usual = sys.unraisablehook
+    resent: list[threading.Timer] = []
+
+    def unraisable(dropped: sys.UnraisableHookArgs) -> None:
+        # Python drops what is raised in a finalizer or a callback of the garbage collector (JAX
+        # has one), a signal's exception too: the signal is sent again, once that is over.
+        if received.number and issubclass(dropped.exc_type, KeyboardInterrupt):
+            resent.append(threading.Timer(0.1, os.kill, (os.getpid(), received.number)))
+            resent[-1].start()
+        else:
+            usual(dropped)
+
     before = {}
     try:
+        sys.unraisablehook = unraisable
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
                 before[number] = signal.signal(number, end)  # nohup's is SIG_IGN, and stays
         yield received
     finally:
+        for timer in resent:
+            timer.cancel()
         for number, handler in before.items():
             signal.signal(number, handler)
+        sys.unraisablehook = usual
 
 
 def _close_stdout() -> None:

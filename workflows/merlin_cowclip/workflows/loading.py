@@ -215,7 +215,8 @@ class Loader(tf.data.Dataset):
         self.ranks = ranks
         self.drop_last = ranks > 1 if drop_last is None else drop_last
         self._groups: list[RowGroup] = []
-        for file, footer in data.footers(part).items():
+        self._footers = data.footers(part)  # of many row groups, parsing one takes long
+        for file, footer in self._footers.items():
             for number in range(footer.num_row_groups):
                 if rows := footer.row_group(number).num_rows:
                     self._groups.append(RowGroup(file, number, rows))
@@ -232,7 +233,7 @@ class Loader(tf.data.Dataset):
                 f"{self.rows} rows in {data.path}. Choose a smaller batch or prepare more rows."
             )
         self._epoch = 0
-        self._followed = False  # whether Keras says which epoch it is
+        self._followed = False  # whether a fit under way says which epoch it is
         self._passed: int | None = None  # the epoch of the last pass that came to its end
         self._lock = threading.RLock()  # a dropped iterator may be forgotten anywhere, even in it
         self._streams: OrderedDict[int, _Stream] = OrderedDict()  # by iterator, last used last
@@ -490,7 +491,7 @@ class Loader(tf.data.Dataset):
         lists: list[list[pa.Array]] = [[] for _ in spec.lists]
         at = 0
         for group in window.groups:
-            with pq.ParquetFile(group.file) as parquet:
+            with pq.ParquetFile(group.file, metadata=self._footers[group.file]) as parquet:
                 table = parquet.read_row_group(group.number, columns=columns)
             here = slice(at, at + group.rows)
             for matrix, names in (
@@ -617,11 +618,18 @@ class FollowEpochs(tf.keras.callbacks.Callback):
     def __init__(self, loader: Loader) -> None:
         super().__init__()
         self._loader = loader
-        loader._followed = True
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """From now on, each pass has the order of the fit's own epoch."""
+        self._loader._followed = True
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Set the loader's epoch; the first batch is asked for after this."""
         self._loader.epoch = epoch
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """What this fit said holds for no later one; but a pass to evaluate may be as its last."""
+        self._loader._followed, self._loader._passed = False, None
 
 
 def _in_thread(work: Callable[..., T], *arguments: Any) -> concurrent.futures.Future[T]:

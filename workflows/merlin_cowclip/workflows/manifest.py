@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -53,7 +53,11 @@ def entry_of(path: Path) -> dict[str, Any]:
 
 
 def check_manifest(
-    folder: Path, manifest: Mapping[str, Mapping[str, Any]], what: str, remedy: str
+    folder: Path,
+    manifest: Mapping[str, Mapping[str, Any]],
+    what: str,
+    remedy: str,
+    needed: Iterable[str] = (),
 ) -> None:
     """Refuse a folder in which a file is not as the manifest says. Other files are let be.
 
@@ -62,9 +66,11 @@ def check_manifest(
         manifest: as `manifest_of` made it.
         what: whose files, for the sentence: "prepared data".
         remedy: the sentence's end: "Prepare it again".
+        needed: what the manifest must name.
 
     Raises:
-        UserError: names the first file that is gone, cannot be read, or has changed.
+        UserError: names the first file that the manifest lacks, that is gone, cannot be read, or
+            has changed.
     """
 
     def refuse(path: Path, found: str) -> NoReturn:
@@ -72,6 +78,12 @@ def check_manifest(
             f"{what} must keep every file as it was written. Received: {path}, {found}. {remedy}"
         ) from None
 
+    for name in needed:
+        if name not in manifest:
+            raise UserError(
+                f"the manifest of {what} must have every file. Received: {folder}, whose manifest "
+                f"lacks {name}. {remedy}"
+            )
     for name, entry in manifest.items():
         path = folder / name
         try:
@@ -84,6 +96,8 @@ def check_manifest(
             refuse(path, "which is gone")
         except OSError as error:
             refuse(path, f"which cannot be read ({error.strerror})")
+        except ValueError as error:  # a name with a zero byte, which no file has
+            refuse(folder, f"with {name!r} in its manifest, which cannot be read ({error})")
 
 
 def is_manifest(value: Any) -> bool:

@@ -101,7 +101,8 @@ class PreparedData:
             for name, entry in self.record["manifest"].items()
             if of_part[name] == part or (not part and of_part[name] not in PARTS)
         }
-        check_manifest(self.path, members, "prepared data", _AGAIN)
+        needed = () if part else _needed(self)
+        check_manifest(self.path, members, "prepared data", _AGAIN, needed)
 
     def footers(self, part: str) -> dict[Path, pq.FileMetaData]:
         """The footers of a part's files, in their order, held against the record.
@@ -271,7 +272,7 @@ def _read_record(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{place} must be readable JSON. Received: {error}. {_AGAIN}") from None
     version = record.get("format") if isinstance(record, dict) else None
-    if version not in FORMATS or isinstance(version, bool):
+    if version not in FORMATS or type(version) is not int:
         raise UserError(
             f"prepared data must be of format {' or '.join(map(str, FORMATS))}. Received: "
             f"{version!r} in {path}. Prepare it again with this version"
@@ -337,11 +338,15 @@ def _is_file_state(value: Any) -> bool:
     )
 
 
+def _needed(data: PreparedData) -> list[str]:
+    """What every folder has beside its parts."""
+    files = ["schema.pbtxt", "workflow/metadata.json", "workflow/workflow.pkl"]
+    return files + [f"counts/{name}.parquet" for name in data.spec.ids]
+
+
 def _check_without_manifest(data: PreparedData) -> None:
     """Refuse a folder of format 1 in which a file is not there that every such folder has."""
-    needed = ["schema.pbtxt", "workflow/metadata.json", "workflow/workflow.pkl"]
-    needed += [f"counts/{name}.parquet" for name in data.spec.ids]
-    for name in needed:
+    for name in _needed(data):
         if not (data.path / name).is_file():
             raise UserError(
                 f"prepared data must keep every file as it was written. Received: "

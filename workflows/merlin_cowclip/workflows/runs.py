@@ -33,6 +33,8 @@ _KEYS = {
 }
 _CONFIG_KEYS = {"data": str, "cardinalities": dict, "continuous": list, "model": str}
 
+_NEEDED = (CONFIG, "model/saved_model.pb", f"workflow/{WORKFLOW}")
+
 _INPUTS = {
     "label": "label",
     "categorical": "fields of one id",
@@ -104,7 +106,8 @@ class Run:
                 "another folder."
             ) from None
         _check_result(path, result)
-        check_manifest(path, result["manifest"], "a run", "Train again into another folder.")
+        again = "Train again into another folder."
+        check_manifest(path, result["manifest"], "a run", again, _NEEDED)
         return cls(path, result)
 
     @property
