@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 import re
@@ -1137,3 +1138,17 @@ def test_a_vocabulary_of_combined_columns_has_no_single_raw_ids(tmp_path):
     layer = layer_of(schema=Schema([combined]))
     with pytest.raises(ValueError, match="must have a column 'user_item'.*combined columns"):
         layer.rows("user_item", ["a_b"])
+
+
+def test_a_copy_tells_its_own_table():
+    layer = layer_of()
+    twin = copy.deepcopy(layer)
+    (spec,) = twin.table_specs()
+    assert spec.variable is twin.table
+    assert spec.variable is not layer.table
+
+
+def test_numpy_ids_are_looked_up_in_a_graph():
+    layer, ids = layer_of(), np.array([3, 6])
+    found = tf.function(lambda: layer.lookup("user", ids), autograph=False)()
+    np.testing.assert_array_equal(found, layer.table.numpy()[ids])

@@ -16,6 +16,7 @@ from merlin_cowclip.plugins import (
 from merlin_cowclip.plugins._stack import Schema, Tags, mm
 from merlin_cowclip.plugins.counting import count_sparse
 from merlin_cowclip.plugins.merlin_tables import find_tables
+from merlin_cowclip.plugins.tables import TableSpec
 
 from .merlin_models import category
 from .test_clipping import oracle as clip_oracle
@@ -241,3 +242,27 @@ def test_a_tied_output_against_algorithm_1(update, in_graph):
     rate = lr * np.sqrt(1 - 0.999) / (1 - 0.9)
     moved = rate * 0.1 * g / (np.sqrt(0.001 * g**2) + 1e-7)
     np.testing.assert_allclose(spec.variable, w0 - moved, rtol=1e-4, atol=1e-6)
+
+
+def spec_of(offsets, columns, read=()):
+    columns = tuple(category(name, 5) for name in columns)
+    variable = tf.Variable(tf.zeros([offsets[-1], 2]))
+    layer = tf.keras.layers.Layer()
+    return TableSpec("t", layer, lambda: variable, offsets, columns, 2, range_of_column=read)
+
+
+@pytest.mark.parametrize(
+    ("offsets", "columns", "read", "message"),
+    [
+        ((0, 5, 10), "abc", (), "2 ranges and 3 columns"),
+        ((0, 5, 10), "ab", (0,), "one of 2 ranges for each of 2 columns"),
+        ((0, 5, 10), "ab", (0, 2), "one of 2 ranges for each of 2 columns"),
+    ],
+)
+def test_columns_and_ranges_that_do_not_go_together(offsets, columns, read, message):
+    with pytest.raises(ValueError, match=message):
+        spec_of(offsets, columns, read)
+
+
+def test_a_table_without_columns_is_selected_by_its_name():
+    assert spec_of((0, 5, 10), "").selected(["t"]) == (True, True)

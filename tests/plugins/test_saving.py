@@ -258,3 +258,26 @@ def test_a_loss_of_ones_own_is_asked_for(tmp_path, trained):
     for m in (trained, loaded):
         m.fit(dataset(SCHEMA, 1, first=7), verbose=0)
     assert_same(values(loaded), values(trained))
+
+
+@pytest.mark.parametrize("update", ["exact", "lazy"])
+@pytest.mark.parametrize("when", ["before", "after", "thawed"])
+def test_a_frozen_layer_is_saved_and_stays_frozen(tmp_path, when, update):
+    tf.keras.utils.set_random_seed(0)
+    model = ours(SCHEMA)
+    model(batch(SCHEMA)[0])
+    dense = next(x for x in model._flatten_layers() if isinstance(x, tf.keras.layers.Dense))
+    dense.trainable = when == "after"
+    optimizer = CowClipOptimizer.for_model(model, HOT, update=update)
+    model.compile(optimizer=optimizer, metrics=[])
+    model.fit(dataset(SCHEMA, 2), verbose=0)
+    dense.trainable = when == "thawed"  # then it has no slots yet
+    model.compile(optimizer=optimizer, metrics=[])
+    save_model(model, tmp_path / "model")
+    loaded = load_model(tmp_path / "model", metrics=[])
+    assert len(loaded.trainable_variables) == len(model.trainable_variables)
+    for m in (model, loaded):
+        m.fit(dataset(SCHEMA, 2, first=2), verbose=0)
+    by_name = {v.name: v.numpy() for v in loaded.weights}
+    for v in model.weights:
+        np.testing.assert_array_equal(by_name[v.name], v.numpy())

@@ -9,6 +9,7 @@ lookup, gradient and update. The layer tells the optimizer its table and records
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -137,7 +138,7 @@ class FusedEmbeddings(SchemaMixin, tf.keras.layers.Layer):
         self._spec = TableSpec(
             name=self.name,
             layer=self,
-            get_variable=lambda: self.table,
+            get_variable=functools.partial(getattr, self, "table"),  # copied with the layer
             row_offsets=self.row_offsets,
             columns=tuple(columns),
             width=dim,
@@ -199,6 +200,8 @@ class FusedEmbeddings(SchemaMixin, tf.keras.layers.Layer):
         """
         self._check_field(field)
         self._built_table(build=True)
+        if not isinstance(ids, tf.RaggedTensor):
+            ids = tf.convert_to_tensor(ids)
         feature = field if feature is None else feature
         check = IdCheck()
         if field in self.list_fields:

@@ -49,6 +49,10 @@ def save_model(model: mm.Model, path: str | os.PathLike[str]) -> None:
     optimizer = _optimizer_of(model)
     if not model.built:
         raise ValueError("The model must be built before it is saved. Fit it, or call it, first.")
+    if _slots(optimizer.owned(), every=False):
+        # A weight that no gradient has reached yet has none; zeros are what its first step finds.
+        optimizer.create_slots(model.trainable_variables)
+    trained = {v.ref() for v in model.trainable_variables}
     description = {
         "format": FORMAT,
         "optimizer": optimizer.get_config(),
@@ -57,6 +61,7 @@ def save_model(model: mm.Model, path: str | os.PathLike[str]) -> None:
         "loss_scale": _loss_scale(model.optimizer),
         "losses": _losses(model),
         "weights": [_described(v) for v in model.weights],
+        "trainable": [v.ref() in trained for v in model.weights],
         "slots": len(_slots(optimizer.owned())),
     }
     with replacing(Path(path), MARKER, SAVED_MODEL) as folder:
@@ -99,6 +104,10 @@ def load_model(path: str | os.PathLike[str], **compile_arguments: Any) -> mm.Mod
     with state_follows():
         optimizer = CowClipOptimizer.from_config(description["optimizer"])
     order = _saved_order(model, description, path)
+    if "trainable" in description:
+        place = {v.ref(): position for v, position in zip(model.weights, order, strict=True)}
+        _freeze(model, [description["trainable"][position] for position in order])
+        order = [place[v.ref()] for v in model.weights]  # Keras lists frozen ones last
     _warn_of_weights_that_are_not_finite(model, path)
     optimizer.bind(model)
     if "learning_rate" in description:
@@ -127,13 +136,43 @@ def _optimizer_of(model: mm.Model) -> CowClipOptimizer:
     return inner
 
 
-def _slots(owned: Iterable[Owned]) -> list[tf.Variable]:
-    """The moments of these variables; none before the first step."""
+def _slots(owned: Iterable[Owned], *, every: bool = True) -> list[tf.Variable]:
+    """The moments of these variables; none before the first step.
+
+    Args:
+      owned: the variables.
+      every: whether each variable of a part that has moments must have them (`KeyError`), or those
+        are listed that there are.
+    """
     found = []
     for variable, owner, *_ in owned:
-        names = owner.get_slot_names()
-        found += [owner.get_slot(variable, name) for name in SLOTS if name in names]
+        names = [name for name in SLOTS if name in owner.get_slot_names()]
+        if not every:
+            names = [name for name in names if _has_slot(owner, variable, name)]
+        found += [owner.get_slot(variable, name) for name in names]
     return found
+
+
+def _has_slot(owner: Any, variable: tf.Variable, name: str) -> bool:
+    try:
+        owner.get_slot(variable, name)
+    except KeyError:
+        return False
+    return True
+
+
+def _freeze(model: mm.Model, trainable: Sequence[bool]) -> None:
+    """Which weights are trained, as it was saved: Keras loads inner layers as trainable.
+
+    Args:
+      model: the loaded one.
+      trainable: for each of its weights.
+    """
+    trained = {v.ref(): flag for v, flag in zip(model.weights, trainable, strict=True)}
+    for layer in model._flatten_layers(include_self=False):
+        own = [trained[v.ref()] for v in layer._trainable_weights if v.ref() in trained]
+        if own:
+            layer._trainable = any(own)  # the property's setter would freeze layers within it too
 
 
 def _state(

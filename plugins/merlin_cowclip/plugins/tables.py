@@ -53,6 +53,9 @@ class TableSpec:
       width: d. Tables of width 1 are linear weights: they take L2 but are not clipped.
       recorder: the lookups of the current step.
       access: how the layer is to look rows up; Merlin's own tables do it their way.
+
+    Raises:
+      ValueError: columns and ranges of rows that do not go together.
     """
 
     name: str
@@ -66,6 +69,18 @@ class TableSpec:
     range_of_column: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        ranges, columns, read = len(self.row_offsets) - 1, len(self.columns), self.range_of_column
+        if read and (len(read) != columns or not all(0 <= number < ranges for number in read)):
+            raise ValueError(
+                f"range_of_column must name one of {ranges} ranges for each of {columns} columns. "
+                f"Received: {read} for the table {self.name!r}"
+            )
+        if columns and not read and ranges not in (1, columns):
+            raise ValueError(
+                "A table must have one range of rows, or one for each column. Received: "
+                f"{ranges} ranges and {columns} columns for the table {self.name!r}. Pass "
+                "range_of_column."
+            )
         self.recorder.belong_to(self.get_variable)
 
     @property
@@ -84,20 +99,19 @@ class TableSpec:
         Args:
           wanted: names of tables or fields, tags, and layers.
         """
-        by_layer = any(item is self.layer or _owns(item, self) for item in wanted)
         names = {item for item in wanted if isinstance(item, str) and not isinstance(item, Tags)}
+        owned = any(item is self.layer or _owns(item, self) for item in wanted)
+        whole = owned or self.name in names
         tags = [item for item in wanted if isinstance(item, Tags)]
         hits = [
-            by_layer
-            or self.name in names
-            or column.name in names
+            column.name in names
             or any(Schema([column]).select_by_tag(tag) for tag in tags)  # USER_ID: USER and ID
             for column in self.columns
         ]
         ranges = range(len(self.row_offsets) - 1)
         read = self.range_of_column or (ranges if len(ranges) == len(hits) else [0] * len(hits))
         pairs = list(zip(read, hits, strict=True))
-        return tuple(by_layer or (number, True) in pairs for number in ranges)
+        return tuple(whole or (number, True) in pairs for number in ranges)
 
 
 def _owns(item: Any, spec: TableSpec) -> bool:
