@@ -111,3 +111,21 @@ def test_links_and_folders_that_cannot_be_renamed(tmp_path, monkeypatch):
         replacing(tmp_path / "file", "marker", OWN),
     ):
         pass
+
+
+def test_what_is_no_saved_model_is_left_alone(tmp_path):
+    """A folder of somebody's own that happens to have an entry of one of our names."""
+    path = tmp_path / "site"
+    path.mkdir()
+    (path / "part").write_text("mine")
+    with (
+        pytest.raises(ValueError, match=r"without 'part', which would be replaced.*no saved model"),
+        replacing(path, "marker", OWN, ("sign",)),
+    ):
+        pass
+    assert (path / "part").read_text() == "mine"
+    assert os.listdir(tmp_path) == ["site"]
+    (path / "sign").touch()
+    with replacing(path, "marker", OWN, ("sign",)) as folder:
+        write(folder, "new")
+    assert (path / "part").read_text() == "new"

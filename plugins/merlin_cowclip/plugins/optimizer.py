@@ -20,16 +20,13 @@ from merlin_cowclip.plugins.merlin_tables import find_tables
 from merlin_cowclip.plugins.not_offered import RefusesOptions
 from merlin_cowclip.plugins.rates import DensePart, TablePart
 from merlin_cowclip.plugins.scaling import Hyperparameters, check_number, format_table
-from merlin_cowclip.plugins.schedules import LinearWarmup
+from merlin_cowclip.plugins.schedules import UNKNOWN, LinearWarmup
 from merlin_cowclip.plugins.tables import TableSpec
 
 Schedule: TypeAlias = Any  # tf.keras.optimizers.schedules.LearningRateSchedule; Keras has no types
 
 _state_follows = contextvars.ContextVar("merlin_cowclip_state_follows", default=False)
 
-
-UNKNOWN = -1
-"""The warm-up's length before a fit, or its `steps_per_epoch`, tells it."""
 
 _CLIPPED_BY_RULE = (
     "Tables are clipped by the rule of hyperparameters.clip; to clip dense weights, set it on "

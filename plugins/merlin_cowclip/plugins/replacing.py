@@ -36,7 +36,9 @@ def find(path: Path, marker: str) -> Path:
 
 
 @contextlib.contextmanager
-def replacing(path: Path, marker: str, own: Collection[str]) -> Iterator[Path]:
+def replacing(
+    path: Path, marker: str, own: Collection[str], signs: Collection[str] = ()
+) -> Iterator[Path]:
     """An empty folder that takes the place of `path` once the block has ended well.
 
     Args:
@@ -44,14 +46,17 @@ def replacing(path: Path, marker: str, own: Collection[str]) -> Iterator[Path]:
       marker: a file, relative, that the block writes last.
       own: the entries that a folder of this kind has. Others, which somebody put into the one
         that is replaced, are kept.
+      signs: files, relative, that show a folder to be of this kind, as the marker does.
 
     Raises:
-      ValueError: `path` is a file; or it holds the marker and cannot be moved: a mount point, the
-        current folder, or in a folder that cannot be written.
+      ValueError: `path` is a file, or a folder of another kind with entries of these names; or it
+        holds the marker and cannot be moved: a mount point, the current folder, or in a folder that
+        cannot be written.
     """
     path = Path(os.path.realpath(path))  # the folder that a link names, not the link
     if path.exists() and not path.is_dir():
         raise ValueError(f"path must be a folder, or nothing yet. Received a file: {path}")
+    _refuse_another_kind(path, own, (marker, *signs))
     path.parent.mkdir(parents=True, exist_ok=True)
     if _fixed(path):
         if (path / marker).exists():
@@ -74,6 +79,18 @@ def replacing(path: Path, marker: str, own: Collection[str]) -> Iterator[Path]:
         os.rename(path, old)
     os.rename(new, path)
     _clear_up(path, marker, own)
+
+
+def _refuse_another_kind(path: Path, own: Collection[str], signs: Collection[str]) -> None:
+    """A folder that nothing shows to be ours has somebody's own files, whatever their names."""
+    if path.exists() and not any((path / sign).exists() for sign in signs):
+        taken = sorted(set(os.listdir(path)) & set(own))
+        if taken:
+            raise ValueError(
+                f"path must be a folder that was saved before, or one without {taken[0]!r}, which "
+                f"would be replaced. Received: {path}, which holds it and is no saved model. Save "
+                "to another folder."
+            )
 
 
 def _beside(path: Path) -> tuple[Path, Path]:

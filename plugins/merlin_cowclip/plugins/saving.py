@@ -28,6 +28,7 @@ SAVED_MODEL = (
     *("saved_model.pb", "keras_metadata.pb", "fingerprint.pb", "variables", "assets"),
     *(".merlin", FOLDER),
 )
+SIGNS = ("saved_model.pb",)  # of a model that was saved otherwise
 SLOTS = ("m", "v")
 FORMAT = 2
 READ_FORMATS = (1, 2)  # 1 kept neither a learning rate, nor losses and names of weights
@@ -64,7 +65,7 @@ def save_model(model: mm.Model, path: str | os.PathLike[str]) -> None:
         "trainable": [v.ref() in trained for v in model.weights],
         "slots": len(_slots(optimizer.owned())),
     }
-    with replacing(Path(path), MARKER, SAVED_MODEL) as folder:
+    with replacing(Path(path), MARKER, SAVED_MODEL, SIGNS) as folder:
         with quiet_stack(), state_follows():  # Merlin loads what it saved, for the output's schema
             model.save(str(folder))
         _state(model, optimizer).write(str(folder / FOLDER / CHECKPOINT))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, TypeAlias
 
 from merlin_cowclip.plugins._stack import tf
@@ -10,6 +11,10 @@ from merlin_cowclip.plugins.scaling import check_number
 Schedule: TypeAlias = Any  # tf.keras.optimizers.schedules.LearningRateSchedule; Keras has no types
 
 _KERAS_SCHEDULE = tf.keras.optimizers.schedules.LearningRateSchedule
+
+
+UNKNOWN = -1
+"""A warm-up's length before a fit, or `steps_per_epoch`, tells it."""
 
 
 @tf.keras.utils.register_keras_serializable(package="merlin_cowclip")
@@ -22,7 +27,8 @@ class LinearWarmup(tf.keras.optimizers.schedules.LearningRateSchedule):
       learning_rate: the value from step `warmup_steps` on, or a Keras schedule that gives it; the
         schedule counts from step 0, and what the warm-up rises to falls with it.
       warmup_steps: number of updates; 0 for a constant learning rate. An integer variable is read
-        at each step, and may change without a new trace.
+        at each step, and may change without a new trace. `UNKNOWN`: the learning rate is NaN, so
+        that no step is made without a warm-up, and without a word, before its length is known.
       initial: the value at step 0.
 
     Raises:
@@ -43,6 +49,8 @@ class LinearWarmup(tf.keras.optimizers.schedules.LearningRateSchedule):
         self.warmup_steps = (
             warmup_steps
             if isinstance(warmup_steps, tf.Variable)
+            else UNKNOWN
+            if warmup_steps == UNKNOWN
             else int(check_number("warmup_steps", warmup_steps))
         )
         self.initial = check_number("initial", initial)
@@ -53,7 +61,7 @@ class LinearWarmup(tf.keras.optimizers.schedules.LearningRateSchedule):
         end = tf.cast(end(step) if isinstance(end, _KERAS_SCHEDULE) else end, tf.float32)
         steps = tf.cast(self.warmup_steps, tf.float32)
         done = tf.minimum(tf.cast(step, tf.float32) / tf.maximum(steps, 1.0), 1.0)
-        done = tf.where(steps > 0, done, 1.0)
+        done = tf.where(steps > 0, done, tf.where(steps < 0, math.nan, 1.0))
         # Not initial + done · (end - initial): this form ends at learning_rate to the last digit.
         return self.initial * (1.0 - done) + end * done
 
