@@ -33,11 +33,11 @@ CONFIGS = [
 ]
 GOLDEN = [
     "03955781ab9b1478",
-    "b34f237bca2ad514",
+    "a40d79d86284b7bf",
     "8c234c3a735fa524",
-    "e02357c10597192f",
+    "153855aaf03999b9",
     "bde2c36c85ded5da",
-    "b19e95db972eefd5",
+    "36b4b0197aa9cc38",
     "9cdf8ecce2e827a5",
     "8b4e692eb8ac1975",
     "c82d9c122c17ba43",
@@ -288,6 +288,12 @@ def test_the_identity_of_another_process_is_the_same():
         ({"rule": "sqrt"}, {"rule": "linear"}),
         ({"model": "fm", "mlp": (8,)}, {"model": "fm"}),
         ({"model": "lr", "embedding_dim": 5}, {"model": "lr"}),
+        ({"base": BASE.replace(clip=None)}, {"base": BASE.replace(clip=None, clip_ratio=2.0)}),
+        ({"combiner": "sum"}, {"combiner": {"tags": "sum"}}),
+        (
+            {"epochs": 4, "dense_schedule": "cosine"},
+            {"epochs": 4, "dense_schedule": {"name": "cosine", "epochs": 4}},
+        ),
     ],
     ids=str,
 )

@@ -247,6 +247,20 @@ def test_which_types_agree_on_the_text_of_a_value(a, b, agree):
     assert same_text(a, a)
 
 
+def test_lists_of_numbers_beside_texts():
+    """One such list in a part, or several: each of its ids is one."""
+    for rows in ([["a", 1, 2.0]], [["a", 1], None, [], [2.0, "b", None], math.nan]):
+        expected = [
+            [None if x is None else f"{x:g}" if x in (1, 2) else x for x in row]
+            if isinstance(row, list)
+            else []
+            for row in rows
+        ]
+        given = pd.DataFrame({"t": pd.Series(rows, dtype=object)})
+        found = IdText().transform(ColumnSelector(["t"]), given)["t"]
+        assert [list(row) for row in found] == expected
+
+
 def test_numbers_beside_texts():
     column = pd.Series(["1382", 1382, 1382.0, None, math.nan, "", True, b"raw", 0.25], dtype=object)
     expected = ["1382", "1382", "1382", None, None, None, "true", "raw", "0.25"]

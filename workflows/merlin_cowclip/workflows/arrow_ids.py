@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -72,12 +73,20 @@ def _kind_of_text(kind: pa.DataType) -> str:
 
 
 def mixed_as_text(values: Sequence[Any]) -> pa.Array:
-    """Values of several types, such as texts and numbers, each as `as_text` writes it."""
-    texts = [value if isinstance(value, str) else _one(value) for value in values]
-    return as_text(pa.array(texts, pa.string()))
+    """Values of several types, such as texts and numbers, each as `as_text` writes it; or lists."""
+    if any(map(_is_list, values)):
+        lists = [list(map(_one, value)) if _is_list(value) else None for value in values]
+        return as_text(pa.array(lists, pa.list_(pa.string())))
+    return as_text(pa.array(map(_one, values), pa.string()))
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list | tuple | np.ndarray)
 
 
 def _one(value: Any) -> str | None:
+    if isinstance(value, str):
+        return value
     try:
         return as_text(pa.array([value], from_pandas=True))[0].as_py()
     except pa.ArrowException:

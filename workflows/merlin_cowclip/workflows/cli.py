@@ -14,7 +14,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from merlin_cowclip.plugins.scaling import CLIPS, SCALING_RULES, scaling_table
+from merlin_cowclip.plugins.scaling import ADAPTIVE_CLIPS, CLIPS, SCALING_RULES, scaling_table
 from merlin_cowclip.workflows import endings
 from merlin_cowclip.workflows.configuration import TrainConfig
 from merlin_cowclip.workflows.errors import UserError
@@ -169,9 +169,9 @@ def _parser() -> argparse.ArgumentParser:
         help="exact: L2 and Adam on every row, the paper (default); lazy: on the batch's rows",
     )
     train.add_argument(
-        "--no-determinism",
-        action="store_true",
-        help="faster kernels on GPUs, whose results differ in the last digits",
+        "--determinism",
+        action=argparse.BooleanOptionalAction,
+        help="the same result to the last digit (default), or faster kernels on GPUs",
     )
     train.add_argument("--base-batch-size", type=int, help="where the values were tuned (1024)")
     train.add_argument("--dense-lr", type=float, help="η of the dense weights (cowclip: 8e-4)")
@@ -391,8 +391,8 @@ def _train_config(arguments: argparse.Namespace) -> TrainConfig:
     for option in ("dense_schedule", "embedding_schedule"):
         if getattr(arguments, option) is not None:
             values[option] = _schedule(f"--{option.replace('_', '-')}", getattr(arguments, option))
-    if arguments.no_determinism:
-        values["deterministic"] = False
+    if arguments.determinism is not None:
+        values["deterministic"] = arguments.determinism
     base = {key: getattr(arguments, option) for key, option in _BASE.items()}
     base = {key: value for key, value in base.items() if value is not None}
     if arguments.no_clip:
@@ -402,7 +402,14 @@ def _train_config(arguments: argparse.Namespace) -> TrainConfig:
     if base:
         before = values.get("base")
         values["base"] = {**(before if isinstance(before, dict) else {}), **base}
-    return TrainConfig.from_dict(values)
+    config = TrainConfig.from_dict(values)
+    for name in ("clip_ratio", "clip_floor"):
+        if name in base and config.tuned.clip not in ADAPTIVE_CLIPS:
+            raise UserError(
+                f"--{name.replace('_', '-')} belongs to the clips {', '.join(ADAPTIVE_CLIPS)}. "
+                f"Received: it with clip={config.tuned.clip!r}. Leave it out, or choose one of them"
+            )
+    return config
 
 
 def _read_config(path: Path) -> dict[str, Any]:

@@ -12,7 +12,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from merlin_cowclip.plugins.scaling import SCALING_RULES, Hyperparameters, find_rule, recipe, scale
+from merlin_cowclip.plugins.scaling import (
+    ADAPTIVE_CLIPS,
+    SCALING_RULES,
+    Hyperparameters,
+    find_rule,
+    recipe,
+    scale,
+)
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.learning_rates import plain_schedule
 from merlin_cowclip.workflows.networks import NETWORKS, options_of, whole_number
@@ -204,22 +211,32 @@ class TrainConfig:
         Of the network with the options that it uses, the hyperparameters scaled to the batch size,
         the epochs, the seed, the update mode, whether it is deterministic, the clipped tables and
         the schedules. Not of `rule` and `base`, from which the scaled values come: where two rules
-        agree, at the base batch size, they are one run. An option left out is its default.
+        agree, at the base batch size, they are one run. Not of r and ζ where the clip has none. An
+        option left out is its default.
         """
-        options = NETWORKS[self.model]
+        options, hp = NETWORKS[self.model], self.hyperparameters
+        unused = () if hp.clip in ADAPTIVE_CLIPS else ("clip_ratio", "clip_floor")
         meant = {
             "format": _IDENTITY_FORMAT,
             **{k: v for k, v in self.to_dict().items() if k not in (*_NETWORK_OPTIONS, "base")},
             "scaled": {
                 # 1 and 1.0 are one number, -0.0 and 0.0 are one.
                 name: float(value) + 0.0 if isinstance(value, int | float) else value
-                for name, value in self.hyperparameters.to_dict().items()
+                for name, value in hp.to_dict().items()
+                if name not in unused
             },
             "network": {k: v for k, v in self.network_options.items() if options[k].used},
         }
         del meant["rule"]
+        combiner = meant["network"]["combiner"]
+        if isinstance(combiner, dict) and len(set(combiner.values())) == 1:
+            meant["network"]["combiner"] = next(iter(combiner.values()))
         if self.clip_tables is not None:
             meant["clip_tables"] = sorted(self.clip_tables)
+        for name in ("dense_schedule", "embedding_schedule"):
+            schedule = meant[name]
+            if schedule is not None and schedule.get("epochs", 0) is None:
+                meant[name] = {**schedule, "epochs": float(self.epochs)}
         # What a later version adds and this configuration does not use must not change it.
         present = {name: value for name, value in meant.items() if value is not None}
         text = json.dumps(present, sort_keys=True, separators=(",", ":"), ensure_ascii=True)

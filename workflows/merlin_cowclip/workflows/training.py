@@ -63,7 +63,11 @@ def check(data: PreparedData, config: TrainConfig, out: str | Path) -> Loader:
                 f"{', '.join(_TABLES)}. Received: {name!r}"
             )
     loader = Loader(data, "train", batch_size=config.batch_size, seed=config.seed)
-    refuse_what_does_not_fit(config, data.cardinalities, len(data.spec.continuous), memory_limit())
+    if not tf.config.list_physical_devices(
+        "GPU"
+    ):  # there, TensorFlow's own error becomes a sentence
+        numbers = len(data.spec.continuous)
+        refuse_what_does_not_fit(config, data.cardinalities, numbers, memory_limit())
     return loader
 
 
