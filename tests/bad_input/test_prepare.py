@@ -746,6 +746,11 @@ def full(*_: Any, **__: Any) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
+def beyond_the_limit(*_: Any, **__: Any) -> None:
+    """`ulimit -f`."""
+    raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
+
+
 def short(file: Any, values: np.ndarray) -> None:
     """As np.save says that the disk is full."""
     raise OSError(f"{values.size} requested and 0 written")
@@ -758,6 +763,7 @@ def short(file: Any, values: np.ndarray) -> None:
         ("merlin_cowclip.workflows.staging.np.save", short),
         ("merlin_cowclip.workflows.etl.write_vocabulary", full),
         ("merlin_cowclip.workflows.etl.write_counts", full),
+        ("merlin_cowclip.workflows.etl.write_counts", beyond_the_limit),
     ],
 )
 def test_a_full_disk(tmp_path, monkeypatch, place, failure):

@@ -173,11 +173,11 @@ def all_or_nothing(out: Path) -> Iterator[Path]:
                 "as many files must be allowed to be open as are needed at once. Received: a limit "
                 f"of {most:,}, which was reached. Raise it: ulimit -n 65536"
             ) from None
-        if error.errno != errno.ENOSPC:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
         raise UserError(
-            f"output needs disk space. Received: none left for {out}. Free some, or name a folder "
-            "on another disk"
+            f"output needs disk space. Received: none left for {out} ({os.strerror(error.errno)}). "
+            "Free some, or name a folder on another disk"
         ) from None
     finally:
         remove(folder)
