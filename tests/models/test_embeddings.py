@@ -1152,3 +1152,16 @@ def test_numpy_ids_are_looked_up_in_a_graph():
     layer, ids = layer_of(), np.array([3, 6])
     found = tf.function(lambda: layer.lookup("user", ids), autograph=False)()
     np.testing.assert_array_equal(found, layer.table.numpy()[ids])
+
+
+def test_what_is_done_before_there_is_an_optimizer_costs_its_steps_nothing():
+    """TensorFlow copies a table at every read once rows were gathered from its resource."""
+    column = ColumnSchema(
+        "a", tags=[Tags.CATEGORICAL], dtype="int64", properties={"domain": {"min": 0, "max": 9}}
+    )
+    layer = FusedEmbeddings(Schema([column]), 4)
+    layer({"a": tf.constant([[1], [2]], tf.int64)})
+    layer.load_rows("a", np.full([10, 4], 0.5, np.float32))
+    np.testing.assert_array_equal(layer.table.numpy(), 0.5)
+    first, second = (tf.convert_to_tensor(layer.table)._numpy() for _ in range(2))
+    assert np.shares_memory(first, second)

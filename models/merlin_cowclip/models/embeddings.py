@@ -384,7 +384,9 @@ class FusedEmbeddings(SchemaMixin, tf.keras.layers.Layer):
             ids, given = ids[known], given[known]
         table = self._built_table(build=True)
         rows = (ids + self._first_row[field])[:, np.newaxis]
-        table.scatter_nd_update(rows, tf.cast(given, table.dtype))
+        # Not scatter_nd_update: it would mark the table as sparsely used (see `TableAccess`).
+        whole, new = tf.convert_to_tensor(table), tf.cast(given, table.dtype)
+        table.assign(tf.tensor_scatter_nd_update(whole, rows, new))
         return len(ids)
 
     def _vocabulary(self, field: str, workflow: str | os.PathLike[str] | None) -> pd.Series:

@@ -26,14 +26,17 @@ class TableAccess:
     lazy mode scatters into the variable, and so needs it marked.
 
     Attributes:
-      whole: gather from the value read as a whole; set by the optimizer for the exact mode.
+      whole: gather from the value read as a whole; the optimizer sets it in the exact mode and
+        unsets it in the lazy one. `None` before there is an optimizer: so in eager calls, such as
+        one that builds the model, for else the exact mode would find the table marked.
     """
 
-    whole: bool = False
+    whole: bool | None = None
 
     def gather(self, variable: tf.Variable, rows: tf.Tensor) -> tf.Tensor:
         """The rows of a V×d variable, by row numbers of any shape: that shape × d."""
-        return tf.gather(tf.convert_to_tensor(variable) if self.whole else variable, rows)
+        whole = tf.executing_eagerly() if self.whole is None else self.whole
+        return tf.gather(tf.convert_to_tensor(variable) if whole else variable, rows)
 
 
 @dataclass(frozen=True, eq=False)
