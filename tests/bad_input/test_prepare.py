@@ -647,8 +647,10 @@ def test_an_id_of_two_texts(tmp_path):
         columns = {**frame(), "user": pa.array([0.1] * 80, kind)}
         pq.write_table(pa.table(columns), tmp_path / f"{kind}.parquet")
     spec = write(tmp_path, "toy.toml", toml(format="parquet"))
-    files = [tmp_path / "float.parquet", tmp_path / "double.parquet"]
-    words = ["one type", "'user'", "double in", "float in", *files]
+    # Text agrees with each of the two, which do not with each other.
+    pq.write_table(pa.table(frame()), tmp_path / "text.parquet")
+    files = [tmp_path / f"{name}.parquet" for name in ("text", "float", "double")]
+    words = ["one type", "'user'", "double in", "float in", *files[1:]]
     refused(["prepare", spec, *files, "--out", tmp_path / "data"], words, folder=tmp_path)
 
 

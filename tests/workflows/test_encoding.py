@@ -209,7 +209,7 @@ def test_the_text_of_a_number(value, text):
 )
 def test_times_have_the_text_that_the_saved_workflow_gives_them(kind):
     """pandas makes every unit nanoseconds."""
-    numbers = [0, 1, 10, 1_000, 86_399, None]
+    numbers = [0, 1, 10, 101, 110, 1_000, 1_001, 10_100, 86_399, None]
     width = pa.int32() if kind.bit_width == 32 else pa.int64()
     given = pa.array(numbers, width).cast(kind)
     series = given.to_pandas()
@@ -233,6 +233,7 @@ def test_times_have_the_text_that_the_saved_workflow_gives_them(kind):
         (pa.null(), pa.bool_(), True),
         (pa.list_(pa.int8()), pa.large_list(pa.string()), True),
         (pa.float32(), pa.float64(), False),
+        (pa.float16(), pa.float32(), False),
         (pa.bool_(), pa.int8(), False),
         (pa.bool_(), pa.string(), False),
         (pa.decimal128(9, 1), pa.decimal128(9, 2), False),
@@ -259,6 +260,11 @@ def test_lists_of_numbers_beside_texts():
         given = pd.DataFrame({"t": pd.Series(rows, dtype=object)})
         found = IdText().transform(ColumnSelector(["t"]), given)["t"]
         assert [list(row) for row in found] == expected
+
+
+def test_an_id_beside_lists_is_refused():
+    with pytest.raises(TypeError, match="must hold lists alone. Received: 'b'"):
+        mixed_as_text([["a", 1], "b"])
 
 
 def test_numbers_beside_texts():

@@ -39,7 +39,7 @@ def as_text(values: pa.Array) -> pa.Array:
         return pc.if_else(whole, integers.cast(pa.string()), values.cast(pa.string()))
     texts = values.cast(pa.string())
     if pa.types.is_timestamp(kind) or pa.types.is_time(kind):
-        texts = pc.replace_substring_regex(texts, r"(\.[0-9]*[1-9])0+", r"\1")
+        texts = pc.replace_substring_regex(texts, r"(\.[0-9]*[1-9])0+([^0-9]|$)", r"\1\2")
         texts = pc.replace_substring_regex(texts, r"\.0+([^0-9]|$)", r"\1")
     return pc.if_else(pc.equal(texts, ""), pa.scalar(None, pa.string()), texts)
 
@@ -50,9 +50,9 @@ def same_text(a: pa.DataType, b: pa.DataType) -> bool:
     Integers and texts agree with each other and with floats of one width; a unit of time does not
     matter, a time zone does. A column of nothing but nulls agrees with all.
     """
-    plain, floats = {"integer", "text"}, {"float", "double"}
+    plain, floats = {"integer", "text"}, {"halffloat", "float", "double"}
     kinds = {_kind_of_text(a), _kind_of_text(b)} - {"null"}
-    return len(kinds) < 2 or (kinds <= plain | floats and not kinds >= floats)
+    return len(kinds) < 2 or (kinds <= plain | floats and len(kinds & floats) < 2)
 
 
 def _kind_of_text(kind: pa.DataType) -> str:
@@ -63,8 +63,6 @@ def _kind_of_text(kind: pa.DataType) -> str:
     is_text = pa.types.is_string(kind) or pa.types.is_large_string(kind)
     if is_text or pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
         return "text"
-    if pa.types.is_float16(kind) or pa.types.is_float32(kind):
-        return "float"
     if pa.types.is_timestamp(kind):
         return f"timestamp {kind.tz}"
     if pa.types.is_decimal(kind):
@@ -75,9 +73,17 @@ def _kind_of_text(kind: pa.DataType) -> str:
 def mixed_as_text(values: Sequence[Any]) -> pa.Array:
     """Values of several types, such as texts and numbers, each as `as_text` writes it; or lists."""
     if any(map(_is_list, values)):
-        lists = [list(map(_one, value)) if _is_list(value) else None for value in values]
+        lists = list(map(_list, values))
         return as_text(pa.array(lists, pa.list_(pa.string())))
     return as_text(pa.array(map(_one, values), pa.string()))
+
+
+def _list(value: Any) -> list[str | None] | None:
+    if _is_list(value):
+        return list(map(_one, value))
+    if _one(value) is not None:
+        raise TypeError(f"a column of lists must hold lists alone. Received: {value!r}")
+    return None
 
 
 def _is_list(value: Any) -> bool:

@@ -711,7 +711,7 @@ def check_logs(spec: DatasetSpec, files: Sequence[Path]) -> list[RawLog]:
 def _check_same_text(spec: DatasetSpec, logs: Sequence[RawLog]) -> None:
     """Refuse files in which one id would have two texts, and so be two ids."""
     times = [spec.split.column] if spec.split.column else []
-    first: dict[str, tuple[pa.DataType, Path]] = {}
+    seen: dict[str, dict[pa.DataType, Path]] = {}
     for log in logs:
         with log._open_parquet() as file:
             schema = file.schema_arrow
@@ -719,13 +719,14 @@ def _check_same_text(spec: DatasetSpec, logs: Sequence[RawLog]) -> None:
             kind = schema.field(name).type
             if pa.types.is_null(kind):
                 continue
-            before, path = first.setdefault(name, (kind, log.path))
-            if not same_text(before, kind):
-                raise UserError(
-                    "a column of ids must be of one type in all files. Received: column "
-                    f"{name!r}, {kind} in {log.path} and {before} in {path}, which write one value "
-                    "as two texts. Write the files with one type"
-                )
+            for before, path in seen.setdefault(name, {}).items():
+                if not same_text(before, kind):
+                    raise UserError(
+                        "a column of ids must be of one type in all files. Received: column "
+                        f"{name!r}, {kind} in {log.path} and {before} in {path}, which write one "
+                        "value as two texts. Write the files with one type"
+                    )
+            seen[name].setdefault(kind, log.path)
 
 
 def _column(batch: pa.RecordBatch, name: str) -> pa.Array:
