@@ -351,6 +351,34 @@ def test_vocabularies_in_parts_and_combined(bare, log, tmp_path):
         run.check_vocabulary(data)
 
 
+def test_ids_that_only_the_workflow_knows(log, tmp_path):
+    """One field has a vocabulary, the same one; the other is what a function makes of it."""
+
+    def shifted(by: int):
+        return lambda age: (age + by) % 24
+
+    train = dataset(log[:TRAIN].assign(age=range(TRAIN)), tmp_path / "raw")
+    made = []
+    for shift in range(2):
+        home = tmp_path / f"pipeline{shift}"
+        users = ["user"] >> ops.Categorify(out_path=str(home / "fitted"))
+        hours = ["age"] >> ops.LambdaOp(shifted(shift))
+        hours = hours >> ops.AddMetadata(["categorical"], {"domain": {"min": 0, "max": 23}})
+        workflow = nvt.Workflow(users + hours + ["click"])
+        workflow.fit(train)
+        workflow.save(str(home / "workflow"))
+        workflow.transform(train).to_parquet(str(home / "train"))
+        made.append(quick(home, home / "data"))
+    mine, other = made
+    learned = {"cardinalities": mine.cardinalities, "continuous": []}
+    config = {"config": {"data": str(mine.path), "ranges": None, **learned}}
+    run = Run(tmp_path / "run", config)
+    shutil.copytree(mine.path / "workflow", run.path / "workflow")
+    run.check_vocabulary(mine)
+    with pytest.raises(UserError, match="must come from the pipeline of the run"):
+        run.check_vocabulary(other)
+
+
 def test_counts_of_other_rows_are_noted(bare, tmp_path):
     first = bare / "train" / "part_0.parquet"
     data = quick(bare, tmp_path / "data", parquet=first)

@@ -90,6 +90,20 @@ def test_an_interrupted_synthetic_log_leaves_nothing(tmp_path, monkeypatch):
     assert names(tmp_path) == set()
 
 
+def test_a_synthetic_log_interrupted_once_it_is_whole(tmp_path, monkeypatch):
+    """It keeps its truth."""
+    stock = os.rename
+
+    def rename(*paths: Path) -> None:
+        stock(*paths)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(synthetic.os, "rename", rename)
+    with pytest.raises(KeyboardInterrupt):
+        write_synthetic("criteo", tmp_path / "log", rows=100, cardinality=10)
+    assert names(tmp_path) == {"log", "log.truth.json"}
+
+
 def test_an_interrupt_after_the_output_is_whole_says_so(tmp_path, capsys):
     """While it is opened again, or its table printed."""
     out = tmp_path / "new" / "out"
@@ -144,6 +158,22 @@ def test_an_interrupt_between_the_work_and_its_tidying(tmp_path, monkeypatch, ca
     assert endings.run("x", work) == 130
     assert "nothing is left of it" in capsys.readouterr().err
     assert names(tmp_path) == set()
+
+
+def test_what_has_taken_an_unfinished_folders_place_is_anothers(tmp_path):
+    """Somebody removed it while a command worked in it, and made one of that name."""
+    out = tmp_path / "demo"
+
+    def work() -> None:
+        with folders.new_folder(out):
+            (tmp_path / "theirs").mkdir()
+            (tmp_path / "theirs").rename(out)  # another folder: the old one was empty
+            fill(out)
+            raise UserError("no")
+
+    with pytest.raises(UserError, match="no"):
+        work()
+    assert names(out) == {"a", "b"}
 
 
 def test_an_unfinished_folder_in_its_place_is_not_whole(tmp_path, capsys):
@@ -307,10 +337,14 @@ def test_json_of_odd_names_is_written_whole_or_not_at_all(tmp_path, monkeypatch)
     assert json.loads(path.read_text(encoding="utf-8")) == {"file": odd, "ζ": 1}
     assert names(tmp_path) == {"record.json"}
 
-    def full(*_: Any) -> None:
+    stock = Path.write_bytes
+
+    def full(path: Path, content: bytes) -> None:
+        stock(path, content[:1])
         raise OSError("full")
 
     monkeypatch.setattr(Path, "write_bytes", full)
     with pytest.raises(OSError, match="full"):
         write_json(path, {})
     assert json.loads(path.read_text(encoding="utf-8"))["ζ"] == 1
+    assert names(tmp_path) == {"record.json"}

@@ -558,6 +558,21 @@ def test_what_a_fit_followed_holds_for_no_later_one(data):
         model.fit(loader, epochs=2, verbose=0)
 
 
+def test_what_a_fit_followed_that_failed_soon_holds_no_more(data):
+    """Keras tells a callback nothing of a failure."""
+
+    class Fail(tf.keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            raise RuntimeError("failed")
+
+    model = seeing(data)
+    loader = Loader(data, batch_size=1_500, seed=4)
+    with pytest.raises(RuntimeError, match="failed"):
+        model.fit(loader, callbacks=[FollowEpochs(loader), Fail()], verbose=0)
+    with pytest.warns(UserWarning, match="order of the last one, that of epoch 0.*FollowEpochs"):
+        model.fit(loader, epochs=4, verbose=0)
+
+
 def test_a_footer_is_parsed_once(data, monkeypatch):
     loader = Loader(data, batch_size=1_500, seed=4)
     given = []

@@ -76,6 +76,11 @@ class _Output:
         _outputs.append(output)
         return output
 
+    def remove(self) -> None:
+        """Remove what is not whole; not what somebody else has put in its place."""
+        if self.unfinished is not None and _number(self.unfinished) == self.number:
+            remove(self.unfinished)
+
     def ended(self) -> None:
         """Nothing unfinished is there any more."""
         self.unfinished = None
@@ -97,8 +102,7 @@ def finished_output() -> Path | None:
     It is removed as the work ends, unless an interrupt comes between two steps of just that.
     """
     for output in _outputs:
-        if output.unfinished is not None:
-            remove(output.unfinished)
+        output.remove()
     finished = (o.out for o in reversed(_outputs) if o.number and _number(o.out) == o.number)
     return next(finished, None)
 
@@ -226,8 +230,7 @@ def new_folder(out: Path) -> Iterator[None]:
             yield
             output.unfinished = None
         finally:
-            if output.unfinished is not None:
-                remove(out)
+            output.remove()
             output.ended()
 
 
@@ -261,8 +264,12 @@ def write_json(path: Path, content: Any) -> None:
     partial = path.with_name(f".{path.name}.partial")
     text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
     # A file's name need not be UTF-8: its odd bytes are written as JSON's escapes.
-    partial.write_bytes(text.encode("utf-8", "backslashreplace"))
-    os.replace(partial, path)
+    try:
+        partial.write_bytes(text.encode("utf-8", "backslashreplace"))
+        os.replace(partial, path)
+    except BaseException:
+        remove(partial)
+        raise
 
 
 def package_versions() -> dict[str, str]:

@@ -233,7 +233,7 @@ class Loader(tf.data.Dataset):
                 f"{self.rows} rows in {data.path}. Choose a smaller batch or prepare more rows."
             )
         self._epoch = 0
-        self._followed = False  # whether a fit under way says which epoch it is
+        self._repeats = 0  # passes that may have the order of the last one without a warning
         self._passed: int | None = None  # the epoch of the last pass that came to its end
         self._lock = threading.RLock()  # a dropped iterator may be forgotten anywhere, even in it
         self._streams: OrderedDict[int, _Stream] = OrderedDict()  # by iterator, last used last
@@ -325,7 +325,9 @@ class Loader(tf.data.Dataset):
     def _begin_pass(self) -> int:
         with self._lock:
             epoch, again = self._epoch, self._passed == self._epoch
-        if again and self.shuffled and not self._followed:
+            allowed = self._repeats > 0
+            self._repeats -= again and allowed
+        if again and self.shuffled and not allowed:
             warnings.warn(
                 f"this pass over the loader has the order of the last one, that of epoch {epoch}. "
                 "In a fit of several epochs, give it the callback FollowEpochs(loader), or train "
@@ -619,17 +621,16 @@ class FollowEpochs(tf.keras.callbacks.Callback):
         super().__init__()
         self._loader = loader
 
-    def on_train_begin(self, logs: Any = None) -> None:
-        """From now on, each pass has the order of the fit's own epoch."""
-        self._loader._followed = True
+    _BESIDE = 2  # passes over an epoch beside the fit's own: an evaluation on it before and after
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Set the loader's epoch; the first batch is asked for after this."""
         self._loader.epoch = epoch
+        self._loader._repeats = self._BESIDE  # few: a fit that fails has no `on_train_end`
 
     def on_train_end(self, logs: Any = None) -> None:
         """What this fit said holds for no later one; but a pass to evaluate may be as its last."""
-        self._loader._followed, self._loader._passed = False, None
+        self._loader._repeats, self._loader._passed = 0, None
 
 
 def _in_thread(work: Callable[..., T], *arguments: Any) -> concurrent.futures.Future[T]:

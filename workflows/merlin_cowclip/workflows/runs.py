@@ -174,7 +174,8 @@ class Run:
         self._check_inputs(data, remedy)
         adopted = data.record.get("ranges") is None or self.config.get("ranges", {}) is None
         # What an adopted pipeline does to numbers, and to ids without a vocabulary, only it knows.
-        unknown = adopted and (self.config["continuous"] or not vocabularies)
+        bare = any(not data.schema[field].properties.get("cat_path") for field in cardinalities)
+        unknown = adopted and (self.config["continuous"] or bare)
         if unknown and not self._pipelines() & pipelines_of(data):
             raise UserError(
                 f"the data must come from the pipeline of the run. Received: {data.path}, adopted "

@@ -210,9 +210,9 @@ def write_synthetic(
         unfinished.append(truth_path)
         write_json(truth_path, dataclasses.asdict(truth))
         os.rename(partial, path)
-        unfinished.clear()
     finally:
-        remove(*unfinished)
+        if os.path.lexists(partial):  # else both are whole, whatever came after the renaming
+            remove(*unfinished)
     return truth
 
 
