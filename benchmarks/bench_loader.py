@@ -25,12 +25,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from merlin_cowclip.plugins._stack import mm, tf
-from merlin_cowclip.workflows.datasets import CRITEO
-from merlin_cowclip.workflows.etl import ROW_GROUP_ROWS, prepare
-from merlin_cowclip.workflows.loading import Loader
-from merlin_cowclip.workflows.prepared import PreparedData
+from merlin_cowclip.workflows.data.datasets import CRITEO
+from merlin_cowclip.workflows.data.etl import ROW_GROUP_ROWS, prepare
+from merlin_cowclip.workflows.data.prepared import PreparedData
+from merlin_cowclip.workflows.data.synthetic import write_synthetic
 from merlin_cowclip.workflows.quiet import quiet_imports
-from merlin_cowclip.workflows.synthetic import write_synthetic
+from merlin_cowclip.workflows.training.loading import Loader
 
 with quiet_imports():
     import merlin.io

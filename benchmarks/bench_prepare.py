@@ -23,7 +23,7 @@ from pathlib import Path
 import psutil
 
 from merlin_cowclip.plugins.scaling import format_table
-from merlin_cowclip.workflows.synthetic import write_synthetic
+from merlin_cowclip.workflows.data.synthetic import write_synthetic
 
 CARDINALITY = 400_000
 
@@ -96,7 +96,7 @@ def main() -> None:
         for rows in sorted({arguments.rows, arguments.small, arguments.large}):
             logs[rows] = home / f"{rows}.txt"
             write_synthetic("criteo", logs[rows], rows=rows, seed=1, cardinality=CARDINALITY)
-        ours = [sys.executable, "-m", "merlin_cowclip.workflows.cli", "prepare", "criteo"]
+        ours = [sys.executable, "-m", "merlin_cowclip.workflows.commands.main", "prepare", "criteo"]
 
         def prepare(rows: int, *options: str) -> Cost:
             out = home / "out"

@@ -1,12 +1,17 @@
 """The three floors: no import upward, an open namespace, no Python in the update."""
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from merlin_cowclip import plugins, workflows
+
 ROOT = Path(__file__).resolve().parents[1]
 FLOORS = ("plugins", "models", "workflows")  # from the ground up
+WINGS = ("data", "training", "commands")  # of the workflows, each uses those before it
 
 
 def sources(floor: str) -> list[Path]:
@@ -43,6 +48,29 @@ def test_no_floor_imports_from_above(floor):
     allowed = set(FLOORS[: FLOORS.index(floor) + 1])
     for path in sources(floor):
         assert floors_of(imported(path)) <= allowed, path
+
+
+@pytest.mark.parametrize("wing", ["", *WINGS])
+def test_no_wing_imports_from_a_later_one(wing):
+    """What stands beside the wings imports none; the names that users type are for users."""
+    home = ROOT / "workflows/merlin_cowclip/workflows"
+    found = sorted((home / wing).rglob("*.py") if wing else home.glob("[!_]*.py"))
+    assert found
+    later = WINGS[WINGS.index(wing) + 1 :] if wing else WINGS
+    for path in found:
+        parts = (name.split(".") for name in imported(path))
+        inside = {p[2] for p in parts if p[:2] == ["merlin_cowclip", "workflows"] and len(p) > 2}
+        assert not inside & {*later, *workflows.__all__}, path
+
+
+@pytest.mark.parametrize("package", [plugins, workflows])
+def test_names_load_on_first_use(package):
+    assert package.__all__ == [name for name in package.__all__ if hasattr(package, name)]
+    assert dir(package) == sorted(package.__all__)
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        package.nothing  # noqa: B018
+    program = f"import sys, {package.__name__}; sys.exit('tensorflow' in sys.modules)"
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def test_the_check_sees_imports_of_every_kind(tmp_path, monkeypatch):

@@ -8,9 +8,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from merlin_cowclip.workflows.cli import main
-from merlin_cowclip.workflows.datasets import DatasetSpec, Split
-from merlin_cowclip.workflows.etl import prepare
+from merlin_cowclip.workflows.commands.main import main
+from merlin_cowclip.workflows.data.datasets import DatasetSpec, Split
+from merlin_cowclip.workflows.data.etl import prepare
 
 TOY = DatasetSpec(
     name="toy",

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from merlin_cowclip.workflows.cli import main
+from merlin_cowclip.workflows.commands.main import main
 
 LONGEST = 600
 """Characters of a message without the folder's own path: more is a flood, not a sentence."""

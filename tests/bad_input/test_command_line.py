@@ -12,8 +12,8 @@ import time
 
 import pytest
 
-from merlin_cowclip.workflows import endings
-from merlin_cowclip.workflows.prepared import PreparedData
+from merlin_cowclip.workflows.commands import endings
+from merlin_cowclip.workflows.data.prepared import PreparedData
 from tests.bad_input.conftest import toy_log
 from tests.bad_input.contract import command, refused
 
@@ -110,7 +110,7 @@ def test_places_of_a_demo(tmp_path):
 
 
 def test_a_demo_that_fails_leaves_nothing(tmp_path, monkeypatch):
-    from merlin_cowclip.workflows import demo
+    from merlin_cowclip.workflows.commands import demo
 
     def write(*arguments, **options):
         arguments[1].write_text("half a log")
@@ -192,7 +192,7 @@ def test_one_line():
 
 
 def start(*argv, **options) -> subprocess.Popen:
-    program = [sys.executable, "-m", "merlin_cowclip.workflows.cli", *map(str, argv)]
+    program = [sys.executable, "-m", "merlin_cowclip.workflows.commands.main", *map(str, argv)]
     return subprocess.Popen(
         program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options
     )
@@ -201,7 +201,7 @@ def start(*argv, **options) -> subprocess.Popen:
 def test_what_is_refused_waits_for_no_tensorflow(toy_data, tmp_path):
     program = (
         "import sys\n"
-        "from merlin_cowclip.workflows.cli import main\n"
+        "from merlin_cowclip.workflows.commands.main import main\n"
         "for options in (['--epochs', '0'], ['--model', 'ffm'], ['--out', sys.argv[1]]):\n"
         "    assert main(['train', sys.argv[1], '--out', 'run', *options]) == 2\n"
         "assert main(['evaluate', sys.argv[1]]) == 2\n"

@@ -16,11 +16,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from merlin_cowclip.workflows import folders
-from merlin_cowclip.workflows.datasets import DatasetSpec, Split
+from merlin_cowclip.workflows.data.datasets import DatasetSpec, Split
+from merlin_cowclip.workflows.data.etl import prepare
+from merlin_cowclip.workflows.data.frequencies import CountDistribution, frequencies, keep_top_ids
+from merlin_cowclip.workflows.data.prepared import PreparedData
 from merlin_cowclip.workflows.errors import UserError
-from merlin_cowclip.workflows.etl import prepare
-from merlin_cowclip.workflows.frequencies import CountDistribution, frequencies, keep_top_ids
-from merlin_cowclip.workflows.prepared import PreparedData
 from tests.bad_input.contract import command, listing, refused
 
 ROWS = 200

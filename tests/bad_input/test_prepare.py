@@ -15,7 +15,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from merlin_cowclip.workflows import clusters, etl, folders, raw_logs
+from merlin_cowclip.workflows import folders
+from merlin_cowclip.workflows.data import clusters, etl, raw_logs
 
 from .contract import command, listing, refused
 
@@ -761,11 +762,11 @@ def short(file: Any, values: np.ndarray) -> None:
 @pytest.mark.parametrize(
     ("place", "failure"),
     [
-        ("merlin_cowclip.workflows.staging.pa.ipc.new_stream", full),
-        ("merlin_cowclip.workflows.staging.np.save", short),
-        ("merlin_cowclip.workflows.etl.write_vocabulary", full),
-        ("merlin_cowclip.workflows.etl.write_counts", full),
-        ("merlin_cowclip.workflows.etl.write_counts", beyond_the_limit),
+        ("merlin_cowclip.workflows.data.staging.pa.ipc.new_stream", full),
+        ("merlin_cowclip.workflows.data.staging.np.save", short),
+        ("merlin_cowclip.workflows.data.etl.write_vocabulary", full),
+        ("merlin_cowclip.workflows.data.etl.write_counts", full),
+        ("merlin_cowclip.workflows.data.etl.write_counts", beyond_the_limit),
     ],
 )
 def test_a_full_disk(tmp_path, monkeypatch, place, failure):

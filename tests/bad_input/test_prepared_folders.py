@@ -21,9 +21,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from merlin_cowclip.workflows.datasets import DatasetSpec, Split
-from merlin_cowclip.workflows.etl import prepare
-from merlin_cowclip.workflows.runs import Run
+from merlin_cowclip.workflows.data.datasets import DatasetSpec, Split
+from merlin_cowclip.workflows.data.etl import prepare
+from merlin_cowclip.workflows.training.runs import Run
 from tests.bad_input.contract import command, refused
 
 ROWS = 400
@@ -424,7 +424,7 @@ def test_train_refuses_before_tensorflow_is_imported(data):
     half(part(data))
     program = (
         "import sys\n"
-        "from merlin_cowclip.workflows.cli import main\n"
+        "from merlin_cowclip.workflows.commands.main import main\n"
         "code = main(sys.argv[1:])\n"
         "sys.exit(code if 'tensorflow' not in sys.modules else 99)"
     )

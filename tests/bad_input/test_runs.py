@@ -11,12 +11,12 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from merlin_cowclip.workflows.datasets import DatasetSpec
+from merlin_cowclip.workflows.data.datasets import DatasetSpec
+from merlin_cowclip.workflows.data.etl import prepare
+from merlin_cowclip.workflows.data.prepared import PreparedData
 from merlin_cowclip.workflows.errors import UserError
-from merlin_cowclip.workflows.etl import prepare
 from merlin_cowclip.workflows.manifest import checksum
-from merlin_cowclip.workflows.prepared import PreparedData
-from merlin_cowclip.workflows.runs import Run
+from merlin_cowclip.workflows.training.runs import Run
 from tests.bad_input.conftest import TOY, toy_log
 from tests.bad_input.contract import command, refused
 

@@ -9,11 +9,11 @@ import shutil
 
 import pytest
 
-from merlin_cowclip.workflows import training
-from merlin_cowclip.workflows.datasets import DatasetSpec
+from merlin_cowclip.workflows.data.datasets import DatasetSpec
+from merlin_cowclip.workflows.data.etl import prepare
 from merlin_cowclip.workflows.errors import UserError
-from merlin_cowclip.workflows.etl import prepare
-from merlin_cowclip.workflows.evaluation import tf
+from merlin_cowclip.workflows.training import train as training
+from merlin_cowclip.workflows.training.evaluation import tf
 from tests.bad_input.conftest import TOY, toy_log
 from tests.bad_input.contract import command, refused
 

@@ -29,7 +29,7 @@ def gpu() -> str:
 @pytest.fixture(scope="session")
 def rapids() -> None:
     """cudf and dask-cuda, and a GPU for them."""
-    from merlin_cowclip.workflows.clusters import check_cluster
+    from merlin_cowclip.workflows.data.clusters import check_cluster
     from merlin_cowclip.workflows.errors import UserError
 
     try:

@@ -4,10 +4,10 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from merlin_cowclip.workflows.datasets import CRITEO, DatasetSpec, Split
-from merlin_cowclip.workflows.etl import build_workflow, prepare
+from merlin_cowclip.workflows.data.datasets import CRITEO, DatasetSpec, Split
+from merlin_cowclip.workflows.data.etl import build_workflow, prepare
+from merlin_cowclip.workflows.data.synthetic import write_synthetic
 from merlin_cowclip.workflows.quiet import quiet_imports
-from merlin_cowclip.workflows.synthetic import write_synthetic
 
 from ..workflows.test_clusters import same
 

@@ -14,11 +14,13 @@ from typing import Any
 
 import pytest
 
-from merlin_cowclip.workflows import demo, endings, folders, synthetic
-from merlin_cowclip.workflows.demo import demo as run_demo
+from merlin_cowclip.workflows import folders
+from merlin_cowclip.workflows.commands import demo, endings
+from merlin_cowclip.workflows.commands.demo import demo as run_demo
+from merlin_cowclip.workflows.data import synthetic
+from merlin_cowclip.workflows.data.synthetic import write_synthetic
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.folders import all_or_nothing, refuse_existing, write_json
-from merlin_cowclip.workflows.synthetic import write_synthetic
 
 
 @pytest.fixture
@@ -240,7 +242,7 @@ def test_a_signal_as_handlers_change(when, tmp_path):
     program = textwrap.dedent(
         """
         import os, signal, sys
-        from merlin_cowclip.workflows import endings
+        from merlin_cowclip.workflows.commands import endings
         real, calls = signal.signal, []
         def change(number, handler):
             before = real(number, handler)

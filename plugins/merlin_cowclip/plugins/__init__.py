@@ -6,8 +6,9 @@ parts (`Hyperparameters`, `scale`) do not wait for TensorFlow.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from merlin_cowclip.plugins._lazy import on_first_use
 
 if TYPE_CHECKING:
     from merlin_cowclip.plugins.adam import CowClipAdam
@@ -87,10 +88,7 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+__getattr__ = on_first_use(__name__, _HOME)
 
 
 def __dir__() -> list[str]:

@@ -1,0 +1,131 @@
+"""Data set descriptions: the built-in ones, TOML files, and every rule a description can break."""
+
+import pytest
+
+from merlin_cowclip.workflows.data import datasets
+from merlin_cowclip.workflows.data.datasets import (
+    AVAZU,
+    CRITEO,
+    DatasetSpec,
+    Split,
+    find_spec,
+    register,
+)
+from merlin_cowclip.workflows.errors import UserError
+
+TOML = """
+name = "shop"
+format = "csv"
+separator = ";"
+label = "bought"
+categorical = ["user", "item"]
+continuous = ["price"]
+lists = ["genres"]
+list_separator = " "
+
+[split]
+kind = "sequential"
+test = 0.25
+"""
+
+
+def test_criteo_and_avazu_have_the_papers_fields_and_splits():
+    assert len(CRITEO.continuous) == 13
+    assert len(CRITEO.categorical) == 26
+    assert CRITEO.columns is not None
+    assert CRITEO.columns[:2] == ("label", "I1")
+    assert CRITEO.columns[14] == "C1"
+    assert CRITEO.split == Split("random", 0.1)
+    assert len(AVAZU.categorical) == 22
+    assert "id" not in AVAZU.fields
+    assert AVAZU.split == Split("random", 0.2)
+
+
+@pytest.mark.parametrize("spec", [CRITEO, AVAZU])
+def test_a_spec_survives_its_dict(spec):
+    assert DatasetSpec.from_dict(spec.to_dict()) == spec
+
+
+def test_toml(tmp_path):
+    path = tmp_path / "shop.toml"
+    path.write_text(TOML)
+    expected = DatasetSpec(
+        name="shop",
+        label="bought",
+        categorical=("user", "item"),
+        continuous=("price",),
+        lists=("genres",),
+        separator=";",
+        list_separator=" ",
+        split=Split("sequential", 0.25),
+    )
+    assert DatasetSpec.from_toml(path) == expected
+    assert find_spec(path) == expected
+    assert expected.header
+    assert expected.fields == ("price", "user", "item", "genres")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('name = "shop"', "", r"'name' must be given"),
+        ('label = "bought"', "label = 7", r"label must be a text.*Received: 7"),
+        ('label = "bought"', 'label = "user"', r"one role. Received: 'user' as label and as categ"),
+        ('["price"]', '["item"]', r"one role. Received: 'item' as categorical and as continuous"),
+        ('["user", "item"]', '"user"', r"categorical must be a list of column names"),
+        ('["user", "item"]', "[1]", r"categorical must be a list of column names"),
+        ('["user", "item"]', '["a/b"]', r"file names.*Received: 'a/b'"),
+        ('["genres"]', '["genres"]\nlistz = 1', r"a key must be one of.*Received: 'listz'"),
+        ('format = "csv"', 'format = "orc"', r"format must be one of 'csv', 'parquet'"),
+        ('separator = ";"', 'separator = ";;"', r"separator must be one ASCII character"),
+        ('separator = ";"', 'separator = " "', r"must differ. Received: ' '"),
+        ('separator = ";"', "header = false", r"columns must be given when header is false"),
+        ('separator = ";"', "header = 0", r"header must be true or false"),
+        ('separator = ";"', 'columns = ["a"]', r"columns must be left out"),
+        (
+            'separator = ";"',
+            'header = false\ncolumns = ["bought", "user", "price", "genres"]',
+            r"columns must hold the label, every field.* Missing: 'item'",
+        ),
+        (
+            'separator = ";"',
+            'header = false\ncolumns = ["bought", "user", "user", "price", "genres", "item"]',
+            r"columns must be unique. Received twice: 'user'",
+        ),
+        ('kind = "sequential"', 'kind = "by day"', r"split.kind must be one of"),
+        ('kind = "sequential"', "", r"'split.kind' must be given"),
+        ("test = 0.25", "test = 1", r"split.test must lie between 0 and 1. Received: 1"),
+        ("test = 0.25", 'test = "a"', r"split.test must be a number"),
+        ("test = 0.25", "test = 0.25\nseed = 1", r"Received: 'split.seed'"),
+        ("[split]", "[split", r"must be TOML"),
+    ],
+)
+def test_toml_errors_name_the_file_and_the_key(tmp_path, old, new, message):
+    assert old in TOML
+    path = tmp_path / "shop.toml"
+    path.write_text(TOML.replace(old, new))
+    with pytest.raises(UserError, match=message) as caught:
+        DatasetSpec.from_toml(path)
+    assert str(path) in str(caught.value)
+
+
+def test_no_ids_at_all_is_refused():
+    with pytest.raises(UserError, match="categorical must name at least one column"):
+        DatasetSpec("x", "y", (), ("n",))
+
+
+def test_find_spec():
+    assert find_spec("criteo") is CRITEO
+    with pytest.raises(UserError, match=r"one of 'avazu', 'criteo'.*Received: 'kriteo'"):
+        find_spec("kriteo")
+    with pytest.raises(UserError, match=r"must exist. Received: none.toml"):
+        find_spec("none.toml")
+
+
+def test_register(monkeypatch):
+    monkeypatch.setattr(datasets, "SPECS", dict(datasets.SPECS))
+    mine = DatasetSpec("mine", "y", ("a",))
+    assert find_spec(register(mine).name) == mine
+    assert register(mine) == mine  # the same again is no clash
+    with pytest.raises(UserError, match=r"name must be unique. Received: 'mine'"):
+        register(DatasetSpec("mine", "y", ("b",)))

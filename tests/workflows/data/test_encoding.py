@@ -1,0 +1,284 @@
+"""Columns to ids and to [0, 1]: by slices as in one piece, and as the saved workflow does it."""
+
+import math
+import sys
+from fractions import Fraction
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from merlin_cowclip.workflows.data import encoding
+from merlin_cowclip.workflows.data.arrow_ids import (
+    as_text,
+    column_as_text,
+    mixed_as_text,
+    same_text,
+)
+from merlin_cowclip.workflows.data.encoding import (
+    count_ids,
+    encode_ids,
+    scaled,
+    unit_range,
+    widened,
+)
+from merlin_cowclip.workflows.quiet import quiet_imports
+
+with quiet_imports():
+    from nvtabular import ColumnSelector, ops
+
+    from merlin_cowclip.workflows.data.operators import IdText, UnitRange
+
+LARGEST = sys.float_info.max
+SELECTED = ColumnSelector(["n"])
+
+# Numbers to [0, 1]
+
+
+def by_workflow(numbers: np.ndarray, low: float, high: float) -> np.ndarray:
+    """As `build_workflow` chains the operators."""
+    unit = UnitRange(out_dtype="float32")
+    unit.fit_finalize({"mins": pd.Series({"n": low}), "maxs": pd.Series({"n": high})})
+    frame = ops.FillMissing(0).transform(SELECTED, pd.DataFrame({"n": numbers}))
+    frame = unit.transform(SELECTED, frame)
+    return ops.Clip(min_value=0.0, max_value=1.0).transform(SELECTED, frame)["n"].to_numpy()
+
+
+numbers = st.lists(st.floats(allow_infinity=False), min_size=1, max_size=8)
+
+
+@settings(deadline=None)
+@given(numbers, numbers)
+@example([1.7e308, -1.7e308], [0.0, math.nan])
+@example([1e308, -1e308, 3.0], [LARGEST, -LARGEST])
+@example([LARGEST], [LARGEST, 1.0])
+@example([-LARGEST], [LARGEST, -LARGEST])
+@example([5e-324, 0.0], [1.0])
+def test_any_finite_numbers_lie_between_0_and_1(train, test):
+    held = [0.0 if math.isnan(x) else x for x in train]
+    low, high = min(held), max(held)
+    both = np.array([*train, *test])
+    found = unit_range(both, *widened(low, high))
+    assert found.dtype == np.float32
+    assert ((found >= 0) & (found <= 1)).all()
+    np.testing.assert_array_equal(by_workflow(both, low, high), found)
+    # The numbers themselves, exactly; 2^-23 is float32's precision.
+    span = Fraction(widened(low, high)[1]) - Fraction(low) or 1
+    for x, y in zip(both, found, strict=True):
+        exact = (Fraction(0.0 if math.isnan(x) else x) - Fraction(low)) / span
+        assert abs(float(y) - float(min(max(exact, 0), 1))) <= 2**-23
+
+
+@given(numbers)
+def test_an_ordinary_range_keeps_its_bits(values):
+    """The formula that was there first, wherever it gives numbers."""
+    array = np.array(values)
+    filled = np.where(np.isnan(array), 0.0, array)
+    low, high = widened(float(filled.min()), float(filled.max()))
+    if math.isfinite(high - low):
+        with np.errstate(over="ignore"):
+            first = np.clip(((filled - low) / (high - low or 1.0)).astype(np.float32), 0.0, 1.0)
+        assert unit_range(array, low, high).tobytes() == first.tobytes()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int64", "Int64"])
+def test_the_workflow_scales_columns_of_any_type_as_prepare_does(dtype):
+    """In float32, as stock NormalizeMinMax, 0.1 steps differ from float64's in the last bit."""
+    column = pd.Series(np.arange(1, 100) * (0.1 if dtype == "float32" else 3)).astype(dtype)
+    values = column.to_numpy(dtype=np.float64)
+    expected = unit_range(values, 0.3, 90.0)
+    unit = UnitRange(out_dtype="float32")
+    unit.fit_finalize({"mins": pd.Series({"n": 0.3}), "maxs": pd.Series({"n": 90.0})})
+    found = unit.transform(SELECTED, pd.DataFrame({"n": column}))["n"].to_numpy()
+    inside = (values > 0.3) & (values < 90)
+    np.testing.assert_array_equal(found[inside], expected[inside])
+    assert found.dtype == np.float32
+
+
+def test_a_number_that_is_not_finite_is_served_as_the_end_of_its_range():
+    given_numbers = np.array([math.inf, -math.inf])
+    for low, high in ((0.0, 1.0), (-1.7e308, 1.7e308), (LARGEST, LARGEST)):
+        np.testing.assert_array_equal(by_workflow(given_numbers, low, high), [1.0, 0.0])
+
+
+def test_halving_changes_no_digit():
+    values = np.array([-3.7, 0.1, 2.5])
+    assert scaled(values, -3.7, 2.5).tobytes() == scaled(values * 2, -7.4, 5.0).tobytes()
+
+
+# By slices
+
+
+@pytest.mark.parametrize("rows", [1, 7, 100])
+def test_slices_give_the_same_as_the_whole(monkeypatch, rows):
+    random = np.random.default_rng(0)
+    codes = random.integers(-1, 40, 500).astype(np.int32)
+    texts = pa.array([f"id{i:02d}" for i in range(40)])
+    in_train = random.random(500) < 0.7
+    column = np.where(random.random(500) < 0.1, np.nan, random.normal(size=500))
+
+    def results():
+        found = count_ids(codes, texts, in_train, threshold=9, buckets=3)
+        ids = encode_ids(codes, found.encode)
+        return found, ids, unit_range(column, -1.0, 1.0)
+
+    whole = results()
+    counts = pd.Series(codes[in_train]).value_counts()
+    assert whole[0].missing == counts[-1]
+    assert whole[0].counts.tolist() == sorted(counts[counts >= 9].drop(-1), reverse=True)
+    monkeypatch.setattr(encoding, "DEVICE_ROWS", rows)
+    parts = results()
+    assert whole[0].vocabulary.equals(parts[0].vocabulary)
+    for one, other in ((whole[0], parts[0]),):
+        for name in ("counts", "unknown", "encode"):
+            np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
+    assert whole[1].dtype == parts[1].dtype == np.int32
+    np.testing.assert_array_equal(whole[1], parts[1])
+    np.testing.assert_array_equal(whole[2], parts[2])
+
+
+# Ids that are numbers
+
+TEXTS = [
+    (1382.0, "1382"),
+    (-0.0, "0"),
+    (math.nan, None),
+    (None, None),
+    (0.5, "0.5"),
+    (-7.0, "-7"),
+    (2.0**53 - 1, "9007199254740991"),
+    (2.0**53, "9.007199254740992e+15"),
+    (1e20, "1e+20"),
+    (1e-7, "1e-7"),
+    (0.1234567890123, "0.1234567890123"),
+    (1.5e300, "1.5e+300"),
+]
+
+
+class OtherFrame(pd.Series):
+    """pandas's factorize with what cuDF documents otherwise: places of the smallest type."""
+
+    def factorize(self):
+        places, distinct = super().factorize()
+        return places.astype(np.int8), distinct
+
+
+def other_library(values: pd.Series) -> list:
+    column = OtherFrame(values)
+    out = column_as_text(
+        column,
+        lambda distinct: pa.array(distinct, from_pandas=True),
+        lambda texts: pd.Series(texts.to_pandas()),
+    )
+    assert out.index.equals(values.index)
+    return [None if pd.isna(text) else text for text in out]
+
+
+def by_pandas(values: pd.Series) -> list:
+    texts = IdText().transform(SELECTED, pd.DataFrame({"n": values}))["n"]
+    return [None if pd.isna(text) else text for text in texts]
+
+
+@pytest.mark.parametrize("way", [other_library, by_pandas])
+@pytest.mark.parametrize(
+    "values",
+    [
+        pd.Series([x for x, _ in TEXTS] * 2, dtype="float64", index=range(50, 50 + 2 * len(TEXTS))),
+        pd.Series([3, None, 2**62 + 1], dtype="Int64"),
+        pd.Series([True, False, True]),
+        pd.Series([0.5, 16777217.0, 3.0, math.nan], dtype="float32"),
+        pd.Series(np.arange(127).repeat(2)),  # as many as int8 has room for
+        pd.Series([0, 2**64 - 1], dtype="uint64"),
+    ],
+)
+def test_ids_have_one_text_wherever_they_are(way, values):
+    expected = as_text(pa.array(values, from_pandas=True)).to_pylist()
+    assert way(values) == expected
+
+
+@pytest.mark.parametrize(("value", "text"), TEXTS)
+def test_the_text_of_a_number(value, text):
+    """Whole floats below 2^53 as the integers they were; the rest in Arrow's shortest notation."""
+    assert as_text(pa.array([value], pa.float64())).to_pylist() == [text]
+    assert mixed_as_text(["x", value, ""]).to_pylist() == ["x", text, None]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *(pa.timestamp(unit) for unit in ("s", "ms", "us", "ns")),
+        pa.timestamp("ms", "Asia/Tokyo"),
+        pa.timestamp("us", "UTC"),
+        *(pa.time32(unit) for unit in ("s", "ms")),
+        pa.time64("us"),  # pandas has no nanoseconds of a day
+        pa.date32(),
+    ],
+    ids=str,
+)
+def test_times_have_the_text_that_the_saved_workflow_gives_them(kind):
+    """pandas makes every unit nanoseconds."""
+    numbers = [0, 1, 10, 101, 110, 1_000, 1_001, 10_100, 86_399, None]
+    width = pa.int32() if kind.bit_width == 32 else pa.int64()
+    given = pa.array(numbers, width).cast(kind)
+    series = given.to_pandas()
+    workflow = IdText().transform(ColumnSelector(["t"]), pd.DataFrame({"t": series}))["t"]
+    texts = as_text(given).to_pylist()
+    assert texts == workflow.tolist()
+    assert len(set(texts)) == len(numbers)
+    assert texts[-1] is None
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "agree"),
+    [
+        (pa.int8(), pa.uint64(), True),
+        (pa.int64(), pa.float32(), True),
+        (pa.int64(), pa.string(), True),
+        (pa.float64(), pa.dictionary(pa.int32(), pa.string()), True),
+        (pa.binary(), pa.large_string(), True),
+        (pa.timestamp("s"), pa.timestamp("us"), True),
+        (pa.time32("ms"), pa.time64("ns"), True),
+        (pa.null(), pa.bool_(), True),
+        (pa.list_(pa.int8()), pa.large_list(pa.string()), True),
+        (pa.float32(), pa.float64(), False),
+        (pa.float16(), pa.float32(), False),
+        (pa.bool_(), pa.int8(), False),
+        (pa.bool_(), pa.string(), False),
+        (pa.decimal128(9, 1), pa.decimal128(9, 2), False),
+        (pa.decimal128(9, 1), pa.float64(), False),
+        (pa.date32(), pa.timestamp("s"), False),
+        (pa.timestamp("s"), pa.timestamp("s", "UTC"), False),
+    ],
+    ids=str,
+)
+def test_which_types_agree_on_the_text_of_a_value(a, b, agree):
+    assert same_text(a, b) is same_text(b, a) is agree
+    assert same_text(a, a)
+
+
+def test_lists_of_numbers_beside_texts():
+    """One such list in a part, or several: each of its ids is one."""
+    for rows in ([["a", 1, 2.0]], [["a", 1], None, [], [2.0, "b", None], math.nan]):
+        expected = [
+            [None if x is None else f"{x:g}" if x in (1, 2) else x for x in row]
+            if isinstance(row, list)
+            else []
+            for row in rows
+        ]
+        given = pd.DataFrame({"t": pd.Series(rows, dtype=object)})
+        found = IdText().transform(ColumnSelector(["t"]), given)["t"]
+        assert [list(row) for row in found] == expected
+
+
+def test_an_id_beside_lists_is_refused():
+    with pytest.raises(TypeError, match="must hold lists alone. Received: 'b'"):
+        mixed_as_text([["a", 1], "b"])
+
+
+def test_numbers_beside_texts():
+    column = pd.Series(["1382", 1382, 1382.0, None, math.nan, "", True, b"raw", 0.25], dtype=object)
+    expected = ["1382", "1382", "1382", None, None, None, "true", "raw", "0.25"]
+    assert by_pandas(column) == expected

@@ -1,0 +1,691 @@
+"""Frequencies and the top-k data, against pandas, exact fractions and numbers counted by hand."""
+
+import dataclasses
+import os
+import re
+import subprocess
+import sys
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from merlin_cowclip.workflows.commands.main import main
+from merlin_cowclip.workflows.data import frequencies as module
+from merlin_cowclip.workflows.data.datasets import CRITEO, DatasetSpec, Split
+from merlin_cowclip.workflows.data.etl import prepare
+from merlin_cowclip.workflows.data.frequencies import CountDistribution, frequencies, keep_top_ids
+from merlin_cowclip.workflows.data.prepared import PreparedData
+from merlin_cowclip.workflows.data.synthetic import write_synthetic
+from merlin_cowclip.workflows.errors import UserError
+from merlin_cowclip.workflows.quiet import quiet_imports
+
+with quiet_imports():
+    import nvtabular as nvt
+    from merlin.schema import Tags
+
+ROWS = 3_000
+SPEC = DatasetSpec(
+    name="toy",
+    label="y",
+    categorical=("user", "rarely missing", "a $b$ c", "few"),
+    continuous=("price",),
+    lists=("genres",),
+    split=Split("sequential", 0.2),  # so that the test part is the log's end
+)
+SIZES = (4, 64, 1024)
+
+
+def make_log() -> pd.DataFrame:
+    """`user` is missing in more rows than any id holds; `few` has two ids."""
+    random = np.random.default_rng(0)
+    users = random.zipf(1.4, ROWS) % 500
+    items = random.zipf(1.6, ROWS) % 90
+    return pd.DataFrame(
+        {
+            "y": (random.random(ROWS) < 0.3).astype("int64"),
+            "user": [None if u == 1 else f"u{u}" for u in users],
+            "rarely missing": [None if i == 7 else str(i) for i in items],
+            "a $b$ c": (random.zipf(1.5, ROWS) % 40).astype(str),
+            "few": np.where(random.random(ROWS) < 0.7, "x", "y"),
+            "price": random.normal(5, 3, ROWS),
+            "genres": [
+                [f"g{g}" for g in random.zipf(1.3, random.integers(0, 5)) % 9] for _ in range(ROWS)
+            ],
+        }
+    )
+
+
+def made(log: pd.DataFrame, home: Path, spec: DatasetSpec = SPEC) -> PreparedData:
+    log.to_parquet(home / "log.parquet")
+    spec = dataclasses.replace(spec, format="parquet")
+    return prepare(spec, [home / "log.parquet"], home / "data", progress=False)
+
+
+@pytest.fixture(scope="module")
+def log():
+    return make_log()
+
+
+@pytest.fixture(scope="module")
+def data(log, tmp_path_factory):
+    return made(log, tmp_path_factory.mktemp("toy"))
+
+
+@pytest.fixture(scope="module")
+def found(data):
+    return frequencies(data, batch_sizes=SIZES, progress=False)
+
+
+@pytest.fixture(scope="module")
+def top3(data, tmp_path_factory):
+    return keep_top_ids(data, 3, tmp_path_factory.mktemp("top") / "data", progress=False)
+
+
+def read(files: list[Path]) -> pd.DataFrame:
+    return pd.concat([pd.read_parquet(file) for file in files], ignore_index=True)
+
+
+def raw_ids(data: PreparedData, field: str, part: str = "train") -> pd.Series:
+    """The ids of a field as text again, lists in a row, a missing one as "missing"."""
+    files = data.train_files if part == "train" else data.test_files
+    column = read(files)[field].explode().dropna().astype(int)
+    raw = data.counts(field)["raw"].fillna("unknown").to_numpy()
+    raw[1] = "missing"
+    return pd.Series(raw[column])
+
+
+def everything(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*")}
+
+
+# Distributions of counts
+
+
+def test_a_distribution_by_hand():
+    found = CountDistribution.of(np.array([0, 1, 5, 3, 0, 1]))
+    assert found.counts.tolist() == [5, 3, 1]
+    assert found.ids.tolist() == [1, 1, 2]
+    assert (found.total_ids, found.occurrences, found.median) == (4, 10, 2.0)
+    held = [found.coverage(k) for k in (0, 1, 2, 3, 4, 100)]
+    assert held == pytest.approx([0, 0.5, 0.8, 0.9, 1, 1])
+    covers = {1: 1, 50: 1, 51: 2, 80: 2, 81: 3, 90: 3, 91: 4, 99: 4, 100: 4}
+    assert {percent: found.ids_to_cover(percent) for percent in covers} == covers
+    # P = 0.5, 0.3, 0.1, 0.1: not below 1/B where it is equal
+    rare = {1: 1.0, 2: 0.75, 3: 0.75, 4: 0.5, 9: 0.5, 10: 0.0, 1024: 0.0}
+    assert {size: found.rare(10, size) for size in rare} == rare
+    in_two = [1 - 0.5**2, 1 - 0.7**2, 1 - 0.9**2, 1 - 0.9**2]
+    assert found.in_batch(10, 2) == pytest.approx(np.mean(in_two))
+    both = CountDistribution.joined([found, CountDistribution.of(np.array([4, 3, 3]))])
+    assert both.counts.tolist() == [5, 4, 3, 1]
+    assert both.ids.tolist() == [1, 1, 3, 2]
+
+
+@given(
+    st.lists(st.integers(0, 60), min_size=1, max_size=40).filter(any),
+    st.integers(1, 50),
+    st.integers(1, 100),
+    st.integers(1, 300),
+)
+def test_a_distribution_against_one_number_per_id(counts, k, percent, batch_size):
+    found = CountDistribution.of(np.array(counts))
+    ids = sorted((c for c in counts if c), reverse=True)
+    rows = sum(ids)
+    assert found.total_ids == len(ids)
+    assert found.occurrences == rows
+    assert found.median == np.median(ids)
+    assert found.coverage(k) == pytest.approx(sum(ids[:k]) / rows)
+    covers = next(n for n in range(1, len(ids) + 1) if 100 * sum(ids[:n]) >= percent * rows)
+    assert found.ids_to_cover(percent) == covers
+    p = [Fraction(c, rows) for c in ids]
+    rare = sum(q < Fraction(1, batch_size) for q in p)
+    assert found.rare(rows, batch_size) == rare / len(ids)
+    present = sum(1 - (1 - q) ** batch_size for q in p) / len(p)
+    assert found.in_batch(rows, batch_size) == pytest.approx(float(present))
+
+
+def test_in_batch_is_what_batches_hold():
+    random = np.random.default_rng(0)
+    column = np.minimum(random.zipf(1.3, 5_000), 400)
+    ids = np.unique(column)
+    held = [len(np.unique(random.choice(column, 64))) / len(ids) for _ in range(400)]
+    expected = CountDistribution.of(np.bincount(column)).in_batch(5_000, 64)
+    assert np.mean(held) == pytest.approx(expected, abs=4 * np.std(held) / 20)
+
+
+# What is written
+
+
+def test_files(data, found):
+    assert found.path == data.path / "frequencies"
+    assert sorted(p.name for p in found.path.iterdir()) == [
+        *("frequencies.parquet", "frequencies.png", "summary.parquet"),
+    ]
+    assert not [p for p in data.path.iterdir() if "partial" in p.name]
+    assert PreparedData.open(data.path).rows == data.rows  # still what it was
+
+
+@pytest.mark.parametrize("field", SPEC.ids)
+def test_counts_are_value_counts(data, found, field, monkeypatch):
+    table = pd.read_parquet(found.path / "frequencies.parquet")
+    table = table[table["field"] == field]
+    expected = raw_ids(data, field).value_counts()
+    names = table["raw"].where(table["id"] != 1, "missing")
+    assert dict(zip(names, table["count"], strict=True)) == expected.to_dict()
+    assert table["rank"].tolist() == list(range(1, len(expected) + 1))
+    assert table["count"].is_monotonic_decreasing
+    assert table["raw"].isna().tolist() == (table["id"] == 1).tolist()
+    np.testing.assert_allclose(table["probability"], expected.to_numpy() / data.rows["train"])
+    np.testing.assert_allclose(table["cumulative"], expected.cumsum() / expected.sum())
+    assert table["cumulative"].iloc[-1] == 1.0
+    if field == "user":
+        assert table["id"].iloc[0] == 1  # the missing one is an id, and here the most frequent
+
+
+def test_fields_are_written_in_pieces(data, found, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "GROUP_ROWS", 7)
+    frequencies(data, tmp_path / "out", batch_sizes=SIZES, progress=False)
+    path = tmp_path / "out" / "frequencies.parquet"
+    groups = pq.ParquetFile(path).metadata
+    assert max(groups.row_group(i).num_rows for i in range(groups.num_row_groups)) == 7
+    whole = pd.read_parquet(found.path / "frequencies.parquet")
+    pd.testing.assert_frame_equal(pd.read_parquet(path), whole)
+
+
+def summary_by_hand(counts: np.ndarray, rows: int) -> dict[str, float]:
+    counts = np.sort(counts)[::-1]
+    shares = counts.cumsum() / counts.sum()
+    return {
+        "ids": len(counts),
+        "rows": rows,
+        "occurrences": counts.sum(),
+        "count_min": counts.min(),
+        "count_median": np.median(counts),
+        "count_mean": counts.mean(),
+        "count_max": counts.max(),
+        "once": (counts == 1).mean(),
+        **{f"top_{k}": shares[min(k, len(counts)) - 1] for k in (1, 3, 10, 100, 1_000, 10_000)},
+        **{f"top_{k}": 1.0 for k in (100_000, 1_000_000)},
+        **{f"ids_for_{p}": np.argmax(shares >= p / 100 - 1e-12) + 1 for p in (50, 90, 99)},
+        **{f"rare_{size}": (counts / rows < 1 / size).mean() for size in SIZES},
+        **{f"in_batch_{size}": (1 - (1 - counts / rows) ** size).mean() for size in SIZES},
+    }
+
+
+def test_summary(data, found):
+    summary = pd.read_parquet(found.path / "summary.parquet")
+    pd.testing.assert_frame_equal(summary, found.summary)
+    assert summary["field"].tolist() == [*SPEC.ids, None]
+    columns = [raw_ids(data, field).value_counts().to_numpy() for field in SPEC.ids]
+    for counts, (_, row) in zip(
+        [*columns, np.concatenate(columns)], summary.iterrows(), strict=True
+    ):
+        expected = summary_by_hand(counts, data.rows["train"])
+        assert set(row.index) == {"field", *expected}
+        assert {name: row[name] for name in expected} == pytest.approx(expected)
+
+
+def test_table(data, found):
+    header, _, *lines = found.table().splitlines()
+    assert re.split(r"  +", header) == ["field", "ids", "top 3 %", "ids for 90 %", "4", "64", "1K"]
+    cells = {cell[0]: cell[1:] for cell in (re.split(r"  +", line) for line in lines)}
+    assert list(cells) == [*SPEC.ids, "all fields"]
+    # Two ids with P of about 0.7 and 0.3: neither is below 1/4.
+    assert cells["few"] == ["2", "100.0", "2", "0.0", "0.0", "0.0"]
+    counts = raw_ids(data, "user").value_counts()
+    assert cells["user"][0] == str(len(counts))
+    assert cells["user"][1] == f"{100 * counts[:3].sum() / counts.sum():.1f}"
+    assert cells["user"][3] == f"{100 * (counts * 4 < data.rows['train']).mean():.1f}"
+
+
+def test_a_threshold_leaves_a_pot_that_counts_as_an_id(log, data, tmp_path):
+    rare = made(log, tmp_path, dataclasses.replace(SPEC, freq_threshold=20))
+    frequencies(rare, progress=False)
+    table = pd.read_parquet(rare.path / "frequencies" / "frequencies.parquet")
+    pot = table[(table["field"] == "user") & (table["id"] == 2)]
+    counts = raw_ids(data, "user").value_counts()
+    assert pot["count"].tolist() == [counts[(counts < 20) & (counts.index != "missing")].sum()]
+    assert pot["raw"].tolist() == [None]
+
+
+# Figure 3
+
+
+def pixels(path: Path) -> np.ndarray:
+    from PIL import Image
+
+    with Image.open(path) as image:
+        assert image.format == "PNG"
+        return np.asarray(image.convert("RGB")).astype(int)
+
+
+def is_blue(image: np.ndarray) -> np.ndarray:
+    return (image[..., 2] > image[..., 0] + 80) & (image[..., 2] > 120)
+
+
+def test_figure_has_the_fewest_middle_and_most_ids(found):
+    image = pixels(found.path / "frequencies.png")
+    assert image.shape == (450, 1800, 3)  # 3 panels of 4 by 3 inches at 150 dots per inch
+    for panel in np.array_split(image, 3, axis=1):
+        assert 0.01 < is_blue(panel).mean() < 0.9
+
+
+def test_figure_of_named_fields(data, tmp_path):
+    fields = ["few", "user", "genres", "a $b$ c", "few"]
+    frequencies(data, tmp_path / "out", fields=fields, progress=False)
+    image = pixels(tmp_path / "out" / "frequencies.png")
+    assert image.shape == (900, 1800, 3)  # 4 panels: two lines of three
+    fourth, fifth = image[450:, :600], image[450:, 600:]
+    assert is_blue(fourth).mean() > 0.1
+    assert (fifth == 255).all()
+
+
+def test_panels_show_the_counts(data):
+    counts = np.array([40, 7, 7, 1, 1, 1])
+    figure = module.plot({"a $b$": CountDistribution.of(counts)}, 57, [8, 2, 16])
+    (panel,) = figure.axes
+    assert panel.get_title() == "a $b$: 6 ids"
+    assert panel.get_yscale() == "log"
+    curve, *lines = panel.lines
+    assert curve.get_xdata().tolist() == [0, 1, 3, 6]
+    assert curve.get_ydata().tolist() == [40, 7, 1, 1]
+    assert [line.get_ydata()[0] for line in lines] == [57 / 2, 57 / 16]
+    assert [text.get_text() for text in panel.texts] == ["P = 1/2", "P = 1/16"]
+
+
+def test_plotting_touches_no_global_state(data, tmp_path):
+    program = (
+        "import sys, matplotlib\n"
+        "before = dict(matplotlib.rcParams)\n"
+        "from merlin_cowclip.workflows.commands.main import main\n"
+        "assert 'merlin_cowclip.workflows.data.frequencies' not in sys.modules\n"
+        "assert main(['frequencies', *sys.argv[1:]]) == 0\n"
+        "assert dict(matplotlib.rcParams) == before\n"
+        "assert 'matplotlib.pyplot' not in sys.modules\n"
+        "slow = {'tensorflow', 'nvtabular', 'merlin.models'} & set(sys.modules)\n"
+        "assert not slow, slow\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(data.path), "--out", str(tmp_path / "out")],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "MPLBACKEND": "svg", "DISPLAY": ""},
+    )
+    assert done.returncode == 0, done.stderr
+    assert "all fields" in done.stdout
+    assert done.stdout.splitlines()[-1] == f"2,400 training rows: {tmp_path / 'out'}"
+    assert "Warning" not in done.stderr
+
+
+# The top-k data
+
+
+@pytest.fixture(scope="module")
+def criteo(tmp_path_factory):
+    """Raw rows of a synthetic Criteo log, prepared, and its top 3."""
+    home = tmp_path_factory.mktemp("criteo")
+    write_synthetic("criteo", home / "train.txt", rows=4_000, seed=1, cardinality=300)
+    spec = dataclasses.replace(CRITEO, split=Split("sequential", 0.25))
+    data = prepare(spec, [home / "train.txt"], home / "data", progress=False)
+    assert main(["frequencies", str(data.path), "--top-k", "3", "--out", str(home / "top3")]) == 0
+    types = dict.fromkeys(CRITEO.categorical, str)
+    raw = pd.read_csv(home / "train.txt", sep="\t", header=None, names=CRITEO.columns, dtype=types)
+    return raw, data, PreparedData.open(home / "top3")
+
+
+def top_by_pandas(ids: pd.Series, k: int) -> list[str]:
+    """The k most frequent values, ties by Categorify's order: missing first, then by text."""
+    counts = ids.value_counts().rename_axis("id").reset_index(name="count")
+    counts["present"] = counts["id"] != "missing"
+    return counts.sort_values(["count", "present", "id"], ascending=[False, True, True])["id"][
+        :k
+    ].tolist()
+
+
+def decoded(data: PreparedData, ids: np.ndarray, field: str) -> np.ndarray:
+    raw = data.counts(field)["raw"].to_numpy(dtype=object).copy()
+    raw[1:3] = "missing", "other"
+    return raw[ids]
+
+
+def test_criteo_keeps_three_ids_of_each_field(criteo):
+    raw, data, top3 = criteo
+    new = {part: read(getattr(top3, f"{part}_files")) for part in ("train", "test")}
+    old_train = read(data.train_files)
+    for field in CRITEO.categorical:
+        column = raw[field].fillna("missing")
+        kept = top_by_pandas(column.iloc[:3_000], 3)
+        assert new["train"][field].nunique() == min(4, column.iloc[:3_000].nunique())
+        assert new["test"][field].nunique() <= 4
+        # The test part is the log's end, in order; the training part is shuffled as it was.
+        expected = column.where(column.isin(kept), "other")
+        assert decoded(top3, new["test"][field], field).tolist() == expected.iloc[3_000:].tolist()
+        was = pd.Series(decoded(data, old_train[field], field))
+        assert decoded(top3, new["train"][field], field).tolist() == (
+            was.where(was.isin(kept), "other").tolist()
+        )
+        # Kept ids are 3, 4, … by falling count.
+        real = [name for name in kept if name != "missing"]
+        assert top3.counts(field)["raw"].iloc[3:].tolist() == real
+    for part in new:
+        old = read(getattr(data, f"{part}_files"))
+        rest = [CRITEO.label, *CRITEO.continuous]
+        pd.testing.assert_frame_equal(new[part][rest], old[rest])
+
+
+def test_criteo_workflow_gives_the_same(criteo):
+    raw, _, top3 = criteo
+    test = read(top3.test_files)
+    again = top3.workflow().transform(raw.iloc[3_000:])  # and so with another index
+    for name in (*CRITEO.categorical, *CRITEO.continuous):
+        np.testing.assert_array_equal(again[name], test[name])
+
+
+def test_criteo_is_frequent(criteo):
+    """What the data is for: "all four ids are very frequent" (Section 3.1)."""
+    _, data, top3 = criteo
+    whole, top = (
+        frequencies(d, batch_sizes=[64], progress=False).summary.iloc[-1] for d in (data, top3)
+    )
+    assert whole["rare_64"] > 0.8
+    assert top["rare_64"] < 0.1
+    assert top["ids"] <= 4 * 26
+
+
+@pytest.mark.parametrize("field", SPEC.ids)
+def test_counts_of_the_top_k_data(data, top3, field):
+    counts = top3.counts(field)
+    before = raw_ids(data, field).value_counts()
+    kept = top_by_pandas(raw_ids(data, field), 3)
+    assert counts["id"].tolist() == list(range(len(counts)))
+    assert counts["raw"].iloc[:3].tolist() == [None, None, None]
+    assert counts["raw"].iloc[3:].tolist() == [name for name in kept if name != "missing"]
+    missing = before["missing"] if "missing" in kept else 0
+    assert counts["count"].iloc[:3].tolist() == [0, missing, before.drop(kept).sum()]
+    assert counts["count"].iloc[3:].tolist() == before[counts["raw"].iloc[3:]].tolist()
+    seen = read(top3.train_files)[field].explode().dropna().astype(int).value_counts()
+    held = counts[counts["count"] > 0].set_index("id")["count"]
+    assert held.to_dict() == seen.to_dict()
+    assert top3.cardinalities[field] == len(counts)
+
+
+def test_the_folder_is_whole_and_says_where_it_is_from(data, top3):
+    assert {p.name for p in top3.path.iterdir()} == {
+        *(".merlin", "counts", "prepare.json", "schema.pbtxt", "test", "train", "workflow")
+    }
+    assert top3.record["derived_from"] == {"path": str(data.path), "top_k": 3}
+    assert (top3.rows, top3.seed, top3.spec) == (data.rows, data.seed, data.spec)
+    assert str(top3.path.parent) not in (top3.path / "schema.pbtxt").read_text()
+    for old, new in zip(
+        [*data.train_files, *data.test_files], [*top3.train_files, *top3.test_files], strict=True
+    ):
+        assert old.name == new.name
+        assert pq.read_schema(old).equals(pq.read_schema(new))
+        groups = [
+            [m.row_group(i).num_rows for i in range(m.num_row_groups)]
+            for m in (pq.read_metadata(old), pq.read_metadata(new))
+        ]
+        assert groups[0] == groups[1]  # so that the loader's order is the same
+    assert sorted(p.name for p in (top3.path / "workflow" / "categories").iterdir()) == sorted(
+        f"{kind}.{field}.parquet" for kind in ("meta", "unique") for field in SPEC.ids
+    )
+
+
+def test_schema_and_vocabularies_are_nvtabulars_own(log, data, top3, tmp_path):
+    """Against stock Categorify with max_size, on the rows that are not missing."""
+    for field in ("a $b$ c", "rarely missing"):
+        train = log[[field]].iloc[: data.rows["train"]]
+        out = tmp_path / field
+        stock = nvt.Workflow([field] >> nvt.ops.Categorify(out_path=str(out), max_size=6))
+        stock.fit(nvt.Dataset(train.dropna()))
+        theirs, ours = stock.output_schema[field], top3.schema[field]
+        assert ours.int_domain == theirs.int_domain
+        for name in ("max_size", "embedding_sizes", "freq_threshold"):
+            assert ours.properties[name] == theirs.properties[name]
+        for kind in ("unique", "meta"):
+            expected, found = (
+                pd.read_parquet(folder / "categories" / f"{kind}.{field}.parquet")
+                for folder in (out, top3.path / "workflow")
+            )
+            if kind == "meta":  # the missing rows are among the unknown ones
+                expected.loc[2, "num_observed"] += train[field].isna().sum()
+            pd.testing.assert_frame_equal(found, expected, check_dtype=False)
+    schema = top3.schema
+    assert schema.select_by_tag(Tags.TARGET).column_names == ["y"]
+    assert schema.column_names == data.schema.column_names
+    assert schema["few"].properties["max_size"] == 0  # nothing was merged: never trained
+    assert schema["user"].properties["max_size"] == top3.cardinalities["user"] == 5
+
+
+def test_missing_ids_stay_or_go(log, data, top3):
+    train, before = read(top3.train_files), read(data.train_files)
+    assert (train["user"] == 1).equals(before["user"] == 1)  # among the three
+    assert (before["user"] == 1).any()
+    gone = before["rarely missing"] == 1
+    assert gone.any()
+    assert (train["rarely missing"][gone] == 2).all()
+    rows = pd.DataFrame(
+        {
+            "user": ["never seen", None, ""],
+            "rarely missing": ["never seen", None, ""],
+            "a $b$ c": [None, None, None],
+            "few": ["x", "never seen", None],
+            "price": [1.0, 2.0, 3.0],
+            "genres": [["never seen", "g1"], [], None],
+        }
+    )
+    out = top3.workflow().remove_inputs(["y"]).transform(rows)
+    assert out["user"].tolist() == [2, 1, 1]
+    assert out["rarely missing"].tolist() == [2, 2, 2]
+    assert out["a $b$ c"].tolist() == [2, 2, 2]
+    assert out["few"].tolist() == [3, 2, 2]
+    assert [list(ids) for ids in out["genres"]] == [[2, 3], [], []]
+
+
+def test_lists_are_mapped_id_by_id(log, data, top3):
+    kept = top_by_pandas(raw_ids(data, "genres"), 3)
+    code = {name: i + 3 for i, name in enumerate(kept)}
+    expected = [[code.get(g, 2) for g in row] for row in log["genres"]]
+    test = read(top3.test_files)["genres"]
+    assert [list(row) for row in test] == expected[data.rows["train"] :]
+    assert any(list(row).count(2) > 1 for row in test)
+    again = top3.workflow().transform(log.iloc[data.rows["train"] :])
+    assert [list(row) for row in again["genres"]] == [list(row) for row in test]
+    assert [len(row) for row in read(top3.train_files)["genres"]] == [
+        len(row) for row in read(data.train_files)["genres"]
+    ]
+
+
+def test_one_id_that_may_be_the_missing_one(log, data, tmp_path):
+    top1 = keep_top_ids(data, 1, tmp_path / "top1", progress=False)
+    assert top1.cardinalities["user"] == 3  # no id of its own is left
+    assert set(read(top1.train_files)["user"]) == {1, 2}
+    again = top1.workflow().transform(log.iloc[data.rows["train"] :])
+    for field in SPEC.categorical:
+        assert again[field].tolist() == read(top1.test_files)[field].tolist()
+
+
+@pytest.mark.parametrize("k", [500, 10_000])
+def test_more_ids_than_there_are_is_what_it_was(data, tmp_path, k):
+    same = keep_top_ids(data, k, tmp_path / "same", progress=False)
+    for old, new in zip(data.train_files, same.train_files, strict=True):
+        pd.testing.assert_frame_equal(pd.read_parquet(new), pd.read_parquet(old))
+    assert same.cardinalities == data.cardinalities
+    assert all(same.schema[field].properties["max_size"] == 0 for field in SPEC.ids)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"freq_threshold": 5}, {"freq_threshold": 5, "hash_buckets": 3}]
+)
+def test_ids_below_a_threshold_are_among_the_others(log, top3, tmp_path, changes):
+    rare = made(log, tmp_path, dataclasses.replace(SPEC, **changes))
+    again = keep_top_ids(rare, 3, tmp_path / "top3", progress=False)
+    for part in ("train_files", "test_files"):
+        pd.testing.assert_frame_equal(read(getattr(again, part)), read(getattr(top3, part)))
+    assert again.cardinalities == top3.cardinalities
+    assert again.spec.freq_threshold == 0
+    assert again.spec.hash_buckets == 1
+    rows = log.iloc[:500]
+    for field in SPEC.categorical:
+        expected = top3.workflow().transform(rows)[field]
+        assert again.workflow().transform(rows)[field].tolist() == expected.tolist()
+
+
+def test_top_2_of_top_3_is_top_2(data, top3, tmp_path):
+    direct = keep_top_ids(data, 2, tmp_path / "direct", progress=False)
+    over = keep_top_ids(top3, 2, tmp_path / "over", progress=False)
+    for part in ("train_files", "test_files"):
+        pd.testing.assert_frame_equal(read(getattr(over, part)), read(getattr(direct, part)))
+    for field in SPEC.ids:
+        pd.testing.assert_frame_equal(over.counts(field), direct.counts(field))
+
+
+def test_missing_to_unknown_on_a_gpu_keeps_all_else():
+    """The branch for cudf, with pandas: both go through Merlin's dispatch."""
+    from merlin_cowclip.workflows.data.operators import _missing_to_unknown
+
+    assert _missing_to_unknown(pd.Series([1, 5, 0, 2, 1])).tolist() == [2, 5, 0, 2, 2]
+    lists = _missing_to_unknown(pd.Series([[1, 5], [], [3, 1, 1]]))
+    assert [list(ids) for ids in lists] == [[2, 5], [], [3, 2, 2]]
+
+
+@pytest.mark.slow
+def test_the_top_k_data_trains(criteo, tmp_path, capsys):
+    out = tmp_path / "run"
+    options = ["--batch-size", "128", "--base-batch-size", "128", "--epochs", "1"]
+    assert main(["train", str(criteo[2].path), "--out", str(out), *options]) == 0
+    assert main(["evaluate", str(out)]) == 0
+    assert "test AUC" in capsys.readouterr().out.splitlines()[-1]
+
+
+# Refused
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--batch-sizes", "1024", "0"], r"at most 2\^53. Received: 0"),
+        (["--batch-sizes", "-3"], r"at most 2\^53. Received: -3"),
+        (["--fields", "user", "C1"], "field must be one of 'user', .*'genres'. Received: 'C1'"),
+        (["--fields", "price"], "field must be one of .* Received: 'price'"),
+        (["--top-k", "0"], "top-k must be a whole number of at least 1. Received: 0"),
+        (["--top-k", "-1"], "top-k must be a whole number of at least 1. Received: -1"),
+        (["--top-k", "3", "--fields", "user"], "--top-k excludes --fields. Received: both"),
+        (["--top-k", "3", "--batch-sizes", "8"], "--top-k excludes --batch-sizes"),
+    ],
+)
+def test_options(data, tmp_path, capsys, options, message):
+    out = tmp_path / "out"
+    assert main(["frequencies", str(data.path), "--out", str(out), *options]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    (line,) = shown.err.splitlines()
+    assert line.startswith("merlin-cowclip frequencies: error: ")
+    assert re.search(message, line), line
+    assert everything(tmp_path) == set()
+
+
+def test_arguments(data, tmp_path):
+    for size in (True, 1.5, "8"):
+        with pytest.raises(UserError, match="positive whole numbers"):
+            frequencies(data, tmp_path / "out", batch_sizes=[size])
+        with pytest.raises(UserError, match="top-k must be a whole number"):
+            keep_top_ids(data, size, tmp_path / "out")
+    with pytest.raises(UserError, match="batch sizes must be given"):
+        frequencies(data, tmp_path / "out", batch_sizes=[])
+    with pytest.raises(UserError, match="1 to 60 fields. Received: 0"):
+        frequencies(data, tmp_path / "out", fields=[])
+    assert everything(tmp_path) == set()
+
+
+def test_an_adopted_pipeline_has_frequencies_and_no_top_k(data, found, tmp_path):
+    adopted = dataclasses.replace(data, record={**data.record, "files": {"train": [], "test": []}})
+    again = frequencies(adopted, tmp_path / "a", batch_sizes=SIZES, progress=False)
+    pd.testing.assert_frame_equal(again.summary, found.summary)
+    with pytest.raises(UserError, match=r"top-k needs data that .* an adopted pipeline"):
+        keep_top_ids(adopted, 3, tmp_path / "b")
+    assert [p.name for p in tmp_path.iterdir()] == ["a"]
+
+
+def test_padding_is_no_id(log, tmp_path):
+    data = made(log, tmp_path)
+    path = data.path / "counts" / "genres.parquet"
+    counts = pd.read_parquet(path)
+    counts.loc[0, "count"] = 10_000  # as lists of fixed length have it, in an adopted pipeline
+    counts.to_parquet(path)
+    summary = frequencies(data, progress=False).summary.set_index("field")
+    assert summary.loc["genres", "ids"] == log["genres"].explode().nunique()
+    assert summary.loc["genres", "occurrences"] == counts["count"].iloc[1:].sum()
+
+
+def test_top_k_needs_a_place(data, capsys):
+    before = everything(data.path)
+    assert main(["frequencies", str(data.path), "--top-k", "3"]) == 2
+    assert "--top-k needs --out, the folder to write" in capsys.readouterr().err
+    assert everything(data.path) == before
+
+
+def test_what_is_there_is_left_alone(data, found, tmp_path, capsys):
+    before = everything(data.path)
+    assert main(["frequencies", str(data.path)]) == 2  # written by the fixture
+    assert f"must not exist. Received: {found.path}" in capsys.readouterr().err
+    (tmp_path / "out").mkdir()
+    for more in ([], ["--top-k", "3"]):
+        assert main(["frequencies", str(data.path), "--out", str(tmp_path / "out"), *more]) == 2
+        assert f"must not exist. Received: {tmp_path / 'out'}" in capsys.readouterr().err
+    assert main(["frequencies", str(tmp_path / "nowhere")]) == 2
+    assert "prepared data must be a folder" in capsys.readouterr().err
+    assert everything(data.path) == before
+    assert everything(tmp_path) == {"out"}
+
+
+@pytest.mark.parametrize("harm", ["gone", "cut", "zeros"])
+def test_counts_that_cannot_be_read(log, tmp_path, harm):
+    data = made(log, tmp_path)
+    path = data.path / "counts" / "few.parquet"
+    if harm == "zeros":
+        pd.read_parquet(path).assign(count=0).to_parquet(path)
+    else:
+        content = path.read_bytes()
+        path.unlink()
+        if harm == "cut":
+            path.write_bytes(content[:-100])
+    before = everything(tmp_path)
+    for run in (frequencies, lambda d, o: keep_top_ids(d, 3, o)):
+        with pytest.raises(UserError, match=r"counts must .*few.parquet.*Prepare the data again"):
+            run(data, tmp_path / "out")
+    assert everything(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    "step", ["plot", "_ranked", "_save_workflow", "_rewrite", "package_versions"]
+)
+def test_an_interruption_leaves_nothing(data, tmp_path, monkeypatch, step):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module, step, interrupt)
+    before = everything(data.path)
+    options = {} if step in ("plot", "_ranked") else {"k": 3}
+    run = keep_top_ids if options else frequencies
+    with pytest.raises(KeyboardInterrupt):
+        run(data, out=tmp_path / "deep" / "out", progress=False, **options)
+    assert everything(tmp_path) == set()
+    assert everything(data.path) == before
+
+
+def test_progress_goes_to_stderr_and_can_be_silenced(data, tmp_path, capfd):
+    frequencies(data, tmp_path / "a", progress=False)
+    keep_top_ids(data, 3, tmp_path / "b", progress=False)
+    assert capfd.readouterr() == ("", "")
+    frequencies(data, tmp_path / "c")
+    keep_top_ids(data, 3, tmp_path / "d")
+    shown = capfd.readouterr()
+    assert shown.out == ""
+    for step in ("counting", "train", "test"):
+        assert step in shown.err

@@ -1,0 +1,154 @@
+"""Made-up logs: their file formats, their power law, and that the planted truth is the truth."""
+
+import gzip
+import hashlib
+import json
+
+import numpy as np
+import pandas as pd
+import pytest
+from sklearn.linear_model import LogisticRegression
+from sklearn.metrics import roc_auc_score
+from sklearn.preprocessing import OneHotEncoder
+
+from merlin_cowclip.workflows.data import synthetic
+from merlin_cowclip.workflows.data.datasets import CRITEO
+from merlin_cowclip.workflows.data.synthetic import write_synthetic
+from merlin_cowclip.workflows.errors import UserError
+
+AVAZU_HEADER = (
+    "id,click,hour,C1,banner_pos,site_id,site_domain,site_category,app_id,app_domain,"
+    "app_category,device_id,device_ip,device_model,device_type,device_conn_type,"
+    "C14,C15,C16,C17,C18,C19,C20,C21"
+)
+
+
+@pytest.fixture(scope="module")
+def criteo(tmp_path_factory):
+    path = tmp_path_factory.mktemp("synthetic") / "criteo.txt"
+    truth = write_synthetic("criteo", path, rows=60_000, seed=3, cardinality=20_000)
+    ids = dict.fromkeys(CRITEO.categorical, str)
+    return truth, path, pd.read_csv(path, sep="\t", header=None, names=CRITEO.columns, dtype=ids)
+
+
+def test_criteo_format(criteo):
+    truth, path, log = criteo
+    assert len(log) == truth.rows == 60_000
+    assert {line.count("\t") for line in path.read_text().splitlines()} == {39}
+    for name in CRITEO.categorical:
+        assert log[name].dropna().str.fullmatch("[0-9a-f]{8}").all()
+    numbers = log[list(CRITEO.continuous)]
+    assert (numbers.dropna() == numbers.dropna().round()).all(axis=None)
+    assert numbers["I2"].min() < 0
+    assert numbers["I5"].max() > 100_000
+    assert 0.7 < log["C22"].isna().mean() < 0.8
+    assert log["C1"].notna().all()
+
+
+def test_ids_follow_a_power_law_in_fields_tiny_to_large(criteo):
+    log = criteo[2]
+    sizes = log[list(CRITEO.categorical)].nunique()
+    assert sizes.min() == 3
+    assert sizes.max() > 5_000
+    counts = log["C3"].value_counts()
+    assert (counts <= 3).mean() > 0.5  # a heavy tail
+    assert counts.iloc[:100].sum() > 0.25 * counts.sum()  # and a head
+
+
+def test_truth_is_written_and_is_in_range(criteo):
+    truth, path, log = criteo
+    assert json.loads((path.parent / "criteo.txt.truth.json").read_text()) == vars(truth)
+    assert truth.click_rate == log["label"].mean()
+    assert truth.click_rate == pytest.approx(0.25, abs=0.01)
+    assert 0.78 < truth.best_auc < 0.82
+    constant = -(0.25 * np.log(0.25) + 0.75 * np.log(0.75))
+    assert truth.best_log_loss < constant - 0.05
+
+
+def test_a_linear_model_stays_well_below_the_best_auc(criteo):
+    truth, _, log = criteo
+    encoder = OneHotEncoder(handle_unknown="ignore", min_frequency=5)
+    rows = encoder.fit_transform(log[list(CRITEO.categorical)].fillna("missing"))
+    half = len(log) // 2
+    linear = LogisticRegression(C=0.1, solver="liblinear").fit(rows[:half], log["label"][:half])
+    auc = roc_auc_score(log["label"][half:], linear.decision_function(rows[half:]))
+    assert 0.65 < auc < truth.best_auc - 0.04  # single ids tell something, and not all
+
+
+def test_avazu_format(tmp_path):
+    path = tmp_path / "avazu.csv"
+    truth = write_synthetic("avazu", path, rows=30_000, seed=0)
+    assert path.read_text().split("\n", 1)[0] == AVAZU_HEADER
+    log = pd.read_csv(path, dtype=str)
+    assert len(log) == 30_000
+    assert log.notna().all(axis=None)
+    assert log["hour"].is_monotonic_increasing
+    assert log["hour"].iloc[[0, -1]].tolist() == ["14102100", "14103023"]
+    assert log["id"].is_unique
+    assert truth.click_rate == pytest.approx(0.17, abs=0.01)
+    assert 0.78 < truth.best_auc < 0.82
+
+
+def test_the_seed_decides_the_bytes_gzipped_or_not(tmp_path):
+    for name, seed in (("a.txt", 1), ("b.txt.gz", 1), ("c.txt.gz", 1), ("d.txt", 2)):
+        write_synthetic("criteo", tmp_path / name, rows=500, seed=seed, cardinality=100)
+    first = (tmp_path / "a.txt").read_bytes()
+    assert gzip.decompress((tmp_path / "b.txt.gz").read_bytes()) == first
+    assert (tmp_path / "b.txt.gz").read_bytes() == (tmp_path / "c.txt.gz").read_bytes()
+    assert (tmp_path / "d.txt").read_bytes() != first
+
+
+@pytest.mark.parametrize(
+    ("dataset", "digest"),
+    [
+        ("criteo", "b7c5bebdf3f9fa66a93013541a561acbeb775dd0c0559031f733a558af6832e6"),
+        ("avazu", "a43abebca8a9027705f4dd2cd09701c4c9ebaa476f8778aaf2fa5769c1e21a1a"),
+    ],
+)
+def test_the_bytes_are_the_same_with_every_version_of_arrow_and_numpy(tmp_path, dataset, digest):
+    """As Arrow 12's CSV writer wrote them, which older ones cannot without quotes."""
+    write_synthetic(dataset, tmp_path / "log", rows=2_000, seed=3, cardinality=2_000)
+    assert hashlib.sha256((tmp_path / "log").read_bytes()).hexdigest() == digest
+
+
+def test_chunks_join_without_a_seam(tmp_path, monkeypatch):
+    monkeypatch.setattr(synthetic, "CHUNK_ROWS", 300)
+    write_synthetic("avazu", tmp_path / "a.csv", rows=1_000, cardinality=100)
+    log = pd.read_csv(tmp_path / "a.csv", dtype=str)
+    assert len(log) == 1_000
+    assert not (log["id"] == "id").any()  # one header only
+    assert log["hour"].is_monotonic_increasing
+
+
+def test_nothing_is_overwritten_and_nothing_is_left(tmp_path, monkeypatch):
+    path = tmp_path / "log.txt"
+    path.write_text("mine")
+    with pytest.raises(UserError, match=r"must not exist. Received: .*log.txt"):
+        write_synthetic("criteo", path, rows=100)
+    path.rename(tmp_path / "log2.txt.truth.json")
+    with pytest.raises(UserError, match=r"must not exist. Received: .*log2.txt.truth.json"):
+        write_synthetic("criteo", tmp_path / "log2.txt", rows=100)
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    before = sorted(tmp_path.iterdir())
+    monkeypatch.setattr(synthetic, "_truth", stop)
+    with pytest.raises(KeyboardInterrupt):
+        write_synthetic("criteo", tmp_path / "new.txt", rows=100)
+    assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dataset": "movielens"}, "dataset must be one of 'criteo', 'avazu'. Received: 'movie"),
+        ({"rows": 7}, "rows must be an integer of at least 100. Received: 7"),
+        ({"seed": -1}, "seed must be an integer of at least 0. Received: -1"),
+        ({"cardinality": 1.5}, "cardinality must be an integer of at least 10. Received: 1.5"),
+    ],
+)
+def test_bad_options(tmp_path, options, message):
+    with pytest.raises(UserError, match=message):
+        write_synthetic(**{"dataset": "criteo", "path": tmp_path / "x", "rows": 100, **options})
+    assert not list(tmp_path.iterdir())

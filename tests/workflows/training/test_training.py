@@ -1,0 +1,395 @@
+"""Training end to end through the Python API, on a small log with one planted effect per field."""
+
+import contextlib
+import json
+import math
+import random
+
+import numpy as np
+import pandas as pd
+import pytest
+import tensorflow as tf
+from sklearn.metrics import log_loss, roc_auc_score
+
+from merlin_cowclip.plugins import Hyperparameters, load_model
+from merlin_cowclip.workflows.data.datasets import DatasetSpec
+from merlin_cowclip.workflows.data.etl import prepare
+from merlin_cowclip.workflows.data.prepared import PreparedData
+from merlin_cowclip.workflows.errors import UserError
+from merlin_cowclip.workflows.training import train as training
+from merlin_cowclip.workflows.training.configuration import TrainConfig
+from merlin_cowclip.workflows.training.evaluation import exact_quality, predict
+from merlin_cowclip.workflows.training.loading import Loader
+from merlin_cowclip.workflows.training.reproducibility import seeded
+from merlin_cowclip.workflows.training.runs import Run
+from merlin_cowclip.workflows.training.train import train
+
+ROWS, TRAIN, TEST = 5_000, 4_000, 1_000
+TOML = """
+name = "shop"
+label = "bought"
+categorical = ["user", "item"]
+continuous = ["price", "age"]
+lists = ["genres"]
+list_separator = ";"
+split = { kind = "sequential", test = 0.2 }
+"""
+WIDTH, MLP = 4, (16,)
+BASE = Hyperparameters(batch_size=256, dense_lr=5e-3, embedding_lr=5e-3, clip_floor=1e-3)
+CONFIG = TrainConfig(batch_size=512, base=BASE, epochs=3, seed=7, embedding_dim=WIDTH, mlp=MLP)
+
+
+def changed(**changes) -> TrainConfig:
+    return TrainConfig(**{**vars(CONFIG), **changes})
+
+
+@pytest.fixture(scope="module")
+def log() -> pd.DataFrame:
+    """Clicks that depend on the user, the item and the genres."""
+    random = np.random.default_rng(0)
+    user, item = random.integers(0, 40, ROWS), random.integers(0, 15, ROWS)
+    genres = [sorted(random.choice(6, random.integers(0, 4), replace=False)) for _ in range(ROWS)]
+    effects = [random.normal(size=n) for n in (40, 15, 6)]
+    logit = effects[0][user] + effects[1][item] + [effects[2][g].sum() for g in genres] - 0.5
+    return pd.DataFrame(
+        {
+            "bought": (random.random(ROWS) < 1 / (1 + np.exp(-logit))).astype("int64"),
+            "user": [f"u{u}" for u in user],
+            "item": [f"i{i}" for i in item],
+            "price": random.normal(5, 2, ROWS).round(2),
+            "age": random.integers(18, 80, ROWS),
+            "genres": [";".join(f"g{g}" for g in gs) for gs in genres],
+        }
+    )
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    return tmp_path_factory.mktemp("training")
+
+
+@pytest.fixture(scope="module")
+def data(log, home) -> PreparedData:
+    (home / "shop.toml").write_text(TOML)
+    log.to_csv(home / "log.csv", index=False)
+    spec = DatasetSpec.from_toml(home / "shop.toml")
+    return prepare(spec, [home / "log.csv"], home / "data", progress=False)
+
+
+@pytest.fixture(scope="module")
+def run(data, home) -> Run:
+    return train(data, CONFIG, home / "run", progress=False)
+
+
+@pytest.fixture(scope="module")
+def model(run):
+    return run.model()
+
+
+@pytest.fixture(scope="module")
+def test_rows(data) -> pd.DataFrame:
+    files = sorted((data.path / "test").glob("*.parquet"))
+    return pd.concat([pd.read_parquet(file) for file in files], ignore_index=True)
+
+
+def features(rows: pd.DataFrame) -> dict:
+    """A frame of encoded rows as the tensors that the model takes, without the loader."""
+    columns = {name: tf.constant(rows[name].to_numpy()[:, None]) for name in ("user", "item")}
+    for name in ("price", "age"):
+        columns[name] = tf.constant(rows[name].to_numpy("float32")[:, None])
+    lengths = rows["genres"].map(len).to_numpy()
+    columns["genres__values"] = tf.constant(
+        np.concatenate(rows["genres"].to_numpy()).astype("int64")
+    )
+    columns["genres__offsets"] = tf.constant(np.concatenate([[0], np.cumsum(lengths)]))
+    return columns
+
+
+def weights(model) -> list[np.ndarray]:
+    return [v.numpy() for v in model.trainable_variables]
+
+
+def measured(run: Run) -> list[tuple]:
+    return [(e["auc"], e["log_loss"], e["train_loss"]) for e in run.result["epochs"]]
+
+
+# The result
+
+
+def test_files_of_a_run(run):
+    assert {p.name for p in run.path.iterdir()} == {
+        *("config.json", "model", "workflow", "logs", "metrics.csv", "result.json")
+    }
+    assert (run.path / "model" / ".merlin" / "input_schema.json").is_file()
+    assert list((run.path / "logs").rglob("events.out.*"))
+
+
+def test_result(run, data):
+    result = json.loads((run.path / "result.json").read_text())
+    assert result == Run.open(run.path).result
+    assert list(result) == [
+        *("format", "auc", "log_loss", "epochs", "samples_per_second", "train_seconds"),
+        *("parameters", "config", "manifest"),
+    ]
+    epochs = result["epochs"]
+    assert [list(e) for e in epochs] == [["epoch", "auc", "log_loss", "train_loss", "seconds"]] * 3
+    assert [e["epoch"] for e in epochs] == [1, 2, 3]
+    assert (result["auc"], result["log_loss"]) == (epochs[-1]["auc"], epochs[-1]["log_loss"])
+    assert result["train_seconds"] == pytest.approx(sum(e["seconds"] for e in epochs))
+    assert min(e["seconds"] for e in epochs) > 0
+    assert result["samples_per_second"] == pytest.approx(TRAIN * 3 / result["train_seconds"])
+    logged = pd.read_csv(run.path / "metrics.csv").to_dict("records")
+    assert logged == [pytest.approx(e) for e in epochs]
+
+
+def test_parameters(run, log):
+    # The training part is the log's first 4,000 rows; padding, missing and unknown have rows too.
+    head = log[:TRAIN]
+    ids = head["user"].nunique() + head["item"].nunique() + 6 + 3 * 3
+    into = 3 * WIDTH + 2
+    network = into * MLP[0] + MLP[0]  # hidden layer
+    network += MLP[0]  # to the logit
+    network += 2 + 1  # linear part of the numbers, bias
+    assert run.result["parameters"] == {"embedding": ids * (WIDTH + 1), "network": network}
+
+
+def test_config(run, data):
+    config = json.loads((run.path / "config.json").read_text())
+    assert config == run.config == run.result["config"]
+    assert config["data"] == str(data.path)
+    assert config["dataset"] == "shop"
+    assert config["rows"] == {"train": TRAIN, "test": TEST}
+    wanted = {"model": "deepfm", "rule": "cowclip", "batch_size": 512, "epochs": 3, "seed": 7}
+    wanted |= {"update": "exact", "embedding_dim": WIDTH, "mlp": [16], "deterministic": True}
+    assert {key: config[key] for key in wanted} == wanted
+    assert config["base"] == vars(BASE)
+    # CowClip's rule at twice the batch: dense η by the root, λ linearly, embedding η as it was.
+    assert config["scaled"] == pytest.approx(
+        {**vars(BASE), "batch_size": 512, "dense_lr": 5e-3 * math.sqrt(2), "l2": 2e-5}
+    )
+    assert config["versions"]["tensorflow"].startswith("2.12.")
+    assert {"python", "merlin-cowclip", "merlin-models", "nvtabular"} <= set(config["versions"])
+    assert config["machine"]["cpus"] > 0
+
+
+def test_metrics_are_sklearns_on_the_saved_models_predictions(run, model, test_rows):
+    batch = tf.data.Dataset.from_tensors(features(test_rows))
+    probabilities = model.predict(batch, verbose=0).ravel()
+    labels = test_rows["bought"]
+    assert run.result["auc"] == pytest.approx(roc_auc_score(labels, probabilities), abs=1e-6)
+    assert run.result["log_loss"] == pytest.approx(log_loss(labels, probabilities), abs=1e-6)
+
+
+def test_it_learns(run):
+    assert run.result["auc"] > 0.7
+    losses = [e["train_loss"] for e in run.result["epochs"]]
+    assert losses[0] > losses[1] > losses[2]
+    assert run.result["log_loss"] < 0.65
+
+
+def test_the_loaded_workflow_turns_raw_rows_into_the_models_inputs(run, model, log, test_rows):
+    raw = log[TRAIN:].reset_index(drop=True)  # the sequential split's test part
+    raw["genres"] = raw["genres"].map(lambda text: text.split(";") if text else [])
+    encoded = run.workflow().transform(raw)
+    np.testing.assert_array_equal(encoded["user"], test_rows["user"])
+    served = model(features(encoded)).numpy()
+    assert served.shape == (TEST, 1)
+    expected = model(features(test_rows)).numpy()
+    np.testing.assert_allclose(served, expected, rtol=0, atol=1e-6)
+    assert roc_auc_score(raw["bought"], served.ravel()) == pytest.approx(
+        run.result["auc"], abs=1e-6
+    )
+
+
+def test_an_evaluation_reads_the_test_part_once(model, data, monkeypatch):
+    """And gives what `predict` of Keras gives, and the labels on disk, in their order."""
+    loader = Loader(data, "test", batch_size=300)  # the last batch is smaller
+    reads = []
+    monkeypatch.setattr(
+        Loader,
+        "_read",
+        lambda self, window, read=Loader._read: (reads.append(window), read(self, window))[1],
+    )
+    labels, probabilities = predict(model, loader)
+    assert len(reads) == len(loader._windows(0)) == 1
+    expected = model.predict(loader.dataset().map(lambda features, _: features), verbose=0)
+    np.testing.assert_allclose(probabilities, expected.ravel(), rtol=0, atol=1e-7)
+    on_disk = pd.concat([pd.read_parquet(file) for file in data.test_files])["bought"]
+    np.testing.assert_array_equal(labels, on_disk)
+
+
+# Repetition
+
+
+def test_the_same_seed_gives_the_same_to_the_last_digit(run, model, data, home):
+    again = train(data, CONFIG, home / "again", progress=False)
+    assert measured(again) == measured(run)
+    for one, other in zip(weights(again.model()), weights(model), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_determinism_is_of_one_run(data, tmp_path, monkeypatch):
+    """Neither the process nor the next run keeps it, nor the seeds."""
+    from tensorflow.python.framework.config import is_op_determinism_enabled
+
+    during = []
+
+    class Look(tf.keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            during.append(is_op_determinism_enabled())
+
+    def drawn() -> list:
+        return [random.random(), np.random.random(), float(tf.random.uniform([]))]
+
+    tf.keras.utils.set_random_seed(3)
+    expected = [drawn(), drawn()]
+    tf.keras.utils.set_random_seed(3)
+    assert drawn() == expected[0]
+    for given in (True, False):
+        with monkeypatch.context() as patched:
+            patched.setattr(training, "StopAtNaN", lambda config: Look())
+            run = train(
+                data,
+                changed(deterministic=given, epochs=1, model="lr"),
+                tmp_path / str(given),
+                progress=False,
+            )
+        assert run.config["deterministic"] is given
+        assert not is_op_determinism_enabled()
+    assert during == [True, False]
+    assert drawn() == expected[1]
+
+
+def test_a_process_that_is_deterministic_stays_so():
+    from tensorflow.python.framework import config
+
+    tf.config.experimental.enable_op_determinism()
+    try:
+        with contextlib.suppress(KeyError), seeded(1, deterministic=False):
+            assert not config.is_op_determinism_enabled()
+            raise KeyError
+        assert config.is_op_determinism_enabled()
+    finally:
+        config.disable_op_determinism()
+
+
+def test_another_seed_differs(run, data, home):
+    other = train(data, changed(seed=8, epochs=1), home / "seed", progress=False)
+    assert all(a != b for a, b in zip(measured(other)[0], measured(run)[0], strict=True))
+
+
+def test_lazy_differs_from_exact(run, data, home):
+    lazy = train(data, changed(update="lazy", epochs=1), home / "lazy", progress=False)
+    assert lazy.config["update"] == "lazy"
+    first, exact = measured(lazy)[0], measured(run)[0]
+    assert first != exact
+    assert first == pytest.approx(exact, abs=0.05)  # the same start, the same data
+
+
+# Options of the network and the optimizer
+
+
+def test_options_reach_the_network_and_the_optimizer(data, tmp_path):
+    config = changed(
+        model="dcn_v2",
+        cross_layers=2,
+        low_rank_dim=3,
+        combiner={"genres": "sum"},
+        clip_tables=("user",),
+        dense_schedule={"name": "linear", "to": 0.5},
+        embedding_schedule="cosine",
+        epochs=2,
+    )
+    run = train(data, config, tmp_path / "run", progress=False)
+    assert run.train_config() == config
+    assert run.config["identity"] == config.identity
+    into = 3 * WIDTH + 2
+    network = into * MLP[0] + 2 * MLP[0] + 2 + 1  # as in DeepFM
+    network += 2 * (2 * into * 3 + into) + into  # U, V and b of two layers; to the logit
+    assert run.result["parameters"]["network"] == network
+    loaded = load_model(run.path / "model")
+    assert loaded.optimizer.clip_tables == ("user",)
+    (block,) = [layer for layer in loaded._flatten_layers() if hasattr(layer, "combiner")][:1]
+    assert dict(block.combiner) == {"genres": "sum"}
+    # 8 updates per epoch, the last one smaller; the warm-up ends after ⌊4000/512⌋ = 7.
+    hp, (table, _, dense) = config.hyperparameters, loaded.optimizer.optimizers
+    for step in (0, 3, 7, 12):
+        rising = 1e-8 * (1 - min(step / 7, 1)) + min(step / 7, 1) * hp.dense_lr * (1 - step / 32)
+        assert float(dense.learning_rate(step)) == pytest.approx(rising, rel=1e-5)
+        falling = hp.embedding_lr * (1 + math.cos(math.pi * step / 16)) / 2
+        assert float(table.learning_rate(step)) == pytest.approx(falling, rel=1e-5)
+
+
+# Refused
+
+
+def test_an_existing_folder_is_not_touched(data, tmp_path):
+    (tmp_path / "mine").mkdir()
+    with pytest.raises(UserError, match=r"must not exist. Received: .*mine. Name another"):
+        train(data, CONFIG, tmp_path / "mine", progress=False)
+    assert [p.name for p in tmp_path.rglob("*")] == ["mine"]
+
+
+def test_a_batch_larger_than_the_data_leaves_nothing(data, tmp_path):
+    with pytest.raises(UserError, match="Received: batch size 8192, 4000 rows"):
+        train(data, changed(batch_size=8192), tmp_path / "run", progress=False)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_diverged_run_names_its_learning_rates(data, tmp_path):
+    wild = BASE.replace(dense_lr=1e30, embedding_lr=1e20, clip=None, warmup_epochs=0.0)
+    config = changed(rule="none", base=wild, batch_size=256)
+    with pytest.raises(
+        UserError, match=r"in epoch 1, with dense_lr=1e\+30, embedding_lr=1e\+20.*diverged"
+    ):
+        train(data, config, tmp_path / "run", progress=False)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model": "ffm"}, "model must be one of lr, fm, .*, dlrm. Received: model='ffm'"),
+        ({"embedding_dim": 0}, "embedding_dim must be a positive whole .* Received: .*dim=0"),
+        ({"embedding_dim": 2.5}, "embedding_dim must be a positive whole .* Received: .*2.5"),
+        ({"mlp": ()}, r"mlp must be at least one positive whole number .* Received: mlp=\(\)"),
+        ({"mlp": (8, 0)}, r"mlp must be at least one positive .* Received: mlp=\(8, 0\)"),
+        ({"rule": "cube"}, "rule must be one of none, .*cowclip. Received: rule='cube'"),
+        ({"update": "eager"}, "update must be one of exact, lazy. Received: update='eager'"),
+        ({"epochs": 0}, "epochs must be a positive whole number. Received: epochs=0"),
+        ({"seed": -1}, "seed must be a whole number from 0 to 4294967295. Received: seed=-1"),
+        ({"batch_size": 0}, "must be a positive whole number of samples. Received: .*0"),
+    ],
+)
+def test_config_refuses(changes, message):
+    with pytest.raises(UserError, match=message):
+        TrainConfig(**changes)
+
+
+# The metrics
+
+
+def test_exact_quality_with_ties():
+    labels = np.array([1, 0, 1, 0, 0, 1])
+    probabilities = np.array([0.9, 0.5, 0.5, 0.5, 0.1, 0.2])
+    # Pairs (click, no click): 0.9 wins 3; 0.5 ties with two (1) and wins 1; 0.2 wins 1 of 3.
+    assert exact_quality(labels, probabilities).auc == pytest.approx((3 + 2 + 1) / 9)
+    terms = [0.9, 0.5, 0.5, 0.5, 0.9, 0.2]
+    expected = -sum(math.log(p) for p in terms) / 6
+    assert exact_quality(labels, probabilities).log_loss == pytest.approx(expected)
+
+
+def test_exact_quality_needs_both_labels():
+    with pytest.raises(UserError, match="labels of 0 and of 1. Received: only 1, in 2 rows"):
+        exact_quality(np.array([1, 1]), np.array([0.3, 0.4]))
+
+
+def test_exact_quality_refuses_nan():
+    with pytest.raises(UserError, match="NaN for 1 of 2 rows. The model diverged"):
+        exact_quality(np.array([1, 0]), np.array([0.3, np.nan]))
+
+
+def test_exact_quality_of_probabilities_0_and_1_is_finite():
+    quality = exact_quality(np.array([[1], [0]]), np.array([[0.0], [1.0]], np.float32))
+    assert quality.auc == 0.0
+    assert quality.log_loss == pytest.approx(-math.log(1e-7))

@@ -1,0 +1,83 @@
+"""Raw logs to ids, batches and trained networks: the names that users type.
+
+Names load on first use, so that what is pure Python does not wait for TensorFlow.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from merlin_cowclip.plugins._lazy import on_first_use
+
+if TYPE_CHECKING:
+    from merlin_cowclip.workflows.data.adopt import adopt
+    from merlin_cowclip.workflows.data.datasets import (
+        AVAZU,
+        CRITEO,
+        DatasetSpec,
+        Split,
+        find_spec,
+        register,
+    )
+    from merlin_cowclip.workflows.data.etl import prepare
+    from merlin_cowclip.workflows.data.frequencies import frequencies, keep_top_ids
+    from merlin_cowclip.workflows.data.prepared import PreparedData
+    from merlin_cowclip.workflows.data.synthetic import write_synthetic
+    from merlin_cowclip.workflows.errors import UserError
+    from merlin_cowclip.workflows.training.configuration import TrainConfig
+    from merlin_cowclip.workflows.training.evaluation import evaluate, predict
+    from merlin_cowclip.workflows.training.loading import FollowEpochs, Loader
+    from merlin_cowclip.workflows.training.runs import Run
+    from merlin_cowclip.workflows.training.train import train
+
+_HOME = {
+    "AVAZU": "data.datasets",
+    "CRITEO": "data.datasets",
+    "DatasetSpec": "data.datasets",
+    "FollowEpochs": "training.loading",
+    "Loader": "training.loading",
+    "PreparedData": "data.prepared",
+    "Run": "training.runs",
+    "Split": "data.datasets",
+    "TrainConfig": "training.configuration",
+    "UserError": "errors",
+    "adopt": "data.adopt",
+    "evaluate": "training.evaluation",
+    "find_spec": "data.datasets",
+    "frequencies": "data.frequencies",
+    "keep_top_ids": "data.frequencies",
+    "predict": "training.evaluation",
+    "prepare": "data.etl",
+    "register": "data.datasets",
+    "train": "training.train",
+    "write_synthetic": "data.synthetic",
+}
+
+__all__ = [
+    "AVAZU",
+    "CRITEO",
+    "DatasetSpec",
+    "FollowEpochs",
+    "Loader",
+    "PreparedData",
+    "Run",
+    "Split",
+    "TrainConfig",
+    "UserError",
+    "adopt",
+    "evaluate",
+    "find_spec",
+    "frequencies",
+    "keep_top_ids",
+    "predict",
+    "prepare",
+    "register",
+    "train",
+    "write_synthetic",
+]
+
+__getattr__ = on_first_use(__name__, _HOME)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

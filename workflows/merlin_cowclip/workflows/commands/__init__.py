@@ -1,0 +1,1 @@
+"""The command `merlin-cowclip`: a module per group of its commands."""

@@ -1,0 +1,1 @@
+"""What turns logs into data: ids, counts, parquet, and what describes them."""

@@ -1,0 +1,351 @@
+"""A pipeline that is there already, as a prepared folder: a saved NVTabular workflow, its parquet.
+
+The parquet stays as it is and where it is. It is read once: every id, number and label is checked,
+every id counted. What a workflow says of its parquet is `existing_workflow.py`'s; raw logs to
+prepared data is `etl.py`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from merlin_cowclip.workflows.data.existing_parquet import (
+    PARTS,
+    ParquetFile,
+    bad_parquet,
+    check_given_once,
+    check_label,
+    open_files,
+    others,
+    quoted,
+)
+from merlin_cowclip.workflows.data.existing_workflow import (
+    WORKFLOW_FILES,
+    WORKFLOW_FOLDER,
+    Pipeline,
+    Vocabulary,
+    load_workflow,
+)
+from merlin_cowclip.workflows.data.prepared import PreparedData, check_unchanged, write_record
+from merlin_cowclip.workflows.errors import UserError
+from merlin_cowclip.workflows.folders import all_or_nothing, package_versions, refuse_existing
+from merlin_cowclip.workflows.manifest import checksum
+
+BATCH_ROWS = 1 << 17  # held at a time, twice: one batch is checked while the next is read
+FLOAT32_MAX = float(np.finfo(np.float32).max)
+
+
+def adopt(
+    parquet: str | Path | Sequence[str | Path],
+    workflow: str | Path,
+    label: str,
+    out: str | Path,
+    test: str | Path | Sequence[str | Path] | None = None,
+    progress: bool = True,
+) -> PreparedData:
+    """Make a prepared folder, at ``out``, of parquet that an NVTabular workflow wrote.
+
+    The model's inputs are what the workflow's schema tags as categorical (with an int domain, as
+    Categorify gives it) and as continuous; where it tags nothing, the schema beside the parquet
+    (``.merlin/schema.json``) is asked. What was left out, and the like, is in ``record["notes"]``.
+
+    Args:
+        parquet: the training part: files, globs, or folders that ``to_parquet`` wrote.
+        workflow: a folder that ``nvtabular.Workflow.save`` wrote. Loading it runs code from it
+            (cloudpickle): give only your own.
+        label: the parquet's column of 0 and 1.
+        out: the folder to make; must not exist. It refers to the parquet, and holds a copy of the
+            workflow, the schema and the counts.
+        test: the test part, or None: a run then has no test metrics.
+        progress: show a progress bar on stderr.
+
+    Returns:
+        The folder, opened.
+
+    Raises:
+        UserError: bad input; the message names the place and the remedy, and nothing is left
+            behind.
+    """
+    out, workflow = Path(out), Path(workflow)
+    refuse_existing(out)
+    parts = {"train": open_files(parquet), "test": [] if test is None else open_files(test)}
+    check_given_once(parts)
+    for files in filter(None, parts.values()):
+        check_label(files, label)
+    with all_or_nothing(out) as folder:
+        pipeline = Pipeline.of(workflow, parts, label, out.absolute().name)
+        scan = _Scan(pipeline, progress)
+        scan.read(parts)
+        for file in itertools.chain(*parts.values()):
+            check_unchanged(file.state)  # while it was read
+        _save(pipeline, scan, parts, folder)
+    return PreparedData.open(out)
+
+
+# The rows ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a batch of rows lies."""
+
+    path: Path
+    group: int
+    first: int  # rows of the file before it
+
+    def refuse(self, rule: str, value: Any, row: int, name: str, remedy: str) -> NoReturn:
+        """Raise UserError for a value in the batch's row ``row``."""
+        raise UserError(
+            f"{rule}. Received: {value} in {self.path}, row group {self.group}, row "
+            f"{self.first + row + 1} of the file, column {name!r}. {remedy}"
+        )
+
+
+class _Scan:
+    """One pass over all rows: checks them, and counts the ids of the training part."""
+
+    def __init__(self, pipeline: Pipeline, progress: bool) -> None:
+        self.spec, self.cardinalities = pipeline.spec, pipeline.cardinalities
+        self.progress = progress
+        self.counts = {c: np.zeros(n, np.int64) for c, n in self.cardinalities.items()}
+        self.rows: dict[str, int] = {}
+        self.positives: dict[str, int] = {}
+
+    def read(self, parts: dict[str, list[ParquetFile]]) -> None:
+        """Check all rows.
+
+        Raises:
+            UserError: names file, row group, row and column of the first bad value.
+        """
+        from tqdm import tqdm
+
+        total = sum(file.rows for files in parts.values() for file in files)
+        with tqdm(
+            total=total,
+            desc="checking",
+            unit=" rows",
+            unit_scale=True,
+            disable=not self.progress,
+            file=sys.stderr,
+        ) as bar:
+            for part, files in parts.items():
+                rows = positives = 0
+                for place, batch in _ahead(self._batches(files)):
+                    rows += batch.num_rows
+                    positives += self._positives(batch.column(self.spec.label), place)
+                    for name in self.spec.continuous:
+                        _check_numbers(batch.column(name), name, place)
+                    for name in self.spec.ids:
+                        ids = self._checked_ids(batch.column(name), name, place)
+                        if part == "train":
+                            _add_counts(self.counts[name], ids)
+                    bar.update(batch.num_rows)
+                if files and positives in (0, rows):
+                    raise UserError(
+                        f"label must be 0 in some rows and 1 in others, in the {PARTS[part]} "
+                        f"too. Received: only {min(positives, 1)} in column {self.spec.label!r} of "
+                        f"{files[0].path}{others(files)}. Give more rows, or name another column"
+                    )
+                self.rows[part], self.positives[part] = rows, positives
+
+    def _batches(self, files: list[ParquetFile]) -> Iterator[tuple[_Place, pa.RecordBatch]]:
+        columns = [self.spec.label, *self.spec.fields]
+        for file in files:
+            group = row = 0
+            try:
+                with pq.ParquetFile(file.path) as parquet:
+                    for group in range(parquet.num_row_groups):
+                        for batch in parquet.iter_batches(BATCH_ROWS, [group], columns):
+                            if batch.num_rows:
+                                yield _Place(file.path, group, row), batch
+                            row += batch.num_rows
+            except (pa.ArrowException, OSError) as error:
+                bad_parquet(file.path, error, f", row group {group}")
+
+    def _positives(self, column: pa.Array, place: _Place) -> int:
+        """How many labels of a batch are 1; the others are 0."""
+        # NaN where null. A whole number beyond 2^53 is rounded, and none becomes 0 or 1 by that.
+        values = column.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False)
+        good = (values == 0) | (values == 1)
+        if not good.all():
+            row = int(np.argmin(good))
+            value = column[row].as_py()
+            remedy = "Remove the row, or correct its label"
+            name = self.spec.label
+            place.refuse("label must be 0 or 1", _shown(value), row, name, remedy)
+        return int(np.count_nonzero(values))
+
+    def _checked_ids(self, column: pa.Array, name: str, place: _Place) -> np.ndarray:
+        """The ids of a batch, of a list column one after the other."""
+        _check_nulls(column, name, place)
+        offsets = None
+        if name in self.spec.lists:
+            offsets = column.offsets.to_numpy() - column.offsets[0].as_py()
+            column = column.flatten()
+            if column.null_count:
+                at = int(np.argmax(column.is_null().to_numpy(zero_copy_only=False)))
+                row = int(np.searchsorted(offsets, at, side="right")) - 1
+                place.refuse(_NO_NULLS, "null in a list", row, name, _FILL)
+        ids = column.to_numpy(zero_copy_only=False)
+        if not len(ids):
+            return ids
+        limit = self.cardinalities[name]
+        if ids.min() < 0 or ids.max() >= limit:
+            at = int(np.argmax((ids < 0) | (ids >= limit)))
+            row = at if offsets is None else int(np.searchsorted(offsets, at, side="right")) - 1
+            place.refuse(
+                f"an id must be from 0 to its field's cardinality - 1, here {limit - 1}",
+                ids[at],
+                row,
+                name,
+                "Give the parquet that this workflow wrote, or the workflow that wrote it",
+            )
+        return ids
+
+
+def _ahead(items: Iterator[Any]) -> Iterator[Any]:
+    """The same; the next one is made while one is used."""
+    with ThreadPoolExecutor(1, "merlin-cowclip-adopt") as reader:
+        coming = reader.submit(next, items, None)
+        while (item := coming.result()) is not None:
+            coming = reader.submit(next, items, None)
+            yield item
+
+
+_NO_NULLS = "parquet must hold no nulls"
+_FILL = "Fill it in the workflow: Categorify does for ids, FillMissing for numbers"
+
+
+def _check_nulls(column: pa.Array, name: str, place: _Place) -> None:
+    if column.null_count:
+        row = int(np.argmax(column.is_null().to_numpy(zero_copy_only=False)))
+        place.refuse(_NO_NULLS, "null", row, name, _FILL)
+
+
+def _check_numbers(column: pa.Array, name: str, place: _Place) -> None:
+    _check_nulls(column, name, place)
+    values = column.to_numpy(zero_copy_only=False)
+    # NaN makes both comparisons false.
+    if not (values.min() >= -FLOAT32_MAX and values.max() <= FLOAT32_MAX):
+        row = int(np.argmin(np.abs(values) <= FLOAT32_MAX))
+        rule = "a number must be finite, as a float32 too: another turns every weight into NaN"
+        remedy = "Fill or clip it in the workflow (FillMissing, Clip)"
+        place.refuse(rule, values[row], row, name, remedy)
+
+
+def _add_counts(counts: np.ndarray, ids: np.ndarray) -> None:
+    """Add to ``counts`` how often each id occurs."""
+    ids = ids.astype(np.int64, copy=False)
+    if len(counts) <= 4 * len(ids):
+        counts += np.bincount(ids, minlength=len(counts))
+    else:  # a table so large that to go through it costs more than to sort the ids
+        seen, often = np.unique(ids, return_counts=True)
+        counts[seen] += often
+
+
+# The folder ----------------------------------------------------------------------------------
+
+
+def _save(
+    pipeline: Pipeline, scan: _Scan, parts: dict[str, list[ParquetFile]], folder: Path
+) -> None:
+    from merlin.schema.io.tensorflow_metadata import TensorflowMetadata
+
+    _copy_workflow(pipeline, folder / "workflow")
+    proto = TensorflowMetadata.from_merlin_schema(pipeline.schema)
+    proto.to_proto_text_file(str(folder))
+    (folder / ".merlin").mkdir()
+    proto.to_json_file(str(folder / ".merlin"))
+    (folder / "counts").mkdir()
+    for name, counts in scan.counts.items():
+        _write_counts(folder / "counts", name, counts, pipeline.vocabularies.get(name))
+    other = _counted_otherwise(pipeline, scan)
+    notes = list(pipeline.notes)
+    if other:
+        notes.append(
+            "counts are those of the training rows; the workflow's own, of the rows it was fitted "
+            f"on, differ for {quoted(other)}"
+        )
+    record = {
+        "spec": pipeline.spec.to_dict(),
+        "workflow": str(pipeline.folder.absolute()),
+        "workflow_sha256": checksum(pipeline.folder / "workflow.pkl"),
+        "files": {part: [file.state for file in files] for part, files in parts.items()},
+        "rows": scan.rows,
+        "cardinalities": pipeline.cardinalities,
+        "report": {"rows": scan.rows, "positives": scan.positives, "fields": {}},
+        "notes": notes,
+        "versions": package_versions(),
+    }
+    write_record(folder, record)
+
+
+def _copy_workflow(pipeline: Pipeline, home: Path) -> None:
+    """Copy what NVTabular saved, and see to it that the copy finds its vocabularies."""
+    from merlin.dag import Graph
+    from nvtabular.ops import Categorify
+
+    home.mkdir()
+    for name in WORKFLOW_FILES:
+        shutil.copy2(pipeline.folder / name, home / name)
+    if (pipeline.folder / WORKFLOW_FOLDER).is_dir():
+        shutil.copytree(pipeline.folder / WORKFLOW_FOLDER, home / WORKFLOW_FOLDER)
+    (home / WORKFLOW_FOLDER).mkdir(exist_ok=True)
+    workflow = load_workflow(home)
+    strayed = False
+    for node in Graph.get_nodes_by_op_type([workflow.output_node], Categorify):
+        for storage, path in list(node.op.categories.items()):
+            target = home / WORKFLOW_FOLDER / f"unique.{storage}.parquet"
+            if not target.exists():
+                source = pipeline.found[storage]
+                (shutil.copytree if source.is_dir() else shutil.copy2)(source, target)
+            if os.path.abspath(path) != str(target.absolute()):
+                node.op.categories[storage] = str(target.absolute())
+                strayed = True
+    if strayed:
+        workflow.save(str(home.absolute()))
+
+
+def _write_counts(
+    folder: Path, name: str, counts: np.ndarray, vocabulary: Vocabulary | None
+) -> None:
+    raw = pa.nulls(len(counts), pa.string())
+    if vocabulary is not None:
+        known = vocabulary.raw()
+        none = pa.nulls(len(counts) - len(known), pa.string())
+        raw = pa.chunked_array([none, *known.chunks])
+    ids = np.arange(len(counts), dtype=np.int64)
+    pq.write_table(pa.table({"id": ids, "raw": raw, "count": counts}), folder / f"{name}.parquet")
+
+
+def _counted_otherwise(pipeline: Pipeline, scan: _Scan) -> list[str]:
+    """Fields whose counts are not the ones in the workflow's vocabularies."""
+    fields: dict[str, list[str]] = {}
+    for field, vocabulary in pipeline.vocabularies.items():
+        fields.setdefault(vocabulary.storage, []).append(field)
+    other = []
+    for names in fields.values():
+        vocabulary = pipeline.vocabularies[names[0]]
+        sizes = vocabulary.sizes()
+        counted = np.sum([scan.counts[name] for name in names], axis=0)
+        if sizes is not None and not np.array_equal(
+            sizes, counted[len(counted) - vocabulary.rows :]
+        ):
+            other += names
+    return other
+
+
+def _shown(value: Any) -> str:
+    return "null" if value is None else repr(value)

@@ -1,0 +1,188 @@
+"""Parquet that is there already: its files, and whether they are what a pipeline says."""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from merlin_cowclip.workflows.data.datasets import DatasetSpec
+from merlin_cowclip.workflows.data.prepared import file_state
+from merlin_cowclip.workflows.errors import UserError
+
+PARTS = {"train": "training part", "test": "test part"}
+
+
+@dataclass(frozen=True)
+class ParquetFile:
+    """A parquet file of ours to read, its footer read."""
+
+    path: Path  # absolute
+    schema: pa.Schema
+    rows: int
+    state: dict[str, Any]  # as `file_state` gave it before anything was read
+
+
+def open_files(given: str | Path | Sequence[str | Path]) -> list[ParquetFile]:
+    """Files, globs and folders to files, their footers read.
+
+    Raises:
+        UserError: nothing there, not parquet, damaged, or without a row.
+    """
+    paths: list[Path] = []
+    for one in [given] if isinstance(given, (str, Path)) else given:
+        paths += _expand(one)
+    if not paths:
+        raise UserError("at least one parquet file must be given. Received: none")
+    files = []
+    for path in map(Path.absolute, paths):
+        try:
+            state = file_state(path)
+            with pq.ParquetFile(path) as parquet:
+                rows = parquet.metadata.num_rows
+                files.append(ParquetFile(path, parquet.schema_arrow.remove_metadata(), rows, state))
+        except (pa.ArrowException, OSError) as error:
+            bad_parquet(path, error)
+        names = files[-1].schema.names
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise UserError(
+                f"parquet must have every column once. Received twice: {quoted(twice)} in {path}. "
+                "Write it again"
+            )
+    if not sum(file.rows for file in files):
+        raise UserError(f"parquet must hold rows. Received: none in {paths[0]}{others(paths)}")
+    return files
+
+
+def _expand(given: str | Path) -> list[Path]:
+    """The parquet files of one argument; of a folder or glob, only what is named so.
+
+    Beside its parts, ``to_parquet`` writes ``_metadata``, ``_file_list.txt`` and more.
+    """
+    path = Path(given)
+    # Of `os.path`: false, too, of a name that is too long, or a link to itself.
+    if os.path.isfile(path):
+        return [path]
+    if os.path.isdir(path) and str(given):  # "" would be the folder that we are in
+        found = list(path.iterdir())
+    elif glob.has_magic(str(given)):
+        found = [Path(name) for name in glob.glob(str(given), recursive=True)]
+    else:
+        raise UserError(f"parquet must be there. Received: {str(given)!r}. Check the path")
+    parts = [p for p in found if p.suffix == ".parquet" and p.name[0] not in "._" and p.is_file()]
+    if not parts:
+        kind = "folder" if path.is_dir() else "pattern"
+        raise UserError(
+            f"a {kind} must hold files named *.parquet. Received: {str(given)!r}, without one. "
+            "Name the files, or the folder that they lie in"
+        )
+    return sorted(parts, key=natural_order)
+
+
+def natural_order(path: Path) -> tuple[Any, ...]:
+    """Sorts part_2 before part_10."""
+    pieces = re.split(r"(\d+)", path.name)
+    return (path.parent, [int(piece) if piece.isdecimal() else piece for piece in pieces])
+
+
+def check_given_once(parts: dict[str, list[ParquetFile]]) -> None:
+    """Refuse a file that is in a part twice, or in two."""
+    seen: dict[tuple[int, int], str] = {}
+    for part, files in parts.items():
+        for file in files:
+            status = file.path.stat()
+            known = (status.st_dev, status.st_ino)  # by whatever name and link
+            if known in seen:
+                raise UserError(
+                    f"a parquet file must be given once. Received twice: {file.path}, for the "
+                    f"{PARTS[seen[known]]} and for the {PARTS[part]}. Leave one out"
+                )
+            seen[known] = part
+
+
+def check_label(files: list[ParquetFile], label: str) -> None:
+    """Refuse files without the label."""
+    for file in files:
+        if label not in file.schema.names:
+            raise UserError(
+                f"the label must be a column of the parquet. Received: {label!r}, but {file.path} "
+                f"has {quoted(file.schema.names)}. Name another column, or let the workflow pass "
+                "the label on"
+            )
+
+
+def bad_parquet(path: Path, error: Exception, place: str = "") -> NoReturn:
+    """Raise UserError for a file that cannot be read."""
+    raise UserError(
+        f"parquet must be whole and readable. Received: {path}{place}: {error}. Write it again"
+    ) from None
+
+
+def check_present(columns: Iterable[str], files: list[ParquetFile]) -> None:
+    """Refuse files without an input of the workflow."""
+    for file in files:
+        missing = [name for name in columns if name not in file.schema.names]
+        if missing:
+            raise UserError(
+                "parquet must have every column that the workflow tags as an input. Missing: "
+                f"{quoted(missing)} in {file.path}, which has {quoted(file.schema.names)}. Give "
+                "the parquet that this workflow wrote"
+            )
+
+
+def check_types(spec: DatasetSpec, files: list[ParquetFile]) -> None:
+    """Every column has the same type in all files, and one that fits its role."""
+    for file in files:
+        for name in (spec.label, *spec.fields):
+            kind, first = file.schema.field(name).type, files[0].schema.field(name).type
+            if kind != first:
+                raise UserError(
+                    "the files of one part must have the same types. Received: "
+                    f"{kind} for column {name!r} in {file.path}, and {first} in {files[0].path}. "
+                    "Write them with one workflow"
+                )
+            rule, held = _type_rule(spec, name), kind.value_type if is_list(kind) else kind
+            whole = pa.types.is_integer(held)
+            fits = {
+                "integer ids": whole and not is_list(kind),
+                "lists of integer ids": whole and is_list(kind),
+                "numbers": not is_list(kind) and (whole or pa.types.is_floating(kind)),
+                "0 or 1": not is_list(kind)
+                and (whole or pa.types.is_floating(kind) or pa.types.is_boolean(kind)),
+            }
+            if not fits[rule]:
+                raise UserError(
+                    f"column {name!r} must hold {rule}. Received: {kind} in {file.path}. Change it "
+                    "in the workflow"
+                )
+
+
+def _type_rule(spec: DatasetSpec, name: str) -> str:
+    if name == spec.label:
+        return "0 or 1"
+    if name in spec.continuous:
+        return "numbers"
+    return "lists of integer ids" if name in spec.lists else "integer ids"
+
+
+def is_list(kind: pa.DataType) -> bool:
+    """Whether a column of that type holds lists."""
+    return pa.types.is_list(kind) or pa.types.is_large_list(kind)
+
+
+def quoted(names: Any) -> str:
+    """Names for a sentence."""
+    return ", ".join(repr(name) for name in names)
+
+
+def others(files: Sequence[Any]) -> str:
+    """What is said of files beyond the first."""
+    return f" and {len(files) - 1} more" if len(files) > 1 else ""

@@ -1,0 +1,379 @@
+"""A saved NVTabular workflow: which columns are the inputs, what they mean, their vocabularies."""
+
+from __future__ import annotations
+
+import functools
+import glob
+import itertools
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from merlin_cowclip.workflows.data.arrow_ids import as_text
+from merlin_cowclip.workflows.data.datasets import DatasetSpec, check_input_names
+from merlin_cowclip.workflows.data.existing_parquet import (
+    ParquetFile,
+    bad_parquet,
+    check_present,
+    check_types,
+    is_list,
+    natural_order,
+    quoted,
+)
+from merlin_cowclip.workflows.errors import UserError
+from merlin_cowclip.workflows.quiet import quiet_imports
+
+if TYPE_CHECKING:
+    import nvtabular as nvt
+    from merlin.schema import ColumnSchema, Schema
+
+WORKFLOW_FILES = ("workflow.pkl", "metadata.json")  # what nvt.Workflow.save writes,
+WORKFLOW_FOLDER = "categories"  # beside the statistics of its operators
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """The raw ids of one field, or of several that Categorify encodes jointly."""
+
+    storage: str  # Categorify's name of it: the field's own, or for two fields a and b "a_b"
+    path: Path  # a parquet file, or a folder of them
+
+    @functools.cached_property
+    def rows(self) -> int:
+        """How many ids it holds; they are the last ones of the field."""
+        return sum(pq.read_metadata(file).num_rows for file in self.files)
+
+    @property
+    def files(self) -> list[Path]:
+        """In the order of their ids."""
+        if self.path.is_file():
+            return [self.path]
+        return sorted(self.path.glob("*.parquet"), key=natural_order)
+
+    def raw(self) -> pa.ChunkedArray:
+        """Raw ids as text, by id; those of several columns together are joined by "_"."""
+        texts: list[pa.Array] = []
+        for file in self.files:
+            table = pq.read_table(file, columns=self._columns(file))
+            for batch in table.to_batches():
+                columns = [_raw_text(column) for column in batch.columns]
+                texts.append(
+                    columns[0]
+                    if len(columns) == 1
+                    else pc.binary_join_element_wise(
+                        *columns, "_", null_handling="replace", null_replacement=""
+                    )
+                )
+        return pa.chunked_array(texts, pa.string())
+
+    def sizes(self) -> np.ndarray | None:
+        """How often each id occurred in the rows that the workflow was fitted on, if it says."""
+        name = f"{self.storage}_size"
+        if any(name not in pq.read_schema(file).names for file in self.files):
+            return None
+        sizes = [pq.read_table(file, columns=[name])[name].to_numpy() for file in self.files]
+        return np.concatenate(sizes) if sizes else None
+
+    def _columns(self, file: Path) -> list[str]:
+        names = pq.read_schema(file).names
+        if self.storage in names:
+            return [self.storage]
+        # Categorify(encode_type="combo"): one column for each that is combined.
+        ours = [name for name in names if name != f"{self.storage}_size"]
+        return [name for name in ours if not name.startswith("__index_level_")]
+
+
+def _raw_text(column: pa.Array) -> pa.Array:
+    if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
+        return column.cast(pa.string())  # an empty text is an id here
+    return as_text(column)
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """What a workflow says of its parquet: which columns are the inputs, and what they mean."""
+
+    folder: Path
+    spec: DatasetSpec
+    schema: Schema  # the label and the inputs
+    cardinalities: dict[str, int]
+    vocabularies: dict[str, Vocabulary]  # by field; not of hashed ones
+    found: dict[str, Path]  # every vocabulary of the workflow, by storage name
+    notes: list[str]
+
+    @classmethod
+    def of(
+        cls, folder: Path, parts: dict[str, list[ParquetFile]], label: str, name: str
+    ) -> Pipeline:
+        """Load a workflow and read its schema, or refuse it."""
+        workflow = load_workflow(folder)
+        stored = parts["train"][0].schema
+        notes: list[str] = []
+        columns = _inputs(workflow.output_schema, parts["train"][0], label, notes)
+        for files in parts.values():
+            check_present(columns, files)
+        listed = {c for c in columns if is_list(stored.field(c).type)}
+        ids = [c for c, (_, role) in columns.items() if role == "categorical"]
+        spec = DatasetSpec(
+            name=name or "adopted",
+            label=label,
+            categorical=tuple(c for c in ids if c not in listed),
+            continuous=tuple(c for c, (_, role) in columns.items() if role == "continuous"),
+            lists=tuple(c for c in ids if c in listed),
+            format="parquet",
+        )
+        check_input_names(spec)
+        for files in parts.values():
+            check_types(spec, files)
+        hashed = _hashed_on_cpu(workflow, folder)
+        if hashed:
+            notes.append(
+                f"hashed ids of {quoted(hashed)} are noise if a CPU wrote the parquet, where "
+                "NVTabular hashes the row's number along with the id: write it on a GPU, or do "
+                "without num_buckets and HashBucket"
+            )
+        found = _find_vocabularies(workflow, folder)
+        fields = {field: _Field.of(columns[field][0], found) for field in spec.ids}
+        return cls(
+            folder=folder,
+            spec=spec,
+            schema=_schema(spec, stored, {c: schema for c, (schema, _) in columns.items()}, found),
+            cardinalities={c: field.cardinality for c, field in fields.items()},
+            vocabularies={c: field.vocabulary for c, field in fields.items() if field.vocabulary},
+            found=found,
+            notes=notes,
+        )
+
+
+@dataclass(frozen=True)
+class _Field:
+    cardinality: int
+    vocabulary: Vocabulary | None
+
+    @classmethod
+    def of(cls, column: ColumnSchema, found: dict[str, Path]) -> _Field:
+        domain = column.int_domain
+        if domain is None or domain.max is None:
+            raise UserError(
+                f"a categorical column must have an int domain in the workflow's schema. Received: "
+                f"none for {column.name!r}. Encode it with Categorify, or give one with "
+                'AddMetadata(properties={"domain": {"min": 0, "max": …}})'
+            )
+        cardinality = int(domain.max) + 1
+        storage = _storage(column)
+        if storage not in found:
+            return cls(cardinality, None)
+        vocabulary = Vocabulary(storage, found[storage])
+        try:
+            rows = vocabulary.rows
+        except (pa.ArrowException, OSError) as error:
+            bad_parquet(vocabulary.path, error)
+        first = cardinality - rows  # after padding, missing and unknown, or so many hashed ones
+        if first < 3 or (first > 3 and not column.properties.get("num_buckets")):
+            raise UserError(
+                "a vocabulary must fit the workflow's schema. Received: "
+                f"{rows:,} ids in {vocabulary.path}, and a cardinality of {cardinality:,} for "
+                f"{column.name!r}. Two Categorify may have written to one out_path: give each its "
+                "own, and fit again"
+            )
+        return cls(cardinality, vocabulary)
+
+
+def load_workflow(folder: Path) -> nvt.Workflow:
+    """A fitted workflow, loaded, which runs code from its folder.
+
+    Raises:
+        UserError: not a workflow's folder, it does not load here, or was not fitted.
+    """
+    missing = [name for name in WORKFLOW_FILES if not os.path.isfile(folder / name)]
+    if missing:
+        raise UserError(
+            "the workflow must be a folder that nvtabular.Workflow.save wrote. Received: "
+            f"{folder}, without {' and '.join(missing)}"
+        )
+    with quiet_imports():
+        import nvtabular as nvt
+    try:
+        workflow = nvt.Workflow.load(str(folder.absolute()))
+    except Exception as error:  # it runs whatever was pickled
+        raise UserError(
+            f"the workflow must load in this environment. Received: {folder}: "
+            f"{type(error).__name__}: {error}. Install what it needs, or save it again here"
+        ) from error
+    if not workflow.output_schema:
+        raise UserError(
+            f"the workflow must be fitted. Received: {folder}, which has no schema. Save it after "
+            "fit"
+        )
+    return workflow
+
+
+def _inputs(
+    schema: Schema, file: ParquetFile, label: str, notes: list[str]
+) -> dict[str, tuple[ColumnSchema, str]]:
+    """The model's inputs: column → (its schema, "categorical" or "continuous")."""
+    beside = _schema_beside(file.path)
+    columns: dict[str, tuple[ColumnSchema, str]] = {}
+    left_out, tagged_beside = [], []
+    for column in schema:
+        if column.name == label:
+            continue
+        role = _role(column)
+        if role is None and column.name in beside and _role(beside[column.name]):
+            column, role = beside[column.name], _role(beside[column.name])
+            tagged_beside.append(column.name)
+        if role in ("categorical", "continuous"):
+            columns[column.name] = (column, role)
+        elif role is None:
+            left_out.append(column.name)
+    known = {label, *schema.column_names}
+    left_out += [name for name in file.schema.names if name not in known]
+    if tagged_beside:
+        notes.append(
+            f"tags of {quoted(tagged_beside)} are from the schema beside the parquet, "
+            f"{_beside(file.path)}: the workflow's has none"
+        )
+    if left_out:
+        notes.append(
+            f"left out of the inputs, tagged neither categorical nor continuous: {quoted(left_out)}"
+        )
+    if not any(role == "categorical" for _, role in columns.values()):
+        raise UserError(
+            "the workflow must give a column of ids, tagged Tags.CATEGORICAL. Received: none among "
+            f"{quoted(schema.column_names)}. Encode ids with Categorify"
+        )
+    return columns
+
+
+def _role(column: ColumnSchema) -> str | None:
+    """What the tags say: "categorical", "continuous", "target" or None."""
+    from merlin.schema import Tags
+
+    targets = {
+        *(Tags.TARGET, Tags.BINARY_CLASSIFICATION, Tags.MULTI_CLASS_CLASSIFICATION),
+        *(Tags.REGRESSION, Tags.CLASSIFICATION),
+    }
+    if targets & set(column.tags):
+        return "target"
+    if Tags.CATEGORICAL in column.tags:
+        return "categorical"
+    return "continuous" if Tags.CONTINUOUS in column.tags else None
+
+
+def _beside(path: Path) -> Path:
+    return path.parent / ".merlin" / "schema.json"
+
+
+def _schema_beside(path: Path) -> dict[str, ColumnSchema]:
+    from merlin.schema.io.tensorflow_metadata import TensorflowMetadata
+
+    try:
+        text = _beside(path).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return {}
+    try:
+        schema = TensorflowMetadata.from_json(text).to_merlin_schema()
+    except Exception as error:
+        raise UserError(
+            f"a schema beside the parquet must be Merlin's. Received: {_beside(path)}: {error}. "
+            "Remove it, or write it again"
+        ) from error
+    return {column.name: column for column in schema}
+
+
+def _storage(column: ColumnSchema) -> str | None:
+    """Under which name Categorify keeps the column's vocabulary; None if it has not encoded it."""
+    properties = column.properties
+    return properties["domain"].get("name") if properties.get("cat_path") else None
+
+
+def _find_vocabularies(workflow: nvt.Workflow, folder: Path) -> dict[str, Path]:
+    """Every vocabulary of the workflow: storage name → file or folder.
+
+    NVTabular replaces the old folder's name in a path by the new one wherever it occurs, in the
+    file's name too: a saved workflow that was moved may look for its files where they are not.
+    """
+    from merlin.dag import Graph
+    from nvtabular.ops import Categorify
+
+    found: dict[str, Path] = {}
+    for node in Graph.get_nodes_by_op_type([workflow.output_node], Categorify):
+        if node.op.single_table:
+            raise UserError(
+                "Categorify must keep one table per field: with single_table=True its schema gives "
+                f"cardinalities that its ids exceed. Received: single_table=True in {folder}. "
+                "Fit it with single_table=False"
+            )
+        for storage, path in node.op.categories.items():
+            file = f"unique.{storage}.parquet"
+            anywhere = folder.rglob(glob.escape(file))
+            places = itertools.chain([Path(path), folder / WORKFLOW_FOLDER / file], anywhere)
+            there = next((place for place in places if place.exists()), None)
+            if there is None:
+                raise UserError(
+                    f"a workflow's vocabularies must lie in its folder. Received: {folder}, "
+                    f"without {file}. Copy the whole folder, or save the workflow again"
+                )
+            found[storage] = there
+    return found
+
+
+def _hashed_on_cpu(workflow: nvt.Workflow, folder: Path) -> list[str]:
+    """Columns that NVTabular hashes, if the workflow was saved without cudf."""
+    from merlin.dag import Graph
+    from nvtabular.ops import Categorify, HashBucket, HashedCross
+
+    saved = json.loads((folder / "metadata.json").read_text(encoding="utf-8"))
+    if "cudf" in saved.get("versions", {}):
+        return []
+
+    def hashes(op: Any) -> bool:
+        # Our own subclass of Categorify hashes the id alone.
+        return op.num_buckets if type(op) is Categorify else not isinstance(op, Categorify)
+
+    kinds = (Categorify, HashBucket, HashedCross)
+    nodes = Graph.get_nodes_by_op_type([workflow.output_node], kinds)
+    return sorted(c for n in nodes if hashes(n.op) for c in n.output_schema.column_names)
+
+
+def _schema(
+    spec: DatasetSpec,
+    stored: pa.Schema,
+    columns: dict[str, ColumnSchema],
+    found: dict[str, Path],
+) -> Schema:
+    """The label and the inputs as the parquet holds them, as `etl` writes a schema.
+
+    Lists are ragged ones whatever the workflow says: on CPU, ListSlice(pad=True) does not pad.
+    """
+    from merlin.schema import ColumnSchema, Schema, Tags
+
+    def column(name: str) -> ColumnSchema:
+        kind = stored.field(name).type
+        listed = is_list(kind)
+        properties: dict[str, Any] = {}
+        tags: list[Any] = [Tags.TARGET, Tags.BINARY_CLASSIFICATION]
+        if name != spec.label:
+            properties, tags = dict(columns[name].properties), list(columns[name].tags)
+            properties.pop("value_count", None)
+            if _storage(columns[name]) in found:
+                # Relative to the workflow's folder: folders move.
+                file = f"unique.{_storage(columns[name])}.parquet"
+                properties["cat_path"] = f"{WORKFLOW_FOLDER}/{file}"
+        return ColumnSchema(
+            name,
+            tags=tags,
+            properties=properties,
+            dtype=(kind.value_type if listed else kind).to_pandas_dtype(),
+            is_list=listed,
+            is_ragged=listed,
+        )
+
+    return Schema([column(name) for name in (spec.label, *spec.fields)])

@@ -1,0 +1,578 @@
+"""How often ids occur, which is why scaling rules fail on them (Section 3.1); and the top-k data.
+
+`frequencies` reads the counts that `prepare` left and no row; `keep_top_ids` rewrites a prepared
+folder as Table 1 (right) wants it. Nothing is trained here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from merlin_cowclip.plugins.scaling import K, format_table
+from merlin_cowclip.workflows.data.clusters import Threads
+from merlin_cowclip.workflows.data.encoding import MISSING, PADDING, UNKNOWN, IdStatistics
+from merlin_cowclip.workflows.data.prepared import PreparedData, write_record
+from merlin_cowclip.workflows.data.vocabularies import (
+    vocabulary_path,
+    write_counts,
+    write_vocabulary,
+)
+from merlin_cowclip.workflows.errors import UserError
+from merlin_cowclip.workflows.folders import all_or_nothing, package_versions, refuse_existing
+from merlin_cowclip.workflows.quiet import quiet_imports
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from tqdm import tqdm
+
+FOLDER = "frequencies"  # in the prepared folder, unless another is named
+BATCH_SIZES = tuple(K * 2**i for i in range(8))  # 1K to 128K
+MAX_BATCH_SIZE = 1 << 53  # up to which a float holds every whole number
+TOP = (1, 3, 10, 100, 1_000, 10_000, 100_000, 1_000_000)
+PERCENTS = (50, 90, 99)
+GROUP_ROWS = 1 << 20  # rows of frequencies.parquet that are held and written at a time
+MAX_PANELS = 60
+PANEL_INCHES, DPI = (4.0, 3.0), 150
+
+
+@dataclass(frozen=True, eq=False)
+class CountDistribution:
+    """How many ids occur how often: all that coverage and rarity depend on.
+
+    Args:
+        counts: (c,) int64, the distinct counts, falling, all positive.
+        ids: (c,) int64, how many ids have each of them.
+    """
+
+    counts: np.ndarray
+    ids: np.ndarray
+
+    @classmethod
+    def of(cls, counts: np.ndarray) -> CountDistribution:
+        """Of the counts of n ids; one that never occurs is no id."""
+        values, ids = np.unique(counts[counts > 0], return_counts=True)
+        return cls(values[::-1], ids[::-1].astype(np.int64))
+
+    @classmethod
+    def joined(cls, parts: Iterable[CountDistribution]) -> CountDistribution:
+        """Of the ids of several fields together."""
+        parts = list(parts)
+        values, at = np.unique(np.concatenate([p.counts for p in parts]), return_inverse=True)
+        ids = np.zeros(len(values), np.int64)
+        np.add.at(ids, at, np.concatenate([p.ids for p in parts]))
+        return cls(values[::-1], ids[::-1])
+
+    @property
+    def total_ids(self) -> int:
+        """Distinct ids, n."""
+        return int(self.ids.sum())
+
+    @property
+    def occurrences(self) -> int:
+        """Σ count."""
+        return int((self.counts * self.ids).sum())
+
+    @property
+    def median(self) -> float:
+        """The median of the n counts."""
+        n = self.total_ids
+        places = np.searchsorted(np.cumsum(self.ids), [(n - 1) // 2, n // 2], side="right")
+        return float(self.counts[places].mean())
+
+    def coverage(self, k: int) -> float:
+        """The share of all occurrences that the k most frequent ids hold."""
+        ids = np.concatenate([[0], np.cumsum(self.ids)])
+        held = np.concatenate([[0], np.cumsum(self.counts * self.ids)])
+        return float(np.interp(k, ids, held) / held[-1])
+
+    def ids_to_cover(self, percent: int) -> int:
+        """How many of the most frequent ids hold that percentage of all occurrences."""
+        held = np.cumsum(self.counts * self.ids)
+        wanted = -(-percent * int(held[-1]) // 100)
+        at = int(np.searchsorted(held, wanted))
+        before = int(held[at] - self.counts[at] * self.ids[at])
+        return int(self.ids[:at].sum()) + -(-(wanted - before) // int(self.counts[at]))
+
+    def rare(self, rows: int, batch_size: int) -> float:
+        """The share of ids with P(id) = count / rows < 1 / batch_size.
+
+        Where it is far below, equation 1 is b·P(id): the id is in s times as many batches of size
+        s·b, so its learning rate is not to be scaled.
+        """
+        most = (rows - 1) // batch_size  # count · b < rows in whole numbers, however large b is
+        return float(self.ids[self.counts <= most].sum() / self.total_ids)
+
+    def in_batch(self, rows: int, batch_size: int) -> float:
+        """The expected share of ids that a batch holds: the mean of 1 - (1 - P(id))^b.
+
+        Drawn with replacement (Section 3.1, above equation 1).
+        """
+        p = np.minimum(self.counts / rows, 1.0)
+        with np.errstate(divide="ignore"):  # P = 1: log 0 is -inf, and the id is in every batch
+            present = -np.expm1(float(batch_size) * np.log1p(-p))
+        return float(present @ self.ids / self.total_ids)
+
+
+@dataclass(frozen=True)
+class Frequencies:
+    """What `frequencies` wrote.
+
+    ``frequencies.parquet`` (an id per row), ``summary.parquet`` (a field per row) and
+    ``frequencies.png`` (Figure 3, left). `frequencies` describes the columns.
+    """
+
+    path: Path
+    rows: int
+    batch_sizes: tuple[int, ...]
+    summary: pd.DataFrame
+
+    def table(self) -> str:
+        """A field per line: ids, coverage, and the share of rare ids by batch size."""
+        header = ["field", "ids", "top 3 %", "ids for 90 %", *map(_short, self.batch_sizes)]
+        lines = [
+            [
+                "all fields" if row["field"] is None else row["field"],
+                f"{row['ids']:,}",
+                f"{100 * row['top_3']:.1f}",
+                f"{row['ids_for_90']:,}",
+                *(f"{100 * row[f'rare_{size}']:.1f}" for size in self.batch_sizes),
+            ]
+            for row in self.summary.to_dict("records")
+        ]
+        return format_table(header, lines)
+
+
+def frequencies(
+    data: PreparedData,
+    out: str | Path | None = None,
+    *,
+    batch_sizes: Sequence[int] = BATCH_SIZES,
+    fields: Sequence[str] | None = None,
+    progress: bool = True,
+) -> Frequencies:
+    """Write how often the ids of every field occur in the training part.
+
+    P(id) = count / rows (Section 3). A missing id is an id, as in the paper; so is the pot of
+    unknown ids where a threshold puts training rows in it. In a field of lists every occurrence
+    counts, so P(id) is the mean number of them in a row.
+
+    ``frequencies.parquet``, by field and falling count: ``field``, ``rank`` (from 1), ``id``,
+    ``raw`` (null for missing and unknown), ``count``, ``probability``, ``cumulative`` (the share of
+    the field's occurrences that ranks up to this one hold).
+
+    ``summary.parquet``, one row per field and a last one, whose ``field`` is null, for the ids of
+    all fields together: ``ids`` (distinct), ``rows``, ``occurrences``, ``count_min``,
+    ``count_median``, ``count_mean``, ``count_max``, ``once`` (share of ids with count 1), ``top_k``
+    (share of occurrences that the k most frequent ids hold), ``ids_for_90`` (how many hold 90 %),
+    ``rare_B`` (share of ids with P(id) < 1/B) and ``in_batch_B`` (expected share of ids that occur
+    in a batch of B).
+
+    ``frequencies.png``: Figure 3 (left), one panel per field.
+
+    Args:
+        data: the prepared folder.
+        out: the folder to make; ``frequencies`` in the prepared folder if None.
+        batch_sizes: B, samples.
+        fields: those of the figure; if None three: with the fewest, middle and most ids.
+        progress: show a progress bar on stderr.
+
+    Raises:
+        UserError: a bad argument, counts that cannot be read, or a folder in the way; nothing is
+            left behind.
+    """
+    out = data.path / FOLDER if out is None else Path(out)
+    sizes = _check_batch_sizes(batch_sizes)
+    panels = None if fields is None else _check_fields(data, fields)
+    refuse_existing(out)
+    rows = data.rows["train"]
+    found: dict[str, CountDistribution] = {}
+    with all_or_nothing(out) as folder:
+        with (
+            pq.ParquetWriter(folder / "frequencies.parquet", _LONG) as writer,
+            _bar(progress, "counting", len(data.spec.ids), " fields") as bar,
+        ):
+            for field in data.spec.ids:
+                table = _read_counts(data, field).slice(PADDING + 1)  # which is no id
+                found[field] = CountDistribution.of(table["count"].to_numpy())
+                for ranked in _ranked(table, field, rows, found[field].occurrences):
+                    writer.write_table(ranked)
+                bar.update(1)
+        lines = [_summary(field, found[field], rows, sizes) for field in data.spec.ids]
+        lines.append(_summary(None, CountDistribution.joined(found.values()), rows, sizes))
+        summary = pd.DataFrame(lines)
+        summary.to_parquet(folder / "summary.parquet", index=False)
+        if panels is None:
+            by_ids = sorted(data.spec.ids, key=lambda field: found[field].total_ids)
+            panels = list(dict.fromkeys([by_ids[0], by_ids[len(by_ids) // 2], by_ids[-1]]))
+        figure = plot({field: found[field] for field in panels}, rows, sizes)
+        with open(folder / "frequencies.png", "wb") as image:
+            figure.canvas.print_png(image)  # type: ignore[attr-defined]  # Agg's
+    return Frequencies(out, rows, sizes, summary)
+
+
+def plot(
+    distributions: Mapping[str, CountDistribution], rows: int, batch_sizes: Sequence[int]
+) -> Figure:
+    """Figure 3 (left): the count of each id by its rank, logarithmic, a panel per field.
+
+    Dashed lines stand at P(id) = 1/B for the smallest and the largest batch size.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    columns = min(3, len(distributions))
+    lines = -(-len(distributions) // columns)
+    width, height = PANEL_INCHES
+    figure = Figure(figsize=(width * columns, height * lines), dpi=DPI, layout="constrained")
+    FigureCanvasAgg(figure)  # the canvas, without pyplot and its global state
+    panels = figure.subplots(lines, columns, squeeze=False).ravel()
+    for panel, (field, distribution) in zip(panels, distributions.items(), strict=False):
+        edges = np.concatenate([[0], np.cumsum(distribution.ids)])
+        # Ids of one count are one step: as exact as a bar per id, and never many.
+        panel.stairs(distribution.counts, edges, baseline=0.5, fill=True, color="tab:blue")
+        # The first ids of many are narrower than a pixel: a line shows them.
+        steps = [*distribution.counts, distribution.counts[-1]]
+        panel.step(edges, steps, where="post", color="tab:blue", linewidth=1)
+        panel.set_yscale("log")
+        panel.set_ylim(0.5, 2 * max(rows, distribution.counts[0]))
+        panel.xaxis.set_major_locator(MaxNLocator(4, integer=True))
+        for size in sorted({min(batch_sizes), max(batch_sizes)}):
+            panel.axhline(rows / size, color="tab:red", linestyle="--", linewidth=1)
+            panel.annotate(
+                f"P = 1/{_short(size)}",
+                (1, rows / size),
+                xycoords=("axes fraction", "data"),
+                xytext=(-3, 2),
+                textcoords="offset points",
+                ha="right",
+                color="tab:red",
+                fontsize="small",
+                bbox={"facecolor": "white", "alpha": 0.8, "pad": 1, "linewidth": 0},
+                annotation_clip=True,
+            )
+        panel.set_title(f"{field}: {edges[-1]:,} ids", parse_math=False)
+        panel.set_xlabel("id, by falling count")
+        panel.set_ylabel(f"count in {rows:,} rows")
+    for panel in panels[len(distributions) :]:
+        panel.set_axis_off()
+    return figure
+
+
+def keep_top_ids(
+    data: PreparedData, k: int, out: str | Path, *, progress: bool = True
+) -> PreparedData:
+    """Prepared data in which every field has its k most frequent ids and one further id.
+
+    The modified data of Table 1 (right), where every id is frequent. The further id is NVTabular's
+    unknown one, 2, and the kept ones are 3, 4, … by falling count. A missing id is an id: among the
+    k it stays 1, else it becomes 2. The pot of unknown ids of a threshold is never kept. Lists are
+    mapped id by id, and may then hold 2 several times. Rows, their order and their row groups stay.
+
+    Args:
+        data: the prepared folder, not an adopted one.
+        k: ids to keep, per field.
+        out: the folder to make; must not exist.
+        progress: show progress bars on stderr.
+
+    Returns:
+        The new folder, opened. Its record holds ``derived_from``: ``path`` and ``top_k``; its
+        report is still the source's.
+
+    Raises:
+        UserError: a bad argument, adopted data, counts that cannot be read, or a folder in the
+            way; nothing is left behind.
+    """
+    out = Path(out)
+    if isinstance(k, bool) or not isinstance(k, (int, np.integer)) or k < 1:
+        raise UserError(f"top-k must be a whole number of at least 1. Received: {k!r}")
+    if "files" in data.record:
+        raise UserError(
+            "top-k needs data that 'merlin-cowclip prepare' wrote, for it cuts the vocabularies. "
+            f"Received: {data.path}, an adopted pipeline. Prepare its raw logs, or give Categorify "
+            "a max_size of K + 3"
+        )
+    refuse_existing(out)
+    with all_or_nothing(out) as folder:
+        kept = {field: _Kept.of(_read_counts(data, field), int(k)) for field in data.spec.ids}
+        _save_workflow(data, kept, folder)
+        for part, files in (("train", data.train_files), ("test", data.test_files)):
+            _rewrite_part(files, folder / part, kept, _bar(progress, part, data.rows[part]))
+        # What a threshold left is among the kept ids, or unknown.
+        spec = dataclasses.replace(data.spec, freq_threshold=0, hash_buckets=1)
+        record = {
+            **data.record,
+            "spec": spec.to_dict(),
+            "cardinalities": {f: kept[f].statistics.cardinality for f in data.spec.ids},
+            "derived_from": {"path": str(data.path.absolute()), "top_k": int(k)},
+            "versions": package_versions(),
+        }
+        write_record(folder, record)
+    return PreparedData.open(out)
+
+
+# Frequencies
+
+_LONG = pa.schema(
+    {
+        "field": pa.dictionary(pa.int32(), pa.string()),
+        "rank": pa.int64(),
+        "id": pa.int64(),
+        "raw": pa.string(),
+        "count": pa.int64(),
+        "probability": pa.float64(),
+        "cumulative": pa.float64(),
+    }
+)
+
+
+def _read_counts(data: PreparedData, field: str) -> pa.Table:
+    """``id``, ``raw``, ``count`` of a field, row i for id i; in Arrow, for ids may be millions."""
+    path = data.path / "counts" / f"{field}.parquet"
+
+    def refuse(found: str) -> NoReturn:
+        raise UserError(
+            "counts must be of their own field: a row per id, from 0 on, which add up to the "
+            f"training rows. Received: {path}, {found}. Prepare the data again"
+        ) from None
+
+    try:
+        with pq.ParquetFile(path) as parquet:
+            table = parquet.read()
+    except (OSError, pa.ArrowException) as error:
+        refuse(f"which is no whole parquet file ({error})")
+    for name, kind in (("id", pa.int64()), ("raw", pa.string()), ("count", pa.int64())):
+        if name not in table.column_names:
+            refuse(f"without column {name!r}")
+        if table.schema.field(name).type != kind:
+            refuse(f"with {table.schema.field(name).type} in column {name!r}")
+    cardinality, rows = data.cardinalities[field], data.rows["train"]
+    if len(table) != cardinality:
+        refuse(f"of {len(table):,} ids, where the field has {cardinality:,}")
+    for name in ("id", "count"):
+        if table[name].null_count:
+            refuse(f"with a null in column {name!r}")
+    if not np.array_equal(table["id"].to_numpy(), np.arange(cardinality)):
+        refuse("with ids in another order")
+    counts = table["count"].to_numpy()
+    if counts.min() < 0:
+        refuse("with a count below 0")
+    occurrences = int(counts.sum())
+    if field in data.spec.categorical and occurrences != rows:
+        refuse(f"with {occurrences:,} occurrences in {rows:,} rows")
+    if not counts[PADDING + 1 :].any():
+        refuse("without an occurrence")
+    return table.select(["id", "raw", "count"])
+
+
+def _by_falling_count(counts: np.ndarray, places: np.ndarray) -> np.ndarray:
+    return places[np.argsort(-counts[places], kind="stable")]  # ties: the lower id first
+
+
+def _ranked(table: pa.Table, field: str, rows: int, total: int) -> Iterable[pa.Table]:
+    """Pieces of ``frequencies.parquet``, in order."""
+    all_counts = table["count"].to_numpy()
+    order = _by_falling_count(all_counts, np.flatnonzero(all_counts))
+    before = 0
+    for start in range(0, len(order), GROUP_ROWS):
+        piece = table.take(pa.array(order[start : start + GROUP_ROWS]))
+        counts = piece["count"].to_numpy()
+        held = before + np.cumsum(counts)
+        before = int(held[-1])
+        name = pa.DictionaryArray.from_arrays(np.zeros(len(piece), np.int32), [field])
+        rank = np.arange(start + 1, start + len(piece) + 1)
+        yield pa.table(
+            [name, rank, piece["id"], piece["raw"], counts, counts / rows, held / total],
+            schema=_LONG,
+        )
+
+
+def _summary(
+    field: str | None, found: CountDistribution, rows: int, batch_sizes: Sequence[int]
+) -> dict[str, Any]:
+    """One row of ``summary.parquet``."""
+    n = found.total_ids
+    return {
+        "field": field,
+        "ids": n,
+        "rows": rows,
+        "occurrences": found.occurrences,
+        "count_min": int(found.counts[-1]),
+        "count_median": found.median,
+        "count_mean": found.occurrences / n,
+        "count_max": int(found.counts[0]),
+        "once": float(found.ids[found.counts == 1].sum() / n),
+        **{f"top_{k}": found.coverage(k) for k in TOP},
+        **{f"ids_for_{percent}": found.ids_to_cover(percent) for percent in PERCENTS},
+        **{f"rare_{size}": found.rare(rows, size) for size in batch_sizes},
+        **{f"in_batch_{size}": found.in_batch(rows, size) for size in batch_sizes},
+    }
+
+
+def _check_batch_sizes(batch_sizes: Sequence[int]) -> tuple[int, ...]:
+    for size in batch_sizes:
+        whole = isinstance(size, (int, np.integer)) and not isinstance(size, bool)
+        if not whole or not 1 <= size <= MAX_BATCH_SIZE:
+            raise UserError(
+                "batch sizes must be positive whole numbers of samples, at most 2^53. Received: "
+                f"{size!r}"
+            )
+    if not len(batch_sizes):
+        raise UserError("batch sizes must be given. Received: none. Leave them out for 1K to 128K")
+    return tuple(sorted({int(size) for size in batch_sizes}))
+
+
+def _check_fields(data: PreparedData, fields: Sequence[str]) -> list[str]:
+    known = ", ".join(map(repr, data.spec.ids))
+    for field in fields:
+        if field not in data.spec.ids:
+            raise UserError(f"field must be one of {known}. Received: {field!r}")
+    wanted = list(dict.fromkeys(fields))
+    if not 1 <= len(wanted) <= MAX_PANELS:
+        raise UserError(
+            f"a figure must have 1 to {MAX_PANELS} fields. Received: {len(wanted)}. Name others"
+        )
+    return wanted
+
+
+def _short(size: int) -> str:
+    return f"{size // K}K" if size % K == 0 else f"{size}"
+
+
+def _bar(progress: bool, title: str, total: int, unit: str = " rows") -> tqdm:
+    from tqdm import tqdm
+
+    return tqdm(
+        total=total,
+        desc=f"{title:<8}",
+        unit=unit,
+        unit_scale=unit == " rows",
+        disable=not progress,
+        file=sys.stderr,
+    )
+
+
+# The top-k data
+
+
+@dataclass(frozen=True, eq=False)
+class _Kept:
+    """The ids that one field keeps: as prepared data has them, and how to get there."""
+
+    statistics: IdStatistics
+    missing_is_kept: bool
+    encode: np.ndarray  # (old cardinality,) int64: old id → new id
+
+    @property
+    def max_size(self) -> int:
+        """What NVTabular notes of a truncated vocabulary, and 0 of one that is whole.
+
+        By it a table knows that its unknown row is trained.
+        """
+        return self.statistics.cardinality if self.statistics.unknown.any() else 0
+
+    @classmethod
+    def of(cls, table: pa.Table, k: int) -> _Kept:
+        counts = table["count"].to_numpy()
+        an_id = table["raw"].is_valid().to_numpy().copy()
+        an_id[MISSING] = True
+        top = _by_falling_count(counts, np.flatnonzero(an_id & (counts > 0)))[:k]
+        real = top[top != MISSING]
+        encode = np.full(len(counts), UNKNOWN, np.int64)
+        encode[PADDING] = PADDING
+        encode[real] = np.arange(UNKNOWN + 1, UNKNOWN + 1 + len(real))
+        missing_is_kept = MISSING in top
+        if missing_is_kept:
+            encode[MISSING] = MISSING
+        statistics = IdStatistics(
+            vocabulary=table["raw"].take(pa.array(real)).combine_chunks(),
+            counts=counts[real],
+            missing=int(counts[MISSING]) if missing_is_kept else 0,
+            unknown=counts[encode == UNKNOWN].sum(keepdims=True),
+            distinct=int(np.count_nonzero(counts)),
+            encode=encode,
+        )
+        return cls(statistics, missing_is_kept, encode)
+
+
+def _save_workflow(data: PreparedData, kept: Mapping[str, _Kept], folder: Path) -> None:
+    """The source's workflow with the kept vocabularies, its schema, and the counts."""
+    with quiet_imports():
+        from merlin.dag import Graph
+        from merlin.schema import Schema
+        from merlin.schema.io.tensorflow_metadata import TensorflowMetadata
+
+        from merlin_cowclip.workflows.data.operators import EncodeIds
+    home = folder / "workflow"
+    (home / "categories").mkdir(parents=True)
+    (folder / "counts").mkdir()
+    vocabularies = {}
+    for field, ids in kept.items():
+        write_vocabulary(home / "categories", field, ids.statistics)
+        write_counts(folder / "counts", field, ids.statistics)
+        vocabularies[field] = str(vocabulary_path(home / "categories", field))
+    workflow = data.workflow()
+    for node in Graph.get_nodes_by_op_type([workflow.output_node], EncodeIds):
+        node.op = EncodeIds(
+            home,
+            max_size={field: ids.max_size for field, ids in kept.items()},
+            missing_as_unknown=[f for f, ids in kept.items() if not ids.missing_is_kept],
+        )
+        node.op.fit_finalize(vocabularies)
+        node.op.fitted = True
+    workflow.fit_schema(workflow.input_schema)
+    workflow.save(str(home))
+    columns = workflow.output_schema
+    proto = TensorflowMetadata.from_merlin_schema(
+        Schema([columns[name] for name in data.schema.column_names])
+    )
+    proto.to_proto_text_file(str(folder))
+    (folder / ".merlin").mkdir()
+    proto.to_json_file(str(folder / ".merlin"))
+
+
+def _rewrite_part(
+    files: Sequence[Path], folder: Path, kept: Mapping[str, _Kept], bar: tqdm
+) -> None:
+    """The same files, row groups and rows, with other ids."""
+    folder.mkdir()
+
+    def rewrite(file: Path) -> None:
+        _rewrite(file, folder / file.name, kept, bar.update)
+
+    with bar:
+        for _ in Threads().map(rewrite, files):
+            pass
+
+
+def _rewrite(
+    source: Path, target: Path, kept: Mapping[str, _Kept], advance: Callable[[int], Any]
+) -> None:
+    with pq.ParquetFile(source) as file, pq.ParquetWriter(target, file.schema_arrow) as writer:
+        for group in range(file.num_row_groups):
+            rows = file.read_row_group(group)
+            for i, column in enumerate(rows.schema):
+                if column.name in kept:
+                    ids = _encoded(rows.column(i).combine_chunks(), kept[column.name].encode)
+                    rows = rows.set_column(i, column, ids.cast(column.type))
+            writer.write_table(rows, row_group_size=max(1, len(rows)))
+            advance(len(rows))
+
+
+def _encoded(ids: pa.Array, encode: np.ndarray) -> pa.Array:
+    if not pa.types.is_list(ids.type):
+        return pa.array(encode[ids.to_numpy()])
+    lengths = pc.list_value_length(ids).to_numpy()
+    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    return pa.ListArray.from_arrays(offsets, encode[ids.flatten().to_numpy()])

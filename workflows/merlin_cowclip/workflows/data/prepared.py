@@ -1,0 +1,385 @@
+"""A prepared folder, opened: what lies in it and where, and whether it is as it was written.
+
+`etl.py`, `adopt.py` and `frequencies.py` write one, its record last; every command opens it here.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from merlin_cowclip.workflows.data.datasets import DatasetSpec
+from merlin_cowclip.workflows.errors import UserError
+from merlin_cowclip.workflows.folders import write_json
+from merlin_cowclip.workflows.manifest import (
+    check_manifest,
+    checksum,
+    entry_of,
+    is_manifest,
+    manifest_of,
+)
+from merlin_cowclip.workflows.quiet import quiet_imports
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+FORMAT_VERSION = 2
+FORMATS = (1, FORMAT_VERSION)
+"""What can be opened. Format 1 has no manifest: of such a folder it is checked that its files are
+there and that its parts have the columns and the number of rows that the record says, no more."""
+
+RECORD = "prepare.json"  # written last: without it the folder is not whole
+PARTS = ("train", "test")
+MEMBERS = {*PARTS, "workflow", "counts", "schema.pbtxt", ".merlin"}
+
+
+def write_record(folder: Path, record: Mapping[str, Any]) -> None:
+    """Write ``prepare.json``, with a manifest of the files that are there: the last thing to do."""
+    others = {path.name for path in folder.iterdir()} - MEMBERS  # workers still have theirs there
+    record = {**record, "format": FORMAT_VERSION, "manifest": manifest_of(folder, others)}
+    write_json(folder / RECORD, record)
+
+
+def file_state(path: Path) -> dict[str, Any]:
+    """By what adopted parquet is known again: ``path``, ``mtime_ns``, and a manifest's entry."""
+    return {"path": str(path), "mtime_ns": path.stat().st_mtime_ns, **entry_of(path)}
+
+
+@dataclass(frozen=True)
+class PreparedData:
+    """Prepared training and test data; open one with `PreparedData.open`.
+
+    ``train/*.parquet`` (rows shuffled), ``test/*.parquet`` (rows in the log's order), ``workflow/``
+    (NVTabular), ``schema.pbtxt``, ``counts/<field>.parquet`` and ``prepare.json``. An adopted
+    pipeline's parquet lies elsewhere, as ``prepare.json`` says, and may have no test part.
+    """
+
+    path: Path
+    spec: DatasetSpec
+    record: dict[str, Any] = field(repr=False)
+
+    @classmethod
+    def open(cls, path: str | Path) -> PreparedData:
+        """The folder that `prepare`, `adopt` or `frequencies --top-k` wrote.
+
+        It is held against its manifest (see `manifest`), and its parts against its record, from
+        their footers: no row is read.
+
+        Raises:
+            UserError: not there, not whole, of another version, or a file of it is gone, was added
+                to a part, or has changed.
+        """
+        path = Path(path)
+        if not os.path.isdir(path):  # which is false, too, of a name that is too long
+            raise UserError(
+                f"prepared data must be a folder. Received: {path}. Write one with "
+                "'merlin-cowclip prepare'"
+            )
+        record = _read_record(path)
+        data = cls(path, _spec_of(record, path), record)
+        if "manifest" in record:
+            data._check_manifest("")
+        else:
+            _check_without_manifest(data)
+        for part in PARTS:
+            data.footers(part)
+        return data
+
+    def _check_manifest(self, part: str) -> None:
+        """Of one part, or ("") of what belongs to none."""
+        of_part = {name: name.split("/")[0] for name in self.record["manifest"]}
+        members = {
+            name: entry
+            for name, entry in self.record["manifest"].items()
+            if of_part[name] == part or (not part and of_part[name] not in PARTS)
+        }
+        needed = () if part else _needed(self)
+        check_manifest(self.path, members, "prepared data", _AGAIN, needed)
+
+    def footers(self, part: str) -> dict[Path, pq.FileMetaData]:
+        """The footers of a part's files, in their order, held against the record.
+
+        Raises:
+            UserError: a file is gone, is none of the part's, is no whole parquet file, has not its
+                columns, or the rows are not as many as they were.
+        """
+        adopted = "files" in self.record
+        if adopted:
+            for state in self.record["files"][part]:
+                check_unchanged(state)
+        else:
+            if "manifest" in self.record:
+                self._check_manifest(part)
+            self._check_members(part)
+        footers = {}
+        for path in self._files(part):
+            try:
+                footers[path] = pq.read_metadata(path)
+            except (OSError, pa.ArrowException) as error:
+                _refuse_part(path, f"which is no whole parquet file ({error})", adopted)
+            columns = footers[path].schema.to_arrow_schema().names
+            for name in (self.spec.label, *self.spec.fields):
+                if name not in columns:
+                    _refuse_part(path, f"without column {name!r}", adopted)
+        rows = sum(footer.num_rows for footer in footers.values())
+        if rows != self.rows[part]:
+            where = next(iter(footers), self.path / part)
+            found = f"a {part} part of {rows:,} rows, which had {self.rows[part]:,}"
+            _refuse_part(where, found, adopted)
+        return footers
+
+    def _check_members(self, part: str) -> None:
+        """What is in a part's folder belongs to it: another file would not be read in silence."""
+        members = set(self._files(part))
+        for path in sorted((self.path / part).glob("*.parquet")):
+            if path not in members and not path.name.startswith("."):
+                raise UserError(
+                    f"a part of prepared data must hold what was written there alone. Received: "
+                    f"{path}, which was not. Take it out, or prepare the data with it"
+                )
+
+    @property
+    def train_files(self) -> list[Path]:
+        """The training part's files, by name; rows are shuffled across all of them.
+
+        Those of an adopted pipeline lie where they were, in the order given.
+        """
+        return self._files("train")
+
+    @property
+    def test_files(self) -> list[Path]:
+        """The test part's files, by name; rows keep the log's order. May be none, if adopted."""
+        return self._files("test")
+
+    def _files(self, part: str) -> list[Path]:
+        if "files" in self.record:
+            return [Path(file["path"]) for file in self.record["files"][part]]
+        if "manifest" in self.record:
+            names = [name for name in self.record["manifest"] if name.startswith(f"{part}/")]
+        else:
+            found = (self.path / part).glob("*.parquet")
+            names = [f"{part}/{path.name}" for path in found if not path.name.startswith(".")]
+        return [self.path / name for name in sorted(names) if name.endswith(".parquet")]
+
+    @property
+    def rows(self) -> dict[str, int]:
+        """Rows of each part: ``{"train": …, "test": …}``."""
+        return dict(self.record["rows"])
+
+    @property
+    def cardinalities(self) -> dict[str, int]:
+        """Per id field, how many rows its table needs: padding, missing and unknown included."""
+        return dict(self.record["cardinalities"])
+
+    @property
+    def report(self) -> dict[str, Any]:
+        """What the data is like: rows and clicks by part, and by field what was found.
+
+        Of ids: occurrences, distinct ones, missing ones, those below the threshold, and in the test
+        part those that training has not seen. Of numbers: range, mean, missing and not finite ones
+        (``not_finite``, among the missing of both parts), and how many of the test part lie beyond
+        the range.
+        """
+        return dict(self.record["report"])
+
+    @property
+    def seed(self) -> int:
+        """The seed of the split and the shuffle; 0 for an adopted pipeline, which had neither."""
+        return int(self.record.get("seed", 0))
+
+    @functools.cached_property
+    def schema(self) -> Any:
+        """The columns as a ``merlin.schema.Schema``, tagged; ids carry their domain.
+
+        Raises:
+            UserError: ``schema.pbtxt`` is no schema, or has not the label and every field.
+        """
+        with quiet_imports():
+            from merlin.schema.io.tensorflow_metadata import TensorflowMetadata
+        path = self.path / "schema.pbtxt"
+        try:
+            text = path.read_text(encoding="utf-8")
+            schema = TensorflowMetadata.from_proto_text(text).to_merlin_schema()
+        except Exception as error:  # the parser's own, and whatever it makes of half a schema
+            raise UserError(
+                f"prepared data must hold its schema. Received: {path}: {error}. {_AGAIN}"
+            ) from None
+        for name in (self.spec.label, *self.spec.fields):
+            if name not in schema.column_names:
+                raise UserError(
+                    "the schema of prepared data must have the label and every field. Received: "
+                    f"{path}, without {name!r}. {_AGAIN}"
+                )
+        return schema
+
+    def counts(self, field: str) -> pd.DataFrame:
+        """How often each id of a field occurs in the training part: ``id``, ``raw``, ``count``.
+
+        Row i is id i: 0 padding, 1 missing, 2 unknown (raw is None for these), 3 the most
+        frequent id. The counts of a one-hot field sum up to the training rows. In an adopted
+        pipeline ids have the order of its own workflow, and hashed ones have no raw id.
+        """
+        import pandas as pd
+
+        if field not in self.spec.ids:
+            raise UserError(
+                f"field must be one of {', '.join(map(repr, self.spec.ids))}. Received: {field!r}"
+            )
+        return pd.read_parquet(self.path / "counts" / f"{field}.parquet")
+
+    def workflow(self) -> Any:
+        """The fitted ``nvtabular.Workflow``: raw rows in, the rows of ``train/`` and ``test/`` out.
+
+        Loading runs code from the folder (NVTabular uses cloudpickle): open only your own.
+
+        Raises:
+            UserError: it does not load here.
+        """
+        with quiet_imports():
+            import nvtabular as nvt
+        folder = self.path / "workflow"
+        try:
+            return nvt.Workflow.load(str(folder))
+        except Exception as error:  # it runs whatever was pickled
+            raise UserError(
+                f"the workflow of prepared data must load in this environment. Received: {folder}: "
+                f"{type(error).__name__}: {error}. Install what it needs, or prepare the data again"
+            ) from error
+
+
+_AGAIN = "Prepare the data again"
+_ADOPT_AGAIN = "Put it back as it was, or adopt it again into another folder"
+
+
+def _read_record(path: Path) -> dict[str, Any]:
+    """``prepare.json``, of a format that can be opened and with everything that commands read."""
+    place = path / RECORD
+    try:
+        record = json.loads(place.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(
+            f"prepared data must hold {RECORD}, which is written last. Received: {path}, "
+            "not a whole prepared folder. Write one with 'merlin-cowclip prepare'"
+        ) from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{place} must be readable JSON. Received: {error}. {_AGAIN}") from None
+    version = record.get("format") if isinstance(record, dict) else None
+    if version not in FORMATS or type(version) is not int:
+        raise UserError(
+            f"prepared data must be of format {' or '.join(map(str, FORMATS))}. Received: "
+            f"{version!r} in {path}. Prepare it again with this version"
+        )
+    required: dict[str, Callable[[Any], bool]] = {
+        "spec": lambda value: isinstance(value, dict),
+        "rows": lambda value: _numbers_by(PARTS, value, 0) and value["train"] > 0,
+        "cardinalities": lambda value: isinstance(value, dict),
+        "report": lambda value: isinstance(value, dict),
+    }
+    if version != 1:
+        required["manifest"] = is_manifest
+    if "files" in record:
+        required["files"] = lambda value: (
+            isinstance(value, dict)
+            and set(value) == set(PARTS)
+            and all(isinstance(v, list) and all(map(_is_file_state, v)) for v in value.values())
+        )
+    if "seed" in record:
+        required["seed"] = lambda value: _is_whole(value, 0)
+    for key, holds in required.items():
+        if key not in record or not holds(record[key]):
+            found = "another value" if key in record else "none"
+            raise UserError(
+                f"{RECORD} must hold {key!r} as it was written. Received: {found} in {place}. "
+                f"{_AGAIN}"
+            )
+    return record
+
+
+def _spec_of(record: dict[str, Any], path: Path) -> DatasetSpec:
+    """The record's specification, which its cardinalities must fit."""
+    try:
+        spec = DatasetSpec.from_dict(record["spec"])
+    except UserError as error:
+        raise UserError(f"{path / RECORD}: {error}. {_AGAIN}") from None
+    if not _numbers_by(spec.ids, record["cardinalities"], 1):
+        raise UserError(
+            f"{RECORD} must hold a positive cardinality for every field of ids. "
+            f"Received: others in {path / RECORD}. {_AGAIN}"
+        )
+    return spec
+
+
+def _is_whole(value: Any, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _numbers_by(keys: Sequence[str], value: Any, least: int) -> bool:
+    return (
+        isinstance(value, dict)
+        and set(value) == set(keys)
+        and all(_is_whole(number, least) for number in value.values())
+    )
+
+
+def _is_file_state(value: Any) -> bool:
+    return (
+        isinstance(value, dict)
+        and isinstance(value.get("path"), str)
+        and isinstance(value.get("mtime_ns"), int)
+        and is_manifest({"": {"sha256": "", **value}})  # format 1 had no checksum
+    )
+
+
+def _needed(data: PreparedData) -> list[str]:
+    """What every folder has beside its parts."""
+    files = ["schema.pbtxt", "workflow/metadata.json", "workflow/workflow.pkl"]
+    return files + [f"counts/{name}.parquet" for name in data.spec.ids]
+
+
+def _check_without_manifest(data: PreparedData) -> None:
+    """Refuse a folder of format 1 in which a file is not there that every such folder has."""
+    for name in _needed(data):
+        if not (data.path / name).is_file():
+            raise UserError(
+                f"prepared data must keep every file as it was written. Received: "
+                f"{data.path / name}, which is gone. {_AGAIN}"
+            )
+
+
+def check_unchanged(state: dict[str, Any]) -> None:
+    """Refuse adopted parquet that is not as `file_state` had it.
+
+    Raises:
+        UserError: it is gone or has changed.
+    """
+    path = Path(state["path"])
+    try:
+        now = path.stat()
+        same = (now.st_size, now.st_mtime_ns) == (state["bytes"], state["mtime_ns"])
+        if same and "sha256" in state:
+            same = checksum(path) == state["sha256"]
+    except OSError as error:
+        raise UserError(
+            f"adopted parquet must stay where it was. Received: {path}: {error.strerror}. "
+            f"{_ADOPT_AGAIN}"
+        ) from None
+    if not same:
+        raise UserError(
+            f"adopted parquet must stay as it was. Received: {path}, which has changed since. "
+            f"{_ADOPT_AGAIN}"
+        )
+
+
+def _refuse_part(path: Path, found: str, adopted: bool) -> NoReturn:
+    raise UserError(
+        f"the parts of prepared data must stay as they were written. Received: {path}, {found}. "
+        f"{_ADOPT_AGAIN if adopted else _AGAIN}"
+    ) from None

@@ -1,0 +1,406 @@
+"""Made-up click logs in Criteo's and Avazu's file formats, with a truth that is known.
+
+Ids follow a power law, fields reach from a few ids to many, values go missing, and a click is drawn
+from a planted probability: effects of single ids, of pairs of ids (dot products of hidden vectors,
+which a linear model cannot see), and weakly of numbers. So the best possible AUC and log loss are
+known, and written beside the log. It says nothing about real logs' accuracy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from merlin_cowclip.workflows.data.datasets import AVAZU, CRITEO, DatasetSpec
+from merlin_cowclip.workflows.errors import UserError
+from merlin_cowclip.workflows.folders import remove, write_json
+
+CHUNK_ROWS = 200_000  # drawn and written at a time: bounds the memory
+CALIBRATION_ROWS = 100_000
+BEST_AUC = 0.80  # of the planted probabilities, up to the luck of the draw
+LATENT_DIM = 2  # of the hidden vectors whose dot products are the effects of pairs
+# Shares of the logit's variance.
+FIRST_ORDER, SECOND_ORDER, NUMBERS = 0.50, 0.46, 0.04
+
+
+@dataclass(frozen=True)
+class SyntheticTruth:
+    """What `write_synthetic` planted; also in ``<file>.truth.json``.
+
+    Args:
+        dataset: "criteo" or "avazu".
+        rows: how many were written.
+        seed: of everything random.
+        cardinality: how many ids the largest field draws from.
+        click_rate: the share of rows with label 1.
+        best_auc: AUC of the true probabilities; no model does better, but by luck.
+        best_log_loss: mean log loss of the true probabilities.
+    """
+
+    dataset: str
+    rows: int
+    seed: int
+    cardinality: int
+    click_rate: float
+    best_auc: float
+    best_log_loss: float
+
+
+@dataclass(frozen=True)
+class _IdField:
+    name: str
+    size: float  # the field draws from cardinality ** size ids
+    missing: float = 0.0
+    values: tuple[str, ...] | None = None  # these texts instead of 8 hex digits
+    first: int | None = None  # or the integers from here on
+
+
+@dataclass(frozen=True)
+class _NumberField:
+    name: str
+    median: float  # of a log-normal count
+    spread: float
+    missing: float
+    lowest: int = 0
+
+
+@dataclass(frozen=True)
+class _Log:
+    spec: DatasetSpec
+    click_rate: float
+    ids: tuple[_IdField, ...]
+    paired: tuple[str, ...]  # fields with hidden vectors: neither tiny nor huge, so learnable
+    numbers: tuple[_NumberField, ...] = ()
+
+
+# Sizes: logarithms of Criteo Kaggle's distinct ids per field, over the largest one's.
+_CRITEO_SIZES = (
+    *(0.45, 0.39, 1.0, 0.91, 0.36, 0.20, 0.59, 0.40, 0.07, 0.71, 0.54, 0.99, 0.50),
+    *(0.21, 0.60, 0.96, 0.14, 0.54, 0.48, 0.09, 0.98, 0.18, 0.17, 0.78, 0.29, 0.74),
+)
+_CRITEO_MISSING = {"C3": 0.03, "C4": 0.03, "C6": 0.12, "C19": 0.44, "C20": 0.44, "C22": 0.76}
+
+_LOGS = {
+    "criteo": _Log(
+        spec=CRITEO,
+        click_rate=0.25,
+        ids=tuple(
+            _IdField(name, size, _CRITEO_MISSING.get(name, 0.0))
+            for name, size in zip(CRITEO.categorical, _CRITEO_SIZES, strict=True)
+        ),
+        paired=("C2", "C5", "C8", "C14", "C25"),
+        numbers=(
+            _NumberField("I1", 2, 1.2, 0.45),
+            _NumberField("I2", 12, 1.8, 0.0, lowest=-3),
+            _NumberField("I3", 7, 1.3, 0.22),
+            _NumberField("I4", 5, 1.0, 0.22),
+            _NumberField("I5", 3000, 2.0, 0.03),
+            _NumberField("I6", 35, 1.4, 0.22),
+            _NumberField("I7", 4, 1.4, 0.04),
+            _NumberField("I8", 8, 0.9, 0.0),
+            _NumberField("I9", 40, 1.3, 0.04),
+            _NumberField("I10", 1, 0.6, 0.45),
+            _NumberField("I11", 2, 0.9, 0.04),
+            _NumberField("I12", 1, 1.0, 0.77),
+            _NumberField("I13", 5, 1.0, 0.22),
+        ),
+    ),
+    "avazu": _Log(
+        spec=AVAZU,
+        click_rate=0.17,
+        ids=(
+            # hour is not drawn: it runs through ten days, as in the real file.
+            _IdField("C1", 0, values=("1005", "1002", "1010", "1012", "1007", "1001", "1008")),
+            _IdField("banner_pos", 0, values=("0", "1", "7", "2", "4", "5", "3")),
+            _IdField("site_id", 0.55),
+            _IdField("site_domain", 0.58),
+            _IdField("site_category", 0.21),
+            _IdField("app_id", 0.60),
+            _IdField("app_domain", 0.42),
+            _IdField("app_category", 0.23),
+            _IdField("device_id", 0.95),
+            _IdField("device_ip", 1.0),
+            _IdField("device_model", 0.59),
+            _IdField("device_type", 0, values=("1", "0", "4", "5", "2")),
+            _IdField("device_conn_type", 0, values=("0", "2", "3", "5")),
+            _IdField("C14", 0.51, first=375),
+            _IdField("C15", 0, values=("320", "300", "216", "728", "120", "1024", "480", "768")),
+            _IdField("C16", 0, values=("50", "250", "36", "480", "90", "20", "768", "320", "1024")),
+            _IdField("C17", 0.42, first=112),
+            _IdField("C18", 0, values=("0", "3", "2", "1")),
+            _IdField("C19", 0.29, first=33),
+            _IdField("C20", 0.36, first=100_000),
+            _IdField("C21", 0.28, first=1),
+        ),
+        paired=("site_category", "app_category", "app_domain", "C17", "C21"),
+    ),
+}
+_AVAZU_COLUMNS = ("id", "click", "hour", *(field.name for field in _LOGS["avazu"].ids))
+_AVAZU_HOURS = [f"1410{day}{hour:02d}" for day in range(21, 31) for hour in range(24)]
+
+
+def write_synthetic(
+    dataset: str,
+    path: str | Path,
+    *,
+    rows: int,
+    seed: int = 0,
+    cardinality: int = 100_000,
+) -> SyntheticTruth:
+    """Write a made-up raw log, and its truth to ``<path>.truth.json``.
+
+    Args:
+        dataset: "criteo" (tabs, no header) or "avazu" (commas, header).
+        path: the file to write, gzipped if it ends in .gz; must not exist.
+        rows: how many.
+        seed: the same seed and sizes give the same bytes.
+        cardinality: how many ids the largest field draws from; the others scale with it.
+
+    Returns:
+        What was planted, with the best AUC and log loss that any model can reach.
+
+    Raises:
+        UserError: an unknown data set, too few rows or ids, or a file in the way.
+    """
+    path = Path(path)
+    truth_path = path.with_name(path.name + ".truth.json")
+    if dataset not in _LOGS:
+        raise UserError(f"dataset must be one of 'criteo', 'avazu'. Received: {dataset!r}")
+    for name, value, least in (
+        ("rows", rows, 100),
+        ("seed", seed, 0),
+        ("cardinality", cardinality, 10),
+    ):
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise UserError(f"{name} must be an integer of at least {least}. Received: {value!r}")
+    for file in (path, truth_path):
+        if os.path.lexists(file):
+            raise UserError(f"output file must not exist. Received: {file}. Name another")
+    if not path.parent.is_dir():
+        raise UserError(f"output file must lie in a folder that exists. Received: {path}")
+
+    world = _World(_LOGS[dataset], seed, cardinality)
+    labels, probabilities = [], []
+    partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
+    unfinished = [partial]
+    try:
+        with _writer(partial, gzipped=path.name.endswith(".gz")) as sink:
+            if world.log.spec.header:  # by hand, for Arrow quotes the names
+                sink.write((",".join(_AVAZU_COLUMNS) + "\n").encode())
+            for chunk, start in enumerate(range(0, rows, CHUNK_ROWS)):
+                n = min(CHUNK_ROWS, rows - start)
+                random = np.random.default_rng([seed, 2, chunk])
+                columns, probability = world.draw(n, random)
+                label = (random.random(n) < probability).astype(np.int8)
+                labels.append(label)
+                probabilities.append(probability.astype(np.float32))
+                table = world.table(columns, label, start, rows, random)
+                _write_lines(table, world.log.spec.separator, sink)
+        truth = _truth(
+            dataset, seed, cardinality, np.concatenate(labels), np.concatenate(probabilities)
+        )
+        unfinished.append(truth_path)
+        write_json(truth_path, dataclasses.asdict(truth))
+        os.rename(partial, path)
+    finally:
+        if os.path.lexists(partial):  # else both are whole, whatever came after the renaming
+            remove(*unfinished)
+    return truth
+
+
+@contextlib.contextmanager
+def _writer(path: Path, gzipped: bool) -> Iterator[pa.NativeFile]:
+    with pa.OSFile(str(path), "wb") as file:
+        if not gzipped:
+            yield file
+        else:
+            with pa.CompressedOutputStream(file, "gzip") as stream:
+                yield stream
+
+
+def _write_lines(table: pa.Table, separator: str, sink: pa.NativeFile) -> None:
+    """One line per row, nothing quoted (which Arrow's own CSV writer can from version 11 on)."""
+    cells = [column.cast(pa.string()) for column in table.columns]
+    lines = pc.binary_join_element_wise(
+        *cells, separator, null_handling="replace", null_replacement=""
+    ).combine_chunks()
+    together = pa.ListArray.from_arrays(pa.array([0, len(lines)], pa.int32()), lines)
+    sink.write(pc.binary_join(together, "\n")[0].as_buffer())
+    sink.write(b"\n")
+
+
+def _truth(
+    dataset: str, seed: int, cardinality: int, labels: np.ndarray, probabilities: np.ndarray
+) -> SyntheticTruth:
+    from sklearn.metrics import log_loss, roc_auc_score
+
+    both = labels.min() != labels.max()
+    return SyntheticTruth(
+        dataset=dataset,
+        rows=len(labels),
+        seed=seed,
+        cardinality=cardinality,
+        click_rate=float(labels.mean()),
+        best_auc=float(roc_auc_score(labels, probabilities)) if both else 0.5,
+        best_log_loss=float(log_loss(labels, probabilities.astype(np.float64), labels=[0, 1])),
+    )
+
+
+class _World:
+    """The planted truth: what ids there are, how often they occur, and what they do to a click."""
+
+    def __init__(self, log: _Log, seed: int, cardinality: int) -> None:
+        self.log = log
+        random = np.random.default_rng([seed, 1])
+        self.texts: dict[str, pa.Array] = {}
+        self.cumulative: dict[str, np.ndarray] = {}
+        self.weights: dict[str, np.ndarray] = {}  # the last one: of a missing id
+        self.vectors: dict[str, np.ndarray] = {}  # (ids + 1, LATENT_DIM), of the paired fields
+        for number, field in enumerate(log.ids):
+            self._plant(number, field, cardinality, random)
+        self.slopes = random.normal(size=len(log.numbers))
+        # Unit variance for each kind of effect, then the whole to the wanted AUC and click rate.
+        self.means, self.scales = np.zeros(3), np.ones(3)
+        sample = self._draw(CALIBRATION_ROWS, np.random.default_rng([seed, 3]))[1]
+        self.means = sample.mean(axis=1)
+        deviations = sample.std(axis=1)
+        shares = np.sqrt([FIRST_ORDER, SECOND_ORDER, NUMBERS if log.numbers else 0.0])
+        self.scales = np.where(deviations > 0, shares / np.maximum(deviations, 1e-12), 0.0)
+        self.factor, self.intercept = _calibrate(self._effect(sample), log.click_rate)
+
+    def _plant(
+        self, number: int, field: _IdField, cardinality: int, random: np.random.Generator
+    ) -> None:
+        if field.values is not None:
+            size = len(field.values)
+            texts = pa.array(field.values)
+        else:
+            size = max(3, round(cardinality**field.size))
+            if field.first is not None:
+                texts = pa.array(np.arange(field.first, field.first + size)).cast(pa.string())
+            else:
+                texts = pa.array(_hex(number, size)).cast(pa.string())
+        # Zipf, flattened at the head so that no single id is the whole field.
+        share = (np.arange(size) + 3.0) ** -random.uniform(1.05, 1.3)
+        share /= share.sum()
+        # An id too rare to be learnt has a small effect, else no model could near the best AUC.
+        learnable = share / (share + 3e-4)
+        self.texts[field.name] = texts
+        self.cumulative[field.name] = np.cumsum(share)
+        self.weights[field.name] = random.normal(size=size + 1) * np.append(learnable, 1.0)
+        if field.name in self.log.paired:
+            vectors = (
+                random.normal(size=(size + 1, LATENT_DIM)) * np.append(learnable, 0.0)[:, None]
+            )
+            # Centred: a pair's effect is none of either id alone, so linear models miss it.
+            vectors[:-1] -= share @ vectors[:-1]
+            self.vectors[field.name] = vectors
+
+    def draw(self, n: int, random: np.random.Generator) -> tuple[dict[str, np.ndarray], np.ndarray]:
+        """``n`` rows (id fields: places, the last one for missing; numbers: NaN) and P(click)."""
+        columns, effects = self._draw(n, random)
+        logit = self.factor * self._effect(effects) + self.intercept
+        return columns, 1.0 / (1.0 + np.exp(-logit))
+
+    def _effect(self, effects: np.ndarray) -> np.ndarray:
+        return self.scales @ (effects - self.means[:, None])
+
+    def _draw(
+        self, n: int, random: np.random.Generator
+    ) -> tuple[dict[str, np.ndarray], np.ndarray]:
+        columns: dict[str, np.ndarray] = {}
+        effects = np.zeros((3, n))
+        total = np.zeros((n, LATENT_DIM))
+        own = np.zeros(n)
+        for field in self.log.ids:
+            size = len(self.texts[field.name])
+            places = np.searchsorted(self.cumulative[field.name], random.random(n))
+            places = np.minimum(places, size - 1)  # the sum of shares may end below 1
+            if field.missing:
+                places[random.random(n) < field.missing] = size
+            columns[field.name] = places
+            effects[0] += self.weights[field.name][places]
+            if field.name in self.vectors:
+                vectors = self.vectors[field.name][places]
+                total += vectors
+                own += (vectors**2).sum(axis=1)
+        # Over all pairs, the sum of dot products is (|sum|² - sum of |.|²) / 2 (Rendle 2010).
+        effects[1] = ((total**2).sum(axis=1) - own) / 2
+        for slope, number in zip(self.slopes, self.log.numbers, strict=True):
+            normal = random.normal(size=n)
+            values = np.floor(number.median * np.exp(number.spread * normal)) + number.lowest
+            gone = random.random(n) < number.missing
+            effects[2] += np.where(gone, 0.0, slope * normal)
+            values[gone] = np.nan
+            columns[number.name] = values
+        return columns, effects
+
+    def table(
+        self,
+        columns: dict[str, np.ndarray],
+        label: np.ndarray,
+        start: int,
+        rows: int,
+        random: np.random.Generator,
+    ) -> pa.Table:
+        """The rows as they stand in the file."""
+        out = {self.log.spec.label: pa.array(label)}
+        for number in self.log.numbers:
+            values = columns[number.name]
+            out[number.name] = pa.array(values, from_pandas=True).cast(pa.int64())
+        for field in self.log.ids:
+            places = columns[field.name]
+            missing = places == len(self.texts[field.name])
+            out[field.name] = self.texts[field.name].take(pa.array(places, mask=missing))
+        if self.log.spec is not AVAZU:
+            return pa.table({name: out[name] for name in self.log.spec.columns or ()})
+        hours = (np.arange(start, start + len(label)) * len(_AVAZU_HOURS)) // rows
+        out["hour"] = pa.array(_AVAZU_HOURS).take(pa.array(hours))
+        out["id"] = pa.array(random.integers(10**16, 2**64 - 1, len(label), dtype=np.uint64))
+        return pa.table({name: out[name] for name in _AVAZU_COLUMNS})
+
+
+def _hex(number: int, size: int) -> np.ndarray:
+    """``size`` distinct texts of 8 hex digits that look like hashes; another set per field."""
+    # Each step maps 32-bit integers one to one (an odd factor; a shifted xor), so none repeats.
+    x = np.arange(size, dtype=np.uint32) + np.uint32((number * 0x9E3779B9) % 2**32)
+    for factor, shift in ((0x7FEB352D, 16), (0x846CA68B, 15)):
+        x ^= x >> np.uint32(shift)
+        x *= np.uint32(factor)
+    x ^= x >> np.uint32(16)
+    nibbles = (x[:, None] >> np.arange(28, -1, -4, dtype=np.uint32)) & np.uint32(15)
+    digits = np.frombuffer(b"0123456789abcdef", dtype=np.uint8)[nibbles]
+    return np.ascontiguousarray(digits).view("S8").ravel().astype("U8")
+
+
+def _calibrate(effect: np.ndarray, click_rate: float) -> tuple[float, float]:
+    """(factor, intercept) so that sigmoid(factor · effect + intercept) has both wanted values."""
+    order = np.argsort(effect)
+    effect = effect[order]
+
+    def intercept_for(factor: float) -> float:
+        low, high = -30.0, 30.0
+        for _ in range(40):
+            middle = (low + high) / 2
+            rate = (1 / (1 + np.exp(-(factor * effect + middle)))).mean()
+            low, high = (middle, high) if rate < click_rate else (low, middle)
+        return (low + high) / 2
+
+    def expected_auc(factor: float) -> float:
+        p = 1 / (1 + np.exp(-(factor * effect + intercept_for(factor))))
+        below = np.cumsum(1 - p) - (1 - p)  # expected negatives that score lower
+        return float((p * below).sum() / (p.sum() * (1 - p).sum()))
+
+    low, high = 0.0, 10.0
+    for _ in range(20):
+        middle = (low + high) / 2
+        low, high = (middle, high) if expected_auc(middle) < BEST_AUC else (low, middle)
+    return (low + high) / 2, intercept_for((low + high) / 2)

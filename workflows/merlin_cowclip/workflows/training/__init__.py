@@ -1,0 +1,1 @@
+"""What trains: batches, the configuration, the run and its evaluation."""

@@ -1,0 +1,264 @@
+"""A run folder: what training leaves, and how to load it again."""
+
+from __future__ import annotations
+
+import filecmp
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from merlin_cowclip.workflows.data.prepared import PreparedData
+from merlin_cowclip.workflows.errors import UserError, shown
+from merlin_cowclip.workflows.manifest import check_manifest, checksum, is_manifest
+from merlin_cowclip.workflows.quiet import quiet_imports
+from merlin_cowclip.workflows.training.configuration import TrainConfig
+
+FORMAT_VERSION = 1
+WORKFLOW = "workflow.pkl"
+RESULT = "result.json"  # written last: without it the run did not finish
+CONFIG = "config.json"
+
+_KEYS = {
+    "epochs": list,
+    "samples_per_second": float,
+    "train_seconds": float,
+    "parameters": dict,
+    "config": dict,
+}
+_CONFIG_KEYS = {"data": str, "cardinalities": dict, "continuous": list, "model": str}
+
+_NEEDED = (CONFIG, "model/saved_model.pb", f"workflow/{WORKFLOW}")
+
+_INPUTS = {
+    "label": "label",
+    "categorical": "fields of one id",
+    "lists": "lists of ids",
+    "ranges": "ranges of numbers",
+}
+
+
+def inputs_of(data: PreparedData) -> dict[str, Any]:
+    """What the inputs of a model trained on `data` mean, beside its vocabularies; fit for JSON.
+
+    `label`, `categorical`, `continuous` and `lists` are names, sorted but for the label; `ranges`
+    what the numbers were scaled by, name → [least, largest], and None for an adopted pipeline, of
+    which `pipelines` knows the workflow.
+    """
+    spec = data.spec
+    return {
+        "label": spec.label,
+        "categorical": sorted(spec.categorical),
+        "lists": sorted(spec.lists),
+        "continuous": sorted(spec.continuous),
+        "ranges": data.record.get("ranges"),
+        "pipelines": sorted(pipelines_of(data)),
+    }
+
+
+def pipelines_of(data: PreparedData) -> set[str]:
+    """Checksums by which the workflow is known that made `data`: here, and where it was adopted."""
+    adopted = data.record.get("workflow_sha256")
+    return {checksum(data.path / "workflow" / WORKFLOW)} | ({adopted} if adopted else set())
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished run; open one with `Run.open`.
+
+    `config.json`, `model/` (SavedModel with Merlin's schema and the
+    optimizer's state), `workflow/` (NVTabular: raw rows in,
+    the model's features out), `logs/` (TensorBoard), `metrics.csv` and `result.json`, which holds
+    the manifest of all but the logs.
+    """
+
+    path: Path
+    result: Mapping[str, Any]
+
+    @classmethod
+    def open(cls, path: str | Path) -> Run:
+        """The folder that `train` wrote.
+
+        Raises:
+          UserError: not there, the run did not finish, or a file is gone or has changed since.
+        """
+        path = Path(path)
+        if not os.path.isdir(path):  # which is false, too, of a name that is too long
+            raise UserError(
+                f"a run must be a folder. Received: {shown(path)}. Make one with 'merlin-cowclip "
+                "train'."
+            )
+        try:
+            result = json.loads((path / RESULT).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise UserError(
+                f"a run must hold {RESULT}, which is written last. Received: {path}, a run that "
+                "did not finish. Train again into another folder."
+            ) from None
+        except (OSError, ValueError, RecursionError) as error:
+            raise UserError(
+                f"{path / RESULT} must be readable JSON. Received: {error}. Train again into "
+                "another folder."
+            ) from None
+        _check_result(path, result)
+        again = "Train again into another folder."
+        check_manifest(path, result["manifest"], "a run", again, _NEEDED)
+        return cls(path, result)
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """Everything that is needed to run it again."""
+        config: Mapping[str, Any] = self.result["config"]
+        return config
+
+    def train_config(self) -> TrainConfig:
+        """What it was trained with.
+
+        Raises:
+          UserError: another version's options.
+        """
+        names = [field.name for field in fields(TrainConfig)]
+        return TrainConfig.from_dict({n: self.config[n] for n in names if n in self.config})
+
+    def data(self) -> PreparedData:
+        """The prepared folder that it was trained on.
+
+        Raises:
+          UserError: it is no longer there, or not whole.
+        """
+        path = Path(self.config["data"])
+        if not os.path.isdir(path):
+            raise UserError(
+                f"the data of a run must be where it was. Received: {path}, which is no folder. "
+                f"Name the place where it is now: 'merlin-cowclip evaluate {self.path} DATA'"
+            )
+        return PreparedData.open(path)
+
+    def check_vocabulary(self, data: PreparedData) -> None:
+        """Refuse data whose columns, numbers or ids mean something else than those of this run.
+
+        Raises:
+          UserError: `data` has other columns or another label, its numbers were scaled by other
+            ranges, it was prepared with another vocabulary, or adopted from another pipeline.
+        """
+        remedy = f"Evaluate on the run's own data, {self.config['data']}, or train on this one."
+        cardinalities, mine = data.cardinalities, self.config["cardinalities"]
+        for field in sorted(mine.keys() | cardinalities.keys()):
+            if mine.get(field) != cardinalities.get(field):
+                raise UserError(
+                    f"the data must have the vocabulary of the run. Received: {data.path}, where "
+                    f"{field!r} differs from {self.path}'s ({cardinalities.get(field, 0):,} ids "
+                    f"instead of {mine.get(field, 0):,}). {remedy}"
+                )
+        numbers = set(data.spec.continuous) ^ set(self.config["continuous"])
+        if numbers:
+            raise UserError(
+                f"the data must have the columns of numbers of the run. Received: {data.path}, "
+                f"which differs from {self.path} in {min(numbers)!r}. {remedy}"
+            )
+        homes = self.path / "workflow", data.path / "workflow"
+        vocabularies = {
+            path.relative_to(home) for home in homes for path in home.rglob("unique.*.parquet")
+        }
+        for name in sorted(vocabularies):
+            if not _same(homes[0] / name, homes[1] / name):
+                raise UserError(
+                    f"the data must have the vocabulary of the run. Received: {data.path}, where "
+                    f"{name} differs from {self.path}'s, so that ids mean something else. {remedy}"
+                )
+        self._check_inputs(data, remedy)
+        adopted = data.record.get("ranges") is None or self.config.get("ranges", {}) is None
+        # What an adopted pipeline does to numbers, and to ids without a vocabulary, only it knows.
+        bare = any(not data.schema[field].properties.get("cat_path") for field in cardinalities)
+        unknown = adopted and (self.config["continuous"] or bare)
+        if unknown and not self._pipelines() & pipelines_of(data):
+            raise UserError(
+                f"the data must come from the pipeline of the run. Received: {data.path}, adopted "
+                f"with another workflow than {self.path}'s, which may mean something else by its "
+                f"numbers and ids. {remedy}"
+            )
+
+    def _check_inputs(self, data: PreparedData, remedy: str) -> None:
+        """Refuse another label, other kinds of fields, or numbers that were scaled otherwise."""
+        mine, its = self.config, inputs_of(data)
+        for key, what in _INPUTS.items():
+            if key not in mine or mine[key] == its[key]:  # a run of before it was written has none
+                continue
+            if key != "ranges":
+                found = f"{its[key]!r} instead of {mine[key]!r}"
+            elif mine[key] is None or its[key] is None:
+                continue  # an adopted pipeline, of which its workflow is compared
+            else:
+                name = min(n for n in mine[key] if mine[key][n] != its[key].get(n))
+                found = f"{name!r} from {its[key].get(name)} instead of {mine[key][name]}"
+            raise UserError(
+                f"the data must have the {what} of the run. Received: {data.path}, with {found} "
+                f"in {self.path}. {remedy}"
+            )
+
+    def _pipelines(self) -> set[str]:
+        own = checksum(self.path / "workflow" / WORKFLOW)
+        return {own, *self.config.get("pipelines", ())}
+
+    def model(self) -> Any:
+        """The trained `mm.Model`, to predict with.
+
+        `merlin_cowclip.plugins.load_model(run.path / "model")` brings the optimizer back as well.
+        """
+        with quiet_imports():
+            import merlin_cowclip.models  # noqa: F401  (registers our layers with Keras)
+            from merlin_cowclip.plugins._stack import quiet_stack, tf
+        with quiet_stack():
+            return tf.keras.models.load_model(self.path / "model", compile=False)
+
+    def workflow(self) -> Any:
+        """The fitted `nvtabular.Workflow`. Loading runs code from the folder (cloudpickle)."""
+        with quiet_imports():
+            import nvtabular as nvt
+        return nvt.Workflow.load(str(self.path / "workflow"))
+
+
+def _check_result(path: Path, result: Any) -> None:
+    """Refuse a result that is not `train`'s, or of another version."""
+    version = result.get("format") if isinstance(result, dict) else None
+    if version != FORMAT_VERSION:
+        raise UserError(
+            f"a run must be of format {FORMAT_VERSION}. Received: format {version!r} in "
+            f"{path / RESULT}. Train again with this version, into another folder."
+        )
+
+    def check(holder: Mapping[str, Any], keys: Mapping[str, type], of: str = "") -> None:
+        for key, kind in keys.items():
+            if not isinstance(holder.get(key), kind):
+                raise UserError(
+                    f"{path / RESULT} must hold {of + key!r}. Received: a file in which it is "
+                    "missing or of another kind. Train again into another folder."
+                )
+
+    check(result, _KEYS)
+    check(result["config"], _CONFIG_KEYS, "config.")
+    for key in ("auc", "log_loss"):
+        if key not in result or not isinstance(result[key], float | None):
+            check({}, {key: float})
+    if not is_manifest(result.get("manifest")) or not result["manifest"]:
+        check({}, {"manifest": dict})
+
+
+def _same(mine: Path, other: Path) -> bool:
+    """Whether two vocabularies, files or folders of parts, have the same ids in the same order."""
+    if mine.is_file() and other.is_file() and filecmp.cmp(mine, other, shallow=False):
+        return True
+    if not (mine.exists() and other.exists()):
+        return False
+    # Another version of pyarrow writes other bytes, and other rows are other counts beside the ids.
+    column = mine.name.removeprefix("unique.").removesuffix(".parquet")
+    try:
+        a, b = (pq.read_table(path, columns=[column])[column] for path in (mine, other))
+        return bool(a.equals(b.cast(a.type)))
+    except (KeyError, OSError, pa.ArrowException):
+        return False
