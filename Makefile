@@ -15,12 +15,14 @@ PYENV  := $(foreach p,$(PYTHONS),$(wildcard $(HOME)/.pyenv/versions/$(p:python%=
 PYTHON ?= $(firstword $(foreach p,$(PYTHONS) $(PYENV),$(shell $(p) -c 'import sys; print(sys.executable)' 2>/dev/null)))
 # Not the environment made here: CUDA, cudf and dask-cuda are the container's.
 GPU_PYTHON ?= python3
+# Processes share the tests, whole files each; one needs 1 to 2 GiB of memory.
+PYTEST := -m pytest --numprocesses logical --maxprocesses 8 --dist loadfile
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu lint bench wheel clean
+.PHONY: help demo test test-fast test-gpu has-python lint bench wheel clean
 
 help:  ## what can be made here
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -36,10 +38,16 @@ demo: $(STAMP)  ## the whole way on synthetic logs: prepare, train with a small 
 	@$(BIN)/merlin-cowclip demo
 
 test: $(STAMP) lint  ## lint, types, all tests, and the built wheel outside the tree; ENV=ngc: in the containers' versions
-	@$(BIN)/python -m pytest
+	@$(BIN)/python $(PYTEST)
+
+test-fast: $(STAMP)  ## the tests without the slow ones, which take half of the time
+	@$(BIN)/python $(PYTEST) -m "not slow"
 
 test-gpu:  ## every check that needs a GPU, in the environment you are in (an NGC container)
 	@COWCLIP_TEST_GPU=1 $(GPU_PYTHON) -m pytest tests/gpu
+
+has-python:
+	@test -n "$(PYTHON)"
 
 lint: $(STAMP)  ## ruff and mypy
 	@$(BIN)/ruff check .
