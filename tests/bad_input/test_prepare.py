@@ -95,6 +95,7 @@ def check(folder: Path, spec: str, log: str | bytes, words, *options: Any, name=
         pytest.param(toml(name=""), ["name must be a text"], id="empty name"),
         pytest.param(toml(label=None), ["'label' must be given"], id="no label"),
         pytest.param(toml(label=3), ["label must be a text", "3"], id="label is a number"),
+        pytest.param(toml(label="\0time"), ["label", "zero byte"], id="label with a zero byte"),
         pytest.param(
             "label = 2020-01-01\nname = 'x'", ["label must be a text"], id="label is a date"
         ),

@@ -120,6 +120,17 @@ def test_a_fault_in_a_later_chunk_is_named_by_its_line(tmp_path, path, quick, mo
     assert [p.name for p in tmp_path.iterdir()] == ["log.csv"]
 
 
+@pytest.mark.parametrize("name", ["in_train", "train_rows", "test_rows", "0.arrows"])
+def test_a_column_may_be_called_as_what_is_kept_beside_it(log, path, quick, name):
+    log.rename(columns={"user": name}).to_csv(path, index=False)
+    renamed = quick(spec_of(categorical=(name, "item")), out="renamed")
+    log.to_csv(path, index=False)
+    plain = quick()
+    for part in ("train", "test"):
+        there = rows_of(renamed, part).rename(columns={name: "user"})
+        pd.testing.assert_frame_equal(there, rows_of(plain, part))
+
+
 def test_blank_lines_at_the_end_are_no_rows(path, quick, monkeypatch):
     whole = quick(out="whole")
     path.write_bytes(path.read_bytes() + b"\n" * 50_000)

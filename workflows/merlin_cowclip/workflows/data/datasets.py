@@ -112,6 +112,8 @@ class DatasetSpec:
             value = getattr(self, key)
             if not isinstance(value, str) or not value:
                 raise UserError(f"{key} must be a text that is not empty. Received: {value!r}")
+            if "\0" in value:
+                raise UserError(f"{key} must be a text without a zero byte. Received: {value!r}")
         for key in ("categorical", "continuous", "lists", "columns"):
             value = getattr(self, key)
             if value is None and key == "columns":

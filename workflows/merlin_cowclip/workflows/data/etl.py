@@ -45,7 +45,7 @@ from merlin_cowclip.workflows.data.raw_logs import (
     expand_inputs,
     parse_number,
 )
-from merlin_cowclip.workflows.data.staging import LENGTHS, StagedChunk, Staging
+from merlin_cowclip.workflows.data.staging import IN_TRAIN, LENGTHS, ROWS, StagedChunk, Staging
 from merlin_cowclip.workflows.data.vocabularies import (
     vocabulary_path,
     write_counts,
@@ -213,10 +213,6 @@ class _Fitted:
     report: dict[str, Any] | None = None
 
 
-_IN_TRAIN = "in_train"  # stored arrays beside the columns
-_ROWS = {"train": "train_rows", "test": "test_rows"}
-
-
 def _fit(job: _FieldJob) -> _Fitted:
     spec = job.staging.spec
     return (_fit_numbers if job.name in spec.continuous else _fit_ids)(job)
@@ -224,7 +220,7 @@ def _fit(job: _FieldJob) -> _Fitted:
 
 def _fit_ids(job: _FieldJob) -> _Fitted:
     name, staging, spec = job.name, job.staging, job.staging.spec
-    in_train = np.asarray(staging.load(_IN_TRAIN))
+    in_train = np.asarray(staging.load(IN_TRAIN))
     if name in spec.lists:
         lengths = staging.numbers(name + LENGTHS, np.int32)
         offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
@@ -271,7 +267,7 @@ def _fit_numbers(job: _FieldJob) -> _Fitted:
     name, staging = job.name, job.staging
     numbers = staging.numbers(name, np.float64)  # NaN where missing
     clusters.stop_if_unwanted()
-    in_train = np.asarray(staging.load(_IN_TRAIN))
+    in_train = np.asarray(staging.load(IN_TRAIN))
     train = numbers[in_train]
     held = train[~np.isnan(train)]
     if not len(held):
@@ -324,7 +320,7 @@ class _PartJob:
 def _write_part(job: _PartJob) -> int:
     """Write one output file; returns its rows."""
     spec, staging = job.staging.spec, job.staging
-    rows = np.asarray(staging.load(_ROWS[job.part])[job.start : job.stop])
+    rows = np.asarray(staging.load(ROWS[job.part])[job.start : job.stop])
     names = (spec.label, *spec.fields)
     table = pa.table({name: _gather(staging, name, rows) for name in names})
     path = job.folder / job.part / f"part-{job.number:05d}.parquet"
@@ -465,9 +461,9 @@ class _Preparation:
             self.rows[part], self.positives[part] = int(mask.sum()), int(counts[1])
         for name, values in (
             (self.spec.label, labels),
-            (_IN_TRAIN, in_train),
-            (_ROWS["train"], train_rows),
-            (_ROWS["test"], test_rows),
+            (IN_TRAIN, in_train),
+            (ROWS["train"], train_rows),
+            (ROWS["test"], test_rows),
         ):
             self.staging.store(name, values)
 

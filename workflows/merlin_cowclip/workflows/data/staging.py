@@ -25,7 +25,10 @@ import pyarrow.compute as pc
 from merlin_cowclip.workflows.data.datasets import DatasetSpec
 from merlin_cowclip.workflows.data.raw_logs import TIME, Chunk, RawLog
 
-LENGTHS = "\0lengths"  # of the lists in a column; no column can be called so
+# What is kept beside the columns, none of which can be called so.
+LENGTHS = "\0lengths"  # of the lists in a column: follows the column's name
+IN_TRAIN = "\0in_train"  # whether a row belongs to the training part
+ROWS = {"train": "\0train_rows", "test": "\0test_rows"}  # of a part, in its order
 
 
 @dataclass(frozen=True)
@@ -102,6 +105,7 @@ class Staging:
         names = [
             *(self.spec.label, TIME, *self.spec.fields),
             *(name + LENGTHS for name in self.spec.lists),
+            *(IN_TRAIN, *ROWS.values()),
         ]
         return f"{names.index(name)}.arrows"
 
@@ -144,13 +148,7 @@ class Staging:
         return np.load(self._array(name), mmap_mode="r")
 
     def _array(self, name: str) -> Path:
-        stem = self._file(name) if name in self._known else name
-        return self.folder / f"{stem}.npy"
-
-    @property
-    def _known(self) -> set[str]:
-        lists = {name + LENGTHS for name in self.spec.lists}
-        return {self.spec.label, TIME, *self.spec.fields} | lists
+        return self.folder / f"{self._file(name)}.npy"
 
     def discard(self, name: str) -> None:
         """Remove a column's staged batches, once all that is wanted of it is stored."""
