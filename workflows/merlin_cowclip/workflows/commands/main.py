@@ -375,10 +375,13 @@ _BASE = {"batch_size": "base_batch_size"} | {
 def _train_config(arguments: argparse.Namespace) -> TrainConfig:
     """The configuration of --config, if there is one, with what the other options say instead."""
     values = {} if arguments.config is None else _read_config(arguments.config)
-    if arguments.no_clip and arguments.clip is not None:
-        raise UserError(
-            f"--no-clip excludes --clip. Received: --no-clip --clip {arguments.clip}. Leave one out"
-        )
+    for option in ("clip", "clip_threshold"):
+        value = getattr(arguments, option)
+        if arguments.no_clip and value is not None:
+            name = f"--{option.replace('_', '-')}"
+            raise UserError(
+                f"--no-clip excludes {name}. Received: --no-clip {name} {value}. Leave one out"
+            )
     if arguments.rule is not None and values.get("base") is not None:
         raise UserError(
             f"--rule excludes a --config with a base, which belongs to its own rule. Received: "
@@ -419,7 +422,7 @@ def _read_config(path: Path) -> dict[str, Any]:
 
         return Run.open(path).train_config().to_dict()
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_each_once)
     except OSError as error:
         raise UserError(
             f"--config must be a file that can be read, or a run folder. Received: {path}: "
@@ -435,6 +438,15 @@ def _read_config(path: Path) -> dict[str, Any]:
             "Correct it"
         )
     return values
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """What JSON calls an object; of a key that is there twice, Python would take the last."""
+    keys = [key for key, _ in pairs]
+    twice = sorted({key for key in keys if keys.count(key) > 1})
+    if twice:
+        raise ValueError(f"{', '.join(map(repr, twice))} more than once")
+    return dict(pairs)
 
 
 def _by_field(option: str, text: str) -> dict[str, str]:
