@@ -364,6 +364,17 @@ def test_files_that_differ(place, other, words):
     refused(argv(place, place / "parts"), words, folder=place)
 
 
+@pytest.mark.parametrize("given", ["parts", "parts/*", "parts/**/*"])
+@pytest.mark.parametrize("kind", ["a link to nowhere", "a folder"])
+def test_a_part_that_is_no_file(place, given, kind):
+    (place / "parts").mkdir()
+    shutil.copy(place / "train.parquet", place / "parts" / "a.parquet")
+    odd = place / "parts" / "b.parquet"
+    odd.mkdir() if kind == "a folder" else odd.symlink_to("gone")
+    words = ["a part must be a file", odd, "a folder or a link to nowhere", "Put the file back"]
+    refused(argv(place, place / given), words, folder=place)
+
+
 def test_a_test_part_of_other_types(place):
     table = pq.read_table(place / "train.parquet")
     listed = column("user", lambda c: pa.array([[v] for v in c.to_pylist()]))

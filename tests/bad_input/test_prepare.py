@@ -672,6 +672,7 @@ def test_an_id_of_two_texts(tmp_path):
         (["log.csv", "log.csv"], ["given once", "log.csv"]),
         (["log.csv", "folder/../log.csv"], ["given once", "log.csv"]),
         (["log.csv", "link.csv"], ["given once", "link.csv"]),
+        (["log.csv", "hard.csv"], ["given once", "hard.csv, first as", "Leave one out"]),
         (["dangling.csv"], ["must exist", "dangling.csv"]),
         (["loop.csv"], ["must exist", "loop.csv"]),
         (["empty.csv"], ["must not be empty", "empty.csv"]),
@@ -691,11 +692,48 @@ def test_inputs(tmp_path, inputs, words):
     os.mkfifo(tmp_path / "pipe")
     for name, target in (("link", "log.csv"), ("dangling", "gone"), ("loop", "loop.csv")):
         (tmp_path / f"{name}.csv").symlink_to(target)
+    os.link(tmp_path / "log.csv", tmp_path / "hard.csv")
     home = tempfile.mkdtemp(prefix="spec-")
     spec = write(Path(home), "toy.toml", toml())
     try:
         paths = [tmp_path / name for name in inputs]
         refused(["prepare", spec, *paths, "--out", tmp_path / "data"], words, folder=tmp_path)
+    finally:
+        shutil.rmtree(home)
+
+
+def rewrite(path: Path) -> None:
+    """With other rows, as many bytes of them."""
+    path.write_text(path.read_text().replace(",a,", ",b,"))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(lambda path: path.write_text(HEAD + ROWS * 2), id="longer"),
+        pytest.param(lambda path: path.write_text(HEAD + ROWS + "1,a"), id="half a row"),
+        pytest.param(lambda path: rewrite(path), id="rewritten"),
+        pytest.param(lambda path: path.rename(path.with_name("moved")), id="gone"),
+        pytest.param(lambda path: Path(shutil.copy2(path, f"{path}2")).rename(path), id="replaced"),
+    ],
+)
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_log_that_changes_while_it_is_read(tmp_path, monkeypatch, change, when):
+    stage = etl._Preparation._stage
+    home = Path(tempfile.mkdtemp(prefix="changing-"))
+
+    def changing(self: Any) -> None:
+        if when == "before":
+            change(log)
+        stage(self)
+        if when == "after":
+            change(log)
+
+    monkeypatch.setattr(etl._Preparation, "_stage", changing)
+    spec, log = write(home, "toy.toml", toml()), write(home, "log.csv", HEAD + ROWS)
+    try:
+        words = ["stay as it is while it is read", log, "changed meanwhile"]
+        refused(["prepare", spec, log, "--out", tmp_path / "data"], words, folder=tmp_path)
     finally:
         shutil.rmtree(home)
 

@@ -172,6 +172,18 @@ def test_sequential_split_takes_the_last_rows(tmp_path, log):
     assert raw[train["item"]].tolist() != log["item"].iloc[:4_500].tolist()
 
 
+def test_the_last_of_a_globs_files_is_the_last_by_number(tmp_path):
+    for day in range(1, 12):
+        (tmp_path / f"day_{day}").mkdir()
+        rows = f"0,d{day}\n1,d{day}\n"
+        (tmp_path / f"day_{day}" / "log.csv").write_text("y,day\n" + rows)
+    spec = DatasetSpec("days", "y", ("day",), split=Split("sequential", 0.2))
+    data = quick(spec, [tmp_path / "day_*" / "log.csv"], tmp_path / "out")
+    assert data.counts("day")["raw"].iloc[3:].tolist() == sorted(f"d{day}" for day in range(1, 10))
+    names = [Path(log["path"]).parent.name for log in data.record["inputs"]]
+    assert names == [f"day_{day}" for day in range(1, 12)]
+
+
 @pytest.mark.parametrize("field", ["user", "item"])
 def test_counts_are_the_training_parts_value_counts(prepared, decoded, field):
     counts = prepared.counts(field)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import glob
 import os
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from merlin_cowclip.workflows.data.datasets import DatasetSpec
+from merlin_cowclip.workflows.data.natural_order import natural_order
 from merlin_cowclip.workflows.data.prepared import file_state
 from merlin_cowclip.workflows.errors import UserError
 
@@ -77,7 +77,15 @@ def _expand(given: str | Path) -> list[Path]:
         found = [Path(name) for name in glob.glob(str(given), recursive=True)]
     else:
         raise UserError(f"parquet must be there. Received: {str(given)!r}. Check the path")
-    parts = [p for p in found if p.suffix == ".parquet" and p.name[0] not in "._" and p.is_file()]
+    parts = [p for p in found if p.suffix == ".parquet" and p.name[0] not in "._"]
+    homes = {home for p in found for home in p.parents}  # `**` finds a folder and what is in it
+    parts = [p for p in parts if p not in homes]
+    for part in parts:
+        if not part.is_file():
+            raise UserError(
+                f"a part must be a file. Received: {part}, a folder or a link to nowhere. Put the "
+                "file back, or name the parts one by one"
+            )
     if not parts:
         kind = "folder" if path.is_dir() else "pattern"
         raise UserError(
@@ -85,12 +93,6 @@ def _expand(given: str | Path) -> list[Path]:
             "Name the files, or the folder that they lie in"
         )
     return sorted(parts, key=natural_order)
-
-
-def natural_order(path: Path) -> tuple[Any, ...]:
-    """Sorts part_2 before part_10."""
-    pieces = re.split(r"(\d+)", path.name)
-    return (path.parent, [int(piece) if piece.isdecimal() else piece for piece in pieces])
 
 
 def check_given_once(parts: dict[str, list[ParquetFile]]) -> None:

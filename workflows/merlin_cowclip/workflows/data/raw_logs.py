@@ -6,6 +6,7 @@ Splitting, counting and encoding are `etl.py`'s.
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import glob
 import gzip
@@ -18,9 +19,9 @@ import re
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import pyarrow as pa
@@ -30,7 +31,14 @@ import pyarrow.parquet as pq
 
 from merlin_cowclip.workflows.data.arrow_ids import as_text, same_text
 from merlin_cowclip.workflows.data.datasets import DatasetSpec
-from merlin_cowclip.workflows.data.quotes import QuoteScan, line_starts, row_starts, with_next
+from merlin_cowclip.workflows.data.natural_order import natural_order
+from merlin_cowclip.workflows.data.quotes import (
+    BYTE_ORDER_MARK,
+    QuoteScan,
+    line_starts,
+    row_starts,
+    with_next,
+)
 from merlin_cowclip.workflows.errors import UserError, shown
 
 BLOCK_BYTES = 16 << 20  # of text per batch: bounds the memory of reading
@@ -57,7 +65,7 @@ TIME = "\0time"  # the batch column of the split's time; no column of a log can 
 
 
 def expand_inputs(inputs: Sequence[str | Path]) -> list[Path]:
-    """Files and globs to files: arguments in the order given, a glob's files by name.
+    """Files and globs to files: arguments in the order given, a glob's by `natural_order`.
 
     Raises:
         UserError: nothing given, a missing file, a glob without a match, a folder, an empty file,
@@ -78,10 +86,10 @@ def expand_inputs(inputs: Sequence[str | Path]) -> list[Path]:
         if there:
             files.append(path)
         elif glob.has_magic(str(given)):
-            found = sorted(glob.glob(str(given), recursive=True))
+            found = sorted(map(Path, glob.glob(str(given), recursive=True)), key=natural_order)
             if not found:
                 raise UserError(f"input pattern must match a file. Received: {str(given)!r}")
-            files += map(Path, found)
+            files += found
         else:
             raise UserError(f"input file must exist. Received: {path}")
     if not files:
@@ -100,11 +108,16 @@ def expand_inputs(inputs: Sequence[str | Path]) -> list[Path]:
             )
         if path.stat().st_size == 0:
             raise UserError(f"input file must not be empty. Received: {path}")
-    seen: set[Path] = set()
+    seen: dict[tuple[int, int], Path] = {}
     for path in files:
-        if path.resolve() in seen:
-            raise UserError(f"an input file must be given once. Received twice: {path}")
-        seen.add(path.resolve())
+        status = path.stat()
+        known = (status.st_dev, status.st_ino)  # by whatever name and link
+        if known in seen:
+            raise UserError(
+                f"an input file must be given once. Received twice: {path}, first as {seen[known]}"
+                ". Leave one out"
+            )
+        seen[known] = path
     return files
 
 
@@ -159,6 +172,20 @@ class _Watched(io.RawIOBase):
         return block
 
 
+class FileState(NamedTuple):
+    """By what a file is known that has not changed."""
+
+    bytes: int
+    mtime_ns: int
+    inode: int
+
+    @classmethod
+    def of(cls, path: Path) -> FileState:
+        """As it is now."""
+        status = path.stat()
+        return cls(status.st_size, status.st_mtime_ns, status.st_ino)
+
+
 @dataclass(frozen=True)
 class RawLog:
     """One log file, read as its spec says.
@@ -170,6 +197,10 @@ class RawLog:
 
     spec: DatasetSpec
     path: Path
+    state: FileState = field(init=False)  # when it was first looked at
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "state", FileState.of(self.path))
 
     @property
     def wanted(self) -> tuple[str, ...]:
@@ -380,7 +411,11 @@ class RawLog:
             return pa.OSFile(os.fsencode(self.path))  # its name need not be UTF-8
         with pa.memory_map(os.fsencode(self.path)) as mapped:
             mapped.seek(chunk.start)
-            return pa.BufferReader(mapped.read_buffer(chunk.stop - chunk.start))
+            text = mapped.read_buffer(chunk.stop - chunk.start)
+            if chunk.start and text[: len(BYTE_ORDER_MARK)].to_pybytes() == BYTE_ORDER_MARK:
+                # Arrow would take it out of the row: it is no mark there. A blank line is no row.
+                text = pa.py_buffer(b"\n" + text.to_pybytes())
+            return pa.BufferReader(text)
 
     def _names(self) -> tuple[str, ...]:
         """The file's column names, from its header if the spec does not give them."""
@@ -706,6 +741,34 @@ def check_logs(spec: DatasetSpec, files: Sequence[Path]) -> list[RawLog]:
     if spec.format == "parquet":
         _check_same_text(spec, logs)
     return logs
+
+
+@contextlib.contextmanager
+def unchanged(logs: Sequence[RawLog]) -> Iterator[None]:
+    """Refuse logs that change while they are read: no one could tell what of them was.
+
+    Raises:
+        UserError: one has, also where that made the reading fail, as at half a row.
+    """
+    try:
+        yield
+    except Exception:
+        _check_unchanged(logs)
+        raise
+    _check_unchanged(logs)
+
+
+def _check_unchanged(logs: Sequence[RawLog]) -> None:
+    for log in logs:
+        try:
+            same = FileState.of(log.path) == log.state
+        except OSError:
+            same = False
+        if not same:
+            raise UserError(
+                f"an input file must stay as it is while it is read. Received: {log.path}, which "
+                "has changed meanwhile. Prepare it again once nothing writes to it, or a copy of it"
+            )
 
 
 def _check_same_text(spec: DatasetSpec, logs: Sequence[RawLog]) -> None:
