@@ -131,6 +131,19 @@ def test_a_column_may_be_called_as_what_is_kept_beside_it(log, path, quick, name
         pd.testing.assert_frame_equal(there, rows_of(plain, part))
 
 
+@pytest.mark.parametrize("quotes", [True, False])
+def test_a_byte_order_mark_within_a_log_is_text(path, quick, monkeypatch, quotes):
+    path.write_text("".join(f"\ufeffid{i % 5},{i % 2}\n" for i in range(4_000)), encoding="utf-8")
+    spec = spec_of(
+        **{"categorical": ("x",), "continuous": (), "lists": ()},
+        **{"header": False, "columns": ("x", "y"), "quotes": quotes},
+    )
+    whole = quick(spec, out="whole").counts("x")
+    assert whole["raw"].iloc[3:].str.lstrip("\ufeff").nunique() == 5
+    monkeypatch.setattr(etl, "CHUNK_BYTES", (1_000, 1_000))
+    pd.testing.assert_frame_equal(quick(spec, out="chunked").counts("x"), whole)
+
+
 def test_blank_lines_at_the_end_are_no_rows(path, quick, monkeypatch):
     whole = quick(out="whole")
     path.write_bytes(path.read_bytes() + b"\n" * 50_000)
@@ -301,6 +314,10 @@ def test_numbers_that_are_not_finite(tmp_path, log, path, quick, kind):
     assert np.isfinite(rows_of(data)["price"]).all()
     same_numbers = quick(spec_of(format=kind), [tmp_path / f"clean.{kind}"], "clean")
     pd.testing.assert_frame_equal(rows_of(data), rows_of(same_numbers))
+    lists = log["genres"].map(lambda text: text.split("|") if text else [])
+    raw = log.assign(genres=lists)[["y", *FIELDS["categorical"], "price", "genres"]]
+    served = data.workflow().transform(raw.iloc[TRAIN:])
+    assert served["price"].tolist() == rows_of(data, "test")["price"].tolist()
     assert same_numbers.report["fields"]["price"]["not_finite"] == 0
 
 

@@ -44,6 +44,7 @@ from merlin_cowclip.workflows.data.raw_logs import (
     check_logs,
     expand_inputs,
     parse_number,
+    unchanged,
 )
 from merlin_cowclip.workflows.data.staging import IN_TRAIN, LENGTHS, ROWS, StagedChunk, Staging
 from merlin_cowclip.workflows.data.vocabularies import (
@@ -170,8 +171,11 @@ def build_workflow(spec: DatasetSpec, folder: str | Path) -> nvt.Workflow:
     target = [Tags.TARGET, Tags.BINARY_CLASSIFICATION]
     nodes = ids + ([spec.label] >> ops.AddMetadata(tags=target))
     if spec.continuous:
+        numbers: Any = list(spec.continuous)
+        if spec.non_finite == "missing":
+            numbers = numbers >> operators.NonFiniteToMissing()
         nodes += (
-            list(spec.continuous)
+            numbers
             >> ops.FillMissing(0)
             >> operators.UnitRange(out_dtype="float32")
             >> ops.Clip(min_value=0.0, max_value=1.0)
@@ -375,7 +379,8 @@ class _Preparation:
         self.positives: dict[str, int] = {}
 
     def run(self) -> None:
-        self._stage()
+        with unchanged(self.logs):
+            self._stage()
         self._split()
         self._fit_and_encode()
         self._save_workflow()
@@ -398,7 +403,7 @@ class _Preparation:
 
     def _stage(self) -> None:
         self.staging.folder.mkdir()
-        total = sum(log.path.stat().st_size for log in self.logs)
+        total = sum(log.state.bytes for log in self.logs)
         size = _chunk_bytes(total, self.cluster.number)
         pieces = [(log, chunk) for log in self.logs for chunk in log.chunks(size)]
         jobs = [
@@ -577,9 +582,7 @@ class _Preparation:
     def _write_record(self) -> None:
         record = {
             "spec": self.spec.to_dict(),
-            "inputs": [
-                {"path": str(log.path), "bytes": log.path.stat().st_size} for log in self.logs
-            ],
+            "inputs": [{"path": str(log.path), "bytes": log.state.bytes} for log in self.logs],
             "seed": self.seed,
             "rows": self.rows,
             "cardinalities": {name: self.fitted[name].cardinality for name in self.spec.ids},

@@ -182,6 +182,20 @@ class EncodeIds(Categorify):
         return schema.with_properties(added)
 
 
+class NonFiniteToMissing(Operator):
+    """inf, -inf and NaN become missing, as in `prepare` where the data set's description says so.
+
+    Without it a clipped inf would be a 1 in the saved workflow alone.
+    """
+
+    def transform(self, col_selector: Any, df: Any) -> Any:
+        """The same columns; every other number stays as it is."""
+        out = type(df)()
+        for name in col_selector.names:
+            out[name] = df[name].where(abs(df[name]) < float("inf"))
+        return out
+
+
 class UnitRange(NormalizeMinMax):
     """NormalizeMinMax that maps a constant column to 0 (stock: 0.5, or NaN where it is 0).
 
