@@ -15,8 +15,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from merlin_cowclip.workflows import folders
-from merlin_cowclip.workflows.data import clusters, etl, raw_logs
+from merlin_cowclip.workflows import folders, machine
+from merlin_cowclip.workflows.data import etl, raw_logs
 
 from .contract import command, listing, refused
 
@@ -35,7 +35,7 @@ ROWS = "1,a,1.5,x|y\n0,b,2,\n1,a,,x\n0,,4,z\n" * 20
 @pytest.fixture(autouse=True)
 def _machine(monkeypatch):
     """The same one for all cases: 16 GiB, and few rows to a block."""
-    monkeypatch.setattr(clusters, "memory_limit", lambda: 16 << 30)
+    monkeypatch.setattr(machine, "memory_limit", lambda: 16 << 30)
 
 
 def toml(**changes: Any) -> str:

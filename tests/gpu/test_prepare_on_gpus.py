@@ -9,7 +9,7 @@ from merlin_cowclip.workflows.data.etl import build_workflow, prepare
 from merlin_cowclip.workflows.data.synthetic import write_synthetic
 from merlin_cowclip.workflows.quiet import quiet_imports
 
-from ..workflows.test_clusters import same
+from ..workflows.data.test_clusters import same
 
 ROWS = 40_000
 

@@ -14,6 +14,7 @@ import pandas as pd
 import psutil
 import pytest
 
+from merlin_cowclip.workflows import machine
 from merlin_cowclip.workflows.data import clusters
 from merlin_cowclip.workflows.data.clusters import (
     Threads,
@@ -279,12 +280,12 @@ def test_no_task_goes_on_when_its_result_is_not_wanted_any_more():
 
 
 def test_more_workers_than_memory_are_refused(monkeypatch):
-    monkeypatch.setattr(clusters, "memory_limit", lambda: 20 << 30)
+    monkeypatch.setattr(machine, "memory_limit", lambda: 20 << 30)
     check_cluster(32, "cpu")
     message = "0.5 GiB each.*33 workers, which take 16.5 GiB, .* with 20.0 GiB. Use 32 at most"
     with pytest.raises(UserError, match=message):
         check_cluster(33, "cpu")
-    monkeypatch.setattr(clusters, "memory_limit", lambda: 1 << 20)
+    monkeypatch.setattr(machine, "memory_limit", lambda: 1 << 20)
     check_cluster(1, "cpu")
     check_cluster(0, "cpu")
 
@@ -306,7 +307,7 @@ def test_cupy_takes_its_memory_from_rmms_pool(monkeypatch):
 
 
 def test_memory_of_cpu_workers(monkeypatch):
-    monkeypatch.setattr(clusters, "memory_limit", lambda: 100 << 30)
+    monkeypatch.setattr(machine, "memory_limit", lambda: 100 << 30)
     options = cpu_options(4)
     assert options["n_workers"] == 4
     assert options["threads_per_worker"] == 1
@@ -322,7 +323,7 @@ def test_gpu_workers_are_configured_as_dask_cuda_takes_it(monkeypatch):
     from distributed import LocalCluster
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,3")
-    monkeypatch.setattr(clusters, "memory_limit", lambda: 300 << 30)
+    monkeypatch.setattr(machine, "memory_limit", lambda: 300 << 30)
     options = gpu_options(0)
     known = {*inspect.signature(LocalCUDACluster.__init__).parameters}
     known |= {*inspect.signature(LocalCluster.__init__).parameters}
@@ -370,11 +371,11 @@ def test_bad_numbers_of_workers(workers, device):
 def test_chunks_fit_the_memory_and_keep_the_workers_busy(monkeypatch):
     from merlin_cowclip.workflows.data.etl import CHUNK_BYTES, _chunk_bytes
 
-    monkeypatch.setattr(clusters, "memory_limit", lambda: 24 << 30)
+    monkeypatch.setattr(machine, "memory_limit", lambda: 24 << 30)
     assert _chunk_bytes(10 << 30, 2) == CHUNK_BYTES[1]
     assert _chunk_bytes(1 << 20, 2) == CHUNK_BYTES[0]
     assert _chunk_bytes(512 << 20, 4) == 32 << 20  # four to a worker
-    monkeypatch.setattr(clusters, "memory_limit", lambda: 2 << 30)
+    monkeypatch.setattr(machine, "memory_limit", lambda: 2 << 30)
     sizes = [_chunk_bytes(100 << 30, n) for n in (1, 4)]
     assert sizes == sorted(sizes, reverse=True)
     assert np.all(np.array(sizes) * [1, 4] <= (2 << 30) / 10)

@@ -6,6 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from merlin_cowclip.workflows import machine
 from merlin_cowclip.workflows.commands.main import main
 from merlin_cowclip.workflows.data import etl
 from merlin_cowclip.workflows.data.datasets import DatasetSpec, Split
@@ -539,7 +540,7 @@ def test_numbers_beyond_float32_are_scaled_like_others(log, path, quick, largest
 
 
 def test_hash_buckets_beyond_the_memory_are_refused_before_any_work(quick, monkeypatch):
-    monkeypatch.setattr(etl.clusters, "memory_limit", lambda: 10 << 30)
+    monkeypatch.setattr(machine, "memory_limit", lambda: 10 << 30)
     spec = spec_of(freq_threshold=2, hash_buckets={"user": (1 << 27) - 9})
     with pytest.raises(UserError, match=r"134,217,737 .*take 8.0 GiB of the 8.0 GiB"):
         quick(spec_of(freq_threshold=2, hash_buckets={"user": (1 << 27) + 9}), ["nowhere.csv"])

@@ -18,7 +18,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from merlin_cowclip.workflows import machine
 from merlin_cowclip.workflows.errors import UserError
+from merlin_cowclip.workflows.machine import gibibytes
 
 DEVICES = ("cpu", "gpu")
 THREADS = min(4, os.cpu_count() or 1)  # of one process; each holds one column, or one part
@@ -213,18 +215,13 @@ def check_cluster(workers: int, device: str) -> None:
 
 
 def _check_memory(workers: int) -> None:
-    most = max(1, int(memory_limit() * MEMORY_SHARE) // WORKER_BYTES) if workers else 0
+    most = max(1, int(machine.memory_limit() * MEMORY_SHARE) // WORKER_BYTES) if workers else 0
     if workers > most:
         raise UserError(
             f"workers must fit the memory, {gibibytes(WORKER_BYTES)} each at least. Received: "
             f"{workers:,} workers, which take {gibibytes(workers * WORKER_BYTES)}, on a machine "
-            f"with {gibibytes(memory_limit())}. Use {most} at most, one per core at best"
+            f"with {gibibytes(machine.memory_limit())}. Use {most} at most, one per core at best"
         )
-
-
-def gibibytes(size: float) -> str:
-    """A number of bytes, for a message."""
-    return f"{size / 2**30:,.1f} GiB"
 
 
 def processes(workers: int, device: str) -> int:
@@ -272,20 +269,13 @@ def number_of_gpus() -> int:
         return 0
 
 
-def memory_limit() -> int:
-    """Bytes of memory that this process may use: the machine's or its container's."""
-    from distributed.system import MEMORY_LIMIT
-
-    return int(MEMORY_LIMIT)
-
-
 def cpu_options(workers: int) -> dict[str, Any]:
     """Arguments of `distributed.LocalCluster`: one thread and an equal share of memory each."""
     return {
         "n_workers": workers,
         "threads_per_worker": 1,
         "processes": True,
-        "memory_limit": int(memory_limit() * MEMORY_SHARE / workers),
+        "memory_limit": int(machine.memory_limit() * MEMORY_SHARE / workers),
         "dashboard_address": ":0",  # any free port: two jobs do not meet
         "silence_logs": "CRITICAL",  # what fails is raised; on the way out Dask warns of itself
     }
@@ -303,7 +293,7 @@ def gpu_options(workers: int) -> dict[str, Any]:
         "n_workers": workers,
         "threads_per_worker": 1,
         "device_memory_limit": DEVICE_MEMORY_SHARE,
-        "memory_limit": int(memory_limit() * MEMORY_SHARE / workers),
+        "memory_limit": int(machine.memory_limit() * MEMORY_SHARE / workers),
         "rmm_pool_size": DEVICE_MEMORY_SHARE / 2,
         "rmm_maximum_pool_size": DEVICE_MEMORY_SHARE,
         "dashboard_address": ":0",

@@ -26,6 +26,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from merlin_cowclip.workflows import machine
 from merlin_cowclip.workflows.data import clusters
 from merlin_cowclip.workflows.data.datasets import DatasetSpec
 from merlin_cowclip.workflows.data.encoding import (
@@ -54,6 +55,7 @@ from merlin_cowclip.workflows.data.vocabularies import (
 )
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.folders import all_or_nothing, package_versions, refuse_existing
+from merlin_cowclip.workflows.machine import gibibytes
 from merlin_cowclip.workflows.quiet import quiet_imports
 
 if TYPE_CHECKING:
@@ -140,12 +142,12 @@ def _check_place(out: Path) -> None:
 def _check_memory(spec: DatasetSpec, at_once: int) -> None:
     """Refuse hash buckets whose counts the machine could not hold, before any work."""
     largest = sorted((spec.buckets_of(name) for name in spec.ids), reverse=True)[:at_once]
-    needed, held = BUCKET_BYTES * sum(largest), clusters.memory_limit() * clusters.MEMORY_SHARE
+    needed, held = BUCKET_BYTES * sum(largest), machine.memory_limit() * clusters.MEMORY_SHARE
     if needed > held and largest[0] > 1:
         raise UserError(
             "hash_buckets must leave their counts room in memory. Received: "
             f"{' + '.join(f'{number:,}' for number in largest)} for the largest fields, which take "
-            f"{clusters.gibibytes(needed)} of the {clusters.gibibytes(held)} that may be used. "
+            f"{gibibytes(needed)} of the {gibibytes(held)} that may be used. "
             "Lower it, or use a machine with more memory"
         )
 
@@ -600,7 +602,7 @@ def _chunk_bytes(total: int, workers: int) -> int:
     """How much of a log one task reads, from the log's size and the machine's memory."""
     least, most = CHUNK_BYTES
     # A chunk is held as text and as columns, a few times its size.
-    held = int(clusters.memory_limit() * clusters.MEMORY_SHARE / max(workers, 1) / 16)
+    held = int(machine.memory_limit() * clusters.MEMORY_SHARE / max(workers, 1) / 16)
     return max(least, min(most, held, total // (CHUNKS_PER_WORKER * max(workers, 1))))
 
 
