@@ -422,6 +422,15 @@ def test_text_and_its_description(tmp_path, changes, log, words):
             id="quote",
         ),
         pytest.param(gzip.compress(at(9, "2,a,1,x").encode()), ["'2'", "line 9"], id="label"),
+        pytest.param(
+            gzip.compress((HEAD + ROWS).encode()) + b"\0", ["nothing but gzip", "zeros"], id="zero"
+        ),
+        pytest.param(
+            gzip.compress(at(9, "2,a,1,x").encode()) + bytes(512), ["'2'", "line 9"], id="padded"
+        ),
+        pytest.param(
+            gzip.compress((HEAD + ROWS).encode())[:-50] + bytes(50), ["must be whole"], id="zeroed"
+        ),
         pytest.param(gzip.compress(HEAD.encode()) + b"junk", [".gz file must be whole"], id="junk"),
     ],
 )
@@ -596,6 +605,16 @@ LATIN = [b"a", b"b"] * 20 + [b"\xff"] + [b"a"] * 39
             {"user": pa.array([0, 1] * 40, pa.duration("s"))},
             ["'user'", "duration"],
             id="durations",
+        ),
+        pytest.param(
+            {"user": with_row(pa.float64(), 7.0, 2.0**60)},
+            ["2^53", "e+18 in", "row 41", "'user'", "integers or text"],
+            id="large float",
+        ),
+        pytest.param(
+            {"tags": with_row(pa.list_(pa.float32()), [7.0], [1.0, -(2.0**53)])},
+            ["2^53", "-9007199254740992.0 in", "row 41", "'tags'"],
+            id="large float in a list",
         ),
         pytest.param({"user": None}, ["Missing: 'user'"], id="missing"),
         pytest.param({"Y": pa.array([1] * 80), "y": None}, ["Missing: 'y'"], id="case"),

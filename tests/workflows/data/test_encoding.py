@@ -25,6 +25,7 @@ from merlin_cowclip.workflows.data.encoding import (
     unit_range,
     widened,
 )
+from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.quiet import quiet_imports
 
 with quiet_imports():
@@ -158,6 +159,9 @@ TEXTS = [
 ]
 
 
+HELD = [x for x, _ in TEXTS if x is None or not x >= 2.0**53]  # of ids
+
+
 class OtherFrame(pd.Series):
     """pandas's factorize with what cuDF documents otherwise: places of the smallest type."""
 
@@ -186,7 +190,7 @@ def by_pandas(values: pd.Series) -> list:
 @pytest.mark.parametrize(
     "values",
     [
-        pd.Series([x for x, _ in TEXTS] * 2, dtype="float64", index=range(50, 50 + 2 * len(TEXTS))),
+        pd.Series(HELD * 2, dtype="float64", index=range(50, 50 + 2 * len(HELD))),
         pd.Series([3, None, 2**62 + 1], dtype="Int64"),
         pd.Series([True, False, True]),
         pd.Series([0.5, 16777217.0, 3.0, math.nan], dtype="float32"),
@@ -204,6 +208,19 @@ def test_the_text_of_a_number(value, text):
     """Whole floats below 2^53 as the integers they were; the rest in Arrow's shortest notation."""
     assert as_text(pa.array([value], pa.float64())).to_pylist() == [text]
     assert mixed_as_text(["x", value, ""]).to_pylist() == ["x", text, None]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_an_id_that_a_float_may_not_hold_is_refused(dtype):
+    """2^60 and 2^60 + 1 beside a missing value, as pandas reads them."""
+    message = r"float of 2\^53 or more.*Received: 1.15\d+e\+18 in column 'n'. Write ids as integers"
+    for values in ([2**60 + 1, None], [-(2**53)]):
+        with pytest.raises(UserError, match=message if None in values else "2.53 or more"):
+            by_pandas(pd.Series(values, dtype=dtype))
+    assert by_pandas(pd.Series([2**60 + 1, None], dtype="Int64")) == [str(2**60 + 1), None]
+    assert by_pandas(pd.Series([math.inf, 2**53 - 2**30, None], dtype=dtype))[0] == "inf"
+    with pytest.raises(UserError, match=message):
+        by_pandas(pd.Series([np.array([1.0, 2.0**60]), None], dtype=object))
 
 
 @pytest.mark.parametrize(

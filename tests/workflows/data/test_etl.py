@@ -297,12 +297,13 @@ def test_pieces_give_the_same_as_the_whole(tmp_path, log, prepared):
     pd.testing.assert_frame_equal(read(pieces.train_files), read(prepared.train_files))
 
 
-def test_gzip_gives_the_same_as_plain_text(tmp_path, log, prepared):
+@pytest.mark.parametrize("padding", [0, 512])
+def test_gzip_gives_the_same_as_plain_text(tmp_path, log, prepared, padding):
     text = write_csv(log, tmp_path / "log.csv").read_bytes()
     # Two members, as `cat a.gz b.gz` makes them.
     half = text.index(b"\n", len(text) // 2) + 1
     zipped = gzip.compress(text[:half]) + gzip.compress(text[half:])
-    (tmp_path / "log.csv.gz").write_bytes(zipped)
+    (tmp_path / "log.csv.gz").write_bytes(zipped + bytes(padding))
     same = quick(SPEC, [tmp_path / "log.csv.gz"], tmp_path / "out", seed=1)
     pd.testing.assert_frame_equal(read(same.train_files), read(prepared.train_files))
 
@@ -345,6 +346,11 @@ def test_serving_frames(prepared):
     assert out["price"].iloc[1:].tolist() == [1.0, 0.0]
     assert [len(row) for row in out["genres"]] == [2, 0, 0]
     assert out["genres"][0][1] == 2
+    assert [row.tolist() for row in workflow.transform(rows[2:])["genres"]] == [[]]
+    for lists, expected in (([None], [[]]), ([None, []], [[], []]), ([[None]], [[1]]), ([], [])):
+        some = rows[: len(lists)].assign(genres=pd.Series(lists, dtype=object))
+        out = workflow.transform(some)["genres"]
+        assert (out.dtype, [row.tolist() for row in out]) == (object, expected)
 
 
 @pytest.mark.parametrize("rows", [["x", None, "y"], [None, "x", "x", "y", "z"]])

@@ -11,6 +11,7 @@ from merlin_cowclip.workflows.commands.main import main
 from merlin_cowclip.workflows.data import etl
 from merlin_cowclip.workflows.data.datasets import DatasetSpec, Split
 from merlin_cowclip.workflows.data.etl import prepare
+from merlin_cowclip.workflows.data.prepared import PreparedData
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.quiet import quiet_imports
 
@@ -150,6 +151,36 @@ def test_blank_lines_at_the_end_are_no_rows(path, quick, monkeypatch):
     path.write_bytes(path.read_bytes() + b"\n" * 50_000)
     monkeypatch.setattr(etl, "CHUNK_BYTES", (10_000, 10_000))
     same(quick(out="blank"), whole)
+
+
+# Ids that are numbers
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "note"),
+    [
+        (["1382", "77"], ["1382.0", "77.0", ""], "2 ids are written as integers and as floats"),
+        (["1382.0", "77.0"], ["1382.0", "77.0", ""], "all ids are written as floats"),
+        (["1382", "77"], ["1382", "77", ""], None),
+        (["1382", "77"], ["2.5", "5.0", ""], None),
+        (["v1382", "v77"], ["v1382.0", "1382.0", ""], None),
+    ],
+)
+@pytest.mark.parametrize("role", ["categorical", "lists"])
+def test_integers_written_as_floats_are_told(tmp_path, capsys, first, second, note, role):
+    for name, ids in (("a", first), ("b", second)):
+        rows = "".join(f"{i % 2},{ids[i % len(ids)]}\n" for i in range(60))
+        (tmp_path / f"{name}.csv").write_text("y,x\n" + rows)
+    toml = f'name = "ids"\nlabel = "y"\n{role} = ["x"]\nsplit = {{ kind = "random", test = 0.5 }}'
+    (tmp_path / "ids.toml").write_text(toml)
+    out = str(tmp_path / "out")
+    files = [str(tmp_path / name) for name in ("a.csv", "b.csv")]
+    assert main(["prepare", str(tmp_path / "ids.toml"), *files, "--out", out]) == 0
+    data, printed = PreparedData.open(out), capsys.readouterr().out
+    assert data.counts("x")["raw"].iloc[3:].nunique() == len({*first, *second} - {""})
+    assert (f"x: {note}" in printed) == (note is not None)
+    assert data.report["fields"]["x"].get("note", "").startswith(note or "")
+    assert ("note" in data.report["fields"]["x"]) == (note is not None)
 
 
 # Rare ids

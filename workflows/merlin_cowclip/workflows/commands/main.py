@@ -244,10 +244,11 @@ def _prepare(arguments: argparse.Namespace) -> None:
         f"{data.rows['train']:,} training and {data.rows['test']:,} test rows, {ids:,} ids in "
         f"{len(data.cardinalities)} fields: {data.path}"
     )
-    replaced = {name: field.get("not_finite") for name, field in data.report["fields"].items()}
-    for name, number in replaced.items():
-        if number:
-            print(f"{name}: {number:,} numbers that were not finite are missing")
+    for name, field in data.report["fields"].items():
+        if field.get("not_finite"):
+            print(f"{name}: {field['not_finite']:,} numbers that were not finite are missing")
+        if "note" in field:
+            print(f"{name}: {field['note']}")
 
 
 def _changed_spec(spec: DatasetSpec, arguments: argparse.Namespace) -> DatasetSpec:

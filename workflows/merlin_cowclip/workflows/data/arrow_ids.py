@@ -9,6 +9,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from merlin_cowclip.workflows.errors import UserError
+
+EXACT = float(2**53)  # below it, and only there, a float holds every integer
+
 
 def as_text(values: pa.Array) -> pa.Array:
     """Ids as text, or lists of ids as lists of text.
@@ -25,7 +29,7 @@ def as_text(values: pa.Array) -> pa.Array:
         raise pa.ArrowNotImplementedError("durations have no text of their own")
     if pa.types.is_dictionary(kind):
         return as_text(values.dictionary).take(values.indices)
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+    if _is_list_type(kind):
         lengths = pc.fill_null(pc.list_value_length(values), 0).cast(pa.int64())
         ends = pc.cumulative_sum(lengths)
         offsets = pa.concat_arrays([pa.array([0], pa.int64()), ends]).cast(pa.int32())
@@ -33,8 +37,8 @@ def as_text(values: pa.Array) -> pa.Array:
     if pa.types.is_floating(kind):
         values = values.cast(pa.float64())
         values = pc.if_else(pc.is_nan(values), None, values)
-        # Beyond 2^53 a float no longer holds every integer: it stays in float notation.
-        whole = pc.and_(pc.equal(values, pc.round(values)), pc.less(pc.abs(values), float(2**53)))
+        # What is no id of ours (`exact_ids`) stays in float notation.
+        whole = pc.and_(pc.equal(values, pc.round(values)), pc.less(pc.abs(values), EXACT))
         integers = pc.if_else(whole, values, None).cast(pa.int64())
         return pc.if_else(whole, integers.cast(pa.string()), values.cast(pa.string()))
     texts = values.cast(pa.string())
@@ -42,6 +46,61 @@ def as_text(values: pa.Array) -> pa.Array:
         texts = pc.replace_substring_regex(texts, r"(\.[0-9]*[1-9])0+([^0-9]|$)", r"\1\2")
         texts = pc.replace_substring_regex(texts, r"\.0+([^0-9]|$)", r"\1")
     return pc.if_else(pc.equal(texts, ""), pa.scalar(None, pa.string()), texts)
+
+
+def exact_ids(values: pa.Array, where: str = "") -> pa.Array:
+    """The same ids, or lists of them, once it is known that a float holds none but its own.
+
+    Of 2^53 and more, where integers were (beside a missing value pandas makes them floats), several
+    of them became one, whose text is another than theirs.
+
+    Args:
+        values: of any type.
+        where: follows the value in the message.
+
+    Raises:
+        UserError: a finite float of 2^53 or more.
+    """
+    held = values
+    while pa.types.is_dictionary(held.type) or _is_list_type(held.type):
+        held = held.dictionary if pa.types.is_dictionary(held.type) else held.flatten()
+    if pa.types.is_floating(held.type):
+        held = held.cast(pa.float64())
+        large = held.filter(pc.and_(pc.is_finite(held), pc.greater_equal(pc.abs(held), EXACT)))
+        if len(large):
+            raise UserError(
+                "an id must not be a float of 2^53 or more, where several integers are one float. "
+                f"Received: {large[0].as_py()!r}{where}. Write ids as integers or text"
+            )
+    return values
+
+
+def note_on_floats(texts: pa.Array, read_by_pandas: bool = True) -> str | None:
+    """What must be said of distinct ids in which integers stand as floats, if any do.
+
+    pandas writes integers beside a missing value so. They are not taken for one id, for 2 and 2.0
+    may be two versions.
+
+    Args:
+        texts: the distinct ids of a column.
+        read_by_pandas: whether a frame of the same rows would hold numbers in their place.
+    """
+    floats = texts.filter(pc.match_substring_regex(texts, r"^-?[0-9]+\.0$"))
+    integers = pc.utf8_slice_codeunits(floats, 0, -2)
+    both = integers.filter(pc.is_in(integers, value_set=texts))
+    if len(both):
+        return (
+            f"{len(both):,} ids are written as integers and as floats ({both[0]} and {both[0]}.0), "
+            "and so are two each. If they are one, write them as integers; pandas does with "
+            "dtype=str or Int64"
+        )
+    if read_by_pandas and len(floats) == len(texts) > 0:
+        return (
+            f"all ids are written as floats ({floats[0]}). pandas reads them as numbers, which the "
+            f"saved workflow takes for {integers[0]} and so for unknown: write them as integers, "
+            "or read what it is given with dtype=str"
+        )
+    return None
 
 
 def same_text(a: pa.DataType, b: pa.DataType) -> bool:
@@ -55,8 +114,12 @@ def same_text(a: pa.DataType, b: pa.DataType) -> bool:
     return len(kinds) < 2 or (kinds <= plain | floats and len(kinds & floats) < 2)
 
 
+def _is_list_type(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind))
+
+
 def _kind_of_text(kind: pa.DataType) -> str:
-    if pa.types.is_dictionary(kind) or pa.types.is_list(kind) or pa.types.is_large_list(kind):
+    if pa.types.is_dictionary(kind) or _is_list_type(kind):
         return _kind_of_text(kind.value_type)
     if pa.types.is_integer(kind):
         return "integer"

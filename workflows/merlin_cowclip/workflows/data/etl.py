@@ -28,6 +28,7 @@ import pyarrow.parquet as pq
 
 from merlin_cowclip.workflows import machine
 from merlin_cowclip.workflows.data import clusters
+from merlin_cowclip.workflows.data.arrow_ids import note_on_floats
 from merlin_cowclip.workflows.data.datasets import DatasetSpec
 from merlin_cowclip.workflows.data.encoding import (
     MISSING,
@@ -169,7 +170,8 @@ def build_workflow(spec: DatasetSpec, folder: str | Path) -> nvt.Workflow:
         rare["freq_threshold"] = {name: spec.threshold_of(name) for name in spec.ids}
     if any(spec.buckets_of(name) > 1 for name in spec.ids):
         rare["num_buckets"] = {name: spec.buckets_of(name) for name in spec.ids}
-    ids = list(spec.ids) >> operators.IdText() >> operators.EncodeIds(folder, **rare)
+    text = list(spec.ids) >> operators.IdText(lists=spec.lists)
+    ids = text >> operators.EncodeIds(folder, lists=spec.lists, **rare)
     target = [Tags.TARGET, Tags.BINARY_CLASSIFICATION]
     nodes = ids + ([spec.label] >> ops.AddMetadata(tags=target))
     if spec.continuous:
@@ -257,7 +259,7 @@ def _fit_ids(job: _FieldJob) -> _Fitted:
     write_vocabulary(job.folder / "workflow" / "categories", name, statistics)
     write_counts(job.folder / "counts", name, statistics)
     test = ids[~in_train]
-    report = {
+    report: dict[str, Any] = {
         "occurrences": int(in_train.sum()),
         "distinct": statistics.distinct,
         "missing": statistics.missing,
@@ -266,6 +268,9 @@ def _fit_ids(job: _FieldJob) -> _Fitted:
         "test_missing": int(np.count_nonzero(test == MISSING)),
         "test_unknown": int(np.count_nonzero((test >= UNKNOWN) & (test < statistics.first_id))),
     }
+    note = note_on_floats(texts, read_by_pandas=spec.format == "csv")
+    if note:
+        report["note"] = note
     return _Fitted(cardinality=statistics.cardinality, report=report)
 
 

@@ -528,6 +528,7 @@ def _save_workflow(data: PreparedData, kept: Mapping[str, _Kept], folder: Path) 
             home,
             max_size={field: ids.max_size for field, ids in kept.items()},
             missing_as_unknown=[f for f, ids in kept.items() if not ids.missing_is_kept],
+            lists=data.spec.lists,
         )
         node.op.fit_finalize(vocabularies)
         node.op.fitted = True

@@ -17,7 +17,12 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from merlin_cowclip.workflows.data.arrow_ids import as_text, column_as_text, mixed_as_text
+from merlin_cowclip.workflows.data.arrow_ids import (
+    as_text,
+    column_as_text,
+    exact_ids,
+    mixed_as_text,
+)
 from merlin_cowclip.workflows.data.encoding import hash_bucket, scaled, widened
 from merlin_cowclip.workflows.quiet import quiet_imports
 
@@ -35,17 +40,31 @@ class IdText(Operator):
 
     pandas turns integers beside a missing value into floats, so a whole float is written as the
     integer it was. Empty text is missing; a missing list is an empty one.
+
+    Args:
+        lists: columns of lists, also where a frame does not show it, having missing ones alone.
     """
 
+    lists: tuple[str, ...] = ()  # of workflows saved before they were told
+
+    def __init__(self, lists: Sequence[str] = ()) -> None:
+        super().__init__()
+        self.lists = tuple(lists)
+
     def transform(self, col_selector: Any, df: Any) -> Any:
-        """The same columns as text; every row stays where it is."""
+        """The same columns as text; every row stays where it is.
+
+        Raises:
+            UserError: floats of 2^53 or more, which would all be unknown (`exact_ids`).
+        """
         out = df[col_selector.names].copy(deep=False)
         for name in col_selector.names:
+            where = f" in column {name!r}"
             if isinstance(df, pd.DataFrame):
-                texts = as_text(_to_arrow(df[name]))
+                texts = as_text(exact_ids(_to_arrow(df[name], name in self.lists), where))
                 out[name] = pd.Series(texts.to_pandas().to_numpy(), index=df.index, dtype=object)
             else:
-                out[name] = _text_on_gpu(df[name])
+                out[name] = _text_on_gpu(df[name], name in self.lists, where)
         return out
 
     @property
@@ -70,9 +89,11 @@ class EncodeIds(Categorify):
             `encoding.hash_bucket`, the same on CPUs and GPUs.
         max_size: rows of a field's table at most, as in Categorify: the ids beyond are unknown.
         missing_as_unknown: fields whose missing ids are unknown (2) as well, instead of 1.
+        lists: fields of lists, as `IdText`'s.
     """
 
     missing_as_unknown: tuple[str, ...] = ()  # of workflows saved before there was such a thing
+    lists: tuple[str, ...] = ()
 
     def __init__(
         self,
@@ -82,6 +103,7 @@ class EncodeIds(Categorify):
         num_buckets: dict[str, int] | None = None,
         max_size: int | dict[str, int] = 0,
         missing_as_unknown: Sequence[str] = (),
+        lists: Sequence[str] = (),
     ) -> None:
         with warnings.catch_warnings():  # of hashing that differs on GPUs: not ours
             warnings.simplefilter("ignore", UserWarning)
@@ -91,7 +113,7 @@ class EncodeIds(Categorify):
                 num_buckets=num_buckets,
                 max_size=max_size,
             )
-        self.missing_as_unknown = tuple(missing_as_unknown)
+        self.missing_as_unknown, self.lists = tuple(missing_as_unknown), tuple(lists)
         self._vocabularies: dict[str, pd.Index] = {}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -130,7 +152,7 @@ class EncodeIds(Categorify):
             return out
         out = df[col_selector.names].copy(deep=False)
         for name in col_selector.names:
-            values = _to_arrow(df[name])
+            values = _to_arrow(df[name], name in self.lists)
             if not pa.types.is_list(values.type):
                 ids = self._encode(name, df[name].to_numpy(dtype=object))
                 out[name] = pd.Series(ids, index=df.index)
@@ -218,26 +240,32 @@ class UnitRange(NormalizeMinMax):
             _, self.maxs[name] = widened(float(low), float(self.maxs[name]))
 
 
-def _to_arrow(series: pd.Series) -> pa.Array:
+def _to_arrow(series: pd.Series, listed: bool = False) -> pa.Array:
     try:
         array = pa.array(series, from_pandas=True)
     except (pa.ArrowInvalid, pa.ArrowTypeError):  # a column of texts and numbers
         array = mixed_as_text(series.tolist())
+    if listed and pa.types.is_null(array.type):
+        array = pa.nulls(len(array), pa.list_(pa.string()))
     return array.combine_chunks() if isinstance(array, pa.ChunkedArray) else array
 
 
-def _text_on_gpu(series: Any) -> Any:
+def _text_on_gpu(series: Any, listed: bool, where: str) -> Any:
     """`as_text` of cuDF's column. Written from its documentation: it has not run on a GPU yet."""
     import cudf  # type: ignore[import-not-found]
 
     if is_list_dtype(series):
-        leaves = _text_on_gpu(series.list.leaves)
+        leaves = _text_on_gpu(series.list.leaves, False, where)
         return encode_list_column(series, leaves, dtype=leaves.dtype)
+    if listed and series.isnull().all():
+        return type(series)([[]] * len(series), index=series.index, dtype=cudf.ListDtype("str"))
     if series.dtype == "object":  # text
         return series.where(series != "", None)
     if series.dtype.kind == "f":
         series = series.nans_to_nulls()
-    return column_as_text(series, lambda distinct: distinct.to_arrow(), cudf.Series.from_arrow)
+    return column_as_text(
+        series, lambda distinct: exact_ids(distinct.to_arrow(), where), cudf.Series.from_arrow
+    )
 
 
 def _encode_on_gpu(transform: Any, col_selector: Any, df: Any) -> Any:

@@ -29,7 +29,7 @@ import pyarrow.compute as pc
 import pyarrow.csv
 import pyarrow.parquet as pq
 
-from merlin_cowclip.workflows.data.arrow_ids import as_text, same_text
+from merlin_cowclip.workflows.data.arrow_ids import as_text, exact_ids, same_text
 from merlin_cowclip.workflows.data.datasets import DatasetSpec
 from merlin_cowclip.workflows.data.natural_order import natural_order
 from merlin_cowclip.workflows.data.quotes import (
@@ -372,7 +372,7 @@ class RawLog:
             try:
                 stream: Any = raw
                 if self._gzipped:
-                    stream = pa.CompressedInputStream(raw, "gzip")
+                    stream = _inflated(raw, self.path)
                     if spec.quotes:
                         stream = _Watched(stream, scan)
                 reader = pyarrow.csv.open_csv(
@@ -521,6 +521,11 @@ class RawLog:
                 finite = number is not None and math.isfinite(number)
                 if value and not finite and (number is None or self._refuses_non_finite):
                     self._bad_number(_shown(value), where, name)
+        if self._gzipped and ("inflate" in reason or "compressed stream" in reason):
+            raise UserError(
+                f"a .gz file must hold nothing but gzip. Received: {self.path}, with zeros between "
+                "its parts or behind them. Unpack it, and gzip it again"
+            )
         raise UserError(
             f"input must be a csv file that Arrow reads. Received: {self.path}: {_clipped(reason)}"
         )
@@ -636,12 +641,12 @@ class RawLog:
             ids = _column(batch, name)
             # Only the csv reader has made empty text null.
             ready = spec.format == "csv" and ids.type == ID_TYPE
-            columns[name] = ids if ready else self._text(ids, fault).dictionary_encode()
+            columns[name] = ids if ready else self._ids(ids, fault).dictionary_encode()
         for name in spec.lists:
             cells = _column(batch, name)
             if spec.format == "csv":
                 cells = pc.split_pattern(cells, spec.list_separator)
-            columns[name] = self._text(cells, fault)
+            columns[name] = self._ids(cells, fault)
         if spec.split.column:
             times = _column(batch, spec.split.column)
             if times.type == ID_TYPE:
@@ -650,6 +655,13 @@ class RawLog:
                 times = times.cast(pa.timestamp(times.type.unit))
             columns[TIME] = self._text(times, fault).dictionary_encode()
         return pa.RecordBatch.from_pydict(columns)
+
+    def _ids(self, values: pa.Array, fault: Callable[[str], Any]) -> pa.Array:
+        try:
+            exact_ids(values)
+        except UserError as error:
+            fault(str(error))
+        return self._text(values, fault)
 
     def _text(self, values: pa.Array, fault: Callable[[str], Any]) -> pa.Array:
         """`as_text`, once it is known to be UTF-8; of csv, the reader has looked."""
@@ -715,8 +727,12 @@ class _ParquetFault:
             for row in range(len(values)):
                 cell = values.slice(row, 1)
                 for value in cell.flatten() if name in spec.lists else cell:
+                    where = f" in {self.log.path}, {self._place(row)}, column {name!r}"
                     try:
-                        as_text(pa.array([value.as_py()], value.type)).validate(full=True)
+                        one = pa.array([value.as_py()], value.type)
+                        as_text(one).validate(full=True)
+                        if name in spec.ids:
+                            exact_ids(one, where)
                     except (pa.ArrowInvalid, UnicodeDecodeError):
                         self.log._bad_text(_bytes(value), self._place(row), name)
         raise AssertionError(reason)  # a fault was seen, so one of the above has raised
@@ -807,6 +823,17 @@ def _count(text: mmap.mmap, byte: bytes, start: int, stop: int) -> int:
 def _slices(text: mmap.mmap, start: int, stop: int) -> Iterator[bytes]:
     step = 16 << 20
     return (text[a : min(a + step, stop)] for a in range(start, stop, step))
+
+
+def _inflated(raw: pa.NativeFile, path: Path) -> Any:
+    """The text of a gzipped file; one filled up with zeros, as of a tape, Arrow takes for damaged.
+
+    Any other ends with its size, which is 0 of no log.
+    """
+    with open(path, "rb") as file:
+        file.seek(-4, os.SEEK_END)
+        padded = not any(file.read())
+    return gzip.GzipFile(fileobj=raw) if padded else pa.CompressedInputStream(raw, "gzip")
 
 
 def _plain_type(kind: pa.DataType) -> pa.DataType:
