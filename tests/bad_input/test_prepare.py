@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from merlin_cowclip.workflows import folders, machine
-from merlin_cowclip.workflows.data import etl, raw_logs
+from merlin_cowclip.workflows.data import csv_text, etl
 
 from .contract import command, listing, refused
 
@@ -357,7 +357,7 @@ def test_text(tmp_path, log, words):
 def test_rows_too_long(tmp_path, monkeypatch, log):
     """16 MiB in earnest."""
     for name in ("BLOCK_BYTES", "MAX_LINE"):
-        monkeypatch.setattr(raw_logs, name, 20_000)
+        monkeypatch.setattr(csv_text, name, 20_000)
     check(tmp_path, toml(), log, ["must be shorter than 20,000 characters", "log.csv, line "])
 
 

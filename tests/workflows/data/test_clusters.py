@@ -241,15 +241,15 @@ def interrupted():
 @pytest.mark.parametrize("name", ["log.txt", "log.txt.gz"])
 def test_an_interruption_does_not_wait_for_a_log_to_end(log, tmp_path, monkeypatch, name, request):
     """One gzipped log is one task, and may take hours; this one would take for ever."""
-    from merlin_cowclip.workflows.data.raw_logs import RawLog
+    from merlin_cowclip.workflows.data.csv_logs import CsvLog
 
-    first = RawLog.batches
+    first = CsvLog.batches
 
     def endless(self, chunk, advance, replaced):
         while True:
             yield from first(self, chunk, advance, replaced)
 
-    monkeypatch.setattr(RawLog, "batches", endless)
+    monkeypatch.setattr(CsvLog, "batches", endless)
     text = log.read_bytes()
     (tmp_path / name).write_bytes(gzip.compress(text, 1) if name.endswith("gz") else text)
     request.getfixturevalue("interrupted")
@@ -403,10 +403,10 @@ def test_what_was_taken_is_not_done_again(tmp_path):
 
 
 def test_a_chunk_staged_twice_is_the_same_chunk(log, tmp_path):
-    from merlin_cowclip.workflows.data.raw_logs import RawLog
+    from merlin_cowclip.workflows.data.csv_logs import CsvLog
     from merlin_cowclip.workflows.data.staging import Staging
 
-    raw, staging = RawLog(CRITEO, log), Staging(tmp_path, CRITEO)
+    raw, staging = CsvLog(CRITEO, log), Staging(tmp_path, CRITEO)
     (chunk,) = raw.chunks(1 << 30)
     once = staging.stage(0, raw, chunk)
     before = staging.numbers("I1", np.float64)

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from merlin_cowclip.workflows.data import clusters, etl, raw_logs
+from merlin_cowclip.workflows.data import clusters, csv_text, etl
 from merlin_cowclip.workflows.data.datasets import AVAZU, CRITEO, DatasetSpec, Split
 from merlin_cowclip.workflows.data.etl import build_workflow, prepare
 from merlin_cowclip.workflows.data.prepared import PreparedData
@@ -277,7 +277,7 @@ def test_merlin_finds_the_schema_by_itself(prepared):
 
 def test_the_same_seed_gives_the_same_rows_in_the_same_order(tmp_path, log, prepared, monkeypatch):
     path = write_csv(log, tmp_path / "log.csv")
-    monkeypatch.setattr(raw_logs, "BLOCK_BYTES", 20_000)  # other batches, other threads' luck
+    monkeypatch.setattr(csv_text, "BLOCK_BYTES", 20_000)  # other batches, other threads' luck
     again = quick(SPEC, [path], tmp_path / "again", seed=1)
     for old, new in zip(
         [*prepared.train_files, *prepared.test_files],

@@ -14,15 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from merlin_cowclip.workflows.data import quotes
+from merlin_cowclip.workflows.data.csv_logs import CsvLog
 from merlin_cowclip.workflows.data.datasets import AVAZU, CRITEO, DatasetSpec
-from merlin_cowclip.workflows.data.raw_logs import RawLog
 from merlin_cowclip.workflows.errors import UserError
 
 SPEC = DatasetSpec("toy", "y", ("a", "b"))
 HEAD = "y,a,b\n"
 
 
-def rows_of(log: RawLog, size: int) -> list[tuple]:
+def rows_of(log: CsvLog, size: int) -> list[tuple]:
     batches = [batch for chunk in log.chunks(size) for batch in log.batches(chunk)]
     columns = [pa.chunked_array([batch[name] for batch in batches]).to_pylist() for name in "yab"]
     return list(zip(*columns, strict=True))
@@ -53,7 +53,7 @@ def test_any_csv_cut_anywhere_gives_its_cells(rows, size, block, end, mark, zipp
     with tempfile.TemporaryDirectory() as folder, mock.patch.object(quotes, "BLOCK_BYTES", block):
         path = Path(folder) / ("log.csv.gz" if zipped else "log.csv")
         path.write_bytes(gzip.compress(text) if zipped else text)
-        assert rows_of(RawLog(SPEC, path), size) == expected
+        assert rows_of(CsvLog(SPEC, path), size) == expected
 
 
 @given(st.lists(st.text('",a\n\r', max_size=9), max_size=9))
@@ -73,7 +73,7 @@ def test_an_inch_mark_beside_a_cell_of_several_lines(tmp_path):
     """An odd number of quotes, and more lines than rows: once refused."""
     (tmp_path / "log.csv").write_text(HEAD + '1,5" disk,"two\nlines"\n0,x,y\n')
     expected = [(1, '5" disk', "two\nlines"), (0, "x", "y")]
-    assert rows_of(RawLog(SPEC, tmp_path / "log.csv"), 1 << 20) == expected
+    assert rows_of(CsvLog(SPEC, tmp_path / "log.csv"), 1 << 20) == expected
 
 
 def test_a_cut_never_falls_within_a_cell(tmp_path):
@@ -82,7 +82,7 @@ def test_a_cut_never_falls_within_a_cell(tmp_path):
     (tmp_path / "log.csv").write_text(HEAD + f'0,5" 3" 1",3"\n1,a,"{cell}"\n')
     expected = [(0, '5" 3" 1"', '3"'), (1, "a", cell)]
     for size in range(1, 60):
-        assert rows_of(RawLog(SPEC, tmp_path / "log.csv"), size) == expected
+        assert rows_of(CsvLog(SPEC, tmp_path / "log.csv"), size) == expected
 
 
 def test_without_quotes_a_quote_is_text(tmp_path):
@@ -90,8 +90,8 @@ def test_without_quotes_a_quote_is_text(tmp_path):
     (tmp_path / "log.csv").write_text(HEAD + '1,"a,b"\n0,""," x\n')
     expected = [(1, '"a', 'b"'), (0, '""', '" x')]
     for size in (1, 1 << 20):
-        assert rows_of(RawLog(spec, tmp_path / "log.csv"), size) == expected
-    assert RawLog(spec, tmp_path / "log.csv").check() == ("y", "a", "b")
+        assert rows_of(CsvLog(spec, tmp_path / "log.csv"), size) == expected
+    assert CsvLog(spec, tmp_path / "log.csv").check() == ("y", "a", "b")
 
 
 def test_the_published_logs_have_no_quotes():
@@ -117,7 +117,7 @@ def test_an_open_quote_is_named_by_its_line(tmp_path, size, zipped, bad, cell):
     line = 52 + bad.count("\n")
     message = f"a quote must be closed. Received: {cell!r} in .*, line {line}, .*quotes = false"
     with pytest.raises(UserError, match=message):
-        rows_of(RawLog(SPEC, path), size)
+        rows_of(CsvLog(SPEC, path), size)
 
 
 @pytest.mark.parametrize("size", [1, 100, 1 << 20])
@@ -131,14 +131,14 @@ def test_a_quote_that_swallows_rows_is_named_by_its_line(tmp_path, zipped, size)
     path.write_bytes(gzip.compress(text) if zipped else text)
     message = "must end with its closing quote.*'\"u,i' in .*, line 52, .* closed in line 201 and"
     with pytest.raises(UserError, match=message):
-        rows_of(RawLog(SPEC, path), size)
+        rows_of(CsvLog(SPEC, path), size)
 
 
 def test_a_row_of_several_lines_is_named_by_its_first(tmp_path):
     (tmp_path / "log.csv").write_text(HEAD + '1,a,b\n0,"u\n\nv",w,x\n')
     message = "3 columns.*Received: 4 in .*, lines 3 to 5, which a quote in line 3.*Close"
     with pytest.raises(UserError, match=message):
-        rows_of(RawLog(SPEC, tmp_path / "log.csv"), 1 << 20)
+        rows_of(CsvLog(SPEC, tmp_path / "log.csv"), 1 << 20)
 
 
 def test_a_large_log_is_scanned_in_pieces(tmp_path):

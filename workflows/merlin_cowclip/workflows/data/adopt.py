@@ -29,7 +29,6 @@ from merlin_cowclip.workflows.data.existing_parquet import (
     check_label,
     open_files,
     others,
-    quoted,
 )
 from merlin_cowclip.workflows.data.existing_workflow import (
     WORKFLOW_FILES,
@@ -39,7 +38,7 @@ from merlin_cowclip.workflows.data.existing_workflow import (
     load_workflow,
 )
 from merlin_cowclip.workflows.data.prepared import PreparedData, check_unchanged, write_record
-from merlin_cowclip.workflows.errors import UserError
+from merlin_cowclip.workflows.errors import UserError, quoted
 from merlin_cowclip.workflows.folders import all_or_nothing, package_versions, refuse_existing
 from merlin_cowclip.workflows.manifest import checksum
 

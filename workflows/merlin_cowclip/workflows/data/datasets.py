@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from merlin_cowclip.plugins.input_names import unsavable_names
-from merlin_cowclip.workflows.errors import UserError, shown
+from merlin_cowclip.workflows.errors import UserError, quoted, shown
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -48,7 +48,7 @@ class Split:
     def __post_init__(self) -> None:
         if self.kind not in SPLIT_KINDS:
             raise UserError(
-                f"split.kind must be one of {_names(SPLIT_KINDS)}. Received: {self.kind!r}"
+                f"split.kind must be one of {quoted(SPLIT_KINDS)}. Received: {self.kind!r}"
             )
         if isinstance(self.test, bool) or not isinstance(self.test, (int, float)):
             raise UserError(f"split.test must be a number. Received: {self.test!r}")
@@ -122,7 +122,7 @@ class DatasetSpec:
                 raise UserError(f"{key} must be a list of column names. Received: {value!r}")
             object.__setattr__(self, key, tuple(value))  # a list from TOML or JSON
         if self.format not in FORMATS:
-            raise UserError(f"format must be one of {_names(FORMATS)}. Received: {self.format!r}")
+            raise UserError(f"format must be one of {quoted(FORMATS)}. Received: {self.format!r}")
         for key in ("header", "quotes"):
             value = getattr(self, key)
             if not isinstance(value, bool):
@@ -143,7 +143,7 @@ class DatasetSpec:
             raise UserError(f"split must be a Split. Received: {self.split!r}")
         if self.non_finite not in NON_FINITE:
             raise UserError(
-                f"non_finite must be one of {_names(NON_FINITE)}. Received: {self.non_finite!r}"
+                f"non_finite must be one of {quoted(NON_FINITE)}. Received: {self.non_finite!r}"
             )
         self._check_roles()
         self._check_columns()
@@ -156,7 +156,7 @@ class DatasetSpec:
             for field, number in by_field.items():
                 if isinstance(value, Mapping) and field not in self.ids:
                     raise UserError(
-                        f"{key} must name fields of ids: {_names(self.ids)}. Received: {field!r}"
+                        f"{key} must name fields of ids: {quoted(self.ids)}. Received: {field!r}"
                     )
                 if isinstance(number, bool) or not isinstance(number, int) or number < least:
                     raise UserError(
@@ -227,17 +227,17 @@ class DatasetSpec:
         if self.format != "csv" or self.header:
             raise UserError(
                 "columns must be left out unless the format is csv and header is false "
-                f"(the file names its columns). Received: {_names(self.columns)}"
+                f"(the file names its columns). Received: {quoted(self.columns)}"
             )
         twice = sorted({c for c in self.columns if self.columns.count(c) > 1})
         if twice:
-            raise UserError(f"columns must be unique. Received twice: {_names(twice)}")
+            raise UserError(f"columns must be unique. Received twice: {quoted(twice)}")
         wanted = [self.label, *self.fields, *([self.split.column] if self.split.column else [])]
         missing = [c for c in wanted if c not in self.columns]
         if missing:
             raise UserError(
                 "columns must hold the label, every field and the split's column. Missing: "
-                f"{_names(missing)}. Received: {_names(self.columns)}"
+                f"{quoted(missing)}. Received: {quoted(self.columns)}"
             )
 
     @property
@@ -376,7 +376,7 @@ def find_spec(name_or_path: str | Path) -> DatasetSpec:
     if key.endswith(".toml"):
         return DatasetSpec.from_toml(key)
     raise UserError(
-        f"data set must be one of {_names(sorted(SPECS))}, or the path of a .toml file. "
+        f"data set must be one of {quoted(sorted(SPECS))}, or the path of a .toml file. "
         f"Received: {shown(repr(key))}"
     )
 
@@ -394,7 +394,7 @@ def check_input_names(spec: DatasetSpec) -> None:
         raise UserError(
             "a model's inputs and its label must have names that TensorFlow can save: of A-Z a-z "
             "0-9 _ . -, a letter or digit first, not a word of Python's, and different but for "
-            f"_ . -. Received: {_names(refused)}. Rename them where the data comes from"
+            f"_ . -. Received: {quoted(refused)}. Rename them where the data comes from"
         )
 
 
@@ -402,16 +402,12 @@ def _plain(value: int | Mapping[str, int]) -> int | dict[str, int]:
     return dict(value) if isinstance(value, Mapping) else value
 
 
-def _names(names: Any) -> str:
-    return ", ".join(repr(name) for name in names)
-
-
 def _check_keys(
     values: Mapping[str, Any], known: Any, *, required: tuple[str, ...], place: str
 ) -> None:
     unknown = [place + key for key in values if key not in known]
     if unknown:
-        raise UserError(f"a key must be one of {_names(known)}. Received: {_names(unknown)}")
+        raise UserError(f"a key must be one of {quoted(known)}. Received: {quoted(unknown)}")
     missing = [place + key for key in required if key not in values]
     if missing:
-        raise UserError(f"{_names(missing)} must be given. Received: {_names(values) or 'nothing'}")
+        raise UserError(f"{quoted(missing)} must be given. Received: {quoted(values) or 'nothing'}")

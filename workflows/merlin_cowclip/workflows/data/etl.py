@@ -4,7 +4,7 @@ One pass over the text stages every column by itself; from then on a thread or w
 in memory at a time. Each step is a list of tasks that read and write files, done by threads or by
 Dask's workers (`clusters.py`). The statistics are those that NVTabular's operators would compute,
 and are handed to them (`StatOperator.fit_finalize`): what is saved is an ordinary fitted
-`nvtabular.Workflow`. What a log looks like is `datasets.py`'s; reading it is `raw_logs.py`'s.
+`nvtabular.Workflow`. What a log looks like is `datasets.py`'s; reading it is `RawLog`'s.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ import pyarrow.parquet as pq
 from merlin_cowclip.workflows import machine
 from merlin_cowclip.workflows.data import clusters
 from merlin_cowclip.workflows.data.arrow_ids import note_on_floats
+from merlin_cowclip.workflows.data.csv_logs import CsvLog
 from merlin_cowclip.workflows.data.datasets import DatasetSpec
 from merlin_cowclip.workflows.data.encoding import (
     MISSING,
@@ -38,13 +39,14 @@ from merlin_cowclip.workflows.data.encoding import (
     unit_range,
     widened,
 )
+from merlin_cowclip.workflows.data.inputs import expand_inputs
+from merlin_cowclip.workflows.data.parquet_logs import ParquetLog
 from merlin_cowclip.workflows.data.prepared import PreparedData, write_record
 from merlin_cowclip.workflows.data.raw_logs import (
     TIME,
     Chunk,
     RawLog,
     check_logs,
-    expand_inputs,
     parse_number,
     unchanged,
 )
@@ -63,6 +65,7 @@ if TYPE_CHECKING:
     import nvtabular as nvt
     from tqdm import tqdm
 
+READERS: dict[str, type[RawLog]] = {"csv": CsvLog, "parquet": ParquetLog}
 PART_ROWS = 500_000
 ROW_GROUP_ROWS = 65_536
 MIN_TRAIN_PARTS = 4  # so that the order of parts can be shuffled, from so many rows on:
@@ -119,7 +122,8 @@ def prepare(
     _check_place(out)
     clusters.check_cluster(workers, device)
     _check_memory(spec, clusters.processes(workers, device))
-    logs = check_logs(spec, expand_inputs(inputs))
+    logs = [READERS[spec.format](spec, path) for path in expand_inputs(inputs)]
+    check_logs(logs)
     with all_or_nothing(out) as folder:
         scratch = folder / ".scratch"
         scratch.mkdir()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -13,9 +12,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from merlin_cowclip.workflows.data.datasets import DatasetSpec
+from merlin_cowclip.workflows.data.inputs import as_list, matches
 from merlin_cowclip.workflows.data.natural_order import natural_order
 from merlin_cowclip.workflows.data.prepared import file_state
-from merlin_cowclip.workflows.errors import UserError
+from merlin_cowclip.workflows.errors import UserError, quoted
 
 PARTS = {"train": "training part", "test": "test part"}
 
@@ -37,7 +37,7 @@ def open_files(given: str | Path | Sequence[str | Path]) -> list[ParquetFile]:
         UserError: nothing there, not parquet, damaged, or without a row.
     """
     paths: list[Path] = []
-    for one in [given] if isinstance(given, (str, Path)) else given:
+    for one in as_list(given):
         paths += _expand(one)
     if not paths:
         raise UserError("at least one parquet file must be given. Received: none")
@@ -73,8 +73,8 @@ def _expand(given: str | Path) -> list[Path]:
         return [path]
     if os.path.isdir(path) and str(given):  # "" would be the folder that we are in
         found = list(path.iterdir())
-    elif glob.has_magic(str(given)):
-        found = [Path(name) for name in glob.glob(str(given), recursive=True)]
+    elif (globbed := matches(given)) is not None:
+        found = globbed
     else:
         raise UserError(f"parquet must be there. Received: {str(given)!r}. Check the path")
     parts = [p for p in found if p.suffix == ".parquet" and p.name[0] not in "._"]
@@ -178,11 +178,6 @@ def _type_rule(spec: DatasetSpec, name: str) -> str:
 def is_list(kind: pa.DataType) -> bool:
     """Whether a column of that type holds lists."""
     return pa.types.is_list(kind) or pa.types.is_large_list(kind)
-
-
-def quoted(names: Any) -> str:
-    """Names for a sentence."""
-    return ", ".join(repr(name) for name in names)
 
 
 def others(files: Sequence[Any]) -> str:

@@ -25,9 +25,8 @@ from merlin_cowclip.workflows.data.existing_parquet import (
     check_types,
     is_list,
     natural_order,
-    quoted,
 )
-from merlin_cowclip.workflows.errors import UserError
+from merlin_cowclip.workflows.errors import UserError, quoted
 from merlin_cowclip.workflows.quiet import quiet_imports
 
 if TYPE_CHECKING:

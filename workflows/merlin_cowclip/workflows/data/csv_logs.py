@@ -1,0 +1,227 @@
+"""Logs in csv: parts of the text to typed batches, by Arrow; a fault is named with its line.
+
+Only when Arrow has met a fault is the file read again, slowly, to say where (`csv_text.py`).
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import math
+import os
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, ClassVar, NoReturn
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.csv
+
+from merlin_cowclip.workflows.data import csv_text
+from merlin_cowclip.workflows.data.csv_text import CsvText, Row
+from merlin_cowclip.workflows.data.inputs import refuse_unreadable
+from merlin_cowclip.workflows.data.quotes import BYTE_ORDER_MARK, QuoteScan
+from merlin_cowclip.workflows.data.raw_logs import ID_TYPE, Chunk, RawLog, parse_number
+from merlin_cowclip.workflows.errors import UserError, clipped, excerpt
+
+
+class _Watched(io.RawIOBase):
+    """A stream that shows a scan of quotes what is read from it."""
+
+    def __init__(self, stream: pa.NativeFile, scan: QuoteScan) -> None:
+        self._stream, self._scan, self._held = stream, scan, b""
+
+    def readable(self) -> bool:
+        """It is there to be read."""
+        return True
+
+    def read(self, size: int = -1) -> bytes:
+        """The next bytes."""
+        block = self._stream.read(size)
+        self._scan.feed(self._held, block)  # one behind, for the byte that follows
+        self._held = block
+        return block
+
+
+class CsvLog(RawLog):
+    """A csv file whose columns its header, or else its spec, names."""
+
+    text_is_checked: ClassVar[bool] = True
+
+    @property
+    def text(self) -> CsvText:
+        """The file, for what is no batch."""
+        return CsvText(self.path, self.spec.separator, self.spec.quotes)
+
+    def check(self) -> tuple[str, ...]:
+        """The column names, once it is known that they and the separator fit the spec."""
+        spec = self.spec
+        self.text.check_head()
+        first = next(self.text.rows(), None)
+        if first is None:
+            raise UserError(f"input file must not be empty. Received: {self.path}, without a row")
+        line, cells = first.line, first.cells
+        expected = spec.columns if spec.columns is not None else self.wanted
+        if len(cells) == 1 and len(expected) > 1:
+            place, remedy = f"line {line}", "Name the separator that the file uses"
+            if first.last > line:
+                place, remedy = first.lines, "Close the quote, or name the separator"
+            raise UserError(
+                f"rows must have {self._count_rule(len(expected))}, separated by "
+                f"{spec.separator!r}. Received: one column in {self.path}, {place}. "
+                f"{remedy} in the data set's description"
+            )
+        if spec.columns is not None:
+            if len(cells) != len(spec.columns):
+                self._wrong_width(first, len(spec.columns))
+            return spec.columns
+        self.check_names(cells)
+        return tuple(cells)
+
+    def chunks(self, size: int) -> list[Chunk]:
+        """Parts of the text, cut between rows; a gzipped file is one."""
+        if self.text.gzipped:
+            end = self.path.stat().st_size
+            return [Chunk(0, end, 0, end, quotes=self.spec.quotes)]
+        return [Chunk(a, b, 0, b - a, quotes) for a, b, quotes in self.text.parts(size)]
+
+    def batches(
+        self,
+        chunk: Chunk,
+        advance: Callable[[int], Any] = int,
+        replaced: Counter[str] | None = None,
+    ) -> Iterator[pa.RecordBatch]:
+        """The rows of a part of the text."""
+        spec, replaced = self.spec, Counter() if replaced is None else replaced
+        types: dict[str, pa.DataType] = dict.fromkeys(self.wanted, pa.string())
+        types |= dict.fromkeys(spec.categorical, ID_TYPE)
+        types |= dict.fromkeys((spec.label, *spec.continuous), pa.float64())
+        # Only the file's first part has the header.
+        names = spec.columns if chunk.start == 0 else self._names()
+        scan = QuoteScan(spec.separator)
+        with self._stream(chunk) as raw:
+            try:
+                stream: Any = raw
+                if self.text.gzipped:
+                    stream = _inflated(raw, self.path)
+                    if spec.quotes:
+                        stream = _Watched(stream, scan)
+                reader = pyarrow.csv.open_csv(
+                    stream,
+                    read_options=pyarrow.csv.ReadOptions(
+                        block_size=csv_text.BLOCK_BYTES, column_names=names
+                    ),
+                    parse_options=pyarrow.csv.ParseOptions(
+                        delimiter=spec.separator,
+                        quote_char='"' if spec.quotes else False,
+                        newlines_in_values=chunk.quotes,
+                    ),
+                    convert_options=pyarrow.csv.ConvertOptions(
+                        column_types=types,
+                        include_columns=self.wanted,
+                        null_values=[""],
+                        strings_can_be_null=True,
+                    ),
+                )
+                read = 0
+                for batch in reader:
+                    yield self.typed(batch, self._find_fault, replaced)
+                    advance(raw.tell() - read)
+                    read = raw.tell()
+            except (pa.ArrowInvalid, OSError, EOFError, zlib.error) as error:
+                if isinstance(error, OSError) and error.errno is not None:
+                    refuse_unreadable(self.path, error)
+                if chunk.start and "Empty CSV" in str(error):  # a part of blank lines
+                    return
+                self._find_fault(str(error))
+        if scan.bad:
+            self.text.check_stream()
+
+    def ids(self, column: pa.Array, fault: Callable[[str], Any]) -> pa.Array:
+        """As Arrow has read them: empty text is null already."""
+        return column
+
+    def lists(self, column: pa.Array, fault: Callable[[str], Any]) -> pa.Array:
+        """Cells cut at the list separator."""
+        return super().lists(pc.split_pattern(column, self.spec.list_separator), fault)
+
+    def _stream(self, chunk: Chunk) -> pa.NativeFile:
+        if self.text.gzipped:
+            return pa.OSFile(os.fsencode(self.path))  # its name need not be UTF-8
+        with pa.memory_map(os.fsencode(self.path)) as mapped:
+            mapped.seek(chunk.start)
+            text = mapped.read_buffer(chunk.stop - chunk.start)
+            if chunk.start and text[: len(BYTE_ORDER_MARK)].to_pybytes() == BYTE_ORDER_MARK:
+                # Arrow would take it out of the row: it is no mark there. A blank line is no row.
+                text = pa.py_buffer(b"\n" + text.to_pybytes())
+            return pa.BufferReader(text)
+
+    def _names(self) -> tuple[str, ...]:
+        """The file's column names, from its header if the spec does not give them."""
+        return self.spec.columns or tuple(next(self.text.rows()).cells)
+
+    def _find_fault(self, reason: str) -> NoReturn:
+        """Read the file again and raise the error of its first bad row."""
+        if self.text.gzipped:
+            # First, for a damaged stream decodes to nonsense before it ends.
+            self.text.check_stream()
+        spec, rows = self.spec, self.text.rows()
+        names = spec.columns or tuple(next(rows).cells)
+        place = {name: names.index(name) for name in self.wanted}
+        for row in rows:
+            cells, where = row.cells, f"line {row.line}"
+            if len(cells) != len(names):
+                self._wrong_width(row, len(names))
+            if sum(map(len, cells)) >= csv_text.BLOCK_BYTES:
+                self.text.refuse_too_long("row", row.line)
+            for name in self.wanted:
+                if any("\udc80" <= c <= "\udcff" for c in cells[place[name]]):
+                    raw = cells[place[name]].encode("utf-8", "surrogateescape")
+                    self.refuse_text(raw, where, name)
+            label = parse_number(cells[place[spec.label]])
+            if label not in (0.0, 1.0):
+                self.refuse_label(excerpt(cells[place[spec.label]]), where)
+            for name in spec.continuous:
+                value = cells[place[name]]
+                number = parse_number(value)
+                finite = number is not None and math.isfinite(number)
+                if value and not finite and (number is None or self.refuses_non_finite):
+                    self.refuse_number(excerpt(value), where, name)
+        if self.text.gzipped and ("inflate" in reason or "compressed stream" in reason):
+            raise UserError(
+                f"a .gz file must hold nothing but gzip. Received: {self.path}, with zeros between "
+                "its parts or behind them. Unpack it, and gzip it again"
+            )
+        raise UserError(
+            f"input must be a csv file that Arrow reads. Received: {self.path}: {clipped(reason)}"
+        )
+
+    def _count_rule(self, columns: int) -> str:
+        return (
+            f"{columns} columns" if self.spec.columns is not None else f"at least {columns} columns"
+        )
+
+    def _wrong_width(self, row: Row, expected: int) -> NoReturn:
+        place, remedy = f"line {row.line}", "Correct the row or remove it"
+        if row.last > row.line:
+            place = row.lines
+            remedy = "Close the quote, or double one that is meant as text"
+        elif not self.spec.quotes and any(cell.startswith('"') for cell in row.cells):
+            remedy = "If its quotes are to be read as such, set quotes = true in the description"
+        raise UserError(
+            f"every row must have {expected} columns, separated by {self.spec.separator!r}. "
+            f"Received: {len(row.cells)} in {self.path}, {place}. {remedy}"
+        )
+
+
+def _inflated(raw: pa.NativeFile, path: Path) -> Any:
+    """The text of a gzipped file; one filled up with zeros, as of a tape, Arrow takes for damaged.
+
+    Any other ends with its size, which is 0 of no log.
+    """
+    with open(path, "rb") as file:
+        file.seek(-4, os.SEEK_END)
+        padded = not any(file.read())
+    return gzip.GzipFile(fileobj=raw) if padded else pa.CompressedInputStream(raw, "gzip")

@@ -1,0 +1,104 @@
+"""Input files: from what the user names to the files that are meant, and refusing what is none.
+
+What is in a log is `raw_logs.py`'s; which parquet is a pipeline's, `existing_parquet.py`'s.
+"""
+
+from __future__ import annotations
+
+import glob
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from merlin_cowclip.workflows.data.natural_order import natural_order
+from merlin_cowclip.workflows.errors import UserError, shown
+
+# A csv file's first bytes, where it is none: what it is, and what to do.
+_MAGIC = {
+    b"\x1f\x8b": ("a gzipped file must be named .gz", "Rename it"),
+    b"PK\x03\x04": ("a file must be csv, or csv gzipped", "It is a zip archive: unpack it"),
+    b"BZh": ("a file must be csv, or csv gzipped", "It is compressed by bzip2: unpack it"),
+    b"\xfd7zXZ": ("a file must be csv, or csv gzipped", "It is compressed by xz: unpack it"),
+    b"(\xb5/\xfd": ("a file must be csv, or csv gzipped", "It is compressed by zstd: unpack it"),
+    b"PAR1": ("a file must be csv", "It is parquet: set format = 'parquet' in the description"),
+}
+
+
+def as_list(given: str | Path | Sequence[str | Path]) -> Sequence[str | Path]:
+    """One argument, or several, as several."""
+    return [given] if isinstance(given, (str, Path)) else given
+
+
+def matches(given: str | Path) -> list[Path] | None:
+    """What a glob finds, files and folders, by `natural_order`; None if it is no glob."""
+    if not glob.has_magic(str(given)):
+        return None
+    return sorted(map(Path, glob.glob(str(given), recursive=True)), key=natural_order)
+
+
+def expand_inputs(inputs: Sequence[str | Path]) -> list[Path]:
+    """Files and globs to files: arguments in the order given, a glob's by `natural_order`.
+
+    Raises:
+        UserError: nothing given, a missing file, a glob without a match, a folder, an empty file,
+            a file given twice, a name that cannot be one.
+    """
+    files: list[Path] = []
+    for given in as_list(inputs):
+        path = Path(given)
+        try:
+            there = path.exists()
+        except (OSError, ValueError) as error:  # too long, or with a zero byte
+            reason = getattr(error, "strerror", None) or error
+            raise UserError(
+                f"input must be a file name. Received: {shown(given)}: {reason}"
+            ) from None
+        found = [path] if there else matches(given)
+        if found is None:
+            raise UserError(f"input file must exist. Received: {path}")
+        if not found:
+            raise UserError(f"input pattern must match a file. Received: {str(given)!r}")
+        files += found
+    if not files:
+        raise UserError("at least one input file must be given. Received: none")
+    for path in files:
+        if not path.exists():
+            raise UserError(f"input file must exist. Received: {path}, a link to nowhere")
+        if path.is_dir():
+            raise UserError(
+                f"input must be a file. Received the folder: {path}. Name its files: '{path}/*'"
+            )
+        if not path.is_file():
+            raise UserError(
+                f"input must be a file on a disk. Received the device or pipe: {path}. Write it "
+                "to a file first"
+            )
+        if path.stat().st_size == 0:
+            raise UserError(f"input file must not be empty. Received: {path}")
+    seen: dict[tuple[int, int], Path] = {}
+    for path in files:
+        status = path.stat()
+        known = (status.st_dev, status.st_ino)  # by whatever name and link
+        if known in seen:
+            raise UserError(
+                f"an input file must be given once. Received twice: {path}, first as {seen[known]}"
+                ". Leave one out"
+            )
+        seen[known] = path
+    return files
+
+
+def refuse_no_csv(path: Path, head: bytes) -> None:
+    """Refuse, by its first bytes, what is another kind of file.
+
+    Raises:
+        UserError: it is an archive, compressed, or parquet.
+    """
+    for magic, (rule, remedy) in _MAGIC.items():
+        if head.startswith(magic):
+            raise UserError(f"{rule}. Received: {path}. {remedy}")
+
+
+def refuse_unreadable(path: Path, error: OSError) -> NoReturn:
+    """Raise UserError for a file that the system does not give."""
+    raise UserError(f"input file must be readable. Received: {path}: {error.strerror}") from None
