@@ -30,7 +30,7 @@ from merlin_cowclip.workflows.data.etl import ROW_GROUP_ROWS, prepare
 from merlin_cowclip.workflows.data.prepared import PreparedData
 from merlin_cowclip.workflows.data.synthetic import write_synthetic
 from merlin_cowclip.workflows.quiet import quiet_imports
-from merlin_cowclip.workflows.training.loading import Loader
+from merlin_cowclip.workflows.training.loader import Loader
 
 with quiet_imports():
     import merlin.io

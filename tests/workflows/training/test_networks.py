@@ -24,7 +24,7 @@ from merlin_cowclip.workflows.data.etl import prepare
 from merlin_cowclip.workflows.data.prepared import PreparedData
 from merlin_cowclip.workflows.data.synthetic import write_synthetic
 from merlin_cowclip.workflows.training.evaluation import EVALUATION_BATCH, evaluate
-from merlin_cowclip.workflows.training.loading import Loader
+from merlin_cowclip.workflows.training.loader import Loader
 from merlin_cowclip.workflows.training.runs import Run
 
 pytestmark = pytest.mark.slow

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from merlin_cowclip.workflows.errors import UserError
     from merlin_cowclip.workflows.training.configuration import TrainConfig
     from merlin_cowclip.workflows.training.evaluation import evaluate, predict
-    from merlin_cowclip.workflows.training.loading import FollowEpochs, Loader
+    from merlin_cowclip.workflows.training.follow_epochs import FollowEpochs
+    from merlin_cowclip.workflows.training.loader import Loader
     from merlin_cowclip.workflows.training.runs import Run
     from merlin_cowclip.workflows.training.train import train
 
@@ -34,8 +35,8 @@ _HOME = {
     "AVAZU": "data.datasets",
     "CRITEO": "data.datasets",
     "DatasetSpec": "data.datasets",
-    "FollowEpochs": "training.loading",
-    "Loader": "training.loading",
+    "FollowEpochs": "training.follow_epochs",
+    "Loader": "training.loader",
     "PreparedData": "data.prepared",
     "Run": "training.runs",
     "Split": "data.datasets",

@@ -490,7 +490,7 @@ def _evaluate(arguments: argparse.Namespace) -> None:
         )
     run.check_vocabulary(data)
     from merlin_cowclip.workflows.training.evaluation import EVALUATION_BATCH, evaluate
-    from merlin_cowclip.workflows.training.loading import Loader
+    from merlin_cowclip.workflows.training.loader import Loader
 
     quality = evaluate(run.model(), Loader(data, "test", batch_size=EVALUATION_BATCH))
     print(

@@ -13,7 +13,7 @@ from sklearn.metrics import log_loss, roc_auc_score
 
 from merlin_cowclip.plugins._stack import mm, tf
 from merlin_cowclip.workflows.errors import UserError
-from merlin_cowclip.workflows.training.loading import Loader
+from merlin_cowclip.workflows.training.loader import Loader
 
 EVALUATION_BATCH = 8192
 """Rows predicted at a time: a matter of speed and memory only."""

@@ -35,7 +35,7 @@ with quiet_imports():
         Predictor,
         exact_quality,
     )
-    from merlin_cowclip.workflows.training.loading import Loader
+    from merlin_cowclip.workflows.training.loader import Loader
     from merlin_cowclip.workflows.training.reproducibility import seeded
 
 _PACKAGES = (

@@ -1,0 +1,58 @@
+"""One prepared folder for all tests of the loader."""
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from merlin_cowclip.workflows.data.etl import prepare
+from merlin_cowclip.workflows.data.prepared import PreparedData
+from merlin_cowclip.workflows.training import order
+
+from .batches import ROWS, SPEC, TRAIN
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory) -> PreparedData:
+    home = tmp_path_factory.mktemp("loader")
+    random = np.random.default_rng(0)
+
+    def ids_of(field: str, most: int) -> list[str]:
+        return [
+            "|".join(f"{field}{i}" for i in random.integers(0, 9, random.integers(0, most)))
+            for _ in range(ROWS)
+        ]
+
+    pd.DataFrame(
+        {
+            "y": random.integers(0, 2, ROWS),
+            "user": [f"u{u}" for u in random.zipf(1.5, ROWS) % 400],
+            "item": random.integers(0, 40, ROWS),
+            "serial": random.permutation(ROWS),
+            "price": random.normal(5, 3, ROWS),
+            "genres": ids_of("g", 4),
+            "tags": ids_of("t", 3),
+        }
+    ).to_csv(home / "log.csv", index=False)
+    return prepare(SPEC, [home / "log.csv"], home / "data", progress=False)
+
+
+@pytest.fixture(scope="session")
+def on_disk(data) -> dict[str, pd.DataFrame]:
+    """Both parts in the order on disk, lists as tuples."""
+    parts = {}
+    for part in ("train", "test"):
+        files = sorted((data.path / part).glob("*.parquet"))
+        frame = pd.concat([pd.read_parquet(file) for file in files], ignore_index=True)
+        for name in SPEC.lists:
+            frame[name] = frame[name].map(lambda ids: tuple(int(i) for i in ids))
+        parts[part] = frame
+    assert len(parts["train"]) == TRAIN
+    assert parts["train"]["serial"].is_unique
+    return parts
+
+
+@pytest.fixture
+def small_windows(monkeypatch) -> int:
+    """Windows of two row groups and of a number of rows that no batch divides."""
+    monkeypatch.setattr(order, "WINDOW_ROWS", 320)
+    return 320

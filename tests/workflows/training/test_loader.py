@@ -1,0 +1,481 @@
+"""The loader: every row once per epoch, an order of its own per epoch, and no hidden state.
+
+The oracle is pandas reading the parquet files; `serial`, a number that no two rows share, tells
+rows apart.
+"""
+
+import itertools
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from merlin_cowclip.plugins._stack import mm, tf
+from merlin_cowclip.workflows.data.datasets import DatasetSpec, Split
+from merlin_cowclip.workflows.data.etl import prepare
+from merlin_cowclip.workflows.data.prepared import PreparedData, file_state
+from merlin_cowclip.workflows.errors import UserError
+from merlin_cowclip.workflows.training import order
+from merlin_cowclip.workflows.training.loader import Loader
+from merlin_cowclip.workflows.training.order import WINDOW_ROWS
+from merlin_cowclip.workflows.training.rows import Reader, Rows
+
+from .batches import (
+    BATCH,
+    SPEC,
+    TEST,
+    TRAIN,
+    as_frame,
+    as_numpy,
+    assert_same_batches,
+    by_serial,
+    of_ranks,
+    seeing,
+    serials,
+    steps_of,
+)
+from .test_order import ORDERS
+
+# What an epoch holds
+
+
+@pytest.mark.parametrize("epoch", [0, 1, 5])
+def test_an_epoch_holds_every_row_once(data, on_disk, epoch):
+    seen = as_frame(Loader(data, batch_size=BATCH, seed=3).batches(epoch))
+    pd.testing.assert_frame_equal(by_serial(seen), by_serial(on_disk["train"]))
+    assert seen["genres"].map(len).max() == 3  # empty lists and full ones
+    assert seen["genres"].map(len).min() == 0
+
+
+@pytest.mark.parametrize("batch_size", [1_999, 160, 37])
+def test_an_epoch_in_many_windows_holds_every_row_once(data, on_disk, small_windows, batch_size):
+    loader = Loader(data, batch_size=batch_size, seed=3)
+    assert len(loader._order.windows(0)) > 5
+    pd.testing.assert_frame_equal(
+        by_serial(as_frame(loader.batches(2))), by_serial(on_disk["train"])
+    )
+
+
+@pytest.mark.parametrize("batch_size", [1, 250, BATCH, 1_024, TRAIN - 1, TRAIN])
+def test_len_is_the_number_of_batches_and_only_the_last_is_short(data, batch_size):
+    loader = Loader(data, batch_size=batch_size)
+    assert loader.rows == TRAIN
+    sizes = [len(labels) for _, labels in loader.batches()]
+    assert len(sizes) == len(loader)
+    assert set(sizes[:-1]) <= {batch_size}
+    assert sizes[-1] == (TRAIN % batch_size or batch_size)
+
+
+def test_format(data):
+    features, labels = next(Loader(data, batch_size=BATCH).batches())
+    assert labels.shape == (BATCH, 1)
+    assert labels.dtype == np.float32
+    assert {name: str(column.dtype) for name, column in features.items()} == {
+        **{"user": "int64", "item": "int64", "serial": "float32", "price": "float32"},
+        **{"genres__values": "int64", "genres__offsets": "int64"},
+        **{"tags__values": "int64", "tags__offsets": "int64"},
+    }
+
+
+# The order
+
+
+@pytest.mark.parametrize("window_rows", [WINDOW_ROWS, 320])
+def test_the_order_is_a_function_of_seed_and_epoch(data, monkeypatch, window_rows):
+    monkeypatch.setattr(order, "WINDOW_ROWS", window_rows)
+    orders = [serials(data, epoch, seed=seed) for seed in (0, 1) for epoch in (0, 1, 2)]
+    assert len({tuple(o) for o in orders}) == 6
+    for i, one in enumerate(orders):
+        for other in orders[:i]:
+            # Independent shuffles share a place about once; a rotation or a repeat would not.
+            assert sum(a == b for a, b in zip(one, other, strict=True)) < 12
+    assert [serials(data, e, seed=s) for s in (0, 1) for e in (0, 1, 2)] == orders
+
+
+@pytest.mark.parametrize(("seed", "epoch"), ORDERS)
+def test_rows_come_in_the_order_of_every_version(tmp_path, monkeypatch, seed, epoch):
+    monkeypatch.setattr(order, "WINDOW_ROWS", 9)
+    rows = np.arange(24)
+    table = pa.table({"y": rows % 2, "user": rows + 3, "serial": rows.astype("float64")})
+    for name, part in (("a", table.slice(0, 14)), ("b", table.slice(14))):
+        pq.write_table(part, tmp_path / f"{name}.parquet", row_group_size=4)
+    spec = DatasetSpec(name="tiny", label="y", categorical=("user",), continuous=("serial",))
+    files = {"train": [file_state(tmp_path / f"{name}.parquet") for name in "ab"], "test": []}
+    record = {"files": files, "rows": {"train": 24, "test": 0}}
+    loader = Loader(PreparedData(tmp_path, spec, record), batch_size=5, seed=seed)
+    batches = (x["serial"][:, 0].astype(int).astype(str) for x, _ in loader.batches(epoch))
+    assert " | ".join(map(" ".join, batches)) == ORDERS[seed, epoch]
+
+
+def test_neither_len_nor_another_iterator_moves_the_loader(data):
+    """Stock Merlin's position lies in the loader: len() in mid-epoch starts it over."""
+    loader = Loader(data, batch_size=BATCH, seed=9)
+    expected = list(loader.batches(4))
+    running = loader.batches(4)
+    seen = [next(running)]
+    len(loader)
+    other = loader.batches(4)
+    next(other)
+    next(iter(loader.dataset(epoch=4)))
+    seen += list(running)
+    assert_same_batches(seen, expected)
+    assert_same_batches(Loader(data, batch_size=BATCH, seed=9).batches(4), expected)
+
+
+@pytest.mark.parametrize("window_rows", [WINDOW_ROWS, 320, 1])
+@pytest.mark.parametrize("batch_size", [BATCH, 1_100])
+def test_start_in_the_middle(data, monkeypatch, window_rows, batch_size):
+    monkeypatch.setattr(order, "WINDOW_ROWS", window_rows)
+    loader = Loader(data, batch_size=batch_size, seed=5)
+    everything = list(loader.batches(3))
+    for k in range(len(loader) + 1):
+        assert_same_batches(loader.batches(3, start=k), everything[k:])
+
+
+def test_start_reads_no_window_before_it(data, small_windows, monkeypatch):
+    read = []
+    stock = Reader.read
+    monkeypatch.setattr(Reader, "read", lambda *a: read.append(a[1].number) or stock(*a))
+    loader = Loader(data, batch_size=BATCH)
+    list(loader.batches(start=len(loader) - 1))
+    assert len(read) <= 2
+    assert min(read) > 5
+
+
+def test_parts_are_shuffled_and_not_only_the_rows_in_them(data, monkeypatch):
+    """Stock Merlin reads the partitions of every epoch in the order on disk."""
+    group_of = {}
+    for file in sorted((data.path / "train").glob("*.parquet")):
+        parquet = pq.ParquetFile(file)
+        for group in range(parquet.num_row_groups):
+            for serial in parquet.read_row_group(group, ["serial"])["serial"].to_numpy():
+                group_of[serial] = (file.name, group)
+    groups = sorted(set(group_of.values()))
+    assert len(groups) >= 16
+    monkeypatch.setattr(order, "WINDOW_ROWS", 1)  # one row group at a time: its order is seen
+    sequences = []
+    for epoch in range(3):
+        sequence = [group_of[serial] for serial in serials(data, epoch, seed=2)]
+        runs = [g for i, g in enumerate(sequence) if i == 0 or g != sequence[i - 1]]
+        assert sorted(runs) == groups  # each group once, in one piece
+        sequences.append(runs)
+    assert groups not in sequences
+    assert sequences[0] != sequences[1] != sequences[2] != sequences[0]
+
+
+def test_rows_are_shuffled_across_the_row_groups_of_a_window(data, on_disk):
+    place = {serial: i for i, serial in enumerate(on_disk["train"]["serial"])}
+    places = np.array([place[serial] for serial in serials(data, seed=2)])
+    # In order, neighbours would be 1 apart; in an even shuffle a third of the rows.
+    assert abs(np.abs(np.diff(places)).mean() / TRAIN - 1 / 3) < 0.03
+
+
+@pytest.mark.parametrize("window_rows", [WINDOW_ROWS, 320])
+def test_the_test_part_keeps_the_order_on_disk(data, on_disk, monkeypatch, window_rows):
+    monkeypatch.setattr(order, "WINDOW_ROWS", window_rows)
+    loader = Loader(data, "test", batch_size=BATCH)
+    for epoch in (0, 1):
+        seen = as_frame(loader.batches(epoch))[on_disk["test"].columns]
+        pd.testing.assert_frame_equal(seen, on_disk["test"])
+
+
+def test_shuffle_can_be_chosen(data, on_disk):
+    kept = serials(data, shuffle=False)
+    assert kept == list(on_disk["train"]["serial"])
+    moved = as_frame(Loader(data, "test", batch_size=BATCH, shuffle=True).batches())
+    assert list(moved["serial"]) != list(on_disk["test"]["serial"])
+    assert sorted(moved["serial"]) == sorted(on_disk["test"]["serial"])
+
+
+# As a tf.data.Dataset
+@pytest.mark.parametrize("part", ["train", "test"])
+def test_dataset_is_the_same_as_batches(data, small_windows, part):
+    loader = Loader(data, part, batch_size=BATCH, seed=7)
+    expected = [*loader.batches(2), *loader.batches(3)]
+    assert_same_batches(as_numpy(loader.dataset(epoch=2, epochs=2)), expected)
+
+
+def test_endless_dataset_goes_through_the_epochs(data):
+    loader = Loader(data, batch_size=1_700, seed=7)  # 3 batches per epoch
+    expected = [batch for epoch in range(3) for batch in loader.batches(epoch)]
+    assert_same_batches(as_numpy(loader.dataset(epochs=None).take(9)), expected)
+
+
+@pytest.mark.parametrize("window_rows", [WINDOW_ROWS, 320])
+def test_dataset_starts_in_the_middle(data, monkeypatch, window_rows):
+    monkeypatch.setattr(order, "WINDOW_ROWS", window_rows)
+    loader = Loader(data, batch_size=BATCH, seed=7)
+    expected = [batch for epoch in (2, 3, 4) for batch in loader.batches(epoch)]
+    rest = loader.dataset(epochs=3, epoch=2, start=9)
+    assert len(rest) == len(expected) - 9
+    for _ in range(2):  # it always starts there
+        assert_same_batches(as_numpy(rest), expected[9:])
+    endless = loader.dataset(epochs=None, epoch=2, start=9)
+    assert_same_batches(as_numpy(endless.take(20)), expected[9:29])
+    assert loader.epoch == 0
+    assert as_numpy(loader.dataset(start=len(loader))) == []
+
+
+@pytest.mark.parametrize(
+    ("columns", "wanted"),
+    [
+        ({"categorical": ("user",)}, {"user"}),
+        (
+            {"continuous": ("serial",), "lists": ("genres",)},
+            {"serial", "genres__values", "genres__offsets"},
+        ),
+    ],
+)
+def test_not_every_kind_of_column_has_to_be_there(tmp_path, columns, wanted):
+    frame = pd.DataFrame({"y": [0, 1] * 40, "user": range(80), "serial": range(80)})
+    frame["genres"] = frame["user"].map(lambda user: "|".join("ab"[: user % 3]))
+    frame.to_csv(tmp_path / "log.csv", index=False)
+    spec = DatasetSpec(
+        name="few",
+        label="y",
+        **{"categorical": (), "continuous": (), "lists": (), **columns},
+        split=Split("random", 0.25),
+    )
+    prepared = prepare(spec, [tmp_path / "log.csv"], tmp_path / "data", progress=False)
+    loader = Loader(prepared, batch_size=20, seed=1)
+    batches = as_numpy(loader)
+    assert_same_batches(batches, loader.batches(0))
+    assert [set(features) for features, _ in batches] == [wanted] * 3
+
+
+def test_empty_row_groups_are_passed_over(data, on_disk, tmp_path, small_windows):
+    files = sorted((data.path / "train").glob("*.parquet"))
+    nothing = pq.read_table(files[0]).slice(0, 0)
+    pq.write_table(nothing, tmp_path / "empty.parquet")
+    with pq.ParquetWriter(tmp_path / "both.parquet", nothing.schema) as writer:
+        for table in (nothing, *map(pq.read_table, files), nothing):
+            writer.write_table(table, row_group_size=500)
+    paths = [tmp_path / name for name in ("empty.parquet", "both.parquet", "empty.parquet")]
+    record = {**data.record, "files": {"train": [file_state(path) for path in paths]}}
+    loader = Loader(PreparedData(data.path, data.spec, record), batch_size=BATCH)
+    pd.testing.assert_frame_equal(by_serial(as_frame(loader)), by_serial(on_disk["train"]))
+
+
+def test_a_footer_is_parsed_once(data, monkeypatch):
+    loader = Loader(data, batch_size=1_500, seed=4)
+    given = []
+    stock = pq.ParquetFile
+
+    def watched(file, *, metadata=None):
+        given.append(metadata)
+        return stock(file, metadata=metadata)
+
+    monkeypatch.setattr(pq, "ParquetFile", watched)
+    assert len(list(loader.batches())) == 3
+    assert given
+    assert None not in given
+
+
+def test_it_has_what_merlin_asks_of_a_loader(data):
+    loader = Loader(data, batch_size=BATCH, seed=6)
+    first = next(loader.batches(0))
+    features, labels = mm.sample_batch(loader, prepare_features=False)
+    assert_same_batches([(features, labels)], [first])
+    prepared, _ = mm.sample_batch(loader)
+    assert isinstance(prepared["genres"], tf.RaggedTensor)
+    assert_same_batches([loader.peek()], [first])
+    assert loader.epoch == 0
+    assert_same_batches(list(loader), loader.batches(0))
+    assert_same_batches([loader.peek()], [first])
+    assert loader.batch_size == BATCH
+    for schema in (loader.schema, loader.input_schema, loader.output_schema):
+        assert set(schema.column_names) == {SPEC.label, *SPEC.fields}
+    assert len(tf.data.Dataset.zip((loader, loader))) == len(loader) == 14
+    assert list(loader.element_spec[0]) == list(first[0])
+
+
+def test_one_pass_after_another_and_two_side_by_side(data, small_windows):
+    loader = Loader(data, batch_size=BATCH, seed=6)
+    assert_same_batches(list(loader), loader.batches(0))
+    iter(loader)  # Keras makes one that it never uses
+    one, other = iter(loader), iter(loader)
+    loader.epoch = 1
+    ours = [next(one)]
+    loader.epoch = 2
+    theirs = [next(other)]
+    for batch in other:
+        theirs.append(batch)
+        ours.append(next(one))
+    assert_same_batches(ours, loader.batches(1))
+    assert_same_batches(theirs, loader.batches(2))
+    loader.epoch = 3
+    assert_same_batches(list(loader.take(20)), loader.batches(3))
+
+
+def test_more_iterators_than_are_served_side_by_side(data, small_windows):
+    loader = Loader(data, batch_size=BATCH, seed=6)
+    iterators = [iter(loader.dataset(epoch=epoch)) for epoch in range(5)]
+    seen = list(zip(*iterators, strict=True))
+    for epoch in range(5):
+        assert_same_batches([batches[epoch] for batches in seen], loader.batches(epoch))
+
+
+# Several ranks
+@pytest.mark.parametrize("window_rows", [WINDOW_ROWS, 320, 1])
+@pytest.mark.parametrize("part", ["train", "test"])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_ranks_share_every_batch(data, monkeypatch, window_rows, part, ranks):
+    monkeypatch.setattr(order, "WINDOW_ROWS", window_rows)
+    whole = Loader(data, part, batch_size=BATCH, seed=8, drop_last=True)
+    shares = of_ranks(data, ranks, part=part, batch_size=BATCH, seed=8, drop_last=True)
+    assert {len(loader) for loader in shares} == {len(whole)} == {whole.rows // BATCH}
+    for epoch in (0, 3):
+        together = zip(*(loader.batches(epoch) for loader in shares), strict=True)
+        for batch, parts in zip(whole.batches(epoch), together, strict=True):
+            assert {len(labels) for _, labels in parts} == {BATCH // ranks}
+            pd.testing.assert_frame_equal(as_frame(parts), as_frame([batch]))
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 4), (4, 1), (2, 3), (3, 2)])
+def test_go_on_in_the_middle_with_another_number_of_ranks(
+    data, small_windows, before, after, on_disk
+):
+    """The epoch is the same as without a break, and every row still comes once."""
+    at = 6
+
+    def rows(loaders, start, stop):
+        batches = zip(*(loader.batches(2, start) for loader in loaders), strict=True)
+        return [as_frame(parts) for parts in itertools.islice(batches, stop - start)]
+
+    options = {"batch_size": 240, "seed": 8, "drop_last": True}
+    broken = rows(of_ranks(data, before, **options), 0, at)
+    broken += rows(of_ranks(data, after, **options), at, TRAIN // 240)
+    whole = [as_frame([batch]) for batch in Loader(data, **options).batches(2)]
+    assert len(broken) == len(whole) == 16
+    for one, other in zip(broken, whole, strict=True):
+        pd.testing.assert_frame_equal(one, other)
+    serials = pd.concat(broken)["serial"]
+    assert serials.is_unique
+    assert set(serials) < set(on_disk["train"]["serial"])
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_rows_below_a_batch_are_left_out_others_each_epoch(data, small_windows, on_disk, ranks):
+    choice = {"drop_last": True} if ranks == 1 else {}
+    loaders = of_ranks(data, ranks, batch_size=BATCH, seed=1, **choice)
+    every = set(on_disk["train"]["serial"])
+    left_out = []
+    for epoch in range(4):
+        seen = pd.concat([as_frame(loader.batches(epoch)) for loader in loaders])["serial"]
+        assert seen.is_unique
+        left_out.append(every - set(seen))
+        assert len(left_out[-1]) == TRAIN % BATCH == 100
+    # Of 100 rows among 4,000, two or three are left out twice by chance.
+    assert all(len(a & b) < 50 for a, b in itertools.combinations(left_out, 2))
+
+
+def test_ranks_in_a_dataset_and_a_fit(data):
+    loaders = of_ranks(data, 3, batch_size=BATCH, seed=2)
+    models = [seeing(data) for _ in loaders]
+    for model, loader in zip(models, loaders, strict=True):
+        assert_same_batches(as_numpy(loader.dataset(epoch=1)), loader.batches(1))
+        model.fit(loader, verbose=0)
+        assert [len(step) for step in model.steps] == [100] * 13
+    whole = steps_of(Loader(data, batch_size=BATCH, seed=2, drop_last=True), 0)
+    together = zip(*(model.steps for model in models), strict=True)
+    assert [list(itertools.chain(*parts)) for parts in together] == whole
+
+
+def test_a_rank_copies_no_more_than_its_rows(data, small_windows, monkeypatch):
+    taken = []
+    take = Rows.take
+    monkeypatch.setattr(
+        Rows, "take", lambda rows, order: taken.append(len(order)) or take(rows, order)
+    )
+    for loader in of_ranks(data, 4, batch_size=400):
+        list(loader.batches())
+    assert sum(taken) == TRAIN
+
+
+# Refused
+
+
+def test_a_batch_larger_than_the_training_part_is_refused(data):
+    with pytest.raises(UserError) as error:
+        Loader(data, batch_size=TRAIN + 1)
+    assert str(error.value) == (
+        f"batch size must not exceed the training rows. Received: batch size {TRAIN + 1}, "
+        f"{TRAIN} rows in {data.path}. Choose a smaller batch or prepare more rows."
+    )
+
+
+def test_a_batch_larger_than_the_test_part_is_one_batch(data):
+    loader = Loader(data, "test", batch_size=10 * TEST)
+    assert [len(labels) for _, labels in loader.batches()] == [TEST]
+    assert len(loader) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"batch_size": 0}, "batch size must be a whole number of at least 1. Received: 0"),
+        ({"batch_size": -5}, "batch size must be a whole number of at least 1. Received: -5"),
+        ({"batch_size": 8.0}, "batch size must be a whole number of at least 1. Received: 8.0"),
+        ({"seed": -1}, "seed must be a whole number of at least 0. Received: -1"),
+        ({"ranks": 0}, "ranks must be a whole number of at least 1. Received: 0"),
+        ({"ranks": 2, "rank": 2}, "rank must be a whole number from 0 to 1. Received: 2"),
+        ({"rank": 1}, "rank must be a whole number from 0 to 0. Received: 1"),
+        ({"rank": -1}, "rank must be a whole number from 0 to 0. Received: -1"),
+        (
+            {"ranks": 7},
+            "batch size must be a multiple of the number of ranks, which share each batch. "
+            "Received: batch size 300, 7 ranks. Choose 294 or 301.",
+        ),
+        (
+            {"ranks": 7, "batch_size": 5},
+            "batch size must be a multiple of the number of ranks, which share each batch. "
+            "Received: batch size 5, 7 ranks. Choose 7.",
+        ),
+        (
+            {"ranks": 2, "drop_last": False},
+            "drop_last must not be False on several ranks, whose batches must be equal. "
+            "Received: drop_last=False, ranks=2. Leave it out, or use one rank.",
+        ),
+        ({"part": "valid"}, "part must be one of train, test. Received: part='valid'"),
+    ],
+)
+def test_what_cannot_be_is_refused(data, options, message):
+    with pytest.raises(UserError) as error:
+        Loader(data, **{"batch_size": BATCH, **options})
+    assert str(error.value) == message
+
+
+@pytest.mark.parametrize("options", [{"drop_last": True}, {"ranks": 2}])
+def test_a_part_of_which_nothing_would_be_left_is_refused(data, options):
+    with pytest.raises(UserError, match=f"must not exceed the test rows. Received: .* {TEST} rows"):
+        Loader(data, "test", batch_size=TEST + 2, **options)
+
+
+def test_a_part_without_rows_is_refused(data):
+    """An adopted pipeline may have no test part."""
+    record = {**data.record, "files": {"train": [], "test": []}, "rows": {"train": 0, "test": 0}}
+    with pytest.raises(UserError, match="the test part must have rows. Received: none in"):
+        Loader(PreparedData(data.path, data.spec, record), "test", batch_size=BATCH)
+
+
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [
+        ({"epoch": -1}, "epoch must be a whole number of at least 0. Received: -1"),
+        ({"start": -1}, "start must be a whole number from 0 to 14. Received: -1"),
+        ({"start": 15}, "start must be a whole number from 0 to 14. Received: 15"),
+    ],
+)
+def test_a_place_that_is_not_there_is_refused(data, place, message):
+    loader = Loader(data, batch_size=BATCH)
+    for ask in (loader.batches, loader.dataset):
+        with pytest.raises(UserError) as error:
+            ask(**place)
+        assert str(error.value) == message
+    with pytest.raises(UserError, match="epochs must be a whole number of at least 1. Received: 0"):
+        loader.dataset(epochs=0)
+    with pytest.raises(UserError, match="epoch must be a whole number of at least 0. Received: -1"):
+        loader.epoch = -1
+    assert loader.epoch == 0

@@ -1,0 +1,108 @@
+"""The order of batches by itself: no file, no thread, no TensorFlow."""
+
+import itertools
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from merlin_cowclip.workflows.training import order as module
+from merlin_cowclip.workflows.training.order import Order, RowGroup
+
+
+def groups_of(*sizes: int) -> tuple[RowGroup, ...]:
+    return tuple(RowGroup(Path("a.parquet"), i, rows) for i, rows in enumerate(sizes))
+
+
+def epoch_of(order: Order, epoch: int) -> list[list[int]]:
+    """Each batch's rows, by their place on disk."""
+    starts = dict(zip(order.groups, np.cumsum([0, *(g.rows for g in order.groups)]), strict=False))
+    windows = order.windows(epoch)
+    on_disk = {
+        w.number: np.concatenate([starts[g] + np.arange(g.rows) for g in w.groups])[
+            order.of_rows(w)
+        ]
+        for w in windows
+    }
+    return [
+        [int(i) for p in order.pieces(windows, k) for i in on_disk[p.window.number][p.low : p.high]]
+        for k in range(order.batches)
+    ]
+
+
+ORDERS = {  # (seed, epoch): rows, in batches of 5 and windows of 9 rows or a little more
+    (0, 0): "19 3 0 18 6 | 5 21 1 7 2 | 4 20 10 23 16 | 11 12 17 8 13 | 9 22 15 14",
+    (0, 1): "5 4 3 7 9 | 1 10 11 6 2 | 8 0 17 18 15 | 20 14 21 22 16 | 12 19 23 13",
+    (7, 0): "12 8 0 23 9 | 22 1 11 10 13 | 3 2 6 4 18 | 20 15 16 21 17 | 14 19 5 7",
+    (2**40, 3): "1 15 2 17 16 | 9 3 0 10 14 | 8 11 18 19 7 | 20 22 23 21 5 | 6 4 13 12",
+}
+
+
+@pytest.mark.parametrize(("seed", "epoch"), ORDERS)
+def test_the_order_is_the_same_in_every_version(monkeypatch, seed, epoch):
+    """A run that goes on in another version would else train on rows twice, and on others never.
+
+    A change of these numbers is a change of format: a run begun before cannot go on after it.
+    """
+    monkeypatch.setattr(module, "WINDOW_ROWS", 9)
+    batches = epoch_of(Order(groups_of(4, 4, 4, 2, 4, 4, 2), 5, seed), epoch)
+    assert " | ".join(" ".join(map(str, batch)) for batch in batches) == ORDERS[seed, epoch]
+
+
+def test_groups_and_rows_are_drawn_apart(monkeypatch):
+    """As NumPy pads seeds with zeros, [seed, epoch] and [seed, epoch, 0] are one stream."""
+    order = Order(groups_of(*[4] * 16), 10)
+    monkeypatch.setattr(module, "WINDOW_ROWS", len(order.groups))  # so that both are as many
+    drawn = []
+    permuted = module.permutation
+    monkeypatch.setattr(
+        module,
+        "permutation",
+        lambda n, *key: drawn.append(permuted(1_000, *key)) or permuted(n, *key),
+    )
+    for epoch in (0, 1):
+        epoch_of(order, epoch)
+    assert len(drawn) > 2 + 2
+    assert len({tuple(order) for order in drawn}) == len(drawn)
+    for order in drawn:
+        assert sorted(order) == list(range(1_000))
+
+
+@given(
+    sizes=st.lists(st.integers(1, 40), min_size=1, max_size=12),
+    batch=st.integers(1, 30),
+    ranks=st.integers(1, 4),
+    seed=st.integers(0, 2**64),
+    epoch=st.integers(0, 2**40),
+    shuffled=st.booleans(),
+    window_rows=st.integers(1, 500),
+)
+def test_ranks_share_an_epoch_that_holds_every_row_once(
+    sizes, batch, ranks, seed, epoch, shuffled, window_rows
+):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "WINDOW_ROWS", window_rows)
+        groups, size = groups_of(*sizes), batch * ranks
+        whole = epoch_of(Order(groups, size, seed, shuffled), epoch)
+        shares = [
+            epoch_of(Order(groups, size, seed, shuffled, rank, ranks, drop_last=True), epoch)
+            for rank in range(ranks)
+        ]
+        rows = list(itertools.chain(*whole))
+        assert sorted(rows) == list(range(sum(sizes)))
+        assert shuffled or rows == sorted(rows)
+        assert [len(b) for b in whole[:-1]] == [size] * (len(whole) - 1)
+        full = [b for b in whole if len(b) == size]
+        assert [list(itertools.chain(*parts)) for parts in zip(*shares, strict=True)] == full
+        assert {len(part) for share in shares for part in share} <= {batch}
+
+
+def test_it_is_pure():
+    program = "import sys\nimport merlin_cowclip.workflows.training.order\n" + (
+        "sys.exit(bool({'tensorflow', 'pyarrow', 'pandas'} & set(sys.modules)))"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)

@@ -1,0 +1,122 @@
+"""Rows of a prepared folder in memory: reading a window's, and making batches of them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from merlin_cowclip.workflows.data.datasets import DatasetSpec
+from merlin_cowclip.workflows.training.order import RowGroup, Window
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Some rows of a prepared folder, one after the other, as they are gathered fastest."""
+
+    ids: np.ndarray  # n×F int64, one-hot fields
+    numbers: np.ndarray  # n×C float32, continuous fields
+    labels: np.ndarray  # n×1 float32
+    lists: tuple[pa.ListArray, ...]  # n each
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def take(self, order: np.ndarray) -> Rows:
+        """The rows at `order`, copied."""
+        return Rows(
+            self.ids.take(order, axis=0),
+            self.numbers.take(order, axis=0),
+            self.labels.take(order, axis=0),
+            tuple(column.take(pa.array(order)) for column in self.lists),
+        )
+
+    @staticmethod
+    def joined(parts: list[Rows]) -> Rows:
+        """All rows of several, in order."""
+        if len(parts) == 1:
+            return parts[0]
+        return Rows(
+            np.concatenate([p.ids for p in parts]),
+            np.concatenate([p.numbers for p in parts]),
+            np.concatenate([p.labels for p in parts]),
+            tuple(pa.concat_arrays(c) for c in zip(*(p.lists for p in parts), strict=True)),
+        )
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A batch, or a rank's share of it, each field in one piece."""
+
+    ids: np.ndarray  # F×b×1 int64
+    numbers: np.ndarray  # C×b×1 float32
+    labels: np.ndarray  # b×1 float32
+    lists: tuple[np.ndarray, ...]  # int64, two per list field: its values, and b + 1 offsets
+
+    @classmethod
+    def of(cls, rows: Rows) -> Batch:
+        """The same as `rows`."""
+        return cls(
+            np.ascontiguousarray(rows.ids.T)[:, :, np.newaxis],
+            np.ascontiguousarray(rows.numbers.T)[:, :, np.newaxis],
+            rows.labels,
+            tuple(itertools.chain(*map(_values_and_offsets, rows.lists))),
+        )
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Reads windows of one part of a prepared folder.
+
+    Args:
+      spec: which columns there are.
+      footers: of the part's files, in their order; of many row groups, parsing one takes long.
+    """
+
+    spec: DatasetSpec
+    footers: Mapping[Path, pq.FileMetaData]
+
+    def groups(self) -> tuple[RowGroup, ...]:
+        """All row groups that have rows, in the order on disk."""
+        return tuple(
+            RowGroup(file, number, rows)
+            for file, footer in self.footers.items()
+            for number in range(footer.num_row_groups)
+            if (rows := footer.row_group(number).num_rows)
+        )
+
+    def read(self, window: Window) -> Rows:
+        """The window's rows, as they lie on disk group by group."""
+        spec, n = self.spec, window.rows
+        columns = [*spec.categorical, *spec.continuous, *spec.lists, spec.label]
+        ids = np.empty((n, len(spec.categorical)), np.int64)
+        floats = np.empty((n, len(spec.continuous)), np.float32)
+        labels = np.empty((n, 1), np.float32)
+        lists: list[list[pa.Array]] = [[] for _ in spec.lists]
+        at = 0
+        for group in window.groups:
+            with pq.ParquetFile(group.file, metadata=self.footers[group.file]) as parquet:
+                table = parquet.read_row_group(group.number, columns=columns)
+            here = slice(at, at + group.rows)
+            for matrix, names in (
+                (ids, spec.categorical),
+                (floats, spec.continuous),
+                (labels, [spec.label]),
+            ):
+                for i, name in enumerate(names):
+                    matrix[here, i] = table[name].to_numpy()
+            for chunks, name in zip(lists, spec.lists, strict=True):
+                chunks.extend(table[name].chunks)
+            at += group.rows
+        return Rows(ids, floats, labels, tuple(pa.concat_arrays(chunks) for chunks in lists))
+
+
+def _values_and_offsets(column: pa.ListArray) -> tuple[np.ndarray, np.ndarray]:
+    offsets = column.offsets.to_numpy().astype(np.int64)
+    values = column.values.to_numpy(zero_copy_only=False)[offsets[0] : offsets[-1]]
+    return values.astype(np.int64), offsets - offsets[0]
