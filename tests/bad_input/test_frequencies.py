@@ -18,8 +18,9 @@ import pytest
 from merlin_cowclip.workflows import folders
 from merlin_cowclip.workflows.data.datasets import DatasetSpec, Split
 from merlin_cowclip.workflows.data.etl import prepare
-from merlin_cowclip.workflows.data.frequencies import CountDistribution, frequencies, keep_top_ids
+from merlin_cowclip.workflows.data.frequencies import CountDistribution, frequencies
 from merlin_cowclip.workflows.data.prepared import PreparedData
+from merlin_cowclip.workflows.data.top_ids import keep_top_ids
 from merlin_cowclip.workflows.errors import UserError
 from tests.bad_input.contract import command, listing, refused
 

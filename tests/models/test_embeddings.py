@@ -29,7 +29,7 @@ from merlin_cowclip.plugins._stack import mm
 from merlin_cowclip.plugins.counting import count_sparse, samples_per_row
 from merlin_cowclip.workflows.data.datasets import DatasetSpec
 from merlin_cowclip.workflows.data.etl import prepare
-from merlin_cowclip.workflows.data.frequencies import keep_top_ids
+from merlin_cowclip.workflows.data.top_ids import keep_top_ids
 from merlin_cowclip.workflows.quiet import quiet_imports
 
 from ..plugins.merlin_models import BATCH, NUMBER, TARGET, batch, category, dataset

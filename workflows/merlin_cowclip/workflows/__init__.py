@@ -20,9 +20,10 @@ if TYPE_CHECKING:
         register,
     )
     from merlin_cowclip.workflows.data.etl import prepare
-    from merlin_cowclip.workflows.data.frequencies import frequencies, keep_top_ids
+    from merlin_cowclip.workflows.data.frequencies import frequencies
     from merlin_cowclip.workflows.data.prepared import PreparedData
     from merlin_cowclip.workflows.data.synthetic import write_synthetic
+    from merlin_cowclip.workflows.data.top_ids import keep_top_ids
     from merlin_cowclip.workflows.errors import UserError
     from merlin_cowclip.workflows.training.configuration import TrainConfig
     from merlin_cowclip.workflows.training.evaluation import evaluate, predict
@@ -46,7 +47,7 @@ _HOME = {
     "evaluate": "training.evaluation",
     "find_spec": "data.datasets",
     "frequencies": "data.frequencies",
-    "keep_top_ids": "data.frequencies",
+    "keep_top_ids": "data.top_ids",
     "predict": "training.evaluation",
     "prepare": "data.etl",
     "register": "data.datasets",

@@ -296,8 +296,9 @@ def _number_or_by_field(option: str, text: str) -> int | dict[str, int]:
 
 
 def _frequencies(arguments: argparse.Namespace) -> None:
-    from merlin_cowclip.workflows.data.frequencies import BATCH_SIZES, frequencies, keep_top_ids
+    from merlin_cowclip.workflows.data.frequencies import BATCH_SIZES, frequencies
     from merlin_cowclip.workflows.data.prepared import PreparedData
+    from merlin_cowclip.workflows.data.top_ids import keep_top_ids
 
     data = PreparedData.open(arguments.data)
     if arguments.top_k is None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
-import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from merlin_cowclip.workflows.data.counts import write_counts
 from merlin_cowclip.workflows.data.existing_parquet import (
     PARTS,
     ParquetFile,
@@ -34,13 +34,13 @@ from merlin_cowclip.workflows.data.existing_workflow import (
     WORKFLOW_FILES,
     WORKFLOW_FOLDER,
     Pipeline,
-    Vocabulary,
     load_workflow,
 )
 from merlin_cowclip.workflows.data.prepared import PreparedData, check_unchanged, write_record
 from merlin_cowclip.workflows.errors import UserError, quoted
 from merlin_cowclip.workflows.folders import all_or_nothing, package_versions, refuse_existing
 from merlin_cowclip.workflows.manifest import checksum
+from merlin_cowclip.workflows.progress import progress_bar
 
 BATCH_ROWS = 1 << 17  # held at a time, twice: one batch is checked while the next is read
 FLOAT32_MAX = float(np.finfo(np.float32).max)
@@ -128,17 +128,8 @@ class _Scan:
         Raises:
             UserError: names file, row group, row and column of the first bad value.
         """
-        from tqdm import tqdm
-
         total = sum(file.rows for files in parts.values() for file in files)
-        with tqdm(
-            total=total,
-            desc="checking",
-            unit=" rows",
-            unit_scale=True,
-            disable=not self.progress,
-            file=sys.stderr,
-        ) as bar:
+        with progress_bar("checking", total, show=self.progress) as bar:
             for part, files in parts.items():
                 rows = positives = 0
                 for place, batch in _ahead(self._batches(files)):
@@ -269,7 +260,9 @@ def _save(
     proto.to_json_file(str(folder / ".merlin"))
     (folder / "counts").mkdir()
     for name, counts in scan.counts.items():
-        _write_counts(folder / "counts", name, counts, pipeline.vocabularies.get(name))
+        vocabulary = pipeline.vocabularies.get(name)
+        raw = pa.nulls(0, pa.string()) if vocabulary is None else vocabulary.raw()
+        write_counts(folder / "counts", name, counts, raw)
     other = _counted_otherwise(pipeline, scan)
     notes = list(pipeline.notes)
     if other:
@@ -315,18 +308,6 @@ def _copy_workflow(pipeline: Pipeline, home: Path) -> None:
                 strayed = True
     if strayed:
         workflow.save(str(home.absolute()))
-
-
-def _write_counts(
-    folder: Path, name: str, counts: np.ndarray, vocabulary: Vocabulary | None
-) -> None:
-    raw = pa.nulls(len(counts), pa.string())
-    if vocabulary is not None:
-        known = vocabulary.raw()
-        none = pa.nulls(len(counts) - len(known), pa.string())
-        raw = pa.chunked_array([none, *known.chunks])
-    ids = np.arange(len(counts), dtype=np.int64)
-    pq.write_table(pa.table({"id": ids, "raw": raw, "count": counts}), folder / f"{name}.parquet")
 
 
 def _counted_otherwise(pipeline: Pipeline, scan: _Scan) -> list[str]:

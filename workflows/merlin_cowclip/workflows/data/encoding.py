@@ -53,6 +53,12 @@ class IdStatistics:
         """Ids, special ones included."""
         return self.first_id + len(self.vocabulary)
 
+    @property
+    def by_id(self) -> np.ndarray:
+        """Counts of all ids, (cardinality,) int64; padding, which is none, has 0."""
+        counts = np.concatenate([[0, self.missing], self.unknown, self.counts])
+        return counts.astype(np.int64)
+
 
 def arrays(device: str) -> Any:
     """NumPy, or CuPy for "gpu"."""

@@ -14,7 +14,6 @@ import os
 import re
 import secrets
 import shutil
-import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ import pyarrow.parquet as pq
 from merlin_cowclip.workflows import machine
 from merlin_cowclip.workflows.data import clusters
 from merlin_cowclip.workflows.data.arrow_ids import note_on_floats
+from merlin_cowclip.workflows.data.counts import write_counts
 from merlin_cowclip.workflows.data.csv_logs import CsvLog
 from merlin_cowclip.workflows.data.datasets import DatasetSpec
 from merlin_cowclip.workflows.data.encoding import (
@@ -51,14 +51,11 @@ from merlin_cowclip.workflows.data.raw_logs import (
     unchanged,
 )
 from merlin_cowclip.workflows.data.staging import IN_TRAIN, LENGTHS, ROWS, StagedChunk, Staging
-from merlin_cowclip.workflows.data.vocabularies import (
-    vocabulary_path,
-    write_counts,
-    write_vocabulary,
-)
+from merlin_cowclip.workflows.data.vocabularies import vocabulary_path, write_vocabulary
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.folders import all_or_nothing, package_versions, refuse_existing
 from merlin_cowclip.workflows.machine import gibibytes
+from merlin_cowclip.workflows.progress import progress_bar
 from merlin_cowclip.workflows.quiet import quiet_imports
 
 if TYPE_CHECKING:
@@ -261,7 +258,7 @@ def _fit_ids(job: _FieldJob) -> _Fitted:
     staging.store(name, ids)
     clusters.stop_if_unwanted()
     write_vocabulary(job.folder / "workflow" / "categories", name, statistics)
-    write_counts(job.folder / "counts", name, statistics)
+    write_counts(job.folder / "counts", name, statistics.by_id, statistics.vocabulary)
     test = ids[~in_train]
     report: dict[str, Any] = {
         "occurrences": int(in_train.sum()),
@@ -401,16 +398,7 @@ class _Preparation:
         self._write_record()
 
     def _bar(self, title: str, total: int, unit: str) -> tqdm:
-        from tqdm import tqdm
-
-        return tqdm(
-            total=total,
-            desc=f"{title:<8}",
-            unit=unit,
-            unit_scale=unit != " columns",
-            disable=not self.progress,
-            file=sys.stderr,
-        )
+        return progress_bar(title, total, unit, show=self.progress)
 
     def _stage(self) -> None:
         self.staging.folder.mkdir()

@@ -1,40 +1,31 @@
-"""How often ids occur, which is why scaling rules fail on them (Section 3.1); and the top-k data.
+"""How often ids occur, which is why scaling rules fail on them (Section 3.1).
 
-`frequencies` reads the counts that `prepare` left and no row; `keep_top_ids` rewrites a prepared
-folder as Table 1 (right) wants it. Nothing is trained here.
+It reads the counts that `prepare` left, and no row. Nothing is trained here.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from merlin_cowclip.plugins.scaling import K, format_table
-from merlin_cowclip.workflows.data.clusters import Threads
-from merlin_cowclip.workflows.data.encoding import MISSING, PADDING, UNKNOWN, IdStatistics
-from merlin_cowclip.workflows.data.prepared import PreparedData, write_record
-from merlin_cowclip.workflows.data.vocabularies import (
-    vocabulary_path,
-    write_counts,
-    write_vocabulary,
-)
+from merlin_cowclip.workflows.checks import is_whole
+from merlin_cowclip.workflows.data.counts import by_falling_count, read_counts
+from merlin_cowclip.workflows.data.encoding import PADDING
+from merlin_cowclip.workflows.data.prepared import PreparedData
 from merlin_cowclip.workflows.errors import UserError
-from merlin_cowclip.workflows.folders import all_or_nothing, package_versions, refuse_existing
-from merlin_cowclip.workflows.quiet import quiet_imports
+from merlin_cowclip.workflows.folders import all_or_nothing, refuse_existing
+from merlin_cowclip.workflows.progress import progress_bar
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-    from tqdm import tqdm
 
 FOLDER = "frequencies"  # in the prepared folder, unless another is named
 BATCH_SIZES = tuple(K * 2**i for i in range(8))  # 1K to 128K
@@ -200,10 +191,10 @@ def frequencies(
     with all_or_nothing(out) as folder:
         with (
             pq.ParquetWriter(folder / "frequencies.parquet", _LONG) as writer,
-            _bar(progress, "counting", len(data.spec.ids), " fields") as bar,
+            progress_bar("counting", len(data.spec.ids), " fields", show=progress) as bar,
         ):
             for field in data.spec.ids:
-                table = _read_counts(data, field).slice(PADDING + 1)  # which is no id
+                table = read_counts(data, field).slice(PADDING + 1)  # which is no id
                 found[field] = CountDistribution.of(table["count"].to_numpy())
                 for ranked in _ranked(table, field, rows, found[field].occurrences):
                     writer.write_table(ranked)
@@ -270,58 +261,6 @@ def plot(
     return figure
 
 
-def keep_top_ids(
-    data: PreparedData, k: int, out: str | Path, *, progress: bool = True
-) -> PreparedData:
-    """Prepared data in which every field has its k most frequent ids and one further id.
-
-    The modified data of Table 1 (right), where every id is frequent. The further id is NVTabular's
-    unknown one, 2, and the kept ones are 3, 4, … by falling count. A missing id is an id: among the
-    k it stays 1, else it becomes 2. The pot of unknown ids of a threshold is never kept. Lists are
-    mapped id by id, and may then hold 2 several times. Rows, their order and their row groups stay.
-
-    Args:
-        data: the prepared folder, not an adopted one.
-        k: ids to keep, per field.
-        out: the folder to make; must not exist.
-        progress: show progress bars on stderr.
-
-    Returns:
-        The new folder, opened. Its record holds ``derived_from``: ``path`` and ``top_k``; its
-        report is still the source's.
-
-    Raises:
-        UserError: a bad argument, adopted data, counts that cannot be read, or a folder in the
-            way; nothing is left behind.
-    """
-    out = Path(out)
-    if isinstance(k, bool) or not isinstance(k, (int, np.integer)) or k < 1:
-        raise UserError(f"top-k must be a whole number of at least 1. Received: {k!r}")
-    if "files" in data.record:
-        raise UserError(
-            "top-k needs data that 'merlin-cowclip prepare' wrote, for it cuts the vocabularies. "
-            f"Received: {data.path}, an adopted pipeline. Prepare its raw logs, or give Categorify "
-            "a max_size of K + 3"
-        )
-    refuse_existing(out)
-    with all_or_nothing(out) as folder:
-        kept = {field: _Kept.of(_read_counts(data, field), int(k)) for field in data.spec.ids}
-        _save_workflow(data, kept, folder)
-        for part, files in (("train", data.train_files), ("test", data.test_files)):
-            _rewrite_part(files, folder / part, kept, _bar(progress, part, data.rows[part]))
-        # What a threshold left is among the kept ids, or unknown.
-        spec = dataclasses.replace(data.spec, freq_threshold=0, hash_buckets=1)
-        record = {
-            **data.record,
-            "spec": spec.to_dict(),
-            "cardinalities": {f: kept[f].statistics.cardinality for f in data.spec.ids},
-            "derived_from": {"path": str(data.path.absolute()), "top_k": int(k)},
-            "versions": package_versions(),
-        }
-        write_record(folder, record)
-    return PreparedData.open(out)
-
-
 # Frequencies
 
 _LONG = pa.schema(
@@ -337,53 +276,10 @@ _LONG = pa.schema(
 )
 
 
-def _read_counts(data: PreparedData, field: str) -> pa.Table:
-    """``id``, ``raw``, ``count`` of a field, row i for id i; in Arrow, for ids may be millions."""
-    path = data.path / "counts" / f"{field}.parquet"
-
-    def refuse(found: str) -> NoReturn:
-        raise UserError(
-            "counts must be of their own field: a row per id, from 0 on, which add up to the "
-            f"training rows. Received: {path}, {found}. Prepare the data again"
-        ) from None
-
-    try:
-        with pq.ParquetFile(path) as parquet:
-            table = parquet.read()
-    except (OSError, pa.ArrowException) as error:
-        refuse(f"which is no whole parquet file ({error})")
-    for name, kind in (("id", pa.int64()), ("raw", pa.string()), ("count", pa.int64())):
-        if name not in table.column_names:
-            refuse(f"without column {name!r}")
-        if table.schema.field(name).type != kind:
-            refuse(f"with {table.schema.field(name).type} in column {name!r}")
-    cardinality, rows = data.cardinalities[field], data.rows["train"]
-    if len(table) != cardinality:
-        refuse(f"of {len(table):,} ids, where the field has {cardinality:,}")
-    for name in ("id", "count"):
-        if table[name].null_count:
-            refuse(f"with a null in column {name!r}")
-    if not np.array_equal(table["id"].to_numpy(), np.arange(cardinality)):
-        refuse("with ids in another order")
-    counts = table["count"].to_numpy()
-    if counts.min() < 0:
-        refuse("with a count below 0")
-    occurrences = int(counts.sum())
-    if field in data.spec.categorical and occurrences != rows:
-        refuse(f"with {occurrences:,} occurrences in {rows:,} rows")
-    if not counts[PADDING + 1 :].any():
-        refuse("without an occurrence")
-    return table.select(["id", "raw", "count"])
-
-
-def _by_falling_count(counts: np.ndarray, places: np.ndarray) -> np.ndarray:
-    return places[np.argsort(-counts[places], kind="stable")]  # ties: the lower id first
-
-
 def _ranked(table: pa.Table, field: str, rows: int, total: int) -> Iterable[pa.Table]:
     """Pieces of ``frequencies.parquet``, in order."""
     all_counts = table["count"].to_numpy()
-    order = _by_falling_count(all_counts, np.flatnonzero(all_counts))
+    order = by_falling_count(all_counts, np.flatnonzero(all_counts))
     before = 0
     for start in range(0, len(order), GROUP_ROWS):
         piece = table.take(pa.array(order[start : start + GROUP_ROWS]))
@@ -422,8 +318,7 @@ def _summary(
 
 def _check_batch_sizes(batch_sizes: Sequence[int]) -> tuple[int, ...]:
     for size in batch_sizes:
-        whole = isinstance(size, (int, np.integer)) and not isinstance(size, bool)
-        if not whole or not 1 <= size <= MAX_BATCH_SIZE:
+        if not is_whole(size, 1, MAX_BATCH_SIZE, numpys=True):
             raise UserError(
                 "batch sizes must be positive whole numbers of samples, at most 2^53. Received: "
                 f"{size!r}"
@@ -448,132 +343,3 @@ def _check_fields(data: PreparedData, fields: Sequence[str]) -> list[str]:
 
 def _short(size: int) -> str:
     return f"{size // K}K" if size % K == 0 else f"{size}"
-
-
-def _bar(progress: bool, title: str, total: int, unit: str = " rows") -> tqdm:
-    from tqdm import tqdm
-
-    return tqdm(
-        total=total,
-        desc=f"{title:<8}",
-        unit=unit,
-        unit_scale=unit == " rows",
-        disable=not progress,
-        file=sys.stderr,
-    )
-
-
-# The top-k data
-
-
-@dataclass(frozen=True, eq=False)
-class _Kept:
-    """The ids that one field keeps: as prepared data has them, and how to get there."""
-
-    statistics: IdStatistics
-    missing_is_kept: bool
-    encode: np.ndarray  # (old cardinality,) int64: old id → new id
-
-    @property
-    def max_size(self) -> int:
-        """What NVTabular notes of a truncated vocabulary, and 0 of one that is whole.
-
-        By it a table knows that its unknown row is trained.
-        """
-        return self.statistics.cardinality if self.statistics.unknown.any() else 0
-
-    @classmethod
-    def of(cls, table: pa.Table, k: int) -> _Kept:
-        counts = table["count"].to_numpy()
-        an_id = table["raw"].is_valid().to_numpy().copy()
-        an_id[MISSING] = True
-        top = _by_falling_count(counts, np.flatnonzero(an_id & (counts > 0)))[:k]
-        real = top[top != MISSING]
-        encode = np.full(len(counts), UNKNOWN, np.int64)
-        encode[PADDING] = PADDING
-        encode[real] = np.arange(UNKNOWN + 1, UNKNOWN + 1 + len(real))
-        missing_is_kept = MISSING in top
-        if missing_is_kept:
-            encode[MISSING] = MISSING
-        statistics = IdStatistics(
-            vocabulary=table["raw"].take(pa.array(real)).combine_chunks(),
-            counts=counts[real],
-            missing=int(counts[MISSING]) if missing_is_kept else 0,
-            unknown=counts[encode == UNKNOWN].sum(keepdims=True),
-            distinct=int(np.count_nonzero(counts)),
-            encode=encode,
-        )
-        return cls(statistics, missing_is_kept, encode)
-
-
-def _save_workflow(data: PreparedData, kept: Mapping[str, _Kept], folder: Path) -> None:
-    """The source's workflow with the kept vocabularies, its schema, and the counts."""
-    with quiet_imports():
-        from merlin.dag import Graph
-        from merlin.schema import Schema
-        from merlin.schema.io.tensorflow_metadata import TensorflowMetadata
-
-        from merlin_cowclip.workflows.data.operators import EncodeIds
-    home = folder / "workflow"
-    (home / "categories").mkdir(parents=True)
-    (folder / "counts").mkdir()
-    vocabularies = {}
-    for field, ids in kept.items():
-        write_vocabulary(home / "categories", field, ids.statistics)
-        write_counts(folder / "counts", field, ids.statistics)
-        vocabularies[field] = str(vocabulary_path(home / "categories", field))
-    workflow = data.workflow()
-    for node in Graph.get_nodes_by_op_type([workflow.output_node], EncodeIds):
-        node.op = EncodeIds(
-            home,
-            max_size={field: ids.max_size for field, ids in kept.items()},
-            missing_as_unknown=[f for f, ids in kept.items() if not ids.missing_is_kept],
-            lists=data.spec.lists,
-        )
-        node.op.fit_finalize(vocabularies)
-        node.op.fitted = True
-    workflow.fit_schema(workflow.input_schema)
-    workflow.save(str(home))
-    columns = workflow.output_schema
-    proto = TensorflowMetadata.from_merlin_schema(
-        Schema([columns[name] for name in data.schema.column_names])
-    )
-    proto.to_proto_text_file(str(folder))
-    (folder / ".merlin").mkdir()
-    proto.to_json_file(str(folder / ".merlin"))
-
-
-def _rewrite_part(
-    files: Sequence[Path], folder: Path, kept: Mapping[str, _Kept], bar: tqdm
-) -> None:
-    """The same files, row groups and rows, with other ids."""
-    folder.mkdir()
-
-    def rewrite(file: Path) -> None:
-        _rewrite(file, folder / file.name, kept, bar.update)
-
-    with bar:
-        for _ in Threads().map(rewrite, files):
-            pass
-
-
-def _rewrite(
-    source: Path, target: Path, kept: Mapping[str, _Kept], advance: Callable[[int], Any]
-) -> None:
-    with pq.ParquetFile(source) as file, pq.ParquetWriter(target, file.schema_arrow) as writer:
-        for group in range(file.num_row_groups):
-            rows = file.read_row_group(group)
-            for i, column in enumerate(rows.schema):
-                if column.name in kept:
-                    ids = _encoded(rows.column(i).combine_chunks(), kept[column.name].encode)
-                    rows = rows.set_column(i, column, ids.cast(column.type))
-            writer.write_table(rows, row_group_size=max(1, len(rows)))
-            advance(len(rows))
-
-
-def _encoded(ids: pa.Array, encode: np.ndarray) -> pa.Array:
-    if not pa.types.is_list(ids.type):
-        return pa.array(encode[ids.to_numpy()])
-    lengths = pc.list_value_length(ids).to_numpy()
-    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-    return pa.ListArray.from_arrays(offsets, encode[ids.flatten().to_numpy()])

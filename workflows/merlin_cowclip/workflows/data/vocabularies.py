@@ -1,13 +1,10 @@
-"""The files of a vocabulary: Categorify's own, and the counts of ids for those who ask."""
+"""The files of a vocabulary, as Categorify has them."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pandas as pd
-import pyarrow as pa
-import pyarrow.parquet as pq
 
 from merlin_cowclip.workflows.data.encoding import MISSING, PADDING, UNKNOWN, IdStatistics
 
@@ -33,17 +30,3 @@ def write_vocabulary(folder: Path, name: str, statistics: IdStatistics) -> None:
             "num_observed": observed,
         }
     ).to_parquet(folder / f"meta.{name}.parquet")
-
-
-def write_counts(folder: Path, name: str, statistics: IdStatistics) -> None:
-    """``counts/<field>.parquet``: ``id``, ``raw``, ``count``; row i is id i."""
-    nothing = pa.nulls(statistics.first_id, pa.string())
-    counts = np.concatenate([[0, statistics.missing], statistics.unknown, statistics.counts])
-    table = pa.table(
-        {
-            "id": np.arange(statistics.cardinality, dtype=np.int64),
-            "raw": pa.concat_arrays([nothing, statistics.vocabulary]),
-            "count": counts.astype(np.int64),
-        }
-    )
-    pq.write_table(table, folder / f"{name}.parquet")

@@ -1,0 +1,85 @@
+"""The counts of a prepared folder, ``counts/<field>.parquet``: ``id``, ``raw``, ``count``.
+
+Row i is id i. They are written and read back here, whoever counted.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NoReturn
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from merlin_cowclip.workflows.data.encoding import PADDING
+from merlin_cowclip.workflows.data.prepared import PreparedData
+from merlin_cowclip.workflows.errors import UserError
+
+
+def write_counts(
+    folder: Path, field: str, counts: np.ndarray, raw: pa.Array | pa.ChunkedArray
+) -> None:
+    """Write the counts of a field's n ids.
+
+    Args:
+        folder: ``counts/``.
+        field: whose.
+        counts: (n,) int64, of each id.
+        raw: strings, of the last ids; those before have none.
+    """
+    without = pa.nulls(len(counts) - len(raw), pa.string())
+    if isinstance(raw, pa.ChunkedArray):  # of more text, maybe, than one array holds
+        raw = pa.chunked_array([without, *raw.chunks])
+    else:
+        raw = pa.concat_arrays([without, raw])
+    ids = np.arange(len(counts), dtype=np.int64)
+    pq.write_table(pa.table({"id": ids, "raw": raw, "count": counts}), folder / f"{field}.parquet")
+
+
+def read_counts(data: PreparedData, field: str) -> pa.Table:
+    """``id``, ``raw``, ``count`` of a field, row i for id i; in Arrow, for ids may be millions.
+
+    Raises:
+        UserError: they are not those of the field.
+    """
+    path = data.path / "counts" / f"{field}.parquet"
+
+    def refuse(found: str) -> NoReturn:
+        raise UserError(
+            "counts must be of their own field: a row per id, from 0 on, which add up to the "
+            f"training rows. Received: {path}, {found}. Prepare the data again"
+        ) from None
+
+    try:
+        with pq.ParquetFile(path) as parquet:
+            table = parquet.read()
+    except (OSError, pa.ArrowException) as error:
+        refuse(f"which is no whole parquet file ({error})")
+    for name, kind in (("id", pa.int64()), ("raw", pa.string()), ("count", pa.int64())):
+        if name not in table.column_names:
+            refuse(f"without column {name!r}")
+        if table.schema.field(name).type != kind:
+            refuse(f"with {table.schema.field(name).type} in column {name!r}")
+    cardinality, rows = data.cardinalities[field], data.rows["train"]
+    if len(table) != cardinality:
+        refuse(f"of {len(table):,} ids, where the field has {cardinality:,}")
+    for name in ("id", "count"):
+        if table[name].null_count:
+            refuse(f"with a null in column {name!r}")
+    if not np.array_equal(table["id"].to_numpy(), np.arange(cardinality)):
+        refuse("with ids in another order")
+    counts = table["count"].to_numpy()
+    if counts.min() < 0:
+        refuse("with a count below 0")
+    occurrences = int(counts.sum())
+    if field in data.spec.categorical and occurrences != rows:
+        refuse(f"with {occurrences:,} occurrences in {rows:,} rows")
+    if not counts[PADDING + 1 :].any():
+        refuse("without an occurrence")
+    return table.select(["id", "raw", "count"])
+
+
+def by_falling_count(counts: np.ndarray, places: np.ndarray) -> np.ndarray:
+    """Places of ids, the most frequent first."""
+    return places[np.argsort(-counts[places], kind="stable")]  # ties: the lower id first
