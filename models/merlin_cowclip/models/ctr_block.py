@@ -13,6 +13,7 @@ from merlin.schema import Schema, Tags
 from merlin_cowclip.models.embeddings import FusedEmbeddings, plain_combiner
 from merlin_cowclip.models.schemas import schema_from_text, schema_text
 from merlin_cowclip.plugins._stack import mm, tf
+from merlin_cowclip.plugins.checks import layer_units
 from merlin_cowclip.plugins.input_names import unsavable_names
 
 KERNEL_INITIALIZER = "he_normal"
@@ -56,7 +57,7 @@ class CTRBlock(tf.keras.layers.Layer):
         super().__init__(**kwargs)
         self.schema = input_schema(schema)
         self.embedding_dim = embedding_dim
-        self.mlp_units = layer_units("mlp", mlp)
+        self.mlp_units = layer_units("mlp", tuple(mlp))
         self.stddev = float(stddev)
         self.combiner = plain_combiner(combiner)
         self.continuous_fields = tuple(self.schema.select_by_tag(Tags.CONTINUOUS).column_names)
@@ -153,21 +154,6 @@ def logit(name: str) -> tf.keras.layers.Dense:
 def mlp_block(units: Sequence[int]) -> tf.keras.layers.Layer:
     """Merlin's MLP of ReLU layers, Kaiming initialised."""
     return mm.MLPBlock(list(units), kernel_initializer=KERNEL_INITIALIZER)
-
-
-def layer_units(name: str, units: Sequence[int]) -> tuple[int, ...]:
-    """The units of an MLP's layers, checked.
-
-    Raises:
-      ValueError: no layer, or units that are not positive whole numbers.
-    """
-    units = tuple(units)
-    wrong = [u for u in units if isinstance(u, bool) or not isinstance(u, int) or u <= 0]
-    if wrong or not units:
-        raise ValueError(
-            f"{name} must be at least one positive whole number of units. Received: {name}={units}"
-        )
-    return units
 
 
 @tf.keras.utils.register_keras_serializable(package="merlin_cowclip")

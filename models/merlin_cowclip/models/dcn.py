@@ -10,6 +10,7 @@ from merlin.schema import Schema
 
 from merlin_cowclip.models.ctr_block import KERNEL_INITIALIZER, CTRBlock, as_model, logit
 from merlin_cowclip.plugins._stack import mm, tf
+from merlin_cowclip.plugins.checks import whole_number, whole_number_or_none
 
 
 @tf.keras.utils.register_keras_serializable(package="merlin_cowclip")
@@ -58,12 +59,7 @@ class DCNBlock(CTRBlock):
 
     def __init__(self, schema: Schema, *, cross_layers: int = 3, **kwargs: Any) -> None:
         super().__init__(schema, **kwargs)
-        if isinstance(cross_layers, bool) or not isinstance(cross_layers, int) or cross_layers <= 0:
-            raise ValueError(
-                "cross_layers must be a positive whole number. Received: "
-                f"cross_layers={cross_layers!r}"
-            )
-        self.cross_layers = cross_layers
+        self.cross_layers = whole_number("cross_layers", cross_layers)
         self.cross = self._cross()
         self.cross_logit = logit("cross_logit")
 
@@ -89,13 +85,7 @@ class DCNv2Block(DCNBlock):
     """
 
     def __init__(self, schema: Schema, *, low_rank_dim: int | None = None, **kwargs: Any) -> None:
-        wrong = isinstance(low_rank_dim, bool) or not isinstance(low_rank_dim, int | None)
-        if wrong or (low_rank_dim is not None and low_rank_dim <= 0):
-            raise ValueError(
-                "low_rank_dim must be a positive whole number, or None for full rank. Received: "
-                f"low_rank_dim={low_rank_dim!r}"
-            )
-        self.low_rank_dim = low_rank_dim
+        self.low_rank_dim = whole_number_or_none("low_rank_dim", low_rank_dim, "full rank")
         super().__init__(schema, **kwargs)
 
     def _cross(self) -> tf.keras.layers.Layer:

@@ -8,8 +8,9 @@ from typing import Any
 from merlin.models.tf.blocks.interaction import DotProductInteraction
 from merlin.schema import Schema
 
-from merlin_cowclip.models.ctr_block import CTRBlock, as_model, layer_units, logit, mlp_block
+from merlin_cowclip.models.ctr_block import CTRBlock, as_model, logit, mlp_block
 from merlin_cowclip.plugins._stack import mm, tf
+from merlin_cowclip.plugins.checks import layer_units
 
 
 @tf.keras.utils.register_keras_serializable(package="merlin_cowclip")
@@ -27,7 +28,7 @@ class DLRMBlock(CTRBlock):
         self, schema: Schema, *, bottom_mlp: Sequence[int] = (512, 256, 64), **kwargs: Any
     ) -> None:
         super().__init__(schema, **kwargs)
-        self.bottom_units = layer_units("bottom_mlp", bottom_mlp) if bottom_mlp else ()
+        self.bottom_units = layer_units("bottom_mlp", tuple(bottom_mlp)) if bottom_mlp else ()
         if self.continuous_fields:
             self.bottom = mlp_block((*self.bottom_units, self.embedding_dim))
         elif len(self.embeddings.fields) < 2:

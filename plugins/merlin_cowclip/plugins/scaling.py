@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from merlin_cowclip.plugins.checks import is_whole
+
 K = 1024
 
 CONSTANT_CLIPS = ("global", "field", "column")
@@ -54,7 +56,7 @@ class Hyperparameters:
     warmup_epochs: float = 1.0
 
     def __post_init__(self) -> None:
-        if isinstance(self.batch_size, bool) or not isinstance(self.batch_size, int):
+        if not is_whole(self.batch_size):
             raise ValueError(
                 f"batch_size must be a whole number. Received: batch_size={self.batch_size!r}"
             )
@@ -224,7 +226,7 @@ def scale(tuned: Hyperparameters, *, to: int, rule: str = "cowclip") -> Hyperpar
       ValueError: unknown rule, or `to` not a positive whole number.
     """
     found = find_rule(rule)
-    if isinstance(to, bool) or not isinstance(to, int) or to <= 0:
+    if not is_whole(to, 1):
         raise ValueError(f"to must be a positive whole number of samples. Received: to={to!r}")
     s = to / tuned.batch_size
     return tuned.replace(

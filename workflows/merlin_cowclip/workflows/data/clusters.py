@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from merlin_cowclip.plugins.checks import is_whole
 from merlin_cowclip.workflows import machine
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.machine import gibibytes
@@ -194,7 +195,7 @@ def check_cluster(workers: int, device: str) -> None:
     """
     if device not in DEVICES:
         raise UserError(f"device must be one of {', '.join(DEVICES)}. Received: {device!r}")
-    if isinstance(workers, bool) or not isinstance(workers, int) or workers < 0:
+    if not is_whole(workers, 0):
         raise UserError(f"workers must be an integer of at least 0. Received: {workers!r}")
     if device == "cpu":
         _check_memory(workers)

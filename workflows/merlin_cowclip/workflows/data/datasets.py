@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from merlin_cowclip.plugins.checks import is_whole, whole_range
 from merlin_cowclip.plugins.input_names import unsavable_names
 from merlin_cowclip.workflows.errors import UserError, quoted, shown
 
@@ -158,9 +159,9 @@ class DatasetSpec:
                     raise UserError(
                         f"{key} must name fields of ids: {quoted(self.ids)}. Received: {field!r}"
                     )
-                if isinstance(number, bool) or not isinstance(number, int) or number < least:
+                if not is_whole(number, least):
                     raise UserError(
-                        f"{key} must be a whole number of at least {least}. Received: {number!r}"
+                        f"{key} must be {whole_range(least)}. Received: {number!r}"
                         + (f" for {field!r}" if field else "")
                     )
             if isinstance(value, Mapping):

@@ -25,6 +25,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from merlin_cowclip.plugins.checks import is_whole
 from merlin_cowclip.workflows import machine
 from merlin_cowclip.workflows.data import clusters
 from merlin_cowclip.workflows.data.arrow_ids import note_on_floats
@@ -111,9 +112,9 @@ def prepare(
             behind.
     """
     out = Path(out)
-    if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)) or seed < 0:
+    if not is_whole(seed, 0, numpys=True):
         raise UserError(f"seed must be an integer of at least 0. Received: {seed!r}")
-    if isinstance(part_rows, bool) or not isinstance(part_rows, int) or part_rows < 1:
+    if not is_whole(part_rows, 1):
         raise UserError(f"part_rows must be an integer of at least 1. Received: {part_rows!r}")
     refuse_existing(out)
     _check_place(out)

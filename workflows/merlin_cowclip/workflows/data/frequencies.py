@@ -15,8 +15,8 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from merlin_cowclip.plugins.checks import is_whole
 from merlin_cowclip.plugins.scaling import K, format_table
-from merlin_cowclip.workflows.checks import is_whole
 from merlin_cowclip.workflows.data.counts import by_falling_count, read_counts
 from merlin_cowclip.workflows.data.encoding import PADDING
 from merlin_cowclip.workflows.data.prepared import PreparedData

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from merlin_cowclip.plugins.checks import is_whole
 from merlin_cowclip.workflows.data.datasets import DatasetSpec
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.folders import write_json
@@ -292,7 +293,7 @@ def _read_record(path: Path) -> dict[str, Any]:
             and all(isinstance(v, list) and all(map(_is_file_state, v)) for v in value.values())
         )
     if "seed" in record:
-        required["seed"] = lambda value: _is_whole(value, 0)
+        required["seed"] = lambda value: is_whole(value, 0)
     for key, holds in required.items():
         if key not in record or not holds(record[key]):
             found = "another value" if key in record else "none"
@@ -317,15 +318,11 @@ def _spec_of(record: dict[str, Any], path: Path) -> DatasetSpec:
     return spec
 
 
-def _is_whole(value: Any, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
 def _numbers_by(keys: Sequence[str], value: Any, least: int) -> bool:
     return (
         isinstance(value, dict)
         and set(value) == set(keys)
-        and all(_is_whole(number, least) for number in value.values())
+        and all(is_whole(number, least) for number in value.values())
     )
 
 

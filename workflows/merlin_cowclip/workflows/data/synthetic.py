@@ -19,6 +19,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from merlin_cowclip.plugins.checks import is_whole
 from merlin_cowclip.workflows.data.datasets import AVAZU, CRITEO, DatasetSpec
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.folders import remove, write_json
@@ -179,7 +180,7 @@ def write_synthetic(
         ("seed", seed, 0),
         ("cardinality", cardinality, 10),
     ):
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        if not is_whole(value, least):
             raise UserError(f"{name} must be an integer of at least {least}. Received: {value!r}")
     for file in (path, truth_path):
         if os.path.lexists(file):

@@ -53,7 +53,7 @@ def keep_top_ids(
             way; nothing is left behind.
     """
     out = Path(out)
-    check_whole("top-k", k, 1, numpys=True)
+    check_whole("top-k", k, 1)
     if "files" in data.record:
         raise UserError(
             "top-k needs data that 'merlin-cowclip prepare' wrote, for it cuts the vocabularies. "

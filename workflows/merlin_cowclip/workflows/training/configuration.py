@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from merlin_cowclip.plugins.checks import is_whole, whole_number
 from merlin_cowclip.plugins.scaling import (
     ADAPTIVE_CLIPS,
     SCALING_RULES,
@@ -22,7 +23,7 @@ from merlin_cowclip.plugins.scaling import (
 )
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.training.learning_rates import plain_schedule
-from merlin_cowclip.workflows.training.networks import NETWORKS, options_of, whole_number
+from merlin_cowclip.workflows.training.networks import NETWORKS, options_of
 
 UPDATES = ("exact", "lazy")
 """The names in `plugins.adam.UPDATES`, written out: importing that takes TensorFlow's seconds."""
@@ -99,13 +100,11 @@ class TrainConfig:
             raise ValueError(
                 f"update must be one of {', '.join(UPDATES)}. Received: update={self.update!r}"
             )
-        try:
-            whole_number("batch_size", self.batch_size, 2**48)
-        except ValueError:
+        if not is_whole(self.batch_size, 1, 2**48):
             raise ValueError(
                 "batch_size must be a positive whole number of samples. Received: "
                 f"batch_size={self.batch_size!r}"
-            ) from None
+            )
         whole_number("epochs", self.epochs)
         whole_number("seed", self.seed, LARGEST_SEED, least=0)
         if not isinstance(self.deterministic, bool):

@@ -24,8 +24,6 @@ from merlin_cowclip.workflows.training.passes import Passes
 from merlin_cowclip.workflows.training.rows import Batch, Reader
 from merlin_cowclip.workflows.training.streaming import Stream, Streams
 
-_check = functools.partial(check_whole, numpys=True)
-
 
 class Loader(tf.data.Dataset):
     """Batches of one part of a prepared folder, in the format that Merlin's models take.
@@ -97,10 +95,10 @@ class Loader(tf.data.Dataset):
     ) -> None:
         if part not in PARTS:
             raise UserError(f"part must be one of {', '.join(PARTS)}. Received: part={part!r}")
-        _check("batch size", batch_size, 1)
-        _check("seed", seed, 0)
-        _check("ranks", ranks, 1)
-        _check("rank", rank, 0, ranks - 1)
+        check_whole("batch size", batch_size, 1)
+        check_whole("seed", seed, 0)
+        check_whole("ranks", ranks, 1)
+        check_whole("rank", rank, 0, ranks - 1)
         if batch_size % ranks:
             fewer = batch_size - batch_size % ranks
             sizes = f"{fewer} or {fewer + ranks}" if fewer else str(ranks)
@@ -175,7 +173,7 @@ class Loader(tf.data.Dataset):
 
     @epoch.setter
     def epoch(self, epoch: int) -> None:
-        _check("epoch", epoch, 0)
+        check_whole("epoch", epoch, 0)
         self._passes.epoch = epoch
 
     @property
@@ -226,10 +224,10 @@ class Loader(tf.data.Dataset):
 
     def _span(self, epoch: int, epochs: int | None, start: int) -> tuple[int, int | None]:
         """From which batch to which, all epochs counted through."""
-        _check("epoch", epoch, 0)
-        _check("start", start, 0, len(self))
+        check_whole("epoch", epoch, 0)
+        check_whole("start", start, 0, len(self))
         if epochs is not None:
-            _check("epochs", epochs, 1)
+            check_whole("epochs", epochs, 1)
         stop = None if epochs is None else (epoch + epochs) * len(self)
         return epoch * len(self) + start, stop
 

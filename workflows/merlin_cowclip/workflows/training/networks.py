@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from merlin_cowclip.plugins.checks import layer_units, whole_number, whole_number_or_none
+
 COMBINERS = ("mean", "sum", "sqrtn")
 
 
@@ -33,41 +35,12 @@ class Option:
         return Option(self.default, self.plain, used=False)
 
 
-def whole_number(name: str, value: Any, most: int | None = None, *, least: int = 1) -> int:
-    """A whole number of at least `least`, 1 if not said otherwise.
-
-    Raises:
-      ValueError: it is something else.
-    """
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    if not whole or value < least or (most is not None and value > most):
-        wanted = f"of at least {least}" if most is None else f"from {least} to {most}"
-        if least == 1 and most is None:
-            raise ValueError(f"{name} must be a positive whole number. Received: {name}={value!r}")
-        raise ValueError(f"{name} must be a whole number {wanted}. Received: {name}={value!r}")
-    return value
-
-
 def _rank(name: str, value: Any) -> int | None:
-    if value is None:
-        return None
-    try:
-        return whole_number(name, value)
-    except ValueError:
-        raise ValueError(
-            f"{name} must be a positive whole number, or None for full rank. Received: "
-            f"{name}={value!r}"
-        ) from None
+    return whole_number_or_none(name, value, "full rank")
 
 
 def _units(name: str, value: Any) -> list[int]:
-    units = list(value) if isinstance(value, list | tuple) else []
-    if not units or any(isinstance(u, bool) or not isinstance(u, int) or u <= 0 for u in units):
-        raise ValueError(
-            f"{name} must be at least one positive whole number of units. Received: "
-            f"{name}={value!r}"
-        )
-    return units
+    return list(layer_units(name, value))
 
 
 def _units_or_none(name: str, value: Any) -> list[int]:

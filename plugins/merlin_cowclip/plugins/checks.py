@@ -1,0 +1,69 @@
+"""Checks of arguments that all floors share. Pure Python."""
+
+from __future__ import annotations
+
+import numbers
+from typing import Any
+
+
+def is_whole(
+    value: Any, least: int | None = None, most: int | None = None, *, numpys: bool = False
+) -> bool:
+    """Whether `value` is a whole number from `least` to `most`, and no bool.
+
+    Args:
+      value: anything.
+      least: the least that is allowed, `None` without a lower limit.
+      most: the most, `None` without an upper limit.
+      numpys: whether it may be one of NumPy's, which JSON does not take.
+    """
+    whole = isinstance(value, numbers.Integral if numpys else int) and not isinstance(value, bool)
+    return whole and (least is None or value >= least) and (most is None or value <= most)
+
+
+def whole_range(least: int, most: int | None = None) -> str:
+    """Those numbers in words."""
+    limits = f"of at least {least}" if most is None else f"from {least} to {most}"
+    return f"a whole number {limits}"
+
+
+def whole_number(name: str, value: Any, most: int | None = None, *, least: int = 1) -> int:
+    """`value`, a whole number of at least `least`, 1 if not said otherwise.
+
+    Raises:
+      ValueError: it is something else.
+    """
+    if not is_whole(value, least, most):
+        positive = least == 1 and most is None
+        wanted = "a positive whole number" if positive else whole_range(least, most)
+        raise ValueError(f"{name} must be {wanted}. Received: {name}={value!r}")
+    return value
+
+
+def whole_number_or_none(name: str, value: Any, none: str) -> int | None:
+    """`value`, a positive whole number, or `None`, of which `none` says what it stands for.
+
+    Raises:
+      ValueError: it is something else.
+    """
+    if value is not None and not is_whole(value, 1):
+        raise ValueError(
+            f"{name} must be a positive whole number, or None for {none}. Received: "
+            f"{name}={value!r}"
+        )
+    return value
+
+
+def layer_units(name: str, units: Any) -> tuple[int, ...]:
+    """The units of an MLP's layers, at least one.
+
+    Raises:
+      ValueError: no layer, or units that are not positive whole numbers.
+    """
+    layers = isinstance(units, list | tuple) and units
+    if not layers or not all(is_whole(u, 1) for u in layers):
+        raise ValueError(
+            f"{name} must be at least one positive whole number of units. Received: "
+            f"{name}={units!r}"
+        )
+    return tuple(layers)
