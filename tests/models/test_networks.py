@@ -688,6 +688,13 @@ def test_refused(name, schema, options, message):
         NETWORKS[name].build(schema, **options)
 
 
+@pytest.mark.parametrize("options", [{"layers": 3}, {"name": "mine"}], ids=str)
+def test_a_builder_takes_only_what_its_signature_says(name, options):
+    """Not what Keras lets every layer take."""
+    with pytest.raises(TypeError, match=next(iter(options))):
+        NETWORKS[name].build(**options)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

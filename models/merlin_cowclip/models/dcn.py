@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 from merlin.models.tf.blocks.cross import CrossBlock
 from merlin.schema import Schema
 
-from merlin_cowclip.models.ctr_block import KERNEL_INITIALIZER, CTRBlock, as_model, logit
-from merlin_cowclip.plugins._stack import mm, tf
+from merlin_cowclip.models.ctr_block import KERNEL_INITIALIZER, CTRBlock, logit
+from merlin_cowclip.plugins._stack import tf
 from merlin_cowclip.plugins.checks import whole_number, whole_number_or_none
 
 
@@ -98,54 +97,3 @@ class DCNv2Block(DCNBlock):
     def get_config(self) -> dict[str, Any]:
         """The constructor's arguments."""
         return {**super().get_config(), "low_rank_dim": self.low_rank_dim}
-
-
-def dcn(
-    schema: Schema,
-    *,
-    embedding_dim: int = 10,
-    mlp: Sequence[int] = (400, 400, 400),
-    stddev: float = 1e-2,
-    combiner: str | Mapping[str, str] = "mean",
-    cross_layers: int = 3,
-) -> mm.Model:
-    """Deep & Cross with vectors as in the paper (Section 4.1, Appendix A; 0.433M network weights).
-
-    `cross_layers` is the depth of the cross stream. For the other arguments and errors: `deepfm`.
-    """
-    block = DCNBlock(
-        schema,
-        embedding_dim=embedding_dim,
-        mlp=mlp,
-        stddev=stddev,
-        combiner=combiner,
-        cross_layers=cross_layers,
-    )
-    return as_model(block, schema)
-
-
-def dcn_v2(
-    schema: Schema,
-    *,
-    embedding_dim: int = 10,
-    mlp: Sequence[int] = (400, 400, 400),
-    stddev: float = 1e-2,
-    combiner: str | Mapping[str, str] = "mean",
-    cross_layers: int = 3,
-    low_rank_dim: int | None = None,
-) -> mm.Model:
-    """Deep & Cross with matrices as in the paper (Section 4.1, Appendix A; 0.655M network weights).
-
-    `cross_layers` is the depth of the cross stream, `low_rank_dim` the rank of its matrices; `None`
-    is full rank, as in the paper's formula. For the other arguments and errors see `deepfm`.
-    """
-    block = DCNv2Block(
-        schema,
-        embedding_dim=embedding_dim,
-        mlp=mlp,
-        stddev=stddev,
-        combiner=combiner,
-        cross_layers=cross_layers,
-        low_rank_dim=low_rank_dim,
-    )
-    return as_model(block, schema)

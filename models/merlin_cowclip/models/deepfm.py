@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 from merlin.schema import Schema
 
-from merlin_cowclip.models.ctr_block import CTRBlock, as_model
+from merlin_cowclip.models.ctr_block import CTRBlock
 from merlin_cowclip.plugins._stack import mm, tf
 
 
@@ -32,31 +31,3 @@ class PairwiseTerm(CTRBlock):
 @tf.keras.utils.register_keras_serializable(package="merlin_cowclip")
 class DeepFMBlock(PairwiseTerm):
     """Logit = deep + Σ_i w_i + Σ_{i<j} ⟨v_i, v_j⟩ (Guo et al. 2017, equations 1 to 3)."""
-
-
-def deepfm(
-    schema: Schema,
-    *,
-    embedding_dim: int = 10,
-    mlp: Sequence[int] = (400, 400, 400),
-    stddev: float = 1e-2,
-    combiner: str | Mapping[str, str] = "mean",
-) -> mm.Model:
-    """DeepFM as in the paper (Section 4.1, Appendix A; 0.431M network weights on Criteo).
-
-    Args:
-      schema: categorical and continuous columns and one target.
-      embedding_dim: width of the embeddings.
-      mlp: units of the deep stream's ReLU layers.
-      stddev: standard deviation σ of the initial embeddings (1e-2 with CowClip, 1e-4 without).
-      combiner: how a list column's embeddings become one: "mean", "sum" or "sqrtn", for all or by
-        column.
-
-    Raises:
-      ValueError: the schema has no categorical column or not exactly one target, or an argument
-        is out of range.
-    """
-    block = DeepFMBlock(
-        schema, embedding_dim=embedding_dim, mlp=mlp, stddev=stddev, combiner=combiner
-    )
-    return as_model(block, schema)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from merlin.models.tf.blocks.interaction import DotProductInteraction
 from merlin.schema import Schema
 
-from merlin_cowclip.models.ctr_block import CTRBlock, as_model, logit, mlp_block
-from merlin_cowclip.plugins._stack import mm, tf
+from merlin_cowclip.models.ctr_block import CTRBlock, logit, mlp_block
+from merlin_cowclip.plugins._stack import tf
 from merlin_cowclip.plugins.checks import layer_units
 
 
@@ -53,28 +53,3 @@ class DLRMBlock(CTRBlock):
     def get_config(self) -> dict[str, Any]:
         """The constructor's arguments."""
         return {**super().get_config(), "bottom_mlp": list(self.bottom_units)}
-
-
-def dlrm(
-    schema: Schema,
-    *,
-    embedding_dim: int = 10,
-    mlp: Sequence[int] = (400, 400, 400),
-    stddev: float = 1e-2,
-    combiner: str | Mapping[str, str] = "mean",
-    bottom_mlp: Sequence[int] = (512, 256, 64),
-) -> mm.Model:
-    """DLRM, the baseline of the paper's Tables 5 and 11.
-
-    `mlp` are the units of the top MLP's ReLU layers, `bottom_mlp` those of the bottom MLP's, which
-    one more of width `embedding_dim` follows. For the other arguments and errors see `deepfm`.
-    """
-    block = DLRMBlock(
-        schema,
-        embedding_dim=embedding_dim,
-        mlp=mlp,
-        stddev=stddev,
-        combiner=combiner,
-        bottom_mlp=bottom_mlp,
-    )
-    return as_model(block, schema)
