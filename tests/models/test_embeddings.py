@@ -923,6 +923,14 @@ def test_load_a_frame():
     np.testing.assert_array_equal(after[others], before[others])
 
 
+@pytest.mark.parametrize("names", [["1", "0", "2"], [1, 0, 2]], ids=str)
+def test_columns_of_a_frame_go_by_number(names):
+    """`to_df`'s, sorted as text where d is above 10."""
+    layer = layer_of()
+    assert layer.load_rows("user", pd.DataFrame([[7, 8, 9]], index=[6], columns=names)) == 1
+    np.testing.assert_array_equal(layer.table[6], [8, 7, 9])
+
+
 @pytest.mark.parametrize("field", ["user", "item", "genres"])
 def test_rows_of_one_layer_go_into_another(prepared, field):
     place = {"workflow": prepared.path / "workflow"}

@@ -160,7 +160,6 @@ class FusedEmbeddings(SchemaMixin, tf.keras.layers.Layer):
             name="table",
             shape=(self.row_offsets[-1], self.dim),
             initializer=self._initializer,
-            trainable=self.trainable,
             experimental_autocast=False,  # rows are cast, not the table
         )
         super().build(input_shape)
@@ -341,8 +340,9 @@ class FusedEmbeddings(SchemaMixin, tf.keras.layers.Layer):
         Args:
           field: one of `fields`.
           values: a frame of d columns whose index holds raw ids, in any order (`to_df(field)`
-            gives one by `.dropna(subset="raw").set_index("raw")`); or an array cardinality×d, row
-            i for id i, as Merlin's `EmbeddingTable.from_pretrained` takes it.
+            gives one by `.dropna(subset="raw").set_index("raw")`); columns named "0" to "d-1" go by
+            name, others by position. Or an array cardinality×d, row i for id i, as Merlin's
+            `EmbeddingTable.from_pretrained` takes it.
           workflow: as in `rows`.
 
         Returns:
@@ -353,8 +353,8 @@ class FusedEmbeddings(SchemaMixin, tf.keras.layers.Layer):
             none that the field knows. Nothing is changed then.
         """
         self._check_field(field)
-        given = np.asarray(values, np.float32)
         is_frame = isinstance(values, pd.DataFrame)
+        given = np.asarray(self._in_order(values), np.float32)
         wanted = (len(given) if is_frame else self.cardinalities[field], self.dim)
         if given.shape != wanted:
             raise ValueError(
@@ -388,6 +388,16 @@ class FusedEmbeddings(SchemaMixin, tf.keras.layers.Layer):
         whole, new = tf.convert_to_tensor(table), tf.cast(given, table.dtype)
         table.assign(tf.tensor_scatter_nd_update(whole, rows, new))
         return len(ids)
+
+    def _in_order(self, frame: pd.DataFrame | np.ndarray) -> pd.DataFrame | np.ndarray:
+        """A frame's columns by number, if they are named "0" to "d-1"."""
+        if not isinstance(frame, pd.DataFrame):
+            return frame
+        wanted = [str(i) for i in range(self.dim)]
+        named = [str(name) for name in frame.columns]
+        if sorted(named) != sorted(wanted):
+            return frame
+        return frame.iloc[:, [named.index(name) for name in wanted]]
 
     def _vocabulary(self, field: str, workflow: str | os.PathLike[str] | None) -> pd.Series:
         vocabulary = read_vocabulary(self._column(field), workflow)

@@ -126,11 +126,11 @@ class IdRecorder:
     """
 
     def __init__(self) -> None:
-        self._variable: Callable[[], tf.Variable] | None = None
+        self._variable: Callable[[], tf.Variable | None] = lambda: None
         self._passes: deque[_Pass] = deque(maxlen=MOST_PASSES)
 
-    def belong_to(self, get_variable: Callable[[], tf.Variable]) -> None:
-        """Record lookups of this variable."""
+    def belong_to(self, get_variable: Callable[[], tf.Variable | None]) -> None:
+        """Record lookups of this variable; eagerly none where it is `None`, of a frozen table."""
         self._variable = get_variable
 
     def record(self, lookup: Lookup) -> None:
@@ -141,7 +141,8 @@ class IdRecorder:
             noted.setdefault(id(self), []).append(lookup)
             return
         if not self._passes or not is_taped(self._passes[-1].mark):
-            mark = None if self._variable is None else taped_mark(self._variable())
+            variable = self._variable()
+            mark = None if variable is None else taped_mark(variable)
             if mark is None:
                 return
             self._passes.append(_Pass(mark, []))

@@ -84,7 +84,10 @@ class TableSpec:
                 f"{ranges} ranges and {columns} columns for the table {self.name!r}. Pass "
                 "range_of_column."
             )
-        self.recorder.belong_to(self.get_variable)
+        self.recorder.belong_to(self._trained)  # a method: it is copied with the spec
+
+    def _trained(self) -> tf.Variable | None:
+        return self.get_variable() if self.layer.trainable else None
 
     @property
     def variable(self) -> tf.Variable:
