@@ -16,6 +16,9 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 import absl.logging
 import tensorflow as tf
 
+# Keras's own; it has no public name.
+from keras.optimizers.utils import filter_empty_gradients
+
 # No public name tells whether a tape records, or whether ops are deterministic.
 from tensorflow.python.eager import tape as _tape
 from tensorflow.python.framework.config import is_op_determinism_enabled
@@ -65,6 +68,7 @@ __all__ = [
     "ColumnSchema",
     "Schema",
     "Tags",
+    "filter_empty_gradients",
     "is_op_determinism_enabled",
     "is_taped",
     "mm",

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
-from merlin_cowclip.plugins._stack import Tags, mm, tf
+from merlin_cowclip.plugins._stack import Tags, filter_empty_gradients, mm, tf
 from merlin_cowclip.plugins.fits import Fit, notify_of_fits
 from merlin_cowclip.plugins.initial import initialize, others_than
 from merlin_cowclip.plugins.merlin_tables import find_tables
@@ -33,6 +33,9 @@ _CLIPPED_BY_RULE = (
     "optimizer.default_optimizer."
 )
 _PER_PART = "Each of optimizer.optimizers, its three parts, has its own."
+_MAKE_ANOTHER = (
+    "Make another optimizer by CowClipOptimizer.for_model, and compile the model with it."
+)
 
 
 class Owned(NamedTuple):
@@ -87,6 +90,10 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
         "decay": "Give Keras schedules as dense_schedule and embedding_schedule.",
         "amsgrad": "Its parts are Adam as the paper has it.",
     }
+    settled: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        ("hyperparameters", "update_mode", "clip_tables", "dense_schedule", "embedding_schedule"),
+        _MAKE_ANOTHER,
+    )
 
     def __init__(
         self,
@@ -270,7 +277,9 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
             self._bound = tuple(owner)
         return owner
 
-    def _check_belongs(self, pairs: list[tuple[Any, tf.Variable]], owner: dict[Any, Any]) -> None:
+    def _check_belongs(
+        self, pairs: Sequence[tuple[Any, tf.Variable]], owner: dict[Any, Any]
+    ) -> None:
         """Refuse gradients of another model's variables, and of tables that were not found."""
         model = self._model() if self._model is not None else None
         layers = [] if model is None else list(model._flatten_layers())
@@ -322,8 +331,10 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
 
     def _create_warm_up(self) -> None:
         """Give the dense optimizer its schedule, of a length that may change."""
-        hp = self.hyperparameters
-        if self._warmup_steps is not None or not hp.warmup_epochs or self.dense_schedule:
+        dense = self.default_optimizer
+        height = dense._hyper["learning_rate"]  # dense_lr, or what was set on the part since
+        warms_up = self.hyperparameters.warmup_epochs and not callable(height)
+        if self._warmup_steps is not None or not warms_up:
             return
         # A variable: another fit may have epochs of another length, without a new trace.
         self._warmup_steps = self.add_weight(
@@ -334,7 +345,8 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
             trainable=False,
             aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA,
         )
-        self.default_optimizer.learning_rate = LinearWarmup(hp.dense_lr, self._warmup_steps)
+        height = float(tf.keras.backend.get_value(height))
+        dense.learning_rate = LinearWarmup(height, self._warmup_steps)
         self._follow_fit()
 
     def _check_warm_up(self) -> None:
@@ -411,10 +423,10 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
         """Apply each gradient by the optimizer that owns its variable; returns one grouped op.
 
         Raises:
-          ValueError: no model is bound, or another one; a sparse gradient belongs to no table; or
-            a table's ids are not recorded.
+          ValueError: no model is bound, or another one; there is no gradient at all; a sparse
+            gradient belongs to no table; or a table's ids are not recorded.
         """
-        pairs = [(g, v) for g, v in grads_and_vars if g is not None]
+        pairs = filter_empty_gradients(grads_and_vars)
         owner = self._own()
         self._check_belongs(pairs, owner)
         with tf.init_scope():
@@ -448,8 +460,7 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
         """Refused: blocks are assigned by `for_model`, and one added here would be passed over."""
         raise ValueError(
             "A CowClipOptimizer assigns variables itself, by table. Received blocks to add: "
-            f"{optimizer_blocks!r}. Choose with clip_tables, or use Merlin's MultiOptimizer with a "
-            "CowClipAdam."
+            f"{optimizer_blocks!r}. Choose what is clipped with clip_tables."
         )
 
     def update(self, optimizer_blocks: Any) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
 
 from merlin_cowclip.plugins._stack import tf
 from merlin_cowclip.plugins.adam import CowClipAdam
+from merlin_cowclip.plugins.not_offered import RefusesOptions
+from merlin_cowclip.plugins.schedules import LinearWarmup
 
 
 class _Proportional:
@@ -23,5 +25,16 @@ class TablePart(_Proportional, CowClipAdam):
     """`CowClipAdam` as a part of a `CowClipOptimizer`."""
 
 
-class DensePart(_Proportional, tf.keras.optimizers.legacy.Adam):
-    """Keras's Adam as a part of a `CowClipOptimizer`."""
+class DensePart(_Proportional, RefusesOptions, tf.keras.optimizers.legacy.Adam):
+    """Keras's Adam as a part of a `CowClipOptimizer`.
+
+    A learning rate that is set while it warms up, a number, is what it warms up to.
+    """
+
+    not_offered: ClassVar[Mapping[str, str]] = {"amsgrad": "It is Adam as the paper has it."}
+
+    def _set_hyper(self, name: str, value: Any) -> None:
+        now = self._hyper.get(name)
+        if isinstance(now, LinearWarmup) and not callable(value):
+            value = LinearWarmup(float(tf.keras.backend.get_value(value)), now.warmup_steps)
+        super()._set_hyper(name, value)
