@@ -455,6 +455,12 @@ MOVED = {
     "by rows": lambda g: tf.stack(tf.unstack(g)),
     "multiplied": lambda g: tf.matmul(g, tf.eye(D) * tf.norm(g)),
     "mapped": lambda g: tf.einsum("vd,dn->vn", g, tf.eye(D)),
+    "stacked": lambda g: tf.reduce_mean(tf.stack([g, 2.0 * g]), axis=0),
+    "stacked flat": lambda g: tf.reshape(tf.reduce_sum(tf.reshape(g, [1, -1]), axis=0), g.shape),
+    "one of a stack": lambda g: tf.gather(tf.stack([g, 2.0 * g]), 1),
+    "of unknown shape": lambda g: tf.ensure_shape(
+        tf.reduce_sum(tf.tile(g[tf.newaxis], tf.random.uniform([3], 1, 2, tf.int32)), 0), g.shape
+    ),
 }
 
 
@@ -485,6 +491,61 @@ def test_a_flat_gradient_that_was_kept_in_a_variable_is_refused():
 
     with pytest.raises(NotRecordedError, match="a dense gradient that comes from ReadVariableOp"):
         step(column(A))
+
+
+def of_micro_batches(holder, x, combine):
+    """A dense gradient for each micro-batch, put together by one of TensorFlow's loops."""
+    return combine(lambda ids: tf.convert_to_tensor(tied(holder, ids)), tf.reshape(x, [2, -1, 1]))
+
+
+def kept_in_a_variable(gradient, batches):
+    kept = KEPT[0]
+    for i in range(2):
+        kept[i].assign(gradient(batches[i]))
+    return kept
+
+
+KEPT: list[tf.Variable] = []
+IN_PARTS = {
+    "a loop's, averaged": lambda f, x: tf.reduce_mean(
+        tf.map_fn(f, x, fn_output_signature=tf.TensorSpec([V, D])), axis=0
+    ),
+    "a loop's, of unknown shape": lambda f, x: tf.ensure_shape(
+        tf.reduce_mean(tf.map_fn(f, x, fn_output_signature=tf.float32), axis=0), [V, D]
+    ),
+    "a loop's, one by one": lambda f, x: tf.add_n(
+        tf.unstack(tf.map_fn(f, x, fn_output_signature=tf.TensorSpec([V, D])), 2)
+    ),
+    "vectorized": lambda f, x: tf.reduce_mean(tf.vectorized_map(f, x), axis=0),
+    "a function's": lambda f, x: tf.reduce_sum(
+        tf.function(lambda: tf.stack([f(x[0]), f(x[1])]))(), axis=0
+    ),
+    "a variable's, averaged": lambda f, x: tf.reduce_mean(kept_in_a_variable(f, x), axis=0),
+    "a variable's, one by one": lambda f, x: (
+        tf.gather(kept_in_a_variable(f, x), 0) + tf.gather(KEPT[0], 1)
+    ),
+    "an array's": lambda f, x: tf.reduce_sum(
+        tf.TensorArray(tf.float32, 2).unstack(tf.stack([f(x[0]), f(x[1])])).stack(), axis=0
+    ),
+    "Python's": lambda f, x: tf.ensure_shape(
+        tf.numpy_function(lambda: np.ones([V, D], np.float32), [], tf.float32) + 0 * f(x[0])[0, 0],
+        [V, D],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", IN_PARTS)
+def test_a_dense_gradient_put_together_out_of_sight_is_refused(case):
+    """Every count would be taken for 1."""
+    holder = Holder("item")
+    KEPT[:] = [tf.Variable(tf.zeros([2, V, D]))]
+
+    def step(x, _):
+        gradient = of_micro_batches(holder, x, IN_PARTS[case])
+        return count_dense(holder.spec.recorder, gradient, holder.variable, V)
+
+    with pytest.raises(NotRecordedError, match="a dense gradient that comes from|no lookup|rows"):
+        traced(step)
 
 
 def test_eagerly_a_dense_gradient_after_several_passes_is_refused_once():

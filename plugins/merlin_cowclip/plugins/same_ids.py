@@ -41,6 +41,8 @@ _OPAQUE = {
 # They move numbers about; only they give a gradient of another shape the table's.
 _MOVING = {
     "ConcatV2",
+    "EnsureShape",
+    "Identity",
     "Pack",
     "Reshape",
     "Slice",
@@ -50,6 +52,11 @@ _MOVING = {
     "Transpose",
     "Unpack",
 }
+# Products of matrices: what they give may be the table's in shape where no factor is.
+_PRODUCTS = {"BatchMatMul", "BatchMatMulV2", "BatchMatMulV3", "Einsum", "MatMul"}
+# What an op reads that another one put there, and ops that give what Python or a function holds.
+_KEPT = {tf.resource, tf.variant}
+_GIVING = {"EagerPyFunc", "MapDefun", "PyFunc", "PyFuncStateless", "RemoteCall"}
 # Ops that join tensors of several ranks, of Horovod and of TensorFlow, start so.
 _JOINING = ("Collective", "Horovod", "Nccl")
 _CALLS = {"PartitionedCall", "StatefulPartitionedCall"}
@@ -277,12 +284,13 @@ def _upstream(tensor: tf.Tensor, of: Expressions) -> Iterator[tf.Tensor]:
 def _added_to(
     gradient: tf.Tensor, variable: tf.Variable, of: Expressions
 ) -> tuple[list[tf.Tensor], list[str]]:
-    """As `lookups_in_dense`, of any slices, through ops that keep the shape or move numbers."""
+    """As `lookups_in_dense`, of any slices, through ops that keep, move, pick or add up numbers."""
     indices: list[tf.Tensor] = []
     unknown: list[str] = []
-    waiting, seen = [gradient], set()
+    waiting, seen = [(gradient, True)], set()
     while waiting:
-        tensor = of.outside(waiting.pop())
+        tensor, is_whole = waiting.pop()
+        tensor = of.outside(tensor)
         op = _op_of(tensor)
         if tensor.ref() in seen:
             continue
@@ -291,14 +299,35 @@ def _added_to(
             unknown.append("a constant")
         elif op.type in _OPAQUE or op.type.startswith(_JOINING):
             unknown.append(f"{op.type} {op.name!r}")
-        elif op.type == "ReadVariableOp":
-            # The table's own value is a factor where its rows are normalized, for instance.
-            if of.outside(op.inputs[0]) is not variable.handle:
-                unknown.append(f"{op.type} {op.name!r}")
         elif op.type == "UnsortedSegmentSum":
-            indices += [op.inputs[1]] if _sums_slices(op, variable) else []
-        elif op.type in _MOVING:
-            waiting += [i for i in op.inputs if i.dtype.is_floating]
-        elif tensor.shape.is_fully_defined():
-            waiting += [i for i in op.inputs if i.dtype.is_floating and i.shape == tensor.shape]
+            if _sums_slices(op, variable):
+                indices.append(op.inputs[1])
+            elif is_whole:  # of several gradients at once, as tf.vectorized_map sums them
+                unknown.append(f"{op.type} {op.name!r}")
+        elif not _reads_value(op, variable, of):
+            before = _made_of(op, tensor, variable)
+            whole = tensor.shape[-2:] == variable.shape
+            waiting += [(i, whole) for i in before]
+            kept = op.type in _GIVING or any(i.dtype in _KEPT for i in op.inputs)
+            if kept and not before:
+                unknown.append(f"{op.type} {op.name!r}")
     return indices, unknown
+
+
+def _reads_value(op: tf.Operation, variable: tf.Variable, of: Expressions) -> bool:
+    """Whether it reads the table: its value is a factor where rows are normalized, for instance."""
+    reads = op.type in ("ReadVariableOp", "ResourceGather")
+    return reads and of.outside(op.inputs[0]) is variable.handle
+
+
+def _made_of(op: tf.Operation, tensor: tf.Tensor, variable: tf.Variable) -> list[tf.Tensor]:
+    """The inputs that may hold gradients of the table, one or, stacked, several."""
+    floats = [i for i in op.inputs if i.dtype.is_floating]
+    if op.type in _MOVING:
+        return floats
+    same = tensor.shape if tensor.shape.is_fully_defined() else variable.shape
+    like = [i for i in floats if i.shape == same or i.shape[-2:] == variable.shape]
+    if like or op.type in _PRODUCTS:
+        return like
+    # Also where shapes are not known, unless another input accounts for the op's.
+    return [i for i in floats if i.shape[-2:].is_compatible_with(variable.shape)]
