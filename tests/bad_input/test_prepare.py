@@ -104,6 +104,12 @@ def check(folder: Path, spec: str, log: str | bytes, words, *options: Any, name=
         pytest.param(toml(categorical="user"), ["list of column names"], id="no list"),
         pytest.param(toml(categorical=[1]), ["list of column names"], id="a number for a name"),
         pytest.param(toml(categorical=["user", "user"]), ["one role", "'user'"], id="field twice"),
+        *(
+            pytest.param(
+                toml(**{role: [name]}), [f"'{name}' beside the list 'tags'", "Rename"], id=name
+            )
+            for role, name in (("categorical", "tags__values"), ("continuous", "tags__offsets"))
+        ),
         pytest.param(toml(categorical=[""]), ["file names", "''"], id="empty field"),
         pytest.param(toml(categorical=["../x"]), ["file names", "'../x'"], id="field with a slash"),
         pytest.param(toml(categorical=[".x"]), ["file names", "'.x'"], id="hidden field"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,10 @@ import pytest
 from merlin_cowclip.workflows.data.datasets import DatasetSpec
 from merlin_cowclip.workflows.data.etl import prepare
 from merlin_cowclip.workflows.data.prepared import PreparedData
+from merlin_cowclip.workflows.data.top_ids import keep_top_ids
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.manifest import checksum
-from merlin_cowclip.workflows.training.runs import Run
+from merlin_cowclip.workflows.training.runs import Run, inputs_of
 from tests.bad_input.conftest import TOY, toy_log
 from tests.bad_input.contract import command, refused
 
@@ -252,6 +254,27 @@ def test_a_vocabulary_is_its_ids_not_its_bytes(run, toy_data, tmp_path):
     pd.DataFrame({"town": ["x"]}).to_parquet(path.with_name("unique.town.parquet"))
     with pytest.raises(UserError, match="unique.town.parquet differs"):
         Run.open(run).check_vocabulary(data)
+
+
+def test_a_missing_id_is_the_same_one(tmp_path):
+    """By a threshold or as the k most frequent, the same ids are kept: a missing one is 1, or 2."""
+    ids = ["a"] * 50 + ["b"] * 40 + ["c"] * 30 + [""] * 20 + [f"d{i}" for i in range(10)]
+    rows = "".join(f"{i % 2},{ids[i * 7 % 150]}\n" for i in range(150))
+    (tmp_path / "log.csv").write_text("y,user\n" + rows)
+    spec = DatasetSpec("missing", "y", ("user",))
+    log = [tmp_path / "log.csv"]
+    rare = prepare(replace(spec, freq_threshold=15), log, tmp_path / "rare", progress=False)
+    plain = prepare(spec, log, tmp_path / "plain", progress=False)
+    top = keep_top_ids(plain, 3, tmp_path / "top", progress=False)
+    assert rare.cardinalities == top.cardinalities == {"user": 6}
+    config = {"data": str(rare.path), "cardinalities": rare.cardinalities, **inputs_of(rare)}
+    run = Run(tmp_path / "run", {"config": config})
+    shutil.copytree(rare.path / "workflow", run.path / "workflow")
+    run.check_vocabulary(rare)
+    with pytest.raises(UserError, match=r"what is missing and unknown.*'user' as .*'missing': 2"):
+        run.check_vocabulary(top)
+    del config["special_ids"]  # a run of before there was such a thing
+    run.check_vocabulary(top)
 
 
 def test_adopted_data_is_known_by_its_workflow(run, toy_data, tmp_path):

@@ -17,10 +17,12 @@ import pytest
 
 from merlin_cowclip.workflows.commands.main import main
 from merlin_cowclip.workflows.data.adopt import adopt
+from merlin_cowclip.workflows.data.datasets import DatasetSpec
+from merlin_cowclip.workflows.data.etl import prepare
 from merlin_cowclip.workflows.data.prepared import PreparedData
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.quiet import quiet_imports
-from merlin_cowclip.workflows.training.runs import Run
+from merlin_cowclip.workflows.training.runs import Run, inputs_of
 
 with quiet_imports():
     import nvtabular as nvt
@@ -377,6 +379,43 @@ def test_ids_that_only_the_workflow_knows(log, tmp_path):
     run.check_vocabulary(mine)
     with pytest.raises(UserError, match="must come from the pipeline of the run"):
         run.check_vocabulary(other)
+
+
+def test_hashed_ids_are_those_of_one_pipeline(tmp_path):
+    """One vocabulary and as many buckets, but another hash."""
+    ids = ["a"] * 500 + ["b"] * 400 + ["c"] * 300 + [f"d{i}" for i in range(200)]
+    log = pd.DataFrame({"click": np.arange(1_400) % 2, "user": ids})
+    log = log.sample(frac=1, random_state=0, ignore_index=True)
+    log.to_csv(tmp_path / "log.csv", index=False)
+    made = []
+    for buckets in (5, 6):
+        spec = DatasetSpec("hashed", "click", ("user",), freq_threshold=50, hash_buckets=buckets)
+        files, home = [tmp_path / "log.csv"], tmp_path / f"{buckets}"
+        made.append(prepare(spec, files, home, progress=False))
+    mine, more = made
+    kinds = {"freq_threshold": 50, "num_buckets": 5, "out_path": str(tmp_path / "fitted")}
+    nodes = (["user"] >> ops.Categorify(**kinds)) + (["click"] >> ops.AddMetadata(tags=TARGET))
+    workflow = nvt.Workflow(nodes)
+    train = dataset(log, tmp_path / "raw")
+    workflow.fit(train)
+    workflow.save(str(tmp_path / "workflow"))
+    workflow.transform(train).to_parquet(str(tmp_path / "train"))
+    theirs = quick(tmp_path, tmp_path / "theirs")
+    assert mine.cardinalities == theirs.cardinalities == {"user": 10}
+
+    def run_of(data: PreparedData) -> Run:
+        run = Run(data.path.with_name(f"run-{data.path.name}"), {"config": {}})
+        shutil.copytree(data.path / "workflow", run.path / "workflow")
+        learned = {"data": str(data.path), "cardinalities": data.cardinalities, **inputs_of(data)}
+        run.result["config"].update(learned)
+        run.check_vocabulary(data)
+        return run
+
+    for run, other in ((run_of(mine), theirs), (run_of(theirs), mine)):
+        with pytest.raises(UserError, match="must come from the pipeline of the run"):
+            run.check_vocabulary(other)
+        with pytest.raises(UserError, match="'user' differs"):
+            run.check_vocabulary(more)
 
 
 def test_counts_of_other_rows_are_noted(bare, tmp_path):

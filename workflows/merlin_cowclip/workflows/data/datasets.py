@@ -219,6 +219,14 @@ class DatasetSpec:
                         f"{role_of[field]} and as {role}"
                     )
                 role_of[field] = role
+        for name in self.lists:
+            taken = [f for f in self.fields if f in (f"{name}__values", f"{name}__offsets")]
+            if taken:
+                raise UserError(
+                    "no field may have a list's name with __values or __offsets, for these are the "
+                    f"list's two inputs of a model. Received: {taken[0]!r} beside the list "
+                    f"{name!r}. Rename one of them where the data comes from"
+                )
 
     def _check_columns(self) -> None:
         if self.format == "csv" and not self.header and self.columns is None:

@@ -13,6 +13,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from merlin_cowclip.workflows.data.encoding import MISSING, UNKNOWN
 from merlin_cowclip.workflows.data.prepared import PreparedData
 from merlin_cowclip.workflows.errors import UserError, shown
 from merlin_cowclip.workflows.manifest import check_manifest, checksum, is_manifest
@@ -40,6 +41,7 @@ _INPUTS = {
     "categorical": "fields of one id",
     "lists": "lists of ids",
     "ranges": "ranges of numbers",
+    "special_ids": "ids for what is missing and unknown",
 }
 
 
@@ -48,7 +50,8 @@ def inputs_of(data: PreparedData) -> dict[str, Any]:
 
     `label`, `categorical`, `continuous` and `lists` are names, sorted but for the label; `ranges`
     what the numbers were scaled by, name → [least, largest], and None for an adopted pipeline, of
-    which `pipelines` knows the workflow.
+    which `pipelines` knows the workflow. `special_ids` has by field how many ids unknown ones share
+    by hash (`buckets`), and which id a missing one has (`missing`).
     """
     spec = data.spec
     return {
@@ -57,8 +60,15 @@ def inputs_of(data: PreparedData) -> dict[str, Any]:
         "lists": sorted(spec.lists),
         "continuous": sorted(spec.continuous),
         "ranges": data.record.get("ranges"),
+        "special_ids": {field: _special_ids(data.schema[field]) for field in sorted(spec.ids)},
         "pipelines": sorted(pipelines_of(data)),
     }
+
+
+def _special_ids(column: Any) -> dict[str, int]:
+    properties = column.properties
+    missing = UNKNOWN if properties.get("missing_as_unknown") else MISSING
+    return {"buckets": int(properties.get("num_buckets") or 1), "missing": missing}
 
 
 def pipelines_of(data: PreparedData) -> set[str]:
@@ -173,9 +183,11 @@ class Run:
                 )
         self._check_inputs(data, remedy)
         adopted = data.record.get("ranges") is None or self.config.get("ranges", {}) is None
-        # What an adopted pipeline does to numbers, and to ids without a vocabulary, only it knows.
+        # What an adopted pipeline does to numbers, to ids without a vocabulary, and by which hash,
+        # only it knows.
         bare = any(not data.schema[field].properties.get("cat_path") for field in cardinalities)
-        unknown = adopted and (self.config["continuous"] or bare)
+        hashed = any(ids["buckets"] > 1 for ids in inputs_of(data)["special_ids"].values())
+        unknown = adopted and (self.config["continuous"] or bare or hashed)
         if unknown and not self._pipelines() & pipelines_of(data):
             raise UserError(
                 f"the data must come from the pipeline of the run. Received: {data.path}, adopted "
@@ -189,13 +201,14 @@ class Run:
         for key, what in _INPUTS.items():
             if key not in mine or mine[key] == its[key]:  # a run of before it was written has none
                 continue
-            if key != "ranges":
+            if key not in ("ranges", "special_ids"):
                 found = f"{its[key]!r} instead of {mine[key]!r}"
             elif mine[key] is None or its[key] is None:
                 continue  # an adopted pipeline, of which its workflow is compared
             else:
                 name = min(n for n in mine[key] if mine[key][n] != its[key].get(n))
-                found = f"{name!r} from {its[key].get(name)} instead of {mine[key][name]}"
+                word = "from" if key == "ranges" else "as"
+                found = f"{name!r} {word} {its[key].get(name)} instead of {mine[key][name]}"
             raise UserError(
                 f"the data must have the {what} of the run. Received: {data.path}, with {found} "
                 f"in {self.path}. {remedy}"
