@@ -191,7 +191,7 @@ def write_synthetic(
     world = _World(_LOGS[dataset], seed, cardinality)
     labels, probabilities = [], []
     partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
-    unfinished = [partial]
+    parts = [(partial, path)]
     try:
         with _writer(partial, gzipped=path.name.endswith(".gz")) as sink:
             if world.log.spec.header:  # by hand, for Arrow quotes the names
@@ -208,13 +208,33 @@ def write_synthetic(
         truth = _truth(
             dataset, seed, cardinality, np.concatenate(labels), np.concatenate(probabilities)
         )
-        unfinished.append(truth_path)
-        write_json(truth_path, dataclasses.asdict(truth))
-        os.rename(partial, path)
+        parts.append((partial.with_name(f"{partial.name}-truth"), truth_path))
+        write_json(parts[1][0], dataclasses.asdict(truth))
+        for part, file in reversed(parts):
+            _put_in_place(part, file)
     finally:
-        if os.path.lexists(partial):  # else both are whole, whatever came after the renaming
-            remove(*unfinished)
+        whole = _is_in_place(partial, path)
+        for part, file in parts:
+            remove(part, *([file] if not whole and _is_in_place(part, file) else []))
     return truth
+
+
+def _put_in_place(part: Path, file: Path) -> None:
+    """Give a whole file its name, unless something else has got it meanwhile."""
+    try:
+        os.link(part, file)
+    except OSError:
+        if os.path.lexists(file):
+            raise UserError(
+                f"output file must not exist. Received: {file}, which appeared meanwhile. Name "
+                "another"
+            ) from None
+        os.rename(part, file)  # on a disk without links
+
+
+def _is_in_place(part: Path, file: Path) -> bool:
+    """Whether what has the name is ours."""
+    return file.exists() and (not part.exists() or file.samefile(part))
 
 
 @contextlib.contextmanager
