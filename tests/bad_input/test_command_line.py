@@ -110,13 +110,13 @@ def test_places_of_a_demo(tmp_path):
 
 
 def test_a_demo_that_fails_leaves_nothing(tmp_path, monkeypatch):
-    from merlin_cowclip.workflows.commands import demo
+    from merlin_cowclip.workflows.commands import demonstration
 
     def write(*arguments, **options):
         arguments[1].write_text("half a log")
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(demo, "write_synthetic", write)
+    monkeypatch.setattr(demonstration, "write_synthetic", write)
     done = command(["demo", "--out", tmp_path / "new" / "demo"])
     assert done.code == 130
     assert list(tmp_path.iterdir()) == []
@@ -219,7 +219,7 @@ def test_output_that_nobody_reads():
     """No traceback, and none as Python ends."""
     read, write = os.pipe()
     os.close(read)
-    program = "from merlin_cowclip.workflows import endings; import sys\n"
+    program = "from merlin_cowclip.workflows.commands import endings; import sys\n"
     program += "sys.exit(endings.run('merlin-cowclip x', lambda: print('text')))"
     done = subprocess.run(
         [sys.executable, "-c", program], stdout=write, stderr=subprocess.PIPE, text=True

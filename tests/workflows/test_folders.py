@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from merlin_cowclip.workflows import folders
-from merlin_cowclip.workflows.commands import demo, endings
-from merlin_cowclip.workflows.commands.demo import demo as run_demo
+from merlin_cowclip.workflows.commands import demonstration, endings
+from merlin_cowclip.workflows.commands.demonstration import demo as run_demo
 from merlin_cowclip.workflows.data import synthetic
 from merlin_cowclip.workflows.data.synthetic import write_synthetic
 from merlin_cowclip.workflows.errors import UserError
@@ -65,7 +65,7 @@ def test_an_interrupt_of_the_demos_tidying_waits_for_it(tmp_path, once_interrupt
         fill(path.parent)
         raise UserError("no")
 
-    monkeypatch.setattr(demo, "write_synthetic", write)
+    monkeypatch.setattr(demonstration, "write_synthetic", write)
     with pytest.raises(KeyboardInterrupt):
         run_demo(tmp_path / "new" / "demo")
     assert names(tmp_path) == set()
@@ -276,7 +276,7 @@ def test_a_demo_that_fails_removes_nothing_of_others(tmp_path, monkeypatch):
         fill(path.parent)
         raise UserError("no")
 
-    monkeypatch.setattr(demo, "write_synthetic", write)
+    monkeypatch.setattr(demonstration, "write_synthetic", write)
     with pytest.raises(UserError, match="no"):
         run_demo(tmp_path / "runs" / "demo")
     assert names(tmp_path / "runs") == {"theirs"}

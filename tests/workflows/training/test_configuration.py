@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from merlin_cowclip.plugins.scaling import SCALING_RULES, Hyperparameters, recipe
-from merlin_cowclip.workflows.commands import main as cli
+from merlin_cowclip.workflows.commands.main import command_line
+from merlin_cowclip.workflows.commands.training import train_config
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.training.configuration import (
     UPDATES,
@@ -252,8 +253,8 @@ def test_the_command_lines_options(tmp_path, monkeypatch, arguments, config):
     monkeypatch.chdir(tmp_path)
     file = {"model": "lr", "epochs": 5, "base": {"l2": 1e-3}}
     (tmp_path / "c.json").write_text(json.dumps(file))
-    parsed = cli._parser().parse_args(["train", "data", "--out", "run", *arguments.split()])
-    assert cli._train_config(parsed) == config
+    parsed = command_line().parse_args(["train", "data", "--out", "run", *arguments.split()])
+    assert train_config(parsed) == config
 
 
 # Identity

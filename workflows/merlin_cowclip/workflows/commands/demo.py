@@ -1,97 +1,31 @@
-"""The demo: synthetic Criteo logs, prepared and trained with a small and a large batch.
-
-A few minutes on two cores. It shows the paper's effect in the small: a batch that is 8 times as
-large loses accuracy with linear scaling, the usual rule, and keeps it with CowClip. A batch of 128K
-is more than a third of these logs, and wants more of them.
-"""
+"""The command demo; what it does is `demonstration.py`'s."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import argparse
+import datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from merlin_cowclip.plugins.scaling import Hyperparameters, K, format_table
-from merlin_cowclip.workflows.data.datasets import CRITEO
-from merlin_cowclip.workflows.data.etl import prepare
-from merlin_cowclip.workflows.data.synthetic import write_synthetic
-from merlin_cowclip.workflows.errors import UserError
-from merlin_cowclip.workflows.folders import new_folder
-from merlin_cowclip.workflows.training.configuration import TrainConfig, base_hyperparameters
-from merlin_cowclip.workflows.training.train import train
-
-ROWS = 300_000
-CARDINALITY = 20_000
-EPOCHS = 5
-SEED = 1234
+if TYPE_CHECKING:
+    from merlin_cowclip.workflows.commands.parser import Commands
 
 
-@dataclass(frozen=True)
-class DemoRun:
-    """One line of the demo's table."""
-
-    batch_size: int
-    rule: str
-
-
-RUNS = (
-    DemoRun(1 * K, "none"),
-    DemoRun(1 * K, "cowclip"),
-    DemoRun(8 * K, "linear"),
-    DemoRun(8 * K, "cowclip"),
-)
+def add(commands: Commands) -> None:
+    """The command, with its arguments."""
+    demo = commands.add_parser(
+        "demo", help="synthetic logs → prepare → train with a small and a large batch → compare"
+    )
+    demo.add_argument("--out", type=Path, help="the folder to write (default runs/demo-TIME)")
+    demo.add_argument("--rows", type=int, help="synthetic rows (default: minutes on 2 cores)")
+    demo.set_defaults(run=_demo)
 
 
-def base(rule: str) -> Hyperparameters:
-    """A rule's recipe, its numbers tuned at 1K on the demo's own logs instead of Criteo's.
+def _demo(arguments: argparse.Namespace) -> None:
+    from merlin_cowclip.workflows.commands.demonstration import ROWS, demo
 
-    With 150 times fewer rows, rows of the tables must move further per step and be held stronger.
-    """
-    return base_hyperparameters(rule, dense_lr=1e-3, embedding_lr=2e-3, l2=1e-3)
-
-
-def demo(out: Path, *, rows: int = ROWS) -> str:
-    """Write logs, prepared data and one run per line of the table to `out`; returns the table.
-
-    An error or an interrupt removes `out`.
-
-    Raises:
-      UserError: `out` exists or cannot be made, or too few rows for the large batch.
-    """
-    largest = max(run.batch_size for run in RUNS)
-    if rows < 2 * largest:
-        raise UserError(
-            f"rows must be at least {2 * largest:,}, for batches of {largest:,}. Received: {rows}"
-        )
-    # In place: the runs name the data's, so that a hidden folder, renamed at the end, would not do.
-    with new_folder(out):
-        print(f"Writing {rows:,} rows of synthetic logs in Criteo's format", flush=True)
-        truth = write_synthetic(
-            "criteo", out / "train.txt.gz", rows=rows, seed=SEED, cardinality=CARDINALITY
-        )
-        print("Preparing them: ids, counts, parquet", flush=True)
-        data = prepare(CRITEO, [out / "train.txt.gz"], out / "data", seed=SEED)
-        lines = []
-        for run in RUNS:
-            print(f"\nTraining DeepFM, batch size {run.batch_size:,}, rule {run.rule}", flush=True)
-            config = TrainConfig(
-                batch_size=run.batch_size,
-                rule=run.rule,
-                base=base(run.rule),
-                epochs=EPOCHS,
-                seed=SEED,
-            )
-            finished = train(data, config, out / f"deepfm-{run.batch_size}-{run.rule}")
-            lines.append(
-                (
-                    f"{run.batch_size:,}",
-                    f"{run.batch_size // K}x",
-                    run.rule,
-                    f"{finished.result['auc']:.4f}",
-                    f"{truth.best_auc:.4f}",
-                    f"{finished.result['train_seconds']:.0f}",
-                )
-            )
-    header = ("batch size", "", "rule", "test AUC", "best possible", "seconds")
-    table = format_table(header, lines)
-    print(f"\n{table}\n\nThe logs, the prepared data and the runs: {out}")
-    return table
+    out = arguments.out
+    if out is None:
+        out = Path("runs") / f"demo-{datetime.datetime.now():%Y%m%d-%H%M%S}"
+    rows = ROWS if arguments.rows is None else arguments.rows
+    demo(out, rows=rows)

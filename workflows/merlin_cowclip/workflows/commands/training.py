@@ -1,0 +1,295 @@
+"""The commands that train networks and say how good they are: train, evaluate."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from merlin_cowclip.plugins.scaling import ADAPTIVE_CLIPS, CLIPS, SCALING_RULES, scaling_table
+from merlin_cowclip.workflows.errors import UserError, quoted
+from merlin_cowclip.workflows.folders import refuse_existing
+from merlin_cowclip.workflows.training.configuration import TrainConfig
+from merlin_cowclip.workflows.training.learning_rates import SCHEDULES
+from merlin_cowclip.workflows.training.networks import COMBINERS, NETWORKS
+
+if TYPE_CHECKING:
+    from merlin_cowclip.workflows.commands.parser import Commands
+
+
+def add(commands: Commands) -> None:
+    """The two, with their arguments."""
+    _add_train(commands)
+    _add_evaluate(commands)
+
+
+def _add_train(commands: Commands) -> None:
+    train = commands.add_parser(
+        "train",
+        help="train a network on a prepared folder",
+        description="The learning rates and λ are the ones tuned at --base-batch-size; the rule "
+        "scales them to --batch-size.",
+    )
+    train.add_argument("data", type=Path, help="a prepared folder")
+    train.add_argument("--out", required=True, type=Path, help="the run folder to write")
+    train.add_argument(
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help="a configuration in JSON (TrainConfig's), or a run folder to train as it was; the "
+        "options here go before it",
+    )
+    _add_network(train)
+    _add_recipe(train)
+    train.set_defaults(run=_train)
+
+
+def _add_network(train: argparse.ArgumentParser) -> None:
+    network = train.add_argument_group("the network")
+    network.add_argument("--model", help=f"{', '.join(NETWORKS)} (default deepfm)")
+    network.add_argument("--embedding-dim", type=int, help="width of the embeddings (10)")
+    network.add_argument(
+        "--mlp",
+        type=units,
+        metavar="UNITS,…",
+        help="units of the deep stream's layers, in dlrm of the top MLP's (400,400,400)",
+    )
+    network.add_argument(
+        "--cross-layers", type=int, metavar="N", help="of dcn and dcn_v2: depth of the cross (3)"
+    )
+    network.add_argument(
+        "--low-rank-dim", type=int, metavar="N", help="of dcn_v2: rank of its matrices (full)"
+    )
+    network.add_argument(
+        "--bottom-mlp",
+        type=units,
+        metavar="UNITS,…",
+        help="of dlrm: units of the bottom MLP's layers but the last (512,256,64)",
+    )
+    network.add_argument(
+        "--combiner",
+        metavar="NAME|FIELD=NAME,…",
+        help=f"how a list's embeddings become one: {', '.join(COMBINERS)} (mean)",
+    )
+
+
+def _add_recipe(train: argparse.ArgumentParser) -> None:
+    train.add_argument("--batch-size", type=int, help="samples per update (1024)")
+    rules = ", ".join(SCALING_RULES)
+    train.add_argument("--rule", help=f"{rules} (default cowclip)")
+    train.add_argument("--epochs", type=int, help="passes over the data (default 10)")
+    train.add_argument("--seed", type=int, help="of weights and order (1234)")
+    train.add_argument(
+        "--update",
+        help="exact: L2 and Adam on every row, the paper (default); lazy: on the batch's rows",
+    )
+    train.add_argument(
+        "--determinism",
+        action=argparse.BooleanOptionalAction,
+        help="the same result to the last digit (default), or faster kernels on GPUs",
+    )
+    train.add_argument("--base-batch-size", type=int, help="where the values were tuned (1024)")
+    train.add_argument("--dense-lr", type=float, help="η of the dense weights (cowclip: 8e-4)")
+    train.add_argument("--embedding-lr", type=float, help="η of the embeddings (1e-4)")
+    train.add_argument("--l2", type=float, help="λ of the embeddings, Keras's convention (1e-5)")
+    train.add_argument("--clip", help=f"{', '.join(CLIPS)} (cowclip: adaptive_column)")
+    train.add_argument("--clip-threshold", type=float, help="c of global, field and column")
+    train.add_argument("--clip-ratio", type=float, help="r (1)")
+    train.add_argument("--clip-floor", type=float, help="ζ (3.162e-5)")
+    train.add_argument(
+        "--clip-tables",
+        type=names,
+        metavar="NAME,…",
+        help="fields or tables (embeddings, linear) to clip (all of width 2 and more)",
+    )
+    train.add_argument("--no-clip", action="store_true", help="no clip")
+    train.add_argument("--no-warmup", action="store_true", help="no warm-up of the dense η")
+    for part in ("dense", "embedding"):
+        train.add_argument(
+            f"--{part}-schedule",
+            metavar="NAME[:KEY=VALUE,…]",
+            help=f"how that η falls: {', '.join(SCHEDULES)} (it stays), as in cosine:to=0.1, "
+            "exponential:rate=0.5,epochs=1 or steps:5=0.1,8=0.01",
+        )
+
+
+def _add_evaluate(commands: Commands) -> None:
+    evaluate = commands.add_parser("evaluate", help="exact AUC and log loss of a finished run")
+    evaluate.add_argument("run_folder", metavar="RUN", type=Path, help="a run folder")
+    evaluate.add_argument(
+        "data", nargs="?", type=Path, help="a prepared folder (default: the run's own)"
+    )
+    evaluate.set_defaults(run=_evaluate)
+
+
+def units(text: str) -> tuple[int, ...]:
+    """The value of --mlp; argparse names this function where it refuses one."""
+    return tuple(int(number) for number in text.split(","))
+
+
+def names(text: str) -> list[str]:
+    """The value of --clip-tables."""
+    return text.split(",")
+
+
+def _train(arguments: argparse.Namespace) -> None:
+    from merlin_cowclip.workflows.data.prepared import PreparedData
+
+    config = train_config(arguments)
+    data = PreparedData.open(arguments.data)
+    refuse_existing(arguments.out)
+    from merlin_cowclip.workflows.training.train import check, train
+
+    check(data, config, arguments.out)
+    print(f"rule {config.rule}, {config.update} updates")
+    print(scaling_table(config.tuned, config.hyperparameters), flush=True)
+    run = train(data, config, arguments.out)
+    result = run.result
+    quality = f"no test part, training loss {result['epochs'][-1]['train_loss']:.6f}"
+    if result["auc"] is not None:
+        quality = f"test AUC {result['auc']:.6f}, log loss {result['log_loss']:.6f}"
+    print(
+        f"{quality}, {result['samples_per_second']:,.0f} samples/s, "
+        f"{result['train_seconds']:.1f} s of training: {run.path}"
+    )
+
+
+_BASE = {"batch_size": "base_batch_size"} | {
+    name: name
+    for name in (
+        *("dense_lr", "embedding_lr", "l2"),
+        *("clip", "clip_threshold", "clip_ratio", "clip_floor"),
+    )
+}
+
+
+def train_config(arguments: argparse.Namespace) -> TrainConfig:
+    """The configuration of --config, if there is one, with what the other options say instead.
+
+    Raises:
+        UserError: a bad value, a file that holds no configuration, or options that exclude others.
+    """
+    values = {} if arguments.config is None else _read_config(arguments.config)
+    for option in ("clip", "clip_threshold"):
+        value = getattr(arguments, option)
+        if arguments.no_clip and value is not None:
+            name = f"--{option.replace('_', '-')}"
+            raise UserError(
+                f"--no-clip excludes {name}. Received: --no-clip {name} {value}. Leave one out"
+            )
+    if arguments.rule is not None and values.get("base") is not None:
+        raise UserError(
+            f"--rule excludes a --config with a base, which belongs to its own rule. Received: "
+            f"--rule {arguments.rule}, and base in {arguments.config}. Leave one out"
+        )
+    given = {field.name: getattr(arguments, field.name, None) for field in fields(TrainConfig)}
+    values |= {name: value for name, value in given.items() if value is not None}
+    if arguments.combiner is not None and "=" in arguments.combiner:
+        values["combiner"] = _by_field("--combiner", arguments.combiner)
+    for option in ("dense_schedule", "embedding_schedule"):
+        if getattr(arguments, option) is not None:
+            values[option] = _schedule(f"--{option.replace('_', '-')}", getattr(arguments, option))
+    if arguments.determinism is not None:
+        values["deterministic"] = arguments.determinism
+    base = {key: getattr(arguments, option) for key, option in _BASE.items()}
+    base = {key: value for key, value in base.items() if value is not None}
+    if arguments.no_clip:
+        base |= {"clip": None, "clip_threshold": None}
+    if arguments.no_warmup:
+        base["warmup_epochs"] = 0.0
+    if base:
+        before = values.get("base")
+        values["base"] = {**(before if isinstance(before, dict) else {}), **base}
+    config = TrainConfig.from_dict(values)
+    for name in ("clip_ratio", "clip_floor"):
+        if name in base and config.tuned.clip not in ADAPTIVE_CLIPS:
+            raise UserError(
+                f"--{name.replace('_', '-')} belongs to the clips {', '.join(ADAPTIVE_CLIPS)}. "
+                f"Received: it with clip={config.tuned.clip!r}. Leave it out, or choose one of them"
+            )
+    return config
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    """A configuration's values from a JSON file or a run folder."""
+    if path.is_dir():
+        from merlin_cowclip.workflows.training.runs import Run
+
+        return Run.open(path).train_config().to_dict()
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_each_once)
+    except OSError as error:
+        raise UserError(
+            f"--config must be a file that can be read, or a run folder. Received: {path}: "
+            f"{error.strerror}. Name another"
+        ) from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(
+            f"--config must be JSON in UTF-8. Received: {path}: {error}. Correct it"
+        ) from None
+    if not isinstance(values, dict):
+        raise UserError(
+            f"--config must hold values by name: {{...}}. Received: {path}, with something else. "
+            "Correct it"
+        )
+    return values
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """What JSON calls an object; of a key that is there twice, Python would take the last."""
+    keys = [key for key, _ in pairs]
+    twice = sorted({key for key in keys if keys.count(key) > 1})
+    if twice:
+        raise ValueError(f"{quoted(twice)} more than once")
+    return dict(pairs)
+
+
+def _by_field(option: str, text: str) -> dict[str, str]:
+    """The value of "genres=sum,tags=mean"."""
+    found: dict[str, str] = {}
+    for part in text.split(","):
+        field, equals, value = part.rpartition("=")
+        if not equals or not field or field in found:
+            raise UserError(
+                f"{option} must be FIELD=VALUE,… with each field once. Received: {text!r}, at "
+                f"{part!r}"
+            )
+        found[field] = value
+    return found
+
+
+def _schedule(option: str, text: str) -> dict[str, Any]:
+    """The value of "cosine:to=0.1", or of "steps:5=0.1,8=0.01"."""
+    name, colon, rest = text.partition(":")
+    pairs = _by_field(option, rest) if colon else {}
+    try:
+        if name == "steps":
+            at = {"at": [float(epoch) for epoch in pairs]} if pairs else {}
+            return {"name": name, **at, "factors": [float(value) for value in pairs.values()]}
+        return {"name": name, **{key: float(value) for key, value in pairs.items()}}
+    except ValueError:
+        raise UserError(f"{option} must have numbers as its values. Received: {text!r}") from None
+
+
+def _evaluate(arguments: argparse.Namespace) -> None:
+    from merlin_cowclip.workflows.data.prepared import PreparedData
+    from merlin_cowclip.workflows.training.runs import Run
+
+    run = Run.open(arguments.run_folder)
+    data = PreparedData.open(arguments.data) if arguments.data else run.data()
+    if not data.test_files:
+        raise UserError(
+            f"the data must have a test part. Received: {data.path}, adopted without one. Name a "
+            f"prepared folder that has one: 'merlin-cowclip evaluate {run.path} DATA'"
+        )
+    run.check_vocabulary(data)
+    from merlin_cowclip.workflows.training.evaluation import EVALUATION_BATCH, evaluate
+    from merlin_cowclip.workflows.training.loader import Loader
+
+    quality = evaluate(run.model(), Loader(data, "test", batch_size=EVALUATION_BATCH))
+    print(
+        f"test AUC {quality.auc:.6f}, log loss {quality.log_loss:.6f} on "
+        f"{data.rows['test']:,} rows of {data.path}"
+    )
