@@ -51,7 +51,9 @@ def data_of(rows: int, home: Path) -> PreparedData:
         drawn = few.take(random.integers(0, len(few), rows // FILES))
         path = data.path / "train" / f"part-{i:05d}.parquet"
         pq.write_table(drawn, path, row_group_size=ROW_GROUP_ROWS)
-    return data
+    record = {**data.record, "rows": {**data.rows, "train": FILES * (rows // FILES)}}
+    del record["manifest"]  # of other files
+    return PreparedData(data.path, data.spec, record)
 
 
 def merlins(data: PreparedData, batch: int) -> mm.Loader:
