@@ -828,9 +828,9 @@ def short(file: Any, values: np.ndarray) -> None:
     [
         ("merlin_cowclip.workflows.data.staging.pa.ipc.new_stream", full),
         ("merlin_cowclip.workflows.data.staging.np.save", short),
-        ("merlin_cowclip.workflows.data.etl.write_vocabulary", full),
-        ("merlin_cowclip.workflows.data.etl.write_counts", full),
-        ("merlin_cowclip.workflows.data.etl.write_counts", beyond_the_limit),
+        ("merlin_cowclip.workflows.data.saved_workflow.write_vocabulary", full),
+        ("merlin_cowclip.workflows.data.saved_workflow.write_counts", full),
+        ("merlin_cowclip.workflows.data.saved_workflow.write_counts", beyond_the_limit),
     ],
 )
 def test_a_full_disk(tmp_path, monkeypatch, place, failure):

@@ -156,14 +156,15 @@ SCRIPT = """
     from merlin_cowclip.workflows.data import etl
     from merlin_cowclip.workflows.data.datasets import CRITEO
     from merlin_cowclip.workflows.data.etl import prepare
+    from merlin_cowclip.workflows.data.fitting import fit
 
     def slowly(job):  # so that there is a middle
         import time
         time.sleep(0.2)
-        return etl._fit_ids(job) if job.name in CRITEO.ids else etl._fit_numbers(job)
+        return fit(job)
 
     if __name__ == "__main__":
-        etl._fit = slowly
+        etl.fit = slowly
         prepare(CRITEO, [sys.argv[1]], sys.argv[2], seed=3, workers=2)
 """
 

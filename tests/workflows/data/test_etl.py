@@ -15,7 +15,8 @@ import pytest
 
 from merlin_cowclip.workflows.data import clusters, csv_text, etl
 from merlin_cowclip.workflows.data.datasets import AVAZU, CRITEO, DatasetSpec, Split
-from merlin_cowclip.workflows.data.etl import build_workflow, prepare
+from merlin_cowclip.workflows.data.etl import prepare
+from merlin_cowclip.workflows.data.fitted_workflow import build_workflow
 from merlin_cowclip.workflows.data.prepared import PreparedData
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.quiet import quiet_imports
@@ -646,7 +647,7 @@ def test_bad_options(tmp_path, options):
 
 def test_a_failure_waits_for_no_more_than_a_step(tmp_path, log, monkeypatch):
     """Of the columns that are being fitted: those of a large log take long."""
-    fit, store = etl._fit, etl.Staging.store
+    fit, store = etl.fit, etl.Staging.store
     failed, ended, stored = threading.Event(), [], []
 
     def fit_or_fail(job):
@@ -669,7 +670,7 @@ def test_a_failure_waits_for_no_more_than_a_step(tmp_path, log, monkeypatch):
             super().close()
 
     write_csv(log, tmp_path / "log.csv")
-    monkeypatch.setattr(etl, "_fit", fit_or_fail)
+    monkeypatch.setattr(etl, "fit", fit_or_fail)
     monkeypatch.setattr(clusters, "Threads", Threads)
     with pytest.raises(UserError, match="the first column"):
         quick(SPEC, [tmp_path / "log.csv"], tmp_path / "out")

@@ -36,9 +36,10 @@ from merlin_cowclip.workflows.data.existing_workflow import (
     Pipeline,
     load_workflow,
 )
-from merlin_cowclip.workflows.data.prepared import PreparedData, check_unchanged, write_record
+from merlin_cowclip.workflows.data.prepared import PreparedData, check_unchanged
+from merlin_cowclip.workflows.data.saved_workflow import save_schema, write_record
 from merlin_cowclip.workflows.errors import UserError, quoted
-from merlin_cowclip.workflows.folders import all_or_nothing, package_versions, refuse_existing
+from merlin_cowclip.workflows.folders import all_or_nothing, refuse_existing
 from merlin_cowclip.workflows.manifest import checksum
 from merlin_cowclip.workflows.progress import progress_bar
 
@@ -251,13 +252,8 @@ def _add_counts(counts: np.ndarray, ids: np.ndarray) -> None:
 def _save(
     pipeline: Pipeline, scan: _Scan, parts: dict[str, list[ParquetFile]], folder: Path
 ) -> None:
-    from merlin.schema.io.tensorflow_metadata import TensorflowMetadata
-
     _copy_workflow(pipeline, folder / "workflow")
-    proto = TensorflowMetadata.from_merlin_schema(pipeline.schema)
-    proto.to_proto_text_file(str(folder))
-    (folder / ".merlin").mkdir()
-    proto.to_json_file(str(folder / ".merlin"))
+    save_schema(pipeline.schema, folder)
     (folder / "counts").mkdir()
     for name, counts in scan.counts.items():
         vocabulary = pipeline.vocabularies.get(name)
@@ -279,7 +275,6 @@ def _save(
         "cardinalities": pipeline.cardinalities,
         "report": {"rows": scan.rows, "positives": scan.positives, "fields": {}},
         "notes": notes,
-        "versions": package_versions(),
     }
     write_record(folder, record)
 

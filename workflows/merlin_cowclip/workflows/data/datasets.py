@@ -1,7 +1,7 @@
 """What a click log looks like: its fields, their roles, its file format and its split.
 
 `CRITEO` and `AVAZU` are built in; describe your own in a TOML file (`DatasetSpec.from_toml`) or
-`register` one from Python. Nothing here reads a log: that is `etl.py`.
+`register` one from Python. Nothing here reads a log: that is `raw_logs.py`.
 """
 
 from __future__ import annotations

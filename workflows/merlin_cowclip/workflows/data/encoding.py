@@ -2,7 +2,7 @@
 
 The same few array operations on both, so that both give the same ids to the last one. A column is
 in the host's memory; on a GPU are a slice of `DEVICE_ROWS` of it at a time and a few numbers per
-distinct id. Where columns come from and go to is `etl.py`'s.
+distinct id. Where columns come from and go to is `fitting.py`'s.
 """
 
 from __future__ import annotations

@@ -348,7 +348,7 @@ def _schema(
     columns: dict[str, ColumnSchema],
     found: dict[str, Path],
 ) -> Schema:
-    """The label and the inputs as the parquet holds them, as `etl` writes a schema.
+    """The label and the inputs as the parquet holds them, as `save_workflow` writes a schema.
 
     Lists are ragged ones whatever the workflow says: on CPU, ListSlice(pad=True) does not pad.
     """

@@ -1,6 +1,6 @@
 """A prepared folder, opened: what lies in it and where, and whether it is as it was written.
 
-`etl.py`, `adopt.py` and `frequencies.py` write one, its record last; every command opens it here.
+`etl.py`, `adopt.py` and `top_ids.py` write one (`saved_workflow.py`); every command opens it here.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -19,13 +19,11 @@ import pyarrow.parquet as pq
 from merlin_cowclip.plugins.checks import is_whole
 from merlin_cowclip.workflows.data.datasets import DatasetSpec
 from merlin_cowclip.workflows.errors import UserError
-from merlin_cowclip.workflows.folders import write_json
 from merlin_cowclip.workflows.manifest import (
     check_manifest,
     checksum,
     entry_of,
     is_manifest,
-    manifest_of,
 )
 from merlin_cowclip.workflows.quiet import quiet_imports
 
@@ -40,13 +38,6 @@ there and that its parts have the columns and the number of rows that the record
 RECORD = "prepare.json"  # written last: without it the folder is not whole
 PARTS = ("train", "test")
 MEMBERS = {*PARTS, "workflow", "counts", "schema.pbtxt", ".merlin"}
-
-
-def write_record(folder: Path, record: Mapping[str, Any]) -> None:
-    """Write ``prepare.json``, with a manifest of the files that are there: the last thing to do."""
-    others = {path.name for path in folder.iterdir()} - MEMBERS  # workers still have theirs there
-    record = {**record, "format": FORMAT_VERSION, "manifest": manifest_of(folder, others)}
-    write_json(folder / RECORD, record)
 
 
 def file_state(path: Path) -> dict[str, Any]:

@@ -15,12 +15,18 @@ import pyarrow.parquet as pq
 
 from merlin_cowclip.workflows.checks import check_whole
 from merlin_cowclip.workflows.data.clusters import Threads
-from merlin_cowclip.workflows.data.counts import by_falling_count, read_counts, write_counts
+from merlin_cowclip.workflows.data.counts import by_falling_count, read_counts
 from merlin_cowclip.workflows.data.encoding import MISSING, PADDING, UNKNOWN, IdStatistics
-from merlin_cowclip.workflows.data.prepared import PreparedData, write_record
-from merlin_cowclip.workflows.data.vocabularies import vocabulary_path, write_vocabulary
+from merlin_cowclip.workflows.data.prepared import PreparedData
+from merlin_cowclip.workflows.data.saved_workflow import (
+    make_room_for_ids,
+    save_workflow,
+    vocabularies,
+    write_ids,
+    write_record,
+)
 from merlin_cowclip.workflows.errors import UserError
-from merlin_cowclip.workflows.folders import all_or_nothing, package_versions, refuse_existing
+from merlin_cowclip.workflows.folders import all_or_nothing, refuse_existing
 from merlin_cowclip.workflows.progress import progress_bar
 from merlin_cowclip.workflows.quiet import quiet_imports
 
@@ -75,7 +81,6 @@ def keep_top_ids(
             "spec": spec.to_dict(),
             "cardinalities": {f: kept[f].statistics.cardinality for f in data.spec.ids},
             "derived_from": {"path": str(data.path.absolute()), "top_k": int(k)},
-            "versions": package_versions(),
         }
         write_record(folder, record)
     return PreparedData.open(out)
@@ -125,37 +130,23 @@ def _save_workflow(data: PreparedData, kept: Mapping[str, _Kept], folder: Path) 
     """The source's workflow with the kept vocabularies, its schema, and the counts."""
     with quiet_imports():
         from merlin.dag import Graph
-        from merlin.schema import Schema
-        from merlin.schema.io.tensorflow_metadata import TensorflowMetadata
 
         from merlin_cowclip.workflows.data.operators import EncodeIds
-    home = folder / "workflow"
-    (home / "categories").mkdir(parents=True)
-    (folder / "counts").mkdir()
-    vocabularies = {}
+    make_room_for_ids(folder)
     for field, ids in kept.items():
-        write_vocabulary(home / "categories", field, ids.statistics)
-        write_counts(folder / "counts", field, ids.statistics.by_id, ids.statistics.vocabulary)
-        vocabularies[field] = str(vocabulary_path(home / "categories", field))
+        write_ids(folder, field, ids.statistics)
     workflow = data.workflow()
     for node in Graph.get_nodes_by_op_type([workflow.output_node], EncodeIds):
         node.op = EncodeIds(
-            home,
+            folder / "workflow",
             max_size={field: ids.max_size for field, ids in kept.items()},
             missing_as_unknown=[f for f, ids in kept.items() if not ids.missing_is_kept],
             lists=data.spec.lists,
         )
-        node.op.fit_finalize(vocabularies)
+        node.op.fit_finalize(vocabularies(folder, kept))
         node.op.fitted = True
     workflow.fit_schema(workflow.input_schema)
-    workflow.save(str(home))
-    columns = workflow.output_schema
-    proto = TensorflowMetadata.from_merlin_schema(
-        Schema([columns[name] for name in data.schema.column_names])
-    )
-    proto.to_proto_text_file(str(folder))
-    (folder / ".merlin").mkdir()
-    proto.to_json_file(str(folder / ".merlin"))
+    save_workflow(workflow, folder, data.schema.column_names)
 
 
 def _rewrite_part(
