@@ -1,6 +1,7 @@
 """The three floors: no import upward, an open namespace, no Python in the update."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -61,6 +62,23 @@ def test_no_wing_imports_from_a_later_one(wing):
         parts = (name.split(".") for name in imported(path))
         inside = {p[2] for p in parts if p[:2] == ["merlin_cowclip", "workflows"] and len(p) > 2}
         assert not inside & {*later, *workflows.__all__}, path
+
+
+def test_every_module_is_on_the_map():
+    """That of CONTRIBUTING.md, which names none that is not there."""
+    rows = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").split("## The rules")[0]
+    named: dict[str, list[str]] = {}
+    where = ""
+    for row in rows.splitlines():
+        if row.startswith("| "):
+            place, _, modules = row.strip("|").split("|")
+            where = place.strip(" `/…") or where
+            named.setdefault(where, []).extend(re.findall(r"`(\w+)`", modules))
+    home = ROOT / "workflows/merlin_cowclip/workflows"
+    rooms = {floor: ROOT / floor / "merlin_cowclip" / floor for floor in FLOORS}
+    for room, folder in {**rooms, **{wing: home / wing for wing in WINGS}}.items():
+        there = {path.stem for path in folder.glob("*.py")} - {"__init__"}
+        assert sorted(named[room]) == sorted(there)
 
 
 @pytest.mark.parametrize("package", [plugins, workflows])
