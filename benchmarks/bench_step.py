@@ -1,10 +1,12 @@
-"""A training step: stock Merlin, ours without and with CowClip, lazy and exact, and the dense way.
+"""A training step: stock Merlin, ours without and with CowClip, and the published code's way.
 
 DeepFM, 26 Criteo-shaped fields of width 10, 13 numbers, MLP 3 x 400. Times: all variants in one
 process, in turn, so that a machine that changes its speed changes them alike; the median of the
-rounds. Memory: one process per variant, the peak of resident memory during steps above what lies
-in memory between them (weights, moments); oneDNN is off there, because its allocator keeps what it
-once had, which hides what a step takes.
+rounds; also of each part of a step: forward pass, backward pass, and what the optimizer does. CPU
+time, of all threads: what other processes on the machine disturb least. Memory: one process per
+variant, the peak of resident memory during steps above what lies in memory between them (weights,
+moments); oneDNN is off there, because its allocator keeps what it once had, which hides what a step
+takes.
 
     python benchmarks/bench_step.py [--batches 1024 8192 65536] [--rows 300000 5000000]
 """
@@ -18,15 +20,40 @@ import statistics
 import subprocess
 import sys
 import time
+from typing import NamedTuple
 
 VARIANTS = {
     "stock": "stock Merlin DeepFMModel + LazyAdam",
     "lazy none": "ours, lazy, no clip",
     "lazy cowclip": "ours, lazy, CowClip",
     "exact cowclip": "ours, exact, CowClip",
-    "dense way": "the same mathematics over whole tables",
-    "no update": "gradients only",
+    "dense way": "our network, clip and Adam over whole tables",
+    "published": "the published way: 26 tables, as a whole",
 }
+# Whose forward and backward pass a variant has, where not its own.
+PASSES = {"lazy none": "lazy cowclip", "dense way": "exact cowclip"}
+PARTS = [
+    f"{part} of {variant}"
+    for variant in VARIANTS
+    if variant not in PASSES
+    for part in ("forward", "gradients")
+]
+RATIOS = [
+    ("lazy cowclip", "lazy none"),
+    ("stock", "lazy cowclip"),
+    *(
+        (ours, theirs)
+        for ours in ("lazy cowclip", "exact cowclip")
+        for theirs in ("dense way", "published")
+    ),
+]
+
+
+class Times(NamedTuple):
+    """Milliseconds per step, of every round."""
+
+    elapsed: list[float]
+    cpu: list[float]
 
 
 def resident(what: str) -> float:
@@ -57,32 +84,47 @@ def peak_elsewhere(variant: str, rows: int, size: int) -> float:
     return float(done.stdout.split()[-1])
 
 
-def times(rows: int, size: int) -> dict[str, list[float]]:
-    """Milliseconds per step of every variant, measured in turn."""
+def times(rows: int, size: int) -> dict[str, Times]:
+    """Times of every variant and part, measured in turn."""
     from step_variants import build
 
-    steps = {variant: build(variant, rows, size) for variant in VARIANTS}
+    steps = {variant: build(variant, rows, size) for variant in [*VARIANTS, *PARTS]}
     for step in steps.values():
         for _ in range(2):
             step()
     inner = max(1, 4096 // size)
     rounds = 6 if size >= 65536 else 12
-    found: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
+    found = {variant: Times([], []) for variant in steps}
     order = list(steps)
     for turn in range(rounds):
         # Each variant follows each other one in its turn, so that none is always the one after.
         for variant in order[turn % len(order) :] + order[: turn % len(order)]:
             step = steps[variant]
-            start = time.perf_counter()
+            start, cpu = time.perf_counter(), time.process_time()
             for _ in range(inner):
                 step()
-            found[variant].append((time.perf_counter() - start) / inner * 1e3)
+            found[variant].cpu.append((time.process_time() - cpu) / inner * 1e3)
+            found[variant].elapsed.append((time.perf_counter() - start) / inner * 1e3)
     return found
 
 
-def ratio(found: dict[str, list[float]], a: str, b: str) -> float:
-    """The median over the rounds of a's time over b's."""
-    return statistics.median(x / y for x, y in zip(found[a], found[b], strict=True))
+def parts(found: dict[str, Times], variant: str) -> tuple[float, float, float]:
+    """Medians of what forward pass, backward pass and optimizer add to a variant's step."""
+    passes = PASSES.get(variant, variant)
+    names = (f"forward of {passes}", f"gradients of {passes}", variant)
+    forward, gradients, step = (found[name].elapsed for name in names)
+    backward = [b - a for a, b in zip(forward, gradients, strict=True)]
+    update = [b - a for a, b in zip(gradients, step, strict=True)]
+    return statistics.median(forward), statistics.median(backward), statistics.median(update)
+
+
+def ratio(found: dict[str, Times], a: str, b: str) -> str:
+    """The median over the rounds of a's time over b's, elapsed and of the CPU."""
+    elapsed, cpu = (
+        statistics.median(x / y for x, y in zip(of_a, of_b, strict=True))
+        for of_a, of_b in zip(found[a], found[b], strict=True)
+    )
+    return f"{elapsed:.3f} in time, {cpu:.3f} in CPU time"
 
 
 def main() -> None:
@@ -104,33 +146,29 @@ def main() -> None:
         for size in arguments.batches:
             found = times(rows, size)
             print(f"\nV = {rows:,}, batch {size:,}")
-            print(f"  {'':40}  {'ms/step':>8}  {'samples/s':>10}  {'step GiB':>8}")
+            print(
+                f"  {'ms/step':42}  {'step':>8}  {'forward':>8}  {'backward':>8}  {'update':>8}  "
+                f"{'CPU':>8}  {'samples/s':>10}  {'step GiB':>8}"
+            )
             memory = {}
             for variant, label in VARIANTS.items():
-                ms = statistics.median(found[variant])
+                ms, cpu = (statistics.median(measured) for measured in found[variant])
                 memory[variant] = peak_elsewhere(variant, rows, size)
+                shares = "".join(f"{share:>8.1f}  " for share in parts(found, variant))
                 print(
-                    f"  {label:40}  {ms:>8.1f}  {size / ms * 1e3:>10,.0f}  {memory[variant]:>8.2f}",
+                    f"  {label:42}  {ms:>8.1f}  {shares}{cpu:>8.1f}  {size / ms * 1e3:>10,.0f}  "
+                    f"{memory[variant]:>8.2f}",
                     flush=True,
                 )
-            lazy[rows, size] = statistics.median(found["lazy cowclip"])
-            print(
-                f"  CowClip / no clip, lazy: {ratio(found, 'lazy cowclip', 'lazy none'):.3f} "
-                "in time"
-            )
-            print(
-                f"  stock / ours lazy CowClip: {ratio(found, 'stock', 'lazy cowclip'):.2f} in time"
-            )
-            ours, dense = (
-                statistics.median(x - y for x, y in zip(found[v], found["no update"], strict=True))
-                for v in ("exact cowclip", "dense way")
-            )
-            extra = [memory[v] - memory["no update"] for v in ("exact cowclip", "dense way")]
+            lazy[rows, size] = statistics.median(found["lazy cowclip"].elapsed)
+            for a, b in RATIOS:
+                print(f"  {a} / {b}: {ratio(found, a, b)}")
+            without = peak_elsewhere("gradients of exact cowclip", rows, size)
+            extra = [memory[v] - without for v in ("exact cowclip", "dense way")]
             share = f"{extra[0] / extra[1]:.2f}" if extra[1] > 0.1 else "too little to compare"
             print(
-                f"  update alone, exact against dense: {ours:.1f} ms / {dense:.1f} ms = "
-                f"{ours / dense:.2f}; extra peak {extra[0]:.2f} GiB / {extra[1]:.2f} GiB = "
-                f"{share}",
+                f"  update alone, exact against dense: extra peak {extra[0]:.2f} GiB / "
+                f"{extra[1]:.2f} GiB = {share}",
                 flush=True,
             )
     if len(arguments.rows) > 1:

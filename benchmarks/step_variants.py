@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -59,7 +59,12 @@ def batches(rows: int, size: int, number: int = 3) -> list[Any]:
 
 
 class DenseCowClip(tf.keras.optimizers.legacy.Adam):
-    """The exact mathematics the plain way: gradient, norms, clip and Adam over whole tables."""
+    """The exact mathematics the plain way: gradient, norms, clip and Adam over whole tables.
+
+    Args:
+      learning_rate: η of everything.
+      tables: returns the tables, each with its `variable` and its `width`.
+    """
 
     def __init__(self, learning_rate: float, tables: Callable[[], list[Any]]) -> None:
         super().__init__(learning_rate)
@@ -86,17 +91,73 @@ class DenseCowClip(tf.keras.optimizers.legacy.Adam):
         return transformed
 
 
-class NoUpdate(tf.keras.optimizers.legacy.Optimizer):
-    """Computes every gradient and applies none: what an update's cost is measured from."""
+class Table(NamedTuple):
+    """What `DenseCowClip` knows of a table of the published network."""
 
-    def __init__(self) -> None:
+    variable: tf.Variable
+    width: int
+
+
+class PublishedDeepFM(tf.keras.Model):
+    """DeepFM as the paper's code lays it out: two tables per field, each read as a whole.
+
+    Its gathers are of the tables' values, not of the variables: a dense update would otherwise copy
+    every table first (see `plugins.tables.TableAccess`), as Keras's `Embedding` has it.
+    """
+
+    def __init__(self, sizes: list[int]) -> None:
+        super().__init__()
+        self.tables, self.linear = (
+            [
+                self.add_weight(f"{kind}_{i}", shape=(size, width), initializer="random_normal")
+                for i, size in enumerate(sizes)
+            ]
+            for kind, width in (("embedding", WIDTH), ("linear", 1))
+        )
+        dense = tf.keras.layers.Dense
+        self.deep = [dense(n, "relu", kernel_initializer="he_normal") for n in MLP]
+        self.deep_logit, self.numbers_logit = dense(1, use_bias=False), dense(1, use_bias=False)
+        self.bias = self.add_weight("bias", shape=(1,), initializer="zeros")
+
+    def all_tables(self) -> list[Table]:
+        """Those of the embeddings and of the linear part."""
+        return [Table(v, v.shape[1]) for v in (*self.tables, *self.linear)]
+
+    def call(self, inputs: dict[str, tf.Tensor]) -> tf.Tensor:
+        """The click probability, b×1."""
+        ids = [tf.reshape(inputs[f"C{i}"], [-1]) for i in range(FIELDS)]
+        numbers = tf.concat([inputs[f"I{i}"] for i in range(NUMBERS)], axis=1)
+        embedded, weights = (
+            [tf.gather(tf.convert_to_tensor(table), ids[i]) for i, table in enumerate(tables)]
+            for tables in (self.tables, self.linear)
+        )
+        x = tf.concat([*embedded, numbers], axis=1)
+        for layer in self.deep:
+            x = layer(x)
+        stacked = tf.stack(embedded, axis=1)
+        squares = tf.square(tf.reduce_sum(stacked, axis=1)) - tf.reduce_sum(stacked**2, axis=1)
+        pairs = 0.5 * tf.reduce_sum(squares, axis=1, keepdims=True)
+        logit = tf.add_n([*weights, self.numbers_logit(numbers), self.deep_logit(x), pairs])
+        return tf.sigmoid(logit + self.bias)
+
+
+class NoUpdate(tf.keras.optimizers.legacy.Optimizer):
+    """Computes gradients, or not even these, and applies none: what a step's parts cost.
+
+    Args:
+      gradients: whether to use the gradients; what only serves unused ones is not computed.
+    """
+
+    def __init__(self, gradients: bool) -> None:
         super().__init__("no_update")
+        self.gradients = gradients
         self.sink = tf.Variable(0.0, trainable=False)
 
     def apply_gradients(self, grads_and_vars: Any, **_: Any) -> Any:
         values = [g.values if isinstance(g, tf.IndexedSlices) else g for g, _ in grads_and_vars]
-        # Used, or the graph's optimizer would drop what computes them.
-        total = tf.add_n([tf.reduce_sum(value) for value in values])
+        used = values if self.gradients else []
+        sums = [tf.reduce_sum(value) for value in used]
+        total = tf.add_n([tf.constant(0.0), *sums])
         return tf.group(self.sink.assign_add(total), self.iterations.assign_add(1))
 
     def get_config(self) -> dict[str, Any]:
@@ -104,24 +165,32 @@ class NoUpdate(tf.keras.optimizers.legacy.Optimizer):
 
 
 def build(variant: str, rows: int, size: int) -> Callable[[], Any]:
-    """A function that runs one training step of a variant and waits for it."""
+    """A function that runs one training step of a variant and waits for it.
+
+    "forward of X" and "gradients of X" are the parts of the step of X that its optimizer's update
+    comes after.
+    """
+    part, _, whole = variant.rpartition(" of ")
     description = schema(rows)
     hp = Hyperparameters(size, warmup_epochs=0.0, l2=L2, clip_ratio=RATIO, clip_floor=FLOOR)
-    if variant == "stock":
+    if whole == "stock":
         model = mm.DeepFMModel(description, embedding_dim=WIDTH, deep_block=mm.MLPBlock(list(MLP)))
         optimizer: Any = mm.LazyAdam(1e-4)
+    elif whole == "published":
+        model = PublishedDeepFM(field_sizes(rows))
+        optimizer = DenseCowClip(1e-4, model.all_tables)
     else:
         model = deepfm(description, embedding_dim=WIDTH, mlp=MLP)
-        if variant == "dense way":
+        if whole == "dense way":
             finder = CowClipOptimizer.for_model(model, hp)
             optimizer = DenseCowClip(1e-4, lambda: list(finder.table_specs))
-        elif variant == "no update":
-            optimizer = NoUpdate()
         else:
-            update, clip = variant.split()
+            update, clip = whole.split()
             used = hp if clip == "cowclip" else hp.replace(clip=None)
             optimizer = CowClipOptimizer.for_model(model, used, update=update)
-    model.compile(optimizer=optimizer, metrics=[])
+    if part:
+        optimizer = NoUpdate(gradients=part == "gradients")
+    model.compile(optimizer=optimizer, metrics=[], loss="binary_crossentropy")
     made = batches(rows, size)
     signature = tf.nest.map_structure(
         lambda t: tf.TensorSpec([None, *t.shape[1:]], t.dtype), made[0]
