@@ -30,6 +30,9 @@ HOST_IF_DETERMINISTIC = {
     *(f"TensorScatter{op}" for op in ("Update", "Add", "Sub", "Min", "Max")),
     "ScatterNd",
 }
+# Their GPU kernels refuse to run where ops are deterministic (core/kernels/bincount_op.cc,
+# core/kernels/sparse_tensor_dense_matmul_op.cc).
+REFUSED_IF_DETERMINISTIC = {"Bincount", "DenseBincount", "SparseTensorDenseMatMul"}
 HOST = {"PyFunc", "EagerPyFunc", "PyFuncStateless", "NumpyFunction", "Assert"}
 
 AXES = {"r0", "r1", "reduction_indices"}  # arguments that name axes, however many there are
@@ -91,6 +94,7 @@ def check_kernels(function, deterministic=False):
     for node in nodes_of(function):
         assert node.op not in HOST, node
         assert not (deterministic and node.op in HOST_IF_DETERMINISTIC), node
+        assert node.op not in REFUSED_IF_DETERMINISTIC, node
         if node.op in STRUCTURE:
             continue
         found = host_arguments(node)

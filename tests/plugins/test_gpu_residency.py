@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from types import SimpleNamespace
 
@@ -18,6 +19,11 @@ from .gpu_kernels import check_kernels
 def spec_of(variable, recorder, offsets):
     columns = tuple(ColumnSchema(f"f{i}") for i in range(len(offsets) - 1))
     return TableSpec("t", tf.keras.layers.Layer(), lambda: variable, offsets, columns, 4, recorder)
+
+
+def on_a_gpu(variable):
+    """As `row_sums.beside` finds it there."""
+    return contextlib.nullcontext(False)
 
 
 def on_a_deterministic_gpu(variable):
@@ -37,6 +43,7 @@ CASES = [
 def test_every_op_of_an_update_has_a_gpu_kernel(
     monkeypatch, clip, l2, update, counting, deterministic
 ):
+    monkeypatch.setattr(adam, "beside", on_a_gpu)
     if deterministic:
         monkeypatch.setattr(adam, "_scatters_through_host", on_a_deterministic_gpu)
     variable = tf.Variable(tf.random.normal((50, 4)))

@@ -23,28 +23,30 @@ class IdCheck:
     def __init__(self) -> None:
         self._fields: list[str] = []
         self._sizes: list[int] = []
-        self._least: list[tf.Tensor] = []
-        self._most: list[tf.Tensor] = []
+        self._ids: list[tf.Tensor] = []
+        self._inside: list[tf.Tensor] = []
 
     def add(self, ids: tf.Tensor, fields: Sequence[str], sizes: Sequence[int]) -> tf.Tensor:
         """The ids, n×F int64 of F fields, with padding (0) in the place of those out of range."""
         self._fields += fields
         self._sizes += sizes
-        # The least id by its bits, inverted: Min has no GPU kernel for int64, and -ids would
-        # overflow where there is no id, or the one that NaN becomes.
-        self._least.append(tf.bitwise.invert(tf.reduce_max(tf.bitwise.invert(ids), axis=0)))
-        self._most.append(tf.reduce_max(ids, axis=0))
-        inside = tf.logical_and(ids >= 0, ids < tf.constant([list(sizes)], tf.int64))
+        # Unsigned, a negative id is larger than any size: one comparison instead of two.
+        unsigned = tf.bitcast(ids, tf.uint64)
+        inside = unsigned < tf.constant([list(sizes)], tf.uint64)
+        self._ids.append(ids)
+        self._inside.append(tf.reduce_all(inside))
         return tf.where(inside, ids, tf.constant(PADDING_ID, tf.int64))
 
     def answer(self) -> tf.Tensor:
         """A scalar that is there once all ids are known to be in range."""
-        sizes = tf.constant(self._sizes, tf.int64)
-        least, most = tf.concat(self._least, axis=0), tf.concat(self._most, axis=0)
-        outside = tf.logical_or(least < 0, most >= sizes)
 
         def refuse() -> tf.Tensor:
-            at = tf.argmax(outside)
+            sizes = tf.constant(self._sizes, tf.int64)
+            # The least id by its bits, inverted: Min has no GPU kernel for int64, and -ids would
+            # overflow where there is no id, or the one that NaN becomes.
+            least = tf.bitwise.invert(_largest([tf.bitwise.invert(ids) for ids in self._ids]))
+            most = _largest(self._ids)
+            at = tf.argmax(tf.logical_or(least < 0, most >= sizes))
             message = [
                 "ids must be from 0 to cardinality - 1. Field, cardinality, received:",
                 tf.gather(tf.constant(self._fields), at),
@@ -56,4 +58,10 @@ class IdCheck:
             with tf.control_dependencies([] if check is None else [check]):
                 return tf.constant(False)
 
-        return tf.cond(tf.reduce_any(outside), refuse, lambda: tf.constant(True))
+        inside = tf.reduce_all(tf.stack(self._inside))
+        return tf.cond(inside, lambda: tf.constant(True), refuse)
+
+
+def _largest(ids: Sequence[tf.Tensor]) -> tf.Tensor:
+    """Of each field, for ids n×F of F fields each."""
+    return tf.concat([tf.reduce_max(some, axis=0) for some in ids], axis=0)

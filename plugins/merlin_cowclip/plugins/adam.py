@@ -27,6 +27,7 @@ from merlin_cowclip.plugins.counting import (
 )
 from merlin_cowclip.plugins.merlin_tables import check_regularizer
 from merlin_cowclip.plugins.not_offered import RefusesOptions
+from merlin_cowclip.plugins.row_sums import beside, sum_per_row
 from merlin_cowclip.plugins.scaling import check_clip, check_number
 from merlin_cowclip.plugins.tables import TableSpec
 
@@ -160,22 +161,25 @@ class CowClipAdam(RefusesOptions, mm.LazyAdam):
         return tf.IndexedSlices(new, table.indices) if isinstance(given, tf.IndexedSlices) else new
 
     def _row_gradients(self, gradient: Any, variable: tf.Variable) -> RowGradients:
-        spec = self._specs.get(variable.ref())
-        if not isinstance(gradient, tf.IndexedSlices):
-            return self._all_rows(spec, gradient, variable)
-        if spec is None:
-            indices, position, counts = repeats_per_row(gradient.indices)
-        else:
-            indices, position, counts = self._counted(spec, gradient.indices)
-        values = widened(gradient.values)
-        summed = tf.math.unsorted_segment_sum(values, position, tf.size(indices))
-        rows = tf.gather(self._readable(variable), indices)
-        if self.l2:
-            summed += 2.0 * self.l2 * tf.cast(rows, summed.dtype)
-        return RowGradients(indices, summed, rows, counts)
+        with beside(variable) as on_cpu:
+            spec = self._specs.get(variable.ref())
+            if not isinstance(gradient, tf.IndexedSlices):
+                return self._all_rows(spec, gradient, variable, on_cpu)
+            if spec is None:
+                indices, position, counts = repeats_per_row(
+                    gradient.indices, variable.shape[0], on_cpu=on_cpu
+                )
+            else:
+                indices, position, counts = self._counted(spec, gradient.indices, on_cpu)
+            values = widened(gradient.values)
+            summed = sum_per_row(values, position, tf.size(indices), on_cpu)
+            rows = tf.gather(self._readable(variable), indices)
+            if self.l2:
+                summed += 2.0 * self.l2 * tf.cast(rows, summed.dtype)
+            return RowGradients(indices, summed, rows, counts)
 
     def _all_rows(
-        self, spec: TableSpec | None, gradient: tf.Tensor, variable: tf.Variable
+        self, spec: TableSpec | None, gradient: tf.Tensor, variable: tf.Variable, on_cpu: bool
     ) -> RowGradients:
         """A dense gradient: every row is one of the batch's, those not looked up of count 1."""
         if spec is None:
@@ -193,7 +197,9 @@ class CowClipAdam(RefusesOptions, mm.LazyAdam):
             counts = tf.ones([spec.num_rows], tf.float32)
         else:
             try:
-                counts = count_dense(spec.recorder, gradient, variable, spec.num_rows)
+                counts = count_dense(
+                    spec.recorder, gradient, variable, spec.num_rows, on_cpu=on_cpu
+                )
             except NotRecordedError as received:
                 raise _uncounted(spec, received) from None
         summed = widened(gradient)
@@ -205,12 +211,12 @@ class CowClipAdam(RefusesOptions, mm.LazyAdam):
         """What to gather a variable's rows from: see `TableAccess`."""
         return tf.convert_to_tensor(variable) if self.update == "exact" else variable
 
-    def _counted(self, spec: TableSpec, indices: tf.Tensor) -> Counts:
+    def _counted(self, spec: TableSpec, indices: tf.Tensor, on_cpu: bool) -> Counts:
         if self.clip is None:
             spec.recorder.forget()
-            return repeats_per_row(indices)
+            return repeats_per_row(indices, spec.num_rows, on_cpu=on_cpu)
         try:
-            return count_sparse(spec.recorder, indices, spec.num_rows)
+            return count_sparse(spec.recorder, indices, spec.num_rows, on_cpu=on_cpu)
         except NotRecordedError as received:
             raise _uncounted(spec, received) from None
 

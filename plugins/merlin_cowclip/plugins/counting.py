@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from merlin_cowclip.plugins._stack import is_taped, taped_mark, tf
+from merlin_cowclip.plugins.row_sums import tally, unique, unique_rows
 from merlin_cowclip.plugins.same_ids import (
     Expressions,
     FuncGraph,
@@ -84,7 +85,7 @@ class Lookup:
         if self.padding is not None:
             held = tf.not_equal(flat, self.padding)
             flat, samples = tf.boolean_mask(flat, held), tf.boolean_mask(samples, held)
-        pairs, _ = _unique(samples * num_rows + flat)
+        pairs, _, _ = unique(samples * num_rows + flat)
         return pairs % num_rows
 
     def gathered_rows(self) -> tf.Tensor:
@@ -94,7 +95,7 @@ class Lookup:
             return flat
         if tf.reduce_any(tf.equal(self.rows.row_lengths(), 0)):
             flat = tf.concat([flat, tf.zeros([1], tf.int64)], axis=0)
-        return _unique(flat)[0]
+        return unique(flat)[0]
 
 
 def samples_of(rows: tf.RaggedTensor) -> tf.Tensor:
@@ -102,11 +103,6 @@ def samples_of(rows: tf.RaggedTensor) -> tf.Tensor:
     ends = tf.cast(rows.row_splits, tf.int64)[1:]  # an int32 slice would be the host's
     values = tf.range(tf.size(rows.flat_values, tf.int64))
     return tf.searchsorted(ends, values, side="right", out_type=tf.int64)
-
-
-def _unique(values: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-    """`tf.unique` with int64 positions: on GPUs, int32 tensors live in host memory for many ops."""
-    return tf.unique(values, out_idx=tf.int64)
 
 
 class _Pass(NamedTuple):
@@ -231,13 +227,16 @@ class Counts(NamedTuple):
 
 
 @tf.autograph.experimental.do_not_convert
-def count_sparse(recorder: IdRecorder, indices: tf.Tensor, num_rows: int) -> Counts:
+def count_sparse(
+    recorder: IdRecorder, indices: tf.Tensor, num_rows: int, *, on_cpu: bool = False
+) -> Counts:
     """Counts of a sparse gradient's rows, from the lookups that it came from.
 
     Args:
       recorder: of the table.
       indices: row numbers of the gradient, with repeats, n.
       num_rows: V.
+      on_cpu: whether the ops are placed on a CPU; see `row_sums.py`.
 
     Raises:
       NotRecordedError: the gradient holds rows that were looked up past the recorder, or before
@@ -249,7 +248,8 @@ def count_sparse(recorder: IdRecorder, indices: tf.Tensor, num_rows: int) -> Cou
     if tf.executing_eagerly():
         recorder.forget()
         counted = _passes_in(passes, indices)
-        return _samples_per_row([one for p in counted for one in distinct(p)], indices, num_rows)
+        once = [one for p in counted for one in distinct(p)]
+        return _samples_per_row(once, indices, num_rows, on_cpu)
     of = Expressions()
     (lookups,) = passes
     mine = before_joining(indices, of)
@@ -258,15 +258,20 @@ def count_sparse(recorder: IdRecorder, indices: tf.Tensor, num_rows: int) -> Cou
     plain = themselves and not any(lookup.is_list for lookup in found)
     # One-hot ids, each looked up once: repeats are counts, also those of other ranks' slices.
     if plain and once == found:
-        return repeats_per_row(indices)
+        return repeats_per_row(indices, num_rows, on_cpu=on_cpu)
     if mine is not None:
         raise NotRecordedError("rows of other ranks, of lists or of ids that were looked up twice")
-    return _samples_per_row(once, indices, num_rows)
+    return _samples_per_row(once, indices, num_rows, on_cpu)
 
 
 @tf.autograph.experimental.do_not_convert
 def count_dense(
-    recorder: IdRecorder, gradient: tf.Tensor, variable: tf.Variable, num_rows: int
+    recorder: IdRecorder,
+    gradient: tf.Tensor,
+    variable: tf.Variable,
+    num_rows: int,
+    *,
+    on_cpu: bool = False,
 ) -> tf.Tensor:
     """Counts of all rows of a table whose gradient is dense, V float32; absent rows count as 1.
 
@@ -275,6 +280,7 @@ def count_dense(
       gradient: V×d.
       variable: the table's.
       num_rows: V.
+      on_cpu: whether the ops are placed on a CPU; see `row_sums.py`.
 
     Raises:
       NotRecordedError: the gradient comes, as a whole or in part, from elsewhere than this step's
@@ -304,7 +310,7 @@ def count_dense(
     if not once:
         return tf.ones([num_rows], tf.float32)
     counted = tf.concat([lookup.counted_rows(num_rows) for lookup in once], axis=0)
-    return tf.maximum(_tally(counted, tf.constant(num_rows, tf.int64)), 1.0)
+    return tf.maximum(tally(counted, tf.constant(num_rows, tf.int64), on_cpu), 1.0)
 
 
 def _by_ids(lookups: Iterable[Lookup], of: Expressions) -> dict[int, list[Lookup]]:
@@ -381,23 +387,21 @@ def samples_per_row(
       position: n, where each of `indices` stands in `rows`, int64.
       counts: U, float32.
     """
-    return _samples_per_row(distinct(lookups), indices, num_rows)
+    return _samples_per_row(distinct(lookups), indices, num_rows, on_cpu=False)
 
 
-def _samples_per_row(lookups: Sequence[Lookup], indices: tf.Tensor, num_rows: int) -> Counts:
+def _samples_per_row(
+    lookups: Sequence[Lookup], indices: tf.Tensor, num_rows: int, on_cpu: bool
+) -> Counts:
     counted = tf.concat([lookup.counted_rows(num_rows) for lookup in lookups], axis=0)
-    rows, position = _unique(tf.concat([counted, tf.cast(indices, tf.int64)], axis=0))
+    both = tf.concat([counted, tf.cast(indices, tf.int64)], axis=0)
+    rows, position, _ = unique_rows(both, num_rows, on_cpu)
     split = tf.size(counted)
-    counts = _tally(position[:split], tf.size(rows))
+    counts = tally(position[:split], tf.size(rows, tf.int64), on_cpu)
     return Counts(rows, position[split:], tf.maximum(counts, 1.0))
 
 
-def repeats_per_row(indices: tf.Tensor) -> Counts:
-    """As `samples_per_row`, where every repeat in `indices` is one sample."""
-    rows, position = _unique(tf.cast(indices, tf.int64))
-    return Counts(rows, position, _tally(position, tf.size(rows)))
-
-
-def _tally(position: tf.Tensor, size: tf.Tensor) -> tf.Tensor:
-    ones = tf.ones(tf.shape(position), tf.float32)
-    return tf.math.unsorted_segment_sum(ones, position, size)
+def repeats_per_row(indices: tf.Tensor, num_rows: int, *, on_cpu: bool = False) -> Counts:
+    """As `count_sparse`, where every repeat in `indices` is one sample."""
+    rows, position, repeats = unique_rows(indices, num_rows, on_cpu)
+    return Counts(rows, position, tf.cast(repeats, tf.float32))
