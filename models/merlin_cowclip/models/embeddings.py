@@ -3,32 +3,24 @@
 One variable instead of one per field, because 26 small tables cost 26 times every kernel launch in
 lookup, gradient and update. The layer tells the optimizer its table and records its lookups
 (`plugins.tables.HasTables`). Which rows a field has is `row_ranges.py`'s, whether an id is in range
-`id_check.py`'s, and which raw id it stands for `vocabulary.py`'s.
+`id_check.py`'s, and rows by raw id are `rows_by_raw_id.py`'s.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-import pandas as pd
 from merlin.models.config.schema import SchemaMixin
 from merlin.schema import ColumnSchema, Schema, Tags
 
 from merlin_cowclip.models.id_check import IdCheck
 from merlin_cowclip.models.row_ranges import RowRanges, cardinality
+from merlin_cowclip.models.rows_by_raw_id import RowsByRawId
 from merlin_cowclip.models.schemas import schema_from_text, schema_text
-from merlin_cowclip.models.vocabulary import (
-    PADDING_ID,
-    UNKNOWN_ID,
-    encode,
-    missing_id,
-    read_vocabulary,
-)
+from merlin_cowclip.models.vocabulary import PADDING_ID, UNKNOWN_ID
 from merlin_cowclip.plugins import Lookup, TableSpec
 from merlin_cowclip.plugins._stack import tf
 from merlin_cowclip.plugins.counting import samples_of
@@ -68,7 +60,7 @@ class TableInitializer(tf.keras.initializers.Initializer):
 
 
 @tf.keras.utils.register_keras_serializable(package="merlin_cowclip")
-class FusedEmbeddings(SchemaMixin, tf.keras.layers.Layer):
+class FusedEmbeddings(RowsByRawId, SchemaMixin, tf.keras.layers.Layer):
     """Looks up all categorical fields of a schema in one V×d table.
 
     Int domain k has the rows `row_offsets[k]` to `row_offsets[k + 1]`; id i of a field of domain k
@@ -269,149 +261,6 @@ class FusedEmbeddings(SchemaMixin, tf.keras.layers.Layer):
         if self.stacked:
             return tf.TensorShape([batch, len(self.fields), self.dim])
         return {name: tf.TensorShape([batch, self.dim]) for name in self.fields}
-
-    # Rows by id
-
-    def rows(
-        self, field: str, raw_ids: Any, *, workflow: str | os.PathLike[str] | None = None
-    ) -> np.ndarray:
-        """The table's rows of some raw ids of a field.
-
-        Args:
-          field: one of `fields`.
-          raw_ids: n, as they stand in the log, as numbers or text: 1382, 1382.0 and "1382" are
-            one id. A missing one (None, NaN) has the row of missing ids (of unknown ones in top-k
-            data that did not keep it), one that the vocabulary does not hold the row of unknown
-            ids.
-          workflow: the saved NVTabular workflow, if the schema does not say where it lies.
-
-        Returns:
-          n, int64.
-
-        Raises:
-          ValueError: no such field, its vocabulary is not there, a raw id that is neither text nor
-            a number, or an unknown id of a field whose unknown ids are hashed.
-        """
-        column = self._column(field)
-        ids = encode(self._vocabulary(field, workflow), raw_ids, missing=missing_id(column))
-        hashed = int(column.properties.get("num_buckets") or 1) > 1
-        if hashed and (ids == UNKNOWN_ID).any():
-            raise ValueError(
-                f"raw ids of field {field!r} must be in its vocabulary, for the others share rows "
-                "by a hash that the workflow knows. Received: one that is not. Take its id from "
-                "workflow.transform."
-            )
-        return ids + self._first_row[field]
-
-    def to_df(self, field: str, *, workflow: str | os.PathLike[str] | None = None) -> pd.DataFrame:
-        """The rows of one field with their raw ids.
-
-        Args:
-          field: one of `fields`.
-          workflow: as in `rows`.
-
-        Returns:
-          Index `id`: 0 to cardinality - 1. Columns: `raw` (None for padding, missing and unknown),
-          then "0" to "d-1", as Merlin's tables name them.
-
-        Raises:
-          ValueError: no such field, its vocabulary is not there, or the layer is not built.
-        """
-        vocabulary = self._vocabulary(field, workflow)
-        table = self._built_table()
-        first = self._first_row[field]
-        values = table[first : first + self.cardinalities[field]].numpy()
-        frame = pd.DataFrame(values, columns=[str(i) for i in range(self.dim)])
-        frame.index.name = "id"
-        raw = np.full(len(frame), None, object)
-        raw[vocabulary.index] = vocabulary.astype(object)
-        frame.insert(0, "raw", raw)
-        return frame
-
-    def load_rows(
-        self,
-        field: str,
-        values: pd.DataFrame | np.ndarray,
-        *,
-        workflow: str | os.PathLike[str] | None = None,
-    ) -> int:
-        """Set rows of one field to given, for instance pretrained, ones. Builds the table.
-
-        Args:
-          field: one of `fields`.
-          values: a frame of d columns whose index holds raw ids, in any order (`to_df(field)`
-            gives one by `.dropna(subset="raw").set_index("raw")`); columns named "0" to "d-1" go by
-            name, others by position. Or an array cardinality×d, row i for id i, as Merlin's
-            `EmbeddingTable.from_pretrained` takes it.
-          workflow: as in `rows`.
-
-        Returns:
-          How many rows were set: ids of the frame that the field does not know are left out.
-
-        Raises:
-          ValueError: no such field, another shape, values that are not finite, a raw id twice, or
-            none that the field knows. Nothing is changed then.
-        """
-        self._check_field(field)
-        is_frame = isinstance(values, pd.DataFrame)
-        given = np.asarray(self._in_order(values), np.float32)
-        wanted = (len(given) if is_frame else self.cardinalities[field], self.dim)
-        if given.shape != wanted:
-            raise ValueError(
-                f"rows of field {field!r} must be {wanted[0]}×{wanted[1]}. Received: "
-                f"{'×'.join(map(str, given.shape))}"
-            )
-        if not np.isfinite(given).all():
-            bad = int(np.flatnonzero(~np.isfinite(given).all(axis=1))[0])
-            raise ValueError(f"rows of field {field!r} must be finite. Received: row {bad}")
-        ids = np.arange(len(given))
-        if is_frame:
-            assert isinstance(values, pd.DataFrame)
-            if not values.index.is_unique:
-                twice = values.index[values.index.duplicated()][0]
-                raise ValueError(f"raw ids of field {field!r} must be unique. Received: {twice!r}")
-            ids = encode(self._vocabulary(field, workflow), values.index)
-            known = ids > UNKNOWN_ID
-            again = pd.Series(ids[known]).duplicated().to_numpy()
-            if again.any():  # 7 and "7"
-                twice = values.index[known][again][0]
-                raise ValueError(f"raw ids of field {field!r} must be unique. Received: {twice!r}")
-            if not known.any():
-                raise ValueError(
-                    f"raw ids of field {field!r} must be in its vocabulary. Received: "
-                    f"{len(given)} ids, none of which is: {list(values.index[:3])}"
-                )
-            ids, given = ids[known], given[known]
-        table = self._built_table(build=True)
-        rows = (ids + self._first_row[field])[:, np.newaxis]
-        # Not scatter_nd_update: it would mark the table as sparsely used (see `TableAccess`).
-        whole, new = tf.convert_to_tensor(table), tf.cast(given, table.dtype)
-        table.assign(tf.tensor_scatter_nd_update(whole, rows, new))
-        return len(ids)
-
-    def _in_order(self, frame: pd.DataFrame | np.ndarray) -> pd.DataFrame | np.ndarray:
-        """A frame's columns by number, if they are named "0" to "d-1"."""
-        if not isinstance(frame, pd.DataFrame):
-            return frame
-        wanted = [str(i) for i in range(self.dim)]
-        named = [str(name) for name in frame.columns]
-        if sorted(named) != sorted(wanted):
-            return frame
-        return frame.iloc[:, [named.index(name) for name in wanted]]
-
-    def _vocabulary(self, field: str, workflow: str | os.PathLike[str] | None) -> pd.Series:
-        vocabulary = read_vocabulary(self._column(field), workflow)
-        last, cardinality = vocabulary.index.max(), self.cardinalities[field]
-        if len(vocabulary) and last >= cardinality:
-            raise ValueError(
-                f"the vocabulary of field {field!r} must have ids below its cardinality, "
-                f"{cardinality}. Received: id {last}. It is another workflow's than the schema."
-            )
-        return vocabulary
-
-    def _column(self, field: str) -> ColumnSchema:
-        self._check_field(field)
-        return self.schema[field]
 
     def _check_field(self, field: str) -> None:
         if field not in self.cardinalities:

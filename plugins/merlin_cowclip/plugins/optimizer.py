@@ -7,21 +7,29 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import math
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
-from merlin_cowclip.plugins._stack import Tags, filter_empty_gradients, mm, tf
-from merlin_cowclip.plugins.fits import Fit, notify_of_fits
+from merlin_cowclip.plugins._stack import filter_empty_gradients, mm, tf
+from merlin_cowclip.plugins.fits import notify_of_fits
 from merlin_cowclip.plugins.initial import initialize, others_than
-from merlin_cowclip.plugins.merlin_tables import find_tables
 from merlin_cowclip.plugins.not_offered import RefusesOptions
+from merlin_cowclip.plugins.ownership import (
+    Owned,
+    as_text,
+    check_belong,
+    clipped_ranges,
+    from_text,
+    owned_as_text,
+    tables_by_part,
+    tables_of,
+)
 from merlin_cowclip.plugins.rates import DensePart, TablePart
-from merlin_cowclip.plugins.scaling import Hyperparameters, check_number, format_table
-from merlin_cowclip.plugins.schedules import UNKNOWN, LinearWarmup
+from merlin_cowclip.plugins.scaling import Hyperparameters, check_number
 from merlin_cowclip.plugins.tables import TableSpec
+from merlin_cowclip.plugins.warm_up import FollowsFits
 
 Schedule: TypeAlias = Any  # tf.keras.optimizers.schedules.LearningRateSchedule; Keras has no types
 
@@ -38,17 +46,8 @@ _MAKE_ANOTHER = (
 )
 
 
-class Owned(NamedTuple):
-    """One line of `CowClipOptimizer.summary`."""
-
-    variable: tf.Variable
-    optimizer: Any
-    rule: str
-    l2: float
-
-
 @tf.keras.utils.register_keras_serializable(package="merlin_cowclip")
-class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
+class CowClipOptimizer(FollowsFits, RefusesOptions, mm.MultiOptimizer):
     """One optimizer for a whole Merlin model, by the paper's recipe.
 
     Three optimizers own the model's variables: `CowClipAdam` with the clip for embedding tables,
@@ -145,9 +144,6 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
         self._model: Any = None
         self._specs: list[TableSpec] | None = None
         self._bound: tuple[Any, ...] = ()
-        self._warmup_steps: tf.Variable | None = None
-        self._fit = Fit(None, None)
-        self._told_of_batch = False
         self._set_hyper("learning_rate", hp.dense_lr)
 
     @classmethod
@@ -209,28 +205,7 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
 
     def bind(self, model: tf.keras.Model) -> None:
         """Own the variables of `model`: what `for_model` does for a new optimizer."""
-        specs = find_tables(model)
-        if not specs:
-            raise ValueError(
-                "The model must hold embedding tables (layers with table_specs(), Merlin's tables, "
-                f"or Keras's Embedding). Received: {model.name!r}, in which none was found. If its "
-                "layers are made when it is built, call it on a batch first; a model without "
-                "tables needs no CowClipOptimizer."
-            )
-        for wanted in self.clip_tables or ():
-            found = [spec for spec in specs if any(spec.selected([wanted]))]
-            if not found:
-                names = ", ".join(spec.name for spec in specs)
-                raise ValueError(
-                    "clip_tables must name tables, fields, tags or layers of the model. Received: "
-                    f"{wanted!r}; the model's tables: {names}"
-                )
-            frozen = [spec.name for spec in found if not spec.layer.trainable]
-            if frozen:
-                raise ValueError(
-                    f"clip_tables must be trainable. Received: {wanted!r}, whose table "
-                    f"{frozen[0]!r} is frozen"
-                )
+        specs = tables_of(model, self.clip_tables)
         for spec in specs:
             spec.access.whole = self.update_mode == "exact"
         notify_of_fits(model, CowClipOptimizer)
@@ -248,142 +223,23 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
             )
         return tuple(self._specs)
 
-    def _clipped_ranges(self, spec: TableSpec) -> tuple[bool, ...]:
-        """For each range of rows of a table, whether it is clipped."""
-        if self.clip_tables is None:
-            return (spec.width > 1,) * (len(spec.row_offsets) - 1)
-        return spec.selected(self.clip_tables)
-
     def _own(self) -> dict[Any, Any]:
         """Variable → the optimizer of its table; built tables only."""
         clipped, unclipped, _ = self.optimizers
-        owner: dict[Any, Any] = {}
-        shares: tuple[dict[TableSpec, tuple[bool, ...]], ...] = ({}, {})
-        for spec in self.table_specs:
-            if not spec.layer.built:
-                continue
-            reference = spec.variable.ref()
-            if reference in owner:
-                raise ValueError(
-                    f"Each variable must belong to one table. Received: {spec.variable.name!r} in "
-                    f"the table {spec.name!r} and in another one."
-                )
-            ranges = self._clipped_ranges(spec)
-            owner[reference] = clipped if any(ranges) else unclipped
-            shares[0 if any(ranges) else 1][spec] = ranges
+        shares = tables_by_part(self.table_specs, self.clip_tables)
+        owner = {spec.variable.ref(): clipped for spec in shares[0]}
+        owner.update({spec.variable.ref(): unclipped for spec in shares[1]})
         if tuple(owner) != self._bound:
             clipped.bind_tables(shares[0])
             unclipped.bind_tables(shares[1])
             self._bound = tuple(owner)
         return owner
 
-    def _check_belongs(
-        self, pairs: Sequence[tuple[Any, tf.Variable]], owner: dict[Any, Any]
-    ) -> None:
-        """Refuse gradients of another model's variables, and of tables that were not found."""
-        model = self._model() if self._model is not None else None
-        layers = [] if model is None else list(model._flatten_layers())
-        # Of the layers, not of the model: it may be used by parts, and never be built as a whole.
-        mine = {
-            v.ref()
-            for layer in layers
-            for v in (*layer._trainable_weights, *layer._non_trainable_weights)
-        }
-        if model is not None and pairs and not any(v.ref() in mine for _, v in pairs):
-            raise ValueError(
-                "The optimizer must be compiled into the model that it was made for, "
-                f"{model.name!r}. Received: gradients of other variables, the first of "
-                f"{pairs[0][1].name!r}. Use CowClipOptimizer.for_model with this model, or "
-                "optimizer.bind(model)."
-            )
-        # The wide part of a stock W&D is one: its input is sparse, but it is a layer, not a table.
-        dense = (layer for layer in layers if isinstance(layer, tf.keras.layers.Dense))
-        known = {*owner, *(layer.kernel.ref() for layer in dense if layer.built)}
-        for gradient, variable in pairs:
-            if isinstance(gradient, tf.IndexedSlices) and variable.ref() not in known:
-                raise ValueError(
-                    "Each sparse gradient must belong to an embedding table that was found in the "
-                    f"model. Received: one of {variable.name!r}, which belongs to none. Look its "
-                    "rows up by a Keras Embedding or a Merlin table, or give its layer a "
-                    "table_specs() method; make the optimizer for the model that it is compiled "
-                    "into, once all its layers are made (or call optimizer.bind(model))."
-                )
-
-    def fit_begins(self, fit: Fit) -> None:
-        """Take over what a fit of the model brings along; `model.fit` calls it."""
-        self._fit = fit
-        self._follow_fit()
-        wanted = self.hyperparameters.batch_size
-        if fit.batch_size not in (None, wanted) and not self._told_of_batch:
-            self._told_of_batch = True
-            warnings.warn(
-                f"The hyperparameters are for batches of {wanted:,} samples, but this fit has "
-                f"batches of {fit.batch_size:,}. Use scale(…, to={fit.batch_size}), or the batch "
-                "size that they are for.",
-                stacklevel=6,  # the call of fit, past Keras's, Merlin's and our own frames
-            )
-
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:
         """Within it, `from_config` does not warn: Merlin's `model.save` loads what it saved."""
         with state_follows():
             yield
-
-    def _create_warm_up(self) -> None:
-        """Give the dense optimizer its schedule, of a length that may change."""
-        dense = self.default_optimizer
-        height = dense._hyper["learning_rate"]  # dense_lr, or what was set on the part since
-        warms_up = self.hyperparameters.warmup_epochs and not callable(height)
-        if self._warmup_steps is not None or not warms_up:
-            return
-        # A variable: another fit may have epochs of another length, without a new trace.
-        self._warmup_steps = self.add_weight(
-            "warmup_steps",
-            shape=[],
-            dtype=tf.int64,
-            initializer=tf.constant_initializer(UNKNOWN),
-            trainable=False,
-            aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA,
-        )
-        height = float(tf.keras.backend.get_value(height))
-        dense.learning_rate = LinearWarmup(height, self._warmup_steps)
-        self._follow_fit()
-
-    def _check_warm_up(self) -> None:
-        if self._warmup_steps is not None and self.warmup_steps is None:
-            raise ValueError(
-                "The warm-up of the dense learning rate needs the number of updates per epoch. "
-                "Pass steps_per_epoch=… to CowClipOptimizer.for_model, or train with model.fit on "
-                "data of known length, or set warmup_epochs=0."
-            )
-
-    def resume(self, learning_rate: float, warmup_steps: int | None) -> None:
-        """Go on with the learning rate and the warm-up that a saved optimizer had."""
-        self.learning_rate = learning_rate
-        self._create_warm_up()
-        if self._warmup_steps is not None and warmup_steps is not None:
-            self._warmup_steps.assign(warmup_steps)
-
-    def _follow_fit(self) -> None:
-        """The warm-up's length from `steps_per_epoch`, or from the fit under way."""
-        steps = self.steps_per_epoch or self._fit.steps
-        if self._warmup_steps is not None and steps is not None:
-            wanted = math.floor(self.hyperparameters.warmup_epochs * steps)
-            self._warmup_steps.assign(wanted)
-
-    @property
-    def warmup_steps(self) -> int | None:
-        """Updates until the dense learning rate has risen; `None` while that is not known.
-
-        ⌊`warmup_epochs` · steps per epoch⌋, the steps per epoch as given or those of the `fit`
-        under way: each fit without `steps_per_epoch` sets them anew, so one on a few batches, to
-        try a model out, does not end the warm-up of the next. Update t has the dense η of t /
-        `warmup_steps` of the rise in either case.
-        """
-        if self._warmup_steps is None:
-            return None
-        steps = int(self._warmup_steps.numpy())
-        return None if steps == UNKNOWN else steps
 
     def _factor(self) -> tf.Tensor:
         """What all three parts' learning rates are multiplied by, float32."""
@@ -428,7 +284,7 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
         """
         pairs = filter_empty_gradients(grads_and_vars)
         owner = self._own()
-        self._check_belongs(pairs, owner)
+        check_belong(pairs, owner, self._model() if self._model is not None else None)
         with tf.init_scope():
             # All slots before any control flow: loss scaling applies gradients inside a tf.cond.
             self.create_slots([v for _, v in pairs])
@@ -484,7 +340,7 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
             if spec is None:
                 lines.append(Owned(variable, self.default_optimizer, "Adam", 0.0))
                 continue
-            ranges = self._clipped_ranges(spec)
+            ranges = clipped_ranges(spec, self.clip_tables)
             rule = f"clip {hp.clip}" if hp.clip and any(ranges) else "no clip"
             if hp.clip and any(ranges) and not all(ranges):
                 rule += f" on {sum(ranges)} of {len(ranges)} fields"
@@ -494,27 +350,7 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
 
     def summary(self) -> str:
         """A table of all trainable variables: rows, width, rule, learning rate, L2."""
-        header = ("variable", "rows", "width", "rule", "learning rate", "L2")
-        specs = {spec.variable.ref(): spec.name for spec in self.table_specs if spec.layer.built}
-        rows = []
-        for variable, optimizer, rule, l2 in self.owned():
-            # Merlin's tables all have a variable called "embeddings".
-            table = specs.get(variable.ref(), "")
-            named = table in ("", *variable.name.split("/"))
-            name = variable.name if named else f"{table}: {variable.name}"
-            rate, factor = optimizer.learning_rate, float(self._factor())
-            shape = tuple(variable.shape)
-            rows.append(
-                (
-                    name,
-                    f"{shape[0] if shape else 1:,}",
-                    f"{math.prod(shape[1:]):,}",
-                    rule,
-                    _show_rate(rate, factor),
-                    f"{l2:.6g}" if l2 else "-",
-                )
-            )
-        return format_table(header, rows)
+        return owned_as_text(self.owned(), self.table_specs, float(self._factor()))
 
     # MultiOptimizer takes the count from its first pair, which may own no variable.
     @property
@@ -535,7 +371,7 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
     def get_config(self) -> dict[str, Any]:
         """The constructor's arguments; a model is not part of them (see `bind`)."""
         schedules = tf.keras.optimizers.schedules
-        wanted = None if self.clip_tables is None else [_as_text(item) for item in self.clip_tables]
+        wanted = None if self.clip_tables is None else [as_text(item) for item in self.clip_tables]
         return {
             "name": self.name,
             "hyperparameters": self.hyperparameters.to_dict(),
@@ -566,7 +402,7 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
             if config.get(key) is not None:
                 config[key] = tf.keras.optimizers.schedules.deserialize(config[key], custom_objects)
         if config.get("clip_tables") is not None:
-            config["clip_tables"] = [_from_text(item) for item in config["clip_tables"]]
+            config["clip_tables"] = [from_text(item) for item in config["clip_tables"]]
         return cls(**config)
 
 
@@ -578,23 +414,3 @@ def state_follows() -> Iterator[None]:
         yield
     finally:
         _state_follows.reset(token)
-
-
-def _show_rate(rate: Any, factor: float) -> str:
-    if not callable(rate):
-        return f"{float(rate) * factor:.6g}"
-    return type(rate).__name__ + ("" if factor == 1 else f" x {factor:.6g}")
-
-
-def _as_text(item: Any) -> str:
-    """A name, `tag:…` for a tag, and a layer by its name."""
-    if isinstance(item, Tags):
-        return f"tag:{item.value}"
-    if isinstance(item, str):
-        return item
-    table_name = getattr(item, "table_name", None)
-    return str(table_name or item.name)
-
-
-def _from_text(item: str) -> Any:
-    return Tags(item.removeprefix("tag:")) if item.startswith("tag:") else item

@@ -1,0 +1,161 @@
+"""Which tables a model has, which part of the optimizer owns which variable, and how that reads.
+
+Nothing here updates anything or has a state; `optimizer.py` puts it to use.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from merlin_cowclip.plugins._stack import Tags, tf
+from merlin_cowclip.plugins.merlin_tables import find_tables
+from merlin_cowclip.plugins.scaling import format_table
+from merlin_cowclip.plugins.tables import TableSpec
+
+
+class Owned(NamedTuple):
+    """One line of `CowClipOptimizer.summary`."""
+
+    variable: tf.Variable
+    optimizer: Any
+    rule: str
+    l2: float
+
+
+def tables_of(model: tf.keras.Model, clip_tables: Sequence[Any] | None) -> list[TableSpec]:
+    """The tables of a model, which has some, `clip_tables` among them."""
+    specs = find_tables(model)
+    if not specs:
+        raise ValueError(
+            "The model must hold embedding tables (layers with table_specs(), Merlin's tables, "
+            f"or Keras's Embedding). Received: {model.name!r}, in which none was found. If its "
+            "layers are made when it is built, call it on a batch first; a model without "
+            "tables needs no CowClipOptimizer."
+        )
+    for wanted in clip_tables or ():
+        found = [spec for spec in specs if any(spec.selected([wanted]))]
+        if not found:
+            names = ", ".join(spec.name for spec in specs)
+            raise ValueError(
+                "clip_tables must name tables, fields, tags or layers of the model. Received: "
+                f"{wanted!r}; the model's tables: {names}"
+            )
+        frozen = [spec.name for spec in found if not spec.layer.trainable]
+        if frozen:
+            raise ValueError(
+                f"clip_tables must be trainable. Received: {wanted!r}, whose table "
+                f"{frozen[0]!r} is frozen"
+            )
+    return specs
+
+
+def clipped_ranges(spec: TableSpec, clip_tables: Sequence[Any] | None) -> tuple[bool, ...]:
+    """For each range of rows of a table, whether it is clipped."""
+    if clip_tables is None:
+        return (spec.width > 1,) * (len(spec.row_offsets) - 1)
+    return spec.selected(clip_tables)
+
+
+def tables_by_part(
+    specs: Sequence[TableSpec], clip_tables: Sequence[Any] | None
+) -> tuple[dict[TableSpec, tuple[bool, ...]], dict[TableSpec, tuple[bool, ...]]]:
+    """The built tables that are clipped, at least in part, and those that are not.
+
+    Returns:
+      For each table, whether each of its ranges of rows is clipped.
+    """
+    owned = set()
+    shares: tuple[dict[TableSpec, tuple[bool, ...]], ...] = ({}, {})
+    for spec in specs:
+        if not spec.layer.built:
+            continue
+        reference = spec.variable.ref()
+        if reference in owned:
+            raise ValueError(
+                f"Each variable must belong to one table. Received: {spec.variable.name!r} in "
+                f"the table {spec.name!r} and in another one."
+            )
+        owned.add(reference)
+        ranges = clipped_ranges(spec, clip_tables)
+        shares[0 if any(ranges) else 1][spec] = ranges
+    return shares[0], shares[1]
+
+
+def check_belong(
+    pairs: Sequence[tuple[Any, tf.Variable]], owner: Mapping[Any, Any], model: Any
+) -> None:
+    """Refuse gradients of another model's variables, and of tables that were not found."""
+    layers = [] if model is None else list(model._flatten_layers())
+    # Of the layers, not of the model: it may be used by parts, and never be built as a whole.
+    mine = {
+        v.ref()
+        for layer in layers
+        for v in (*layer._trainable_weights, *layer._non_trainable_weights)
+    }
+    if model is not None and pairs and not any(v.ref() in mine for _, v in pairs):
+        raise ValueError(
+            "The optimizer must be compiled into the model that it was made for, "
+            f"{model.name!r}. Received: gradients of other variables, the first of "
+            f"{pairs[0][1].name!r}. Use CowClipOptimizer.for_model with this model, or "
+            "optimizer.bind(model)."
+        )
+    # The wide part of a stock W&D is one: its input is sparse, but it is a layer, not a table.
+    dense = (layer for layer in layers if isinstance(layer, tf.keras.layers.Dense))
+    known = {*owner, *(layer.kernel.ref() for layer in dense if layer.built)}
+    for gradient, variable in pairs:
+        if isinstance(gradient, tf.IndexedSlices) and variable.ref() not in known:
+            raise ValueError(
+                "Each sparse gradient must belong to an embedding table that was found in the "
+                f"model. Received: one of {variable.name!r}, which belongs to none. Look its "
+                "rows up by a Keras Embedding or a Merlin table, or give its layer a "
+                "table_specs() method; make the optimizer for the model that it is compiled "
+                "into, once all its layers are made (or call optimizer.bind(model))."
+            )
+
+
+def owned_as_text(owned: Sequence[Owned], tables: Sequence[TableSpec], factor: float) -> str:
+    """A table of variables; their learning rates are multiplied by `factor`."""
+    header = ("variable", "rows", "width", "rule", "learning rate", "L2")
+    specs = {spec.variable.ref(): spec.name for spec in tables if spec.layer.built}
+    rows = []
+    for variable, optimizer, rule, l2 in owned:
+        # Merlin's tables all have a variable called "embeddings".
+        table = specs.get(variable.ref(), "")
+        named = table in ("", *variable.name.split("/"))
+        name = variable.name if named else f"{table}: {variable.name}"
+        rate = optimizer.learning_rate
+        shape = tuple(variable.shape)
+        rows.append(
+            (
+                name,
+                f"{shape[0] if shape else 1:,}",
+                f"{math.prod(shape[1:]):,}",
+                rule,
+                _show_rate(rate, factor),
+                f"{l2:.6g}" if l2 else "-",
+            )
+        )
+    return format_table(header, rows)
+
+
+def _show_rate(rate: Any, factor: float) -> str:
+    if not callable(rate):
+        return f"{float(rate) * factor:.6g}"
+    return type(rate).__name__ + ("" if factor == 1 else f" x {factor:.6g}")
+
+
+def as_text(item: Any) -> str:
+    """An item of `clip_tables` as text: a name, `tag:…` for a tag, and a layer by its name."""
+    if isinstance(item, Tags):
+        return f"tag:{item.value}"
+    if isinstance(item, str):
+        return item
+    table_name = getattr(item, "table_name", None)
+    return str(table_name or item.name)
+
+
+def from_text(item: str) -> Any:
+    """What `as_text` wrote: a name, or a tag."""
+    return Tags(item.removeprefix("tag:")) if item.startswith("tag:") else item
