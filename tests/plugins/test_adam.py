@@ -333,3 +333,24 @@ def test_warmup_is_linear_from_1e_8():
     assert float(LinearWarmup(1e-3, 0)(tf.constant(0))) == pytest.approx(1e-3)
     unknown = LinearWarmup(1e-3, -1)  # before a fit has told it: no step without it, silently
     assert np.isnan(float(LinearWarmup.from_config(unknown.get_config())(tf.constant(50))))
+
+
+def test_the_same_ids_twice_are_refused_where_nobody_records_them():
+    """As stock `DeepFMModel` looks them up: repeats would be twice the samples."""
+    table = tf.Variable(tf.ones([5, 2]))
+
+    def step(optimizer, other):
+        ids = tf.constant([1, 3, 1])
+        with tf.GradientTape() as tape:
+            seen = tf.gather(table, tf.reshape(ids, [-1, 1])), tf.gather(table, other(ids))
+            loss = sum(tf.reduce_sum(rows) for rows in seen)
+        optimizer.apply_gradients([(tape.gradient(loss, table), table)])
+
+    def run(optimizer, other):
+        tf.function(lambda: step(optimizer, other), autograph=False)()
+        return int(optimizer.iterations)
+
+    with pytest.raises(ValueError, match=r"looked up once.*twice, in 'Variable.*bind_tables"):
+        run(CowClipAdam(), lambda ids: tf.cast(ids, tf.int64))
+    assert run(CowClipAdam(), lambda ids: ids + 1) == 1
+    assert run(CowClipAdam(clip=None), lambda ids: ids) == 1

@@ -105,6 +105,84 @@ def test_keras_embeddings_are_found_and_recorded(mask_zero, in_graph):
     assert found == {"words": {2: 2.0, 5: 1.0, 0: 1.0 if mask_zero else 2.0}}
 
 
+WORDS = [[3, 3, 4], [3, 5, 5], [4, 4, 4], [3, 4, 5]]
+
+
+class Words(tf.keras.Model):
+    """A model that hands its table ids in another shape than it was given them."""
+
+    def __init__(self, forward):
+        super().__init__()
+        self.table = tf.keras.layers.Embedding(6, 2, name="words")
+        self.forward = forward
+
+    def call(self, inputs):
+        return self.forward(self.table, inputs)
+
+
+def unique_first(table, ids):
+    found, where = tf.unique(tf.reshape(ids, [-1]))
+    return tf.gather(table(found), where)
+
+
+RESHAPED = {
+    "as they are": lambda t, ids: t(ids),
+    "flattened": lambda t, ids: t(tf.reshape(ids, [-1])),
+    "cast, then flattened": lambda t, ids: t(tf.reshape(tf.cast(ids, tf.int32), [-1, 1])),
+    "time-distributed": lambda t, ids: tf.keras.layers.TimeDistributed(t)(ids[:, :, tf.newaxis]),
+    "made unique": unique_first,
+    "flattened, and as they are": lambda t, ids: tf.concat(
+        [t(tf.reshape(ids, [-1])), tf.reshape(t(ids), [-1, 2])], axis=0
+    ),
+}
+
+
+@pytest.mark.parametrize("batch", [4, None])
+@pytest.mark.parametrize("case", RESHAPED)
+def test_ids_that_were_flattened_or_made_unique_count_by_sample(case, batch):
+    model = Words(RESHAPED[case])
+    (spec,) = find_tables(model)
+    model(tf.constant(WORDS))
+
+    @tf.function(input_signature=[tf.TensorSpec([batch, 3], tf.int64)], autograph=False)
+    def step(ids):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(model(ids))
+        gradient = tape.gradient(loss, spec.variable)
+        found = count_sparse(spec.recorder, gradient.indices, 6)
+        return found.rows, found.counts
+
+    rows, counts = step(tf.constant(WORDS, tf.int64))
+    assert dict(zip(rows.numpy(), counts.numpy(), strict=True)) == {3: 3, 4: 3, 5: 2}
+
+
+def test_one_hot_ids_of_several_columns_in_one_lookup_stay_samples():
+    model = Words(lambda t, ids: t(tf.reshape(tf.stack([ids[:, 0], ids[:, 1]]), [-1])))
+    assert counts_of(model, tf.constant(WORDS), in_graph=True) == {"words": {3: 4, 4: 3, 5: 1}}
+
+
+@pytest.mark.parametrize("in_graph", [True, False])
+@pytest.mark.parametrize("width", [1, 2])
+def test_padding_alone_in_a_sample_is_not_counted(width, in_graph):
+    layer = tf.keras.layers.Embedding(8, 4, mask_zero=True, name="words")
+    ids = tf.constant([[0] * width] * 3 + [[4] + [0] * (width - 1)])
+    assert counts_of(Keras(layer), ids, in_graph) == {"words": {0: 1.0, 4: 1.0}}
+
+
+def test_an_embedding_of_ones_own_keeps_its_arguments():
+    class Dropped(tf.keras.layers.Embedding):
+        def call(self, inputs, training=None, scale=1.0):
+            return super().call(inputs) * (0.0 if training else scale)
+
+    model = Keras(Dropped(8, 4))
+    ids = tf.constant([1, 2])
+    before = model(ids)
+    find_tables(model)
+    np.testing.assert_array_equal(model(ids), before)
+    np.testing.assert_array_equal(model.layer(ids, training=True), 0.0 * before)
+    np.testing.assert_array_equal(model.layer(ids, scale=2.0), 2.0 * before)
+
+
 @pytest.mark.parametrize(
     "builder",
     [

@@ -22,6 +22,7 @@ from merlin_cowclip.plugins.counting import (
     Counts,
     NotRecordedError,
     count_dense,
+    count_repeats,
     count_sparse,
     repeats_per_row,
 )
@@ -166,9 +167,7 @@ class CowClipAdam(RefusesOptions, mm.LazyAdam):
             if not isinstance(gradient, tf.IndexedSlices):
                 return self._all_rows(spec, gradient, variable, on_cpu)
             if spec is None:
-                indices, position, counts = repeats_per_row(
-                    gradient.indices, variable.shape[0], on_cpu=on_cpu
-                )
+                indices, position, counts = self._repeated(variable, gradient.indices, on_cpu)
             else:
                 indices, position, counts = self._counted(spec, gradient.indices, on_cpu)
             values = widened(gradient.values)
@@ -210,6 +209,19 @@ class CowClipAdam(RefusesOptions, mm.LazyAdam):
     def _readable(self, variable: tf.Variable) -> Any:
         """What to gather a variable's rows from: see `TableAccess`."""
         return tf.convert_to_tensor(variable) if self.update == "exact" else variable
+
+    def _repeated(self, variable: tf.Variable, indices: tf.Tensor, on_cpu: bool) -> Counts:
+        num_rows = variable.shape[0]
+        if self.clip is None:
+            return repeats_per_row(indices, num_rows, on_cpu=on_cpu)
+        try:
+            return count_repeats(indices, num_rows, on_cpu=on_cpu)
+        except NotRecordedError as received:
+            raise ValueError(
+                "A CowClipAdam of its own counts the repeats of a row in the gradient, so ids must "
+                f"be looked up once. Received: {received}, in {variable.name!r}. Train the model "
+                "by CowClipOptimizer.for_model, which records them; or call bind_tables."
+            ) from None
 
     def _counted(self, spec: TableSpec, indices: tf.Tensor, on_cpu: bool) -> Counts:
         if self.clip is None:

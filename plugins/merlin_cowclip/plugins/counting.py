@@ -405,3 +405,17 @@ def repeats_per_row(indices: tf.Tensor, num_rows: int, *, on_cpu: bool = False) 
     """As `count_sparse`, where every repeat in `indices` is one sample."""
     rows, position, repeats = unique_rows(indices, num_rows, on_cpu)
     return Counts(rows, position, tf.cast(repeats, tf.float32))
+
+
+def count_repeats(indices: tf.Tensor, num_rows: int, *, on_cpu: bool = False) -> Counts:
+    """As `repeats_per_row`, of a variable whose lookups nobody records.
+
+    Raises:
+      NotRecordedError: in a graph, the same ids were looked up twice, so repeats are not samples.
+    """
+    if not tf.executing_eagerly():
+        of = Expressions()
+        parts = [of.ids(part) for part in parts_of(indices, set(), of)]
+        if len(set(parts)) < len(parts):
+            raise NotRecordedError("the same ids, looked up twice")
+    return repeats_per_row(indices, num_rows, on_cpu=on_cpu)

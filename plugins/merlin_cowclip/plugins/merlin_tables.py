@@ -10,11 +10,13 @@ import contextlib
 import contextvars
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from types import MethodType
 from typing import Any
 
 from merlin_cowclip.plugins._stack import ColumnSchema, tf
 from merlin_cowclip.plugins.counting import Lookup
+from merlin_cowclip.plugins.same_ids import Expressions, as_fed
 from merlin_cowclip.plugins.tables import HasTables, TableSpec
 
 _SPEC = "_merlin_cowclip_spec"
@@ -110,11 +112,11 @@ def _record_embedding(embedding: Any) -> None:
     That is a plain one, or a Merlin table's that a tied output calls by itself.
     """
 
-    def call(self: Any, inputs: Any) -> Any:
+    def call(self: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         spec = getattr(self, _SPEC)
         if spec not in _recorded.get():
-            spec.recorder.record(_lookup("", inputs, padding=0 if self.mask_zero else None))
-        return type(self).call(self, inputs)
+            spec.recorder.record(_lookup_of_embedding(self, inputs))
+        return type(self).call(self, inputs, *args, **kwargs)
 
     _wrap(embedding, call)
 
@@ -158,6 +160,17 @@ def _of_features(layer: Any) -> list[TableSpec]:
         _spec_of(table, name, [known.get(f, ColumnSchema(f)) for f in features[name]])
         for name, table in layer.embedding_tables.items()
     ]
+
+
+def _lookup_of_embedding(embedding: Any, ids: Any) -> Lookup:
+    """What a Keras `Embedding` reads, whose ids may have been flattened, or made unique, before."""
+    if isinstance(ids, tf.Tensor) and not tf.executing_eagerly():
+        ids = as_fed(ids, Expressions())
+    padding = 0 if embedding.mask_zero else None
+    found = _lookup("", ids, padding=padding)
+    if padding is None or found.is_list:
+        return found
+    return replace(found, rows=tf.reshape(found.rows, [-1, 1]), is_list=True, padding=padding)
 
 
 def _lookup(key: str, ids: Any, *, padding: int | None = 0, combined: bool = False) -> Lookup:

@@ -59,6 +59,7 @@ _KEPT = {tf.resource, tf.variant}
 _GIVING = {"EagerPyFunc", "MapDefun", "PyFunc", "PyFuncStateless", "RemoteCall"}
 # Ops that join tensors of several ranks, of Horovod and of TensorFlow, start so.
 _JOINING = ("Collective", "Horovod", "Nccl")
+_UNIQUE = {"Unique", "UniqueV2"}
 _CALLS = {"PartitionedCall", "StatefulPartitionedCall"}
 
 # Elements of an eager tensor that is copied into a graph and not captured (TensorFlow's own bound).
@@ -200,7 +201,7 @@ def _before_combiner(tensor: tf.Tensor, of: Expressions) -> tf.Tensor | None:
     op = _op_of(tensor)
     if op is None:
         return None
-    if op.type in ("Unique", "UniqueV2") and tensor.value_index == 0:
+    if op.type in _UNIQUE and tensor.value_index == 0:
         return op.inputs[0]
     if op.type == "SparseFillEmptyRows" and tensor.value_index == 1:
         return op.inputs[1]
@@ -211,6 +212,28 @@ def _before_combiner(tensor: tf.Tensor, of: Expressions) -> tf.Tensor | None:
         if chosen is not None and chosen.type == "Where":
             return op.inputs[0]
     return None
+
+
+def as_fed(ids: tf.Tensor, of: Expressions) -> tf.Tensor:
+    """The ids b×n that a graph's lookup reads, before they were flattened or made unique.
+
+    Then a sample is one again that holds several of them. The ids themselves where nothing of the
+    kind was done, or it cannot be told which axis is the samples'.
+    """
+    fed, op = of.stripped(ids), None
+    while (op := _op_of(fed)) is not None and op.type in _UNIQUE and fed.value_index == 0:
+        ids = op.inputs[0]
+        fed = of.stripped(ids)
+    shape = fed.shape
+    if not shape.rank or (op is not None and op.type in ("Pack", "Transpose")):
+        return ids
+    by_width = shape[0] is None or shape[1:].is_fully_defined()
+    return fed if by_width and _width(fed) != 1 and _width(fed) != _width(ids) else ids
+
+
+def _width(ids: tf.Tensor) -> int | None:
+    """Ids of a sample, if samples are the first axis."""
+    return ids.shape[1:].num_elements() if ids.shape.rank else 1
 
 
 def before_joining(indices: tf.Tensor, of: Expressions) -> tf.Tensor | None:
