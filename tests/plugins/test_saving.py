@@ -10,9 +10,9 @@ import pytest
 import tensorflow as tf
 
 from merlin_cowclip.plugins import CowClipOptimizer, load_model, save_model
-from merlin_cowclip.plugins._stack import mm
+from merlin_cowclip.plugins._stack import Schema, Tags, mm
 
-from .merlin_models import SCHEMA, batch, dataset, stock_dlrm
+from .merlin_models import SCHEMA, TARGET, batch, category, dataset, stock_dlrm
 from .test_optimizer import HOT, fitted, ours
 
 WARM = HOT.replace(warmup_epochs=1.0)
@@ -224,11 +224,80 @@ def test_a_learning_rate_that_was_set_is_saved(tmp_path, trained):
     assert fresh.warmup_steps == trained.optimizer.warmup_steps
 
 
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_what_was_set_on_the_parts_is_saved(tmp_path, when):
+    tf.keras.utils.set_random_seed(0)
+    model = ours(SCHEMA)
+    optimizer = CowClipOptimizer.for_model(model, WARM, steps_per_epoch=5)
+    clipped, unclipped, dense = optimizer.optimizers
+    decay = tf.keras.optimizers.schedules.ExponentialDecay(0.1, 3, 0.5)
+
+    def set_them():
+        dense.clipnorm, dense.epsilon, dense.learning_rate = 1e-3, 1e-2, 0.125
+        clipped.beta_1, clipped.learning_rate, clipped.l2 = 0.5, 5e-2, 1e-2
+        unclipped.learning_rate, unclipped.beta_2 = decay, 0.9
+
+    if when == "before":
+        set_them()
+    model.compile(optimizer=optimizer, metrics=[])
+    model.fit(dataset(SCHEMA, 3), verbose=0)
+    if when == "after":
+        set_them()
+        model.compile(optimizer=optimizer, metrics=[])
+    save_model(model, tmp_path / "model")
+    loaded = load_model(tmp_path / "model", metrics=[])
+    parts = loaded.optimizer.optimizers
+    assert (parts[2].clipnorm, parts[2].epsilon, parts[0].l2) == (1e-3, 1e-2, 1e-2)
+    assert float(parts[1].learning_rate(1)) == float(decay(1))
+    assert parts[2].learning_rate.learning_rate == 0.125
+    assert [float(p._get_hyper("beta_1")) for p in parts] == [0.5, np.float32(0.9), np.float32(0.9)]
+    assert float(parts[1].beta_2) == np.float32(0.9)
+    for m in (model, loaded):
+        m.fit(dataset(SCHEMA, 4, first=3), verbose=0)
+    assert_same(values(loaded), values(model))
+
+
+def test_functions_on_a_part_are_said_not_to_be_saved(tmp_path, trained):
+    dense = trained.optimizer.default_optimizer
+    dense.gradient_transformers.append(lambda pairs: pairs)
+    try:
+        with pytest.warns(UserWarning, match="gradient_transformers of 'dense'.*not saved") as said:
+            save_model(trained, tmp_path / "model")
+    finally:
+        dense.gradient_transformers.clear()
+    assert said[0].filename == __file__
+
+
+@pytest.mark.parametrize("listed", [False, True])
+def test_loss_weights_are_saved(tmp_path, listed):
+    targets = [TARGET.with_name(name) for name in ("y", "z")]
+    schema = Schema([category("a", 50), *targets])
+    model = mm.Model(mm.InputBlockV2(schema.excluding_by_tag(Tags.TARGET)), mm.OutputBlock(schema))
+    optimizer = CowClipOptimizer.for_model(model, HOT)
+    model.compile(optimizer=optimizer, metrics=[])
+    names = sorted(model.loss)
+    weights = [1.0, 0.0] if listed else dict(zip(names, (1.0, 0.0), strict=True))
+    model.compile(optimizer=optimizer, metrics=[], loss_weights=weights)
+    features, y = batch(SCHEMA.select_by_name(["a", "y"]))
+    y = next(iter(y.values())) if isinstance(y, dict) else y
+    data = tf.data.Dataset.from_tensors((features, {"y": y, "z": 1.0 - y}))
+    model.fit(data, verbose=0)
+    save_model(model, tmp_path / "model")
+    loaded = load_model(tmp_path / "model", metrics=[])
+    losses = [m.evaluate(data, verbose=0, return_dict=True)["loss"] for m in (model, loaded)]
+    assert losses[0] == losses[1]
+    model.compile(optimizer=optimizer, metrics=[])
+    whole = model.evaluate(data, verbose=0, return_dict=True)["loss"]
+    given = load_model(tmp_path / "model", metrics=[], loss_weights=None)
+    assert given.evaluate(data, verbose=0, return_dict=True)["loss"] == whole != losses[0]
+
+
 def test_a_model_saved_before_the_learning_rate_was_part_of_it(tmp_path, trained):
     save_model(trained, tmp_path / "model")
     file = tmp_path / "model/merlin_cowclip/state.json"
     description = json.loads(file.read_text())
     assert description.pop("learning_rate")
+    assert description.pop("parts")
     description["optimizer"]["steps_per_epoch"] = description.pop("warmup_steps")
     file.write_text(json.dumps({**description, "format": 1}))
     loaded = load_model(tmp_path / "model", metrics=[])

@@ -18,6 +18,7 @@ import numpy as np
 
 from merlin_cowclip.plugins._stack import mm, quiet_stack, tf
 from merlin_cowclip.plugins.optimizer import CowClipOptimizer, Owned, state_follows
+from merlin_cowclip.plugins.part_settings import set_again, settings_of
 from merlin_cowclip.plugins.replacing import find, replacing
 
 FOLDER = "merlin_cowclip"  # within the SavedModel
@@ -60,7 +61,9 @@ def save_model(model: mm.Model, path: str | os.PathLike[str]) -> None:
         "learning_rate": float(tf.keras.backend.get_value(optimizer.learning_rate)),
         "warmup_steps": optimizer.warmup_steps,
         "loss_scale": _loss_scale(model.optimizer),
+        "parts": [settings_of(part) for part in optimizer.optimizers],
         "losses": _losses(model),
+        "loss_weights": _loss_weights(model),
         "weights": [_described(v) for v in model.weights],
         "trainable": [v.ref() in trained for v in model.weights],
         "slots": len(_slots(optimizer.owned())),
@@ -80,7 +83,7 @@ def load_model(path: str | os.PathLike[str], **compile_arguments: Any) -> mm.Mod
     Args:
       path: the folder.
       compile_arguments: as for `model.compile`, but for the optimizer; without `loss` that which
-        the model was compiled with.
+        the model was compiled with, and its `loss_weights`.
 
     A model whose weights are not all finite is loaded as it is, with a warning that says so.
 
@@ -111,9 +114,13 @@ def load_model(path: str | os.PathLike[str], **compile_arguments: Any) -> mm.Mod
         order = [place[v.ref()] for v in model.weights]  # Keras lists frozen ones last
     _warn_of_weights_that_are_not_finite(model, path)
     optimizer.bind(model)
+    for part, settings in zip(optimizer.optimizers, description.get("parts", ()), strict=False):
+        set_again(part, settings)
     if "learning_rate" in description:
         optimizer.resume(description["learning_rate"], description["warmup_steps"])
     outer = _with_loss_scale(optimizer, description["loss_scale"])
+    if description.get("loss_weights") and "loss" not in compile_arguments:
+        compile_arguments.setdefault("loss_weights", description["loss_weights"])
     if description.get("losses") and "loss" not in compile_arguments:
         compile_arguments["loss"] = {
             output: _loss_of(saved, output) for output, saved in description["losses"].items()
@@ -283,6 +290,12 @@ def _losses(model: mm.Model) -> dict[str, Any] | None:
         except (TypeError, ValueError):  # not of Keras's kind; load_model says what to do
             losses[output] = getattr(loss, "__name__", type(loss).__name__)
     return losses
+
+
+def _loss_weights(model: mm.Model) -> Any:
+    """By output, or in the order of outputs, as the model was compiled with; `None` without."""
+    weights = model.compiled_loss._user_loss_weights
+    return None if weights is None else tf.nest.map_structure(float, weights)
 
 
 def _loss_of(saved: Any, output: str) -> Any:
