@@ -30,7 +30,7 @@ def read_vocabulary(
 
     Args:
       column: of a schema that Categorify wrote: its `cat_path` names the file. A column without
-        one was never encoded, and its ids are its raw ids.
+        one was never encoded, and its ids are its raw ids, from 3 on.
       workflow: the folder of the saved `nvtabular.Workflow`. `cat_path` may be relative to it
         (ours is), or name a place that is gone; `None` takes `cat_path` as it stands.
 
