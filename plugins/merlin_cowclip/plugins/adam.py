@@ -31,6 +31,7 @@ from merlin_cowclip.plugins.not_offered import RefusesOptions
 from merlin_cowclip.plugins.row_sums import beside, sum_per_row
 from merlin_cowclip.plugins.scaling import check_clip, check_number
 from merlin_cowclip.plugins.tables import TableSpec
+from merlin_cowclip.plugins.writing import with_rows
 
 UPDATES = ("exact", "lazy")
 
@@ -315,7 +316,7 @@ class CowClipAdam(RefusesOptions, mm.LazyAdam):
             absent = tf.raw_ops.Empty(shape=shape, dtype=grad.dtype, init=True)
         # Into a buffer that nothing else reads; tensor_scatter_nd_update copies it, and on a GPU
         # goes through the host where ops are deterministic, as tf.scatter_nd does.
-        return tf.raw_ops.InplaceUpdate(x=absent, i=tf.cast(indices, tf.int32), v=grad)
+        return with_rows(absent, indices, grad, in_range=not _on_gpu(var))
 
     def _exempt_mask(self, var: tf.Variable) -> tf.Tensor | None:
         """Which rows of a table are not to be clipped, V booleans; `None` for none."""
@@ -336,7 +337,7 @@ class CowClipAdam(RefusesOptions, mm.LazyAdam):
             update = tf.gather(resource, indices) - update
         # A copy: the value that is read may or may not be the variable's own buffer.
         rows = tf.raw_ops.DeepCopy(x=tf.convert_to_tensor(resource))
-        rows = tf.raw_ops.InplaceUpdate(x=rows, i=tf.cast(indices, tf.int32), v=update)
+        rows = with_rows(rows, indices, update, in_range=not _on_gpu(resource))
         return resource.assign(rows, read_value=False)
 
     def get_config(self) -> dict[str, Any]:
@@ -363,7 +364,11 @@ def _scatters_through_host(variable: tf.Variable) -> bool:
     (`DoScatterOnCpu` in core/kernels/resource_variable_ops.cc), for sums of repeated rows would
     depend on their order. Ours are unique.
     """
-    return "GPU" in (variable.device or "") and is_op_determinism_enabled()
+    return _on_gpu(variable) and is_op_determinism_enabled()
+
+
+def _on_gpu(variable: tf.Variable) -> bool:
+    return "GPU" in (variable.device or "")
 
 
 def _uncounted(spec: TableSpec, received: NotRecordedError) -> ValueError:

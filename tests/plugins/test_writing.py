@@ -1,0 +1,49 @@
+"""Rows written in place, against NumPy: on a GPU a row out of range must not write another one."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from merlin_cowclip.plugins import CowClipAdam, adam
+from merlin_cowclip.plugins.writing import with_rows
+
+V, D = 5, 3
+
+
+def buffer():
+    return tf.raw_ops.DeepCopy(x=tf.reshape(-tf.range(V * D, dtype=tf.float32), [V, D]))
+
+
+@pytest.mark.parametrize("indices", [[3, 1], [1, 7], [0, 9, 7, 4], [7, 0], [-1, 2], [8], []])
+@pytest.mark.parametrize("in_graph", [True, False])
+def test_rows_out_of_range_are_left_out(indices, in_graph):
+    values = np.arange(len(indices) * D, dtype=np.float32).reshape(-1, D) + 1
+    expected = buffer().numpy()
+    for i, value in zip(indices, values, strict=True):
+        if 0 <= i < V:
+            expected[i] = value
+
+    def write():
+        at, rows = tf.constant(indices, tf.int64), tf.constant(values)
+        return with_rows(buffer(), at, rows, in_range=False)
+
+    np.testing.assert_array_equal((tf.function(write) if in_graph else write)(), expected)
+
+
+def test_rows_in_range_are_written_as_they_are():
+    written = with_rows(buffer(), tf.constant([4, 0], tf.int64), tf.ones([2, D]))
+    assert written[4, 0] == written[0, 0] == 1
+    assert written[1, 0] == -D
+
+
+@pytest.mark.parametrize("l2", [1e-3, 0.0])
+def test_on_a_gpu_the_exact_step_leaves_them_out(monkeypatch, l2):
+    """There a lookup of row 7 of 5 gives zeros, and its gradient comes all the same."""
+    optimizer = CowClipAdam(l2=l2)
+    table = tf.Variable(tf.ones([V, D]))
+    at, rows = tf.constant([1, 7], tf.int64), tf.ones([2, D])
+    without = optimizer._whole_gradient(rows[:1], table, at[:1]).numpy()
+    monkeypatch.setattr(adam, "_on_gpu", lambda variable: True)
+    np.testing.assert_array_equal(optimizer._whole_gradient(rows, table, at), without)
