@@ -270,6 +270,12 @@ class CowClipOptimizer(FollowsFits, RefusesOptions, mm.MultiOptimizer):
         for optimizer in self.optimizers:
             optimizer._create_all_weights(shares.get(id(optimizer), []))
 
+    def _create_slots_of_model(self) -> None:
+        """Before a step is traced: TensorFlow traces it twice where the first creates variables."""
+        model = self._model() if self._model is not None else None
+        if model is not None and model.built and model.train_function is None:
+            self.create_slots(model.trainable_variables)
+
     def apply_gradients(
         self,
         grads_and_vars: Iterable[tuple[Any, tf.Variable]],

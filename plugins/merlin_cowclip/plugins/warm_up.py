@@ -29,10 +29,13 @@ class FollowsFits:
         def add_weight(self, name: str, **kwargs: Any) -> tf.Variable:
             """Keras's."""
 
+        def _create_slots_of_model(self) -> None: ...
+
     def fit_begins(self, fit: Fit) -> None:
         """Take over what a fit of the model brings along; `model.fit` calls it."""
         self._fit = fit
         self._follow_fit()
+        self._create_slots_of_model()
         wanted = self.hyperparameters.batch_size
         if fit.batch_size not in (None, wanted) and not self._told_of_batch:
             self._told_of_batch = True
