@@ -7,6 +7,9 @@ where the tensor is a scalar or a shape: never one value per row.
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 from tensorflow.python.framework.kernels import get_registered_kernels_for_op
 
 # Structure, not computation: resolved by the runtime on any device.
@@ -74,13 +77,16 @@ def matches(kernel, node):
     return True
 
 
+@functools.cache
+def gpu_kernels_of(op: str) -> list[Any]:
+    """All that a GPU can run; a common op has hundreds, which take long to parse."""
+    kernels = get_registered_kernels_for_op(op).kernel
+    return [kernel for kernel in kernels if kernel.device_type in ("GPU", "DEFAULT")]
+
+
 def host_arguments(node):
     """What each GPU kernel for the node's types wants in host memory; `None` without a kernel."""
-    kernels = [
-        kernel
-        for kernel in get_registered_kernels_for_op(node.op).kernel
-        if kernel.device_type in ("GPU", "DEFAULT") and matches(kernel, node)
-    ]
+    kernels = [kernel for kernel in gpu_kernels_of(node.op) if matches(kernel, node)]
     return [set(kernel.host_memory_arg) for kernel in kernels] or None
 
 
