@@ -33,6 +33,7 @@ from merlin_cowclip.workflows.data.top_ids import keep_top_ids
 from merlin_cowclip.workflows.quiet import quiet_imports
 
 from ..plugins.merlin_models import BATCH, NUMBER, TARGET, batch, category, dataset
+from ..saves import quick_saves
 
 with quiet_imports():
     import nvtabular
@@ -284,11 +285,12 @@ LISTED = Schema(
 @pytest.mark.parametrize(("field", "cardinality", "bad"), [("b", 70, -3), ("l", 40, 40)])
 def test_an_id_out_of_range_ends_fit_and_changes_nothing(field, cardinality, bad):
     model = deepfm(LISTED, embedding_dim=DIM, mlp=(8,))
+    features, labels = batch(LISTED)
+    model(features)  # its step is then traced once
     hyperparameters = Hyperparameters(BATCH, warmup_epochs=0.0)
     model.compile(CowClipOptimizer.for_model(model, hyperparameters), metrics=[])
     model.fit(dataset(LISTED, 1), verbose=0)
     before = model.get_weights()
-    features, labels = batch(LISTED)
     key = "l__values" if field == "l" else field
     ids = features[key].numpy()
     ids[7] = bad
@@ -399,8 +401,12 @@ def test_trains_inside_models_that_are_not_ours(name, eagerly, counted):
     optimizer = CowClipOptimizer.for_model(model, HOT)
     model.compile(optimizer, metrics=[], run_eagerly=eagerly)
     data = dataset(LISTED, 3).cache()  # TensorFlow overwrites what a generator yields again
+    features = batch(LISTED)[0]
     if name == "lookup":
         data = data.map(lambda x, y: ({k: v for k, v in x.items() if k != "x"}, y))
+        del features["x"]
+    if not eagerly:
+        model(features)  # its step is then traced once
     losses = model.fit(data, epochs=5, verbose=0).history["loss"]
     assert losses[-1] < losses[0] - 0.02
     (spec,) = optimizer.table_specs
@@ -416,12 +422,14 @@ def test_trains_inside_models_that_are_not_ours(name, eagerly, counted):
 
 def test_dlrm_on_our_table_is_saved_whole(tmp_path):
     model = in_dlrm(LISTED)
+    features, _ = batch(LISTED, seed=5)
+    model(features)
     model.compile(CowClipOptimizer.for_model(model, HOT), metrics=[])
     model.fit(dataset(LISTED, 9), verbose=0)
-    features, _ = batch(LISTED, seed=5)
     before = model(features).numpy()
     assert np.ptp(before) > 0.01
-    model.save(tmp_path / "model", include_optimizer=False)
+    with quick_saves(traces=True):
+        model.save(tmp_path / "model", include_optimizer=False)
     loaded = tf.keras.models.load_model(tmp_path / "model", compile=False)
     np.testing.assert_allclose(loaded(features), before, rtol=1e-6)
 

@@ -19,6 +19,7 @@ from merlin_cowclip.models.ctr_block import Probability
 from merlin_cowclip.plugins import CowClipOptimizer, Hyperparameters, load_model, save_model
 from merlin_cowclip.plugins._stack import ColumnSchema, Schema, Tags, mm, quiet_stack
 
+from ..saves import quick_saves
 from .networks import (
     BOTTOM,
     LABELS,
@@ -45,7 +46,6 @@ from .networks import (
 )
 
 with quiet_stack():
-    from keras.saving.legacy.saving_utils import trace_model_call
     from merlin.io import Dataset
     from merlin.models.tf.blocks.dlrm import DLRMBlock as StockDLRMBlock
     from merlin.models.tf.blocks.interaction import FMBlock as StockFMBlock
@@ -93,6 +93,7 @@ def trained(name) -> Trained:
     """Trained with a CowClipOptimizer from a plain `tf.data.Dataset`."""
     tf.keras.utils.set_random_seed(0)
     model = NETWORKS[name].build()
+    model(features())  # its step is then traced once
     model.compile(optimizer=CowClipOptimizer.for_model(model, HOT), metrics=[])
     return Trained(model, model.fit(batches(), epochs=EPOCHS, verbose=0).history["loss"])
 
@@ -105,15 +106,8 @@ def saved(trained, tmp_path_factory) -> str:
     ten seconds per network, are left out; `test_a_loaded_model_goes_on_training` has them.
     """
     folder = str(tmp_path_factory.mktemp("saved") / "model")
-    signature = trace_model_call(trained.model)
-    with quiet_stack():
-        tf.keras.Model.save(
-            trained.model,
-            folder,
-            include_optimizer=False,
-            save_traces=False,
-            signatures={"serving_default": signature},
-        )
+    with quiet_stack(), quick_saves():
+        trained.model.save(folder, include_optimizer=False)
     return folder
 
 
@@ -537,6 +531,8 @@ def test_fit_evaluate_and_predict(name, source):
     data = frame()
     dataset = Dataset(data, schema=SCHEMA)
     model = NETWORKS[name].build()
+    if source == "data set":
+        model(batch_of(data))  # its step is then traced once
     model.compile(optimizer=CowClipOptimizer.for_model(model, HOT), metrics=[])
     if source == "loader":
         history = model.fit(mm.Loader(dataset, batch_size=10), epochs=3, verbose=0).history
@@ -614,9 +610,11 @@ def test_a_loaded_model_goes_on_training(tmp_path):
     """As if it had never been saved. Here `model.save` is the user's, with traces of all layers."""
     given = features()
     model = NETWORKS["dcn_v2, rank 2"].build(mlp=(4,), cross_layers=1)
+    model(given)
     model.compile(optimizer=CowClipOptimizer.for_model(model, HOT), metrics=[])
     model.fit(batches(), epochs=2, verbose=0)
-    save_model(model, tmp_path / "model")
+    with quick_saves(traces=True):
+        save_model(model, tmp_path / "model")
     assert_serves(model, tmp_path / "model")
     with quiet_stack():
         plain = tf.keras.models.load_model(tmp_path / "model", compile=False)

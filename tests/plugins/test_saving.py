@@ -12,8 +12,9 @@ import tensorflow as tf
 from merlin_cowclip.plugins import CowClipOptimizer, load_model, save_model
 from merlin_cowclip.plugins._stack import Schema, Tags, mm
 
+from ..saves import quick_saves
 from .merlin_models import SCHEMA, TARGET, batch, category, dataset, stock_dlrm
-from .test_optimizer import HOT, fitted, ours
+from .test_optimizer import HOT, built, fitted, ours
 
 WARM = HOT.replace(warmup_epochs=1.0)
 
@@ -35,12 +36,23 @@ def assert_same(a, b):
         np.testing.assert_array_equal(x, y)
 
 
+@pytest.fixture
+def quick():
+    with quick_saves():
+        yield
+
+
 @pytest.mark.parametrize("update", ["exact", "lazy"])
 @pytest.mark.parametrize("builder", [ours, stock_dlrm])
 def test_training_goes_on_as_if_never_stopped(tmp_path, builder, update):
-    model, optimizer = fitted(builder, SCHEMA, WARM, update=update, steps_per_epoch=5)
-    save_model(model, tmp_path / "model")
-    loaded = load_model(tmp_path / "model", metrics=[])
+    eagerly = (builder is ours) == (update == "lazy")
+    model, optimizer = fitted(
+        builder, SCHEMA, WARM, eagerly=eagerly, update=update, steps_per_epoch=5
+    )
+    # Of a stock model the traces are the same in both modes.
+    with quick_saves(traces=builder is ours or update == "lazy"):
+        save_model(model, tmp_path / "model")
+    loaded = load_model(tmp_path / "model", metrics=[], run_eagerly=eagerly)
     assert loaded.optimizer.get_config() == optimizer.get_config()
     assert_same(slots(loaded.optimizer), slots(optimizer))
     assert int(loaded.optimizer.iterations) == 3
@@ -50,7 +62,8 @@ def test_training_goes_on_as_if_never_stopped(tmp_path, builder, update):
     assert_same(values(loaded), values(model))
     # Once more, after compiling again with the same optimizer.
     loaded.compile(optimizer=loaded.optimizer, metrics=[])
-    save_model(loaded, tmp_path / "again")
+    with quick_saves(traces=builder is ours and update == "exact"):
+        save_model(loaded, tmp_path / "again")
     third = load_model(tmp_path / "again", metrics=[])
     assert_same(slots(third.optimizer), slots(optimizer))
     assert [int(p.iterations) for p in third.optimizer.optimizers] == [
@@ -58,6 +71,7 @@ def test_training_goes_on_as_if_never_stopped(tmp_path, builder, update):
     ]
 
 
+@pytest.mark.usefixtures("quick")
 def test_mixed_precision_comes_back_with_its_loss_scale(tmp_path):
     tf.keras.mixed_precision.set_global_policy("mixed_float16")
     try:
@@ -96,9 +110,9 @@ def test_backup_and_restore(tmp_path):
             if epoch == 2:
                 raise KeyboardInterrupt
 
-    def run(callbacks):
+    def run(callbacks, build=built):
         tf.keras.utils.set_random_seed(0)
-        model = ours(SCHEMA)
+        model = build(ours, SCHEMA)
         optimizer = CowClipOptimizer.for_model(model, WARM, steps_per_epoch=3)
         model.compile(optimizer=optimizer, metrics=[])
         model.fit(dataset(SCHEMA, 3), epochs=4, verbose=0, callbacks=callbacks)
@@ -108,7 +122,7 @@ def test_backup_and_restore(tmp_path):
     backup = str(tmp_path / "backup")
     with pytest.raises(KeyboardInterrupt):
         run([tf.keras.callbacks.BackupAndRestore(backup), Die()])
-    resumed = run([tf.keras.callbacks.BackupAndRestore(backup)])
+    resumed = run([tf.keras.callbacks.BackupAndRestore(backup)], lambda builder, s: builder(s))
     assert_same(values(resumed), values(whole))
     assert int(resumed.optimizer.iterations) == 12
 
@@ -122,6 +136,7 @@ def test_a_plain_load_works_and_warns(tmp_path):
     np.testing.assert_allclose(plain(features), model(features), atol=1e-6)
 
 
+@pytest.mark.usefixtures("quick")
 def test_what_cannot_be_saved_or_loaded_says_so(tmp_path):
     model, _ = fitted(ours, SCHEMA, steps=1)
     path = tmp_path / "model"
@@ -151,6 +166,7 @@ def trained():
     return fitted(ours, SCHEMA, WARM, steps=2)[0]
 
 
+@pytest.mark.usefixtures("quick")
 def test_a_save_that_fails_leaves_the_old_model(tmp_path, monkeypatch, trained):
     path = tmp_path / "model"
     save_model(trained, path)
@@ -193,6 +209,7 @@ def test_a_save_that_fails_leaves_the_old_model(tmp_path, monkeypatch, trained):
     assert (path / "notes.txt").read_text() == "somebody else's"
 
 
+@pytest.mark.usefixtures("quick")
 def test_a_model_that_diverged_is_loaded_and_said_to_have(tmp_path):
     model, _ = fitted(ours, SCHEMA, WARM, steps=1)
     kernel = next(v for v in model.trainable_variables if v.shape.rank == 2)
@@ -203,6 +220,7 @@ def test_a_model_that_diverged_is_loaded_and_said_to_have(tmp_path):
     assert_same(values(loaded), values(model))
 
 
+@pytest.mark.usefixtures("quick")
 def test_a_learning_rate_that_was_set_is_saved(tmp_path, trained):
     trained.optimizer.learning_rate = 0.25 * HOT.dense_lr
     save_model(trained, tmp_path / "model")
@@ -224,6 +242,7 @@ def test_a_learning_rate_that_was_set_is_saved(tmp_path, trained):
     assert fresh.warmup_steps == trained.optimizer.warmup_steps
 
 
+@pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_what_was_set_on_the_parts_is_saved(tmp_path, when):
     tf.keras.utils.set_random_seed(0)
@@ -257,6 +276,7 @@ def test_what_was_set_on_the_parts_is_saved(tmp_path, when):
     assert_same(values(loaded), values(model))
 
 
+@pytest.mark.usefixtures("quick")
 def test_functions_on_a_part_are_said_not_to_be_saved(tmp_path, trained):
     dense = trained.optimizer.default_optimizer
     dense.gradient_transformers.append(lambda pairs: pairs)
@@ -268,6 +288,7 @@ def test_functions_on_a_part_are_said_not_to_be_saved(tmp_path, trained):
     assert said[0].filename == __file__
 
 
+@pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("listed", [False, True])
 def test_loss_weights_are_saved(tmp_path, listed):
     targets = [TARGET.with_name(name) for name in ("y", "z")]
@@ -292,6 +313,7 @@ def test_loss_weights_are_saved(tmp_path, listed):
     assert given.evaluate(data, verbose=0, return_dict=True)["loss"] == whole != losses[0]
 
 
+@pytest.mark.usefixtures("quick")
 def test_a_model_saved_before_the_learning_rate_was_part_of_it(tmp_path, trained):
     save_model(trained, tmp_path / "model")
     file = tmp_path / "model/merlin_cowclip/state.json"
@@ -312,6 +334,7 @@ def test_a_plain_save_has_nothing_to_warn_of(tmp_path, trained, recwarn):
         mm.Model.load(str(tmp_path / "model"))
 
 
+@pytest.mark.usefixtures("quick")
 def test_a_loss_of_ones_own_is_asked_for(tmp_path, trained):
     class Squared(tf.keras.losses.Loss):
         def call(self, targets, outputs):
@@ -333,17 +356,18 @@ def test_a_loss_of_ones_own_is_asked_for(tmp_path, trained):
 @pytest.mark.parametrize("when", ["before", "after", "thawed"])
 def test_a_frozen_layer_is_saved_and_stays_frozen(tmp_path, when, update):
     tf.keras.utils.set_random_seed(0)
-    model = ours(SCHEMA)
-    model(batch(SCHEMA)[0])
+    model = built(ours, SCHEMA)
     dense = next(x for x in model._flatten_layers() if isinstance(x, tf.keras.layers.Dense))
     dense.trainable = when == "after"
     optimizer = CowClipOptimizer.for_model(model, HOT, update=update)
-    model.compile(optimizer=optimizer, metrics=[])
+    how = {"metrics": [], "run_eagerly": update == "lazy"}
+    model.compile(optimizer=optimizer, **how)
     model.fit(dataset(SCHEMA, 2), verbose=0)
     dense.trainable = when == "thawed"  # then it has no slots yet
-    model.compile(optimizer=optimizer, metrics=[])
-    save_model(model, tmp_path / "model")
-    loaded = load_model(tmp_path / "model", metrics=[])
+    model.compile(optimizer=optimizer, **how)
+    with quick_saves(traces=update == "exact"):
+        save_model(model, tmp_path / "model")
+    loaded = load_model(tmp_path / "model", **how)
     assert len(loaded.trainable_variables) == len(model.trainable_variables)
     for m in (model, loaded):
         m.fit(dataset(SCHEMA, 2, first=2), verbose=0)

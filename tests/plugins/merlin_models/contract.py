@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import tensorflow as tf
 
 from merlin_cowclip.plugins import CowClipOptimizer, Hyperparameters, load_model, save_model
-from merlin_cowclip.plugins._stack import Schema
 
+from ...saves import quick_saves
 from . import BATCH
 from .families import Family
 from .oracle import Tape, counts, update
@@ -93,17 +92,21 @@ def check_step(built: Built, mode: str, eager: bool) -> None:
     assert clipped  # a test without a clip would not be one
 
 
-def check_saving(built: Built, folder: Path) -> None:
+def check_saving(built: Built, folder: Path, *, traces: bool = True) -> None:
     """Saved and loaded, a model that was trained predicts the same, and steps on the same.
 
     Unless Merlin cannot, which has to show with Keras's Adam as well.
+
+    Args:
+      built: the model, trained.
+      folder: to save to.
+      traces: whether it is saved with the traces of all its layers, as by a user.
     """
     model, family = built.model, built.family
     if family.stock_bug:
         _check_stock_bug(built, folder)
         return
-    # Merlin loads what it saved to read its outputs' names; it is loaded below, and once is enough.
-    with mock.patch("merlin.models.tf.models.base.get_output_schema", return_value=Schema()):
+    with quick_saves(traces=traces):
         save_model(model, folder)
     loaded = load_model(folder, metrics=[], run_eagerly=True)
     model.compile(optimizer=model.optimizer, loss=model.loss, metrics=[], run_eagerly=True)
@@ -119,7 +122,8 @@ def check_saving(built: Built, folder: Path) -> None:
 def _check_stock_bug(built: Built, folder: Path) -> None:
     model, family = built.model, built.family
     model.compile(optimizer=tf.keras.optimizers.legacy.Adam(), metrics=[])
-    model.save(str(folder))
+    with quick_saves(traces=True):
+        model.save(str(folder))
     loaded = tf.keras.models.load_model(str(folder), compile=False)
     for a, b in zip(_weights(model), _weights(loaded), strict=True):
         np.testing.assert_array_equal(a, b)

@@ -68,6 +68,8 @@ class Family:
       contrastive: whether the output looks up the target, and `sampled`, in the item table.
       sampled: the ids that it does so for.
       stock_bug: why Merlin itself, with Keras's Adam, loads another model than it saved.
+      traced: whether the suite saves it with the traces of its layers, which takes most of a
+        save's time: one family for each kind of layer that records ids, and of column.
     """
 
     name: str
@@ -78,6 +80,7 @@ class Family:
     contrastive: bool = False
     sampled: tuple[int, ...] = ()
     stock_bug: str = ""
+    traced: bool = False
 
     def batch(self, seed: int = 0) -> tuple[dict[str, Any], Any]:
         """Features as Merlin's loader yields them, and targets; few ids, so that they repeat."""
@@ -187,7 +190,7 @@ def next_item(tied: bool) -> Callable[[Any], Any]:
 
 
 FAMILIES = (
-    Family("`DLRMModel`", stock_dlrm, CTR),
+    Family("`DLRMModel`", stock_dlrm, CTR, traced=True),
     Family("`DCNModel`, `depth=1`", lambda s: mm.DCNModel(s, depth=1, deep_block=mlp(16)), CTR),
     Family(
         "`DCNModel`, deeper",
@@ -201,9 +204,9 @@ FAMILIES = (
     ),
     Family("`NCFModel`", lambda s: NCFModel(s, 8, mlp(8)), RATED),
     Family("a table that fields share", stock_dlrm, SHARED, "one per domain"),
-    Family("`InputBlockV2`, ragged lists", of_inputs_v2, RAGGED),
-    Family("`InputBlockV2`, padded lists", of_inputs_v2, PADDED),
-    Family("`InputBlock`, ragged lists", of_inputs_v1, RAGGED),
+    Family("`InputBlockV2`, ragged lists", of_inputs_v2, RAGGED, traced=True),
+    Family("`InputBlockV2`, padded lists", of_inputs_v2, PADDED, traced=True),
+    Family("`InputBlock`, ragged lists", of_inputs_v1, RAGGED, traced=True),
     Family("`MMOEBlock`", multi_task(lambda o: mm.MMOEBlock(o, mlp(8), num_experts=2)), TASKS),
     Family("`CGCBlock`", multi_task(lambda o: mm.CGCBlock(o, mlp(8))), TASKS),
     Family("`PLEBlock`", multi_task(lambda o: mm.PLEBlock(2, o, mlp(8))), TASKS),
@@ -229,6 +232,7 @@ FAMILIES = (
         next_item=71,
         contrastive=True,
         sampled=tuple(range(70)),
+        traced=True,
     ),
     Family(
         "`CategoricalOutput`, tied",
@@ -236,6 +240,7 @@ FAMILIES = (
         SESSION,
         "one per field; the items' is the output's as well",
         next_item=71,
+        traced=True,
     ),
     Family(
         "`CategoricalOutput`, untied",

@@ -1,0 +1,39 @@
+"""Saves that cost a test little: most of the time of `model.save` goes into what is not ours."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import tensorflow as tf
+
+from merlin_cowclip.plugins._stack import Schema, mm, quiet_stack
+
+with quiet_stack():
+    from keras.saving.legacy.saving_utils import trace_model_call
+
+
+@contextlib.contextmanager
+def quick_saves(*, traces: bool = False) -> Iterator[None]:
+    """Within it Merlin does not load what it has just saved, to read the names of its outputs.
+
+    Args:
+      traces: whether those of all layers are saved, as by a user; else a model is saved by its
+        configuration and weights alone, with the serving signature, which Keras loads the same.
+    """
+    module = "merlin.models.tf.models.base"
+    patch = mock.patch(f"{module}.get_output_schema", return_value=Schema())
+    with patch if traces else mock.patch.object(mm.Model, "save", _save_without_traces):
+        yield
+
+
+def _save_without_traces(model: Any, folder: str, include_optimizer: bool = True) -> None:
+    tf.keras.Model.save(
+        model,
+        folder,
+        include_optimizer=include_optimizer,
+        save_traces=False,
+        signatures={"serving_default": trace_model_call(model)},
+    )
