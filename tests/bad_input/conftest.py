@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -51,3 +54,20 @@ def toy_run(toy_data) -> Path:
     options = ["--model", "lr", "--epochs", "1", "--batch-size", "64"]
     assert main(["train", str(toy_data), "--out", str(out), *options]) == 0
     return out
+
+
+@pytest.fixture
+def nobody():
+    """A folder of everybody's, and a user who may not do everything, as root may."""
+    folder = Path(tempfile.mkdtemp(prefix="cowclip-"))
+    folder.chmod(0o755)
+    was = os.geteuid()
+
+    def become() -> None:
+        if was == 0:
+            os.setresuid(65534, 65534, 0)  # os.access asks for the real one
+
+    yield folder, become
+    if was == 0:
+        os.setresuid(0, 0, 0)
+    shutil.rmtree(folder)

@@ -839,22 +839,6 @@ def test_a_full_disk(tmp_path, monkeypatch, place, failure):
     check(tmp_path, toml(), HEAD + ROWS, words)
 
 
-@pytest.fixture
-def nobody():
-    """A folder of everybody's, and a user who may not do everything, as root may."""
-    folder = Path(tempfile.mkdtemp(prefix="cowclip-"))
-    folder.chmod(0o755)
-    was = os.geteuid()
-
-    def become() -> None:
-        if was == 0:
-            os.seteuid(65534)
-
-    yield folder, become
-    os.seteuid(was)
-    shutil.rmtree(folder)
-
-
 @pytest.mark.parametrize("name", ["log.csv", "log.csv.gz", "log.parquet", "toy.toml"])
 def test_what_may_not_be_read(nobody, name):
     folder, become = nobody

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import os
 import shutil
 
 import pytest
@@ -186,14 +185,15 @@ def test_places_that_are_taken(toy_data, tmp_path, make):
 @pytest.mark.parametrize(
     "place", ["file/run", "x" * 300, "x" * 300 + "/run", "locked/run"], ids=lambda p: p[:12]
 )
-def test_places_that_cannot_be_written(toy_data, tmp_path, place):
-    (tmp_path / "file").touch()
-    (tmp_path / "locked").mkdir(mode=0o500)
-    if place == "locked/run" and os.access(tmp_path / "locked", os.W_OK):
-        pytest.skip("root may write anywhere")
-    argv = ["train", toy_data, "--out", tmp_path / place, "--batch-size", "64"]
+def test_places_that_cannot_be_written(toy_data, nobody, place):
+    folder, become = nobody
+    data = shutil.copytree(toy_data, folder / "data")
+    (folder / "file").touch()
+    (folder / "locked").mkdir(mode=0o555)
+    become()
+    argv = ["train", data, "--out", folder / place, "--batch-size", "64"]
     words = ["output folder must be in a folder that can be written", "Name another"]
-    refused(argv, words, folder=tmp_path)
+    refused(argv, words, folder=folder)
 
 
 def test_a_place_whose_name_is_no_text(toy_data, tmp_path):
