@@ -2,11 +2,19 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.warm import WarmInterpreter
+
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+# Ignored where pytest is started with `&` in a script, and what it starts would inherit that; what
+# Python handles, programs it starts have as the system's default.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_finish() -> None:
@@ -33,3 +41,11 @@ def real_data() -> Path:
             "COWCLIP_REAL_DATA names no folder with criteo_train.txt.gz, avazu_train.csv.gz"
         )
     return Path(folder)
+
+
+@pytest.fixture(scope="module")
+def interpreter() -> Iterator[WarmInterpreter]:
+    """Starts programs that need TensorFlow."""
+    interpreter = WarmInterpreter()
+    yield interpreter
+    interpreter.close()

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 
+import psutil
 import pytest
 
 from merlin_cowclip.workflows.commands import endings
@@ -241,50 +242,71 @@ def test_output_to_a_full_disk(tmp_path, monkeypatch, capsys):
     assert "OSError: [Errno 28] No space left on device" in capsys.readouterr().err
 
 
-def wait_for(found, process: subprocess.Popen) -> None:
+def wait_for(found, runs) -> None:
     until = time.monotonic() + 240
     while not found():
-        assert process.poll() is None, process.communicate()
+        assert runs()
         assert time.monotonic() < until
         time.sleep(0.01)
 
 
+def check_ended(name, says, err, folder) -> None:
+    assert list(folder.iterdir()) == []
+    assert err.endswith("\n")
+    assert err.splitlines()[-1].split("\r")[-1] == f"merlin-cowclip {name}: {says} of it"
+    assert "Traceback" not in err
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "number", "code", "says"),
-    [
-        ("train", signal.SIGTERM, 143, "ended by SIGTERM before it was done: nothing is left"),
-        ("train", signal.SIGINT, 130, "interrupted before it was done: nothing is left"),
-        ("prepare", signal.SIGTERM, 143, "ended by SIGTERM before it was done: nothing is left"),
-        ("train", signal.SIGKILL, -9, ""),
-    ],
-)
-def test_signals(toy_data, tmp_path, name, number, code, says):
-    """In the midst of the work: a folder is begun, in `train` the first epoch as well."""
+def test_a_signal_while_it_prepares(tmp_path):
+    """In the midst of the work: a folder is begun."""
     out = tmp_path / "here" / "out"
     out.parent.mkdir()
-    if name == "prepare":
-        (tmp_path / "toy.toml").write_text(
-            'name = "toy"\nlabel = "y"\ncategorical = ["user", "item"]\n'
-            'lists = ["genres"]\nlist_separator = "|"\n'
-        )
-        log = toy_log(tmp_path / "log.csv", rows=100_000)
-        process = start("prepare", tmp_path / "toy.toml", log, "--out", out)
-        wait_for(lambda: list(out.parent.glob(".out.partial-*")), process)
-    else:
-        options = ("--model", "lr", "--batch-size", "64", "--epochs", "100000")
-        process = start("train", toy_data, "--out", out, *options)
-        wait_for(lambda: list(out.parent.glob(".out.partial-*/metrics.csv")), process)
-    process.send_signal(number)
+    (tmp_path / "toy.toml").write_text(
+        'name = "toy"\nlabel = "y"\ncategorical = ["user", "item"]\n'
+        'lists = ["genres"]\nlist_separator = "|"\n'
+    )
+    log = toy_log(tmp_path / "log.csv", rows=100_000)
+    process = start("prepare", tmp_path / "toy.toml", log, "--out", out)
+    wait_for(lambda: list(out.parent.glob(".out.partial-*")), runs=lambda: process.poll() is None)
+    process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=120)
-    assert process.returncode == code, err
+    assert process.returncode == 143, err
+    says = "ended by SIGTERM before it was done: nothing is left"
+    check_ended("prepare", says, err, out.parent)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("number", "code", "says"),
+    [
+        (signal.SIGTERM, 143, "ended by SIGTERM before it was done: nothing is left"),
+        (signal.SIGINT, 130, "interrupted before it was done: nothing is left"),
+        (signal.SIGKILL, -9, ""),
+    ],
+)
+def test_signals_while_it_trains(toy_data, tmp_path, interpreter, number, code, says):
+    """In the midst of the work: the first epoch is done."""
+    out = tmp_path / "here" / "out"
+    out.parent.mkdir()
+    options = ("--model", "lr", "--batch-size", "64", "--epochs", "100000")
+    program = interpreter.start(
+        "from runpy import run_module\n"
+        "run_module('merlin_cowclip.workflows.commands.main', run_name='__main__')\n",
+        *("train", toy_data, "--out", out, *options),
+        folder=tmp_path / "said",
+    )
+    wait_for(
+        lambda: list(out.parent.glob(".out.partial-*/metrics.csv")),
+        runs=lambda: psutil.pid_exists(program.pid),
+    )
+    os.kill(program.pid, number)
+    done = program.end()
+    assert done.returncode == code, done.stderr
     if number == signal.SIGKILL:
         # Hidden, and named after no output: the next try goes its way.
         (left,) = out.parent.iterdir()
         assert left.name.startswith(".out.partial-")
         assert not out.exists()
         return
-    assert list(out.parent.iterdir()) == []
-    assert err.endswith("\n")
-    assert err.splitlines()[-1].split("\r")[-1] == f"merlin-cowclip {name}: {says} of it"
-    assert "Traceback" not in err
+    check_ended("train", says, done.stderr, out.parent)

@@ -1,8 +1,5 @@
 """The end of the program while batches are being made."""
 
-import subprocess
-import sys
-
 import pytest
 
 ENDS = """
@@ -68,18 +65,13 @@ sys.exit(3)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("where", ["after a batch", "in a child", "in a fit"])
-def test_a_program_ends_while_batches_are_being_made(data, where):
+def test_a_program_ends_while_batches_are_being_made(data, interpreter, tmp_path, where):
     """With batches made in TensorFlow's own threads, most of these programs hung in the end.
 
     As they are where a user asks TensorFlow to read ahead.
     """
-    for _ in range(3):
-        done = subprocess.run(
-            [sys.executable, "-c", ENDS, str(data.path), where],
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
+    for time in "123":
+        done = interpreter.start(ENDS, data.path, where, folder=tmp_path / time).end()
         if where != "in a child":  # which has its parent's threads no more
             # None was cut off in the middle, wherever that may be.
             assert done.stdout.count("begun") == done.stdout.count("done") > 0
