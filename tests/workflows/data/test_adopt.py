@@ -35,7 +35,7 @@ with quiet_imports():
 ROWS, TRAIN = 6_000, 4_800
 TARGET = [Tags.TARGET, Tags.BINARY_CLASSIFICATION]
 OPTIONS = ["--batch-size", "256", "--base-batch-size", "256", "--dense-lr", "3e-3"]
-OPTIONS += ["--embedding-lr", "1e-2", "--clip-floor", "1e-3"]
+OPTIONS += ["--embedding-lr", "1e-2", "--clip-floor", "1e-3", "--mlp", "16"]
 
 
 pytestmark = pytest.mark.filterwarnings(

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from merlin_cowclip.workflows import machine
-from merlin_cowclip.workflows.data import clusters
+from merlin_cowclip.workflows.data import clusters, etl
 from merlin_cowclip.workflows.data.clusters import (
     Threads,
     check_cluster,
@@ -29,8 +29,16 @@ from merlin_cowclip.workflows.data.prepared import PreparedData
 from merlin_cowclip.workflows.data.synthetic import write_synthetic
 from merlin_cowclip.workflows.errors import UserError
 
-ROWS = 40_000
+ROWS = 8_000
+CHUNK_BYTES = 1 << 19  # of a log that has four times as many
 PATIENCE = 120  # seconds for what takes a few
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _small_chunks():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(etl, "CHUNK_BYTES", (CHUNK_BYTES, etl.CHUNK_BYTES[1]))
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -142,9 +150,9 @@ def test_workers_leave_interrupts_to_us(workers):
 
 def test_a_bad_row_is_named_by_workers_too(log, tmp_path):
     lines = log.read_text().splitlines()
-    lines[30_000] = "2" + lines[30_000][1:]
+    lines[6_000] = "2" + lines[6_000][1:]
     (tmp_path / "bad.txt").write_text("\n".join(lines))
-    with pytest.raises(UserError, match="label must be 0 or 1. Received: '2' in .*, line 30001"):
+    with pytest.raises(UserError, match="label must be 0 or 1. Received: '2' in .*, line 6001"):
         prepare(CRITEO, [tmp_path / "bad.txt"], tmp_path / "out", workers=2, progress=False)
     assert [p.name for p in tmp_path.iterdir()] == ["bad.txt"]
 
@@ -165,6 +173,7 @@ SCRIPT = """
 
     if __name__ == "__main__":
         etl.fit = slowly
+        etl.CHUNK_BYTES = (int(sys.argv[3]), etl.CHUNK_BYTES[1])
         prepare(CRITEO, [sys.argv[1]], sys.argv[2], seed=3, workers=2)
 """
 
@@ -174,7 +183,7 @@ def job(log, tmp_path):
     """A running `prepare` with two workers, in the middle of its work."""
     script = tmp_path / "job.py"
     script.write_text(textwrap.dedent(SCRIPT))
-    command = [sys.executable, str(script), str(log), str(tmp_path / "out")]
+    command = [sys.executable, str(script), str(log), str(tmp_path / "out"), str(CHUNK_BYTES)]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     wait_for(lambda: list(tmp_path.glob(".out.partial-*/counts/C1.parquet")))
     yield process

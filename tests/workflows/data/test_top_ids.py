@@ -271,6 +271,7 @@ def test_missing_to_unknown_on_a_gpu_keeps_all_else():
 def test_the_top_k_data_trains(criteo, tmp_path, capsys):
     out = tmp_path / "run"
     options = ["--batch-size", "128", "--base-batch-size", "128", "--epochs", "1"]
+    options += ["--model", "lr"]
     assert main(["train", str(criteo[2].path), "--out", str(out), *options]) == 0
     assert main(["evaluate", str(out)]) == 0
     assert "test AUC" in capsys.readouterr().out.splitlines()[-1]

@@ -4,6 +4,7 @@ import contextlib
 import json
 import math
 import random
+import shutil
 
 import numpy as np
 import pandas as pd
@@ -222,6 +223,14 @@ def test_an_evaluation_reads_the_test_part_once(model, data, monkeypatch):
 # Repetition
 
 
+@pytest.fixture
+def unsaved(run, monkeypatch):
+    """For what is measured while it trains: another run's model is saved, which takes no time."""
+    monkeypatch.setattr(
+        training, "save_model", lambda _, folder: shutil.copytree(run.path / "model", folder)
+    )
+
+
 def test_the_same_seed_gives_the_same_to_the_last_digit(run, model, data, home):
     again = train(data, CONFIG, home / "again", progress=False)
     assert measured(again) == measured(run)
@@ -229,7 +238,7 @@ def test_the_same_seed_gives_the_same_to_the_last_digit(run, model, data, home):
         np.testing.assert_array_equal(one, other)
 
 
-def test_determinism_is_of_one_run(data, tmp_path, monkeypatch):
+def test_determinism_is_of_one_run(data, tmp_path, monkeypatch, unsaved):
     """Neither the process nor the next run keeps it, nor the seeds."""
     from tensorflow.python.framework.config import is_op_determinism_enabled
 
@@ -274,12 +283,12 @@ def test_a_process_that_is_deterministic_stays_so():
         config.disable_op_determinism()
 
 
-def test_another_seed_differs(run, data, home):
+def test_another_seed_differs(run, data, home, unsaved):
     other = train(data, changed(seed=8, epochs=1), home / "seed", progress=False)
     assert all(a != b for a, b in zip(measured(other)[0], measured(run)[0], strict=True))
 
 
-def test_lazy_differs_from_exact(run, data, home):
+def test_lazy_differs_from_exact(run, data, home, unsaved):
     lazy = train(data, changed(update="lazy", epochs=1), home / "lazy", progress=False)
     assert lazy.config["update"] == "lazy"
     first, exact = measured(lazy)[0], measured(run)[0]
