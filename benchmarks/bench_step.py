@@ -27,8 +27,8 @@ VARIANTS = {
     "lazy none": "ours, lazy, no clip",
     "lazy cowclip": "ours, lazy, CowClip",
     "exact cowclip": "ours, exact, CowClip",
-    "dense way": "our network, clip and Adam over whole tables",
-    "published": "the published way: 26 tables, as a whole",
+    "dense way": "whole tables, our network (dense way)",
+    "published": "whole tables, 26 of them (published)",
 }
 # Whose forward and backward pass a variant has, where not its own.
 PASSES = {"lazy none": "lazy cowclip", "dense way": "exact cowclip"}
