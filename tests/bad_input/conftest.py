@@ -60,7 +60,7 @@ def toy_run(toy_data) -> Path:
 def nobody():
     """A folder of everybody's, and a user who may not do everything, as root may."""
     folder = Path(tempfile.mkdtemp(prefix="cowclip-"))
-    folder.chmod(0o755)
+    folder.chmod(0o777)
     was = os.geteuid()
 
     def become() -> None:
