@@ -333,7 +333,7 @@ def test_what_differs_has_another_identity():
         ({"name": "cosine", "to": 0.1}, lambda t: 0.1 + 0.9 * (1 + math.cos(math.pi * t / 10)) / 2),
         (STEPS, lambda t: 1 if t < 5 else 0.1 if t < 8 else 0.01),
     ],
-    ids=str,
+    ids=lambda value: "" if callable(value) else str(value),
 )
 def test_schedules(schedule, factors):
     rate, steps = 3e-3, 7
