@@ -73,11 +73,12 @@ def test_an_interrupt_of_the_demos_tidying_waits_for_it(tmp_path, once_interrupt
 
 def test_an_interrupted_synthetic_log_leaves_nothing(tmp_path, monkeypatch):
     """Between the truth and the log, and again as they are removed."""
+    link, unlink, calls = os.link, Path.unlink, []
 
-    def rename(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    unlink, calls = Path.unlink, []
+    def truth_only(part: Path, file: Path) -> None:
+        if file.name == "log":
+            raise KeyboardInterrupt
+        link(part, file)
 
     def interrupted(path: Path, *arguments: Any, **options: Any) -> None:
         calls.append(path)
@@ -85,22 +86,28 @@ def test_an_interrupted_synthetic_log_leaves_nothing(tmp_path, monkeypatch):
             raise KeyboardInterrupt
         unlink(path, *arguments, **options)
 
-    monkeypatch.setattr(synthetic.os, "rename", rename)
+    monkeypatch.setattr(synthetic.os, "link", truth_only)
     monkeypatch.setattr(Path, "unlink", interrupted)
     with pytest.raises(KeyboardInterrupt):
         write_synthetic("criteo", tmp_path / "log", rows=100, cardinality=10)
     assert names(tmp_path) == set()
 
 
-def test_a_synthetic_log_interrupted_once_it_is_whole(tmp_path, monkeypatch):
-    """It keeps its truth."""
-    stock = os.rename
+@pytest.mark.parametrize("place", ["link", "rename"])
+def test_a_synthetic_log_interrupted_once_it_is_whole(tmp_path, monkeypatch, place):
+    """It keeps its truth, also on a disk without links."""
+    stock = getattr(os, place)
 
-    def rename(*paths: Path) -> None:
-        stock(*paths)
-        raise KeyboardInterrupt
+    def refused(*_: Path) -> None:
+        raise OSError("no links here")
 
-    monkeypatch.setattr(synthetic.os, "rename", rename)
+    def interrupted(part: Path, file: Path) -> None:
+        stock(part, file)
+        if file.name == "log":
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(synthetic.os, "link", refused)
+    monkeypatch.setattr(synthetic.os, place, interrupted)
     with pytest.raises(KeyboardInterrupt):
         write_synthetic("criteo", tmp_path / "log", rows=100, cardinality=10)
     assert names(tmp_path) == {"log", "log.truth.json"}

@@ -359,7 +359,7 @@ def test_counts_that_cannot_be_read(log, tmp_path, harm):
 
 
 @pytest.mark.parametrize(
-    "step", ["plot", "_ranked", "_save_workflow", "_rewrite", "package_versions"]
+    "step", ["plot", "_ranked", "_save_workflow", "_rewrite_part", "write_record"]
 )
 def test_an_interruption_leaves_nothing(data, tmp_path, monkeypatch, step):
     def interrupt(*_):

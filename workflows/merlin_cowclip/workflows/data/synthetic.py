@@ -214,8 +214,8 @@ def write_synthetic(
             _put_in_place(part, file)
     finally:
         whole = _is_in_place(partial, path)
-        for part, file in parts:
-            remove(part, *([file] if not whole and _is_in_place(part, file) else []))
+        ours = [file for part, file in parts if not whole and _is_in_place(part, file)]
+        remove(*ours, *(part for part, _ in parts))  # in one: an interrupt waits for all of it
     return truth
 
 
