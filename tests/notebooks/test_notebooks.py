@@ -9,6 +9,7 @@ import pandas as pd
 import pytest
 from nbclient import NotebookClient
 
+pytestmark = pytest.mark.slow
 NOTEBOOKS = sorted((Path(__file__).parents[2] / "workflows" / "notebooks").glob("*.ipynb"))
 
 
