@@ -92,7 +92,7 @@ def check_step(built: Built, mode: str, eager: bool) -> None:
     assert clipped  # a test without a clip would not be one
 
 
-def check_saving(built: Built, folder: Path, *, traces: bool = True) -> None:
+def check_saving(built: Built, folder: Path) -> None:
     """Saved and loaded, a model that was trained predicts the same, and steps on the same.
 
     Unless Merlin cannot, which has to show with Keras's Adam as well.
@@ -100,13 +100,12 @@ def check_saving(built: Built, folder: Path, *, traces: bool = True) -> None:
     Args:
       built: the model, trained.
       folder: to save to.
-      traces: whether it is saved with the traces of all its layers, as by a user.
     """
     model, family = built.model, built.family
     if family.stock_bug:
         _check_stock_bug(built, folder)
         return
-    with quick_saves(traces=traces):
+    with quick_saves(traces=True):
         save_model(model, folder)
     loaded = load_model(folder, metrics=[], run_eagerly=True)
     model.compile(optimizer=model.optimizer, loss=model.loss, metrics=[], run_eagerly=True)

@@ -68,8 +68,6 @@ class Family:
       contrastive: whether the output looks up the target, and `sampled`, in the item table.
       sampled: the ids that it does so for.
       stock_bug: why Merlin itself, with Keras's Adam, loads another model than it saved.
-      traced: whether the suite saves it with the traces of its layers, which takes most of a
-        save's time: one family for each kind of layer that records ids, and of column.
     """
 
     name: str
@@ -80,7 +78,6 @@ class Family:
     contrastive: bool = False
     sampled: tuple[int, ...] = ()
     stock_bug: str = ""
-    traced: bool = False
 
     def batch(self, seed: int = 0) -> tuple[dict[str, Any], Any]:
         """Features as Merlin's loader yields them, and targets; few ids, so that they repeat."""
@@ -190,7 +187,7 @@ def next_item(tied: bool) -> Callable[[Any], Any]:
 
 
 FAMILIES = (
-    Family("`DLRMModel`", stock_dlrm, CTR, traced=True),
+    Family("`DLRMModel`", stock_dlrm, CTR),
     Family("`DCNModel`, `depth=1`", lambda s: mm.DCNModel(s, depth=1, deep_block=mlp(16)), CTR),
     Family(
         "`DCNModel`, deeper",
@@ -204,9 +201,9 @@ FAMILIES = (
     ),
     Family("`NCFModel`", lambda s: NCFModel(s, 8, mlp(8)), RATED),
     Family("a table that fields share", stock_dlrm, SHARED, "one per domain"),
-    Family("`InputBlockV2`, ragged lists", of_inputs_v2, RAGGED, traced=True),
-    Family("`InputBlockV2`, padded lists", of_inputs_v2, PADDED, traced=True),
-    Family("`InputBlock`, ragged lists", of_inputs_v1, RAGGED, traced=True),
+    Family("`InputBlockV2`, ragged lists", of_inputs_v2, RAGGED),
+    Family("`InputBlockV2`, padded lists", of_inputs_v2, PADDED),
+    Family("`InputBlock`, ragged lists", of_inputs_v1, RAGGED),
     Family("`MMOEBlock`", multi_task(lambda o: mm.MMOEBlock(o, mlp(8), num_experts=2)), TASKS),
     Family("`CGCBlock`", multi_task(lambda o: mm.CGCBlock(o, mlp(8))), TASKS),
     Family("`PLEBlock`", multi_task(lambda o: mm.PLEBlock(2, o, mlp(8))), TASKS),
@@ -232,7 +229,6 @@ FAMILIES = (
         next_item=71,
         contrastive=True,
         sampled=tuple(range(70)),
-        traced=True,
     ),
     Family(
         "`CategoricalOutput`, tied",
@@ -240,7 +236,6 @@ FAMILIES = (
         SESSION,
         "one per field; the items' is the output's as well",
         next_item=71,
-        traced=True,
     ),
     Family(
         "`CategoricalOutput`, untied",

@@ -21,8 +21,7 @@ def test_steps_and_saving(family, tmp_path):
     built = Built(family)
     for mode, eager in MODES:
         check_step(built, mode, eager)
-    # As a user saves, where the layers that record ids differ; `python -m` does it with all.
-    check_saving(built, tmp_path / "model", traces=family.traced)
+    check_saving(built, tmp_path / "model")
 
 
 def test_the_documentation_has_this_table():
