@@ -49,3 +49,12 @@ def interpreter() -> Iterator[WarmInterpreter]:
     interpreter = WarmInterpreter()
     yield interpreter
     interpreter.close()
+
+
+@pytest.fixture(scope="module")
+def quick_saves() -> Iterator[None]:
+    """For a module whose models are saved as by a user, but without Merlin's look at its save."""
+    from tests import saves
+
+    with saves.quick_saves(traces=True):
+        yield

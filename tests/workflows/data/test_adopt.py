@@ -38,9 +38,12 @@ OPTIONS = ["--batch-size", "256", "--base-batch-size", "256", "--dense-lr", "3e-
 OPTIONS += ["--embedding-lr", "1e-2", "--clip-floor", "1e-3", "--mlp", "16"]
 
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:Initializing an NVTabular Dataset in CPU mode", "ignore:Performing a hash-based"
-)
+pytestmark = [
+    pytest.mark.filterwarnings(
+        "ignore:Initializing an NVTabular Dataset in CPU mode", "ignore:Performing a hash-based"
+    ),
+    pytest.mark.usefixtures("quick_saves"),
+]
 
 
 @pytest.fixture(scope="module")

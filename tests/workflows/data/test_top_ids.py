@@ -268,6 +268,7 @@ def test_missing_to_unknown_on_a_gpu_keeps_all_else():
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("quick_saves")
 def test_the_top_k_data_trains(criteo, tmp_path, capsys):
     out = tmp_path / "run"
     options = ["--batch-size", "128", "--base-batch-size", "128", "--epochs", "1"]

@@ -27,7 +27,7 @@ from merlin_cowclip.workflows.training.evaluation import EVALUATION_BATCH, evalu
 from merlin_cowclip.workflows.training.loader import Loader
 from merlin_cowclip.workflows.training.runs import Run
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_saves")]
 
 PAIRED = ("C2", "C5", "C8", "C14", "C25")
 # Fewer fields than Criteo's: a model takes as long to save as it has inputs.

@@ -26,6 +26,7 @@ from merlin_cowclip.workflows.training.rows import Reader
 from merlin_cowclip.workflows.training.runs import Run
 from merlin_cowclip.workflows.training.train import train
 
+pytestmark = pytest.mark.usefixtures("quick_saves")
 ROWS, TRAIN, TEST = 5_000, 4_000, 1_000
 TOML = """
 name = "shop"
