@@ -40,7 +40,7 @@ demo: $(STAMP)  ## the whole way on synthetic logs: prepare, train with a small 
 test: $(STAMP) lint  ## lint, types, all tests, and the built wheel outside the tree; ENV=ngc: in the containers' versions
 	@$(BIN)/python $(PYTEST)
 
-test-fast: $(STAMP)  ## the tests without the slow ones, which take half of the time
+test-fast: $(STAMP)  ## the tests without the slow ones
 	@$(BIN)/python $(PYTEST) -m "not slow"
 
 test-gpu:  ## every check that needs a GPU, in the environment you are in (an NGC container)

@@ -1,5 +1,6 @@
 """The two sets of versions that the tests run in, and the ranges that users are given."""
 
+import os
 import re
 import shutil
 import subprocess
@@ -23,6 +24,11 @@ def pinned(name: str) -> dict[str, str]:
     lines = (ROOT / name).read_text(encoding="utf-8").splitlines()
     pins = [line.split("==") for line in lines if not line.startswith("#")]
     return {canonicalize_name(package): version for package, version in pins}
+
+
+def without_make() -> dict[str, str]:
+    """The environment without what a make that runs these tests was told: its ENV is not theirs."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
 
 
 def requirements() -> list[Requirement]:
@@ -66,7 +72,9 @@ def test_make_has_an_environment_for_each(tmp_path, given, place, constraints, p
     for name in ("Makefile", "pyproject.toml", *SETS):
         shutil.copy(ROOT / name, tmp_path)
     call = ["make", "--dry-run", "test", *given, f"PYTHON=/a/{python}"]
-    done = subprocess.run(call, cwd=tmp_path, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        call, cwd=tmp_path, env=without_make(), capture_output=True, text=True, check=True
+    )
     assert f"/a/{python} -m venv {place}\n" in done.stdout
     assert f"{place}/bin/pip install --quiet --constraint {constraints} " in done.stdout
     assert f"{place}/bin/python -m pytest" in done.stdout
@@ -76,7 +84,11 @@ def test_make_has_an_environment_for_each(tmp_path, given, place, constraints, p
 @pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
 def test_make_refuses_another_environment():
     done = subprocess.run(
-        ["make", "--dry-run", "test", "ENV=conda"], cwd=ROOT, capture_output=True, text=True
+        ["make", "--dry-run", "test", "ENV=conda"],
+        cwd=ROOT,
+        env=without_make(),
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 2
     assert "ENV must be ngc or left out. Received: ENV=conda" in done.stderr

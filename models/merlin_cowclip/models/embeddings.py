@@ -23,6 +23,7 @@ from merlin_cowclip.models.schemas import schema_from_text, schema_text
 from merlin_cowclip.models.vocabulary import PADDING_ID, UNKNOWN_ID
 from merlin_cowclip.plugins import Lookup, TableSpec
 from merlin_cowclip.plugins._stack import tf
+from merlin_cowclip.plugins.checks import whole_number
 from merlin_cowclip.plugins.counting import samples_of
 
 COMBINERS = ("mean", "sum", "sqrtn")
@@ -104,8 +105,7 @@ class FusedEmbeddings(RowsByRawId, SchemaMixin, tf.keras.layers.Layer):
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        if isinstance(dim, bool) or not isinstance(dim, int) or dim <= 0:
-            raise ValueError(f"dim must be a positive whole number. Received: dim={dim!r}")
+        whole_number("dim", dim)
         columns = list(schema.select_by_tag(Tags.CATEGORICAL).excluding_by_tag(Tags.TARGET))
         if not columns:
             raise ValueError(

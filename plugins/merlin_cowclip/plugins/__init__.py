@@ -87,9 +87,4 @@ __all__ = [
     "scaling_table",
 ]
 
-
-__getattr__ = on_first_use(__name__, _HOME)
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__getattr__, __dir__ = on_first_use(__name__, _HOME)

@@ -7,8 +7,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 
-def on_first_use(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
-    """A module's ``__getattr__`` (PEP 562).
+def on_first_use(
+    package: str, homes: Mapping[str, str]
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """A module's ``__getattr__`` and ``__dir__`` (PEP 562).
 
     Args:
         package: the module's ``__name__``.
@@ -20,4 +22,4 @@ def on_first_use(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         return getattr(importlib.import_module(f"{package}.{homes[name]}"), name)
 
-    return load
+    return load, lambda: sorted(homes)

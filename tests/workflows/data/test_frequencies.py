@@ -23,17 +23,7 @@ from merlin_cowclip.workflows.data.prepared import PreparedData
 from merlin_cowclip.workflows.data.top_ids import keep_top_ids
 from merlin_cowclip.workflows.errors import UserError
 
-from .counted import SIZES, SPEC, everything, made, make_log, raw_ids
-
-
-@pytest.fixture(scope="module")
-def log():
-    return make_log()
-
-
-@pytest.fixture(scope="module")
-def data(log, tmp_path_factory):
-    return made(log, tmp_path_factory.mktemp("toy"))
+from .counted import SIZES, SPEC, everything, made, raw_ids
 
 
 @pytest.fixture(scope="module")

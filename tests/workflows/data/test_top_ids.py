@@ -16,21 +16,11 @@ from merlin_cowclip.workflows.data.synthetic import write_synthetic
 from merlin_cowclip.workflows.data.top_ids import keep_top_ids
 from merlin_cowclip.workflows.quiet import quiet_imports
 
-from .counted import SPEC, made, make_log, raw_ids, read
+from .counted import SPEC, made, raw_ids, read
 
 with quiet_imports():
     import nvtabular as nvt
     from merlin.schema import Tags
-
-
-@pytest.fixture(scope="module")
-def log():
-    return make_log()
-
-
-@pytest.fixture(scope="module")
-def data(log, tmp_path_factory):
-    return made(log, tmp_path_factory.mktemp("toy"))
 
 
 @pytest.fixture(scope="module")

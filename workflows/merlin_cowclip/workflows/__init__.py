@@ -78,8 +78,4 @@ __all__ = [
     "write_synthetic",
 ]
 
-__getattr__ = on_first_use(__name__, _HOME)
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__getattr__, __dir__ = on_first_use(__name__, _HOME)

@@ -12,8 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from merlin_cowclip.workflows.data.datasets import DatasetSpec
-from merlin_cowclip.workflows.data.inputs import as_list, matches
-from merlin_cowclip.workflows.data.natural_order import natural_order
+from merlin_cowclip.workflows.data.inputs import as_list, matches, natural_order
 from merlin_cowclip.workflows.data.prepared import file_state
 from merlin_cowclip.workflows.errors import UserError, quoted
 

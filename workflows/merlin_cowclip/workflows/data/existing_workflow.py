@@ -24,8 +24,8 @@ from merlin_cowclip.workflows.data.existing_parquet import (
     check_present,
     check_types,
     is_list,
-    natural_order,
 )
+from merlin_cowclip.workflows.data.inputs import natural_order
 from merlin_cowclip.workflows.errors import UserError, quoted
 from merlin_cowclip.workflows.quiet import quiet_imports
 

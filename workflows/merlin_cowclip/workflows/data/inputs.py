@@ -6,11 +6,11 @@ What is in a log is `raw_logs.py`'s; which parquet is a pipeline's, `existing_pa
 from __future__ import annotations
 
 import glob
+import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from merlin_cowclip.workflows.data.natural_order import natural_order
 from merlin_cowclip.workflows.errors import UserError, shown
 
 # A csv file's first bytes, where it is none: what it is, and what to do.
@@ -27,6 +27,12 @@ _MAGIC = {
 def as_list(given: str | Path | Sequence[str | Path]) -> Sequence[str | Path]:
     """One argument, or several, as several."""
     return [given] if isinstance(given, (str, Path)) else given
+
+
+def natural_order(path: Path) -> tuple[Any, ...]:
+    """A key that sorts day_9/part_2 before day_9/part_10, and that before day_10."""
+    pieces = [re.split(r"(\d+)", part) for part in path.parts]
+    return ([[int(p) if p.isdecimal() else p for p in part] for part in pieces], str(path))
 
 
 def matches(given: str | Path) -> list[Path] | None:

@@ -191,7 +191,8 @@ def write_synthetic(
     world = _World(_LOGS[dataset], seed, cardinality)
     labels, probabilities = [], []
     partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
-    parts = [(partial, path)]
+    truth_part = partial.with_name(f"{partial.name}-truth")
+    parts, placing = ((truth_part, truth_path), (partial, path)), False
     try:
         with _writer(partial, gzipped=path.name.endswith(".gz")) as sink:
             if world.log.spec.header:  # by hand, for Arrow quotes the names
@@ -208,14 +209,14 @@ def write_synthetic(
         truth = _truth(
             dataset, seed, cardinality, np.concatenate(labels), np.concatenate(probabilities)
         )
-        parts.append((partial.with_name(f"{partial.name}-truth"), truth_path))
-        write_json(parts[1][0], dataclasses.asdict(truth))
-        for part, file in reversed(parts):
+        write_json(truth_part, dataclasses.asdict(truth))
+        placing = True
+        for part, file in parts:
             _put_in_place(part, file)
     finally:
-        whole = _is_in_place(partial, path)
-        ours = [file for part, file in parts if not whole and _is_in_place(part, file)]
-        remove(*ours, *(part for part, _ in parts))  # in one: an interrupt waits for all of it
+        placed = [file for part, file in parts if placing and _is_in_place(part, file)]
+        halves = placed if len(placed) < len(parts) else []
+        remove(*halves, truth_part, partial)  # in one: an interrupt waits for all of it
     return truth
 
 
@@ -233,7 +234,7 @@ def _put_in_place(part: Path, file: Path) -> None:
 
 
 def _is_in_place(part: Path, file: Path) -> bool:
-    """Whether what has the name is ours."""
+    """Whether what has the name of a part that was whole is ours."""
     return file.exists() and (not part.exists() or file.samefile(part))
 
 
