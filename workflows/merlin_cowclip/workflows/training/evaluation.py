@@ -1,15 +1,15 @@
-"""Exact AUC and log loss of a model on prepared data.
+"""Exact AUC, log loss and calibration of a model's predictions, in one pass and little memory.
 
 Keras's `AUC()` sums over 200 thresholds, and can be off in the second digit; here all predictions
-are collected and ranked.
+are held, 4 bytes each, and ranked where they lie.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
-from sklearn.metrics import log_loss, roc_auc_score
 
 from merlin_cowclip.plugins._stack import mm, tf
 from merlin_cowclip.workflows.errors import UserError
@@ -18,42 +18,115 @@ from merlin_cowclip.workflows.training.loader import Loader
 EVALUATION_BATCH = 8192
 """Rows predicted at a time: a matter of speed and memory only."""
 
+_CHUNK = 1 << 16  # predictions that are looked at together, and copied
+
 
 class Quality(NamedTuple):
-    """How well probabilities rank and fit labels."""
+    """How well probabilities rank and fit labels.
+
+    Attributes:
+      auc: area under the ROC curve, ties counted half: of all pairs of a clicked row and another,
+        the share in which the clicked one has the higher probability.
+      log_loss: mean, in nats, of probabilities limited to [1e-7, 1 - 1e-7].
+      calibration: mean probability over click rate: 1 is right, above it clicks are overestimated.
+    """
 
     auc: float
     log_loss: float
+    calibration: float
 
 
 def exact_quality(labels: np.ndarray, probabilities: np.ndarray) -> Quality:
-    """AUC (area under the ROC curve, ties counted half) and mean log loss in nats.
+    """The quality of n probabilities, which are ranked in their own precision.
 
     Args:
       labels: n, 0 or 1, both of them present.
-      probabilities: n; limited to [1e-7, 1 - 1e-7] for the log loss.
+      probabilities: n.
 
     Raises:
       UserError: only one of the labels is present, or a probability is none.
     """
-    labels = np.asarray(labels, np.int64).ravel()
-    if labels.min() == labels.max():
-        raise UserError(
-            f"the test part must have labels of 0 and of 1. Received: only {labels[0]}, in "
-            f"{len(labels):,} rows. Prepare it with a larger test part, or split at random"
-        )
-    probabilities = np.asarray(probabilities, np.float64).ravel()
-    wrong = int(np.count_nonzero(~np.isfinite(probabilities)))
-    if wrong:
-        raise UserError(
-            f"predictions must be numbers. Received: NaN for {wrong:,} of {len(labels):,} rows. "
-            "The model diverged: lower the learning rates, or check the data for inf and NaN"
-        )
-    limited = np.clip(probabilities, 1e-7, 1 - 1e-7)
-    return Quality(
-        float(roc_auc_score(labels, probabilities)),
-        float(log_loss(labels, limited, labels=[0, 1])),
-    )
+    labels, probabilities = np.ravel(labels), np.ravel(probabilities)
+    ranks = QualityOf(len(labels), probabilities.dtype)
+    ranks.add(labels, probabilities)
+    return ranks.quality()
+
+
+class QualityOf:
+    """The quality of predictions that come batch by batch.
+
+    One array holds them all: those of clicked rows from its front on, the others' from its end.
+
+    Args:
+      rows: how many to expect; if there are more, the array grows, by an eighth at a time.
+      dtype: of the predictions; the model's are float32.
+    """
+
+    def __init__(self, rows: int = 0, dtype: Any = np.float32) -> None:
+        self._held = np.empty(rows, dtype)
+        self._clicked = self._others = self._wrong = 0
+        self._loss = self._sum = 0.0
+
+    def add(self, labels: np.ndarray, probabilities: np.ndarray) -> None:
+        """Take a batch: n labels, 0 or 1, and n probabilities."""
+        for start in range(0, len(labels), _CHUNK):
+            self._add(labels[start : start + _CHUNK] == 1, probabilities[start : start + _CHUNK])
+
+    def _add(self, clicked: np.ndarray, probabilities: np.ndarray) -> None:
+        ones, zeros = probabilities[clicked], probabilities[~clicked]
+        if self._clicked + self._others + len(clicked) > len(self._held):
+            self._grow()
+        end = len(self._held) - self._others
+        self._held[self._clicked : self._clicked + len(ones)] = ones
+        self._held[end - len(zeros) : end] = zeros
+        self._clicked += len(ones)
+        self._others += len(zeros)
+        self._wrong += int(np.count_nonzero(~np.isfinite(probabilities)))
+        limited = np.clip(np.asarray(probabilities, np.float64), 1e-7, 1 - 1e-7)
+        self._loss -= float(np.log(np.where(clicked, limited, 1 - limited)).sum())
+        self._sum += float(np.asarray(probabilities, np.float64).sum())
+
+    def _grow(self) -> None:
+        before = len(self._held)
+        more = before // 8 + _CHUNK
+        self._held.resize(before + more, refcheck=False)  # of a large one the system moves pages
+        for stop in range(before, before - self._others, -_CHUNK):
+            start = max(stop - _CHUNK, before - self._others)
+            self._held[start + more : stop + more] = self._held[start:stop]
+
+    def quality(self) -> Quality:
+        """Of all that was added; call it once, at the end.
+
+        Raises:
+          UserError: only one of the labels is present, or a probability is none.
+        """
+        rows = self._clicked + self._others
+        if not (self._clicked and self._others):
+            raise UserError(
+                "what is evaluated must have labels of 0 and of 1. Received: only "
+                f"{int(self._clicked > 0)}, in {rows:,} rows. Take more rows: prepare the data "
+                "with a larger test part, or split at random"
+            )
+        if self._wrong:
+            raise UserError(
+                f"predictions must be numbers. Received: NaN for {self._wrong:,} of {rows:,} rows. "
+                "The model diverged: lower the learning rates, or check the data for inf and NaN"
+            )
+        ones, zeros = self._held[: self._clicked], self._held[len(self._held) - self._others :]
+        auc = wins_twice(ones, zeros) / (2 * len(ones) * len(zeros))
+        return Quality(auc, self._loss / rows, self._sum / len(ones))
+
+
+def wins_twice(ones: np.ndarray, zeros: np.ndarray) -> int:
+    """2 for each pair of which the one is greater, 1 for each tie; sorts both where they lie."""
+    ones.sort()
+    zeros.sort()
+    wins = 0  # Python's: 10⁸ rows have 10¹⁵ pairs
+    for start in range(0, len(ones), _CHUNK):
+        chunk = ones[start : start + _CHUNK]
+        for side in ("left", "right"):
+            wins += int(np.searchsorted(zeros, chunk, side).sum(dtype=np.int64))
+    return wins
 
 
 class Predictor:
@@ -69,16 +142,39 @@ class Predictor:
 
     def __call__(self, loader: Loader) -> tuple[np.ndarray, np.ndarray]:
         """Labels and probabilities of every row of an unshuffled loader, n each, in its order."""
+        batches = list(self.batches(loader))
+        labels, probabilities = zip(*batches, strict=True)
+        return np.concatenate(labels), np.concatenate(probabilities)
+
+    def quality(self, loader: Loader) -> Quality:
+        """Of every row of a loader; it holds 4 bytes of each, and the batches in hand.
+
+        Raises:
+          UserError: only one of the labels is present, or a probability is none.
+        """
+        ranks = QualityOf(loader.rows)
+        for labels, probabilities in self.batches(loader):
+            ranks.add(labels, probabilities)
+        return ranks.quality()
+
+    def batches(self, loader: Loader) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Labels and probabilities, batch by batch, b float32 each."""
         spec, _ = loader.element_spec
+        for features, labels in loader.dataset():
+            yield labels.numpy().ravel(), self.probabilities(features, spec)
+
+    def probabilities(self, features: dict[str, Any], spec: dict[str, tf.TypeSpec]) -> np.ndarray:
+        """Of one batch, b float32.
+
+        Args:
+          features: the model's inputs by name.
+          spec: their types, for batches of any size.
+        """
         if self._step is None or spec != self._spec:
             # One graph for batches of any size: the last one is smaller.
             self._step = tf.function(self._model.predict_step, input_signature=[spec])
             self._spec = spec
-        labels, probabilities = [], []
-        for features, clicked in loader.dataset():
-            labels.append(clicked.numpy().ravel())
-            probabilities.append(self._step(features).numpy().ravel())
-        return np.concatenate(labels), np.concatenate(probabilities)
+        return np.asarray(self._step(features), np.float32).ravel()
 
 
 def predict(model: mm.Model, loader: Loader) -> tuple[np.ndarray, np.ndarray]:
@@ -87,5 +183,5 @@ def predict(model: mm.Model, loader: Loader) -> tuple[np.ndarray, np.ndarray]:
 
 
 def evaluate(model: mm.Model, loader: Loader) -> Quality:
-    """Exact AUC and log loss of a model on an unshuffled loader."""
-    return exact_quality(*predict(model, loader))
+    """Exact AUC, log loss and calibration of a model on a loader."""
+    return Predictor(model).quality(loader)

@@ -1,0 +1,109 @@
+"""Exact quality of streamed predictions, against every pair by hand and scikit-learn."""
+
+import tracemalloc
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from sklearn.metrics import log_loss, roc_auc_score
+
+from merlin_cowclip.workflows.errors import UserError
+from merlin_cowclip.workflows.training.evaluation import Quality, QualityOf, exact_quality
+
+ROWS = 50_000
+
+
+def streamed(labels, probabilities, batch=777, rows=None, dtype=np.float32) -> Quality:
+    ranks = QualityOf(len(labels) if rows is None else rows, dtype)
+    for start in range(0, len(labels), batch):
+        ranks.add(labels[start : start + batch], probabilities[start : start + batch])
+    return ranks.quality()
+
+
+def drawn(rows: int, seed: int = 0, digits: int = 12) -> tuple[np.ndarray, np.ndarray]:
+    random = np.random.default_rng(seed)
+    probabilities = random.beta(1, 4, rows).round(digits).astype(np.float32)
+    return (random.random(rows) < probabilities).astype(np.float32), probabilities
+
+
+FEW = st.sampled_from([0.0, 1e-30, 0.1, np.float32(0.1), 0.25, 0.5, 1 - 2**-24, 1.0])
+
+
+@given(st.lists(st.tuples(st.booleans(), FEW), min_size=2, max_size=12), st.integers(1, 5))
+def test_every_pair_of_a_tiny_set(rows, batch):
+    labels = np.array([clicked for clicked, _ in rows], np.float32)
+    probabilities = np.array([p for _, p in rows], np.float32)
+    ones, zeros = probabilities[labels == 1], probabilities[labels == 0]
+    if not (len(ones) and len(zeros)):
+        with pytest.raises(UserError, match=f"Received: only {int(labels[0])}, in {len(rows)} row"):
+            streamed(labels, probabilities, batch)
+        return
+    wins = sum(1 if p > q else 0.5 if p == q else 0 for p in ones for q in zeros)
+    found = streamed(labels, probabilities, batch)
+    assert found.auc == wins / (len(ones) * len(zeros))  # to the last bit
+    assert found.calibration == pytest.approx(probabilities.sum(dtype=float) / len(ones), rel=1e-12)
+
+
+@pytest.mark.parametrize("digits", [1, 3, 12])
+@pytest.mark.parametrize("batch", [1_000, ROWS])
+def test_scikit_learn_says_the_same(digits, batch):
+    """With ties by the thousand, by the dozen, and few."""
+    labels, probabilities = drawn(ROWS, digits=digits)
+    found = streamed(labels, probabilities, batch)
+    assert found.auc == pytest.approx(roc_auc_score(labels, probabilities), abs=1e-12)
+    limited = np.clip(probabilities.astype(np.float64), 1e-7, 1 - 1e-7)
+    assert found.log_loss == pytest.approx(log_loss(labels, limited), rel=1e-12)
+    rate = labels.mean(dtype=np.float64)
+    assert found.calibration == pytest.approx(probabilities.mean(dtype=np.float64) / rate, rel=1e-9)
+    whole = exact_quality(labels, probabilities)
+    assert whole.auc == found.auc
+    assert tuple(whole) == pytest.approx(tuple(found), rel=1e-12)
+
+
+def test_ties_are_those_of_the_precision():
+    labels, probabilities = np.array([1, 0]), np.array([0.1 + 1e-12, 0.1])
+    assert exact_quality(labels, probabilities).auc == 1.0
+    assert streamed(labels, probabilities).auc == 0.5
+
+
+def test_more_pairs_than_32_bits_count():
+    labels = np.repeat([1, 0], 100_000)
+    assert exact_quality(labels, labels.astype(np.float32)).auc == 1.0
+    assert exact_quality(labels, np.full(200_000, np.float32(0.5))).auc == 0.5
+    assert exact_quality(labels, 1 - labels.astype(np.float32)).auc == 0.0
+
+
+def test_room_for_more_rows_changes_nothing():
+    """A loader that leaves the last rows out has fewer than its part."""
+    labels, probabilities = drawn(1_000)
+    assert streamed(labels, probabilities, rows=1_234) == streamed(labels, probabilities)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 70_000])
+def test_more_rows_than_expected_change_nothing(rows):
+    labels, probabilities = drawn(400_000)
+    assert streamed(labels, probabilities, rows=rows) == streamed(labels, probabilities)
+
+
+def test_predictions_that_are_none_are_counted_over_all_batches():
+    labels, probabilities = drawn(1_000)
+    probabilities[[3, 4, 990]] = [np.nan, np.inf, np.nan]
+    with pytest.raises(UserError, match="Received: NaN for 3 of 1,000 rows. The model diverged"):
+        streamed(labels, probabilities, 100)
+
+
+@pytest.mark.parametrize("expected", [4_000_000, 0])
+def test_it_takes_the_memory_of_its_predictions(expected):
+    rows, batch = 4_000_000, 8_192
+    tracemalloc.start()
+    try:
+        ranks = QualityOf(expected)
+        for start in range(0, rows, batch):
+            ranks.add(*drawn(min(batch, rows - start), seed=start))
+        ranks.quality()
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    room = rows if expected else rows * 9 / 8
+    assert 4 * rows < peak < 4 * room + (3 << 20)
