@@ -10,21 +10,23 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from merlin_cowclip.workflows.data.counts import write_counts
+from merlin_cowclip.workflows.data.encoded_rows import (
+    ahead,
+    batches,
+    check_numbers,
+    checked_ids,
+    checked_labels,
+)
 from merlin_cowclip.workflows.data.existing_parquet import (
     PARTS,
     ParquetFile,
-    bad_parquet,
     check_given_once,
     check_label,
     open_files,
@@ -44,7 +46,6 @@ from merlin_cowclip.workflows.manifest import checksum
 from merlin_cowclip.workflows.progress import progress_bar
 
 BATCH_ROWS = 1 << 17  # held at a time, twice: one batch is checked while the next is read
-FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
 def adopt(
@@ -97,22 +98,6 @@ def adopt(
 # The rows ------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Place:
-    """Where a batch of rows lies."""
-
-    path: Path
-    group: int
-    first: int  # rows of the file before it
-
-    def refuse(self, rule: str, value: Any, row: int, name: str, remedy: str) -> NoReturn:
-        """Raise UserError for a value in the batch's row ``row``."""
-        raise UserError(
-            f"{rule}. Received: {value} in {self.path}, row group {self.group}, row "
-            f"{self.first + row + 1} of the file, column {name!r}. {remedy}"
-        )
-
-
 class _Scan:
     """One pass over all rows: checks them, and counts the ids of the training part."""
 
@@ -133,13 +118,15 @@ class _Scan:
         with progress_bar("checking", total, show=self.progress) as bar:
             for part, files in parts.items():
                 rows = positives = 0
-                for place, batch in _ahead(self._batches(files)):
+                columns = [self.spec.label, *self.spec.fields]
+                for place, batch in ahead(batches(files, columns, BATCH_ROWS)):
                     rows += batch.num_rows
-                    positives += self._positives(batch.column(self.spec.label), place)
+                    labels = checked_labels(batch, self.spec.label, place)
+                    positives += int(np.count_nonzero(labels))
                     for name in self.spec.continuous:
-                        _check_numbers(batch.column(name), name, place)
+                        check_numbers(batch, name, place)
                     for name in self.spec.ids:
-                        ids = self._checked_ids(batch.column(name), name, place)
+                        ids = checked_ids(batch, name, self.cardinalities[name], place)
                         if part == "train":
                             _add_counts(self.counts[name], ids)
                     bar.update(batch.num_rows)
@@ -150,90 +137,6 @@ class _Scan:
                         f"{files[0].path}{others(files)}. Give more rows, or name another column"
                     )
                 self.rows[part], self.positives[part] = rows, positives
-
-    def _batches(self, files: list[ParquetFile]) -> Iterator[tuple[_Place, pa.RecordBatch]]:
-        columns = [self.spec.label, *self.spec.fields]
-        for file in files:
-            group = row = 0
-            try:
-                with pq.ParquetFile(file.path) as parquet:
-                    for group in range(parquet.num_row_groups):
-                        for batch in parquet.iter_batches(BATCH_ROWS, [group], columns):
-                            if batch.num_rows:
-                                yield _Place(file.path, group, row), batch
-                            row += batch.num_rows
-            except (pa.ArrowException, OSError) as error:
-                bad_parquet(file.path, error, f", row group {group}")
-
-    def _positives(self, column: pa.Array, place: _Place) -> int:
-        """How many labels of a batch are 1; the others are 0."""
-        # NaN where null. A whole number beyond 2^53 is rounded, and none becomes 0 or 1 by that.
-        values = column.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False)
-        good = (values == 0) | (values == 1)
-        if not good.all():
-            row = int(np.argmin(good))
-            value = column[row].as_py()
-            remedy = "Remove the row, or correct its label"
-            name = self.spec.label
-            place.refuse("label must be 0 or 1", _shown(value), row, name, remedy)
-        return int(np.count_nonzero(values))
-
-    def _checked_ids(self, column: pa.Array, name: str, place: _Place) -> np.ndarray:
-        """The ids of a batch, of a list column one after the other."""
-        _check_nulls(column, name, place)
-        offsets = None
-        if name in self.spec.lists:
-            offsets = column.offsets.to_numpy() - column.offsets[0].as_py()
-            column = column.flatten()
-            if column.null_count:
-                at = int(np.argmax(column.is_null().to_numpy(zero_copy_only=False)))
-                row = int(np.searchsorted(offsets, at, side="right")) - 1
-                place.refuse(_NO_NULLS, "null in a list", row, name, _FILL)
-        ids = column.to_numpy(zero_copy_only=False)
-        if not len(ids):
-            return ids
-        limit = self.cardinalities[name]
-        if ids.min() < 0 or ids.max() >= limit:
-            at = int(np.argmax((ids < 0) | (ids >= limit)))
-            row = at if offsets is None else int(np.searchsorted(offsets, at, side="right")) - 1
-            place.refuse(
-                f"an id must be from 0 to its field's cardinality - 1, here {limit - 1}",
-                ids[at],
-                row,
-                name,
-                "Give the parquet that this workflow wrote, or the workflow that wrote it",
-            )
-        return ids
-
-
-def _ahead(items: Iterator[Any]) -> Iterator[Any]:
-    """The same; the next one is made while one is used."""
-    with ThreadPoolExecutor(1, "merlin-cowclip-adopt") as reader:
-        coming = reader.submit(next, items, None)
-        while (item := coming.result()) is not None:
-            coming = reader.submit(next, items, None)
-            yield item
-
-
-_NO_NULLS = "parquet must hold no nulls"
-_FILL = "Fill it in the workflow: Categorify does for ids, FillMissing for numbers"
-
-
-def _check_nulls(column: pa.Array, name: str, place: _Place) -> None:
-    if column.null_count:
-        row = int(np.argmax(column.is_null().to_numpy(zero_copy_only=False)))
-        place.refuse(_NO_NULLS, "null", row, name, _FILL)
-
-
-def _check_numbers(column: pa.Array, name: str, place: _Place) -> None:
-    _check_nulls(column, name, place)
-    values = column.to_numpy(zero_copy_only=False)
-    # NaN makes both comparisons false.
-    if not (values.min() >= -FLOAT32_MAX and values.max() <= FLOAT32_MAX):
-        row = int(np.argmin(np.abs(values) <= FLOAT32_MAX))
-        rule = "a number must be finite, as a float32 too: another turns every weight into NaN"
-        remedy = "Fill or clip it in the workflow (FillMissing, Clip)"
-        place.refuse(rule, values[row], row, name, remedy)
 
 
 def _add_counts(counts: np.ndarray, ids: np.ndarray) -> None:
@@ -320,7 +223,3 @@ def _counted_otherwise(pipeline: Pipeline, scan: _Scan) -> list[str]:
         ):
             other += names
     return other
-
-
-def _shown(value: Any) -> str:
-    return "null" if value is None else repr(value)
