@@ -393,7 +393,10 @@ def test_the_schema_of_an_older_folder_is_read_by_top_k_and_train(old, tmp_path,
 
 
 def test_an_older_folder_that_is_whole_is_taken(old, tmp_path):
+    """But for its workflow, which no manifest confirms."""
     assert command(["frequencies", old]).code == 0
+    words = ["manifest lacks workflow/workflow.pkl", AGAIN, "workflow(trust=True)"]
+    refused(["frequencies", old, "--top-k", 2, "--out", tmp_path / "top"], words, folder=tmp_path)
 
 
 # Whatever the command
@@ -415,7 +418,7 @@ def test_every_command_looks_first(data, tmp_path, monkeypatch, argv, damage):
     hurt, words = DAMAGES[damage]
     hurt(data)
     run = Run(tmp_path, {"config": {}})
-    monkeypatch.setattr(Run, "open", lambda path: run)
+    monkeypatch.setattr(Run, "open", lambda path, **_: run)
     places = {"DATA": data, "OUT": tmp_path / "out", "RUN": tmp_path}
     refused([places.get(word, word) for word in argv], words, folder=tmp_path)
 

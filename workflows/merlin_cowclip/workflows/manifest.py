@@ -3,7 +3,8 @@
 Of every file its size and a SHA-256: of all of it up to `SMALL` bytes, so that ``sha256sum`` prints
 the same; of a larger one of its first and last `SMALL` / 2, where parquet keeps its footer. So a
 check reads a mebibyte of a file at most, however large the folder is, and finds one that was cut,
-swapped or written again; a byte that changed in the middle of a large file it does not.
+swapped or written again; a byte that changed in the middle of a large file it does not. A pickle,
+which runs when it is loaded, has the SHA-256 of all of it however large it is (``whole``).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import pyarrow.parquet as pq
 from merlin_cowclip.workflows.errors import UserError
 
 SMALL = 1 << 20  # bytes
+PICKLE = ".pkl"
 
 
 def manifest_of(folder: Path, without: Container[str] = ()) -> dict[str, Any]:
@@ -29,7 +31,8 @@ def manifest_of(folder: Path, without: Container[str] = ()) -> dict[str, Any]:
         without: files and folders directly in it that are no part of it.
 
     Returns:
-        Path in the folder, with slashes → ``bytes``, ``sha256`` and, of parquet, ``rows``.
+        Path in the folder, with slashes → ``bytes``, ``sha256`` and, of parquet, ``rows``, of a
+        large pickle ``whole``.
     """
     manifest = {}
     for path in sorted(folder.rglob("*")):
@@ -49,6 +52,8 @@ def entry_of(path: Path) -> dict[str, Any]:
     entry: dict[str, Any] = {"bytes": path.stat().st_size, "sha256": checksum(path)}
     if path.suffix == ".parquet":
         entry["rows"] = pq.read_metadata(path).num_rows
+    if path.suffix == PICKLE and entry["bytes"] > SMALL:
+        entry["whole"] = whole_checksum(path)
     return entry
 
 
@@ -92,12 +97,33 @@ def check_manifest(
                 refuse(path, f"of {size:,} bytes, which had {entry['bytes']:,}")
             if checksum(path) != entry["sha256"]:
                 refuse(path, "whose content has changed")
+            if path.suffix == PICKLE and size > SMALL:
+                if "whole" not in entry:
+                    refuse(path, f"a pickle of {size:,} bytes, of which it knows the ends alone")
+                if whole_checksum(path) != entry["whole"]:
+                    refuse(path, "whose content has changed")
         except FileNotFoundError:
             refuse(path, "which is gone")
         except OSError as error:
             refuse(path, f"which cannot be read ({error.strerror})")
         except ValueError as error:  # a name with a zero byte, which no file has
             refuse(folder, f"with {name!r} in its manifest, which cannot be read ({error})")
+
+
+def check_nothing_else(
+    inner: Path, folder: Path, manifest: Mapping[str, Any], what: str, remedy: str
+) -> None:
+    """Refuse a file below ``inner``, which lies in ``folder``, that the manifest does not name.
+
+    Raises:
+        UserError: names the first one.
+    """
+    for path in sorted(inner.rglob("*")):
+        if not path.is_dir() and path.relative_to(folder).as_posix() not in manifest:
+            raise UserError(
+                f"{what} must have no other files in {inner.name}. Received: {path}, which its "
+                f"manifest does not name. Take it out. {remedy}"
+            )
 
 
 def is_manifest(value: Any) -> bool:
@@ -107,6 +133,7 @@ def is_manifest(value: Any) -> bool:
         and isinstance(entry.get("bytes"), int)
         and isinstance(entry.get("sha256"), str)
         and isinstance(entry.get("rows", 0), int)
+        and isinstance(entry.get("whole", ""), str)
         for entry in value.values()
     )
 
@@ -121,3 +148,12 @@ def checksum(path: Path) -> str:
         file.seek(-(SMALL // 2), os.SEEK_END)
         ends.update(file.read())
         return ends.hexdigest()
+
+
+def whole_checksum(path: Path) -> str:
+    """SHA-256 of all of a file."""
+    whole = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(SMALL):
+            whole.update(block)
+    return whole.hexdigest()

@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from merlin_cowclip.plugins.checks import is_whole
+from merlin_cowclip.workflows.data.confirmed_workflow import load_confirmed
 from merlin_cowclip.workflows.data.datasets import DatasetSpec
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.manifest import (
@@ -227,24 +228,19 @@ class PreparedData:
             )
         return pd.read_parquet(self.path / "counts" / f"{field}.parquet")
 
-    def workflow(self) -> Any:
+    def workflow(self, *, trust: bool = False) -> Any:
         """The fitted ``nvtabular.Workflow``: raw rows in, the rows of ``train/`` and ``test/`` out.
 
         Loading runs code from the folder (NVTabular uses cloudpickle): open only your own.
 
+        Args:
+            trust: load it also where the manifest does not confirm every file of it.
+
         Raises:
-            UserError: it does not load here.
+            UserError: the manifest does not, at this moment; or it does not load here.
         """
-        with quiet_imports():
-            import nvtabular as nvt
-        folder = self.path / "workflow"
-        try:
-            return nvt.Workflow.load(str(folder))
-        except Exception as error:  # it runs whatever was pickled
-            raise UserError(
-                f"the workflow of prepared data must load in this environment. Received: {folder}: "
-                f"{type(error).__name__}: {error}. Install what it needs, or prepare the data again"
-            ) from error
+        manifest = self.record.get("manifest", {})
+        return load_confirmed(self.path, manifest, "prepared data", f"{_AGAIN}.", trust=trust)
 
 
 _AGAIN = "Prepare the data again"

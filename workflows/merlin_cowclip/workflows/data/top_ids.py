@@ -132,10 +132,11 @@ def _save_workflow(data: PreparedData, kept: Mapping[str, _Kept], folder: Path) 
         from merlin.dag import Graph
 
         from merlin_cowclip.workflows.data.operators import EncodeIds
+    columns = data.schema.column_names
+    workflow = data.workflow()
     make_room_for_ids(folder)
     for field, ids in kept.items():
         write_ids(folder, field, ids.statistics)
-    workflow = data.workflow()
     for node in Graph.get_nodes_by_op_type([workflow.output_node], EncodeIds):
         node.op = EncodeIds(
             folder / "workflow",
@@ -146,7 +147,7 @@ def _save_workflow(data: PreparedData, kept: Mapping[str, _Kept], folder: Path) 
         node.op.fit_finalize(vocabularies(folder, kept))
         node.op.fitted = True
     workflow.fit_schema(workflow.input_schema)
-    save_workflow(workflow, folder, data.schema.column_names)
+    save_workflow(workflow, folder, columns)
 
 
 def _rewrite_part(
