@@ -1,4 +1,4 @@
-"""Output folders: all or nothing, their records, and what they were written with."""
+"""Outputs, folders and files: all or nothing, their records, and what they were written with."""
 
 from __future__ import annotations
 
@@ -19,8 +19,12 @@ from typing import Any, NoReturn
 from merlin_cowclip.workflows.errors import UserError, shown
 
 
-def refuse_existing(out: Path) -> None:
-    """Refuse an output folder that is there, or cannot be made, before any work.
+def refuse_existing(out: Path, what: str = "folder") -> None:
+    """Refuse an output that is there, or cannot be made, before any work.
+
+    Args:
+        out: the place.
+        what: a "folder", or "file".
 
     Raises:
         UserError: it exists, if only as a dangling link; its name is none that a disk and JSON
@@ -30,21 +34,21 @@ def refuse_existing(out: Path) -> None:
         str(out).encode()
     except UnicodeEncodeError:
         raise UserError(
-            f"output folder must have a name that is text. Received: {str(out)!a}. Name another"
+            f"output {what} must have a name that is text. Received: {str(out)!a}. Name another"
         ) from None
     try:
         os.lstat(out)
     except FileNotFoundError:
         home = _home(out)
         if not os.path.isdir(home):
-            _refuse_place(out, f"{home} is no folder")
+            _refuse_place(out, f"{home} is no folder", what)
         if not os.access(home, os.W_OK | os.X_OK):
-            _refuse_place(out, os.strerror(errno.EACCES))
+            _refuse_place(out, os.strerror(errno.EACCES), what)
     except OSError as error:
-        _refuse_place(out, error.strerror)
+        _refuse_place(out, error.strerror, what)
     else:
         raise UserError(
-            f"output folder must not exist. Received: {shown(out)}. Name another, or remove it "
+            f"output {what} must not exist. Received: {shown(out)}. Name another, or remove it "
             "first"
         )
 
@@ -54,9 +58,9 @@ def _home(out: Path) -> Path:
     return next(parent for parent in out.absolute().parents if os.path.lexists(parent))
 
 
-def _refuse_place(out: Path, found: str | None) -> NoReturn:
+def _refuse_place(out: Path, found: str | None, what: str = "folder") -> NoReturn:
     raise UserError(
-        f"output folder must be in a folder that can be written. Received: {shown(out)}: {found}. "
+        f"output {what} must be in a folder that can be written. Received: {shown(out)}: {found}. "
         "Name another"
     ) from None
 
@@ -68,6 +72,7 @@ class _Output:
     out: Path
     unfinished: Path | None  # the folder while it is not whole; afterwards there is none there
     number: tuple[int, int] | None
+    file: tuple[int, int] | None = None  # of a file that is the output, and lies in the folder
 
     @classmethod
     def begun(cls, out: Path, folder: Path) -> _Output:
@@ -81,11 +86,17 @@ class _Output:
         if self.unfinished is not None and _number(self.unfinished) == self.number:
             remove(self.unfinished)
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether what was written has its name."""
+        number = self.file or self.number
+        return number is not None and _number(self.out) == number
+
     def ended(self) -> None:
         """Nothing unfinished is there any more."""
         self.unfinished = None
-        if _number(self.out) != self.number:  # which may be another folder's from now on
-            self.number = None
+        if not self.is_whole:  # which may be another folder's number from now on
+            self.number = self.file = None
 
 
 _outputs: list[_Output] = []  # of the command that runs
@@ -103,7 +114,7 @@ def finished_output() -> Path | None:
     """
     for output in _outputs:
         output.remove()
-    finished = (o.out for o in reversed(_outputs) if o.number and _number(o.out) == o.number)
+    finished = (o.out for o in reversed(_outputs) if o.is_whole)
     return next(finished, None)
 
 
@@ -147,11 +158,12 @@ def _to_the_end(work: Callable[[], None]) -> None:
 
 
 @contextlib.contextmanager
-def all_or_nothing(out: Path) -> Iterator[Path]:
+def all_or_nothing(out: Path, what: str = "folder") -> Iterator[Path]:
     """A hidden folder beside ``out``, renamed to it at the end, or removed on any failure.
 
     Where ``out`` cannot be made at the end, another command having been faster, the folder is whole
-    all the same: it gets a name beside, which the error tells.
+    all the same: it gets a name beside, which the error tells. For a "file" it is a place in that
+    folder, where the file is to be written.
 
     Raises:
         UserError: it cannot be made, ``out`` has appeared meanwhile, the disk is full, or too many
@@ -166,10 +178,15 @@ def all_or_nothing(out: Path) -> Iterator[Path]:
         try:
             folder.mkdir()
         except OSError as error:
-            _refuse_place(out, error.strerror)
+            _refuse_place(out, error.strerror, what)
         output = _Output.begun(out, folder)
-        yield folder
-        _put_in_place(output, folder, folder.with_name(f"{out.name[:50]}-{token}"))
+        whole, beside = folder, f"{out.name[:50]}-{token}"
+        if what == "file":
+            whole, beside = folder / out.name, f"{out.stem[:50]}-{token}{out.suffix[:50]}"
+        yield whole
+        if what == "file":
+            output.file = _number(whole)
+        _put_in_place(output, whole, folder.with_name(beside), what)
     except OSError as error:
         if error.errno == errno.EMFILE:
             most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
@@ -181,7 +198,7 @@ def all_or_nothing(out: Path) -> Iterator[Path]:
             raise
         raise UserError(
             f"output needs disk space. Received: none left for {out} ({os.strerror(error.errno)}). "
-            "Free some, or name a folder on another disk"
+            f"Free some, or name a {what} on another disk"
         ) from None
     finally:
         remove(folder)
@@ -189,25 +206,38 @@ def all_or_nothing(out: Path) -> Iterator[Path]:
             output.ended()
 
 
-def _put_in_place(output: _Output, folder: Path, beside: Path) -> None:
-    """Rename a whole folder to its output or, where that cannot be, to a name beside it.
+def _put_in_place(output: _Output, whole: Path, beside: Path, what: str) -> None:
+    """Rename what is whole to its output or, where that cannot be, to a name beside it.
 
     Raises:
         UserError: it lies beside.
     """
     out = output.out
     try:
-        refuse_existing(out)
+        refuse_existing(out, what)
         with _parents(out):
             try:
-                os.rename(folder, out)
+                _rename(whole, out, what)
             except OSError as error:
-                refuse_existing(out)  # another command was faster
-                _refuse_place(out, error.strerror)
+                refuse_existing(out, what)  # another command was faster
+                _refuse_place(out, error.strerror, what)
     except UserError as refusal:
         output.out = beside
-        os.rename(folder, beside)
+        os.rename(whole, beside)
         raise UserError(f"{refusal}. What was to be there is whole, and lies in {beside}") from None
+
+
+def _rename(whole: Path, out: Path, what: str) -> None:
+    """Rename to what must not be there; of files the system itself would take its place."""
+    if what == "file":
+        try:
+            os.link(whole, out)
+            return
+        except FileExistsError:
+            raise
+        except OSError:
+            pass  # a disk without links
+    os.rename(whole, out)
 
 
 @contextlib.contextmanager
