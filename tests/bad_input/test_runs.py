@@ -198,7 +198,7 @@ def test_data_that_moved_needs_naming_only(run, toy_data, tmp_path):
 
 
 def test_named_data_that_is_none(run, tmp_path):
-    words = ["prepared data must be a folder", "nowhere"]
+    words = ["input file must exist", "nowhere"]
     refused(["evaluate", run, tmp_path / "nowhere"], words, folder=tmp_path)
     refused(["evaluate", run, run], ["prepared data must hold prepare.json"], folder=tmp_path)
 

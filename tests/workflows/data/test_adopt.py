@@ -272,7 +272,8 @@ def test_evaluate_prints_the_same(run, data, capsys):
     assert command("evaluate", run.path) == 0
     (line,) = capsys.readouterr().out.splitlines()
     auc, loss = run.result["auc"], run.result["log_loss"]
-    assert line == f"test AUC {auc:.6f}, log loss {loss:.6f} on 1,200 rows of {data.path}"
+    assert line.startswith(f"test AUC {auc:.6f}, log loss {loss:.6f}, calibration ")
+    assert line.endswith(f" on 1,200 rows of {data.path}")
 
 
 def test_evaluate_on_other_parquet_of_the_same_workflow(run, home, tmp_path, capsys):

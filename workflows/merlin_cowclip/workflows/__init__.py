@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from merlin_cowclip.workflows.training.evaluation import evaluate, predict
     from merlin_cowclip.workflows.training.follow_epochs import FollowEpochs
     from merlin_cowclip.workflows.training.loader import Loader
+    from merlin_cowclip.workflows.training.prediction import evaluate_logs, predict_logs
     from merlin_cowclip.workflows.training.runs import Run
     from merlin_cowclip.workflows.training.train import train
 
@@ -45,10 +46,12 @@ _HOME = {
     "UserError": "errors",
     "adopt": "data.adopt",
     "evaluate": "training.evaluation",
+    "evaluate_logs": "training.prediction",
     "find_spec": "data.datasets",
     "frequencies": "data.frequencies",
     "keep_top_ids": "data.top_ids",
     "predict": "training.evaluation",
+    "predict_logs": "training.prediction",
     "prepare": "data.etl",
     "register": "data.datasets",
     "train": "training.train",
@@ -68,10 +71,12 @@ __all__ = [
     "UserError",
     "adopt",
     "evaluate",
+    "evaluate_logs",
     "find_spec",
     "frequencies",
     "keep_top_ids",
     "predict",
+    "predict_logs",
     "prepare",
     "register",
     "train",

@@ -1,4 +1,4 @@
-"""The commands that train networks and say how good they are: train, evaluate."""
+"""The command that trains networks: train."""
 
 from __future__ import annotations
 
@@ -20,12 +20,7 @@ if TYPE_CHECKING:
 
 
 def add(commands: Commands) -> None:
-    """The two, with their arguments."""
-    _add_train(commands)
-    _add_evaluate(commands)
-
-
-def _add_train(commands: Commands) -> None:
+    """The command, with its arguments."""
     train = commands.add_parser(
         "train",
         help="train a network on a prepared folder",
@@ -113,15 +108,6 @@ def _add_recipe(train: argparse.ArgumentParser) -> None:
             help=f"how that η falls: {', '.join(SCHEDULES)} (it stays), as in cosine:to=0.1, "
             "exponential:rate=0.5,epochs=1 or steps:5=0.1,8=0.01",
         )
-
-
-def _add_evaluate(commands: Commands) -> None:
-    evaluate = commands.add_parser("evaluate", help="exact AUC and log loss of a finished run")
-    evaluate.add_argument("run_folder", metavar="RUN", type=Path, help="a run folder")
-    evaluate.add_argument(
-        "data", nargs="?", type=Path, help="a prepared folder (default: the run's own)"
-    )
-    evaluate.set_defaults(run=_evaluate)
 
 
 def units(text: str) -> tuple[int, ...]:
@@ -271,25 +257,3 @@ def _schedule(option: str, text: str) -> dict[str, Any]:
         return {"name": name, **{key: float(value) for key, value in pairs.items()}}
     except ValueError:
         raise UserError(f"{option} must have numbers as its values. Received: {text!r}") from None
-
-
-def _evaluate(arguments: argparse.Namespace) -> None:
-    from merlin_cowclip.workflows.data.prepared import PreparedData
-    from merlin_cowclip.workflows.training.runs import Run
-
-    run = Run.open(arguments.run_folder)
-    data = PreparedData.open(arguments.data) if arguments.data else run.data()
-    if not data.test_files:
-        raise UserError(
-            f"the data must have a test part. Received: {data.path}, adopted without one. Name a "
-            f"prepared folder that has one: 'merlin-cowclip evaluate {run.path} DATA'"
-        )
-    run.check_vocabulary(data)
-    from merlin_cowclip.workflows.training.evaluation import EVALUATION_BATCH, evaluate
-    from merlin_cowclip.workflows.training.loader import Loader
-
-    quality = evaluate(run.model(), Loader(data, "test", batch_size=EVALUATION_BATCH))
-    print(
-        f"test AUC {quality.auc:.6f}, log loss {quality.log_loss:.6f} on "
-        f"{data.rows['test']:,} rows of {data.path}"
-    )

@@ -55,6 +55,22 @@ class CsvLog(RawLog):
         """The file, for what is no batch."""
         return CsvText(self.path, self.spec.separator, self.spec.quotes)
 
+    @property
+    def columns(self) -> tuple[str, ...] | None:
+        """The file's columns, if its spec names them; without its label, if it has none."""
+        if self.spec.columns is None or self.labelled:
+            return self.spec.columns
+        return tuple(name for name in self.spec.columns if name != self.spec.label)
+
+    def has_label(self) -> bool:
+        """Whether its header has it or, without one, its first row is not just one cell short."""
+        self.text.check_head()
+        first = next(self.text.rows(), None)
+        cells = [] if first is None else first.cells
+        if self.spec.columns is None:
+            return self.spec.label in cells
+        return len(cells) != len(self.spec.columns) - 1
+
     def check(self) -> tuple[str, ...]:
         """The column names, once it is known that they and the separator fit the spec."""
         spec = self.spec
@@ -63,7 +79,7 @@ class CsvLog(RawLog):
         if first is None:
             raise UserError(f"input file must not be empty. Received: {self.path}, without a row")
         line, cells = first.line, first.cells
-        expected = spec.columns if spec.columns is not None else self.wanted
+        expected = self.columns if self.columns is not None else self.wanted
         if len(cells) == 1 and len(expected) > 1:
             place, remedy = f"line {line}", "Name the separator that the file uses"
             if first.last > line:
@@ -73,10 +89,10 @@ class CsvLog(RawLog):
                 f"{spec.separator!r}. Received: one column in {self.path}, {place}. "
                 f"{remedy} in the data set's description"
             )
-        if spec.columns is not None:
-            if len(cells) != len(spec.columns):
-                self._wrong_width(first, len(spec.columns))
-            return spec.columns
+        if self.columns is not None:
+            if len(cells) != len(self.columns):
+                self._wrong_width(first, len(self.columns))
+            return self.columns
         self.check_names(cells)
         return tuple(cells)
 
@@ -97,9 +113,10 @@ class CsvLog(RawLog):
         spec, replaced = self.spec, Counter() if replaced is None else replaced
         types: dict[str, pa.DataType] = dict.fromkeys(self.wanted, pa.string())
         types |= dict.fromkeys(spec.categorical, ID_TYPE)
-        types |= dict.fromkeys((spec.label, *spec.continuous), pa.float64())
+        types |= dict.fromkeys(spec.continuous, pa.float64())
+        types |= {spec.label: pa.float64()} if self.labelled else {}
         # Only the file's first part has the header.
-        names = spec.columns if chunk.start == 0 else self._names()
+        names = self.columns if chunk.start == 0 else self._names()
         scan = QuoteScan(spec.separator)
         with self._stream(chunk) as raw:
             try:
@@ -160,7 +177,7 @@ class CsvLog(RawLog):
 
     def _names(self) -> tuple[str, ...]:
         """The file's column names, from its header if the spec does not give them."""
-        return self.spec.columns or tuple(next(self.text.rows()).cells)
+        return self.columns or tuple(next(self.text.rows()).cells)
 
     def _find_fault(self, reason: str) -> NoReturn:
         """Read the file again and raise the error of its first bad row."""
@@ -168,7 +185,7 @@ class CsvLog(RawLog):
             # First, for a damaged stream decodes to nonsense before it ends.
             self.text.check_stream()
         spec, rows = self.spec, self.text.rows()
-        names = spec.columns or tuple(next(rows).cells)
+        names = self.columns or tuple(next(rows).cells)
         place = {name: names.index(name) for name in self.wanted}
         for row in rows:
             cells, where = row.cells, f"line {row.line}"
@@ -180,8 +197,7 @@ class CsvLog(RawLog):
                 if any("\udc80" <= c <= "\udcff" for c in cells[place[name]]):
                     raw = cells[place[name]].encode("utf-8", "surrogateescape")
                     self.refuse_text(raw, where, name)
-            label = parse_number(cells[place[spec.label]])
-            if label not in (0.0, 1.0):
+            if self.labelled and parse_number(cells[place[spec.label]]) not in (0.0, 1.0):
                 self.refuse_label(excerpt(cells[place[spec.label]]), where)
             for name in spec.continuous:
                 value = cells[place[name]]

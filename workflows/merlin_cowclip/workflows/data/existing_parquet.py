@@ -140,9 +140,13 @@ def check_present(columns: Iterable[str], files: list[ParquetFile]) -> None:
 
 
 def check_types(spec: DatasetSpec, files: list[ParquetFile]) -> None:
-    """Every column has the same type in all files, and one that fits its role."""
+    """Every column has the same type in all files, and one that fits its role.
+
+    The label may be in none of them.
+    """
+    label = [spec.label] if any(spec.label in file.schema.names for file in files) else []
     for file in files:
-        for name in (spec.label, *spec.fields):
+        for name in (*label, *spec.fields):
             kind, first = file.schema.field(name).type, files[0].schema.field(name).type
             if kind != first:
                 raise UserError(

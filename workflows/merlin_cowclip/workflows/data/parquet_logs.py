@@ -24,6 +24,11 @@ BATCH_ROWS = 65_536
 class ParquetLog(RawLog):
     """A parquet file of the columns that its spec names, whatever their order."""
 
+    def has_label(self) -> bool:
+        """Whether its schema has it."""
+        with self._open() as file:
+            return self.spec.label in file.schema_arrow.names
+
     def check(self) -> tuple[str, ...]:
         """The column names, once it is known that the types fit the columns' roles."""
         spec = self.spec
@@ -131,11 +136,13 @@ class _Fault:
 
     def __call__(self, reason: str) -> NoReturn:
         spec = self.log.spec
-        labels = column_of(self.batch, spec.label)
-        bad = ~np.isin(labels.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False), (0, 1))
-        if bad.any():
-            row = int(bad.argmax())
-            self.log.refuse_label(repr(labels[row].as_py()), self._place(row))
+        if self.log.labelled:
+            labels = column_of(self.batch, spec.label)
+            values = labels.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False)
+            bad = ~np.isin(values, (0, 1))
+            if bad.any():
+                row = int(bad.argmax())
+                self.log.refuse_label(repr(labels[row].as_py()), self._place(row))
         for name in spec.continuous:
             numbers = column_of(self.batch, name).cast(pa.float64(), safe=False)
             finite = pc.fill_null(pc.is_finite(numbers), True).to_numpy(zero_copy_only=False)

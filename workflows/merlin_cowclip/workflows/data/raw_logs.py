@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, NoReturn
+from typing import Any, ClassVar, NamedTuple, NoReturn, Protocol
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -66,19 +66,32 @@ class FileState(NamedTuple):
         return cls(status.st_size, status.st_mtime_ns, status.st_ino)
 
 
+class Seen(Protocol):
+    """A file that was looked at."""
+
+    @property
+    def path(self) -> Path:
+        """Where it lies."""
+
+    @property
+    def state(self) -> FileState:
+        """How it was then."""
+
+
 @dataclass(frozen=True)
 class RawLog(abc.ABC):
     """One log file, read as its spec says.
 
     `check` looks at the header or schema only; `batches` reads the rows. A batch holds the label
-    (int8), every number (float64, missing: null), every id (`ID_TYPE`, missing: null), every
-    list of ids (list of text), and the time of a split by time (`TIME`, as an id).
+    (int8) if it is read, every number (float64, missing: null), every id (`ID_TYPE`, missing:
+    null), every list of ids (list of text), and the time of a split by time (`TIME`, as an id).
     """
 
     text_is_checked: ClassVar[bool] = False  # the reader has seen that text is UTF-8
 
     spec: DatasetSpec
     path: Path
+    labelled: bool = True  # whether the label is read; without it no column need be called so
     state: FileState = field(init=False)  # when it was first looked at
 
     def __post_init__(self) -> None:
@@ -87,8 +100,17 @@ class RawLog(abc.ABC):
     @property
     def wanted(self) -> tuple[str, ...]:
         """The columns we read."""
-        time = self.spec.split.column
-        return tuple(dict.fromkeys((self.spec.label, *self.spec.fields, *([time] if time else []))))
+        label = [self.spec.label] if self.labelled else []
+        time = [self.spec.split.column] if self.spec.split.column else []
+        return tuple(dict.fromkeys((*label, *self.spec.fields, *time)))
+
+    @abc.abstractmethod
+    def has_label(self) -> bool:
+        """Whether the file has the label's column.
+
+        Raises:
+            UserError: it cannot be read.
+        """
 
     @abc.abstractmethod
     def check(self) -> tuple[str, ...]:
@@ -156,11 +178,12 @@ class RawLog(abc.ABC):
         """The batch in our own types; calls ``fault``, which raises, on a bad value."""
         spec = self.spec
         columns: dict[str, pa.Array] = {}
-        labels = column_of(batch, spec.label).cast(pa.float64(), safe=False)  # large integers round
-        good = pc.or_(pc.equal(labels, 0.0), pc.equal(labels, 1.0))  # -0.0 is 0; null for null
-        if labels.null_count or not pc.all(good).as_py():
-            fault("label")
-        columns[spec.label] = labels.cast(pa.int8())
+        if self.labelled:
+            labels = column_of(batch, spec.label).cast(pa.float64(), safe=False)  # large ones round
+            good = pc.or_(pc.equal(labels, 0.0), pc.equal(labels, 1.0))  # -0.0 is 0; null for null
+            if labels.null_count or not pc.all(good).as_py():
+                fault("label")
+            columns[spec.label] = labels.cast(pa.int8())
         for name in spec.continuous:
             numbers = column_of(batch, name).cast(pa.float64(), safe=False)
             finite = pc.is_finite(numbers)  # null for a missing one
@@ -251,8 +274,8 @@ def check_logs(logs: Sequence[RawLog]) -> None:
 
 
 @contextlib.contextmanager
-def unchanged(logs: Sequence[RawLog]) -> Iterator[None]:
-    """Refuse logs that change while they are read: no one could tell what of them was.
+def unchanged(logs: Sequence[Seen]) -> Iterator[None]:
+    """Refuse files that change while they are read: no one could tell what of them was.
 
     Raises:
         UserError: one has, also where that made the reading fail, as at half a row.
@@ -265,7 +288,7 @@ def unchanged(logs: Sequence[RawLog]) -> Iterator[None]:
     _check_unchanged(logs)
 
 
-def _check_unchanged(logs: Sequence[RawLog]) -> None:
+def _check_unchanged(logs: Sequence[Seen]) -> None:
     for log in logs:
         try:
             same = FileState.of(log.path) == log.state
@@ -274,7 +297,7 @@ def _check_unchanged(logs: Sequence[RawLog]) -> None:
         if not same:
             raise UserError(
                 f"an input file must stay as it is while it is read. Received: {log.path}, which "
-                "has changed meanwhile. Prepare it again once nothing writes to it, or a copy of it"
+                "has changed meanwhile. Begin again once nothing writes to it, or with a copy of it"
             )
 
 

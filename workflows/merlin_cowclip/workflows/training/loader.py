@@ -21,7 +21,7 @@ from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.training.interpreter_end import AT_WORK, InterpreterEnds
 from merlin_cowclip.workflows.training.order import Order
 from merlin_cowclip.workflows.training.passes import Passes
-from merlin_cowclip.workflows.training.rows import Batch, Reader
+from merlin_cowclip.workflows.training.rows import Batch, Reader, list_keys
 from merlin_cowclip.workflows.training.streaming import Stream, Streams
 
 
@@ -263,7 +263,7 @@ class Loader(tf.data.Dataset):
             "ids": tf.TensorSpec([len(self.data.spec.categorical), None, 1], tf.int64),
             "numbers": tf.TensorSpec([len(self.data.spec.continuous), None, 1], tf.float32),
             "labels": tf.TensorSpec([None, 1], tf.float32),
-            **{key: tf.TensorSpec([None], tf.int64) for key in self._list_keys},
+            **{key: tf.TensorSpec([None], tf.int64) for key in list_keys(self.data.spec)},
         }
 
         def fetch(begun: np.ndarray, i: np.int64) -> list[np.ndarray]:
@@ -319,17 +319,8 @@ class Loader(tf.data.Dataset):
 
     # What a batch holds
 
-    @property
-    def _list_keys(self) -> list[str]:
-        return [
-            f"{name}__{part}" for name in self.data.spec.lists for part in ("values", "offsets")
-        ]
-
     def _named(self, batch: Batch) -> tuple[dict[str, Any], Any]:
-        features = dict(zip(self.data.spec.categorical, batch.ids, strict=True))
-        features |= dict(zip(self.data.spec.continuous, batch.numbers, strict=True))
-        features |= dict(zip(self._list_keys, batch.lists, strict=True))
-        return features, batch.labels
+        return batch.features(self.data.spec), batch.labels
 
 
 def _as_tensorflow_holds_it(numbers: list[int]) -> np.ndarray:

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -26,6 +27,31 @@ class Rows:
 
     def __len__(self) -> int:
         return len(self.labels)
+
+    @classmethod
+    def of(
+        cls, spec: DatasetSpec, columns: Mapping[str, pa.Array], labels: np.ndarray | None
+    ) -> Rows:
+        """Rows whose encoded columns are there; without labels, which are 0 then."""
+        n = len(columns[spec.fields[0]])
+        ids = np.empty((n, len(spec.categorical)), np.int64)
+        numbers = np.empty((n, len(spec.continuous)), np.float32)
+        for matrix, names in ((ids, spec.categorical), (numbers, spec.continuous)):
+            for i, name in enumerate(names):
+                matrix[:, i] = columns[name].to_numpy(zero_copy_only=False)
+        held = np.zeros((n, 1), np.float32)
+        if labels is not None:
+            held[:, 0] = labels
+        return cls(ids, numbers, held, tuple(columns[name] for name in spec.lists))
+
+    def part(self, low: int, high: int) -> Rows:
+        """Rows `low` to `high` of them, not copied."""
+        return Rows(
+            self.ids[low:high],
+            self.numbers[low:high],
+            self.labels[low:high],
+            tuple(column.slice(low, high - low) for column in self.lists),
+        )
 
     def take(self, order: np.ndarray) -> Rows:
         """The rows at `order`, copied."""
@@ -67,6 +93,17 @@ class Batch:
             rows.labels,
             tuple(itertools.chain(*map(_values_and_offsets, rows.lists))),
         )
+
+    def features(self, spec: DatasetSpec) -> dict[str, Any]:
+        """By name, as Merlin's models take them: of a list `name__values` and `name__offsets`."""
+        features = dict(zip(spec.categorical, self.ids, strict=True))
+        features |= dict(zip(spec.continuous, self.numbers, strict=True))
+        return features | dict(zip(list_keys(spec), self.lists, strict=True))
+
+
+def list_keys(spec: DatasetSpec) -> list[str]:
+    """Names of the features that lists become, two each."""
+    return [f"{name}__{part}" for name in spec.lists for part in ("values", "offsets")]
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from merlin_cowclip.workflows.data.confirmed_workflow import check_workflow, load_confirmed
+from merlin_cowclip.workflows.data.datasets import DatasetSpec
 from merlin_cowclip.workflows.data.encoding import MISSING, UNKNOWN
 from merlin_cowclip.workflows.data.prepared import PreparedData
 from merlin_cowclip.workflows.errors import UserError, shown
@@ -34,7 +36,8 @@ _KEYS = {
 }
 _CONFIG_KEYS = {"data": str, "cardinalities": dict, "continuous": list, "model": str}
 
-_NEEDED = (CONFIG, "model/saved_model.pb", f"workflow/{WORKFLOW}")
+_NEEDED = (CONFIG, "model/saved_model.pb")  # beside the workflow
+_AGAIN = "Train again into another folder."
 
 _INPUTS = {
     "label": "label",
@@ -51,10 +54,12 @@ def inputs_of(data: PreparedData) -> dict[str, Any]:
     `label`, `categorical`, `continuous` and `lists` are names, sorted but for the label; `ranges`
     what the numbers were scaled by, name → [least, largest], and None for an adopted pipeline, of
     which `pipelines` knows the workflow. `special_ids` has by field how many ids unknown ones share
-    by hash (`buckets`), and which id a missing one has (`missing`).
+    by hash (`buckets`), and which id a missing one has (`missing`). `spec` is how to read raw rows
+    (`DatasetSpec.to_dict`).
     """
     spec = data.spec
     return {
+        "spec": spec.to_dict(),
         "label": spec.label,
         "categorical": sorted(spec.categorical),
         "lists": sorted(spec.lists),
@@ -91,8 +96,13 @@ class Run:
     result: Mapping[str, Any]
 
     @classmethod
-    def open(cls, path: str | Path) -> Run:
+    def open(cls, path: str | Path, *, trust_workflow: bool = False) -> Run:
         """The folder that `train` wrote.
+
+        Args:
+          path: the folder.
+          trust_workflow: whether its workflow, whose code is run to encode raw rows, may be another
+            than it was.
 
         Raises:
           UserError: not there, the run did not finish, or a file is gone or has changed since.
@@ -116,8 +126,12 @@ class Run:
                 "another folder."
             ) from None
         _check_result(path, result)
-        again = "Train again into another folder."
-        check_manifest(path, result["manifest"], "a run", again, _NEEDED)
+        manifest = result["manifest"]
+        rest = {n: entry for n, entry in manifest.items() if not n.startswith("workflow/")}
+        check_manifest(path, rest, "a run", _AGAIN, _NEEDED)
+        if not trust_workflow:
+            trust = "Run.open(…, trust_workflow=True), --trust-workflow"
+            check_workflow(path, manifest, "a run", _AGAIN, trust)
         return cls(path, result)
 
     @property
@@ -134,6 +148,22 @@ class Run:
         """
         names = [field.name for field in fields(TrainConfig)]
         return TrainConfig.from_dict({n: self.config[n] for n in names if n in self.config})
+
+    def spec(self) -> DatasetSpec:
+        """What its raw rows look like.
+
+        Raises:
+          UserError: it was trained by an earlier version, which did not write that down, and its
+            data is no longer there.
+        """
+        if "spec" in self.config:
+            return DatasetSpec.from_dict(self.config["spec"])
+        return self.data().spec
+
+    @property
+    def is_adopted(self) -> bool:
+        """Whether it was trained on parquet that its workflow had written elsewhere."""
+        return "ranges" in self.config and self.config["ranges"] is None
 
     def data(self) -> PreparedData:
         """The prepared folder that it was trained on.
@@ -229,11 +259,16 @@ class Run:
         with quiet_stack():
             return tf.keras.models.load_model(self.path / "model", compile=False)
 
-    def workflow(self) -> Any:
-        """The fitted `nvtabular.Workflow`. Loading runs code from the folder (cloudpickle)."""
-        with quiet_imports():
-            import nvtabular as nvt
-        return nvt.Workflow.load(str(self.path / "workflow"))
+    def workflow(self, *, trust: bool = False) -> Any:
+        """The fitted `nvtabular.Workflow`. Loading runs code from the folder (cloudpickle).
+
+        Args:
+          trust: load it also where the manifest does not confirm every file of it.
+
+        Raises:
+          UserError: the manifest does not, at this moment; or it does not load here.
+        """
+        return load_confirmed(self.path, self.result["manifest"], "a run", _AGAIN, trust=trust)
 
 
 def _check_result(path: Path, result: Any) -> None:

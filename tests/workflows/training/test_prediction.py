@@ -1,0 +1,432 @@
+"""Raw rows, scored by a run as they are: the same probabilities as on the prepared data."""
+
+from __future__ import annotations
+
+import functools
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pyarrow.parquet as pq
+import pytest
+
+from merlin_cowclip.plugins import Hyperparameters
+from merlin_cowclip.workflows import evaluate_logs, predict_logs
+from merlin_cowclip.workflows.commands.main import main
+from merlin_cowclip.workflows.data.adopt import adopt
+from merlin_cowclip.workflows.data.datasets import AVAZU, CRITEO, DatasetSpec, Split
+from merlin_cowclip.workflows.data.etl import prepare
+from merlin_cowclip.workflows.data.prepared import PreparedData
+from merlin_cowclip.workflows.data.synthetic import write_synthetic
+from merlin_cowclip.workflows.data.top_ids import keep_top_ids
+from merlin_cowclip.workflows.errors import UserError
+from merlin_cowclip.workflows.manifest import SMALL, entry_of
+from merlin_cowclip.workflows.quiet import quiet_imports
+from merlin_cowclip.workflows.training import incoming, prediction
+from merlin_cowclip.workflows.training.configuration import TrainConfig
+from merlin_cowclip.workflows.training.evaluation import Predictor, evaluate, exact_quality, predict
+from merlin_cowclip.workflows.training.loader import Loader
+from merlin_cowclip.workflows.training.runs import Run
+from merlin_cowclip.workflows.training.train import train
+from tests.saves import quick_saves
+
+with quiet_imports():
+    import nvtabular as nvt
+    from merlin.io import Dataset
+    from merlin.schema import Tags
+    from nvtabular import ops
+
+pytestmark = pytest.mark.filterwarnings("ignore:Initializing an NVTabular Dataset in CPU mode")
+ROWS, TRAIN = 1_500, 1_000
+BATCH = 64
+FAST = Hyperparameters(batch_size=64, dense_lr=1e-2, embedding_lr=5e-2, clip_floor=1e-2)
+CONFIG = TrainConfig(batch_size=64, base=FAST, epochs=1, model="fm", embedding_dim=3)
+LAST = Split("sequential", (ROWS - TRAIN) / ROWS)
+SHOP = DatasetSpec(
+    name="shop",
+    label="bought",
+    categorical=("user", "item"),
+    continuous=("price", "age"),
+    lists=("genres", "tags"),
+    list_separator=";",
+    split=LAST,
+    non_finite="missing",
+)
+SPECS = {
+    "plain": SHOP,
+    "rare": replace(SHOP, freq_threshold={"user": 4, "genres": 30}),
+    "hashed": replace(SHOP, freq_threshold=5, hash_buckets={"user": 7, "tags": 3}),
+    "time": replace(SHOP, split=Split("time", LAST.test, "hour")),
+}
+
+
+@dataclass(frozen=True)
+class World:
+    """A run, what it was trained on, and the raw rows of its test part."""
+
+    run: Run
+    data: PreparedData
+    raw: Path
+
+    @property
+    def expected(self) -> tuple[np.ndarray, np.ndarray]:
+        return predict(self.run.model(), Loader(self.data, "test", batch_size=BATCH))
+
+
+def shop_log() -> pd.DataFrame:
+    """Rare ids, ids of the test part alone, missing ones of every kind, numbers out of range."""
+    random = np.random.default_rng(0)
+
+    def some(letter: str, most: int) -> list[str]:
+        return [
+            ";".join(f"{letter}{i}" for i in random.zipf(1.5, random.integers(0, 4)) % most)
+            for _ in range(ROWS)
+        ]
+
+    item = random.integers(0, 15, ROWS)
+    price = random.normal(5, 2, ROWS).round(2).astype(str)
+    price[random.random(ROWS) < 0.1] = ""
+    price[[3, TRAIN + 5]] = "inf"
+    return pd.DataFrame(
+        {
+            "hour": np.arange(ROWS) // 20,  # none is in both parts
+            "bought": (random.random(ROWS) < (item + 1) / 17).astype(int),
+            "user": [f'u"{u}", {u}' for u in random.zipf(1.3, ROWS) % 300],
+            "item": [None if i == 14 else i for i in item],
+            "price": price,
+            "age": random.integers(18, 80, ROWS),
+            "genres": some("g", 9),
+            "tags": some("t", 40),
+        }
+    )
+
+
+def write_shop(frame: pd.DataFrame, path: Path) -> Path:
+    frame.astype({"item": "Int64"}).to_csv(path, index=False)
+    return path
+
+
+def make(name: str, home: Path) -> World:
+    raw = home / "test.csv"
+    if name in ("criteo", "avazu"):
+        spec = replace({"criteo": CRITEO, "avazu": AVAZU}[name], split=LAST)
+        write_synthetic(name, home / "log", rows=ROWS, seed=1, cardinality=60)
+        lines = (home / "log").read_text().splitlines(keepends=True)
+        header = lines[:1] if spec.header else []
+        raw.write_text("".join(header + lines[-(ROWS - TRAIN) :]))
+        data = prepare(spec, [home / "log"], home / "data", progress=False)
+    else:
+        log = shop_log()
+        write_shop(log, home / "log.csv")
+        write_shop(log[TRAIN:], raw)
+        spec = SPECS.get(name, SHOP)
+        data = prepare(spec, [home / "log.csv"], home / "data", progress=False)
+        if name == "top ids":
+            data = keep_top_ids(data, 4, home / "top", progress=False)
+    with quick_saves():
+        return World(train(data, CONFIG, home / "run", progress=False), data, raw)
+
+
+@pytest.fixture(scope="session")
+def worlds(tmp_path_factory) -> Callable[[str], World]:
+    made: dict[str, World] = {}
+
+    def world(name: str) -> World:
+        if name not in made:
+            made[name] = make(name, tmp_path_factory.mktemp(name.replace(" ", "-")))
+        return made[name]
+
+    return world
+
+
+@pytest.fixture(scope="module", autouse=True)
+def loaded_once() -> Iterator[None]:
+    """Models, which take the longest of all to load."""
+    with pytest.MonkeyPatch.context() as patch:
+        model = Run.model
+        load = functools.cache(lambda path: model(Run(path, {})))
+        patch.setattr(Run, "model", lambda run: load(run.path))
+        yield
+
+
+@pytest.fixture
+def shop(worlds) -> World:
+    return worlds("plain")
+
+
+def scores(run: Run, inputs, out: Path, **options) -> pd.DataFrame:
+    rows = predict_logs(run, inputs, out, **{"progress": False, "batch_size": BATCH, **options})
+    table = pq.read_table(out)
+    assert len(table) == rows
+    return table.to_pandas()
+
+
+@pytest.mark.parametrize("name", ["criteo", "avazu", *SPECS, "top ids"])
+def test_raw_rows_score_as_prepared_ones(worlds, name, tmp_path):
+    """To the bit; with the label and without."""
+    world = worlds(name)
+    labels, expected = world.expected
+    assert len(np.unique(expected)) > 20
+    found = scores(world.run, [world.raw], tmp_path / "scores.parquet")
+    assert list(found) == ["label", "probability"]
+    assert found.dtypes.tolist() == [np.int8, np.float32]
+    np.testing.assert_array_equal(found["label"], labels)
+    np.testing.assert_array_equal(found["probability"], expected)
+
+    spec = world.run.spec()
+    bare = tmp_path / "bare.csv"
+    lines = world.raw.read_text()
+    if spec.header:
+        without = pd.read_csv(world.raw, dtype=str).drop(columns=spec.label)
+        without.to_csv(bare, index=False)
+    else:
+        bare.write_text("".join(line[2:] for line in lines.splitlines(keepends=True)))
+    found = scores(world.run, [bare], tmp_path / "bare.parquet")
+    assert list(found) == ["probability"]
+    np.testing.assert_array_equal(found["probability"], expected)
+
+
+def test_missing_ids_are_unknown_where_the_run_has_them_so(worlds):
+    """Else `top ids` would test nothing new."""
+    ids = worlds("top ids").run.config["special_ids"]
+    assert {i["missing"] for i in ids.values()} == {1, 2}
+
+
+@pytest.mark.parametrize("name", ["criteo", "plain"])
+def test_raw_rows_are_evaluated_as_prepared_ones(worlds, name):
+    world = worlds(name)
+    labels, expected = world.expected
+    quality, rows = evaluate_logs(world.run, [world.raw], batch_size=BATCH, progress=False)
+    assert rows == ROWS - TRAIN
+    assert quality == evaluate(world.run.model(), Loader(world.data, "test", batch_size=BATCH))
+    assert quality.auc == exact_quality(labels, expected).auc
+    assert tuple(quality) == pytest.approx(tuple(exact_quality(labels, expected)), rel=1e-12)
+
+
+def test_a_predictors_quality_is_that_of_its_predictions(shop):
+    predictor, test = Predictor(shop.run.model()), Loader(shop.data, "test", batch_size=BATCH)
+    quality = predictor.quality(test)
+    assert tuple(quality) == pytest.approx(tuple(exact_quality(*predictor(test))), rel=1e-12)
+
+
+# What live rows bring
+
+
+def test_small_parts_are_the_same(shop, tmp_path, monkeypatch):
+    """Of a log, of a batch and of what is written."""
+    monkeypatch.setattr(incoming, "CHUNK_BYTES", 1_000)
+    monkeypatch.setattr(prediction, "GROUP_ROWS", 100)
+    found = scores(shop.run, [shop.raw], tmp_path / "a.parquet", batch_size=7)
+    np.testing.assert_allclose(found["probability"], shop.expected[1], rtol=0, atol=1e-6)
+    footer = pq.read_metadata(tmp_path / "a.parquet")
+    assert 4 <= footer.num_row_groups <= 5
+
+
+def test_files_in_order_gzipped_or_parquet(shop, tmp_path):
+    frame = pd.read_csv(shop.raw, dtype=str)
+    for i in range(12):
+        piece = frame[i::12] if i < 11 else frame[11::12]
+        piece.to_csv(tmp_path / f"part_{i}.csv.gz", index=False)
+    order = np.concatenate([np.arange(len(frame))[i::12] for i in range(12)])
+    found = scores(shop.run, [tmp_path / "part_*.csv.gz"], tmp_path / "a.parquet")
+    np.testing.assert_allclose(found["probability"], shop.expected[1][order], rtol=0, atol=1e-6)
+    lists = {name: frame[name].str.split(";") for name in SHOP.lists}
+    numbers = {name: frame[name].astype(float) for name in (*SHOP.continuous, "bought")}
+    typed = frame.assign(**lists, **numbers, item=frame["item"].astype("Int64"))
+    typed.to_parquet(tmp_path / "rows")
+    found = scores(shop.run, [tmp_path / "rows"], tmp_path / "b.parquet")
+    np.testing.assert_array_equal(found["probability"], shop.expected[1])
+
+
+def test_columns_in_any_order_and_more_of_them(shop, tmp_path):
+    frame = pd.read_csv(shop.raw, dtype=str)
+    frame[frame.columns[::-1]].assign(more="x").to_csv(tmp_path / "a.csv", index=False)
+    frame.to_csv(tmp_path / "b.csv", index=False)
+    found = scores(shop.run, [tmp_path / "a.csv", tmp_path / "b.csv"], tmp_path / "a.parquet")
+    expected = np.tile(shop.expected[1], 2)
+    np.testing.assert_allclose(found["probability"], expected, rtol=0, atol=1e-6)
+
+
+def test_ids_that_training_has_not_seen_and_missing_ones(shop, tmp_path):
+    """One unknown id is like another; nothing at all is a row as well."""
+    rows = [
+        "nobody,3,1,20,g1,",
+        "somebody else,3,1,20,g1,",
+        ",,,,,",
+        ",,,,new;newer,",
+        "x,3,,20,g1,",
+    ]
+    (tmp_path / "a.csv").write_text("user,item,price,age,genres,tags\n" + "\n".join(rows) + "\n")
+    found = scores(shop.run, [tmp_path / "a.csv"], tmp_path / "a.parquet")["probability"]
+    assert found[0] == found[1] != found[2]
+    assert found[4] != found[0]
+    assert found.notna().all()
+    (tmp_path / "b.csv").write_text("user,item,price,age,genres,tags\n" + rows[2] + "\n")
+    alone = scores(shop.run, [tmp_path / "b.csv"], tmp_path / "b.parquet")["probability"]
+    assert alone[0] == pytest.approx(found[2], abs=1e-6)
+
+
+# An adopted pipeline
+
+
+@pytest.fixture(scope="module")
+def stock(tmp_path_factory) -> tuple[Run, PreparedData, Path]:
+    """A stock workflow's run; integers, a label that the workflow makes, one more target."""
+    home = tmp_path_factory.mktemp("stock")
+    random = np.random.default_rng(0)
+    user = random.zipf(1.3, ROWS) % 60
+    log = pd.DataFrame(
+        {
+            "dwell": random.random(ROWS) * (user % 5),
+            "rating": random.integers(1, 6, ROWS),
+            "user": user * 1_000_003,
+            "item": [None if i == 9 else f"i{i}" for i in random.integers(0, 10, ROWS)],
+            "genres": [[f"g{g}" for g in random.integers(0, 9, n)] for n in user % 3 + 1],
+            "visits": np.where(random.random(ROWS) < 0.1, np.nan, random.integers(0, 99, ROWS)),
+        }
+    )
+    for name, rows in (("train", log[:TRAIN]), ("test", log[TRAIN:])):
+        (home / f"raw-{name}").mkdir()
+        rows.reset_index(drop=True).to_parquet(home / f"raw-{name}/0.parquet", row_group_size=70)
+    raw = {
+        n: Dataset(str(home / f"raw-{n}/0.parquet"), engine="parquet") for n in ("train", "test")
+    }
+    liked = (
+        ["rating"]
+        >> ops.LambdaOp(liked_or_not, dtype="int8")
+        >> ops.Rename(name="liked")
+        >> ops.AddMetadata(tags=[Tags.TARGET, Tags.BINARY_CLASSIFICATION])
+    )
+    workflow = nvt.Workflow(
+        (["user", "item", "genres"] >> ops.Categorify(out_path=str(home / "fitted")))
+        + (["visits"] >> ops.FillMissing() >> ops.Normalize())
+        + (["dwell"] >> ops.AddMetadata(tags=[Tags.TARGET, Tags.REGRESSION]))
+        + liked
+    )
+    workflow.fit(raw["train"])
+    workflow.save(str(home / "workflow"))
+    for name in raw:
+        workflow.transform(raw[name]).to_parquet(str(home / name))
+    data = adopt(
+        home / "train", home / "workflow", "liked", home / "data", home / "test", progress=False
+    )
+    with quick_saves():
+        return train(data, CONFIG, home / "run", progress=False), data, home
+
+
+def liked_or_not(column, _):
+    return (column > 3).astype("int8")
+
+
+def test_rows_for_an_adopted_pipeline(stock, tmp_path):
+    """Those that its workflow wrote, and those that it reads: without any target, too."""
+    run, data, home = stock
+    labels, expected = predict(run.model(), Loader(data, "test", batch_size=BATCH))
+    assert len(np.unique(expected)) > 20
+    raw = home / "raw-test/0.parquet"
+    (tmp_path / "bare").mkdir()
+    bare = pq.read_table(raw).drop(["rating", "dwell"])
+    pq.write_table(bare, tmp_path / "bare/raw.parquet", row_group_size=50)
+    encoded = pq.read_table(next((home / "test").glob("part_*.parquet")))
+    pq.write_table(encoded.drop(["liked"]), tmp_path / "bare/encoded.parquet")
+    for i, (path, options) in enumerate(
+        [
+            (home / "test", {}),
+            (raw, {"raw": True}),
+            (tmp_path / "bare/encoded.parquet", {}),
+            (tmp_path / "bare/raw.parquet", {"raw": True}),
+        ]
+    ):
+        found = scores(run, [path], tmp_path / f"{i}.parquet", **options)
+        assert ("label" in found) == (i < 2)
+        if i < 2:
+            np.testing.assert_array_equal(found["label"], labels)
+        np.testing.assert_array_equal(found["probability"], expected)
+    quality, _ = evaluate_logs(run, raw, raw=True, batch_size=BATCH, progress=False)
+    assert quality == evaluate(run.model(), Loader(data, "test", batch_size=BATCH))
+
+
+@pytest.mark.parametrize(
+    ("change", "raw", "words"),
+    [
+        (lambda t: t.drop(["user"]), True, r"Missing: 'user' in .*raw.parquet, which has: 'dwell'"),
+        (lambda t: t, False, r"column 'user' must hold integer ids|need --raw \(raw=True\)"),
+        (lambda t: t.set_column(5, "visits", [["a"] * len(t)]), True, "row group 0, 70 rows from"),
+    ],
+)
+def test_refused_of_an_adopted_pipeline(stock, tmp_path, change, raw, words):
+    run, _, home = stock
+    table = change(pq.read_table(home / "raw-test/0.parquet"))
+    pq.write_table(table, tmp_path / "raw.parquet", row_group_size=70)
+    with pytest.raises(UserError, match=words):
+        predict_logs(run, [tmp_path / "raw.parquet"], tmp_path / "out.parquet", raw=raw)
+    assert [p.name for p in tmp_path.iterdir()] == ["raw.parquet"]
+
+
+# Files that run code
+
+
+@pytest.fixture
+def run_folder(shop, tmp_path) -> Path:
+    return Path(shutil.copytree(shop.run.path, tmp_path / "run"))
+
+
+def test_a_workflow_loads_where_the_manifest_confirms_it_at_that_moment(run_folder, shop, tmp_path):
+    run = Run.open(run_folder)
+    assert run.workflow().output_schema
+    path = run_folder / "workflow" / "categories" / "unique.user.parquet"
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    rule = r"a run must keep every file as it was written. Received: .*unique.user.parquet"
+    with pytest.raises(UserError, match=rule + r".*whose code loading it runs: workflow\(trust=T"):
+        run.workflow()
+    assert run.workflow(trust=True).output_schema
+    with pytest.raises(UserError, match=rule + ".*trust_workflow=True.*, --trust-workflow"):
+        Run.open(run_folder)
+    argv = ["predict", run_folder, shop.raw, "--out", tmp_path / "a.parquet"]
+    assert main(list(map(str, argv))) == 2
+
+
+def test_a_workflow_that_is_another_loads_where_it_is_trusted(run_folder, shop, tmp_path, capsys):
+    path = run_folder / "workflow" / "metadata.json"
+    path.write_text(path.read_text() + " ")
+    argv = ["predict", run_folder, shop.raw, "--out", tmp_path / "a.parquet"]
+    assert main(list(map(str, argv))) == 2
+    assert "--trust-workflow" in capsys.readouterr().err
+    assert main(list(map(str, [*argv, "--trust-workflow"]))) == 0
+    assert capsys.readouterr().out == f"500 rows: {tmp_path / 'a.parquet'}\n"
+    argv = ["evaluate", run_folder, shop.raw, "--trust-workflow"]
+    assert main(list(map(str, argv))) == 0
+    assert capsys.readouterr().out.startswith("AUC 0.")
+
+
+@pytest.mark.parametrize("name", ["more.py", "categories/unique.more.parquet"])
+def test_a_workflow_has_no_other_files(run_folder, name):
+    run = Run.open(run_folder)
+    (run_folder / "workflow" / name).touch()
+    with pytest.raises(UserError, match=f"no other files in workflow. Received: .*{name}"):
+        run.workflow()
+
+
+def test_a_prepared_folders_workflow_as_well(shop, tmp_path):
+    data = PreparedData.open(shutil.copytree(shop.data.path, tmp_path / "data"))
+    path = data.path / "workflow" / "workflow.pkl"
+    path.write_bytes(path.read_bytes() + b" ")
+    with pytest.raises(UserError, match="prepared data must keep every .*workflow.pkl.*trust=True"):
+        data.workflow()
+    assert data.workflow(trust=True).output_schema
+
+
+def test_a_large_pickle_is_confirmed_whole(tmp_path):
+    """Of other large files the ends alone."""
+    path = tmp_path / "workflow.pkl"
+    path.write_bytes(bytes(2 * SMALL))
+    before = entry_of(path)
+    content = bytearray(2 * SMALL)
+    content[SMALL] = 1
+    path.write_bytes(content)
+    after = entry_of(path)
+    assert before["sha256"] == after["sha256"]
+    assert before["whole"] != after["whole"]

@@ -1,0 +1,293 @@
+"""Rows from outside, as the inputs of a run's model: raw ones through the run's own workflow.
+
+The saved workflow encodes them, and not what `prepare` encodes with: it is what is served, and all
+that an adopted pipeline has. Files are read in parts and in order, so that memory is bounded at any
+size.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import pandas as pd
+import pyarrow as pa
+
+from merlin_cowclip.workflows.data.datasets import DatasetSpec, Split
+from merlin_cowclip.workflows.data.encoded_rows import (
+    Place,
+    batches,
+    check_numbers,
+    checked_ids,
+    checked_labels,
+)
+from merlin_cowclip.workflows.data.etl import READERS
+from merlin_cowclip.workflows.data.existing_parquet import check_present, check_types, open_files
+from merlin_cowclip.workflows.data.inputs import expand_inputs, refuse_unreadable
+from merlin_cowclip.workflows.data.raw_logs import FileState, RawLog, column_of, unchanged
+from merlin_cowclip.workflows.errors import UserError, clipped, quoted
+from merlin_cowclip.workflows.training.rows import Rows
+from merlin_cowclip.workflows.training.runs import Run
+
+CHUNK_BYTES = 64 << 20  # of a log between two looks at where rows begin
+BATCH_ROWS = 1 << 16  # of parquet, read and encoded at a time
+
+
+class Incoming(Protocol):
+    """Some files of rows.
+
+    Attributes:
+        files: their paths.
+        labelled: whether they have the label.
+        size: of them all.
+        unit: of the size.
+    """
+
+    files: list[Path]
+    labelled: bool
+    size: int
+    unit: str
+
+    def rows(self, advance: Callable[[int], Any]) -> Iterator[Rows]:
+        """All rows, encoded, in order; their labels are 0 where there are none.
+
+        Args:
+            advance: told how much of the size was read since.
+
+        Raises:
+            UserError: the first bad value, by its file and place.
+        """
+
+
+def open_incoming(
+    run: Run, inputs: Sequence[str | Path], *, raw: bool = False, trust_workflow: bool = False
+) -> Incoming:
+    """Look at the heads of files of rows for a run.
+
+    Args:
+        run: whose inputs they are to become.
+        inputs: files or globs: raw logs as `prepare` took the run's own; for a run on an adopted
+            pipeline parquet, or folders of it, that its workflow wrote.
+        raw: for such a run, whether they are what the workflow reads instead.
+        trust_workflow: see `Run.workflow`.
+
+    Raises:
+        UserError: no such file, columns are missing or of another type, some files have the label
+            and some not, or the workflow must not be loaded.
+    """
+    spec = dataclasses.replace(run.spec(), split=Split())  # a column of times is no input
+    if run.is_adopted:
+        kind = _RawParquet if raw else _EncodedParquet
+        return kind(run, spec, inputs, trust_workflow)
+    return _RawLogs(run, spec, inputs, trust_workflow)
+
+
+class _RawLogs:
+    """What `prepare` takes."""
+
+    unit = "B"
+
+    def __init__(
+        self, run: Run, spec: DatasetSpec, inputs: Sequence[str | Path], trust: bool
+    ) -> None:
+        self.files = expand_inputs(inputs)
+        logs = [_log(spec, path) for path in self.files]
+        self.labelled = _all_or_none({log.path: log.has_label() for log in logs}, spec.label)
+        self._logs = [dataclasses.replace(log, labelled=self.labelled) for log in logs]
+        for log in self._logs:
+            log.check()
+        self.size = sum(log.state.bytes for log in self._logs)
+        self._spec = spec
+        self._workflow = run.workflow(trust=trust).remove_inputs([spec.label])
+
+    def rows(self, advance: Callable[[int], Any]) -> Iterator[Rows]:
+        with unchanged(self._logs):
+            for log in self._logs:
+                empty = True
+                for chunk in log.chunks(CHUNK_BYTES):
+                    for batch in log.batches(chunk, advance):
+                        if batch.num_rows:
+                            yield self._encoded(batch)
+                            empty = False
+                if empty:
+                    raise UserError(
+                        f"input file must not be empty. Received: {log.path}, without a row"
+                    )
+
+    def _encoded(self, batch: pa.RecordBatch) -> Rows:
+        spec = self._spec
+        out = self._workflow.transform(
+            pd.DataFrame({name: _plain(batch, name) for name in spec.fields})
+        )
+        columns = {name: pa.array(out[name]) for name in (*spec.categorical, *spec.continuous)}
+        columns |= {name: pa.array(out[name], pa.list_(pa.int64())) for name in spec.lists}
+        labels = column_of(batch, spec.label).to_numpy() if self.labelled else None
+        return Rows.of(spec, columns, labels)
+
+
+def _log(spec: DatasetSpec, path: Path) -> RawLog:
+    """A log in the run's format, or in parquet, which is known by its first bytes."""
+    try:
+        with path.open("rb") as file:
+            is_parquet = file.read(4) == b"PAR1"
+    except OSError as error:
+        refuse_unreadable(path, error)
+    if is_parquet:
+        spec = dataclasses.replace(spec, format="parquet", header=True, columns=None)
+    return READERS[spec.format](spec, path)
+
+
+def _plain(batch: pa.RecordBatch, name: str) -> Any:
+    column = batch.column(name)
+    if pa.types.is_dictionary(column.type):
+        column = column.dictionary_decode()
+    return column.to_numpy(zero_copy_only=False)
+
+
+def _all_or_none(labelled: dict[Path, bool], label: str) -> bool:
+    """Whether all files have the label, or none."""
+    having = [path for path, has in labelled.items() if has]
+    without = [path for path, has in labelled.items() if not has]
+    if having and without:
+        raise UserError(
+            f"all files must have the label, or none. Received: {having[0]} with column {label!r}, "
+            f"{without[0]} without. Give them apart"
+        )
+    return bool(having)
+
+
+@dataclass(frozen=True)
+class _SeenFile:
+    path: Path
+    state: FileState
+
+
+class _Parquet:
+    """Parquet of an adopted pipeline, whose encoded rows are checked as `adopt` checks its own."""
+
+    unit = " rows"
+
+    def __init__(
+        self, run: Run, spec: DatasetSpec, inputs: Sequence[str | Path], trust: bool
+    ) -> None:
+        self._run, self._spec, self._trust = run, spec, trust
+        self._files = open_files(inputs)
+        self.files = [file.path for file in self._files]
+        self._seen = [_SeenFile(path, FileState.of(path)) for path in self.files]
+        self.size = sum(file.rows for file in self._files)
+        self.labelled = False
+        self._columns: list[str] = []  # to read
+        self._look()
+
+    def _look(self) -> None:
+        """At columns and types, and whether there is a label."""
+        raise NotImplementedError
+
+    def _encoded(self, batch: pa.RecordBatch, place: Place) -> pa.RecordBatch:
+        raise NotImplementedError
+
+    @property
+    def _wanted(self) -> list[str]:
+        return [*self._spec.fields, *([self._spec.label] if self.labelled else [])]
+
+    def rows(self, advance: Callable[[int], Any]) -> Iterator[Rows]:
+        with unchanged(self._seen):
+            for place, batch in batches(self._files, self._columns, BATCH_ROWS):
+                yield self._checked(self._encoded(batch, place), place)
+                advance(batch.num_rows)
+
+    def _checked(self, batch: pa.RecordBatch, place: Place) -> Rows:
+        spec = self._spec
+        for name in spec.ids:
+            checked_ids(batch, name, self._run.config["cardinalities"][name], place)
+        for name in spec.continuous:
+            check_numbers(batch, name, place)
+        labels = checked_labels(batch, spec.label, place) if self.labelled else None
+        return Rows.of(spec, {name: batch.column(name) for name in spec.fields}, labels)
+
+
+class _EncodedParquet(_Parquet):
+    """What the workflow wrote."""
+
+    def _look(self) -> None:
+        label = self._spec.label
+        try:
+            check_present(self._spec.fields, self._files)
+            has = {file.path: label in file.schema.names for file in self._files}
+            self.labelled = _all_or_none(has, label)
+            check_types(self._spec, self._files)
+        except UserError as error:
+            raise UserError(
+                f"{error}. Raw rows, for the workflow to encode, need --raw (raw=True)"
+            ) from None
+        self._columns = self._wanted
+
+    def _encoded(self, batch: pa.RecordBatch, place: Place) -> pa.RecordBatch:
+        return batch
+
+
+class _RawParquet(_Parquet):
+    """What the workflow reads."""
+
+    def _look(self) -> None:
+        first, *others = self._files
+        self._workflow = self._run.workflow(trust=self._trust)
+        wanted = list(self._workflow.input_schema.column_names)
+        self._columns = [name for name in wanted if name in first.schema.names]
+        lacking = [name for name in wanted if name not in first.schema.names]
+        if lacking:
+            self._workflow.remove_inputs(lacking)
+        if not self._gives_all(self._workflow):
+            needed = [name for name in lacking if not self._does_without(name)]
+            raise UserError(
+                "every column of which the workflow makes an input must be in the file. Missing: "
+                f"{quoted(needed, brief=True)} in {first.path}, which has: "
+                f"{quoted(first.schema.names, brief=True)}"
+            )
+        for file in others:
+            gone = [name for name in self._columns if name not in file.schema.names]
+            if gone:
+                raise UserError(
+                    f"all files must have the same columns. Received: {file.path}, without "
+                    f"{quoted(gone, brief=True)}, which {first.path} has. Give them apart"
+                )
+        self.labelled = self._spec.label in self._workflow.output_schema.column_names
+
+    def _gives_all(self, workflow: Any) -> bool:
+        return set(self._spec.fields) <= set(workflow.output_schema.column_names)
+
+    def _does_without(self, column: str) -> bool:
+        workflow = self._run.workflow(trust=self._trust)
+        return self._gives_all(workflow.remove_inputs([column]))
+
+    def _encoded(self, batch: pa.RecordBatch, place: Place) -> pa.RecordBatch:
+        try:
+            out = self._workflow.transform(batch.to_pandas())[self._wanted]
+            return pa.RecordBatch.from_pandas(out, preserve_index=False)
+        except Exception as error:  # whatever the user's own operators raise
+            raise UserError(
+                f"the run's workflow must take the rows. Received: {place.path}, row group "
+                f"{place.group}, {batch.num_rows:,} rows from row {place.first + 1} on: "
+                f"{type(error).__name__}: {clipped(str(error))}. Give rows as it was fitted on"
+            ) from error
+
+
+def in_batches(pieces: Iterator[Rows], size: int) -> Iterator[Rows]:
+    """The same rows, `size` at a time; the last ones may be fewer."""
+    held: list[Rows] = []
+    room = size
+    for rows in pieces:
+        start = 0
+        while start < len(rows):
+            stop = min(len(rows), start + room)
+            held.append(rows.part(start, stop))
+            room -= stop - start
+            start = stop
+            if not room:
+                yield Rows.joined(held)
+                held, room = [], size
+    if held:
+        yield Rows.joined(held)

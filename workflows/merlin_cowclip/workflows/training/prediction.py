@@ -1,0 +1,149 @@
+"""A run's predictions for rows from outside, in order, and how good they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from merlin_cowclip.plugins._stack import tf
+from merlin_cowclip.workflows.checks import check_whole
+from merlin_cowclip.workflows.data.datasets import DatasetSpec
+from merlin_cowclip.workflows.data.encoded_rows import ahead
+from merlin_cowclip.workflows.errors import UserError, shown
+from merlin_cowclip.workflows.folders import all_or_nothing, refuse_existing
+from merlin_cowclip.workflows.progress import progress_bar
+from merlin_cowclip.workflows.training.evaluation import (
+    EVALUATION_BATCH,
+    Predictor,
+    Quality,
+    QualityOf,
+)
+from merlin_cowclip.workflows.training.incoming import Incoming, in_batches, open_incoming
+from merlin_cowclip.workflows.training.rows import Batch, list_keys
+from merlin_cowclip.workflows.training.runs import Run
+
+LABEL, PROBABILITY = "label", "probability"
+"""The columns of what is written."""
+
+GROUP_ROWS = 1 << 20  # of a row group in it, held until it is written
+
+
+def predict_logs(
+    run: Run,
+    inputs: Sequence[str | Path],
+    out: str | Path,
+    *,
+    batch_size: int = EVALUATION_BATCH,
+    raw: bool = False,
+    trust_workflow: bool = False,
+    progress: bool = True,
+) -> int:
+    """Write the probability of a click for every row of some files, all of them or nothing.
+
+    Args:
+      run: the finished run.
+      inputs: files or globs of raw logs, as `prepare` took the run's own, or in parquet, with or
+        without the label; for a run on an adopted pipeline, parquet that its workflow wrote.
+      out: the parquet file to make; must not exist. A row for each row read, in order:
+        `probability` (float32) and, where there was a label, `label` (int8) before it.
+      batch_size: rows predicted at a time: a matter of speed and memory only.
+      raw: for a run on an adopted pipeline, whether the inputs are what its workflow reads instead.
+      trust_workflow: whether to run the workflow's code also where the run's manifest does not
+        confirm it.
+      progress: show a progress bar on stderr.
+
+    Returns:
+      How many rows.
+
+    Raises:
+      UserError: bad input, by its file and place; `out` exists or cannot be made; the workflow must
+        not be loaded, or cannot.
+    """
+    out = Path(out)
+    if out.suffix != ".parquet":
+        raise UserError(f"output file must be named *.parquet. Received: {shown(out)}. Name it so")
+    refuse_existing(out, "file")
+    check_whole("batch size", batch_size, 1)
+    incoming = open_incoming(run, inputs, raw=raw, trust_workflow=trust_workflow)
+    with all_or_nothing(out, "file") as file:
+        return _write(file, incoming.labelled, _scored(run, incoming, batch_size, progress))
+
+
+def evaluate_logs(
+    run: Run,
+    inputs: Sequence[str | Path],
+    *,
+    batch_size: int = EVALUATION_BATCH,
+    raw: bool = False,
+    trust_workflow: bool = False,
+    progress: bool = True,
+) -> tuple[Quality, int]:
+    """The exact quality of a run on every row of some files, and how many rows they have.
+
+    The arguments are `predict_logs`'s. Predictions are held, in 4.5 bytes each.
+
+    Raises:
+      UserError: as `predict_logs`, and where there is no label, or only one of the two.
+    """
+    check_whole("batch size", batch_size, 1)
+    incoming = open_incoming(run, inputs, raw=raw, trust_workflow=trust_workflow)
+    if not incoming.labelled:
+        raise UserError(
+            "what is evaluated must have labels of 0 and of 1. Received: "
+            f"{incoming.files[0]}, without column {run.spec().label!r}. Rows without labels are "
+            "for 'merlin-cowclip predict'"
+        )
+    ranks, rows = QualityOf(), 0
+    for labels, probabilities in _scored(run, incoming, batch_size, progress):
+        ranks.add(labels, probabilities)
+        rows += len(labels)
+    return ranks.quality(), rows
+
+
+def _scored(
+    run: Run, incoming: Incoming, batch_size: int, progress: bool
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Labels and probabilities, b float32 each; rows are read and encoded ahead, in a thread."""
+    predictor, spec = Predictor(run.model()), run.spec()
+    types = _input_types(spec)
+    with progress_bar("scoring", incoming.size, incoming.unit, show=progress) as bar:
+        for rows in in_batches(ahead(incoming.rows(bar.update)), batch_size):
+            features = Batch.of(rows).features(spec)
+            yield rows.labels.ravel(), predictor.probabilities(features, types)
+
+
+def _input_types(spec: DatasetSpec) -> dict[str, Any]:
+    """Of a batch of any size, as a loader has them."""
+    types = {name: tf.TensorSpec([None, 1], tf.int64) for name in spec.categorical}
+    types |= {name: tf.TensorSpec([None, 1], tf.float32) for name in spec.continuous}
+    return types | {key: tf.TensorSpec([None], tf.int64) for key in list_keys(spec)}
+
+
+def _write(file: Path, labelled: bool, scored: Iterator[tuple[np.ndarray, np.ndarray]]) -> int:
+    """Write a parquet file, and return its rows."""
+    fields = [pa.field(LABEL, pa.int8(), False), pa.field(PROBABILITY, pa.float32(), False)]
+    schema = pa.schema(fields if labelled else fields[1:])
+    held: list[pa.RecordBatch] = []
+    rows = written = 0
+    with pq.ParquetWriter(file, schema) as writer:
+
+        def write() -> None:
+            writer.write_table(pa.Table.from_batches(held, schema), row_group_size=2 * GROUP_ROWS)
+            held.clear()
+
+        for labels, probabilities in scored:
+            columns = [pa.array(labels.astype(np.int8)), pa.array(probabilities)]
+            batch = pa.RecordBatch.from_arrays(columns[-len(schema) :], schema=schema)
+            held.append(batch)
+            rows += len(batch)
+            if rows - written >= GROUP_ROWS:
+                write()
+                written = rows
+        if held:
+            write()
+    return rows
