@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 from merlin_cowclip.plugins._stack import Schema, mm
-from merlin_cowclip.plugins.counting import NotRecordedError, count_dense, count_sparse
+from merlin_cowclip.plugins.counting import Lookup, NotRecordedError, count_dense, count_sparse
 from merlin_cowclip.plugins.merlin_tables import find_tables
 
 from .merlin_models import category
@@ -130,6 +130,13 @@ def test_lists_looked_up_again_and_other_lists(combiner, in_graph):
     found = run(step, in_graph)
     assert {i: n for i, n in found.items() if i} == added_up(LISTS, MORE)
     assert found.get(0, 1) == 1  # padding, or an empty list's
+
+
+@pytest.mark.parametrize("rows", [tf.constant, tf.ragged.constant])
+def test_ids_beyond_the_table_count_for_no_other_row(rows):
+    """On a GPU such a list is read, as zeros, and its step goes on."""
+    lookup = Lookup("l", rows([[7, 2], [3, 3], [2, -1]], tf.int64), is_list=True)
+    assert lookup.counted_rows(5).numpy().tolist() == [2, 3, 2]
 
 
 @pytest.mark.parametrize("in_graph", [True, False])

@@ -162,6 +162,20 @@ def test_one_hot_ids_of_several_columns_in_one_lookup_stay_samples():
 
 
 @pytest.mark.parametrize("in_graph", [True, False])
+@pytest.mark.parametrize("kind", ["EmbeddingTable", "EmbeddingFeatures"])
+def test_negative_ids_that_a_combiner_leaves_out_are_no_rows(kind, in_graph):
+    """Neither of the last row nor, where a list has no other, of row 0."""
+    schema = Schema([category("l", 6, ragged=True)])
+    if kind == "EmbeddingTable":
+        layer = mm.Embeddings(schema, dim=4, sequence_combiner="mean")
+    else:
+        layer = mm.EmbeddingFeatures.from_schema(schema)
+    lists = tf.ragged.constant([[2, 2], [-1, 3], [3], [-1]], tf.int64, ragged_rank=1)
+    found = counts_of(Keras(layer), {"l": tf.expand_dims(lists, -1)}, in_graph)
+    assert found == {"l": {2: 1.0, 3: 2.0, 0: 1.0}}
+
+
+@pytest.mark.parametrize("in_graph", [True, False])
 @pytest.mark.parametrize("width", [1, 2])
 def test_padding_alone_in_a_sample_is_not_counted(width, in_graph):
     layer = tf.keras.layers.Embedding(8, 4, mask_zero=True, name="words")

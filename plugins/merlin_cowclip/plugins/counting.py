@@ -56,7 +56,7 @@ class Lookup:
       sources: what `rows` were computed from, one tensor per feature, where that tells better than
         `rows` whether ids are the same: they may be rows of several features, or checked ones.
       combined: whether `tf.nn.safe_embedding_lookup_sparse` looks the rows of a ragged list up: it
-        makes them unique, and reads row 0 for an empty list.
+        makes them unique, leaves negative ones out, and reads row 0 for a list without any.
     """
 
     key: str
@@ -82,9 +82,11 @@ class Lookup:
         else:
             width = tf.shape(self.rows, tf.int64)[1]
             samples = tf.range(tf.size(flat, tf.int64)) // tf.maximum(width, 1)
+        # A combiner leaves negative ids out, and a GPU reads no row for those beyond the table.
+        held = tf.logical_and(flat >= 0, flat < num_rows)
         if self.padding is not None:
-            held = tf.not_equal(flat, self.padding)
-            flat, samples = tf.boolean_mask(flat, held), tf.boolean_mask(samples, held)
+            held = tf.logical_and(held, tf.not_equal(flat, self.padding))
+        flat, samples = tf.boolean_mask(flat, held), tf.boolean_mask(samples, held)
         pairs, _, _ = unique(samples * num_rows + flat)
         return pairs % num_rows
 
@@ -93,9 +95,12 @@ class Lookup:
         flat = self.flat_rows()
         if not self.combined:
             return flat
-        if tf.reduce_any(tf.equal(self.rows.row_lengths(), 0)):
+        held = flat >= 0
+        filled = unique(tf.boolean_mask(samples_of(self.rows), held)).rows
+        flat = tf.boolean_mask(flat, held)
+        if len(filled) < self.rows.nrows():
             flat = tf.concat([flat, tf.zeros([1], tf.int64)], axis=0)
-        return unique(flat)[0]
+        return unique(flat).rows
 
 
 def samples_of(rows: tf.RaggedTensor) -> tf.Tensor:
