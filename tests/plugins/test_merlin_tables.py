@@ -131,6 +131,11 @@ RESHAPED = {
     "cast, then flattened": lambda t, ids: t(tf.reshape(tf.cast(ids, tf.int32), [-1, 1])),
     "time-distributed": lambda t, ids: tf.keras.layers.TimeDistributed(t)(ids[:, :, tf.newaxis]),
     "made unique": unique_first,
+    "as floats": lambda t, ids: t(tf.cast(ids, tf.float32)),
+    "as floats, flattened": lambda t, ids: t(tf.reshape(tf.cast(ids, tf.float32), [-1])),
+    "flattened, joined": lambda t, ids: t(
+        tf.concat([tf.reshape(ids[:1], [-1]), tf.reshape(ids[1:], [-1])], axis=0)
+    ),
     "flattened, and as they are": lambda t, ids: tf.concat(
         [t(tf.reshape(ids, [-1])), tf.reshape(t(ids), [-1, 2])], axis=0
     ),

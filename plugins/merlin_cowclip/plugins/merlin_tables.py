@@ -115,7 +115,8 @@ def _record_embedding(embedding: Any) -> None:
     def call(self: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         spec = getattr(self, _SPEC)
         if spec not in _recorded.get():
-            spec.recorder.record(_lookup_of_embedding(self, inputs))
+            for lookup in _lookups_of_embedding(self, inputs):
+                spec.recorder.record(lookup)
         return type(self).call(self, inputs, *args, **kwargs)
 
     _wrap(embedding, call)
@@ -162,10 +163,14 @@ def _of_features(layer: Any) -> list[TableSpec]:
     ]
 
 
+def _lookups_of_embedding(embedding: Any, ids: Any) -> list[Lookup]:
+    """What a Keras `Embedding` reads, whose ids may have been flattened, joined or made unique."""
+    in_graph = isinstance(ids, tf.Tensor) and not tf.executing_eagerly()
+    fed = as_fed(ids, Expressions()) if in_graph else [ids]
+    return [_lookup_of_embedding(embedding, some) for some in fed]
+
+
 def _lookup_of_embedding(embedding: Any, ids: Any) -> Lookup:
-    """What a Keras `Embedding` reads, whose ids may have been flattened, or made unique, before."""
-    if isinstance(ids, tf.Tensor) and not tf.executing_eagerly():
-        ids = as_fed(ids, Expressions())
     padding = 0 if embedding.mask_zero else None
     found = _lookup("", ids, padding=padding)
     if padding is None or found.is_list:

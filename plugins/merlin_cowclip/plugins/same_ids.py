@@ -13,7 +13,7 @@ import numpy as np
 
 from merlin_cowclip.plugins._stack import tf
 
-# They change the shape of ids or the integer type, never the ids.
+# They change the shape of ids, never the ids.
 _SHAPE_ONLY = {
     "EnsureShape",
     "ExpandDims",
@@ -100,7 +100,7 @@ class Expressions:
         return self._of_tensors[tensor.ref()]
 
     def ids(self, tensor: tf.Tensor) -> int:
-        """The number of the ids in the tensor, whatever its shape and integer type."""
+        """The number of the ids in the tensor, whatever its shape and type."""
         return self.number(self.stripped(tensor))
 
     def stripped(self, tensor: tf.Tensor) -> tf.Tensor:
@@ -111,8 +111,9 @@ class Expressions:
             if op is None or not op.inputs:
                 return tensor
             before = op.inputs[tensor.value_index if op.type == "IdentityN" else 0]
-            integers = before.dtype.is_integer and tensor.dtype.is_integer
-            if op.type not in _SHAPE_ONLY and not (op.type == "Cast" and integers):
+            # Also of floats: whatever looks them up takes them as these integers.
+            to_ids = op.type == "Cast" and tensor.dtype.is_integer
+            if op.type not in _SHAPE_ONLY and not to_ids:
                 return tensor
             tensor = before
 
@@ -214,12 +215,20 @@ def _before_combiner(tensor: tf.Tensor, of: Expressions) -> tf.Tensor | None:
     return None
 
 
-def as_fed(ids: tf.Tensor, of: Expressions) -> tf.Tensor:
-    """The ids b×n that a graph's lookup reads, before they were flattened or made unique.
+def as_fed(ids: tf.Tensor, of: Expressions) -> list[tf.Tensor]:
+    """The ids b×n that a graph's lookup reads, before they were flattened, joined or made unique.
 
     Then a sample is one again that holds several of them. The ids themselves where nothing of the
     kind was done, or it cannot be told which axis is the samples'.
     """
+    fed = of.stripped(ids)
+    op = _op_of(fed)
+    if op is not None and op.type == "ConcatV2" and fed.shape.rank == 1:
+        return [some for part in op.inputs[:-1] for some in as_fed(part, of)]
+    return [_before_flattening(ids, of)]
+
+
+def _before_flattening(ids: tf.Tensor, of: Expressions) -> tf.Tensor:
     fed, op = of.stripped(ids), None
     while (op := _op_of(fed)) is not None and op.type in _UNIQUE and fed.value_index == 0:
         ids = op.inputs[0]
