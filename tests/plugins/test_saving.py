@@ -374,3 +374,38 @@ def test_a_frozen_layer_is_saved_and_stays_frozen(tmp_path, when, update):
     by_name = {v.name: v.numpy() for v in loaded.weights}
     for v in model.weights:
         np.testing.assert_array_equal(by_name[v.name], v.numpy())
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("frozen", [False, True])
+def test_layers_of_clip_tables_are_the_same_ones_again(tmp_path, frozen):
+    """Of two tables of one name; also where what was to be clipped has been frozen since."""
+    schema = Schema([category("a", 50), category("b", 70)])
+    towers = {
+        f"w{dim}": mm.SequentialBlock([mm.Embeddings(schema, dim=dim), mm.MLPBlock([2])])
+        for dim in (1, 4)
+    }
+    model = mm.Model(mm.ParallelBlock(towers, aggregation="concat"), mm.BinaryOutput("y"))
+    features, _ = batch(schema)
+    model(features)
+
+    def table(model, dim):
+        tables = (x for x in model._flatten_layers() if isinstance(x, mm.EmbeddingTable))
+        return next(x for x in tables if x.dim == dim and "a" in x.features)
+
+    def rules(model):
+        return sorted((tuple(o.variable.shape), o.rule) for o in model.optimizer.owned())
+
+    optimizer = CowClipOptimizer.for_model(model, HOT, clip_tables=[table(model, 4), "b"])
+    model.compile(optimizer=optimizer, metrics=[])
+    table(model, 4).trainable = not frozen
+    before = rules(model)
+    assert ((50, 1), "no clip, exact Adam") in before
+    save_model(model, tmp_path / "model")
+    loaded = load_model(tmp_path / "model", metrics=[])
+    assert rules(loaded) == before
+    assert loaded.optimizer.get_config() == optimizer.get_config()
+    for m in (model, loaded):
+        table(m, 4).trainable = True
+    assert rules(loaded) == rules(model)
+    assert ((50, 4), "clip adaptive_column, exact Adam") in rules(loaded)

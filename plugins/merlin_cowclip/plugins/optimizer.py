@@ -20,6 +20,7 @@ from merlin_cowclip.plugins.ownership import (
     Owned,
     as_text,
     check_belong,
+    check_trainable,
     clipped_ranges,
     from_text,
     owned_as_text,
@@ -189,6 +190,7 @@ class CowClipOptimizer(FollowsFits, RefusesOptions, mm.MultiOptimizer):
             embedding_schedule=embedding_schedule,
         )
         optimizer.bind(model)
+        check_trainable(optimizer.table_specs, clip_tables)
         sigma = hyperparameters.init_stddev
         if init_tables:
             initialize(sigma, optimizer.table_specs)

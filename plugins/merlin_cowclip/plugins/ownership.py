@@ -35,20 +35,24 @@ def tables_of(model: tf.keras.Model, clip_tables: Sequence[Any] | None) -> list[
             "tables needs no CowClipOptimizer."
         )
     for wanted in clip_tables or ():
-        found = [spec for spec in specs if any(spec.selected([wanted]))]
-        if not found:
+        if not any(any(spec.selected([wanted])) for spec in specs):
             names = ", ".join(spec.name for spec in specs)
             raise ValueError(
                 "clip_tables must name tables, fields, tags or layers of the model. Received: "
                 f"{wanted!r}; the model's tables: {names}"
             )
-        frozen = [spec.name for spec in found if not spec.layer.trainable]
-        if frozen:
-            raise ValueError(
-                f"clip_tables must be trainable. Received: {wanted!r}, whose table "
-                f"{frozen[0]!r} is frozen"
-            )
     return specs
+
+
+def check_trainable(specs: Sequence[TableSpec], clip_tables: Sequence[Any] | None) -> None:
+    """Refuse `clip_tables` that name a frozen table."""
+    for wanted in clip_tables or ():
+        for spec in specs:
+            if any(spec.selected([wanted])) and not spec.layer.trainable:
+                raise ValueError(
+                    f"clip_tables must be trainable. Received: {wanted!r}, whose table "
+                    f"{spec.name!r} is frozen"
+                )
 
 
 def clipped_ranges(spec: TableSpec, clip_tables: Sequence[Any] | None) -> tuple[bool, ...]:
@@ -156,6 +160,7 @@ def as_text(item: Any) -> str:
     return str(table_name or item.name)
 
 
-def from_text(item: str) -> Any:
-    """What `as_text` wrote: a name, or a tag."""
-    return Tags(item.removeprefix("tag:")) if item.startswith("tag:") else item
+def from_text(item: Any) -> Any:
+    """What `as_text` wrote: a name, or a tag; a layer as it is."""
+    is_tag = isinstance(item, str) and item.startswith("tag:")
+    return Tags(item.removeprefix("tag:")) if is_tag else item

@@ -7,6 +7,7 @@ folder; a plain load still works, and warns that the optimizer starts anew.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import warnings
@@ -17,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from merlin_cowclip.plugins._stack import mm, quiet_stack, tf
+from merlin_cowclip.plugins.merlin_tables import find_tables
 from merlin_cowclip.plugins.optimizer import CowClipOptimizer, Owned, state_follows
 from merlin_cowclip.plugins.part_settings import set_again, settings_of
 from merlin_cowclip.plugins.replacing import find, replacing
@@ -58,6 +60,7 @@ def save_model(model: mm.Model, path: str | os.PathLike[str]) -> None:
     description = {
         "format": FORMAT,
         "optimizer": optimizer.get_config(),
+        "clip_layers": _clip_layers(model, optimizer),
         "learning_rate": float(tf.keras.backend.get_value(optimizer.learning_rate)),
         "warmup_steps": optimizer.warmup_steps,
         "loss_scale": _loss_scale(model.optimizer),
@@ -105,11 +108,11 @@ def load_model(path: str | os.PathLike[str], **compile_arguments: Any) -> mm.Mod
         raise ValueError(f"{path} must be of format {known}. Received: {description['format']}")
     with quiet_stack():
         model = tf.keras.models.load_model(str(path), compile=False)
-    with state_follows():
-        optimizer = CowClipOptimizer.from_config(description["optimizer"])
     order = _saved_order(model, description, path)
+    place = {v.ref(): position for v, position in zip(model.weights, order, strict=True)}
+    with state_follows():
+        optimizer = CowClipOptimizer.from_config(_with_clip_layers(description, model, place))
     if "trainable" in description:
-        place = {v.ref(): position for v, position in zip(model.weights, order, strict=True)}
         _freeze(model, [description["trainable"][position] for position in order])
         order = [place[v.ref()] for v in model.weights]  # Keras lists frozen ones last
     _warn_of_weights_that_are_not_finite(model, path)
@@ -181,6 +184,34 @@ def _freeze(model: mm.Model, trainable: Sequence[bool]) -> None:
         own = [trained[v.ref()] for v in layer._trainable_weights if v.ref() in trained]
         if own:
             layer._trainable = any(own)  # the property's setter would freeze layers within it too
+
+
+def _clip_layers(model: mm.Model, optimizer: CowClipOptimizer) -> list[list[int] | None]:
+    """Of each item of `clip_tables` that is a layer, where its tables stand among the weights.
+
+    By name, as `get_config` has it, it could be another layer's: names of tables may repeat.
+    """
+    place = {v.ref(): position for position, v in enumerate(model.weights)}
+    built = [spec for spec in optimizer.table_specs if spec.layer.built]
+    return [
+        None
+        if isinstance(item, str)  # tags are, too
+        else [place[spec.variable.ref()] for spec in built if any(spec.selected([item]))]
+        for item in optimizer.clip_tables or ()
+    ]
+
+
+def _with_clip_layers(
+    description: Mapping[str, Any], model: mm.Model, place: Mapping[Any, int]
+) -> dict[str, Any]:
+    """The optimizer's configuration, with layers of `model` for what `_clip_layers` wrote."""
+    config = dict(description["optimizer"])
+    if any(description.get("clip_layers", ())):
+        layers = {place[s.variable.ref()]: s.layer for s in find_tables(model) if s.layer.built}
+        pairs = zip(config["clip_tables"], description["clip_layers"], strict=True)
+        chosen = [[layers[p] for p in found] if found else [item] for item, found in pairs]
+        config["clip_tables"] = list(itertools.chain.from_iterable(chosen))
+    return config
 
 
 def _state(
