@@ -327,6 +327,12 @@ def test_warmup_takes_the_steps_of_fit():
     model.compile(optimizer=CowClipOptimizer.for_model(model, hp), run_eagerly=True)
     with pytest.raises(ValueError, match=r"steps_per_epoch=… to CowClipOptimizer.for_model"):
         model.train_step(batch(SCHEMA))
+    for steps in (10, 20):  # set later, also between steps of a loop of one's own
+        model.optimizer.steps_per_epoch = steps
+        model.train_step(batch(SCHEMA))
+        assert model.optimizer.warmup_steps == 2 * steps
+    with pytest.raises(ValueError, match="steps_per_epoch must be positive. Received: .*-5"):
+        model.optimizer.steps_per_epoch = -5
 
 
 def dense_steps(model, data, **fit):
@@ -479,9 +485,19 @@ def test_what_cannot_be_had_is_refused(name, value, message):
             setattr(CowClipAdam(), name, value)
 
 
+@pytest.mark.parametrize("part", [0, 1, 2])
+def test_parts_have_no_decay(part):
+    """Keras takes it once it is made, and goes on without."""
+    with pytest.raises(ValueError, match=r"has no decay. Received: decay=0.1.*schedule"):
+        CowClipOptimizer(COLD).optimizers[part].decay = 0.1
+
+
 @pytest.mark.parametrize(
     "name",
-    ["hyperparameters", "update_mode", "clip_tables", "dense_schedule", "embedding_schedule"],
+    [
+        *("hyperparameters", "update_mode", "clip_tables", "dense_schedule"),
+        *("embedding_schedule", "default_optimizer"),
+    ],
 )
 def test_what_an_optimizer_was_made_with_stays(name):
     """Its parts were made from it: a change would be half done, and saved as if it were whole."""

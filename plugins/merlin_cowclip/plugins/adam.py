@@ -87,6 +87,7 @@ class CowClipAdam(RefusesOptions, mm.LazyAdam):
             "Choose a rule with clip, and clip_threshold.",
         ),
         "weight_decay": "Its L2 is l2.",
+        "decay": "Give it a Keras schedule as learning_rate.",
         "amsgrad": "Merlin's LazyAdam has none.",
     }
 

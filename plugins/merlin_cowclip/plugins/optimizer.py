@@ -91,7 +91,10 @@ class CowClipOptimizer(FollowsFits, RefusesOptions, mm.MultiOptimizer):
         "amsgrad": "Its parts are Adam as the paper has it.",
     }
     settled: ClassVar[Mapping[str, str]] = dict.fromkeys(
-        ("hyperparameters", "update_mode", "clip_tables", "dense_schedule", "embedding_schedule"),
+        (
+            *("hyperparameters", "update_mode", "clip_tables", "dense_schedule"),
+            *("embedding_schedule", "default_optimizer"),
+        ),
         _MAKE_ANOTHER,
     )
 
@@ -108,10 +111,6 @@ class CowClipOptimizer(FollowsFits, RefusesOptions, mm.MultiOptimizer):
     ) -> None:
         if isinstance(hyperparameters, dict):
             hyperparameters = Hyperparameters(**hyperparameters)
-        if steps_per_epoch is not None and steps_per_epoch <= 0:
-            raise ValueError(
-                f"steps_per_epoch must be positive. Received: steps_per_epoch={steps_per_epoch!r}"
-            )
         hp = hyperparameters
         clipped, unclipped = (
             TablePart(

@@ -31,7 +31,10 @@ class DensePart(_Proportional, RefusesOptions, tf.keras.optimizers.legacy.Adam):
     A learning rate that is set while it warms up, a number, is what it warms up to.
     """
 
-    not_offered: ClassVar[Mapping[str, str]] = {"amsgrad": "It is Adam as the paper has it."}
+    not_offered: ClassVar[Mapping[str, str]] = {
+        "amsgrad": "It is Adam as the paper has it.",
+        "decay": "Give the optimizer a Keras schedule as dense_schedule.",
+    }
 
     def _set_hyper(self, name: str, value: Any) -> None:
         now = self._hyper.get(name)

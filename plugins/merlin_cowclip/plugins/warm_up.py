@@ -15,13 +15,13 @@ from merlin_cowclip.plugins.schedules import UNKNOWN, LinearWarmup
 class FollowsFits:
     """What `CowClipOptimizer` takes over from a fit: its steps per epoch and its batch size."""
 
+    _steps_per_epoch: int | None = None
     _warmup_steps: tf.Variable | None = None
     _fit = Fit(None, None)
     _told_of_batch = False
 
     if TYPE_CHECKING:  # what the optimizer has
         hyperparameters: Hyperparameters
-        steps_per_epoch: int | None
         dense_schedule: Any
         default_optimizer: Any
         learning_rate: Any
@@ -30,6 +30,18 @@ class FollowsFits:
             """Keras's."""
 
         def _create_slots_of_model(self) -> None: ...
+
+    @property
+    def steps_per_epoch(self) -> int | None:
+        """Updates per epoch, as given; set, the warm-up follows from the next update on."""
+        return self._steps_per_epoch
+
+    @steps_per_epoch.setter
+    def steps_per_epoch(self, steps: int | None) -> None:
+        if steps is not None and steps <= 0:
+            raise ValueError(f"steps_per_epoch must be positive. Received: steps_per_epoch={steps}")
+        self._steps_per_epoch = steps
+        self._follow_fit()
 
     def fit_begins(self, fit: Fit) -> None:
         """Take over what a fit of the model brings along; `model.fit` calls it."""
