@@ -139,6 +139,14 @@ RESHAPED = {
     "flattened, and as they are": lambda t, ids: tf.concat(
         [t(tf.reshape(ids, [-1])), tf.reshape(t(ids), [-1, 2])], axis=0
     ),
+    "as they are, and with other axes": lambda t, ids: sum(
+        t(same)
+        for same in (
+            *(ids, ids[:, tf.newaxis][:, 0], ids[tf.newaxis, ..., tf.newaxis][0, :, :, 0]),
+            *(ids[..., tf.newaxis, :][..., 0, :], ids[:, :, tf.newaxis][..., -1]),
+        )
+    ),
+    "in parts": lambda t, ids: tf.concat([t(ids[1:]), t(ids[:1]), t(ids[:0])], axis=0),
 }
 
 

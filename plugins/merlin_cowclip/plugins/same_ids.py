@@ -113,7 +113,7 @@ class Expressions:
             before = op.inputs[tensor.value_index if op.type == "IdentityN" else 0]
             # Also of floats: whatever looks them up takes them as these integers.
             to_ids = op.type == "Cast" and tensor.dtype.is_integer
-            if op.type not in _SHAPE_ONLY and not to_ids:
+            if op.type not in _SHAPE_ONLY and not to_ids and not _slices_nothing_off(op):
                 return tensor
             tensor = before
 
@@ -154,6 +154,30 @@ class Expressions:
             if not name.startswith("_")
         )
         return op.type, attributes, tensor.value_index, inputs
+
+
+def _slices_nothing_off(op: tf.Operation) -> bool:
+    """Whether it only adds axes, as `ids[:, tf.newaxis]`, or takes those of one id away."""
+    if op.type != "StridedSlice":
+        return False
+    begins, strides = (tf.get_static_value(op.inputs[i]) for i in (1, 3))
+    if begins is None or strides is None:
+        return False
+
+    def given(name: str, item: int) -> bool:
+        return bool(op.get_attr(f"{name}_mask") >> item & 1)
+
+    items = range(len(strides))
+    axes = [i for i in items if not given("new_axis", i)]
+    shape, ellipsis = op.inputs[0].shape, [i for i in axes if given("ellipsis", i)]
+    for number, i in enumerate(axes):
+        after = ellipsis and i > ellipsis[0]
+        axis = number - len(axes) if after else number
+        whole = given("begin", i) and given("end", i) and strides[i] == 1
+        single = shape.rank is not None and shape[axis] == 1 and given("shrink_axis", i)
+        if not (whole or single or given("ellipsis", i)):
+            return False
+    return True
 
 
 def _op_of(tensor: Any) -> Any:
