@@ -73,6 +73,27 @@ def test_a_kill_at_any_moment_leaves_the_old_or_the_new(tmp_path, there):
     assert ("old" in outcomes) == there
 
 
+@pytest.mark.parametrize("there", [True, False])
+def test_one_process_at_a_time(tmp_path, there):
+    """Two would write into one folder: a mixture of both, as whole as can be seen."""
+    path = tmp_path / "model"
+    if there:
+        path.mkdir()
+        write(path, "old")
+    with replacing(path, "marker", OWN) as folder:
+        (folder / "part").write_text("first")
+        with (
+            pytest.raises(ValueError, match=r"one process at a time.*Received.*Save on one rank"),
+            replacing(path, "marker", OWN),
+        ):
+            pass
+        (folder / "marker").write_text("first")
+    assert {entry.read_text() for entry in path.iterdir()} == {"first"}
+    with replacing(path, "marker", OWN) as folder:  # the lock has gone with the first
+        write(folder, "second")
+    assert os.listdir(tmp_path) == ["model"]
+
+
 def test_a_failure_inside_leaves_nothing(tmp_path):
     def interrupted():
         with replacing(tmp_path / "deep/model", "marker", OWN) as folder:
