@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 
 import pyarrow.parquet as pq
 
+import merlin_cowclip.workflows.pickled_types  # noqa: F401  (before parquet is read)
 from merlin_cowclip.workflows.errors import UserError
 
 SMALL = 1 << 20  # bytes

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+import merlin_cowclip.workflows.pickled_types  # noqa: F401  (before parquet is read)
 from merlin_cowclip.workflows.data.datasets import DatasetSpec
 from merlin_cowclip.workflows.data.inputs import as_list, matches, natural_order
 from merlin_cowclip.workflows.data.prepared import file_state

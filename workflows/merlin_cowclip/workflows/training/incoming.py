@@ -32,7 +32,7 @@ from merlin_cowclip.workflows.errors import UserError, clipped, quoted
 from merlin_cowclip.workflows.training.rows import Rows
 from merlin_cowclip.workflows.training.runs import Run
 
-CHUNK_BYTES = 64 << 20  # of a log between two looks at where rows begin
+CHUNK_BYTES = 8 << 20  # of a log that is read and encoded at a time
 BATCH_ROWS = 1 << 16  # of parquet, read and encoded at a time
 
 
