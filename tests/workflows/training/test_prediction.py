@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gzip
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -187,6 +188,31 @@ def test_raw_rows_score_as_prepared_ones(worlds, name, tmp_path):
     found = scores(world.run, [bare], tmp_path / "bare.parquet")
     assert list(found) == ["probability"]
     np.testing.assert_array_equal(found["probability"], expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("spec", "file"), [(CRITEO, "criteo_train.txt.gz"), (AVAZU, "avazu_train.csv.gz")]
+)
+def test_real_rows(real_data, tmp_path, spec, file):
+    """The last ones of the log, gzipped as they are."""
+    spec = replace(spec, split=Split("sequential", 0.1))
+    data = prepare(spec, [real_data / file], tmp_path / "data", progress=False)
+    with quick_saves():
+        run = train(data, replace(CONFIG, batch_size=512), tmp_path / "run", progress=False)
+    with gzip.open(real_data / file, "rt") as log:
+        lines = log.readlines()
+    with gzip.open(tmp_path / "test.gz", "wt") as log:
+        log.writelines((lines[:1] if spec.header else []) + lines[-data.rows["test"] :])
+    labels, expected = predict(run.model(), Loader(data, "test", batch_size=BATCH))
+    found = scores(run, [tmp_path / "test.gz"], tmp_path / "scores.parquet")
+    np.testing.assert_array_equal(found["label"], labels)
+    np.testing.assert_array_equal(found["probability"], expected)
+
+
+def test_a_run_of_before_it_wrote_down_its_logs_asks_its_data(shop):
+    config = {key: value for key, value in shop.run.config.items() if key != "spec"}
+    assert Run(shop.run.path, {"config": config}).spec() == shop.run.spec() == shop.data.spec
 
 
 def test_missing_ids_are_unknown_where_the_run_has_them_so(worlds):
