@@ -9,7 +9,15 @@ from types import SimpleNamespace
 import pytest
 import tensorflow as tf
 
-from merlin_cowclip.plugins import CLIP_RULES, CowClipAdam, IdRecorder, Lookup, TableSpec, adam
+from merlin_cowclip.plugins import (
+    CLIP_RULES,
+    CowClipAdam,
+    IdRecorder,
+    Lookup,
+    StepStatistics,
+    TableSpec,
+    adam,
+)
 from merlin_cowclip.plugins._stack import ColumnSchema
 from merlin_cowclip.plugins.adam import UPDATES
 
@@ -31,17 +39,22 @@ def on_a_deterministic_gpu(variable):
     return True
 
 
+RULES = [*CLIP_RULES, None]
 CASES = [
-    *itertools.product([*CLIP_RULES, None], [1e-5], UPDATES, ["repeats", "recorded"], [False]),
+    *itertools.product(RULES, [1e-5], UPDATES, ["repeats", "recorded"], [False], [False]),
     # No decay to scatter into, and r < 2λ, where absent rows are clipped too.
-    *itertools.product(["adaptive_column"], [1e-5, 0.0, 1.0], UPDATES, ["recorded"], [True]),
-    *itertools.product(["adaptive_column", "field"], [1e-5], ["exact"], ["dense"], [True]),
+    *itertools.product(
+        ["adaptive_column"], [1e-5, 0.0, 1.0], UPDATES, ["recorded"], [True], [False]
+    ),
+    *itertools.product(["adaptive_column", "field"], [1e-5], ["exact"], ["dense"], [True], [False]),
+    *itertools.product(RULES, [1e-5], ["lazy"], ["recorded"], [True], [True]),
+    *itertools.product(["adaptive_column", None], [1e-5], ["exact"], ["dense"], [True], [True]),
 ]
 
 
-@pytest.mark.parametrize(("clip", "l2", "update", "counting", "deterministic"), CASES)
+@pytest.mark.parametrize(("clip", "l2", "update", "counting", "deterministic", "observed"), CASES)
 def test_every_op_of_an_update_has_a_gpu_kernel(
-    monkeypatch, clip, l2, update, counting, deterministic
+    monkeypatch, clip, l2, update, counting, deterministic, observed
 ):
     monkeypatch.setattr(adam, "beside", on_a_gpu)
     monkeypatch.setattr(adam, "_on_gpu", lambda variable: True)
@@ -53,7 +66,10 @@ def test_every_op_of_an_update_has_a_gpu_kernel(
     optimizer._create_all_weights([variable])
     recorder = IdRecorder()
     if counting != "repeats":
-        optimizer.bind_tables({spec_of(variable, recorder, (0, 20, 50)): (True, False)})
+        spec = spec_of(variable, recorder, (0, 20, 50))
+        tables = {spec: (True, False)}
+        optimizer.bind_tables(tables)
+        optimizer.observe(StepStatistics(tables, 2.0) if observed else None)
 
     @tf.function(
         input_signature=[

@@ -8,7 +8,13 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from merlin_cowclip.plugins.row_sums import beside, sum_per_row, tally, unique_rows
+from merlin_cowclip.plugins.row_sums import (
+    beside,
+    sum_columns,
+    sum_per_row,
+    tally,
+    unique_rows,
+)
 
 
 @pytest.mark.parametrize("in_graph", [False, True])
@@ -21,6 +27,9 @@ def test_a_cpu_finds_what_a_gpu_finds(n, num_rows, in_graph):
     def found(on_cpu):
         rows, position, repeats = unique_rows(indices, num_rows, on_cpu)
         sums = sum_per_row(values, position, tf.size(rows), on_cpu)
+        columns = sum_columns(tf.unstack(values, axis=1), position, tf.size(rows), on_cpu)
+        assert not in_graph or columns.shape[1] == 3
+        tf.debugging.assert_equal(columns, sums)
         return rows, position, repeats, sums, tally(position, tf.size(rows), on_cpu)
 
     run = tf.function(found) if in_graph else found

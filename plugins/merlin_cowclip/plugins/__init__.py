@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         clip_by_global_norm,
     )
     from merlin_cowclip.plugins.counting import IdRecorder, Lookup
+    from merlin_cowclip.plugins.finite import NotFinite
     from merlin_cowclip.plugins.optimizer import CowClipOptimizer
     from merlin_cowclip.plugins.presets import PRESETS, preset
     from merlin_cowclip.plugins.saving import load_model, save_model
@@ -33,20 +34,25 @@ if TYPE_CHECKING:
         scaling_table,
     )
     from merlin_cowclip.plugins.schedules import LinearWarmup
+    from merlin_cowclip.plugins.statistics import FieldStatistics, RowStatistics, StepStatistics
     from merlin_cowclip.plugins.tables import HasTables, TableSpec
 
 _HOME = {
     "CLIP_RULES": "clipping",
     "CowClipAdam": "adam",
     "CowClipOptimizer": "optimizer",
+    "FieldStatistics": "statistics",
     "HasTables": "tables",
     "Hyperparameters": "scaling",
     "IdRecorder": "counting",
     "K": "scaling",
     "LinearWarmup": "schedules",
     "Lookup": "counting",
+    "NotFinite": "finite",
     "PRESETS": "presets",
+    "RowStatistics": "statistics",
     "SCALING_RULES": "scaling",
+    "StepStatistics": "statistics",
     "TableSpec": "tables",
     "clip_by_adaptive_column_norm": "clipping",
     "clip_by_adaptive_field_norm": "clipping",
@@ -67,12 +73,16 @@ __all__ = [
     "SCALING_RULES",
     "CowClipAdam",
     "CowClipOptimizer",
+    "FieldStatistics",
     "HasTables",
     "Hyperparameters",
     "IdRecorder",
     "K",
     "LinearWarmup",
     "Lookup",
+    "NotFinite",
+    "RowStatistics",
+    "StepStatistics",
     "TableSpec",
     "clip_by_adaptive_column_norm",
     "clip_by_adaptive_field_norm",

@@ -30,6 +30,7 @@ from merlin_cowclip.plugins.merlin_tables import check_regularizer
 from merlin_cowclip.plugins.not_offered import RefusesOptions
 from merlin_cowclip.plugins.row_sums import beside, sum_per_row
 from merlin_cowclip.plugins.scaling import check_clip, check_number
+from merlin_cowclip.plugins.statistics import StepStatistics, plain_norms
 from merlin_cowclip.plugins.tables import TableSpec
 from merlin_cowclip.plugins.writing import with_rows
 
@@ -131,6 +132,7 @@ class CowClipAdam(RefusesOptions, mm.LazyAdam):
         self.update = update
         self._specs: dict[Any, TableSpec] = {}
         self._exempt: dict[Any, tuple[bool, ...]] = {}
+        self._statistics: StepStatistics | None = None
 
     def bind_tables(self, tables: Mapping[TableSpec, Sequence[bool]]) -> None:
         """Take the counts of these built tables from the ids that they record.
@@ -144,6 +146,10 @@ class CowClipAdam(RefusesOptions, mm.LazyAdam):
             for spec, clipped in tables.items()
             if not all(clipped)
         }
+
+    def observe(self, statistics: StepStatistics | None) -> None:
+        """From the next trace on, add each step on bound tables to `statistics`; `None`: do not."""
+        self._statistics = statistics
 
     def _transform_gradients(
         self, grads_and_vars: Iterable[tuple[Any, tf.Variable]]
@@ -236,9 +242,10 @@ class CowClipAdam(RefusesOptions, mm.LazyAdam):
 
     def _clipped(self, tables: list[RowGradients], variables: list[tf.Variable]) -> list[tf.Tensor]:
         """The clipped gradients of all tables, as one set of rows: U×d each."""
-        if self.clip is None:
+        if self.clip is None and self._statistics is None:
             return [table.gradients for table in tables]
-        norms = [row_norms(table.gradients) for table in tables]
+        norms_of = plain_norms if self.clip is None else row_norms
+        norms = [norms_of(table.gradients) for table in tables]
         fields, num_fields = self._fields(tables, variables)
         known = RowNorms(
             tf.concat(norms, axis=0),
@@ -247,6 +254,25 @@ class CowClipAdam(RefusesOptions, mm.LazyAdam):
             fields,
             num_fields,
         )
+        lengths = self._lengths(known, variables)
+        if self._statistics is not None:
+            specs = [self._specs[variable.ref()] for variable in variables]
+            with beside(variables[0]) as on_cpu:
+                rows = [table.rows for table in tables]
+                self._statistics.add(known, lengths, rows, specs, on_cpu)
+        if self.clip is None:
+            return [table.gradients for table in tables]
+        parts = tf.split(lengths, [tf.size(n) for n in norms]) if len(norms) > 1 else [lengths]
+        return [
+            with_lengths(table.gradients, n, part)
+            for table, n, part in zip(tables, norms, parts, strict=True)
+        ]
+
+    def _lengths(self, given: RowNorms, variables: list[tf.Variable]) -> tf.Tensor:
+        """The gradients' norms after the clip, U."""
+        if self.clip is None:
+            return given.gradients
+        known = given
         exempt = self._exempt_rows(known, variables)
         if exempt is not None:  # such rows take no part in a norm, and keep their own
             known = known._replace(
@@ -254,15 +280,9 @@ class CowClipAdam(RefusesOptions, mm.LazyAdam):
                 rows=tf.where(exempt, 0.0, known.rows),
             )
         rule = CLIP_RULES[self.clip]
-        given = {name: getattr(self, f"clip_{name}") for name in rule.parameters}
-        lengths = rule.lengths(known, **given)
-        if exempt is not None:
-            lengths = tf.where(exempt, tf.concat(norms, axis=0), lengths)
-        parts = tf.split(lengths, [tf.size(n) for n in norms]) if len(norms) > 1 else [lengths]
-        return [
-            with_lengths(table.gradients, n, part)
-            for table, n, part in zip(tables, norms, parts, strict=True)
-        ]
+        parameters = {name: getattr(self, f"clip_{name}") for name in rule.parameters}
+        lengths = rule.lengths(known, **parameters)
+        return lengths if exempt is None else tf.where(exempt, given.gradients, lengths)
 
     def _exempt_rows(self, known: RowNorms, variables: list[tf.Variable]) -> tf.Tensor | None:
         """Which rows of all tables are not to be clipped, U booleans; `None` for none."""

@@ -16,6 +16,7 @@ from merlin_cowclip.plugins._stack import filter_empty_gradients, mm, tf
 from merlin_cowclip.plugins.fits import notify_of_fits
 from merlin_cowclip.plugins.initial import initialize, others_than
 from merlin_cowclip.plugins.not_offered import RefusesOptions
+from merlin_cowclip.plugins.observing import Observable
 from merlin_cowclip.plugins.ownership import (
     Owned,
     as_text,
@@ -48,7 +49,7 @@ _MAKE_ANOTHER = (
 
 
 @tf.keras.utils.register_keras_serializable(package="merlin_cowclip")
-class CowClipOptimizer(FollowsFits, RefusesOptions, mm.MultiOptimizer):
+class CowClipOptimizer(Observable, FollowsFits, RefusesOptions, mm.MultiOptimizer):
     """One optimizer for a whole Merlin model, by the paper's recipe.
 
     Three optimizers own the model's variables: `CowClipAdam` with the clip for embedding tables,
@@ -213,6 +214,19 @@ class CowClipOptimizer(FollowsFits, RefusesOptions, mm.MultiOptimizer):
         self._model = weakref.ref(model)
         self._specs = specs
         self._bound = ()
+        self._observe_by(None)
+
+    def _table_parts(self) -> Sequence[TablePart]:
+        clipped, unclipped, _ = self.optimizers
+        return clipped, unclipped
+
+    def _clipped_ranges(self) -> dict[TableSpec, tuple[bool, ...]]:
+        """For each range of rows of each table, whether the clip applies to it."""
+        clips, wanted = self.hyperparameters.clip is not None, self.clip_tables
+        return {
+            spec: tuple(clips and one for one in clipped_ranges(spec, wanted))
+            for spec in self.table_specs
+        }
 
     @property
     def table_specs(self) -> tuple[TableSpec, ...]:
@@ -292,6 +306,7 @@ class CowClipOptimizer(FollowsFits, RefusesOptions, mm.MultiOptimizer):
         pairs = filter_empty_gradients(grads_and_vars)
         owner = self._own()
         check_belong(pairs, owner, self._model() if self._model is not None else None)
+        self._has_stepped = True
         with tf.init_scope():
             # All slots before any control flow: loss scaling applies gradients inside a tf.cond.
             self.create_slots([v for _, v in pairs])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from merlin_cowclip.plugins._stack import tf
 from merlin_cowclip.plugins.adam import CowClipAdam
@@ -19,6 +19,21 @@ class _Proportional:
     def _decayed_lr(self, var_dtype: Any) -> tf.Tensor:
         rate = super()._decayed_lr(var_dtype)  # type: ignore[misc]
         return rate * tf.cast(self.factor(), var_dtype)
+
+    def last_rate(self) -> float:
+        """η of its last step, as `_decayed_lr` gave it; where it made none, of its first."""
+        rate: Any = self._get_hyper("learning_rate")  # type: ignore[attr-defined]
+        if isinstance(rate, tf.keras.optimizers.schedules.LearningRateSchedule):
+            steps = self.iterations  # type: ignore[attr-defined]
+            rate = rate(tf.cast(tf.maximum(steps - 1, 0), tf.float32))
+        return float(tf.cast(rate, tf.float32) * tf.cast(self.factor(), tf.float32))
+
+
+class LearningRates(NamedTuple):
+    """η of the two kinds of weights."""
+
+    dense: float
+    embedding: float
 
 
 class TablePart(_Proportional, CowClipAdam):

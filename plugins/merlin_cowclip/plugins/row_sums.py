@@ -8,7 +8,7 @@ products with sparse matrices refuse to run where ops are deterministic.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from merlin_cowclip.plugins._stack import tf
@@ -94,7 +94,23 @@ def sum_per_row(values: tf.Tensor, position: tf.Tensor, size: tf.Tensor, on_cpu:
     """The values, n×d, added up by `position`, n: `size`×d; on a CPU, in their order."""
     if not on_cpu:
         return tf.math.unsorted_segment_sum(values, position, size)
-    # The product with a matrix that has a 1 for each value, in the row of its position.
+    return _product(position, size, values)
+
+
+def sum_columns(
+    columns: Sequence[tf.Tensor], position: tf.Tensor, size: tf.Tensor, on_cpu: bool
+) -> tf.Tensor:
+    """As `sum_per_row`, of values given as d columns, n each."""
+    if not on_cpu:
+        return tf.math.unsorted_segment_sum(tf.stack(columns, axis=1), position, size)
+    # Columns are put side by side at 5 ns a value, one after the other at none.
+    return _product(position, size, tf.stack(columns, axis=0), adjoint_b=True)
+
+
+def _product(
+    position: tf.Tensor, size: tf.Tensor, values: tf.Tensor, adjoint_b: bool = False
+) -> tf.Tensor:
+    """The values times a matrix that has a 1 for each, in the row of its position."""
     number = tf.size(position, tf.int64)
     at = _once_per_graph(
         ("matrix", position), lambda: tf.stack([position, tf.range(number)], axis=1)
@@ -104,6 +120,7 @@ def sum_per_row(values: tf.Tensor, position: tf.Tensor, size: tf.Tensor, on_cpu:
         a_values=tf.ones(tf.shape(position), values.dtype),
         a_shape=tf.stack([tf.cast(size, tf.int64), number]),
         b=values,
+        adjoint_b=adjoint_b,
     )
 
 

@@ -99,6 +99,19 @@ class TableSpec:
         """V."""
         return self.row_offsets[-1]
 
+    @property
+    def range_names(self) -> tuple[str, ...]:
+        """For each range of rows, the fields that read it, with a "+" between; or the table."""
+        ranges = range(len(self.row_offsets) - 1)
+        read = list(zip(self._read(), self.columns, strict=True))
+        joined = ("+".join(column.name for at, column in read if at == number) for number in ranges)
+        return tuple(names or self.name for names in joined)
+
+    def _read(self) -> Sequence[int]:
+        """For each column, the number of the range that it reads."""
+        ranges, columns = range(len(self.row_offsets) - 1), len(self.columns)
+        return self.range_of_column or (ranges if len(ranges) == columns else [0] * columns)
+
     def selected(self, wanted: Sequence[Any]) -> tuple[bool, ...]:
         """For each range of rows, whether `wanted` names it, or a field that reads it.
 
@@ -114,9 +127,8 @@ class TableSpec:
             or any(Schema([column]).select_by_tag(tag) for tag in tags)  # USER_ID: USER and ID
             for column in self.columns
         ]
+        pairs = list(zip(self._read(), hits, strict=True))
         ranges = range(len(self.row_offsets) - 1)
-        read = self.range_of_column or (ranges if len(ranges) == len(hits) else [0] * len(hits))
-        pairs = list(zip(read, hits, strict=True))
         return tuple(whole or (number, True) in pairs for number in ranges)
 
 

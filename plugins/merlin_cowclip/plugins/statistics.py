@@ -1,0 +1,236 @@
+"""What the steps do to ids, by field: how many there are, how many are clipped, how long rows are.
+
+Sums over rows and steps, kept in two small variables on the device; nothing here changes an update.
+`CowClipOptimizer.observe` switches it on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from merlin_cowclip.plugins._stack import tf
+from merlin_cowclip.plugins.clipping import RowNorms, widened
+from merlin_cowclip.plugins.row_sums import sum_columns
+from merlin_cowclip.plugins.tables import TableSpec
+
+_COUNTED, _SUMMED = 4, 2  # of `RowStatistics`: integers, then norms
+
+
+@dataclass(frozen=True)
+class RowStatistics:
+    """Sums over some rows of some steps, and what follows from them.
+
+    A row counts once in every step whose batch holds its id.
+
+    Attributes:
+      rows: how many.
+      occurrences: samples that hold them, the counts of the clip; of tables that are not clipped,
+        how often the gradient has them.
+      clipped_rows: those whose gradient the clip made shorter.
+      clipped_occurrences: samples that hold these.
+      gradient_norms: sum of the norms of their gradients, with L2, before the clip. It is NaN or
+        infinite once a gradient of one of them was.
+      weight_norms: sum of the norms of their weights before the update; NaN or infinite likewise.
+    """
+
+    rows: int
+    occurrences: int
+    clipped_rows: int
+    clipped_occurrences: int
+    gradient_norms: float
+    weight_norms: float
+
+    def __add__(self, other: RowStatistics) -> RowStatistics:
+        """The sums over the rows of both."""
+        return RowStatistics(
+            self.rows + other.rows,
+            self.occurrences + other.occurrences,
+            self.clipped_rows + other.clipped_rows,
+            self.clipped_occurrences + other.clipped_occurrences,
+            self.gradient_norms + other.gradient_norms,
+            self.weight_norms + other.weight_norms,
+        )
+
+    @property
+    def gradient_norm(self) -> float | None:
+        """Mean norm of a row's gradient; `None` where there is no row."""
+        return _quotient(self.gradient_norms, self.rows)
+
+    @property
+    def weight_norm(self) -> float | None:
+        """Mean norm of a row's weights; `None` where there is no row."""
+        return _quotient(self.weight_norms, self.rows)
+
+    @property
+    def share_of_rows_clipped(self) -> float | None:
+        """From 0 to 1; `None` where there is no row."""
+        return _quotient(self.clipped_rows, self.rows)
+
+    @property
+    def share_of_occurrences_clipped(self) -> float | None:
+        """From 0 to 1; `None` where there is no row."""
+        return _quotient(self.clipped_occurrences, self.occurrences)
+
+
+def _quotient(total: float, number: int) -> float | None:
+    return total / number if number else None
+
+
+@dataclass(frozen=True)
+class FieldStatistics:
+    """What some steps did to the ids of one field, or of fields that share rows.
+
+    Attributes:
+      table: the table's name.
+      field: the field's name; those of fields that share rows, with a "+" between.
+      width: d of the table.
+      is_clipped: whether the clip applies to it.
+      steps: updates of the table.
+      frequent: ids that many samples of the batch hold (see `CowClipOptimizer.observe`).
+      rare: all other ids.
+    """
+
+    table: str
+    field: str
+    width: int
+    is_clipped: bool
+    steps: int
+    frequent: RowStatistics
+    rare: RowStatistics
+
+    @property
+    def all(self) -> RowStatistics:
+        """Of frequent and rare ids together."""
+        return self.frequent + self.rare
+
+
+class StepStatistics:
+    """Sums of what each step does to the ids of each field.
+
+    Integers are exact; norms are added in float32 within a step, in float64 over steps.
+
+    Args:
+      tables: the tables, built or not, and whether the clip applies to each of its fields.
+      frequent_from: samples of a batch that must hold an id for it to be a frequent one.
+    """
+
+    def __init__(self, tables: Mapping[TableSpec, Sequence[bool]], frequent_from: float) -> None:
+        self.frequent_from = frequent_from
+        self._tables = dict(tables)
+        fields = sum(len(spec.range_names) for spec in tables)
+        # Of a field: the steps, then rare and frequent ids. From the beginning, and until `reset`.
+        with tf.init_scope():
+            self._counts, self._counts_before = (
+                tf.Variable(
+                    tf.zeros([fields, 1 + 2 * _COUNTED], tf.int64), trainable=False, name=name
+                )
+                for name in ("statistics/counts", "statistics/counts_before")
+            )
+            self._norms, self._norms_before = (
+                tf.Variable(tf.zeros([fields, 2 * _SUMMED], tf.float64), trainable=False, name=name)
+                for name in ("statistics/norms", "statistics/norms_before")
+            )
+
+    @property
+    def variables(self) -> list[tf.Variable]:
+        """All state, in a fixed order: restored, the sums go on as if nothing had been."""
+        return [self._counts, self._norms, self._counts_before, self._norms_before]
+
+    def add(
+        self,
+        norms: RowNorms,
+        lengths: tf.Tensor,
+        rows: Sequence[tf.Tensor],
+        specs: Sequence[TableSpec],
+        on_cpu: bool,
+    ) -> None:
+        """Add a step.
+
+        Args:
+          norms: of U rows, before the clip.
+          lengths: U, the gradients' norms after it.
+          rows: U×d in all, before the update, by table.
+          specs: the tables whose fields `norms.fields` numbers, in their order.
+          on_cpu: whether the ops are placed on a CPU; see `row_sums.py`.
+        """
+        dtype = norms.gradients.dtype
+        counts = tf.cast(norms.counts, dtype)
+        clipped = tf.cast(lengths < norms.gradients, dtype)
+        # Not norms.rows: TensorFlow's graph optimizer multiplies by the clip's ratio elsewhere once
+        # something else reads them, which changes a last digit of the clip.
+        weights = tf.concat([plain_norms(some) for some in rows], axis=0)
+        columns = [
+            tf.ones_like(counts),
+            counts,
+            clipped,
+            clipped * counts,
+            norms.gradients,
+            tf.cast(weights, dtype),
+        ]
+        frequent = tf.cast(counts >= tf.constant(self.frequent_from, dtype), tf.int64)
+        groups = tf.constant(2 * norms.num_fields, tf.int64)
+        sums = sum_columns(columns, 2 * norms.fields + frequent, groups, on_cpu)
+        shape = [norms.num_fields, 2, _COUNTED + _SUMMED]
+        sums = tf.reshape(sums, shape)
+        counted = tf.reshape(sums[:, :, :_COUNTED], [norms.num_fields, 2 * _COUNTED])
+        steps = tf.ones([norms.num_fields, 1], tf.int64)
+        counted = tf.concat([steps, tf.cast(counted, tf.int64)], axis=1)
+        summed = tf.reshape(sums[:, :, _COUNTED:], [norms.num_fields, 2 * _SUMMED])
+        places = self._places(specs)
+        self._counts.assign_add(_placed(counted, places), read_value=False)
+        self._norms.assign_add(_placed(tf.cast(summed, tf.float64), places), read_value=False)
+
+    def _places(self, specs: Sequence[TableSpec]) -> list[int]:
+        """For each field of all tables, its number from 1 on among those of `specs`, or 0."""
+        first, after = {}, 1
+        for spec in specs:
+            first[spec] = after
+            after += len(spec.range_names)
+        return [
+            first[spec] + i if spec in first else 0
+            for spec in self._tables
+            for i in range(len(spec.range_names))
+        ]
+
+    def read(self) -> list[FieldStatistics]:
+        """The sums since the last `reset`, one item per table and field, in the model's order."""
+        counts = self._counts.numpy() - self._counts_before.numpy()
+        with np.errstate(invalid="ignore"):  # what is infinite in both
+            norms = self._norms.numpy() - self._norms_before.numpy()
+        return list(self._fields(counts, norms))
+
+    def total(self) -> list[FieldStatistics]:
+        """The sums since the first step."""
+        return list(self._fields(self._counts.numpy(), self._norms.numpy()))
+
+    def reset(self) -> None:
+        """Let `read` start anew; `total` goes on."""
+        self._counts_before.assign(self._counts)
+        self._norms_before.assign(self._norms)
+
+    def _fields(self, counts: np.ndarray, norms: np.ndarray) -> Iterator[FieldStatistics]:
+        fields = [
+            (spec.name, field, spec.width, clipped)
+            for spec, by_range in self._tables.items()
+            for field, clipped in zip(spec.range_names, by_range, strict=True)
+        ]
+        for field, counted, lengths in zip(fields, counts.tolist(), norms.tolist(), strict=True):
+            steps, *numbers = counted
+            rare = RowStatistics(*numbers[:_COUNTED], *lengths[:_SUMMED])
+            frequent = RowStatistics(*numbers[_COUNTED:], *lengths[_SUMMED:])
+            yield FieldStatistics(*field, steps, frequent, rare)
+
+
+def plain_norms(rows: tf.Tensor) -> tf.Tensor:
+    """Norms of rows, U×d → U, float32; infinite from 1e19 on, where Adam's squares are too."""
+    norms = tf.sqrt(tf.reduce_sum(tf.square(widened(rows)), axis=-1))
+    return tf.cast(norms, tf.float32)
+
+
+def _placed(values: tf.Tensor, places: Sequence[int]) -> tf.Tensor:
+    """The rows of `values`, counted from 1, at `places`; zeros where that is 0."""
+    zeros = tf.zeros([1, values.shape[1]], values.dtype)
+    return tf.gather(tf.concat([zeros, values], axis=0), tf.constant(places, tf.int64))

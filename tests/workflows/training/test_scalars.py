@@ -1,0 +1,120 @@
+"""Named numbers of an interval, and the sentence on the clip."""
+
+from __future__ import annotations
+
+import pytest
+
+from merlin_cowclip.plugins import FieldStatistics, RowStatistics
+from merlin_cowclip.workflows.training.scalars import (
+    clip_sentence,
+    field_scalars,
+    step_scalars,
+    summary_scalars,
+)
+
+NONE = RowStatistics(0, 0, 0, 0, 0.0, 0.0)
+
+
+def field(name, *, table="embeddings", width=10, clipped=(0, 0), is_clipped=True, steps=2):
+    """400 rare ids and 100 frequent ones, which half of the samples hold."""
+    rows, occurrences = clipped
+    rare = RowStatistics(400, 800, rows, occurrences, 40.0, 4.0)
+    return FieldStatistics(
+        *(table, name, width, is_clipped, steps),
+        frequent=RowStatistics(100, 800, 0, 0, 50.0, 100.0),
+        rare=rare,
+    )
+
+
+LINEAR = field("a", table="linear", width=1, is_clipped=False)
+
+
+def test_tags_and_values_by_field():
+    found = field_scalars([field("a", clipped=(50, 400)), LINEAR])
+    assert {tag: value for tag, value in found.items() if "embeddings" in tag} == {
+        "ids_per_batch/embeddings/a": 250.0,
+        "rows_clipped/embeddings/a": 0.1,
+        "occurrences_clipped/embeddings/a": 0.25,
+        "gradient_norm_frequent/embeddings/a": 0.5,
+        "gradient_norm_rare/embeddings/a": 0.1,
+        "weight_norm_frequent/embeddings/a": 1.0,
+        "weight_norm_rare/embeddings/a": 0.01,
+    }
+    assert len(found) == 7 + 5  # the clip does not apply to the linear weights
+    assert not any("clipped/linear" in tag for tag in found)
+
+
+def test_nothing_is_said_of_what_was_not_there():
+    frozen = FieldStatistics("t", "a", 4, True, 0, NONE, NONE)
+    assert field_scalars([frozen]) == {}
+    no_frequent = FieldStatistics("t", "a", 4, True, 1, NONE, field("a").rare)
+    tags = field_scalars([no_frequent])
+    assert not any("frequent" in tag for tag in tags)
+    assert "gradient_norm_rare/t/a" in tags
+
+
+def test_a_summary_has_all_its_columns():
+    fields = [field("a", clipped=(50, 400)), field("b"), LINEAR]
+    assert summary_scalars(fields) == {
+        "ids_per_batch": 500.0,
+        "rows_clipped": 0.05,
+        "occurrences_clipped": 0.125,
+        "gradient_norm_frequent": 0.5,
+        "gradient_norm_rare": 0.1,
+        "weight_norm_frequent": 1.0,
+        "weight_norm_rare": 0.01,
+    }
+    assert set(summary_scalars([]).values()) == {None}
+    assert list(summary_scalars([])) == list(summary_scalars(fields))
+    without_clip = summary_scalars([LINEAR])
+    assert without_clip["rows_clipped"] is None
+    assert without_clip["ids_per_batch"] == 250.0
+
+
+def test_what_depends_on_no_field():
+    values = {"loss": 0.5, "dense_lr": 1e-3, "embedding_lr": 1e-4, "samples_per_second": 9.0}
+    assert list(step_scalars(**values).items()) == [
+        ("loss", 0.5),
+        ("learning_rate/dense", 1e-3),
+        ("learning_rate/embedding", 1e-4),
+        ("samples_per_second", 9.0),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ([LINEAR], "No id was clipped: the clip applies to no table."),
+        (
+            [field("a"), field("b"), LINEAR],
+            "The clip shortened no gradient: no row of any of 2 fields reached its bound.",
+        ),
+        (
+            [field("a"), LINEAR],
+            "The clip shortened no gradient: no row of the only field reached its bound.",
+        ),
+        (
+            [field("a", clipped=(1, 2))],
+            "The clip shortened 0.2 % of the rows (0.12 % of the occurrences).",
+        ),
+        (
+            [field("a", clipped=(50, 400)), field("b", clipped=(400, 800)), field("c")],
+            "The clip shortened 30 % of the rows (25 % of the occurrences); most of all in b, 80 % "
+            "of the rows (50 % of the occurrences); none in 1 of 3 fields.",
+        ),
+    ],
+)
+def test_the_sentence_on_the_clip(fields, sentence):
+    assert clip_sentence(fields) == sentence
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [(1, "less than 0.001 %"), (999_999, "more than 99 %"), (1_000_000, "100 %"), (12, "0.0012 %")],
+)
+def test_small_and_large_shares_are_not_rounded_away(rows, said):
+    some = RowStatistics(1_000_000, 2_000_000, rows, 2 * rows, 1.0, 1.0)
+    of = FieldStatistics("t", "a", 4, True, 1, NONE, some)
+    assert clip_sentence([of]) == (
+        f"The clip shortened {said} of the rows ({said} of the occurrences)."
+    )

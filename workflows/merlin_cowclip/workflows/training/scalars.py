@@ -1,0 +1,125 @@
+"""What an interval of training was like, as named numbers: for TensorBoard and `metrics.csv`.
+
+Pure functions of what `CowClipOptimizer.observe` gives; nothing here writes a file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
+
+from merlin_cowclip.plugins import FieldStatistics, RowStatistics
+
+_Quantity = Callable[[FieldStatistics], float | None]
+
+BY_FIELD: Mapping[str, _Quantity] = MappingProxyType(
+    {
+        "ids_per_batch": lambda field: field.all.rows / field.steps,
+        "rows_clipped": lambda field: field.all.share_of_rows_clipped,
+        "occurrences_clipped": lambda field: field.all.share_of_occurrences_clipped,
+        "gradient_norm_frequent": lambda field: field.frequent.gradient_norm,
+        "gradient_norm_rare": lambda field: field.rare.gradient_norm,
+        "weight_norm_frequent": lambda field: field.frequent.weight_norm,
+        "weight_norm_rare": lambda field: field.rare.weight_norm,
+    }
+)
+"""Quantity → its value for a field that was updated: the first part of a tag."""
+
+_OF_THE_CLIP = ("rows_clipped", "occurrences_clipped")
+
+
+def step_scalars(
+    *, loss: float, dense_lr: float, embedding_lr: float, samples_per_second: float
+) -> dict[str, float]:
+    """What does not depend on a field, by tag.
+
+    Args:
+      loss: mean training loss.
+      dense_lr: η of the dense weights.
+      embedding_lr: η of the tables.
+      samples_per_second: of training alone.
+    """
+    return {
+        "loss": loss,
+        "learning_rate/dense": dense_lr,
+        "learning_rate/embedding": embedding_lr,
+        "samples_per_second": samples_per_second,
+    }
+
+
+def field_scalars(fields: Iterable[FieldStatistics]) -> dict[str, float]:
+    """Every quantity of every field that has it, by tag, "quantity/table/field".
+
+    Left out: fields that were not updated, what the clip does to fields that it does not apply to,
+    and means over no ids. Shares are from 0 to 1, norms are means over ids and steps.
+    """
+    found = {}
+    for field in fields:
+        for quantity, value_of in BY_FIELD.items():
+            if not field.steps or (quantity in _OF_THE_CLIP and not field.is_clipped):
+                continue
+            value = value_of(field)
+            if value is not None:
+                found[f"{quantity}/{field.table}/{field.field}"] = value
+    return found
+
+
+def summary_scalars(fields: Sequence[FieldStatistics]) -> dict[str, float | None]:
+    """The same over all fields of the embeddings (tables of width 2 and more, where there are any).
+
+    One item for every quantity, whatever was seen, for a column of a file: `None` is an empty cell.
+    """
+    chosen = [field for field in fields if field.width > 1] or list(fields)
+    steps = max((field.steps for field in chosen), default=0)
+    frequent, rare = (_sum(getattr(f, kind) for f in chosen) for kind in ("frequent", "rare"))
+    clipped = _sum(field.all for field in fields if field.is_clipped)
+    return {
+        "ids_per_batch": (frequent + rare).rows / steps if steps else None,
+        "rows_clipped": clipped.share_of_rows_clipped,
+        "occurrences_clipped": clipped.share_of_occurrences_clipped,
+        "gradient_norm_frequent": frequent.gradient_norm,
+        "gradient_norm_rare": rare.gradient_norm,
+        "weight_norm_frequent": frequent.weight_norm,
+        "weight_norm_rare": rare.weight_norm,
+    }
+
+
+def _sum(parts: Iterable[RowStatistics]) -> RowStatistics:
+    return sum(parts, RowStatistics(0, 0, 0, 0, 0.0, 0.0))
+
+
+def clip_sentence(fields: Iterable[FieldStatistics]) -> str:
+    """One sentence on what the clip did to the ids of a run."""
+    clipped = [field for field in fields if field.is_clipped and field.steps]
+    if not clipped:
+        return "No id was clipped: the clip applies to no table."
+    touched = [field for field in clipped if field.all.clipped_rows]
+    if not touched:
+        fields_ = "the only field" if len(clipped) == 1 else f"any of {len(clipped)} fields"
+        return f"The clip shortened no gradient: no row of {fields_} reached its bound."
+    whole = _sum(field.all for field in clipped)
+    sentence = f"The clip shortened {_shares(whole)}"
+    if len(clipped) == 1:
+        return f"{sentence}."
+    most = max(touched, key=lambda field: field.all.share_of_rows_clipped or 0.0)
+    sentence += f"; most of all in {most.field}, {_shares(most.all)}"
+    untouched = len(clipped) - len(touched)
+    return (
+        f"{sentence}; none in {untouched} of {len(clipped)} fields."
+        if untouched
+        else f"{sentence}."
+    )
+
+
+def _shares(of: RowStatistics) -> str:
+    rows, occurrences = of.clipped_rows / of.rows, of.clipped_occurrences / of.occurrences
+    return f"{_percent(rows)} of the rows ({_percent(occurrences)} of the occurrences)"
+
+
+def _percent(share: float) -> str:
+    """Two digits; never "0 %" of what is there, nor "100 %" of what is not all."""
+    if 0 < share < 1e-5:
+        return "less than 0.001 %"
+    if 0.995 <= share < 1:
+        return "more than 99 %"
+    return f"{100 * share:.2g} %" if share < 0.095 else f"{100 * share:.0f} %"
