@@ -5,44 +5,28 @@ Only when Arrow has met a fault is the file read again, slowly, to say where (`c
 
 from __future__ import annotations
 
+import contextlib
 import gzip
-import io
 import math
 import os
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.csv
 
 from merlin_cowclip.workflows.data import csv_text
 from merlin_cowclip.workflows.data.csv_text import CsvText, Row
+from merlin_cowclip.workflows.data.encoded_rows import ahead
 from merlin_cowclip.workflows.data.inputs import refuse_unreadable
-from merlin_cowclip.workflows.data.quotes import BYTE_ORDER_MARK, QuoteScan
+from merlin_cowclip.workflows.data.quotes import BYTE_ORDER_MARK
 from merlin_cowclip.workflows.data.raw_logs import ID_TYPE, Chunk, RawLog, parse_number
 from merlin_cowclip.workflows.errors import UserError, clipped, excerpt
-
-
-class _Watched(io.RawIOBase):
-    """A stream that shows a scan of quotes what is read from it."""
-
-    def __init__(self, stream: pa.NativeFile, scan: QuoteScan) -> None:
-        self._stream, self._scan, self._held = stream, scan, b""
-
-    def readable(self) -> bool:
-        """It is there to be read."""
-        return True
-
-    def read(self, size: int = -1) -> bytes:
-        """The next bytes."""
-        block = self._stream.read(size)
-        self._scan.feed(self._held, block)  # one behind, for the byte that follows
-        self._held = block
-        return block
 
 
 class CsvLog(RawLog):
@@ -115,46 +99,84 @@ class CsvLog(RawLog):
         types |= dict.fromkeys(spec.categorical, ID_TYPE)
         types |= dict.fromkeys(spec.continuous, pa.float64())
         types |= {spec.label: pa.float64()} if self.labelled else {}
-        # Only the file's first part has the header.
-        names = self.columns if chunk.start == 0 else self._names()
-        scan = QuoteScan(spec.separator)
-        with self._stream(chunk) as raw:
+        convert = pyarrow.csv.ConvertOptions(
+            column_types=types,
+            include_columns=self.wanted,
+            null_values=[""],
+            strings_can_be_null=True,
+        )
+        read, first = 0, chunk.start == 0
+        with self._stream(chunk) as raw, contextlib.closing(self._texts(raw)) as texts:
             try:
-                stream: Any = raw
-                if self.text.gzipped:
-                    stream = _inflated(raw, self.path)
-                    if spec.quotes:
-                        stream = _Watched(stream, scan)
-                reader = pyarrow.csv.open_csv(
-                    stream,
-                    read_options=pyarrow.csv.ReadOptions(
-                        block_size=csv_text.BLOCK_BYTES, column_names=names
-                    ),
-                    parse_options=pyarrow.csv.ParseOptions(
-                        delimiter=spec.separator,
-                        quote_char='"' if spec.quotes else False,
-                        newlines_in_values=chunk.quotes,
-                    ),
-                    convert_options=pyarrow.csv.ConvertOptions(
-                        column_types=types,
-                        include_columns=self.wanted,
-                        null_values=[""],
-                        strings_can_be_null=True,
-                    ),
-                )
-                read = 0
-                for batch in reader:
-                    yield self.typed(batch, self._find_fault, replaced)
-                    advance(raw.tell() - read)
-                    read = raw.tell()
+                for text in texts:
+                    for batch in self._parsed(text, chunk.quotes, first, convert):
+                        yield self.typed(batch, self._find_fault, replaced)
+                        advance(raw.tell() - read)
+                        read = raw.tell()
+                    first = False
             except (pa.ArrowInvalid, OSError, EOFError, zlib.error) as error:
                 if isinstance(error, OSError) and error.errno is not None:
                     refuse_unreadable(self.path, error)
-                if chunk.start and "Empty CSV" in str(error):  # a part of blank lines
-                    return
                 self._find_fault(str(error))
-        if scan.bad:
+
+    def _texts(self, raw: pa.NativeFile) -> Generator[pa.NativeFile, None, None]:
+        """A part's text: as it is or, gzipped, in pieces of whole rows, of a block or so each."""
+        if self.text.gzipped:
+            stream = _inflated(raw, self.path)  # with which, once it is gone, raw is closed
+            yield from ahead(self._rows_of(stream))
+        else:
+            yield raw
+
+    def _rows_of(self, stream: Any) -> Iterator[pa.BufferReader]:
+        """Pieces of inflated text.
+
+        Arrow could read the stream itself, but its thread would read far ahead, and need the
+        interpreter's lock while that waits for the thread to end.
+        """
+        held, bad = b"", False
+        while block := stream.read(csv_text.BLOCK_BYTES):
+            held += block
+            last, bad = self.text.last_row(held)
+            if last > 1:
+                yield _reader_of(held[:last])
+                # Arrow would take out a mark of byte order, which is none there. It skips the line.
+                held = b"\n" + held[last:]
+            elif len(held) > csv_text.BLOCK_BYTES:
+                self._find_fault("a row that does not end")
+        if bad:
             self.text.check_stream()
+        if held:
+            yield _reader_of(held)
+
+    def _parsed(
+        self,
+        text: pa.NativeFile,
+        quotes: bool,
+        first: bool,
+        convert: pyarrow.csv.ConvertOptions,
+    ) -> Iterable[pa.RecordBatch]:
+        """The rows of a text; ``first``: it may begin with the header."""
+        if not np.frombuffer(text.read_buffer(), np.uint8).all():
+            self.text.refuse_zero_byte()
+        text.seek(0)
+        try:
+            return pyarrow.csv.open_csv(
+                text,
+                read_options=pyarrow.csv.ReadOptions(
+                    block_size=_block_bytes(text),
+                    column_names=self.columns if first else self._names(),
+                ),
+                parse_options=pyarrow.csv.ParseOptions(
+                    delimiter=self.spec.separator,
+                    quote_char='"' if self.spec.quotes else False,
+                    newlines_in_values=quotes,
+                ),
+                convert_options=convert,
+            )
+        except pa.ArrowInvalid as error:
+            if not first and "Empty CSV" in str(error):  # blank lines
+                return ()
+            raise
 
     def ids(self, column: pa.Array, fault: Callable[[str], Any]) -> pa.Array:
         """As Arrow has read them: empty text is null already."""
@@ -172,7 +194,7 @@ class CsvLog(RawLog):
             text = mapped.read_buffer(chunk.stop - chunk.start)
             if chunk.start and text[: len(BYTE_ORDER_MARK)].to_pybytes() == BYTE_ORDER_MARK:
                 # Arrow would take it out of the row: it is no mark there. A blank line is no row.
-                text = pa.py_buffer(b"\n" + text.to_pybytes())
+                return _reader_of(b"\n" + text.to_pybytes())
             return pa.BufferReader(text)
 
     def _names(self) -> tuple[str, ...]:
@@ -230,6 +252,26 @@ class CsvLog(RawLog):
             f"every row must have {expected} columns, separated by {self.spec.separator!r}. "
             f"Received: {len(row.cells)} in {self.path}, {place}. {remedy}"
         )
+
+
+def _reader_of(text: bytes) -> pa.BufferReader:
+    """Of a copy in Arrow's memory: for Python's, its threads would need the interpreter's lock."""
+    copy = pa.BufferOutputStream()
+    copy.write(text)
+    return pa.BufferReader(copy.getvalue())
+
+
+def _block_bytes(text: pa.NativeFile) -> int:
+    """How much of a text Arrow is to take at a time, so that no block ends between CR and LF.
+
+    It would drop that LF, in a quoted cell as well.
+    """
+    size = text.size()
+    return next(
+        block
+        for block in range(csv_text.BLOCK_BYTES, 0, -1)
+        if all(text.read_at(2, at - 1) != b"\r\n" for at in range(block, size, block))
+    )
 
 
 def _inflated(raw: pa.NativeFile, path: Path) -> Any:

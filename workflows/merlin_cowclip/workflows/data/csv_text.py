@@ -102,6 +102,20 @@ class CsvText:
                 for a, b in zip(starts, [*starts[1:], len(text)], strict=True)
             ]
 
+    def last_row(self, text: bytes) -> tuple[int, bool]:
+        """Where one of the last rows begins of a text that starts with a row; 0 if it has but one.
+
+        Returns:
+            That byte, and whether a quote behind it is never closed, or closed too early.
+        """
+        if self.quotes and b'"' in text:
+            for end in b"\n", b"\r":
+                starts, bad = row_starts(text, max(1, len(text) // 16), self.separator, end)
+                if starts[-1]:
+                    break
+            return starts[-1], bad
+        return max(text.rfind(b"\n"), text.rfind(b"\r")) + 1, False
+
     def rows(self) -> Iterator[Row]:
         """Every row that is not blank, slowly."""
         csv.field_size_limit(MAX_LINE)  # of the process; Python's own is 131,072
@@ -156,15 +170,30 @@ class CsvText:
         """Refuse a gzipped file that is damaged, or holds a quote that is never closed."""
         scan = QuoteScan(self.separator)
         try:
-            for block, after in with_next(self._gzip_blocks()):
+            for block, after in with_next(self._blocks()):
                 scan.feed(block, after)
             if self.quotes and scan.bad:
-                self._bad_quote(self._gzip_blocks())
+                self._bad_quote(self._blocks())
         except _GZIP_ERRORS as error:
             self._bad_gzip(error)
 
-    def _gzip_blocks(self) -> Iterator[bytes]:
-        with gzip.open(self.path) as stream:
+    def refuse_zero_byte(self) -> NoReturn:
+        """Raise UserError for the text's first zero byte, past which Arrow may miss a separator."""
+        if self.gzipped:
+            self.check_stream()  # a damaged one decodes to nonsense
+        line = 1
+        for block in self._blocks():
+            at = block.find(b"\0")
+            line += block.count(b"\n", 0, len(block) if at < 0 else at)
+            if at >= 0:
+                break
+        raise UserError(
+            f"text must have no zero bytes. Received: one in {self.path}, line {line}. Take them "
+            "out: tr -d '\\000'"
+        )
+
+    def _blocks(self) -> Iterator[bytes]:
+        with gzip.open(self.path) if self.gzipped else open(self.path, "rb") as stream:
             while block := stream.read(1 << 20):
                 yield block
 

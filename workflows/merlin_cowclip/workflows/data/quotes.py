@@ -151,7 +151,9 @@ def with_next(blocks: Iterable[bytes]) -> Iterator[tuple[bytes, bytes]]:
         yield held, b""
 
 
-def row_starts(text: mmap.mmap, size: int, separator: str) -> tuple[list[int], bool]:
+def row_starts(
+    text: bytes | mmap.mmap, size: int, separator: str, end_of_line: bytes = b"\n"
+) -> tuple[list[int], bool]:
     """Where a file can be cut into parts of about ``size`` bytes, never within a quoted cell.
 
     Returns:
@@ -164,7 +166,7 @@ def row_starts(text: mmap.mmap, size: int, separator: str) -> tuple[list[int], b
         at = target
         # The rest of the row that we are in, quote by quote.
         while at < end and scan.state != BROKEN:
-            line = -1 if scan.state == WITHIN else text.find(b"\n", at)
+            line = -1 if scan.state == WITHIN else text.find(end_of_line, at)
             quote = text.find(b'"', at, line if line >= 0 else end)
             stop = (quote if quote >= 0 else line) + 1 or end
             _feed(scan, text, at, stop)
@@ -178,7 +180,7 @@ def row_starts(text: mmap.mmap, size: int, separator: str) -> tuple[list[int], b
     return starts, scan.bad
 
 
-def _feed(scan: QuoteScan, text: mmap.mmap, start: int, stop: int) -> None:
+def _feed(scan: QuoteScan, text: bytes | mmap.mmap, start: int, stop: int) -> None:
     for a in range(start, stop, BLOCK_BYTES):
         b = min(a + BLOCK_BYTES, stop)
         scan.feed(text[a:b], text[b : b + 1])

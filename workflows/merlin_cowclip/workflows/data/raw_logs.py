@@ -182,7 +182,7 @@ class RawLog(abc.ABC):
         if self.labelled:
             labels = column_of(batch, spec.label).cast(pa.float64(), safe=False)  # large ones round
             good = pc.or_(pc.equal(labels, 0.0), pc.equal(labels, 1.0))  # -0.0 is 0; null for null
-            if labels.null_count or not pc.all(good).as_py():
+            if labels.null_count or pc.all(good).as_py() is False:  # None: there is no row
                 fault("label")
             columns[spec.label] = labels.cast(pa.int8())
         for name in spec.continuous:

@@ -1,0 +1,63 @@
+"""Csv logs, read in blocks: no row depends on where one ends."""
+
+from __future__ import annotations
+
+import gzip
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from merlin_cowclip.workflows.data import csv_text
+from merlin_cowclip.workflows.data.csv_logs import CsvLog
+from merlin_cowclip.workflows.data.datasets import DatasetSpec
+from merlin_cowclip.workflows.errors import UserError
+
+SPEC = DatasetSpec(name="clicks", label="y", categorical=("a", "b"))
+HEAD = b"y,a,b\r\n"
+NAMES = ["log.csv", "log.csv.gz"]
+
+
+def written(path: Path, text: bytes) -> CsvLog:
+    path.write_bytes(gzip.compress(text) if path.name.endswith(".gz") else text)
+    return CsvLog(SPEC, path)
+
+
+def rows(log: CsvLog, size: int = 1 << 20) -> list[dict[str, Any]]:
+    return [
+        row
+        for chunk in log.chunks(size)
+        for batch in log.batches(chunk)
+        for row in batch.to_pylist()
+    ]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("line_end", ["\r\n", "\n", "\r"])
+def test_line_ends_within_cells_and_blank_lines(tmp_path, monkeypatch, name, line_end):
+    """Arrow drops an LF at the beginning of a block if the one before ends in a CR."""
+    cell = f"x{line_end}{line_end}"
+    line = f'1,"{cell}",u{line_end}'.encode()
+    log = written(tmp_path / name, HEAD + line * 9 + line_end.encode() * 90)
+    for block in range(60, 90):
+        monkeypatch.setattr(csv_text, "BLOCK_BYTES", block)
+        assert rows(log) == [{"y": 1, "a": cell, "b": "u"}] * 9, block
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_zero_byte(tmp_path, name):
+    """Past one Arrow may not see a separator, a line end, or the second of two quotes."""
+    log = written(tmp_path / name, HEAD + b"1,u,v\r\n" * 5 + b'0,"u\0""",v\r\n')
+    with pytest.raises(UserError, match=f"no zero bytes.*{name}, line 7"):
+        rows(log)
+
+
+def test_reading_of_gzip_ends_with_whoever_reads(tmp_path, monkeypatch):
+    monkeypatch.setattr(csv_text, "BLOCK_BYTES", 1000)
+    log = written(tmp_path / "log.csv.gz", HEAD + b'1,"u",v\r\n' * 10_000)
+    before = threading.active_count()
+    batches = log.batches(log.chunks(1 << 20)[0])
+    next(batches)
+    batches.close()
+    assert threading.active_count() == before
