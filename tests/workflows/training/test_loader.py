@@ -4,9 +4,12 @@ The oracle is pandas reading the parquet files; `serial`, a number that no two r
 rows apart.
 """
 
+import os
+
 import numpy as np
 import pandas as pd
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 
@@ -251,6 +254,29 @@ def test_empty_row_groups_are_passed_over(data, on_disk, tmp_path, small_windows
     record = {**data.record, "files": {"train": [file_state(path) for path in paths]}}
     loader = Loader(PreparedData(data.path, data.spec, record), batch_size=BATCH)
     pd.testing.assert_frame_equal(by_serial(as_frame(loader)), by_serial(on_disk["train"]))
+
+
+@pytest.mark.parametrize("same", [False, True])
+def test_files_that_change_while_they_are_read_are_refused(data, tmp_path, small_windows, same):
+    """Where the old footer fits the new file, other rows were read without a word."""
+    table = pq.read_table(data.train_files)
+    other = table.set_column(0, table.schema.field(0), pc.subtract(1, table["y"]))
+    old, new = tmp_path / "old.parquet", tmp_path / "new.parquet"
+    for path, rows in ((old, table), (new, table if same else other)):
+        pq.write_table(rows, path, row_group_size=160, compression="none", use_dictionary=False)
+        os.utime(path, ns=(0, 0))  # by the time alone nothing is seen
+    record = {**data.record, "files": {"train": [file_state(old)], "test": []}}
+    record["rows"] = {"train": len(table), "test": 0}
+    loader = Loader(PreparedData(tmp_path, data.spec, record), batch_size=BATCH)
+    wanted = as_frame(loader.batches())
+    batches = loader.batches()
+    first = next(batches)
+    os.replace(new, old)
+    if same:
+        pd.testing.assert_frame_equal(as_frame([first, *batches]), wanted)
+    else:
+        with pytest.raises(UserError, match="adopted parquet must stay as it was.*old.parquet"):
+            list(batches)
 
 
 def test_a_footer_is_parsed_once(data, monkeypatch):

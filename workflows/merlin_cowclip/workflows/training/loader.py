@@ -119,7 +119,7 @@ class Loader(tf.data.Dataset):
         self.rank = rank
         self.ranks = ranks
         self.drop_last = ranks > 1 if drop_last is None else drop_last
-        reader = Reader(data.spec, data.footers(part))
+        reader = Reader(data.spec, data.footers(part), functools.partial(data.footers, part))
         self._order = Order(
             reader.groups(), batch_size, seed, self.shuffled, rank, ranks, self.drop_last
         )

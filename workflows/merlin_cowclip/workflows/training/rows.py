@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Set
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from merlin_cowclip.workflows.data.datasets import DatasetSpec
+from merlin_cowclip.workflows.data.raw_logs import FileState
 from merlin_cowclip.workflows.training.order import RowGroup, Window
 
 
@@ -113,10 +114,16 @@ class Reader:
     Args:
       spec: which columns there are.
       footers: of the part's files, in their order; of many row groups, parsing one takes long.
+      check: refuses files that are not as they were; called where one was written or replaced.
     """
 
     spec: DatasetSpec
     footers: Mapping[Path, pq.FileMetaData]
+    check: Callable[[], Any]
+    states: dict[Path, FileState] = field(init=False)  # as they were checked last
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "states", {path: FileState.of(path) for path in self.footers})
 
     def groups(self) -> tuple[RowGroup, ...]:
         """All row groups that have rows, in the order on disk."""
@@ -128,7 +135,26 @@ class Reader:
         )
 
     def read(self, window: Window) -> Rows:
-        """The window's rows, as they lie on disk group by group."""
+        """The window's rows, as they lie on disk group by group.
+
+        Raises:
+          UserError: a file has changed since.
+        """
+        try:
+            return self._read(window)
+        finally:  # a footer of before would tell where something else lies now
+            self._check({group.file for group in window.groups})
+
+    def _check(self, files: Set[Path]) -> None:
+        try:
+            now = {path: FileState.of(path) for path in files}
+        except OSError:
+            now = {}
+        if now.items() - self.states.items() or not now:
+            self.check()
+            self.states.update(now)
+
+    def _read(self, window: Window) -> Rows:
         spec, n = self.spec, window.rows
         columns = [*spec.categorical, *spec.continuous, *spec.lists, spec.label]
         ids = np.empty((n, len(spec.categorical)), np.int64)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from merlin_cowclip.workflows.data.datasets import check_input_names
-from merlin_cowclip.workflows.data.prepared import PreparedData
+from merlin_cowclip.workflows.data.prepared import PARTS, PreparedData
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.folders import all_or_nothing, refuse_existing, write_json
 from merlin_cowclip.workflows.machine import memory_limit
@@ -95,7 +95,7 @@ def train(
     with (
         seeded(config.seed, deterministic=config.deterministic),
         all_or_nothing(out) as folder,
-        _scarcity(out),
+        _as_user_errors(data, out),
     ):
         _train(data, config, loader, test, folder, progress=progress)
     return Run.open(out)
@@ -174,8 +174,8 @@ def _compiled(
 
 
 @contextlib.contextmanager
-def _scarcity(out: Path) -> Iterator[None]:
-    """TensorFlow's and shutil's errors for a full disk or want of memory, as what they are."""
+def _as_user_errors(data: PreparedData, out: Path) -> Iterator[None]:
+    """TensorFlow's and shutil's errors for a full disk, want of memory or other data, as these."""
     try:
         yield
     except (tf.errors.OpError, shutil.Error) as error:  # the latter has many errors, and no errno
@@ -189,6 +189,8 @@ def _scarcity(out: Path) -> Iterator[None]:
                 "a step must fit into memory. Received: less than it takes "
                 f"({str(error).splitlines()[0][:200]}). Choose a smaller batch size or network"
             ) from None
+        for part in PARTS:
+            data.footers(part)  # what a loader has met in a thread is an error of TensorFlow's here
         raise
 
 
