@@ -5,10 +5,12 @@ import os
 import numpy as np
 import pandas as pd
 import pytest
+from pandas._libs.parsers import STR_NA_VALUES
 
 from merlin_cowclip.workflows import machine
 from merlin_cowclip.workflows.commands.main import main
 from merlin_cowclip.workflows.data import etl
+from merlin_cowclip.workflows.data.arrow_ids import READ_AS_MISSING
 from merlin_cowclip.workflows.data.datasets import DatasetSpec, Split
 from merlin_cowclip.workflows.data.etl import prepare
 from merlin_cowclip.workflows.data.prepared import PreparedData
@@ -181,6 +183,21 @@ def test_integers_written_as_floats_are_told(tmp_path, capsys, first, second, no
     assert (f"x: {note}" in printed) == (note is not None)
     assert data.report["fields"]["x"].get("note", "").startswith(note or "")
     assert ("note" in data.report["fields"]["x"]) == (note is not None)
+
+
+def test_ids_that_pandas_reads_as_missing_are_told(tmp_path):
+    assert STR_NA_VALUES - {""} <= READ_AS_MISSING
+    path = tmp_path / "log.csv"
+    path.write_text("y,x\n" + "0,NA\n1,DE\n1,\n" * 30)
+    spec = DatasetSpec(name="ids", label="y", categorical=("x",))
+    data = prepare(spec, [path], tmp_path / "out", progress=False)
+    assert data.report["fields"]["x"]["note"].startswith("pandas reads the id NA as a missing")
+    frame = pd.read_csv(path, dtype=str, keep_default_na=False, na_values=[""]).head(3)
+    ids = data.counts("x").set_index("raw")["id"]
+    assert data.workflow().transform(frame.astype({"y": int}))["x"].tolist() == [
+        *(ids["NA"], ids["DE"]),
+        1,
+    ]
 
 
 # Rare ids

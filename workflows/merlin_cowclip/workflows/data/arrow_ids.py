@@ -11,6 +11,11 @@ import pyarrow.compute as pc
 
 from merlin_cowclip.workflows.errors import UserError
 
+# By `pandas.read_csv`, of version 1 and 2, also with dtype=str.
+READ_AS_MISSING = {
+    *("NA", "N/A", "n/a", "#NA", "#N/A", "#N/A N/A", "<NA>", "NULL", "null", "None"),
+    *("NaN", "nan", "-NaN", "-nan", "1.#IND", "-1.#IND", "1.#QNAN", "-1.#QNAN"),
+}
 EXACT = float(2**53)  # below it, and only there, a float holds every integer
 
 
@@ -101,6 +106,21 @@ def note_on_floats(texts: pa.Array, read_by_pandas: bool = True) -> str | None:
             "or read what it is given with dtype=str"
         )
     return None
+
+
+def note_on_words(texts: pa.Array) -> str | None:
+    """What must be said of distinct ids that pandas reads from a csv file as missing values.
+
+    Args:
+        texts: the distinct ids of a column.
+    """
+    words = texts.filter(pc.is_in(texts, value_set=pa.array(sorted(READ_AS_MISSING))))
+    if not len(words):
+        return None
+    return (
+        f"pandas reads the id {words[0]} as a missing value, and so the saved workflow would take "
+        'it for one: read what it is given with keep_default_na=False, na_values=[""]'
+    )
 
 
 def same_text(a: pa.DataType, b: pa.DataType) -> bool:

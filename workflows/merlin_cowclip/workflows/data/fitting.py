@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from merlin_cowclip.workflows.data import clusters
-from merlin_cowclip.workflows.data.arrow_ids import note_on_floats
+from merlin_cowclip.workflows.data.arrow_ids import note_on_floats, note_on_words
 from merlin_cowclip.workflows.data.encoding import (
     MISSING,
     UNKNOWN,
@@ -105,9 +105,10 @@ def _fit_ids(job: FieldJob) -> Fitted:
         "test_missing": int(np.count_nonzero(test == MISSING)),
         "test_unknown": int(np.count_nonzero((test >= UNKNOWN) & (test < statistics.first_id))),
     }
-    note = note_on_floats(texts, read_by_pandas=spec.format == "csv")
-    if note:
-        report["note"] = note
+    in_csv = spec.format == "csv"
+    notes = note_on_floats(texts, read_by_pandas=in_csv), note_on_words(texts) if in_csv else None
+    if any(notes):
+        report["note"] = "; ".join(filter(None, notes))
     return Fitted(cardinality=statistics.cardinality, report=report)
 
 
