@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 
@@ -244,8 +245,8 @@ ENDINGS = [
     ("error", "code", "words"), [pytest.param(*e, id=repr(e[0])[:50]) for e in ENDINGS]
 )
 def test_what_ends_a_training(toy_data, tmp_path, monkeypatch, error, code, words):
-    def end(data, config, loader, test, folder, *, progress):
-        (folder / "half").write_text("a model")
+    def end(data, config, keeping, loader, run, max_minutes, *, progress):
+        (run / "half").write_text("a model")
         raise error
 
     (tmp_path / "temporary").mkdir()
@@ -260,6 +261,8 @@ def test_what_ends_a_training(toy_data, tmp_path, monkeypatch, error, code, word
 def test_what_a_killed_run_left_is_in_nobodys_way(toy_data, tmp_path, monkeypatch):
     (tmp_path / ".run.partial-17-abc").mkdir()
     done = []
-    monkeypatch.setattr(training, "train", lambda *_: done.append(1))
+    result = {"auc": 0.5, "log_loss": 1, "samples_per_second": 1, "train_seconds": 1, "clip": ""}
+    run = SimpleNamespace(result={**result, "epochs": []})
+    monkeypatch.setattr(training, "train", lambda *_, **__: done.append(1) or run)
     command(["train", toy_data, "--out", tmp_path / "run", "--batch-size", "64"])
     assert done

@@ -358,7 +358,7 @@ def test_what_the_commands_print(session):
         done["prepare"].stdout,
     )
     out = done["train"].stdout
-    table, progress = out.index("embedding_lr"), out.index("Epoch 1/2")
+    table, progress = out.index("embedding_lr"), out.index("epoch 1/2")
     assert table < progress  # before the training, not after
     lines = {line.split()[0]: line.split()[1:] for line in out[:progress].splitlines()}
     assert lines["rule"] == ["cowclip,", "exact", "updates"]

@@ -25,6 +25,7 @@ from merlin_cowclip.workflows.training.reproducibility import seeded
 from merlin_cowclip.workflows.training.rows import Reader
 from merlin_cowclip.workflows.training.runs import Run
 from merlin_cowclip.workflows.training.train import train
+from merlin_cowclip.workflows.training.watch import Watch
 
 pytestmark = pytest.mark.usefixtures("quick_saves")
 ROWS, TRAIN, TEST = 5_000, 4_000, 1_000
@@ -121,7 +122,8 @@ def measured(run: Run) -> list[tuple]:
 
 def test_files_of_a_run(run):
     assert {p.name for p in run.path.iterdir()} == {
-        *("config.json", "model", "workflow", "logs", "metrics.csv", "result.json")
+        *("config.json", "schema.pbtxt", "workflow", "checkpoints", "logs", "metrics.csv"),
+        *("model", "result.json", ".lock"),
     }
     assert (run.path / "model" / ".merlin" / "input_schema.json").is_file()
     assert list((run.path / "logs").rglob("events.out.*"))
@@ -131,18 +133,28 @@ def test_result(run, data):
     result = json.loads((run.path / "result.json").read_text())
     assert result == Run.open(run.path).result
     assert list(result) == [
-        *("format", "auc", "log_loss", "epochs", "samples_per_second", "train_seconds"),
-        *("parameters", "config", "manifest"),
+        *("format", "auc", "log_loss", "calibration", "best_epoch", "best_step"),
+        *(
+            "last_step",
+            "epochs",
+            "samples_per_second",
+            "train_seconds",
+            "parameters",
+            "clip",
+            "config",
+            "manifest",
+        ),
     ]
     epochs = result["epochs"]
-    assert [list(e) for e in epochs] == [["epoch", "auc", "log_loss", "train_loss", "seconds"]] * 3
+    columns = ["epoch", "auc", "log_loss", "calibration", "train_loss", "seconds"]
+    assert [list(e) for e in epochs] == [columns] * 3
     assert [e["epoch"] for e in epochs] == [1, 2, 3]
     assert (result["auc"], result["log_loss"]) == (epochs[-1]["auc"], epochs[-1]["log_loss"])
     assert result["train_seconds"] == pytest.approx(sum(e["seconds"] for e in epochs))
     assert min(e["seconds"] for e in epochs) > 0
     assert result["samples_per_second"] == pytest.approx(TRAIN * 3 / result["train_seconds"])
-    logged = pd.read_csv(run.path / "metrics.csv").to_dict("records")
-    assert logged == [pytest.approx(e) for e in epochs]
+    logged = pd.read_csv(run.path / "metrics.csv")
+    assert logged[columns].to_dict("records") == [pytest.approx(e) for e in epochs]
 
 
 def test_parameters(run, log):
@@ -245,9 +257,8 @@ def test_determinism_is_of_one_run(data, tmp_path, monkeypatch, unsaved):
 
     during = []
 
-    class Look(tf.keras.callbacks.Callback):
-        def on_epoch_end(self, epoch, logs=None):
-            during.append(is_op_determinism_enabled())
+    def look(watch, step, loss):
+        during.append(is_op_determinism_enabled())
 
     def drawn() -> list:
         return [random.random(), np.random.random(), float(tf.random.uniform([]))]
@@ -258,7 +269,7 @@ def test_determinism_is_of_one_run(data, tmp_path, monkeypatch, unsaved):
     assert drawn() == expected[0]
     for given in (True, False):
         with monkeypatch.context() as patched:
-            patched.setattr(training, "StopAtNaN", lambda config: Look())
+            patched.setattr(Watch, "see", look)
             run = train(
                 data,
                 changed(deterministic=given, epochs=1, model="lr"),
@@ -267,7 +278,7 @@ def test_determinism_is_of_one_run(data, tmp_path, monkeypatch, unsaved):
             )
         assert run.config["deterministic"] is given
         assert not is_op_determinism_enabled()
-    assert during == [True, False]
+    assert during == [True] * 8 + [False] * 8
     assert drawn() == expected[1]
 
 
@@ -369,7 +380,9 @@ def test_a_diverged_run_names_its_learning_rates(data, tmp_path):
     wild = BASE.replace(dense_lr=1e30, embedding_lr=1e20, clip=None, warmup_epochs=0.0)
     config = changed(rule="none", base=wild, batch_size=256)
     with pytest.raises(
-        UserError, match=r"in epoch 1, with dense_lr=1e\+30, embedding_lr=1e\+20.*diverged"
+        UserError,
+        match=r"loss nan in update 2, epoch 1, with a gradient of the field 'user'.* diverged, "
+        r"with dense_lr=1e\+30, embedding_lr=1e\+20",
     ):
         train(data, config, tmp_path / "run", progress=False)
     assert list(tmp_path.iterdir()) == []

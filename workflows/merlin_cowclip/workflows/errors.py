@@ -21,6 +21,18 @@ class UserError(Exception):
     """
 
 
+class Stopped(KeyboardInterrupt):
+    """A run was asked to stop, and was saved. The message says how to go on.
+
+    Attributes:
+        number: the signal's; None where the time that was given is over.
+    """
+
+    def __init__(self, message: str, number: int | None) -> None:
+        super().__init__(message)
+        self.number = number
+
+
 def shown(text: object, most: int = 255) -> str:
     """A name or path in a message: its beginning, if it is longer than any that a disk takes."""
     text = str(text)

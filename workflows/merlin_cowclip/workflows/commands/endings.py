@@ -1,6 +1,7 @@
 """How a command ends: in one sentence and an exit code, whatever happened.
 
-0 done, 1 what nobody foresaw, 2 bad input, 128 + n ended by signal n (130 Ctrl-C, 143 SIGTERM).
+0 done, 1 what nobody foresaw, 2 bad input, 3 the time that was given is over and the run was saved,
+128 + n ended by signal n (130 Ctrl-C, 143 SIGTERM).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import FrameType
 
-from merlin_cowclip.workflows.errors import UserError
+from merlin_cowclip.workflows.errors import Stopped, UserError
 from merlin_cowclip.workflows.folders import finished_output, forget_outputs
 
 _LONGEST_WORD, _LONGEST = 300, 1000  # characters of a message; a path may be 255 and more
@@ -41,6 +42,9 @@ def run(name: str, work: Callable[[], None]) -> int:
             finally:
                 received.raising = False
         except BaseException as error:
+            if isinstance(error, Stopped):
+                _say(f"{name}: {error}")
+                return 3 if error.number is None else 128 + error.number
             # First: what a signal raises inside a library may come out as something else.
             if received.number:
                 end = signal.Signals(received.number).name

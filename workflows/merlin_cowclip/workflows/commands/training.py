@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
+from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +14,7 @@ from merlin_cowclip.plugins.scaling import ADAPTIVE_CLIPS, CLIPS, SCALING_RULES,
 from merlin_cowclip.workflows.errors import UserError, quoted
 from merlin_cowclip.workflows.folders import refuse_existing
 from merlin_cowclip.workflows.training.configuration import TrainConfig
+from merlin_cowclip.workflows.training.keeping import Keeping
 from merlin_cowclip.workflows.training.learning_rates import SCHEDULES
 from merlin_cowclip.workflows.training.networks import COMBINERS, NETWORKS
 
@@ -27,8 +30,20 @@ def add(commands: Commands) -> None:
         description="The learning rates and λ are the ones tuned at --base-batch-size; the rule "
         "scales them to --batch-size.",
     )
-    train.add_argument("data", type=Path, help="a prepared folder")
-    train.add_argument("--out", required=True, type=Path, help="the run folder to write")
+    train.add_argument(
+        "data",
+        nargs="?",
+        type=Path,
+        help="a prepared folder; with --resume only where the data was moved",
+    )
+    train.add_argument("--out", type=Path, help="the run folder to write")
+    train.add_argument(
+        "--resume",
+        type=Path,
+        metavar="RUN",
+        help="go on with a run that was stopped or killed, to the last bit as if it had not been; "
+        "its configuration is its own, only --epochs may be raised",
+    )
     train.add_argument(
         "--config",
         type=Path,
@@ -36,9 +51,34 @@ def add(commands: Commands) -> None:
         help="a configuration in JSON (TrainConfig's), or a run folder to train as it was; the "
         "options here go before it",
     )
+    _add_keeping(train)
     _add_network(train)
     _add_recipe(train)
     train.set_defaults(run=_train)
+
+
+def _add_keeping(train: argparse.ArgumentParser) -> None:
+    keeping = train.add_argument_group("checkpoints, and the end")
+    keeping.add_argument(
+        "--checkpoint-every",
+        metavar="N|Nm",
+        help="updates, or minutes as in 10m, between checkpoints, beside that of each epoch's end",
+    )
+    keeping.add_argument(
+        "--keep", type=int, help="how many of the last ones stay, beside the best epoch's (2)"
+    )
+    keeping.add_argument(
+        "--saved-model",
+        action=argparse.BooleanOptionalAction,
+        help="end with a SavedModel in RUN/model, for serving (default), or without",
+    )
+    keeping.add_argument(
+        "--max-minutes", type=float, metavar="N", help="stop after so long, saved; exit code 3"
+    )
+    keeping.add_argument(
+        "--patience", type=int, metavar="N", help="stop after N epochs without a better test AUC"
+    )
+    keeping.add_argument("--quiet", action="store_true", help="no bars, and only the last line")
 
 
 def _add_network(train: argparse.ArgumentParser) -> None:
@@ -121,25 +161,79 @@ def names(text: str) -> list[str]:
 
 
 def _train(arguments: argparse.Namespace) -> None:
+    if arguments.max_minutes is not None and not 0 < arguments.max_minutes < math.inf:
+        raise UserError(
+            f"--max-minutes must be positive. Received: {arguments.max_minutes}. Correct it"
+        )
+    result = (_begin if arguments.resume is None else _go_on)(arguments)
+    if result["auc"] is None:
+        quality = f"no test part, training loss {result['epochs'][-1]['train_loss']:.6f}"
+    else:
+        quality = f"test AUC {result['auc']:.6f}, log loss {result['log_loss']:.6f}"
+    if not arguments.quiet:
+        print(result["clip"])
+    print(
+        f"{quality}, {result['samples_per_second']:,.0f} samples/s, "
+        f"{result['train_seconds']:.1f} s of training: {arguments.resume or arguments.out}"
+    )
+
+
+def _begin(arguments: argparse.Namespace) -> Mapping[str, Any]:
+    """Train a new run."""
     from merlin_cowclip.workflows.data.prepared import PreparedData
 
+    for name in ("data", "out"):
+        if getattr(arguments, name) is None:
+            what = {"data": "the data, a prepared folder", "out": "--out, the run folder to write"}
+            raise UserError(
+                f"train needs {what[name]}. Received: none. Name it; or, to go on with a run, "
+                "--resume RUN"
+            )
     config = train_config(arguments)
+    given = {field.name: getattr(arguments, field.name) for field in fields(Keeping)}
+    keeping = Keeping(**{name: value for name, value in given.items() if value is not None})
     data = PreparedData.open(arguments.data)
     refuse_existing(arguments.out)
     from merlin_cowclip.workflows.training.train import check, train
 
     check(data, config, arguments.out)
-    print(f"rule {config.rule}, {config.update} updates")
-    print(scaling_table(config.tuned, config.hyperparameters), flush=True)
-    run = train(data, config, arguments.out)
-    result = run.result
-    quality = f"no test part, training loss {result['epochs'][-1]['train_loss']:.6f}"
-    if result["auc"] is not None:
-        quality = f"test AUC {result['auc']:.6f}, log loss {result['log_loss']:.6f}"
-    print(
-        f"{quality}, {result['samples_per_second']:,.0f} samples/s, "
-        f"{result['train_seconds']:.1f} s of training: {run.path}"
+    if not arguments.quiet:
+        print(f"rule {config.rule}, {config.update} updates")
+        print(scaling_table(config.tuned, config.hyperparameters), flush=True)
+    run = train(
+        data,
+        config,
+        arguments.out,
+        keeping=keeping,
+        max_minutes=arguments.max_minutes,
+        progress=not arguments.quiet,
     )
+    return run.result
+
+
+_WITH_RESUME = {"data", "epochs", "max_minutes", "quiet"}
+
+
+def _go_on(arguments: argparse.Namespace) -> Mapping[str, Any]:
+    """Train a run further."""
+    ours = {"command", "run", "resume"} | _WITH_RESUME
+    given = [n for n, v in vars(arguments).items() if n not in ours and v not in (None, False)]
+    if given or arguments.determinism is not None or arguments.saved_model is not None:
+        raise UserError(
+            "--resume goes with DATA, --epochs, --max-minutes and --quiet alone: the rest is the "
+            f"run's own. Received: {', '.join(f'--{n.replace(chr(95), chr(45))}' for n in given)}. "
+            "Leave it out"
+        )
+    from merlin_cowclip.workflows.training.train import resume
+
+    run = resume(
+        arguments.resume,
+        epochs=arguments.epochs,
+        data=arguments.data,
+        max_minutes=arguments.max_minutes,
+        progress=not arguments.quiet,
+    )
+    return run.result
 
 
 _BASE = {"batch_size": "base_batch_size"} | {

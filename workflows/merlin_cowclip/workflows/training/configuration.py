@@ -64,6 +64,7 @@ class TrainConfig:
       dense_schedule: how the dense learning rate falls, as in `learning_rates`; the warm-up goes on
         top. `None`: it stays.
       embedding_schedule: the same for the embeddings' learning rate.
+      patience: epochs without a better test AUC after which training ends; `None`: all `epochs`.
 
     Raises:
       UserError: an unknown name, an option that the network does not take, or a number out of
@@ -87,6 +88,7 @@ class TrainConfig:
     clip_tables: Sequence[str] | None = None
     dense_schedule: str | Mapping[str, Any] | None = None
     embedding_schedule: str | Mapping[str, Any] | None = None
+    patience: int | None = None
 
     def __post_init__(self) -> None:
         try:
@@ -107,6 +109,8 @@ class TrainConfig:
             )
         whole_number("epochs", self.epochs)
         whole_number("seed", self.seed, LARGEST_SEED, least=0)
+        if self.patience is not None:
+            whole_number("patience", self.patience)
         if not isinstance(self.deterministic, bool):
             raise ValueError(
                 f"deterministic must be true or false. Received: {self.deterministic!r}"

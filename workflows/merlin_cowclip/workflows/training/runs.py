@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import filecmp
+import hashlib
+import importlib.metadata
 import json
 import os
+import platform
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -16,7 +19,7 @@ import pyarrow.parquet as pq
 from merlin_cowclip.workflows.data.confirmed_workflow import check_workflow, load_confirmed
 from merlin_cowclip.workflows.data.datasets import DatasetSpec
 from merlin_cowclip.workflows.data.encoding import MISSING, UNKNOWN
-from merlin_cowclip.workflows.data.prepared import PreparedData
+from merlin_cowclip.workflows.data.prepared import PARTS, PreparedData
 from merlin_cowclip.workflows.errors import UserError, shown
 from merlin_cowclip.workflows.manifest import check_manifest, checksum, is_manifest
 from merlin_cowclip.workflows.quiet import quiet_imports
@@ -26,6 +29,17 @@ FORMAT_VERSION = 1
 WORKFLOW = "workflow.pkl"
 RESULT = "result.json"  # written last: without it the run did not finish
 CONFIG = "config.json"
+SCHEMA = "schema.pbtxt"
+_PACKAGES = (
+    "merlin-cowclip",
+    "merlin-models",
+    "merlin-core",
+    "nvtabular",
+    "tensorflow",
+    "numpy",
+    "pandas",
+    "pyarrow",
+)
 
 _KEYS = {
     "epochs": list,
@@ -36,7 +50,7 @@ _KEYS = {
 }
 _CONFIG_KEYS = {"data": str, "cardinalities": dict, "continuous": list, "model": str}
 
-_NEEDED = (CONFIG, "model/saved_model.pb")  # beside the workflow
+_SAVED_MODEL = "model/saved_model.pb"
 _AGAIN = "Train again into another folder."
 
 _INPUTS = {
@@ -70,6 +84,49 @@ def inputs_of(data: PreparedData) -> dict[str, Any]:
     }
 
 
+def described(data: PreparedData, config: TrainConfig) -> dict[str, Any]:
+    """A run's `config.json`: what it is trained on, with, and by which versions on what machine."""
+    with quiet_imports():
+        from merlin_cowclip.plugins._stack import tf
+    gpus = [device.name for device in tf.config.list_physical_devices("GPU")]
+    return {
+        "data": str(data.path.resolve()),
+        "dataset": data.spec.name,
+        "rows": data.rows,
+        "cardinalities": data.cardinalities,
+        "data_sha256": identity_of(data),
+        **inputs_of(data),
+        **config.to_dict(),
+        "scaled": config.hyperparameters.to_dict(),
+        "identity": config.identity,
+        "versions": {
+            "python": platform.python_version(),
+            **{name: importlib.metadata.version(name) for name in _PACKAGES},
+        },
+        "machine": {
+            "platform": platform.platform(),
+            "cpus": os.cpu_count(),
+            "gpus": gpus,
+        },
+    }
+
+
+def identity_of(data: PreparedData) -> str:
+    """A SHA-256, in hex, of the manifest of what is trained on: the same wherever the data lies."""
+    record = data.record
+    if "files" in record:  # adopted
+        parts = {
+            part: [{k: file[k] for k in ("bytes", "sha256", "rows")} for file in files]
+            for part, files in record["files"].items()
+        }
+    else:
+        of_rows = (*PARTS, SCHEMA)
+        manifest = record.get("manifest", {})
+        parts = {name: manifest[name] for name in manifest if name.split("/")[0] in of_rows}
+    text = json.dumps([parts, record["rows"]], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
 def _special_ids(column: Any) -> dict[str, int]:
     properties = column.properties
     missing = UNKNOWN if properties.get("missing_as_unknown") else MISSING
@@ -86,10 +143,10 @@ def pipelines_of(data: PreparedData) -> set[str]:
 class Run:
     """A finished run; open one with `Run.open`.
 
-    `config.json`, `model/` (SavedModel with Merlin's schema and the
-    optimizer's state), `workflow/` (NVTabular: raw rows in,
-    the model's features out), `logs/` (TensorBoard), `metrics.csv` and `result.json`, which holds
-    the manifest of all but the logs.
+    `config.json`, `schema.pbtxt`, `checkpoints/`, `model/` (SavedModel with Merlin's schema and the
+    optimizer's state), `workflow/` (NVTabular: raw rows in, the model's features out), `logs/`
+    (TensorBoard), `metrics.csv` and `result.json`, which holds the manifest of all but logs and
+    checkpoints. Each of these has its own.
     """
 
     path: Path
@@ -116,9 +173,14 @@ class Run:
         try:
             result = json.loads((path / RESULT).read_text(encoding="utf-8"))
         except FileNotFoundError:
+            go_on = (
+                f"Go on with it: 'merlin-cowclip train --resume {shown(path)}'"
+                if (path / CONFIG).exists()
+                else "Train again into another folder."
+            )
             raise UserError(
                 f"a run must hold {RESULT}, which is written last. Received: {path}, a run that "
-                "did not finish. Train again into another folder."
+                f"did not finish. {go_on}"
             ) from None
         except (OSError, ValueError, RecursionError) as error:
             raise UserError(
@@ -128,7 +190,9 @@ class Run:
         _check_result(path, result)
         manifest = result["manifest"]
         rest = {n: entry for n, entry in manifest.items() if not n.startswith("workflow/")}
-        check_manifest(path, rest, "a run", _AGAIN, _NEEDED)
+        saved = result["config"].get("keeping", {}).get("saved_model", True)
+        needed = (CONFIG, _SAVED_MODEL) if saved else (CONFIG,)
+        check_manifest(path, rest, "a run", _AGAIN, needed)
         if not trust_workflow:
             trust = "Run.open(…, trust_workflow=True), --trust-workflow"
             check_workflow(path, manifest, "a run", _AGAIN, trust)
@@ -248,16 +312,36 @@ class Run:
         own = checksum(self.path / "workflow" / WORKFLOW)
         return {own, *self.config.get("pipelines", ())}
 
-    def model(self) -> Any:
-        """The trained `mm.Model`, to predict with.
+    def model(self, which: str = "last") -> Any:
+        """The trained `mm.Model`, to predict with: as it was at the end, or at its best.
 
         `merlin_cowclip.plugins.load_model(run.path / "model")` brings the optimizer back as well.
+
+        Args:
+          which: "last", or "best": after the epoch with the highest test AUC.
+
+        Raises:
+          UserError: another name, no epoch was measured, or its checkpoint is damaged.
         """
         with quiet_imports():
             import merlin_cowclip.models  # noqa: F401  (registers our layers with Keras)
             from merlin_cowclip.plugins._stack import quiet_stack, tf
-        with quiet_stack():
-            return tf.keras.models.load_model(self.path / "model", compile=False)
+        if which not in ("last", "best"):
+            raise UserError(f"which must be one of last, best. Received: {which!r}")
+        if which == "last" and _SAVED_MODEL in self.result["manifest"]:
+            with quiet_stack():
+                return tf.keras.models.load_model(self.path / "model", compile=False)
+        from merlin_cowclip.workflows.training.checkpoints import Checkpoints
+        from merlin_cowclip.workflows.training.rebuilding import rebuilt
+
+        step = self.result.get("last_step" if which == "last" else "best_step")
+        if step is None:
+            raise UserError(
+                f"the {which} model needs a checkpoint. Received: {self.path}, a run without a "
+                "test part, or of a version before checkpoints. Use the last model"
+            )
+        checkpoint = Checkpoints(self.path / "checkpoints").at(step)
+        return rebuilt(checkpoint, self.train_config(), self.path / SCHEMA, self.config)
 
     def workflow(self, *, trust: bool = False) -> Any:
         """The fitted `nvtabular.Workflow`. Loading runs code from the folder (cloudpickle).

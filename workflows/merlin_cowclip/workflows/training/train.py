@@ -1,53 +1,56 @@
-"""Training on a prepared folder: model, optimizer, fit, exact test metrics, run folder."""
+"""Training on a prepared folder: model, optimizer, the run folder, from its beginning or on."""
 
 from __future__ import annotations
 
 import contextlib
-import csv
-import importlib.metadata
+import errno
 import math
-import os
-import platform
 import shutil
-import time
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from merlin_cowclip.workflows.data.datasets import check_input_names
 from merlin_cowclip.workflows.data.prepared import PARTS, PreparedData
-from merlin_cowclip.workflows.errors import UserError
-from merlin_cowclip.workflows.folders import all_or_nothing, refuse_existing, write_json
+from merlin_cowclip.workflows.errors import Stopped, UserError
+from merlin_cowclip.workflows.folders import all_or_nothing, refuse_existing, remove, write_json
 from merlin_cowclip.workflows.machine import memory_limit
 from merlin_cowclip.workflows.manifest import manifest_of
 from merlin_cowclip.workflows.quiet import quiet_imports
 from merlin_cowclip.workflows.training.configuration import TrainConfig
+from merlin_cowclip.workflows.training.keeping import Keeping
 from merlin_cowclip.workflows.training.learning_rates import keras_schedule
 from merlin_cowclip.workflows.training.memory import refuse_what_does_not_fit
-from merlin_cowclip.workflows.training.runs import CONFIG, FORMAT_VERSION, RESULT, Run, inputs_of
+from merlin_cowclip.workflows.training.one_at_a_time import LOCK, locked
+from merlin_cowclip.workflows.training.resuming import (
+    config_of,
+    open_data,
+    read_config,
+    warn_of_changes,
+    with_epochs,
+)
+from merlin_cowclip.workflows.training.runs import (
+    CONFIG,
+    FORMAT_VERSION,
+    RESULT,
+    SCHEMA,
+    Run,
+    described,
+)
+from merlin_cowclip.workflows.training.stopping import Stopping
 
 with quiet_imports():
-    from merlin_cowclip.models import MODELS
     from merlin_cowclip.plugins import CowClipOptimizer, LinearWarmup, save_model
     from merlin_cowclip.plugins._stack import mm, tf
-    from merlin_cowclip.workflows.training.evaluation import (
-        EVALUATION_BATCH,
-        Predictor,
-        exact_quality,
-    )
+    from merlin_cowclip.workflows.training.checkpoints import Checkpoints
+    from merlin_cowclip.workflows.training.evaluation import EVALUATION_BATCH
     from merlin_cowclip.workflows.training.loader import Loader
+    from merlin_cowclip.workflows.training.logbook import EVENTS
+    from merlin_cowclip.workflows.training.loop import CHECKPOINTS, Training
+    from merlin_cowclip.workflows.training.rebuilding import network
     from merlin_cowclip.workflows.training.reproducibility import seeded
 
-_PACKAGES = (
-    "merlin-cowclip",
-    "merlin-models",
-    "merlin-core",
-    "nvtabular",
-    "tensorflow",
-    "numpy",
-    "pandas",
-    "pyarrow",
-)
 _TABLES = ("embeddings", "linear")  # of our networks, by layer
 
 
@@ -55,11 +58,25 @@ def check(data: PreparedData, config: TrainConfig, out: str | Path) -> Loader:
     """Refuse what cannot be trained, before any work; returns the training part's loader.
 
     Raises:
-      UserError: `out` exists or cannot be made, an option names a field that the data has not, the
-        batch is larger than the training part, or the machine's memory is too small.
+      UserError: `out` exists or cannot be made, or see `check_trainable`.
     """
     check_input_names(data.spec)
     refuse_existing(Path(out))
+    return check_trainable(data, config)
+
+
+def check_trainable(data: PreparedData, config: TrainConfig) -> Loader:
+    """Refuse data that a configuration cannot be trained on; returns the training part's loader.
+
+    Raises:
+      UserError: an option names a field that the data has not, early stopping has no test part, the
+        batch is larger than the training part, or the machine's memory is too small.
+    """
+    if config.patience is not None and not data.test_files:
+        raise UserError(
+            f"patience needs a test part, whose AUC it follows. Received: {data.path}, without "
+            "one. Leave it out, or name data that has one"
+        )
     for name in config.clip_tables or ():
         if name not in (*data.spec.ids, *_TABLES):
             raise UserError(
@@ -76,79 +93,176 @@ def check(data: PreparedData, config: TrainConfig, out: str | Path) -> Loader:
 
 
 def train(
-    data: PreparedData, config: TrainConfig, out: str | Path, *, progress: bool = True
+    data: PreparedData,
+    config: TrainConfig,
+    out: str | Path,
+    *,
+    keeping: Keeping | None = None,
+    max_minutes: float | None = None,
+    progress: bool = True,
 ) -> Run:
-    """Train a model on `data` and write a run folder to `out`, all of it or nothing.
+    """Train a model on `data`, in the run folder `out`, which is made now.
 
-    After each epoch the test part's exact AUC and log loss are measured (None without a test part);
-    the times in the result are of the training alone. Until it is whole, the run lies in a hidden
-    folder beside `out`, `.NAME.partial-…`, with TensorBoard's logs in its `logs/`; an error or an
-    interrupt removes it. The process's random state and deterministic ops are put back at the end.
+    After each epoch the test part's exact AUC, log loss and calibration are measured (None without
+    a test part) and a checkpoint is taken; the times in the result are of the training alone. Until
+    the first checkpoint an error or an interrupt removes the folder; from then on it stays, and
+    `resume` goes on, to the last bit as if nothing had been. The process's random state and
+    deterministic ops are put back at the end.
+
+    Args:
+      data: the prepared folder.
+      config: what to train.
+      out: the run folder.
+      keeping: when to take checkpoints, and what stays.
+      max_minutes: after how long to stop, saved.
+      progress: whether to show bars and a line per epoch.
 
     Raises:
-      UserError: `out` exists, the batch is larger than the training part, or the loss became NaN.
+      UserError: `out` exists, the batch is larger than the training part, or a loss, gradient or
+        weight is not finite.
+      Stopped: Ctrl-C, SIGTERM, SIGHUP or the end of the time; all is saved. A second signal does
+        what it does elsewhere, at once.
     """
     out = Path(out)
+    keeping = keeping or Keeping()
     loader = check(data, config, out)
-    test = Loader(data, "test", batch_size=EVALUATION_BATCH) if data.test_files else None
-    tf.keras.backend.clear_session()
-    with (
-        seeded(config.seed, deterministic=config.deterministic),
-        all_or_nothing(out) as folder,
-        _as_user_errors(data, out),
-    ):
-        _train(data, config, loader, test, folder, progress=progress)
+    with all_or_nothing(out) as folder:
+        shutil.copytree(data.path / "workflow", folder / "workflow")
+        shutil.copyfile(data.path / SCHEMA, folder / SCHEMA)
+        write_json(folder / CONFIG, {**described(data, config), "keeping": keeping.to_dict()})
+    with locked(out), _left_behind(out, new=True), _as_user_errors(data, out):
+        _train(data, config, keeping, loader, out, max_minutes, progress=progress)
     return Run.open(out)
+
+
+def resume(
+    run: str | Path,
+    *,
+    epochs: int | None = None,
+    data: str | Path | None = None,
+    max_minutes: float | None = None,
+    progress: bool = True,
+) -> Run:
+    """Go on with a run that was stopped or killed, from its last whole checkpoint.
+
+    Args:
+      run: its folder.
+      epochs: more than the run was to have; a run that is finished goes on.
+      data: where the data lies now, if it was moved.
+      max_minutes: after how long to stop again.
+      progress: whether to show bars and a line per epoch.
+
+    A checkpoint that is damaged is named in a warning, and the one before it taken; so are other
+    versions and another machine, with which the last digits may differ.
+
+    Raises:
+      UserError: no run, or one that is finished, that another process trains, or whose data has
+        changed.
+      Stopped: as `train`.
+    """
+    path = Path(run)
+    record = read_config(path)
+    with locked(path):
+        config = config_of(record, path)
+        keeping = Keeping.from_dict(record["keeping"])
+        wanted = config if epochs is None else with_epochs(config, epochs, path)
+        if (path / RESULT).exists() and wanted.epochs == config.epochs:
+            raise UserError(
+                f"a run that goes on must not be finished. Received: {path}, which has all of its "
+                f"{config.epochs} epochs. Raise them: merlin-cowclip train --resume {path} "
+                "--epochs N"
+            )
+        opened = open_data(record, path, data)
+        warn_of_changes(record, described(opened, config))
+        loader = check_trainable(opened, wanted)
+        (path / RESULT).unlink(missing_ok=True)
+        write_json(path / CONFIG, {**described(opened, wanted), "keeping": keeping.to_dict()})
+        with _left_behind(path), _as_user_errors(opened, path):
+            _train(opened, wanted, keeping, loader, path, max_minutes, progress=progress)
+    return Run.open(path)
 
 
 def _train(
     data: PreparedData,
     config: TrainConfig,
+    keeping: Keeping,
     loader: Loader,
-    test: Loader | None,
-    folder: Path,
+    run: Path,
+    max_minutes: float | None,
     *,
     progress: bool,
 ) -> None:
-    """Write a whole run to `folder`."""
-    described = _described(data, config)
-    write_json(folder / CONFIG, described)
-    shutil.copytree(data.path / "workflow", folder / "workflow")
+    """From the last checkpoint, or the beginning, to the result."""
+    test = Loader(data, "test", batch_size=EVALUATION_BATCH) if data.test_files else None
+    tf.keras.backend.clear_session()
+    with seeded(config.seed, deterministic=config.deterministic):
+        try:
+            model, optimizer = _compiled(data, config, loader)
+        except ValueError as error:  # of the data's columns, which only the network knows
+            raise UserError(str(error)) from None
+        statistics = optimizer.observe()
+        model(loader.peek()[0])
+        training = Training(
+            run, model, statistics, config, keeping, loader, test, progress=progress
+        )
+        training.go_on_from_last()
+        with Stopping(max_minutes) as stopping:
+            training.train(stopping)
+        _finish(keeping, run, training, count_parameters(model, optimizer))
+
+
+@contextlib.contextmanager
+def _left_behind(run: Path, *, new: bool = False) -> Iterator[None]:
+    """What ends a run says from where it can go on; one that began now and cannot is removed."""
     try:
-        model, optimizer = _compiled(data, config, loader)
-    except ValueError as error:  # of the data's columns, which only the network knows
-        raise UserError(str(error)) from None
-    log = EpochLog(test, folder / "metrics.csv")
-    board = tf.keras.callbacks.TensorBoard(str(folder / "logs"), write_graph=False)
-    model.fit(
-        loader.dataset(epochs=None),
-        epochs=config.epochs,
-        steps_per_epoch=len(loader),
-        callbacks=[StopAtNaN(config), log, board],
-        verbose=1 if progress else 0,
-    )
-    save_model(model, folder / "model")
-    last = log.epochs[-1]
-    seconds = sum(epoch["seconds"] for epoch in log.epochs)
+        yield
+    except BaseException as error:
+        steps = Checkpoints(run / CHECKPOINTS).steps()
+        if not steps:
+            if new:
+                remove(run)
+            raise
+        kept = (
+            f"The checkpoint after update {steps[-1]:,} is kept; go on with: "
+            f"merlin-cowclip train --resume {run}"
+        )
+        if isinstance(error, UserError):
+            raise UserError(f"{str(error).rstrip('.')}. {kept}") from error.__cause__
+        if isinstance(error, KeyboardInterrupt) and not isinstance(error, Stopped):
+            raise Stopped(f"interrupted at once. {kept}", signal.SIGINT) from None
+        raise
+
+
+def _finish(keeping: Keeping, run: Path, training: Training, parameters: dict[str, int]) -> None:
+    """Write the SavedModel and, last, the result."""
+    if keeping.saved_model:
+        save_model(training.model, run / "model")
+    epochs = training.progress.epochs
+    seconds = sum(epoch["seconds"] for epoch in epochs)
     result = {
         "format": FORMAT_VERSION,
-        "auc": last["auc"],
-        "log_loss": last["log_loss"],
-        "epochs": log.epochs,
-        "samples_per_second": loader.rows * config.epochs / seconds,
+        "auc": epochs[-1]["auc"],
+        "log_loss": epochs[-1]["log_loss"],
+        "calibration": epochs[-1]["calibration"],
+        "best_epoch": training.progress.best,
+        "best_step": training.best_step,
+        "last_step": training.step,
+        "epochs": epochs,
+        "samples_per_second": training.rows * len(epochs) / seconds,
         "train_seconds": seconds,
-        "parameters": count_parameters(model, optimizer),
-        "config": described,
-        "manifest": manifest_of(folder, without=("logs",)),
+        "parameters": parameters,
+        "clip": training.what_the_clip_did(),
+        "config": read_config(run),
+        "manifest": manifest_of(run, without=(EVENTS, CHECKPOINTS, LOCK)),
     }
-    write_json(folder / RESULT, result)
+    write_json(run / RESULT, result)
 
 
 def _compiled(
     data: PreparedData, config: TrainConfig, loader: Loader
 ) -> tuple[mm.Model, CowClipOptimizer]:
     hp = config.hyperparameters
-    model = MODELS[config.model](data.schema, stddev=hp.init_stddev, **config.network_options)
+    model = network(config, data.schema)
     steps_per_epoch = loader.rows // config.batch_size  # the paper's ⌊N/b⌋
     schedules: dict[str, Any] = {}
     for name, rate in (("dense", hp.dense_lr), ("embedding", hp.embedding_lr)):
@@ -175,14 +289,20 @@ def _compiled(
 
 @contextlib.contextmanager
 def _as_user_errors(data: PreparedData, out: Path) -> Iterator[None]:
-    """TensorFlow's and shutil's errors for a full disk, want of memory or other data, as these."""
+    """Errors of a full disk, a folder that cannot be written or want of memory, as such."""
     try:
         yield
-    except (tf.errors.OpError, shutil.Error) as error:  # the latter has many errors, and no errno
-        if "No space left on device" in str(error):
+    except (OSError, tf.errors.OpError) as error:  # shutil.Error has many errors, and no errno
+        full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        if full or "No space left on device" in str(error):
             raise UserError(
                 f"output needs disk space. Received: none left for {out}. Free some, or name a "
                 "folder on another disk"
+            ) from None
+        if isinstance(error, OSError) and Path(str(error.filename)).is_relative_to(out):
+            raise UserError(
+                f"a run must be a folder that can be written. Received: {error.filename}: "
+                f"{error.strerror}. Let it be written, or copy the run"
             ) from None
         if isinstance(error, tf.errors.ResourceExhaustedError):
             raise UserError(
@@ -202,93 +322,3 @@ def count_parameters(model: mm.Model, optimizer: CowClipOptimizer) -> dict[str, 
         kind = "embedding" if variable.ref() in tables else "network"
         sizes[kind] += math.prod(variable.shape)
     return sizes
-
-
-class EpochLog(tf.keras.callbacks.Callback):
-    """Measures each epoch: seconds of training, mean training loss, exact test AUC and log loss.
-
-    Args:
-      test: the loader of the test part; `None`: AUC and log loss are `None`, empty in the file.
-      path: a CSV file that gets one line per epoch, as soon as the epoch ends.
-    """
-
-    def __init__(self, test: Loader | None, path: Path) -> None:
-        super().__init__()
-        self.epochs: list[dict[str, Any]] = []
-        self._test = test
-        self._path = path
-        self._started = 0.0
-        self._predictor: Predictor | None = None
-
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Start the clock."""
-        self._started = time.perf_counter()
-
-    def on_epoch_end(self, epoch: int, logs: dict[str, float] | None = None) -> None:
-        """Stop the clock, then evaluate; the values also go to the other callbacks."""
-        seconds = time.perf_counter() - self._started
-        quality = None
-        if self._test is not None:
-            self._predictor = self._predictor or Predictor(self.model)
-            quality = exact_quality(*self._predictor(self._test))
-        logs = {} if logs is None else logs
-        logs.pop("loss_batch", None)  # of the last batch alone
-        logs.pop("regularization_loss", None)  # L2 is in the optimizer
-        if quality is not None:
-            logs.update(test_auc=quality.auc, test_log_loss=quality.log_loss)
-        self.epochs.append(
-            {
-                "epoch": epoch + 1,
-                "auc": quality and quality.auc,
-                "log_loss": quality and quality.log_loss,
-                "train_loss": float(logs["loss"]),
-                "seconds": seconds,
-            }
-        )
-        with self._path.open("a", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, list(self.epochs[-1]))
-            if epoch == 0:
-                writer.writeheader()
-            writer.writerow(self.epochs[-1])
-
-
-class StopAtNaN(tf.keras.callbacks.Callback):
-    """Ends a diverged run with a sentence instead of training on with NaN."""
-
-    def __init__(self, config: TrainConfig) -> None:
-        super().__init__()
-        self._config = config
-
-    def on_epoch_end(self, epoch: int, logs: dict[str, float] | None = None) -> None:
-        """Raise UserError if the epoch's mean loss is not finite."""
-        loss = float((logs or {}).get("loss", 0.0))
-        if not math.isfinite(loss):
-            hp = self._config.hyperparameters
-            raise UserError(
-                f"the training loss must stay finite. Received: {loss} in epoch {epoch + 1}, with "
-                f"dense_lr={hp.dense_lr:.6g}, embedding_lr={hp.embedding_lr:.6g}. The run "
-                "diverged: lower the learning rates, or check the data for inf and NaN."
-            )
-
-
-def _described(data: PreparedData, config: TrainConfig) -> dict[str, Any]:
-    gpus = [device.name for device in tf.config.list_physical_devices("GPU")]
-    return {
-        "data": str(data.path.resolve()),
-        "dataset": data.spec.name,
-        "rows": data.rows,
-        "cardinalities": data.cardinalities,
-        **inputs_of(data),
-        **config.to_dict(),
-        "scaled": config.hyperparameters.to_dict(),
-        "identity": config.identity,
-        "versions": {
-            "python": platform.python_version(),
-            **{name: importlib.metadata.version(name) for name in _PACKAGES},
-        },
-        "machine": {
-            "platform": platform.platform(),
-            "cpus": os.cpu_count(),
-            "gpus": gpus,
-        },
-    }

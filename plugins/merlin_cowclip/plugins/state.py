@@ -1,0 +1,81 @@
+"""All that training changes in a model, as named variables: what a checkpoint has to hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from merlin_cowclip.plugins._stack import mm, tf
+from merlin_cowclip.plugins.optimizer import CowClipOptimizer
+
+
+def training_state(model: mm.Model) -> dict[str, tf.Variable]:
+    """Every variable that a step changes or reads, flat, by a name of its kind and place.
+
+    `weight/…`, in the order of `model.weights`; `optimizer/…`: of the whole and its three parts the
+    step counts, moments, learning rates and the warm-up's length; `loss_scale/…` where mixed
+    precision has one; `loss/…`: the running mean of the loss. Two models that were made by the same
+    calls have the same names, each with the same shape and dtype: with the values of one assigned
+    to the other, both go on alike, to the last bit.
+
+    Args:
+      model: built, and compiled with a `CowClipOptimizer`; the moments that it lacks are created.
+
+    Raises:
+      ValueError: it is not.
+    """
+    outer = getattr(model, "optimizer", None)
+    optimizer = getattr(outer, "inner_optimizer", outer)
+    if not isinstance(optimizer, CowClipOptimizer):
+        raise ValueError(
+            "The model must be compiled with a CowClipOptimizer. Received: "
+            f"{type(optimizer).__name__}."
+        )
+    if not model.built:
+        raise ValueError("The model must be built before it has a state. Call it on a batch first.")
+    optimizer.create_slots(model.trainable_variables)
+    kinds = {
+        "optimizer": [*optimizer.weights, *_hypers((optimizer, *optimizer.optimizers))],
+        "loss_scale": _loss_scale(outer),
+        "loss": mean_loss(model).variables,
+    }
+    return weights_of(model) | _named(kinds)
+
+
+def weights_of(model: mm.Model) -> dict[str, tf.Variable]:
+    """The part of `training_state` that a prediction needs, of any built model."""
+    return _named({"weight": model.weights})
+
+
+def _named(kinds: Mapping[str, Iterable[tf.Variable]]) -> dict[str, tf.Variable]:
+    return {
+        f"{kind}/{place:04}": variable
+        for kind, variables in kinds.items()
+        for place, variable in enumerate(_each_once(variables))
+    }
+
+
+def mean_loss(model: mm.Model) -> tf.keras.metrics.Mean:
+    """The running mean of the loss, which Keras lists among the metrics from the first step on."""
+    return model.compiled_loss._total_loss_mean
+
+
+def _hypers(optimizers: Iterable[Any]) -> list[tf.Variable]:
+    """Learning rates, betas and the like, which Keras does not count among the weights."""
+    return [
+        value
+        for optimizer in optimizers
+        for _, value in sorted(optimizer._hyper.items())
+        if isinstance(value, tf.Variable)
+    ]
+
+
+def _loss_scale(optimizer: Any) -> list[tf.Variable]:
+    if not isinstance(optimizer, tf.keras.mixed_precision.LossScaleOptimizer):
+        return []
+    scale = optimizer._loss_scale  # a plain number unless it is dynamic
+    return [] if isinstance(scale, float) else list(scale._weights.values())
+
+
+def _each_once(variables: Iterable[tf.Variable]) -> list[tf.Variable]:
+    return list({variable.ref(): variable for variable in variables}.values())

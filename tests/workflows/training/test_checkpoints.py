@@ -1,0 +1,244 @@
+"""Checkpoints: what stays, what is whole, and the best epoch's model from one."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from merlin_cowclip.plugins import Hyperparameters
+from merlin_cowclip.plugins.state import weights_of
+from merlin_cowclip.workflows.errors import UserError
+from merlin_cowclip.workflows.training.checkpoints import Checkpoints
+from merlin_cowclip.workflows.training.configuration import TrainConfig
+from merlin_cowclip.workflows.training.evaluation import evaluate
+from merlin_cowclip.workflows.training.keeping import Keeping
+from merlin_cowclip.workflows.training.loader import Loader
+from merlin_cowclip.workflows.training.loop import Progress
+from merlin_cowclip.workflows.training.train import train
+
+BASE = Hyperparameters(batch_size=128, dense_lr=2e-2, embedding_lr=2e-2)
+
+
+def config(**changes) -> TrainConfig:
+    options = {
+        "batch_size": 128,
+        "base": BASE,
+        "epochs": 3,
+        "embedding_dim": 4,
+        "mlp": (8,),
+        "seed": 2,
+    }
+    return TrainConfig(**{**options, **changes})
+
+
+@pytest.fixture(scope="module")
+def run(data, tmp_path_factory):
+    """The labels are drawn, so that any epoch may be its best: with this seed not the last."""
+    keeping = Keeping(keep=1, saved_model=False)
+    home = tmp_path_factory.mktemp("checkpoints")
+    return train(data, config(epochs=4), home / "run", keeping=keeping, progress=False)
+
+
+def steps_of(run) -> list[int]:
+    return Checkpoints(run.path / "checkpoints").steps()
+
+
+def test_the_last_and_the_best_stay(run, data):
+    per_epoch = len(Loader(data, batch_size=128))
+    aucs = [epoch["auc"] for epoch in run.result["epochs"]]
+    best = int(np.argmax(aucs)) + 1
+    assert best < 4  # or this test shows nothing
+    assert run.result["best_epoch"] == best
+    assert steps_of(run) == [best * per_epoch, 4 * per_epoch]
+
+
+def test_the_models_of_a_run_without_a_saved_model(run, data):
+    """Rebuilt, they measure what was measured when they were trained."""
+    assert not (run.path / "model").exists()
+    test = Loader(data, "test", batch_size=256)
+    for which, epoch in (("last", 4), ("best", run.result["best_epoch"])):
+        measured = run.result["epochs"][epoch - 1]
+        quality = evaluate(run.model(which), test)
+        assert quality.auc == pytest.approx(measured["auc"], abs=1e-6)
+        assert quality.log_loss == pytest.approx(measured["log_loss"], abs=1e-6)
+    with pytest.raises(UserError, match="which must be one of last, best. Received: 'first'"):
+        run.model("first")
+
+
+def test_a_checkpoint_is_read_by_tensorflow(run):
+    path = run.path / "checkpoints" / f"step-{steps_of(run)[-1]:010}"
+    record = json.loads((path / "checkpoint.json").read_text())
+    values = tf.train.load_checkpoint(str(path / "state"))
+    shapes = values.get_variable_to_shape_map()
+    assert shapes == {name: entry["shape"] for name, entry in record["tensors"].items()}
+    for name, weight in weights_of(run.model()).items():
+        np.testing.assert_array_equal(values.get_tensor(name), weight.numpy())
+
+
+def test_early_stopping(data, tmp_path):
+    stopped = train(data, config(epochs=9, patience=2), tmp_path / "run", progress=False)
+    assert len(stopped.result["epochs"]) == stopped.result["best_epoch"] + 2 < 9
+    assert config(patience=2).identity != config().identity
+
+
+def test_progress_of_equal_epochs_is_bests_first():
+    epochs = [{"epoch": e, "auc": auc} for e, auc in ((1, 0.6), (2, 0.7), (3, 0.7))]
+    assert Progress(epochs).best == 2
+    assert Progress([{"epoch": 1, "auc": None}]).best is None
+
+
+# What is whole
+
+
+@pytest.fixture
+def written(tmp_path):
+    """Three checkpoints of one variable, which holds their number."""
+    checkpoints = Checkpoints(tmp_path / "checkpoints", keep=3)
+    variable = tf.Variable(tf.zeros([1000]), name="w")
+    for step in (10, 20, 30):
+        variable.assign(tf.fill([1000], float(step)))
+        checkpoints.save(step, {"weight/0000": variable}, {"epochs": []})
+        variable.assign_add(tf.ones([1000]))  # at once: the checkpoint is of before
+    checkpoints.wait()
+    return checkpoints, variable
+
+
+def test_a_checkpoint_holds_the_values_of_when_it_was_begun(written):
+    checkpoints, variable = written
+    for step in (10, 20, 30):
+        checkpoints.at(step).restore({"weight/0000": variable})
+        np.testing.assert_array_equal(variable, np.full(1000, float(step)))
+
+
+def test_a_table_that_is_trained_on_while_it_is_written(tmp_path):
+    """A copy is made by whatever writes into it, scatters among them."""
+    table = tf.Variable(tf.random.stateless_normal([200_000, 10], [1, 2]), name="table")
+    before = table.numpy().copy()
+    checkpoints = Checkpoints(tmp_path / "checkpoints")
+    checkpoints.save(1, {"weight/0000": table}, {"epochs": []})
+    rows = tf.range(0, 200_000, 3)
+    for _ in range(20):
+        table.scatter_sub(tf.IndexedSlices(tf.ones([len(rows), 10]), rows))
+        tf.raw_ops.ResourceApplyGradientDescent(
+            var=table.handle, alpha=1.0, delta=tf.ones_like(table)
+        )
+    checkpoints.wait()
+    checkpoints.at(1).restore({"weight/0000": table})
+    np.testing.assert_array_equal(table, before)
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+DAMAGES = {
+    "a flipped bit": (lambda p: flip(p / "state.data-00000-of-00001"), "whose content has changed"),
+    "a file gone": (lambda p: (p / "state.index").unlink(), "which cannot be read"),
+    "cut": (
+        lambda p: (p / "state.data-00000-of-00001").write_bytes(b"\0" * 9),
+        "of 9 bytes, which had",
+    ),
+    "no record": (lambda p: (p / "checkpoint.json").unlink(), "checkpoint.json, which cannot"),
+    "half a record": (
+        lambda p: (p / "checkpoint.json").write_text('{"format": 1, "ste'),
+        "checkpoint.json, which cannot be read",
+    ),
+    "another record": (
+        lambda p: (p / "checkpoint.json").write_text('{"format": 9}'),
+        "which is not of format 1",
+    ),
+    "a poor record": (
+        lambda p: (p / "checkpoint.json").write_text('{"format": 1}'),
+        "without 'step'",
+    ),
+    "empty": (lambda p: [f.unlink() for f in p.iterdir()], "checkpoint.json, which cannot be read"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_what_is_damaged_is_named_and_put_aside(written, damage):
+    checkpoints, _ = written
+    harm, words = DAMAGES[damage]
+    harm(checkpoints.folder / "step-0000000030")
+    last, damaged = checkpoints.last()
+    assert last.step == 20
+    (error,) = damaged
+    assert "a checkpoint must be as it was written. Received: " in str(error)
+    assert "step-0000000030" in str(error)
+    assert words in str(error)
+    (checkpoints.folder / ".step-0000000040.partial").mkdir()
+    checkpoints.tidy()
+    assert sorted(p.name for p in checkpoints.folder.iterdir()) == [
+        "damaged-step-0000000030",
+        "step-0000000010",
+        "step-0000000020",
+    ]
+
+
+def test_another_networks_checkpoint(written):
+    checkpoints, _ = written
+    other = tf.Variable(tf.zeros([9]), name="u")
+    with pytest.raises(UserError, match=r"must belong to the network .* float32 \[1000\] for 'u"):
+        checkpoints.at(30).restore({"weight/0000": other})
+    with pytest.raises(UserError, match=r"with nothing for 'u:0', float32 \[9\]"):
+        checkpoints.at(30).restore({"weight/0001": other})
+
+
+def test_a_failed_one_is_told_and_leaves_nothing(written, monkeypatch):
+    checkpoints, variable = written
+    monkeypatch.setattr(
+        "merlin_cowclip.workflows.training.checkpoints.write_json",
+        lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")),
+    )
+    checkpoints.save(40, {"weight/0000": variable}, {"epochs": []})
+    with pytest.raises(OSError, match="No space left"):
+        checkpoints.wait()
+    assert sorted(p.name for p in checkpoints.folder.iterdir()) == [
+        f"step-00000000{n}" for n in (10, 20, 30)
+    ]
+
+
+# When they are taken
+
+
+@pytest.mark.parametrize(
+    ("given", "steps", "minutes"),
+    [
+        (None, None, None),
+        (50, 50, None),
+        ("50", 50, None),
+        ("10m", None, 10.0),
+        ("0.5m", None, 0.5),
+    ],
+)
+def test_how_often(given, steps, minutes):
+    keeping = Keeping(checkpoint_every=given)
+    assert (keeping.steps, keeping.minutes) == (steps, minutes)
+    assert Keeping.from_dict(json.loads(json.dumps(keeping.to_dict()))) == keeping
+
+
+@pytest.mark.parametrize("given", [0, -1, 1.5, True, "", "m", "0m", "-1m", "ten", "10 m", "１０"])
+def test_how_often_is_refused(given):
+    with pytest.raises(UserError, match="checkpoint_every must be a positive number of updates"):
+        Keeping(checkpoint_every=given)
+
+
+@pytest.mark.parametrize("given", [0, -1, "2", True])
+def test_how_many_is_refused(given):
+    with pytest.raises(UserError, match="keep must be a positive whole number"):
+        Keeping(keep=given)
+
+
+def test_one_every_few_steps(data, tmp_path):
+    keeping = Keeping(checkpoint_every=2, keep=100, saved_model=False)
+    run = train(
+        data, config(epochs=2, model="lr"), tmp_path / "run", keeping=keeping, progress=False
+    )
+    per_epoch = len(Loader(data, batch_size=128))
+    every_two = {s for s in range(2, 2 * per_epoch, 2)}
+    assert set(steps_of(run)) == every_two | {per_epoch, 2 * per_epoch}
+    shutil.rmtree(run.path)

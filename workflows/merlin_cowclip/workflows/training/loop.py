@@ -1,0 +1,350 @@
+"""The training loop of a run: update by update, from any place, so that it can go on from one.
+
+Its state is the model's and the optimizer's variables, the sums of statistics, and `Progress`; all
+of it is in a checkpoint. What comes next depends on that alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import time
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from merlin_cowclip.plugins._stack import mm
+from merlin_cowclip.plugins.state import mean_loss, training_state
+from merlin_cowclip.workflows.errors import Stopped, UserError
+from merlin_cowclip.workflows.progress import progress_bar
+from merlin_cowclip.workflows.training.checkpoints import Checkpoint, Checkpoints, not_finite
+from merlin_cowclip.workflows.training.configuration import TrainConfig
+from merlin_cowclip.workflows.training.evaluation import Predictor
+from merlin_cowclip.workflows.training.growing_files import cut_back, lengths
+from merlin_cowclip.workflows.training.keeping import Keeping
+from merlin_cowclip.workflows.training.loader import Loader
+from merlin_cowclip.workflows.training.logbook import Logbook
+from merlin_cowclip.workflows.training.scalars import (
+    clip_sentence,
+    field_scalars,
+    step_scalars,
+    summary_scalars,
+)
+from merlin_cowclip.workflows.training.stopping import Interrupted, Stopping
+from merlin_cowclip.workflows.training.watch import Watch
+
+CHECKPOINTS = "checkpoints"  # within the run
+LOG_EVERY = 50  # updates between two points of TensorBoard's curves
+
+
+@dataclass
+class Progress:
+    """How far a run is, beside its variables; fit for JSON.
+
+    Attributes:
+      epochs: what was measured after each, as in `metrics.csv`.
+      seconds: of training in the epoch under way.
+    """
+
+    epochs: list[dict[str, Any]] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def best(self) -> int | None:
+        """The number, from 1, of the epoch with the highest test AUC; the first of equal ones."""
+        measured = [epoch for epoch in self.epochs if epoch["auc"] is not None]
+        return max(measured, key=lambda e: e["auc"])["epoch"] if measured else None
+
+
+class Training:
+    """One run on its way.
+
+    Args:
+      run: its folder, with all that does not change.
+      model: built, compiled, its optimizer observed.
+      statistics: of the optimizer.
+      config: of the run.
+      keeping: when to take checkpoints.
+      loader: of the training part.
+      test: of the test part, or `None`.
+      progress: whether to show bars, and a line per epoch.
+    """
+
+    def __init__(
+        self,
+        run: Path,
+        model: mm.Model,
+        statistics: Any,
+        config: TrainConfig,
+        keeping: Keeping,
+        loader: Loader,
+        test: Loader | None,
+        *,
+        progress: bool,
+    ) -> None:
+        self.model = model
+        self.progress = Progress()
+        self.step = 0
+        self.checkpoints = Checkpoints(run / CHECKPOINTS, keeping.keep)
+        self._run = run
+        self._statistics = statistics
+        self._config = config
+        self._keeping = keeping
+        self._loader = loader
+        self._test = test
+        self._show = progress
+        self._predictor = Predictor(model)
+        self._watch = Watch(model.optimizer, loader, config)
+        self._state = training_state(model)
+        for place, variable in enumerate(statistics.variables):
+            self._state[f"statistics/{place:04}"] = variable
+        self._saved_step = -1
+        self._saved_at = time.monotonic()
+
+    @property
+    def rows(self) -> int:
+        """Rows of an epoch."""
+        return self._loader.rows
+
+    @property
+    def best_step(self) -> int | None:
+        """The update that the best epoch ended with."""
+        best = self.progress.best
+        return None if best is None else self._end_of(best)
+
+    # From and to checkpoints
+
+    def go_on_from_last(self) -> None:
+        """Be where the last checkpoint was taken that is whole, or at the beginning.
+
+        What is wrong with those after it is said in a warning.
+
+        Raises:
+          UserError: see `go_on_from`.
+        """
+        checkpoint, damaged = self.checkpoints.last()
+        for problem in damaged:
+            before = "the one before it is used" if checkpoint else "there is none before it"
+            warnings.warn(f"{problem}: {before}", stacklevel=4)
+        self.checkpoints.tidy()
+        if checkpoint is None:
+            cut_back(self._run, {})
+        else:
+            self.go_on_from(checkpoint)
+
+    def go_on_from(self, checkpoint: Checkpoint) -> None:
+        """Be where the run was when `checkpoint` was taken; its growing files are cut back to that.
+
+        Raises:
+          UserError: the checkpoint is another network's, or a file that grows is gone.
+        """
+        progress = checkpoint.progress
+        cut_back(self._run, progress["lengths"])
+        checkpoint.restore(self._state)
+        _set_random_state(progress["random"])
+        self.step = self._saved_step = checkpoint.step
+        self.progress = Progress(list(progress["epochs"]), progress["seconds"])
+        self._watch.begin(self.step)
+
+    def _save(self, book: Logbook) -> None:
+        """Begin a checkpoint of now, unless there is one.
+
+        Raises:
+          UserError: something is not finite, which no checkpoint may hold; or the last one failed.
+        """
+        if self.step == self._saved_step:
+            return
+        self._watch.look(self.step)
+        broken = not_finite(self._state[name] for name in self._state if "weight/" in name)
+        if broken:
+            raise UserError(
+                f"weights must stay finite. Received: NaN or infinity in {', '.join(broken[:4])}, "
+                f"after update {self.step:,}. The run diverged: lower the learning rates"
+            )
+        book.flush()
+        self.checkpoints.save(
+            self.step,
+            self._state,
+            {
+                **dataclasses.asdict(self.progress),
+                "lengths": lengths(self._run),
+                "random": _random_state(),
+            },
+            best=self.best_step,
+        )
+        self._saved_step, self._saved_at = self.step, time.monotonic()
+
+    def _end_of(self, epoch: int) -> int:
+        return epoch * len(self._loader)
+
+    # The loop
+
+    def train(self, stopping: Stopping) -> None:
+        """Train to the end; or stop before it, saved.
+
+        Raises:
+          Stopped: it was asked to.
+          UserError: a loss, gradient or weight is not finite, the data cannot be read, or the disk
+            is full; checkpoints are as they were.
+        """
+        total = self._end_of(self._config.epochs)
+        with Logbook(self._run) as book:
+            function = self.model.make_train_function()
+            k = self.step % len(self._loader)
+            begin = {"epoch": self.step // len(self._loader), "start": k}
+            iterator = iter(self._loader.dataset(epochs=None, **begin))
+            if self.step and not k and len(self.progress.epochs) < begin["epoch"]:
+                self._end_epoch(book, stopping)  # it was stopped between the two
+            while self.step < total and not self._out_of_patience():
+                self._epoch(function, iterator, book, stopping)
+                self._end_epoch(book, stopping)
+            self.checkpoints.wait()
+
+    def _out_of_patience(self) -> bool:
+        patience, best = self._config.patience, self.progress.best
+        return (
+            patience is not None
+            and best is not None
+            and (len(self.progress.epochs) - best >= patience)
+        )
+
+    def _epoch(self, function: Any, iterator: Any, book: Logbook, stopping: Stopping) -> None:
+        """The rest of an epoch."""
+        epoch, k = divmod(self.step, len(self._loader))
+        if not k:
+            self.model.reset_metrics()
+        title = f"epoch {epoch + 1}/{self._config.epochs}"
+        with progress_bar(title, len(self._loader), " batches", show=self._show) as bar:
+            bar.update(k)
+            begun = time.perf_counter()
+            for _ in range(k, len(self._loader)):
+                logs = function(iterator)
+                self.step += 1
+                self._watch.see(self.step, logs["loss_batch"])
+                bar.update()
+                now = time.perf_counter()
+                self.progress.seconds, begun = self.progress.seconds + now - begun, now
+                if self.step % LOG_EVERY == 0:
+                    loss = float(logs["loss"])
+                    bar.set_postfix(loss=f"{loss:.4f}", refresh=False)
+                    book.scalars(self.step, self._scalars(loss))
+                if stopping.asked:
+                    raise self._stopped(book, stopping)
+                if self._is_due():
+                    self._save(book)
+                self.checkpoints.check()
+
+    def _is_due(self) -> bool:
+        every, minutes = self._keeping.steps, self._keeping.minutes
+        if self.step % len(self._loader) == 0:
+            return False  # one is taken once the epoch is measured
+        if minutes is not None and time.monotonic() - self._saved_at >= 60 * minutes:
+            return True
+        return every is not None and self.step % every == 0
+
+    def _end_epoch(self, book: Logbook, stopping: Stopping) -> None:
+        """Measure it, write it down, and take a checkpoint."""
+        self._watch.look(self.step)
+        if stopping.asked:
+            raise self._stopped(book, stopping)
+        quality = None
+        if self._test is not None:
+            try:
+                with stopping.anywhere():
+                    quality = self._predictor.quality(self._test)
+            except Interrupted:
+                raise self._stopped(book, stopping) from None
+        loss = float(mean_loss(self.model).result())
+        row = {
+            "epoch": len(self.progress.epochs) + 1,
+            "auc": quality and quality.auc,
+            "log_loss": quality and quality.log_loss,
+            "calibration": quality and quality.calibration,
+            "train_loss": loss,
+            "seconds": self.progress.seconds,
+        }
+        fields = self._statistics.read()
+        scalars = self._scalars(loss)
+        book.epoch(
+            {
+                **row,
+                **{k: v for k, v in scalars.items() if "/" not in k and k != "loss"},
+                "dense_lr": scalars["learning_rate/dense"],
+                "embedding_lr": scalars["learning_rate/embedding"],
+                **summary_scalars(fields),
+            }
+        )
+        measured = {f"test_{k}": row[k] for k in ("auc", "log_loss", "calibration")}
+        book.scalars(self.step, {k: v for k, v in measured.items() if v is not None})
+        self.progress.epochs.append(row)
+        self.progress.seconds = 0.0
+        self._statistics.reset()
+        if self._show:
+            print(self._line(row), flush=True)
+        self._save(book)
+        if stopping.asked and self.step < self._end_of(self._config.epochs):
+            raise self._stopped(book, stopping)
+
+    def _scalars(self, loss: float) -> dict[str, float]:
+        k = (self.step - 1) % len(self._loader) + 1
+        rows = min(k * self._config.batch_size, self._loader.rows)
+        dense, embedding = self.model.optimizer.learning_rates()
+        return {
+            **step_scalars(
+                loss=loss,
+                dense_lr=dense,
+                embedding_lr=embedding,
+                samples_per_second=rows / self.progress.seconds,
+            ),
+            **field_scalars(self._statistics.read()),
+        }
+
+    def _line(self, row: Mapping[str, Any]) -> str:
+        quality = (
+            ""
+            if row["auc"] is None
+            else f"test AUC {row['auc']:.6f}, log loss {row['log_loss']:.6f}, "
+            f"calibration {row['calibration']:.3f}, "
+        )
+        best = " (best)" if row["auc"] is not None and self.progress.best == row["epoch"] else ""
+        return (
+            f"epoch {row['epoch']}/{self._config.epochs}: loss {row['train_loss']:.6f}, {quality}"
+            f"{row['seconds']:.1f} s, {self._loader.rows / row['seconds']:,.0f} samples/s{best}"
+        )
+
+    def what_the_clip_did(self) -> str:
+        """A sentence for the end of the run."""
+        return clip_sentence(self._statistics.total())
+
+    def _stopped(self, book: Logbook, stopping: Stopping) -> Stopped:
+        """Save, and say so."""
+        self._save(book)
+        self.checkpoints.wait()
+        why = "stopped as its time was over" if stopping.number is None else "interrupted"
+        total = self._end_of(self._config.epochs)
+        return Stopped(
+            f"{why} after update {self.step:,} of {total:,}, which is saved. Go on with: "
+            f"merlin-cowclip train --resume {self._run}",
+            stopping.number,
+        )
+
+
+def _random_state() -> dict[str, Any]:
+    """Python's and NumPy's; TensorFlow's is used by no step of our networks, which a test says."""
+    version, numbers, following = random.getstate()
+    name, keys, *rest = np.random.get_state(legacy=True)
+    return {
+        "python": [version, list(numbers), following],
+        "numpy": [name, np.asarray(keys).tolist(), *rest],
+    }
+
+
+def _set_random_state(state: Mapping[str, Any]) -> None:
+    version, numbers, following = state["python"]
+    random.setstate((version, tuple(numbers), following))
+    name, keys, *rest = state["numpy"]
+    np.random.set_state((name, np.array(keys, np.uint32), *rest))

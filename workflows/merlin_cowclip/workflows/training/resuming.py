@@ -1,0 +1,121 @@
+"""What has to be as it was for a run to go on, and what may differ with a warning."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from merlin_cowclip.workflows.data.prepared import PreparedData
+from merlin_cowclip.workflows.errors import UserError, shown
+from merlin_cowclip.workflows.training.configuration import TrainConfig
+from merlin_cowclip.workflows.training.runs import CONFIG
+
+_KEYS = ("data", "data_sha256", "keeping", "versions", "machine")
+
+
+def read_config(run: Path) -> dict[str, Any]:
+    """A run's `config.json`, finished or not.
+
+    Raises:
+      UserError: there is no run, or none that can go on.
+    """
+    if not os.path.isdir(run):
+        raise UserError(
+            f"a run must be a folder. Received: {shown(run)}. Make one with 'merlin-cowclip train'."
+        )
+    place = run / CONFIG
+    try:
+        record = json.loads(place.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(
+            f"a run that goes on must hold its configuration. Received: {place}: {error}. Train "
+            "again into another folder"
+        ) from None
+    missing = [key for key in _KEYS if not isinstance(record, dict) or key not in record]
+    if missing:
+        raise UserError(
+            f"a run that goes on must be of a version that takes checkpoints. Received: {place}, "
+            f"without {missing[0]!r}. Train again into another folder"
+        )
+    return dict(record)
+
+
+def config_of(record: Mapping[str, Any], run: Path) -> TrainConfig:
+    """The configuration in a run's `config.json`.
+
+    Raises:
+      UserError: it holds none.
+    """
+    names = [field.name for field in dataclasses.fields(TrainConfig)]
+    try:
+        return TrainConfig.from_dict({n: record[n] for n in names if n in record})
+    except UserError as error:
+        raise UserError(f"{run / CONFIG} must be as it was written: {error}") from None
+
+
+def with_epochs(config: TrainConfig, epochs: int, run: Path) -> TrainConfig:
+    """The configuration with more epochs.
+
+    Raises:
+      UserError: fewer, or a learning rate that depends on how many there are.
+    """
+    more = dataclasses.replace(config, epochs=epochs)
+    if epochs < config.epochs:
+        raise UserError(
+            f"epochs of a run can only be raised. Received: {epochs}, and {config.epochs} in "
+            f"{run / CONFIG}. Leave them out, or train another run"
+        )
+    for name in ("dense_schedule", "embedding_schedule"):
+        schedule = getattr(config, name)
+        if epochs > config.epochs and schedule and schedule.get("epochs", 0) is None:
+            raise UserError(
+                f"epochs of a run can only be raised where no learning rate depends on them. "
+                f"Received: {epochs} instead of {config.epochs}, and {name} "
+                f"{schedule['name']!r}, which reaches its end with the last epoch. Train another "
+                "run"
+            )
+    return more
+
+
+def open_data(record: Mapping[str, Any], run: Path, moved: str | Path | None) -> PreparedData:
+    """The data that a run was trained on, where it is now.
+
+    Raises:
+      UserError: it is not there, or not what it was.
+    """
+    from merlin_cowclip.workflows.training.runs import identity_of
+
+    path = Path(record["data"] if moved is None else moved)
+    if not os.path.isdir(path):
+        raise UserError(
+            f"the data of a run must be there. Received: {path}, which is no folder. If it was "
+            f"moved, name its place: merlin-cowclip train DATA --resume {run}"
+        )
+    data = PreparedData.open(path)
+    if identity_of(data) != record["data_sha256"]:
+        raise UserError(
+            f"the data of a run must be what it was when it began. Received: {path}, with other "
+            "rows, so that some would be trained on twice and others never. Put the data back, or "
+            "train another run"
+        )
+    return data
+
+
+def warn_of_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Warn of other versions and another machine, with which the last digits may differ."""
+    changes = [
+        f"{name} {now[kind].get(name)} instead of {was}"
+        for kind in ("versions", "machine")
+        for name, was in before[kind].items()
+        if now[kind].get(name) != was
+    ]
+    if changes:
+        warnings.warn(
+            f"the run goes on, but not to the last digit as it would have: {', '.join(changes)}",
+            stacklevel=3,
+        )

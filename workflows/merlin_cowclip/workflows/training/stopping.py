@@ -1,0 +1,93 @@
+"""How a run is stopped: after the step in hand, with all of it saved.
+
+The first Ctrl-C, SIGTERM or SIGHUP, and the end of the time that was given, only ask for it; the
+training loop looks after each step. A second signal does what it did before: it ends the work at
+once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Interrupted(BaseException):
+    """Raised by the first signal where the work may be left anywhere."""
+
+
+class Stopping:
+    """Whether the run is to stop, and why; a context manager that listens for signals.
+
+    Only in the main thread: Python gives signals to no other. A signal that is ignored, as nohup's
+    SIGHUP, stays so.
+
+    Args:
+        max_minutes: how long it may take from now on; `None` for no end.
+    """
+
+    def __init__(self, max_minutes: float | None = None) -> None:
+        self.number: int | None = None
+        self._end = None if max_minutes is None else time.monotonic() + 60 * max_minutes
+        self._anywhere = False
+        self._before: dict[int, Any] = {}
+
+    @property
+    def asked(self) -> bool:
+        """Whether to stop after what is in hand."""
+        return self.number is not None or self.out_of_time
+
+    @property
+    def out_of_time(self) -> bool:
+        """Whether the time that was given is over."""
+        return self._end is not None and time.monotonic() >= self._end
+
+    def __enter__(self) -> Stopping:
+        if threading.current_thread() is threading.main_thread():
+            for number in _SIGNALS:
+                if signal.getsignal(number) not in (signal.SIG_IGN, None):
+                    self._before[number] = signal.signal(number, self._received)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._give_back()
+
+    @contextlib.contextmanager
+    def anywhere(self) -> Iterator[None]:
+        """Within it the first signal does not wait.
+
+        Raises:
+            Interrupted: it came.
+        """
+        self._anywhere = True
+        try:
+            if self.number is not None:
+                raise Interrupted
+            yield
+        finally:
+            self._anywhere = False
+
+    def _received(self, number: int, frame: FrameType | None) -> None:
+        if self.number is not None:
+            before = self._before[number]
+            self._give_back()
+            if callable(before):
+                before(number, frame)
+            else:
+                os.kill(os.getpid(), number)
+            return
+        self.number = number
+        if self._anywhere:
+            raise Interrupted
+
+    def _give_back(self) -> None:
+        while self._before:
+            number, handler = self._before.popitem()
+            signal.signal(number, handler)
