@@ -55,6 +55,11 @@ def _add_reading(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument("--batch-size", type=int, help="rows predicted at a time (8192)")
     command.add_argument(
+        "--best",
+        action="store_true",
+        help="the network of the epoch with the highest test AUC, not of the last one",
+    )
+    command.add_argument(
         "--trust-workflow",
         action="store_true",
         help="run the code of the run's workflow also where its manifest does not confirm it",
@@ -98,7 +103,7 @@ def _on_prepared(run: Run, arguments: argparse.Namespace) -> tuple[Quality, int,
     from merlin_cowclip.workflows.training.loader import Loader
 
     size = EVALUATION_BATCH if arguments.batch_size is None else arguments.batch_size
-    quality = evaluate(run.model(), Loader(data, "test", batch_size=size))
+    quality = evaluate(run.model(_which(arguments)), Loader(data, "test", batch_size=size))
     return quality, data.rows["test"], str(data.path)
 
 
@@ -112,5 +117,13 @@ def _predict(arguments: argparse.Namespace) -> None:
 
 
 def _reading(arguments: argparse.Namespace) -> dict[str, Any]:
-    options = {"raw": arguments.raw, "trust_workflow": arguments.trust_workflow}
+    options = {
+        "raw": arguments.raw,
+        "which": _which(arguments),
+        "trust_workflow": arguments.trust_workflow,
+    }
     return options | ({} if arguments.batch_size is None else {"batch_size": arguments.batch_size})
+
+
+def _which(arguments: argparse.Namespace) -> str:
+    return "best" if arguments.best else "last"

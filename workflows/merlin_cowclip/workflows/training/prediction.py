@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from merlin_cowclip.plugins._stack import tf
+from merlin_cowclip.plugins._stack import mm, tf
 from merlin_cowclip.workflows.checks import check_whole
 from merlin_cowclip.workflows.data.datasets import DatasetSpec
 from merlin_cowclip.workflows.data.encoded_rows import ahead
@@ -39,6 +39,7 @@ def predict_logs(
     out: str | Path,
     *,
     batch_size: int = EVALUATION_BATCH,
+    which: str = "last",
     raw: bool = False,
     trust_workflow: bool = False,
     progress: bool = True,
@@ -52,6 +53,7 @@ def predict_logs(
       out: the parquet file to make; must not exist. A row for each row read, in order:
         `probability` (float32) and, where there was a label, `label` (int8) before it.
       batch_size: rows predicted at a time: a matter of speed and memory only.
+      which: of the run's models, "last" or "best".
       raw: for a run on an adopted pipeline, whether the inputs are what its workflow reads instead.
       trust_workflow: whether to run the workflow's code also where the run's manifest does not
         confirm it.
@@ -71,7 +73,9 @@ def predict_logs(
     check_whole("batch size", batch_size, 1)
     incoming = open_incoming(run, inputs, raw=raw, trust_workflow=trust_workflow)
     with all_or_nothing(out, "file") as file:
-        return _write(file, incoming.labelled, _scored(run, incoming, batch_size, progress))
+        return _write(
+            file, incoming.labelled, _scored(run.model(which), run, incoming, batch_size, progress)
+        )
 
 
 def evaluate_logs(
@@ -79,6 +83,7 @@ def evaluate_logs(
     inputs: Sequence[str | Path],
     *,
     batch_size: int = EVALUATION_BATCH,
+    which: str = "last",
     raw: bool = False,
     trust_workflow: bool = False,
     progress: bool = True,
@@ -99,17 +104,17 @@ def evaluate_logs(
             "for 'merlin-cowclip predict'"
         )
     ranks, rows = QualityOf(), 0
-    for labels, probabilities in _scored(run, incoming, batch_size, progress):
+    for labels, probabilities in _scored(run.model(which), run, incoming, batch_size, progress):
         ranks.add(labels, probabilities)
         rows += len(labels)
     return ranks.quality(), rows
 
 
 def _scored(
-    run: Run, incoming: Incoming, batch_size: int, progress: bool
+    model: mm.Model, run: Run, incoming: Incoming, batch_size: int, progress: bool
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Labels and probabilities, b float32 each; rows are read and encoded ahead, in a thread."""
-    predictor, spec = Predictor(run.model()), run.spec()
+    predictor, spec = Predictor(model), run.spec()
     types = _input_types(spec)
     with progress_bar("scoring", incoming.size, incoming.unit, show=progress) as bar:
         for rows in in_batches(ahead(incoming.rows(bar.update)), batch_size):
