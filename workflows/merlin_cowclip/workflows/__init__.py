@@ -24,24 +24,27 @@ if TYPE_CHECKING:
     from merlin_cowclip.workflows.data.prepared import PreparedData
     from merlin_cowclip.workflows.data.synthetic import write_synthetic
     from merlin_cowclip.workflows.data.top_ids import keep_top_ids
-    from merlin_cowclip.workflows.errors import UserError
+    from merlin_cowclip.workflows.errors import Stopped, UserError
     from merlin_cowclip.workflows.training.configuration import TrainConfig
     from merlin_cowclip.workflows.training.evaluation import evaluate, predict
     from merlin_cowclip.workflows.training.follow_epochs import FollowEpochs
+    from merlin_cowclip.workflows.training.keeping import Keeping
     from merlin_cowclip.workflows.training.loader import Loader
     from merlin_cowclip.workflows.training.prediction import evaluate_logs, predict_logs
     from merlin_cowclip.workflows.training.runs import Run
-    from merlin_cowclip.workflows.training.train import train
+    from merlin_cowclip.workflows.training.train import resume, train
 
 _HOME = {
     "AVAZU": "data.datasets",
     "CRITEO": "data.datasets",
     "DatasetSpec": "data.datasets",
     "FollowEpochs": "training.follow_epochs",
+    "Keeping": "training.keeping",
     "Loader": "training.loader",
     "PreparedData": "data.prepared",
     "Run": "training.runs",
     "Split": "data.datasets",
+    "Stopped": "errors",
     "TrainConfig": "training.configuration",
     "UserError": "errors",
     "adopt": "data.adopt",
@@ -54,6 +57,7 @@ _HOME = {
     "predict_logs": "training.prediction",
     "prepare": "data.etl",
     "register": "data.datasets",
+    "resume": "training.train",
     "train": "training.train",
     "write_synthetic": "data.synthetic",
 }
@@ -63,10 +67,12 @@ __all__ = [
     "CRITEO",
     "DatasetSpec",
     "FollowEpochs",
+    "Keeping",
     "Loader",
     "PreparedData",
     "Run",
     "Split",
+    "Stopped",
     "TrainConfig",
     "UserError",
     "adopt",
@@ -79,6 +85,7 @@ __all__ = [
     "predict_logs",
     "prepare",
     "register",
+    "resume",
     "train",
     "write_synthetic",
 ]
