@@ -8,7 +8,6 @@ from merlin_cowclip.plugins import FieldStatistics, RowStatistics
 from merlin_cowclip.workflows.training.scalars import (
     clip_sentence,
     field_scalars,
-    step_scalars,
     summary_scalars,
 )
 
@@ -69,16 +68,6 @@ def test_a_summary_has_all_its_columns():
     without_clip = summary_scalars([LINEAR])
     assert without_clip["rows_clipped"] is None
     assert without_clip["ids_per_batch"] == 250.0
-
-
-def test_what_depends_on_no_field():
-    values = {"loss": 0.5, "dense_lr": 1e-3, "embedding_lr": 1e-4, "samples_per_second": 9.0}
-    assert list(step_scalars(**values).items()) == [
-        ("loss", 0.5),
-        ("learning_rate/dense", 1e-3),
-        ("learning_rate/embedding", 1e-4),
-        ("samples_per_second", 9.0),
-    ]
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,6 @@ from merlin_cowclip.workflows.training.logbook import Logbook
 from merlin_cowclip.workflows.training.scalars import (
     clip_sentence,
     field_scalars,
-    step_scalars,
     summary_scalars,
 )
 from merlin_cowclip.workflows.training.stopping import Interrupted, Stopping
@@ -231,7 +230,7 @@ class Training:
                 if self.step % LOG_EVERY == 0:
                     loss = float(logs["loss"])
                     bar.set_postfix(loss=f"{loss:.4f}", refresh=False)
-                    book.scalars(self.step, self._scalars(loss))
+                    book.scalars(self.step, self._tags(loss))
                 if stopping.asked:
                     raise self._stopped(book, stopping)
                 if self._is_due():
@@ -267,18 +266,9 @@ class Training:
             "train_loss": loss,
             "seconds": self.progress.seconds,
         }
-        fields = self._statistics.read()
-        scalars = self._scalars(loss)
-        book.epoch(
-            {
-                **row,
-                **{k: v for k, v in scalars.items() if "/" not in k and k != "loss"},
-                "dense_lr": scalars["learning_rate/dense"],
-                "embedding_lr": scalars["learning_rate/embedding"],
-                **summary_scalars(fields),
-            }
-        )
-        measured = {f"test_{k}": row[k] for k in ("auc", "log_loss", "calibration")}
+        overall, _ = self._scalars(loss)
+        book.epoch({**row, **{k: v for k, v in overall.items() if k != "loss"}})
+        measured = {f"all/test_{k}": row[k] for k in ("auc", "log_loss", "calibration")}
         book.scalars(self.step, {k: v for k, v in measured.items() if v is not None})
         self.progress.epochs.append(row)
         self.progress.seconds = 0.0
@@ -289,19 +279,25 @@ class Training:
         if stopping.asked and self.step < self._end_of(self._config.epochs):
             raise self._stopped(book, stopping)
 
-    def _scalars(self, loss: float) -> dict[str, float]:
+    def _scalars(self, loss: float) -> tuple[dict[str, float | None], dict[str, float]]:
+        """Of the epoch so far: over all fields, and by field."""
         k = (self.step - 1) % len(self._loader) + 1
         rows = min(k * self._config.batch_size, self._loader.rows)
-        dense, embedding = self.model.optimizer.learning_rates()
-        return {
-            **step_scalars(
-                loss=loss,
-                dense_lr=dense,
-                embedding_lr=embedding,
-                samples_per_second=rows / self.progress.seconds,
-            ),
-            **field_scalars(self._statistics.read()),
+        rates, fields = self.model.optimizer.learning_rates(), self._statistics.read()
+        overall: dict[str, float | None] = {
+            "loss": loss,
+            "samples_per_second": rows / self.progress.seconds,
+            "dense_lr": rates.dense,
+            "embedding_lr": rates.embedding,
+            **summary_scalars(fields),
         }
+        return overall, field_scalars(fields)
+
+    def _tags(self, loss: float) -> dict[str, float]:
+        """The same as TensorBoard has it, which shows the groups of its page by name."""
+        overall, by_field = self._scalars(loss)
+        tags = {f"all/{name}": value for name, value in overall.items() if value is not None}
+        return tags | {f"field_{tag}": value for tag, value in by_field.items()}
 
     def _line(self, row: Mapping[str, Any]) -> str:
         quality = (

@@ -28,25 +28,6 @@ BY_FIELD: Mapping[str, _Quantity] = MappingProxyType(
 _OF_THE_CLIP = ("rows_clipped", "occurrences_clipped")
 
 
-def step_scalars(
-    *, loss: float, dense_lr: float, embedding_lr: float, samples_per_second: float
-) -> dict[str, float]:
-    """What does not depend on a field, by tag.
-
-    Args:
-      loss: mean training loss.
-      dense_lr: η of the dense weights.
-      embedding_lr: η of the tables.
-      samples_per_second: of training alone.
-    """
-    return {
-        "loss": loss,
-        "learning_rate/dense": dense_lr,
-        "learning_rate/embedding": embedding_lr,
-        "samples_per_second": samples_per_second,
-    }
-
-
 def field_scalars(fields: Iterable[FieldStatistics]) -> dict[str, float]:
     """Every quantity of every field that has it, by tag, "quantity/table/field".
 
