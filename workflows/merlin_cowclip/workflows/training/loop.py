@@ -218,6 +218,7 @@ class Training:
             self.model.reset_metrics()
         title = f"epoch {epoch + 1}/{self._config.epochs}"
         with progress_bar(title, len(self._loader), " batches", show=self._show) as bar:
+            bar.leave = False  # its line is the epoch's own
             bar.update(k)
             begun = time.perf_counter()
             for _ in range(k, len(self._loader)):
@@ -303,13 +304,13 @@ class Training:
         quality = (
             ""
             if row["auc"] is None
-            else f"test AUC {row['auc']:.6f}, log loss {row['log_loss']:.6f}, "
+            else f"test AUC {row['auc']:.5f}, log loss {row['log_loss']:.5f}, "
             f"calibration {row['calibration']:.3f}, "
         )
-        best = " (best)" if row["auc"] is not None and self.progress.best == row["epoch"] else ""
+        best = ", best" if row["auc"] is not None and self.progress.best == row["epoch"] else ""
         return (
-            f"epoch {row['epoch']}/{self._config.epochs}: loss {row['train_loss']:.6f}, {quality}"
-            f"{row['seconds']:.1f} s, {self._loader.rows / row['seconds']:,.0f} samples/s{best}"
+            f"epoch {row['epoch']}/{self._config.epochs}: loss {row['train_loss']:.5f}, {quality}"
+            f"{row['seconds']:.0f} s, {self._loader.rows / row['seconds']:,.0f} samples/s{best}"
         )
 
     def what_the_clip_did(self) -> str:
