@@ -1,0 +1,116 @@
+"""Whether two runs are the same in every byte that matters; times and places are no matter."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from merlin_cowclip.plugins._stack import tf
+from merlin_cowclip.workflows.training.checkpoints import Checkpoints
+
+TIMES = {"seconds", "samples_per_second", "train_seconds"}
+PLACES = {"manifest", "config"}  # of the result; of the configuration only what is trained
+
+
+def differences(run: Path, reference: Path) -> list[str]:
+    """What differs between two runs, of which neither need be finished.
+
+    Of every checkpoint that both have: all tensors (weights, moments, learning rates, sums of
+    statistics, the mean loss), byte by byte, what was measured so far and the random states. Of
+    finished runs also `metrics.csv`, the scalars for TensorBoard, `result.json`, and that the last
+    checkpoints are of the same step.
+    """
+    found = list(_in_checkpoints(run, reference))
+    if all((one / "result.json").exists() for one in (run, reference)):
+        last = [_checkpoints(one).steps()[-1:] for one in (run, reference)]
+        if last[0] != last[1]:
+            found.append(f"the last checkpoints are of {last[0]} and {last[1]}")
+        for what, read in FINISHED.items():
+            ours, theirs = read(run), read(reference)
+            if ours != theirs:
+                found.append(f"{what}: {_first_difference(ours, theirs)}")
+    return found
+
+
+def metrics(run: Path) -> list[dict[str, str]]:
+    """The lines of `metrics.csv`, to the letter."""
+    with (run / "metrics.csv").open(newline="") as file:
+        return [_without(row, TIMES) for row in csv.DictReader(file)]
+
+
+def scalars(run: Path) -> list[tuple[int, str, bytes]]:
+    """All that TensorBoard shows, file after file: step, tag and the bytes of the value."""
+    found = []
+    for path in sorted((run / "logs").iterdir(), key=lambda p: int(p.name.split(".")[3])):
+        for event in tf.compat.v1.train.summary_iterator(str(path)):
+            for value in event.summary.value:
+                if value.tag not in TIMES:
+                    content = tf.make_ndarray(value.tensor).tobytes()
+                    found.append((event.step, value.tag, content))
+    return sorted(found)  # two files of one second
+
+
+def result(run: Path) -> dict[str, Any]:
+    """`result.json`."""
+    content = json.loads((run / "result.json").read_text())
+    content["epochs"] = [_without(epoch, TIMES) for epoch in content["epochs"]]
+    content["trained"] = content["config"]["identity"], content["config"]["data_sha256"]
+    return _without(content, TIMES | PLACES)
+
+
+FINISHED: dict[str, Callable[[Path], Any]] = {
+    "metrics.csv": metrics,
+    "TensorBoard's scalars": scalars,
+    "result.json": result,
+}
+
+
+def _in_checkpoints(run: Path, reference: Path) -> Iterator[str]:
+    ours, theirs = _checkpoints(run), _checkpoints(reference)
+    for step in sorted(set(ours.steps()) & set(theirs.steps())):
+        one, other = ours.at(step), theirs.at(step)
+        a, b = (tf.train.load_checkpoint(str(c.path / "state")) for c in (one, other))
+        names = a.get_variable_to_shape_map().keys()
+        if names != b.get_variable_to_shape_map().keys():
+            yield f"checkpoint {step}: other tensors"
+            continue
+        if _evaluated(one) != _evaluated(other):  # taken at an epoch's end, before and after
+            continue
+        for name in sorted(names):
+            values = [np.asarray(c.get_tensor(name)) for c in (a, b)]
+            if values[0].tobytes() != values[1].tobytes():
+                yield f"checkpoint {step}: {one.record['tensors'][name]['name']}"
+        for key in ("epochs", "random"):
+            values = [_plain(c.progress[key]) for c in (one, other)]
+            if values[0] != values[1]:
+                yield f"checkpoint {step}: {key}"
+
+
+def _evaluated(checkpoint: Any) -> int:
+    return len(checkpoint.progress["epochs"])
+
+
+def _checkpoints(run: Path) -> Checkpoints:
+    return Checkpoints(run / "checkpoints")
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, list) and value and isinstance(value[0], dict):
+        return [_without(one, TIMES) for one in value]
+    return value
+
+
+def _without(values: dict[str, Any], names: set[str]) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if key not in names}
+
+
+def _first_difference(ours: Any, theirs: Any) -> str:
+    if isinstance(ours, dict):
+        return str({key: (ours[key], theirs.get(key)) for key in ours if ours[key] != theirs[key]})
+    pairs = [(a, b) for a, b in zip(ours, theirs, strict=False) if a != b]
+    return f"{len(ours)} and {len(theirs)} items; {pairs[:1]}"

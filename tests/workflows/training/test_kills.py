@@ -1,0 +1,75 @@
+"""Runs that are killed, anywhere and again and again, and go on as if they had not been."""
+
+import random
+import re
+import shutil
+import signal
+
+import numpy as np
+import pytest
+
+from merlin_cowclip.workflows.training.runs import Run
+from tests.runs_alike import differences
+
+from .interrupted import SEVERAL, UNSAVED, UPDATES, Runs, assert_same
+from .killing import PLACES
+
+pytestmark = pytest.mark.slow
+KILLS = 12  # at random, of each kind of update
+SEED = 20260
+SAVING_THE_MODEL = "while the model is saved"
+IN_ORDER = [place for place in PLACES if place != SAVING_THE_MODEL]
+
+
+@pytest.fixture(scope="module")
+def runs(interpreter, data, tmp_path_factory):
+    return Runs(interpreter, data.path, tmp_path_factory.mktemp("kills"))
+
+
+@pytest.fixture(scope="module", params=["exact", "lazy"])
+def update(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def options(update):
+    return (*SEVERAL, *UNSAVED, "--update", update)
+
+
+@pytest.fixture(scope="module")
+def lines():
+    """By kind of update, how many lines of ours a run executes."""
+    return {}
+
+
+@pytest.fixture(scope="module")
+def reference(runs, update, options, lines):
+    run = runs.reference(f"{update}-reference", *options, place="line:0")
+    lines[update] = int(re.search(r"lines: (\d+)", (runs.home / "said-0/out").read_text())[1])
+    return run
+
+
+def test_killed_at_random(runs, update, options, reference, lines):
+    """A run may be killed before it has got further than when it was killed before."""
+    drawn = random.Random(f"{SEED} {update}")
+    kills, finished = [], 0
+    run = runs.home / f"{update}-random"
+    while len(kills) < KILLS:
+        far = drawn.random() * 6 / (2 * UPDATES)  # up to six updates on
+        place = drawn.choice([f"line:{1 + int(far * lines[update])}", f"time:{far * 2:.4f}"])
+        if run.exists():
+            done = runs.go_on(run, place=place)
+        else:
+            done = runs.begin(run, *options, place=place)
+        if done.returncode == 0:
+            assert_same(run, reference, kills)
+            shutil.rmtree(run)
+            finished += 1
+            continue
+        assert done.returncode == -signal.SIGKILL, done.stderr
+        kills.append(place)
+        assert_same(run, reference, kills)
+    if run.exists():
+        done = runs.go_on(run)
+        assert done.returncode == 0, done.stderr
+        assert_same(run, reference, kills)
