@@ -59,6 +59,7 @@ def result(run: Path) -> dict[str, Any]:
     """`result.json`."""
     content = json.loads((run / "result.json").read_text())
     content["epochs"] = [_without(epoch, TIMES) for epoch in content["epochs"]]
+    content["files"] = sorted(content["manifest"])
     content["trained"] = content["config"]["identity"], content["config"]["data_sha256"]
     return _without(content, TIMES | PLACES)
 

@@ -52,7 +52,8 @@ class Runs:
 
 def assert_same(run: Path, reference: Path, after: Any = "") -> None:
     """Every byte that matters."""
-    assert differences(run, reference) == [], after
+    found = differences(run, reference)
+    assert not found, f"{after}: {found}"
 
 
 def sentence(done: Ended) -> str:

@@ -45,7 +45,9 @@ def main(place: str, mode: str, *arguments: str) -> int:
 
     warnings.filterwarnings("ignore", "Even though the `tf.config.exp")
     train.EVALUATION_BATCH, loop.LOG_EVERY = TEST_BATCH, LOG_EVERY
-    tf.config.run_functions_eagerly(mode == "eager")
+    if mode == "eager":
+        tf.config.run_functions_eagerly(True)
+        _before(lambda: train, "save_model")(lambda: tf.config.run_functions_eagerly(False))
     name, _, how = place.partition("@")
     end = _kill if not how else lambda: os.kill(os.getpid(), signal.Signals[how])
     kind, _, number = name.partition(":")

@@ -73,3 +73,35 @@ def test_killed_at_random(runs, update, options, reference, lines):
         done = runs.go_on(run)
         assert done.returncode == 0, done.stderr
         assert_same(run, reference, kills)
+
+
+def test_killed_at_each_place(runs, update, options, reference):
+    """One run, that is killed at one place after the other."""
+    run = runs.home / f"{update}-places"
+    for place in IN_ORDER:
+        begun = runs.go_on(run, place=place) if run.exists() else runs.begin(run, *options, place=place)
+        assert begun.returncode == -signal.SIGKILL, (place, begun.stderr)
+        assert_same(run, reference, place)
+    done = runs.go_on(run)
+    assert done.returncode == 2
+    assert "which has all of its 2 epochs" in done.stderr
+    assert (run / "result.json").exists()
+    assert_same(run, reference)
+    Run.open(run)
+
+
+def test_killed_while_the_model_is_saved(runs, data, tmp_path):
+    """As users train, whose steps are traced."""
+    runs = Runs(runs.interpreter, data.path, tmp_path, mode="graph")
+    options = ("--epochs", 1, "--checkpoint-every", 5)
+    reference = runs.reference("reference", *options)
+    run = tmp_path / "run"
+    killed = runs.begin(run, *options, place="while the tensors are written")
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    killed = runs.go_on(run, place=SAVING_THE_MODEL)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    done = runs.go_on(run)
+    assert done.returncode == 0, done.stderr
+    assert_same(run, reference)
+
+    Run.open(run)

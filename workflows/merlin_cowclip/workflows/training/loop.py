@@ -215,7 +215,8 @@ class Training:
         """The rest of an epoch."""
         epoch, k = divmod(self.step, len(self._loader))
         if not k:
-            self.model.reset_metrics()
+            # Not `reset_metrics`, which passes over it before the process's first update.
+            mean_loss(self.model).reset_state()
         title = f"epoch {epoch + 1}/{self._config.epochs}"
         with progress_bar(title, len(self._loader), " batches", show=self._show) as bar:
             bar.leave = False  # its line is the epoch's own

@@ -176,6 +176,7 @@ def resume(
         warn_of_changes(record, described(opened, config))
         loader = check_trainable(opened, wanted)
         (path / RESULT).unlink(missing_ok=True)
+        remove(*path.glob(".*.partial"))  # what a killed process was writing
         write_json(path / CONFIG, {**described(opened, wanted), "keeping": keeping.to_dict()})
         with _left_behind(path), _as_user_errors(opened, path):
             _train(opened, wanted, keeping, loader, path, max_minutes, progress=progress)
@@ -236,6 +237,7 @@ def _left_behind(run: Path, *, new: bool = False) -> Iterator[None]:
 def _finish(keeping: Keeping, run: Path, training: Training, parameters: dict[str, int]) -> None:
     """Write the SavedModel and, last, the result."""
     if keeping.saved_model:
+        remove(run / "model")  # half a one, if a process was killed here before
         save_model(training.model, run / "model")
     epochs = training.progress.epochs
     seconds = sum(epoch["seconds"] for epoch in epochs)
