@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import select
 import signal
 import sys
@@ -28,6 +29,7 @@ sys.exit(main(*sys.argv[2:]))
 ROOT = Path(__file__).parents[3]
 LOG_EVERY = 4  # updates between two points of TensorBoard's curves, in these short runs
 TEST_BATCH = 128
+WINDOW_ROWS = 320
 
 
 def main(place: str, mode: str, *arguments: str) -> int:
@@ -41,9 +43,10 @@ def main(place: str, mode: str, *arguments: str) -> int:
     """
     from merlin_cowclip.plugins._stack import tf
     from merlin_cowclip.workflows.commands.main import main as command
-    from merlin_cowclip.workflows.training import loop, train
+    from merlin_cowclip.workflows.training import loop, order, train
 
     warnings.filterwarnings("ignore", "Even though the `tf.config.exp")
+    order.WINDOW_ROWS = WINDOW_ROWS
     train.EVALUATION_BATCH, loop.LOG_EVERY = TEST_BATCH, LOG_EVERY
     if mode == "eager":
         tf.config.run_functions_eagerly(True)
@@ -56,7 +59,7 @@ def main(place: str, mode: str, *arguments: str) -> int:
     elif kind == "time":
         _at_time(float(number))
     elif kind:
-        PLACES[kind](end)
+        (PLACES | NOT_FOR_KILLS)[kind](end)
     code = command(arguments)
     if kind == "line":
         print(f"lines: {_lines}")
@@ -124,6 +127,44 @@ def _half_written(end: Callable[[], None]) -> None:
     tf.raw_ops.SaveV2 = instead
 
 
+def _twice(end: Callable[[], None]) -> None:
+    """Both signals, and the second while the tensors are written, which takes for ever."""
+    from merlin_cowclip.plugins._stack import tf
+
+    def slowly(**_: Any) -> None:
+        end()
+        time.sleep(100)
+
+    tf.raw_ops.SaveV2 = slowly
+    _before(_WATCH, "see")(end)
+
+
+def _limited(end: Callable[[], None]) -> None:
+    """No file may have more than 20,000 bytes, which is less than the tensors take."""
+    limit = (20_000, resource.RLIM_INFINITY)
+    _before(_TRAINING, "train")(lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limit))
+
+
+def _vanishing(end: Callable[[], None]) -> None:
+    """The data is gone from the second update of this process on."""
+    from merlin_cowclip.workflows.data.prepared import PreparedData
+
+    stock = PreparedData.open.__func__
+    paths = []
+
+    def note(cls: Any, path: Any, *arguments: Any, **named: Any) -> Any:
+        paths.append(Path(path))
+        return stock(cls, path, *arguments, **named)
+
+    PreparedData.open = classmethod(note)
+    _before(_WATCH, "see")(lambda: paths[0].rename(paths[0].with_name("gone")))
+
+
+def _slowly(end: Callable[[], None]) -> None:
+    """Not ended, but for longer than there may be time."""
+    _after(_within("training.evaluation", "QualityOf"), "add")(lambda: time.sleep(3))
+
+
 def _half_a_line(end: Callable[[], None]) -> None:
     """`metrics.csv` ends in the middle of a line."""
     from merlin_cowclip.workflows.training.logbook import Logbook
@@ -188,7 +229,9 @@ _TRAINING = _within("training.loop", "Training")
 _WATCH = _within("training.watch", "Watch")
 PLACES: dict[str, Callable[[Callable[[], None]], None]] = {
     "before the first update": _before(_TRAINING, "train"),
+    "before there is a network": _before(_module("training.train"), "_compiled"),
     "in an epoch": _before(_WATCH, "see", _update(5)),
+    "in the second epoch": _before(_WATCH, "see", lambda watch, step, loss: step == 18),
     "at an epoch's last update": _before(_WATCH, "see", _update(0)),
     "while the tensors are written": _half_written,
     "before the checkpoint's record": _before(
@@ -208,6 +251,14 @@ PLACES: dict[str, Callable[[Callable[[], None]], None]] = {
     "before the result": _before(_module("training.train"), "write_json", _named("result.json")),
     "while the result is written": _before(lambda: os, "replace", _to("result.json")),
     "once the result is written": _after(lambda: os, "replace", _to("result.json")),
+}
+
+NOT_FOR_KILLS = {
+    "twice, while the tensors are written": _twice,
+    "slowly evaluating": _slowly,
+    "files may not grow": _limited,
+    "the data vanishes": _vanishing,
+    "while a checkpoint is replaced": _after(lambda: os, "rename", _to(".step-")),
 }
 
 _lines = 0

@@ -151,6 +151,12 @@ DAMAGES = {
         lambda p: (p / "checkpoint.json").write_text('{"format": 9}'),
         "which is not of format 1",
     ),
+    "a flipped bit of the record": (
+        lambda p: (p / "checkpoint.json").write_text(
+            (p / "checkpoint.json").read_text().replace('"epochs": []', '"epochs": [1]')
+        ),
+        "checkpoint.json, whose content has changed",
+    ),
     "a poor record": (
         lambda p: (p / "checkpoint.json").write_text('{"format": 1}'),
         "without 'step'",

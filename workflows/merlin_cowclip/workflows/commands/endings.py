@@ -44,7 +44,8 @@ def run(name: str, work: Callable[[], None]) -> int:
         except BaseException as error:
             if isinstance(error, Stopped):
                 _say(f"{name}: {error}")
-                return 3 if error.number is None else 128 + error.number
+                number = received.number or error.number
+                return 3 if number is None else 128 + number
             # First: what a signal raises inside a library may come out as something else.
             if received.number:
                 end = signal.Signals(received.number).name

@@ -26,7 +26,7 @@ FORMAT_VERSION = 1
 RECORD = "checkpoint.json"
 STATE = "state"
 _NAME = re.compile(r"step-(\d{10,})")
-_KEYS = {"step": int, "tensors": dict, "files": dict, "progress": dict}
+_KEYS = {"step": int, "tensors": dict, "files": dict, "progress": dict, "sha256": str}
 _CHUNK = 1 << 22  # bytes
 
 
@@ -89,6 +89,7 @@ class Checkpoints:
         progress: Mapping[str, Any],
         *,
         best: int | None = None,
+        beside: Iterable[Path] = (),
         whole: Callable[[], None] = lambda: None,
     ) -> None:
         """Begin to write one; training may go on meanwhile.
@@ -101,6 +102,7 @@ class Checkpoints:
             variables: by name.
             progress: fit for JSON.
             best: the step of the one that is kept beside the last ones.
+            beside: files that it tells of, and that must be on the disk as it is.
             whole: called, in another thread, once it is on the disk.
 
         Raises:
@@ -118,7 +120,7 @@ class Checkpoints:
 
         def write() -> None:
             try:
-                self._write(step, tensors, record, best)
+                self._write(step, tensors, record, best, set(beside))
                 whole()
             except BaseException as error:
                 self._failure = error
@@ -145,7 +147,12 @@ class Checkpoints:
             raise failure
 
     def _write(
-        self, step: int, tensors: dict[str, tf.Tensor], record: dict[str, Any], best: int | None
+        self,
+        step: int,
+        tensors: dict[str, tf.Tensor],
+        record: dict[str, Any],
+        best: int | None,
+        beside: set[Path],
     ) -> None:
         self.folder.mkdir(exist_ok=True)
         target = self.folder / f"step-{step:010}"
@@ -162,13 +169,17 @@ class Checkpoints:
                 )
             tensors.clear()
             files = {path.name: _entry(path) for path in sorted(partial.iterdir())}
-            write_json(partial / RECORD, {**record, "files": files})
-            for path in (*partial.iterdir(), partial):
+            record = {**record, "files": files}
+            write_json(partial / RECORD, {**record, "sha256": _digest(record)})
+            beside |= {path.parent for path in beside}
+            for path in (*beside, *partial.iterdir(), partial):
                 _sync(path)
-            if target.exists():  # one that was found damaged, or the same again
-                remove(target)
+            replaced = self.folder / f".{target.name}.replaced"
+            if target.exists():  # the same weights, of before the epoch was measured
+                os.rename(target, replaced)
             os.rename(partial, target)
             _sync(self.folder)
+            remove(replaced)
         finally:
             remove(partial)
         self._drop_old(best)
@@ -209,6 +220,10 @@ class Checkpoints:
 
     def last(self) -> tuple[Checkpoint | None, list[UserError]]:
         """The last one that is whole, and what is wrong with those after it."""
+        for path in self.folder.glob(".step-*.replaced"):  # the process ended in between
+            name = path.name.split(".")[1]
+            if not (self.folder / name).exists():
+                os.rename(path, self.folder / name)
         damaged: list[UserError] = []
         for step in reversed(self.steps()):
             try:
@@ -247,6 +262,11 @@ def _entry(path: Path) -> dict[str, Any]:
         return {"bytes": file.tell(), "sha256": digest.hexdigest()}
 
 
+def _digest(record: Mapping[str, Any]) -> str:
+    """Of a record's content, however it is laid out in its file."""
+    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
+
+
 def _sync(path: Path) -> None:
     """To the disk itself: what was renamed over must not be empty after a power cut."""
     number = os.open(path, os.O_RDONLY)
@@ -266,6 +286,8 @@ def _read_record(path: Path) -> dict[str, Any]:
     for key, kind in _KEYS.items():
         if not isinstance(record.get(key), kind):
             _refuse(path / RECORD, f"without {key!r}")
+    if record.pop("sha256") != _digest(record):
+        _refuse(path / RECORD, "whose content has changed")
     if {f"{STATE}.index"} - record["files"].keys():
         _refuse(path / RECORD, f"whose files lack {STATE}.index")
     return record

@@ -101,7 +101,7 @@ class Training:
         self._state = training_state(model)
         for place, variable in enumerate(statistics.variables):
             self._state[f"statistics/{place:04}"] = variable
-        self._saved_step = -1
+        self._saved = (-1, 0)  # updates, and epochs that were measured
         self._saved_at = time.monotonic()
 
     @property
@@ -114,6 +114,11 @@ class Training:
         """The update that the best epoch ended with."""
         best = self.progress.best
         return None if best is None else self._end_of(best)
+
+    @property
+    def _place(self) -> tuple[int, int]:
+        """Updates, and epochs that were measured: of the end of one there are two states."""
+        return self.step, len(self.progress.epochs)
 
     # From and to checkpoints
 
@@ -145,8 +150,9 @@ class Training:
         cut_back(self._run, progress["lengths"])
         checkpoint.restore(self._state)
         _set_random_state(progress["random"])
-        self.step = self._saved_step = checkpoint.step
+        self.step = checkpoint.step
         self.progress = Progress(list(progress["epochs"]), progress["seconds"])
+        self._saved = self._place
         self._watch.begin(self.step)
 
     def _save(self, book: Logbook) -> None:
@@ -155,7 +161,7 @@ class Training:
         Raises:
           UserError: something is not finite, which no checkpoint may hold; or the last one failed.
         """
-        if self.step == self._saved_step:
+        if self._place == self._saved:
             return
         self._watch.look(self.step)
         broken = not_finite(self._state[name] for name in self._state if "weight/" in name)
@@ -165,17 +171,19 @@ class Training:
                 f"after update {self.step:,}. The run diverged: lower the learning rates"
             )
         book.flush()
+        logged = lengths(self._run)
         self.checkpoints.save(
             self.step,
             self._state,
             {
                 **dataclasses.asdict(self.progress),
-                "lengths": lengths(self._run),
+                "lengths": logged,
                 "random": _random_state(),
             },
             best=self.best_step,
+            beside=[self._run / name for name in logged],
         )
-        self._saved_step, self._saved_at = self.step, time.monotonic()
+        self._saved, self._saved_at = self._place, time.monotonic()
 
     def _end_of(self, epoch: int) -> int:
         return epoch * len(self._loader)
