@@ -246,7 +246,9 @@ PLACES: dict[str, Callable[[Callable[[], None]], None]] = {
         _within("training.logbook", "Logbook"), "epoch"
     ),
     "while the logs are cut back": _after(lambda: os, "truncate"),
-    "while a checkpoint is restored": _before(_within("training.checkpoints", "Checkpoint"), "restore"),
+    "while a checkpoint is restored": _before(
+        _within("training.checkpoints", "Checkpoint"), "restore"
+    ),
     "while the model is saved": _half_a_model,
     "before the result": _before(_module("training.train"), "write_json", _named("result.json")),
     "while the result is written": _before(lambda: os, "replace", _to("result.json")),

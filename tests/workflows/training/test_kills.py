@@ -79,7 +79,9 @@ def test_killed_at_each_place(runs, update, options, reference):
     """One run, that is killed at one place after the other."""
     run = runs.home / f"{update}-places"
     for place in IN_ORDER:
-        begun = runs.go_on(run, place=place) if run.exists() else runs.begin(run, *options, place=place)
+        begun = (
+            runs.go_on(run, place=place) if run.exists() else runs.begin(run, *options, place=place)
+        )
         assert begun.returncode == -signal.SIGKILL, (place, begun.stderr)
         assert_same(run, reference, place)
     done = runs.go_on(run)

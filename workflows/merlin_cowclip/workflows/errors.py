@@ -21,6 +21,10 @@ class UserError(Exception):
     """
 
 
+class Notice(UserWarning):
+    """What a user should know, and that is no error: a command says it in one sentence."""
+
+
 class Stopped(KeyboardInterrupt):
     """A run was asked to stop, and was saved. The message says how to go on.
 

@@ -14,11 +14,13 @@ import sys
 import tempfile
 import threading
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import FrameType
+from typing import Any
 
-from merlin_cowclip.workflows.errors import Stopped, UserError
+from merlin_cowclip.workflows.errors import Notice, Stopped, UserError
 from merlin_cowclip.workflows.folders import finished_output, forget_outputs
 
 _LONGEST_WORD, _LONGEST = 300, 1000  # characters of a message; a path may be 255 and more
@@ -33,7 +35,7 @@ def run(name: str, work: Callable[[], None]) -> int:
         a KeyboardInterrupt, and removes what it has not finished.
     """
     forget_outputs()
-    with _signals() as received:
+    with _notices(name), _signals() as received:
         try:
             try:
                 received.listen()
@@ -73,6 +75,24 @@ def run(name: str, work: Callable[[], None]) -> int:
             _close_stdout_if_full()
             return 1
     return 0
+
+
+@contextlib.contextmanager
+def _notices(name: str) -> Iterator[None]:
+    """Within it a notice is a sentence like those that a command ends with."""
+    usual = warnings.showwarning
+
+    def show(message: Any, category: type[Warning], *where: Any, **more: Any) -> None:
+        if issubclass(category, Notice):
+            _say(f"{name}: warning: {message}")
+        else:
+            usual(message, category, *where, **more)
+
+    warnings.showwarning = show
+    try:
+        yield
+    finally:
+        warnings.showwarning = usual
 
 
 def _ended(how: str) -> str:

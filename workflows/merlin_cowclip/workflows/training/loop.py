@@ -19,7 +19,7 @@ import numpy as np
 
 from merlin_cowclip.plugins._stack import mm
 from merlin_cowclip.plugins.state import mean_loss, training_state
-from merlin_cowclip.workflows.errors import Stopped, UserError
+from merlin_cowclip.workflows.errors import Notice, Stopped, UserError
 from merlin_cowclip.workflows.progress import progress_bar
 from merlin_cowclip.workflows.training.checkpoints import Checkpoint, Checkpoints, not_finite
 from merlin_cowclip.workflows.training.configuration import TrainConfig
@@ -131,9 +131,9 @@ class Training:
           UserError: see `go_on_from`.
         """
         checkpoint, damaged = self.checkpoints.last()
+        then = f"goes on from update {checkpoint.step:,}" if checkpoint else "begins again"
         for problem in damaged:
-            before = "the one before it is used" if checkpoint else "there is none before it"
-            warnings.warn(f"{problem}: {before}", stacklevel=4)
+            warnings.warn(f"{problem}. The run {then}", Notice, stacklevel=4)
         self.checkpoints.tidy()
         if checkpoint is None:
             cut_back(self._run, {})

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from merlin_cowclip.workflows.data.prepared import PreparedData
-from merlin_cowclip.workflows.errors import UserError, shown
+from merlin_cowclip.workflows.errors import Notice, UserError, shown
 from merlin_cowclip.workflows.training.configuration import TrainConfig
 from merlin_cowclip.workflows.training.runs import CONFIG
 
@@ -117,5 +117,6 @@ def warn_of_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     if changes:
         warnings.warn(
             f"the run goes on, but not to the last digit as it would have: {', '.join(changes)}",
+            Notice,
             stacklevel=3,
         )

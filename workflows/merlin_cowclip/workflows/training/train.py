@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import math
+import os
 import shutil
 import signal
 from collections.abc import Iterator
@@ -51,6 +52,7 @@ with quiet_imports():
     from merlin_cowclip.workflows.training.rebuilding import network
     from merlin_cowclip.workflows.training.reproducibility import seeded
 
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _TABLES = ("embeddings", "linear")  # of our networks, by layer
 
 
@@ -175,10 +177,10 @@ def resume(
         opened = open_data(record, path, data)
         warn_of_changes(record, described(opened, config))
         loader = check_trainable(opened, wanted)
-        (path / RESULT).unlink(missing_ok=True)
-        remove(*path.glob(".*.partial"))  # what a killed process was writing
-        write_json(path / CONFIG, {**described(opened, wanted), "keeping": keeping.to_dict()})
         with _left_behind(path), _as_user_errors(opened, path):
+            (path / RESULT).unlink(missing_ok=True)
+            remove(*path.glob(".*.partial"))  # what a killed process was writing
+            write_json(path / CONFIG, {**described(opened, wanted), "keeping": keeping.to_dict()})
             _train(opened, wanted, keeping, loader, path, max_minutes, progress=progress)
     return Run.open(path)
 
@@ -295,8 +297,10 @@ def _as_user_errors(data: PreparedData, out: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, tf.errors.OpError) as error:  # shutil.Error has many errors, and no errno
-        full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-        if full or "No space left on device" in str(error):
+        if "UserError: " in str(error):  # raised by what TensorFlow calls, for a batch
+            raise UserError(str(error).split("UserError: ")[1].splitlines()[0]) from None
+        full = getattr(error, "errno", None) in _FULL
+        if full or any(os.strerror(number) in str(error) for number in _FULL):
             raise UserError(
                 f"output needs disk space. Received: none left for {out}. Free some, or name a "
                 "folder on another disk"
