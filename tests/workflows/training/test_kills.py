@@ -5,11 +5,9 @@ import re
 import shutil
 import signal
 
-import numpy as np
 import pytest
 
 from merlin_cowclip.workflows.training.runs import Run
-from tests.runs_alike import differences
 
 from .interrupted import SEVERAL, UNSAVED, UPDATES, Runs, assert_same
 from .killing import PLACES
