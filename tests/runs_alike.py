@@ -49,7 +49,7 @@ def scalars(run: Path) -> list[tuple[int, str, bytes]]:
     for path in sorted((run / "logs").iterdir(), key=lambda p: int(p.name.split(".")[3])):
         for event in tf.compat.v1.train.summary_iterator(str(path)):
             for value in event.summary.value:
-                if value.tag not in TIMES:
+                if value.tag.removeprefix("all/") not in TIMES:
                     content = tf.make_ndarray(value.tensor).tobytes()
                     found.append((event.step, value.tag, content))
     return sorted(found)  # two files of one second
