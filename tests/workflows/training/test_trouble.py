@@ -145,7 +145,7 @@ def test_data_that_vanishes(runs, run, stopped, reference):
     done = runs.go_on(run, place="the data vanishes")
     gone.rename(runs.data)
     refused(
-        done, "must stay as it is while it is read", str(runs.data / "train"), f"--resume {run}"
+        done, "must keep every file as it was written", str(runs.data / "train"), f"--resume {run}"
     )
     assert steps(run)[-1] >= steps(stopped)[-1]
     goes_on(runs, run, reference)
