@@ -57,6 +57,13 @@ OPTIONS = [
     ("--seed -1", ["seed must be a whole number from 0 to 4294967295", "=-1"]),
     ("--seed 4294967296", ["seed must be a whole number from 0 to 4294967295"]),
     (f"--seed {HUGE}", ["seed must be a whole number from 0 to 4294967295"]),
+    # Checkpoints, and the end
+    ("--checkpoint-every 0", ["checkpoint_every must be a positive number of updates", "'0'"]),
+    ("--checkpoint-every 10x", ["or of minutes as in 10m", "'10x'"]),
+    ("--keep 0", ["keep must be a positive whole number", "=0"]),
+    ("--patience 0", ["patience must be a positive whole number", "=0"]),
+    ("--max-minutes 0", ["--max-minutes must be positive", "0.0", "Correct it"]),
+    ("--max-minutes nan", ["--max-minutes must be positive", "nan"]),
     # The rule and its values
     ("--rule cube", ["rule must be one of none, sqrt", "'cube'"]),
     ("--rule=", ["rule must be one of", "''"]),
@@ -200,6 +207,37 @@ def test_places_that_cannot_be_written(toy_data, nobody, place):
 def test_a_place_whose_name_is_no_text(toy_data, tmp_path):
     argv = ["train", toy_data, "--out", f"{tmp_path}/\udcff", "--batch-size", "64"]
     refused(argv, ["output folder must have a name that is text"], folder=tmp_path)
+
+
+# Runs to go on with
+
+
+def test_what_must_be_named(toy_data, tmp_path):
+    refused(["train", "--out", tmp_path / "run"], ["train needs the data"], folder=tmp_path)
+    refused(["train", toy_data], ["train needs --out", "--resume RUN"], folder=tmp_path)
+
+
+def test_runs_that_cannot_go_on(toy_run, tmp_path):
+    refused(["train", "--resume", tmp_path / "x"], ["a run must be a folder"], folder=tmp_path)
+    (tmp_path / "empty").mkdir()
+    words = ["a run that goes on must hold its configuration", "config.json"]
+    refused(["train", "--resume", tmp_path / "empty"], words, folder=tmp_path)
+    (tmp_path / "empty/config.json").write_text('{"data": "here"}')
+    words = ["of a version that takes checkpoints", "without 'data_sha256'"]
+    refused(["train", "--resume", tmp_path / "empty"], words, folder=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        *[("--batch-size 64", "--batch-size"), ("--seed 1", "--seed"), ("--out x", "--out")],
+        *[("--no-saved-model", "--saved-model"), ("--no-determinism", "--determinism")],
+        *[("--keep 3", "--keep"), ("--no-clip", "--no-clip"), ("--mlp 8", "--mlp")],
+    ],
+)
+def test_what_is_a_runs_own(toy_run, tmp_path, options, name):
+    words = ["--resume goes with DATA, --epochs, --max-minutes and --quiet alone", name]
+    refused(["train", "--resume", toy_run, *options.split()], words, folder=tmp_path)
 
 
 # Data

@@ -217,11 +217,13 @@ _WITH_RESUME = {"data", "epochs", "max_minutes", "quiet"}
 def _go_on(arguments: argparse.Namespace) -> Mapping[str, Any]:
     """Train a run further."""
     ours = {"command", "run", "resume"} | _WITH_RESUME
-    given = [n for n, v in vars(arguments).items() if n not in ours and v not in (None, False)]
-    if given or arguments.determinism is not None or arguments.saved_model is not None:
+    said = {name: value for name, value in vars(arguments).items() if name not in ours}
+    unsaid = {name: False for name in ("no_clip", "no_warmup")}
+    given = [name for name, value in said.items() if value is not unsaid.get(name)]
+    if given:
         raise UserError(
             "--resume goes with DATA, --epochs, --max-minutes and --quiet alone: the rest is the "
-            f"run's own. Received: {', '.join(f'--{n.replace(chr(95), chr(45))}' for n in given)}. "
+            f"run's own. Received: {', '.join(f'--{name}' for name in given).replace('_', '-')}. "
             "Leave it out"
         )
     from merlin_cowclip.workflows.training.train import resume
