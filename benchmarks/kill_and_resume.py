@@ -144,7 +144,7 @@ def measure(arguments: argparse.Namespace, home: Path) -> None:
             there = Checkpoints(run / "checkpoints").steps()
             compared += len(set(there) & set(updates))
             found += [f"after {kills} kills: {one}" for one in differences(run, reference)]
-        if process.returncode == 0:
+        if (run / "result.json").exists():  # it may have been killed after that
             finished += 1
             shutil.rmtree(run)
             run = home / f"run-{next(name)}"

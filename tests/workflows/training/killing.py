@@ -1,6 +1,6 @@
 """The command, in a process that is killed, or stopped, at a chosen place.
 
-`PLACES` are chosen ones; `line:N` is before the N-th line of our own code that the training part
+`PLACES` are chosen ones, in the order in which a run comes to them, `MORE_PLACES` others; `line:N` is before the N-th line of our own code that the training part
 executes, in whatever thread; `time:S` is S seconds after training began, whatever is done then.
 """
 
@@ -59,7 +59,7 @@ def main(place: str, mode: str, *arguments: str) -> int:
     elif kind == "time":
         _at_time(float(number))
     elif kind:
-        (PLACES | NOT_FOR_KILLS)[kind](end)
+        (PLACES | MORE_PLACES)[kind](end)
     code = command(arguments)
     if kind == "line":
         print(f"lines: {_lines}")
@@ -231,7 +231,6 @@ PLACES: dict[str, Callable[[Callable[[], None]], None]] = {
     "before the first update": _before(_TRAINING, "train"),
     "before there is a network": _before(_module("training.train"), "_compiled"),
     "in an epoch": _before(_WATCH, "see", _update(5)),
-    "in the second epoch": _before(_WATCH, "see", lambda watch, step, loss: step == 18),
     "at an epoch's last update": _before(_WATCH, "see", _update(0)),
     "while the tensors are written": _half_written,
     "before the checkpoint's record": _before(
@@ -255,7 +254,8 @@ PLACES: dict[str, Callable[[Callable[[], None]], None]] = {
     "once the result is written": _after(lambda: os, "replace", _to("result.json")),
 }
 
-NOT_FOR_KILLS = {
+MORE_PLACES = {
+    "in the second epoch": _before(_WATCH, "see", lambda watch, step, loss: step == 18),
     "twice, while the tensors are written": _twice,
     "slowly evaluating": _slowly,
     "files may not grow": _limited,
