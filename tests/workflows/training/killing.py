@@ -1,7 +1,8 @@
 """The command, in a process that is killed, or stopped, at a chosen place.
 
-`PLACES` are chosen ones, in the order in which a run comes to them, `MORE_PLACES` others; `line:N` is before the N-th line of our own code that the training part
-executes, in whatever thread; `time:S` is S seconds after training began, whatever is done then.
+`PLACES` are chosen ones, in the order in which a run comes to them, `MORE_PLACES` others; `line:N`
+is before the N-th line of our own code that the training part executes, in whatever thread;
+`time:S` is S seconds after training began, whatever is done then.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ def main(place: str, mode: str, *arguments: str) -> int:
     from merlin_cowclip.plugins._stack import tf
     from merlin_cowclip.workflows.commands.main import main as command
     from merlin_cowclip.workflows.training import loop, order, train
+    from tests.saves import quick_saves
 
     warnings.filterwarnings("ignore", "Even though the `tf.config.exp")
     order.WINDOW_ROWS = WINDOW_ROWS
@@ -60,7 +62,8 @@ def main(place: str, mode: str, *arguments: str) -> int:
         _at_time(float(number))
     elif kind:
         (PLACES | MORE_PLACES)[kind](end)
-    code = command(arguments)
+    with quick_saves(traces=True):
+        code = command(arguments)
     if kind == "line":
         print(f"lines: {_lines}")
     return code

@@ -1,6 +1,7 @@
 """Checkpoints: what stays, what is whole, and the best epoch's model from one."""
 
 import json
+import os
 import shutil
 
 import numpy as np
@@ -206,6 +207,22 @@ def test_a_failed_one_is_told_and_leaves_nothing(written, monkeypatch):
     assert sorted(p.name for p in checkpoints.folder.iterdir()) == [
         f"step-00000000{n}" for n in (10, 20, 30)
     ]
+
+
+def test_what_a_checkpoint_tells_of_is_on_the_disk_before_it(tmp_path, monkeypatch):
+    """Else a power cut could leave a checkpoint that counts on lines of a log that are gone."""
+    module = "merlin_cowclip.workflows.training.checkpoints"
+    done = []
+    monkeypatch.setattr(f"{module}._sync", lambda path: done.append(path))
+    rename = os.rename
+    monkeypatch.setattr(f"{module}.os.rename", lambda *to: (done.append(to[1]), rename(*to)))
+    log = tmp_path / "logs" / "events"
+    checkpoints = Checkpoints(tmp_path / "checkpoints")
+    checkpoints.save(1, {"weight/0000": tf.Variable(1.0)}, {"epochs": []}, beside=[log])
+    checkpoints.wait()
+    before = done[: done.index(checkpoints.folder / "step-0000000001")]
+    assert {log, log.parent} < set(before)
+    assert {path.name for path in before} > {"checkpoint.json", "state.index"}
 
 
 # When they are taken

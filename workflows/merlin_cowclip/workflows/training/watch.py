@@ -70,7 +70,7 @@ class Watch:
             if first
             else f"between updates {self._looked + 1:,} and {step:,}"
         )
-        epoch = (first or step) // len(self._loader) + 1
+        epoch = ((first or step) - 1) // len(self._loader) + 1
         loss = losses[bad[0]] if len(bad) else losses[-1]
         found = f"loss {loss:g} {when}, epoch {epoch}"
         if broken:
