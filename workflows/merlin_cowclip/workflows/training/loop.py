@@ -28,6 +28,7 @@ from merlin_cowclip.workflows.training.growing_files import cut_back, lengths
 from merlin_cowclip.workflows.training.keeping import Keeping
 from merlin_cowclip.workflows.training.loader import Loader
 from merlin_cowclip.workflows.training.logbook import Logbook
+from merlin_cowclip.workflows.training.resuming import how_to_resume
 from merlin_cowclip.workflows.training.scalars import (
     clip_sentence,
     field_scalars,
@@ -334,7 +335,7 @@ class Training:
         total = self._end_of(self._config.epochs)
         return Stopped(
             f"{why} after update {self.step:,} of {total:,}, which is saved. Go on with: "
-            f"merlin-cowclip train --resume {self._run}",
+            f"{how_to_resume(self._run)}",
             stopping.number,
         )
 

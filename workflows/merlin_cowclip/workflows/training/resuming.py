@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shlex
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -43,6 +44,11 @@ def read_config(run: Path) -> dict[str, Any]:
             f"without {missing[0]!r}. Train again into another folder"
         )
     return dict(record)
+
+
+def how_to_resume(run: Path) -> str:
+    """The command that goes on with a run, for a shell."""
+    return f"merlin-cowclip train --resume {shlex.quote(str(run))}"
 
 
 def config_of(record: Mapping[str, Any], run: Path) -> TrainConfig:

@@ -26,6 +26,7 @@ from merlin_cowclip.workflows.training.memory import refuse_what_does_not_fit
 from merlin_cowclip.workflows.training.one_at_a_time import LOCK, locked
 from merlin_cowclip.workflows.training.resuming import (
     config_of,
+    how_to_resume,
     open_data,
     read_config,
     warn_of_changes,
@@ -226,8 +227,7 @@ def _left_behind(run: Path, *, new: bool = False) -> Iterator[None]:
                 remove(run)
             raise
         kept = (
-            f"The checkpoint after update {steps[-1]:,} is kept; go on with: "
-            f"merlin-cowclip train --resume {run}"
+            f"The checkpoint after update {steps[-1]:,} is kept; go on with: {how_to_resume(run)}"
         )
         if isinstance(error, UserError):
             raise UserError(f"{str(error).rstrip('.')}. {kept}") from error.__cause__
