@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import gzip
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -148,8 +148,14 @@ def loaded_once() -> Iterator[None]:
     """Models, which take the longest of all to load."""
     with pytest.MonkeyPatch.context() as patch:
         model = Run.model
-        load = functools.cache(lambda path: model(Run(path, {})))
-        patch.setattr(Run, "model", lambda run: load(run.path))
+        loaded: dict[tuple[Path, str], Any] = {}
+
+        def once(run: Run, which: str = "last") -> Any:
+            key = run.path, which
+            loaded[key] = loaded[key] if key in loaded else model(run, which)
+            return loaded[key]
+
+        patch.setattr(Run, "model", once)
         yield
 
 

@@ -1,4 +1,4 @@
-"""The one progress bar, on stderr, where that is a terminal."""
+"""The one progress bar, on stderr."""
 
 from __future__ import annotations
 
@@ -12,10 +12,7 @@ _MANY = (" rows", "B")  # units that are counted in thousands
 
 
 def progress_bar(title: str, total: int, unit: str = " rows", *, show: bool = True) -> tqdm:
-    """A bar of `total` units: a context manager, with `update(n)`; silent unless `show`.
-
-    In a log, which is no terminal, a bar would be thousands of lines.
-    """
+    """A bar of `total` units: a context manager, with `update(n)`; silent unless `show`."""
     from tqdm import tqdm
 
     return tqdm(
@@ -23,6 +20,6 @@ def progress_bar(title: str, total: int, unit: str = " rows", *, show: bool = Tr
         desc=f"{title:<8}",
         unit=unit,
         unit_scale=unit in _MANY,
-        disable=None if show else True,  # None: unless it is a terminal
+        disable=not show,
         file=sys.stderr,
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import sys
 import time
 import warnings
 from collections.abc import Mapping
@@ -227,7 +228,8 @@ class Training:
             # Not `reset_metrics`, which passes over it before the process's first update.
             mean_loss(self.model).reset_state()
         title = f"epoch {epoch + 1}/{self._config.epochs}"
-        with progress_bar(title, len(self._loader), " batches", show=self._show) as bar:
+        bars = self._show and sys.stderr.isatty()  # in a log there is the line of each epoch
+        with progress_bar(title, len(self._loader), " batches", show=bars) as bar:
             bar.leave = False  # its line is the epoch's own
             bar.update(k)
             begun = time.perf_counter()
