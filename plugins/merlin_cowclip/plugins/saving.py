@@ -22,6 +22,7 @@ from merlin_cowclip.plugins.merlin_tables import find_tables
 from merlin_cowclip.plugins.optimizer import CowClipOptimizer, Owned, state_follows
 from merlin_cowclip.plugins.part_settings import set_again, settings_of
 from merlin_cowclip.plugins.replacing import find, replacing
+from merlin_cowclip.plugins.state import optimizer_of
 
 FOLDER = "merlin_cowclip"  # within the SavedModel
 CHECKPOINT = "state"
@@ -50,7 +51,7 @@ def save_model(model: mm.Model, path: str | os.PathLike[str]) -> None:
       ValueError: the model is not built, or not compiled with a `CowClipOptimizer`; `path` is a
         file, or holds a model and cannot be renamed.
     """
-    optimizer = _optimizer_of(model)
+    optimizer = optimizer_of(model)
     if not model.built:
         raise ValueError("The model must be built before it is saved. Fit it, or call it, first.")
     if _slots(optimizer.owned(), every=False):
@@ -134,17 +135,6 @@ def load_model(path: str | os.PathLike[str], **compile_arguments: Any) -> mm.Mod
     status = _state(model, optimizer, order).read(str(path / FOLDER / CHECKPOINT))
     status.assert_existing_objects_matched()
     return model
-
-
-def _optimizer_of(model: mm.Model) -> CowClipOptimizer:
-    optimizer = getattr(model, "optimizer", None)
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
-    if not isinstance(inner, CowClipOptimizer):
-        raise ValueError(
-            "The model must be compiled with a CowClipOptimizer. Received: "
-            f"{type(inner).__name__}. Other optimizers: model.save."
-        )
-    return inner
 
 
 def _slots(owned: Iterable[Owned], *, every: bool = True) -> list[tf.Variable]:

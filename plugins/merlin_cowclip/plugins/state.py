@@ -24,22 +24,32 @@ def training_state(model: mm.Model) -> dict[str, tf.Variable]:
     Raises:
       ValueError: it is not.
     """
-    outer = getattr(model, "optimizer", None)
-    optimizer = getattr(outer, "inner_optimizer", outer)
-    if not isinstance(optimizer, CowClipOptimizer):
-        raise ValueError(
-            "The model must be compiled with a CowClipOptimizer. Received: "
-            f"{type(optimizer).__name__}."
-        )
+    optimizer = optimizer_of(model)
     if not model.built:
         raise ValueError("The model must be built before it has a state. Call it on a batch first.")
     optimizer.create_slots(model.trainable_variables)
     kinds = {
         "optimizer": [*optimizer.weights, *_hypers((optimizer, *optimizer.optimizers))],
-        "loss_scale": _loss_scale(outer),
+        "loss_scale": _loss_scale(model.optimizer),
         "loss": mean_loss(model).variables,
     }
     return weights_of(model) | _named(kinds)
+
+
+def optimizer_of(model: mm.Model) -> CowClipOptimizer:
+    """The optimizer that a model is compiled with, within Keras's loss scaling or not.
+
+    Raises:
+      ValueError: it is another kind.
+    """
+    optimizer = getattr(model, "optimizer", None)
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    if not isinstance(inner, CowClipOptimizer):
+        raise ValueError(
+            "The model must be compiled with a CowClipOptimizer. Received: "
+            f"{type(inner).__name__}. Other optimizers: model.save."
+        )
+    return inner
 
 
 def weights_of(model: mm.Model) -> dict[str, tf.Variable]:

@@ -49,6 +49,13 @@ class Runs:
         assert done.returncode == 0, done.stderr
         return run
 
+    def stopped(self, *options: Any) -> Path:
+        """A run that was stopped in its second epoch, to copy."""
+        run = self.home / "stopped"
+        done = self.begin(run, *options, place="in the second epoch@SIGINT")
+        assert done.returncode == 130, done.stderr
+        return run
+
 
 def assert_same(run: Path, reference: Path, after: Any = "") -> None:
     """Every byte that matters."""

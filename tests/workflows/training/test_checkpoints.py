@@ -90,6 +90,19 @@ def test_progress_of_equal_epochs_is_bests_first():
     assert Progress([{"epoch": 1, "auc": None}]).best is None
 
 
+def test_a_run_in_half_precision(data, tmp_path):
+    """Keras wraps the optimizer, for its loss scaling, which the checkpoints hold as well."""
+    tf.keras.mixed_precision.set_global_policy("mixed_float16")
+    try:
+        keeping = Keeping(saved_model=False)
+        run = train(data, config(epochs=1), tmp_path / "run", keeping=keeping, progress=False)
+    finally:
+        tf.keras.mixed_precision.set_global_policy("float32")
+    (step,) = steps_of(run)
+    tensors = Checkpoints(run.path / "checkpoints").at(step).record["tensors"]
+    assert len([name for name in tensors if name.startswith("loss_scale/")]) == 2
+
+
 # What is whole
 
 
@@ -178,7 +191,7 @@ def test_what_is_damaged_is_named_and_put_aside(written, damage):
     assert "step-0000000030" in str(error)
     assert words in str(error)
     (checkpoints.folder / ".step-0000000040.partial").mkdir()
-    checkpoints.tidy()
+    checkpoints.tidy(last)
     assert sorted(p.name for p in checkpoints.folder.iterdir()) == [
         "damaged-step-0000000030",
         "step-0000000010",

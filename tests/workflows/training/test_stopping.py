@@ -26,11 +26,7 @@ def reference(runs):
 
 @pytest.fixture(scope="module")
 def stopped(runs):
-    """A run that was stopped in its second epoch, to copy."""
-    run = runs.home / "stopped"
-    done = runs.begin(run, *OPTIONS, place="in the second epoch@SIGINT")
-    assert done.returncode == 130, done.stderr
-    return run
+    return runs.stopped(*OPTIONS)
 
 
 def whole(run) -> list[tuple[int, int]]:

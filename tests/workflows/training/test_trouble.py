@@ -36,10 +36,7 @@ def reference(runs):
 
 @pytest.fixture(scope="module")
 def stopped(runs):
-    run = runs.home / "stopped"
-    done = runs.begin(run, *OPTIONS, place="in the second epoch@SIGINT")
-    assert done.returncode == 130, done.stderr
-    return run
+    return runs.stopped(*OPTIONS)
 
 
 @pytest.fixture

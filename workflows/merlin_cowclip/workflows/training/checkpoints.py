@@ -13,7 +13,7 @@ import json
 import os
 import re
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -90,7 +90,6 @@ class Checkpoints:
         *,
         best: int | None = None,
         beside: Iterable[Path] = (),
-        whole: Callable[[], None] = lambda: None,
     ) -> None:
         """Begin to write one; training may go on meanwhile.
 
@@ -103,7 +102,6 @@ class Checkpoints:
             progress: fit for JSON.
             best: the step of the one that is kept beside the last ones.
             beside: files that it tells of, and that must be on the disk as it is.
-            whole: called, in another thread, once it is on the disk.
 
         Raises:
             UserError, OSError: what the one before failed with.
@@ -121,7 +119,6 @@ class Checkpoints:
         def write() -> None:
             try:
                 self._write(step, tensors, record, best, set(beside))
-                whole()
             except BaseException as error:
                 self._failure = error
 
@@ -232,13 +229,15 @@ class Checkpoints:
                 damaged.append(error)
         return None, damaged
 
-    def tidy(self) -> None:
+    def tidy(self, checkpoint: Checkpoint | None) -> None:
         """Remove what an ended process left half written, and put aside what is damaged.
 
         What comes after the last one that is whole is kept as `damaged-step-…`, so that it is no
         longer one of the last.
+
+        Args:
+            checkpoint: the last one that is whole, as `last` has found it.
         """
-        checkpoint, _ = self.last()
         for step in self.steps():
             if checkpoint is None or step > checkpoint.step:
                 path = self.folder / f"step-{step:010}"

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from merlin_cowclip.plugins._stack import mm
-from merlin_cowclip.plugins.state import mean_loss, training_state
+from merlin_cowclip.plugins.state import mean_loss, optimizer_of, training_state
 from merlin_cowclip.workflows.errors import Notice, Stopped, UserError
 from merlin_cowclip.workflows.progress import progress_bar
 from merlin_cowclip.workflows.training.checkpoints import Checkpoint, Checkpoints, not_finite
@@ -99,7 +99,8 @@ class Training:
         self._test = test
         self._show = progress
         self._predictor = Predictor(model)
-        self._watch = Watch(model.optimizer, loader, config)
+        self._optimizer = optimizer_of(model)
+        self._watch = Watch(self._optimizer, loader, config)
         self._state = training_state(model)
         for place, variable in enumerate(statistics.variables):
             self._state[f"statistics/{place:04}"] = variable
@@ -136,7 +137,7 @@ class Training:
         then = f"goes on from update {checkpoint.step:,}" if checkpoint else "begins again"
         for problem in damaged:
             warnings.warn(f"{problem}. The run {then}", Notice, stacklevel=4)
-        self.checkpoints.tidy()
+        self.checkpoints.tidy(checkpoint)
         if checkpoint is None:
             cut_back(self._run, {})
         else:
@@ -296,7 +297,7 @@ class Training:
         """Of the epoch so far: over all fields, and by field."""
         k = (self.step - 1) % len(self._loader) + 1
         rows = min(k * self._config.batch_size, self._loader.rows)
-        rates, fields = self.model.optimizer.learning_rates(), self._statistics.read()
+        rates, fields = self._optimizer.learning_rates(), self._statistics.read()
         overall: dict[str, float | None] = {
             "loss": loss,
             "samples_per_second": rows / self.progress.seconds,

@@ -146,7 +146,7 @@ class Run:
     `config.json`, `schema.pbtxt`, `checkpoints/`, `model/` (SavedModel with Merlin's schema and the
     optimizer's state), `workflow/` (NVTabular: raw rows in, the model's features out), `logs/`
     (TensorBoard), `metrics.csv` and `result.json`, which holds the manifest of all but logs and
-    checkpoints. Each of these has its own.
+    checkpoints; each checkpoint has its own.
     """
 
     path: Path
