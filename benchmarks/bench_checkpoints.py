@@ -2,8 +2,9 @@
 
 DeepFM, 26 fields of width 10, V = 1M, batch 8,192, exact updates, made-up rows that lie in memory.
 Times: all updates of a round, one checkpoint in it, each way in turn; medians. With `--large` one
-checkpoint of V = 33.8M (Criteo's): its size, how long training stands still for it, how long it
-takes to write, and the peak of resident memory above that of training.
+checkpoint of V = 33.8M (Criteo's): its size, how long training stands still for it beside the time
+in which NumPy copies as many bytes, how long it takes to write, and the peak of resident memory
+above that of training.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import os
 import platform
 import resource
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -26,6 +29,17 @@ from merlin_cowclip.plugins.state import training_state
 from merlin_cowclip.workflows.training.checkpoints import Checkpoints
 
 FIELDS, NUMBERS, WIDTH = 26, 13, 10
+COPY = """
+import sys, time
+import numpy as np
+values = np.ones(int(sys.argv[1]) // 4, np.float32)
+for _ in range(2):  # a virtual machine's own first touch of its memory is slow
+    begun = time.perf_counter()
+    copied = values.copy()
+    taken = time.perf_counter() - begun
+    del copied
+print(taken)
+"""
 
 
 def schema_of(rows: int) -> mm.Schema:
@@ -115,6 +129,9 @@ def large(rows: int, size: int) -> None:
     state = training_state(model)
     steps(model, some, 4, lambda i: None)
     usual = statistics.median(steps(model, some, 1, lambda i: None) for _ in range(4))
+    bytes_ = sum(v.shape.num_elements() * v.dtype.size for v in state.values())
+    copy = [sys.executable, "-c", COPY, str(bytes_)]  # elsewhere, for this one's peak of memory
+    copied = float(subprocess.run(copy, capture_output=True, check=True, text=True).stdout)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     with tempfile.TemporaryDirectory() as home:
         checkpoints = Checkpoints(Path(home) / "checkpoints")
@@ -122,19 +139,22 @@ def large(rows: int, size: int) -> None:
         checkpoints.save(1, state, {})
         still = time.perf_counter() - begun
         first = steps(model, some, 1, lambda i: None)
+        during = []
         while checkpoints._writing.is_alive():
-            steps(model, some, 1, lambda i: None)
+            during.append(steps(model, some, 1, lambda i: None))
         written = time.perf_counter() - begun
         checkpoints.wait()
-        bytes_ = sum(f.stat().st_size for f in checkpoints.folder.rglob("state.*"))
+        size_of = sum(f.stat().st_size for f in checkpoints.folder.rglob("state.*"))
         begun = time.perf_counter()
         checkpoints.at(1).restore(state)
         read = time.perf_counter() - begun
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     print(f"V = {rows:,}, batch {size:,}, exact: one checkpoint")
-    print(f"  size                            {bytes_ / 2**30:8.2f} GiB")
+    print(f"  size                            {size_of / 2**30:8.2f} GiB")
     print(f"  an update, usually              {usual:8.2f} s")
+    print(f"  an update while it is written   {statistics.median(during):8.2f} s")
     print(f"  training stands still           {still + max(0.0, first - usual):8.2f} s")
+    print(f"  NumPy copies as many bytes in   {copied:8.2f} s")
     print(f"  on the disk, trained meanwhile  {written:8.2f} s")
     print(f"  checked and read again          {read:8.2f} s")
     print(f"  peak of memory, before          {before:8.2f} GiB")

@@ -62,8 +62,8 @@ OPTIONS = [
     ("--checkpoint-every 10x", ["or of minutes as in 10m", "'10x'"]),
     ("--keep 0", ["keep must be a positive whole number", "=0"]),
     ("--patience 0", ["patience must be a positive whole number", "=0"]),
-    ("--max-minutes 0", ["--max-minutes must be positive", "0.0", "Correct it"]),
-    ("--max-minutes nan", ["--max-minutes must be positive", "nan"]),
+    ("--max-minutes 0", ["max_minutes must be positive", "0.0", "Correct it"]),
+    ("--max-minutes nan", ["max_minutes must be positive", "nan"]),
     # The rule and its values
     ("--rule cube", ["rule must be one of none, sqrt", "'cube'"]),
     ("--rule=", ["rule must be one of", "''"]),

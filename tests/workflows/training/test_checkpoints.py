@@ -13,11 +13,12 @@ from merlin_cowclip.plugins.state import weights_of
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.training.checkpoints import Checkpoints
 from merlin_cowclip.workflows.training.configuration import TrainConfig
+from merlin_cowclip.workflows.training.epochs import Progress
 from merlin_cowclip.workflows.training.evaluation import evaluate
 from merlin_cowclip.workflows.training.keeping import Keeping
 from merlin_cowclip.workflows.training.loader import Loader
-from merlin_cowclip.workflows.training.loop import Progress
-from merlin_cowclip.workflows.training.train import train
+from merlin_cowclip.workflows.training.runs import Run
+from merlin_cowclip.workflows.training.train import resume, train
 
 BASE = Hyperparameters(batch_size=128, dense_lr=2e-2, embedding_lr=2e-2)
 
@@ -82,6 +83,10 @@ def test_early_stopping(data, tmp_path):
     stopped = train(data, config(epochs=9, patience=2), tmp_path / "run", progress=False)
     assert len(stopped.result["epochs"]) == stopped.result["best_epoch"] + 2 < 9
     assert config(patience=2).identity != config().identity
+    for epochs in (None, 20):
+        with pytest.raises(UserError, match="epochs, of which the last 2 were not its best"):
+            resume(stopped.path, epochs=epochs, progress=False)
+    assert Run.open(stopped.path).result == stopped.result
 
 
 def test_progress_of_equal_epochs_is_bests_first():

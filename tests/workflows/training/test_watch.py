@@ -52,7 +52,7 @@ def test_bad_data_is_told_apart(data, tmp_path, monkeypatch, value, update):
     assert int(update_.replace(",", "")) == per_epoch + int(batch)
     last, _ = Checkpoints(tmp_path / "run" / "checkpoints").last()
     assert last.step < per_epoch + int(batch)
-    assert f"after update {last.step:,} is kept" in message
+    assert message.endswith(f"after update {last.step:,} is kept")  # it would end so again
 
 
 @pytest.mark.parametrize("update", ["exact", "lazy"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -17,6 +16,7 @@ from merlin_cowclip.workflows.training.configuration import TrainConfig
 from merlin_cowclip.workflows.training.keeping import Keeping
 from merlin_cowclip.workflows.training.learning_rates import SCHEDULES
 from merlin_cowclip.workflows.training.networks import COMBINERS, NETWORKS
+from merlin_cowclip.workflows.training.stopping import check_minutes
 
 if TYPE_CHECKING:
     from merlin_cowclip.workflows.commands.parser import Commands
@@ -161,10 +161,7 @@ def names(text: str) -> list[str]:
 
 
 def _train(arguments: argparse.Namespace) -> None:
-    if arguments.max_minutes is not None and not 0 < arguments.max_minutes < math.inf:
-        raise UserError(
-            f"--max-minutes must be positive. Received: {arguments.max_minutes}. Correct it"
-        )
+    check_minutes(arguments.max_minutes)
     result = (_begin if arguments.resume is None else _go_on)(arguments)
     if result["auc"] is None:
         quality = f"no test part, training loss {result['epochs'][-1]['train_loss']:.6f}"

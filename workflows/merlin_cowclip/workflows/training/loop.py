@@ -12,7 +12,6 @@ import sys
 import time
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,45 +19,27 @@ import numpy as np
 
 from merlin_cowclip.plugins._stack import mm
 from merlin_cowclip.plugins.state import mean_loss, optimizer_of, training_state
-from merlin_cowclip.workflows.errors import Notice, Stopped, UserError
+from merlin_cowclip.workflows.errors import Notice, Stopped
 from merlin_cowclip.workflows.progress import progress_bar
 from merlin_cowclip.workflows.training.checkpoints import Checkpoint, Checkpoints, not_finite
 from merlin_cowclip.workflows.training.configuration import TrainConfig
+from merlin_cowclip.workflows.training.epochs import Progress
 from merlin_cowclip.workflows.training.evaluation import Predictor
 from merlin_cowclip.workflows.training.growing_files import cut_back, lengths
 from merlin_cowclip.workflows.training.keeping import Keeping
 from merlin_cowclip.workflows.training.loader import Loader
 from merlin_cowclip.workflows.training.logbook import Logbook
-from merlin_cowclip.workflows.training.resuming import how_to_resume
+from merlin_cowclip.workflows.training.runs import how_to_resume
 from merlin_cowclip.workflows.training.scalars import (
     clip_sentence,
     field_scalars,
     summary_scalars,
 )
 from merlin_cowclip.workflows.training.stopping import Interrupted, Stopping
-from merlin_cowclip.workflows.training.watch import Watch
+from merlin_cowclip.workflows.training.watch import NotFiniteError, Watch
 
 CHECKPOINTS = "checkpoints"  # within the run
 LOG_EVERY = 50  # updates between two points of TensorBoard's curves
-
-
-@dataclass
-class Progress:
-    """How far a run is, beside its variables; fit for JSON.
-
-    Attributes:
-      epochs: what was measured after each, as in `metrics.csv`.
-      seconds: of training in the epoch under way.
-    """
-
-    epochs: list[dict[str, Any]] = field(default_factory=list)
-    seconds: float = 0.0
-
-    @property
-    def best(self) -> int | None:
-        """The number, from 1, of the epoch with the highest test AUC; the first of equal ones."""
-        measured = [epoch for epoch in self.epochs if epoch["auc"] is not None]
-        return max(measured, key=lambda e: e["auc"])["epoch"] if measured else None
 
 
 class Training:
@@ -169,7 +150,7 @@ class Training:
         self._watch.look(self.step)
         broken = not_finite(self._state[name] for name in self._state if "weight/" in name)
         if broken:
-            raise UserError(
+            raise NotFiniteError(
                 f"weights must stay finite. Received: NaN or infinity in {', '.join(broken[:4])}, "
                 f"after update {self.step:,}. The run diverged: lower the learning rates"
             )
@@ -209,18 +190,11 @@ class Training:
             iterator = iter(self._loader.dataset(epochs=None, **begin))
             if self.step and not k and len(self.progress.epochs) < begin["epoch"]:
                 self._end_epoch(book, stopping)  # it was stopped between the two
-            while self.step < total and not self._out_of_patience():
+            patience = self._config.patience
+            while self.step < total and not self.progress.is_out_of(patience):
                 self._epoch(function, iterator, book, stopping)
                 self._end_epoch(book, stopping)
             self.checkpoints.wait()
-
-    def _out_of_patience(self) -> bool:
-        patience, best = self._config.patience, self.progress.best
-        return (
-            patience is not None
-            and best is not None
-            and (len(self.progress.epochs) - best >= patience)
-        )
 
     def _epoch(self, function: Any, iterator: Any, book: Logbook, stopping: Stopping) -> None:
         """The rest of an epoch."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import shlex
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,7 +13,8 @@ from typing import Any
 from merlin_cowclip.workflows.data.prepared import PreparedData
 from merlin_cowclip.workflows.errors import Notice, UserError, shown
 from merlin_cowclip.workflows.training.configuration import TrainConfig
-from merlin_cowclip.workflows.training.runs import CONFIG
+from merlin_cowclip.workflows.training.epochs import Progress
+from merlin_cowclip.workflows.training.runs import CONFIG, RESULT, how_to_resume
 
 _KEYS = ("data", "data_sha256", "keeping", "versions", "machine")
 
@@ -46,11 +46,6 @@ def read_config(run: Path) -> dict[str, Any]:
     return dict(record)
 
 
-def how_to_resume(run: Path) -> str:
-    """The command that goes on with a run, for a shell."""
-    return f"merlin-cowclip train --resume {shlex.quote(str(run))}"
-
-
 def config_of(record: Mapping[str, Any], run: Path) -> TrainConfig:
     """The configuration in a run's `config.json`.
 
@@ -62,6 +57,32 @@ def config_of(record: Mapping[str, Any], run: Path) -> TrainConfig:
         return TrainConfig.from_dict({n: record[n] for n in names if n in record})
     except UserError as error:
         raise UserError(f"{run / CONFIG} must be as it was written: {error}") from None
+
+
+def refuse_finished(run: Path, before: TrainConfig, wanted: TrainConfig) -> None:
+    """Refuse a finished run that is to have no more epochs, or had stopped early.
+
+    Raises:
+      UserError: it is one.
+    """
+    try:
+        progress = Progress(json.loads((run / RESULT).read_text(encoding="utf-8"))["epochs"])
+        early = progress.is_out_of(before.patience)
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError, RecursionError, LookupError, TypeError):
+        early = False  # it is damaged, and written again
+    if early:
+        raise UserError(
+            f"a run that goes on must not be finished. Received: {run}, which stopped after "
+            f"{len(progress.epochs)} epochs, of which the last {before.patience} were not its best "
+            "(patience). Train another run with more patience"
+        )
+    if wanted.epochs == before.epochs:
+        raise UserError(
+            f"a run that goes on must not be finished. Received: {run}, which has all of its "
+            f"{before.epochs} epochs. Raise them: {how_to_resume(run)} --epochs N"
+        )
 
 
 def with_epochs(config: TrainConfig, epochs: int, run: Path) -> TrainConfig:

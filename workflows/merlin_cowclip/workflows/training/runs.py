@@ -8,6 +8,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -139,6 +140,11 @@ def pipelines_of(data: PreparedData) -> set[str]:
     return {checksum(data.path / "workflow" / WORKFLOW)} | ({adopted} if adopted else set())
 
 
+def how_to_resume(run: Path) -> str:
+    """The command that goes on with a run, for a shell."""
+    return f"merlin-cowclip train --resume {shlex.quote(str(run))}"
+
+
 @dataclass(frozen=True)
 class Run:
     """A finished run; open one with `Run.open`.
@@ -174,7 +180,7 @@ class Run:
             result = json.loads((path / RESULT).read_text(encoding="utf-8"))
         except FileNotFoundError:
             go_on = (
-                f"Go on with it: 'merlin-cowclip train --resume {shown(path)}'"
+                f"Go on with it: {how_to_resume(path)}"
                 if (path / CONFIG).exists()
                 else "Train again into another folder."
             )

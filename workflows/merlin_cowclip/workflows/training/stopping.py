@@ -8,6 +8,7 @@ once.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import threading
@@ -16,7 +17,19 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
+from merlin_cowclip.workflows.errors import UserError
+
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def check_minutes(max_minutes: float | None) -> None:
+    """Refuse a time that is none.
+
+    Raises:
+        UserError: it is not positive, or infinite.
+    """
+    if max_minutes is not None and not 0 < max_minutes < math.inf:
+        raise UserError(f"max_minutes must be positive. Received: {max_minutes}. Correct it")
 
 
 class Interrupted(BaseException):

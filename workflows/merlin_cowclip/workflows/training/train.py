@@ -26,9 +26,9 @@ from merlin_cowclip.workflows.training.memory import refuse_what_does_not_fit
 from merlin_cowclip.workflows.training.one_at_a_time import LOCK, locked
 from merlin_cowclip.workflows.training.resuming import (
     config_of,
-    how_to_resume,
     open_data,
     read_config,
+    refuse_finished,
     warn_of_changes,
     with_epochs,
 )
@@ -39,8 +39,9 @@ from merlin_cowclip.workflows.training.runs import (
     SCHEMA,
     Run,
     described,
+    how_to_resume,
 )
-from merlin_cowclip.workflows.training.stopping import Stopping
+from merlin_cowclip.workflows.training.stopping import Stopping, check_minutes
 
 with quiet_imports():
     from merlin_cowclip.plugins import CowClipOptimizer, LinearWarmup, save_model
@@ -52,6 +53,7 @@ with quiet_imports():
     from merlin_cowclip.workflows.training.loop import CHECKPOINTS, Training
     from merlin_cowclip.workflows.training.rebuilding import network
     from merlin_cowclip.workflows.training.reproducibility import seeded
+    from merlin_cowclip.workflows.training.watch import NotFiniteError
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _TABLES = ("embeddings", "linear")  # of our networks, by layer
@@ -121,13 +123,14 @@ def train(
       progress: whether to show bars and a line per epoch.
 
     Raises:
-      UserError: `out` exists, the batch is larger than the training part, or a loss, gradient or
-        weight is not finite.
+      UserError: `out` exists, the time is not positive, the batch is larger than the training
+        part, or a loss, gradient or weight is not finite.
       Stopped: Ctrl-C, SIGTERM, SIGHUP or the end of the time; all is saved. A second signal does
         what it does elsewhere, at once.
     """
     out = Path(out)
     keeping = keeping or Keeping()
+    check_minutes(max_minutes)
     loader = check(data, config, out)
     with all_or_nothing(out) as folder:
         shutil.copytree(data.path / "workflow", folder / "workflow")
@@ -164,17 +167,13 @@ def resume(
       Stopped: as `train`.
     """
     path = Path(run)
+    check_minutes(max_minutes)
     record = read_config(path)
     with locked(path):
         config = config_of(record, path)
         keeping = Keeping.from_dict(record["keeping"])
         wanted = config if epochs is None else with_epochs(config, epochs, path)
-        if (path / RESULT).exists() and wanted.epochs == config.epochs:
-            raise UserError(
-                f"a run that goes on must not be finished. Received: {path}, which has all of its "
-                f"{config.epochs} epochs. Raise them: merlin-cowclip train --resume {path} "
-                "--epochs N"
-            )
+        refuse_finished(path, config, wanted)
         opened = open_data(record, path, data)
         warn_of_changes(record, described(opened, config))
         loader = check_trainable(opened, wanted)
@@ -226,9 +225,9 @@ def _left_behind(run: Path, *, new: bool = False) -> Iterator[None]:
             if new:
                 remove(run)
             raise
-        kept = (
-            f"The checkpoint after update {steps[-1]:,} is kept; go on with: {how_to_resume(run)}"
-        )
+        kept = f"The checkpoint after update {steps[-1]:,} is kept"
+        if not isinstance(error, NotFiniteError):
+            kept += f"; go on with: {how_to_resume(run)}"
         if isinstance(error, UserError):
             raise UserError(f"{str(error).rstrip('.')}. {kept}") from error.__cause__
         if isinstance(error, KeyboardInterrupt) and not isinstance(error, Stopped):

@@ -15,6 +15,10 @@ EVERY = 25  # updates between two looks
 _GROWN = 100.0  # times as large as a look before: a dense weight that diverges
 
 
+class NotFiniteError(UserError):
+    """A run that would end likewise if it went on: with its data, or its learning rates."""
+
+
 class Watch:
     """Looks after losses, gradients and weights.
 
@@ -43,7 +47,7 @@ class Watch:
         """After an update: keep its loss, and look, if it is time.
 
         Raises:
-            UserError: see `look`.
+            NotFiniteError: see `look`.
         """
         self._losses.append(loss)
         if step % EVERY == 0:
@@ -53,8 +57,8 @@ class Watch:
         """See that all is well after `step` updates.
 
         Raises:
-            UserError: a loss, a gradient or a weight is NaN or infinite; which and since when, and
-                whether it came with the data or the learning rates.
+            NotFiniteError: a loss, a gradient or a weight is NaN or infinite; which and since
+                when, and whether it came with the data or the learning rates.
         """
         losses = np.array([float(loss) for loss in self._losses])
         broken = self._optimizer.not_finite()
@@ -75,7 +79,7 @@ class Watch:
         found = f"loss {loss:g} {when}, epoch {epoch}"
         if broken:
             found += f", with {_listed([str(item) for item in broken])}"
-        raise UserError(
+        raise NotFiniteError(
             "loss, gradients and weights must stay finite. Received: "
             f"{found}. {self._why(first or step, losses)}"
         )
