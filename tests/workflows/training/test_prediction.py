@@ -431,7 +431,11 @@ def test_a_workflow_that_is_another_loads_where_it_is_trusted(run_folder, shop, 
     assert capsys.readouterr().out == f"500 rows: {tmp_path / 'a.parquet'}\n"
     argv = ["evaluate", run_folder, shop.raw, "--trust-workflow"]
     assert main(list(map(str, argv))) == 0
-    assert capsys.readouterr().out.startswith("AUC 0.")
+    said = capsys.readouterr()
+    assert said.out.startswith("AUC 0.")
+    assert "scoring" in said.err
+    assert main(list(map(str, [*argv, "--quiet"]))) == 0
+    assert "scoring" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["more.py", "categories/unique.more.parquet"])

@@ -64,6 +64,7 @@ def _add_reading(command: argparse.ArgumentParser) -> None:
         action="store_true",
         help="run the code of the run's workflow also where its manifest does not confirm it",
     )
+    command.add_argument("--quiet", action="store_true", help="no bars")
 
 
 def _evaluate(arguments: argparse.Namespace) -> None:
@@ -121,6 +122,7 @@ def _reading(arguments: argparse.Namespace) -> dict[str, Any]:
         "raw": arguments.raw,
         "which": _which(arguments),
         "trust_workflow": arguments.trust_workflow,
+        "progress": not arguments.quiet,
     }
     return options | ({} if arguments.batch_size is None else {"batch_size": arguments.batch_size})
 
