@@ -22,7 +22,7 @@ def differences(run: Path, reference: Path) -> list[str]:
 
     Of every checkpoint that both have: all tensors (weights, moments, learning rates, sums of
     statistics, the mean loss), byte by byte, what was measured so far and the random states. Of
-    finished runs also `metrics.csv`, the scalars for TensorBoard, `result.json`, and that the last
+    finished runs also the CSV files, the scalars for TensorBoard, `result.json`, and that the last
     checkpoints are of the same step.
     """
     found = list(_in_checkpoints(run, reference))
@@ -37,10 +37,14 @@ def differences(run: Path, reference: Path) -> list[str]:
     return found
 
 
-def metrics(run: Path) -> list[dict[str, str]]:
-    """The lines of `metrics.csv`, to the letter."""
-    with (run / "metrics.csv").open(newline="") as file:
-        return [_without(row, TIMES) for row in csv.DictReader(file)]
+def lines(name: str) -> Callable[[Path], list[dict[str, str]]]:
+    """What reads the lines of a CSV file of a run, to the letter."""
+
+    def read(run: Path) -> list[dict[str, str]]:
+        with (run / name).open(newline="") as file:
+            return [_without(row, TIMES) for row in csv.DictReader(file)]
+
+    return read
 
 
 def scalars(run: Path) -> list[tuple[int, str, bytes]]:
@@ -65,7 +69,8 @@ def result(run: Path) -> dict[str, Any]:
 
 
 FINISHED: dict[str, Callable[[Path], Any]] = {
-    "metrics.csv": metrics,
+    "metrics.csv": lines("metrics.csv"),
+    "fields.csv": lines("fields.csv"),
     "TensorBoard's scalars": scalars,
     "result.json": result,
 }

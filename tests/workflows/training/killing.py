@@ -169,14 +169,15 @@ def _slowly(end: Callable[[], None]) -> None:
 
 
 def _half_a_line(end: Callable[[], None]) -> None:
-    """`metrics.csv` ends in the middle of a line."""
+    """The CSV files end in the middle of a line."""
     from merlin_cowclip.workflows.training.logbook import Logbook
 
     stock = Logbook.epoch
 
-    def instead(book: Logbook, row: Any) -> None:
-        stock(book, row)
-        os.truncate(book._metrics, book._metrics.stat().st_size - 20)
+    def instead(book: Logbook, *given: Any) -> None:
+        stock(book, *given)
+        for path in (book._run / "metrics.csv", book._run / "fields.csv"):
+            os.truncate(path, path.stat().st_size - 20)
         end()
 
     Logbook.epoch = instead

@@ -124,7 +124,7 @@ def measured(run: Run) -> list[tuple]:
 def test_files_of_a_run(run):
     assert {p.name for p in run.path.iterdir()} == {
         *("config.json", "schema.pbtxt", "workflow", "checkpoints", "logs", "metrics.csv"),
-        *("model", "result.json", ".lock"),
+        *("fields.csv", "model", "result.json", ".lock"),
     }
     assert (run.path / "model" / ".merlin" / "input_schema.json").is_file()
     assert list((run.path / "logs").rglob("events.out.*"))
@@ -156,6 +156,20 @@ def test_result(run, data):
     assert result["samples_per_second"] == pytest.approx(TRAIN * 3 / result["train_seconds"])
     logged = pd.read_csv(run.path / "metrics.csv")
     assert logged[columns].to_dict("records") == [pytest.approx(e) for e in epochs]
+
+
+def test_lines_by_field(run):
+    """Of all fields together they are the line of the epoch."""
+    whole = pd.read_csv(run.path / "metrics.csv")
+    fields = pd.read_csv(run.path / "fields.csv")
+    tables = fields[fields["table"] == "embeddings"]
+    assert (
+        tables.groupby("epoch")["field"].apply(sorted).tolist() == [["genres", "item", "user"]] * 3
+    )
+    ids = tables.groupby("epoch")["ids_per_batch"].sum()
+    assert ids.tolist() == pytest.approx(whole["ids_per_batch"].tolist())
+    assert fields.loc[fields["table"] == "linear", "rows_clipped"].isna().all()
+    assert tables["gradient_norm_frequent"].gt(0).all()  # in such small batches all are
 
 
 def test_parameters(run, log):

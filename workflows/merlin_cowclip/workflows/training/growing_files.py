@@ -1,6 +1,6 @@
 """Files of a run that only grow, and are cut back to what they were at a checkpoint.
 
-So `metrics.csv` and TensorBoard's events of a run that was killed and goes on hold each line once.
+So the CSV files and TensorBoard's events of a run that was killed and goes on hold each line once.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.folders import remove
 
-GROWING = ("metrics.csv", "fields.csv", "logs")
+METRICS, FIELDS, EVENTS = GROWING = ("metrics.csv", "fields.csv", "logs")
 
 
 def lengths(run: Path) -> dict[str, int]:

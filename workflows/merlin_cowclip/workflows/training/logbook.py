@@ -1,19 +1,19 @@
-"""What a run writes down as it trains: `metrics.csv`, a line per epoch, and TensorBoard's events.
+"""What a run writes down as it trains: two CSV files, and TensorBoard's events.
 
-Both only grow (`growing_files.py`), and what is written depends on the step alone, so that a run
-that was interrupted leaves the same lines as one that was not.
+`metrics.csv` has a line per epoch, `fields.csv` one per epoch and field. All only grow
+(`growing_files.py`), and what is written depends on the step alone, so that a run that was
+interrupted leaves the same lines as one that was not.
 """
 
 from __future__ import annotations
 
 import csv
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from merlin_cowclip.plugins._stack import tf
-
-METRICS, EVENTS = "metrics.csv", "logs"
+from merlin_cowclip.workflows.training.growing_files import EVENTS, FIELDS, METRICS
 
 
 class Logbook:
@@ -24,7 +24,7 @@ class Logbook:
     """
 
     def __init__(self, run: Path) -> None:
-        self._metrics = run / METRICS
+        self._run = run
         self._writer = tf.summary.create_file_writer(str(run / EVENTS))
 
     def __enter__(self) -> Logbook:
@@ -39,14 +39,19 @@ class Logbook:
             for tag, value in values.items():
                 tf.summary.scalar(tag, value)
 
-    def epoch(self, row: Mapping[str, Any]) -> None:
-        """A line of `metrics.csv`; its columns are those of the first one."""
-        new = not self._metrics.exists()
-        with self._metrics.open("a", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, list(row))
+    def epoch(self, row: Mapping[str, Any], fields: Sequence[Mapping[str, Any]]) -> None:
+        """A line of `metrics.csv`, and those of its fields; columns are those of the first one."""
+        self._append(METRICS, [row])
+        self._append(FIELDS, [{"epoch": row["epoch"], **field} for field in fields])
+
+    def _append(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        path = self._run / name
+        new = not path.exists()
+        with path.open("a", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, list(rows[0]))
             if new:
                 writer.writeheader()
-            writer.writerow(row)
+            writer.writerows(rows)
 
     def flush(self) -> None:
         """To the files."""

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from merlin_cowclip.plugins import FieldStatistics
 from merlin_cowclip.plugins._stack import mm
 from merlin_cowclip.plugins.state import mean_loss, optimizer_of, training_state
 from merlin_cowclip.workflows.errors import Notice, Stopped
@@ -32,6 +33,7 @@ from merlin_cowclip.workflows.training.logbook import Logbook
 from merlin_cowclip.workflows.training.runs import how_to_resume
 from merlin_cowclip.workflows.training.scalars import (
     clip_sentence,
+    field_rows,
     field_scalars,
     summary_scalars,
 )
@@ -254,8 +256,9 @@ class Training:
             "train_loss": loss,
             "seconds": self.progress.seconds,
         }
-        overall, _ = self._scalars(loss)
-        book.epoch({**row, **{k: v for k, v in overall.items() if k != "loss"}})
+        overall, fields = self._scalars(loss)
+        whole = {**row, **{k: v for k, v in overall.items() if k != "loss"}}
+        book.epoch(whole, field_rows(fields))
         measured = {f"all/test_{k}": row[k] for k in ("auc", "log_loss", "calibration")}
         book.scalars(self.step, {k: v for k, v in measured.items() if v is not None})
         self.progress.epochs.append(row)
@@ -267,8 +270,8 @@ class Training:
         if stopping.asked and self.step < self._end_of(self._config.epochs):
             raise self._stopped(book, stopping)
 
-    def _scalars(self, loss: float) -> tuple[dict[str, float | None], dict[str, float]]:
-        """Of the epoch so far: over all fields, and by field."""
+    def _scalars(self, loss: float) -> tuple[dict[str, float | None], list[FieldStatistics]]:
+        """Of the epoch so far: over all fields, and what those were like."""
         k = (self.step - 1) % len(self._loader) + 1
         rows = min(k * self._config.batch_size, self._loader.rows)
         rates, fields = self._optimizer.learning_rates(), self._statistics.read()
@@ -279,13 +282,13 @@ class Training:
             "embedding_lr": rates.embedding,
             **summary_scalars(fields),
         }
-        return overall, field_scalars(fields)
+        return overall, fields
 
     def _tags(self, loss: float) -> dict[str, float]:
         """The same as TensorBoard has it, which shows the groups of its page by name."""
-        overall, by_field = self._scalars(loss)
+        overall, fields = self._scalars(loss)
         tags = {f"all/{name}": value for name, value in overall.items() if value is not None}
-        return tags | {f"field_{tag}": value for tag, value in by_field.items()}
+        return tags | {f"field_{tag}": value for tag, value in field_scalars(fields).items()}
 
     def _line(self, row: Mapping[str, Any]) -> str:
         quality = (

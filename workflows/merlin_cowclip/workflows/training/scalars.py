@@ -1,4 +1,4 @@
-"""What an interval of training was like, as named numbers: for TensorBoard and `metrics.csv`.
+"""What an interval of training was like, as named numbers: for TensorBoard and the CSV files.
 
 Pure functions of what `CowClipOptimizer.observe` gives; nothing here writes a file.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
+from typing import Any
 
 from merlin_cowclip.plugins import FieldStatistics, RowStatistics
 
@@ -28,21 +29,30 @@ BY_FIELD: Mapping[str, _Quantity] = MappingProxyType(
 _OF_THE_CLIP = ("rows_clipped", "occurrences_clipped")
 
 
-def field_scalars(fields: Iterable[FieldStatistics]) -> dict[str, float]:
-    """Every quantity of every field that has it, by tag, "quantity/table/field".
+def field_rows(fields: Iterable[FieldStatistics]) -> list[dict[str, Any]]:
+    """For each field its `table`, its `field` (name) and every quantity.
 
-    Left out: fields that were not updated, what the clip does to fields that it does not apply to,
-    and means over no ids. Shares are from 0 to 1, norms are means over ids and steps.
+    `None`: the field was not updated, the clip does not apply to it, or a mean over no ids. Shares
+    are from 0 to 1, norms are means over ids and steps.
     """
-    found = {}
+    rows = []
     for field in fields:
+        row: dict[str, Any] = {"table": field.table, "field": field.field}
         for quantity, value_of in BY_FIELD.items():
-            if not field.steps or (quantity in _OF_THE_CLIP and not field.is_clipped):
-                continue
-            value = value_of(field)
-            if value is not None:
-                found[f"{quantity}/{field.table}/{field.field}"] = value
-    return found
+            unseen = not field.steps or (quantity in _OF_THE_CLIP and not field.is_clipped)
+            row[quantity] = None if unseen else value_of(field)
+        rows.append(row)
+    return rows
+
+
+def field_scalars(fields: Iterable[FieldStatistics]) -> dict[str, float]:
+    """The values that there are in `field_rows`, by tag, "quantity/table/field"."""
+    return {
+        f"{quantity}/{row['table']}/{row['field']}": row[quantity]
+        for row in field_rows(fields)
+        for quantity in BY_FIELD
+        if row[quantity] is not None
+    }
 
 
 def summary_scalars(fields: Sequence[FieldStatistics]) -> dict[str, float | None]:

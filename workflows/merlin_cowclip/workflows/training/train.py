@@ -20,6 +20,7 @@ from merlin_cowclip.workflows.machine import memory_limit
 from merlin_cowclip.workflows.manifest import manifest_of
 from merlin_cowclip.workflows.quiet import quiet_imports
 from merlin_cowclip.workflows.training.configuration import TrainConfig
+from merlin_cowclip.workflows.training.growing_files import EVENTS
 from merlin_cowclip.workflows.training.keeping import Keeping
 from merlin_cowclip.workflows.training.learning_rates import keras_schedule
 from merlin_cowclip.workflows.training.memory import refuse_what_does_not_fit
@@ -49,7 +50,6 @@ with quiet_imports():
     from merlin_cowclip.workflows.training.checkpoints import Checkpoints
     from merlin_cowclip.workflows.training.evaluation import EVALUATION_BATCH
     from merlin_cowclip.workflows.training.loader import Loader
-    from merlin_cowclip.workflows.training.logbook import EVENTS
     from merlin_cowclip.workflows.training.loop import CHECKPOINTS, Training
     from merlin_cowclip.workflows.training.rebuilding import network
     from merlin_cowclip.workflows.training.reproducibility import seeded
