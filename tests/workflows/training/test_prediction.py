@@ -398,6 +398,33 @@ def test_refused_of_an_adopted_pipeline(stock, tmp_path, change, raw, words):
     assert [p.name for p in tmp_path.iterdir()] == ["raw.parquet"]
 
 
+def test_a_workflow_that_drops_rows(stock, tmp_path, monkeypatch):
+    """As Filter and Dropna do: the probabilities left would be those of other rows."""
+    run, _, home = stock
+    load = Run.workflow
+
+    def filtering(run: Run, *, trust: bool = False) -> Any:
+        workflow = load(run, trust=trust)
+        stock_transform = workflow.transform
+        workflow.transform = lambda rows: stock_transform(
+            rows[rows["visits"] != 50].reset_index(drop=True)
+        )
+        return workflow
+
+    monkeypatch.setattr(Run, "workflow", filtering)
+    raw, out = home / "raw-test/0.parquet", tmp_path / "out.parquet"
+    with pytest.raises(UserError, match="one row of each. Received: 6. of 70 in .*row group"):
+        predict_logs(run, [raw], out, raw=True, progress=False)
+    assert not out.exists()
+
+
+def test_parquet_given_twice(stock):
+    run, _, home = stock
+    part = next((home / "test").glob("part_*.parquet"))
+    with pytest.raises(UserError, match=f"must be given once. Received twice: {part}"):
+        evaluate_logs(run, [home / "test", part], progress=False)
+
+
 # Files that run code
 
 

@@ -81,6 +81,16 @@ def expand_inputs(inputs: Sequence[str | Path]) -> list[Path]:
             )
         if path.stat().st_size == 0:
             raise UserError(f"input file must not be empty. Received: {path}")
+    refuse_twice(files)
+    return files
+
+
+def refuse_twice(files: Sequence[Path]) -> None:
+    """Refuse a file that is given twice, whose rows would count twice.
+
+    Raises:
+        UserError: names both.
+    """
     seen: dict[tuple[int, int], Path] = {}
     for path in files:
         status = path.stat()
@@ -91,7 +101,6 @@ def expand_inputs(inputs: Sequence[str | Path]) -> list[Path]:
                 ". Leave one out"
             )
         seen[known] = path
-    return files
 
 
 def refuse_no_csv(path: Path, head: bytes) -> None:

@@ -26,7 +26,7 @@ from merlin_cowclip.workflows.data.encoded_rows import (
 )
 from merlin_cowclip.workflows.data.etl import READERS
 from merlin_cowclip.workflows.data.existing_parquet import check_present, check_types, open_files
-from merlin_cowclip.workflows.data.inputs import expand_inputs, refuse_unreadable
+from merlin_cowclip.workflows.data.inputs import expand_inputs, refuse_twice, refuse_unreadable
 from merlin_cowclip.workflows.data.raw_logs import FileState, RawLog, column_of, unchanged
 from merlin_cowclip.workflows.errors import UserError, clipped, quoted
 from merlin_cowclip.workflows.training.rows import Rows
@@ -176,6 +176,7 @@ class _Parquet:
         self._run, self._spec, self._trust = run, spec, trust
         self._files = open_files(inputs)
         self.files = [file.path for file in self._files]
+        refuse_twice(self.files)
         self._seen = [_SeenFile(path, FileState.of(path)) for path in self.files]
         self.size = sum(file.rows for file in self._files)
         self.labelled = False
@@ -266,13 +267,21 @@ class _RawParquet(_Parquet):
     def _encoded(self, batch: pa.RecordBatch, place: Place) -> pa.RecordBatch:
         try:
             out = self._workflow.transform(batch.to_pandas())[self._wanted]
-            return pa.RecordBatch.from_pandas(out, preserve_index=False)
+            encoded = pa.RecordBatch.from_pandas(out, preserve_index=False)
         except Exception as error:  # whatever the user's own operators raise
             raise UserError(
                 f"the run's workflow must take the rows. Received: {place.path}, row group "
                 f"{place.group}, {batch.num_rows:,} rows from row {place.first + 1} on: "
                 f"{type(error).__name__}: {clipped(str(error))}. Give rows as it was fitted on"
             ) from error
+        if encoded.num_rows != batch.num_rows:  # Filter, Dropna, a join: whose is a probability?
+            raise UserError(
+                "the run's workflow must make one row of each. Received: "
+                f"{encoded.num_rows:,} of {batch.num_rows:,} in {place.path}, row group "
+                f"{place.group}, from row {place.first + 1} on. Leave out the rows that it drops, "
+                "or give the parquet that it wrote"
+            )
+        return encoded
 
 
 def in_batches(pieces: Iterator[Rows], size: int) -> Iterator[Rows]:
