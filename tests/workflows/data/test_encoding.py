@@ -210,6 +210,27 @@ def test_the_text_of_a_number(value, text):
     assert mixed_as_text(["x", value, ""]).to_pylist() == ["x", text, None]
 
 
+@pytest.mark.parametrize(
+    "values",
+    [
+        *(pa.array(["xyz", None, "", "w", "bb"], kind()) for kind in (pa.string, pa.large_string)),
+        pa.array([b"xyz", None, b"", b"w", b"bb"]),
+        pa.array([["xyz", "v"], None, [""], [], ["bb", None]]),
+        pa.array([1.0, None, 0.5, math.nan, 7.0]),
+        pa.array(["xyz", None, "", "w", "bb"]).dictionary_encode(),
+    ],
+    ids=lambda values: str(values.type),
+)
+def test_a_slice_has_the_texts_of_its_rows(values):
+    """Arrow slices a batch of parquet's texts where a column beside them ends sooner."""
+    texts = as_text(values).to_pylist()
+    for first in range(len(values)):
+        for after in range(first + 1, len(values) + 1):
+            sliced = as_text(values[first:after])
+            sliced.validate(full=True)
+            assert sliced.to_pylist() == texts[first:after]
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_an_id_that_a_float_may_not_hold_is_refused(dtype):
     """2^60 and 2^60 + 1 beside a missing value, as pandas reads them."""

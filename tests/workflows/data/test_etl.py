@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from merlin_cowclip.workflows.data import clusters, csv_text, etl
+from merlin_cowclip.workflows.data import clusters, csv_text, etl, parquet_logs
 from merlin_cowclip.workflows.data.datasets import AVAZU, CRITEO, DatasetSpec, Split
 from merlin_cowclip.workflows.data.etl import prepare
 from merlin_cowclip.workflows.data.fitted_workflow import build_workflow
@@ -589,6 +589,18 @@ def test_a_bad_gzip_is_named(tmp_path, log, harm):
     with pytest.raises(UserError, match=r"must be whole. Received: .*log.csv.gz: .*download it"):
         quick(SPEC, [tmp_path / "log.csv.gz"], tmp_path / "out")
     assert [p.name for p in tmp_path.iterdir()] == ["log.csv.gz"]
+
+
+def test_parquet_of_texts_beside_categories(tmp_path, log, monkeypatch):
+    """A column of pandas's categories ends with a row group, another one with a batch."""
+    monkeypatch.setattr(parquet_logs, "BATCH_ROWS", 640)
+    spec = DatasetSpec(**{**SPEC.to_dict(), "format": "parquet", "split": SPEC.split})
+    log.to_parquet(tmp_path / "plain.parquet", row_group_size=1_000)
+    log.astype({"user": "category"}).to_parquet(tmp_path / "a.parquet", row_group_size=1_000)
+    plain, mixed = (
+        quick(spec, [tmp_path / f"{name}.parquet"], tmp_path / name) for name in ("plain", "a")
+    )
+    pd.testing.assert_frame_equal(read(plain.train_files), read(mixed.train_files))
 
 
 def test_parquet_errors(tmp_path, log):

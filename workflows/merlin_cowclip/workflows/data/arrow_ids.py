@@ -50,6 +50,8 @@ def as_text(values: pa.Array) -> pa.Array:
     if pa.types.is_timestamp(kind) or pa.types.is_time(kind):
         texts = pc.replace_substring_regex(texts, r"(\.[0-9]*[1-9])0+([^0-9]|$)", r"\1\2")
         texts = pc.replace_substring_regex(texts, r"\.0+([^0-9]|$)", r"\1")
+    if texts.offset:  # of a slice Arrow's if_else copies its texts, but keeps where they began
+        texts = pa.concat_arrays([texts])
     return pc.if_else(pc.equal(texts, ""), pa.scalar(None, pa.string()), texts)
 
 
