@@ -527,6 +527,24 @@ def test_hash_buckets(log, tmp_path):
         assert quick(tmp_path, tmp_path / "gpu").record["notes"] == []
 
 
+def test_ids_of_ones_own_from_0(tmp_path):
+    """In a row 0 is an id like others; in a list it is padding to the networks, which is told."""
+    raw = pd.DataFrame({"ad": [0, 0, 2, 1], "genres": [[0], [1, 0], [2], []]})
+    raw["click"] = [0, 1, 1, 0]
+    own = {"tags": [Tags.CATEGORICAL], "properties": {"domain": {"min": 0, "max": 2}}}
+    workflow = nvt.Workflow((["ad", "genres"] >> ops.AddMetadata(**own)) + ["click"])
+    workflow.fit(Dataset(raw))
+    workflow.save(str(tmp_path / "workflow"))
+    workflow.transform(Dataset(raw)).to_parquet(str(tmp_path / "train"))
+    data = quick(tmp_path, tmp_path / "data")
+    assert data.counts("ad")["count"].tolist() == [2, 1, 1]
+    (note,) = data.record["notes"]
+    assert note == (
+        "id 0 in lists of 'genres' is padding, which the networks leave out: if it is an id there, "
+        "let the workflow write ids from 1 on"
+    )
+
+
 def test_an_empty_text_is_an_id(tmp_path):
     raw = Dataset(pd.DataFrame({"ad": ["", "a", "", None], "click": [0, 1, 1, 0]}))
     categorify = ops.Categorify(out_path=str(tmp_path / "fitted"))

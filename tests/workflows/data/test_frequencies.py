@@ -309,6 +309,21 @@ def test_padding_is_no_id(log, tmp_path):
     assert summary.loc["genres", "occurrences"] == counts["count"].iloc[1:].sum()
 
 
+def test_an_id_0_of_a_row_is_an_id(log, tmp_path):
+    """Lists are padded, single ids are not: of an adopted pipeline's own encoding 0 is an id."""
+    data = made(log, tmp_path)
+    path = data.path / "counts" / "few.parquet"
+    counts = pd.read_parquet(path)
+    counts["count"] = [*counts["count"].iloc[3:], 0, 0, 0]
+    counts.to_parquet(path)
+    found = frequencies(data, progress=False)
+    summary = found.summary.set_index("field").loc["few"]
+    assert (summary["ids"], summary["occurrences"]) == (2, data.rows["train"])
+    ids = pd.read_parquet(found.path / "frequencies.parquet").query("field == 'few'")
+    assert ids["id"].tolist() == [0, 1]
+    assert ids["count"].tolist() == counts["count"].iloc[:2].tolist()
+
+
 def test_top_k_needs_a_place(data, capsys):
     before = everything(data.path)
     assert main(["frequencies", str(data.path), "--top-k", "3"]) == 2

@@ -24,6 +24,7 @@ from merlin_cowclip.workflows.data.encoded_rows import (
     checked_ids,
     checked_labels,
 )
+from merlin_cowclip.workflows.data.encoding import PADDING
 from merlin_cowclip.workflows.data.existing_parquet import (
     PARTS,
     ParquetFile,
@@ -168,6 +169,16 @@ def _save(
         notes.append(
             "counts are those of the training rows; the workflow's own, of the rows it was fitted "
             f"on, differ for {quoted(other)}"
+        )
+    padded = [
+        name
+        for name in pipeline.spec.lists
+        if name not in pipeline.vocabularies and scan.counts[name][PADDING]
+    ]
+    if padded:  # Categorify has no other 0
+        notes.append(
+            f"id 0 in lists of {quoted(padded)} is padding, which the networks leave out: if it is "
+            "an id there, let the workflow write ids from 1 on"
         )
     record = {
         "spec": pipeline.spec.to_dict(),

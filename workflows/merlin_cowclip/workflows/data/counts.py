@@ -75,7 +75,7 @@ def read_counts(data: PreparedData, field: str) -> pa.Table:
     occurrences = int(counts.sum())
     if field in data.spec.categorical and occurrences != rows:
         refuse(f"with {occurrences:,} occurrences in {rows:,} rows")
-    if not counts[PADDING + 1 :].any():
+    if field in data.spec.lists and not counts[PADDING + 1 :].any():
         refuse("without an occurrence")
     return table.select(["id", "raw", "count"])
 

@@ -194,7 +194,9 @@ def frequencies(
             progress_bar("counting", len(data.spec.ids), " fields", show=progress) as bar,
         ):
             for field in data.spec.ids:
-                table = read_counts(data, field).slice(PADDING + 1)  # which is no id
+                table = read_counts(data, field)
+                if field in data.spec.lists:
+                    table = table.slice(PADDING + 1)  # which is no id
                 found[field] = CountDistribution.of(table["count"].to_numpy())
                 for ranked in _ranked(table, field, rows, found[field].occurrences):
                     writer.write_table(ranked)
