@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,13 +12,15 @@ import tensorflow as tf
 from merlin_cowclip.plugins import Hyperparameters
 from merlin_cowclip.plugins.state import weights_of
 from merlin_cowclip.workflows.errors import UserError
+from merlin_cowclip.workflows.folders import remove
 from merlin_cowclip.workflows.training.checkpoints import Checkpoints
 from merlin_cowclip.workflows.training.configuration import TrainConfig
 from merlin_cowclip.workflows.training.epochs import Progress
 from merlin_cowclip.workflows.training.evaluation import evaluate
 from merlin_cowclip.workflows.training.keeping import Keeping
 from merlin_cowclip.workflows.training.loader import Loader
-from merlin_cowclip.workflows.training.runs import Run
+from merlin_cowclip.workflows.training.resuming import open_data, read_config
+from merlin_cowclip.workflows.training.runs import Run, described
 from merlin_cowclip.workflows.training.train import resume, train
 
 BASE = Hyperparameters(batch_size=128, dense_lr=2e-2, embedding_lr=2e-2)
@@ -96,16 +99,67 @@ def test_progress_of_equal_epochs_is_bests_first():
 
 
 def test_a_run_in_half_precision(data, tmp_path):
-    """Keras wraps the optimizer, for its loss scaling, which the checkpoints hold as well."""
+    """Keras wraps the optimizer, for its loss scaling, which the checkpoints hold as well.
+
+    The command line, which makes no layer in half precision by itself, goes on in it all the same,
+    and measures what was measured.
+    """
     tf.keras.mixed_precision.set_global_policy("mixed_float16")
     try:
         keeping = Keeping(saved_model=False)
         run = train(data, config(epochs=1), tmp_path / "run", keeping=keeping, progress=False)
     finally:
         tf.keras.mixed_precision.set_global_policy("float32")
-    (step,) = steps_of(run)
-    tensors = Checkpoints(run.path / "checkpoints").at(step).record["tensors"]
-    assert len([name for name in tensors if name.startswith("loss_scale/")]) == 2
+    test = Loader(data, "test", batch_size=256)
+    for again in (run, resume(run.path, epochs=2, progress=False)):
+        step = steps_of(again)[-1]
+        tensors = Checkpoints(run.path / "checkpoints").at(step).record["tensors"]
+        assert len([name for name in tensors if name.startswith("loss_scale/")]) == 2
+        if again is not run:
+            model = again.model()
+            assert model.layers[-1].dtype_policy.name == "mixed_float16"
+            assert evaluate(model, test).auc == pytest.approx(again.result["auc"], abs=1e-6)
+    assert tf.keras.mixed_precision.global_policy().name == "float32"
+
+
+# Where a finished run cannot go on
+
+
+@pytest.mark.parametrize(
+    ("lost", "words"),
+    [
+        ("checkpoints", "a finished run goes on from its last checkpoint. Received: .*Its result"),
+        ("checkpoints/*/state.index", "none that is whole: a checkpoint must be as it was written"),
+        ("logs", "what a run has logged must be there"),
+    ],
+)
+def test_a_finished_run_that_cannot_go_on_stays_as_it_was(run, tmp_path, lost, words):
+    """Of one without checkpoints all would be trained again, and the result be gone meanwhile."""
+    path = shutil.copytree(run.path, tmp_path / "run")
+    for gone in path.glob(lost):
+        remove(gone)
+    before = Run.open(path).result
+    with pytest.raises(UserError, match=words):
+        resume(path, epochs=5, progress=False)
+    assert Run.open(path).result == before
+
+
+def test_the_same_rows_with_another_meaning(run):
+    """Parquet that was adopted twice, with two labels, is the same rows."""
+    record = read_config(run.path)
+    assert open_data(record, run.path, None).path == Path(record["data"])
+    with pytest.raises(UserError, match="must be what it was .*, with label 'y' instead of 'z'"):
+        open_data({**record, "label": "z"}, run.path, None)
+
+
+def test_a_machine_is_known_by_its_processors(run, data, monkeypatch):
+    """The numbers of GPUs are the same on all machines."""
+    assert run.config["machine"]["processor"]
+    gpu = tf.config.PhysicalDevice("/physical_device:GPU:0", "GPU")
+    monkeypatch.setattr(tf.config, "list_physical_devices", lambda kind: [gpu])
+    details = {"device_name": "NVIDIA H100 80GB HBM3"}
+    monkeypatch.setattr(tf.config.experimental, "get_device_details", lambda device: details)
+    assert described(data, config())["machine"]["gpus"] == ["NVIDIA H100 80GB HBM3"]
 
 
 # What is whole

@@ -48,8 +48,8 @@ class Checkpoint:
         progress: Mapping[str, Any] = self.record["progress"]
         return progress
 
-    def restore(self, variables: Mapping[str, tf.Variable]) -> None:
-        """Assign the values of variables, by name; others that it holds are let be.
+    def check(self, variables: Mapping[str, tf.Variable]) -> None:
+        """Refuse variables whose values it does not hold.
 
         Raises:
             UserError: it lacks one, or has it in another shape or dtype.
@@ -63,6 +63,14 @@ class Checkpoint:
                     f"{self.path}, with {found} for {has['name']!r}, {has['dtype']} "
                     f"{has['shape']}. Train again with the versions of the run's config.json"
                 )
+
+    def restore(self, variables: Mapping[str, tf.Variable]) -> None:
+        """Assign the values of variables, by name; others that it holds are let be.
+
+        Raises:
+            UserError: see `check`.
+        """
+        self.check(variables)
         values = tf.train.load_checkpoint(str(self.path / STATE))
         for name, variable in variables.items():
             variable.assign(values.get_tensor(name))

@@ -26,11 +26,11 @@ def lengths(run: Path) -> dict[str, int]:
     return found
 
 
-def cut_back(run: Path, to: Mapping[str, int]) -> None:
-    """Cut the files to these lengths, and remove those of which there is none.
+def check_lengths(run: Path, to: Mapping[str, int]) -> None:
+    """Refuse files that cannot be cut back to these lengths.
 
     Raises:
-        UserError: one is gone or shorter; nothing was cut then.
+        UserError: one is gone or shorter.
     """
     now = lengths(run)
     for name, length in to.items():
@@ -40,7 +40,16 @@ def cut_back(run: Path, to: Mapping[str, int]) -> None:
                 "what a run has logged must be there for it to go on. Received: "
                 f"{run / name}, {found}, which had {length:,} bytes. Put it back, or train again"
             )
-    for name in now:
+
+
+def cut_back(run: Path, to: Mapping[str, int]) -> None:
+    """Cut the files to these lengths, and remove those of which there is none.
+
+    Raises:
+        UserError: one is gone or shorter; nothing was cut then.
+    """
+    check_lengths(run, to)
+    for name in lengths(run):
         if name in to:
             os.truncate(run / name, to[name])
         else:

@@ -11,7 +11,7 @@ import random
 import sys
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +20,17 @@ import numpy as np
 from merlin_cowclip.plugins import FieldStatistics
 from merlin_cowclip.plugins._stack import mm
 from merlin_cowclip.plugins.state import mean_loss, optimizer_of, training_state
-from merlin_cowclip.workflows.errors import Notice, Stopped
+from merlin_cowclip.workflows.errors import Notice, Stopped, UserError
 from merlin_cowclip.workflows.progress import progress_bar
 from merlin_cowclip.workflows.training.checkpoints import Checkpoint, Checkpoints, not_finite
 from merlin_cowclip.workflows.training.configuration import TrainConfig
 from merlin_cowclip.workflows.training.epochs import Progress
 from merlin_cowclip.workflows.training.evaluation import Predictor
-from merlin_cowclip.workflows.training.growing_files import cut_back, lengths
+from merlin_cowclip.workflows.training.growing_files import check_lengths, cut_back, lengths
 from merlin_cowclip.workflows.training.keeping import Keeping
 from merlin_cowclip.workflows.training.loader import Loader
 from merlin_cowclip.workflows.training.logbook import Logbook
-from merlin_cowclip.workflows.training.runs import how_to_resume
+from merlin_cowclip.workflows.training.runs import RESULT, how_to_resume
 from merlin_cowclip.workflows.training.scalars import (
     clip_sentence,
     field_rows,
@@ -42,6 +42,10 @@ from merlin_cowclip.workflows.training.watch import NotFiniteError, Watch
 
 CHECKPOINTS = "checkpoints"  # within the run
 LOG_EVERY = 50  # updates between two points of TensorBoard's curves
+
+
+class NoCheckpointError(UserError):
+    """A finished run has none to go on from."""
 
 
 class Training:
@@ -108,15 +112,30 @@ class Training:
 
     # From and to checkpoints
 
-    def go_on_from_last(self) -> None:
+    def go_on_from_last(self, begin: Callable[[], None] = lambda: None) -> None:
         """Be where the last checkpoint was taken that is whole, or at the beginning.
 
         What is wrong with those after it is said in a warning.
 
+        Args:
+          begin: called once it is sure, before anything of the run is changed.
+
         Raises:
-          UserError: see `go_on_from`.
+          NoCheckpointError: the run is finished, and would have to begin again.
+          UserError: the checkpoint is another network's, or a file that grows is gone.
         """
         checkpoint, damaged = self.checkpoints.last()
+        if checkpoint is not None:
+            checkpoint.check(self._state)
+            check_lengths(self._run, checkpoint.progress["lengths"])
+        elif (self._run / RESULT).exists():
+            why = f": {damaged[0]}" if damaged else ""
+            raise NoCheckpointError(
+                f"a finished run goes on from its last checkpoint. Received: {self._run}, with "
+                f"none that is whole{why}. Its result is as it was. Put the checkpoint back, or "
+                "train another run"
+            )
+        begin()
         then = f"goes on from update {checkpoint.step:,}" if checkpoint else "begins again"
         for problem in damaged:
             warnings.warn(f"{problem}. The run {then}", Notice, stacklevel=4)

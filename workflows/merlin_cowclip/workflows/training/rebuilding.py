@@ -11,6 +11,7 @@ from merlin_cowclip.plugins.state import weights_of
 from merlin_cowclip.workflows.quiet import quiet_imports
 from merlin_cowclip.workflows.training.checkpoints import Checkpoint
 from merlin_cowclip.workflows.training.configuration import TrainConfig
+from merlin_cowclip.workflows.training.reproducibility import in_precision
 
 with quiet_imports():
     from merlin.schema import Schema
@@ -44,8 +45,9 @@ def rebuilt(
       UserError: the checkpoint is another network's.
     """
     text = schema.read_text(encoding="utf-8")
-    model = network(config, TensorflowMetadata.from_proto_text(text).to_merlin_schema())
-    model(_any_batch(record))
+    with in_precision(record.get("precision")):
+        model = network(config, TensorflowMetadata.from_proto_text(text).to_merlin_schema())
+        model(_any_batch(record))
     checkpoint.restore(weights_of(model))
     return model
 

@@ -1,4 +1,4 @@
-"""Seeds and deterministic kernels for one piece of work, and the process as it was after it."""
+"""Seeds, kernels and precision for one piece of work, and the process as it was after it."""
 
 from __future__ import annotations
 
@@ -42,6 +42,24 @@ def seeded(seed: int, *, deterministic: bool) -> Iterator[None]:
         np.random.set_state(states[1])
         eager._seed, eager._rng = tensorflow
         backend._SEED_GENERATOR.generator = keras
+
+
+@contextlib.contextmanager
+def in_precision(name: str | None) -> Iterator[None]:
+    """Keras's precision of layers that are made: "float32", "mixed_float16" or another policy.
+
+    Args:
+      name: the policy's; `None` for the one that the process has.
+    """
+    keras = tf.keras.mixed_precision
+    before = keras.global_policy()
+    if name is not None and name != before.name:
+        keras.set_global_policy(name)
+    try:
+        yield
+    finally:
+        if keras.global_policy() is not before:
+            keras.set_global_policy(before)
 
 
 def _switch(on: bool) -> None:

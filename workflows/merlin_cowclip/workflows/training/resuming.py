@@ -11,10 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from merlin_cowclip.workflows.data.prepared import PreparedData
-from merlin_cowclip.workflows.errors import Notice, UserError, shown
+from merlin_cowclip.workflows.errors import Notice, UserError, clipped, shown
 from merlin_cowclip.workflows.training.configuration import TrainConfig
 from merlin_cowclip.workflows.training.epochs import Progress
-from merlin_cowclip.workflows.training.runs import CONFIG, RESULT, how_to_resume
+from merlin_cowclip.workflows.training.runs import (
+    CONFIG,
+    RESULT,
+    how_to_resume,
+    identity_of,
+    inputs_of,
+)
 
 _KEYS = ("data", "data_sha256", "keeping", "versions", "machine")
 
@@ -115,8 +121,6 @@ def open_data(record: Mapping[str, Any], run: Path, moved: str | Path | None) ->
     Raises:
       UserError: it is not there, or not what it was.
     """
-    from merlin_cowclip.workflows.training.runs import identity_of
-
     path = Path(record["data"] if moved is None else moved)
     if not os.path.isdir(path):
         raise UserError(
@@ -130,7 +134,21 @@ def open_data(record: Mapping[str, Any], run: Path, moved: str | Path | None) ->
             "rows, so that some would be trained on twice and others never. Put the data back, or "
             "train another run"
         )
+    _refuse_other_columns(record, data)
     return data
+
+
+def _refuse_other_columns(record: Mapping[str, Any], data: PreparedData) -> None:
+    """Refuse the same rows with another meaning: parquet that was adopted in two ways."""
+    now = {**inputs_of(data), "cardinalities": data.cardinalities}
+    for key in ("label", "categorical", "lists", "continuous", "cardinalities"):
+        was, found = record.get(key, now[key]), now[key]
+        if was != found:
+            raise UserError(
+                f"the data of a run must be what it was when it began. Received: {data.path}, with "
+                f"{key} {clipped(repr(found))} instead of {clipped(repr(was))}. Name the data that "
+                "the run began with, or train another run"
+            )
 
 
 def warn_of_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:

@@ -22,6 +22,7 @@ from merlin_cowclip.workflows.data.datasets import DatasetSpec
 from merlin_cowclip.workflows.data.encoding import MISSING, UNKNOWN
 from merlin_cowclip.workflows.data.prepared import PARTS, PreparedData
 from merlin_cowclip.workflows.errors import UserError, shown
+from merlin_cowclip.workflows.machine import processor
 from merlin_cowclip.workflows.manifest import check_manifest, checksum, is_manifest
 from merlin_cowclip.workflows.quiet import quiet_imports
 from merlin_cowclip.workflows.training.configuration import TrainConfig
@@ -89,7 +90,11 @@ def described(data: PreparedData, config: TrainConfig) -> dict[str, Any]:
     """A run's `config.json`: what it is trained on, with, and by which versions on what machine."""
     with quiet_imports():
         from merlin_cowclip.plugins._stack import tf
-    gpus = [device.name for device in tf.config.list_physical_devices("GPU")]
+    details = tf.config.experimental.get_device_details
+    gpus = [
+        details(device).get("device_name", device.name)  # which is a number among them alone
+        for device in tf.config.list_physical_devices("GPU")
+    ]
     return {
         "data": str(data.path.resolve()),
         "dataset": data.spec.name,
@@ -100,6 +105,7 @@ def described(data: PreparedData, config: TrainConfig) -> dict[str, Any]:
         **config.to_dict(),
         "scaled": config.hyperparameters.to_dict(),
         "identity": config.identity,
+        "precision": tf.keras.mixed_precision.global_policy().name,
         "versions": {
             "python": platform.python_version(),
             **{name: importlib.metadata.version(name) for name in _PACKAGES},
@@ -107,6 +113,7 @@ def described(data: PreparedData, config: TrainConfig) -> dict[str, Any]:
         "machine": {
             "platform": platform.platform(),
             "cpus": os.cpu_count(),
+            "processor": processor(),
             "gpus": gpus,
         },
     }

@@ -8,7 +8,7 @@ import math
 import os
 import shutil
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -50,9 +50,9 @@ with quiet_imports():
     from merlin_cowclip.workflows.training.checkpoints import Checkpoints
     from merlin_cowclip.workflows.training.evaluation import EVALUATION_BATCH
     from merlin_cowclip.workflows.training.loader import Loader
-    from merlin_cowclip.workflows.training.loop import CHECKPOINTS, Training
+    from merlin_cowclip.workflows.training.loop import CHECKPOINTS, NoCheckpointError, Training
     from merlin_cowclip.workflows.training.rebuilding import network
-    from merlin_cowclip.workflows.training.reproducibility import seeded
+    from merlin_cowclip.workflows.training.reproducibility import in_precision, seeded
     from merlin_cowclip.workflows.training.watch import NotFiniteError
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -169,7 +169,7 @@ def resume(
     path = Path(run)
     check_minutes(max_minutes)
     record = read_config(path)
-    with locked(path):
+    with locked(path), in_precision(record.get("precision")):
         config = config_of(record, path)
         keeping = Keeping.from_dict(record["keeping"])
         wanted = config if epochs is None else with_epochs(config, epochs, path)
@@ -177,11 +177,14 @@ def resume(
         opened = open_data(record, path, data)
         warn_of_changes(record, described(opened, config))
         loader = check_trainable(opened, wanted)
-        with _left_behind(path), _as_user_errors(opened, path):
+
+        def begin() -> None:
             (path / RESULT).unlink(missing_ok=True)
             remove(*path.glob(".*.partial"))  # what a killed process was writing
             write_json(path / CONFIG, {**described(opened, wanted), "keeping": keeping.to_dict()})
-            _train(opened, wanted, keeping, loader, path, max_minutes, progress=progress)
+
+        with _left_behind(path), _as_user_errors(opened, path):
+            _train(opened, wanted, keeping, loader, path, max_minutes, begin, progress=progress)
     return Run.open(path)
 
 
@@ -192,10 +195,11 @@ def _train(
     loader: Loader,
     run: Path,
     max_minutes: float | None,
+    begin: Callable[[], None] = lambda: None,
     *,
     progress: bool,
 ) -> None:
-    """From the last checkpoint, or the beginning, to the result."""
+    """From the last checkpoint, or the beginning, to the result; see `go_on_from_last`."""
     test = Loader(data, "test", batch_size=EVALUATION_BATCH) if data.test_files else None
     tf.keras.backend.clear_session()
     with seeded(config.seed, deterministic=config.deterministic):
@@ -208,7 +212,7 @@ def _train(
         training = Training(
             run, model, statistics, config, keeping, loader, test, progress=progress
         )
-        training.go_on_from_last()
+        training.go_on_from_last(begin)
         with Stopping(max_minutes) as stopping:
             training.train(stopping)
         _finish(keeping, run, training, count_parameters(model, optimizer))
@@ -221,7 +225,7 @@ def _left_behind(run: Path, *, new: bool = False) -> Iterator[None]:
         yield
     except BaseException as error:
         steps = Checkpoints(run / CHECKPOINTS).steps()
-        if not steps:
+        if not steps or isinstance(error, NoCheckpointError):
             if new:
                 remove(run)
             raise
