@@ -23,7 +23,7 @@ from merlin_cowclip.workflows.data.etl import prepare
 from merlin_cowclip.workflows.data.prepared import PreparedData
 from merlin_cowclip.workflows.data.synthetic import write_synthetic
 from merlin_cowclip.workflows.data.top_ids import keep_top_ids
-from merlin_cowclip.workflows.errors import UserError
+from merlin_cowclip.workflows.errors import Notice, UserError
 from merlin_cowclip.workflows.manifest import SMALL, entry_of
 from merlin_cowclip.workflows.quiet import quiet_imports
 from merlin_cowclip.workflows.training import incoming, prediction
@@ -40,7 +40,10 @@ with quiet_imports():
     from merlin.schema import Tags
     from nvtabular import ops
 
-pytestmark = pytest.mark.filterwarnings("ignore:Initializing an NVTabular Dataset in CPU mode")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Initializing an NVTabular Dataset in CPU mode"),
+    pytest.mark.filterwarnings("ignore:the run knows no id of 'hour'"),  # Avazu's, and later ones
+]
 ROWS, TRAIN = 1_500, 1_000
 BATCH = 64
 FAST = Hyperparameters(batch_size=64, dense_lr=1e-2, embedding_lr=5e-2, clip_floor=1e-2)
@@ -299,6 +302,20 @@ def test_ids_that_training_has_not_seen_and_missing_ones(shop, tmp_path):
     (tmp_path / "b.csv").write_text("user,item,price,age,genres,tags\n" + rows[2] + "\n")
     alone = scores(shop.run, [tmp_path / "b.csv"], tmp_path / "b.parquet")["probability"]
     assert alone[0] == pytest.approx(found[2], abs=1e-6)
+
+
+def test_a_field_of_nothing_but_unknown_ids(shop, tmp_path, recwarn):
+    """As where integers became floats. Of a few ids nobody can tell whether they are new."""
+    frame = pd.read_csv(shop.raw, dtype=str)
+    frame.assign(item=frame["item"] + ".0").to_csv(tmp_path / "a.csv", index=False)
+    scores(shop.run, [tmp_path / "a.csv"], tmp_path / "a.parquet")
+    (said,) = [str(w.message) for w in recwarn if issubclass(w.category, Notice)]
+    assert said.startswith("the run knows no id of 'item' in these rows: all count as unknown")
+    frame.assign(item="new", genres="").head(99).to_csv(tmp_path / "b.csv", index=False)
+    recwarn.clear()
+    scores(shop.run, [shop.raw, tmp_path / "b.csv"], tmp_path / "b.parquet")
+    scores(shop.run, [tmp_path / "b.csv"], tmp_path / "c.parquet")
+    assert not [w for w in recwarn if issubclass(w.category, Notice)]
 
 
 # An adopted pipeline

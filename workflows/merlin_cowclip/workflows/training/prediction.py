@@ -26,6 +26,7 @@ from merlin_cowclip.workflows.training.evaluation import (
 from merlin_cowclip.workflows.training.incoming import Incoming, in_batches, open_incoming
 from merlin_cowclip.workflows.training.rows import Batch, list_keys
 from merlin_cowclip.workflows.training.runs import Run
+from merlin_cowclip.workflows.training.unknown_ids import UnknownIds
 
 LABEL, PROBABILITY = "label", "probability"
 """The columns of what is written."""
@@ -115,11 +116,14 @@ def _scored(
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Labels and probabilities, b float32 each; rows are read and encoded ahead, in a thread."""
     predictor, spec = Predictor(model), run.spec()
+    unknown = UnknownIds(run.config, spec)
     types = _input_types(spec)
     with progress_bar("scoring", incoming.size, incoming.unit, show=progress) as bar:
         for rows in in_batches(ahead(incoming.rows(bar.update)), batch_size):
+            unknown.see(rows)
             features = Batch.of(rows).features(spec)
             yield rows.labels.ravel(), predictor.probabilities(features, types)
+    unknown.warn()
 
 
 def _input_types(spec: DatasetSpec) -> dict[str, Any]:
