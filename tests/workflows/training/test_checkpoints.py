@@ -22,6 +22,7 @@ from merlin_cowclip.workflows.training.loader import Loader
 from merlin_cowclip.workflows.training.resuming import open_data, read_config
 from merlin_cowclip.workflows.training.runs import Run, described
 from merlin_cowclip.workflows.training.train import resume, train
+from tests.saves import quick_saves
 
 BASE = Hyperparameters(batch_size=128, dense_lr=2e-2, embedding_lr=2e-2)
 
@@ -106,19 +107,20 @@ def test_a_run_in_half_precision(data, tmp_path):
     """
     tf.keras.mixed_precision.set_global_policy("mixed_float16")
     try:
-        keeping = Keeping(saved_model=False)
-        run = train(data, config(epochs=1), tmp_path / "run", keeping=keeping, progress=False)
+        with quick_saves():
+            run = train(data, config(epochs=1), tmp_path / "run", progress=False)
     finally:
         tf.keras.mixed_precision.set_global_policy("float32")
     test = Loader(data, "test", batch_size=256)
-    for again in (run, resume(run.path, epochs=2, progress=False)):
-        step = steps_of(again)[-1]
+    with quick_saves():
+        further = resume(run.path, epochs=2, progress=False)
+    for step in steps_of(further):
         tensors = Checkpoints(run.path / "checkpoints").at(step).record["tensors"]
         assert len([name for name in tensors if name.startswith("loss_scale/")]) == 2
-        if again is not run:
-            model = again.model()
-            assert model.layers[-1].dtype_policy.name == "mixed_float16"
-            assert evaluate(model, test).auc == pytest.approx(again.result["auc"], abs=1e-6)
+    for which, epoch in (("last", 2), ("best", further.result["best_epoch"])):
+        model, measured = further.model(which), further.result["epochs"][epoch - 1]
+        assert model.layers[-1].dtype_policy.name == "mixed_float16"
+        assert evaluate(model, test).auc == pytest.approx(measured["auc"], abs=1e-6)
     assert tf.keras.mixed_precision.global_policy().name == "float32"
 
 

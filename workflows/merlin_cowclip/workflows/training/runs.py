@@ -339,10 +339,12 @@ class Run:
         with quiet_imports():
             import merlin_cowclip.models  # noqa: F401  (registers our layers with Keras)
             from merlin_cowclip.plugins._stack import quiet_stack, tf
+            from merlin_cowclip.workflows.training.reproducibility import in_precision
         if which not in ("last", "best"):
             raise UserError(f"which must be one of last, best. Received: {which!r}")
         if which == "last" and _SAVED_MODEL in self.result["manifest"]:
-            with quiet_stack():
+            # Keras gives layers within layers the precision that the process has.
+            with quiet_stack(), in_precision(self.config.get("precision")):
                 return tf.keras.models.load_model(self.path / "model", compile=False)
         from merlin_cowclip.workflows.training.checkpoints import Checkpoints
         from merlin_cowclip.workflows.training.rebuilding import rebuilt
