@@ -866,6 +866,25 @@ def test_a_saved_stock_workflow_that_was_moved(tmp_path):
         assert found.tolist() == encoded_rows(moved, log, layer, field)
 
 
+@pytest.mark.parametrize("options", [{"split_out": 3}, {"vocabs": True}], ids=str)
+def test_rows_by_a_vocabulary_in_parts_or_of_ones_own(tmp_path, options):
+    """In parts each file has its ids for an index; one's own may have none: it has ids by place."""
+    log = pd.DataFrame({"name": [f"n{i}" for i in range(23) for _ in range(23 - i)]})
+    if "vocabs" in options:
+        path = tmp_path / "unique.name.parquet"
+        log.drop_duplicates().reset_index(drop=True).to_parquet(path)
+        options = {"vocabs": {"name": str(path)}}
+    encode = nvtabular.ops.Categorify(out_path=str(tmp_path), **options)
+    workflow = nvtabular.Workflow(["name"] >> encode)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # NVTabular's own, about the CPU
+        workflow.fit(nvtabular.Dataset(log))
+    layer = layer_of(schema=workflow.output_schema)
+    assert layer.rows("name", log["name"]).tolist() == encoded_rows(workflow, log, layer, "name")
+    raw = layer.to_df("name")["raw"].iloc[3:]
+    assert sorted(raw) == sorted(log["name"].unique())
+
+
 def test_a_later_fit_into_the_same_folder(tmp_path):
     """The saved workflow's own copy counts; without it, ids beyond the field are noticed."""
     first = fitted(stock_log(), tmp_path / "fit")

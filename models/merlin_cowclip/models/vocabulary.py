@@ -52,7 +52,7 @@ def read_vocabulary(
     for path in tried:
         if path.exists():
             storage = path.name.removeprefix("unique.").removesuffix(".parquet")
-            frame = pd.read_parquet(path)
+            frame = _read(path, UNKNOWN_ID + int(column.properties.get("num_buckets") or 1))
             if storage not in frame:
                 raise ValueError(
                     f"the vocabulary of field {column.name!r} must have a column {storage!r}. "
@@ -65,6 +65,19 @@ def read_vocabulary(
         f"the vocabulary of field {column.name!r} must be a file. Received: {tried[0]}, which is "
         "not there. Pass workflow=, the folder of the saved NVTabular workflow."
     )
+
+
+def _read(path: Path, first: int) -> pd.DataFrame:
+    """A vocabulary's file, or folder of them, with its ids for an index, as Categorify takes them.
+
+    They are the files' own index; where that begins before the first real id, in a file of the
+    user's, they are the places behind it.
+    """
+    files = [path] if path.is_file() else path.glob("*.parquet")
+    frame = pd.concat(map(pd.read_parquet, files)).sort_index()  # pandas alone drops their indices
+    if len(frame) and frame.index.to_numpy()[0] < first:
+        frame.index += first
+    return frame
 
 
 def encode(vocabulary: pd.Series, raw_ids: Any, *, missing: int = MISSING_ID) -> np.ndarray:

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -543,6 +544,43 @@ def test_ids_of_ones_own_from_0(tmp_path):
         "id 0 in lists of 'genres' is padding, which the networks leave out: if it is an id there, "
         "let the workflow write ids from 1 on"
     )
+
+
+@pytest.mark.parametrize(
+    ("index", "num_buckets", "first"),
+    [
+        (None, None, None),  # ids by place
+        (range(3, 8), None, None),  # as Categorify writes it
+        (range(5, 10), None, "5"),
+        ([7, 6, 5, 4, 3], None, "7"),
+        (range(3, 8), 4, "9"),  # behind the buckets, twice
+    ],
+)
+def test_vocabularies_of_ones_own(tmp_path, index, num_buckets, first):
+    """Categorify takes a vocabulary's index for its ids, whatever its schema says."""
+    given = pd.DataFrame({"ad": list("abcde")}, index=index)
+    given.to_parquet(tmp_path / "mine.parquet")
+    raw = pd.DataFrame({"ad": list("abab"), "click": [0, 1, 1, 0]})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of hashing
+        categorify = ops.Categorify(
+            out_path=str(tmp_path / "fitted"),
+            vocabs={"ad": str(tmp_path / "mine.parquet")},
+            num_buckets=num_buckets,
+        )
+    workflow = nvt.Workflow((["ad"] >> categorify) + ["click"])
+    workflow.fit(Dataset(raw))
+    workflow.save(str(tmp_path / "workflow"))
+    workflow.transform(Dataset(raw)).to_parquet(str(tmp_path / "train"))
+    clean_worker_cache()
+    if first is not None:
+        message = rf"must number its ids as the schema does.*mine.parquet, .* id {first} .*'ad'"
+        with pytest.raises(UserError, match=message):
+            quick(tmp_path, tmp_path / "data")
+        return
+    counts = quick(tmp_path, tmp_path / "data").counts("ad")
+    ids = read(tmp_path / "train")["ad"]
+    assert counts["raw"].iloc[ids].tolist() == raw["ad"].tolist()
 
 
 def test_an_empty_text_is_an_id(tmp_path):

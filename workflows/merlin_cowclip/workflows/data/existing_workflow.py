@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from merlin_cowclip.workflows.data.arrow_ids import as_text
 from merlin_cowclip.workflows.data.datasets import DatasetSpec, check_input_names
+from merlin_cowclip.workflows.data.encoding import UNKNOWN
 from merlin_cowclip.workflows.data.existing_parquet import (
     ParquetFile,
     bad_parquet,
@@ -55,6 +57,21 @@ class Vocabulary:
         if self.path.is_file():
             return [self.path]
         return sorted(self.path.glob("*.parquet"), key=natural_order)
+
+    def ids(self, first: int) -> np.ndarray:
+        """The ids that Categorify gives its rows: their index in pandas.
+
+        Where that begins before ``first``, the first real id, they are the places behind it.
+        """
+        if not self.rows:
+            return np.empty(0, np.int64)
+        indices = []
+        for file in self.files:
+            size = f"{self.storage}_size"  # a column that is short; none at all has no index
+            one = size if size in pq.read_schema(file).names else self._columns(file)[0]
+            indices.append(pd.read_parquet(file, columns=[one]).index.to_numpy())
+        ids = np.concatenate(indices)
+        return ids + first if ids.dtype.kind in "iu" and ids[0] < first else ids
 
     def raw(self) -> pa.ChunkedArray:
         """Raw ids as text, by id; those of several columns together are joined by "_"."""
@@ -181,6 +198,14 @@ class _Field:
                 f"{rows:,} ids in {vocabulary.path}, and a cardinality of {cardinality:,} for "
                 f"{column.name!r}. Two Categorify may have written to one out_path: give each its "
                 "own, and fit again"
+            )
+        ids = vocabulary.ids(UNKNOWN + int(column.properties.get("num_buckets") or 1))
+        if not np.array_equal(ids, np.arange(first, cardinality)):
+            raise UserError(
+                "a vocabulary must number its ids as the schema does. Received: "
+                f"{vocabulary.path}, whose index makes its first row id {ids[0]} of "
+                f"{column.name!r}, and a schema with {first} to {cardinality - 1}. Give "
+                "Categorify(vocabs=…) one without an index and without num_buckets, and fit again"
             )
         return cls(cardinality, vocabulary)
 
