@@ -6,24 +6,45 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
+
 from merlin_cowclip.plugins._stack import tf
 from merlin_cowclip.plugins.tables import TableSpec
 
+# Every weight is the same. A `Constant` may hold a table's values instead, pretrained ones.
+_ONE_VALUE = (
+    *(tf.keras.initializers.Zeros, tf.keras.initializers.Ones, tf.keras.initializers.Constant),
+    *(tf.zeros_initializer, tf.ones_initializer, tf.constant_initializer),
+)
 
-def initial_stddev(layer: Any) -> float | None:
-    """σ that a table's layer starts with; `None` where that cannot be told (a function, values)."""
-    found = getattr(layer, "stddev", None)
-    initializer = getattr(layer, "embeddings_initializer", None)
-    if isinstance(initializer, tf.keras.initializers.RandomUniform):
-        found = (initializer.maxval - initializer.minval) / math.sqrt(12)
-    elif initializer is not None:
-        found = getattr(initializer, "stddev", None)
+
+def initial_stddev(spec: TableSpec) -> float | None:
+    """σ that a table starts with; `None` where that cannot be told (a function, given values)."""
+    found = getattr(spec.layer, "stddev", None)
+    initializer = getattr(spec.layer, "embeddings_initializer", None)
+    if initializer is not None:
+        found = _stddev_of(initializer, spec.num_rows, spec.width)
     return float(found) if isinstance(found, (int, float)) else None
+
+
+def _stddev_of(initializer: Any, rows: int, width: int) -> Any:
+    """σ of one of Keras's or TensorFlow's own initializers, for a table of `rows`×`width`."""
+    kinds = tf.keras.initializers
+    if isinstance(initializer, kinds.VarianceScaling):  # Glorot's, He's and LeCun's
+        fans = {"fan_in": rows, "fan_out": width, "fan_avg": (rows + width) / 2}
+        return math.sqrt(initializer.scale / fans[initializer.mode])
+    if isinstance(initializer, (kinds.Orthogonal, kinds.Identity)):
+        return initializer.gain / math.sqrt(max(rows, width))
+    if hasattr(initializer, "minval"):
+        return (initializer.maxval - initializer.minval) / math.sqrt(12)
+    if isinstance(initializer, _ONE_VALUE) and np.ndim(getattr(initializer, "value", 0)) == 0:
+        return 0.0
+    return getattr(initializer, "stddev", None)
 
 
 def others_than(stddev: float, specs: Iterable[TableSpec]) -> list[tuple[TableSpec, float]]:
     """Tables of width 2 and more that are known to start with another σ, and theirs."""
-    known = [(spec, initial_stddev(spec.layer)) for spec in specs if spec.width > 1]
+    known = [(spec, initial_stddev(spec)) for spec in specs if spec.width > 1]
     return [
         (spec, found)
         for spec, found in known

@@ -175,6 +175,7 @@ class CowClipOptimizer(Observable, FollowsFits, RefusesOptions, mm.MultiOptimize
           embedding_schedule: a Keras schedule in place of `embedding_lr`.
           init_tables: let the tables of width 2 and more start from N(0, `init_stddev`), in place
             of their layers' own initializers. Without it, one warning names those that differ.
+            Tables that start by a function, or from given values, stay as they are.
 
         Raises:
           ValueError: an argument outside its range, a model without tables, `clip_tables` that name
