@@ -19,6 +19,7 @@ from merlin_cowclip.plugins import (
     TableSpec,
 )
 from merlin_cowclip.plugins._stack import ColumnSchema
+from merlin_cowclip.plugins.clipping import RowNorms
 from merlin_cowclip.plugins.rates import DensePart, TablePart
 
 from .merlin_models import BATCH, SCHEMA, SHARED, WITH_LIST, batch, dataset, stock_dlrm
@@ -276,6 +277,19 @@ def test_counts_stay_exact_beyond_float32():
     before = statistics.total()[0].all.rows
     model.fit(dataset(SCHEMA, 1), verbose=0)
     assert 0 < statistics.total()[0].all.rows - before <= 9
+
+
+@pytest.mark.parametrize("on_cpu", [False, True])
+def test_occurrences_of_one_step_stay_exact_beyond_float32(on_cpu):
+    """As of lists: 131,072 samples that hold 200 ids each."""
+    _, spec = table("t", 4, 0)
+    statistics = StepStatistics({spec: (True, True)}, math.inf)
+    counts = np.r_[np.full(200, 131_071.0), np.ones(1000)].astype(np.float32)
+    zeros = tf.zeros([len(counts)])
+    norms = RowNorms(zeros + 1.0, zeros, tf.constant(counts), tf.cast(zeros, tf.int64), 2)
+    statistics.add(norms, zeros, [zeros[:, tf.newaxis]], [spec], on_cpu)
+    rare = statistics.read()[0].rare
+    assert (rare.occurrences, rare.clipped_occurrences) == (200 * 131_071 + 1000,) * 2
 
 
 def test_frequent_ids_are_a_share_of_the_batch():

@@ -110,7 +110,7 @@ class FieldStatistics:
 class StepStatistics:
     """Sums of what each step does to the ids of each field.
 
-    Integers are exact; norms are added in float32 within a step, in float64 over steps.
+    Integers are exact; norms are added in float64.
 
     Args:
       tables: the tables, built or not, and whether the clip applies to each of its fields.
@@ -156,9 +156,10 @@ class StepStatistics:
           specs: the tables whose fields `norms.fields` numbers, in their order.
           on_cpu: whether the ops are placed on a CPU; see `row_sums.py`.
         """
-        dtype = norms.gradients.dtype
-        counts = tf.cast(norms.counts, dtype)
-        clipped = tf.cast(lengths < norms.gradients, dtype)
+        # In float64 also within a step: float32 is exact up to 2^24, and lists in a large batch
+        # hold more ids.
+        counts = tf.cast(norms.counts, tf.float64)
+        clipped = tf.cast(lengths < norms.gradients, tf.float64)
         # Not norms.rows: TensorFlow's graph optimizer multiplies by the clip's ratio elsewhere once
         # something else reads them, which changes a last digit of the clip.
         weights = tf.concat([plain_norms(some) for some in rows], axis=0)
@@ -167,10 +168,11 @@ class StepStatistics:
             counts,
             clipped,
             clipped * counts,
-            norms.gradients,
-            tf.cast(weights, dtype),
+            tf.cast(norms.gradients, tf.float64),
+            tf.cast(weights, tf.float64),
         ]
-        frequent = tf.cast(counts >= tf.constant(self.frequent_from, dtype), tf.int64)
+        frequent_from = tf.constant(self.frequent_from, norms.counts.dtype)
+        frequent = tf.cast(norms.counts >= frequent_from, tf.int64)
         groups = tf.constant(2 * norms.num_fields, tf.int64)
         sums = sum_columns(columns, 2 * norms.fields + frequent, groups, on_cpu)
         shape = [norms.num_fields, 2, _COUNTED + _SUMMED]
@@ -181,7 +183,7 @@ class StepStatistics:
         summed = tf.reshape(sums[:, :, _COUNTED:], [norms.num_fields, 2 * _SUMMED])
         places = self._places(specs)
         self._counts.assign_add(_placed(counted, places), read_value=False)
-        self._norms.assign_add(_placed(tf.cast(summed, tf.float64), places), read_value=False)
+        self._norms.assign_add(_placed(summed, places), read_value=False)
 
     def _places(self, specs: Sequence[TableSpec]) -> list[int]:
         """For each field of all tables, its number from 1 on among those of `specs`, or 0."""
