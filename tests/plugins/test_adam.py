@@ -131,10 +131,11 @@ def bound(variable, clipped, optimizer):
     return spec
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("clipped", [(True, False), (False, True), (True, True)])
-def test_absent_rows_of_exempt_fields_are_not_clipped(clipped):
+def test_absent_rows_of_exempt_fields_are_not_clipped(clipped, dtype):
     """Where r < 2λ, absent rows exceed their bound; those of a field that is exempt keep it."""
-    w0 = np.random.default_rng(3).normal(size=(50, 4)).astype(np.float32)
+    w0 = np.random.default_rng(3).normal(size=(50, 4)).astype(dtype)
     table, l2, ratio = tf.Variable(w0), 0.5, 1e-2
     optimizer = CowClipAdam(1e-2, l2=l2, clip_ratio=ratio, clip_floor=0.0)
     spec = bound(table, clipped, optimizer)

@@ -276,8 +276,8 @@ class CowClipAdam(RefusesOptions, mm.LazyAdam):
         exempt = self._exempt_rows(known, variables)
         if exempt is not None:  # such rows take no part in a norm, and keep their own
             known = known._replace(
-                gradients=tf.where(exempt, 0.0, known.gradients),
-                rows=tf.where(exempt, 0.0, known.rows),
+                gradients=tf.where(exempt, tf.zeros_like(known.gradients), known.gradients),
+                rows=tf.where(exempt, tf.zeros_like(known.rows), known.rows),
             )
         rule = CLIP_RULES[self.clip]
         parameters = {name: getattr(self, f"clip_{name}") for name in rule.parameters}
