@@ -317,6 +317,16 @@ def test_dense_weights_that_are_not_finite_are_named(eagerly):
     assert f"a gradient of the field 'a' in the table {table!r}" in found
 
 
+def test_a_layer_that_is_trained_again_is_looked_at():
+    model, optimizer, _ = observed()
+    layer = next(x for x in model._flatten_layers() if isinstance(x, tf.keras.layers.Dense))
+    layer.trainable = False
+    assert optimizer.not_finite() == []
+    layer.trainable = True
+    layer.kernel.assign(tf.fill(layer.kernel.shape, math.nan))
+    assert [str(one) for one in optimizer.not_finite()] == [f"the weight {layer.kernel.name!r}"]
+
+
 def test_steps_that_loss_scaling_leaves_out_are_not_counted():
     tf.keras.mixed_precision.set_global_policy("mixed_float16")
     try:

@@ -60,6 +60,10 @@ class FiniteCheck:
 
         self._finite = finite
 
+    def is_of(self, variables: Sequence[tf.Variable]) -> bool:
+        """Whether it looks at these variables, in this order."""
+        return [v.ref() for v in self.variables] == [v.ref() for v in variables]
+
     def __call__(self) -> list[NotFinite]:
         """Those that are not."""
         if not self.variables:

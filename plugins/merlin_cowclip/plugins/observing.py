@@ -106,9 +106,10 @@ class Observable:
         Raises:
           ValueError: the model is not built yet, or none is bound.
         """
-        if self._finite_check is None:
-            tables = {spec.variable.ref() for spec in self.table_specs if spec.layer.built}
-            dense = [one.variable for one in self.owned() if one.variable.ref() not in tables]
+        tables = {spec.variable.ref() for spec in self.table_specs if spec.layer.built}
+        dense = [one.variable for one in self.owned() if one.variable.ref() not in tables]
+        # Layers may be frozen, and trained again, since the last call.
+        if self._finite_check is None or not self._finite_check.is_of(dense):
             self._finite_check = FiniteCheck(dense)
         observed = [] if self._statistics is None else self._statistics.total()
         return in_fields(observed) + self._finite_check()
