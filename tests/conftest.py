@@ -17,6 +17,30 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+LONGEST = (  # files that take a minute and more, the longest first
+    "workflows/training/test_kills.py",
+    "workflows/training/test_prediction.py",
+    "workflows/training/test_trouble.py",
+    "workflows/training/test_stopping.py",
+    "workflows/training/test_networks.py",
+    "workflows/training/test_training.py",
+    "workflows/commands/test_cli.py",
+    "notebooks/test_notebooks.py",
+    "test_wheel.py",
+    "models/test_networks.py",
+    "plugins/merlin_models/test_families.py",
+    "workflows/data/test_adopt.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest files first: processes share whole ones, and none should end long after all."""
+    home = Path(__file__).parent
+    place = {home / name: number for number, name in enumerate(LONGEST)}
+    assert all(path.exists() for path in place), "LONGEST names a file that is gone"
+    items.sort(key=lambda item: place.get(item.path, len(place)))
+
+
 def pytest_collection_finish() -> None:
     """Collect garbage less often: it took a fifth of the time of tracing and saving models."""
     gc.collect()
