@@ -11,8 +11,9 @@ import tensorflow as tf
 
 from merlin_cowclip.plugins import Hyperparameters
 from merlin_cowclip.plugins.state import weights_of
-from merlin_cowclip.workflows.errors import UserError
+from merlin_cowclip.workflows.errors import Stopped, UserError
 from merlin_cowclip.workflows.folders import remove
+from merlin_cowclip.workflows.training import train as train_module
 from merlin_cowclip.workflows.training.checkpoints import Checkpoints
 from merlin_cowclip.workflows.training.configuration import TrainConfig
 from merlin_cowclip.workflows.training.epochs import Progress
@@ -144,6 +145,23 @@ def test_a_finished_run_that_cannot_go_on_stays_as_it_was(run, tmp_path, lost, w
     with pytest.raises(UserError, match=words):
         resume(path, epochs=5, progress=False)
     assert Run.open(path).result == before
+
+
+def test_raised_epochs_hold_for_what_is_told_to_go_on_with(run, tmp_path, monkeypatch):
+    """Also where it is interrupted before it goes on; a finished run stays one until then."""
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(train_module, "_compiled", interrupted)
+    path = shutil.copytree(run.path, tmp_path / "run")
+    with pytest.raises(Stopped, match=r"interrupted at once. The run is finished$"):
+        resume(path, epochs=7, progress=False)
+    assert Run.open(path).result == run.result
+    (path / "result.json").unlink()
+    with pytest.raises(Stopped, match="is kept; go on with: merlin-cowclip train --resume"):
+        resume(path, epochs=7, progress=False)
+    assert read_config(path)["epochs"] == 7
 
 
 def test_the_same_rows_with_another_meaning(run):

@@ -184,6 +184,8 @@ def resume(
             write_json(path / CONFIG, {**described(opened, wanted), "keeping": keeping.to_dict()})
 
         with _left_behind(path), _as_user_errors(opened, path):
+            if not (path / RESULT).exists():
+                begin()  # at once: what is told to go on with must know of the epochs
             _train(opened, wanted, keeping, loader, path, max_minutes, begin, progress=progress)
     return Run.open(path)
 
@@ -230,7 +232,9 @@ def _left_behind(run: Path, *, new: bool = False) -> Iterator[None]:
                 remove(run)
             raise
         kept = f"The checkpoint after update {steps[-1]:,} is kept"
-        if not isinstance(error, NotFiniteError):
+        if (run / RESULT).exists():  # done, or not yet changed
+            kept = "The run is finished"
+        elif not isinstance(error, NotFiniteError):
             kept += f"; go on with: {how_to_resume(run)}"
         if isinstance(error, UserError):
             raise UserError(f"{str(error).rstrip('.')}. {kept}") from error.__cause__
