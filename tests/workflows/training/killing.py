@@ -233,7 +233,7 @@ _TRAINING = _within("training.loop", "Training")
 _WATCH = _within("training.watch", "Watch")
 PLACES: dict[str, Callable[[Callable[[], None]], None]] = {
     "before the first update": _before(_TRAINING, "train"),
-    "before there is a network": _before(_module("training.train"), "_compiled"),
+    "before there is a network": _before(_module("training.train"), "compiled"),
     "in an epoch": _before(_WATCH, "see", _update(5)),
     "at an epoch's last update": _before(_WATCH, "see", _update(0)),
     "while the tensors are written": _half_written,

@@ -9,7 +9,7 @@ from merlin_cowclip.plugins.adam import UPDATES
 from merlin_cowclip.workflows.training.configuration import TrainConfig
 from merlin_cowclip.workflows.training.loader import Loader
 from merlin_cowclip.workflows.training.networks import NETWORKS
-from merlin_cowclip.workflows.training.train import _compiled
+from merlin_cowclip.workflows.training.train import compiled
 
 
 def random_ops(function: tf.types.experimental.ConcreteFunction) -> list[str]:
@@ -41,7 +41,7 @@ def test_no_step_draws_random_numbers(data, name):
     update = UPDATES[list(MODELS).index(name) % len(UPDATES)]
     config = TrainConfig(model=name, batch_size=500, embedding_dim=4, update=update, **options)
     loader = Loader(data, batch_size=500)
-    model, optimizer = _compiled(data, config, loader)
+    model, optimizer = compiled(data, config, loader)
     optimizer.observe()
     model(loader.peek()[0])
     assert random_ops(step_of(model, loader)) == []

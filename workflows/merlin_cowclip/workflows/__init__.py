@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from merlin_cowclip.workflows.data.synthetic import write_synthetic
     from merlin_cowclip.workflows.data.top_ids import keep_top_ids
     from merlin_cowclip.workflows.errors import Stopped, UserError
+    from merlin_cowclip.workflows.study.configuration import TuneConfig
+    from merlin_cowclip.workflows.study.tune import tune
+    from merlin_cowclip.workflows.study.tuned import Tuned
     from merlin_cowclip.workflows.training.configuration import TrainConfig
     from merlin_cowclip.workflows.training.evaluation import evaluate, predict
     from merlin_cowclip.workflows.training.follow_epochs import FollowEpochs
@@ -46,6 +49,8 @@ _HOME = {
     "Split": "data.datasets",
     "Stopped": "errors",
     "TrainConfig": "training.configuration",
+    "TuneConfig": "study.configuration",
+    "Tuned": "study.tuned",
     "UserError": "errors",
     "adopt": "data.adopt",
     "evaluate": "training.evaluation",
@@ -59,6 +64,7 @@ _HOME = {
     "register": "data.datasets",
     "resume": "training.train",
     "train": "training.train",
+    "tune": "study.tune",
     "write_synthetic": "data.synthetic",
 }
 
@@ -74,6 +80,8 @@ __all__ = [
     "Split",
     "Stopped",
     "TrainConfig",
+    "TuneConfig",
+    "Tuned",
     "UserError",
     "adopt",
     "evaluate",
@@ -87,6 +95,7 @@ __all__ = [
     "register",
     "resume",
     "train",
+    "tune",
     "write_synthetic",
 ]
 

@@ -10,11 +10,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from merlin_cowclip.workflows.commands import data, demo, endings, prediction, training
+from merlin_cowclip.workflows.commands import data, demo, endings, prediction, training, tuning
 from merlin_cowclip.workflows.commands.parser import Parser
 
 PROGRAM = "merlin-cowclip"
-GROUPS = (data, training, prediction, demo)  # as --help lists them
+GROUPS = (data, training, tuning, prediction, demo)  # as --help lists them
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import warnings
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from merlin_cowclip.plugins.scaling import ADAPTIVE_CLIPS, CLIPS, SCALING_RULES, scaling_table
-from merlin_cowclip.workflows.errors import UserError, quoted
+from merlin_cowclip.workflows.errors import Notice, UserError, quoted
 from merlin_cowclip.workflows.folders import refuse_existing
 from merlin_cowclip.workflows.training.configuration import TrainConfig
 from merlin_cowclip.workflows.training.keeping import Keeping
@@ -20,6 +21,7 @@ from merlin_cowclip.workflows.training.stopping import check_minutes
 
 if TYPE_CHECKING:
     from merlin_cowclip.workflows.commands.parser import Commands
+    from merlin_cowclip.workflows.study.tuned import Tuned
 
 
 def add(commands: Commands) -> None:
@@ -51,8 +53,15 @@ def add(commands: Commands) -> None:
         help="a configuration in JSON (TrainConfig's), or a run folder to train as it was; the "
         "options here go before it",
     )
+    train.add_argument(
+        "--tuned",
+        type=Path,
+        metavar="TUNE",
+        help="with what 'merlin-cowclip tune' found there; the options here go before it, and "
+        "another --batch-size needs the --rule that scales the values to it",
+    )
     _add_keeping(train)
-    _add_network(train)
+    add_network(train)
     _add_recipe(train)
     train.set_defaults(run=_train)
 
@@ -81,7 +90,8 @@ def _add_keeping(train: argparse.ArgumentParser) -> None:
     keeping.add_argument("--quiet", action="store_true", help="no bars, and only the last line")
 
 
-def _add_network(train: argparse.ArgumentParser) -> None:
+def add_network(train: argparse.ArgumentParser) -> None:
+    """The options of `TrainConfig` that say which network is trained."""
     network = train.add_argument_group("the network")
     network.add_argument("--model", help=f"{', '.join(NETWORKS)} (default deepfm)")
     network.add_argument("--embedding-dim", type=int, help="width of the embeddings (10)")
@@ -186,14 +196,18 @@ def _begin(arguments: argparse.Namespace) -> Mapping[str, Any]:
                 f"train needs {what[name]}. Received: none. Name it; or, to go on with a run, "
                 "--resume RUN"
             )
-    config = train_config(arguments)
+    tuned = _open_tuned(arguments)
+    config = train_config(arguments, None if tuned is None else tuned.train_config())
     given = {field.name: getattr(arguments, field.name) for field in fields(Keeping)}
     keeping = Keeping(**{name: value for name, value in given.items() if value is not None})
     data = PreparedData.open(arguments.data)
     refuse_existing(arguments.out)
+    others = None if tuned is None else tuned.check_columns(data)
     from merlin_cowclip.workflows.training.train import check, train
 
     check(data, config, arguments.out)
+    if others is not None:
+        warnings.warn(others, Notice, stacklevel=2)
     if not arguments.quiet:
         print(f"rule {config.rule}, {config.update} updates")
         print(scaling_table(config.tuned, config.hyperparameters), flush=True)
@@ -203,9 +217,28 @@ def _begin(arguments: argparse.Namespace) -> Mapping[str, Any]:
         arguments.out,
         keeping=keeping,
         max_minutes=arguments.max_minutes,
+        values_from=arguments.tuned,
         progress=not arguments.quiet,
     )
     return run.result
+
+
+def _open_tuned(arguments: argparse.Namespace) -> Tuned | None:
+    """The tune of --tuned, if it is given.
+
+    Raises:
+        UserError: it goes with other options that say the same, or there is none that has ended.
+    """
+    if arguments.tuned is None:
+        return None
+    if arguments.config is not None:
+        raise UserError(
+            f"--tuned excludes --config. Received: --tuned {arguments.tuned}, --config "
+            f"{arguments.config}. Leave one out"
+        )
+    from merlin_cowclip.workflows.study.tuned import Tuned
+
+    return Tuned.open(arguments.tuned)
 
 
 _WITH_RESUME = {"data", "epochs", "max_minutes", "quiet"}
@@ -244,13 +277,20 @@ _BASE = {"batch_size": "base_batch_size"} | {
 }
 
 
-def train_config(arguments: argparse.Namespace) -> TrainConfig:
+def train_config(arguments: argparse.Namespace, tuned: TrainConfig | None = None) -> TrainConfig:
     """The configuration of --config, if there is one, with what the other options say instead.
+
+    Args:
+        arguments: the command's.
+        tuned: the configuration of --tuned.
 
     Raises:
         UserError: a bad value, a file that holds no configuration, or options that exclude others.
     """
     values = {} if arguments.config is None else _read_config(arguments.config)
+    if tuned is not None:
+        values = tuned.to_dict()
+        _check_scaled(arguments, tuned)
     for option in ("clip", "clip_threshold"):
         value = getattr(arguments, option)
         if arguments.no_clip and value is not None:
@@ -258,7 +298,7 @@ def train_config(arguments: argparse.Namespace) -> TrainConfig:
             raise UserError(
                 f"--no-clip excludes {name}. Received: --no-clip {name} {value}. Leave one out"
             )
-    if arguments.rule is not None and values.get("base") is not None:
+    if arguments.rule is not None and tuned is None and values.get("base") is not None:
         raise UserError(
             f"--rule excludes a --config with a base, which belongs to its own rule. Received: "
             f"--rule {arguments.rule}, and base in {arguments.config}. Leave one out"
@@ -266,7 +306,7 @@ def train_config(arguments: argparse.Namespace) -> TrainConfig:
     given = {field.name: getattr(arguments, field.name, None) for field in fields(TrainConfig)}
     values |= {name: value for name, value in given.items() if value is not None}
     if arguments.combiner is not None and "=" in arguments.combiner:
-        values["combiner"] = _by_field("--combiner", arguments.combiner)
+        values["combiner"] = by_field("--combiner", arguments.combiner)
     for option in ("dense_schedule", "embedding_schedule"):
         if getattr(arguments, option) is not None:
             values[option] = _schedule(f"--{option.replace('_', '-')}", getattr(arguments, option))
@@ -289,6 +329,16 @@ def train_config(arguments: argparse.Namespace) -> TrainConfig:
                 f"Received: it with clip={config.tuned.clip!r}. Leave it out, or choose one of them"
             )
     return config
+
+
+def _check_scaled(arguments: argparse.Namespace, tuned: TrainConfig) -> None:
+    """Refuse tuned values at a batch size that they were not tuned at, without a rule."""
+    if arguments.batch_size not in (None, tuned.batch_size) and arguments.rule is None:
+        raise UserError(
+            f"the values of --tuned are of batch size {tuned.batch_size}, from which a --rule "
+            f"scales them to another. Received: --batch-size {arguments.batch_size} without one. "
+            "Name it, or tune at that batch size"
+        )
 
 
 def _read_config(path: Path) -> dict[str, Any]:
@@ -325,8 +375,12 @@ def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return dict(pairs)
 
 
-def _by_field(option: str, text: str) -> dict[str, str]:
-    """The value of "genres=sum,tags=mean"."""
+def by_field(option: str, text: str) -> dict[str, str]:
+    """The value of "genres=sum,tags=mean".
+
+    Raises:
+        UserError: it is none.
+    """
     found: dict[str, str] = {}
     for part in text.split(","):
         field, equals, value = part.rpartition("=")
@@ -342,7 +396,7 @@ def _by_field(option: str, text: str) -> dict[str, str]:
 def _schedule(option: str, text: str) -> dict[str, Any]:
     """The value of "cosine:to=0.1", or of "steps:5=0.1,8=0.01"."""
     name, colon, rest = text.partition(":")
-    pairs = _by_field(option, rest) if colon else {}
+    pairs = by_field(option, rest) if colon else {}
     try:
         if name == "steps":
             at = {"at": [float(epoch) for epoch in pairs]} if pairs else {}

@@ -9,7 +9,7 @@ import json
 import os
 import platform
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -90,11 +90,6 @@ def described(data: PreparedData, config: TrainConfig) -> dict[str, Any]:
     """A run's `config.json`: what it is trained on, with, and by which versions on what machine."""
     with quiet_imports():
         from merlin_cowclip.plugins._stack import tf
-    details = tf.config.experimental.get_device_details
-    gpus = [
-        details(device).get("device_name", device.name)  # which is a number among them alone
-        for device in tf.config.list_physical_devices("GPU")
-    ]
     return {
         "data": str(data.path.resolve()),
         "dataset": data.spec.name,
@@ -106,9 +101,23 @@ def described(data: PreparedData, config: TrainConfig) -> dict[str, Any]:
         "scaled": config.hyperparameters.to_dict(),
         "identity": config.identity,
         "precision": tf.keras.mixed_precision.global_policy().name,
+        **environment(),
+    }
+
+
+def environment(others: Iterable[str] = ()) -> dict[str, Any]:
+    """Which versions, of `others` as well, on what machine: `versions` and `machine`."""
+    with quiet_imports():
+        from merlin_cowclip.plugins._stack import tf
+    details = tf.config.experimental.get_device_details
+    gpus = [
+        details(device).get("device_name", device.name)  # which is a number among them alone
+        for device in tf.config.list_physical_devices("GPU")
+    ]
+    return {
         "versions": {
             "python": platform.python_version(),
-            **{name: importlib.metadata.version(name) for name in _PACKAGES},
+            **{name: importlib.metadata.version(name) for name in (*_PACKAGES, *others)},
         },
         "machine": {
             "platform": platform.platform(),

@@ -104,6 +104,7 @@ def train(
     *,
     keeping: Keeping | None = None,
     max_minutes: float | None = None,
+    values_from: str | Path | None = None,
     progress: bool = True,
 ) -> Run:
     """Train a model on `data`, in the run folder `out`, which is made now.
@@ -120,6 +121,7 @@ def train(
       out: the run folder.
       keeping: when to take checkpoints, and what stays.
       max_minutes: after how long to stop, saved.
+      values_from: the folder of the tune that found the values, for the run's record alone.
       progress: whether to show bars and a line per epoch.
 
     Raises:
@@ -135,8 +137,11 @@ def train(
     with all_or_nothing(out) as folder:
         shutil.copytree(data.path / "workflow", folder / "workflow")
         shutil.copyfile(data.path / SCHEMA, folder / SCHEMA)
-        write_json(folder / CONFIG, {**described(data, config), "keeping": keeping.to_dict()})
-    with locked(out), _left_behind(out, new=True), _as_user_errors(data, out):
+        record = {**described(data, config), "keeping": keeping.to_dict()}
+        if values_from is not None:
+            record["values_from"] = str(Path(values_from).resolve())
+        write_json(folder / CONFIG, record)
+    with locked(out), _left_behind(out, new=True), as_user_errors(data, out):
         _train(data, config, keeping, loader, out, max_minutes, progress=progress)
     return Run.open(out)
 
@@ -181,9 +186,11 @@ def resume(
         def begin() -> None:
             (path / RESULT).unlink(missing_ok=True)
             remove(*path.glob(".*.partial"))  # what a killed process was writing
-            write_json(path / CONFIG, {**described(opened, wanted), "keeping": keeping.to_dict()})
+            kept = {name: record[name] for name in ("values_from",) if name in record}
+            now = {**described(opened, wanted), "keeping": keeping.to_dict(), **kept}
+            write_json(path / CONFIG, now)
 
-        with _left_behind(path), _as_user_errors(opened, path):
+        with _left_behind(path), as_user_errors(opened, path):
             if not (path / RESULT).exists():
                 begin()  # at once: what is told to go on with must know of the epochs
             _train(opened, wanted, keeping, loader, path, max_minutes, begin, progress=progress)
@@ -206,7 +213,7 @@ def _train(
     tf.keras.backend.clear_session()
     with seeded(config.seed, deterministic=config.deterministic):
         try:
-            model, optimizer = _compiled(data, config, loader)
+            model, optimizer = compiled(data, config, loader)
         except ValueError as error:  # of the data's columns, which only the network knows
             raise UserError(str(error)) from None
         statistics = optimizer.observe()
@@ -269,9 +276,14 @@ def _finish(keeping: Keeping, run: Path, training: Training, parameters: dict[st
     write_json(run / RESULT, result)
 
 
-def _compiled(
+def compiled(
     data: PreparedData, config: TrainConfig, loader: Loader
 ) -> tuple[mm.Model, CowClipOptimizer]:
+    """A configuration's network, not built, with its optimizer, for the batches of `loader`.
+
+    Raises:
+      ValueError: the network does not take the data's columns.
+    """
     hp = config.hyperparameters
     model = network(config, data.schema)
     steps_per_epoch = loader.rows // config.batch_size  # the paper's ⌊N/b⌋
@@ -299,7 +311,7 @@ def _compiled(
 
 
 @contextlib.contextmanager
-def _as_user_errors(data: PreparedData, out: Path) -> Iterator[None]:
+def as_user_errors(data: PreparedData, out: Path) -> Iterator[None]:
     """Errors of a full disk, a folder that cannot be written or want of memory, as such."""
     try:
         yield

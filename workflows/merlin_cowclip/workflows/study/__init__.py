@@ -1,0 +1,1 @@
+"""Values searched at a batch size itself: `tune`, and what it leaves."""

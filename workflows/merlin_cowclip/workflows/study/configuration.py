@@ -1,0 +1,142 @@
+"""What a tune searches, and from where: checked, fit for JSON both ways. Pure Python."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from merlin_cowclip.plugins.checks import whole_number
+from merlin_cowclip.plugins.scaling import SCALING_RULES, Hyperparameters
+from merlin_cowclip.workflows.errors import UserError
+from merlin_cowclip.workflows.study.search_space import Point, SearchSpace
+from merlin_cowclip.workflows.training.configuration import TrainConfig
+from merlin_cowclip.workflows.training.networks import NETWORKS
+
+NETWORK = ("model", *dict.fromkeys(name for options in NETWORKS.values() for name in options))
+"""The keys of `TrainConfig` that say which network is trained."""
+
+BASE_OPTIONS = {
+    "batch_size": "base_batch_size",
+    "dense_lr": "dense_lr",
+    "embedding_lr": "embedding_lr",
+    "l2": "l2",
+}
+"""What of a base the command line takes, by name → its option."""
+
+
+@dataclass(frozen=True, eq=False)
+class TuneConfig:
+    """What a tune searches; everything but the data, its place, and how long it may take.
+
+    Attributes:
+      batch_size: samples per update, B, at which the values are searched.
+      network: which network, by `TrainConfig`'s names: ``{"model": "dcn", "mlp": (128,)}``.
+      base: values tuned at ``base["batch_size"]`` (1024 if it is not named), from which every rule
+        predicts those at B, by `Hyperparameters`' names; what is left out is each rule's recipe.
+        All of them, or `Hyperparameters`, is what another tune has found.
+      update: "exact" or "lazy", of the starting points; both are searched.
+      epochs: the most that a trial trains.
+      held_out: share of the training rows by which trials are measured, and which they do not
+        train on.
+      seed: of the hold-out, the search, and all trials' weights and order.
+      deterministic: as `TrainConfig`'s.
+
+    Raises:
+      UserError: a value out of range.
+    """
+
+    batch_size: int = 1024
+    network: Mapping[str, Any] = field(default_factory=dict)
+    base: Mapping[str, Any] | Hyperparameters | None = None
+    update: str = "exact"
+    epochs: int = 10
+    held_out: float = 0.1
+    seed: int = 1234
+    deterministic: bool = True
+
+    def __post_init__(self) -> None:
+        for name in self.network:
+            if name not in NETWORK:
+                raise UserError(
+                    f"network has the keys {', '.join(NETWORK)}. Received: {name!r}. Correct it, "
+                    "or take it out"
+                )
+        share = self.held_out
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share < 1:
+            raise UserError(
+                f"held_out must be a share between 0 and 1. Received: held_out={share!r}"
+            )
+        if isinstance(self.base, Hyperparameters):
+            object.__setattr__(self, "base", self.base.to_dict())
+        try:
+            whole_number("epochs", self.epochs)
+            _ = self.space
+        except ValueError as error:
+            raise UserError(str(error)) from None
+        options = self.train_config(next(iter(self.rules.values()))).to_dict()
+        object.__setattr__(self, "network", {name: options[name] for name in NETWORK})
+
+    @functools.cached_property
+    def rules(self) -> dict[str, Point]:
+        """By rule the point that it predicts from the base, as `train --rule` would take it."""
+        points = {}
+        for rule in SCALING_RULES:
+            config = TrainConfig.from_dict({**self._shared(), "rule": rule, "base": self.base})
+            points[rule] = Point(config.hyperparameters, self.update)
+        return points
+
+    @functools.cached_property
+    def starts(self) -> dict[Point, list[str]]:
+        """The points to start from, each once → the rules that predict it."""
+        starts: dict[Point, list[str]] = {}
+        for rule, point in self.rules.items():
+            starts.setdefault(point, []).append(rule)
+        return starts
+
+    @functools.cached_property
+    def space(self) -> SearchSpace:
+        """What is searched, with every starting point in it."""
+        return SearchSpace(self.batch_size, self.rules.values())
+
+    def train_config(
+        self, point: Point, *, epochs: int | None = None, seed: int | None = None
+    ) -> TrainConfig:
+        """The training of one point: as `train` would do it.
+
+        Args:
+          point: in the space.
+          epochs: `None` for the most.
+          seed: `None` for the tune's own.
+        """
+        given: dict[str, Any] = {"epochs": epochs, "seed": seed}
+        return TrainConfig.from_dict(
+            {
+                **self._shared(),
+                **{name: value for name, value in given.items() if value is not None},
+                "rule": "none",
+                "base": point.hyperparameters.to_dict(),
+                "update": point.update,
+            }
+        )
+
+    def _shared(self) -> dict[str, Any]:
+        own = {
+            name: getattr(self, name)
+            for name in ("batch_size", "update", "epochs", "seed", "deterministic")
+        }
+        return {**{k: v for k, v in self.network.items() if v is not None}, **own}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Fit for JSON; `from_dict` is the way back. Of the network nothing is left to defaults."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        network = {k: list(v) if isinstance(v, tuple) else v for k, v in self.network.items()}
+        assert not isinstance(self.base, Hyperparameters)  # as which it may only be given
+        base = None if self.base is None else dict(self.base)
+        return {**values, "network": network, "base": base}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> TuneConfig:
+        """What `to_dict` gave."""
+        return cls(**values)

@@ -1,0 +1,142 @@
+"""Rows held out of a training part, by which trials are measured: a prepared folder of its own."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from merlin_cowclip.workflows.data.part_files import ROW_GROUP_ROWS
+from merlin_cowclip.workflows.data.prepared import PARTS, PreparedData
+from merlin_cowclip.workflows.data.saved_workflow import write_record
+from merlin_cowclip.workflows.errors import UserError
+from merlin_cowclip.workflows.folders import all_or_nothing, refuse_existing
+from merlin_cowclip.workflows.progress import progress_bar
+
+_COPIED = ("workflow", "counts", "schema.pbtxt", ".merlin")
+
+
+def hold_out(
+    data: PreparedData, share: float, seed: int, out: str | Path, *, progress: bool = True
+) -> PreparedData:
+    """Prepared data whose test part is held out of the source's training part.
+
+    Of each row group as many rows as make up its share, ⌊share·N⌋ of all N, drawn at random; they
+    are the test part, the others the training part, both in the source's order. The source's own
+    test part is not read, and nothing of it is here. Vocabulary, workflow, schema and counts are
+    the source's: counts are of all N rows. A row group at a time is in memory, or 65,536 rows of a
+    larger one.
+
+    Args:
+        data: a prepared folder, or an adopted pipeline.
+        share: between 0 and 1.
+        seed: of the draw.
+        out: the folder to make; must not exist.
+        progress: show a progress bar on stderr.
+
+    Returns:
+        The new folder, opened. Its record holds ``derived_from``: ``path``, ``held_out`` and
+        ``seed``.
+
+    Raises:
+        UserError: one of the two parts would have no row, or the held-out rows only one label;
+            nothing is left behind.
+    """
+    out = Path(out)
+    rows = data.rows["train"]
+    held = held_out_rows(rows, share)
+    if not 0 < held < rows:
+        raise UserError(
+            "held_out must leave rows to train on and to measure by. Received: "
+            f"held_out={share}, which is {held:,} of {rows:,} rows of {data.path}. Choose another "
+            "share, or prepare more rows"
+        )
+    refuse_existing(out)
+    footers = data.footers("train")
+    counted: dict[str, dict[str, int]] = {
+        key: dict.fromkeys(PARTS, 0) for key in ("rows", "positives")
+    }
+    with all_or_nothing(out) as folder:
+        for name in _COPIED:
+            source = data.path / name
+            if source.is_dir():
+                shutil.copytree(source, folder / name)
+            elif source.exists():
+                shutil.copyfile(source, folder / name)
+        for part in PARTS:
+            (folder / part).mkdir()
+        columns = [data.spec.label, *data.spec.fields]
+        seen = 0
+        with progress_bar("hold out", rows, show=progress) as bar:
+            for number, (path, footer) in enumerate(footers.items()):
+                name = f"part-{number:05d}.parquet"
+                with pq.ParquetFile(path) as file, ExitStack() as writers:
+                    to: dict[str, pq.ParquetWriter] = {}
+                    for batch in _batches(file, footer, columns):
+                        mask = _drawn(seen, len(batch), share, seed)
+                        seen += len(batch)
+                        for part, wanted in (("train", ~mask), ("test", mask)):
+                            kept = batch.filter(pa.array(wanted))
+                            if not len(kept):
+                                continue
+                            if part not in to:
+                                place = folder / part / name
+                                writer = pq.ParquetWriter(place, kept.schema)
+                                to[part] = writers.enter_context(writer)
+                            to[part].write_table(kept, row_group_size=len(kept))
+                            labels = kept[data.spec.label].to_numpy()
+                            counted["rows"][part] += len(kept)
+                            counted["positives"][part] += int(np.count_nonzero(labels))
+                        bar.update(len(batch))
+        _check_labels(data, counted, share)
+        dropped = ("files", "manifest", "versions", "format")
+        record = {key: value for key, value in data.record.items() if key not in dropped}
+        record |= {
+            "rows": counted["rows"],
+            "report": {**data.report, **counted},
+            "derived_from": {
+                "path": str(data.path.absolute()),
+                "held_out": float(share),
+                "seed": int(seed),
+            },
+        }
+        write_record(folder, record)
+    return PreparedData.open(out)
+
+
+def held_out_rows(rows: int, share: float) -> int:
+    """How many of `rows` are held out."""
+    return int(rows * share)
+
+
+def _batches(
+    file: pq.ParquetFile, footer: pq.FileMetaData, columns: list[str]
+) -> Iterator[pa.Table]:
+    for group in range(footer.num_row_groups):
+        read = file.iter_batches(ROW_GROUP_ROWS, row_groups=[group], columns=columns)
+        for batch in read:
+            yield pa.Table.from_batches([batch]).select(columns)
+
+
+def _drawn(start: int, rows: int, share: float, seed: int) -> np.ndarray:
+    """(rows,) bool: which of the rows from number `start` on are held out."""
+    wanted = held_out_rows(start + rows, share) - held_out_rows(start, share)
+    mask = np.zeros(rows, bool)
+    mask[np.random.default_rng([seed, start]).choice(rows, wanted, replace=False)] = True
+    return mask
+
+
+def _check_labels(data: PreparedData, counted: dict[str, dict[str, int]], share: float) -> None:
+    for part, what in (("test", "held-out"), ("train", "other")):
+        positives, rows = counted["positives"][part], counted["rows"][part]
+        if positives in (0, rows):
+            raise UserError(
+                f"the {what} rows must have labels of 0 and of 1. Received: only "
+                f"{int(positives > 0)}, in {rows:,} of {data.rows['train']:,} rows of {data.path} "
+                f"with held_out={share}. Choose another share or seed, or prepare more rows"
+            )

@@ -1,0 +1,304 @@
+"""The search: which point is tried next, and which trial is hopeless. Optuna's study, in SQLite.
+
+All trials are there as they end. One that was in progress when its process died is tried again:
+see `claims`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import sqlite3
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import optuna
+from optuna.trial import FrozenTrial, TrialState
+from sqlalchemy.pool import NullPool
+
+from merlin_cowclip.workflows.study.claims import Claim, Claims
+from merlin_cowclip.workflows.study.search_space import Point, SearchSpace
+from merlin_cowclip.workflows.study.trials import Epoch
+
+DATABASE = "study.db"
+CLAIMS = ".claims"
+_NAME = "tune"
+_WAIT = 60.0  # seconds for another process's transaction
+_STARTUP = 10  # trials before the sampler has a model of the values
+_NOT_PRUNED = 1  # epochs: in the first one a warm-up may still go on
+_DEATHS = 3  # after so many, a trial is what kills its process
+_MEASURED = (TrialState.COMPLETE, TrialState.PRUNED)
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A trial that has ended.
+
+    Attributes:
+      number: from 0.
+      point: what it tried.
+      epochs: those that it trained; none if it diverged in the first.
+      why: why it ended before its last epoch, or `None`.
+      rules: those that predicted its point; none of a point that the search has found.
+    """
+
+    number: int
+    point: Point
+    epochs: Sequence[Epoch]
+    why: str | None
+    rules: Sequence[str]
+
+    @property
+    def best_epoch(self) -> int:
+        """The epoch with the highest AUC, from 1; 0 if it has none."""
+        aucs = [epoch.auc for epoch in self.epochs]
+        return aucs.index(max(aucs)) + 1 if aucs else 0
+
+    @property
+    def auc(self) -> float:
+        """Of its best epoch; -inf if it has none."""
+        return max((epoch.auc for epoch in self.epochs), default=-np.inf)
+
+    @property
+    def seconds(self) -> float:
+        """All it took."""
+        return sum(epoch.seconds for epoch in self.epochs)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Fit for JSON."""
+        return {
+            "number": self.number,
+            "rules": list(self.rules),
+            "auc": self.auc if self.epochs else None,
+            "best_epoch": self.best_epoch,
+            "why": self.why,
+            "seconds": self.seconds,
+            **self.point.to_dict(),
+            "epochs": [dataclasses.asdict(epoch) for epoch in self.epochs],
+        }
+
+
+class Trial:
+    """A trial in progress, which this process has claimed."""
+
+    def __init__(self, search: Search, trial: optuna.Trial, point: Point, claim: Claim) -> None:
+        self.point = point
+        self.number = trial.number
+        self.rules: tuple[str, ...] = tuple(trial.user_attrs.get("rules", ()))
+        self._search = search
+        self._trial = trial
+        self._claim = claim
+        self._epochs: list[Epoch] = []
+
+    def measured(self, epoch: Epoch) -> bool:
+        """Note an epoch; whether the trial is hopeless by it. A rule's own point never is."""
+        self._epochs.append(epoch)
+        self._trial.report(epoch.auc, len(self._epochs))
+        return not self.rules and self._trial.should_prune()
+
+    def end(self, why: str | None = None, *, hopeless: bool = False) -> Tried:
+        """It has ended, and is kept.
+
+        Args:
+          why: why before its last epoch.
+          hopeless: whether it was given up by the search, or diverged.
+        """
+        self._trial.set_user_attr("epochs", [dataclasses.asdict(e) for e in self._epochs])
+        self._trial.set_user_attr("why", why)
+        study = self._search.study
+        if hopeless:
+            study.tell(self._trial, state=TrialState.PRUNED)
+        else:
+            study.tell(self._trial, max(epoch.auc for epoch in self._epochs))
+        self._claim.let_go()
+        return Tried(self.number, self.point, tuple(self._epochs), why, self.rules)
+
+    def give_up(self) -> None:
+        """It is to be tried again, from its beginning."""
+        self._search.again(self.number, deaths=0)
+        self._claim.let_go()
+
+
+class Search:
+    """The search in a tune's folder, which several processes may share.
+
+    Args:
+      folder: of the tune, made by `create`.
+      space: what is searched.
+      seed: what is proposed for trial n follows from it, n and the trials that have ended.
+    """
+
+    def __init__(self, folder: Path, space: SearchSpace, seed: int) -> None:
+        self._space = space
+        self._claims = Claims(folder / CLAIMS)
+        with _quietly():
+            self.study = optuna.load_study(
+                study_name=_NAME,
+                storage=_storage(folder),
+                sampler=_SamplerByNumber(seed),
+                pruner=optuna.pruners.MedianPruner(
+                    n_startup_trials=5, n_warmup_steps=_NOT_PRUNED + 1
+                ),
+            )
+
+    @staticmethod
+    def create(folder: Path, space: SearchSpace, starts: Mapping[Point, Sequence[str]]) -> None:
+        """A search without trials, but for those to begin with: point → the rules behind it."""
+        with _quietly():
+            study = optuna.create_study(
+                study_name=_NAME, storage=_storage(folder), direction="maximize"
+            )
+            for point, rules in starts.items():
+                study.enqueue_trial(space.params(point), user_attrs={"rules": list(rules)})
+
+    def claim(self, most: int) -> Trial | None:
+        """The next trial, unless `most` have ended or are in progress."""
+        with self._claims.alone(), _quietly():
+            self._revive()
+            states = [trial.state for trial in self.study.get_trials(deepcopy=False)]
+            if sum(state in (*_MEASURED, TrialState.RUNNING) for state in states) >= most:
+                return None
+            trial = self.study.ask()
+            claim = self._claims.take(f"trial-{trial.number}")
+            assert claim is not None
+            return Trial(self, trial, self._space.suggest(trial), claim)
+
+    def in_progress(self) -> int:
+        """How many trials other processes are at; those of dead ones wait to be tried again."""
+        with self._claims.alone(), _quietly():
+            self._revive()
+            trials = self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
+            return len(trials)
+
+    def tried(self) -> list[Tried]:
+        """All trials that have ended, by number."""
+        trials = self.study.get_trials(deepcopy=False, states=_MEASURED)
+        return [self._tried(trial) for trial in trials]
+
+    def again(self, number: int, *, deaths: int) -> None:
+        """Put what a trial was to try in the queue once more, and close it."""
+        trials = self.study.get_trials(deepcopy=False)
+        before = next(trial for trial in trials if trial.number == number)
+        params = {**before.system_attrs.get("fixed_params", {}), **before.params}
+        queued = any(trial.user_attrs.get("again") == number for trial in trials)
+        with _quietly():
+            if params and not queued:  # a process may die between this line and the last
+                kept = {"rules": list(before.user_attrs.get("rules", ()))}
+                self.study.enqueue_trial(params, {**kept, "again": number, "deaths": deaths})
+            self.study.tell(number, state=TrialState.FAIL)
+
+    def _revive(self) -> None:
+        """Trials whose process has died are to be tried again."""
+        for trial in self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
+            claim = self._claims.take(f"trial-{trial.number}")
+            if claim is None:
+                continue
+            deaths = int(trial.user_attrs.get("deaths", 0)) + 1
+            if deaths < _DEATHS or not trial.params:
+                self.again(trial.number, deaths=deaths)
+            else:
+                why = f"its process died {deaths} times"
+                storage = self.study._storage
+                storage.set_trial_user_attr(trial._trial_id, "why", why)
+                self.study.tell(trial.number, state=TrialState.PRUNED)
+            claim.let_go()
+
+    def _tried(self, trial: FrozenTrial) -> Tried:
+        attributes = trial.user_attrs
+        return Tried(
+            trial.number,
+            self._space.point(trial.params),
+            tuple(Epoch(**epoch) for epoch in attributes.get("epochs", ())),
+            attributes.get("why"),
+            tuple(attributes.get("rules", ())),
+        )
+
+    def importance(self) -> dict[str, float] | None:
+        """What share of the AUC's variance over the trials each value explains, greatest first.
+
+        By fANOVA (Hutter et al. 2014), over all trials that were measured, each by its best epoch.
+        r and ζ, which only trials with a clip have, are left out. `None` below `FEWEST` trials.
+        """
+        trials = [
+            optuna.trial.create_trial(
+                params=trial.params, distributions=trial.distributions, value=tried.auc
+            )
+            for trial in self.study.get_trials(deepcopy=False, states=_MEASURED)
+            if (tried := self._tried(trial)).epochs
+        ]
+        if len(trials) < FEWEST or len({trial.value for trial in trials}) == 1:
+            return None
+        with _quietly():
+            study = optuna.create_study(direction="maximize")
+            study.add_trials(trials)
+            evaluator = optuna.importance.FanovaImportanceEvaluator(seed=0)
+            found = optuna.importance.get_param_importances(study, evaluator=evaluator)
+        return {name: float(share) for name, share in found.items()}
+
+
+FEWEST = 10
+"""Trials below which nothing is said of importance."""
+
+
+class _SamplerByNumber(optuna.samplers.BaseSampler):
+    """Optuna's TPE, whose random numbers follow from the seed and the trial's number.
+
+    So a search that was interrupted goes on as it would have, and processes that share one do not
+    propose the same.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._number = -1
+        self._sampler: Any = None
+
+    def _of(self, trial: FrozenTrial) -> optuna.samplers.TPESampler:
+        if trial.number != self._number:
+            drawn = np.random.SeedSequence([self._seed, trial.number]).generate_state(1)
+            self._number = trial.number
+            self._sampler = optuna.samplers.TPESampler(
+                n_startup_trials=_STARTUP,
+                multivariate=True,
+                group=True,
+                constant_liar=True,
+                seed=int(drawn[0]),
+            )
+        return self._sampler
+
+    def infer_relative_search_space(self, study: Any, trial: FrozenTrial) -> Any:
+        return self._of(trial).infer_relative_search_space(study, trial)
+
+    def sample_relative(self, study: Any, trial: FrozenTrial, search_space: Any) -> Any:
+        return self._of(trial).sample_relative(study, trial, search_space)
+
+    def sample_independent(
+        self, study: Any, trial: FrozenTrial, param_name: str, param_distribution: Any
+    ) -> Any:
+        sampler = self._of(trial)
+        return sampler.sample_independent(study, trial, param_name, param_distribution)
+
+
+def _storage(folder: Path) -> optuna.storages.RDBStorage:
+    # By a function: a path in a URL would have to be escaped, for SQLAlchemy and for Optuna.
+    path = str(folder / DATABASE)
+    return optuna.storages.RDBStorage(
+        "sqlite://",
+        {"creator": lambda: sqlite3.connect(path, timeout=_WAIT), "poolclass": NullPool},
+    )
+
+
+@contextlib.contextmanager
+def _quietly() -> Iterator[None]:
+    """Without Optuna's log, and its warnings of what it calls experimental."""
+    before = optuna.logging.get_verbosity()
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        optuna.logging.set_verbosity(before)

@@ -1,0 +1,147 @@
+"""What is searched: points of values for one batch size, and how they become parameters and back.
+
+Pure Python: it knows neither TensorFlow nor Optuna, whose trials it asks by `suggest_float` and
+`suggest_categorical`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from merlin_cowclip.plugins.scaling import Hyperparameters
+from merlin_cowclip.workflows.training.configuration import UPDATES
+
+CLIP = "adaptive_column"
+CLIP_CHOICES = ("none", CLIP)
+
+_RANGES: Mapping[str, tuple[float, float]] = {
+    "dense_lr": (1e-5, 1e-1),
+    "embedding_lr": (1e-5, 1e-1),
+    "l2": (1e-9, 1e-2),
+    "init_stddev": (1e-5, 1e-1),
+    "clip_ratio": (1e-4, 1e1),
+    "clip_floor": (1e-8, 1e-2),
+}
+_MOST_WARMUP = 2.0  # epochs
+_MAY_BE_ZERO = ("l2", "clip_floor")  # a tenth below their range stands for 0
+_OF_CLIP = ("clip_ratio", "clip_floor")
+
+
+@dataclass(frozen=True)
+class Point:
+    """Values to train with, at their own batch size.
+
+    Attributes:
+      hyperparameters: without a clip, or with CowClip's.
+      update: "exact" or "lazy".
+    """
+
+    hyperparameters: Hyperparameters
+    update: str = "exact"
+
+    def __post_init__(self) -> None:
+        hp = self.hyperparameters
+        if hp.clip is None:  # r and ζ mean nothing then
+            plain = Hyperparameters()
+            hp = hp.replace(clip_ratio=plain.clip_ratio, clip_floor=plain.clip_floor)
+            object.__setattr__(self, "hyperparameters", hp)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Fit for JSON; `from_dict` is the way back."""
+        return {"hyperparameters": self.hyperparameters.to_dict(), "update": self.update}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Point:
+        """What `to_dict` gave."""
+        return cls(Hyperparameters(**values["hyperparameters"]), values["update"])
+
+
+class SearchSpace:
+    """Points at one batch size, as parameters of a search: numbers and choices by name.
+
+    All numbers but the warm-up's are searched logarithmically. λ and ζ may be 0, for which a tenth
+    below their least value stands. r and ζ are parameters of points with a clip alone.
+
+    Args:
+      batch_size: of all points.
+      starts: points that the ranges must hold; they grow where they do not.
+
+    Raises:
+      ValueError: a starting point cannot be searched: another batch size, another clip than
+        CowClip's, or a σ of 0.
+    """
+
+    def __init__(self, batch_size: int, starts: Iterable[Point] = ()) -> None:
+        self.batch_size = batch_size
+        points = list(starts)
+        for point in points:
+            _check(point.hyperparameters, batch_size)
+        self.ranges: dict[str, tuple[float, float]] = {}
+        """Name → the least and the greatest value; of λ and ζ the least that is not 0."""
+        for name, (low, high) in _RANGES.items():
+            values = [getattr(p.hyperparameters, name) for p in points]
+            positive = [value for value in values if value > 0]
+            self.ranges[name] = min([low, *positive]), max([high, *positive])
+        warmups = [p.hyperparameters.warmup_epochs for p in points]
+        self.ranges["warmup_epochs"] = 0.0, max([_MOST_WARMUP, *warmups])
+
+    def params(self, point: Point) -> dict[str, Any]:
+        """A point as parameters; `point` is the way back, to the last digit.
+
+        Raises:
+          ValueError: it lies outside.
+        """
+        hp = point.hyperparameters
+        _check(hp, self.batch_size)
+        names = [name for name in self.ranges if hp.clip or name not in _OF_CLIP]
+        params: dict[str, Any] = {}
+        for name in names:
+            value = float(getattr(hp, name))
+            low, high = self.ranges[name]
+            if value == 0 and name in _MAY_BE_ZERO:
+                value = _zero(low)
+            elif not low <= value <= high:
+                raise ValueError(f"{name} must be from {low:g} to {high:g}. Received: {value!r}")
+            params[name] = value
+        return params | {"clip": hp.clip or CLIP_CHOICES[0], "update": point.update}
+
+    def point(self, params: Mapping[str, Any]) -> Point:
+        """The point of some parameters."""
+        values = {k: v for k, v in params.items() if k not in ("clip", "update")}
+        for name in _MAY_BE_ZERO:
+            if name in values and values[name] < self.ranges[name][0]:
+                values[name] = 0.0
+        clip = None if params["clip"] == CLIP_CHOICES[0] else params["clip"]
+        hp = Hyperparameters(batch_size=self.batch_size, clip=clip, **values)
+        return Point(hp, params["update"])
+
+    def suggest(self, trial: Any) -> Point:
+        """The point that a trial of Optuna's is to try."""
+        params: dict[str, Any] = {
+            "clip": trial.suggest_categorical("clip", CLIP_CHOICES),
+            "update": trial.suggest_categorical("update", UPDATES),
+        }
+        for name, (low, high) in self.ranges.items():
+            if name in _OF_CLIP and params["clip"] == CLIP_CHOICES[0]:
+                continue
+            if name in _MAY_BE_ZERO:
+                low = _zero(low)
+            params[name] = trial.suggest_float(name, low, high, log=name != "warmup_epochs")
+        return self.point(params)
+
+
+def _zero(low: float) -> float:
+    return low / 10
+
+
+def _check(hp: Hyperparameters, batch_size: int) -> None:
+    if hp.batch_size != batch_size:
+        raise ValueError(
+            f"a point must be of batch size {batch_size}. Received: batch_size={hp.batch_size}"
+        )
+    if hp.clip not in (None, CLIP):
+        raise ValueError(f"clip must be None or {CLIP} to be searched. Received: clip={hp.clip!r}")
+    if hp.init_stddev == 0:
+        raise ValueError("init_stddev must be positive to be searched. Received: init_stddev=0")

@@ -1,0 +1,108 @@
+"""One trial: a network trained as `train` does it, and measured on the held-out rows."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from typing import Any
+
+from merlin_cowclip.workflows.data.prepared import PreparedData
+from merlin_cowclip.workflows.errors import UserError
+from merlin_cowclip.workflows.quiet import quiet_imports
+from merlin_cowclip.workflows.training.configuration import TrainConfig
+from merlin_cowclip.workflows.training.stopping import Interrupted, Stopping
+
+with quiet_imports():
+    from merlin_cowclip.plugins._stack import quiet_stack, tf
+    from merlin_cowclip.plugins.state import mean_loss
+    from merlin_cowclip.workflows.training.evaluation import EVALUATION_BATCH, Predictor
+    from merlin_cowclip.workflows.training.loader import Loader
+    from merlin_cowclip.workflows.training.reproducibility import seeded
+    from merlin_cowclip.workflows.training.train import check_trainable, compiled
+    from merlin_cowclip.workflows.training.watch import NotFiniteError, Watch
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """One epoch of a trial.
+
+    Attributes:
+      auc: on the held-out rows, as are `log_loss` and `calibration`.
+      train_loss: mean of the epoch's batches.
+      seconds: with the measuring and, in the first, with building the network.
+    """
+
+    auc: float
+    log_loss: float
+    calibration: float
+    train_loss: float
+    seconds: float
+
+
+class DivergedError(Exception):
+    """A trial's loss, gradients, weights or predictions are no finite numbers; says which."""
+
+
+def epochs_of(
+    rows: PreparedData,
+    config: TrainConfig,
+    stopping: Stopping,
+    advance: Callable[[], Any] = lambda: None,
+) -> Generator[Epoch, None, None]:
+    """Train as `train(rows, config)` would, to the last bit, and measure after each epoch.
+
+    The process's random state is the trial's until the iterator is closed.
+
+    Args:
+      rows: what `hold_out` made.
+      config: of the trial.
+      stopping: ends it after the update in hand.
+      advance: called after each update.
+
+    Raises:
+      DivergedError: something is not finite.
+      Interrupted: it was asked to stop.
+      UserError: the configuration does not go with the data or the machine.
+    """
+    begun = time.perf_counter()
+    loader = check_trainable(rows, config)
+    held_out = Loader(rows, "test", batch_size=EVALUATION_BATCH)
+    gc.collect()  # the last trial's network
+    tf.keras.backend.clear_session()
+    # Of many networks in one process TensorFlow warns that it traces many.
+    with quiet_stack(), seeded(config.seed, deterministic=config.deterministic):
+        try:
+            model, optimizer = compiled(rows, config, loader)
+        except ValueError as error:  # of the data's columns, which only the network knows
+            raise UserError(str(error)) from None
+        optimizer.observe()
+        model(loader.peek()[0])
+        watch = Watch(optimizer, loader, config)
+        predictor = Predictor(model)
+        function = model.make_train_function()
+        batches = iter(loader.dataset(epochs=None))
+        step = 0
+        try:
+            for _ in range(config.epochs):
+                mean_loss(model).reset_state()
+                for _ in range(len(loader)):
+                    logs = function(batches)
+                    step += 1
+                    watch.see(step, logs["loss_batch"])
+                    if stopping.asked:
+                        raise Interrupted
+                    advance()
+                watch.look(step)
+                with stopping.anywhere():
+                    quality = predictor.quality(held_out)
+                loss, now = float(mean_loss(model).result()), time.perf_counter()
+                yield Epoch(*quality, loss, now - begun)
+                begun = time.perf_counter()
+        except NotFiniteError as error:
+            raise DivergedError(str(error)) from None
+        except UserError as error:
+            if "predictions must be numbers" not in str(error):
+                raise
+            raise DivergedError(str(error)) from None

@@ -1,0 +1,496 @@
+"""Tuning: values searched at the batch size itself, by rows held out of the training part."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import shlex
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+from merlin_cowclip.workflows.checks import check_whole
+from merlin_cowclip.workflows.data.datasets import check_input_names
+from merlin_cowclip.workflows.data.prepared import PreparedData
+from merlin_cowclip.workflows.errors import Stopped, UserError
+from merlin_cowclip.workflows.folders import all_or_nothing, refuse_existing, remove, write_json
+from merlin_cowclip.workflows.progress import progress_bar
+from merlin_cowclip.workflows.quiet import quiet_imports
+from merlin_cowclip.workflows.study.claims import Claims, alone_in
+from merlin_cowclip.workflows.study.configuration import BASE_OPTIONS, TuneConfig
+from merlin_cowclip.workflows.study.held_out import held_out_rows, hold_out
+from merlin_cowclip.workflows.study.report import trial_line
+from merlin_cowclip.workflows.study.tuned import (
+    FORMAT_VERSION,
+    RECORD,
+    RESULT,
+    ROWS,
+    TUNED,
+    Tuned,
+    how_to_go_on,
+    read_record,
+    record_of,
+)
+from merlin_cowclip.workflows.training.configuration import LARGEST_SEED, TrainConfig
+from merlin_cowclip.workflows.training.stopping import Interrupted, Stopping
+
+with quiet_imports():
+    from merlin_cowclip.workflows.study.repeats import Repeat, Repeats, mean_and_deviation
+    from merlin_cowclip.workflows.study.search import CLAIMS, Search, Tried
+    from merlin_cowclip.workflows.study.trials import DivergedError, Epoch, epochs_of
+    from merlin_cowclip.workflows.training.rebuilding import network
+    from merlin_cowclip.workflows.training.runs import environment
+    from merlin_cowclip.workflows.training.train import as_user_errors, check_trainable
+
+PATIENCE = 2  # epochs without a better AUC, after which a trial ends
+_REPEATS = "repeats"
+_POLL = 0.5  # seconds between two looks at what other processes do
+_BEST = "best found"
+
+
+def tune(
+    data: PreparedData,
+    config: TuneConfig,
+    out: str | Path,
+    *,
+    trials: int = 40,
+    seeds: int = 3,
+    budget: float | None = None,
+    progress: bool = True,
+) -> Tuned:
+    """Search values for one batch size, from every scaling rule's prediction on.
+
+    Trials train on the training part without some rows, and are measured on those after each
+    epoch; the best epoch counts. The test part is not read. What every rule predicts from the base
+    is tried first, and to its end, so that what is found is no worse than any. At the end the best
+    of all and what the rules predict are trained again from other seeds, and the one with the best
+    mean is the result.
+
+    A tune that was stopped or killed goes on where `out` is its folder: but for what was in
+    progress nothing is lost. Several processes may share one folder at a time.
+
+    Args:
+        data: the prepared folder.
+        config: what to search.
+        out: the folder, which is made or gone on with.
+        trials: how many in all, no fewer than the rules' points.
+        seeds: how often the best are trained again.
+        budget: minutes that it may take, about; then fewer trials, and where the time does not
+            suffice only the best of all and the best rule are trained again.
+        progress: whether to show bars and a line per trial.
+
+    Raises:
+        UserError: a value out of range, `out` is no tune or one of other data or options, the
+            budget is too small for one epoch, or held-out rows that cannot be measured by.
+        Stopped: Ctrl-C, SIGTERM or SIGHUP; all trials that have ended are kept.
+    """
+    out = Path(out)
+    clock = _Clock(budget)
+    _check(config, trials, seeds)
+    with alone_in(out.absolute().parent):
+        new = not os.path.lexists(out)
+        if new:
+            _begin(data, config, out, progress)
+        else:
+            _check_fits(data, config, out)
+    tuning = _Tuning(data, config, out, trials, seeds, clock, progress)
+    with as_user_errors(tuning.rows, out), Stopping() as stopping:
+        try:
+            tuning.search_all(stopping)
+            tuning.repeat_all(stopping)
+        except Interrupted:
+            raise Stopped(tuning.how_it_stands(), stopping.number) from None
+        except _TooLittleTimeError:
+            if new and not tuning.search.tried():
+                remove(out)
+            raise
+    tuning.write()
+    return Tuned.open(out)
+
+
+def check(config: TuneConfig, out: str | Path, trials: int, seeds: int) -> None:
+    """Refuse, before any work, what needs no data to be refused.
+
+    Raises:
+        UserError: see `tune`.
+    """
+    _check(config, trials, seeds)
+    if not os.path.lexists(out):
+        refuse_existing(Path(out))
+
+
+def _check(config: TuneConfig, trials: int, seeds: int) -> None:
+    check_whole("trials", trials, 1)
+    check_whole("seeds", seeds, 1)
+    if trials < len(config.starts):
+        raise UserError(
+            f"trials must be at least {len(config.starts)}, what the scaling rules predict, which "
+            f"is tried first. Received: trials={trials}. Give it more"
+        )
+
+
+def _begin(data: PreparedData, config: TuneConfig, out: Path, progress: bool) -> None:
+    """Make the folder: the rows, an empty search, the record."""
+    check_input_names(data.spec)
+    refuse_existing(out)
+    first = config.train_config(next(iter(config.starts)))
+    check_trainable(data, first)
+    try:
+        network(first, data.schema)
+    except ValueError as error:  # of the data's columns, which only the network knows
+        raise UserError(str(error)) from None
+    rows = data.rows["train"]
+    left = rows - held_out_rows(rows, config.held_out)
+    if config.batch_size > left:
+        raise UserError(
+            "batch size must not exceed the rows that are left to train on. Received: batch size "
+            f"{config.batch_size:,}, {left:,} of {rows:,} rows of {data.path} with "
+            f"held_out={config.held_out}. Choose a smaller batch, or hold out less"
+        )
+    with all_or_nothing(out) as folder:
+        hold_out(data, config.held_out, config.seed, folder / ROWS, progress=progress)
+        Search.create(folder, config.space, config.starts)
+        write_json(folder / RECORD, record_of(data, config))
+
+
+def _check_fits(data: PreparedData, config: TuneConfig, out: Path) -> None:
+    """Refuse to go on with a tune of something else."""
+    if os.path.isdir(out) and not (out / RECORD).exists():
+        refuse_existing(out)
+    before, now = read_record(out), record_of(data, config)
+    if before["data_sha256"] != now["data_sha256"]:
+        raise UserError(
+            f"a tune must go on with its own data, {before['data']}. Received: {data.path}, with "
+            f"other rows, for {out}. Name that data, or another folder"
+        )
+    for name, value in now["config"].items():
+        was = before["config"].get(name)
+        if was != value:
+            if isinstance(value, dict) and isinstance(was, dict):
+                name = next(key for key in value if value[key] != was.get(key))
+                value, was = value[name], was.get(name)
+            raise UserError(
+                f"a tune must go on with its own options, {name}={was!r}. Received: {name}="
+                f"{value!r} for {out}. Leave it out, or name another folder"
+            )
+
+
+class _TooLittleTimeError(UserError):
+    """The budget was over before the first epoch was."""
+
+
+class _Clock:
+    """The time that is left."""
+
+    def __init__(self, minutes: float | None) -> None:
+        if minutes is not None and not 0 < minutes < math.inf:
+            raise UserError(f"budget must be positive minutes. Received: {minutes}. Correct it")
+        self.minutes = minutes
+        self._begun = time.monotonic()
+
+    @property
+    def left(self) -> float:
+        """Seconds; infinite without a budget."""
+        if self.minutes is None:
+            return math.inf
+        return self._begun + 60 * self.minutes - time.monotonic()
+
+
+class _Tuning:
+    """A tune on its way, in one of the processes that share it."""
+
+    def __init__(
+        self,
+        data: PreparedData,
+        config: TuneConfig,
+        out: Path,
+        trials: int,
+        seeds: int,
+        clock: _Clock,
+        progress: bool,
+    ) -> None:
+        self.rows = PreparedData.open(out / ROWS)
+        self.search = Search(out, config.space, config.seed)
+        self._claims = Claims(out / CLAIMS)
+        self._repeats = Repeats(out / _REPEATS, self._claims, self.rows)
+        self._data = data
+        self._config = config
+        self._out = out
+        self._trials = trials
+        self._seeds = seeds
+        self._clock = clock
+        self._show = progress
+        self._updates = (self.rows.rows["train"] + config.batch_size - 1) // config.batch_size
+
+    # Trials
+
+    def search_all(self, stopping: Stopping) -> None:
+        """Try points until there are enough, or the time that the repeats leave is over."""
+        while self._has_time_for_a_trial():
+            others = self.search.in_progress()
+            trial = self.search.claim(self._trials)
+            if trial is None:
+                if not others:
+                    return
+                self._wait(stopping)
+                continue
+            ended = None
+            try:
+                with self._bar(f"trial {trial.number + 1}/{self._trials}") as advance:
+                    why, hopeless = self._try(trial, stopping, advance)
+                ended = trial.end(why, hopeless=hopeless)
+            finally:
+                if ended is None:
+                    trial.give_up()
+            if self._show:
+                best = max(self.search.tried(), key=lambda tried: tried.auc)
+                print(trial_line(ended, self._trials, best), flush=True)
+
+    def _try(self, trial: Any, stopping: Stopping, advance: Any) -> tuple[str | None, bool]:
+        """Train a trial; why it ended before its last epoch, and whether it was hopeless."""
+        config = self._config.train_config(trial.point)
+        aucs: list[float] = []
+        first = not self.search.tried()
+        updates = itertools.count(1)
+
+        def update() -> None:
+            advance()
+            made = next(updates)
+            if first and not aucs and self._clock.left <= 0:
+                raise self._too_little(made)
+
+        try:
+            with closing(epochs_of(self.rows, config, stopping, update)) as epochs:
+                for epoch in epochs:
+                    aucs.append(epoch.auc)
+                    if trial.measured(epoch):
+                        return "given up", True
+                    if len(aucs) == config.epochs:
+                        break
+                    if len(aucs) - 1 - aucs.index(max(aucs)) >= PATIENCE:
+                        return f"no better for {PATIENCE} epochs", False
+                    if self._clock.left < self._reserve():
+                        return "out of time", False
+        except DivergedError as error:
+            return str(error), True
+        return None, False
+
+    def _too_little(self, updates: int) -> _TooLittleTimeError:
+        assert self._clock.minutes is not None
+        needed = self._clock.minutes * self._updates / updates
+        return _TooLittleTimeError(
+            f"budget must suffice for an epoch of the first trial. Received: "
+            f"{self._clock.minutes:g} minutes, in which {updates:,} of its {self._updates:,} "
+            f"updates were made. Give it more than {needed:.2g} for each epoch of each trial"
+        )
+
+    def _has_time_for_a_trial(self) -> bool:
+        if self._clock.minutes is None:
+            return True
+        tried = [t.seconds for t in self.search.tried() if t.epochs]
+        if not tried:
+            return True
+        return self._clock.left - self._reserve() > sum(tried) / len(tried)
+
+    def _reserve(self) -> float:
+        """Seconds that the repeats of the best of all and of the best rule will take."""
+        if self._clock.minutes is None:
+            return -math.inf
+        return sum(self._seeds * _seconds(tried) for tried in self._must_be_repeated())
+
+    def _wait(self, stopping: Stopping) -> None:
+        time.sleep(_POLL)
+        if stopping.asked:
+            raise Interrupted
+
+    # Repeats
+
+    def _must_be_repeated(self) -> list[Tried]:
+        """The best of all and the best rule's; once, if they are one."""
+        tried = [t for t in self.search.tried() if t.epochs]
+        best = sorted(tried, key=lambda t: -t.auc)[:1]
+        best += sorted((t for t in tried if t.rules), key=lambda t: -t.auc)[:1]
+        return list({t.number: t for t in best}.values())
+
+    def _to_repeat(self) -> list[Tried]:
+        """Those, and then what the other rules predict."""
+        must = self._must_be_repeated()
+        rules = sorted((t for t in self.search.tried() if t.rules), key=lambda t: -t.auc)
+        return must + [t for t in rules if t.epochs and t.number not in {m.number for m in must}]
+
+    def _configs(self, tried: Tried) -> list[TrainConfig]:
+        """Its trainings from other seeds than the search's."""
+        first = self._config.seed + 1
+        return [
+            self._config.train_config(
+                tried.point, epochs=tried.best_epoch, seed=(first + k) % (LARGEST_SEED + 1)
+            )
+            for k in range(self._seeds)
+        ]
+
+    def repeat_all(self, stopping: Stopping) -> None:
+        """Train the best, and what the rules predict, from other seeds."""
+        must = {tried.number for tried in self._must_be_repeated()}
+        if not must:
+            reasons = {tried.why for tried in self.search.tried()}
+            raise UserError(
+                "a trial must end with numbers. Received: all of them diverged, the last one "
+                f"with: {max(filter(None, reasons), default='nothing')}"
+            )
+        left = [(tried, config) for tried in self._to_repeat() for config in self._configs(tried)]
+        total = len(left)
+        while left:
+            waiting = []
+            for tried, config in left:
+                if self._repeats.read(config) is not None:
+                    continue
+                if tried.number not in must and self._clock.left < _seconds(tried):
+                    continue
+                title = f"repeat {total - len(left) + 1}/{total}"
+                with self._bar(title, config.epochs) as advance:
+                    done = self._repeats.train(config, stopping, advance)
+                if done is None:
+                    waiting.append((tried, config))
+            if len(waiting) == len(left):
+                self._wait(stopping)
+            left = waiting
+
+    # The end
+
+    def how_it_stands(self) -> str:
+        """A sentence for a tune that was stopped."""
+        return (
+            f"interrupted; {len(self.search.tried())} trials that have ended are kept. Go on with: "
+            f"{how_to_go_on(self._out, self._data.path)}"
+        )
+
+    def write(self) -> None:
+        """The configuration that was found, and the result."""
+        tried = self.search.tried()
+        repeated = {t.number: self._repeats_of(t) for t in self._to_repeat()}
+        # Held against each other by as many seeds, of which none has diverged.
+        means = {
+            number: mean_and_deviation(aucs)[0] or 0.0
+            for number, repeats in repeated.items()
+            if len(aucs := _aucs(repeats)) == self._seeds
+        }
+        winner = max(self._to_repeat(), key=lambda t: (means.get(t.number, 0.0), t.auc))
+        table = [self._row(_BEST, winner, repeated, winner)]
+        for one in sorted((t for t in tried if t.rules), key=lambda t: -t.auc):
+            table.append(self._row(", ".join(one.rules), one, repeated, winner))
+        searched = self._must_be_repeated()[0]
+        if searched.number != winner.number:
+            table.insert(1, self._row("best of the search", searched, repeated, winner))
+        done = {rule for t in tried for rule in t.rules}
+        found = self._config.train_config(winner.point, epochs=winner.best_epoch)
+        surroundings = environment(("optuna",))
+        result = {
+            "format": FORMAT_VERSION,
+            "command": self._command(),
+            "data": str(self._data.path.resolve()),
+            "rows": self.rows.rows,
+            "config": self._config.to_dict(),
+            "winner": winner.number,
+            "table": table,
+            "not_tried": [rule for rule in self._config.rules if rule not in done],
+            "importance": self.search.importance(),
+            "trials_measured": sum(bool(t.epochs) for t in tried),
+            "seconds": sum(t.seconds for t in tried)
+            + sum(e.seconds for repeats in repeated.values() for r in repeats for e in r.epochs),
+            "trials": [t.to_dict() for t in tried],
+            **surroundings,
+        }
+        with self._claims.alone():
+            write_json(self._out / TUNED, found.to_dict())
+            write_json(self._out / RESULT, result)
+
+    def _repeats_of(self, tried: Tried) -> list[Repeat]:
+        found = (self._repeats.read(config) for config in self._configs(tried))
+        return [repeat for repeat in found if repeat is not None]
+
+    def _row(
+        self, what: str, tried: Tried, repeated: dict[int, list[Repeat]], winner: Tried
+    ) -> dict[str, Any]:
+        """A line of the table; differences are of the same seeds."""
+        own = repeated.get(tried.number, [])
+        aucs = _aucs(own)
+        mean, deviation = mean_and_deviation(aucs)
+        by_seed = {r.seed: r.auc for r in repeated[winner.number]}
+        pairs = ((r.auc, by_seed.get(r.seed)) for r in own)
+        differences = [a - b for a, b in pairs if a is not None and b is not None]
+        difference, its_deviation = mean_and_deviation(differences)
+        if tried.number == winner.number:
+            difference = its_deviation = None
+        return {
+            "what": what,
+            "trial": tried.number,
+            "rules": list(tried.rules),
+            "mean": mean,
+            "deviation": deviation,
+            "aucs": aucs,
+            "seeds": [repeat.seed for repeat in own],
+            "diverged": sum(repeat.auc is None for repeat in own),
+            "difference": difference,
+            "difference_deviation": its_deviation,
+            "search_auc": tried.auc if tried.epochs else None,
+            "epochs": tried.best_epoch,
+            **tried.point.to_dict(),
+        }
+
+    def _command(self) -> str | None:
+        """What does the same tune again; `None` where a base is no options', but another tune's."""
+        config = self._config
+        given: dict[str, Any] = {
+            "batch_size": config.batch_size,
+            **{name: value for name, value in config.network.items() if value is not None},
+        }
+        base = config.base
+        assert base is None or isinstance(base, dict)
+        if set(base or ()) - BASE_OPTIONS.keys() or config.update != "exact":
+            return None
+        given |= {BASE_OPTIONS[key]: value for key, value in (base or {}).items()}
+        for name in ("epochs", "held_out", "seed"):
+            given[name] = getattr(config, name)
+        given |= {"trials": self._trials, "seeds": self._seeds}
+        words = [how_to_go_on(self._out, self._data.path)]
+        for name, value in given.items():
+            if isinstance(value, dict):
+                value = ",".join(f"{key}={one}" for key, one in value.items())
+            elif isinstance(value, list | tuple):
+                value = ",".join(map(str, value))
+            if value != "":
+                words.append(f"--{name.replace('_', '-')} {shlex.quote(str(value))}")
+        if not config.deterministic:
+            words.append("--no-determinism")
+        if self._clock.minutes is not None:
+            words.append(f"--budget {self._clock.minutes:g}")
+        return " ".join(words)
+
+    @contextmanager
+    def _bar(self, title: str, epochs: int | None = None) -> Iterator[Any]:
+        """A bar of a training's updates, with the time left; yields what advances it."""
+        total = self._updates * (self._config.epochs if epochs is None else epochs)
+        shown = self._show and os.isatty(2)  # in a log there is the line of each trial
+        with progress_bar(title, total, " batches", show=shown) as bar:
+            bar.leave = False  # its line is the trial's own
+
+            def advance() -> None:
+                if self._clock.minutes is not None:
+                    left = max(self._clock.left, 0) / 60
+                    bar.set_postfix_str(f"{left:.1f} min left", refresh=False)
+                bar.update()
+
+            yield advance
+
+
+def _seconds(tried: Tried) -> float:
+    """How long a trial took up to its best epoch, as a repeat of it will."""
+    epochs: list[Epoch] = list(tried.epochs[: tried.best_epoch])
+    return sum(epoch.seconds for epoch in epochs)
+
+
+def _aucs(repeats: list[Repeat]) -> list[float]:
+    return [repeat.auc for repeat in repeats if repeat.auc is not None]
