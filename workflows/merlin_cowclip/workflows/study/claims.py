@@ -85,8 +85,12 @@ def alone_in(folder: Path) -> Iterator[None]:
 
     That is of the innermost one that is there, where `folder` itself is not.
     """
-    home = next(f for f in (folder, *folder.absolute().parents) if f.is_dir())
-    number = os.open(home, os.O_RDONLY)
+    home = next(f for f in (folder, *folder.absolute().parents) if os.path.isdir(f))
+    try:
+        number = os.open(home, os.O_RDONLY)
+    except OSError:  # a folder that may not be read: what comes of it is for others to say
+        yield
+        return
     try:
         fcntl.flock(number, fcntl.LOCK_EX)
         yield

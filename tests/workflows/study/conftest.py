@@ -1,0 +1,106 @@
+"""One prepared folder for all tests of tuning, and trials that cost nothing."""
+
+from __future__ import annotations
+
+import math
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from merlin_cowclip.workflows.data.datasets import DatasetSpec, Split
+from merlin_cowclip.workflows.data.etl import prepare
+from merlin_cowclip.workflows.data.prepared import PreparedData
+from merlin_cowclip.workflows.study import repeats, search, tune
+from merlin_cowclip.workflows.study.configuration import TuneConfig
+from merlin_cowclip.workflows.study.trials import Epoch
+from merlin_cowclip.workflows.training.stopping import Interrupted
+
+ROWS = 1_800
+SPEC = DatasetSpec(
+    name="toy",
+    label="y",
+    categorical=("user", "item"),
+    continuous=("serial",),
+    lists=("genres",),
+    split=Split("random", 0.25),
+)
+NETWORK = {"model": "deepfm", "embedding_dim": 4, "mlp": (8,)}
+
+
+def write_log(path: Path, rows: int = ROWS, seed: int = 0) -> Path:
+    """Clicks that depend on the user; every row has a number of its own."""
+    random = np.random.default_rng(seed)
+    user = random.integers(0, 30, rows)
+    effect = random.normal(0, 2, 30)
+    pd.DataFrame(
+        {
+            "y": (random.random(rows) < 1 / (1 + np.exp(-effect[user]))).astype(int),
+            "user": user,
+            "item": random.integers(0, 9, rows),
+            "serial": random.permutation(rows),
+            "genres": [f"g{g}|g{g + 1}" for g in random.integers(0, 5, rows)],
+        }
+    ).to_csv(path, index=False)
+    return path
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quick_database() -> Iterator[None]:
+    """A database that does not wait for the disk: processes are killed here, no machines."""
+    connect = search._connect
+
+    def quickly(path: str) -> sqlite3.Connection:
+        connection = connect(path)
+        connection.execute("PRAGMA synchronous = OFF")
+        return connection
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(search, "_connect", quickly)
+        yield
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory) -> PreparedData:
+    home = tmp_path_factory.mktemp("tuning")
+    return prepare(SPEC, [write_log(home / "log.csv")], home / "data", progress=False)
+
+
+@pytest.fixture
+def config() -> TuneConfig:
+    return TuneConfig(batch_size=256, network=NETWORK, epochs=4)
+
+
+def auc_of(config, epoch: int) -> float:
+    """A landscape whose best values are known: dense η 3e-3, embedding η 1e-2, epoch 3."""
+    hp = config.hyperparameters
+    far = math.log10(hp.dense_lr / 3e-3) ** 2 + math.log10(hp.embedding_lr / 1e-2) ** 2
+    return 0.9 - 0.02 * far - 0.01 * abs(epoch - 3) + 1e-5 * (config.seed % 10)
+
+
+class Fake:
+    """Trials of that landscape: one update an epoch, no network."""
+
+    seconds = 1.0
+
+    def __init__(self) -> None:
+        self.configs: list = []
+
+    def epochs_of(self, rows, config, stopping, advance=lambda: None):
+        self.configs.append(config)
+        for epoch in range(1, config.epochs + 1):
+            if stopping.asked:
+                raise Interrupted
+            advance()
+            yield Epoch(auc_of(config, epoch), 0.5, 1.0, 0.5, self.seconds)
+
+
+@pytest.fixture
+def fake(monkeypatch) -> Fake:
+    fake = Fake()
+    for module in (tune, repeats):
+        monkeypatch.setattr(module, "epochs_of", lambda *a: fake.epochs_of(*a))
+    return fake

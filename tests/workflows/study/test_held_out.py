@@ -1,0 +1,133 @@
+"""Held-out rows: disjoint, complete, from the training part alone."""
+
+import shutil
+
+import numpy as np
+import pandas as pd
+import pyarrow.parquet as pq
+import pytest
+
+from merlin_cowclip.workflows.data.adopt import adopt
+from merlin_cowclip.workflows.data.prepared import PreparedData
+from merlin_cowclip.workflows.errors import UserError
+from merlin_cowclip.workflows.quiet import quiet_imports
+from merlin_cowclip.workflows.study import held_out
+from merlin_cowclip.workflows.study.held_out import hold_out
+from merlin_cowclip.workflows.training.loader import Loader
+
+with quiet_imports():
+    import nvtabular as nvt
+    from merlin.io import Dataset
+    from merlin.schema import Tags
+    from nvtabular import ops
+
+
+def rows(files) -> pd.DataFrame:
+    frame = pd.concat([pd.read_parquet(file) for file in files], ignore_index=True)
+    if "genres" in frame:
+        frame["genres"] = frame["genres"].map(tuple)
+    return frame
+
+
+def multiset(frame: pd.DataFrame) -> pd.Series:
+    return frame[sorted(frame)].value_counts().sort_index()
+
+
+@pytest.fixture(scope="module")
+def held(data, tmp_path_factory):
+    """Where the source has no test part any more."""
+    source = shutil.copytree(data.path, tmp_path_factory.mktemp("held") / "source")
+    opened = PreparedData.open(source)
+    shutil.rmtree(source / "test")
+    return hold_out(opened, 0.2, 7, source.parent / "rows", progress=False)
+
+
+def test_disjoint_and_complete(data, held):
+    train, test, source = map(rows, (held.train_files, held.test_files, data.train_files))
+    assert not set(train["serial"]) & set(test["serial"])
+    pd.testing.assert_series_equal(multiset(pd.concat([train, test])), multiset(source))
+    assert len(test) == held.rows["test"] == int(0.2 * len(source))
+    assert len(train) == held.rows["train"]
+
+
+def test_of_each_row_group_its_share_in_its_order(data, held):
+    serial = rows(data.train_files)["serial"]
+    place = {number: i for i, number in enumerate(serial)}
+    for files in (held.train_files, held.test_files):
+        places = rows(files)["serial"].map(place)
+        assert places.is_monotonic_increasing
+    out = set(rows(held.test_files)["serial"])
+    start = 0
+    for file in data.train_files:
+        metadata = pq.read_metadata(file)
+        for group in range(metadata.num_row_groups):
+            stop = start + metadata.row_group(group).num_rows
+            assert abs(serial[start:stop].isin(out).sum() - 0.2 * (stop - start)) <= 1
+            start = stop
+
+
+def test_it_is_prepared_data(data, held):
+    again = PreparedData.open(held.path)
+    assert again.record["derived_from"] == {
+        "path": str(held.path.parent / "source"),
+        "held_out": 0.2,
+        "seed": 7,
+    }
+    assert again.cardinalities == data.cardinalities
+    assert again.report["positives"]["test"] == rows(again.test_files)["y"].sum()
+    pd.testing.assert_frame_equal(again.counts("user"), data.counts("user"))
+    assert again.workflow().output_schema.column_names
+    features, labels = next(Loader(again, "test", batch_size=50).batches())
+    assert labels.shape == (50, 1)
+    assert "genres__values" in features
+
+
+def test_another_seed_draws_others(data, held, tmp_path):
+    same = hold_out(data, 0.2, 7, tmp_path / "same", progress=False)
+    assert rows(same.test_files).equals(rows(held.test_files))
+    other = hold_out(data, 0.2, 8, tmp_path / "other", progress=False)
+    assert set(rows(other.test_files)["serial"]) != set(rows(held.test_files)["serial"])
+
+
+def test_large_row_groups_are_read_in_pieces(data, tmp_path, monkeypatch):
+    monkeypatch.setattr(held_out, "ROW_GROUP_ROWS", 50)
+    held = hold_out(data, 0.2, 7, tmp_path / "rows", progress=False)
+    both = pd.concat([rows(held.train_files), rows(held.test_files)])
+    pd.testing.assert_series_equal(multiset(both), multiset(rows(data.train_files)))
+    assert pq.ParquetFile(held.train_files[0]).metadata.row_group(0).num_rows <= 50
+
+
+@pytest.mark.filterwarnings("ignore:Initializing an NVTabular Dataset in CPU mode")
+def test_an_adopted_pipeline(tmp_path):
+    random = np.random.default_rng(0)
+    log = pd.DataFrame({"user": random.integers(0, 9, 600), "click": random.integers(0, 2, 600)})
+    log["serial"] = np.arange(600)
+    (tmp_path / "raw").mkdir()
+    for i in range(2):
+        log[i * 300 : (i + 1) * 300].to_parquet(tmp_path / f"raw/{i}.parquet", index=False)
+    nodes = ["user"] >> ops.Categorify(out_path=str(tmp_path / "fitted"))
+    label = ["click"] >> ops.AddMetadata(tags=[Tags.TARGET, Tags.BINARY_CLASSIFICATION])
+    workflow = nvt.Workflow(nodes + label + "serial")
+    raw = Dataset(str(tmp_path / "raw/*.parquet"), engine="parquet")
+    workflow.fit_transform(raw).to_parquet(str(tmp_path / "train"))
+    workflow.save(str(tmp_path / "workflow"))
+    data = adopt(
+        [str(tmp_path / "train")], tmp_path / "workflow", "click", tmp_path / "data", progress=False
+    )
+    held = hold_out(data, 0.25, 1, tmp_path / "rows", progress=False)
+    assert held.rows == {"train": 450, "test": 150}
+    both = pd.concat([rows(held.train_files), rows(held.test_files)])
+    source = rows(data.train_files)[["click", "user"]]
+    pd.testing.assert_series_equal(multiset(both), multiset(source))
+
+
+def test_a_part_without_rows(data, tmp_path):
+    with pytest.raises(UserError, match="held_out must leave rows"):
+        hold_out(data, 1e-6, 7, tmp_path / "rows", progress=False)
+    assert not list(tmp_path.iterdir())
+
+
+def test_only_one_label(data, tmp_path):
+    with pytest.raises(UserError, match="the held-out rows must have labels of 0 and of 1"):
+        hold_out(data, 1.5 / data.rows["train"], 7, tmp_path / "rows", progress=False)
+    assert not list(tmp_path.iterdir())

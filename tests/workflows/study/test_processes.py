@@ -1,0 +1,84 @@
+"""Tunes that are killed, stopped, or shared by two processes, with networks that are trained."""
+
+import json
+
+import pytest
+
+from merlin_cowclip.workflows.data.prepared import PreparedData
+from merlin_cowclip.workflows.study.configuration import TuneConfig
+from merlin_cowclip.workflows.study.search import Search
+from merlin_cowclip.workflows.study.tuned import Tuned
+from tests.warm import WarmInterpreter
+
+from .processes import ROOT, START
+
+pytestmark = pytest.mark.slow
+OPTIONS = ("--batch-size", 512, "--embedding-dim", 4, "--mlp", "8", "--epochs", 2, "--seeds", 1)
+TRIALS = ("--trials", 7)
+
+
+@pytest.fixture(scope="module")
+def second():
+    interpreter = WarmInterpreter()
+    yield interpreter
+    interpreter.close()
+
+
+def start(interpreter, folder, place, *arguments):
+    folder.mkdir(exist_ok=True)
+    said = folder / f"said-{len(list(folder.glob('said-*')))}"
+    return interpreter.start(START, ROOT, place, *arguments, folder=said)
+
+
+def ended(out) -> list:
+    config = TuneConfig(**json.loads((out / "tune.json").read_text())["config"])
+    return Search(out, config.space, config.seed).tried()
+
+
+def test_killed_and_gone_on_with(interpreter, data, tmp_path):
+    out = tmp_path / "tune"
+    tune = ("tune", data.path, "--out", out)
+    done = start(interpreter, tmp_path, "trial:3@SIGKILL", *tune, *OPTIONS, *TRIALS).end()
+    assert done.returncode == -9
+    kept = ended(out)
+    assert [trial.number for trial in kept] == [0, 1]
+    # What the options do not say is the tune's own.
+    done = start(interpreter, tmp_path, "repeat:2@SIGTERM", *tune, "--seeds", 1, *TRIALS).end()
+    assert done.returncode == 143, done.stderr
+    assert "7 trials that have ended are kept. Go on with: merlin-cowclip tune" in done.stderr
+    trials = ended(out)
+    assert len(trials) == 7
+    assert trials[:2] == kept
+    again = next(trial for trial in trials if trial.rules == ("sqrt_star",))
+    assert again.number != 2
+    repeated = {path.name: path.read_bytes() for path in (out / "repeats").iterdir()}
+    assert repeated
+    done = start(interpreter, tmp_path, "", *tune, "--seeds", 1, "--quiet", *TRIALS).end()
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert done.stdout.startswith("  ")  # the tables alone
+    assert ended(out) == trials
+    for name, content in repeated.items():
+        assert (out / "repeats" / name).read_bytes() == content
+    best = max(trials, key=lambda trial: trial.auc)
+    tuned = Tuned.open(out)
+    assert max(row["search_auc"] for row in tuned.result["table"]) == best.auc
+
+
+def test_two_processes_share_one(interpreter, second, data, tmp_path):
+    """Begun at the same time: one makes the folder, and neither does what the other has done."""
+    out = tmp_path / "tune"
+    command = ("tune", data.path, "--out", out, *OPTIONS, "--trials", 8)
+    programs = [start(one, tmp_path, "", *command) for one in (interpreter, second)]
+    for program in programs:
+        done = program.end()
+        assert done.returncode == 0, done.stderr
+    said = [(tmp_path / f"said-{i}/out").read_text().splitlines() for i in range(2)]
+    lines = [[line for line in lines if line.startswith("trial ")] for lines in said]
+    assert all(lines)
+    assert len(lines[0]) + len(lines[1]) == 8
+    trials = ended(out)
+    assert [trial.number for trial in trials] == [*range(8)]
+    assert len({trial.point for trial in trials}) == 8
+    rows = PreparedData.open(out / "rows")
+    assert rows.rows["test"] == 135

@@ -1,0 +1,120 @@
+"""Points and parameters: there and back, and every rule's prediction among them."""
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from merlin_cowclip.plugins import SCALING_RULES, Hyperparameters, scale
+from merlin_cowclip.plugins.scaling import recipe
+from merlin_cowclip.workflows.errors import UserError
+from merlin_cowclip.workflows.study.configuration import TuneConfig
+from merlin_cowclip.workflows.study.search_space import Point, SearchSpace
+
+SPACE = SearchSpace(4096)
+
+
+class Drawn:
+    """What Optuna's trials do, from a list of numbers in [0, 1]."""
+
+    def __init__(self, shares):
+        self.shares = itertools.cycle(shares)
+        self.params = {}
+
+    def suggest_float(self, name, low, high, *, log):
+        share = next(self.shares)
+        value = low * (high / low) ** share if log else low + (high - low) * share
+        self.params[name] = min(max(value, low), high)
+        return self.params[name]
+
+    def suggest_categorical(self, name, choices):
+        self.params[name] = choices[min(int(next(self.shares) * len(choices)), len(choices) - 1)]
+        return self.params[name]
+
+
+@given(st.lists(st.floats(0, 1), min_size=9, max_size=9))
+def test_there_and_back(shares):
+    point = SPACE.suggest(Drawn(shares))
+    assert point.hyperparameters.batch_size == 4096
+    assert SPACE.point(SPACE.params(point)) == point
+
+
+@pytest.mark.parametrize("rule", SCALING_RULES)
+@pytest.mark.parametrize("batch_size", [1024, 131_072])
+def test_every_rule_is_in_it(rule, batch_size):
+    config = TuneConfig(batch_size=batch_size)
+    predicted = scale(recipe(rule), to=batch_size, rule=rule)
+    point = config.rules[rule]
+    assert rule in config.starts[point]
+    assert point == Point(predicted)
+    space = config.space
+    assert space.point(space.params(point)) == point
+
+
+def test_what_rules_agree_on_is_tried_once():
+    assert sum(map(len, TuneConfig(batch_size=1024).starts.values())) == len(SCALING_RULES)
+    assert len(TuneConfig(batch_size=1024).starts) == 2  # with a clip, and without
+
+
+def test_zero_is_searched():
+    space = SearchSpace(4096, [Point(Hyperparameters(batch_size=4096, l2=0.0, clip_floor=0.0))])
+    hp = Hyperparameters(batch_size=4096, l2=0.0, clip_floor=0.0)
+    assert space.point(space.params(Point(hp))).hyperparameters == hp
+    least = SPACE.suggest(Drawn([0.999, *[0.0] * 9])).hyperparameters  # a clip, then the least
+    assert (least.l2, least.clip_floor) == (0, 0)
+    assert least.clip_ratio > 0
+
+
+def test_without_a_clip_its_values_mean_nothing():
+    one, other = (Point(Hyperparameters(clip=None, clip_ratio=r)) for r in (1.0, 2.0))
+    assert one == other
+    assert "clip_ratio" not in SearchSpace(1024).params(one)
+
+
+def test_ranges_grow():
+    far = Point(Hyperparameters(batch_size=4096, dense_lr=0.5, l2=1e-12, warmup_epochs=3.5))
+    space = SearchSpace(4096, [far])
+    assert space.point(space.params(far)) == far
+    with pytest.raises(ValueError, match="dense_lr must be from 1e-05 to 0.1"):
+        SPACE.params(far)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"batch_size": 64}, "a point must be of batch size 4096"),
+        ({"clip": "field", "clip_threshold": 1.0}, "clip must be None or adaptive_column"),
+        ({"init_stddev": 0.0}, "init_stddev must be positive"),
+    ],
+)
+def test_what_cannot_be_searched(changes, message):
+    hp = Hyperparameters(**{"batch_size": 4096, **changes})
+    with pytest.raises(ValueError, match=message):
+        SearchSpace(4096, [Point(hp)])
+
+
+def test_another_tunes_values_are_the_base():
+    base = Hyperparameters(batch_size=1024, dense_lr=2e-3, l2=3e-7, clip=None, init_stddev=0.03)
+    config = TuneConfig(batch_size=4096, base=base, update="lazy")
+    for rule, point in config.rules.items():
+        assert point == Point(scale(base, to=4096, rule=rule), "lazy")
+    assert TuneConfig.from_dict(config.to_dict()).to_dict() == config.to_dict()
+
+
+def test_a_base_may_be_in_part():
+    config = TuneConfig(batch_size=2048, base={"batch_size": 512, "dense_lr": 2e-3})
+    tuned = recipe("cowclip").replace(batch_size=512, dense_lr=2e-3)
+    assert config.rules["cowclip"] == Point(scale(tuned, to=2048, rule="cowclip"))
+    with pytest.raises(UserError, match="base has the keys"):
+        TuneConfig(base={"learning_rate": 1.0})
+
+
+def test_a_trial_trains_what_its_point_says():
+    config = TuneConfig(batch_size=4096, network={"model": "dcn", "cross_layers": 2}, epochs=7)
+    point = config.rules["sqrt"]
+    train = config.train_config(point, epochs=3, seed=5)
+    assert (train.rule, train.epochs, train.seed, train.update) == ("none", 3, 5, "exact")
+    assert train.hyperparameters == point.hyperparameters
+    assert train.network_options["cross_layers"] == 2
+    assert config.train_config(point).epochs == 7

@@ -1,0 +1,291 @@
+"""The search with trials that cost nothing: what is tried, kept, repeated, and refused."""
+
+import json
+import shutil
+
+import pytest
+
+from merlin_cowclip.plugins import SCALING_RULES
+from merlin_cowclip.workflows.data.prepared import PreparedData
+from merlin_cowclip.workflows.errors import Stopped, UserError
+from merlin_cowclip.workflows.study import search
+from merlin_cowclip.workflows.study import tune as tuning
+from merlin_cowclip.workflows.study.configuration import TuneConfig
+from merlin_cowclip.workflows.study.search import Search
+from merlin_cowclip.workflows.study.trials import DivergedError, Epoch
+from merlin_cowclip.workflows.study.tune import tune
+from merlin_cowclip.workflows.study.tuned import Tuned
+
+from .conftest import NETWORK, auc_of
+
+
+def tuned_by(data, config, out, trials=14, **options) -> Tuned:
+    return tune(data, config, out, trials=trials, progress=False, **options)
+
+
+@pytest.fixture(scope="module")
+def shared(data, tmp_path_factory):
+    """A tune of 30 trials on a known landscape."""
+    from . import conftest
+
+    with pytest.MonkeyPatch.context() as patch:
+        fake = conftest.Fake()
+        for module in (tuning, conftest.repeats):
+            patch.setattr(module, "epochs_of", lambda *a: fake.epochs_of(*a))
+        config = TuneConfig(batch_size=256, network=NETWORK, epochs=4)
+        return tuned_by(data, config, tmp_path_factory.mktemp("tune") / "tune", trials=30)
+
+
+def test_every_rule_is_tried_first_and_to_its_end(shared, config):
+    trials = shared.result["trials"]
+    assert [rule for t in trials[: len(config.starts)] for rule in t["rules"]] == [*SCALING_RULES]
+    assert not any(t["rules"] for t in trials[len(config.starts) :])
+    for trial in trials[: len(config.starts)]:
+        assert len(trial["epochs"]) == 4
+        assert trial["best_epoch"] == 3
+        expected = config.rules[trial["rules"][0]].hyperparameters.to_dict()
+        assert trial["hyperparameters"] == expected
+
+
+def test_it_finds_better_than_the_rules(shared):
+    aucs = [trial["auc"] for trial in shared.result["trials"]]
+    rules = [t["auc"] for t in shared.result["trials"] if t["rules"]]
+    assert len(aucs) == 30
+    assert max(aucs) > max(rules)
+    assert {t["why"] == "given up" for t in shared.result["trials"]} == {True, False}
+
+
+def test_what_was_found(shared):
+    """The values and the epoch of the best trial, as `train` takes them."""
+    best = max(shared.result["trials"], key=lambda trial: trial["auc"])
+    config = shared.train_config()
+    assert shared.result["winner"] == best["number"]
+    assert config.hyperparameters.to_dict() == best["hyperparameters"]
+    assert (config.rule, config.batch_size, config.epochs) == ("none", 256, 3)
+    assert config.update == best["update"]
+
+
+def test_the_best_and_every_rule_are_repeated_from_other_seeds(shared, config):
+    table = shared.result["table"]
+    assert table[0]["what"] == "best found"
+    assert sorted(rule for row in table[1:] for rule in row["rules"]) == sorted(SCALING_RULES)
+    point = Search(shared.path, config.space, config.seed).tried()[table[0]["trial"]].point
+    for row in table:
+        assert row["seeds"] == [1235, 1236, 1237]
+        assert len(row["aucs"]) == 3
+        assert row["deviation"] == pytest.approx(1e-5)
+    again = [auc_of(config.train_config(point, epochs=3, seed=s), 3) for s in (1235, 1236, 1237)]
+    assert table[0]["aucs"] == pytest.approx(again)
+    worse = table[-1]
+    assert worse["difference"] == pytest.approx(worse["mean"] - table[0]["mean"])
+    assert worse["difference_deviation"] == pytest.approx(0, abs=1e-12)
+
+
+def test_what_matters_is_named(shared):
+    """Of the landscape only the two learning rates matter; what the rules say goes with them."""
+    shares = shared.result["importance"]
+    print(shares)
+    assert next(iter(shares)) in ("dense_lr", "embedding_lr")
+    assert sum(shares.values()) == pytest.approx(1)
+    assert shares["update"] < 0.1
+    text = shared.tables()
+    assert "Importance of the values, over 30 trials" in text
+    assert "best found" in text
+    assert "cowclip" in text
+
+
+def test_what_is_in_the_result(shared, data):
+    result = shared.result
+    assert result["rows"] == {"train": 1215, "test": 135}
+    assert {"optuna", "tensorflow", "python"} <= result["versions"].keys()
+    assert result["machine"]["cpus"]
+    assert "--batch-size 256" in result["command"]
+    assert f"tune {data.path} --out {shared.path}" in result["command"]
+
+
+def test_few_trials_say_nothing_of_importance(data, config, tmp_path, fake):
+    tuned = tuned_by(data, config, tmp_path / "tune", trials=6, seeds=1)
+    assert tuned.result["importance"] is None
+    assert "too few trials to say (6; 10 at least)" in tuned.tables()
+
+
+def test_the_test_part_is_not_there(data, config, tmp_path, fake):
+    source = PreparedData.open(shutil.copytree(data.path, tmp_path / "source"))
+    shutil.rmtree(source.path / "test")
+    tuned = tuned_by(source, config, tmp_path / "tune", trials=6, seeds=1)
+    assert tuned.result["rows"]["test"] == 135  # of the training part's 1,350
+
+
+def test_going_on_gives_what_one_go_gives(data, config, tmp_path, fake, shared):
+    """What is proposed follows from the trials before; nothing is trained twice."""
+    tuned_by(data, config, tmp_path / "tune", trials=12)
+    trained = len(fake.configs)
+    tuned = tuned_by(data, config, tmp_path / "tune", trials=30)
+    assert tuned.result["trials"] == shared.result["trials"]
+    assert tuned.result["table"] == shared.result["table"]
+    rules = len(config.starts)
+    assert len(fake.configs) - trained <= 18 + 3
+    again = len(fake.configs)
+    assert tuned_by(data, config, tmp_path / "tune", trials=30).result["table"]
+    assert len(fake.configs) == again
+    assert trained == 12 + 3 * (rules + 1)
+
+
+def test_interrupted_and_gone_on_with(data, config, tmp_path, fake, shared, monkeypatch):
+    out = tmp_path / "tune"
+    stock, calls = fake.epochs_of, []
+
+    def interrupted(rows, train, stopping, advance=lambda: None):
+        calls.append(train)
+        if len(calls) == 9:
+            stopping.number = 15
+        yield from stock(rows, train, stopping, advance)
+
+    monkeypatch.setattr(fake, "epochs_of", interrupted)
+    with pytest.raises(Stopped, match="8 trials that have ended are kept. Go on with: ") as error:
+        tuned_by(data, config, out, trials=30)
+    assert error.value.number == 15
+    assert f"merlin-cowclip tune {data.path} --out {out}" in str(error.value)
+    assert not (out / "result.json").exists()
+    with pytest.raises(UserError, match="a tune that did not end. Go on: merlin-cowclip tune"):
+        Tuned.open(out)
+    tuned = tuned_by(data, config, out, trials=30)
+    trials = tuned.result["trials"]
+    assert len(trials) == 30
+    assert trials[:8] == shared.result["trials"][:8]
+    again = next(t for t in trials if t["number"] == 9)
+    assert again["hyperparameters"] == shared.result["trials"][8]["hyperparameters"]
+
+
+def test_a_trial_that_diverges_ends_alone(data, config, tmp_path, fake, monkeypatch):
+    stock = fake.epochs_of
+
+    def diverging(rows, train, stopping, advance=lambda: None):
+        if train.hyperparameters.clip is None:
+            raise DivergedError("loss, gradients and weights must stay finite. Received: loss nan")
+        yield from stock(rows, train, stopping, advance)
+
+    monkeypatch.setattr(fake, "epochs_of", diverging)
+    tuned = tuned_by(data, config, tmp_path / "tune", trials=10, seeds=2)
+    diverged = [t for t in tuned.result["trials"] if not t["epochs"]]
+    assert len(diverged) >= 5
+    assert all("loss nan" in t["why"] for t in diverged)
+    assert tuned.train_config().hyperparameters.clip == "adaptive_column"
+    assert "diverged" in tuned.tables()
+
+
+def test_all_diverge(data, config, tmp_path, fake, monkeypatch):
+    def diverging(*_):
+        raise DivergedError("the data is at fault")
+        yield
+
+    monkeypatch.setattr(fake, "epochs_of", diverging)
+    with pytest.raises(UserError, match="all of them diverged.*the data is at fault"):
+        tuned_by(data, config, tmp_path / "tune", trials=6)
+
+
+def test_a_trial_that_gets_no_better_ends(data, tmp_path, fake):
+    config = TuneConfig(batch_size=256, network=NETWORK, epochs=9)
+    tuned = tuned_by(data, config, tmp_path / "tune", trials=6, seeds=1)
+    for trial in tuned.result["trials"]:
+        assert (trial["best_epoch"], len(trial["epochs"])) == (3, 5)
+        assert trial["why"] == "no better for 2 epochs"
+
+
+class Clock:
+    """Time that passes by the seconds that epochs say they take."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch, fake) -> Clock:
+    clock = Clock()
+    stock = fake.epochs_of
+
+    def slow(*arguments):
+        for epoch in stock(*arguments):
+            clock.now += 60
+            yield Epoch(**{**vars(epoch), "seconds": 60.0})
+
+    monkeypatch.setattr(fake, "epochs_of", slow)
+    monkeypatch.setattr(tuning, "time", clock)
+    return clock
+
+
+def test_a_budget_leaves_room_for_the_repeats(data, config, tmp_path, clock):
+    begun = clock.now
+    tuned = tuned_by(data, config, tmp_path / "tune", trials=40, budget=60.0)
+    minutes = (clock.now - begun) / 60
+    assert 45 < minutes <= 62
+    assert len(tuned.result["trials"]) < 14
+    repeated = {row["what"]: len(row["aucs"]) for row in tuned.result["table"]}
+    assert repeated["best found"] == 3
+    best_rule = next(row for row in tuned.result["table"][1:] if row["rules"])
+    assert len(best_rule["aucs"]) == 3
+
+
+def test_a_budget_that_ends_among_the_rules(data, config, tmp_path, clock):
+    tuned = tuned_by(data, config, tmp_path / "tune", trials=40, budget=20.0)
+    assert tuned.result["not_tried"]
+    assert "Not tried, as the time was over: " in tuned.tables()
+
+
+def test_a_budget_too_small(data, config, tmp_path, clock, fake, monkeypatch):
+    def slow(rows, train, stopping, advance):
+        for _ in range(100):
+            clock.now += 1
+            advance()
+        yield Epoch(0.5, 0.5, 1.0, 0.5, 100.0)
+
+    monkeypatch.setattr(fake, "epochs_of", slow)
+    with pytest.raises(UserError, match="budget must suffice for an epoch of the first trial"):
+        tuned_by(data, config, tmp_path / "tune", trials=6, budget=0.05)
+    assert not (tmp_path / "tune").exists()
+    tuned_by(data, config, tmp_path / "tune", trials=6, seeds=1, budget=100.0)
+    with pytest.raises(UserError, match="budget must be positive minutes"):
+        tuned_by(data, config, tmp_path / "tune", trials=6, budget=0.0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"epochs": 5}, "epochs=4. Received: epochs=5"),
+        ({"batch_size": 128}, "batch_size=256. Received: batch_size=128"),
+        ({"network": {**NETWORK, "mlp": (4,)}}, r"mlp=\[8\]. Received: mlp=\[4\]"),
+        ({"base": {"l2": 1e-3}}, "base=None. Received: base="),
+    ],
+)
+def test_another_tune_is_refused(data, shared, config, changes, words):
+    other = TuneConfig(**{**config.to_dict(), **changes})
+    with pytest.raises(UserError, match=f"a tune must go on with its own options, {words}"):
+        tuned_by(data, other, shared.path)
+
+
+def test_a_trial_that_kills_its_process_is_given_up(data, config, tmp_path, fake):
+    out = tmp_path / "tune"
+    tuned_by(data, config, out, trials=6, seeds=1)
+    dies = search.Search(out, config.space, config.seed)
+    numbers = []
+    for _ in range(search._DEATHS):
+        trial = dies.claim(7)
+        assert trial is not None
+        numbers.append(trial.point)
+        trial._claim.let_go()  # as the system does for a dead process
+    assert len(set(numbers)) == 1
+    assert dies.in_progress() == 0
+    assert dies.claim(7) is None
+    last = dies.tried()[-1]
+    assert last.why == "its process died 3 times"
+    assert not last.epochs
+
+
+def test_result_is_json(shared):
+    assert json.loads((shared.path / "result.json").read_text()) == shared.result
