@@ -116,6 +116,8 @@ def test_a_tune_of_something_else(toy_data, tuned, tmp_path):
         ("tune.json", "[]", ["tune.json must be readable JSON", "no values by name"]),
         ("tune.json", '{"format": 7}', ["a tune must be of format 1", "7"]),
         ("tune.json", None, ["a tune must hold tune.json", "no tune of ours"]),
+        ("study.db", None, ["a tune must hold its trials", "study.db, which is gone"]),
+        ("study.db", "x" * 2000, ["a tune must hold its trials", "not a database"]),
         ("rows/prepare.json", None, ["prepared data must hold prepare.json"]),
     ],
 )

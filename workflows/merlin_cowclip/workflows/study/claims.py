@@ -65,11 +65,13 @@ class Claim:
     """One thing that this process has taken on."""
 
     def __init__(self, number: int) -> None:
-        self._number = number
+        self._number: int | None = number
 
     def let_go(self) -> None:
-        """It is done, or given up."""
-        os.close(self._number)
+        """It is done, or given up; once is enough."""
+        number, self._number = self._number, None
+        if number is not None:
+            os.close(number)
 
 
 def _refusal(folder: Path, error: OSError) -> UserError:

@@ -18,9 +18,11 @@ from typing import Any
 
 import numpy as np
 import optuna
+import sqlalchemy.exc
 from optuna.trial import FrozenTrial, TrialState
 from sqlalchemy.pool import NullPool
 
+from merlin_cowclip.workflows.errors import UserError, clipped
 from merlin_cowclip.workflows.study.claims import Claim, Claims
 from merlin_cowclip.workflows.study.search_space import Point, SearchSpace
 from merlin_cowclip.workflows.study.trials import Epoch
@@ -138,6 +140,8 @@ class Search:
     def __init__(self, folder: Path, space: SearchSpace, seed: int) -> None:
         self._space = space
         self._claims = Claims(folder / CLAIMS)
+        if not (folder / DATABASE).is_file():
+            raise _refusal(folder, "which is gone")
         with _quietly():
             self.study = optuna.load_study(
                 study_name=_NAME,
@@ -186,6 +190,8 @@ class Search:
         """Put what a trial was to try in the queue once more, and close it."""
         trials = self.study.get_trials(deepcopy=False)
         before = next(trial for trial in trials if trial.number == number)
+        if before.state.is_finished():
+            return
         params = {**before.system_attrs.get("fixed_params", {}), **before.params}
         queued = any(trial.user_attrs.get("again") == number for trial in trials)
         with _quietly():
@@ -322,6 +328,32 @@ def _step(
             value = min(max(value, distribution.low), distribution.high)
         found[name] = value
     return found
+
+
+@contextlib.contextmanager
+def database_errors(folder: Path) -> Iterator[None]:
+    """What SQLite has against a tune's database, as an error of the user's.
+
+    Raises:
+        UserError: it is none, or cannot be read or written.
+    """
+    try:
+        yield
+    except (sqlalchemy.exc.SQLAlchemyError, optuna.exceptions.StorageInternalError) as error:
+        cause = error.__cause__ or error
+        reason = getattr(cause, "orig", None) or getattr(cause, "__cause__", None) or cause
+        raise _refusal(folder, f"which cannot be used ({clipped(str(reason))})") from None
+    except KeyError as error:
+        if "Record does not exist" not in str(error):
+            raise
+        raise _refusal(folder, "without the study") from None
+
+
+def _refusal(folder: Path, found: str) -> UserError:
+    return UserError(
+        f"a tune must hold its trials, and be a folder that can be written. Received: "
+        f"{folder / DATABASE}, {found}. Put it back, free some space, or tune into another folder"
+    )
 
 
 def _storage(folder: Path) -> optuna.storages.RDBStorage:

@@ -6,6 +6,7 @@ import itertools
 import math
 import os
 import shlex
+import signal
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -39,7 +40,7 @@ from merlin_cowclip.workflows.training.stopping import Interrupted, Stopping
 
 with quiet_imports():
     from merlin_cowclip.workflows.study.repeats import Repeat, Repeats, mean_and_deviation
-    from merlin_cowclip.workflows.study.search import CLAIMS, Search, Tried
+    from merlin_cowclip.workflows.study.search import CLAIMS, Search, Tried, database_errors
     from merlin_cowclip.workflows.study.trials import DivergedError, Epoch, epochs_of
     from merlin_cowclip.workflows.training.rebuilding import network
     from merlin_cowclip.workflows.training.runs import environment
@@ -96,30 +97,22 @@ def tune(
             _begin(data, config, out, progress)
         else:
             _check_fits(data, config, out)
-    tuning = _Tuning(data, config, out, trials, seeds, clock, progress)
-    with as_user_errors(tuning.rows, out), Stopping() as stopping:
-        try:
-            tuning.search_all(stopping)
-            tuning.repeat_all(stopping)
-        except Interrupted:
-            raise Stopped(tuning.how_it_stands(), stopping.number) from None
-        except _TooLittleTimeError:
-            if new and not tuning.search.tried():
-                remove(out)
-            raise
-    tuning.write()
+    with database_errors(out):
+        tuning = _Tuning(data, config, out, trials, seeds, clock, progress)
+        with as_user_errors(tuning.rows, out), Stopping() as stopping:
+            try:
+                tuning.search_all(stopping)
+                tuning.repeat_all(stopping)
+            except Interrupted:
+                raise Stopped(tuning.how_it_stands(), stopping.number) from None
+            except KeyboardInterrupt:  # a second signal
+                raise Stopped(tuning.how_it_stands(), stopping.number or signal.SIGINT) from None
+            except _TooLittleTimeError:
+                if new and not tuning.search.tried():
+                    remove(out)
+                raise
+        tuning.write()
     return Tuned.open(out)
-
-
-def check(config: TuneConfig, out: str | Path, trials: int, seeds: int) -> None:
-    """Refuse, before any work, what needs no data to be refused.
-
-    Raises:
-        UserError: see `tune`.
-    """
-    _check(config, trials, seeds)
-    if not os.path.lexists(out):
-        refuse_existing(Path(out))
 
 
 def _check(config: TuneConfig, trials: int, seeds: int) -> None:
@@ -362,10 +355,15 @@ class _Tuning:
 
     def how_it_stands(self) -> str:
         """A sentence for a tune that was stopped."""
-        return (
-            f"interrupted; {len(self.search.tried())} trials that have ended are kept. Go on with: "
-            f"{how_to_go_on(self._out, self._data.path)}"
-        )
+        again = f"{how_to_go_on(self._out, self._data.path)} {self._how_much()}"
+        ended = len(self.search.tried())
+        return f"interrupted; {ended} trials that have ended are kept. Go on with: {again}"
+
+    def _how_much(self) -> str:
+        """The options that are no part of the tune."""
+        options = f"--trials {self._trials} --seeds {self._seeds}"
+        minutes = self._clock.minutes
+        return options if minutes is None else f"{options} --budget {minutes:g}"
 
     def write(self) -> None:
         """The configuration that was found, and the result."""
@@ -454,7 +452,6 @@ class _Tuning:
         given |= {BASE_OPTIONS[key]: value for key, value in (base or {}).items()}
         for name in ("epochs", "held_out", "seed"):
             given[name] = getattr(config, name)
-        given |= {"trials": self._trials, "seeds": self._seeds}
         words = [how_to_go_on(self._out, self._data.path)]
         for name, value in given.items():
             if isinstance(value, dict):
@@ -465,9 +462,7 @@ class _Tuning:
                 words.append(f"--{name.replace('_', '-')} {shlex.quote(str(value))}")
         if not config.deterministic:
             words.append("--no-determinism")
-        if self._clock.minutes is not None:
-            words.append(f"--budget {self._clock.minutes:g}")
-        return " ".join(words)
+        return " ".join([*words, self._how_much()])
 
     @contextmanager
     def _bar(self, title: str, epochs: int | None = None) -> Iterator[Any]:
