@@ -34,6 +34,7 @@ _WAIT = 60.0  # seconds for another process's transaction
 _STARTUP = 6  # trials before TPE has a model of the values
 _STEP = 0.5  # standard deviation of a step, in decades; of the warm-up in epochs
 _MOVED, _FLIPPED = 0.6, 0.2  # in how many steps a number moves, and a choice is drawn anew
+_KEPT = 75.0  # percent of trials: the median ends some that rise slowly, and then highest
 _NOT_PRUNED = 1  # epochs: in the first one a warm-up may still go on
 _DEATHS = 3  # after so many, a trial is what kills its process
 _MEASURED = (TrialState.COMPLETE, TrialState.PRUNED)
@@ -147,8 +148,8 @@ class Search:
                 study_name=_NAME,
                 storage=_storage(folder),
                 sampler=Proposals(seed),
-                pruner=optuna.pruners.MedianPruner(
-                    n_startup_trials=5, n_warmup_steps=_NOT_PRUNED + 1
+                pruner=optuna.pruners.PercentilePruner(
+                    _KEPT, n_startup_trials=5, n_warmup_steps=_NOT_PRUNED + 1
                 ),
             )
 
