@@ -10,11 +10,19 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from merlin_cowclip.workflows.commands import data, demo, endings, prediction, training, tuning
+from merlin_cowclip.workflows.commands import (
+    data,
+    demo,
+    endings,
+    prediction,
+    studying,
+    training,
+    tuning,
+)
 from merlin_cowclip.workflows.commands.parser import Parser
 
 PROGRAM = "merlin-cowclip"
-GROUPS = (data, training, tuning, prediction, demo)  # as --help lists them
+GROUPS = (data, training, tuning, prediction, studying, demo)  # as --help lists them
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,1 +1,1 @@
-"""Values searched at a batch size itself: `tune`, and what it leaves."""
+"""What compares: values searched at a batch size itself, and lists of runs."""

@@ -23,7 +23,7 @@ from merlin_cowclip.workflows.quiet import quiet_imports
 from merlin_cowclip.workflows.study.claims import Claims, alone_in
 from merlin_cowclip.workflows.study.configuration import BASE_OPTIONS, TuneConfig
 from merlin_cowclip.workflows.study.held_out import held_out_rows, hold_out
-from merlin_cowclip.workflows.study.report import trial_line
+from merlin_cowclip.workflows.study.tune_tables import trial_line
 from merlin_cowclip.workflows.study.tuned import (
     FORMAT_VERSION,
     RECORD,

@@ -119,7 +119,7 @@ class Tuned:
 
     def tables(self) -> str:
         """What was found, for a person to read: AUC, values, importance."""
-        from merlin_cowclip.workflows.study.report import tables
+        from merlin_cowclip.workflows.study.tune_tables import tables
 
         return tables(self.result)
 

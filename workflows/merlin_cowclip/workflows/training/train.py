@@ -244,7 +244,7 @@ def _left_behind(run: Path, *, new: bool = False) -> Iterator[None]:
         elif not isinstance(error, NotFiniteError):
             kept += f"; go on with: {how_to_resume(run)}"
         if isinstance(error, UserError):
-            raise UserError(f"{str(error).rstrip('.')}. {kept}") from error.__cause__
+            raise type(error)(f"{str(error).rstrip('.')}. {kept}") from error.__cause__
         if isinstance(error, KeyboardInterrupt) and not isinstance(error, Stopped):
             raise Stopped(f"interrupted at once. {kept}", signal.SIGINT) from None
         raise

@@ -1,0 +1,120 @@
+"""What a study trains, known before anything is trained."""
+
+from __future__ import annotations
+
+import pytest
+
+from merlin_cowclip.plugins.scaling import SCALING_RULES, K, recipe, scale
+from merlin_cowclip.workflows.errors import UserError
+from merlin_cowclip.workflows.study.studies import (
+    NETWORKS,
+    STUDIES,
+    TOP,
+    Cell,
+    Setting,
+    batch_sizes,
+    find_study,
+)
+
+SIZES = (1 * K, 8 * K, 128 * K)
+SETTING = Setting(SIZES, seeds=(1,))
+
+
+def cells(name: str, setting: Setting = SETTING) -> dict[tuple[str, str], Cell]:
+    found = list(STUDIES[name].cells(setting))
+    by_place = {(cell.row, cell.column): cell for cell in found}
+    assert len(by_place) == len(found)
+    return by_place
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_every_study_has_its_table(name):
+    found = cells(name)
+    rows, columns = ({place[i] for place in found} for i in (0, 1))
+    assert len(found) == len(rows) * len(columns)
+
+
+def test_the_rules_start_from_one_base():
+    found = cells("scaling-rules", Setting(SIZES, {"l2": 1e-4, "dense_lr": 1e-3}))
+    assert {row for row, _ in found} == set(SCALING_RULES)
+    for (rule, _), cell in found.items():
+        base = recipe(rule).replace(l2=1e-4, dense_lr=1e-3)
+        assert cell.config.hyperparameters == scale(base, to=cell.config.batch_size, rule=rule)
+    at_base = {cell.config.identity for (_, size), cell in found.items() if size == "1,024"}
+    assert len(at_base) == 2  # CowClip's recipe, and that of the five others
+
+
+def test_networks_have_a_baseline_and_only_their_own_options():
+    setting = Setting(SIZES, config={"model": "dcn", "cross_layers": 2, "mlp": (8,)})
+    found = cells("networks", setting)
+    for name in NETWORKS:
+        assert found[name, "baseline"].config.hyperparameters.clip is None
+        config = found[name, "131,072"].config
+        assert (config.model, config.mlp) == (name, (8,))
+        assert config.hyperparameters.clip == "adaptive_column"
+    assert found["dcn", "baseline"].config.network_options["cross_layers"] == 3
+
+
+def test_the_control_changes_the_data_alone():
+    found = cells("control")
+    for (row, column), cell in found.items():
+        if cell.data == TOP:
+            assert cell.config == found[row.replace("top-3", "full"), column].config
+
+
+def test_constant_clips_follow_the_batch():
+    """Appendix I: c grows with √s; the runs with CowClip's own clip are those of its rule."""
+    found = cells("clipping")
+    assert {column for _, column in found} == {"8,192", "131,072"}
+    for size in (8 * K, 128 * K):
+        clipped = found["global", f"{size:,}"].config.hyperparameters
+        assert clipped.clip_threshold == pytest.approx(25 * (size / K) ** 0.5)
+        assert found["no clip", f"{size:,}"].config.hyperparameters.clip is None
+        ours = found["adaptive_column", f"{size:,}"].config
+        assert ours.identity == SETTING.run("cowclip", size).identity
+
+
+def test_the_ablation_takes_one_thing_away_each_time():
+    """Table 12: at 128K the dense η is 64√2·1e-4, and 1024e-4 where it is scaled linearly."""
+    found = {
+        row: cell.config.hyperparameters.to_dict()
+        for (row, c), cell in cells("ablation").items()
+        if c == "131,072"
+    }
+    whole = found.pop("cowclip")
+    assert whole["dense_lr"] == pytest.approx(64 * 2**0.5 * 1e-4)
+    changed = {row: {k: v for k, v in hp.items() if v != whole[k]} for row, hp in found.items()}
+    assert changed == {
+        "linear scale on dense": {"dense_lr": pytest.approx(1024e-4)},
+        "empirical scale": {"l2": pytest.approx(128**2 * 1e-5)},
+        "without ζ": {"clip_floor": 0.0},
+        "without warm-up": {"warmup_epochs": 0.0},
+        "without large init": {"init_stddev": 1e-4},
+        "without clip": {"clip": None},
+    }
+
+
+def test_batch_sizes_end_where_an_epoch_has_too_few_updates():
+    assert batch_sizes(1 * K, 10**9) == tuple(K * 2**i for i in range(8))
+    assert batch_sizes(1 * K, 300_000) == (1 * K, 2 * K, 4 * K, 8 * K)
+    assert batch_sizes(1 * K, 100) == (1 * K,)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"batch_sizes": ()}, "batch_sizes must name something"),
+        ({"batch_sizes": (64, 64)}, r"batch_sizes must .* only once. Received: \[64, 64\]"),
+        ({"batch_sizes": (64,), "seeds": ()}, "seeds must name something"),
+    ],
+)
+def test_a_setting_that_is_none(options, words):
+    with pytest.raises(UserError, match=words):
+        Setting(**options)
+
+
+def test_a_study_that_is_none():
+    with pytest.raises(UserError, match="study must be one of scaling-rules, .* Received: 'x'"):
+        find_study("x")
+    with pytest.raises(UserError, match="l2 must be a number that is not negative"):
+        list(STUDIES["curves"].cells(Setting((64,), {"l2": -1.0})))

@@ -1,0 +1,152 @@
+"""Lists of runs: trained once each, whatever ends the process, and told in a table."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from merlin_cowclip.workflows.commands.main import main
+from merlin_cowclip.workflows.data.etl import prepare
+from merlin_cowclip.workflows.errors import Stopped, UserError
+from merlin_cowclip.workflows.study import workers
+from merlin_cowclip.workflows.study.studies import STUDIES, Setting
+from merlin_cowclip.workflows.study.sweep import outcomes, run_name, sweep
+from merlin_cowclip.workflows.training.one_at_a_time import locked
+from merlin_cowclip.workflows.training.runs import Run
+from merlin_cowclip.workflows.training.train import train
+
+from .conftest import SPEC
+
+pytestmark = pytest.mark.slow
+SMALL = {"epochs": 1, "mlp": (4,), "embedding_dim": 2}
+SETTING = Setting((128, 512), {"dense_lr": 1e-2, "embedding_lr": 1e-2}, SMALL, seeds=(1, 2))
+OPTIONS = (
+    *("--batch-sizes", "128,512", "--dense-lr", "1e-2", "--embedding-lr", "1e-2", "--seeds", "1,2"),
+    *("--epochs", "1", "--mlp", "4", "--embedding-dim", "2"),
+)
+CURVES = STUDIES["curves"]
+
+
+@pytest.fixture(scope="module")
+def swept(data, tmp_path_factory):
+    """A sweep of four runs by two processes, and what it said."""
+    out = tmp_path_factory.mktemp("sweep") / "out"
+    return out, sweep(CURVES, data, out, SETTING, jobs=2, progress=False)
+
+
+def results(out: Path) -> dict[str, float]:
+    return {p.parent.name: json.loads(p.read_text())["auc"] for p in out.glob("runs/*/result.json")}
+
+
+def test_runs_are_those_of_train(swept, data, tmp_path):
+    out, _ = swept
+    config = dataclasses.replace(SETTING.run("cowclip", 512), seed=2)
+    alone = train(data, config, tmp_path / "alone", progress=False)
+    run = Run.open(out / "runs" / run_name(config, "full"))
+    assert run.result["auc"] == alone.result["auc"]
+    assert run.config["identity"] == config.identity
+    assert not (run.path / "checkpoints").exists()
+
+
+def test_the_table_is_of_the_results(swept):
+    out, table = swept
+    found = outcomes(out, "curves")
+    assert [o.cell.column for o in found] == ["128", "512"]
+    for outcome in found:
+        assert sorted(outcome.results) == [1, 2]
+        a, b = (result["auc"] for result in outcome.results.values())
+        mean, deviation = outcome.mean("auc")
+        assert mean == pytest.approx((a + b) / 2)
+        assert deviation == pytest.approx(abs(a - b) / 2**0.5)
+        assert f"{100 * mean:.3f} ± {100 * deviation:.3f}" in table
+
+
+def test_what_is_there_is_not_trained_again(swept, data, monkeypatch):
+    """Nor by another study that takes the same run."""
+    out, table = swept
+    monkeypatch.setattr(workers, "_Worker", None)
+    assert sweep(CURVES, data, out, SETTING, progress=False) == table
+    shared = Setting((128,), SETTING.values, SMALL, seeds=(1, 2))
+    assert "128" in sweep(CURVES, data, out, shared, progress=False)
+
+
+def test_other_data_are_refused(swept, data, tmp_path):
+    out, _ = swept
+    other = prepare(
+        SPEC, [data.path.parent / "log.csv"], tmp_path / "other", seed=7, progress=False
+    )
+    with pytest.raises(UserError, match="the runs of a folder must be of one data set. Received: "):
+        sweep(CURVES, other, out, SETTING, progress=False)
+    (tmp_path / "mine").mkdir()
+    with pytest.raises(UserError, match="must not exist, or be of a sweep"):
+        sweep(CURVES, data, tmp_path / "mine", SETTING, progress=False)
+    assert not list((tmp_path / "mine").iterdir())
+
+
+def test_a_run_that_diverges_is_told_and_no_error(data, tmp_path):
+    setting = dataclasses.replace(SETTING, values={"dense_lr": 1e30}, seeds=(1,))
+    table = sweep(CURVES, data, tmp_path / "out", setting, progress=False)
+    assert table.count("diverged") == 2
+    assert "The run diverged" in next((tmp_path / "out").glob("runs/*/diverged.json")).read_text()
+
+
+def test_killed_and_begun_again(swept, data, tmp_path):
+    """Its processes end what they have in hand, and the next sweep waits for them."""
+    out = tmp_path / "out"
+    program = [sys.executable, "-m", "merlin_cowclip.workflows.commands.main", "sweep", "curves"]
+    command = [*map(str, (*program, data.path, "--out", out)), *OPTIONS, "--quiet"]
+    begun = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    while not list(out.glob("runs/*/config.json")):
+        assert time.monotonic() < deadline
+        assert begun.poll() is None
+        time.sleep(0.05)
+    begun.kill()
+    begun.wait()
+    assert main([*command[3:], "--jobs", "2"]) == 0
+    assert results(out) == results(swept[0])
+
+
+def test_a_run_that_another_process_trains_is_waited_for(data, tmp_path, monkeypatch):
+    monkeypatch.setattr(workers, "_PAUSE", 0.01)
+    config = dataclasses.replace(SETTING.run("cowclip", 512), seed=1)
+    task = workers.Task(tmp_path / "run", tmp_path / "lock", data.path, config.to_dict())
+    task.lock.mkdir()
+    with locked(task.lock):
+        assert workers._trained(task).how == "busy"
+    assert not task.is_done
+
+
+def test_a_stop_is_passed_on_and_saved(data, tmp_path):
+    long = dataclasses.replace(SETTING.run("cowclip", 128), epochs=10_000)
+    task = workers.Task(tmp_path / "run", tmp_path / "lock", data.path, long.to_dict())
+    work = workers.work_off([task], 1)
+
+    def stop(number, frame):
+        raise KeyboardInterrupt
+
+    def when_it_trains() -> None:
+        while not list(tmp_path.glob("run/checkpoints/step-*")):
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+    import threading
+
+    before = signal.signal(signal.SIGUSR1, stop)
+    threading.Thread(target=when_it_trains, daemon=True).start()
+    try:
+        with pytest.raises((KeyboardInterrupt, Stopped)):
+            next(work)
+    finally:
+        work.close()
+        signal.signal(signal.SIGUSR1, before)
+    assert (tmp_path / "run" / "config.json").exists()
+    assert list(tmp_path.glob("run/checkpoints/step-*"))

@@ -1,0 +1,94 @@
+"""The command that trains lists of runs: sweep."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from merlin_cowclip.plugins.scaling import K
+from merlin_cowclip.workflows.commands.training import add_network
+from merlin_cowclip.workflows.errors import UserError
+from merlin_cowclip.workflows.study.studies import (
+    SEEDS,
+    STUDIES,
+    Setting,
+    batch_sizes,
+    find_study,
+)
+from merlin_cowclip.workflows.training.configuration import TrainConfig
+
+if TYPE_CHECKING:
+    from merlin_cowclip.workflows.commands.parser import Commands
+
+_VALUES = ("dense_lr", "embedding_lr", "l2", "clip_ratio", "clip_floor")
+
+
+def add(commands: Commands) -> None:
+    """The command, with its arguments."""
+    sweep = commands.add_parser(
+        "sweep",
+        help="train all runs of a study: which rule, which clip, how much time",
+        description="Trains every run that a study takes, keeps each by its configuration, and "
+        "ends with a table. Started again, it goes on; studies in one folder share their runs. "
+        + "; ".join(f"{study.name}: {study.title} ({study.paper})" for study in STUDIES.values()),
+    )
+    sweep.add_argument("study", help=", ".join(STUDIES))
+    sweep.add_argument("data", type=Path, help="a prepared folder")
+    sweep.add_argument("--out", required=True, type=Path, help="the folder of the runs")
+    sweep.add_argument(
+        "--batch-sizes",
+        type=_numbers,
+        metavar="N,…",
+        help="samples per update, the base first (1024, doubled as long as the data allows)",
+    )
+    sweep.add_argument(
+        "--seeds", type=_numbers, default=list(SEEDS), metavar="N,…", help="(1234,1235,1236)"
+    )
+    sweep.add_argument("--epochs", type=int, help="passes over the data (default 10)")
+    sweep.add_argument("--update", help="exact (default) or lazy")
+    base = sweep.add_argument_group("tuned at the first batch size (each rule's recipe)")
+    for name in _VALUES:
+        base.add_argument(f"--{name.replace('_', '-')}", type=float)
+    add_network(sweep)
+    sweep.add_argument("--jobs", type=int, default=1, help="runs trained at a time (1)")
+    sweep.add_argument("--quiet", action="store_true", help="no bar, and only the table")
+    sweep.set_defaults(run=_sweep)
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]
+
+
+def _sweep(arguments: argparse.Namespace) -> None:
+    study = find_study(arguments.study)
+    names = {field.name for field in fields(TrainConfig)} - {"batch_size", "base", "seed", "rule"}
+    given: dict[str, Any] = {name: getattr(arguments, name, None) for name in names}
+    if arguments.combiner is not None and "=" in arguments.combiner:
+        raise UserError(
+            "a study takes one combiner for all lists. Received: "
+            f"--combiner {arguments.combiner}. Name one"
+        )
+    values = {name: getattr(arguments, name) for name in _VALUES}
+    from merlin_cowclip.workflows.data.prepared import PreparedData
+
+    data = PreparedData.open(arguments.data)
+    sizes = arguments.batch_sizes
+    setting = Setting(
+        batch_sizes(1 * K, data.rows["train"]) if sizes is None else sizes,
+        {name: value for name, value in values.items() if value is not None},
+        {name: value for name, value in given.items() if value is not None},
+        arguments.seeds,
+    )
+    from merlin_cowclip.workflows.study.sweep import sweep
+
+    table = sweep(
+        study,
+        data,
+        arguments.out,
+        setting,
+        jobs=arguments.jobs,
+        progress=not arguments.quiet,
+    )
+    print(table)

@@ -1,0 +1,324 @@
+"""The paper's experiments as lists of runs: what is trained for each table and figure.
+
+Pure Python: which runs a study takes is known, and refused if need be, before anything is trained.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from merlin_cowclip.plugins.scaling import (
+    SCALING_RULES,
+    Hyperparameters,
+    recipe,
+    scale,
+)
+from merlin_cowclip.workflows.errors import UserError, quoted
+from merlin_cowclip.workflows.training.configuration import TrainConfig
+
+SEEDS = (1234, 1235, 1236)
+"""The paper's (Appendix H)."""
+
+FULL, TOP = "full", "top-3"
+"""The data as it is, and with the three most frequent ids of every field (Table 1, right)."""
+
+NETWORKS = ("deepfm", "wide_and_deep", "dcn", "dcn_v2")
+"""Those of Tables 3 and 4."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One cell of a study's table: a run for each seed.
+
+    Attributes:
+      row, column: where it stands.
+      config: of the run, but for the seed.
+      data: `FULL` or `TOP`.
+    """
+
+    row: str
+    column: str
+    config: TrainConfig
+    data: str = FULL
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all runs of a study have in common, and how far it goes.
+
+    Attributes:
+      batch_sizes: in samples per update, rising; the first one is the base, where the values were
+        tuned.
+      values: of the base that replace those of each rule's recipe: `dense_lr`, `embedding_lr`,
+        `l2`, `clip_ratio`, `clip_floor`.
+      config: options of `TrainConfig` for every run: the network, `epochs`, `update`.
+      seeds: of the runs of each cell.
+      thresholds: constants of the clips "global", "field" and "column" at the base batch size.
+
+    Raises:
+      UserError: no batch size or seed, or one twice.
+    """
+
+    batch_sizes: Sequence[int]
+    values: Mapping[str, float] = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict)
+    seeds: Sequence[int] = SEEDS
+    thresholds: Mapping[str, float] = field(
+        default_factory=lambda: {"global": 25.0, "field": 0.1, "column": 1e-4}
+    )
+
+    def __post_init__(self) -> None:
+        for name in ("batch_sizes", "seeds"):
+            values = tuple(getattr(self, name))
+            if not values or len(set(values)) < len(values):
+                raise UserError(
+                    f"{name} must name something, and each only once. Received: {list(values)}. "
+                    "Correct it"
+                )
+        object.__setattr__(self, "batch_sizes", tuple(sorted(self.batch_sizes)))
+        object.__setattr__(self, "seeds", tuple(self.seeds))
+
+    @property
+    def base(self) -> int:
+        """The batch size where the values were tuned."""
+        return self.batch_sizes[0]
+
+    @property
+    def largest(self) -> int:
+        """The largest batch size."""
+        return self.batch_sizes[-1]
+
+    def tuned(self, rule: str) -> Hyperparameters:
+        """A rule's recipe with the values of the base."""
+        given = {k: v for k, v in self.values.items() if v is not None}
+        try:
+            return recipe(rule).replace(batch_size=self.base, **given)
+        except ValueError as error:
+            raise UserError(str(error)) from None
+
+    def run(self, rule: str, batch_size: int, **options: Any) -> TrainConfig:
+        """A run at a batch size, with the base scaled by a rule."""
+        given = {**self.config, "rule": rule, "base": self.tuned(rule), "batch_size": batch_size}
+        return TrainConfig(**{**given, **options})
+
+    def at(self, values: Hyperparameters, **options: Any) -> TrainConfig:
+        """A run with these values at their own batch size."""
+        given = {**self.config, "rule": "none", "base": values, "batch_size": values.batch_size}
+        return TrainConfig(**{**given, **options})
+
+
+@dataclass(frozen=True)
+class Study:
+    """An experiment of the paper.
+
+    Attributes:
+      name: as users type it.
+      title: what it asks.
+      paper: the tables and figures that it repeats.
+      cells: the runs of a setting.
+      rows, columns: what the rows and columns of its table are.
+    """
+
+    name: str
+    title: str
+    paper: str
+    cells: Callable[[Setting], Iterator[Cell]]
+    rows: str
+    columns: str = "batch size"
+
+
+def _scaling_rules(setting: Setting) -> Iterator[Cell]:
+    for rule in SCALING_RULES:
+        for batch_size in setting.batch_sizes:
+            yield Cell(rule, f"{batch_size:,}", setting.run(rule, batch_size))
+
+
+def _networks(setting: Setting) -> Iterator[Cell]:
+    for name in NETWORKS:
+        config = _of_network(setting, name)
+        yield Cell(name, "baseline", config.run("none", setting.base))
+        for batch_size in setting.batch_sizes:
+            yield Cell(name, f"{batch_size:,}", config.run("cowclip", batch_size))
+
+
+def _of_network(setting: Setting, name: str) -> Setting:
+    """The setting with another network, and of its options those that this one has, too."""
+    alone = ("cross_layers", "low_rank_dim", "bottom_mlp")
+    options = {k: v for k, v in setting.config.items() if k not in alone}
+    return dataclasses.replace(setting, config={**options, "model": name})
+
+
+def _control(setting: Setting) -> Iterator[Cell]:
+    # Table 1's "Sqrt Scale" has the numbers of Table 2's "Sqrt Scaling*".
+    for data in (FULL, TOP):
+        for rule in ("none", "sqrt_star", "linear"):
+            for batch_size in setting.batch_sizes:
+                config = setting.run(rule, batch_size)
+                yield Cell(f"{data}, {rule}", f"{batch_size:,}", config, data)
+
+
+def _clipping(setting: Setting) -> Iterator[Cell]:
+    clips: dict[str, dict[str, Any]] = {"no clip": {"clip": None}}
+    clips |= {
+        clip: {"clip": clip, "clip_threshold": threshold}
+        for clip, threshold in setting.thresholds.items()
+    }
+    clips |= {clip: {"clip": clip} for clip in ("adaptive_field", "adaptive_column")}
+    for name, changes in clips.items():
+        base = setting.tuned("cowclip").replace(**changes)
+        for batch_size in _eighth_and_largest(setting):
+            values = scale(base, to=batch_size, rule="cowclip")
+            yield Cell(name, f"{batch_size:,}", setting.at(values))
+
+
+def _ablation(setting: Setting) -> Iterator[Cell]:
+    base = setting.tuned("cowclip")
+    plain = recipe("none")
+
+    def scaled(to: int) -> dict[str, Hyperparameters]:
+        whole = scale(base, to=to, rule="cowclip")
+        dense = base.dense_lr * to / base.batch_size
+        return {
+            "linear scale on dense": whole.replace(dense_lr=dense),
+            "empirical scale": scale(base, to=to, rule="n2_lambda"),
+            "without ζ": whole.replace(clip_floor=0.0),
+            "without warm-up": whole.replace(warmup_epochs=0.0),
+            "without large init": whole.replace(init_stddev=plain.init_stddev),
+            "without clip": whole.replace(clip=None),
+            "cowclip": whole,
+        }
+
+    for batch_size in _eighth_and_largest(setting):
+        for name, values in scaled(batch_size).items():
+            yield Cell(name, f"{batch_size:,}", setting.at(values))
+
+
+def _eighth_and_largest(setting: Setting) -> list[int]:
+    """The paper's two: 8 times the base, and the largest; of the batch sizes that are wanted."""
+    s = [size / setting.base for size in setting.batch_sizes]
+    middle = min(range(len(s)), key=lambda i: abs(s[i] - 8))
+    return sorted({setting.batch_sizes[middle], setting.largest})
+
+
+def _curves(setting: Setting) -> Iterator[Cell]:
+    for batch_size in setting.batch_sizes:
+        yield Cell("cowclip", f"{batch_size:,}", setting.run("cowclip", batch_size))
+
+
+def _time(setting: Setting) -> Iterator[Cell]:
+    once = dataclasses.replace(setting, config={**setting.config, "epochs": 1})
+    for name in NETWORKS:
+        config = _of_network(once, name)
+        for batch_size in setting.batch_sizes:
+            yield Cell(name, f"{batch_size:,}", config.run("cowclip", batch_size))
+
+
+def _gradients(setting: Setting) -> Iterator[Cell]:
+    for rule in ("none", "cowclip"):
+        for batch_size in (setting.base, setting.largest):
+            yield Cell(rule, f"{batch_size:,}", setting.run(rule, batch_size))
+
+
+def _learning_rate(setting: Setting) -> Iterator[Cell]:
+    for rule in ("none", "cowclip"):
+        for factor in (0.1, 0.3, 1.0, 3.0, 10.0):
+            for batch_size in (setting.base, setting.largest):
+                values = setting.run(rule, batch_size).hyperparameters
+                moved = values.replace(
+                    dense_lr=values.dense_lr * factor, embedding_lr=values.embedding_lr * factor
+                )
+                yield Cell(f"{rule}, η x {factor:g}", f"{batch_size:,}", setting.at(moved))
+
+
+STUDIES: Mapping[str, Study] = MappingProxyType(
+    {
+        study.name: study
+        for study in (
+            Study(
+                "scaling-rules",
+                "Which scaling rule keeps the AUC as the batch grows",
+                "Tables 2 and 10",
+                _scaling_rules,
+                "rule",
+            ),
+            Study(
+                "networks",
+                "Whether CowClip holds in every network",
+                "Tables 3 and 4",
+                _networks,
+                "network",
+            ),
+            Study(
+                "control",
+                "Whether rare ids are why the usual rules fail",
+                "Table 1",
+                _control,
+                "data, rule",
+            ),
+            Study("clipping", "What the clip's unit is worth", "Table 6", _clipping, "clip"),
+            Study(
+                "ablation", "What each part of CowClip is worth", "Table 12", _ablation, "recipe"
+            ),
+            Study(
+                "time",
+                "How much time a large batch saves",
+                "Tables 5 and 11, Figure 1",
+                _time,
+                "network",
+            ),
+            Study(
+                "curves",
+                "What training looks like, epoch by epoch",
+                "Figures 5 and 6",
+                _curves,
+                "rule",
+            ),
+            Study(
+                "gradients",
+                "How large the gradients of frequent and rare ids are",
+                "Figure 4",
+                _gradients,
+                "rule",
+            ),
+            Study(
+                "learning-rate",
+                "How narrow the good learning rates are",
+                "Figure 2, right",
+                _learning_rate,
+                "rule, factor",
+            ),
+        )
+    }
+)
+"""The studies that train, by name."""
+
+
+def find_study(name: str) -> Study:
+    """The study called `name`.
+
+    Raises:
+      UserError: there is none.
+    """
+    study = STUDIES.get(name)
+    if study is None:
+        raise UserError(f"study must be one of {', '.join(STUDIES)}. Received: {quoted([name])}")
+    return study
+
+
+def batch_sizes(base: int, rows: int, *, times: int = 128, steps: int = 30) -> tuple[int, ...]:
+    """The base batch size doubled, up to `times` as many samples and `steps` updates an epoch.
+
+    Args:
+      base: the smallest.
+      rows: of the training part.
+      times: the largest over the base at most: the paper's 128.
+      steps: in an epoch of the largest at least; fewer would tell of the steps, not of the batch.
+    """
+    found = [base]
+    while 2 * found[-1] <= times * base and rows // (2 * found[-1]) >= steps:
+        found.append(2 * found[-1])
+    return tuple(found)

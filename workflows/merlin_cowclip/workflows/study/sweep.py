@@ -1,0 +1,258 @@
+"""A study's runs, trained and kept: in one folder, by configuration, each once.
+
+`OUT/sweep.json` says of which data all runs are, `OUT/studies/NAME.json` which runs a study takes,
+and `OUT/runs/` holds them, each named by its configuration: studies share them, and what was
+trained before is not trained again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from merlin_cowclip.plugins.scaling import format_table
+from merlin_cowclip.workflows.checks import check_whole
+from merlin_cowclip.workflows.data.prepared import PreparedData
+from merlin_cowclip.workflows.data.top_ids import keep_top_ids
+from merlin_cowclip.workflows.errors import UserError
+from merlin_cowclip.workflows.folders import all_or_nothing, write_json
+from merlin_cowclip.workflows.progress import progress_bar
+from merlin_cowclip.workflows.study.studies import TOP, Cell, Setting, Study
+from merlin_cowclip.workflows.study.workers import DIVERGED, Task, work_off
+from merlin_cowclip.workflows.training.configuration import TrainConfig
+from merlin_cowclip.workflows.training.runs import RESULT, identity_of
+
+FORMAT_VERSION = 1
+RECORD, STUDIES_, RUNS, LOCKS = "sweep.json", "studies", "runs", ".locks"
+_TOP_IDS = 3
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the runs of a cell came to.
+
+    Attributes:
+      cell: which one.
+      results: of its finished runs, by seed; a run that diverged has `None`.
+    """
+
+    cell: Cell
+    results: Mapping[int, Mapping[str, Any] | None]
+
+    def values(self, quantity: str) -> list[float]:
+        """Of the runs that did not diverge."""
+        return [r[quantity] for r in self.results.values() if r is not None]
+
+    def mean(self, quantity: str) -> tuple[float, float] | None:
+        """Mean and deviation (0 of one run) over seeds; `None` if any run diverged."""
+        values = self.values(quantity)
+        if not values or len(values) < len(self.results):
+            return None
+        return statistics.fmean(values), statistics.stdev(values) if values[1:] else 0.0
+
+
+def sweep(
+    study: Study,
+    data: PreparedData,
+    out: str | Path,
+    setting: Setting,
+    *,
+    jobs: int = 1,
+    progress: bool = True,
+) -> str:
+    """Train what a study takes and is not there yet; returns its table.
+
+    Stopped or killed and started again, it goes on: finished runs stay, those in hand go on from
+    their last checkpoint. Several may work on one folder. Of a finished run the checkpoints go.
+
+    Args:
+      study: from `STUDIES`.
+      data: the prepared folder, with a test part.
+      out: the folder of the runs, of this study and of others on the same data; made if need be.
+      setting: what the runs have in common.
+      jobs: runs trained at a time, a process each.
+      progress: whether to say how each run ended, and show a bar on stderr.
+
+    Raises:
+      UserError: something cannot be trained, found before any work; or `out` is of other data.
+      Stopped, KeyboardInterrupt: it was interrupted; all is saved.
+    """
+    out = Path(out)
+    check_whole("jobs", jobs, 1)
+    cells = list(study.cells(setting))
+    _check(data, cells)
+    _open(out, data)
+    homes = _homes(out, data, cells, progress=progress)
+    record = _record(study, setting, cells)
+    (out / STUDIES_).mkdir(exist_ok=True)
+    write_json(out / STUDIES_ / f"{study.name}.json", record)
+    tasks = {}
+    for cell in cells:
+        for seed in setting.seeds:
+            config = dataclasses.replace(cell.config, seed=seed)
+            name = run_name(config, cell.data)
+            tasks[name] = Task(
+                out / RUNS / name, out / LOCKS / name, homes[cell.data], config.to_dict()
+            )
+    (out / RUNS).mkdir(exist_ok=True)
+    todo = [task for task in tasks.values() if not task.is_done]
+    with progress_bar("sweep", len(tasks), " runs", show=progress) as bar:
+        bar.update(len(tasks) - len(todo))
+        for task in work_off(todo, jobs):
+            if progress:
+                bar.write(_line(task))
+            bar.update()
+    return table(study, outcomes(out, study.name))
+
+
+def run_name(config: TrainConfig, data: str) -> str:
+    """Of a run's folder: the same for the same training."""
+    return f"{config.identity[:16]}-{data}"
+
+
+def outcomes(out: Path, name: str) -> list[Outcome]:
+    """What the runs of a study came to, those that ended, cell by cell.
+
+    Raises:
+      UserError: there is no such study, or its record or a result is damaged.
+    """
+    record = _read(out / STUDIES_ / f"{name}.json")
+    found = []
+    for cell in record["cells"]:
+        results: dict[int, Mapping[str, Any] | None] = {}
+        for seed, run in cell["runs"].items():
+            if (out / RUNS / run / RESULT).exists():
+                results[int(seed)] = _read(out / RUNS / run / RESULT)
+            elif (out / RUNS / run / DIVERGED).exists():
+                results[int(seed)] = None
+        config = TrainConfig.from_dict(cell["config"])
+        found.append(Outcome(Cell(cell["row"], cell["column"], config, cell["data"]), results))
+    return found
+
+
+def table(study: Study, found: Iterable[Outcome], quantity: str = "auc") -> str:
+    """Rows by columns: mean ± deviation over seeds, AUC in percent."""
+    cells = {(o.cell.row, o.cell.column): o for o in found}
+    rows, columns = (list(dict.fromkeys(key[i] for key in cells)) for i in (0, 1))
+    lines = [
+        (row, *(_shown(cells.get((row, column)), quantity) for column in columns)) for row in rows
+    ]
+    return format_table((f"AUC % by {study.rows}, {study.columns}", *columns), lines)
+
+
+def _shown(outcome: Outcome | None, quantity: str) -> str:
+    if outcome is None or not outcome.results:
+        return ""
+    found = outcome.mean(quantity)
+    if found is None:
+        return "diverged"
+    mean, deviation = found
+    return f"{100 * mean:.3f} ± {100 * deviation:.3f}"
+
+
+def _check(data: PreparedData, cells: Sequence[Cell]) -> None:
+    """Refuse what cannot be trained or measured, before any of it is.
+
+    Raises:
+      UserError: no test part, or a configuration that does not go with the data.
+    """
+    if not data.test_files:
+        raise UserError(
+            f"a study needs a test part. Received: {data.path}, without one. Name data that has one"
+        )
+    from merlin_cowclip.workflows.training.train import check_trainable
+
+    for config in {cell.config.identity: cell.config for cell in cells}.values():
+        check_trainable(data, config)
+
+
+def _open(out: Path, data: PreparedData) -> None:
+    """The folder of the runs, made for these data or found to be of them.
+
+    Raises:
+      UserError: it is something else.
+    """
+    mine = {"format": FORMAT_VERSION, "data_sha256": identity_of(data)}
+    if not out.exists():
+        try:
+            with all_or_nothing(out) as folder:
+                write_json(folder / RECORD, {**mine, "data": str(data.path.resolve())})
+        except UserError:
+            if not (out / RECORD).exists():  # another sweep was faster
+                raise
+    if not (out / RECORD).exists():
+        raise UserError(
+            f"output folder must not exist, or be of a sweep. Received: {out}, which is neither. "
+            "Name another, or remove it"
+        )
+    record = _read(out / RECORD)
+    if {key: record.get(key) for key in mine} != mine:
+        raise UserError(
+            f"the runs of a folder must be of one data set. Received: {data.path}, and {out}, of "
+            f"{record.get('data')} as it was. Name another folder"
+        )
+
+
+def _homes(
+    out: Path, data: PreparedData, cells: Sequence[Cell], *, progress: bool
+) -> dict[str, Path]:
+    """Where the data lie that the cells take, made if need be."""
+    homes = {cell.data: data.path for cell in cells}
+    if TOP in homes:
+        homes[TOP] = out / TOP
+        if not homes[TOP].exists():
+            keep_top_ids(data, _TOP_IDS, homes[TOP], progress=progress)
+    return homes
+
+
+def _record(study: Study, setting: Setting, cells: Sequence[Cell]) -> dict[str, Any]:
+    return {
+        "format": FORMAT_VERSION,
+        "study": study.name,
+        "title": study.title,
+        "paper": study.paper,
+        "rows": study.rows,
+        "columns": study.columns,
+        "batch_sizes": list(setting.batch_sizes),
+        "seeds": list(setting.seeds),
+        "cells": [
+            {
+                "row": cell.row,
+                "column": cell.column,
+                "data": cell.data,
+                "config": cell.config.to_dict(),
+                "runs": {
+                    str(seed): run_name(dataclasses.replace(cell.config, seed=seed), cell.data)
+                    for seed in setting.seeds
+                },
+            }
+            for cell in cells
+        ],
+    }
+
+
+def _line(task: Task) -> str:
+    """How a run ended."""
+    config = TrainConfig.from_dict(task.config)
+    what = f"{config.model}, batch {config.batch_size:,}, seed {config.seed}, {task.run.name}"
+    if not (task.run / RESULT).exists():
+        return f"{what}: diverged"
+    result = _read(task.run / RESULT)
+    return f"{what}: test AUC {result['auc']:.5f}, {result['train_seconds']:.0f} s"
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(
+            f"what a sweep wrote must be there. Received: {path}: {error}. Sweep again"
+        ) from None
+    if not isinstance(found, dict):
+        raise UserError(f"{path} must be as it was written. Received: another value. Sweep again")
+    return found

@@ -1,0 +1,189 @@
+"""Runs that are trained by several processes, each one run after the other.
+
+A run that was begun before is gone on with; one that is finished, here or by another sweep of the
+same folder, is left alone. What a signal ends is saved.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+from merlin_cowclip.workflows.errors import Stopped, UserError
+from merlin_cowclip.workflows.folders import remove, write_json
+from merlin_cowclip.workflows.training.configuration import TrainConfig
+from merlin_cowclip.workflows.training.runs import CONFIG, RESULT
+
+DIVERGED = "diverged.json"  # instead of the result, of a run whose loss or weights were not finite
+_PAUSE = 5.0  # seconds before another look at a run that somebody else trains
+
+
+@dataclass(frozen=True)
+class Task:
+    """A run to train.
+
+    Attributes:
+      run: the run folder.
+      lock: a folder by which processes agree on who trains it.
+      data: the prepared folder.
+      config: `TrainConfig.to_dict`.
+    """
+
+    run: Path
+    lock: Path
+    data: Path
+    config: dict[str, Any]
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it ended, with a result or without."""
+        return any((self.run / name).exists() for name in (RESULT, DIVERGED))
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a task ended: "done", "busy", "stopped" (a message says why), or "refused"."""
+
+    task: Task
+    how: str
+    message: str = ""
+
+
+def work_off(tasks: Sequence[Task], jobs: int) -> Iterator[Task]:
+    """Train runs, `jobs` at a time; yields each as it ends.
+
+    Raises:
+      UserError: what a run is refused with; those in hand are saved.
+      Stopped: a process was told to stop; likewise.
+      KeyboardInterrupt: this one was; likewise.
+    """
+    waiting = deque(tasks)
+    workers = [_Worker() for _ in range(min(jobs, len(waiting)))]
+    idle = list(workers)
+    try:
+        while waiting or len(idle) < len(workers):
+            while waiting and idle:
+                idle.pop().begin(waiting.popleft())
+            at_work = [worker for worker in workers if worker not in idle]
+            ready = wait([worker.pipe for worker in at_work])
+            for worker in at_work:
+                if worker.pipe not in ready:
+                    continue
+                ended = worker.ended()
+                idle.append(worker)
+                if ended.how == "busy":
+                    waiting.append(ended.task)
+                    time.sleep(_PAUSE / max(1, len(waiting)))
+                elif ended.how == "done":
+                    yield ended.task
+                elif ended.how == "stopped":
+                    raise Stopped(ended.message, signal.SIGTERM)
+                else:
+                    raise UserError(ended.message)
+    finally:
+        for worker in workers:
+            worker.stop(at_work=worker not in idle)
+
+
+class _Worker:
+    """A process, and the pipe to it."""
+
+    def __init__(self) -> None:
+        # Not forked: TensorFlow's threads would be lost.
+        context = multiprocessing.get_context("spawn")
+        self.pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_work, args=(theirs,), daemon=True)
+        self._process.start()
+        theirs.close()
+        self._task: Task | None = None
+
+    def begin(self, task: Task) -> None:
+        self._task = task
+        self.pipe.send(task)
+
+    def ended(self) -> Ended:
+        assert self._task is not None
+        try:
+            found: Ended = self.pipe.recv()
+        except EOFError:
+            self._process.join()
+            code = self._process.exitcode
+            raise UserError(
+                f"a process that trains must live until it is done. Received: exit code {code} "
+                f"while it trained {self._task.run}. Give it more memory, or use fewer jobs; start "
+                "again to go on"
+            ) from None
+        return found
+
+    def stop(self, *, at_work: bool) -> None:
+        """After the update in hand, saved."""
+        if at_work and self._process.is_alive() and self._process.pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._process.pid, signal.SIGTERM)
+        self.pipe.close()
+        self._process.join()
+
+
+def _work(pipe: Connection) -> None:
+    """What a process does until nobody gives it more."""
+    os.setpgrp()  # Ctrl-C is for the one that started it, which tells this one once
+    while True:
+        try:
+            task = pipe.recv()
+        except EOFError:
+            return
+        try:
+            ended = _trained(task)
+        except Stopped as error:
+            ended = Ended(task, "stopped", str(error))
+        except UserError as error:
+            ended = Ended(task, "refused", str(error))
+        try:
+            pipe.send(ended)
+        except BrokenPipeError:  # nobody is there any more; the run is
+            return
+
+
+def _trained(task: Task) -> Ended:
+    """Train a run, or go on with it, and let its checkpoints go.
+
+    Raises:
+      UserError, Stopped: as `train` does.
+    """
+    from merlin_cowclip.workflows.data.prepared import PreparedData
+    from merlin_cowclip.workflows.training.keeping import Keeping
+    from merlin_cowclip.workflows.training.loop import CHECKPOINTS
+    from merlin_cowclip.workflows.training.one_at_a_time import BusyError, locked
+    from merlin_cowclip.workflows.training.train import resume, train
+    from merlin_cowclip.workflows.training.watch import NotFiniteError
+
+    task.lock.mkdir(parents=True, exist_ok=True)
+    try:
+        with locked(task.lock):
+            if task.is_done:
+                return Ended(task, "done")
+            try:
+                if (task.run / CONFIG).exists():
+                    resume(task.run, progress=False)
+                else:
+                    data = PreparedData.open(task.data)
+                    config = TrainConfig.from_dict(task.config)
+                    keeping = Keeping(keep=1, saved_model=False)
+                    train(data, config, task.run, keeping=keeping, progress=False)
+            except NotFiniteError as error:
+                remove(task.run)
+                task.run.mkdir()
+                write_json(task.run / DIVERGED, {"config": task.config, "message": str(error)})
+            remove(task.run / CHECKPOINTS)
+    except BusyError:
+        return Ended(task, "busy")
+    return Ended(task, "done")
