@@ -1,8 +1,10 @@
-"""The command that trains lists of runs: sweep."""
+"""The commands that compare runs: sweep, report."""
 
 from __future__ import annotations
 
 import argparse
+import shlex
+import sys
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +28,7 @@ _VALUES = ("dense_lr", "embedding_lr", "l2", "clip_ratio", "clip_floor")
 
 
 def add(commands: Commands) -> None:
-    """The command, with its arguments."""
+    """The two, with their arguments."""
     sweep = commands.add_parser(
         "sweep",
         help="train all runs of a study: which rule, which clip, how much time",
@@ -55,6 +57,13 @@ def add(commands: Commands) -> None:
     sweep.add_argument("--jobs", type=int, default=1, help="runs trained at a time (1)")
     sweep.add_argument("--quiet", action="store_true", help="no bar, and only the table")
     sweep.set_defaults(run=_sweep)
+    report = commands.add_parser(
+        "report",
+        help="a sweep's page: tables beside the paper's numbers, plots, and a verdict",
+        description="Writes OUT/report.html, one page that needs no network, and OUT/report.md.",
+    )
+    report.add_argument("out", type=Path, help="the folder of a sweep, finished or not")
+    report.set_defaults(run=_report)
 
 
 def _numbers(text: str) -> list[int]:
@@ -89,6 +98,13 @@ def _sweep(arguments: argparse.Namespace) -> None:
         arguments.out,
         setting,
         jobs=arguments.jobs,
+        command=shlex.join(["merlin-cowclip", *sys.argv[1:]]),
         progress=not arguments.quiet,
     )
     print(table)
+
+
+def _report(arguments: argparse.Namespace) -> None:
+    from merlin_cowclip.workflows.study.report import report
+
+    print(report(arguments.out))

@@ -63,6 +63,7 @@ def sweep(
     setting: Setting,
     *,
     jobs: int = 1,
+    command: str = "",
     progress: bool = True,
 ) -> str:
     """Train what a study takes and is not there yet; returns its table.
@@ -76,6 +77,7 @@ def sweep(
       out: the folder of the runs, of this study and of others on the same data; made if need be.
       setting: what the runs have in common.
       jobs: runs trained at a time, a process each.
+      command: what prints the table again, for the report.
       progress: whether to say how each run ended, and show a bar on stderr.
 
     Raises:
@@ -88,7 +90,7 @@ def sweep(
     _check(data, cells)
     _open(out, data)
     homes = _homes(out, data, cells, progress=progress)
-    record = _record(study, setting, cells)
+    record = {**_record(study, setting, cells), "command": command}
     (out / STUDIES_).mkdir(exist_ok=True)
     write_json(out / STUDIES_ / f"{study.name}.json", record)
     tasks = {}
@@ -115,13 +117,22 @@ def run_name(config: TrainConfig, data: str) -> str:
     return f"{config.identity[:16]}-{data}"
 
 
+def read_record(out: Path, name: str) -> dict[str, Any]:
+    """What a study's runs are, as its last sweep wrote it.
+
+    Raises:
+      UserError: there is no such study, or its record is damaged.
+    """
+    return _read(out / STUDIES_ / f"{name}.json")
+
+
 def outcomes(out: Path, name: str) -> list[Outcome]:
     """What the runs of a study came to, those that ended, cell by cell.
 
     Raises:
       UserError: there is no such study, or its record or a result is damaged.
     """
-    record = _read(out / STUDIES_ / f"{name}.json")
+    record = read_record(out, name)
     found = []
     for cell in record["cells"]:
         results: dict[int, Mapping[str, Any] | None] = {}

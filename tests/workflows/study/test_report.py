@@ -1,0 +1,170 @@
+"""A sweep's page: its numbers are those of the results, each with the way there."""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from merlin_cowclip.workflows.errors import UserError
+from merlin_cowclip.workflows.study import sweep
+from merlin_cowclip.workflows.study.paper import PRINTED
+from merlin_cowclip.workflows.study.report import report
+from merlin_cowclip.workflows.study.studies import STUDIES, Setting
+
+SIZES = (1024, 8192)
+SETTING = Setting(SIZES, config={"epochs": 2}, seeds=(1, 2, 3))
+
+
+def swept(out: Path, names=STUDIES, setting: Setting = SETTING, dataset: str = "criteo") -> Path:
+    """A sweep's folder as if its runs had been trained; their AUCs are drawn."""
+    random = np.random.default_rng(0)
+    for folder in ("studies", "runs"):
+        (out / folder).mkdir(parents=True)
+    (out / "sweep.json").write_text(json.dumps({"format": 1, "data": "/data", "data_sha256": "x"}))
+    for name in names:
+        study = STUDIES[name]
+        record = {**sweep._record(study, setting, list(study.cells(setting))), "command": "again"}
+        (out / "studies" / f"{name}.json").write_text(json.dumps(record))
+        for cell in record["cells"]:
+            for run in cell["runs"].values():
+                folder = out / "runs" / run
+                if folder.exists():
+                    continue
+                folder.mkdir()
+                auc, seconds = 0.75 + 0.01 * random.random(), 60 * random.random()
+                epochs = [{"epoch": e, "auc": auc - 0.01 * (2 - e)} for e in (1, 2)]
+                result = {
+                    "auc": auc,
+                    "train_seconds": seconds,
+                    "epochs": epochs,
+                    "clip": "The clip shortened no gradient.",
+                    "config": {
+                        "dataset": dataset,
+                        "rows": {"train": 90, "test": 10},
+                        "cardinalities": {"a": 7, "b": 5},
+                        "versions": {"python": "3.11"},
+                        "machine": {"platform": "x", "cpus": 2, "gpus": []},
+                    },
+                }
+                (folder / "result.json").write_text(json.dumps(result))
+                lines = "epoch,gradient_norm_frequent,gradient_norm_rare\n1,0.5,\n2,0.4,0.1\n"
+                (folder / "metrics.csv").write_text(lines)
+    return out
+
+
+class Page(HTMLParser):
+    """What a page refers to, and whether its elements are closed."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.links: list[str] = []
+        self.open: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.links += [value for name, value in attrs if name in ("href", "src") and tag == "a"]
+        if tag in ("table", "tr", "td", "th", "p", "figure", "svg", "pre", "h2", "dl", "code"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        if self.open and self.open[-1] == tag:
+            self.open.pop()
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory):
+    return swept(tmp_path_factory.mktemp("report") / "out")
+
+
+@pytest.fixture(scope="module")
+def page(out):
+    return report(out).read_text()
+
+
+def test_the_page_stands_alone(page):
+    found = Page(page)
+    assert found.open == []
+    assert not re.findall(r'(?:src|@import|url)\s*[=(]\s*["\']?(?:https?:)?//', page)
+    assert not [link for link in found.links if "//" in link]
+    assert all(study.title in html.unescape(page) for study in STUDIES.values())
+    assert page.count("<svg") >= len(STUDIES)
+
+
+def test_every_number_leads_to_its_result(out, page):
+    links = {link for link in Page(page).links if link.startswith("runs/")}
+    assert links == {str(p.relative_to(out)) for p in out.glob("runs/*/result.json")}
+    text = (out / "report.md").read_text()
+    cell = re.search(r"\| ([\d.]+) ± ([\d.]+) ((?:\[\d\]\([^)]+\) ?)+)", text)
+    aucs = [
+        json.loads((out / link).read_text())["auc"] for link in re.findall(r"\((.+?)\)", cell[3])
+    ]
+    assert len(aucs) == 3
+    assert float(cell[1]) == pytest.approx(100 * np.mean(aucs), abs=5e-4)
+    assert float(cell[2]) == pytest.approx(100 * np.std(aucs, ddof=1), abs=5e-4)
+
+
+def test_the_papers_numbers_stand_beside(out):
+    text = (out / "report.md").read_text()
+    assert "| *cowclip, paper* | 80.86 | 80.97 |" in text  # Table 2
+    assert "| *dcn_v2, paper* | 80.78 | 80.87 | 80.98 |" in text  # Table 3
+    assert "| *linear scale on dense, paper* | diverged |" in text  # Table 12
+    assert "Hotline: AUC 79.8 %, 53, 45, 39 minutes" in text  # Table 5
+
+
+def test_the_papers_rows_are_ours():
+    setting = Setting(tuple(1024 * 2**i for i in range(8)))
+    for (name, _), table in PRINTED.items():
+        ours = {cell.row for cell in STUDIES[name].cells(setting)}
+        assert {row for row, _ in table} <= ours
+
+
+def test_other_data_have_no_printed_numbers(tmp_path):
+    text = (
+        report(swept(tmp_path / "out", ["curves"], dataset="mine")).with_suffix(".md").read_text()
+    )
+    assert "paper*" not in text
+
+
+def test_the_verdict(tmp_path):
+    out = swept(tmp_path / "out", ["scaling-rules"])
+    found = {(o.cell.row, o.cell.column): o for o in sweep.outcomes(out, "scaling-rules")}
+    small, large = (found["cowclip", column] for column in ("1,024", "8,192"))
+    times = [np.mean(o.values("train_seconds")) for o in (small, large)]
+    report(out)
+    text = (out / "report.md").read_text()
+    (mean, deviation), (base, _) = large.mean("auc"), small.mean("auc")
+    assert f"At 8,192 with `cowclip`, AUC {100 * mean:.3f} ± {100 * deviation:.3f} %" in text
+    assert f"against {100 * base:.3f}" in text
+    assert f"{times[0] / times[1]:.1f} times faster" in text
+
+
+def test_runs_that_are_missing_or_diverged(tmp_path):
+    out = swept(tmp_path / "out", ["curves"])
+    runs = json.loads((out / "studies" / "curves.json").read_text())["cells"][1]["runs"]
+    (out / "runs" / runs["1"] / "result.json").unlink()
+    report(out)
+    assert "(1 to come)" in (out / "report.md").read_text()
+    (out / "runs" / runs["1"] / "diverged.json").write_text("{}")
+    report(out)
+    text = (out / "report.md").read_text()
+    assert "| diverged [1]" in text
+    assert "Diverged somewhere: `cowclip`" in text
+
+
+def test_what_is_no_sweep(tmp_path):
+    with pytest.raises(UserError, match="a report is of a sweep's folder. Received: "):
+        report(tmp_path)
+    setting = dataclasses.replace(SETTING, seeds=(1,))
+    out = swept(tmp_path / "out", ["curves"], setting)
+    for path in out.glob("runs/*/result.json"):
+        path.unlink()
+    with pytest.raises(UserError, match="a report needs runs that ended"):
+        report(out)
+    assert not (out / "report.html").exists()

@@ -1,0 +1,89 @@
+"""A report as one HTML page, and as Markdown."""
+
+from __future__ import annotations
+
+import html
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from merlin_cowclip.workflows.study.report import Section
+
+_TITLE = "What a large batch does to these data"
+_STYLE = """
+:root { color-scheme: light dark; --ink: #1f2328; --paper: #fff; --faint: #77808a; --line: #d0d7de }
+@media (prefers-color-scheme: dark) { :root { --ink: #e6edf3; --paper: #0d1117; --line: #30363d } }
+* { box-sizing: border-box }
+body { margin: 0 auto; padding: 1rem; max-width: 60rem; color: var(--ink); background: var(--paper);
+  font: 16px/1.5 system-ui, sans-serif }
+h1 { line-height: 1.2 } h2 { margin-top: 3rem }
+.table { overflow-x: auto }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: 0.9rem }
+th, td { padding: 0.3rem 0.7rem; border-bottom: 1px solid var(--line); text-align: right;
+  white-space: nowrap }
+th:first-child, td:first-child { text-align: left }
+td a { color: var(--faint); font-size: 0.7rem; vertical-align: super; text-decoration: none }
+em, figcaption, .note, dt { color: var(--faint) }
+.verdict { font-size: 1.1rem; border-left: 4px solid #0072b2; padding-left: 1rem }
+figure { margin: 1.5rem 0 } svg { max-width: 100%; height: auto }
+pre { overflow-x: auto; padding: 0.7rem; border: 1px solid var(--line); font-size: 0.8rem }
+dt { float: left; clear: left; width: 6rem } dd { margin-left: 6rem; overflow-wrap: anywhere }
+@media print { body { max-width: none; font-size: 11px } h2 { break-after: avoid }
+  figure, table { break-inside: avoid } :root { --ink: #000; --paper: #fff } }
+""".strip()
+
+
+def as_markdown(sections: Sequence[Section], about: Mapping[str, str]) -> str:
+    """The sections without their plots."""
+    parts = [f"# {_TITLE}", *(f"- {key}: {value}" for key, value in about.items())]
+    for section in sections:
+        parts += ["", f"## {section.title} ({section.paper})", "", section.verdict, ""]
+        parts += [_row(section.header), _row(["---", *["---:"] * (len(section.header) - 1)])]
+        parts += [_row(row) for row in section.rows]
+        parts += ["", *section.notes, "", "```", section.command, "```"]
+    return "\n".join(parts) + "\n"
+
+
+def _row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def as_html(sections: Sequence[Section], about: Mapping[str, str]) -> str:
+    """One page that needs nothing else: light and dark, on a phone and in print."""
+    facts = "".join(
+        f"<dt>{html.escape(key)}</dt><dd>{html.escape(value)}</dd>" for key, value in about.items()
+    )
+    body = "\n".join(_section(section) for section in sections)
+    return (
+        '<!doctype html>\n<html lang="en">\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{_TITLE}</title>\n<style>\n{_STYLE}\n</style>\n"
+        f"<h1>{_TITLE}</h1>\n<dl>{facts}</dl>\n{body}\n</html>\n"
+    )
+
+
+def _section(section: Section) -> str:
+    head = "".join(f"<th>{_inline(cell)}</th>" for cell in section.header)
+    rows = "\n".join(
+        f"<tr>{''.join(f'<td>{_inline(cell)}</td>' for cell in row)}</tr>" for row in section.rows
+    )
+    figures = "\n".join(
+        f"<figure>{svg}<figcaption>{html.escape(title)}</figcaption></figure>"
+        for title, svg in section.plots
+    )
+    notes = "\n".join(f'<p class="note">{_inline(note)}</p>' for note in section.notes)
+    return (
+        f"<h2>{html.escape(section.title)} <em>{html.escape(section.paper)}</em></h2>\n"
+        f'<p class="verdict">{_inline(section.verdict)}</p>\n'
+        f'<div class="table"><table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{rows}\n</tbody>\n'
+        f"</table></div>\n{notes}\n{figures}\n<pre>{html.escape(section.command)}</pre>"
+    )
+
+
+def _inline(text: str) -> str:
+    """Markdown's code, emphasis and links in a line."""
+    text = html.escape(text)
+    text = re.sub(r"`([^`]+)`", r"<code>\1</code>", text)
+    text = re.sub(r"\[([^\]]+)\]\(([^)\s]+)\)", r'<a href="\2">\1</a>', text)
+    return re.sub(r"^\*(.+)\*$", r"<em>\1</em>", text)

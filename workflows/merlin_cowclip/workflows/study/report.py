@@ -1,0 +1,312 @@
+"""A sweep's page: every study's table beside the paper's numbers, plots, and a verdict.
+
+One HTML file that needs no network, and the same in Markdown. Every number of ours is a link to the
+`result.json` that it comes from.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from merlin_cowclip.workflows.errors import UserError
+from merlin_cowclip.workflows.study.paper import BASELINE, CITED, PRINTED, Printed
+from merlin_cowclip.workflows.study.studies import STUDIES
+from merlin_cowclip.workflows.study.sweep import (
+    RECORD,
+    RUNS,
+    STUDIES_,
+    Outcome,
+    outcomes,
+    read_record,
+)
+from merlin_cowclip.workflows.training.runs import RESULT
+
+HTML, MARKDOWN = "report.html", "report.md"
+_BASE = 1024  # the paper's
+
+
+@dataclass
+class Section:
+    """What a page says of one study.
+
+    Attributes:
+      title: its question.
+      paper: where the paper asks it.
+      verdict: the answer, in a sentence or two.
+      header, rows: the table, in Markdown's words.
+      notes: sentences below it.
+      plots: title and SVG of each.
+      command: what prints the numbers again.
+    """
+
+    title: str
+    paper: str
+    verdict: str
+    header: list[str]
+    rows: list[list[str]]
+    notes: list[str] = field(default_factory=list)
+    plots: list[tuple[str, str]] = field(default_factory=list)
+    command: str = ""
+
+
+def report(out: str | Path) -> Path:
+    """Write `OUT/report.html` and `OUT/report.md` of all that a sweep's folder holds.
+
+    Raises:
+      UserError: it is no sweep's, or nothing of it has ended.
+    """
+    from merlin_cowclip.workflows.study.pages import as_html, as_markdown
+
+    out = Path(out)
+    if not (out / RECORD).exists():
+        raise UserError(
+            f"a report is of a sweep's folder. Received: {out}, which is none. Make one with "
+            "'merlin-cowclip sweep'"
+        )
+    known = [name for name in STUDIES if (out / STUDIES_ / f"{name}.json").exists()]
+    sections = [section for name in known if (section := _section(out, name)) is not None]
+    if not sections:
+        raise UserError(
+            f"a report needs runs that ended. Received: {out}, without one. Sweep again to go on"
+        )
+    about = _about(out)
+    for name, text in ((HTML, as_html(sections, about)), (MARKDOWN, as_markdown(sections, about))):
+        partial = out / f".{name}.partial"
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(out / name)
+    return out / HTML
+
+
+def _section(out: Path, name: str) -> Section | None:
+    """What is said of a study; `None` if no run of it has ended."""
+    record = read_record(out, name)
+    found = outcomes(out, name)
+    if not any(outcome.results for outcome in found):
+        return None
+    study, sizes = STUDIES[name], record["batch_sizes"]
+    printed = PRINTED.get((name, _dataset(found)), {})
+    quantity = _MINUTES if name == "time" else _AUC
+    columns = list(dict.fromkeys(o.cell.column for o in found))
+    rows = []
+    for row in dict.fromkeys(o.cell.row for o in found):
+        cells = {o.cell.column: o for o in found if o.cell.row == row}
+        rows.append([row, *(_cell(cells.get(c), record, quantity) for c in columns)])
+        theirs = [_theirs(printed, row, column, quantity) for column in columns]
+        if any(theirs):
+            rows.append([f"*{row}, paper*", *theirs])
+    section = Section(
+        study.title, study.paper, "", [study.rows, *columns], rows, command=record["command"]
+    )
+    section.verdict = _verdict(found, sizes, quantity)
+    section.notes = list(_notes(name, found, printed))
+    section.plots = list(_plots(out, name, found, record, quantity))
+    return section
+
+
+@dataclass(frozen=True)
+class _Quantity:
+    key: str
+    name: str
+    factor: float
+    digits: int
+
+
+_AUC = _Quantity("auc", "test AUC, %", 100.0, 3)
+_MINUTES = _Quantity("train_seconds", "minutes of training", 1 / 60, 2)
+
+
+def _dataset(found: Sequence[Outcome]) -> str:
+    """The name of the data set, of any result."""
+    results = (r for outcome in found for r in outcome.results.values() if r is not None)
+    first = next(results, None)
+    return "" if first is None else str(first["config"].get("dataset", ""))
+
+
+def _cell(outcome: Outcome | None, record: Mapping[str, Any], quantity: _Quantity) -> str:
+    """Mean ± deviation, and a link to each run."""
+    if outcome is None or not outcome.results:
+        return ""
+    runs = next(
+        c["runs"]
+        for c in record["cells"]
+        if (c["row"], c["column"]) == (outcome.cell.row, outcome.cell.column)
+    )
+    found = outcome.mean(quantity.key)
+    shown = "diverged" if found is None else _shown(found, quantity)
+    ended = [seed for seed, result in outcome.results.items() if result is not None]
+    links = " ".join(
+        f"[{i}]({RUNS}/{runs[str(seed)]}/{RESULT})" for i, seed in enumerate(ended, start=1)
+    )
+    missing = len(runs) - len(outcome.results)
+    return " ".join(filter(None, [shown, links, f"({missing} to come)" if missing else ""]))
+
+
+def _shown(found: tuple[float, float], quantity: _Quantity) -> str:
+    mean, deviation = (quantity.factor * value for value in found)
+    digits = quantity.digits
+    return f"{mean:.{digits}f}" + (f" ± {deviation:.{digits}f}" if deviation else "")
+
+
+def _theirs(printed: Mapping[Any, Printed], row: str, column: str, quantity: _Quantity) -> str:
+    """What the paper has there, at as many times its own base batch."""
+    s = BASELINE if column == "baseline" else int(column.replace(",", "")) // _BASE
+    found = printed.get((row, s))
+    if found is None:
+        return ""
+    value = found.minutes if quantity is _MINUTES else found.auc
+    return "diverged" if value is None else f"{value:g}"
+
+
+def _verdict(found: Sequence[Outcome], sizes: Sequence[int], quantity: _Quantity) -> str:
+    """The largest batch against the smallest: of CowClip where it is there, and of the best."""
+    least, most = (f"{size:,}" for size in (sizes[0], sizes[-1]))
+    by_place = {(o.cell.row, o.cell.column): o for o in found}
+    ours = [row for row in ("cowclip", "adaptive_column", "deepfm") if (row, most) in by_place]
+    sentences = []
+    at_most = {
+        row: mean
+        for (row, column), o in by_place.items()
+        if column == most and (mean := o.mean(_AUC.key)) is not None
+    }
+    for row in ours[:1]:
+        small, large = (by_place.get((row, column)) for column in (least, most))
+        if small is None or large is None or least == most:
+            continue
+        a, b = small.mean(_AUC.key), large.mean(_AUC.key)
+        if a is None or b is None:
+            continue
+        speed = small.mean("train_seconds"), large.mean("train_seconds")
+        faster = ""
+        if speed[0] and speed[1]:
+            faster = f", {speed[0][0] / speed[1][0]:.1f} times faster"
+        sentences.append(
+            f"At {most} with `{row}`, AUC {_shown(b, _AUC)} % against {_shown(a, _AUC)} % at "
+            f"{least}{faster}."
+        )
+    if quantity is _AUC and len(at_most) > 1:
+        best = max(at_most, key=lambda row: at_most[row][0])
+        worst = min(at_most, key=lambda row: at_most[row][0])
+        sentences.append(
+            f"Best at {most}: `{best}`, {_shown(at_most[best], _AUC)} %; worst: `{worst}`, "
+            f"{_shown(at_most[worst], _AUC)} %."
+        )
+    diverged = sorted({o.cell.row for o in found if o.results and o.mean(_AUC.key) is None})
+    if diverged:
+        sentences.append(f"Diverged somewhere: {', '.join(f'`{row}`' for row in diverged)}.")
+    return " ".join(sentences)
+
+
+def _notes(name: str, found: Sequence[Outcome], printed: Mapping[Any, Any]) -> Iterator[str]:
+    seeds = {len(outcome.results) for outcome in found if outcome.results}
+    if max(seeds) > 1:
+        yield f"Mean ± deviation of {max(seeds)} seeds; the small numbers lead to each run."
+    else:
+        yield "One seed: differences may be chance."
+    if printed:
+        yield (
+            "Beneath, the paper's numbers at as many times 1,024 samples, of ten epochs on the "
+            "whole data set on one V100."
+        )
+    clips = {
+        result["clip"]
+        for outcome in found
+        for result in outcome.results.values()
+        if result is not None and outcome.cell.config.hyperparameters.clip is not None
+    }
+    if name in ("scaling-rules", "clipping", "curves") and clips:
+        yield "What the clip did: " + " / ".join(sorted(clips)[:4])
+    if name == "time" and (cited := CITED.get(_dataset(found))):
+        systems = "; ".join(
+            f"{system}: AUC {c.auc:g} %, {', '.join(f'{m:g}' for m in c.minutes)} minutes"
+            for system, c in cited.items()
+        )
+        yield (
+            "Systems that the paper cites, at 1K, 2K and 4K on 1, 2 and 4 GPUs (measured by "
+            f"neither): {systems}."
+        )
+
+
+def _plots(
+    out: Path, name: str, found: Sequence[Outcome], record: Mapping[str, Any], quantity: _Quantity
+) -> Iterator[tuple[str, str]]:
+    from merlin_cowclip.workflows.study.plots import Line, line_plot
+
+    by_batch: dict[str, list[tuple[float, float, float]]] = {}
+    for outcome in found:
+        mean = outcome.mean(quantity.key)
+        if mean is not None and outcome.cell.column != "baseline":
+            size = outcome.cell.config.batch_size
+            point = (float(size), quantity.factor * mean[0], quantity.factor * mean[1])
+            by_batch.setdefault(outcome.cell.row, []).append(point)
+    if len({point[0] for points in by_batch.values() for point in points}) > 1:
+        yield (
+            f"{quantity.name}, by batch size",
+            line_plot(
+                by_batch,
+                "batch size",
+                quantity.name,
+                powers_of_two=True,
+                logarithmic=quantity is _MINUTES,
+            ),
+        )
+    if name == "curves":
+        curves: dict[str, Line] = {}
+        for outcome in found:
+            first = next((r for r in outcome.results.values() if r is not None), None)
+            if first is not None:
+                epochs = first["epochs"]
+                curves[outcome.cell.column] = [(e["epoch"], 100 * e["auc"], 0.0) for e in epochs]
+        yield "test AUC, by epoch", line_plot(curves, "epoch", "test AUC, %")
+    if name == "gradients":
+        yield from _gradient_plots(out, found, record)
+
+
+def _gradient_plots(
+    out: Path, found: Sequence[Outcome], record: Mapping[str, Any]
+) -> Iterator[tuple[str, str]]:
+    """Mean gradient norms of frequent and rare ids over the epochs, of each run of one seed."""
+    from merlin_cowclip.workflows.study.plots import line_plot
+
+    lines = {}
+    for outcome, cell in zip(found, record["cells"], strict=True):
+        seed = next((s for s, r in outcome.results.items() if r is not None), None)
+        if seed is None:
+            continue
+        path = out / RUNS / cell["runs"][str(seed)] / "metrics.csv"
+        with path.open(newline="", encoding="utf-8") as file:
+            rows = list(csv.DictReader(file))
+        for kind in ("frequent", "rare"):
+            points = [
+                (float(row["epoch"]), float(row[f"gradient_norm_{kind}"]), 0.0)
+                for row in rows
+                if row[f"gradient_norm_{kind}"]
+            ]
+            lines[f"{outcome.cell.row}, {outcome.cell.column}, {kind}"] = points
+    yield (
+        "mean gradient norm of an id's row, before the clip",
+        line_plot(lines, "epoch", "gradient norm", logarithmic=True),
+    )
+
+
+def _about(out: Path) -> dict[str, str]:
+    """Of which data, by which versions, on what machine."""
+    record = json.loads((out / RECORD).read_text(encoding="utf-8"))
+    about = {"data": str(record["data"])}
+    for path in sorted(out.glob(f"{RUNS}/*/{RESULT}"))[:1]:
+        config = json.loads(path.read_text(encoding="utf-8"))["config"]
+        rows = config["rows"]
+        about |= {
+            "rows": f"{rows['train']:,} for training, {rows['test']:,} for testing",
+            "ids": f"{sum(config['cardinalities'].values()):,}",
+            "versions": ", ".join(f"{k} {v}" for k, v in config["versions"].items()),
+            "machine": ", ".join(
+                f"{k}: {', '.join(v) or 'none' if isinstance(v, list) else v}"
+                for k, v in config["machine"].items()
+            ),
+        }
+    return about
