@@ -41,12 +41,12 @@ def add(commands: Commands) -> None:
     sweep.add_argument("--out", required=True, type=Path, help="the folder of the runs")
     sweep.add_argument(
         "--batch-sizes",
-        type=_numbers,
+        type=numbers,
         metavar="N,…",
         help="samples per update, the base first (1024, doubled as long as the data allows)",
     )
     sweep.add_argument(
-        "--seeds", type=_numbers, default=list(SEEDS), metavar="N,…", help="(1234,1235,1236)"
+        "--seeds", type=numbers, default=list(SEEDS), metavar="N,…", help="(1234,1235,1236)"
     )
     sweep.add_argument("--epochs", type=int, help="passes over the data (default 10)")
     sweep.add_argument("--update", help="exact (default) or lazy")
@@ -66,7 +66,8 @@ def add(commands: Commands) -> None:
     report.set_defaults(run=_report)
 
 
-def _numbers(text: str) -> list[int]:
+def numbers(text: str) -> list[int]:
+    """The value of --batch-sizes and --seeds."""
     return [int(number) for number in text.split(",")]
 
 

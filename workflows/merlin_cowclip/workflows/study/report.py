@@ -158,8 +158,9 @@ def _theirs(printed: Mapping[Any, Printed], row: str, column: str, quantity: _Qu
     found = printed.get((row, s))
     if found is None:
         return ""
-    value = found.minutes if quantity is _MINUTES else found.auc
-    return "diverged" if value is None else f"{value:g}"
+    if quantity is _MINUTES:
+        return f"{found.minutes:g}"
+    return "diverged" if found.auc is None else f"{found.auc:.2f}"
 
 
 def _verdict(found: Sequence[Outcome], sizes: Sequence[int], quantity: _Quantity) -> str:
@@ -183,7 +184,10 @@ def _verdict(found: Sequence[Outcome], sizes: Sequence[int], quantity: _Quantity
         speed = small.mean("train_seconds"), large.mean("train_seconds")
         faster = ""
         if speed[0] and speed[1]:
-            faster = f", {speed[0][0] / speed[1][0]:.1f} times faster"
+            times = speed[0][0] / speed[1][0]
+            faster = (
+                f", {times:.1f} times faster" if times >= 1 else f", {1 / times:.1f} times slower"
+            )
         sentences.append(
             f"At {most} with `{row}`, AUC {_shown(b, _AUC)} % against {_shown(a, _AUC)} % at "
             f"{least}{faster}."

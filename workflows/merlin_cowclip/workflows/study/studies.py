@@ -60,7 +60,7 @@ class Setting:
       thresholds: constants of the clips "global", "field" and "column" at the base batch size.
 
     Raises:
-      UserError: no batch size or seed, or one twice.
+      UserError: no batch size or seed, one twice, or out of range.
     """
 
     batch_sizes: Sequence[int]
@@ -79,6 +79,10 @@ class Setting:
                     f"{name} must name something, and each only once. Received: {list(values)}. "
                     "Correct it"
                 )
+        for seed in self.seeds:
+            TrainConfig(seed=seed)
+        for size in self.batch_sizes:
+            TrainConfig(batch_size=size)
         object.__setattr__(self, "batch_sizes", tuple(sorted(self.batch_sizes)))
         object.__setattr__(self, "seeds", tuple(self.seeds))
 

@@ -170,11 +170,19 @@ def _check(data: PreparedData, cells: Sequence[Cell]) -> None:
     """Refuse what cannot be trained or measured, before any of it is.
 
     Raises:
-      UserError: no test part, or a configuration that does not go with the data.
+      UserError: no test part, or one of one label; or a configuration that does not go with the
+        data.
     """
     if not data.test_files:
         raise UserError(
             f"a study needs a test part. Received: {data.path}, without one. Name data that has one"
+        )
+    rows, clicks = (data.report.get(key, {}).get("test") for key in ("rows", "positives"))
+    if clicks in (0, rows):
+        raise UserError(
+            "the test part of a study must have labels of 0 and of 1. Received: "
+            f"{data.path}, with {clicks} clicks in {rows} rows. Prepare the data with a larger "
+            "test part, or split at random"
         )
     from merlin_cowclip.workflows.training.train import check_trainable
 

@@ -1,0 +1,63 @@
+"""What `sweep` and `report` refuse, before anything is trained."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+
+import pytest
+
+from merlin_cowclip.workflows.data.prepared import PreparedData
+from merlin_cowclip.workflows.errors import UserError
+from merlin_cowclip.workflows.study.sweep import _check
+from tests.bad_input.contract import refused
+
+OPTIONS = [
+    ("--batch-sizes 0", ["batch_size must be a positive", "0"]),
+    ("--batch-sizes 32,32", ["batch_sizes must name something", "[32, 32]"]),
+    ("--batch-sizes x", ["--batch-sizes", "'x'"]),
+    ("--batch-sizes 32,141", ["must not exceed the training rows", "141, 140 rows"]),
+    ("--batch-sizes 32 --seeds 1,1", ["seeds must name something, and each only once"]),
+    ("--batch-sizes 32 --seeds=-1", ["seed must be a whole number from 0", "-1"]),
+    ("--batch-sizes 32 --epochs 0", ["epochs must be a positive whole number"]),
+    ("--batch-sizes 32 --update eager", ["update must be one of exact, lazy"]),
+    ("--batch-sizes 32 --l2 -1", ["l2 must be a number that is not negative"]),
+    ("--batch-sizes 32 --model ffm", ["model must be one of lr, fm", "'ffm'"]),
+    ("--batch-sizes 32 --combiner genres=sum", ["one combiner for all lists"]),
+    ("--batch-sizes 32 --jobs 0", ["jobs must be a whole number of at least 1", "0"]),
+]
+
+
+@pytest.mark.parametrize(("options", "words"), [pytest.param(*o, id=o[0]) for o in OPTIONS])
+def test_options(toy_data, tmp_path, options, words):
+    argv = ["sweep", "curves", toy_data, "--out", tmp_path / "out", *options.split()]
+    refused(argv, words, folder=tmp_path)
+
+
+def test_a_study_that_is_none(toy_data, tmp_path):
+    words = ["study must be one of scaling-rules, networks", "'colours'"]
+    refused(["sweep", "colours", toy_data, "--out", tmp_path / "out"], words, folder=tmp_path)
+
+
+def test_an_output_that_is_something_else(toy_data, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "file").touch()
+    for name in ("out", "file"):
+        argv = ["sweep", "curves", toy_data, "--out", tmp_path / name, "--batch-sizes", "32"]
+        refused(argv, ["must not exist, or be of a sweep", name], folder=tmp_path)
+
+
+def test_a_test_part_of_one_label(toy_data):
+    """As an adopted one may be."""
+    data = PreparedData.open(toy_data)
+    report = {**data.report, "positives": {"train": 70, "test": 60}}
+    one = dataclasses.replace(data, record={**data.record, "report": report})
+    with pytest.raises(UserError, match="must have labels of 0 and of 1. .* 60 clicks in 60 rows"):
+        _check(one, [])
+
+
+def test_reports_of_what_is_no_sweep(toy_data, tmp_path):
+    words = ["a report is of a sweep's folder", "Make one with 'merlin-cowclip sweep'"]
+    refused(["report", tmp_path], words, folder=tmp_path)
+    refused(["report", tmp_path / "nothing"], words, folder=tmp_path)
+    refused(["report", shutil.copytree(toy_data, tmp_path / "data")], words, folder=tmp_path)
