@@ -2,7 +2,7 @@
 
 A run is trained once from its beginning to its end. The same run is then started, killed with
 SIGKILL at a random moment, started again with `--resume`, killed again; whenever one comes to its
-end it is compared and another is begun. Half the kills are at a moment while it trains, evaluates
+end, as it may after a dozen kills, it is compared and another is begun. Half the kills are at a moment while it trains, evaluates
 and saves, the others anywhere in the process's life. After each kill, too, every checkpoint that is
 there is held against the one that the first run took after the same update, byte by byte.
 
@@ -45,6 +45,7 @@ SPEC = DatasetSpec(
     split=Split("random", 0.2),
 )
 EPOCHS, EVERY = 3, 25
+MOST = 12  # kills of one run, or on a busy machine none would come to its end
 COMMAND = (sys.executable, "-m", "merlin_cowclip.workflows.commands.main", "train")
 
 
@@ -118,11 +119,11 @@ def measure(arguments: argparse.Namespace, home: Path) -> None:
     )
     drawn = random.Random(arguments.seed)
     found, compared = [], 0
-    finished = kills = in_training = 0
+    finished = kills = of_this = in_training = 0
     name = itertools.count(1)
     run = home / f"run-{next(name)}"
     while kills < arguments.kills or run.exists():
-        last = kills >= arguments.kills
+        last = kills >= arguments.kills or of_this >= MOST
         before = events(run)
         going = ("--resume", run) if run.exists() else (data, "--out", run, *options)
         process = start(*going)
@@ -136,7 +137,7 @@ def measure(arguments: argparse.Namespace, home: Path) -> None:
             process.send_signal(signal.SIGKILL)
         said = process.communicate()[1]
         if process.returncode == -signal.SIGKILL:
-            kills += 1
+            kills, of_this = kills + 1, of_this + 1
             in_training += began
         elif process.returncode:
             sys.exit(f"after {kills} kills: {said}")
@@ -145,7 +146,7 @@ def measure(arguments: argparse.Namespace, home: Path) -> None:
             compared += len(set(there) & set(updates))
             found += [f"after {kills} kills: {one}" for one in differences(run, reference)]
         if (run / "result.json").exists():  # it may have been killed after that
-            finished += 1
+            finished, of_this = finished + 1, 0
             shutil.rmtree(run)
             run = home / f"run-{next(name)}"
         if kills % 10 == 0:
