@@ -2,9 +2,10 @@
 
 A run is trained once from its beginning to its end. The same run is then started, killed with
 SIGKILL at a random moment, started again with `--resume`, killed again; whenever one comes to its
-end, as it may after a dozen kills, it is compared and another is begun. Half the kills are at a moment while it trains, evaluates
-and saves, the others anywhere in the process's life. After each kill, too, every checkpoint that is
-there is held against the one that the first run took after the same update, byte by byte.
+end, as it may after a dozen kills, it is compared and another is begun. Half the kills are at a
+moment while it trains, evaluates and saves, the others anywhere in the process's life. After each
+kill, too, every checkpoint that is there is held against the one that the first run took after the
+same update, byte by byte.
 
     python benchmarks/kill_and_resume.py [--kills 40] [--seed 1] [--rows 40000] [--batch 128]
 """
