@@ -17,9 +17,9 @@ from merlin_cowclip.workflows.commands.main import main
 from merlin_cowclip.workflows.data.etl import prepare
 from merlin_cowclip.workflows.errors import Stopped, UserError
 from merlin_cowclip.workflows.study import workers
+from merlin_cowclip.workflows.study.claims import Claims
 from merlin_cowclip.workflows.study.studies import STUDIES, Setting
 from merlin_cowclip.workflows.study.sweep import outcomes, run_name, sweep
-from merlin_cowclip.workflows.training.one_at_a_time import locked
 from merlin_cowclip.workflows.training.runs import Run
 from merlin_cowclip.workflows.training.train import train
 
@@ -118,16 +118,16 @@ def test_killed_and_begun_again(swept, data, tmp_path):
 def test_a_run_that_another_process_trains_is_waited_for(data, tmp_path, monkeypatch):
     monkeypatch.setattr(workers, "_PAUSE", 0.01)
     config = dataclasses.replace(SETTING.run("cowclip", 512), seed=1)
-    task = workers.Task(tmp_path / "run", tmp_path / "lock", data.path, config.to_dict())
-    task.lock.mkdir()
-    with locked(task.lock):
-        assert workers._trained(task).how == "busy"
+    task = workers.Task(tmp_path / "run", tmp_path / "claims", data.path, config.to_dict())
+    claim = Claims(task.claims).take("run")
+    assert workers._trained(task).how == "busy"
+    claim.let_go()
     assert not task.is_done
 
 
 def test_a_stop_is_passed_on_and_saved(data, tmp_path):
     long = dataclasses.replace(SETTING.run("cowclip", 128), epochs=10_000)
-    task = workers.Task(tmp_path / "run", tmp_path / "lock", data.path, long.to_dict())
+    task = workers.Task(tmp_path / "run", tmp_path / "claims", data.path, long.to_dict())
     work = workers.work_off([task], 1)
 
     def stop(number, frame):

@@ -28,7 +28,7 @@ from merlin_cowclip.workflows.training.configuration import TrainConfig
 from merlin_cowclip.workflows.training.runs import RESULT, identity_of
 
 FORMAT_VERSION = 1
-RECORD, STUDIES_, RUNS, LOCKS = "sweep.json", "studies", "runs", ".locks"
+RECORD, STUDIES_, RUNS, CLAIMS = "sweep.json", "studies", "runs", ".claims"
 _TOP_IDS = 3
 
 
@@ -98,9 +98,7 @@ def sweep(
         for seed in setting.seeds:
             config = dataclasses.replace(cell.config, seed=seed)
             name = run_name(config, cell.data)
-            tasks[name] = Task(
-                out / RUNS / name, out / LOCKS / name, homes[cell.data], config.to_dict()
-            )
+            tasks[name] = Task(out / RUNS / name, out / CLAIMS, homes[cell.data], config.to_dict())
     (out / RUNS).mkdir(exist_ok=True)
     todo = [task for task in tasks.values() if not task.is_done]
     with progress_bar("sweep", len(tasks), " runs", show=progress) as bar:

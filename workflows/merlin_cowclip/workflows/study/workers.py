@@ -20,6 +20,7 @@ from typing import Any
 
 from merlin_cowclip.workflows.errors import Stopped, UserError
 from merlin_cowclip.workflows.folders import remove, write_json
+from merlin_cowclip.workflows.study.claims import Claims
 from merlin_cowclip.workflows.training.configuration import TrainConfig
 from merlin_cowclip.workflows.training.runs import CONFIG, RESULT
 
@@ -33,13 +34,13 @@ class Task:
 
     Attributes:
       run: the run folder.
-      lock: a folder by which processes agree on who trains it.
+      claims: a folder by which processes agree on who trains it.
       data: the prepared folder.
       config: `TrainConfig.to_dict`.
     """
 
     run: Path
-    lock: Path
+    claims: Path
     data: Path
     config: dict[str, Any]
 
@@ -162,28 +163,28 @@ def _trained(task: Task) -> Ended:
     from merlin_cowclip.workflows.data.prepared import PreparedData
     from merlin_cowclip.workflows.training.keeping import Keeping
     from merlin_cowclip.workflows.training.loop import CHECKPOINTS
-    from merlin_cowclip.workflows.training.one_at_a_time import BusyError, locked
     from merlin_cowclip.workflows.training.train import resume, train
     from merlin_cowclip.workflows.training.watch import NotFiniteError
 
-    task.lock.mkdir(parents=True, exist_ok=True)
-    try:
-        with locked(task.lock):
-            if task.is_done:
-                return Ended(task, "done")
-            try:
-                if (task.run / CONFIG).exists():
-                    resume(task.run, progress=False)
-                else:
-                    data = PreparedData.open(task.data)
-                    config = TrainConfig.from_dict(task.config)
-                    keeping = Keeping(keep=1, saved_model=False)
-                    train(data, config, task.run, keeping=keeping, progress=False)
-            except NotFiniteError as error:
-                remove(task.run)
-                task.run.mkdir()
-                write_json(task.run / DIVERGED, {"config": task.config, "message": str(error)})
-            remove(task.run / CHECKPOINTS)
-    except BusyError:
+    claim = Claims(task.claims).take(task.run.name)
+    if claim is None:
         return Ended(task, "busy")
+    try:
+        if task.is_done:
+            return Ended(task, "done")
+        try:
+            if (task.run / CONFIG).exists():
+                resume(task.run, progress=False)
+            else:
+                data = PreparedData.open(task.data)
+                config = TrainConfig.from_dict(task.config)
+                keeping = Keeping(keep=1, saved_model=False)
+                train(data, config, task.run, keeping=keeping, progress=False)
+        except NotFiniteError as error:
+            remove(task.run)
+            task.run.mkdir()
+            write_json(task.run / DIVERGED, {"config": task.config, "message": str(error)})
+        remove(task.run / CHECKPOINTS)
+    finally:
+        claim.let_go()
     return Ended(task, "done")

@@ -13,17 +13,12 @@ from merlin_cowclip.workflows.errors import UserError
 LOCK = ".lock"  # within the run
 
 
-class BusyError(UserError):
-    """Another process trains the run."""
-
-
 @contextlib.contextmanager
 def locked(run: Path) -> Iterator[None]:
     """Hold the run's lock, which the system lets go when the process ends, however it ends.
 
     Raises:
-        BusyError: another process holds it.
-        UserError: the folder cannot be written.
+        UserError: another process holds it, or the folder cannot be written.
     """
     try:
         number = os.open(run / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
@@ -36,7 +31,7 @@ def locked(run: Path) -> Iterator[None]:
         try:
             fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise BusyError(
+            raise UserError(
                 f"a run must be trained by one process at a time. Received: {run}, which another "
                 "one trains. Wait for its end, or stop it"
             ) from None
