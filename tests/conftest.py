@@ -19,17 +19,19 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 LONGEST = (  # files that take a minute and more, the longest first
     "workflows/training/test_kills.py",
-    "workflows/training/test_prediction.py",
-    "workflows/training/test_trouble.py",
-    "workflows/training/test_stopping.py",
-    "workflows/training/test_networks.py",
-    "workflows/training/test_training.py",
-    "workflows/commands/test_cli.py",
-    "notebooks/test_notebooks.py",
-    "test_wheel.py",
-    "models/test_networks.py",
     "plugins/merlin_models/test_families.py",
-    "workflows/data/test_adopt.py",
+    "workflows/training/test_stopping.py",
+    "workflows/training/test_trouble.py",
+    "plugins/test_saving.py",
+    "plugins/test_optimizer.py",
+    "workflows/training/test_networks.py",
+    "models/test_networks.py",
+    "notebooks/test_notebooks.py",
+    "workflows/study/test_processes.py",
+    "workflows/training/test_prediction.py",
+    "plugins/test_statistics.py",
+    "workflows/study/test_sweep.py",
+    "workflows/commands/test_cli.py",
 )
 
 

@@ -153,7 +153,7 @@ def test_raised_epochs_hold_for_what_is_told_to_go_on_with(run, tmp_path, monkey
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(train_module, "_compiled", interrupted)
+    monkeypatch.setattr(train_module, "compiled", interrupted)
     path = shutil.copytree(run.path, tmp_path / "run")
     with pytest.raises(Stopped, match=r"interrupted at once. The run is finished$"):
         resume(path, epochs=7, progress=False)

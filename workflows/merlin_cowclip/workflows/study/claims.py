@@ -76,7 +76,7 @@ class Claim:
 
 def _refusal(folder: Path, error: OSError) -> UserError:
     return UserError(
-        f"a tune must be a folder that can be written. Received: {folder.parent}: "
+        f"a tune or a sweep must be a folder that can be written. Received: {folder.parent}: "
         f"{error.strerror}. Let it be written, or copy it"
     )
 
