@@ -13,27 +13,22 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
-from merlin_cowclip.workflows.checks import check_whole
-from merlin_cowclip.workflows.data.datasets import check_input_names
 from merlin_cowclip.workflows.data.prepared import PreparedData
 from merlin_cowclip.workflows.errors import Stopped, UserError
-from merlin_cowclip.workflows.folders import all_or_nothing, refuse_existing, remove, write_json
+from merlin_cowclip.workflows.folders import remove, write_json
 from merlin_cowclip.workflows.progress import progress_bar
 from merlin_cowclip.workflows.quiet import quiet_imports
 from merlin_cowclip.workflows.study.claims import Claims, alone_in
 from merlin_cowclip.workflows.study.configuration import BASE_OPTIONS, TuneConfig
-from merlin_cowclip.workflows.study.held_out import held_out_rows, hold_out
+from merlin_cowclip.workflows.study.tune_folder import begin, check, check_fits
 from merlin_cowclip.workflows.study.tune_tables import trial_line
 from merlin_cowclip.workflows.study.tuned import (
     FORMAT_VERSION,
-    RECORD,
     RESULT,
     ROWS,
     TUNED,
     Tuned,
     how_to_go_on,
-    read_record,
-    record_of,
 )
 from merlin_cowclip.workflows.training.configuration import LARGEST_SEED, TrainConfig
 from merlin_cowclip.workflows.training.stopping import Interrupted, Stopping
@@ -42,9 +37,8 @@ with quiet_imports():
     from merlin_cowclip.workflows.study.repeats import Repeat, Repeats, mean_and_deviation
     from merlin_cowclip.workflows.study.search import CLAIMS, Search, Tried, database_errors
     from merlin_cowclip.workflows.study.trials import DivergedError, Epoch, epochs_of
-    from merlin_cowclip.workflows.training.rebuilding import network
     from merlin_cowclip.workflows.training.runs import environment
-    from merlin_cowclip.workflows.training.train import as_user_errors, check_trainable
+    from merlin_cowclip.workflows.training.train import as_user_errors
 
 PATIENCE = 2  # epochs without a better AUC, after which a trial ends
 _REPEATS = "repeats"
@@ -90,13 +84,13 @@ def tune(
     """
     out = Path(out)
     clock = _Clock(budget)
-    _check(config, trials, seeds)
+    check(config, trials, seeds)
     with alone_in(out.absolute().parent):
         new = not os.path.lexists(out)
         if new:
-            _begin(data, config, out, progress)
+            begin(data, config, out, progress=progress)
         else:
-            _check_fits(data, config, out)
+            check_fits(data, config, out)
     with database_errors(out):
         tuning = _Tuning(data, config, out, trials, seeds, clock, progress)
         with as_user_errors(tuning.rows, out), Stopping() as stopping:
@@ -113,62 +107,6 @@ def tune(
                 raise
         tuning.write()
     return Tuned.open(out)
-
-
-def _check(config: TuneConfig, trials: int, seeds: int) -> None:
-    check_whole("trials", trials, 1)
-    check_whole("seeds", seeds, 1)
-    if trials < len(config.starts):
-        raise UserError(
-            f"trials must be at least {len(config.starts)}, what the scaling rules predict, which "
-            f"is tried first. Received: trials={trials}. Give it more"
-        )
-
-
-def _begin(data: PreparedData, config: TuneConfig, out: Path, progress: bool) -> None:
-    """Make the folder: the rows, an empty search, the record."""
-    check_input_names(data.spec)
-    refuse_existing(out)
-    first = config.train_config(next(iter(config.starts)))
-    check_trainable(data, first)
-    try:
-        network(first, data.schema)
-    except ValueError as error:  # of the data's columns, which only the network knows
-        raise UserError(str(error)) from None
-    rows = data.rows["train"]
-    left = rows - held_out_rows(rows, config.held_out)
-    if config.batch_size > left:
-        raise UserError(
-            "batch size must not exceed the rows that are left to train on. Received: batch size "
-            f"{config.batch_size:,}, {left:,} of {rows:,} rows of {data.path} with "
-            f"held_out={config.held_out}. Choose a smaller batch, or hold out less"
-        )
-    with all_or_nothing(out) as folder:
-        hold_out(data, config.held_out, config.seed, folder / ROWS, progress=progress)
-        Search.create(folder, config.space, config.starts)
-        write_json(folder / RECORD, record_of(data, config))
-
-
-def _check_fits(data: PreparedData, config: TuneConfig, out: Path) -> None:
-    """Refuse to go on with a tune of something else."""
-    if os.path.isdir(out) and not (out / RECORD).exists():
-        refuse_existing(out)
-    before, now = read_record(out), record_of(data, config)
-    if before["data_sha256"] != now["data_sha256"]:
-        raise UserError(
-            f"a tune must go on with its own data, {before['data']}. Received: {data.path}, with "
-            f"other rows, for {out}. Name that data, or another folder"
-        )
-    for name, value in now["config"].items():
-        was = before["config"].get(name)
-        if was != value:
-            if isinstance(value, dict) and isinstance(was, dict):
-                name = next(key for key in value if value[key] != was.get(key))
-                value, was = value[name], was.get(name)
-            raise UserError(
-                f"a tune must go on with its own options, {name}={was!r}. Received: {name}="
-                f"{value!r} for {out}. Leave it out, or name another folder"
-            )
 
 
 class _TooLittleTimeError(UserError):
