@@ -91,8 +91,10 @@ def work_off(tasks: Sequence[Task], jobs: int) -> Iterator[Task]:
                 else:
                     raise UserError(ended.message)
     finally:
-        for worker in workers:
+        for worker in workers:  # all are told before any is waited for
             worker.stop(at_work=worker not in idle)
+        for worker in workers:
+            worker.join()
 
 
 class _Worker:
@@ -109,13 +111,14 @@ class _Worker:
 
     def begin(self, task: Task) -> None:
         self._task = task
-        self.pipe.send(task)
+        with contextlib.suppress(OSError):  # it has died, which `ended` says
+            self.pipe.send(task)
 
     def ended(self) -> Ended:
         assert self._task is not None
         try:
             found: Ended = self.pipe.recv()
-        except EOFError:
+        except (EOFError, OSError):  # reset, where it died before it read its task
             self._process.join()
             code = self._process.exitcode
             raise UserError(
@@ -126,11 +129,13 @@ class _Worker:
         return found
 
     def stop(self, *, at_work: bool) -> None:
-        """After the update in hand, saved."""
+        """Tell it to end, after the update in hand, saved."""
         if at_work and self._process.is_alive() and self._process.pid is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._process.pid, signal.SIGTERM)
         self.pipe.close()
+
+    def join(self) -> None:
         self._process.join()
 
 
@@ -140,7 +145,7 @@ def _work(pipe: Connection) -> None:
     while True:
         try:
             task = pipe.recv()
-        except EOFError:
+        except (EOFError, OSError):  # nobody is there any more
             return
         try:
             ended = _trained(task)
@@ -150,7 +155,7 @@ def _work(pipe: Connection) -> None:
             ended = Ended(task, "refused", str(error))
         try:
             pipe.send(ended)
-        except BrokenPipeError:  # nobody is there any more; the run is
+        except OSError:  # nobody is there any more; the run is
             return
 
 
@@ -174,13 +179,19 @@ def _trained(task: Task) -> Ended:
             return Ended(task, "done")
         try:
             if (task.run / CONFIG).exists():
-                resume(task.run, progress=False)
+                resume(task.run, data=task.data, progress=False)
             else:
+                remove(task.run)  # of one that was killed as it wrote down how it diverged
                 data = PreparedData.open(task.data)
                 config = TrainConfig.from_dict(task.config)
                 keeping = Keeping(keep=1, saved_model=False)
                 train(data, config, task.run, keeping=keeping, progress=False)
-        except NotFiniteError as error:
+        except UserError as error:
+            numbers = isinstance(error, NotFiniteError) or "predictions must be numbers" in str(
+                error
+            )
+            if not numbers or "The data is at fault" in str(error):
+                raise
             remove(task.run)
             task.run.mkdir()
             write_json(task.run / DIVERGED, {"config": task.config, "message": str(error)})

@@ -1,0 +1,114 @@
+"""How a worker ends, whatever it trains: told by what stands in for training."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from merlin_cowclip.workflows.errors import UserError
+from merlin_cowclip.workflows.study import workers
+from merlin_cowclip.workflows.training.configuration import TrainConfig
+
+
+class NotFiniteError(UserError):
+    """The watch's."""
+
+
+@pytest.fixture
+def task(tmp_path):
+    (tmp_path / "data").mkdir()
+    config = TrainConfig().to_dict()
+    return workers.Task(tmp_path / "run", tmp_path / "claims", tmp_path / "data", config)
+
+
+@pytest.fixture
+def training(monkeypatch):
+    """What `_trained` imports; a test gives it `train` and `resume`."""
+    found = SimpleNamespace(train=None, resume=None)
+    contents = {
+        "data.prepared": {"PreparedData": SimpleNamespace(open=lambda path: path)},
+        "training.loop": {"CHECKPOINTS": "checkpoints"},
+        "training.watch": {"NotFiniteError": NotFiniteError},
+        "training.train": {
+            "train": lambda *args, **more: found.train(*args, **more),
+            "resume": lambda *args, **more: found.resume(*args, **more),
+        },
+    }
+    for name, content in contents.items():
+        module = ModuleType(name)
+        vars(module).update(content)
+        monkeypatch.setitem(sys.modules, f"merlin_cowclip.workflows.{name}", module)
+    return found
+
+
+def raising(error):
+    def raise_it(*args, **more):
+        raise error
+
+    return raise_it
+
+
+def test_a_run_goes_on_with_the_data_where_they_are_now(task, training):
+    task.run.mkdir()
+    (task.run / "config.json").touch()
+    seen = []
+    training.resume = lambda run, *, data, progress: seen.append((run, data))
+    assert workers._trained(task).how == "done"
+    assert seen == [(task.run, task.data)]
+
+
+def test_a_folder_without_a_run_is_made_anew(task, training):
+    """Killed between two steps of writing down that a run diverged."""
+    task.run.mkdir()
+    training.train = lambda data, config, out, **more: out.mkdir()
+    assert workers._trained(task).how == "done"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        NotFiniteError("The run diverged, with dense_lr=1"),
+        UserError("predictions must be numbers. Received: NaN for 3 of 5 rows"),
+    ],
+)
+def test_what_diverges(task, training, error):
+    training.train = raising(error)
+    assert workers._trained(task).how == "done"
+    assert task.is_done
+    assert json.loads((task.run / "diverged.json").read_text())["message"] == str(error)
+
+
+def test_data_at_fault_are_no_divergence(task, training):
+    training.train = raising(NotFiniteError("The data is at fault: 'a' is NaN. Prepare it again"))
+    with pytest.raises(NotFiniteError, match="The data is at fault"):
+        workers._trained(task)
+    assert not task.is_done
+
+
+def test_a_process_that_dies_before_its_task_is_told(task):
+    """As one does whose main module cannot be imported."""
+    worker = workers._Worker()
+    os.kill(worker._process.pid, signal.SIGSTOP)
+    worker.begin(task)
+    os.kill(worker._process.pid, signal.SIGKILL)
+    with pytest.raises(UserError, match="must live until it is done. Received: exit code -9"):
+        worker.ended()
+    worker.begin(task)
+    with pytest.raises(UserError, match="must live until it is done"):
+        worker.ended()
+    worker.stop(at_work=True)
+    worker.join()
+
+
+def test_a_process_whose_last_word_nobody_heard_ends(monkeypatch):
+    monkeypatch.setattr(os, "setpgrp", lambda: None)
+    ours, theirs = multiprocessing.Pipe()
+    theirs.send("done")
+    ours.close()
+    workers._work(theirs)
