@@ -8,11 +8,12 @@ import json
 import re
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from merlin_cowclip.workflows.errors import UserError
+from merlin_cowclip.workflows.errors import Stopped, UserError
 from merlin_cowclip.workflows.study import sweep
 from merlin_cowclip.workflows.study.paper import PRINTED
 from merlin_cowclip.workflows.study.report import report
@@ -158,6 +159,72 @@ def test_runs_that_are_missing_or_diverged(tmp_path):
     text = (out / "report.md").read_text()
     assert "| diverged [1]" in text
     assert "Diverged somewhere: `cowclip`" in text
+
+
+@pytest.fixture
+def trained_here(monkeypatch):
+    """Sweeps of data that need not be there; a test sets what `work_off` does."""
+    monkeypatch.setattr(sweep, "_check", lambda data, cells: None)
+    monkeypatch.setattr(sweep, "identity_of", lambda data: "x")
+    monkeypatch.setattr(sweep, "inputs_of", lambda data: data.inputs)
+    inputs = {"label": "y", "categorical": ["a"], "lists": [], "continuous": []}
+    data = SimpleNamespace(path=Path("/data"), inputs=inputs, cardinalities={"a": 5})
+
+    def run(out: Path, work_off, data=data, study: str = "curves") -> str:
+        monkeypatch.setattr(sweep, "work_off", work_off)
+        return sweep.sweep(STUDIES[study], data, out, SETTING, progress=False)
+
+    return run, data
+
+
+def test_an_interrupt_says_what_is_kept(tmp_path, trained_here):
+    def interrupted(tasks, jobs):
+        (tasks[0].run).mkdir()
+        (tasks[0].run / "diverged.json").write_text("{}")
+        yield tasks[0]
+        raise KeyboardInterrupt
+
+    with pytest.raises(Stopped, match="after 1 of 6 runs, which are kept in .* same command again"):
+        trained_here[0](tmp_path / "out", interrupted)
+
+
+def test_a_table_is_of_the_sweep_that_made_it(tmp_path, trained_here):
+    """Not of another one of the same study, which was begun meanwhile."""
+
+    def and_another(tasks, jobs):
+        for task in tasks:
+            task.run.mkdir()
+            (task.run / "diverged.json").write_text("{}")
+            yield task
+        path = tmp_path / "out" / "studies" / "curves.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), "cells": []}))
+
+    assert trained_here[0](tmp_path / "out", and_another).count("diverged") == 2
+
+
+def test_the_same_rows_of_another_meaning_are_refused(tmp_path, trained_here):
+    run, data = trained_here
+    with pytest.raises(Stopped):
+        run(tmp_path / "out", raising)
+    with pytest.raises(Stopped):
+        run(tmp_path / "out", raising)
+    for changes in ({"inputs": {**data.inputs, "label": "z"}}, {"cardinalities": {"a": 6}}):
+        other = SimpleNamespace(**{**vars(data), **changes})
+        with pytest.raises(UserError, match="the runs of a folder must be of one data set"):
+            run(tmp_path / "out", raising, other)
+
+
+def raising(tasks, jobs):
+    raise KeyboardInterrupt
+
+
+def test_a_damaged_result_says_what_to_remove(tmp_path):
+    """Sweeping again would leave it alone."""
+    out = swept(tmp_path / "out", ["curves"])
+    path = next(out.glob("runs/*/result.json"))
+    path.write_text("{")
+    with pytest.raises(UserError, match=f"Remove {path.parent}, and sweep again"):
+        report(out)
 
 
 def test_what_is_no_sweep(tmp_path):

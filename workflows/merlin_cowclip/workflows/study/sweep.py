@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import signal
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,15 +18,17 @@ from typing import Any
 
 from merlin_cowclip.plugins.scaling import format_table
 from merlin_cowclip.workflows.checks import check_whole
+from merlin_cowclip.workflows.data.datasets import check_input_names
 from merlin_cowclip.workflows.data.prepared import PreparedData
 from merlin_cowclip.workflows.data.top_ids import keep_top_ids
-from merlin_cowclip.workflows.errors import UserError
+from merlin_cowclip.workflows.errors import Stopped, UserError
 from merlin_cowclip.workflows.folders import all_or_nothing, write_json
 from merlin_cowclip.workflows.progress import progress_bar
+from merlin_cowclip.workflows.study.claims import Claims, alone_in
 from merlin_cowclip.workflows.study.studies import TOP, Cell, Setting, Study
 from merlin_cowclip.workflows.study.workers import DIVERGED, Task, work_off
 from merlin_cowclip.workflows.training.configuration import TrainConfig
-from merlin_cowclip.workflows.training.runs import RESULT, identity_of
+from merlin_cowclip.workflows.training.runs import RESULT, identity_of, inputs_of
 
 FORMAT_VERSION = 1
 RECORD, STUDIES_, RUNS, CLAIMS = "sweep.json", "studies", "runs", ".claims"
@@ -82,17 +85,18 @@ def sweep(
 
     Raises:
       UserError: something cannot be trained, found before any work; or `out` is of other data.
-      Stopped, KeyboardInterrupt: it was interrupted; all is saved.
+      Stopped: it was interrupted, or one of its processes was; all is saved.
     """
     out = Path(out)
     check_whole("jobs", jobs, 1)
     cells = list(study.cells(setting))
     _check(data, cells)
     _open(out, data)
-    homes = _homes(out, data, cells, progress=progress)
     record = {**_record(study, setting, cells), "command": command}
-    (out / STUDIES_).mkdir(exist_ok=True)
-    write_json(out / STUDIES_ / f"{study.name}.json", record)
+    with Claims(out / CLAIMS).alone():  # what two sweeps would write at the same time
+        homes = _homes(out, data, cells, progress=progress)
+        (out / STUDIES_).mkdir(exist_ok=True)
+        write_json(out / STUDIES_ / f"{study.name}.json", record)
     tasks = {}
     for cell in cells:
         for seed in setting.seeds:
@@ -103,11 +107,19 @@ def sweep(
     todo = [task for task in tasks.values() if not task.is_done]
     with progress_bar("sweep", len(tasks), " runs", show=progress) as bar:
         bar.update(len(tasks) - len(todo))
-        for task in work_off(todo, jobs):
-            if progress:
-                bar.write(_line(task))
-            bar.update()
-    return table(study, outcomes(out, study.name))
+        try:
+            for task in work_off(todo, jobs):
+                if progress:
+                    bar.write(_line(task))
+                bar.update()
+        except KeyboardInterrupt as error:
+            done = sum(task.is_done for task in tasks.values())
+            raise Stopped(
+                f"interrupted after {done} of {len(tasks)} runs, which are kept in {out}, and what "
+                "was in hand is saved. To go on, give the same command again",
+                error.number if isinstance(error, Stopped) else signal.SIGINT,
+            ) from None
+    return table(study, _outcomes(out, record))  # not what another sweep has written meanwhile
 
 
 def run_name(config: TrainConfig, data: str) -> str:
@@ -130,13 +142,16 @@ def outcomes(out: Path, name: str) -> list[Outcome]:
     Raises:
       UserError: there is no such study, or its record or a result is damaged.
     """
-    record = read_record(out, name)
+    return _outcomes(out, read_record(out, name))
+
+
+def _outcomes(out: Path, record: Mapping[str, Any]) -> list[Outcome]:
     found = []
     for cell in record["cells"]:
         results: dict[int, Mapping[str, Any] | None] = {}
         for seed, run in cell["runs"].items():
             if (out / RUNS / run / RESULT).exists():
-                results[int(seed)] = _read(out / RUNS / run / RESULT)
+                results[int(seed)] = _result(out / RUNS / run)
             elif (out / RUNS / run / DIVERGED).exists():
                 results[int(seed)] = None
         config = TrainConfig.from_dict(cell["config"])
@@ -182,6 +197,7 @@ def _check(data: PreparedData, cells: Sequence[Cell]) -> None:
             f"{data.path}, with {clicks} clicks in {rows} rows. Prepare the data with a larger "
             "test part, or split at random"
         )
+    check_input_names(data.spec)
     from merlin_cowclip.workflows.training.train import check_trainable
 
     for config in {cell.config.identity: cell.config for cell in cells}.values():
@@ -194,20 +210,24 @@ def _open(out: Path, data: PreparedData) -> None:
     Raises:
       UserError: it is something else.
     """
-    mine = {"format": FORMAT_VERSION, "data_sha256": identity_of(data)}
-    if not out.exists():
-        try:
+    inputs = inputs_of(data)
+    mine = {
+        "format": FORMAT_VERSION,
+        "data_sha256": identity_of(data),
+        # The same parquet may be adopted with another meaning.
+        **{key: inputs[key] for key in ("label", "categorical", "lists", "continuous")},
+        "cardinalities": data.cardinalities,
+    }
+    with alone_in(out.absolute().parent):
+        if not out.exists():
             with all_or_nothing(out) as folder:
                 write_json(folder / RECORD, {**mine, "data": str(data.path.resolve())})
-        except UserError:
-            if not (out / RECORD).exists():  # another sweep was faster
-                raise
     if not (out / RECORD).exists():
         raise UserError(
             f"output folder must not exist, or be of a sweep. Received: {out}, which is neither. "
             "Name another, or remove it"
         )
-    record = _read(out / RECORD)
+    record = _read(out / RECORD, "Name another folder")
     if {key: record.get(key) for key in mine} != mine:
         raise UserError(
             f"the runs of a folder must be of one data set. Received: {data.path}, and {out}, of "
@@ -259,17 +279,21 @@ def _line(task: Task) -> str:
     what = f"{config.model}, batch {config.batch_size:,}, seed {config.seed}, {task.run.name}"
     if not (task.run / RESULT).exists():
         return f"{what}: diverged"
-    result = _read(task.run / RESULT)
+    result = _result(task.run)
     return f"{what}: test AUC {result['auc']:.5f}, {result['train_seconds']:.0f} s"
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path, remedy: str = "Sweep again") -> dict[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(
-            f"what a sweep wrote must be there. Received: {path}: {error}. Sweep again"
+            f"what a sweep wrote must be there. Received: {path}: {error}. {remedy}"
         ) from None
     if not isinstance(found, dict):
-        raise UserError(f"{path} must be as it was written. Received: another value. Sweep again")
+        raise UserError(f"{path} must be as it was written. Received: another value. {remedy}")
     return found
+
+
+def _result(run: Path) -> dict[str, Any]:
+    return _read(run / RESULT, f"Remove {run}, and sweep again")
