@@ -27,9 +27,10 @@ def cells(name: str, setting: Setting = SETTING) -> dict[tuple[str, str], Cell]:
     return by_place
 
 
+@pytest.mark.parametrize("sizes", [SIZES, (64,)])
 @pytest.mark.parametrize("name", STUDIES)
-def test_every_study_has_its_table(name):
-    found = cells(name)
+def test_every_study_has_its_table(name, sizes):
+    found = cells(name, Setting(sizes))
     rows, columns = ({place[i] for place in found} for i in (0, 1))
     assert len(found) == len(rows) * len(columns)
 
@@ -74,6 +75,15 @@ def test_constant_clips_follow_the_batch():
         assert ours.identity == SETTING.run("cowclip", size).identity
 
 
+def test_of_the_batch_sizes_those_of_the_paper_or_the_nearest():
+    for sizes, wanted in (
+        (SIZES, {"8,192", "131,072"}),
+        ((1 * K, 16 * K), {"16,384"}),  # at the base the recipes do not differ in scaling
+        ((1 * K, 4 * K, 32 * K), {"4,096", "32,768"}),
+    ):
+        assert {column for _, column in cells("ablation", Setting(sizes))} == wanted
+
+
 def test_the_ablation_takes_one_thing_away_each_time():
     """Table 12: at 128K the dense η is 64√2·1e-4, and 1024e-4 where it is scaled linearly."""
     found = {
@@ -106,6 +116,7 @@ def test_batch_sizes_end_where_an_epoch_has_too_few_updates():
         ({"batch_sizes": ()}, "batch_sizes must name something"),
         ({"batch_sizes": (64, 64)}, r"batch_sizes must .* only once. Received: \[64, 64\]"),
         ({"batch_sizes": (64,), "seeds": ()}, "seeds must name something"),
+        ({"batch_sizes": (128, 64)}, r"must rise from the base.* Received: \[128, 64\]"),
     ],
 )
 def test_a_setting_that_is_none(options, words):

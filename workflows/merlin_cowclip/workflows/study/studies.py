@@ -6,6 +6,7 @@ Pure Python: which runs a study takes is known, and refused if need be, before a
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -60,7 +61,7 @@ class Setting:
       thresholds: constants of the clips "global", "field" and "column" at the base batch size.
 
     Raises:
-      UserError: no batch size or seed, one twice, or out of range.
+      UserError: no batch size or seed, one twice, or out of range, or sizes that do not rise.
     """
 
     batch_sizes: Sequence[int]
@@ -83,7 +84,12 @@ class Setting:
             TrainConfig(seed=seed)
         for size in self.batch_sizes:
             TrainConfig(batch_size=size)
-        object.__setattr__(self, "batch_sizes", tuple(sorted(self.batch_sizes)))
+        if list(self.batch_sizes) != sorted(self.batch_sizes):
+            raise UserError(
+                "batch_sizes must rise from the base, where the values were tuned. Received: "
+                f"{list(self.batch_sizes)}. Sort them, the base first"
+            )
+        object.__setattr__(self, "batch_sizes", tuple(self.batch_sizes))
         object.__setattr__(self, "seeds", tuple(self.seeds))
 
     @property
@@ -202,10 +208,16 @@ def _ablation(setting: Setting) -> Iterator[Cell]:
 
 
 def _eighth_and_largest(setting: Setting) -> list[int]:
-    """The paper's two: 8 times the base, and the largest; of the batch sizes that are wanted."""
-    s = [size / setting.base for size in setting.batch_sizes]
-    middle = min(range(len(s)), key=lambda i: abs(s[i] - 8))
-    return sorted({setting.batch_sizes[middle], setting.largest})
+    """The paper's two: 8 times the base, and the largest; of the batch sizes that are wanted.
+
+    The nearest by ratio: at the base itself nothing is scaled.
+    """
+    middle = min(setting.batch_sizes, key=lambda size: abs(math.log(size / setting.base / 8)))
+    return sorted({middle, setting.largest})
+
+
+def _base_and_largest(setting: Setting) -> list[int]:
+    return sorted({setting.base, setting.largest})
 
 
 def _curves(setting: Setting) -> Iterator[Cell]:
@@ -223,14 +235,14 @@ def _time(setting: Setting) -> Iterator[Cell]:
 
 def _gradients(setting: Setting) -> Iterator[Cell]:
     for rule in ("none", "cowclip"):
-        for batch_size in (setting.base, setting.largest):
+        for batch_size in _base_and_largest(setting):
             yield Cell(rule, f"{batch_size:,}", setting.run(rule, batch_size))
 
 
 def _learning_rate(setting: Setting) -> Iterator[Cell]:
     for rule in ("none", "cowclip"):
         for factor in (0.1, 0.3, 1.0, 3.0, 10.0):
-            for batch_size in (setting.base, setting.largest):
+            for batch_size in _base_and_largest(setting):
                 values = setting.run(rule, batch_size).hyperparameters
                 moved = values.replace(
                     dense_lr=values.dense_lr * factor, embedding_lr=values.embedding_lr * factor
