@@ -133,6 +133,54 @@ def test_other_data_have_no_printed_numbers(tmp_path):
     assert "paper*" not in text
 
 
+def test_only_the_same_batch_size_has_the_papers_numbers(tmp_path):
+    setting = dataclasses.replace(SETTING, batch_sizes=(64, 1024, 1536), seeds=(1,))
+    text = report(swept(tmp_path / "out", ["networks"], setting)).with_suffix(".md").read_text()
+    assert "| *deepfm, paper* | 80.76 |  | 80.86 |  |" in text
+
+
+def test_what_stands_beside_the_papers_numbers_is_told(tmp_path):
+    setting = dataclasses.replace(SETTING, config={"epochs": 1, "model": "dcn"})
+    names = ["scaling-rules", "time"]
+    text = report(swept(tmp_path / "out", names, setting)).with_suffix(".md").read_text()
+    assert "DeepFM, ten epochs on the whole data set, one V100. Ours: dcn, 1 epoch, 90 " in text
+    assert "size: ten epochs on the whole data set, one V100. Ours: 1 epoch, 90 rows" in text
+
+
+def test_the_control_compares_no_aucs_of_different_data(tmp_path):
+    out = swept(tmp_path / "out", ["control"])
+    text = report(out).with_suffix(".md").read_text()
+    assert "Best at" not in text
+    small, large = (o.mean("auc")[0] for o in sweep.outcomes(out, "control")[:2])
+    assert "From 1,024 to 8,192 the AUC changes by" in text
+    assert f"`full, none` {100 * (large - small):+.3f}, " in text
+
+
+def test_the_facts_are_of_the_data_itself_and_of_all_runs(tmp_path):
+    out = swept(tmp_path / "out", ["control"])
+    for path in out.glob("runs/*-top-3/result.json"):
+        path.write_text(path.read_text().replace('"a": 7', '"a": 1'))
+    one = min(out.glob("runs/*-full/result.json"))
+    one.write_text(one.read_text().replace("3.11", "3.10"))
+    text = report(out).with_suffix(".md").read_text()
+    assert "- ids: 12\n" in text
+    assert "- versions: python 3.10; other runs: python 3.11\n" in text
+
+
+def test_a_path_of_odd_bytes(tmp_path):
+    out = swept(tmp_path / "out", ["curves"])
+    record = {**json.loads((out / "sweep.json").read_text()), "data": "/da\udcffta/<b>"}
+    (out / "sweep.json").write_text(json.dumps(record))
+    assert "/da\\udcffta/&lt;b&gt;" in report(out).read_text()
+
+
+def test_all_runs_diverged(tmp_path):
+    out = swept(tmp_path / "out", ["curves", "gradients"])
+    for path in out.glob("runs/*/result.json"):
+        path.rename(path.with_name("diverged.json"))
+    assert "<svg" not in report(out).read_text()
+
+
 def test_the_verdict(tmp_path):
     out = swept(tmp_path / "out", ["scaling-rules"])
     found = {(o.cell.row, o.cell.column): o for o in sweep.outcomes(out, "scaling-rules")}
@@ -153,7 +201,10 @@ def test_runs_that_are_missing_or_diverged(tmp_path):
     runs = json.loads((out / "studies" / "curves.json").read_text())["cells"][1]["runs"]
     (out / "runs" / runs["1"] / "result.json").unlink()
     report(out)
-    assert "(1 to come)" in (out / "report.md").read_text()
+    text = (out / "report.md").read_text()
+    assert "(1 to come)" in text
+    assert "Runs still to come: 1; until then means may be of fewer seeds." in text
+    assert "Mean ± deviation of 2 to 3 seeds" in text
     (out / "runs" / runs["1"] / "diverged.json").write_text("{}")
     report(out)
     text = (out / "report.md").read_text()

@@ -48,7 +48,7 @@ def line_plot(
                 yerr=deviations if any(deviations) else None,
                 label=name,
                 color=_COLOURS[i % len(_COLOURS)],
-                marker=_MARKERS[i % len(_MARKERS)],
+                marker=_MARKERS[(i + i // len(_COLOURS)) % len(_MARKERS)],
                 markersize=4,
                 linewidth=1.4,
                 capsize=2,

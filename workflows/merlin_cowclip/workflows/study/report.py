@@ -7,7 +7,6 @@ One HTML file that needs no network, and the same in Markdown. Every number of o
 from __future__ import annotations
 
 import csv
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.study.paper import BASELINE, CITED, PRINTED, Printed
-from merlin_cowclip.workflows.study.studies import STUDIES
+from merlin_cowclip.workflows.study.studies import FULL, STUDIES
 from merlin_cowclip.workflows.study.sweep import (
     RECORD,
     RUNS,
@@ -23,11 +22,14 @@ from merlin_cowclip.workflows.study.sweep import (
     Outcome,
     outcomes,
     read_record,
+    read_result,
+    read_sweep,
 )
 from merlin_cowclip.workflows.training.runs import RESULT
 
 HTML, MARKDOWN = "report.html", "report.md"
 _BASE = 1024  # the paper's
+_ALL_NETWORKS = ("networks", "time")  # studies of them; the paper's others are of DeepFM
 
 
 @dataclass
@@ -77,7 +79,8 @@ def report(out: str | Path) -> Path:
     about = _about(out)
     for name, text in ((HTML, as_html(sections, about)), (MARKDOWN, as_markdown(sections, about))):
         partial = out / f".{name}.partial"
-        partial.write_text(text, encoding="utf-8")
+        # A path's odd bytes, as `write_json` has them.
+        partial.write_text(text, encoding="utf-8", errors="backslashreplace")
         partial.replace(out / name)
     return out / HTML
 
@@ -102,7 +105,19 @@ def _section(out: Path, name: str) -> Section | None:
     section = Section(
         study.title, study.paper, "", [study.rows, *columns], rows, command=record["command"]
     )
-    section.verdict = _verdict(found, sizes, quantity)
+    missing = {
+        run
+        for outcome, cell in zip(found, record["cells"], strict=True)
+        for seed, run in cell["runs"].items()
+        if int(seed) not in outcome.results
+    }
+    if name == "control":
+        section.verdict = _drops(found)
+    else:
+        section.verdict = _verdict(found, sizes, quantity)
+    if missing:
+        to_come = f"Runs still to come: {len(missing)}; until then means may be of fewer seeds."
+        section.verdict = f"{section.verdict} {to_come}".strip()
     section.notes = list(_notes(name, found, printed))
     section.plots = list(_plots(out, name, found, record, quantity))
     return section
@@ -153,10 +168,14 @@ def _shown(found: tuple[float, float], quantity: _Quantity) -> str:
 
 
 def _theirs(printed: Mapping[Any, Printed], row: str, column: str, quantity: _Quantity) -> str:
-    """What the paper has there, at as many times its own base batch."""
-    s = BASELINE if column == "baseline" else int(column.replace(",", "")) // _BASE
+    """What the paper has there, at the same batch size."""
+    s, rest = (BASELINE, 0)
+    if column != "baseline":
+        s, rest = divmod(int(column.replace(",", "")), _BASE)
+        if not s:
+            return ""
     found = printed.get((row, s))
-    if found is None:
+    if found is None or rest:
         return ""
     if quantity is _MINUTES:
         return f"{found.minutes:g}"
@@ -205,16 +224,44 @@ def _verdict(found: Sequence[Outcome], sizes: Sequence[int], quantity: _Quantity
     return " ".join(sentences)
 
 
+def _drops(found: Sequence[Outcome]) -> str:
+    """What each rule loses as the batch grows, apart for each of the data: their AUCs differ."""
+    rows: dict[str, list[Outcome]] = {}
+    for outcome in found:
+        rows.setdefault(outcome.cell.row, []).append(outcome)
+    told = []
+    for row, cells in rows.items():
+        a, b = cells[0].mean(_AUC.key), cells[-1].mean(_AUC.key)
+        if a is not None and b is not None and len(cells) > 1:
+            told.append(f"`{row}` {_AUC.factor * (b[0] - a[0]):+.3f}")
+    if not told:
+        return ""
+    first, last = (found[i].cell.column for i in (0, -1))
+    return f"From {first} to {last} the AUC changes by (%): {', '.join(told)}."
+
+
+def _ours(name: str, found: Sequence[Outcome]) -> str:
+    """What stands beside the paper's numbers: the network, the epochs, the rows."""
+    config = found[0].cell.config
+    what = [] if name in _ALL_NETWORKS else [config.model]
+    what.append(f"{config.epochs} epoch{'s' if config.epochs > 1 else ''}")
+    results = (r for outcome in found for r in outcome.results.values() if r is not None)
+    rows = next(results)["config"]["rows"]["train"]
+    return ", ".join([*what, f"{rows:,} rows for training"])
+
+
 def _notes(name: str, found: Sequence[Outcome], printed: Mapping[Any, Any]) -> Iterator[str]:
     seeds = {len(outcome.results) for outcome in found if outcome.results}
     if max(seeds) > 1:
-        yield f"Mean ± deviation of {max(seeds)} seeds; the small numbers lead to each run."
+        some = "" if len(seeds) == 1 else f"{min(seeds)} to "
+        yield f"Mean ± deviation of {some}{max(seeds)} seeds; the small numbers lead to each run."
     else:
         yield "One seed: differences may be chance."
     if printed:
+        what = "" if name in _ALL_NETWORKS else "DeepFM, "
         yield (
-            "Beneath, the paper's numbers at as many times 1,024 samples, of ten epochs on the "
-            "whole data set on one V100."
+            f"Beneath, the paper's numbers at the same batch size: {what}ten epochs on the whole "
+            f"data set, one V100. Ours: {_ours(name, found)}."
         )
     clips = {
         result["clip"]
@@ -224,6 +271,8 @@ def _notes(name: str, found: Sequence[Outcome], printed: Mapping[Any, Any]) -> I
     }
     if name in ("scaling-rules", "clipping", "curves") and clips:
         yield "What the clip did: " + " / ".join(sorted(clips)[:4])
+    if name == "time":
+        yield "Times of runs that were trained side by side (--jobs) are longer than of one alone."
     if name == "time" and (cited := CITED.get(_dataset(found))):
         systems = "; ".join(
             f"{system}: AUC {c.auc:g} %, {', '.join(f'{m:g}' for m in c.minutes)} minutes"
@@ -265,7 +314,11 @@ def _plots(
             if first is not None:
                 epochs = first["epochs"]
                 curves[outcome.cell.column] = [(e["epoch"], 100 * e["auc"], 0.0) for e in epochs]
-        yield "test AUC, by epoch", line_plot(curves, "epoch", "test AUC, %")
+        if curves:
+            yield (
+                "test AUC, by epoch, of the first seed that ended",
+                line_plot(curves, "epoch", "test AUC, %"),
+            )
     if name == "gradients":
         yield from _gradient_plots(out, found, record)
 
@@ -291,20 +344,20 @@ def _gradient_plots(
                 if row[f"gradient_norm_{kind}"]
             ]
             lines[f"{outcome.cell.row}, {outcome.cell.column}, {kind}"] = points
-    yield (
-        "mean gradient norm of an id's row, before the clip",
-        line_plot(lines, "epoch", "gradient norm", logarithmic=True),
-    )
+    if any(lines.values()):
+        yield (
+            "mean gradient norm of an id's row, before the clip, of the first seed that ended",
+            line_plot(lines, "epoch", "gradient norm", logarithmic=True),
+        )
 
 
 def _about(out: Path) -> dict[str, str]:
-    """Of which data, by which versions, on what machine."""
-    record = json.loads((out / RECORD).read_text(encoding="utf-8"))
-    about = {"data": str(record["data"])}
-    for path in sorted(out.glob(f"{RUNS}/*/{RESULT}"))[:1]:
-        config = json.loads(path.read_text(encoding="utf-8"))["config"]
+    """Of which data, by which versions, on what machine; each of them where there are several."""
+    about = {"data": [str(read_sweep(out).get("data"))]}
+    for path in sorted(out.glob(f"{RUNS}/*-{FULL}/{RESULT}")):
+        config = read_result(path.parent)["config"]
         rows = config["rows"]
-        about |= {
+        now = {
             "rows": f"{rows['train']:,} for training, {rows['test']:,} for testing",
             "ids": f"{sum(config['cardinalities'].values()):,}",
             "versions": ", ".join(f"{k} {v}" for k, v in config["versions"].items()),
@@ -313,4 +366,7 @@ def _about(out: Path) -> dict[str, str]:
                 for k, v in config["machine"].items()
             ),
         }
-    return about
+        for key, value in now.items():
+            if value not in about.setdefault(key, []):
+                about[key].append(value)
+    return {key: "; other runs: ".join(values) for key, values in about.items()}

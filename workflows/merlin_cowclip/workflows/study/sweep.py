@@ -151,7 +151,7 @@ def _outcomes(out: Path, record: Mapping[str, Any]) -> list[Outcome]:
         results: dict[int, Mapping[str, Any] | None] = {}
         for seed, run in cell["runs"].items():
             if (out / RUNS / run / RESULT).exists():
-                results[int(seed)] = _result(out / RUNS / run)
+                results[int(seed)] = read_result(out / RUNS / run)
             elif (out / RUNS / run / DIVERGED).exists():
                 results[int(seed)] = None
         config = TrainConfig.from_dict(cell["config"])
@@ -227,7 +227,7 @@ def _open(out: Path, data: PreparedData) -> None:
             f"output folder must not exist, or be of a sweep. Received: {out}, which is neither. "
             "Name another, or remove it"
         )
-    record = _read(out / RECORD, "Name another folder")
+    record = read_sweep(out)
     if {key: record.get(key) for key in mine} != mine:
         raise UserError(
             f"the runs of a folder must be of one data set. Received: {data.path}, and {out}, of "
@@ -279,7 +279,7 @@ def _line(task: Task) -> str:
     what = f"{config.model}, batch {config.batch_size:,}, seed {config.seed}, {task.run.name}"
     if not (task.run / RESULT).exists():
         return f"{what}: diverged"
-    result = _result(task.run)
+    result = read_result(task.run)
     return f"{what}: test AUC {result['auc']:.5f}, {result['train_seconds']:.0f} s"
 
 
@@ -295,5 +295,19 @@ def _read(path: Path, remedy: str = "Sweep again") -> dict[str, Any]:
     return found
 
 
-def _result(run: Path) -> dict[str, Any]:
+def read_sweep(out: Path) -> dict[str, Any]:
+    """Of which data a folder's runs are.
+
+    Raises:
+      UserError: that is damaged.
+    """
+    return _read(out / RECORD, "Name another folder")
+
+
+def read_result(run: Path) -> dict[str, Any]:
+    """What a run came to.
+
+    Raises:
+      UserError: it has no result, or a damaged one.
+    """
     return _read(run / RESULT, f"Remove {run}, and sweep again")
