@@ -20,7 +20,7 @@ from merlin_cowclip.workflows.study import workers
 from merlin_cowclip.workflows.study.claims import Claims
 from merlin_cowclip.workflows.study.studies import STUDIES, Setting
 from merlin_cowclip.workflows.study.sweep import outcomes, run_name, sweep
-from merlin_cowclip.workflows.training.runs import Run
+from merlin_cowclip.workflows.training.runs import Run, identity_of
 from merlin_cowclip.workflows.training.train import train
 
 from .conftest import SPEC
@@ -44,6 +44,11 @@ def swept(data, tmp_path_factory):
 
 def results(out: Path) -> dict[str, float]:
     return {p.parent.name: json.loads(p.read_text())["auc"] for p in out.glob("runs/*/result.json")}
+
+
+def task_of(data, config, folder: Path) -> workers.Task:
+    run, claims = folder / "run", folder / "claims"
+    return workers.Task(run, claims, data.path, identity_of(data), config.to_dict())
 
 
 def test_runs_are_those_of_train(swept, data, tmp_path):
@@ -125,7 +130,7 @@ def test_killed_and_begun_again(swept, data, tmp_path):
 def test_a_run_that_another_process_trains_is_waited_for(data, tmp_path, monkeypatch):
     monkeypatch.setattr(workers, "_PAUSE", 0.01)
     config = dataclasses.replace(SETTING.run("cowclip", 512), seed=1)
-    task = workers.Task(tmp_path / "run", tmp_path / "claims", data.path, config.to_dict())
+    task = task_of(data, config, tmp_path)
     claim = Claims(task.claims).take("run")
     assert workers._trained(task).how == "busy"
     claim.let_go()
@@ -134,7 +139,7 @@ def test_a_run_that_another_process_trains_is_waited_for(data, tmp_path, monkeyp
 
 def test_a_stop_is_passed_on_and_saved(data, tmp_path):
     long = dataclasses.replace(SETTING.run("cowclip", 128), epochs=10_000)
-    task = workers.Task(tmp_path / "run", tmp_path / "claims", data.path, long.to_dict())
+    task = task_of(data, long, tmp_path)
     work = workers.work_off([task], 1)
 
     def stop(number, frame):

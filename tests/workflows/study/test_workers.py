@@ -23,13 +23,14 @@ class NotFiniteError(UserError):
 @pytest.fixture
 def task(tmp_path):
     (tmp_path / "data").mkdir()
-    config = TrainConfig().to_dict()
-    return workers.Task(tmp_path / "run", tmp_path / "claims", tmp_path / "data", config)
+    run, claims, data = (tmp_path / name for name in ("run", "claims", "data"))
+    return workers.Task(run, claims, data, "sha", TrainConfig().to_dict())
 
 
 @pytest.fixture
 def training(monkeypatch):
     """What `_trained` imports; a test gives it `train` and `resume`."""
+    monkeypatch.setattr(workers, "identity_of", lambda data: "sha")
     found = SimpleNamespace(train=None, resume=None)
     contents = {
         "data.prepared": {"PreparedData": SimpleNamespace(open=lambda path: path)},
@@ -87,6 +88,14 @@ def test_what_diverges(task, training, error):
 def test_data_at_fault_are_no_divergence(task, training):
     training.train = raising(NotFiniteError("The data is at fault: 'a' is NaN. Prepare it again"))
     with pytest.raises(NotFiniteError, match="The data is at fault"):
+        workers._trained(task)
+    assert not task.is_done
+
+
+def test_data_that_were_prepared_anew_meanwhile(task, training, monkeypatch):
+    monkeypatch.setattr(workers, "identity_of", lambda data: "another")
+    training.train = raising(AssertionError)
+    with pytest.raises(UserError, match="the data of a sweep must stay what they are. Received: "):
         workers._trained(task)
     assert not task.is_done
 

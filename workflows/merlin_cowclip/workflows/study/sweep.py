@@ -102,7 +102,10 @@ def sweep(
         for seed in setting.seeds:
             config = dataclasses.replace(cell.config, seed=seed)
             name = run_name(config, cell.data)
-            tasks[name] = Task(out / RUNS / name, out / CLAIMS, homes[cell.data], config.to_dict())
+            home = homes[cell.data]
+            tasks[name] = Task(
+                out / RUNS / name, out / CLAIMS, home.path, identity_of(home), config.to_dict()
+            )
     (out / RUNS).mkdir(exist_ok=True)
     todo = [task for task in tasks.values() if not task.is_done]
     with progress_bar("sweep", len(tasks), " runs", show=progress) as bar:
@@ -237,13 +240,14 @@ def _open(out: Path, data: PreparedData) -> None:
 
 def _homes(
     out: Path, data: PreparedData, cells: Sequence[Cell], *, progress: bool
-) -> dict[str, Path]:
-    """Where the data lie that the cells take, made if need be."""
-    homes = {cell.data: data.path for cell in cells}
+) -> dict[str, PreparedData]:
+    """The data that the cells take, made if need be."""
+    homes = {cell.data: data for cell in cells}
     if TOP in homes:
-        homes[TOP] = out / TOP
-        if not homes[TOP].exists():
-            keep_top_ids(data, _TOP_IDS, homes[TOP], progress=progress)
+        top = out / TOP
+        if not top.exists():
+            keep_top_ids(data, _TOP_IDS, top, progress=progress)
+        homes[TOP] = PreparedData.open(top)
     return homes
 
 

@@ -22,7 +22,7 @@ from merlin_cowclip.workflows.errors import Stopped, UserError
 from merlin_cowclip.workflows.folders import remove, write_json
 from merlin_cowclip.workflows.study.claims import Claims
 from merlin_cowclip.workflows.training.configuration import TrainConfig
-from merlin_cowclip.workflows.training.runs import CONFIG, RESULT
+from merlin_cowclip.workflows.training.runs import CONFIG, RESULT, identity_of
 
 DIVERGED = "diverged.json"  # instead of the result, of a run whose loss or weights were not finite
 _PAUSE = 5.0  # seconds before another look at a run that somebody else trains
@@ -36,12 +36,14 @@ class Task:
       run: the run folder.
       claims: a folder by which processes agree on who trains it.
       data: the prepared folder.
+      data_sha256: of its rows, as the sweep found them.
       config: `TrainConfig.to_dict`.
     """
 
     run: Path
     claims: Path
     data: Path
+    data_sha256: str
     config: dict[str, Any]
 
     @property
@@ -183,6 +185,12 @@ def _trained(task: Task) -> Ended:
             else:
                 remove(task.run)  # of one that was killed as it wrote down how it diverged
                 data = PreparedData.open(task.data)
+                if identity_of(data) != task.data_sha256:
+                    raise UserError(
+                        "the data of a sweep must stay what they are. Received: "
+                        f"{task.data}, with other rows than when it began. Put the data back, or "
+                        "sweep into another folder"
+                    )
                 config = TrainConfig.from_dict(task.config)
                 keeping = Keeping(keep=1, saved_model=False)
                 train(data, config, task.run, keeping=keeping, progress=False)
