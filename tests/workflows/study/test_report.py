@@ -208,7 +208,7 @@ def test_runs_that_are_missing_or_diverged(tmp_path):
     (out / "runs" / runs["1"] / "diverged.json").write_text("{}")
     report(out)
     text = (out / "report.md").read_text()
-    assert "| diverged [1]" in text
+    assert f"| diverged [1](runs/{runs['1']}/diverged.json) [2](runs/{runs['2']}/result" in text
     assert "Diverged somewhere: `cowclip`" in text
 
 

@@ -1,7 +1,7 @@
 """A sweep's page: every study's table beside the paper's numbers, plots, and a verdict.
 
 One HTML file that needs no network, and the same in Markdown. Every number of ours is a link to the
-`result.json` that it comes from.
+`result.json` that it comes from, "diverged" to the reason.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from merlin_cowclip.workflows.study.sweep import (
     read_result,
     read_sweep,
 )
+from merlin_cowclip.workflows.study.workers import DIVERGED
 from merlin_cowclip.workflows.training.runs import RESULT
 
 HTML, MARKDOWN = "report.html", "report.md"
@@ -153,9 +154,9 @@ def _cell(outcome: Outcome | None, record: Mapping[str, Any], quantity: _Quantit
     )
     found = outcome.mean(quantity.key)
     shown = "diverged" if found is None else _shown(found, quantity)
-    ended = [seed for seed, result in outcome.results.items() if result is not None]
     links = " ".join(
-        f"[{i}]({RUNS}/{runs[str(seed)]}/{RESULT})" for i, seed in enumerate(ended, start=1)
+        f"[{i}]({RUNS}/{runs[str(seed)]}/{DIVERGED if result is None else RESULT})"
+        for i, (seed, result) in enumerate(outcome.results.items(), start=1)
     )
     missing = len(runs) - len(outcome.results)
     return " ".join(filter(None, [shown, links, f"({missing} to come)" if missing else ""]))
