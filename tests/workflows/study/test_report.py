@@ -278,6 +278,20 @@ def test_a_damaged_result_says_what_to_remove(tmp_path):
         report(out)
 
 
+def test_a_run_that_was_resumed_for_more_epochs_is_no_longer_the_sweeps(tmp_path):
+    out = swept(tmp_path / "out", ["curves"])
+    path = next(out.glob("runs/*/result.json"))
+    result = json.loads(path.read_text())
+    for identity in (path.parent.name.split("-")[0] + "0123", "f" * 64):
+        result["config"]["identity"] = identity
+        path.write_text(json.dumps(result))
+        if identity.startswith("f"):
+            with pytest.raises(UserError, match="must be as the sweep would train it. Received: "):
+                report(out)
+        else:
+            report(out)
+
+
 def test_what_is_no_sweep(tmp_path):
     with pytest.raises(UserError, match="a report is of a sweep's folder. Received: "):
         report(tmp_path)

@@ -154,11 +154,26 @@ def _outcomes(out: Path, record: Mapping[str, Any]) -> list[Outcome]:
         results: dict[int, Mapping[str, Any] | None] = {}
         for seed, run in cell["runs"].items():
             if (out / RUNS / run / RESULT).exists():
-                results[int(seed)] = read_result(out / RUNS / run)
+                results[int(seed)] = _result_of(out / RUNS / run)
             elif (out / RUNS / run / DIVERGED).exists():
                 results[int(seed)] = None
         config = TrainConfig.from_dict(cell["config"])
         found.append(Outcome(Cell(cell["row"], cell["column"], config, cell["data"]), results))
+    return found
+
+
+def _result_of(run: Path) -> dict[str, Any]:
+    """The result of a run, which must be of the configuration that its name says.
+
+    Raises:
+      UserError: it is not, as of one that was resumed for more epochs.
+    """
+    found = read_result(run)
+    if not run.name.startswith(found["config"].get("identity", run.name)[:16]):
+        raise UserError(
+            f"a run of a sweep must be as the sweep would train it. Received: {run}, of another "
+            "configuration. Move it elsewhere, and sweep again"
+        )
     return found
 
 
