@@ -269,6 +269,11 @@ def raising(tasks, jobs):
     raise KeyboardInterrupt
 
 
+def test_one_seed_has_no_deviation(tmp_path):
+    out = swept(tmp_path / "out", ["curves"], dataclasses.replace(SETTING, seeds=(1,)))
+    assert "±" not in sweep.table(STUDIES["curves"], sweep.outcomes(out, "curves"))
+
+
 def test_a_damaged_result_says_what_to_remove(tmp_path):
     """Sweeping again would leave it alone."""
     out = swept(tmp_path / "out", ["curves"])

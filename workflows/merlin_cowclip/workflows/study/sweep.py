@@ -178,7 +178,7 @@ def _result_of(run: Path) -> dict[str, Any]:
 
 
 def table(study: Study, found: Iterable[Outcome], quantity: str = "auc") -> str:
-    """Rows by columns: mean ± deviation over seeds, AUC in percent."""
+    """Rows by columns: mean ± deviation over seeds, AUC in percent; of one seed no deviation."""
     cells = {(o.cell.row, o.cell.column): o for o in found}
     rows, columns = (list(dict.fromkeys(key[i] for key in cells)) for i in (0, 1))
     lines = [
@@ -194,7 +194,7 @@ def _shown(outcome: Outcome | None, quantity: str) -> str:
     if found is None:
         return "diverged"
     mean, deviation = found
-    return f"{100 * mean:.3f} ± {100 * deviation:.3f}"
+    return f"{100 * mean:.3f}" + (f" ± {100 * deviation:.3f}" if deviation else "")
 
 
 def _check(data: PreparedData, cells: Sequence[Cell]) -> None:
