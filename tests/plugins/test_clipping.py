@@ -7,7 +7,7 @@ import inspect
 import numpy as np
 import pytest
 import tensorflow as tf
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
@@ -103,17 +103,33 @@ def tables(draw):
 
 
 TINY = 1e-35  # digits below the smallest normal float32 get lost, in any formula
+LEAST = float(np.finfo(np.float32).tiny)  # and so does a row that is as small a part of its unit
 
 
 def close(ours, expected):
-    """To 3e-6, but for entries that are 1e-9 of their row or less, and for subnormal numbers."""
+    """To 3e-6, but for entries that are 1e-9 of their row or less, and for subnormal numbers.
+
+    Of those that clip a unit of many rows, also for rows whose quotient by it is subnormal.
+    """
     of_row = 1e-9 * np.linalg.norm(expected.astype(np.float64), axis=1, keepdims=True)
     error = np.abs(ours.astype(np.float64) - expected)
-    return (error <= 3e-6 * np.abs(expected) + of_row + TINY).all()
+    of_unit = 2 * LEAST * np.linalg.norm(expected.astype(np.float64))
+    return (error <= 3e-6 * np.abs(expected) + of_row + of_unit + TINY).all()
 
 
 @pytest.mark.parametrize("name", CLIP_RULES)
 @settings(deadline=None, max_examples=60)
+@example(  # a row whose quotient by its field is subnormal
+    (
+        np.float32([[8.271806e-25], [7.036875e13]]),
+        np.float32([[1], [0]]),
+        np.float32([1, 85]),
+        np.int32([0, 0]),
+    ),
+    10.0,
+    0.0,
+    1e-5,
+)
 @given(
     tables(),
     st.sampled_from([0.125, 1.0, 10.0]),

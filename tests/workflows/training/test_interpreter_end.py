@@ -39,6 +39,15 @@ def fit():
 
 if sys.argv[2] == "in a fit":
     fit()
+if sys.argv[2] == "in a child":
+    # No iterator of TensorFlow's: its threads are lost in a fork, and their pool's end, of
+    # TensorFlow's own, may wait for them for ever.
+    batches = loader.batches()
+    next(batches)
+    child = os.fork()
+    if child:
+        sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    sys.exit(3)
 iterators = [
     iterator
     for _ in range(2)
@@ -51,12 +60,6 @@ iterators = [
         iter(loader.dataset(epochs=None).prefetch(1_000)),
     )
 ]
-if sys.argv[2] == "in a child":
-    next(iterators[0])
-    child = os.fork()
-    if child:
-        sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-    sys.exit(3)
 for iterator in iterators:
     next(iterator)
 sys.exit(3)
