@@ -90,7 +90,9 @@ def _field_norms(norms: tf.Tensor, of: RowNorms) -> tf.Tensor:
 
 def _share(norms: tf.Tensor, whole: tf.Tensor, bound: tf.Tensor) -> tf.Tensor:
     """New lengths of rows whose unit, of norm `whole`, shrinks to `bound`: equal parts of it."""
-    return tf.where(whole > bound, tf.math.divide_no_nan(norms, whole) * bound, norms)
+    # By roots, for norms / whole and bound / whole alone can underflow where the length does not.
+    root = tf.math.divide_no_nan(tf.sqrt(bound), tf.sqrt(whole))
+    return tf.where(whole > bound, norms * root * root, norms)
 
 
 @dataclass(frozen=True)
