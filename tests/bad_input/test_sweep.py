@@ -23,7 +23,8 @@ OPTIONS = [
     ("--batch-sizes 32 --update eager", ["update must be one of exact, lazy"]),
     ("--batch-sizes 32 --l2 -1", ["l2 must be a number that is not negative"]),
     ("--batch-sizes 32 --model ffm", ["model must be one of lr, fm", "'ffm'"]),
-    ("--batch-sizes 32 --combiner genres=sum", ["one combiner for all lists"]),
+    ("--batch-sizes 32 --combiner genres=max", ["combiner must be one of", "'max'"]),
+    ("--batch-sizes 32 --combiner =sum", ["--combiner must be FIELD=VALUE", "'=sum'"]),
     ("--batch-sizes 32 --jobs 0", ["jobs must be a whole number of at least 1", "0"]),
 ]
 

@@ -217,7 +217,7 @@ def trained_here(monkeypatch):
     """Sweeps of data that need not be there; a test sets what `work_off` does."""
     monkeypatch.setattr(sweep, "_check", lambda data, cells: None)
     monkeypatch.setattr(sweep, "identity_of", lambda data: "x")
-    monkeypatch.setattr(sweep, "inputs_of", lambda data: data.inputs)
+    monkeypatch.setattr(sweep, "columns_of", lambda data: data.inputs)
     inputs = {"label": "y", "categorical": ["a"], "lists": [], "continuous": []}
     data = SimpleNamespace(path=Path("/data"), inputs=inputs, cardinalities={"a": 5})
 
@@ -307,3 +307,11 @@ def test_what_is_no_sweep(tmp_path):
     with pytest.raises(UserError, match="a report needs runs that ended"):
         report(out)
     assert not (out / "report.html").exists()
+
+
+def test_a_study_of_time_shows_minutes(tmp_path):
+    out = swept(tmp_path / "out", ["time"], dataclasses.replace(SETTING, seeds=(1,)))
+    found = sweep.outcomes(out, "time")
+    minutes = found[0].values("train_seconds")[0] / 60
+    assert f"{minutes:.2f}" in sweep.table(STUDIES["time"], found)
+    assert "minutes of training, by network" in sweep.table(STUDIES["time"], found)

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -149,8 +150,6 @@ def test_a_stop_is_passed_on_and_saved(data, tmp_path):
         while not list(tmp_path.glob("run/checkpoints/step-*")):
             time.sleep(0.05)
         os.kill(os.getpid(), signal.SIGUSR1)
-
-    import threading
 
     before = signal.signal(signal.SIGUSR1, stop)
     threading.Thread(target=when_it_trains, daemon=True).start()

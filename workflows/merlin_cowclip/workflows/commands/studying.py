@@ -5,13 +5,12 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
-from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from merlin_cowclip.plugins.scaling import K
-from merlin_cowclip.workflows.commands.training import add_network
-from merlin_cowclip.workflows.errors import UserError
+from merlin_cowclip.workflows.commands.training import add_network, by_field
+from merlin_cowclip.workflows.study.configuration import NETWORK
 from merlin_cowclip.workflows.study.studies import (
     SEEDS,
     STUDIES,
@@ -19,7 +18,6 @@ from merlin_cowclip.workflows.study.studies import (
     batch_sizes,
     find_study,
 )
-from merlin_cowclip.workflows.training.configuration import TrainConfig
 
 if TYPE_CHECKING:
     from merlin_cowclip.workflows.commands.parser import Commands
@@ -73,13 +71,9 @@ def numbers(text: str) -> list[int]:
 
 def _sweep(arguments: argparse.Namespace) -> None:
     study = find_study(arguments.study)
-    names = {field.name for field in fields(TrainConfig)} - {"batch_size", "base", "seed", "rule"}
-    given: dict[str, Any] = {name: getattr(arguments, name, None) for name in names}
-    if arguments.combiner is not None and "=" in arguments.combiner:
-        raise UserError(
-            "a study takes one combiner for all lists. Received: "
-            f"--combiner {arguments.combiner}. Name one"
-        )
+    given: dict[str, Any] = {n: getattr(arguments, n) for n in (*NETWORK, "epochs", "update")}
+    if "=" in (arguments.combiner or ""):
+        given["combiner"] = by_field("--combiner", arguments.combiner)
     values = {name: getattr(arguments, name) for name in _VALUES}
     from merlin_cowclip.workflows.data.prepared import PreparedData
 

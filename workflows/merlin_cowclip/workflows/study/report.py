@@ -14,7 +14,7 @@ from typing import Any
 
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.study.paper import BASELINE, CITED, PRINTED, Printed
-from merlin_cowclip.workflows.study.studies import FULL, STUDIES
+from merlin_cowclip.workflows.study.studies import AUC, FULL, MINUTES, STUDIES, Quantity
 from merlin_cowclip.workflows.study.sweep import (
     RECORD,
     RUNS,
@@ -94,7 +94,7 @@ def _section(out: Path, name: str) -> Section | None:
         return None
     study, sizes = STUDIES[name], record["batch_sizes"]
     printed = PRINTED.get((name, _dataset(found)), {})
-    quantity = _MINUTES if name == "time" else _AUC
+    quantity = study.quantity
     columns = list(dict.fromkeys(o.cell.column for o in found))
     rows = []
     for row in dict.fromkeys(o.cell.row for o in found):
@@ -124,18 +124,6 @@ def _section(out: Path, name: str) -> Section | None:
     return section
 
 
-@dataclass(frozen=True)
-class _Quantity:
-    key: str
-    name: str
-    factor: float
-    digits: int
-
-
-_AUC = _Quantity("auc", "test AUC, %", 100.0, 3)
-_MINUTES = _Quantity("train_seconds", "minutes of training", 1 / 60, 2)
-
-
 def _dataset(found: Sequence[Outcome]) -> str:
     """The name of the data set, of any result."""
     results = (r for outcome in found for r in outcome.results.values() if r is not None)
@@ -143,7 +131,7 @@ def _dataset(found: Sequence[Outcome]) -> str:
     return "" if first is None else str(first["config"].get("dataset", ""))
 
 
-def _cell(outcome: Outcome | None, record: Mapping[str, Any], quantity: _Quantity) -> str:
+def _cell(outcome: Outcome | None, record: Mapping[str, Any], quantity: Quantity) -> str:
     """Mean ± deviation, and a link to each run."""
     if outcome is None or not outcome.results:
         return ""
@@ -153,7 +141,7 @@ def _cell(outcome: Outcome | None, record: Mapping[str, Any], quantity: _Quantit
         if (c["row"], c["column"]) == (outcome.cell.row, outcome.cell.column)
     )
     found = outcome.mean(quantity.key)
-    shown = "diverged" if found is None else _shown(found, quantity)
+    shown = "diverged" if found is None else quantity.shown(*found)
     links = " ".join(
         f"[{i}]({RUNS}/{runs[str(seed)]}/{DIVERGED if result is None else RESULT})"
         for i, (seed, result) in enumerate(outcome.results.items(), start=1)
@@ -162,13 +150,7 @@ def _cell(outcome: Outcome | None, record: Mapping[str, Any], quantity: _Quantit
     return " ".join(filter(None, [shown, links, f"({missing} to come)" if missing else ""]))
 
 
-def _shown(found: tuple[float, float], quantity: _Quantity) -> str:
-    mean, deviation = (quantity.factor * value for value in found)
-    digits = quantity.digits
-    return f"{mean:.{digits}f}" + (f" ± {deviation:.{digits}f}" if deviation else "")
-
-
-def _theirs(printed: Mapping[Any, Printed], row: str, column: str, quantity: _Quantity) -> str:
+def _theirs(printed: Mapping[Any, Printed], row: str, column: str, quantity: Quantity) -> str:
     """What the paper has there, at the same batch size."""
     s, rest = (BASELINE, 0)
     if column != "baseline":
@@ -178,12 +160,12 @@ def _theirs(printed: Mapping[Any, Printed], row: str, column: str, quantity: _Qu
     found = printed.get((row, s))
     if found is None or rest:
         return ""
-    if quantity is _MINUTES:
+    if quantity is MINUTES:
         return f"{found.minutes:g}"
     return "diverged" if found.auc is None else f"{found.auc:.2f}"
 
 
-def _verdict(found: Sequence[Outcome], sizes: Sequence[int], quantity: _Quantity) -> str:
+def _verdict(found: Sequence[Outcome], sizes: Sequence[int], quantity: Quantity) -> str:
     """The largest batch against the smallest: of CowClip where it is there, and of the best."""
     least, most = (f"{size:,}" for size in (sizes[0], sizes[-1]))
     by_place = {(o.cell.row, o.cell.column): o for o in found}
@@ -192,13 +174,13 @@ def _verdict(found: Sequence[Outcome], sizes: Sequence[int], quantity: _Quantity
     at_most = {
         row: mean
         for (row, column), o in by_place.items()
-        if column == most and (mean := o.mean(_AUC.key)) is not None
+        if column == most and (mean := o.mean(AUC.key)) is not None
     }
     for row in ours[:1]:
         small, large = (by_place.get((row, column)) for column in (least, most))
         if small is None or large is None or least == most:
             continue
-        a, b = small.mean(_AUC.key), large.mean(_AUC.key)
+        a, b = small.mean(AUC.key), large.mean(AUC.key)
         if a is None or b is None:
             continue
         speed = small.mean("train_seconds"), large.mean("train_seconds")
@@ -209,17 +191,17 @@ def _verdict(found: Sequence[Outcome], sizes: Sequence[int], quantity: _Quantity
                 f", {times:.1f} times faster" if times >= 1 else f", {1 / times:.1f} times slower"
             )
         sentences.append(
-            f"At {most} with `{row}`, AUC {_shown(b, _AUC)} % against {_shown(a, _AUC)} % at "
+            f"At {most} with `{row}`, AUC {AUC.shown(*b)} % against {AUC.shown(*a)} % at "
             f"{least}{faster}."
         )
-    if quantity is _AUC and len(at_most) > 1:
+    if quantity is AUC and len(at_most) > 1:
         best = max(at_most, key=lambda row: at_most[row][0])
         worst = min(at_most, key=lambda row: at_most[row][0])
         sentences.append(
-            f"Best at {most}: `{best}`, {_shown(at_most[best], _AUC)} %; worst: `{worst}`, "
-            f"{_shown(at_most[worst], _AUC)} %."
+            f"Best at {most}: `{best}`, {AUC.shown(*at_most[best])} %; worst: `{worst}`, "
+            f"{AUC.shown(*at_most[worst])} %."
         )
-    diverged = sorted({o.cell.row for o in found if o.results and o.mean(_AUC.key) is None})
+    diverged = sorted({o.cell.row for o in found if o.results and o.mean(AUC.key) is None})
     if diverged:
         sentences.append(f"Diverged somewhere: {', '.join(f'`{row}`' for row in diverged)}.")
     return " ".join(sentences)
@@ -232,9 +214,9 @@ def _drops(found: Sequence[Outcome]) -> str:
         rows.setdefault(outcome.cell.row, []).append(outcome)
     told = []
     for row, cells in rows.items():
-        a, b = cells[0].mean(_AUC.key), cells[-1].mean(_AUC.key)
+        a, b = cells[0].mean(AUC.key), cells[-1].mean(AUC.key)
         if a is not None and b is not None and len(cells) > 1:
-            told.append(f"`{row}` {_AUC.factor * (b[0] - a[0]):+.3f}")
+            told.append(f"`{row}` {AUC.factor * (b[0] - a[0]):+.3f}")
     if not told:
         return ""
     first, last = (found[i].cell.column for i in (0, -1))
@@ -286,7 +268,7 @@ def _notes(name: str, found: Sequence[Outcome], printed: Mapping[Any, Any]) -> I
 
 
 def _plots(
-    out: Path, name: str, found: Sequence[Outcome], record: Mapping[str, Any], quantity: _Quantity
+    out: Path, name: str, found: Sequence[Outcome], record: Mapping[str, Any], quantity: Quantity
 ) -> Iterator[tuple[str, str]]:
     from merlin_cowclip.workflows.study.plots import Line, line_plot
 
@@ -305,7 +287,7 @@ def _plots(
                 "batch size",
                 quantity.name,
                 powers_of_two=True,
-                logarithmic=quantity is _MINUTES,
+                logarithmic=quantity is MINUTES,
             ),
         )
     if name == "curves":

@@ -122,6 +122,33 @@ class Setting:
 
 
 @dataclass(frozen=True)
+class Quantity:
+    """A number of a run's result, and how it is shown.
+
+    Attributes:
+      key: in `result.json`.
+      name: with its unit.
+      factor: from the result's unit to that.
+      digits: behind the point.
+    """
+
+    key: str
+    name: str
+    factor: float
+    digits: int
+
+    def shown(self, mean: float, deviation: float) -> str:
+        """Mean ± deviation; of one run the deviation is 0, and not shown."""
+        mean, deviation = self.factor * mean, self.factor * deviation
+        digits = self.digits
+        return f"{mean:.{digits}f}" + (f" ± {deviation:.{digits}f}" if deviation else "")
+
+
+AUC = Quantity("auc", "test AUC, %", 100.0, 3)
+MINUTES = Quantity("train_seconds", "minutes of training", 1 / 60, 2)
+
+
+@dataclass(frozen=True)
 class Study:
     """An experiment of the paper.
 
@@ -131,6 +158,7 @@ class Study:
       paper: the tables and figures that it repeats.
       cells: the runs of a setting.
       rows, columns: what the rows and columns of its table are.
+      quantity: what its table has of each cell.
     """
 
     name: str
@@ -139,6 +167,7 @@ class Study:
     cells: Callable[[Setting], Iterator[Cell]]
     rows: str
     columns: str = "batch size"
+    quantity: Quantity = AUC
 
 
 def _scaling_rules(setting: Setting) -> Iterator[Cell]:
@@ -285,6 +314,7 @@ STUDIES: Mapping[str, Study] = MappingProxyType(
                 "Tables 5 and 11, Figure 1",
                 _time,
                 "network",
+                quantity=MINUTES,
             ),
             Study(
                 "curves",

@@ -25,10 +25,10 @@ from merlin_cowclip.workflows.errors import Stopped, UserError
 from merlin_cowclip.workflows.folders import all_or_nothing, write_json
 from merlin_cowclip.workflows.progress import progress_bar
 from merlin_cowclip.workflows.study.claims import Claims, alone_in
-from merlin_cowclip.workflows.study.studies import TOP, Cell, Setting, Study
+from merlin_cowclip.workflows.study.studies import TOP, Cell, Quantity, Setting, Study
 from merlin_cowclip.workflows.study.workers import DIVERGED, Task, work_off
 from merlin_cowclip.workflows.training.configuration import TrainConfig
-from merlin_cowclip.workflows.training.runs import RESULT, identity_of, inputs_of
+from merlin_cowclip.workflows.training.runs import RESULT, columns_of, identity_of
 
 FORMAT_VERSION = 1
 RECORD, STUDIES_, RUNS, CLAIMS = "sweep.json", "studies", "runs", ".claims"
@@ -177,24 +177,23 @@ def _result_of(run: Path) -> dict[str, Any]:
     return found
 
 
-def table(study: Study, found: Iterable[Outcome], quantity: str = "auc") -> str:
-    """Rows by columns: mean ± deviation over seeds, AUC in percent; of one seed no deviation."""
+def table(study: Study, found: Iterable[Outcome]) -> str:
+    """Rows by columns: the study's quantity, mean ± deviation over seeds."""
     cells = {(o.cell.row, o.cell.column): o for o in found}
     rows, columns = (list(dict.fromkeys(key[i] for key in cells)) for i in (0, 1))
     lines = [
-        (row, *(_shown(cells.get((row, column)), quantity) for column in columns)) for row in rows
+        (row, *(_shown(cells.get((row, column)), study.quantity) for column in columns))
+        for row in rows
     ]
-    return format_table((f"AUC % by {study.rows}, {study.columns}", *columns), lines)
+    header = f"{study.quantity.name}, by {study.rows} and {study.columns}"
+    return format_table((header, *columns), lines)
 
 
-def _shown(outcome: Outcome | None, quantity: str) -> str:
+def _shown(outcome: Outcome | None, quantity: Quantity) -> str:
     if outcome is None or not outcome.results:
         return ""
-    found = outcome.mean(quantity)
-    if found is None:
-        return "diverged"
-    mean, deviation = found
-    return f"{100 * mean:.3f}" + (f" ± {100 * deviation:.3f}" if deviation else "")
+    found = outcome.mean(quantity.key)
+    return "diverged" if found is None else quantity.shown(*found)
 
 
 def _check(data: PreparedData, cells: Sequence[Cell]) -> None:
@@ -228,12 +227,10 @@ def _open(out: Path, data: PreparedData) -> None:
     Raises:
       UserError: it is something else.
     """
-    inputs = inputs_of(data)
     mine = {
         "format": FORMAT_VERSION,
         "data_sha256": identity_of(data),
-        # The same parquet may be adopted with another meaning.
-        **{key: inputs[key] for key in ("label", "categorical", "lists", "continuous")},
+        **columns_of(data),
         "cardinalities": data.cardinalities,
     }
     with alone_in(out.absolute().parent):

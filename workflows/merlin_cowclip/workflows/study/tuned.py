@@ -14,25 +14,23 @@ from merlin_cowclip.workflows.data.prepared import PreparedData
 from merlin_cowclip.workflows.errors import UserError, shown
 from merlin_cowclip.workflows.study.configuration import TuneConfig
 from merlin_cowclip.workflows.training.configuration import TrainConfig
-from merlin_cowclip.workflows.training.runs import identity_of, inputs_of
+from merlin_cowclip.workflows.training.runs import columns_of, identity_of
 
 FORMAT_VERSION = 1
 RECORD = "tune.json"  # of what is tuned; without it there is no tune
 ROWS = "rows"
 TUNED = "tuned.json"
 RESULT = "result.json"  # written last: without it the tune did not end
-_COLUMNS = ("label", "categorical", "lists", "continuous")
 _AGAIN = "Tune again into another folder"
 
 
 def record_of(data: PreparedData, config: TuneConfig) -> dict[str, Any]:
     """`tune.json`: what is tuned, and on what."""
-    inputs = inputs_of(data)
     return {
         "format": FORMAT_VERSION,
         "data": str(data.path.resolve()),
         "data_sha256": identity_of(data),
-        "columns": {name: inputs[name] for name in _COLUMNS},
+        "columns": columns_of(data),
         "cardinalities": data.cardinalities,
         "config": config.to_dict(),
     }
@@ -135,12 +133,12 @@ class Tuned:
         Raises:
           UserError: another label, or other fields.
         """
-        inputs = inputs_of(data)
+        its = columns_of(data)
         for name, mine in self.record["columns"].items():
-            if inputs[name] != mine:
+            if its[name] != mine:
                 raise UserError(
                     f"the data must have the columns that were tuned on. Received: {data.path}, "
-                    f"with {name} {inputs[name]!r} instead of {mine!r} in {self.path}. Tune on "
+                    f"with {name} {its[name]!r} instead of {mine!r} in {self.path}. Tune on "
                     "this data, or name the other"
                 )
         if identity_of(data) == self.record["data_sha256"]:

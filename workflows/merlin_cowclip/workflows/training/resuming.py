@@ -17,9 +17,9 @@ from merlin_cowclip.workflows.training.epochs import Progress
 from merlin_cowclip.workflows.training.runs import (
     CONFIG,
     RESULT,
+    columns_of,
     how_to_resume,
     identity_of,
-    inputs_of,
 )
 
 _KEYS = ("data", "data_sha256", "keeping", "versions", "machine")
@@ -140,9 +140,8 @@ def open_data(record: Mapping[str, Any], run: Path, moved: str | Path | None) ->
 
 def _refuse_other_columns(record: Mapping[str, Any], data: PreparedData) -> None:
     """Refuse the same rows with another meaning: parquet that was adopted in two ways."""
-    now = {**inputs_of(data), "cardinalities": data.cardinalities}
-    for key in ("label", "categorical", "lists", "continuous", "cardinalities"):
-        was, found = record.get(key, now[key]), now[key]
+    for key, found in {**columns_of(data), "cardinalities": data.cardinalities}.items():
+        was = record.get(key, found)
         if was != found:
             raise UserError(
                 f"the data of a run must be what it was when it began. Received: {data.path}, with "

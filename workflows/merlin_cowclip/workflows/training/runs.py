@@ -86,6 +86,12 @@ def inputs_of(data: PreparedData) -> dict[str, Any]:
     }
 
 
+def columns_of(data: PreparedData) -> dict[str, Any]:
+    """The names that `inputs_of` has: the same rows may be adopted with another meaning."""
+    inputs = inputs_of(data)
+    return {key: inputs[key] for key in ("label", "categorical", "lists", "continuous")}
+
+
 def described(data: PreparedData, config: TrainConfig) -> dict[str, Any]:
     """A run's `config.json`: what it is trained on, with, and by which versions on what machine."""
     with quiet_imports():
