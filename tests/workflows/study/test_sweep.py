@@ -161,3 +161,16 @@ def test_a_stop_is_passed_on_and_saved(data, tmp_path):
         signal.signal(signal.SIGUSR1, before)
     assert (tmp_path / "run" / "config.json").exists()
     assert list(tmp_path.glob("run/checkpoints/step-*"))
+
+
+def test_processes_share_the_cores(monkeypatch):
+    """With one job, or where the environment says it, nothing is changed."""
+    inter, intra = "TF_NUM_INTEROP_THREADS", "TF_NUM_INTRAOP_THREADS"
+    monkeypatch.delenv(inter, raising=False)
+    monkeypatch.setenv(intra, "3")
+    monkeypatch.setattr(os, "cpu_count", lambda: 9)
+    with workers._share_of_the_cores(1):
+        assert inter not in os.environ
+    with workers._share_of_the_cores(4):
+        assert (os.environ[inter], os.environ[intra]) == ("2", "3")
+    assert inter not in os.environ

@@ -70,7 +70,9 @@ def work_off(tasks: Sequence[Task], jobs: int) -> Iterator[Task]:
       KeyboardInterrupt: this one was; likewise.
     """
     waiting = deque(tasks)
-    workers = [_Worker() for _ in range(min(jobs, len(waiting)))]
+    several = min(jobs, len(waiting))
+    with _share_of_the_cores(several):
+        workers = [_Worker() for _ in range(several)]
     idle = list(workers)
     try:
         while waiting or len(idle) < len(workers):
@@ -97,6 +99,23 @@ def work_off(tasks: Sequence[Task], jobs: int) -> Iterator[Task]:
             worker.stop(at_work=worker not in idle)
         for worker in workers:
             worker.join()
+
+
+@contextlib.contextmanager
+def _share_of_the_cores(jobs: int) -> Iterator[None]:
+    """What begins within has its share of the cores, if the environment does not say otherwise.
+
+    Each would take all of them, and wait for the others': with small batches that costs a third of
+    the time and more.
+    """
+    names = ("TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")
+    unsaid = [name for name in names if jobs > 1 and name not in os.environ]
+    os.environ.update(dict.fromkeys(unsaid, str(max(1, (os.cpu_count() or 1) // jobs))))
+    try:
+        yield
+    finally:
+        for name in unsaid:
+            del os.environ[name]
 
 
 class _Worker:
