@@ -115,7 +115,7 @@ def test_killed_and_begun_again(swept, data, tmp_path):
     """Its processes end what they have in hand, and the next sweep waits for them."""
     out = tmp_path / "out"
     program = [sys.executable, "-m", "merlin_cowclip.workflows.commands.main", "sweep", "curves"]
-    command = [*map(str, (*program, data.path, "--out", out)), *OPTIONS, "--quiet"]
+    command = [*map(str, (*program, data.path, "--out", out)), *OPTIONS, "--quiet", "--jobs", "2"]
     begun = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     deadline = time.monotonic() + 120
     while not list(out.glob("runs/*/config.json")):
@@ -124,7 +124,7 @@ def test_killed_and_begun_again(swept, data, tmp_path):
         time.sleep(0.05)
     begun.kill()
     begun.wait()
-    assert main([*command[3:], "--jobs", "2"]) == 0
+    assert main(command[3:]) == 0
     assert results(out) == results(swept[0])
 
 

@@ -70,9 +70,8 @@ def work_off(tasks: Sequence[Task], jobs: int) -> Iterator[Task]:
       KeyboardInterrupt: this one was; likewise.
     """
     waiting = deque(tasks)
-    several = min(jobs, len(waiting))
-    with _share_of_the_cores(several):
-        workers = [_Worker() for _ in range(several)]
+    with _share_of_the_cores(jobs):  # also where fewer are left: threads change the last bits
+        workers = [_Worker() for _ in range(min(jobs, len(waiting)))]
     idle = list(workers)
     try:
         while waiting or len(idle) < len(workers):
