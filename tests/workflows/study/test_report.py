@@ -15,6 +15,7 @@ import pytest
 
 from merlin_cowclip.workflows.errors import Stopped, UserError
 from merlin_cowclip.workflows.study import sweep
+from merlin_cowclip.workflows.study.cost import Cost
 from merlin_cowclip.workflows.study.paper import PRINTED
 from merlin_cowclip.workflows.study.report import report
 from merlin_cowclip.workflows.study.studies import STUDIES, Setting
@@ -116,7 +117,7 @@ def test_the_papers_numbers_stand_beside(out):
     assert "| *cowclip, paper* | 80.86 | 80.97 |" in text  # Table 2
     assert "| *dcn_v2, paper* | 80.78 | 80.87 | 80.98 |" in text  # Table 3
     assert "| *linear scale on dense, paper* | diverged |" in text  # Table 12
-    assert "Hotline: AUC 79.8 %, 53, 45, 39 minutes" in text  # Table 5
+    assert "| *Hotline, cited* | 53 |  |" in text  # Table 5
 
 
 def test_the_papers_rows_are_ours():
@@ -315,3 +316,26 @@ def test_a_study_of_time_shows_minutes(tmp_path):
     minutes = found[0].values("train_seconds")[0] / 60
     assert f"{minutes:.2f}" in sweep.table(STUDIES["time"], found)
     assert "minutes of training, by network" in sweep.table(STUDIES["time"], found)
+
+
+def test_what_an_epoch_of_criteo_takes(tmp_path):
+    """At 1,024 the paper's ten epochs with DeepFM took 768 minutes."""
+    out = swept(tmp_path / "out", ["time"], dataclasses.replace(SETTING, seeds=(1,)))
+    found = {(o.cell.row, o.cell.column): o for o in sweep.outcomes(out, "time")}
+    seconds = found["dcn", "8,192"].mean("train_seconds")[0]
+    hours = seconds / 3600 * 41_256_555 / 90
+    text = report(out).with_suffix(".md").read_text()
+    assert "| *deepfm, minutes, paper* | 76.8 | 10.2 |" in text
+    assert re.search(rf"\| dcn, minutes \|.*\| {60 * hours:.1f} \[1\]", text)
+    assert "price |" not in text
+    text = report(out, Cost(price_per_hour=2.5)).with_suffix(".md").read_text()
+    assert re.search(rf"\| dcn, price \|.*\| {2.5 * hours:.2f} \[1\]", text)
+    text = report(out, Cost(rows=180)).with_suffix(".md").read_text()
+    assert re.search(rf"\| dcn, minutes \|.*\| {seconds / 30:.1f} \[1\]", text)
+    assert "minutes, paper*" not in text
+
+
+@pytest.mark.parametrize("price", [0.0, -1.0, float("nan"), float("inf")])
+def test_what_is_no_price(price):
+    with pytest.raises(UserError, match="price_per_hour must be a positive number. Received: "):
+        Cost(price_per_hour=price)

@@ -61,6 +61,10 @@ def add(commands: Commands) -> None:
         description="Writes OUT/report.html, one page that needs no network, and OUT/report.md.",
     )
     report.add_argument("out", type=Path, help="the folder of a sweep, finished or not")
+    report.add_argument(
+        "--price-per-hour", type=float, help="of the machine: what an epoch of Criteo would cost"
+    )
+    report.add_argument("--rows", type=int, help="of a training part other than Criteo's")
     report.set_defaults(run=_report)
 
 
@@ -100,6 +104,8 @@ def _sweep(arguments: argparse.Namespace) -> None:
 
 
 def _report(arguments: argparse.Namespace) -> None:
+    from merlin_cowclip.workflows.study.cost import CRITEO_ROWS, Cost
     from merlin_cowclip.workflows.study.report import report
 
-    print(report(arguments.out))
+    rows = CRITEO_ROWS if arguments.rows is None else arguments.rows
+    print(report(arguments.out, Cost(rows, arguments.price_per_hour)))

@@ -73,9 +73,9 @@ def _section(section: Section) -> str:
         for title, svg in section.plots
     )
     notes = "\n".join(f'<p class="note">{_inline(note)}</p>' for note in section.notes)
+    verdict = f'<p class="verdict">{_inline(section.verdict)}</p>\n' if section.verdict else ""
     return (
-        f"<h2>{html.escape(section.title)} <em>{html.escape(section.paper)}</em></h2>\n"
-        f'<p class="verdict">{_inline(section.verdict)}</p>\n'
+        f"<h2>{html.escape(section.title)} <em>{html.escape(section.paper)}</em></h2>\n{verdict}"
         f'<div class="table"><table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{rows}\n</tbody>\n'
         f"</table></div>\n{notes}\n{figures}\n<pre>{html.escape(section.command)}</pre>"
     )

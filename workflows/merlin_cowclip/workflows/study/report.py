@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from merlin_cowclip.workflows.errors import UserError
+from merlin_cowclip.workflows.study.cost import PAPERS_EPOCHS, Cost
 from merlin_cowclip.workflows.study.paper import BASELINE, CITED, PRINTED, Printed
 from merlin_cowclip.workflows.study.studies import AUC, FULL, MINUTES, STUDIES, Quantity
 from merlin_cowclip.workflows.study.sweep import (
@@ -30,6 +31,7 @@ from merlin_cowclip.workflows.training.runs import RESULT
 
 HTML, MARKDOWN = "report.html", "report.md"
 _BASE = 1024  # the paper's
+_EPOCH = replace(MINUTES, factor=MINUTES.factor / PAPERS_EPOCHS)  # of the paper's
 _ALL_NETWORKS = ("networks", "time")  # studies of them; the paper's others are of DeepFM
 
 
@@ -57,8 +59,13 @@ class Section:
     command: str = ""
 
 
-def report(out: str | Path) -> Path:
+def report(out: str | Path, cost: Cost | None = None) -> Path:
     """Write `OUT/report.html` and `OUT/report.md` of all that a sweep's folder holds.
+
+    Args:
+      out: the folder.
+      cost: what the cost model reckons with, beneath a study of time; by default an epoch of
+        Criteo, without a price.
 
     Raises:
       UserError: it is no sweep's, or nothing of it has ended.
@@ -77,6 +84,8 @@ def report(out: str | Path) -> Path:
         raise UserError(
             f"a report needs runs that ended. Received: {out}, without one. Sweep again to go on"
         )
+    if "time" in known:
+        sections += _costs(out, cost or Cost())
     about = _about(out)
     for name, text in ((HTML, as_html(sections, about)), (MARKDOWN, as_markdown(sections, about))):
         partial = out / f".{name}.partial"
@@ -103,6 +112,8 @@ def _section(out: Path, name: str) -> Section | None:
         theirs = [_theirs(printed, row, column, quantity) for column in columns]
         if any(theirs):
             rows.append([f"*{row}, paper*", *theirs])
+    if name == "time":
+        rows += _cited(_dataset(found), columns)
     section = Section(
         study.title, study.paper, "", [study.rows, *columns], rows, command=record["command"]
     )
@@ -160,8 +171,8 @@ def _theirs(printed: Mapping[Any, Printed], row: str, column: str, quantity: Qua
     found = printed.get((row, s))
     if found is None or rest:
         return ""
-    if quantity is MINUTES:
-        return f"{found.minutes:g}"
+    if quantity in (MINUTES, _EPOCH):
+        return f"{quantity.factor * 60 * (found.minutes or 0):g}"
     return "diverged" if found.auc is None else f"{found.auc:.2f}"
 
 
@@ -257,14 +268,68 @@ def _notes(name: str, found: Sequence[Outcome], printed: Mapping[Any, Any]) -> I
     if name == "time":
         yield "Times of runs that were trained side by side (--jobs) are longer than of one alone."
     if name == "time" and (cited := CITED.get(_dataset(found))):
-        systems = "; ".join(
-            f"{system}: AUC {c.auc:g} %, {', '.join(f'{m:g}' for m in c.minutes)} minutes"
-            for system, c in cited.items()
-        )
+        aucs = ", ".join(f"{system} {c.auc:g} %" for system, c in cited.items())
         yield (
-            "Systems that the paper cites, at 1K, 2K and 4K on 1, 2 and 4 GPUs (measured by "
-            f"neither): {systems}."
+            "Systems that the paper cites, measured by neither: 1K, 2K and 4K on 1, 2 and 4 GPUs. "
+            f"Their AUC: {aucs}."
         )
+
+
+def _cited(dataset: str, columns: Sequence[str]) -> Iterator[list[str]]:
+    """A row for each system that the paper cites, where its batch sizes are among ours."""
+    for system, cited in CITED.get(dataset, {}).items():
+        by_column = {f"{_BASE * n:,}": m for n, m in zip((1, 2, 4), cited.minutes, strict=True)}
+        if by_column.keys() & set(columns):
+            theirs = (by_column.get(column) for column in columns)
+            yield [f"*{system}, cited*", *("" if m is None else f"{m:g}" for m in theirs)]
+
+
+def _costs(out: Path, cost: Cost) -> Iterator[Section]:
+    """What an epoch of larger data takes at the rates of the study of time."""
+    record, found = read_record(out, "time"), outcomes(out, "time")
+    rows_of = {
+        result["config"]["rows"]["train"]
+        for outcome in found
+        for result in outcome.results.values()
+        if result is not None
+    }
+    if not rows_of:
+        return
+    rows = rows_of.pop()
+    columns = list(dict.fromkeys(o.cell.column for o in found))
+    printed = PRINTED["time", "criteo"] if cost.data == "Criteo" else {}
+    table = []
+    for network in dict.fromkeys(o.cell.row for o in found):
+        cells = {o.cell.column: o for o in found if o.cell.row == network}
+        for quantity in cost.quantities(rows):
+            shown = (_cell(cells.get(column), record, quantity) for column in columns)
+            table.append([f"{network}, {quantity.name}", *shown])
+        theirs = [_theirs(printed, network, column, _EPOCH) for column in columns]
+        if any(theirs):
+            table.append([f"*{network}, minutes, paper*", *theirs])
+    yield Section(
+        f"What an epoch of {cost.data} would take at these rates",
+        "a cost model",
+        "",
+        ["network", *columns],
+        table,
+        [
+            f"The times above, {cost.rows:,} rows for training instead of {rows:,}: training "
+            "alone, without preparation and evaluation, with the ids of these data. An exact "
+            "update passes over the whole table, so more ids take longer.",
+            *(
+                [f"At {cost.price_per_hour:g} an hour for the machine below."]
+                if cost.price_per_hour is not None
+                else ["For its price: 'merlin-cowclip report' with --price-per-hour."]
+            ),
+            *(
+                [f"The paper's: a tenth of its {PAPERS_EPOCHS} epochs, one V100."]
+                if printed
+                else []
+            ),
+        ],
+        command=record["command"],
+    )
 
 
 def _plots(
