@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import shutil
 
 import pytest
 
+from merlin_cowclip.plugins.scaling import recipe
 from merlin_cowclip.workflows.data.prepared import PreparedData
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.study.sweep import _check
+from merlin_cowclip.workflows.training.configuration import TrainConfig
 from tests.bad_input.contract import refused
 
 OPTIONS = [
@@ -32,6 +35,36 @@ OPTIONS = [
 @pytest.mark.parametrize(("options", "words"), [pytest.param(*o, id=o[0]) for o in OPTIONS])
 def test_options(toy_data, tmp_path, options, words):
     argv = ["sweep", "curves", toy_data, "--out", tmp_path / "out", *options.split()]
+    refused(argv, words, folder=tmp_path)
+
+
+@pytest.fixture
+def tune(tmp_path_factory):
+    """What is read of one: found at 64, for the network `deepfm`."""
+    folder = tmp_path_factory.mktemp("tune")
+    base = recipe("none").replace(batch_size=64)
+    config = TrainConfig(batch_size=64, rule="none", base=base).to_dict()
+    for name, text in (
+        ("tune.json", {"format": 1, "config": {}}),
+        ("tuned.json", config),
+        ("result.json", {}),
+    ):
+        (folder / name).write_text(json.dumps(text))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("study", "options", "words"),
+    [
+        ("curves", "--batch-sizes 32,64 --tuned {}", ["--tuned is for the study scaling-rules"]),
+        ("scaling-rules", "--batch-sizes 32 --tuned {}", ["at one of the batch sizes", "[64]"]),
+        ("scaling-rules", "--batch-sizes 64 --model lr --tuned {}", ["of the study's network"]),
+        ("curves", "--batch-sizes 32,64 --base {}", ["must be where --base was tuned", "32, and"]),
+        ("curves", "--batch-sizes 64 --base /nowhere", ["a tune must be a folder"]),
+    ],
+)
+def test_what_was_tuned(toy_data, tmp_path, tune, study, options, words):
+    argv = ["sweep", study, toy_data, "--out", tmp_path / "out", *options.format(tune).split()]
     refused(argv, words, folder=tmp_path)
 
 

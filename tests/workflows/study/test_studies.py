@@ -14,7 +14,9 @@ from merlin_cowclip.workflows.study.studies import (
     Setting,
     batch_sizes,
     find_study,
+    shared_values,
 )
+from merlin_cowclip.workflows.training.configuration import TrainConfig
 
 SIZES = (1 * K, 8 * K, 128 * K)
 SETTING = Setting(SIZES, seeds=(1,))
@@ -43,6 +45,30 @@ def test_the_rules_start_from_one_base():
         assert cell.config.hyperparameters == scale(base, to=cell.config.batch_size, rule=rule)
     at_base = {cell.config.identity for (_, size), cell in found.items() if size == "1,024"}
     assert len(at_base) == 2  # CowClip's recipe, and that of the five others
+
+
+def test_what_tunes_found_is_a_row_beside_the_rules():
+    values = recipe("none").replace(batch_size=8 * K, dense_lr=3e-3)
+    found = TrainConfig(batch_size=8 * K, rule="none", base=values, epochs=7, update="lazy")
+    cell = cells("scaling-rules", Setting(SIZES, config={"epochs": 2}, found=[found]))[
+        "tune", "8,192"
+    ]
+    assert cell.config.hyperparameters == values
+    assert (cell.config.epochs, cell.config.update) == (2, "lazy")
+    for words, setting in (
+        ("Received: .8192., and batch_sizes .1024.", {"batch_sizes": (1024,)}),
+        ("network. Received: model='deepfm'", {"config": {"model": "dcn"}}),
+        (r"network. Received: mlp=\(", {"config": {"mlp": (8,)}}),
+        ("each at another", {"found": [found, found]}),
+    ):
+        with pytest.raises(UserError, match=words):
+            Setting(**{"batch_sizes": SIZES, "found": [found], **setting})
+
+
+def test_what_the_rules_share_of_a_base():
+    """Of a clip that is not CowClip's, or none, there is nothing to share."""
+    assert set(shared_values(recipe("none"))) == {"dense_lr", "embedding_lr", "l2"}
+    assert shared_values(recipe("cowclip"))["clip_floor"] == recipe("cowclip").clip_floor
 
 
 def test_networks_have_a_baseline_and_only_their_own_options():

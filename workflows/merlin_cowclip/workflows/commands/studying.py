@@ -10,19 +10,21 @@ from typing import TYPE_CHECKING, Any
 
 from merlin_cowclip.plugins.scaling import K
 from merlin_cowclip.workflows.commands.training import add_network, by_field
+from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.study.configuration import NETWORK
 from merlin_cowclip.workflows.study.studies import (
     SEEDS,
     STUDIES,
+    VALUES,
     Setting,
     batch_sizes,
     find_study,
+    shared_values,
 )
 
 if TYPE_CHECKING:
     from merlin_cowclip.workflows.commands.parser import Commands
-
-_VALUES = ("dense_lr", "embedding_lr", "l2", "clip_ratio", "clip_floor")
+    from merlin_cowclip.workflows.data.prepared import PreparedData
 
 
 def add(commands: Commands) -> None:
@@ -49,8 +51,19 @@ def add(commands: Commands) -> None:
     sweep.add_argument("--epochs", type=int, help="passes over the data (default 10)")
     sweep.add_argument("--update", help="exact (default) or lazy")
     base = sweep.add_argument_group("tuned at the first batch size (each rule's recipe)")
-    for name in _VALUES:
+    base.add_argument(
+        "--base", type=Path, metavar="TUNE0", help="what a tune found at the first batch size"
+    )
+    for name in VALUES:
         base.add_argument(f"--{name.replace('_', '-')}", type=float)
+    sweep.add_argument(
+        "--tuned",
+        type=Path,
+        action="append",
+        metavar="TUNE",
+        help="scaling-rules: what a tune found at one of the batch sizes, beside the rules; may "
+        "be given again",
+    )
     add_network(sweep)
     sweep.add_argument("--jobs", type=int, default=1, help="runs trained at a time (1)")
     sweep.add_argument("--quiet", action="store_true", help="no bar, and only the table")
@@ -75,20 +88,14 @@ def numbers(text: str) -> list[int]:
 
 def _sweep(arguments: argparse.Namespace) -> None:
     study = find_study(arguments.study)
-    given: dict[str, Any] = {n: getattr(arguments, n) for n in (*NETWORK, "epochs", "update")}
-    if "=" in (arguments.combiner or ""):
-        given["combiner"] = by_field("--combiner", arguments.combiner)
-    values = {name: getattr(arguments, name) for name in _VALUES}
+    if arguments.tuned and study.name != "scaling-rules":
+        raise UserError(
+            f"--tuned is for the study scaling-rules. Received: {study.name}. Leave it out"
+        )
     from merlin_cowclip.workflows.data.prepared import PreparedData
 
     data = PreparedData.open(arguments.data)
-    sizes = arguments.batch_sizes
-    setting = Setting(
-        batch_sizes(1 * K, data.rows["train"]) if sizes is None else sizes,
-        {name: value for name, value in values.items() if value is not None},
-        {name: value for name, value in given.items() if value is not None},
-        arguments.seeds,
-    )
+    setting = _setting(arguments, data)
     from merlin_cowclip.workflows.study.sweep import sweep
 
     table = sweep(
@@ -101,6 +108,39 @@ def _sweep(arguments: argparse.Namespace) -> None:
         progress=not arguments.quiet,
     )
     print(table)
+
+
+def _setting(arguments: argparse.Namespace, data: PreparedData) -> Setting:
+    given: dict[str, Any] = {n: getattr(arguments, n) for n in (*NETWORK, "epochs", "update")}
+    if "=" in (arguments.combiner or ""):
+        given["combiner"] = by_field("--combiner", arguments.combiner)
+    values = {name: getattr(arguments, name) for name in VALUES}
+    values = {name: value for name, value in values.items() if value is not None}
+    base, sizes = 1 * K, arguments.batch_sizes
+    if arguments.base is not None:
+        from merlin_cowclip.workflows.study.tuned import Tuned
+
+        tuned = Tuned.open(arguments.base).train_config()
+        base, values = tuned.batch_size, shared_values(tuned.hyperparameters) | values
+        if sizes is not None and sizes[0] != base:
+            raise UserError(
+                "the first of --batch-sizes must be where --base was tuned. Received: "
+                f"{sizes[0]:,}, and {arguments.base}, tuned at {base:,}. Begin with that"
+            )
+        if given["update"] is None:
+            given["update"] = tuned.update
+    found = []
+    for path in arguments.tuned or ():
+        from merlin_cowclip.workflows.study.tuned import Tuned
+
+        found.append(Tuned.open(path).train_config())
+    return Setting(
+        batch_sizes(base, data.rows["train"]) if sizes is None else sizes,
+        values,
+        {name: value for name, value in given.items() if value is not None},
+        arguments.seeds,
+        found=found,
+    )
 
 
 def _report(arguments: argparse.Namespace) -> None:

@@ -19,6 +19,7 @@ from merlin_cowclip.plugins.scaling import (
     scale,
 )
 from merlin_cowclip.workflows.errors import UserError, quoted
+from merlin_cowclip.workflows.study.configuration import NETWORK
 from merlin_cowclip.workflows.training.configuration import TrainConfig
 
 SEEDS = (1234, 1235, 1236)
@@ -29,6 +30,18 @@ FULL, TOP = "full", "top-3"
 
 NETWORKS = ("deepfm", "wide_and_deep", "dcn", "dcn_v2")
 """Those of Tables 3 and 4."""
+
+TUNED = "tune"
+"""The row of what tunes found, in place of a rule."""
+
+VALUES = ("dense_lr", "embedding_lr", "l2", "clip_ratio", "clip_floor")
+"""What of a base all rules share; the rest is each rule's recipe."""
+
+
+def shared_values(base: Hyperparameters) -> dict[str, float]:
+    """What all rules take of a base that was tuned; of CowClip's clip only if it clips so."""
+    clips = base.clip == "adaptive_column"
+    return {name: getattr(base, name) for name in (VALUES if clips else VALUES[:3])}
 
 
 @dataclass(frozen=True)
@@ -54,14 +67,16 @@ class Setting:
     Attributes:
       batch_sizes: in samples per update, rising; the first one is the base, where the values were
         tuned.
-      values: of the base that replace those of each rule's recipe: `dense_lr`, `embedding_lr`,
-        `l2`, `clip_ratio`, `clip_floor`.
+      values: of the base that replace those of each rule's recipe, by the names of `VALUES`.
       config: options of `TrainConfig` for every run: the network, `epochs`, `update`.
       seeds: of the runs of each cell.
       thresholds: constants of the clips "global", "field" and "column" at the base batch size.
+      found: what tunes found, each at its own one of the batch sizes: a row beside the rules, for
+        as many epochs as they.
 
     Raises:
-      UserError: no batch size or seed, one twice, or out of range, or sizes that do not rise.
+      UserError: no batch size or seed, one twice, or out of range, or sizes that do not rise; or
+        what was found is of another network or batch size.
     """
 
     batch_sizes: Sequence[int]
@@ -71,6 +86,7 @@ class Setting:
     thresholds: Mapping[str, float] = field(
         default_factory=lambda: {"global": 25.0, "field": 0.1, "column": 1e-4}
     )
+    found: Sequence[TrainConfig] = ()
 
     def __post_init__(self) -> None:
         for name in ("batch_sizes", "seeds"):
@@ -91,6 +107,27 @@ class Setting:
             )
         object.__setattr__(self, "batch_sizes", tuple(self.batch_sizes))
         object.__setattr__(self, "seeds", tuple(self.seeds))
+        self._check_found()
+
+    def _check_found(self) -> None:
+        if not self.found:
+            return
+        sizes = [config.batch_size for config in self.found]
+        if len(set(sizes)) < len(sizes) or not set(sizes) <= set(self.batch_sizes):
+            raise UserError(
+                "what was tuned must be at one of the batch sizes, and each at another. Received: "
+                f"{sizes}, and batch_sizes {list(self.batch_sizes)}. Name others"
+            )
+        mine = TrainConfig(**self.config)
+        for config in self.found:
+            for name in NETWORK:
+                its, wanted = getattr(config, name), getattr(mine, name)
+                if its != wanted:
+                    raise UserError(
+                        "what was tuned must be of the study's network. Received: "
+                        f"{name}={its!r}, tuned at {config.batch_size:,}, and {name}={wanted!r} "
+                        "of the study. Give the study the options that were tuned with"
+                    )
 
     @property
     def base(self) -> int:
@@ -174,6 +211,9 @@ def _scaling_rules(setting: Setting) -> Iterator[Cell]:
     for rule in SCALING_RULES:
         for batch_size in setting.batch_sizes:
             yield Cell(rule, f"{batch_size:,}", setting.run(rule, batch_size))
+    for found in setting.found:
+        config = dataclasses.replace(setting.at(found.hyperparameters), update=found.update)
+        yield Cell(TUNED, f"{found.batch_size:,}", config)
 
 
 def _networks(setting: Setting) -> Iterator[Cell]:
