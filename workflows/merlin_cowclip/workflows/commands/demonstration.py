@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from merlin_cowclip.plugins.scaling import Hyperparameters, K, format_table
+from merlin_cowclip.workflows.commands.demo_page import PAGE, write_demo_page
 from merlin_cowclip.workflows.data.datasets import CRITEO
 from merlin_cowclip.workflows.data.etl import prepare
 from merlin_cowclip.workflows.data.synthetic import write_synthetic
@@ -23,6 +24,7 @@ ROWS = 300_000
 CARDINALITY = 20_000
 EPOCHS = 5
 SEED = 1234
+HEADER = ("batch size", "", "rule", "test AUC", "best possible", "seconds")
 
 
 @dataclass(frozen=True)
@@ -50,9 +52,9 @@ def base(rule: str) -> Hyperparameters:
 
 
 def demo(out: Path, *, rows: int = ROWS) -> str:
-    """Write logs, prepared data and one run per line of the table to `out`; returns the table.
+    """Write logs, prepared data, one run per line of the table, and a page of them all to `out`.
 
-    An error or an interrupt removes `out`.
+    Returns the table. An error or an interrupt removes `out`.
 
     Raises:
       UserError: `out` exists or cannot be made, or too few rows for the large batch.
@@ -70,7 +72,7 @@ def demo(out: Path, *, rows: int = ROWS) -> str:
         )
         print("Preparing them: ids, counts, parquet", flush=True)
         data = prepare(CRITEO, [out / "train.txt.gz"], out / "data", seed=SEED)
-        lines = []
+        finished = []
         for run in RUNS:
             print(f"\nTraining DeepFM, batch size {run.batch_size:,}, rule {run.rule}", flush=True)
             config = TrainConfig(
@@ -80,18 +82,20 @@ def demo(out: Path, *, rows: int = ROWS) -> str:
                 epochs=EPOCHS,
                 seed=SEED,
             )
-            finished = train(data, config, out / f"deepfm-{run.batch_size}-{run.rule}")
-            lines.append(
-                (
-                    f"{run.batch_size:,}",
-                    f"{run.batch_size // K}x",
-                    run.rule,
-                    f"{finished.result['auc']:.4f}",
-                    f"{truth.best_auc:.4f}",
-                    f"{finished.result['train_seconds']:.0f}",
-                )
+            finished.append(train(data, config, out / f"deepfm-{run.batch_size}-{run.rule}"))
+        lines = [
+            (
+                f"{run.batch_size:,}",
+                f"{run.batch_size // K}x",
+                run.rule,
+                f"{done.result['auc']:.4f}",
+                f"{truth.best_auc:.4f}",
+                f"{done.result['train_seconds']:.0f}",
             )
-    header = ("batch size", "", "rule", "test AUC", "best possible", "seconds")
-    table = format_table(header, lines)
+            for run, done in zip(RUNS, finished, strict=True)
+        ]
+        write_demo_page(out, dict(zip(RUNS, finished, strict=True)), HEADER, lines, truth.best_auc)
+    table = format_table(HEADER, lines)
     print(f"\n{table}\n\nThe logs, the prepared data and the runs: {out}")
+    print(f"The page of all this: {out / PAGE}")
     return table

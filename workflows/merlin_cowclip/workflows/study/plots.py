@@ -8,6 +8,7 @@ from typing import Any
 
 import matplotlib
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 # Okabe and Ito's, for all eyes; the grey of text goes on both grounds.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6D31", "#7F7F7F")
@@ -25,6 +26,7 @@ def line_plot(
     *,
     powers_of_two: bool = False,
     logarithmic: bool = False,
+    levels: Mapping[str, float] | None = None,
 ) -> str:
     """Lines with error bars, by name; as an SVG element.
 
@@ -34,9 +36,10 @@ def line_plot(
       y: what is up.
       powers_of_two: whether x doubles from one point to the next.
       logarithmic: whether y is.
+      levels: of y, drawn across by name.
     """
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "merlin-cowclip"}):
-        figure = Figure(figsize=(7, 3.6), layout="constrained")
+        figure = Figure(figsize=(6, 3.5), layout="constrained")
         axes: Any = figure.subplots()
         for i, (name, points) in enumerate(lines.items()):
             if not points:
@@ -53,11 +56,15 @@ def line_plot(
                 linewidth=1.4,
                 capsize=2,
             )
+        for name, level in (levels or {}).items():
+            axes.axhline(level, label=name, color=_INK, linewidth=1.4, linestyle="--")
         if powers_of_two:
             axes.set_xscale("log", base=2)
             ticks = sorted({point[0] for points in lines.values() for point in points})
             axes.set_xticks(ticks, [f"{tick:,.0f}" for tick in ticks])
             axes.minorticks_off()
+        else:
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True))  # epochs
         if logarithmic:
             axes.set_yscale("log")
         _in_ink(axes, x, y)

@@ -6,14 +6,21 @@ One HTML file that needs no network, and the same in Markdown. Every number of o
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.study.cost import PAPERS_EPOCHS, Cost
+from merlin_cowclip.workflows.study.pages import (
+    Section,
+    as_html,
+    as_markdown,
+    facts,
+    read_metrics,
+    write_page,
+)
 from merlin_cowclip.workflows.study.paper import BASELINE, CITED, PRINTED, Printed
 from merlin_cowclip.workflows.study.studies import AUC, FULL, MINUTES, STUDIES, Quantity
 from merlin_cowclip.workflows.study.sweep import (
@@ -30,33 +37,10 @@ from merlin_cowclip.workflows.study.workers import DIVERGED
 from merlin_cowclip.workflows.training.runs import RESULT
 
 HTML, MARKDOWN = "report.html", "report.md"
+_TITLE = "What a large batch does to these data"
 _BASE = 1024  # the paper's
 _EPOCH = replace(MINUTES, factor=MINUTES.factor / PAPERS_EPOCHS)  # of the paper's
 _ALL_NETWORKS = ("networks", "time")  # studies of them; the paper's others are of DeepFM
-
-
-@dataclass
-class Section:
-    """What a page says of one study.
-
-    Attributes:
-      title: its question.
-      paper: where the paper asks it.
-      verdict: the answer, in a sentence or two.
-      header, rows: the table, in Markdown's words.
-      notes: sentences below it.
-      plots: title and SVG of each.
-      command: what prints the numbers again.
-    """
-
-    title: str
-    paper: str
-    verdict: str
-    header: list[str]
-    rows: list[list[str]]
-    notes: list[str] = field(default_factory=list)
-    plots: list[tuple[str, str]] = field(default_factory=list)
-    command: str = ""
 
 
 def report(out: str | Path, cost: Cost | None = None) -> Path:
@@ -70,8 +54,6 @@ def report(out: str | Path, cost: Cost | None = None) -> Path:
     Raises:
       UserError: it is no sweep's, or nothing of it has ended.
     """
-    from merlin_cowclip.workflows.study.pages import as_html, as_markdown
-
     out = Path(out)
     if not (out / RECORD).exists():
         raise UserError(
@@ -87,11 +69,8 @@ def report(out: str | Path, cost: Cost | None = None) -> Path:
     if "time" in known:
         sections += _costs(out, cost or Cost())
     about = _about(out)
-    for name, text in ((HTML, as_html(sections, about)), (MARKDOWN, as_markdown(sections, about))):
-        partial = out / f".{name}.partial"
-        # A path's odd bytes, as `write_json` has them.
-        partial.write_text(text, encoding="utf-8", errors="backslashreplace")
-        partial.replace(out / name)
+    write_page(out / HTML, as_html(_TITLE, sections, about))
+    write_page(out / MARKDOWN, as_markdown(_TITLE, sections, about))
     return out / HTML
 
 
@@ -382,9 +361,7 @@ def _gradient_plots(
         seed = next((s for s, r in outcome.results.items() if r is not None), None)
         if seed is None:
             continue
-        path = out / RUNS / cell["runs"][str(seed)] / "metrics.csv"
-        with path.open(newline="", encoding="utf-8") as file:
-            rows = list(csv.DictReader(file))
+        rows = read_metrics(out / RUNS / cell["runs"][str(seed)])
         for kind in ("frequent", "rare"):
             points = [
                 (float(row["epoch"]), float(row[f"gradient_norm_{kind}"]), 0.0)
@@ -400,21 +377,6 @@ def _gradient_plots(
 
 
 def _about(out: Path) -> dict[str, str]:
-    """Of which data, by which versions, on what machine; each of them where there are several."""
-    about = {"data": [str(read_sweep(out).get("data"))]}
-    for path in sorted(out.glob(f"{RUNS}/*-{FULL}/{RESULT}")):
-        config = read_result(path.parent)["config"]
-        rows = config["rows"]
-        now = {
-            "rows": f"{rows['train']:,} for training, {rows['test']:,} for testing",
-            "ids": f"{sum(config['cardinalities'].values()):,}",
-            "versions": ", ".join(f"{k} {v}" for k, v in config["versions"].items()),
-            "machine": ", ".join(
-                f"{k}: {', '.join(v) or 'none' if isinstance(v, list) else v}"
-                for k, v in config["machine"].items()
-            ),
-        }
-        for key, value in now.items():
-            if value not in about.setdefault(key, []):
-                about[key].append(value)
-    return {key: "; other runs: ".join(values) for key, values in about.items()}
+    """Of which data, by which versions, on what machine."""
+    results = (read_result(p.parent) for p in sorted(out.glob(f"{RUNS}/*-{FULL}/{RESULT}")))
+    return {"data": str(read_sweep(out).get("data")), **facts(r["config"] for r in results)}
