@@ -1,5 +1,6 @@
 """Exact quality of streamed predictions, against every pair by hand and scikit-learn."""
 
+import logging
 import tracemalloc
 
 import numpy as np
@@ -8,8 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sklearn.metrics import log_loss, roc_auc_score
 
+from merlin_cowclip.plugins._stack import tf
 from merlin_cowclip.workflows.errors import UserError
-from merlin_cowclip.workflows.training.evaluation import Quality, QualityOf, exact_quality
+from merlin_cowclip.workflows.training.evaluation import (
+    Predictor,
+    Quality,
+    QualityOf,
+    exact_quality,
+)
 
 ROWS = 50_000
 
@@ -107,3 +114,25 @@ def test_it_takes_the_memory_of_its_predictions(expected):
         tracemalloc.stop()
     room = rows if expected else rows * 9 / 8
     assert 4 * rows < peak < 4 * room + (3 << 20)
+
+
+def test_many_networks_in_one_process_are_no_warning():
+    """TensorFlow counts the traces of all of them together."""
+
+    class Network:
+        def predict_step(self, features):
+            return tf.sigmoid(features["x"])
+
+    said: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())
+    tf.get_logger().addHandler(handler)
+    try:
+        for value in range(8):
+            predictor = Predictor(Network())
+            x = np.full([3, 1], value, np.float32)
+            found = predictor.probabilities({"x": x}, {"x": tf.TensorSpec([None, 1])})
+            assert found == pytest.approx([1 / (1 + np.exp(-value))] * 3)
+    finally:
+        tf.get_logger().removeHandler(handler)
+    assert said == []

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from merlin_cowclip.plugins._stack import mm, tf
+from merlin_cowclip.plugins._stack import mm, quiet_stack, tf
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.training.loader import Loader
 
@@ -174,6 +174,11 @@ class Predictor:
             # One graph for batches of any size: the last one is smaller.
             self._step = tf.function(self._model.predict_step, input_signature=[spec])
             self._spec = spec
+            with quiet_stack():  # of many networks in one process it warns that it traces many
+                return self._of(features)
+        return self._of(features)
+
+    def _of(self, features: dict[str, Any]) -> np.ndarray:
         return np.asarray(self._step(features), np.float32).ravel()
 
 
