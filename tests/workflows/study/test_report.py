@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from merlin_cowclip.workflows.errors import Stopped, UserError
@@ -22,9 +23,10 @@ from merlin_cowclip.workflows.study.studies import STUDIES, Setting
 
 SIZES = (1024, 8192)
 SETTING = Setting(SIZES, config={"epochs": 2}, seeds=(1, 2, 3))
+TRAINED = [name for name, study in STUDIES.items() if list(study.cells(SETTING))]
 
 
-def swept(out: Path, names=STUDIES, setting: Setting = SETTING, dataset: str = "criteo") -> Path:
+def swept(out: Path, names=TRAINED, setting: Setting = SETTING, dataset: str = "criteo") -> Path:
     """A sweep's folder as if its runs had been trained; their AUCs are drawn."""
     random = np.random.default_rng(0)
     for folder in ("studies", "runs"):
@@ -95,8 +97,8 @@ def test_the_page_stands_alone(page):
     assert found.open == []
     assert not re.findall(r'(?:src|@import|url)\s*[=(]\s*["\']?(?:https?:)?//', page)
     assert not [link for link in found.links if "//" in link]
-    assert all(study.title in html.unescape(page) for study in STUDIES.values())
-    assert page.count("<svg") >= len(STUDIES)
+    assert all(STUDIES[name].title in html.unescape(page) for name in TRAINED)
+    assert page.count("<svg") >= len(TRAINED)
 
 
 def test_every_number_leads_to_its_result(out, page):
@@ -339,3 +341,22 @@ def test_what_an_epoch_of_criteo_takes(tmp_path):
 def test_what_is_no_price(price):
     with pytest.raises(UserError, match="price_per_hour must be a positive number. Received: "):
         Cost(price_per_hour=price)
+
+
+def test_how_often_ids_occur(data, tmp_path, monkeypatch):
+    """Counted without a test part, and anew at other batch sizes."""
+    out, study = tmp_path / "out", STUDIES["frequencies"]
+    sweep.sweep(study, data, out, Setting((64,)), progress=False)
+    monkeypatch.setattr(type(data), "test_files", [])
+    table = sweep.sweep(study, data, out, Setting((64, 512)), progress=False)
+    assert "all fields" in table
+    page = Page(report(out).read_text())
+    links = {link for link in page.links if "//" not in link}
+    assert links == {"frequencies/summary.parquet", "frequencies/frequencies.parquet"}
+    assert all((out / link).exists() for link in links)
+    text = (out / "report.md").read_text()
+    rows = pd.concat([pd.read_parquet(path) for path in data.train_files])
+    counts = rows["user"].value_counts()
+    rare = 100 * (counts < len(rows) / 512).mean()
+    assert re.search(rf"\| user \| {len(counts)} \|.* {rare:.1f} \|\n", text)
+    assert "% of 512." in text

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 FOLDER = "frequencies"  # in the prepared folder, unless another is named
+TABLE, SUMMARY = "frequencies.parquet", "summary.parquet"
 BATCH_SIZES = tuple(K * 2**i for i in range(8))  # 1K to 128K
 MAX_BATCH_SIZE = 1 << 53  # up to which a float holds every whole number
 TOP = (1, 3, 10, 100, 1_000, 10_000, 100_000, 1_000_000)
@@ -190,7 +191,7 @@ def frequencies(
     found: dict[str, CountDistribution] = {}
     with all_or_nothing(out) as folder:
         with (
-            pq.ParquetWriter(folder / "frequencies.parquet", _LONG) as writer,
+            pq.ParquetWriter(folder / TABLE, _LONG) as writer,
             progress_bar("counting", len(data.spec.ids), " fields", show=progress) as bar,
         ):
             for field in data.spec.ids:
@@ -204,14 +205,19 @@ def frequencies(
         lines = [_summary(field, found[field], rows, sizes) for field in data.spec.ids]
         lines.append(_summary(None, CountDistribution.joined(found.values()), rows, sizes))
         summary = pd.DataFrame(lines)
-        summary.to_parquet(folder / "summary.parquet", index=False)
+        summary.to_parquet(folder / SUMMARY, index=False)
         if panels is None:
-            by_ids = sorted(data.spec.ids, key=lambda field: found[field].total_ids)
-            panels = list(dict.fromkeys([by_ids[0], by_ids[len(by_ids) // 2], by_ids[-1]]))
+            panels = few_middle_most({field: found[field].total_ids for field in data.spec.ids})
         figure = plot({field: found[field] for field in panels}, rows, sizes)
         with open(folder / "frequencies.png", "wb") as image:
             figure.canvas.print_png(image)  # type: ignore[attr-defined]  # Agg's
     return Frequencies(out, rows, sizes, summary)
+
+
+def few_middle_most(ids: Mapping[str, int]) -> list[str]:
+    """Of fields, by how many ids they have, three: with the fewest, in the middle, the most."""
+    by_ids = sorted(ids, key=lambda field: ids[field])
+    return list(dict.fromkeys([by_ids[0], by_ids[len(by_ids) // 2], by_ids[-1]]))
 
 
 def plot(

@@ -26,6 +26,7 @@ def line_plot(
     *,
     powers_of_two: bool = False,
     logarithmic: bool = False,
+    logarithmic_x: bool = False,
     levels: Mapping[str, float] | None = None,
 ) -> str:
     """Lines with error bars, by name; as an SVG element.
@@ -36,6 +37,7 @@ def line_plot(
       y: what is up.
       powers_of_two: whether x doubles from one point to the next.
       logarithmic: whether y is.
+      logarithmic_x: whether x is; its points are many, and have no markers.
       levels: of y, drawn across by name.
     """
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "merlin-cowclip"}):
@@ -51,7 +53,7 @@ def line_plot(
                 yerr=deviations if any(deviations) else None,
                 label=name,
                 color=_COLOURS[i % len(_COLOURS)],
-                marker=_MARKERS[(i + i // len(_COLOURS)) % len(_MARKERS)],
+                marker="" if logarithmic_x else _MARKERS[(i + i // len(_COLOURS)) % len(_MARKERS)],
                 markersize=4,
                 linewidth=1.4,
                 capsize=2,
@@ -63,6 +65,8 @@ def line_plot(
             ticks = sorted({point[0] for points in lines.values() for point in points})
             axes.set_xticks(ticks, [f"{tick:,.0f}" for tick in ticks])
             axes.minorticks_off()
+        elif logarithmic_x:
+            axes.set_xscale("log")
         else:
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))  # epochs
         if logarithmic:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from merlin_cowclip.workflows.errors import UserError
+from merlin_cowclip.workflows.study import occurrences
 from merlin_cowclip.workflows.study.cost import PAPERS_EPOCHS, Cost
 from merlin_cowclip.workflows.study.pages import (
     Section,
@@ -77,6 +78,8 @@ def report(out: str | Path, cost: Cost | None = None) -> Path:
 def _section(out: Path, name: str) -> Section | None:
     """What is said of a study; `None` if no run of it has ended."""
     record = read_record(out, name)
+    if name == occurrences.NAME:
+        return occurrences.section(out, record)
     found = outcomes(out, name)
     if not any(outcome.results for outcome in found):
         return None

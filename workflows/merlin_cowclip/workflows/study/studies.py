@@ -377,10 +377,17 @@ STUDIES: Mapping[str, Study] = MappingProxyType(
                 _learning_rate,
                 "rule, factor",
             ),
+            Study(
+                "frequencies",
+                "How often ids occur",
+                "Figure 3, left",
+                lambda setting: iter(()),
+                "field",
+            ),
         )
     }
 )
-"""The studies that train, by name."""
+"""The studies, by name; that of frequencies is of the data alone, and trains nothing."""
 
 
 def find_study(name: str) -> Study:

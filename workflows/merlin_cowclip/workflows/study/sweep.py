@@ -24,6 +24,7 @@ from merlin_cowclip.workflows.data.top_ids import keep_top_ids
 from merlin_cowclip.workflows.errors import Stopped, UserError
 from merlin_cowclip.workflows.folders import all_or_nothing, write_json
 from merlin_cowclip.workflows.progress import progress_bar
+from merlin_cowclip.workflows.study import occurrences
 from merlin_cowclip.workflows.study.claims import Claims, alone_in
 from merlin_cowclip.workflows.study.studies import TOP, Cell, Quantity, Setting, Study
 from merlin_cowclip.workflows.study.workers import DIVERGED, Task, work_off
@@ -76,7 +77,7 @@ def sweep(
 
     Args:
       study: from `STUDIES`.
-      data: the prepared folder, with a test part.
+      data: the prepared folder, with a test part if anything is trained.
       out: the folder of the runs, of this study and of others on the same data; made if need be.
       setting: what the runs have in common.
       jobs: runs trained at a time, a process each.
@@ -90,13 +91,16 @@ def sweep(
     out = Path(out)
     check_whole("jobs", jobs, 1)
     cells = list(study.cells(setting))
-    _check(data, cells)
+    if cells:
+        _check(data, cells)
     _open(out, data)
     record = {**_record(study, setting, cells), "command": command}
     with Claims(out / CLAIMS).alone():  # what two sweeps would write at the same time
         homes = _homes(out, data, cells, progress=progress)
         (out / STUDIES_).mkdir(exist_ok=True)
         write_json(out / STUDIES_ / f"{study.name}.json", record)
+        if not cells:
+            return occurrences.count(data, out, setting.batch_sizes, progress=progress)
     tasks = {}
     for cell in cells:
         for seed in setting.seeds:
