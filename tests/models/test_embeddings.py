@@ -936,6 +936,14 @@ def test_load_an_array():
     np.testing.assert_array_equal(found[:, 1], given[np.ravel(ITEM)])
 
 
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_rows_that_are_loaded_keep_the_digits_of_the_table(dtype):
+    layer = FusedEmbeddings(SCHEMA, DIM, dtype=dtype)
+    given = np.full((5, DIM), 1 / 3)
+    layer.load_rows("item", given)
+    np.testing.assert_array_equal(layer.table[7:12], given.astype(dtype))
+
+
 def test_load_a_frame():
     """By raw id, in any order; what the field does not know, and what is no id, is left out."""
     layer = layer_of()

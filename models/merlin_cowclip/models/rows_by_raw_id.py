@@ -21,6 +21,7 @@ class RowsByRawId:
         schema: Schema
         dim: int
         cardinalities: Mapping[str, int]
+        variable_dtype: str
         _first_row: Mapping[str, int]
 
         def _check_field(self, field: str) -> None: ...
@@ -109,7 +110,8 @@ class RowsByRawId:
         """
         self._check_field(field)
         is_frame = isinstance(values, pd.DataFrame)
-        given = np.asarray(self._in_order(values), np.float32)
+        exact = np.float64 if self.variable_dtype == "float64" else np.float32
+        given = np.asarray(self._in_order(values), exact)
         wanted = (len(given) if is_frame else self.cardinalities[field], self.dim)
         if given.shape != wanted:
             raise ValueError(
