@@ -189,6 +189,15 @@ def test_train_damaged_tunes(toy_data, tuned, tmp_path, file, content, words):
     refused(argv, words, folder=tmp_path)
 
 
+def test_a_tune_whose_record_has_an_odd_key(toy_data, tuned):
+    """As a later version's, or one written by hand."""
+    record = json.loads((tuned / "tune.json").read_text())
+    record["config"]["seeed"] = 7
+    (tuned / "tune.json").write_text(json.dumps(record))
+    words = ["what a tune searches has the keys batch_size", "'seeed'", "take it out"]
+    refused(["tune", toy_data, "--out", tuned, "--trials", "7"], words, folder=tuned)
+
+
 def test_a_tune_that_was_moved_goes_on(toy_data, tuned, tmp_path):
     moved = shutil.move(tuned, tmp_path / "a place {with} ?#% signs")
     done = command(["tune", toy_data, "--out", moved, "--trials", "7", "--seeds", "1", "--quiet"])

@@ -71,6 +71,17 @@ def test_a_folder_without_a_run_is_made_anew(task, training):
     assert workers._trained(task).how == "done"
 
 
+def test_what_a_killed_process_left_of_a_run_is_removed(task, training):
+    """Of this run alone: another's may be under way."""
+    left, another = (task.run.with_name(f".{name}.partial-1-ab") for name in ("run", "run2"))
+    for folder in (left, another):
+        (folder / "workflow").mkdir(parents=True)
+    training.train = lambda data, config, out, **more: out.mkdir()
+    assert workers._trained(task).how == "done"
+    assert not left.exists()
+    assert another.exists()
+
+
 @pytest.mark.parametrize(
     "error",
     [

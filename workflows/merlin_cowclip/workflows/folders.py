@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import glob
 import importlib.metadata
 import json
 import os
@@ -157,6 +158,19 @@ def _to_the_end(work: Callable[[], None]) -> None:
         raise interrupt
 
 
+def _partial(out: Path) -> str:
+    """How the name begins of what is to become ``out``."""
+    return f".{out.name[:50]}.partial-"
+
+
+def begun_before(out: Path) -> list[Path]:
+    """The hidden folders that killed processes have left of `all_or_nothing`.
+
+    For one who knows that no other process makes ``out``: of one that lives it may be, too.
+    """
+    return list(out.parent.glob(f"{glob.escape(_partial(out))}*"))
+
+
 @contextlib.contextmanager
 def all_or_nothing(out: Path, what: str = "folder") -> Iterator[Path]:
     """A hidden folder beside ``out``, renamed to it at the end, or removed on any failure.
@@ -172,7 +186,7 @@ def all_or_nothing(out: Path, what: str = "folder") -> Iterator[Path]:
     out = out.absolute()
     # A name that fits, together with the rest of it, wherever the folder's own does.
     token = secrets.token_hex(4)
-    folder = _home(out) / f".{out.name[:50]}.partial-{os.getpid()}-{token}"
+    folder = _home(out) / f"{_partial(out)}{os.getpid()}-{token}"
     output = None
     try:
         try:

@@ -11,7 +11,7 @@ from merlin_cowclip.plugins.checks import whole_number
 from merlin_cowclip.plugins.scaling import SCALING_RULES, Hyperparameters
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.study.search_space import Point, SearchSpace
-from merlin_cowclip.workflows.training.configuration import TrainConfig
+from merlin_cowclip.workflows.training.configuration import TrainConfig, refuse_unknown
 from merlin_cowclip.workflows.training.networks import NETWORKS
 
 NETWORK = ("model", *dict.fromkeys(name for options in NETWORKS.values() for name in options))
@@ -138,5 +138,10 @@ class TuneConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> TuneConfig:
-        """What `to_dict` gave."""
+        """What `to_dict` gave.
+
+        Raises:
+          UserError: a key that is none, or a value out of range.
+        """
+        refuse_unknown("what a tune searches", values, [f.name for f in fields(cls)])
         return cls(**values)

@@ -22,7 +22,7 @@ from merlin_cowclip.workflows.data.datasets import check_input_names
 from merlin_cowclip.workflows.data.prepared import PreparedData
 from merlin_cowclip.workflows.data.top_ids import keep_top_ids
 from merlin_cowclip.workflows.errors import Stopped, UserError
-from merlin_cowclip.workflows.folders import all_or_nothing, write_json
+from merlin_cowclip.workflows.folders import all_or_nothing, begun_before, remove, write_json
 from merlin_cowclip.workflows.progress import progress_bar
 from merlin_cowclip.workflows.study import occurrences
 from merlin_cowclip.workflows.study.claims import Claims, alone_in
@@ -262,6 +262,7 @@ def _homes(
     if TOP in homes:
         top = out / TOP
         if not top.exists():
+            remove(*begun_before(top))
             keep_top_ids(data, _TOP_IDS, top, progress=progress)
         homes[TOP] = PreparedData.open(top)
     return homes

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from merlin_cowclip.workflows.errors import Stopped, UserError
-from merlin_cowclip.workflows.folders import remove, write_json
+from merlin_cowclip.workflows.folders import begun_before, remove, write_json
 from merlin_cowclip.workflows.study.claims import Claims
 from merlin_cowclip.workflows.training.configuration import TrainConfig
 from merlin_cowclip.workflows.training.runs import CONFIG, RESULT, identity_of
@@ -201,7 +201,8 @@ def _trained(task: Task) -> Ended:
             if (task.run / CONFIG).exists():
                 resume(task.run, data=task.data, progress=False)
             else:
-                remove(task.run)  # of one that was killed as it wrote down how it diverged
+                # Of one that was killed as it wrote down how it diverged, or as it began.
+                remove(task.run, *begun_before(task.run))
                 data = PreparedData.open(task.data)
                 if identity_of(data) != task.data_sha256:
                     raise UserError(

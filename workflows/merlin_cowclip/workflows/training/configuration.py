@@ -193,14 +193,14 @@ class TrainConfig:
         if not isinstance(values, Mapping):
             raise UserError(f"a configuration must be values by name. Received: {values!r}")
         values = dict(values)
-        _refuse_unknown("a configuration", values, [f.name for f in dataclasses.fields(cls)])
+        refuse_unknown("a configuration", values, [f.name for f in dataclasses.fields(cls)])
         for name in ("embedding_dim", "mlp"):  # these have no None that stands for a default
             if values.get(name, 0) is None:
                 raise UserError(f"{name} must have a value. Received: None. Leave it out")
         base = values.get("base")
         if isinstance(base, Mapping):
             known = [field.name for field in dataclasses.fields(Hyperparameters)]
-            _refuse_unknown("base", base, known)
+            refuse_unknown("base", base, known)
             try:
                 values["base"] = recipe(str(values.get("rule", "cowclip"))).replace(**base)
             except (ValueError, TypeError) as error:
@@ -266,7 +266,12 @@ def base_hyperparameters(rule: str, **changes: Any) -> Hyperparameters:
         raise UserError(str(error)) from None
 
 
-def _refuse_unknown(what: str, values: Mapping[str, Any], known: Sequence[str]) -> None:
+def refuse_unknown(what: str, values: Mapping[str, Any], known: Sequence[str]) -> None:
+    """Refuse a key that is none.
+
+    Raises:
+      UserError: names it, and those that are.
+    """
     unknown = [key for key in values if key not in known]
     if unknown:
         raise UserError(
