@@ -18,6 +18,7 @@ from merlin_cowclip.workflows.training.checkpoints import Checkpoints
 from merlin_cowclip.workflows.training.configuration import TrainConfig
 from merlin_cowclip.workflows.training.epochs import Progress
 from merlin_cowclip.workflows.training.evaluation import evaluate
+from merlin_cowclip.workflows.training.growing_files import cut_back, lengths
 from merlin_cowclip.workflows.training.keeping import Keeping
 from merlin_cowclip.workflows.training.loader import Loader
 from merlin_cowclip.workflows.training.resuming import open_data, read_config
@@ -145,6 +146,28 @@ def test_a_finished_run_that_cannot_go_on_stays_as_it_was(run, tmp_path, lost, w
     with pytest.raises(UserError, match=words):
         resume(path, epochs=5, progress=False)
     assert Run.open(path).result == before
+
+
+def test_a_users_own_files_among_the_events_stay(tmp_path):
+    """Whether they were there at the checkpoint, came or grew since, or are gone."""
+    run, event = tmp_path, "logs/events.out.tfevents.1.host.2.3.v2"
+    for name, text in (("metrics.csv", "a"), (event, "b"), ("logs/notes.txt", "c")):
+        (run / name).parent.mkdir(exist_ok=True)
+        (run / name).write_text(text)
+    held = lengths(run)
+    assert held == {"metrics.csv": 1, event: 1}
+    for name in (event, "logs/notes.txt", "logs/mine/events.out.tfevents.7"):
+        (run / name).parent.mkdir(exist_ok=True)
+        (run / name).write_text("b, longer")
+    (run / "logs/events.out.tfevents.9.host.2.3.v2").touch()
+    cut_back(
+        run, {**held, "logs/notes.txt": 1, "logs/gone.txt": 1}
+    )  # as before they were told apart
+    left = {p.relative_to(run).as_posix(): p.read_text() for p in run.rglob("*") if p.is_file()}
+    assert left == {
+        **{"metrics.csv": "a", event: "b", "logs/notes.txt": "b, longer"},
+        "logs/mine/events.out.tfevents.7": "b, longer",
+    }
 
 
 def test_raised_epochs_hold_for_what_is_told_to_go_on_with(run, tmp_path, monkeypatch):

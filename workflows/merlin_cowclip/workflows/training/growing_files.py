@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.folders import remove
 
 METRICS, FIELDS, EVENTS = GROWING = ("metrics.csv", "fields.csv", "logs")
+_EVENT_FILES = "events.out.tfevents.*"  # TensorFlow's name; what else is in that folder is a user's
 
 
 def lengths(run: Path) -> dict[str, int]:
@@ -20,10 +22,16 @@ def lengths(run: Path) -> dict[str, int]:
     found = {}
     for name in GROWING:
         place = run / name
-        for path in sorted(place.rglob("*")) if place.is_dir() else [place]:
+        for path in sorted(place.glob(_EVENT_FILES)) if place.is_dir() else [place]:
             if path.is_file():
                 found[path.relative_to(run).as_posix()] = path.stat().st_size
     return found
+
+
+def _ours(to: Mapping[str, int]) -> dict[str, int]:
+    """Without a user's own files in the folder of events, which older versions noted as well."""
+    events = f"{EVENTS}/{_EVENT_FILES}"
+    return {name: to[name] for name in to if name in GROWING or fnmatchcase(name, events)}
 
 
 def check_lengths(run: Path, to: Mapping[str, int]) -> None:
@@ -33,7 +41,7 @@ def check_lengths(run: Path, to: Mapping[str, int]) -> None:
         UserError: one is gone or shorter.
     """
     now = lengths(run)
-    for name, length in to.items():
+    for name, length in _ours(to).items():
         if now.get(name, -1) < length:
             found = "which is gone" if name not in now else f"of {now[name]:,} bytes"
             raise UserError(
