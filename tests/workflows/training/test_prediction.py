@@ -415,6 +415,22 @@ def test_refused_of_an_adopted_pipeline(stock, tmp_path, change, raw, words):
     assert [p.name for p in tmp_path.iterdir()] == ["raw.parquet"]
 
 
+@pytest.mark.parametrize("labelled", [0, 1])
+def test_raw_rows_with_the_label_beside_rows_without_it(stock, tmp_path, labelled):
+    """Whichever comes first: the labels of the others would be left out without a word."""
+    run, _, home = stock
+    table = pq.read_table(home / "raw-test/0.parquet")
+    bare = table.drop(["rating"])  # of which the workflow makes the label
+    files = [tmp_path / "0.parquet", tmp_path / "1.parquet"]
+    for i, file in enumerate(files):
+        pq.write_table(table if i == labelled else bare, file)
+    words = (
+        f"same columns. Received: .*{1 - labelled}.parquet, without 'rating', which .*{labelled}"
+    )
+    with pytest.raises(UserError, match=words):
+        predict_logs(run, files, tmp_path / "out.parquet", raw=True, progress=False)
+
+
 def test_a_workflow_that_drops_rows(stock, tmp_path, monkeypatch):
     """As Filter and Dropna do: the probabilities left would be those of other rows."""
     run, _, home = stock

@@ -250,10 +250,12 @@ class _RawParquet(_Parquet):
             )
         for file in others:
             gone = [name for name in self._columns if name not in file.schema.names]
-            if gone:
+            more = [name for name in lacking if name in file.schema.names]
+            if gone or more:
+                without, having = (file, first) if gone else (first, file)
                 raise UserError(
-                    f"all files must have the same columns. Received: {file.path}, without "
-                    f"{quoted(gone, brief=True)}, which {first.path} has. Give them apart"
+                    f"all files must have the same columns. Received: {without.path}, without "
+                    f"{quoted(gone or more, brief=True)}, which {having.path} has. Give them apart"
                 )
         self.labelled = self._spec.label in self._workflow.output_schema.column_names
 
