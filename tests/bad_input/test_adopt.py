@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from merlin_cowclip.workflows.data.existing_parquet import open_files
 from merlin_cowclip.workflows.quiet import quiet_imports
 from tests.bad_input.contract import command, refused
 
@@ -373,6 +374,27 @@ def test_a_part_that_is_no_file(place, given, kind):
     odd.mkdir() if kind == "a folder" else odd.symlink_to("gone")
     words = ["a part must be a file", odd, "a folder or a link to nowhere", "Put the file back"]
     refused(argv(place, place / given), words, folder=place)
+
+
+@pytest.mark.parametrize("given", ["parts", "parts/*"])
+@pytest.mark.parametrize("within", ["day_2", "day_2/hour_1"])
+def test_parts_in_a_folder_beside_parts(place, given, within):
+    """Of a folder and a pattern only files are read: those rows would be missing."""
+    (place / "parts" / within).mkdir(parents=True)
+    for part in ("a.parquet", f"{within}/b.parquet"):
+        shutil.copy(place / "train.parquet", place / "parts" / part)
+    words = ["beside files", f"{within}/b.parquet", "Name the files", "parts/*.parquet"]
+    refused(argv(place, place / given), words, folder=place)
+
+
+@pytest.mark.parametrize("left", ["_temporary/b.parquet", "more/_b.parquet", "notes/b.txt"])
+def test_what_is_no_part_may_lie_in_a_folder_beside_parts(place, left):
+    files = [place / "parts" / part for part in ("a.parquet", left)]
+    files[1].parent.mkdir(parents=True)
+    for file in files:
+        shutil.copy(place / "train.parquet", file)
+    for given in ("parts", "parts/*", "parts/*.parquet"):
+        assert [file.path for file in open_files(place / given)] == files[:1]
 
 
 def test_a_test_part_of_other_types(place):

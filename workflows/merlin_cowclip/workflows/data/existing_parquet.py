@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -86,13 +86,30 @@ def _expand(given: str | Path) -> list[Path]:
                 f"a part must be a file. Received: {part}, a folder or a link to nowhere. Put the "
                 "file back, or name the parts one by one"
             )
-    if not parts:
+    if parts:
+        _refuse_parts_within(found, homes)
+    else:
         kind = "folder" if path.is_dir() else "pattern"
         raise UserError(
             f"a {kind} must hold files named *.parquet. Received: {str(given)!r}, without one. "
             "Name the files, or the folder that they lie in"
         )
     return sorted(parts, key=natural_order)
+
+
+def _refuse_parts_within(found: Sequence[Path], homes: Collection[Path]) -> None:
+    """Refuse parts in folders beside those that were found: their rows would be missing."""
+    for folder in found:
+        if folder.name[0] in "._" or folder in homes or not folder.is_dir():
+            continue
+        for part in sorted(folder.rglob("*.parquet"), key=natural_order):
+            names = part.relative_to(folder).parts
+            if part.is_file() and not any(name[0] in "._" for name in names):
+                raise UserError(
+                    "parquet in a folder beside files must be given by itself, or left out. "
+                    f"Received: {folder.parent}, with {part}. Name the files, "
+                    f"'{folder.parent}/*.parquet', and the folder, {folder}; or the files alone"
+                )
 
 
 def check_given_once(parts: dict[str, list[ParquetFile]]) -> None:
