@@ -250,6 +250,8 @@ def test_an_id_that_a_float_may_not_hold_is_refused(dtype):
         *(pa.timestamp(unit) for unit in ("s", "ms", "us", "ns")),
         pa.timestamp("ms", "Asia/Tokyo"),
         pa.timestamp("us", "UTC"),
+        *(pa.timestamp(unit, "+05:30") for unit in ("s", "ns")),
+        pa.timestamp("ms", "-03:30"),
         *(pa.time32(unit) for unit in ("s", "ms")),
         pa.time64("us"),  # pandas has no nanoseconds of a day
         pa.date32(),
@@ -267,6 +269,15 @@ def test_times_have_the_text_that_the_saved_workflow_gives_them(kind):
     assert texts == workflow.tolist()
     assert len(set(texts)) == len(numbers)
     assert texts[-1] is None
+
+
+def test_times_with_an_offset_are_those_of_a_zone_of_that_offset():
+    numbers = pa.array([0, 1_600_000_000, None])
+    ahead, behind = (
+        as_text(numbers.cast(pa.timestamp("s", zone))).to_pylist() for zone in ("+09:00", "-03:30")
+    )
+    assert ahead == as_text(numbers.cast(pa.timestamp("s", "Asia/Tokyo"))).to_pylist()
+    assert behind == ["1969-12-31 20:30:00-0330", "2020-09-13 08:56:40-0330", None]
 
 
 @pytest.mark.parametrize(

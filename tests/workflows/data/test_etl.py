@@ -298,7 +298,7 @@ def test_pieces_give_the_same_as_the_whole(tmp_path, log, prepared):
     pd.testing.assert_frame_equal(read(pieces.train_files), read(prepared.train_files))
 
 
-@pytest.mark.parametrize("padding", [0, 512])
+@pytest.mark.parametrize("padding", [0, 1, 3, 512])
 def test_gzip_gives_the_same_as_plain_text(tmp_path, log, prepared, padding):
     text = write_csv(log, tmp_path / "log.csv").read_bytes()
     # Two members, as `cat a.gz b.gz` makes them.

@@ -185,6 +185,26 @@ def test_integers_written_as_floats_are_told(tmp_path, capsys, first, second, no
     assert ("note" in data.report["fields"]["x"]) == (note is not None)
 
 
+@pytest.mark.parametrize(
+    ("ids", "told"),
+    [("True False", "True"), ("true FALSE", "FALSE"), ("true false", None), ("True No", None)],
+)
+def test_ids_that_pandas_reads_as_truth_values_are_told(tmp_path, ids, told):
+    path = tmp_path / "log.csv"
+    one, other = ids.split()
+    path.write_text("y,x\n" + f"0,{one}\n1,{other}\n" * 30)
+    spec = DatasetSpec(name="ids", label="y", categorical=("x",))
+    data = prepare(spec, [path], tmp_path / "out", progress=False)
+    note = data.report["fields"]["x"].get("note", "")
+    assert note.startswith(f"pandas reads the id {told} as a truth value" if told else "")
+    assert bool(note) == bool(told)
+    known = []
+    for dtype in (None, {"x": str}):
+        frame = pd.read_csv(path, dtype=dtype)
+        known.append(data.workflow().transform(frame)["x"].ge(3).all())
+    assert known == [not told, True]
+
+
 def test_ids_that_pandas_reads_as_missing_are_told(tmp_path):
     assert STR_NA_VALUES - {""} <= READ_AS_MISSING
     path = tmp_path / "log.csv"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ READ_AS_MISSING = {
     *("NA", "N/A", "n/a", "#NA", "#N/A", "#N/A N/A", "<NA>", "NULL", "null", "None"),
     *("NaN", "nan", "-NaN", "-nan", "1.#IND", "-1.#IND", "1.#QNAN", "-1.#QNAN"),
 }
+READ_AS_TRUTH = ("True", "TRUE", "true", "False", "FALSE", "false")
 EXACT = float(2**53)  # below it, and only there, a float holds every integer
 
 
@@ -46,13 +48,30 @@ def as_text(values: pa.Array) -> pa.Array:
         whole = pc.and_(pc.equal(values, pc.round(values)), pc.less(pc.abs(values), EXACT))
         integers = pc.if_else(whole, values, None).cast(pa.int64())
         return pc.if_else(whole, integers.cast(pa.string()), values.cast(pa.string()))
-    texts = values.cast(pa.string())
+    texts = _text_of_offset(values) if _offset_of(kind) else values.cast(pa.string())
     if pa.types.is_timestamp(kind) or pa.types.is_time(kind):
         texts = pc.replace_substring_regex(texts, r"(\.[0-9]*[1-9])0+([^0-9]|$)", r"\1\2")
         texts = pc.replace_substring_regex(texts, r"\.0+([^0-9]|$)", r"\1")
     if texts.offset:  # of a slice Arrow's if_else copies its texts, but keeps where they began
         texts = pa.concat_arrays([texts])
     return pc.if_else(pc.equal(texts, ""), pa.scalar(None, pa.string()), texts)
+
+
+def _offset_of(kind: pa.DataType) -> re.Match[str] | None:
+    """The time zone of a timestamp that has no name, but hours and minutes: "+05:30"."""
+    zone = kind.tz if pa.types.is_timestamp(kind) else None
+    return re.fullmatch("([+-])([0-9]{2}):?([0-9]{2})", zone or "")
+
+
+def _text_of_offset(values: pa.Array) -> pa.Array:
+    """Timestamps with an offset, as Arrow writes those of a zone by name: "…+0530"."""
+    unit, match = values.type.unit, _offset_of(values.type)
+    assert match is not None
+    sign, hours, minutes = match.groups()
+    seconds = int(f"{sign}1") * (3600 * int(hours) + 60 * int(minutes))
+    ahead = pa.scalar(seconds, pa.duration("s")).cast(pa.duration(unit))
+    local = pc.add(values.cast(pa.timestamp(unit)), ahead)  # cast: in UTC
+    return pc.binary_join_element_wise(local.cast(pa.string()), f"{sign}{hours}{minutes}", "")
 
 
 def exact_ids(values: pa.Array, where: str = "") -> pa.Array:
@@ -108,6 +127,23 @@ def note_on_floats(texts: pa.Array, read_by_pandas: bool = True) -> str | None:
             "or read what it is given with dtype=str"
         )
     return None
+
+
+def note_on_truth(texts: pa.Array) -> str | None:
+    """What must be said of distinct ids that pandas reads from a csv file as truth values.
+
+    Args:
+        texts: the distinct ids of a column.
+    """
+    held = texts.drop_null()
+    truth = pc.is_in(held, value_set=pa.array(READ_AS_TRUTH))
+    changed = held.filter(pc.invert(pc.is_in(held, value_set=pa.array(["true", "false"]))))
+    if not len(changed) or pc.all(truth).as_py() is not True:
+        return None
+    return (
+        f"pandas reads the id {changed[0]} as a truth value, which the saved workflow takes for "
+        f"{changed[0].as_py().lower()} and so for unknown: read what it is given with dtype=str"
+    )
 
 
 def note_on_words(texts: pa.Array) -> str | None:

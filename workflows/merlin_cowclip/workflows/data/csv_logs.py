@@ -277,9 +277,10 @@ def _block_bytes(text: pa.NativeFile) -> int:
 def _inflated(raw: pa.NativeFile, path: Path) -> Any:
     """The text of a gzipped file; one filled up with zeros, as of a tape, Arrow takes for damaged.
 
-    Any other ends with its size, which is 0 of no log.
+    Any other ends with its text's size, which ends with a zero below 16 MiB: those are quick to
+    read in either way.
     """
     with open(path, "rb") as file:
-        file.seek(-4, os.SEEK_END)
-        padded = not any(file.read())
-    return gzip.GzipFile(fileobj=raw) if padded else pa.CompressedInputStream(raw, "gzip")
+        file.seek(-1, os.SEEK_END)
+        maybe_padded = file.read() == b"\0"
+    return gzip.GzipFile(fileobj=raw) if maybe_padded else pa.CompressedInputStream(raw, "gzip")

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from merlin_cowclip.workflows.data import clusters
-from merlin_cowclip.workflows.data.arrow_ids import note_on_floats, note_on_words
+from merlin_cowclip.workflows.data.arrow_ids import note_on_floats, note_on_truth, note_on_words
 from merlin_cowclip.workflows.data.encoding import (
     MISSING,
     UNKNOWN,
@@ -106,7 +106,11 @@ def _fit_ids(job: FieldJob) -> Fitted:
         "test_unknown": int(np.count_nonzero((test >= UNKNOWN) & (test < statistics.first_id))),
     }
     in_csv = spec.format == "csv"
-    notes = note_on_floats(texts, read_by_pandas=in_csv), note_on_words(texts) if in_csv else None
+    notes = [note_on_floats(texts, read_by_pandas=in_csv)]
+    if in_csv:
+        notes.append(note_on_words(texts))
+    if in_csv and name not in spec.lists:
+        notes.append(note_on_truth(texts))
     if any(notes):
         report["note"] = "; ".join(filter(None, notes))
     return Fitted(cardinality=statistics.cardinality, report=report)
