@@ -111,9 +111,9 @@ WORDS = [[3, 3, 4], [3, 5, 5], [4, 4, 4], [3, 4, 5]]
 class Words(tf.keras.Model):
     """A model that hands its table ids in another shape than it was given them."""
 
-    def __init__(self, forward):
+    def __init__(self, forward, table=None):
         super().__init__()
-        self.table = tf.keras.layers.Embedding(6, 2, name="words")
+        self.table = table or tf.keras.layers.Embedding(6, 2, name="words")
         self.forward = forward
 
     def call(self, inputs):
@@ -153,7 +153,11 @@ RESHAPED = {
 @pytest.mark.parametrize("batch", [4, None])
 @pytest.mark.parametrize("case", RESHAPED)
 def test_ids_that_were_flattened_or_made_unique_count_by_sample(case, batch):
-    model = Words(RESHAPED[case])
+    assert counts_of_words(RESHAPED[case], batch) == {3: 3, 4: 3, 5: 2}
+
+
+def counts_of_words(forward, batch, table=None):
+    model = Words(forward, table)
     (spec,) = find_tables(model)
     model(tf.constant(WORDS))
 
@@ -166,12 +170,72 @@ def test_ids_that_were_flattened_or_made_unique_count_by_sample(case, batch):
         return found.rows, found.counts
 
     rows, counts = step(tf.constant(WORDS, tf.int64))
-    assert dict(zip(rows.numpy(), counts.numpy(), strict=True)) == {3: 3, 4: 3, 5: 2}
+    return dict(zip(rows.numpy(), counts.numpy(), strict=True))
 
 
 def test_one_hot_ids_of_several_columns_in_one_lookup_stay_samples():
     model = Words(lambda t, ids: t(tf.reshape(tf.stack([ids[:, 0], ids[:, 1]]), [-1])))
     assert counts_of(model, tf.constant(WORDS), in_graph=True) == {"words": {3: 4, 4: 3, 5: 1}}
+
+
+STACKED = {
+    "columns": lambda t, ids: t(tf.stack([ids[:, 0], ids[:, 1]])),
+    "columns, the last axis first": lambda t, ids: t(tf.stack([ids[:, 0], ids[:, 1]], axis=-2)),
+    "columns of one id": lambda t, ids: t(tf.stack([ids[:, :1], ids[:, 1:2]])),
+    "columns, flattened": lambda t, ids: t(tf.reshape(tf.stack([ids[:, 0], ids[:, 1]]), [-1])),
+    "stacks": lambda t, ids: t(tf.stack([tf.stack([ids[:, 0]]), tf.stack([ids[:, 1]])])),
+}
+
+
+@pytest.mark.parametrize("batch", [4, None])
+@pytest.mark.parametrize("case", STACKED)
+def test_features_that_were_stacked_on_axis_0_are_no_samples(case, batch):
+    """Taken for two samples of b ids each, no id would occur in more than two."""
+    assert counts_of_words(STACKED[case], batch) == {3: 4, 4: 3, 5: 1}
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda t, ids: t(tf.stack(tf.unstack(ids))),
+        lambda t, ids: t(tf.stack([ids[i] for i in range(4)])),
+        lambda t, ids: t(tf.transpose(tf.stack([ids[:, 0], ids[:, 1], ids[:, 2]]))),
+    ],
+    ids=["unstacked", "by number", "transposed"],
+)
+def test_samples_that_were_stacked_stay_samples(forward):
+    assert counts_of_words(forward, 4) == {3: 3, 4: 3, 5: 2}
+
+
+def test_what_was_done_to_ids_before_merlins_table_is_seen_as_well():
+    """As a Keras Embedding's; no number of features tells it."""
+    table = mm.EmbeddingTable(4, *Schema([category("words", 6)]))
+    for case, expected in (
+        (RESHAPED["flattened"], {3: 3, 4: 3, 5: 2}),
+        (STACKED["columns"], {3: 4, 4: 3, 5: 1}),
+    ):
+        assert counts_of_words(case, None, table) == expected
+
+
+@pytest.mark.parametrize("table", ["Keras", "Merlin"])
+def test_no_word_of_autograph_about_how_ids_are_looked_into(table, caplog):
+    embedding = mm.EmbeddingTable(4, *Schema([category("words", 6)])) if table == "Merlin" else None
+    model = Words(STACKED["columns"], embedding)
+    find_tables(model)
+    logger = tf.get_logger()
+    logger.addHandler(caplog.handler)
+    try:
+        tf.function(lambda ids: model(ids))(tf.constant(WORDS))
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert "AutoGraph" not in caplog.text
+
+
+def test_lists_that_were_stacked_on_axis_0_count_by_sample():
+    def forward(table, ids):
+        return table(tf.stack([ids, tf.reverse(ids, [1])]))
+
+    assert counts_of_words(forward, None) == {3: 6, 4: 6, 5: 4}
 
 
 @pytest.mark.parametrize("in_graph", [True, False])

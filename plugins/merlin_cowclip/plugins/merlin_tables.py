@@ -115,8 +115,8 @@ def _record_embedding(embedding: Any) -> None:
     def call(self: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         spec = getattr(self, _SPEC)
         if spec not in _recorded.get():
-            for lookup in _lookups_of_embedding(self, inputs):
-                spec.recorder.record(lookup)
+            for ids in _as_fed(inputs):
+                spec.recorder.record(_lookup_of_embedding(self, ids))
         return type(self).call(self, inputs, *args, **kwargs)
 
     _wrap(embedding, call)
@@ -129,11 +129,12 @@ def _of_table(table: Any) -> TableSpec:
         spec = getattr(self.table, _SPEC)
         names = self.schema.column_names
         if isinstance(inputs, dict):
-            named = {name: inputs[name] for name in names if name in inputs}
+            named = [(name, inputs[name]) for name in names if name in inputs]
         else:
-            named = {names[0] if len(names) == 1 else "": inputs}
+            name = names[0] if len(names) == 1 else ""
+            named = [(name, ids) for ids in _as_fed(inputs)]
         combined = isinstance(self.sequence_combiner, str)
-        for name, ids in named.items():
+        for name, ids in named:
             spec.recorder.record(_lookup(name, ids, combined=combined))
         with _is_recorded(spec):
             return type(self).call(self, inputs, **kwargs)
@@ -163,11 +164,10 @@ def _of_features(layer: Any) -> list[TableSpec]:
     ]
 
 
-def _lookups_of_embedding(embedding: Any, ids: Any) -> list[Lookup]:
-    """What a Keras `Embedding` reads, whose ids may have been flattened, joined or made unique."""
+def _as_fed(ids: Any) -> list[Any]:
+    """Ids handed to a table, before they were flattened, joined, stacked or made unique."""
     in_graph = isinstance(ids, tf.Tensor) and not tf.executing_eagerly()
-    fed = as_fed(ids, Expressions()) if in_graph else [ids]
-    return [_lookup_of_embedding(embedding, some) for some in fed]
+    return list(as_fed(ids, Expressions())) if in_graph else [ids]
 
 
 def _lookup_of_embedding(embedding: Any, ids: Any) -> Lookup:

@@ -195,10 +195,11 @@ def parts_of(indices: tf.Tensor, known: set[int], of: Expressions) -> Iterator[t
     """
     tensor = of.stripped(indices)
     op = _op_of(tensor)
-    if op is None or op.type != "ConcatV2" or of.number(tensor) in known:
+    if op is None or op.type not in ("ConcatV2", "Pack") or of.number(tensor) in known:
         yield tensor
         return
-    for part in op.inputs[:-1]:  # the last is the axis
+    # Of a concatenation, the last is the axis.
+    for part in op.inputs if op.type == "Pack" else op.inputs[:-1]:
         yield from parts_of(part, known, of)
 
 
@@ -239,8 +240,11 @@ def _before_combiner(tensor: tf.Tensor, of: Expressions) -> tf.Tensor | None:
     return None
 
 
+@tf.autograph.experimental.do_not_convert
 def as_fed(ids: tf.Tensor, of: Expressions) -> list[tf.Tensor]:
     """The ids b×n that a graph's lookup reads, before they were flattened, joined or made unique.
+
+    Those of several features that were stacked on axis 0, F×b, are the lookups of F features.
 
     Then a sample is one again that holds several of them. The ids themselves where nothing of the
     kind was done, or it cannot be told which axis is the samples'.
@@ -249,7 +253,25 @@ def as_fed(ids: tf.Tensor, of: Expressions) -> list[tf.Tensor]:
     op = _op_of(fed)
     if op is not None and op.type == "ConcatV2" and fed.shape.rank == 1:
         return [some for part in op.inputs[:-1] for some in as_fed(part, of)]
+    if op is not None and _stacks_batches(op, of):
+        return [some for part in op.inputs for some in as_fed(part, of)]
     return [_before_flattening(ids, of)]
+
+
+def _stacks_batches(op: tf.Operation, of: Expressions) -> bool:
+    """Whether each part of a stack on axis 0 has samples as its axis, and not the stack itself."""
+    rank = op.outputs[0].shape.rank
+    if op.type != "Pack" or rank == 1 or op.get_attr("axis") not in (0, -(rank or 0)):
+        return False
+    return not all(_is_of_one_sample(_op_of(of.stripped(part))) for part in op.inputs)
+
+
+def _is_of_one_sample(op: Any) -> bool:
+    """Whether it takes an element of a tensor's first axis, as `x[i]` and `tf.unstack(x)` do."""
+    if op is not None and op.type == "StridedSlice":
+        first = not (op.get_attr("new_axis_mask") | op.get_attr("ellipsis_mask")) & 1
+        return bool(first and op.get_attr("shrink_axis_mask") & 1)
+    return op is not None and op.type == "Unpack" and op.get_attr("axis") == 0
 
 
 def _before_flattening(ids: tf.Tensor, of: Expressions) -> tf.Tensor:
