@@ -245,12 +245,13 @@ class CowClipAdam(RefusesOptions, mm.LazyAdam):
         if self.clip is None and self._statistics is None:
             return [table.gradients for table in tables]
         norms_of = plain_norms if self.clip is None else row_norms
-        norms = [norms_of(table.gradients) for table in tables]
+        pairs = list(zip(tables, variables, strict=True))
+        norms = [_of_rows(norms_of(table.gradients), table, v) for table, v in pairs]
         fields, num_fields = self._fields(tables, variables)
         known = RowNorms(
             tf.concat(norms, axis=0),
             tf.concat([row_norms(table.rows) for table in tables], axis=0),
-            tf.concat([table.counts for table in tables], axis=0),
+            tf.concat([_of_rows(table.counts, table, v) for table, v in pairs], axis=0),
             fields,
             num_fields,
         )
@@ -386,6 +387,19 @@ def _scatters_through_host(variable: tf.Variable) -> bool:
     depend on their order. Ours are unique.
     """
     return _on_gpu(variable) and is_op_determinism_enabled()
+
+
+def _of_rows(values: tf.Tensor, table: RowGradients, variable: tf.Variable) -> tf.Tensor:
+    """A value for each row, U; on a GPU 0 for ids beyond the table, which a lookup there reads.
+
+    They are no rows of it, and must not add to the norm of a field, or of everything.
+    """
+    if not _on_gpu(variable):
+        return values
+    last = tf.constant(variable.shape[0] - 1, tf.int64)
+    indices = tf.cast(table.indices, tf.int64)
+    inside = tf.logical_and(indices >= 0, indices <= last)
+    return tf.where(inside, values, tf.zeros_like(values))
 
 
 def _on_gpu(variable: tf.Variable) -> bool:

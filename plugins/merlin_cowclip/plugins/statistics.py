@@ -14,7 +14,7 @@ import numpy as np
 from merlin_cowclip.plugins._stack import tf
 from merlin_cowclip.plugins.clipping import RowNorms, widened
 from merlin_cowclip.plugins.row_sums import sum_columns
-from merlin_cowclip.plugins.tables import TableSpec
+from merlin_cowclip.plugins.tables import TableSpec, distinct_names
 
 _COUNTED, _SUMMED = 4, 2  # of `RowStatistics`: integers, then norms
 
@@ -84,7 +84,7 @@ class FieldStatistics:
     """What some steps did to the ids of one field, or of fields that share rows.
 
     Attributes:
-      table: the table's name.
+      table: the table's name; of several tables of one name, with a number from the second on.
       field: the field's name; those of fields that share rows, with a "+" between.
       width: d of the table.
       is_clipped: whether the clip applies to it.
@@ -164,7 +164,7 @@ class StepStatistics:
         # something else reads them, which changes a last digit of the clip.
         weights = tf.concat([plain_norms(some) for some in rows], axis=0)
         columns = [
-            tf.ones_like(counts),
+            tf.cast(counts > 0, tf.float64),  # all, but for ids beyond the table: see `adam.py`
             counts,
             clipped,
             clipped * counts,
@@ -214,8 +214,9 @@ class StepStatistics:
         self._norms_before.assign(self._norms)
 
     def _fields(self, counts: np.ndarray, norms: np.ndarray) -> Iterator[FieldStatistics]:
+        names = distinct_names(self._tables)
         fields = [
-            (spec.name, field, spec.width, clipped)
+            (names[spec], field, spec.width, clipped)
             for spec, by_range in self._tables.items()
             for field, clipped in zip(spec.range_names, by_range, strict=True)
         ]

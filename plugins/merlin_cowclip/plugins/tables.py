@@ -6,7 +6,7 @@ Merlin's and Keras's own. Nothing in this file imports our models.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -134,6 +134,24 @@ class TableSpec:
 
 def _owns(item: Any, spec: TableSpec) -> bool:
     return getattr(getattr(item, "table", None), "_merlin_cowclip_spec", None) is spec
+
+
+def distinct_names(specs: Iterable[TableSpec]) -> dict[TableSpec, str]:
+    """What each table is called where they are listed: by its name, or one of no other table.
+
+    Two tables may have one name, such as those of `NCFModel`'s two branches: "item_id" and
+    "item_id (2)", in the model's order.
+    """
+    specs = list(specs)
+    taken = {spec.name for spec in specs}
+    names: dict[TableSpec, str] = {}
+    for spec in specs:
+        name, number = spec.name, 1
+        while name in names.values() or (number > 1 and name in taken):
+            number += 1
+            name = f"{spec.name} ({number})"
+        names[spec] = name
+    return names
 
 
 @runtime_checkable
