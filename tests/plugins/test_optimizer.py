@@ -11,6 +11,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import tensorflow as tf
+from merlin.models.tf.models.benchmark import NCFModel
 
 from merlin_cowclip.models import FusedEmbeddings, deepfm
 from merlin_cowclip.plugins import CowClipAdam, CowClipOptimizer, Hyperparameters
@@ -796,4 +797,26 @@ def test_the_summary_names_a_table_whose_name_is_part_of_another_word():
     for spec in optimizer.table_specs:
         object.__setattr__(spec, "name", "b")
     lines = optimizer.summary().splitlines()
-    assert sum(line.startswith("b: ") for line in lines) == len(optimizer.table_specs)
+    assert sum(line.startswith(("b: ", "b (2): ")) for line in lines) == len(optimizer.table_specs)
+
+
+def test_tables_of_one_name_are_told_apart():
+    """Merlin's `NCFModel` has two of "user_id" and two of "item_id"."""
+    tags = {"user": [Tags.USER, Tags.USER_ID], "item": [Tags.ITEM, Tags.ITEM_ID]}
+    columns = [category(n, 20).with_tags([Tags.CATEGORICAL, *more]) for n, more in tags.items()]
+    model = NCFModel(Schema([*columns, SCHEMA["y"]]), 4, mm.MLPBlock([4]))
+    optimizer = CowClipOptimizer.for_model(model, COLD, init_tables=True)
+    statistics = optimizer.observe()
+    model.compile(optimizer=optimizer)
+    features = {name: tf.range(BATCH)[:, tf.newaxis] % 20 for name in tags}
+    data = tf.data.Dataset.from_tensors((features, tf.ones([BATCH, 1])))
+    model.fit(data, verbose=0)
+    names = ["item", "user", "item (2)", "user (2)"]
+    assert [field.table for field in statistics.read()] == names
+    lines = optimizer.summary().splitlines()[2:6]
+    assert {line.split(": ")[0] for line in lines} == set(names)
+    optimizer.table_specs[2].variable.assign(np.full((20, 4), np.nan))
+    model.fit(data, verbose=0)
+    broken = [str(one) for one in optimizer.not_finite()]
+    assert "a weight of the field 'item' in the table 'item (2)'" in broken
+    assert "a weight of the field 'item' in the table 'item'" not in broken

@@ -390,3 +390,36 @@ def test_learning_rates_are_those_of_the_last_step(monkeypatch, clip):
         model.fit(dataset(SCHEMA, 3), verbose=0)
         assert optimizer.learning_rates() == (float(used[DensePart]), float(used[TablePart]))
     assert math.isclose(optimizer.learning_rates().dense, 0.002 * 5 / 10, rel_tol=1e-4)
+
+
+def test_learning_rates_once_the_clipped_tables_are_frozen():
+    """The steps go on in the linear part alone, and so does its schedule."""
+    model = built(ours, SCHEMA)
+    decay = tf.keras.optimizers.schedules.ExponentialDecay(0.05, 1, 0.5)
+    optimizer = CowClipOptimizer.for_model(model, HOT, embedding_schedule=decay)
+    model.compile(optimizer=optimizer)
+    model.fit(dataset(SCHEMA, 2), verbose=0)
+    (wide,) = [spec for spec in optimizer.table_specs if spec.width > 1]
+    assert math.isclose(optimizer.learning_rates().embedding, 0.05 / 2, rel_tol=1e-5)
+    for frozen, steps in ((True, 5), (False, 3)):  # of the linear part; then of the wide one again
+        wide.layer.trainable = not frozen
+        model.compile(optimizer=optimizer)
+        model.fit(dataset(SCHEMA, 3 if frozen else 1), verbose=0)
+        expected = 0.05 * 0.5 ** (steps - 1)
+        assert math.isclose(optimizer.learning_rates().embedding, expected, rel_tol=1e-5)
+
+
+def test_weights_that_no_optimizer_trains_are_looked_at_too():
+    """A moving variance that overflowed breaks predictions, and no step."""
+    norm = tf.keras.layers.BatchNormalization()
+    head = tf.keras.layers.Dense(3, trainable=False)
+    table = tf.keras.layers.Embedding(10, 4)
+    model = tf.keras.Sequential([table, norm, head])
+    optimizer = CowClipOptimizer.for_model(model, HOT.replace(warmup_epochs=0))
+    model.compile(optimizer=optimizer, loss="mse")
+    model.fit(tf.ones([4, 1], tf.int64), tf.ones([4, 1, 3]), verbose=0)
+    assert optimizer.not_finite() == []
+    norm.moving_variance.assign(np.full(4, math.inf))
+    head.bias.assign(np.full(3, math.nan))
+    found = [one.variable.split("/")[-1] for one in optimizer.not_finite()]
+    assert found == ["moving_variance:0", "bias:0"]

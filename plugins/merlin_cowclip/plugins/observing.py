@@ -33,6 +33,8 @@ class Observable:
         def owned(self) -> list[Owned]:
             """Its variables."""
 
+        def _untrained(self) -> list[tf.Variable]: ...
+
         def _table_parts(self) -> Sequence[TablePart]: ...
 
         def _clipped_ranges(self) -> Mapping[TableSpec, Sequence[bool]]: ...
@@ -92,22 +94,26 @@ class Observable:
                 "learning_rates() tells what the last step used. Received: no step yet. Call it "
                 "after one; optimizer.summary() tells what is set."
             )
-        clipped, unclipped = self._table_parts()
-        tables = clipped if int(clipped.iterations) else unclipped
+        parts = self._table_parts()
+        # A part whose tables are frozen stays behind, at a rate that no step has any more.
+        stepped = [part for part in parts if int(part.iterations)] or parts
+        tables = next((part for part in stepped if part.is_trained), stepped[0])
         return LearningRates(self.default_optimizer.last_rate(), tables.last_rate())
 
     def not_finite(self) -> list[NotFinite]:
         """Where NaN or infinite numbers are: by table and field, or by dense weight.
 
         Of tables, where steps are observed (see `observe`): whether a row of any batch since the
-        first had such a gradient, or such weights. Of dense weights, what they are now. It costs
-        little, but waits for the steps under way; so call it every few steps, not after each.
+        first had such a gradient, or such weights. Of dense weights, what they are now, and of
+        those that no optimizer trains as well: moving means, frozen layers. It costs little, but
+        waits for the steps under way; so call it every few steps, not after each.
 
         Raises:
           ValueError: the model is not built yet, or none is bound.
         """
         tables = {spec.variable.ref() for spec in self.table_specs if spec.layer.built}
-        dense = [one.variable for one in self.owned() if one.variable.ref() not in tables]
+        weights = [*(one.variable for one in self.owned()), *self._untrained()]
+        dense = [v for v in weights if v.ref() not in tables and v.dtype.is_floating]
         # Layers may be frozen, and trained again, since the last call.
         if self._finite_check is None or not self._finite_check.is_of(dense):
             self._finite_check = FiniteCheck(dense)

@@ -371,6 +371,11 @@ class CowClipOptimizer(Observable, FollowsFits, RefusesOptions, mm.MultiOptimize
             lines.append(Owned(variable, owner[variable.ref()], rule, hp.l2))
         return lines
 
+    def _untrained(self) -> list[tf.Variable]:
+        """The variables of the built model that no optimizer owns."""
+        model = self._model() if self._model is not None else None
+        return [] if model is None else list(model.non_trainable_variables)
+
     def summary(self) -> str:
         """A table of all trainable variables: rows, width, rule, learning rate, L2."""
         return owned_as_text(self.owned(), self.table_specs, float(self._factor()))

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from merlin_cowclip.plugins._stack import Tags, tf
 from merlin_cowclip.plugins.merlin_tables import find_tables
 from merlin_cowclip.plugins.scaling import format_table
-from merlin_cowclip.plugins.tables import TableSpec
+from merlin_cowclip.plugins.tables import TableSpec, distinct_names
 
 
 class Owned(NamedTuple):
@@ -122,7 +122,11 @@ def check_belong(
 def owned_as_text(owned: Sequence[Owned], tables: Sequence[TableSpec], factor: float) -> str:
     """A table of variables; their learning rates are multiplied by `factor`."""
     header = ("variable", "rows", "width", "rule", "learning rate", "L2")
-    specs = {spec.variable.ref(): spec.name for spec in tables if spec.layer.built}
+    specs = {
+        spec.variable.ref(): name
+        for spec, name in distinct_names(tables).items()
+        if spec.layer.built
+    }
     rows = []
     for variable, optimizer, rule, l2 in owned:
         # Merlin's tables all have a variable called "embeddings".
