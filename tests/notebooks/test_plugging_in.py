@@ -1,0 +1,23 @@
+"""Notebook 03: both models come near the planted optimum at both batch sizes."""
+
+from __future__ import annotations
+
+import pandas as pd
+import pytest
+
+pytestmark = pytest.mark.slow
+NOTEBOOK = "03-plug-into-an-existing-pipeline"
+
+
+def test_plugging_in_learns_and_keeps_accuracy_at_eight_times_the_batch(executed):
+    columns = ["model", "batch size", "test AUC", "best possible"]
+    results = pd.DataFrame(executed.table("best possible"), columns=columns)
+    results = results.astype({"batch size": int, "test AUC": float, "best possible": float})
+    assert sorted(set(results["batch size"])) == [512, 4096]
+    assert sorted(set(results["model"])) == ["DCN", "DLRM"]
+    assert (results["test AUC"] > 0.5 + 0.75 * (results["best possible"] - 0.5)).all(), results
+    auc = results.pivot(index="model", columns="batch size", values="test AUC")
+    assert (auc[4096] > auc[512] - 0.005).all(), results
+    summary = executed.streams("stdout")
+    assert "clip adaptive_column, exact Adam" in summary
+    assert "steps: 240 before, 270 after" in summary
