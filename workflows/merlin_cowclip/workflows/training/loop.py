@@ -228,6 +228,8 @@ class Training:
         with progress_bar(title, len(self._loader), " batches", show=bars) as bar:
             bar.leave = False  # its line is the epoch's own
             bar.update(k)
+            # Seconds, once in each process, for however many rows: no time of training. It is held.
+            function.get_concrete_function(iterator)
             begun = time.perf_counter()
             for _ in range(k, len(self._loader)):
                 logs = function(iterator)
