@@ -9,10 +9,13 @@ import shutil
 import pytest
 
 from merlin_cowclip.plugins.scaling import recipe
+from merlin_cowclip.workflows.commands.main import command_line
+from merlin_cowclip.workflows.commands.studying import _setting
 from merlin_cowclip.workflows.data.prepared import PreparedData
-from merlin_cowclip.workflows.errors import UserError
+from merlin_cowclip.workflows.errors import Notice, UserError
 from merlin_cowclip.workflows.study.sweep import _check
 from merlin_cowclip.workflows.training.configuration import TrainConfig
+from merlin_cowclip.workflows.training.runs import columns_of, identity_of
 from tests.bad_input.contract import refused
 
 OPTIONS = [
@@ -39,13 +42,19 @@ def test_options(toy_data, tmp_path, options, words):
 
 
 @pytest.fixture
-def tune(tmp_path_factory):
-    """What is read of one: found at 64, for the network `deepfm`."""
+def tune(tmp_path_factory, toy_data):
+    """What is read of one: found at 64 on the same data, for the network `deepfm`."""
     folder = tmp_path_factory.mktemp("tune")
+    data = PreparedData.open(toy_data)
+    found_on = {
+        "data": str(toy_data),
+        "data_sha256": identity_of(data),
+        "columns": columns_of(data),
+    }
     base = recipe("none").replace(batch_size=64)
     config = TrainConfig(batch_size=64, rule="none", base=base).to_dict()
     for name, text in (
-        ("tune.json", {"format": 1, "config": {}}),
+        ("tune.json", {"format": 1, "config": {}, **found_on}),
         ("tuned.json", config),
         ("result.json", {}),
     ):
@@ -66,6 +75,30 @@ def tune(tmp_path_factory):
 def test_what_was_tuned(toy_data, tmp_path, tune, study, options, words):
     argv = ["sweep", study, toy_data, "--out", tmp_path / "out", *options.format(tune).split()]
     refused(argv, words, folder=tmp_path)
+
+
+def change(tune, **changes):
+    record = json.loads((tune / "tune.json").read_text())
+    (tune / "tune.json").write_text(json.dumps({**record, **changes}))
+
+
+@pytest.mark.parametrize("option", ["--base", "--tuned"])
+class TestWhatWasTunedOnOtherData:
+    def options(self, option, tune):
+        return ["--batch-sizes", "64", "--epochs", "1", "--seeds", "1", option, tune]
+
+    def test_of_other_columns_is_refused(self, toy_data, tmp_path, tune, option):
+        change(tune, columns={**columns_of(PreparedData.open(toy_data)), "categorical": ["a"]})
+        argv = ["sweep", "scaling-rules", toy_data, "--out", tmp_path / "out"]
+        words = ["must have the columns that were tuned on", "categorical"]
+        refused([*argv, *self.options(option, tune)], words, folder=tmp_path)
+
+    def test_of_other_rows_is_told(self, toy_data, tmp_path, tune, option):
+        change(tune, data_sha256="another", data="of/last/week")
+        argv = ["sweep", "scaling-rules", toy_data, "--out", tmp_path / "out"]
+        arguments = command_line().parse_args(list(map(str, [*argv, *self.options(option, tune)])))
+        with pytest.warns(Notice, match="found on other rows than those of .* of/last/week"):
+            _setting(arguments, PreparedData.open(toy_data))
 
 
 def test_a_study_that_is_none(toy_data, tmp_path):

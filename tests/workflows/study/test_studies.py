@@ -58,11 +58,19 @@ def test_what_tunes_found_is_a_row_beside_the_rules():
     for words, setting in (
         ("Received: .8192., and batch_sizes .1024.", {"batch_sizes": (1024,)}),
         ("network. Received: model='deepfm'", {"config": {"model": "dcn"}}),
-        (r"network. Received: mlp=\(", {"config": {"mlp": (8,)}}),
+        (r"network. Received: mlp=\[", {"config": {"mlp": (8,)}}),
         ("each at another", {"found": [found, found]}),
     ):
         with pytest.raises(UserError, match=words):
             Setting(**{"batch_sizes": SIZES, "found": [found], **setting})
+
+
+@pytest.mark.parametrize("model", NETWORKS)
+def test_what_a_tune_has_written_down_is_of_the_same_network(model):
+    """It leaves nothing to defaults, as the study does."""
+    found = TrainConfig(model=model, base=recipe("none"), rule="none")
+    written = TrainConfig.from_dict(found.to_dict())
+    assert Setting(SIZES, config={"model": model}, found=[written]).found == [written]
 
 
 def test_what_the_rules_share_of_a_base():

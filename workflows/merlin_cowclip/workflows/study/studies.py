@@ -118,10 +118,10 @@ class Setting:
                 "what was tuned must be at one of the batch sizes, and each at another. Received: "
                 f"{sizes}, and batch_sizes {list(self.batch_sizes)}. Name others"
             )
-        mine = TrainConfig(**self.config)
+        mine = TrainConfig(**self.config).to_dict()  # what is left out is its default
         for config in self.found:
             for name in NETWORK:
-                its, wanted = getattr(config, name), getattr(mine, name)
+                its, wanted = config.to_dict()[name], mine[name]
                 if its != wanted:
                     raise UserError(
                         "what was tuned must be of the study's network. Received: "
