@@ -377,6 +377,22 @@ def test_a_smoke_test_does_not_end_the_warm_up():
     assert optimizer.get_config()["steps_per_epoch"] is None
 
 
+def test_an_evaluation_is_no_fit_to_warm_up_by():
+    """Keras tells the steps of an evaluation, and of a prediction, as it tells those of a fit."""
+    model = built(ours, SCHEMA)
+    optimizer = CowClipOptimizer.for_model(model, COLD.replace(warmup_epochs=1.0))
+    model.compile(optimizer=optimizer, metrics=[])
+    model.evaluate(dataset(SCHEMA, 2), verbose=0)
+    with pytest.raises(ValueError, match=r"steps_per_epoch=… to CowClipOptimizer.for_model"):
+        model.train_on_batch(*batch(SCHEMA))
+    model.fit(dataset(SCHEMA, 5), verbose=0)
+    model.predict(dataset(SCHEMA, 2), verbose=0)
+    model.train_on_batch(*batch(SCHEMA))
+    assert optimizer.warmup_steps == 5
+    model.fit(dataset(SCHEMA, 3), verbose=0)
+    assert optimizer.warmup_steps == 3
+
+
 def test_a_learning_rate_set_on_the_dense_part_is_warmed_up_to():
     model = ours(SCHEMA)
     optimizer = CowClipOptimizer.for_model(model, HOT.replace(warmup_epochs=1.0), steps_per_epoch=4)

@@ -1,12 +1,13 @@
 """What an optimizer is told of the fits of its model: when one begins, and that a save loads again.
 
 Keras gives optimizers no such notice, and the update itself is Python only while it is traced, so
-two methods of the bound model say it. Each is a bound method of the model's own: it is copied with
+three methods of the bound model say it. Each is a bound method of the model's own: it is copied with
 the model, and Keras saves nothing of it.
 """
 
 from __future__ import annotations
 
+import contextvars
 import types
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -15,11 +16,15 @@ from typing import Any, NamedTuple, Protocol
 from merlin_cowclip.plugins._stack import tf
 
 
+# The model whose fit has been called, until it asks for its step.
+_fitting = contextvars.ContextVar[Any]("merlin_cowclip_fitting", default=None)
+
+
 class Fit(NamedTuple):
     """What Keras and Merlin know of a fit as it begins.
 
     Attributes:
-      steps: updates per epoch; `None` where the data has no known length.
+      steps: updates per epoch; `None` where the data has no known length, or there is no fit.
       batch_size: samples per batch, where the data is a loader's or a Merlin `Dataset`.
     """
 
@@ -31,7 +36,7 @@ class Notified(Protocol):
     """An optimizer that wants to know."""
 
     def fit_begins(self, fit: Fit) -> None:
-        """Called by every `fit` and `train_on_batch`, before the first step."""
+        """Called before the first step by every `fit`, and, knowing nothing, `train_on_batch`."""
         ...
 
     def saving(self) -> AbstractContextManager[None]:
@@ -47,10 +52,21 @@ def notify_of_fits(model: tf.keras.Model, kind: type[Notified]) -> None:
         optimizer = getattr(optimizer, "inner_optimizer", optimizer)  # loss scaling wraps it
         return optimizer if isinstance(optimizer, kind) else None
 
+    def fit(self: Any, *arguments: Any, **named: Any) -> Any:
+        token = _fitting.set(self)
+        try:
+            return type(self).fit(self, *arguments, **named)
+        finally:
+            _fitting.reset(token)
+
     def make_train_function(self: Any, force: bool = False) -> Callable[..., Any]:
         optimizer = compiled(self)
+        # Else the last history is another's: of an evaluation or a prediction, too.
+        begins = _fitting.get() is self
+        if begins:
+            _fitting.set(None)
         if optimizer is not None:
-            optimizer.fit_begins(_fit_of(self))
+            optimizer.fit_begins(_fit_of(self) if begins else Fit(None, None))
         return type(self).make_train_function(self, force)
 
     def save(self: Any, *arguments: Any, **named: Any) -> None:
@@ -60,7 +76,7 @@ def notify_of_fits(model: tf.keras.Model, kind: type[Notified]) -> None:
         with optimizer.saving():
             return type(self).save(self, *arguments, **named)
 
-    for method in (make_train_function, save):
+    for method in (fit, make_train_function, save):
         # object.__setattr__: Keras would look for layers in it.
         object.__setattr__(model, method.__name__, types.MethodType(method, model))
 

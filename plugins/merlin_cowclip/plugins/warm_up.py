@@ -44,7 +44,7 @@ class FollowsFits:
         self._follow_fit()
 
     def fit_begins(self, fit: Fit) -> None:
-        """Take over what a fit of the model brings along; `model.fit` calls it."""
+        """Take over what a fit of the model brings along, before the first step; else nothing."""
         self._fit = fit
         self._follow_fit()
         self._create_slots_of_model()
@@ -55,7 +55,7 @@ class FollowsFits:
                 f"The hyperparameters are for batches of {wanted:,} samples, but this fit has "
                 f"batches of {fit.batch_size:,}. Use scale(…, to={fit.batch_size}), or the batch "
                 "size that they are for.",
-                stacklevel=6,  # the call of fit, past Keras's, Merlin's and our own frames
+                stacklevel=7,  # the call of fit, past Keras's, Merlin's and our own frames
             )
 
     def _create_warm_up(self) -> None:
