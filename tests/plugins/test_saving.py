@@ -352,6 +352,44 @@ def test_a_loss_of_ones_own_is_asked_for(tmp_path, trained):
     assert_same(values(loaded), values(trained))
 
 
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("kind", ["function", "class"])
+def test_a_loss_of_ones_own_by_a_name_of_keras_is_asked_for(tmp_path, trained, kind):
+    """Else training would go on with Keras's."""
+
+    def mse(targets, outputs):
+        return 9.0 * tf.reduce_mean(tf.square(targets - outputs), axis=-1)
+
+    class MeanSquaredError(tf.keras.losses.Loss):
+        def call(self, targets, outputs):
+            return mse(targets, outputs)
+
+    (name,) = trained.loss
+    given = {"function": mse, "class": MeanSquaredError()}[kind]
+    trained.compile(optimizer=trained.optimizer, loss={name: given}, metrics=[])
+    trained.fit(dataset(SCHEMA, 1), verbose=0)
+    save_model(trained, tmp_path / "model")
+    with pytest.raises(ValueError, match=r"must be known to Keras. Received: 'test.*(mse|Mean).*'"):
+        load_model(tmp_path / "model", metrics=[])
+    load_model(tmp_path / "model", metrics=[], loss=MeanSquaredError())
+    trained.compile(optimizer=trained.optimizer, loss={name: tf.keras.losses.mse}, metrics=[])
+    save_model(trained, tmp_path / "model")
+    assert load_model(tmp_path / "model", metrics=[]).loss == {name: tf.keras.losses.mse}
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_schedule_of_ones_own_by_a_name_of_keras_is_refused(tmp_path):
+    class CosineDecay(tf.keras.optimizers.schedules.CosineDecay):
+        def __call__(self, step):
+            return 0.5 * super().__call__(step)
+
+    schedule = CosineDecay(0.1, 10)
+    model, _ = fitted(ours, SCHEMA, HOT, steps=1, embedding_schedule=schedule)
+    with pytest.raises(ValueError, match="'clipped' is a 'CosineDecay', a name of another class"):
+        save_model(model, tmp_path / "model")
+    assert not any(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("update", ["exact", "lazy"])
 @pytest.mark.parametrize("when", ["before", "after", "thawed"])
 def test_a_frozen_layer_is_saved_and_stays_frozen(tmp_path, when, update):

@@ -1,8 +1,8 @@
 """What an optimizer is told of the fits of its model: when one begins, and that a save loads again.
 
 Keras gives optimizers no such notice, and the update itself is Python only while it is traced, so
-three methods of the bound model say it. Each is a bound method of the model's own: it is copied with
-the model, and Keras saves nothing of it.
+three methods of the bound model say it. Each is a bound method of the model's own: it is copied
+with the model, and Keras saves nothing of it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
 from merlin_cowclip.plugins._stack import tf
-
 
 # The model whose fit has been called, until it asks for its step.
 _fitting = contextvars.ContextVar[Any]("merlin_cowclip_fitting", default=None)

@@ -28,7 +28,24 @@ def settings_of(part: Any) -> dict[str, Any]:
     if isinstance(rate, LinearWarmup) and isinstance(rate.warmup_steps, tf.Variable):
         config["learning_rate"] = rate.get_config()["learning_rate"]
     settings: dict[str, Any] = json.loads(json.dumps(config, default=float))
+    _check_schedule(config["name"], rate, settings["learning_rate"])
     return settings
+
+
+def _check_schedule(part: str, rate: Any, saved: Any) -> None:
+    """Refuse a schedule by whose name Keras would load one of its own."""
+    if not isinstance(saved, dict) or isinstance(rate, LinearWarmup):
+        return
+    try:
+        found = _schedules.deserialize(saved)
+    except (TypeError, ValueError):  # unknown to Keras: loading says so
+        return
+    if type(found) is not type(rate):
+        raise ValueError(
+            "A schedule must load as what it is. Received: the learning rate of "
+            f"{part!r} is a {type(rate).__name__!r}, a name of another class, which Keras would "
+            "load. Register it: @tf.keras.utils.register_keras_serializable()."
+        )
 
 
 def set_again(part: Any, settings: dict[str, Any]) -> None:

@@ -48,8 +48,9 @@ def save_model(model: mm.Model, path: str | os.PathLike[str]) -> None:
     call, and be it the machine's end of the process, `load_model` finds the old model or the new.
 
     Raises:
-      ValueError: the model is not built, or not compiled with a `CowClipOptimizer`; `path` is a
-        file, or holds a model and cannot be renamed.
+      ValueError: the model is not built, or not compiled with a `CowClipOptimizer`; a schedule of
+        one's own has the name of one of Keras's; `path` is a file, or holds a model and cannot be
+        renamed.
     """
     optimizer = optimizer_of(model)
     if not model.built:
@@ -310,7 +311,20 @@ def _losses(model: mm.Model) -> dict[str, Any] | None:
             losses[output] = json.loads(json.dumps(saved))
         except (TypeError, ValueError):  # not of Keras's kind; load_model says what to do
             losses[output] = getattr(loss, "__name__", type(loss).__name__)
+        if not isinstance(loss, str) and _is_of_another(losses[output], loss):
+            named = loss if hasattr(loss, "__name__") else type(loss)
+            losses[output] = f"{named.__module__}.{named.__name__}"  # load_model finds none by it
     return losses
+
+
+def _is_of_another(saved: Any, loss: Any) -> bool:
+    """Whether Keras has a loss of its own by the name of this one, and would load that."""
+    try:
+        found = tf.keras.losses.get(saved)
+    except (TypeError, ValueError):
+        return False
+    is_loss = isinstance(loss, tf.keras.losses.Loss)
+    return not (found is loss or (is_loss and type(found) is type(loss)))
 
 
 def _loss_weights(model: mm.Model) -> Any:
