@@ -80,14 +80,15 @@ def test_what_the_rules_share_of_a_base():
 
 
 def test_networks_have_a_baseline_and_only_their_own_options():
-    setting = Setting(SIZES, config={"model": "dcn", "cross_layers": 2, "mlp": (8,)})
-    found = cells("networks", setting)
+    options = {"model": "dcn_v2", "cross_layers": 2, "low_rank_dim": 4, "mlp": (8,)}
+    found = cells("networks", Setting(SIZES, config=options))
     for name in NETWORKS:
         assert found[name, "baseline"].config.hyperparameters.clip is None
         config = found[name, "131,072"].config
         assert (config.model, config.mlp) == (name, (8,))
         assert config.hyperparameters.clip == "adaptive_column"
-    assert found["dcn", "baseline"].config.network_options["cross_layers"] == 3
+        assert config.cross_layers == (2 if name in ("dcn", "dcn_v2") else None)
+        assert config.low_rank_dim == (4 if name == "dcn_v2" else None)
 
 
 def test_the_control_changes_the_data_alone():

@@ -21,6 +21,7 @@ from merlin_cowclip.plugins.scaling import (
 from merlin_cowclip.workflows.errors import UserError, quoted
 from merlin_cowclip.workflows.study.configuration import NETWORK
 from merlin_cowclip.workflows.training.configuration import TrainConfig
+from merlin_cowclip.workflows.training.networks import NETWORKS as OPTIONS
 
 SEEDS = (1234, 1235, 1236)
 """The paper's (Appendix H)."""
@@ -226,8 +227,8 @@ def _networks(setting: Setting) -> Iterator[Cell]:
 
 def _of_network(setting: Setting, name: str) -> Setting:
     """The setting with another network, and of its options those that this one has, too."""
-    alone = ("cross_layers", "low_rank_dim", "bottom_mlp")
-    options = {k: v for k, v in setting.config.items() if k not in alone}
+    others = set(NETWORK) - set(OPTIONS[name])
+    options = {k: v for k, v in setting.config.items() if k not in others}
     return dataclasses.replace(setting, config={**options, "model": name})
 
 
