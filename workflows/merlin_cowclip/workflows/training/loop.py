@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from merlin_cowclip.plugins import FieldStatistics
-from merlin_cowclip.plugins._stack import mm
+from merlin_cowclip.plugins._stack import mm, tf
 from merlin_cowclip.plugins.state import mean_loss, optimizer_of, training_state
 from merlin_cowclip.workflows.errors import Notice, Stopped, UserError
 from merlin_cowclip.workflows.progress import progress_bar
@@ -229,7 +229,8 @@ class Training:
             bar.leave = False  # its line is the epoch's own
             bar.update(k)
             # Seconds, once in each process, for however many rows: no time of training. It is held.
-            function.get_concrete_function(iterator)
+            if isinstance(function, tf.types.experimental.GenericFunction):  # else eager: no graph
+                function.get_concrete_function(iterator)
             begun = time.perf_counter()
             for _ in range(k, len(self._loader)):
                 logs = function(iterator)
