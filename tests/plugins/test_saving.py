@@ -353,6 +353,24 @@ def test_a_loss_of_ones_own_is_asked_for(tmp_path, trained):
 
 
 @pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_of_tables_that_are_alike_the_frozen_one_stays_frozen(tmp_path, frozen):
+    """One name, shape and content, as with given values: the place among the layers tells."""
+    schema = Schema([category("a", 50), category("b", 50), TARGET])
+    features = schema.excluding_by_tag(Tags.TARGET)
+    tables = mm.Embeddings(features, dim=4, embeddings_initializer="ones")
+    model = mm.Model(mm.InputBlockV2(features, categorical=tables), mm.BinaryOutput("y"))
+    model({name: tf.constant([[1], [2]]) for name in ("a", "b")})
+    optimizer = CowClipOptimizer.for_model(model, HOT.replace(init_stddev=0.0))
+    optimizer.table_specs[frozen].layer.trainable = False
+    model.compile(optimizer=optimizer, metrics=[])
+    save_model(model, tmp_path / "model")
+    loaded = load_model(tmp_path / "model", metrics=[])
+    trained = {spec.name: spec.layer.trainable for spec in loaded.optimizer.table_specs}
+    assert trained == {"a": frozen != 0, "b": frozen != 1}
+
+
+@pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("kind", ["function", "class"])
 def test_a_loss_of_ones_own_by_a_name_of_keras_is_asked_for(tmp_path, trained, kind):
     """Else training would go on with Keras's."""

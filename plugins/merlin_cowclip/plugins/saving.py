@@ -71,6 +71,7 @@ def save_model(model: mm.Model, path: str | os.PathLike[str]) -> None:
         "loss_weights": _loss_weights(model),
         "weights": [_described(v) for v in model.weights],
         "trainable": [v.ref() in trained for v in model.weights],
+        "places": _places(model),
         "slots": len(_slots(optimizer.owned())),
     }
     with replacing(Path(path), MARKER, SAVED_MODEL, SIGNS) as folder:
@@ -231,18 +232,21 @@ def _saved_order(model: mm.Model, description: dict[str, Any], path: Path) -> li
     """For each weight of the loaded model, its position among the saved ones.
 
     Slots are kept by the position of their weight, and Keras may load layers in another order (the
-    towers of a `TwoTowerModel`). A weight is the one of its name, shape and content.
+    towers of a `TwoTowerModel`). A weight is the one of its name, shape and content; of several
+    such ones, as of tables with the same given values, the first is the first among the layers.
     """
     reader = tf.train.load_checkpoint(str(path / FOLDER / CHECKPOINT))
-    left = list(range(len(description["weights"])))
-    order = []
-    for variable in model.weights:
-        mine, value = _described(variable), variable.numpy()
+    saved, weights = description["weights"], list(model.weights)
+    places, mine = description.get("places", range(len(saved))), _places(model)
+    left = sorted(range(len(saved)), key=lambda i: places[i])
+    order = {}
+    for at in sorted(range(len(weights)), key=lambda i: mine[i]):
+        described, value = _described(weights[at]), weights[at].numpy()
         found = next(
             (
                 i
                 for i in left
-                if {**mine, **description["weights"][i]} == mine
+                if {**described, **saved[i]} == described
                 and _same_bits(value, reader.get_tensor(f"weights/{i}/.ATTRIBUTES/VARIABLE_VALUE"))
             ),
             None,
@@ -250,13 +254,24 @@ def _saved_order(model: mm.Model, description: dict[str, Any], path: Path) -> li
         if found is None:
             break
         left.remove(found)
-        order.append(found)
-    if left or len(order) != len(model.weights):
+        order[at] = found
+    if left or len(order) != len(weights):
         raise ValueError(
             f"The state in {path / FOLDER} must belong to the model beside it. Received weights "
             "that differ: the folder was changed after it was saved."
         )
-    return order
+    return [order[at] for at in range(len(weights))]
+
+
+def _places(model: mm.Model) -> list[int]:
+    """For each weight, its place among those of all layers: Keras lists frozen ones last."""
+    own = (
+        v.ref()
+        for layer in model._flatten_layers()
+        for v in (*layer._trainable_weights, *layer._non_trainable_weights)
+    )
+    place = {reference: number for number, reference in enumerate(dict.fromkeys(own))}
+    return [place.get(v.ref(), len(place)) for v in model.weights]
 
 
 def _same_bits(a: np.ndarray, b: np.ndarray) -> bool:
