@@ -23,6 +23,7 @@ for line in sys.stdin:
     pid = os.fork()
     if not pid:
         signal.alarm(300)  # ends what hangs
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which nohup has ignored
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         for number, name in ((1, "out"), (2, "err")):
             os.dup2(os.open(job[name], os.O_WRONLY | os.O_CREAT), number)

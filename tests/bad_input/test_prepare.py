@@ -429,9 +429,6 @@ def test_text_and_its_description(tmp_path, changes, log, words):
         ),
         pytest.param(gzip.compress(at(9, "2,a,1,x").encode()), ["'2'", "line 9"], id="label"),
         pytest.param(
-            gzip.compress((HEAD + ROWS).encode()) + b"\0", ["nothing but gzip", "zeros"], id="zero"
-        ),
-        pytest.param(
             gzip.compress(at(9, "2,a,1,x").encode()) + bytes(512), ["'2'", "line 9"], id="padded"
         ),
         pytest.param(
