@@ -6,6 +6,7 @@ import dataclasses
 import html
 import json
 import re
+import shutil
 from html.parser import HTMLParser
 from pathlib import Path
 from types import SimpleNamespace
@@ -335,6 +336,8 @@ def test_what_an_epoch_of_criteo_takes(tmp_path):
     text = report(out, Cost(rows=180)).with_suffix(".md").read_text()
     assert re.search(rf"\| dcn, minutes \|.*\| {seconds / 30:.1f} \[1\]", text)
     assert "minutes, paper*" not in text
+    with pytest.raises(UserError, match="a cost is reckoned from the study 'time'. Received: "):
+        report(swept(tmp_path / "none", ["curves"]), Cost(price_per_hour=2.5))
 
 
 @pytest.mark.parametrize("price", [0.0, -1.0, float("nan"), float("inf")])
@@ -360,3 +363,6 @@ def test_how_often_ids_occur(data, tmp_path, monkeypatch):
     rare = 100 * (counts < len(rows) / 512).mean()
     assert re.search(rf"\| user \| {len(counts)} \|.* {rare:.1f} \|\n", text)
     assert "% of 512." in text
+    shutil.rmtree(out / "frequencies")  # as one that was killed leaves it
+    with pytest.raises(UserError, match="a report needs runs that ended"):
+        report(out)

@@ -153,5 +153,6 @@ def _report(arguments: argparse.Namespace) -> None:
     from merlin_cowclip.workflows.study.cost import CRITEO_ROWS, Cost
     from merlin_cowclip.workflows.study.report import report
 
-    rows = CRITEO_ROWS if arguments.rows is None else arguments.rows
-    print(report(arguments.out, Cost(rows, arguments.price_per_hour)))
+    rows, price = arguments.rows, arguments.price_per_hour
+    cost = Cost(CRITEO_ROWS if rows is None else rows, price)
+    print(report(arguments.out, None if rows is price is None else cost))

@@ -230,7 +230,7 @@ class CsvLog(RawLog):
         if self.text.gzipped and ("inflate" in reason or "compressed stream" in reason):
             raise UserError(
                 f"a .gz file must hold nothing but gzip. Received: {self.path}, with zeros between "
-                "its parts or behind them. Unpack it, and gzip it again"
+                "its parts. Unpack it, and gzip it again"
             )
         raise UserError(
             f"input must be a csv file that Arrow reads. Received: {self.path}: {clipped(reason)}"

@@ -129,10 +129,25 @@ class Frequencies:
     batch_sizes: tuple[int, ...]
     summary: pd.DataFrame
 
+    @classmethod
+    def open(cls, path: Path) -> Frequencies:
+        """What is in a folder that `frequencies` wrote.
+
+        Raises:
+            FileNotFoundError: there is none.
+        """
+        summary = pd.read_parquet(path / SUMMARY)
+        sizes = [int(n.removeprefix("rare_")) for n in summary.columns if n.startswith("rare_")]
+        return cls(path, int(summary["rows"].iloc[0]), tuple(sizes), summary)
+
     def table(self) -> str:
         """A field per line: ids, coverage, and the share of rare ids by batch size."""
         header = ["field", "ids", "top 3 %", "ids for 90 %", *map(_short, self.batch_sizes)]
-        lines = [
+        return format_table(header, self.lines())
+
+    def lines(self) -> list[list[str]]:
+        """The cells of `table`, all fields together last; shares in percent."""
+        return [
             [
                 "all fields" if row["field"] is None else row["field"],
                 f"{row['ids']:,}",
@@ -142,7 +157,6 @@ class Frequencies:
             ]
             for row in self.summary.to_dict("records")
         ]
-        return format_table(header, lines)
 
 
 def frequencies(

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import pyarrow.dataset as ds
 
 from merlin_cowclip.workflows.data.frequencies import (
     SUMMARY,
     TABLE,
+    Frequencies,
     few_middle_most,
     frequencies,
 )
@@ -30,27 +30,20 @@ def count(data: PreparedData, out: Path, sizes: Sequence[int], *, progress: bool
     return frequencies(data, out / FOLDER, batch_sizes=sizes, progress=progress).table()
 
 
-def section(out: Path, record: Mapping[str, Any]) -> Section:
-    """What a report says of it."""
+def section(out: Path, record: Mapping[str, Any]) -> Section | None:
+    """What a report says of it; `None` where the sweep was ended before all was counted."""
     from merlin_cowclip.workflows.study.plots import line_plot
 
-    sizes = record["batch_sizes"]
-    summary = pd.read_parquet(out / FOLDER / SUMMARY)
-    rows = [
-        [
-            "all fields" if line["field"] is None else line["field"],
-            f"{line['ids']:,}",
-            f"{100 * line['top_3']:.1f}",
-            f"{line['ids_for_90']:,}",
-            *(f"{100 * line[f'rare_{size}']:.1f}" for size in sizes),
-        ]
-        for line in summary.to_dict("records")
-    ]
-    fields = summary.dropna(subset="field").set_index("field")["ids"]
+    try:
+        found = Frequencies.open(out / FOLDER)
+    except FileNotFoundError:
+        return None
+    sizes, rows = found.batch_sizes, found.lines()
+    fields = found.summary.dropna(subset="field").set_index("field")["ids"]
     figure = line_plot(
         _lines(out, few_middle_most(fields.to_dict()), int(fields.max())),
         "rank of the id",
-        f"occurrences in {summary['rows'].iloc[0]:,} rows",
+        f"occurrences in {found.rows:,} rows",
         logarithmic=True,
         logarithmic_x=True,
     )

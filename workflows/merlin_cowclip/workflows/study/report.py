@@ -53,7 +53,7 @@ def report(out: str | Path, cost: Cost | None = None) -> Path:
         Criteo, without a price.
 
     Raises:
-      UserError: it is no sweep's, or nothing of it has ended.
+      UserError: it is no sweep's, or nothing of it has ended; or a cost without a study of time.
     """
     out = Path(out)
     if not (out / RECORD).exists():
@@ -66,6 +66,11 @@ def report(out: str | Path, cost: Cost | None = None) -> Path:
     if not sections:
         raise UserError(
             f"a report needs runs that ended. Received: {out}, without one. Sweep again to go on"
+        )
+    if cost is not None and "time" not in known:
+        raise UserError(
+            f"a cost is reckoned from the study 'time'. Received: {out}, without it. Sweep it, or "
+            "leave the price and the rows out"
         )
     if "time" in known:
         sections += _costs(out, cost or Cost())
