@@ -413,6 +413,25 @@ def test_data_that_changes_while_it_trains_is_named(data, tmp_path, monkeypatch)
     assert run.exists() == bool(Checkpoints(run / "checkpoints").steps())
 
 
+def test_an_error_waits_for_the_checkpoint_that_is_being_written(data, tmp_path, monkeypatch):
+    see, write = Watch.see, Checkpoints._write
+
+    def fail_in_the_second_epoch(watch, step, loss):
+        if step == 9:
+            raise UserError("something must be. Received: nothing. Mend it")
+        see(watch, step, loss)
+
+    def write_slowly(*arguments):
+        time.sleep(1)
+        write(*arguments)
+
+    monkeypatch.setattr(Watch, "see", fail_in_the_second_epoch)
+    monkeypatch.setattr(Checkpoints, "_write", write_slowly)
+    with pytest.raises(UserError, match="The checkpoint after update 8 is kept; go on with"):
+        train(data, changed(epochs=2, model="lr"), tmp_path / "run", progress=False)
+    assert Checkpoints(tmp_path / "run" / "checkpoints").steps() == [8]
+
+
 def test_a_diverged_run_names_its_learning_rates(data, tmp_path):
     wild = BASE.replace(dense_lr=1e30, embedding_lr=1e20, clip=None, warmup_epochs=0.0)
     config = changed(rule="none", base=wild, batch_size=256)

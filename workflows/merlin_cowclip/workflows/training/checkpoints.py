@@ -145,6 +145,11 @@ class Checkpoints:
             self._writing = None
         self.check()
 
+    def settle(self, seconds: float | None = None) -> None:
+        """As `wait`, but not for longer than this, and without an error: another one has come."""
+        if self._writing is not None:
+            self._writing.join(seconds)
+
     def check(self) -> None:
         """Raise what the last one has failed with, if it has."""
         failure, self._failure = self._failure, None

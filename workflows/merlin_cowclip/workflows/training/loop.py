@@ -203,6 +203,15 @@ class Training:
           UserError: a loss, gradient or weight is not finite, the data cannot be read, or the disk
             is full; checkpoints are as they were.
         """
+        try:
+            self._train(stopping)
+        except BaseException as error:
+            # What becomes of the run depends on whether it has a checkpoint.
+            at_once = isinstance(error, KeyboardInterrupt) and not isinstance(error, Stopped)
+            self.checkpoints.settle(1.0 if at_once else None)
+            raise
+
+    def _train(self, stopping: Stopping) -> None:
         total = self._end_of(self._config.epochs)
         with Logbook(self._run) as book:
             function = self.model.make_train_function()
