@@ -44,9 +44,11 @@ def swept(out: Path, names=TRAINED, setting: Setting = SETTING, dataset: str = "
                     continue
                 folder.mkdir()
                 auc, seconds = 0.75 + 0.01 * random.random(), 60 * random.random()
+                loss = 0.45 + 0.01 * random.random()
                 epochs = [{"epoch": e, "auc": auc - 0.01 * (2 - e)} for e in (1, 2)]
                 result = {
                     "auc": auc,
+                    "log_loss": loss,
                     "train_seconds": seconds,
                     "epochs": epochs,
                     "clip": "The clip shortened no gradient.",
@@ -59,8 +61,12 @@ def swept(out: Path, names=TRAINED, setting: Setting = SETTING, dataset: str = "
                     },
                 }
                 (folder / "result.json").write_text(json.dumps(result))
-                lines = "epoch,gradient_norm_frequent,gradient_norm_rare\n1,0.5,\n2,0.4,0.1\n"
-                (folder / "metrics.csv").write_text(lines)
+                lines = [
+                    "epoch,auc,log_loss,train_loss,gradient_norm_frequent,gradient_norm_rare",
+                    f"1,{auc - 0.01},{loss + 0.01},0.5,0.5,",
+                    f"2,{auc},{loss},0.4,0.4,0.1",
+                ]
+                (folder / "metrics.csv").write_text("\n".join(lines) + "\n")
     return out
 
 
@@ -121,6 +127,33 @@ def test_the_papers_numbers_stand_beside(out):
     assert "| *dcn_v2, paper* | 80.78 | 80.87 | 80.98 |" in text  # Table 3
     assert "| *linear scale on dense, paper* | diverged |" in text  # Table 12
     assert "| *Hotline, cited* | 53 |  |" in text  # Table 5
+
+
+def test_the_log_loss_stands_there_too(out):
+    text = (out / "report.md").read_text()
+    section = text[text.index(": the log loss (Tables 2 and 10)") :]
+    assert "| *cowclip, paper* | 0.4430 | 0.4425 |" in section  # Table 2
+    found = {(o.cell.row, o.cell.column): o for o in sweep.outcomes(out, "scaling-rules")}
+    mean, deviation = found["sqrt", "8,192"].mean("log_loss")
+    assert re.search(rf"\| sqrt \| .* \| {mean:.5f} ± {deviation:.5f} \[1\]", section)
+    (row, column), least = min(
+        ((place, o.mean("log_loss")[0]) for place, o in found.items()), key=lambda pair: pair[1]
+    )
+    assert f"Least: `{row}` at {column}, {least:.5f}." in section
+    assert "the log loss (Tables 5" not in text  # a study of minutes
+
+
+def test_plots_beside_the_markdown_are_those_of_the_page(out, page):
+    shown = re.findall(r"!\[[^\]]+\]\((plots/[^)]+)\)", (out / "report.md").read_text())
+    assert len(shown) == page.count("<svg")
+    assert all((out / path).read_text() in page for path in shown)
+    assert {"plots/scaling-rules-1.svg", "plots/scaling-rules-log-loss-1.svg"} <= set(shown)
+
+
+def test_curves_are_those_of_figures_5_and_6_and_of_figure_2(page):
+    for title in ("test AUC", "test log loss", "training loss"):
+        assert f"{title}, by epoch, of the first seed" in page
+    assert "test AUC, %, by learning rate" in page
 
 
 def test_the_papers_rows_are_ours():

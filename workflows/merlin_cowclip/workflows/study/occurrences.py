@@ -65,6 +65,7 @@ def section(out: Path, record: Mapping[str, Any]) -> Section | None:
         ],
         [("how often ids occur, by rank", figure)],
         record["command"],
+        NAME,
     )
 
 

@@ -27,6 +27,7 @@ def line_plot(
     powers_of_two: bool = False,
     logarithmic: bool = False,
     logarithmic_x: bool = False,
+    markers: bool | None = None,
     levels: Mapping[str, float] | None = None,
 ) -> str:
     """Lines with error bars, by name; as an SVG element.
@@ -37,12 +38,14 @@ def line_plot(
       y: what is up.
       powers_of_two: whether x doubles from one point to the next.
       logarithmic: whether y is.
-      logarithmic_x: whether x is; its points are many, and have no markers.
+      logarithmic_x: whether x is.
+      markers: whether points are marked; by default not where x is logarithmic: they are many.
       levels: of y, drawn across by name.
     """
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "merlin-cowclip"}):
         figure = Figure(figsize=(6, 3.5), layout="constrained")
         axes: Any = figure.subplots()
+        marked = not logarithmic_x if markers is None else markers
         for i, (name, points) in enumerate(lines.items()):
             if not points:
                 continue
@@ -53,7 +56,7 @@ def line_plot(
                 yerr=deviations if any(deviations) else None,
                 label=name,
                 color=_COLOURS[i % len(_COLOURS)],
-                marker="" if logarithmic_x else _MARKERS[(i + i // len(_COLOURS)) % len(_MARKERS)],
+                marker=_MARKERS[(i + i // len(_COLOURS)) % len(_MARKERS)] if marked else "",
                 markersize=4,
                 linewidth=1.4,
                 capsize=2,

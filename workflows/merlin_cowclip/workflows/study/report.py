@@ -19,11 +19,19 @@ from merlin_cowclip.workflows.study.pages import (
     as_html,
     as_markdown,
     facts,
-    read_metrics,
     write_page,
+    write_plots,
 )
 from merlin_cowclip.workflows.study.paper import BASELINE, CITED, PRINTED, Printed
-from merlin_cowclip.workflows.study.studies import AUC, FULL, MINUTES, STUDIES, Quantity
+from merlin_cowclip.workflows.study.report_plots import plots
+from merlin_cowclip.workflows.study.studies import (
+    AUC,
+    FULL,
+    LOG_LOSS,
+    MINUTES,
+    STUDIES,
+    Quantity,
+)
 from merlin_cowclip.workflows.study.sweep import (
     RECORD,
     RUNS,
@@ -47,6 +55,8 @@ _ALL_NETWORKS = ("networks", "time")  # studies of them; the paper's others are 
 def report(out: str | Path, cost: Cost | None = None) -> Path:
     """Write `OUT/report.html` and `OUT/report.md` of all that a sweep's folder holds.
 
+    The second one's plots are in `OUT/plots/`, as SVG.
+
     Args:
       out: the folder.
       cost: what the cost model reckons with, beneath a study of time; by default an epoch of
@@ -62,7 +72,12 @@ def report(out: str | Path, cost: Cost | None = None) -> Path:
             "'merlin-cowclip sweep'"
         )
     known = [name for name in STUDIES if (out / STUDIES_ / f"{name}.json").exists()]
-    sections = [section for name in known if (section := _section(out, name)) is not None]
+    sections = [
+        section
+        for name in known
+        for section in (_section(out, name), _log_loss(out, name))
+        if section is not None
+    ]
     if not sections:
         raise UserError(
             f"a report needs runs that ended. Received: {out}, without one. Sweep again to go on"
@@ -75,6 +90,7 @@ def report(out: str | Path, cost: Cost | None = None) -> Path:
     if "time" in known:
         sections += _costs(out, cost or Cost())
     about = _about(out)
+    write_plots(out, sections)
     write_page(out / HTML, as_html(_TITLE, sections, about))
     write_page(out / MARKDOWN, as_markdown(_TITLE, sections, about))
     return out / HTML
@@ -91,18 +107,17 @@ def _section(out: Path, name: str) -> Section | None:
     study, sizes = STUDIES[name], record["batch_sizes"]
     printed = PRINTED.get((name, _dataset(found)), {})
     quantity = study.quantity
-    columns = list(dict.fromkeys(o.cell.column for o in found))
-    rows = []
-    for row in dict.fromkeys(o.cell.row for o in found):
-        cells = {o.cell.column: o for o in found if o.cell.row == row}
-        rows.append([row, *(_cell(cells.get(c), record, quantity) for c in columns)])
-        theirs = [_theirs(printed, row, column, quantity) for column in columns]
-        if any(theirs):
-            rows.append([f"*{row}, paper*", *theirs])
+    columns, rows = _table(name, found, record, quantity)
     if name == "time":
         rows += _cited(_dataset(found), columns)
     section = Section(
-        study.title, study.paper, "", [study.rows, *columns], rows, command=record["command"]
+        study.title,
+        study.paper,
+        "",
+        [study.rows, *columns],
+        rows,
+        command=record["command"],
+        name=name,
     )
     missing = {
         run
@@ -118,8 +133,52 @@ def _section(out: Path, name: str) -> Section | None:
         to_come = f"Runs still to come: {len(missing)}; until then means may be of fewer seeds."
         section.verdict = f"{section.verdict} {to_come}".strip()
     section.notes = list(_notes(name, found, printed))
-    section.plots = list(_plots(out, name, found, record, quantity))
+    section.plots = list(plots(out, name, found, record, quantity))
     return section
+
+
+def _log_loss(out: Path, name: str) -> Section | None:
+    """The same runs by their log loss, where the study's table is of the AUC."""
+    if name == occurrences.NAME or STUDIES[name].quantity is not AUC:
+        return None
+    record, found = read_record(out, name), outcomes(out, name)
+    if not any(outcome.results for outcome in found):
+        return None
+    columns, rows = _table(name, found, record, LOG_LOSS)
+    least = min(
+        ((mean[0], o.cell) for o in found if (mean := o.mean(LOG_LOSS.key)) is not None),
+        key=lambda pair: pair[0],
+        default=None,
+    )
+    section = Section(
+        f"{STUDIES[name].title}: the log loss",
+        STUDIES[name].paper,
+        f"Least: `{least[1].row}` at {least[1].column}, {LOG_LOSS.shown(least[0], 0.0)}."
+        if least
+        else "",
+        [STUDIES[name].rows, *columns],
+        rows,
+        command=record["command"],
+        name=f"{name}-log-loss",
+    )
+    section.plots = list(plots(out, "", found, record, LOG_LOSS))
+    return section
+
+
+def _table(
+    name: str, found: Sequence[Outcome], record: Mapping[str, Any], quantity: Quantity
+) -> tuple[list[str], list[list[str]]]:
+    """The columns, and the rows by them: ours, and the paper's beneath where it has them."""
+    printed = PRINTED.get((name, _dataset(found)), {})
+    columns = list(dict.fromkeys(o.cell.column for o in found))
+    rows = []
+    for row in dict.fromkeys(o.cell.row for o in found):
+        cells = {o.cell.column: o for o in found if o.cell.row == row}
+        rows.append([row, *(_cell(cells.get(c), record, quantity) for c in columns)])
+        theirs = [_theirs(printed, row, column, quantity) for column in columns]
+        if any(theirs):
+            rows.append([f"*{row}, paper*", *theirs])
+    return columns, rows
 
 
 def _dataset(found: Sequence[Outcome]) -> str:
@@ -160,6 +219,8 @@ def _theirs(printed: Mapping[Any, Printed], row: str, column: str, quantity: Qua
         return ""
     if quantity in (MINUTES, _EPOCH):
         return f"{quantity.factor * 60 * (found.minutes or 0):g}"
+    if quantity is LOG_LOSS:
+        return "" if found.log_loss is None else f"{found.log_loss:.4f}"
     return "diverged" if found.auc is None else f"{found.auc:.2f}"
 
 
@@ -317,71 +378,6 @@ def _costs(out: Path, cost: Cost) -> Iterator[Section]:
         ],
         command=record["command"],
     )
-
-
-def _plots(
-    out: Path, name: str, found: Sequence[Outcome], record: Mapping[str, Any], quantity: Quantity
-) -> Iterator[tuple[str, str]]:
-    from merlin_cowclip.workflows.study.plots import Line, line_plot
-
-    by_batch: dict[str, list[tuple[float, float, float]]] = {}
-    for outcome in found:
-        mean = outcome.mean(quantity.key)
-        if mean is not None and outcome.cell.column != "baseline":
-            size = outcome.cell.config.batch_size
-            point = (float(size), quantity.factor * mean[0], quantity.factor * mean[1])
-            by_batch.setdefault(outcome.cell.row, []).append(point)
-    if len({point[0] for points in by_batch.values() for point in points}) > 1:
-        yield (
-            f"{quantity.name}, by batch size",
-            line_plot(
-                by_batch,
-                "batch size",
-                quantity.name,
-                powers_of_two=True,
-                logarithmic=quantity is MINUTES,
-            ),
-        )
-    if name == "curves":
-        curves: dict[str, Line] = {}
-        for outcome in found:
-            first = next((r for r in outcome.results.values() if r is not None), None)
-            if first is not None:
-                epochs = first["epochs"]
-                curves[outcome.cell.column] = [(e["epoch"], 100 * e["auc"], 0.0) for e in epochs]
-        if curves:
-            yield (
-                "test AUC, by epoch, of the first seed that ended",
-                line_plot(curves, "epoch", "test AUC, %"),
-            )
-    if name == "gradients":
-        yield from _gradient_plots(out, found, record)
-
-
-def _gradient_plots(
-    out: Path, found: Sequence[Outcome], record: Mapping[str, Any]
-) -> Iterator[tuple[str, str]]:
-    """Mean gradient norms of frequent and rare ids over the epochs, of each run of one seed."""
-    from merlin_cowclip.workflows.study.plots import line_plot
-
-    lines = {}
-    for outcome, cell in zip(found, record["cells"], strict=True):
-        seed = next((s for s, r in outcome.results.items() if r is not None), None)
-        if seed is None:
-            continue
-        rows = read_metrics(out / RUNS / cell["runs"][str(seed)])
-        for kind in ("frequent", "rare"):
-            points = [
-                (float(row["epoch"]), float(row[f"gradient_norm_{kind}"]), 0.0)
-                for row in rows
-                if row[f"gradient_norm_{kind}"]
-            ]
-            lines[f"{outcome.cell.row}, {outcome.cell.column}, {kind}"] = points
-    if any(lines.values()):
-        yield (
-            "mean gradient norm of an id's row, before the clip, of the first seed that ended",
-            line_plot(lines, "epoch", "gradient norm", logarithmic=True),
-        )
 
 
 def _about(out: Path) -> dict[str, str]:

@@ -183,6 +183,7 @@ class Quantity:
 
 
 AUC = Quantity("auc", "test AUC, %", 100.0, 3)
+LOG_LOSS = Quantity("log_loss", "test log loss", 1.0, 5)
 MINUTES = Quantity("train_seconds", "minutes of training", 1 / 60, 2)
 
 
