@@ -1,0 +1,305 @@
+"""Rows that were absent for many steps, brought to where the exact mode would have them, at once.
+
+Without a clip that reaches them, elements of absent rows do not know of each other. With
+`M = m / 2λ`, an element of a table obeys `M' = β₁M + (1 - β₁)w`, `w' = w - s·M'`: linear, and slow
+in all but `s = 2λη/(√v + ε)`, which follows v. The first steps are made one by one, the rest in
+panels of up to thousands.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from merlin_cowclip.plugins._stack import tf
+from merlin_cowclip.plugins.absent import Moved
+
+# Gauss's three nodes and weights on [0, 1].
+_NODES = (0.5 - math.sqrt(0.15), 0.5, 0.5 + math.sqrt(0.15))
+_WEIGHTS = (5 / 18, 8 / 18, 5 / 18)
+_GROWTH = 0.6  # of a panel, by the age where it begins
+_LONGEST = 2.5  # of a panel, by the time in which v decays to 1/e
+_FORGOTTEN = 1e-3  # of a swing about zero when panels begin
+_SWINGS = 0.3  # of the s from which on w swings
+_MATTERS, _SMALL = 1e-4, 1e-3  # a part of what w was, or of this
+
+
+class _Settings(NamedTuple):
+    beta_1: float
+    beta_2: float
+    epsilon: float
+    l2: float
+
+    @property
+    def decay(self) -> float:
+        """Of ln v, a step."""
+        return -math.log(self.beta_2)
+
+    @property
+    def singles(self) -> int:
+        """Steps that are made one by one."""
+        return math.ceil(math.log(_FORGOTTEN) / (0.5 * math.log(self.beta_1)))
+
+
+def check_stable(*, learning_rate: float, l2: float, beta_1: float, epsilon: float) -> None:
+    """Refuse values with which Adam throws an absent row about for ever.
+
+    Where `2λη > 2ε(1 + β₁)/(1 - β₁)`, a row near zero whose v has decayed overshoots by more at
+    every step, until its own gradient has made v grow: no other way than step by step leads to
+    where it will be.
+
+    Raises:
+      ValueError: such values.
+    """
+    most = epsilon * (1 + beta_1) / (1 - beta_1)
+    if learning_rate * l2 > most:
+        raise ValueError(
+            "Rows can catch up with steps that they missed where learning_rate * l2 is at most "
+            f"epsilon * (1 + beta_1) / (1 - beta_1), {most:.3g}: beyond, Adam throws them about "
+            f"zero. Received: {learning_rate:g} * {l2:g} = {learning_rate * l2:.3g}. Use "
+            "update='exact', or a smaller l2"
+        )
+
+
+@tf.function(autograph=False, reduce_retracing=True)
+def catch_up(
+    rows: tf.Tensor,
+    m: tf.Tensor,
+    v: tf.Tensor,
+    last: tf.Tensor,
+    step: tf.Tensor,
+    rates: tf.Tensor,
+    *,
+    beta_1: float = 0.9,
+    beta_2: float = 0.999,
+    epsilon: float = 1e-7,
+    l2: float,
+) -> Moved:
+    """Rows and moments as `absent_step`, made `step - last` times, would leave them.
+
+    Args:
+      rows: n×d, after the step `last`.
+      m: n×d, first moments.
+      v: n×d, second moments.
+      last: n, int32: the steps after which the rows are current, from 0 to `step`.
+      step: int32 scalar, the step after which they shall be current.
+      rates: at least `step` + 1, float64; `rates[t]` is the sum of `η·√(1 - β₂ᵗ)/(1 - β₁ᵗ)` over
+        the steps 1 to t.
+      beta_1: decay of the first moment.
+      beta_2: decay of the second moment.
+      epsilon: ε.
+      l2: λ. Rows must not be clipped: r is at least 2λ (see `absent_rows`), or there is no clip.
+
+    Returns:
+      Rows and moments after `step`, n×d.
+    """
+    given = _Settings(beta_1, beta_2, epsilon, l2)
+    # d×n: what is of a row goes beside its elements in their order.
+    w, m, v = (tf.transpose(x) for x in (rows, m, v))
+    last = tf.cast(last, tf.int32)
+    gap = tf.cast(step, tf.int32) - last
+    zero, few = tf.constant(0), tf.constant(given.singles)
+    state = _one_by_one((w, m, v), (zero, few), last, gap, rates, given)
+    # Twice as many where a swing about zero still matters.
+    most = tf.where(_swing(state, w, last, gap, rates, given), 2 * few, few)
+    state = _one_by_one(state, (few, most), last, gap, rates, given)
+    state = tf.cond(
+        tf.reduce_any(gap > most),
+        lambda: _in_panels(state, most, last, gap, rates, given),
+        lambda: state,
+    )
+    return Moved(*(tf.transpose(x) for x in state))
+
+
+_State = tuple[tf.Tensor, tf.Tensor, tf.Tensor]
+
+
+def _one_by_one(
+    state: _State,
+    steps: tuple[tf.Tensor, tf.Tensor],
+    last: tf.Tensor,
+    gap: tf.Tensor,
+    rates: tf.Tensor,
+    given: _Settings,
+) -> _State:
+    """Some of the first steps of each row's gap, from one number to another, as `absent_step`."""
+    begin, end = steps
+    dtype = state[0].dtype
+    most = tf.minimum(tf.reduce_max(gap), end)
+
+    def body(done: tf.Tensor, w: tf.Tensor, m: tf.Tensor, v: tf.Tensor) -> tuple[tf.Tensor, ...]:
+        on = done < gap
+        before = last + tf.minimum(done, tf.maximum(gap - 1, 0))
+        rate = tf.cast(_at(rates, before + 1) - _at(rates, before), dtype)
+        g = 2.0 * given.l2 * w
+        m_new = m + (g - m) * (1.0 - given.beta_1)
+        v_new = v + (tf.square(g) - v) * (1.0 - given.beta_2)
+        w_new = w - m_new * rate / (tf.sqrt(v_new) + given.epsilon)
+        return (
+            done + 1,
+            tf.where(on, w_new, w),
+            tf.where(on, m_new, m),
+            tf.where(on, v_new, v),
+        )
+
+    found = tf.while_loop(lambda done, *_: done < most, body, (begin, *state))
+    return found[1], found[2], found[3]
+
+
+def _at(rates: tf.Tensor, step: tf.Tensor) -> tf.Tensor:
+    """The sum of rates up to a step; those beyond the table are asked for by rows that are done."""
+    return tf.gather(rates, tf.minimum(step, tf.size(rates) - 1))
+
+
+def _swing(
+    state: _State,
+    first: tf.Tensor,
+    last: tf.Tensor,
+    gap: tf.Tensor,
+    rates: tf.Tensor,
+    given: _Settings,
+) -> tf.Tensor:
+    """Whether an element that has more steps to come swings about zero, or nearly, and matters."""
+    w, _, v = state
+    rate = _rate_at(rates, last + tf.minimum(gap, given.singles), w.dtype)
+    swings = _strength(v, rate, given) > _SWINGS * (1 - math.sqrt(given.beta_1)) ** 2 / (
+        1 - given.beta_1
+    )
+    matters = tf.abs(w) > _MATTERS * tf.maximum(tf.abs(first), _SMALL)
+    return tf.reduce_any(tf.logical_and(tf.logical_and(swings, matters), gap > given.singles))
+
+
+def _in_panels(
+    state: _State,
+    singles: tf.Tensor,
+    last: tf.Tensor,
+    gap: tf.Tensor,
+    rates: tf.Tensor,
+    given: _Settings,
+) -> _State:
+    """The rest of each row's gap, after its first steps."""
+    w, m, v = state
+    old = gap > singles
+    age = tf.minimum(gap, singles)
+    strength = _strength(v, _rate_at(rates, last + age, w.dtype), given)
+    slow = tf.where(old, _slow_part(w, m, strength, given), w)
+    slow *= tf.exp(-_lag(_loss(strength, given), given))
+
+    def body(age: tf.Tensor, w: tf.Tensor, v: tf.Tensor) -> tuple[tf.Tensor, ...]:
+        left = gap - age
+        length = tf.minimum(left, _longest(w, v, age, given))
+        w, v = _panel(w, v, last + age, length, rates, given)
+        return age + length, w, v
+
+    _, slow, v = tf.while_loop(lambda age, *_: tf.reduce_any(age < gap), body, (age, slow, v))
+    strength = _strength(v, _rate_at(rates, last + gap, w.dtype), given)
+    loss = _loss(strength, given)
+    slow *= tf.exp(_lag(loss, given))
+    swings = loss >= _fastest(given)
+    behind = (1.0 - given.beta_1) / (tf.exp(-loss) - given.beta_1)
+    m_slow = tf.where(swings, tf.zeros_like(m), 2.0 * given.l2 * slow * behind)
+    return tf.where(old, slow, w), tf.where(old, m_slow, m), v
+
+
+def _longest(w: tf.Tensor, v: tf.Tensor, age: tf.Tensor, given: _Settings) -> tf.Tensor:
+    """How many steps a panel of each row may have, n int32: until s may have changed by much.
+
+    Not at all where √v has decayed far below ε, and it is no matter where w has run to zero.
+    """
+    root = tf.sqrt(v)
+    steps = _LONGEST / given.decay * (root + given.epsilon) / tf.maximum(root, 1e-30)
+    steps = tf.where(tf.abs(w) < 1e-20, tf.constant(1e9, w.dtype), steps)
+    steps = tf.minimum(tf.reduce_min(steps, axis=0), 1e9)
+    grown = tf.cast(_GROWTH * tf.cast(age, tf.float32), tf.int32)
+    return tf.maximum(tf.minimum(tf.cast(steps, tf.int32), tf.maximum(grown, 1)), 1)
+
+
+def _panel(
+    w: tf.Tensor,
+    v: tf.Tensor,
+    start: tf.Tensor,
+    length: tf.Tensor,
+    rates: tf.Tensor,
+    given: _Settings,
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """`length` steps at once after the step `start`, n each: w and v, d×n.
+
+    v is solved as if w shrank at one rate, w as if v did not know of it; Gauss's rule between.
+    """
+    dtype = w.dtype
+    loss = _loss(_strength(v, _rate_at(rates, start, dtype), given), given)
+    whole = tf.cast(length, dtype)
+    at = [_rate_at(rates, start + tf.cast(node * whole, tf.int32), dtype) for node in _NODES]
+    # Together as much as all steps' rates, also where these jump.
+    guess = sum(weight * rate for weight, rate in zip(_WEIGHTS, at, strict=True))
+    right = tf.cast(_at(rates, start + length) - _at(rates, start), dtype)
+    ratio = tf.math.divide_no_nan(right, guess * whole)
+    total = tf.zeros_like(w)
+    for node, weight, rate in zip(_NODES, _WEIGHTS, at, strict=True):
+        later = _later(w, v, loss, node * whole, given)
+        total += weight * _loss(_strength(later, rate * ratio, given), given)
+    return w * tf.exp(-total * whole), _later(w, v, total, whole, given)
+
+
+def _later(
+    w: tf.Tensor, v: tf.Tensor, loss: tf.Tensor, time: tf.Tensor, given: _Settings
+) -> tf.Tensor:
+    """Second moments after a time in which w shrinks by `loss` a step."""
+    decay = given.decay
+    kept, apart = tf.exp(-decay * time), decay - 2.0 * loss
+    x = apart * time
+    close = tf.abs(x) < 0.02
+    far = (tf.exp(-2.0 * loss * time) - kept) / tf.where(close, tf.ones_like(x), apart)
+    near = kept * time * (1.0 + x * (0.5 + x / 6.0))
+    return kept * v + decay * tf.square(2.0 * given.l2 * w) * tf.where(close, near, far)
+
+
+def _rate_at(rates: tf.Tensor, step: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+    """The mean rate of a step and the next one, n; of the last one alone where it ends."""
+    after = tf.minimum(step + 1, tf.size(rates) - 1)
+    before = tf.maximum(tf.minimum(step - 1, after - 1), 0)
+    difference = tf.gather(rates, after) - tf.gather(rates, before)
+    return tf.cast(difference / tf.cast(tf.maximum(after - before, 1), rates.dtype), dtype)
+
+
+def _strength(v: tf.Tensor, rate: tf.Tensor, given: _Settings) -> tf.Tensor:
+    """s: what a step takes off w by the share of M in it. Adam's v is the one after the step."""
+    later = math.sqrt(math.sqrt(given.beta_2))
+    return 2.0 * given.l2 * rate / (tf.sqrt(v) * later + given.epsilon)
+
+
+def _fastest(given: _Settings) -> float:
+    """What ln |w| loses a step where it swings about zero."""
+    return -0.5 * math.log(given.beta_1)
+
+
+def _loss(s: tf.Tensor, given: _Settings) -> tf.Tensor:
+    """What ln |w| loses a step: by the larger root x of `x² - x(1 + β₁ - s(1 - β₁)) + β₁`."""
+    a = 1.0 + s
+    under = tf.square(a) - 4.0 * s / (1.0 - given.beta_1)
+    swings = tf.logical_or(under <= 0.0, s >= 1.0)
+    y = 2.0 * s / (a + tf.sqrt(tf.maximum(under, 0.0)))  # 1 - x, without a difference
+    loss = y * (1.0 + y * (0.5 + y * (1 / 3 + y * (0.25 + y * 0.2))))  # -ln(1 - y)
+    return tf.where(swings, tf.constant(_fastest(given), s.dtype), loss)
+
+
+def _lag(loss: tf.Tensor, given: _Settings) -> tf.Tensor:
+    """What ln |w| has gained as m follows w late while the loss grew to this from zero."""
+    fastest = _fastest(given)
+    loss = tf.minimum(loss, 0.57 * fastest)
+    beta = given.beta_1
+    return 0.25 * beta * (1 + beta) / (1 - beta) ** 2 * tf.square(loss) / (1.0 - loss / fastest)
+
+
+def _slow_part(w: tf.Tensor, m: tf.Tensor, s: tf.Tensor, given: _Settings) -> tf.Tensor:
+    """What of w is left once m follows it, if s stays: w without its share of the faster mode."""
+    if not given.l2:
+        return w
+    beta = given.beta_1
+    x = tf.exp(-_loss(s, given))
+    y = -tf.math.expm1(-_loss(s, given))
+    slower = 1.0 / (x - beta)
+    faster = beta * y / x  # one over it, of the other root, β₁/x
+    apart = 1.0 - slower * faster > 0.02
+    share = (m / (2.0 * given.l2 * (1.0 - beta)) - w * slower) * faster
+    return tf.where(apart, w - share / tf.where(apart, 1.0 - slower * faster, 1.0), w)
