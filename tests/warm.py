@@ -1,6 +1,6 @@
-"""Programs in processes of their own that do not each wait for TensorFlow's import.
+"""Programs in processes of their own that do not each wait for TensorFlow's import, and the like.
 
-An interpreter imports it once; each program is a fork of it. It runs as `python -c` would run it,
+An interpreter imports them once; each program is a fork of it. It runs as `python -c` would run it,
 in `__main__`, takes signals as any other, and has an interpreter's end of its own.
 """
 
@@ -13,11 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# TensorFlow alone: Merlin's import starts threads in it, which a fork would lack.
+# Not Merlin: its import starts threads, which a fork would lack. What it imports here starts none,
+# and is frozen, as a fork that looked for garbage in it would copy its memory.
 _INTERPRETER = """
-import json, os, signal, sys
-import tensorflow
+import gc, json, os, signal, sys
+import dask.dataframe, distributed, numba.cuda, sklearn.metrics, tensorflow
 
+gc.freeze()
 for line in sys.stdin:
     job = json.loads(line)
     pid = os.fork()
