@@ -13,10 +13,10 @@ pytestmark = pytest.mark.slow
 NOTEBOOK = "04-study"
 
 
-def cells(executed, name):
-    """(row, column) → the AUCs of a study's runs, in percent."""
+def cells(executed):
+    """(row, column) → the AUCs of the study's runs, in percent."""
     study = executed.folder / "study"
-    record = json.loads((study / "studies" / f"{name}.json").read_text())
+    record = json.loads((study / "studies" / "scaling-rules.json").read_text())
     return {
         (cell["row"], cell["column"]): [
             100 * json.loads((study / "runs" / run / "result.json").read_text())["auc"]
@@ -26,16 +26,15 @@ def cells(executed, name):
     }
 
 
-@pytest.mark.parametrize(("name", "seeds"), [("scaling-rules", 2), ("clipping", 1)])
-def test_the_tables_are_of_the_results(executed, name, seeds):
+def test_the_table_is_of_the_results(executed):
     printed = executed.streams("stdout")
-    table = printed[printed.index(f"test AUC, %, by {'rule' if seeds == 2 else 'clip'}") :]
-    found = cells(executed, name)
-    assert {len(aucs) for aucs in found.values()} == {seeds}
+    table = printed[printed.index("test AUC, %, by rule") :]
+    found = cells(executed)
+    assert {len(aucs) for aucs in found.values()} == {2}
     for row in {row for row, _ in found}:
         shown = re.search(rf"^{re.escape(row)}  +(.*)$", table, re.MULTILINE)[1]
         expected = [
-            f"{np.mean(aucs):.3f}" + (f" ± {np.std(aucs, ddof=1):.3f}" if seeds > 1 else "")
+            f"{np.mean(aucs):.3f} ± {np.std(aucs, ddof=1):.3f}"
             for (r, _), aucs in found.items()
             if r == row
         ]
@@ -43,29 +42,31 @@ def test_the_tables_are_of_the_results(executed, name, seeds):
 
 
 def test_each_run_is_trained_once(executed):
-    """At the base five rules are one, and the scaled CowClip is in both studies."""
+    """At the base five rules are one."""
     runs = [path.parent.name for path in executed.folder.glob("study/runs/*/result.json")]
-    assert len(runs) == 2 * (2 + 6) + 3
-    aucs = cells(executed, "scaling-rules")
+    assert len(runs) == 2 * (2 + 6)
+    aucs = cells(executed)
     assert len(aucs) == 2 * 6
-    assert aucs["none", "256"] == aucs["linear", "256"]
-    assert cells(executed, "clipping")["adaptive_column", "1,024"] == aucs["cowclip", "1,024"][:1]
+    assert aucs["none", "128"] == aucs["linear", "128"]
 
 
 def test_the_networks_learn(executed):
-    best = json.loads((executed.folder / "train.txt.gz.truth.json").read_text())["best_auc"]
-    aucs = [np.mean(auc) / 100 for (_, at), auc in cells(executed, "scaling-rules").items()]
+    best = json.loads((executed.folder / "train.csv.gz.truth.json").read_text())["best_auc"]
+    aucs = [np.mean(auc) / 100 for (_, at), auc in cells(executed).items()]
     assert min(aucs) > 0.55
     assert 0.5 + 0.6 * (best - 0.5) < max(aucs) < best
 
 
 def test_what_the_clip_did_is_told(executed):
     printed = executed.streams("stdout")
-    assert "no clip: No id was clipped: the clip applies to no table." in printed
-    results = executed.folder.glob("study/runs/*/result.json")
-    clips = {json.loads(path.read_text())["clip"] for path in results}
-    (said,) = re.findall(r"^adaptive_column: (.*)$", printed, re.MULTILINE)
-    assert said in clips
+    assert "none, 512, seed 1: No id was clipped: the clip applies to no table." in printed
+    study = executed.folder / "study"
+    record = json.loads((study / "studies" / "scaling-rules.json").read_text())
+    for cell in record["cells"]:
+        if cell["row"] == "cowclip":
+            for seed, run in cell["runs"].items():
+                clip = json.loads((study / "runs" / run / "result.json").read_text())["clip"]
+                assert f"cowclip, {cell['column']}, seed {seed}: {clip}\n" in printed
 
 
 def test_the_tunes_result_is_of_its_repeats(executed):
@@ -75,7 +76,7 @@ def test_the_tunes_result_is_of_its_repeats(executed):
     aucs = [repeat["epochs"][-1]["auc"] for repeat in repeats]
     assert table[0]["mean"] == max(aucs)
     assert f"best found       {max(aucs):.5f}" in executed.streams("stdout")
-    assert json.loads((tuned / "tuned.json").read_text())["batch_size"] == 1024
+    assert json.loads((tuned / "tuned.json").read_text())["batch_size"] == 512
 
 
 def test_the_page_is_shown(executed):
@@ -83,7 +84,7 @@ def test_the_page_is_shown(executed):
     page = html.unescape(re.search('srcdoc="(.*?)"', frame, re.DOTALL)[1])
     assert page == (executed.folder / "study" / "report.html").read_text()
     text = (executed.folder / "study" / "report.md").read_text()
-    for (row, column), aucs in cells(executed, "scaling-rules").items():
-        if (row, column) == ("cowclip", "1,024"):
+    for (row, column), aucs in cells(executed).items():
+        if (row, column) == ("cowclip", "512"):
             assert f"{np.mean(aucs):.3f} ± {np.std(aucs, ddof=1):.3f}" in text
     assert page.count("<svg") == 1
