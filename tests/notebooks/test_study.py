@@ -87,4 +87,4 @@ def test_the_page_is_shown(executed):
     for (row, column), aucs in cells(executed).items():
         if (row, column) == ("cowclip", "512"):
             assert f"{np.mean(aucs):.3f} ± {np.std(aucs, ddof=1):.3f}" in text
-    assert page.count("<svg") == 1
+    assert page.count("<svg") == 2  # the AUC and the log loss, by batch size
