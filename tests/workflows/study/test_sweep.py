@@ -21,6 +21,7 @@ from merlin_cowclip.workflows.study import workers
 from merlin_cowclip.workflows.study.claims import Claims
 from merlin_cowclip.workflows.study.studies import STUDIES, Setting
 from merlin_cowclip.workflows.study.sweep import outcomes, run_name, sweep
+from merlin_cowclip.workflows.training.keeping import Keeping
 from merlin_cowclip.workflows.training.runs import Run, identity_of
 from merlin_cowclip.workflows.training.train import train
 
@@ -55,7 +56,8 @@ def task_of(data, config, folder: Path) -> workers.Task:
 def test_runs_are_those_of_train(swept, data, tmp_path):
     out, _ = swept
     config = dataclasses.replace(SETTING.run("cowclip", 512), seed=2)
-    alone = train(data, config, tmp_path / "alone", progress=False)
+    keeping = Keeping(saved_model=False)
+    alone = train(data, config, tmp_path / "alone", keeping=keeping, progress=False)
     run = Run.open(out / "runs" / run_name(config, "full"))
     assert run.result["auc"] == alone.result["auc"]
     assert run.config["identity"] == config.identity

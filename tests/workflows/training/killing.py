@@ -211,8 +211,10 @@ def _half_a_model(end: Callable[[], None]) -> None:
                 time.sleep(0.001)
             end()
 
-        threading.Thread(target=watch, daemon=True).start()
+        watching = threading.Thread(target=watch, daemon=True)
+        watching.start()
         stock(model, folder)
+        watching.join()  # in time, also where it is saved fast
 
     train.save_model = instead
 

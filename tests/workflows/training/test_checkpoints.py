@@ -86,7 +86,8 @@ def test_a_checkpoint_is_read_by_tensorflow(run):
 
 
 def test_early_stopping(data, tmp_path):
-    stopped = train(data, config(epochs=9, patience=2), tmp_path / "run", progress=False)
+    keeping, out = Keeping(saved_model=False), tmp_path / "run"
+    stopped = train(data, config(epochs=9, patience=2), out, keeping=keeping, progress=False)
     assert len(stopped.result["epochs"]) == stopped.result["best_epoch"] + 2 < 9
     assert config(patience=2).identity != config().identity
     for epochs in (None, 20):
