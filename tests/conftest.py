@@ -17,23 +17,30 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-LONGEST = (  # files that take a minute and more, the longest first
-    "workflows/training/test_kills.py",
+LONGEST = (  # files that take half a minute and more, the longest first
     "plugins/merlin_models/test_families.py",
+    "plugins/test_saving.py",
+    "workflows/training/test_kills.py",
+    "plugins/test_optimizer.py",
+    "models/test_networks.py",
     "workflows/training/test_stopping.py",
     "workflows/training/test_trouble.py",
-    "plugins/test_saving.py",
-    "plugins/test_optimizer.py",
     "workflows/training/test_networks.py",
-    "models/test_networks.py",
     "notebooks/test_study.py",
-    "notebooks/test_plugging_in.py",
-    "notebooks/test_train.py",
+    "workflows/commands/test_cli.py",
     "workflows/study/test_processes.py",
     "workflows/training/test_prediction.py",
     "plugins/test_statistics.py",
     "workflows/study/test_sweep.py",
-    "workflows/commands/test_cli.py",
+    "notebooks/test_plugging_in.py",
+    "workflows/training/test_checkpoints.py",
+    "workflows/training/test_training.py",
+    "models/test_embeddings.py",
+    "notebooks/test_train.py",
+    "bad_input/test_command_line.py",
+    "workflows/data/test_clusters.py",
+    "workflows/data/test_adopt.py",
+    "workflows/training/test_interpreter_end.py",
 )
 
 
@@ -48,8 +55,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     """Collect garbage less often: it took a fifth of the time of tracing and saving models."""
     gc.collect()
-    gc.freeze()
     gc.set_threshold(100_000, 10, 10)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_garbage_of_before() -> None:
+    """What a module leaves stays: a later test took a minute to free the graphs of hundreds."""
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    """Nor does the interpreter's end free them, which the others would wait for."""
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
@@ -71,7 +88,7 @@ def real_data() -> Path:
     return Path(folder)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def interpreter() -> Iterator[WarmInterpreter]:
     """Starts programs that need TensorFlow."""
     interpreter = WarmInterpreter()
