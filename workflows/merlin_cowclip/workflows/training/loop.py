@@ -175,7 +175,6 @@ class Training:
                 f"weights must stay finite. Received: NaN or infinity in {', '.join(broken[:4])}, "
                 f"after update {self.step:,}. The run diverged: lower the learning rates"
             )
-        book.flush()
         logged = lengths(self._run)
         self.checkpoints.save(
             self.step,

@@ -38,6 +38,7 @@ class Watch:
         self._losses: list[tf.Tensor] = []
         self._looked = 0  # updates that were well
         self._largest = 0.0  # of the dense weights, at the last good look
+        self._largest_dense = tf.function(self._largest_now)
 
     def begin(self, step: int) -> None:
         """The run goes on from here, where all was well."""
@@ -65,7 +66,7 @@ class Watch:
         if np.isfinite(losses).all() and not broken:
             self._looked, self._losses = step, []
             if len(losses):
-                self._largest = self._largest_dense()
+                self._largest = float(self._largest_dense())
             return
         bad = np.flatnonzero(~np.isfinite(losses))
         first = self._looked + int(bad[0]) + 1 if len(bad) else None
@@ -92,7 +93,7 @@ class Watch:
         rates = f"dense_lr={hp.dense_lr:.6g}, embedding_lr={hp.embedding_lr:.6g}"
         finite = losses[np.isfinite(losses)]
         rise = f"; the loss before it was {finite[-1]:.6g}" if len(finite) else ""
-        now = self._largest_dense()
+        now = float(self._largest_dense())
         dense = not np.isfinite(now) or now > _GROWN * max(self._largest, 1e-3)
         rows = any(item.table for item in self._optimizer.not_finite())
         which = (
@@ -104,10 +105,12 @@ class Watch:
         )
         return f"The run diverged, with {rates}{rise}. The data is finite: lower {which}"
 
-    def _largest_dense(self) -> float:
+    def _largest_now(self) -> tf.Tensor:
+        """The largest dense weight's magnitude; infinite where one is not finite."""
         dense = self._optimizer.default_optimizer
         weights = [o.variable for o in self._optimizer.owned() if o.optimizer is dense]
-        return float(max((np.abs(w.numpy()).max(initial=0.0) for w in weights), default=0.0))
+        sizes = [tf.where(tf.math.is_finite(w), tf.abs(w), np.inf) for w in weights]
+        return tf.reduce_max([0.0, *(tf.cast(tf.reduce_max(s), tf.float32) for s in sizes)])
 
     def _wrong_in_data(self, step: int) -> str | None:
         """Of the batches since all was well, the first value that is no finite number."""
