@@ -41,6 +41,14 @@ def test_options(toy_data, tmp_path, options, words):
     refused(argv, words, folder=tmp_path)
 
 
+@pytest.mark.parametrize("study", ["networks", "time"])
+def test_options_of_other_networks(toy_data, tmp_path, study):
+    argv = ["sweep", study, toy_data, "--out", tmp_path / "out", "--batch-sizes", "32"]
+    for option, value in (("--model", "dlrm"), ("--bottom-mlp", "8")):
+        words = ["networks deepfm, wide_and_deep", option[2:].replace("-", "_"), "Leave it out"]
+        refused([*argv, option, value], words, folder=tmp_path)
+
+
 @pytest.fixture
 def tune(tmp_path_factory, toy_data):
     """What is read of one: found at 64 on the same data, for the network `deepfm`."""

@@ -80,7 +80,7 @@ def test_what_the_rules_share_of_a_base():
 
 
 def test_networks_have_a_baseline_and_only_their_own_options():
-    options = {"model": "dcn_v2", "cross_layers": 2, "low_rank_dim": 4, "mlp": (8,)}
+    options = {"cross_layers": 2, "low_rank_dim": 4, "mlp": (8,)}
     found = cells("networks", Setting(SIZES, config=options))
     for name in NETWORKS:
         assert found[name, "baseline"].config.hyperparameters.clip is None
@@ -89,6 +89,14 @@ def test_networks_have_a_baseline_and_only_their_own_options():
         assert config.hyperparameters.clip == "adaptive_column"
         assert config.cross_layers == (2 if name in ("dcn", "dcn_v2") else None)
         assert config.low_rank_dim == (4 if name == "dcn_v2" else None)
+
+
+@pytest.mark.parametrize("name", ["networks", "time"])
+@pytest.mark.parametrize("option", [{"model": "dlrm"}, {"bottom_mlp": (8,)}])
+def test_what_no_network_of_a_study_takes_is_refused(name, option):
+    (word,) = option
+    with pytest.raises(UserError, match=f"takes their options alone. Received: {word}=.*Leave it"):
+        cells(name, Setting(SIZES, config=option))
 
 
 def test_the_control_changes_the_data_alone():

@@ -219,18 +219,28 @@ def _scaling_rules(setting: Setting) -> Iterator[Cell]:
 
 
 def _networks(setting: Setting) -> Iterator[Cell]:
-    for name in NETWORKS:
-        config = _of_network(setting, name)
+    for name, config in _by_network(setting):
         yield Cell(name, "baseline", config.run("none", setting.base))
         for batch_size in setting.batch_sizes:
             yield Cell(name, f"{batch_size:,}", config.run("cowclip", batch_size))
 
 
-def _of_network(setting: Setting, name: str) -> Setting:
-    """The setting with another network, and of its options those that this one has, too."""
-    others = set(NETWORK) - set(OPTIONS[name])
-    options = {k: v for k, v in setting.config.items() if k not in others}
-    return dataclasses.replace(setting, config={**options, "model": name})
+def _by_network(setting: Setting) -> Iterator[tuple[str, Setting]]:
+    """Each of `NETWORKS`, and the setting with it and those of the options that it takes.
+
+    Raises:
+      UserError: the setting names a network, or an option that none of them takes.
+    """
+    for option, value in setting.config.items():
+        if option in NETWORK and not any(option in OPTIONS[name] for name in NETWORKS):
+            raise UserError(
+                f"a study of the networks {', '.join(NETWORKS)} takes their options alone. "
+                f"Received: {option}={value!r}. Leave it out"
+            )
+    for name in NETWORKS:
+        others = set(NETWORK) - set(OPTIONS[name])
+        options = {k: v for k, v in setting.config.items() if k not in others}
+        yield name, dataclasses.replace(setting, config={**options, "model": name})
 
 
 def _control(setting: Setting) -> Iterator[Cell]:
@@ -298,8 +308,7 @@ def _curves(setting: Setting) -> Iterator[Cell]:
 
 def _time(setting: Setting) -> Iterator[Cell]:
     once = dataclasses.replace(setting, config={**setting.config, "epochs": 1})
-    for name in NETWORKS:
-        config = _of_network(once, name)
+    for name, config in _by_network(once):
         for batch_size in setting.batch_sizes:
             yield Cell(name, f"{batch_size:,}", config.run("cowclip", batch_size))
 
