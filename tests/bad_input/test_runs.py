@@ -197,6 +197,12 @@ def test_data_that_moved_needs_naming_only(run, toy_data, tmp_path):
     assert done.out.startswith(f"test AUC {auc:.6f}, ")
 
 
+def test_raw_with_prepared_data(run, toy_data, tmp_path):
+    for given in ([], [toy_data]):
+        words = ["--raw is for raw logs. Received: it with prepared data", "Leave it out"]
+        refused(["evaluate", run, *given, "--raw"], [*words, *given], folder=tmp_path)
+
+
 def test_named_data_that_is_none(run, tmp_path):
     words = ["input file must exist", "nowhere"]
     refused(["evaluate", run, tmp_path / "nowhere"], words, folder=tmp_path)

@@ -76,6 +76,11 @@ def _evaluate(arguments: argparse.Namespace) -> None:
         prepared = not given or (len(given) == 1 and os.path.exists(f"{given[0]}/prepare.json"))
     else:
         prepared = not given or (len(given) == 1 and os.path.isdir(given[0]))
+    if prepared and arguments.raw:
+        raise UserError(
+            "--raw is for raw logs. Received: it with prepared data, "
+            f"{given[0] if given else 'the own of the run'}. Leave it out, or name raw logs"
+        )
     if prepared:
         part, (quality, rows, where) = "test ", _on_prepared(run, arguments)
     else:
