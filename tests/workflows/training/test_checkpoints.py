@@ -372,6 +372,12 @@ def test_how_many_is_refused(given):
         Keeping(keep=given)
 
 
+@pytest.mark.parametrize("given", [{"keeep": 1}, ["keep"]])
+def test_what_is_no_keeping_is_refused(given):
+    with pytest.raises(UserError, match="the keeping of checkpoints (has the keys|must be values)"):
+        Keeping.from_dict(given)
+
+
 def test_one_every_few_steps(data, tmp_path):
     keeping = Keeping(checkpoint_every=2, keep=100, saved_model=False)
     run = train(

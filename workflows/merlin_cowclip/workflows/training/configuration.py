@@ -190,10 +190,8 @@ class TrainConfig:
         Raises:
           UserError: a key that is none, or a value out of range.
         """
-        if not isinstance(values, Mapping):
-            raise UserError(f"a configuration must be values by name. Received: {values!r}")
-        values = dict(values)
         refuse_unknown("a configuration", values, [f.name for f in dataclasses.fields(cls)])
+        values = dict(values)
         for name in ("embedding_dim", "mlp"):  # these have no None that stands for a default
             if values.get(name, 0) is None:
                 raise UserError(f"{name} must have a value. Received: None. Leave it out")
@@ -267,11 +265,13 @@ def base_hyperparameters(rule: str, **changes: Any) -> Hyperparameters:
 
 
 def refuse_unknown(what: str, values: Mapping[str, Any], known: Sequence[str]) -> None:
-    """Refuse a key that is none.
+    """Refuse a key that is none, and what has no keys.
 
     Raises:
       UserError: names it, and those that are.
     """
+    if not isinstance(values, Mapping):
+        raise UserError(f"{what} must be values by name. Received: {values!r}")
     unknown = [key for key in values if key not in known]
     if unknown:
         raise UserError(

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from merlin_cowclip.plugins.checks import is_whole, whole_number
 from merlin_cowclip.workflows.errors import UserError
+from merlin_cowclip.workflows.training.configuration import refuse_unknown
 
 _MINUTES = re.compile(r"(\d+(?:\.\d+)?)m")
 
@@ -65,5 +66,10 @@ class Keeping:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Keeping:
-        """What `to_dict` wrote."""
+        """What `to_dict` wrote.
+
+        Raises:
+          UserError: a key that is none, or a value out of range.
+        """
+        refuse_unknown("the keeping of checkpoints", values, [f.name for f in fields(cls)])
         return cls(**values)
