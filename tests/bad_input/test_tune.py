@@ -157,12 +157,14 @@ def test_train_tuned(toy_data, tuned, tmp_path):
     refused(["train", "--resume", tmp_path, "--tuned", tuned], words, folder=tmp_path)
 
 
-def test_train_tuned_on_other_columns(tuned, tmp_path):
+@pytest.mark.parametrize("option", ["train --tuned", "tune --batch-size 64 --base"])
+def test_tuned_on_other_columns(tuned, tmp_path, option):
     log = toy_log(tmp_path / "log.csv")
     spec = DatasetSpec(name="toy", label="y", categorical=("user",), split=TOY.split)
     log.write_text("\n".join(",".join(x.split(",")[:2]) for x in log.read_text().split()) + "\n")
     other = prepare(spec, [log], tmp_path / "other", progress=False)
-    argv = ["train", other.path, "--out", tmp_path / "run", "--tuned", tuned]
+    name, *options = option.split()
+    argv = [name, other.path, "--out", tmp_path / "run", *options, tuned]
     words = ["the data must have the columns that were tuned on", "categorical", "Tune on this"]
     refused(argv, words, folder=tmp_path)
 

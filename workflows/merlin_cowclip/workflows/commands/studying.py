@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
-import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from merlin_cowclip.plugins.scaling import K
 from merlin_cowclip.workflows.commands.training import add_network, by_field
-from merlin_cowclip.workflows.errors import Notice, UserError
+from merlin_cowclip.workflows.commands.tuning import found_by
+from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.study.configuration import NETWORK
 from merlin_cowclip.workflows.study.studies import (
     SEEDS,
@@ -26,7 +26,6 @@ from merlin_cowclip.workflows.study.studies import (
 if TYPE_CHECKING:
     from merlin_cowclip.workflows.commands.parser import Commands
     from merlin_cowclip.workflows.data.prepared import PreparedData
-    from merlin_cowclip.workflows.training.configuration import TrainConfig
 
 
 def add(commands: Commands) -> None:
@@ -120,7 +119,7 @@ def _setting(arguments: argparse.Namespace, data: PreparedData) -> Setting:
     values = {name: value for name, value in values.items() if value is not None}
     base, sizes = 1 * K, arguments.batch_sizes
     if arguments.base is not None:
-        tuned = _found_by(arguments.base, data)
+        tuned = found_by(arguments.base, data)
         base, values = tuned.batch_size, shared_values(tuned.hyperparameters) | values
         if sizes is not None and sizes[0] != base:
             raise UserError(
@@ -129,7 +128,7 @@ def _setting(arguments: argparse.Namespace, data: PreparedData) -> Setting:
             )
         if given["update"] is None:
             given["update"] = tuned.update
-    found = [_found_by(path, data) for path in arguments.tuned or ()]
+    found = [found_by(path, data) for path in arguments.tuned or ()]
     return Setting(
         batch_sizes(base, data.rows["train"]) if sizes is None else sizes,
         values,
@@ -137,16 +136,6 @@ def _setting(arguments: argparse.Namespace, data: PreparedData) -> Setting:
         arguments.seeds,
         found=found,
     )
-
-
-def _found_by(tune: Path, data: PreparedData) -> TrainConfig:
-    """What a tune found, on data of these columns; of other rows it is told."""
-    from merlin_cowclip.workflows.study.tuned import Tuned
-
-    tuned = Tuned.open(tune)
-    if (others := tuned.check_columns(data)) is not None:
-        warnings.warn(others, Notice, stacklevel=2)
-    return tuned.train_config()
 
 
 def _report(arguments: argparse.Namespace) -> None:

@@ -5,15 +5,18 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from merlin_cowclip.workflows.commands.training import add_network, by_field
-from merlin_cowclip.workflows.errors import UserError
+from merlin_cowclip.workflows.errors import Notice, UserError
 from merlin_cowclip.workflows.study.configuration import BASE_OPTIONS, NETWORK, TuneConfig
 
 if TYPE_CHECKING:
     from merlin_cowclip.workflows.commands.parser import Commands
+    from merlin_cowclip.workflows.data.prepared import PreparedData
+    from merlin_cowclip.workflows.training.configuration import TrainConfig
 
 
 def add(commands: Commands) -> None:
@@ -70,6 +73,8 @@ def _tune(arguments: argparse.Namespace) -> None:
 
     config = tune_config(arguments)
     data = PreparedData.open(arguments.data)
+    if arguments.base is not None:
+        found_by(arguments.base, data)
     from merlin_cowclip.workflows.study.tune import tune
 
     tuned = tune(
@@ -84,6 +89,20 @@ def _tune(arguments: argparse.Namespace) -> None:
     print(tuned.tables())
     places = shlex.quote(str(arguments.data)), shlex.quote(str(arguments.out))
     print(f"\nmerlin-cowclip train {places[0]} --tuned {places[1]} --out RUN")
+
+
+def found_by(tune: Path, data: PreparedData) -> TrainConfig:
+    """What a tune found, on data of these columns; of other rows it is told.
+
+    Raises:
+        UserError: no tune that has ended, or one on data of other columns.
+    """
+    from merlin_cowclip.workflows.study.tuned import Tuned
+
+    tuned = Tuned.open(tune)
+    if (others := tuned.check_columns(data)) is not None:
+        warnings.warn(others, Notice, stacklevel=2)
+    return tuned.train_config()
 
 
 def tune_config(arguments: argparse.Namespace) -> TuneConfig:
