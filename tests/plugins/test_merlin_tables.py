@@ -252,6 +252,35 @@ def test_negative_ids_that_a_combiner_leaves_out_are_no_rows(kind, in_graph):
     assert found == {"l": {2: 1.0, 3: 2.0, 0: 1.0}}
 
 
+@pytest.mark.parametrize("kind", ["EmbeddingTable", "EmbeddingFeatures", "Embedding"])
+@pytest.mark.parametrize("width", [1, 2])
+def test_only_the_batch_tells_that_ids_are_one_hot(kind, width):
+    """There 0 is an id as any other; in lists, but of a plain Embedding, it is padding."""
+    schema = Schema([category("a", 6)])
+    layer = {
+        "EmbeddingTable": lambda: mm.Embeddings(schema, dim=4, sequence_combiner="mean"),
+        "EmbeddingFeatures": lambda: mm.EmbeddingFeatures.from_schema(schema),
+        "Embedding": lambda: tf.keras.layers.Embedding(6, 4, name="a"),
+    }[kind]()
+    model = Words(lambda table, ids: table(ids if kind == "Embedding" else {"a": ids}), layer)
+    ids = tf.constant([[0] * width, [0] * width, [3] * width])
+    model(ids)
+    (spec,) = find_tables(model)
+
+    @tf.function(input_signature=[tf.TensorSpec([None, None], tf.int32)], autograph=False)
+    def step(ids):
+        with tf.GradientTape() as tape:
+            out = model(ids)
+            loss = tf.reduce_sum(out["a"] if isinstance(out, dict) else out)
+        gradient = tape.gradient(loss, spec.variable)
+        return count_sparse(spec.recorder, gradient.indices, spec.num_rows)
+
+    found = step(ids)
+    zeros = 1.0 if width == 2 and kind != "Embedding" else 2.0
+    counts = dict(zip(found.rows.numpy().tolist(), found.counts.numpy().tolist(), strict=True))
+    assert counts == {0: zeros, 3: 1.0}
+
+
 @pytest.mark.parametrize("in_graph", [True, False])
 @pytest.mark.parametrize("width", [1, 2])
 def test_padding_alone_in_a_sample_is_not_counted(width, in_graph):

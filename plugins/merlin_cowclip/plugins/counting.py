@@ -62,7 +62,7 @@ class Lookup:
     key: str
     rows: tf.Tensor | tf.RaggedTensor
     is_list: bool = False
-    padding: int | None = None
+    padding: int | tf.Tensor | None = None
     features: tuple[str, ...] = ()
     sources: tuple[tf.Tensor | tf.RaggedTensor, ...] = ()
     combined: bool = False

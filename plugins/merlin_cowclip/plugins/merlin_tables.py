@@ -173,9 +173,10 @@ def _as_fed(ids: Any) -> list[Any]:
 def _lookup_of_embedding(embedding: Any, ids: Any) -> Lookup:
     padding = 0 if embedding.mask_zero else None
     found = _lookup("", ids, padding=padding)
-    if padding is None or found.is_list:
+    if padding is None or isinstance(found.rows, tf.RaggedTensor):
         return found
-    return replace(found, rows=tf.reshape(found.rows, [-1, 1]), is_list=True, padding=padding)
+    rows = found.rows if found.is_list else tf.reshape(found.rows, [-1, 1])
+    return replace(found, rows=rows, is_list=True, padding=padding)
 
 
 def _lookup(key: str, ids: Any, *, padding: int | None = 0, combined: bool = False) -> Lookup:
@@ -189,4 +190,7 @@ def _lookup(key: str, ids: Any, *, padding: int | None = 0, combined: bool = Fal
     if ids.shape.rank in (0, 1) or (ids.shape.rank == 2 and ids.shape[-1] == 1):
         return Lookup(key, ids)
     flat = tf.reshape(ids, [tf.shape(ids)[0], -1])
+    if padding is not None and ids.shape.rank == 2 and ids.shape[-1] is None:
+        one_hot = tf.equal(tf.shape(flat, tf.int64)[1], 1)  # which only the batch tells
+        padding = tf.where(one_hot, tf.constant(-1, tf.int64), padding)  # no row
     return Lookup(key, flat, is_list=True, padding=padding)
