@@ -18,6 +18,7 @@ import tensorflow as tf
 
 from merlin_cowclip.models import FusedEmbeddings, deepfm, read_vocabulary
 from merlin_cowclip.models.embeddings import TableInitializer
+from merlin_cowclip.models.vocabulary import encode
 from merlin_cowclip.plugins import (
     CowClipAdam,
     CowClipOptimizer,
@@ -755,6 +756,23 @@ def test_an_id_of_the_logs_type_is_known(numbered):
     message = "a raw id must be text or a number. Received: b'1382', bytes"
     with pytest.raises(ValueError, match=message):
         layer.rows("item", [b"1382"], **place)
+
+
+@pytest.mark.parametrize("unit", ["D", "s", "ns"])
+def test_times_are_no_raw_ids_of_text(numbered, unit):
+    """In nanoseconds NumPy makes integers of them, of which each is unknown."""
+    layer = layer_of(schema=numbered.schema)
+    times = np.array(["2014-10-21", "NaT"], f"datetime64[{unit}]")
+    for given in (times, list(times), times - times):
+        with pytest.raises(ValueError, match="must be text or a number. Received: .*as it stands"):
+            layer.rows("item", given, workflow=numbered.path / "workflow")
+
+
+def test_times_of_a_vocabulary_of_times_are_known():
+    vocabulary = pd.Series(pd.to_datetime(["2014-10-21", "2014-10-22"]), index=[3, 4])
+    times = np.array(["2014-10-22", "NaT", "2015-01-01"], "datetime64[ns]")
+    for given in (times, pd.Series(times), pd.DatetimeIndex(times)):
+        assert encode(vocabulary, given).tolist() == [4, 1, 2]
 
 
 def test_a_missing_id_that_top_k_data_made_unknown(prepared, tmp_path):

@@ -94,6 +94,8 @@ def encode(vocabulary: pd.Series, raw_ids: Any, *, missing: int = MISSING_ID) ->
     Raises:
       ValueError: a raw id of another type, where the vocabulary holds text or numbers.
     """
+    if getattr(getattr(raw_ids, "dtype", None), "kind", "O") in "mM":
+        raw_ids = pd.Index(raw_ids)  # NumPy would make times integers
     raw = pd.Series(np.asarray(raw_ids, dtype=object))
     gone = raw.isna().to_numpy()
     held = raw[~gone]
@@ -128,7 +130,10 @@ def _as_text(raw: Any) -> str:
         if value.is_integer() and abs(value) < 2**53:
             return str(int(value))
         return str(pa.scalar(value, pa.float64()).cast(pa.string()).as_py())
-    raise ValueError(f"a raw id must be text or a number. Received: {raw!r}, {type(raw).__name__}")
+    raise ValueError(
+        f"a raw id must be text or a number. Received: {raw!r}, {type(raw).__name__}. "
+        "Give it as it stands in the log"
+    )
 
 
 def _as_number(raw: Any) -> Any:
