@@ -5,14 +5,23 @@ from __future__ import annotations
 import json
 import shutil
 
+import numpy as np
+import pandas as pd
 import pytest
 
+from merlin_cowclip.workflows.data.adopt import adopt
 from merlin_cowclip.workflows.data.datasets import DatasetSpec
 from merlin_cowclip.workflows.data.etl import prepare
+from merlin_cowclip.workflows.quiet import quiet_imports
 from merlin_cowclip.workflows.study import tune as tuning
 from merlin_cowclip.workflows.study.trials import Epoch
 from tests.bad_input.conftest import TOY, toy_log
 from tests.bad_input.contract import command, refused
+
+with quiet_imports():
+    import nvtabular as nvt
+    from merlin.io import Dataset
+    from nvtabular import ops
 
 OPTIONS = [
     ("--trials 0", ["trials must be a whole number of at least 1", "0"]),
@@ -77,14 +86,19 @@ def test_places(toy_data, toy_run, tmp_path):
 
 
 @pytest.fixture
-def tuned(toy_data, tmp_path, monkeypatch):
-    """A tune that has ended; its networks were none."""
+def trials(monkeypatch):
+    """Without networks."""
 
     def epochs_of(rows, config, stopping, advance=lambda: None):
         yield Epoch(0.5 + config.hyperparameters.dense_lr, 0.5, 1.0, 0.5, 1.0)
 
     monkeypatch.setattr(tuning, "epochs_of", epochs_of)
     monkeypatch.setattr("merlin_cowclip.workflows.study.repeats.epochs_of", epochs_of)
+
+
+@pytest.fixture
+def tuned(toy_data, tmp_path, trials):
+    """A tune that has ended; its networks were none."""
     out = tmp_path / "tune"
     options = ["--batch-size", "64", "--epochs", "1", "--trials", "6", "--seeds", "1", "--quiet"]
     done = command(["tune", toy_data, "--out", out, *options])
@@ -107,6 +121,28 @@ def test_a_tune_of_something_else(toy_data, tuned, tmp_path):
     refused([*argv, "--batch-size", "32"], words, folder=tmp_path)
     words = ["with its own options, model='deepfm'", "model='dcn'"]
     refused([*argv, "--model", "dcn"], words, folder=tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore:Initializing an NVTabular Dataset in CPU mode")
+def test_a_tune_of_another_label_of_the_same_parquet(tmp_path, trials):
+    """Adopted twice it is the same rows, whose other clicks were not tuned on."""
+    random = np.random.default_rng(0)
+    names = ("click", "bought")
+    log = pd.DataFrame({name: random.integers(0, 2, 300) for name in names})
+    log.assign(user=random.integers(0, 9, 300)).to_parquet(tmp_path / "raw.parquet", index=False)
+    users = ["user"] >> ops.Categorify(out_path=str(tmp_path / "fitted"))
+    workflow = nvt.Workflow(users + "click" + "bought")
+    raw = Dataset(str(tmp_path / "raw.parquet"), engine="parquet")
+    workflow.fit_transform(raw).to_parquet(str(tmp_path / "train"))
+    workflow.save(str(tmp_path / "workflow"))
+    places = [tmp_path / "train"], tmp_path / "workflow"
+    click, bought = (adopt(*places, name, tmp_path / name, progress=False) for name in names)
+    options = ["--batch-size", "64", "--epochs", "1", "--trials", "6", "--seeds", "1", "--quiet"]
+    argv = ["--out", tmp_path / "tune", *options]
+    done = command(["tune", click.path, *argv])
+    assert done.code == 0, done.err
+    words = ["with its own data", click.path, bought.path, "label 'bought' instead of 'click'"]
+    refused(["tune", bought.path, *argv], words, folder=tmp_path)
 
 
 @pytest.mark.parametrize(

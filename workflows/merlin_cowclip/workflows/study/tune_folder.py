@@ -8,7 +8,7 @@ from pathlib import Path
 from merlin_cowclip.workflows.checks import check_whole
 from merlin_cowclip.workflows.data.datasets import check_input_names
 from merlin_cowclip.workflows.data.prepared import PreparedData
-from merlin_cowclip.workflows.errors import UserError
+from merlin_cowclip.workflows.errors import UserError, clipped
 from merlin_cowclip.workflows.folders import all_or_nothing, refuse_existing, write_json
 from merlin_cowclip.workflows.quiet import quiet_imports
 from merlin_cowclip.workflows.study.configuration import TuneConfig
@@ -79,6 +79,16 @@ def check_fits(data: PreparedData, config: TuneConfig, out: Path) -> None:
             f"a tune must go on with its own data, {before['data']}. Received: {data.path}, with "
             f"other rows, for {out}. Name that data, or another folder"
         )
+    # The same rows may be adopted with another meaning.
+    had = {"cardinalities": before.get("cardinalities"), **before.get("columns", {})}
+    for name, value in {"cardinalities": now["cardinalities"], **now["columns"]}.items():
+        was = had.get(name)
+        if was not in (None, value):  # an earlier version did not write all of it down
+            raise UserError(
+                f"a tune must go on with its own data, {before['data']}. Received: {data.path}, "
+                f"with {name} {clipped(repr(value))} instead of {clipped(repr(was))}, for {out}. "
+                "Name that data, or another folder"
+            )
     for name, value in now["config"].items():
         was = before["config"].get(name)
         if was != value:
