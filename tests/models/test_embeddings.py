@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import datetime
+import decimal
 import functools
 import json
 import re
@@ -773,6 +775,31 @@ def test_times_of_a_vocabulary_of_times_are_known():
     times = np.array(["2014-10-22", "NaT", "2015-01-01"], "datetime64[ns]")
     for given in (times, pd.Series(times), pd.DatetimeIndex(times)):
         assert encode(vocabulary, given).tolist() == [4, 1, 2]
+
+
+DAY = datetime.date(2014, 10, 21)
+
+
+@pytest.mark.parametrize(
+    ("known", "found", "others"),
+    [
+        (pd.Timestamp(DAY), [DAY, np.datetime64(DAY)], ["2014-10-21", 16364, True]),
+        (pd.Timestamp(DAY, tz="UTC"), [], [pd.Timestamp(DAY), "2014-10-21 00:00:00+00:00"]),
+        (DAY, [pd.Timestamp(DAY)], ["2014-10-21", 16364]),
+        (True, [np.True_], ["true", 1]),
+        (b"a", [], ["a"]),
+        (decimal.Decimal("1.5"), [1.5], ["1.5"]),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Comparison of Timestamp:FutureWarning")
+def test_what_a_vocabulary_of_times_and_the_like_cannot_hold_is_refused(known, found, others):
+    """Text of a time was unknown, and so read the row of unknown ids, without a word."""
+    vocabulary = pd.Series([known], index=[3])
+    for given in (known, *found):
+        assert encode(vocabulary, [given, None]).tolist() == [3, 1], given
+    for given in others:
+        with pytest.raises(ValueError, match="must be of the vocabulary's type, such as .*Receiv"):
+            encode(vocabulary, [given])
 
 
 def test_a_missing_id_that_top_k_data_made_unknown(prepared, tmp_path):

@@ -6,6 +6,7 @@ It reads files; it learns nothing.
 from __future__ import annotations
 
 import contextlib
+import datetime
 import numbers
 import os
 from pathlib import Path
@@ -92,23 +93,49 @@ def encode(vocabulary: pd.Series, raw_ids: Any, *, missing: int = MISSING_ID) ->
       missing: id of the missing ones; see `missing_id`.
 
     Raises:
-      ValueError: a raw id of another type, where the vocabulary holds text or numbers.
+      ValueError: a raw id of another type: of text, numbers and times, none is found by another.
     """
     if getattr(getattr(raw_ids, "dtype", None), "kind", "O") in "mM":
         raw_ids = pd.Index(raw_ids)  # NumPy would make times integers
     raw = pd.Series(np.asarray(raw_ids, dtype=object))
     gone = raw.isna().to_numpy()
     held = raw[~gone]
+    # As objects: pandas would make integers beside a missing one floats, and large ones inexact.
+    known = pd.Index(vocabulary.astype(object), dtype=object)
     if vocabulary.dtype.kind in "iuf":
         held = held.map(_as_number)
     elif pd.api.types.infer_dtype(vocabulary) in ("string", "empty"):
         held = held.map(_as_text)
-    # As objects: pandas would make integers beside a missing one floats, and large ones inexact.
-    known = pd.Index(vocabulary.astype(object), dtype=object)
+    else:
+        _refuse_another_kind(held, known[0])
     places = known.get_indexer(pd.Index(held, dtype=object))
     ids = np.full(len(raw), missing, np.int64)
     ids[~gone] = np.append(vocabulary.index, UNKNOWN_ID)[places]  # place -1, not there: the last
     return ids
+
+
+def _refuse_another_kind(raw_ids: pd.Series, known: Any) -> None:
+    """Refuse raw ids that a vocabulary such as of times cannot hold: each would be unknown."""
+    wanted = _kind(known)
+    for raw in raw_ids:
+        if _kind(raw) != wanted:
+            raise ValueError(
+                f"a raw id must be of the vocabulary's type, such as {known!r}. Received: {raw!r}, "
+                f"{type(raw).__name__}. Give it as it stands in the log"
+            )
+
+
+def _kind(raw: Any) -> str:
+    """What can equal only its own kind."""
+    if isinstance(raw, str):
+        return "text"
+    if isinstance(raw, (bool, np.bool_)):
+        return "boolean"
+    if isinstance(raw, numbers.Number):
+        return "number"
+    if isinstance(raw, (datetime.date, np.datetime64)):
+        return "time" if getattr(raw, "tzinfo", None) is None else "time of a zone"
+    return "other"
 
 
 def missing_id(column: ColumnSchema) -> int:
