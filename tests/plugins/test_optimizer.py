@@ -509,6 +509,29 @@ def test_parts_have_no_decay(part):
         CowClipOptimizer(COLD).optimizers[part].decay = 0.1
 
 
+@pytest.mark.parametrize("part", [0, 1, 2])
+def test_parts_have_no_weight_decay(part):
+    """Keras's legacy Adam takes the attribute, and goes on without."""
+    with pytest.raises(ValueError, match=r"has no weight_decay. Received: weight_decay=0.1"):
+        CowClipOptimizer(COLD).optimizers[part].weight_decay = 0.1
+
+
+def test_the_summary_tells_what_was_set_on_a_part():
+    """A linear part without L2, for instance: a step takes it from the part."""
+    model = built(ours, SCHEMA)
+    optimizer = CowClipOptimizer.for_model(model, HOT)
+    clipped, unclipped, _ = optimizer.optimizers
+    unclipped.l2 = 0.0
+    clipped.clip, clipped.update = None, "lazy"
+    told = {o.optimizer.get_config()["name"]: o[2:] for o in optimizer.owned()}
+    assert told == {
+        "clipped": ("no clip, lazy Adam", HOT.l2),
+        "unclipped": ("no clip, exact Adam", 0.0),
+        "dense": ("Adam", 0.0),
+    }
+    assert not any(field.is_clipped for field in optimizer.observe().read())
+
+
 @pytest.mark.parametrize(
     "name",
     [

@@ -223,7 +223,7 @@ class CowClipOptimizer(Observable, FollowsFits, RefusesOptions, mm.MultiOptimize
 
     def _clipped_ranges(self) -> dict[TableSpec, tuple[bool, ...]]:
         """For each range of rows of each table, whether the clip applies to it."""
-        clips, wanted = self.hyperparameters.clip is not None, self.clip_tables
+        clips, wanted = self.optimizers[0].clip is not None, self.clip_tables
         return {
             spec: tuple(clips and one for one in clipped_ranges(spec, wanted))
             for spec in self.table_specs
@@ -356,19 +356,20 @@ class CowClipOptimizer(Observable, FollowsFits, RefusesOptions, mm.MultiOptimize
                 "model on a batch, or fit it, first."
             )
         specs = {spec.variable.ref(): spec for spec in self.table_specs if spec.layer.built}
-        hp = self.hyperparameters
         lines = []
         for variable in model.trainable_variables:
             spec = specs.get(variable.ref())
             if spec is None:
                 lines.append(Owned(variable, self.default_optimizer, "Adam", 0.0))
                 continue
+            # What the part does, which may have been set on it, and not what it was made with.
+            part: TablePart = owner[variable.ref()]
             ranges = clipped_ranges(spec, self.clip_tables)
-            rule = f"clip {hp.clip}" if hp.clip and any(ranges) else "no clip"
-            if hp.clip and any(ranges) and not all(ranges):
+            rule = f"clip {part.clip}" if part.clip and any(ranges) else "no clip"
+            if part.clip and any(ranges) and not all(ranges):
                 rule += f" on {sum(ranges)} of {len(ranges)} fields"
-            rule = f"{rule}, {self.update_mode} Adam"
-            lines.append(Owned(variable, owner[variable.ref()], rule, hp.l2))
+            rule = f"{rule}, {part.update} Adam"
+            lines.append(Owned(variable, part, rule, part.l2))
         return lines
 
     def _untrained(self) -> list[tf.Variable]:

@@ -54,6 +54,7 @@ class DensePart(_Proportional, RefusesOptions, tf.keras.optimizers.legacy.Adam):
     not_offered: ClassVar[Mapping[str, str]] = {
         "amsgrad": "It is Adam as the paper has it.",
         "decay": "Give the optimizer a Keras schedule as dense_schedule.",
+        "weight_decay": "This Adam has none: give the layers a kernel_regularizer.",
     }
 
     def _set_hyper(self, name: str, value: Any) -> None:
