@@ -377,6 +377,28 @@ def test_a_smoke_test_does_not_end_the_warm_up():
     assert optimizer.get_config()["steps_per_epoch"] is None
 
 
+def test_a_fit_of_unknown_length_tells_whose_warm_up_it_goes_on_with():
+    """Of a smoke test before it, the warm-up was over after two steps without a word."""
+    model = built(ours, SCHEMA)
+    optimizer = CowClipOptimizer.for_model(model, COLD.replace(warmup_epochs=1.0))
+    model.compile(optimizer=optimizer, metrics=[])
+    known = tf.data.Dataset.from_tensors(batch(SCHEMA)).repeat(2)
+    unknown = known.repeat(2).filter(lambda *_: True)
+    model.fit(known, verbose=0)
+    model.train_on_batch(*batch(SCHEMA))
+    with pytest.warns(UserWarning, match=r"not known.*as for an epoch of 2.*steps_per_epoch") as told:
+        model.fit(unknown, verbose=0)
+    assert [w.filename for w in told] == [__file__]
+    assert optimizer.warmup_steps == 2
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.fit(unknown, verbose=0, steps_per_epoch=4)
+        assert optimizer.warmup_steps == 4
+        optimizer.steps_per_epoch = 40
+        model.fit(unknown, verbose=0)
+    assert optimizer.warmup_steps == 40
+
+
 def test_an_evaluation_is_no_fit_to_warm_up_by():
     """Keras tells the steps of an evaluation, and of a prediction, as it tells those of a fit."""
     model = built(ours, SCHEMA)

@@ -23,7 +23,7 @@ class Fit(NamedTuple):
     """What Keras and Merlin know of a fit as it begins.
 
     Attributes:
-      steps: updates per epoch; `None` where the data has no known length, or there is no fit.
+      steps: updates per epoch; `None` where the data has no known length.
       batch_size: samples per batch, where the data is a loader's or a Merlin `Dataset`.
     """
 
@@ -34,8 +34,8 @@ class Fit(NamedTuple):
 class Notified(Protocol):
     """An optimizer that wants to know."""
 
-    def fit_begins(self, fit: Fit) -> None:
-        """Called before the first step by every `fit`, and, knowing nothing, `train_on_batch`."""
+    def fit_begins(self, fit: Fit | None) -> None:
+        """Called before the first step by every `fit`, and, without one, by `train_on_batch`."""
         ...
 
     def saving(self) -> AbstractContextManager[None]:
@@ -65,7 +65,7 @@ def notify_of_fits(model: tf.keras.Model, kind: type[Notified]) -> None:
         if begins:
             _fitting.set(None)
         if optimizer is not None:
-            optimizer.fit_begins(_fit_of(self) if begins else Fit(None, None))
+            optimizer.fit_begins(_fit_of(self) if begins else None)
         return type(self).make_train_function(self, force)
 
     def save(self: Any, *arguments: Any, **named: Any) -> None:

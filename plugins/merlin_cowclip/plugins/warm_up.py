@@ -43,8 +43,12 @@ class FollowsFits:
         self._steps_per_epoch = steps
         self._follow_fit()
 
-    def fit_begins(self, fit: Fit) -> None:
+    def fit_begins(self, fit: Fit | None) -> None:
         """Take over what a fit of the model brings along, before the first step; else nothing."""
+        if fit is None:
+            self._create_slots_of_model()
+            return
+        self._warn_of_another_length(fit)
         self._fit = fit
         self._follow_fit()
         self._create_slots_of_model()
@@ -57,6 +61,18 @@ class FollowsFits:
                 "size that they are for.",
                 stacklevel=7,  # the call of fit, past Keras's, Merlin's and our own frames
             )
+
+    def _warn_of_another_length(self, fit: Fit) -> None:
+        """A fit of unknown length would keep that of the last, which may have been a try-out's."""
+        before = self._fit.steps
+        if self._warmup_steps is None or self.steps_per_epoch or fit.steps or before is None:
+            return
+        warnings.warn(
+            "The number of updates per epoch of this fit is not known; the dense learning rate "
+            f"warms up as for an epoch of {before:,}, the last fit's. Pass steps_per_epoch=… to "
+            "CowClipOptimizer.for_model, or to fit.",
+            stacklevel=8,  # the call of fit, as below
+        )
 
     def _create_warm_up(self) -> None:
         """Give the dense optimizer its schedule, of a length that may change."""
