@@ -15,6 +15,7 @@ from merlin_cowclip.workflows.data.prepared import PreparedData
 from merlin_cowclip.workflows.errors import Notice, UserError
 from merlin_cowclip.workflows.study.sweep import _check
 from merlin_cowclip.workflows.training.configuration import TrainConfig
+from merlin_cowclip.workflows.training.reproducibility import in_precision
 from merlin_cowclip.workflows.training.runs import columns_of, identity_of
 from tests.bad_input.contract import refused
 
@@ -129,6 +130,14 @@ def test_a_test_part_of_one_label(toy_data):
     one = dataclasses.replace(data, record={**data.record, "report": report})
     with pytest.raises(UserError, match="must have labels of 0 and of 1. .* 60 clicks in 60 rows"):
         _check(one, [])
+
+
+def test_a_precision_that_its_processes_would_not_have(toy_data):
+    with (
+        in_precision("mixed_float16"),
+        pytest.raises(UserError, match=r"must be trained in float32.* Received: .*mixed_float16"),
+    ):
+        _check(PreparedData.open(toy_data), [])
 
 
 def test_reports_of_what_is_no_sweep(toy_data, tmp_path):

@@ -24,6 +24,7 @@ from merlin_cowclip.workflows.data.top_ids import keep_top_ids
 from merlin_cowclip.workflows.errors import Stopped, UserError
 from merlin_cowclip.workflows.folders import all_or_nothing, begun_before, remove, write_json
 from merlin_cowclip.workflows.progress import progress_bar
+from merlin_cowclip.workflows.quiet import quiet_imports
 from merlin_cowclip.workflows.study import occurrences
 from merlin_cowclip.workflows.study.claims import Claims, alone_in
 from merlin_cowclip.workflows.study.studies import TOP, Cell, Quantity, Setting, Study
@@ -204,8 +205,8 @@ def _check(data: PreparedData, cells: Sequence[Cell]) -> None:
     """Refuse what cannot be trained or measured, before any of it is.
 
     Raises:
-      UserError: no test part, or one of one label; or a configuration that does not go with the
-        data.
+      UserError: no test part, or one of one label; a configuration that does not go with the data;
+        or another of Keras's precisions than float32.
     """
     if not data.test_files:
         raise UserError(
@@ -219,8 +220,17 @@ def _check(data: PreparedData, cells: Sequence[Cell]) -> None:
             "test part, or split at random"
         )
     check_input_names(data.spec)
-    from merlin_cowclip.workflows.training.train import check_trainable
+    with quiet_imports():
+        from merlin_cowclip.plugins._stack import tf
+        from merlin_cowclip.workflows.training.train import check_trainable
 
+    precision = tf.keras.mixed_precision.global_policy().name
+    if precision != "float32":  # in which the processes begin that train
+        raise UserError(
+            "a study must be trained in float32, as it is by processes of its own. Received: "
+            f"Keras's precision {precision!r} in this one. Set it to float32 again, or train each "
+            "run by itself"
+        )
     for config in {cell.config.identity: cell.config for cell in cells}.values():
         check_trainable(data, config)
 
