@@ -802,6 +802,17 @@ def test_what_a_vocabulary_of_times_and_the_like_cannot_hold_is_refused(known, f
             encode(vocabulary, [given])
 
 
+def test_an_empty_vocabulary_knows_no_id():
+    for dtype in (object, "datetime64[ns]", "category", bool):
+        empty = pd.Series([], dtype=dtype)
+        assert encode(empty, [pd.Timestamp(DAY), None]).tolist() == [2, 1], dtype
+
+
+def test_a_vocabulary_of_categories_is_one_of_what_they_are():
+    vocabulary = pd.Series(pd.Categorical(["1382", "7"]), index=[3, 4])
+    assert encode(vocabulary, ["7", 7, 1382.0, "x"]).tolist() == [4, 4, 3, 2]
+
+
 def test_a_missing_id_that_top_k_data_made_unknown(prepared, tmp_path):
     data = keep_top_ids(prepared, 1, tmp_path / "top", progress=False)
     layer = layer_of(schema=data.schema)

@@ -104,9 +104,9 @@ def encode(vocabulary: pd.Series, raw_ids: Any, *, missing: int = MISSING_ID) ->
     known = pd.Index(vocabulary.astype(object), dtype=object)
     if vocabulary.dtype.kind in "iuf":
         held = held.map(_as_number)
-    elif pd.api.types.infer_dtype(vocabulary) in ("string", "empty"):
+    elif pd.api.types.infer_dtype(known) == "string":
         held = held.map(_as_text)
-    else:
+    elif len(known):  # in an empty one every id is unknown
         _refuse_another_kind(held, known[0])
     places = known.get_indexer(pd.Index(held, dtype=object))
     ids = np.full(len(raw), missing, np.int64)
