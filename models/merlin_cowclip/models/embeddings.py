@@ -25,6 +25,7 @@ from merlin_cowclip.plugins import Lookup, TableSpec
 from merlin_cowclip.plugins._stack import tf
 from merlin_cowclip.plugins.checks import whole_number
 from merlin_cowclip.plugins.counting import samples_of
+from merlin_cowclip.plugins.tables import TableAccess
 
 COMBINERS = ("mean", "sum", "sqrtn")
 
@@ -135,6 +136,7 @@ class FusedEmbeddings(RowsByRawId, SchemaMixin, tf.keras.layers.Layer):
             columns=tuple(columns),
             width=dim,
             range_of_column=tuple(ranges.range_of[name] for name in self.fields),
+            access=TableAccess(is_used=True),
         )
 
     @property
@@ -277,6 +279,13 @@ class FusedEmbeddings(RowsByRawId, SchemaMixin, tf.keras.layers.Layer):
                 )
             self.build({})
         return self.table
+
+    def _whole_table(self, build: bool = False) -> tf.Variable:
+        """The table, all of whose rows are to be read or set; rows that waited are current."""
+        table = self._built_table(build)
+        if self._spec.access.bring_up is not None:
+            self._spec.access.bring_up(table, None)
+        return table
 
     def get_config(self) -> dict[str, Any]:
         """The constructor's arguments."""

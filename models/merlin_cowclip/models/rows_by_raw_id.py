@@ -26,7 +26,7 @@ class RowsByRawId:
 
         def _check_field(self, field: str) -> None: ...
 
-        def _built_table(self, build: bool = False) -> tf.Variable: ...
+        def _whole_table(self, build: bool = False) -> tf.Variable: ...
 
     def rows(
         self, field: str, raw_ids: Any, *, workflow: str | os.PathLike[str] | None = None
@@ -74,7 +74,7 @@ class RowsByRawId:
           ValueError: no such field, its vocabulary is not there, or the layer is not built.
         """
         vocabulary = self._vocabulary(field, workflow)
-        table = self._built_table()
+        table = self._whole_table()
         first = self._first_row[field]
         values = table[first : first + self.cardinalities[field]].numpy()
         frame = pd.DataFrame(values, columns=[str(i) for i in range(self.dim)])
@@ -139,7 +139,7 @@ class RowsByRawId:
                     f"{len(given)} ids, none of which is: {list(values.index[:3])}"
                 )
             ids, given = ids[known], given[known]
-        table = self._built_table(build=True)
+        table = self._whole_table(build=True)
         rows = (ids + self._first_row[field])[:, np.newaxis]
         # Not scatter_nd_update: it would mark the table as sparsely used (see `TableAccess`).
         whole, new = tf.convert_to_tensor(table), tf.cast(given, table.dtype)

@@ -9,6 +9,7 @@ import contextlib
 import os
 import warnings
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 
 # Read when TensorFlow loads: oneDNN, CUDA and TensorRT notes are information, not errors.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
@@ -48,6 +49,12 @@ with warnings.catch_warnings(), quiet_stack():
     from merlin.schema import ColumnSchema, Schema, Tags
 
 
+def not_recorded() -> AbstractContextManager[None]:
+    """Within it, no `tf.GradientTape` records what is done."""
+    context: AbstractContextManager[None] = _tape.stop_recording()
+    return context
+
+
 def is_taped(tensor: tf.Tensor) -> bool:
     """Whether a `tf.GradientTape` that is open now records what becomes of an eager tensor."""
     return bool(_tape.should_record_backprop([tensor]))
@@ -72,6 +79,7 @@ __all__ = [
     "is_op_determinism_enabled",
     "is_taped",
     "mm",
+    "not_recorded",
     "quiet_stack",
     "taped_mark",
     "tf",

@@ -9,7 +9,13 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
-from merlin_cowclip.plugins._stack import is_op_determinism_enabled, mm, tf
+from merlin_cowclip.plugins._stack import (
+    is_op_determinism_enabled,
+    mm,
+    not_recorded,
+    tf,
+)
+from merlin_cowclip.plugins.catching_up import check_stable
 from merlin_cowclip.plugins.clipping import (
     CLIP_RULES,
     RowNorms,
@@ -26,15 +32,16 @@ from merlin_cowclip.plugins.counting import (
     count_sparse,
     repeats_per_row,
 )
+from merlin_cowclip.plugins.deferring import Adam, Table, bring_all_up, bring_rows_up
 from merlin_cowclip.plugins.merlin_tables import check_regularizer
 from merlin_cowclip.plugins.not_offered import RefusesOptions
-from merlin_cowclip.plugins.row_sums import beside, sum_per_row
+from merlin_cowclip.plugins.row_sums import beside, sum_per_row, unique_rows
 from merlin_cowclip.plugins.scaling import check_clip, check_number
 from merlin_cowclip.plugins.statistics import StepStatistics, plain_norms
 from merlin_cowclip.plugins.tables import TableSpec
 from merlin_cowclip.plugins.writing import with_rows
 
-UPDATES = ("exact", "lazy")
+UPDATES = ("exact", "lazy", "deferred")
 
 
 class RowGradients(NamedTuple):
@@ -60,6 +67,9 @@ class CowClipAdam(RefusesOptions, mm.LazyAdam):
        the gradient `2λ·w_k` and the count 1, and its moments decay. `update="lazy"`: L2 and
        Adam on the batch's rows only, as in Merlin's `LazyAdam`: the cost grows with the ids in the
        batch and not with V, and rare ids do not shrink between their appearances.
+       `update="deferred"`: as "exact", but a row that is absent from a batch makes up for the step
+       when it is looked up next (`deferring.py`): the cost of "lazy", and all rows are as the exact
+       mode would have them once `catch_up` was called.
 
     The exact update clips on the batch's U rows, then makes one pass over the table with one
     V×d temporary.
@@ -75,7 +85,8 @@ class CowClipAdam(RefusesOptions, mm.LazyAdam):
       clip_ratio: r, positive.
       clip_floor: ζ, not negative, in units of the gradient's norm.
       clip_threshold: c of the rules "global", "field" and "column".
-      update: "exact" or "lazy".
+      update: "exact", "lazy" or "deferred", for a number as learning rate and where no absent row
+        is clipped (r at least 2λ, or another rule).
       name: prefix of the optimizer's variables.
 
     Raises:
@@ -130,9 +141,38 @@ class CowClipAdam(RefusesOptions, mm.LazyAdam):
         self.clip_floor = check_number("clip_floor", clip_floor)
         self.clip_threshold = clip_threshold
         self.update = update
+        if update == "deferred":
+            self._check_deferred(learning_rate)
+        self._last: dict[Any, tf.Variable] = {}
+        self._late_rate: tf.Variable | None = None
         self._specs: dict[Any, TableSpec] = {}
         self._exempt: dict[Any, tuple[bool, ...]] = {}
         self._statistics: StepStatistics | None = None
+
+    def _check_deferred(self, learning_rate: Any) -> None:
+        """Refuse what rows cannot catch up with.
+
+        Raises:
+          ValueError: such values.
+        """
+        if not isinstance(learning_rate, (int, float)):
+            raise ValueError(
+                "update='deferred' needs a number as learning rate of the embeddings: rows that "
+                f"wait must know that of the steps they missed. Received: {learning_rate!r}. Use "
+                "update='exact'"
+            )
+        if self.clip == "adaptive_column" and self.clip_ratio < 2 * self.l2:
+            raise ValueError(
+                "update='deferred' needs clip_ratio of at least 2 * l2: below, rows absent from a "
+                f"batch are clipped as well. Received: {self.clip_ratio:g} and l2={self.l2:g}. Use "
+                "update='exact'"
+            )
+        check_stable(
+            learning_rate=learning_rate,
+            l2=self.l2,
+            beta_1=float(tf.keras.backend.get_value(self._get_hyper("beta_1"))),
+            epsilon=self.epsilon,
+        )
 
     def bind_tables(self, tables: Mapping[TableSpec, Sequence[bool]]) -> None:
         """Take the counts of these built tables from the ids that they record.
@@ -151,11 +191,89 @@ class CowClipAdam(RefusesOptions, mm.LazyAdam):
         """From the next trace on, add each step on bound tables to `statistics`; `None`: do not."""
         self._statistics = statistics
 
+    def _create_slots(self, var_list: Sequence[tf.Variable]) -> None:
+        super()._create_slots(var_list)
+        if self.update == "deferred":
+            for variable in var_list:
+                if not self._waits(variable):
+                    # No slot: those must have the variable's shape when Keras loads them.
+                    number = len(self._last)
+                    last = self._own_weight(f"last_{number}", (variable.shape[0], 1))
+                    self._last[variable.ref()] = last
+            if self._late_rate is None:
+                self._late_rate = self._own_weight("late_rate", ())
+
+    def _own_weight(self, name: str, shape: tuple[int, ...]) -> tf.Variable:
+        weight = self.add_weight(name, shape, tf.float32, initializer="zeros", trainable=False)
+        self._weights.append(weight)
+        return weight
+
+    def last_of(self, variable: tf.Variable) -> list[tf.Variable]:
+        """The steps after which a table's rows were current, V×1, where rows wait; else nothing."""
+        return [self._last[variable.ref()]] if self._waits(variable) else []
+
+    def _waits(self, variable: tf.Variable) -> bool:
+        return variable.ref() in self._last
+
+    @tf.autograph.experimental.do_not_convert
+    def bring_up(self, variable: tf.Variable, rows: tf.Tensor) -> None:
+        """Make rows of a table as the exact mode would have them; those of a batch to be read.
+
+        Args:
+          variable: the table's.
+          rows: row numbers of any shape, with repeats.
+        """
+        if not self._waits(variable):
+            if tf.executing_eagerly():
+                return  # not trained yet
+            with tf.init_scope():
+                self._create_all_weights([variable])
+        with not_recorded(), beside(variable) as on_cpu:
+            flat = tf.reshape(tf.cast(rows, tf.int64), [-1])
+            wanted = unique_rows(flat, variable.shape[0], on_cpu).rows
+            bring_rows_up(self._late(variable), wanted, self._late_rate, self._adam())
+
+    @tf.autograph.experimental.do_not_convert
+    def catch_up(self) -> None:
+        """Make all rows of all tables as the exact mode would have them; else does nothing."""
+        if self.update != "deferred":
+            return
+        for spec in self._specs.values():
+            if self._waits(spec.variable):
+                with not_recorded(), beside(spec.variable):
+                    bring_all_up(self._late(spec.variable), self._late_rate, self._adam())
+
+    def _late(self, variable: tf.Variable) -> Table:
+        m, v = (self.get_slot(variable, name) for name in ("m", "v"))
+        return Table(variable, m, v, self._last[variable.ref()], tf.cast(self.iterations, tf.int32))
+
+    def _adam(self) -> Adam:
+        beta_1, beta_2 = (
+            float(self._serialize_hyperparameter(name)) for name in ("beta_1", "beta_2")
+        )
+        return Adam(beta_1, beta_2, self.epsilon, self.l2)
+
+    @tf.autograph.experimental.do_not_convert
+    def _keep_rate(self, variables: Sequence[tf.Variable]) -> None:
+        """What rows missed until now was at the last rate: if it changes, they all catch up."""
+        assert self._late_rate is not None
+        now = tf.cast(self._decayed_lr(tf.float32), tf.float32)
+
+        def bring() -> None:
+            for variable in variables:
+                bring_all_up(self._late(variable), self._late_rate, self._adam())
+
+        changed = tf.logical_and(self.iterations > 0, tf.not_equal(now, self._late_rate))
+        tf.cond(changed, bring, lambda: None)
+        self._late_rate.assign(now)
+
     def _transform_gradients(
         self, grads_and_vars: Iterable[tuple[Any, tf.Variable]]
     ) -> list[tuple[tf.IndexedSlices, tf.Variable]]:
         """L2 on the batch's rows, then the clip: Keras's hook between gradients and update."""
         pairs = list(grads_and_vars)
+        if self.update == "deferred":
+            self._keep_rate([variable for _, variable in pairs])
         found = [self._row_gradients(gradient, variable) for gradient, variable in pairs]
         clipped = self._clipped(found, [variable for _, variable in pairs])
         return [
@@ -198,6 +316,11 @@ class CowClipAdam(RefusesOptions, mm.LazyAdam):
                 "looked up."
             )
         check_regularizer(spec.name, spec.layer)
+        if self.update == "deferred":
+            raise ValueError(
+                "update='deferred' needs tables that are read by row. Received: a dense gradient "
+                f"of {spec.name!r}, of a layer that reads all of it. Use update='exact'"
+            )
         rows = tf.convert_to_tensor(variable)
         if self.clip is None:
             spec.recorder.forget()
@@ -322,8 +445,13 @@ class CowClipAdam(RefusesOptions, mm.LazyAdam):
     def _resource_apply_sparse(
         self, grad: tf.Tensor, var: tf.Variable, indices: tf.Tensor
     ) -> tf.Operation:
-        if self.update == "lazy":
-            return super()._resource_apply_sparse(grad, var, indices)
+        if self.update != "exact":
+            done = super()._resource_apply_sparse(grad, var, indices)
+            if self.update == "lazy":
+                return done
+            now = tf.fill([tf.size(indices), 1], tf.cast(self.iterations + 1, tf.float32))
+            last = self._resource_scatter_update(self._last[var.ref()], indices, now)
+            return tf.group(done, last)
         return self._resource_apply_dense(self._whole_gradient(grad, var, indices), var)
 
     def _whole_gradient(self, grad: tf.Tensor, var: tf.Variable, indices: tf.Tensor) -> tf.Tensor:

@@ -83,8 +83,8 @@ def catch_up(
       v: n×d, second moments.
       last: n, int32: the steps after which the rows are current, from 0 to `step`.
       step: int32 scalar, the step after which they shall be current.
-      rates: at least `step` + 1, float64; `rates[t]` is the sum of `η·√(1 - β₂ᵗ)/(1 - β₁ᵗ)` over
-        the steps 1 to t.
+      rates: float64; `rates[t]` is the sum of `η·√(1 - β₂ᵗ)/(1 - β₁ᵗ)` over the steps 1 to t.
+        Beyond its end each step has the rate of the last one in it.
       beta_1: decay of the first moment.
       beta_2: decay of the second moment.
       epsilon: ε.
@@ -147,8 +147,10 @@ def _one_by_one(
 
 
 def _at(rates: tf.Tensor, step: tf.Tensor) -> tf.Tensor:
-    """The sum of rates up to a step; those beyond the table are asked for by rows that are done."""
-    return tf.gather(rates, tf.minimum(step, tf.size(rates) - 1))
+    """The sum of rates up to a step; beyond the table each step adds as much as its last one."""
+    end = tf.size(rates) - 1
+    beyond = tf.cast(tf.maximum(step - end, 0), rates.dtype)
+    return tf.gather(rates, tf.minimum(step, end)) + beyond * (rates[-1] - rates[-2])
 
 
 def _swing(
@@ -255,11 +257,10 @@ def _later(
 
 
 def _rate_at(rates: tf.Tensor, step: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
-    """The mean rate of a step and the next one, n; of the last one alone where it ends."""
-    after = tf.minimum(step + 1, tf.size(rates) - 1)
-    before = tf.maximum(tf.minimum(step - 1, after - 1), 0)
-    difference = tf.gather(rates, after) - tf.gather(rates, before)
-    return tf.cast(difference / tf.cast(tf.maximum(after - before, 1), rates.dtype), dtype)
+    """The mean rate of a step and the next one, n."""
+    before = tf.maximum(step - 1, 0)
+    difference = _at(rates, step + 1) - _at(rates, before)
+    return tf.cast(difference / tf.cast(step + 1 - before, rates.dtype), dtype)
 
 
 def _strength(v: tf.Tensor, rate: tf.Tensor, given: _Settings) -> tf.Tensor:

@@ -20,6 +20,7 @@ from merlin_cowclip.plugins.observing import Observable
 from merlin_cowclip.plugins.ownership import (
     Owned,
     as_text,
+    check_access,
     check_belong,
     check_trainable,
     clipped_ranges,
@@ -69,7 +70,8 @@ class CowClipOptimizer(Observable, FollowsFits, RefusesOptions, mm.MultiOptimize
 
     Args:
       hyperparameters: for the batch size trained with, or its `to_dict()`.
-      update: "exact" (the paper: L2 and Adam on every row) or "lazy" (on the batch's rows).
+      update: "exact" (the paper: L2 and Adam on every row), "lazy" (on the batch's rows) or
+        "deferred" (on every row, but on absent ones when they are read next).
       steps_per_epoch: updates per epoch, for the warm-up; `None` takes it from each `model.fit`
         (see `warmup_steps`).
       clip_tables: what to clip: names of tables or fields, `merlin.schema.Tags`, or layers; `None`
@@ -166,7 +168,7 @@ class CowClipOptimizer(Observable, FollowsFits, RefusesOptions, mm.MultiOptimize
           model: any Merlin model. Its tables are found by type, and from now on they record the
             ids that they look up, which gives the counts.
           hyperparameters: for the batch size that the model will be trained with.
-          update: "exact" or "lazy".
+          update: "exact", "lazy" or "deferred".
           steps_per_epoch: updates per epoch, ⌊N/b⌋, for the warm-up of the dense learning rate;
             without it each `model.fit` tells (see `warmup_steps`).
           clip_tables: what to clip: names of tables or fields, `merlin.schema.Tags`, or layers;
@@ -209,13 +211,34 @@ class CowClipOptimizer(Observable, FollowsFits, RefusesOptions, mm.MultiOptimize
     def bind(self, model: tf.keras.Model) -> None:
         """Own the variables of `model`: what `for_model` does for a new optimizer."""
         specs = tables_of(model, self.clip_tables)
+        if self.update_mode == "deferred":
+            check_access(specs)
         for spec in specs:
             spec.access.whole = self.update_mode == "exact"
+            spec.access.bring_up = self._bring_up if self.update_mode == "deferred" else None
         notify_of_fits(model, CowClipOptimizer)
         self._model = weakref.ref(model)
         self._specs = specs
         self._bound = ()
         self._observe_by(None)
+
+    def _bring_up(self, variable: tf.Variable, rows: tf.Tensor | None) -> None:
+        """Before a table is read: rows, or all of it."""
+        part = self._own().get(variable.ref())
+        if part is not None and rows is not None:  # else of a copy of the model
+            part.bring_up(variable, rows)
+        elif part is not None:
+            part.catch_up()
+
+    def catch_up(self) -> None:
+        """With `update="deferred"`, make all rows of all tables as `"exact"` would have them.
+
+        `save_model`, `model.save`, `to_df` and `load_rows` of `FusedEmbeddings` do so themselves;
+        call it before you read a table's variable. In the other modes it does nothing.
+        """
+        self._own()
+        for part in self._table_parts():
+            part.catch_up()
 
     def _table_parts(self) -> Sequence[TablePart]:
         clipped, unclipped, _ = self.optimizers
@@ -254,8 +277,16 @@ class CowClipOptimizer(Observable, FollowsFits, RefusesOptions, mm.MultiOptimize
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:
         """Within it, `from_config` does not warn: Merlin's `model.save` loads what it saved."""
-        with state_follows():
-            yield
+        self.catch_up()
+        waiting = [(spec.access, spec.access.bring_up) for spec in self._specs or ()]
+        for access, _ in waiting:
+            access.bring_up = None  # what is saved knows of no optimizer
+        try:
+            with state_follows():
+                yield
+        finally:
+            for access, bring_up in waiting:
+                access.bring_up = bring_up
 
     def _factor(self) -> tf.Tensor:
         """What all three parts' learning rates are multiplied by, float32."""

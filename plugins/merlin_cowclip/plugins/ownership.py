@@ -6,7 +6,7 @@ Nothing here updates anything or has a state; `optimizer.py` puts it to use.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from merlin_cowclip.plugins._stack import Tags, tf
@@ -85,6 +85,21 @@ def tables_by_part(
         ranges = clipped_ranges(spec, clip_tables)
         shares[0 if any(ranges) else 1][spec] = ranges
     return shares[0], shares[1]
+
+
+def check_access(specs: Iterable[TableSpec]) -> None:
+    """Refuse tables whose rows are read without a word.
+
+    Raises:
+      ValueError: there are some.
+    """
+    others = [spec.name for spec in specs if not spec.access.is_used]
+    if others:
+        raise ValueError(
+            "update='deferred' needs tables whose rows can catch up before they are read: those of "
+            f"FusedEmbeddings. Received: {', '.join(others)}, which Merlin or Keras looks up. Use "
+            "update='exact' or 'lazy', or put FusedEmbeddings in their place"
+        )
 
 
 def check_belong(

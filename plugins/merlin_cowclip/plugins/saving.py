@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from merlin_cowclip.plugins._stack import mm, quiet_stack, tf
+from merlin_cowclip.plugins.adam import CowClipAdam
 from merlin_cowclip.plugins.merlin_tables import find_tables
 from merlin_cowclip.plugins.optimizer import CowClipOptimizer, Owned, state_follows
 from merlin_cowclip.plugins.part_settings import set_again, settings_of
@@ -153,6 +154,7 @@ def _slots(owned: Iterable[Owned], *, every: bool = True) -> list[tf.Variable]:
         if not every:
             names = [name for name in names if _has_slot(owner, variable, name)]
         found += [owner.get_slot(variable, name) for name in names]
+        found += owner.last_of(variable) if isinstance(owner, CowClipAdam) else []
     return found
 
 

@@ -29,12 +29,19 @@ class TableAccess:
       whole: gather from the value read as a whole; the optimizer sets it in the exact mode and
         unsets it in the lazy one. `None` before there is an optimizer: so in eager calls, such as
         one that builds the model, for else the exact mode would find the table marked.
+      bring_up: called with the variable and the rows before they are read, where rows wait for
+        what they missed; with `None` for all of them.
+      is_used: whether the layer looks its rows up by `gather`.
     """
 
     whole: bool | None = None
+    bring_up: Callable[[tf.Variable, tf.Tensor | None], None] | None = None
+    is_used: bool = False
 
     def gather(self, variable: tf.Variable, rows: tf.Tensor) -> tf.Tensor:
         """The rows of a V×d variable, by row numbers of any shape: that shape × d."""
+        if self.bring_up is not None:
+            self.bring_up(variable, rows)
         whole = tf.executing_eagerly() if self.whole is None else self.whole
         return tf.gather(tf.convert_to_tensor(variable) if whole else variable, rows)
 

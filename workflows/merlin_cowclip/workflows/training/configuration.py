@@ -25,7 +25,7 @@ from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.training.learning_rates import plain_schedule
 from merlin_cowclip.workflows.training.networks import NETWORKS, options_of
 
-UPDATES = ("exact", "lazy")
+UPDATES = ("exact", "lazy", "deferred")
 """The names in `plugins.adam.UPDATES`, written out: importing that takes TensorFlow's seconds."""
 
 LARGEST_SEED = 2**32 - 1  # NumPy's
@@ -49,7 +49,7 @@ class TrainConfig:
         is either.
       epochs: passes over the training part.
       seed: of the initial weights and of the order of the rows, below 2³².
-      update: "exact" or "lazy".
+      update: "exact", "lazy" or "deferred".
       deterministic: the same result to the last digit with the same seed on the same machine, for
         slower kernels on GPUs.
       embedding_dim: width of the embeddings.

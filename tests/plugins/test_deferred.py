@@ -1,0 +1,190 @@
+"""The deferred mode: as the exact one, wherever a row is read."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from merlin.schema import ColumnSchema, Schema, Tags
+
+from merlin_cowclip.models import deepfm
+from merlin_cowclip.plugins import CowClipOptimizer, Hyperparameters, load_model, save_model
+from merlin_cowclip.plugins._stack import mm
+from merlin_cowclip.plugins.state import training_state
+
+SIZES = {"shop": 400, "item": 60, "day": 5}
+HP = Hyperparameters(
+    batch_size=32, dense_lr=1e-3, embedding_lr=1e-3, l2=1e-4, warmup_epochs=0.0, clip_floor=1e-4
+)
+
+
+def schema():
+    columns = [
+        ColumnSchema(
+            name,
+            dtype=np.int64,
+            tags=[Tags.CATEGORICAL],
+            properties={"domain": {"min": 0, "max": size - 1, "name": name}},
+        )
+        for name, size in SIZES.items()
+    ]
+    target = ColumnSchema("y", dtype=np.float32, tags=[Tags.TARGET, Tags.BINARY_CLASSIFICATION])
+    return Schema([*columns, target])
+
+
+def batches(number, size=32, seed=0):
+    random = np.random.default_rng(seed)
+    for _ in range(number):
+        ids = {
+            name: np.minimum(random.geometric(4 / n, (size, 1)) + 2, n - 1)
+            for name, n in SIZES.items()
+        }
+        yield (
+            {k: tf.constant(v, tf.int64) for k, v in ids.items()},
+            tf.constant(random.integers(0, 2, (size, 1)), tf.float32),
+        )
+
+
+def model_of(update, hp=HP, *, seed=1, **options):
+    tf.keras.utils.set_random_seed(seed)
+    model = deepfm(schema(), embedding_dim=4, mlp=(8,))
+    optimizer = CowClipOptimizer.for_model(model, hp, update=update, **options)
+    model.compile(optimizer=optimizer, metrics=[])
+    return model
+
+
+def trained(update, steps=30, hp=HP, **options):
+    model = model_of(update, hp, **options)
+    for x, y in batches(steps):
+        model.train_on_batch(x, y)
+    return model
+
+
+def far(a, b):
+    """How far weights are apart, by the largest of each."""
+    pairs = zip(a.trainable_variables, b.trainable_variables, strict=True)
+    return max(
+        float(np.abs(x.numpy() - y.numpy()).max() / np.abs(y.numpy()).max()) for x, y in pairs
+    )
+
+
+@pytest.mark.parametrize(
+    "hp",
+    [HP, HP.replace(l2=0.0), HP.replace(clip=None), HP.replace(clip="global", clip_threshold=1e-3)],
+    ids=["cowclip", "without L2", "without a clip", "global"],
+)
+def test_it_trains_what_the_exact_mode_trains(hp):
+    exact, deferred = (trained(update, 40, hp) for update in ("exact", "deferred"))
+    deferred.optimizer.catch_up()
+    assert far(deferred, exact) < 2e-4
+    lazy = trained("lazy", 40, hp)
+    assert far(lazy, exact) > 1e-3  # what would be without catching up
+
+
+def test_predictions_are_those_of_the_exact_mode_at_any_time():
+    """Rows catch up as they are looked up, in training, evaluation and prediction."""
+    exact, deferred = (trained(update, 20) for update in ("exact", "deferred"))
+    for seed in (5, 6):
+        x, y = next(batches(1, 64, seed))
+        np.testing.assert_allclose(
+            deferred.predict_on_batch(x), exact.predict_on_batch(x), rtol=1e-5
+        )
+        for model in (exact, deferred):
+            model.train_on_batch(x, y)
+    x, _ = next(batches(1, 64, 7))
+    np.testing.assert_allclose(deferred(x), exact(x), rtol=1e-5)
+
+
+def test_a_prediction_that_was_traced_before_training():
+    x, _ = next(batches(1, 64, 5))
+    found = []
+    for update in ("exact", "deferred"):
+        model = model_of(update)
+        model.predict_on_batch(x)
+        for batch in batches(20):
+            model.train_on_batch(*batch)
+        found.append(model.predict_on_batch(x))
+    np.testing.assert_allclose(*found, rtol=1e-5)
+
+
+def test_eager_steps():
+    models = []
+    for update in ("exact", "deferred"):
+        model = model_of(update)
+        model.compile(optimizer=model.optimizer, metrics=[], run_eagerly=True)
+        for x, y in batches(6):
+            model.train_on_batch(x, y)
+        model.optimizer.catch_up()
+        models.append(model)
+    assert far(*models) < 2e-4
+
+
+def test_a_learning_rate_that_is_set():
+    models = []
+    for update in ("exact", "deferred"):
+        model = model_of(update)
+        for step, (x, y) in enumerate(batches(30)):
+            if step in (10, 11, 20):
+                model.optimizer.learning_rate = 1e-3 * (0.5 if step == 10 else 3.0)
+            model.train_on_batch(x, y)
+        model.optimizer.catch_up()
+        models.append(model)
+    assert far(*models) < 2e-4
+
+
+def test_saved_and_loaded_it_goes_on(tmp_path):
+    exact, deferred = (trained(update, 15) for update in ("exact", "deferred"))
+    save_model(deferred, tmp_path / "model")
+    x, y = next(batches(1, 64, 5))
+    plain = tf.keras.models.load_model(tmp_path / "model", compile=False)
+    np.testing.assert_allclose(plain(x), exact(x), rtol=1e-5)  # all rows are current there
+    loaded = load_model(tmp_path / "model")
+    assert loaded.optimizer.update_mode == "deferred"
+    for x, y in batches(15, seed=3):
+        for model in (exact, deferred, loaded):
+            model.train_on_batch(x, y)
+    for model in (deferred, loaded):
+        model.optimizer.catch_up()
+        assert far(model, exact) < 2e-4
+
+
+def test_a_state_holds_what_rows_wait_for():
+    first, second = trained("deferred", 15), model_of("deferred")
+    x, _ = next(batches(1))
+    second.train_on_batch(*next(batches(1, seed=9)))
+    for name, variable in training_state(second).items():
+        variable.assign(training_state(first)[name])
+    for x, y in batches(10, seed=3):
+        for model in (first, second):
+            model.train_on_batch(x, y)
+    for a, b in zip(first.trainable_variables, second.trainable_variables, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_rows_are_read_and_set_as_they_are_now():
+    exact, deferred = (trained(update, 15) for update in ("exact", "deferred"))
+    tables = [
+        next(layer for layer in model._flatten_layers() if layer.name == "embeddings")
+        for model in (exact, deferred)
+    ]
+    values = [table._whole_table().numpy() for table in tables]
+    np.testing.assert_allclose(*values, rtol=1e-4, atol=1e-7)
+
+
+def test_what_it_cannot_do_is_refused():
+    schedule = tf.keras.optimizers.schedules.CosineDecay(1e-3, 100)
+    with pytest.raises(ValueError, match="needs a number as learning rate of the embeddings"):
+        model_of("deferred", embedding_schedule=schedule)
+    with pytest.raises(ValueError, match=r"clip_ratio of at least 2 \* l2"):
+        model_of("deferred", HP.replace(l2=0.1, embedding_lr=1e-6, clip_ratio=0.1))
+    with pytest.raises(ValueError, match="learning_rate \\* l2 is at most"):
+        model_of("deferred", HP.replace(l2=0.1))
+    stock = mm.DLRMModel(
+        schema(),
+        embedding_dim=4,
+        bottom_block=None,
+        top_block=mm.MLPBlock([4]),
+        prediction_tasks=mm.BinaryOutput("y"),
+    )
+    with pytest.raises(ValueError, match="those of FusedEmbeddings. Received: .*shop"):
+        CowClipOptimizer.for_model(stock, HP, update="deferred")
