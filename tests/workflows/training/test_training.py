@@ -337,6 +337,19 @@ def test_another_seed_differs(run, data, home, unsaved):
     assert all(a != b for a, b in zip(measured(other)[0], measured(run)[0], strict=True))
 
 
+def test_deferred_is_exact(run, data, home):
+    """As it is measured, and as it is rebuilt from a checkpoint, where rows wait."""
+    config = changed(update="deferred")
+    deferred = train(
+        data, config, home / "deferred", keeping=Keeping(saved_model=False), progress=False
+    )
+    for ours, exact in zip(measured(deferred), measured(run), strict=True):
+        np.testing.assert_allclose(ours, exact, rtol=1e-4)
+    rows = next(iter(Loader(data, "test", batch_size=512).dataset()))[0]
+    found, expected = (one.model()(rows) for one in (deferred, run))
+    np.testing.assert_allclose(found, expected, rtol=1e-4)
+
+
 def test_lazy_differs_from_exact(run, data, home, unsaved):
     lazy = train(data, changed(update="lazy", epochs=1), home / "lazy", progress=False)
     assert lazy.config["update"] == "lazy"
@@ -453,7 +466,7 @@ def test_a_diverged_run_names_its_learning_rates(data, tmp_path):
         ({"mlp": ()}, r"mlp must be at least one positive whole number .* Received: mlp=\(\)"),
         ({"mlp": (8, 0)}, r"mlp must be at least one positive .* Received: mlp=\(8, 0\)"),
         ({"rule": "cube"}, "rule must be one of none, .*cowclip. Received: rule='cube'"),
-        ({"update": "eager"}, "update must be one of exact, lazy. Received: update='eager'"),
+        ({"update": "eager"}, "update must be one of exact, lazy, deferred. Received: .*'eager'"),
         ({"epochs": 0}, "epochs must be a positive whole number. Received: epochs=0"),
         ({"seed": -1}, "seed must be a whole number from 0 to 4294967295. Received: seed=-1"),
         ({"batch_size": 0}, "must be a positive whole number of samples. Received: .*0"),

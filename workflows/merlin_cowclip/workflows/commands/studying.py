@@ -50,7 +50,7 @@ def add(commands: Commands) -> None:
         "--seeds", type=numbers, default=list(SEEDS), metavar="N,…", help="(1234,1235,1236)"
     )
     sweep.add_argument("--epochs", type=int, help="passes over the data (default 10)")
-    sweep.add_argument("--update", help="exact (default) or lazy")
+    sweep.add_argument("--update", help="exact (default), deferred or lazy")
     base = sweep.add_argument_group("tuned at the first batch size (each rule's recipe)")
     base.add_argument(
         "--base", type=Path, metavar="TUNE0", help="what a tune found at the first batch size"

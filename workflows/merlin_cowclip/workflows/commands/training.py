@@ -128,7 +128,8 @@ def _add_recipe(train: argparse.ArgumentParser) -> None:
     train.add_argument("--seed", type=int, help="of weights and order (1234)")
     train.add_argument(
         "--update",
-        help="exact: L2 and Adam on every row, the paper (default); lazy: on the batch's rows",
+        help="exact: L2 and Adam on every row, the paper (default); deferred: the same, on rows "
+        "absent from a batch when they are read next; lazy: on the batch's rows alone",
     )
     train.add_argument(
         "--determinism",

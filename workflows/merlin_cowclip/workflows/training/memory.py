@@ -16,7 +16,8 @@ def least_bytes(
 ) -> dict[str, int]:
     """Bytes that a training step holds at once, a lower bound.
 
-    Every weight three times (itself and Adam's two moments), and a batch's input, embeddings and
+    Every weight three times (itself and Adam's two moments), where rows wait the step that each was
+    current after, and a batch's input, embeddings and
     layer outputs once. What TensorFlow adds to that for gradients and temporaries is left out.
 
     Args:
@@ -32,6 +33,7 @@ def least_bytes(
     rows = sum(cardinalities.values())
     has_embeddings, has_linear = name != "lr", name != "dlrm"
     tables = rows * (width * has_embeddings + has_linear)
+    waiting = rows * (has_embeddings + has_linear) if config.update == "deferred" else 0
     x = fields * width + numbers
     stacks: list[list[int]] = []
     cross = 0
@@ -51,7 +53,7 @@ def least_bytes(
     outputs = sum(unit for stack in stacks for unit in stack[1:])
     per_row = 2 * fields + numbers + (x if has_embeddings else 0) + outputs  # ids have 8 bytes
     return {
-        "tables": 3 * tables * _FLOAT,
+        "tables": (3 * tables + waiting) * _FLOAT,
         "layers": 3 * layers * _FLOAT,
         "batch": config.batch_size * per_row * _FLOAT,
     }

@@ -1,16 +1,19 @@
-"""A run's network made again from its configuration, with the weights of a checkpoint."""
+"""A run's network made from its configuration; and again, with the weights of a checkpoint."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from merlin_cowclip.plugins import CowClipOptimizer, LinearWarmup
 from merlin_cowclip.plugins._stack import mm, tf
-from merlin_cowclip.plugins.state import weights_of
+from merlin_cowclip.plugins.state import training_state, weights_of
 from merlin_cowclip.workflows.quiet import quiet_imports
 from merlin_cowclip.workflows.training.checkpoints import Checkpoint
 from merlin_cowclip.workflows.training.configuration import TrainConfig
+from merlin_cowclip.workflows.training.learning_rates import keras_schedule
 from merlin_cowclip.workflows.training.reproducibility import in_precision
 
 with quiet_imports():
@@ -30,6 +33,44 @@ def network(config: TrainConfig, schema: Schema) -> mm.Model:
     return MODELS[config.model](schema, stddev=stddev, **config.network_options)
 
 
+def compile_by(
+    config: TrainConfig, model: mm.Model, *, updates: int, batches: int
+) -> CowClipOptimizer:
+    """Compile a configuration's network with its optimizer.
+
+    Args:
+      config: of the run.
+      model: its network.
+      updates: of an epoch, for the warm-up.
+      batches: of an epoch, for the schedules.
+
+    Returns:
+      The optimizer.
+    """
+    hp = config.hyperparameters
+    schedules: dict[str, Any] = {}
+    for name, rate in (("dense", hp.dense_lr), ("embedding", hp.embedding_lr)):
+        plain = getattr(config, f"{name}_schedule")
+        if plain is not None:
+            assert not isinstance(plain, str)
+            schedules[f"{name}_schedule"] = keras_schedule(
+                plain, rate, epochs=config.epochs, steps_per_epoch=batches
+            )
+    if "dense_schedule" in schedules:
+        warmup_steps = math.floor(hp.warmup_epochs * updates)
+        schedules["dense_schedule"] = LinearWarmup(schedules["dense_schedule"], warmup_steps)
+    optimizer = CowClipOptimizer.for_model(
+        model,
+        hp,
+        update=config.update,
+        steps_per_epoch=updates,
+        clip_tables=config.clip_tables,
+        **schedules,
+    )
+    model.compile(optimizer=optimizer, metrics=[])
+    return optimizer
+
+
 def rebuilt(
     checkpoint: Checkpoint, config: TrainConfig, schema: Path, record: Mapping[str, Any]
 ) -> mm.Model:
@@ -47,8 +88,15 @@ def rebuilt(
     text = schema.read_text(encoding="utf-8")
     with in_precision(record.get("precision")):
         model = network(config, TensorflowMetadata.from_proto_text(text).to_merlin_schema())
+        if config.update != "deferred":
+            model(_any_batch(record))
+            checkpoint.restore(weights_of(model))
+            return model
+        # Rows wait there for what they missed, with the moments that say what that does to them.
+        optimizer = compile_by(config, model, updates=1, batches=1)
         model(_any_batch(record))
-    checkpoint.restore(weights_of(model))
+        checkpoint.restore(training_state(model))
+        optimizer.catch_up()
     return model
 
 

@@ -10,7 +10,6 @@ import shutil
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 from merlin_cowclip.workflows.data.datasets import check_input_names
 from merlin_cowclip.workflows.data.prepared import PARTS, PreparedData
@@ -22,7 +21,6 @@ from merlin_cowclip.workflows.quiet import quiet_imports
 from merlin_cowclip.workflows.training.configuration import TrainConfig
 from merlin_cowclip.workflows.training.growing_files import EVENTS
 from merlin_cowclip.workflows.training.keeping import Keeping
-from merlin_cowclip.workflows.training.learning_rates import keras_schedule
 from merlin_cowclip.workflows.training.memory import refuse_what_does_not_fit
 from merlin_cowclip.workflows.training.one_at_a_time import LOCK, locked
 from merlin_cowclip.workflows.training.resuming import (
@@ -45,13 +43,13 @@ from merlin_cowclip.workflows.training.runs import (
 from merlin_cowclip.workflows.training.stopping import Stopping, check_minutes
 
 with quiet_imports():
-    from merlin_cowclip.plugins import CowClipOptimizer, LinearWarmup, save_model
+    from merlin_cowclip.plugins import CowClipOptimizer, save_model
     from merlin_cowclip.plugins._stack import mm, tf
     from merlin_cowclip.workflows.training.checkpoints import Checkpoints
     from merlin_cowclip.workflows.training.evaluation import EVALUATION_BATCH
     from merlin_cowclip.workflows.training.loader import Loader
     from merlin_cowclip.workflows.training.loop import CHECKPOINTS, NoCheckpointError, Training
-    from merlin_cowclip.workflows.training.rebuilding import network
+    from merlin_cowclip.workflows.training.rebuilding import compile_by, network
     from merlin_cowclip.workflows.training.reproducibility import in_precision, seeded
     from merlin_cowclip.workflows.training.watch import NotFiniteError
 
@@ -284,29 +282,9 @@ def compiled(
     Raises:
       ValueError: the network does not take the data's columns.
     """
-    hp = config.hyperparameters
     model = network(config, data.schema)
-    steps_per_epoch = loader.rows // config.batch_size  # the paper's ⌊N/b⌋
-    schedules: dict[str, Any] = {}
-    for name, rate in (("dense", hp.dense_lr), ("embedding", hp.embedding_lr)):
-        plain = getattr(config, f"{name}_schedule")
-        if plain is not None:
-            assert not isinstance(plain, str)
-            schedules[f"{name}_schedule"] = keras_schedule(
-                plain, rate, epochs=config.epochs, steps_per_epoch=len(loader)
-            )
-    if "dense_schedule" in schedules:
-        warmup_steps = math.floor(hp.warmup_epochs * steps_per_epoch)
-        schedules["dense_schedule"] = LinearWarmup(schedules["dense_schedule"], warmup_steps)
-    optimizer = CowClipOptimizer.for_model(
-        model,
-        hp,
-        update=config.update,
-        steps_per_epoch=steps_per_epoch,
-        clip_tables=config.clip_tables,
-        **schedules,
-    )
-    model.compile(optimizer=optimizer, metrics=[])
+    updates = loader.rows // config.batch_size  # the paper's ⌊N/b⌋
+    optimizer = compile_by(config, model, updates=updates, batches=len(loader))
     return model, optimizer
 
 
