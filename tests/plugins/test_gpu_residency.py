@@ -43,8 +43,9 @@ RULES = [*CLIP_RULES, None]
 CASES = [
     *itertools.product(RULES, [1e-5], UPDATES, ["repeats", "recorded"], [False], [False]),
     # No decay to scatter into, and r < 2λ, where absent rows are clipped too.
+    *itertools.product(["adaptive_column"], [1e-5, 0.0], UPDATES, ["recorded"], [True], [False]),
     *itertools.product(
-        ["adaptive_column"], [1e-5, 0.0, 1.0], UPDATES, ["recorded"], [True], [False]
+        ["adaptive_column"], [1.0], ["exact", "lazy"], ["recorded"], [True], [False]
     ),
     *itertools.product(["adaptive_column", "field"], [1e-5], ["exact"], ["dense"], [True], [False]),
     *itertools.product(RULES, [1e-5], ["lazy"], ["recorded"], [True], [True]),
@@ -89,6 +90,24 @@ def test_every_op_of_an_update_has_a_gpu_kernel(
         optimizer.apply_gradients([(gradient, variable)])
 
     check_kernels(step.get_concrete_function(), deterministic)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_every_op_of_catching_up_has_a_gpu_kernel(monkeypatch, deterministic):
+    monkeypatch.setattr(adam, "beside", on_a_gpu)
+    monkeypatch.setattr(adam, "_on_gpu", lambda variable: True)
+    if deterministic:
+        monkeypatch.setattr(adam, "_scatters_through_host", on_a_deterministic_gpu)
+    variable = tf.Variable(tf.random.normal((50, 4)))
+    optimizer = CowClipAdam(update="deferred")
+    optimizer._create_all_weights([variable])
+
+    @tf.function(input_signature=[tf.TensorSpec([None], tf.int64)])
+    def read(ids):
+        optimizer.bring_up(variable, ids)
+        return tf.gather(variable, ids)
+
+    check_kernels(read.get_concrete_function(), deterministic)
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ from merlin_cowclip.plugins.counting import (
     count_sparse,
     repeats_per_row,
 )
-from merlin_cowclip.plugins.deferring import Adam, Table, bring_all_up, bring_rows_up
+from merlin_cowclip.plugins.deferring import Adam, Table, Write, bring_all_up, bring_rows_up
 from merlin_cowclip.plugins.merlin_tables import check_regularizer
 from merlin_cowclip.plugins.not_offered import RefusesOptions
 from merlin_cowclip.plugins.row_sums import beside, sum_per_row, unique_rows
@@ -231,7 +231,7 @@ class CowClipAdam(RefusesOptions, mm.LazyAdam):
         with not_recorded(), beside(variable) as on_cpu:
             flat = tf.reshape(tf.cast(rows, tf.int64), [-1])
             wanted = unique_rows(flat, variable.shape[0], on_cpu).rows
-            bring_rows_up(self._late(variable), wanted, self._late_rate, self._adam())
+            bring_rows_up(self._late(variable), wanted, *self._bringing())
 
     @tf.autograph.experimental.do_not_convert
     def catch_up(self) -> None:
@@ -241,17 +241,20 @@ class CowClipAdam(RefusesOptions, mm.LazyAdam):
         for spec in self._specs.values():
             if self._waits(spec.variable):
                 with not_recorded(), beside(spec.variable):
-                    bring_all_up(self._late(spec.variable), self._late_rate, self._adam())
+                    bring_all_up(self._late(spec.variable), *self._bringing())
 
     def _late(self, variable: tf.Variable) -> Table:
         m, v = (self.get_slot(variable, name) for name in ("m", "v"))
         return Table(variable, m, v, self._last[variable.ref()], tf.cast(self.iterations, tf.int32))
 
-    def _adam(self) -> Adam:
+    def _bringing(self) -> tuple[tf.Variable, Adam, Write]:
+        """What rows are brought up with, of whichever table."""
         beta_1, beta_2 = (
             float(self._serialize_hyperparameter(name)) for name in ("beta_1", "beta_2")
         )
-        return Adam(beta_1, beta_2, self.epsilon, self.l2)
+        assert self._late_rate is not None
+        adam = Adam(beta_1, beta_2, self.epsilon, self.l2)
+        return self._late_rate, adam, self._resource_scatter_update
 
     @tf.autograph.experimental.do_not_convert
     def _keep_rate(self, variables: Sequence[tf.Variable]) -> None:
@@ -261,7 +264,7 @@ class CowClipAdam(RefusesOptions, mm.LazyAdam):
 
         def bring() -> None:
             for variable in variables:
-                bring_all_up(self._late(variable), self._late_rate, self._adam())
+                bring_all_up(self._late(variable), *self._bringing())
 
         changed = tf.logical_and(self.iterations > 0, tf.not_equal(now, self._late_rate))
         tf.cond(changed, bring, lambda: None)

@@ -22,6 +22,10 @@ _LATE = (0, 8, 32, 128)  # rows are sorted by how many steps they missed: more t
 _AT_ONCE = 64  # tiles, of a whole table
 
 
+Write = Callable[[tf.Variable, tf.Tensor, tf.Tensor], Any]
+"""Of a variable, row numbers n, and their new values."""
+
+
 class Table(NamedTuple):
     """A table's variable and slots, and the step after which its rows shall be current."""
 
@@ -57,7 +61,9 @@ def _corrections(beta_1: float, beta_2: float) -> tf.Tensor:
 
 
 @tf.autograph.experimental.do_not_convert
-def bring_rows_up(table: Table, wanted: tf.Tensor, rate: tf.Tensor, adam: Adam) -> None:
+def bring_rows_up(
+    table: Table, wanted: tf.Tensor, rate: tf.Tensor, adam: Adam, write: Write
+) -> None:
     """Make some rows of a table current.
 
     Args:
@@ -65,23 +71,25 @@ def bring_rows_up(table: Table, wanted: tf.Tensor, rate: tf.Tensor, adam: Adam) 
       wanted: n unique row numbers.
       rate: η of all the steps that they may have missed.
       adam: its constants.
+      write: sets rows of a variable.
     """
-    last = tf.cast(tf.gather(table.last, wanted)[:, 0], tf.int32)
-    late = table.step - last
-    kind = tf.reduce_sum(tf.cast(late[:, tf.newaxis] > tf.constant(_LATE), tf.int32), axis=1)
+    # In floats: integers of 32 bits would be the host's.
+    late = tf.cast(table.step, tf.float32) - tf.gather(table.last, wanted)
+    more = tf.cast(late > tf.constant(_LATE, tf.float32), tf.float32)
+    kind = tf.cast(tf.reduce_sum(more, axis=1), tf.int32)
     groups = tf.dynamic_partition(wanted, kind, len(_LATE) + 1)[1:]
     rates = corrected_rates(rate, adam)
     moved = [_moved(table, group, rates, adam) for group in groups]
     at = tf.concat(groups, axis=0)
     for variable, new in zip(table[:3], zip(*moved, strict=True), strict=True):
-        _write(variable, at, tf.concat(new, axis=0))
+        write(variable, at, tf.concat(new, axis=0))
     now = tf.cast(table.step, tf.float32)
-    _write(table.last, at, tf.fill([tf.size(at), 1], now))
+    write(table.last, at, tf.fill([tf.size(at), 1], now))
 
 
 @tf.autograph.experimental.do_not_convert
-def bring_all_up(table: Table, rate: tf.Tensor, adam: Adam) -> None:
-    """Make all rows of a table current, some at a time."""
+def bring_all_up(table: Table, rate: tf.Tensor, adam: Adam, write: Write) -> None:
+    """Make all rows of a table current, some at a time; as `bring_rows_up`."""
     number = table.rows.shape[0]
     many = _AT_ONCE * _tile(table.rows)
     rates = corrected_rates(rate, adam)
@@ -89,16 +97,12 @@ def bring_all_up(table: Table, rate: tf.Tensor, adam: Adam) -> None:
     def body(begin: tf.Tensor) -> tuple[tf.Tensor]:
         at = tf.range(begin, tf.minimum(begin + many, number))
         for variable, new in zip(table[:3], _moved(table, at, rates, adam), strict=True):
-            _write(variable, at, new)
+            write(variable, at, new)
         now = tf.cast(table.step, tf.float32)
-        _write(table.last, at, tf.fill([tf.size(at), 1], now))
+        write(table.last, at, tf.fill([tf.size(at), 1], now))
         return (begin + many,)
 
     tf.while_loop(lambda begin: begin < number, body, (tf.constant(0, tf.int64),))
-
-
-def _write(variable: tf.Variable, at: tf.Tensor, values: tf.Tensor) -> None:
-    variable.scatter_update(tf.IndexedSlices(values, at))
 
 
 def _moved(table: Table, at: tf.Tensor, rates: tf.Tensor, adam: Adam) -> tuple[tf.Tensor, ...]:
