@@ -42,12 +42,17 @@ AXES = {"r0", "r1", "reduction_indices"}  # arguments that name axes, however ma
 
 
 def nodes_of(function):
-    """All nodes but those of branches that end the step with an error: they run at most once."""
+    """All nodes, each with its operation if it is the graph's own and not of a function in it.
+
+    But not those of branches that end the step with an error: they run at most once.
+    """
     definition = function.graph.as_graph_def()
-    yield from definition.node
+    operations = {op.name: op for op in function.graph.get_operations()}
+    for node in definition.node:
+        yield node, operations.get(node.name)
     for inner in definition.library.function:
         if not any(node.op == "Assert" for node in inner.node_def):
-            yield from inner.node_def
+            yield from ((node, None) for node in inner.node_def)
 
 
 def ops_before(op):
@@ -95,9 +100,8 @@ def check_kernels(function, deterministic=False):
 
     With `deterministic`, none goes through the host where ops are deterministic either.
     """
-    operations = {op.name: op for op in function.graph.get_operations()}
     missing, wide = [], []
-    for node in nodes_of(function):
+    for node, op in nodes_of(function):
         assert node.op not in HOST, node
         assert not (deterministic and node.op in HOST_IF_DETERMINISTIC), node
         assert node.op not in REFUSED_IF_DETERMINISTIC, node
@@ -107,7 +111,6 @@ def check_kernels(function, deterministic=False):
         if found is None:
             missing.append((node.op, {k: v.type for k, v in node.attr.items() if v.type}))
             continue
-        op = operations.get(node.name)
         if op is None or not all(found):
             continue  # a kernel that keeps everything on the device
         # Inputs in host memory may be sizes and shapes, never a vector with one value per row.
