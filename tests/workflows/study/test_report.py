@@ -235,6 +235,23 @@ def test_the_verdict(tmp_path):
     assert how in text
 
 
+def test_what_is_equal_is_best_together(tmp_path):
+    out = swept(tmp_path / "out", ["clipping"], dataclasses.replace(SETTING, seeds=(1,)))
+    for clip, auc in (("no clip", 0.9), ("adaptive_field", 0.9), ("adaptive_column", 0.9)):
+        for outcome, cell in zip(
+            sweep.outcomes(out, "clipping"),
+            json.loads((out / "studies" / "clipping.json").read_text())["cells"],
+            strict=True,
+        ):
+            if outcome.cell.row == clip:
+                path = out / "runs" / cell["runs"]["1"] / "result.json"
+                path.write_text(json.dumps({**json.loads(path.read_text()), "auc": auc}))
+    text = report(out).with_suffix(".md").read_text()
+    assert (
+        "Best at 8,192: `no clip`, `adaptive_field`, `adaptive_column`, 90.000 %; worst: " in text
+    )
+
+
 def test_runs_that_are_missing_or_diverged(tmp_path):
     out = swept(tmp_path / "out", ["curves"])
     runs = json.loads((out / "studies" / "curves.json").read_text())["cells"][1]["runs"]

@@ -254,11 +254,14 @@ def _verdict(found: Sequence[Outcome], sizes: Sequence[int], quantity: Quantity)
             f"{least}{faster}."
         )
     if quantity is AUC and len(at_most) > 1:
-        best = max(at_most, key=lambda row: at_most[row][0])
-        worst = min(at_most, key=lambda row: at_most[row][0])
+        best = AUC.shown(*max(at_most.values()))
+        worst = AUC.shown(*min(at_most.values()))
+        alike: dict[str, list[str]] = {}
+        for row, mean in at_most.items():
+            alike.setdefault(AUC.shown(*mean), []).append(f"`{row}`")
         sentences.append(
-            f"Best at {most}: `{best}`, {AUC.shown(*at_most[best])} %; worst: `{worst}`, "
-            f"{AUC.shown(*at_most[worst])} %."
+            f"Best at {most}: {', '.join(alike[best])}, {best} %; worst: "
+            f"{', '.join(alike[worst])}, {worst} %."
         )
     diverged = sorted({o.cell.row for o in found if o.results and o.mean(AUC.key) is None})
     if diverged:
