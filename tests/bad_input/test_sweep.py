@@ -27,7 +27,7 @@ OPTIONS = [
     ("--batch-sizes 32 --seeds 1,1", ["seeds must name something, and each only once"]),
     ("--batch-sizes 32 --seeds=-1", ["seed must be a whole number from 0", "-1"]),
     ("--batch-sizes 32 --epochs 0", ["epochs must be a positive whole number"]),
-    ("--batch-sizes 32 --update eager", ["update must be one of exact, lazy"]),
+    ("--batch-sizes 32 --update eager", ["update must be one of exact, lazy, deferred"]),
     ("--batch-sizes 32 --l2 -1", ["l2 must be a number that is not negative"]),
     ("--batch-sizes 32 --model ffm", ["model must be one of lr, fm", "'ffm'"]),
     ("--batch-sizes 32 --combiner genres=max", ["combiner must be one of", "'max'"]),

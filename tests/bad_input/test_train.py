@@ -67,7 +67,7 @@ OPTIONS = [
     # The rule and its values
     ("--rule cube", ["rule must be one of none, sqrt", "'cube'"]),
     ("--rule=", ["rule must be one of", "''"]),
-    ("--update eager", ["update must be one of exact, lazy", "'eager'"]),
+    ("--update eager", ["update must be one of exact, lazy, deferred", "'eager'"]),
     ("--dense-lr 0", ["dense_lr must be a positive number", "=0.0"]),
     ("--dense-lr -1", ["dense_lr must be a positive number", "=-1.0"]),
     ("--dense-lr nan", ["dense_lr must be a positive number", "nan"]),

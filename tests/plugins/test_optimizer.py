@@ -811,7 +811,7 @@ def test_unbound_and_bad_arguments():
             getattr(CowClipOptimizer(COLD), method)(mm.OptimizerBlocks("sgd", []))
     with pytest.raises(ValueError, match="steps_per_epoch must be positive"):
         CowClipOptimizer(COLD, steps_per_epoch=0)
-    with pytest.raises(ValueError, match="update must be one of exact, lazy"):
+    with pytest.raises(ValueError, match="update must be one of exact, lazy, deferred"):
         CowClipOptimizer(COLD, update="Exact")
     with pytest.raises(ValueError, match="must be built before"):
         CowClipOptimizer.for_model(ours(SCHEMA), COLD).summary()

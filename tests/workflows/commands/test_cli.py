@@ -200,7 +200,10 @@ def prepared(tmp_path_factory) -> Path:
         (["--model", "ffm"], "model must be one of lr, .*, dlrm. Received: model='ffm'"),
         (["--embedding-dim", "0"], "embedding_dim must be a positive whole .*embedding_dim=0"),
         (["--mlp", "16,0"], r"mlp must be at least one positive whole .*mlp=\(16, 0\)"),
-        (["--update", "eager"], "update must be one of exact, lazy. Received: update='eager'"),
+        (
+            ["--update", "eager"],
+            "update must be one of exact, lazy, deferred. Received: update='eager'",
+        ),
         (["--epochs", "0"], "epochs must be a positive whole number. Received: epochs=0"),
         (
             ["--batch-size", "0"],

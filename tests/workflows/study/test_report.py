@@ -235,6 +235,20 @@ def test_the_verdict(tmp_path):
     assert how in text
 
 
+def test_lines_that_a_far_one_presses_together_have_a_plot_of_their_own(tmp_path):
+    out = swept(tmp_path / "out", ["scaling-rules"], dataclasses.replace(SETTING, seeds=(1,)))
+    assert "nowhere 1 % below the best" not in report(out).read_text()  # all are
+    record = json.loads((out / "studies" / "scaling-rules.json").read_text())
+    runs = {(c["row"], c["column"]): c["runs"]["1"] for c in record["cells"]}
+    path = out / "runs" / runs["linear", "8,192"] / "result.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "auc": 0.7}))
+    page = report(out).read_text()
+    figure = page[page.rindex("<figure>", 0, page.index("nowhere 1 % below the best")) :]
+    figure = figure[: figure.index("</figure>")]
+    assert "sqrt" in figure
+    assert "linear" not in figure
+
+
 def test_what_is_equal_is_best_together(tmp_path):
     out = swept(tmp_path / "out", ["clipping"], dataclasses.replace(SETTING, seeds=(1,)))
     for clip, auc in (("no clip", 0.9), ("adaptive_field", 0.9), ("adaptive_column", 0.9)):

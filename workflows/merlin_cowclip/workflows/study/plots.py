@@ -43,7 +43,7 @@ def line_plot(
       levels: of y, drawn across by name.
     """
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "merlin-cowclip"}):
-        figure = Figure(figsize=(6, 3.5), layout="constrained")
+        figure = Figure(figsize=(6, 4), layout="constrained")
         axes: Any = figure.subplots()
         marked = not logarithmic_x if markers is None else markers
         for i, (name, points) in enumerate(lines.items()):
@@ -75,6 +75,9 @@ def line_plot(
         if logarithmic:
             axes.set_yscale("log")
         _in_ink(axes, x, y)
+        figure.legend(
+            loc="outside lower center", frameon=False, labelcolor=_INK, fontsize=8, ncols=4
+        )
         text = io.StringIO()
         figure.savefig(text, format="svg", transparent=True, metadata={"Date": None})
     svg = text.getvalue()
@@ -89,4 +92,3 @@ def _in_ink(axes: Any, x: str, y: str) -> None:
     for side, spine in axes.spines.items():
         spine.set_visible(side in ("left", "bottom"))
         spine.set_color(_INK)
-    axes.legend(frameon=False, labelcolor=_INK, fontsize=8, ncols=2)

@@ -14,6 +14,9 @@ from merlin_cowclip.workflows.study.sweep import RUNS, Outcome
 Plot = tuple[str, str]
 """Title and SVG."""
 
+_NEAR = 1.0
+"""% AUC."""
+
 _CURVES = {
     "auc": "test AUC, %",
     "log_loss": "test log loss",
@@ -56,6 +59,17 @@ def _by_batch_size(found: Sequence[Outcome], quantity: Quantity) -> Iterator[Plo
             lines, "batch size", quantity.name, powers_of_two=True, logarithmic=logarithmic
         )
         yield f"{quantity.name}, by batch size", plot
+        near = _near_the_best(lines) if quantity is AUC else {}
+        if near:
+            plot = line_plot(near, "batch size", quantity.name, powers_of_two=True)
+            yield f"{quantity.name}, of those that are nowhere {_NEAR:g} % below the best", plot
+
+
+def _near_the_best(lines: Mapping[str, Line]) -> Mapping[str, Line]:
+    """The lines that a far one presses together; none where all are near, or only one is."""
+    best = max(y for points in lines.values() for _, y, _ in points)
+    near = {k: line for k, line in lines.items() if min(y for _, y, _ in line) > best - _NEAR}
+    return near if 1 < len(near) < len(lines) else {}
 
 
 def _by_learning_rate(found: Sequence[Outcome], quantity: Quantity) -> Iterator[Plot]:
