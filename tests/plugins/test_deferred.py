@@ -119,6 +119,70 @@ def test_eager_steps():
     assert far(*models) < 2e-4
 
 
+def test_a_table_that_is_frozen_for_a_while():
+    """What has no gradient has no part in a step: its rows do not shrink meanwhile."""
+    models = []
+    for update in ("exact", "deferred"):
+        model = model_of(update)
+        layer = None
+        for step, (x, y) in enumerate(batches(24)):
+            if step in (8, 16):
+                layer = next(one for one in model._flatten_layers() if one.name == "embeddings")
+                layer.trainable = step == 16
+                model.compile(optimizer=model.optimizer, metrics=[])
+            model.train_on_batch(x, y)
+        assert layer is not None
+        model.optimizer.catch_up()
+        models.append(model)
+    assert far(*models) < 2e-4
+
+
+def test_a_table_that_is_frozen_from_the_start():
+    models = []
+    for update in ("exact", "deferred"):
+        tf.keras.utils.set_random_seed(1)
+        model = deepfm(schema(), embedding_dim=4, mlp=(8,))
+        model(next(batches(1))[0])
+        layer = next(one for one in model._flatten_layers() if one.name == "embeddings")
+        layer.trainable = False
+        optimizer = CowClipOptimizer.for_model(model, HP, update=update)
+        before = layer.table.numpy()
+        model.compile(optimizer=optimizer, metrics=[])
+        for step, (x, y) in enumerate(batches(20)):
+            if step == 10:
+                model.predict_on_batch(x)
+                np.testing.assert_array_equal(layer.table.numpy(), before)
+                layer.trainable = True
+                model.compile(optimizer=optimizer, metrics=[])
+            model.train_on_batch(x, y)
+        optimizer.catch_up()
+        models.append(model)
+    assert far(*models) < 2e-4
+
+
+def test_gradients_that_are_older_than_the_last_step():
+    models = []
+    for update in ("exact", "deferred"):
+        model = trained(update, 8, HP.replace(clip=None))
+        optimizer = model.optimizer
+        tapes = []
+        for x, y in batches(2, seed=4):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(tf.keras.losses.binary_crossentropy(y, model(x)))
+            tapes.append(tape.gradient(loss, model.trainable_variables))
+        for gradients in tapes:
+            optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+        optimizer.catch_up()
+        models.append(model)
+    assert far(*models) < 2e-4
+
+
+def test_what_cannot_change_any_more():
+    model = trained("deferred", 2)
+    with pytest.raises(ValueError, match="beta_2 cannot be changed once rows wait"):
+        model.optimizer.optimizers[0].beta_2 = 0.99
+
+
 def test_half_precision():
     """Keras's loss scaling applies gradients within a branch; tables are float32 all the same."""
     tf.keras.mixed_precision.set_global_policy("mixed_float16")

@@ -17,6 +17,7 @@ from merlin_cowclip.plugins import (
     StepStatistics,
     TableSpec,
     adam,
+    waiting_rows,
 )
 from merlin_cowclip.plugins._stack import ColumnSchema
 from merlin_cowclip.plugins.adam import UPDATES
@@ -58,6 +59,7 @@ def test_every_op_of_an_update_has_a_gpu_kernel(
     monkeypatch, clip, l2, update, counting, deterministic, observed
 ):
     monkeypatch.setattr(adam, "beside", on_a_gpu)
+    monkeypatch.setattr(waiting_rows, "beside", on_a_gpu)
     monkeypatch.setattr(adam, "_on_gpu", lambda variable: True)
     if deterministic:
         monkeypatch.setattr(adam, "_scatters_through_host", on_a_deterministic_gpu)
@@ -95,6 +97,7 @@ def test_every_op_of_an_update_has_a_gpu_kernel(
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_every_op_of_catching_up_has_a_gpu_kernel(monkeypatch, deterministic):
     monkeypatch.setattr(adam, "beside", on_a_gpu)
+    monkeypatch.setattr(waiting_rows, "beside", on_a_gpu)
     monkeypatch.setattr(adam, "_on_gpu", lambda variable: True)
     if deterministic:
         monkeypatch.setattr(adam, "_scatters_through_host", on_a_deterministic_gpu)

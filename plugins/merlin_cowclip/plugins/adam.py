@@ -12,10 +12,8 @@ from typing import Any, ClassVar, NamedTuple
 from merlin_cowclip.plugins._stack import (
     is_op_determinism_enabled,
     mm,
-    not_recorded,
     tf,
 )
-from merlin_cowclip.plugins.catching_up import check_stable
 from merlin_cowclip.plugins.clipping import (
     CLIP_RULES,
     RowNorms,
@@ -32,13 +30,13 @@ from merlin_cowclip.plugins.counting import (
     count_sparse,
     repeats_per_row,
 )
-from merlin_cowclip.plugins.deferring import Adam, Table, Write, bring_all_up, bring_rows_up
 from merlin_cowclip.plugins.merlin_tables import check_regularizer
 from merlin_cowclip.plugins.not_offered import RefusesOptions
-from merlin_cowclip.plugins.row_sums import beside, sum_per_row, unique_rows
+from merlin_cowclip.plugins.row_sums import beside, sum_per_row
 from merlin_cowclip.plugins.scaling import check_clip, check_number
 from merlin_cowclip.plugins.statistics import StepStatistics, plain_norms
 from merlin_cowclip.plugins.tables import TableSpec
+from merlin_cowclip.plugins.waiting_rows import WaitingRows
 from merlin_cowclip.plugins.writing import with_rows
 
 UPDATES = ("exact", "lazy", "deferred")
@@ -54,7 +52,7 @@ class RowGradients(NamedTuple):
 
 
 @tf.keras.utils.register_keras_serializable(package="merlin_cowclip")
-class CowClipAdam(RefusesOptions, mm.LazyAdam):
+class CowClipAdam(WaitingRows, RefusesOptions, mm.LazyAdam):
     """Adam for embedding tables with the paper's L2 and clip (Algorithm 1, lines 5 to 10).
 
     One step on a table W (V×d) with the gradient of the mean loss, rows `g_k`:
@@ -141,38 +139,10 @@ class CowClipAdam(RefusesOptions, mm.LazyAdam):
         self.clip_floor = check_number("clip_floor", clip_floor)
         self.clip_threshold = clip_threshold
         self.update = update
-        if update == "deferred":
-            self._check_deferred(learning_rate)
-        self._last: dict[Any, tf.Variable] = {}
-        self._late_rate: tf.Variable | None = None
+        self._begin_to_wait(learning_rate)
         self._specs: dict[Any, TableSpec] = {}
         self._exempt: dict[Any, tuple[bool, ...]] = {}
         self._statistics: StepStatistics | None = None
-
-    def _check_deferred(self, learning_rate: Any) -> None:
-        """Refuse what rows cannot catch up with.
-
-        Raises:
-          ValueError: such values.
-        """
-        if not isinstance(learning_rate, (int, float)):
-            raise ValueError(
-                "update='deferred' needs a number as learning rate of the embeddings: rows that "
-                f"wait must know that of the steps they missed. Received: {learning_rate!r}. Use "
-                "update='exact'"
-            )
-        if self.clip == "adaptive_column" and self.clip_ratio < 2 * self.l2:
-            raise ValueError(
-                "update='deferred' needs clip_ratio of at least 2 * l2: below, rows absent from a "
-                f"batch are clipped as well. Received: {self.clip_ratio:g} and l2={self.l2:g}. Use "
-                "update='exact'"
-            )
-        check_stable(
-            learning_rate=learning_rate,
-            l2=self.l2,
-            beta_1=float(tf.keras.backend.get_value(self._get_hyper("beta_1"))),
-            epsilon=self.epsilon,
-        )
 
     def bind_tables(self, tables: Mapping[TableSpec, Sequence[bool]]) -> None:
         """Take the counts of these built tables from the ids that they record.
@@ -191,92 +161,13 @@ class CowClipAdam(RefusesOptions, mm.LazyAdam):
         """From the next trace on, add each step on bound tables to `statistics`; `None`: do not."""
         self._statistics = statistics
 
-    def _create_slots(self, var_list: Sequence[tf.Variable]) -> None:
-        super()._create_slots(var_list)
-        if self.update == "deferred":
-            for variable in var_list:
-                if not self._waits(variable):
-                    # No slot: those must have the variable's shape when Keras loads them.
-                    number = len(self._last)
-                    last = self._own_weight(f"last_{number}", (variable.shape[0], 1))
-                    self._last[variable.ref()] = last
-            if self._late_rate is None:
-                self._late_rate = self._own_weight("late_rate", ())
-
-    def _own_weight(self, name: str, shape: tuple[int, ...]) -> tf.Variable:
-        weight = self.add_weight(name, shape, tf.float32, initializer="zeros", trainable=False)
-        self._weights.append(weight)
-        return weight
-
-    def last_of(self, variable: tf.Variable) -> list[tf.Variable]:
-        """The steps after which a table's rows were current, V×1, where rows wait; else nothing."""
-        return [self._last[variable.ref()]] if self._waits(variable) else []
-
-    def _waits(self, variable: tf.Variable) -> bool:
-        return variable.ref() in self._last
-
-    @tf.autograph.experimental.do_not_convert
-    def bring_up(self, variable: tf.Variable, rows: tf.Tensor) -> None:
-        """Make rows of a table as the exact mode would have them; those of a batch to be read.
-
-        Args:
-          variable: the table's.
-          rows: row numbers of any shape, with repeats.
-        """
-        if not self._waits(variable):
-            if tf.executing_eagerly():
-                return  # not trained yet
-            with tf.init_scope():
-                self._create_all_weights([variable])
-        with not_recorded(), beside(variable) as on_cpu:
-            flat = tf.reshape(tf.cast(rows, tf.int64), [-1])
-            wanted = unique_rows(flat, variable.shape[0], on_cpu).rows
-            bring_rows_up(self._late(variable), wanted, *self._bringing())
-
-    @tf.autograph.experimental.do_not_convert
-    def catch_up(self) -> None:
-        """Make all rows of all tables as the exact mode would have them; else does nothing."""
-        if self.update != "deferred":
-            return
-        for spec in self._specs.values():
-            if self._waits(spec.variable):
-                with not_recorded(), beside(spec.variable):
-                    bring_all_up(self._late(spec.variable), *self._bringing())
-
-    def _late(self, variable: tf.Variable) -> Table:
-        m, v = (self.get_slot(variable, name) for name in ("m", "v"))
-        return Table(variable, m, v, self._last[variable.ref()], tf.cast(self.iterations, tf.int32))
-
-    def _bringing(self) -> tuple[tf.Variable, Adam, Write]:
-        """What rows are brought up with, of whichever table."""
-        beta_1, beta_2 = (
-            float(self._serialize_hyperparameter(name)) for name in ("beta_1", "beta_2")
-        )
-        assert self._late_rate is not None
-        adam = Adam(beta_1, beta_2, self.epsilon, self.l2)
-        return self._late_rate, adam, self._resource_scatter_update
-
-    @tf.autograph.experimental.do_not_convert
-    def _keep_rate(self, variables: Sequence[tf.Variable]) -> None:
-        """What rows missed until now was at the last rate: if it changes, they all catch up."""
-        assert self._late_rate is not None
-        now = tf.cast(self._decayed_lr(tf.float32), tf.float32)
-
-        def bring() -> None:
-            for variable in variables:
-                bring_all_up(self._late(variable), *self._bringing())
-
-        changed = tf.logical_and(self.iterations > 0, tf.not_equal(now, self._late_rate))
-        tf.cond(changed, bring, lambda: None)
-        self._late_rate.assign(now)
-
     def _transform_gradients(
         self, grads_and_vars: Iterable[tuple[Any, tf.Variable]]
     ) -> list[tuple[tf.IndexedSlices, tf.Variable]]:
         """L2 on the batch's rows, then the clip: Keras's hook between gradients and update."""
         pairs = list(grads_and_vars)
         if self.update == "deferred":
-            self._keep_rate([variable for _, variable in pairs])
+            self._before_a_step([variable for _, variable in pairs])
         found = [self._row_gradients(gradient, variable) for gradient, variable in pairs]
         clipped = self._clipped(found, [variable for _, variable in pairs])
         return [
@@ -299,6 +190,8 @@ class CowClipAdam(RefusesOptions, mm.LazyAdam):
                 indices, position, counts = self._repeated(variable, gradient.indices, on_cpu)
             else:
                 indices, position, counts = self._counted(spec, gradient.indices, on_cpu)
+            if self.update == "deferred":  # of a gradient that is older than the last step
+                self._bring_late(variable, indices)
             values = widened(gradient.values)
             summed = sum_per_row(values, position, tf.size(indices), on_cpu)
             rows = tf.gather(self._readable(variable), indices)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -215,20 +216,14 @@ class CowClipOptimizer(Observable, FollowsFits, RefusesOptions, mm.MultiOptimize
             check_access(specs)
         for spec in specs:
             spec.access.whole = self.update_mode == "exact"
-            spec.access.bring_up = self._bring_up if self.update_mode == "deferred" else None
+            # By a weak reference: a layer's copy takes no copy of the optimizer along.
+            bring_up = functools.partial(_bring_up, weakref.ref(self))
+            spec.access.bring_up = bring_up if self.update_mode == "deferred" else None
         notify_of_fits(model, CowClipOptimizer)
         self._model = weakref.ref(model)
         self._specs = specs
         self._bound = ()
         self._observe_by(None)
-
-    def _bring_up(self, variable: tf.Variable, rows: tf.Tensor | None) -> None:
-        """Before a table is read: rows, or all of it."""
-        part = self._own().get(variable.ref())
-        if part is not None and rows is not None:  # else of a copy of the model
-            part.bring_up(variable, rows)
-        elif part is not None:
-            part.catch_up()
 
     def catch_up(self) -> None:
         """With `update="deferred"`, make all rows of all tables as `"exact"` would have them.
@@ -464,6 +459,18 @@ class CowClipOptimizer(Observable, FollowsFits, RefusesOptions, mm.MultiOptimize
         if config.get("clip_tables") is not None:
             config["clip_tables"] = [from_text(item) for item in config["clip_tables"]]
         return cls(**config)
+
+
+def _bring_up(
+    optimizer: weakref.ref[CowClipOptimizer], variable: tf.Variable, rows: tf.Tensor | None
+) -> None:
+    """Before a table is read: its rows, or all of it. The table of a copied model is nobody's."""
+    mine = optimizer()
+    part = None if mine is None else mine._own().get(variable.ref())
+    if part is not None and rows is not None:
+        part.bring_up(variable, rows)
+    elif part is not None:
+        part.catch_up()
 
 
 @contextlib.contextmanager
