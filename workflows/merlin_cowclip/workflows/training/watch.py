@@ -38,7 +38,7 @@ class Watch:
         self._losses: list[tf.Tensor] = []
         self._looked = 0  # updates that were well
         self._largest = 0.0  # of the dense weights, at the last good look
-        self._largest_dense = tf.function(self._largest_now)
+        self._largest_dense = tf.function(self._largest_now, autograph=False)
 
     def begin(self, step: int) -> None:
         """The run goes on from here, where all was well."""
