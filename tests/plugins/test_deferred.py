@@ -8,7 +8,13 @@ import tensorflow as tf
 from merlin.schema import ColumnSchema, Schema, Tags
 
 from merlin_cowclip.models import deepfm
-from merlin_cowclip.plugins import CowClipOptimizer, Hyperparameters, load_model, save_model
+from merlin_cowclip.plugins import (
+    CowClipAdam,
+    CowClipOptimizer,
+    Hyperparameters,
+    load_model,
+    save_model,
+)
 from merlin_cowclip.plugins._stack import mm
 from merlin_cowclip.plugins.state import training_state
 
@@ -175,6 +181,14 @@ def test_gradients_that_are_older_than_the_last_step():
         optimizer.catch_up()
         models.append(model)
     assert far(*models) < 2e-4
+
+
+def test_a_table_that_is_read_without_catching_up_is_refused():
+    """Its gradient would be that of rows as they were."""
+    variable = tf.Variable(tf.ones((5, 2)))
+    gradient = tf.IndexedSlices(tf.ones((1, 2)), tf.constant([1], tf.int64))
+    with pytest.raises(ValueError, match="catch up before they are read. Received: a gradient for"):
+        CowClipAdam(update="deferred").apply_gradients([(gradient, variable)])
 
 
 def test_what_cannot_change_any_more():

@@ -21,13 +21,16 @@ from merlin_cowclip.plugins import (
 )
 from merlin_cowclip.plugins._stack import ColumnSchema
 from merlin_cowclip.plugins.adam import UPDATES
+from merlin_cowclip.plugins.tables import TableAccess
 
 from .gpu_kernels import check_kernels
 
 
 def spec_of(variable, recorder, offsets):
     columns = tuple(ColumnSchema(f"f{i}") for i in range(len(offsets) - 1))
-    return TableSpec("t", tf.keras.layers.Layer(), lambda: variable, offsets, columns, 4, recorder)
+    access = TableAccess(is_used=True)
+    layer = tf.keras.layers.Layer()
+    return TableSpec("t", layer, lambda: variable, offsets, columns, 4, recorder, access)
 
 
 def on_a_gpu(variable):
@@ -42,7 +45,8 @@ def on_a_deterministic_gpu(variable):
 
 RULES = [*CLIP_RULES, None]
 CASES = [
-    *itertools.product(RULES, [1e-5], UPDATES, ["repeats", "recorded"], [False], [False]),
+    *itertools.product(RULES, [1e-5], UPDATES, ["recorded"], [False], [False]),
+    *itertools.product(RULES, [1e-5], ["exact", "lazy"], ["repeats"], [False], [False]),
     # No decay to scatter into, and r < 2λ, where absent rows are clipped too.
     *itertools.product(["adaptive_column"], [1e-5, 0.0], UPDATES, ["recorded"], [True], [False]),
     *itertools.product(

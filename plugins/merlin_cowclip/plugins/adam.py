@@ -9,11 +9,7 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
-from merlin_cowclip.plugins._stack import (
-    is_op_determinism_enabled,
-    mm,
-    tf,
-)
+from merlin_cowclip.plugins._stack import is_op_determinism_enabled, mm, tf
 from merlin_cowclip.plugins.clipping import (
     CLIP_RULES,
     RowNorms,
@@ -83,8 +79,9 @@ class CowClipAdam(WaitingRows, RefusesOptions, mm.LazyAdam):
       clip_ratio: r, positive.
       clip_floor: ζ, not negative, in units of the gradient's norm.
       clip_threshold: c of the rules "global", "field" and "column".
-      update: "exact", "lazy" or "deferred", for a number as learning rate and where no absent row
-        is clipped (r at least 2λ, or another rule).
+      update: "exact", "lazy" or "deferred": the last as a part of `CowClipOptimizer`, which has the
+        lookups wait for the rows, with a number as learning rate and where no absent row is clipped
+        (r at least 2λ, or another rule).
       name: prefix of the optimizer's variables.
 
     Raises:

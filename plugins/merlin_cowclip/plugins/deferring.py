@@ -140,15 +140,5 @@ def _tile(variable: tf.Variable) -> int:
 @functools.lru_cache(maxsize=64)
 def _compiled(adam: Adam) -> Callable[..., Any]:
     """`catch_up` of a tile, as a few kernels: op by op it takes five times as long."""
-
-    def work(
-        rows: tf.Tensor,
-        m: tf.Tensor,
-        v: tf.Tensor,
-        last: tf.Tensor,
-        step: tf.Tensor,
-        rates: tf.Tensor,
-    ) -> Any:
-        return catch_up.python_function(rows, m, v, last, step, rates, **adam._asdict())
-
+    work = functools.partial(catch_up.python_function, **adam._asdict())
     return tf.function(work, autograph=False, jit_compile=True)

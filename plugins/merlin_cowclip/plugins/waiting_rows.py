@@ -170,7 +170,19 @@ class WaitingRows:
 
         What they missed until now was at the last step's rate: if it changes, all of them do. A
         table without a gradient has no part in the step that comes.
+
+        Raises:
+          ValueError: a table's rows are read without catching up first.
         """
+        for variable in trained:
+            spec = self._specs.get(variable.ref())
+            if spec is None or not spec.access.is_used:
+                raise ValueError(
+                    "update='deferred' needs tables whose rows catch up before they are read. "
+                    f"Received: a gradient for {variable.name!r}, looked up without. Train "
+                    "a model with FusedEmbeddings by CowClipOptimizer.for_model, or use "
+                    "update='exact'"
+                )
         assert self._late_rate is not None
         now = tf.cast(self._decayed_lr(tf.float32), tf.float32)
         mine = [reference.deref() for reference in self._last]

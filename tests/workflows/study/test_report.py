@@ -121,7 +121,7 @@ def test_every_number_leads_to_its_result(out, page):
     assert float(cell[2]) == pytest.approx(100 * np.std(aucs, ddof=1), abs=5e-4)
 
 
-def test_the_papers_numbers_stand_beside(out):
+def test_the_papers_numbers_stand_beside(out, page):
     text = (out / "report.md").read_text()
     assert "| *cowclip, paper* | 80.86 | 80.97 |" in text  # Table 2
     assert "| *dcn_v2, paper* | 80.78 | 80.87 | 80.98 |" in text  # Table 3
@@ -129,7 +129,7 @@ def test_the_papers_numbers_stand_beside(out):
     assert "| *Hotline, cited* | 53 |  |" in text  # Table 5
 
 
-def test_the_log_loss_stands_there_too(out):
+def test_the_log_loss_stands_there_too(out, page):
     text = (out / "report.md").read_text()
     section = text[text.index(": the log loss (Tables 2 and 10)") :]
     assert "| *cowclip, paper* | 0.4430 | 0.4425 |" in section  # Table 2
@@ -154,6 +154,7 @@ def test_curves_are_those_of_figures_5_and_6_and_of_figure_2(page):
     for title in ("test AUC", "test log loss", "training loss"):
         assert f"{title}, by epoch, of the first seed" in page
     assert "test AUC, %, by learning rate" in page
+    assert "test log loss, by learning rate" in page
 
 
 def test_the_papers_rows_are_ours():

@@ -23,7 +23,7 @@ from merlin_cowclip.workflows.study.pages import (
     write_plots,
 )
 from merlin_cowclip.workflows.study.paper import BASELINE, CITED, PRINTED, Printed
-from merlin_cowclip.workflows.study.report_plots import plots
+from merlin_cowclip.workflows.study.report_plots import by_size_or_rate, plots
 from merlin_cowclip.workflows.study.studies import (
     AUC,
     FULL,
@@ -161,7 +161,7 @@ def _log_loss(out: Path, name: str) -> Section | None:
         command=record["command"],
         name=f"{name}-log-loss",
     )
-    section.plots = list(plots(out, "", found, record, LOG_LOSS))
+    section.plots = list(by_size_or_rate(name, found, LOG_LOSS))
     return section
 
 

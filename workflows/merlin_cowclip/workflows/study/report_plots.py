@@ -32,19 +32,24 @@ def plots(
 
     Args:
       out: the sweep's folder.
-      name: of the study; an empty one has no figures of its own.
+      name: of the study.
       found: what its runs came to.
       record: of the study.
       quantity: of the plot by batch size.
     """
-    if name == "learning-rate":  # by batch size it would be ten lines of two points
-        yield from _by_learning_rate(found, quantity)
-    else:
-        yield from _by_batch_size(found, quantity)
+    yield from by_size_or_rate(name, found, quantity)
     if name == "curves":
         yield from _curves(out, found, record)
     if name == "gradients":
         yield from _gradients(out, found, record)
+
+
+def by_size_or_rate(name: str, found: Sequence[Outcome], quantity: Quantity) -> Iterator[Plot]:
+    """A quantity by batch size; in the study of learning rates by those: else two points a line."""
+    if name == "learning-rate":
+        yield from _by_learning_rate(found, quantity)
+    else:
+        yield from _by_batch_size(found, quantity)
 
 
 def _by_batch_size(found: Sequence[Outcome], quantity: Quantity) -> Iterator[Plot]:

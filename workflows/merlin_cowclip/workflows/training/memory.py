@@ -16,9 +16,9 @@ def least_bytes(
 ) -> dict[str, int]:
     """Bytes that a training step holds at once, a lower bound.
 
-    Every weight three times (itself and Adam's two moments), where rows wait the step that each was
-    current after, and a batch's input, embeddings and
-    layer outputs once. What TensorFlow adds to that for gradients and temporaries is left out.
+    Every weight three times (itself and Adam's two moments), one number a row of each table where
+    rows wait (`update="deferred"`), and a batch's input, embeddings and layer outputs once. What
+    TensorFlow adds to that for gradients and temporaries is left out.
 
     Args:
       config: what is trained.
