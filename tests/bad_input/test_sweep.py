@@ -50,6 +50,11 @@ def test_options_of_other_networks(toy_data, tmp_path, study):
         refused([*argv, option, value], words, folder=tmp_path)
 
 
+def test_epochs_of_the_study_of_one(toy_data, tmp_path):
+    argv = ["sweep", "time", toy_data, "--out", tmp_path / "out", "--epochs", "5"]
+    refused(argv, ["time is of one epoch", "epochs=5", "Leave it out"], folder=tmp_path)
+
+
 @pytest.fixture
 def tune(tmp_path_factory, toy_data):
     """What is read of one: found at 64 on the same data, for the network `deepfm`."""

@@ -307,6 +307,9 @@ def _curves(setting: Setting) -> Iterator[Cell]:
 
 
 def _time(setting: Setting) -> Iterator[Cell]:
+    epochs = setting.config.get("epochs", 1)
+    if epochs != 1:
+        raise UserError(f"the study time is of one epoch. Received: epochs={epochs}. Leave it out")
     once = dataclasses.replace(setting, config={**setting.config, "epochs": 1})
     for name, config in _by_network(once):
         for batch_size in setting.batch_sizes:
