@@ -24,7 +24,7 @@ from merlin_cowclip.workflows.study.studies import STUDIES, Setting
 
 SIZES = (1024, 8192)
 SETTING = Setting(SIZES, config={"epochs": 2}, seeds=(1, 2, 3))
-TRAINED = [name for name, study in STUDIES.items() if list(study.cells(SETTING))]
+TRAINED = [name for name, study in STUDIES.items() if list(study.cells(Setting(SIZES)))]
 
 
 def swept(out: Path, names=TRAINED, setting: Setting = SETTING, dataset: str = "criteo") -> Path:
@@ -34,8 +34,9 @@ def swept(out: Path, names=TRAINED, setting: Setting = SETTING, dataset: str = "
         (out / folder).mkdir(parents=True)
     (out / "sweep.json").write_text(json.dumps({"format": 1, "data": "/data", "data_sha256": "x"}))
     for name in names:
-        study = STUDIES[name]
-        record = {**sweep._record(study, setting, list(study.cells(setting))), "command": "again"}
+        study, epochs = STUDIES[name], 1 if name == "time" else setting.config.get("epochs", 10)
+        own = dataclasses.replace(setting, config={**setting.config, "epochs": epochs})
+        record = {**sweep._record(study, own, list(study.cells(own))), "command": "again"}
         (out / "studies" / f"{name}.json").write_text(json.dumps(record))
         for cell in record["cells"]:
             for run in cell["runs"].values():
@@ -233,7 +234,13 @@ def test_the_verdict(tmp_path):
     assert f"against {100 * base:.3f}" in text
     ratio = times[0] / times[1]
     how = f"{ratio:.1f} times faster" if ratio > 1 else f"{1 / ratio:.1f} times slower"
-    assert how in text
+    assert f"{how}." in text
+    for path in out.glob("runs/*/result.json"):
+        result = json.loads(path.read_text())
+        if result["train_seconds"] in small.values("train_seconds"):
+            path.write_text(json.dumps({**result, "jobs": 3}))
+    text = report(out).with_suffix(".md").read_text()
+    assert f"{how} (trained up to 3 at a time, which makes each take longer)." in text
 
 
 def test_lines_that_a_far_one_presses_together_have_a_plot_of_their_own(tmp_path):

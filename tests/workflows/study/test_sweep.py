@@ -62,6 +62,7 @@ def test_runs_are_those_of_train(swept, data, tmp_path):
     assert run.result["auc"] == alone.result["auc"]
     assert run.config["identity"] == config.identity
     assert not (run.path / "checkpoints").exists()
+    assert run.result["jobs"] == 2  # which makes it slower than it would be alone
 
 
 def test_the_table_is_of_the_results(swept):

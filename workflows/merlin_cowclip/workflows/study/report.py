@@ -249,6 +249,10 @@ def _verdict(found: Sequence[Outcome], sizes: Sequence[int], quantity: Quantity)
             faster = (
                 f", {times:.1f} times faster" if times >= 1 else f", {1 / times:.1f} times slower"
             )
+            results = (r for o in (small, large) for r in o.results.values() if r is not None)
+            jobs = max(result.get("jobs", 1) for result in results)
+            if jobs > 1:
+                faster += f" (trained up to {jobs} at a time, which makes each take longer)"
         sentences.append(
             f"At {most} with `{row}`, AUC {AUC.shown(*b)} % against {AUC.shown(*a)} % at "
             f"{least}{faster}."

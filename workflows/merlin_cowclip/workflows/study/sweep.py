@@ -108,9 +108,8 @@ def sweep(
             config = dataclasses.replace(cell.config, seed=seed)
             name = run_name(config, cell.data)
             home = homes[cell.data]
-            tasks[name] = Task(
-                out / RUNS / name, out / CLAIMS, home.path, identity_of(home), config.to_dict()
-            )
+            place = out / RUNS / name, out / CLAIMS, home.path
+            tasks[name] = Task(*place, identity_of(home), config.to_dict(), jobs)
     (out / RUNS).mkdir(exist_ok=True)
     todo = [task for task in tasks.values() if not task.is_done]
     with progress_bar("sweep", len(tasks), " runs", show=progress) as bar:

@@ -38,6 +38,7 @@ class Task:
       data: the prepared folder.
       data_sha256: of its rows, as the sweep found them.
       config: `TrainConfig.to_dict`.
+      jobs: how many are trained at a time; its result says so, for they lengthen each other's time.
     """
 
     run: Path
@@ -45,6 +46,7 @@ class Task:
     data: Path
     data_sha256: str
     config: dict[str, Any]
+    jobs: int = 1
 
     @property
     def is_done(self) -> bool:
@@ -199,7 +201,7 @@ def _trained(task: Task) -> Ended:
             return Ended(task, "done")
         try:
             if (task.run / CONFIG).exists():
-                resume(task.run, data=task.data, progress=False)
+                run = resume(task.run, data=task.data, progress=False)
             else:
                 # Of one that was killed as it wrote down how it diverged, or as it began.
                 remove(task.run, *begun_before(task.run))
@@ -212,7 +214,8 @@ def _trained(task: Task) -> Ended:
                     )
                 config = TrainConfig.from_dict(task.config)
                 keeping = Keeping(keep=1, saved_model=False)
-                train(data, config, task.run, keeping=keeping, progress=False)
+                run = train(data, config, task.run, keeping=keeping, progress=False)
+            write_json(task.run / RESULT, {**run.result, "jobs": task.jobs})
         except UserError as error:
             numbers = isinstance(error, NotFiniteError) or "predictions must be numbers" in str(
                 error
