@@ -11,10 +11,11 @@ import re
 import pandas as pd
 import pytest
 
-from merlin_cowclip.workflows.commands import demonstration
+from merlin_cowclip.workflows.commands import demo_page, demonstration
 from merlin_cowclip.workflows.commands.demonstration import DemoRun, demo
 from merlin_cowclip.workflows.training.configuration import TrainConfig
 from merlin_cowclip.workflows.training.keeping import Keeping
+from merlin_cowclip.workflows.training.runs import Run
 from merlin_cowclip.workflows.training.train import train
 from tests.workflows.study.test_report import Page
 
@@ -93,6 +94,13 @@ def test_curves_and_clip_are_those_of_metrics_csv(shown, page, results):
         else:
             assert cells[:2] == ["no clip"] * 2
         assert float(cells[2]) == pytest.approx(metrics.gradient_norm_frequent.iloc[-1], rel=0.006)
+
+
+def test_all_rows_clipped_are_100_percent(shown, monkeypatch):
+    run, done = RUNS[1], Run.open(shown[0] / "deepfm-256-cowclip")
+    metrics = [{**row, "rows_clipped": "1.0"} for row in demo_page.read_metrics(done.path)]
+    monkeypatch.setattr(demo_page, "read_metrics", lambda _: metrics)
+    assert demo_page._clip({run: done}).rows[0][1] == "100 %"
 
 
 def test_the_page_stands_alone(shown, page):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from merlin_cowclip.workflows.study.pages import Section, as_html, facts, read_metrics, write_page
 from merlin_cowclip.workflows.study.plots import Line, line_plot
 from merlin_cowclip.workflows.training.runs import RESULT, Run
+from merlin_cowclip.workflows.training.scalars import percent
 
 if TYPE_CHECKING:
     from merlin_cowclip.workflows.commands.demonstration import DemoRun
@@ -140,7 +141,7 @@ def _clip(runs: Mapping[DemoRun, Run]) -> Section:
         rows.append(
             [
                 _name(run),
-                *(f"{100 * float(share):.2g} %" if share else "no clip" for share in clipped),
+                *(percent(float(share)) if share else "no clip" for share in clipped),
                 *(f"{float(norm):.2e}" if norm else "" for norm in norms),
             ]
         )

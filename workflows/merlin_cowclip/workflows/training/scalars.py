@@ -104,10 +104,10 @@ def clip_sentence(fields: Iterable[FieldStatistics]) -> str:
 
 def _shares(of: RowStatistics) -> str:
     rows, occurrences = of.clipped_rows / of.rows, of.clipped_occurrences / of.occurrences
-    return f"{_percent(rows)} of the rows ({_percent(occurrences)} of the occurrences)"
+    return f"{percent(rows)} of the rows ({percent(occurrences)} of the occurrences)"
 
 
-def _percent(share: float) -> str:
+def percent(share: float) -> str:
     """Two digits; never "0 %" of what is there, nor "100 %" of what is not all."""
     if 0 < share < 1e-5:
         return "less than 0.001 %"
