@@ -93,8 +93,10 @@ def encode(vocabulary: pd.Series, raw_ids: Any, *, missing: int = MISSING_ID) ->
       missing: id of the missing ones; see `missing_id`.
 
     Raises:
-      ValueError: a raw id of another type: of text, numbers and times, none is found by another.
+      ValueError: a raw id of another type: of text, numbers and times, none is found by another; or
+        a float32 (float16) of 2^24 (2^11) or more, which may have been another integer.
     """
+    _refuse_inexact(raw_ids)
     if getattr(getattr(raw_ids, "dtype", None), "kind", "O") in "mM":
         raw_ids = pd.Index(raw_ids)  # NumPy would make times integers
     raw = pd.Series(np.asarray(raw_ids, dtype=object))
@@ -112,6 +114,21 @@ def encode(vocabulary: pd.Series, raw_ids: Any, *, missing: int = MISSING_ID) ->
     ids = np.full(len(raw), missing, np.int64)
     ids[~gone] = np.append(vocabulary.index, UNKNOWN_ID)[places]  # place -1, not there: the last
     return ids
+
+
+def _refuse_inexact(raw_ids: Any) -> None:
+    """Refuse floats of less than 64 bits, where several integers are one of them."""
+    kind: Any = getattr(raw_ids, "dtype", None)
+    if getattr(kind, "kind", "O") != "f" or kind.itemsize >= 8:
+        return
+    digits = np.finfo(f"f{kind.itemsize}").nmant + 1
+    values = pd.Series(raw_ids).to_numpy(np.float64, na_value=np.nan)
+    large = values[np.isfinite(values) & (np.abs(values) >= 2.0**digits)]
+    if len(large):
+        raise ValueError(
+            f"a raw id must not be a {8 * kind.itemsize}-bit float of 2^{digits} or more, where "
+            f"several integers are one float. Received: {large[0]!r}. Give ids as integers or text"
+        )
 
 
 def _refuse_another_kind(raw_ids: pd.Series, known: Any) -> None:

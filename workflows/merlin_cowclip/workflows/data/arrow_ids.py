@@ -18,7 +18,9 @@ READ_AS_MISSING = {
     *("NaN", "nan", "-NaN", "-nan", "1.#IND", "-1.#IND", "1.#QNAN", "-1.#QNAN"),
 }
 READ_AS_TRUTH = ("True", "TRUE", "true", "False", "FALSE", "false")
-EXACT = float(2**53)  # below it, and only there, a float holds every integer
+# Binary digits of floats: below 2 to that power, and only there, they hold every integer.
+_DIGITS = {"halffloat": 11, "float": 24, "double": 53}
+EXACT = float(2 ** _DIGITS["double"])
 
 
 def as_text(values: pa.Array) -> pa.Array:
@@ -77,26 +79,29 @@ def _text_of_offset(values: pa.Array) -> pa.Array:
 def exact_ids(values: pa.Array, where: str = "") -> pa.Array:
     """The same ids, or lists of them, once it is known that a float holds none but its own.
 
-    Of 2^53 and more, where integers were (beside a missing value pandas makes them floats), several
-    of them became one, whose text is another than theirs.
+    Of 2^53 and more (float32: 2^24), where integers were (beside a missing value pandas makes them
+    floats), several of them became one, whose text is another than theirs.
 
     Args:
         values: of any type.
         where: follows the value in the message.
 
     Raises:
-        UserError: a finite float of 2^53 or more.
+        UserError: a finite float of 2^53 or more, a float32 of 2^24 or more.
     """
     held = values
     while pa.types.is_dictionary(held.type) or _is_list_type(held.type):
         held = held.dictionary if pa.types.is_dictionary(held.type) else held.flatten()
     if pa.types.is_floating(held.type):
+        digits = _DIGITS[str(held.type)]
+        kind = "float" if pa.types.is_float64(held.type) else f"{held.type.bit_width}-bit float"
         held = held.cast(pa.float64())
-        large = held.filter(pc.and_(pc.is_finite(held), pc.greater_equal(pc.abs(held), EXACT)))
+        beyond = pc.greater_equal(pc.abs(held), float(2**digits))
+        large = held.filter(pc.and_(pc.is_finite(held), beyond))
         if len(large):
             raise UserError(
-                "an id must not be a float of 2^53 or more, where several integers are one float. "
-                f"Received: {large[0].as_py()!r}{where}. Write ids as integers or text"
+                f"an id must not be a {kind} of 2^{digits} or more, where several integers are one "
+                f"float. Received: {large[0].as_py()!r}{where}. Write ids as integers or text"
             )
     return values
 

@@ -55,7 +55,7 @@ class IdText(Operator):
         """The same columns as text; every row stays where it is.
 
         Raises:
-            UserError: floats of 2^53 or more, which would all be unknown (`exact_ids`).
+            UserError: floats too large to be one integer (`exact_ids`).
         """
         out = df[col_selector.names].copy(deep=False)
         for name in col_selector.names:
