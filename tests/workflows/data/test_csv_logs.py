@@ -45,6 +45,29 @@ def test_line_ends_within_cells_and_blank_lines(tmp_path, monkeypatch, name, lin
         assert rows(log) == [{"y": 1, "a": cell, "b": "u"}] * 9, block
 
 
+def of_one_column(path: Path, text: bytes) -> CsvLog:
+    written(path, text)
+    return CsvLog(DatasetSpec(name="toy", label="y", categorical=("a",)), path, labelled=False)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("text", "line"), [(b"a\nu\n\nv\n", 3), (b"a\r\nu\r\nv\r\n\r\n", 4), (b"\na\nu\n", 1)]
+)
+def test_a_blank_line_of_one_column_may_be_a_missing_value(tmp_path, name, text, line):
+    """As `cut -d, -f2` writes it; Arrow passes over it, and the rows after it would move up."""
+    with pytest.raises(UserError, match=f"no blank line.*{name}, line {line}. Write"):
+        of_one_column(tmp_path / name, text).check()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_missing_value_of_one_column(tmp_path, name):
+    """As pandas writes it."""
+    log = of_one_column(tmp_path / name, b'a\nu\n""\nv\n')
+    assert log.check() == ("a",)
+    assert rows(log) == [{"a": "u"}, {"a": None}, {"a": "v"}]
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_zero_byte(tmp_path, name):
     """Past one Arrow may not see a separator, a line end, or the second of two quotes."""

@@ -73,12 +73,24 @@ class CsvLog(RawLog):
                 f"{spec.separator!r}. Received: one column in {self.path}, {place}. "
                 f"{remedy} in the data set's description"
             )
-        if self.columns is not None:
-            if len(cells) != len(self.columns):
-                self._wrong_width(first, len(self.columns))
-            return self.columns
-        self.check_names(cells)
-        return tuple(cells)
+        if self.columns is None:
+            self.check_names(cells)
+        elif len(cells) != len(self.columns):
+            self._wrong_width(first, len(self.columns))
+        if len(cells) == 1:
+            self._refuse_blank_line()
+        return self.columns or tuple(cells)
+
+    def _refuse_blank_line(self) -> None:
+        """Of one column it may be a row whose value is missing, and Arrow passes over it."""
+        line = self.text.blank_line()
+        if line is not None:
+            write = 'Write "" for' if self.spec.quotes else "Add a column beside"
+            raise UserError(
+                "a log of one column must have no blank line, which may be a missing value or no "
+                f"row. Received: one in {self.path}, line {line}. {write} a missing value, or "
+                "remove the line"
+            )
 
     def chunks(self, size: int) -> list[Chunk]:
         """Parts of the text, cut between rows; a gzipped file is one."""

@@ -118,6 +118,14 @@ class CsvText:
 
     def rows(self) -> Iterator[Row]:
         """Every row that is not blank, slowly."""
+        return (row for row in self._rows() if row.cells)
+
+    def blank_line(self) -> int | None:
+        """The first line between rows with nothing in it, counted from 1; slowly."""
+        return next((row.line for row in self._rows() if not row.cells), None)
+
+    def _rows(self) -> Iterator[Row]:
+        """Every row; a blank one has no cells."""
         csv.field_size_limit(MAX_LINE)  # of the process; Python's own is 131,072
         line = 1
         try:
@@ -135,8 +143,7 @@ class CsvText:
                     quoting=csv.QUOTE_MINIMAL if self.quotes else csv.QUOTE_NONE,
                 )
                 for cells in reader:
-                    if cells:
-                        yield Row(line, reader.line_num, cells)
+                    yield Row(line, reader.line_num, cells)
                     line = reader.line_num + 1
         except _GZIP_ERRORS as error:
             self._bad_gzip(error)
