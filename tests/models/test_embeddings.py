@@ -383,6 +383,20 @@ def counted(monkeypatch) -> list[dict[int, float]]:
     return steps
 
 
+@pytest.mark.parametrize("copied", [False, True])
+def test_an_optimizer_of_its_own_clips_by_field(copied):
+    """A `CowClipAdam` that is bound to no table, as a part of Merlin's `MultiOptimizer`."""
+    layer = layer_of(schema=Schema([column(name, SIZES[name]) for name in ("user", "item")]))
+    layer = copy.deepcopy(layer) if copied else layer
+    optimizer = CowClipAdam(l2=0.0, clip="field", clip_threshold=1e-4)
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(layer(inputs()) ** 2)
+    optimizer.apply_gradients([(tape.gradient(loss, layer.table), layer.table)])
+    moments = optimizer.get_slot(layer.table, "m").numpy()
+    for rows in (slice(7), slice(7, 12)):
+        assert 10 * np.linalg.norm(moments[rows]) == pytest.approx(1e-4, rel=1e-3)
+
+
 def occurrences(features) -> dict[int, int]:
     """Samples that hold each id of `LISTED`, by row, from the batch itself; padding has none."""
     counts: dict[int, int] = {}
@@ -758,6 +772,18 @@ def test_an_id_of_the_logs_type_is_known(numbered):
     message = "a raw id must be text or a number. Received: b'1382', bytes"
     with pytest.raises(ValueError, match=message):
         layer.rows("item", [b"1382"], **place)
+
+
+@pytest.mark.parametrize("kind", [np.array, pd.Series, pd.Index, pd.array])
+def test_a_narrow_float_that_may_have_been_another_id_is_refused(kind):
+    """2^24 + 1 is 2^24 as a float32: the row would be another id's."""
+    known = pd.Series([str(2**24), "7"], index=[3, 4])
+    given = kind([2**24 + 1, 7, np.nan], dtype="Float32" if kind is pd.array else "float32")
+    if kind is not pd.Index:  # pandas 1.5 makes it one of float64
+        with pytest.raises(ValueError, match=r"32-bit float of 2\^24 or.*Received: 16777216.0"):
+            encode(known, given)
+    assert encode(known, given[1:]).tolist() == [4, 1]
+    assert encode(known, np.array([2**24], np.float64)).tolist() == [3]
 
 
 @pytest.mark.parametrize("unit", ["D", "s", "ns"])

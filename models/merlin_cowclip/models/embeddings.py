@@ -25,7 +25,7 @@ from merlin_cowclip.plugins import Lookup, TableSpec
 from merlin_cowclip.plugins._stack import tf
 from merlin_cowclip.plugins.checks import whole_number
 from merlin_cowclip.plugins.counting import samples_of
-from merlin_cowclip.plugins.tables import TableAccess
+from merlin_cowclip.plugins.tables import TableAccess, tell_ranges
 
 COMBINERS = ("mean", "sum", "sqrtn")
 
@@ -213,6 +213,7 @@ class FusedEmbeddings(RowsByRawId, SchemaMixin, tf.keras.layers.Layer):
 
     def _gather(self, rows: tf.Tensor) -> tf.Tensor:
         """Rows of the table by number, in its own dtype."""
+        tell_ranges(self.table, self.row_offsets)  # here: a copied variable has lost them
         return self._spec.access.gather(self.table, rows)
 
     def _record(self, lookups: Sequence[Lookup], check: IdCheck) -> None:

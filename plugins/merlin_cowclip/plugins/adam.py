@@ -31,7 +31,7 @@ from merlin_cowclip.plugins.not_offered import RefusesOptions
 from merlin_cowclip.plugins.row_sums import beside, sum_per_row
 from merlin_cowclip.plugins.scaling import check_clip, check_number
 from merlin_cowclip.plugins.statistics import StepStatistics, plain_norms
-from merlin_cowclip.plugins.tables import TableSpec
+from merlin_cowclip.plugins.tables import TableSpec, told_ranges
 from merlin_cowclip.plugins.waiting_rows import WaitingRows
 from merlin_cowclip.plugins.writing import with_rows
 
@@ -307,8 +307,7 @@ class CowClipAdam(WaitingRows, RefusesOptions, mm.LazyAdam):
             return None
         by_field: list[bool] = []
         for variable in variables:
-            spec = self._specs.get(variable.ref())
-            ranges = 1 if spec is None else len(spec.row_offsets) - 1
+            ranges = len(self._row_offsets(variable)) - 1
             by_field += self._exempt.get(variable.ref(), (False,) * ranges)
         return tf.gather(tf.constant(by_field), known.fields)
 
@@ -318,8 +317,7 @@ class CowClipAdam(WaitingRows, RefusesOptions, mm.LazyAdam):
         """The field of every row of all tables, counted through, and how many there are."""
         numbers, total = [], 0
         for table, variable in zip(tables, variables, strict=True):
-            spec = self._specs.get(variable.ref())
-            starts = (0,) if spec is None else spec.row_offsets[:-1]
+            starts = self._row_offsets(variable)[:-1]
             if len(starts) == 1:
                 numbers.append(tf.fill(tf.shape(table.indices), tf.constant(total, tf.int64)))
             else:
@@ -328,6 +326,10 @@ class CowClipAdam(WaitingRows, RefusesOptions, mm.LazyAdam):
                 numbers.append(total + within)
             total += len(starts)
         return tf.concat(numbers, axis=0), total
+
+    def _row_offsets(self, variable: tf.Variable) -> tuple[int, ...]:
+        spec = self._specs.get(variable.ref())
+        return told_ranges(variable) if spec is None else spec.row_offsets
 
     def _resource_apply_sparse_duplicate_indices(
         self, grad: tf.Tensor, handle: tf.Variable, indices: tf.Tensor

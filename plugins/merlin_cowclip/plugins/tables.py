@@ -46,6 +46,20 @@ class TableAccess:
         return tf.gather(tf.convert_to_tensor(variable) if whole else variable, rows)
 
 
+_OFFSETS = "_merlin_cowclip_row_offsets"
+
+
+def tell_ranges(variable: tf.Variable, row_offsets: tuple[int, ...]) -> None:
+    """Say which ranges of rows a table has to optimizers that are not bound to its `TableSpec`."""
+    setattr(variable, _OFFSETS, row_offsets)
+
+
+def told_ranges(variable: tf.Variable) -> tuple[int, ...]:
+    """The `row_offsets` that were told; of any other variable those of one range."""
+    offsets: tuple[int, ...] = getattr(variable, _OFFSETS, (0, variable.shape[0]))
+    return offsets
+
+
 @dataclass(frozen=True, eq=False)
 class TableSpec:
     """One embedding variable as the optimizer sees it.
