@@ -271,6 +271,8 @@ def test_clip_tables_by_name_tag_and_layer(wanted):
 
 def test_clip_tables_must_name_something_trainable():
     model = ours(SCHEMA)
+    with pytest.raises(ValueError, match=r"needs a clip rule. Received: clip_tables=\['a'\] with"):
+        CowClipOptimizer.for_model(model, COLD.replace(clip=None), clip_tables=["a"])
     with pytest.raises(ValueError, match=r"clip_tables must name.*Received: 'c'.*embeddings"):
         CowClipOptimizer.for_model(model, COLD, clip_tables=["c"])
     frozen = stock_dlrm(SCHEMA)

@@ -116,6 +116,11 @@ class CowClipOptimizer(Observable, FollowsFits, RefusesOptions, mm.MultiOptimize
         if isinstance(hyperparameters, dict):
             hyperparameters = Hyperparameters(**hyperparameters)
         hp = hyperparameters
+        if clip_tables is not None and hp.clip is None:
+            raise ValueError(
+                f"clip_tables needs a clip rule. Received: clip_tables={list(clip_tables)!r} with "
+                "clip=None, by which nothing is clipped. Choose a clip, or leave it out"
+            )
         clipped, unclipped = (
             TablePart(
                 embedding_schedule or hp.embedding_lr,
