@@ -260,6 +260,39 @@ def test_rows_are_read_and_set_as_they_are_now():
     np.testing.assert_allclose(*values, rtol=1e-4, atol=1e-7)
 
 
+def test_weights_that_keras_reads_and_sets(tmp_path):
+    """As `EarlyStopping(restore_best_weights=True)` does, and then goes on."""
+    found = []
+    for update in ("exact", "deferred"):
+        model = trained(update, 20)
+        best, path = model.get_weights(), str(tmp_path / update / "weights")
+        model.save_weights(path)
+        for batch in batches(20, seed=8):
+            model.train_on_batch(*batch)
+        model.set_weights(best)
+        predicted = model.predict_on_batch(next(batches(1, 64, 9))[0])
+        model.train_on_batch(*next(batches(1, seed=10)))
+        after = model.get_weights()
+        model.load_weights(path)
+        found.append([*best, predicted, *after, *model.get_weights()])
+    for exact, deferred in zip(*found, strict=True):
+        apart = np.subtract(deferred, exact, dtype=float)
+        assert np.abs(apart).max() <= 2e-4 * np.abs(exact).max()
+
+
+@pytest.mark.parametrize("another", ["deferred", None])
+def test_rows_catch_up_before_another_optimizer_takes_over(another):
+    """None: one of Keras's."""
+    models = []
+    for update in ("exact", "deferred"):
+        model = trained(update, 20)
+        hp = HP.replace(embedding_lr=2e-3)
+        optimizer = another and CowClipOptimizer.for_model(model, hp, update=another)
+        model.compile(optimizer=optimizer or tf.keras.optimizers.legacy.SGD(0.1), metrics=[])
+        models.append(model)
+    assert far(*models) < 2e-4
+
+
 def test_what_it_cannot_do_is_refused():
     schedule = tf.keras.optimizers.schedules.CosineDecay(1e-3, 100)
     with pytest.raises(ValueError, match="needs a number as learning rate of the embeddings"):

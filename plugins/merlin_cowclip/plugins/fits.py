@@ -1,7 +1,7 @@
-"""What an optimizer is told of the fits of its model: when one begins, and that a save loads again.
+"""What an optimizer is told of what its model does: fits, saves, and uses of weights as a whole.
 
 Keras gives optimizers no such notice, and the update itself is Python only while it is traced, so
-three methods of the bound model say it. Each is a bound method of the model's own: it is copied
+methods of the bound model say it. Each is a bound method of the model's own: it is copied
 with the model, and Keras saves nothing of it.
 """
 
@@ -14,6 +14,8 @@ from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
 from merlin_cowclip.plugins._stack import tf
+
+_NEEDS_ROWS = ("get_weights", "set_weights", "save_weights", "load_weights", "compile")
 
 # The model whose fit has been called, until it asks for its step.
 _fitting = contextvars.ContextVar[Any]("merlin_cowclip_fitting", default=None)
@@ -40,6 +42,10 @@ class Notified(Protocol):
 
     def saving(self) -> AbstractContextManager[None]:
         """Entered around `model.save`."""
+        ...
+
+    def catch_up(self) -> None:
+        """Called before weights are read or set, and before another optimizer takes over."""
         ...
 
 
@@ -75,7 +81,18 @@ def notify_of_fits(model: tf.keras.Model, kind: type[Notified]) -> None:
         with optimizer.saving():
             return type(self).save(self, *arguments, **named)
 
-    for method in (fit, make_train_function, save):
+    def on_current_rows(name: str) -> Callable[..., Any]:
+        def method(self: Any, *arguments: Any, **named: Any) -> Any:
+            optimizer = compiled(self)
+            if optimizer is not None:
+                optimizer.catch_up()
+            return getattr(type(self), name)(self, *arguments, **named)
+
+        method.__name__ = name
+        return method
+
+    methods: list[Callable[..., Any]] = [fit, make_train_function, save]
+    for method in (*methods, *map(on_current_rows, _NEEDS_ROWS)):
         # object.__setattr__: Keras would look for layers in it.
         object.__setattr__(model, method.__name__, types.MethodType(method, model))
 

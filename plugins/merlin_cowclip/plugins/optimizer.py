@@ -220,6 +220,8 @@ class CowClipOptimizer(Observable, FollowsFits, RefusesOptions, mm.MultiOptimize
         if self.update_mode == "deferred":
             check_access(specs)
         for spec in specs:
+            if spec.access.bring_up is not None and spec.layer.built:
+                spec.access.bring_up(spec.variable, None)  # whose rows wait by another optimizer
             spec.access.whole = self.update_mode == "exact"
             # By a weak reference: a layer's copy takes no copy of the optimizer along.
             bring_up = functools.partial(_bring_up, weakref.ref(self))
@@ -233,12 +235,14 @@ class CowClipOptimizer(Observable, FollowsFits, RefusesOptions, mm.MultiOptimize
     def catch_up(self) -> None:
         """With `update="deferred"`, make all rows of all tables as `"exact"` would have them.
 
-        `save_model`, `model.save`, `to_df` and `load_rows` of `FusedEmbeddings` do so themselves;
-        call it before you read a table's variable. In the other modes it does nothing.
+        `save_model`, `to_df` and `load_rows` of `FusedEmbeddings`, and the model's `save`,
+        `compile`, `get_weights` and the like do so themselves; call it before you read a table's
+        variable, or a layer's weights. In the other modes, and without a model, it does nothing.
         """
-        self._own()
-        for part in self._table_parts():
-            part.catch_up()
+        if self.update_mode == "deferred" and self._specs is not None:
+            self._own()
+            for part in self._table_parts():
+                part.catch_up()
 
     def _table_parts(self) -> Sequence[TablePart]:
         clipped, unclipped, _ = self.optimizers
