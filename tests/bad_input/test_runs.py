@@ -197,6 +197,25 @@ def test_data_that_moved_needs_naming_only(run, toy_data, tmp_path):
     assert done.out.startswith(f"test AUC {auc:.6f}, ")
 
 
+def test_its_own_data_split_anew(tmp_path):
+    """What is a test row now was trained on; every id means the same."""
+    log = pd.DataFrame({"y": [0, 1] * 50, "user": [0] * 60 + [1] * 40})
+    log.to_csv(tmp_path / "log.csv", index=False)
+    spec = DatasetSpec(name="toy", label="y", categorical=("user",))
+    first, anew = (
+        prepare(spec, [tmp_path / "log.csv"], tmp_path / f"{seed}", seed=seed, progress=False)
+        for seed in (0, 1)
+    )
+    own = tmp_path / "run-of-it"
+    argv = ["train", first.path, "--out", own, "--model", "lr", "--epochs", 1, "--batch-size", 32]
+    assert command([*argv, "--no-saved-model"]).code == 0
+    shutil.rmtree(first.path)
+    anew.path.rename(first.path)
+    words = ["must be what it was when it began", "it may have been trained", f"{own} {first.path}"]
+    refused(["evaluate", own], words, folder=tmp_path)
+    assert command(["evaluate", own, first.path]).code == 0
+
+
 def test_raw_with_prepared_data(run, toy_data, tmp_path):
     for given in ([], [toy_data]):
         words = ["--raw is for raw logs. Received: it with prepared data", "Leave it out"]

@@ -261,7 +261,8 @@ class Run:
         """The prepared folder that it was trained on.
 
         Raises:
-          UserError: it is no longer there, or not whole.
+          UserError: it is no longer there, not whole, or of other rows, such as of another split,
+            whose test part it may have been trained on.
         """
         path = Path(self.config["data"])
         if not os.path.isdir(path):
@@ -269,7 +270,14 @@ class Run:
                 f"the data of a run must be where it was. Received: {path}, which is no folder. "
                 f"Name the place where it is now: 'merlin-cowclip evaluate {self.path} DATA'"
             )
-        return PreparedData.open(path)
+        data = PreparedData.open(path)
+        if self.config.get("data_sha256", "") not in ("", identity_of(data)):
+            raise UserError(
+                f"the data of a run must be what it was when it began. Received: {path}, with "
+                "other rows: on those of its test part it may have been trained. To evaluate them "
+                f"all the same, name it: 'merlin-cowclip evaluate {self.path} {path}'"
+            )
+        return data
 
     def check_vocabulary(self, data: PreparedData) -> None:
         """Refuse data whose columns, numbers or ids mean something else than those of this run.
