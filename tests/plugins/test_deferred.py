@@ -221,6 +221,15 @@ def test_a_learning_rate_that_is_set():
     assert far(*models) < 2e-4
 
 
+@pytest.mark.parametrize("steps", [0, 2])
+def test_a_learning_rate_that_is_set_too_high_is_refused(steps):
+    """Rows would swing about zero where those that catch up are at rest."""
+    model = trained("deferred", steps)
+    model.optimizer.learning_rate = 30 * HP.dense_lr
+    with pytest.raises(tf.errors.InvalidArgumentError, match="learning_rate . l2 is at most"):
+        model.train_on_batch(*next(batches(1)))
+
+
 def test_saved_and_loaded_it_goes_on(tmp_path):
     exact, deferred = (trained(update, 15) for update in ("exact", "deferred"))
     save_model(deferred, tmp_path / "model")

@@ -41,7 +41,9 @@ class _Settings(NamedTuple):
         return math.ceil(math.log(_FORGOTTEN) / (0.5 * math.log(self.beta_1)))
 
 
-def check_stable(*, learning_rate: float, l2: float, beta_1: float, epsilon: float) -> None:
+def check_stable(
+    *, learning_rate: float | tf.Tensor, l2: float, beta_1: float, epsilon: float
+) -> None:
     """Refuse values with which Adam throws an absent row about for ever.
 
     Where `2λη > 2ε(1 + β₁)/(1 - β₁)`, a row near zero whose v has decayed overshoots by more at
@@ -50,15 +52,20 @@ def check_stable(*, learning_rate: float, l2: float, beta_1: float, epsilon: flo
 
     Raises:
       ValueError: such values.
+      tf.errors.InvalidArgumentError: such a rate, where it is a tensor.
     """
     most = epsilon * (1 + beta_1) / (1 - beta_1)
-    if learning_rate * l2 > most:
-        raise ValueError(
-            "Rows can catch up with steps that they missed where learning_rate * l2 is at most "
-            f"epsilon * (1 + beta_1) / (1 - beta_1), {most:.3g}: beyond, Adam throws them about "
-            f"zero. Received: {learning_rate:g} * {l2:g} = {learning_rate * l2:.3g}. Use "
-            "update='exact', or a smaller l2"
-        )
+    rule = (
+        "Rows can catch up with steps that they missed where learning_rate * l2 is at most epsilon "
+        f"* (1 + beta_1) / (1 - beta_1), {most:.3g}: beyond, Adam throws them about zero. Received:"
+    )
+    remedy = "Use update='exact', or a smaller l2"
+    if tf.is_tensor(learning_rate):
+        data = [rule, learning_rate, f"* {l2:g}. {remedy}, or learning rate"]
+        tf.raw_ops.Assert(condition=learning_rate * l2 <= most, data=data)
+    elif learning_rate * l2 > most:
+        product = f"{learning_rate:g} * {l2:g} = {learning_rate * l2:.3g}"
+        raise ValueError(f"{rule} {product}. {remedy}")
 
 
 @tf.function(autograph=False, reduce_retracing=True)

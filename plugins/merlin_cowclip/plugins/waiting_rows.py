@@ -68,12 +68,11 @@ class WaitingRows:
                 f"batch are clipped as well. Received: {self.clip_ratio:g} and l2={self.l2:g}. Use "
                 "update='exact'"
             )
-        check_stable(
-            learning_rate=learning_rate,
-            l2=self.l2,
-            beta_1=float(tf.keras.backend.get_value(self._get_hyper("beta_1"))),
-            epsilon=self.epsilon,
-        )
+        self._check_rate(learning_rate)
+
+    def _check_rate(self, learning_rate: float | tf.Tensor) -> None:
+        beta_1 = float(self._serialize_hyperparameter("beta_1"))
+        check_stable(learning_rate=learning_rate, l2=self.l2, beta_1=beta_1, epsilon=self.epsilon)
 
     def _create_slots(self, var_list: Sequence[tf.Variable]) -> None:
         super()._create_slots(var_list)  # type: ignore[misc]
@@ -173,6 +172,7 @@ class WaitingRows:
 
         Raises:
           ValueError: a table's rows are read without catching up first.
+          tf.errors.InvalidArgumentError: a learning rate was set with which rows cannot catch up.
         """
         for variable in trained:
             spec = self._specs.get(variable.ref())
@@ -191,8 +191,9 @@ class WaitingRows:
             for variable in mine:
                 bring_all_up(self._late(variable), *self._bringing())
 
-        changed = tf.logical_and(self.iterations > 0, tf.not_equal(now, self._late_rate))
-        tf.cond(changed, bring, lambda: None)
+        another = tf.not_equal(now, self._late_rate)
+        tf.cond(another, lambda: self._check_rate(now), lambda: None)
+        tf.cond(tf.logical_and(self.iterations > 0, another), bring, lambda: None)
         self._late_rate.assign(now)
         with_gradient = {variable.ref() for variable in trained}
         for variable in mine:
