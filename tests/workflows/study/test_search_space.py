@@ -94,6 +94,11 @@ def test_what_cannot_be_searched(changes, message):
         SearchSpace(4096, [Point(hp)])
 
 
+def test_deferred_updates_are_not_searched():
+    with pytest.raises(UserError, match="one of exact, lazy to be searched. Received: .*deferred"):
+        TuneConfig(batch_size=4096, update="deferred")
+
+
 def test_another_tunes_values_are_the_base():
     base = Hyperparameters(batch_size=1024, dense_lr=2e-3, l2=3e-7, clip=None, init_stddev=0.03)
     config = TuneConfig(batch_size=4096, base=base, update="lazy")

@@ -14,6 +14,7 @@ from merlin_cowclip.plugins.scaling import Hyperparameters
 
 CLIP = "adaptive_column"
 CLIP_CHOICES = ("none", CLIP)
+UPDATES = ("exact", "lazy")
 
 _RANGES: Mapping[str, tuple[float, float]] = {
     "dense_lr": (1e-5, 1e-1),
@@ -69,7 +70,7 @@ class SearchSpace:
 
     Raises:
       ValueError: a starting point cannot be searched: another batch size, another clip than
-        CowClip's, or a σ of 0.
+        CowClip's, a σ of 0, or deferred updates.
     """
 
     def __init__(self, batch_size: int, starts: Iterable[Point] = ()) -> None:
@@ -77,6 +78,11 @@ class SearchSpace:
         points = list(starts)
         for point in points:
             _check(point.hyperparameters, batch_size)
+            if point.update not in UPDATES:
+                raise ValueError(
+                    f"update must be one of {', '.join(UPDATES)} to be searched. Received: "
+                    f"update={point.update!r}"
+                )
         self.ranges: dict[str, tuple[float, float]] = {}
         """Name → the least and the greatest value; of λ and ζ the least that is not 0."""
         for name, (low, high) in _RANGES.items():
@@ -120,7 +126,7 @@ class SearchSpace:
         """The point that a trial of Optuna's is to try."""
         params: dict[str, Any] = {
             "clip": trial.suggest_categorical("clip", CLIP_CHOICES),
-            "update": trial.suggest_categorical("update", ("exact", "lazy")),
+            "update": trial.suggest_categorical("update", UPDATES),
         }
         for name, (low, high) in self.ranges.items():
             if name in _OF_CLIP and params["clip"] == CLIP_CHOICES[0]:
