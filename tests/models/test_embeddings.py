@@ -383,6 +383,20 @@ def counted(monkeypatch) -> list[dict[int, float]]:
     return steps
 
 
+def test_floats_that_do_not_hold_all_ids_are_refused():
+    """In mixed precision Keras makes 4001.0 the float16 4000."""
+    schema = Schema([column("user", 5_000), column("tags", 5_000, is_list=True)])
+    mixed = FusedEmbeddings(schema, DIM, dtype="mixed_float16")
+    given = {"user": tf.constant([[4001.0]]), "tags": ragged([[4001]])}
+    with pytest.raises(ValueError, match="'user', of which there are 5,000, .*Received: float16"):
+        mixed(given)
+    given = {"user": tf.constant([[4001]]), "tags": tf.constant([[4001.0]], tf.float64)}
+    with pytest.raises(ValueError, match="'tags', of which .* from 2,048 on several are"):
+        mixed(given)
+    exact = FusedEmbeddings(schema, DIM)
+    np.testing.assert_array_equal(exact(given), [[exact.table[4001], exact.table[5_000 + 4001]]])
+
+
 @pytest.mark.parametrize("copied", [False, True])
 def test_an_optimizer_of_its_own_clips_by_field(copied):
     """A `CowClipAdam` that is bound to no table, as a part of Merlin's `MultiOptimizer`."""

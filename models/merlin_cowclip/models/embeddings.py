@@ -28,6 +28,7 @@ from merlin_cowclip.plugins.counting import samples_of
 from merlin_cowclip.plugins.tables import TableAccess, tell_ranges
 
 COMBINERS = ("mean", "sum", "sqrtn")
+_DIGITS = {tf.bfloat16: 8, tf.float16: 11, tf.float32: 24, tf.float64: 53}  # binary ones of floats
 
 
 @tf.keras.utils.register_keras_serializable(package="merlin_cowclip")
@@ -89,7 +90,7 @@ class FusedEmbeddings(RowsByRawId, SchemaMixin, tf.keras.layers.Layer):
 
     Raises:
       ValueError: no categorical column, a column without an int domain, columns of one domain that
-        differ in cardinality, or a bad argument.
+        differ in cardinality, or a bad argument; at a call, ids in floats that do not hold them.
       tf.errors.InvalidArgumentError: at a call, an id beyond its field's cardinality. (Otherwise it
         would read, and train, a row of the next field, or on a GPU zeros.) `CowClipOptimizer`
         updates nothing in such a step.
@@ -162,11 +163,12 @@ class FusedEmbeddings(RowsByRawId, SchemaMixin, tf.keras.layers.Layer):
         """b×F×d, or field → b×d; see the class."""
         check, parts, lookups = IdCheck(), [], []
         if self.one_hot_fields:
-            fields, given = self.one_hot_fields, [inputs[name] for name in self.one_hot_fields]
-            columns = (tf.cast(column, tf.int64) for column in given)
+            fields = self.one_hot_fields
+            given = tuple(inputs[name] for name in fields)
+            columns = (self._integers(inputs[name], name) for name in fields)
             ids = tf.concat([tf.reshape(column, [-1, 1]) for column in columns], axis=1)
             rows = self._rows(ids, fields, check)
-            lookups.append(Lookup("one-hot fields", rows, features=fields, sources=tuple(given)))
+            lookups.append(Lookup("one-hot fields", rows, features=fields, sources=given))
             parts.append(tf.cast(self._gather(rows), self.compute_dtype))
         for name in self.list_fields:
             combined, lookup = self._list_lookup(name, inputs[name], name, check)
@@ -200,11 +202,22 @@ class FusedEmbeddings(RowsByRawId, SchemaMixin, tf.keras.layers.Layer):
         if field in self.list_fields:
             found, lookup = self._list_lookup(field, ids, feature, check)
         else:
-            rows = self._rows(tf.reshape(tf.cast(ids, tf.int64), [-1, 1]), (field,), check)
+            rows = self._rows(tf.reshape(self._integers(ids, field), [-1, 1]), (field,), check)
             found = tf.cast(tf.reshape(self._gather(rows), [-1, self.dim]), self.compute_dtype)
             lookup = Lookup(feature, rows, sources=(ids,))
         self._record([lookup], check)
         return found
+
+    def _integers(self, ids: tf.Tensor, field: str) -> tf.Tensor:
+        """Ids as int64; Keras makes floats half as wide in mixed precision, before this layer."""
+        most = 2 ** _DIGITS.get(ids.dtype, 63)
+        if self.cardinalities[field] > most:
+            raise ValueError(
+                f"ids of field {field!r}, of which there are {self.cardinalities[field]:,}, must "
+                f"be integers. Received: {ids.dtype.name}, in which from {most:,} on several are "
+                "one number. Give them as int64"
+            )
+        return tf.cast(ids, tf.int64)
 
     def _rows(self, ids: tf.Tensor, fields: Sequence[str], check: IdCheck) -> tf.Tensor:
         """Ids n×F of F fields to row numbers; an id out of range is left to the check."""
@@ -232,11 +245,11 @@ class FusedEmbeddings(RowsByRawId, SchemaMixin, tf.keras.layers.Layer):
             if ids.ragged_rank != 1:
                 raise ValueError(f"The list column {name!r} must be ragged in one dimension.")
             ids = ids.with_row_splits_dtype(tf.int64)  # int32 ones would be the host's
-            flat = tf.reshape(tf.cast(ids.flat_values, tf.int64), [-1])
+            flat = tf.reshape(self._integers(ids.flat_values, name), [-1])
             samples, number = samples_of(ids), ids.nrows()
         else:
             ids = tf.reshape(ids, [tf.shape(ids)[0], -1])
-            flat = tf.reshape(tf.cast(ids, tf.int64), [-1])
+            flat = tf.reshape(self._integers(ids, name), [-1])
             number, width = tf.unstack(tf.shape(ids, tf.int64))
             samples = tf.range(tf.size(flat, tf.int64)) // tf.maximum(width, 1)
         at = tf.reshape(self._rows(flat[:, tf.newaxis], (name,), check), [-1])
