@@ -71,6 +71,7 @@ def result(run: Path) -> dict[str, Any]:
 FINISHED: dict[str, Callable[[Path], Any]] = {
     "metrics.csv": lines("metrics.csv"),
     "fields.csv": lines("fields.csv"),
+    "norms.csv": lines("norms.csv"),
     "TensorBoard's scalars": scalars,
     "result.json": result,
 }

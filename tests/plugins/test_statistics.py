@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import numpy as np
@@ -130,6 +131,38 @@ def test_sums_by_field(clip, update):
     assert set(shares) == {0.0} if clip is None else max(shares) > 0
     if clip is not None and clip.endswith("column"):  # some rows of a field, others not
         assert any(0 < share < 1 for share in shares)
+
+
+def test_norms_by_powers_of_two():
+    bench, wanted = Bench(None, l2=0.0), np.zeros((48, 2), int)
+    for step in range(2):
+        ids, values = rows_and_values(step)
+        values[0][::7] *= 1e-9
+        rows, position, counts = np.unique(ids.ravel(), return_inverse=True, return_counts=True)
+        for value in values:
+            summed = np.zeros((len(rows), value.shape[1]))
+            np.add.at(summed, position, value)
+            lower = np.floor(np.log2(np.linalg.norm(summed, axis=1))).astype(int)
+            np.add.at(wanted, (np.clip(lower, -40, 7) + 40, (counts >= FREQUENT).astype(int)), 1)
+        bench.step(tf.constant(ids), *map(tf.constant, values))
+    found = bench.statistics.gradient_norms()
+    assert {(one.norm, one.rare, one.frequent) for one in found if one.rare + one.frequent} == {
+        (2.0 ** (i - 40), *rows) for i, rows in enumerate(wanted.tolist()) if any(rows)
+    }
+    bench.statistics.reset()
+    assert bench.statistics.gradient_norms() == []
+
+
+@pytest.mark.parametrize(
+    ("norm", "power"), [(np.nan, -40), (0.0, -40), (np.inf, 7), (1e9, 7), (3.0, 1)]
+)
+def test_norms_beyond_the_bins_and_those_of_wide_tables_alone(norm, power):
+    specs = [table("t", 4, 0)[1], table("linear", 1, 0)[1]]
+    statistics = StepStatistics(dict.fromkeys(specs, (True, True)), FREQUENT)
+    norms = tf.constant([norm, 1.5])
+    known = RowNorms(norms, norms, tf.constant([9.0, 1.0]), tf.constant([1, 2], tf.int64), 4)
+    statistics.add(known, norms, [tf.ones([1, 4]), tf.ones([1, 1])], specs, True)
+    assert [dataclasses.astuple(one) for one in statistics.gradient_norms()] == [(2.0**power, 0, 1)]
 
 
 def test_rows_of_exempt_fields_are_never_clipped():

@@ -34,7 +34,12 @@ if TYPE_CHECKING:
         scaling_table,
     )
     from merlin_cowclip.plugins.schedules import LinearWarmup
-    from merlin_cowclip.plugins.statistics import FieldStatistics, RowStatistics, StepStatistics
+    from merlin_cowclip.plugins.statistics import (
+        FieldStatistics,
+        NormBin,
+        RowStatistics,
+        StepStatistics,
+    )
     from merlin_cowclip.plugins.tables import HasTables, TableSpec
 
 _HOME = {
@@ -50,6 +55,7 @@ _HOME = {
     "Lookup": "counting",
     "NotFinite": "finite",
     "PRESETS": "presets",
+    "NormBin": "statistics",
     "RowStatistics": "statistics",
     "SCALING_RULES": "scaling",
     "StepStatistics": "statistics",
@@ -80,6 +86,7 @@ __all__ = [
     "K",
     "LinearWarmup",
     "Lookup",
+    "NormBin",
     "NotFinite",
     "RowStatistics",
     "StepStatistics",

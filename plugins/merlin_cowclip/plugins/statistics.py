@@ -1,11 +1,12 @@
 """What the steps do to ids, by field: how many there are, how many are clipped, how long rows are.
 
-Sums over rows and steps, kept in two small variables on the device; nothing here changes an update.
+Sums over rows and steps, kept in small variables on the device; nothing here changes an update.
 `CowClipOptimizer.observe` switches it on.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -17,6 +18,7 @@ from merlin_cowclip.plugins.row_sums import sum_columns
 from merlin_cowclip.plugins.tables import TableSpec, distinct_names
 
 _COUNTED, _SUMMED = 4, 2  # of `RowStatistics`: integers, then norms
+_LOWEST, _BINS = -40, 48  # of gradient norms, by powers of two: from 2^-40, 1e-12, to 2^8
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,23 @@ class RowStatistics:
     def share_of_occurrences_clipped(self) -> float | None:
         """From 0 to 1; `None` where there is no row."""
         return _quotient(self.clipped_occurrences, self.occurrences)
+
+
+@dataclass(frozen=True)
+class NormBin:
+    """Rows whose gradient norms, with L2 and before the clip, lie between two powers of two.
+
+    The lowest bin holds those below it as well, and what is NaN; the highest one those above it.
+
+    Attributes:
+      norm: the lower end.
+      rare: rows of rare ids; a row counts once in every step whose batch holds its id.
+      frequent: rows of frequent ids.
+    """
+
+    norm: float
+    rare: int
+    frequent: int
 
 
 def _quotient(total: float, number: int) -> float | None:
@@ -133,11 +152,16 @@ class StepStatistics:
                 tf.Variable(tf.zeros([fields, 2 * _SUMMED], tf.float64), trainable=False, name=name)
                 for name in ("statistics/norms", "statistics/norms_before")
             )
+            self._bins, self._bins_before = (
+                tf.Variable(tf.zeros([fields, 2 * _BINS], tf.int64), trainable=False, name=name)
+                for name in ("statistics/bins", "statistics/bins_before")
+            )
 
     @property
     def variables(self) -> list[tf.Variable]:
         """All state, in a fixed order: restored, the sums go on as if nothing had been."""
-        return [self._counts, self._norms, self._counts_before, self._norms_before]
+        before = [self._counts_before, self._norms_before]
+        return [self._counts, self._norms, *before, self._bins, self._bins_before]
 
     def add(
         self,
@@ -184,6 +208,10 @@ class StepStatistics:
         places = self._places(specs)
         self._counts.assign_add(_placed(counted, places), read_value=False)
         self._norms.assign_add(_placed(summed, places), read_value=False)
+        bins = (2 * norms.fields + frequent) * _BINS + _bin(norms.gradients)
+        rows = sum_columns([columns[0]], bins, groups * _BINS, on_cpu)
+        binned = tf.cast(tf.reshape(rows, [norms.num_fields, 2 * _BINS]), tf.int64)
+        self._bins.assign_add(_placed(binned, places), read_value=False)
 
     def _places(self, specs: Sequence[TableSpec]) -> list[int]:
         """For each field of all tables, its number from 1 on among those of `specs`, or 0."""
@@ -204,6 +232,23 @@ class StepStatistics:
             norms = self._norms.numpy() - self._norms_before.numpy()
         return list(self._fields(counts, norms))
 
+    def gradient_norms(self) -> list[NormBin]:
+        """How long the gradients of rows were since the last `reset` (Figure 4 of the paper).
+
+        Of tables of width 2 and more, where there are any; the bins from the first that holds a row
+        to the last.
+        """
+        widths = [spec.width for spec in self._tables for _ in spec.range_names]
+        chosen = [width > 1 or max(widths) == 1 for width in widths]
+        bins = (self._bins.numpy() - self._bins_before.numpy())[chosen]
+        rare, frequent = bins.reshape(-1, 2, _BINS).sum(axis=0).tolist()
+        found = [
+            NormBin(2.0 ** (_LOWEST + i), *rows)
+            for i, rows in enumerate(zip(rare, frequent, strict=True))
+        ]
+        held = [i for i, one in enumerate(found) if one.rare + one.frequent]
+        return found[held[0] : held[-1] + 1] if held else []
+
     def total(self) -> list[FieldStatistics]:
         """The sums since the first step."""
         return list(self._fields(self._counts.numpy(), self._norms.numpy()))
@@ -212,6 +257,7 @@ class StepStatistics:
         """Let `read` start anew; `total` goes on."""
         self._counts_before.assign(self._counts)
         self._norms_before.assign(self._norms)
+        self._bins_before.assign(self._bins)
 
     def _fields(self, counts: np.ndarray, norms: np.ndarray) -> Iterator[FieldStatistics]:
         names = distinct_names(self._tables)
@@ -231,6 +277,14 @@ def plain_norms(rows: tf.Tensor) -> tf.Tensor:
     """Norms of rows, U×d → U, float32; infinite from 1e19 on, where Adam's squares are too."""
     norms = tf.sqrt(tf.reduce_sum(tf.square(widened(rows)), axis=-1))
     return tf.cast(norms, tf.float32)
+
+
+def _bin(norms: tf.Tensor) -> tf.Tensor:
+    """The number of each norm's bin, int64."""
+    norms = tf.cast(norms, tf.float64)
+    lowest, highest = (tf.constant(2.0**power, tf.float64) for power in (_LOWEST, _LOWEST + _BINS))
+    inside = tf.minimum(tf.where(norms >= lowest, norms, lowest), 0.75 * highest)  # NaN: the lowest
+    return tf.cast(tf.floor(tf.math.log(inside) / math.log(2.0)), tf.int64) - _LOWEST
 
 
 def _placed(values: tf.Tensor, places: Sequence[int]) -> tf.Tensor:

@@ -16,7 +16,7 @@ import pandas as pd
 import pytest
 
 from merlin_cowclip.workflows.errors import Stopped, UserError
-from merlin_cowclip.workflows.study import sweep
+from merlin_cowclip.workflows.study import report_plots, sweep
 from merlin_cowclip.workflows.study.cost import Cost
 from merlin_cowclip.workflows.study.paper import PRINTED
 from merlin_cowclip.workflows.study.report import report
@@ -68,6 +68,8 @@ def swept(out: Path, names=TRAINED, setting: Setting = SETTING, dataset: str = "
                     f"2,{auc},{loss},0.4,0.4,0.1",
                 ]
                 (folder / "metrics.csv").write_text("\n".join(lines) + "\n")
+                lines = ["epoch,norm,rare,frequent", "1,0.5,9,9", "2,0.25,3,0", "2,0.5,1,6"]
+                (folder / "norms.csv").write_text("\n".join(lines) + "\n")
     return out
 
 
@@ -156,6 +158,17 @@ def test_curves_are_those_of_figures_5_and_6_and_of_figure_2(page):
         assert f"{title}, by epoch, of the first seed" in page
     assert "test AUC, %, by learning rate" in page
     assert "test log loss, by learning rate" in page
+
+
+def test_norms_are_those_of_figure_4(out, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(report_plots, "line_plot", lambda lines, *_, **__: drawn.append(lines))
+    found, record = sweep.outcomes(out, "gradients"), sweep.read_record(out, "gradients")
+    list(report_plots._distributions(out, found, record))
+    assert len(drawn[0]) == 2 * len(found)
+    # Of the last epoch alone, in % of rare and frequent rows together.
+    assert drawn[0]["cowclip, 8,192, rare"] == [(0.25, 30.0, 0.0), (0.5, 10.0, 0.0)]
+    assert drawn[0]["cowclip, 8,192, frequent"] == [(0.25, 0.0, 0.0), (0.5, 60.0, 0.0)]
 
 
 def test_the_papers_rows_are_ours():

@@ -176,7 +176,7 @@ def _half_a_line(end: Callable[[], None]) -> None:
 
     def instead(book: Logbook, *given: Any) -> None:
         stock(book, *given)
-        for path in (book._run / "metrics.csv", book._run / "fields.csv"):
+        for path in (book._run / f"{name}.csv" for name in ("metrics", "fields", "norms")):
             os.truncate(path, path.stat().st_size - 20)
         end()
 

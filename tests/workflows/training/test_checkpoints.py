@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from merlin_cowclip.plugins import Hyperparameters
+from merlin_cowclip.plugins import Hyperparameters, StepStatistics
 from merlin_cowclip.plugins.state import weights_of
 from merlin_cowclip.workflows.errors import Stopped, UserError
 from merlin_cowclip.workflows.folders import remove
@@ -407,4 +407,17 @@ def test_one_every_few_steps(data, tmp_path):
     per_epoch = len(Loader(data, batch_size=128))
     every_two = {s for s in range(2, 2 * per_epoch, 2)}
     assert set(steps_of(run)) == every_two | {per_epoch, 2 * per_epoch}
+    shutil.rmtree(run.path)
+
+
+def test_one_of_before_norms_were_counted(data, tmp_path, monkeypatch):
+    """It has four variables of statistics, and no `norms.csv` beside it."""
+    of_now = StepStatistics.variables.fget
+    with monkeypatch.context() as patch:
+        patch.setattr(StepStatistics, "variables", property(lambda self: of_now(self)[:4]))
+        patch.setattr(StepStatistics, "gradient_norms", lambda self: [])
+        keeping = Keeping(saved_model=False)
+        train(data, config(epochs=1, model="lr"), tmp_path / "run", keeping=keeping, progress=False)
+    run = resume(tmp_path / "run", epochs=2, progress=False)
+    assert (run.path / "norms.csv").read_text().splitlines()[1].startswith("2,")
     shutil.rmtree(run.path)

@@ -92,7 +92,7 @@ def test_the_run(name, home, printed):
     assert auc_in(line) == f"{run.result['auc']:.6f}"
     assert {p.name for p in run.path.iterdir()} == {
         *("config.json", "schema.pbtxt", "workflow", "checkpoints", "logs", "metrics.csv"),
-        *("fields.csv", "model", "result.json", ".lock"),
+        *("fields.csv", "norms.csv", "model", "result.json", ".lock"),
     }
     wanted = {"model": name, "embedding_dim": WIDTH, "mlp": [32, 16], "batch_size": 256}
     assert {key: run.config[key] for key in wanted} == wanted

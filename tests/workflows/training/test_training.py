@@ -128,7 +128,7 @@ def measured(run: Run) -> list[tuple]:
 def test_files_of_a_run(run):
     assert {p.name for p in run.path.iterdir()} == {
         *("config.json", "schema.pbtxt", "workflow", "checkpoints", "logs", "metrics.csv"),
-        *("fields.csv", "model", "result.json", ".lock"),
+        *("fields.csv", "norms.csv", "model", "result.json", ".lock"),
     }
     assert (run.path / "model" / ".merlin" / "input_schema.json").is_file()
     assert list((run.path / "logs").rglob("events.out.*"))
@@ -192,6 +192,14 @@ def test_lines_by_field(run):
     assert ids.tolist() == pytest.approx(whole["ids_per_batch"].tolist())
     assert fields.loc[fields["table"] == "linear", "rows_clipped"].isna().all()
     assert tables["gradient_norm_frequent"].gt(0).all()  # in such small batches all are
+
+
+def test_norms_are_of_every_row_of_the_epoch(run):
+    norms = pd.read_csv(run.path / "norms.csv")
+    whole = pd.read_csv(run.path / "metrics.csv")
+    rows = norms.groupby("epoch")[["rare", "frequent"]].sum().sum(axis=1)
+    updates = run.result["last_step"] / len(whole)
+    assert rows.tolist() == pytest.approx((whole["ids_per_batch"] * updates).tolist())
 
 
 def test_parameters(run, log):

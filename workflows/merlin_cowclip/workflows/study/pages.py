@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from merlin_cowclip.workflows.training.growing_files import METRICS
+from merlin_cowclip.workflows.training.growing_files import METRICS, NORMS
 
 PLOTS = "plots"  # beside the Markdown
 _STYLE = """
@@ -88,7 +88,16 @@ def facts(configs: Iterable[Mapping[str, Any]]) -> dict[str, str]:
 
 def read_metrics(run: Path) -> list[dict[str, str]]:
     """A run's `metrics.csv`: a row for each epoch; what there is no value of is empty."""
-    with (run / METRICS).open(newline="", encoding="utf-8") as file:
+    return _rows_of(run / METRICS)
+
+
+def read_norms(run: Path) -> list[dict[str, str]]:
+    """A run's `norms.csv`: a row for each epoch and bin; none of a run of an older version."""
+    return _rows_of(run / NORMS) if (run / NORMS).exists() else []
+
+
+def _rows_of(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="", encoding="utf-8") as file:
         return list(csv.DictReader(file))
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from merlin_cowclip.workflows.study.pages import read_metrics
+from merlin_cowclip.workflows.study.pages import read_metrics, read_norms
 from merlin_cowclip.workflows.study.plots import Line, line_plot
 from merlin_cowclip.workflows.study.studies import AUC, MINUTES, Quantity
 from merlin_cowclip.workflows.study.sweep import RUNS, Outcome
@@ -16,6 +16,8 @@ Plot = tuple[str, str]
 
 _NEAR = 1.0
 """% AUC."""
+
+_KINDS = ("frequent", "rare")
 
 _CURVES = {
     "auc": "test AUC, %",
@@ -42,6 +44,7 @@ def plots(
         yield from _curves(out, found, record)
     if name == "gradients":
         yield from _gradients(out, found, record)
+        yield from _distributions(out, found, record)
 
 
 def by_size_or_rate(name: str, found: Sequence[Outcome], quantity: Quantity) -> Iterator[Plot]:
@@ -125,7 +128,7 @@ def _gradients(out: Path, found: Sequence[Outcome], record: Mapping[str, Any]) -
     """Mean gradient norms of frequent and rare ids over the epochs, of each run of one seed."""
     lines = {}
     for outcome, epochs in _first_metrics(out, found, record):
-        for kind in ("frequent", "rare"):
+        for kind in _KINDS:
             lines[f"{outcome.cell.row}, {outcome.cell.column}, {kind}"] = [
                 (float(row["epoch"]), float(row[f"gradient_norm_{kind}"]), 0.0)
                 for row in epochs
@@ -138,11 +141,43 @@ def _gradients(out: Path, found: Sequence[Outcome], record: Mapping[str, Any]) -
         )
 
 
+def _distributions(
+    out: Path, found: Sequence[Outcome], record: Mapping[str, Any]
+) -> Iterator[Plot]:
+    """Figure 4: how the rows' gradient norms lie in the last epoch, of each run of one seed."""
+    lines: dict[str, Line] = {}
+    for outcome, run in _first_runs(out, found, record):
+        bins = read_norms(run)
+        bins = [one for one in bins if one["epoch"] == bins[-1]["epoch"]]
+        rows = sum(int(one[kind]) for one in bins for kind in _KINDS)
+        for kind in _KINDS:
+            lines[f"{outcome.cell.row}, {outcome.cell.column}, {kind}"] = [
+                (float(one["norm"]), 100 * int(one[kind]) / rows, 0.0) for one in bins
+            ]
+    if any(lines.values()):
+        yield (
+            "gradient norms of rows in the last epoch, of the first seed that ended",
+            line_plot(
+                lines,
+                "gradient norm, from one power of two on",
+                "% of the rows",
+                logarithmic_x=True,
+            ),
+        )
+
+
 def _first_metrics(
     out: Path, found: Sequence[Outcome], record: Mapping[str, Any]
 ) -> Iterator[tuple[Outcome, list[dict[str, str]]]]:
-    """The epochs of the first seed of each cell that ended, and did not diverge."""
+    for outcome, run in _first_runs(out, found, record):
+        yield outcome, read_metrics(run)
+
+
+def _first_runs(
+    out: Path, found: Sequence[Outcome], record: Mapping[str, Any]
+) -> Iterator[tuple[Outcome, Path]]:
+    """The run of the first seed of each cell that ended, and did not diverge."""
     for outcome, cell in zip(found, record["cells"], strict=True):
         seed = next((s for s, r in outcome.results.items() if r is not None), None)
         if seed is not None:
-            yield outcome, read_metrics(out / RUNS / cell["runs"][str(seed)])
+            yield outcome, out / RUNS / cell["runs"][str(seed)]

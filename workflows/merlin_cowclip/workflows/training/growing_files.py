@@ -13,7 +13,7 @@ from pathlib import Path
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.folders import remove
 
-METRICS, FIELDS, EVENTS = GROWING = ("metrics.csv", "fields.csv", "logs")
+METRICS, FIELDS, NORMS, EVENTS = GROWING = ("metrics.csv", "fields.csv", "norms.csv", "logs")
 _EVENT_FILES = "events.out.tfevents.*"  # TensorFlow's name; what else is in that folder is a user's
 
 

@@ -1,8 +1,8 @@
-"""What a run writes down as it trains: two CSV files, and TensorBoard's events.
+"""What a run writes down as it trains: three CSV files, and TensorBoard's events.
 
-`metrics.csv` has a line per epoch, `fields.csv` one per epoch and field. All only grow
-(`growing_files.py`), and what is written depends on the step alone, so that a run that was
-interrupted leaves the same lines as one that was not.
+`metrics.csv` has a line per epoch, `fields.csv` one per epoch and field, `norms.csv` one per epoch
+and bin of gradient norms. All only grow (`growing_files.py`), and what is written depends on the
+step alone, so that a run that was interrupted leaves the same lines as one that was not.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from merlin_cowclip.plugins._stack import tf
-from merlin_cowclip.workflows.training.growing_files import EVENTS, FIELDS, METRICS
+from merlin_cowclip.workflows.training.growing_files import EVENTS, FIELDS, METRICS, NORMS
 
 
 class Logbook:
@@ -54,12 +54,23 @@ class Logbook:
         self._events.write(event.SerializeToString())
         self._events.flush()
 
-    def epoch(self, row: Mapping[str, Any], fields: Sequence[Mapping[str, Any]]) -> None:
-        """A line of `metrics.csv`, and those of its fields; columns are those of the first one."""
+    def epoch(
+        self,
+        row: Mapping[str, Any],
+        fields: Sequence[Mapping[str, Any]],
+        norms: Sequence[Mapping[str, Any]],
+    ) -> None:
+        """A line of `metrics.csv`, and those of its fields and of the bins of its gradient norms.
+
+        Columns are those of the first one.
+        """
         self._append(METRICS, [row])
         self._append(FIELDS, [{"epoch": row["epoch"], **field} for field in fields])
+        self._append(NORMS, [{"epoch": row["epoch"], **bin_} for bin_ in norms])
 
     def _append(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        if not rows:
+            return
         path = self._run / name
         new = not path.exists()
         with path.open("a", newline="", encoding="utf-8") as file:

@@ -41,6 +41,7 @@ from merlin_cowclip.workflows.training.stopping import Interrupted, Stopping
 from merlin_cowclip.workflows.training.watch import NotFiniteError, Watch
 
 CHECKPOINTS = "checkpoints"  # within the run
+_SUMS = "statistics"
 LOG_EVERY = 50  # updates between two points of TensorBoard's curves
 
 
@@ -90,7 +91,7 @@ class Training:
         self._watch = Watch(self._optimizer, loader, config)
         self._state = training_state(model)
         for place, variable in enumerate(statistics.variables):
-            self._state[f"statistics/{place:04}"] = variable
+            self._state[f"{_SUMS}/{place:04}"] = variable
         self._saved = (-1, 0)  # updates, and epochs that were measured
         self._saved_at = time.monotonic()
 
@@ -126,7 +127,7 @@ class Training:
         """
         checkpoint, damaged = self.checkpoints.last()
         if checkpoint is not None:
-            checkpoint.check(self._state)
+            checkpoint.check(self._known_to(checkpoint))
             check_lengths(self._run, checkpoint.progress["lengths"])
         elif (self._run / RESULT).exists():
             why = f": {damaged[0]}" if damaged else ""
@@ -153,12 +154,17 @@ class Training:
         """
         progress = checkpoint.progress
         cut_back(self._run, progress["lengths"])
-        checkpoint.restore(self._state)
+        checkpoint.restore(self._known_to(checkpoint))
         _set_random_state(progress["random"])
         self.step = checkpoint.step
         self.progress = Progress(list(progress["epochs"]), progress["seconds"])
         self._saved = self._place
         self._watch.begin(self.step)
+
+    def _known_to(self, checkpoint: Checkpoint) -> dict[str, tf.Variable]:
+        """The state without sums that the version which took the checkpoint did not keep."""
+        held = checkpoint.record["tensors"]
+        return {k: v for k, v in self._state.items() if k in held or k.split("/")[0] != _SUMS}
 
     def _save(self, book: Logbook) -> None:
         """Begin a checkpoint of now, unless there is one.
@@ -288,7 +294,8 @@ class Training:
         }
         overall, fields = self._scalars(loss)
         whole = {**row, **{k: v for k, v in overall.items() if k != "loss"}}
-        book.epoch(whole, field_rows(fields))
+        norms = [dataclasses.asdict(one) for one in self._statistics.gradient_norms()]
+        book.epoch(whole, field_rows(fields), norms)
         measured = {f"all/test_{k}": row[k] for k in ("auc", "log_loss", "calibration")}
         book.scalars(self.step, {k: v for k, v in measured.items() if v is not None})
         self.progress.epochs.append(row)
