@@ -13,6 +13,7 @@ from merlin_cowclip.workflows.commands.main import command_line
 from merlin_cowclip.workflows.commands.studying import _setting
 from merlin_cowclip.workflows.data.prepared import PreparedData
 from merlin_cowclip.workflows.errors import Notice, UserError
+from merlin_cowclip.workflows.study.studies import STUDIES
 from merlin_cowclip.workflows.study.sweep import _check
 from merlin_cowclip.workflows.training.configuration import TrainConfig
 from merlin_cowclip.workflows.training.reproducibility import in_precision
@@ -32,6 +33,8 @@ OPTIONS = [
     ("--batch-sizes 32 --model ffm", ["model must be one of lr, fm", "'ffm'"]),
     ("--batch-sizes 32 --combiner genres=max", ["combiner must be one of", "'max'"]),
     ("--batch-sizes 32 --combiner =sum", ["--combiner must be FIELD=VALUE", "'=sum'"]),
+    ("--batch-sizes 32 --dense-schedule linear:to=x", ["--dense-schedule must have numbers"]),
+    ("--batch-sizes 32 --embedding-schedule fall", ["embedding_schedule must be one of", "'fall'"]),
     ("--batch-sizes 32 --jobs 0", ["jobs must be a whole number of at least 1", "0"]),
 ]
 
@@ -40,6 +43,16 @@ OPTIONS = [
 def test_options(toy_data, tmp_path, options, words):
     argv = ["sweep", "curves", toy_data, "--out", tmp_path / "out", *options.split()]
     refused(argv, words, folder=tmp_path)
+
+
+@pytest.mark.parametrize("study", [name for name in STUDIES if name != "frequencies"])
+def test_schedules_hold_for_every_run(toy_data, study):
+    argv = ["sweep", study, str(toy_data), "--out", "out", "--batch-sizes", "32,64"]
+    argv += ["--dense-schedule", "linear", "--embedding-schedule", "cosine:to=0.1"]
+    setting = _setting(command_line().parse_args(argv), PreparedData.open(toy_data))
+    configs = [cell.config for cell in STUDIES[study].cells(setting)]
+    assert {config.dense_schedule["name"] for config in configs} == {"linear"}
+    assert {config.embedding_schedule["to"] for config in configs} == {0.1}
 
 
 @pytest.mark.parametrize("study", ["networks", "time"])

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from merlin_cowclip.plugins.scaling import K
-from merlin_cowclip.workflows.commands.training import add_network, by_field
+from merlin_cowclip.workflows.commands.training import add_network
 from merlin_cowclip.workflows.commands.tuning import found_by
+from merlin_cowclip.workflows.commands.values import add_schedules, by_field, schedules_of
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.study.configuration import NETWORK
 from merlin_cowclip.workflows.study.studies import (
@@ -66,6 +67,7 @@ def add(commands: Commands) -> None:
         "be given again",
     )
     add_network(sweep)
+    add_schedules(sweep)
     sweep.add_argument("--jobs", type=int, default=1, help="runs trained at a time (1)")
     sweep.add_argument("--quiet", action="store_true", help="no bar, and only the table")
     sweep.set_defaults(run=_sweep)
@@ -132,7 +134,7 @@ def _setting(arguments: argparse.Namespace, data: PreparedData) -> Setting:
     return Setting(
         batch_sizes(base, data.rows["train"]) if sizes is None else sizes,
         values,
-        {name: value for name, value in given.items() if value is not None},
+        {k: v for k, v in given.items() if v is not None} | schedules_of(arguments),
         arguments.seeds,
         found=found,
     )

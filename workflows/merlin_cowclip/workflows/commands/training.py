@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from merlin_cowclip.plugins.scaling import ADAPTIVE_CLIPS, CLIPS, SCALING_RULES, scaling_table
+from merlin_cowclip.workflows.commands.values import add_schedules, by_field, schedules_of
 from merlin_cowclip.workflows.errors import Notice, UserError, quoted
 from merlin_cowclip.workflows.folders import refuse_existing
 from merlin_cowclip.workflows.training.configuration import TrainConfig
 from merlin_cowclip.workflows.training.keeping import Keeping
-from merlin_cowclip.workflows.training.learning_rates import SCHEDULES
 from merlin_cowclip.workflows.training.networks import COMBINERS, NETWORKS
 from merlin_cowclip.workflows.training.stopping import check_minutes
 
@@ -152,13 +152,7 @@ def _add_recipe(train: argparse.ArgumentParser) -> None:
     )
     train.add_argument("--no-clip", action="store_true", help="no clip")
     train.add_argument("--no-warmup", action="store_true", help="no warm-up of the dense η")
-    for part in ("dense", "embedding"):
-        train.add_argument(
-            f"--{part}-schedule",
-            metavar="NAME[:KEY=VALUE,…]",
-            help=f"how that η falls: {', '.join(SCHEDULES)} (it stays), as in cosine:to=0.1, "
-            "exponential:rate=0.5,epochs=1 or steps:5=0.1,8=0.01",
-        )
+    add_schedules(train)
 
 
 def units(text: str) -> tuple[int, ...]:
@@ -308,9 +302,7 @@ def train_config(arguments: argparse.Namespace, tuned: TrainConfig | None = None
     values |= {name: value for name, value in given.items() if value is not None}
     if arguments.combiner is not None and "=" in arguments.combiner:
         values["combiner"] = by_field("--combiner", arguments.combiner)
-    for option in ("dense_schedule", "embedding_schedule"):
-        if getattr(arguments, option) is not None:
-            values[option] = _schedule(f"--{option.replace('_', '-')}", getattr(arguments, option))
+    values |= schedules_of(arguments)
     if arguments.determinism is not None:
         values["deterministic"] = arguments.determinism
     base = {key: getattr(arguments, option) for key, option in _BASE.items()}
@@ -374,34 +366,3 @@ def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if twice:
         raise ValueError(f"{quoted(twice)} more than once")
     return dict(pairs)
-
-
-def by_field(option: str, text: str) -> dict[str, str]:
-    """The value of "genres=sum,tags=mean".
-
-    Raises:
-        UserError: it is none.
-    """
-    found: dict[str, str] = {}
-    for part in text.split(","):
-        field, equals, value = part.rpartition("=")
-        if not equals or not field or field in found:
-            raise UserError(
-                f"{option} must be FIELD=VALUE,… with each field once. Received: {text!r}, at "
-                f"{part!r}"
-            )
-        found[field] = value
-    return found
-
-
-def _schedule(option: str, text: str) -> dict[str, Any]:
-    """The value of "cosine:to=0.1", or of "steps:5=0.1,8=0.01"."""
-    name, colon, rest = text.partition(":")
-    pairs = by_field(option, rest) if colon else {}
-    try:
-        if name == "steps":
-            at = {"at": [float(epoch) for epoch in pairs]} if pairs else {}
-            return {"name": name, **at, "factors": [float(value) for value in pairs.values()]}
-        return {"name": name, **{key: float(value) for key, value in pairs.items()}}
-    except ValueError:
-        raise UserError(f"{option} must have numbers as its values. Received: {text!r}") from None

@@ -9,7 +9,8 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from merlin_cowclip.workflows.commands.training import add_network, by_field
+from merlin_cowclip.workflows.commands.training import add_network
+from merlin_cowclip.workflows.commands.values import by_field
 from merlin_cowclip.workflows.errors import Notice, UserError
 from merlin_cowclip.workflows.study.configuration import BASE_OPTIONS, NETWORK, TuneConfig
 
