@@ -9,6 +9,8 @@ moments); oneDNN is off there, because its allocator keeps what it once had, whi
 takes.
 
     python benchmarks/bench_step.py [--batches 1024 8192 65536] [--rows 300000 5000000]
+
+`--only VARIANT …` measures whole steps of these alone: large tables fill the memory many times.
 """
 
 from __future__ import annotations
@@ -27,11 +29,16 @@ VARIANTS = {
     "lazy none": "ours, lazy, no clip",
     "lazy cowclip": "ours, lazy, CowClip",
     "exact cowclip": "ours, exact, CowClip",
+    "deferred cowclip": "ours, deferred, CowClip",
     "dense way": "whole tables, our network (dense way)",
     "published": "whole tables, 26 of them (published)",
 }
 # Whose forward and backward pass a variant has, where not its own.
-PASSES = {"lazy none": "lazy cowclip", "dense way": "exact cowclip"}
+PASSES = {
+    "lazy none": "lazy cowclip",
+    "deferred cowclip": "lazy cowclip",
+    "dense way": "exact cowclip",
+}
 PARTS = [
     f"{part} of {variant}"
     for variant in VARIANTS
@@ -41,6 +48,8 @@ PARTS = [
 RATIOS = [
     ("lazy cowclip", "lazy none"),
     ("stock", "lazy cowclip"),
+    ("exact cowclip", "lazy cowclip"),
+    ("deferred cowclip", "lazy cowclip"),
     *(
         (ours, theirs)
         for ours in ("lazy cowclip", "exact cowclip")
@@ -84,11 +93,11 @@ def peak_elsewhere(variant: str, rows: int, size: int) -> float:
     return float(done.stdout.split()[-1])
 
 
-def times(rows: int, size: int) -> dict[str, Times]:
-    """Times of every variant and part, measured in turn."""
+def times(names: list[str], rows: int, size: int) -> dict[str, Times]:
+    """Times of variants and parts, measured in turn."""
     from step_variants import build
 
-    steps = {variant: build(variant, rows, size) for variant in [*VARIANTS, *PARTS]}
+    steps = {name: build(name, rows, size) for name in names}
     for step in steps.values():
         for _ in range(2):
             step()
@@ -127,10 +136,22 @@ def ratio(found: dict[str, Times], a: str, b: str) -> str:
     return f"{elapsed:.3f} in time, {cpu:.3f} in CPU time"
 
 
+def whole_steps(names: list[str], rows: int, size: int) -> None:
+    """Print the times of some variants' whole steps, each other's ratio to the first's."""
+    found = times(names, rows, size)
+    print(f"\nV = {rows:,}, batch {size:,}")
+    for name in names:
+        ms, cpu = (statistics.median(measured) for measured in found[name])
+        print(f"  {VARIANTS[name]:42}  {ms:>8.1f} ms/step  {cpu:>8.1f} ms of CPU")
+    for name in names[1:]:
+        print(f"  {name} / {names[0]}: {ratio(found, name, names[0])}", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--batches", type=int, nargs="+", default=[1024, 8192, 65536])
     parser.add_argument("--rows", type=int, nargs="+", default=[300_000, 5_000_000])
+    parser.add_argument("--only", nargs="+", choices=list(VARIANTS), metavar="VARIANT")
     parser.add_argument("--peak", nargs=3, metavar=("VARIANT", "ROWS", "BATCH"))
     arguments = parser.parse_args()
     if arguments.peak:
@@ -141,10 +162,15 @@ def main() -> None:
         f"{platform.processor() or platform.machine()}, {os.cpu_count()} CPUs, Python "
         f"{platform.python_version()}; DeepFM 3 x 400, 26 fields of width 10, 13 numbers"
     )
+    if arguments.only:
+        for rows in arguments.rows:
+            for size in arguments.batches:
+                whole_steps(arguments.only, rows, size)
+        return
     lazy: dict[tuple[int, int], float] = {}
     for rows in arguments.rows:
         for size in arguments.batches:
-            found = times(rows, size)
+            found = times([*VARIANTS, *PARTS], rows, size)
             print(f"\nV = {rows:,}, batch {size:,}")
             print(
                 f"  {'ms/step':42}  {'step':>8}  {'forward':>8}  {'backward':>8}  {'update':>8}  "

@@ -43,11 +43,14 @@ def schema(rows: int) -> Schema:
     return Schema([*columns, target])
 
 
-def batches(rows: int, size: int, number: int = 3) -> list[Any]:
-    """Batches with power-law ids: a few frequent ones, many that occur once."""
+def batches(rows: int, size: int, number: int | None = None) -> list[Any]:
+    """Batches with power-law ids: a few frequent ones, many that occur once.
+
+    By default about as many as are measured, so that a rare id is hardly ever met again.
+    """
     rng = np.random.default_rng(0)
     made = []
-    for _ in range(number):
+    for _ in range(number or max(8, min(64, 2**17 // size))):
         features = {}
         for i, n in enumerate(field_sizes(rows)):
             ids = np.floor(n ** rng.random((size, 1))).astype(np.int64) - 1
@@ -202,4 +205,30 @@ def build(variant: str, rows: int, size: int) -> Callable[[], Any]:
     def step() -> Any:
         return float(function(data)["loss"])
 
+    if whole.startswith("deferred") and not part:
+        step()  # which makes its state
+        let_rows_wait(optimizer, rows, size)
     return step
+
+
+def let_rows_wait(optimizer: CowClipOptimizer, rows: int, size: int, steps: int = 40_000) -> None:
+    """As after so many steps: each id was last in a batch when its frequency has it."""
+    random = np.random.default_rng(0)
+    gaps = []
+    for n in field_sizes(rows):
+        k = np.arange(1, n + 1)
+        share = np.log((k + 1) / k) / np.log(n)
+        gaps.append(random.geometric(np.clip(1 - (1 - share) ** size, 1e-9, 1)))
+    last = steps - np.minimum(np.concatenate(gaps), steps)
+    for part in optimizer.optimizers[:2]:
+        part.iterations.assign(steps)
+        for spec in optimizer.table_specs:
+            for mine in part.last_of(spec.variable):
+                old = np.zeros(mine.shape, np.float32)
+                old[: len(last), 0] = last
+                mine.assign(old)
+                root = 10 ** random.uniform(-5, -4, (1, spec.width)).astype(np.float32)
+                m, v = (part.get_slot(spec.variable, name) for name in ("m", "v"))
+                m.assign(root * random.standard_normal(m.shape, np.float32))
+                v.assign(tf.broadcast_to(root**2, v.shape))
+    optimizer.iterations.assign(steps)

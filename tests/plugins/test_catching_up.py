@@ -7,20 +7,20 @@ import pytest
 import tensorflow as tf
 
 from merlin_cowclip.plugins.absent import absent_step
-from merlin_cowclip.plugins.catching_up import catch_up, check_stable
+from merlin_cowclip.plugins.catching_up import are_calm, catch_up, catch_up_calm, check_stable
 
 EPSILON, D = 1e-7, 4
 GAPS = (0, 1, 60, 129, 130, 140, 200, 258, 300, 500, 900, 2_000, 4_000)
 
 
-def some_rows(first, gaps, each):
+def some_rows(first, gaps, each, width=D, swing=0.5):
     """Rows and moments of many sizes, and their gaps; those of step 0 have no moments yet."""
     random = np.random.default_rng(1)
-    shape = (each * len(gaps), D)
+    shape = (each * len(gaps), width)
     w = random.normal(size=shape) * 10.0 ** random.uniform(-4, -1, shape)
     root = np.where(random.random(shape) < 0.3, 0.0, 10.0 ** random.uniform(-8, -1, shape))
     root *= first > 0
-    m = 0.5 * root * random.normal(size=shape)
+    m = swing * root * random.normal(size=shape)
     return tuple(np.float32(x) for x in (w, m, root**2)), np.repeat(gaps, each)
 
 
@@ -85,6 +85,54 @@ def test_against_float64(l2, rate, first):
     left = np.abs(expected[0]) > np.maximum(np.abs(state[0]), 1e-3) / 10
     assert moved.max() < 2e-3
     assert (np.abs(found[2] - expected[2]) <= 0.02 * expected[2] + 1e-30)[left].all()
+
+
+@pytest.mark.parametrize(
+    ("l2", "rate", "first", "at_least"),
+    [
+        (0.0, 1e-3, 300, 0.5),
+        (1e-8, 1e-4, 30_000, 0.5),
+        (1e-6, 1e-4, 300, 0.3),
+        (1e-6, 1e-3, 3_000, 0.1),
+        (1e-5, 1e-4, 30_000, 0.2),
+        (1e-3, 1e-4, 30_000, 0.02),
+    ],
+)
+def test_calm_rows_against_float64(l2, rate, first, at_least):
+    """As any row, but without steps one by one."""
+    gaps = (1, 9, 33, 64, 130, 400, 1_000, 2_500, 4_000)
+    state, gap = some_rows(first, gaps, each=200, width=1, swing=1.0)
+    step = first + max(gaps)
+    calm = are_calm(*map(tf.constant, state), tf.constant(np.int32(step - gap)), rate, l2=l2)
+    state, gap = [x[calm.numpy()] for x in state], gap[calm.numpy()]
+    assert len(gap) > at_least * 200 * len(gaps)
+    assert len(np.unique(gap)) == len(gaps)
+    rates = corrected(np.full(step, rate))
+    expected = oracle(state, step - gap, step, rates, l2)
+    found = caught_up(state, step - gap, step, rates, l2, catch_up_calm)
+    error = errors(state, found, expected)
+    assert error.max() < 5e-4
+    assert np.quantile(error, 0.99) < 2e-4
+    reach = 10 * rate / (np.sqrt(expected[2]) + EPSILON)
+    moved = reach * np.abs(found[1] - expected[1]) / np.maximum(np.abs(state[0]), 1e-3)
+    assert moved.max() < 2e-3
+    np.testing.assert_allclose(found[2], expected[2], rtol=0.02)
+
+
+def test_which_rows_are_calm():
+    """All elements of a row: a v of its own size, a loss and what m moves as bounds say."""
+    w, root = np.full((6, 2), 1e-2, np.float32), np.full((6, 2), 1e-3, np.float32)
+    m = root / 2
+    last = np.full(6, 5_000, np.int32)
+    last[1] = 10  # Adam's bias correction changes fast
+    root[2, 1] = 1e-7  # v begins to follow 2λw
+    m[3, 0] = 100 * root[3, 0]  # m moves w by much
+    w[4], w[5] = 3.0, 300.0  # as root[2, 1]
+    given = (tf.constant(x) for x in (w, m, root**2, last))
+    found = are_calm(*given, 1e-4, l2=1e-5)
+    assert found.numpy().tolist() == [True, False, False, False, True, False]
+    given = (tf.constant(x) for x in (w, m, root**2, last))
+    assert not are_calm(*given, 1e-4, l2=1e-2).numpy().any()  # a step takes too much of w
 
 
 def test_a_gap_of_100_000_steps():

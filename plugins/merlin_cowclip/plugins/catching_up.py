@@ -21,14 +21,17 @@ _GROWTH = 0.6  # of a panel, by the age where it begins
 _LONGEST = 2.5  # of a panel, by the time in which v decays to 1/e
 _FORGOTTEN = 1e-3  # of a swing about zero when panels begin
 _SWINGS = 0.3  # of the s from which on w swings
+# Of a calm row: by how much its panels are older, how old it is, what ln |w| loses a step at most,
+# how many times 2λw its √v is, and by how many times w what is left in m may move it.
+_CALM, _CALM_AGE, _CALM_LOSS, _CALM_OWN, _CALM_MOVED = 1000, 300, 1e-3, 2.0, 8.0
 _MATTERS, _SMALL = 1e-4, 1e-3  # a part of what w was, or of this
 
 
 class _Settings(NamedTuple):
     beta_1: float
     beta_2: float
-    epsilon: float
-    l2: float
+    epsilon: float | tf.Tensor
+    l2: float | tf.Tensor
 
     @property
     def decay(self) -> float:
@@ -79,8 +82,8 @@ def catch_up(
     *,
     beta_1: float = 0.9,
     beta_2: float = 0.999,
-    epsilon: float = 1e-7,
-    l2: float,
+    epsilon: float | tf.Tensor = 1e-7,
+    l2: float | tf.Tensor,
 ) -> Moved:
     """Rows and moments as `absent_step`, made `step - last` times, would leave them.
 
@@ -116,6 +119,97 @@ def catch_up(
         lambda: state,
     )
     return Moved(*(tf.transpose(x) for x in state))
+
+
+@tf.function(autograph=False, reduce_retracing=True)
+def catch_up_calm(
+    rows: tf.Tensor,
+    m: tf.Tensor,
+    v: tf.Tensor,
+    last: tf.Tensor,
+    step: tf.Tensor,
+    rates: tf.Tensor,
+    *,
+    beta_1: float = 0.9,
+    beta_2: float = 0.999,
+    epsilon: float | tf.Tensor = 1e-7,
+    l2: float | tf.Tensor,
+) -> Moved:
+    """As `catch_up`, for rows that are calm (`are_calm`): in panels from the first step on.
+
+    What w and m hold of the faster mode is gone by a closed form: s stays what it will be when half
+    of it is gone.
+    """
+    given = _Settings(beta_1, beta_2, epsilon, l2)
+    w, m, v = (tf.transpose(x) for x in (rows, m, v))
+    last = tf.cast(last, tf.int32)
+    gap = tf.cast(step, tf.int32) - last
+    number = tf.cast(gap, w.dtype)
+    modes = _modes(w, m, *_when_half_is_gone(w, v, 0.0, last, rates, given), given)
+    older = tf.minimum(last, _CALM)
+    slow, m_slow, new_v = _slowly(modes.slow, v, tf.zeros_like(gap), older, last, gap, rates, given)
+    # What is not gone yet goes later, when s is another.
+    left = modes.fast_m * tf.pow(modes.root, number)
+    v, rate = _when_half_is_gone(w, v, number, last, rates, given)
+    w = slow + left * modes.root / (1.0 - modes.root) * _step_of_m(v, rate, given)
+    return Moved(*(tf.transpose(x) for x in (w, m_slow + left, new_v)))
+
+
+def _when_half_is_gone(
+    w: tf.Tensor,
+    v: tf.Tensor,
+    age: tf.Tensor | float,
+    last: tf.Tensor,
+    rates: tf.Tensor,
+    given: _Settings,
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """The v and rate at the mean of the steps in which the faster mode of that age goes."""
+    age += 1.0 / (1.0 - given.beta_1)
+    step = last + tf.cast(age, tf.int32)
+    rate = tf.cast(_at(rates, step) - _at(rates, step - 1), w.dtype)
+    # Half a step before: `_step_of_m` adds it.
+    return _later(w, v, tf.zeros_like(w), age - 0.5, given), rate
+
+
+def are_calm(
+    rows: tf.Tensor,
+    m: tf.Tensor,
+    v: tf.Tensor,
+    last: tf.Tensor,
+    rate: tf.Tensor,
+    *,
+    beta_1: float = 0.9,
+    beta_2: float = 0.999,
+    epsilon: float = 1e-7,
+    l2: float,
+) -> tf.Tensor:
+    """Which rows change so slowly from the first missed step on that `catch_up_calm` serves them.
+
+    Their v does not begin to follow 2λw soon, which would change √v by much in a few steps; w loses
+    little a step; and what is left in m does not move it by much.
+
+    Args:
+      rows: n×d, as all of it as in `catch_up`.
+      m: n×d.
+      v: n×d.
+      last: n.
+      rate: η, the most that it was in the steps they missed.
+      beta_1: decay of the first moment.
+      beta_2: decay of the second moment.
+      epsilon: ε.
+      l2: λ.
+
+    Returns:
+      n, bool.
+    """
+    memory = 1.0 / (1.0 - beta_1)
+    moved = memory * rate
+    own = (2.0 * _CALM_OWN * l2) ** 2 * tf.square(tf.abs(rows) + 3.0 * moved)
+    slow = tf.square(tf.maximum(2.0 * l2 * rate / _CALM_LOSS - epsilon, 0.0))
+    calm = v >= tf.maximum(own, slow)
+    size = tf.maximum(tf.square(rows), _SMALL**2)
+    calm = tf.logical_and(calm, tf.square(moved * m) <= _CALM_MOVED**2 * v * size)
+    return tf.logical_and(tf.reduce_all(calm, axis=1), last >= _CALM_AGE)
 
 
 _State = tuple[tf.Tensor, tf.Tensor, tf.Tensor]
@@ -190,24 +284,37 @@ def _in_panels(
     w, m, v = state
     old = gap > singles
     age = tf.minimum(gap, singles)
-    strength = _strength(v, _rate_at(rates, last + age, w.dtype), given)
-    slow = tf.where(old, _slow_part(w, m, strength, given), w)
+    modes = _modes(w, m, v, _rate_at(rates, last + age, w.dtype), given)
+    slow, m_slow, v = _slowly(tf.where(old, modes.slow, w), v, age, 0, last, gap, rates, given)
+    return tf.where(old, slow, w), tf.where(old, m_slow, m), v
+
+
+def _slowly(
+    slow: tf.Tensor,
+    v: tf.Tensor,
+    age: tf.Tensor,
+    older: tf.Tensor | int,
+    last: tf.Tensor,
+    gap: tf.Tensor,
+    rates: tf.Tensor,
+    given: _Settings,
+) -> _State:
+    """What a slow mode and v are at the end of each row's gap; panels grow as if it were older."""
+    strength = _strength(v, _rate_at(rates, last + age, v.dtype), given)
     slow *= tf.exp(-_lag(_loss(strength, given), given))
 
     def body(age: tf.Tensor, w: tf.Tensor, v: tf.Tensor) -> tuple[tf.Tensor, ...]:
-        left = gap - age
-        length = tf.minimum(left, _longest(w, v, age, given))
+        length = tf.minimum(gap - age, _longest(w, v, age + older, given))
         w, v = _panel(w, v, last + age, length, rates, given)
         return age + length, w, v
 
     _, slow, v = tf.while_loop(lambda age, *_: tf.reduce_any(age < gap), body, (age, slow, v))
-    strength = _strength(v, _rate_at(rates, last + gap, w.dtype), given)
+    strength = _strength(v, _rate_at(rates, last + gap, v.dtype), given)
     loss = _loss(strength, given)
     slow *= tf.exp(_lag(loss, given))
     swings = loss >= _fastest(given)
-    behind = (1.0 - given.beta_1) / (tf.exp(-loss) - given.beta_1)
-    m_slow = tf.where(swings, tf.zeros_like(m), 2.0 * given.l2 * slow * behind)
-    return tf.where(old, slow, w), tf.where(old, m_slow, m), v
+    m_slow = tf.where(swings, tf.zeros_like(slow), 2.0 * given.l2 * slow * _behind(loss, given))
+    return slow, m_slow, v
 
 
 def _longest(w: tf.Tensor, v: tf.Tensor, age: tf.Tensor, given: _Settings) -> tf.Tensor:
@@ -271,9 +378,14 @@ def _rate_at(rates: tf.Tensor, step: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
 
 
 def _strength(v: tf.Tensor, rate: tf.Tensor, given: _Settings) -> tf.Tensor:
-    """s: what a step takes off w by the share of M in it. Adam's v is the one after the step."""
+    """s: what a step takes off w by the share of M in it."""
+    return 2.0 * given.l2 * _step_of_m(v, rate, given)
+
+
+def _step_of_m(v: tf.Tensor, rate: tf.Tensor, given: _Settings) -> tf.Tensor:
+    """What a step takes off w by the share of m in it. Adam's v is the one after the step."""
     later = math.sqrt(math.sqrt(given.beta_2))
-    return 2.0 * given.l2 * rate / (tf.sqrt(v) * later + given.epsilon)
+    return rate / (tf.sqrt(v) * later + given.epsilon)
 
 
 def _fastest(given: _Settings) -> float:
@@ -299,15 +411,29 @@ def _lag(loss: tf.Tensor, given: _Settings) -> tf.Tensor:
     return 0.25 * beta * (1 + beta) / (1 - beta) ** 2 * tf.square(loss) / (1.0 - loss / fastest)
 
 
-def _slow_part(w: tf.Tensor, m: tf.Tensor, s: tf.Tensor, given: _Settings) -> tf.Tensor:
-    """What of w is left once m follows it, if s stays: w without its share of the faster mode."""
-    if not given.l2:
-        return w
-    beta = given.beta_1
-    x = tf.exp(-_loss(s, given))
-    y = -tf.math.expm1(-_loss(s, given))
-    slower = 1.0 / (x - beta)
-    faster = beta * y / x  # one over it, of the other root, β₁/x
-    apart = 1.0 - slower * faster > 0.02
-    share = (m / (2.0 * given.l2 * (1.0 - beta)) - w * slower) * faster
-    return tf.where(apart, w - share / tf.where(apart, 1.0 - slower * faster, 1.0), w)
+def _behind(loss: tf.Tensor, given: _Settings) -> tf.Tensor:
+    """M over w of the slower mode."""
+    return (1.0 - given.beta_1) / (tf.exp(-loss) - given.beta_1)
+
+
+class _Modes(NamedTuple):
+    """What w is made of: a part that m follows, and one that is gone when m has forgotten."""
+
+    slow: tf.Tensor
+    fast_m: tf.Tensor  # what is gone of m
+    per_m: tf.Tensor  # of w that goes with it
+    root: tf.Tensor  # by which both are multiplied at a step
+
+
+def _modes(w: tf.Tensor, m: tf.Tensor, v: tf.Tensor, rate: tf.Tensor, given: _Settings) -> _Modes:
+    """The modes of w and m, if s stays what it is with this v and rate."""
+    s = _strength(v, rate, given)
+    step = _step_of_m(v, rate, given)
+    loss = _loss(s, given)
+    root = given.beta_1 * tf.exp(loss)
+    per_m = root * step / (1.0 - root)
+    follows = 2.0 * given.l2 * _behind(loss, given)
+    apart = 1.0 - follows * per_m
+    is_apart = apart > 0.02
+    fast_m = tf.where(is_apart, (m - follows * w) / tf.where(is_apart, apart, 1.0), 0.0)
+    return _Modes(w - per_m * fast_m, fast_m, per_m, root)

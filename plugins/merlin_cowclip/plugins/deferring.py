@@ -15,10 +15,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from merlin_cowclip.plugins._stack import tf
-from merlin_cowclip.plugins.catching_up import catch_up
+from merlin_cowclip.plugins.absent import Moved
+from merlin_cowclip.plugins.catching_up import are_calm, catch_up, catch_up_calm
 
-_TILE, _TILE_ON_GPU = 4096, 65_536  # rows that catch up together: as long as the latest of them
+_TILE, _TILE_ON_GPU = 2048, 65_536  # rows that catch up together: as long as the latest of them
 _LATE = (0, 8, 32, 128)  # rows are sorted by how many steps they missed: more than so many
+_LONG = 32  # so many steps one by one are as much work as those of a calm row at once
 _AT_ONCE = 64  # tiles, of a whole table
 
 
@@ -41,8 +43,8 @@ class Adam(NamedTuple):
 
     beta_1: float
     beta_2: float
-    epsilon: float
-    l2: float
+    epsilon: float | tf.Tensor
+    l2: float | tf.Tensor
 
 
 def corrected_rates(rate: tf.Tensor, adam: Adam) -> tf.Tensor:
@@ -68,21 +70,18 @@ def bring_rows_up(
 
     Args:
       table: all of it.
-      wanted: n unique row numbers.
+      wanted: n unique row numbers, int64.
       rate: η of all the steps that they may have missed.
       adam: its constants.
       write: sets rows of a variable.
     """
-    # In floats: integers of 32 bits would be the host's.
-    late = tf.cast(table.step, tf.float32) - tf.gather(table.last, wanted)
-    more = tf.cast(late > tf.constant(_LATE, tf.float32), tf.float32)
-    kind = tf.cast(tf.reduce_sum(more, axis=1), tf.int32)
-    groups = tf.dynamic_partition(wanted, kind, len(_LATE) + 1)[1:]
-    rates = corrected_rates(rate, adam)
-    moved = [_moved(table, group, rates, adam) for group in groups]
-    at = tf.concat(groups, axis=0)
-    for variable, new in zip(table[:3], zip(*moved, strict=True), strict=True):
-        write(variable, at, tf.concat(new, axis=0))
+    state = [tf.gather(variable, wanted) for variable in (*table[:3], table.last)]
+    late, *new = _late_rows(_Kind.of(table.rows, adam))(
+        *state, table.step, rate, *(tf.constant(x, table.rows.dtype) for x in adam[2:])
+    )
+    at = tf.gather(wanted, late)
+    for variable, x in zip(table[:3], new, strict=True):
+        write(variable, at, x)
     now = tf.cast(table.step, tf.float32)
     write(table.last, at, tf.fill([tf.size(at), 1], now))
 
@@ -91,54 +90,128 @@ def bring_rows_up(
 def bring_all_up(table: Table, rate: tf.Tensor, adam: Adam, write: Write) -> None:
     """Make all rows of a table current, some at a time; as `bring_rows_up`."""
     number = table.rows.shape[0]
-    many = _AT_ONCE * _tile(table.rows)
-    rates = corrected_rates(rate, adam)
+    many = _AT_ONCE * _Kind.of(table.rows, adam).tile
 
     def body(begin: tf.Tensor) -> tuple[tf.Tensor]:
         at = tf.range(begin, tf.minimum(begin + many, number))
-        for variable, new in zip(table[:3], _moved(table, at, rates, adam), strict=True):
-            write(variable, at, new)
-        now = tf.cast(table.step, tf.float32)
-        write(table.last, at, tf.fill([tf.size(at), 1], now))
+        bring_rows_up(table, at, rate, adam, write)
         return (begin + many,)
 
     tf.while_loop(lambda begin: begin < number, body, (tf.constant(0, tf.int64),))
 
 
-def _moved(table: Table, at: tf.Tensor, rates: tf.Tensor, adam: Adam) -> tuple[tf.Tensor, ...]:
-    """Rows and moments as they shall be, n×d each."""
-    size, width = _tile(table.rows), table.rows.shape[1]
-    state = [tf.gather(variable, at) for variable in (*table[:3], table.last)]
-    number = tf.size(at)
-    tiles = -(-number // size)
-    more = tiles * size - number  # rows of no table, that missed nothing
-    *padded, last = (tf.pad(x, [[0, more], [0, 0]]) for x in state)
-    none = tf.pad(tf.zeros([number, 1], tf.bool), [[0, more], [0, 0]], constant_values=True)
-    last = tf.where(none, tf.cast(table.step, last.dtype), last)
-    cut = (
-        *(tf.reshape(x, [tiles, size, width]) for x in padded),
-        tf.reshape(last, [tiles, size]),
-    )
+class _Kind(NamedTuple):
+    """Of tables: what one graph serves."""
 
-    def bring(tile: Sequence[tf.Tensor]) -> tuple[tf.Tensor, ...]:
-        return tuple(_compiled(adam)(*tile, table.step, rates))
+    width: int
+    dtype: tf.DType
+    device: str
+    beta_1: float
+    beta_2: float
 
-    if tf.executing_eagerly():
-        each = [bring([x[i] for x in cut]) for i in range(int(tiles))]
-        found = [tf.concat(x, axis=0) for x in zip(*each, strict=True)] or state[:3]
-    else:
-        kinds = (table.rows.dtype,) * 3
-        jobs = os.cpu_count() or 1
-        found = tf.map_fn(bring, cut, fn_output_signature=kinds, parallel_iterations=jobs)
-    return tuple(tf.reshape(x, [-1, width])[:number] for x in found)
+    @classmethod
+    def of(cls, rows: tf.Variable, adam: Adam) -> _Kind:
+        return cls(rows.shape[1], rows.dtype, rows.device or "", *adam[:2])
 
+    @property
+    def tile(self) -> int:
+        return _TILE_ON_GPU if "GPU" in self.device else _TILE
 
-def _tile(variable: tf.Variable) -> int:
-    return _TILE_ON_GPU if "GPU" in (variable.device or "") else _TILE
+    @property
+    def signature(self) -> list[tf.TensorSpec]:
+        """Of rows and moments, n×d; `last`, n×1; the step; η, ε and λ."""
+        state = [tf.TensorSpec([None, self.width], self.dtype)] * 3
+        constants = [tf.TensorSpec([], dtype) for dtype in (tf.float32, self.dtype, self.dtype)]
+        last, step = tf.TensorSpec([None, 1], tf.float32), tf.TensorSpec([], tf.int32)
+        return [*state, last, step, *constants]
 
 
 @functools.lru_cache(maxsize=64)
-def _compiled(adam: Adam) -> Callable[..., Any]:
-    """`catch_up` of a tile, as a few kernels: op by op it takes five times as long."""
-    work = functools.partial(catch_up.python_function, **adam._asdict())
+def _late_rows(kind: _Kind) -> Callable[..., Any]:
+    """A function that all graphs share, since to trace it takes seconds.
+
+    Of some rows, it finds the places of those that are late, and what rows and moments shall be.
+    """
+
+    def work(
+        rows: tf.Tensor,
+        m: tf.Tensor,
+        v: tf.Tensor,
+        last: tf.Tensor,
+        step: tf.Tensor,
+        rate: tf.Tensor,
+        epsilon: tf.Tensor,
+        l2: tf.Tensor,
+    ) -> tuple[tf.Tensor, ...]:
+        adam = Adam(kind.beta_1, kind.beta_2, epsilon, l2)
+        with tf.device(kind.device):
+            groups = _alike((rows, m, v, last), step, rate, adam)
+            tiles = _Tiles.of(groups, kind.tile)
+            cut = [tf.gather(x, tiles.places) for x in (rows, m, v, last[:, 0])]
+            # What fills a group up missed nothing.
+            cut[3] = tf.where(tiles.filled, tf.cast(step, tf.float32), cut[3])
+            rates = corrected_rates(rate, adam)
+            ways = [_compiled(way, *adam[:2]) for way in (catch_up, catch_up_calm)]
+
+            def bring(tile: Sequence[tf.Tensor]) -> tuple[tf.Tensor, ...]:
+                *state, is_calm = tile
+                given = (*state, step, rates, epsilon, l2)
+                return tf.cond(is_calm, lambda: ways[1](*given), lambda: ways[0](*given))
+
+            kinds = Moved(*(kind.dtype,) * 3)
+            jobs = os.cpu_count() or 1
+            given = (*cut, tiles.are_calm)
+            found = tf.map_fn(bring, given, fn_output_signature=kinds, parallel_iterations=jobs)
+            new = (tf.reshape(x, [-1, kind.width]) for x in found)
+            return tf.concat(groups, axis=0), *(tf.gather(x, tiles.kept) for x in new)
+
+    return tf.function(work, input_signature=kind.signature, autograph=False)
+
+
+def _alike(
+    state: Sequence[tf.Tensor], step: tf.Tensor, rate: tf.Tensor, adam: Adam
+) -> list[tf.Tensor]:
+    """Places of late rows in groups of which none waits long for others; the last one is calm."""
+    *rows, last = state
+    late = tf.cast(step, tf.float32) - last
+    more = late > tf.constant(_LATE, tf.float32)  # floats: integers of 32 bits are the host's
+    group = tf.reduce_sum(tf.cast(more, tf.float32), axis=1)
+    calm = are_calm(*rows, last[:, 0], tf.cast(rate, rows[0].dtype), **adam._asdict())
+    calm = tf.logical_and(calm, late[:, 0] > _LONG)
+    group = tf.where(calm, float(len(_LATE) + 1), group)
+    places = tf.range(tf.size(group, tf.int64))
+    return tf.dynamic_partition(places, tf.cast(group, tf.int32), len(_LATE) + 2)[1:]
+
+
+class _Tiles(NamedTuple):
+    """Groups of rows, each cut into tiles and filled up."""
+
+    places: tf.Tensor  # tiles×size, of rows
+    filled: tf.Tensor  # tiles×size: whether it is no row of a group
+    are_calm: tf.Tensor  # tiles
+    kept: tf.Tensor  # where the groups' rows are, one after another, among all tiles' rows
+
+    @classmethod
+    def of(cls, groups: Sequence[tf.Tensor], size: int) -> _Tiles:
+        numbers = [tf.size(group, tf.int64) for group in groups]
+        tiles = [-(-number // size) for number in numbers]
+        padded, kept, begin = [], [], tf.constant(0, tf.int64)
+        for group, number, many in zip(groups, numbers, tiles, strict=True):
+            padded += [group, tf.fill([many * size - number], tf.constant(-1, tf.int64))]
+            kept.append(begin + tf.range(number))
+            begin += many * size
+        places = tf.reshape(tf.concat(padded, axis=0), [-1, size])
+        calm = tf.range(tf.reduce_sum(tiles)) >= tf.reduce_sum(tiles[:-1])
+        return cls(tf.maximum(places, 0), places < 0, calm, tf.concat(kept, axis=0))
+
+
+@functools.lru_cache(maxsize=64)
+def _compiled(way: Any, beta_1: float, beta_2: float) -> Callable[..., Any]:
+    """`catch_up` or `catch_up_calm` of a tile, as a few kernels: op by op it takes five times."""
+
+    def work(*given: tf.Tensor) -> Moved:
+        *tile, epsilon, l2 = given
+        constants = Adam(beta_1, beta_2, epsilon, l2)
+        return way.python_function(*tile, **constants._asdict())
+
     return tf.function(work, autograph=False, jit_compile=True)
