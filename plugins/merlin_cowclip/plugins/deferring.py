@@ -18,10 +18,9 @@ from merlin_cowclip.plugins._stack import tf
 from merlin_cowclip.plugins.absent import Moved
 from merlin_cowclip.plugins.catching_up import are_calm, catch_up, catch_up_calm
 
-_TILE, _TILE_ON_GPU = 2048, 65_536  # rows that catch up together: as long as the latest of them
-_LATE = (0, 8, 32, 128)  # rows are sorted by how many steps they missed: more than so many
+_TILE, _TILE_ON_GPU = 512, 65_536  # rows that catch up together: as long as the latest of them
 _LONG = 32  # so many steps one by one are as much work as those of a calm row at once
-_AT_ONCE = 64  # tiles, of a whole table
+_AT_ONCE = 512  # tiles, of a whole table
 
 
 Write = Callable[[tf.Variable, tf.Tensor, tf.Tensor], Any]
@@ -171,16 +170,15 @@ def _late_rows(kind: _Kind) -> Callable[..., Any]:
 def _alike(
     state: Sequence[tf.Tensor], step: tf.Tensor, rate: tf.Tensor, adam: Adam
 ) -> list[tf.Tensor]:
-    """Places of late rows in groups of which none waits long for others; the last one is calm."""
-    *rows, last = state
-    late = tf.cast(step, tf.float32) - last
-    more = late > tf.constant(_LATE, tf.float32)  # floats: integers of 32 bits are the host's
-    group = tf.reduce_sum(tf.cast(more, tf.float32), axis=1)
-    calm = are_calm(*rows, last[:, 0], tf.cast(rate, rows[0].dtype), **adam._asdict())
-    calm = tf.logical_and(calm, late[:, 0] > _LONG)
-    group = tf.where(calm, float(len(_LATE) + 1), group)
-    places = tf.range(tf.size(group, tf.int64))
-    return tf.dynamic_partition(places, tf.cast(group, tf.int32), len(_LATE) + 2)[1:]
+    """Places of late rows, first of those that are calm, each from the least late to the latest."""
+    rows, m, v, last = state
+    late = (tf.cast(step, tf.float32) - last)[:, 0]  # floats: integers of 32 bits are the host's
+    calm = are_calm(rows, m, v, last[:, 0], tf.cast(rate, rows.dtype), **adam._asdict())
+    calm = tf.logical_and(calm, late > _LONG)
+    kind = tf.where(calm, 1.0, tf.where(late > 0, 2.0, 0.0))
+    places = tf.range(tf.size(late, tf.int64))
+    groups = tf.dynamic_partition(places, tf.cast(kind, tf.int32), 3)[1:]
+    return [tf.gather(group, tf.argsort(tf.gather(late, group))) for group in groups]
 
 
 class _Tiles(NamedTuple):
@@ -201,7 +199,7 @@ class _Tiles(NamedTuple):
             kept.append(begin + tf.range(number))
             begin += many * size
         places = tf.reshape(tf.concat(padded, axis=0), [-1, size])
-        calm = tf.range(tf.reduce_sum(tiles)) >= tf.reduce_sum(tiles[:-1])
+        calm = tf.range(tf.reduce_sum(tiles)) < tiles[0]
         return cls(tf.maximum(places, 0), places < 0, calm, tf.concat(kept, axis=0))
 
 
