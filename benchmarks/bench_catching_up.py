@@ -20,7 +20,7 @@ import numpy as np
 import tensorflow as tf
 
 from merlin_cowclip.plugins.absent import absent_step
-from merlin_cowclip.plugins.catching_up import catch_up
+from merlin_cowclip.plugins.catching_up import Rates, catch_up
 
 ROWS, WIDTH, FIRST = 4096, 10, 1000
 RATE, L2 = 1e-4, 1e-5  # the paper's for the embeddings of Criteo at 1K
@@ -38,7 +38,7 @@ def both(gap: int) -> tuple[Callable[[], Any], Callable[[], Any]]:
     """Catching up with `gap` steps, and the steps themselves."""
     t = np.arange(1, FIRST + gap + 1, dtype=np.float64)
     rates = RATE * np.sqrt(1 - 0.999**t) / (1 - 0.9**t)
-    total = tf.constant(np.concatenate([[0.0], np.cumsum(rates)]))
+    total = Rates.of(tf.constant(np.concatenate([[0.0], np.cumsum(rates)])))
     rows, last = some_rows(), tf.fill([ROWS], FIRST)
     at_once = tf.function(catch_up.python_function, autograph=False, jit_compile=True)
 

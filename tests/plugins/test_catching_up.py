@@ -7,7 +7,13 @@ import pytest
 import tensorflow as tf
 
 from merlin_cowclip.plugins.absent import absent_step
-from merlin_cowclip.plugins.catching_up import are_calm, catch_up, catch_up_calm, check_stable
+from merlin_cowclip.plugins.catching_up import (
+    Rates,
+    are_calm,
+    catch_up,
+    catch_up_calm,
+    check_stable,
+)
 
 EPSILON, D = 1e-7, 4
 GAPS = (0, 1, 60, 129, 130, 140, 200, 258, 300, 500, 900, 2_000, 4_000)
@@ -43,7 +49,7 @@ def oracle(state, last, step, rates, l2):
 
 
 def caught_up(state, last, step, rates, l2, function=catch_up):
-    total = tf.constant(np.concatenate([[0.0], np.cumsum(rates)]))
+    total = Rates.of(tf.constant(np.concatenate([[0.0], np.cumsum(rates)])))
     given = (*map(tf.constant, state), tf.constant(np.int32(last)), tf.constant(step), total)
     return [x.numpy() for x in function(*given, l2=l2)]
 

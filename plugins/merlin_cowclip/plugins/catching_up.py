@@ -44,6 +44,33 @@ class _Settings(NamedTuple):
         return math.ceil(math.log(_FORGOTTEN) / (0.5 * math.log(self.beta_1)))
 
 
+class Rates(NamedTuple):
+    """Learning rates of the steps, bias correction included; beyond their end that of the last."""
+
+    sums: tf.Tensor  # float64
+    each: tf.Tensor  # of the rows' dtype: the mean of a step's and the next one's
+
+    @classmethod
+    def of(cls, sums: tf.Tensor, dtype: tf.DType = tf.float32) -> Rates:
+        """Of `sums[t]`, the sum of `η·√(1 - β₂ᵗ)/(1 - β₁ᵗ)` over the steps 1 to t, float64."""
+        further = tf.concat([sums[1:], 2 * sums[-1:] - sums[-2:-1]], axis=0)
+        before = tf.concat([sums[:1], sums[:-1]], axis=0)
+        each = (further - before) / 2.0
+        return cls(sums, tf.cast(tf.concat([2.0 * each[:1], each[1:]], axis=0), dtype))
+
+    def up_to(self, step: tf.Tensor) -> tf.Tensor:
+        """The sum of the rates of all steps up to some."""
+        end = tf.size(self.sums) - 1
+        beyond = tf.cast(tf.maximum(step - end, 0), self.sums.dtype)
+        return tf.gather(self.sums, tf.minimum(step, end)) + beyond * (
+            self.sums[-1] - self.sums[-2]
+        )
+
+    def at(self, step: tf.Tensor) -> tf.Tensor:
+        """The rate where a step ends and the next one begins."""
+        return tf.gather(self.each, tf.minimum(step, tf.size(self.each) - 1))
+
+
 def check_stable(
     *, learning_rate: float | tf.Tensor, l2: float, beta_1: float, epsilon: float
 ) -> None:
@@ -78,7 +105,7 @@ def catch_up(
     v: tf.Tensor,
     last: tf.Tensor,
     step: tf.Tensor,
-    rates: tf.Tensor,
+    rates: Rates,
     *,
     beta_1: float = 0.9,
     beta_2: float = 0.999,
@@ -93,8 +120,7 @@ def catch_up(
       v: n×d, second moments.
       last: n, int32: the steps after which the rows are current, from 0 to `step`.
       step: int32 scalar, the step after which they shall be current.
-      rates: float64; `rates[t]` is the sum of `η·√(1 - β₂ᵗ)/(1 - β₁ᵗ)` over the steps 1 to t.
-        Beyond its end each step has the rate of the last one in it.
+      rates: those of all steps.
       beta_1: decay of the first moment.
       beta_2: decay of the second moment.
       epsilon: ε.
@@ -128,7 +154,7 @@ def catch_up_calm(
     v: tf.Tensor,
     last: tf.Tensor,
     step: tf.Tensor,
-    rates: tf.Tensor,
+    rates: Rates,
     *,
     beta_1: float = 0.9,
     beta_2: float = 0.999,
@@ -160,13 +186,13 @@ def _when_half_is_gone(
     v: tf.Tensor,
     age: tf.Tensor | float,
     last: tf.Tensor,
-    rates: tf.Tensor,
+    rates: Rates,
     given: _Settings,
 ) -> tuple[tf.Tensor, tf.Tensor]:
     """The v and rate at the mean of the steps in which the faster mode of that age goes."""
     age += 1.0 / (1.0 - given.beta_1)
     step = last + tf.cast(age, tf.int32)
-    rate = tf.cast(_at(rates, step) - _at(rates, step - 1), w.dtype)
+    rate = tf.cast(rates.up_to(step) - rates.up_to(step - 1), w.dtype)
     # Half a step before: `_step_of_m` adds it.
     return _later(w, v, tf.zeros_like(w), age - 0.5, given), rate
 
@@ -220,7 +246,7 @@ def _one_by_one(
     steps: tuple[tf.Tensor, tf.Tensor],
     last: tf.Tensor,
     gap: tf.Tensor,
-    rates: tf.Tensor,
+    rates: Rates,
     given: _Settings,
 ) -> _State:
     """Some of the first steps of each row's gap, from one number to another, as `absent_step`."""
@@ -228,30 +254,27 @@ def _one_by_one(
     dtype = state[0].dtype
     most = tf.minimum(tf.reduce_max(gap), end)
 
-    def body(done: tf.Tensor, w: tf.Tensor, m: tf.Tensor, v: tf.Tensor) -> tuple[tf.Tensor, ...]:
+    def body(
+        done: tf.Tensor, so_far: tf.Tensor, w: tf.Tensor, m: tf.Tensor, v: tf.Tensor
+    ) -> tuple[tf.Tensor, ...]:
         on = done < gap
-        before = last + tf.minimum(done, tf.maximum(gap - 1, 0))
-        rate = tf.cast(_at(rates, before + 1) - _at(rates, before), dtype)
+        now = rates.up_to(last + tf.minimum(done + 1, gap))
+        rate = tf.cast(now - so_far, dtype)
         g = 2.0 * given.l2 * w
         m_new = m + (g - m) * (1.0 - given.beta_1)
         v_new = v + (tf.square(g) - v) * (1.0 - given.beta_2)
         w_new = w - m_new * rate / (tf.sqrt(v_new) + given.epsilon)
         return (
             done + 1,
+            now,
             tf.where(on, w_new, w),
             tf.where(on, m_new, m),
             tf.where(on, v_new, v),
         )
 
-    found = tf.while_loop(lambda done, *_: done < most, body, (begin, *state))
-    return found[1], found[2], found[3]
-
-
-def _at(rates: tf.Tensor, step: tf.Tensor) -> tf.Tensor:
-    """The sum of rates up to a step; beyond the table each step adds as much as its last one."""
-    end = tf.size(rates) - 1
-    beyond = tf.cast(tf.maximum(step - end, 0), rates.dtype)
-    return tf.gather(rates, tf.minimum(step, end)) + beyond * (rates[-1] - rates[-2])
+    so_far = rates.up_to(last + tf.minimum(begin, gap))
+    found = tf.while_loop(lambda done, *_: done < most, body, (begin, so_far, *state))
+    return found[2], found[3], found[4]
 
 
 def _swing(
@@ -259,12 +282,12 @@ def _swing(
     first: tf.Tensor,
     last: tf.Tensor,
     gap: tf.Tensor,
-    rates: tf.Tensor,
+    rates: Rates,
     given: _Settings,
 ) -> tf.Tensor:
     """Whether an element that has more steps to come swings about zero, or nearly, and matters."""
     w, _, v = state
-    rate = _rate_at(rates, last + tf.minimum(gap, given.singles), w.dtype)
+    rate = rates.at(last + tf.minimum(gap, given.singles))
     swings = _strength(v, rate, given) > _SWINGS * (1 - math.sqrt(given.beta_1)) ** 2 / (
         1 - given.beta_1
     )
@@ -277,14 +300,14 @@ def _in_panels(
     singles: tf.Tensor,
     last: tf.Tensor,
     gap: tf.Tensor,
-    rates: tf.Tensor,
+    rates: Rates,
     given: _Settings,
 ) -> _State:
     """The rest of each row's gap, after its first steps."""
     w, m, v = state
     old = gap > singles
     age = tf.minimum(gap, singles)
-    modes = _modes(w, m, v, _rate_at(rates, last + age, w.dtype), given)
+    modes = _modes(w, m, v, rates.at(last + age), given)
     slow, m_slow, v = _slowly(tf.where(old, modes.slow, w), v, age, 0, last, gap, rates, given)
     return tf.where(old, slow, w), tf.where(old, m_slow, m), v
 
@@ -296,20 +319,24 @@ def _slowly(
     older: tf.Tensor | int,
     last: tf.Tensor,
     gap: tf.Tensor,
-    rates: tf.Tensor,
+    rates: Rates,
     given: _Settings,
 ) -> _State:
     """What a slow mode and v are at the end of each row's gap; panels grow as if it were older."""
-    strength = _strength(v, _rate_at(rates, last + age, v.dtype), given)
+    strength = _strength(v, rates.at(last + age), given)
     slow *= tf.exp(-_lag(_loss(strength, given), given))
 
-    def body(age: tf.Tensor, w: tf.Tensor, v: tf.Tensor) -> tuple[tf.Tensor, ...]:
+    def body(
+        age: tf.Tensor, so_far: tf.Tensor, w: tf.Tensor, v: tf.Tensor
+    ) -> tuple[tf.Tensor, ...]:
         length = tf.minimum(gap - age, _longest(w, v, age + older, given))
-        w, v = _panel(w, v, last + age, length, rates, given)
-        return age + length, w, v
+        now = rates.up_to(last + age + length)
+        w, v = _panel(w, v, last + age, length, rates, tf.cast(now - so_far, w.dtype), given)
+        return age + length, now, w, v
 
-    _, slow, v = tf.while_loop(lambda age, *_: tf.reduce_any(age < gap), body, (age, slow, v))
-    strength = _strength(v, _rate_at(rates, last + gap, v.dtype), given)
+    begin = (age, rates.up_to(last + age), slow, v)
+    *_, slow, v = tf.while_loop(lambda age, *_: tf.reduce_any(age < gap), body, begin)
+    strength = _strength(v, rates.at(last + gap), given)
     loss = _loss(strength, given)
     slow *= tf.exp(_lag(loss, given))
     swings = loss >= _fastest(given)
@@ -335,21 +362,20 @@ def _panel(
     v: tf.Tensor,
     start: tf.Tensor,
     length: tf.Tensor,
-    rates: tf.Tensor,
+    rates: Rates,
+    together: tf.Tensor,
     given: _Settings,
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """`length` steps at once after the step `start`, n each: w and v, d×n.
+    """`length` steps at once after the step `start`, n each, whose rates are `together`: w and v.
 
     v is solved as if w shrank at one rate, w as if v did not know of it; Gauss's rule between.
     """
-    dtype = w.dtype
-    loss = _loss(_strength(v, _rate_at(rates, start, dtype), given), given)
-    whole = tf.cast(length, dtype)
-    at = [_rate_at(rates, start + tf.cast(node * whole, tf.int32), dtype) for node in _NODES]
+    whole = tf.cast(length, w.dtype)
+    loss = _loss(_strength(v, rates.at(start), given), given)
+    at = [rates.at(start + tf.cast(node * whole, tf.int32)) for node in _NODES]
     # Together as much as all steps' rates, also where these jump.
     guess = sum(weight * rate for weight, rate in zip(_WEIGHTS, at, strict=True))
-    right = tf.cast(_at(rates, start + length) - _at(rates, start), dtype)
-    ratio = tf.math.divide_no_nan(right, guess * whole)
+    ratio = tf.math.divide_no_nan(together, guess * whole)
     total = tf.zeros_like(w)
     for node, weight, rate in zip(_NODES, _WEIGHTS, at, strict=True):
         later = _later(w, v, loss, node * whole, given)
@@ -368,13 +394,6 @@ def _later(
     far = (tf.exp(-2.0 * loss * time) - kept) / tf.where(close, tf.ones_like(x), apart)
     near = kept * time * (1.0 + x * (0.5 + x / 6.0))
     return kept * v + decay * tf.square(2.0 * given.l2 * w) * tf.where(close, near, far)
-
-
-def _rate_at(rates: tf.Tensor, step: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
-    """The mean rate of a step and the next one, n."""
-    before = tf.maximum(step - 1, 0)
-    difference = _at(rates, step + 1) - _at(rates, before)
-    return tf.cast(difference / tf.cast(step + 1 - before, rates.dtype), dtype)
 
 
 def _strength(v: tf.Tensor, rate: tf.Tensor, given: _Settings) -> tf.Tensor:

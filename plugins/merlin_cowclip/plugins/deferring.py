@@ -16,7 +16,7 @@ import numpy as np
 
 from merlin_cowclip.plugins._stack import tf
 from merlin_cowclip.plugins.absent import Moved
-from merlin_cowclip.plugins.catching_up import are_calm, catch_up, catch_up_calm
+from merlin_cowclip.plugins.catching_up import Rates, are_calm, catch_up, catch_up_calm
 
 _TILE, _TILE_ON_GPU = 512, 65_536  # rows that catch up together: as long as the latest of them
 _LONG = 32  # so many steps one by one are as much work as those of a calm row at once
@@ -46,9 +46,9 @@ class Adam(NamedTuple):
     l2: float | tf.Tensor
 
 
-def corrected_rates(rate: tf.Tensor, adam: Adam) -> tf.Tensor:
-    """The table `rates` of `catch_up` for a learning rate that stays as it is, float64."""
-    return _corrections(adam.beta_1, adam.beta_2) * tf.cast(rate, tf.float64)
+def corrected_rates(rate: tf.Tensor, adam: Adam, dtype: tf.DType) -> Rates:
+    """Rates of `catch_up` for a learning rate that stays as it is."""
+    return Rates.of(_corrections(adam.beta_1, adam.beta_2) * tf.cast(rate, tf.float64), dtype)
 
 
 @functools.lru_cache(maxsize=8)
@@ -149,7 +149,7 @@ def _late_rows(kind: _Kind) -> Callable[..., Any]:
             cut = [tf.gather(x, tiles.places) for x in (rows, m, v, last[:, 0])]
             # What fills a group up missed nothing.
             cut[3] = tf.where(tiles.filled, tf.cast(step, tf.float32), cut[3])
-            rates = corrected_rates(rate, adam)
+            rates = corrected_rates(rate, adam, kind.dtype)
             ways = [_compiled(way, *adam[:2]) for way in (catch_up, catch_up_calm)]
 
             def bring(tile: Sequence[tf.Tensor]) -> tuple[tf.Tensor, ...]:
