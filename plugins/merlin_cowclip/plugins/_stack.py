@@ -46,6 +46,7 @@ with warnings.catch_warnings(), quiet_stack():
     # Merlin warns where torch and tritonclient are not installed; neither is needed here.
     warnings.simplefilter("ignore")
     import merlin.models.tf as mm
+    from merlin.models.tf.distributed.backend import hvd_installed as has_horovod
     from merlin.schema import ColumnSchema, Schema, Tags
 
 
@@ -76,6 +77,7 @@ __all__ = [
     "Schema",
     "Tags",
     "filter_empty_gradients",
+    "has_horovod",
     "is_op_determinism_enabled",
     "is_taped",
     "mm",

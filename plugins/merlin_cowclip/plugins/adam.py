@@ -26,6 +26,7 @@ from merlin_cowclip.plugins.counting import (
     count_sparse,
     repeats_per_row,
 )
+from merlin_cowclip.plugins.joining import JoinedRows, RowSums, check_not_joined, join_rows
 from merlin_cowclip.plugins.merlin_tables import check_regularizer
 from merlin_cowclip.plugins.not_offered import RefusesOptions
 from merlin_cowclip.plugins.row_sums import beside, sum_per_row
@@ -176,30 +177,67 @@ class CowClipAdam(WaitingRows, RefusesOptions, mm.LazyAdam):
     def _as_given(given: Any, table: RowGradients, new: tf.Tensor, variable: tf.Variable) -> Any:
         """A table's new gradient, sparse or dense as it was, in the variable's type."""
         new = tf.cast(new, variable.dtype)
-        return tf.IndexedSlices(new, table.indices) if isinstance(given, tf.IndexedSlices) else new
+        return tf.IndexedSlices(new, table.indices) if _is_sparse(given) else new
+
+    def join(self, grads_and_vars: Iterable[tuple[Any, tf.Variable]]) -> list[Any]:
+        """Tables' gradients of this rank's share of the batch as those of all ranks' (`joining`).
+
+        Raises:
+          ValueError: they are joined already, or the ids are not recorded.
+        """
+        shares, variables = [], []
+        for gradient, variable in grads_and_vars:
+            check_not_joined(gradient, variable)
+            with beside(variable) as on_cpu:
+                # A row that no sample holds counts as 1 in the global batch, not on each rank.
+                shares.append(self._summed(gradient, variable, on_cpu, least=0.0))
+            variables.append(variable)
+        return list(zip(join_rows(shares, variables), variables, strict=True))
 
     def _row_gradients(self, gradient: Any, variable: tf.Variable) -> RowGradients:
         with beside(variable) as on_cpu:
-            spec = self._specs.get(variable.ref())
-            if not isinstance(gradient, tf.IndexedSlices):
-                return self._all_rows(spec, gradient, variable, on_cpu)
-            if spec is None:
-                indices, position, counts = self._repeated(variable, gradient.indices, on_cpu)
-            else:
-                indices, position, counts = self._counted(spec, gradient.indices, on_cpu)
-            if self.update == "deferred":  # of a gradient that is older than the last step
-                self._bring_late(variable, indices)
-            values = widened(gradient.values)
-            summed = sum_per_row(values, position, tf.size(indices), on_cpu)
-            rows = tf.gather(self._readable(variable), indices)
+            sums = (
+                gradient.sums
+                if isinstance(gradient, JoinedRows)
+                else self._summed(gradient, variable, on_cpu)
+            )
+            summed = sums.gradients
+            rows = (
+                tf.convert_to_tensor(variable)
+                if sums.is_whole
+                else tf.gather(self._readable(variable), sums.indices)
+            )
             if self.l2:
                 summed += 2.0 * self.l2 * tf.cast(rows, summed.dtype)
-            return RowGradients(indices, summed, rows, counts)
+            return RowGradients(sums.indices, summed, rows, sums.counts)
+
+    def _summed(
+        self, gradient: Any, variable: tf.Variable, on_cpu: bool, least: float = 1.0
+    ) -> RowSums:
+        """A table's gradient summed per row, and what a row that no sample holds counts at least.
+
+        Dense, every row is one of the batch's.
+        """
+        spec = self._specs.get(variable.ref())
+        if not isinstance(gradient, tf.IndexedSlices):
+            return self._all_rows(spec, gradient, variable, on_cpu, least)
+        if spec is None:
+            indices, position, counts = self._repeated(variable, gradient.indices, on_cpu)
+        else:
+            indices, position, counts = self._counted(spec, gradient.indices, on_cpu, least)
+        if self.update == "deferred":  # of a gradient that is older than the last step
+            self._bring_late(variable, indices)
+        summed = sum_per_row(widened(gradient.values), position, tf.size(indices), on_cpu)
+        return RowSums(indices, summed, counts)
 
     def _all_rows(
-        self, spec: TableSpec | None, gradient: tf.Tensor, variable: tf.Variable, on_cpu: bool
-    ) -> RowGradients:
-        """A dense gradient: every row is one of the batch's, those not looked up of count 1."""
+        self,
+        spec: TableSpec | None,
+        gradient: tf.Tensor,
+        variable: tf.Variable,
+        on_cpu: bool,
+        least: float,
+    ) -> RowSums:
         if spec is None:
             raise ValueError(
                 "The gradient of an embedding table must be sparse (tf.IndexedSlices). Received: a "
@@ -214,21 +252,19 @@ class CowClipAdam(WaitingRows, RefusesOptions, mm.LazyAdam):
                 "update='deferred' needs tables that are read by row. Received: a dense gradient "
                 f"of {spec.name!r}, of a layer that reads all of it. Use update='exact'"
             )
-        rows = tf.convert_to_tensor(variable)
+        number = spec.num_rows
         if self.clip is None:
             spec.recorder.forget()
-            counts = tf.ones([spec.num_rows], tf.float32)
+            counts = tf.fill([number], tf.constant(least, tf.float32))
         else:
             try:
                 counts = count_dense(
-                    spec.recorder, gradient, variable, spec.num_rows, on_cpu=on_cpu
+                    spec.recorder, gradient, variable, number, on_cpu=on_cpu, least=least
                 )
             except NotRecordedError as received:
                 raise _uncounted(spec, received) from None
-        summed = widened(gradient)
-        if self.l2:
-            summed += 2.0 * self.l2 * tf.cast(rows, summed.dtype)
-        return RowGradients(tf.range(spec.num_rows, dtype=tf.int64), summed, rows, counts)
+        indices = tf.range(number, dtype=tf.int64)
+        return RowSums(indices, widened(gradient), counts, is_whole=True)
 
     def _readable(self, variable: tf.Variable) -> Any:
         """What to gather a variable's rows from: see `TableAccess`."""
@@ -247,12 +283,12 @@ class CowClipAdam(WaitingRows, RefusesOptions, mm.LazyAdam):
                 "by CowClipOptimizer.for_model, which records them; or call bind_tables."
             ) from None
 
-    def _counted(self, spec: TableSpec, indices: tf.Tensor, on_cpu: bool) -> Counts:
+    def _counted(self, spec: TableSpec, indices: tf.Tensor, on_cpu: bool, least: float) -> Counts:
         if self.clip is None:
             spec.recorder.forget()
             return repeats_per_row(indices, spec.num_rows, on_cpu=on_cpu)
         try:
-            return count_sparse(spec.recorder, indices, spec.num_rows, on_cpu=on_cpu)
+            return count_sparse(spec.recorder, indices, spec.num_rows, on_cpu=on_cpu, least=least)
         except NotRecordedError as received:
             raise _uncounted(spec, received) from None
 
@@ -400,6 +436,13 @@ class CowClipAdam(WaitingRows, RefusesOptions, mm.LazyAdam):
             "clip_threshold": self.clip_threshold,
             "update": self.update,
         }
+
+
+def _is_sparse(gradient: Any) -> bool:
+    """Whether it has some rows of a table, and not all."""
+    if isinstance(gradient, JoinedRows):
+        return not gradient.sums.is_whole
+    return isinstance(gradient, tf.IndexedSlices)
 
 
 def _scatters_through_host(variable: tf.Variable) -> bool:

@@ -233,7 +233,12 @@ class Counts(NamedTuple):
 
 @tf.autograph.experimental.do_not_convert
 def count_sparse(
-    recorder: IdRecorder, indices: tf.Tensor, num_rows: int, *, on_cpu: bool = False
+    recorder: IdRecorder,
+    indices: tf.Tensor,
+    num_rows: int,
+    *,
+    on_cpu: bool = False,
+    least: float = 1.0,
 ) -> Counts:
     """Counts of a sparse gradient's rows, from the lookups that it came from.
 
@@ -242,6 +247,7 @@ def count_sparse(
       indices: row numbers of the gradient, with repeats, n.
       num_rows: V.
       on_cpu: whether the ops are placed on a CPU; see `row_sums.py`.
+      least: what a row counts that no sample holds.
 
     Raises:
       NotRecordedError: the gradient holds rows that were looked up past the recorder, or before
@@ -254,7 +260,7 @@ def count_sparse(
         recorder.forget()
         counted = _passes_in(passes, indices)
         once = [one for p in counted for one in distinct(p)]
-        return _samples_per_row(once, indices, num_rows, on_cpu)
+        return _samples_per_row(once, indices, num_rows, on_cpu, least)
     of = Expressions()
     (lookups,) = passes
     mine = before_joining(indices, of)
@@ -266,7 +272,7 @@ def count_sparse(
         return repeats_per_row(indices, num_rows, on_cpu=on_cpu)
     if mine is not None:
         raise NotRecordedError("rows of other ranks, of lists or of ids that were looked up twice")
-    return _samples_per_row(once, indices, num_rows, on_cpu)
+    return _samples_per_row(once, indices, num_rows, on_cpu, least)
 
 
 @tf.autograph.experimental.do_not_convert
@@ -277,8 +283,9 @@ def count_dense(
     num_rows: int,
     *,
     on_cpu: bool = False,
+    least: float = 1.0,
 ) -> tf.Tensor:
-    """Counts of all rows of a table whose gradient is dense, V float32; absent rows count as 1.
+    """Counts of all rows of a table whose gradient is dense, V float32.
 
     Args:
       recorder: of the table.
@@ -286,6 +293,7 @@ def count_dense(
       variable: the table's.
       num_rows: V.
       on_cpu: whether the ops are placed on a CPU; see `row_sums.py`.
+      least: what a row counts that no sample holds.
 
     Raises:
       NotRecordedError: the gradient comes, as a whole or in part, from elsewhere than this step's
@@ -313,9 +321,9 @@ def count_dense(
         found, _ = _lookups_in(slices, lookups, of)
         once = distinct(found, of)
     if not once:
-        return tf.ones([num_rows], tf.float32)
+        return tf.fill([num_rows], tf.constant(least, tf.float32))
     counted = tf.concat([lookup.counted_rows(num_rows) for lookup in once], axis=0)
-    return tf.maximum(tally(counted, tf.constant(num_rows, tf.int64), on_cpu), 1.0)
+    return tf.maximum(tally(counted, tf.constant(num_rows, tf.int64), on_cpu), least)
 
 
 def _by_ids(lookups: Iterable[Lookup], of: Expressions) -> dict[int, list[Lookup]]:
@@ -396,14 +404,18 @@ def samples_per_row(
 
 
 def _samples_per_row(
-    lookups: Sequence[Lookup], indices: tf.Tensor, num_rows: int, on_cpu: bool
+    lookups: Sequence[Lookup],
+    indices: tf.Tensor,
+    num_rows: int,
+    on_cpu: bool,
+    least: float = 1.0,
 ) -> Counts:
     counted = tf.concat([lookup.counted_rows(num_rows) for lookup in lookups], axis=0)
     both = tf.concat([counted, tf.cast(indices, tf.int64)], axis=0)
     rows, position, _ = unique_rows(both, num_rows, on_cpu)
     split = tf.size(counted)
     counts = tally(position[:split], tf.size(rows, tf.int64), on_cpu)
-    return Counts(rows, position[split:], tf.maximum(counts, 1.0))
+    return Counts(rows, position[split:], tf.maximum(counts, least))
 
 
 def repeats_per_row(indices: tf.Tensor, num_rows: int, *, on_cpu: bool = False) -> Counts:

@@ -14,11 +14,12 @@ from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
 from merlin_cowclip.plugins._stack import tf
+from merlin_cowclip.plugins.joining import ranks
 
 _NEEDS_ROWS = ("get_weights", "set_weights", "save_weights", "load_weights", "compile")
 
-# The model whose fit has been called, until it asks for its step.
-_fitting = contextvars.ContextVar[Any]("merlin_cowclip_fitting", default=None)
+# The model whose fit has been called, with its data, until it asks for its step.
+_fitting = contextvars.ContextVar[Any]("merlin_cowclip_fitting", default=(None, None))
 
 
 class Fit(NamedTuple):
@@ -26,7 +27,8 @@ class Fit(NamedTuple):
 
     Attributes:
       steps: updates per epoch; `None` where the data has no known length.
-      batch_size: samples per batch, where the data is a loader's or a Merlin `Dataset`.
+      batch_size: samples per batch on all ranks, where the data is a loader's or a Merlin
+        `Dataset`.
     """
 
     steps: int | None
@@ -58,7 +60,7 @@ def notify_of_fits(model: tf.keras.Model, kind: type[Notified]) -> None:
         return optimizer if isinstance(optimizer, kind) else None
 
     def fit(self: Any, *arguments: Any, **named: Any) -> Any:
-        token = _fitting.set(self)
+        token = _fitting.set((self, arguments[0] if arguments else named.get("x")))
         try:
             return type(self).fit(self, *arguments, **named)
         finally:
@@ -67,11 +69,12 @@ def notify_of_fits(model: tf.keras.Model, kind: type[Notified]) -> None:
     def make_train_function(self: Any, force: bool = False) -> Callable[..., Any]:
         optimizer = compiled(self)
         # Else the last history is another's: of an evaluation or a prediction, too.
-        begins = _fitting.get() is self
+        fitting, data = _fitting.get()
+        begins = fitting is self
         if begins:
-            _fitting.set(None)
+            _fitting.set((None, None))
         if optimizer is not None:
-            optimizer.fit_begins(_fit_of(self) if begins else None)
+            optimizer.fit_begins(_fit_of(self, data) if begins else None)
         return type(self).make_train_function(self, force)
 
     def save(self: Any, *arguments: Any, **named: Any) -> None:
@@ -97,10 +100,12 @@ def notify_of_fits(model: tf.keras.Model, kind: type[Notified]) -> None:
         object.__setattr__(model, method.__name__, types.MethodType(method, model))
 
 
-def _fit_of(model: Any) -> Fit:
+def _fit_of(model: Any, data: Any) -> Fit:
     params = getattr(getattr(model, "history", None), "params", None) or {}
     steps, batch = params.get("steps"), getattr(model, "_batch_size", None)
+    # A loader that knows of ranks tells the size of the batches that they share.
+    shares = ranks().size // getattr(data, "ranks", 1)
     return Fit(
         steps if isinstance(steps, int) and steps > 0 else None,
-        batch if isinstance(batch, int) and batch > 0 else None,
+        batch * shares if isinstance(batch, int) and batch > 0 else None,
     )

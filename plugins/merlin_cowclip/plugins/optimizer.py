@@ -16,6 +16,7 @@ from typing import Any, ClassVar, TypeAlias
 from merlin_cowclip.plugins._stack import filter_empty_gradients, mm, tf
 from merlin_cowclip.plugins.fits import notify_of_fits
 from merlin_cowclip.plugins.initial import initialize, others_than
+from merlin_cowclip.plugins.joining import ranks
 from merlin_cowclip.plugins.not_offered import RefusesOptions
 from merlin_cowclip.plugins.observing import Observable
 from merlin_cowclip.plugins.ownership import (
@@ -33,6 +34,7 @@ from merlin_cowclip.plugins.ownership import (
 from merlin_cowclip.plugins.rates import DensePart, TablePart
 from merlin_cowclip.plugins.scaling import Hyperparameters, check_number
 from merlin_cowclip.plugins.tables import TableSpec
+from merlin_cowclip.plugins.together import StepsTogether
 from merlin_cowclip.plugins.warm_up import FollowsFits
 
 Schedule: TypeAlias = Any  # tf.keras.optimizers.schedules.LearningRateSchedule; Keras has no types
@@ -51,7 +53,7 @@ _MAKE_ANOTHER = (
 
 
 @tf.keras.utils.register_keras_serializable(package="merlin_cowclip")
-class CowClipOptimizer(Observable, FollowsFits, RefusesOptions, mm.MultiOptimizer):
+class CowClipOptimizer(Observable, StepsTogether, FollowsFits, RefusesOptions, mm.MultiOptimizer):
     """One optimizer for a whole Merlin model, by the paper's recipe.
 
     Three optimizers own the model's variables: `CowClipAdam` with the clip for embedding tables,
@@ -142,6 +144,10 @@ class CowClipOptimizer(Observable, FollowsFits, RefusesOptions, mm.MultiOptimize
             default_optimizer=dense,
             name=name,
         )
+        # For each of these pairs, Merlin's compile would make another optimizer on several ranks of
+        # Horovod, with the learning rate times their number.
+        self._tables = clipped, unclipped
+        self.optimizers_and_blocks = []
         # MultiOptimizer neither tracks nor lists it, so checkpoints would lose its moments.
         self._track_trackable(dense, name="dense")
         self.hyperparameters = hp
@@ -217,6 +223,11 @@ class CowClipOptimizer(Observable, FollowsFits, RefusesOptions, mm.MultiOptimize
     def bind(self, model: tf.keras.Model) -> None:
         """Own the variables of `model`: what `for_model` does for a new optimizer."""
         specs = tables_of(model, self.clip_tables)
+        if self.update_mode == "deferred" and ranks().size > 1:
+            raise ValueError(
+                "update='deferred' is not offered on several ranks. Received: it on "
+                f"{ranks().size}. Use 'exact' or 'lazy'."
+            )
         if self.update_mode == "deferred":
             check_access(specs)
         for spec in specs:
@@ -245,8 +256,12 @@ class CowClipOptimizer(Observable, FollowsFits, RefusesOptions, mm.MultiOptimize
                 part.catch_up()
 
     def _table_parts(self) -> Sequence[TablePart]:
-        clipped, unclipped, _ = self.optimizers
-        return clipped, unclipped
+        return self._tables
+
+    @property
+    def optimizers(self) -> list[Any]:
+        """Its three parts: of clipped tables, of other tables, of dense weights."""
+        return [*self._tables, self.default_optimizer]
 
     def _clipped_ranges(self) -> dict[TableSpec, tuple[bool, ...]]:
         """For each range of rows of each table, whether the clip applies to it."""
@@ -347,6 +362,8 @@ class CowClipOptimizer(Observable, FollowsFits, RefusesOptions, mm.MultiOptimize
             # All slots before any control flow: loss scaling applies gradients inside a tf.cond.
             self.create_slots([v for _, v in pairs])
             self._check_warm_up()
+        if experimental_aggregate_gradients and ranks().size > 1:
+            pairs, experimental_aggregate_gradients = self._aggregate_gradients(pairs), False
         shares: dict[int, list[Any]] = {}
         for pair in pairs:
             mine = owner.get(pair[1].ref(), self.default_optimizer)

@@ -31,6 +31,8 @@ class FollowsFits:
 
         def _create_slots_of_model(self) -> None: ...
 
+        def _begin_together(self, fit: Fit) -> None: ...
+
     @property
     def steps_per_epoch(self) -> int | None:
         """Updates per epoch, as given; set, the warm-up follows from the next update on."""
@@ -52,6 +54,7 @@ class FollowsFits:
         self._fit = fit
         self._follow_fit()
         self._create_slots_of_model()
+        self._begin_together(fit)
         wanted = self.hyperparameters.batch_size
         if fit.batch_size not in (None, wanted) and not self._told_of_batch:
             self._told_of_batch = True

@@ -1,0 +1,185 @@
+"""One global batch on several ranks: what each has of a step becomes what all have.
+
+Each rank has the gradient of the mean loss of its share, an N-th of the batch. The mean of these
+gradients is that of the whole batch's mean loss, and counts add up; L2, the clip and Adam come
+after it, on every rank alike. Horovod stands behind this file, and behind no other; where it is
+installed, Merlin imports and initialises it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from merlin_cowclip.plugins._stack import has_horovod, tf
+from merlin_cowclip.plugins.row_sums import beside, sum_per_row, unique_rows
+from merlin_cowclip.plugins.same_ids import Expressions, before_joining
+
+
+class Ranks(NamedTuple):
+    """Which of several processes this is; `local` ones are those of this machine."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+
+
+ALONE = Ranks(0, 1, 0, 1)
+
+
+def ranks() -> Ranks:
+    """This process among those that Horovod has started; alone without it."""
+    if not has_horovod:
+        return ALONE
+    hvd = _horovod()
+    if not hvd.is_initialized():
+        return ALONE
+    return Ranks(hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size())
+
+
+def _horovod() -> Any:
+    import horovod.tensorflow as hvd
+
+    return hvd
+
+
+class RowSums(NamedTuple):
+    """A table's gradient, summed per row, without L2.
+
+    Attributes:
+      indices: U row numbers, each once, int64.
+      gradients: U×d, float32 or wider.
+      counts: U, samples that hold the row, float32.
+      is_whole: whether it is a dense gradient, U = V.
+    """
+
+    indices: tf.Tensor
+    gradients: tf.Tensor
+    counts: tf.Tensor
+    is_whole: bool = False
+
+
+class JoinedRows(tf.IndexedSlices):
+    """A table's gradient of the global batch, the same on all ranks.
+
+    It is slices to Keras, whose loss scaling stands between the join and the update.
+    """
+
+    def __init__(self, sums: RowSums, variable: tf.Variable) -> None:
+        shape = tf.constant(variable.shape.as_list(), tf.int64)
+        super().__init__(sums.gradients, sums.indices, shape)
+        self.sums = sums
+
+
+@tf.autograph.experimental.do_not_convert
+def join_dense(gradients: Sequence[Any]) -> list[Any]:
+    """Gradients of dense weights, tensors or slices, as those of the global batch."""
+    if not gradients:
+        return []
+    hvd = _horovod()
+    slices = [g for g in gradients if isinstance(g, tf.IndexedSlices)]
+    tensors = [g for g in gradients if not isinstance(g, tf.IndexedSlices)]
+    summed = iter(_sum(hvd, tensors, "dense"))
+    parts = [part for g in slices for part in (g.values, g.indices)]
+    gathered = iter(_gather(hvd, parts, "dense_slices"))
+
+    def joined(gradient: Any) -> Any:
+        if not isinstance(gradient, tf.IndexedSlices):
+            return next(summed) / hvd.size()
+        values, indices = next(gathered), next(gathered)
+        return tf.IndexedSlices(values / hvd.size(), indices, gradient.dense_shape)
+
+    return [joined(gradient) for gradient in gradients]
+
+
+@tf.autograph.experimental.do_not_convert
+def join_rows(shares: Sequence[RowSums], variables: Sequence[tf.Variable]) -> list[JoinedRows]:
+    """Tables' gradients of the ranks' shares as those of the global batch.
+
+    Of sparse ones, all ranks' rows are gathered, with their counts as one more column; dense ones
+    are all-reduced.
+
+    Args:
+      shares: of each table, this rank's; a row that no sample of the share holds counts as 0.
+      variables: the tables.
+    """
+    hvd = _horovod()
+    sparse = [share for share in shares if not share.is_whole]
+    dense = [share for share in shares if share.is_whole]
+    gathered = iter(_gather(hvd, [part for s in sparse for part in _packed(s)], "rows"))
+    summed = iter(_sum(hvd, [part for s in dense for part in (s.gradients, s.counts)], "tables"))
+
+    def joined(share: RowSums, variable: tf.Variable) -> RowSums:
+        if share.is_whole:
+            gradients, counts = next(summed) / hvd.size(), next(summed)
+            return share._replace(gradients=gradients, counts=tf.maximum(counts, 1.0))
+        with beside(variable) as on_cpu:
+            indices, packed = next(gathered), next(gathered)
+            rows, position, _ = unique_rows(indices, variable.shape[0], on_cpu)
+            sums = sum_per_row(packed, position, tf.size(rows), on_cpu)
+            counts = tf.cast(sums[:, -1], tf.float32)
+            return RowSums(rows, sums[:, :-1] / hvd.size(), tf.maximum(counts, 1.0))
+
+    pairs = zip(shares, variables, strict=True)
+    return [JoinedRows(joined(share, variable), variable) for share, variable in pairs]
+
+
+def _packed(share: RowSums) -> tuple[tf.Tensor, tf.Tensor]:
+    counts = tf.cast(share.counts, share.gradients.dtype)
+    return share.indices, tf.concat([share.gradients, counts[:, tf.newaxis]], axis=1)
+
+
+def _gather(hvd: Any, tensors: Sequence[tf.Tensor], what: str) -> list[tf.Tensor]:
+    """Each with the same of all ranks behind one another, in the ranks' order."""
+    return [hvd.allgather(t, name=_name(f"{what}_{i}")) for i, t in enumerate(tensors)]
+
+
+def _sum(hvd: Any, tensors: Sequence[tf.Tensor], what: str) -> list[tf.Tensor]:
+    return [hvd.allreduce(t, op=hvd.Sum, name=_name(f"{what}_{i}")) for i, t in enumerate(tensors)]
+
+
+def _name(what: str) -> str:
+    return f"cowclip_{what}"  # the same on all ranks: Horovod brings equal names together
+
+
+def check_not_joined(gradient: Any, variable: tf.Variable) -> None:
+    """Refuse a graph's gradient that Horovod has joined already: ids would count once per rank.
+
+    Raises:
+      ValueError: it is one.
+    """
+    if tf.executing_eagerly() or not isinstance(gradient, tf.IndexedSlices):
+        return
+    if before_joining(gradient.indices, Expressions()) is not None:
+        raise ValueError(
+            "CowClipOptimizer joins the gradients of all ranks itself, with the counts. Received: "
+            f"one of {variable.name!r} that is joined already. Leave hvd.DistributedGradientTape "
+            "and hvd.DistributedOptimizer out."
+        )
+
+
+def broadcast(variables: Iterable[tf.Variable]) -> None:
+    """Give variables the values that they have on rank 0; eagerly, on all ranks at once."""
+    hvd = _horovod()
+    for number, variable in enumerate(variables):
+        value = hvd.broadcast(variable.read_value(), root_rank=0, name=_name(f"state_{number}"))
+        variable.assign(value)
+
+
+def of_all_ranks(value: Any) -> list[Any]:
+    """What each rank has, fit for JSON, by rank; eagerly, on all ranks at once."""
+    mine = np.frombuffer(json.dumps(value).encode(), np.uint8)
+    sizes = gathered(np.array([len(mine)], np.int64))
+    texts = np.split(gathered(mine), np.cumsum(sizes)[:-1])
+    return [json.loads(text.tobytes()) for text in texts]
+
+
+def gathered(values: np.ndarray) -> np.ndarray:
+    """All ranks' arrays behind one another; eagerly, on all ranks at once."""
+    with tf.device("CPU:0"):
+        found = _horovod().allgather(tf.constant(values), name=_name("values"))
+    return np.asarray(found)

@@ -1,0 +1,112 @@
+"""What a `CowClipOptimizer` does on several ranks of Horovod: it begins and steps as on one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from merlin_cowclip.plugins._stack import filter_empty_gradients, tf
+from merlin_cowclip.plugins.fits import Fit
+from merlin_cowclip.plugins.joining import broadcast, join_dense, of_all_ranks, ranks
+from merlin_cowclip.plugins.rates import TablePart
+
+
+class StepsTogether:
+    """Joins the gradients and counts of all ranks before anything else is done with them.
+
+    Keras calls `_aggregate_gradients` for just that, its loss scaling too, which decides by what it
+    gives whether to make the step.
+    """
+
+    _is_alike = False
+
+    if TYPE_CHECKING:  # what the optimizer has
+        _model: Any
+
+        @property
+        def optimizers(self) -> list[Any]:
+            """Its parts."""
+
+        @property
+        def weights(self) -> list[tf.Variable]:
+            """Its own."""
+
+        def _own(self) -> Mapping[Any, TablePart]: ...
+
+        def _table_parts(self) -> Sequence[TablePart]: ...
+
+        def create_slots(self, variables: Iterable[tf.Variable]) -> None:
+            """Its own."""
+
+    def broadcast(self) -> None:
+        """Give all ranks the weights, moments, step counts and learning rates that rank 0 has.
+
+        `model.fit` does it before its first step, and so does a step in a `tf.function` as it is
+        traced. Call it, on all ranks, once the model is built and before the first step that you
+        make eagerly. On one rank it does nothing.
+        """
+        if ranks().size > 1:
+            broadcast(self._state())
+        self._is_alike = True
+
+    def _state(self) -> Iterator[tf.Variable]:
+        model = self._model() if self._model is not None else None
+        yield from () if model is None else model.weights
+        yield from self.weights
+        for optimizer in (self, *self.optimizers):
+            values = (value for _, value in sorted(optimizer._hyper.items()))
+            yield from (value for value in values if isinstance(value, tf.Variable))
+
+    def _begin_together(self, fit: Fit) -> None:
+        """A fit begins: with rank 0's weights, and with as many steps on all ranks.
+
+        Raises:
+          ValueError: it has not as many.
+        """
+        if ranks().size == 1:
+            return
+        steps = of_all_ranks(fit.steps)
+        if len(set(steps)) > 1:
+            raise ValueError(
+                "A fit must make as many steps on each rank: they wait for each other. Received: "
+                f"{', '.join(map(str, steps))} steps per epoch. Pass steps_per_epoch=…, or train "
+                "on batches that all ranks share."
+            )
+        model = self._model() if self._model is not None else None
+        self._is_alike = False  # whoever loads weights on rank 0 alone does so before a fit
+        if model is not None and model.built:
+            self.create_slots(model.trainable_variables)
+            self.broadcast()
+
+    @tf.autograph.experimental.do_not_convert  # it does not know zip(…, strict=True)
+    def _aggregate_gradients(self, grads_and_vars: Iterable[tuple[Any, tf.Variable]]) -> list[Any]:
+        """The gradients of the global batch, with its counts; the same on all ranks."""
+        pairs = filter_empty_gradients(grads_and_vars)
+        if ranks().size == 1:
+            return list(super()._aggregate_gradients(pairs))  # type: ignore[misc]
+        self._begin_alike([variable for _, variable in pairs])
+        owner = self._own()
+        shares: dict[int, list[Any]] = {}
+        for pair in pairs:
+            shares.setdefault(id(owner.get(pair[1].ref())), []).append(pair)
+        joined: dict[Any, Any] = {}
+        for part in self._table_parts():
+            found = part.join(shares.get(id(part), []))
+            joined.update((variable.ref(), gradient) for gradient, variable in found)
+        dense = shares.get(id(None), [])
+        means = join_dense([gradient for gradient, _ in dense])
+        joined.update((v.ref(), mean) for mean, (_, v) in zip(means, dense, strict=True))
+        return [(joined[variable.ref()], variable) for _, variable in pairs]
+
+    def _begin_alike(self, variables: list[tf.Variable]) -> None:
+        if self._is_alike:
+            return
+        if tf.executing_eagerly():
+            raise ValueError(
+                "On several ranks all must begin with the same weights. Received: a first step "
+                "that is made eagerly. Call optimizer.broadcast() before it, once the model is "
+                "built; model.fit, and a step in a tf.function, do so themselves."
+            )
+        with tf.init_scope():  # while the step is traced: it runs after this
+            self.create_slots(variables)
+            self.broadcast()

@@ -1,0 +1,1 @@
+"""Several ranks of Horovod, as processes of their own; skipped where it is not installed."""

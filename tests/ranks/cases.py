@@ -1,0 +1,166 @@
+"""Models that are trained for 30 steps of one global batch, by one process or shared by several."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from merlin_cowclip.models import deepfm
+from merlin_cowclip.plugins import CowClipOptimizer, Hyperparameters
+from merlin_cowclip.plugins._stack import Schema, Tags
+from merlin_cowclip.plugins.state import training_state
+from tests.plugins.merlin_models import (
+    NUMBER,
+    SCHEMA,
+    SHARED,
+    TARGET,
+    WITH_LIST,
+    category,
+    own_mlp,
+    stock_dcn,
+    stock_deepfm,
+    stock_dlrm,
+)
+
+BATCH, STEPS = 24, 30  # 2 and 3 ranks share the batch
+HP = Hyperparameters(BATCH, embedding_lr=5e-3, dense_lr=1e-3, l2=1e-4, warmup_epochs=0.0)
+
+SHARED_IN_LISTS = Schema(
+    [
+        category("a", 60, domain="thing"),
+        category("b", 60),
+        category("l", 60, ragged=True, domain="thing"),
+        NUMBER,
+        TARGET,
+    ]
+)
+
+
+def ours(schema: Any) -> Any:
+    return deepfm(schema, embedding_dim=4, mlp=(8,))
+
+
+@dataclass(frozen=True)
+class Case:
+    build: Callable[[Any], Any]
+    schema: Any
+    clip: str | None = "adaptive_column"
+    update: str = "exact"
+    ids: str = "any"  # of samples: any few, "disjoint" or "equal"
+    precision: str = "float32"
+    way: str = "step"
+    changes: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def hyperparameters(self) -> Hyperparameters:
+        threshold = {"global": 2e-2, "field": 5e-3, "column": 2e-3}.get(self.clip or "")
+        return HP.replace(clip=self.clip, clip_threshold=threshold, **self.changes)
+
+
+# In half precision each difference becomes one of its last digit; the paper's rates keep it small.
+PAPERS = {"embedding_lr": 1e-4, "warmup_epochs": 1.0}
+TIGHT = {"clip_ratio": 1e-3, "clip_floor": 1e-5}  # so that the adaptive clips shorten something
+
+CASES = {
+    "fused, a list, exact": Case(ours, WITH_LIST, changes=TIGHT),
+    "fused, shared rows, lazy": Case(
+        ours, SHARED_IN_LISTS, "adaptive_field", "lazy", changes=TIGHT
+    ),
+    "one rank has rows of a list": Case(stock_dcn, WITH_LIST, ids="first", changes=TIGHT),
+    "disjoint ids": Case(ours, SCHEMA, "field", "lazy", "disjoint"),
+    "equal ids": Case(ours, SCHEMA, "column", ids="equal"),
+    "stock, shared table": Case(stock_dlrm, SHARED, "global"),
+    "stock, looked up twice": Case(stock_deepfm, SCHEMA, update="lazy", changes=TIGHT),
+    "half precision": Case(ours, WITH_LIST, precision="mixed_float16", changes={**TIGHT, **PAPERS}),
+    "fit, not built": Case(own_mlp, SCHEMA, way="fit", changes=TIGHT),
+    "eager loop": Case(ours, WITH_LIST, way="loop", update="lazy", changes=TIGHT),
+}
+OF_THREE = tuple(CASES)[1:3]
+
+
+def batches(case: Case, rank: int, ranks: int) -> Iterator[tuple[dict[str, Any], Any]]:
+    """A rank's share of each global batch, as Merlin's loader yields it."""
+    low, high = rank * BATCH // ranks, (rank + 1) * BATCH // ranks
+    random = np.random.default_rng(5)
+    for _ in range(STEPS):
+        features: dict[str, Any] = {}
+        for column in case.schema:
+            if Tags.CATEGORICAL in column.tags and column.is_list:
+                lists = [random.integers(1, 9, random.integers(0, 4)) for _ in range(BATCH)]
+                if case.ids == "first":
+                    lists = [ids if i < BATCH // 3 else ids[:0] for i, ids in enumerate(lists)]
+                mine = lists[low:high]
+                features[f"{column.name}__values"] = np.concatenate(mine)
+                features[f"{column.name}__offsets"] = np.cumsum([0, *map(len, mine)])
+            elif Tags.CATEGORICAL in column.tags:
+                ids = random.integers(0, 9, (BATCH, 1))
+                if case.ids == "disjoint":
+                    ids = 2 * np.arange(BATCH)[:, None] + ids % 2
+                elif case.ids == "equal":
+                    ids = np.full_like(ids, ids[0, 0])
+                features[column.name] = ids[low:high]
+            elif Tags.CONTINUOUS in column.tags:
+                features[column.name] = random.random((BATCH, 1), np.float32)[low:high]
+        labels = random.integers(0, 2, (BATCH, 1))[low:high].astype(np.float32)
+        yield {name: tf.constant(value) for name, value in features.items()}, tf.constant(labels)
+
+
+def trained(case: Case, rank: int = 0, ranks: int = 1) -> dict[str, np.ndarray]:
+    """All that training changed, and how many rows and samples each field had.
+
+    Each rank begins with weights of its own.
+    """
+    tf.keras.backend.clear_session()
+    tf.keras.mixed_precision.set_global_policy(case.precision)
+    tf.keras.utils.set_random_seed(3 + rank)
+    mine = list(batches(case, rank, ranks))
+    model = case.build(case.schema)
+    if case.way != "fit":
+        model(mine[0][0])
+    optimizer = CowClipOptimizer.for_model(
+        model, case.hyperparameters, update=case.update, steps_per_epoch=1000
+    )
+    statistics = optimizer.observe()
+    model.compile(optimizer=optimizer, metrics=[])
+    WAYS[case.way](model, optimizer, mine)
+    tf.keras.mixed_precision.set_global_policy("float32")
+    state = {n: v.numpy() for n, v in training_state(model).items() if not n.startswith("loss/")}
+    totals = statistics.total()
+    counts = [[field.steps, field.all.rows, field.all.occurrences] for field in totals]
+    clipped = [field.all.clipped_rows for field in totals if field.is_clipped]
+    return {**state, "counts": np.array(counts), "clipped": np.array(clipped)}
+
+
+def _signature(mine: list[Any]) -> Any:
+    return tf.nest.map_structure(lambda t: tf.TensorSpec([None, *t.shape[1:]], t.dtype), mine[0])
+
+
+def _step(model: Any, optimizer: Any, mine: list[Any]) -> None:
+    step = tf.function(model.train_step, input_signature=[_signature(mine)])
+    for batch in mine:
+        step(batch)
+
+
+def _fit(model: Any, optimizer: Any, mine: list[Any]) -> None:
+    signature = _signature(mine)
+    data = tf.data.Dataset.from_generator(lambda: iter(mine), output_signature=signature)
+    data = data.apply(tf.data.experimental.assert_cardinality(len(mine)))
+    model.fit(data, verbose=0)
+
+
+def _loop(model: Any, optimizer: Any, mine: list[Any]) -> None:
+    optimizer.create_slots(model.trainable_variables)
+    optimizer.broadcast()
+    for features, labels in mine:
+        with tf.GradientTape() as tape:
+            clicks = tf.reshape(model(features, training=True), [-1, 1])
+            loss = tf.reduce_mean(tf.keras.losses.binary_crossentropy(labels, clicks))
+        gradients = tape.gradient(loss, model.trainable_variables)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+
+
+WAYS = {"step": _step, "fit": _fit, "loop": _loop}
