@@ -21,6 +21,10 @@ class UserError(Exception):
     """
 
 
+class AgreedError(UserError):
+    """Bad input that all ranks of a run end with: the first says it for all."""
+
+
 class Notice(UserWarning):
     """What a user should know, and that is no error: a command says it in one sentence."""
 

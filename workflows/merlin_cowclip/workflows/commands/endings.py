@@ -22,6 +22,7 @@ from typing import Any
 
 from merlin_cowclip.workflows.errors import Notice, Stopped, UserError
 from merlin_cowclip.workflows.folders import finished_output, forget_outputs
+from merlin_cowclip.workflows.launched import launched
 
 _LONGEST_WORD, _LONGEST = 300, 1000  # characters of a message; a path may be 255 and more
 
@@ -51,12 +52,13 @@ def run(name: str, work: Callable[[], None]) -> int:
             # First: what a signal raises inside a library may come out as something else.
             if received.number:
                 end = signal.Signals(received.number).name
-                _say(f"{name}: {_ended('interrupted' if end == 'SIGINT' else f'ended by {end}')}")
+                how = "interrupted" if end == "SIGINT" else f"ended by {end}"
+                _say_once(f"{name}: {_ended(how)}")
                 return 128 + received.number
             if isinstance(error, SystemExit):
                 raise
             if isinstance(error, KeyboardInterrupt):
-                _say(f"{name}: {_ended('interrupted')}")
+                _say_once(f"{name}: {_ended('interrupted')}")
                 return 130
             if isinstance(error, BrokenPipeError):
                 _close_stdout()
@@ -112,6 +114,12 @@ def one_line(message: str) -> str:
 def _say(message: str) -> None:
     with contextlib.suppress(OSError):
         print(one_line(message), file=sys.stderr, flush=True)
+
+
+def _say_once(message: str) -> None:
+    """Of processes that a launcher has started together and ends together, the first says it."""
+    if launched().rank == 0:
+        _say(message)
 
 
 def _escaped(character: str) -> str:

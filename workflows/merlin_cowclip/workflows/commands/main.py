@@ -20,6 +20,7 @@ from merlin_cowclip.workflows.commands import (
     tuning,
 )
 from merlin_cowclip.workflows.commands.parser import Parser
+from merlin_cowclip.workflows.launched import check_alone
 
 PROGRAM = "merlin-cowclip"
 GROUPS = (data, training, tuning, prediction, studying, demo)  # as --help lists them
@@ -28,7 +29,13 @@ GROUPS = (data, training, tuning, prediction, studying, demo)  # as --help lists
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     arguments = command_line().parse_args(argv)
-    return endings.run(f"{PROGRAM} {arguments.command}", lambda: arguments.run(arguments))
+
+    def work() -> None:
+        if arguments.command != "train":
+            check_alone(arguments.command)
+        arguments.run(arguments)
+
+    return endings.run(f"{PROGRAM} {arguments.command}", work)
 
 
 def command_line() -> Parser:

@@ -17,10 +17,12 @@ from merlin_cowclip.workflows.folders import refuse_existing
 from merlin_cowclip.workflows.training.configuration import TrainConfig
 from merlin_cowclip.workflows.training.keeping import Keeping
 from merlin_cowclip.workflows.training.networks import COMBINERS, NETWORKS
+from merlin_cowclip.workflows.training.ranks import agreed, check_resumed, first_speaks, is_first
 from merlin_cowclip.workflows.training.stopping import check_minutes
 
 if TYPE_CHECKING:
     from merlin_cowclip.workflows.commands.parser import Commands
+    from merlin_cowclip.workflows.data.prepared import PreparedData
     from merlin_cowclip.workflows.study.tuned import Tuned
 
 
@@ -166,8 +168,18 @@ def names(text: str) -> list[str]:
 
 
 def _train(arguments: argparse.Namespace) -> None:
-    check_minutes(arguments.max_minutes)
+    with first_speaks():
+        _train_here(arguments)
+
+
+def _train_here(arguments: argparse.Namespace) -> None:
+    with agreed():
+        check_minutes(arguments.max_minutes)
+        if arguments.resume is not None:
+            check_resumed()
     result = (_begin if arguments.resume is None else _go_on)(arguments)
+    if not is_first():
+        return
     if result["auc"] is None:
         quality = f"no test part, training loss {result['epochs'][-1]['train_loss']:.6f}"
     else:
@@ -182,6 +194,29 @@ def _train(arguments: argparse.Namespace) -> None:
 
 def _begin(arguments: argparse.Namespace) -> Mapping[str, Any]:
     """Train a new run."""
+    with agreed():
+        config, keeping, data = _checked(arguments)
+    from merlin_cowclip.workflows.training.train import train
+
+    if is_first() and not arguments.quiet:
+        print(f"rule {config.rule}, {config.update} updates")
+        print(scaling_table(config.tuned, config.hyperparameters), flush=True)
+    run = train(
+        data,
+        config,
+        arguments.out,
+        keeping=keeping,
+        max_minutes=arguments.max_minutes,
+        values_from=arguments.tuned,
+        progress=is_first() and not arguments.quiet,
+    )
+    return run.result
+
+
+def _checked(
+    arguments: argparse.Namespace,
+) -> tuple[TrainConfig, Keeping, PreparedData]:
+    """What a new run is to be, once nothing speaks against it."""
     from merlin_cowclip.workflows.data.prepared import PreparedData
 
     for name in ("data", "out"):
@@ -198,24 +233,12 @@ def _begin(arguments: argparse.Namespace) -> Mapping[str, Any]:
     data = PreparedData.open(arguments.data)
     refuse_existing(arguments.out)
     others = None if tuned is None else tuned.check_columns(data)
-    from merlin_cowclip.workflows.training.train import check, train
+    from merlin_cowclip.workflows.training.train import check
 
     check(data, config, arguments.out)
     if others is not None:
         warnings.warn(others, Notice, stacklevel=2)
-    if not arguments.quiet:
-        print(f"rule {config.rule}, {config.update} updates")
-        print(scaling_table(config.tuned, config.hyperparameters), flush=True)
-    run = train(
-        data,
-        config,
-        arguments.out,
-        keeping=keeping,
-        max_minutes=arguments.max_minutes,
-        values_from=arguments.tuned,
-        progress=not arguments.quiet,
-    )
-    return run.result
+    return config, keeping, data
 
 
 def _open_tuned(arguments: argparse.Namespace) -> Tuned | None:

@@ -6,6 +6,7 @@ are held, 4 bytes each, and ranked where they lie.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ import numpy as np
 from merlin_cowclip.plugins._stack import mm, quiet_stack, tf
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.training.loader import Loader
+from merlin_cowclip.workflows.training.ranks import agreed
 
 EVALUATION_BATCH = 8192
 """Rows predicted at a time: a matter of speed and memory only."""
@@ -94,6 +96,19 @@ class QualityOf:
             start = max(stop - _CHUNK, before - self._others)
             self._held[start + more : stop + more] = self._held[start:stop]
 
+    def of_all_ranks(self) -> QualityOf:
+        """What all ranks have added, each row on one of them; called on all at once."""
+        from merlin_cowclip.plugins.joining import gathered
+
+        ones = gathered(self._held[: self._clicked])
+        zeros = gathered(self._held[len(self._held) - self._others :])
+        sums = gathered(np.array([[self._wrong, self._loss, self._sum]])).sum(axis=0)
+        joined = QualityOf()
+        joined._held = np.concatenate([ones, zeros])
+        joined._clicked, joined._others = len(ones), len(zeros)
+        joined._wrong, joined._loss, joined._sum = int(sums[0]), float(sums[1]), float(sums[2])
+        return joined
+
     def quality(self) -> Quality:
         """Of all that was added; call it once, at the end.
 
@@ -146,21 +161,32 @@ class Predictor:
         labels, probabilities = zip(*batches, strict=True)
         return np.concatenate(labels), np.concatenate(probabilities)
 
-    def quality(self, loader: Loader) -> Quality:
+    def quality(self, loader: Loader, *, rank: int = 0, ranks: int = 1) -> Quality:
         """Of every row of a loader; it holds 4 bytes of each, and the batches in hand.
+
+        Args:
+          loader: of whole batches.
+          rank: on several ranks, which one this is: they share the batches.
+          ranks: how many there are, all of which call this.
 
         Raises:
           UserError: only one of the labels is present, or a probability is none.
         """
-        ranks = QualityOf(loader.rows)
-        for labels, probabilities in self.batches(loader):
-            ranks.add(labels, probabilities)
-        return ranks.quality()
+        found = QualityOf(loader.rows if ranks == 1 else 0)
+        with agreed():
+            for labels, probabilities in self.batches(loader, rank, ranks):
+                found.add(labels, probabilities)
+        if ranks > 1:
+            found = found.of_all_ranks()
+        with agreed():
+            return found.quality()
 
-    def batches(self, loader: Loader) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Labels and probabilities, batch by batch, b float32 each."""
+    def batches(
+        self, loader: Loader, rank: int = 0, ranks: int = 1
+    ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Labels and probabilities, by batch, b float32 each; of every `ranks`-th alone."""
         spec, _ = loader.element_spec
-        for features, labels in loader.dataset():
+        for features, labels in itertools.islice(loader.dataset(), rank, None, ranks):
             yield labels.numpy().ravel(), self.probabilities(features, spec)
 
     def probabilities(self, features: dict[str, Any], spec: dict[str, tf.TypeSpec]) -> np.ndarray:

@@ -134,6 +134,19 @@ class Loader(tf.data.Dataset):
         )
         super().__init__(self._batches._variant_tensor)
 
+    def whole(self) -> Loader:
+        """One of the same batches, not shared."""
+        if self.ranks == 1:
+            return self
+        return Loader(
+            self.data,
+            self.part,
+            batch_size=self.batch_size,
+            seed=self.seed,
+            shuffle=self.shuffled,
+            drop_last=self.drop_last,
+        )
+
     def _check_rows(self) -> None:
         """Refuse a part without rows, or without enough."""
         name = "training" if self.part == "train" else self.part

@@ -80,6 +80,26 @@ class Logbook:
             writer.writerows(rows)
 
 
+class NoLogbook:
+    """What a rank writes down that is not the first: nothing."""
+
+    def __enter__(self) -> NoLogbook:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        """Nothing."""
+
+    def epoch(
+        self,
+        row: Mapping[str, Any],
+        fields: Sequence[Mapping[str, Any]],
+        norms: Sequence[Mapping[str, Any]],
+    ) -> None:
+        """Nothing."""
+
+
 def _new_event_file(folder: Path) -> Path:
     """Named as TensorFlow does: by the second, the machine, the process, and a number."""
     begun = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{os.getpid()}"

@@ -29,7 +29,8 @@ from merlin_cowclip.workflows.training.evaluation import Predictor
 from merlin_cowclip.workflows.training.growing_files import check_lengths, cut_back, lengths
 from merlin_cowclip.workflows.training.keeping import Keeping
 from merlin_cowclip.workflows.training.loader import Loader
-from merlin_cowclip.workflows.training.logbook import Logbook
+from merlin_cowclip.workflows.training.logbook import Logbook, NoLogbook
+from merlin_cowclip.workflows.training.ranks import agreed, here, mean_over_ranks
 from merlin_cowclip.workflows.training.runs import RESULT, how_to_resume
 from merlin_cowclip.workflows.training.scalars import (
     clip_sentence,
@@ -92,6 +93,7 @@ class Training:
         self._state = training_state(model)
         for place, variable in enumerate(statistics.variables):
             self._state[f"{_SUMS}/{place:04}"] = variable
+        self._here = here()
         self._saved = (-1, 0)  # updates, and epochs that were measured
         self._saved_at = time.monotonic()
 
@@ -166,13 +168,13 @@ class Training:
         held = checkpoint.record["tensors"]
         return {k: v for k, v in self._state.items() if k in held or k.split("/")[0] != _SUMS}
 
-    def _save(self, book: Logbook) -> None:
+    def _save(self, book: Logbook | NoLogbook) -> None:
         """Begin a checkpoint of now, unless there is one.
 
         Raises:
           UserError: something is not finite, which no checkpoint may hold; or the last one failed.
         """
-        if self._place == self._saved:
+        if self._place == self._saved or self._here.size > 1:  # several ranks take none
             return
         self._watch.look(self.step)
         broken = not_finite(self._state[name] for name in self._state if "weight/" in name)
@@ -218,7 +220,7 @@ class Training:
 
     def _train(self, stopping: Stopping) -> None:
         total = self._end_of(self._config.epochs)
-        with Logbook(self._run) as book:
+        with Logbook(self._run) if self._here.rank == 0 else NoLogbook() as book:
             function = self.model.make_train_function()
             k = self.step % len(self._loader)
             begin = {"epoch": self.step // len(self._loader), "start": k}
@@ -231,7 +233,9 @@ class Training:
                 self._end_epoch(book, stopping)
             self.checkpoints.wait()
 
-    def _epoch(self, function: Any, iterator: Any, book: Logbook, stopping: Stopping) -> None:
+    def _epoch(
+        self, function: Any, iterator: Any, book: Logbook | NoLogbook, stopping: Stopping
+    ) -> None:
         """The rest of an epoch."""
         epoch, k = divmod(self.step, len(self._loader))
         if not k:
@@ -254,7 +258,7 @@ class Training:
                 now = time.perf_counter()
                 self.progress.seconds, begun = self.progress.seconds + now - begun, now
                 if self.step % LOG_EVERY == 0:
-                    loss = float(logs["loss"])
+                    loss = self._of_all_ranks(float(logs["loss"]))
                     bar.set_postfix(loss=f"{loss:.4f}", refresh=False)
                     book.scalars(self.step, self._tags(loss))
                 if stopping.asked:
@@ -271,7 +275,7 @@ class Training:
             return True
         return every is not None and self.step % every == 0
 
-    def _end_epoch(self, book: Logbook, stopping: Stopping) -> None:
+    def _end_epoch(self, book: Logbook | NoLogbook, stopping: Stopping) -> None:
         """Measure it, write it down, and take a checkpoint."""
         self._watch.look(self.step)
         if stopping.asked:
@@ -280,10 +284,12 @@ class Training:
         if self._test is not None:
             try:
                 with stopping.anywhere():
-                    quality = self._predictor.quality(self._test)
+                    quality = self._predictor.quality(
+                        self._test, rank=self._here.rank, ranks=self._here.size
+                    )
             except Interrupted:
                 raise self._stopped(book, stopping) from None
-        loss = float(mean_loss(self.model).result())
+        loss = self._of_all_ranks(float(mean_loss(self.model).result()))
         row = {
             "epoch": len(self.progress.epochs) + 1,
             "auc": quality and quality.auc,
@@ -295,9 +301,10 @@ class Training:
         overall, fields = self._scalars(loss)
         whole = {**row, **{k: v for k, v in overall.items() if k != "loss"}}
         norms = [dataclasses.asdict(one) for one in self._statistics.gradient_norms()]
-        book.epoch(whole, field_rows(fields), norms)
         measured = {f"all/test_{k}": row[k] for k in ("auc", "log_loss", "calibration")}
-        book.scalars(self.step, {k: v for k, v in measured.items() if v is not None})
+        with agreed():
+            book.epoch(whole, field_rows(fields), norms)
+            book.scalars(self.step, {k: v for k, v in measured.items() if v is not None})
         self.progress.epochs.append(row)
         self.progress.seconds = 0.0
         self._statistics.reset()
@@ -306,6 +313,9 @@ class Training:
         self._save(book)
         if stopping.asked and self.step < self._end_of(self._config.epochs):
             raise self._stopped(book, stopping)
+
+    def _of_all_ranks(self, loss: float) -> float:
+        return float(mean_over_ranks(np.array(loss)))
 
     def _scalars(self, loss: float) -> tuple[dict[str, float | None], list[FieldStatistics]]:
         """Of the epoch so far: over all fields, and what those were like."""
@@ -344,7 +354,7 @@ class Training:
         """A sentence for the end of the run."""
         return clip_sentence(self._statistics.total())
 
-    def _stopped(self, book: Logbook, stopping: Stopping) -> Stopped:
+    def _stopped(self, book: Logbook | NoLogbook, stopping: Stopping) -> Stopped:
         """Save, and say so."""
         self._save(book)
         self.checkpoints.wait()

@@ -52,6 +52,19 @@ def read_config(run: Path) -> dict[str, Any]:
     return dict(record)
 
 
+def refuse_of_ranks(record: Mapping[str, Any], run: Path) -> None:
+    """Refuse a run on several ranks, whose epochs are others and which has no checkpoints.
+
+    Raises:
+      UserError: it is one.
+    """
+    if record.get("ranks", 1) != 1:
+        raise UserError(
+            f"a run that goes on must be of one process. Received: {run}, of {record['ranks']} "
+            "ranks, which takes no checkpoints. Train again into another folder"
+        )
+
+
 def config_of(record: Mapping[str, Any], run: Path) -> TrainConfig:
     """The configuration in a run's `config.json`.
 

@@ -8,8 +8,9 @@ import math
 import os
 import shutil
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from merlin_cowclip.workflows.data.datasets import check_input_names
 from merlin_cowclip.workflows.data.prepared import PARTS, PreparedData
@@ -23,11 +24,20 @@ from merlin_cowclip.workflows.training.growing_files import EVENTS
 from merlin_cowclip.workflows.training.keeping import Keeping
 from merlin_cowclip.workflows.training.memory import refuse_what_does_not_fit
 from merlin_cowclip.workflows.training.one_at_a_time import LOCK, locked
+from merlin_cowclip.workflows.training.ranks import (
+    agreed,
+    check_alike,
+    check_offered,
+    check_resumed,
+    here,
+    is_first,
+)
 from merlin_cowclip.workflows.training.resuming import (
     config_of,
     open_data,
     read_config,
     refuse_finished,
+    refuse_of_ranks,
     warn_of_changes,
     with_epochs,
 )
@@ -86,7 +96,15 @@ def check_trainable(data: PreparedData, config: TrainConfig) -> Loader:
                 f"clip_tables must name fields of the data, {', '.join(data.spec.ids)}, or tables, "
                 f"{', '.join(_TABLES)}. Received: {name!r}"
             )
-    loader = Loader(data, "train", batch_size=config.batch_size, seed=config.seed)
+    ranks = here()
+    loader = Loader(
+        data,
+        "train",
+        batch_size=config.batch_size,
+        seed=config.seed,
+        rank=ranks.rank,
+        ranks=ranks.size,
+    )
     if not tf.config.list_physical_devices(
         "GPU"
     ):  # there, TensorFlow's own error becomes a sentence
@@ -130,18 +148,50 @@ def train(
     """
     out = Path(out)
     keeping = keeping or Keeping()
-    check_minutes(max_minutes)
-    loader = check(data, config, out)
+    with agreed():
+        check_minutes(max_minutes)
+        check_offered(config.update, keeping, max_minutes)
+        loader = check(data, config, out)
+        record = {**described(data, config), "keeping": keeping.to_dict()}
+    check_alike(record)
+    if loader.ranks > 1:
+        record["ranks"] = loader.ranks
+    if values_from is not None:
+        record["values_from"] = str(Path(values_from).resolve())
+    with agreed():
+        if is_first():
+            _make_folder(data, record, out)
+    with _own(out), as_user_errors(data, out):
+        _train(data, config, keeping, loader, out, max_minutes, progress=progress)
+    return _opened(out)
+
+
+def _make_folder(data: PreparedData, record: Mapping[str, Any], out: Path) -> None:
     with all_or_nothing(out) as folder:
         shutil.copytree(data.path / "workflow", folder / "workflow")
         shutil.copyfile(data.path / SCHEMA, folder / SCHEMA)
-        record = {**described(data, config), "keeping": keeping.to_dict()}
-        if values_from is not None:
-            record["values_from"] = str(Path(values_from).resolve())
         write_json(folder / CONFIG, record)
-    with locked(out), _left_behind(out, new=True), as_user_errors(data, out):
-        _train(data, config, keeping, loader, out, max_minutes, progress=progress)
-    return Run.open(out)
+
+
+@contextlib.contextmanager
+def _own(out: Path) -> Iterator[None]:
+    """Hold the run's lock, and tidy up behind it; only the first rank touches the folder."""
+    if not is_first():
+        yield
+        return
+    with locked(out), _left_behind(out, new=True):
+        yield
+
+
+def _opened(out: Path) -> Run:
+    """The finished run, on all ranks, whose disks may be others."""
+    if here().size == 1:
+        return Run.open(out)
+    from merlin_cowclip.plugins.joining import of_all_ranks
+
+    with agreed():
+        result = dict(Run.open(out).result) if is_first() else None
+    return Run(out, of_all_ranks(result)[0])
 
 
 def resume(
@@ -171,7 +221,9 @@ def resume(
     """
     path = Path(run)
     check_minutes(max_minutes)
+    check_resumed()
     record = read_config(path)
+    refuse_of_ranks(record, path)
     with locked(path), in_precision(record.get("precision")):
         config = config_of(record, path)
         keeping = Keeping.from_dict(record["keeping"])
@@ -207,22 +259,29 @@ def _train(
     progress: bool,
 ) -> None:
     """From the last checkpoint, or the beginning, to the result; see `go_on_from_last`."""
-    test = Loader(data, "test", batch_size=EVALUATION_BATCH) if data.test_files else None
     tf.keras.backend.clear_session()
     with seeded(config.seed, deterministic=config.deterministic):
-        try:
-            model, optimizer = compiled(data, config, loader)
-        except ValueError as error:  # of the data's columns, which only the network knows
-            raise UserError(str(error)) from None
-        statistics = optimizer.observe()
-        model(loader.peek()[0])
-        training = Training(
-            run, model, statistics, config, keeping, loader, test, progress=progress
-        )
-        training.go_on_from_last(begin)
-        with Stopping(max_minutes) as stopping:
-            training.train(stopping)
-        _finish(keeping, run, training, count_parameters(model, optimizer))
+        with agreed():
+            test = Loader(data, "test", batch_size=EVALUATION_BATCH) if data.test_files else None
+            try:
+                model, optimizer = compiled(data, config, loader)
+            except ValueError as error:  # of the data's columns, which only the network knows
+                raise UserError(str(error)) from None
+            statistics = optimizer.observe()
+            model(loader.peek()[0])
+            training = Training(
+                run, model, statistics, config, keeping, loader, test, progress=progress
+            )
+        if here().size == 1:
+            training.go_on_from_last(begin)
+            with Stopping(max_minutes) as stopping:
+                training.train(stopping)
+        else:  # without checkpoints, there is nothing to stop for
+            optimizer.broadcast()
+            training.train(Stopping())
+        with agreed():
+            if is_first():
+                _finish(keeping, run, training, count_parameters(model, optimizer))
 
 
 @contextlib.contextmanager
@@ -301,6 +360,11 @@ def as_user_errors(data: PreparedData, out: Path) -> Iterator[None]:
             raise UserError(
                 f"output needs disk space. Received: none left for {out}. Free some, or name a "
                 "folder on another disk"
+            ) from None
+        if "Horovod has been shut down" in str(error):
+            raise UserError(
+                "all ranks must go on to the end. Received: one that has ended before; what it "
+                "said is on the terminal, or in its machine's log. Train again"
             ) from None
         if isinstance(error, OSError) and Path(str(error.filename)).is_relative_to(out):
             raise UserError(

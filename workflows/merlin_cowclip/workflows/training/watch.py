@@ -10,6 +10,7 @@ from merlin_cowclip.plugins._stack import tf
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.training.configuration import TrainConfig
 from merlin_cowclip.workflows.training.loader import Loader
+from merlin_cowclip.workflows.training.ranks import agreed, mean_over_ranks
 
 EVERY = 25  # updates between two looks
 _GROWN = 100.0  # times as large as a look before: a dense weight that diverges
@@ -61,7 +62,11 @@ class Watch:
             NotFiniteError: a loss, a gradient or a weight is NaN or infinite; which and since
                 when, and whether it came with the data or the learning rates.
         """
-        losses = np.array([float(loss) for loss in self._losses])
+        losses = mean_over_ranks(np.array([float(loss) for loss in self._losses]))
+        with agreed():
+            self._look(step, losses)
+
+    def _look(self, step: int, losses: np.ndarray) -> None:
         broken = self._optimizer.not_finite()
         if np.isfinite(losses).all() and not broken:
             self._looked, self._losses = step, []
@@ -116,7 +121,7 @@ class Watch:
         """Of the batches since all was well, the first value that is no finite number."""
         for g in range(self._looked, step):
             epoch, k = divmod(g, len(self._loader))
-            features, labels = next(iter(self._loader.batches(epoch, k)))
+            features, labels = next(iter(self._loader.whole().batches(epoch, k)))
             for name, column in {**features, self._loader.data.spec.label: labels}.items():
                 column = np.asarray(column)
                 if column.dtype.kind == "f" and not np.isfinite(column).all():

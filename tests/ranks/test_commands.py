@@ -1,0 +1,118 @@
+"""`horovodrun -np 2 merlin-cowclip train`: as in one process, and what is refused in a sentence."""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from merlin_cowclip.workflows import Run
+from merlin_cowclip.workflows.commands.main import main
+from merlin_cowclip.workflows.data.etl import prepare
+from merlin_cowclip.workflows.data.prepared import PreparedData
+from merlin_cowclip.workflows.training import ranks as ranks_of_runs
+from merlin_cowclip.workflows.training.resuming import _KEYS
+from tests.bad_input.conftest import TOY, toy_log
+from tests.bad_input.contract import listing, refused
+
+from .launch import needs_horovod, on_ranks
+
+COMMAND = [sys.executable, "-m", "merlin_cowclip.workflows.commands.main"]
+OPTIONS = ["--batch-size", 28, "--epochs", 2, "--embedding-dim", 3, "--mlp", "6"]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    """140 training rows, 5 batches of 28."""
+    home = tmp_path_factory.mktemp("data")
+    return prepare(TOY, [toy_log(home / "log.csv")], home / "data", progress=False).path
+
+
+@needs_horovod
+@pytest.mark.slow
+def test_a_run_of_two_ranks_is_that_of_one_process(data, tmp_path):
+    ended = on_ranks(2, [*COMMAND, "train", data, "--out", tmp_path / "two", *OPTIONS])
+    assert ended.code == 0, ended
+    last = [line for line in ended.out.splitlines() if "samples/s" in line and "test AUC" in line]
+    assert [line.partition("epoch ")[2][:1] for line in last] == ["1", "2", ""], "one rank speaks"
+    assert main(["train", str(data), "--out", str(tmp_path / "one"), *map(str, OPTIONS)]) == 0
+    one, two = Run.open(tmp_path / "one"), Run.open(tmp_path / "two")
+    for key in ("auc", "log_loss", "calibration"):
+        assert two.result[key] == pytest.approx(one.result[key], rel=1e-5)
+    assert two.result["config"]["ranks"] == 2
+    weights = [run.model().get_weights() for run in (one, two)]
+    largest = max(np.abs(w).max() for w in weights[0])
+    for ours, theirs in zip(*weights, strict=True):
+        np.testing.assert_allclose(theirs, ours, rtol=0, atol=1e-5 * largest)
+    for name in ("metrics.csv", "fields.csv"):
+        lines = [_numbers(run.path / name) for run in (one, two)]
+        assert len(lines[0]) == len(lines[1]) > 0
+        for mine, others in zip(*lines, strict=True):
+            assert others == pytest.approx(mine, rel=1e-4)
+    assert len(list((two.path / "logs").iterdir())) == 1
+    assert not (two.path / "checkpoints").exists()
+
+
+def _numbers(path: Path) -> list[dict[str, float]]:
+    times = ("seconds", "samples_per_second", "table", "field")
+    with path.open(newline="") as file:
+        return [
+            {key: float(value) for key, value in row.items() if key not in times and value}
+            for row in csv.DictReader(file)
+        ]
+
+
+@needs_horovod
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        (["train", "{data}", "--batch-size", 27], ["must be a multiple of the number of ranks"]),
+        (
+            ["train", "{data}", "--update", "deferred"],
+            ["on several ranks has no update='deferred'"],
+        ),
+        (["train", "{other}"], ["all ranks must have the rows of the data in common", "on rank 1"]),
+        (["prepare", "criteo", "{data}"], ["only train shares its work", "prepare on 2"]),
+    ],
+)
+def test_what_is_refused_is_said_once(data, tmp_path, command, words):
+    log = toy_log(tmp_path / "log.csv", seed=1)
+    prepare(TOY, [log], tmp_path / "data1", progress=False)
+    (tmp_path / "data0").symlink_to(data)
+    before = listing(tmp_path)
+    places = {"data": str(data), "other": f"{tmp_path}/data$HOROVOD_RANK"}
+    argv = [str(argument).format(**places) for argument in command]
+    line = " ".join([*COMMAND, *argv, "--out", str(tmp_path / "run")])
+    ended = on_ranks(2, ["sh", "-c", line])
+    (sentence,) = ended.said()
+    assert sentence.startswith(f"merlin-cowclip {command[0]}: error: "), ended
+    for word in words:
+        assert word in sentence
+    assert "exit with status code 2" in ended.out + ended.err
+    assert listing(tmp_path) == before
+
+
+def test_ranks_without_horovod_are_refused(data, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOROVOD_RANK", "0")
+    monkeypatch.setenv("HOROVOD_SIZE", "2")
+    ranks_of_runs.here.cache_clear()
+    try:
+        words = ["Horovod", "2 processes", "merlin-cowclip[horovod]"]
+        refused(["train", data, "--out", tmp_path / "run"], words, folder=tmp_path)
+    finally:
+        ranks_of_runs.here.cache_clear()
+
+
+def test_a_run_of_ranks_is_not_resumed(data, tmp_path):
+    record = {key: {} for key in _KEYS} | {"ranks": 2}
+    (tmp_path / "config.json").write_text(json.dumps(record))
+    words = ["must be of one process", "2 ranks", "Train again"]
+    # A run that is trained is locked by a file of its own.
+    (tmp_path / ".lock").touch()
+    refused(["train", "--resume", tmp_path], words, folder=tmp_path)
+    assert PreparedData.open(data).rows["train"] == 140

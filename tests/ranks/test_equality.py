@@ -1,0 +1,95 @@
+"""N ranks with a batch of b/N each train as one process with b: weights, moments, counts."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from merlin_cowclip.workflows.training.evaluation import exact_quality
+
+from .cases import CASES, OF_THREE, trained
+from .launch import needs_horovod, on_ranks
+
+pytestmark = [pytest.mark.slow, needs_horovod]
+NAMES = {2: tuple(CASES), 3: OF_THREE}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory) -> dict[int, Path]:
+    """What the ranks of two launches have written, by their number."""
+    folders = {}
+    for ranks, names in NAMES.items():
+        folders[ranks] = tmp_path_factory.mktemp(f"of_{ranks}")
+        command = [sys.executable, "-m", "tests.ranks.program", folders[ranks], *names]
+        ended = on_ranks(ranks, command)
+        assert ended.code == 0, ended
+    return folders
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, dict[str, np.ndarray]]:
+    """What one process has trained, once for all numbers of ranks."""
+    return {}
+
+
+@pytest.mark.parametrize(("ranks", "name"), [(n, name) for n in NAMES for name in NAMES[n]])
+def test_ranks_train_as_one_process(results, alone, ranks, name):
+    number = NAMES[ranks].index(name)
+    first, *others = [
+        dict(np.load(results[ranks] / f"{number}-{rank}.npz")) for rank in range(ranks)
+    ]
+    if name not in alone:
+        alone[name] = trained(CASES[name])
+    one = alone[name]
+    for other in others:
+        for key in one:
+            np.testing.assert_array_equal(other[key], first[key], err_msg=key)
+    np.testing.assert_array_equal(first["counts"], one["counts"])
+    assert one["clipped"].sum() > 0
+    weights = {k: v for k, v in one.items() if k.startswith("weight/") and v.dtype.kind == "f"}
+    largest = max(np.abs(value).max() for value in weights.values())
+    for key, value in weights.items():
+        np.testing.assert_allclose(first[key], value, rtol=0, atol=1e-5 * largest, err_msg=key)
+
+
+@pytest.mark.parametrize("ranks", NAMES)
+def test_joins(results, ranks):
+    """Means of gradients, sums of counts; a row that no sample holds counts as 1."""
+    for rank in range(ranks):
+        found = dict(np.load(results[ranks] / f"joined-{rank}.npz"))
+        order = np.argsort(found["rows_0"])
+        assert found["rows_0"][order].tolist() == [4, 7]
+        means = np.array([[1 + 2, 1 + 2], [2, 2]]) / ranks
+        np.testing.assert_allclose(found["rows_1"][order], means)
+        assert found["rows_2"][order].tolist() == [1.0, 1.0]
+        assert found["whole_0"].tolist() == [0, 1, 2]
+        np.testing.assert_allclose(found["whole_1"], np.full((3, 1), 3.0))
+        assert found["whole_2"].tolist() == [ranks, 1.0, 1.0]
+        np.testing.assert_allclose(found["dense_0"], [np.mean(np.arange(ranks) + 1.0)])
+        assert found["slices_1"].tolist() == list(range(ranks))
+        mine = np.repeat(np.arange(ranks)[:, None] + 1.0, 2, axis=1) / ranks
+        np.testing.assert_allclose(found["slices_0"], mine)
+
+
+@pytest.mark.parametrize("ranks", NAMES)
+def test_what_one_rank_refuses_all_refuse(results, ranks):
+    at = ", ".join(str(rank) for rank in range(1, ranks))
+    for rank in range(ranks):
+        told = ast.literal_eval((results[ranks] / f"told-{rank}.txt").read_text())
+        *agreed, foreseen = told[rank]["said"]
+        assert agreed == [f"AgreedError: on rank {at}: it is full", "AgreedError: so", ""]
+        mine = "ZeroDivisionError: seven"
+        assert foreseen == (mine if rank else f"AgreedError: on rank {at}: seven")
+
+
+@pytest.mark.parametrize("ranks", NAMES)
+def test_metrics_are_of_all_ranks_rows(results, ranks):
+    random = np.random.default_rng(0)
+    labels, clicks = random.integers(0, 2, 50), random.random(50).round(1).astype(np.float32)
+    for told in ast.literal_eval((results[ranks] / "told-0.txt").read_text()):
+        np.testing.assert_allclose(told["quality"], exact_quality(labels, clicks), rtol=1e-12)
+        assert told["quality"][0] == exact_quality(labels, clicks).auc

@@ -1,0 +1,196 @@
+"""A run on several ranks: what they agree on, who writes and speaks, what is not offered yet."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import signal
+import sys
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from merlin_cowclip.workflows.errors import AgreedError, Notice, UserError, clipped
+from merlin_cowclip.workflows.launched import launched, refuse_together
+from merlin_cowclip.workflows.quiet import quiet_imports
+from merlin_cowclip.workflows.training.keeping import Keeping
+
+if TYPE_CHECKING:
+    from merlin_cowclip.plugins.joining import Ranks
+
+_ALIKE = {
+    "data_sha256": "the rows of the data",
+    "cardinalities": "the vocabularies of the data",
+    "spec": "the fields of the data",
+    "identity": "the configuration",
+    "precision": "Keras's precision",
+    "versions": "the versions",
+}
+
+
+@functools.cache
+def here() -> Ranks:
+    """This process among the ranks; of several on one machine, each has a GPU of its own from now.
+
+    Raises:
+      UserError: a launcher has started several, and Horovod does not know of them.
+    """
+    with quiet_imports():
+        from merlin_cowclip.plugins._stack import tf
+        from merlin_cowclip.plugins.joining import ranks
+    found = ranks()
+    if found.size == 1 < launched().size:
+        refuse_together(
+            "several ranks need Horovod with TensorFlow and their launcher's network. Received: "
+            f"{launched().size} processes that know nothing of each other. Install "
+            "'merlin-cowclip[horovod]', as docs/scaling.md says, or run one process"
+        )
+    gpus = tf.config.list_physical_devices("GPU")
+    if found.size > 1 and gpus:
+        with contextlib.suppress(RuntimeError):  # a script of one's own has begun to use them
+            tf.config.set_visible_devices(gpus[found.local_rank % len(gpus)], "GPU")
+    return found
+
+
+def is_first() -> bool:
+    """Whether this process writes and speaks: the first rank, or the only one."""
+    return not _several() or here().rank == 0
+
+
+def _several() -> bool:
+    """Whether there are several, without TensorFlow's seconds of importing where there are not."""
+    joining = sys.modules.get("merlin_cowclip.plugins.joining")
+    return launched().size > 1 or (joining is not None and joining.ranks().size > 1)
+
+
+@contextlib.contextmanager
+def agreed() -> Iterator[None]:
+    """What one rank refuses within it, all refuse at its end, so that none waits for ever.
+
+    Raises:
+      AgreedError: on all ranks, with what the first of those that refuse says.
+    """
+    if not _several():
+        yield
+        return
+    failure: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        failure = error
+    refuse_agreed(None if failure is None else str(failure) or type(failure).__name__, failure)
+
+
+def refuse_agreed(refusal: str | None, failure: Exception | None = None) -> None:
+    """End all ranks if one of them has a reason; called on all at once.
+
+    Raises:
+      AgreedError: one has; of several, the first one's reason.
+    """
+    here()
+    from merlin_cowclip.plugins.joining import of_all_ranks
+
+    said = of_all_ranks(refusal)
+    if failure is not None and not isinstance(failure, UserError):
+        raise failure  # this rank's own: its traceback is wanted
+    by_sentence: dict[str, list[int]] = {}
+    for rank, sentence in enumerate(said):
+        if sentence is not None:
+            by_sentence.setdefault(sentence, []).append(rank)
+    if not by_sentence:
+        return
+    sentence, ranks = next(iter(by_sentence.items()))
+    where = "" if len(ranks) == len(said) else f"on rank {', '.join(map(str, ranks))}: "
+    raise AgreedError(where + sentence) from None
+
+
+def mean_over_ranks(values: np.ndarray) -> np.ndarray:
+    """The mean of what all ranks have, of one shape; called on all at once."""
+    if here().size == 1 or not values.size:
+        return values
+    from merlin_cowclip.plugins.joining import gathered
+
+    return np.asarray(gathered(values[np.newaxis]).mean(axis=0))
+
+
+@contextlib.contextmanager
+def first_speaks() -> Iterator[None]:
+    """For a command: what all ranks refuse is said once; the others wait for that, and end so."""
+    try:
+        with warnings.catch_warnings():
+            if not is_first():
+                warnings.simplefilter("ignore", Notice)
+            yield
+    except AgreedError:
+        if is_first():
+            raise
+        from merlin_cowclip.plugins.joining import of_all_ranks
+
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # by which the launcher ends them
+        with contextlib.suppress(Exception):
+            of_all_ranks(None)  # until the first has ended, and Horovod with it
+        raise SystemExit(2) from None
+
+
+def check_offered(update: str, keeping: Keeping, max_minutes: float | None) -> None:
+    """Refuse what a run on several ranks cannot do yet.
+
+    Raises:
+      UserError: it is asked for.
+    """
+    if not _several() or here().size == 1:
+        return
+    wanted = {
+        "update='deferred'": update == "deferred",
+        "checkpoint_every": keeping.checkpoint_every is not None,
+        "keep": keeping.keep != Keeping().keep,
+        "max_minutes": max_minutes is not None,
+    }
+    for name, is_wanted in wanted.items():
+        if is_wanted:
+            raise UserError(
+                f"a run on several ranks has no {name} yet: it takes no checkpoints. Received: it "
+                f"on {here().size} ranks. Leave it out, or train in one process"
+            )
+
+
+def check_resumed() -> None:
+    """Refuse to go on with a run on several ranks.
+
+    Raises:
+      UserError: there are several.
+    """
+    if _several() and here().size > 1:
+        raise UserError(
+            f"a run goes on in one process. Received: --resume on {here().size} ranks. Run it "
+            "without horovodrun"
+        )
+
+
+def check_alike(record: Mapping[str, Any]) -> None:
+    """Refuse ranks that would not train the same.
+
+    Args:
+      record: this rank's, as in `config.json`.
+
+    Raises:
+      AgreedError: on all ranks, where they differ in data, configuration or versions.
+    """
+    if not _several() or here().size == 1:
+        return
+    from merlin_cowclip.plugins.joining import of_all_ranks
+
+    records = of_all_ranks({key: record[key] for key in _ALIKE})
+    for key, what in _ALIKE.items():
+        for rank, other in enumerate(records):
+            mine, its = records[0][key], other[key]
+            if mine != its:
+                if key == "versions":
+                    name = min(n for n in mine if mine[n] != its.get(n))
+                    mine, its = f"{name} {mine[name]}", its.get(name)
+                raise AgreedError(
+                    f"all ranks must have {what} in common. Received: {clipped(str(its))} on rank "
+                    f"{rank}, {clipped(str(mine))} on rank 0. Give each machine the same"
+                )
