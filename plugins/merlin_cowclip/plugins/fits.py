@@ -104,7 +104,7 @@ def _fit_of(model: Any, data: Any) -> Fit:
     params = getattr(getattr(model, "history", None), "params", None) or {}
     steps, batch = params.get("steps"), getattr(model, "_batch_size", None)
     # A loader that knows of ranks tells the size of the batches that they share.
-    shares = ranks().size // getattr(data, "ranks", 1)
+    shares = max(1, ranks().size // getattr(data, "ranks", 1))
     return Fit(
         steps if isinstance(steps, int) and steps > 0 else None,
         batch * shares if isinstance(batch, int) and batch > 0 else None,

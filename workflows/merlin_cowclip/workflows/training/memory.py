@@ -12,7 +12,7 @@ _FLOAT = 4  # bytes
 
 
 def least_bytes(
-    config: TrainConfig, cardinalities: Mapping[str, int], numbers: int
+    config: TrainConfig, cardinalities: Mapping[str, int], numbers: int, ranks: int = 1
 ) -> dict[str, int]:
     """Bytes that a training step holds at once, a lower bound.
 
@@ -24,6 +24,7 @@ def least_bytes(
       config: what is trained.
       cardinalities: rows of each id field.
       numbers: how many continuous features there are.
+      ranks: how many share each batch; all have the tables.
 
     Returns:
       `tables`, `layers` and `batch`.
@@ -55,12 +56,16 @@ def least_bytes(
     return {
         "tables": (3 * tables + waiting) * _FLOAT,
         "layers": 3 * layers * _FLOAT,
-        "batch": config.batch_size * per_row * _FLOAT,
+        "batch": config.batch_size // ranks * per_row * _FLOAT,
     }
 
 
 def refuse_what_does_not_fit(
-    config: TrainConfig, cardinalities: Mapping[str, int], numbers: int, limit: int
+    config: TrainConfig,
+    cardinalities: Mapping[str, int],
+    numbers: int,
+    limit: int,
+    ranks: int = 1,
 ) -> None:
     """Refuse a training that the machine cannot hold, with what it would take.
 
@@ -68,12 +73,13 @@ def refuse_what_does_not_fit(
       config: what is trained.
       cardinalities: rows of each id field.
       numbers: how many continuous features there are.
-      limit: the machine's memory in bytes.
+      limit: the machine's memory in bytes, or a rank's part of it.
+      ranks: how many share each batch.
 
     Raises:
       UserError: the least that it takes is more.
     """
-    parts = least_bytes(config, cardinalities, numbers)
+    parts = least_bytes(config, cardinalities, numbers, ranks)
     if sum(parts.values()) <= limit:
         return
     remedies = {

@@ -109,7 +109,8 @@ def check_trainable(data: PreparedData, config: TrainConfig) -> Loader:
         "GPU"
     ):  # there, TensorFlow's own error becomes a sentence
         numbers = len(data.spec.continuous)
-        refuse_what_does_not_fit(config, data.cardinalities, numbers, memory_limit())
+        limit = memory_limit() // ranks.local_size
+        refuse_what_does_not_fit(config, data.cardinalities, numbers, limit, ranks.size)
     return loader
 
 
