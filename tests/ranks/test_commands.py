@@ -76,7 +76,10 @@ def _numbers(path: Path) -> list[dict[str, float]]:
             ["train", "{data}", "--update", "deferred"],
             ["on several ranks has no update='deferred'"],
         ),
-        (["train", "{other}"], ["all ranks must have the rows of the data in common", "on rank 1"]),
+        (
+            ["train", "{other}", "--batch-size", 28],
+            ["all ranks must have the rows of the data in common", "on rank 1"],
+        ),
         (["prepare", "criteo", "{data}"], ["only train shares its work", "prepare on 2"]),
     ],
 )
