@@ -31,7 +31,7 @@ class Ended(NamedTuple):
 
     def said(self) -> list[str]:
         """Sentences of the command line, without the launcher's mark of the rank."""
-        lines = (line.partition(">")[2] for line in self.err.splitlines())
+        lines = (line.partition(">:")[2] for line in self.err.splitlines())
         return [line for line in lines if line.startswith("merlin-cowclip")]
 
 
