@@ -73,7 +73,7 @@ def _numbers(path: Path) -> list[dict[str, float]]:
     [
         (["train", "{data}", "--batch-size", 27], ["must be a multiple of the number of ranks"]),
         (
-            ["train", "{data}", "--update", "deferred"],
+            ["train", "{data}", "--batch-size", 28, "--update", "deferred"],
             ["on several ranks has no update='deferred'"],
         ),
         (
