@@ -15,7 +15,7 @@ PYENV  := $(foreach p,$(PYTHONS),$(wildcard $(HOME)/.pyenv/versions/$(p:python%=
 PYTHON ?= $(firstword $(foreach p,$(PYTHONS) $(PYENV),$(shell $(p) -c 'import sys; print(sys.executable)' 2>/dev/null)))
 # Not the environment made here: CUDA, cudf and dask-cuda are the container's.
 GPU_PYTHON ?= python3
-# Processes share the tests, whole files each, in the order of tests/conftest.py; one needs 1 to 4
+# Processes share the tests, whole files each, as tests/conftest.py has it; one needs 1 to 4
 # GiB of memory, less the more there are.
 PYTEST := -m pytest --numprocesses logical --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 BIN    := $(VENV)/bin

@@ -19,22 +19,24 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 LONGEST = (  # files that take half a minute and more, the longest first
     "plugins/merlin_models/test_families.py",
-    "plugins/test_saving.py",
     "workflows/training/test_kills.py",
+    "notebooks/test_study.py",
+    "plugins/test_saving.py",
+    "plugins/test_deferred.py",
+    "workflows/training/test_networks.py",
     "plugins/test_optimizer.py",
     "models/test_networks.py",
     "workflows/training/test_stopping.py",
     "workflows/training/test_trouble.py",
-    "workflows/training/test_networks.py",
-    "notebooks/test_study.py",
+    "workflows/training/test_checkpoints.py",
     "workflows/commands/test_cli.py",
     "workflows/study/test_processes.py",
     "workflows/training/test_prediction.py",
     "plugins/test_statistics.py",
     "workflows/study/test_sweep.py",
     "notebooks/test_plugging_in.py",
-    "workflows/training/test_checkpoints.py",
     "workflows/training/test_training.py",
+    "workflows/training/test_watch.py",
     "models/test_embeddings.py",
     "notebooks/test_train.py",
     "bad_input/test_command_line.py",
@@ -42,6 +44,11 @@ LONGEST = (  # files that take half a minute and more, the longest first
     "workflows/data/test_adopt.py",
     "workflows/training/test_interpreter_end.py",
 )
+
+
+def pytest_xdist_auto_num_workers() -> int:
+    """A process more than cores: a quarter of the time they wait for programs that they started."""
+    return (os.cpu_count() or 1) + 1
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
