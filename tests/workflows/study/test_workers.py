@@ -48,6 +48,11 @@ def training(monkeypatch):
     return found
 
 
+def finished(run):
+    run.mkdir(exist_ok=True)
+    return SimpleNamespace(result={"auc": 0.7})
+
+
 def raising(error):
     def raise_it(*args, **more):
         raise error
@@ -59,15 +64,21 @@ def test_a_run_goes_on_with_the_data_where_they_are_now(task, training):
     task.run.mkdir()
     (task.run / "config.json").touch()
     seen = []
-    training.resume = lambda run, *, data, progress: seen.append((run, data))
+
+    def resume(run, *, data, progress):
+        seen.append((run, data))
+        return finished(run)
+
+    training.resume = resume
     assert workers._trained(task).how == "done"
     assert seen == [(task.run, task.data)]
+    assert json.loads((task.run / "result.json").read_text()) == {"auc": 0.7, "jobs": 1}
 
 
 def test_a_folder_without_a_run_is_made_anew(task, training):
     """Killed between two steps of writing down that a run diverged."""
     task.run.mkdir()
-    training.train = lambda data, config, out, **more: out.mkdir()
+    training.train = lambda data, config, out, **more: finished(out)
     assert workers._trained(task).how == "done"
 
 
@@ -76,7 +87,7 @@ def test_what_a_killed_process_left_of_a_run_is_removed(task, training):
     left, another = (task.run.with_name(f".{name}.partial-1-ab") for name in ("run", "run2"))
     for folder in (left, another):
         (folder / "workflow").mkdir(parents=True)
-    training.train = lambda data, config, out, **more: out.mkdir()
+    training.train = lambda data, config, out, **more: finished(out)
     assert workers._trained(task).how == "done"
     assert not left.exists()
     assert another.exists()
