@@ -20,10 +20,12 @@ import numpy as np
 import tensorflow as tf
 
 from merlin_cowclip.plugins.absent import absent_step
-from merlin_cowclip.plugins.catching_up import Rates, catch_up
+from merlin_cowclip.plugins.catching_up import catch_up
+from merlin_cowclip.plugins.slow_mode import Adam, Rates
 
 ROWS, WIDTH, FIRST = 4096, 10, 1000
 RATE, L2 = 1e-4, 1e-5  # the paper's for the embeddings of Criteo at 1K
+ADAM = Adam(0.9, 0.999, 1e-7, L2)
 
 
 def some_rows() -> list[Any]:
@@ -52,7 +54,7 @@ def both(gap: int) -> tuple[Callable[[], Any], Callable[[], Any]]:
         return tf.while_loop(lambda step, *_: step <= end, body, (FIRST + 1, w, m, v))[1:]
 
     return (
-        lambda: at_once(*rows, last, tf.constant(FIRST + gap), total, l2=L2),
+        lambda: at_once(*rows, last, tf.constant(FIRST + gap), total, ADAM),
         lambda: step_by_step(*rows),
     )
 

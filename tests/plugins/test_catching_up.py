@@ -8,12 +8,12 @@ import tensorflow as tf
 
 from merlin_cowclip.plugins.absent import absent_step
 from merlin_cowclip.plugins.catching_up import (
-    Rates,
     are_calm,
     catch_up,
     catch_up_calm,
     check_stable,
 )
+from merlin_cowclip.plugins.slow_mode import Adam, Rates
 
 EPSILON, D = 1e-7, 4
 GAPS = (0, 1, 60, 129, 130, 140, 200, 258, 300, 500, 900, 2_000, 4_000)
@@ -48,10 +48,14 @@ def oracle(state, last, step, rates, l2):
     return w, m, v
 
 
+def adam(l2):
+    return Adam(0.9, 0.999, EPSILON, l2)
+
+
 def caught_up(state, last, step, rates, l2, function=catch_up):
     total = Rates.of(tf.constant(np.concatenate([[0.0], np.cumsum(rates)])))
     given = (*map(tf.constant, state), tf.constant(np.int32(last)), tf.constant(step), total)
-    return [x.numpy() for x in function(*given, l2=l2)]
+    return [x.numpy() for x in function(*given, adam(l2))]
 
 
 def errors(state, found, expected):
@@ -109,7 +113,7 @@ def test_calm_rows_against_float64(l2, rate, first, at_least):
     gaps = (1, 9, 33, 64, 130, 400, 1_000, 2_500, 4_000)
     state, gap = some_rows(first, gaps, each=200, width=1, swing=1.0)
     step = first + max(gaps)
-    calm = are_calm(*map(tf.constant, state), tf.constant(np.int32(step - gap)), rate, l2=l2)
+    calm = are_calm(*map(tf.constant, state), tf.constant(np.int32(step - gap)), rate, adam(l2))
     state, gap = [x[calm.numpy()] for x in state], gap[calm.numpy()]
     assert len(gap) > at_least * 200 * len(gaps)
     assert len(np.unique(gap)) == len(gaps)
@@ -135,10 +139,10 @@ def test_which_rows_are_calm():
     m[3, 0] = 100 * root[3, 0]  # m moves w by much
     w[4], w[5] = 3.0, 300.0  # as root[2, 1]
     given = (tf.constant(x) for x in (w, m, root**2, last))
-    found = are_calm(*given, 1e-4, l2=1e-5)
+    found = are_calm(*given, 1e-4, adam(1e-5))
     assert found.numpy().tolist() == [True, False, False, False, True, False]
     given = (tf.constant(x) for x in (w, m, root**2, last))
-    assert not are_calm(*given, 1e-4, l2=1e-2).numpy().any()  # a step takes too much of w
+    assert not are_calm(*given, 1e-4, adam(1e-2)).numpy().any()  # a step takes too much of w
 
 
 def test_a_gap_of_100_000_steps():

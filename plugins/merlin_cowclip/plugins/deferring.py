@@ -16,7 +16,8 @@ import numpy as np
 
 from merlin_cowclip.plugins._stack import tf
 from merlin_cowclip.plugins.absent import Moved
-from merlin_cowclip.plugins.catching_up import Rates, are_calm, catch_up, catch_up_calm
+from merlin_cowclip.plugins.catching_up import are_calm, catch_up, catch_up_calm
+from merlin_cowclip.plugins.slow_mode import Adam, Rates
 
 _TILE, _TILE_ON_GPU = 512, 65_536  # rows that catch up together: as long as the latest of them
 _LONG = 32  # so many steps one by one are as much work as those of a calm row at once
@@ -35,15 +36,6 @@ class Table(NamedTuple):
     v: tf.Variable
     last: tf.Variable  # V×1 float32: the step after which each row was current, below 2²⁴
     step: tf.Tensor  # int32
-
-
-class Adam(NamedTuple):
-    """What Adam does to an absent row."""
-
-    beta_1: float
-    beta_2: float
-    epsilon: float | tf.Tensor
-    l2: float | tf.Tensor
 
 
 def corrected_rates(rate: tf.Tensor, adam: Adam, dtype: tf.DType) -> Rates:
@@ -76,7 +68,10 @@ def bring_rows_up(
     """
     state = [tf.gather(variable, wanted) for variable in (*table[:3], table.last)]
     late, *new = _late_rows(_Kind.of(table.rows, adam))(
-        *state, table.step, rate, *(tf.constant(x, table.rows.dtype) for x in adam[2:])
+        *state,
+        table.step,
+        rate,
+        *(tf.constant(x, table.rows.dtype) for x in (adam.epsilon, adam.l2)),
     )
     at = tf.gather(wanted, late)
     for variable, x in zip(table[:3], new, strict=True):
@@ -110,7 +105,7 @@ class _Kind(NamedTuple):
 
     @classmethod
     def of(cls, rows: tf.Variable, adam: Adam) -> _Kind:
-        return cls(rows.shape[1], rows.dtype, rows.device or "", *adam[:2])
+        return cls(rows.shape[1], rows.dtype, rows.device or "", adam.beta_1, adam.beta_2)
 
     @property
     def tile(self) -> int:
@@ -150,7 +145,7 @@ def _late_rows(kind: _Kind) -> Callable[..., Any]:
             # What fills a group up missed nothing.
             cut[3] = tf.where(tiles.filled, tf.cast(step, tf.float32), cut[3])
             rates = corrected_rates(rate, adam, kind.dtype)
-            ways = [_compiled(way, *adam[:2]) for way in (catch_up, catch_up_calm)]
+            ways = [_compiled(way, kind.beta_1, kind.beta_2) for way in (catch_up, catch_up_calm)]
 
             def bring(tile: Sequence[tf.Tensor]) -> tuple[tf.Tensor, ...]:
                 *state, is_calm = tile
@@ -173,7 +168,7 @@ def _alike(
     """Places of late rows, first of those that are calm, each from the least late to the latest."""
     rows, m, v, last = state
     late = (tf.cast(step, tf.float32) - last)[:, 0]  # floats: integers of 32 bits are the host's
-    calm = are_calm(rows, m, v, last[:, 0], tf.cast(rate, rows.dtype), **adam._asdict())
+    calm = are_calm(rows, m, v, last[:, 0], tf.cast(rate, rows.dtype), adam)
     calm = tf.logical_and(calm, late > _LONG)
     kind = tf.where(calm, 1.0, tf.where(late > 0, 2.0, 0.0))
     places = tf.range(tf.size(late, tf.int64))
@@ -209,7 +204,6 @@ def _compiled(way: Any, beta_1: float, beta_2: float) -> Callable[..., Any]:
 
     def work(*given: tf.Tensor) -> Moved:
         *tile, epsilon, l2 = given
-        constants = Adam(beta_1, beta_2, epsilon, l2)
-        return way.python_function(*tile, **constants._asdict())
+        return way.python_function(*tile, Adam(beta_1, beta_2, epsilon, l2))
 
     return tf.function(work, autograph=False, jit_compile=True)

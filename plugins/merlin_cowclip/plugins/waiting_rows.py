@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from merlin_cowclip.plugins._stack import not_recorded, tf
 from merlin_cowclip.plugins.catching_up import check_stable
-from merlin_cowclip.plugins.deferring import Adam, Table, Write, bring_all_up, bring_rows_up
+from merlin_cowclip.plugins.deferring import Table, Write, bring_all_up, bring_rows_up
 from merlin_cowclip.plugins.row_sums import beside, unique_rows
+from merlin_cowclip.plugins.slow_mode import Adam
 from merlin_cowclip.plugins.tables import TableSpec
 
 
