@@ -20,10 +20,12 @@ GPU_PYTHON ?= python3
 PYTEST := -m pytest --numprocesses logical --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+# Beside it, not in it: where Horovod is installed, importing Merlin starts it.
+RANKS  := $(VENV)-ranks
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-gpu has-python lint bench wheel clean
+.PHONY: help demo test test-fast test-ranks test-gpu has-python lint bench wheel clean
 
 help:  ## what can be made here
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -44,6 +46,21 @@ test: $(STAMP) lint  ## lint, types, all tests, and the built wheel outside the 
 test-fast: $(STAMP)  ## the tests without the slow ones
 	@$(BIN)/python $(PYTEST) -m "not slow"
 
+# CMake 3.26 and later refuse Horovod's own files. Gloo alone: neither MPI nor NCCL need be there.
+$(RANKS)/.installed: $(STAMP)
+	@echo "Building Horovod into $(RANKS) (some minutes, once)"
+	@$(BIN)/python -m venv $(RANKS)
+	@$(BIN)/python -c 'import site, sys; print("import site; site.addsitedir(" + repr(site.getsitepackages()[0]) + ")")' \
+	  > "$$($(RANKS)/bin/python -c 'import site; print(site.getsitepackages()[0])')/tests.pth"
+	@$(RANKS)/bin/pip install --quiet 'cmake<3.26' wheel cffi
+	@PATH="$(abspath $(RANKS))/bin:$$PATH" HOROVOD_WITH_TENSORFLOW=1 HOROVOD_WITHOUT_PYTORCH=1 HOROVOD_WITHOUT_MXNET=1 \
+	  HOROVOD_WITHOUT_MPI=1 HOROVOD_WITH_GLOO=1 HOROVOD_CPU_OPERATIONS=GLOO \
+	  $(RANKS)/bin/pip install --quiet --no-build-isolation --no-deps horovod==0.28.1
+	@touch $@
+
+test-ranks: $(RANKS)/.installed  ## the tests on 2 and 3 ranks of Horovod, which is built for them
+	@$(RANKS)/bin/python -m pytest tests/ranks
+
 test-gpu:  ## every check that needs a GPU, in the environment you are in (an NGC container)
 	@COWCLIP_TEST_GPU=1 $(GPU_PYTHON) -m pytest tests/gpu
 
@@ -62,4 +79,4 @@ wheel: $(STAMP)  ## the wheel, in dist/
 	@$(BIN)/python -m build --wheel --outdir dist
 
 clean:  ## remove the environments and everything built
-	@rm -rf $(VENV) .venv-ngc dist build .mypy_cache .ruff_cache .pytest_cache
+	@rm -rf $(VENV) $(RANKS) .venv-ngc .venv-ngc-ranks dist build .mypy_cache .ruff_cache .pytest_cache
