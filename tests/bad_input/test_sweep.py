@@ -68,6 +68,24 @@ def test_epochs_of_the_study_of_one(toy_data, tmp_path):
     refused(argv, ["time is of one epoch", "epochs=5", "Leave it out"], folder=tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("option", "word"),
+    [
+        ("--epochs 3", "epochs=3"),
+        ("--update lazy", "update='lazy'"),
+        ("--seeds 1", "seeds=[1]"),
+        ("--l2 0.1", "l2=0.1"),
+        ("--model dcn", "model='dcn'"),
+        ("--dense-schedule cosine", "dense_schedule={'name': 'cosine'}"),
+        ("--base {}", "dense_lr="),
+    ],
+)
+def test_the_study_that_trains_nothing(toy_data, tmp_path, tune, option, word):
+    argv = ["sweep", "frequencies", toy_data, "--out", tmp_path / "out", "--batch-sizes", "64"]
+    words = ["frequencies trains nothing, and takes batch_sizes alone", word, "Leave it out"]
+    refused([*argv, *option.format(tune).split()], words, folder=tmp_path)
+
+
 @pytest.fixture
 def tune(tmp_path_factory, toy_data):
     """What is read of one: found at 64 on the same data, for the network `deepfm`."""

@@ -188,6 +188,9 @@ def test_train_tuned(toy_data, tuned, tmp_path):
     refused([*argv, tmp_path / "nowhere"], ["a tune must be a folder"], folder=tmp_path)
     words = ["of batch size 64, from which a --rule scales them", "--batch-size 128", "Name it"]
     refused([*argv, tuned, "--batch-size", "128"], words, folder=tmp_path)
+    words = ["tuned at batch size 64, which is their base", "--base-batch-size 32", "Leave it out"]
+    for more in ([], ["--rule", "cowclip", "--batch-size", "128"]):
+        refused([*argv, tuned, "--base-batch-size", "32", *more], words, folder=tmp_path)
     refused([*argv, tuned, "--epochs", "0"], ["epochs must be a positive"], folder=tmp_path)
     words = ["--resume goes with DATA", "--tuned"]
     refused(["train", "--resume", tmp_path, "--tuned", tuned], words, folder=tmp_path)

@@ -348,7 +348,16 @@ def train_config(arguments: argparse.Namespace, tuned: TrainConfig | None = None
 
 
 def _check_scaled(arguments: argparse.Namespace, tuned: TrainConfig) -> None:
-    """Refuse tuned values at a batch size that they were not tuned at, without a rule."""
+    """Refuse tuned values at a batch size that they were not tuned at, without a rule.
+
+    Raises:
+        UserError: it is, or another base is named than the batch size that they were tuned at.
+    """
+    if arguments.base_batch_size not in (None, tuned.batch_size):
+        raise UserError(
+            f"the values of --tuned were tuned at batch size {tuned.batch_size}, which is their "
+            f"base. Received: --base-batch-size {arguments.base_batch_size}. Leave it out"
+        )
     if arguments.batch_size not in (None, tuned.batch_size) and arguments.rule is None:
         raise UserError(
             f"the values of --tuned are of batch size {tuned.batch_size}, from which a --rule "

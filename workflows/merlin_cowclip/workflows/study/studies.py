@@ -333,6 +333,23 @@ def _learning_rate(setting: Setting) -> Iterator[Cell]:
                 yield Cell(f"{rule}, η x {factor:g}", f"{batch_size:,}", setting.at(moved))
 
 
+def _frequencies(setting: Setting) -> Iterator[Cell]:
+    """Nothing is trained, so of a setting it has the batch sizes alone.
+
+    Raises:
+      UserError: the setting says how to train.
+    """
+    given = {**setting.config, **setting.values}
+    if setting.seeds != SEEDS:
+        given["seeds"] = list(setting.seeds)
+    if given:
+        raise UserError(
+            "the study frequencies trains nothing, and takes batch_sizes alone. Received: "
+            f"{', '.join(f'{name}={value!r}' for name, value in given.items())}. Leave it out"
+        )
+    return iter(())
+
+
 STUDIES: Mapping[str, Study] = MappingProxyType(
     {
         study.name: study
@@ -395,7 +412,7 @@ STUDIES: Mapping[str, Study] = MappingProxyType(
                 "frequencies",
                 "How often ids occur",
                 "Figure 3, left",
-                lambda setting: iter(()),
+                _frequencies,
                 "field",
             ),
         )
