@@ -55,6 +55,37 @@ def test_schedules_hold_for_every_run(toy_data, study):
     assert {config.embedding_schedule["to"] for config in configs} == {0.1}
 
 
+@pytest.mark.parametrize(
+    ("study", "options", "words"),
+    [
+        (
+            "scaling-rules",
+            "--batch-sizes 32,64 --embedding-lr 0.05",  # n²-λ has 4 times its λ at 64
+            [
+                "at batch size 64: ",
+                "learning_rate * l2 is at most",
+                "0.05 * 4e-05",
+                "update='exact'",
+            ],
+        ),
+        (
+            "curves",
+            "--batch-sizes 32,64 --clip-ratio 3e-5",  # r < 2λ at 64 alone
+            ["at batch size 64: ", "needs clip_ratio of at least 2 * l2", "l2=2e-05"],
+        ),
+        (
+            "curves",
+            "--batch-sizes 32 --embedding-schedule cosine",
+            ["needs a number as learning rate", "'name': 'cosine'"],
+        ),
+    ],
+)
+def test_what_deferred_updates_cannot_take(toy_data, tmp_path, study, options, words):
+    """Before the first run, though only a later one of them would meet it."""
+    argv = ["sweep", study, toy_data, "--out", tmp_path / "out", "--update", "deferred"]
+    refused([*argv, *options.split()], words, folder=tmp_path)
+
+
 @pytest.mark.parametrize("study", ["networks", "time"])
 def test_options_of_other_networks(toy_data, tmp_path, study):
     argv = ["sweep", study, toy_data, "--out", tmp_path / "out", "--batch-sizes", "32"]

@@ -11,8 +11,8 @@ from merlin_cowclip.plugins.catching_up import (
     are_calm,
     catch_up,
     catch_up_calm,
-    check_stable,
 )
+from merlin_cowclip.plugins.deferrable import check_stable
 from merlin_cowclip.plugins.slow_mode import Adam, Rates
 
 EPSILON, D = 1e-7, 4

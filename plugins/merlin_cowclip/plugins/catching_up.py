@@ -29,33 +29,6 @@ _CALM, _CALM_AGE, _CALM_LOSS, _CALM_OWN, _CALM_MOVED = 1000, 300, 1e-3, 2.0, 8.0
 _MATTERS, _SMALL = 1e-4, 1e-3  # a part of what w was, or of this
 
 
-def check_stable(
-    *, learning_rate: float | tf.Tensor, l2: float, beta_1: float, epsilon: float
-) -> None:
-    """Refuse values with which Adam throws an absent row about for ever.
-
-    Where `2λη > 2ε(1 + β₁)/(1 - β₁)`, a row near zero whose v has decayed overshoots by more at
-    every step, until its own gradient has made v grow: no other way than step by step leads to
-    where it will be.
-
-    Raises:
-      ValueError: such values.
-      tf.errors.InvalidArgumentError: such a rate, where it is a tensor.
-    """
-    most = epsilon * (1 + beta_1) / (1 - beta_1)
-    rule = (
-        "Rows can catch up with steps that they missed where learning_rate * l2 is at most epsilon "
-        f"* (1 + beta_1) / (1 - beta_1), {most:.3g}: beyond, Adam throws them about zero. Received:"
-    )
-    remedy = "Use update='exact', or a smaller l2"
-    if tf.is_tensor(learning_rate):
-        data = [rule, learning_rate, f"* {l2:g}. {remedy}, or learning rate"]
-        tf.raw_ops.Assert(condition=learning_rate * l2 <= most, data=data)
-    elif learning_rate * l2 > most:
-        product = f"{learning_rate:g} * {l2:g} = {learning_rate * l2:.3g}"
-        raise ValueError(f"{rule} {product}. {remedy}")
-
-
 @tf.function(autograph=False, reduce_retracing=True)
 def catch_up(
     rows: tf.Tensor,

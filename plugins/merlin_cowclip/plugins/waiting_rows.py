@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from merlin_cowclip.plugins._stack import not_recorded, tf
-from merlin_cowclip.plugins.catching_up import check_stable
+from merlin_cowclip.plugins.deferrable import check_deferrable, most_stable, what_is_stable
 from merlin_cowclip.plugins.deferring import Table, Write, bring_all_up, bring_rows_up
 from merlin_cowclip.plugins.row_sums import beside, unique_rows
 from merlin_cowclip.plugins.slow_mode import Adam
@@ -57,23 +57,24 @@ class WaitingRows:
         """
         if isinstance(learning_rate, tf.Variable):
             learning_rate = float(tf.keras.backend.get_value(learning_rate))
-        if not isinstance(learning_rate, (int, float)):
-            raise ValueError(
-                "update='deferred' needs a number as learning rate of the embeddings: rows that "
-                f"wait must know that of the steps they missed. Received: {learning_rate!r}. Use "
-                "update='exact'"
-            )
-        if self.clip == "adaptive_column" and self.clip_ratio < 2 * self.l2:
-            raise ValueError(
-                "update='deferred' needs clip_ratio of at least 2 * l2: below, rows absent from a "
-                f"batch are clipped as well. Received: {self.clip_ratio:g} and l2={self.l2:g}. Use "
-                "update='exact'"
-            )
-        self._check_rate(learning_rate)
+        check_deferrable(
+            learning_rate,
+            l2=self.l2,
+            clip=self.clip,
+            clip_ratio=self.clip_ratio,
+            beta_1=self._beta_1(),
+            epsilon=self.epsilon,
+        )
 
-    def _check_rate(self, learning_rate: float | tf.Tensor) -> None:
-        beta_1 = float(self._serialize_hyperparameter("beta_1"))
-        check_stable(learning_rate=learning_rate, l2=self.l2, beta_1=beta_1, epsilon=self.epsilon)
+    def _beta_1(self) -> float:
+        return float(self._serialize_hyperparameter("beta_1"))
+
+    def _check_rate(self, learning_rate: tf.Tensor) -> None:
+        """Within a step, what `check_stable` refuses before it."""
+        most = most_stable(self._beta_1(), self.epsilon)
+        rule, remedy = what_is_stable(most)
+        data = [rule, learning_rate, f"* {self.l2:g}. {remedy}, or learning rate"]
+        tf.raw_ops.Assert(condition=learning_rate * self.l2 <= most, data=data)
 
     def _create_slots(self, var_list: Sequence[tf.Variable]) -> None:
         super()._create_slots(var_list)  # type: ignore[misc]

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from merlin_cowclip.plugins.checks import is_whole, whole_number
+from merlin_cowclip.plugins.deferrable import check_values
 from merlin_cowclip.plugins.scaling import (
     ADAPTIVE_CLIPS,
     SCALING_RULES,
@@ -67,8 +68,8 @@ class TrainConfig:
       patience: epochs without a better test AUC after which training ends; `None`: all `epochs`.
 
     Raises:
-      UserError: an unknown name, an option that the network does not take, or a number out of
-        range.
+      UserError: an unknown name, an option that the network does not take, a number out of range,
+        or values that deferred updates cannot take.
     """
 
     model: str = "deepfm"
@@ -133,6 +134,11 @@ class TrainConfig:
         for name in ("dense_schedule", "embedding_schedule"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, plain_schedule(name, getattr(self, name)))
+        if self.update == "deferred":
+            try:
+                check_values(self.hyperparameters, self.embedding_schedule)
+            except ValueError as error:
+                raise ValueError(f"at batch size {self.batch_size:,}: {error}") from None
 
     def _check_clip_tables(self) -> None:
         wanted = self.clip_tables
