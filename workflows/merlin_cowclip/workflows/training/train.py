@@ -128,9 +128,9 @@ def train(
 
     After each epoch the test part's exact AUC, log loss and calibration are measured (None without
     a test part) and a checkpoint is taken; the times in the result are of the training alone, with
-    what updates wait for checkpoints. Until the first checkpoint an error or an interrupt removes the folder; from then on it stays, and
-    `resume` goes on, to the last bit as if nothing had been. The process's random state and
-    deterministic ops are put back at the end.
+    what updates wait for checkpoints. Until the first checkpoint an error or an interrupt removes
+    the folder; from then on it stays, and `resume` goes on, to the last bit as if nothing had been.
+    The process's random state and deterministic ops are put back at the end.
 
     Args:
       data: the prepared folder.
