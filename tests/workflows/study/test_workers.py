@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import multiprocessing
 import os
 import signal
 import sys
+import threading
+import traceback
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -135,6 +138,41 @@ def test_a_process_that_dies_before_its_task_is_told(task):
         worker.ended()
     worker.stop(at_work=True)
     worker.join()
+
+
+def test_a_bug_is_told_as_one_with_its_traceback(task):
+    """It is no want of memory, which kills by a signal."""
+    broken = dataclasses.replace(task, claims=None)
+    with pytest.raises(workers.FailedError, match=f"AttributeError: .*, while {task.run} was") as failed:
+        list(workers.work_off([broken], 1))
+    told = "".join(traceback.format_exception(failed.value))
+    assert "in _trained" in told
+    assert "memory" not in told
+
+
+def test_a_process_that_ends_by_itself_is_given_no_advice_on_memory(task):
+    worker = workers._Worker()
+    worker._task = task
+    worker.pipe.close()
+    ours, theirs = multiprocessing.Pipe()
+    theirs.close()
+    worker.pipe = ours
+    with pytest.raises(UserError, match="exit code 0 .* on the terminal") as refused:
+        worker.ended()
+    assert "memory" not in str(refused.value)
+
+
+def test_want_of_memory_that_python_tells(task, training):
+    """Which kills nothing."""
+    training.train = raising(MemoryError)
+    ours, theirs = multiprocessing.Pipe()
+    ours.send(task)
+    worker = threading.Thread(target=workers._work, args=(theirs,))
+    worker.start()
+    ended = ours.recv()
+    ours.close()
+    worker.join()
+    assert (ended.how, "Give it more memory" in ended.message) == ("refused", True)
 
 
 def test_a_process_whose_last_word_nobody_heard_ends(monkeypatch):

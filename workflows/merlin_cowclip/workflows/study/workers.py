@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import signal
 import time
+import traceback
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from merlin_cowclip.workflows.training.configuration import TrainConfig
 from merlin_cowclip.workflows.training.runs import CONFIG, RESULT, identity_of
 
 DIVERGED = "diverged.json"  # instead of the result, of a run whose loss or weights were not finite
+_MORE_MEMORY = "Give it more memory, or use fewer jobs"
 _PAUSE = 5.0  # seconds before another look at a run that somebody else trains
 
 
@@ -56,11 +58,19 @@ class Task:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a task ended: "done", "busy", "stopped" (a message says why), or "refused"."""
+    """How a task ended: "done", "busy", or with a message "stopped", "refused" or "failed".
+
+    What failed is a bug; it has a traceback.
+    """
 
     task: Task
     how: str
     message: str = ""
+    traceback: str = ""
+
+
+class FailedError(Exception):
+    """A bug, in a process that trains; the cause has its traceback."""
 
 
 def work_off(tasks: Sequence[Task], jobs: int) -> Iterator[Task]:
@@ -68,6 +78,7 @@ def work_off(tasks: Sequence[Task], jobs: int) -> Iterator[Task]:
 
     Raises:
       UserError: what a run is refused with; those in hand are saved.
+      FailedError: a bug; likewise.
       Stopped: a process was told to stop; likewise.
       KeyboardInterrupt: this one was; likewise.
     """
@@ -93,8 +104,10 @@ def work_off(tasks: Sequence[Task], jobs: int) -> Iterator[Task]:
                     yield ended.task
                 elif ended.how == "stopped":
                     raise Stopped(ended.message, signal.SIGTERM)
-                else:
+                elif ended.how == "refused":
                     raise UserError(ended.message)
+                else:
+                    raise FailedError(ended.message) from RuntimeError(f"\n{ended.traceback}")
     finally:
         for worker in workers:  # all are told before any is waited for
             worker.stop(at_work=worker not in idle)
@@ -143,10 +156,11 @@ class _Worker:
         except (EOFError, OSError):  # reset, where it died before it read its task
             self._process.join()
             code = self._process.exitcode
+            killed = code is not None and code < 0
+            why = _MORE_MEMORY if killed else "What it said is on the terminal"
             raise UserError(
                 f"a process that trains must live until it is done. Received: exit code {code} "
-                f"while it trained {self._task.run}. Give it more memory, or use fewer jobs; start "
-                "again to go on"
+                f"while it trained {self._task.run}. {why}; start again to go on"
             ) from None
         return found
 
@@ -175,6 +189,17 @@ def _work(pipe: Connection) -> None:
             ended = Ended(task, "stopped", str(error))
         except UserError as error:
             ended = Ended(task, "refused", str(error))
+        except MemoryError:
+            ended = Ended(
+                task,
+                "refused",
+                "the machine's memory must suffice. Received: less than it takes to train "
+                f"{task.run}. {_MORE_MEMORY}; start again to go on",
+            )
+        except Exception as error:
+            what = "".join(traceback.format_exception_only(error)).strip()
+            message = f"{what}, while {task.run} was trained"
+            ended = Ended(task, "failed", message, traceback.format_exc())
         try:
             pipe.send(ended)
         except OSError:  # nobody is there any more; the run is
