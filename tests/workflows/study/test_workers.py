@@ -37,7 +37,6 @@ def training(monkeypatch):
     found = SimpleNamespace(train=None, resume=None)
     contents = {
         "data.prepared": {"PreparedData": SimpleNamespace(open=lambda path: path)},
-        "training.loop": {"CHECKPOINTS": "checkpoints"},
         "training.watch": {"NotFiniteError": NotFiniteError},
         "training.train": {
             "train": lambda *args, **more: found.train(*args, **more),
@@ -53,7 +52,7 @@ def training(monkeypatch):
 
 def finished(run):
     run.mkdir(exist_ok=True)
-    return SimpleNamespace(result={"auc": 0.7})
+    (run / "result.json").touch()
 
 
 def raising(error):
@@ -68,14 +67,25 @@ def test_a_run_goes_on_with_the_data_where_they_are_now(task, training):
     (task.run / "config.json").touch()
     seen = []
 
-    def resume(run, *, data, progress):
-        seen.append((run, data))
-        return finished(run)
+    def resume(run, *, data, jobs, progress):
+        seen.append((run, data, jobs))
+        finished(run)
 
     training.resume = resume
+    assert workers._trained(dataclasses.replace(task, jobs=3)).how == "done"
+    assert seen == [(task.run, task.data, 3)]
+    assert task.is_done
+
+
+def test_what_a_process_left_that_was_killed_after_its_result(task, training):
+    """Checkpoints, as large as two models with their moments, which nobody would look for."""
+    (task.run / "checkpoints").mkdir(parents=True)
+    finished(task.run)
+    assert not task.is_done
+    training.train = training.resume = raising(AssertionError)
     assert workers._trained(task).how == "done"
-    assert seen == [(task.run, task.data)]
-    assert json.loads((task.run / "result.json").read_text()) == {"auc": 0.7, "jobs": 1}
+    assert not (task.run / "checkpoints").exists()
+    assert task.is_done
 
 
 def test_a_folder_without_a_run_is_made_anew(task, training):
@@ -143,7 +153,9 @@ def test_a_process_that_dies_before_its_task_is_told(task):
 def test_a_bug_is_told_as_one_with_its_traceback(task):
     """It is no want of memory, which kills by a signal."""
     broken = dataclasses.replace(task, claims=None)
-    with pytest.raises(workers.FailedError, match=f"AttributeError: .*, while {task.run} was") as failed:
+    with pytest.raises(
+        workers.FailedError, match=f"AttributeError: .*, while {task.run} was"
+    ) as failed:
         list(workers.work_off([broken], 1))
     told = "".join(traceback.format_exception(failed.value))
     assert "in _trained" in told

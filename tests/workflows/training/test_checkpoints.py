@@ -92,8 +92,10 @@ def test_rows_that_wait_go_on_waiting(data, tmp_path):
         *(config(epochs=epochs, update="deferred") for epochs in (1, 2)),
     )
     at_once = train(data, twice, tmp_path / "at once", keeping=keeping, progress=False)
-    train(data, once, tmp_path / "two goes", progress=False)
-    in_two = resume(tmp_path / "two goes", epochs=2, progress=False)
+    first = train(data, once, tmp_path / "two goes", jobs=3, progress=False)
+    in_two = resume(tmp_path / "two goes", epochs=2, jobs=2, progress=False)
+    jobs = [one.result["jobs"] for one in (at_once, first, in_two)]
+    assert jobs == [1, 3, 3]  # the most that there were at any time
     states = []
     for run in (at_once, in_two):
         path = Checkpoints(run.path / "checkpoints").at(steps_of(run)[-1]).path / "state"

@@ -23,7 +23,7 @@ from merlin_cowclip.workflows.errors import Stopped, UserError
 from merlin_cowclip.workflows.folders import begun_before, remove, write_json
 from merlin_cowclip.workflows.study.claims import Claims
 from merlin_cowclip.workflows.training.configuration import TrainConfig
-from merlin_cowclip.workflows.training.runs import CONFIG, RESULT, identity_of
+from merlin_cowclip.workflows.training.runs import CHECKPOINTS, CONFIG, RESULT, identity_of
 
 DIVERGED = "diverged.json"  # instead of the result, of a run whose loss or weights were not finite
 _MORE_MEMORY = "Give it more memory, or use fewer jobs"
@@ -52,7 +52,12 @@ class Task:
 
     @property
     def is_done(self) -> bool:
-        """Whether it ended, with a result or without."""
+        """Whether it ended, with a result or without, and left no checkpoints behind."""
+        return self.has_ended and not (self.run / CHECKPOINTS).exists()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether there is nothing more to train."""
         return any((self.run / name).exists() for name in (RESULT, DIVERGED))
 
 
@@ -214,7 +219,6 @@ def _trained(task: Task) -> Ended:
     """
     from merlin_cowclip.workflows.data.prepared import PreparedData
     from merlin_cowclip.workflows.training.keeping import Keeping
-    from merlin_cowclip.workflows.training.loop import CHECKPOINTS
     from merlin_cowclip.workflows.training.train import resume, train
     from merlin_cowclip.workflows.training.watch import NotFiniteError
 
@@ -222,11 +226,11 @@ def _trained(task: Task) -> Ended:
     if claim is None:
         return Ended(task, "busy")
     try:
-        if task.is_done:
-            return Ended(task, "done")
         try:
-            if (task.run / CONFIG).exists():
-                run = resume(task.run, data=task.data, progress=False)
+            if task.has_ended:
+                pass  # here, or by another sweep, which may have been killed since
+            elif (task.run / CONFIG).exists():
+                resume(task.run, data=task.data, jobs=task.jobs, progress=False)
             else:
                 # Of one that was killed as it wrote down how it diverged, or as it began.
                 remove(task.run, *begun_before(task.run))
@@ -239,8 +243,7 @@ def _trained(task: Task) -> Ended:
                     )
                 config = TrainConfig.from_dict(task.config)
                 keeping = Keeping(keep=1, saved_model=False)
-                run = train(data, config, task.run, keeping=keeping, progress=False)
-            write_json(task.run / RESULT, {**run.result, "jobs": task.jobs})
+                train(data, config, task.run, keeping=keeping, jobs=task.jobs, progress=False)
         except UserError as error:
             numbers = isinstance(error, NotFiniteError) or "predictions must be numbers" in str(
                 error

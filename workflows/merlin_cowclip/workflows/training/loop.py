@@ -31,7 +31,7 @@ from merlin_cowclip.workflows.training.keeping import Keeping
 from merlin_cowclip.workflows.training.loader import Loader
 from merlin_cowclip.workflows.training.logbook import Logbook, NoLogbook
 from merlin_cowclip.workflows.training.ranks import agreed, here, mean_over_ranks
-from merlin_cowclip.workflows.training.runs import RESULT, how_to_resume
+from merlin_cowclip.workflows.training.runs import CHECKPOINTS, RESULT, how_to_resume
 from merlin_cowclip.workflows.training.scalars import (
     clip_sentence,
     field_rows,
@@ -41,7 +41,6 @@ from merlin_cowclip.workflows.training.scalars import (
 from merlin_cowclip.workflows.training.stopping import Interrupted, Stopping
 from merlin_cowclip.workflows.training.watch import NotFiniteError, Watch
 
-CHECKPOINTS = "checkpoints"  # within the run
 _SUMS = "statistics"
 LOG_EVERY = 50  # updates between two points of TensorBoard's curves
 

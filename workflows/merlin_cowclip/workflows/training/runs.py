@@ -31,6 +31,7 @@ FORMAT_VERSION = 1
 WORKFLOW = "workflow.pkl"
 RESULT = "result.json"  # written last: without it the run did not finish
 CONFIG = "config.json"
+CHECKPOINTS = "checkpoints"
 SCHEMA = "schema.pbtxt"
 _PACKAGES = (
     "merlin-cowclip",

@@ -42,6 +42,7 @@ from merlin_cowclip.workflows.training.resuming import (
     with_epochs,
 )
 from merlin_cowclip.workflows.training.runs import (
+    CHECKPOINTS,
     CONFIG,
     FORMAT_VERSION,
     RESULT,
@@ -58,7 +59,7 @@ with quiet_imports():
     from merlin_cowclip.workflows.training.checkpoints import Checkpoints
     from merlin_cowclip.workflows.training.evaluation import EVALUATION_BATCH
     from merlin_cowclip.workflows.training.loader import Loader
-    from merlin_cowclip.workflows.training.loop import CHECKPOINTS, NoCheckpointError, Training
+    from merlin_cowclip.workflows.training.loop import NoCheckpointError, Training
     from merlin_cowclip.workflows.training.rebuilding import compile_by, network
     from merlin_cowclip.workflows.training.reproducibility import in_precision, seeded
     from merlin_cowclip.workflows.training.watch import NotFiniteError
@@ -122,6 +123,7 @@ def train(
     keeping: Keeping | None = None,
     max_minutes: float | None = None,
     values_from: str | Path | None = None,
+    jobs: int = 1,
     progress: bool = True,
 ) -> Run:
     """Train a model on `data`, in the run folder `out`, which is made now.
@@ -139,6 +141,8 @@ def train(
       keeping: when to take checkpoints, and what stays.
       max_minutes: after how long to stop, saved.
       values_from: the folder of the tune that found the values, for the run's record alone.
+      jobs: how many runs the machine trains at a time, for the record alone: they lengthen each
+        other's time.
       progress: whether to show bars and a line per epoch.
 
     Raises:
@@ -159,6 +163,8 @@ def train(
         record["ranks"] = loader.ranks
     if values_from is not None:
         record["values_from"] = str(Path(values_from).resolve())
+    if jobs > 1:
+        record["jobs"] = jobs
     with agreed():
         if is_first():
             _make_folder(data, record, out)
@@ -201,6 +207,7 @@ def resume(
     epochs: int | None = None,
     data: str | Path | None = None,
     max_minutes: float | None = None,
+    jobs: int = 1,
     progress: bool = True,
 ) -> Run:
     """Go on with a run that was stopped or killed, from its last whole checkpoint.
@@ -210,6 +217,7 @@ def resume(
       epochs: more than the run was to have; a run that is finished goes on.
       data: where the data lies now, if it was moved.
       max_minutes: after how long to stop again.
+      jobs: as of `train`; the most that there were at any time.
       progress: whether to show bars and a line per epoch.
 
     A checkpoint that is damaged is named in a warning, and the one before it taken; so are other
@@ -237,7 +245,9 @@ def resume(
         def begin() -> None:
             (path / RESULT).unlink(missing_ok=True)
             remove(*path.glob(".*.partial"))  # what a killed process was writing
-            kept = {name: record[name] for name in ("values_from",) if name in record}
+            kept = {name: record[name] for name in ("values_from", "jobs") if name in record}
+            if jobs > kept.get("jobs", 1):
+                kept["jobs"] = jobs
             now = {**described(opened, wanted), "keeping": keeping.to_dict(), **kept}
             write_json(path / CONFIG, now)
 
@@ -315,6 +325,7 @@ def _finish(keeping: Keeping, run: Path, training: Training, parameters: dict[st
         save_model(training.model, run / "model")
     epochs = training.progress.epochs
     seconds = sum(epoch["seconds"] for epoch in epochs)
+    config = read_config(run)
     result = {
         "format": FORMAT_VERSION,
         "auc": epochs[-1]["auc"],
@@ -326,9 +337,10 @@ def _finish(keeping: Keeping, run: Path, training: Training, parameters: dict[st
         "epochs": epochs,
         "samples_per_second": training.rows * len(epochs) / seconds,
         "train_seconds": seconds,
+        "jobs": config.get("jobs", 1),
         "parameters": parameters,
         "clip": training.what_the_clip_did(),
-        "config": read_config(run),
+        "config": config,
         "manifest": manifest_of(run, without=(EVENTS, CHECKPOINTS, LOCK)),
     }
     write_json(run / RESULT, result)
