@@ -23,12 +23,11 @@ from merlin_cowclip.models.schemas import schema_from_text, schema_text
 from merlin_cowclip.models.vocabulary import PADDING_ID, UNKNOWN_ID
 from merlin_cowclip.plugins import Lookup, TableSpec
 from merlin_cowclip.plugins._stack import tf
-from merlin_cowclip.plugins.checks import whole_number
+from merlin_cowclip.plugins.checks import DIGITS, whole_number
 from merlin_cowclip.plugins.counting import samples_of
 from merlin_cowclip.plugins.tables import TableAccess, tell_ranges
 
 COMBINERS = ("mean", "sum", "sqrtn")
-_DIGITS = {tf.bfloat16: 8, tf.float16: 11, tf.float32: 24, tf.float64: 53}  # binary ones of floats
 
 
 @tf.keras.utils.register_keras_serializable(package="merlin_cowclip")
@@ -210,7 +209,7 @@ class FusedEmbeddings(RowsByRawId, SchemaMixin, tf.keras.layers.Layer):
 
     def _integers(self, ids: tf.Tensor, field: str) -> tf.Tensor:
         """Ids as int64; Keras makes floats half as wide in mixed precision, before this layer."""
-        most = 2 ** _DIGITS.get(ids.dtype, 63)
+        most = 2 ** DIGITS.get(ids.dtype.name, 63)
         if self.cardinalities[field] > most:
             raise ValueError(
                 f"ids of field {field!r}, of which there are {self.cardinalities[field]:,}, must "

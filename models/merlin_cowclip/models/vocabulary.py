@@ -17,6 +17,7 @@ import pandas as pd
 import pyarrow as pa
 
 from merlin_cowclip.plugins._stack import ColumnSchema
+from merlin_cowclip.plugins.checks import DIGITS
 
 PADDING_ID = 0
 MISSING_ID = 1
@@ -121,7 +122,7 @@ def _refuse_inexact(raw_ids: Any) -> None:
     kind: Any = getattr(raw_ids, "dtype", None)
     if getattr(kind, "kind", "O") != "f" or kind.itemsize >= 8:
         return
-    digits = np.finfo(f"f{kind.itemsize}").nmant + 1
+    digits = DIGITS[f"float{8 * kind.itemsize}"]
     values = pd.Series(raw_ids).to_numpy(np.float64, na_value=np.nan)
     large = values[np.isfinite(values) & (np.abs(values) >= 2.0**digits)]
     if len(large):

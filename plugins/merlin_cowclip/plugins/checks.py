@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 import numbers
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
+
+DIGITS: Mapping[str, int] = MappingProxyType(
+    {"bfloat16": 8, "float16": 11, "float32": 24, "float64": 53}
+)
+"""Binary digits of floats: below 2 to that power, and only there, they hold every integer."""
 
 
 def is_whole(

@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from merlin_cowclip.plugins.checks import DIGITS
 from merlin_cowclip.workflows.errors import UserError
 
 # By `pandas.read_csv`, of version 1 and 2, also with dtype=str.
@@ -18,9 +19,7 @@ READ_AS_MISSING = {
     *("NaN", "nan", "-NaN", "-nan", "1.#IND", "-1.#IND", "1.#QNAN", "-1.#QNAN"),
 }
 READ_AS_TRUTH = ("True", "TRUE", "true", "False", "FALSE", "false")
-# Binary digits of floats: below 2 to that power, and only there, they hold every integer.
-_DIGITS = {"halffloat": 11, "float": 24, "double": 53}
-EXACT = float(2 ** _DIGITS["double"])
+EXACT = float(2 ** DIGITS["float64"])
 
 
 def as_text(values: pa.Array) -> pa.Array:
@@ -93,7 +92,7 @@ def exact_ids(values: pa.Array, where: str = "") -> pa.Array:
     while pa.types.is_dictionary(held.type) or _is_list_type(held.type):
         held = held.dictionary if pa.types.is_dictionary(held.type) else held.flatten()
     if pa.types.is_floating(held.type):
-        digits = _DIGITS[str(held.type)]
+        digits = DIGITS[f"float{held.type.bit_width}"]
         kind = "float" if pa.types.is_float64(held.type) else f"{held.type.bit_width}-bit float"
         held = held.cast(pa.float64())
         beyond = pc.greater_equal(pc.abs(held), float(2**digits))

@@ -167,7 +167,7 @@ class Training:
         held = checkpoint.record["tensors"]
         return {k: v for k, v in self._state.items() if k in held or k.split("/")[0] != _SUMS}
 
-    def _save(self, book: Logbook | NoLogbook) -> None:
+    def _save(self, book: Logbook) -> None:
         """Begin a checkpoint of now, unless there is one.
 
         Raises:
@@ -232,9 +232,7 @@ class Training:
                 self._end_epoch(book, stopping)
             self.checkpoints.wait()
 
-    def _epoch(
-        self, function: Any, iterator: Any, book: Logbook | NoLogbook, stopping: Stopping
-    ) -> None:
+    def _epoch(self, function: Any, iterator: Any, book: Logbook, stopping: Stopping) -> None:
         """The rest of an epoch."""
         epoch, k = divmod(self.step, len(self._loader))
         if not k:
@@ -274,7 +272,7 @@ class Training:
             return True
         return every is not None and self.step % every == 0
 
-    def _end_epoch(self, book: Logbook | NoLogbook, stopping: Stopping) -> None:
+    def _end_epoch(self, book: Logbook, stopping: Stopping) -> None:
         """Measure it, write it down, and take a checkpoint."""
         self._watch.look(self.step)
         if stopping.asked:
@@ -353,7 +351,7 @@ class Training:
         """A sentence for the end of the run."""
         return clip_sentence(self._statistics.total())
 
-    def _stopped(self, book: Logbook | NoLogbook, stopping: Stopping) -> Stopped:
+    def _stopped(self, book: Logbook, stopping: Stopping) -> Stopped:
         """Save, and say so."""
         self._save(book)
         self.checkpoints.wait()
