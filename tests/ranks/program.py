@@ -8,11 +8,12 @@ from pathlib import Path
 import numpy as np
 import tensorflow as tf
 
+from merlin_cowclip.plugins import CowClipOptimizer
 from merlin_cowclip.plugins.joining import RowSums, join_dense, join_rows, of_all_ranks, ranks
 from merlin_cowclip.workflows.errors import AgreedError, UserError
 from merlin_cowclip.workflows.training.evaluation import QualityOf
 from merlin_cowclip.workflows.training.ranks import agreed
-from tests.ranks.cases import CASES, trained
+from tests.ranks.cases import CASES, batches, trained
 
 
 def joined(rank: int) -> dict[str, np.ndarray]:
@@ -57,6 +58,25 @@ def refusals(rank: int) -> list[str]:
     return said
 
 
+def refused_rates(rank: int, size: int) -> str:
+    """What ends a step with learning rates that the ranks have set differently."""
+    case = CASES["eager loop"]
+    features, _ = next(batches(case, rank, size))
+    model = case.build(case.schema)
+    model(features)
+    optimizer = CowClipOptimizer.for_model(model, case.hyperparameters, steps_per_epoch=1000)
+    optimizer.broadcast()
+    optimizer.learning_rate = case.hyperparameters.dense_lr * (1.0 if rank else 0.5)
+    weights = model.trainable_variables
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(model(features, training=True))
+    try:
+        optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
+    except tf.errors.InvalidArgumentError as error:
+        return str(error)
+    return ""
+
+
 def quality(rank: int, size: int) -> list[float]:
     """Of 50 rows, of which the ranks have every N-th each."""
     random = np.random.default_rng(0)
@@ -72,7 +92,12 @@ def main(folder: Path, names: list[str]) -> None:
     for number, name in enumerate(names):
         state = trained(CASES[name], here.rank, here.size)
         np.savez(folder / f"{number}-{here.rank}.npz", **state)
-    told = of_all_ranks({"said": refusals(here.rank), "quality": quality(here.rank, here.size)})
+    mine = {
+        "said": refusals(here.rank),
+        "quality": quality(here.rank, here.size),
+        "rates": refused_rates(here.rank, here.size),
+    }
+    told = of_all_ranks(mine)
     (folder / f"told-{here.rank}.txt").write_text(repr(told))
 
 

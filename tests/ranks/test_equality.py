@@ -87,6 +87,14 @@ def test_what_one_rank_refuses_all_refuse(results, ranks):
 
 
 @pytest.mark.parametrize("ranks", NAMES)
+def test_learning_rates_that_differ_are_refused(results, ranks):
+    """As a callback sets them that follows what its own rank has measured: weights would part."""
+    for told in ast.literal_eval((results[ranks] / "told-0.txt").read_text()):
+        assert "same learning rates" in told["rates"]
+        assert "[0.0025 0.0025 0.0005][0.005 0.005 0.001]" in told["rates"]
+
+
+@pytest.mark.parametrize("ranks", NAMES)
 def test_metrics_are_of_all_ranks_rows(results, ranks):
     random = np.random.default_rng(0)
     labels, clicks = random.integers(0, 2, 50), random.random(50).round(1).astype(np.float32)

@@ -146,6 +146,22 @@ def _name(what: str) -> str:
     return f"cowclip_{what}"  # the same on all ranks: Horovod brings equal names together
 
 
+@tf.autograph.experimental.do_not_convert
+def check_equal(values: tf.Tensor, refusal: str) -> tf.Operation:
+    """Refuse numbers that the ranks have differently, on all of them; NaN is let be.
+
+    Args:
+      values: n numbers.
+      refusal: what is said, before those of all ranks, rank by rank.
+
+    Raises:
+      tf.errors.InvalidArgumentError: they differ.
+    """
+    of_all = _gather(_horovod(), [values[tf.newaxis]], "equal")[0]
+    differ = tf.reduce_any(tf.abs(of_all - of_all[:1]) > 0.0)
+    return tf.raw_ops.Assert(condition=tf.logical_not(differ), data=[refusal, of_all], summarize=99)
+
+
 def check_not_joined(gradient: Any, variable: tf.Variable) -> None:
     """Refuse a graph's gradient that Horovod has joined already: ids would count once per rank.
 

@@ -7,8 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 from merlin_cowclip.plugins._stack import filter_empty_gradients, tf
 from merlin_cowclip.plugins.fits import Fit
-from merlin_cowclip.plugins.joining import broadcast, join_dense, of_all_ranks, ranks
+from merlin_cowclip.plugins.joining import broadcast, check_equal, join_dense, of_all_ranks, ranks
 from merlin_cowclip.plugins.rates import TablePart
+
+_RATES = (
+    "All ranks must step with the same learning rates. A callback that sets them by what each rank "
+    "has measured needs the mean of all: put horovod.keras.callbacks.MetricAverageCallback() "
+    "before it. Received, of clipped tables, other tables and dense weights, rank by rank:"
+)
 
 
 class StepsTogether:
@@ -85,6 +91,7 @@ class StepsTogether:
         if ranks().size == 1:
             return list(super()._aggregate_gradients(pairs))  # type: ignore[misc]
         self._begin_alike([variable for _, variable in pairs])
+        check_equal(tf.stack([part._decayed_lr(tf.float32) for part in self.optimizers]), _RATES)
         owner = self._own()
         shares: dict[int, list[Any]] = {}
         for pair in pairs:
@@ -99,6 +106,8 @@ class StepsTogether:
         return [(joined[variable.ref()], variable) for _, variable in pairs]
 
     def _begin_alike(self, variables: list[tf.Variable]) -> None:
+        with tf.init_scope():
+            self.create_slots(variables)
         if self._is_alike:
             return
         if tf.executing_eagerly():
@@ -108,5 +117,4 @@ class StepsTogether:
                 "built; model.fit, and a step in a tf.function, do so themselves."
             )
         with tf.init_scope():  # while the step is traced: it runs after this
-            self.create_slots(variables)
             self.broadcast()
