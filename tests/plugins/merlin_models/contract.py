@@ -105,7 +105,7 @@ def check_saving(built: Built, folder: Path) -> None:
     if family.stock_bug:
         _check_stock_bug(built, folder)
         return
-    with quick_saves(traces=True):
+    with quick_saves(traces=family.traces):
         save_model(model, folder)
     loaded = load_model(folder, metrics=[], run_eagerly=True)
     model.compile(optimizer=model.optimizer, loss=model.loss, metrics=[], run_eagerly=True)
@@ -121,7 +121,7 @@ def check_saving(built: Built, folder: Path) -> None:
 def _check_stock_bug(built: Built, folder: Path) -> None:
     model, family = built.model, built.family
     model.compile(optimizer=tf.keras.optimizers.legacy.Adam(), metrics=[])
-    with quick_saves(traces=True):
+    with quick_saves():
         model.save(str(folder))
     loaded = tf.keras.models.load_model(str(folder), compile=False)
     for a, b in zip(_weights(model), _weights(loaded), strict=True):

@@ -67,6 +67,8 @@ class Family:
       next_item: rows of the item table, where the target is an item's id.
       contrastive: whether the output looks up the target, and `sampled`, in the item table.
       sampled: the ids that it does so for.
+      traces: whether the save holds those of all layers, as a user's does: so for one family of
+        each kind of lookup. They take two thirds of a save, and Keras loads the same without.
       stock_bug: why Merlin itself, with Keras's Adam, loads another model than it saved.
     """
 
@@ -77,6 +79,7 @@ class Family:
     next_item: int | None = None
     contrastive: bool = False
     sampled: tuple[int, ...] = ()
+    traces: bool = False
     stock_bug: str = ""
 
     def batch(self, seed: int = 0) -> tuple[dict[str, Any], Any]:
@@ -187,7 +190,7 @@ def next_item(tied: bool) -> Callable[[Any], Any]:
 
 
 FAMILIES = (
-    Family("`DLRMModel`", stock_dlrm, CTR),
+    Family("`DLRMModel`", stock_dlrm, CTR, traces=True),
     Family("`DCNModel`, `depth=1`", lambda s: mm.DCNModel(s, depth=1, deep_block=mlp(16)), CTR),
     Family(
         "`DCNModel`, deeper",
@@ -200,16 +203,18 @@ FAMILIES = (
         "`WideAndDeepModel`", stock_wide_and_deep, CTR, "one per field; the wide weights are dense"
     ),
     Family("`NCFModel`", lambda s: NCFModel(s, 8, mlp(8)), RATED),
-    Family("a table that fields share", stock_dlrm, SHARED, "one per domain"),
-    Family("`InputBlockV2`, ragged lists", of_inputs_v2, RAGGED),
-    Family("`InputBlockV2`, padded lists", of_inputs_v2, PADDED),
-    Family("`InputBlock`, ragged lists", of_inputs_v1, RAGGED),
+    Family("a table that fields share", stock_dlrm, SHARED, "one per domain", traces=True),
+    Family("`InputBlockV2`, ragged lists", of_inputs_v2, RAGGED, traces=True),
+    Family("`InputBlockV2`, padded lists", of_inputs_v2, PADDED, traces=True),
+    Family("`InputBlock`, ragged lists", of_inputs_v1, RAGGED, traces=True),
     Family("`MMOEBlock`", multi_task(lambda o: mm.MMOEBlock(o, mlp(8), num_experts=2)), TASKS),
     Family("`CGCBlock`", multi_task(lambda o: mm.CGCBlock(o, mlp(8))), TASKS),
     Family("`PLEBlock`", multi_task(lambda o: mm.PLEBlock(2, o, mlp(8))), TASKS),
     Family("`MatrixFactorizationModel`", lambda s: mm.MatrixFactorizationModel(s, dim=8), PAIR),
     Family("`MatrixFactorizationModelV2`", lambda s: mm.MatrixFactorizationModelV2(s, dim=8), PAIR),
-    Family("`TwoTowerModel`", lambda s: mm.TwoTowerModel(s, query_tower=mlp(8)), TOWERS),
+    Family(
+        "`TwoTowerModel`", lambda s: mm.TwoTowerModel(s, query_tower=mlp(8)), TOWERS, traces=True
+    ),
     Family("`TwoTowerModelV2`", two_tower_v2, TOWERS),
     Family(
         "`YoutubeDNNRetrievalModelV2`",
@@ -229,6 +234,7 @@ FAMILIES = (
         next_item=71,
         contrastive=True,
         sampled=tuple(range(70)),
+        traces=True,
     ),
     Family(
         "`CategoricalOutput`, tied",
@@ -236,6 +242,7 @@ FAMILIES = (
         SESSION,
         "one per field; the items' is the output's as well",
         next_item=71,
+        traces=True,
     ),
     Family(
         "`CategoricalOutput`, untied",
