@@ -32,6 +32,7 @@ class CTRBlock(tf.keras.layers.Layer):
       mlp: units of the deep stream's ReLU layers.
       stddev: standard deviation σ of the initial embeddings.
       combiner: how a list column's embeddings become one; see `FusedEmbeddings`.
+      sharded: whether the ranks share the tables' rows; see `FusedEmbeddings`.
 
     Input: dict of features as `mm.Model` prepares them. Output: logit, b×1.
 
@@ -52,6 +53,7 @@ class CTRBlock(tf.keras.layers.Layer):
         mlp: Sequence[int] = (400, 400, 400),
         stddev: float = 1e-2,
         combiner: str | Mapping[str, str] = "mean",
+        sharded: bool = False,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
@@ -61,18 +63,22 @@ class CTRBlock(tf.keras.layers.Layer):
         self.stddev = float(stddev)
         self.combiner = plain_combiner(combiner)
         self.continuous_fields = tuple(self.schema.select_by_tag(Tags.CONTINUOUS).column_names)
+        table: dict[str, Any] = {"combiner": combiner, "sharded": sharded}
         if self.has_embeddings:
             self.embeddings = FusedEmbeddings(
-                self.schema, embedding_dim, stddev=stddev, combiner=combiner, name="embeddings"
+                self.schema, embedding_dim, stddev=stddev, name="embeddings", **table
             )
         if self.has_linear:
-            self.linear = FusedEmbeddings(
-                self.schema, 1, stddev=0.0, combiner=combiner, name="linear"
-            )
+            self.linear = FusedEmbeddings(self.schema, 1, stddev=0.0, name="linear", **table)
             self.continuous_logit = logit("continuous_logit")
         if self.has_deep:
             self.deep = mlp_block(self.mlp_units)
             self.deep_logit = logit("deep_logit")
+
+    @property
+    def sharded(self) -> bool:
+        """Whether the ranks share the tables' rows."""
+        return bool((self.embeddings if self.has_embeddings else self.linear).sharded)
 
     @property
     def input_width(self) -> int:
@@ -132,6 +138,7 @@ class CTRBlock(tf.keras.layers.Layer):
             "mlp": list(self.mlp_units),
             "stddev": self.stddev,
             "combiner": plain_combiner(self.combiner),
+            "sharded": self.sharded,
         }
 
     @classmethod

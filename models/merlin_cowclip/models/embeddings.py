@@ -17,6 +17,7 @@ from merlin.models.config.schema import SchemaMixin
 from merlin.schema import ColumnSchema, Schema, Tags
 
 from merlin_cowclip.models.id_check import IdCheck
+from merlin_cowclip.models.initial_rows import TableInitializer
 from merlin_cowclip.models.row_ranges import RowRanges, cardinality
 from merlin_cowclip.models.rows_by_raw_id import RowsByRawId
 from merlin_cowclip.models.schemas import schema_from_text, schema_text
@@ -25,40 +26,11 @@ from merlin_cowclip.plugins import Lookup, TableSpec
 from merlin_cowclip.plugins._stack import tf
 from merlin_cowclip.plugins.checks import DIGITS, whole_number
 from merlin_cowclip.plugins.counting import samples_of
+from merlin_cowclip.plugins.joining import ranks
+from merlin_cowclip.plugins.sharding import Shard
 from merlin_cowclip.plugins.tables import TableAccess, tell_ranges
 
 COMBINERS = ("mean", "sum", "sqrtn")
-
-
-@tf.keras.utils.register_keras_serializable(package="merlin_cowclip")
-class TableInitializer(tf.keras.initializers.Initializer):
-    """N(0, stddev) with some rows at zero.
-
-    Args:
-      stddev: standard deviation σ; 0 for a table of zeros.
-      zero_rows: row numbers that start at zero.
-    """
-
-    def __init__(self, stddev: float, zero_rows: Sequence[int] = ()) -> None:
-        if not stddev >= 0:
-            raise ValueError(f"stddev must not be negative. Received: stddev={stddev!r}")
-        self.stddev = float(stddev)
-        self.zero_rows = [int(row) for row in zero_rows]
-
-    def __call__(self, shape: Any, dtype: Any = None, **kwargs: Any) -> tf.Tensor:
-        """A V×d tensor."""
-        if self.stddev == 0:
-            return tf.zeros(shape, dtype or tf.float32)
-        values = tf.random.normal(shape, stddev=self.stddev, dtype=dtype or tf.float32)
-        if not self.zero_rows:
-            return values
-        at = tf.constant(self.zero_rows, tf.int64)[:, tf.newaxis]
-        zeros = tf.zeros([len(self.zero_rows), shape[1]], values.dtype)
-        return tf.tensor_scatter_nd_update(values, at, zeros)
-
-    def get_config(self) -> dict[str, Any]:
-        """The constructor's arguments."""
-        return {"stddev": self.stddev, "zero_rows": self.zero_rows}
 
 
 @tf.keras.utils.register_keras_serializable(package="merlin_cowclip")
@@ -79,6 +51,9 @@ class FusedEmbeddings(RowsByRawId, SchemaMixin, tf.keras.layers.Layer):
       stddev: standard deviation σ of the initial rows; 0 for zeros.
       combiner: how a list column's rows become one: "mean", "sum" or "sqrtn", padding left out; or
         a mapping of list columns to these.
+      sharded: whether the ranks of Horovod share the rows, where there are several: row r and its
+        moments are on rank r mod N alone, so a table may be N times as large. Every call then
+        takes part on all ranks at once, also one to predict or to read rows.
       stacked: whether the output is one tensor, or a dict, as Merlin's blocks pass it on: this
         layer can take the place of `mm.Embeddings` in `mm.InputBlockV2(categorical=…)` and
         `mm.DLRMModel(embeddings=…)`.
@@ -102,6 +77,7 @@ class FusedEmbeddings(RowsByRawId, SchemaMixin, tf.keras.layers.Layer):
         *,
         stddev: float = 1e-2,
         combiner: str | Mapping[str, str] = "mean",
+        sharded: bool = False,
         stacked: bool = True,
         **kwargs: Any,
     ) -> None:
@@ -126,6 +102,7 @@ class FusedEmbeddings(RowsByRawId, SchemaMixin, tf.keras.layers.Layer):
         self.combiner = plain_combiner(combiner)
         self._combiners = _combiner_per_list(self.list_fields, combiner)
         self.stacked = stacked
+        self._sharded = bool(sharded)
         self._first_row = {name: ranges.first_row(name) for name in self.fields}
         self._initializer = TableInitializer(self.stddev, _untrained_rows(columns, ranges))
         self._spec = TableSpec(
@@ -137,6 +114,7 @@ class FusedEmbeddings(RowsByRawId, SchemaMixin, tf.keras.layers.Layer):
             width=dim,
             range_of_column=tuple(ranges.range_of[name] for name in self.fields),
             access=TableAccess(is_used=True),
+            set_variable=functools.partial(setattr, self, "table"),
         )
 
     @property
@@ -148,12 +126,23 @@ class FusedEmbeddings(RowsByRawId, SchemaMixin, tf.keras.layers.Layer):
         """The table, for the optimizer."""
         return (self._spec,)
 
+    @property
+    def sharded(self) -> bool:
+        """Whether the ranks share the rows; of a built table, whether they do so."""
+        return self._spec.shard is not None if self.built else self._sharded
+
     def build(self, input_shape: Any) -> None:
-        """Create the V×d table."""
+        """Create the V×d table, or this rank's rows of it."""
+        here, rows = ranks(), self.row_offsets[-1]
+        initializer: Any = self._initializer
+        if self._sharded and here.size > 1:
+            shard = Shard(here.rank, here.size, rows)
+            self._spec.access.shard, rows = shard, shard.rows
+            initializer = functools.partial(self._initializer.of_shard, shard)
         self.table = self.add_weight(
             name="table",
-            shape=(self.row_offsets[-1], self.dim),
-            initializer=self._initializer,
+            shape=(rows, self.dim),
+            initializer=initializer,
             experimental_autocast=False,  # rows are cast, not the table
         )
         super().build(input_shape)
@@ -308,6 +297,7 @@ class FusedEmbeddings(RowsByRawId, SchemaMixin, tf.keras.layers.Layer):
             "dim": self.dim,
             "stddev": self.stddev,
             "combiner": plain_combiner(self.combiner),
+            "sharded": self.sharded,
             "stacked": self.stacked,
         }
 

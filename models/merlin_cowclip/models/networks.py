@@ -92,6 +92,7 @@ deepfm = builder(
       stddev: standard deviation σ of the initial embeddings (1e-2 with CowClip, 1e-4 without).
       combiner: how a list column's embeddings become one: "mean", "sum" or "sqrtn", for all or by
         column.
+      sharded: whether the ranks of Horovod share the tables' rows (see `FusedEmbeddings`).
 
     Raises:
       ValueError: the schema has no categorical column or not exactly one target, or an argument
@@ -131,4 +132,4 @@ dlrm = builder(
 MODELS: Mapping[str, Callable[..., mm.Model]] = MappingProxyType(
     {made.__name__: made for made in (lr, fm, wide_and_deep, deepfm, dcn, dcn_v2, dlrm)}
 )
-"""Name → builder with the signature `(schema, *, embedding_dim, mlp, stddev, combiner, …)`."""
+"""Name → builder: `(schema, *, embedding_dim, mlp, stddev, combiner, sharded, …)`."""

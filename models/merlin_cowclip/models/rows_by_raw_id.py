@@ -12,6 +12,7 @@ from merlin.schema import ColumnSchema, Schema
 
 from merlin_cowclip.models.vocabulary import UNKNOWN_ID, encode, missing_id, read_vocabulary
 from merlin_cowclip.plugins._stack import tf
+from merlin_cowclip.plugins.tables import TableSpec
 
 
 class RowsByRawId:
@@ -23,6 +24,7 @@ class RowsByRawId:
         cardinalities: Mapping[str, int]
         variable_dtype: str
         _first_row: Mapping[str, int]
+        _spec: TableSpec
 
         def _check_field(self, field: str) -> None: ...
 
@@ -60,7 +62,7 @@ class RowsByRawId:
         return ids + self._first_row[field]
 
     def to_df(self, field: str, *, workflow: str | os.PathLike[str] | None = None) -> pd.DataFrame:
-        """The rows of one field with their raw ids.
+        """The rows of one field with their raw ids; of a table in shards, on all ranks at once.
 
         Args:
           field: one of `fields`.
@@ -76,7 +78,11 @@ class RowsByRawId:
         vocabulary = self._vocabulary(field, workflow)
         table = self._whole_table()
         first = self._first_row[field]
-        values = table[first : first + self.cardinalities[field]].numpy()
+        last, access = first + self.cardinalities[field], self._spec.access
+        found = table[first:last]
+        if access.shard is not None:
+            found = access.gather(table, tf.range(first, last, dtype=tf.int64))
+        values = found.numpy()
         frame = pd.DataFrame(values, columns=[str(i) for i in range(self.dim)])
         frame.index.name = "id"
         raw = np.full(len(frame), None, object)
@@ -140,7 +146,11 @@ class RowsByRawId:
                 )
             ids, given = ids[known], given[known]
         table = self._whole_table(build=True)
-        rows = (ids + self._first_row[field])[:, np.newaxis]
+        rows, shard = ids + self._first_row[field], self._spec.shard
+        if shard is not None:
+            mine = rows % shard.size == shard.rank
+            rows, given = shard.place(rows[mine]), given[mine]
+        rows = rows[:, np.newaxis]
         # Not scatter_nd_update: it would mark the table as sparsely used (see `TableAccess`).
         whole, new = tf.convert_to_tensor(table), tf.cast(given, table.dtype)
         table.assign(tf.tensor_scatter_nd_update(whole, rows, new))

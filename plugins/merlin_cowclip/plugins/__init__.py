@@ -41,6 +41,7 @@ if TYPE_CHECKING:
         StepStatistics,
     )
     from merlin_cowclip.plugins.tables import HasTables, TableSpec
+    from merlin_cowclip.plugins.whole import whole_tables
 
 _HOME = {
     "CLIP_RULES": "clipping",
@@ -71,6 +72,7 @@ _HOME = {
     "save_model": "saving",
     "scale": "scaling",
     "scaling_table": "scaling",
+    "whole_tables": "whole",
 }
 
 __all__ = [
@@ -102,6 +104,7 @@ __all__ = [
     "save_model",
     "scale",
     "scaling_table",
+    "whole_tables",
 ]
 
 __getattr__, __dir__ = on_first_use(__name__, _HOME)

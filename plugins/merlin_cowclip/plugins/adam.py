@@ -15,23 +15,15 @@ from merlin_cowclip.plugins.clipping import (
     RowNorms,
     absent_rows,
     row_norms,
-    widened,
     with_lengths,
 )
-from merlin_cowclip.plugins.counting import (
-    Counts,
-    NotRecordedError,
-    count_dense,
-    count_repeats,
-    count_sparse,
-    repeats_per_row,
-)
-from merlin_cowclip.plugins.joining import JoinedRows, RowSums, check_not_joined, join_rows
-from merlin_cowclip.plugins.merlin_tables import check_regularizer
+from merlin_cowclip.plugins.joining import JoinedRows, over_all
 from merlin_cowclip.plugins.not_offered import RefusesOptions
-from merlin_cowclip.plugins.row_sums import beside, sum_per_row
+from merlin_cowclip.plugins.row_sums import beside
 from merlin_cowclip.plugins.scaling import check_clip, check_number
+from merlin_cowclip.plugins.sharding import Shard
 from merlin_cowclip.plugins.statistics import StepStatistics, plain_norms
+from merlin_cowclip.plugins.summing import SumsRows
 from merlin_cowclip.plugins.tables import TableSpec, told_ranges
 from merlin_cowclip.plugins.waiting_rows import WaitingRows
 from merlin_cowclip.plugins.writing import with_rows
@@ -49,7 +41,7 @@ class RowGradients(NamedTuple):
 
 
 @tf.keras.utils.register_keras_serializable(package="merlin_cowclip")
-class CowClipAdam(WaitingRows, RefusesOptions, mm.LazyAdam):
+class CowClipAdam(SumsRows, WaitingRows, RefusesOptions, mm.LazyAdam):
     """Adam for embedding tables with the paper's L2 and clip (Algorithm 1, lines 5 to 10).
 
     One step on a table W (V×d) with the gradient of the mean loss, rows `g_k`:
@@ -155,6 +147,20 @@ class CowClipAdam(WaitingRows, RefusesOptions, mm.LazyAdam):
             if not all(clipped)
         }
 
+    def slots_of(self, variable: tf.Variable) -> dict[str, tf.Variable]:
+        """A table's moments by name; none before they are made."""
+        return dict(self._slots.get(variable._unique_id, {}))
+
+    def change_table(
+        self, old: tf.Variable, new: tf.Variable, moments: Mapping[str, tf.Variable]
+    ) -> None:
+        """Have another variable, with these moments, in the place of a table."""
+        places = {slot.ref(): name for name, slot in self._slots.pop(old._unique_id, {}).items()}
+        self._slots[new._unique_id] = dict(moments)
+        self._weights = [
+            moments[places[v.ref()]] if v.ref() in places else v for v in self._weights
+        ]
+
     def observe(self, statistics: StepStatistics | None) -> None:
         """From the next trace on, add each step on bound tables to `statistics`; `None`: do not."""
         self._statistics = statistics
@@ -179,21 +185,6 @@ class CowClipAdam(WaitingRows, RefusesOptions, mm.LazyAdam):
         new = tf.cast(new, variable.dtype)
         return tf.IndexedSlices(new, table.indices) if _is_sparse(given) else new
 
-    def join(self, grads_and_vars: Iterable[tuple[Any, tf.Variable]]) -> list[Any]:
-        """Tables' gradients of this rank's share of the batch as those of all ranks' (`joining`).
-
-        Raises:
-          ValueError: they are joined already, or the ids are not recorded.
-        """
-        shares, variables = [], []
-        for gradient, variable in grads_and_vars:
-            check_not_joined(gradient, variable)
-            with beside(variable) as on_cpu:
-                # A row that no sample holds counts as 1 in the global batch, not on each rank.
-                shares.append(self._summed(gradient, variable, on_cpu, least=0.0))
-            variables.append(variable)
-        return list(zip(join_rows(shares, variables), variables, strict=True))
-
     def _row_gradients(self, gradient: Any, variable: tf.Variable) -> RowGradients:
         with beside(variable) as on_cpu:
             sums = (
@@ -211,86 +202,9 @@ class CowClipAdam(WaitingRows, RefusesOptions, mm.LazyAdam):
                 summed += 2.0 * self.l2 * tf.cast(rows, summed.dtype)
             return RowGradients(sums.indices, summed, rows, sums.counts)
 
-    def _summed(
-        self, gradient: Any, variable: tf.Variable, on_cpu: bool, least: float = 1.0
-    ) -> RowSums:
-        """A table's gradient summed per row, and what a row that no sample holds counts at least.
-
-        Dense, every row is one of the batch's.
-        """
-        spec = self._specs.get(variable.ref())
-        if not isinstance(gradient, tf.IndexedSlices):
-            return self._all_rows(spec, gradient, variable, on_cpu, least)
-        if spec is None:
-            indices, position, counts = self._repeated(variable, gradient.indices, on_cpu)
-        else:
-            indices, position, counts = self._counted(spec, gradient.indices, on_cpu, least)
-        if self.update == "deferred":  # of a gradient that is older than the last step
-            self._bring_late(variable, indices)
-        summed = sum_per_row(widened(gradient.values), position, tf.size(indices), on_cpu)
-        return RowSums(indices, summed, counts)
-
-    def _all_rows(
-        self,
-        spec: TableSpec | None,
-        gradient: tf.Tensor,
-        variable: tf.Variable,
-        on_cpu: bool,
-        least: float,
-    ) -> RowSums:
-        if spec is None:
-            raise ValueError(
-                "The gradient of an embedding table must be sparse (tf.IndexedSlices). Received: a "
-                f"dense gradient for {variable.name!r}. A regularizer on the table or a layer that "
-                "reads the whole table makes it dense: remove the regularizer (l2=… takes its "
-                "place), or train a model by CowClipOptimizer.for_model, which knows what was "
-                "looked up."
-            )
-        check_regularizer(spec.name, spec.layer)
-        if self.update == "deferred":
-            raise ValueError(
-                "update='deferred' needs tables that are read by row. Received: a dense gradient "
-                f"of {spec.name!r}, of a layer that reads all of it. Use update='exact'"
-            )
-        number = spec.num_rows
-        if self.clip is None:
-            spec.recorder.forget()
-            counts = tf.fill([number], tf.constant(least, tf.float32))
-        else:
-            try:
-                counts = count_dense(
-                    spec.recorder, gradient, variable, number, on_cpu=on_cpu, least=least
-                )
-            except NotRecordedError as received:
-                raise _uncounted(spec, received) from None
-        indices = tf.range(number, dtype=tf.int64)
-        return RowSums(indices, widened(gradient), counts, is_whole=True)
-
     def _readable(self, variable: tf.Variable) -> Any:
         """What to gather a variable's rows from: see `TableAccess`."""
         return tf.convert_to_tensor(variable) if self.update == "exact" else variable
-
-    def _repeated(self, variable: tf.Variable, indices: tf.Tensor, on_cpu: bool) -> Counts:
-        num_rows = variable.shape[0]
-        if self.clip is None:
-            return repeats_per_row(indices, num_rows, on_cpu=on_cpu)
-        try:
-            return count_repeats(indices, num_rows, on_cpu=on_cpu)
-        except NotRecordedError as received:
-            raise ValueError(
-                "A CowClipAdam of its own counts the repeats of a row in the gradient, so ids must "
-                f"be looked up once. Received: {received}, in {variable.name!r}. Train the model "
-                "by CowClipOptimizer.for_model, which records them; or call bind_tables."
-            ) from None
-
-    def _counted(self, spec: TableSpec, indices: tf.Tensor, on_cpu: bool, least: float) -> Counts:
-        if self.clip is None:
-            spec.recorder.forget()
-            return repeats_per_row(indices, spec.num_rows, on_cpu=on_cpu)
-        try:
-            return count_sparse(spec.recorder, indices, spec.num_rows, on_cpu=on_cpu, least=least)
-        except NotRecordedError as received:
-            raise _uncounted(spec, received) from None
 
     def _clipped(self, tables: list[RowGradients], variables: list[tf.Variable]) -> list[tf.Tensor]:
         """The clipped gradients of all tables, as one set of rows: U×d each."""
@@ -306,6 +220,7 @@ class CowClipAdam(WaitingRows, RefusesOptions, mm.LazyAdam):
             tf.concat([_of_rows(table.counts, table, v) for table, v in pairs], axis=0),
             fields,
             num_fields,
+            *self._over_all(variables),
         )
         lengths = self._lengths(known, variables)
         if self._statistics is not None:
@@ -320,6 +235,19 @@ class CowClipAdam(WaitingRows, RefusesOptions, mm.LazyAdam):
             with_lengths(table.gradients, n, part)
             for table, n, part in zip(tables, norms, parts, strict=True)
         ]
+
+    def _over_all(self, variables: list[tf.Variable]) -> tuple[Any, ...]:
+        """How sums over rows become those of all ranks, where each has rows of its own."""
+        sharded = [self.shard_of(variable) is not None for variable in variables]
+        if not any(sharded) or self.clip is None or CLIP_RULES[self.clip].by_row:
+            return ()
+        if not all(sharded):
+            raise ValueError(
+                f"clip={self.clip!r} bounds rows together, so all its tables must be in shards, or "
+                "none. Received: both. Give all or none of the model's tables sharded=True, or "
+                "choose a clip of single rows."
+            )
+        return (over_all,)
 
     def _lengths(self, given: RowNorms, variables: list[tf.Variable]) -> tf.Tensor:
         """The gradients' norms after the clip, U."""
@@ -358,7 +286,8 @@ class CowClipAdam(WaitingRows, RefusesOptions, mm.LazyAdam):
                 numbers.append(tf.fill(tf.shape(table.indices), tf.constant(total, tf.int64)))
             else:
                 after = tf.constant(starts[1:], tf.int64)
-                within = tf.searchsorted(after, table.indices, side="right", out_type=tf.int64)
+                rows = _numbers(table.indices, self.shard_of(variable))
+                within = tf.searchsorted(after, rows, side="right", out_type=tf.int64)
                 numbers.append(total + within)
             total += len(starts)
         return tf.concat(numbers, axis=0), total
@@ -404,7 +333,12 @@ class CowClipAdam(WaitingRows, RefusesOptions, mm.LazyAdam):
         exempt = self._exempt.get(var.ref())
         if exempt is None:
             return None
-        offsets = self._specs[var.ref()].row_offsets
+        spec = self._specs[var.ref()]
+        offsets = spec.row_offsets
+        if spec.shard is not None:
+            rows = spec.shard.number(tf.range(spec.shard.rows, dtype=tf.int64))
+            after = tf.constant(offsets[1:-1], tf.int64)
+            return tf.gather(tf.constant(exempt), tf.searchsorted(after, rows, side="right"))
         sizes = [stop - start for start, stop in itertools.pairwise(offsets)]
         return tf.repeat(tf.constant(exempt), tf.constant(sizes, tf.int64))
 
@@ -468,15 +402,10 @@ def _of_rows(values: tf.Tensor, table: RowGradients, variable: tf.Variable) -> t
     return tf.where(inside, values, tf.zeros_like(values))
 
 
+def _numbers(rows: tf.Tensor, shard: Shard | None) -> tf.Tensor:
+    """Row numbers of rows that a variable has; of a table in shards they are its places."""
+    return rows if shard is None else shard.number(tf.cast(rows, tf.int64))
+
+
 def _on_gpu(variable: tf.Variable) -> bool:
     return "GPU" in (variable.device or "")
-
-
-def _uncounted(spec: TableSpec, received: NotRecordedError) -> ValueError:
-    return ValueError(
-        f"The ids that the table {spec.name!r} looked up in this step were not recorded, or not "
-        f"all, so they cannot be counted. Received: {received}. Call the table itself within the "
-        "training step (not its variable, and not inside a tf.function or XLA-compiled function of "
-        "its own), and apply the gradients of the tape that recorded it in the same function; or "
-        "do not clip it."
-    )

@@ -18,14 +18,20 @@ from typing import NamedTuple
 from merlin_cowclip.plugins._stack import tf
 
 
+def _of_one_rank(values: tf.Tensor, how: str) -> tf.Tensor:
+    """Their "sum" or "max" over all ranks, where one rank has all rows."""
+    return values
+
+
 class RowNorms(NamedTuple):
-    """What the rules know of U rows."""
+    """What the rules know of U rows: all of the batch's, or those that this rank has."""
 
     gradients: tf.Tensor  # U, norms of the gradient rows, float32 or wider
     rows: tf.Tensor  # U, norms of the embedding rows before the update
     counts: tf.Tensor  # U, samples of the batch that hold the id
     fields: tf.Tensor  # U, int64 number of the field that the row belongs to
     num_fields: int
+    over_all: Callable[[tf.Tensor, str], tf.Tensor] = _of_one_rank
 
 
 def row_norms(rows: tf.Tensor) -> tf.Tensor:
@@ -51,7 +57,11 @@ def with_lengths(gradients: tf.Tensor, norms: tf.Tensor, lengths: tf.Tensor) -> 
 
 
 def _global_lengths(norms: RowNorms, threshold: float) -> tf.Tensor:
-    whole = row_norms(norms.gradients[tf.newaxis, :])[0]
+    given = norms.gradients[tf.newaxis, :]
+    largest = norms.over_all(tf.reduce_max(given, axis=-1), "max")
+    scaled = tf.math.divide_no_nan(given, largest[:, tf.newaxis])
+    total = norms.over_all(tf.reduce_sum(tf.square(scaled), axis=-1), "sum")
+    whole = (largest * tf.sqrt(total))[0]
     bound = tf.constant(threshold, norms.gradients.dtype)
     return _share(norms.gradients, whole, tf.minimum(whole, bound))
 
@@ -69,6 +79,7 @@ def _column_lengths(norms: RowNorms, threshold: float) -> tf.Tensor:
 def _adaptive_field_lengths(norms: RowNorms, ratio: float, floor: float) -> tf.Tensor:
     counts = tf.cast(norms.counts, norms.gradients.dtype)
     samples = tf.math.unsorted_segment_sum(counts, norms.fields, norms.num_fields)
+    samples = norms.over_all(samples, "sum")
     samples = tf.gather(samples, norms.fields)
     bound = samples * tf.maximum(ratio * _field_norms(norms.rows, norms), floor)
     whole = _field_norms(norms.gradients, norms)
@@ -83,8 +94,10 @@ def _adaptive_column_lengths(norms: RowNorms, ratio: float, floor: float) -> tf.
 def _field_norms(norms: tf.Tensor, of: RowNorms) -> tf.Tensor:
     """Norm over the rows of each row's own field, U."""
     largest = tf.math.unsorted_segment_max(norms, of.fields, of.num_fields)
+    largest = of.over_all(largest, "max")
     scaled = tf.math.divide_no_nan(norms, tf.gather(largest, of.fields))
     total = tf.math.unsorted_segment_sum(tf.square(scaled), of.fields, of.num_fields)
+    total = of.over_all(total, "sum")
     return tf.gather(largest * tf.sqrt(total), of.fields)
 
 
@@ -105,12 +118,14 @@ class ClipRule:
       lengths: norms → the rows' norms after the clip, U; takes `parameters` by keyword.
       parameters: `("threshold",)`, a constant that scales by √s with the batch, or
         `("ratio", "floor")`.
+      by_row: whether a row is clipped by what is its own.
     """
 
     name: str
     paper: str
     lengths: Callable[..., tf.Tensor]
     parameters: tuple[str, ...]
+    by_row: bool = False
 
     @property
     def adaptive(self) -> bool:
@@ -124,7 +139,7 @@ CLIP_RULES: Mapping[str, ClipRule] = MappingProxyType(
         for rule in (
             ClipRule("global", "Gradient Clipping", _global_lengths, ("threshold",)),
             ClipRule("field", "Field-wise GC", _field_lengths, ("threshold",)),
-            ClipRule("column", "Column-wise GC", _column_lengths, ("threshold",)),
+            ClipRule("column", "Column-wise GC", _column_lengths, ("threshold",), by_row=True),
             ClipRule(
                 "adaptive_field",
                 "Adaptive Field-wise GC",
@@ -136,6 +151,7 @@ CLIP_RULES: Mapping[str, ClipRule] = MappingProxyType(
                 "Adaptive Column-wise GC (CowClip)",
                 _adaptive_column_lengths,
                 ("ratio", "floor"),
+                by_row=True,
             ),
         )
     }

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
 from merlin_cowclip.plugins._stack import tf
-from merlin_cowclip.plugins.joining import ranks
+from merlin_cowclip.plugins.joining import ranks, without_broadcasts
 
 _NEEDS_ROWS = ("get_weights", "set_weights", "save_weights", "load_weights", "compile")
 
@@ -94,7 +94,12 @@ def notify_of_fits(model: tf.keras.Model, kind: type[Notified]) -> None:
         method.__name__ = name
         return method
 
-    methods: list[Callable[..., Any]] = [fit, make_train_function, save]
+    def _add_horovod_callbacks(self: Any, callbacks: Any) -> Any:
+        # Rank 0's weights, for all after the first step: they have them, but for rows of their own.
+        added = type(self)._add_horovod_callbacks(self, callbacks)
+        return added if compiled(self) is None else without_broadcasts(added)
+
+    methods: list[Callable[..., Any]] = [fit, make_train_function, save, _add_horovod_callbacks]
     for method in (*methods, *map(on_current_rows, _NEEDS_ROWS)):
         # object.__setattr__: Keras would look for layers in it.
         object.__setattr__(model, method.__name__, types.MethodType(method, model))

@@ -8,6 +8,7 @@ installed, Merlin imports and initialises it.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -16,7 +17,9 @@ import numpy as np
 
 from merlin_cowclip.plugins._stack import has_horovod, tf
 from merlin_cowclip.plugins.row_sums import beside, sum_per_row, unique_rows
-from merlin_cowclip.plugins.same_ids import Expressions, before_joining
+from merlin_cowclip.plugins.same_ids import Expressions, FuncGraph, before_joining
+
+_NUMBERS = "_merlin_cowclip_numbers"
 
 
 class Ranks(NamedTuple):
@@ -73,6 +76,11 @@ class JoinedRows(tf.IndexedSlices):
         shape = tf.constant(variable.shape.as_list(), tf.int64)
         super().__init__(sums.gradients, sums.indices, shape)
         self.sums = sums
+        self._variable = variable
+
+    def with_gradients(self, gradients: tf.Tensor) -> JoinedRows:
+        """The same rows and counts with other gradients."""
+        return JoinedRows(self.sums._replace(gradients=gradients), self._variable)
 
 
 @tf.autograph.experimental.do_not_convert
@@ -142,6 +150,29 @@ def _sum(hvd: Any, tensors: Sequence[tf.Tensor], what: str) -> list[tf.Tensor]:
     return [hvd.allreduce(t, op=hvd.Sum, name=_name(f"{what}_{i}")) for i, t in enumerate(tensors)]
 
 
+@tf.autograph.experimental.do_not_convert
+def send(values: tf.Tensor, sizes: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    """Rows to the ranks, and those that come from them; on all ranks at once.
+
+    Args:
+      values: n×…, behind each other by the rank that they are for.
+      sizes: N, how many rows are for each.
+
+    Returns:
+      What has come, behind each other by the rank that it is from; and how many from each, N.
+    """
+    hvd = _horovod()
+    return tuple(hvd.alltoall(values, splits=sizes, name=_numbered("sent"), ignore_name_scope=True))
+
+
+@tf.autograph.experimental.do_not_convert
+def over_all(values: tf.Tensor, how: str) -> tf.Tensor:
+    """The "sum", "max" or "min" of what the ranks have, value by value; on all ranks at once."""
+    hvd = _horovod()
+    op = {"sum": hvd.Sum, "max": hvd.Max, "min": hvd.Min}[how]
+    return hvd.allreduce(values, op=op, name=_numbered("over_all"), ignore_name_scope=True)
+
+
 def _name(what: str) -> str:
     return f"cowclip_{what}"  # the same on all ranks: Horovod brings equal names together
 
@@ -160,6 +191,16 @@ def check_equal(values: tf.Tensor, refusal: str) -> tf.Operation:
     of_all = _gather(_horovod(), [values[tf.newaxis]], "equal")[0]
     differ = tf.reduce_any(tf.abs(of_all - of_all[:1]) > 0.0)
     return tf.raw_ops.Assert(condition=tf.logical_not(differ), data=[refusal, of_all], summarize=99)
+
+
+def _numbered(what: str) -> str:
+    """A name that nothing else in a graph has, and which all ranks give, as they trace the same."""
+    if tf.executing_eagerly():
+        return _name(what)
+    graph = tf.compat.v1.get_default_graph()
+    while isinstance(graph, FuncGraph) and isinstance(graph.outer_graph, FuncGraph):
+        graph = graph.outer_graph
+    return _name(f"{what}_{next(graph.__dict__.setdefault(_NUMBERS, itertools.count()))}")
 
 
 def check_not_joined(gradient: Any, variable: tf.Variable) -> None:
@@ -184,6 +225,15 @@ def broadcast(variables: Iterable[tf.Variable]) -> None:
     for number, variable in enumerate(variables):
         value = hvd.broadcast(variable.read_value(), root_rank=0, name=_name(f"state_{number}"))
         variable.assign(value)
+
+
+def without_broadcasts(callbacks: Any) -> Any:
+    """Keras's callbacks but those of Horovod that give all ranks the weights of one."""
+    if ranks().size == 1 or not isinstance(callbacks, list):
+        return callbacks
+    from horovod.tensorflow.keras.callbacks import BroadcastGlobalVariablesCallback
+
+    return [one for one in callbacks if not isinstance(one, BroadcastGlobalVariablesCallback)]
 
 
 def of_all_ranks(value: Any) -> list[Any]:

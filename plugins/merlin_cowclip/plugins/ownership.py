@@ -138,22 +138,22 @@ def owned_as_text(owned: Sequence[Owned], tables: Sequence[TableSpec], factor: f
     """A table of variables; their learning rates are multiplied by `factor`."""
     header = ("variable", "rows", "width", "rule", "learning rate", "L2")
     specs = {
-        spec.variable.ref(): name
+        spec.variable.ref(): (name, spec.num_rows)
         for spec, name in distinct_names(tables).items()
         if spec.layer.built
     }
     rows = []
     for variable, optimizer, rule, l2 in owned:
         # Merlin's tables all have a variable called "embeddings".
-        table = specs.get(variable.ref(), "")
+        shape = tuple(variable.shape)
+        table, number = specs.get(variable.ref(), ("", shape[0] if shape else 1))
         named = table in ("", *variable.name.split("/"))
         name = variable.name if named else f"{table}: {variable.name}"
         rate = optimizer.learning_rate
-        shape = tuple(variable.shape)
         rows.append(
             (
                 name,
-                f"{shape[0] if shape else 1:,}",
+                f"{number:,}",
                 f"{math.prod(shape[1:]):,}",
                 rule,
                 _show_rate(rate, factor),

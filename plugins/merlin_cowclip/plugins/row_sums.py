@@ -57,7 +57,7 @@ def unique_rows(indices: tf.Tensor, num_rows: int, on_cpu: bool) -> Rows:
     """
     indices = tf.cast(indices, tf.int64)
     if not on_cpu:
-        return _once_per_graph(("unique", indices), lambda: unique(indices))
+        return once_per_graph(("unique", indices), lambda: unique(indices))
 
     def find() -> Rows:
         # Marking takes 15 ns a row of the table and 7 a value; hashing 17 to 60 a value, for
@@ -65,7 +65,7 @@ def unique_rows(indices: tf.Tensor, num_rows: int, on_cpu: bool) -> Rows:
         few = tf.size(indices, tf.int64) < num_rows
         return tf.cond(few, lambda: unique(indices), lambda: _marked(indices, num_rows))
 
-    return _once_per_graph(("unique on CPU", num_rows, indices), find)
+    return once_per_graph(("unique on CPU", num_rows, indices), find)
 
 
 def _marked(indices: tf.Tensor, num_rows: int) -> Rows:
@@ -112,7 +112,7 @@ def _product(
 ) -> tf.Tensor:
     """The values times a matrix that has a 1 for each, in the row of its position."""
     number = tf.size(position, tf.int64)
-    at = _once_per_graph(
+    at = once_per_graph(
         ("matrix", position), lambda: tf.stack([position, tf.range(number)], axis=1)
     )
     return tf.raw_ops.SparseTensorDenseMatMul(
@@ -124,7 +124,7 @@ def _product(
     )
 
 
-def _once_per_graph(key: tuple[Hashable, ...], make: Callable[[], Any]) -> Any:
+def once_per_graph(key: tuple[Hashable, ...], make: Callable[[], Any]) -> Any:
     """What `make` makes of the ids that end the key: in a graph, once for equal ones.
 
     TensorFlow itself joins equal ops only where they wait for the same ones.

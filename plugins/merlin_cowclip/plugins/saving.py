@@ -19,11 +19,13 @@ import numpy as np
 
 from merlin_cowclip.plugins._stack import mm, quiet_stack, tf
 from merlin_cowclip.plugins.adam import CowClipAdam
+from merlin_cowclip.plugins.joining import ranks
 from merlin_cowclip.plugins.merlin_tables import find_tables
 from merlin_cowclip.plugins.optimizer import CowClipOptimizer, Owned, state_follows
 from merlin_cowclip.plugins.part_settings import set_again, settings_of
 from merlin_cowclip.plugins.replacing import find, replacing
 from merlin_cowclip.plugins.state import optimizer_of
+from merlin_cowclip.plugins.whole import is_in_shards, whole_tables
 
 FOLDER = "merlin_cowclip"  # within the SavedModel
 CHECKPOINT = "state"
@@ -42,6 +44,9 @@ READ_FORMATS = (1, 2)  # 1 kept neither a learning rate, nor losses and names of
 def save_model(model: mm.Model, path: str | os.PathLike[str]) -> None:
     """Save a compiled model and all state of its `CowClipOptimizer` to the folder `path`.
 
+    A model whose tables are in shards is saved as one process has it, by rank 0: all ranks call
+    this, at once (`whole_tables`). Any other is saved by the rank that calls it.
+
     Layout: Merlin's SavedModel, and in `merlin_cowclip/` a checkpoint with weights, slots
     and step counts in the model's order.
 
@@ -56,6 +61,11 @@ def save_model(model: mm.Model, path: str | os.PathLike[str]) -> None:
     optimizer = optimizer_of(model)
     if not model.built:
         raise ValueError("The model must be built before it is saved. Fit it, or call it, first.")
+    if is_in_shards(model):
+        with whole_tables(model):
+            if ranks().rank == 0:
+                save_model(model, path)
+        return
     if _slots(optimizer.owned(), every=False):
         # A weight that no gradient has reached yet has none; zeros are what its first step finds.
         optimizer.create_slots(model.trainable_variables)

@@ -14,6 +14,7 @@ import numpy as np
 
 from merlin_cowclip.plugins._stack import tf
 from merlin_cowclip.plugins.clipping import RowNorms, widened
+from merlin_cowclip.plugins.joining import gathered
 from merlin_cowclip.plugins.row_sums import sum_columns
 from merlin_cowclip.plugins.tables import TableSpec, distinct_names
 
@@ -226,7 +227,10 @@ class StepStatistics:
         ]
 
     def read(self) -> list[FieldStatistics]:
-        """The sums since the last `reset`, one item per table and field, in the model's order."""
+        """The sums since the last `reset`, one item per table and field, in the model's order.
+
+        Where tables are in shards, it is called on all ranks at once, as are the other two.
+        """
         counts = self._counts.numpy() - self._counts_before.numpy()
         with np.errstate(invalid="ignore"):  # what is infinite in both
             norms = self._norms.numpy() - self._norms_before.numpy()
@@ -240,7 +244,7 @@ class StepStatistics:
         """
         widths = [spec.width for spec in self._tables for _ in spec.range_names]
         chosen = [width > 1 or max(widths) == 1 for width in widths]
-        bins = (self._bins.numpy() - self._bins_before.numpy())[chosen]
+        bins = self._of_all_ranks(self._bins.numpy() - self._bins_before.numpy())[chosen]
         rare, frequent = bins.reshape(-1, 2, _BINS).sum(axis=0).tolist()
         found = [
             NormBin(2.0 ** (_LOWEST + i), *rows)
@@ -259,7 +263,17 @@ class StepStatistics:
         self._norms_before.assign(self._norms)
         self._bins_before.assign(self._bins)
 
+    def _of_all_ranks(self, values: np.ndarray) -> np.ndarray:
+        """Sums by field, those of tables in shards over all ranks."""
+        sharded = [spec.shard is not None for spec in self._tables for _ in spec.range_names]
+        if not any(sharded):
+            return values
+        whole = gathered(values[np.newaxis]).sum(axis=0)
+        return np.where(np.array(sharded)[:, np.newaxis], whole, values)
+
     def _fields(self, counts: np.ndarray, norms: np.ndarray) -> Iterator[FieldStatistics]:
+        counts[:, 1:] = self._of_all_ranks(counts[:, 1:])
+        norms = self._of_all_ranks(norms)
         names = distinct_names(self._tables)
         fields = [
             (names[spec], field, spec.width, clipped)

@@ -12,6 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from merlin_cowclip.plugins._stack import ColumnSchema, Schema, Tags, tf
 from merlin_cowclip.plugins.counting import IdRecorder
+from merlin_cowclip.plugins.sharding import Shard, look_up
 
 
 @dataclass(eq=False)
@@ -32,17 +33,25 @@ class TableAccess:
       bring_up: called with the variable and the rows before they are read, where rows wait for
         what they missed; with `None` for all of them.
       is_used: whether the layer looks its rows up by `gather`.
+      shard: which rows this rank has, where the ranks share them; `None`: it has all.
     """
 
     whole: bool | None = None
     bring_up: Callable[[tf.Variable, tf.Tensor | None], None] | None = None
     is_used: bool = False
+    shard: Shard | None = None
 
     def gather(self, variable: tf.Variable, rows: tf.Tensor) -> tf.Tensor:
-        """The rows of a V×d variable, by row numbers of any shape: that shape × d."""
+        """The rows of a V×d table, by row numbers of any shape: that shape × d.
+
+        Of a table in shards `variable` is this rank's; then it is called on all ranks at once.
+        """
         if self.bring_up is not None:
             self.bring_up(variable, rows)
-        whole = tf.executing_eagerly() if self.whole is None else self.whole
+        known = self.whole is not None  # to an optimizer
+        whole = self.whole if known else tf.executing_eagerly()
+        if self.shard is not None:
+            return look_up(variable, rows, self.shard, whole=bool(whole), trainable=known)
         return tf.gather(tf.convert_to_tensor(variable) if whole else variable, rows)
 
 
@@ -67,7 +76,8 @@ class TableSpec:
     Attributes:
       name: how messages and summaries call it.
       layer: the layer that owns the variable.
-      get_variable: returns the V×d variable; may only be called once the layer is built.
+      get_variable: returns the V×d variable, of a table in shards this rank's rows; may only be
+        called once the layer is built.
       row_offsets: first row of each range of rows, then V; `(0, V)` for one field or for a table
         that several fields share. What is chosen or clipped by field is so by range: fields that
         share rows are one field there.
@@ -77,6 +87,7 @@ class TableSpec:
       width: d. Tables of width 1 are linear weights: they take L2 but are not clipped.
       recorder: the lookups of the current step.
       access: how the layer is to look rows up; Merlin's own tables do it their way.
+      set_variable: gives the layer another variable as its table; of a table that may be in shards.
 
     Raises:
       ValueError: columns and ranges of rows that do not go together.
@@ -91,6 +102,7 @@ class TableSpec:
     recorder: IdRecorder = field(default_factory=IdRecorder)
     access: TableAccess = field(default_factory=TableAccess)
     range_of_column: tuple[int, ...] = ()
+    set_variable: Callable[[tf.Variable], None] | None = None
 
     def __post_init__(self) -> None:
         ranges, columns, read = len(self.row_offsets) - 1, len(self.columns), self.range_of_column
@@ -112,8 +124,13 @@ class TableSpec:
 
     @property
     def variable(self) -> tf.Variable:
-        """The V×d variable of the built table."""
+        """The V×d variable of the built table; of one in shards, this rank's rows."""
         return self.get_variable()
+
+    @property
+    def shard(self) -> Shard | None:
+        """Which rows this rank has, where the ranks share them."""
+        return self.access.shard
 
     @property
     def num_rows(self) -> int:

@@ -56,12 +56,23 @@ class StepsTogether:
         self._is_alike = True
 
     def _state(self) -> Iterator[tf.Variable]:
+        """What all ranks have alike: not the rows that one has alone."""
         model = self._model() if self._model is not None else None
-        yield from () if model is None else model.weights
-        yield from self.weights
+        own = self._of_shards()
+        weights = [*(() if model is None else model.weights), *self.weights]
+        yield from (variable for variable in weights if variable.ref() not in own)
         for optimizer in (self, *self.optimizers):
             values = (value for _, value in sorted(optimizer._hyper.items()))
             yield from (value for value in values if isinstance(value, tf.Variable))
+
+    def _of_shards(self) -> set[Any]:
+        """Tables in shards, and their moments."""
+        found: set[Any] = set()
+        for variable, part in self._own().items():
+            table = variable.deref()
+            if part.shard_of(table) is not None:
+                found |= {variable, *(slot.ref() for slot in part.slots_of(table).values())}
+        return found
 
     def _begin_together(self, fit: Fit) -> None:
         """A fit begins: with rank 0's weights, and with as many steps on all ranks.

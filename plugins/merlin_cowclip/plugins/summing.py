@@ -1,0 +1,169 @@
+"""A table's gradient summed per row and counted, of one rank or of all: Algorithm 1, line 7."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from merlin_cowclip.plugins._stack import tf
+from merlin_cowclip.plugins.clipping import widened
+from merlin_cowclip.plugins.counting import (
+    Counts,
+    NotRecordedError,
+    count_dense,
+    count_repeats,
+    count_sparse,
+    repeats_per_row,
+)
+from merlin_cowclip.plugins.joining import JoinedRows, RowSums, check_not_joined, join_rows
+from merlin_cowclip.plugins.merlin_tables import check_regularizer
+from merlin_cowclip.plugins.row_sums import beside, sum_per_row
+from merlin_cowclip.plugins.sharding import Shard, finite_together, join_shards
+from merlin_cowclip.plugins.tables import TableSpec
+
+
+class SumsRows:
+    """What an embedding optimizer knows of a batch's rows before L2 and the clip."""
+
+    if TYPE_CHECKING:  # what the optimizer has
+        clip: str | None
+        update: str
+        _specs: Mapping[Any, TableSpec]
+
+        def _bring_late(self, variable: tf.Variable, rows: tf.Tensor) -> None: ...
+
+    def join(self, grads_and_vars: Iterable[tuple[Any, tf.Variable]]) -> list[Any]:
+        """Tables' gradients of this rank's share of the batch as those of all ranks' (`joining`).
+
+        Raises:
+          ValueError: they are joined already, or the ids are not recorded.
+        """
+        shares, variables = [], []
+        for gradient, variable in grads_and_vars:
+            check_not_joined(gradient, variable)
+            with beside(variable) as on_cpu:
+                # A row that no sample holds counts as 1 in the global batch, not on each rank.
+                shares.append(self._summed(gradient, variable, on_cpu, least=0.0))
+            variables.append(variable)
+        return list(zip(self._joined(shares, variables), variables, strict=True))
+
+    def _joined(
+        self, shares: Sequence[RowSums], variables: Sequence[tf.Variable]
+    ) -> list[JoinedRows]:
+        """Of all ranks; of a table in shards, the rows that this one has."""
+        shards = [self.shard_of(variable) for variable in variables]
+        found: dict[int, JoinedRows] = {}
+        whole = [i for i, shard in enumerate(shards) if shard is None]
+        everywhere = join_rows([shares[i] for i in whole], [variables[i] for i in whole])
+        found.update(zip(whole, everywhere, strict=True))
+        places = [(i, shard) for i, shard in enumerate(shards) if shard is not None]
+        mine = join_shards(
+            [shares[i] for i, _ in places],
+            [variables[i] for i, _ in places],
+            [shard for _, shard in places],
+        )
+        if any(self._is_scaled(variables[i]) for i, _ in places):
+            mine = finite_together(mine)
+        found.update((i, one) for (i, _), one in zip(places, mine, strict=True))
+        return [found[i] for i in range(len(shares))]
+
+    def shard_of(self, variable: tf.Variable) -> Shard | None:
+        """Which rows of a table this rank has, where the ranks share them."""
+        spec = self._specs.get(variable.ref())
+        return None if spec is None else spec.shard
+
+    def _is_scaled(self, variable: tf.Variable) -> bool:
+        """Whether its layer computes in half precision, and so the loss is scaled."""
+        return bool(self._specs[variable.ref()].layer.compute_dtype == "float16")
+
+    def _summed(
+        self, gradient: Any, variable: tf.Variable, on_cpu: bool, least: float = 1.0
+    ) -> RowSums:
+        """A table's gradient summed per row, and what a row that no sample holds counts at least.
+
+        Dense, every row is one of the batch's.
+        """
+        spec = self._specs.get(variable.ref())
+        if not isinstance(gradient, tf.IndexedSlices):
+            return self._all_rows(spec, gradient, variable, on_cpu, least)
+        if spec is None:
+            indices, position, counts = self._repeated(variable, gradient.indices, on_cpu)
+        else:
+            indices, position, counts = self._counted(spec, gradient.indices, on_cpu, least)
+        if self.update == "deferred":  # of a gradient that is older than the last step
+            self._bring_late(variable, indices)
+        summed = sum_per_row(widened(gradient.values), position, tf.size(indices), on_cpu)
+        return RowSums(indices, summed, counts)
+
+    def _all_rows(
+        self,
+        spec: TableSpec | None,
+        gradient: tf.Tensor,
+        variable: tf.Variable,
+        on_cpu: bool,
+        least: float,
+    ) -> RowSums:
+        if spec is None:
+            raise ValueError(
+                "The gradient of an embedding table must be sparse (tf.IndexedSlices). Received: a "
+                f"dense gradient for {variable.name!r}. A regularizer on the table or a layer that "
+                "reads the whole table makes it dense: remove the regularizer (l2=… takes its "
+                "place), or train a model by CowClipOptimizer.for_model, which knows what was "
+                "looked up."
+            )
+        check_regularizer(spec.name, spec.layer)
+        if spec.shard is not None:
+            raise ValueError(
+                "A table in shards must be read by row. Received: a dense gradient of "
+                f"{spec.name!r}, of a layer that reads all of it. Leave sharded=True out."
+            )
+        if self.update == "deferred":
+            raise ValueError(
+                "update='deferred' needs tables that are read by row. Received: a dense gradient "
+                f"of {spec.name!r}, of a layer that reads all of it. Use update='exact'"
+            )
+        number = spec.num_rows
+        if self.clip is None:
+            spec.recorder.forget()
+            counts = tf.fill([number], tf.constant(least, tf.float32))
+        else:
+            try:
+                counts = count_dense(
+                    spec.recorder, gradient, variable, number, on_cpu=on_cpu, least=least
+                )
+            except NotRecordedError as received:
+                raise _uncounted(spec, received) from None
+        indices = tf.range(number, dtype=tf.int64)
+        return RowSums(indices, widened(gradient), counts, is_whole=True)
+
+    def _repeated(self, variable: tf.Variable, indices: tf.Tensor, on_cpu: bool) -> Counts:
+        num_rows = variable.shape[0]
+        if self.clip is None:
+            return repeats_per_row(indices, num_rows, on_cpu=on_cpu)
+        try:
+            return count_repeats(indices, num_rows, on_cpu=on_cpu)
+        except NotRecordedError as received:
+            raise ValueError(
+                "A CowClipAdam of its own counts the repeats of a row in the gradient, so ids must "
+                f"be looked up once. Received: {received}, in {variable.name!r}. Train the model "
+                "by CowClipOptimizer.for_model, which records them; or call bind_tables."
+            ) from None
+
+    def _counted(self, spec: TableSpec, indices: tf.Tensor, on_cpu: bool, least: float) -> Counts:
+        if self.clip is None:
+            spec.recorder.forget()
+            return repeats_per_row(indices, spec.num_rows, on_cpu=on_cpu)
+        try:
+            return count_sparse(spec.recorder, indices, spec.num_rows, on_cpu=on_cpu, least=least)
+        except NotRecordedError as received:
+            raise _uncounted(spec, received) from None
+
+
+def _uncounted(spec: TableSpec, received: NotRecordedError) -> ValueError:
+    return ValueError(
+        f"The ids that the table {spec.name!r} looked up in this step were not recorded, or not "
+        f"all, so they cannot be counted. Received: {received}. Call the table itself within the "
+        "training step (not its variable, and not inside a tf.function or XLA-compiled function of "
+        "its own), and apply the gradients of the tape that recorded it in the same function; or "
+        "do not clip it."
+    )

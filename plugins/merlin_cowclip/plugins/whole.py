@@ -1,0 +1,112 @@
+"""Tables in shards made whole, for what reads a model as one: to save it, to serve it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from merlin_cowclip.plugins._stack import mm, tf
+from merlin_cowclip.plugins.joining import gathered
+from merlin_cowclip.plugins.merlin_tables import find_tables
+from merlin_cowclip.plugins.sharding import Shard
+from merlin_cowclip.plugins.state import optimizer_of
+from merlin_cowclip.plugins.tables import TableSpec
+
+_BLOCK = 1 << 18  # rows of each rank that are gathered together
+
+
+class _Table(NamedTuple):
+    variable: tf.Variable
+    moments: dict[str, tf.Variable]
+
+
+class _Held(NamedTuple):
+    """A table in shards, with the optimizer's part that has its moments."""
+
+    spec: TableSpec
+    shard: Shard
+    part: Any
+    table: _Table
+
+
+@contextlib.contextmanager
+def whole_tables(model: mm.Model) -> Iterator[None]:
+    """Within it, on rank 0, tables in shards and their moments are whole: a model like any other.
+
+    Called on all ranks at once. The other ranks' stay as they are, and must not be called within
+    it. Rank 0 needs memory for the whole tables beside its shards. Without shards it does nothing.
+
+    ```python
+    with whole_tables(model):
+        if hvd.rank() == 0:
+            model.save("model")
+    ```
+
+    Args:
+      model: built, and compiled with a `CowClipOptimizer`.
+    """
+    optimizer = optimizer_of(model)
+    if is_in_shards(model):
+        optimizer.create_slots(model.trainable_variables)
+    parts = optimizer._own()
+    held = [
+        _Held(spec, spec.shard, part, _Table(spec.variable, part.slots_of(spec.variable)))
+        for spec in optimizer.table_specs
+        if spec.shard is not None
+        for part in (parts[spec.variable.ref()],)
+    ]
+    made = [_whole(one) for one in held]
+    pairs = [(one, whole) for one, whole in zip(held, made, strict=True) if whole is not None]
+    for one, whole in pairs:
+        _put(one, whole, None)
+    try:
+        yield
+    finally:
+        for one, _ in pairs:
+            _put(one, one.table, one.shard)
+
+
+def is_in_shards(model: mm.Model) -> bool:
+    """Whether a table of a model has some of its rows here, and the others on other ranks."""
+    return any(spec.shard is not None for spec in find_tables(model))
+
+
+def _whole(one: _Held) -> _Table | None:
+    """The table and its moments, on rank 0."""
+    parts = {"": one.table.variable, **one.table.moments}
+    values = {name: whole_rows(variable, one.shard) for name, variable in parts.items()}
+    if one.shard.rank:
+        return None
+    made = {
+        name: tf.Variable(value, trainable=not name, name=parts[name].name.rpartition(":")[0])
+        for name, value in values.items()
+    }
+    return _Table(made.pop(""), made)
+
+
+def _put(one: _Held, table: _Table, shard: Shard | None) -> None:
+    assert one.spec.set_variable is not None
+    one.part.change_table(one.spec.variable, *table)
+    one.spec.set_variable(table.variable)
+    one.spec.access.shard = shard
+
+
+def whole_rows(variable: tf.Variable, shard: Shard) -> np.ndarray | None:
+    """V×d of a variable that has this rank's rows, on rank 0; on all ranks at once."""
+    first = shard.rank == 0
+    width = variable.shape[1]
+    whole = np.empty((shard.num_rows, width), variable.dtype.as_numpy_dtype) if first else None
+    most = shard._replace(rank=0).rows
+    for start in range(0, most, _BLOCK):
+        stop = min(start + _BLOCK, most)
+        block = gathered(variable[start:stop].numpy())
+        if whole is None:
+            continue
+        for rank in range(shard.size):
+            rows = min(stop, shard._replace(rank=rank).rows) - start
+            mine, block = block[:rows], block[rows:]
+            whole[rank + start * shard.size :: shard.size][:rows] = mine
+    return whole
