@@ -67,6 +67,8 @@ OPTIONS = [
     # The rule and its values
     ("--rule cube", ["rule must be one of none, sqrt", "'cube'"]),
     ("--rule=", ["rule must be one of", "''"]),
+    ("--tables halves", ["tables must be one of replicated, sharded", "'halves'"]),
+    ("--tables sharded", ["needs several ranks", "one process", "horovodrun"]),
     ("--update eager", ["update must be one of exact, lazy, deferred", "'eager'"]),
     ("--dense-lr 0", ["dense_lr must be a positive number", "=0.0"]),
     ("--dense-lr -1", ["dense_lr must be a positive number", "=-1.0"]),

@@ -10,7 +10,8 @@ import numpy as np
 import tensorflow as tf
 
 from merlin_cowclip.models import deepfm
-from merlin_cowclip.plugins import CowClipOptimizer, Hyperparameters
+from merlin_cowclip.models.ctr_block import embeddings_of
+from merlin_cowclip.plugins import CowClipOptimizer, Hyperparameters, whole_tables
 from merlin_cowclip.plugins._stack import Schema, Tags
 from merlin_cowclip.plugins.state import training_state
 from tests.plugins.merlin_models import (
@@ -44,6 +45,18 @@ def ours(schema: Any) -> Any:
     return deepfm(schema, embedding_dim=4, mlp=(8,))
 
 
+def in_shards(schema: Any) -> Any:
+    """As `ours`, its rows shared by the ranks; not drawn at random, as one process draws others."""
+    model = deepfm(schema, embedding_dim=4, mlp=(8,), sharded=True)
+    model(next(batches(Case(in_shards, schema), 0, 1))[0])
+    for layer in embeddings_of(model).values():
+        (spec,) = layer.table_specs()
+        rows = np.random.default_rng(7).normal(0, 1e-2, (spec.num_rows, spec.width))
+        mine = slice(None) if spec.shard is None else slice(spec.shard.rank, None, spec.shard.size)
+        spec.variable.assign(rows[mine])
+    return model
+
+
 @dataclass(frozen=True)
 class Case:
     build: Callable[[Any], Any]
@@ -53,6 +66,7 @@ class Case:
     ids: str = "any"  # of samples: any few, "disjoint" or "equal"
     precision: str = "float32"
     way: str = "step"
+    clip_tables: list[str] | None = None
     changes: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -78,8 +92,24 @@ CASES = {
     "half precision": Case(ours, WITH_LIST, precision="mixed_float16", changes={**TIGHT, **PAPERS}),
     "fit, not built": Case(own_mlp, SCHEMA, way="fit", changes=TIGHT),
     "eager loop": Case(ours, WITH_LIST, way="loop", update="lazy", changes=TIGHT),
+    "shards, a list, exact": Case(in_shards, WITH_LIST, changes=TIGHT),
+    "shards, shared rows, lazy": Case(
+        in_shards, SHARED_IN_LISTS, "adaptive_field", "lazy", changes=TIGHT
+    ),
+    "shards, one rank has rows of a list": Case(in_shards, WITH_LIST, "field", ids="first"),
+    "shards, disjoint ids": Case(in_shards, SCHEMA, "global", "lazy", "disjoint"),
+    "shards, equal ids": Case(in_shards, SCHEMA, "column", ids="equal"),
+    # r is less than 2λ, so absent rows are clipped, but those of one field.
+    "shards, a field exempt": Case(
+        in_shards, WITH_LIST, clip_tables=["a"], changes={**TIGHT, "l2": 1e-2}
+    ),
+    "shards, half precision": Case(
+        in_shards, WITH_LIST, precision="mixed_float16", changes={**TIGHT, **PAPERS}
+    ),
+    "shards, fit": Case(in_shards, SCHEMA, way="fit", changes=TIGHT),
+    "shards, eager loop": Case(in_shards, WITH_LIST, way="loop", update="lazy", changes=TIGHT),
 }
-OF_THREE = tuple(CASES)[1:3]
+OF_THREE = (*tuple(CASES)[1:3], *tuple(CASES)[10:14])
 
 
 def batches(case: Case, rank: int, ranks: int) -> Iterator[tuple[dict[str, Any], Any]]:
@@ -112,7 +142,8 @@ def batches(case: Case, rank: int, ranks: int) -> Iterator[tuple[dict[str, Any],
 def trained(case: Case, rank: int = 0, ranks: int = 1) -> dict[str, np.ndarray]:
     """All that training changed, and how many rows and samples each field had.
 
-    Each rank begins with weights of its own.
+    Each rank begins with dense weights of its own. Of tables in shards, which rank 0 has as one
+    process has them, others tell nothing.
     """
     tf.keras.backend.clear_session()
     tf.keras.mixed_precision.set_global_policy(case.precision)
@@ -122,14 +153,25 @@ def trained(case: Case, rank: int = 0, ranks: int = 1) -> dict[str, np.ndarray]:
     if case.way != "fit":
         model(mine[0][0])
     optimizer = CowClipOptimizer.for_model(
-        model, case.hyperparameters, update=case.update, steps_per_epoch=1000
+        model,
+        case.hyperparameters,
+        update=case.update,
+        steps_per_epoch=1000,
+        clip_tables=case.clip_tables,
     )
     statistics = optimizer.observe()
     model.compile(optimizer=optimizer, metrics=[])
     WAYS[case.way](model, optimizer, mine)
     tf.keras.mixed_precision.set_global_policy("float32")
-    state = {n: v.numpy() for n, v in training_state(model).items() if not n.startswith("loss/")}
     totals = statistics.total()
+    with whole_tables(model):
+        left_out = optimizer._of_shards()
+        changed = training_state(model).items()
+        state = {
+            name: variable.numpy()
+            for name, variable in changed
+            if not name.startswith("loss/") and variable.ref() not in left_out
+        }
     counts = [[field.steps, field.all.rows, field.all.occurrences] for field in totals]
     clipped = [field.all.clipped_rows for field in totals if field.is_clipped]
     return {**state, "counts": np.array(counts), "clipped": np.array(clipped)}

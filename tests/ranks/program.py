@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
+from merlin_cowclip.models import FusedEmbeddings
 from merlin_cowclip.plugins import CowClipOptimizer
+from merlin_cowclip.plugins._stack import Schema, mm
 from merlin_cowclip.plugins.joining import RowSums, join_dense, join_rows, of_all_ranks, ranks
+from merlin_cowclip.plugins.whole import whole_rows
 from merlin_cowclip.workflows.errors import AgreedError, UserError
 from merlin_cowclip.workflows.training.evaluation import QualityOf
 from merlin_cowclip.workflows.training.ranks import agreed
-from tests.ranks.cases import CASES, batches, trained
+from tests.plugins.merlin_models import SCHEMA, category
+from tests.ranks.cases import CASES, HP, Case, batches, ours, trained
 
 
 def joined(rank: int) -> dict[str, np.ndarray]:
@@ -77,6 +82,56 @@ def refused_rates(rank: int, size: int) -> str:
     return ""
 
 
+class Both(tf.keras.layers.Layer):
+    """A table in shards and one on all ranks; or the first one, read as a whole."""
+
+    def __init__(self, reads_all: bool = False) -> None:
+        super().__init__()
+        self.reads_all = reads_all
+        self.shared = FusedEmbeddings(SCHEMA, 4, sharded=True)
+        self.everywhere = FusedEmbeddings(SCHEMA, 3)
+        self.dense = tf.keras.layers.Dense(1)
+
+    def call(self, inputs: dict[str, Any]) -> tf.Tensor:
+        both = [self.shared(inputs), self.everywhere(inputs)]
+        if self.reads_all:
+            whole = tf.reduce_mean(self.shared.table) + 0.0 * both[1][:, 0, :1]
+            return self.dense(whole)
+        return self.dense(tf.concat([tf.reduce_sum(some, axis=1) for some in both], axis=1))
+
+
+def refused_of_shards(rank: int, ranks: int) -> list[str]:
+    """What a step says of tables in shards that it cannot train."""
+    said = []
+    for clip, reads_all in (("field", False), ("adaptive_column", True), (None, False)):
+        features, labels = next(batches(Case(ours, SCHEMA), rank, ranks))
+        model = mm.Model(Both(reads_all), mm.BinaryOutput("click"), schema=SCHEMA)
+        model(features)
+        threshold = 1e-2 if clip == "field" else None
+        hp = HP.replace(clip=clip or HP.clip, clip_threshold=threshold)
+        optimizer = CowClipOptimizer.for_model(model, hp, steps_per_epoch=10) if clip else "adam"
+        model.compile(optimizer=optimizer, run_eagerly=False)
+        try:
+            model.fit(features, labels, batch_size=len(labels), verbose=0)
+        except Exception as error:
+            said.append(str(error))
+    return said
+
+
+def rows_in_shards(rank: int) -> dict[str, np.ndarray]:
+    """A table of three blocks as it begins; what all ranks read of rows that were set."""
+    tf.keras.utils.set_random_seed(5 + rank)
+    table = FusedEmbeddings(Schema([category("a", 150_000)]), 2, stddev=0.1, sharded=True)
+    table.build({})
+    (spec,) = table.table_specs()
+    whole = whole_rows(spec.variable, spec.shard)
+    given = np.random.default_rng(2).random((150_000, 2), np.float32)
+    table.load_rows("a", given)
+    ids = tf.constant(np.random.default_rng(rank).integers(0, 150_000, 1000 + rank))
+    read = {"rows": np.array(spec.variable.shape[0]), "ids": ids, "read": table.lookup("a", ids)}
+    return {"given": given, **read} | ({} if whole is None else {"whole": whole})
+
+
 def quality(rank: int, size: int) -> list[float]:
     """Of 50 rows, of which the ranks have every N-th each."""
     random = np.random.default_rng(0)
@@ -92,10 +147,12 @@ def main(folder: Path, names: list[str]) -> None:
     for number, name in enumerate(names):
         state = trained(CASES[name], here.rank, here.size)
         np.savez(folder / f"{number}-{here.rank}.npz", **state)
+    np.savez(folder / f"rows-{here.rank}.npz", **rows_in_shards(here.rank))
     mine = {
         "said": refusals(here.rank),
         "quality": quality(here.rank, here.size),
         "rates": refused_rates(here.rank, here.size),
+        "shards": refused_of_shards(here.rank, here.size),
     }
     told = of_all_ranks(mine)
     (folder / f"told-{here.rank}.txt").write_text(repr(told))

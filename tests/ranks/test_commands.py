@@ -10,11 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from merlin_cowclip.workflows import Run
+from merlin_cowclip.models.ctr_block import embeddings_of
+from merlin_cowclip.workflows import Loader, Run
 from merlin_cowclip.workflows.commands.main import main
 from merlin_cowclip.workflows.data.etl import prepare
 from merlin_cowclip.workflows.data.prepared import PreparedData
 from merlin_cowclip.workflows.training import ranks as ranks_of_runs
+from merlin_cowclip.workflows.training.evaluation import evaluate
 from merlin_cowclip.workflows.training.resuming import _KEYS
 from tests.bad_input.conftest import TOY, toy_log
 from tests.bad_input.contract import listing, refused
@@ -32,15 +34,22 @@ def data(tmp_path_factory) -> Path:
     return prepare(TOY, [toy_log(home / "log.csv")], home / "data", progress=False).path
 
 
+@pytest.fixture(scope="module")
+def one(data, tmp_path_factory) -> Run:
+    """What one process trains."""
+    out = tmp_path_factory.mktemp("one") / "run"
+    assert main(["train", str(data), "--out", str(out), *map(str, OPTIONS)]) == 0
+    return Run.open(out)
+
+
 @needs_horovod
 @pytest.mark.slow
-def test_a_run_of_two_ranks_is_that_of_one_process(data, tmp_path):
+def test_a_run_of_two_ranks_is_that_of_one_process(data, one, tmp_path):
     ended = on_ranks(2, [*COMMAND, "train", data, "--out", tmp_path / "two", *OPTIONS])
     assert ended.code == 0, ended
     last = [line for line in ended.out.splitlines() if "samples/s" in line and "test AUC" in line]
     assert [line.partition("epoch ")[2][:1] for line in last] == ["1", "2", ""], "one rank speaks"
-    assert main(["train", str(data), "--out", str(tmp_path / "one"), *map(str, OPTIONS)]) == 0
-    one, two = Run.open(tmp_path / "one"), Run.open(tmp_path / "two")
+    two = Run.open(tmp_path / "two")
     for key in ("auc", "log_loss", "calibration"):
         assert two.result[key] == pytest.approx(one.result[key], rel=1e-5)
     assert two.result["config"]["ranks"] == 2
@@ -55,6 +64,28 @@ def test_a_run_of_two_ranks_is_that_of_one_process(data, tmp_path):
             assert others == pytest.approx(mine, rel=1e-4)
     assert len(list((two.path / "logs").iterdir())) == 1
     assert not (two.path / "checkpoints").exists()
+
+
+@needs_horovod
+@pytest.mark.slow
+def test_a_run_with_tables_in_shards_is_like_any_other(data, one, tmp_path):
+    """Of one test batch, for which the other rank has an empty one."""
+    run = tmp_path / "run"
+    ended = on_ranks(2, [*COMMAND, "train", data, "--out", run, *OPTIONS, "--tables", "sharded"])
+    assert ended.code == 0, ended
+    run, prepared = Run.open(run), PreparedData.open(data)
+    assert run.result["config"]["tables"] == "sharded"
+    model = run.model()
+    rows = sum(prepared.cardinalities.values())
+    tables = [layer.table.shape.as_list() for layer in embeddings_of(model).values()]
+    assert tables == [[rows, 3], [rows, 1]]
+    assert run.result["parameters"] == one.result["parameters"]
+    quality = evaluate(model, Loader(prepared, "test", batch_size=20))
+    for key in ("auc", "log_loss", "calibration"):
+        assert getattr(quality, key) == pytest.approx(run.result[key], rel=1e-6)
+    of_fields = [_numbers(run.path / "fields.csv") for run in (one, run)]
+    ids = [[line["ids_per_batch"] for line in lines] for lines in of_fields]
+    assert ids[0] == ids[1]
 
 
 def _numbers(path: Path) -> list[dict[str, float]]:

@@ -45,8 +45,10 @@ def test_ranks_train_as_one_process(results, alone, ranks, name):
     if name not in alone:
         alone[name] = trained(CASES[name])
     one = alone[name]
+    assert first.keys() == one.keys()
     for other in others:
-        for key in one:
+        assert len(other) > 10
+        for key in other:
             np.testing.assert_array_equal(other[key], first[key], err_msg=key)
     np.testing.assert_array_equal(first["counts"], one["counts"])
     assert one["clipped"].sum() > 0
@@ -101,3 +103,34 @@ def test_metrics_are_of_all_ranks_rows(results, ranks):
     for told in ast.literal_eval((results[ranks] / "told-0.txt").read_text()):
         np.testing.assert_allclose(told["quality"], exact_quality(labels, clicks), rtol=1e-12)
         assert told["quality"][0] == exact_quality(labels, clicks).auc
+
+
+@pytest.mark.parametrize("ranks", NAMES)
+def test_rows_in_shards(results, ranks):
+    found = [dict(np.load(results[ranks] / f"rows-{rank}.npz")) for rank in range(ranks)]
+    assert [int(one["rows"]) for one in found] == [150_000 // ranks] * ranks
+    for one in found:
+        np.testing.assert_array_equal(one["read"], one["given"][one["ids"]])
+
+
+def test_a_table_in_shards_begins_alike_on_any_number_of_ranks(results):
+    two, three = (np.load(results[ranks] / "rows-0.npz")["whole"] for ranks in NAMES)
+    np.testing.assert_array_equal(two, three)
+    assert not two[[0, 2]].any(), "padding and unknown ids"
+    drawn = np.delete(two, [0, 2], axis=0)
+    assert len(np.unique(drawn)) > 290_000
+    assert abs(drawn.mean()) < 1e-3
+    assert drawn.std() == pytest.approx(0.1, rel=1e-2)
+
+
+@pytest.mark.parametrize("ranks", NAMES)
+def test_what_tables_in_shards_refuse(results, ranks):
+    words = (
+        "all its tables must be in shards, or none",
+        "reads all of it",
+        "by a CowClipOptimizer",
+    )
+    for told in ast.literal_eval((results[ranks] / "told-0.txt").read_text()):
+        assert len(told["shards"]) == len(words)
+        for said, word in zip(told["shards"], words, strict=True):
+            assert word in said

@@ -97,7 +97,7 @@ def test_networks_are_the_builders():
         wanted = {
             parameter.name: parameter.default
             for parameter in inspect.signature(builder).parameters.values()
-            if parameter.name not in ("schema", "stddev")
+            if parameter.name not in ("schema", "stddev", "sharded")  # `tables`
         }
         options = NETWORKS[name]
         assert {option: options[option].default for option in options} == wanted
@@ -312,7 +312,7 @@ def test_what_differs_has_another_identity():
         **{"model": "dcn", "batch_size": 2048, "rule": "linear", "base": BASE, "epochs": 1},
         **{"seed": 0, "update": "lazy", "deterministic": False, "embedding_dim": 4, "mlp": (8,)},
         **{"combiner": "sum", "clip_tables": ("C1",), "dense_schedule": "linear"},
-        "embedding_schedule": {"name": "exponential", "rate": 0.5},
+        **{"embedding_schedule": {"name": "exponential", "rate": 0.5}, "tables": "sharded"},
     }
     changed = {TrainConfig(**{name: value}).identity for name, value in fields.items()}
     assert len(changed | {TrainConfig().identity}) == len(fields) + 1
@@ -380,5 +380,7 @@ def test_the_estimate_has_the_models_weights(name, numbers):
     layers = sum(math.prod(v.shape) for v in model.trainable_variables) - tables
     least = least_bytes(config, cardinalities, numbers)
     assert least["tables"] == 3 * 4 * tables
+    shards = TrainConfig(**{**config.to_dict(), "base": None, "tables": "sharded"})
+    assert least_bytes(shards, cardinalities, numbers, 3)["tables"] == 4 * tables
     # A lower bound: biases and the linear part of numbers are left out.
     assert 0.7 * layers - 5 <= least["layers"] / 12 <= layers

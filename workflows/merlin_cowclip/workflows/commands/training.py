@@ -17,7 +17,13 @@ from merlin_cowclip.workflows.folders import refuse_existing
 from merlin_cowclip.workflows.training.configuration import TrainConfig
 from merlin_cowclip.workflows.training.keeping import Keeping
 from merlin_cowclip.workflows.training.networks import COMBINERS, NETWORKS
-from merlin_cowclip.workflows.training.ranks import agreed, check_resumed, first_speaks, is_first
+from merlin_cowclip.workflows.training.ranks import (
+    agreed,
+    check_offered,
+    check_resumed,
+    first_speaks,
+    is_first,
+)
 from merlin_cowclip.workflows.training.stopping import check_minutes
 
 if TYPE_CHECKING:
@@ -134,6 +140,11 @@ def _add_recipe(train: argparse.ArgumentParser) -> None:
         "absent from a batch when they are read next; lazy: on the batch's rows alone",
     )
     train.add_argument(
+        "--tables",
+        help="of several ranks, each has all rows of all tables: replicated (default); or its part "
+        "of them: sharded",
+    )
+    train.add_argument(
         "--determinism",
         action=argparse.BooleanOptionalAction,
         help="the same result to the last digit (default), or faster kernels on GPUs",
@@ -230,6 +241,7 @@ def _checked(
     config = train_config(arguments, None if tuned is None else tuned.train_config())
     given = {field.name: getattr(arguments, field.name) for field in fields(Keeping)}
     keeping = Keeping(**{name: value for name, value in given.items() if value is not None})
+    check_offered(config, keeping, arguments.max_minutes)
     data = PreparedData.open(arguments.data)
     refuse_existing(arguments.out)
     others = None if tuned is None else tuned.check_columns(data)

@@ -29,6 +29,8 @@ from merlin_cowclip.workflows.training.networks import NETWORKS, options_of
 UPDATES = ("exact", "lazy", "deferred")
 """The names in `plugins.adam.UPDATES`, written out: importing that takes TensorFlow's seconds."""
 
+TABLES = ("replicated", "sharded")
+
 LARGEST_SEED = 2**32 - 1  # NumPy's
 
 _IDENTITY_FORMAT = 1
@@ -51,6 +53,8 @@ class TrainConfig:
       epochs: passes over the training part.
       seed: of the initial weights and of the order of the rows, below 2³².
       update: "exact", "lazy" or "deferred".
+      tables: "replicated", or "sharded": of several ranks, each has an N-th of the rows of all
+        tables, with their moments.
       deterministic: the same result to the last digit with the same seed on the same machine, for
         slower kernels on GPUs.
       embedding_dim: width of the embeddings.
@@ -79,6 +83,7 @@ class TrainConfig:
     epochs: int = 10
     seed: int = 1234
     update: str = "exact"
+    tables: str = "replicated"
     deterministic: bool = True
     embedding_dim: int = 10
     mlp: Sequence[int] = (400, 400, 400)
@@ -102,6 +107,10 @@ class TrainConfig:
         if self.update not in UPDATES:
             raise ValueError(
                 f"update must be one of {', '.join(UPDATES)}. Received: update={self.update!r}"
+            )
+        if self.tables not in TABLES:
+            raise ValueError(
+                f"tables must be one of {', '.join(TABLES)}. Received: tables={self.tables!r}"
             )
         if not is_whole(self.batch_size, 1, 2**48):
             raise ValueError(
@@ -216,10 +225,11 @@ class TrainConfig:
         """A SHA-256, in hex, of what determines the result: the same in every process and version.
 
         Of the network with the options that it uses, the hyperparameters scaled to the batch size,
-        the epochs, the seed, the update mode, whether it is deterministic, the clipped tables and
-        the schedules. Not of `rule` and `base`, from which the scaled values come: where two rules
-        agree, at the base batch size, they are one run. Not of r and ζ where the clip has none. An
-        option left out is its default.
+        the epochs, the seed, the update mode, whether tables are in shards (whose initial rows are
+        others), whether it is deterministic, the clipped tables and the schedules. Not of `rule`
+        and `base`, from which the scaled values come: where two rules agree, at the base batch
+        size, they are one run. Not of r and ζ where the clip has none. An option left out is its
+        default.
         """
         options, hp = NETWORKS[self.model], self.hyperparameters
         unused = () if hp.clip in ADAPTIVE_CLIPS else ("clip_ratio", "clip_floor")
@@ -235,6 +245,8 @@ class TrainConfig:
             "network": {k: v for k, v in self.network_options.items() if options[k].used},
         }
         del meant["rule"]
+        if self.tables == TABLES[0]:
+            meant["tables"] = None
         combiner = meant["network"]["combiner"]
         if isinstance(combiner, dict) and len(set(combiner.values())) == 1:
             meant["network"]["combiner"] = next(iter(combiner.values()))

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from merlin_cowclip.plugins._stack import mm, quiet_stack, tf
+from merlin_cowclip.plugins.whole import is_in_shards
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.training.loader import Loader
 from merlin_cowclip.workflows.training.ranks import agreed
@@ -184,10 +185,18 @@ class Predictor:
     def batches(
         self, loader: Loader, rank: int = 0, ranks: int = 1
     ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Labels and probabilities, by batch, b float32 each; of every `ranks`-th alone."""
+        """Labels and probabilities, by batch, b float32 each; of every `ranks`-th alone.
+
+        Tables in shards are looked up on all ranks at once: one that has a batch less than others
+        ends with an empty one.
+        """
         spec, _ = loader.element_spec
+        done = 0
         for features, labels in itertools.islice(loader.dataset(), rank, None, ranks):
             yield labels.numpy().ravel(), self.probabilities(features, spec)
+            done += 1
+        if is_in_shards(self._model) and done < -(-len(loader) // ranks):
+            self.probabilities({name: _empty(name, one) for name, one in spec.items()}, spec)
 
     def probabilities(self, features: dict[str, Any], spec: dict[str, tf.TypeSpec]) -> np.ndarray:
         """Of one batch, b float32.
@@ -206,6 +215,11 @@ class Predictor:
 
     def _of(self, features: dict[str, Any]) -> np.ndarray:
         return np.asarray(self._step(features), np.float32).ravel()
+
+
+def _empty(name: str, spec: tf.TensorSpec) -> tf.Tensor:
+    """An input of no rows; the offsets of a list are one more than its rows."""
+    return tf.zeros([int(name.endswith("__offsets")), *spec.shape[1:]], spec.dtype)
 
 
 def predict(model: mm.Model, loader: Loader) -> tuple[np.ndarray, np.ndarray]:

@@ -24,7 +24,7 @@ def least_bytes(
       config: what is trained.
       cardinalities: rows of each id field.
       numbers: how many continuous features there are.
-      ranks: how many share each batch; all have the tables.
+      ranks: how many share each batch; all have the tables, or each an N-th of them.
 
     Returns:
       `tables`, `layers` and `batch`.
@@ -54,7 +54,7 @@ def least_bytes(
     outputs = sum(unit for stack in stacks for unit in stack[1:])
     per_row = 2 * fields + numbers + (x if has_embeddings else 0) + outputs  # ids have 8 bytes
     return {
-        "tables": (3 * tables + waiting) * _FLOAT,
+        "tables": (3 * tables + waiting) * _FLOAT // (ranks if config.tables == "sharded" else 1),
         "layers": 3 * layers * _FLOAT,
         "batch": config.batch_size // ranks * per_row * _FLOAT,
     }

@@ -19,6 +19,7 @@ from merlin_cowclip.workflows.training.keeping import Keeping
 
 if TYPE_CHECKING:
     from merlin_cowclip.plugins.joining import Ranks
+    from merlin_cowclip.workflows.training.configuration import TrainConfig
 
 _ALIKE = {
     "data_sha256": "the rows of the data",
@@ -134,16 +135,21 @@ def first_speaks() -> Iterator[None]:
         raise SystemExit(2) from None
 
 
-def check_offered(update: str, keeping: Keeping, max_minutes: float | None) -> None:
-    """Refuse what a run on several ranks cannot do yet.
+def check_offered(config: TrainConfig, keeping: Keeping, max_minutes: float | None) -> None:
+    """Refuse what a run on several ranks cannot do yet, and what one process cannot share.
 
     Raises:
       UserError: it is asked for.
     """
     if not _several() or here().size == 1:
+        if config.tables == "sharded":
+            raise UserError(
+                "tables='sharded' needs several ranks to share the rows. Received: one process. "
+                "Start it by horovodrun, as docs/scaling.md says, or leave it out"
+            )
         return
     wanted = {
-        "update='deferred'": update == "deferred",
+        "update='deferred'": config.update == "deferred",
         "checkpoint_every": keeping.checkpoint_every is not None,
         "keep": keeping.keep != Keeping().keep,
         "max_minutes": max_minutes is not None,

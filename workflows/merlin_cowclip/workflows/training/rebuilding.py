@@ -30,7 +30,8 @@ def network(config: TrainConfig, schema: Schema) -> mm.Model:
       ValueError: the network does not take the data's columns.
     """
     stddev = config.hyperparameters.init_stddev
-    return MODELS[config.model](schema, stddev=stddev, **config.network_options)
+    options = {**config.network_options, "sharded": config.tables == "sharded"}
+    return MODELS[config.model](schema, stddev=stddev, **options)
 
 
 def compile_by(

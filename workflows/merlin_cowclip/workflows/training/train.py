@@ -54,7 +54,7 @@ from merlin_cowclip.workflows.training.runs import (
 from merlin_cowclip.workflows.training.stopping import Stopping, check_minutes
 
 with quiet_imports():
-    from merlin_cowclip.plugins import CowClipOptimizer, save_model
+    from merlin_cowclip.plugins import CowClipOptimizer, save_model, whole_tables
     from merlin_cowclip.plugins._stack import mm, tf
     from merlin_cowclip.workflows.training.checkpoints import Checkpoints
     from merlin_cowclip.workflows.training.evaluation import EVALUATION_BATCH
@@ -155,7 +155,7 @@ def train(
     keeping = keeping or Keeping()
     with agreed():
         check_minutes(max_minutes)
-        check_offered(config.update, keeping, max_minutes)
+        check_offered(config, keeping, max_minutes)
         loader = check(data, config, out)
         record = {**described(data, config), "keeping": keeping.to_dict()}
     check_alike(record)
@@ -290,7 +290,7 @@ def _train(
         else:  # without checkpoints, there is nothing to stop for
             optimizer.broadcast()
             training.train(Stopping())
-        with agreed():
+        with whole_tables(model), agreed():
             if is_first():
                 _finish(keeping, run, training, count_parameters(model, optimizer))
 
@@ -396,9 +396,7 @@ def as_user_errors(data: PreparedData, out: Path) -> Iterator[None]:
 
 def count_parameters(model: mm.Model, optimizer: CowClipOptimizer) -> dict[str, int]:
     """Trainable weights: `embedding` (all rows of all tables, 1-wide ones too) and `network`."""
-    tables = {spec.variable.ref() for spec in optimizer.table_specs}
-    sizes = {"embedding": 0, "network": 0}
-    for variable in model.trainable_variables:
-        kind = "embedding" if variable.ref() in tables else "network"
-        sizes[kind] += math.prod(variable.shape)
-    return sizes
+    tables = {spec.variable.ref(): spec.num_rows * spec.width for spec in optimizer.table_specs}
+    others = [v for v in model.trainable_variables if v.ref() not in tables]
+    network = sum(math.prod(variable.shape) for variable in others)
+    return {"embedding": sum(tables.values()), "network": network}
