@@ -108,6 +108,10 @@ def _numbers(path: Path) -> list[dict[str, float]]:
             ["on several ranks has no update='deferred'"],
         ),
         (
+            ["train", "{data}", "--batch-size", 28, "--no-saved-model"],
+            ["on several ranks has no saved_model=False", "takes no checkpoints"],
+        ),
+        (
             ["train", "{other}", "--batch-size", 28],
             ["all ranks must have the rows of the data in common", "on rank 1"],
         ),

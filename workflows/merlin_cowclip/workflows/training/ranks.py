@@ -153,6 +153,7 @@ def check_offered(config: TrainConfig, keeping: Keeping, max_minutes: float | No
         "checkpoint_every": keeping.checkpoint_every is not None,
         "keep": keeping.keep != Keeping().keep,
         "max_minutes": max_minutes is not None,
+        "saved_model=False": not keeping.saved_model,
     }
     for name, is_wanted in wanted.items():
         if is_wanted:
