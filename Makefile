@@ -25,10 +25,10 @@ RANKS  := $(VENV)-ranks
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-ranks test-gpu has-python lint bench wheel clean
+.PHONY: help demo test test-fast test-ranks test-gpu containers-test has-python lint bench wheel clean
 
 help:  ## what can be made here
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 18
 
 $(STAMP): pyproject.toml $(CONSTRAINTS)
 	@test -n "$(PYTHON)" || { echo "merlin-cowclip needs one of: $(PYTHONS). Found none: install it or run 'make PYTHON=/path/to/$(firstword $(PYTHONS)) …'." >&2; exit 2; }
@@ -63,6 +63,9 @@ test-ranks: $(RANKS)/.installed  ## the tests on 2 and 3 ranks of Horovod, which
 
 test-gpu:  ## every check that needs a GPU, in the environment you are in (an NGC container)
 	@COWCLIP_TEST_GPU=1 $(GPU_PYTHON) -m pytest tests/gpu
+
+containers-test:  ## both images, built without a container engine, and the demo in the CPU's (minutes, 7 GB)
+	@containers/test.sh
 
 has-python:
 	@test -n "$(PYTHON)"

@@ -1,0 +1,33 @@
+# merlin-cowclip for CPUs, with the exact versions that its tests run on. From the repository's root:
+#   docker build -f containers/cpu.Dockerfile -t merlin-cowclip:cpu .
+
+# The digest is docker-library/repo-info's for this tag, of 2026-08-25.
+ARG BASE=docker.io/library/python:3.11-slim-bookworm@sha256:0bee7276f83efd4a1ee05bbbf4281d95ed28e079220a9457f25a93e3f1e3c31b
+FROM ${BASE}
+
+LABEL org.opencontainers.image.title="merlin-cowclip" \
+      org.opencontainers.image.description="CowClip for NVIDIA Merlin, on CPUs" \
+      org.opencontainers.image.version="0.1.0" \
+      org.opencontainers.image.licenses="Apache-2.0" \
+      org.opencontainers.image.base.name="docker.io/library/python:3.11-slim-bookworm"
+
+# A user whose number no base has given away, the same in both images; by number, so that Kubernetes sees
+# that it is not root. The folders are its own before a volume is mounted on one: a new volume begins so.
+RUN useradd --uid 10001 --create-home --shell /bin/bash cowclip \
+ && install -d -o cowclip -g cowclip /home/cowclip/data /home/cowclip/runs
+
+# An environment of its own: a base whose Python is the distribution's lets pip into no other.
+ENV PATH=/opt/merlin-cowclip/bin:${PATH} \
+    PYTHONUNBUFFERED=1
+WORKDIR /src
+COPY . .
+RUN python3 -m venv /opt/merlin-cowclip \
+ && pip install --no-cache-dir --constraint constraints.txt . \
+ && install -m 755 containers/entrypoint.sh /usr/local/bin/merlin-cowclip-entrypoint \
+ && rm -rf /src/*
+
+USER 10001
+WORKDIR /home/cowclip
+HEALTHCHECK --interval=1m --timeout=30s CMD ["merlin-cowclip", "--help"]
+ENTRYPOINT ["merlin-cowclip-entrypoint"]
+CMD ["--help"]
