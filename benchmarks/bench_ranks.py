@@ -35,7 +35,7 @@ import numpy as np
 LAYOUTS = ("replicated", "sharded")
 STEPS, WARM, IDLE = 20, 4, 2.0  # steps that are measured, steps before them, seconds without any
 SMALL = 3000  # rows of tables that take nothing
-# A DGX H100, by its data sheet: each way, bytes a second and GPU. 900 GB/s of NVLink, both ways
+# A DGX H100, by its guide: each way, bytes a second and GPU. 900 GB/s of NVLink, both ways
 # together; and a ConnectX-7 of 400 Gb/s.
 NVLINK, INFINIBAND, GPUS = 450e9, 50e9, 8
 PAPER_BATCH, PAPER_WIDTHS, PAPER_DENSE = 131_072, [10, 1], 430_814
