@@ -82,6 +82,35 @@ def refused_rates(rank: int, size: int) -> str:
     return ""
 
 
+def refused_use(rank: int, size: int) -> list[str]:
+    """What ends a step that Horovod's own tape has joined, and fits of different lengths."""
+    import horovod.tensorflow as hvd
+
+    case, said = CASES["fused, a list, exact"], []
+    for wrong in ("tape", "steps"):
+        mine = list(batches(case, rank, size))
+        model = case.build(case.schema)
+        model(mine[0][0])
+        optimizer = CowClipOptimizer.for_model(model, case.hyperparameters, steps_per_epoch=1000)
+        model.compile(optimizer=optimizer, metrics=[])
+
+        @tf.function(autograph=False)
+        def step(features: Any, model: Any = model, optimizer: Any = optimizer) -> None:
+            with hvd.DistributedGradientTape(tf.GradientTape()) as tape:
+                loss = tf.reduce_sum(model(features, training=True))
+            weights = model.trainable_variables
+            optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
+
+        data = tf.data.Dataset.from_tensor_slices(np.arange(3 + rank))
+        data = data.map(lambda _, mine=mine: mine[0])
+        try:
+            step(mine[0][0]) if wrong == "tape" else model.fit(data, verbose=0)
+            said.append("")
+        except ValueError as error:
+            said.append(str(error))
+    return said
+
+
 class Both(tf.keras.layers.Layer):
     """A table in shards and one on all ranks; or the first one, read as a whole."""
 
@@ -153,6 +182,7 @@ def main(folder: Path, names: list[str]) -> None:
         "quality": quality(here.rank, here.size),
         "rates": refused_rates(here.rank, here.size),
         "shards": refused_of_shards(here.rank, here.size),
+        "use": refused_use(here.rank, here.size),
     }
     told = of_all_ranks(mine)
     (folder / f"told-{here.rank}.txt").write_text(repr(told))

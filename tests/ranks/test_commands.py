@@ -11,10 +11,13 @@ import numpy as np
 import pytest
 
 from merlin_cowclip.models.ctr_block import embeddings_of
+from merlin_cowclip.plugins import joining
+from merlin_cowclip.plugins.joining import Ranks
 from merlin_cowclip.workflows import Loader, Run
 from merlin_cowclip.workflows.commands.main import main
 from merlin_cowclip.workflows.data.etl import prepare
 from merlin_cowclip.workflows.data.prepared import PreparedData
+from merlin_cowclip.workflows.errors import AgreedError
 from merlin_cowclip.workflows.training import ranks as ranks_of_runs
 from merlin_cowclip.workflows.training.evaluation import evaluate
 from merlin_cowclip.workflows.training.resuming import _KEYS
@@ -133,6 +136,20 @@ def test_what_is_refused_is_said_once(data, tmp_path, command, words):
         assert word in sentence
     assert "exit with status code 2" in ended.out + ended.err
     assert listing(tmp_path) == before
+
+
+def test_ranks_of_other_versions_are_refused(monkeypatch):
+    """Of which two, on one machine, are hard to have."""
+    mine = {key: key for key in ranks_of_runs._ALIKE} | {"versions": {"numpy": "1.23.5", "tf": "2"}}
+    theirs = {**mine, "versions": {"numpy": "1.24.0", "tf": "2"}}
+    monkeypatch.setattr(ranks_of_runs, "_several", lambda: True)
+    monkeypatch.setattr(ranks_of_runs, "here", lambda: Ranks(0, 2, 0, 2))
+    monkeypatch.setattr(joining, "of_all_ranks", lambda value: [value, theirs])
+    words = "all ranks must have the versions in common. Received: 1.24.0 on rank 1, numpy 1.23.5"
+    with pytest.raises(AgreedError, match=words):
+        ranks_of_runs.check_alike(mine)
+    monkeypatch.setattr(joining, "of_all_ranks", lambda value: [value, dict(value)])
+    ranks_of_runs.check_alike(mine)
 
 
 def test_ranks_without_horovod_are_refused(data, tmp_path, monkeypatch):

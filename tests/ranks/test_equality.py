@@ -97,6 +97,17 @@ def test_learning_rates_that_differ_are_refused(results, ranks):
 
 
 @pytest.mark.parametrize("ranks", NAMES)
+def test_gradients_that_are_joined_and_fits_of_other_lengths_are_refused(results, ranks):
+    """On all ranks: else counts would be those of the ranks, or one wait for ever."""
+    steps = ", ".join(str(3 + rank) for rank in range(ranks))
+    for told in ast.literal_eval((results[ranks] / "told-0.txt").read_text()):
+        tape, fit = told["use"]
+        assert "joined already" in tape
+        assert "DistributedGradientTape" in tape
+        assert f"Received: {steps} steps per epoch" in fit
+
+
+@pytest.mark.parametrize("ranks", NAMES)
 def test_metrics_are_of_all_ranks_rows(results, ranks):
     random = np.random.default_rng(0)
     labels, clicks = random.integers(0, 2, 50), random.random(50).round(1).astype(np.float32)

@@ -61,6 +61,7 @@ _GIVING = {"EagerPyFunc", "MapDefun", "PyFunc", "PyFuncStateless", "RemoteCall"}
 _JOINING = ("Collective", "Horovod", "Nccl")
 _UNIQUE = {"Unique", "UniqueV2"}
 _CALLS = {"PartitionedCall", "StatefulPartitionedCall"}
+_BRANCHES = {"If", "StatelessIf"}
 
 # Elements of an eager tensor that is copied into a graph and not captured (TensorFlow's own bound).
 _COPIED = 128
@@ -294,7 +295,7 @@ def _width(ids: tf.Tensor) -> int | None:
 def before_joining(indices: tf.Tensor, of: Expressions) -> tf.Tensor | None:
     """This rank's part of indices that one op joined with other ranks'; `None` if none did.
 
-    Horovod's optimizers put that op into a function of its own.
+    Horovod's optimizers put that op into a function of its own, its tape into a branch.
     """
     tensor = of.stripped(indices)
     op = _op_of(tensor)
@@ -302,13 +303,15 @@ def before_joining(indices: tf.Tensor, of: Expressions) -> tf.Tensor | None:
         return None
     if op.type.startswith(_JOINING):
         return op.inputs[tensor.value_index]  # grouped: as many outputs as inputs
-    if op.type in _CALLS:
-        called = op.graph._get_function(op.get_attr("f").name).graph
-        part = before_joining(called.outputs[tensor.value_index], of)
+    called = [(name, 0) for name in ("f",) if op.type in _CALLS]
+    called += [(name, 1) for name in ("then_branch", "else_branch") if op.type in _BRANCHES]
+    for name, first in called:
+        graph = op.graph._get_function(op.get_attr(name).name).graph
+        part = before_joining(graph.outputs[tensor.value_index], of)
         if part is not None:
             part = of.stripped(part)
-            given = [i for i, own in enumerate(called.inputs) if own is part]
-            return op.inputs[given[0]] if given else part
+            given = [i for i, own in enumerate(graph.inputs) if own is part]
+            return op.inputs[first + given[0]] if given else part
     return None
 
 
