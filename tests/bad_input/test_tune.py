@@ -15,6 +15,7 @@ from merlin_cowclip.workflows.data.etl import prepare
 from merlin_cowclip.workflows.quiet import quiet_imports
 from merlin_cowclip.workflows.study import tune as tuning
 from merlin_cowclip.workflows.study.trials import Epoch
+from merlin_cowclip.workflows.training.reproducibility import in_precision
 from tests.bad_input.conftest import TOY, toy_log
 from tests.bad_input.contract import command, refused
 
@@ -175,6 +176,13 @@ def test_a_budget_too_small(toy_data, tmp_path, monkeypatch):
     argv = ["tune", toy_data, "--out", tmp_path / "tune", "--batch-size", "64", "--quiet"]
     words = ["budget must suffice for an epoch of the first trial", "0.01 minutes", "Give it more"]
     refused([*argv, "--budget", "0.01"], words, folder=tmp_path)
+
+
+def test_a_tune_in_another_precision(toy_data, tuned, tmp_path):
+    """Of a script's: its trials and these would be measured against each other."""
+    with in_precision("mixed_float16"):
+        words = ["in its own precision, float32", "mixed_float16", "or tune into another folder"]
+        refused(["tune", toy_data, "--out", tuned, "--quiet"], words, folder=tmp_path)
 
 
 # train --tuned

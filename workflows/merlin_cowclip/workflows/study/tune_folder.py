@@ -16,6 +16,7 @@ from merlin_cowclip.workflows.study.held_out import held_out_rows, hold_out
 from merlin_cowclip.workflows.study.tuned import RECORD, ROWS, read_record, record_of
 
 with quiet_imports():
+    from merlin_cowclip.plugins._stack import tf
     from merlin_cowclip.workflows.study.search import Search
     from merlin_cowclip.workflows.training.rebuilding import network
     from merlin_cowclip.workflows.training.train import check_trainable
@@ -62,7 +63,12 @@ def begin(data: PreparedData, config: TuneConfig, out: Path, *, progress: bool) 
     with all_or_nothing(out) as folder:
         hold_out(data, config.held_out, config.seed, folder / ROWS, progress=progress)
         Search.create(folder, config.space, config.starts)
-        write_json(folder / RECORD, record_of(data, config))
+        write_json(folder / RECORD, record_of(data, config, _precision()))
+
+
+def _precision() -> str:
+    """Keras's, in which layers are made."""
+    return str(tf.keras.mixed_precision.global_policy().name)
 
 
 def check_fits(data: PreparedData, config: TuneConfig, out: Path) -> None:
@@ -73,7 +79,7 @@ def check_fits(data: PreparedData, config: TuneConfig, out: Path) -> None:
     """
     if os.path.isdir(out) and not (out / RECORD).exists():
         refuse_existing(out)
-    before, now = read_record(out), record_of(data, config)
+    before, now = read_record(out), record_of(data, config, _precision())
     if before["data_sha256"] != now["data_sha256"]:
         raise UserError(
             f"a tune must go on with its own data, {before['data']}. Received: {data.path}, with "
@@ -89,6 +95,12 @@ def check_fits(data: PreparedData, config: TuneConfig, out: Path) -> None:
                 f"with {name} {clipped(repr(value))} instead of {clipped(repr(was))}, for {out}. "
                 "Name that data, or another folder"
             )
+    its = before.get("precision", now["precision"])
+    if its != now["precision"]:
+        raise UserError(
+            f"a tune must go on in its own precision, {its}. Received: {now['precision']} for "
+            f"{out}. Set it to that, or tune into another folder"
+        )
     for name, value in now["config"].items():
         was = before["config"].get(name)
         if was != value:

@@ -24,8 +24,8 @@ RESULT = "result.json"  # written last: without it the tune did not end
 _AGAIN = "Tune again into another folder"
 
 
-def record_of(data: PreparedData, config: TuneConfig) -> dict[str, Any]:
-    """`tune.json`: what is tuned, and on what."""
+def record_of(data: PreparedData, config: TuneConfig, precision: str) -> dict[str, Any]:
+    """`tune.json`: what is tuned, on what, and in which of Keras's precisions."""
     return {
         "format": FORMAT_VERSION,
         "data": str(data.path.resolve()),
@@ -33,6 +33,7 @@ def record_of(data: PreparedData, config: TuneConfig) -> dict[str, Any]:
         "columns": columns_of(data),
         "cardinalities": data.cardinalities,
         "config": config.to_dict(),
+        "precision": precision,
     }
 
 

@@ -229,7 +229,7 @@ class TrainConfig:
         others), whether it is deterministic, the clipped tables and the schedules. Not of `rule`
         and `base`, from which the scaled values come: where two rules agree, at the base batch
         size, they are one run. Not of r and ζ where the clip has none. An option left out is its
-        default.
+        default. Keras's precision is no part of a configuration: a run has it beside its own.
         """
         options, hp = NETWORKS[self.model], self.hyperparameters
         unused = () if hp.clip in ADAPTIVE_CLIPS else ("clip_ratio", "clip_floor")
