@@ -141,6 +141,57 @@ def test_eager_steps():
     assert far(*models) < 2e-4
 
 
+def looped(update, steps=20):
+    """Trained in a loop of one's own; the model knows of no optimizer."""
+    model = built()
+    model.set_weights(first_weights())
+    optimizer = CowClipOptimizer.for_model(model, HP, update=update)
+
+    @tf.function(autograph=False)
+    def step(x, y):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.keras.losses.binary_crossentropy(y, model(x, training=True)))
+        weights = model.trainable_variables
+        optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
+
+    for x, y in batches(steps):
+        step(x, y)
+    return model, optimizer
+
+
+@pytest.mark.parametrize("of", ["model", "layer", "file"])
+def test_weights_of_a_loop_of_ones_own(tmp_path, of):
+    found = []
+    for update in ("exact", "deferred"):
+        model, optimizer = looped(update)
+        layer = next(one for one in model._flatten_layers() if one.name == "embeddings")
+        if of == "file":
+            model.save_weights(str(tmp_path / update))
+            held = tf.train.load_checkpoint(str(tmp_path / update))
+            names = sorted(n for n, s in held.get_variable_to_shape_map().items() if len(s) == 2)
+            found.append([held.get_tensor(name) for name in names])
+        else:
+            found.append((layer if of == "layer" else model).get_weights())
+        assert optimizer.iterations.numpy() == 20
+    assert len(found[0]) == len(found[1]) > 0
+    for exact, deferred in zip(*found, strict=True):
+        np.testing.assert_allclose(deferred, exact, atol=1e-5)
+
+
+def test_weights_that_a_layer_is_given():
+    """Rows that waited have caught up, and not the new ones."""
+    found = []
+    for update in ("exact", "deferred"):
+        model = trained(update, 10)
+        layer = next(one for one in model._flatten_layers() if one.name == "embeddings")
+        weights = layer.get_weights()
+        for x, y in batches(10, seed=1):
+            model.train_on_batch(x, y)
+        layer.set_weights(weights)
+        found.append(layer.get_weights())
+    np.testing.assert_allclose(found[1][0], found[0][0], atol=1e-5)
+
+
 def test_a_table_that_is_frozen_for_a_while():
     """What has no gradient has no part in a step: its rows do not shrink meanwhile."""
     models = []

@@ -289,6 +289,19 @@ class FusedEmbeddings(RowsByRawId, SchemaMixin, tf.keras.layers.Layer):
             self._spec.access.bring_up(table, None)
         return table
 
+    def get_weights(self) -> list[Any]:
+        """Keras's; rows that waited are current."""
+        if hasattr(self, "table"):
+            self._whole_table()
+        weights: list[Any] = super().get_weights()
+        return weights
+
+    def set_weights(self, weights: list[Any]) -> None:
+        """Keras's; no row waits afterwards."""
+        if hasattr(self, "table"):
+            self._whole_table()
+        super().set_weights(weights)
+
     def get_config(self) -> dict[str, Any]:
         """The constructor's arguments."""
         return {

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextvars
 import types
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
@@ -51,13 +52,23 @@ class Notified(Protocol):
         ...
 
 
-def notify_of_fits(model: tf.keras.Model, kind: type[Notified]) -> None:
-    """Tell the optimizer of `model`, whichever it is by then, of fits; one of another kind not."""
+def notify_of_fits(model: tf.keras.Model, bound: Notified) -> None:
+    """Tell the optimizer of `model` of fits, and of uses of its weights.
+
+    Args:
+      model: its methods are replaced.
+      bound: the optimizer that the model's tables know. One that the model is compiled with goes
+        before it; one of another kind is told nothing.
+    """
+    kind, reference = type(bound), weakref.ref(bound)  # its copies take no copy of it along
 
     def compiled(model: Any) -> Notified | None:
         optimizer = getattr(model, "optimizer", None)
         optimizer = getattr(optimizer, "inner_optimizer", optimizer)  # loss scaling wraps it
         return optimizer if isinstance(optimizer, kind) else None
+
+    def known(model: Any) -> Notified | None:
+        return compiled(model) or reference()  # a loop of one's own compiles nothing
 
     def fit(self: Any, *arguments: Any, **named: Any) -> Any:
         token = _fitting.set((self, arguments[0] if arguments else named.get("x")))
@@ -78,7 +89,7 @@ def notify_of_fits(model: tf.keras.Model, kind: type[Notified]) -> None:
         return type(self).make_train_function(self, force)
 
     def save(self: Any, *arguments: Any, **named: Any) -> None:
-        optimizer = compiled(self)
+        optimizer = known(self)
         if optimizer is None:
             return type(self).save(self, *arguments, **named)
         with optimizer.saving():
@@ -86,7 +97,7 @@ def notify_of_fits(model: tf.keras.Model, kind: type[Notified]) -> None:
 
     def on_current_rows(name: str) -> Callable[..., Any]:
         def method(self: Any, *arguments: Any, **named: Any) -> Any:
-            optimizer = compiled(self)
+            optimizer = known(self)
             if optimizer is not None:
                 optimizer.catch_up()
             return getattr(type(self), name)(self, *arguments, **named)

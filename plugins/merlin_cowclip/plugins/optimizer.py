@@ -237,7 +237,7 @@ class CowClipOptimizer(Observable, StepsTogether, FollowsFits, RefusesOptions, m
             # By a weak reference: a layer's copy takes no copy of the optimizer along.
             bring_up = functools.partial(_bring_up, weakref.ref(self))
             spec.access.bring_up = bring_up if self.update_mode == "deferred" else None
-        notify_of_fits(model, CowClipOptimizer)
+        notify_of_fits(model, self)
         self._model = weakref.ref(model)
         self._specs = specs
         self._bound = ()
