@@ -89,11 +89,12 @@ def test_rows_that_wait_go_on_waiting(data, tmp_path):
     """Two epochs, and one that goes on for a second: every tensor of the last checkpoint."""
     keeping, once, twice = (
         Keeping(saved_model=False),
-        *(config(epochs=epochs, update="deferred") for epochs in (1, 2)),
+        *(config(epochs=epochs, update="deferred", model="dcn") for epochs in (1, 2)),
     )
     at_once = train(data, twice, tmp_path / "at once", keeping=keeping, progress=False)
-    first = train(data, once, tmp_path / "two goes", jobs=3, progress=False)
-    in_two = resume(tmp_path / "two goes", epochs=2, jobs=2, progress=False)
+    with quick_saves():
+        first = train(data, once, tmp_path / "two goes", jobs=3, progress=False)
+        in_two = resume(tmp_path / "two goes", epochs=2, jobs=2, progress=False)
     jobs = [one.result["jobs"] for one in (at_once, first, in_two)]
     assert jobs == [1, 3, 3]  # the most that there were at any time
     states = []
