@@ -28,10 +28,15 @@ build() {  # FILE BASE NAME
   "${store[@]}" bud --quiet --isolation chroot --format docker "${mounts[@]}" \
     --build-arg BASE="$2" --file "containers/$1" --tag "$3" . 2>&1 | sed 's/^/    /'
 }
-config() {  # NAME FIELD
-  "${store[@]}" inspect --type image --format "{{json .Docker.Config.$2}}" "$1"
+config() {  # NAME FIELD…
+  "${store[@]}" inspect --type image "$1" | python3 -c '
+import json, sys
+found = json.load(sys.stdin)["Docker"]["config"]
+for field in sys.argv[1:]:
+    found = found[field]
+print(json.dumps(found))' "${@:2}"
 }
-in_image() {  # CONTAINER COMMAND…
+in_image() {  # [OPTION…] CONTAINER COMMAND…
   "${store[@]}" run --isolation chroot "$@"
 }
 expect() {  # WHAT FOUND WANTED
@@ -46,17 +51,17 @@ if command -v hadolint >/dev/null; then
   say "hadolint finds nothing"
 fi
 
-mmdebstrap --quiet --variant=essential --include=ca-certificates,passwd,python3,python3-venv bookworm "$work/base.tar"
+mmdebstrap --quiet --variant=apt --include=ca-certificates,passwd,python3,python3-venv bookworm "$work/base.tar"
 base=$("${store[@]}" from scratch)
 "${store[@]}" add --quiet "$base" "$work/base.tar" / >/dev/null
 "${store[@]}" commit --quiet "$base" localhost/bookworm >/dev/null
-say "base: Debian bookworm, $("${store[@]}" run --isolation chroot "$base" -- python3 --version)"
+say "base: Debian bookworm, $(in_image "$base" -- python3 --version)"
 
 build cpu.Dockerfile localhost/bookworm localhost/merlin-cowclip:cpu
 say "built cpu.Dockerfile"
 expect "the user" "$(config localhost/merlin-cowclip:cpu User)" '"10001"'
 expect "the entry point" "$(config localhost/merlin-cowclip:cpu Entrypoint)" '["merlin-cowclip-entrypoint"]'
-expect "the health check" "$(config localhost/merlin-cowclip:cpu Healthcheck.Test)" '["CMD","merlin-cowclip","--help"]'
+expect "the health check" "$(config localhost/merlin-cowclip:cpu Healthcheck Test)" '["CMD", "merlin-cowclip", "--help"]'
 cpu=$("${store[@]}" from localhost/merlin-cowclip:cpu)
 expect "who runs" "$(in_image "$cpu" -- id -un)" cowclip
 in_image "$cpu" -- merlin-cowclip --help >/dev/null  # the health check
@@ -75,17 +80,21 @@ if [ "${prefix:-/usr}" = /usr ]; then
   exit
 fi
 "${store[@]}" add --quiet "$base" "$prefix" /opt/python >/dev/null
+"${store[@]}" config --env PATH=/opt/python/bin:/usr/local/bin:/usr/sbin:/usr/bin:/bin --env LD_LIBRARY_PATH=/opt/python/lib "$base"
+# packaging for add.py and numpy for --help are there in truth.
+in_image "${mounts[@]}" "$base" -- python3 -m pip install --quiet --root-user-action=ignore \
+  --disable-pip-version-check packaging "$(grep ^numpy== containers/ngc-image.txt)"
 python3 containers/stand_in.py containers/ngc-image.txt "$work/site"
 "${store[@]}" add --quiet "$base" "$work/site" /opt/python/lib/python3.10/site-packages >/dev/null
-"${store[@]}" config --env PATH=/opt/python/bin:/usr/local/bin:/usr/bin:/bin --env LD_LIBRARY_PATH=/opt/python/lib "$base"
-in_image "$base" "${mounts[@]}" -- python3 -m pip install --quiet --root-user-action=ignore packaging
 "${store[@]}" commit --quiet "$base" localhost/ngc-stand-in >/dev/null
 say "stand-in: $(in_image "$base" -- python3 --version) with the recorded versions"
-in_image "$base" "${mounts[@]}" --volume "$PWD:/repository:ro" -- sh -c \
-  'cp -r /repository /tmp/source && python3 /tmp/source/containers/add.py --dry-run /tmp/source' 2>&1 | sed 's/^/    /'
+in_image "${mounts[@]}" --volume "$PWD:/repository:ro" "$base" -- \
+  python3 /repository/containers/add.py --dry-run /repository 2>&1 | sed 's/^/    /'
 say "what pip would do there"
 build ngc.Dockerfile localhost/ngc-stand-in localhost/merlin-cowclip:ngc
 ngc=$("${store[@]}" from localhost/merlin-cowclip:ngc)
 expect "who runs" "$(in_image "$ngc" -- id -un)" cowclip
+listed() { in_image "$1" -- python3 -m pip list --disable-pip-version-check --format=freeze | sort; }
+expect "what the build changed" "$(comm -23 <(listed "$base") <(listed "$ngc"))" ""
 in_image "$ngc" -- merlin-cowclip-entrypoint --help >/dev/null
 say "built ngc.Dockerfile; its command line answers as cowclip"
