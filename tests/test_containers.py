@@ -1,6 +1,7 @@
 """The container files and their page: rules for images, and commands and flags that exist."""
 
 import json
+import os
 import re
 import shlex
 import shutil
@@ -309,6 +310,19 @@ def test_the_service_test_is_make_test_gpu():
     of_make = recipe.group(1).replace("$(GPU_PYTHON)", "python3").split()
     settings = [f"{name}={value}" for name, value in service["environment"].items()]
     assert [*settings, *service["entrypoint"], service["command"][-1]] == of_make
+
+
+def test_the_gpus_checks_are_found_without_what_nvidias_image_lacks():
+    """It has pytest, and neither pytest-xdist nor hypothesis."""
+    lacking = "import sys; sys.modules.update(dict.fromkeys(('xdist', 'hypothesis')))"
+    words = services()["test"]["command"]
+    call = f"{lacking}; import pytest; sys.exit(pytest.main({[*words, '--collect-only', '-q']}))"
+    environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    environment.pop("PYTEST_ADDOPTS", None)
+    done = subprocess.run(
+        [sys.executable, "-c", call], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_jupyter_is_for_this_machine_alone():
