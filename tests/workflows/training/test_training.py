@@ -144,6 +144,7 @@ def test_result(run, data):
             "epochs",
             "samples_per_second",
             "train_seconds",
+            "jobs",
             "parameters",
             "clip",
             "config",
