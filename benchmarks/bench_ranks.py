@@ -176,7 +176,7 @@ def report_memory(ranks: int, batch: int, rows: int) -> None:
         f"{ranks} ranks: peak {peaks[ranks, rows] / gib:.2f} GiB each, {some / gib:.2f} for tables"
     )
     print(
-        f"a {ranks}th of one rank's, and what does not shrink: {wanted / gib:.2f} GiB; "
+        f"1/{ranks} of one rank's, and what does not shrink: {wanted / gib:.2f} GiB; "
         f"measured / that = {peaks[ranks, rows] / wanted:.3f}"
     )
 

@@ -46,9 +46,8 @@ LONGEST = (  # files that take half a minute and more, the longest first
 )
 
 
-@pytest.hookimpl(
-    optionalhook=True
-)  # NVIDIA's containers, where test-gpu runs, have no pytest-xdist
+# NVIDIA's containers, where test-gpu runs, have no pytest-xdist.
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
     """A process more than cores: a quarter of the time they wait for programs that they started."""
     return (os.cpu_count() or 1) + 1

@@ -60,8 +60,11 @@ _GIVING = {"EagerPyFunc", "MapDefun", "PyFunc", "PyFuncStateless", "RemoteCall"}
 # Ops that join tensors of several ranks, of Horovod and of TensorFlow, start so.
 _JOINING = ("Collective", "Horovod", "Nccl")
 _UNIQUE = {"Unique", "UniqueV2"}
-_CALLS = {"PartitionedCall", "StatefulPartitionedCall"}
-_BRANCHES = {"If", "StatelessIf"}
+# Of ops that call functions, which attributes name these, and which input is their first.
+_CALLS: dict[str, tuple[tuple[str, ...], int]] = {
+    **dict.fromkeys(("PartitionedCall", "StatefulPartitionedCall"), (("f",), 0)),
+    **dict.fromkeys(("If", "StatelessIf"), (("then_branch", "else_branch"), 1)),
+}
 
 # Elements of an eager tensor that is copied into a graph and not captured (TensorFlow's own bound).
 _COPIED = 128
@@ -303,9 +306,8 @@ def before_joining(indices: tf.Tensor, of: Expressions) -> tf.Tensor | None:
         return None
     if op.type.startswith(_JOINING):
         return op.inputs[tensor.value_index]  # grouped: as many outputs as inputs
-    called = [(name, 0) for name in ("f",) if op.type in _CALLS]
-    called += [(name, 1) for name in ("then_branch", "else_branch") if op.type in _BRANCHES]
-    for name, first in called:
+    names, first = _CALLS.get(op.type, ((), 0))
+    for name in names:
         graph = op.graph._get_function(op.get_attr(name).name).graph
         part = before_joining(graph.outputs[tensor.value_index], of)
         if part is not None:

@@ -47,6 +47,9 @@ def whole_tables(model: mm.Model) -> Iterator[None]:
 
     Args:
       model: built, and compiled with a `CowClipOptimizer`.
+
+    Raises:
+      ValueError: it is compiled with another optimizer.
     """
     optimizer = optimizer_of(model)
     if is_in_shards(model):

@@ -30,6 +30,7 @@ UPDATES = ("exact", "lazy", "deferred")
 """The names in `plugins.adam.UPDATES`, written out: importing that takes TensorFlow's seconds."""
 
 TABLES = ("replicated", "sharded")
+"""Where the rows of tables are, of several ranks: on each, or each on one."""
 
 LARGEST_SEED = 2**32 - 1  # NumPy's
 
