@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from merlin_cowclip.plugins.sharding import Shard, _by_owner, _inverse
+from merlin_cowclip.plugins.sharding import Shard, _inverse, by_owner
 
 from .gpu_kernels import check_kernels
 
@@ -27,7 +27,7 @@ def test_every_row_has_one_place(size, num_rows):
 @pytest.mark.parametrize("on_cpu", [True, False])
 def test_rows_go_by_owner_and_come_back(on_cpu):
     rows = np.random.default_rng(0).permutation(1000)[:200].astype(np.int64)
-    order, sizes = _by_owner(tf.constant(rows), 3)
+    order, sizes = by_owner(tf.constant(rows), 3)
     sent = rows[order.numpy()]
     assert sizes.numpy().tolist() == [(rows % 3 == rank).sum() for rank in range(3)]
     assert (np.diff(sent % 3) >= 0).all()
@@ -37,7 +37,7 @@ def test_rows_go_by_owner_and_come_back(on_cpu):
 def test_the_order_is_found_on_gpus():
     @tf.function(input_signature=[tf.TensorSpec([None], tf.int64)])
     def found(rows):
-        order, sizes = _by_owner(rows, 4)
+        order, sizes = by_owner(rows, 4)
         return order, sizes, _inverse(order, on_cpu=False)
 
     check_kernels(found.get_concrete_function(), deterministic=True)

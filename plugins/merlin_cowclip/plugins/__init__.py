@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         scaling_table,
     )
     from merlin_cowclip.plugins.schedules import LinearWarmup
+    from merlin_cowclip.plugins.sok import CowClipSokOptimizer
     from merlin_cowclip.plugins.statistics import (
         FieldStatistics,
         NormBin,
@@ -47,6 +48,7 @@ _HOME = {
     "CLIP_RULES": "clipping",
     "CowClipAdam": "adam",
     "CowClipOptimizer": "optimizer",
+    "CowClipSokOptimizer": "sok",
     "FieldStatistics": "statistics",
     "HasTables": "tables",
     "Hyperparameters": "scaling",
@@ -81,6 +83,7 @@ __all__ = [
     "SCALING_RULES",
     "CowClipAdam",
     "CowClipOptimizer",
+    "CowClipSokOptimizer",
     "FieldStatistics",
     "HasTables",
     "Hyperparameters",

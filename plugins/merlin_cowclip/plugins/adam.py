@@ -392,9 +392,10 @@ def _scatters_through_host(variable: tf.Variable) -> bool:
 def _of_rows(values: tf.Tensor, table: RowGradients, variable: tf.Variable) -> tf.Tensor:
     """A value for each row, U; on a GPU 0 for ids beyond the table, which a lookup there reads.
 
-    They are no rows of it, and must not add to the norm of a field, or of everything.
+    They are no rows of it, and must not add to the norm of a field, or of everything. A hash table
+    has every row.
     """
-    if not _on_gpu(variable):
+    if not _on_gpu(variable) or variable.shape[0] is None:
         return values
     last = tf.constant(variable.shape[0] - 1, tf.int64)
     indices = tf.cast(table.indices, tf.int64)

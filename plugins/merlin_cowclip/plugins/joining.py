@@ -73,7 +73,8 @@ class JoinedRows(tf.IndexedSlices):
     """
 
     def __init__(self, sums: RowSums, variable: tf.Variable) -> None:
-        shape = tf.constant(variable.shape.as_list(), tf.int64)
+        known = variable.shape.is_fully_defined()  # not of a hash table
+        shape = tf.constant(variable.shape.as_list(), tf.int64) if known else None
         super().__init__(sums.gradients, sums.indices, shape)
         self.sums = sums
         self._variable = variable

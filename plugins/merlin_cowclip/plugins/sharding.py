@@ -89,13 +89,13 @@ def look_up(
 
 def _ask(rows: tf.Tensor, shard: Shard, on_cpu: bool) -> _Asked:
     each, position, _ = unique_rows(rows, shard.num_rows, on_cpu)
-    order, sizes = _by_owner(each, shard.size)
+    order, sizes = by_owner(each, shard.size)
     wanted, asked_for = send(tf.gather(each, order), sizes)
     answers = tf.gather(_inverse(order, on_cpu), position)
     return _Asked(shard.place(wanted), asked_for, answers)
 
 
-def _by_owner(rows: tf.Tensor, size: int) -> tuple[tf.Tensor, tf.Tensor]:
+def by_owner(rows: tf.Tensor, size: int) -> tuple[tf.Tensor, tf.Tensor]:
     """The order that puts U row numbers behind each other by owner; and how many each owns, N."""
     owner = tf.cast(rows % size, tf.int32)
     parts = tf.dynamic_partition(tf.range(tf.size(rows, tf.int64)), owner, size)
@@ -131,7 +131,7 @@ def join_shards(
 
 def _joined(share: RowSums, variable: tf.Variable, shard: Shard, on_cpu: bool) -> RowSums:
     def owned() -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-        order, sizes = _by_owner(share.indices, shard.size)
+        order, sizes = by_owner(share.indices, shard.size)
         wanted, _ = send(tf.gather(share.indices, order), sizes)
         return order, sizes, shard.place(wanted)
 

@@ -140,6 +140,11 @@ class SumsRows:
         num_rows = variable.shape[0]
         if self.clip is None:
             return repeats_per_row(indices, num_rows, on_cpu=on_cpu)
+        if hasattr(variable, "key_map"):
+            raise ValueError(
+                "The gradient of a table of SOK's does not tell how often an id was looked up. "
+                f"Received: one of {variable.name!r}. Train it by CowClipSokOptimizer."
+            )
         try:
             return count_repeats(indices, num_rows, on_cpu=on_cpu)
         except NotRecordedError as received:

@@ -1,0 +1,436 @@
+"""CowClip on the tables of NVIDIA's SOK (`sparse_operation_kit`), of which each rank has rows.
+
+SOK looks rows up and brings their gradients to the ranks that have them; of counts it knows
+nothing. What of its source (merlin-sok 2.0.0 and 2.1.0) this rests on:
+
+- `lookup_sparse` gives an owner the sum, per key of a lookup, of what all ranks' losses send back;
+  `all2all_dense_embedding` a row per key that was looked up. As each rank's loss is the mean of its
+  share of the batch, an N-th of the sum is the gradient of the global batch's mean loss.
+- A key that is not negative is on rank key mod N, or all are on `target_gpu`; a gradient's indices
+  are what `key_map` makes of keys.
+- Tables and moments are read and written by row: `sparse_read`, `scatter_sub`, `scatter_update`.
+
+So each rank counts the ids that it looked up and sends the counts to the owners; from there on all
+is `CowClipAdam`'s. A step whose gradients have other rows than its lookups ends with an error.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+from merlin_cowclip.plugins._stack import filter_empty_gradients, tf
+from merlin_cowclip.plugins.adam import CowClipAdam
+from merlin_cowclip.plugins.clipping import CLIP_RULES, widened
+from merlin_cowclip.plugins.counting import Lookup
+from merlin_cowclip.plugins.joining import (
+    JoinedRows,
+    RowSums,
+    broadcast,
+    join_dense,
+    ranks,
+    send,
+)
+from merlin_cowclip.plugins.row_sums import beside, sum_columns, sum_per_row, tally, unique
+from merlin_cowclip.plugins.scaling import Hyperparameters
+from merlin_cowclip.plugins.schedules import LinearWarmup
+from merlin_cowclip.plugins.sharding import by_owner
+
+Ids: TypeAlias = Any  # tf.Tensor, tf.RaggedTensor or tf.SparseTensor of integers
+Schedule: TypeAlias = Any  # tf.keras.optimizers.schedules.LearningRateSchedule; Keras has no types
+
+_MOMENTS = ("m", "v")
+
+
+def _sok() -> Any:
+    """The package itself; importing Merlin has initialised it, where there is a GPU.
+
+    Raises:
+      ImportError: it is not installed, cannot be loaded, or is older than 2.0.
+    """
+    try:
+        sok = importlib.import_module("sparse_operation_kit")
+        if not hasattr(sok, "DynamicVariable"):  # 1.x had it in `experiment`
+            raise ImportError("it is older than 2.0")
+    except Exception as error:  # where its libraries are missing, SOK raises plain ones
+        raise ImportError(
+            f"SOK's tables need sparse_operation_kit, which cannot be used: {error}. NVIDIA's "
+            "TensorFlow images of Merlin have it; pip install 'merlin-cowclip[sok]' builds it from "
+            "source, with CUDA's compiler."
+        ) from error
+    return sok
+
+
+class SokAdam(CowClipAdam):
+    """`CowClipAdam` whose tables and moments are SOK's; its gradients are `JoinedRows`."""
+
+    def _create_slots(self, var_list: Sequence[tf.Variable]) -> None:
+        for table in var_list:
+            slots = self._slots.setdefault(table._unique_id, {})
+            for name in _MOMENTS:
+                if name not in slots:
+                    with tf.init_scope(), tf.name_scope(""):  # a dump's files have their names
+                        slots[name] = _moment(table, name)
+
+    def _resource_scatter_operate(
+        self, resource: tf.Variable, indices: tf.Tensor, update: tf.Tensor, operation: Any
+    ) -> tf.Operation:
+        if not isinstance(resource, _sok().DynamicVariable):
+            return super()._resource_scatter_operate(resource, indices, update, operation)
+        slices = tf.IndexedSlices(update, indices)
+        if operation is tf.raw_ops.ResourceScatterSub:
+            return resource.scatter_sub(slices)
+        return resource.scatter_update(slices)
+
+
+def _moment(table: tf.Variable, name: str) -> tf.Variable:
+    """Zeros, of the kind and on the ranks that the table is."""
+    sok, name = _sok(), f"{table.name.split(':')[0]}_{name}"
+    if isinstance(table, sok.DynamicVariable):
+        return sok.DynamicVariable(
+            dimension=table.dimension,
+            initializer="0",
+            var_type=table.backend_type,
+            name=name,
+            trainable=False,
+            key_type=table.key_type,
+            dtype=table.handle_dtype,
+            mode=table.mode,
+            **table.config_dict,
+        )
+    return sok.Variable(
+        shape=tuple(int(size) for size in table.global_shape),
+        initializer=tf.zeros_initializer(),
+        dtype=table.dtype,
+        mode="distributed" if table.target_gpu < 0 else f"localized:{table.target_gpu}",
+        name=name,
+        trainable=False,
+    )
+
+
+class CowClipSokOptimizer(tf.Module):
+    """One optimizer for a script with SOK's tables: the paper's recipe, on one or several ranks.
+
+    Tables of width 2 and more are clipped, L2 acts on all tables, and Adam on the batch's rows, as
+    `CowClipOptimizer(update="lazy")` has it; every other variable has Keras's Adam, whose learning
+    rate warms up, with its gradients joined. Counts, sums and means are the global batch's.
+
+    ```python
+    rows = sok.lookup_sparse(tables, ids, combiners=["sum"] * len(tables))
+    ...
+    optimizer.apply_gradients(zip(gradients, variables), lookups=zip(tables, ids))
+    ```
+
+    Its parts `clipped`, `unclipped` and `dense` are optimizers of Keras, each with a learning rate
+    and a count of steps. `tf.train.Checkpoint` keeps these, and the moments of dense weights; those
+    of tables are variables of SOK for `sok.dump` and `sok.load` (`moments`).
+
+    Args:
+      hyperparameters: of the global batch size; `init_stddev` is for whoever makes the tables.
+      update: "lazy", the one mode that a table without a list of its rows can have.
+      steps_per_epoch: updates per epoch, ⌊N/b⌋, for the warm-up of the dense learning rate.
+      dense_schedule: a Keras schedule in place of `dense_lr` and its warm-up.
+      embedding_schedule: a Keras schedule in place of `embedding_lr`.
+      name: the optimizer's name.
+
+    Raises:
+      ImportError: SOK is not installed.
+      ValueError: an argument outside its range; another mode; a clip that bounds rows together; a
+        warm-up without `steps_per_epoch`.
+    """
+
+    def __init__(
+        self,
+        hyperparameters: Hyperparameters,
+        *,
+        update: str = "lazy",
+        steps_per_epoch: int | None = None,
+        dense_schedule: Schedule | None = None,
+        embedding_schedule: Schedule | None = None,
+        name: str = "CowClipSokOptimizer",
+    ) -> None:
+        super().__init__(name=name)
+        _sok()
+        hp = hyperparameters
+        if update != "lazy":
+            raise ValueError(
+                "update must be 'lazy' for SOK's tables, which give no pass over the rows that are "
+                f"absent from a batch. Received: update={update!r}."
+            )
+        if hp.clip is not None and not CLIP_RULES[hp.clip].by_row:
+            rules = ", ".join(rule.name for rule in CLIP_RULES.values() if rule.by_row)
+            raise ValueError(
+                "clip must be None or a clip of single rows for SOK's tables, which each rank has "
+                f"rows of: {rules}. Received: clip={hp.clip!r}."
+            )
+        self.hyperparameters = hp
+        self.clipped, self.unclipped = (
+            SokAdam(
+                embedding_schedule or hp.embedding_lr,
+                l2=hp.l2,
+                clip=clip,
+                clip_ratio=hp.clip_ratio,
+                clip_floor=hp.clip_floor,
+                clip_threshold=hp.clip_threshold if clip else None,
+                update=update,
+                name=part,
+            )
+            for part, clip in (("clipped", hp.clip), ("unclipped", None))
+        )
+        rate = dense_schedule or _warming_up(hp, steps_per_epoch)
+        self.dense = tf.keras.optimizers.legacy.Adam(rate, name="dense")
+        self._is_alike = False
+
+    def moments(self, tables: Iterable[tf.Variable]) -> list[tf.Variable]:
+        """The moments of tables, two of SOK's variables each; they are made where they are not.
+
+        `sok.dump(folder, [*tables, *optimizer.moments(tables)])` saves them, and `sok.load` with
+        the same arguments brings them back.
+        """
+        found = []
+        for table in tables:
+            _check_table(table)
+            part = self._part(table)
+            part._create_slots([table])
+            found += [part.get_slot(table, name) for name in _MOMENTS]
+        return found
+
+    def broadcast(self, variables: Iterable[tf.Variable]) -> None:
+        """Give all ranks the values that dense variables have on rank 0.
+
+        A first step in a `tf.function` does so itself as it is traced, with the variables that it
+        trains. Call it, on all ranks, before a first step that you make eagerly, and where a
+        network has other variables. On one rank it does nothing.
+        """
+        if ranks().size > 1:
+            broadcast(variables)
+        self._is_alike = True
+
+    def _part(self, table: tf.Variable) -> SokAdam:
+        return self.clipped if table.shape[-1] > 1 else self.unclipped
+
+    @tf.autograph.experimental.do_not_convert
+    def apply_gradients(
+        self,
+        grads_and_vars: Iterable[tuple[Any, tf.Variable]],
+        lookups: Iterable[tuple[tf.Variable, Ids]] = (),
+    ) -> Any:
+        """Make one step; on all ranks at once.
+
+        Args:
+          grads_and_vars: of the mean loss of this rank's share of the batch, as the tape gives
+            them: of SOK's tables and of dense variables, not joined.
+          lookups: each table with the ids that this rank has looked up in it: as they were given to
+            `lookup_sparse`, a list b×(n) for b samples, in which an id counts once per sample; or
+            a tensor, of which every value counts. A table of several features has several. Tables
+            that are not clipped by counts need none.
+
+        Returns:
+          One grouped op.
+
+        Raises:
+          ValueError: no gradient at all; a sparse gradient or a lookup of what is no table of
+            SOK's, a dense one of a table; a table without lookups; or, on several ranks, a first
+            step that is made eagerly without `broadcast`.
+          tf.errors.InvalidArgumentError: other rows in a table's gradient than in its lookups; no
+            table has changed.
+        """
+        pairs = filter_empty_gradients(grads_and_vars)
+        tables = [pair for pair in pairs if _is_table(pair[1])]
+        dense = [pair for pair in pairs if not _is_table(pair[1])]
+        _check_gradients(tables, dense)
+        self._begin_alike([variable for _, variable in dense])
+        joined = self._joined(tables, list(lookups))
+        updates = []
+        for part in (self.clipped, self.unclipped):
+            mine = [(rows, table) for rows, table in joined if self._part(table) is part]
+            if mine:
+                updates.append(part.apply_gradients(mine, experimental_aggregate_gradients=False))
+        if dense:
+            if ranks().size > 1:
+                means = join_dense([gradient for gradient, _ in dense])
+                dense = [(mean, variable) for mean, (_, variable) in zip(means, dense, strict=True)]
+            updates.append(
+                self.dense.apply_gradients(dense, experimental_aggregate_gradients=False)
+            )
+        return tf.group(*updates)
+
+    def _begin_alike(self, dense: list[tf.Variable]) -> None:
+        if self._is_alike or ranks().size == 1:
+            return
+        if tf.executing_eagerly():
+            raise ValueError(
+                "On several ranks all must begin with the same dense weights. Received: a first "
+                "step that is made eagerly. Call optimizer.broadcast(variables) before it; a step "
+                "in a tf.function does so itself."
+            )
+        with tf.init_scope():  # while the step is traced: it runs after this
+            self.broadcast(dense)
+
+    def _joined(
+        self, pairs: Sequence[tuple[Any, tf.Variable]], lookups: Sequence[tuple[tf.Variable, Ids]]
+    ) -> list[tuple[JoinedRows, tf.Variable]]:
+        """The tables' gradients of the global batch, on the rank that has the rows."""
+        rule = self.clipped.clip
+        by_counts = rule is not None and CLIP_RULES[rule].adaptive
+        counted = [table for _, table in pairs if by_counts and self._part(table) is self.clipped]
+        counts = dict(zip(map(id, counted), _count(counted, lookups), strict=True))
+        found = [_sum(gradient, table, counts.get(id(table))) for gradient, table in pairs]
+        with tf.control_dependencies(_check_rows(found, [table for _, table in pairs])):
+            return [
+                (
+                    JoinedRows(one.sums._replace(gradients=tf.identity(one.sums.gradients)), table),
+                    table,
+                )
+                for one, (_, table) in zip(found, pairs, strict=True)
+            ]
+
+
+def _warming_up(hp: Hyperparameters, steps_per_epoch: int | None) -> Any:
+    if not hp.warmup_epochs:
+        return hp.dense_lr
+    if steps_per_epoch is None or steps_per_epoch <= 0:
+        raise ValueError(
+            "The warm-up of the dense learning rate needs the number of updates per epoch. "
+            f"Received: steps_per_epoch={steps_per_epoch}. Pass it, or set warmup_epochs=0."
+        )
+    return LinearWarmup(hp.dense_lr, math.floor(hp.warmup_epochs * steps_per_epoch))
+
+
+def _is_table(variable: Any) -> bool:
+    return bool(_sok().filter_variables([variable])[0])
+
+
+def _check_table(variable: Any) -> None:
+    name = getattr(variable, "name", variable)
+    if not _is_table(variable):
+        raise ValueError(
+            "Tables must be made by sok.Variable or sok.DynamicVariable. Received: "
+            f"{name!r}, a {type(variable).__name__}."
+        )
+    if getattr(variable, "key_type", tf.int64) != tf.int64:
+        raise ValueError(
+            "A sok.DynamicVariable must have keys of tf.int64, as which SOK reads and writes its "
+            f"rows. Received: {name!r}, with {variable.key_type.name}."
+        )
+
+
+def _check_gradients(
+    tables: Sequence[tuple[Any, tf.Variable]], dense: Sequence[tuple[Any, tf.Variable]]
+) -> None:
+    for gradient, variable in dense:
+        if isinstance(gradient, tf.IndexedSlices):
+            _check_table(variable)
+    for gradient, variable in tables:
+        _check_table(variable)
+        if not isinstance(gradient, tf.IndexedSlices):
+            raise ValueError(
+                "The gradient of a table of SOK's must be sparse (tf.IndexedSlices). Received: a "
+                f"dense one for {variable.name!r}. Look its rows up by SOK alone; l2 of the "
+                "hyperparameters takes the place of a regularizer."
+            )
+
+
+class _Counted(NamedTuple):
+    """How many samples of the global batch hold rows that this rank has."""
+
+    places: tf.Tensor  # n, where the rows are in the table, with repeats, int64
+    counts: tf.Tensor  # n, float32; those of a row add up
+
+
+def _count(
+    tables: Sequence[tf.Variable], lookups: Sequence[tuple[tf.Variable, Ids]]
+) -> list[_Counted]:
+    """Counts of each table's rows that are on this rank: one message to each rank for all tables.
+
+    Raises:
+      ValueError: a lookup of no table of SOK's, or a table without one.
+    """
+    for table, _ in lookups:
+        _check_table(table)
+    if not tables:
+        return []
+    size = ranks().size
+    counted, owners = [], []
+    for number, table in enumerate(tables):
+        mine = [ids for looked_up, ids in lookups if looked_up is table]
+        if not mine:
+            raise ValueError(
+                "lookups must have each table that is clipped by counts, with the ids that were "
+                f"looked up. Received: no ids of {table.name!r}."
+            )
+        with beside(table) as on_cpu:
+            for ids in mine:
+                rows, counts = _samples_per_id(ids, on_cpu)
+                columns = [tf.fill(tf.shape(rows), tf.constant(number, tf.int64)), rows, counts]
+                counted.append(tf.stack(columns, axis=1))
+                owners.append(_owners(rows, table, size))
+    with beside(tables[0]):
+        known = tf.concat(counted, axis=0)
+        if size > 1:
+            order, sizes = by_owner(tf.concat(owners, axis=0), size)
+            known, _ = send(tf.gather(known, order), sizes)
+        parts = tf.dynamic_partition(known, tf.cast(known[:, 0], tf.int32), len(tables))
+        return [
+            _Counted(table.key_map(part[:, 1]), tf.cast(part[:, 2], tf.float32))
+            for table, part in zip(tables, parts, strict=True)
+        ]
+
+
+def _samples_per_id(ids: Ids, on_cpu: bool) -> tuple[tf.Tensor, tf.Tensor]:
+    """Ids of one lookup, each once, and how many samples hold each: U int64 both."""
+    if isinstance(ids, tf.SparseTensor):
+        ids = tf.RaggedTensor.from_sparse(ids)
+    is_list = isinstance(ids, tf.RaggedTensor)
+    flat = tf.reshape(tf.cast(ids.flat_values if is_list else ids, tf.int64), [-1])
+    rows, position, _ = unique(flat)
+    size = tf.size(rows, tf.int64)
+    numbered = ids.with_flat_values(position) if is_list else position
+    held = Lookup("", numbered, is_list=is_list).counted_rows(size)
+    return rows, tf.cast(tally(held, size, on_cpu), tf.int64)
+
+
+def _owners(ids: tf.Tensor, table: tf.Variable, size: int) -> tf.Tensor:
+    """The ranks that have the rows of ids, int64."""
+    if table.target_gpu < 0:
+        return ids % size
+    return tf.fill(tf.shape(ids), tf.constant(table.target_gpu, tf.int64))
+
+
+class _Found(NamedTuple):
+    sums: RowSums
+    differ: tf.Tensor  # whether the gradient and the lookups have other rows than each other
+
+
+def _sum(gradient: tf.IndexedSlices, table: tf.Variable, counted: _Counted | None) -> _Found:
+    """A table's gradient summed per row and counted; counts of 1 where nobody asks for them."""
+    with beside(table) as on_cpu:
+        indices = tf.cast(gradient.indices, tf.int64)
+        places = tf.zeros([0], tf.int64) if counted is None else counted.places
+        rows, position, _ = unique(tf.concat([places, indices], axis=0))
+        number, first = tf.size(rows, tf.int64), tf.size(places)
+        of_counts, of_gradient = position[:first], position[first:]
+        sums = sum_per_row(widened(gradient.values), of_gradient, number, on_cpu) / ranks().size
+        if counted is None:
+            return _Found(RowSums(rows, sums, tf.ones([number])), tf.constant(False))
+        counts = sum_columns([counted.counts], of_counts, number, on_cpu)[:, 0]
+        both = tf.minimum(counts, tally(of_gradient, number, on_cpu))
+        return _Found(RowSums(rows, sums, counts), tf.reduce_any(both < 1.0))
+
+
+def _check_rows(found: Sequence[_Found], tables: Sequence[tf.Variable]) -> list[Any]:
+    """Refuse a step whose gradients did not come from the lookups that it was told of."""
+    if not found:
+        return []
+    differ = tf.stack([one.differ for one in found])
+    told = (
+        "lookups must have all ids that were looked up in this step, on all ranks, and no others. "
+        "Received: a gradient of other rows, for the tables with a 1 here:"
+    )
+    names = ", ".join(table.name for table in tables)
+    # int64: of strings and int32 alone, TensorFlow makes the check on the host at every step.
+    data = [told, names, tf.cast(differ, tf.int64)]
+    checked = tf.debugging.Assert(tf.logical_not(tf.reduce_any(differ)), data, summarize=99)
+    return [] if checked is None else [checked]

@@ -1,0 +1,25 @@
+"""What each rank runs of SOK's tables, by the stand-in; weights and moments go to a folder."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from merlin_cowclip.plugins.joining import ranks
+from tests.plugins import sok_stand_in
+from tests.plugins.sok_cases import CASES, refused_of_ranks, trained_by_sok
+
+
+def main(folder: Path, names: list[str]) -> None:
+    here = ranks()
+    sys.modules["sparse_operation_kit"] = sok_stand_in
+    for number, name in enumerate(names):
+        state = trained_by_sok(CASES[name], sok_stand_in)
+        np.savez(folder / f"{number}-{here.rank}.npz", **state)
+    (folder / f"told-{here.rank}.txt").write_text(refused_of_ranks())
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])
