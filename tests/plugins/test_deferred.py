@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import pickle
 
 import numpy as np
 import pytest
@@ -353,6 +355,22 @@ def test_weights_that_keras_reads_and_sets(tmp_path):
     for exact, deferred in zip(*found, strict=True):
         apart = np.subtract(deferred, exact, dtype=float)
         assert np.abs(apart).max() <= 2e-4 * np.abs(exact).max()
+
+
+@pytest.mark.parametrize("of", ["model", "file", "layer"])
+def test_copies_have_rows_as_they_are_now(of):
+    """Of a copy no optimizer knows what its rows wait for."""
+    found = []
+    for update in ("exact", "deferred"):
+        model = trained(update, 20)
+        if of == "layer":
+            layers = model._flatten_layers()
+            table = next(layer for layer in layers if layer.name == "embeddings")
+            found.append(copy.deepcopy(table).table.numpy())
+            continue
+        twin = copy.deepcopy(model) if of == "model" else pickle.loads(pickle.dumps(model))
+        found.append(twin.predict_on_batch(next(batches(1, 64, 9))[0]))
+    np.testing.assert_allclose(*found, rtol=2e-4, atol=2e-4 * np.abs(found[0]).max())
 
 
 @pytest.mark.parametrize("another", ["deferred", None])

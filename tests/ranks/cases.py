@@ -67,6 +67,7 @@ class Case:
     precision: str = "float32"
     way: str = "step"
     clip_tables: list[str] | None = None
+    uneven: bool = False  # whether the first of two ranks has a small share, or all of a batch
     changes: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -108,6 +109,8 @@ CASES = {
     ),
     "shards, fit": Case(in_shards, SCHEMA, way="fit", changes=TIGHT),
     "shards, eager loop": Case(in_shards, WITH_LIST, way="loop", update="lazy", changes=TIGHT),
+    "uneven shares": Case(ours, WITH_LIST, way="fit", uneven=True, changes=TIGHT),
+    "shards, uneven shares": Case(in_shards, SCHEMA, way="fit", uneven=True, changes=TIGHT),
 }
 OF_THREE = (*tuple(CASES)[1:3], *tuple(CASES)[10:14])
 
@@ -116,7 +119,10 @@ def batches(case: Case, rank: int, ranks: int) -> Iterator[tuple[dict[str, Any],
     """A rank's share of each global batch, as Merlin's loader yields it."""
     low, high = rank * BATCH // ranks, (rank + 1) * BATCH // ranks
     random = np.random.default_rng(5)
-    for _ in range(STEPS):
+    for step in range(STEPS):
+        if case.uneven and ranks == 2:
+            first = BATCH if step % 5 == 4 else 5
+            low, high = (first, BATCH) if rank else (0, first)
         features: dict[str, Any] = {}
         for column in case.schema:
             if Tags.CATEGORICAL in column.tags and column.is_list:
@@ -124,7 +130,7 @@ def batches(case: Case, rank: int, ranks: int) -> Iterator[tuple[dict[str, Any],
                 if case.ids == "first":
                     lists = [ids if i < BATCH // 3 else ids[:0] for i, ids in enumerate(lists)]
                 mine = lists[low:high]
-                features[f"{column.name}__values"] = np.concatenate(mine)
+                features[f"{column.name}__values"] = np.concatenate([*mine, lists[0][:0]])
                 features[f"{column.name}__offsets"] = np.cumsum([0, *map(len, mine)])
             elif Tags.CATEGORICAL in column.tags:
                 ids = random.integers(0, 9, (BATCH, 1))

@@ -18,6 +18,7 @@ from merlin_cowclip.workflows.errors import AgreedError, UserError
 from merlin_cowclip.workflows.training.evaluation import QualityOf
 from merlin_cowclip.workflows.training.ranks import agreed
 from tests.plugins.merlin_models import SCHEMA, category
+from tests.ranks import scripts
 from tests.ranks.cases import CASES, HP, Case, batches, ours, trained
 
 
@@ -183,6 +184,7 @@ def main(folder: Path, names: list[str]) -> None:
         "rates": refused_rates(here.rank, here.size),
         "shards": refused_of_shards(here.rank, here.size),
         "use": refused_use(here.rank, here.size),
+        "scripts": scripts.ended(folder, here.rank, here.size) if here.size == 2 else None,
     }
     told = of_all_ranks(mine)
     (folder / f"told-{here.rank}.txt").write_text(repr(told))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -145,3 +146,41 @@ def test_what_tables_in_shards_refuse(results, ranks):
         assert len(told["shards"]) == len(words)
         for said, word in zip(told["shards"], words, strict=True):
             assert word in said
+
+
+def test_one_ranks_rows_are_not_taken_for_the_table(results):
+    """Each was so, without a word, or waited for ever."""
+    for told in _of_scripts(results):
+        said = dict(told["parts"])
+        assert "by a CowClipOptimizer" in said.pop("another")
+        for name in ("validation", "predict", "evaluate"):
+            assert "batches 1 on rank 0, 2 on rank 1" in said.pop(name)
+        assert len(said) == 9
+        for name, sentence in said.items():
+            assert "save_model(model, path)" in sentence, name
+            assert "whole_tables(model)" in sentence, name
+
+
+def test_models_that_differ_are_refused(results):
+    for told in _of_scripts(results):
+        said = told["others"]
+        assert "hyperparameters l2 0.0001 on rank 0, 0.0002 on rank 1" in said["l2"]
+        assert "update exact on rank 0, lazy on rank 1" in said["update"]
+        assert "tables 0 clipped [True, False] on rank 0" in said["clipped"]
+        assert "first rows [0, 60] on rank 0, [0, 61] on rank 1" in said["rows"]
+        assert "All ranks must load the same rows" in said["loaded"]
+
+
+def test_ranks_stop_save_and_read_as_one(results):
+    """A callback that stops by a metric sees the mean of all; Keras's functions see the tables."""
+    first, *others = (told["together"] for told in _of_scripts(results))
+    assert len(first["losses"]) == 2
+    for told in (first, *others):
+        assert told["losses"] == first["losses"]
+        assert told["apart"] <= 1e-6
+        assert told["loaded"]
+
+
+def _of_scripts(results: dict[int, Path]) -> list[dict[str, Any]]:
+    told = ast.literal_eval((results[2] / "told-0.txt").read_text())
+    return [one["scripts"] for one in told]

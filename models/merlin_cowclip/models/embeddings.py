@@ -26,11 +26,13 @@ from merlin_cowclip.plugins import Lookup, TableSpec
 from merlin_cowclip.plugins._stack import tf
 from merlin_cowclip.plugins.checks import DIGITS, whole_number
 from merlin_cowclip.plugins.counting import samples_of
-from merlin_cowclip.plugins.joining import ranks
+from merlin_cowclip.plugins.joining import check_same, ranks
 from merlin_cowclip.plugins.sharding import Shard
-from merlin_cowclip.plugins.tables import TableAccess, tell_ranges
+from merlin_cowclip.plugins.tables import TableAccess, check_whole, tell_ranges
 
 COMBINERS = ("mean", "sum", "sqrtn")
+_OF_SHARDS = ("dim", "stddev", "combiner", "dtype")
+_ONE_TABLE = "A table in shards must be the same table on all ranks."
 
 
 @tf.keras.utils.register_keras_serializable(package="merlin_cowclip")
@@ -136,6 +138,9 @@ class FusedEmbeddings(RowsByRawId, SchemaMixin, tf.keras.layers.Layer):
         here, rows = ranks(), self.row_offsets[-1]
         initializer: Any = self._initializer
         if self._sharded and here.size > 1:
+            config = self.get_config()
+            same = {"fields": self.fields, "first rows": self.row_offsets}
+            check_same({**same, **{key: config[key] for key in _OF_SHARDS}}, _ONE_TABLE)
             shard = Shard(here.rank, here.size, rows)
             self._spec.access.shard, rows = shard, shard.rows
             initializer = functools.partial(self._initializer.of_shard, shard)
@@ -290,7 +295,7 @@ class FusedEmbeddings(RowsByRawId, SchemaMixin, tf.keras.layers.Layer):
         return table
 
     def get_weights(self) -> list[Any]:
-        """Keras's; rows that waited are current."""
+        """Keras's; rows that waited are current. Of a table in shards, this rank's."""
         if hasattr(self, "table"):
             self._whole_table()
         weights: list[Any] = super().get_weights()
@@ -301,6 +306,24 @@ class FusedEmbeddings(RowsByRawId, SchemaMixin, tf.keras.layers.Layer):
         if hasattr(self, "table"):
             self._whole_table()
         super().set_weights(weights)
+
+    def _save_own_variables(self, store: Any) -> None:
+        """Keras's, of a model that is copied or pickled; as `get_weights`."""
+        check_whole([self._spec], "a copy of the model")
+        if hasattr(self, "table"):
+            self._whole_table()
+        super()._save_own_variables(store)
+
+    def __getstate__(self) -> Any:
+        """Of a copy, whose optimizer is another: rows that waited are current."""
+        if hasattr(self, "table"):
+            self._whole_table()
+        return super().__getstate__()
+
+    def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> Any:
+        if save_type == "savedmodel":
+            check_whole([self._spec], "a SavedModel")
+        return super()._trackable_children(save_type, **kwargs)
 
     def get_config(self) -> dict[str, Any]:
         """The constructor's arguments."""

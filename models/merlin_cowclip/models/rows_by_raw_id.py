@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,10 @@ from merlin.schema import ColumnSchema, Schema
 
 from merlin_cowclip.models.vocabulary import UNKNOWN_ID, encode, missing_id, read_vocabulary
 from merlin_cowclip.plugins._stack import tf
+from merlin_cowclip.plugins.joining import check_same
 from merlin_cowclip.plugins.tables import TableSpec
+
+_SAME_ROWS = "All ranks must load the same rows into a table in shards: each keeps its own."
 
 
 class RowsByRawId:
@@ -99,6 +103,8 @@ class RowsByRawId:
     ) -> int:
         """Set rows of one field to given, for instance pretrained, ones. Builds the table.
 
+        Of a table in shards, on all ranks at once, with the same rows.
+
         Args:
           field: one of `fields`.
           values: a frame of d columns whose index holds raw ids, in any order (`to_df(field)`
@@ -112,7 +118,8 @@ class RowsByRawId:
 
         Raises:
           ValueError: no such field, another shape, values that are not finite, a raw id twice, or
-            none that the field knows. Nothing is changed then.
+            none that the field knows; of a table in shards, other rows on another rank. Nothing is
+          changed then.
         """
         self._check_field(field)
         is_frame = isinstance(values, pd.DataFrame)
@@ -148,6 +155,8 @@ class RowsByRawId:
         table = self._whole_table(build=True)
         rows, shard = ids + self._first_row[field], self._spec.shard
         if shard is not None:
+            digest = hashlib.sha256(rows.tobytes() + given.tobytes()).hexdigest()
+            check_same({"rows with the digest": digest}, _SAME_ROWS)
             mine = rows % shard.size == shard.rank
             rows, given = shard.place(rows[mine]), given[mine]
         rows = rows[:, np.newaxis]

@@ -15,9 +15,9 @@ from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
 from merlin_cowclip.plugins._stack import tf
-from merlin_cowclip.plugins.joining import ranks, without_broadcasts
+from merlin_cowclip.plugins.joining import for_one_model, ranks
 
-_NEEDS_ROWS = ("get_weights", "set_weights", "save_weights", "load_weights", "compile")
+_NEEDS_ROWS = ("get_weights", "set_weights", "save_weights", "load_weights")
 
 # The model whose fit has been called, with its data, until it asks for its step.
 _fitting = contextvars.ContextVar[Any]("merlin_cowclip_fitting", default=(None, None))
@@ -41,6 +41,22 @@ class Notified(Protocol):
 
     def fit_begins(self, fit: Fit | None) -> None:
         """Called before the first step by every `fit`, and, without one, by `train_on_batch`."""
+        ...
+
+    def stepping_on(self, data: Any) -> AbstractContextManager[None]:
+        """Entered around each step of Keras's, where it is Python, with its batch."""
+        ...
+
+    def call_begins(self, steps: int | None) -> None:
+        """Called before the first batch of an evaluation or a prediction."""
+        ...
+
+    def check_trains_by(self, other: Any) -> None:
+        """Called where another optimizer is about to train the model."""
+        ...
+
+    def check_whole(self, what: str) -> None:
+        """Called before weights are read or set, or saved."""
         ...
 
     def saving(self) -> AbstractContextManager[None]:
@@ -86,12 +102,33 @@ def notify_of_fits(model: tf.keras.Model, bound: Notified) -> None:
             _fitting.set((None, None))
         if optimizer is not None:
             optimizer.fit_begins(_fit_of(self, data) if begins else None)
+        elif (mine := reference()) is not None:
+            mine.check_trains_by(self.optimizer)
         return type(self).make_train_function(self, force)
+
+    def train_step(self: Any, data: Any) -> Any:
+        optimizer = compiled(self)
+        if optimizer is None:
+            return type(self).train_step(self, data)
+        with optimizer.stepping_on(data):
+            return type(self).train_step(self, data)
+
+    def before_batches(name: str) -> Callable[..., Any]:
+        def method(self: Any, force: bool = False) -> Callable[..., Any]:
+            optimizer = known(self)
+            if optimizer is not None:
+                optimizer.call_begins(_steps_of_call(self))
+            made: Callable[..., Any] = getattr(type(self), name)(self, force)
+            return made
+
+        method.__name__ = name
+        return method
 
     def save(self: Any, *arguments: Any, **named: Any) -> None:
         optimizer = known(self)
         if optimizer is None:
             return type(self).save(self, *arguments, **named)
+        optimizer.check_whole("save")
         with optimizer.saving():
             return type(self).save(self, *arguments, **named)
 
@@ -99,19 +136,28 @@ def notify_of_fits(model: tf.keras.Model, bound: Notified) -> None:
         def method(self: Any, *arguments: Any, **named: Any) -> Any:
             optimizer = known(self)
             if optimizer is not None:
+                optimizer.check_whole(name)
                 optimizer.catch_up()
             return getattr(type(self), name)(self, *arguments, **named)
 
         method.__name__ = name
         return method
 
-    def _add_horovod_callbacks(self: Any, callbacks: Any) -> Any:
-        # Rank 0's weights, for all after the first step: they have them, but for rows of their own.
-        added = type(self)._add_horovod_callbacks(self, callbacks)
-        return added if compiled(self) is None else without_broadcasts(added)
+    def compile(self: Any, *arguments: Any, **named: Any) -> None:
+        optimizer = known(self)
+        if optimizer is not None:
+            optimizer.catch_up()
+        return type(self).compile(self, *arguments, **named)
 
-    methods: list[Callable[..., Any]] = [fit, make_train_function, save, _add_horovod_callbacks]
-    for method in (*methods, *map(on_current_rows, _NEEDS_ROWS)):
+    def _add_horovod_callbacks(self: Any, callbacks: Any) -> Any:
+        given = self._validate_callbacks(callbacks)
+        added = type(self)._add_horovod_callbacks(self, list(given))
+        return added if compiled(self) is None else for_one_model(added, given)
+
+    methods: list[Callable[..., Any]] = [fit, make_train_function, train_step, save, compile]
+    methods += map(before_batches, ("make_test_function", "make_predict_function"))
+    methods += map(on_current_rows, _NEEDS_ROWS)
+    for method in (*methods, _add_horovod_callbacks):
         # object.__setattr__: Keras would look for layers in it.
         object.__setattr__(model, method.__name__, types.MethodType(method, model))
 
@@ -125,3 +171,11 @@ def _fit_of(model: Any, data: Any) -> Fit:
         steps if isinstance(steps, int) and steps > 0 else None,
         batch * shares if isinstance(batch, int) and batch > 0 else None,
     )
+
+
+def _steps_of_call(model: Any) -> int | None:
+    """Batches of the evaluation or prediction that begins, where Keras knows them."""
+    handler = getattr(model, "_eval_data_handler", None)  # of a fit's validation
+    params = getattr(getattr(model, "history", None), "params", None) or {}
+    steps = params.get("steps") if handler is None else handler.inferred_steps
+    return steps if isinstance(steps, int) and steps > 0 else None

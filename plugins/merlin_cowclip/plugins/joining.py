@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -84,12 +84,25 @@ class JoinedRows(tf.IndexedSlices):
         return JoinedRows(self.sums._replace(gradients=gradients), self._variable)
 
 
+def weighed(gradient: tf.Tensor, weight: tf.Tensor | None) -> tf.Tensor:
+    """A gradient of this rank's mean loss by what that weighs; nothing of an empty share."""
+    if weight is None:
+        return gradient
+    return tf.math.multiply_no_nan(gradient, tf.cast(weight, gradient.dtype))
+
+
 @tf.autograph.experimental.do_not_convert
-def join_dense(gradients: Sequence[Any]) -> list[Any]:
-    """Gradients of dense weights, tensors or slices, as those of the global batch."""
+def join_dense(gradients: Sequence[Any], weight: tf.Tensor | None = None) -> list[Any]:
+    """Gradients of dense weights, tensors or slices, as those of the global batch.
+
+    Args:
+      gradients: of the mean loss of this rank's share.
+      weight: of that among the ranks', 1 on average; `None` where all shares are equal.
+    """
     if not gradients:
         return []
     hvd = _horovod()
+    gradients = [_weighed(gradient, weight) for gradient in gradients]
     slices = [g for g in gradients if isinstance(g, tf.IndexedSlices)]
     tensors = [g for g in gradients if not isinstance(g, tf.IndexedSlices)]
     summed = iter(_sum(hvd, tensors, "dense"))
@@ -103,6 +116,13 @@ def join_dense(gradients: Sequence[Any]) -> list[Any]:
         return tf.IndexedSlices(values / hvd.size(), indices, gradient.dense_shape)
 
     return [joined(gradient) for gradient in gradients]
+
+
+def _weighed(gradient: Any, weight: tf.Tensor | None) -> Any:
+    if not isinstance(gradient, tf.IndexedSlices):
+        return weighed(gradient, weight)
+    values = weighed(gradient.values, weight)
+    return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
 
 
 @tf.autograph.experimental.do_not_convert
@@ -228,13 +248,54 @@ def broadcast(variables: Iterable[tf.Variable]) -> None:
         variable.assign(value)
 
 
-def without_broadcasts(callbacks: Any) -> Any:
-    """Keras's callbacks but those of Horovod that give all ranks the weights of one."""
-    if ranks().size == 1 or not isinstance(callbacks, list):
-        return callbacks
+def for_one_model(callbacks: Sequence[Any], given: Sequence[Any]) -> list[Any]:
+    """Of Keras's callbacks, on several ranks, what goes with ranks that train as one.
+
+    Those that give all ranks the weights of one are left out: they have them, but for rows of their
+    own. What Merlin has added comes first: it averages metrics over the ranks, and whoever stops or
+    sets a learning rate by a metric must do so on all ranks alike.
+
+    Args:
+      callbacks: with those that Merlin has added.
+      given: without.
+    """
+    if ranks().size == 1:
+        return list(callbacks)
     from horovod.tensorflow.keras.callbacks import BroadcastGlobalVariablesCallback
 
-    return [one for one in callbacks if not isinstance(one, BroadcastGlobalVariablesCallback)]
+    kept = [one for one in callbacks if not isinstance(one, BroadcastGlobalVariablesCallback)]
+    return sorted(kept, key=lambda one: any(one is other for other in given))
+
+
+def check_same(of_one: Mapping[str, Any], rule: str) -> None:
+    """Refuse what the ranks do not have alike; eagerly, on all ranks at once.
+
+    Args:
+      of_one: what this rank has, fit for JSON, by name.
+      rule: a sentence that says what must be the same.
+
+    Raises:
+      ValueError: on all ranks, the first that differs, as each has it.
+    """
+    first, *others = (dict(_flat(one)) for one in of_all_ranks(of_one))
+    for name in dict.fromkeys(itertools.chain(first, *others)):
+        values = [one.get(name) for one in (first, *others)]
+        if any(value != values[0] for value in values):
+            received = (f"{value} on rank {rank}" for rank, value in enumerate(values))
+            raise ValueError(f"{rule} Received: {name} {', '.join(received)}.")
+
+
+def _flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """What is in a mapping, or in a list of such, by the names that lead there."""
+    inner: Iterable[tuple[Any, Any]] = ()
+    if isinstance(value, dict):
+        inner = value.items()
+    elif isinstance(value, list) and value and isinstance(value[0], dict):
+        inner = enumerate(value)
+    else:
+        yield name.strip(), value
+    for key, one in inner:
+        yield from _flat(one, f"{name} {key}")
 
 
 def of_all_ranks(value: Any) -> list[Any]:

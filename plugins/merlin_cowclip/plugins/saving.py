@@ -45,7 +45,8 @@ def save_model(model: mm.Model, path: str | os.PathLike[str]) -> None:
     """Save a compiled model and all state of its `CowClipOptimizer` to the folder `path`.
 
     A model whose tables are in shards is saved as one process has it, by rank 0: all ranks call
-    this, at once (`whole_tables`). Any other is saved by the rank that calls it.
+    this, at once (`whole_tables`). Any other is saved by rank 0, too: Merlin saves nothing on other
+    ranks, nor does this.
 
     Layout: Merlin's SavedModel, and in `merlin_cowclip/` a checkpoint with weights, slots
     and step counts in the model's order.
@@ -65,6 +66,8 @@ def save_model(model: mm.Model, path: str | os.PathLike[str]) -> None:
         with whole_tables(model):
             if ranks().rank == 0:
                 save_model(model, path)
+        return
+    if ranks().rank:
         return
     if _slots(optimizer.owned(), every=False):
         # A weight that no gradient has reached yet has none; zeros are what its first step finds.

@@ -170,6 +170,26 @@ class TableSpec:
         return tuple(whole or (number, True) in pairs for number in ranges)
 
 
+def check_whole(specs: Iterable[TableSpec], what: str) -> None:
+    """Refuse to read or set this rank's rows as if they were the table.
+
+    Args:
+      specs: the tables.
+      what: by which call.
+
+    Raises:
+      ValueError: one is in shards.
+    """
+    names = [spec.name for spec in specs if spec.shard is not None]
+    if names:
+        raise ValueError(
+            "A model whose tables are in shards must be saved and read as a whole: by "
+            "save_model(model, path), which all ranks call, or on rank 0 within "
+            f"whole_tables(model). Received: {what}, which would take this rank's rows of "
+            f"{names[0]!r} for all."
+        )
+
+
 def _owns(item: Any, spec: TableSpec) -> bool:
     return getattr(getattr(item, "table", None), "_merlin_cowclip_spec", None) is spec
 

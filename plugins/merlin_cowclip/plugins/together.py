@@ -2,18 +2,36 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from merlin_cowclip.plugins._stack import filter_empty_gradients, tf
 from merlin_cowclip.plugins.fits import Fit
-from merlin_cowclip.plugins.joining import broadcast, check_equal, join_dense, of_all_ranks, ranks
+from merlin_cowclip.plugins.joining import (
+    broadcast,
+    check_equal,
+    check_same,
+    join_dense,
+    of_all_ranks,
+    over_all,
+    ranks,
+)
 from merlin_cowclip.plugins.rates import TablePart
+from merlin_cowclip.plugins.tables import TableSpec, check_whole
 
 _RATES = (
     "All ranks must step with the same learning rates. A callback that sets them by what each rank "
     "has measured needs the mean of all: put horovod.keras.callbacks.MetricAverageCallback() "
     "before it. Received, of clipped tables, other tables and dense weights, rank by rank:"
+)
+
+
+_ONE_MODEL = "All ranks must train the same model by the same optimizer."
+_ALL_CALLS = (
+    "All ranks must make as many calls of a model whose tables are in shards: they ask each other "
+    "for rows. Pass steps=… or validation_steps=…, or share the batches evenly."
 )
 
 
@@ -25,6 +43,7 @@ class StepsTogether:
     """
 
     _is_alike = False
+    _samples: tf.Tensor | None = None  # of the batch that a step of Keras's is on
 
     if TYPE_CHECKING:  # what the optimizer has
         _model: Any
@@ -36,6 +55,15 @@ class StepsTogether:
         @property
         def weights(self) -> list[tf.Variable]:
             """Its own."""
+
+        @property
+        def table_specs(self) -> tuple[TableSpec, ...]:
+            """Its tables."""
+
+        def get_config(self) -> dict[str, Any]:
+            """Its own."""
+
+        def _clipped_ranges(self) -> Mapping[TableSpec, Sequence[bool]]: ...
 
         def _own(self) -> Mapping[Any, TablePart]: ...
 
@@ -52,8 +80,34 @@ class StepsTogether:
         make eagerly. On one rank it does nothing.
         """
         if ranks().size > 1:
+            check_same(self._described(), _ONE_MODEL)
             broadcast(self._state())
         self._is_alike = True
+
+    def _described(self) -> dict[str, Any]:
+        """What all ranks must have the same before they can have the same state."""
+        tables = [
+            {
+                "fields": [column.name for column in spec.columns],
+                "first rows": spec.row_offsets,
+                "width": spec.width,
+                "clipped": clipped,
+                "trained": spec.layer.trainable,
+                "in shards": spec.shard is not None,
+            }
+            for spec, clipped in self._clipped_ranges().items()
+        ]
+        shapes = [[*variable.shape, variable.dtype.name] for variable in self._state()]
+        own = {key: value for key, value in self.get_config().items() if key != "clip_tables"}
+        settings = {**own, "tables": tables, "shapes of weights": shapes}
+        for number, part in enumerate(self.optimizers):
+            config = part.get_config()
+            kept = {key: config[key] for key in config if key not in part._hyper}
+            settings[f"settings of part {number}"] = kept
+        # Of what is no number nor text, the kind: addresses are others on each rank.
+        text = json.dumps(settings, default=lambda one: type(one).__name__)
+        described: dict[str, Any] = json.loads(text)
+        return described
 
     def _state(self) -> Iterator[tf.Variable]:
         """What all ranks have alike: not the rows that one has alone."""
@@ -95,6 +149,54 @@ class StepsTogether:
             self.create_slots(model.trainable_variables)
             self.broadcast()
 
+    @contextlib.contextmanager
+    def stepping_on(self, data: Any) -> Iterator[None]:
+        """Within it, gradients are of the mean loss of a batch, as Keras takes it."""
+        before = self._samples
+        self._samples = _samples_in(data) if ranks().size > 1 else None
+        try:
+            yield
+        finally:
+            self._samples = before
+
+    def _weight_of_share(self) -> tf.Tensor | None:
+        """Of this rank's mean loss in that of the global batch; 1 where all shares are equal."""
+        if self._samples is None:
+            return None
+        mine = tf.cast(self._samples, tf.float64)
+        return tf.math.divide_no_nan(mine * ranks().size, over_all(mine, "sum"))
+
+    def call_begins(self, steps: int | None) -> None:
+        """An evaluation or a prediction begins: where rows are asked for, of as many batches.
+
+        Raises:
+          ValueError: the ranks have not as many.
+        """
+        if any(spec.shard is not None for spec in self.table_specs):
+            check_same({"batches": steps}, _ALL_CALLS)
+
+    def check_trains_by(self, other: Any) -> None:
+        """Refuse another optimizer for tables in shards.
+
+        Raises:
+          ValueError: there are some.
+        """
+        names = [spec.name for spec in self.table_specs if spec.shard is not None]
+        if names:
+            raise ValueError(
+                "A table in shards must be trained by a CowClipOptimizer, which knows where its "
+                f"rows are. Received: {type(other).__name__}, for {names[0]!r}. Compile the model "
+                "with CowClipOptimizer.for_model, or leave sharded=True out."
+            )
+
+    def check_whole(self, what: str) -> None:
+        """Refuse what would take this rank's rows for the tables.
+
+        Raises:
+          ValueError: there are tables in shards.
+        """
+        check_whole(self.table_specs, what)
+
     @tf.autograph.experimental.do_not_convert  # it does not know zip(…, strict=True)
     def _aggregate_gradients(self, grads_and_vars: Iterable[tuple[Any, tf.Variable]]) -> list[Any]:
         """The gradients of the global batch, with its counts; the same on all ranks."""
@@ -102,6 +204,7 @@ class StepsTogether:
         if ranks().size == 1:
             return list(super()._aggregate_gradients(pairs))  # type: ignore[misc]
         self._begin_alike([variable for _, variable in pairs])
+        weight = self._weight_of_share()
         check_equal(tf.stack([part._decayed_lr(tf.float32) for part in self.optimizers]), _RATES)
         owner = self._own()
         shares: dict[int, list[Any]] = {}
@@ -109,10 +212,10 @@ class StepsTogether:
             shares.setdefault(id(owner.get(pair[1].ref())), []).append(pair)
         joined: dict[Any, Any] = {}
         for part in self._table_parts():
-            found = part.join(shares.get(id(part), []))
+            found = part.join(shares.get(id(part), []), weight)
             joined.update((variable.ref(), gradient) for gradient, variable in found)
         dense = shares.get(id(None), [])
-        means = join_dense([gradient for gradient, _ in dense])
+        means = join_dense([gradient for gradient, _ in dense], weight)
         joined.update((v.ref(), mean) for mean, (_, v) in zip(means, dense, strict=True))
         return [(joined[variable.ref()], variable) for _, variable in pairs]
 
@@ -129,3 +232,12 @@ class StepsTogether:
             )
         with tf.init_scope():  # while the step is traced: it runs after this
             self.broadcast()
+
+
+def _samples_in(data: Any) -> tf.Tensor | None:
+    """How many samples a batch has, by its labels; `None` where it has none of its own."""
+    _, labels, _ = tf.keras.utils.unpack_x_y_sample_weight(data)
+    for one in tf.nest.flatten(labels):
+        if isinstance(one, tf.Tensor) and one.shape.rank:
+            return tf.shape(one, tf.int64)[0]
+    return None

@@ -16,6 +16,7 @@ from merlin_cowclip.plugins.state import optimizer_of
 from merlin_cowclip.plugins.tables import TableSpec
 
 _BLOCK = 1 << 18  # rows of each rank that are gathered together
+_TRACED = ("train_function", "test_function", "predict_function")
 
 
 class _Table(NamedTuple):
@@ -37,7 +38,8 @@ def whole_tables(model: mm.Model) -> Iterator[None]:
     """Within it, on rank 0, tables in shards and their moments are whole: a model like any other.
 
     Called on all ranks at once. The other ranks' stay as they are, and must not be called within
-    it. Rank 0 needs memory for the whole tables beside its shards. Without shards it does nothing.
+    it; a `tf.function` of one's own has the tables that it was traced with. Rank 0 needs memory for
+    the whole tables beside its shards. Without shards it does nothing.
 
     ```python
     with whole_tables(model):
@@ -63,13 +65,17 @@ def whole_tables(model: mm.Model) -> Iterator[None]:
     ]
     made = [_whole(one) for one in held]
     pairs = [(one, whole) for one, whole in zip(held, made, strict=True) if whole is not None]
+    # Keras keeps what it has traced, with the tables that were there then.
+    traced = {name: getattr(model, name) for name in _TRACED if pairs}
     for one, whole in pairs:
         _put(one, whole, None)
+    model.__dict__.update(dict.fromkeys(traced))
     try:
         yield
     finally:
         for one, _ in pairs:
             _put(one, one.table, one.shard)
+        model.__dict__.update(traced)
 
 
 def is_in_shards(model: mm.Model) -> bool:

@@ -1,0 +1,138 @@
+"""What scripts of one's own do with models on two ranks, and what they are told."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from merlin_cowclip.models import FusedEmbeddings
+from merlin_cowclip.plugins import CowClipOptimizer, load_model, save_model, whole_tables
+from merlin_cowclip.plugins._stack import Schema
+from merlin_cowclip.plugins.joining import of_all_ranks
+from tests.plugins.merlin_models import SCHEMA, category
+from tests.ranks.cases import Case, batches, in_shards, ours
+
+KERAS = tf.keras.callbacks
+
+
+def said_by(scripts: dict[str, Callable[[], Any]]) -> dict[str, str]:
+    """What ended each of them; empty where nothing did."""
+    said = {}
+    for name, script in scripts.items():
+        try:
+            script()
+            said[name] = ""
+        except Exception as error:
+            said[name] = str(error)
+    return said
+
+
+def _made(build: Callable[[Any], Any], rank: int, ranks: int, **given: Any) -> tuple[Any, Any]:
+    """A model with its optimizer, and some batches."""
+    case = Case(build, SCHEMA)
+    mine = list(batches(case, rank, ranks))[:3]
+    model = build(SCHEMA)
+    model(mine[0][0])
+    hyperparameters = given.pop("hyperparameters", case.hyperparameters)
+    optimizer = CowClipOptimizer.for_model(model, hyperparameters, steps_per_epoch=9, **given)
+    model.compile(optimizer=optimizer, metrics=[])
+    return model, mine
+
+
+def _data(mine: list[Any], batches: int) -> tf.data.Dataset:
+    data = tf.data.Dataset.from_tensor_slices(mine[0])
+    return data.batch(len(mine[0][1])).repeat(batches)
+
+
+def of_parts(folder: Path, rank: int, ranks: int) -> dict[str, str]:
+    """Calls that would read or set one rank's rows for all, and ones that not all make."""
+    model, mine = _made(in_shards, rank, ranks)
+    path, data, fewer = str(folder / "part"), _data(mine, 2), _data(mine, 1 + rank)
+
+    def fit(*callbacks: Any, **given: Any) -> None:
+        model.fit(data, verbose=0, callbacks=list(callbacks), **given)
+
+    def fit_by_another() -> None:
+        model.compile(optimizer="adam")
+        fit()
+
+    return said_by(
+        {
+            "get_weights": model.get_weights,
+            "set_weights": lambda: model.set_weights([]),
+            "save_weights": lambda: model.save_weights(path),
+            "load_weights": lambda: model.load_weights(path),
+            "save": lambda: model.save(path),
+            "a SavedModel": lambda: tf.saved_model.save(model, path),
+            "a copy": lambda: copy.deepcopy(model),
+            "restored": lambda: fit(KERAS.EarlyStopping("loss", restore_best_weights=True)),
+            "checkpoint": lambda: fit(KERAS.ModelCheckpoint(path, save_weights_only=True)),
+            "validation": lambda: fit(validation_data=fewer),
+            "predict": lambda: model.predict(fewer, verbose=0),
+            "evaluate": lambda: model.evaluate(fewer, verbose=0),
+            "another": fit_by_another,
+        }
+    )
+
+
+def of_others(rank: int, ranks: int) -> dict[str, str]:
+    """Models, optimizers and rows that the ranks do not have alike."""
+
+    def fit(**given: Any) -> None:
+        model, mine = _made(ours, rank, ranks, **given)
+        model.fit(_data(mine, 1), verbose=0)
+
+    def in_shards_of(rows: int) -> FusedEmbeddings:
+        layer = FusedEmbeddings(Schema([category("a", rows)]), 2, sharded=True)
+        layer.build({})
+        return layer
+
+    hp = Case(ours, SCHEMA).hyperparameters
+    return said_by(
+        {
+            "l2": lambda: fit(hyperparameters=hp.replace(l2=hp.l2 * (1 + rank))),
+            "update": lambda: fit(update=("exact", "lazy")[rank]),
+            "clipped": lambda: fit(clip_tables=[("a", "b")[rank]]),
+            "rows": lambda: in_shards_of(60 + rank),
+            "loaded": lambda: in_shards_of(6).load_rows("a", np.full((6, 2), 1.0 + rank)),
+        }
+    )
+
+
+def together(folder: Path, rank: int, ranks: int) -> dict[str, Any]:
+    """What all ranks do alike: stop, predict before and within and after, save and load."""
+    model, mine = _made(in_shards, rank, ranks)
+    data, epochs = _data(mine, 2), []
+
+    class Losses(KERAS.Callback):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            epochs.append(float(logs["loss"]))
+
+    stop = KERAS.EarlyStopping("loss", patience=0, min_delta=2e-2)
+    model.fit(data, epochs=5, verbose=0, callbacks=[Losses(), stop])
+    found = [model.predict(data, verbose=0)]
+    with whole_tables(model):
+        if not rank:
+            found.append(model.predict(data, verbose=0))
+    found.append(model.predict(data, verbose=0))
+    everywhere, _ = _made(ours, rank, ranks)
+    save_model(everywhere, folder / "everywhere")
+    of_all_ranks("it is saved")
+    loaded = load_model(folder / "everywhere")
+    same = len(loaded.get_weights()) == len(everywhere.get_weights())
+    apart = max(float(np.abs(one - found[0]).max()) for one in found)
+    return {"losses": epochs, "apart": apart, "loaded": same}
+
+
+def ended(folder: Path, rank: int, ranks: int) -> dict[str, Any]:
+    """What has come of each."""
+    return {
+        "parts": of_parts(folder, rank, ranks),
+        "others": of_others(rank, ranks),
+        "together": together(folder, rank, ranks),
+    }
