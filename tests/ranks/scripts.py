@@ -104,6 +104,17 @@ def of_others(rank: int, ranks: int) -> dict[str, str]:
     )
 
 
+def with_a_wrong_id(rank: int, ranks: int) -> dict[str, Any]:
+    """What each has after a step that one rank has to begin again."""
+    model, mine = _made(ours, rank, ranks)
+    features, labels = mine[0]
+    wrong = {**features, "a": features["a"] + 10**6}
+    said = said_by({"wrong": lambda: model.train_on_batch(wrong, labels)} if rank else {})
+    model.train_on_batch(features, labels)
+    changed = [float(np.abs(weight).sum()) for weight in model.get_weights()]
+    return {"said": said, "weights": changed, "steps": int(model.optimizer.iterations)}
+
+
 def together(folder: Path, rank: int, ranks: int) -> dict[str, Any]:
     """What all ranks do alike: stop, predict before and within and after, save and load."""
     model, mine = _made(in_shards, rank, ranks)
@@ -134,5 +145,6 @@ def ended(folder: Path, rank: int, ranks: int) -> dict[str, Any]:
     return {
         "parts": of_parts(folder, rank, ranks),
         "others": of_others(rank, ranks),
+        "wrong": with_a_wrong_id(rank, ranks),
         "together": together(folder, rank, ranks),
     }

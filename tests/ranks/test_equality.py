@@ -171,6 +171,14 @@ def test_models_that_differ_are_refused(results):
         assert "All ranks must load the same rows" in said["loaded"]
 
 
+def test_a_wrong_id_on_one_rank_ends_the_step_before_the_others_make_it(results):
+    """They wait for the rank, or end with it."""
+    first, second = (told["wrong"] for told in _of_scripts(results))
+    assert "ids must be from 0 to cardinality - 1" in second["said"]["wrong"]
+    assert first["weights"] == second["weights"]
+    assert first["steps"] == second["steps"] == 1
+
+
 def test_ranks_stop_save_and_read_as_one(results):
     """A callback that stops by a metric sees the mean of all; Keras's functions see the tables."""
     first, *others = (told["together"] for told in _of_scripts(results))

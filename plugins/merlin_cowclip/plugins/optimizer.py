@@ -369,9 +369,7 @@ class CowClipOptimizer(Observable, StepsTogether, FollowsFits, RefusesOptions, m
             mine = owner.get(pair[1].ref(), self.default_optimizer)
             shares.setdefault(id(mine), []).append(pair)
         updates: list[Any] = []
-        # Recorded rows are there once their ids are known to be in range: else nothing is updated.
-        lookups = [lookup for spec in self.table_specs for lookup in spec.recorder.lookups()]
-        checked = tf.nest.flatten([lookup.rows for lookup in lookups], expand_composites=True)
+        checked = self._checked()
         for optimizer in self.optimizers:
             if id(optimizer) not in shares:
                 continue
@@ -386,6 +384,11 @@ class CowClipOptimizer(Observable, StepsTogether, FollowsFits, RefusesOptions, m
             updates += [] if update is None else [update]
         with tf.control_dependencies(updates):
             return tf.group(self.iterations.assign_add(1, read_value=False))
+
+    def _checked(self) -> list[tf.Tensor]:
+        """The step's rows, there once their ids are known to be in range: else it does nothing."""
+        lookups = [lookup for spec in self.table_specs for lookup in spec.recorder.lookups()]
+        return list(tf.nest.flatten([one.rows for one in lookups], expand_composites=True))
 
     def add(self, optimizer_blocks: Any) -> None:
         """Refused: blocks are assigned by `for_model`, and one added here would be passed over."""

@@ -65,6 +65,8 @@ class StepsTogether:
 
         def _clipped_ranges(self) -> Mapping[TableSpec, Sequence[bool]]: ...
 
+        def _checked(self) -> list[tf.Tensor]: ...
+
         def _own(self) -> Mapping[Any, TablePart]: ...
 
         def _table_parts(self) -> Sequence[TablePart]: ...
@@ -204,6 +206,12 @@ class StepsTogether:
         if ranks().size == 1:
             return list(super()._aggregate_gradients(pairs))  # type: ignore[misc]
         self._begin_alike([variable for _, variable in pairs])
+        # An id out of range ends the step before the other ranks hear of it: they would make it.
+        with tf.control_dependencies(self._checked()):
+            joined = self._joined(pairs)
+        return [(joined[variable.ref()], variable) for _, variable in pairs]
+
+    def _joined(self, pairs: Sequence[tuple[Any, tf.Variable]]) -> dict[Any, Any]:
         weight = self._weight_of_share()
         check_equal(tf.stack([part._decayed_lr(tf.float32) for part in self.optimizers]), _RATES)
         owner = self._own()
@@ -217,7 +225,7 @@ class StepsTogether:
         dense = shares.get(id(None), [])
         means = join_dense([gradient for gradient, _ in dense], weight)
         joined.update((v.ref(), mean) for mean, (_, v) in zip(means, dense, strict=True))
-        return [(joined[variable.ref()], variable) for _, variable in pairs]
+        return joined
 
     def _begin_alike(self, variables: list[tf.Variable]) -> None:
         with tf.init_scope():
