@@ -136,8 +136,10 @@ def together(folder: Path, rank: int, ranks: int) -> dict[str, Any]:
     of_all_ranks("it is saved")
     loaded = load_model(folder / "everywhere")
     same = len(loaded.get_weights()) == len(everywhere.get_weights())
+    table = FusedEmbeddings(Schema([category("a", 6)]), 2, sharded=True)
+    read = tf.function(lambda: table.lookup("a", tf.constant([1, 4])), autograph=False)()
     apart = max(float(np.abs(one - found[0]).max()) for one in found)
-    return {"losses": epochs, "apart": apart, "loaded": same}
+    return {"losses": epochs, "apart": apart, "loaded": same, "read": list(read.shape)}
 
 
 def ended(folder: Path, rank: int, ranks: int) -> dict[str, Any]:

@@ -187,6 +187,7 @@ def test_ranks_stop_save_and_read_as_one(results):
         assert told["losses"] == first["losses"]
         assert told["apart"] <= 1e-6
         assert told["loaded"]
+        assert told["read"] == [2, 2]  # of a table that was built within a graph
 
 
 def _of_scripts(results: dict[int, Path]) -> list[dict[str, Any]]:

@@ -284,7 +284,8 @@ class FusedEmbeddings(RowsByRawId, SchemaMixin, tf.keras.layers.Layer):
                     f"The layer {self.name!r} must be built before its rows are read: fit the "
                     "model, or call it, first."
                 )
-            self.build({})
+            with tf.init_scope():  # as Keras builds layers that it calls
+                self.build({})
         return self.table
 
     def _whole_table(self, build: bool = False) -> tf.Variable:
