@@ -27,6 +27,7 @@ from merlin_cowclip.plugins import CowClipOptimizer, recipe, scale
 from merlin_cowclip.plugins._stack import mm, tf
 from merlin_cowclip.plugins.state import training_state
 from merlin_cowclip.workflows.training.checkpoints import Checkpoints
+from merlin_cowclip.workflows.training.saved_state import State
 
 FIELDS, NUMBERS, WIDTH = 26, 13, 10
 COPY = """
@@ -103,7 +104,7 @@ def cost(rows: int, size: int, every: int, rounds: int) -> None:
         def save(i: int) -> None:
             if i == 0:  # one per round, in its beginning: it is written while the rest is trained
                 number[0] += 1
-                checkpoints.save(number[0], state, {})
+                checkpoints.save(number[0], State(state), {})
 
         steps(model, some, 3, lambda i: None)
         ways = {"without": lambda i: None, "with": save}
@@ -136,7 +137,7 @@ def large(rows: int, size: int) -> None:
     with tempfile.TemporaryDirectory() as home:
         checkpoints = Checkpoints(Path(home) / "checkpoints")
         begun = time.perf_counter()
-        checkpoints.save(1, state, {})
+        checkpoints.save(1, State(state), {})
         still = time.perf_counter() - begun
         first = steps(model, some, 1, lambda i: None)
         during = []
@@ -146,7 +147,7 @@ def large(rows: int, size: int) -> None:
         checkpoints.wait()
         size_of = sum(f.stat().st_size for f in checkpoints.folder.rglob("state.*"))
         begun = time.perf_counter()
-        checkpoints.at(1).restore(state)
+        checkpoints.at(1).restore(State(state))
         read = time.perf_counter() - begun
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     print(f"V = {rows:,}, batch {size:,}, exact: one checkpoint")

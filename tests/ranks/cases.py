@@ -171,7 +171,7 @@ def trained(case: Case, rank: int = 0, ranks: int = 1) -> dict[str, np.ndarray]:
     tf.keras.mixed_precision.set_global_policy("float32")
     totals = statistics.total()
     with whole_tables(model):
-        left_out = optimizer._of_shards()
+        left_out = optimizer.in_shards()
         changed = training_state(model).items()
         state = {
             name: variable.numpy()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -14,35 +12,17 @@ from merlin_cowclip.models.ctr_block import embeddings_of
 from merlin_cowclip.plugins import joining
 from merlin_cowclip.plugins.joining import Ranks
 from merlin_cowclip.workflows import Loader, Run
-from merlin_cowclip.workflows.commands.main import main
 from merlin_cowclip.workflows.data.etl import prepare
 from merlin_cowclip.workflows.data.prepared import PreparedData
 from merlin_cowclip.workflows.errors import AgreedError
 from merlin_cowclip.workflows.training import ranks as ranks_of_runs
+from merlin_cowclip.workflows.training.checkpoints import Checkpoints
 from merlin_cowclip.workflows.training.evaluation import evaluate
-from merlin_cowclip.workflows.training.resuming import _KEYS
 from tests.bad_input.conftest import TOY, toy_log
 from tests.bad_input.contract import listing, refused
 
+from .conftest import COMMAND, OPTIONS
 from .launch import needs_horovod, on_ranks
-
-COMMAND = [sys.executable, "-m", "merlin_cowclip.workflows.commands.main"]
-OPTIONS = ["--batch-size", 28, "--epochs", 2, "--embedding-dim", 3, "--mlp", "6"]
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory) -> Path:
-    """140 training rows, 5 batches of 28."""
-    home = tmp_path_factory.mktemp("data")
-    return prepare(TOY, [toy_log(home / "log.csv")], home / "data", progress=False).path
-
-
-@pytest.fixture(scope="module")
-def one(data, tmp_path_factory) -> Run:
-    """What one process trains."""
-    out = tmp_path_factory.mktemp("one") / "run"
-    assert main(["train", str(data), "--out", str(out), *map(str, OPTIONS)]) == 0
-    return Run.open(out)
 
 
 @needs_horovod
@@ -51,7 +31,8 @@ def test_a_run_of_two_ranks_is_that_of_one_process(data, one, tmp_path):
     ended = on_ranks(2, [*COMMAND, "train", data, "--out", tmp_path / "two", *OPTIONS])
     assert ended.code == 0, ended
     last = [line for line in ended.out.splitlines() if "samples/s" in line and "test AUC" in line]
-    assert [line.partition("epoch ")[2][:1] for line in last] == ["1", "2", ""], "one rank speaks"
+    spoken = [line.partition("epoch ")[2][:1] for line in last]
+    assert spoken == ["1", "2", "3", ""], "one rank speaks"
     two = Run.open(tmp_path / "two")
     for key in ("auc", "log_loss", "calibration"):
         assert two.result[key] == pytest.approx(one.result[key], rel=1e-5)
@@ -66,17 +47,14 @@ def test_a_run_of_two_ranks_is_that_of_one_process(data, one, tmp_path):
         for mine, others in zip(*lines, strict=True):
             assert others == pytest.approx(mine, rel=1e-4)
     assert len(list((two.path / "logs").iterdir())) == 1
-    assert not (two.path / "checkpoints").exists()
+    assert Checkpoints(two.path / "checkpoints").steps()[-2:] == [14, 21]
 
 
 @needs_horovod
 @pytest.mark.slow
-def test_a_run_with_tables_in_shards_is_like_any_other(data, one, tmp_path):
+def test_a_run_with_tables_in_shards_is_like_any_other(data, one, in_shards):
     """Of one test batch, for which the other rank has an empty one."""
-    run = tmp_path / "run"
-    ended = on_ranks(2, [*COMMAND, "train", data, "--out", run, *OPTIONS, "--tables", "sharded"])
-    assert ended.code == 0, ended
-    run, prepared = Run.open(run), PreparedData.open(data)
+    run, prepared = Run.open(in_shards), PreparedData.open(data)
     assert run.result["config"]["tables"] == "sharded"
     model = run.model()
     rows = sum(prepared.cardinalities.values())
@@ -105,17 +83,13 @@ def _numbers(path: Path) -> list[dict[str, float]]:
 @pytest.mark.parametrize(
     ("command", "words"),
     [
-        (["train", "{data}", "--batch-size", 27], ["must be a multiple of the number of ranks"]),
+        (["train", "{data}", "--batch-size", 17], ["must be a multiple of the number of ranks"]),
         (
-            ["train", "{data}", "--batch-size", 28, "--update", "deferred"],
+            ["train", "{data}", "--batch-size", 18, "--update", "deferred"],
             ["on several ranks has no update='deferred'"],
         ),
         (
-            ["train", "{data}", "--batch-size", 28, "--no-saved-model"],
-            ["on several ranks has no saved_model=False", "takes no checkpoints"],
-        ),
-        (
-            ["train", "{other}", "--batch-size", 28],
+            ["train", "{other}", "--batch-size", 18],
             ["all ranks must have the rows of the data in common", "on rank 1"],
         ),
         (["prepare", "criteo", "{data}"], ["only train shares its work", "prepare on 2"]),
@@ -161,13 +135,3 @@ def test_ranks_without_horovod_are_refused(data, tmp_path, monkeypatch):
         refused(["train", data, "--out", tmp_path / "run"], words, folder=tmp_path)
     finally:
         ranks_of_runs.here.cache_clear()
-
-
-def test_a_run_of_ranks_is_not_resumed(data, tmp_path):
-    record = {key: {} for key in _KEYS} | {"ranks": 2}
-    (tmp_path / "config.json").write_text(json.dumps(record))
-    words = ["must be of one process", "2 ranks", "Train again"]
-    # A run that is trained is locked by a file of its own.
-    (tmp_path / ".lock").touch()
-    refused(["train", "--resume", tmp_path], words, folder=tmp_path)
-    assert PreparedData.open(data).rows["train"] == 140

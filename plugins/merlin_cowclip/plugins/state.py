@@ -7,6 +7,7 @@ from typing import Any
 
 from merlin_cowclip.plugins._stack import mm, tf
 from merlin_cowclip.plugins.optimizer import CowClipOptimizer
+from merlin_cowclip.plugins.sharding import Shard
 
 
 def training_state(model: mm.Model) -> dict[str, tf.Variable]:
@@ -34,6 +35,12 @@ def training_state(model: mm.Model) -> dict[str, tf.Variable]:
         "loss": mean_loss(model).variables,
     }
     return weights_of(model) | _named(kinds)
+
+
+def shards_of(model: mm.Model, state: Mapping[str, tf.Variable]) -> dict[str, Shard]:
+    """Of variables by name, such as `training_state`'s, those that have this rank's rows alone."""
+    held = optimizer_of(model).in_shards()
+    return {name: held[v.ref()] for name, v in state.items() if v.ref() in held}
 
 
 def optimizer_of(model: mm.Model) -> CowClipOptimizer:

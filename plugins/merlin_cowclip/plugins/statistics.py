@@ -7,7 +7,7 @@ Sums over rows and steps, kept in small variables on the device; nothing here ch
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -164,6 +164,35 @@ class StepStatistics:
         before = [self._counts_before, self._norms_before]
         return [self._counts, self._norms, *before, self._bins, self._bins_before]
 
+    def share_of(
+        self,
+        variable: tf.Variable,
+        held: np.ndarray,
+        in_shards: Collection[TableSpec],
+        rank: int,
+    ) -> np.ndarray:
+        """What one of `variables` holds on a rank, where another number of ranks had `held`.
+
+        Of tables in shards the first rank takes all that was added up so far.
+
+        Args:
+          variable: which.
+          held: what N ranks had in it, N×F×….
+          in_shards: the tables whose rows the N ranks shared.
+          rank: which one of those that there are now.
+        """
+        shared = self._by_field(spec in in_shards for spec in self._tables)
+        shares = self._by_field(spec.shard is not None for spec in self._tables)
+        whole = np.where(shared, held.sum(axis=0), held[0])
+        mine = np.where(shares & (rank > 0), np.zeros_like(whole), whole)
+        if variable is self._counts or variable is self._counts_before:
+            mine[:, 0] = held[0][:, 0]  # steps, which all ranks make
+        return mine
+
+    def _by_field(self, of_tables: Iterable[bool]) -> np.ndarray:
+        pairs = zip(self._tables, of_tables, strict=True)
+        return np.array([[one] for spec, one in pairs for _ in spec.range_names])
+
     def add(
         self,
         norms: RowNorms,
@@ -265,11 +294,11 @@ class StepStatistics:
 
     def _of_all_ranks(self, values: np.ndarray) -> np.ndarray:
         """Sums by field, those of tables in shards over all ranks."""
-        sharded = [spec.shard is not None for spec in self._tables for _ in spec.range_names]
-        if not any(sharded):
+        sharded = self._by_field(spec.shard is not None for spec in self._tables)
+        if not sharded.any():
             return values
         whole = gathered(values[np.newaxis]).sum(axis=0)
-        return np.where(np.array(sharded)[:, np.newaxis], whole, values)
+        return np.where(sharded, whole, values)
 
     def _fields(self, counts: np.ndarray, norms: np.ndarray) -> Iterator[FieldStatistics]:
         counts[:, 1:] = self._of_all_ranks(counts[:, 1:])

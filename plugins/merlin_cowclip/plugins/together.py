@@ -19,6 +19,7 @@ from merlin_cowclip.plugins.joining import (
     ranks,
 )
 from merlin_cowclip.plugins.rates import TablePart
+from merlin_cowclip.plugins.sharding import Shard
 from merlin_cowclip.plugins.tables import TableSpec, check_whole
 
 _RATES = (
@@ -114,20 +115,22 @@ class StepsTogether:
     def _state(self) -> Iterator[tf.Variable]:
         """What all ranks have alike: not the rows that one has alone."""
         model = self._model() if self._model is not None else None
-        own = self._of_shards()
+        own = self.in_shards()
         weights = [*(() if model is None else model.weights), *self.weights]
         yield from (variable for variable in weights if variable.ref() not in own)
         for optimizer in (self, *self.optimizers):
             values = (value for _, value in sorted(optimizer._hyper.items()))
             yield from (value for value in values if isinstance(value, tf.Variable))
 
-    def _of_shards(self) -> set[Any]:
-        """Tables in shards, and their moments."""
-        found: set[Any] = set()
+    def in_shards(self) -> dict[Any, Shard]:
+        """By reference, which rows this rank has of a table in shards, and of its moments."""
+        found: dict[Any, Shard] = {}
         for variable, part in self._own().items():
             table = variable.deref()
-            if part.shard_of(table) is not None:
-                found |= {variable, *(slot.ref() for slot in part.slots_of(table).values())}
+            shard = part.shard_of(table)
+            if shard is not None:
+                slots = (slot.ref() for slot in part.slots_of(table).values())
+                found |= dict.fromkeys((variable, *slots), shard)
         return found
 
     def _begin_together(self, fit: Fit) -> None:

@@ -186,13 +186,14 @@ def _half_a_line(end: Callable[[], None]) -> None:
 def _half_removed(end: Callable[[], None]) -> None:
     """An old checkpoint has lost its record, and not yet its tensors."""
     from merlin_cowclip.workflows.training import checkpoints
+    from merlin_cowclip.workflows.training.checkpoint_files import RECORD
 
     stock = checkpoints.remove
 
     def instead(*paths: Path) -> None:
         for path in paths:
             if path.name.endswith(".old"):
-                (path / checkpoints.RECORD).unlink()
+                (path / RECORD).unlink()
                 end()
         stock(*paths)
 

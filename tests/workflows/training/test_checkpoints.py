@@ -23,6 +23,7 @@ from merlin_cowclip.workflows.training.keeping import Keeping
 from merlin_cowclip.workflows.training.loader import Loader
 from merlin_cowclip.workflows.training.resuming import open_data, read_config
 from merlin_cowclip.workflows.training.runs import Run, described
+from merlin_cowclip.workflows.training.saved_state import State
 from merlin_cowclip.workflows.training.train import resume, train
 from tests.saves import quick_saves
 
@@ -240,7 +241,7 @@ def written(tmp_path):
     variable = tf.Variable(tf.zeros([1000]), name="w")
     for step in (10, 20, 30):
         variable.assign(tf.fill([1000], float(step)))
-        checkpoints.save(step, {"weight/0000": variable}, {"epochs": []})
+        checkpoints.save(step, State({"weight/0000": variable}), {"epochs": []})
         variable.assign_add(tf.ones([1000]))  # at once: the checkpoint is of before
     checkpoints.wait()
     return checkpoints, variable
@@ -249,7 +250,7 @@ def written(tmp_path):
 def test_a_checkpoint_holds_the_values_of_when_it_was_begun(written):
     checkpoints, variable = written
     for step in (10, 20, 30):
-        checkpoints.at(step).restore({"weight/0000": variable})
+        checkpoints.at(step).restore(State({"weight/0000": variable}))
         np.testing.assert_array_equal(variable, np.full(1000, float(step)))
 
 
@@ -258,7 +259,7 @@ def test_a_table_that_is_trained_on_while_it_is_written(tmp_path):
     table = tf.Variable(tf.random.stateless_normal([200_000, 10], [1, 2]), name="table")
     before = table.numpy().copy()
     checkpoints = Checkpoints(tmp_path / "checkpoints")
-    checkpoints.save(1, {"weight/0000": table}, {"epochs": []})
+    checkpoints.save(1, State({"weight/0000": table}), {"epochs": []})
     rows = tf.range(0, 200_000, 3)
     for _ in range(20):
         table.scatter_sub(tf.IndexedSlices(tf.ones([len(rows), 10]), rows))
@@ -266,7 +267,7 @@ def test_a_table_that_is_trained_on_while_it_is_written(tmp_path):
             var=table.handle, alpha=1.0, delta=tf.ones_like(table)
         )
     checkpoints.wait()
-    checkpoints.at(1).restore({"weight/0000": table})
+    checkpoints.at(1).restore(State({"weight/0000": table}))
     np.testing.assert_array_equal(table, before)
 
 
@@ -290,7 +291,7 @@ DAMAGES = {
     ),
     "another record": (
         lambda p: (p / "checkpoint.json").write_text('{"format": 9}'),
-        "which is not of format 1",
+        "which is not of format 1 or 2",
     ),
     "a flipped bit of the record": (
         lambda p: (p / "checkpoint.json").write_text(
@@ -330,9 +331,9 @@ def test_another_networks_checkpoint(written):
     checkpoints, _ = written
     other = tf.Variable(tf.zeros([9]), name="u")
     with pytest.raises(UserError, match=r"must belong to the network .* float32 \[1000\] for 'u"):
-        checkpoints.at(30).restore({"weight/0000": other})
+        checkpoints.at(30).restore(State({"weight/0000": other}))
     with pytest.raises(UserError, match=r"with nothing for 'u:0', float32 \[9\]"):
-        checkpoints.at(30).restore({"weight/0001": other})
+        checkpoints.at(30).restore(State({"weight/0001": other}))
 
 
 def test_a_failed_one_is_told_and_leaves_nothing(written, monkeypatch):
@@ -341,7 +342,7 @@ def test_a_failed_one_is_told_and_leaves_nothing(written, monkeypatch):
         "merlin_cowclip.workflows.training.checkpoints.write_json",
         lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")),
     )
-    checkpoints.save(40, {"weight/0000": variable}, {"epochs": []})
+    checkpoints.save(40, State({"weight/0000": variable}), {"epochs": []})
     with pytest.raises(OSError, match="No space left"):
         checkpoints.wait()
     assert sorted(p.name for p in checkpoints.folder.iterdir()) == [
@@ -353,12 +354,12 @@ def test_what_a_checkpoint_tells_of_is_on_the_disk_before_it(tmp_path, monkeypat
     """Else a power cut could leave a checkpoint that counts on lines of a log that are gone."""
     module = "merlin_cowclip.workflows.training.checkpoints"
     done = []
-    monkeypatch.setattr(f"{module}._sync", lambda path: done.append(path))
+    monkeypatch.setattr(f"{module}.files.sync", lambda path: done.append(path))
     rename = os.rename
     monkeypatch.setattr(f"{module}.os.rename", lambda *to: (done.append(to[1]), rename(*to)))
     log = tmp_path / "logs" / "events"
     checkpoints = Checkpoints(tmp_path / "checkpoints")
-    checkpoints.save(1, {"weight/0000": tf.Variable(1.0)}, {"epochs": []}, beside=[log])
+    checkpoints.save(1, State({"weight/0000": tf.Variable(1.0)}), {"epochs": []}, beside=[log])
     checkpoints.wait()
     before = done[: done.index(checkpoints.folder / "step-0000000001")]
     assert {log, log.parent} < set(before)

@@ -46,7 +46,7 @@ def run(name: str, work: Callable[[], None]) -> int:
                 received.raising = False
         except BaseException as error:
             if isinstance(error, Stopped):
-                _say(f"{name}: {error}")
+                _say_once(f"{name}: {error}")
                 number = received.number or error.number
                 return 3 if number is None else 128 + number
             # First: what a signal raises inside a library may come out as something else.

@@ -20,7 +20,6 @@ from merlin_cowclip.workflows.training.networks import COMBINERS, NETWORKS
 from merlin_cowclip.workflows.training.ranks import (
     agreed,
     check_offered,
-    check_resumed,
     first_speaks,
     is_first,
 )
@@ -186,8 +185,6 @@ def _train(arguments: argparse.Namespace) -> None:
 def _train_here(arguments: argparse.Namespace) -> None:
     with agreed():
         check_minutes(arguments.max_minutes)
-        if arguments.resume is not None:
-            check_resumed()
     result = (_begin if arguments.resume is None else _go_on)(arguments)
     if not is_first():
         return
@@ -241,7 +238,7 @@ def _checked(
     config = train_config(arguments, None if tuned is None else tuned.train_config())
     given = {field.name: getattr(arguments, field.name) for field in fields(Keeping)}
     keeping = Keeping(**{name: value for name, value in given.items() if value is not None})
-    check_offered(config, keeping, arguments.max_minutes)
+    check_offered(config)
     data = PreparedData.open(arguments.data)
     refuse_existing(arguments.out)
     others = None if tuned is None else tuned.check_columns(data)
@@ -280,12 +277,13 @@ def _go_on(arguments: argparse.Namespace) -> Mapping[str, Any]:
     said = {name: value for name, value in vars(arguments).items() if name not in ours}
     unsaid = {name: False for name in ("no_clip", "no_warmup")}
     given = [name for name, value in said.items() if value is not unsaid.get(name)]
-    if given:
-        raise UserError(
-            "--resume goes with DATA, --epochs, --max-minutes and --quiet alone: the rest is the "
-            f"run's own. Received: {', '.join(f'--{name}' for name in given).replace('_', '-')}. "
-            "Leave it out"
-        )
+    with agreed():
+        if given:
+            options = ", ".join(f"--{name}" for name in given).replace("_", "-")
+            raise UserError(
+                "--resume goes with DATA, --epochs, --max-minutes and --quiet alone: the rest is "
+                f"the run's own. Received: {options}. Leave it out"
+            )
     from merlin_cowclip.workflows.training.train import resume
 
     run = resume(
@@ -293,7 +291,7 @@ def _go_on(arguments: argparse.Namespace) -> Mapping[str, Any]:
         epochs=arguments.epochs,
         data=arguments.data,
         max_minutes=arguments.max_minutes,
-        progress=not arguments.quiet,
+        progress=is_first() and not arguments.quiet,
     )
     return run.result
 

@@ -4,96 +4,69 @@
 flat tensors, and `checkpoint.json`, written last within it: what else a run needs to go on, and of
 every file its size and SHA-256. The folder gets its name when all of it is on the disk; whatever
 ends the process leaves the checkpoints before it as they were.
+
+Of several ranks the first writes what all have alike, and what each has of its own; of tables in
+shards each writes its rows, `rows-00001-of-00003.…`. Any number of ranks can go on from it.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import re
 import threading
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from merlin_cowclip.plugins._stack import tf
-from merlin_cowclip.workflows.errors import UserError
+from merlin_cowclip.plugins.joining import ALONE, Ranks, gathered
+from merlin_cowclip.workflows.errors import AgreedError, UserError
 from merlin_cowclip.workflows.folders import remove, write_json
+from merlin_cowclip.workflows.training import checkpoint_files as files
+from merlin_cowclip.workflows.training.ranks import agreed, said_by_all
+from merlin_cowclip.workflows.training.saved_state import Checkpoint, State
 
-FORMAT_VERSION = 1
-RECORD = "checkpoint.json"
-STATE = "state"
 _NAME = re.compile(r"step-(\d{10,})")
-_KEYS = {"step": int, "tensors": dict, "files": dict, "progress": dict, "sha256": str}
-_CHUNK = 1 << 22  # bytes
 
 
-@dataclass(frozen=True)
-class Checkpoint:
-    """One that is whole."""
+class _Writing(threading.Thread):
+    """A thread that writes, and what came of it."""
 
-    path: Path
-    record: Mapping[str, Any]
+    def __init__(self, write: Callable[[], Any]) -> None:
+        super().__init__(name="merlin-cowclip-checkpoint", daemon=True)  # no interrupt waits for it
+        self.found: Any = None
+        self.failure: BaseException | None = None
+        self._write = write
+        self.start()
 
-    @property
-    def step(self) -> int:
-        """After how many updates it was taken."""
-        return int(self.record["step"])
-
-    @property
-    def progress(self) -> Mapping[str, Any]:
-        """What the run itself put in."""
-        progress: Mapping[str, Any] = self.record["progress"]
-        return progress
-
-    def check(self, variables: Mapping[str, tf.Variable]) -> None:
-        """Refuse variables whose values it does not hold.
-
-        Raises:
-            UserError: it lacks one, or has it in another shape or dtype.
-        """
-        for name, variable in variables.items():
-            had, has = self.record["tensors"].get(name), _described(variable)
-            if had is None or (had["shape"], had["dtype"]) != (has["shape"], has["dtype"]):
-                found = "nothing" if had is None else f"{had['dtype']} {had['shape']}"
-                raise UserError(
-                    "a checkpoint must belong to the network of its run. Received: "
-                    f"{self.path}, with {found} for {has['name']!r}, {has['dtype']} "
-                    f"{has['shape']}. Train again with the versions of the run's config.json"
-                )
-
-    def restore(self, variables: Mapping[str, tf.Variable]) -> None:
-        """Assign the values of variables, by name; others that it holds are let be.
-
-        Raises:
-            UserError: see `check`.
-        """
-        self.check(variables)
-        values = tf.train.load_checkpoint(str(self.path / STATE))
-        for name, variable in variables.items():
-            variable.assign(values.get_tensor(name))
+    def run(self) -> None:
+        try:
+            self.found = self._write()
+        except BaseException as error:
+            self.failure = error
 
 
 class Checkpoints:
-    """Those of one run.
+    """Those of one run; on several ranks, all that reads or writes is called on all at once.
 
     Args:
         folder: where they lie; made with the first.
         keep: how many of the last ones are kept, beside the best.
+        ranks: this process among those of the run.
     """
 
-    def __init__(self, folder: Path, keep: int = 2) -> None:
+    def __init__(self, folder: Path, keep: int = 2, ranks: Ranks = ALONE) -> None:
         self.folder = folder
         self._keep = keep
-        self._writing: threading.Thread | None = None
-        self._failure: BaseException | None = None
+        self._ranks = ranks
+        self._writing: _Writing | None = None  # this rank's files
+        self._seal: Callable[[dict[str, Any]], None] | None = None  # once all ranks' are written
+        self._sealing: _Writing | None = None
 
     def save(
         self,
         step: int,
-        variables: Mapping[str, tf.Variable],
+        state: State,
         progress: Mapping[str, Any],
         *,
         best: int | None = None,
@@ -106,7 +79,7 @@ class Checkpoints:
 
         Args:
             step: after how many updates.
-            variables: by name.
+            state: of this rank.
             progress: fit for JSON.
             best: the step of the one that is kept beside the last ones.
             beside: files that it tells of, and that must be on the disk as it is.
@@ -115,24 +88,132 @@ class Checkpoints:
             UserError, OSError: what the one before failed with.
         """
         self.wait()
-        with tf.device("CPU:0"):
-            tensors = {name: tf.identity(v.read_value()) for name, v in variables.items()}
-        record = {
-            "format": FORMAT_VERSION,
-            "step": step,
-            "progress": progress,
-            "tensors": {name: _described(variable) for name, variable in variables.items()},
-        }
+        target = self.folder / f"step-{step:010}"
+        partial = self.folder / f".{target.name}.partial"
+        record = {"step": step, "progress": progress, "tensors": state.described()}
+        record |= self._format(state)
+        held = self._held(state)
 
-        def write() -> None:
+        def begin() -> None:
+            if self._ranks.rank == 0:
+                self.folder.mkdir(exist_ok=True)
+                remove(partial)
+                partial.mkdir()
+
+        def write() -> dict[str, Any]:
+            if self._ranks.size == 1:
+                begin()
             try:
-                self._write(step, tensors, record, best, set(beside))
-            except BaseException as error:
-                self._failure = error
+                written = self._write(partial, held)
+                if self._ranks.size == 1:
+                    seal(written)
+            except BaseException:
+                remove(partial)
+                raise
+            return written
 
-        self._writing = threading.Thread(target=write, name="merlin-cowclip-checkpoint")
-        self._writing.daemon = True  # an interrupt does not wait for it
-        self._writing.start()
+        def seal(written: dict[str, Any]) -> None:
+            try:
+                self._give_name(partial, target, {**record, "files": written}, set(beside))
+            finally:
+                remove(partial)
+            self._drop_old(best)
+
+        if self._ranks.size > 1:
+            with agreed():
+                begin()
+            self._seal = seal
+        self._writing = _Writing(write)
+
+    def _format(self, state: State) -> dict[str, Any]:
+        if self._ranks.size == 1:
+            return {"format": files.ALONE}
+        of_ranks = {"ranks": self._ranks.size, "of_each": sorted(state.of_each)}
+        return {"format": files.OF_RANKS, **of_ranks, "in_shards": sorted(state.shards)}
+
+    def _held(self, state: State) -> dict[str, dict[str, tf.Tensor]]:
+        """What this rank writes, by the file's prefix and the tensor's name."""
+        rows = files.rows_of(self._ranks.rank, self._ranks.size)
+        held: dict[str, dict[str, tf.Tensor]] = {files.STATE: {}, rows: {}}
+        with tf.device("CPU:0"):
+            for name, variable in state.variables.items():
+                value = variable.read_value()
+                if name in state.shards:
+                    held[rows][name] = tf.identity(value)
+                elif name in state.of_each and self._ranks.size > 1:
+                    held[files.STATE][name] = tf.constant(gathered(value[tf.newaxis].numpy()))
+                else:
+                    held[files.STATE][name] = tf.identity(value)
+        if self._ranks.rank:
+            held[files.STATE] = {}
+        return {prefix: tensors for prefix, tensors in held.items() if tensors}
+
+    def _write(self, partial: Path, held: dict[str, dict[str, tf.Tensor]]) -> dict[str, Any]:
+        """This rank's files; returns what they are known again by."""
+        if not held:
+            return {}
+        prefixes = list(held)
+        for prefix in prefixes:
+            files.write_tensors(partial / prefix, held[prefix])
+            held.pop(prefix)
+        names = (p for p in sorted(os.listdir(partial)) if p.partition(".")[0] in prefixes)
+        written = {name: files.entry(partial / name) for name in names}
+        for name in written:
+            files.sync(partial / name)
+        return written
+
+    def _give_name(
+        self, partial: Path, target: Path, record: dict[str, Any], beside: set[Path]
+    ) -> None:
+        write_json(partial / files.RECORD, {**record, "sha256": files.digest(record)})
+        beside |= {path.parent for path in beside}
+        for path in (*beside, partial / files.RECORD, partial):
+            files.sync(path)
+        replaced = self.folder / f".{target.name}.replaced"
+        if target.exists():  # the same weights, of before the epoch was measured
+            os.rename(target, replaced)
+        os.rename(partial, target)
+        files.sync(self.folder)
+        remove(replaced)
+
+    def told(self) -> dict[str, Any]:
+        """What the other ranks have to know of what this one writes; fit for JSON."""
+        writing, failure = self._writing, self._failure()
+        said = None if failure is None else str(failure) or type(failure).__name__
+        written = None if writing is None or writing.is_alive() else writing.found
+        return {"failure": said, "written": written}
+
+    def hear(self, said: Sequence[Mapping[str, Any]]) -> None:
+        """What all ranks have told: once all have written, the first gives the whole its name.
+
+        Raises:
+            AgreedError: one has failed.
+        """
+        for rank, one in enumerate(said):
+            if one["failure"] is not None:
+                self._refuse(rank, one["failure"])
+        written = [one["written"] for one in said]
+        if self._seal is not None and None not in written:
+            seal, self._seal = self._seal, None
+            whole = {name: entry for one in written for name, entry in one.items()}
+            if self._ranks.rank == 0:
+                self._sealing = _Writing(lambda: seal(whole))
+
+    def _failure(self) -> BaseException | None:
+        for thread in (self._writing, self._sealing):
+            if thread is not None and not thread.is_alive() and thread.failure is not None:
+                return thread.failure
+        return None
+
+    def _refuse(self, rank: int, sentence: str) -> None:
+        failure = self._failure()
+        self._forget()
+        if rank == self._ranks.rank and failure is not None:
+            raise failure
+        raise AgreedError(f"a checkpoint must be written. Received, on rank {rank}: {sentence}")
+
+    def _forget(self) -> None:
+        self._writing = self._sealing = self._seal = None
 
     def wait(self) -> None:
         """Until what was begun is on the disk.
@@ -140,59 +221,30 @@ class Checkpoints:
         Raises:
             UserError, OSError: it failed.
         """
-        if self._writing is not None:
-            self._writing.join()
-            self._writing = None
-        self.check()
+        if self._writing is None:
+            return
+        self._writing.join()
+        if self._ranks.size == 1:
+            self.check()
+        else:
+            self.hear(said_by_all(self.told()))
+            if self._sealing is not None:
+                self._sealing.join()
+            self.hear(said_by_all(self.told()))
+        self._forget()
 
     def settle(self, seconds: float | None = None) -> None:
         """As `wait`, but not for longer than this, and without an error: another one has come."""
-        if self._writing is not None:
-            self._writing.join(seconds)
+        for thread in (self._writing, self._sealing):
+            if thread is not None:
+                thread.join(seconds)
 
     def check(self) -> None:
         """Raise what the last one has failed with, if it has."""
-        failure, self._failure = self._failure, None
+        failure = self._failure()
         if failure is not None:
+            self._forget()
             raise failure
-
-    def _write(
-        self,
-        step: int,
-        tensors: dict[str, tf.Tensor],
-        record: dict[str, Any],
-        best: int | None,
-        beside: set[Path],
-    ) -> None:
-        self.folder.mkdir(exist_ok=True)
-        target = self.folder / f"step-{step:010}"
-        partial = self.folder / f".{target.name}.partial"
-        remove(partial)
-        partial.mkdir()
-        try:
-            with tf.device("CPU:0"):
-                tf.raw_ops.SaveV2(
-                    prefix=str(partial / STATE),
-                    tensor_names=list(tensors),
-                    shape_and_slices=[""] * len(tensors),
-                    tensors=list(tensors.values()),
-                )
-            tensors.clear()
-            files = {path.name: _entry(path) for path in sorted(partial.iterdir())}
-            record = {**record, "files": files}
-            write_json(partial / RECORD, {**record, "sha256": _digest(record)})
-            beside |= {path.parent for path in beside}
-            for path in (*beside, *partial.iterdir(), partial):
-                _sync(path)
-            replaced = self.folder / f".{target.name}.replaced"
-            if target.exists():  # the same weights, of before the epoch was measured
-                os.rename(target, replaced)
-            os.rename(partial, target)
-            _sync(self.folder)
-            remove(replaced)
-        finally:
-            remove(partial)
-        self._drop_old(best)
 
     def _drop_old(self, best: int | None) -> None:
         steps = self.steps()
@@ -211,33 +263,45 @@ class Checkpoints:
     def at(self, step: int) -> Checkpoint:
         """The one after `step` updates, every byte of it held against its record.
 
+        Each rank reads a share of the files with rows; the first the others.
+
         Raises:
             UserError: it is damaged, or not there.
         """
         path = self.folder / f"step-{step:010}"
-        record = _read_record(path)
-        for name, entry in record["files"].items():
-            try:
-                found = _entry(path / name)
-            except OSError as error:
-                _refuse(path / name, f"which cannot be read ({error.strerror})")
-            if found["bytes"] != entry["bytes"]:
-                had = f"of {found['bytes']:,} bytes, which had {entry['bytes']:,}"
-                _refuse(path / name, had)
-            if found["sha256"] != entry["sha256"]:
-                _refuse(path / name, "whose content has changed")
+        found: tuple[str | None, Any] = (None, None)
+        if self._ranks.rank == 0:
+            found = _or_refusal(lambda: files.read_record(path))
+        refusal, record = self._told_by_all(found)[0]
+        if refusal is None:
+            names = [n for n in record["files"] if self._is_mine(n)]
+            mine = _or_refusal(lambda: files.check_files(path, record, names))
+            refusal = next((r for r, _ in self._told_by_all(mine) if r is not None), None)
+        if refusal is not None:
+            raise UserError(refusal)
         return Checkpoint(path, record)
+
+    def _is_mine(self, name: str) -> bool:
+        return files.rank_of(name) % self._ranks.size == self._ranks.rank
+
+    def _told_by_all(self, value: Any) -> list[Any]:
+        return [value] if self._ranks.size == 1 else said_by_all(value)
 
     def last(self) -> tuple[Checkpoint | None, list[UserError]]:
         """The last one that is whole, and what is wrong with those after it."""
-        for path in self.folder.glob(".step-*.replaced"):  # the process ended in between
-            name = path.name.split(".")[1]
-            if not (self.folder / name).exists():
-                os.rename(path, self.folder / name)
+        steps = []
+        if self._ranks.rank == 0:
+            for path in self.folder.glob(".step-*.replaced"):  # the process ended in between
+                name = path.name.split(".")[1]
+                if not (self.folder / name).exists():
+                    os.rename(path, self.folder / name)
+            steps = self.steps()
         damaged: list[UserError] = []
-        for step in reversed(self.steps()):
+        for step in reversed(self._told_by_all(steps)[0]):
             try:
                 return self.at(step), damaged
+            except AgreedError:
+                raise
             except UserError as error:
                 damaged.append(error)
         return None, damaged
@@ -246,7 +310,7 @@ class Checkpoints:
         """Remove what an ended process left half written, and put aside what is damaged.
 
         What comes after the last one that is whole is kept as `damaged-step-…`, so that it is no
-        longer one of the last.
+        longer one of the last. It is the first rank that does so.
 
         Args:
             checkpoint: the last one that is whole, as `last` has found it.
@@ -261,52 +325,11 @@ class Checkpoints:
             remove(path)
 
 
-def _described(variable: tf.Variable) -> dict[str, Any]:
-    return {"name": variable.name, "shape": list(variable.shape), "dtype": variable.dtype.name}
-
-
-def _entry(path: Path) -> dict[str, Any]:
-    """Size and SHA-256 of all of a file, as `sha256sum` prints it."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK):
-            digest.update(chunk)
-        return {"bytes": file.tell(), "sha256": digest.hexdigest()}
-
-
-def _digest(record: Mapping[str, Any]) -> str:
-    """Of a record's content, however it is laid out in its file."""
-    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
-
-
-def _sync(path: Path) -> None:
-    """To the disk itself: what was renamed over must not be empty after a power cut."""
-    number = os.open(path, os.O_RDONLY)
+def _or_refusal(work: Callable[[], Any]) -> tuple[str | None, Any]:
     try:
-        os.fsync(number)
-    finally:
-        os.close(number)
-
-
-def _read_record(path: Path) -> dict[str, Any]:
-    try:
-        record = json.loads((path / RECORD).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        _refuse(path / RECORD, f"which cannot be read ({error})")
-    if not isinstance(record, dict) or record.get("format") != FORMAT_VERSION:
-        _refuse(path / RECORD, f"which is not of format {FORMAT_VERSION}")
-    for key, kind in _KEYS.items():
-        if not isinstance(record.get(key), kind):
-            _refuse(path / RECORD, f"without {key!r}")
-    if record.pop("sha256") != _digest(record):
-        _refuse(path / RECORD, "whose content has changed")
-    if {f"{STATE}.index"} - record["files"].keys():
-        _refuse(path / RECORD, f"whose files lack {STATE}.index")
-    return record
-
-
-def _refuse(path: Path, found: str) -> NoReturn:
-    raise UserError(f"a checkpoint must be as it was written. Received: {path}, {found}") from None
+        return None, work()
+    except UserError as error:
+        return str(error), None
 
 
 def not_finite(variables: Iterable[tf.Variable]) -> list[str]:

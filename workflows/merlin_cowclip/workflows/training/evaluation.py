@@ -7,7 +7,7 @@ are held, 4 bytes each, and ranked where they lie.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -162,21 +162,34 @@ class Predictor:
         labels, probabilities = zip(*batches, strict=True)
         return np.concatenate(labels), np.concatenate(probabilities)
 
-    def quality(self, loader: Loader, *, rank: int = 0, ranks: int = 1) -> Quality:
+    def quality(
+        self,
+        loader: Loader,
+        *,
+        rank: int = 0,
+        ranks: int = 1,
+        between: Callable[[], None] = lambda: None,
+    ) -> Quality:
         """Of every row of a loader; it holds 4 bytes of each, and the batches in hand.
 
         Args:
           loader: of whole batches.
           rank: on several ranks, which one this is: they share the batches.
           ranks: how many there are, all of which call this.
+          between: called after each batch, as often on all ranks.
 
         Raises:
           UserError: only one of the labels is present, or a probability is none.
         """
         found = QualityOf(loader.rows if ranks == 1 else 0)
+        left = -(-len(loader) // ranks)
         with agreed():
             for labels, probabilities in self.batches(loader, rank, ranks):
                 found.add(labels, probabilities)
+                between()
+                left -= 1
+            if left:
+                between()
         if ranks > 1:
             found = found.of_all_ranks()
         with agreed():

@@ -72,6 +72,7 @@ class Loader(tf.data.Dataset):
 
     Attributes:
       epoch: that of passes over the loader itself, 0 unless set.
+      delivered: batches that TensorFlow has got of it so far.
       rows: rows of the part, those left out included.
       schema, input_schema, output_schema: of the columns, the label among them, as Merlin's.
 
@@ -119,6 +120,7 @@ class Loader(tf.data.Dataset):
         self.rank = rank
         self.ranks = ranks
         self.drop_last = ranks > 1 if drop_last is None else drop_last
+        self.delivered = 0
         reader = Reader(data.spec, data.footers(part), functools.partial(data.footers, part))
         self._order = Order(
             reader.groups(), batch_size, seed, self.shuffled, rank, ranks, self.drop_last
@@ -287,6 +289,7 @@ class Loader(tf.data.Dataset):
             try:
                 with AT_WORK:
                     batch = loader._streams.of(iterator, stop)[first + int(i)]
+                    loader.delivered += 1
                     if first + int(i) + 1 == stop:
                         loader._streams.forget(iterator)
                         end(loader, first)

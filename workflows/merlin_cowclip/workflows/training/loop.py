@@ -7,6 +7,7 @@ of it is in a checkpoint. What comes next depends on that alone.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import random
 import sys
 import time
@@ -19,10 +20,11 @@ import numpy as np
 
 from merlin_cowclip.plugins import FieldStatistics
 from merlin_cowclip.plugins._stack import mm, tf
-from merlin_cowclip.plugins.state import mean_loss, optimizer_of, training_state
+from merlin_cowclip.plugins.joining import times_gathered
+from merlin_cowclip.plugins.state import mean_loss, optimizer_of, shards_of, training_state
 from merlin_cowclip.workflows.errors import Notice, Stopped, UserError
 from merlin_cowclip.workflows.progress import progress_bar
-from merlin_cowclip.workflows.training.checkpoints import Checkpoint, Checkpoints, not_finite
+from merlin_cowclip.workflows.training.checkpoints import Checkpoints, not_finite
 from merlin_cowclip.workflows.training.configuration import TrainConfig
 from merlin_cowclip.workflows.training.epochs import Progress
 from merlin_cowclip.workflows.training.evaluation import Predictor
@@ -30,8 +32,10 @@ from merlin_cowclip.workflows.training.growing_files import check_lengths, cut_b
 from merlin_cowclip.workflows.training.keeping import Keeping
 from merlin_cowclip.workflows.training.loader import Loader
 from merlin_cowclip.workflows.training.logbook import Logbook, NoLogbook
+from merlin_cowclip.workflows.training.meeting import Meeting
 from merlin_cowclip.workflows.training.ranks import agreed, here, mean_over_ranks
 from merlin_cowclip.workflows.training.runs import CHECKPOINTS, RESULT, how_to_resume
+from merlin_cowclip.workflows.training.saved_state import Checkpoint, State
 from merlin_cowclip.workflows.training.scalars import (
     clip_sentence,
     field_rows,
@@ -78,7 +82,8 @@ class Training:
         self.model = model
         self.progress = Progress()
         self.step = 0
-        self.checkpoints = Checkpoints(run / CHECKPOINTS, keeping.keep)
+        self._here = here()
+        self.checkpoints = Checkpoints(run / CHECKPOINTS, keeping.keep, self._here)
         self._run = run
         self._statistics = statistics
         self._config = config
@@ -89,10 +94,8 @@ class Training:
         self._predictor = Predictor(model)
         self._optimizer = optimizer_of(model)
         self._watch = Watch(self._optimizer, loader, config)
-        self._state = training_state(model)
-        for place, variable in enumerate(statistics.variables):
-            self._state[f"{_SUMS}/{place:04}"] = variable
-        self._here = here()
+        self._state = self._all_of_it()
+        self._begun = self._evaluated = 0
         self._saved = (-1, 0)  # updates, and epochs that were measured
         self._saved_at = time.monotonic()
 
@@ -108,11 +111,41 @@ class Training:
         return None if best is None else self._end_of(best)
 
     @property
+    def _is_first(self) -> bool:
+        """Whether this is the rank that has the run's folder."""
+        return self._here.rank == 0
+
+    @property
     def _place(self) -> tuple[int, int]:
         """Updates, and epochs that were measured: of the end of one there are two states."""
         return self.step, len(self.progress.epochs)
 
+    def where(self) -> tuple[int, ...]:
+        """How far this rank is: updates, batches read for them, batches evaluated, and what else.
+
+        The same on ranks that wait for each other, or are all at work.
+        """
+        return self._begun, self._loader.delivered, self._evaluated, times_gathered()
+
     # From and to checkpoints
+
+    def _all_of_it(self) -> State:
+        variables = training_state(self.model)
+        names = {variable.ref(): name for name, variable in variables.items()}
+        tables = {names[spec.variable.ref()]: spec for spec in self._optimizer.table_specs}
+
+        def of_sums(variable: tf.Variable, held: np.ndarray, saved: Checkpoint) -> np.ndarray:
+            in_shards = {tables[name] for name in saved.in_shards if name in tables}
+            return np.asarray(self._statistics.share_of(variable, held, in_shards, self._here.rank))
+
+        of_each: dict[str, Any] = {}
+        for name in variables:
+            if name.startswith("loss/"):  # sums over samples, of which each rank has as many
+                of_each[name] = lambda held, _: held.sum(axis=0) / self._here.size
+        for place, variable in enumerate(self._statistics.variables):
+            name = f"{_SUMS}/{place:04}"
+            variables[name], of_each[name] = variable, functools.partial(of_sums, variable)
+        return State(variables, of_each, shards_of(self.model, variables), self._here)
 
     def go_on_from_last(self, begin: Callable[[], None] = lambda: None) -> None:
         """Be where the last checkpoint was taken that is whole, or at the beginning.
@@ -129,6 +162,23 @@ class Training:
         checkpoint, damaged = self.checkpoints.last()
         if checkpoint is not None:
             checkpoint.check(self._known_to(checkpoint))
+        with agreed():
+            if self._is_first:
+                self._check_can_go_on(checkpoint, damaged)
+        then = f"goes on from update {checkpoint.step:,}" if checkpoint else "begins again"
+        for problem in damaged:
+            warnings.warn(f"{problem}. The run {then}", Notice, stacklevel=4)
+        with agreed():
+            if self._is_first:
+                begin()
+                self.checkpoints.tidy(checkpoint)
+                cut_back(self._run, checkpoint.progress["lengths"] if checkpoint else {})
+        if checkpoint is not None:
+            self._go_on_from(checkpoint)
+        self._optimizer.broadcast()
+
+    def _check_can_go_on(self, checkpoint: Checkpoint | None, damaged: list[UserError]) -> None:
+        if checkpoint is not None:
             check_lengths(self._run, checkpoint.progress["lengths"])
         elif (self._run / RESULT).exists():
             why = f": {damaged[0]}" if damaged else ""
@@ -137,24 +187,9 @@ class Training:
                 f"none that is whole{why}. Its result is as it was. Put the checkpoint back, or "
                 "train another run"
             )
-        begin()
-        then = f"goes on from update {checkpoint.step:,}" if checkpoint else "begins again"
-        for problem in damaged:
-            warnings.warn(f"{problem}. The run {then}", Notice, stacklevel=4)
-        self.checkpoints.tidy(checkpoint)
-        if checkpoint is None:
-            cut_back(self._run, {})
-        else:
-            self.go_on_from(checkpoint)
 
-    def go_on_from(self, checkpoint: Checkpoint) -> None:
-        """Be where the run was when `checkpoint` was taken; its growing files are cut back to that.
-
-        Raises:
-          UserError: the checkpoint is another network's, or a file that grows is gone.
-        """
+    def _go_on_from(self, checkpoint: Checkpoint) -> None:
         progress = checkpoint.progress
-        cut_back(self._run, progress["lengths"])
         checkpoint.restore(self._known_to(checkpoint))
         _set_random_state(progress["random"])
         self.step = checkpoint.step
@@ -162,10 +197,11 @@ class Training:
         self._saved = self._place
         self._watch.begin(self.step)
 
-    def _known_to(self, checkpoint: Checkpoint) -> dict[str, tf.Variable]:
+    def _known_to(self, checkpoint: Checkpoint) -> State:
         """The state without sums that the version which took the checkpoint did not keep."""
         held = checkpoint.record["tensors"]
-        return {k: v for k, v in self._state.items() if k in held or k.split("/")[0] != _SUMS}
+        names = (name for name in self._state.variables if name.split("/")[0] == _SUMS)
+        return self._state.without(name for name in names if name not in held)
 
     def _save(self, book: Logbook) -> None:
         """Begin a checkpoint of now, unless there is one.
@@ -173,15 +209,18 @@ class Training:
         Raises:
           UserError: something is not finite, which no checkpoint may hold; or the last one failed.
         """
-        if self._place == self._saved or self._here.size > 1:  # several ranks take none
+        if self._place == self._saved:
             return
         self._watch.look(self.step)
-        broken = not_finite(self._state[name] for name in self._state if "weight/" in name)
-        if broken:
-            raise NotFiniteError(
-                f"weights must stay finite. Received: NaN or infinity in {', '.join(broken[:4])}, "
-                f"after update {self.step:,}. The run diverged: lower the learning rates"
-            )
+        with agreed():
+            weights = (v for name, v in self._state.variables.items() if "weight/" in name)
+            broken = not_finite(weights)
+            if broken:
+                raise NotFiniteError(
+                    "weights must stay finite. Received: NaN or infinity in "
+                    f"{', '.join(broken[:4])}, after update {self.step:,}. The run diverged: lower "
+                    "the learning rates"
+                )
         logged = lengths(self._run)
         self.checkpoints.save(
             self.step,
@@ -219,7 +258,8 @@ class Training:
 
     def _train(self, stopping: Stopping) -> None:
         total = self._end_of(self._config.epochs)
-        with Logbook(self._run) if self._here.rank == 0 else NoLogbook() as book:
+        self._meeting = Meeting(self._here, self.checkpoints, stopping)
+        with Logbook(self._run) if self._is_first else NoLogbook() as book:
             function = self.model.make_train_function()
             k = self.step % len(self._loader)
             begin = {"epoch": self.step // len(self._loader), "start": k}
@@ -248,6 +288,7 @@ class Training:
                 function.get_concrete_function(iterator)
             begun = time.perf_counter()
             for _ in range(k, len(self._loader)):
+                self._begun = self.step + 1
                 logs = function(iterator)
                 self.step += 1
                 self._watch.see(self.step, logs["loss_batch"])
@@ -258,31 +299,45 @@ class Training:
                     loss = self._of_all_ranks(float(logs["loss"]))
                     bar.set_postfix(loss=f"{loss:.4f}", refresh=False)
                     book.scalars(self.step, self._tags(loss))
+                is_due = self._meeting.hold(is_due=self._is_late())
                 if stopping.asked:
                     raise self._stopped(book, stopping)
-                if self._is_due():
+                if self._is_due(is_due):
                     self._save(book)
-                self.checkpoints.check()
 
-    def _is_due(self) -> bool:
-        every, minutes = self._keeping.steps, self._keeping.minutes
+    def _is_late(self) -> bool:
+        """Whether the minutes between two checkpoints are over."""
+        minutes = self._keeping.minutes
+        return minutes is not None and time.monotonic() - self._saved_at >= 60 * minutes
+
+    def _is_due(self, is_late: bool) -> bool:
         if self.step % len(self._loader) == 0:
             return False  # one is taken once the epoch is measured
-        if minutes is not None and time.monotonic() - self._saved_at >= 60 * minutes:
-            return True
-        return every is not None and self.step % every == 0
+        every = self._keeping.steps
+        return is_late or (every is not None and self.step % every == 0)
 
     def _end_epoch(self, book: Logbook, stopping: Stopping) -> None:
         """Measure it, write it down, and take a checkpoint."""
         self._watch.look(self.step)
+        self._meeting.hold(now=True)
         if stopping.asked:
             raise self._stopped(book, stopping)
+
+        def between() -> None:
+            self._evaluated += 1
+            self._meeting.hold()
+            if stopping.asked and self._here.size > 1:
+                raise Interrupted
+
         quality = None
         if self._test is not None:
             try:
                 with stopping.anywhere():
                     quality = self._predictor.quality(
-                        self._test, rank=self._here.rank, ranks=self._here.size
+                        self._test,
+                        rank=self._here.rank,
+                        ranks=self._here.size,
+                        between=between,
                     )
             except Interrupted:
                 raise self._stopped(book, stopping) from None
@@ -308,6 +363,7 @@ class Training:
         if self._show:
             print(self._line(row), flush=True)
         self._save(book)
+        self._meeting.hold(now=True)
         if stopping.asked and self.step < self._end_of(self._config.epochs):
             raise self._stopped(book, stopping)
 

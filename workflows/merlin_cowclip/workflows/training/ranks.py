@@ -7,15 +7,15 @@ import functools
 import signal
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from merlin_cowclip.workflows.errors import AgreedError, Notice, UserError, clipped
+from merlin_cowclip.workflows.errors import AgreedError, Notice, Stopped, UserError, clipped
 from merlin_cowclip.workflows.launched import launched, refuse_together
 from merlin_cowclip.workflows.quiet import quiet_imports
-from merlin_cowclip.workflows.training.keeping import Keeping
 
 if TYPE_CHECKING:
     from merlin_cowclip.plugins.joining import Ranks
@@ -94,17 +94,43 @@ def refuse_agreed(refusal: str | None, failure: Exception | None = None) -> None
     from merlin_cowclip.plugins.joining import of_all_ranks
 
     said = of_all_ranks(refusal)
+    refuse_said(said, failure)
+
+
+def refuse_said(said: Sequence[Any], failure: Exception | None = None) -> None:
+    """End this rank by what all have said, if one of them has said a reason, a text.
+
+    Raises:
+      AgreedError: one has; of several, the first one's reason.
+    """
     if failure is not None and not isinstance(failure, UserError):
         raise failure  # this rank's own: its traceback is wanted
     by_sentence: dict[str, list[int]] = {}
     for rank, sentence in enumerate(said):
-        if sentence is not None:
+        if isinstance(sentence, str):  # others may be at another place, and tell other things
             by_sentence.setdefault(sentence, []).append(rank)
     if not by_sentence:
         return
     sentence, ranks = next(iter(by_sentence.items()))
-    where = "" if len(ranks) == len(said) else f"on rank {', '.join(map(str, ranks))}: "
-    raise AgreedError(where + sentence) from None
+    # The first speaks of itself, and of what it alone looks at.
+    is_named = ranks != [0] and len(ranks) < len(said)
+    where = f"on rank {', '.join(map(str, ranks))}: " if is_named else ""
+    raise AgreedError(where + sentence) from failure
+
+
+def said_by_all(value: Any) -> list[Any]:
+    """What each rank says, fit for JSON and no text, by rank; called on all at once.
+
+    Raises:
+      AgreedError: a rank is at `agreed`, with a reason to end.
+    """
+    if not _several() or here().size == 1:
+        return [value]
+    from merlin_cowclip.plugins.joining import of_all_ranks
+
+    said = of_all_ranks(value)
+    refuse_said(said)
+    return said
 
 
 def mean_over_ranks(values: np.ndarray) -> np.ndarray:
@@ -124,7 +150,7 @@ def first_speaks() -> Iterator[None]:
             if not is_first():
                 warnings.simplefilter("ignore", Notice)
             yield
-    except AgreedError:
+    except (AgreedError, Stopped) as error:
         if is_first():
             raise
         from merlin_cowclip.plugins.joining import of_all_ranks
@@ -132,10 +158,12 @@ def first_speaks() -> Iterator[None]:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # by which the launcher ends them
         with contextlib.suppress(Exception):
             of_all_ranks(None)  # until the first has ended, and Horovod with it
+        if isinstance(error, Stopped):
+            raise
         raise SystemExit(2) from None
 
 
-def check_offered(config: TrainConfig, keeping: Keeping, max_minutes: float | None) -> None:
+def check_offered(config: TrainConfig) -> None:
     """Refuse what a run on several ranks cannot do yet, and what one process cannot share.
 
     Raises:
@@ -148,32 +176,26 @@ def check_offered(config: TrainConfig, keeping: Keeping, max_minutes: float | No
                 "Start it by horovodrun, as docs/scaling.md says, or leave it out"
             )
         return
-    wanted = {
-        "update='deferred'": config.update == "deferred",
-        "checkpoint_every": keeping.checkpoint_every is not None,
-        "keep": keeping.keep != Keeping().keep,
-        "max_minutes": max_minutes is not None,
-        "saved_model=False": not keeping.saved_model,
-    }
-    for name, is_wanted in wanted.items():
-        if is_wanted:
-            raise UserError(
-                f"a run on several ranks has no {name} yet: it takes no checkpoints. Received: it "
-                f"on {here().size} ranks. Leave it out, or train in one process"
-            )
+    if config.update == "deferred":
+        raise UserError(
+            "a run on several ranks has no update='deferred' yet. Received: it on "
+            f"{here().size} ranks. Leave it out, or train in one process"
+        )
 
 
-def check_resumed() -> None:
-    """Refuse to go on with a run on several ranks.
+def check_seen(folder: Path, config: TrainConfig) -> None:
+    """Refuse a folder of tables in shards that not all ranks see: each writes its rows there.
 
     Raises:
-      UserError: there are several.
+      AgreedError: on all ranks, where one does not.
     """
-    if _several() and here().size > 1:
-        raise UserError(
-            f"a run goes on in one process. Received: --resume on {here().size} ranks. Run it "
-            "without horovodrun"
-        )
+    with agreed():
+        if config.tables == "sharded" and not folder.is_dir():
+            raise UserError(
+                "tables in shards need a run folder that all ranks see, on a disk that their "
+                f"machines share. Received: {folder}, which is not there. Name another place, or "
+                "leave --tables out"
+            )
 
 
 def check_alike(record: Mapping[str, Any]) -> None:
@@ -185,11 +207,7 @@ def check_alike(record: Mapping[str, Any]) -> None:
     Raises:
       AgreedError: on all ranks, where they differ in data, configuration or versions.
     """
-    if not _several() or here().size == 1:
-        return
-    from merlin_cowclip.plugins.joining import of_all_ranks
-
-    records = of_all_ranks({key: record[key] for key in _ALIKE})
+    records = said_by_all({key: record[key] for key in _ALIKE})
     for key, what in _ALIKE.items():
         for rank, other in enumerate(records):
             mine, its = records[0][key], other[key]

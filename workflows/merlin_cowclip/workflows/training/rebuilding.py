@@ -11,10 +11,10 @@ from merlin_cowclip.plugins import CowClipOptimizer, LinearWarmup
 from merlin_cowclip.plugins._stack import mm, tf
 from merlin_cowclip.plugins.state import training_state, weights_of
 from merlin_cowclip.workflows.quiet import quiet_imports
-from merlin_cowclip.workflows.training.checkpoints import Checkpoint
 from merlin_cowclip.workflows.training.configuration import TrainConfig
 from merlin_cowclip.workflows.training.learning_rates import keras_schedule
 from merlin_cowclip.workflows.training.reproducibility import in_precision
+from merlin_cowclip.workflows.training.saved_state import Checkpoint, State
 
 with quiet_imports():
     from merlin.schema import Schema
@@ -91,12 +91,12 @@ def rebuilt(
         model = network(config, TensorflowMetadata.from_proto_text(text).to_merlin_schema())
         if config.update != "deferred":
             model(_any_batch(record))
-            checkpoint.restore(weights_of(model))
+            checkpoint.restore(State(weights_of(model)))
             return model
         # Rows wait there for what they missed, with the moments that say what that does to them.
         optimizer = compile_by(config, model, updates=1, batches=1)
         model(_any_batch(record))
-        checkpoint.restore(training_state(model))
+        checkpoint.restore(State(training_state(model)))
         optimizer.catch_up()
     return model
 

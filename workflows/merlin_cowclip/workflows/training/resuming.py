@@ -8,7 +8,7 @@ import os
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from merlin_cowclip.workflows.data.prepared import PreparedData
 from merlin_cowclip.workflows.errors import Notice, UserError, clipped, shown
@@ -21,6 +21,9 @@ from merlin_cowclip.workflows.training.runs import (
     how_to_resume,
     identity_of,
 )
+
+if TYPE_CHECKING:
+    from merlin_cowclip.workflows.training.loader import Loader
 
 _KEYS = ("data", "data_sha256", "keeping", "versions", "machine")
 
@@ -52,16 +55,28 @@ def read_config(run: Path) -> dict[str, Any]:
     return dict(record)
 
 
-def refuse_of_ranks(record: Mapping[str, Any], run: Path) -> None:
-    """Refuse a run on several ranks, whose epochs are others and which has no checkpoints.
+def leaves_rows_out(record: Mapping[str, Any]) -> bool:
+    """Whether the epochs of a run end with the last whole batch: it began on several ranks."""
+    return bool(record.get("drop_last", record.get("ranks", 1) > 1))
+
+
+def refuse_last_batch(record: Mapping[str, Any], run: Path, loader: Loader) -> None:
+    """Refuse to share the batches of a run of which one is smaller, on several ranks.
+
+    Args:
+      record: the run's `config.json`.
+      run: its folder.
+      loader: of this rank.
 
     Raises:
-      UserError: it is one.
+      UserError: it began in one process, and its epochs end with such a batch.
     """
-    if record.get("ranks", 1) != 1:
+    left = loader.rows % loader.batch_size
+    if loader.ranks > 1 and left and not leaves_rows_out(record):
         raise UserError(
-            f"a run that goes on must be of one process. Received: {run}, of {record['ranks']} "
-            "ranks, which takes no checkpoints. Train again into another folder"
+            "a run that began in one process goes on with several ranks if its batches are equal. "
+            f"Received: {run}, whose epochs end with a batch of {left:,} of {loader.batch_size:,} "
+            "rows. Go on in one process"
         )
 
 

@@ -44,10 +44,13 @@ class Stopping:
 
     Args:
         max_minutes: how long it may take from now on; `None` for no end.
+        several: whether this process is one of several ranks, which stop where all have agreed to.
     """
 
-    def __init__(self, max_minutes: float | None = None) -> None:
-        self.number: int | None = None
+    def __init__(self, max_minutes: float | None = None, *, several: bool = False) -> None:
+        self._heard: int | None = None  # the first signal
+        self._agreed: bool | None = False if several else None
+        self._agreed_number: int | None = None
         self._end = None if max_minutes is None else time.monotonic() + 60 * max_minutes
         self._anywhere = False
         self._before: dict[int, Any] = {}
@@ -55,7 +58,19 @@ class Stopping:
     @property
     def asked(self) -> bool:
         """Whether to stop after what is in hand."""
+        if self._agreed is not None:
+            return self._agreed
         return self.number is not None or self.out_of_time
+
+    @property
+    def number(self) -> int | None:
+        """The signal's that asked for it, here or, once that was agreed, on another rank."""
+        return self._heard if self._agreed_number is None else self._agreed_number
+
+    def agree(self, number: int | None, out_of_time: bool) -> None:
+        """All ranks have said what they were asked: a signal on one, and the end of the time."""
+        self._agreed = number is not None or out_of_time
+        self._agreed_number = number
 
     @property
     def out_of_time(self) -> bool:
@@ -79,16 +94,16 @@ class Stopping:
         Raises:
             Interrupted: it came.
         """
-        self._anywhere = True
+        self._anywhere = self._agreed is None  # else it waits for the others
         try:
-            if self.number is not None:
+            if self._anywhere and self._heard is not None:
                 raise Interrupted
             yield
         finally:
             self._anywhere = False
 
     def _received(self, number: int, frame: FrameType | None) -> None:
-        if self.number is not None:
+        if self._heard is not None:
             before = self._before[number]
             self._give_back()
             if callable(before):
@@ -96,7 +111,7 @@ class Stopping:
             else:
                 os.kill(os.getpid(), number)
             return
-        self.number = number
+        self._heard = number
         if self._anywhere:
             raise Interrupted
 

@@ -14,13 +14,14 @@ from typing import Any
 
 from merlin_cowclip.workflows.data.datasets import check_input_names
 from merlin_cowclip.workflows.data.prepared import PARTS, PreparedData
-from merlin_cowclip.workflows.errors import Stopped, UserError
+from merlin_cowclip.workflows.errors import AgreedError, Stopped, UserError
 from merlin_cowclip.workflows.folders import all_or_nothing, refuse_existing, remove, write_json
 from merlin_cowclip.workflows.machine import memory_limit
 from merlin_cowclip.workflows.manifest import manifest_of
 from merlin_cowclip.workflows.quiet import quiet_imports
 from merlin_cowclip.workflows.training.configuration import TrainConfig
 from merlin_cowclip.workflows.training.growing_files import EVENTS
+from merlin_cowclip.workflows.training.heartbeat import Heartbeat
 from merlin_cowclip.workflows.training.keeping import Keeping
 from merlin_cowclip.workflows.training.memory import refuse_what_does_not_fit
 from merlin_cowclip.workflows.training.one_at_a_time import LOCK, locked
@@ -28,16 +29,18 @@ from merlin_cowclip.workflows.training.ranks import (
     agreed,
     check_alike,
     check_offered,
-    check_resumed,
+    check_seen,
     here,
     is_first,
+    said_by_all,
 )
 from merlin_cowclip.workflows.training.resuming import (
     config_of,
+    leaves_rows_out,
     open_data,
     read_config,
     refuse_finished,
-    refuse_of_ranks,
+    refuse_last_batch,
     warn_of_changes,
     with_epochs,
 )
@@ -79,8 +82,15 @@ def check(data: PreparedData, config: TrainConfig, out: str | Path) -> Loader:
     return check_trainable(data, config)
 
 
-def check_trainable(data: PreparedData, config: TrainConfig) -> Loader:
+def check_trainable(
+    data: PreparedData, config: TrainConfig, drop_last: bool | None = None
+) -> Loader:
     """Refuse data that a configuration cannot be trained on; returns the training part's loader.
+
+    Args:
+      data: the prepared folder.
+      config: what to train.
+      drop_last: of the loader.
 
     Raises:
       UserError: an option names a field that the data has not, early stopping has no test part, the
@@ -105,6 +115,7 @@ def check_trainable(data: PreparedData, config: TrainConfig) -> Loader:
         seed=config.seed,
         rank=ranks.rank,
         ranks=ranks.size,
+        drop_last=drop_last,
     )
     if not tf.config.list_physical_devices(
         "GPU"
@@ -155,12 +166,11 @@ def train(
     keeping = keeping or Keeping()
     with agreed():
         check_minutes(max_minutes)
-        check_offered(config, keeping, max_minutes)
+        check_offered(config)
         loader = check(data, config, out)
         record = {**described(data, config), "keeping": keeping.to_dict()}
     check_alike(record)
-    if loader.ranks > 1:
-        record["ranks"] = loader.ranks
+    record |= _of_ranks(loader)
     if values_from is not None:
         record["values_from"] = str(Path(values_from).resolve())
     if jobs > 1:
@@ -168,7 +178,8 @@ def train(
     with agreed():
         if is_first():
             _make_folder(data, record, out)
-    with _own(out), as_user_errors(data, out):
+    with _held(out), _left_behind(out, new=True), as_user_errors(data, out):
+        check_seen(out, config)
         _train(data, config, keeping, loader, out, max_minutes, progress=progress)
     return _opened(out)
 
@@ -180,13 +191,19 @@ def _make_folder(data: PreparedData, record: Mapping[str, Any], out: Path) -> No
         write_json(folder / CONFIG, record)
 
 
+def _of_ranks(loader: Loader) -> dict[str, Any]:
+    """What a run's record has of its ranks, where it has, or began with, several."""
+    found: dict[str, Any] = {"ranks": loader.ranks} if loader.ranks > 1 else {}
+    return found | ({"drop_last": True} if loader.drop_last else {})
+
+
 @contextlib.contextmanager
-def _own(out: Path) -> Iterator[None]:
-    """Hold the run's lock, and tidy up behind it; only the first rank touches the folder."""
-    if not is_first():
-        yield
-        return
-    with locked(out), _left_behind(out, new=True):
+def _held(run: Path) -> Iterator[None]:
+    """Hold the run's lock, by the first rank."""
+    with contextlib.ExitStack() as stack:
+        with agreed():
+            if is_first():
+                stack.enter_context(locked(run))
         yield
 
 
@@ -229,18 +246,24 @@ def resume(
       Stopped: as `train`.
     """
     path = Path(run)
-    check_minutes(max_minutes)
-    check_resumed()
-    record = read_config(path)
-    refuse_of_ranks(record, path)
-    with locked(path), in_precision(record.get("precision")):
-        config = config_of(record, path)
-        keeping = Keeping.from_dict(record["keeping"])
-        wanted = config if epochs is None else with_epochs(config, epochs, path)
-        refuse_finished(path, config, wanted)
-        opened = open_data(record, path, data)
-        warn_of_changes(record, described(opened, config))
-        loader = check_trainable(opened, wanted)
+    with agreed():
+        check_minutes(max_minutes)
+        mine = read_config(path) if is_first() else None
+    record = said_by_all(mine)[0]
+    with _held(path), in_precision(record.get("precision")):
+        with agreed():
+            config = config_of(record, path)
+            keeping = Keeping.from_dict(record["keeping"])
+            wanted = config if epochs is None else with_epochs(config, epochs, path)
+            if is_first():
+                refuse_finished(path, config, wanted)
+            opened = open_data(record, path, data)
+            loader = check_trainable(opened, wanted, leaves_rows_out(record) or None)
+            refuse_last_batch(record, path, loader)
+        now = {**described(opened, wanted), "keeping": keeping.to_dict(), **_of_ranks(loader)}
+        check_alike(now)
+        check_seen(path, config)
+        warn_of_changes(record, now)
 
         def begin() -> None:
             (path / RESULT).unlink(missing_ok=True)
@@ -248,14 +271,14 @@ def resume(
             kept = {name: record[name] for name in ("values_from", "jobs") if name in record}
             if jobs > kept.get("jobs", 1):
                 kept["jobs"] = jobs
-            now = {**described(opened, wanted), "keeping": keeping.to_dict(), **kept}
-            write_json(path / CONFIG, now)
+            write_json(path / CONFIG, {**now, **kept})
 
         with _left_behind(path), as_user_errors(opened, path):
-            if not (path / RESULT).exists():
-                begin()  # at once: what is told to go on with must know of the epochs
+            with agreed():
+                if is_first() and not (path / RESULT).exists():
+                    begin()  # at once: what is told to go on with must know of the epochs
             _train(opened, wanted, keeping, loader, path, max_minutes, begin, progress=progress)
-    return Run.open(path)
+    return _opened(path)
 
 
 def _train(
@@ -283,16 +306,13 @@ def _train(
             training = Training(
                 run, model, statistics, config, keeping, loader, test, progress=progress
             )
-        if here().size == 1:
+        with Heartbeat(here(), training.where, run):
             training.go_on_from_last(begin)
-            with Stopping(max_minutes) as stopping:
+            with Stopping(max_minutes, several=loader.ranks > 1) as stopping:
                 training.train(stopping)
-        else:  # without checkpoints, there is nothing to stop for
-            optimizer.broadcast()
-            training.train(Stopping())
-        with whole_tables(model), agreed():
-            if is_first():
-                _finish(keeping, run, training, count_parameters(model, optimizer))
+            with whole_tables(model), agreed():
+                if is_first():
+                    _finish(keeping, run, training, count_parameters(model, optimizer))
 
 
 @contextlib.contextmanager
@@ -301,15 +321,18 @@ def _left_behind(run: Path, *, new: bool = False) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
+        if not is_first():  # the run is the first rank's
+            raise
+        why = error.__cause__ if isinstance(error, AgreedError) else error
         steps = Checkpoints(run / CHECKPOINTS).steps()
-        if not steps or isinstance(error, NoCheckpointError):
+        if not steps or isinstance(why, NoCheckpointError):
             if new:
                 remove(run)
             raise
         kept = f"The checkpoint after update {steps[-1]:,} is kept"
         if (run / RESULT).exists():  # done, or not yet changed
             kept = "The run is finished"
-        elif not isinstance(error, NotFiniteError):
+        elif not isinstance(why, NotFiniteError):
             kept += f"; go on with: {how_to_resume(run)}"
         if isinstance(error, UserError):
             raise type(error)(f"{str(error).rstrip('.')}. {kept}") from error.__cause__
@@ -377,7 +400,7 @@ def as_user_errors(data: PreparedData, out: Path) -> Iterator[None]:
         if "Horovod has been shut down" in str(error):
             raise UserError(
                 "all ranks must go on to the end. Received: one that has ended before; what it "
-                "said is on the terminal, or in its machine's log. Train again"
+                "said is on the terminal, or in its machine's log"
             ) from None
         if isinstance(error, OSError) and Path(str(error.filename)).is_relative_to(out):
             raise UserError(

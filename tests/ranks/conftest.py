@@ -1,0 +1,44 @@
+"""A little log, and what one process and two ranks train on it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from merlin_cowclip.workflows import Run
+from merlin_cowclip.workflows.commands.main import main
+from merlin_cowclip.workflows.data.etl import prepare
+from tests.bad_input.conftest import TOY, toy_log
+
+from .launch import on_ranks
+
+COMMAND = [sys.executable, "-m", "merlin_cowclip.workflows.commands.main"]
+ROWS, BATCH, EPOCHS = 126, 18, 3
+OPTIONS = ["--batch-size", BATCH, "--epochs", EPOCHS, "--embedding-dim", 3, "--mlp", "6"]
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory) -> Path:
+    """126 training rows, 7 batches of 18, which 2 and 3 ranks can share."""
+    home = tmp_path_factory.mktemp("data")
+    log = toy_log(home / "log.csv", rows=180)
+    return prepare(TOY, [log], home / "data", progress=False).path
+
+
+@pytest.fixture(scope="session")
+def one(data, tmp_path_factory) -> Run:
+    """What one process trains."""
+    out = tmp_path_factory.mktemp("one") / "run"
+    assert main(["train", str(data), "--out", str(out), *map(str, OPTIONS)]) == 0
+    return Run.open(out)
+
+
+@pytest.fixture(scope="session")
+def in_shards(data, tmp_path_factory) -> Path:
+    """What two ranks train with tables in shards."""
+    out = tmp_path_factory.mktemp("shards") / "run"
+    ended = on_ranks(2, [*COMMAND, "train", data, "--out", out, *OPTIONS, "--tables", "sharded"])
+    assert ended.code == 0, ended
+    return out

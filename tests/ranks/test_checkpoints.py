@@ -1,0 +1,137 @@
+"""Runs of ranks that end in the middle, and go on with as many ranks, or others."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from merlin_cowclip.workflows import Run
+from merlin_cowclip.workflows.commands.main import main
+from merlin_cowclip.workflows.training.checkpoints import Checkpoints
+from tests.runs_alike import differences
+
+from .conftest import BATCH, COMMAND, EPOCHS, OPTIONS
+from .launch import needs_horovod, on_ranks
+
+TROUBLED = [sys.executable, "-m", "tests.ranks.troubled"]
+EVERY = ["--checkpoint-every", 2, "--no-saved-model"]
+
+
+def steps_of(run: Path) -> list[int]:
+    return Checkpoints(run / "checkpoints").steps()
+
+
+def assert_alike(run: Path, reference: Path) -> None:
+    """As ranks are to one process, and any number of them to another."""
+    ours, theirs = Run.open(run), Run.open(reference)
+    for key in ("auc", "log_loss", "calibration", "best_epoch"):
+        assert ours.result[key] == pytest.approx(theirs.result[key], rel=1e-5)
+    for mine, others in zip(ours.result["epochs"], theirs.result["epochs"], strict=True):
+        assert mine["train_loss"] == pytest.approx(others["train_loss"], rel=1e-5)
+    weights = [one.model().get_weights() for one in (theirs, ours)]
+    largest = max(np.abs(w).max() for w in weights[0])
+    for mine, others in zip(*weights, strict=True):
+        np.testing.assert_allclose(others, mine, rtol=0, atol=1e-5 * largest)
+    for name in ("fields.csv", "metrics.csv", "norms.csv"):
+        assert len((run / name).read_text().splitlines()) == len(
+            (reference / name).read_text().splitlines()
+        )
+
+
+@pytest.fixture(scope="module")
+def killed(data, tmp_path_factory) -> Path:
+    """Tables in shards on two ranks, of which the second was killed in the second epoch."""
+    run = tmp_path_factory.mktemp("killed") / "run"
+    train = ["train", data, "--out", run, *OPTIONS, *EVERY, "--tables", "sharded"]
+    ended = on_ranks(2, [*TROUBLED, "dies", 1, 11, *train])
+    assert ended.code != 0
+    (sentence,) = ended.said()
+    assert "all ranks must go on to the end. Received: one that has ended before" in sentence, ended
+    assert f"merlin-cowclip train --resume {run}" in sentence
+    assert steps_of(run)[-1] in (8, 10)
+    return run
+
+
+@needs_horovod
+@pytest.mark.slow
+def test_killed_and_resumed_to_the_last_bit(killed, in_shards, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(killed, run)
+    ended = on_ranks(2, [*COMMAND, "train", "--resume", run])
+    assert ended.code == 0, ended
+    rows = Checkpoints(run / "checkpoints").at(EPOCHS * 7).path.glob("rows-*.index")
+    assert len(list(rows)) == 2
+    found = [one for one in differences(run, in_shards) if not one.startswith("result.json")]
+    assert not found, "but for the SavedModel's files"
+
+
+@needs_horovod
+@pytest.mark.slow
+def test_three_ranks_go_on_one_hangs_and_one_process_ends_it(
+    killed, in_shards, tmp_path, monkeypatch
+):
+    run = tmp_path / "run"
+    shutil.copytree(killed, run)
+    monkeypatch.setenv("MERLIN_COWCLIP_PATIENCE", "10")
+    ended = on_ranks(3, [*TROUBLED, "hangs", 2, 16, "train", "--resume", run])
+    assert ended.code != 0
+    words = (
+        r"rank 2, behind the others, which wait for it in update 1[67], for 10 seconds .*--resume"
+    )
+    assert any(re.search(words, one) for one in ended.said()), ended
+    assert steps_of(run)[-1] == 14
+    assert Checkpoints(run / "checkpoints").at(14).ranks == 3
+    monkeypatch.undo()
+    assert main(["train", "--resume", str(run)]) == 0
+    assert_alike(run, in_shards)
+
+
+@needs_horovod
+@pytest.mark.slow
+def test_from_one_process_to_ranks_that_lose_their_data_and_back(data, one, tmp_path, monkeypatch):
+    """Tables on all ranks, of which the second need not see the run."""
+    run = tmp_path / "run"
+    from merlin_cowclip.workflows.training.watch import Watch
+
+    see = Watch.see
+
+    def until(watch, step, loss):
+        see(watch, step, loss)
+        if step == 3:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Watch, "see", until)
+        options = [str(option) for option in (*OPTIONS, *EVERY)]
+        assert main(["train", str(data), "--out", str(run), *options]) == 130
+    assert steps_of(run) == [2]
+    for rank in range(2):
+        (tmp_path / f"data{rank}").symlink_to(data)
+    argv = [*TROUBLED, tmp_path / "data1", 1, 9, "train", f"{tmp_path}/data$HOROVOD_RANK"]
+    line = " ".join(map(str, [*argv, "--resume", run]))
+    ended = on_ranks(2, ["sh", "-c", line])
+    assert ended.code != 0
+    assert any("data1" in sentence for sentence in ended.said()), ended
+    assert steps_of(run)[-1] >= 7
+    assert main(["train", str(data), "--resume", str(run)]) == 0
+    assert_alike(run, one.path)
+
+
+@needs_horovod
+@pytest.mark.slow
+def test_ranks_out_of_time_save_and_say_so_once(data, one, tmp_path):
+    run = tmp_path / "run"
+    minutes = ["--max-minutes", 0.0001]
+    ended = on_ranks(2, [*COMMAND, "train", data, "--out", run, *OPTIONS, *EVERY, *minutes])
+    (sentence,) = ended.said()
+    assert "stopped as its time was over after update 1 of 21, which is saved" in sentence
+    assert "exit with status code 3" in ended.out + ended.err, ended
+    assert steps_of(run) == [1]
+    assert main(["train", "--resume", str(run)]) == 0
+    assert_alike(run, one.path)
+    assert one.result["config"]["rows"]["train"] == BATCH * 7

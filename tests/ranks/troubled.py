@@ -1,0 +1,43 @@
+"""The command, on ranks of which one dies, hangs, or loses its data, at an update."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from typing import Any
+
+
+def main(what: str, rank: str, update: str, *arguments: str) -> int:
+    """The command with these arguments.
+
+    Args:
+      what: "dies", "hangs", or a path of data that is removed.
+      rank: where.
+      update: before which it is looked after.
+      arguments: of the command.
+    """
+    from merlin_cowclip.workflows.commands.main import main as command
+
+    if os.environ["HOROVOD_RANK"] == rank:
+        from merlin_cowclip.workflows.training.watch import Watch
+
+        see = Watch.see
+
+        def troubled(watch: Watch, step: int, loss: Any) -> None:
+            if step == int(update):
+                if what == "dies":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                elif what == "hangs":
+                    time.sleep(1000)
+                else:
+                    os.unlink(what)
+            see(watch, step, loss)
+
+        Watch.see = troubled  # type: ignore[method-assign]
+    return command(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -1,0 +1,174 @@
+"""What another number of ranks makes of a checkpoint, without any: see also `tests/ranks`."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from merlin_cowclip.plugins._stack import Schema
+from merlin_cowclip.plugins.sharding import Shard
+from merlin_cowclip.plugins.statistics import StepStatistics
+from merlin_cowclip.plugins.tables import TableSpec
+from merlin_cowclip.workflows.errors import AgreedError, UserError
+from merlin_cowclip.workflows.training import heartbeat as heartbeats
+from merlin_cowclip.workflows.training import meeting as meetings
+from merlin_cowclip.workflows.training.checkpoint_files import (
+    STATE,
+    rank_of,
+    read_rows,
+    rows_of,
+    write_tensors,
+)
+from merlin_cowclip.workflows.training.heartbeat import Heartbeat
+from merlin_cowclip.workflows.training.meeting import Meeting
+from merlin_cowclip.workflows.training.resuming import leaves_rows_out, refuse_last_batch
+from merlin_cowclip.workflows.training.stopping import Stopping
+from tests.plugins.merlin_models import category
+
+V = 11
+
+
+@pytest.mark.parametrize("saved", [1, 2, 3, 5])
+@pytest.mark.parametrize("now", [1, 2, 3, 5])
+def test_rows_find_their_ranks(tmp_path, saved, now):
+    whole = np.random.default_rng(0).random((V, 2), np.float32)
+    for rank in range(saved):
+        prefix = STATE if saved == 1 else rows_of(rank, saved)
+        write_tensors(tmp_path / prefix, {"weight/0001": tf.constant(whole[rank::saved])})
+    for rank in range(now):
+        found = read_rows(tmp_path, "weight/0001", saved, Shard(rank, now, V))
+        np.testing.assert_array_equal(found, whole[rank::now])
+        assert found.dtype == np.float32
+
+
+def test_a_file_tells_who_has_written_it():
+    assert rank_of("rows-00012-of-00064.data-00000-of-00001") == 12
+    assert rank_of("state.index") == 0
+
+
+def of_two_tables(shard: Shard | None) -> tuple[StepStatistics, list[TableSpec]]:
+    """Statistics of a table of two fields, maybe in shards, and of one on all ranks."""
+    specs = []
+    for fields in (["a", "b"], ["c"]):
+        columns = tuple(Schema([category(name, 4) for name in fields]))
+        offsets = tuple(range(0, 4 * len(fields) + 1, 4))
+        layer = tf.keras.layers.Layer()
+        specs.append(TableSpec(fields[0], layer, lambda: tf.Variable(0.0), offsets, columns, 2))
+    specs[0].access.shard = shard
+    return StepStatistics(
+        {spec: [True] * (len(spec.row_offsets) - 1) for spec in specs}, 2.0
+    ), specs
+
+
+@pytest.mark.parametrize("saved", [1, 2, 3])
+@pytest.mark.parametrize("now", [1, 2])
+def test_sums_of_steps_stay_what_they_were(saved, now):
+    """Added up over the ranks for the table in shards, and the same on all for the other."""
+    random = np.random.default_rng(1)
+    of_each, _ = of_two_tables(None)
+    held = [random.integers(0, 9, (saved, *v.shape)) for v in of_each.variables]
+    for values in held:
+        values[:, 2] = values[:1, 2]  # what all ranks have alike
+        values[:, :, 0] = values[:1, :, 0]
+    for rank in range(now):
+        shard = None if now == 1 else Shard(rank, now, 8)
+        statistics, specs = of_two_tables(shard)
+        in_shards = [] if saved == 1 else specs[:1]
+        for values, variable in zip(held, statistics.variables, strict=True):
+            mine = statistics.share_of(variable, values, in_shards, rank)
+            steps = "counts" in variable.name
+            expected = values[0].copy()
+            expected[:2] = values[:, :2].sum(axis=0) if rank == 0 else 0
+            if steps:
+                expected[:, 0] = values[0][:, 0]
+            np.testing.assert_array_equal(mine, expected)
+            assert mine.dtype == values.dtype
+
+
+class Nothing:
+    """Checkpoints that have nothing to write, or have failed."""
+
+    def __init__(self, failure=None):
+        self.failure = failure
+
+    def told(self):
+        return {"failure": self.failure, "written": None}
+
+    def hear(self, said):
+        for one in said:
+            if one["failure"]:
+                raise AgreedError(one["failure"])
+
+
+def test_ranks_stop_where_one_was_asked_to(monkeypatch):
+    from merlin_cowclip.plugins.joining import Ranks
+
+    stopping = Stopping(several=True)
+    meeting = Meeting(Ranks(0, 2, 0, 2), Nothing(), stopping)
+    other = {"failure": None, "written": None, "number": None, "out_of_time": False}
+    other |= {"due": True, "seconds": 0.1}
+    monkeypatch.setattr(meetings, "said_by_all", lambda mine: [mine, other])
+    assert not meeting.hold(), "the first rank's clock says what is due"
+    assert not stopping.asked
+    held = [meeting.hold(is_due=True) for _ in range(6)]
+    assert held == [False] * 4 + [True, False], "about every half second of the slowest rank"
+    other["number"] = 15
+    assert not stopping.asked, "not before it is told"
+    meeting.hold(now=True)
+    assert stopping.asked
+    assert stopping.number == 15
+    other |= {"failure": "no space"}
+    with pytest.raises(AgreedError, match="no space"):
+        meeting.hold(now=True)
+
+
+def test_a_signal_here_waits_for_the_others():
+    stopping = Stopping(several=True)
+    with stopping:
+        stopping._received(15, None)
+        assert (stopping.number, stopping.asked) == (15, False)
+        with stopping.anywhere():
+            pass
+        stopping.agree(2, False)
+        assert (stopping.number, stopping.asked) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("places", "words"),
+    [
+        ([[4, 3, 0, 9], [4, 4, 0, 9], [4, 3, 0, 9]], "rank 0, 2, behind the others"),
+        ([[4, 4, 0, 9], [4, 4, 0, 9], [4, 4, 0, 9]], None),
+    ],
+)
+def test_a_rank_behind_others_hangs_and_ranks_at_one_place_work(
+    monkeypatch, capsys, tmp_path, places, words
+):
+    from merlin_cowclip.plugins.joining import Ranks
+
+    ended = []
+    monkeypatch.setattr(heartbeats.os, "_exit", ended.append)
+    Heartbeat(Ranks(1, 3, 1, 3), lambda: (0,), tmp_path)._end_if_one_is_behind(places)
+    said = capsys.readouterr().err
+    assert ended == ([2] if words else [])
+    assert (words or "") in said
+    assert bool(said) == bool(words)
+
+
+class Shared:
+    """A loader's numbers."""
+
+    rows, batch_size = 100, 30
+
+    def __init__(self, ranks):
+        self.ranks = ranks
+
+
+def test_batches_that_ranks_cannot_share_are_refused(tmp_path):
+    assert not leaves_rows_out({})
+    assert leaves_rows_out({"ranks": 2})
+    assert leaves_rows_out({"drop_last": True}), "of a run that one process goes on with"
+    refuse_last_batch({"drop_last": True}, tmp_path, Shared(2))
+    refuse_last_batch({}, tmp_path, Shared(1))
+    with pytest.raises(UserError, match="end with a batch of 10 of 30 rows. Go on in one process"):
+        refuse_last_batch({}, tmp_path, Shared(2))

@@ -1,0 +1,116 @@
+"""Ranks that wait for one that hangs end, and say which.
+
+Horovod waits for ever: a rank whose disk does not answer, or whose process is stopped, would hold
+all the others. So a thread on each rank tells the others every few seconds how far it is. A rank
+that has not moved for long, behind others that have not moved either, hangs; ranks that are all at
+the same place are at work, however long it takes; and where no answer comes at all, a process does
+not run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+
+from merlin_cowclip.plugins.joining import Ranks, gatherer_beside
+from merlin_cowclip.workflows.training.runs import how_to_resume
+
+PATIENCE = "MERLIN_COWCLIP_PATIENCE"  # in the environment: seconds
+_SECONDS = 45.0
+_BEATS = 15  # in that time
+
+
+class Heartbeat:
+    """Of the ranks of a run, while it is trained; a context manager. One process has none.
+
+    Where a rank hangs, the first of the others says so, and all end, with exit code 2, as if they
+    were killed: what is saved is as it was.
+
+    Args:
+        ranks: this process among them.
+        where: how far this rank is; of ranks at the same place, the same.
+        run: the run's folder.
+    """
+
+    def __init__(self, ranks: Ranks, where: Callable[[], tuple[int, ...]], run: Path) -> None:
+        self._ranks = ranks
+        self._where = where
+        self._run = run
+        self._patience = float(os.environ.get(PATIENCE, _SECONDS))
+        self._done = threading.Event()
+        self._heard = time.monotonic()
+        self._threads = [
+            threading.Thread(target=work, name=f"merlin-cowclip-{name}", daemon=True)
+            for name, work in (("heartbeat", self._beat), ("listening", self._listen))
+        ]
+
+    def __enter__(self) -> Heartbeat:
+        if self._ranks.size > 1:
+            self._heard = time.monotonic()
+            for thread in self._threads:
+                thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._done.set()
+        if kind is None and self._ranks.size > 1:  # else others may not come to this place
+            self._threads[0].join()
+
+    def _beat(self) -> None:
+        last: np.ndarray | None = None
+        moved = np.zeros(self._ranks.size)  # when each was seen to
+        with contextlib.suppress(Exception):  # Horovod has ended: the main thread will know
+            gathered = gatherer_beside("heartbeat")
+            while True:
+                mine = np.array([[self._done.is_set(), *self._where()]], np.int64)
+                found = gathered(mine)
+                now = self._heard = time.monotonic()
+                if found[:, 0].all():
+                    return
+                places = found[:, 1:]
+                changed = np.any(places != last, axis=1) if last is not None else True
+                moved[changed] = now
+                last = places
+                if now - moved.max() > self._patience:
+                    self._end_if_one_is_behind(places.tolist())
+                self._done.wait(self._patience / _BEATS)
+
+    def _listen(self) -> None:
+        """Whether anything is heard."""
+        while self._threads[0].is_alive():
+            time.sleep(self._patience / _BEATS)
+            if time.monotonic() - self._heard > self._patience:
+                self._end("one that does not answer", self._ranks.rank)
+
+    def _end_if_one_is_behind(self, places: list[list[int]]) -> None:
+        behind = [rank for rank, place in enumerate(places) if place < max(places)]
+        if behind:
+            which = f"rank {', '.join(map(str, behind))}"
+            update = max(place[0] for place in places)
+            ahead = next(rank for rank in range(len(places)) if rank not in behind)
+            self._end(f"{which}, behind the others, which wait for it in update {update:,}", ahead)
+
+    def _end(self, what: str, speaker: int) -> None:
+        if self._ranks.rank == speaker:
+            sys.stderr.write(
+                "merlin-cowclip train: error: all ranks must go on to the end. Received: "
+                f"{what}, for {self._patience:.0f} seconds ({PATIENCE}). Go on with: "
+                f"{how_to_resume(self._run)}\n"
+            )
+            sys.stderr.flush()
+        else:
+            time.sleep(3.0)  # for the launcher ends all once one has ended
+        os._exit(2)
