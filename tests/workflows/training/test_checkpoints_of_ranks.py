@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -135,24 +137,59 @@ def test_a_signal_here_waits_for_the_others():
 
 
 @pytest.mark.parametrize(
-    ("places", "words"),
+    ("places", "works", "words"),
     [
-        ([[4, 3, 0, 9], [4, 4, 0, 9], [4, 3, 0, 9]], "rank 0, 2, behind the others"),
-        ([[4, 4, 0, 9], [4, 4, 0, 9], [4, 4, 0, 9]], None),
+        ([[4, 3, 0, 9], [4, 4, 0, 9], [4, 3, 0, 9]], [0, 0, 0], "rank 0, 2, behind the others"),
+        ([[4, 3, 0, 9], [4, 4, 0, 9], [4, 3, 0, 9]], [1, 0, 0], None),
+        ([[4, 4, 0, 9], [4, 4, 0, 9], [4, 4, 0, 9]], [0, 0, 0], None),
     ],
 )
 def test_a_rank_behind_others_hangs_and_ranks_at_one_place_work(
-    monkeypatch, capsys, tmp_path, places, words
+    monkeypatch, capsys, tmp_path, places, works, words
 ):
     from merlin_cowclip.plugins.joining import Ranks
 
     ended = []
     monkeypatch.setattr(heartbeats.os, "_exit", ended.append)
-    Heartbeat(Ranks(1, 3, 1, 3), lambda: (0,), tmp_path)._end_if_one_is_behind(places)
+    Heartbeat(Ranks(1, 3, 1, 3), lambda: (0,), tmp_path)._end_if_one_is_behind(places, works)
     said = capsys.readouterr().err
     assert ended == ([2] if words else [])
     assert (words or "") in said
     assert bool(said) == bool(words)
+
+
+class Together:
+    """Of a rank's beats: what another one tells, and an end after a while."""
+
+    def __init__(self, others):
+        self.others = others
+        self.heard = []
+
+    def __call__(self, mine):
+        self.heard.append(mine[0].tolist())
+        return np.concatenate([mine, [[0, *self.others]]])
+
+
+def test_a_rank_that_works_alone_says_so(monkeypatch, tmp_path):
+    """While it joins a thread that writes, say: the others wait, and know."""
+    from merlin_cowclip.plugins.joining import Ranks
+
+    together = Together([0, 5])
+    monkeypatch.setattr(heartbeats, "gatherer_beside", lambda name: together)
+    monkeypatch.setenv(heartbeats.PATIENCE, "0.15")
+    ended = threading.Event()
+
+    def end(code):
+        ended.set()
+        raise RuntimeError  # and the thread with it
+
+    monkeypatch.setattr(heartbeats.os, "_exit", end)
+    heart = Heartbeat(Ranks(1, 2, 1, 2), lambda: (4,), tmp_path)
+    with heartbeats.at_work():
+        heart._threads[0].start()
+        assert not ended.wait(1.0)
+    assert ended.wait(5.0), "behind rank 0, and no longer at work"
+    assert {one[1] for one in together.heard} == {0, 1}
 
 
 class Shared:

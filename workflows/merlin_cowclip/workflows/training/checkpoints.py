@@ -23,6 +23,7 @@ from merlin_cowclip.plugins.joining import ALONE, Ranks, gathered
 from merlin_cowclip.workflows.errors import AgreedError, UserError
 from merlin_cowclip.workflows.folders import remove, write_json
 from merlin_cowclip.workflows.training import checkpoint_files as files
+from merlin_cowclip.workflows.training.heartbeat import at_work
 from merlin_cowclip.workflows.training.ranks import agreed, said_by_all
 from merlin_cowclip.workflows.training.saved_state import Checkpoint, State
 
@@ -223,13 +224,15 @@ class Checkpoints:
         """
         if self._writing is None:
             return
-        self._writing.join()
+        with at_work():
+            self._writing.join()
         if self._ranks.size == 1:
             self.check()
         else:
             self.hear(said_by_all(self.told()))
             if self._sealing is not None:
-                self._sealing.join()
+                with at_work():
+                    self._sealing.join()
             self.hear(said_by_all(self.told()))
         self._forget()
 
@@ -275,7 +278,8 @@ class Checkpoints:
         refusal, record = self._told_by_all(found)[0]
         if refusal is None:
             names = [n for n in record["files"] if self._is_mine(n)]
-            mine = _or_refusal(lambda: files.check_files(path, record, names))
+            with at_work():
+                mine = _or_refusal(lambda: files.check_files(path, record, names))
             refusal = next((r for r, _ in self._told_by_all(mine) if r is not None), None)
         if refusal is not None:
             raise UserError(refusal)

@@ -3,8 +3,8 @@
 Horovod waits for ever: a rank whose disk does not answer, or whose process is stopped, would hold
 all the others. So a thread on each rank tells the others every few seconds how far it is. A rank
 that has not moved for long, behind others that have not moved either, hangs; ranks that are all at
-the same place are at work, however long it takes; and where no answer comes at all, a process does
-not run.
+the same place are at work, however long it takes, and so is one that reads or writes what only it
+has to (`at_work`); and where no answer comes at all, a process does not run.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 
@@ -26,6 +26,17 @@ from merlin_cowclip.workflows.training.runs import how_to_resume
 PATIENCE = "MERLIN_COWCLIP_PATIENCE"  # in the environment: seconds
 _SECONDS = 45.0
 _BEATS = 15  # in that time
+_works: list[bool] = []  # an item for each `at_work` of the main thread
+
+
+@contextlib.contextmanager
+def at_work() -> Iterator[None]:
+    """Within it this rank may take longer than the others, which wait for it: it does not hang."""
+    _works.append(True)
+    try:
+        yield
+    finally:
+        _works.pop()
 
 
 class Heartbeat:
@@ -75,17 +86,17 @@ class Heartbeat:
         with contextlib.suppress(Exception):  # Horovod has ended: the main thread will know
             gathered = gatherer_beside("heartbeat")
             while True:
-                mine = np.array([[self._done.is_set(), *self._where()]], np.int64)
+                mine = np.array([[self._done.is_set(), bool(_works), *self._where()]], np.int64)
                 found = gathered(mine)
                 now = self._heard = time.monotonic()
                 if found[:, 0].all():
                     return
-                places = found[:, 1:]
+                places = found[:, 2:]
                 changed = np.any(places != last, axis=1) if last is not None else True
                 moved[changed] = now
                 last = places
                 if now - moved.max() > self._patience:
-                    self._end_if_one_is_behind(places.tolist())
+                    self._end_if_one_is_behind(places.tolist(), found[:, 1].tolist())
                 self._done.wait(self._patience / _BEATS)
 
     def _listen(self) -> None:
@@ -95,9 +106,9 @@ class Heartbeat:
             if time.monotonic() - self._heard > self._patience:
                 self._end("one that does not answer", self._ranks.rank)
 
-    def _end_if_one_is_behind(self, places: list[list[int]]) -> None:
+    def _end_if_one_is_behind(self, places: list[list[int]], works: list[bool]) -> None:
         behind = [rank for rank, place in enumerate(places) if place < max(places)]
-        if behind:
+        if behind and not any(works):
             which = f"rank {', '.join(map(str, behind))}"
             update = max(place[0] for place in places)
             ahead = next(rank for rank in range(len(places)) if rank not in behind)

@@ -29,6 +29,7 @@ from merlin_cowclip.workflows.training.configuration import TrainConfig
 from merlin_cowclip.workflows.training.epochs import Progress
 from merlin_cowclip.workflows.training.evaluation import Predictor
 from merlin_cowclip.workflows.training.growing_files import check_lengths, cut_back, lengths
+from merlin_cowclip.workflows.training.heartbeat import at_work
 from merlin_cowclip.workflows.training.keeping import Keeping
 from merlin_cowclip.workflows.training.loader import Loader
 from merlin_cowclip.workflows.training.logbook import Logbook, NoLogbook
@@ -170,9 +171,10 @@ class Training:
             warnings.warn(f"{problem}. The run {then}", Notice, stacklevel=4)
         with agreed():
             if self._is_first:
-                begin()
-                self.checkpoints.tidy(checkpoint)
-                cut_back(self._run, checkpoint.progress["lengths"] if checkpoint else {})
+                with at_work():
+                    begin()
+                    self.checkpoints.tidy(checkpoint)
+                    cut_back(self._run, checkpoint.progress["lengths"] if checkpoint else {})
         if checkpoint is not None:
             self._go_on_from(checkpoint)
         self._optimizer.broadcast()
@@ -190,7 +192,8 @@ class Training:
 
     def _go_on_from(self, checkpoint: Checkpoint) -> None:
         progress = checkpoint.progress
-        checkpoint.restore(self._known_to(checkpoint))
+        with at_work():
+            checkpoint.restore(self._known_to(checkpoint))
         _set_random_state(progress["random"])
         self.step = checkpoint.step
         self.progress = Progress(list(progress["epochs"]), progress["seconds"])

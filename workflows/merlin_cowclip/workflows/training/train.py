@@ -21,7 +21,7 @@ from merlin_cowclip.workflows.manifest import manifest_of
 from merlin_cowclip.workflows.quiet import quiet_imports
 from merlin_cowclip.workflows.training.configuration import TrainConfig
 from merlin_cowclip.workflows.training.growing_files import EVENTS
-from merlin_cowclip.workflows.training.heartbeat import Heartbeat
+from merlin_cowclip.workflows.training.heartbeat import Heartbeat, at_work
 from merlin_cowclip.workflows.training.keeping import Keeping
 from merlin_cowclip.workflows.training.memory import refuse_what_does_not_fit
 from merlin_cowclip.workflows.training.one_at_a_time import LOCK, locked
@@ -312,7 +312,8 @@ def _train(
                 training.train(stopping)
             with whole_tables(model), agreed():
                 if is_first():
-                    _finish(keeping, run, training, count_parameters(model, optimizer))
+                    with at_work():
+                        _finish(keeping, run, training, count_parameters(model, optimizer))
 
 
 @contextlib.contextmanager
