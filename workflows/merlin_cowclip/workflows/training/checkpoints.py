@@ -102,12 +102,12 @@ class Checkpoints:
                 partial.mkdir()
 
         def write() -> dict[str, Any]:
-            if self._ranks.size == 1:
-                begin()
+            if self._ranks.size > 1:  # of which others may still write there
+                return self._write(partial, held)
             try:
+                begin()
                 written = self._write(partial, held)
-                if self._ranks.size == 1:
-                    seal(written)
+                seal(written)
             except BaseException:
                 remove(partial)
                 raise
@@ -138,13 +138,13 @@ class Checkpoints:
         held: dict[str, dict[str, tf.Tensor]] = {files.STATE: {}, rows: {}}
         with tf.device("CPU:0"):
             for name, variable in state.variables.items():
-                value = variable.read_value()
                 if name in state.shards:
-                    held[rows][name] = tf.identity(value)
+                    held[rows][name] = tf.identity(variable.read_value())
                 elif name in state.of_each and self._ranks.size > 1:
-                    held[files.STATE][name] = tf.constant(gathered(value[tf.newaxis].numpy()))
-                else:
-                    held[files.STATE][name] = tf.identity(value)
+                    of_all = gathered(variable.read_value()[tf.newaxis].numpy())
+                    held[files.STATE][name] = tf.constant(of_all)
+                elif self._ranks.rank == 0:
+                    held[files.STATE][name] = tf.identity(variable.read_value())
         if self._ranks.rank:
             held[files.STATE] = {}
         return {prefix: tensors for prefix, tensors in held.items() if tensors}
