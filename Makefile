@@ -25,7 +25,7 @@ RANKS  := $(VENV)-ranks
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-ranks test-gpu containers-test has-python lint bench wheel clean
+.PHONY: help demo test test-fast test-ranks test-gpu containers-test has-python lint bench wheel release-check clean
 
 help:  ## what can be made here
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 18
@@ -80,6 +80,9 @@ bench: $(STAMP)  ## speed and memory, each as a ratio within one run
 
 wheel: $(STAMP)  ## the wheel, in dist/
 	@$(BIN)/python -m build --wheel --outdir dist
+
+release-check: has-python  ## wheel and source archive, each installed on its own, and the demo run from it (minutes)
+	@.ci/release-check $(PYTHON)
 
 clean:  ## remove the environments and everything built
 	@rm -rf $(VENV) $(RANKS) .venv-ngc .venv-ngc-ranks dist build .mypy_cache .ruff_cache .pytest_cache
