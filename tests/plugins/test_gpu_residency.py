@@ -17,6 +17,7 @@ from merlin_cowclip.plugins import (
     StepStatistics,
     TableSpec,
     adam,
+    deferring,
     waiting_rows,
 )
 from merlin_cowclip.plugins._stack import ColumnSchema
@@ -115,6 +116,13 @@ def test_every_op_of_catching_up_has_a_gpu_kernel(monkeypatch, deterministic):
         return tf.gather(variable, ids)
 
     check_kernels(read.get_concrete_function(), deterministic)
+    monkeypatch.setattr(deferring, "_LARGE", 1)
+
+    @tf.function(input_signature=[])
+    def read_all():
+        deferring.bring_all_up(optimizer._late(variable), *optimizer._bringing())
+
+    check_kernels(read_all.get_concrete_function(), deterministic)
 
 
 @pytest.mark.parametrize(

@@ -94,7 +94,7 @@ def catch_up_calm(
     older = tf.minimum(last, _CALM)
     slow, m_slow, new_v = follow(modes.slow, v, tf.zeros_like(gap), older, last, gap, rates, adam)
     # What is not gone yet goes later, when s is another.
-    left = modes.fast_m * tf.pow(modes.root, number)
+    left = modes.fast_m * tf.exp(tf.math.log(modes.root) * number)
     v, rate = _as_it_goes(w, v, number, last, rates, adam)
     w = slow + left * modes.root / (1.0 - modes.root) * step_of_m(v, rate, adam)
     return Moved(*(tf.transpose(x) for x in (w, m_slow + left, new_v)))

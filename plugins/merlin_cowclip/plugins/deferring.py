@@ -18,10 +18,14 @@ from merlin_cowclip.plugins._stack import tf
 from merlin_cowclip.plugins.absent import Moved
 from merlin_cowclip.plugins.catching_up import are_calm, catch_up, catch_up_calm
 from merlin_cowclip.plugins.slow_mode import Adam, Rates
+from merlin_cowclip.plugins.untouched import Curve, along, are_untouched, curve, nodes
 
 _TILE, _TILE_ON_GPU = 512, 65_536  # rows that catch up together: as long as the latest of them
+_LARGE_TILE = 16_384  # elements, of a large table
 _LONG = 32  # so many steps one by one are as much work as those of a calm row at once
-_AT_ONCE = 512  # tiles, of a whole table
+_LARGE = 2**21  # elements, of a table with some `Curve` of its own
+_AT_ONCE = 2**21  # elements, of a whole table
+_GO, _GOES = 128, 16  # steps of a curve that are made one by one, and how often
 
 
 Write = Callable[[tf.Variable, tf.Tensor, tf.Tensor], Any]
@@ -66,13 +70,15 @@ def bring_rows_up(
       adam: its constants.
       write: sets rows of a variable.
     """
+    _bring(table, wanted, _constants(table, rate, adam), _Kind.of(table.rows, adam), write)
+
+
+def _bring(
+    table: Table, wanted: tf.Tensor, constants: Sequence[tf.Tensor], kind: _Kind, write: Write
+) -> None:
+    """`bring_rows_up`; with a curve among the constants where the kind has one."""
     state = [tf.gather(variable, wanted) for variable in (*table[:3], table.last)]
-    late, *new = _late_rows(_Kind.of(table.rows, adam))(
-        *state,
-        table.step,
-        rate,
-        *(tf.constant(x, table.rows.dtype) for x in (adam.epsilon, adam.l2)),
-    )
+    late, *new = _late_rows(kind)(*state, *constants)
     at = tf.gather(wanted, late)
     for variable, x in zip(table[:3], new, strict=True):
         write(variable, at, x)
@@ -83,15 +89,44 @@ def bring_rows_up(
 @tf.autograph.experimental.do_not_convert
 def bring_all_up(table: Table, rate: tf.Tensor, adam: Adam, write: Write) -> None:
     """Make all rows of a table current, some at a time; as `bring_rows_up`."""
-    number = table.rows.shape[0]
-    many = _AT_ONCE * _Kind.of(table.rows, adam).tile
+    number, width = table.rows.shape
+    is_large = number * width >= _LARGE and table.rows.dtype in (tf.float32, tf.float64)
+    kind = _Kind.of(table.rows, adam, is_large=is_large)
+    constants = _constants(table, rate, adam)
+    if kind.is_large:
+        constants += _curve(constants, kind)
+    many = max(_AT_ONCE // width // kind.tile, 1) * kind.tile
 
     def body(begin: tf.Tensor) -> tuple[tf.Tensor]:
         at = tf.range(begin, tf.minimum(begin + many, number))
-        bring_rows_up(table, at, rate, adam, write)
+        _bring(table, at, constants, kind, write)
         return (begin + many,)
 
     tf.while_loop(lambda begin: begin < number, body, (tf.constant(0, tf.int64),))
+
+
+def _constants(table: Table, rate: tf.Tensor, adam: Adam) -> tuple[tf.Tensor, ...]:
+    """What `_late_rows` takes of all rows: the step; η, ε and λ."""
+    values = (tf.constant(x, table.rows.dtype) for x in (adam.epsilon, adam.l2))
+    return table.step, rate, *values
+
+
+def _curve(constants: Sequence[tf.Tensor], kind: _Kind) -> Curve:
+    """What untouched rows become; their first steps one by one, in several goes."""
+    end, *others = constants
+    first = nodes(kind.width, kind.dtype)
+    one_go = _late_rows(kind._replace(is_large=False))
+
+    def go(step: tf.Tensor, *state: tf.Tensor) -> tuple[tf.Tensor, ...]:
+        after = tf.where(step + _GO < _GOES * _GO, tf.minimum(step + _GO, end), end)
+        last = tf.fill([tf.shape(first)[0], 1], tf.cast(step, tf.float32))
+        late, *new = one_go(*state, last, after, *others)
+        place = tf.argsort(tf.cast(late, tf.float32))  # all are late
+        return after, *(tf.reshape(tf.gather(x, place), first.shape) for x in new)
+
+    begin = (tf.zeros_like(end), first, tf.zeros_like(first), tf.zeros_like(first))
+    _, *moved = tf.while_loop(lambda step, *_: step < end, go, begin)
+    return curve(first, Moved(*moved))
 
 
 class _Kind(NamedTuple):
@@ -102,22 +137,27 @@ class _Kind(NamedTuple):
     device: str
     beta_1: float
     beta_2: float
+    is_large: bool  # with a `Curve`
 
     @classmethod
-    def of(cls, rows: tf.Variable, adam: Adam) -> _Kind:
-        return cls(rows.shape[1], rows.dtype, rows.device or "", adam.beta_1, adam.beta_2)
+    def of(cls, rows: tf.Variable, adam: Adam, *, is_large: bool = False) -> _Kind:
+        device = rows.device or ""
+        return cls(rows.shape[1], rows.dtype, device, adam.beta_1, adam.beta_2, is_large)
 
     @property
     def tile(self) -> int:
-        return _TILE_ON_GPU if "GPU" in self.device else _TILE
+        if "GPU" in self.device:
+            return _TILE_ON_GPU
+        return max(_TILE, _LARGE_TILE // self.width) if self.is_large else _TILE
 
     @property
     def signature(self) -> list[tf.TensorSpec]:
-        """Of rows and moments, n×d; `last`, n×1; the step; η, ε and λ."""
+        """Of rows and moments, n×d; `last`, n×1; the step; η, ε and λ; a curve."""
         state = [tf.TensorSpec([None, self.width], self.dtype)] * 3
         constants = [tf.TensorSpec([], dtype) for dtype in (tf.float32, self.dtype, self.dtype)]
         last, step = tf.TensorSpec([None, 1], tf.float32), tf.TensorSpec([], tf.int32)
-        return [*state, last, step, *constants]
+        curve = [tf.TensorSpec([None], self.dtype)] * (3 if self.is_large else 0)
+        return [*state, last, step, *constants, *curve]
 
 
 @functools.lru_cache(maxsize=64)
@@ -136,25 +176,29 @@ def _late_rows(kind: _Kind) -> Callable[..., Any]:
         rate: tf.Tensor,
         epsilon: tf.Tensor,
         l2: tf.Tensor,
+        *curve: tf.Tensor,
     ) -> tuple[tf.Tensor, ...]:
         adam = Adam(kind.beta_1, kind.beta_2, epsilon, l2)
         with tf.device(kind.device):
-            groups = _alike((rows, m, v, last), step, rate, adam)
+            groups = _alike((rows, m, v, last), step, rate, adam, kind.is_large)
             tiles = _Tiles.of(groups, kind.tile)
             cut = [tf.gather(x, tiles.places) for x in (rows, m, v, last[:, 0])]
             # What fills a group up missed nothing.
             cut[3] = tf.where(tiles.filled, tf.cast(step, tf.float32), cut[3])
             rates = corrected_rates(rate, adam, kind.dtype)
-            ways = [_compiled(way, kind.beta_1, kind.beta_2) for way in (catch_up, catch_up_calm)]
+            ways = [_compiled(way, kind.beta_1, kind.beta_2) for way in (catch_up_calm, catch_up)]
 
             def bring(tile: Sequence[tf.Tensor]) -> tuple[tf.Tensor, ...]:
-                *state, is_calm = tile
+                *state, group = tile
                 given = (*state, step, rates, epsilon, l2)
-                return tf.cond(is_calm, lambda: ways[1](*given), lambda: ways[0](*given))
+                branches: list[Callable[[], Any]] = [functools.partial(way, *given) for way in ways]
+                if kind.is_large:
+                    branches.append(lambda: _along(state[0], Curve(*curve)))
+                return tf.switch_case(group, branches)
 
             kinds = Moved(*(kind.dtype,) * 3)
             jobs = os.cpu_count() or 1
-            given = (*cut, tiles.are_calm)
+            given = (*cut, tiles.group)
             found = tf.map_fn(bring, given, fn_output_signature=kinds, parallel_iterations=jobs)
             new = (tf.reshape(x, [-1, kind.width]) for x in found)
             return tf.concat(groups, axis=0), *(tf.gather(x, tiles.kept) for x in new)
@@ -163,17 +207,24 @@ def _late_rows(kind: _Kind) -> Callable[..., Any]:
 
 
 def _alike(
-    state: Sequence[tf.Tensor], step: tf.Tensor, rate: tf.Tensor, adam: Adam
+    state: Sequence[tf.Tensor], step: tf.Tensor, rate: tf.Tensor, adam: Adam, is_large: bool
 ) -> list[tf.Tensor]:
-    """Places of late rows, first of those that are calm, each from the least late to the latest."""
+    """Places of late rows, each group from the least late to the latest.
+
+    Those that are calm, those that are not, and of a large table those that are untouched.
+    """
     rows, m, v, last = state
     late = (tf.cast(step, tf.float32) - last)[:, 0]  # floats: integers of 32 bits are the host's
     calm = are_calm(rows, m, v, last[:, 0], tf.cast(rate, rows.dtype), adam)
     calm = tf.logical_and(calm, late > _LONG)
-    kind = tf.where(calm, 1.0, tf.where(late > 0, 2.0, 0.0))
+    kind = tf.where(calm, 1.0, 2.0)
+    if is_large:
+        kind = tf.where(are_untouched(rows, m, v, last[:, 0]), 3.0, kind)
+    kind = tf.cast(tf.where(late > 0, kind, 0.0), tf.int32)
     places = tf.range(tf.size(late, tf.int64))
-    groups = tf.dynamic_partition(places, tf.cast(kind, tf.int32), 3)[1:]
-    return [tf.gather(group, tf.argsort(tf.gather(late, group))) for group in groups]
+    groups = tf.dynamic_partition(places, kind, 4 if is_large else 3)[1:]
+    in_order = [tf.gather(group, tf.argsort(tf.gather(late, group))) for group in groups[:2]]
+    return in_order + groups[2:]
 
 
 class _Tiles(NamedTuple):
@@ -181,7 +232,7 @@ class _Tiles(NamedTuple):
 
     places: tf.Tensor  # tiles×size, of rows
     filled: tf.Tensor  # tiles×size: whether it is no row of a group
-    are_calm: tf.Tensor  # tiles
+    group: tf.Tensor  # tiles, int32: the group's number
     kept: tf.Tensor  # where the groups' rows are, one after another, among all tiles' rows
 
     @classmethod
@@ -194,8 +245,8 @@ class _Tiles(NamedTuple):
             kept.append(begin + tf.range(number))
             begin += many * size
         places = tf.reshape(tf.concat(padded, axis=0), [-1, size])
-        calm = tf.range(tf.reduce_sum(tiles)) < tiles[0]
-        return cls(tf.maximum(places, 0), places < 0, calm, tf.concat(kept, axis=0))
+        group = tf.repeat(tf.range(len(groups)), tf.stack(tiles))
+        return cls(tf.maximum(places, 0), places < 0, group, tf.concat(kept, axis=0))
 
 
 @functools.lru_cache(maxsize=64)
@@ -207,3 +258,7 @@ def _compiled(way: Any, beta_1: float, beta_2: float) -> Callable[..., Any]:
         return way.python_function(*tile, Adam(beta_1, beta_2, epsilon, l2))
 
     return tf.function(work, autograph=False, jit_compile=True)
+
+
+# As a few kernels, too.
+_along = tf.function(along, autograph=False, jit_compile=True, reduce_retracing=True)

@@ -1,0 +1,103 @@
+"""Rows that no batch ever held: against float64 step by step, and in a whole table."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from merlin_cowclip.plugins import deferring
+from merlin_cowclip.plugins.slow_mode import Adam
+from tests.plugins.test_catching_up import EPSILON, corrected, oracle
+
+WIDTH = 4
+
+
+def table_of(w, m, v, last, step):
+    variables = (tf.Variable(tf.constant(x, tf.float32)) for x in (w, m, v, last[:, np.newaxis]))
+    return deferring.Table(*variables, tf.constant(step))
+
+
+def brought_up(state, last, step, rate, l2):
+    table = table_of(*state, last, step)
+    adam = Adam(0.9, 0.999, EPSILON, l2)
+    deferring.bring_all_up(
+        table,
+        tf.constant(rate, tf.float32),
+        adam,
+        lambda variable, at, x: variable.scatter_update(tf.IndexedSlices(x, at)),
+    )
+    assert (table.last.numpy() == step).all()
+    return [variable.numpy() for variable in table[:3]]
+
+
+@pytest.fixture
+def large(monkeypatch):
+    """All tables are large ones."""
+    monkeypatch.setattr(deferring, "_LARGE", 1)
+
+
+@pytest.mark.parametrize(
+    ("l2", "rate", "step"),
+    [
+        (1e-8, 1e-4, 4_000),
+        (1e-8, 1e-2, 400),
+        (1e-6, 1e-4, 3_000),
+        (1e-6, 1e-2, 60),
+        (1e-5, 1e-4, 1),
+        (1e-5, 1e-4, 40),
+        (1e-5, 1e-4, 1_000),
+        (1e-5, 1e-4, 3_000),
+        (1e-5, 1e-3, 300),
+        (1e-3, 1e-4, 2_000),
+        (1e-2, 1e-4, 200),
+    ],
+)
+def test_against_float64(large, l2, rate, step):
+    """Nearer than other rows: their first steps are one by one, at the nodes alone."""
+    random = np.random.default_rng(0)
+    w = random.normal(size=(500, WIDTH)) * 10.0 ** random.uniform(-9, 1, (500, WIDTH))
+    w[0] = 0.0
+    state, last = [np.float32(w), 0 * w, 0 * w], np.zeros(500, np.int64)
+    expected = oracle(state, last, step, corrected(np.full(step, rate)), l2)
+    found = brought_up(state, last, step, rate, l2)
+    assert np.isfinite(found).all()
+    assert not found[0][0].any()
+    size = np.maximum(np.abs(state[0]), 1e-3)
+    assert (np.abs(found[0] - expected[0]) / size).max() < 1e-4
+    reach = 10 * rate / (np.sqrt(expected[2]) + EPSILON)
+    assert (reach * np.abs(found[1] - expected[1]) / size).max() < 2e-3
+    left = np.abs(expected[0]) > size / 10
+    assert (np.abs(found[2] - expected[2]) <= 0.02 * expected[2] + 1e-30)[left].all()
+
+
+def test_without_l2_they_keep_every_bit(large):
+    random = np.random.default_rng(0)
+    w = np.float32(random.normal(size=(300, WIDTH)) * 10.0 ** random.uniform(-9, 5, (300, WIDTH)))
+    found = brought_up([w, 0 * w, 0 * w], np.zeros(300), 5_000, 1e-3, 0.0)
+    np.testing.assert_array_equal(found[0], w)
+    assert not found[1].any()
+    assert not found[2].any()
+
+
+def test_a_large_table_of_rows_of_all_kinds(monkeypatch):
+    """As the same table if it were small: untouched, calm, late by little, current, not finite."""
+    random = np.random.default_rng(0)
+    number, step = 4_000, 2_000
+    w = np.float32(0.01 * random.normal(size=(number, WIDTH)))
+    w[7], w[8, 1] = 1e5, np.nan
+    last = random.choice([0, 0, 150, 900, 1_990, 2_000], number)
+    root = 10.0 ** random.uniform(-6, -3, w.shape) * (last > 0)[:, np.newaxis]
+    root[9, 2], last[9] = 1e-3, 0  # in no batch, and yet with moments
+    m = np.float32(root * random.normal(size=w.shape))
+    found = []
+    for least in (2**62, 1):
+        monkeypatch.setattr(deferring, "_LARGE", least)
+        found.append(brought_up([w, m, np.float32(root**2)], last, step, 1e-4, 1e-5))
+    size = np.maximum(np.abs(w), 1e-3)
+    assert np.nanmax(np.abs(found[0][0] - found[1][0]) / size) < 5e-4
+    touched = last > 0
+    touched[7:10] = True
+    for x, y in zip(*found, strict=True):
+        np.testing.assert_allclose(x[touched], y[touched], rtol=1e-5, atol=1e-9)
+    np.testing.assert_array_equal(np.isnan(found[1][0]), np.isnan(w))
