@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -101,3 +104,23 @@ def test_a_large_table_of_rows_of_all_kinds(monkeypatch):
     for x, y in zip(*found, strict=True):
         np.testing.assert_allclose(x[touched], y[touched], rtol=1e-5, atol=1e-9)
     np.testing.assert_array_equal(np.isnan(found[1][0]), np.isnan(w))
+
+
+@pytest.mark.parametrize("least", [1, 2**62])
+def test_who_watches_is_told_of_all_rows(monkeypatch, least):
+    monkeypatch.setattr(deferring, "_LARGE", least)
+    monkeypatch.setattr(deferring, "_AT_ONCE", 1)
+    told = []
+
+    @contextlib.contextmanager
+    def bar(total):
+        told.append([total])
+        yield SimpleNamespace(update=told[-1].append)
+
+    w = np.full((9_000, WIDTH), 0.01)
+    with deferring.shown_by(bar):
+        brought_up([w, 0 * w, 0 * w], np.zeros(9_000), 5, 1e-3, 1e-5)
+    brought_up([w, 0 * w, 0 * w], np.zeros(9_000), 5, 1e-3, 1e-5)
+    ((total, *parts),) = told
+    assert sum(parts) == total == 9_000
+    assert len(parts) > 1

@@ -7,9 +7,12 @@ it is looked up, saved or shown (`catching_up.py`).
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import functools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,6 +33,24 @@ _GO, _GOES = 128, 16  # steps of a curve that are made one by one, and how often
 
 Write = Callable[[tf.Variable, tf.Tensor, tf.Tensor], Any]
 """Of a variable, row numbers n, and their new values."""
+
+Bar = Callable[[int], AbstractContextManager[Any]]
+"""Of a number of rows: what is told by `update(n)` of n more of them, as `tqdm`."""
+
+_bar: contextvars.ContextVar[Bar | None] = contextvars.ContextVar("bar", default=None)
+
+
+@contextlib.contextmanager
+def shown_by(bar: Bar) -> Iterator[None]:
+    """Within it, a bar of each table shows how many of its rows have caught up, if all have to.
+
+    Of those that do so eagerly, and not within a step that is a graph.
+    """
+    token = _bar.set(bar)
+    try:
+        yield
+    finally:
+        _bar.reset(token)
 
 
 class Table(NamedTuple):
@@ -97,12 +118,17 @@ def bring_all_up(table: Table, rate: tf.Tensor, adam: Adam, write: Write) -> Non
         constants += _curve(constants, kind)
     many = max(_AT_ONCE // width // kind.tile, 1) * kind.tile
 
-    def body(begin: tf.Tensor) -> tuple[tf.Tensor]:
-        at = tf.range(begin, tf.minimum(begin + many, number))
-        _bring(table, at, constants, kind, write)
-        return (begin + many,)
+    bar = _bar.get() if tf.executing_eagerly() else None
+    with contextlib.nullcontext() if bar is None else bar(number) as shown:
 
-    tf.while_loop(lambda begin: begin < number, body, (tf.constant(0, tf.int64),))
+        def body(begin: tf.Tensor) -> tuple[tf.Tensor]:
+            end = tf.minimum(begin + many, number)
+            _bring(table, tf.range(begin, end), constants, kind, write)
+            if shown is not None:
+                shown.update(int(end - begin))
+            return (end,)
+
+        tf.while_loop(lambda begin: begin < number, body, (tf.constant(0, tf.int64),))
 
 
 def _constants(table: Table, rate: tf.Tensor, adam: Adam) -> tuple[tf.Tensor, ...]:

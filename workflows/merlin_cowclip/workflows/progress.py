@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import sys
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from tqdm import tqdm
 
 _MANY = (" rows", "B")  # units that are counted in thousands
+_LONG = 3.0  # seconds, of what is shown only then
 
 
-def progress_bar(title: str, total: int, unit: str = " rows", *, show: bool = True) -> tqdm:
-    """A bar of `total` units: a context manager, with `update(n)`; silent unless `show`."""
+def progress_bar(
+    title: str, total: int, unit: str = " rows", *, show: bool = True, delay: float = 0.0
+) -> tqdm:
+    """A bar of `total` units: a context manager, with `update(n)`; silent unless `show`.
+
+    Nothing is shown of what takes less than `delay`, in seconds.
+    """
     from tqdm import tqdm
 
     return tqdm(
@@ -21,5 +30,15 @@ def progress_bar(title: str, total: int, unit: str = " rows", *, show: bool = Tr
         unit=unit,
         unit_scale=unit in _MANY,
         disable=not show,
+        delay=delay,
         file=sys.stderr,
     )
+
+
+@contextlib.contextmanager
+def catching_up_shown(*, show: bool) -> Iterator[None]:
+    """Within it, a bar shows that all rows of a table catch up, where this takes long."""
+    from merlin_cowclip.plugins.deferring import shown_by
+
+    with shown_by(functools.partial(progress_bar, "catch up", show=show, delay=_LONG)):
+        yield
