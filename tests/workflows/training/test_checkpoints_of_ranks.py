@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import threading
+import time
 
 import numpy as np
 import pytest
 import tensorflow as tf
 
 from merlin_cowclip.plugins._stack import Schema
+from merlin_cowclip.plugins.joining import ALONE
 from merlin_cowclip.plugins.sharding import Shard
 from merlin_cowclip.plugins.statistics import StepStatistics
 from merlin_cowclip.plugins.tables import TableSpec
 from merlin_cowclip.workflows.errors import AgreedError, UserError
+from merlin_cowclip.workflows.training import checkpoint_files, evaluation
 from merlin_cowclip.workflows.training import heartbeat as heartbeats
 from merlin_cowclip.workflows.training import meeting as meetings
 from merlin_cowclip.workflows.training.checkpoint_files import (
@@ -22,9 +27,11 @@ from merlin_cowclip.workflows.training.checkpoint_files import (
     rows_of,
     write_tensors,
 )
+from merlin_cowclip.workflows.training.checkpoints import Checkpoints
 from merlin_cowclip.workflows.training.heartbeat import Heartbeat
 from merlin_cowclip.workflows.training.meeting import Meeting
 from merlin_cowclip.workflows.training.resuming import leaves_rows_out, refuse_last_batch
+from merlin_cowclip.workflows.training.saved_state import State
 from merlin_cowclip.workflows.training.stopping import Stopping
 from tests.plugins.merlin_models import category
 
@@ -39,7 +46,7 @@ def test_rows_find_their_ranks(tmp_path, saved, now):
         prefix = STATE if saved == 1 else rows_of(rank, saved)
         write_tensors(tmp_path / prefix, {"weight/0001": tf.constant(whole[rank::saved])})
     for rank in range(now):
-        found = read_rows(tmp_path, "weight/0001", saved, Shard(rank, now, V))
+        found = read_rows(tmp_path, "weight/0001", tf.float32, saved, Shard(rank, now, V))
         np.testing.assert_array_equal(found, whole[rank::now])
         assert found.dtype == np.float32
 
@@ -120,6 +127,8 @@ def test_ranks_stop_where_one_was_asked_to(monkeypatch):
     meeting.hold(now=True)
     assert stopping.asked
     assert stopping.number == 15
+    assert meeting.hold(is_due=True), "what begins after it may take other times"
+    assert not meeting.hold(is_due=True)
     other |= {"failure": "no space"}
     with pytest.raises(AgreedError, match="no space"):
         meeting.hold(now=True)
@@ -190,6 +199,112 @@ def test_a_rank_that_works_alone_says_so(monkeypatch, tmp_path):
         assert not ended.wait(1.0)
     assert ended.wait(5.0), "behind rank 0, and no longer at work"
     assert {one[1] for one in together.heard} == {0, 1}
+
+
+@pytest.mark.parametrize("work", ["wait", "settle"])
+def test_the_disk_may_take_long(monkeypatch, tmp_path, work):
+    checkpoints = Checkpoints(tmp_path)
+    was = []
+
+    def slowly(*_):
+        time.sleep(0.2)
+        was.append(bool(heartbeats._works))
+
+    monkeypatch.setattr(checkpoint_files, "write_tensors", slowly)
+    checkpoints.save(1, State({"weight/0000": tf.Variable([1.0])}), {})
+    getattr(checkpoints, work)()
+    assert was == [True]
+    assert not heartbeats._works
+
+
+def test_patience_is_a_time(monkeypatch, tmp_path):
+    for said in ("soon", "0", "-1", "nan", "inf"):
+        monkeypatch.setenv(heartbeats.PATIENCE, said)
+        with pytest.raises(UserError, match=f"positive number of seconds. Received: '{said}'"):
+            Heartbeat(ALONE, lambda: (0,), tmp_path)
+
+
+def test_one_rank_that_cannot_write_leaves_the_others_their_files(monkeypatch, tmp_path):
+    """Its failure is the one that is said, and the first rank removes what there is."""
+    from merlin_cowclip.plugins.joining import Ranks
+
+    kept = tmp_path / "step-0000000002"
+    kept.mkdir()
+    state = {"weight/0000": tf.Variable([[1.0], [2.0]])}
+    first, second = (Checkpoints(tmp_path, ranks=Ranks(rank, 2, rank, 2)) for rank in range(2))
+    first.save(4, State(state), {})
+    first.settle()
+    (partial,) = tmp_path.glob(".step-*.partial")
+    held = sorted(partial.iterdir())
+    with monkeypatch.context() as patched:
+        full = OSError(errno.ENOSPC, "No space left on device")
+        patched.setattr(checkpoint_files, "write_tensors", lambda *_: (_ for _ in ()).throw(full))
+        second.save(4, State(state, shards={"weight/0000": Shard(1, 2, 4)}), {})
+        second.settle()
+    assert sorted(partial.iterdir()) == held != []
+    said = [first.told(), second.told()]
+    assert said[0]["failure"] is None
+    with pytest.raises(OSError, match="No space left"):
+        second.hear(said)
+    with pytest.raises(AgreedError, match="on rank 1: .*No space left"):
+        first.hear(said)
+    assert list(tmp_path.iterdir()) == [kept]
+
+
+class Batches:
+    """A loader of some, of two rows each."""
+
+    element_spec = ({}, None)
+    rows = 6
+
+    def __len__(self):
+        return 3
+
+    def dataset(self):
+        return [({}, tf.constant([0.0, 1.0]))] * 3
+
+
+@pytest.mark.parametrize(("ranks", "in_shards", "met"), [(1, True, 0), (2, True, 1), (2, False, 2)])
+def test_where_ranks_that_evaluate_wait_for_each_other(monkeypatch, ranks, in_shards, met):
+    """One rank of a script evaluates by itself; and none is waited for amid lookups in shards."""
+    meetings = []
+
+    @contextlib.contextmanager
+    def agreed():
+        yield
+        meetings.append(True)
+
+    monkeypatch.setattr(evaluation, "agreed", agreed)
+    monkeypatch.setattr(evaluation, "is_in_shards", lambda model: in_shards)
+    monkeypatch.setattr(evaluation.QualityOf, "of_all_ranks", lambda found: found)
+    for rank in range(ranks):
+        predictor = evaluation.Predictor(None)
+        monkeypatch.setattr(predictor, "probabilities", lambda *_: np.array([0.1, 0.9]))
+        calls = []
+        assert (
+            predictor.quality(
+                Batches(), rank=rank, ranks=ranks, between=lambda c=calls: c.append(True)
+            ).auc
+            == 1
+        )
+        assert len(calls) == predictor.begun == -(-3 // ranks), "as often on all ranks"
+    assert len(meetings) == met * ranks
+
+
+def test_a_model_of_a_checkpoint_is_whole(monkeypatch, tmp_path):
+    """For one rank of a script, the others of which do nothing."""
+    from merlin_cowclip.workflows.training import rebuilding
+    from merlin_cowclip.workflows.training.configuration import TrainConfig
+
+    def model(schema, **options):
+        assert options["sharded"] is False
+        raise InterruptedError
+
+    config = TrainConfig(tables="sharded")
+    monkeypatch.setattr(rebuilding, "MODELS", {config.model: model})
+    (tmp_path / "schema.pbtxt").write_text("")
+    with pytest.raises(InterruptedError):
+        rebuilding.rebuilt(None, config, tmp_path / "schema.pbtxt", {})
 
 
 class Shared:

@@ -47,12 +47,22 @@ def write_tensors(prefix: Path, tensors: Mapping[str, tf.Tensor]) -> None:
         )
 
 
-def read_rows(folder: Path, name: str, saved: int, mine: Shard) -> np.ndarray:
+def read_tensor(prefix: Path, name: str, dtype: tf.DType) -> np.ndarray:
+    """One of them; other threads go on meanwhile, which TensorFlow's own reader lets wait."""
+    with tf.device("CPU:0"):
+        (value,) = tf.raw_ops.RestoreV2(
+            prefix=str(prefix), tensor_names=[name], shape_and_slices=[""], dtypes=[dtype]
+        )
+    return np.asarray(value)
+
+
+def read_rows(folder: Path, name: str, dtype: tf.DType, saved: int, mine: Shard) -> np.ndarray:
     """A shard of what `saved` ranks had in shards, or one process whole.
 
     Args:
         folder: of the checkpoint.
         name: the tensor's.
+        dtype: the tensor's.
         saved: how many ranks there were.
         mine: which rows are wanted.
     """
@@ -61,9 +71,9 @@ def read_rows(folder: Path, name: str, saved: int, mine: Shard) -> np.ndarray:
         if saved == mine.size and rank != mine.rank:
             continue
         prefix = STATE if saved == 1 else rows_of(rank, saved)
-        held = tf.train.load_checkpoint(str(folder / prefix)).get_tensor(name)
+        held = read_tensor(folder / prefix, name, dtype)
         if saved == mine.size:
-            return np.asarray(held)
+            return held
         if found is None:
             found = np.empty((mine.rows, *held.shape[1:]), held.dtype)
         rows = rank + saved * np.arange(len(held))

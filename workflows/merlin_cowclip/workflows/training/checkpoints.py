@@ -63,6 +63,7 @@ class Checkpoints:
         self._writing: _Writing | None = None  # this rank's files
         self._seal: Callable[[dict[str, Any]], None] | None = None  # once all ranks' are written
         self._sealing: _Writing | None = None
+        self._partial: Path | None = None
 
     def save(
         self,
@@ -123,7 +124,7 @@ class Checkpoints:
         if self._ranks.size > 1:
             with agreed():
                 begin()
-            self._seal = seal
+            self._seal, self._partial = seal, partial
         self._writing = _Writing(write)
 
     def _format(self, state: State) -> dict[str, Any]:
@@ -208,6 +209,9 @@ class Checkpoints:
 
     def _refuse(self, rank: int, sentence: str) -> None:
         failure = self._failure()
+        if self._ranks.rank == 0 and self._partial is not None:
+            self.settle()
+            remove(self._partial)
         self._forget()
         if rank == self._ranks.rank and failure is not None:
             raise failure
@@ -240,7 +244,8 @@ class Checkpoints:
         """As `wait`, but not for longer than this, and without an error: another one has come."""
         for thread in (self._writing, self._sealing):
             if thread is not None:
-                thread.join(seconds)
+                with at_work():
+                    thread.join(seconds)
 
     def check(self) -> None:
         """Raise what the last one has failed with, if it has."""

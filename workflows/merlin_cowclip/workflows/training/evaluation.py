@@ -6,6 +6,7 @@ are held, 4 bytes each, and ranked where they lie.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -155,6 +156,7 @@ class Predictor:
         self._model = model
         self._step: Any = None
         self._spec: Any = None
+        self.begun = 0  # batches that were read, or would have been: as many on all ranks
 
     def __call__(self, loader: Loader) -> tuple[np.ndarray, np.ndarray]:
         """Labels and probabilities of every row of an unshuffled loader, n each, in its order."""
@@ -183,7 +185,9 @@ class Predictor:
         """
         found = QualityOf(loader.rows if ranks == 1 else 0)
         left = -(-len(loader) // ranks)
-        with agreed():
+        # In shards the others wait in a lookup for one that is refused: it ends, and so they do.
+        meets_later = ranks > 1 and not is_in_shards(self._model)
+        with agreed() if meets_later else contextlib.nullcontext():
             for labels, probabilities in self.batches(loader, rank, ranks):
                 found.add(labels, probabilities)
                 between()
@@ -192,7 +196,7 @@ class Predictor:
                 between()
         if ranks > 1:
             found = found.of_all_ranks()
-        with agreed():
+        with agreed() if ranks > 1 else contextlib.nullcontext():
             return found.quality()
 
     def batches(
@@ -206,10 +210,13 @@ class Predictor:
         spec, _ = loader.element_spec
         done = 0
         for features, labels in itertools.islice(loader.dataset(), rank, None, ranks):
+            self.begun += 1
             yield labels.numpy().ravel(), self.probabilities(features, spec)
             done += 1
-        if is_in_shards(self._model) and done < -(-len(loader) // ranks):
-            self.probabilities({name: _empty(name, one) for name, one in spec.items()}, spec)
+        if done < -(-len(loader) // ranks):
+            self.begun += 1
+            if is_in_shards(self._model):
+                self.probabilities({name: _empty(name, one) for name, one in spec.items()}, spec)
 
     def probabilities(self, features: dict[str, Any], spec: dict[str, tf.TypeSpec]) -> np.ndarray:
         """Of one batch, b float32.

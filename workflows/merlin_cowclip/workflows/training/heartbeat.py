@@ -10,6 +10,7 @@ has to (`at_work`); and where no answer comes at all, a process does not run.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import sys
 import threading
@@ -21,6 +22,7 @@ from types import TracebackType
 import numpy as np
 
 from merlin_cowclip.plugins.joining import Ranks, gatherer_beside
+from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.training.runs import how_to_resume
 
 PATIENCE = "MERLIN_COWCLIP_PATIENCE"  # in the environment: seconds
@@ -49,13 +51,16 @@ class Heartbeat:
         ranks: this process among them.
         where: how far this rank is; of ranks at the same place, the same.
         run: the run's folder.
+
+    Raises:
+        UserError: the environment has no number of seconds.
     """
 
     def __init__(self, ranks: Ranks, where: Callable[[], tuple[int, ...]], run: Path) -> None:
         self._ranks = ranks
         self._where = where
         self._run = run
-        self._patience = float(os.environ.get(PATIENCE, _SECONDS))
+        self._patience = _patience()
         self._done = threading.Event()
         self._heard = time.monotonic()
         self._threads = [
@@ -125,3 +130,17 @@ class Heartbeat:
         else:
             time.sleep(3.0)  # for the launcher ends all once one has ended
         os._exit(2)
+
+
+def _patience() -> float:
+    said = os.environ.get(PATIENCE, str(_SECONDS))
+    try:
+        seconds = float(said)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < math.inf:
+        raise UserError(
+            f"{PATIENCE} in the environment must be a positive number of seconds. Received: "
+            f"{said!r}. Correct it, or leave it out for {_SECONDS:.0f}"
+        )
+    return seconds

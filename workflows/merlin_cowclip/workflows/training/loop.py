@@ -96,7 +96,7 @@ class Training:
         self._optimizer = optimizer_of(model)
         self._watch = Watch(self._optimizer, loader, config)
         self._state = self._all_of_it()
-        self._begun = self._evaluated = 0
+        self._begun = 0
         self._saved = (-1, 0)  # updates, and epochs that were measured
         self._saved_at = time.monotonic()
 
@@ -122,11 +122,11 @@ class Training:
         return self.step, len(self.progress.epochs)
 
     def where(self) -> tuple[int, ...]:
-        """How far this rank is: updates, batches read for them, batches evaluated, and what else.
+        """How far this rank is: updates, batches read for them and for evaluations, and what else.
 
         The same on ranks that wait for each other, or are all at work.
         """
-        return self._begun, self._loader.delivered, self._evaluated, times_gathered()
+        return self._begun, self._loader.delivered, self._predictor.begun, times_gathered()
 
     # From and to checkpoints
 
@@ -327,7 +327,6 @@ class Training:
             raise self._stopped(book, stopping)
 
         def between() -> None:
-            self._evaluated += 1
             self._meeting.hold()
             if stopping.asked and self._here.size > 1:
                 raise Interrupted

@@ -42,7 +42,7 @@ class Meeting:
 
         Args:
             is_due: what this rank says.
-            now: do not wait until it is time.
+            now: do not wait until it is time, nor at the next call, when something else begins.
 
         Raises:
             AgreedError: a rank has failed; one process raises what it has failed with itself.
@@ -66,6 +66,7 @@ class Meeting:
         numbers = [one["number"] for one in said if one["number"] is not None]
         self._stopping.agree(next(iter(numbers), None), any(one["out_of_time"] for one in said))
         slowest = max(one["seconds"] for one in said)
-        self._left = max(1, min(_MOST, int(SECONDS / max(slowest, 1e-9))))
+        # After `now` come calls of another kind, which may take longer.
+        self._left = 1 if now else max(1, min(_MOST, int(SECONDS / max(slowest, 1e-9))))
         self._calls, self._since = 0, time.monotonic()
         return bool(said[0]["due"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -87,6 +88,7 @@ def rebuilt(
       UserError: the checkpoint is another network's.
     """
     text = schema.read_text(encoding="utf-8")
+    config = dataclasses.replace(config, tables="replicated")  # whole, wherever it is called
     with in_precision(record.get("precision")):
         model = network(config, TensorflowMetadata.from_proto_text(text).to_merlin_schema())
         if config.update != "deferred":

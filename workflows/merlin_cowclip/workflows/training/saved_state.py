@@ -108,9 +108,8 @@ class Checkpoint:
         self.check(state)
         alike = state.variables.keys() - state.of_each.keys() - {*self.in_shards, *state.shards}
         if state.ranks.rank == 0:
-            values = tf.train.load_checkpoint(str(self.path / files.STATE))
             for name in alike:
-                state.variables[name].assign(values.get_tensor(name))
+                state.variables[name].assign(self._read(name, state))
         if state.ranks.size > 1:
             broadcast(state.variables[name] for name in sorted(alike))
         for name in sorted(state.of_each.keys() & state.variables.keys()):
@@ -121,13 +120,16 @@ class Checkpoint:
         for name in sorted(state.variables.keys() & {*self.in_shards, *state.shards}):
             variable = state.variables[name]
             mine = state.shards.get(name) or Shard(0, 1, variable.shape[0])
-            variable.assign(files.read_rows(self.path, name, self.ranks, mine))
+            variable.assign(files.read_rows(self.path, name, variable.dtype, self.ranks, mine))
+
+    def _read(self, name: str, state: State) -> np.ndarray:
+        return files.read_tensor(self.path / files.STATE, name, state.variables[name].dtype)
 
     def _of_each(self, name: str, state: State) -> np.ndarray:
         """What each rank had, N×…; on all ranks what the first one reads."""
         variable = state.variables[name]
         held = np.empty((0, *variable.shape), variable.dtype.as_numpy_dtype)
         if state.ranks.rank == 0:
-            held = tf.train.load_checkpoint(str(self.path / files.STATE)).get_tensor(name)
+            held = self._read(name, state)
             held = held if name in self.record.get("of_each", ()) else held[np.newaxis]
         return held if state.ranks.size == 1 else gathered(held)

@@ -308,7 +308,8 @@ def _train(
             training = Training(
                 run, model, statistics, config, keeping, loader, test, progress=progress
             )
-        with Heartbeat(here(), training.where, run):
+            heartbeat = Heartbeat(here(), training.where, run)
+        with heartbeat:
             training.go_on_from_last(begin)
             with Stopping(max_minutes, several=loader.ranks > 1) as stopping:
                 training.train(stopping)
