@@ -288,7 +288,8 @@ class Training:
             bar.update(k)
             # Seconds, once in each process, for however many rows: no time of training. It is held.
             if isinstance(function, tf.types.experimental.GenericFunction):  # else eager: no graph
-                function.get_concrete_function(iterator)
+                with at_work():
+                    function.get_concrete_function(iterator)
             begun = time.perf_counter()
             for _ in range(k, len(self._loader)):
                 self._begun = self.step + 1
