@@ -60,7 +60,8 @@ def test_a_trial_stops_after_the_update_in_hand(rows):
 
     def advance():
         updates.append(1)
-        stopping.number = 2 if len(updates) == 2 else None
+        if len(updates) == 2:
+            stopping._received(2, None)
 
     with pytest.raises(Interrupted):
         list(epochs_of(rows, config.train_config(config.rules["none"]), stopping, advance))

@@ -138,7 +138,7 @@ def test_interrupted_and_gone_on_with(data, config, tmp_path, fake, shared, monk
     def interrupted(rows, train, stopping, advance=lambda: None):
         calls.append(train)
         if len(calls) == 9:
-            stopping.number = 15
+            stopping._received(15, None)
         yield from stock(rows, train, stopping, advance)
 
     monkeypatch.setattr(fake, "epochs_of", interrupted)
