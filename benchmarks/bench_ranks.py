@@ -5,7 +5,8 @@ as much), one global batch shared by the ranks. Bytes: all that goes over the lo
 while the ranks make their steps, by rank and step; beside it what the formulas of docs/scaling.md
 say for the ids of these batches, and what Horovod's coordination sends in as much time without a
 step (every 5 ms, HOROVOD_CYCLE_TIME: by default every one, which on a busy machine is not little).
-Ranks of one machine share its cores: times are no speed-up, and say what joining costs.
+Ranks of one machine share its cores: times are no speed-up. Beside them what the formula says, from
+the time that one rank's share takes in one process on one core, the waits, and the bytes.
 
     python benchmarks/bench_ranks.py [--ranks 1 2 3] [--batch 8192] [--rows 300000]
 
@@ -35,6 +36,9 @@ import numpy as np
 LAYOUTS = ("replicated", "sharded")
 STEPS, WARM, IDLE = 20, 4, 2.0  # steps that are measured, steps before them, seconds without any
 SMALL = 3000  # rows of tables that take nothing
+CYCLE = 5  # milliseconds between the times that Horovod's ranks tell each other what is ready
+WAITS = {"replicated": 1, "sharded": 3}  # for that, one after another in a step
+GATHERED, GATHERED_BYTES = 3, 2**24  # how often, and what, to see how fast bytes move
 # A DGX H100, by its guide: each way, bytes a second and GPU. 900 GB/s of NVLink, both ways
 # together; and a ConnectX-7 of 400 Gb/s.
 NVLINK, INFINIBAND, GPUS = 450e9, 50e9, 8
@@ -67,8 +71,24 @@ def formula(layout: str, ranks: int, dense: int, unique: float, widths: list[int
     return others * (2 * 4 * dense + unique * (8 + sum(4 * d for d in widths) + back))
 
 
-def steps(layout: str, batch: int, rows: int, update: str) -> None:
+def time_formula(layout: str, ranks: int, share: float, moved: float, speed: float) -> float:
+    """Milliseconds of a step on this machine, as docs/scaling.md has it.
+
+    Args:
+      layout: of `LAYOUTS`.
+      ranks: N.
+      share: what a step with a rank's share takes in one process on one core.
+      moved: bytes that a rank sends.
+      speed: of these, in a millisecond.
+    """
+    in_turn = max(1.0, ranks / (os.cpu_count() or 1))
+    return in_turn * share + WAITS[layout] * CYCLE + moved / speed
+
+
+def steps(layout: str, batch: int, rows: int, update: str, is_alone: bool) -> None:
     """On each rank: train, and tell, on rank 0, what was measured."""
+    if is_alone:
+        os.sched_setaffinity(0, {0})
     import tensorflow as tf
     from step_variants import L2, batches, schema
 
@@ -97,6 +117,10 @@ def steps(layout: str, batch: int, rows: int, update: str) -> None:
         step(mine[number % len(mine)])
     of_all_ranks(None)
     seconds, moved = time.perf_counter() - start, sent() - before
+    start = time.perf_counter()
+    for _ in range(GATHERED):
+        gathered(np.zeros(GATHERED_BYTES, np.uint8))
+    speed = (here.size - 1) * GATHERED * GATHERED_BYTES / 1e3 / (time.perf_counter() - start)
     specs = optimizer.table_specs
     tables = {spec.variable.ref() for spec in specs}
     used = [
@@ -107,6 +131,7 @@ def steps(layout: str, batch: int, rows: int, update: str) -> None:
         "bytes": moved / STEPS / here.size,
         "coordination": idle * seconds / STEPS / here.size,
         "ms": 1e3 * seconds / STEPS,
+        "bytes per ms": speed,
         "unique": float(gathered(np.array([np.mean(used)])).mean()),
         "dense": sum(
             int(np.prod(v.shape)) for v in model.trainable_weights if v.ref() not in tables
@@ -124,15 +149,18 @@ def _peak() -> int:
     return int(next(line for line in status if line.startswith("VmHWM")).split()[1]) * 1024
 
 
-def measured(layout: str, ranks: int, batch: int, rows: int, update: str) -> dict[str, Any]:
-    """What the ranks of a launch have told."""
+def measured(
+    layout: str, ranks: int, batch: int, rows: int, update: str, *, is_alone: bool = False
+) -> dict[str, Any]:
+    """What the ranks of a launch have told; `is_alone`, of one, on one core."""
     launcher = Path(sys.executable).with_name("horovodrun")
     own = [sys.executable, __file__, "--steps", layout, str(batch), str(rows), update]
+    own += ["alone"] if is_alone else ["together"]
     command = [str(launcher), "-np", str(ranks), "-H", f"localhost:{ranks}", *own]
     settings = {
         "TF_CPP_MIN_LOG_LEVEL": "3",
         "TF_NUM_INTRAOP_THREADS": "1",
-        "HOROVOD_CYCLE_TIME": "5",
+        "HOROVOD_CYCLE_TIME": str(CYCLE),
     }
     environment = {**os.environ, **settings}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
@@ -146,16 +174,20 @@ def measured(layout: str, ranks: int, batch: int, rows: int, update: str) -> dic
 def report_bytes(numbers: list[int], batch: int, rows: int) -> None:
     """A line for each layout and number of ranks."""
     print(f"global batch {batch:,}, {rows:,} rows: by rank and step")
-    print("tables      ranks  rows of a share  bytes sent  formula  ratio  coordination      ms")
+    heads = ("tables    ", "ranks", "rows of a share", "bytes sent", "formula", "ratio")
+    print("  ".join((*heads, "coordination", "    ms", "formula")))
     for ranks in numbers:
+        share = measured(LAYOUTS[0], 1, batch // ranks, rows, "lazy", is_alone=True)["ms"]
         for layout in LAYOUTS if ranks > 1 else LAYOUTS[:1]:
             told = measured(layout, ranks, batch, rows, "lazy")
             says = formula(layout, ranks, told["dense"], told["unique"], told["widths"])
             ratio = f"{told['bytes'] / says:5.3f}" if says else "    -"
+            took = time_formula(layout, ranks, share, told["bytes"], told["bytes per ms"])
+            on_paper = f"{took:7.0f}" if says else "      -"
             print(
                 f"{layout:10}  {ranks:5}  {told['unique']:15,.0f}  {told['bytes'] / 1e6:7.3f} MB"
                 f"  {says / 1e6:4.2f} MB  {ratio}  {told['coordination'] / 1e6:9.3f} MB"
-                f"  {told['ms']:6.0f}",
+                f"  {told['ms']:6.0f}  {on_paper}",
                 flush=True,
             )
 
@@ -211,11 +243,11 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=300_000)
     parser.add_argument("--memory", type=int, metavar="ROWS")
     parser.add_argument("--on-paper", action="store_true")
-    parser.add_argument("--steps", nargs=4, help=argparse.SUPPRESS)
+    parser.add_argument("--steps", nargs=5, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.steps:
-        layout, batch, rows, update = arguments.steps
-        steps(layout, int(batch), int(rows), update)
+        layout, batch, rows, update, place = arguments.steps
+        steps(layout, int(batch), int(rows), update, place == "alone")
         return
     if arguments.on_paper:
         report_on_paper()

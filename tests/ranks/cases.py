@@ -91,9 +91,8 @@ CASES = {
     "stock, shared table": Case(stock_dlrm, SHARED, "global"),
     "stock, looked up twice": Case(stock_deepfm, SCHEMA, update="lazy", changes=TIGHT),
     "half precision": Case(ours, WITH_LIST, precision="mixed_float16", changes={**TIGHT, **PAPERS}),
-    "fit, not built": Case(own_mlp, SCHEMA, way="fit", changes=TIGHT),
+    "fit, not built, uneven shares": Case(own_mlp, SCHEMA, way="fit", uneven=True, changes=TIGHT),
     "eager loop": Case(ours, WITH_LIST, way="loop", update="lazy", changes=TIGHT),
-    "shards, a list, exact": Case(in_shards, WITH_LIST, changes=TIGHT),
     "shards, shared rows, lazy": Case(
         in_shards, SHARED_IN_LISTS, "adaptive_field", "lazy", changes=TIGHT
     ),
@@ -101,18 +100,26 @@ CASES = {
     "shards, disjoint ids": Case(in_shards, SCHEMA, "global", "lazy", "disjoint"),
     "shards, equal ids": Case(in_shards, SCHEMA, "column", ids="equal"),
     # r is less than 2λ, so absent rows are clipped, but those of one field.
-    "shards, a field exempt": Case(
+    "shards, a list, a field exempt": Case(
         in_shards, WITH_LIST, clip_tables=["a"], changes={**TIGHT, "l2": 1e-2}
     ),
     "shards, half precision": Case(
         in_shards, WITH_LIST, precision="mixed_float16", changes={**TIGHT, **PAPERS}
     ),
-    "shards, fit": Case(in_shards, SCHEMA, way="fit", changes=TIGHT),
+    "shards, fit, uneven shares": Case(in_shards, SCHEMA, way="fit", uneven=True, changes=TIGHT),
     "shards, eager loop": Case(in_shards, WITH_LIST, way="loop", update="lazy", changes=TIGHT),
-    "uneven shares": Case(ours, WITH_LIST, way="fit", uneven=True, changes=TIGHT),
-    "shards, uneven shares": Case(in_shards, SCHEMA, way="fit", uneven=True, changes=TIGHT),
 }
-OF_THREE = (*tuple(CASES)[1:3], *tuple(CASES)[10:14])
+OF_RANKS: dict[int, tuple[str, ...]] = {
+    2: tuple(CASES),
+    3: (
+        "fused, shared rows, lazy",
+        "one rank has rows of a list",
+        "shards, shared rows, lazy",
+        "shards, one rank has rows of a list",
+        "shards, a list, a field exempt",
+    ),
+}
+"""Which of them several ranks train, by their number."""
 
 
 def batches(case: Case, rank: int, ranks: int) -> Iterator[tuple[dict[str, Any], Any]]:

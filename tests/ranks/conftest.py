@@ -1,4 +1,4 @@
-"""A little log, and what one process and two ranks train on it."""
+"""A little log, what one process and two ranks train on it, and what ranks do in scripts."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from merlin_cowclip.workflows.commands.main import main
 from merlin_cowclip.workflows.data.etl import prepare
 from tests.bad_input.conftest import TOY, toy_log
 
+from .cases import OF_RANKS
 from .launch import on_ranks
 
 COMMAND = [sys.executable, "-m", "merlin_cowclip.workflows.commands.main"]
@@ -42,3 +43,15 @@ def in_shards(data, tmp_path_factory) -> Path:
     ended = on_ranks(2, [*COMMAND, "train", data, "--out", out, *OPTIONS, "--tables", "sharded"])
     assert ended.code == 0, ended
     return out
+
+
+@pytest.fixture(scope="session")
+def results(tmp_path_factory) -> dict[int, Path]:
+    """Folders of what the ranks of two launches have written, by their number."""
+    folders = {}
+    for ranks, names in OF_RANKS.items():
+        folders[ranks] = tmp_path_factory.mktemp(f"of_{ranks}")
+        command = [sys.executable, "-m", "tests.ranks.program", folders[ranks], *names]
+        ended = on_ranks(ranks, command)
+        assert ended.code == 0, ended
+    return folders

@@ -38,7 +38,8 @@ class Ended(NamedTuple):
 def on_ranks(ranks: int, command: Sequence[Any]) -> Ended:
     """Run a command on several ranks of this machine."""
     launcher = Path(sys.executable).with_name("horovodrun")
-    argv = [launcher, "-np", ranks, "-H", f"localhost:{ranks}", *command]
+    # Without --gloo it imports TensorFlow once more, to see whether there is MPI.
+    argv = [launcher, "--gloo", "-np", ranks, "-H", f"localhost:{ranks}", *command]
     threads = {"TF_NUM_INTRAOP_THREADS": "1", "TF_NUM_INTEROP_THREADS": "1"}
     process = subprocess.Popen(
         [str(argument) for argument in argv],

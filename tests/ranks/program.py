@@ -1,4 +1,4 @@
-"""What each rank runs: cases, and joins of little tensors, whose results go to a folder."""
+"""What each rank runs: cases, joins of little tensors, and more; results go to a folder."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from merlin_cowclip.workflows.errors import AgreedError, UserError
 from merlin_cowclip.workflows.training.evaluation import QualityOf
 from merlin_cowclip.workflows.training.ranks import agreed
 from tests.plugins.merlin_models import SCHEMA, category
-from tests.ranks import scripts
+from tests.ranks import scripts, sok_program
 from tests.ranks.cases import CASES, HP, Case, batches, ours, trained
 
 
@@ -182,12 +182,13 @@ def main(folder: Path, names: list[str]) -> None:
         "said": refusals(here.rank),
         "quality": quality(here.rank, here.size),
         "rates": refused_rates(here.rank, here.size),
-        "shards": refused_of_shards(here.rank, here.size),
+        "shards": refused_of_shards(here.rank, here.size) if here.size == 2 else None,
         "use": refused_use(here.rank, here.size),
         "scripts": scripts.ended(folder, here.rank, here.size) if here.size == 2 else None,
     }
     told = of_all_ranks(mine)
     (folder / f"told-{here.rank}.txt").write_text(repr(told))
+    sok_program.main(folder / "sok", here)
 
 
 if __name__ == "__main__":

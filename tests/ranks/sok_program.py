@@ -7,19 +7,17 @@ from pathlib import Path
 
 import numpy as np
 
-from merlin_cowclip.plugins.joining import ranks
+from merlin_cowclip.plugins.joining import Ranks
 from tests.plugins import sok_stand_in
 from tests.plugins.sok_cases import CASES, refused_of_ranks, trained_by_sok
 
+OF_SOK = {2: ("dense lookups", "eager"), 3: ("both",)}
 
-def main(folder: Path, names: list[str]) -> None:
-    here = ranks()
+
+def main(folder: Path, here: Ranks) -> None:
+    folder.mkdir(exist_ok=True)
     sys.modules["sparse_operation_kit"] = sok_stand_in
-    for number, name in enumerate(names):
+    for number, name in enumerate(OF_SOK[here.size]):
         state = trained_by_sok(CASES[name], sok_stand_in)
         np.savez(folder / f"{number}-{here.rank}.npz", **state)
     (folder / f"told-{here.rank}.txt").write_text(refused_of_ranks())
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:])

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import csv
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -14,9 +17,10 @@ from merlin_cowclip.plugins.joining import Ranks
 from merlin_cowclip.workflows import Loader, Run
 from merlin_cowclip.workflows.data.etl import prepare
 from merlin_cowclip.workflows.data.prepared import PreparedData
-from merlin_cowclip.workflows.errors import AgreedError
+from merlin_cowclip.workflows.errors import AgreedError, UserError
 from merlin_cowclip.workflows.training import ranks as ranks_of_runs
 from merlin_cowclip.workflows.training.checkpoints import Checkpoints
+from merlin_cowclip.workflows.training.configuration import TrainConfig
 from merlin_cowclip.workflows.training.evaluation import evaluate
 from tests.bad_input.conftest import TOY, toy_log
 from tests.bad_input.contract import listing, refused
@@ -85,10 +89,6 @@ def _numbers(path: Path) -> list[dict[str, float]]:
     [
         (["train", "{data}", "--batch-size", 17], ["must be a multiple of the number of ranks"]),
         (
-            ["train", "{data}", "--batch-size", 18, "--update", "deferred"],
-            ["on several ranks has no update='deferred'"],
-        ),
-        (
             ["train", "{other}", "--batch-size", 18],
             ["all ranks must have the rows of the data in common", "on rank 1"],
         ),
@@ -103,13 +103,20 @@ def test_what_is_refused_is_said_once(data, tmp_path, command, words):
     places = {"data": str(data), "other": f"{tmp_path}/data$HOROVOD_RANK"}
     argv = [str(argument).format(**places) for argument in command]
     line = " ".join([*COMMAND, *argv, "--out", str(tmp_path / "run")])
-    ended = on_ranks(2, ["sh", "-c", line])
+    ended = on_ranks(2, ["sh", "-c", f"exec {line}"])
     (sentence,) = ended.said()
     assert sentence.startswith(f"merlin-cowclip {command[0]}: error: "), ended
     for word in words:
         assert word in sentence
     assert "exit with status code 2" in ended.out + ended.err
     assert listing(tmp_path) == before
+
+
+def test_deferred_updates_are_refused(monkeypatch):
+    monkeypatch.setattr(ranks_of_runs, "_several", lambda: True)
+    monkeypatch.setattr(ranks_of_runs, "here", lambda: Ranks(0, 2, 0, 2))
+    with pytest.raises(UserError, match="on several ranks has no update='deferred' yet"):
+        ranks_of_runs.check_offered(TrainConfig(batch_size=18, update="deferred"))
 
 
 def test_ranks_of_other_versions_are_refused(monkeypatch):
@@ -124,6 +131,27 @@ def test_ranks_of_other_versions_are_refused(monkeypatch):
         ranks_of_runs.check_alike(mine)
     monkeypatch.setattr(joining, "of_all_ranks", lambda value: [value, dict(value)])
     ranks_of_runs.check_alike(mine)
+
+
+_WAITS = """
+import sys, time, types
+
+places = types.SimpleNamespace(rank=1, size=2)
+joining = types.SimpleNamespace(ranks=lambda: places, of_all_ranks=lambda _: time.sleep(60))
+sys.modules["merlin_cowclip.plugins.joining"] = joining
+from merlin_cowclip.workflows.errors import AgreedError, UserError
+from merlin_cowclip.workflows.training import ranks
+
+ranks.here, ranks.PATIENCE = lambda: places, 1
+with ranks.first_speaks():
+    raise AgreedError("so")
+"""
+
+
+def test_a_rank_that_horovod_lets_wait_ends():
+    """Once in hundreds of times, and where no launcher's signal comes through."""
+    ended = subprocess.run([sys.executable, "-c", _WAITS], capture_output=True, timeout=30)
+    assert (ended.returncode, ended.stderr) == (-signal.SIGALRM, b"")
 
 
 def test_ranks_without_horovod_are_refused(data, tmp_path, monkeypatch):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -10,32 +9,27 @@ import pytest
 
 from tests.plugins.sok_cases import CASES, check_alike, trained_by_keras
 
-from .launch import needs_horovod, on_ranks
+from .launch import needs_horovod
+from .sok_program import OF_SOK as NAMES
 
 pytestmark = [pytest.mark.slow, needs_horovod]
-NAMES = {2: ("dense lookups", "eager"), 3: ("both",)}
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory) -> dict[int, Path]:
-    folders = {}
-    for ranks, names in NAMES.items():
-        folders[ranks] = tmp_path_factory.mktemp(f"of_{ranks}")
-        command = [sys.executable, "-m", "tests.ranks.sok_program", folders[ranks], *names]
-        ended = on_ranks(ranks, command)
-        assert ended.code == 0, ended
-    return folders
+def of_sok(results) -> dict[int, Path]:
+    """What the ranks have written, by their number."""
+    return {ranks: folder / "sok" for ranks, folder in results.items()}
 
 
 @pytest.mark.parametrize(("ranks", "name"), [(n, name) for n in NAMES for name in NAMES[n]])
-def test_ranks_train_as_keras_tables_on_one_process(results, ranks, name):
+def test_ranks_train_as_keras_tables_on_one_process(of_sok, ranks, name):
     number = NAMES[ranks].index(name)
-    found = [dict(np.load(results[ranks] / f"{number}-{rank}.npz")) for rank in range(ranks)]
+    found = [dict(np.load(of_sok[ranks] / f"{number}-{rank}.npz")) for rank in range(ranks)]
     check_alike(found, trained_by_keras(CASES[name].hyperparameters))
 
 
 @pytest.mark.parametrize("ranks", NAMES)
-def test_a_first_step_that_is_made_eagerly_is_refused(results, ranks):
+def test_a_first_step_that_is_made_eagerly_is_refused(of_sok, ranks):
     for rank in range(ranks):
-        told = (results[ranks] / f"told-{rank}.txt").read_text()
+        told = (of_sok[ranks] / f"told-{rank}.txt").read_text()
         assert "optimizer.broadcast(variables)" in told

@@ -13,7 +13,7 @@ _VARIABLES = (
     ("HOROVOD_RANK", "HOROVOD_SIZE"),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),  # horovodrun's and one's own mpirun
 )
-_PATIENCE = 20.0  # seconds for the first process to say its sentence
+PATIENCE = 20  # seconds for the first process to say its sentence
 
 
 class Place(NamedTuple):
@@ -41,7 +41,7 @@ def refuse_together(message: str) -> NoReturn:
     if launched().rank == 0:
         raise UserError(message)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # by which the launcher ends them, without a word
-    time.sleep(_PATIENCE)
+    time.sleep(PATIENCE)
     raise SystemExit(2)
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from merlin_cowclip.workflows.errors import AgreedError, Notice, Stopped, UserError, clipped
-from merlin_cowclip.workflows.launched import launched, refuse_together
+from merlin_cowclip.workflows.launched import PATIENCE, launched, refuse_together
 from merlin_cowclip.workflows.quiet import quiet_imports
 
 if TYPE_CHECKING:
@@ -156,6 +156,9 @@ def first_speaks() -> Iterator[None]:
         from merlin_cowclip.plugins.joining import of_all_ranks
 
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # by which the launcher ends them
+        # Where a shell stands between, that does not come, and Horovod once let one wait for ever.
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(PATIENCE)
         with contextlib.suppress(Exception):
             of_all_ranks(None)  # until the first has ended, and Horovod with it
         if isinstance(error, Stopped):
