@@ -25,7 +25,7 @@ RANKS  := $(VENV)-ranks
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-ranks test-gpu containers-test has-python lint bench wheel release-check clean
+.PHONY: help demo test test-fast test-ranks test-gpu containers-test has-python lint bench docs wheel release-check clean
 
 help:  ## what can be made here
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 18
@@ -34,7 +34,7 @@ $(STAMP): pyproject.toml $(CONSTRAINTS)
 	@test -n "$(PYTHON)" || { echo "merlin-cowclip needs one of: $(PYTHONS). Found none: install it or run 'make PYTHON=/path/to/$(firstword $(PYTHONS)) …'." >&2; exit 2; }
 	@echo "Installing into $(VENV) with $(PYTHON) (a few minutes, once)"
 	@$(PYTHON) -m venv $(VENV)
-	@$(BIN)/pip install --quiet --constraint $(CONSTRAINTS) --editable '.[dev]'
+	@$(BIN)/pip install --quiet --constraint $(CONSTRAINTS) --editable '.[dev,docs]'
 	@touch $@
 
 demo: $(STAMP)  ## the whole way on synthetic logs: prepare, train with a small and a large batch, compare
@@ -78,6 +78,11 @@ lint: $(STAMP)  ## ruff and mypy
 bench: $(STAMP)  ## speed and memory, each as a ratio within one run
 	@for b in benchmarks/bench_*.py; do $(BIN)/python $$b || exit 1; done
 
+# -W: a warning is an error, a link that leads nowhere among them.
+docs: $(STAMP)  ## the documentation site, into docs/_build
+	@$(BIN)/python -m sphinx -W --keep-going --quiet -b html docs docs/_build/html
+	@echo docs/_build/html/index.html
+
 wheel: $(STAMP)  ## the wheel, in dist/
 	@$(BIN)/python -m build --wheel --outdir dist
 
@@ -85,4 +90,4 @@ release-check: has-python  ## wheel and source archive, each installed on its ow
 	@.ci/release-check $(PYTHON)
 
 clean:  ## remove the environments and everything built
-	@rm -rf $(VENV) $(RANKS) .venv-ngc .venv-ngc-ranks dist build .mypy_cache .ruff_cache .pytest_cache
+	@rm -rf $(VENV) $(RANKS) .venv-ngc .venv-ngc-ranks dist build docs/_build docs/api .mypy_cache .ruff_cache .pytest_cache

@@ -20,6 +20,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 LONGEST = (  # files that take half a minute and more, the longest first
     "workflows/training/test_kills.py",
     "plugins/merlin_models/test_families.py",
+    "docs/test_commands.py",
+    "docs/test_python.py",
     "plugins/test_deferred.py",
     "notebooks/test_study.py",
     "models/test_networks.py",
@@ -27,6 +29,7 @@ LONGEST = (  # files that take half a minute and more, the longest first
     "plugins/test_optimizer.py",
     "workflows/training/test_stopping.py",
     "workflows/training/test_prediction.py",
+    "docs/test_site.py",
     "workflows/training/test_checkpoints.py",
     "workflows/training/test_trouble.py",
     "workflows/training/test_networks.py",

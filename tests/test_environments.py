@@ -33,7 +33,8 @@ def without_make() -> dict[str, str]:
 
 def requirements() -> list[Requirement]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    named = [*project["dependencies"], *project["optional-dependencies"]["dev"]]
+    extras = project["optional-dependencies"]
+    named = [*project["dependencies"], *extras["dev"], *extras["docs"]]
     return [Requirement(text) for text in named]
 
 

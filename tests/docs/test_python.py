@@ -1,0 +1,123 @@
+"""The Python of the pages, run block after block as a reader would, on small stand-ins.
+
+What a page takes for there, `PRELUDES` has. A block that needs what is not here (several ranks,
+HugeCTR's SOK) is compiled alone; tests/ranks and tests/plugins/test_sok.py run such code.
+"""
+
+from __future__ import annotations
+
+import ast
+import gzip
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from merlin_cowclip.workflows.commands.main import main
+from merlin_cowclip.workflows.data.synthetic import write_synthetic
+
+from .conftest import GUIDES, Block, blocks
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_saves")]
+ROWS = 1200
+ELSEWHERE = {"horovod", "sparse_operation_kit"}
+SMALLER = {
+    "(1024, 8192)": "(256,)",
+    "TrainConfig(batch_size=8192)": 'TrainConfig(batch_size=256, epochs=1, model="lr")',
+    "epochs=20": "epochs=2",
+    "131_072": "256",
+    "8192": "256",
+    "rows=100_000": "rows=1_200",
+    "seeds=(1, 2)": "seeds=(1,)",
+    "jobs=2": "jobs=1",
+    '"epochs": 5, "model": "dcn"': '"epochs": 1',
+}
+MODEL = """
+from merlin_cowclip.models import deepfm, embeddings_of
+from merlin_cowclip.plugins import CowClipOptimizer, Hyperparameters
+from merlin_cowclip.workflows import Loader, PreparedData
+data = PreparedData.open("data")
+workflow, schema = data.workflow(), data.workflow().output_schema
+big = Hyperparameters(batch_size=256)
+loader = Loader(data, batch_size=256)
+model = my_merlin_model = deepfm(schema, mlp=(8,))
+"""
+OPTIMIZER = """
+optimizer = CowClipOptimizer.for_model(model, big)
+model.compile(optimizer=optimizer)
+"""
+PRELUDES = {
+    "README": MODEL,
+    "start": MODEL,
+    "optimizer": MODEL + OPTIMIZER,
+    "data": MODEL + OPTIMIZER,
+    "models": MODEL
+    + """
+import merlin.io
+from merlin_cowclip.workflows import TrainConfig
+model.compile(optimizer=CowClipOptimizer.for_model(model, big))
+model.fit(loader)
+frame = embeddings_of(model)["embeddings"].to_df("C3", workflow="data/workflow")
+pretrained = frame.dropna(subset="raw").set_index("raw")
+""",
+}
+
+
+@pytest.fixture(scope="module")
+def stand_ins(tmp_path_factory) -> Path:
+    """A folder with the logs, the prepared data and the run that the pages name."""
+    home = tmp_path_factory.mktemp("pages")
+    (home / "live").mkdir()
+    write_synthetic("criteo", home / "live/first.csv", rows=ROWS, seed=1)
+    (home / "day_24.csv.gz").write_bytes(gzip.compress((home / "live/first.csv").read_bytes()))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(home)
+        assert main(["prepare", "criteo", "live/first.csv", "--out", "data"]) == 0
+        small = ["--model", "lr", "--epochs", "1", "--batch-size", "256"]
+        assert main(["train", "data", "--out", "run", *small]) == 0
+    shutil.copytree(home / "data/train", home / "train")
+    return home
+
+
+def python(page: Path) -> list[Block]:
+    return [block for block in blocks(page) if block.language == "python"]
+
+
+def imported(text: str) -> set[str]:
+    """The packages that a block imports."""
+    names = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names.add((node.module or "").partition(".")[0])
+    return names
+
+
+@pytest.mark.filterwarnings("ignore")  # of batch sizes that are not the page's
+@pytest.mark.parametrize("page", [p for p in GUIDES if python(p)], ids=lambda page: page.stem)
+def test_the_python_of_a_page(page, stand_ins, tmp_path, monkeypatch):
+    home = tmp_path / "home"
+    shutil.copytree(stand_ins, home)
+    monkeypatch.chdir(home)
+    if page.stem == "training":
+        shutil.rmtree("run")  # which it trains
+    names: dict[str, Any] = {"__name__": "__main__"}
+    prelude = PRELUDES.get(page.stem, "")
+    for block in python(page):
+        text = block.text
+        for large, small in SMALLER.items():
+            text = text.replace(large, small)
+        code = compile(text, str(block), "exec")
+        if imported(text) & ELSEWHERE:
+            continue
+        exec(prelude, names)
+        exec(code, names)
+        prelude = ""
+
+
+def test_all_other_languages_are_data():
+    """Python and commands apart, pages hold what is read elsewhere: tests/workflows/data has it."""
+    found = {block.language.partition(" ")[0] for page in GUIDES for block in blocks(page)}
+    assert found <= {"", "python", "toml", "{toctree}", "{include}", "{error-messages}"}
