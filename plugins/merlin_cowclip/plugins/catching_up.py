@@ -25,7 +25,7 @@ _FORGOTTEN = 1e-3  # of a swing about zero when panels begin
 _SWINGS = 0.3  # of the s from which on w swings
 # Of a calm row: by how much its panels are older, how old it is, what ln |w| loses a step at most,
 # how many times 2λw its √v is, and by how many times w what is left in m may move it.
-_CALM, _CALM_AGE, _CALM_LOSS, _CALM_OWN, _CALM_MOVED = 1000, 300, 1e-3, 2.0, 8.0
+_CALM, _CALM_AGE, _CALM_LOSS, _CALM_OWN, _CALM_MOVED = 2000, 300, 1e-3, 4.0, 8.0
 _MATTERS, _SMALL = 1e-4, 1e-3  # a part of what w was, or of this
 
 

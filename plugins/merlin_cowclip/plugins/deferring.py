@@ -224,9 +224,10 @@ def _late_rows(kind: _Kind) -> Callable[..., Any]:
 
             kinds = Moved(*(kind.dtype,) * 3)
             jobs = os.cpu_count() or 1
-            given = (*cut, tiles.group)
+            # The longest first, so that no core waits for it at the end.
+            given = tuple(tf.reverse(x, [0]) for x in (*cut, tiles.group))
             found = tf.map_fn(bring, given, fn_output_signature=kinds, parallel_iterations=jobs)
-            new = (tf.reshape(x, [-1, kind.width]) for x in found)
+            new = (tf.reshape(tf.reverse(x, [0]), [-1, kind.width]) for x in found)
             return tf.concat(groups, axis=0), *(tf.gather(x, tiles.kept) for x in new)
 
     return tf.function(work, input_signature=kind.signature, autograph=False)
