@@ -110,7 +110,7 @@ def test_against_float64(l2, rate, first):
 )
 def test_calm_rows_against_float64(l2, rate, first, at_least):
     """As any row, but without steps one by one."""
-    gaps = (1, 9, 33, 64, 130, 400, 1_000, 2_500, 4_000)
+    gaps = (1, 9, 33, 64, 130, 400, 1_000, 2_500, 4_000, 15_000)
     state, gap = some_rows(first, gaps, each=200, width=1, swing=1.0)
     step = first + max(gaps)
     calm = are_calm(*map(tf.constant, state), tf.constant(np.int32(step - gap)), rate, adam(l2))
@@ -126,7 +126,8 @@ def test_calm_rows_against_float64(l2, rate, first, at_least):
     reach = 10 * rate / (np.sqrt(expected[2]) + EPSILON)
     moved = reach * np.abs(found[1] - expected[1]) / np.maximum(np.abs(state[0]), 1e-3)
     assert moved.max() < 2e-3
-    np.testing.assert_allclose(found[2], expected[2], rtol=0.02)
+    left = np.abs(expected[0]) > np.maximum(np.abs(state[0]), 1e-3) / 10
+    np.testing.assert_allclose(found[2][left], expected[2][left], rtol=0.02)
 
 
 def test_which_rows_are_calm():
