@@ -85,7 +85,7 @@ def test_every_guide_and_notebook_has_a_page(pages, site):
         folder = site / "notebooks" if source.suffix == ".ipynb" else site
         assert folder / f"{source.stem}.html" in pages
     reached = {(path.parent / link).resolve() for path in pages for link in pages[path].links}
-    assert {site / "tuning.html", site / "notebooks/04-study.html"} <= reached
+    assert {site / "why.html", site / "notebooks/04-study.html"} <= reached
 
 
 def test_every_message_is_on_the_page(pages, site):
