@@ -6,7 +6,7 @@ while the ranks make their steps, by rank and step; beside it what the formulas 
 say for the ids of these batches, and what Horovod's coordination sends in as much time without a
 step (every 5 ms, HOROVOD_CYCLE_TIME: by default every one, which on a busy machine is not little).
 Ranks of one machine share its cores: times are no speed-up. Beside them what the formula says, from
-the time that one rank's share takes in one process on one core, the waits, and the bytes.
+what a step with a rank's share takes in as many processes that join nothing, waits, and bytes.
 
     python benchmarks/bench_ranks.py [--ranks 1 2 3] [--batch 8192] [--rows 300000]
 
@@ -38,6 +38,7 @@ STEPS, WARM, IDLE = 20, 4, 2.0  # steps that are measured, steps before them, se
 SMALL = 3000  # rows of tables that take nothing
 CYCLE = 5  # milliseconds between the times that Horovod's ranks tell each other what is ready
 WAITS = {"replicated": 1, "sharded": 3}  # for that, one after another in a step
+BEGIN = 25.0  # seconds after which processes that know nothing of each other begin together
 GATHERED, GATHERED_BYTES = 3, 2**24  # how often, and what, to see how fast bytes move
 # A DGX H100, by its guide: each way, bytes a second and GPU. 900 GB/s of NVLink, both ways
 # together; and a ConnectX-7 of 400 Gb/s.
@@ -71,24 +72,20 @@ def formula(layout: str, ranks: int, dense: int, unique: float, widths: list[int
     return others * (2 * 4 * dense + unique * (8 + sum(4 * d for d in widths) + back))
 
 
-def time_formula(layout: str, ranks: int, share: float, moved: float, speed: float) -> float:
-    """Milliseconds of a step on this machine, as docs/scaling.md has it.
+def time_formula(layout: str, share: float, moved: float, speed: float) -> float:
+    """Milliseconds of a step, as docs/scaling.md has it.
 
     Args:
       layout: of `LAYOUTS`.
-      ranks: N.
-      share: what a step with a rank's share takes in one process on one core.
+      share: what a step with a rank's share takes where nothing is joined.
       moved: bytes that a rank sends.
       speed: of these, in a millisecond.
     """
-    in_turn = max(1.0, ranks / (os.cpu_count() or 1))
-    return in_turn * share + WAITS[layout] * CYCLE + moved / speed
+    return share + WAITS[layout] * CYCLE + moved / speed
 
 
-def steps(layout: str, batch: int, rows: int, update: str, is_alone: bool) -> None:
-    """On each rank: train, and tell, on rank 0, what was measured."""
-    if is_alone:
-        os.sched_setaffinity(0, {0})
+def steps(layout: str, batch: int, rows: int, update: str, begin: float) -> None:
+    """On each rank: train, from a time on, and tell, on rank 0, what was measured."""
     import tensorflow as tf
     from step_variants import L2, batches, schema
 
@@ -111,6 +108,7 @@ def steps(layout: str, batch: int, rows: int, update: str, is_alone: bool) -> No
     before = sent()
     time.sleep(IDLE)
     idle = (sent() - before) / IDLE
+    time.sleep(max(0.0, begin - time.time()))
     of_all_ranks(None)
     before, start = sent(), time.perf_counter()
     for number in range(STEPS):
@@ -149,24 +147,40 @@ def _peak() -> int:
     return int(next(line for line in status if line.startswith("VmHWM")).split()[1]) * 1024
 
 
-def measured(
-    layout: str, ranks: int, batch: int, rows: int, update: str, *, is_alone: bool = False
-) -> dict[str, Any]:
-    """What the ranks of a launch have told; `is_alone`, of one, on one core."""
+def measured(layout: str, ranks: int, batch: int, rows: int, update: str) -> dict[str, Any]:
+    """What the ranks of a launch have told."""
     launcher = Path(sys.executable).with_name("horovodrun")
-    own = [sys.executable, __file__, "--steps", layout, str(batch), str(rows), update]
-    own += ["alone"] if is_alone else ["together"]
-    command = [str(launcher), "-np", str(ranks), "-H", f"localhost:{ranks}", *own]
+    launch = [str(launcher), "--gloo", "-np", str(ranks), "-H", f"localhost:{ranks}"]
+    return _told(_started([*launch, *_own(layout, batch, rows, update)]))
+
+
+def side_by_side(processes: int, batch: int, rows: int) -> float:
+    """Milliseconds of a step of some processes that know nothing of each other."""
+    command = _own(LAYOUTS[0], batch, rows, "lazy", time.time() + BEGIN)
+    started = [_started(command) for _ in range(processes)]
+    return float(np.mean([_told(process)["ms"] for process in started]))
+
+
+def _own(layout: str, batch: int, rows: int, update: str, begin: float = 0.0) -> list[str]:
+    given = (layout, batch, rows, update, begin)
+    return [sys.executable, __file__, "--steps", *map(str, given)]
+
+
+def _started(command: list[str]) -> subprocess.Popen[str]:
     settings = {
         "TF_CPP_MIN_LOG_LEVEL": "3",
         "TF_NUM_INTRAOP_THREADS": "1",
         "HOROVOD_CYCLE_TIME": str(CYCLE),
     }
-    environment = {**os.environ, **settings}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    lines = [line for line in done.stdout.splitlines() if "TOLD" in line]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, env={**os.environ, **settings}, **pipes)
+
+
+def _told(process: subprocess.Popen[str]) -> dict[str, Any]:
+    out, err = process.communicate()
+    lines = [line for line in out.splitlines() if "TOLD" in line]
     if not lines:
-        raise SystemExit(done.stdout[-2000:] + done.stderr[-2000:])
+        raise SystemExit(out[-2000:] + err[-2000:])
     told: dict[str, Any] = json.loads(lines[0].partition("TOLD")[2])
     return told
 
@@ -177,13 +191,15 @@ def report_bytes(numbers: list[int], batch: int, rows: int) -> None:
     heads = ("tables    ", "ranks", "rows of a share", "bytes sent", "formula", "ratio")
     print("  ".join((*heads, "coordination", "    ms", "formula")))
     for ranks in numbers:
-        share = measured(LAYOUTS[0], 1, batch // ranks, rows, "lazy", is_alone=True)["ms"]
+        share = side_by_side(ranks, batch // ranks, rows) if ranks > 1 else 0.0
         for layout in LAYOUTS if ranks > 1 else LAYOUTS[:1]:
             told = measured(layout, ranks, batch, rows, "lazy")
             says = formula(layout, ranks, told["dense"], told["unique"], told["widths"])
-            ratio = f"{told['bytes'] / says:5.3f}" if says else "    -"
-            took = time_formula(layout, ranks, share, told["bytes"], told["bytes per ms"])
-            on_paper = f"{took:7.0f}" if says else "      -"
+            ratio, on_paper = "    -", "      -"
+            if ranks > 1:
+                ratio = f"{told['bytes'] / says:5.3f}"
+                took = time_formula(layout, share, told["bytes"], told["bytes per ms"])
+                on_paper = f"{took:7.0f}"
             print(
                 f"{layout:10}  {ranks:5}  {told['unique']:15,.0f}  {told['bytes'] / 1e6:7.3f} MB"
                 f"  {says / 1e6:4.2f} MB  {ratio}  {told['coordination'] / 1e6:9.3f} MB"
@@ -246,8 +262,8 @@ def main() -> None:
     parser.add_argument("--steps", nargs=5, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.steps:
-        layout, batch, rows, update, place = arguments.steps
-        steps(layout, int(batch), int(rows), update, place == "alone")
+        layout, batch, rows, update, begin = arguments.steps
+        steps(layout, int(batch), int(rows), update, float(begin))
         return
     if arguments.on_paper:
         report_on_paper()
