@@ -298,6 +298,21 @@ def test_a_learning_rate_that_is_set_too_high_is_refused(steps):
         model.train_on_batch(*next(batches(1)))
 
 
+def test_steps_that_float32_cannot_number_are_refused():
+    """Rows would be taken for current that are a step late."""
+    model = trained("deferred", 1)
+    model.optimizer.catch_up()
+    for part in model.optimizer.optimizers[:2]:
+        part.iterations.assign(2**24 - 1)
+        for spec in model.optimizer.table_specs:
+            for last in part.last_of(spec.variable):
+                last.assign(tf.fill(last.shape, 2.0**24 - 1))
+    x, y = next(batches(1))
+    model.train_on_batch(x, y)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="at most 16777216 steps"):
+        model.train_on_batch(x, y)
+
+
 def test_saved_and_loaded_it_goes_on(tmp_path):
     exact, deferred = (trained(update, 15) for update in ("exact", "deferred"))
     save_model(deferred, tmp_path / "model")

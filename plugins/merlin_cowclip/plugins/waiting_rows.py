@@ -12,6 +12,12 @@ from merlin_cowclip.plugins.row_sums import beside, unique_rows
 from merlin_cowclip.plugins.slow_mode import Adam
 from merlin_cowclip.plugins.tables import TableSpec
 
+_MOST_STEPS = 2**24  # whose numbers float32 holds
+_TOO_MANY = (
+    "update='deferred' must make at most 16777216 steps: rows keep the number of one in float32. "
+    "Received: one more. Use update='exact'"
+)
+
 
 class WaitingRows:
     """What an embedding optimizer does for rows that wait for steps they were not in.
@@ -174,8 +180,14 @@ class WaitingRows:
 
         Raises:
           ValueError: a table's rows are read without catching up first.
-          tf.errors.InvalidArgumentError: a learning rate was set with which rows cannot catch up.
+          tf.errors.InvalidArgumentError: a learning rate was set with which rows cannot catch up,
+            or the step's number is beyond float32.
         """
+
+        def refuse() -> None:
+            tf.raw_ops.Assert(condition=False, data=[_TOO_MANY])
+
+        tf.cond(self.iterations >= _MOST_STEPS, refuse, lambda: None)
         for variable in trained:
             spec = self._specs.get(variable.ref())
             if spec is None or not spec.access.is_used:
