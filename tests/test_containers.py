@@ -278,7 +278,7 @@ def services() -> dict[str, dict]:
 
 def test_the_services():
     parsed = yaml.safe_load((CONTAINERS / "compose.yaml").read_text(encoding="utf-8"))
-    assert parsed["services"].keys() == {"demo", "notebooks", "test", "demo-cpu"}
+    assert parsed["services"].keys() == {"demo", "notebooks", "test", "serve", "demo-cpu"}
     for name, service in parsed["services"].items():
         assert (CONTAINERS / service["build"]["context"]).resolve() == ROOT
         dockerfile = service["build"]["dockerfile"]
@@ -325,8 +325,20 @@ def test_the_gpus_checks_are_found_without_what_nvidias_image_lacks():
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_jupyter_is_for_this_machine_alone():
-    assert services()["notebooks"]["ports"] == ["127.0.0.1:8888:8888"]
+@pytest.mark.parametrize("name", ["notebooks", "serve"])
+def test_ports_are_for_this_machine_alone(name):
+    ports = [port.rsplit(":", 1) for port in services()[name]["ports"]]
+    assert all(outside == f"127.0.0.1:{inside}" for outside, inside in ports)
+
+
+def test_the_server_has_a_repository_that_export_wrote():
+    """At the path that the page exports to."""
+    (option,) = [w for w in services()["serve"]["command"] if w.startswith("--model-repository=")]
+    page = (ROOT / "docs/serving.md").read_text(encoding="utf-8")
+    line = next(line for line in page.splitlines() if line.startswith("docker run"))
+    words = shlex.split(line)
+    home = words[words.index("-v") + 1].split(":")[1]
+    assert option.partition("=")[2] == f"{Path(home).parent}/{words[words.index('--out') + 1]}"
 
 
 # Commands on the page and in the files.

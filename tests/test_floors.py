@@ -12,7 +12,13 @@ from merlin_cowclip import plugins, workflows
 
 ROOT = Path(__file__).resolve().parents[1]
 FLOORS = ("plugins", "models", "workflows")  # from the ground up
-WINGS = ("data", "training", "study", "commands")  # of the workflows, each uses those before it
+WINGS = (
+    "data",
+    "training",
+    "serving",
+    "study",
+    "commands",
+)  # of the workflows, each uses those before it
 
 
 def sources(floor: str) -> list[Path]:

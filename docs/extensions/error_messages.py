@@ -29,6 +29,7 @@ SECTIONS = (  # title, its guide, and beginnings of its modules' paths, the firs
     ("The command line", "api/command-line", ("workflows/commands/", "workflows/launched")),
     ("Data", "data", ("workflows/data/",)),
     ("Training, evaluation, prediction", "training", ("workflows/training/",)),
+    ("Serving", "serving", ("workflows/serving/",)),
     ("Studies and tune", "studies", ("workflows/study/",)),
     ("Files and folders", "data", ("workflows/",)),
     ("Networks and tables", "models", ("models/",)),

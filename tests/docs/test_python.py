@@ -21,7 +21,7 @@ from .conftest import GUIDES, Block, blocks
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_saves")]
 ROWS = 1200
-ELSEWHERE = {"horovod", "sparse_operation_kit"}
+ELSEWHERE = {"horovod", "sparse_operation_kit", "tritonclient"}
 SMALLER = {
     "(1024, 8192)": "(256,)",
     "TrainConfig(batch_size=8192)": 'TrainConfig(batch_size=256, epochs=1, model="lr")',

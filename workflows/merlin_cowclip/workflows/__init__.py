@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from merlin_cowclip.workflows.data.synthetic import write_synthetic
     from merlin_cowclip.workflows.data.top_ids import keep_top_ids
     from merlin_cowclip.workflows.errors import Stopped, UserError
+    from merlin_cowclip.workflows.serving.export import export
+    from merlin_cowclip.workflows.serving.repository import Repository
     from merlin_cowclip.workflows.study.configuration import TuneConfig
     from merlin_cowclip.workflows.study.tune import tune
     from merlin_cowclip.workflows.study.tuned import Tuned
@@ -45,6 +47,7 @@ _HOME = {
     "Keeping": "training.keeping",
     "Loader": "training.loader",
     "PreparedData": "data.prepared",
+    "Repository": "serving.repository",
     "Run": "training.runs",
     "Split": "data.datasets",
     "Stopped": "errors",
@@ -55,6 +58,7 @@ _HOME = {
     "adopt": "data.adopt",
     "evaluate": "training.evaluation",
     "evaluate_logs": "training.prediction",
+    "export": "serving.export",
     "find_spec": "data.datasets",
     "frequencies": "data.frequencies",
     "keep_top_ids": "data.top_ids",
@@ -76,6 +80,7 @@ __all__ = [
     "Keeping",
     "Loader",
     "PreparedData",
+    "Repository",
     "Run",
     "Split",
     "Stopped",
@@ -86,6 +91,7 @@ __all__ = [
     "adopt",
     "evaluate",
     "evaluate_logs",
+    "export",
     "find_spec",
     "frequencies",
     "keep_top_ids",

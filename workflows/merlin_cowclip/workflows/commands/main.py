@@ -15,6 +15,7 @@ from merlin_cowclip.workflows.commands import (
     demo,
     endings,
     prediction,
+    serving,
     studying,
     training,
     tuning,
@@ -23,7 +24,7 @@ from merlin_cowclip.workflows.commands.parser import Parser
 from merlin_cowclip.workflows.launched import check_alone
 
 PROGRAM = "merlin-cowclip"
-GROUPS = (data, training, tuning, prediction, studying, demo)  # as --help lists them
+GROUPS = (data, training, tuning, prediction, serving, studying, demo)  # as --help lists them
 
 
 def main(argv: Sequence[str] | None = None) -> int:

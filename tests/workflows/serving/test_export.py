@@ -1,0 +1,221 @@
+"""A run as a model repository: what a server answers is what `predict` writes."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow.parquet as pq
+import pytest
+
+from merlin_cowclip.workflows import Repository, export, predict_logs
+from merlin_cowclip.workflows.data.etl import prepare
+from merlin_cowclip.workflows.errors import UserError
+from merlin_cowclip.workflows.training.runs import Run
+from merlin_cowclip.workflows.training.train import train
+from tests.saves import quick_saves
+from tests.workflows.training.test_prediction import CONFIG, SHOP, shop_log, stock, write_shop
+
+pytest.importorskip("merlin.systems")
+pytest.importorskip("tritonclient.grpc")
+
+pytestmark = pytest.mark.filterwarnings("ignore:Initializing an NVTabular Dataset in CPU mode")
+assert stock  # a fixture: a run on a stock NVTabular workflow, its data and folder
+TRAIN = 500  # and 1,000 rows to score
+ODD = "Zoë ☂"
+DOTTED = {"user": "user.id", "genres": "2-genres"}  # as TensorFlow names no argument
+
+
+@pytest.fixture(scope="module")
+def shop(tmp_path_factory) -> tuple[Run, Path, Path]:
+    """A run with all that a column may be; its raw rows of both parts; its exported repository.
+
+    The run, and the folder in which it was exported, are gone when the repository is used.
+    """
+    home = tmp_path_factory.mktemp("shop")
+    log = shop_log()
+    log.loc[log["user"] == log["user"].mode()[0], "user"] = ODD
+    write_shop(log, home / "log.csv")
+    raw = pd.read_csv(home / "log.csv", dtype=str).rename(columns=DOTTED)
+    raw.to_csv(home / "log.csv", index=False)
+    raw[TRAIN:].to_csv(home / "test.csv", index=False)
+    names = {
+        kind: tuple(DOTTED.get(name, name) for name in getattr(SHOP, kind))
+        for kind in ("categorical", "lists")
+    }
+    spec = replace(SHOP, **names)
+    data = prepare(spec, [home / "log.csv"], home / "data", progress=False)
+    with quick_saves():
+        run = train(data, replace(CONFIG, epochs=2), home / "run", progress=False)
+    shutil.copytree(home / "run", home / "copy")
+    export(Run.open(home / "copy"), home / "there", progress=False)
+    shutil.rmtree(home / "copy")
+    shutil.move(home / "there", home / "repository")
+    return run, home / "test.csv", home / "repository"
+
+
+def predicted(run: Run, path: Path, tmp_path: Path, **options: Any) -> np.ndarray:
+    predict_logs(run, [path], tmp_path / "scores.parquet", progress=False, **options)
+    return pq.read_table(tmp_path / "scores.parquet")["probability"].to_numpy()
+
+
+def shop_frame(path: Path) -> pd.DataFrame:
+    frame = pd.read_csv(path, dtype=str, keep_default_na=False)
+    for name in ("2-genres", "tags"):
+        frame[name] = [text.split(";") if text else [] for text in frame[name]]
+    numbers = {name: pd.to_numeric(frame[name]) for name in SHOP.continuous}
+    return frame.assign(**numbers)
+
+
+def request(frame: pd.DataFrame, record: Any) -> dict[str, np.ndarray]:
+    """As a client of Triton's sends it."""
+    kinds = {"TYPE_STRING": object, "TYPE_INT64": np.int64, "TYPE_FP64": np.float64}
+    tensors: dict[str, np.ndarray] = {}
+    for name in record["columns"]:
+        column = frame[name]
+        if name in record["inputs"]:
+            column = column.fillna("") if column.dtype == object else column
+            tensors[name] = column.to_numpy().astype(kinds[record["inputs"][name]])
+        else:
+            kind = kinds[record["inputs"][f"{name}__values"]]
+            tensors[f"{name}__values"] = np.array([*(v for row in column for v in row)], kind)
+            ends = np.cumsum([0, *map(len, column)])
+            tensors[f"{name}__offsets"] = ends.astype(np.int32)
+    return tensors
+
+
+def served(repository: Path, requests: list[dict[str, np.ndarray]], tmp_path: Path) -> list[Any]:
+    (tmp_path / "requests").write_bytes(pickle.dumps(requests))
+    script = Path(__file__).with_name("triton_stand_in.py")
+    done = subprocess.run(
+        [sys.executable, script, repository, tmp_path / "requests", tmp_path / "answers"],
+        cwd=tmp_path,
+        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    found: list[Any] = pickle.loads((tmp_path / "answers").read_bytes())
+    return found
+
+
+def without(inputs: dict[str, np.ndarray], name: str) -> dict[str, np.ndarray]:
+    return {key: value for key, value in inputs.items() if key != name}
+
+
+def test_a_server_answers_as_predict_writes(shop, tmp_path):
+    """A thousand rows with unseen, missing and rare ids, text beyond ASCII, empty lists."""
+    run, path, repository = shop
+    frame, record = shop_frame(path), Repository.open(repository).record
+    expected = predicted(run, path, tmp_path)
+    assert len(expected) == 1_000
+    assert len(np.unique(expected)) > 100
+    assert (frame["user.id"] == ODD).any()
+    assert (frame["item"] == "").any()
+    assert frame["price"].isna().any()
+    few, five = request(frame, record), request(frame.head(5), record)
+    backwards = dict(reversed(list(five.items())))
+    text = {**five, "price": np.array(["cheap"] * 5, object)}
+    short = {**five, "item": five["item"][:4]}
+    bytes_of_another = {**five, "item": np.array([b"\xff"] * 5, object)}
+    crooked = {**five, "tags__offsets": np.maximum(five["tags__offsets"], 1)}
+    none = request(frame.head(0), record)
+    answers = served(
+        repository,
+        [few, backwards, without(five, "item"), text, short, bytes_of_another, crooked, none],
+        tmp_path,
+    )
+    np.testing.assert_allclose(answers[0]["probability"], expected, rtol=0, atol=1e-6)
+    np.testing.assert_allclose(answers[1]["probability"], expected[:5], rtol=0, atol=1e-6)
+    assert answers[2:] == [
+        "expected 8 tensors but got 7: ['item']",  # the server's own words are others
+        "unexpected datatype object for 'price', expecting TYPE_FP64",
+        "all columns of a request must have as many rows. Received: 4 of 'item', 5 of 'user.id'",
+        "text must be UTF-8. Received: b'\\xff' in column 'item'",
+        "offsets of a list must rise from 0 to the number of its values. Received: 'tags' with "
+        f"{len(five['tags__values'])} values, and offsets {list(crooked['tags__offsets'])}",
+        "a request must have a row. Received: none",
+    ]
+
+
+def test_here_as_predict_writes(shop, tmp_path):
+    run, path, repository = shop
+    expected = predicted(run, path, tmp_path)
+    frame = shop_frame(path)
+    found = Repository.open(repository).predict(frame[frame.columns[::-1]])
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda f: f.drop(columns=["item", "price"]), "Missing: 'item', 'price' in "),
+        (lambda f: f.assign(price=f["price"].astype(object).where(f.index != 2, "dear")), "'dear'"),
+    ],
+)
+def test_rows_that_are_refused_here(shop, change, words):
+    repository = Repository.open(shop[2])
+    with pytest.raises(UserError, match=words):
+        repository.predict(change(shop_frame(shop[1]).head(9)))
+
+
+def test_what_is_served_has_no_label_and_says_what_it_needs(shop):
+    record = Repository.open(shop[2]).record
+    assert record["columns"] == ["user.id", "item", "2-genres", "tags", "price", "age"]
+    assert record["models"] == ["executor_model", "0_predicttensorflowtriton"]
+    assert record["packages"].keys() >= {"merlin-cowclip", "merlin-systems", "nvtabular"}
+    text = "".join(path.read_text() for path in shop[2].glob("*/config.pbtxt"))
+    assert "bought" not in text
+
+
+def test_the_best_epoch(shop, tmp_path):
+    run, path, _ = shop
+    first = min(path.name for path in (run.path / "checkpoints").glob("step-*"))
+    best = replace(run, result={**run.result, "best_step": int(first.partition("-")[2])})
+    repository = export(best, tmp_path / "best", which="best", progress=False)
+    expected = predicted(best, path, tmp_path, which="best")
+    found = repository.predict(shop_frame(path))
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6)
+    shutil.move(tmp_path / "scores.parquet", tmp_path / "best.parquet")
+    assert np.abs(found - predicted(run, path, tmp_path)).max() > 1e-4
+
+
+def test_an_adopted_pipeline(stock, tmp_path):
+    """Without its targets, which its workflow makes of columns that are no inputs."""
+    run, _, home = stock
+    repository = export(run, tmp_path / "repository", progress=False)
+    record = repository.record
+    assert record["columns"] == ["user", "item", "genres", "visits"]
+    assert record["inputs"]["user"] == "TYPE_INT64"
+    path = home / "raw-test/0.parquet"
+    expected = predicted(run, path, tmp_path, raw=True)
+    frame = pd.read_parquet(path)
+    np.testing.assert_allclose(repository.predict(frame), expected, rtol=0, atol=1e-6)
+    assert frame["item"].isna().any()
+    assert frame["visits"].isna().any()
+    (answer,) = served(repository.path, [request(frame, record)], tmp_path)
+    np.testing.assert_allclose(answer["probability"], expected, rtol=0, atol=1e-6)
+
+
+def test_a_repository_that_was_changed_is_refused(shop, tmp_path):
+    """Its pickles run as they are loaded."""
+    frame = shop_frame(shop[1]).head(3)
+    shutil.copytree(shop[2], tmp_path / "repository")
+    repository = Repository.open(tmp_path / "repository")
+    (tmp_path / "repository/executor_model/1/more.py").write_text("")
+    with pytest.raises(UserError, match="must have no other files in executor_model"):
+        repository.predict(frame)
+    repository.predict(frame, trust=True)
+    (tmp_path / "repository/executor_model/1/more.py").unlink()
+    pickled = tmp_path / "repository/executor_model/1/ensemble/ensemble.pkl"
+    pickled.write_bytes(pickled.read_bytes()[:-1] + b"!")
+    with pytest.raises(UserError, match="whose content has changed"):
+        repository.predict(frame)

@@ -1,0 +1,159 @@
+"""A finished run as a Triton model repository, made by Merlin Systems."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import cloudpickle
+
+from merlin_cowclip.workflows.data.datasets import DatasetSpec
+from merlin_cowclip.workflows.errors import UserError
+from merlin_cowclip.workflows.folders import all_or_nothing, refuse_existing, write_json
+from merlin_cowclip.workflows.manifest import manifest_of
+from merlin_cowclip.workflows.progress import catching_up_shown, progress_bar
+from merlin_cowclip.workflows.serving.packages import needed_by
+from merlin_cowclip.workflows.serving.repository import (
+    ENTRY,
+    FORMAT_VERSION,
+    RECORD,
+    VERSION,
+    Repository,
+)
+from merlin_cowclip.workflows.training.runs import Run
+
+if TYPE_CHECKING:
+    import nvtabular as nvt
+
+PACKAGES = (  # of a server's Python; the network needs none of them
+    *("merlin-cowclip", "merlin-systems", "merlin-core", "nvtabular"),
+    *("tensorflow", "pandas", "pyarrow"),
+)
+_MODEL_PY = f'''"""Triton's entry to this model: {ENTRY}."""
+
+from merlin_cowclip.workflows.serving.triton_model import TritonPythonModel  # noqa: F401
+'''
+
+
+def export(
+    run: Run,
+    out: str | Path,
+    *,
+    which: str = "last",
+    trust_workflow: bool = False,
+    progress: bool = True,
+) -> Repository:
+    """Write a Triton model repository: raw rows without the label in, probabilities out.
+
+    Args:
+      run: the finished run.
+      out: the folder to make; must not exist.
+      which: of the run's models, "last" or "best".
+      trust_workflow: whether to load the workflow, and so run its code, also where the run's
+        manifest does not confirm it.
+      progress: show a progress bar on stderr.
+
+    Raises:
+      UserError: `out` exists or cannot be made, the extra is not installed, the run has no such
+        model, the workflow must not be loaded or cannot, or Triton has no type for a raw column.
+    """
+    out = Path(out)
+    refuse_existing(out)
+    with progress_bar("export", 3, " steps", show=progress) as bar:
+        from merlin_cowclip.workflows.serving.served_network import PROBABILITY, ServedNetwork
+        from merlin_cowclip.workflows.serving.served_workflow import ServedWorkflow
+        from merlin_cowclip.workflows.serving.systems import Ensemble, PredictTensorflow
+
+        spec = run.spec()
+        workflow = _workflow(run, spec, trust=trust_workflow)
+        raw = workflow.input_schema
+        _check_types(raw)
+        bar.update()
+        with catching_up_shown(show=progress):
+            network = ServedNetwork(run.model(which), spec)
+        bar.update()
+        encode = ServedWorkflow(
+            workflow,
+            spec,
+            run.config["cardinalities"],
+            network.input_schema,
+            is_adopted=run.is_adopted,
+        )
+        predict = PredictTensorflow(None)  # of a model it would save a copy, to read its signature
+        predict.path, predict.model = None, network
+        predict.input_schema, predict.output_schema = network.input_schema, network.output_schema
+        ensemble = Ensemble(raw.column_names >> encode >> predict, raw)
+        with all_or_nothing(out) as folder:
+            entry, models = ensemble.export(str(folder), name=ENTRY)
+            (folder / ENTRY / VERSION / "model.py").write_text(_MODEL_PY, encoding="utf-8")
+            record = {
+                "format": FORMAT_VERSION,
+                "run": str(run.path.resolve()),
+                "model": which,
+                "columns": list(raw.column_names),
+                "inputs": {one.name: _type_name(one) for one in entry.input},
+                "output": PROBABILITY,
+                "models": [entry.name, *(model.name for model in models)],
+                "packages": needed_by(folder / ENTRY, PACKAGES),
+            }
+            write_json(folder / RECORD, {**record, "manifest": manifest_of(folder)})
+        bar.update()
+    return Repository.open(out)
+
+
+def _workflow(run: Run, spec: DatasetSpec, *, trust: bool) -> nvt.Workflow:
+    """The run's workflow without every raw column that the network does without.
+
+    Raises:
+      UserError: it must not be loaded, or cannot; it makes an input of the label.
+    """
+    workflow = run.workflow(trust=trust)
+    if not run.is_adopted:
+        return workflow.remove_inputs([spec.label])
+    saved = cloudpickle.dumps(workflow)
+    wanted = set(spec.fields)
+
+    def without(columns: Sequence[str]) -> Any:
+        found = cloudpickle.loads(saved)
+        return found.remove_inputs(list(columns)) if columns else found
+
+    removed: list[str] = []
+    for name in workflow.input_schema.column_names:
+        if wanted <= set(without([*removed, name]).output_schema.column_names):
+            removed.append(name)
+    if spec.label in workflow.input_schema.column_names and spec.label not in removed:
+        raise UserError(
+            f"the inputs of what is served must not need the label. Received: {run.path}, whose "
+            f"workflow makes one of {spec.label!r}. Fit a workflow that does without, and train "
+            "again"
+        )
+    return without(removed)
+
+
+def _check_types(raw: Any) -> None:
+    """Refuse a raw column for which Triton has no type.
+
+    Raises:
+      UserError: names them all.
+    """
+    from merlin_cowclip.workflows.serving.systems import triton_type
+
+    none = []
+    for column in raw:
+        try:
+            triton_type(column.dtype)
+        except (ValueError, TypeError):
+            none.append(f"{column.name!r} of {column.dtype.name}")
+    if none:
+        raise UserError(
+            "what is served must be text, numbers or booleans, or lists of them, as Triton has no "
+            f"other types. Received: {', '.join(none)}. Fit the workflow on columns of those types"
+        )
+
+
+def _type_name(tensor: Any) -> str:
+    """Of a model's input: TYPE_STRING, as its configuration has it."""
+    from merlin_cowclip.workflows.serving.systems import model_config
+
+    return str(model_config.DataType.Name(tensor.data_type))

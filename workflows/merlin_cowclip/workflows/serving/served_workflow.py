@@ -1,0 +1,249 @@
+"""Raw rows of a request to the inputs of the network, by the run's own NVTabular workflow.
+
+The first operator of the ensemble, and what a server runs in Python. Merlin Systems' own sends the
+rows on to a second Python model, and on that way text is lost: Triton gives it as bytes, of which
+NumPy makes an array of str, which a Python model cannot send; with letters beyond ASCII not even
+that. Here the workflow runs where the request arrives, and refuses what `predict` refuses.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+
+from merlin_cowclip.workflows.data.datasets import DatasetSpec
+from merlin_cowclip.workflows.data.encoded_rows import Place, check_numbers, checked_ids
+from merlin_cowclip.workflows.errors import UserError, clipped, excerpt, quoted
+from merlin_cowclip.workflows.quiet import quiet_imports
+from merlin_cowclip.workflows.serving.systems import TransformWorkflow
+from merlin_cowclip.workflows.serving.tensor_names import tensor_name
+
+with quiet_imports():
+    import nvtabular as nvt
+    from merlin.core.protocols import Transformable
+    from merlin.dag import ColumnSelector, DataFormats
+    from merlin.schema import Schema
+    from merlin.table import TensorTable
+
+FOLDER = "workflow"
+
+
+class ServedWorkflow(TransformWorkflow):
+    """A run's workflow from raw rows without the label to the network's inputs.
+
+    Args:
+      workflow: the run's, without the raw columns that the network does without.
+      spec: of the run's rows.
+      cardinalities: by field of ids.
+      output_schema: the network's inputs.
+      is_adopted: whether the workflow is another pipeline's, which takes its rows as they are.
+    """
+
+    def __init__(
+        self,
+        workflow: nvt.Workflow,
+        spec: DatasetSpec,
+        cardinalities: Mapping[str, int],
+        output_schema: Schema,
+        *,
+        is_adopted: bool,
+    ) -> None:
+        super().__init__(workflow)
+        self.spec = spec.to_dict()
+        self.cardinalities = dict(cardinalities)
+        self.output_schema = output_schema
+        self.is_adopted = is_adopted
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Beside it, as NVTabular saved it: in here its vocabularies would be where they were.
+        return {**self.__dict__, "workflow": None}
+
+    def save_artifacts(self, artifact_path: Any = None) -> None:
+        """Save the workflow beside the ensemble: without what makes the label, and its modules."""
+        assert artifact_path is not None
+        self.workflow.save(str(Path(artifact_path) / FOLDER))
+
+    def load_artifacts(self, artifact_path: Any = None) -> None:
+        """Load the workflow that lies beside the ensemble."""
+        if not artifact_path:  # Merlin calls this, too, as it makes a graph
+            return
+        self.workflow = nvt.Workflow.load(str(Path(artifact_path) / FOLDER))
+
+    def compute_output_schema(
+        self,
+        input_schema: Schema,
+        col_selector: ColumnSelector,
+        prev_output_schema: Schema | None = None,
+    ) -> Schema:
+        """The network's inputs: of a list Merlin's own may say that it has a fixed length."""
+        return self.output_schema
+
+    @property
+    def supported_formats(self) -> DataFormats:
+        """Rows as they come, from a server or a caller: a GPU holds no text."""
+        return DataFormats.PANDAS_DATAFRAME | DataFormats.NUMPY_TENSOR_TABLE
+
+    def transform(self, col_selector: ColumnSelector, transformable: Transformable) -> TensorTable:
+        """Encode some rows.
+
+        Raises:
+          UserError: they are not what `predict` takes, or of unequal numbers.
+        """
+        spec = DatasetSpec.from_dict(self.spec)
+        names = self.input_schema.column_names
+        if isinstance(transformable, TensorTable):
+            frame = pd.DataFrame(_columns(transformable, names, self.is_adopted))
+        else:
+            frame = transformable[names].reset_index(drop=True)
+        if not len(frame):
+            raise UserError("a request must have a row. Received: none")
+        if not self.is_adopted:
+            frame = frame.assign(**{n: _numbers(frame[n], spec) for n in spec.continuous})
+        encoded = self._encoded(frame, spec)
+        for name in spec.ids:
+            checked_ids(encoded, name, self.cardinalities[name], _REQUEST)
+        for name in spec.continuous:
+            check_numbers(encoded, name, _REQUEST)
+        return TensorTable(_tensors(encoded, spec))
+
+    def _encoded(self, frame: pd.DataFrame, spec: DatasetSpec) -> pa.RecordBatch:
+        try:
+            out = self.workflow.transform(frame)
+            columns = {
+                name: pa.array(out[name], pa.list_(pa.int64()) if name in spec.lists else None)
+                for name in spec.fields
+            }
+        except UserError:
+            raise
+        except Exception as error:  # whatever the operators raise, a user's own as well
+            raise UserError(
+                f"the run's workflow must take the rows. Received: {len(frame):,} rows: "
+                f"{type(error).__name__}: {clipped(str(error))}. Give rows as it was fitted on"
+            ) from error
+        if len(out) != len(frame):  # Filter, Dropna, a join: whose is a probability?
+            raise UserError(
+                f"the run's workflow must make one row of each. Received: {len(out):,} of "
+                f"{len(frame):,}. Leave out the rows that it drops"
+            )
+        return pa.RecordBatch.from_pydict(columns)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Request(Place):
+    """Where the rows of a request lie."""
+
+    def refuse(self, rule: str, value: Any, row: int, name: str, remedy: str) -> NoReturn:
+        """Raise UserError for a value in a row."""
+        raise UserError(f"{rule}. Received: {value} in row {row + 1}, column {name!r}. {remedy}")
+
+
+_REQUEST = _Request(Path(), 0, 0)
+
+
+def _columns(table: TensorTable, names: Sequence[str], is_adopted: bool) -> dict[str, Any]:
+    """Columns of a request, as pandas has them; text as str, of none of it None.
+
+    Merlin's own `to_df` fills the shorter ones of columns of unequal lengths.
+
+    Raises:
+      UserError: a column is missing, has another number of rows, or text that is none.
+    """
+    missing = [name for name in names if name not in table]
+    if missing:
+        raise UserError(
+            f"a request must have every column. Missing: {quoted(missing, brief=True)} in "
+            f"{quoted(table.columns, brief=True)}"
+        )
+    columns: dict[str, Any] = {}
+    for name in names:
+        column = table[name]
+        values = np.asarray(column.values)
+        if values.dtype.kind in "OSU":
+            values = _text(values, name, is_adopted)
+        if column.offsets is not None:
+            values = _lists(values, np.asarray(column.offsets), name)
+        elif values.ndim > 1:
+            values = _one_object_each(list(values))
+        columns[name] = values
+    rows = {name: len(values) for name, values in columns.items()}
+    if len(set(rows.values())) > 1:
+        few, many = min(rows, key=rows.__getitem__), max(rows, key=rows.__getitem__)
+        raise UserError(
+            f"all columns of a request must have as many rows. Received: {rows[few]:,} of {few!r}, "
+            f"{rows[many]:,} of {many!r}"
+        )
+    return columns
+
+
+def _text(values: np.ndarray, name: str, is_adopted: bool) -> np.ndarray:
+    """Bytes as str. Triton knows no missing text: there it is empty, as in a log of csv."""
+    texts = np.empty(values.shape, object)
+    for place, value in np.ndenumerate(values):
+        try:
+            text = value.decode("utf-8") if isinstance(value, bytes) else value
+        except UnicodeDecodeError:
+            raise UserError(
+                f"text must be UTF-8. Received: {excerpt(value)} in column {name!r}"
+            ) from None
+        texts[place] = None if is_adopted and text == "" else text
+    return texts
+
+
+def _lists(values: np.ndarray, offsets: np.ndarray, name: str) -> np.ndarray:
+    ends = offsets.astype(np.int64)
+    right = len(ends) > 0 and ends[0] == 0 and ends[-1] == len(values)
+    if not right or (np.diff(ends) < 0).any():
+        raise UserError(
+            f"offsets of a list must rise from 0 to the number of its values. Received: {name!r} "
+            f"with {len(values):,} values, and offsets {clipped(str(ends.tolist()))}"
+        )
+    return _one_object_each(np.split(values, ends[1:-1]) if len(ends) > 1 else [])
+
+
+def _one_object_each(rows: Sequence[Any]) -> np.ndarray:
+    held = np.empty(len(rows), object)
+    held[:] = rows
+    return held
+
+
+def _numbers(column: pd.Series, spec: DatasetSpec) -> pd.Series:
+    """Numbers as `prepare` reads them from parquet: float64, NaN where there is none.
+
+    Raises:
+      UserError: text, or an infinite one where the data set's description refuses that.
+    """
+    numbers = pd.to_numeric(column, errors="coerce").astype("float64")
+    name = str(column.name)
+    wrong = (numbers.isna() & column.notna()).to_numpy()
+    if wrong.any():
+        row = int(wrong.argmax())
+        value = excerpt(str(column.iloc[row]))
+        _REQUEST.refuse("a number must be one", value, row, name, "Give numbers")
+    infinite = np.isinf(numbers.to_numpy())
+    if spec.non_finite == "refuse" and infinite.any():
+        row = int(infinite.argmax())
+        remedy = "Leave it out, which is a missing one (NaN)"
+        _REQUEST.refuse("a number must be finite", numbers.iloc[row], row, name, remedy)
+    return numbers
+
+
+def _tensors(batch: pa.RecordBatch, spec: DatasetSpec) -> dict[str, Any]:
+    """Columns as the network takes them."""
+    tensors: dict[str, Any] = {}
+    for names, dtype in ((spec.categorical, np.int64), (spec.continuous, np.float32)):
+        for name in names:
+            values = batch.column(name).to_numpy(zero_copy_only=False)
+            tensors[tensor_name(name)] = np.array(values, dtype)
+    for name in spec.lists:
+        column = batch.column(name)
+        offsets = column.offsets.to_numpy()
+        values = column.values.to_numpy(zero_copy_only=False)[offsets[0] : offsets[-1]]
+        tensors[f"{tensor_name(name)}__values"] = np.array(values, np.int64)
+        tensors[f"{tensor_name(name)}__offsets"] = np.array(offsets - offsets[0], np.int32)
+    return tensors
