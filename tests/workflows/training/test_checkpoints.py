@@ -14,6 +14,7 @@ from merlin_cowclip.plugins.state import weights_of
 from merlin_cowclip.workflows.errors import Stopped, UserError
 from merlin_cowclip.workflows.folders import remove
 from merlin_cowclip.workflows.training import train as train_module
+from merlin_cowclip.workflows.training.checkpoint_files import write_tensors
 from merlin_cowclip.workflows.training.checkpoints import Checkpoints
 from merlin_cowclip.workflows.training.configuration import TrainConfig
 from merlin_cowclip.workflows.training.epochs import Progress
@@ -348,6 +349,14 @@ def test_a_failed_one_is_told_and_leaves_nothing(written, monkeypatch):
     assert sorted(p.name for p in checkpoints.folder.iterdir()) == [
         f"step-00000000{n}" for n in (10, 20, 30)
     ]
+
+
+def test_what_tensorflow_cannot_write_is_an_error_of_the_system(tmp_path):
+    (tmp_path / "file").touch()
+    for folder, words in ((tmp_path / "file", "Not a directory"), ("/proc/no", "No such file")):
+        with pytest.raises(OSError, match=words) as raised:
+            write_tensors(Path(folder) / "state", {"weight": tf.constant([1.0])})
+        assert raised.value.filename == f"{folder}/state"
 
 
 def test_what_a_checkpoint_tells_of_is_on_the_disk_before_it(tmp_path, monkeypatch):

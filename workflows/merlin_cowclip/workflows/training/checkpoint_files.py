@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -37,14 +38,24 @@ def rank_of(name: str) -> int:
 
 
 def write_tensors(prefix: Path, tensors: Mapping[str, tf.Tensor]) -> None:
-    """A TensorFlow checkpoint of flat tensors: `prefix.index` and `prefix.data-…`."""
-    with tf.device("CPU:0"):
-        tf.raw_ops.SaveV2(
-            prefix=str(prefix),
-            tensor_names=list(tensors),
-            shape_and_slices=[""] * len(tensors),
-            tensors=list(tensors.values()),
-        )
+    """A TensorFlow checkpoint of flat tensors: `prefix.index` and `prefix.data-…`.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    try:
+        with tf.device("CPU:0"):
+            tf.raw_ops.SaveV2(
+                prefix=str(prefix),
+                tensor_names=list(tensors),
+                shape_and_slices=[""] * len(tensors),
+                tensors=list(tensors.values()),
+            )
+    except tf.errors.OpError as error:  # which has the system's words, and no number
+        for number in errno.errorcode:
+            if os.strerror(number) in error.message:
+                raise OSError(number, os.strerror(number), str(prefix)) from error
+        raise
 
 
 def read_tensor(prefix: Path, name: str, dtype: tf.DType) -> np.ndarray:
