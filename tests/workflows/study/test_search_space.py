@@ -33,7 +33,7 @@ class Drawn:
         return self.params[name]
 
 
-@given(st.lists(st.floats(0, 1), min_size=9, max_size=9))
+@given(st.lists(st.floats(0, 1), min_size=10, max_size=10))
 def test_there_and_back(shares):
     point = SPACE.suggest(Drawn(shares))
     assert point.hyperparameters.batch_size == 4096
@@ -97,6 +97,20 @@ def test_what_cannot_be_searched(changes, message):
 def test_deferred_updates_are_not_searched():
     with pytest.raises(UserError, match="one of exact, lazy to be searched. Received: .*deferred"):
         TuneConfig(batch_size=4096, update="deferred")
+
+
+def test_falling_rates_fall_over_all_epochs():
+    """As in the trial, also where fewer epochs were best; the warm-up is on top."""
+    config = TuneConfig(batch_size=4096, epochs=7)
+    *rules, falling = config.queue
+    assert rules == list(config.starts)
+    assert config.queue[falling] == []
+    assert falling == Point(config.rules["sqrt"].hyperparameters, rates="falling")
+    schedule = {"name": "linear", "to": 0.0, "epochs": 7.0}
+    for train in (config.train_config(falling), config.train_config(falling, epochs=3)):
+        assert train.dense_schedule == train.embedding_schedule == schedule
+    assert config.train_config(config.rules["sqrt"]).dense_schedule is None
+    assert Point.from_dict(falling.to_dict()) == falling
 
 
 def test_another_tunes_values_are_the_base():

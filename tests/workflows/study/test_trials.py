@@ -1,5 +1,6 @@
 """A trial is what `train` does, and `train --tuned` does what was found."""
 
+import dataclasses
 import json
 
 import pytest
@@ -33,11 +34,11 @@ def rows(data, tmp_path_factory):
 
 
 @pytest.mark.filterwarnings("ignore:Even though the `tf.config.exp")
-@pytest.mark.parametrize("update", ["exact", "lazy"])
-def test_a_trial_is_what_train_does(rows, tmp_path, update):
+@pytest.mark.parametrize(("update", "rates"), [("exact", "falling"), ("lazy", "constant")])
+def test_a_trial_is_what_train_does(rows, tmp_path, update, rates):
     """On the same rows: AUC, log loss, calibration and training loss to the last digit."""
     config = TuneConfig(batch_size=256, network=NETWORK, epochs=2, update=update)
-    trained = config.train_config(config.rules["cowclip"])
+    trained = config.train_config(dataclasses.replace(config.rules["cowclip"], rates=rates))
     epochs = list(epochs_of(rows, trained, Stopping()))
     tf.config.run_functions_eagerly(True)
     run = train(rows, trained, tmp_path / "run", keeping=Keeping(saved_model=False), progress=False)

@@ -15,6 +15,7 @@ from merlin_cowclip.plugins.scaling import Hyperparameters
 CLIP = "adaptive_column"
 CLIP_CHOICES = ("none", CLIP)
 UPDATES = ("exact", "lazy")
+RATES = ("constant", "falling")
 
 _RANGES: Mapping[str, tuple[float, float]] = {
     "dense_lr": (1e-5, 1e-1),
@@ -36,10 +37,12 @@ class Point:
     Attributes:
       hyperparameters: without a clip, or with CowClip's.
       update: "exact" or "lazy".
+      rates: "constant", or "falling": both learning rates, in a straight line over all epochs to 0.
     """
 
     hyperparameters: Hyperparameters
     update: str = "exact"
+    rates: str = "constant"
 
     def __post_init__(self) -> None:
         hp = self.hyperparameters
@@ -50,12 +53,13 @@ class Point:
 
     def to_dict(self) -> dict[str, Any]:
         """Fit for JSON; `from_dict` is the way back."""
-        return {"hyperparameters": self.hyperparameters.to_dict(), "update": self.update}
+        hyperparameters = self.hyperparameters.to_dict()
+        return {"hyperparameters": hyperparameters, "update": self.update, "rates": self.rates}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Point:
         """What `to_dict` gave."""
-        return cls(Hyperparameters(**values["hyperparameters"]), values["update"])
+        return cls(Hyperparameters(**values["hyperparameters"]), values["update"], values["rates"])
 
 
 class SearchSpace:
@@ -110,23 +114,25 @@ class SearchSpace:
             elif not low <= value <= high:
                 raise ValueError(f"{name} must be from {low:g} to {high:g}. Received: {value!r}")
             params[name] = value
-        return params | {"clip": hp.clip or CLIP_CHOICES[0], "update": point.update}
+        choices = {"clip": hp.clip or CLIP_CHOICES[0], "update": point.update}
+        return params | choices | {"rates": point.rates}
 
     def point(self, params: Mapping[str, Any]) -> Point:
         """The point of some parameters."""
-        values = {k: v for k, v in params.items() if k not in ("clip", "update")}
+        values = {k: v for k, v in params.items() if k in self.ranges}
         for name in _MAY_BE_ZERO:
             if name in values and values[name] < self.ranges[name][0]:
                 values[name] = 0.0
         clip = None if params["clip"] == CLIP_CHOICES[0] else params["clip"]
         hp = Hyperparameters(batch_size=self.batch_size, clip=clip, **values)
-        return Point(hp, params["update"])
+        return Point(hp, params["update"], params["rates"])
 
     def suggest(self, trial: Any) -> Point:
         """The point that a trial of Optuna's is to try."""
         params: dict[str, Any] = {
             "clip": trial.suggest_categorical("clip", CLIP_CHOICES),
             "update": trial.suggest_categorical("update", UPDATES),
+            "rates": trial.suggest_categorical("rates", RATES),
         }
         for name, (low, high) in self.ranges.items():
             if name in _OF_CLIP and params["clip"] == CLIP_CHOICES[0]:

@@ -214,7 +214,12 @@ def _scaling_rules(setting: Setting) -> Iterator[Cell]:
         for batch_size in setting.batch_sizes:
             yield Cell(rule, f"{batch_size:,}", setting.run(rule, batch_size))
     for found in setting.found:
-        config = dataclasses.replace(setting.at(found.hyperparameters), update=found.update)
+        config = dataclasses.replace(
+            setting.at(found.hyperparameters),
+            update=found.update,
+            dense_schedule=found.dense_schedule,
+            embedding_schedule=found.embedding_schedule,
+        )
         yield Cell(TUNED, f"{found.batch_size:,}", config)
 
 

@@ -62,7 +62,7 @@ def begin(data: PreparedData, config: TuneConfig, out: Path, *, progress: bool) 
         )
     with all_or_nothing(out) as folder:
         hold_out(data, config.held_out, config.seed, folder / ROWS, progress=progress)
-        Search.create(folder, config.space, config.starts)
+        Search.create(folder, config.space, config.queue)
         write_json(folder / RECORD, record_of(data, config, _precision()))
 
 

@@ -8,6 +8,9 @@ from typing import Any
 from merlin_cowclip.plugins.scaling import format_table
 from merlin_cowclip.workflows.study.search_space import Point
 
+_OF_CLIP = ("clip", "r", "ζ")
+_VALUES = ("dense η", "embedding η", "λ", "σ", "warm-up", *_OF_CLIP, "update", "rates")
+
 
 def values_in_words(point: Point) -> str:
     """A point in one line."""
@@ -17,7 +20,8 @@ def values_in_words(point: Point) -> str:
         clip = f"clip r {hp.clip_ratio:.3g}, ζ {hp.clip_floor:.3g}"
     return (
         f"dense {hp.dense_lr:.3g}, embedding {hp.embedding_lr:.3g}, λ {hp.l2:.3g}, "
-        f"σ {hp.init_stddev:.3g}, warm-up {hp.warmup_epochs:.3g}, {clip}, {point.update}"
+        f"σ {hp.init_stddev:.3g}, warm-up {hp.warmup_epochs:.3g}, {clip}, {point.update}, "
+        f"{point.rates} rates"
     )
 
 
@@ -66,14 +70,16 @@ def tables(result: Mapping[str, Any]) -> str:
         if hp["clip"] is not None:
             clip = ("yes", f"{hp['clip_ratio']:.3g}", f"{hp['clip_floor']:.3g}")
         numbers = ("dense_lr", "embedding_lr", "l2", "init_stddev", "warmup_epochs")
-        values.append((row["what"], *(f"{hp[name]:.3g}" for name in numbers), *clip, row["update"]))
+        of_hp = (f"{hp[name]:.3g}" for name in numbers)
+        values.append((row["what"], *of_hp, *clip, row["update"], row["rates"]))
     lines = [
         format_table(
             ("", "held-out AUC", "±", "to the best", "seeds", "in the search", "epochs"), rows
         ),
         "",
         format_table(
-            ("", "dense η", "embedding η", "λ", "σ", "warm-up", "clip", "r", "ζ", "update"), values
+            ("", *_VALUES),
+            values,
         ),
         "",
         importance_line(result["importance"], result["trials_measured"]),
