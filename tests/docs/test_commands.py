@@ -112,16 +112,25 @@ def test_the_commands_of_a_page(page, stand_ins, tmp_path, monkeypatch):
             elif program == "merlin-cowclip":
                 accepted(program, words)
                 if not block.not_run:
-                    run(words, f"{block}: {line}")
+                    run(words, f"{block}: {line}", stand_ins.parent / "made")
 
 
-def run(words: list[str], place: str) -> None:
-    """Run one of our commands, where nothing of an earlier one is in its way."""
-    if "--out" in words:
-        out = Path(words[words.index("--out") + 1])
+def run(words: list[str], place: str, made: Path) -> None:
+    """Run one of our commands, where nothing of an earlier one is in its way.
+
+    A tune, and a sweep of one study, is made once: where another page has it, its folder is copied.
+    """
+    out = Path(words[words.index("--out") + 1]) if "--out" in words else None
+    if out is not None:
         shutil.rmtree(out) if out.is_dir() else out.unlink(missing_ok=True)
+    kept = made / "-".join(words[: {"tune": 1, "sweep": 2}.get(words[0], 0)])
+    if out is not None and kept != made and kept.exists():
+        shutil.copytree(kept, out)
+        return
     smaller = ["--epochs", "2"] if "--resume" in words else SMALLER.get(words[0], [])
     assert main([*words, *smaller]) == 0, place
+    if out is not None and kept != made:
+        shutil.copytree(out, kept)
 
 
 def test_every_block_without_a_language_is_commands_or_what_they_print():

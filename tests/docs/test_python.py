@@ -28,7 +28,7 @@ SMALLER = {
     "epochs=20": "epochs=2",
     "131_072": "256",
     "8192": "256",
-    "rows=100_000": "rows=1_200",
+    "rows=300_000": "rows=1_200",
     "seeds=(1, 2)": "seeds=(1,)",
     "jobs=2": "jobs=1",
     '"epochs": 5, "model": "dcn"': '"epochs": 1',
