@@ -28,6 +28,26 @@ def test_no_run_and_one_that_did_not_finish(toy_run, tmp_path):
     refused(argv(tmp_path / "run", tmp_path), words, folder=tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--drop-rare", "100"], ["between 0 and 100 %", "100.0"]),
+        (["--drop-rare", "-1"], ["between 0 and 100 %", "-1.0"]),
+        (["--drop-rare", "nan"], ["between 0 and 100 %", "nan"]),
+        (["--drop-rare", "half"], ["--drop-rare: invalid", "half"]),
+        (["--rare", "1,"], ["--rare: invalid", "1,"]),
+        (["--rare", "1", "--data", "nowhere"], ["prepared data must be a folder", "nowhere"]),
+    ],
+)
+def test_shares(toy_run, tmp_path, options, words):
+    refused(argv(toy_run, tmp_path, *options), words, folder=tmp_path)
+
+
+@pytest.mark.parametrize("options", [[], ["--drop-rare", "1"]])
+def test_nowhere_to_write(toy_run, tmp_path, options):
+    refused(["export", toy_run, *options], ["export needs --out, or --rare"], folder=tmp_path)
+
+
 @pytest.mark.parametrize("package", ["merlin.systems", "tritonclient"])
 def test_without_the_extra(toy_run, tmp_path, monkeypatch, package):
     for name in [*sys.modules]:

@@ -1304,3 +1304,25 @@ def test_what_is_done_before_there_is_an_optimizer_costs_its_steps_nothing():
     np.testing.assert_array_equal(layer.table.numpy(), 0.5)
     first, second = (tf.convert_to_tensor(layer.table)._numpy() for _ in range(2))
     assert np.shares_memory(first, second)
+
+
+def test_ids_that_stay_keep_their_rows():
+    """And are numbered anew; one domain's fields share theirs."""
+    layer = layer_of()
+    given = {name: tf.constant([[0], [2], [3]]) for name in layer.one_hot_fields}
+    lists = {n: tf.ragged.constant([[3], [0, 2], []], dtype=tf.int64) for n in layer.list_fields}
+    before = layer({**given, **lists})
+    stay = {n: np.delete(np.arange(layer.cardinalities[n]), 1) for n in layer.fields}
+    rows = layer.row_offsets[-1]
+    with pytest.raises(
+        ValueError, match=f"must rise. Received others of field '{layer.fields[0]}'"
+    ):
+        layer.keep_ids({**stay, layer.fields[0]: stay[layer.fields[0]][::-1].clip(1)})
+    layer.keep_ids(stay)
+    assert rows - layer.row_offsets[-1] == len(layer.row_offsets) - 1 == rows - layer.table.shape[0]
+    given = {name: tf.constant([[0], [1], [2]]) for name in given}
+    lists = {n: tf.ragged.constant([[2], [0, 1], []], dtype=tf.int64) for n in lists}
+    np.testing.assert_array_equal(layer({**given, **lists}), before)
+    again = FusedEmbeddings.from_config(layer.get_config())
+    assert again.row_offsets == layer.row_offsets
+    assert len(layer.trainable_weights) == 1

@@ -13,12 +13,13 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from merlin.models.config.schema import SchemaMixin
 from merlin.schema import ColumnSchema, Schema, Tags
 
 from merlin_cowclip.models.id_check import IdCheck
 from merlin_cowclip.models.initial_rows import TableInitializer
-from merlin_cowclip.models.row_ranges import RowRanges, cardinality
+from merlin_cowclip.models.row_ranges import RowRanges, cardinality, resized
 from merlin_cowclip.models.rows_by_raw_id import RowsByRawId
 from merlin_cowclip.models.schemas import schema_from_text, schema_text
 from merlin_cowclip.models.vocabulary import PADDING_ID, UNKNOWN_ID
@@ -93,18 +94,22 @@ class FusedEmbeddings(RowsByRawId, SchemaMixin, tf.keras.layers.Layer):
             )
         self.one_hot_fields = tuple(c.name for c in columns if not _is_list(c))
         self.list_fields = tuple(c.name for c in columns if _is_list(c))
-        by_name = {c.name: c for c in columns}
-        columns = [by_name[name] for name in self.fields]
-        ranges = RowRanges.of(columns)
-        self.row_offsets = ranges.offsets
-        self.cardinalities = {c.name: cardinality(c) for c in columns}
-        self.set_schema(Schema(columns))
         self.dim = dim
         self.stddev = float(stddev)
         self.combiner = plain_combiner(combiner)
         self._combiners = _combiner_per_list(self.list_fields, combiner)
         self.stacked = stacked
         self._sharded = bool(sharded)
+        self._set_columns(columns)
+
+    def _set_columns(self, columns: Sequence[ColumnSchema]) -> None:
+        """Take the fields' columns: which rows each has, in a table that is to be built."""
+        by_name = {c.name: c for c in columns}
+        columns = [by_name[name] for name in self.fields]
+        ranges = RowRanges.of(columns)
+        self.row_offsets = ranges.offsets
+        self.cardinalities = {c.name: cardinality(c) for c in columns}
+        self._schema = Schema(columns)  # set_schema takes the first alone
         self._first_row = {name: ranges.first_row(name) for name in self.fields}
         self._initializer = TableInitializer(self.stddev, _untrained_rows(columns, ranges))
         self._spec = TableSpec(
@@ -113,7 +118,7 @@ class FusedEmbeddings(RowsByRawId, SchemaMixin, tf.keras.layers.Layer):
             get_variable=functools.partial(getattr, self, "table"),  # copied with the layer
             row_offsets=self.row_offsets,
             columns=tuple(columns),
-            width=dim,
+            width=self.dim,
             range_of_column=tuple(ranges.range_of[name] for name in self.fields),
             access=TableAccess(is_used=True),
             set_variable=functools.partial(setattr, self, "table"),
@@ -270,6 +275,31 @@ class FusedEmbeddings(RowsByRawId, SchemaMixin, tf.keras.layers.Layer):
         if self.stacked:
             return tf.TensorShape([batch, len(self.fields), self.dim])
         return {name: tf.TensorShape([batch, self.dim]) for name in self.fields}
+
+    def keep_ids(self, ids: Mapping[str, np.ndarray]) -> None:
+        """Drop all other rows, for good, and number those that stay anew; to predict with.
+
+        Args:
+          ids: of each field those that stay, rising; of fields of one domain the same. Id `ids[i]`
+            is id i from now on.
+
+        Raises:
+          ValueError: the table is in shards, or the ids do not rise, or are not the field's.
+        """
+        check_whole([self._spec], "a smaller table")
+        table, before = self._whole_table(), self._first_row
+        for name in self.fields:
+            held = ids[name]
+            if len(held) == 0 or held[0] < 0 or held[-1] >= self.cardinalities[name]:
+                raise ValueError(f"Ids that stay must be those of field {name!r}.")
+            if (np.diff(held) <= 0).any():
+                raise ValueError(f"Ids that stay must rise. Received others of field {name!r}.")
+        columns = [resized(column, len(ids[column.name])) for column in self.schema]
+        ranges = RowRanges.of(columns)
+        of_domain = {ranges.range_of[name]: before[name] + ids[name] for name in self.fields}
+        rows = np.concatenate([of_domain[number] for number in range(len(of_domain))])
+        self._set_columns(columns)
+        self.table = tf.Variable(tf.gather(table, rows), name=table.name.partition(":")[0])
 
     def _check_field(self, field: str) -> None:
         if field not in self.cardinalities:

@@ -71,6 +71,12 @@ def cardinality(column: ColumnSchema) -> int:
     return int(domain.max) + 1
 
 
+def resized(column: ColumnSchema, size: int) -> ColumnSchema:
+    """The same column with another cardinality."""
+    domain = {**column.properties["domain"], "max": size - 1}
+    return column.with_properties({"domain": domain})
+
+
 def domain_name(column: ColumnSchema) -> str:
     """As Merlin's own tables are named: the domain's name, or else the column's."""
     domain = column.int_domain

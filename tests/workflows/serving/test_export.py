@@ -15,14 +15,24 @@ import numpy as np
 import pandas as pd
 import pyarrow.parquet as pq
 import pytest
+from sklearn.metrics import roc_auc_score
 
-from merlin_cowclip.workflows import Repository, export, predict_logs
+from merlin_cowclip.workflows import Repository, export, predict_logs, rare_costs
+from merlin_cowclip.workflows.commands.main import main
 from merlin_cowclip.workflows.data.etl import prepare
+from merlin_cowclip.workflows.data.prepared import PreparedData
 from merlin_cowclip.workflows.errors import UserError
+from merlin_cowclip.workflows.quiet import quiet_imports
+from merlin_cowclip.workflows.serving.rare_rows import rare_ids
 from merlin_cowclip.workflows.training.runs import Run
 from merlin_cowclip.workflows.training.train import train
 from tests.saves import quick_saves
 from tests.workflows.training.test_prediction import CONFIG, SHOP, shop_log, stock, write_shop
+
+with quiet_imports():
+    from merlin.dag import ColumnSelector, Graph
+
+    from merlin_cowclip.workflows.data.operators import EncodeIds
 
 pytest.importorskip("merlin.systems")
 pytest.importorskip("tritonclient.grpc")
@@ -203,6 +213,104 @@ def test_an_adopted_pipeline(stock, tmp_path):
     assert frame["visits"].isna().any()
     (answer,) = served(repository.path, [request(frame, record)], tmp_path)
     np.testing.assert_allclose(answer["probability"], expected, rtol=0, atol=1e-6)
+
+
+def rare_texts(data: Any, percent: float) -> tuple[dict[str, set[str]], int]:
+    """The rare ids of each field, counted in the training rows; and the threshold."""
+    tables = {field: data.counts(field).dropna(subset="raw") for field in data.spec.ids}
+    total = sum(data.counts(field)["count"].sum() for field in tables)
+    below = 0
+    while (
+        sum(t["count"][t["count"] <= below].sum() for t in tables.values()) <= total * percent / 100
+    ):
+        below += 1
+    return {f: set(t["raw"][t["count"] < below]) for f, t in tables.items()}, below
+
+
+def test_rare_rows_are_dropped_where_one_says_so(shop, tmp_path, capsys):
+    """What is exported without them answers their ids as new ones, and is as good as was told."""
+    run, path, repository = shop
+    data = run.data()
+    rare, below = rare_texts(data, 5)
+    assert all(rare[field] for field in ("user.id", "tags"))
+    argv = ["export", str(run.path), "--out", str(tmp_path / "small"), "--drop-rare", "5"]
+    assert main([*argv, "--rare", "1,5", "--quiet"]) == 0
+    one, five, *_ = capsys.readouterr().out.splitlines()
+    assert one.startswith("last 1 % of occurrences")
+    assert f"(ids that occur less than {below} times)" in five
+    small = Repository.open(tmp_path / "small")
+    assert small.record["dropped"] == {"percent": 5.0, "below": below}
+    count = sum(map(len, rare.values()))
+    vocabulary = sum(data.cardinalities.values())
+    rows = 2 * count  # embeddings of 3 columns, and the linear part's of 1
+    assert (
+        f"{rows:,} of {2 * vocabulary:,} rows, {16 * count:,} of {16 * vocabulary:,} bytes" in five
+    )
+    sizes = [
+        sum(file.stat().st_size for file in folder.rglob("variables.data-*"))
+        for folder in (repository, small.path)
+    ]
+    assert sizes[0] - sizes[1] == 16 * count
+
+    frame = shop_frame(path)
+    renamed = frame.assign(
+        **{n: frame[n].where(~frame[n].isin(rare[n]), "of no row") for n in ("user.id", "item")},
+        **{
+            name: [["of no row" if v in rare[name] else v for v in row] for row in frame[name]]
+            for name in ("2-genres", "tags")
+        },
+    )
+    assert (renamed["user.id"] != frame["user.id"]).any()
+    expected = Repository.open(repository).predict(renamed)
+    np.testing.assert_allclose(small.predict(frame), expected, rtol=0, atol=1e-6)
+
+    test = frame[-data.rows["test"] :]
+    labels = pd.read_csv(path)["bought"].to_numpy()[-len(test) :]
+    auc = [roc_auc_score(labels, r.predict(test)) for r in (small, Repository.open(repository))]
+    assert f"without them {auc[0]:.6f}, with them {auc[1]:.6f} ({auc[0] - auc[1]:+.6f})" in five
+
+
+def test_of_an_adopted_pipeline_rare_rows_are_dropped(stock, tmp_path):
+    run, data, home = stock
+    frame = pd.read_parquet(home / "raw-test/0.parquet")
+    rare, below = rare_texts(data, 5)
+    small = export(run, tmp_path / "small", drop_rare=5, progress=False)
+    whole = export(run, tmp_path / "whole", progress=False)
+    user = {int(text) for text in rare["user"]}
+    assert frame["user"].isin(user).any()
+    renamed = frame.assign(
+        user=frame["user"].where(~frame["user"].isin(user), -1),
+        genres=[[("?" if g in rare["genres"] else g) for g in row] for row in frame["genres"]],
+        item=frame["item"].where(~frame["item"].isin(rare["item"]), "?"),
+    )
+    np.testing.assert_allclose(small.predict(frame), whole.predict(renamed), rtol=0, atol=1e-6)
+    (cost,) = rare_costs(run, [5], progress=False)
+    assert cost.below == below
+    assert cost.rows == 2 * sum(map(len, rare.values()))
+
+
+def test_where_unknown_ids_are_hashed_rare_ones_are(tmp_path):
+    """As `prepare` hashes them where its threshold is that of the rare ids."""
+    write_shop(shop_log(), tmp_path / "log.csv")
+
+    def prepared(threshold: int) -> PreparedData:
+        spec = replace(SHOP, freq_threshold=threshold, hash_buckets={"user": 7, "tags": 3})
+        return prepare(spec, [tmp_path / "log.csv"], tmp_path / f"{threshold}", progress=False)
+
+    data = prepared(2)
+    rare = rare_ids(data, 10)
+    assert rare.below > 3
+    frequent = prepared(rare.below)
+    for field, buckets in (("user", 7), ("tags", 3), ("item", 1)):
+        counts = data.counts(field)
+        is_rare = counts["raw"].notna() & (counts["count"] < rare.below)
+        texts = counts["raw"][is_rare]
+        assert len(texts) or field == "item"
+        (node,) = Graph.get_nodes_by_op_type([frequent.workflow().output_node], EncodeIds)
+        found = node.op.transform(ColumnSelector([field]), pd.DataFrame({field: texts}))
+        np.testing.assert_array_equal(rare.answered_as[field][is_rare], found[field])
+        np.testing.assert_array_equal(rare.kept[field], counts["id"][~is_rare])
+        assert len(texts) == 0 or found[field].max() < 2 + buckets
 
 
 def test_a_repository_that_was_changed_is_refused(shop, tmp_path):

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from merlin_cowclip.workflows.data.synthetic import write_synthetic
     from merlin_cowclip.workflows.data.top_ids import keep_top_ids
     from merlin_cowclip.workflows.errors import Stopped, UserError
-    from merlin_cowclip.workflows.serving.export import export
+    from merlin_cowclip.workflows.serving.export import export, rare_costs
     from merlin_cowclip.workflows.serving.repository import Repository
     from merlin_cowclip.workflows.study.configuration import TuneConfig
     from merlin_cowclip.workflows.study.tune import tune
@@ -65,6 +65,7 @@ _HOME = {
     "predict": "training.evaluation",
     "predict_logs": "training.prediction",
     "prepare": "data.etl",
+    "rare_costs": "serving.export",
     "register": "data.datasets",
     "resume": "training.train",
     "train": "training.train",
@@ -98,6 +99,7 @@ __all__ = [
     "predict",
     "predict_logs",
     "prepare",
+    "rare_costs",
     "register",
     "resume",
     "train",

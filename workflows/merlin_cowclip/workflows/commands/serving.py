@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from merlin_cowclip.workflows.errors import UserError
 
 if TYPE_CHECKING:
     from merlin_cowclip.workflows.commands.parser import Commands
@@ -19,8 +21,23 @@ def add(commands: Commands) -> None:
         "raw rows without the label in, the probability of a click out.",
     )
     export.add_argument("run_folder", metavar="RUN", type=Path, help="a run folder")
+    export.add_argument("--out", type=Path, metavar="REPOSITORY", help="the folder to make")
     export.add_argument(
-        "--out", required=True, type=Path, metavar="REPOSITORY", help="the folder to make"
+        "--rare",
+        type=_percents,
+        default=(),
+        metavar="P[,P…]",
+        help="say what the ids of the last P %% of occurrences hold of the tables, and what test "
+        "AUC costs without them; drops nothing, and needs no --out",
+    )
+    export.add_argument(
+        "--drop-rare",
+        type=float,
+        metavar="P",
+        help="leave these rows out of what is exported, and say so",
+    )
+    export.add_argument(
+        "--data", type=Path, help="what the run was trained on, where it is elsewhere now"
     )
     export.add_argument(
         "--best",
@@ -37,16 +54,38 @@ def add(commands: Commands) -> None:
     export.set_defaults(run=_export)
 
 
+def _percents(text: str) -> list[float]:
+    return [float(one) for one in text.split(",")]
+
+
 def _export(arguments: argparse.Namespace) -> None:
-    from merlin_cowclip.workflows.serving.export import export
+    from merlin_cowclip.workflows.data.prepared import PreparedData
+    from merlin_cowclip.workflows.folders import refuse_existing
+    from merlin_cowclip.workflows.serving.export import export, rare_costs
     from merlin_cowclip.workflows.training.runs import Run
 
+    if arguments.out is None and (arguments.drop_rare is not None or not arguments.rare):
+        raise UserError("export needs --out, or --rare to look alone. Received: neither")
+    if arguments.out is not None:
+        refuse_existing(arguments.out)
+    run = Run.open(arguments.run_folder, trust_workflow=arguments.trust_workflow)
+    options: dict[str, Any] = {
+        "which": "best" if arguments.best else "last",
+        "data": None if arguments.data is None else PreparedData.open(arguments.data),
+        "progress": not arguments.quiet,
+    }
+    dropped = [] if arguments.drop_rare is None else [arguments.drop_rare]
+    percents = [*dict.fromkeys([*arguments.rare, *dropped])]
+    for cost in rare_costs(run, percents, **options) if percents else ():
+        print(cost)
+    if arguments.out is None:
+        return
     repository = export(
-        Run.open(arguments.run_folder, trust_workflow=arguments.trust_workflow),
+        run,
         arguments.out,
-        which="best" if arguments.best else "last",
+        drop_rare=arguments.drop_rare,
         trust_workflow=arguments.trust_workflow,
-        progress=not arguments.quiet,
+        **options,
     )
     record = repository.record
     print(f"{repository.path}: {len(record['columns'])} columns in, {record['output']} out")

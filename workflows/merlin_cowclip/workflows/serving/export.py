@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Any
 import cloudpickle
 
 from merlin_cowclip.workflows.data.datasets import DatasetSpec
+from merlin_cowclip.workflows.data.prepared import PreparedData
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.folders import all_or_nothing, refuse_existing, write_json
 from merlin_cowclip.workflows.manifest import manifest_of
 from merlin_cowclip.workflows.progress import catching_up_shown, progress_bar
 from merlin_cowclip.workflows.serving.packages import needed_by
+from merlin_cowclip.workflows.serving.rare_rows import Cost, check_percent, costs, drop, rare_ids
 from merlin_cowclip.workflows.serving.repository import (
     ENTRY,
     FORMAT_VERSION,
@@ -41,6 +43,8 @@ def export(
     out: str | Path,
     *,
     which: str = "last",
+    drop_rare: float | None = None,
+    data: PreparedData | None = None,
     trust_workflow: bool = False,
     progress: bool = True,
 ) -> Repository:
@@ -50,16 +54,25 @@ def export(
       run: the finished run.
       out: the folder to make; must not exist.
       which: of the run's models, "last" or "best".
+      drop_rare: leave out the rows of the ids that have the last so many % of all occurrences in
+        the training part; `rare_costs` says what they are worth.
+      data: for that, what the run was trained on, where it lies elsewhere now.
       trust_workflow: whether to load the workflow, and so run its code, also where the run's
         manifest does not confirm it.
       progress: show a progress bar on stderr.
 
     Raises:
       UserError: `out` exists or cannot be made, the extra is not installed, the run has no such
-        model, the workflow must not be loaded or cannot, or Triton has no type for a raw column.
+        model, the workflow must not be loaded or cannot, Triton has no type for a raw column, or
+        `drop_rare` is no share of occurrences.
     """
     out = Path(out)
     refuse_existing(out)
+    rare = None
+    if drop_rare is not None:
+        data = run.data() if data is None else data
+        run.check_vocabulary(data)
+        rare = rare_ids(data, drop_rare)
     with progress_bar("export", 3, " steps", show=progress) as bar:
         from merlin_cowclip.workflows.serving.served_network import PROBABILITY, ServedNetwork
         from merlin_cowclip.workflows.serving.served_workflow import ServedWorkflow
@@ -71,7 +84,10 @@ def export(
         _check_types(raw)
         bar.update()
         with catching_up_shown(show=progress):
-            network = ServedNetwork(run.model(which), spec)
+            model = run.model(which)
+        if rare is not None:
+            drop(model, rare)
+        network = ServedNetwork(model, spec)
         bar.update()
         encode = ServedWorkflow(
             workflow,
@@ -79,6 +95,7 @@ def export(
             run.config["cardinalities"],
             network.input_schema,
             is_adopted=run.is_adopted,
+            renumbered=rare.renumbered if rare is not None else None,
         )
         predict = PredictTensorflow(None)  # of a model it would save a copy, to read its signature
         predict.path, predict.model = None, network
@@ -91,6 +108,7 @@ def export(
                 "format": FORMAT_VERSION,
                 "run": str(run.path.resolve()),
                 "model": which,
+                "dropped": rare and {"percent": rare.percent, "below": rare.below},
                 "columns": list(raw.column_names),
                 "inputs": {one.name: _type_name(one) for one in entry.input},
                 "output": PROBABILITY,
@@ -100,6 +118,38 @@ def export(
             write_json(folder / RECORD, {**record, "manifest": manifest_of(folder)})
         bar.update()
     return Repository.open(out)
+
+
+def rare_costs(
+    run: Run,
+    percents: Sequence[float],
+    *,
+    which: str = "last",
+    data: PreparedData | None = None,
+    progress: bool = True,
+) -> list[Cost]:
+    """What the rows of rare ids are worth: how many, their bytes, and AUC on the test part.
+
+    Args:
+      run: the finished run.
+      percents: shares of all occurrences in the training part, in %.
+      which: of the run's models, "last" or "best".
+      data: what it was trained on, where it lies elsewhere now.
+      progress: show a progress bar on stderr.
+
+    Returns:
+      For each share one; `print` it.
+
+    Raises:
+      UserError: a share that is none, no such model, or data without a test part or of another
+        vocabulary.
+    """
+    for percent in percents:
+        check_percent(percent)
+    data = run.data() if data is None else data
+    with catching_up_shown(show=progress):
+        model = run.model(which)
+    return costs(run, model, data, percents, progress=progress)
 
 
 def _workflow(run: Run, spec: DatasetSpec, *, trust: bool) -> nvt.Workflow:

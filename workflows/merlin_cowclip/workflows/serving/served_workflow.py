@@ -42,6 +42,7 @@ class ServedWorkflow(TransformWorkflow):
       spec: of the run's rows.
       cardinalities: by field of ids.
       output_schema: the network's inputs.
+      renumbered: by field of which rare ids were dropped, which id of the network each id is.
       is_adopted: whether the workflow is another pipeline's, which takes its rows as they are.
     """
 
@@ -53,12 +54,14 @@ class ServedWorkflow(TransformWorkflow):
         output_schema: Schema,
         *,
         is_adopted: bool,
+        renumbered: Mapping[str, np.ndarray] | None = None,
     ) -> None:
         super().__init__(workflow)
         self.spec = spec.to_dict()
         self.cardinalities = dict(cardinalities)
         self.output_schema = output_schema
         self.is_adopted = is_adopted
+        self.renumbered = dict(renumbered or {})
 
     def __getstate__(self) -> dict[str, Any]:
         # Beside it, as NVTabular saved it: in here its vocabularies would be where they were.
@@ -110,7 +113,7 @@ class ServedWorkflow(TransformWorkflow):
             checked_ids(encoded, name, self.cardinalities[name], _REQUEST)
         for name in spec.continuous:
             check_numbers(encoded, name, _REQUEST)
-        return TensorTable(_tensors(encoded, spec))
+        return TensorTable(_tensors(encoded, spec, self.renumbered))
 
     def _encoded(self, frame: pd.DataFrame, spec: DatasetSpec) -> pa.RecordBatch:
         try:
@@ -233,17 +236,26 @@ def _numbers(column: pd.Series, spec: DatasetSpec) -> pd.Series:
     return numbers
 
 
-def _tensors(batch: pa.RecordBatch, spec: DatasetSpec) -> dict[str, Any]:
+def _tensors(
+    batch: pa.RecordBatch, spec: DatasetSpec, renumbered: Mapping[str, np.ndarray]
+) -> dict[str, Any]:
     """Columns as the network takes them."""
+
+    def ids(name: str, values: np.ndarray) -> np.ndarray:
+        values = renumbered[name][values] if name in renumbered else values
+        return np.array(values, np.int64)
+
     tensors: dict[str, Any] = {}
-    for names, dtype in ((spec.categorical, np.int64), (spec.continuous, np.float32)):
-        for name in names:
-            values = batch.column(name).to_numpy(zero_copy_only=False)
-            tensors[tensor_name(name)] = np.array(values, dtype)
+    for name in spec.categorical:
+        values = batch.column(name).to_numpy(zero_copy_only=False)
+        tensors[tensor_name(name)] = ids(name, values)
+    for name in spec.continuous:
+        values = batch.column(name).to_numpy(zero_copy_only=False)
+        tensors[tensor_name(name)] = np.array(values, np.float32)
     for name in spec.lists:
         column = batch.column(name)
         offsets = column.offsets.to_numpy()
         values = column.values.to_numpy(zero_copy_only=False)[offsets[0] : offsets[-1]]
-        tensors[f"{tensor_name(name)}__values"] = np.array(values, np.int64)
+        tensors[f"{tensor_name(name)}__values"] = ids(name, values)
         tensors[f"{tensor_name(name)}__offsets"] = np.array(offsets - offsets[0], np.int32)
     return tensors
