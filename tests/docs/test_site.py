@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
@@ -98,3 +99,13 @@ def test_every_message_is_on_the_page(pages, site):
     found = messages()
     assert len(found) > 400
     assert not [message.text for message in found if message.text not in text]
+
+
+def test_the_landing_page_has_the_readmes_table():
+    """And its text: each number stands in two places, and is one."""
+    pages = (ROOT / "README.md", DOCS / "index.md")
+    readme, index = (page.read_text(encoding="utf-8") for page in pages)
+    rows = re.findall(r"^\|.*±.*", readme, re.MULTILINE)
+    assert len(rows) == 7
+    assert rows == re.findall(r"^\|.*±.*", index, re.MULTILINE)
+    assert readme.split("\n\n")[1] == index.split("\n\n")[1]
