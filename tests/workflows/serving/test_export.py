@@ -216,30 +216,33 @@ def test_an_adopted_pipeline(stock, tmp_path):
 
 
 def rare_texts(data: Any, percent: float) -> tuple[dict[str, set[str]], int]:
-    """The rare ids of each field, counted in the training rows; and the threshold."""
-    tables = {field: data.counts(field).dropna(subset="raw") for field in data.spec.ids}
-    total = sum(data.counts(field)["count"].sum() for field in tables)
-    below = 0
-    while (
-        sum(t["count"][t["count"] <= below].sum() for t in tables.values()) <= total * percent / 100
-    ):
-        below += 1
-    return {f: set(t["raw"][t["count"] < below]) for f, t in tables.items()}, below
+    """The rare ids of each field, which are the rarest, and as many as fit; and how often most."""
+    kept = rare_ids(data, percent).kept
+    tables = {field: data.counts(field) for field in data.spec.ids}
+    total = sum(table["count"].sum() for table in tables.values())
+    rare = {f: t[~t["id"].isin(kept[f])] for f, t in tables.items()}
+    stay = [t[t["id"].isin(kept[f]) & t["raw"].notna()]["count"] for f, t in tables.items()]
+    least, held = pd.concat(stay).min(), sum(t["count"].sum() for t in rare.values())
+    most = max(t["count"].max() for t in rare.values() if len(t))
+    assert most <= least
+    assert held <= total * percent / 100 < held + least
+    assert all(t["raw"].notna().all() for t in rare.values())
+    return {f: set(t["raw"]) for f, t in rare.items()}, int(most)
 
 
 def test_rare_rows_are_dropped_where_one_says_so(shop, tmp_path, capsys):
     """What is exported without them answers their ids as new ones, and is as good as was told."""
     run, path, repository = shop
     data = run.data()
-    rare, below = rare_texts(data, 5)
+    rare, most = rare_texts(data, 5)
     assert all(rare[field] for field in ("user.id", "tags"))
     argv = ["export", str(run.path), "--out", str(tmp_path / "small"), "--drop-rare", "5"]
     assert main([*argv, "--rare", "1,5", "--quiet"]) == 0
     one, five, *_ = capsys.readouterr().out.splitlines()
     assert one.startswith("last 1 % of occurrences")
-    assert f"(ids that occur less than {below} times)" in five
+    assert f"(ids that occur {most} times at most)" in five
     small = Repository.open(tmp_path / "small")
-    assert small.record["dropped"] == {"percent": 5.0, "below": below}
+    assert small.record["dropped"] == {"percent": 5.0, "most": most}
     count = sum(map(len, rare.values()))
     vocabulary = sum(data.cardinalities.values())
     rows = 2 * count  # embeddings of 3 columns, and the linear part's of 1
@@ -273,7 +276,7 @@ def test_rare_rows_are_dropped_where_one_says_so(shop, tmp_path, capsys):
 def test_of_an_adopted_pipeline_rare_rows_are_dropped(stock, tmp_path):
     run, data, home = stock
     frame = pd.read_parquet(home / "raw-test/0.parquet")
-    rare, below = rare_texts(data, 5)
+    rare, most = rare_texts(data, 5)
     small = export(run, tmp_path / "small", drop_rare=5, progress=False)
     whole = export(run, tmp_path / "whole", progress=False)
     user = {int(text) for text in rare["user"]}
@@ -285,7 +288,7 @@ def test_of_an_adopted_pipeline_rare_rows_are_dropped(stock, tmp_path):
     )
     np.testing.assert_allclose(small.predict(frame), whole.predict(renamed), rtol=0, atol=1e-6)
     (cost,) = rare_costs(run, [5], progress=False)
-    assert cost.below == below
+    assert cost.most == most
     assert cost.rows == 2 * sum(map(len, rare.values()))
 
 
@@ -299,17 +302,16 @@ def test_where_unknown_ids_are_hashed_rare_ones_are(tmp_path):
 
     data = prepared(2)
     rare = rare_ids(data, 10)
-    assert rare.below > 3
-    frequent = prepared(rare.below)
+    assert rare.most > 2
+    frequent = prepared(rare.most + 1)
     for field, buckets in (("user", 7), ("tags", 3), ("item", 1)):
         counts = data.counts(field)
-        is_rare = counts["raw"].notna() & (counts["count"] < rare.below)
+        is_rare = ~counts["id"].isin(rare.kept[field])
         texts = counts["raw"][is_rare]
         assert len(texts) or field == "item"
         (node,) = Graph.get_nodes_by_op_type([frequent.workflow().output_node], EncodeIds)
         found = node.op.transform(ColumnSelector([field]), pd.DataFrame({field: texts}))
         np.testing.assert_array_equal(rare.answered_as[field][is_rare], found[field])
-        np.testing.assert_array_equal(rare.kept[field], counts["id"][~is_rare])
         assert len(texts) == 0 or found[field].max() < 2 + buckets
 
 

@@ -108,7 +108,7 @@ def export(
                 "format": FORMAT_VERSION,
                 "run": str(run.path.resolve()),
                 "model": which,
-                "dropped": rare and {"percent": rare.percent, "below": rare.below},
+                "dropped": rare and {"percent": rare.percent, "most": rare.most},
                 "columns": list(raw.column_names),
                 "inputs": {one.name: _type_name(one) for one in entry.input},
                 "output": PROBABILITY,

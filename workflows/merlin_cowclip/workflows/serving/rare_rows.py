@@ -29,7 +29,8 @@ class RareIds:
 
     Attributes:
       percent: p.
-      below: ids that occur less often than this are left out: as many whole counts as fit in p %.
+      most: how often the most frequent of them occurs. Some that occur as often may stay, by lot
+        (with a seed of 0): they do not fit in p %.
       occurrences: of these ids, as a share of all.
       kept: by field the ids that stay, rising.
       answered_as: by field, for each id the one in whose place it is looked up: itself, or the
@@ -37,7 +38,7 @@ class RareIds:
     """
 
     percent: float
-    below: int
+    most: int
     occurrences: float
     kept: Mapping[str, np.ndarray]
     answered_as: Mapping[str, np.ndarray]
@@ -57,7 +58,7 @@ class Cost:
 
     Attributes:
       percent: of occurrences.
-      below: ids that occur less often are rare.
+      most: how often a rare id occurs at most.
       rows: of all tables, of rare ids.
       all_rows: of all tables.
       bytes: of the rare rows.
@@ -67,7 +68,7 @@ class Cost:
     """
 
     percent: float
-    below: int
+    most: int
     rows: int
     all_rows: int
     bytes: int
@@ -77,8 +78,8 @@ class Cost:
 
     def __str__(self) -> str:
         return (
-            f"last {self.percent:g} % of occurrences (ids that occur less than {self.below:,} "
-            f"times): {self.rows:,} of {self.all_rows:,} rows, {self.bytes:,} of "
+            f"last {self.percent:g} % of occurrences (ids that occur {self.most:,} times at "
+            f"most): {self.rows:,} of {self.all_rows:,} rows, {self.bytes:,} of "
             f"{self.all_bytes:,} bytes; test AUC without them {self.auc:.6f}, with them "
             f"{self.auc_with:.6f} ({self.auc - self.auc_with:+.6f})"
         )
@@ -129,14 +130,20 @@ def rare_ids(data: PreparedData, percent: float) -> RareIds:
             places[field][raw] += hash_bucket(table["raw"].filter(raw).combine_chunks(), buckets)
     total = sum(int(one.sum()) for one in counts.values())
     found = np.concatenate([counts[domain][has_raw[domain]] for domain in counts])
-    values, numbers = np.unique(found, return_counts=True)
-    fits = np.cumsum(values * numbers) <= total * percent / 100
-    below = int(values[fits][-1]) + 1 if fits.any() else 0
-    rare = {domain: has_raw[domain] & (counts[domain] < below) for domain in counts}
+    # Of ids that occur as often none comes first, of no field.
+    rising = np.lexsort((np.random.default_rng(0).permutation(len(found)), found))
+    fits = np.cumsum(found[rising]) <= total * percent / 100
+    chosen = np.zeros(len(found), bool)
+    chosen[rising[fits]] = True
+    rare, start = {}, 0
+    for domain, raw in has_raw.items():
+        rare[domain] = raw.copy()
+        rare[domain][raw] = chosen[start : start + int(raw.sum())]
+        start += int(raw.sum())
     held = sum(int(counts[domain][rare[domain]].sum()) for domain in counts)
     return RareIds(
         percent,
-        below,
+        int(found[chosen].max(initial=0)),
         held / total,
         {field: np.flatnonzero(~rare[domains[field]]) for field in fields},
         {
@@ -220,7 +227,7 @@ def costs(
     return [
         Cost(
             rare.percent,
-            rare.below,
+            rare.most,
             sum(_dropped(layer, rare) for layer, _ in sizes),
             sum(layer.row_offsets[-1] for layer, _ in sizes),
             sum(_dropped(layer, rare) * size for layer, size in sizes),
