@@ -240,7 +240,7 @@ def test_rare_rows_are_dropped_where_one_says_so(shop, tmp_path, capsys):
     assert main([*argv, "--rare", "1,5", "--quiet"]) == 0
     one, five, *_ = capsys.readouterr().out.splitlines()
     assert one.startswith("last 1 % of occurrences")
-    assert f"(ids that occur {most} times at most)" in five
+    assert f"(ids whose count is {most} at most)" in five
     small = Repository.open(tmp_path / "small")
     assert small.record["dropped"] == {"percent": 5.0, "most": most}
     count = sum(map(len, rare.values()))

@@ -78,7 +78,7 @@ class Cost:
 
     def __str__(self) -> str:
         return (
-            f"last {self.percent:g} % of occurrences (ids that occur {self.most:,} times at "
+            f"last {self.percent:g} % of occurrences (ids whose count is {self.most:,} at "
             f"most): {self.rows:,} of {self.all_rows:,} rows, {self.bytes:,} of "
             f"{self.all_bytes:,} bytes; test AUC without them {self.auc:.6f}, with them "
             f"{self.auc_with:.6f} ({self.auc - self.auc_with:+.6f})"
