@@ -34,6 +34,7 @@ LONGEST = (  # files that take half a minute and more, the longest first
     "workflows/training/test_trouble.py",
     "workflows/training/test_networks.py",
     "workflows/commands/test_cli.py",
+    "workflows/serving/test_export.py",
     "plugins/test_statistics.py",
     "workflows/study/test_processes.py",
     "workflows/study/test_sweep.py",
