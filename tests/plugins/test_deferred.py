@@ -298,6 +298,30 @@ def test_a_learning_rate_that_is_set_too_high_is_refused(steps):
         model.train_on_batch(*next(batches(1)))
 
 
+@pytest.mark.parametrize("what", ["a rate", "an id in training", "an id in a prediction"])
+def test_what_is_refused_changes_nothing(what):
+    """Rows are not told to be current whose weights and moments are not, as other ops end first."""
+    exact, deferred = (trained(update, 15) for update in ("exact", "deferred"))
+    before = {name: variable.numpy() for name, variable in training_state(deferred).items()}
+    x, y = next(batches(1, seed=8))
+    if what == "a rate":
+        deferred.optimizer.learning_rate = 30 * HP.dense_lr
+    else:
+        x = {**x, "item": x["item"] + 10**6}
+    predicts = what == "an id in a prediction"
+    with pytest.raises(tf.errors.InvalidArgumentError):
+        deferred.predict_on_batch(x) if predicts else deferred.train_on_batch(x, y)
+    deferred.optimizer.learning_rate = HP.dense_lr
+    for name, variable in training_state(deferred).items():
+        if "loss" not in name:
+            np.testing.assert_array_equal(variable, before[name], err_msg=name)
+    for x, y in batches(10, seed=3):
+        for model in (exact, deferred):
+            model.train_on_batch(x, y)
+    deferred.optimizer.catch_up()
+    assert far(deferred, exact) < 2e-4
+
+
 def test_steps_that_float32_cannot_number_are_refused():
     """Rows would be taken for current that are a step late."""
     model = trained("deferred", 1)

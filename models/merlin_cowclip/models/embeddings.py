@@ -167,7 +167,7 @@ class FusedEmbeddings(RowsByRawId, SchemaMixin, tf.keras.layers.Layer):
             ids = tf.concat([tf.reshape(column, [-1, 1]) for column in columns], axis=1)
             rows = self._rows(ids, fields, check)
             lookups.append(Lookup("one-hot fields", rows, features=fields, sources=given))
-            parts.append(tf.cast(self._gather(rows), self.compute_dtype))
+            parts.append(tf.cast(self._gather(rows, check), self.compute_dtype))
         for name in self.list_fields:
             combined, lookup = self._list_lookup(name, inputs[name], name, check)
             lookups.append(lookup)
@@ -201,7 +201,9 @@ class FusedEmbeddings(RowsByRawId, SchemaMixin, tf.keras.layers.Layer):
             found, lookup = self._list_lookup(field, ids, feature, check)
         else:
             rows = self._rows(tf.reshape(self._integers(ids, field), [-1, 1]), (field,), check)
-            found = tf.cast(tf.reshape(self._gather(rows), [-1, self.dim]), self.compute_dtype)
+            found = tf.cast(
+                tf.reshape(self._gather(rows, check), [-1, self.dim]), self.compute_dtype
+            )
             lookup = Lookup(feature, rows, sources=(ids,))
         self._record([lookup], check)
         return found
@@ -222,8 +224,14 @@ class FusedEmbeddings(RowsByRawId, SchemaMixin, tf.keras.layers.Layer):
         ids = check.add(ids, fields, [self.cardinalities[name] for name in fields])
         return ids + tf.constant([[self._first_row[name] for name in fields]], tf.int64)
 
-    def _gather(self, rows: tf.Tensor) -> tf.Tensor:
-        """Rows of the table by number, in its own dtype."""
+    def _gather(self, rows: tf.Tensor, check: IdCheck) -> tf.Tensor:
+        """Rows of the table by number, in its own dtype.
+
+        Where rows wait, they catch up before: not for ids that end the step.
+        """
+        if self._spec.access.bring_up is not None:
+            with tf.control_dependencies([check.answer()]):
+                rows = tf.identity(rows)
         tell_ranges(self.table, self.row_offsets)  # here: a copied variable has lost them
         return self._spec.access.gather(self.table, rows)
 
@@ -261,7 +269,7 @@ class FusedEmbeddings(RowsByRawId, SchemaMixin, tf.keras.layers.Layer):
         # Not in half precision: there, 6,000 times 0.1 adds up to 256.
         exact = tf.float64 if self.table.dtype == tf.float64 else tf.float32
         held = tf.cast(tf.not_equal(flat, PADDING_ID), exact)
-        found = tf.cast(self._gather(at), exact) * held[:, tf.newaxis]
+        found = tf.cast(self._gather(at, check), exact) * held[:, tf.newaxis]
         combined = tf.math.unsorted_segment_sum(found, samples, number)
         combiner = self._combiners[name]
         if combiner != "sum":

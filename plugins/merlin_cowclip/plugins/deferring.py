@@ -101,10 +101,13 @@ def _bring(
     state = [tf.gather(variable, wanted) for variable in (*table[:3], table.last)]
     late, *new = _late_rows(kind)(*state, *constants)
     at = tf.gather(wanted, late)
-    for variable, x in zip(table[:3], new, strict=True):
-        write(variable, at, x)
-    now = tf.cast(table.step, tf.float32)
-    write(table.last, at, tf.fill([tf.size(at), 1], now))
+    now = tf.fill([tf.size(at), 1], tf.cast(table.step, tf.float32))
+    # All of it or, where something else ends the step, nothing: once all is known, and what tells
+    # that rows are current after the rest.
+    with tf.control_dependencies([at, now, *new]):
+        written = [write(variable, at, x) for variable, x in zip(table[:3], new, strict=True)]
+    with tf.control_dependencies([] if tf.executing_eagerly() else written):
+        write(table.last, at, now)
 
 
 @tf.autograph.experimental.do_not_convert

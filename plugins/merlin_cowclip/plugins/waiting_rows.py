@@ -75,12 +75,28 @@ class WaitingRows:
     def _beta_1(self) -> float:
         return float(self._serialize_hyperparameter("beta_1"))
 
-    def _check_rate(self, learning_rate: tf.Tensor) -> None:
-        """Within a step, what `check_stable` refuses before it."""
+    def _checked_rate(self, learning_rate: tf.Tensor, is_another: tf.Tensor) -> tf.Tensor:
+        """A step's learning rate, once it is known that rows may wait for the step.
+
+        Raises:
+          tf.errors.InvalidArgumentError: `check_stable` refuses it, or the step's number is beyond
+            float32.
+        """
         most = most_stable(self._beta_1(), self.epsilon)
         rule, remedy = what_is_stable(most)
         data = [rule, learning_rate, f"* {self.l2:g}. {remedy}, or learning rate"]
-        tf.raw_ops.Assert(condition=learning_rate * self.l2 <= most, data=data)
+
+        def unless(refused: tf.Tensor, data: list[Any]) -> tf.Tensor:
+            check = tf.raw_ops.Assert(condition=tf.logical_not(refused), data=data)
+            with tf.control_dependencies([] if check is None else [check]):
+                return tf.identity(learning_rate)
+
+        def check() -> tf.Tensor:
+            with tf.control_dependencies([unless(learning_rate * self.l2 > most, data)]):
+                return unless(too_many, [_TOO_MANY])
+
+        too_many = self.iterations >= _MOST_STEPS
+        return tf.cond(tf.logical_or(is_another, too_many), check, lambda: learning_rate)
 
     def _create_slots(self, var_list: Sequence[tf.Variable]) -> None:
         super()._create_slots(var_list)  # type: ignore[misc]
@@ -183,11 +199,6 @@ class WaitingRows:
           tf.errors.InvalidArgumentError: a learning rate was set with which rows cannot catch up,
             or the step's number is beyond float32.
         """
-
-        def refuse() -> None:
-            tf.raw_ops.Assert(condition=False, data=[_TOO_MANY])
-
-        tf.cond(self.iterations >= _MOST_STEPS, refuse, lambda: None)
         for variable in trained:
             spec = self._specs.get(variable.ref())
             if spec is None or not spec.access.is_used:
@@ -206,12 +217,13 @@ class WaitingRows:
                 bring_all_up(self._late(variable), *self._bringing())
 
         another = tf.not_equal(now, self._late_rate)
-        tf.cond(another, lambda: self._check_rate(now), lambda: None)
-        tf.cond(tf.logical_and(self.iterations > 0, another), bring, lambda: None)
-        self._late_rate.assign(now)
+        rate = self._checked_rate(now, another)
         with_gradient = {variable.ref() for variable in trained}
-        for variable in mine:
-            if variable.ref() not in with_gradient:
-                last = self._last[variable.ref()]
-                bring_all_up(self._late(variable), *self._bringing())
-                last.assign(tf.fill(last.shape, tf.cast(self.iterations + 1, tf.float32)))
+        with tf.control_dependencies([rate]):  # a step that is refused changes nothing
+            tf.cond(tf.logical_and(self.iterations > 0, another), bring, lambda: None)
+            self._late_rate.assign(rate)
+            for variable in mine:
+                if variable.ref() not in with_gradient:
+                    last = self._last[variable.ref()]
+                    bring_all_up(self._late(variable), *self._bringing())
+                    last.assign(tf.fill(last.shape, tf.cast(self.iterations + 1, tf.float32)))
