@@ -1,5 +1,6 @@
 """Points and parameters: there and back, and every rule's prediction among them."""
 
+import dataclasses
 import itertools
 
 import pytest
@@ -11,6 +12,7 @@ from merlin_cowclip.plugins.scaling import recipe
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.study.configuration import TuneConfig
 from merlin_cowclip.workflows.study.search_space import Point, SearchSpace
+from merlin_cowclip.workflows.study.studies import over_all_epochs
 
 SPACE = SearchSpace(4096)
 
@@ -97,6 +99,29 @@ def test_what_cannot_be_searched(changes, message):
 def test_deferred_updates_are_not_searched():
     with pytest.raises(UserError, match="one of exact, lazy to be searched. Received: .*deferred"):
         TuneConfig(batch_size=4096, update="deferred")
+
+
+def test_falling_rates_of_another_tune_are_the_base():
+    config = TuneConfig(batch_size=4096, rates="falling")
+    assert {point.rates for point in config.queue} == {"falling"}
+    assert config.queue == config.starts
+    assert TuneConfig.from_dict(config.to_dict()).to_dict() == config.to_dict()
+    with pytest.raises(UserError, match="rates must be one of constant, falling"):
+        TuneConfig(rates="rising")
+
+
+def test_epochs_that_change_nothing_are_refused():
+    """Of a tune of 7 epochs, and of runs that go on."""
+    config = TuneConfig(batch_size=4096, epochs=7)
+    found = config.train_config(list(config.queue)[-1])
+    assert dataclasses.replace(found, epochs=5).epochs == 5
+    with pytest.raises(UserError, match="fall to 0 in 7 epochs, and 8 epochs"):
+        dataclasses.replace(found, epochs=8)
+    one = dataclasses.replace(found, embedding_schedule=None)
+    assert dataclasses.replace(one, epochs=8).epochs == 8
+    assert over_all_epochs(found.dense_schedule) == {"name": "linear", "to": 0.0, "epochs": None}
+    steps = {"name": "steps", "at": [2], "factors": [0.1]}
+    assert [over_all_epochs(one) for one in (None, steps)] == [None, steps]
 
 
 def test_falling_rates_fall_over_all_epochs():

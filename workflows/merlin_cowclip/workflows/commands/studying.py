@@ -21,6 +21,7 @@ from merlin_cowclip.workflows.study.studies import (
     Setting,
     batch_sizes,
     find_study,
+    over_all_epochs,
     shared_values,
 )
 
@@ -130,6 +131,8 @@ def _setting(arguments: argparse.Namespace, data: PreparedData) -> Setting:
             )
         if given["update"] is None:
             given["update"] = tuned.update
+        for name in ("dense_schedule", "embedding_schedule"):
+            given[name] = over_all_epochs(getattr(tuned, name))
     found = [found_by(path, data) for path in arguments.tuned or ()]
     return Setting(
         batch_sizes(base, data.rows["train"]) if sizes is None else sizes,

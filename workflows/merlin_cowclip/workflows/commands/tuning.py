@@ -146,7 +146,8 @@ def tune_config(arguments: argparse.Namespace) -> TuneConfig:
         from merlin_cowclip.workflows.study.tuned import Tuned
 
         found = Tuned.open(arguments.base).train_config()
-        values |= {"base": found.hyperparameters, "update": found.update}
+        rates = "constant" if found.dense_schedule is None else "falling"
+        values |= {"base": found.hyperparameters, "update": found.update, "rates": rates}
     elif base:
         values["base"] = {**(values.get("base") or {}), **base}
     return TuneConfig.from_dict(values)

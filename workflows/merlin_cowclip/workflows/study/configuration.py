@@ -38,6 +38,7 @@ class TuneConfig:
         predicts those at B, by `Hyperparameters`' names; what is left out is each rule's recipe.
         All of them, or `Hyperparameters`, is what another tune has found.
       update: "exact" or "lazy", of the starting points; both are searched.
+      rates: "constant" or "falling", of the starting points; both are searched.
       epochs: the most that a trial trains.
       held_out: share of the training rows by which trials are measured, and which they do not
         train on.
@@ -52,6 +53,7 @@ class TuneConfig:
     network: Mapping[str, Any] = field(default_factory=dict)
     base: Mapping[str, Any] | Hyperparameters | None = None
     update: str = "exact"
+    rates: str = "constant"
     epochs: int = 10
     held_out: float = 0.1
     seed: int = 1234
@@ -85,7 +87,7 @@ class TuneConfig:
         points = {}
         for rule in SCALING_RULES:
             config = TrainConfig.from_dict({**self._shared(), "rule": rule, "base": self.base})
-            points[rule] = Point(config.hyperparameters, self.update)
+            points[rule] = Point(config.hyperparameters, self.update, self.rates)
         return points
 
     @functools.cached_property
@@ -102,7 +104,9 @@ class TuneConfig:
 
         No rule of the paper's has such rates; on most logs that we have tried they were best.
         """
-        return {**self.starts, dataclasses.replace(self.rules["sqrt"], rates="falling"): []}
+        queue = dict(self.starts)
+        queue.setdefault(dataclasses.replace(self.rules["sqrt"], rates="falling"), [])
+        return queue
 
     @functools.cached_property
     def space(self) -> SearchSpace:

@@ -87,6 +87,10 @@ class SearchSpace:
                     f"update must be one of {', '.join(UPDATES)} to be searched. Received: "
                     f"update={point.update!r}"
                 )
+            if point.rates not in RATES:
+                raise ValueError(
+                    f"rates must be one of {', '.join(RATES)}. Received: rates={point.rates!r}"
+                )
         self.ranges: dict[str, tuple[float, float]] = {}
         """Name → the least and the greatest value; of λ and ζ the least that is not 0."""
         for name, (low, high) in _RANGES.items():

@@ -45,6 +45,13 @@ def shared_values(base: Hyperparameters) -> dict[str, float]:
     return {name: getattr(base, name) for name in (VALUES if clips else VALUES[:3])}
 
 
+def over_all_epochs(schedule: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """A schedule of another training that fell over its epochs, for one of as many or others."""
+    if schedule is None or schedule["name"] not in ("linear", "cosine"):
+        return None if schedule is None else dict(schedule)
+    return {**schedule, "epochs": None}
+
+
 @dataclass(frozen=True)
 class Cell:
     """One cell of a study's table: a run for each seed.
@@ -217,8 +224,8 @@ def _scaling_rules(setting: Setting) -> Iterator[Cell]:
         config = dataclasses.replace(
             setting.at(found.hyperparameters),
             update=found.update,
-            dense_schedule=found.dense_schedule,
-            embedding_schedule=found.embedding_schedule,
+            dense_schedule=over_all_epochs(found.dense_schedule),
+            embedding_schedule=over_all_epochs(found.embedding_schedule),
         )
         yield Cell(TUNED, f"{found.batch_size:,}", config)
 

@@ -387,6 +387,8 @@ class _Tuning:
         assert base is None or isinstance(base, dict)
         if set(base or ()) - BASE_OPTIONS.keys() or config.update != "exact":
             return None
+        if config.rates != "constant":
+            return None
         given |= {BASE_OPTIONS[key]: value for key, value in (base or {}).items()}
         for name in ("epochs", "held_out", "seed"):
             given[name] = getattr(config, name)

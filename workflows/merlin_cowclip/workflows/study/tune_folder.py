@@ -13,7 +13,13 @@ from merlin_cowclip.workflows.folders import all_or_nothing, refuse_existing, wr
 from merlin_cowclip.workflows.quiet import quiet_imports
 from merlin_cowclip.workflows.study.configuration import TuneConfig
 from merlin_cowclip.workflows.study.held_out import held_out_rows, hold_out
-from merlin_cowclip.workflows.study.tuned import RECORD, ROWS, read_record, record_of
+from merlin_cowclip.workflows.study.tuned import (
+    FORMAT_VERSION,
+    RECORD,
+    ROWS,
+    read_record,
+    record_of,
+)
 
 with quiet_imports():
     from merlin_cowclip.plugins._stack import tf
@@ -80,6 +86,11 @@ def check_fits(data: PreparedData, config: TuneConfig, out: Path) -> None:
     if os.path.isdir(out) and not (out / RECORD).exists():
         refuse_existing(out)
     before, now = read_record(out), record_of(data, config, _precision())
+    if before["format"] != FORMAT_VERSION:
+        raise UserError(
+            f"a tune must be of format {FORMAT_VERSION} to go on. Received: {before['format']} in "
+            f"{out}. Tune into another folder"
+        )
     if before["data_sha256"] != now["data_sha256"]:
         raise UserError(
             f"a tune must go on with its own data, {before['data']}. Received: {data.path}, with "

@@ -17,6 +17,7 @@ from merlin_cowclip.workflows.training.configuration import TrainConfig
 from merlin_cowclip.workflows.training.runs import columns_of, identity_of
 
 FORMAT_VERSION = 2
+_READ = (1, 2)  # what was found by 1 is read; its search does not know of rates
 RECORD = "tune.json"  # of what is tuned; without it there is no tune
 ROWS = "rows"
 TUNED = "tuned.json"
@@ -44,7 +45,7 @@ def read_record(path: Path) -> dict[str, Any]:
         UserError: no folder of a tune, or of another version.
     """
     record = _read(path, RECORD, "which is written first. Received: {path}, no tune of ours")
-    if record.get("format") != FORMAT_VERSION or not isinstance(record.get("config"), dict):
+    if record.get("format") not in _READ or not isinstance(record.get("config"), dict):
         raise UserError(
             f"a tune must be of format {FORMAT_VERSION}. Received: {record.get('format')!r} in "
             f"{path}. {_AGAIN}"

@@ -11,6 +11,7 @@ shards each writes its rows, `rows-00001-of-00003.…`. Any number of ranks can 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import threading
@@ -211,7 +212,8 @@ class Checkpoints:
         failure = self._failure()
         if self._ranks.rank == 0 and self._partial is not None:
             self.settle()
-            remove(self._partial)
+            with contextlib.suppress(OSError):  # others may be writing there: `tidy` removes it
+                remove(self._partial)
         self._forget()
         if rank == self._ranks.rank and failure is not None:
             raise failure

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -144,11 +145,23 @@ class TrainConfig:
         for name in ("dense_schedule", "embedding_schedule"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, plain_schedule(name, getattr(self, name)))
+        self._check_falling_rates()
         if self.update == "deferred":
             try:
                 check_values(self.hyperparameters, self.embedding_schedule)
             except ValueError as error:
                 raise ValueError(f"at batch size {self.batch_size:,}: {error}") from None
+
+    def _check_falling_rates(self) -> None:
+        """Refuse epochs that change nothing: both learning rates have fallen to 0 before."""
+        ends = [_falls_to_zero_in(s) for s in (self.dense_schedule, self.embedding_schedule)]
+        end = max(math.inf if end is None else end for end in ends)
+        if end < self.epochs:
+            raise ValueError(
+                "learning rates must not both be 0 before the last epoch. Received: schedules that "
+                f"fall to 0 in {end:g} epochs, and {self.epochs} epochs. Let them fall over all "
+                "(epochs=None), or train fewer"
+            )
 
     def _check_clip_tables(self) -> None:
         wanted = self.clip_tables
@@ -297,3 +310,10 @@ def refuse_unknown(what: str, values: Mapping[str, Any], known: Sequence[str]) -
             f"{what} has the keys {', '.join(known)}. Received: {str(unknown[0])!r}. Correct it, "
             "or take it out"
         )
+
+
+def _falls_to_zero_in(schedule: Any) -> float | None:
+    """Epochs after which a learning rate is 0, where a schedule says so."""
+    if schedule is None or schedule.get("to", 1.0) != 0.0:
+        return None
+    return None if schedule["epochs"] is None else float(schedule["epochs"])

@@ -62,7 +62,8 @@ class Heartbeat:
         self._run = run
         self._patience = _patience()
         self._done = threading.Event()
-        self._heard = time.monotonic()
+        self._ticks = 0  # in which this process ran: one that all ranks are stopped for is none
+        self._heard = 0
         self._threads = [
             threading.Thread(target=work, name=f"merlin-cowclip-{name}", daemon=True)
             for name, work in (("heartbeat", self._beat), ("listening", self._listen))
@@ -70,7 +71,6 @@ class Heartbeat:
 
     def __enter__(self) -> Heartbeat:
         if self._ranks.size > 1:
-            self._heard = time.monotonic()
             for thread in self._threads:
                 thread.start()
         return self
@@ -93,14 +93,14 @@ class Heartbeat:
             while True:
                 mine = np.array([[self._done.is_set(), bool(_works), *self._where()]], np.int64)
                 found = gathered(mine)
-                now = self._heard = time.monotonic()
+                now = self._heard = self._ticks
                 if found[:, 0].all():
                     return
                 places = found[:, 2:]
                 changed = np.any(places != last, axis=1) if last is not None else True
                 moved[changed] = now
                 last = places
-                if now - moved.max() > self._patience:
+                if now - moved.max() > _BEATS:
                     self._end_if_one_is_behind(places.tolist(), found[:, 1].tolist())
                 self._done.wait(self._patience / _BEATS)
 
@@ -108,7 +108,8 @@ class Heartbeat:
         """Whether anything is heard."""
         while self._threads[0].is_alive():
             time.sleep(self._patience / _BEATS)
-            if time.monotonic() - self._heard > self._patience:
+            self._ticks += 1
+            if self._ticks - self._heard > _BEATS:
                 self._end("one that does not answer", self._ranks.rank)
 
     def _end_if_one_is_behind(self, places: list[list[int]], works: list[bool]) -> None:

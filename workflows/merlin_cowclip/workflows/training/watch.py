@@ -9,6 +9,7 @@ import numpy as np
 from merlin_cowclip.plugins._stack import tf
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.training.configuration import TrainConfig
+from merlin_cowclip.workflows.training.heartbeat import at_work
 from merlin_cowclip.workflows.training.loader import Loader
 from merlin_cowclip.workflows.training.ranks import agreed, mean_over_ranks
 
@@ -91,7 +92,8 @@ class Watch:
         )
 
     def _why(self, step: int, losses: np.ndarray) -> str:
-        wrong = self._wrong_in_data(step)
+        with at_work():
+            wrong = self._wrong_in_data(step)
         if wrong:
             return f"The data is at fault: {wrong}. Prepare it again without such values"
         hp = self._config.hyperparameters
