@@ -195,10 +195,36 @@ def test_a_rank_that_works_alone_says_so(monkeypatch, tmp_path):
     monkeypatch.setattr(heartbeats.os, "_exit", end)
     heart = Heartbeat(Ranks(1, 2, 1, 2), lambda: (4,), tmp_path)
     with heartbeats.at_work():
-        heart._threads[0].start()
+        for thread in heart._threads:
+            thread.start()
         assert not ended.wait(1.0)
     assert ended.wait(5.0), "behind rank 0, and no longer at work"
     assert {one[1] for one in together.heard} == {0, 1}
+
+
+def test_time_in_which_a_process_does_not_run_is_none(monkeypatch, tmp_path):
+    """A job that is paused as a whole goes on."""
+    from merlin_cowclip.plugins.joining import Ranks
+
+    asked = threading.Event()
+    sleep, naps = time.sleep, []
+
+    def paused(seconds):
+        naps.append(seconds)
+        sleep(20 * seconds)
+
+    monkeypatch.setattr(heartbeats, "gatherer_beside", lambda name: lambda mine: asked.wait(30))
+    monkeypatch.setenv(heartbeats.PATIENCE, "0.15")
+    monkeypatch.setattr(heartbeats.time, "sleep", paused)
+    ended = threading.Event()
+    monkeypatch.setattr(Heartbeat, "_end", lambda *_: ended.set())
+    heart = Heartbeat(Ranks(1, 2, 1, 2), lambda: (4,), tmp_path)
+    for thread in heart._threads:
+        thread.start()
+    assert not ended.wait(1.0), "six times its patience"
+    assert ended.wait(10.0)
+    assert len(naps) > 15
+    asked.set()
 
 
 @pytest.mark.parametrize("work", ["wait", "settle"])

@@ -45,7 +45,7 @@ def shared_values(base: Hyperparameters) -> dict[str, float]:
     return {name: getattr(base, name) for name in (VALUES if clips else VALUES[:3])}
 
 
-def over_all_epochs(schedule: Mapping[str, Any] | None) -> dict[str, Any] | None:
+def over_all_epochs(schedule: Any) -> dict[str, Any] | None:
     """A schedule of another training that fell over its epochs, for one of as many or others."""
     if schedule is None or schedule["name"] not in ("linear", "cosine"):
         return None if schedule is None else dict(schedule)
