@@ -15,6 +15,7 @@ from merlin_cowclip.workflows.data.etl import prepare
 from merlin_cowclip.workflows.quiet import quiet_imports
 from merlin_cowclip.workflows.study import tune as tuning
 from merlin_cowclip.workflows.study.trials import Epoch
+from merlin_cowclip.workflows.study.tuned import Tuned
 from merlin_cowclip.workflows.training.reproducibility import in_precision
 from tests.bad_input.conftest import TOY, toy_log
 from tests.bad_input.contract import command, refused
@@ -151,7 +152,7 @@ def test_a_tune_of_another_label_of_the_same_parquet(tmp_path, trials):
     [
         ("tune.json", "{", ["tune.json must be readable JSON", "Tune again"]),
         ("tune.json", "[]", ["tune.json must be readable JSON", "no values by name"]),
-        ("tune.json", '{"format": 7}', ["a tune must be of format 1", "7"]),
+        ("tune.json", '{"format": 7}', ["a tune must be of format 2", "7"]),
         ("tune.json", None, ["a tune must hold tune.json", "no tune of ours"]),
         ("study.db", None, ["a tune must hold its trials", "study.db, which is gone"]),
         ("study.db", "x" * 2000, ["a tune must hold its trials", "not a database"]),
@@ -164,6 +165,14 @@ def test_damaged_tunes(toy_data, tuned, tmp_path, file, content, words):
     else:
         (tuned / file).write_text(content)
     refused(["tune", toy_data, "--out", tuned, "--quiet"], words, folder=tmp_path)
+
+
+def test_an_earlier_versions_tune_is_read_but_does_not_go_on(toy_data, tuned, tmp_path):
+    record = json.loads((tuned / "tune.json").read_text())
+    (tuned / "tune.json").write_text(json.dumps({**record, "format": 1}))
+    words = ["must be of format 2 to go on", "Received: 1", "another folder"]
+    refused(["tune", toy_data, "--out", tuned, "--quiet"], words, folder=tmp_path)
+    assert Tuned.open(tuned).train_config().batch_size == 64
 
 
 def test_a_budget_too_small(toy_data, tmp_path, monkeypatch):
