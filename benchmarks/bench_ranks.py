@@ -108,6 +108,8 @@ def steps(layout: str, batch: int, rows: int, update: str, begin: float) -> None
     before = sent()
     time.sleep(IDLE)
     idle = (sent() - before) / IDLE
+    if 0.0 < begin < time.time():
+        raise SystemExit(f"processes must be there within {BEGIN:g} seconds, to begin together")
     time.sleep(max(0.0, begin - time.time()))
     of_all_ranks(None)
     before, start = sent(), time.perf_counter()

@@ -43,9 +43,13 @@ def test_shares(toy_run, tmp_path, options, words):
     refused(argv(toy_run, tmp_path, *options), words, folder=tmp_path)
 
 
-@pytest.mark.parametrize("options", [[], ["--drop-rare", "1"]])
-def test_nowhere_to_write(toy_run, tmp_path, options):
-    refused(["export", toy_run, *options], ["export needs --out, or --rare"], folder=tmp_path)
+@pytest.mark.parametrize(
+    ("options", "received"),
+    [([], "neither"), (["--drop-rare", "1", "--rare", "1"], "--drop-rare without --out")],
+)
+def test_nowhere_to_write(toy_run, tmp_path, options, received):
+    words = ["export needs --out, or --rare", f"Received: {received}"]
+    refused(["export", toy_run, *options], words, folder=tmp_path)
 
 
 @pytest.mark.parametrize("package", ["merlin.systems", "tritonclient"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import subprocess
@@ -16,6 +17,9 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 GUIDES = (ROOT / "README.md", *sorted(DOCS.glob("*.md")))
 FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+sys.path.insert(0, str(DOCS / "extensions"))
+error_messages = importlib.import_module("error_messages")
+sys.path.pop(0)
 NOT_RUN = re.compile(r"<!-- not run: (.*) -->\n+$")
 
 

@@ -4,17 +4,10 @@ from __future__ import annotations
 
 import ast
 import re
-import sys
 
 import pytest
 
-from .conftest import DOCS, ROOT
-
-sys.path.insert(0, str(DOCS / "extensions"))
-try:
-    import error_messages
-finally:
-    sys.path.remove(str(DOCS / "extensions"))
+from .conftest import ROOT, error_messages
 
 
 @pytest.mark.parametrize(

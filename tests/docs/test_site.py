@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -12,7 +11,7 @@ import pytest
 
 from merlin_cowclip import models, plugins, workflows
 
-from .conftest import DOCS, ROOT
+from .conftest import DOCS, ROOT, error_messages
 
 pytestmark = pytest.mark.slow
 NEEDED = {"script": "src", "img": "src", "source": "src", "iframe": "src", "link": "href"}
@@ -90,13 +89,8 @@ def test_every_guide_and_notebook_has_a_page(pages, site):
 
 
 def test_every_message_is_on_the_page(pages, site):
-    sys.path.insert(0, str(DOCS / "extensions"))
-    try:
-        from error_messages import messages
-    finally:
-        sys.path.remove(str(DOCS / "extensions"))
     text = pages[site / "troubleshooting.html"].text
-    found = messages()
+    found = error_messages.messages()
     assert len(found) > 400
     assert not [message.text for message in found if message.text not in text]
 

@@ -12,7 +12,7 @@ from merlin_cowclip.plugins.scaling import recipe
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.study.configuration import TuneConfig
 from merlin_cowclip.workflows.study.search_space import Point, SearchSpace
-from merlin_cowclip.workflows.study.studies import over_all_epochs
+from merlin_cowclip.workflows.training.learning_rates import over_all_epochs
 
 SPACE = SearchSpace(4096)
 

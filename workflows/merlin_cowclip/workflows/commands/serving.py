@@ -65,7 +65,8 @@ def _export(arguments: argparse.Namespace) -> None:
     from merlin_cowclip.workflows.training.runs import Run
 
     if arguments.out is None and (arguments.drop_rare is not None or not arguments.rare):
-        raise UserError("export needs --out, or --rare to look alone. Received: neither")
+        given = "neither" if arguments.drop_rare is None else "--drop-rare without --out"
+        raise UserError(f"export needs --out, or --rare to look alone. Received: {given}")
     if arguments.out is not None:
         refuse_existing(arguments.out)
     run = Run.open(arguments.run_folder, trust_workflow=arguments.trust_workflow)

@@ -21,7 +21,6 @@ from merlin_cowclip.workflows.study.studies import (
     Setting,
     batch_sizes,
     find_study,
-    over_all_epochs,
     shared_values,
 )
 
@@ -131,8 +130,7 @@ def _setting(arguments: argparse.Namespace, data: PreparedData) -> Setting:
             )
         if given["update"] is None:
             given["update"] = tuned.update
-        for name in ("dense_schedule", "embedding_schedule"):
-            given[name] = over_all_epochs(getattr(tuned, name))
+        given |= tuned.schedules()
     found = [found_by(path, data) for path in arguments.tuned or ()]
     return Setting(
         batch_sizes(base, data.rows["train"]) if sizes is None else sizes,

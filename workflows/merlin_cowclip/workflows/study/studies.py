@@ -45,13 +45,6 @@ def shared_values(base: Hyperparameters) -> dict[str, float]:
     return {name: getattr(base, name) for name in (VALUES if clips else VALUES[:3])}
 
 
-def over_all_epochs(schedule: Any) -> dict[str, Any] | None:
-    """A schedule of another training that fell over its epochs, for one of as many or others."""
-    if schedule is None or schedule["name"] not in ("linear", "cosine"):
-        return None if schedule is None else dict(schedule)
-    return {**schedule, "epochs": None}
-
-
 @dataclass(frozen=True)
 class Cell:
     """One cell of a study's table: a run for each seed.
@@ -221,12 +214,8 @@ def _scaling_rules(setting: Setting) -> Iterator[Cell]:
         for batch_size in setting.batch_sizes:
             yield Cell(rule, f"{batch_size:,}", setting.run(rule, batch_size))
     for found in setting.found:
-        config = dataclasses.replace(
-            setting.at(found.hyperparameters),
-            update=found.update,
-            dense_schedule=over_all_epochs(found.dense_schedule),
-            embedding_schedule=over_all_epochs(found.embedding_schedule),
-        )
+        config = setting.at(found.hyperparameters)
+        config = dataclasses.replace(config, update=found.update, **found.schedules())
         yield Cell(TUNED, f"{found.batch_size:,}", config)
 
 

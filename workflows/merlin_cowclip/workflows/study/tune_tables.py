@@ -77,10 +77,7 @@ def tables(result: Mapping[str, Any]) -> str:
             ("", "held-out AUC", "±", "to the best", "seeds", "in the search", "epochs"), rows
         ),
         "",
-        format_table(
-            ("", *_VALUES),
-            values,
-        ),
+        format_table(("", *_VALUES), values),
         "",
         importance_line(result["importance"], result["trials_measured"]),
     ]

@@ -24,7 +24,11 @@ from merlin_cowclip.plugins.scaling import (
     scale,
 )
 from merlin_cowclip.workflows.errors import UserError
-from merlin_cowclip.workflows.training.learning_rates import plain_schedule
+from merlin_cowclip.workflows.training.learning_rates import (
+    falls_to_zero_in,
+    over_all_epochs,
+    plain_schedule,
+)
 from merlin_cowclip.workflows.training.networks import NETWORKS, options_of
 
 UPDATES = ("exact", "lazy", "deferred")
@@ -152,9 +156,16 @@ class TrainConfig:
             except ValueError as error:
                 raise ValueError(f"at batch size {self.batch_size:,}: {error}") from None
 
+    def schedules(self) -> dict[str, Any]:
+        """Both schedules by name, for a training of as many epochs or others."""
+        return {
+            "dense_schedule": over_all_epochs(self.dense_schedule),
+            "embedding_schedule": over_all_epochs(self.embedding_schedule),
+        }
+
     def _check_falling_rates(self) -> None:
         """Refuse epochs that change nothing: both learning rates have fallen to 0 before."""
-        ends = [_falls_to_zero_in(s) for s in (self.dense_schedule, self.embedding_schedule)]
+        ends = [falls_to_zero_in(s) for s in (self.dense_schedule, self.embedding_schedule)]
         end = max(math.inf if end is None else end for end in ends)
         if end < self.epochs:
             raise ValueError(
@@ -310,10 +321,3 @@ def refuse_unknown(what: str, values: Mapping[str, Any], known: Sequence[str]) -
             f"{what} has the keys {', '.join(known)}. Received: {str(unknown[0])!r}. Correct it, "
             "or take it out"
         )
-
-
-def _falls_to_zero_in(schedule: Any) -> float | None:
-    """Epochs after which a learning rate is 0, where a schedule says so."""
-    if schedule is None or schedule.get("to", 1.0) != 0.0:
-        return None
-    return None if schedule["epochs"] is None else float(schedule["epochs"])

@@ -87,6 +87,21 @@ def plain_schedule(option: str, given: Any) -> dict[str, Any]:
     return plain
 
 
+def over_all_epochs(schedule: Any) -> dict[str, Any] | None:
+    """What `plain_schedule` gave for one training, for another: what falls, over its epochs."""
+    if schedule is None:
+        return None
+    falls = SCHEDULES[schedule["name"]] is _FALLING
+    return {**schedule, "epochs": None} if falls else dict(schedule)
+
+
+def falls_to_zero_in(schedule: Any) -> float | None:
+    """Epochs after which a learning rate is 0, where what `plain_schedule` gave says so."""
+    if schedule is None or schedule.get("to") != 0.0:
+        return None
+    return None if schedule["epochs"] is None else float(schedule["epochs"])
+
+
 def keras_schedule(
     schedule: Mapping[str, Any], learning_rate: float, *, epochs: int, steps_per_epoch: int
 ) -> Schedule:
