@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import pickle
+import sys
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from merlin_cowclip.plugins import (
     load_model,
     save_model,
 )
+from merlin_cowclip.plugins import deferring
 from merlin_cowclip.plugins._stack import mm
 from merlin_cowclip.plugins.state import training_state
 
@@ -320,6 +322,43 @@ def test_what_is_refused_changes_nothing(what):
             model.train_on_batch(x, y)
     deferred.optimizer.catch_up()
     assert far(deferred, exact) < 2e-4
+
+
+def test_ctrl_c_while_all_rows_catch_up():
+    """Wherever it comes, no row is half of what it should be."""
+    model = trained("deferred", 15)
+    late = {name: variable.numpy() for name, variable in training_state(model).items()}
+    model.optimizer.catch_up()
+    current = model.get_weights()
+    lines = 0
+
+    def count(frame, event, _):
+        """Of what writes rows, line by line; one of them is the last."""
+        nonlocal lines
+        if frame.f_code.co_filename != deferring.__file__:
+            return None
+        if event == "line":
+            lines += 1
+            if lines == at:
+                raise KeyboardInterrupt
+        return count
+
+    for at in (0, *range(1, 10**6)):
+        lines = 0
+        for name, variable in training_state(model).items():
+            variable.assign(late[name])
+        sys.settrace(count)
+        try:
+            model.optimizer.catch_up()
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(None)
+        if at > lines:
+            break
+        for a, b in zip(model.get_weights(), current, strict=True):  # which brings the rest up
+            np.testing.assert_array_equal(a, b)
+    assert at > 50
 
 
 def test_steps_that_float32_cannot_number_are_refused():

@@ -91,19 +91,26 @@ def bring_rows_up(
       adam: its constants.
       write: sets rows of a variable.
     """
-    _bring(table, wanted, _constants(table, rate, adam), _Kind.of(table.rows, adam), write)
+    put = functools.partial(_put, table, write)
+    _bring(table, wanted, _constants(table, rate, adam), _Kind.of(table.rows, adam), put)
 
 
 def _bring(
-    table: Table, wanted: tf.Tensor, constants: Sequence[tf.Tensor], kind: _Kind, write: Write
+    table: Table, wanted: tf.Tensor, constants: Sequence[tf.Tensor], kind: _Kind, put: Any
 ) -> None:
     """`bring_rows_up`; with a curve among the constants where the kind has one."""
     state = [tf.gather(variable, wanted) for variable in (*table[:3], table.last)]
     late, *new = _late_rows(kind)(*state, *constants)
     at = tf.gather(wanted, late)
     now = tf.fill([tf.size(at), 1], tf.cast(table.step, tf.float32))
-    # All of it or, where something else ends the step, nothing: once all is known, and what tells
-    # that rows are current after the rest.
+    put(at, now, *new)
+
+
+def _put(table: Table, write: Write, at: tf.Tensor, now: tf.Tensor, *new: tf.Tensor) -> None:
+    """Write rows and their moments, and then that they are current.
+
+    All of it or, where something else ends the step, nothing: once all is known.
+    """
     with tf.control_dependencies([at, now, *new]):
         written = [write(variable, at, x) for variable, x in zip(table[:3], new, strict=True)]
     with tf.control_dependencies([] if tf.executing_eagerly() else written):
@@ -120,13 +127,16 @@ def bring_all_up(table: Table, rate: tf.Tensor, adam: Adam, write: Write) -> Non
     if kind.is_large:
         constants += _curve(constants, kind)
     many = max(_AT_ONCE // width // kind.tile, 1) * kind.tile
+    put = functools.partial(_put, table, write)
+    if tf.executing_eagerly():  # one call, which Ctrl-C cannot come between
+        put = tf.function(put, autograph=False, reduce_retracing=True)
 
     bar = _bar.get() if tf.executing_eagerly() else None
     with contextlib.nullcontext() if bar is None else bar(number) as shown:
 
         def body(begin: tf.Tensor) -> tuple[tf.Tensor]:
             end = tf.minimum(begin + many, number)
-            _bring(table, tf.range(begin, end), constants, kind, write)
+            _bring(table, tf.range(begin, end), constants, kind, put)
             if shown is not None:
                 shown.update(int(end - begin))
             return (end,)
