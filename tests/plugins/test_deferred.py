@@ -17,10 +17,10 @@ from merlin_cowclip.plugins import (
     CowClipAdam,
     CowClipOptimizer,
     Hyperparameters,
+    deferring,
     load_model,
     save_model,
 )
-from merlin_cowclip.plugins import deferring
 from merlin_cowclip.plugins._stack import mm
 from merlin_cowclip.plugins.state import training_state
 

@@ -51,11 +51,17 @@ def _data(mine: list[Any], batches: int) -> tf.data.Dataset:
 
 def of_parts(folder: Path, rank: int, ranks: int) -> dict[str, str]:
     """Calls that would read or set one rank's rows for all, and ones that not all make."""
+    import horovod.tensorflow as hvd
+
     model, mine = _made(in_shards, rank, ranks)
     path, data, fewer = str(folder / "part"), _data(mine, 2), _data(mine, 1 + rank)
 
     def fit(*callbacks: Any, **given: Any) -> None:
         model.fit(data, verbose=0, callbacks=list(callbacks), **given)
+
+    def fit_after_horovods_broadcast() -> None:
+        hvd.broadcast_variables(model.variables, root_rank=0)
+        fit()
 
     def fit_by_another() -> None:
         model.compile(optimizer="adam")
@@ -75,6 +81,8 @@ def of_parts(folder: Path, rank: int, ranks: int) -> dict[str, str]:
             "validation": lambda: fit(validation_data=fewer),
             "predict": lambda: model.predict(fewer, verbose=0),
             "evaluate": lambda: model.evaluate(fewer, verbose=0),
+            "broadcast": fit_after_horovods_broadcast,
+            "saved after it": lambda: save_model(model, folder / "part"),
             "another": fit_by_another,
         }
     )

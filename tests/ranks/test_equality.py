@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +140,8 @@ def test_one_ranks_rows_are_not_taken_for_the_table(results):
     for told in _of_scripts(results):
         said = dict(told["parts"])
         assert "by a CowClipOptimizer" in said.pop("another")
+        for name in ("broadcast", "saved after it"):
+            assert re.search("those of '.*' on rank 1 that rank 0 has", said.pop(name))
         for name in ("validation", "predict", "evaluate"):
             assert "batches 1 on rank 0, 2 on rank 1" in said.pop(name)
         assert len(said) == 9

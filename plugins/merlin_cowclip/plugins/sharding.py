@@ -7,12 +7,17 @@ on does to its rows what one process does to all: L2, the clip and Adam are a ro
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from merlin_cowclip.plugins._stack import tf
-from merlin_cowclip.plugins.joining import JoinedRows, RowSums, over_all, send
+from merlin_cowclip.plugins.joining import JoinedRows, RowSums, gathered, over_all, send
 from merlin_cowclip.plugins.row_sums import beside, once_per_graph, sum_per_row, unique_rows
+
+_LOOKED_AT = 256  # rows of a rank that are compared with other ranks'
+_DISTINCT = 8  # so many different numbers are not the same by chance
 
 
 class Shard(NamedTuple):
@@ -34,6 +39,32 @@ class Shard(NamedTuple):
     def number(self, places: tf.Tensor) -> tf.Tensor:
         """Of what is at some places here, the row numbers."""
         return places * self.size + self.rank
+
+
+def check_apart(parts: Iterable[tuple[str, tf.Variable, Shard]]) -> None:
+    """Refuse a rank that has the rows of another one; eagerly, on all ranks at once.
+
+    Args:
+      parts: of each table its name, this rank's rows, and which they are.
+
+    Raises:
+      ValueError: on all ranks, of the first table of which all that is looked at is alike.
+    """
+    for name, variable, shard in parts:
+        looked_at = min(shard.num_rows // shard.size, _LOOKED_AT)
+        places = np.linspace(0, max(shard.num_rows // shard.size - 1, 0), looked_at).astype(int)
+        of_all = gathered(np.asarray(tf.gather(variable, places))[np.newaxis])
+        if np.unique(of_all[0]).size < _DISTINCT:
+            continue  # as they begin, with zeros, or as somebody set them
+        same = [rank for rank in range(1, shard.size) if np.array_equal(of_all[0], of_all[rank])]
+        if same:
+            raise ValueError(
+                "Of a table in shards each rank must have rows of its own. Received: those of "
+                f"{name!r} on rank {same[0]} that rank 0 has, as hvd.broadcast_variables and a "
+                "checkpoint of rank 0 leave them. Leave them out for this table: "
+                "optimizer.broadcast() gives all ranks what they have in common, and "
+                "save_model(model, path) saves the whole."
+            )
 
 
 class _Asked(NamedTuple):

@@ -19,7 +19,7 @@ from merlin_cowclip.plugins.joining import (
     ranks,
 )
 from merlin_cowclip.plugins.rates import TablePart
-from merlin_cowclip.plugins.sharding import Shard
+from merlin_cowclip.plugins.sharding import Shard, check_apart
 from merlin_cowclip.plugins.tables import TableSpec, check_whole
 
 _RATES = (
@@ -84,6 +84,11 @@ class StepsTogether:
         """
         if ranks().size > 1:
             check_same(self._described(), _ONE_MODEL)
+            check_apart(
+                (spec.name, spec.variable, spec.shard)
+                for spec in self.table_specs
+                if spec.shard is not None
+            )
             broadcast(self._state())
         self._is_alike = True
 
