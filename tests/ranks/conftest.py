@@ -17,7 +17,8 @@ from .launch import on_ranks
 
 COMMAND = [sys.executable, "-m", "merlin_cowclip.workflows.commands.main"]
 ROWS, BATCH, EPOCHS = 126, 18, 3
-OPTIONS = ["--batch-size", BATCH, "--epochs", EPOCHS, "--embedding-dim", 3, "--mlp", "6"]
+FALLING = ["--dense-schedule", "cosine:to=0.1", "--embedding-schedule", "cosine"]
+OPTIONS = ["--batch-size", BATCH, "--epochs", EPOCHS, "--embedding-dim", 3, "--mlp", "6", *FALLING]
 
 
 @pytest.fixture(scope="session")

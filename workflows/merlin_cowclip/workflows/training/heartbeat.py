@@ -4,7 +4,7 @@ Horovod waits for ever: a rank whose disk does not answer, or whose process is s
 all the others. So a thread on each rank tells the others every few seconds how far it is. A rank
 that has not moved for long, behind others that have not moved either, hangs; ranks that are all at
 the same place are at work, however long it takes, and so is one that reads or writes what only it
-has to (`at_work`); and where no answer comes at all, a process does not run.
+has to (`at_work`), for ten times as long; and where no answer comes at all, a process does not run.
 """
 
 from __future__ import annotations
@@ -21,19 +21,21 @@ from types import TracebackType
 
 import numpy as np
 
-from merlin_cowclip.plugins.joining import Ranks, gatherer_beside
+from merlin_cowclip.plugins.joining import Ranks, gatherer_beside, times_gathered
 from merlin_cowclip.workflows.errors import UserError
+from merlin_cowclip.workflows.training.ranks import agreed, here
 from merlin_cowclip.workflows.training.runs import how_to_resume
 
 PATIENCE = "MERLIN_COWCLIP_PATIENCE"  # in the environment: seconds
 _SECONDS = 45.0
 _BEATS = 15  # in that time
+_AT_WORK = 10  # times as long may one be at work that the others wait for
 _works: list[bool] = []  # an item for each `at_work` of the main thread
 
 
 @contextlib.contextmanager
 def at_work() -> Iterator[None]:
-    """Within it this rank may take longer than the others, which wait for it: it does not hang."""
+    """Within it this rank may take longer than the others, which wait for it, before it hangs."""
     _works.append(True)
     try:
         yield
@@ -41,8 +43,36 @@ def at_work() -> Iterator[None]:
         _works.pop()
 
 
+def _before_training() -> tuple[int, ...]:
+    return 0, 0, 0, times_gathered()
+
+
+_where: list[Callable[[], tuple[int, ...]]] = [_before_training]
+
+
+def follow(where: Callable[[], tuple[int, ...]]) -> None:
+    """From now on, this tells how far the run is on this rank: in four numbers."""
+    _where.append(where)
+
+
+@contextlib.contextmanager
+def beating(run: Path) -> Iterator[None]:
+    """Within it the ranks of a run watch each other; on all ranks at once.
+
+    Raises:
+        AgreedError: on all ranks, where one's environment has no number of seconds.
+    """
+    with agreed():
+        heartbeat = Heartbeat(here(), lambda: _where[-1](), run)
+    try:
+        with heartbeat:
+            yield
+    finally:
+        del _where[1:]
+
+
 class Heartbeat:
-    """Of the ranks of a run, while it is trained; a context manager. One process has none.
+    """Of the ranks of a run, from its first look at the data on. One process has none.
 
     Where a rank hangs, the first of the others says so, and all end, with exit code 2, as if they
     were killed: what is saved is as it was.
@@ -100,8 +130,9 @@ class Heartbeat:
                 changed = np.any(places != last, axis=1) if last is not None else True
                 moved[changed] = now
                 last = places
-                if now - moved.max() > _BEATS:
-                    self._end_if_one_is_behind(places.tolist(), found[:, 1].tolist())
+                waited = (now - moved.max()) / _BEATS
+                if waited > 1:
+                    self._end_if_one_is_behind(places.tolist(), found[:, 1].tolist(), waited)
                 self._done.wait(self._patience / _BEATS)
 
     def _listen(self) -> None:
@@ -112,19 +143,27 @@ class Heartbeat:
             if self._ticks - self._heard > _BEATS:
                 self._end("one that does not answer", self._ranks.rank)
 
-    def _end_if_one_is_behind(self, places: list[list[int]], works: list[bool]) -> None:
+    def _end_if_one_is_behind(
+        self, places: list[list[int]], works: list[bool], waited: float
+    ) -> None:
+        """After having waited for so many times its patience."""
+        update = max(place[0] for place in places)
         behind = [rank for rank, place in enumerate(places) if place < max(places)]
-        if behind and not any(works):
-            which = f"rank {', '.join(map(str, behind))}"
-            update = max(place[0] for place in places)
-            ahead = next(rank for rank in range(len(places)) if rank not in behind)
-            self._end(f"{which}, behind the others, which wait for it in update {update:,}", ahead)
+        at = f"in update {update:,}" if update else "before the first update"
+        for_it, times = f"behind the others, which wait for it {at}", 1
+        if any(works):
+            behind = [rank for rank, is_at_work in enumerate(works) if is_at_work]
+            for_it, times = "which reads or writes what the others wait for", _AT_WORK
+        others = [rank for rank in range(len(places)) if rank not in behind]
+        if behind and others and waited > times:
+            self._end(f"rank {', '.join(map(str, behind))}, {for_it}", others[0], times)
 
-    def _end(self, what: str, speaker: int) -> None:
+    def _end(self, what: str, speaker: int, times: int = 1) -> None:
+        said = PATIENCE if times == 1 else f"{times} times {PATIENCE}"
         if self._ranks.rank == speaker:
             sys.stderr.write(
                 "merlin-cowclip train: error: all ranks must go on to the end. Received: "
-                f"{what}, for {self._patience:.0f} seconds ({PATIENCE}). Go on with: "
+                f"{what}, for {times * self._patience:.0f} seconds ({said}). Go on with: "
                 f"{how_to_resume(self._run)}\n"
             )
             sys.stderr.flush()

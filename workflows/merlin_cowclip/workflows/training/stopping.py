@@ -20,6 +20,7 @@ from typing import Any
 from merlin_cowclip.workflows.errors import UserError
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_ONCE = 2.0  # seconds in which a rank's second signal is the launcher's, of what it was sent itself
 
 
 def check_minutes(max_minutes: float | None) -> None:
@@ -49,6 +50,8 @@ class Stopping:
 
     def __init__(self, max_minutes: float | None = None, *, several: bool = False) -> None:
         self._heard: int | None = None  # the first signal
+        self._heard_at = -math.inf
+        self._several = several
         self._agreed: bool | None = False if several else None
         self._agreed_number: int | None = None
         self._end = None if max_minutes is None else time.monotonic() + 60 * max_minutes
@@ -103,6 +106,9 @@ class Stopping:
             self._anywhere = False
 
     def _received(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if self._several and now - self._heard_at < _ONCE:
+            return
         if self._heard is not None:
             before = self._before[number]
             self._give_back()
@@ -111,7 +117,7 @@ class Stopping:
             else:
                 os.kill(os.getpid(), number)
             return
-        self._heard = number
+        self._heard, self._heard_at = number, now
         if self._anywhere:
             raise Interrupted
 
