@@ -398,6 +398,22 @@ def test_rows_for_an_adopted_pipeline(stock, tmp_path):
     assert quality == evaluate(run.model(), Loader(data, "test", batch_size=BATCH))
 
 
+def test_the_index_of_a_frame_is_no_place_of_a_row(stock, tmp_path):
+    """pandas writes it into the file, and stock `Categorify` takes it for places."""
+    run, data, home = stock
+    _, expected = predict(run.model(), Loader(data, "test", batch_size=BATCH))
+    rows = pd.read_parquet(home / "raw-test/0.parquet")
+    for name, written in (
+        ("later", rows.set_index(pd.RangeIndex(5, 5 + len(rows)))),
+        ("backwards", rows.set_index(pd.RangeIndex(len(rows), 0, -1))),
+        ("named", rows.set_index("user")),
+    ):
+        file = tmp_path / f"{name}.parquet"
+        written.to_parquet(file)
+        found = scores(run, [file], tmp_path / f"{name}-scores.parquet", raw=True)
+        np.testing.assert_array_equal(found["probability"], expected, err_msg=name)
+
+
 @pytest.mark.parametrize(
     ("change", "raw", "words"),
     [

@@ -17,8 +17,9 @@ def add_schedules(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
             f"--{part}-schedule",
             metavar="NAME[:KEY=VALUE,…]",
-            help=f"how that η falls: {', '.join(SCHEDULES)} (it stays), as in cosine:to=0.1, "
-            "exponential:rate=0.5,epochs=1 or steps:5=0.1,8=0.01",
+            help=f"how that η falls: {', '.join(SCHEDULES)}, as in cosine:to=0.1, "
+            "exponential:rate=0.5,epochs=1 or steps:5=0.1,8=0.01; constant (it stays): not as a "
+            "tune or --config says",
         )
 
 
@@ -54,8 +55,10 @@ def by_field(option: str, text: str) -> dict[str, str]:
     return found
 
 
-def _schedule(option: str, text: str) -> dict[str, Any]:
-    """The value of "cosine:to=0.1", or of "steps:5=0.1,8=0.01"."""
+def _schedule(option: str, text: str) -> dict[str, Any] | None:
+    """The value of "cosine:to=0.1", of "steps:5=0.1,8=0.01", or of "constant", which is none."""
+    if text == "constant":
+        return None
     name, colon, rest = text.partition(":")
     pairs = by_field(option, rest) if colon else {}
     try:

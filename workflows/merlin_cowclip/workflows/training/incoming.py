@@ -268,7 +268,9 @@ class _RawParquet(_Parquet):
 
     def _encoded(self, batch: pa.RecordBatch, place: Place) -> pa.RecordBatch:
         try:
-            out = self._workflow.transform(batch.to_pandas())[self._wanted]
+            # With rows 0, 1, 2, … and no column in the index, whatever pandas has written.
+            frame = batch.to_pandas().reset_index()[self._columns]
+            out = self._workflow.transform(frame)[self._wanted]
             encoded = pa.RecordBatch.from_pandas(out, preserve_index=False)
         except Exception as error:  # whatever the user's own operators raise
             raise UserError(
