@@ -27,7 +27,7 @@ OPTIONS: dict[str, dict[str, int]] = {
     "docker build": {"-f": 1, "-t": 1, "--build-arg": 1},
     "docker run": {
         **{"--rm": 0, "-it": 0, "--gpus": 1, "-v": 1, "-w": 1, "--entrypoint": 1},
-        "--shm-size": 1,
+        **{"--shm-size": 1, "-p": 1},
     },
     "docker compose": {"-f": 1},
     "horovodrun": {"-np": 1, "-H": 1, "-p": 1},
@@ -338,14 +338,29 @@ def test_the_server_has_a_repository_that_export_wrote():
     line = next(line for line in page.splitlines() if line.startswith("docker run"))
     words = shlex.split(line)
     home = words[words.index("-v") + 1].split(":")[1]
-    assert option.partition("=")[2] == f"{Path(home).parent}/{words[words.index('--out') + 1]}"
+    served = option.partition("=")[2].replace("${REPOSITORY:-repository}", "repository")
+    assert served == f"{Path(home).parent}/{words[words.index('--out') + 1]}"
+
+
+def test_compose_and_docker_share_volumes():
+    parsed = yaml.safe_load((CONTAINERS / "compose.yaml").read_text(encoding="utf-8"))
+    named = {volume["name"] for volume in parsed["volumes"].values()}
+    pages = [*ROOT.glob("docs/*.md"), ROOT / "README.md"]
+    used = re.findall(r" -v ([\w-]+):", "".join(page.read_text("utf-8") for page in pages))
+    assert len(used) > 4
+    assert set(used) <= named
 
 
 # Commands on the page and in the files.
 
 
 def accepted(program: str, arguments: list[str]) -> None:
-    """A program of ours takes these arguments."""
+    """A program of ours takes these arguments; Triton's server, those of the service."""
+    if program == "tritonserver":
+        folder, *others = services()["serve"]["command"]
+        assert arguments[0].partition("=")[0] == folder.partition("=")[0]
+        assert arguments[1:] == others
+        return
     assert program == "merlin-cowclip"
     if arguments == ["--help"]:
         return

@@ -235,6 +235,10 @@ def test_options_are_refused_by_name(options, message):
             TrainConfig(dense_schedule={"name": "cosine", "to": 0.1}, embedding_schedule=STEPS),
         ),
         (
+            "--config c.json --dense-schedule constant --embedding-schedule constant",
+            TrainConfig(model="lr", epochs=5, base=Hyperparameters(l2=1e-3)),
+        ),
+        (
             "--clip column --clip-threshold 2 --base-batch-size 256 --no-determinism --seed 3",
             TrainConfig(
                 base=Hyperparameters(256, clip="column", clip_threshold=2.0),
@@ -252,6 +256,8 @@ def test_options_are_refused_by_name(options, message):
 def test_the_command_lines_options(tmp_path, monkeypatch, arguments, config):
     monkeypatch.chdir(tmp_path)
     file = {"model": "lr", "epochs": 5, "base": {"l2": 1e-3}}
+    if "constant" in arguments:
+        file |= {"dense_schedule": "linear", "embedding_schedule": {"name": "cosine"}}
     (tmp_path / "c.json").write_text(json.dumps(file))
     parsed = command_line().parse_args(["train", "data", "--out", "run", *arguments.split()])
     assert train_config(parsed) == config

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 _MANY = (" rows", "B")  # units that are counted in thousands
 _LONG = 3.0  # seconds, of what is shown only then
+_IN_LOGS = 30.0  # seconds between two states of a bar that no terminal shows
 
 
 def progress_bar(
@@ -31,6 +32,7 @@ def progress_bar(
         unit_scale=unit in _MANY,
         disable=not show,
         delay=delay,
+        mininterval=0.1 if sys.stderr.isatty() else _IN_LOGS,
         file=sys.stderr,
     )
 

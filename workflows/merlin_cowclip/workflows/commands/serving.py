@@ -90,6 +90,7 @@ def _export(arguments: argparse.Namespace) -> None:
     )
     record = repository.record
     print(f"{repository.path}: {len(record['columns'])} columns in, {record['output']} out")
-    print(f"tritonserver --model-repository={repository.path.resolve()}")
+    server = "tritonserver --backend-config=tensorflow,version=2"
+    print(f"{server} --model-repository={repository.path.resolve()}")
     needed = ", ".join(f"{name} {version}" for name, version in record["packages"].items())
     print(f"needs beside its Python and TensorFlow backends: {needed}")

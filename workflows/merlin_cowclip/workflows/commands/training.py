@@ -194,6 +194,12 @@ def _train_here(arguments: argparse.Namespace) -> None:
         quality = f"test AUC {result['auc']:.6f}, log loss {result['log_loss']:.6f}"
     if not arguments.quiet:
         print(result["clip"])
+        best = result["best_epoch"]
+        if best not in (None, len(result["epochs"])):
+            print(
+                f"best after epoch {best}, test AUC {result['epochs'][best - 1]['auc']:.6f}: "
+                "evaluate, predict and export take it by --best"
+            )
     print(
         f"{quality}, {result['samples_per_second']:,.0f} samples/s, "
         f"{result['train_seconds']:.1f} s of training: {arguments.resume or arguments.out}"
@@ -207,7 +213,7 @@ def _begin(arguments: argparse.Namespace) -> Mapping[str, Any]:
     from merlin_cowclip.workflows.training.train import train
 
     if is_first() and not arguments.quiet:
-        print(f"rule {config.rule}, {config.update} updates")
+        print(f"{config.model}, rule {config.rule}, {config.update} updates")
         print(scaling_table(config.tuned, config.hyperparameters), flush=True)
     run = train(
         data,

@@ -14,6 +14,7 @@ import pandas as pd
 
 from merlin_cowclip.workflows.errors import UserError, quoted, shown
 from merlin_cowclip.workflows.manifest import check_manifest, check_nothing_else, is_manifest
+from merlin_cowclip.workflows.quiet import quiet_imports
 
 RECORD = "export.json"  # written last; Triton looks at folders alone
 FORMAT_VERSION = 1
@@ -82,9 +83,10 @@ class Repository:
             check_manifest(self.path, manifest, "a model repository", remedy, (_PICKLE,))
             inner = self.path / ENTRY
             check_nothing_else(inner, self.path, manifest, "a model repository", remedy)
-        from merlin_cowclip.plugins._stack import quiet_stack, tf
-        from merlin_cowclip.workflows.serving.served_network import SIGNATURE
-        from merlin_cowclip.workflows.serving.systems import Ensemble, PredictTensorflow
+        with quiet_imports():
+            from merlin_cowclip.plugins._stack import quiet_stack, tf
+            from merlin_cowclip.workflows.serving.served_network import SIGNATURE
+            from merlin_cowclip.workflows.serving.systems import Ensemble, PredictTensorflow
 
         ensemble = Ensemble.load(str(self.path / ENSEMBLE))
         for node in _nodes(ensemble):
@@ -114,7 +116,8 @@ class Repository:
         Raises:
           UserError: a column is missing or a row is refused; and as `ensemble`.
         """
-        from merlin.dag.runtime import Runtime
+        with quiet_imports():
+            from merlin.dag.runtime import Runtime
 
         missing = [name for name in self.record["columns"] if name not in frame.columns]
         if missing:

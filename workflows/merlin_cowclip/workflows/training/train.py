@@ -8,6 +8,7 @@ import math
 import os
 import shutil
 import signal
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from merlin_cowclip.workflows.errors import AgreedError, Stopped, UserError
 from merlin_cowclip.workflows.folders import all_or_nothing, refuse_existing, remove, write_json
 from merlin_cowclip.workflows.machine import memory_limit
 from merlin_cowclip.workflows.manifest import manifest_of
-from merlin_cowclip.workflows.progress import catching_up_shown
+from merlin_cowclip.workflows.progress import catching_up_shown, progress_bar
 from merlin_cowclip.workflows.quiet import quiet_imports
 from merlin_cowclip.workflows.training.configuration import TrainConfig
 from merlin_cowclip.workflows.training.growing_files import EVENTS
@@ -316,8 +317,16 @@ def _train(
             training.train(stopping)
         with whole_tables(model), agreed():
             if is_first():
-                with at_work():
+                with at_work(), _saving_shown(show=progress and keeping.saved_model):
                     _finish(keeping, run, training, count_parameters(model, optimizer))
+
+
+@contextlib.contextmanager
+def _saving_shown(*, show: bool) -> Iterator[None]:
+    """Within it a terminal shows that the model is saved, which takes seconds."""
+    with progress_bar("saving", 1, " model", show=show and sys.stderr.isatty()) as bar:
+        bar.leave = False
+        yield
 
 
 @contextlib.contextmanager
