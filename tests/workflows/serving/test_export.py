@@ -13,12 +13,14 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from sklearn.metrics import roc_auc_score
 
 from merlin_cowclip.workflows import Repository, export, predict_logs, rare_costs
 from merlin_cowclip.workflows.commands.main import main
+from merlin_cowclip.workflows.data.counts import write_counts
 from merlin_cowclip.workflows.data.etl import prepare
 from merlin_cowclip.workflows.data.prepared import PreparedData
 from merlin_cowclip.workflows.errors import UserError
@@ -290,6 +292,27 @@ def test_of_an_adopted_pipeline_rare_rows_are_dropped(stock, tmp_path):
     (cost,) = rare_costs(run, [5], progress=False)
     assert cost.most == most
     assert cost.rows == 2 * sum(map(len, rare.values()))
+
+
+def test_padding_is_no_occurrence(stock, tmp_path):
+    """As in lists that a pipeline has padded with 0; in a field of one id each 0 is an id."""
+    data = stock[1]
+    padded = replace(data, path=tmp_path / "data")
+    shutil.copytree(data.path, padded.path)
+    counts = data.counts("genres")
+    counts.loc[0, "count"] = 10 * counts["count"].sum()
+    write_counts(padded.path / "counts", "genres", counts["count"].to_numpy(), raw_of(counts))
+    assert padded.counts("genres")["count"][0] > 0
+    for percent in (1, 5, 20):
+        expected, found = rare_ids(data, percent), rare_ids(padded, percent)
+        assert expected.occurrences > 0
+        assert found.occurrences == expected.occurrences
+        np.testing.assert_equal(found.kept, expected.kept)
+
+
+def raw_of(counts: pd.DataFrame) -> pa.Array:
+    """The raw ids, as `write_counts` takes them."""
+    return pa.array(counts["raw"][counts["raw"].notna()], pa.string())
 
 
 def test_where_unknown_ids_are_hashed_rare_ones_are(tmp_path):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from merlin_cowclip.workflows.data.counts import read_counts
-from merlin_cowclip.workflows.data.encoding import UNKNOWN, hash_bucket
+from merlin_cowclip.workflows.data.encoding import PADDING, UNKNOWN, hash_bucket
 from merlin_cowclip.workflows.data.prepared import PreparedData
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.progress import progress_bar
@@ -119,7 +119,10 @@ def rare_ids(data: PreparedData, percent: float) -> RareIds:
     places: dict[str, np.ndarray] = {}
     for field in fields:
         table, domain = read_counts(data, field), domains[field]
-        counts[domain] = counts.get(domain, 0) + table["count"].to_numpy()
+        count = np.array(table["count"])
+        if field in data.spec.lists:
+            count[PADDING] = 0  # which is no id
+        counts[domain] = counts.get(domain, 0) + count
         raw = table["raw"].is_valid().to_numpy()
         buckets = special[field]["buckets"]
         if is_adopted and buckets > 1:  # in which one NVTabular would look, it alone knows
