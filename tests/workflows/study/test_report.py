@@ -146,6 +146,25 @@ def test_the_log_loss_stands_there_too(out, page):
     assert "the log loss (Tables 5" not in text  # a study of minutes
 
 
+def test_all_whose_log_loss_is_least_are_named(tmp_path):
+    """As rules that are one at the smallest batch, whose rows share their runs."""
+    folder = swept(tmp_path / "out", ["scaling-rules"])
+    cells = sweep.read_record(folder, "scaling-rules")["cells"]
+    alike = [c for c in cells if c["column"] == "1,024"][:2]
+    alike.append(next(c for c in cells if c["column"] == "8,192" and c["row"] == "cowclip"))
+    for run in {run for cell in alike for run in cell["runs"].values()}:
+        path = folder / "runs" / run / "result.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), "log_loss": 0.1}))
+    rows = [
+        f"`{cell['row']}`"
+        for cell in cells
+        if cell["column"] == "1,024" and any(cell["runs"] == other["runs"] for other in alike)
+    ]
+    assert len(rows) > 1
+    text = report(folder).with_suffix(".md").read_text()
+    assert f"Least: {', '.join(rows)} at 1,024; `cowclip` at 8,192, 0.10000." in text
+
+
 def test_plots_beside_the_markdown_are_those_of_the_page(out, page):
     shown = re.findall(r"!\[[^\]]+\]\((plots/[^)]+)\)", (out / "report.md").read_text())
     assert len(shown) == page.count("<svg")

@@ -30,6 +30,7 @@ from merlin_cowclip.workflows.study.studies import (
     LOG_LOSS,
     MINUTES,
     STUDIES,
+    Cell,
     Quantity,
 )
 from merlin_cowclip.workflows.study.sweep import (
@@ -145,17 +146,10 @@ def _log_loss(out: Path, name: str) -> Section | None:
     if not any(outcome.results for outcome in found):
         return None
     columns, rows = _table(name, found, record, LOG_LOSS)
-    least = min(
-        ((mean[0], o.cell) for o in found if (mean := o.mean(LOG_LOSS.key)) is not None),
-        key=lambda pair: pair[0],
-        default=None,
-    )
     section = Section(
         f"{STUDIES[name].title}: the log loss",
         STUDIES[name].paper,
-        f"Least: `{least[1].row}` at {least[1].column}, {LOG_LOSS.shown(least[0], 0.0)}."
-        if least
-        else "",
+        _least(found),
         [STUDIES[name].rows, *columns],
         rows,
         command=record["command"],
@@ -163,6 +157,22 @@ def _log_loss(out: Path, name: str) -> Section | None:
     )
     section.plots = list(by_size_or_rate(name, found, LOG_LOSS))
     return section
+
+
+def _least(found: Sequence[Outcome]) -> str:
+    """The least log loss, of all cells that are alike to the last digit that is shown."""
+    alike: dict[str, list[Cell]] = {}
+    means = [(mean[0], o.cell) for o in found if (mean := o.mean(LOG_LOSS.key)) is not None]
+    for loss, cell in sorted(means, key=lambda pair: pair[0]):
+        alike.setdefault(LOG_LOSS.shown(loss, 0.0), []).append(cell)
+    if not alike:
+        return ""
+    shown, cells = next(iter(alike.items()))
+    rows: dict[str, list[str]] = {}
+    for cell in cells:
+        rows.setdefault(cell.column, []).append(f"`{cell.row}`")
+    places = "; ".join(f"{', '.join(names)} at {column}" for column, names in rows.items())
+    return f"Least: {places}, {shown}."
 
 
 def _table(
