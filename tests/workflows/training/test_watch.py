@@ -2,11 +2,13 @@
 
 import math
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from merlin_cowclip.plugins import Hyperparameters
+from merlin_cowclip.plugins._stack import tf
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.training import watch
 from merlin_cowclip.workflows.training.checkpoints import Checkpoints
@@ -94,3 +96,20 @@ def test_a_weight_that_broke_is_found_in_time(data, tmp_path, monkeypatch, value
     assert "between updates" in str(raised.value) or "in update 13" in str(raised.value)
     last, _ = Checkpoints(tmp_path / "run" / "checkpoints").last()
     assert last.step == 10
+
+
+def test_of_many_runs_in_one_process_no_word_of_tracing(caplog):
+    """As of a sweep."""
+    dense = object()
+    owned = [SimpleNamespace(variable=tf.Variable([1.0, -3.0]), optimizer=dense)]
+    optimizer = SimpleNamespace(default_optimizer=dense, owned=lambda: owned, not_finite=lambda: [])
+    logger = tf.get_logger()
+    logger.addHandler(caplog.handler)
+    try:
+        for _ in range(16):
+            one = watch.Watch(optimizer, loader=None, config=None)
+            one.see(watch.EVERY, tf.constant(0.5))
+            assert one._largest == 3.0
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert "retracing" not in caplog.text

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from merlin_cowclip.plugins._stack import tf
+from merlin_cowclip.plugins._stack import quiet_stack, tf
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.training.configuration import TrainConfig
 from merlin_cowclip.workflows.training.heartbeat import at_work
@@ -40,7 +40,7 @@ class Watch:
         self._losses: list[tf.Tensor] = []
         self._looked = 0  # updates that were well
         self._largest = 0.0  # of the dense weights, at the last good look
-        self._largest_dense = tf.function(self._largest_now, autograph=False)
+        self._largest_graph = tf.function(self._largest_now, autograph=False)
 
     def begin(self, step: int) -> None:
         """The run goes on from here, where all was well."""
@@ -72,7 +72,7 @@ class Watch:
         if np.isfinite(losses).all() and not broken:
             self._looked, self._losses = step, []
             if len(losses):
-                self._largest = float(self._largest_dense())
+                self._largest = self._largest_dense()
             return
         bad = np.flatnonzero(~np.isfinite(losses))
         first = self._looked + int(bad[0]) + 1 if len(bad) else None
@@ -100,7 +100,7 @@ class Watch:
         rates = f"dense_lr={hp.dense_lr:.6g}, embedding_lr={hp.embedding_lr:.6g}"
         finite = losses[np.isfinite(losses)]
         rise = f"; the loss before it was {finite[-1]:.6g}" if len(finite) else ""
-        now = float(self._largest_dense())
+        now = self._largest_dense()
         dense = not np.isfinite(now) or now > _GROWN * max(self._largest, 1e-3)
         rows = any(item.table for item in self._optimizer.not_finite())
         which = (
@@ -111,6 +111,10 @@ class Watch:
             else "the embedding learning rate"
         )
         return f"The run diverged, with {rates}{rise}. The data is finite: lower {which}"
+
+    def _largest_dense(self) -> float:
+        with quiet_stack():  # of many networks in one process it warns that it traces many
+            return float(self._largest_graph())
 
     def _largest_now(self) -> tf.Tensor:
         """The largest dense weight's magnitude; infinite where one is not finite."""
