@@ -109,7 +109,7 @@ def _as_it_goes(
     adam: Adam,
 ) -> tuple[tf.Tensor, tf.Tensor]:
     """The v and rate at the mean of the steps in which the faster mode goes, after some age."""
-    age += 1.0 / (1.0 - adam.beta_1)
+    age = tf.cast(age, w.dtype) + 1.0 / (1.0 - adam.beta_1)
     step = last + tf.cast(age, tf.int32)
     rate = tf.cast(rates.up_to(step) - rates.up_to(step - 1), w.dtype)
     # Half a step before: `step_of_m` adds it.

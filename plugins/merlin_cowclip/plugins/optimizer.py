@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import functools
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -34,6 +33,7 @@ from merlin_cowclip.plugins.ownership import (
 from merlin_cowclip.plugins.rates import DensePart, TablePart
 from merlin_cowclip.plugins.scaling import Hyperparameters, check_number
 from merlin_cowclip.plugins.tables import TableSpec
+from merlin_cowclip.plugins.taking_over import catch_up_by_others, check_taken, keep, take_over
 from merlin_cowclip.plugins.together import StepsTogether
 from merlin_cowclip.plugins.warm_up import FollowsFits
 
@@ -230,18 +230,16 @@ class CowClipOptimizer(Observable, StepsTogether, FollowsFits, RefusesOptions, m
             )
         if self.update_mode == "deferred":
             check_access(specs)
-        for spec in specs:
-            if spec.access.bring_up is not None and spec.layer.built:
-                spec.access.bring_up(spec.variable, None)  # whose rows wait by another optimizer
-            spec.access.whole = self.update_mode == "exact"
-            # By a weak reference: a layer's copy takes no copy of the optimizer along.
-            bring_up = functools.partial(_bring_up, weakref.ref(self))
-            spec.access.bring_up = bring_up if self.update_mode == "deferred" else None
+        self.catch_up()  # of the model before
         notify_of_fits(model, self)
         self._model = weakref.ref(model)
         self._specs = specs
         self._bound = ()
+        take_over(self, specs)
         self._observe_by(None)
+
+    def _take_tables(self) -> None:
+        take_over(self, self._specs or ())
 
     def catch_up(self) -> None:
         """With `update="deferred"`, make all rows of all tables as `"exact"` would have them.
@@ -250,10 +248,13 @@ class CowClipOptimizer(Observable, StepsTogether, FollowsFits, RefusesOptions, m
         `compile`, `get_weights` and the like do so themselves; call it before you read a table's
         variable, or a layer's weights. In the other modes, and without a model, it does nothing.
         """
-        if self.update_mode == "deferred" and self._specs is not None:
+        if self._specs is None:
+            return
+        if self.update_mode == "deferred":
             self._own()
             for part in self._table_parts():
                 part.catch_up()
+        catch_up_by_others(self, self._specs)
 
     def _table_parts(self) -> Sequence[TablePart]:
         return self._tables
@@ -291,6 +292,8 @@ class CowClipOptimizer(Observable, StepsTogether, FollowsFits, RefusesOptions, m
             clipped.bind_tables(shares[0])
             unclipped.bind_tables(shares[1])
             self._bound = tuple(owner)
+            if self.update_mode == "deferred":
+                keep(self, (reference.deref() for reference in owner))
         return owner
 
     @contextlib.contextmanager
@@ -356,6 +359,8 @@ class CowClipOptimizer(Observable, StepsTogether, FollowsFits, RefusesOptions, m
         """
         pairs = filter_empty_gradients(grads_and_vars)
         owner = self._own()
+        if self.update_mode == "deferred":
+            check_taken(self, self.table_specs)
         check_belong(pairs, owner, self._model() if self._model is not None else None)
         self._has_stepped = True
         with tf.init_scope():
@@ -488,18 +493,6 @@ class CowClipOptimizer(Observable, StepsTogether, FollowsFits, RefusesOptions, m
         if config.get("clip_tables") is not None:
             config["clip_tables"] = [from_text(item) for item in config["clip_tables"]]
         return cls(**config)
-
-
-def _bring_up(
-    optimizer: weakref.ref[CowClipOptimizer], variable: tf.Variable, rows: tf.Tensor | None
-) -> None:
-    """Before a table is read: its rows, or all of it. The table of a copied model is nobody's."""
-    mine = optimizer()
-    part = None if mine is None else mine._own().get(variable.ref())
-    if part is not None and rows is not None:
-        part.bring_up(variable, rows)
-    elif part is not None:
-        part.catch_up()
 
 
 @contextlib.contextmanager

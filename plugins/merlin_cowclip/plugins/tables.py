@@ -15,6 +15,10 @@ from merlin_cowclip.plugins.counting import IdRecorder
 from merlin_cowclip.plugins.sharding import Shard, look_up
 
 
+def _nobody() -> None:
+    return None
+
+
 @dataclass(eq=False)
 class TableAccess:
     """How a table's rows are to be looked up, so that its update costs least.
@@ -32,12 +36,14 @@ class TableAccess:
         one that builds the model, for else the exact mode would find the table marked.
       bring_up: called with the variable and the rows before they are read, where rows wait for
         what they missed; with `None` for all of them.
+      owner: gives the optimizer whose tables they are, if there is one (`taking_over.py`).
       is_used: whether the layer looks its rows up by `gather`.
       shard: which rows this rank has, where the ranks share them; `None`: it has all.
     """
 
     whole: bool | None = None
     bring_up: Callable[[tf.Variable, tf.Tensor | None], None] | None = None
+    owner: Callable[[], Any] = _nobody
     is_used: bool = False
     shard: Shard | None = None
 

@@ -120,12 +120,21 @@ class WaitingRows:
         return weight
 
     def _set_hyper(self, name: str, value: Any) -> None:
-        if name in ("beta_1", "beta_2") and getattr(self, "_last", None):
+        if name in ("beta_1", "beta_2"):
+            self._check_no_row_waits(name, value)
+        super()._set_hyper(name, value)  # type: ignore[misc]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in ("l2", "epsilon"):
+            self._check_no_row_waits(name, value)
+        super().__setattr__(name, value)
+
+    def _check_no_row_waits(self, name: str, value: Any) -> None:
+        if self.__dict__.get("_last"):
             raise ValueError(
                 f"{name} cannot be changed once rows wait for steps that were made with another. "
                 f"Received: {value!r}. Set it before the first step, or use update='exact'"
             )
-        super()._set_hyper(name, value)  # type: ignore[misc]
 
     def last_of(self, variable: tf.Variable) -> list[tf.Variable]:
         """The steps after which a table's rows were current, V×1, where rows wait; else nothing."""

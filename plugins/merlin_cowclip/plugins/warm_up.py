@@ -31,6 +31,8 @@ class FollowsFits:
 
         def _create_slots_of_model(self) -> None: ...
 
+        def _take_tables(self) -> None: ...
+
         def _begin_together(self, fit: Fit) -> None: ...
 
     @property
@@ -47,6 +49,7 @@ class FollowsFits:
 
     def fit_begins(self, fit: Fit | None) -> None:
         """Take over what a fit of the model brings along, before the first step; else nothing."""
+        self._take_tables()
         if fit is None:
             self._create_slots_of_model()
             return

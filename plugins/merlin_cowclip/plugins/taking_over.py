@@ -1,0 +1,94 @@
+"""Which of several optimizers trains a table: that which was made for it, or began a fit, last.
+
+A table's lookups know one of them: by it they read the table whole or row by row, and its rows that
+wait catch up before they are read. Another one's step would take rows for current that are not.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+from merlin_cowclip.plugins._stack import tf
+from merlin_cowclip.plugins.tables import TableSpec
+
+_KEPT = "_merlin_cowclip_optimizer"
+_READING = ("test_function", "predict_function")  # that Keras keeps, as they were traced
+
+
+def take_over(mine: Any, specs: Iterable[TableSpec]) -> None:
+    """Let lookups of these tables know this optimizer, once the rows of the one before are current.
+
+    Args:
+      mine: a `CowClipOptimizer`, bound to a model.
+      specs: its tables.
+    """
+    is_deferred = mine.update_mode == "deferred"
+    for spec in specs:
+        access = spec.access
+        before = access.owner()
+        if before is mine:
+            continue
+        waited = access.bring_up is not None
+        if spec.layer.built:
+            catch_up_by_others(mine, [spec])
+            keep(mine if is_deferred else None, [spec.variable])
+        # By weak references: a layer's copy takes no copy of the optimizer along.
+        access.owner = weakref.ref(mine)
+        access.whole = mine.update_mode == "exact"
+        access.bring_up = functools.partial(_bring_up, access.owner) if is_deferred else None
+        if waited or is_deferred:
+            _trace_anew(before)
+            _trace_anew(mine)
+
+
+def catch_up_by_others(mine: Any, specs: Iterable[TableSpec]) -> None:
+    """Let rows of these tables catch up that wait by another optimizer, of another model say."""
+    for spec in specs:
+        if spec.access.bring_up is not None and spec.access.owner() is not mine:
+            spec.access.bring_up(spec.variable, None)
+
+
+def keep(optimizer: Any, variables: Iterable[tf.Variable]) -> None:
+    """Let an optimizer live as long as tables whose rows wait by it, or no longer: `None`.
+
+    A loop of one's own may drop it. Copies of a variable have no attributes.
+    """
+    for variable in variables:
+        setattr(variable, _KEPT, optimizer)
+
+
+def _trace_anew(optimizer: Any) -> None:
+    """What Keras has traced to evaluate and predict reads tables as they were known then."""
+    reference = getattr(optimizer, "_model", None)
+    model = None if reference is None else reference()
+    if model is not None:
+        model.__dict__.update(dict.fromkeys(_READING))
+
+
+def check_taken(mine: Any, specs: Iterable[TableSpec]) -> None:
+    """Refuse a deferred step on tables whose lookups know another optimizer.
+
+    Raises:
+      ValueError: they do.
+    """
+    for spec in specs:
+        if spec.access.owner() is not mine:
+            raise ValueError(
+                "update='deferred' trains tables that are looked up for it. Received: a step on "
+                f"{spec.name!r}, which another optimizer was made for since. Call "
+                "optimizer.bind(model) before the step, and trace what reads the table anew."
+            )
+
+
+@tf.autograph.experimental.do_not_convert
+def _bring_up(optimizer: weakref.ref[Any], variable: tf.Variable, rows: tf.Tensor | None) -> None:
+    """Before a table is read: its rows, or all of it. The table of a copied model is nobody's."""
+    mine = optimizer()
+    part = None if mine is None else mine._own().get(variable.ref())
+    if part is not None and rows is not None:
+        part.bring_up(variable, rows)
+    elif part is not None:
+        part.catch_up()
