@@ -32,7 +32,9 @@ from tests.saves import quick_saves
 from tests.workflows.training.test_prediction import CONFIG, SHOP, shop_log, stock, write_shop
 
 with quiet_imports():
+    import nvtabular as nvt
     from merlin.dag import ColumnSelector, Graph
+    from nvtabular import ops
 
     from merlin_cowclip.workflows.data.operators import EncodeIds
 
@@ -205,7 +207,7 @@ def test_an_adopted_pipeline(stock, tmp_path):
     run, _, home = stock
     repository = export(run, tmp_path / "repository", progress=False)
     record = repository.record
-    assert record["columns"] == ["user", "item", "genres", "visits"]
+    assert record["columns"] == ["user", "item", "genres", "visits", "weeks"]
     assert record["inputs"]["user"] == "TYPE_INT64"
     path = home / "raw-test/0.parquet"
     expected = predicted(run, path, tmp_path, raw=True)
@@ -215,6 +217,66 @@ def test_an_adopted_pipeline(stock, tmp_path):
     assert frame["visits"].isna().any()
     (answer,) = served(repository.path, [request(frame, record)], tmp_path)
     np.testing.assert_allclose(answer["probability"], expected, rtol=0, atol=1e-6)
+
+
+def with_workflow(
+    monkeypatch, home: Path, out: Path, visits: Any, log: pd.DataFrame | None = None
+) -> None:
+    """A stock workflow instead of the run's, with other columns `visits` and `a_week`."""
+    log = pd.read_parquet(home / "raw-train/0.parquet") if log is None else log
+    ids = ["user", "item", "genres"] >> ops.Categorify(out_path=str(out / "fitted"))
+    workflow = nvt.Workflow(ids + visits)
+    workflow.fit(nvt.Dataset(log)).save(str(out / "workflow"))
+    monkeypatch.setattr(
+        Run, "workflow", lambda *_, trust=False: nvt.Workflow.load(str(out / "workflow"))
+    )
+
+
+def test_a_workflow_that_fails_without_what_is_left_out_is_refused(
+    stock, tmp_path, monkeypatch, capfd
+):
+    """Its operator reads a column that it does not name."""
+    run, _, home = stock
+    visits = ["visits", "dwell"] >> ops.FillMissing()
+    a_week = visits >> ops.LambdaOp(lambda c, rows: c / rows["dwell"]) >> ops.Rename(postfix="_")
+    a_week = a_week["visits_"] >> ops.Rename(name="a_week")
+    with_workflow(monkeypatch, home, tmp_path, visits["visits"] + a_week)
+    words = "whose workflow without 'dwell' fails: KeyError: 'dwell'. Fit a workflow whose operat"
+    with pytest.raises(UserError, match=words):
+        export(run, tmp_path / "repository", progress=False)
+    assert {path.name for path in tmp_path.iterdir()} == {"fitted", "workflow"}
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_a_workflow_that_needs_the_label_is_refused(stock, tmp_path, monkeypatch):
+    """TargetEncoding makes nothing where its target is gone."""
+    run, _, home = stock
+    log = pd.read_parquet(home / "raw-train/0.parquet")
+    log["liked"] = (log["rating"] > 3).astype("int8")
+    encoding = ops.TargetEncoding("liked", out_path=str(tmp_path / "fitted"), kfold=1)
+    visits = (["visits"] >> ops.FillMissing()) + (["item"] >> encoding >> ops.Rename(name="a_week"))
+    with_workflow(monkeypatch, home, tmp_path, visits, log)
+    with pytest.raises(UserError, match="whose workflow needs 'liked' to make them"):
+        export(run, tmp_path / "repository", progress=False)
+    assert not (tmp_path / "repository").exists()
+
+
+def test_a_workflow_that_takes_no_row_of_ours_is_exported(stock, tmp_path, monkeypatch, capfd):
+    """Nothing is known then of what it does without."""
+    run, _, home = stock
+    log = pd.read_parquet(home / "raw-train/0.parquet")
+    log["since"] = [f"in/{visits:.0f}" for visits in log["visits"].fillna(0)]
+    visits = ["visits"] >> ops.FillMissing()
+    since = (
+        ["since"]
+        >> ops.LambdaOp(lambda column: column.str.split("/").str[1].astype("float64"))
+        >> ops.Rename(name="a_week")
+    )
+    with_workflow(monkeypatch, home, tmp_path, visits + since, log)
+    repository = export(run, tmp_path / "repository", progress=False)
+    assert "Traceback" not in capfd.readouterr().err
+    found = repository.predict(log.head(9))
+    assert np.isfinite(found).all()
 
 
 def rare_texts(data: Any, percent: float) -> tuple[dict[str, set[str]], int]:

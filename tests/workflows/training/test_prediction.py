@@ -323,7 +323,10 @@ def test_a_field_of_nothing_but_unknown_ids(shop, tmp_path, recwarn):
 
 @pytest.fixture(scope="module")
 def stock(tmp_path_factory) -> tuple[Run, PreparedData, Path]:
-    """A stock workflow's run; integers, a label that the workflow makes, one more target."""
+    """A stock workflow's run; integers, a label that the workflow makes, one more target.
+
+    An operator reads a column, weeks, that is no input.
+    """
     home = tmp_path_factory.mktemp("stock")
     random = np.random.default_rng(0)
     user = random.zipf(1.3, ROWS) % 60
@@ -335,6 +338,7 @@ def stock(tmp_path_factory) -> tuple[Run, PreparedData, Path]:
             "item": [None if i == 9 else f"i{i}" for i in random.integers(0, 10, ROWS)],
             "genres": [[f"g{g}" for g in random.integers(0, 9, n)] for n in user % 3 + 1],
             "visits": np.where(random.random(ROWS) < 0.1, np.nan, random.integers(0, 99, ROWS)),
+            "weeks": random.integers(1, 9, ROWS),
         }
     )
     for name, rows in (("train", log[:TRAIN]), ("test", log[TRAIN:])):
@@ -352,6 +356,13 @@ def stock(tmp_path_factory) -> tuple[Run, PreparedData, Path]:
     workflow = nvt.Workflow(
         (["user", "item", "genres"] >> ops.Categorify(out_path=str(home / "fitted")))
         + (["visits"] >> ops.FillMissing() >> ops.Normalize())
+        + (
+            ["visits"]
+            >> ops.FillMissing()
+            >> ops.LambdaOp(lambda visits, rows: visits / rows["weeks"], dependency=["weeks"])
+            >> ops.Rename(name="a_week")
+            >> ops.Normalize()
+        )
         + (["dwell"] >> ops.AddMetadata(tags=[Tags.TARGET, Tags.REGRESSION]))
         + liked
     )
@@ -418,6 +429,7 @@ def test_the_index_of_a_frame_is_no_place_of_a_row(stock, tmp_path):
     ("change", "raw", "words"),
     [
         (lambda t: t.drop(["user"]), True, r"Missing: 'user' in .*raw.parquet, which has: 'dwell'"),
+        (lambda t: t.drop(["weeks"]), True, r"Missing: 'weeks' in .*raw.parquet, which has: "),
         (lambda t: t, False, r"column 'user' must hold integer ids|need --raw \(raw=True\)"),
         (lambda t: t.set_column(5, "visits", [["a"] * len(t)]), True, "row group 0, 70 rows from"),
     ],

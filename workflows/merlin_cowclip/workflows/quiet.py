@@ -1,11 +1,12 @@
-"""Import Merlin without its noise: missing torch and triton mappings, TensorFlow's start-up lines.
+"""Merlin without its noise: of imports, and of an operator whose error is told in our own words.
 
-Only imports are silenced; whatever happens later is heard.
+Missing torch and triton mappings, TensorFlow's start-up lines; whatever else happens is heard.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import warnings
 from collections.abc import Iterator
@@ -22,3 +23,15 @@ def quiet_imports() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
+
+
+@contextlib.contextmanager
+def quiet_operators() -> Iterator[None]:
+    """Silence the traceback that Merlin logs of an operator that fails, and raises all the same."""
+    logger = logging.getLogger("merlin")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import cloudpickle
-
 from merlin_cowclip.workflows.data.datasets import DatasetSpec
 from merlin_cowclip.workflows.data.prepared import PreparedData
-from merlin_cowclip.workflows.errors import UserError
+from merlin_cowclip.workflows.data.raw_columns import RawColumns, a_row
+from merlin_cowclip.workflows.errors import UserError, clipped, quoted
 from merlin_cowclip.workflows.folders import all_or_nothing, refuse_existing, write_json
 from merlin_cowclip.workflows.manifest import manifest_of
 from merlin_cowclip.workflows.progress import catching_up_shown, progress_bar
+from merlin_cowclip.workflows.quiet import quiet_operators
 from merlin_cowclip.workflows.serving.packages import needed_by
 from merlin_cowclip.workflows.serving.rare_rows import Cost, check_percent, costs, drop, rare_ids
 from merlin_cowclip.workflows.serving.repository import (
@@ -22,11 +22,16 @@ from merlin_cowclip.workflows.serving.repository import (
     RECORD,
     VERSION,
     Repository,
+    load_ensemble,
+    transformed,
 )
 from merlin_cowclip.workflows.training.runs import Run
 
 if TYPE_CHECKING:
     import nvtabular as nvt
+
+    from merlin_cowclip.workflows.serving.served_network import ServedNetwork
+    from merlin_cowclip.workflows.serving.served_workflow import ServedWorkflow
 
 PACKAGES = (  # of a server's Python; the network needs none of them
     *("merlin-cowclip", "merlin-systems", "merlin-core", "nvtabular"),
@@ -63,8 +68,8 @@ def export(
 
     Raises:
       UserError: `out` exists or cannot be made, the extra is not installed, the run has no such
-        model, the workflow must not be loaded or cannot, Triton has no type for a raw column, or
-        `drop_rare` is no share of occurrences.
+        model, the workflow must not be loaded or cannot, Triton has no type for a raw column, the
+        workflow fails without what a request has not, or `drop_rare` is no share of occurrences.
     """
     out = Path(out)
     refuse_existing(out)
@@ -104,6 +109,8 @@ def export(
         with all_or_nothing(out) as folder:
             entry, models = ensemble.export(str(folder), name=ENTRY)
             (folder / ENTRY / VERSION / "model.py").write_text(_MODEL_PY, encoding="utf-8")
+            if run.is_adopted:  # of operators that are not ours
+                _check_answers(run, folder, encode, network, trust=trust_workflow)
             record = {
                 "format": FORMAT_VERSION,
                 "run": str(run.path.resolve()),
@@ -161,24 +168,54 @@ def _workflow(run: Run, spec: DatasetSpec, *, trust: bool) -> nvt.Workflow:
     workflow = run.workflow(trust=trust)
     if not run.is_adopted:
         return workflow.remove_inputs([spec.label])
-    saved = cloudpickle.dumps(workflow)
-    wanted = set(spec.fields)
-
-    def without(columns: Sequence[str]) -> Any:
-        found = cloudpickle.loads(saved)
-        return found.remove_inputs(list(columns)) if columns else found
-
-    removed: list[str] = []
-    for name in workflow.input_schema.column_names:
-        if wanted <= set(without([*removed, name]).output_schema.column_names):
-            removed.append(name)
-    if spec.label in workflow.input_schema.column_names and spec.label not in removed:
+    columns = RawColumns(workflow, spec.fields)
+    removed = columns.spare()
+    if spec.label in columns.names and spec.label not in removed:
         raise UserError(
             f"the inputs of what is served must not need the label. Received: {run.path}, whose "
-            f"workflow makes one of {spec.label!r}. Fit a workflow that does without, and train "
-            "again"
+            f"workflow needs {spec.label!r} to make them. Fit a workflow that does without, and "
+            "train again"
         )
-    return without(removed)
+    return columns.remove(removed)
+
+
+def _check_answers(
+    run: Run, folder: Path, encode: ServedWorkflow, network: ServedNetwork, *, trust: bool
+) -> None:
+    """See that what was exported takes a row that the run's workflow takes.
+
+    A workflow's schema does not say all that its operators read. Where the whole workflow does not
+    take a row of our making, which may be none of its own, nothing is known.
+
+    Raises:
+      UserError: it does not.
+    """
+    from merlin_cowclip.workflows.serving.served_workflow import ServedWorkflow
+
+    workflow = run.workflow(trust=trust)
+    row = a_row(workflow.input_schema)
+    spec = DatasetSpec.from_dict(encode.spec)
+    whole = ServedWorkflow(
+        workflow, spec, encode.cardinalities, encode.output_schema, is_adopted=True
+    )
+    whole.input_schema = workflow.input_schema
+    with quiet_operators():
+        try:
+            whole.transform(None, row)
+        except Exception:  # whatever the user's own operators raise
+            return
+        try:
+            transformed(load_ensemble(folder, lambda name: network), row)
+        except Exception as error:
+            cause = error.__cause__ or error
+            gone = [name for name in row if name not in encode.input_schema.column_names]
+            how = f"without {quoted(gone, brief=True)}" if gone else "saved again"
+            raise UserError(
+                "what is exported must take the rows that the run's workflow takes. Received: "
+                f"{run.path}, whose workflow {how} fails: "
+                f"{type(cause).__name__}: {clipped(str(cause))}. Fit a workflow whose operators "
+                "name all that they read (a LambdaOp: dependency=[…]), and train again"
+            ) from error
 
 
 def _check_types(raw: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -86,24 +86,13 @@ class Repository:
         with quiet_imports():
             from merlin_cowclip.plugins._stack import quiet_stack, tf
             from merlin_cowclip.workflows.serving.served_network import SIGNATURE
-            from merlin_cowclip.workflows.serving.systems import Ensemble, PredictTensorflow
 
-        ensemble = Ensemble.load(str(self.path / ENSEMBLE))
-        for node in _nodes(ensemble):
-            # As exported it asks a server for the network; within it is the operator that runs it
-            # here, whose model is left out of the pickle and in no artifact.
-            inner_op = getattr(node.op, "op", None)
-            if isinstance(inner_op, PredictTensorflow):
-                name = node.op.tf_model_name
-                with quiet_stack():
-                    model = tf.saved_model.load(
-                        str(self.path / name / VERSION / "model.savedmodel")
-                    )
-                node.op = inner_op
-                node.op.model = _Called(model.signatures[SIGNATURE], model)
-            else:
-                node.op.load_artifacts(str(self.path / ENSEMBLE))
-        return ensemble
+        def network(name: str) -> _Called:
+            with quiet_stack():
+                model = tf.saved_model.load(str(self.path / name / VERSION / "model.savedmodel"))
+            return _Called(model.signatures[SIGNATURE], model)
+
+        return load_ensemble(self.path, network)
 
     def predict(self, frame: pd.DataFrame, *, trust: bool = False) -> np.ndarray:
         """Probabilities of raw rows, n float32, as a server answers.
@@ -116,16 +105,13 @@ class Repository:
         Raises:
           UserError: a column is missing or a row is refused; and as `ensemble`.
         """
-        with quiet_imports():
-            from merlin.dag.runtime import Runtime
-
         missing = [name for name in self.record["columns"] if name not in frame.columns]
         if missing:
             raise UserError(
                 f"a request must have every column. Missing: {quoted(missing, brief=True)} in "
                 f"{quoted(frame.columns, brief=True)}"
             )
-        out = self.ensemble(trust=trust).transform(frame, runtime=Runtime())
+        out = transformed(self.ensemble(trust=trust), frame)
         return np.asarray(out[self.record["output"]], np.float32)
 
 
@@ -141,6 +127,38 @@ class _Called:
 
     def __call__(self, inputs: Mapping[str, Any]) -> Any:
         return self.signature(**inputs)
+
+
+def load_ensemble(repository: Path, network: Callable[[str], Any]) -> Any:
+    """The ensemble of a repository, to run in this process.
+
+    Args:
+      repository: the folder.
+      network: by its name there, what is called with the network's inputs.
+    """
+    with quiet_imports():
+        from merlin_cowclip.workflows.serving.systems import Ensemble, PredictTensorflow
+
+    ensemble = Ensemble.load(str(repository / ENSEMBLE))
+    for node in _nodes(ensemble):
+        # As exported it asks a server for the network; within it is the operator that runs it
+        # here, whose model is left out of the pickle and in no artifact.
+        inner_op = getattr(node.op, "op", None)
+        if isinstance(inner_op, PredictTensorflow):
+            name = node.op.tf_model_name
+            node.op = inner_op
+            node.op.model = network(name)
+        else:
+            node.op.load_artifacts(str(repository / ENSEMBLE))
+    return ensemble
+
+
+def transformed(ensemble: Any, frame: pd.DataFrame) -> Any:
+    """What an ensemble answers to a frame, in this process."""
+    with quiet_imports():
+        from merlin.dag.runtime import Runtime
+
+    return ensemble.transform(frame, runtime=Runtime())
 
 
 def _nodes(ensemble: Any) -> list[Any]:

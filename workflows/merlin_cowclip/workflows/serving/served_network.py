@@ -7,6 +7,7 @@ takes offsets of int64, where Merlin Systems tells Triton int32.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 from merlin_cowclip.plugins._stack import ColumnSchema, Schema, mm, quiet_stack, tf
@@ -53,6 +54,10 @@ class ServedNetwork:
         """The probability of a click."""
         return Schema([ColumnSchema(PROBABILITY, dtype="float32", dims=(None,))])
 
+    def __call__(self, inputs: Mapping[str, tf.Tensor]) -> dict[str, tf.Tensor]:
+        """The outputs by name, as the SavedModel has them."""
+        return {PROBABILITY: self._probabilities(inputs)}
+
     def save(self, path: str | os.PathLike[str], include_optimizer: bool = False) -> None:
         """Write the SavedModel.
 
@@ -64,7 +69,7 @@ class ServedNetwork:
 
         @tf.function(input_signature=[specs])
         def serve(inputs: dict[str, tf.Tensor]) -> dict[str, tf.Tensor]:
-            return {PROBABILITY: self._probabilities(inputs)}
+            return self(inputs)
 
         module = tf.Module()
         with quiet_stack():
@@ -85,7 +90,7 @@ class ServedNetwork:
         return {name: one(name, dtype) for name, dtype in types}
 
     @tf.autograph.experimental.do_not_convert
-    def _probabilities(self, inputs: dict[str, tf.Tensor]) -> tf.Tensor:
+    def _probabilities(self, inputs: Mapping[str, tf.Tensor]) -> tf.Tensor:
         """As `Predictor` has them."""
         features: dict[str, Any] = {}
         for name in (*self._spec.categorical, *self._spec.continuous):

@@ -27,8 +27,10 @@ from merlin_cowclip.workflows.data.encoded_rows import (
 from merlin_cowclip.workflows.data.etl import READERS
 from merlin_cowclip.workflows.data.existing_parquet import check_present, check_types, open_files
 from merlin_cowclip.workflows.data.inputs import expand_inputs, refuse_twice, refuse_unreadable
+from merlin_cowclip.workflows.data.raw_columns import RawColumns
 from merlin_cowclip.workflows.data.raw_logs import FileState, RawLog, column_of, unchanged
 from merlin_cowclip.workflows.errors import UserError, clipped, quoted
+from merlin_cowclip.workflows.quiet import quiet_operators
 from merlin_cowclip.workflows.training.rows import Rows
 from merlin_cowclip.workflows.training.runs import Run
 
@@ -235,19 +237,17 @@ class _RawParquet(_Parquet):
 
     def _look(self) -> None:
         first, *others = self._files
-        self._workflow = self._run.workflow(trust=self._trust)
-        wanted = list(self._workflow.input_schema.column_names)
-        self._columns = [name for name in wanted if name in first.schema.names]
-        lacking = [name for name in wanted if name not in first.schema.names]
-        if lacking:
-            self._workflow.remove_inputs(lacking)
-        if not self._gives_all(self._workflow):
-            needed = [name for name in lacking if not self._does_without(name)]
+        raw = RawColumns(self._run.workflow(trust=self._trust), self._spec.fields)
+        self._columns = [name for name in raw.names if name in first.schema.names]
+        lacking = [name for name in raw.names if name not in first.schema.names]
+        if not raw.may_lack(lacking):
+            needed = [name for name in lacking if not raw.may_lack([name])] or lacking
             raise UserError(
                 "every column of which the workflow makes an input must be in the file. Missing: "
                 f"{quoted(needed, brief=True)} in {first.path}, which has: "
                 f"{quoted(first.schema.names, brief=True)}"
             )
+        self._workflow = raw.remove(lacking)
         for file in others:
             gone = [name for name in self._columns if name not in file.schema.names]
             more = [name for name in lacking if name in file.schema.names]
@@ -259,18 +259,12 @@ class _RawParquet(_Parquet):
                 )
         self.labelled = self._spec.label in self._workflow.output_schema.column_names
 
-    def _gives_all(self, workflow: Any) -> bool:
-        return set(self._spec.fields) <= set(workflow.output_schema.column_names)
-
-    def _does_without(self, column: str) -> bool:
-        workflow = self._run.workflow(trust=self._trust)
-        return self._gives_all(workflow.remove_inputs([column]))
-
     def _encoded(self, batch: pa.RecordBatch, place: Place) -> pa.RecordBatch:
         try:
             # With rows 0, 1, 2, … and no column in the index, whatever pandas has written.
             frame = batch.to_pandas().reset_index()[self._columns]
-            out = self._workflow.transform(frame)[self._wanted]
+            with quiet_operators():
+                out = self._workflow.transform(frame)[self._wanted]
             encoded = pa.RecordBatch.from_pandas(out, preserve_index=False)
         except Exception as error:  # whatever the user's own operators raise
             raise UserError(

@@ -1,0 +1,95 @@
+"""Which raw columns the rows of a workflow may lack: what is left of it transforms without them."""
+
+from __future__ import annotations
+
+import cloudpickle
+import numpy as np
+import pandas as pd
+import pytest
+
+from merlin_cowclip.workflows.data.raw_columns import RawColumns, a_row
+from merlin_cowclip.workflows.quiet import quiet_imports
+
+with quiet_imports():
+    import nvtabular as nvt
+    from nvtabular import ops
+
+pytestmark = pytest.mark.filterwarnings("ignore:Initializing an NVTabular Dataset in CPU mode")
+ROWS, LABEL = 60, ["label"]
+LOG = pd.DataFrame(
+    {
+        "user": np.arange(ROWS) % 7,
+        "genres": [["a", "b"]] * ROWS,
+        "visits": np.arange(ROWS) % 5 + 1,
+        "weeks": np.arange(ROWS) % 3 + 1.0,
+        "day": pd.date_range("2024-01-01", periods=ROWS),
+        "label": np.arange(ROWS) % 2,
+    }
+)
+
+
+def each(_):
+    """Another column is read beside, as an operator makes it."""
+    named = ["weeks"] >> ops.FillMissing()
+    visits = ["visits"] >> ops.LambdaOp(lambda c, rows: c / rows["weeks"], dependency=[named])
+    return visits + LABEL, {"user", "genres", "visits", "weeks"}
+
+
+def of_the_label(_):
+    """Where the label is made of another beside, neither is needed."""
+    liked = ["label"] >> ops.LambdaOp(lambda c, rows: c > rows["weeks"], dependency=["weeks"])
+    return ["visits"] + (liked >> ops.Rename(name="liked")), {"user", "genres", "visits"}
+
+
+def encoded(out):
+    """NVTabular says that it makes this without its target."""
+    made = ["visits"] >> ops.TargetEncoding("label", out_path=out, kfold=1)
+    return made, {"user", "genres", "visits", "label"}
+
+
+def joined(out):
+    joining = ops.JoinGroupby(cont_cols=["weeks"], stats=["mean"], out_path=out)
+    return (["visits"] >> joining) + LABEL, {"user", "genres", "visits", "weeks"}
+
+
+def of_a_time(_):
+    """NVTabular says that it makes this without the time: two nodes use it, one of them unused."""
+    days = ["day"] >> ops.LambdaOp(lambda column: column.dt.day) >> ops.Rename(postfix="_of")
+    return days + LABEL, {"user", "genres", "day"}
+
+
+@pytest.mark.parametrize("case", [each, of_the_label, encoded, joined, of_a_time])
+def test_columns_that_may_be_lacking(case, tmp_path):
+    made, needed = case(str(tmp_path / "stats"))
+    ids = ["user", "genres"] >> ops.Categorify(out_path=str(tmp_path / "ids"))
+    workflow = nvt.Workflow(ids + made)
+    workflow.fit(nvt.Dataset(LOG))
+    whole = workflow.transform(LOG)
+    wanted = [name for name in whole if name not in ("label", "liked")]
+    row = workflow.transform(a_row(workflow.input_schema))
+    columns = RawColumns(workflow, wanted)
+    assert columns.may_lack(set(columns.names) - needed)
+    for name in needed:
+        assert not columns.may_lack([name])
+    left = columns.remove(columns.spare())
+    assert set(left.input_schema.column_names) == needed
+    assert set(left.output_schema.column_names) == set(wanted)
+    pd.testing.assert_frame_equal(left.transform(LOG[[*needed]])[wanted], whole[wanted])
+    assert len(row) == 1
+
+
+def test_what_is_left_of_a_workflow(tmp_path):
+    """Without a column of which several things are made; of one operator some stay."""
+    ids = ["user", "genres", "visits"] >> ops.Categorify(out_path=str(tmp_path))
+    each_week = ["visits"] >> ops.LambdaOp(lambda c, r: c / r["weeks"], dependency=["weeks"])
+    workflow = nvt.Workflow(ids + (each_week >> ops.Rename(postfix="_each")) + ["label"])
+    workflow.fit(nvt.Dataset(LOG))
+    whole = workflow.transform(LOG)
+    for gone, left in (
+        ("visits", ["user", "genres", "label"]),
+        ("weeks", ["user", "genres", "visits", "label"]),
+        ("label", ["user", "genres", "visits", "visits_each"]),
+    ):
+        columns = RawColumns(cloudpickle.loads(cloudpickle.dumps(workflow)), left)
+        found = columns.remove([gone]).transform(LOG.drop(columns=gone))
+        pd.testing.assert_frame_equal(found, whole[left])

@@ -1,0 +1,115 @@
+"""The raw columns of a saved NVTabular workflow, and what is left of it without some of them.
+
+NVTabular's own `remove_inputs` goes by what each operator makes of its own columns. It leaves what
+reads another beside them (LambdaOp's dependencies, the target of TargetEncoding), and passes over
+operators that several others use; what is left then fails on every row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+
+from merlin_cowclip.workflows.quiet import quiet_imports
+
+if TYPE_CHECKING:
+    import nvtabular as nvt
+    from merlin.dag import Node
+    from merlin.schema import ColumnSchema, Schema
+
+
+class RawColumns:
+    """The raw columns of a workflow.
+
+    Args:
+      workflow: fitted.
+      wanted: the columns that it is to make.
+    """
+
+    def __init__(self, workflow: nvt.Workflow, wanted: Iterable[str]) -> None:
+        with quiet_imports():
+            from merlin.dag import postorder_iter_nodes
+
+        self._workflow = workflow
+        self._wanted = set(wanted)
+        self._nodes = list(postorder_iter_nodes(workflow.output_node))  # that of the output last
+        self._made_of = [_made_of(node) for node in self._nodes]
+        self.names = list(workflow.input_schema.column_names)
+
+    def may_lack(self, columns: Collection[str]) -> bool:
+        """Whether the wanted columns are made without these."""
+        *_, (_, gone) = self._lost(columns)
+        return self._wanted <= self._made_of[-1].keys() - gone
+
+    def spare(self) -> list[str]:
+        """The columns that rows may lack, all at once."""
+        found: list[str] = []
+        for name in self.names:
+            if self.may_lack([*found, name]):
+                found.append(name)
+        return found
+
+    def remove(self, columns: Collection[str]) -> nvt.Workflow:
+        """Make the workflow one for rows that lack some columns, without what is made of them."""
+        with quiet_imports():
+            from merlin.dag import ColumnSelector
+
+        lost = list(self._lost(columns))  # as long as every node is there
+        for node, (lacking, gone) in zip(self._nodes, lost, strict=True):
+            node.input_schema = node.input_schema.without(list(lacking))
+            node.output_schema = node.output_schema.without(list(gone))
+            if node.selector:
+                node.selector = node.selector.filter_columns(ColumnSelector(list(lacking)))
+            node.parents = _with_outputs(node.parents)
+            node.dependencies = _with_outputs(node.dependencies)
+        return self._workflow
+
+    def _lost(self, columns: Collection[str]) -> Iterator[tuple[set[str], set[str]]]:
+        """Of each node which inputs and outputs are gone without some raw columns."""
+        gone: dict[int, set[str]] = {}
+        left: dict[int, set[str]] = {}
+        for node, made in zip(self._nodes, self._made_of, strict=True):
+            above = [id(one) for one in node.parents_with_dependencies]
+            lacking = set().union(*(gone[one] for one in above)) if above else set(columns)
+            lacking = lacking.difference(*(left[one] for one in above))
+            gone[id(node)] = {name for name, inputs in made.items() if inputs & lacking}
+            left[id(node)] = made.keys() - gone[id(node)]
+            yield lacking, gone[id(node)]
+
+
+def _made_of(node: Node) -> dict[str, set[str]]:
+    """Of which inputs a node makes each of its outputs."""
+    inputs, mapping = set(node.input_schema.column_names), node.column_mapping
+    beside: set[str] = set()
+    if node.op.dependencies:  # of which some operators' mappings know, and some do not
+        beside = set(node.dependency_columns.names).difference(*mapping.values())
+    made = {}
+    for name in node.output_schema.column_names:
+        own = set(mapping.get(name, [name])) & (inputs | beside)
+        made[name] = (own or inputs) | beside
+    return made
+
+
+def _with_outputs(nodes: Iterable[Any]) -> list[Any]:
+    """The nodes that still make something; some stand in lists of their own."""
+    left = []
+    for node in nodes:
+        if isinstance(node, list):
+            left += [some] if (some := _with_outputs(node)) else []
+        elif node.output_schema.column_names:
+            left.append(node)
+    return left
+
+
+def a_row(schema: Schema) -> pd.DataFrame:
+    """A row of the types of a schema, each value of which is 1."""
+    return pd.DataFrame({column.name: pd.Series([_one(column)]) for column in schema})
+
+
+def _one(column: ColumnSchema) -> Any:
+    kind = np.dtype(column.dtype.to_numpy)
+    value = "1" if kind.kind in "OSU" else np.ones(1, np.int64).astype(kind)[0]
+    return [value] if column.is_list else value
