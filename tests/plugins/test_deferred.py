@@ -456,7 +456,71 @@ def test_a_loop_by_an_optimizer_that_lookups_do_not_know_is_refused():
     with pytest.raises(ValueError, match=r"another optimizer was made for since.*bind\(model\)"):
         step()
     first.bind(model)
-    step()
+    traced = tf.function(step, autograph=False)
+    traced()
+    second = CowClipOptimizer.for_model(model, OTHER, update="exact")
+    with pytest.raises(tf.errors.InvalidArgumentError, match="another optimizer was made for"):
+        traced()
+    first.bind(model)
+    traced()
+    del second
+
+
+def test_a_fit_within_a_fit_of_another_model_is_refused():
+    """Keras asks for its step once a fit: it is too late to take the tables back."""
+    model = model_of("deferred")
+    data = tf.data.Dataset.from_generator(
+        lambda: batches(3),
+        output_signature=tf.nest.map_structure(
+            lambda one: tf.TensorSpec.from_tensor(one), next(batches(1))
+        ),
+    )
+    other = mm.Model(
+        next(one for one in model._flatten_layers() if one.name == "embeddings"),
+        tf.keras.layers.Flatten(),
+        mm.BinaryOutput("y"),
+        schema=schema(),
+    )
+    x, y = next(batches(1))
+    other(x)
+    other.compile(optimizer=CowClipOptimizer.for_model(other, OTHER, update="exact"), metrics=[])
+    between = tf.keras.callbacks.LambdaCallback(on_epoch_end=lambda *_: other.train_on_batch(x, y))
+    with pytest.raises(tf.errors.InvalidArgumentError, match="or has begun to train"):
+        model.fit(data, epochs=2, verbose=0, callbacks=[between])
+
+
+def test_a_cell_that_is_run_twice():
+    """Of a model that is not built yet."""
+    model = deepfm(schema(), embedding_dim=4, mlp=(8,))
+    for _ in range(2):
+        optimizer = CowClipOptimizer.for_model(model, HP, update="deferred")
+        model.compile(optimizer=optimizer, metrics=[])
+    model.train_on_batch(*next(batches(1)))
+
+
+def test_another_optimizer_while_a_model_predicts():
+    model = trained("deferred", 3)
+    x = tf.data.Dataset.from_tensors(next(batches(1))[0]).repeat(3)
+    expected = model.predict(x, verbose=0)
+    made = []
+
+    def make(*_):
+        made.append(CowClipOptimizer.for_model(model, OTHER, update="deferred"))
+
+    callback = tf.keras.callbacks.LambdaCallback(on_predict_batch_end=make)
+    np.testing.assert_allclose(
+        model.predict(x, verbose=0, callbacks=[callback]), expected, rtol=1e-5
+    )
+    assert len(made) == 3
+
+
+@pytest.mark.parametrize("update", ["exact", "deferred"])
+def test_a_layer_is_pickled(update):
+    layer = model_of(update).get_layer(index=0)
+    layer = next(one for one in layer._flatten_layers() if one.name == "embeddings")
+    (spec,) = pickle.loads(pickle.dumps(layer)).table_specs()
+    assert spec.access.owner() is None
+    assert spec.access.bring_up is None
 
 
 def test_fields_by_name():

@@ -241,6 +241,11 @@ class CowClipOptimizer(Observable, StepsTogether, FollowsFits, RefusesOptions, m
     def _take_tables(self) -> None:
         take_over(self, self._specs or ())
 
+    def has_tables(self, it_has: bool) -> None:
+        """Its tables are looked up for it, or one of them for another optimizer from now on."""
+        for part in self._tables:
+            part.has_tables(it_has)
+
     def catch_up(self) -> None:
         """With `update="deferred"`, make all rows of all tables as `"exact"` would have them.
 
@@ -250,11 +255,11 @@ class CowClipOptimizer(Observable, StepsTogether, FollowsFits, RefusesOptions, m
         """
         if self._specs is None:
             return
+        catch_up_by_others(self, self._specs)
         if self.update_mode == "deferred":
             self._own()
             for part in self._table_parts():
                 part.catch_up()
-        catch_up_by_others(self, self._specs)
 
     def _table_parts(self) -> Sequence[TablePart]:
         return self._tables
@@ -293,7 +298,8 @@ class CowClipOptimizer(Observable, StepsTogether, FollowsFits, RefusesOptions, m
             unclipped.bind_tables(shares[1])
             self._bound = tuple(owner)
             if self.update_mode == "deferred":
-                keep(self, (reference.deref() for reference in owner))
+                specs = (spec for share in shares for spec in share)
+                keep(self, (s.variable for s in specs if s.access.owner() is self))
         return owner
 
     @contextlib.contextmanager

@@ -17,7 +17,7 @@ from merlin_cowclip.plugins.joining import JoinedRows, RowSums, gathered, over_a
 from merlin_cowclip.plugins.row_sums import beside, once_per_graph, sum_per_row, unique_rows
 
 _LOOKED_AT = 256  # rows of a rank that are compared with other ranks'
-_DISTINCT = 8  # so many different numbers are not the same by chance
+_DISTINCT = 8  # so many different rows are not the same by chance
 
 
 class Shard(NamedTuple):
@@ -53,8 +53,10 @@ def check_apart(parts: Iterable[tuple[str, tf.Variable, Shard]]) -> None:
     for name, variable, shard in parts:
         looked_at = min(shard.num_rows // shard.size, _LOOKED_AT)
         places = np.linspace(0, max(shard.num_rows // shard.size - 1, 0), looked_at).astype(int)
-        of_all = gathered(np.asarray(tf.gather(variable, places))[np.newaxis])
-        if np.unique(of_all[0]).size < _DISTINCT:
+        # Of the value: rows gathered from the variable would mark it, as `TableAccess` says.
+        mine = tf.gather(tf.convert_to_tensor(variable), places)
+        of_all = gathered(np.asarray(mine)[np.newaxis])
+        if len(np.unique(of_all[0], axis=0)) < _DISTINCT:
             continue  # as they begin, with zeros, or as somebody set them
         same = [rank for rank in range(1, shard.size) if np.array_equal(of_all[0], of_all[rank])]
         if same:

@@ -47,6 +47,10 @@ class TableAccess:
     is_used: bool = False
     shard: Shard | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Of copies and pickles, whose variable is another one: without any optimizer."""
+        return self.__dict__ | {"owner": _nobody, "bring_up": None}
+
     def gather(self, variable: tf.Variable, rows: tf.Tensor) -> tf.Tensor:
         """The rows of a V×d table, by row numbers of any shape: that shape × d.
 

@@ -7,6 +7,7 @@ wait catch up before they are read. Another one's step would take rows for curre
 from __future__ import annotations
 
 import functools
+import types
 import weakref
 from collections.abc import Iterable
 from typing import Any
@@ -32,8 +33,8 @@ def take_over(mine: Any, specs: Iterable[TableSpec]) -> None:
         if before is mine:
             continue
         waited = access.bring_up is not None
+        catch_up_by_others(mine, [spec])
         if spec.layer.built:
-            catch_up_by_others(mine, [spec])
             keep(mine if is_deferred else None, [spec.variable])
         # By weak references: a layer's copy takes no copy of the optimizer along.
         access.owner = weakref.ref(mine)
@@ -42,13 +43,17 @@ def take_over(mine: Any, specs: Iterable[TableSpec]) -> None:
         if waited or is_deferred:
             _trace_anew(before)
             _trace_anew(mine)
+        if before is not None:
+            before.has_tables(False)
+    mine.has_tables(True)
 
 
 def catch_up_by_others(mine: Any, specs: Iterable[TableSpec]) -> None:
     """Let rows of these tables catch up that wait by another optimizer, of another model say."""
     for spec in specs:
-        if spec.access.bring_up is not None and spec.access.owner() is not mine:
-            spec.access.bring_up(spec.variable, None)
+        access = spec.access
+        if access.bring_up is not None and access.owner() is not mine and spec.layer.built:
+            access.bring_up(spec.variable, None)
 
 
 def keep(optimizer: Any, variables: Iterable[tf.Variable]) -> None:
@@ -64,8 +69,14 @@ def _trace_anew(optimizer: Any) -> None:
     """What Keras has traced to evaluate and predict reads tables as they were known then."""
     reference = getattr(optimizer, "_model", None)
     model = None if reference is None else reference()
-    if model is not None:
-        model.__dict__.update(dict.fromkeys(_READING))
+    for name in _READING if model is not None else ():
+        if getattr(model, name, None) is not None:  # which may be at work, and called again
+            model.__dict__[name] = types.MethodType(functools.partial(_anew, name), model)
+
+
+def _anew(name: str, model: Any, iterator: Any) -> Any:
+    """What Keras calls in the place of its function, until it is made again."""
+    return getattr(model, f"make_{name}")(force=True)(iterator)
 
 
 def check_taken(mine: Any, specs: Iterable[TableSpec]) -> None:

@@ -13,6 +13,11 @@ from merlin_cowclip.plugins.slow_mode import Adam
 from merlin_cowclip.plugins.tables import TableSpec
 
 _MOST_STEPS = 2**24  # whose numbers float32 holds
+_TAKEN = (
+    "update='deferred' trains tables that are looked up for it. Received: a step on tables that "
+    "another optimizer was made for since, or has begun to train. Call optimizer.bind(model) "
+    "before the step, and trace what reads the tables anew"
+)
 _TOO_MANY = (
     "update='deferred' must make at most 16777216 steps: rows keep the number of one in float32. "
     "Received: one more. Use update='exact'"
@@ -52,6 +57,7 @@ class WaitingRows:
         """
         self._last: dict[Any, tf.Variable] = {}
         self._late_rate: tf.Variable | None = None
+        self._has_tables: tf.Variable | None = None
         if self.update == "deferred":
             self._check_deferred(learning_rate)
 
@@ -92,11 +98,19 @@ class WaitingRows:
                 return tf.identity(learning_rate)
 
         def check() -> tf.Tensor:
-            with tf.control_dependencies([unless(learning_rate * self.l2 > most, data)]):
-                return unless(too_many, [_TOO_MANY])
+            unstable = unless(learning_rate * self.l2 > most, data)
+            with tf.control_dependencies([unstable, unless(too_many, [_TOO_MANY])]):
+                return unless(taken, [_TAKEN])
 
-        too_many = self.iterations >= _MOST_STEPS
-        return tf.cond(tf.logical_or(is_another, too_many), check, lambda: learning_rate)
+        assert self._has_tables is not None
+        too_many, taken = self.iterations >= _MOST_STEPS, self._has_tables < 0.5
+        looked_at = tf.logical_or(is_another, tf.logical_or(too_many, taken))
+        return tf.cond(looked_at, check, lambda: learning_rate)
+
+    def has_tables(self, it_has: bool) -> None:
+        """Whether its tables are looked up for it, or for another optimizer."""
+        if self._has_tables is not None:
+            self._has_tables.assign(float(it_has))
 
     def _create_slots(self, var_list: Sequence[tf.Variable]) -> None:
         super()._create_slots(var_list)  # type: ignore[misc]
@@ -106,12 +120,16 @@ class WaitingRows:
         for variable in var_list:
             if not self._waits(variable):
                 # No slot: those must have the variable's shape when Keras loads them.
-                name = f"last_{len(self._last)}"
+                # By its place: the first step may come to the tables in another order.
+                known = list(self._specs)
+                place = known.index(variable.ref()) if variable.ref() in known else len(self._last)
+                name = f"last_{place}"
                 # It missed nothing yet, whatever other tables have been trained.
                 made = float(tf.keras.backend.get_value(self.iterations))
                 self._last[variable.ref()] = self._own_weight(name, (variable.shape[0], 1), made)
         if self._late_rate is None:
             self._late_rate = self._own_weight("late_rate", (), 0.0)
+            self._has_tables = tf.Variable(1.0, trainable=False)  # no state: nothing saves it
 
     def _own_weight(self, name: str, shape: tuple[int, ...], value: float) -> tf.Variable:
         initializer = tf.keras.initializers.Constant(value)

@@ -47,6 +47,12 @@ def encoded(out):
     return made, {"user", "genres", "visits", "label"}
 
 
+def together(out):
+    """A column that is there for the joint vocabulary alone."""
+    cats = [["visits", "weeks"]] >> ops.Categorify(encode_type="joint", out_path=out)
+    return cats["visits"] + LABEL, {"user", "genres", "visits", "weeks"}
+
+
 def joined(out):
     joining = ops.JoinGroupby(cont_cols=["weeks"], stats=["mean"], out_path=out)
     return (["visits"] >> joining) + LABEL, {"user", "genres", "visits", "weeks"}
@@ -58,7 +64,7 @@ def of_a_time(_):
     return days + LABEL, {"user", "genres", "day"}
 
 
-@pytest.mark.parametrize("case", [each, of_the_label, encoded, joined, of_a_time])
+@pytest.mark.parametrize("case", [each, of_the_label, encoded, together, joined, of_a_time])
 def test_columns_that_may_be_lacking(case, tmp_path):
     made, needed = case(str(tmp_path / "stats"))
     ids = ["user", "genres"] >> ops.Categorify(out_path=str(tmp_path / "ids"))

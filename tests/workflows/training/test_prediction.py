@@ -418,6 +418,7 @@ def test_the_index_of_a_frame_is_no_place_of_a_row(stock, tmp_path):
         ("later", rows.set_index(pd.RangeIndex(5, 5 + len(rows)))),
         ("backwards", rows.set_index(pd.RangeIndex(len(rows), 0, -1))),
         ("named", rows.set_index("user")),
+        ("of the same name", rows.rename_axis("item")),
     ):
         file = tmp_path / f"{name}.parquet"
         written.to_parquet(file)

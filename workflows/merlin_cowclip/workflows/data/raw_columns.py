@@ -62,7 +62,9 @@ class RawColumns:
             node.input_schema = node.input_schema.without(list(lacking))
             node.output_schema = node.output_schema.without(list(gone))
             if node.selector:
-                node.selector = node.selector.filter_columns(ColumnSelector(list(lacking)))
+                groups = [g for g in node.selector.subgroups if not lacking & set(g.names)]
+                names = [name for name in node.selector._names if name not in lacking]
+                node.selector = ColumnSelector(names, subgroups=groups)
             node.parents = _with_outputs(node.parents)
             node.dependencies = _with_outputs(node.dependencies)
         return self._workflow
@@ -86,9 +88,11 @@ def _made_of(node: Node) -> dict[str, set[str]]:
     beside: set[str] = set()
     if node.op.dependencies:  # of which some operators' mappings know, and some do not
         beside = set(node.dependency_columns.names).difference(*mapping.values())
+    groups = [set(group.names) for group in node.selector.subgroups] if node.selector else []
     made = {}
     for name in node.output_schema.column_names:
         own = set(mapping.get(name, [name])) & (inputs | beside)
+        own |= set().union(*(group for group in groups if group & own))  # encoded together
         made[name] = (own or inputs) | beside
     return made
 

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from merlin_cowclip.workflows.data.datasets import DatasetSpec
 from merlin_cowclip.workflows.data.prepared import PreparedData
 from merlin_cowclip.workflows.data.raw_columns import RawColumns, a_row
@@ -182,7 +184,7 @@ def _workflow(run: Run, spec: DatasetSpec, *, trust: bool) -> nvt.Workflow:
 def _check_answers(
     run: Run, folder: Path, encode: ServedWorkflow, network: ServedNetwork, *, trust: bool
 ) -> None:
-    """See that what was exported takes a row that the run's workflow takes.
+    """See that what was exported takes a row that the run's workflow takes, and encodes it alike.
 
     A workflow's schema does not say all that its operators read. Where the whole workflow does not
     take a row of our making, which may be none of its own, nothing is known.
@@ -196,16 +198,25 @@ def _check_answers(
     row = a_row(workflow.input_schema)
     spec = DatasetSpec.from_dict(encode.spec)
     whole = ServedWorkflow(
-        workflow, spec, encode.cardinalities, encode.output_schema, is_adopted=True
+        workflow,
+        spec,
+        encode.cardinalities,
+        encode.output_schema,
+        is_adopted=True,
+        renumbered=encode.renumbered,
     )
     whole.input_schema = workflow.input_schema
     with quiet_operators():
         try:
-            whole.transform(None, row)
+            expected = whole.transform(None, row).to_dict()
         except Exception:  # whatever the user's own operators raise
             return
         try:
             transformed(load_ensemble(folder, lambda name: network), row)
+            found = encode.transform(None, row).to_dict()
+            others = [name for name in expected if not np.array_equal(found[name], expected[name])]
+            if others:
+                raise ValueError(f"{quoted(others, brief=True)} other than with all columns")
         except Exception as error:
             cause = error.__cause__ or error
             gone = [name for name in row if name not in encode.input_schema.column_names]

@@ -10,6 +10,7 @@ has to (`at_work`), for ten times as long; and where no answer comes at all, a p
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import os
 import sys
@@ -30,6 +31,7 @@ PATIENCE = "MERLIN_COWCLIP_PATIENCE"  # in the environment: seconds
 _SECONDS = 45.0
 _BEATS = 15  # in that time
 _AT_WORK = 10  # times as long may one be at work that the others wait for
+_numbers = itertools.count()
 _works: list[bool] = []  # an item for each `at_work` of the main thread
 
 
@@ -87,6 +89,7 @@ class Heartbeat:
     """
 
     def __init__(self, ranks: Ranks, where: Callable[[], tuple[int, ...]], run: Path) -> None:
+        self._number = next(_numbers)  # the last run's may still tell each other its end
         self._ranks = ranks
         self._where = where
         self._run = run
@@ -119,7 +122,7 @@ class Heartbeat:
         last: np.ndarray | None = None
         moved = np.zeros(self._ranks.size)  # when each was seen to
         with contextlib.suppress(Exception):  # Horovod has ended: the main thread will know
-            gathered = gatherer_beside("heartbeat")
+            gathered = gatherer_beside(f"heartbeat_{self._number}")
             while True:
                 mine = np.array([[self._done.is_set(), bool(_works), *self._where()]], np.int64)
                 found = gathered(mine)

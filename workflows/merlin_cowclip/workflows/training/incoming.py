@@ -261,8 +261,7 @@ class _RawParquet(_Parquet):
 
     def _encoded(self, batch: pa.RecordBatch, place: Place) -> pa.RecordBatch:
         try:
-            # With rows 0, 1, 2, … and no column in the index, whatever pandas has written.
-            frame = batch.to_pandas().reset_index()[self._columns]
+            frame = _numbered(batch)[self._columns]
             with quiet_operators():
                 out = self._workflow.transform(frame)[self._wanted]
             encoded = pa.RecordBatch.from_pandas(out, preserve_index=False)
@@ -280,6 +279,15 @@ class _RawParquet(_Parquet):
                 "or give the parquet that it wrote"
             )
         return encoded
+
+
+def _numbered(batch: pa.RecordBatch) -> pd.DataFrame:
+    """With rows 0, 1, 2, … and no column in the index, whatever pandas has written."""
+    frame = batch.to_pandas()
+    in_index = [n for n in frame.index.names if n in batch.schema.names and n not in frame.columns]
+    if in_index:
+        frame = frame.reset_index(level=in_index)
+    return frame.reset_index(drop=True)
 
 
 def in_batches(pieces: Iterator[Rows], size: int) -> Iterator[Rows]:
