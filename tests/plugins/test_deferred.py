@@ -531,7 +531,7 @@ def test_fields_by_name():
 
 
 def test_tables_of_float64():
-    tf.keras.backend.set_floatx("float64")
+    tf.keras.mixed_precision.set_global_policy("float64")
     try:
         found = []
         for update in ("exact", "deferred"):
@@ -546,7 +546,7 @@ def test_tables_of_float64():
         for mine, other in zip(*found, strict=True):
             np.testing.assert_allclose(other, mine, rtol=0, atol=2e-4 * np.abs(mine).max())
     finally:
-        tf.keras.backend.set_floatx("float32")
+        tf.keras.mixed_precision.set_global_policy("float32")
 
 
 def test_steps_that_float32_cannot_number_are_refused():

@@ -364,7 +364,9 @@ def test_what_the_commands_print(session):
     table, progress = out.index("embedding_lr"), out.index("epoch 1/2")
     assert table < progress  # before the training, not after
     lines = {line.split()[0]: line.split()[1:] for line in out[:progress].splitlines()}
-    assert lines["rule"] == ["cowclip,", "exact", "updates"]
+    network, *rest = out.splitlines()[0].split(", ")
+    assert network == json.loads((home / "run" / "config.json").read_text())["model"]
+    assert rest == ["rule cowclip", "exact updates"]
     assert lines["batch_size"] == ["128", "512", "x", "4"]
     assert lines["dense_lr"] == ["0.0008", "0.0016", "x", "2"]
     assert lines["embedding_lr"] == ["0.0001", "0.0001"]
