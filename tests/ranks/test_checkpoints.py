@@ -94,11 +94,11 @@ def test_three_ranks_go_on_one_hangs_and_one_process_ends_it(
 @needs_horovod
 @pytest.mark.slow
 def test_one_hangs_before_training(data, tmp_path, monkeypatch):
-    monkeypatch.setenv("MERLIN_COWCLIP_PATIENCE", "3")
+    monkeypatch.setenv("MERLIN_COWCLIP_PATIENCE", "10")
     train = ["train", data, "--out", tmp_path / "run", *OPTIONS]
     ended = on_ranks(2, [*TROUBLED, "hangs", 1, 0, *train])
     assert ended.code != 0
-    words = "rank 1, behind the others, which wait for it before the first update, for 3 seconds"
+    words = "rank 1, behind the others, which wait for it before the first update, for 10 seconds"
     assert any(words in one for one in ended.said()), ended
 
 
