@@ -13,7 +13,7 @@ import pytest
 import tensorflow as tf
 from merlin.schema import ColumnSchema, Schema, Tags
 
-from merlin_cowclip.models import deepfm
+from merlin_cowclip.models import FusedEmbeddings, deepfm
 from merlin_cowclip.plugins import (
     CowClipAdam,
     CowClipOptimizer,
@@ -146,19 +146,24 @@ def test_eager_steps():
     assert far(*models) < 2e-4
 
 
-def looped(update, steps=20):
-    """Trained in a loop of one's own; the model knows of no optimizer."""
-    model = built()
-    model.set_weights(first_weights())
-    optimizer = CowClipOptimizer.for_model(model, HP, update=update)
+def step_by(model, optimizer):
+    """A step of a loop of one's own."""
 
-    @tf.function(autograph=False)
     def step(x, y):
         with tf.GradientTape() as tape:
             loss = tf.reduce_mean(tf.keras.losses.binary_crossentropy(y, model(x, training=True)))
         weights = model.trainable_variables
         optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
 
+    return step
+
+
+def looped(update, steps=20):
+    """Trained in a loop of one's own; the model knows of no optimizer."""
+    model = built()
+    model.set_weights(first_weights())
+    optimizer = CowClipOptimizer.for_model(model, HP, update=update)
+    step = tf.function(step_by(model, optimizer), autograph=False)
     for x, y in batches(steps):
         step(x, y)
     return model, optimizer
@@ -415,14 +420,7 @@ def _predicted_before(model, update, data):
     model.set_weights(first_weights())
     model.predict_on_batch(data[0][0])
     optimizer = CowClipOptimizer.for_model(model, HP, update=update)
-
-    @tf.function(autograph=False)
-    def step(x, y):
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_mean(tf.keras.losses.binary_crossentropy(y, model(x, training=True)))
-        weights = model.trainable_variables
-        optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
-
+    step = tf.function(step_by(model, optimizer), autograph=False)
     for x, y in data:
         step(x, y)
     return model, next(batches(1, 64, 9))[0]
@@ -445,14 +443,7 @@ def test_a_loop_by_an_optimizer_that_lookups_do_not_know_is_refused():
     model = model_of("deferred")
     first = model.optimizer
     CowClipOptimizer.for_model(model, OTHER, update="deferred")
-    x, y = next(batches(1))
-    weights = model.trainable_variables
-
-    def step():
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_mean(tf.keras.losses.binary_crossentropy(y, model(x, training=True)))
-        first.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
-
+    step = functools.partial(step_by(model, first), *next(batches(1)))
     with pytest.raises(ValueError, match=r"another optimizer was made for since.*bind\(model\)"):
         step()
     first.bind(model)
@@ -521,6 +512,19 @@ def test_a_layer_is_pickled(update):
     (spec,) = pickle.loads(pickle.dumps(layer)).table_specs()
     assert spec.access.owner() is None
     assert spec.access.bring_up is None
+
+
+def test_what_rows_wait_for_is_named_by_its_table():
+    """Whichever table a first step comes to first: `tf.train.Checkpoint` goes by names."""
+    layers = [FusedEmbeddings(schema(), 4) for _ in range(2)]
+    for layer in layers:
+        layer.build({})
+    specs = [layer.table_specs()[0] for layer in layers]
+    part = CowClipAdam(update="deferred")
+    part.bind_tables({spec: (True,) * len(SIZES) for spec in specs})
+    part._create_all_weights([spec.variable for spec in reversed(specs)])
+    names = [last.name for spec in specs for last in part.last_of(spec.variable)]
+    assert [name.rpartition("last_")[2][0] for name in names] == ["0", "1"]
 
 
 def test_fields_by_name():

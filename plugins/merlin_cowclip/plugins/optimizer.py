@@ -361,7 +361,8 @@ class CowClipOptimizer(Observable, StepsTogether, FollowsFits, RefusesOptions, m
 
         Raises:
           ValueError: no model is bound, or another one; there is no gradient at all; a sparse
-            gradient belongs to no table; or a table's ids are not recorded.
+            gradient belongs to no table; a table's ids are not recorded; or, with deferred updates,
+            another optimizer has taken a table over.
         """
         pairs = filter_empty_gradients(grads_and_vars)
         owner = self._own()

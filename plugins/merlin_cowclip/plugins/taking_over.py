@@ -15,6 +15,11 @@ from typing import Any
 from merlin_cowclip.plugins._stack import tf
 from merlin_cowclip.plugins.tables import TableSpec
 
+TAKEN = (
+    "update='deferred' trains tables that are looked up for it. Received: a step on tables that "
+    "another optimizer was made for since, or has begun to train. Call optimizer.bind(model) "
+    "before the step, and trace what reads the tables anew."
+)
 _KEPT = "_merlin_cowclip_optimizer"
 _READING = ("test_function", "predict_function")  # that Keras keeps, as they were traced
 
@@ -85,13 +90,8 @@ def check_taken(mine: Any, specs: Iterable[TableSpec]) -> None:
     Raises:
       ValueError: they do.
     """
-    for spec in specs:
-        if spec.access.owner() is not mine:
-            raise ValueError(
-                "update='deferred' trains tables that are looked up for it. Received: a step on "
-                f"{spec.name!r}, which another optimizer was made for since. Call "
-                "optimizer.bind(model) before the step, and trace what reads the table anew."
-            )
+    if any(spec.access.owner() is not mine for spec in specs):
+        raise ValueError(TAKEN)
 
 
 @tf.autograph.experimental.do_not_convert

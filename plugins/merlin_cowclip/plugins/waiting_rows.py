@@ -11,13 +11,9 @@ from merlin_cowclip.plugins.deferring import Table, Write, bring_all_up, bring_r
 from merlin_cowclip.plugins.row_sums import beside, unique_rows
 from merlin_cowclip.plugins.slow_mode import Adam
 from merlin_cowclip.plugins.tables import TableSpec
+from merlin_cowclip.plugins.taking_over import TAKEN
 
 _MOST_STEPS = 2**24  # whose numbers float32 holds
-_TAKEN = (
-    "update='deferred' trains tables that are looked up for it. Received: a step on tables that "
-    "another optimizer was made for since, or has begun to train. Call optimizer.bind(model) "
-    "before the step, and trace what reads the tables anew"
-)
 _TOO_MANY = (
     "update='deferred' must make at most 16777216 steps: rows keep the number of one in float32. "
     "Received: one more. Use update='exact'"
@@ -85,8 +81,8 @@ class WaitingRows:
         """A step's learning rate, once it is known that rows may wait for the step.
 
         Raises:
-          tf.errors.InvalidArgumentError: `check_stable` refuses it, or the step's number is beyond
-            float32.
+          tf.errors.InvalidArgumentError: `check_stable` refuses it, the step's number is beyond
+            float32, or another optimizer has taken a table over.
         """
         most = most_stable(self._beta_1(), self.epsilon)
         rule, remedy = what_is_stable(most)
@@ -100,7 +96,7 @@ class WaitingRows:
         def check() -> tf.Tensor:
             unstable = unless(learning_rate * self.l2 > most, data)
             with tf.control_dependencies([unstable, unless(too_many, [_TOO_MANY])]):
-                return unless(taken, [_TAKEN])
+                return unless(taken, [TAKEN])
 
         assert self._has_tables is not None
         too_many, taken = self.iterations >= _MOST_STEPS, self._has_tables < 0.5
@@ -224,7 +220,7 @@ class WaitingRows:
         Raises:
           ValueError: a table's rows are read without catching up first.
           tf.errors.InvalidArgumentError: a learning rate was set with which rows cannot catch up,
-            or the step's number is beyond float32.
+            the step's number is beyond float32, or another optimizer has taken a table over.
         """
         for variable in trained:
             spec = self._specs.get(variable.ref())

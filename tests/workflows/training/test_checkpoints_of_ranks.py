@@ -223,6 +223,23 @@ def test_a_rank_that_works_alone_says_so(monkeypatch, tmp_path):
     assert {one[1] for one in together.heard} == {0, 1}
 
 
+def test_the_beats_of_two_runs_are_two(monkeypatch, tmp_path):
+    """One that ended by a refusal may still tell its end while the next one begins."""
+    from merlin_cowclip.plugins.joining import Ranks
+
+    names = []
+
+    def all_done(name):
+        names.append(name)
+        return lambda mine: np.ones((2, 3), np.int64)
+
+    monkeypatch.setattr(heartbeats, "gatherer_beside", all_done)
+    for _ in range(2):
+        with Heartbeat(Ranks(0, 2, 0, 2), lambda: (0,), tmp_path):
+            pass
+    assert len(set(names)) == 2
+
+
 def test_time_in_which_a_process_does_not_run_is_none(monkeypatch, tmp_path):
     """A job that is paused as a whole goes on."""
     from merlin_cowclip.plugins.joining import Ranks
