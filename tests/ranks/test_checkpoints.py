@@ -93,13 +93,19 @@ def test_three_ranks_go_on_one_hangs_and_one_process_ends_it(
 
 @needs_horovod
 @pytest.mark.slow
-def test_one_hangs_before_training(data, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("what", "update", "words"),
+    [
+        ("hangs", 0, "behind the others, which wait for it before the first update"),
+        ("hangs in writing", 3, "which stands still while it reads or writes what the others"),
+    ],
+)
+def test_one_hangs_outside_of_updates(data, tmp_path, monkeypatch, what, update, words):
     monkeypatch.setenv("MERLIN_COWCLIP_PATIENCE", "10")
-    train = ["train", data, "--out", tmp_path / "run", *OPTIONS]
-    ended = on_ranks(2, [*TROUBLED, "hangs", 1, 0, *train])
+    train = ["train", data, "--out", tmp_path / "run", *OPTIONS, *EVERY, "--tables", "sharded"]
+    ended = on_ranks(2, [*TROUBLED, what, 1, update, *train])
     assert ended.code != 0
-    words = "rank 1, behind the others, which wait for it before the first update, for 10 seconds"
-    assert any(words in one for one in ended.said()), ended
+    assert any(f"rank 1, {words}" in one and "for 10 sec" in one for one in ended.said()), ended
 
 
 @needs_horovod

@@ -13,14 +13,16 @@ def main(what: str, rank: str, update: str, *arguments: str) -> int:
     """The command with these arguments.
 
     Args:
-      what: "dies", "hangs", or a path of data that is removed.
+      what: "dies", "hangs", "hangs in writing", or a path of data that is removed.
       rank: where.
-      update: before which it is looked after; 0 for before the ranks have told what they train.
+      update: before which it is looked after; 0 for before the ranks have told what they train;
+        for "hangs in writing" after which.
       arguments: of the command.
     """
     from merlin_cowclip.workflows.commands.main import main as command
 
     if os.environ["HOROVOD_RANK"] == rank:
+        from merlin_cowclip.workflows.training import checkpoint_files
         from merlin_cowclip.workflows.training import train as training
         from merlin_cowclip.workflows.training.watch import Watch
 
@@ -31,6 +33,8 @@ def main(what: str, rank: str, update: str, *arguments: str) -> int:
                 os.kill(os.getpid(), signal.SIGKILL)
             elif what == "hangs":
                 time.sleep(1000)
+            elif what == "hangs in writing":
+                checkpoint_files.write_tensors = lambda *_: time.sleep(1000)
             else:
                 os.unlink(what)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
+import mmap
 import re
 import threading
 import time
@@ -18,7 +20,7 @@ from merlin_cowclip.plugins.sharding import Shard
 from merlin_cowclip.plugins.statistics import StepStatistics
 from merlin_cowclip.plugins.tables import TableSpec
 from merlin_cowclip.workflows.errors import AgreedError, UserError
-from merlin_cowclip.workflows.training import checkpoint_files, evaluation
+from merlin_cowclip.workflows.training import at_work, checkpoint_files, evaluation
 from merlin_cowclip.workflows.training import heartbeat as heartbeats
 from merlin_cowclip.workflows.training import meeting as meetings
 from merlin_cowclip.workflows.training.checkpoint_files import (
@@ -167,10 +169,9 @@ def test_a_signal_here_waits_for_the_others():
     [
         (4, [0, 0, 0], 1.1, "rank 0, 2, behind the others, which wait for it in update 4, for 45 "),
         (4, [0, 0, 0], 0.9, None),
-        (4, [1, 0, 0], 9.9, None),
-        (4, [1, 0, 0], 10.1, r"rank 0, which reads or writes what .* for 450 seconds \(10 times "),
+        (4, [1, 0, 0], 1.1, "rank 0, which stands still while it reads or writes what .* for 45 "),
         (3, [0, 0, 0], 99.0, None),
-        (3, [1, 0, 1], 10.1, "rank 0, 2, which reads or writes"),
+        (3, [1, 0, 1], 1.1, "rank 0, 2, which stands still"),
         (3, [1, 1, 1], 99.0, None),
     ],
 )
@@ -200,12 +201,13 @@ class Together:
         return np.concatenate([mine, [[0, *self.others]]])
 
 
-def test_a_rank_that_works_alone_says_so(monkeypatch, tmp_path):
-    """While it joins a thread that writes, say: the others wait, and know."""
+def beat_at_work(monkeypatch, tmp_path, signs) -> Together:
+    """Of a rank that works while another one waits for it, until it is ended."""
     from merlin_cowclip.plugins.joining import Ranks
 
-    together = Together([0, 5])
+    together = Together([0, 0, 5])
     monkeypatch.setattr(heartbeats, "gatherer_beside", lambda name: together)
+    monkeypatch.setattr(heartbeats.Signs, "count", lambda _: next(signs))
     monkeypatch.setenv(heartbeats.PATIENCE, "0.15")
     ended = threading.Event()
 
@@ -215,12 +217,70 @@ def test_a_rank_that_works_alone_says_so(monkeypatch, tmp_path):
 
     monkeypatch.setattr(heartbeats.os, "_exit", end)
     heart = Heartbeat(Ranks(1, 2, 1, 2), lambda: (4,), tmp_path)
-    with heartbeats.at_work():
+    with at_work.at_work():
         for thread in heart._threads:
             thread.start()
-        assert not ended.wait(1.0)
-    assert ended.wait(5.0), "behind rank 0, and no longer at work"
-    assert {one[1] for one in together.heard} == {0, 1}
+        assert ended.wait(20.0)
+    return together
+
+
+@pytest.mark.parametrize(
+    ("signs", "at_least", "at_most"),
+    [
+        pytest.param(iter([*range(60), *[60] * 99]), 75, 85, id="stands still"),
+        pytest.param(itertools.repeat(at_work.UNKNOWN), 150, 160, id="cannot be seen"),
+    ],
+)
+def test_a_rank_that_works_alone_may_as_long_as_it_goes_on(
+    monkeypatch, tmp_path, signs, at_least, at_most
+):
+    """While it joins a thread that writes, say: the others wait, and know. 15 beats are enough."""
+    heard = beat_at_work(monkeypatch, tmp_path, signs).heard
+    assert {one[1] for one in heard} == {1}
+    assert at_least <= len(heard) <= at_most
+
+
+def test_what_a_process_reads_writes_and_computes_are_signs(tmp_path):
+    signs = at_work.Signs(0.1)
+    for _ in range(3):
+        time.sleep(0.02)
+        assert signs.count() == 0
+    path = tmp_path / "large"
+    path.write_bytes(bytes(3 << 20))
+    path.read_bytes()
+    assert signs.count() == 1 == signs.count()
+    at_work.piece_done()
+    assert signs.count() == 2
+    ended = threading.Event()
+
+    def compute():
+        while time.thread_time() < 0.2:
+            pass
+        ended.wait()
+
+    worker = threading.Thread(target=compute)
+    worker.start()
+    while time.process_time() and signs.count() == 2:
+        time.sleep(0.01)
+    assert signs.count() == 3
+    ended.set()
+    worker.join()
+    assert signs.count() == 3, "that thread's time is gone, which is no sign"
+
+
+def test_what_comes_to_the_disk_in_pieces_is_a_sign_each(monkeypatch, tmp_path):
+    monkeypatch.setattr(checkpoint_files, "_SYNCED", mmap.PAGESIZE)
+    done = []
+    monkeypatch.setattr(checkpoint_files, "piece_done", lambda: done.append(1))
+    for size, pieces in ((0, 0), (1, 1), (3 * mmap.PAGESIZE + 1, 4)):
+        path = tmp_path / str(size)
+        path.write_bytes(bytes(size))
+        checkpoint_files.sync(path)
+        assert len(done) == pieces
+        done.clear()
+    checkpoint_files.sync(tmp_path)
+    path.chmod(0o400)
+    checkpoint_files.sync(path)
 
 
 def test_the_beats_of_two_runs_are_two(monkeypatch, tmp_path):
@@ -272,13 +332,13 @@ def test_the_disk_may_take_long(monkeypatch, tmp_path, work):
 
     def slowly(*_):
         time.sleep(0.2)
-        was.append(bool(heartbeats._works))
+        was.append(at_work.is_at_work())
 
     monkeypatch.setattr(checkpoint_files, "write_tensors", slowly)
     checkpoints.save(1, State({"weight/0000": tf.Variable([1.0])}), {})
     getattr(checkpoints, work)()
     assert was == [True]
-    assert not heartbeats._works
+    assert not at_work.is_at_work()
 
 
 def test_patience_is_a_time(monkeypatch, tmp_path):

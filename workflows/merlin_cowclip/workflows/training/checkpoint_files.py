@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import json
+import mmap
 import os
 import re
 from collections.abc import Collection, Iterable, Mapping
@@ -16,6 +18,7 @@ import numpy as np
 from merlin_cowclip.plugins._stack import tf
 from merlin_cowclip.plugins.sharding import Shard
 from merlin_cowclip.workflows.errors import UserError
+from merlin_cowclip.workflows.training.at_work import piece_done
 
 ALONE, OF_RANKS = FORMAT_VERSIONS = (1, 2)  # what one process has written, and several ranks
 RECORD = "checkpoint.json"
@@ -24,6 +27,7 @@ _ROWS = re.compile(r"rows-(\d+)-of-\d+\.")
 _KEYS = {"step": int, "tensors": dict, "files": dict, "progress": dict, "sha256": str}
 _KEYS_OF_RANKS = {"ranks": int, "of_each": list, "in_shards": list}
 _CHUNK = 1 << 22  # bytes
+_SYNCED = 1 << 26  # bytes that come to the disk at a time
 
 
 def rows_of(rank: int, ranks: int) -> str:
@@ -134,11 +138,26 @@ def digest(record: Mapping[str, Any]) -> str:
 
 def sync(path: Path) -> None:
     """To the disk itself: what was renamed over must not be empty after a power cut."""
+    if path.is_file():
+        _sync_in_pieces(path)
     number = os.open(path, os.O_RDONLY)
     try:
         os.fsync(number)
     finally:
         os.close(number)
+
+
+def _sync_in_pieces(path: Path) -> None:
+    """So that a slow disk can be told from one that does not answer."""
+    with contextlib.ExitStack() as stack:
+        try:
+            file = stack.enter_context(path.open("r+b"))
+            whole = stack.enter_context(mmap.mmap(file.fileno(), 0))
+        except (OSError, ValueError):  # without bytes, or of a file system that maps none: at once
+            return
+        for start in range(0, len(whole), _SYNCED):
+            whole.flush(start, min(_SYNCED, len(whole) - start))
+            piece_done()
 
 
 def read_record(path: Path) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from merlin_cowclip.plugins.joining import ALONE, Ranks, gathered
 from merlin_cowclip.workflows.errors import AgreedError, UserError
 from merlin_cowclip.workflows.folders import remove, write_json
 from merlin_cowclip.workflows.training import checkpoint_files as files
-from merlin_cowclip.workflows.training.heartbeat import at_work
+from merlin_cowclip.workflows.training.at_work import at_work
 from merlin_cowclip.workflows.training.ranks import agreed, said_by_all
 from merlin_cowclip.workflows.training.saved_state import Checkpoint, State
 

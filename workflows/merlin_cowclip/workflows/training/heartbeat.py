@@ -3,8 +3,9 @@
 Horovod waits for ever: a rank whose disk does not answer, or whose process is stopped, would hold
 all the others. So a thread on each rank tells the others every few seconds how far it is. A rank
 that has not moved for long, behind others that have not moved either, hangs; ranks that are all at
-the same place are at work, however long it takes, and so is one that reads or writes what only it
-has to (`at_work`), for ten times as long; and where no answer comes at all, a process does not run.
+the same place are at work, however long it takes; one that reads or writes what only it has to
+(`at_work`) may take as long as it goes on with it; and where no answer comes at all, a process does
+not run.
 """
 
 from __future__ import annotations
@@ -24,25 +25,16 @@ import numpy as np
 
 from merlin_cowclip.plugins.joining import Ranks, gatherer_beside, times_gathered
 from merlin_cowclip.workflows.errors import UserError
+from merlin_cowclip.workflows.training.at_work import UNKNOWN, Signs, is_at_work
 from merlin_cowclip.workflows.training.ranks import agreed, here
 from merlin_cowclip.workflows.training.runs import how_to_resume
 
 PATIENCE = "MERLIN_COWCLIP_PATIENCE"  # in the environment: seconds
 _SECONDS = 45.0
 _BEATS = 15  # in that time
-_AT_WORK = 10  # times as long may one be at work that the others wait for
+_UNSEEN = 10  # times as long may one be at work of which nobody can see whether it goes on
+_CPU = 0.02  # of that time, computed, is a sign of work
 _numbers = itertools.count()
-_works: list[bool] = []  # an item for each `at_work` of the main thread
-
-
-@contextlib.contextmanager
-def at_work() -> Iterator[None]:
-    """Within it this rank may take longer than the others, which wait for it, before it hangs."""
-    _works.append(True)
-    try:
-        yield
-    finally:
-        _works.pop()
 
 
 def _before_training() -> tuple[int, ...]:
@@ -123,19 +115,24 @@ class Heartbeat:
         moved = np.zeros(self._ranks.size)  # when each was seen to
         with contextlib.suppress(Exception):  # Horovod has ended: the main thread will know
             gathered = gatherer_beside(f"heartbeat_{self._number}")
+            signs = Signs(_CPU * self._patience)
             while True:
-                mine = np.array([[self._done.is_set(), bool(_works), *self._where()]], np.int64)
+                work = [1, signs.count()] if is_at_work() else [0, 0]
+                mine = np.array([[self._done.is_set(), *work, *self._where()]], np.int64)
                 found = gathered(mine)
                 now = self._heard = self._ticks
                 if found[:, 0].all():
                     return
-                places = found[:, 2:]
-                changed = np.any(places != last, axis=1) if last is not None else True
+                changed = np.any(found != last, axis=1) if last is not None else True
                 moved[changed] = now
-                last = places
+                last = found
                 waited = (now - moved.max()) / _BEATS
                 if waited > 1:
-                    self._end_if_one_is_behind(places.tolist(), found[:, 1].tolist(), waited)
+                    works, signs_of = found[:, 1].astype(bool), found[:, 2]
+                    unseen = bool(np.any(signs_of[works] == UNKNOWN))
+                    self._end_if_one_is_behind(
+                        found[:, 3:].tolist(), works.tolist(), waited, _UNSEEN if unseen else 1
+                    )
                 self._done.wait(self._patience / _BEATS)
 
     def _listen(self) -> None:
@@ -147,16 +144,16 @@ class Heartbeat:
                 self._end("one that does not answer", self._ranks.rank)
 
     def _end_if_one_is_behind(
-        self, places: list[list[int]], works: list[bool], waited: float
+        self, places: list[list[int]], works: list[bool], waited: float, times: int = 1
     ) -> None:
-        """After having waited for so many times its patience."""
+        """After having waited for so many times its patience, of which one may work for some."""
         update = max(place[0] for place in places)
         behind = [rank for rank, place in enumerate(places) if place < max(places)]
         at = f"in update {update:,}" if update else "before the first update"
-        for_it, times = f"behind the others, which wait for it {at}", 1
+        for_it = f"behind the others, which wait for it {at}"
         if any(works):
-            behind = [rank for rank, is_at_work in enumerate(works) if is_at_work]
-            for_it, times = "which reads or writes what the others wait for", _AT_WORK
+            behind = [rank for rank, works_alone in enumerate(works) if works_alone]
+            for_it = "which stands still while it reads or writes what the others wait for"
         others = [rank for rank in range(len(places)) if rank not in behind]
         if behind and others and waited > times:
             self._end(f"rank {', '.join(map(str, behind))}, {for_it}", others[0], times)

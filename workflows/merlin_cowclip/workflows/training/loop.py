@@ -24,12 +24,12 @@ from merlin_cowclip.plugins.joining import times_gathered
 from merlin_cowclip.plugins.state import mean_loss, optimizer_of, shards_of, training_state
 from merlin_cowclip.workflows.errors import Notice, Stopped, UserError
 from merlin_cowclip.workflows.progress import progress_bar
+from merlin_cowclip.workflows.training.at_work import at_work
 from merlin_cowclip.workflows.training.checkpoints import Checkpoints, not_finite
 from merlin_cowclip.workflows.training.configuration import TrainConfig
 from merlin_cowclip.workflows.training.epochs import Progress
 from merlin_cowclip.workflows.training.evaluation import Predictor
 from merlin_cowclip.workflows.training.growing_files import check_lengths, cut_back, lengths
-from merlin_cowclip.workflows.training.heartbeat import at_work
 from merlin_cowclip.workflows.training.keeping import Keeping
 from merlin_cowclip.workflows.training.loader import Loader
 from merlin_cowclip.workflows.training.logbook import Logbook, NoLogbook

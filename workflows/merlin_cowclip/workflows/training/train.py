@@ -21,9 +21,10 @@ from merlin_cowclip.workflows.machine import memory_limit
 from merlin_cowclip.workflows.manifest import manifest_of
 from merlin_cowclip.workflows.progress import catching_up_shown, progress_bar
 from merlin_cowclip.workflows.quiet import quiet_imports
+from merlin_cowclip.workflows.training.at_work import at_work
 from merlin_cowclip.workflows.training.configuration import TrainConfig
 from merlin_cowclip.workflows.training.growing_files import EVENTS
-from merlin_cowclip.workflows.training.heartbeat import at_work, beating, follow
+from merlin_cowclip.workflows.training.heartbeat import beating, follow
 from merlin_cowclip.workflows.training.keeping import Keeping
 from merlin_cowclip.workflows.training.memory import refuse_what_does_not_fit
 from merlin_cowclip.workflows.training.one_at_a_time import LOCK, locked

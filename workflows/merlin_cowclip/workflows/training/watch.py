@@ -8,8 +8,8 @@ import numpy as np
 
 from merlin_cowclip.plugins._stack import quiet_stack, tf
 from merlin_cowclip.workflows.errors import UserError
+from merlin_cowclip.workflows.training.at_work import at_work
 from merlin_cowclip.workflows.training.configuration import TrainConfig
-from merlin_cowclip.workflows.training.heartbeat import at_work
 from merlin_cowclip.workflows.training.loader import Loader
 from merlin_cowclip.workflows.training.ranks import agreed, mean_over_ranks
 
