@@ -6,13 +6,13 @@ Composition and ownership only; the update of a table is in `adam.py`.
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, TypeAlias
 
 from merlin_cowclip.plugins._stack import filter_empty_gradients, mm, tf
+from merlin_cowclip.plugins.configured import from_config, state_follows, to_config
 from merlin_cowclip.plugins.fits import notify_of_fits
 from merlin_cowclip.plugins.initial import initialize, others_than
 from merlin_cowclip.plugins.joining import ranks
@@ -20,13 +20,12 @@ from merlin_cowclip.plugins.not_offered import RefusesOptions
 from merlin_cowclip.plugins.observing import Observable
 from merlin_cowclip.plugins.ownership import (
     Owned,
-    as_text,
     check_access,
     check_belong,
     check_trainable,
     clipped_ranges,
-    from_text,
     owned_as_text,
+    owned_variables,
     tables_by_part,
     tables_of,
 )
@@ -38,9 +37,6 @@ from merlin_cowclip.plugins.together import StepsTogether
 from merlin_cowclip.plugins.warm_up import FollowsFits
 
 Schedule: TypeAlias = Any  # tf.keras.optimizers.schedules.LearningRateSchedule; Keras has no types
-
-_state_follows = contextvars.ContextVar("merlin_cowclip_state_follows", default=False)
-
 
 _CLIPPED_BY_RULE = (
     "Tables are clipped by the rule of hyperparameters.clip; to clip dense weights, set it on "
@@ -422,22 +418,9 @@ class CowClipOptimizer(Observable, StepsTogether, FollowsFits, RefusesOptions, m
                 "The optimizer's model must be built before its variables can be listed. Call the "
                 "model on a batch, or fit it, first."
             )
-        specs = {spec.variable.ref(): spec for spec in self.table_specs if spec.layer.built}
-        lines = []
-        for variable in model.trainable_variables:
-            spec = specs.get(variable.ref())
-            if spec is None:
-                lines.append(Owned(variable, self.default_optimizer, "Adam", 0.0))
-                continue
-            # What the part does, which may have been set on it, and not what it was made with.
-            part: TablePart = owner[variable.ref()]
-            ranges = clipped_ranges(spec, self.clip_tables)
-            rule = f"clip {part.clip}" if part.clip and any(ranges) else "no clip"
-            if part.clip and any(ranges) and not all(ranges):
-                rule += f" on {sum(ranges)} of {len(ranges)} fields"
-            rule = f"{rule}, {part.update} Adam"
-            lines.append(Owned(variable, part, rule, part.l2))
-        return lines
+        return owned_variables(
+            model, self.table_specs, owner, self.default_optimizer, self.clip_tables
+        )
 
     def _untrained(self) -> list[tf.Variable]:
         """The variables of the built model that no optimizer owns."""
@@ -466,47 +449,19 @@ class CowClipOptimizer(Observable, StepsTogether, FollowsFits, RefusesOptions, m
 
     def get_config(self) -> dict[str, Any]:
         """The constructor's arguments; a model is not part of them (see `bind`)."""
-        schedules = tf.keras.optimizers.schedules
-        wanted = None if self.clip_tables is None else [as_text(item) for item in self.clip_tables]
-        return {
-            "name": self.name,
-            "hyperparameters": self.hyperparameters.to_dict(),
-            "update": self.update_mode,
-            "steps_per_epoch": self.steps_per_epoch,
-            "clip_tables": wanted,
-            **{
-                key: None if schedule is None else schedules.serialize(schedule)
-                for key, schedule in (
-                    ("dense_schedule", self.dense_schedule),
-                    ("embedding_schedule", self.embedding_schedule),
-                )
-            },
-        }
+        return to_config(
+            {
+                "name": self.name,
+                "hyperparameters": self.hyperparameters.to_dict(),
+                "update": self.update_mode,
+                "steps_per_epoch": self.steps_per_epoch,
+                "clip_tables": self.clip_tables,
+                "dense_schedule": self.dense_schedule,
+                "embedding_schedule": self.embedding_schedule,
+            }
+        )
 
     @classmethod
     def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> CowClipOptimizer:
         """An optimizer without state that knows no model yet; warns so, except in `load_model`."""
-        if not _state_follows.get():
-            warnings.warn(
-                "A CowClipOptimizer was made from its configuration: its moments and step count "
-                "start anew, and it knows no model until optimizer.bind(model). To go on with a "
-                "saved model, use merlin_cowclip.plugins.save_model and load_model.",
-                stacklevel=2,
-            )
-        config = dict(config)
-        for key in ("dense_schedule", "embedding_schedule"):
-            if config.get(key) is not None:
-                config[key] = tf.keras.optimizers.schedules.deserialize(config[key], custom_objects)
-        if config.get("clip_tables") is not None:
-            config["clip_tables"] = [from_text(item) for item in config["clip_tables"]]
-        return cls(**config)
-
-
-@contextlib.contextmanager
-def state_follows() -> Iterator[None]:
-    """Within it, `from_config` does not warn: whoever calls it restores the state."""
-    token = _state_follows.set(True)
-    try:
-        yield
-    finally:
-        _state_follows.reset(token)
+        return cls(**from_config(config, custom_objects))

@@ -134,6 +134,32 @@ def check_belong(
             )
 
 
+def owned_variables(
+    model: tf.keras.Model,
+    tables: Iterable[TableSpec],
+    owner: Mapping[Any, Any],
+    dense: Any,
+    clip_tables: Sequence[Any] | None,
+) -> list[Owned]:
+    """Every trainable variable of a built model with its one optimizer, in model order."""
+    specs = {spec.variable.ref(): spec for spec in tables if spec.layer.built}
+    lines = []
+    for variable in model.trainable_variables:
+        spec = specs.get(variable.ref())
+        if spec is None:
+            lines.append(Owned(variable, dense, "Adam", 0.0))
+            continue
+        # What the part does, which may have been set on it, and not what it was made with.
+        part = owner[variable.ref()]
+        ranges = clipped_ranges(spec, clip_tables)
+        rule = f"clip {part.clip}" if part.clip and any(ranges) else "no clip"
+        if part.clip and any(ranges) and not all(ranges):
+            rule += f" on {sum(ranges)} of {len(ranges)} fields"
+        rule = f"{rule}, {part.update} Adam"
+        lines.append(Owned(variable, part, rule, part.l2))
+    return lines
+
+
 def owned_as_text(owned: Sequence[Owned], tables: Sequence[TableSpec], factor: float) -> str:
     """A table of variables; their learning rates are multiplied by `factor`."""
     header = ("variable", "rows", "width", "rule", "learning rate", "L2")

@@ -19,9 +19,10 @@ import numpy as np
 
 from merlin_cowclip.plugins._stack import mm, quiet_stack, tf
 from merlin_cowclip.plugins.adam import CowClipAdam
+from merlin_cowclip.plugins.configured import state_follows
 from merlin_cowclip.plugins.joining import ranks
 from merlin_cowclip.plugins.merlin_tables import find_tables
-from merlin_cowclip.plugins.optimizer import CowClipOptimizer, Owned, state_follows
+from merlin_cowclip.plugins.optimizer import CowClipOptimizer, Owned
 from merlin_cowclip.plugins.part_settings import set_again, settings_of
 from merlin_cowclip.plugins.replacing import find, replacing
 from merlin_cowclip.plugins.state import optimizer_of
