@@ -41,6 +41,7 @@ with quiet_imports():
     from merlin_cowclip.workflows.training.train import as_user_errors
 
 PATIENCE = 2  # epochs without a better AUC, after which a trial ends
+FINALISTS = 3  # the best of the search, of which one may be so by chance
 _REPEATS = "repeats"
 _POLL = 0.5  # seconds between two looks at what other processes do
 _BEST = "best found"
@@ -60,9 +61,9 @@ def tune(
 
     Trials train on the training part without some rows, and are measured on those after each
     epoch; the best epoch counts. The test part is not read. What every rule predicts from the base
-    is tried first, and to its end, so that what is found is no worse than any. At the end the best
-    of all and what the rules predict are trained again from other seeds, and the one with the best
-    mean is the result.
+    is tried first, and to its end, so that what is found is no worse than any. At the end the
+    three best of all and what the rules predict are trained again from other seeds, and the one
+    with the best mean is the result: the first of many is first by chance as well.
 
     A tune that was stopped or killed goes on where `out` is its folder: but for what was in
     progress nothing is lost. Several processes may share one folder at a time.
@@ -240,17 +241,18 @@ class _Tuning:
     # Repeats
 
     def _must_be_repeated(self) -> list[Tried]:
-        """The best of all and the best rule's; once, if they are one."""
+        """The best of all and the best rule's, whatever the time; once, if they are one."""
         tried = [t for t in self.search.tried() if t.epochs]
         best = sorted(tried, key=lambda t: -t.auc)[:1]
         best += sorted((t for t in tried if t.rules), key=lambda t: -t.auc)[:1]
         return list({t.number: t for t in best}.values())
 
     def _to_repeat(self) -> list[Tried]:
-        """Those, and then what the other rules predict."""
-        must = self._must_be_repeated()
-        rules = sorted((t for t in self.search.tried() if t.rules), key=lambda t: -t.auc)
-        return must + [t for t in rules if t.epochs and t.number not in {m.number for m in must}]
+        """Those, then the other finalists, and then what the other rules predict."""
+        tried = sorted((t for t in self.search.tried() if t.epochs), key=lambda t: -t.auc)
+        rules = [t for t in tried if t.rules]
+        in_turn = self._must_be_repeated() + tried[:FINALISTS] + rules
+        return list({t.number: t for t in in_turn}.values())
 
     def _configs(self, tried: Tried) -> list[TrainConfig]:
         """Its trainings from other seeds than the search's."""
@@ -317,9 +319,10 @@ class _Tuning:
         table = [self._row(_BEST, winner, repeated, winner)]
         for one in sorted((t for t in tried if t.rules), key=lambda t: -t.auc):
             table.append(self._row(", ".join(one.rules), one, repeated, winner))
-        searched = self._must_be_repeated()[0]
-        if searched.number != winner.number:
-            table.insert(1, self._row("best of the search", searched, repeated, winner))
+        shown = {row["trial"] for row in table}
+        finalists = [t for t in self._to_repeat() if t.number not in shown]
+        for place, one in enumerate(sorted(finalists, key=lambda t: -t.auc), 1):
+            table.insert(place, self._row(f"trial {one.number + 1}", one, repeated, winner))
         done = {rule for t in tried for rule in t.rules}
         found = self._config.train_config(winner.point, epochs=winner.best_epoch)
         surroundings = environment(("optuna",))
