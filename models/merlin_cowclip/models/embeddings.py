@@ -229,7 +229,7 @@ class FusedEmbeddings(RowsByRawId, SchemaMixin, tf.keras.layers.Layer):
 
         Where rows wait, they catch up before: not for ids that end the step.
         """
-        if self._spec.access.bring_up is not None:
+        if self._spec.access.rows_wait:
             with tf.control_dependencies([check.answer()]):
                 rows = tf.identity(rows)
         tell_ranges(self.table, self.row_offsets)  # here: a copied variable has lost them
@@ -360,9 +360,20 @@ class FusedEmbeddings(RowsByRawId, SchemaMixin, tf.keras.layers.Layer):
         return super().__getstate__()
 
     def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> Any:
+        """What TensorFlow asks for at every save; rows that waited are current."""
         if save_type == "savedmodel":
             check_whole([self._spec], "a SavedModel")
+        self._catch_up()
         return super()._trackable_children(save_type, **kwargs)
+
+    def _lookup_dependency(self, name: str) -> Any:
+        """What TensorFlow asks for before it restores; no row waits afterwards."""
+        self._catch_up()
+        return super()._lookup_dependency(name)
+
+    def _catch_up(self) -> None:
+        if hasattr(self, "table") and tf.executing_eagerly():
+            self._whole_table()
 
     def get_config(self) -> dict[str, Any]:
         """The constructor's arguments."""

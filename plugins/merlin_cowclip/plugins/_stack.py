@@ -20,9 +20,11 @@ import tensorflow as tf
 # Keras's own; it has no public name.
 from keras.optimizers.utils import filter_empty_gradients
 
-# No public name tells whether a tape records, or whether ops are deterministic.
+# No public name tells whether a tape records, whether ops are deterministic, or whether a
+# SavedModel is being made.
 from tensorflow.python.eager import tape as _tape
 from tensorflow.python.framework.config import is_op_determinism_enabled
+from tensorflow.python.saved_model.save_context import in_save_context
 
 
 @contextlib.contextmanager
@@ -78,6 +80,7 @@ __all__ = [
     "Tags",
     "filter_empty_gradients",
     "has_horovod",
+    "in_save_context",
     "is_op_determinism_enabled",
     "is_taped",
     "mm",

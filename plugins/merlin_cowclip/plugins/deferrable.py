@@ -7,6 +7,8 @@ from typing import Any
 from merlin_cowclip.plugins.scaling import Hyperparameters
 
 _BETA_1, _EPSILON = 0.9, 1e-7  # `CowClipAdam`'s
+_BETA_2 = (0.999, 0.9999)
+_ROUNDED = 1e-6  # of β, which float32 may have held
 
 
 def check_values(values: Hyperparameters, schedule: Any = None) -> None:
@@ -33,6 +35,7 @@ def check_deferrable(
     clip_ratio: float,
     beta_1: float,
     epsilon: float,
+    beta_2: float = 0.999,
 ) -> None:
     """Refuse what rows that wait for steps cannot catch up with.
 
@@ -43,15 +46,24 @@ def check_deferrable(
       clip_ratio: r.
       beta_1: Adam's β₁.
       epsilon: Adam's ε.
+      beta_2: Adam's β₂.
 
     Raises:
-      ValueError: a schedule in place of η, absent rows that are clipped, or as `check_stable`.
+      ValueError: a schedule in place of η, other β than catching up was made for, absent rows that
+        are clipped, or as `check_stable`.
     """
     if not isinstance(learning_rate, (int, float)):
         raise ValueError(
             "update='deferred' needs a number as learning rate of the embeddings: rows that "
             f"wait must know that of the steps they missed. Received: {learning_rate!r}. Use "
             "update='exact'"
+        )
+    least, most = _BETA_2
+    if abs(beta_1 - _BETA_1) > _ROUNDED or not least - _ROUNDED <= beta_2 <= most + _ROUNDED:
+        raise ValueError(
+            f"update='deferred' needs beta_1 of {_BETA_1} and beta_2 from {least} to {most}, for "
+            f"which catching up was made. Received: beta_1={beta_1:.6g} and beta_2={beta_2:.6g}. "
+            "Use update='exact'"
         )
     if clip == "adaptive_column" and clip_ratio < 2 * l2:
         raise ValueError(

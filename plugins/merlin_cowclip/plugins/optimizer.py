@@ -364,7 +364,8 @@ class CowClipOptimizer(Observable, StepsTogether, FollowsFits, RefusesOptions, m
         owner = self._own()
         if self.update_mode == "deferred":
             check_taken(self, self.table_specs)
-        check_belong(pairs, owner, self._model() if self._model is not None else None)
+        model = self._model() if self._model is not None else None
+        check_belong(pairs, owner, model, each=self.update_mode == "deferred")
         self._has_stepped = True
         with tf.init_scope():
             # All slots before any control flow: loss scaling applies gradients inside a tf.cond.
@@ -446,6 +447,17 @@ class CowClipOptimizer(Observable, StepsTogether, FollowsFits, RefusesOptions, m
         """Every variable of this optimizer: the step count and all slots of all three parts."""
         own = list(self._weights)
         return own + [v for optimizer in self.optimizers for v in optimizer.variables()]
+
+    def get_weights(self) -> list[Any]:
+        """Keras's; no row waits afterwards."""
+        self.catch_up()
+        weights: list[Any] = super().get_weights()
+        return weights
+
+    def set_weights(self, weights: list[Any]) -> None:
+        """Keras's; no row waits for what is replaced."""
+        self.catch_up()
+        super().set_weights(weights)
 
     def get_config(self) -> dict[str, Any]:
         """The constructor's arguments; a model is not part of them (see `bind`)."""

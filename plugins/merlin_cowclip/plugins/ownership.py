@@ -103,9 +103,21 @@ def check_access(specs: Iterable[TableSpec]) -> None:
 
 
 def check_belong(
-    pairs: Sequence[tuple[Any, tf.Variable]], owner: Mapping[Any, Any], model: Any
+    pairs: Sequence[tuple[Any, tf.Variable]],
+    owner: Mapping[Any, Any],
+    model: Any,
+    *,
+    each: bool = False,
 ) -> None:
-    """Refuse gradients of another model's variables, and of tables that were not found."""
+    """Refuse gradients of another model's variables, and of tables that were not found.
+
+    Args:
+      pairs: gradients and variables.
+      owner: by variable, of the model's tables.
+      model: that which the optimizer was made for.
+      each: whether none may be another model's, or not all. Where rows wait, the model's own
+        methods let them catch up: those of one that holds it do not.
+    """
     layers = [] if model is None else list(model._flatten_layers())
     # Of the layers, not of the model: it may be used by parts, and never be built as a whole.
     mine = {
@@ -113,11 +125,12 @@ def check_belong(
         for layer in layers
         for v in (*layer._trainable_weights, *layer._non_trainable_weights)
     }
-    if model is not None and pairs and not any(v.ref() in mine for _, v in pairs):
+    others = [v for _, v in pairs if v.ref() not in mine]
+    if model is not None and others and (each or len(others) == len(pairs)):
         raise ValueError(
             "The optimizer must be compiled into the model that it was made for, "
             f"{model.name!r}. Received: gradients of other variables, the first of "
-            f"{pairs[0][1].name!r}. Use CowClipOptimizer.for_model with this model, or "
+            f"{others[0].name!r}. Use CowClipOptimizer.for_model with this model, or "
             "optimizer.bind(model)."
         )
     # The wide part of a stock W&D is one: its input is sparse, but it is a layer, not a table.

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
-from merlin_cowclip.plugins._stack import ColumnSchema, Schema, Tags, tf
+from merlin_cowclip.plugins._stack import ColumnSchema, Schema, Tags, in_save_context, tf
 from merlin_cowclip.plugins.counting import IdRecorder
 from merlin_cowclip.plugins.sharding import Shard, look_up
 
@@ -51,12 +51,18 @@ class TableAccess:
         """Of copies and pickles, whose variable is another one: without any optimizer."""
         return self.__dict__ | {"owner": _nobody, "bring_up": None}
 
+    @property
+    def rows_wait(self) -> bool:
+        """Whether rows are to catch up before they are looked up: in no SavedModel."""
+        return self.bring_up is not None and not in_save_context()
+
     def gather(self, variable: tf.Variable, rows: tf.Tensor) -> tf.Tensor:
         """The rows of a V×d table, by row numbers of any shape: that shape × d.
 
         Of a table in shards `variable` is this rank's; then it is called on all ranks at once.
         """
-        if self.bring_up is not None:
+        if self.rows_wait:
+            assert self.bring_up is not None
             self.bring_up(variable, rows)
         known = self.whole is not None  # to an optimizer
         whole = self.whole if known else tf.executing_eagerly()
