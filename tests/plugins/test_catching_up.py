@@ -223,3 +223,32 @@ def test_what_never_settles_is_refused():
         w -= 1e-2 * m / (v**0.5 + EPSILON)
         most = max(most, abs(w)) if t > 30_000 else 0.0
     assert most > 1e-4
+
+
+@pytest.mark.parametrize("missed", [5_000, 17_000])
+def test_large_rows_with_a_small_v(missed):
+    """Which w halves more than once while √v decays to ε: three times as far off as others."""
+    random = np.random.default_rng(1)
+    w = random.normal(size=(2_048, 4)) * 10.0 ** random.uniform(-4, 0, (2_048, 1))
+    root = 10.0 ** random.uniform(-9, -1, (2_048, 1))
+    v = root**2 * random.uniform(0.5, 2, w.shape)
+    state = [np.float32(x) for x in (w, 0.1 * root * random.normal(size=w.shape), v)]
+    last, step = np.full(len(w), 3_000, np.int32), 3_000 + missed
+    calm = are_calm(*map(tf.constant, state), tf.constant(last), 1e-4, adam(1e-5)).numpy()
+    rates = corrected(np.full(step, 1e-4))
+    error = errors(
+        state,
+        [
+            np.where(calm[:, np.newaxis], *both)
+            for both in zip(
+                caught_up(state, last, step, rates, 1e-5, catch_up_calm),
+                caught_up(state, last, step, rates, 1e-5),
+                strict=True,
+            )
+        ],
+        oracle(state, last, step, rates, 1e-5),
+    )
+    large = np.abs(state[0]) > 0.1
+    assert error[~large].max() < 5e-4
+    assert error[large].max() < 2e-3
+    assert np.quantile(error, 0.99) < 7e-4
