@@ -223,10 +223,11 @@ def let_rows_wait(optimizer: CowClipOptimizer, rows: int, size: int, steps: int 
     for part in optimizer.optimizers[:2]:
         part.iterations.assign(steps)
         for spec in optimizer.table_specs:
-            for mine in part.last_of(spec.variable):
-                old = np.zeros(mine.shape, np.float32)
+            if waiting := part.waiting_of(spec.variable):
+                old = np.zeros(waiting.last.shape, np.float32)
                 old[: len(last), 0] = last
-                mine.assign(old)
+                waiting.last.assign(old)
+                waiting.step.assign(steps)
                 root = 10 ** random.uniform(-5, -4, (1, spec.width)).astype(np.float32)
                 m, v = (part.get_slot(spec.variable, name) for name in ("m", "v"))
                 m.assign(root * random.standard_normal(m.shape, np.float32))

@@ -134,12 +134,19 @@ class CowClipAdam(SumsRows, WaitingRows, RefusesOptions, mm.LazyAdam):
         self._exempt: dict[Any, tuple[bool, ...]] = {}
         self._statistics: StepStatistics | None = None
 
-    def bind_tables(self, tables: Mapping[TableSpec, Sequence[bool]]) -> None:
+    def bind_tables(
+        self,
+        tables: Mapping[TableSpec, Sequence[bool]],
+        places: Mapping[TableSpec, int] | None = None,
+    ) -> None:
         """Take the counts of these built tables from the ids that they record.
 
         Args:
           tables: for each table, whether each of its ranges of rows is clipped.
+          places: each table's number among all of the model, built or not, by which its own
+            state is named; without it those of `tables` are numbered.
         """
+        self._places = places or {spec: place for place, spec in enumerate(tables)}
         self._specs = {spec.variable.ref(): spec for spec in tables}
         self._exempt = {
             spec.variable.ref(): tuple(not c for c in clipped)
@@ -309,9 +316,7 @@ class CowClipAdam(SumsRows, WaitingRows, RefusesOptions, mm.LazyAdam):
             done = super()._resource_apply_sparse(grad, var, indices)
             if self.update == "lazy":
                 return done
-            now = tf.fill([tf.size(indices), 1], tf.cast(self.iterations + 1, tf.float32))
-            last = self._resource_scatter_update(self._last[var.ref()], indices, now)
-            return tf.group(done, last)
+            return tf.group(done, *self._after_a_step(var, indices))
         return self._resource_apply_dense(self._whole_gradient(grad, var, indices), var)
 
     def _whole_gradient(self, grad: tf.Tensor, var: tf.Variable, indices: tf.Tensor) -> tf.Tensor:

@@ -32,7 +32,13 @@ from merlin_cowclip.plugins.ownership import (
 from merlin_cowclip.plugins.rates import DensePart, TablePart
 from merlin_cowclip.plugins.scaling import Hyperparameters, check_number
 from merlin_cowclip.plugins.tables import TableSpec
-from merlin_cowclip.plugins.taking_over import catch_up_by_others, check_taken, keep, take_over
+from merlin_cowclip.plugins.taking_over import (
+    TAKEN,
+    catch_up_by_others,
+    is_taken,
+    keep,
+    take_over,
+)
 from merlin_cowclip.plugins.together import StepsTogether
 from merlin_cowclip.plugins.warm_up import FollowsFits
 
@@ -155,6 +161,8 @@ class CowClipOptimizer(Observable, StepsTogether, FollowsFits, RefusesOptions, m
         self._model: Any = None
         self._specs: list[TableSpec] | None = None
         self._bound: tuple[Any, ...] = ()
+        self._has_its_tables = True
+        self._may_step: tf.Variable | None = None  # for traced steps; no state: nothing saves it
         self._set_hyper("learning_rate", hp.dense_lr)
 
     @classmethod
@@ -238,9 +246,10 @@ class CowClipOptimizer(Observable, StepsTogether, FollowsFits, RefusesOptions, m
         take_over(self, self._specs or ())
 
     def has_tables(self, it_has: bool) -> None:
-        """Its tables are looked up for it, or one of them for another optimizer from now on."""
-        for part in self._tables:
-            part.has_tables(it_has)
+        """Whether it may step from now on: rows of its tables wait for it, or for none."""
+        self._has_its_tables = it_has
+        if self._may_step is not None:
+            self._may_step.assign(it_has)
 
     def catch_up(self) -> None:
         """With `update="deferred"`, make all rows of all tables as `"exact"` would have them.
@@ -290,8 +299,9 @@ class CowClipOptimizer(Observable, StepsTogether, FollowsFits, RefusesOptions, m
         owner = {spec.variable.ref(): clipped for spec in shares[0]}
         owner.update({spec.variable.ref(): unclipped for spec in shares[1]})
         if tuple(owner) != self._bound:
-            clipped.bind_tables(shares[0])
-            unclipped.bind_tables(shares[1])
+            places = {spec: place for place, spec in enumerate(self.table_specs)}
+            clipped.bind_tables(shares[0], places)
+            unclipped.bind_tables(shares[1], places)
             self._bound = tuple(owner)
             if self.update_mode == "deferred":
                 specs = (spec for share in shares for spec in share)
@@ -338,6 +348,9 @@ class CowClipOptimizer(Observable, StepsTogether, FollowsFits, RefusesOptions, m
         _ = self.iterations
         self._create_hypers()
         self._create_warm_up()
+        if self._may_step is None:
+            with tf.init_scope(), tf.device("CPU:0"):
+                self._may_step = tf.Variable(self._has_its_tables, trainable=False)
         for optimizer in self.optimizers:
             optimizer._create_all_weights(shares.get(id(optimizer), []))
 
@@ -357,13 +370,14 @@ class CowClipOptimizer(Observable, StepsTogether, FollowsFits, RefusesOptions, m
 
         Raises:
           ValueError: no model is bound, or another one; there is no gradient at all; a sparse
-            gradient belongs to no table; a table's ids are not recorded; or, with deferred updates,
-            another optimizer has taken a table over.
+            gradient belongs to no table; a table's ids are not recorded; or another optimizer has
+            taken a table over, and one of the two defers updates.
+          tf.errors.InvalidArgumentError: the last, in a step that was traced before.
         """
         pairs = filter_empty_gradients(grads_and_vars)
         owner = self._own()
-        if self.update_mode == "deferred":
-            check_taken(self, self.table_specs)
+        if is_taken(self, self.table_specs):
+            raise ValueError(TAKEN)
         model = self._model() if self._model is not None else None
         check_belong(pairs, owner, model, each=self.update_mode == "deferred")
         self._has_stepped = True
@@ -395,9 +409,18 @@ class CowClipOptimizer(Observable, StepsTogether, FollowsFits, RefusesOptions, m
             return tf.group(self.iterations.assign_add(1, read_value=False))
 
     def _checked(self) -> list[tf.Tensor]:
-        """The step's rows, there once their ids are known to be in range: else it does nothing."""
+        """There once the step may be made: else it does nothing.
+
+        Its rows, once their ids are known to be in range; and that the tables are its own, where it
+        was traced. On the host, beside all that the device does.
+        """
         lookups = [lookup for spec in self.table_specs for lookup in spec.recorder.lookups()]
-        return list(tf.nest.flatten([one.rows for one in lookups], expand_composites=True))
+        rows = list(tf.nest.flatten([one.rows for one in lookups], expand_composites=True))
+        if tf.executing_eagerly() or self._may_step is None:
+            return rows
+        with tf.device("CPU:0"):
+            may_step = tf.convert_to_tensor(self._may_step)
+            return [*rows, tf.raw_ops.Assert(condition=may_step, data=[TAKEN])]
 
     def add(self, optimizer_blocks: Any) -> None:
         """Refused: blocks are assigned by `for_model`, and one added here would be passed over."""

@@ -168,7 +168,7 @@ def _slots(owned: Iterable[Owned], *, every: bool = True) -> list[tf.Variable]:
         if not every:
             names = [name for name in names if _has_slot(owner, variable, name)]
         found += [owner.get_slot(variable, name) for name in names]
-        found += owner.last_of(variable) if isinstance(owner, CowClipAdam) else []
+        found += owner.waiting_of(variable) if isinstance(owner, CowClipAdam) else []
     return found
 
 

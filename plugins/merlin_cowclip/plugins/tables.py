@@ -6,6 +6,7 @@ Merlin's and Keras's own. Nothing in this file imports our models.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
@@ -37,6 +38,7 @@ class TableAccess:
       bring_up: called with the variable and the rows before they are read, where rows wait for
         what they missed; with `None` for all of them.
       owner: gives the optimizer whose tables they are, if there is one (`taking_over.py`).
+      owners: all that have been, and are still there.
       is_used: whether the layer looks its rows up by `gather`.
       shard: which rows this rank has, where the ranks share them; `None`: it has all.
     """
@@ -44,12 +46,16 @@ class TableAccess:
     whole: bool | None = None
     bring_up: Callable[[tf.Variable, tf.Tensor | None], None] | None = None
     owner: Callable[[], Any] = _nobody
+    owners: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
     is_used: bool = False
     shard: Shard | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Of copies and pickles, whose variable is another one: without any optimizer."""
-        return self.__dict__ | {"owner": _nobody, "bring_up": None}
+        return self.__dict__ | {"owner": _nobody, "owners": None, "bring_up": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state | {"owners": weakref.WeakSet()})
 
     @property
     def rows_wait(self) -> bool:

@@ -16,9 +16,9 @@ from merlin_cowclip.plugins._stack import tf
 from merlin_cowclip.plugins.tables import TableSpec
 
 TAKEN = (
-    "update='deferred' trains tables that are looked up for it. Received: a step on tables that "
-    "another optimizer was made for since, or has begun to train. Call optimizer.bind(model) "
-    "before the step, and trace what reads the tables anew."
+    "update='deferred' trains tables that are looked up for it, and no other optimizer meanwhile. "
+    "Received: a step on tables that another optimizer was made for since, or has begun to train. "
+    "Call optimizer.bind(model) before the step, and trace what reads the tables anew."
 )
 _KEPT = "_merlin_cowclip_optimizer"
 _READING = ("test_function", "predict_function")  # that Keras keeps, as they were traced
@@ -48,8 +48,10 @@ def take_over(mine: Any, specs: Iterable[TableSpec]) -> None:
         if waited or is_deferred:
             _trace_anew(before)
             _trace_anew(mine)
-        if before is not None:
-            before.has_tables(False)
+        access.owners.add(mine)
+        if waited or is_deferred:
+            for other in access.owners:
+                other.has_tables(not is_taken(other, other.table_specs))
     mine.has_tables(True)
 
 
@@ -84,14 +86,13 @@ def _anew(name: str, model: Any, iterator: Any) -> Any:
     return getattr(model, f"make_{name}")(force=True)(iterator)
 
 
-def check_taken(mine: Any, specs: Iterable[TableSpec]) -> None:
-    """Refuse a deferred step on tables whose lookups know another optimizer.
-
-    Raises:
-      ValueError: they do.
-    """
-    if any(spec.access.owner() is not mine for spec in specs):
-        raise ValueError(TAKEN)
+def is_taken(mine: Any, specs: Iterable[TableSpec]) -> bool:
+    """Whether tables wait for another optimizer, or should for this one and do not."""
+    is_deferred = mine.update_mode == "deferred"
+    return any(
+        spec.access.owner() is not mine and (is_deferred or spec.access.bring_up is not None)
+        for spec in specs
+    )
 
 
 @tf.autograph.experimental.do_not_convert

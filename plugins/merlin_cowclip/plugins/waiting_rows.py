@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from merlin_cowclip.plugins._stack import not_recorded, tf
 from merlin_cowclip.plugins.deferrable import check_deferrable, most_stable, what_is_stable
@@ -11,7 +12,6 @@ from merlin_cowclip.plugins.deferring import Table, Write, bring_all_up, bring_r
 from merlin_cowclip.plugins.row_sums import beside, unique_rows
 from merlin_cowclip.plugins.slow_mode import Adam
 from merlin_cowclip.plugins.tables import TableSpec
-from merlin_cowclip.plugins.taking_over import TAKEN
 
 _MOST_STEPS = 2**24  # whose numbers float32 holds
 _TOO_MANY = (
@@ -20,11 +20,22 @@ _TOO_MANY = (
 )
 
 
+_NO_STEP = -1.0  # as a rate: of a table that took part in none
+
+
+class Waiting(NamedTuple):
+    """What a table's rows wait for. Its own, so that a step need know of no other table."""
+
+    last: tf.Variable  # V×1: the steps after which its rows were current
+    step: tf.Variable  # the last one that it took part in, as all before it since `last`
+    rate: tf.Variable  # the learning rate of the steps that rows wait for
+
+
 class WaitingRows:
     """What an embedding optimizer does for rows that wait for steps they were not in.
 
-    Its state beside Adam's: for each table the steps after which its rows were current, and the
-    learning rate of the steps that they wait for.
+    Its state beside Adam's: for each table what its rows wait for. A table that had no part in a
+    step, or was not there yet, has its rows catch up and is told the number when it has part again.
     """
 
     if TYPE_CHECKING:  # what the optimizer has
@@ -51,9 +62,8 @@ class WaitingRows:
         Raises:
           ValueError: as `_check_deferred`.
         """
-        self._last: dict[Any, tf.Variable] = {}
-        self._late_rate: tf.Variable | None = None
-        self._has_tables: tf.Variable | None = None
+        self._waiting: dict[Any, Waiting] = {}
+        self._places: Mapping[Any, int] = {}
         if self.update == "deferred":
             self._check_deferred(learning_rate)
 
@@ -71,6 +81,7 @@ class WaitingRows:
             clip=self.clip,
             clip_ratio=self.clip_ratio,
             beta_1=self._beta_1(),
+            beta_2=float(self._serialize_hyperparameter("beta_2")),
             epsilon=self.epsilon,
         )
 
@@ -81,8 +92,8 @@ class WaitingRows:
         """A step's learning rate, once it is known that rows may wait for the step.
 
         Raises:
-          tf.errors.InvalidArgumentError: `check_stable` refuses it, the step's number is beyond
-            float32, or another optimizer has taken a table over.
+          tf.errors.InvalidArgumentError: `check_stable` refuses it, or the step's number is beyond
+            float32.
         """
         most = most_stable(self._beta_1(), self.epsilon)
         rule, remedy = what_is_stable(most)
@@ -95,18 +106,11 @@ class WaitingRows:
 
         def check() -> tf.Tensor:
             unstable = unless(learning_rate * self.l2 > most, data)
-            with tf.control_dependencies([unstable, unless(too_many, [_TOO_MANY])]):
-                return unless(taken, [TAKEN])
+            with tf.control_dependencies([unstable]):
+                return unless(too_many, [_TOO_MANY])
 
-        assert self._has_tables is not None
-        too_many, taken = self.iterations >= _MOST_STEPS, self._has_tables < 0.5
-        looked_at = tf.logical_or(is_another, tf.logical_or(too_many, taken))
-        return tf.cond(looked_at, check, lambda: learning_rate)
-
-    def has_tables(self, it_has: bool) -> None:
-        """Whether its tables are looked up for it, or for another optimizer."""
-        if self._has_tables is not None:
-            self._has_tables.assign(float(it_has))
+        too_many = self.iterations >= _MOST_STEPS
+        return tf.cond(tf.logical_or(is_another, too_many), check, lambda: learning_rate)
 
     def _create_slots(self, var_list: Sequence[tf.Variable]) -> None:
         super()._create_slots(var_list)  # type: ignore[misc]
@@ -115,17 +119,33 @@ class WaitingRows:
         self._check_deferred(self._hyper["learning_rate"])  # which may have been set since
         for variable in var_list:
             if not self._waits(variable):
-                # No slot: those must have the variable's shape when Keras loads them.
+                # No slots: those must have the variable's shape when Keras loads them.
                 # By its place: the first step may come to the tables in another order.
-                known = list(self._specs)
-                place = known.index(variable.ref()) if variable.ref() in known else len(self._last)
-                name = f"last_{place}"
+                place = self._places.get(self._specs.get(variable.ref()), len(self._waiting))
                 # It missed nothing yet, whatever other tables have been trained.
                 made = float(tf.keras.backend.get_value(self.iterations))
-                self._last[variable.ref()] = self._own_weight(name, (variable.shape[0], 1), made)
-        if self._late_rate is None:
-            self._late_rate = self._own_weight("late_rate", (), 0.0)
-            self._has_tables = tf.Variable(1.0, trainable=False)  # no state: nothing saves it
+                self._waiting[variable.ref()] = Waiting(
+                    self._own_weight(f"last_{place}", (variable.shape[0], 1), made),
+                    self._own_weight(f"step_{place}", (), made),
+                    self._own_weight(f"late_rate_{place}", (), _NO_STEP),
+                )
+        self._order_weights()
+
+    def _order_weights(self) -> None:
+        """By the tables' places, whichever was looked up first: Keras sets weights by theirs."""
+        last = len(self._waiting)
+        tables = [variable.deref() for variable in self._waiting]
+        tables.sort(key=lambda table: self._places.get(self._specs.get(table.ref()), last))
+        in_order = [
+            weight
+            for table in tables
+            for weight in (
+                *(self.get_slot(table, name) for name in ("m", "v")),
+                *self.waiting_of(table),
+            )
+        ]
+        known = {weight.ref() for weight in in_order}
+        self._weights = [w for w in self._weights if w.ref() not in known] + in_order
 
     def _own_weight(self, name: str, shape: tuple[int, ...], value: float) -> tf.Variable:
         initializer = tf.keras.initializers.Constant(value)
@@ -144,18 +164,18 @@ class WaitingRows:
         super().__setattr__(name, value)
 
     def _check_no_row_waits(self, name: str, value: Any) -> None:
-        if self.__dict__.get("_last"):
+        if self.__dict__.get("_waiting"):
             raise ValueError(
                 f"{name} cannot be changed once rows wait for steps that were made with another. "
                 f"Received: {value!r}. Set it before the first step, or use update='exact'"
             )
 
-    def last_of(self, variable: tf.Variable) -> list[tf.Variable]:
-        """The steps after which a table's rows were current, V×1, where rows wait; else nothing."""
-        return [self._last[variable.ref()]] if self._waits(variable) else []
+    def waiting_of(self, variable: tf.Variable) -> Sequence[tf.Variable]:
+        """What a table's rows wait for, as `Waiting`; nothing in the other modes."""
+        return self._waiting.get(variable.ref(), ())
 
     def _waits(self, variable: tf.Variable) -> bool:
-        return variable.ref() in self._last
+        return variable.ref() in self._waiting
 
     @tf.autograph.experimental.do_not_convert
     def bring_up(self, variable: tf.Variable, rows: tf.Tensor) -> None:
@@ -174,7 +194,7 @@ class WaitingRows:
         with not_recorded(), beside(variable) as on_cpu:
             flat = tf.reshape(tf.cast(rows, tf.int64), [-1])
             wanted = unique_rows(flat, variable.shape[0], on_cpu).rows
-            bring_rows_up(self._late(variable), wanted, *self._bringing())
+            bring_rows_up(self._late(variable), wanted, *self._bringing(variable))
 
     @tf.autograph.experimental.do_not_convert
     def _bring_late(self, variable: tf.Variable, indices: tf.Tensor) -> None:
@@ -183,7 +203,7 @@ class WaitingRows:
         late = tf.reduce_any(tf.gather(table.last, indices) < tf.cast(table.step, tf.float32))
 
         def bring() -> None:
-            bring_rows_up(table, indices, *self._bringing())
+            bring_rows_up(table, indices, *self._bringing(variable))
 
         tf.cond(late, bring, lambda: None)
 
@@ -195,58 +215,64 @@ class WaitingRows:
         for spec in self._specs.values():
             if self._waits(spec.variable):
                 with not_recorded(), beside(spec.variable):
-                    bring_all_up(self._late(spec.variable), *self._bringing())
+                    bring_all_up(self._late(spec.variable), *self._bringing(spec.variable))
 
     def _late(self, variable: tf.Variable) -> Table:
         m, v = (self.get_slot(variable, name) for name in ("m", "v"))
-        return Table(variable, m, v, self._last[variable.ref()], tf.cast(self.iterations, tf.int32))
+        waiting = self._waiting[variable.ref()]
+        return Table(variable, m, v, waiting.last, tf.cast(waiting.step, tf.int32))
 
-    def _bringing(self) -> tuple[tf.Variable, Adam, Write]:
-        """What rows are brought up with, of whichever table."""
+    def _bringing(self, variable: tf.Variable) -> tuple[tf.Variable, Adam, Write]:
+        """What a table's rows are brought up with."""
         beta_1, beta_2 = (
             float(self._serialize_hyperparameter(name)) for name in ("beta_1", "beta_2")
         )
-        assert self._late_rate is not None
         adam = Adam(beta_1, beta_2, self.epsilon, self.l2)
-        return self._late_rate, adam, self._resource_scatter_update
+        return self._waiting[variable.ref()].rate, adam, self._resource_scatter_update
 
     @tf.autograph.experimental.do_not_convert
     def _before_a_step(self, trained: Sequence[tf.Variable]) -> None:
-        """Let rows catch up that cannot wait.
+        """Let rows of these tables catch up that cannot wait.
 
-        What they missed until now was at the last step's rate: if it changes, all of them do. A
-        table without a gradient has no part in the step that comes.
+        What they missed until now was at the last step's rate, if it changes; and in steps that
+        follow each other, if their tables had no part in some.
 
         Raises:
           ValueError: a table's rows are read without catching up first.
           tf.errors.InvalidArgumentError: a learning rate was set with which rows cannot catch up,
-            the step's number is beyond float32, or another optimizer has taken a table over.
+            or the step's number is beyond float32.
         """
         for variable in trained:
             spec = self._specs.get(variable.ref())
-            if spec is None or not spec.access.is_used:
+            if spec is None or not spec.access.is_used or spec.access.bring_up is None:
                 raise ValueError(
                     "update='deferred' needs tables whose rows catch up before they are read. "
                     f"Received: a gradient for {variable.name!r}, looked up without. Train "
                     "a model with FusedEmbeddings by CowClipOptimizer.for_model, or use "
                     "update='exact'"
                 )
-        assert self._late_rate is not None
         now = tf.cast(self._decayed_lr(tf.float32), tf.float32)
-        mine = [reference.deref() for reference in self._last]
+        made = tf.cast(self.iterations, tf.float32)
+        rates = [self._waiting[variable.ref()].rate for variable in trained]
+        others = [tf.not_equal(now, rate) for rate in rates]
+        checked = self._checked_rate(now, functools.reduce(tf.logical_or, others))
+        with tf.control_dependencies([checked]):  # a step that is refused changes nothing
+            for variable, is_another in zip(trained, others, strict=True):
+                waiting = self._waiting[variable.ref()]
+                had_no_part = tf.not_equal(waiting.step, made)
 
-        def bring() -> None:
-            for variable in mine:
-                bring_all_up(self._late(variable), *self._bringing())
+                def bring(variable: tf.Variable = variable, waiting: Waiting = waiting) -> None:
+                    bring_all_up(self._late(variable), *self._bringing(variable))
+                    waiting.last.assign(tf.fill(waiting.last.shape, made))
+                    waiting.step.assign(made)
 
-        another = tf.not_equal(now, self._late_rate)
-        rate = self._checked_rate(now, another)
-        with_gradient = {variable.ref() for variable in trained}
-        with tf.control_dependencies([rate]):  # a step that is refused changes nothing
-            tf.cond(tf.logical_and(self.iterations > 0, another), bring, lambda: None)
-            self._late_rate.assign(rate)
-            for variable in mine:
-                if variable.ref() not in with_gradient:
-                    last = self._last[variable.ref()]
-                    bring_all_up(self._late(variable), *self._bringing())
-                    last.assign(tf.fill(last.shape, tf.cast(self.iterations + 1, tf.float32)))
+                is_another = tf.logical_and(is_another, waiting.rate >= 0.0)  # nothing waits yet
+                tf.cond(tf.logical_or(is_another, had_no_part), bring, lambda: None)
+                waiting.rate.assign(checked)
+
+    def _after_a_step(self, variable: tf.Variable, indices: tf.Tensor) -> list[Any]:
+        """A table's rows are current after a step that they were in; the others wait for it."""
+        after = tf.cast(self.iterations + 1, tf.float32)
+        last, step, _ = self._waiting[variable.ref()]
+        now = tf.fill([tf.size(indices), 1], after)
+        return [self._resource_scatter_update(last, indices, now), step.assign(after)]
