@@ -86,8 +86,8 @@ def all_rows(rows: int) -> None:
     let_rows_wait(optimizer, rows, size, steps)
     for part in optimizer.optimizers[:2]:
         for spec in optimizer.table_specs:
-            for last in part.last_of(spec.variable):
-                untouched = last.numpy()[:, 0] == 0
+            if waiting := part.waiting_of(spec.variable):
+                untouched = waiting.last.numpy()[:, 0] == 0
                 for moment in (part.get_slot(spec.variable, name) for name in ("m", "v")):
                     moment.assign(np.where(untouched[:, np.newaxis], 0, moment.numpy()))
     begin, clock = os.times(), time.perf_counter()
