@@ -11,7 +11,7 @@ import tensorflow as tf
 from merlin_cowclip.models import FusedEmbeddings
 from merlin_cowclip.plugins import CowClipAdam, CowClipOptimizer
 
-from .test_deferred import HP, SIZES, batches, built, far, first_weights, schema
+from .test_deferred import HP, SIZES, batches, built, far, first_weights, schema, trained
 
 WIDE = HP.replace(init_stddev=0.05)
 OTHERS = (tf.errors.InvalidArgumentError, ValueError)
@@ -185,3 +185,18 @@ def test_a_part_alone_has_no_lookups_that_wait():
         loss = tf.reduce_sum(layer(x) ** 2)
     with pytest.raises(ValueError, match="tables whose rows catch up before they are read"):
         part.apply_gradients([(tape.gradient(loss, spec.variable), spec.variable)])
+
+
+@pytest.mark.parametrize("steps", [0, 25])
+def test_weights_of_the_exact_mode_are_current(tmp_path, steps):
+    """Their file knows of no rows that wait, and sets the count of steps."""
+    exact, deferred = trained("exact", 15), trained("deferred", steps)
+    x = next(batches(1, 64, 5))[0]
+    deferred.predict_on_batch(x)
+    exact.save_weights(tmp_path / "weights")
+    deferred.load_weights(tmp_path / "weights")
+    for batch in batches(20, seed=8):
+        for model in (exact, deferred):
+            model.train_on_batch(*batch)
+    deferred.optimizer.catch_up()
+    assert far(deferred, exact) < 2e-4
