@@ -12,7 +12,7 @@ import tensorflow as tf
 from merlin_cowclip.models import FusedEmbeddings
 from merlin_cowclip.plugins import CowClipOptimizer
 from merlin_cowclip.plugins.deferrable import check_deferrable
-from tests.plugins.test_deferred import HP, SIZES, batches, built, trained
+from tests.plugins.test_deferred import HP, SIZES, batches, built, far, trained
 
 
 @functools.cache
@@ -164,3 +164,70 @@ def test_other_betas_are_refused(beta_1, beta_2, is_refused):
         check_deferrable(
             1e-4, l2=1e-5, clip=None, clip_ratio=1.0, beta_1=beta_1, beta_2=beta_2, epsilon=1e-7
         )
+
+
+@pytest.mark.parametrize("update", ["exact", "deferred"])
+def test_a_variable_of_a_plain_module_is_the_models(update):
+    class Shifted(tf.keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.inner = built()
+            self.module = tf.Module()
+            self.module.shift = tf.Variable(0.1)
+
+        def call(self, x, training=False):
+            return self.inner(x) + self.module.shift
+
+    model = Shifted()
+    model(next(batches(1))[0])
+    optimizer = CowClipOptimizer.for_model(model, HP, update=update)
+    model.compile(optimizer, loss="mse")
+    model.train_on_batch(*next(batches(1)))
+    assert model.module.shift.numpy() != np.float32(0.1)
+
+
+def test_a_step_is_exported(tmp_path):
+    """For training on a device: with all that it reads."""
+    model = built()
+    optimizer = CowClipOptimizer.for_model(model, HP, update="exact")
+
+    class Trained(tf.Module):
+        def __init__(self):
+            super().__init__()
+            self.model, self.optimizer = model, optimizer
+
+        @tf.function(autograph=False)
+        def train(self, shop, item, day, y):
+            with tf.GradientTape() as tape:
+                found = self.model({"shop": shop, "item": item, "day": day})
+                loss = tf.reduce_mean(tf.square(found - y))
+            weights = self.model.trainable_variables
+            self.optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
+            return {"loss": loss}
+
+    x, y = next(batches(1))
+    trained = Trained()
+    given = {**x, "y": y}
+    names = ("shop", "item", "day", "y")
+    spec = {name: tf.TensorSpec(given[name].shape, given[name].dtype, name) for name in names}
+    call = trained.train.get_concrete_function(**spec)
+    tf.saved_model.save(trained, str(tmp_path / "step"), signatures={"train": call})
+    loaded = tf.saved_model.load(str(tmp_path / "step")).signatures["train"]
+    losses = [float(loaded(**given)["loss"]) for _ in range(3)]
+    assert losses[2] < losses[0]
+
+
+def test_an_optimizers_own_checkpoint_is_of_current_rows(tmp_path):
+    """Written before the weights are, which let rows catch up."""
+    one = trained("deferred", 25)
+    tf.train.Checkpoint(optimizer=one.optimizer).write(tmp_path / "optimizer")
+    one.save_weights(tmp_path / "weights")
+    other = trained("deferred", 1)
+    other.load_weights(tmp_path / "weights")
+    tf.train.Checkpoint(optimizer=other.optimizer).read(tmp_path / "optimizer")
+    for batch in batches(15, seed=8):
+        for model in (one, other):
+            model.train_on_batch(*batch)
+    for model in (one, other):
+        model.optimizer.catch_up()
+    assert far(other, one) < 2e-4

@@ -471,6 +471,15 @@ class CowClipOptimizer(Observable, StepsTogether, FollowsFits, RefusesOptions, m
         own = list(self._weights)
         return own + [v for optimizer in self.optimizers for v in optimizer.variables()]
 
+    def _trackable_children(self, save_type: str = "checkpoint", **named: Any) -> dict[str, Any]:
+        # What TensorFlow saves of it goes with tables without rows that wait, whenever they are.
+        if tf.executing_eagerly():
+            self.catch_up()
+        children: dict[str, Any] = super()._trackable_children(save_type, **named)
+        if save_type == "savedmodel" and self._may_step is not None:
+            children = {**children, "may_step": self._may_step}  # traced steps read it
+        return children
+
     def get_weights(self) -> list[Any]:
         """Keras's; no row waits afterwards."""
         self.catch_up()

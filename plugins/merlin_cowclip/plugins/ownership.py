@@ -125,6 +125,9 @@ def check_belong(
         for layer in layers
         for v in (*layer._trainable_weights, *layer._non_trainable_weights)
     }
+    if model is not None:  # a `tf.Module` within is no layer
+        modules = (m for m in model._flatten_modules() if not isinstance(m, tf.keras.layers.Layer))
+        mine |= {v.ref() for module in modules for v in module.variables}
     others = [v for _, v in pairs if v.ref() not in mine]
     if model is not None and others and (each or len(others) == len(pairs)):
         raise ValueError(

@@ -213,9 +213,14 @@ class WaitingRows:
         if self.update != "deferred":
             return
         for spec in self._specs.values():
-            if self._waits(spec.variable):
+            if self._waits(spec.variable) and not self._is_current(spec.variable):
                 with not_recorded(), beside(spec.variable):
                     bring_all_up(self._late(spec.variable), *self._bringing(spec.variable))
+
+    def _is_current(self, variable: tf.Variable) -> bool:
+        """Whether no row of a table is late, where that can be told: a pass over less."""
+        last, step, _ = self._waiting[variable.ref()]
+        return tf.executing_eagerly() and not bool(tf.reduce_any(last < step))
 
     def _late(self, variable: tf.Variable) -> Table:
         m, v = (self.get_slot(variable, name) for name in ("m", "v"))
