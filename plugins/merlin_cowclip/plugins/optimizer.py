@@ -472,7 +472,7 @@ class CowClipOptimizer(Observable, StepsTogether, FollowsFits, RefusesOptions, m
         return own + [v for optimizer in self.optimizers for v in optimizer.variables()]
 
     def _trackable_children(self, save_type: str = "checkpoint", **named: Any) -> dict[str, Any]:
-        # What TensorFlow saves of it goes with tables without rows that wait, whenever they are.
+        # The tables that TensorFlow saves with it, or later, have no row that waits.
         if tf.executing_eagerly():
             self.catch_up()
         children: dict[str, Any] = super()._trackable_children(save_type, **named)

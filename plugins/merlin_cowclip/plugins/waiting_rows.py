@@ -117,25 +117,27 @@ class WaitingRows:
         if self.update != "deferred":
             return
         self._check_deferred(self._hyper["learning_rate"])  # which may have been set since
-        for variable in var_list:
-            if not self._waits(variable):
-                # No slots: those must have the variable's shape when Keras loads them.
-                # By its place: the first step may come to the tables in another order.
-                place = self._places.get(self._specs.get(variable.ref()), len(self._waiting))
-                # It missed nothing yet, whatever other tables have been trained.
-                made = float(tf.keras.backend.get_value(self.iterations))
-                self._waiting[variable.ref()] = Waiting(
-                    self._own_weight(f"last_{place}", (variable.shape[0], 1), made),
-                    self._own_weight(f"step_{place}", (), made),
-                    self._own_weight(f"late_rate_{place}", (), _NO_STEP),
-                )
-        self._order_weights()
+        new = [variable for variable in var_list if not self._waits(variable)]
+        for variable in new:
+            # No slots: those must have the variable's shape when Keras loads them.
+            place = self._place_of(variable)
+            # It missed nothing yet, whatever other tables have been trained.
+            made = float(tf.keras.backend.get_value(self.iterations))
+            self._waiting[variable.ref()] = Waiting(
+                self._own_weight(f"last_{place}", (variable.shape[0], 1), made),
+                self._own_weight(f"step_{place}", (), made),
+                self._own_weight(f"late_rate_{place}", (), _NO_STEP),
+            )
+        if new:
+            self._order_weights()
+
+    def _place_of(self, variable: tf.Variable) -> int:
+        """Among the model's tables: the first step may come to them in another order."""
+        return self._places.get(self._specs.get(variable.ref()), len(self._waiting))
 
     def _order_weights(self) -> None:
         """By the tables' places, whichever was looked up first: Keras sets weights by theirs."""
-        last = len(self._waiting)
-        tables = [variable.deref() for variable in self._waiting]
-        tables.sort(key=lambda table: self._places.get(self._specs.get(table.ref()), last))
+        tables = sorted((table.deref() for table in self._waiting), key=self._place_of)
         in_order = [
             weight
             for table in tables

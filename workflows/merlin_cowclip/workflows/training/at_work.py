@@ -7,7 +7,6 @@ has read, written or computed something within any minute, and one that hangs ha
 from __future__ import annotations
 
 import contextlib
-import itertools
 import threading
 from collections.abc import Iterator
 
@@ -16,8 +15,7 @@ import psutil
 UNKNOWN = -1
 _BYTES = 1 << 20  # read or written: a sign; a log's lines are fewer
 _works: list[bool] = []  # an item for each `at_work` of the main thread
-_pieces = itertools.count(1)
-_done = [0]
+_pieces = [0]
 
 
 @contextlib.contextmanager
@@ -37,7 +35,7 @@ def is_at_work() -> bool:
 
 def piece_done() -> None:
     """A sign of that which the system does not count: what has come to the disk itself."""
-    _done[0] = next(_pieces)
+    _pieces[0] += 1
 
 
 class Signs:
@@ -78,4 +76,4 @@ class Signs:
             return None
         ours = {thread.native_id for thread in threading.enumerate()} - {threading.get_native_id()}
         times = {one.id: one.user_time + one.system_time for one in threads if one.id in ours}
-        return _done[0], of.read_chars + of.read_bytes + of.write_bytes, times
+        return _pieces[0], of.read_chars + of.read_bytes + of.write_bytes, times
