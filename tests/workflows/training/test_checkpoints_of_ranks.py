@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import itertools
-import mmap
 import re
 import threading
 import time
@@ -270,10 +270,10 @@ def test_what_a_process_reads_writes_and_computes_are_signs(tmp_path):
 
 
 def test_what_comes_to_the_disk_in_pieces_is_a_sign_each(monkeypatch, tmp_path):
-    monkeypatch.setattr(checkpoint_files, "_SYNCED", mmap.PAGESIZE)
+    monkeypatch.setattr(checkpoint_files, "_SYNCED", 4096)
     done = []
     monkeypatch.setattr(checkpoint_files, "piece_done", lambda: done.append(1))
-    for size, pieces in ((0, 0), (1, 1), (3 * mmap.PAGESIZE + 1, 4)):
+    for size, pieces in ((0, 0), (1, 1), (3 * 4096 + 1, 4)):
         path = tmp_path / str(size)
         path.write_bytes(bytes(size))
         checkpoint_files.sync(path)
@@ -282,6 +282,23 @@ def test_what_comes_to_the_disk_in_pieces_is_a_sign_each(monkeypatch, tmp_path):
     checkpoint_files.sync(tmp_path)
     path.chmod(0o400)
     checkpoint_files.sync(path)
+
+
+@pytest.mark.parametrize(("number", "fails"), [(errno.EIO, True), (errno.EINVAL, False)])
+def test_a_disk_that_fails_while_it_is_synced(monkeypatch, tmp_path, number, fails):
+    """Its error is told once, so it must not be passed over; a file system may not offer it."""
+
+    class Library:
+        @staticmethod
+        def sync_file_range(*_):
+            ctypes.set_errno(number)
+            return -1
+
+    monkeypatch.setattr(checkpoint_files.ctypes, "CDLL", lambda *_, **__: Library)
+    path = tmp_path / "file"
+    path.write_bytes(b"1")
+    with pytest.raises(OSError, match="Input/output") if fails else contextlib.nullcontext():
+        checkpoint_files.sync(path)
 
 
 def test_the_beats_of_two_runs_are_two(monkeypatch, tmp_path):
