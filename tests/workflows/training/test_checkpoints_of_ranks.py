@@ -182,6 +182,7 @@ def test_a_rank_behind_others_hangs_and_ranks_at_one_place_work(
 
     ended = []
     monkeypatch.setattr(heartbeats.os, "_exit", ended.append)
+    monkeypatch.setattr(heartbeats, "_PASSED_ON", 0.0)
     heart = Heartbeat(Ranks(1, 3, 1, 3), lambda: (0,), tmp_path)
     heart._end_if_one_is_behind([[4, n, 0, 9] for n in (3, second, 3)], works, waited)
     said = capsys.readouterr().err

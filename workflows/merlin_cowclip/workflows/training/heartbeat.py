@@ -34,6 +34,7 @@ _SECONDS = 45.0
 _BEATS = 15  # in that time
 _UNSEEN = 10  # times as long may one be at work of which nobody can see whether it goes on
 _CPU = 0.02  # of that time, computed, is a sign of work
+_PASSED_ON = 1.0  # seconds: the launcher drops what it has not yet, once any rank has ended
 _numbers = itertools.count()
 
 
@@ -167,8 +168,9 @@ class Heartbeat:
                 f"{how_to_resume(self._run)}\n"
             )
             sys.stderr.flush()
+            time.sleep(_PASSED_ON)
         else:
-            time.sleep(3.0)  # for the launcher ends all once one has ended
+            time.sleep(3 * _PASSED_ON)
         os._exit(2)
 
 
