@@ -209,6 +209,7 @@ def beat_at_work(monkeypatch, tmp_path, signs) -> Together:
     together = Together([0, 0, 5])
     monkeypatch.setattr(heartbeats, "gatherer_beside", lambda name: together)
     monkeypatch.setattr(heartbeats.Signs, "count", lambda _: next(signs))
+    monkeypatch.setattr(heartbeats, "_PASSED_ON", 0.0)
     monkeypatch.setenv(heartbeats.PATIENCE, "0.15")
     ended = threading.Event()
 
