@@ -1258,6 +1258,10 @@ def test_a_list_of_lists_is_refused():
         ({"max_size": 7, "num_buckets": 3}, {0}),
         ({"num_buckets": 3}, {0}),  # no vocabulary: every id is hashed
         ({"num_buckets": 3, "cat_path": "unique.user.parquet"}, {0, 2, 3, 4}),
+        ({"freq_threshold": 5, "untrained_ids": [0.0, 3.0]}, {0, 1, 2}),  # none was below it
+        ({"freq_threshold": 5, "untrained_ids": [0, 1]}, {0}),
+        ({"untrained_ids": []}, {0}),
+        ({"num_buckets": 3, "untrained_ids": [0, 2, 3, 5]}, {0, 1, 3, 4}),
     ],
 )
 def test_an_unknown_row_that_training_rows_have_starts_like_any_other(given, zero):

@@ -18,11 +18,11 @@ from merlin.models.config.schema import SchemaMixin
 from merlin.schema import ColumnSchema, Schema, Tags
 
 from merlin_cowclip.models.id_check import IdCheck
-from merlin_cowclip.models.initial_rows import TableInitializer
+from merlin_cowclip.models.initial_rows import TableInitializer, untrained_rows
 from merlin_cowclip.models.row_ranges import RowRanges, cardinality, resized
 from merlin_cowclip.models.rows_by_raw_id import RowsByRawId
 from merlin_cowclip.models.schemas import schema_from_text, schema_text
-from merlin_cowclip.models.vocabulary import PADDING_ID, UNKNOWN_ID
+from merlin_cowclip.models.vocabulary import PADDING_ID
 from merlin_cowclip.plugins import Lookup, TableSpec
 from merlin_cowclip.plugins._stack import tf
 from merlin_cowclip.plugins.checks import DIGITS, whole_number
@@ -111,7 +111,7 @@ class FusedEmbeddings(RowsByRawId, SchemaMixin, tf.keras.layers.Layer):
         self.cardinalities = {c.name: cardinality(c) for c in columns}
         self._schema = Schema(columns)  # set_schema takes the first alone
         self._first_row = {name: ranges.first_row(name) for name in self.fields}
-        self._initializer = TableInitializer(self.stddev, _untrained_rows(columns, ranges))
+        self._initializer = TableInitializer(self.stddev, untrained_rows(columns, ranges))
         self._spec = TableSpec(
             name=self.name,
             layer=self,
@@ -396,30 +396,6 @@ class FusedEmbeddings(RowsByRawId, SchemaMixin, tf.keras.layers.Layer):
 
 def _is_list(column: ColumnSchema) -> bool:
     return bool(column.is_list)
-
-
-def _untrained_rows(columns: Sequence[ColumnSchema], ranges: RowRanges) -> list[int]:
-    """Rows that no training row has, whichever field reads them."""
-    untrained: dict[int, set[int]] = {}
-    for column in columns:
-        ids = {i for i in _untrained_ids(column) if i < cardinality(column)}
-        untrained.setdefault(ranges.first_row(column.name), ids).intersection_update(ids)
-    return sorted(first + i for first, ids in untrained.items() for i in ids)
-
-
-def _untrained_ids(column: ColumnSchema) -> list[int]:
-    """Ids that no training row has: padding, and the unknown ones unless Categorify made some.
-
-    It does below a threshold, beyond a size, and by hashing without a vocabulary. With a whole
-    vocabulary, buckets only spread the ids that training has not seen.
-    """
-    given = column.properties
-    truncated = 0 < (given.get("max_size") or 0) <= cardinality(column)
-    below = (given.get("freq_threshold") or 0) > 1
-    buckets = int(given.get("num_buckets") or 1)
-    if truncated or below or (buckets > 1 and not given.get("cat_path")):
-        return [PADDING_ID]
-    return [PADDING_ID, *range(UNKNOWN_ID, UNKNOWN_ID + buckets)]
 
 
 def plain_combiner(combiner: str | Mapping[str, str]) -> str | dict[str, str]:

@@ -6,7 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from merlin.schema import ColumnSchema
 
+from merlin_cowclip.models.row_ranges import RowRanges, cardinality
+from merlin_cowclip.models.vocabulary import PADDING_ID, UNKNOWN_ID
 from merlin_cowclip.plugins._stack import tf
 from merlin_cowclip.plugins.joining import of_all_ranks
 from merlin_cowclip.plugins.sharding import Shard
@@ -23,20 +26,20 @@ class TableInitializer(tf.keras.initializers.Initializer):
       zero_rows: row numbers that start at zero.
     """
 
-    def __init__(self, stddev: float, zero_rows: Sequence[int] = ()) -> None:
+    def __init__(self, stddev: float, zero_rows: Sequence[int] | np.ndarray = ()) -> None:
         if not stddev >= 0:
             raise ValueError(f"stddev must not be negative. Received: stddev={stddev!r}")
         self.stddev = float(stddev)
-        self.zero_rows = [int(row) for row in zero_rows]
+        self.zero_rows = np.asarray(zero_rows, np.int64)
 
     def __call__(self, shape: Any, dtype: Any = None, **kwargs: Any) -> tf.Tensor:
         """A V×d tensor."""
         if self.stddev == 0:
             return tf.zeros(shape, dtype or tf.float32)
         values = tf.random.normal(shape, stddev=self.stddev, dtype=dtype or tf.float32)
-        if not self.zero_rows:
+        if not len(self.zero_rows):
             return values
-        at = tf.constant(self.zero_rows, tf.int64)[:, tf.newaxis]
+        at = tf.constant(self.zero_rows)[:, tf.newaxis]
         zeros = tf.zeros([len(self.zero_rows), shape[1]], values.dtype)
         return tf.tensor_scatter_nd_update(values, at, zeros)
 
@@ -67,10 +70,41 @@ class TableInitializer(tf.keras.initializers.Initializer):
             mine = block.numpy()[(shard.rank - start) % shard.size :: shard.size]
             values[done : done + len(mine)] = mine
             done += len(mine)
-        here = [row for row in self.zero_rows if row % shard.size == shard.rank]
-        values[[shard.place(row) for row in here]] = 0
+        here = self.zero_rows[self.zero_rows % shard.size == shard.rank]
+        values[shard.place(here)] = 0
         return tf.constant(values)
 
     def get_config(self) -> dict[str, Any]:
         """The constructor's arguments."""
-        return {"stddev": self.stddev, "zero_rows": self.zero_rows}
+        return {"stddev": self.stddev, "zero_rows": self.zero_rows.tolist()}
+
+
+def untrained_rows(columns: Sequence[ColumnSchema], ranges: RowRanges) -> np.ndarray:
+    """Rows that no training row has, whichever field reads them."""
+    untrained: dict[int, np.ndarray] = {}
+    for column in columns:
+        ids = _untrained_ids(column)
+        ids, first = ids[ids < cardinality(column)], ranges.first_row(column.name)
+        untrained[first] = np.intersect1d(untrained.get(first, ids), ids)
+    return np.sort(np.concatenate([first + ids for first, ids in untrained.items()]))
+
+
+def _untrained_ids(column: ColumnSchema) -> np.ndarray:
+    """Ids that no training row has: padding, and of the others those that prepared data counted.
+
+    Of a schema that tells of no counts, the unknown ones unless Categorify may have made some: it
+    does below a threshold, beyond a size, and by hashing without a vocabulary. With a whole
+    vocabulary, buckets only spread the ids that training has not seen.
+    """
+    given = column.properties
+    counted = given.get("untrained_ids")  # first ones and ends in turn; read back as floats
+    if counted is not None:
+        ends = [int(end) for end in counted]
+        spans = zip(ends[::2], ends[1::2], strict=True)
+        return np.concatenate([[PADDING_ID], *(np.arange(*span) for span in spans)])
+    truncated = 0 < (given.get("max_size") or 0) <= cardinality(column)
+    below = (given.get("freq_threshold") or 0) > 1
+    buckets = int(given.get("num_buckets") or 1)
+    if truncated or below or (buckets > 1 and not given.get("cat_path")):
+        return np.array([PADDING_ID])
+    return np.array([PADDING_ID, *range(UNKNOWN_ID, UNKNOWN_ID + buckets)])

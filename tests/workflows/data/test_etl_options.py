@@ -248,6 +248,8 @@ def test_ids_below_the_threshold_are_unknown(tmp_path, log, quick, threshold):
     ]
     assert meta[0]["num_observed"][2:].tolist() == meta[1]["num_observed"][2:].tolist()
     assert data.schema["user"].properties["freq_threshold"] == (threshold if threshold > 1 else 0)
+    assert _untrained(data, "user") == set(np.flatnonzero(table["count"][:3] == 0))
+    assert _untrained(data, "item") == set(np.flatnonzero(data.counts("item")["count"][:3] == 0))
 
 
 def test_unknown_ids_share_rows_by_hash(log, quick):
@@ -275,6 +277,20 @@ def test_unknown_ids_share_rows_by_hash(log, quick):
     assert not data.schema["item"].properties["num_buckets"]
     report = data.report["fields"]["user"]
     assert report["test_unknown"] == hashed.sum()
+
+
+def _untrained(data, field):
+    """Ids that are said to have no training row."""
+    ends = np.array(data.schema[field].properties["untrained_ids"], int).reshape(-1, 2)
+    return {i for first, end in ends for i in range(first, end)}
+
+
+def test_hash_buckets_without_a_training_row_are_known(log, quick):
+    data = quick(spec_of(freq_threshold=3, hash_buckets={"user": 900}))
+    counts = data.counts("user")["count"]
+    empty = set(np.flatnonzero(counts[: 2 + 900] == 0))
+    assert 3 < len(empty) < 900
+    assert _untrained(data, "user") == empty
 
 
 @pytest.mark.parametrize(

@@ -157,12 +157,12 @@ def _save(
     pipeline: Pipeline, scan: _Scan, parts: dict[str, list[ParquetFile]], folder: Path
 ) -> None:
     _copy_workflow(pipeline, folder / "workflow")
-    save_schema(pipeline.schema, folder)
     (folder / "counts").mkdir()
     for name, counts in scan.counts.items():
         vocabulary = pipeline.vocabularies.get(name)
         raw = pa.nulls(0, pa.string()) if vocabulary is None else vocabulary.raw()
         write_counts(folder / "counts", name, counts, raw)
+    save_schema(pipeline.schema, folder)
     other = _counted_otherwise(pipeline, scan)
     notes = list(pipeline.notes)
     if other:

@@ -10,8 +10,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import pyarrow.parquet as pq
+
 from merlin_cowclip.workflows.data.counts import write_counts
-from merlin_cowclip.workflows.data.encoding import IdStatistics
+from merlin_cowclip.workflows.data.encoding import UNKNOWN, IdStatistics
 from merlin_cowclip.workflows.data.prepared import FORMAT_VERSION, MEMBERS, RECORD
 from merlin_cowclip.workflows.data.vocabularies import vocabulary_path, write_vocabulary
 from merlin_cowclip.workflows.folders import package_versions, write_json
@@ -20,7 +23,7 @@ from merlin_cowclip.workflows.quiet import quiet_imports
 
 if TYPE_CHECKING:
     import nvtabular as nvt
-    from merlin.schema import Schema
+    from merlin.schema import ColumnSchema, Schema
 
 
 def make_room_for_ids(folder: Path) -> None:
@@ -51,13 +54,34 @@ def save_workflow(workflow: nvt.Workflow, folder: Path, columns: Iterable[str]) 
 
 
 def save_schema(schema: Schema, folder: Path) -> None:
-    """Write ``schema.pbtxt``, and ``.merlin/``, by which `merlin.io.Dataset` finds the schema."""
+    """Write ``schema.pbtxt``, and ``.merlin/``, by which `merlin.io.Dataset` finds the schema.
+
+    Fields whose counts are written get a property ``untrained_ids``: the ids without a training
+    row, as first ones and ends in turn. Rows of tables that would stay as they began start at zero
+    by it (`FusedEmbeddings`).
+    """
     with quiet_imports():
+        from merlin.schema import Schema
         from merlin.schema.io.tensorflow_metadata import TensorflowMetadata
-    proto = TensorflowMetadata.from_merlin_schema(schema)
+    proto = TensorflowMetadata.from_merlin_schema(
+        Schema([_with_untrained_ids(column, folder / "counts") for column in schema])
+    )
     proto.to_proto_text_file(str(folder))
     (folder / ".merlin").mkdir()
     proto.to_json_file(str(folder / ".merlin"))
+
+
+def _with_untrained_ids(column: ColumnSchema, counts: Path) -> ColumnSchema:
+    path = counts / f"{column.name}.parquet"
+    if not path.exists():  # the label, numbers
+        return column
+    buckets = int(column.properties.get("num_buckets") or 1)
+    count = pq.read_table(path, columns=["count"])["count"].to_numpy()
+    if buckets == 1 or column.properties.get("cat_path"):
+        count = count[: UNKNOWN + buckets]  # of a vocabulary's own ids none lacks a row
+    untrained = np.concatenate([[False], count == 0, [False]])
+    ends = np.flatnonzero(np.diff(untrained))
+    return column.with_properties({"untrained_ids": ends.tolist()})
 
 
 def write_record(folder: Path, record: Mapping[str, Any]) -> None:
