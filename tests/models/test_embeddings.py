@@ -735,8 +735,9 @@ def test_rows_of_a_prepared_folder(prepared, field):
     found = layer.rows(field, real["raw"], **place)
     assert found.dtype == np.int64
     assert found.tolist() == [first + i for i in real["id"]]
-    odd = layer.rows(field, [None, "newcomer", float("nan"), real["raw"].iloc[0], pd.NA], **place)
-    assert odd.tolist() == [first + i for i in (MISSING, UNKNOWN, MISSING, 3, MISSING)]
+    given = [None, "newcomer", float("nan"), real["raw"].iloc[0], pd.NA, ""]
+    odd = [first + i for i in (MISSING, UNKNOWN, MISSING, 3, MISSING, MISSING)]
+    assert layer.rows(field, given, **place).tolist() == odd
     assert layer.rows(field, [], **place).tolist() == []
 
 
@@ -796,6 +797,8 @@ def test_a_narrow_float_that_may_have_been_another_id_is_refused(kind):
     if kind is not pd.Index:  # pandas 1.5 makes it one of float64
         with pytest.raises(ValueError, match=r"32-bit float of 2\^24 or.*Received: 16777216.0"):
             encode(known, given)
+    with pytest.raises(ValueError, match=r"32-bit float of 2\^24 or.*Received: 16777216.0"):
+        encode(known, list(np.array([2**24 + 1, 7], np.float32)))
     assert encode(known, given[1:]).tolist() == [4, 1]
     assert encode(known, np.array([2**24], np.float64)).tolist() == [3]
 
@@ -982,17 +985,18 @@ def test_rows_by_a_vocabulary_in_parts_or_of_ones_own(tmp_path, options):
 
 
 def test_a_later_fit_into_the_same_folder(tmp_path):
-    """The saved workflow's own copy counts; without it, ids beyond the field are noticed."""
+    """The saved workflow's own copy counts; without it, more or fewer ids are noticed."""
     first = fitted(stock_log(), tmp_path / "fit")
     first.save(str(tmp_path / "saved"))
     layer = layer_of(schema=first.output_schema)
     expected = layer.rows("number", [LARGE, LARGE + 1, 7]).tolist()
-    fitted(pd.concat([stock_log(), stock_log(1), stock_log(2)]), tmp_path / "fit")
-    found = layer.rows("number", [LARGE, LARGE + 1, 7], workflow=tmp_path / "saved")
-    assert found.tolist() == expected
-    message = r"field 'number' must have ids below its cardinality, 6. Received: id 7. .*another"
-    with pytest.raises(ValueError, match=message):
-        layer.rows("number", [LARGE])
+    for logs, last in (((0, 1, 2), 7), ((), 4)):
+        fitted(pd.concat([stock_log()[1:3], *map(stock_log, logs)]), tmp_path / "fit")
+        found = layer.rows("number", [LARGE, LARGE + 1, 7], workflow=tmp_path / "saved")
+        assert found.tolist() == expected
+        message = rf"'number' must end with the last id .*, 5. Received: id {last}. .*another"
+        with pytest.raises(ValueError, match=message):
+            layer.rows("number", [LARGE])
 
 
 def test_rows_of_a_column_that_was_never_encoded():

@@ -42,9 +42,9 @@ class RowsByRawId:
         Args:
           field: one of `fields`.
           raw_ids: n, as they stand in the log, as numbers or text: 1382, 1382.0 and "1382" are
-            one id. A missing one (None, NaN) has the row of missing ids (of unknown ones in top-k
-            data that did not keep it), one that the vocabulary does not hold the row of unknown
-            ids.
+            one id. A missing one (None, NaN; in prepared data empty text, too) has the row of
+            missing ids (of unknown ones in top-k data that did not keep it), one that the
+            vocabulary does not hold the row of unknown ids.
           workflow: the saved NVTabular workflow, if the schema does not say where it lies.
 
         Returns:
@@ -55,7 +55,12 @@ class RowsByRawId:
             a number, or an unknown id of a field whose unknown ids are hashed.
         """
         column = self._column(field)
-        ids = encode(self._vocabulary(field, workflow), raw_ids, missing=missing_id(column))
+        ids = encode(
+            self._vocabulary(field, workflow),
+            raw_ids,
+            missing=missing_id(column),
+            empty_is_missing=bool(column.properties.get("empty_is_missing")),
+        )
         hashed = int(column.properties.get("num_buckets") or 1) > 1
         if hashed and (ids == UNKNOWN_ID).any():
             raise ValueError(
@@ -178,10 +183,10 @@ class RowsByRawId:
     def _vocabulary(self, field: str, workflow: str | os.PathLike[str] | None) -> pd.Series:
         vocabulary = read_vocabulary(self._column(field), workflow)
         last, cardinality = vocabulary.index.max(), self.cardinalities[field]
-        if len(vocabulary) and last >= cardinality:
+        if len(vocabulary) and last != cardinality - 1:
             raise ValueError(
-                f"the vocabulary of field {field!r} must have ids below its cardinality, "
-                f"{cardinality}. Received: id {last}. It is another workflow's than the schema."
+                f"the vocabulary of field {field!r} must end with the last id of its cardinality, "
+                f"{cardinality - 1}. Received: id {last}. It is another workflow's than the schema."
             )
         return vocabulary
 

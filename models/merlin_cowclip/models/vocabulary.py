@@ -82,7 +82,13 @@ def _read(path: Path, first: int) -> pd.DataFrame:
     return frame
 
 
-def encode(vocabulary: pd.Series, raw_ids: Any, *, missing: int = MISSING_ID) -> np.ndarray:
+def encode(
+    vocabulary: pd.Series,
+    raw_ids: Any,
+    *,
+    missing: int = MISSING_ID,
+    empty_is_missing: bool = False,
+) -> np.ndarray:
     """Ids of raw ids, n, int64: 2 for one that is not in the vocabulary.
 
     1382, 1382.0 and "1382" are one id, whether the vocabulary holds numbers or, as ours do, the
@@ -92,6 +98,7 @@ def encode(vocabulary: pd.Series, raw_ids: Any, *, missing: int = MISSING_ID) ->
       vocabulary: from `read_vocabulary`.
       raw_ids: n; text, numbers, or missing (None, NaN, NA).
       missing: id of the missing ones; see `missing_id`.
+      empty_is_missing: whether empty text is a missing id, as in what `prepare` makes.
 
     Raises:
       ValueError: a raw id of another type: of text, numbers and times, none is found by another; or
@@ -102,6 +109,8 @@ def encode(vocabulary: pd.Series, raw_ids: Any, *, missing: int = MISSING_ID) ->
         raw_ids = pd.Index(raw_ids)  # NumPy would make times integers
     raw = pd.Series(np.asarray(raw_ids, dtype=object))
     gone = raw.isna().to_numpy()
+    if empty_is_missing:
+        gone |= (raw == "").to_numpy()
     held = raw[~gone]
     # As objects: pandas would make integers beside a missing one floats, and large ones inexact.
     known = pd.Index(vocabulary.astype(object), dtype=object)
@@ -120,6 +129,8 @@ def encode(vocabulary: pd.Series, raw_ids: Any, *, missing: int = MISSING_ID) ->
 def _refuse_inexact(raw_ids: Any) -> None:
     """Refuse floats of less than 64 bits, where several integers are one of them."""
     kind: Any = getattr(raw_ids, "dtype", None)
+    if kind is None:  # a list, which may be of them
+        kind = np.asarray(raw_ids).dtype
     if getattr(kind, "kind", "O") != "f" or kind.itemsize >= 8:
         return
     digits = DIGITS[f"float{8 * kind.itemsize}"]

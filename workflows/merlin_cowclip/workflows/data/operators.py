@@ -198,7 +198,11 @@ class EncodeIds(Categorify):
         path = schema.properties["cat_path"]
         relative = path and str(Path(path).relative_to(self.out_path))
         buckets = self._buckets(col_schema.name)
-        added = {"cat_path": relative, "num_buckets": buckets if buckets > 1 else None}
+        added = {
+            "cat_path": relative,
+            "num_buckets": buckets if buckets > 1 else None,
+            "empty_is_missing": True,  # `IdText` makes it so
+        }
         if col_schema.name in self.missing_as_unknown:
             added["missing_as_unknown"] = True
         return schema.with_properties(added)
