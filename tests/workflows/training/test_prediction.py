@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -442,6 +443,55 @@ def test_refused_of_an_adopted_pipeline(stock, tmp_path, change, raw, words):
     with pytest.raises(UserError, match=words):
         predict_logs(run, [tmp_path / "raw.parquet"], tmp_path / "out.parquet", raw=raw)
     assert [p.name for p in tmp_path.iterdir()] == ["raw.parquet"]
+
+
+@pytest.fixture(scope="module")
+def by_text(tmp_path_factory):
+    """A workflow that makes text of whole numbers: `shop` was fitted with a missing one."""
+    home = tmp_path_factory.mktemp("text")
+    random = np.random.default_rng(0)
+    shop, user = (random.integers(0, 9, 600) for _ in range(2))
+    table = pa.table(
+        {
+            "click": random.integers(0, 2, 600),
+            "shop": pa.array(shop, mask=np.arange(600) == 3),
+            "user": pa.array(user),
+        }
+    )
+    pq.write_table(table, home / "raw.parquet")
+    workflow = nvt.Workflow(
+        (
+            ["shop", "user"]
+            >> ops.LambdaOp(lambda column: column.astype(str))
+            >> ops.Categorify(out_path=str(home / "fitted"))
+        )
+        + (["click"] >> ops.AddMetadata(tags=[Tags.TARGET, Tags.BINARY_CLASSIFICATION]))
+    )
+    raw = Dataset(str(home / "raw.parquet"), engine="parquet")
+    workflow.fit_transform(raw).to_parquet(str(home / "train"))
+    workflow.save(str(home / "workflow"))
+    data = adopt(home / "train", home / "workflow", "click", home / "data", progress=False)
+    with quick_saves():
+        return train(data, CONFIG, home / "run", progress=False), table, home
+
+
+def test_an_id_does_not_depend_on_its_batch(by_text, tmp_path, monkeypatch):
+    """pandas makes whole numbers floats in a batch with a missing one, and 7.0 is another text."""
+    run, _, home = by_text
+    monkeypatch.setattr(incoming, "BATCH_ROWS", 100)
+    expected = scores(run, [home / "train"], tmp_path / "encoded.parquet")["probability"]
+    found = scores(run, [home / "raw.parquet"], tmp_path / "raw.parquet", raw=True)["probability"]
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_a_missing_id_that_would_change_its_neighbours_is_refused(by_text, tmp_path):
+    run, table, _ = by_text
+    missing = pa.array(table["user"].to_numpy(), mask=np.arange(600) == 400)
+    pq.write_table(table.set_column(2, "user", missing), tmp_path / "raw.parquet")
+    words = r"column 'user' must have no missing one .*raw.parquet, row group 0, .*600 rows from"
+    with pytest.raises(UserError, match=words):
+        predict_logs(run, [tmp_path / "raw.parquet"], tmp_path / "out.parquet", raw=True)
+    assert not (tmp_path / "out.parquet").exists()
 
 
 @pytest.mark.parametrize("labelled", [0, 1])

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import pandas as pd
 import pyarrow as pa
 
@@ -261,10 +262,9 @@ class _RawParquet(_Parquet):
 
     def _encoded(self, batch: pa.RecordBatch, place: Place) -> pa.RecordBatch:
         try:
-            frame = _numbered(batch)[self._columns]
-            with quiet_operators():
-                out = self._workflow.transform(frame)[self._wanted]
-            encoded = pa.RecordBatch.from_pandas(out, preserve_index=False)
+            frame = self._as_fitted(_numbered(batch)[self._columns])
+            encoded = self._transformed(frame)
+            misread = self._misread(batch, frame, encoded)
         except Exception as error:  # whatever the user's own operators raise
             raise UserError(
                 f"the run's workflow must take the rows. Received: {place.path}, row group "
@@ -278,7 +278,56 @@ class _RawParquet(_Parquet):
                 f"{place.group}, from row {place.first + 1} on. Leave out the rows that it drops, "
                 "or give the parquet that it wrote"
             )
+        if misread:
+            raise UserError(
+                f"whole numbers of column {misread!r} must have no missing one among them, for the "
+                f"workflow was fitted on none. Received: {place.path}, row group {place.group}, "
+                f"with one in the {batch.num_rows:,} rows from row {place.first + 1} on, which "
+                "pandas makes floats by it; of 7.0 the workflow makes another id than of 7. Fill "
+                "it in, or give the rows without one apart"
+            )
         return encoded
+
+    def _transformed(self, frame: pd.DataFrame) -> pa.RecordBatch:
+        with quiet_operators():
+            out = self._workflow.transform(frame)[self._wanted]
+        return pa.RecordBatch.from_pandas(out, preserve_index=False)
+
+    def _as_fitted(self, frame: pd.DataFrame) -> pd.DataFrame:
+        """With floats where it was fitted on such: pandas has them where an integer is missing.
+
+        An operator as of text tells 7.0 from 7, and here is a batch, not a file.
+        """
+        fitted = self._workflow.input_schema.column_schemas
+        floats = [
+            name
+            for name in frame
+            if frame[name].dtype.kind in "iu"
+            and name in fitted
+            and fitted[name].dtype.name == "float64"
+        ]
+        return frame.astype(dict.fromkeys(floats, np.float64))
+
+    def _misread(
+        self, batch: pa.RecordBatch, frame: pd.DataFrame, encoded: pa.RecordBatch
+    ) -> str | None:
+        """A column of integers that was fitted without missing ones, of which ids now differ."""
+        if encoded.num_rows != batch.num_rows:
+            return None  # refused for that
+        fitted = self._workflow.input_schema.column_schemas
+        for name in frame:
+            column = batch.column(name)
+            if not pa.types.is_integer(column.type) or not column.null_count:
+                continue
+            if name not in fitted or not fitted[name].dtype.is_integer:
+                continue
+            whole = np.flatnonzero(column.is_valid().to_numpy(zero_copy_only=False))
+            rows = frame.iloc[whole].reset_index(drop=True)
+            apart = self._transformed(rows.astype({name: column.type.to_pandas_dtype()}))
+            beside = encoded.take(pa.array(whole))
+            if any(not apart[field].equals(beside[field]) for field in self._spec.ids):
+                return str(name)
+        return None
 
 
 def _numbered(batch: pa.RecordBatch) -> pd.DataFrame:
