@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from merlin_cowclip.plugins import Hyperparameters
-from merlin_cowclip.workflows import evaluate_logs, predict_logs
+from merlin_cowclip.workflows import evaluate_logs, export, predict_logs
 from merlin_cowclip.workflows.commands.main import main
 from merlin_cowclip.workflows.data.adopt import adopt
 from merlin_cowclip.workflows.data.datasets import AVAZU, CRITEO, DatasetSpec, Split
@@ -482,6 +482,9 @@ def test_an_id_does_not_depend_on_its_batch(by_text, tmp_path, monkeypatch):
     expected = scores(run, [home / "train"], tmp_path / "encoded.parquet")["probability"]
     found = scores(run, [home / "raw.parquet"], tmp_path / "raw.parquet", raw=True)["probability"]
     np.testing.assert_array_equal(found, expected)
+    repository = export(run, tmp_path / "repository", progress=False)
+    rows = pd.read_parquet(home / "raw.parquet")[400:420].astype({"shop": int})
+    np.testing.assert_allclose(repository.predict(rows), expected[400:420], rtol=0, atol=1e-6)
 
 
 def test_a_missing_id_that_would_change_its_neighbours_is_refused(by_text, tmp_path):

@@ -21,6 +21,23 @@ if TYPE_CHECKING:
     from merlin.schema import ColumnSchema, Schema
 
 
+def as_fitted(frame: pd.DataFrame, workflow: nvt.Workflow) -> pd.DataFrame:
+    """Raw rows with floats where the workflow was fitted on floats, float64.
+
+    pandas makes whole numbers floats beside a missing one, and an operator as of text tells 7.0
+    from 7; what is encoded is a batch or a request, and has no missing one, maybe.
+    """
+    fitted = workflow.input_schema.column_schemas
+    floats = [
+        name
+        for name in frame
+        if name in fitted
+        and frame[name].dtype.kind in "iu"
+        and fitted[name].dtype.name == "float64"
+    ]
+    return frame.astype(dict.fromkeys(floats, np.float64))
+
+
 class RawColumns:
     """The raw columns of a workflow.
 

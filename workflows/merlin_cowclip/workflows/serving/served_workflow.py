@@ -19,6 +19,7 @@ import pyarrow as pa
 
 from merlin_cowclip.workflows.data.datasets import DatasetSpec
 from merlin_cowclip.workflows.data.encoded_rows import Place, check_numbers, checked_ids
+from merlin_cowclip.workflows.data.raw_columns import as_fitted
 from merlin_cowclip.workflows.errors import UserError, clipped, excerpt, quoted
 from merlin_cowclip.workflows.quiet import quiet_imports
 from merlin_cowclip.workflows.serving.systems import TransformWorkflow
@@ -117,6 +118,8 @@ class ServedWorkflow(TransformWorkflow):
 
     def _encoded(self, frame: pd.DataFrame, spec: DatasetSpec) -> pa.RecordBatch:
         try:
+            if self.is_adopted:
+                frame = as_fitted(frame, self.workflow)
             out = self.workflow.transform(frame)
             columns = {
                 name: pa.array(out[name], pa.list_(pa.int64()) if name in spec.lists else None)

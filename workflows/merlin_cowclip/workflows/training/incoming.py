@@ -28,7 +28,7 @@ from merlin_cowclip.workflows.data.encoded_rows import (
 from merlin_cowclip.workflows.data.etl import READERS
 from merlin_cowclip.workflows.data.existing_parquet import check_present, check_types, open_files
 from merlin_cowclip.workflows.data.inputs import expand_inputs, refuse_twice, refuse_unreadable
-from merlin_cowclip.workflows.data.raw_columns import RawColumns
+from merlin_cowclip.workflows.data.raw_columns import RawColumns, as_fitted
 from merlin_cowclip.workflows.data.raw_logs import FileState, RawLog, column_of, unchanged
 from merlin_cowclip.workflows.errors import UserError, clipped, quoted
 from merlin_cowclip.workflows.quiet import quiet_operators
@@ -262,7 +262,7 @@ class _RawParquet(_Parquet):
 
     def _encoded(self, batch: pa.RecordBatch, place: Place) -> pa.RecordBatch:
         try:
-            frame = self._as_fitted(_numbered(batch)[self._columns])
+            frame = as_fitted(_numbered(batch)[self._columns], self._workflow)
             encoded = self._transformed(frame)
             misread = self._misread(batch, frame, encoded)
         except Exception as error:  # whatever the user's own operators raise
@@ -292,21 +292,6 @@ class _RawParquet(_Parquet):
         with quiet_operators():
             out = self._workflow.transform(frame)[self._wanted]
         return pa.RecordBatch.from_pandas(out, preserve_index=False)
-
-    def _as_fitted(self, frame: pd.DataFrame) -> pd.DataFrame:
-        """With floats where it was fitted on such: pandas has them where an integer is missing.
-
-        An operator as of text tells 7.0 from 7, and here is a batch, not a file.
-        """
-        fitted = self._workflow.input_schema.column_schemas
-        floats = [
-            name
-            for name in frame
-            if frame[name].dtype.kind in "iu"
-            and name in fitted
-            and fitted[name].dtype.name == "float64"
-        ]
-        return frame.astype(dict.fromkeys(floats, np.float64))
 
     def _misread(
         self, batch: pa.RecordBatch, frame: pd.DataFrame, encoded: pa.RecordBatch
