@@ -281,10 +281,10 @@ def test_names_of_fields():
             assert flat == (names * 2 if builder is ours else names)
 
 
-def observed(schema=SCHEMA, hyperparameters=HOT, **options):
+def observed(schema=SCHEMA, hyperparameters=HOT, update="exact", **options):
     tf.keras.utils.set_random_seed(0)
     model = built(ours, schema)
-    optimizer = CowClipOptimizer.for_model(model, hyperparameters)
+    optimizer = CowClipOptimizer.for_model(model, hyperparameters, update=update)
     statistics = optimizer.observe(**options)
     model.compile(optimizer=optimizer, metrics=[])
     return model, optimizer, statistics
@@ -389,18 +389,56 @@ def test_steps_that_loss_scaling_leaves_out_are_not_counted():
 
 
 def test_when_and_how_it_is_switched_on():
-    model, optimizer, statistics = observed()
+    _, optimizer, statistics = observed()
     assert optimizer.observe() is statistics
     with pytest.raises(ValueError, match=r"same in every call.*frequent_share=0.5"):
         optimizer.observe(0.5)
     for share in (0.0, 1.5, math.nan):
         with pytest.raises(ValueError, match="frequent_share must be"):
             optimizer.observe(share)
-    optimizer.bind(model)  # anew: nothing is observed
-    assert optimizer.observe() is not statistics
     _, late = fitted(ours, SCHEMA, steps=1)
     with pytest.raises(ValueError, match="observed from the first one on"):
         late.observe()
+
+
+@pytest.mark.parametrize("update", ["exact", "deferred"])
+@pytest.mark.parametrize("eagerly", [False, True])
+def test_they_go_on_where_tables_are_taken_back(update, eagerly):
+    """In what Keras has traced before, in what it traces after, and eagerly."""
+    mild = HOT.replace(embedding_lr=1e-3, l2=1e-5)  # as the deferred mode takes it
+    model, optimizer, statistics = observed(hyperparameters=mild, update=update)
+    model.compile(optimizer=optimizer, metrics=[], run_eagerly=eagerly)
+    model.fit(dataset(SCHEMA, 2), verbose=0)
+    CowClipOptimizer.for_model(model, mild, update=update)
+    optimizer.bind(model)
+    model.fit(dataset(SCHEMA, 1, first=2), verbose=0)
+    model.compile(optimizer=optimizer, metrics=[], run_eagerly=eagerly)
+    model.fit(dataset(SCHEMA, 1, first=3), verbose=0)
+    assert optimizer.observe() is statistics
+    for field in statistics.read():
+        assert (field.steps, field.all.occurrences) == (4, 4 * BATCH)
+    spec = optimizer.table_specs[0]
+    spec.variable.assign(tf.fill(spec.variable.shape, math.nan))
+    model.fit(dataset(SCHEMA, 1), verbose=0)
+    assert f"'a' in the table {spec.name!r}" in " ".join(map(str, optimizer.not_finite()))
+
+
+def test_they_end_where_the_model_is_another():
+    model, optimizer, statistics = observed()
+    model.fit(dataset(SCHEMA, 2), verbose=0)
+    other = built(ours, SCHEMA)
+    optimizer.bind(other)
+    for look in (statistics.read, statistics.total, statistics.gradient_norms, statistics.reset):
+        with pytest.raises(ValueError, match=r"with other tables.*Call optimizer.observe\(\)"):
+            look()
+    assert optimizer.not_finite() == []
+    anew = optimizer.observe()
+    other.compile(optimizer=optimizer, metrics=[])
+    other.fit(dataset(SCHEMA, 3), verbose=0)
+    assert {field.steps for field in anew.read()} == {3}
+    optimizer.bind(model)  # whose traced steps know the first ones
+    with pytest.raises(ValueError, match="observed from the first one on"):
+        optimizer.observe()
 
 
 def test_what_was_read_is_plain():

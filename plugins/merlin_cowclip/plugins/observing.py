@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -19,7 +20,7 @@ class Observable:
 
     _statistics: StepStatistics | None = None
     _finite_check: FiniteCheck | None = None
-    _has_stepped = False
+    _stepped: weakref.WeakSet[TableSpec]  # of all models so far: their graphs are kept
 
     if TYPE_CHECKING:  # what the optimizer has
         hyperparameters: Hyperparameters
@@ -43,7 +44,7 @@ class Observable:
         """Keep statistics of every step, by field. What a step does to the weights stays the same.
 
         Call it before the first step, whose graph is traced then. The same object is returned
-        however often it is called.
+        however often it is called, until `bind` gives the optimizer other tables.
 
         Args:
           frequent_share: an id is frequent in a batch if at least this share of
@@ -51,8 +52,8 @@ class Observable:
             is of the same kind in small and large batches, chance aside.
 
         Raises:
-          ValueError: a share outside (0, 1], or another one than before; a step was made already;
-            or no model is bound.
+          ValueError: a share outside (0, 1], or another one than before; a step on these tables
+            was made already; or no model is bound.
         """
         share = check_number("frequent_share", frequent_share, positive=True)
         if share > 1:
@@ -61,7 +62,7 @@ class Observable:
             )
         frequent_from = max(2.0, share * self.hyperparameters.batch_size)
         if self._statistics is None:
-            if self._has_stepped:
+            if not self._stepped.isdisjoint(self.table_specs):
                 raise ValueError(
                     "Steps must be observed from the first one on, since its graph is kept. "
                     "Received: observe() after a step. Call it right after "
@@ -76,8 +77,14 @@ class Observable:
             )
         return self._statistics
 
+    def _observe_on(self, specs: Sequence[TableSpec]) -> None:
+        """Go on with the statistics where they are of these tables; else end them."""
+        if self._statistics is not None and not self._statistics.are_of(specs):
+            self._statistics.end()
+            self._observe_by(None)
+
     def _observe_by(self, statistics: StepStatistics | None) -> None:
-        self._statistics, self._finite_check = statistics, None
+        self._statistics = statistics
         for part in self._table_parts():
             part.observe(statistics)
 

@@ -161,6 +161,7 @@ class CowClipOptimizer(Observable, StepsTogether, FollowsFits, RefusesOptions, m
         self._model: Any = None
         self._specs: list[TableSpec] | None = None
         self._bound: tuple[Any, ...] = ()
+        self._stepped = weakref.WeakSet[TableSpec]()
         self._has_its_tables = True
         self._may_step: tf.Variable | None = None  # for traced steps; no state: nothing saves it
         self._set_hyper("learning_rate", hp.dense_lr)
@@ -225,7 +226,11 @@ class CowClipOptimizer(Observable, StepsTogether, FollowsFits, RefusesOptions, m
         return optimizer
 
     def bind(self, model: tf.keras.Model) -> None:
-        """Own the variables of `model`: what `for_model` does for a new optimizer."""
+        """Own the variables of `model`: what `for_model` does for a new optimizer.
+
+        Statistics of its steps (`observe`) go on where the tables are those that they are of; of
+        others they end: what was read of them before stays, and `observe` begins anew.
+        """
         specs = tables_of(model, self.clip_tables)
         if self.update_mode == "deferred" and ranks().size > 1:
             raise ValueError(
@@ -240,7 +245,7 @@ class CowClipOptimizer(Observable, StepsTogether, FollowsFits, RefusesOptions, m
         self._specs = specs
         self._bound = ()
         take_over(self, specs)
-        self._observe_by(None)
+        self._observe_on(specs)
 
     def _take_tables(self) -> None:
         take_over(self, self._specs or ())
@@ -380,7 +385,7 @@ class CowClipOptimizer(Observable, StepsTogether, FollowsFits, RefusesOptions, m
             raise ValueError(TAKEN)
         model = self._model() if self._model is not None else None
         check_belong(pairs, owner, model, each=self.update_mode == "deferred")
-        self._has_stepped = True
+        self._stepped.update(self.table_specs)
         with tf.init_scope():
             # All slots before any control flow: loss scaling applies gradients inside a tf.cond.
             self.create_slots([v for _, v in pairs])

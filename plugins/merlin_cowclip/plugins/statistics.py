@@ -140,6 +140,7 @@ class StepStatistics:
     def __init__(self, tables: Mapping[TableSpec, Sequence[bool]], frequent_from: float) -> None:
         self.frequent_from = frequent_from
         self._tables = dict(tables)
+        self._has_ended = False
         fields = sum(len(spec.range_names) for spec in tables)
         # Of a field: the steps, then rare and frequent ids. From the beginning, and until `reset`.
         with tf.init_scope():
@@ -156,6 +157,23 @@ class StepStatistics:
             self._bins, self._bins_before = (
                 tf.Variable(tf.zeros([fields, 2 * _BINS], tf.int64), trainable=False, name=name)
                 for name in ("statistics/bins", "statistics/bins_before")
+            )
+
+    def are_of(self, specs: Iterable[TableSpec]) -> bool:
+        """Whether they are of just these tables."""
+        return set(self._tables) == set(specs)
+
+    def end(self) -> None:
+        """Refuse to be read from now on: the optimizer steps on other tables."""
+        self._has_ended = True
+
+    def _check_go_on(self) -> None:
+        if self._has_ended:
+            raise ValueError(
+                "Statistics end where optimizer.bind(model) gives the optimizer a model with other "
+                "tables. Received: a look at those of the tables before. Call "
+                "optimizer.observe(), which returns new ones, before the first step on that model; "
+                "read what you need of the old ones before bind."
             )
 
     @property
@@ -259,7 +277,11 @@ class StepStatistics:
         """The sums since the last `reset`, one item per table and field, in the model's order.
 
         Where tables are in shards, it is called on all ranks at once, as are the other two.
+
+        Raises:
+          ValueError: the optimizer was bound to other tables since; so do the others.
         """
+        self._check_go_on()
         counts = self._counts.numpy() - self._counts_before.numpy()
         with np.errstate(invalid="ignore"):  # what is infinite in both
             norms = self._norms.numpy() - self._norms_before.numpy()
@@ -271,6 +293,7 @@ class StepStatistics:
         Of tables of width 2 and more, where there are any; the bins from the first that holds a row
         to the last.
         """
+        self._check_go_on()
         widths = [spec.width for spec in self._tables for _ in spec.range_names]
         chosen = [width > 1 or max(widths) == 1 for width in widths]
         bins = self._of_all_ranks(self._bins.numpy() - self._bins_before.numpy())[chosen]
@@ -284,10 +307,12 @@ class StepStatistics:
 
     def total(self) -> list[FieldStatistics]:
         """The sums since the first step."""
+        self._check_go_on()
         return list(self._fields(self._counts.numpy(), self._norms.numpy()))
 
     def reset(self) -> None:
         """Let `read` start anew; `total` goes on."""
+        self._check_go_on()
         self._counts_before.assign(self._counts)
         self._norms_before.assign(self._norms)
         self._bins_before.assign(self._bins)
