@@ -357,6 +357,44 @@ def test_the_same_ids_twice_are_refused_where_nobody_records_them():
     assert run(CowClipAdam(clip=None), lambda ids: ids) == 1
 
 
+@pytest.mark.parametrize("scaled", [False, True])
+def test_ids_that_were_made_unique_are_refused_where_nobody_records_them(scaled):
+    """As a list's combiner makes them: every id would be that of one sample."""
+    table = tf.Variable(tf.ones([5, 2]))
+    lists = tf.ragged.constant([[1, 3], [1], [1, 1, 4], []], dtype=tf.int64)
+
+    def combined(weight=1.0):
+        rows = tf.nn.safe_embedding_lookup_sparse(table, lists.to_sparse(), combiner="mean")
+        return weight * rows
+
+    def by_hand():
+        rows, place = tf.unique(lists.flat_values)
+        return tf.gather(tf.gather(table, rows), place)
+
+    def run(optimizer, look_up):
+        def step():
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(look_up())
+            pairs = [(tape.gradient(loss, table), table)]
+            if scaled:
+                tf.cond(loss > 0.0, lambda: optimizer.apply_gradients(pairs), tf.no_op)
+            else:
+                optimizer.apply_gradients(pairs)
+
+        tf.function(step, autograph=False)()
+        return int(optimizer.iterations)
+
+    def beside_others():
+        return combined() + tf.gather(table, tf.constant([1, 2, 3, 4], tf.int64))
+
+    for look_up in (combined, by_hand, beside_others):
+        with pytest.raises(ValueError, match=r"once for each sample.*unique.*combiner.*for_model"):
+            run(CowClipAdam(), look_up)
+    for bounds in ({"clip": None}, {"clip": "column", "clip_threshold": 1.0}):  # follow no counts
+        assert run(CowClipAdam(**bounds), combined) == 1
+    assert run(CowClipAdam(), lambda: tf.gather(table, lists.flat_values)) == 1
+
+
 @pytest.mark.parametrize("clip", ["global", "field", "adaptive_field", "adaptive_column"])
 def test_on_a_gpu_ids_beyond_the_table_take_no_part_in_norms(clip, monkeypatch):
     """There a lookup of them reads zeros, and their loss has a gradient; on a CPU it raises."""

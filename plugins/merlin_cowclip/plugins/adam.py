@@ -48,7 +48,8 @@ class CowClipAdam(SumsRows, WaitingRows, RefusesOptions, mm.LazyAdam):
 
     1. `g_k ← g_k + 2λ·w_k` (λ as in Keras: the loss grows by `λ·Σw²`; the paper writes `λ/2·‖w‖²`).
     2. `cnt_k` = samples of the batch that hold id k. On a bare `tf.Variable`, the repeats of k in
-       the gradient's `IndexedSlices`; on a table bound with `bind_tables`, from the ids looked up.
+       the gradient's `IndexedSlices`: eagerly 1 where a list's combiner made ids unique, which a
+       graph refuses. On a table bound with `bind_tables`, from the ids looked up.
     3. `g_k ← g_k · min(1, cnt_k · max(r·‖w_k‖, ζ) / ‖g_k‖)`.
     4. Adam. `update="exact"`, the paper: on every row of the table. A row absent from the batch has
        the gradient `2λ·w_k` and the count 1, and its moments decay. `update="lazy"`: L2 and

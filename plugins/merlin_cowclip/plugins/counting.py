@@ -24,6 +24,7 @@ from merlin_cowclip.plugins.same_ids import (
     Expressions,
     FuncGraph,
     before_joining,
+    is_unique,
     lookups_in_dense,
     origin,
     parts_of,
@@ -428,11 +429,15 @@ def count_repeats(indices: tf.Tensor, num_rows: int, *, on_cpu: bool = False) ->
     """As `repeats_per_row`, of a variable whose lookups nobody records.
 
     Raises:
-      NotRecordedError: in a graph, the same ids were looked up twice, so repeats are not samples.
+      NotRecordedError: in a graph, repeats are not samples: the same ids were looked up twice, or
+        made unique before they were.
     """
     if not tf.executing_eagerly():
         of = Expressions()
-        parts = [of.ids(part) for part in parts_of(indices, set(), of)]
-        if len(set(parts)) < len(parts):
+        mine = before_joining(indices, of)
+        parts = list(parts_of(indices if mine is None else mine, set(), of))
+        if len({of.ids(part) for part in parts}) < len(parts):
             raise NotRecordedError("the same ids, looked up twice")
+        if any(is_unique(part, of) for part in parts):
+            raise NotRecordedError("ids that were made unique, as the combiner of a list does")
     return repeats_per_row(indices, num_rows, on_cpu=on_cpu)

@@ -226,6 +226,18 @@ def origin(part: tf.Tensor, known: set[int], of: Expressions) -> tuple[int | Non
         part, itself = before, False
 
 
+def is_unique(part: tf.Tensor, of: Expressions) -> bool:
+    """Whether a part of a gradient's indices was made unique, so that it does not tell repeats."""
+    before: tf.Tensor | None = part
+    while before is not None:
+        part = of.stripped(before)
+        op = _op_of(part)
+        if op is not None and op.type in _UNIQUE and part.value_index == 0:
+            return True
+        before = _before_combiner(part, of)
+    return False
+
+
 def _before_combiner(tensor: tf.Tensor, of: Expressions) -> tf.Tensor | None:
     """One step back through what `tf.nn.safe_embedding_lookup_sparse` does to ids."""
     op = _op_of(tensor)

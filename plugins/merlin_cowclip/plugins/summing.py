@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from merlin_cowclip.plugins._stack import tf
-from merlin_cowclip.plugins.clipping import widened
+from merlin_cowclip.plugins.clipping import CLIP_RULES, widened
 from merlin_cowclip.plugins.counting import (
     Counts,
     NotRecordedError,
@@ -152,13 +152,16 @@ class SumsRows:
                 "The gradient of a table of SOK's does not tell how often an id was looked up. "
                 f"Received: one of {variable.name!r}. Train it by CowClipSokOptimizer."
             )
+        if not CLIP_RULES[self.clip].adaptive:  # whose bounds follow no counts
+            return repeats_per_row(indices, num_rows, on_cpu=on_cpu)
         try:
             return count_repeats(indices, num_rows, on_cpu=on_cpu)
         except NotRecordedError as received:
             raise ValueError(
                 "A CowClipAdam of its own counts the repeats of a row in the gradient, so ids must "
-                f"be looked up once. Received: {received}, in {variable.name!r}. Train the model "
-                "by CowClipOptimizer.for_model, which records them; or call bind_tables."
+                f"be looked up once for each sample that holds them. Received: {received}, in "
+                f"{variable.name!r}. Train the model by CowClipOptimizer.for_model, which records "
+                "them; or call bind_tables."
             ) from None
 
     def _counted(self, spec: TableSpec, indices: tf.Tensor, on_cpu: bool, least: float) -> Counts:
