@@ -1,11 +1,16 @@
 """The search with trials that cost nothing: what is tried, kept, repeated, and refused."""
 
 import json
+import shlex
 import shutil
+from pathlib import Path
 
 import pytest
 
 from merlin_cowclip.plugins import SCALING_RULES
+from merlin_cowclip.plugins.scaling import recipe
+from merlin_cowclip.workflows.commands.main import command_line
+from merlin_cowclip.workflows.commands.tuning import tune_config
 from merlin_cowclip.workflows.data.prepared import PreparedData
 from merlin_cowclip.workflows.errors import Stopped, UserError
 from merlin_cowclip.workflows.study import search
@@ -14,7 +19,7 @@ from merlin_cowclip.workflows.study.configuration import TuneConfig
 from merlin_cowclip.workflows.study.search import Search
 from merlin_cowclip.workflows.study.trials import DivergedError, Epoch
 from merlin_cowclip.workflows.study.tune import tune
-from merlin_cowclip.workflows.study.tuned import Tuned
+from merlin_cowclip.workflows.study.tuned import Tuned, command_of
 
 from .conftest import NETWORK, auc_of
 
@@ -122,6 +127,41 @@ def test_what_is_in_the_result(shared, data):
     assert result["machine"]["cpus"]
     assert "--batch-size 256" in result["command"]
     assert f"tune {data.path} --out {shared.path}" in result["command"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"network": {"model": "dlrm", "bottom_mlp": (), "mlp": (16,)}},
+        {"network": {"model": "dlrm", "bottom_mlp": (8, 4)}},
+        {"network": {"model": "dcn_v2", "cross_layers": 2, "low_rank_dim": 3}},
+        {"network": {"combiner": {"a b": "sum", "c=d": "mean"}}, "deterministic": False},
+        {"base": {"l2": 1e-7, "batch_size": 32}, "held_out": 0.2, "seed": 5},
+    ],
+    ids=str,
+)
+def test_the_command_searches_the_same(options, tmp_path):
+    config = TuneConfig(**{"batch_size": 256, **options})
+    command = command_of(config, tmp_path / "a tune", Path("the data"))
+    assert command is not None
+    arguments = command_line().parse_args(shlex.split(command)[1:])
+    assert arguments.data == Path("the data")
+    assert tune_config(arguments).to_dict() == config.to_dict()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"base": recipe("cowclip")},
+        {"update": "lazy"},
+        {"rates": "falling"},
+        {"network": {"combiner": {}}},
+        {"network": {"combiner": {"a,b": "sum"}}},
+    ],
+    ids=str,
+)
+def test_what_no_command_says(options, tmp_path):
+    assert command_of(TuneConfig(**options), tmp_path, tmp_path) is None
 
 
 def test_few_trials_say_nothing_of_importance(data, config, tmp_path, fake):

@@ -116,9 +116,9 @@ def add_network(train: argparse.ArgumentParser) -> None:
     )
     network.add_argument(
         "--bottom-mlp",
-        type=units,
+        type=units_or_none,
         metavar="UNITS,…",
-        help="of dlrm: units of the bottom MLP's layers but the last (512,256,64)",
+        help="of dlrm: units of the bottom MLP's layers but the last (512,256,64; '' is none)",
     )
     network.add_argument(
         "--combiner",
@@ -170,6 +170,11 @@ def _add_recipe(train: argparse.ArgumentParser) -> None:
 def units(text: str) -> tuple[int, ...]:
     """The value of --mlp; argparse names this function where it refuses one."""
     return tuple(int(number) for number in text.split(","))
+
+
+def units_or_none(text: str) -> tuple[int, ...]:
+    """The value of --bottom-mlp, of which an empty text is no layer but the last."""
+    return units(text) if text else ()
 
 
 def names(text: str) -> list[str]:

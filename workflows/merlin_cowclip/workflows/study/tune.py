@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 import os
-import shlex
 import signal
 import time
 from collections.abc import Iterator
@@ -19,7 +18,7 @@ from merlin_cowclip.workflows.folders import remove, write_json
 from merlin_cowclip.workflows.progress import progress_bar
 from merlin_cowclip.workflows.quiet import quiet_imports
 from merlin_cowclip.workflows.study.claims import Claims, alone_in
-from merlin_cowclip.workflows.study.configuration import BASE_OPTIONS, TuneConfig
+from merlin_cowclip.workflows.study.configuration import TuneConfig
 from merlin_cowclip.workflows.study.tune_folder import begin, check, check_fits
 from merlin_cowclip.workflows.study.tune_tables import trial_line
 from merlin_cowclip.workflows.study.tuned import (
@@ -28,6 +27,7 @@ from merlin_cowclip.workflows.study.tuned import (
     ROWS,
     TUNED,
     Tuned,
+    command_of,
     how_to_go_on,
 )
 from merlin_cowclip.workflows.training.configuration import LARGEST_SEED, TrainConfig
@@ -380,32 +380,9 @@ class _Tuning:
         }
 
     def _command(self) -> str | None:
-        """What does the same tune again; `None` where a base is no options', but another tune's."""
-        config = self._config
-        given: dict[str, Any] = {
-            "batch_size": config.batch_size,
-            **{name: value for name, value in config.network.items() if value is not None},
-        }
-        base = config.base
-        assert base is None or isinstance(base, dict)
-        if set(base or ()) - BASE_OPTIONS.keys() or config.update != "exact":
-            return None
-        if config.rates != "constant":
-            return None
-        given |= {BASE_OPTIONS[key]: value for key, value in (base or {}).items()}
-        for name in ("epochs", "held_out", "seed"):
-            given[name] = getattr(config, name)
-        words = [how_to_go_on(self._out, self._data.path)]
-        for name, value in given.items():
-            if isinstance(value, dict):
-                value = ",".join(f"{key}={one}" for key, one in value.items())
-            elif isinstance(value, list | tuple):
-                value = ",".join(map(str, value))
-            if value != "":
-                words.append(f"--{name.replace('_', '-')} {shlex.quote(str(value))}")
-        if not config.deterministic:
-            words.append("--no-determinism")
-        return " ".join([*words, self._how_much()])
+        """What does the same tune again, if options can say it."""
+        command = command_of(self._config, self._out, self._data.path)
+        return None if command is None else f"{command} {self._how_much()}"
 
     @contextmanager
     def _bar(self, title: str, epochs: int | None = None) -> Iterator[Any]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from merlin_cowclip.workflows.data.prepared import PreparedData
 from merlin_cowclip.workflows.errors import UserError, shown
-from merlin_cowclip.workflows.study.configuration import TuneConfig
+from merlin_cowclip.workflows.study.configuration import BASE_OPTIONS, TuneConfig
 from merlin_cowclip.workflows.training.configuration import TrainConfig
 from merlin_cowclip.workflows.training.runs import columns_of, identity_of
 
@@ -80,6 +80,32 @@ def how_to_go_on(path: Path, data: str | Path | None = None) -> str:
         except (OSError, ValueError, LookupError, TypeError):
             data = "DATA"
     return f"merlin-cowclip tune {shlex.quote(str(data))} --out {shlex.quote(str(path))}"
+
+
+def command_of(config: TuneConfig, path: Path, data: Path) -> str | None:
+    """The command that searches the same anew, for a shell.
+
+    Returns:
+        `None` where no options say it: a base that another tune found, or a combiner of no list, or
+        of one whose name has a comma.
+    """
+    base, combiner = config.base or {}, config.network["combiner"]
+    assert isinstance(base, Mapping)
+    if base.keys() - BASE_OPTIONS.keys() or (config.update, config.rates) != ("exact", "constant"):
+        return None
+    if isinstance(combiner, dict):
+        if not combiner or any("," in name for name in combiner):
+            return None
+        combiner = [f"{name}={value}" for name, value in combiner.items()]
+    given = {"batch_size": config.batch_size, **config.network, "combiner": combiner}
+    given |= {BASE_OPTIONS[key]: value for key, value in base.items()}
+    given |= {name: getattr(config, name) for name in ("epochs", "held_out", "seed")}
+    words = [how_to_go_on(path, data)]
+    for name, value in given.items():
+        if value is not None:
+            text = ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+            words.append(f"--{name.replace('_', '-')} {shlex.quote(text)}")
+    return " ".join(words if config.deterministic else [*words, "--no-determinism"])
 
 
 @dataclass(frozen=True)
