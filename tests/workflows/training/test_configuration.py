@@ -19,7 +19,11 @@ from merlin_cowclip.workflows.training.configuration import (
     TrainConfig,
     base_hyperparameters,
 )
-from merlin_cowclip.workflows.training.learning_rates import keras_schedule, plain_schedule
+from merlin_cowclip.workflows.training.learning_rates import (
+    falls_to_zero_in,
+    keras_schedule,
+    plain_schedule,
+)
 from merlin_cowclip.workflows.training.memory import least_bytes
 from merlin_cowclip.workflows.training.networks import NETWORKS
 
@@ -231,6 +235,10 @@ def test_options_are_refused_by_name(options, message):
             ),
         ),
         (
+            "--model dlrm --bottom-mlp=",
+            TrainConfig(model="dlrm", bottom_mlp=()),
+        ),
+        (
             "--dense-schedule cosine:to=0.1 --embedding-schedule steps:5=0.1,8=0.01",
             TrainConfig(dense_schedule={"name": "cosine", "to": 0.1}, embedding_schedule=STEPS),
         ),
@@ -349,6 +357,44 @@ def test_schedules(schedule, factors):
     found = [float(made(step)) for step in range(10 * steps)]
     expected = [rate * factors(step / steps) for step in range(10 * steps)]
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-9)
+
+
+TO_ZERO = [
+    ({"name": "linear", "epochs": 5}, 5.0),
+    ({"name": "linear"}, None),
+    ({"name": "cosine", "epochs": 5, "to": 0.1}, None),
+    ({"name": "cosine", "epochs": 5, "to": 1e-40}, 5.0),
+    ({"name": "steps", "at": [5], "factors": [0.0]}, 5.0),
+    ({"name": "steps", "at": [2, 5, 8], "factors": [0.1, 0.0, 0.0]}, 5.0),
+    ({"name": "steps", "at": [2, 8], "factors": [0.0, 0.1]}, None),
+    (STEPS, None),
+    ({"name": "exponential", "rate": 0.5}, 126.0),
+    ({"name": "exponential", "rate": 2.0**-42, "epochs": 2.0}, 6.0),
+    ({"name": "exponential", "rate": 1.0}, None),
+    ({"name": "exponential", "rate": 2.0}, None),
+    (None, None),
+]
+
+
+@pytest.mark.parametrize(("schedule", "end"), TO_ZERO, ids=str)
+def test_when_a_schedule_is_over(schedule, end):
+    """As TensorFlow computes it: where float32 has no such small normal number, it is 0."""
+    plain = None if schedule is None else plain_schedule("dense_schedule", schedule)
+    assert falls_to_zero_in(plain) == end
+    if end is not None:
+        made = keras_schedule(plain, 1.0, epochs=200, steps_per_epoch=10)
+        last = round(10 * end)
+        assert made(last - 1)
+        assert not made(last + 1)
+
+
+@pytest.mark.parametrize("schedule", [schedule for schedule, end in TO_ZERO if end == 5])
+def test_epochs_that_change_nothing_are_refused(schedule):
+    both = {"dense_schedule": schedule, "embedding_schedule": schedule}
+    assert TrainConfig(epochs=5, **both)
+    assert TrainConfig(epochs=6, **{**both, "dense_schedule": "linear"})
+    with pytest.raises(UserError, match="must not both be 0 .* in 5 epochs, and 6 epochs. Let"):
+        TrainConfig(epochs=6, **both)
 
 
 # Memory

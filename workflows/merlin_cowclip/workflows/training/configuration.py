@@ -170,8 +170,8 @@ class TrainConfig:
         if end < self.epochs:
             raise ValueError(
                 "learning rates must not both be 0 before the last epoch. Received: schedules that "
-                f"fall to 0 in {end:g} epochs, and {self.epochs} epochs. Let them fall over all "
-                "(epochs=None), or train fewer"
+                f"fall to 0 in {end:g} epochs, and {self.epochs} epochs. Let them fall later, over "
+                "all by epochs=None, or train fewer"
             )
 
     def _check_clip_tables(self) -> None:

@@ -11,6 +11,7 @@ all that are trained. The dense η's warm-up goes on top: what it rises to is th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -95,11 +96,22 @@ def over_all_epochs(schedule: Any) -> dict[str, Any] | None:
     return {**schedule, "epochs": None} if falls else dict(schedule)
 
 
+_LEAST = -126  # exponent of float32's least normal number, below which TensorFlow has 0
+
+
 def falls_to_zero_in(schedule: Any) -> float | None:
     """Epochs after which a learning rate is 0, where what `plain_schedule` gave says so."""
-    if schedule is None or schedule.get("to") != 0.0:
+    if schedule is None:
         return None
-    return None if schedule["epochs"] is None else float(schedule["epochs"])
+    name, epochs = schedule["name"], schedule.get("epochs")
+    if name == "exponential":
+        return _LEAST / math.log2(schedule["rate"]) * epochs if schedule["rate"] < 1 else None
+    if name == "steps":
+        end = None
+        for at, factor in zip(schedule["at"], schedule["factors"], strict=True):
+            end = (at if end is None else end) if factor < 2.0**_LEAST else None
+        return end
+    return None if epochs is None or schedule["to"] >= 2.0**_LEAST else float(epochs)
 
 
 def keras_schedule(
