@@ -143,8 +143,13 @@ def tune(tmp_path_factory, toy_data):
     [
         ("curves", "--batch-sizes 32,64 --tuned {}", ["--tuned is for the study scaling-rules"]),
         ("scaling-rules", "--batch-sizes 32 --tuned {}", ["at one of the batch sizes", "[64]"]),
-        ("scaling-rules", "--batch-sizes 64 --model lr --tuned {}", ["of the study's network"]),
-        ("curves", "--batch-sizes 32,64 --base {}", ["must be where --base was tuned", "32, and"]),
+        ("scaling-rules", "--batch-sizes 64 --model lr --tuned {}", ["of the same network"]),
+        ("curves", "--batch-sizes 64 --mlp 8 --base {}", ["of the same network", "mlp=[8]"]),
+        (
+            "curves",
+            "--batch-sizes 32,64 --base {}",
+            ["must be where the base was tuned", "32, and"],
+        ),
         ("curves", "--batch-sizes 64 --base /nowhere", ["a tune must be a folder"]),
     ],
 )

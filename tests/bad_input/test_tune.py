@@ -125,6 +125,13 @@ def test_a_tune_of_something_else(toy_data, tuned, tmp_path):
     refused([*argv, "--model", "dcn"], words, folder=tmp_path)
 
 
+def test_a_base_of_another_network(toy_data, tuned, tmp_path):
+    argv = ["tune", toy_data, "--out", tmp_path / "new", "--batch-size", "64", "--base", tuned]
+    words = ["must be of the same network", "model='deepfm', tuned at 64", "model='dcn'"]
+    refused([*argv, "--model", "dcn"], words, folder=tmp_path)
+    refused([*argv, "--mlp", "8"], ["of the same network", "mlp=[8]"], folder=tmp_path)
+
+
 @pytest.mark.filterwarnings("ignore:Initializing an NVTabular Dataset in CPU mode")
 def test_a_tune_of_another_label_of_the_same_parquet(tmp_path, trials):
     """Adopted twice it is the same rows, whose other clicks were not tuned on."""

@@ -6,16 +6,9 @@ import pytest
 
 from merlin_cowclip.plugins.scaling import SCALING_RULES, K, recipe, scale
 from merlin_cowclip.workflows.errors import UserError
-from merlin_cowclip.workflows.study.studies import (
-    NETWORKS,
-    STUDIES,
-    TOP,
-    Cell,
-    Setting,
-    batch_sizes,
-    find_study,
-    shared_values,
-)
+from merlin_cowclip.workflows.study.configuration import TuneConfig
+from merlin_cowclip.workflows.study.setting import Setting, batch_sizes, shared_values
+from merlin_cowclip.workflows.study.studies import NETWORKS, STUDIES, TOP, Cell, find_study
 from merlin_cowclip.workflows.training.configuration import TrainConfig
 
 SIZES = (1 * K, 8 * K, 128 * K)
@@ -71,6 +64,69 @@ def test_what_a_tune_has_written_down_is_of_the_same_network(model):
     found = TrainConfig(model=model, base=recipe("none"), rule="none")
     written = TrainConfig.from_dict(found.to_dict())
     assert Setting(SIZES, config={"model": model}, found=[written]).found == [written]
+
+
+TUNED = TrainConfig(
+    model="dcn_v2",
+    mlp=(8,),
+    low_rank_dim=3,
+    combiner={"genres": "sum"},
+    batch_size=2 * K,
+    rule="none",
+    base=recipe("none").replace(batch_size=2 * K, l2=1e-7),
+    update="lazy",
+    epochs=3,
+    dense_schedule={"name": "linear", "epochs": 3},
+)
+
+
+def test_a_base_that_was_tuned_brings_its_network_along():
+    setting = Setting.of_tune(TUNED, (2 * K, 8 * K), {"dense_lr": 0.5}, {"epochs": 7, "mlp": (8,)})
+    config = cells("scaling-rules", setting)["sqrt", "2,048"].config
+    assert (config.base.dense_lr, config.base.l2) == (0.5, 1e-7)
+    assert config.network_options == TUNED.network_options
+    assert (config.model, config.update, config.epochs) == ("dcn_v2", "lazy", 7)
+    assert config.dense_schedule == {"name": "linear", "to": 0.0, "epochs": None}
+    with pytest.raises(UserError, match="first of the batch sizes .* 1,024, and .* at 2,048"):
+        Setting.of_tune(TUNED, SIZES)
+
+
+@pytest.mark.parametrize("name", ["networks", "time"])
+def test_of_several_networks_each_takes_its_own_options_of_it(name):
+    networks = STUDIES[name].networks
+    setting = Setting.of_tune(TUNED, (2 * K,), config={"cross_layers": 3}, networks=networks)
+    found = cells(name, setting)
+    for model in NETWORKS:
+        config = found[model, "2,048"].config
+        assert (config.mlp, config.combiner) == ((8,), {"genres": "sum"})
+        assert config.low_rank_dim == (3 if model == "dcn_v2" else None)
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ({"model": "deepfm"}, "model='dcn_v2', tuned at 2,048, and model='deepfm' for its"),
+        ({"mlp": (8, 4)}, r"mlp=\[8\], tuned at 2,048, and mlp=\[8, 4\] for its"),
+        ({"combiner": "sum"}, "combiner={'genres': 'sum'}, tuned at 2,048, and combiner='sum'"),
+        ({"low_rank_dim": None}, "low_rank_dim=3, tuned at 2,048, and low_rank_dim=None for its"),
+        ({"cross_layers": 0}, "cross_layers must be a positive whole number"),
+    ],
+    ids=str,
+)
+def test_a_base_that_was_tuned_is_for_no_other_network(option, words):
+    with pytest.raises(UserError, match=words):
+        Setting.of_tune(TUNED, (2 * K,), config=option)
+    with pytest.raises(UserError, match=words):
+        TuneConfig(network=option, base=TUNED)
+
+
+def test_another_tune_starts_from_what_was_tuned():
+    config = TuneConfig(batch_size=8 * K, base=TUNED, network={"mlp": (8,)})
+    trained = config.train_config(config.rules["sqrt"])
+    assert trained.network_options == TUNED.network_options
+    assert (config.update, config.rates) == ("lazy", "falling")
+    assert config.base == TUNED.hyperparameters.to_dict()
+    assert TuneConfig.from_dict(config.to_dict()).to_dict() == config.to_dict()
 
 
 def test_what_the_rules_share_of_a_base():

@@ -112,6 +112,20 @@ class TestTrainTuned:
         assert "train: warning: the values of" in done.err
         assert "were found on other rows" in done.err
 
+    def test_another_tune_and_a_study_go_on_with_its_network(self, data, tuned, tmp_path):
+        from merlin_cowclip.workflows.commands.main import command_line
+        from merlin_cowclip.workflows.commands.studying import _setting
+        from merlin_cowclip.workflows.commands.tuning import tune_config
+
+        its = tuned.train_config()
+        places = [str(data.path), "--out", str(tmp_path / "none"), "--base", str(tuned.path)]
+        config = tune_config(command_line().parse_args(["tune", *places, "--batch-size", "512"]))
+        assert config.network == TuneConfig(network=NETWORK).network
+        assert config.base == its.hyperparameters.to_dict()
+        setting = _setting(command_line().parse_args(["sweep", "curves", *places]), data)
+        run = setting.run("none", its.batch_size)
+        assert run.network_options == its.network_options
+
     def test_the_result_names_its_own_command(self, tuned, tmp_path):
         record = json.loads((tuned.path / "result.json").read_text())
         words = record["command"].split()

@@ -14,15 +14,8 @@ from merlin_cowclip.workflows.commands.tuning import found_by
 from merlin_cowclip.workflows.commands.values import add_schedules, by_field, schedules_of
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.study.configuration import NETWORK
-from merlin_cowclip.workflows.study.studies import (
-    SEEDS,
-    STUDIES,
-    VALUES,
-    Setting,
-    batch_sizes,
-    find_study,
-    shared_values,
-)
+from merlin_cowclip.workflows.study.setting import SEEDS, VALUES, Setting, batch_sizes
+from merlin_cowclip.workflows.study.studies import STUDIES, find_study
 
 if TYPE_CHECKING:
     from merlin_cowclip.workflows.commands.parser import Commands
@@ -54,7 +47,10 @@ def add(commands: Commands) -> None:
     sweep.add_argument("--update", help="exact (default), deferred or lazy")
     base = sweep.add_argument_group("tuned at the first batch size (each rule's recipe)")
     base.add_argument(
-        "--base", type=Path, metavar="TUNE0", help="what a tune found at the first batch size"
+        "--base",
+        type=Path,
+        metavar="TUNE0",
+        help="what a tune found at the first batch size, for its network",
     )
     for name in VALUES:
         base.add_argument(f"--{name.replace('_', '-')}", type=float)
@@ -119,26 +115,17 @@ def _setting(arguments: argparse.Namespace, data: PreparedData) -> Setting:
         given["combiner"] = by_field("--combiner", arguments.combiner)
     values = {name: getattr(arguments, name) for name in VALUES}
     values = {name: value for name, value in values.items() if value is not None}
-    base, sizes = 1 * K, arguments.batch_sizes
-    if arguments.base is not None:
-        tuned = found_by(arguments.base, data)
-        base, values = tuned.batch_size, shared_values(tuned.hyperparameters) | values
-        if sizes is not None and sizes[0] != base:
-            raise UserError(
-                "the first of --batch-sizes must be where --base was tuned. Received: "
-                f"{sizes[0]:,}, and {arguments.base}, tuned at {base:,}. Begin with that"
-            )
-        if given["update"] is None:
-            given["update"] = tuned.update
-        given |= tuned.schedules()
+    given = {k: v for k, v in given.items() if v is not None} | schedules_of(arguments)
+    tuned = None if arguments.base is None else found_by(arguments.base, data)
     found = [found_by(path, data) for path in arguments.tuned or ()]
-    return Setting(
-        batch_sizes(base, data.rows["train"]) if sizes is None else sizes,
-        values,
-        {k: v for k, v in given.items() if v is not None} | schedules_of(arguments),
-        arguments.seeds,
-        found=found,
-    )
+    sizes, seeds = arguments.batch_sizes, arguments.seeds
+    if sizes is None:
+        base = 1 * K if tuned is None else tuned.batch_size
+        sizes = batch_sizes(base, data.rows["train"])
+    if tuned is None:
+        return Setting(sizes, values, given, seeds, found=found)
+    networks = find_study(arguments.study).networks
+    return Setting.of_tune(tuned, sizes, values, given, networks=networks, seeds=seeds, found=found)
 
 
 def _report(arguments: argparse.Namespace) -> None:

@@ -54,7 +54,10 @@ def add(commands: Commands) -> None:
     search.add_argument("--quiet", action="store_true", help="no bars, and only the last tables")
     base = tune.add_argument_group("the base, from which every rule predicts")
     base.add_argument(
-        "--base", type=Path, metavar="TUNE0", help="what another tune found, at its batch size"
+        "--base",
+        type=Path,
+        metavar="TUNE0",
+        help="what another tune found, at its batch size, for its network",
     )
     base.add_argument("--base-batch-size", type=int, help="where the values were tuned (1024)")
     base.add_argument("--dense-lr", type=float, help="η of the dense weights (each rule's own)")
@@ -133,7 +136,6 @@ def tune_config(arguments: argparse.Namespace) -> TuneConfig:
     before = values.get("network", {})
     if network.get("model", before.get("model")) != before.get("model"):
         before = {}  # another network's options
-    values["network"] = {**before, **network}
     base = {key: getattr(arguments, option) for key, option in BASE_OPTIONS.items()}
     base = {key: value for key, value in base.items() if value is not None}
     if arguments.base is not None:
@@ -145,9 +147,7 @@ def tune_config(arguments: argparse.Namespace) -> TuneConfig:
             )
         from merlin_cowclip.workflows.study.tuned import Tuned
 
-        found = Tuned.open(arguments.base).train_config()
-        rates = "constant" if found.dense_schedule is None else "falling"
-        values |= {"base": found.hyperparameters, "update": found.update, "rates": rates}
+        values["base"], before = Tuned.open(arguments.base).train_config(), {}
     elif base:
         values["base"] = {**(values.get("base") or {}), **base}
-    return TuneConfig.from_dict(values)
+    return TuneConfig.from_dict({**values, "network": {**before, **network}})

@@ -18,6 +18,36 @@ from merlin_cowclip.workflows.training.networks import NETWORKS
 NETWORK = ("model", *dict.fromkeys(name for options in NETWORKS.values() for name in options))
 """The keys of `TrainConfig` that say which network is trained."""
 
+
+def network_of(found: TrainConfig, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The network that values were tuned for, by the names of `NETWORK`.
+
+    Args:
+      found: what a tune found.
+      given: options of the network that is to have the values; `None` is an option's default.
+
+    Raises:
+      UserError: it is another one, or an option is out of range.
+    """
+    its = {"model": found.model, **found.network_options}
+    for name in NETWORK:
+        if name not in its or name not in given:
+            continue
+        value = given[name]
+        if (option := NETWORKS[found.model].get(name)) is not None:
+            try:
+                value = option.plain(name, option.default if value is None else value)
+            except ValueError as error:
+                raise UserError(str(error)) from None
+        if value != its[name]:
+            raise UserError(
+                f"what was tuned must be of the same network. Received: {name}={its[name]!r}, "
+                f"tuned at {found.batch_size:,}, and {name}={value!r} for its values. Give the "
+                "options that were tuned with, or another tune"
+            )
+    return its
+
+
 BASE_OPTIONS = {
     "batch_size": "base_batch_size",
     "dense_lr": "dense_lr",
@@ -33,10 +63,12 @@ class TuneConfig:
 
     Attributes:
       batch_size: samples per update, B, at which the values are searched.
-      network: which network, by `TrainConfig`'s names: ``{"model": "dcn", "mlp": (128,)}``.
+      network: which network, by `TrainConfig`'s names: ``{"model": "dcn", "mlp": (128,)}``; of a
+        base that another tune found, its own.
       base: values tuned at ``base["batch_size"]`` (1024 if it is not named), from which every rule
         predicts those at B, by `Hyperparameters`' names; what is left out is each rule's recipe.
-        All of them, or `Hyperparameters`, is what another tune has found.
+        What another tune found is its `Tuned.train_config()`, which brings its network, update
+        and rates along.
       update: "exact" or "lazy", of the starting points; both are searched.
       rates: "constant" or "falling", of the starting points; both are searched.
       epochs: the most that a trial trains.
@@ -46,12 +78,12 @@ class TuneConfig:
       deterministic: as `TrainConfig`'s.
 
     Raises:
-      UserError: a value out of range.
+      UserError: a value out of range, or a network other than the base was tuned for.
     """
 
     batch_size: int = 1024
     network: Mapping[str, Any] = field(default_factory=dict)
-    base: Mapping[str, Any] | Hyperparameters | None = None
+    base: Mapping[str, Any] | Hyperparameters | TrainConfig | None = None
     update: str = "exact"
     rates: str = "constant"
     epochs: int = 10
@@ -71,6 +103,13 @@ class TuneConfig:
             raise UserError(
                 f"held_out must be a share between 0 and 1. Received: held_out={share!r}"
             )
+        if isinstance(self.base, TrainConfig):
+            found = self.base
+            object.__setattr__(self, "network", {**network_of(found, self.network), **self.network})
+            object.__setattr__(self, "update", found.update)
+            rates = "constant" if found.dense_schedule is None else "falling"
+            object.__setattr__(self, "rates", rates)
+            object.__setattr__(self, "base", found.hyperparameters)
         if isinstance(self.base, Hyperparameters):
             object.__setattr__(self, "base", self.base.to_dict())
         try:
@@ -148,7 +187,7 @@ class TuneConfig:
         """Fit for JSON; `from_dict` is the way back. Of the network nothing is left to defaults."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         network = {k: list(v) if isinstance(v, tuple) else v for k, v in self.network.items()}
-        assert not isinstance(self.base, Hyperparameters)  # as which it may only be given
+        assert not isinstance(self.base, Hyperparameters | TrainConfig)  # which it is given as
         base = None if self.base is None else dict(self.base)
         return {**values, "network": network, "base": base}
 

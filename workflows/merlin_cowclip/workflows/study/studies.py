@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -20,11 +20,9 @@ from merlin_cowclip.plugins.scaling import (
 )
 from merlin_cowclip.workflows.errors import UserError, quoted
 from merlin_cowclip.workflows.study.configuration import NETWORK
+from merlin_cowclip.workflows.study.setting import SEEDS, Setting
 from merlin_cowclip.workflows.training.configuration import TrainConfig
 from merlin_cowclip.workflows.training.networks import NETWORKS as OPTIONS
-
-SEEDS = (1234, 1235, 1236)
-"""The paper's (Appendix H)."""
 
 FULL, TOP = "full", "top-3"
 """The data as it is, and with the three most frequent ids of every field (Table 1, right)."""
@@ -34,15 +32,6 @@ NETWORKS = ("deepfm", "wide_and_deep", "dcn", "dcn_v2")
 
 TUNED = "tune"
 """The row of what tunes found, in place of a rule."""
-
-VALUES = ("dense_lr", "embedding_lr", "l2", "clip_ratio", "clip_floor")
-"""What of a base all rules share; the rest is each rule's recipe."""
-
-
-def shared_values(base: Hyperparameters) -> dict[str, float]:
-    """What all rules take of a base that was tuned; of CowClip's clip only if it clips so."""
-    clips = base.clip == "adaptive_column"
-    return {name: getattr(base, name) for name in (VALUES if clips else VALUES[:3])}
 
 
 @dataclass(frozen=True)
@@ -59,104 +48,6 @@ class Cell:
     column: str
     config: TrainConfig
     data: str = FULL
-
-
-@dataclass(frozen=True)
-class Setting:
-    """What all runs of a study have in common, and how far it goes.
-
-    Attributes:
-      batch_sizes: in samples per update, rising; the first one is the base, where the values were
-        tuned.
-      values: of the base that replace those of each rule's recipe, by the names of `VALUES`.
-      config: options of `TrainConfig` for every run: the network, `epochs`, `update`.
-      seeds: of the runs of each cell.
-      thresholds: constants of the clips "global", "field" and "column" at the base batch size.
-      found: what tunes found, each at its own one of the batch sizes: a row beside the rules, for
-        as many epochs as they.
-
-    Raises:
-      UserError: no batch size or seed, one twice, or out of range, or sizes that do not rise; or
-        what was found is of another network or batch size.
-    """
-
-    batch_sizes: Sequence[int]
-    values: Mapping[str, float] = field(default_factory=dict)
-    config: Mapping[str, Any] = field(default_factory=dict)
-    seeds: Sequence[int] = SEEDS
-    thresholds: Mapping[str, float] = field(
-        default_factory=lambda: {"global": 25.0, "field": 0.1, "column": 1e-4}
-    )
-    found: Sequence[TrainConfig] = ()
-
-    def __post_init__(self) -> None:
-        for name in ("batch_sizes", "seeds"):
-            values = tuple(getattr(self, name))
-            if not values or len(set(values)) < len(values):
-                raise UserError(
-                    f"{name} must name something, and each only once. Received: {list(values)}. "
-                    "Correct it"
-                )
-        for seed in self.seeds:
-            TrainConfig(seed=seed)
-        for size in self.batch_sizes:
-            TrainConfig(batch_size=size)
-        if list(self.batch_sizes) != sorted(self.batch_sizes):
-            raise UserError(
-                "batch_sizes must rise from the base, where the values were tuned. Received: "
-                f"{list(self.batch_sizes)}. Sort them, the base first"
-            )
-        object.__setattr__(self, "batch_sizes", tuple(self.batch_sizes))
-        object.__setattr__(self, "seeds", tuple(self.seeds))
-        self._check_found()
-
-    def _check_found(self) -> None:
-        if not self.found:
-            return
-        sizes = [config.batch_size for config in self.found]
-        if len(set(sizes)) < len(sizes) or not set(sizes) <= set(self.batch_sizes):
-            raise UserError(
-                "what was tuned must be at one of the batch sizes, and each at another. Received: "
-                f"{sizes}, and batch_sizes {list(self.batch_sizes)}. Name others"
-            )
-        mine = TrainConfig(**self.config).to_dict()  # what is left out is its default
-        for config in self.found:
-            for name in NETWORK:
-                its, wanted = config.to_dict()[name], mine[name]
-                if its != wanted:
-                    raise UserError(
-                        "what was tuned must be of the study's network. Received: "
-                        f"{name}={its!r}, tuned at {config.batch_size:,}, and {name}={wanted!r} "
-                        "of the study. Give the study the options that were tuned with"
-                    )
-
-    @property
-    def base(self) -> int:
-        """The batch size where the values were tuned."""
-        return self.batch_sizes[0]
-
-    @property
-    def largest(self) -> int:
-        """The largest batch size."""
-        return self.batch_sizes[-1]
-
-    def tuned(self, rule: str) -> Hyperparameters:
-        """A rule's recipe with the values of the base."""
-        given = {k: v for k, v in self.values.items() if v is not None}
-        try:
-            return recipe(rule).replace(batch_size=self.base, **given)
-        except ValueError as error:
-            raise UserError(str(error)) from None
-
-    def run(self, rule: str, batch_size: int, **options: Any) -> TrainConfig:
-        """A run at a batch size, with the base scaled by a rule."""
-        given = {**self.config, "rule": rule, "base": self.tuned(rule), "batch_size": batch_size}
-        return TrainConfig(**{**given, **options})
-
-    def at(self, values: Hyperparameters, **options: Any) -> TrainConfig:
-        """A run with these values at their own batch size."""
-        given = {**self.config, "rule": "none", "base": values, "batch_size": values.batch_size}
-        return TrainConfig(**{**given, **options})
 
 
 @dataclass(frozen=True)
@@ -198,6 +89,7 @@ class Study:
       cells: the runs of a setting.
       rows, columns: what the rows and columns of its table are.
       quantity: what its table has of each cell.
+      networks: that it trains; none: the setting's.
     """
 
     name: str
@@ -207,6 +99,7 @@ class Study:
     rows: str
     columns: str = "batch size"
     quantity: Quantity = AUC
+    networks: Sequence[str] = ()
 
 
 def _scaling_rules(setting: Setting) -> Iterator[Cell]:
@@ -368,6 +261,7 @@ STUDIES: Mapping[str, Study] = MappingProxyType(
                 "Tables 3 and 4",
                 _networks,
                 "network",
+                networks=NETWORKS,
             ),
             Study(
                 "control",
@@ -387,6 +281,7 @@ STUDIES: Mapping[str, Study] = MappingProxyType(
                 _time,
                 "network",
                 quantity=MINUTES,
+                networks=NETWORKS,
             ),
             Study(
                 "curves",
@@ -432,18 +327,3 @@ def find_study(name: str) -> Study:
     if study is None:
         raise UserError(f"study must be one of {', '.join(STUDIES)}. Received: {quoted([name])}")
     return study
-
-
-def batch_sizes(base: int, rows: int, *, times: int = 128, steps: int = 30) -> tuple[int, ...]:
-    """The base batch size doubled, up to `times` as many samples and `steps` updates an epoch.
-
-    Args:
-      base: the smallest.
-      rows: of the training part.
-      times: the largest over the base at most: the paper's 128.
-      steps: in an epoch of the largest at least; fewer would tell of the steps, not of the batch.
-    """
-    found = [base]
-    while 2 * found[-1] <= times * base and rows // (2 * found[-1]) >= steps:
-        found.append(2 * found[-1])
-    return tuple(found)
