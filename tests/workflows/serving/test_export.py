@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 import shutil
 import subprocess
 import sys
 from dataclasses import replace
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from merlin_cowclip.workflows import Repository, export, predict_logs, rare_cost
 from merlin_cowclip.workflows.commands.main import main
 from merlin_cowclip.workflows.data.counts import write_counts
 from merlin_cowclip.workflows.data.etl import prepare
+from merlin_cowclip.workflows.data.parquet_logs import ParquetLog
 from merlin_cowclip.workflows.data.prepared import PreparedData
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.quiet import quiet_imports
@@ -37,6 +40,7 @@ with quiet_imports():
     from nvtabular import ops
 
     from merlin_cowclip.workflows.data.operators import EncodeIds
+    from merlin_cowclip.workflows.serving.served_workflow import _numbers
 
 pytest.importorskip("merlin.systems")
 pytest.importorskip("tritonclient.grpc")
@@ -173,12 +177,70 @@ def test_here_as_predict_writes(shop, tmp_path):
     [
         (lambda f: f.drop(columns=["item", "price"]), "Missing: 'item', 'price' in "),
         (lambda f: f.assign(price=f["price"].astype(object).where(f.index != 2, "dear")), "'dear'"),
+        (lambda f: f.assign(price=f["price"].astype(str)), "'price' must be a column of numbers."),
     ],
 )
 def test_rows_that_are_refused_here(shop, change, words):
     repository = Repository.open(shop[2])
     with pytest.raises(UserError, match=words):
         repository.predict(change(shop_frame(shop[1]).head(9)))
+
+
+NUMBERS = pd.Series([1.5, 2.0, float("nan")], name="price")
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        NUMBERS,
+        NUMBERS.astype("float32"),
+        NUMBERS.astype("Float64"),
+        NUMBERS.astype("category"),
+        NUMBERS.astype(object).where(NUMBERS.notna(), None),
+        NUMBERS.map(Decimal),
+        pd.Series([Decimal("1.5"), 2, None], name="price"),
+    ],
+    ids=lambda given: f"{given.dtype} of {type(given[0]).__name__}",
+)
+def test_numbers_of_a_frame(given):
+    found = _numbers(given, SHOP)
+    assert found.dtype == "float64"
+    np.testing.assert_array_equal(found, NUMBERS)
+    assert _numbers(pd.Series([None], name="price", dtype=object), SHOP).isna().all()
+    assert _numbers(pd.Series([True, False]), SHOP).tolist() == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        pd.Series(["1.5", "2"]),
+        pd.Series([b"1.5", None]),
+        pd.Series(["1.5", "2"]).astype("category"),
+        pd.to_datetime(pd.Series(["2024-03-01"])),
+        pd.Series([["1.5"], ["2"]]),
+    ],
+    ids=lambda given: f"{given.dtype} of {type(given[0]).__name__}",
+)
+def test_a_column_that_predict_refuses(given, tmp_path):
+    """By the same sentence."""
+    path = tmp_path / "rows.parquet"
+    pd.DataFrame({"price": given, "item": 1, "bought": 1}).to_parquet(path)
+    with pytest.raises(UserError) as theirs:
+        ParquetLog(
+            replace(SHOP, categorical=("item",), continuous=("price",), lists=()), path
+        ).check()
+    with pytest.raises(UserError) as ours:
+        _numbers(given.rename("price"), SHOP)
+    sentence, _, kind = str(theirs.value).split(" in ")[0].partition(" Received: ")
+    assert sentence.startswith("'price' must be a column of ")
+    assert str(ours.value).startswith("'price' must be a column of numbers. Received: ")
+    assert re.match(r"\w+", kind)[0] in str(ours.value)
+
+
+@pytest.mark.parametrize("value", ["2", b"2", 2j, object(), [2.0]])
+def test_what_is_no_number_among_them(value):
+    with pytest.raises(UserError, match="a number must be one. Received: .* in row 2, column 'pr"):
+        _numbers(pd.Series([1.5, value], name="price", dtype=object), SHOP)
 
 
 def test_what_is_served_has_no_label_and_says_what_it_needs(shop):

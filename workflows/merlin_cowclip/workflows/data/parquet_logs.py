@@ -36,16 +36,16 @@ class ParquetLog(RawLog):
             schema, rows = file.schema_arrow, file.metadata.num_rows
         self.check_names(schema.names)
         for name in self.wanted:
-            kind = _plain_type(schema.field(name).type)
+            kind = plain_type(schema.field(name).type)
             if name in spec.lists:
                 if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)):
                     self._bad_type(name, "a list column", kind)
-                if not _has_text(_plain_type(kind.value_type)):
+                if not _has_text(plain_type(kind.value_type)):
                     self._bad_type(name, "a column of lists of single ids", kind)
             elif pa.types.is_nested(kind):
                 self._bad_type(name, "a column of single values", kind)
             elif name in (spec.label, *spec.continuous):
-                if not _is_number(kind):
+                if not is_number(kind):
                     self._bad_type(name, "a column of numbers", kind)
             elif not _has_text(kind):
                 self._bad_type(name, "a column of text or numbers", kind)
@@ -169,12 +169,13 @@ class _Fault:
         raise AssertionError(reason)  # a fault was seen, so one of the above has raised
 
 
-def _plain_type(kind: pa.DataType) -> pa.DataType:
+def plain_type(kind: pa.DataType) -> pa.DataType:
     """Of a dictionary, the type of what it holds."""
     return kind.value_type if pa.types.is_dictionary(kind) else kind
 
 
-def _is_number(kind: pa.DataType) -> bool:
+def is_number(kind: pa.DataType) -> bool:
+    """Whether a column of that type holds numbers."""
     numeric = (
         pa.types.is_integer(kind)
         or pa.types.is_floating(kind)

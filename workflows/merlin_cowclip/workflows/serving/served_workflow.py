@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from decimal import Decimal
+from numbers import Real
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -19,6 +21,7 @@ import pyarrow as pa
 
 from merlin_cowclip.workflows.data.datasets import DatasetSpec
 from merlin_cowclip.workflows.data.encoded_rows import Place, check_numbers, checked_ids
+from merlin_cowclip.workflows.data.parquet_logs import is_number, plain_type
 from merlin_cowclip.workflows.data.raw_columns import as_fitted
 from merlin_cowclip.workflows.errors import UserError, clipped, excerpt, quoted
 from merlin_cowclip.workflows.quiet import quiet_imports
@@ -222,15 +225,25 @@ def _numbers(column: pd.Series, spec: DatasetSpec) -> pd.Series:
     """Numbers as `prepare` reads them from parquet: float64, NaN where there is none.
 
     Raises:
-      UserError: text, or an infinite one where the data set's description refuses that.
+      UserError: a column of a type that `predict` refuses, as numbers given as text; one that holds
+        something else beside numbers; or an infinite one where the data set's description refuses
+        that.
     """
-    numbers = pd.to_numeric(column, errors="coerce").astype("float64")
     name = str(column.name)
-    wrong = (numbers.isna() & column.notna()).to_numpy()
-    if wrong.any():
-        row = int(wrong.argmax())
-        value = excerpt(str(column.iloc[row]))
-        _REQUEST.refuse("a number must be one", value, row, name, "Give numbers")
+    try:
+        kind = plain_type(pa.array(column, from_pandas=True).type)
+    except (pa.ArrowException, OverflowError):  # a column of several types, as no file has
+        for row, value in enumerate(column):
+            is_missing = pd.api.types.is_scalar(value) and pd.isna(value)
+            if not (is_missing or isinstance(value, Real | Decimal | np.bool_)):
+                text = excerpt(str(value))
+                _REQUEST.refuse("a number must be one", text, row, name, "Give numbers")
+    else:
+        if not pa.types.is_null(kind) and not is_number(kind):
+            raise UserError(
+                f"{name!r} must be a column of numbers. Received: {kind} in a request. Give numbers"
+            )
+    numbers = pd.to_numeric(column).astype("float64")
     infinite = np.isinf(numbers.to_numpy())
     if spec.non_finite == "refuse" and infinite.any():
         row = int(infinite.argmax())
