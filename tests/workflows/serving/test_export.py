@@ -399,6 +399,7 @@ def test_rare_rows_are_dropped_where_one_says_so(shop, tmp_path, capsys):
     assert f"without them {auc[0]:.6f}, with them {auc[1]:.6f} ({auc[0] - auc[1]:+.6f})" in five
 
 
+@pytest.mark.slow
 def test_of_an_adopted_pipeline_rare_rows_are_dropped(stock, tmp_path):
     run, data, home = stock
     frame = pd.read_parquet(home / "raw-test/0.parquet")

@@ -87,6 +87,7 @@ def test_a_checkpoint_is_read_by_tensorflow(run):
         np.testing.assert_array_equal(values.get_tensor(name), weight.numpy())
 
 
+@pytest.mark.slow
 def test_rows_that_wait_go_on_waiting(data, tmp_path):
     """Two epochs, and one that goes on for a second: every tensor of the last checkpoint."""
     keeping, once, twice = (
