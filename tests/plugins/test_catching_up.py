@@ -58,6 +58,14 @@ def caught_up(state, last, step, rates, l2, function=catch_up):
     return [x.numpy() for x in function(*given, adam(l2))]
 
 
+def caught_up_by_kind(state, last, step, rates, l2):
+    """As the deferred mode has it: calm rows by their way, all others by theirs."""
+    rate = tf.constant(rates[-1], tf.float32)
+    calm = are_calm(*map(tf.constant, state), tf.constant(np.int32(last)), rate, adam(l2))
+    ways = (caught_up(state, last, step, rates, l2, way) for way in (catch_up_calm, catch_up))
+    return [np.where(calm[:, np.newaxis], *both) for both in zip(*ways, strict=True)]
+
+
 def errors(state, found, expected):
     """Of w, by what it was or 1e-3, whichever is more."""
     assert np.isfinite(found).all()
@@ -227,28 +235,39 @@ def test_what_never_settles_is_refused():
 
 @pytest.mark.parametrize("missed", [5_000, 17_000])
 def test_large_rows_with_a_small_v(missed):
-    """Which w halves more than once while √v decays to ε: three times as far off as others."""
+    """Which w halves more than once while √v decays to ε: further off than others."""
     random = np.random.default_rng(1)
     w = random.normal(size=(2_048, 4)) * 10.0 ** random.uniform(-4, 0, (2_048, 1))
     root = 10.0 ** random.uniform(-9, -1, (2_048, 1))
     v = root**2 * random.uniform(0.5, 2, w.shape)
     state = [np.float32(x) for x in (w, 0.1 * root * random.normal(size=w.shape), v)]
     last, step = np.full(len(w), 3_000, np.int32), 3_000 + missed
-    calm = are_calm(*map(tf.constant, state), tf.constant(last), 1e-4, adam(1e-5)).numpy()
     rates = corrected(np.full(step, 1e-4))
-    error = errors(
-        state,
-        [
-            np.where(calm[:, np.newaxis], *both)
-            for both in zip(
-                caught_up(state, last, step, rates, 1e-5, catch_up_calm),
-                caught_up(state, last, step, rates, 1e-5),
-                strict=True,
-            )
-        ],
-        oracle(state, last, step, rates, 1e-5),
-    )
+    found = caught_up_by_kind(state, last, step, rates, 1e-5)
+    error = errors(state, found, oracle(state, last, step, rates, 1e-5))
     large = np.abs(state[0]) > 0.1
     assert error[~large].max() < 5e-4
-    assert error[large].max() < 2e-3
-    assert np.quantile(error, 0.99) < 7e-4
+    assert error[large].max() < 1e-3
+    assert np.quantile(error, 0.99) < 5e-4
+
+
+@pytest.mark.parametrize(
+    ("l2", "first"), [(1e-5, 30_000), (1e-5, 500), (1e-4, 500), (3e-6, 5_000), (1e-6, 30_000)]
+)
+def test_rows_whose_elements_have_one_size_of_v(l2, first):
+    """As trained rows: else one element of a small v keeps the panels of its row short."""
+    random, gaps = np.random.default_rng(0), (600, 2_000, 4_000, 5_500, 7_000, 8_500)
+    shape = (192 * len(gaps), D)
+    top = np.tile([[0.1], [0.3]], (shape[0] // 2, 1))
+    w = np.clip(random.normal(size=shape) * 0.8 * top, -top, top)
+    root = 10.0 ** random.uniform(-8, -2, (shape[0], 1))
+    root = root * np.exp(random.normal(size=shape) * random.choice([0.2, 0.5], (shape[0], 1)))
+    state = [np.float32(x) for x in (w, 0.3 * root * random.normal(size=shape), root**2)]
+    gap, step = np.repeat(gaps, 192), first + max(gaps)
+    rates = corrected(np.full(step, 1e-4))
+    found = caught_up_by_kind(state, step - gap, step, rates, l2)
+    error = errors(state, found, oracle(state, step - gap, step, rates, l2))
+    large = top[:, 0] > 0.1
+    assert error[~large].max() < 3e-4
+    assert np.quantile(error[~large], 0.99) < 2e-4
+    assert error[large].max() < 6e-4
