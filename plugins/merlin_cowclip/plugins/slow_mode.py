@@ -17,7 +17,7 @@ _NODES = (0.5 - math.sqrt(0.15), 0.5, 0.5 + math.sqrt(0.15))
 _WEIGHTS = (5 / 18, 8 / 18, 5 / 18)
 # The rate at which w shrinks up to a node, as v knows it: its loss at the panel's start and this
 # share of the rise from there to the node before; up to the panel's end, of the rise to the mean.
-# Where the loss rises evenly v knows some 0.35 of the rise: 0.35 * 0.5 / 0.1127, 0.36 * 0.887 / 0.5,
+# Where it rises evenly v knows some 0.35 of the rise: 0.35 * 0.5 / 0.1127, 0.36 * 0.887 / 0.5,
 # and 0.36 / 0.5 at the end; there 0.65 comes nearest to float64, for it rises ever less evenly.
 _SHARES, _SHARE = (0.0, 1.55, 0.64), 0.65
 _GROWTH = 0.6  # of a panel, by the age where it begins
