@@ -388,7 +388,7 @@ def test_a_fit_of_unknown_length_tells_whose_warm_up_it_goes_on_with():
     unknown = known.repeat(2).filter(lambda *_: True)
     model.fit(known, verbose=0)
     model.train_on_batch(*batch(SCHEMA))
-    with pytest.warns(UserWarning, match="not known.*an epoch of 2.*steps_per_epoch") as told:
+    with pytest.warns(UserWarning, match="not known.*over 2 updates.*steps_per_epoch") as told:
         model.fit(unknown, verbose=0)
     assert [w.filename for w in told] == [__file__]
     assert optimizer.warmup_steps == 2

@@ -465,3 +465,14 @@ def test_layers_of_clip_tables_are_the_same_ones_again(tmp_path, frozen):
         table(m, 4).trainable = True
     assert rules(loaded) == rules(model)
     assert ((50, 4), "clip adaptive_column, exact Adam") in rules(loaded)
+
+
+def test_a_loaded_model_tells_whose_warm_up_it_goes_on_with(tmp_path):
+    model = built(ours, SCHEMA)
+    optimizer = CowClipOptimizer.for_model(model, HOT.replace(warmup_epochs=1.0))
+    model.compile(optimizer=optimizer, metrics=[])
+    model.fit(dataset(SCHEMA, 2), verbose=0)
+    save_model(model, tmp_path / "m")
+    again = load_model(tmp_path / "m")
+    with pytest.warns(UserWarning, match="not known.*over 2 updates.*steps_per_epoch"):
+        again.fit(dataset(SCHEMA, 4).filter(lambda *_: True), verbose=0)

@@ -69,14 +69,17 @@ class FollowsFits:
             )
 
     def _warn_of_another_length(self, fit: Fit) -> None:
-        """A fit of unknown length would keep that of the last, which may have been a try-out's."""
-        before = self._fit.steps
-        if self._warmup_steps is None or self.steps_per_epoch or fit.steps or before is None:
+        """A fit of unknown length would keep that of the last, which may have been a try-out's.
+
+        The last fit may be one before the model was saved.
+        """
+        before = self.warmup_steps
+        if self.steps_per_epoch or fit.steps or before is None:
             return
         warnings.warn(
             "The number of updates per epoch of this fit is not known; the dense learning rate "
-            f"warms up as for an epoch of {before:,}, the last fit's. Pass steps_per_epoch=… to "
-            "CowClipOptimizer.for_model, or to fit.",
+            f"warms up over {before:,} updates in all, as in the last fit. Pass steps_per_epoch=… "
+            "to CowClipOptimizer.for_model, or to fit.",
             stacklevel=8,  # the call of fit, as below
         )
 
