@@ -47,6 +47,10 @@ class Notified(Protocol):
         """Entered around each step of Keras's, where it is Python, with its batch."""
         ...
 
+    def takes_mean_over(self, targets: Any, predictions: Any) -> None:
+        """Called where the loss of a batch is taken, with what it is taken of."""
+        ...
+
     def call_begins(self, steps: int | None) -> None:
         """Called before the first batch of an evaluation or a prediction."""
         ...
@@ -113,6 +117,14 @@ def notify_of_fits(model: tf.keras.Model, bound: Notified) -> None:
         with optimizer.stepping_on(data):
             return type(self).train_step(self, data)
 
+    def compute_loss(
+        self: Any, x: Any = None, y: Any = None, y_pred: Any = None, sample_weight: Any = None
+    ) -> Any:
+        optimizer = compiled(self)
+        if optimizer is not None:
+            optimizer.takes_mean_over(y, y_pred)
+        return type(self).compute_loss(self, x, y, y_pred, sample_weight)
+
     def before_batches(name: str) -> Callable[..., Any]:
         def method(self: Any, force: bool = False) -> Callable[..., Any]:
             optimizer = known(self)
@@ -154,7 +166,8 @@ def notify_of_fits(model: tf.keras.Model, bound: Notified) -> None:
         added = type(self)._add_horovod_callbacks(self, list(given))
         return added if compiled(self) is None else for_one_model(added, given)
 
-    methods: list[Callable[..., Any]] = [fit, make_train_function, train_step, save, compile]
+    methods: list[Callable[..., Any]] = [fit, make_train_function, train_step, compute_loss]
+    methods += [save, compile]
     methods += map(before_batches, ("make_test_function", "make_predict_function"))
     methods += map(on_current_rows, _NEEDS_ROWS)
     for method in (*methods, _add_horovod_callbacks):

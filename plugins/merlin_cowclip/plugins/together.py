@@ -45,6 +45,7 @@ class StepsTogether:
 
     _is_alike = False
     _samples: tf.Tensor | None = None  # of the batch that a step of Keras's is on
+    _is_stepping = False
 
     if TYPE_CHECKING:  # what the optimizer has
         _model: Any
@@ -162,12 +163,23 @@ class StepsTogether:
     @contextlib.contextmanager
     def stepping_on(self, data: Any) -> Iterator[None]:
         """Within it, gradients are of the mean loss of a batch, as Keras takes it."""
-        before = self._samples
-        self._samples = _samples_in(data) if ranks().size > 1 else None
+        before = self._samples, self._is_stepping
+        self._is_stepping = ranks().size > 1
+        _, labels, _ = tf.keras.utils.unpack_x_y_sample_weight(data)
+        self._samples = _samples_in(labels) if self._is_stepping else None
         try:
             yield
         finally:
-            self._samples = before
+            self._samples, self._is_stepping = before
+
+    def takes_mean_over(self, targets: Any, predictions: Any) -> None:
+        """A loss is the mean over these, which may be others than the batch has: Merlin's `pre`."""
+        if not self._is_stepping:
+            return
+        masks = (getattr(one, "_keras_mask", None) for one in tf.nest.flatten(predictions))
+        mask = next((mask for mask in masks if mask is not None), None)
+        found = _samples_in(targets) if mask is None else tf.math.count_nonzero(mask)
+        self._samples = self._samples if found is None else found
 
     def _weight_of_share(self) -> tf.Tensor | None:
         """Of this rank's mean loss in that of the global batch; 1 where all shares are equal."""
@@ -250,9 +262,8 @@ class StepsTogether:
             self.broadcast()
 
 
-def _samples_in(data: Any) -> tf.Tensor | None:
-    """How many samples a batch has, by its labels; `None` where it has none of its own."""
-    _, labels, _ = tf.keras.utils.unpack_x_y_sample_weight(data)
+def _samples_in(labels: Any) -> tf.Tensor | None:
+    """How many samples labels are of; `None` where there are none."""
     for one in tf.nest.flatten(labels):
         if isinstance(one, tf.Tensor) and one.shape.rank:
             return tf.shape(one, tf.int64)[0]
