@@ -14,7 +14,7 @@ from merlin_cowclip.models import FusedEmbeddings
 from merlin_cowclip.plugins import CowClipOptimizer, load_model, save_model, whole_tables
 from merlin_cowclip.plugins._stack import Schema
 from merlin_cowclip.plugins.joining import of_all_ranks
-from tests.plugins.merlin_models import SCHEMA, category
+from tests.plugins.merlin_models import NUMBER, SCHEMA, TARGET, category
 from tests.ranks.cases import Case, batches, in_shards, ours
 
 KERAS = tf.keras.callbacks
@@ -63,6 +63,10 @@ def of_parts(folder: Path, rank: int, ranks: int) -> dict[str, str]:
         hvd.broadcast_variables(model.variables, root_rank=0)
         fit()
 
+    def fit_after_its_broadcast_of_moments() -> None:
+        hvd.broadcast_variables(model.optimizer.variables(), root_rank=0)
+        fit()
+
     def fit_by_another() -> None:
         model.compile(optimizer="adam")
         fit()
@@ -71,6 +75,8 @@ def of_parts(folder: Path, rank: int, ranks: int) -> dict[str, str]:
         {
             "get_weights": model.get_weights,
             "set_weights": lambda: model.set_weights([]),
+            "its get_weights": model.optimizer.get_weights,
+            "its set_weights": lambda: model.optimizer.set_weights([]),
             "save_weights": lambda: model.save_weights(path),
             "load_weights": lambda: model.load_weights(path),
             "save": lambda: model.save(path),
@@ -81,6 +87,7 @@ def of_parts(folder: Path, rank: int, ranks: int) -> dict[str, str]:
             "validation": lambda: fit(validation_data=fewer),
             "predict": lambda: model.predict(fewer, verbose=0),
             "evaluate": lambda: model.evaluate(fewer, verbose=0),
+            "moments": fit_after_its_broadcast_of_moments,
             "broadcast": fit_after_horovods_broadcast,
             "saved after it": lambda: save_model(model, folder / "part"),
             "another": fit_by_another,
@@ -123,6 +130,48 @@ def with_a_wrong_id(rank: int, ranks: int) -> dict[str, Any]:
     return {"said": said, "weights": changed, "steps": int(model.optimizer.iterations)}
 
 
+def scaled(rank: int, ranks: int) -> dict[str, Any]:
+    """What each has before, between and after two steps, the first with a row's infinite gradient.
+
+    All rows are rank 0's: the other one has none to see it by. The layers compute in float32; the
+    clip asks all ranks for sums, within the step that each makes or not.
+    """
+    schema = Schema([category("a", 60), NUMBER, TARGET])
+    case = Case(in_shards, schema, "field")
+    model = in_shards(schema)
+    optimizer = CowClipOptimizer.for_model(model, case.hyperparameters, steps_per_epoch=9)
+    scaling = tf.keras.mixed_precision.LossScaleOptimizer(optimizer)
+    features, labels = next(batches(case, rank, ranks))
+    features = {**features, "a": 2 + 2 * features["a"]}
+    weights = model.trainable_variables
+
+    @tf.function(autograph=False)
+    def step(row: tf.Tensor) -> None:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(model(features, training=True) - labels))
+            loss = scaling.get_scaled_loss(loss)
+        gradients = scaling.get_unscaled_gradients(tape.gradient(loss, weights))
+        for place, one in enumerate(gradients):
+            if isinstance(one, tf.IndexedSlices):
+                infinite = tf.where(one.indices == row, float("inf"), 0.0)[:, tf.newaxis]
+                values = one.values + infinite
+                gradients[place] = tf.IndexedSlices(values, one.indices, one.dense_shape)
+        scaling.apply_gradients(zip(gradients, weights, strict=True))
+
+    optimizer.create_slots(weights)
+    optimizer.broadcast()
+    scales, dense, tables = [], [], []
+    for number in range(3):
+        if number:
+            step(features["a"][0, 0] if number == 1 else tf.constant(-1, tf.int64))
+        sums = {v.ref(): float(np.abs(v).sum()) for v in weights}
+        own = optimizer.in_shards()
+        scales.append(float(scaling.loss_scale))
+        dense.append([value for key, value in sums.items() if key not in own])
+        tables.append([value for key, value in sums.items() if key in own])
+    return {"scales": scales, "dense": dense, "tables": tables}
+
+
 def together(folder: Path, rank: int, ranks: int) -> dict[str, Any]:
     """What all ranks do alike: stop, predict before and within and after, save and load."""
     model, mine = _made(in_shards, rank, ranks)
@@ -156,5 +205,6 @@ def ended(folder: Path, rank: int, ranks: int) -> dict[str, Any]:
         "parts": of_parts(folder, rank, ranks),
         "others": of_others(rank, ranks),
         "wrong": with_a_wrong_id(rank, ranks),
+        "scaled": scaled(rank, ranks),
         "together": together(folder, rank, ranks),
     }

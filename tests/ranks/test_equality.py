@@ -142,9 +142,10 @@ def test_one_ranks_rows_are_not_taken_for_the_table(results):
         assert "by a CowClipOptimizer" in said.pop("another")
         for name in ("broadcast", "saved after it"):
             assert re.search("those of '.*' on rank 1 that rank 0 has", said.pop(name))
+        assert re.search("the moments 'm' of '.*' on rank 1 that rank 0 has", said.pop("moments"))
         for name in ("validation", "predict", "evaluate"):
             assert "batches 1 on rank 0, 2 on rank 1" in said.pop(name)
-        assert len(said) == 9
+        assert len(said) == 11
         for name, sentence in said.items():
             assert "save_model(model, path)" in sentence, name
             assert "whole_tables(model)" in sentence, name
@@ -166,6 +167,22 @@ def test_a_wrong_id_on_one_rank_ends_the_step_before_the_others_make_it(results)
     assert "ids must be from 0 to cardinality - 1" in second["said"]["wrong"]
     assert first["weights"] == second["weights"]
     assert first["steps"] == second["steps"] == 1
+
+
+def test_loss_scaling_makes_a_step_on_all_ranks_or_on_none(results):
+    """By what is infinite on one; the other made the step, or waited for ever for the clip's sums.
+
+    Whether tables in shards are of layers in half precision does not matter.
+    """
+    found = [told["scaled"] for told in _of_scripts(results)]
+    assert found[0]["dense"] == found[1]["dense"]
+    for told in found:
+        begun, *scales = told["scales"]
+        assert scales == [begun / 2] * 2
+        for before, skipped, made in (told["dense"], told["tables"]):
+            assert before == skipped
+            assert skipped != made
+            assert np.isfinite(made).all()
 
 
 def test_ranks_stop_save_and_read_as_one(results):

@@ -80,9 +80,17 @@ class JoinedRows(tf.IndexedSlices):
         self.sums = sums
         self._variable = variable
 
-    def with_gradients(self, gradients: tf.Tensor) -> JoinedRows:
-        """The same rows and counts with other gradients."""
-        return JoinedRows(self.sums._replace(gradients=gradients), self._variable)
+    def and_nan(self, rows: tf.Tensor) -> JoinedRows:
+        """The same, and so many rows of NaN."""
+        indices, gradients, counts, is_whole = self.sums
+        nan = tf.fill([rows, self._variable.shape[1]], tf.constant(float("nan"), gradients.dtype))
+        more = RowSums(
+            tf.concat([indices, tf.fill([rows], tf.constant(0, indices.dtype))], axis=0),
+            tf.concat([gradients, nan], axis=0),
+            tf.concat([counts, tf.fill([rows], tf.constant(1, counts.dtype))], axis=0),
+            is_whole,
+        )
+        return JoinedRows(more, self._variable)
 
 
 def weighed(gradient: tf.Tensor, weight: tf.Tensor | None) -> tf.Tensor:

@@ -31,7 +31,7 @@ from merlin_cowclip.plugins.ownership import (
 )
 from merlin_cowclip.plugins.rates import DensePart, TablePart
 from merlin_cowclip.plugins.scaling import Hyperparameters, check_number
-from merlin_cowclip.plugins.tables import TableSpec
+from merlin_cowclip.plugins.tables import TableSpec, check_whole
 from merlin_cowclip.plugins.taking_over import (
     TAKEN,
     catch_up_by_others,
@@ -391,7 +391,7 @@ class CowClipOptimizer(Observable, StepsTogether, FollowsFits, RefusesOptions, m
             self.create_slots([v for _, v in pairs])
             self._check_warm_up()
         if experimental_aggregate_gradients and ranks().size > 1:
-            pairs, experimental_aggregate_gradients = self._aggregate_gradients(pairs), False
+            pairs, experimental_aggregate_gradients = self._joined(pairs), False
         shares: dict[int, list[Any]] = {}
         for pair in pairs:
             mine = owner.get(pair[1].ref(), self.default_optimizer)
@@ -486,13 +486,23 @@ class CowClipOptimizer(Observable, StepsTogether, FollowsFits, RefusesOptions, m
         return children
 
     def get_weights(self) -> list[Any]:
-        """Keras's; no row waits afterwards."""
+        """Keras's; no row waits afterwards.
+
+        Raises:
+          ValueError: the model has tables in shards.
+        """
+        check_whole(self._specs or (), "optimizer.get_weights")
         self.catch_up()
         weights: list[Any] = super().get_weights()
         return weights
 
     def set_weights(self, weights: list[Any]) -> None:
-        """Keras's; no row waits for what is replaced."""
+        """Keras's; no row waits for what is replaced.
+
+        Raises:
+          ValueError: the model has tables in shards.
+        """
+        check_whole(self._specs or (), "optimizer.set_weights")
         self.catch_up()
         super().set_weights(weights)
 

@@ -7,7 +7,7 @@ on does to its rows what one process does to all: L2, the clip and Adam are a ro
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -18,6 +18,7 @@ from merlin_cowclip.plugins.row_sums import beside, once_per_graph, sum_per_row,
 
 _LOOKED_AT = 256  # rows of a rank that are compared with other ranks'
 _DISTINCT = 8  # so many different rows are not the same by chance
+_BLOCK = 1 << 18  # rows that are searched at once for some that are not 0
 
 
 class Shard(NamedTuple):
@@ -41,32 +42,57 @@ class Shard(NamedTuple):
         return places * self.size + self.rank
 
 
-def check_apart(parts: Iterable[tuple[str, tf.Variable, Shard]]) -> None:
+def check_apart(parts: Iterable[tuple[str, Mapping[str, tf.Variable], Shard]]) -> None:
     """Refuse a rank that has the rows of another one; eagerly, on all ranks at once.
 
     Args:
-      parts: of each table its name, this rank's rows, and which they are.
+      parts: of each table its name; this rank's rows, by "", and their moments by name; and which
+        rows they are.
 
     Raises:
       ValueError: on all ranks, of the first table of which all that is looked at is alike.
     """
-    for name, variable, shard in parts:
-        looked_at = min(shard.num_rows // shard.size, _LOOKED_AT)
-        places = np.linspace(0, max(shard.num_rows // shard.size - 1, 0), looked_at).astype(int)
-        # Of the value: rows gathered from the variable would mark it, as `TableAccess` says.
-        mine = tf.gather(tf.convert_to_tensor(variable), places)
-        of_all = gathered(np.asarray(mine)[np.newaxis])
-        if len(np.unique(of_all[0], axis=0)) < _DISTINCT:
+    each = ((name, *one, shard) for name, held, shard in parts for one in held.items())
+    for name, slot, variable, shard in each:
+        of_all = gathered(_some_rows(variable, shard)[np.newaxis])
+        if not _are_distinct(of_all[0]):
             continue  # as they begin, with zeros, or as somebody set them
         same = [rank for rank in range(1, shard.size) if np.array_equal(of_all[0], of_all[rank])]
         if same:
             raise ValueError(
-                "Of a table in shards each rank must have rows of its own. Received: those of "
-                f"{name!r} on rank {same[0]} that rank 0 has, as hvd.broadcast_variables and a "
-                "checkpoint of rank 0 leave them. Leave them out for this table: "
-                "optimizer.broadcast() gives all ranks what they have in common, and "
-                "save_model(model, path) saves the whole."
+                "Of a table in shards each rank must have rows of its own, and their moments. "
+                f"Received: {f'the moments {slot!r}' if slot else 'those'} of {name!r} on rank "
+                f"{same[0]} that rank 0 has, as hvd.broadcast_variables and a checkpoint of rank 0 "
+                "leave them. Leave this table and its moments out of them: optimizer.broadcast() "
+                "gives all ranks what they have in common, and save_model(model, path) saves the "
+                "whole."
             )
+
+
+def _some_rows(variable: tf.Variable, shard: Shard) -> np.ndarray:
+    """As many rows on each rank: evenly spaced ones, or, where these are alike, the first not 0.
+
+    So are the moments of most rows before a batch has held them.
+    """
+    least = shard.num_rows // shard.size
+    looked_at = min(least, _LOOKED_AT)
+    # Of the value: rows gathered from the variable would mark it, as `TableAccess` says.
+    value = tf.convert_to_tensor(variable)
+    rows = tf.gather(value, np.linspace(0, max(least - 1, 0), looked_at).astype(int)).numpy()
+    if _are_distinct(rows):
+        return rows
+    found = rows[:0]
+    for start in range(0, least, _BLOCK):
+        block = value[start : start + _BLOCK]
+        some = tf.boolean_mask(block, tf.reduce_any(block != 0, axis=1))
+        found = np.concatenate([found, some[: looked_at - len(found)]])
+        if len(found) == looked_at:
+            break
+    return np.pad(found, [(0, looked_at - len(found)), (0, 0)])
+
+
+def _are_distinct(rows: np.ndarray) -> bool:
+    return len(np.unique(rows, axis=0)) >= _DISTINCT
 
 
 class _Asked(NamedTuple):
@@ -180,16 +206,16 @@ def _joined(share: RowSums, variable: tf.Variable, shard: Shard, on_cpu: bool) -
 
 
 def finite_together(joined: Sequence[JoinedRows]) -> list[JoinedRows]:
-    """The same, but NaN on all ranks where one has what is not finite.
+    """The same, but with NaN on all ranks where one has what is not finite.
 
     Loss scaling makes a step or none by what it sees; all ranks must see the same.
+
+    Args:
+      joined: of all tables in shards.
     """
     if not joined:
         return []
     mine = tf.stack([tf.reduce_all(tf.math.is_finite(one.values)) for one in joined])
     finite = over_all(tf.cast(tf.reduce_all(mine), tf.float32), "min") > 0
-    nothing = [tf.constant(float("nan"), one.values.dtype) for one in joined]
-    return [
-        one.with_gradients(tf.where(finite, one.values, nan))
-        for one, nan in zip(joined, nothing, strict=True)
-    ]
+    first, *others = joined
+    return [first.and_nan(tf.where(finite, 0, 1)), *others]  # this rank may have no rows to be so

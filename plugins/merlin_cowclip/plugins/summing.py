@@ -18,7 +18,7 @@ from merlin_cowclip.plugins.counting import (
 from merlin_cowclip.plugins.joining import JoinedRows, RowSums, check_not_joined, join_rows, weighed
 from merlin_cowclip.plugins.merlin_tables import check_regularizer
 from merlin_cowclip.plugins.row_sums import beside, sum_per_row
-from merlin_cowclip.plugins.sharding import Shard, finite_together, join_shards
+from merlin_cowclip.plugins.sharding import Shard, join_shards
 from merlin_cowclip.plugins.tables import TableSpec
 
 
@@ -69,8 +69,6 @@ class SumsRows:
             [variables[i] for i, _ in places],
             [shard for _, shard in places],
         )
-        if any(self._is_scaled(variables[i]) for i, _ in places):
-            mine = finite_together(mine)
         found.update((i, one) for (i, _), one in zip(places, mine, strict=True))
         return [found[i] for i in range(len(shares))]
 
@@ -78,10 +76,6 @@ class SumsRows:
         """Which rows of a table this rank has, where the ranks share them."""
         spec = self._specs.get(variable.ref())
         return None if spec is None else spec.shard
-
-    def _is_scaled(self, variable: tf.Variable) -> bool:
-        """Whether its layer computes in half precision, and so the loss is scaled."""
-        return bool(self._specs[variable.ref()].layer.compute_dtype == "float16")
 
     def _summed(
         self, gradient: Any, variable: tf.Variable, on_cpu: bool, least: float = 1.0

@@ -19,7 +19,7 @@ from merlin_cowclip.plugins.joining import (
     ranks,
 )
 from merlin_cowclip.plugins.rates import TablePart
-from merlin_cowclip.plugins.sharding import Shard, check_apart
+from merlin_cowclip.plugins.sharding import Shard, check_apart, finite_together
 from merlin_cowclip.plugins.tables import TableSpec, check_whole
 
 _RATES = (
@@ -39,8 +39,8 @@ _ALL_CALLS = (
 class StepsTogether:
     """Joins the gradients and counts of all ranks before anything else is done with them.
 
-    Keras calls `_aggregate_gradients` for just that, its loss scaling too, which decides by what it
-    gives whether to make the step.
+    `apply_gradients` does so by `_joined`; Keras's loss scaling, which then decides whether to make
+    the step, before that by `_aggregate_gradients`.
     """
 
     _is_alike = False
@@ -85,10 +85,12 @@ class StepsTogether:
         """
         if ranks().size > 1:
             check_same(self._described(), _ONE_MODEL)
+            owner = self._own()
             check_apart(
-                (spec.name, spec.variable, spec.shard)
+                (spec.name, {"": table, **owner[table.ref()].slots_of(table)}, spec.shard)
                 for spec in self.table_specs
                 if spec.shard is not None
+                for table in (spec.variable,)
             )
             broadcast(self._state())
         self._is_alike = True
@@ -221,17 +223,27 @@ class StepsTogether:
 
     @tf.autograph.experimental.do_not_convert  # it does not know zip(…, strict=True)
     def _aggregate_gradients(self, grads_and_vars: Iterable[tuple[Any, tf.Variable]]) -> list[Any]:
-        """The gradients of the global batch, with its counts; the same on all ranks."""
+        """As `_joined`, and on all ranks not finite where they are not on one: for loss scaling."""
         pairs = filter_empty_gradients(grads_and_vars)
         if ranks().size == 1:
             return list(super()._aggregate_gradients(pairs))  # type: ignore[misc]
+        joined, shards = self._joined(pairs), self.in_shards()
+        seen = iter(finite_together([mine for mine, v in joined if v.ref() in shards]))
+        return [(next(seen) if v.ref() in shards else mine, v) for mine, v in joined]
+
+    @tf.autograph.experimental.do_not_convert
+    def _joined(self, pairs: Sequence[tuple[Any, tf.Variable]]) -> list[Any]:
+        """The gradients of the global batch, with its counts.
+
+        The same on all ranks, but of tables in shards, of which each has those of its rows.
+        """
         self._begin_alike([variable for _, variable in pairs])
         # An id out of range ends the step before the other ranks hear of it: they would make it.
         with tf.control_dependencies(self._checked()):
-            joined = self._joined(pairs)
+            joined = self._by_variable(pairs)
         return [(joined[variable.ref()], variable) for _, variable in pairs]
 
-    def _joined(self, pairs: Sequence[tuple[Any, tf.Variable]]) -> dict[Any, Any]:
+    def _by_variable(self, pairs: Sequence[tuple[Any, tf.Variable]]) -> dict[Any, Any]:
         weight = self._weight_of_share()
         check_equal(tf.stack([part._decayed_lr(tf.float32) for part in self.optimizers]), _RATES)
         owner = self._own()

@@ -63,7 +63,7 @@ def whole_tables(model: mm.Model) -> Iterator[None]:
         if spec.shard is not None
         for part in (parts[spec.variable.ref()],)
     ]
-    check_apart((one.spec.name, one.table.variable, one.shard) for one in held)
+    check_apart((one.spec.name, _by_slot(one.table), one.shard) for one in held)
     made = [_whole(one) for one in held]
     pairs = [(one, whole) for one, whole in zip(held, made, strict=True) if whole is not None]
     # Keras keeps what it has traced, with the tables that were there then.
@@ -86,7 +86,7 @@ def is_in_shards(model: mm.Model) -> bool:
 
 def _whole(one: _Held) -> _Table | None:
     """The table and its moments, on rank 0."""
-    parts = {"": one.table.variable, **one.table.moments}
+    parts = _by_slot(one.table)
     values = {name: whole_rows(variable, one.shard) for name, variable in parts.items()}
     if one.shard.rank:
         return None
@@ -95,6 +95,10 @@ def _whole(one: _Held) -> _Table | None:
         for name, value in values.items()
     }
     return _Table(made.pop(""), made)
+
+
+def _by_slot(table: _Table) -> dict[str, tf.Variable]:
+    return {"": table.variable, **table.moments}
 
 
 def _put(one: _Held, table: _Table, shard: Shard | None) -> None:
