@@ -117,7 +117,6 @@ OF_RANKS: dict[int, tuple[str, ...]] = {
         "fused, shared rows, lazy",
         "one rank has rows of a list",
         "shards, shared rows, lazy",
-        "shards, one rank has rows of a list",
         "shards, a list, a field exempt",
     ),
 }
