@@ -80,7 +80,7 @@ class TableInitializer(tf.keras.initializers.Initializer):
 
 
 def untrained_rows(columns: Sequence[ColumnSchema], ranges: RowRanges) -> np.ndarray:
-    """Rows that no training row has, whichever field reads them."""
+    """Rows that no training row has, whichever field reads them: int64, rising."""
     untrained: dict[int, np.ndarray] = {}
     for column in columns:
         ids = _untrained_ids(column)

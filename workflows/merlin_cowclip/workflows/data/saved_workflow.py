@@ -78,7 +78,7 @@ def _with_untrained_ids(column: ColumnSchema, counts: Path) -> ColumnSchema:
     buckets = int(column.properties.get("num_buckets") or 1)
     count = pq.read_table(path, columns=["count"])["count"].to_numpy()
     if buckets == 1 or column.properties.get("cat_path"):
-        count = count[: UNKNOWN + buckets]  # of a vocabulary's own ids none lacks a row
+        count = count[: UNKNOWN + buckets]  # a vocabulary's own ids start as any
     untrained = np.concatenate([[False], count == 0, [False]])
     ends = np.flatnonzero(np.diff(untrained))
     return column.with_properties({"untrained_ids": ends.tolist()})

@@ -307,6 +307,8 @@ class _RawParquet(_Parquet):
             if name not in fitted or not fitted[name].dtype.is_integer:
                 continue
             whole = np.flatnonzero(column.is_valid().to_numpy(zero_copy_only=False))
+            if not len(whole):
+                continue  # no number that is misread
             rows = frame.iloc[whole].reset_index(drop=True)
             apart = self._transformed(rows.astype({name: column.type.to_pandas_dtype()}))
             beside = encoded.take(pa.array(whole))
