@@ -55,4 +55,5 @@ def on_disk(data) -> dict[str, pd.DataFrame]:
 def small_windows(monkeypatch) -> int:
     """Windows of two row groups and of a number of rows that no batch divides."""
     monkeypatch.setattr(order, "WINDOW_ROWS", 320)
+    monkeypatch.setattr(order, "BLOCK_ROWS", 80)
     return 320

@@ -10,12 +10,14 @@ import weakref
 import pytest
 
 from merlin_cowclip.plugins._stack import tf
+from merlin_cowclip.workflows.training import order
 from merlin_cowclip.workflows.training.loader import Loader
 from merlin_cowclip.workflows.training.rows import Reader
-from merlin_cowclip.workflows.training.streaming import ITERATORS, Streams
+from merlin_cowclip.workflows.training.streaming import ITERATORS, Stream, Streams
 
 from .batches import (
     BATCH,
+    as_numpy,
     assert_same_batches,
     seeing,
     steps_of,
@@ -59,6 +61,7 @@ def test_the_next_window_is_read_ahead_and_no_more(data, small_windows, monkeypa
 
 
 def test_tensorflow_comes_for_a_batch_only_when_one_is_waited_for(data, monkeypatch):
+    monkeypatch.setattr(order, "BLOCK_ROWS", BATCH)
     asked = []
     stock = Streams.of
     monkeypatch.setattr(Streams, "of", lambda *a: asked.append(a[1]) or stock(*a))
@@ -70,6 +73,27 @@ def test_tensorflow_comes_for_a_batch_only_when_one_is_waited_for(data, monkeypa
         next(batches)
         time.sleep(0.1)
         assert len(asked) == n
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_small_batches_are_made_together(data, monkeypatch, drop_last):
+    """But for an epoch's smaller one, and the last, by which a pass has come to its end."""
+    monkeypatch.setattr(order, "BLOCK_ROWS", 5 * BATCH)
+    made = []
+    stock = Stream.block
+    monkeypatch.setattr(Stream, "block", lambda s, g: made.append(stock(s, g)) or made[-1])
+    loader = Loader(data, batch_size=BATCH, seed=2, drop_last=drop_last)
+    n, whole = len(loader), loader.rows // BATCH
+    assert n == whole + (not drop_last)
+    assert whole % 5 == 3
+    got = as_numpy(loader.dataset(epochs=2, epoch=1, start=3))
+    expected = [3, *range(5, whole, 5), *([] if drop_last else [whole])]
+    second = [*range(0, whole - 1, 5), n - 1]
+    assert [b.start for b, _ in made] == [n + k for k in expected] + [2 * n + k for k in second]
+    assert loader.delivered == sum(len(b) for b, _ in made) == 2 * n - 3
+    monkeypatch.setattr(order, "BLOCK_ROWS", 1)
+    one_by_one = Loader(data, batch_size=BATCH, seed=2, drop_last=drop_last)
+    assert_same_batches(got, [*one_by_one.batches(1, start=3), *one_by_one.batches(2)])
 
 
 @pytest.mark.parametrize("how", ["batches", "dataset", "endless dataset", "loader"])

@@ -21,7 +21,7 @@ from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.training.interpreter_end import AT_WORK, InterpreterEnds
 from merlin_cowclip.workflows.training.order import Order
 from merlin_cowclip.workflows.training.passes import Passes
-from merlin_cowclip.workflows.training.rows import Batch, Reader, list_keys
+from merlin_cowclip.workflows.training.rows import Batch, Block, Reader, list_keys
 from merlin_cowclip.workflows.training.streaming import Stream, Streams
 
 
@@ -274,52 +274,66 @@ class Loader(tf.data.Dataset):
             return begun
 
         spec = {
-            "going": tf.TensorSpec([], tf.bool),
-            "ids": tf.TensorSpec([len(self.data.spec.categorical), None, 1], tf.int64),
-            "numbers": tf.TensorSpec([len(self.data.spec.continuous), None, 1], tf.float32),
-            "labels": tf.TensorSpec([None, 1], tf.float32),
+            "next": tf.TensorSpec([], tf.int64),
+            "ids": tf.TensorSpec([None, len(self.data.spec.categorical), None, 1], tf.int64),
+            "numbers": tf.TensorSpec([None, len(self.data.spec.continuous), None, 1], tf.float32),
+            "labels": tf.TensorSpec([None, None, 1], tf.float32),
             **{key: tf.TensorSpec([None], tf.int64) for key in list_keys(self.data.spec)},
         }
 
-        def fetch(begun: np.ndarray, i: np.int64) -> list[np.ndarray]:
+        def fetch(begun: np.ndarray, g: np.int64) -> list[np.ndarray]:
+            """A block of batches, from the g-th of all epochs on; the next g, or -1 at the end."""
             loader = this()
             assert loader is not None
             iterator, first = begun.tolist()
             stop = None if count is None else first + count
             try:
                 with AT_WORK:
-                    batch = loader._streams.of(iterator, stop)[first + int(i)]
-                    loader.delivered += 1
-                    if first + int(i) + 1 == stop:
-                        loader._streams.forget(iterator)
-                        end(loader, first)
-                    return [np.array(True), batch.ids, batch.numbers, batch.labels, *batch.lists]
+                    if int(g) != stop:
+                        batches, block = loader._streams.of(iterator, stop).block(int(g))
+                        loader.delivered += len(batches)
+                        if batches.stop == stop:
+                            loader._streams.forget(iterator)
+                            end(loader, first)
+                        matrices = block.ids, block.numbers, block.labels
+                        return [np.array(batches.stop), *matrices, *block.lists]
             except InterpreterEnds:
-                return [np.zeros([n or 0 for n in s.shape], s.dtype.name) for s in spec.values()]
+                pass
+            empty = [np.zeros([n or 0 for n in s.shape], s.dtype.name) for s in spec.values()]
+            return [np.array(-1), *empty[1:]]
 
         # Matrices cross from Python to TensorFlow, where unstacking them copies nothing: 40 columns
         # one by one would cost more than the reading.
 
         @tf.autograph.experimental.do_not_convert  # it does not know zip(…, strict=True)
-        def load(begun: tf.Tensor, i: tf.Tensor) -> tuple[tf.Tensor, ...]:
-            columns = tf.numpy_function(fetch, [begun, i], [s.dtype for s in spec.values()])
+        def load(begun: tf.Tensor, g: tf.Tensor) -> tuple[tf.Tensor, tuple[tf.Tensor, ...]]:
+            columns = tf.numpy_function(fetch, [begun, g], [s.dtype for s in spec.values()])
             for column, s in zip(columns, spec.values(), strict=True):
                 column.set_shape(s.shape)
-            return tuple(columns)
+            return columns[0], tuple(columns)
 
         @tf.autograph.experimental.do_not_convert
-        def name(
+        def batches(
             _: tf.Tensor, ids: tf.Tensor, floats: tf.Tensor, labels: tf.Tensor, *lists: tf.Tensor
-        ) -> tuple[dict[str, tf.Tensor], tf.Tensor]:
-            return self._named(Batch(tf.unstack(ids), tf.unstack(floats), labels, lists))
+        ) -> tf.data.Dataset:
+            block = Block(ids, floats, labels, lists)
+            n, b = tf.unstack(tf.shape(labels, tf.int64)[:2])
+
+            @tf.autograph.experimental.do_not_convert
+            def batch(i: tf.Tensor) -> tuple[dict[str, tf.Tensor], tf.Tensor]:
+                found = block.batch(i, b)
+                ids, numbers = tf.unstack(found.ids), tf.unstack(found.numbers)
+                return self._named(Batch(ids, numbers, found.labels, found.lists))
+
+            return tf.data.Dataset.range(n).map(batch)
 
         @tf.autograph.experimental.do_not_convert
         def one_iterator(_: tf.Tensor) -> tf.data.Dataset:
             begun = tf.numpy_function(begin_iterator, [], tf.int64)
             begun.set_shape([2])
-            numbered = tf.data.Dataset.range(2**62 if count is None else count)
-            loaded = numbered.map(lambda i: load(begun, i))
-            return loaded.take_while(lambda going, *_: going).map(name)
+            endless = tf.data.Dataset.from_tensors(0).repeat()
+            blocks = endless.scan(begun[1], lambda g, _: load(begun, g))
+            return blocks.take_while(lambda following, *_: following >= 0).flat_map(batches)
 
         options = tf.data.Options()
         # TensorFlow would make batches ahead as well, in threads of its own that come into Python:

@@ -24,7 +24,7 @@ from merlin_cowclip.workflows.training.evaluation import (
     QualityOf,
 )
 from merlin_cowclip.workflows.training.incoming import Incoming, in_batches, open_incoming
-from merlin_cowclip.workflows.training.rows import Batch, list_keys
+from merlin_cowclip.workflows.training.rows import Block, list_keys
 from merlin_cowclip.workflows.training.runs import Run
 from merlin_cowclip.workflows.training.unknown_ids import UnknownIds
 
@@ -126,7 +126,7 @@ def _scored(
     with progress_bar("scoring", incoming.size, incoming.unit, show=progress) as bar:
         for rows in in_batches(ahead(incoming.rows(bar.update)), batch_size):
             unknown.see(rows)
-            features = Batch.of(rows).features(spec)
+            features = Block.of(rows).batch(0, len(rows)).features(spec)
             yield rows.labels.ravel(), predictor.probabilities(features, types)
     unknown.warn()
 

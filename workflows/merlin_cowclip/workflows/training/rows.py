@@ -77,6 +77,38 @@ class Rows:
 
 
 @dataclass(frozen=True)
+class Block:
+    """Batches of one size, or a rank's shares of them, each field of each batch in one piece."""
+
+    ids: np.ndarray  # n×F×b×1 int64
+    numbers: np.ndarray  # n×C×b×1 float32
+    labels: np.ndarray  # n×b×1 float32
+    lists: tuple[np.ndarray, ...]  # int64, two per list field: all values, and n·b + 1 offsets
+
+    @classmethod
+    def of(cls, rows: Rows, n: int = 1) -> Block:
+        """The same as `rows`, in n batches."""
+        ids, numbers, labels = (
+            matrix.reshape(n, len(rows) // n, matrix.shape[1])
+            for matrix in (rows.ids, rows.numbers, rows.labels)
+        )
+        return cls(
+            np.ascontiguousarray(ids.transpose(0, 2, 1))[..., np.newaxis],
+            np.ascontiguousarray(numbers.transpose(0, 2, 1))[..., np.newaxis],
+            labels,
+            tuple(itertools.chain(*map(_values_and_offsets, rows.lists))),
+        )
+
+    def batch(self, i: Any, b: Any) -> Batch:
+        """The i-th one, of b rows; a block's fields may be tensors, and so may i and b be."""
+        lists: list[Any] = []
+        for values, offsets in zip(self.lists[::2], self.lists[1::2], strict=True):
+            here = offsets[i * b : i * b + b + 1]
+            lists += [values[here[0] : here[-1]], here - here[0]]
+        return Batch(self.ids[i], self.numbers[i], self.labels[i], tuple(lists))
+
+
+@dataclass(frozen=True)
 class Batch:
     """A batch, or a rank's share of it, each field in one piece."""
 
@@ -84,16 +116,6 @@ class Batch:
     numbers: np.ndarray  # C×b×1 float32
     labels: np.ndarray  # b×1 float32
     lists: tuple[np.ndarray, ...]  # int64, two per list field: its values, and b + 1 offsets
-
-    @classmethod
-    def of(cls, rows: Rows) -> Batch:
-        """The same as `rows`."""
-        return cls(
-            np.ascontiguousarray(rows.ids.T)[:, :, np.newaxis],
-            np.ascontiguousarray(rows.numbers.T)[:, :, np.newaxis],
-            rows.labels,
-            tuple(itertools.chain(*map(_values_and_offsets, rows.lists))),
-        )
 
     def features(self, spec: DatasetSpec) -> dict[str, Any]:
         """By name, as Merlin's models take them: of a list `name__values` and `name__offsets`."""

@@ -1,4 +1,4 @@
-"""Batches made ahead: each window and each batch in a thread of its own, which ends with it."""
+"""Batches made ahead: each window and each block of batches in a thread, which ends with it."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import numpy as np
 
 from merlin_cowclip.workflows.training.interpreter_end import AT_WORK
 from merlin_cowclip.workflows.training.order import Order, Piece, Window
-from merlin_cowclip.workflows.training.rows import Batch, Reader, Rows
+from merlin_cowclip.workflows.training.rows import Batch, Block, Reader, Rows
 
-AHEAD = 2  # batches made before they are asked for
+AHEAD = 2  # blocks of batches made before they are asked for
 ITERATORS = 2  # served side by side; one more, and the one not used for longest reads again
 
 T = TypeVar("T")
@@ -35,16 +35,28 @@ class Stream:
         self._stop = stop
         self._plans: dict[int, list[Window]] = {}
         self._read: dict[tuple[int, int], Future[tuple[Rows, np.ndarray]]] = {}
-        self._made: dict[int, Future[Batch]] = {}
+        self._made: dict[range, Future[Block]] = {}
         self._reading = threading.Lock()  # one window after the other: the first is wanted first
+        self._begun: tuple[range, Block] | None = None
 
     def __getitem__(self, g: int) -> Batch:
-        wanted = range(g, g + 1 + AHEAD if self._stop is None else min(g + 1 + AHEAD, self._stop))
-        epochs = {i // self._order.batches for i in wanted}
+        batches, block = self._begun or (range(0), None)
+        if block is None or g not in batches:
+            self._begun = None  # not held beside the next one
+            batches, block = self.block(g)
+            self._begun = (batches, block) if len(batches) > 1 else None
+        return block.batch(g - batches.start, block.labels.shape[1])
+
+    def block(self, g: int) -> tuple[range, Block]:
+        """Batch g and those that are made with it: which they are, and what is in them."""
+        blocks = [self._order.block(g, self._stop)]
+        while len(blocks) <= AHEAD and blocks[-1].stop != self._stop:
+            blocks.append(self._order.block(blocks[-1].stop, self._stop))
+        epochs = {block.start // self._order.batches for block in blocks}
         self._plans = {e: self._plans.get(e) or self._order.windows(e) for e in epochs}
-        pieces = {i: self._pieces(i) for i in wanted}
-        windows = {(p.window.epoch, p.window.number): p.window for i in wanted for p in pieces[i]}
-        first = pieces[g][0].window
+        pieces = {block: self._pieces(block) for block in blocks}
+        windows = {(p.window.epoch, p.window.number): p.window for b in blocks for p in pieces[b]}
+        first = pieces[blocks[0]][0].window
         for after in self._plans[first.epoch][first.number + 1 : first.number + 2]:
             windows[after.epoch, after.number] = after
         # What is no longer wanted goes with the old dictionary.
@@ -53,17 +65,26 @@ class Stream:
             for key, window in windows.items()
         }
         self._made = {
-            i: self._made.get(i)
+            block: self._made.get(block)
             or _in_thread(
-                _make, [(self._read[p.window.epoch, p.window.number], p) for p in pieces[i]]
+                _make,
+                [(self._read[p.window.epoch, p.window.number], p) for p in pieces[block]],
+                len(block),
             )
-            for i in wanted
+            for block in blocks
         }
-        return self._made.pop(g).result()
+        return blocks[0], self._made.pop(blocks[0]).result()
 
-    def _pieces(self, g: int) -> list[Piece]:
-        epoch, k = divmod(g, self._order.batches)
-        return self._order.pieces(self._plans[epoch], k)
+    def _pieces(self, block: range) -> list[Piece]:
+        """What its batches are made of, in order; what lies side by side is one."""
+        epoch, k = divmod(block.start, self._order.batches)
+        pieces: list[Piece] = []
+        for i in range(k, k + len(block)):
+            for piece in self._order.pieces(self._plans[epoch], i):
+                if pieces and pieces[-1].is_before(piece):
+                    piece = Piece(piece.window, pieces.pop().low, piece.high)
+                pieces.append(piece)
+        return pieces
 
     def _hold(self, window: Window) -> tuple[Rows, np.ndarray]:
         with self._reading:
@@ -102,12 +123,12 @@ class Streams:
             self._streams.pop(iterator, None)
 
 
-def _make(pieces: list[tuple[Future[tuple[Rows, np.ndarray]], Piece]]) -> Batch:
+def _make(pieces: list[tuple[Future[tuple[Rows, np.ndarray]], Piece]], batches: int) -> Block:
     parts = []
     for reading, piece in pieces:
         rows, order = reading.result()
         parts.append(rows.take(order[piece.low : piece.high]))
-    return Batch.of(Rows.joined(parts))
+    return Block.of(Rows.joined(parts), batches)
 
 
 def _in_thread(work: Callable[..., T], *arguments: Any) -> Future[T]:
