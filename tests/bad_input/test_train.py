@@ -211,6 +211,20 @@ def test_a_place_whose_name_is_no_text(toy_data, tmp_path):
     refused(argv, ["output folder must have a name that is text"], folder=tmp_path)
 
 
+@pytest.mark.parametrize("name", ["run[lr=1]", "run\\1", "folder[1]/run"])
+def test_a_place_that_tensorflow_takes_for_a_pattern(toy_data, toy_run, tmp_path, name):
+    """A run trained to its end there, and could be neither saved nor gone on with."""
+    out = tmp_path / name
+    out.parent.mkdir(exist_ok=True)
+    words = ["without [ and ", "TensorFlow", str(out), "Choose another"]
+    refused(["train", toy_data, "--out", out, "--batch-size", "64"], words, folder=tmp_path)
+    sweep = ["sweep", "clipping", toy_data, "--out", out, "--batch-sizes", "64"]
+    refused(sweep, words, folder=tmp_path)
+    shutil.copytree(toy_run, out)
+    refused(["train", "--resume", out], words, folder=tmp_path)
+    refused(["evaluate", out], words, folder=tmp_path)
+
+
 # Runs to go on with
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 
@@ -12,9 +13,14 @@ import pytest
 from merlin_cowclip.workflows.data.adopt import adopt
 from merlin_cowclip.workflows.data.datasets import DatasetSpec
 from merlin_cowclip.workflows.data.etl import prepare
+from merlin_cowclip.workflows.data.prepared import PreparedData
+from merlin_cowclip.workflows.errors import UserError
+from merlin_cowclip.workflows.manifest import entry_of
 from merlin_cowclip.workflows.quiet import quiet_imports
 from merlin_cowclip.workflows.study import tune as tuning
+from merlin_cowclip.workflows.study.configuration import TuneConfig
 from merlin_cowclip.workflows.study.trials import Epoch
+from merlin_cowclip.workflows.study.tune import tune
 from merlin_cowclip.workflows.study.tuned import Tuned
 from merlin_cowclip.workflows.training.reproducibility import in_precision
 from tests.bad_input.conftest import TOY, toy_log
@@ -24,6 +30,8 @@ with quiet_imports():
     import nvtabular as nvt
     from merlin.io import Dataset
     from nvtabular import ops
+
+    from merlin_cowclip.plugins._stack import tf
 
 OPTIONS = [
     ("--trials 0", ["trials must be a whole number of at least 1", "0"]),
@@ -192,6 +200,42 @@ def test_a_budget_too_small(toy_data, tmp_path, monkeypatch):
     argv = ["tune", toy_data, "--out", tmp_path / "tune", "--batch-size", "64", "--quiet"]
     words = ["budget must suffice for an epoch of the first trial", "0.01 minutes", "Give it more"]
     refused([*argv, "--budget", "0.01"], words, folder=tmp_path)
+
+
+def test_a_base_that_says_less(toy_data, trials, tmp_path):
+    """Of a script's: what the first one said is not taken over."""
+    data, base = PreparedData.open(toy_data), {"dense_lr": 1e-3, "l2": 1e-4}
+    config = TuneConfig(64, base=base, epochs=1)
+    tune(data, config, tmp_path / "tune", trials=6, seeds=1, progress=False)
+    less = dataclasses.replace(config, base={"dense_lr": 1e-3})
+    with pytest.raises(UserError, match=r"its own options, l2=0.0001. Received: l2=None for"):
+        tune(data, less, tmp_path / "tune", trials=6, seeds=1, progress=False)
+
+
+def test_the_precision_of_a_tune_or_a_run_goes_with_its_values(
+    toy_data, toy_run, tuned, tmp_path, monkeypatch
+):
+    seen = []
+
+    def train(*_, **__):
+        seen.append(tf.keras.mixed_precision.global_policy().name)
+        raise UserError("seen")
+
+    monkeypatch.setattr("merlin_cowclip.workflows.training.train.train", train)
+    argv = ["train", toy_data, "--out", tmp_path / "run", "--quiet"]
+    for path, option in ((tuned / "tune.json", "--tuned"), (toy_run / "config.json", "--config")):
+        like = shutil.copytree(path.parent, tmp_path / option.strip("-"))
+        for precision in ("mixed_float16", "float32"):
+            record = {**json.loads(path.read_text()), "precision": precision}
+            (like / path.name).write_text(json.dumps(record))
+            if option == "--config":
+                result = json.loads((like / "result.json").read_text())
+                result["config"]["precision"] = precision
+                result["manifest"][path.name] = entry_of(like / path.name)
+                (like / "result.json").write_text(json.dumps(result))
+            refused([*argv, option, like], ["seen"], folder=tmp_path)
+            assert seen.pop() == precision
+    assert tf.keras.mixed_precision.global_policy().name == "float32"
 
 
 def test_a_tune_in_another_precision(toy_data, tuned, tmp_path):

@@ -85,6 +85,13 @@ def test_mixed_precision_comes_back_with_its_loss_scale(tmp_path):
         tf.keras.mixed_precision.set_global_policy("float32")
 
 
+@pytest.mark.parametrize("name", ["model[1]", "model\\1"])
+def test_a_path_that_tensorflow_takes_for_a_pattern(tmp_path, name):
+    for call in (lambda path: save_model(None, path), load_model):
+        with pytest.raises(ValueError, match=r"path must be without \[ and .* Received: .*model"):
+            call(tmp_path / name)
+
+
 def test_all_variables_are_listed_and_checkpointed(tmp_path):
     model, optimizer = fitted(ours, SCHEMA)
     listed = {id(v) for v in optimizer.variables()}

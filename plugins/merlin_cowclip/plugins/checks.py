@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numbers
+import os
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
@@ -11,6 +12,14 @@ DIGITS: Mapping[str, int] = MappingProxyType(
     {"bfloat16": 8, "float16": 11, "float32": 24, "float64": 53}
 )
 """Binary digits of floats: below 2 to that power, and only there, they hold every integer."""
+
+
+def pattern_in(path: str | os.PathLike[str]) -> str | None:
+    """The sign, [ or a backslash, for which TensorFlow reads a path as a pattern, if there is one.
+
+    It writes there what it then does not find.
+    """
+    return next((sign for sign in "[\\" if sign in os.path.realpath(path)), None)
 
 
 def is_whole(

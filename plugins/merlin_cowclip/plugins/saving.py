@@ -19,6 +19,7 @@ import numpy as np
 
 from merlin_cowclip.plugins._stack import mm, quiet_stack, tf
 from merlin_cowclip.plugins.adam import CowClipAdam
+from merlin_cowclip.plugins.checks import pattern_in
 from merlin_cowclip.plugins.configured import state_follows
 from merlin_cowclip.plugins.joining import ranks
 from merlin_cowclip.plugins.merlin_tables import find_tables
@@ -58,8 +59,9 @@ def save_model(model: mm.Model, path: str | os.PathLike[str]) -> None:
     Raises:
       ValueError: the model is not built, or not compiled with a `CowClipOptimizer`; a schedule of
         one's own has the name of one of Keras's; `path` is a file, or holds a model and cannot be
-        renamed.
+        renamed, or has a sign that TensorFlow takes for a pattern's.
     """
+    _check_path(path)
     optimizer = optimizer_of(model)
     if not model.built:
         raise ValueError("The model must be built before it is saved. Fit it, or call it, first.")
@@ -98,6 +100,14 @@ def save_model(model: mm.Model, path: str | os.PathLike[str]) -> None:
         os.replace(partial, folder / MARKER)
 
 
+def _check_path(path: str | os.PathLike[str]) -> None:
+    if sign := pattern_in(path):
+        raise ValueError(
+            "path must be without [ and \\, for which TensorFlow reads it as a pattern, and finds "
+            f"no file. Received: {os.path.realpath(path)}, with {sign}. Choose another"
+        )
+
+
 def load_model(path: str | os.PathLike[str], **compile_arguments: Any) -> mm.Model:
     """A model that `save_model` wrote, compiled, its optimizer bound and as it was.
 
@@ -110,8 +120,10 @@ def load_model(path: str | os.PathLike[str], **compile_arguments: Any) -> mm.Mod
 
     Raises:
       ValueError: the folder holds no whole state, the state does not belong to the model, or a
-        loss was saved that is neither registered with Keras nor given as `loss`.
+        loss was saved that is neither registered with Keras nor given as `loss`; or `path` has a
+        sign that TensorFlow takes for a pattern's.
     """
+    _check_path(path)
     path = find(Path(path), MARKER)
     try:
         description = json.loads((path / MARKER).read_text(encoding="utf-8"))

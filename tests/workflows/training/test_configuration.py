@@ -359,6 +359,33 @@ def test_schedules(schedule, factors):
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-9)
 
 
+@pytest.mark.parametrize("steps", [3, 5, 10, 37])
+@pytest.mark.parametrize(
+    ("schedule", "factors"),
+    [
+        ({"name": "exponential", "rate": 0.5, "epochs": 0.25}, lambda t: 0.5 ** (t / 0.25)),
+        ({"name": "exponential", "rate": 0.5, "epochs": 0.1}, lambda t: 0.5 ** (t / 0.1)),
+        ({"name": "linear", "to": 0.1, "epochs": 1.5}, lambda t: 1 - 0.9 * min(t / 1.5, 1)),
+        (
+            {"name": "cosine", "to": 0.1, "epochs": 0.7},
+            lambda t: 0.1 + 0.45 * (1 + math.cos(math.pi * min(t / 0.7, 1))),
+        ),
+        (
+            {"name": "steps", "at": [0.25, 1.3], "factors": [0.1, 0.01]},
+            lambda t: 1 if t < 0.25 else 0.1 if t < 1.3 else 0.01,
+        ),
+    ],
+    ids=lambda value: "" if callable(value) else str(value),
+)
+def test_schedules_of_parts_of_updates(schedule, factors, steps):
+    """A quarter of an epoch of five updates was one of them: half of the rate after an epoch."""
+    plain = plain_schedule("dense_schedule", schedule)
+    made = keras_schedule(plain, 1.0, epochs=2, steps_per_epoch=steps)
+    found = [float(made(step)) for step in range(2 * steps)]
+    expected = [factors(step / steps) for step in range(2 * steps)]
+    np.testing.assert_allclose(found, expected, rtol=1e-4)
+
+
 TO_ZERO = [
     ({"name": "linear", "epochs": 5}, 5.0),
     ({"name": "linear"}, None),

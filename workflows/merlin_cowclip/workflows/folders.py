@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from merlin_cowclip.plugins.checks import pattern_in
 from merlin_cowclip.workflows.errors import UserError, shown
 
 
@@ -51,6 +52,24 @@ def refuse_existing(out: Path, what: str = "folder") -> None:
         raise UserError(
             f"output {what} must not exist. Received: {shown(out)}. Name another, or remove it "
             "first"
+        )
+
+
+def refuse_pattern(path: Path, what: str) -> None:
+    """Refuse a path that TensorFlow takes for a pattern: it finds nothing that it has written.
+
+    Args:
+        path: of what holds models or checkpoints.
+        what: it is: "run", "study".
+
+    Raises:
+        UserError: it is such a path.
+    """
+    if sign := pattern_in(path):
+        raise UserError(
+            f"the path of a {what} must be without [ and \\, for which TensorFlow reads it as a "
+            f"pattern, and finds no file. Received: {shown(os.path.realpath(path))}, with {sign}. "
+            "Choose another"
         )
 
 

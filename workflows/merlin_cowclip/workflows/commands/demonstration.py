@@ -16,7 +16,7 @@ from merlin_cowclip.workflows.data.datasets import CRITEO
 from merlin_cowclip.workflows.data.etl import prepare
 from merlin_cowclip.workflows.data.synthetic import write_synthetic
 from merlin_cowclip.workflows.errors import UserError
-from merlin_cowclip.workflows.folders import new_folder
+from merlin_cowclip.workflows.folders import new_folder, refuse_pattern
 from merlin_cowclip.workflows.training.configuration import TrainConfig, base_hyperparameters
 from merlin_cowclip.workflows.training.train import train
 
@@ -59,6 +59,7 @@ def demo(out: Path, *, rows: int = ROWS) -> str:
     Raises:
       UserError: `out` exists or cannot be made, or too few rows for the large batch.
     """
+    refuse_pattern(out, "demo")
     largest = max(run.batch_size for run in RUNS)
     if rows < 2 * largest:
         raise UserError(

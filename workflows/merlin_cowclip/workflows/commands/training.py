@@ -214,29 +214,36 @@ def _train_here(arguments: argparse.Namespace) -> None:
 def _begin(arguments: argparse.Namespace) -> Mapping[str, Any]:
     """Train a new run."""
     with agreed():
-        config, keeping, data = _checked(arguments)
+        config, keeping, data, precision = _checked(arguments)
+    from merlin_cowclip.workflows.training.reproducibility import in_precision
     from merlin_cowclip.workflows.training.train import train
 
     if is_first() and not arguments.quiet:
-        print(f"{config.model}, rule {config.rule}, {config.update} updates")
+        in_it = "" if precision in (None, "float32") else f", {precision}"
+        print(f"{config.model}, rule {config.rule}, {config.update} updates{in_it}")
         print(scaling_table(config.tuned, config.hyperparameters), flush=True)
-    run = train(
-        data,
-        config,
-        arguments.out,
-        keeping=keeping,
-        max_minutes=arguments.max_minutes,
-        values_from=arguments.tuned,
-        progress=is_first() and not arguments.quiet,
-    )
+    with in_precision(precision):
+        run = train(
+            data,
+            config,
+            arguments.out,
+            keeping=keeping,
+            max_minutes=arguments.max_minutes,
+            values_from=arguments.tuned,
+            progress=is_first() and not arguments.quiet,
+        )
     return run.result
 
 
 def _checked(
     arguments: argparse.Namespace,
-) -> tuple[TrainConfig, Keeping, PreparedData]:
-    """What a new run is to be, once nothing speaks against it."""
+) -> tuple[TrainConfig, Keeping, PreparedData, str | None]:
+    """What a new run is to be, once nothing speaks against it, and in which of Keras's precisions.
+
+    The precision is that of the run or tune whose values it takes; `None`: the process's.
+    """
     from merlin_cowclip.workflows.data.prepared import PreparedData
+    from merlin_cowclip.workflows.training.runs import Run
 
     for name in ("data", "out"):
         if getattr(arguments, name) is None:
@@ -246,6 +253,9 @@ def _checked(
                 "--resume RUN"
             )
     tuned = _open_tuned(arguments)
+    like = None if tuned is None else tuned.record
+    if arguments.config is not None and arguments.config.is_dir():
+        like = Run.open(arguments.config).config
     config = train_config(arguments, None if tuned is None else tuned.train_config())
     given = {field.name: getattr(arguments, field.name) for field in fields(Keeping)}
     keeping = Keeping(**{name: value for name, value in given.items() if value is not None})
@@ -258,7 +268,7 @@ def _checked(
     check(data, config, arguments.out)
     if others is not None:
         warnings.warn(others, Notice, stacklevel=2)
-    return config, keeping, data
+    return config, keeping, data, None if like is None else like.get("precision")
 
 
 def _open_tuned(arguments: argparse.Namespace) -> Tuned | None:

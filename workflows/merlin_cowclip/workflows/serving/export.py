@@ -12,7 +12,12 @@ from merlin_cowclip.workflows.data.datasets import DatasetSpec
 from merlin_cowclip.workflows.data.prepared import PreparedData
 from merlin_cowclip.workflows.data.raw_columns import RawColumns, a_row
 from merlin_cowclip.workflows.errors import UserError, clipped, quoted
-from merlin_cowclip.workflows.folders import all_or_nothing, refuse_existing, write_json
+from merlin_cowclip.workflows.folders import (
+    all_or_nothing,
+    refuse_existing,
+    refuse_pattern,
+    write_json,
+)
 from merlin_cowclip.workflows.manifest import manifest_of
 from merlin_cowclip.workflows.progress import catching_up_shown, progress_bar
 from merlin_cowclip.workflows.quiet import quiet_operators
@@ -74,6 +79,7 @@ def export(
         workflow fails without what a request has not, or `drop_rare` is no share of occurrences.
     """
     out = Path(out)
+    refuse_pattern(out, "repository")
     refuse_existing(out)
     rare = None
     if drop_rare is not None:

@@ -22,7 +22,13 @@ from merlin_cowclip.workflows.data.datasets import check_input_names
 from merlin_cowclip.workflows.data.prepared import PreparedData
 from merlin_cowclip.workflows.data.top_ids import keep_top_ids
 from merlin_cowclip.workflows.errors import Stopped, UserError
-from merlin_cowclip.workflows.folders import all_or_nothing, begun_before, remove, write_json
+from merlin_cowclip.workflows.folders import (
+    all_or_nothing,
+    begun_before,
+    refuse_pattern,
+    remove,
+    write_json,
+)
 from merlin_cowclip.workflows.progress import progress_bar
 from merlin_cowclip.workflows.quiet import quiet_imports
 from merlin_cowclip.workflows.study import occurrences
@@ -240,6 +246,7 @@ def _open(out: Path, data: PreparedData) -> None:
     Raises:
       UserError: it is something else.
     """
+    refuse_pattern(out, "study")
     mine = {
         "format": FORMAT_VERSION,
         "data_sha256": identity_of(data),

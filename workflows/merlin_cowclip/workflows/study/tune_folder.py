@@ -116,8 +116,9 @@ def check_fits(data: PreparedData, config: TuneConfig, out: Path) -> None:
         was = before["config"].get(name)
         if was != value:
             if isinstance(value, dict) and isinstance(was, dict):
-                name = next(key for key in value if value[key] != was.get(key))
-                value, was = value[name], was.get(name)
+                keys = [*value, *was.keys() - value.keys()]
+                name = next(key for key in keys if value.get(key) != was.get(key))
+                value, was = value.get(name), was.get(name)
             raise UserError(
                 f"a tune must go on with its own options, {name}={was!r}. Received: {name}="
                 f"{value!r} for {out}. Leave it out, or name another folder"

@@ -127,14 +127,19 @@ def keras_schedule(
     """
     from merlin_cowclip.plugins._stack import tf
 
+    def updates(epochs: float) -> float:
+        """Not rounded to whole ones, of which an epoch of a large batch has few."""
+        exact = epochs * steps_per_epoch
+        return round(exact) if math.isclose(exact, round(exact), rel_tol=1e-9) else exact
+
     keras = tf.keras.optimizers.schedules
     name = schedule["name"]
     if name == "steps":
-        # Keras changes after its boundary, not at it.
-        at = [max(round(epoch * steps_per_epoch) - 1, 0) for epoch in schedule["at"]]
+        # Keras changes after its boundary, not at it: with the first update of t ≥ `at`.
+        at = [max(math.ceil(updates(epoch)) - 1, 0) for epoch in schedule["at"]]
         factors = [1.0, *schedule["factors"]]
         return keras.PiecewiseConstantDecay(at, [learning_rate * factor for factor in factors])
-    steps = max(round((schedule["epochs"] or epochs) * steps_per_epoch), 1)
+    steps = updates(schedule["epochs"] or epochs)
     if name == "exponential":
         return keras.ExponentialDecay(learning_rate, steps, schedule["rate"])
     if name == "linear":

@@ -22,6 +22,7 @@ from merlin_cowclip.workflows.data.datasets import DatasetSpec
 from merlin_cowclip.workflows.data.encoding import MISSING, UNKNOWN
 from merlin_cowclip.workflows.data.prepared import PARTS, PreparedData
 from merlin_cowclip.workflows.errors import UserError, shown
+from merlin_cowclip.workflows.folders import refuse_pattern
 from merlin_cowclip.workflows.machine import processor
 from merlin_cowclip.workflows.manifest import check_manifest, checksum, is_manifest
 from merlin_cowclip.workflows.quiet import quiet_imports
@@ -199,6 +200,7 @@ class Run:
                 f"a run must be a folder. Received: {shown(path)}. Make one with 'merlin-cowclip "
                 "train'."
             )
+        refuse_pattern(path, "run")
         try:
             result = json.loads((path / RESULT).read_text(encoding="utf-8"))
         except FileNotFoundError:

@@ -16,7 +16,13 @@ from typing import Any
 from merlin_cowclip.workflows.data.datasets import check_input_names
 from merlin_cowclip.workflows.data.prepared import PARTS, PreparedData
 from merlin_cowclip.workflows.errors import AgreedError, Stopped, UserError
-from merlin_cowclip.workflows.folders import all_or_nothing, refuse_existing, remove, write_json
+from merlin_cowclip.workflows.folders import (
+    all_or_nothing,
+    refuse_existing,
+    refuse_pattern,
+    remove,
+    write_json,
+)
 from merlin_cowclip.workflows.machine import memory_limit
 from merlin_cowclip.workflows.manifest import manifest_of
 from merlin_cowclip.workflows.progress import catching_up_shown, progress_bar
@@ -81,6 +87,7 @@ def check(data: PreparedData, config: TrainConfig, out: str | Path) -> Loader:
       UserError: `out` exists or cannot be made, or see `check_trainable`.
     """
     check_input_names(data.spec)
+    refuse_pattern(Path(out), "run")
     refuse_existing(Path(out))
     return check_trainable(data, config)
 
@@ -253,6 +260,7 @@ def resume(
     with beating(path):
         with agreed(), at_work():
             check_minutes(max_minutes)
+            refuse_pattern(path, "run")
             mine = read_config(path) if is_first() else None
         record = said_by_all(mine)[0]
         with _held(path), in_precision(record.get("precision")):
