@@ -39,8 +39,9 @@ def _made(build: Callable[[Any], Any], rank: int, ranks: int, **given: Any) -> t
     model = build(SCHEMA)
     model(mine[0][0])
     hyperparameters = given.pop("hyperparameters", case.hyperparameters)
+    loss = given.pop("loss", None)
     optimizer = CowClipOptimizer.for_model(model, hyperparameters, steps_per_epoch=9, **given)
-    model.compile(optimizer=optimizer, metrics=[])
+    model.compile(optimizer=optimizer, metrics=[], loss=loss)
     return model, mine
 
 
@@ -110,6 +111,7 @@ def of_others(rank: int, ranks: int) -> dict[str, str]:
     hp = Case(ours, SCHEMA).hyperparameters
     return said_by(
         {
+            "sum": lambda: fit(loss=tf.keras.losses.BinaryCrossentropy(reduction="sum")),
             "l2": lambda: fit(hyperparameters=hp.replace(l2=hp.l2 * (1 + rank))),
             "update": lambda: fit(update=("exact", "lazy")[rank]),
             "clipped": lambda: fit(clip_tables=[("a", "b")[rank]]),

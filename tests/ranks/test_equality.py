@@ -161,6 +161,12 @@ def test_models_that_differ_are_refused(results):
         assert "All ranks must load the same rows" in said["loaded"]
 
 
+def test_a_loss_that_is_a_sum_is_refused(results):
+    """Each of two ranks trained by half its gradient, without a word."""
+    for told in _of_scripts(results):
+        assert "all losses must be means" in told["others"]["sum"]
+
+
 def test_a_wrong_id_on_one_rank_ends_the_step_before_the_others_make_it(results):
     """They wait for the rank, or end with it."""
     first, second = (told["wrong"] for told in _of_scripts(results))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextvars
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
@@ -47,8 +47,10 @@ class Notified(Protocol):
         """Entered around each step of Keras's, where it is Python, with its batch."""
         ...
 
-    def takes_mean_over(self, targets: Any, predictions: Any) -> None:
-        """Called where the loss of a batch is taken, with what it is taken of."""
+    def takes_mean_over(
+        self, targets: Any, predictions: Any, losses: Mapping[str, tf.keras.losses.Loss]
+    ) -> None:
+        """Called where the loss of a batch is taken, with what it is taken of, and by what."""
         ...
 
     def call_begins(self, steps: int | None) -> None:
@@ -120,10 +122,11 @@ def notify_of_fits(model: tf.keras.Model, bound: Notified) -> None:
     def compute_loss(
         self: Any, x: Any = None, y: Any = None, y_pred: Any = None, sample_weight: Any = None
     ) -> Any:
+        loss = type(self).compute_loss(self, x, y, y_pred, sample_weight)
         optimizer = compiled(self)
         if optimizer is not None:
-            optimizer.takes_mean_over(y, y_pred)
-        return type(self).compute_loss(self, x, y, y_pred, sample_weight)
+            optimizer.takes_mean_over(y, y_pred, _losses_of(self))
+        return loss
 
     def before_batches(name: str) -> Callable[..., Any]:
         def method(self: Any, force: bool = False) -> Callable[..., Any]:
@@ -184,6 +187,18 @@ def _fit_of(model: Any, data: Any) -> Fit:
         steps if isinstance(steps, int) and steps > 0 else None,
         batch * shares if isinstance(batch, int) and batch > 0 else None,
     )
+
+
+def _losses_of(model: Any) -> dict[str, tf.keras.losses.Loss]:
+    """Keras's losses of the outputs that have one, by output, once Keras has made them.
+
+    It does so as it first takes the loss, of names and functions, too, with means as reduction.
+    """
+    losses = model.compiled_loss
+    if losses is None or not losses.built:  # the model takes its loss otherwise
+        return {}
+    found = zip(losses._output_names, losses._losses, strict=True)
+    return {output: loss for output, loss in found if loss is not None}
 
 
 def _steps_of_call(model: Any) -> int | None:

@@ -35,6 +35,8 @@ _ALL_CALLS = (
     "for rows. Pass steps=… or validation_steps=…, or share the batches evenly."
 )
 
+_NO_MEANS = (tf.keras.losses.Reduction.SUM, tf.keras.losses.Reduction.NONE)
+
 
 class StepsTogether:
     """Joins the gradients and counts of all ranks before anything else is done with them.
@@ -174,10 +176,28 @@ class StepsTogether:
         finally:
             self._samples, self._is_stepping = before
 
-    def takes_mean_over(self, targets: Any, predictions: Any) -> None:
-        """A loss is the mean over these, which may be others than the batch has: Merlin's `pre`."""
+    def takes_mean_over(
+        self, targets: Any, predictions: Any, losses: Mapping[str, tf.keras.losses.Loss]
+    ) -> None:
+        """A loss is the mean over these, which may be others than the batch has: Merlin's `pre`.
+
+        Args:
+          targets: what it is taken of, as are the predictions.
+          predictions: with Keras's masks, if any.
+          losses: by output.
+
+        Raises:
+          ValueError: one of them is a sum.
+        """
         if not self._is_stepping:
             return
+        for output, loss in losses.items():
+            if loss.reduction in _NO_MEANS:
+                raise ValueError(
+                    "On several ranks all losses must be means: the ranks' gradients are averaged. "
+                    f"Received: {type(loss).__name__}(reduction={loss.reduction!r}) of {output!r}. "
+                    'Use reduction="sum_over_batch_size", or leave it out.'
+                )
         masks = (getattr(one, "_keras_mask", None) for one in tf.nest.flatten(predictions))
         mask = next((mask for mask in masks if mask is not None), None)
         found = _samples_in(targets) if mask is None else tf.math.count_nonzero(mask)

@@ -1,0 +1,74 @@
+"""What an optimizer asks of a model on several ranks, as far as one process can tell."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from merlin_cowclip.plugins import CowClipOptimizer, Hyperparameters, together
+from merlin_cowclip.plugins._stack import ColumnSchema, Schema, Tags, mm
+from merlin_cowclip.plugins.joining import Ranks
+
+from .merlin_models import SCHEMA, TARGET, batch, own_mlp
+
+OTHER = ColumnSchema("z", dtype=np.float32, tags=[Tags.TARGET, Tags.REGRESSION])
+
+
+def two_outputs(schema):
+    features = schema.excluding_by_tag(Tags.TARGET)
+    both = mm.OutputBlock(Schema([TARGET, OTHER]))
+    return mm.Model(mm.InputBlockV2(features), mm.MLPBlock([4]), both)
+
+
+def cross_entropy(reduction):
+    return tf.keras.losses.BinaryCrossentropy(reduction=reduction)
+
+
+def own(labels, clicks):
+    return tf.square(labels - clicks)
+
+
+def other_of(reduction):
+    """A mean, but where no two kinds of losses can be added."""
+    return tf.keras.losses.MeanSquaredError(reduction="none" if reduction == "none" else "auto")
+
+
+def loss_of(build, loss, *, training=True):
+    """Of a batch, as a step of Keras's takes it on the first of two ranks."""
+    model = build(SCHEMA)
+    hp = Hyperparameters(32, warmup_epochs=0.0, embedding_lr=1e-3, dense_lr=1e-3, l2=0.0)
+    model.compile(optimizer=CowClipOptimizer.for_model(model, hp), loss=loss)
+    features, labels = batch(SCHEMA)
+    labels = {"y": labels, "z": labels} if build is two_outputs else labels
+    outputs = model.call_train_test(features, labels, training=True)
+    if not training:
+        return model.compute_loss(features, outputs.targets, outputs.predictions)
+    with model.optimizer.stepping_on((features, labels)):
+        return model.compute_loss(features, outputs.targets, outputs.predictions)
+
+
+@pytest.fixture
+def on_two_ranks(monkeypatch):
+    monkeypatch.setattr(together, "ranks", lambda: Ranks(0, 2, 0, 2))
+
+
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+def test_a_loss_that_is_no_mean_is_refused_on_several_ranks(on_two_ranks, reduction):
+    """Its gradients were divided by the number of ranks, without a word."""
+    loss = cross_entropy(reduction)
+    wanted = rf"must be means.*BinaryCrossentropy\(reduction='{reduction}'\).*sum_over_batch_size"
+    with pytest.raises(ValueError, match=wanted):
+        loss_of(own_mlp, loss)
+    with pytest.raises(ValueError, match=wanted):
+        loss_of(two_outputs, {"z/regression_output": other_of(reduction), "y/binary_output": loss})
+    loss_of(own_mlp, loss, training=False)
+
+
+@pytest.mark.parametrize("loss", [cross_entropy("sum_over_batch_size"), own])
+def test_any_other_loss_is_a_mean(on_two_ranks, loss):
+    loss_of(two_outputs, {"z/regression_output": "mse", "y/binary_output": loss})
+
+
+def test_one_rank_takes_any_loss():
+    loss_of(own_mlp, cross_entropy("sum"))
