@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 import warnings
 
@@ -394,8 +395,9 @@ def test_a_fit_of_unknown_length_tells_whose_warm_up_it_goes_on_with():
     assert optimizer.warmup_steps == 2
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        model.fit(unknown, verbose=0, steps_per_epoch=4)
-        assert optimizer.warmup_steps == 4
+        for steps in (4, np.int64(3), 2.5):
+            model.fit(unknown, verbose=0, steps_per_epoch=steps)
+            assert optimizer.warmup_steps == math.ceil(steps)
         optimizer.steps_per_epoch = 40
         model.fit(unknown, verbose=0)
     assert optimizer.warmup_steps == 40

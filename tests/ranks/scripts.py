@@ -50,6 +50,10 @@ def _data(mine: list[Any], batches: int) -> tf.data.Dataset:
     return data.batch(len(mine[0][1])).repeat(batches)
 
 
+def _of_unknown_length(data: tf.data.Dataset) -> tf.data.Dataset:
+    return data.filter(lambda *_: True)
+
+
 def of_parts(folder: Path, rank: int, ranks: int) -> dict[str, str]:
     """Calls that would read or set one rank's rows for all, and ones that not all make."""
     import horovod.tensorflow as hvd
@@ -74,6 +78,7 @@ def of_parts(folder: Path, rank: int, ranks: int) -> dict[str, str]:
 
     return said_by(
         {
+            "a batch": lambda: model.predict_on_batch(mine[0][0]),
             "get_weights": model.get_weights,
             "set_weights": lambda: model.set_weights([]),
             "its get_weights": model.optimizer.get_weights,
@@ -88,6 +93,9 @@ def of_parts(folder: Path, rank: int, ranks: int) -> dict[str, str]:
             "validation": lambda: fit(validation_data=fewer),
             "predict": lambda: model.predict(fewer, verbose=0),
             "evaluate": lambda: model.evaluate(fewer, verbose=0),
+            "unknown validation": lambda: fit(validation_data=_of_unknown_length(data)),
+            "unknown predict": lambda: model.predict(_of_unknown_length(fewer), verbose=0),
+            "unknown evaluate": lambda: model.evaluate(_of_unknown_length(data), verbose=0),
             "moments": fit_after_its_broadcast_of_moments,
             "broadcast": fit_after_horovods_broadcast,
             "saved after it": lambda: save_model(model, folder / "part"),
@@ -103,6 +111,17 @@ def of_others(rank: int, ranks: int) -> dict[str, str]:
         model, mine = _made(ours, rank, ranks, **given)
         model.fit(_data(mine, 1), verbose=0)
 
+    def fit_of_unknown_length() -> None:
+        model, mine = _made(ours, rank, ranks)
+        model.fit(_of_unknown_length(_data(mine, 1 + rank)), verbose=0)
+
+    def fit_eagerly() -> None:
+        case = Case(ours, SCHEMA)
+        model = ours(SCHEMA)
+        optimizer = CowClipOptimizer.for_model(model, case.hyperparameters, steps_per_epoch=9)
+        model.compile(optimizer=optimizer, metrics=[], run_eagerly=True)
+        model.fit(_data(list(batches(case, rank, ranks)), 1), verbose=0)
+
     def in_shards_of(rows: int) -> FusedEmbeddings:
         layer = FusedEmbeddings(Schema([category("a", rows)]), 2, sharded=True)
         layer.build({})
@@ -111,6 +130,8 @@ def of_others(rank: int, ranks: int) -> dict[str, str]:
     hp = Case(ours, SCHEMA).hyperparameters
     return said_by(
         {
+            "unknown": fit_of_unknown_length,
+            "eager": fit_eagerly,
             "sum": lambda: fit(loss=tf.keras.losses.BinaryCrossentropy(reduction="sum")),
             "l2": lambda: fit(hyperparameters=hp.replace(l2=hp.l2 * (1 + rank))),
             "update": lambda: fit(update=("exact", "lazy")[rank]),

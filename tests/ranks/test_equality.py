@@ -145,6 +145,11 @@ def test_one_ranks_rows_are_not_taken_for_the_table(results):
         assert re.search("the moments 'm' of '.*' on rank 1 that rank 0 has", said.pop("moments"))
         for name in ("validation", "predict", "evaluate"):
             assert "batches 1 on rank 0, 2 on rank 1" in said.pop(name)
+        for name in ("validation", "predict", "evaluate"):
+            sentence = said.pop(f"unknown {name}")
+            assert "number of batches is not known" in sentence
+            assert "Pass steps=… or validation_steps=…" in sentence
+        assert said.pop("a batch") == ""
         assert len(said) == 11
         for name, sentence in said.items():
             assert "save_model(model, path)" in sentence, name
@@ -159,6 +164,15 @@ def test_models_that_differ_are_refused(results):
         assert "tables 0 clipped [True, False] on rank 0" in said["clipped"]
         assert "first rows [0, 60] on rank 0, [0, 61] on rank 1" in said["rows"]
         assert "All ranks must load the same rows" in said["loaded"]
+
+
+def test_fits_that_cannot_begin_as_one_are_refused(results):
+    """A rank with more batches than the others waited for ever."""
+    for told in _of_scripts(results):
+        unknown, eager = told["others"]["unknown"], told["others"]["eager"]
+        assert "Received: unknown, unknown steps per epoch. Pass steps_per_epoch=…" in unknown
+        assert "Call the model on a batch" in eager
+        assert "before a fit with run_eagerly=True" in eager
 
 
 def test_a_loss_that_is_a_sum_is_refused(results):

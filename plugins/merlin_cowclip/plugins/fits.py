@@ -7,10 +7,12 @@ with the model, and Keras saves nothing of it.
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
+import math
 import types
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
@@ -19,15 +21,31 @@ from merlin_cowclip.plugins.joining import for_one_model, ranks
 
 _NEEDS_ROWS = ("get_weights", "set_weights", "save_weights", "load_weights")
 
-# The model whose fit has been called, with its data, until it asks for its step.
-_fitting = contextvars.ContextVar[Any]("merlin_cowclip_fitting", default=(None, None))
+_FUNCTIONS = {
+    "fit": "make_train_function",
+    "evaluate": "make_test_function",
+    "predict": "make_predict_function",
+}
+
+
+class _Call(NamedTuple):
+    """A call of a method of a model for many batches."""
+
+    model: Any
+    function: str  # of a batch, which it asks for
+    data: Any
+    is_validation: bool  # of a fit
+
+
+# Until it asks. What is asked for without one is for a batch alone: the last history is another's.
+_called = contextvars.ContextVar[_Call | None]("merlin_cowclip_called", default=None)
 
 
 class Fit(NamedTuple):
     """What Keras and Merlin know of a fit as it begins.
 
     Attributes:
-      steps: updates per epoch; `None` where the data has no known length.
+      steps: updates per epoch; `None` where the data has none, or no known length.
       batch_size: samples per batch on all ranks, where the data is a loader's or a Merlin
         `Dataset`.
     """
@@ -54,7 +72,7 @@ class Notified(Protocol):
         ...
 
     def call_begins(self, steps: int | None) -> None:
-        """Called before the first batch of an evaluation or a prediction."""
+        """Called before the first of so many batches of an evaluation or a prediction."""
         ...
 
     def check_trains_by(self, other: Any) -> None:
@@ -92,22 +110,30 @@ def notify_of_fits(model: tf.keras.Model, bound: Notified) -> None:
     def known(model: Any) -> Notified | None:
         return compiled(model) or reference()  # a loop of one's own compiles nothing
 
-    def fit(self: Any, *arguments: Any, **named: Any) -> Any:
-        token = _fitting.set((self, arguments[0] if arguments else named.get("x")))
-        try:
-            return type(self).fit(self, *arguments, **named)
-        finally:
-            _fitting.reset(token)
+    def over_batches(name: str) -> Callable[..., Any]:
+        def method(self: Any, *arguments: Any, **named: Any) -> Any:
+            data = arguments[0] if arguments else named.get("x")
+            is_validation = bool(named.get("_use_cached_eval_dataset"))
+            token = _called.set(_Call(self, _FUNCTIONS[name], data, is_validation))
+            try:
+                return getattr(type(self), name)(self, *arguments, **named)
+            finally:
+                _called.reset(token)
+
+        method.__name__ = name
+        return method
+
+    def begun(model: Any, function: str) -> _Call | None:
+        call = _called.get()
+        if call is None or call.model is not model or call.function != function:
+            return None
+        _called.set(None)
+        return call
 
     def make_train_function(self: Any, force: bool = False) -> Callable[..., Any]:
-        optimizer = compiled(self)
-        # Else the last history is another's: of an evaluation or a prediction, too.
-        fitting, data = _fitting.get()
-        begins = fitting is self
-        if begins:
-            _fitting.set((None, None))
+        optimizer, call = compiled(self), begun(self, "make_train_function")
         if optimizer is not None:
-            optimizer.fit_begins(_fit_of(self, data) if begins else None)
+            optimizer.fit_begins(None if call is None else _fit_of(self, call.data))
         elif (mine := reference()) is not None:
             mine.check_trains_by(self.optimizer)
         return type(self).make_train_function(self, force)
@@ -130,9 +156,10 @@ def notify_of_fits(model: tf.keras.Model, bound: Notified) -> None:
 
     def before_batches(name: str) -> Callable[..., Any]:
         def method(self: Any, force: bool = False) -> Callable[..., Any]:
-            optimizer = known(self)
+            optimizer, call = known(self), begun(self, name)
             if optimizer is not None:
-                optimizer.call_begins(_steps_of_call(self))
+                with _forgotten_where_refused(self):
+                    optimizer.call_begins(1 if call is None else _steps_of(self, call))
             made: Callable[..., Any] = getattr(type(self), name)(self, force)
             return made
 
@@ -169,8 +196,8 @@ def notify_of_fits(model: tf.keras.Model, bound: Notified) -> None:
         added = type(self)._add_horovod_callbacks(self, list(given))
         return added if compiled(self) is None else for_one_model(added, given)
 
-    methods: list[Callable[..., Any]] = [fit, make_train_function, train_step, compute_loss]
-    methods += [save, compile]
+    methods: list[Callable[..., Any]] = [make_train_function, train_step, compute_loss]
+    methods += [save, compile, *map(over_batches, _FUNCTIONS)]
     methods += map(before_batches, ("make_test_function", "make_predict_function"))
     methods += map(on_current_rows, _NEEDS_ROWS)
     for method in (*methods, _add_horovod_callbacks):
@@ -179,14 +206,43 @@ def notify_of_fits(model: tf.keras.Model, bound: Notified) -> None:
 
 
 def _fit_of(model: Any, data: Any) -> Fit:
-    params = getattr(getattr(model, "history", None), "params", None) or {}
-    steps, batch = params.get("steps"), getattr(model, "_batch_size", None)
+    steps, batch = _steps_of_history(model), getattr(model, "_batch_size", None)
     # A loader that knows of ranks tells the size of the batches that they share.
     shares = max(1, ranks().size // getattr(data, "ranks", 1))
     return Fit(
-        steps if isinstance(steps, int) and steps > 0 else None,
+        steps or None,
         batch * shares if isinstance(batch, int) and batch > 0 else None,
     )
+
+
+def _steps_of_history(model: Any) -> int | None:
+    """Batches, or of a fit those of an epoch, of the last call of many, where Keras knows them."""
+    params = getattr(getattr(model, "history", None), "params", None) or {}
+    return _whole(params.get("steps"))
+
+
+def _whole(steps: Any) -> int | None:
+    """A number of steps, as Keras counts to it: of any type of number, and with a fraction too."""
+    return None if steps is None else math.ceil(float(steps))
+
+
+def _steps_of(model: Any, call: _Call) -> int | None:
+    """Batches of the evaluation or prediction that begins, where Keras knows them."""
+    handler = getattr(model, "_eval_data_handler", None)
+    if call.is_validation and handler is not None:
+        return _whole(handler.inferred_steps)
+    return _steps_of_history(model)
+
+
+@contextlib.contextmanager
+def _forgotten_where_refused(model: Any) -> Iterator[None]:
+    """Data that is refused is not kept: Keras would validate the next fit by it."""
+    try:
+        yield
+    except ValueError:
+        if hasattr(model, "_eval_data_handler"):
+            del model._eval_data_handler
+        raise
 
 
 def _losses_of(model: Any) -> dict[str, tf.keras.losses.Loss]:
@@ -199,11 +255,3 @@ def _losses_of(model: Any) -> dict[str, tf.keras.losses.Loss]:
         return {}
     found = zip(losses._output_names, losses._losses, strict=True)
     return {output: loss for output, loss in found if loss is not None}
-
-
-def _steps_of_call(model: Any) -> int | None:
-    """Batches of the evaluation or prediction that begins, where Keras knows them."""
-    handler = getattr(model, "_eval_data_handler", None)  # of a fit's validation
-    params = getattr(getattr(model, "history", None), "params", None) or {}
-    steps = params.get("steps") if handler is None else handler.inferred_steps
-    return steps if isinstance(steps, int) and steps > 0 else None

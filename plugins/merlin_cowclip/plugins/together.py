@@ -29,6 +29,7 @@ _RATES = (
 )
 
 
+_ALIKE = "On several ranks all must begin with the same weights."
 _ONE_MODEL = "All ranks must train the same model by the same optimizer."
 _ALL_CALLS = (
     "All ranks must make as many calls of a model whose tables are in shards: they ask each other "
@@ -82,8 +83,10 @@ class StepsTogether:
         """Give all ranks the weights, moments, step counts and learning rates that rank 0 has.
 
         `model.fit` does it before its first step, and so does a step in a `tf.function` as it is
-        traced. Call it, on all ranks, once the model is built and before the first step that you
-        make eagerly. On one rank it does nothing.
+        traced. Before the first step that you make eagerly, `train_on_batch` of a model compiled
+        with `run_eagerly=True` included, call the model on a batch, so that it is built, and then
+        this, on all ranks. A `fit` with `run_eagerly=True` needs no more than that the model is
+        built. On one rank it does nothing.
         """
         if ranks().size > 1:
             check_same(self._described(), _ONE_MODEL)
@@ -147,18 +150,26 @@ class StepsTogether:
         """A fit begins: with rank 0's weights, and with as many steps on all ranks.
 
         Raises:
-          ValueError: it has not as many.
+          ValueError: it has not as many, or it is not known; the first step is made eagerly, before
+            there are weights.
         """
         if ranks().size == 1:
             return
-        steps = of_all_ranks(fit.steps)
-        if len(set(steps)) > 1:
+        model = self._model() if self._model is not None else None
+        is_late = model is not None and not model.built and model.run_eagerly
+        steps, late = zip(*of_all_ranks([fit.steps, is_late]), strict=True)
+        if len(set(steps)) > 1 or None in steps:
+            received = ("unknown" if one is None else str(one) for one in steps)
             raise ValueError(
                 "A fit must make as many steps on each rank: they wait for each other. Received: "
-                f"{', '.join(map(str, steps))} steps per epoch. Pass steps_per_epoch=…, or train "
-                "on batches that all ranks share."
+                f"{', '.join(received)} steps per epoch. Pass steps_per_epoch=…, or train on "
+                "batches of known number that all ranks share."
             )
-        model = self._model() if self._model is not None else None
+        if any(late):
+            raise ValueError(
+                f"{_ALIKE} Received: a fit with run_eagerly=True of a model that is not built. "
+                "Call the model on a batch before a fit with run_eagerly=True, or leave that out."
+            )
         self._is_alike = False  # whoever loads weights on rank 0 alone does so before a fit
         if model is not None and model.built:
             self.create_slots(model.trainable_variables)
@@ -214,10 +225,14 @@ class StepsTogether:
         """An evaluation or a prediction begins: where rows are asked for, of as many batches.
 
         Raises:
-          ValueError: the ranks have not as many.
+          ValueError: the ranks have not as many, or it is not known.
         """
         if any(spec.shard is not None for spec in self.table_specs):
-            check_same({"batches": steps}, _ALL_CALLS)
+            check_same({"batches": "unknown" if steps is None else steps}, _ALL_CALLS)
+            if steps is None:
+                raise ValueError(
+                    f"{_ALL_CALLS} Received: data whose number of batches is not known."
+                )
 
     def check_trains_by(self, other: Any) -> None:
         """Refuse another optimizer for tables in shards.
@@ -286,9 +301,9 @@ class StepsTogether:
             return
         if tf.executing_eagerly():
             raise ValueError(
-                "On several ranks all must begin with the same weights. Received: a first step "
-                "that is made eagerly. Call optimizer.broadcast() before it, once the model is "
-                "built; model.fit, and a step in a tf.function, do so themselves."
+                f"{_ALIKE} Received: a first step that is made eagerly. Call the model on a batch, "
+                "so that it is built, then optimizer.broadcast(), before it. A fit of a built "
+                "model does so itself, and so does a step in a tf.function."
             )
         with tf.init_scope():  # while the step is traced: it runs after this
             self.broadcast()
