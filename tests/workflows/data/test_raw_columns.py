@@ -7,7 +7,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from merlin_cowclip.workflows.data.new_rows import for_new_rows
 from merlin_cowclip.workflows.data.raw_columns import RawColumns, a_row
+from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.quiet import quiet_imports
 
 with quiet_imports():
@@ -99,3 +101,28 @@ def test_what_is_left_of_a_workflow(tmp_path):
         columns = RawColumns(cloudpickle.loads(cloudpickle.dumps(workflow)), left)
         found = columns.remove([gone]).transform(LOG.drop(columns=gone))
         pd.testing.assert_frame_equal(found, whole[left])
+
+
+@pytest.mark.parametrize("seed", [42, None])
+def test_new_rows_have_no_folds(tmp_path, seed):
+    """They are encoded as by a fit without folds, in any order and cut."""
+
+    def fitted(folds: int) -> nvt.Workflow:
+        out = str(tmp_path / f"{folds}")
+        groups = [["visits", "user"], "user"]
+        made = groups >> ops.TargetEncoding("label", kfold=folds, fold_seed=seed, out_path=out)
+        return nvt.Workflow(made).fit(nvt.Dataset(LOG))
+
+    by_fold, expected = fitted(3), fitted(1).transform(LOG.copy())
+    assert not by_fold.transform(LOG.copy()).equals(expected)
+    new = for_new_rows(by_fold)
+    for rows in (LOG, LOG[3:9], LOG[::-1]):
+        found = new.transform(rows.reset_index(drop=True))
+        pd.testing.assert_frame_equal(found, expected.loc[rows.index].reset_index(drop=True))
+
+
+def test_a_column_of_folds_is_none_of_new_rows(tmp_path):
+    made = ["user"] >> ops.TargetEncoding("label", drop_folds=False, out_path=str(tmp_path))
+    workflow = nvt.Workflow(made).fit(nvt.Dataset(LOG))
+    with pytest.raises(UserError, match=r"no column of folds.*TargetEncoding\(drop_folds=False\)"):
+        for_new_rows(workflow)

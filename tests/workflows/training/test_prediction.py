@@ -14,6 +14,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from sklearn.metrics import roc_auc_score
 
 from merlin_cowclip.plugins import Hyperparameters
 from merlin_cowclip.workflows import evaluate_logs, export, predict_logs
@@ -495,6 +496,52 @@ def test_a_missing_id_that_would_change_its_neighbours_is_refused(by_text, tmp_p
     with pytest.raises(UserError, match=words):
         predict_logs(run, [tmp_path / "raw.parquet"], tmp_path / "out.parquet", raw=True)
     assert not (tmp_path / "out.parquet").exists()
+
+
+def test_new_rows_are_encoded_by_all_training_rows(tmp_path):
+    """Not by folds, which stock TargetEncoding draws by a row's place in what it is given."""
+    random = np.random.default_rng(0)
+    item, user = random.integers(0, 9, ROWS), random.integers(0, 30, ROWS)
+    log = pd.DataFrame({"user": user, "item": item, "paid": random.random(ROWS) * (item + 1)})
+    log["click"] = (random.random(ROWS) < 0.1 + item / 12).astype("int8")
+    log[:TRAIN].to_parquet(tmp_path / "train.parquet")
+    raw = Dataset(str(tmp_path / "train.parquet"), engine="parquet")
+    workflow = nvt.Workflow(
+        (["user"] >> ops.Categorify(out_path=str(tmp_path / "ids")))
+        + (["item"] >> ops.TargetEncoding("paid", out_path=str(tmp_path / "te")))
+        + (["click"] >> ops.AddMetadata(tags=[Tags.TARGET, Tags.BINARY_CLASSIFICATION]))
+    )
+    workflow.fit(raw).save(str(tmp_path / "workflow"))
+    workflow.transform(raw).to_parquet(str(tmp_path / "train"))
+    by_row = pd.read_parquet(next((tmp_path / "train").glob("part_*.parquet")))
+    assert by_row["TE_item_paid"].nunique() == 3 * 9  # folds: those of training stay as they are
+    data = adopt(
+        tmp_path / "train", tmp_path / "workflow", "click", tmp_path / "data", progress=False
+    )
+    with quick_saves():
+        run = train(data, CONFIG, tmp_path / "run", progress=False)
+
+    paid, new = log["paid"][:TRAIN], log[TRAIN:].reset_index(drop=True)
+    items = paid.groupby(log["item"][:TRAIN]).agg(["sum", "count"])
+    smooth = (items["sum"] + 20 * paid.mean()) / (items["count"] + 20)
+    encoded = (
+        run.workflow()
+        .transform(new.copy())
+        .assign(TE_item_paid=new["item"].map(smooth).astype("float32"))
+    )
+    encoded.to_parquet(tmp_path / "encoded.parquet")
+    expected = scores(run, [tmp_path / "encoded.parquet"], tmp_path / "0.parquet")["probability"]
+    for rows in (len(new), 50, 7):
+        new.to_parquet(tmp_path / "raw.parquet", row_group_size=rows)
+        out = tmp_path / f"by-{rows}.parquet"
+        found = scores(run, [tmp_path / "raw.parquet"], out, raw=True)["probability"]
+        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6)
+    quality, _ = evaluate_logs(run, [tmp_path / "raw.parquet"], raw=True, progress=False)
+    assert quality.auc == pytest.approx(roc_auc_score(new["click"], expected), abs=1e-4)
+    repository = export(run, tmp_path / "repository", progress=False)
+    for rows in (new, new[5:8], new[::-1]):
+        answer = repository.predict(rows.reset_index(drop=True))
+        np.testing.assert_allclose(answer, expected[rows.index], rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("labelled", [0, 1])

@@ -173,7 +173,7 @@ def _workflow(run: Run, spec: DatasetSpec, *, trust: bool) -> nvt.Workflow:
     Raises:
       UserError: it must not be loaded, or cannot; it makes an input of the label.
     """
-    workflow = run.workflow(trust=trust)
+    workflow = run.workflow_for_new_rows(trust=trust)
     if not run.is_adopted:
         return workflow.remove_inputs([spec.label])
     columns = RawColumns(workflow, spec.fields)
@@ -200,7 +200,7 @@ def _check_answers(
     """
     from merlin_cowclip.workflows.serving.served_workflow import ServedWorkflow
 
-    workflow = run.workflow(trust=trust)
+    workflow = run.workflow_for_new_rows(trust=trust)
     row = a_row(workflow.input_schema)
     spec = DatasetSpec.from_dict(encode.spec)
     whole = ServedWorkflow(

@@ -104,7 +104,7 @@ class _RawLogs:
             log.check()
         self.size = sum(log.state.bytes for log in self._logs)
         self._spec = spec
-        self._workflow = run.workflow(trust=trust).remove_inputs([spec.label])
+        self._workflow = run.workflow_for_new_rows(trust=trust).remove_inputs([spec.label])
 
     def rows(self, advance: Callable[[int], Any]) -> Iterator[Rows]:
         with unchanged(self._logs):
@@ -238,7 +238,7 @@ class _RawParquet(_Parquet):
 
     def _look(self) -> None:
         first, *others = self._files
-        raw = RawColumns(self._run.workflow(trust=self._trust), self._spec.fields)
+        raw = RawColumns(self._run.workflow_for_new_rows(trust=self._trust), self._spec.fields)
         self._columns = [name for name in raw.names if name in first.schema.names]
         lacking = [name for name in raw.names if name not in first.schema.names]
         if not raw.may_lack(lacking):

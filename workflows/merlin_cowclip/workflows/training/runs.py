@@ -20,6 +20,7 @@ import pyarrow.parquet as pq
 from merlin_cowclip.workflows.data.confirmed_workflow import check_workflow, load_confirmed
 from merlin_cowclip.workflows.data.datasets import DatasetSpec
 from merlin_cowclip.workflows.data.encoding import MISSING, UNKNOWN
+from merlin_cowclip.workflows.data.new_rows import for_new_rows
 from merlin_cowclip.workflows.data.prepared import PARTS, PreparedData
 from merlin_cowclip.workflows.errors import UserError, shown
 from merlin_cowclip.workflows.folders import refuse_pattern
@@ -394,6 +395,17 @@ class Run:
           UserError: the manifest does not, at this moment; or it does not load here.
         """
         return load_confirmed(self.path, self.result["manifest"], "a run", _AGAIN, trust=trust)
+
+    def workflow_for_new_rows(self, *, trust: bool = False) -> Any:
+        """The same for rows that it was not fitted on: see `for_new_rows`.
+
+        Args:
+          trust: see `workflow`.
+
+        Raises:
+          UserError: as `workflow`; or it makes a column of the folds of its fit.
+        """
+        return for_new_rows(self.workflow(trust=trust))
 
 
 def _check_result(path: Path, result: Any) -> None:

@@ -1,0 +1,43 @@
+"""A saved NVTabular workflow for rows that it was not fitted on: their statistics are all rows'.
+
+Stock `TargetEncoding` draws folds for whatever it is given, by a row's place in it, and encodes a
+row by the other folds, so that no training row sees its own target. A new row has no fold: its
+score would depend on how its file is cut into row groups, or on its place in a request.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from merlin_cowclip.workflows.errors import UserError
+from merlin_cowclip.workflows.quiet import quiet_imports
+
+if TYPE_CHECKING:
+    import nvtabular as nvt
+
+
+def for_new_rows(workflow: nvt.Workflow) -> nvt.Workflow:
+    """Make a fitted workflow one that encodes a row the same wherever it stands.
+
+    `TargetEncoding` of one fold takes the statistics of all rows of the fit, which it has
+    beside those of the folds, whatever the folds were. What hashes on a CPU (`num_buckets`) or
+    compares neighbours (`DifferenceLag`) stays as it is, of which `adopt` tells.
+
+    Raises:
+      UserError: it makes a column of the folds.
+    """
+    with quiet_imports():
+        from merlin.dag import postorder_iter_nodes
+        from nvtabular.ops import TargetEncoding
+
+    for node in postorder_iter_nodes(workflow.output_node, flatten_subgraphs=True):
+        if not isinstance(node.op, TargetEncoding):
+            continue
+        if node.op.kfold > 1 and not node.op.drop_folds:
+            raise UserError(
+                "raw rows need a workflow that makes no column of folds, which only the rows of "
+                "its fit have. Received: TargetEncoding(drop_folds=False). Give the parquet that "
+                "it wrote, or fit one without, and train again"
+            )
+        node.op.kfold = 1
+    return workflow
