@@ -11,7 +11,13 @@ import numpy as np
 import pandas as pd
 from merlin.schema import ColumnSchema, Schema
 
-from merlin_cowclip.models.vocabulary import UNKNOWN_ID, encode, missing_id, read_vocabulary
+from merlin_cowclip.models.vocabulary import (
+    UNKNOWN_ID,
+    encode,
+    has_raw_ids,
+    missing_id,
+    read_vocabulary,
+)
 from merlin_cowclip.plugins._stack import tf
 from merlin_cowclip.plugins.joining import check_same
 from merlin_cowclip.plugins.tables import TableSpec
@@ -52,7 +58,8 @@ class RowsByRawId:
 
         Raises:
           ValueError: no such field, its vocabulary is not there, a raw id that is neither text nor
-            a number, or an unknown id of a field whose unknown ids are hashed.
+            a number, an unknown id of a field whose unknown ids are hashed, or a field of which the
+            workflow hashed all ids, or changed them after Categorify.
         """
         column = self._column(field)
         ids = encode(
@@ -78,13 +85,15 @@ class RowsByRawId:
           workflow: as in `rows`.
 
         Returns:
-          Index `id`: 0 to cardinality - 1. Columns: `raw` (None for padding, missing and unknown),
-          then "0" to "d-1", as Merlin's tables name them.
+          Index `id`: 0 to cardinality - 1. Columns: `raw` (None for padding, missing and unknown;
+          throughout, where a workflow hashed or changed the ids), then "0" to "d-1", as Merlin's
+          tables name them.
 
         Raises:
           ValueError: no such field, its vocabulary is not there, or the layer is not built.
         """
-        vocabulary = self._vocabulary(field, workflow)
+        known = has_raw_ids(self._column(field))
+        vocabulary = self._vocabulary(field, workflow) if known else None
         table = self._whole_table()
         first = self._first_row[field]
         last, access = first + self.cardinalities[field], self._spec.access
@@ -95,7 +104,8 @@ class RowsByRawId:
         frame = pd.DataFrame(values, columns=[str(i) for i in range(self.dim)])
         frame.index.name = "id"
         raw = np.full(len(frame), None, object)
-        raw[vocabulary.index] = vocabulary.astype(object)
+        if vocabulary is not None:
+            raw[vocabulary.index] = vocabulary.astype(object)
         frame.insert(0, "raw", raw)
         return frame
 

@@ -32,7 +32,7 @@ def read_vocabulary(
 
     Args:
       column: of a schema that Categorify wrote: its `cat_path` names the file. A column without
-        one was never encoded, and its ids are its raw ids, from 3 on.
+        one was never encoded, and its ids are its raw ids, from 3 on; but see `has_raw_ids`.
       workflow: the folder of the saved `nvtabular.Workflow`. `cat_path` may be relative to it
         (ours is), or name a place that is gone; `None` takes `cat_path` as it stands.
 
@@ -40,8 +40,14 @@ def read_vocabulary(
       Raw ids by id, real ones only.
 
     Raises:
-      ValueError: the file is not there, or is of combined columns.
+      ValueError: the file is not there, or is of combined columns, or the ids have no raw ones.
     """
+    if not has_raw_ids(column):
+        raise ValueError(
+            f"raw ids of field {column.name!r} must be in a vocabulary. Received: a field without "
+            "one, whose ids its workflow hashed, or changed after Categorify. Take ids from "
+            "workflow.transform."
+        )
     named = column.properties.get("cat_path")
     if not named:
         domain = column.int_domain
@@ -165,6 +171,15 @@ def _kind(raw: Any) -> str:
     if isinstance(raw, (datetime.date, np.datetime64)):
         return "time" if getattr(raw, "tzinfo", None) is None else "time of a zone"
     return "other"
+
+
+def has_raw_ids(column: ColumnSchema) -> bool:
+    """Whether a field's ids are raw ones, or numbers of them.
+
+    They are not where a workflow hashed them (`HashBucket`), or changed them after Categorify:
+    `merlin-cowclip adopt`, which knows the workflow, writes `no_raw_ids` into its schema.
+    """
+    return not column.properties.get("no_raw_ids")
 
 
 def missing_id(column: ColumnSchema) -> int:

@@ -27,6 +27,7 @@ from merlin_cowclip.workflows.data.existing_parquet import (
     check_types,
     is_list,
 )
+from merlin_cowclip.workflows.data.id_origins import Origin, id_origins
 from merlin_cowclip.workflows.data.inputs import natural_order
 from merlin_cowclip.workflows.errors import UserError, quoted
 from merlin_cowclip.workflows.quiet import quiet_imports
@@ -155,12 +156,29 @@ class Pipeline:
                 "NVTabular hashes the row's number along with the id: write it on a GPU, or do "
                 "without num_buckets and HashBucket"
             )
+        neighbours = _of_neighbours(workflow)
+        if neighbours:
+            notes.append(
+                f"{quoted(neighbours)} are differences to other rows (DifferenceLag): of raw rows, "
+                "scored or served, they depend on which stand together, and how they are cut"
+            )
+        origins = id_origins(workflow)
+        without = {c for c in spec.ids if origins.get(c) in (Origin.HASH, Origin.CHANGED)}
+        changed = [c for c in spec.ids if origins.get(c) is Origin.CHANGED]
+        if changed:
+            notes.append(
+                f"raw ids of {quoted(changed)} are not known: an operator after Categorify may "
+                "have changed the ids. To know them, let it come before"
+            )
         found = _find_vocabularies(workflow, folder)
-        fields = {field: _Field.of(columns[field][0], found) for field in spec.ids}
+        known = {c: {} if c in without else found for c in spec.ids}
+        fields = {c: _Field.of(columns[c][0], known[c]) for c in spec.ids}
         return cls(
             folder=folder,
             spec=spec,
-            schema=_schema(spec, stored, {c: schema for c, (schema, _) in columns.items()}, found),
+            schema=_schema(
+                spec, stored, {c: schema for c, (schema, _) in columns.items()}, found, without
+            ),
             cardinalities={c: field.cardinality for c, field in fields.items()},
             vocabularies={c: field.vocabulary for c, field in fields.items() if field.vocabulary},
             found=found,
@@ -367,13 +385,26 @@ def _hashed_on_cpu(workflow: nvt.Workflow, folder: Path) -> list[str]:
     return sorted(c for n in nodes if hashes(n.op) for c in n.output_schema.column_names)
 
 
+def _of_neighbours(workflow: nvt.Workflow) -> list[str]:
+    """Columns for which NVTabular reads other rows than their own."""
+    from merlin.dag import Graph
+    from nvtabular.ops import DifferenceLag
+
+    nodes = Graph.get_nodes_by_op_type([workflow.output_node], DifferenceLag)
+    return sorted(c for n in nodes for c in n.output_schema.column_names)
+
+
 def _schema(
     spec: DatasetSpec,
     stored: pa.Schema,
     columns: dict[str, ColumnSchema],
     found: dict[str, Path],
+    without: set[str],
 ) -> Schema:
     """The label and the inputs as the parquet holds them, as `save_workflow` writes a schema.
+
+    Ids without raw ones are marked, which no operator does: without a vocabulary they would be
+    taken for ids that were never encoded (`read_vocabulary`).
 
     Lists are ragged ones whatever the workflow says: on CPU, ListSlice(pad=True) does not pad.
     """
@@ -387,7 +418,10 @@ def _schema(
         if name != spec.label:
             properties, tags = dict(columns[name].properties), list(columns[name].tags)
             properties.pop("value_count", None)
-            if _storage(columns[name]) in found:
+            if name in without:
+                properties.pop("cat_path", None)
+                properties["no_raw_ids"] = True
+            elif _storage(columns[name]) in found:
                 # Relative to the workflow's folder: folders move.
                 file = f"unique.{_storage(columns[name])}.parquet"
                 properties["cat_path"] = f"{WORKFLOW_FOLDER}/{file}"
