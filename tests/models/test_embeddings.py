@@ -803,6 +803,24 @@ def test_a_narrow_float_that_may_have_been_another_id_is_refused(kind):
     assert encode(known, np.array([2**24], np.float64)).tolist() == [3]
 
 
+@pytest.mark.parametrize("known", [[2**53, 10**17], ["9007199254740992", "100000000000000000"]])
+@pytest.mark.parametrize("kind", [np.array, list, pd.Series, pd.array, pd.Categorical, "objects"])
+def test_a_float_that_may_have_been_another_id_is_refused(known, kind):
+    """2^53 + 1 and 10^17 + 3 are these as floats: the rows would be other ids'."""
+    vocabulary = pd.Series([*known, 7], index=[3, 4, 5]).astype(type(known[0]))
+    for given in ([2**53 + 1, float("nan")], [7, 10**17 + 3]):
+        floats = [float(one) for one in given]
+        held = pd.Series(floats, dtype=object) if kind == "objects" else kind(floats)
+        with pytest.raises(
+            ValueError, match=r"float of 2\^53 or more.*Received: [19][0-9.e+]*\. G"
+        ):
+            encode(vocabulary, held)
+        assert encode(vocabulary, [one for one in given if isinstance(one, int)])[-1] == 2
+    assert encode(vocabulary, [7.0, None, 2.0**53 - 1]).tolist() == [5, 1, 2]
+    assert encode(vocabulary, [10**17, 2**53, float("inf")]).tolist() == [4, 3, 2]
+    assert encode(pd.Series([1e17], index=[3]), [1e17, 1e18]).tolist() == [3, 2]  # is of floats
+
+
 @pytest.mark.parametrize("unit", ["D", "s", "ns"])
 def test_times_are_no_raw_ids_of_text(numbered, unit):
     """In nanoseconds NumPy makes integers of them, of which each is unknown."""

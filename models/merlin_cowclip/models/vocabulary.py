@@ -108,9 +108,10 @@ def encode(
 
     Raises:
       ValueError: a raw id of another type: of text, numbers and times, none is found by another; or
-        a float32 (float16) of 2^24 (2^11) or more, which may have been another integer.
+        a float (float32, float16) of 2^53 (2^24, 2^11) or more, which may have been another
+        integer, unless the vocabulary is of such floats itself.
     """
-    _refuse_inexact(raw_ids)
+    _refuse_inexact(raw_ids, vocabulary)
     if getattr(getattr(raw_ids, "dtype", None), "kind", "O") in "mM":
         raw_ids = pd.Index(raw_ids)  # NumPy would make times integers
     raw = pd.Series(np.asarray(raw_ids, dtype=object))
@@ -132,21 +133,29 @@ def encode(
     return ids
 
 
-def _refuse_inexact(raw_ids: Any) -> None:
-    """Refuse floats of less than 64 bits, where several integers are one of them."""
+def _refuse_inexact(raw_ids: Any, vocabulary: pd.Series) -> None:
+    """Refuse floats where several integers are one of them, held as objects or not."""
     kind: Any = getattr(raw_ids, "dtype", None)
-    if kind is None:  # a list, which may be of them
-        kind = np.asarray(raw_ids).dtype
-    if getattr(kind, "kind", "O") != "f" or kind.itemsize >= 8:
-        return
-    digits = DIGITS[f"float{8 * kind.itemsize}"]
-    values = pd.Series(raw_ids).to_numpy(np.float64, na_value=np.nan)
-    large = values[np.isfinite(values) & (np.abs(values) >= 2.0**digits)]
-    if len(large):
-        raise ValueError(
-            f"a raw id must not be a {8 * kind.itemsize}-bit float of 2^{digits} or more, where "
-            f"several integers are one float. Received: {large[0]!r}. Give ids as integers or text"
-        )
+    floats: dict[int, Any] = {}  # by their bytes
+    if getattr(kind, "kind", "O") == "f":
+        floats[kind.itemsize] = pd.Series(raw_ids).to_numpy(np.float64, na_value=np.nan)
+    elif getattr(kind, "kind", "O") == "O":  # a list, too, which may be of them
+        for raw in raw_ids:
+            if isinstance(raw, (float, np.floating)):
+                floats.setdefault(getattr(raw, "itemsize", 8), []).append(float(raw))
+    for size, values in floats.items():
+        bits = min(8 * size, 64)
+        if bits == 64 and vocabulary.dtype.kind == "f":
+            continue  # which holds the same
+        digits = DIGITS[f"float{bits}"]
+        held = np.asarray(values)
+        large = held[np.isfinite(held) & (np.abs(held) >= 2.0**digits)]
+        if len(large):
+            name = "float" if bits == 64 else f"{bits}-bit float"
+            raise ValueError(
+                f"a raw id must not be a {name} of 2^{digits} or more, where several integers are "
+                f"one float. Received: {large[0]!r}. Give ids as integers or text"
+            )
 
 
 def _refuse_another_kind(raw_ids: pd.Series, known: Any) -> None:
