@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 
 from merlin_cowclip.workflows.data.new_rows import for_new_rows
-from merlin_cowclip.workflows.data.raw_columns import RawColumns, a_row
+from merlin_cowclip.workflows.data.raw_columns import RawColumns, a_row, text_columns
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.quiet import quiet_imports
 
@@ -126,3 +126,25 @@ def test_a_column_of_folds_is_none_of_new_rows(tmp_path):
     workflow = nvt.Workflow(made).fit(nvt.Dataset(LOG))
     with pytest.raises(UserError, match=r"no column of folds.*TargetEncoding\(drop_folds=False\)"):
         for_new_rows(workflow)
+
+
+@pytest.mark.parametrize("encode_type", ["joint", "combo"])
+@pytest.mark.parametrize("split_out", [1, 3])
+def test_columns_of_which_a_workflow_learned_text(tmp_path, encode_type, split_out):
+    """As they are: what other operators make text of may be of any type."""
+    log = LOG.assign(city="x", state="y", key=b"z", made="w", day=LOG["day"].astype(str))
+    log["made"] = [["x"]] * ROWS
+
+    def ids(number: int, names, **options):
+        return names >> ops.Categorify(out_path=str(tmp_path / f"{number}"), **options)
+
+    workflow = nvt.Workflow(
+        ids(0, ["user", "genres", "key", "made"], split_out=split_out)
+        + ids(1, [["city", "state"]], encode_type=encode_type, split_out=split_out)
+        + ids(2, ["day"] >> ops.LambdaOp(lambda column: column.str[:4]))
+    )
+    workflow.fit(nvt.Dataset(log))
+    assert text_columns(workflow) == {"genres", "made", "city", "state"}
+    workflow.save(str(tmp_path / "saved"))
+    moved = (tmp_path / "saved").rename(tmp_path / "moved")
+    assert text_columns(nvt.Workflow.load(str(moved))) == {"genres", "made", "city", "state"}

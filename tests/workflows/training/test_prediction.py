@@ -428,6 +428,37 @@ def test_the_index_of_a_frame_is_no_place_of_a_row(stock, tmp_path):
         np.testing.assert_array_equal(found["probability"], expected, err_msg=name)
 
 
+def as_binary(table: pa.Table) -> pa.Table:
+    """As Hive and others write text."""
+    kinds = {"item": pa.binary(), "genres": pa.list_(pa.binary())}
+    fields = [field.with_type(kinds.get(field.name, field.type)) for field in table.schema]
+    return table.cast(pa.schema(fields, table.schema.metadata))
+
+
+def test_text_in_binary_columns_is_text(stock, tmp_path):
+    """Where the workflow learned text, every id of bytes would be unknown."""
+    run, data, home = stock
+    _, expected = predict(run.model(), Loader(data, "test", batch_size=BATCH))
+    table = as_binary(pq.read_table(home / "raw-test/0.parquet"))
+    by_number = table.set_column(3, "item", table["item"].dictionary_encode())
+    for name, written in (("binary", table), ("dictionary", by_number)):
+        pq.write_table(written, tmp_path / f"{name}.parquet")
+        assert pa.types.is_binary(
+            pq.read_schema(tmp_path / f"{name}.parquet").field("genres").type.value_type
+        )
+        found = scores(
+            run, [tmp_path / f"{name}.parquet"], tmp_path / f"{name}-scores.parquet", raw=True
+        )
+        np.testing.assert_array_equal(found["probability"], expected)
+    bad = pa.array([b"\xff", *table["item"].to_pylist()[1:]])
+    pq.write_table(table.set_column(3, "item", bad), tmp_path / "bad.parquet")
+    words = (
+        r"text must be UTF-8. Received: column 'item' of .*bad.parquet, row group 0, .* row 1 on"
+    )
+    with pytest.raises(UserError, match=words):
+        predict_logs(run, [tmp_path / "bad.parquet"], tmp_path / "out.parquet", raw=True)
+
+
 @pytest.mark.parametrize(
     ("change", "raw", "words"),
     [

@@ -8,10 +8,13 @@ operators that several others use; what is left then fails on every row.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from merlin_cowclip.workflows.quiet import quiet_imports
 
@@ -36,6 +39,33 @@ def as_fitted(frame: pd.DataFrame, workflow: nvt.Workflow) -> pd.DataFrame:
         and fitted[name].dtype.name == "float64"
     ]
     return frame.astype(dict.fromkeys(floats, np.float64))
+
+
+def text_columns(workflow: nvt.Workflow) -> set[str]:
+    """Raw columns of text for certain: Categorify reads them as they are, and learned text of them.
+
+    A schema tells text from bytes as little as pandas does, which has objects of both.
+
+    Args:
+      workflow: fitted, with its vocabularies.
+    """
+    with quiet_imports():
+        from merlin.dag import Graph
+        from nvtabular.ops import Categorify
+
+    found: set[str] = set()
+    for node in Graph.get_nodes_by_op_type([workflow.output_node], Categorify):
+        if any(above.parents_with_dependencies for above in node.parents_with_dependencies):
+            continue
+        for name in node.input_schema.column_names:
+            storage = node.op.storage_name.get(name, name)
+            path = Path(node.op.categories.get(storage, ""))
+            files = [path] if path.is_file() else sorted(path.glob("*.parquet"))
+            for schema in map(pq.read_schema, files[:1]):
+                column = name if name in schema.names else storage  # each of a combination its own
+                if column in schema.names and pa.types.is_string(schema.field(column).type):
+                    found.add(name)
+    return found
 
 
 class RawColumns:

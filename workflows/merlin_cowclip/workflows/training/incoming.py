@@ -26,9 +26,14 @@ from merlin_cowclip.workflows.data.encoded_rows import (
     checked_labels,
 )
 from merlin_cowclip.workflows.data.etl import READERS
-from merlin_cowclip.workflows.data.existing_parquet import check_present, check_types, open_files
+from merlin_cowclip.workflows.data.existing_parquet import (
+    check_present,
+    check_types,
+    is_list,
+    open_files,
+)
 from merlin_cowclip.workflows.data.inputs import expand_inputs, refuse_twice, refuse_unreadable
-from merlin_cowclip.workflows.data.raw_columns import RawColumns, as_fitted
+from merlin_cowclip.workflows.data.raw_columns import RawColumns, as_fitted, text_columns
 from merlin_cowclip.workflows.data.raw_logs import FileState, RawLog, column_of, unchanged
 from merlin_cowclip.workflows.errors import UserError, clipped, quoted
 from merlin_cowclip.workflows.quiet import quiet_operators
@@ -238,7 +243,9 @@ class _RawParquet(_Parquet):
 
     def _look(self) -> None:
         first, *others = self._files
-        raw = RawColumns(self._run.workflow_for_new_rows(trust=self._trust), self._spec.fields)
+        workflow = self._run.workflow_for_new_rows(trust=self._trust)
+        self._texts = text_columns(workflow)
+        raw = RawColumns(workflow, self._spec.fields)
         self._columns = [name for name in raw.names if name in first.schema.names]
         lacking = [name for name in raw.names if name not in first.schema.names]
         if not raw.may_lack(lacking):
@@ -260,7 +267,30 @@ class _RawParquet(_Parquet):
                 )
         self.labelled = self._spec.label in self._workflow.output_schema.column_names
 
+    def _decoded(self, batch: pa.RecordBatch, place: Place) -> pa.RecordBatch:
+        """With text in place of bytes where the workflow learned text."""
+        columns, fields = list(batch.columns), list(batch.schema)
+        for i, (column, field) in enumerate(zip(columns, fields, strict=True)):
+            if field.name not in self._texts or not _is_binary(field.type):
+                continue
+            if pa.types.is_dictionary(column.type):
+                column = column.dictionary_decode()
+            try:
+                columns[i] = column.cast(
+                    pa.list_(pa.string()) if is_list(field.type) else pa.string()
+                )
+            except pa.ArrowInvalid:
+                raise UserError(
+                    f"text must be UTF-8. Received: column {field.name!r} of {place.path}, row "
+                    f"group {place.group}, with other bytes in the {batch.num_rows:,} rows from "
+                    f"row {place.first + 1} on. Write it as text"
+                ) from None
+            fields[i] = field.with_type(columns[i].type)
+        schema = pa.schema(fields, batch.schema.metadata)
+        return pa.RecordBatch.from_arrays(columns, schema=schema)
+
     def _encoded(self, batch: pa.RecordBatch, place: Place) -> pa.RecordBatch:
+        batch = self._decoded(batch, place)
         try:
             frame = as_fitted(_numbered(batch)[self._columns], self._workflow)
             encoded = self._transformed(frame)
@@ -315,6 +345,14 @@ class _RawParquet(_Parquet):
             if any(not apart[field].equals(beside[field]) for field in self._spec.ids):
                 return str(name)
         return None
+
+
+def _is_binary(kind: pa.DataType) -> bool:
+    """Whether a column holds bytes, or lists of them."""
+    if pa.types.is_dictionary(kind) or is_list(kind):
+        return _is_binary(kind.value_type)
+    is_fixed = pa.types.is_fixed_size_binary(kind)
+    return bool(pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or is_fixed)
 
 
 def _numbered(batch: pa.RecordBatch) -> pd.DataFrame:
