@@ -436,6 +436,31 @@ def test_a_learning_rate_set_on_the_dense_part_is_warmed_up_to():
     assert other.default_optimizer.learning_rate is decay
 
 
+def test_a_learning_rate_set_on_the_dense_part_after_a_step_is_used_from_the_next_on():
+    """The traced step kept the first as a constant, while all else told and saved the second."""
+    model = built(ours, SCHEMA)
+    optimizer = CowClipOptimizer.for_model(model, HOT.replace(warmup_epochs=1.0), steps_per_epoch=4)
+    model.compile(optimizer=optimizer, metrics=[])
+    model.fit(dataset(SCHEMA, 2), verbose=0)
+    traces = model.train_function.experimental_get_tracing_count()
+    dense = optimizer.default_optimizer
+    dense.learning_rate = 0.5
+    rise = dense_steps(model, dataset(SCHEMA, 4))
+    np.testing.assert_allclose(rise, 0.5 * np.minimum(np.arange(2, 6) / 4, 1), rtol=2e-3)
+    dense.lr = np.float32(0.25)  # of any kind of number
+    np.testing.assert_allclose(dense_steps(model, dataset(SCHEMA, 1)), 0.25, rtol=2e-3)
+    with pytest.raises(ValueError, match="learning_rate must be a positive number.*-1"):
+        dense.learning_rate = -1.0
+    optimizer.learning_rate = HOT.dense_lr / 2  # of all parts
+    np.testing.assert_allclose(dense_steps(model, dataset(SCHEMA, 1)), 0.125, rtol=2e-3)
+    assert optimizer.learning_rates().dense == 0.125
+    assert model.train_function.experimental_get_tracing_count() == traces
+    # Another takes its place with the next trace, as of every optimizer of Keras's.
+    dense.learning_rate = tf.keras.optimizers.schedules.ExponentialDecay(1.0, 1, 0.5)
+    model.compile(optimizer=optimizer, metrics=[])
+    np.testing.assert_allclose(dense_steps(model, dataset(SCHEMA, 1)), 0.5 * 0.5**8, rtol=2e-3)
+
+
 def table_step(optimizer, model):
     """η of the tables at the next step, from the step itself: an unclipped Adam step is η·m̂/√v̂."""
     clipped, unclipped, _ = optimizer.optimizers

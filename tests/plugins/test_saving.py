@@ -284,6 +284,47 @@ def test_what_was_set_on_the_parts_is_saved(tmp_path, when):
 
 
 @pytest.mark.usefixtures("quick")
+def test_a_learning_rate_set_on_the_dense_part_after_a_step_is_saved(tmp_path):
+    model, optimizer = fitted(ours, SCHEMA, WARM, steps_per_epoch=5)
+    optimizer.default_optimizer.learning_rate = 0.125
+    model.fit(dataset(SCHEMA, 1, first=3), verbose=0)
+    save_model(model, tmp_path / "model")
+    loaded = load_model(tmp_path / "model", metrics=[])
+    for m in (model, loaded):
+        m.fit(dataset(SCHEMA, 4, first=4), verbose=0)
+    assert_same(values(loaded), values(model))
+    assert loaded.optimizer.learning_rates().dense == 0.125
+
+
+@pytest.mark.parametrize("has_stepped", [False, True])
+def test_a_learning_rate_set_on_the_dense_part_is_in_a_checkpoint(tmp_path, has_stepped):
+    """One that nobody set is not: older checkpoints hold nothing of it, and are still whole."""
+    model, optimizer = fitted(ours, SCHEMA, WARM, steps_per_epoch=5)
+    older = tf.train.Checkpoint(model=model, optimizer=optimizer).save(str(tmp_path / "older"))
+    names = [name for name, _ in tf.train.list_variables(older) if "SLOT" not in name]
+    assert not [name for name in names if "warmup" in name and "warmup_steps" not in name]
+    optimizer.default_optimizer.learning_rate = 0.125
+    newer = tf.train.Checkpoint(model=model, optimizer=optimizer).save(str(tmp_path / "newer"))
+    before = values(model)
+    model.fit(dataset(SCHEMA, 4, first=3), verbose=0)
+    if has_stepped:
+        again, fresh = fitted(ours, SCHEMA, WARM, steps_per_epoch=5)
+        checkpoint = tf.train.Checkpoint(model=again, optimizer=fresh)
+        checkpoint.restore(older).assert_existing_objects_matched()
+        assert float(fresh.default_optimizer.learning_rate(100)) == np.float32(WARM.dense_lr)
+    else:
+        again = built(ours, SCHEMA)
+        fresh = CowClipOptimizer.for_model(again, WARM, steps_per_epoch=5)
+        again.compile(optimizer=fresh, metrics=[])
+        checkpoint = tf.train.Checkpoint(model=again, optimizer=fresh)
+    status = checkpoint.restore(newer)
+    assert_same(values(again), before)
+    again.fit(dataset(SCHEMA, 4, first=3), verbose=0)
+    status.assert_consumed()
+    assert_same(values(again), values(model))
+
+
+@pytest.mark.usefixtures("quick")
 def test_functions_on_a_part_are_said_not_to_be_saved(tmp_path, trained):
     dense = trained.optimizer.default_optimizer
     dense.gradient_transformers.append(lambda pairs: pairs)

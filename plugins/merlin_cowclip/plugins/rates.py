@@ -8,6 +8,7 @@ from typing import Any, ClassVar, NamedTuple
 from merlin_cowclip.plugins._stack import tf
 from merlin_cowclip.plugins.adam import CowClipAdam
 from merlin_cowclip.plugins.not_offered import RefusesOptions
+from merlin_cowclip.plugins.scaling import check_number
 from merlin_cowclip.plugins.schedules import LinearWarmup
 
 
@@ -48,7 +49,8 @@ class TablePart(_Proportional, CowClipAdam):
 class DensePart(_Proportional, RefusesOptions, tf.keras.optimizers.legacy.Adam):
     """Keras's Adam as a part of a `CowClipOptimizer`.
 
-    A learning rate that is set while it warms up, a number, is what it warms up to.
+    A learning rate that is set while it warms up, a number, is what it warms up to, in steps that
+    were traced before, too.
     """
 
     not_offered: ClassVar[Mapping[str, str]] = {
@@ -60,5 +62,17 @@ class DensePart(_Proportional, RefusesOptions, tf.keras.optimizers.legacy.Adam):
     def _set_hyper(self, name: str, value: Any) -> None:
         now = self._hyper.get(name)
         if isinstance(now, LinearWarmup) and not callable(value):
-            value = LinearWarmup(float(tf.keras.backend.get_value(value)), now.warmup_steps)
+            height = float(tf.keras.backend.get_value(value))
+            if self.warmup_height is not None:
+                check_number(name, height, positive=True)
+                self.warmup_height.assign(height)
+                return
+            value = LinearWarmup(height, now.warmup_steps)
         super()._set_hyper(name, value)
+
+    @property
+    def warmup_height(self) -> tf.Variable | None:
+        """What it warms up to, a float32 variable, where a `CowClipOptimizer` warms it up."""
+        rate = self._hyper.get("learning_rate")
+        height = rate.learning_rate if isinstance(rate, LinearWarmup) else None
+        return height if isinstance(height, tf.Variable) else None

@@ -25,7 +25,8 @@ class LinearWarmup(tf.keras.optimizers.schedules.LearningRateSchedule):
 
     Args:
       learning_rate: the value from step `warmup_steps` on, or a Keras schedule that gives it; the
-        schedule counts from step 0, and what the warm-up rises to falls with it.
+        schedule counts from step 0, and what the warm-up rises to falls with it. A float variable
+        is read at each step, and may change without a new trace.
       warmup_steps: number of updates; 0 for a constant learning rate. An integer variable is read
         at each step, and may change without a new trace. `UNKNOWN`: the learning rate is NaN, so
         that no step is made without a warm-up, and without a word, before its length is known.
@@ -37,13 +38,13 @@ class LinearWarmup(tf.keras.optimizers.schedules.LearningRateSchedule):
 
     def __init__(
         self,
-        learning_rate: float | Schedule,
+        learning_rate: float | Schedule | tf.Variable,
         warmup_steps: int | tf.Variable,
         initial: float = 1e-8,
     ) -> None:
         if isinstance(learning_rate, dict):
             learning_rate = tf.keras.optimizers.schedules.deserialize(learning_rate)
-        if not isinstance(learning_rate, _KERAS_SCHEDULE):
+        if not isinstance(learning_rate, (_KERAS_SCHEDULE, tf.Variable)):
             learning_rate = check_number("learning_rate", learning_rate, positive=True)
         self.learning_rate = learning_rate
         self.warmup_steps = (
@@ -70,6 +71,8 @@ class LinearWarmup(tf.keras.optimizers.schedules.LearningRateSchedule):
         end = self.learning_rate
         if isinstance(end, _KERAS_SCHEDULE):
             end = tf.keras.optimizers.schedules.serialize(end)
+        elif isinstance(end, tf.Variable):
+            end = float(tf.keras.backend.get_value(end))
         return {
             "learning_rate": end,
             "warmup_steps": int(self.warmup_steps),

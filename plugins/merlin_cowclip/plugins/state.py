@@ -11,13 +11,13 @@ from merlin_cowclip.plugins.sharding import Shard
 
 
 def training_state(model: mm.Model) -> dict[str, tf.Variable]:
-    """Every variable that a step changes or reads, flat, by a name of its kind and place.
+    """Every variable that a step changes, flat, by a name of its kind and place.
 
     `weight/…`, in the order of `model.weights`; `optimizer/…`: of the whole and its three parts the
-    step counts, moments, learning rates and the warm-up's length; `loss_scale/…` where mixed
-    precision has one; `loss/…`: the running mean of the loss. Two models that were made by the same
-    calls have the same names, each with the same shape and dtype: with the values of one assigned
-    to the other, both go on alike, to the last bit.
+    step counts, moments and learning rates, but not the warm-up's length and what it rises to;
+    `loss_scale/…` where mixed precision has one; `loss/…`: the running mean of the loss. Two models
+    that were made by the same calls have the same names, each with the same shape and dtype: with
+    the values of one assigned to the other, both go on alike, to the last bit.
 
     Args:
       model: built, and compiled with a `CowClipOptimizer`; the moments that it lacks are created.

@@ -11,6 +11,8 @@ from merlin_cowclip.plugins.fits import Fit
 from merlin_cowclip.plugins.scaling import Hyperparameters
 from merlin_cowclip.plugins.schedules import UNKNOWN, LinearWarmup
 
+_HEIGHT = "warmup_height"  # in checkpoints
+
 
 class FollowsFits:
     """What `CowClipOptimizer` takes over from a fit: its steps per epoch and its batch size."""
@@ -28,6 +30,8 @@ class FollowsFits:
 
         def add_weight(self, name: str, **kwargs: Any) -> tf.Variable:
             """Keras's."""
+
+        def _handle_deferred_dependencies(self, name: str, trackable: tf.Variable) -> None: ...
 
         def _create_slots_of_model(self) -> None: ...
 
@@ -90,7 +94,8 @@ class FollowsFits:
         warms_up = self.hyperparameters.warmup_epochs and not callable(height)
         if self._warmup_steps is not None or not warms_up:
             return
-        # A variable: another fit may have epochs of another length, without a new trace.
+        # Variables: another fit may have epochs of another length, and somebody may set what it
+        # rises to, without a new trace.
         self._warmup_steps = self.add_weight(
             "warmup_steps",
             shape=[],
@@ -99,9 +104,33 @@ class FollowsFits:
             trainable=False,
             aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA,
         )
-        height = float(tf.keras.backend.get_value(height))
+        height = tf.Variable(
+            float(tf.keras.backend.get_value(height)),
+            dtype=tf.float32,
+            trainable=False,
+            name=_HEIGHT,
+            aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA,
+        )
         dense.learning_rate = LinearWarmup(height, self._warmup_steps)
+        self._handle_deferred_dependencies(_HEIGHT, height)  # a checkpoint that was restored before
         self._follow_fit()
+
+    def _trackable_children(self, save_type: str = "checkpoint", **named: Any) -> dict[str, Any]:
+        children: dict[str, Any] = super()._trackable_children(save_type, **named)  # type: ignore[misc]
+        height = self.default_optimizer.warmup_height
+        if height is None or (save_type == "checkpoint" and not self._height_was_set(height)):
+            return children  # as older checkpoints have them
+        return {**children, _HEIGHT: height}
+
+    def _lookup_dependency(self, name: str) -> Any:
+        """What a checkpoint has by this name goes into."""
+        if name == _HEIGHT:
+            return self.default_optimizer.warmup_height
+        return super()._lookup_dependency(name)  # type: ignore[misc]
+
+    def _height_was_set(self, height: tf.Variable) -> bool:
+        made_with = tf.constant(self.hyperparameters.dense_lr, tf.float32)
+        return bool(tf.keras.backend.get_value(height) != tf.keras.backend.get_value(made_with))
 
     def _check_warm_up(self) -> None:
         if self._warmup_steps is not None and self.warmup_steps is None:
