@@ -676,12 +676,70 @@ def test_every_initializer_of_keras_is_told_and_replaced(initializer):
     with pytest.warns(UserWarning, match="is 0.01, but 1 of the model's tables") as caught:
         (spec,) = CowClipOptimizer.for_model(stays, COLD).table_specs
     stays(features)
-    told = float(re.search(r"'a' with (\S+)\. init", str(caught[0].message)).group(1))
-    # Keras's truncated normal has 12 % less than it says.
-    assert told == pytest.approx(spec.variable.numpy().std(), rel=0.15)
+    said = re.search(r"'a' with (\S+?)(?: around (\S+))?\. init", str(caught[0].message))
+    values = spec.variable.numpy()
+    assert float(said.group(1)) == pytest.approx(values.std(), rel=0.02)
+    assert float(said.group(2) or 0) == pytest.approx(values.mean(), abs=0.02)
     (spec,) = CowClipOptimizer.for_model(model, COLD, init_tables=True).table_specs
     model(features)
     assert spec.variable.numpy().std() == pytest.approx(0.01, rel=0.02)
+
+
+NORMAL = tf.keras.initializers.RandomNormal
+
+
+@pytest.mark.parametrize(
+    ("initializer", "is_said"),
+    [
+        (NORMAL(1.0, 0.01), r"with 0.01 around 1\."),
+        (tf.random_normal_initializer(-0.5, 0.01), r"with 0.01 around -0.5\."),
+        (NORMAL(1.0, np.float32(0.02)), r"with 0.02 around 1\."),
+        (tf.keras.initializers.RandomUniform(0.0, 0.01 * 12**0.5), r"with 0.01 around 0.0173\."),
+        (tf.keras.initializers.TruncatedNormal(stddev=0.01), r"with 0.0088\."),
+        (tf.keras.initializers.TruncatedNormal(stddev=0.01 / 0.87962566), None),
+        (tf.keras.initializers.RandomUniform(-0.01 * 3**0.5, 0.01 * 3**0.5), None),
+    ],
+)
+def test_init_tables_goes_by_mean_and_shape_too(initializer, is_said):
+    """These have the σ that is wanted, or say so."""
+
+    class Pooled(tf.keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.table = tf.keras.layers.Embedding(4000, 8, initializer, name="a")
+
+        def call(self, ids):
+            return tf.reduce_mean(self.table(ids), axis=1)
+
+    model, stays = Pooled(), Pooled()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        CowClipOptimizer.for_model(model, COLD, init_tables=True)
+    ids = tf.constant([[1], [2]])
+    model(ids)
+    values = model.table.embeddings.numpy()
+    assert values.std() == pytest.approx(0.01, rel=0.02)
+    assert abs(values.mean()) < 5 * 0.01 / values.size**0.5
+    assert np.abs(values).max() > 0.03  # of 32,000 normal ones; a uniform's end at 0.0173
+    if is_said:
+        with pytest.warns(UserWarning, match=f"standard deviation or mean.*'a' {is_said}"):
+            CowClipOptimizer.for_model(stays, COLD)
+    else:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            CowClipOptimizer.for_model(stays, COLD)
+    stays(ids)
+    with pytest.raises(ValueError, match=rf"'a', of σ.*built by {type(initializer).__name__}\."):
+        CowClipOptimizer.for_model(stays, COLD, init_tables=True)
+
+
+@pytest.mark.parametrize("initializer", [NORMAL(0.0, 0.01, seed=3), NORMAL(0, np.float32(0.01))])
+def test_init_tables_leaves_what_is_that_normal_already(initializer):
+    layer = tf.keras.layers.Embedding(40, 8, embeddings_initializer=initializer)
+    model = tf.keras.Sequential([layer, tf.keras.layers.GlobalAveragePooling1D()])
+    model(tf.constant([[1], [2]]))
+    CowClipOptimizer.for_model(model, COLD, init_tables=True)
+    assert layer.embeddings_initializer is initializer
 
 
 def test_given_values_stay_where_tables_are_initialized():

@@ -406,7 +406,7 @@ def test_of_tables_that_are_alike_the_frozen_one_stays_frozen(tmp_path, frozen):
     """One name, shape and content, as with given values: the place among the layers tells."""
     schema = Schema([category("a", 50), category("b", 50), TARGET])
     features = schema.excluding_by_tag(Tags.TARGET)
-    tables = mm.Embeddings(features, dim=4, embeddings_initializer="ones")
+    tables = mm.Embeddings(features, dim=4, embeddings_initializer="zeros")
     model = mm.Model(mm.InputBlockV2(features, categorical=tables), mm.BinaryOutput("y"))
     model({name: tf.constant([[1], [2]]) for name in ("a", "b")})
     optimizer = CowClipOptimizer.for_model(model, HOT.replace(init_stddev=0.0))

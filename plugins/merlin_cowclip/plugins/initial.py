@@ -1,55 +1,88 @@
-"""The initial standard deviation σ of a model's tables: what it is, and setting it."""
+"""What a model's tables start from: its mean and standard deviation σ, and setting them."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from typing import Any
+import numbers
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from merlin_cowclip.plugins._stack import tf
 from merlin_cowclip.plugins.tables import TableSpec
 
+_KINDS = tf.keras.initializers
+
 # Every weight is the same. A `Constant` may hold a table's values instead, pretrained ones.
 _ONE_VALUE = (
-    *(tf.keras.initializers.Zeros, tf.keras.initializers.Ones, tf.keras.initializers.Constant),
+    *(_KINDS.Zeros, _KINDS.Ones, _KINDS.Constant),
     *(tf.zeros_initializer, tf.ones_initializer, tf.constant_initializer),
 )
+_ONES = (_KINDS.Ones, tf.ones_initializer)
+
+# σ of N(0, 1) cut off at ±2: √(1 - 2·2φ(2) / (2Φ(2) - 1)).
+_TRUNCATED = 0.87962566103423978
 
 
-def initial_stddev(spec: TableSpec) -> float | None:
-    """σ that a table starts with; `None` where that cannot be told (a function, given values)."""
-    found = getattr(spec.layer, "stddev", None)
+class Start(NamedTuple):
+    """What a table's weights are drawn from, as far as its initializer tells."""
+
+    mean: float
+    stddev: float
+    is_normal: bool  # else another shape
+
+    def has(self, stddev: float) -> bool:
+        """Whether its mean is 0, and this is its σ."""
+        is_centred = abs(self.mean) <= 1e-3 * stddev
+        return is_centred and math.isclose(self.stddev, stddev, rel_tol=1e-3)
+
+    def __str__(self) -> str:
+        around = f" around {self.mean:.3g}" if self.mean else ""
+        return f"{self.stddev:.3g}{around}"
+
+
+def start_of(spec: TableSpec) -> Start | None:
+    """What a table starts with; `None` where that cannot be told (a function, given values)."""
     initializer = getattr(spec.layer, "embeddings_initializer", None)
     if initializer is not None:
-        found = _stddev_of(initializer, spec.num_rows, spec.width)
-    return float(found) if isinstance(found, (int, float)) else None
+        return _start_of(initializer, spec.num_rows, spec.width)
+    stddev = getattr(spec.layer, "stddev", None)
+    return Start(0.0, float(stddev), True) if isinstance(stddev, numbers.Real) else None
 
 
-def _stddev_of(initializer: Any, rows: int, width: int) -> Any:
-    """σ of one of Keras's or TensorFlow's own initializers, for a table of `rows`×`width`."""
-    kinds = tf.keras.initializers
-    if isinstance(initializer, kinds.VarianceScaling):  # Glorot's, He's and LeCun's
+def _start_of(initializer: Any, rows: int, width: int) -> Start | None:
+    """Of one of Keras's or TensorFlow's own initializers, for a table of `rows`×`width`."""
+    if isinstance(initializer, _KINDS.VarianceScaling):  # Glorot's, He's and LeCun's
         fans = {"fan_in": rows, "fan_out": width, "fan_avg": (rows + width) / 2}
-        return math.sqrt(initializer.scale / fans[initializer.mode])
-    if isinstance(initializer, (kinds.Orthogonal, kinds.Identity)):
-        return initializer.gain / math.sqrt(max(rows, width))
+        return Start(0.0, math.sqrt(initializer.scale / fans[initializer.mode]), False)
+    if isinstance(initializer, (_KINDS.Orthogonal, _KINDS.Identity)):
+        return Start(0.0, initializer.gain / math.sqrt(max(rows, width)), False)
     if hasattr(initializer, "minval"):
-        return (initializer.maxval - initializer.minval) / math.sqrt(12)
-    if isinstance(initializer, _ONE_VALUE) and np.ndim(getattr(initializer, "value", 0)) == 0:
-        return 0.0
-    return getattr(initializer, "stddev", None)
+        low, high = float(initializer.minval), float(initializer.maxval)
+        return Start((low + high) / 2, (high - low) / math.sqrt(12), False)
+    if isinstance(initializer, _ONE_VALUE):
+        value = getattr(initializer, "value", float(isinstance(initializer, _ONES)))
+        return Start(float(value), 0.0, True) if np.ndim(value) == 0 else None
+    mean, stddev = getattr(initializer, "mean", 0.0), getattr(initializer, "stddev", None)
+    if not isinstance(mean, numbers.Real) or not isinstance(stddev, numbers.Real):
+        return None
+    if isinstance(initializer, _KINDS.TruncatedNormal):
+        return Start(float(mean), _TRUNCATED * float(stddev), False)
+    return Start(float(mean), float(stddev), True)
 
 
-def others_than(stddev: float, specs: Iterable[TableSpec]) -> list[tuple[TableSpec, float]]:
-    """Tables of width 2 and more that are known to start with another σ, and theirs."""
-    known = [(spec, initial_stddev(spec)) for spec in specs if spec.width > 1]
-    return [
-        (spec, found)
-        for spec, found in known
-        if found is not None and not math.isclose(found, stddev, rel_tol=1e-3)
-    ]
+def _known(specs: Iterable[TableSpec]) -> Iterator[tuple[TableSpec, Start]]:
+    """Tables of width 2 and more of which it is known how they start."""
+    for spec in specs:
+        start = start_of(spec) if spec.width > 1 else None
+        if start is not None:
+            yield spec, start
+
+
+def others_than(stddev: float, specs: Iterable[TableSpec]) -> list[tuple[TableSpec, Start]]:
+    """Tables of width 2 and more that are known to start with another σ or mean, and how."""
+    return [(spec, start) for spec, start in _known(specs) if not start.has(stddev)]
 
 
 def initialize(stddev: float, specs: Iterable[TableSpec]) -> None:
@@ -58,17 +91,24 @@ def initialize(stddev: float, specs: Iterable[TableSpec]) -> None:
     Raises:
       ValueError: a table has been built, or its layer takes σ itself.
     """
-    differ = others_than(stddev, specs)
-    for spec, found in differ:
+    differ = [
+        (spec, start)
+        for spec, start in _known(specs)
+        if not (start.is_normal and start.has(stddev))
+    ]
+    for spec, start in differ:
         keras = isinstance(spec.layer, tf.keras.layers.Embedding)
         if spec.layer.built or not keras:
-            why = "has been built" if keras else "takes its stddev as an argument of its own"
+            why = "takes its stddev as an argument of its own"
+            if keras:
+                by = type(spec.layer.embeddings_initializer).__name__
+                why = f"has been built by {by}"
             raise ValueError(
                 f"init_tables needs tables that are yet to be built. Received: {spec.name!r}, of σ "
-                f"{found:.3g}, which {why}. Make the optimizer before the model is called, or "
+                f"{start}, which {why}. Make the optimizer before the model is called, or "
                 "give the layer this σ."
             )
     for spec, _ in differ:
         # One for each: Keras's draw the same values from one instance.
-        initializer = tf.keras.initializers.RandomNormal(stddev=stddev)
+        initializer = _KINDS.RandomNormal(stddev=stddev)
         spec.layer.embeddings_initializer = initializer

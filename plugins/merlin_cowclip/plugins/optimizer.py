@@ -193,8 +193,8 @@ class CowClipOptimizer(Observable, StepsTogether, FollowsFits, RefusesOptions, m
           dense_schedule: a Keras schedule in place of `dense_lr` and its warm-up.
           embedding_schedule: a Keras schedule in place of `embedding_lr`.
           init_tables: let the tables of width 2 and more start from N(0, `init_stddev`), in place
-            of their layers' own initializers. Without it, one warning names those that differ.
-            Tables that start by a function, or from given values, stay as they are.
+            of their layers' own initializers. Without it, one warning names those of another σ or
+            mean. Tables that start by a function, or from given values, stay as they are.
 
         Raises:
           ValueError: an argument outside its range, a model without tables, `clip_tables` that name
@@ -216,11 +216,12 @@ class CowClipOptimizer(Observable, StepsTogether, FollowsFits, RefusesOptions, m
             initialize(sigma, optimizer.table_specs)
         differ = others_than(sigma, optimizer.table_specs)
         if differ:
-            spec, found = differ[0]
+            spec, start = differ[0]
             warnings.warn(
                 f"init_stddev is {sigma:g}, but {len(differ)} of the model's tables start with "
-                f"another standard deviation, the first of them {spec.name!r} with {found:.3g}. "
-                "init_tables=True sets it, before the model is built; or give the layers this one.",
+                f"another standard deviation or mean, the first of them {spec.name!r} with "
+                f"{start}. init_tables=True sets them, before the model is built; or give the "
+                "layers this σ, and the mean 0.",
                 stacklevel=2,
             )
         return optimizer
