@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -14,7 +16,7 @@ from merlin_cowclip.plugins import (
     TableSpec,
     adam,
 )
-from merlin_cowclip.plugins._stack import ColumnSchema
+from merlin_cowclip.plugins._stack import ColumnSchema, mm
 
 from .test_clipping import oracle as clip_oracle
 
@@ -284,6 +286,9 @@ def test_dense_gradients_are_refused_with_the_remedy():
         ({"clip_floor": -1e-5}, "clip_floor must be a number that is not negative"),
         ({"l2": float("nan")}, "l2 must be"),
         ({"learning_rate": -1.0}, "learning_rate must be a positive"),
+        ({"learning_rate": np.float32(-1e-3)}, "learning_rate must be a positive"),
+        ({"learning_rate": "1e-3"}, "learning_rate must be a positive.*'1e-3'"),
+        ({"learning_rate": True}, "learning_rate must be a positive"),
         ({"beta_1": 1.0}, "beta_1 must be below 1"),
         ({"epsilon": 0.0}, "epsilon must be a positive"),
         ({"clip": "norm"}, "clip must be None or one of global, .*adaptive_column"),
@@ -304,6 +309,29 @@ def test_config_round_trip(rate):
     other = tf.keras.optimizers.deserialize(config, use_legacy_optimizer=True)
     assert type(other) is CowClipAdam
     assert other.get_config() == one.get_config()
+
+
+@pytest.mark.parametrize(
+    "rate", [np.float32(0.125), tf.constant(0.125), lambda: 0.125, lambda: tf.constant(0.125)]
+)
+def test_config_round_trip_after_a_step(rate):
+    """Keras's is of NumPy's numbers from then on."""
+    table, one = tf.Variable(tf.ones((5, 2))), CowClipAdam(rate, 0.8, 0.99)
+    one.apply_gradients([(slices([[0.1, 0.2]], [1], (5, 2)), table)])
+    config = one.get_config()
+    other = CowClipAdam.from_config(config)
+    other.apply_gradients([(slices([[0.1, 0.2]], [1], (5, 2)), tf.Variable(tf.ones((5, 2))))])
+    assert other.get_config() == config
+    json.dumps(config)
+
+
+def test_config_round_trip_within_merlins_optimizer_after_a_step():
+    layer = mm.MLPBlock([2])
+    one = mm.MultiOptimizer([mm.OptimizerBlocks(CowClipAdam(1e-3), [layer])], "adam")
+    inner = one.optimizers[0]
+    inner.apply_gradients([(slices([[0.1, 0.2]], [1], (5, 2)), tf.Variable(tf.ones((5, 2))))])
+    other = mm.MultiOptimizer.from_config(one.get_config())
+    assert other.optimizers[0].get_config() == inner.get_config()
 
 
 def test_checkpoint_brings_back_slots_and_steps(tmp_path):

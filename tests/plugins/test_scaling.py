@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 from merlin_cowclip.plugins import PRESETS, Hyperparameters, K, preset, recipe, scale
@@ -101,11 +103,25 @@ def test_recipes():
         ({"batch_size": 1.5}, r"batch_size must be a whole number"),
         ({"clip": "cowclip"}, r"clip must be None or one of global, .*adaptive_column"),
         ({"embedding_lr": "1e-4"}, r"embedding_lr must be a positive number. Received: .*'1e-4'"),
+        ({"l2": True}, r"l2 must be a number"),
+        ({"l2": np.bool_(True)}, r"l2 must be a number"),
+        ({"l2": np.float32(-1.0)}, r"l2 must be a number that is not negative. Received: l2=-1.0"),
+        ({"dense_lr": np.float16("inf")}, r"dense_lr must be a positive"),
+        ({"clip_ratio": np.ones(1)}, r"clip_ratio must be a positive"),
     ],
 )
 def test_bad_values(change, message):
     with pytest.raises(ValueError, match=message):
         Hyperparameters(**change)
+
+
+def test_numbers_of_numpy_are_stored_as_pythons():
+    given = {"l2": np.float32(0.125), "clip_floor": np.float64(0.5), "warmup_epochs": np.int64(2)}
+    found = Hyperparameters(**given, clip="global", clip_threshold=np.float16(0.25))
+    assert found == Hyperparameters(
+        l2=0.125, clip_floor=0.5, warmup_epochs=2, clip="global", clip_threshold=0.25
+    )
+    assert Hyperparameters(**json.loads(json.dumps(found.to_dict()))) == found
 
 
 def test_unknown_rule_and_size():

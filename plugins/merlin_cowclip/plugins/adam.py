@@ -6,6 +6,7 @@ The wiring only: the clip itself is in `clipping.py`, the counting in `counting.
 from __future__ import annotations
 
 import itertools
+import numbers
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
@@ -112,8 +113,8 @@ class CowClipAdam(SumsRows, WaitingRows, RefusesOptions, mm.LazyAdam):
             raise ValueError(
                 f"update must be one of {', '.join(UPDATES)}. Received: update={update!r}"
             )
-        if isinstance(learning_rate, (int, float)):
-            check_number("learning_rate", learning_rate, positive=True)
+        if not callable(learning_rate) and not tf.is_tensor(learning_rate):
+            learning_rate = check_number("learning_rate", learning_rate, positive=True)
         for beta_name, beta in (("beta_1", beta_1), ("beta_2", beta_2)):
             if check_number(beta_name, beta) >= 1:
                 raise ValueError(f"{beta_name} must be below 1. Received: {beta_name}={beta!r}")
@@ -128,7 +129,7 @@ class CowClipAdam(SumsRows, WaitingRows, RefusesOptions, mm.LazyAdam):
         self.clip = clip
         self.clip_ratio = check_number("clip_ratio", clip_ratio, positive=True)
         self.clip_floor = check_number("clip_floor", clip_floor)
-        self.clip_threshold = clip_threshold
+        self.clip_threshold = None if clip_threshold is None else float(clip_threshold)
         self.update = update
         self._begin_to_wait(learning_rate)
         self._specs: dict[Any, TableSpec] = {}
@@ -365,9 +366,7 @@ class CowClipAdam(SumsRows, WaitingRows, RefusesOptions, mm.LazyAdam):
         """The constructor's arguments."""
         return {
             "name": self._name,
-            "learning_rate": self._serialize_hyperparameter("learning_rate"),
-            "beta_1": self._serialize_hyperparameter("beta_1"),
-            "beta_2": self._serialize_hyperparameter("beta_2"),
+            **{name: self._setting(name) for name in ("learning_rate", "beta_1", "beta_2")},
             "epsilon": self.epsilon,
             "l2": self.l2,
             "clip": self.clip,
@@ -376,6 +375,13 @@ class CowClipAdam(SumsRows, WaitingRows, RefusesOptions, mm.LazyAdam):
             "clip_threshold": self.clip_threshold,
             "update": self.update,
         }
+
+    def _setting(self, name: str) -> Any:
+        """One of Keras's hyperparameters; of a variable its value as a number of Python's."""
+        value = self._serialize_hyperparameter(name)
+        if isinstance(value, tf.__internal__.EagerTensor):  # a function's
+            value = value.numpy()
+        return float(value) if isinstance(value, numbers.Real) else value
 
 
 def _is_sparse(gradient: Any) -> bool:

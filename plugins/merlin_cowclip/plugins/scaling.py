@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import numbers
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -66,6 +67,9 @@ class Hyperparameters:
                 continue
             check_number(field.name, getattr(self, field.name), positive=field.name in positive)
         check_clip(self.clip, self.clip_threshold)
+        for name, value in vars(self).copy().items():
+            if isinstance(value, numbers.Real) and not isinstance(value, (int, float)):
+                object.__setattr__(self, name, float(value))  # NumPy's, which JSON does not take
 
     def replace(self, **changes: Any) -> Hyperparameters:
         """A copy with `changes`, validated again."""
@@ -81,9 +85,13 @@ class Hyperparameters:
 
 
 def check_number(name: str, value: Any, *, positive: bool = False) -> float:
-    """`value` as a finite float >= 0 (> 0 where `positive`), or a ValueError that names it."""
+    """`value` as a finite float >= 0 (> 0 where `positive`), or a ValueError that names it.
+
+    It may be one of NumPy's.
+    """
     wanted = "a positive number" if positive else "a number that is not negative"
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+    is_real = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not is_real or not math.isfinite(value):
         raise ValueError(f"{name} must be {wanted}. Received: {name}={value!r}")
     if value < 0 or (positive and value == 0):
         raise ValueError(f"{name} must be {wanted}. Received: {name}={value!r}")
