@@ -616,6 +616,39 @@ def test_a_step_without_any_gradient_is_an_error(eagerly):
     assert int(optimizer.iterations) == 1
 
 
+def test_jit_compile_is_refused():
+    """It failed in every call, by what XLA said of the ops of a lookup or of an update."""
+    model = built(ours, SCHEMA)
+    optimizer = CowClipOptimizer.for_model(model, COLD)
+    refused = pytest.raises(ValueError, match=r"without jit_compile.*Leave it out, or compile")
+    with refused:
+        model.compile(optimizer=optimizer, jit_compile=True)
+    model.compile(optimizer=optimizer, metrics=[])
+    model._jit_compile = True  # as where the optimizer is bound after compile
+    for call in (model.fit, model.evaluate):
+        with refused:
+            call(dataset(SCHEMA, 1), verbose=0)
+    with refused:
+        model.predict_on_batch(batch(SCHEMA)[0])
+    model.compile("adam", jit_compile=True)  # another's affair
+
+
+def test_dense_layers_of_ones_own_may_be_jit_compiled():
+    class Compiled(tf.keras.layers.Dense):
+        @tf.function(jit_compile=True)
+        def call(self, inputs):
+            return super().call(inputs)
+
+    table = tf.keras.layers.Embedding(10, 4, "glorot_normal")
+    model = tf.keras.Sequential([table, tf.keras.layers.GlobalAveragePooling1D(), Compiled(1)])
+    model(tf.ones([4, 1], tf.int64))
+    kernel = model.layers[2].kernel.numpy()
+    optimizer = CowClipOptimizer.for_model(model, HOT.replace(init_stddev=(2 / 14) ** 0.5))
+    model.compile(optimizer=optimizer, loss="mse")
+    model.fit(tf.ones([4, 1], tf.int64), tf.ones([4, 1]), verbose=0)
+    assert np.abs(model.layers[2].kernel.numpy() - kernel).max() > HOT.dense_lr / 2
+
+
 def deviations(model):
     tables = [v.numpy() for v in model.trainable_variables if v.shape[0] in (4000, 5000)]
     assert len(tables) == 2

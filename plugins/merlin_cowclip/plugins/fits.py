@@ -133,6 +133,7 @@ def notify_of_fits(model: tf.keras.Model, bound: Notified) -> None:
     def make_train_function(self: Any, force: bool = False) -> Callable[..., Any]:
         optimizer, call = compiled(self), begun(self, "make_train_function")
         if optimizer is not None:
+            _check_no_jit(self._jit_compile)
             optimizer.fit_begins(None if call is None else _fit_of(self, call.data))
         elif (mine := reference()) is not None:
             mine.check_trains_by(self.optimizer)
@@ -157,6 +158,8 @@ def notify_of_fits(model: tf.keras.Model, bound: Notified) -> None:
     def before_batches(name: str) -> Callable[..., Any]:
         def method(self: Any, force: bool = False) -> Callable[..., Any]:
             optimizer, call = known(self), begun(self, name)
+            if compiled(self) is not None:
+                _check_no_jit(self._jit_compile)
             if optimizer is not None:
                 with _forgotten_where_refused(self):
                     optimizer.call_begins(1 if call is None else _steps_of(self, call))
@@ -186,6 +189,9 @@ def notify_of_fits(model: tf.keras.Model, bound: Notified) -> None:
         return method
 
     def compile(self: Any, *arguments: Any, **named: Any) -> None:
+        given = arguments[0] if arguments else named.get("optimizer")
+        if isinstance(getattr(given, "inner_optimizer", given), kind):
+            _check_no_jit(named.get("jit_compile"))
         optimizer = known(self)
         if optimizer is not None:
             optimizer.catch_up()
@@ -203,6 +209,17 @@ def notify_of_fits(model: tf.keras.Model, bound: Notified) -> None:
     for method in (*methods, _add_horovod_callbacks):
         # object.__setattr__: Keras would look for layers in it.
         object.__setattr__(model, method.__name__, types.MethodType(method, model))
+
+
+def _check_no_jit(jit_compile: Any) -> None:
+    """Refuse XLA for whole steps: it has no kernel for their sums of rows, and drops asserts."""
+    if jit_compile:
+        raise ValueError(
+            "A model with a CowClipOptimizer must be compiled without jit_compile: XLA has none of "
+            "the ops that sum the gradients of rows, and would drop the checks of ids. Received: "
+            f"jit_compile={jit_compile!r}. Leave it out, or compile dense layers of your own, by "
+            "@tf.function(jit_compile=True) on their call."
+        )
 
 
 def _fit_of(model: Any, data: Any) -> Fit:
