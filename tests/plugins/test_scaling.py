@@ -117,10 +117,12 @@ def test_bad_values(change, message):
 
 def test_numbers_of_numpy_are_stored_as_pythons():
     given = {"l2": np.float32(0.125), "clip_floor": np.float64(0.5), "warmup_epochs": np.int64(2)}
+    given["batch_size"] = np.int64(512)
     found = Hyperparameters(**given, clip="global", clip_threshold=np.float16(0.25))
     assert found == Hyperparameters(
-        l2=0.125, clip_floor=0.5, warmup_epochs=2, clip="global", clip_threshold=0.25
+        512, l2=0.125, clip_floor=0.5, warmup_epochs=2, clip="global", clip_threshold=0.25
     )
+    assert repr(found.batch_size) == "512"
     assert Hyperparameters(**json.loads(json.dumps(found.to_dict()))) == found
 
 
