@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import tensorflow as tf
 
@@ -827,8 +829,54 @@ def test_times_are_no_raw_ids_of_text(numbered, unit):
     layer = layer_of(schema=numbered.schema)
     times = np.array(["2014-10-21", "NaT"], f"datetime64[{unit}]")
     for given in (times, list(times), times - times):
-        with pytest.raises(ValueError, match="must be text or a number. Received: .*as it stands"):
+        with pytest.raises(ValueError, match="must be text.* a number.* Received: .*Give it"):
             layer.rows("item", given, workflow=numbered.path / "workflow")
+
+
+def test_times_and_decimals_of_prepared_parquet_are_known(tmp_path):
+    """As pandas reads the same file; what it makes of another type is refused."""
+    moments = pd.date_range("2024-03-30 22:30", periods=60, freq="37min")
+    zone = datetime.timezone(datetime.timedelta(hours=5, minutes=30))
+    price = pa.array([decimal.Decimal(i) / 4 for i in range(-30, 30)], pa.decimal128(9, 2))
+    columns = {
+        "hour": pa.array(moments, pa.timestamp("us")),
+        "exact": pa.array(moments + pd.Timedelta(1_500_000), pa.timestamp("ns")),
+        "berlin": pa.array(moments.tz_localize("UTC"), pa.timestamp("ms", "Europe/Berlin")),
+        "india": pa.array(moments.tz_localize(zone), pa.timestamp("s", "+05:30")),
+        "day": pa.array(moments, pa.timestamp("us")).cast(pa.date32(), safe=False),
+        "clock": pa.array([moment.time() for moment in moments], pa.time64("us")),
+        "price": price,
+        "text": pa.array([f"t{i}" for i in range(60)]),
+    }
+    table = pa.table({"label": np.arange(60) % 2, **columns})
+    pq.write_table(table, tmp_path / "log.parquet")
+    spec = DatasetSpec("times", "label", tuple(columns), format="parquet")
+    data = prepare(spec, [tmp_path / "log.parquet"], tmp_path / "data", progress=False)
+    layer = layer_of(schema=data.schema)
+    place, frame = {"workflow": data.path / "workflow"}, table.to_pandas()
+    encoded = data.workflow().transform(frame.copy())
+    for field in columns:
+        for given in (frame[field], list(frame[field]), frame[field][:1]):
+            found = layer.rows(field, given, **place) - layer._first_row[field]
+            known = encoded[field][: len(found)] > UNKNOWN
+            assert known.any() or len(found) == 1
+            np.testing.assert_array_equal(found, encoded[field][: len(found)])
+    known = data.counts("hour")["raw"][3:].tolist()
+    rows = pd.DataFrame(np.ones((len(known), DIM)), index=pd.to_datetime(known))
+    assert layer.load_rows("hour", rows, **place) == len(known)
+    later = frame["hour"] + pd.Timedelta("99d")  # none of which is known
+    assert set(layer.rows("hour", later, **place)) == {layer._first_row["hour"] + UNKNOWN}
+    for field, other in [
+        ("day", "hour"),
+        ("hour", "day"),
+        ("hour", "berlin"),
+        ("berlin", "hour"),
+        ("text", "price"),
+        ("price", "day"),
+        ("text", "clock"),
+    ]:
+        with pytest.raises(ValueError, match="a time or decimal as .* Received: .* counts/ has it"):
+            layer.rows(field, frame[other], **place)
 
 
 def test_times_of_a_vocabulary_of_times_are_known():

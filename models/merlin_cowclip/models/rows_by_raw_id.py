@@ -15,6 +15,7 @@ from merlin_cowclip.models.vocabulary import (
     UNKNOWN_ID,
     encode,
     has_raw_ids,
+    is_prepared,
     missing_id,
     read_vocabulary,
 )
@@ -48,9 +49,10 @@ class RowsByRawId:
         Args:
           field: one of `fields`.
           raw_ids: n, as they stand in the log, as numbers or text: 1382, 1382.0 and "1382" are
-            one id. A missing one (None, NaN; in prepared data empty text, too) has the row of
-            missing ids (of unknown ones in top-k data that did not keep it), one that the
-            vocabulary does not hold the row of unknown ids.
+            one id; of prepared parquet times and decimals, too. A missing one (None, NaN; in
+            prepared data empty text, too) has the row of missing ids (of unknown ones in top-k
+            data that did not keep it), one that the vocabulary does not hold the row of unknown
+            ids.
           workflow: the saved NVTabular workflow, if the schema does not say where it lies.
 
         Returns:
@@ -66,7 +68,7 @@ class RowsByRawId:
             self._vocabulary(field, workflow),
             raw_ids,
             missing=missing_id(column),
-            empty_is_missing=bool(column.properties.get("empty_is_missing")),
+            prepared=is_prepared(column),
         )
         hashed = int(column.properties.get("num_buckets") or 1) > 1
         if hashed and (ids == UNKNOWN_ID).any():
@@ -155,7 +157,8 @@ class RowsByRawId:
             if not values.index.is_unique:
                 twice = values.index[values.index.duplicated()][0]
                 raise ValueError(f"raw ids of field {field!r} must be unique. Received: {twice!r}")
-            ids = encode(self._vocabulary(field, workflow), values.index)
+            prepared = is_prepared(self._column(field))
+            ids = encode(self._vocabulary(field, workflow), values.index, prepared=prepared)
             known = ids > UNKNOWN_ID
             again = pd.Series(ids[known]).duplicated().to_numpy()
             if again.any():  # 7 and "7"

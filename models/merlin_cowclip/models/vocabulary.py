@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import decimal
 import numbers
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ import pyarrow as pa
 
 from merlin_cowclip.plugins._stack import ColumnSchema
 from merlin_cowclip.plugins.checks import DIGITS
+from merlin_cowclip.plugins.id_text import as_text
 
 PADDING_ID = 0
 MISSING_ID = 1
@@ -93,7 +96,7 @@ def encode(
     raw_ids: Any,
     *,
     missing: int = MISSING_ID,
-    empty_is_missing: bool = False,
+    prepared: bool = False,
 ) -> np.ndarray:
     """Ids of raw ids, n, int64: 2 for one that is not in the vocabulary.
 
@@ -104,19 +107,21 @@ def encode(
       vocabulary: from `read_vocabulary`.
       raw_ids: n; text, numbers, or missing (None, NaN, NA).
       missing: id of the missing ones; see `missing_id`.
-      empty_is_missing: whether empty text is a missing id, as in what `prepare` makes.
+      prepared: whether `prepare` made the vocabulary: empty text is a missing id then, and a time
+        or a decimal, from parquet, the text that counts/ has.
 
     Raises:
-      ValueError: a raw id of another type: of text, numbers and times, none is found by another; or
-        a float (float32, float16) of 2^53 (2^24, 2^11) or more, which may have been another
-        integer, unless the vocabulary is of such floats itself.
+      ValueError: a raw id of another type: of text, numbers and times, none is found by another; a
+        time or decimal of another form than the prepared ones; or a float (float32, float16) of
+        2^53 (2^24, 2^11) or more, which may have been another integer, unless the vocabulary is of
+        such floats itself.
     """
     _refuse_inexact(raw_ids, vocabulary)
     if getattr(getattr(raw_ids, "dtype", None), "kind", "O") in "mM":
         raw_ids = pd.Index(raw_ids)  # NumPy would make times integers
     raw = pd.Series(np.asarray(raw_ids, dtype=object))
     gone = raw.isna().to_numpy()
-    if empty_is_missing:
+    if prepared:
         gone |= (raw == "").to_numpy()
     held = raw[~gone]
     # As objects: pandas would make integers beside a missing one floats, and large ones inexact.
@@ -124,6 +129,8 @@ def encode(
     if vocabulary.dtype.kind in "iuf":
         held = held.map(_as_number)
     elif pd.api.types.infer_dtype(known) == "string":
+        if prepared:
+            held = _text_of_parquet(held, known)
         held = held.map(_as_text)
     elif len(known):  # in an empty one every id is unknown
         _refuse_another_kind(held, known[0])
@@ -191,6 +198,11 @@ def has_raw_ids(column: ColumnSchema) -> bool:
     return not column.properties.get("no_raw_ids")
 
 
+def is_prepared(column: ColumnSchema) -> bool:
+    """Whether `prepare` made a field's vocabulary."""
+    return bool(column.properties.get("empty_is_missing"))
+
+
 def missing_id(column: ColumnSchema) -> int:
     """The id of a field's missing ids: 2 where they were made unknown, as top-k data does."""
     return UNKNOWN_ID if column.properties.get("missing_as_unknown") else MISSING_ID
@@ -214,6 +226,36 @@ def _as_text(raw: Any) -> str:
         f"a raw id must be text or a number. Received: {raw!r}, {type(raw).__name__}. "
         "Give it as it stands in the log"
     )
+
+
+def _text_of_parquet(raw_ids: pd.Series, known: pd.Index) -> pd.Series:
+    """Raw ids with the times and decimals among them as `prepare` has them from parquet.
+
+    A date is none of a vocabulary of moments, though pandas may have made it one.
+    """
+    kinds = (datetime.date, datetime.time, np.datetime64, decimal.Decimal)
+    others = raw_ids[raw_ids.map(lambda raw: isinstance(raw, kinds)).astype(bool)]
+    texts = raw_ids.astype(object)  # pandas would make times of them
+    kind = others.map(lambda raw: f"{type(raw)} {getattr(raw, 'tzinfo', None)}")
+    for _, group in others.groupby(kind, sort=False):
+        texts[group.index] = as_text(pa.array(pd.Series(group.tolist()))).to_pylist()
+    new = others[~texts[others.index].isin(known)]
+    if len(new):
+        forms = set(map(_form, known))
+        for raw, text in zip(new, texts[new.index], strict=True):
+            if _form(text) not in forms:
+                raise ValueError(
+                    f"a raw id must be text, a number, or a time or decimal as {known[0]!r} is. "
+                    f"Received: {raw!r}, which is {text!r}. Give its text as counts/ has it"
+                )
+    return texts
+
+
+def _form(text: str) -> str:
+    """The same of all times that `prepare` took from a column, or of all its decimals."""
+    text = re.sub(r"(?<=:\d\d)\.\d+", "", text)  # its zeros are left out
+    text = re.sub(r"[+-](?=\d{4}$)", "+", text)  # a zone's offset
+    return re.sub(r"\d", "0", re.sub(r"^-?\d+(?=\.|$)", "0", text))
 
 
 def _as_number(raw: Any) -> Any:

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from merlin_cowclip.plugins.id_text import as_text
 from merlin_cowclip.workflows.data import encoding
 from merlin_cowclip.workflows.data.arrow_ids import (
-    as_text,
     column_as_text,
     mixed_as_text,
     same_text,

@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from merlin_cowclip.workflows.data.arrow_ids import as_text
+from merlin_cowclip.plugins.id_text import as_text
 from merlin_cowclip.workflows.data.datasets import DatasetSpec, check_input_names
 from merlin_cowclip.workflows.data.encoding import UNKNOWN
 from merlin_cowclip.workflows.data.existing_parquet import (

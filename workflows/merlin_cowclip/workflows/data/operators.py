@@ -17,8 +17,8 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from merlin_cowclip.plugins.id_text import as_text
 from merlin_cowclip.workflows.data.arrow_ids import (
-    as_text,
     column_as_text,
     exact_ids,
     mixed_as_text,
