@@ -59,6 +59,8 @@ def of_parts(folder: Path, rank: int, ranks: int) -> dict[str, str]:
     import horovod.tensorflow as hvd
 
     model, mine = _made(in_shards, rank, ranks)
+    a_file = folder / "file"
+    a_file.touch()
     path, data, fewer = str(folder / "part"), _data(mine, 2), _data(mine, 1 + rank)
 
     def fit(*callbacks: Any, **given: Any) -> None:
@@ -96,6 +98,7 @@ def of_parts(folder: Path, rank: int, ranks: int) -> dict[str, str]:
             "unknown validation": lambda: fit(validation_data=_of_unknown_length(data)),
             "unknown predict": lambda: model.predict(_of_unknown_length(fewer), verbose=0),
             "unknown evaluate": lambda: model.evaluate(_of_unknown_length(data), verbose=0),
+            "saved in a file": lambda: save_model(model, a_file),
             "moments": fit_after_its_broadcast_of_moments,
             "broadcast": fit_after_horovods_broadcast,
             "saved after it": lambda: save_model(model, folder / "part"),
@@ -216,10 +219,15 @@ def together(folder: Path, rank: int, ranks: int) -> dict[str, Any]:
     of_all_ranks("it is saved")
     loaded = load_model(folder / "everywhere")
     same = len(loaded.get_weights()) == len(everywhere.get_weights())
+    of_all_ranks("it is loaded")
+    save_model(model, folder / "everywhere")
+    after = load_model(folder / "everywhere")  # at once: not the model that was there before
+    steps = [int(one.optimizer.iterations) for one in (model, after)]
     table = FusedEmbeddings(Schema([category("a", 6)]), 2, sharded=True)
     read = tf.function(lambda: table.lookup("a", tf.constant([1, 4])), autograph=False)()
     apart = max(float(np.abs(one - found[0]).max()) for one in found)
-    return {"losses": epochs, "apart": apart, "loaded": same, "read": list(read.shape)}
+    told = {"losses": epochs, "apart": apart, "loaded": same, "read": list(read.shape)}
+    return {**told, "steps": steps}
 
 
 def ended(folder: Path, rank: int, ranks: int) -> dict[str, Any]:

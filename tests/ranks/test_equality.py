@@ -137,6 +137,7 @@ def test_what_tables_in_shards_refuse(results):
 
 def test_one_ranks_rows_are_not_taken_for_the_table(results):
     """Each was so, without a word, or waited for ever."""
+    refused: list[str] = []
     for told in _of_scripts(results):
         said = dict(told["parts"])
         assert "by a CowClipOptimizer" in said.pop("another")
@@ -150,10 +151,14 @@ def test_one_ranks_rows_are_not_taken_for_the_table(results):
             assert "number of batches is not known" in sentence
             assert "Pass steps=… or validation_steps=…" in sentence
         assert said.pop("a batch") == ""
+        refused.append(said.pop("saved in a file"))
         assert len(said) == 11
         for name, sentence in said.items():
             assert "save_model(model, path)" in sentence, name
             assert "whole_tables(model)" in sentence, name
+    first, second = refused
+    assert "must be a folder" in first
+    assert second == f"All ranks end as rank 0, which could not save the model: {first}"
 
 
 def test_models_that_differ_are_refused(results):
@@ -214,6 +219,7 @@ def test_ranks_stop_save_and_read_as_one(results):
         assert told["apart"] <= 1e-6
         assert told["loaded"]
         assert told["read"] == [2, 2]  # of a table that was built within a graph
+        assert told["steps"] == [4, 4], "the old model was loaded, while rank 0 saved the new"
 
 
 def _of_scripts(results: dict[int, Path]) -> list[dict[str, Any]]:

@@ -227,7 +227,7 @@ def _fit_of(model: Any, data: Any) -> Fit:
     # A loader that knows of ranks tells the size of the batches that they share.
     shares = max(1, ranks().size // getattr(data, "ranks", 1))
     return Fit(
-        steps or None,
+        steps if steps and steps > 0 else None,
         batch * shares if isinstance(batch, int) and batch > 0 else None,
     )
 

@@ -8,6 +8,7 @@ installed, Merlin imports and initialises it.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -313,6 +314,29 @@ def of_all_ranks(value: Any) -> list[Any]:
     sizes = gathered(np.array([len(mine)], np.int64))
     texts = np.split(gathered(mine), np.cumsum(sizes)[:-1])
     return [json.loads(text.tobytes()) for text in texts]
+
+
+@contextlib.contextmanager
+def done_for_all(what: str) -> Iterator[None]:
+    """What one rank does within it is done for all at its end; eagerly, on all ranks at once.
+
+    Args:
+      what: it is.
+
+    Raises:
+      RuntimeError: on the others, where one could not do it, which ends with its own error.
+    """
+    failure: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        failure = error
+    said = of_all_ranks(None if failure is None else str(failure) or type(failure).__name__)
+    if failure is not None:
+        raise failure
+    for rank, sentence in enumerate(said):
+        if sentence is not None:
+            raise RuntimeError(f"All ranks end as rank {rank}, which could not {what}: {sentence}")
 
 
 def gathered(values: np.ndarray) -> np.ndarray:

@@ -21,7 +21,7 @@ from merlin_cowclip.plugins._stack import mm, quiet_stack, tf
 from merlin_cowclip.plugins.adam import CowClipAdam
 from merlin_cowclip.plugins.checks import pattern_in
 from merlin_cowclip.plugins.configured import state_follows
-from merlin_cowclip.plugins.joining import ranks
+from merlin_cowclip.plugins.joining import done_for_all, ranks
 from merlin_cowclip.plugins.merlin_tables import find_tables
 from merlin_cowclip.plugins.optimizer import CowClipOptimizer, Owned
 from merlin_cowclip.plugins.part_settings import set_again, settings_of
@@ -47,8 +47,9 @@ def save_model(model: mm.Model, path: str | os.PathLike[str]) -> None:
     """Save a compiled model and all state of its `CowClipOptimizer` to the folder `path`.
 
     A model whose tables are in shards is saved as one process has it, by rank 0: all ranks call
-    this, at once (`whole_tables`). Any other is saved by rank 0, too: Merlin saves nothing on other
-    ranks, nor does this.
+    this, at once (`whole_tables`), and go on once it is saved. Any other is saved by rank 0, too:
+    Merlin saves nothing on other ranks, nor does this, whether they call it or not. There it
+    returns at once: before another rank calls `load_model`, all must meet, as by `hvd.barrier()`.
 
     Layout: Merlin's SavedModel, and in `merlin_cowclip/` a checkpoint with weights, slots
     and step counts in the model's order.
@@ -60,13 +61,15 @@ def save_model(model: mm.Model, path: str | os.PathLike[str]) -> None:
       ValueError: the model is not built, or not compiled with a `CowClipOptimizer`; a schedule of
         one's own has the name of one of Keras's; `path` is a file, or holds a model and cannot be
         renamed, or has a sign that TensorFlow takes for a pattern's.
+      RuntimeError: on the other ranks, where rank 0 could not save tables in shards, with what it
+        said.
     """
     _check_path(path)
     optimizer = optimizer_of(model)
     if not model.built:
         raise ValueError("The model must be built before it is saved. Fit it, or call it, first.")
     if is_in_shards(model):
-        with whole_tables(model):
+        with whole_tables(model), done_for_all("save the model"):
             if ranks().rank == 0:
                 save_model(model, path)
         return
