@@ -57,7 +57,7 @@ class Hyperparameters:
     warmup_epochs: float = 1.0
 
     def __post_init__(self) -> None:
-        if not is_whole(self.batch_size):
+        if not is_whole(self.batch_size, numpys=True):
             raise ValueError(
                 f"batch_size must be a whole number. Received: batch_size={self.batch_size!r}"
             )
