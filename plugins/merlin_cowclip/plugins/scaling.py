@@ -69,8 +69,8 @@ class Hyperparameters:
         check_clip(self.clip, self.clip_threshold)
         for name, value in vars(self).copy().items():
             if isinstance(value, numbers.Real) and not isinstance(value, (int, float)):
-                plain = int if isinstance(value, numbers.Integral) else float
-                object.__setattr__(self, name, plain(value))  # NumPy's, which JSON does not take
+                plain = int(value) if isinstance(value, numbers.Integral) else float(value)
+                object.__setattr__(self, name, plain)  # JSON takes Python's own alone
 
     def replace(self, **changes: Any) -> Hyperparameters:
         """A copy with `changes`, validated again."""
