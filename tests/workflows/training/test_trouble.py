@@ -141,9 +141,8 @@ def test_data_that_vanishes(runs, run, stopped, reference):
     gone = runs.data.with_name("gone")
     done = runs.go_on(run, place="the data vanishes")
     gone.rename(runs.data)
-    refused(
-        done, "must keep every file as it was written", str(runs.data / "train"), f"--resume {run}"
-    )
+    # Which part is missed first depends on what was read ahead.
+    refused(done, "must keep every file as it was written", f"{runs.data}/", f"--resume {run}")
     assert steps(run)[-1] >= steps(stopped)[-1]
     goes_on(runs, run, reference)
 
