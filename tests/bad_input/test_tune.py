@@ -230,7 +230,6 @@ def test_the_precision_of_a_tune_or_a_run_goes_with_its_values(
             (like / path.name).write_text(json.dumps(record))
             if option == "--config":
                 result = json.loads((like / "result.json").read_text())
-                result["config"]["precision"] = precision
                 result["manifest"][path.name] = entry_of(like / path.name)
                 (like / "result.json").write_text(json.dumps(result))
             refused([*argv, option, like], ["seen"], folder=tmp_path)

@@ -14,12 +14,22 @@ DIGITS: Mapping[str, int] = MappingProxyType(
 """Binary digits of floats: below 2 to that power, and only there, they hold every integer."""
 
 
-def pattern_in(path: str | os.PathLike[str]) -> str | None:
-    """The sign, [ or a backslash, for which TensorFlow reads a path as a pattern, if there is one.
+def check_path(name: str, path: str | os.PathLike[str]) -> None:
+    """Refuse a path that TensorFlow reads as a pattern: it writes there what it then does not find.
 
-    It writes there what it then does not find.
+    Args:
+      name: what the path is called.
+      path: of what holds models or checkpoints.
+
+    Raises:
+      ValueError: it, or a folder around it, has [ or a backslash in its name.
     """
-    return next((sign for sign in "[\\" if sign in os.path.realpath(path)), None)
+    whole = os.path.realpath(path)
+    if sign := next((sign for sign in "[\\" if sign in whole), None):
+        raise ValueError(
+            f"{name} must be without [ and \\, for which TensorFlow reads it as a pattern, and "
+            f"finds no file. Received: {whole}, with {sign}. Choose another"
+        )
 
 
 def is_whole(

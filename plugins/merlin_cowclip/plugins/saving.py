@@ -19,7 +19,7 @@ import numpy as np
 
 from merlin_cowclip.plugins._stack import mm, quiet_stack, tf
 from merlin_cowclip.plugins.adam import CowClipAdam
-from merlin_cowclip.plugins.checks import pattern_in
+from merlin_cowclip.plugins.checks import check_path
 from merlin_cowclip.plugins.configured import state_follows
 from merlin_cowclip.plugins.joining import done_for_all, ranks
 from merlin_cowclip.plugins.merlin_tables import find_tables
@@ -64,7 +64,7 @@ def save_model(model: mm.Model, path: str | os.PathLike[str]) -> None:
       RuntimeError: on the other ranks, where rank 0 could not save tables in shards, with what it
         said.
     """
-    _check_path(path)
+    check_path("path", path)
     optimizer = optimizer_of(model)
     if not model.built:
         raise ValueError("The model must be built before it is saved. Fit it, or call it, first.")
@@ -103,14 +103,6 @@ def save_model(model: mm.Model, path: str | os.PathLike[str]) -> None:
         os.replace(partial, folder / MARKER)
 
 
-def _check_path(path: str | os.PathLike[str]) -> None:
-    if sign := pattern_in(path):
-        raise ValueError(
-            "path must be without [ and \\, for which TensorFlow reads it as a pattern, and finds "
-            f"no file. Received: {os.path.realpath(path)}, with {sign}. Choose another"
-        )
-
-
 def load_model(path: str | os.PathLike[str], **compile_arguments: Any) -> mm.Model:
     """A model that `save_model` wrote, compiled, its optimizer bound and as it was.
 
@@ -126,7 +118,7 @@ def load_model(path: str | os.PathLike[str], **compile_arguments: Any) -> mm.Mod
         loss was saved that is neither registered with Keras nor given as `loss`; or `path` has a
         sign that TensorFlow takes for a pattern's.
     """
-    _check_path(path)
+    check_path("path", path)
     path = find(Path(path), MARKER)
     try:
         description = json.loads((path / MARKER).read_text(encoding="utf-8"))

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from merlin_cowclip.plugins.checks import pattern_in
+from merlin_cowclip.plugins.checks import check_path
 from merlin_cowclip.workflows.errors import UserError, shown
 
 
@@ -56,7 +56,7 @@ def refuse_existing(out: Path, what: str = "folder") -> None:
 
 
 def refuse_pattern(path: Path, what: str) -> None:
-    """Refuse a path that TensorFlow takes for a pattern: it finds nothing that it has written.
+    """Refuse a path that TensorFlow takes for a pattern, as `check_path` does.
 
     Args:
         path: of what holds models or checkpoints.
@@ -65,12 +65,10 @@ def refuse_pattern(path: Path, what: str) -> None:
     Raises:
         UserError: it is such a path.
     """
-    if sign := pattern_in(path):
-        raise UserError(
-            f"the path of a {what} must be without [ and \\, for which TensorFlow reads it as a "
-            f"pattern, and finds no file. Received: {shown(os.path.realpath(path))}, with {sign}. "
-            "Choose another"
-        )
+    try:
+        check_path(f"the path of a {what}", path)
+    except ValueError as error:
+        raise UserError(str(error)) from None
 
 
 def _home(out: Path) -> Path:

@@ -243,7 +243,7 @@ def _checked(
     The precision is that of the run or tune whose values it takes; `None`: the process's.
     """
     from merlin_cowclip.workflows.data.prepared import PreparedData
-    from merlin_cowclip.workflows.training.runs import Run
+    from merlin_cowclip.workflows.training.resuming import read_config
 
     for name in ("data", "out"):
         if getattr(arguments, name) is None:
@@ -253,10 +253,10 @@ def _checked(
                 "--resume RUN"
             )
     tuned = _open_tuned(arguments)
+    config = train_config(arguments, None if tuned is None else tuned.train_config())
     like = None if tuned is None else tuned.record
     if arguments.config is not None and arguments.config.is_dir():
-        like = Run.open(arguments.config).config
-    config = train_config(arguments, None if tuned is None else tuned.train_config())
+        like = read_config(arguments.config)
     given = {field.name: getattr(arguments, field.name) for field in fields(Keeping)}
     keeping = Keeping(**{name: value for name, value in given.items() if value is not None})
     check_offered(config)
