@@ -848,6 +848,10 @@ def test_times_and_decimals_of_prepared_parquet_are_known(tmp_path):
         "price": price,
         "text": pa.array([f"t{i}" for i in range(60)]),
     }
+    try:
+        price.cast(pa.string())
+    except pa.ArrowNotImplementedError:  # Arrow before 13: ``prepare`` refuses the column
+        del columns["price"]
     table = pa.table({"label": np.arange(60) % 2, **columns})
     pq.write_table(table, tmp_path / "log.parquet")
     spec = DatasetSpec("times", "label", tuple(columns), format="parquet")
@@ -875,6 +879,8 @@ def test_times_and_decimals_of_prepared_parquet_are_known(tmp_path):
         ("price", "day"),
         ("text", "clock"),
     ]:
+        if not {field, other} <= {*columns}:
+            continue
         with pytest.raises(ValueError, match="a time or decimal as .* Received: .* counts/ has it"):
             layer.rows(field, frame[other], **place)
 
