@@ -96,6 +96,7 @@ def nvtabulars_own(home: Path) -> None:
         workflow.transform(log).to_parquet(str(home / folder))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Initializing an NVTabular Dataset in CPU mode")
 @pytest.mark.parametrize("page", [p for p in GUIDES if ours(p)], ids=lambda page: page.stem)
 def test_the_commands_of_a_page(page, stand_ins, tmp_path, monkeypatch):

@@ -233,6 +233,7 @@ def test_what_never_settles_is_refused():
     assert most > 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("missed", [5_000, 17_000])
 def test_large_rows_with_a_small_v(missed):
     """Which w halves more than once while √v decays to ε: further off than others."""
@@ -251,6 +252,7 @@ def test_large_rows_with_a_small_v(missed):
     assert np.quantile(error, 0.99) < 5e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("l2", "first"), [(1e-5, 30_000), (1e-5, 500), (1e-4, 500), (3e-6, 5_000), (1e-6, 30_000)]
 )

@@ -109,6 +109,7 @@ def test_it_trains_what_the_exact_mode_trains(hp):
     assert far(lazy, exact) > 1e-3  # what would be without catching up
 
 
+@pytest.mark.slow
 def test_predictions_are_those_of_the_exact_mode_at_any_time():
     """Rows catch up as they are looked up, in training, evaluation and prediction."""
     exact, deferred = (trained(update, 20) for update in ("exact", "deferred"))
@@ -123,6 +124,7 @@ def test_predictions_are_those_of_the_exact_mode_at_any_time():
     np.testing.assert_allclose(deferred(x), exact(x), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_prediction_that_was_traced_before_training():
     x, _ = next(batches(1, 64, 5))
     found = []
@@ -221,6 +223,7 @@ def test_a_table_that_is_frozen_for_a_while():
     assert far(*models) < 2e-4
 
 
+@pytest.mark.slow
 def test_a_table_that_is_frozen_from_the_start():
     models = []
     for update in ("exact", "deferred"):
@@ -308,6 +311,7 @@ def test_a_learning_rate_that_is_set_too_high_is_refused(steps):
         model.train_on_batch(*next(batches(1)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["a rate", "an id in training", "an id in a prediction"])
 def test_what_is_refused_changes_nothing(what):
     """Rows are not told to be current whose weights and moments are not, as other ops end first."""
@@ -427,6 +431,7 @@ def _predicted_before(model, update, data):
     return model, next(batches(1, 64, 9))[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("use", [_only_made, _back_to_the_first, _in_two_models, _predicted_before])
 def test_several_optimizers_of_a_table(use):
     found = []
@@ -490,6 +495,7 @@ def test_a_cell_that_is_run_twice():
     model.train_on_batch(*next(batches(1)))
 
 
+@pytest.mark.slow
 def test_another_optimizer_while_a_model_predicts():
     model = trained("deferred", 3)
     x = tf.data.Dataset.from_tensors(next(batches(1))[0]).repeat(3)
@@ -535,6 +541,7 @@ def test_fields_by_name():
     assert np.abs(gap).max() < 1e-5
 
 
+@pytest.mark.slow
 def test_tables_of_float64():
     tf.keras.mixed_precision.set_global_policy("float64")
     try:
@@ -641,6 +648,7 @@ def test_copies_have_rows_as_they_are_now(of):
     np.testing.assert_allclose(*found, rtol=2e-4, atol=2e-4 * np.abs(found[0]).max())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("another", ["deferred", None])
 def test_rows_catch_up_before_another_optimizer_takes_over(another):
     """None: one of Keras's."""

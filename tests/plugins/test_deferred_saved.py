@@ -217,6 +217,7 @@ def test_a_step_is_exported(tmp_path):
     assert losses[2] < losses[0]
 
 
+@pytest.mark.slow
 def test_an_optimizers_own_checkpoint_is_of_current_rows(tmp_path):
     """Written before the weights are, which let rows catch up."""
     one = trained("deferred", 25)

@@ -46,6 +46,7 @@ def step_of(model, optimizer, output=None):
     return step
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("turns", [(0, 1), (0, 0, 0, 1)])
 def test_two_tasks_in_steps_of_their_own(turns):
     """Each is traced when the other's table may have no moments yet."""
@@ -63,6 +64,7 @@ def test_two_tasks_in_steps_of_their_own(turns):
     assert far(*models) < 2e-4
 
 
+@pytest.mark.slow
 def test_a_table_without_a_gradient_that_is_read_in_between():
     """It is made by a prediction, once the step is traced."""
     found, models = [], []
@@ -82,6 +84,7 @@ def test_a_table_without_a_gradient_that_is_read_in_between():
     np.testing.assert_allclose(*found, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_each_table_has_a_name_of_its_own_whichever_is_looked_up_first():
     """`tf.train.Checkpoint` goes by them; Keras's `set_weights` by the order."""
 
@@ -187,6 +190,7 @@ def test_a_part_alone_has_no_lookups_that_wait():
         part.apply_gradients([(tape.gradient(loss, spec.variable), spec.variable)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", [0, 25])
 def test_weights_of_the_exact_mode_are_current(tmp_path, steps):
     """Their file knows of no rows that wait, and sets the count of steps."""

@@ -401,6 +401,7 @@ def test_when_and_how_it_is_switched_on():
         late.observe()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("update", ["exact", "deferred"])
 @pytest.mark.parametrize("eagerly", [False, True])
 def test_they_go_on_where_tables_are_taken_back(update, eagerly):

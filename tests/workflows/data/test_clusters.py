@@ -203,6 +203,7 @@ def workers_of(process) -> list[psutil.Process]:
     return [c for c in children if "spawn_main" in " ".join(c.cmdline())]
 
 
+@pytest.mark.slow
 def test_a_killed_worker_costs_nothing_but_time(job, by_threads, tmp_path):
     workers_of(job)[0].kill()
     _, errors = job.communicate(timeout=PATIENCE)

@@ -341,11 +341,13 @@ def test_a_process_that_is_deterministic_stays_so():
         config.disable_op_determinism()
 
 
+@pytest.mark.slow
 def test_another_seed_differs(run, data, home, unsaved):
     other = train(data, changed(seed=8, epochs=1), home / "seed", progress=False)
     assert all(a != b for a, b in zip(measured(other)[0], measured(run)[0], strict=True))
 
 
+@pytest.mark.slow
 def test_deferred_is_exact(run, data, home):
     """As it is measured, and as it is rebuilt from a checkpoint, where rows wait."""
     config = changed(update="deferred")
@@ -370,6 +372,7 @@ def test_lazy_differs_from_exact(run, data, home, unsaved):
 # Options of the network and the optimizer
 
 
+@pytest.mark.slow
 def test_options_reach_the_network_and_the_optimizer(data, tmp_path):
     config = changed(
         model="dcn_v2",

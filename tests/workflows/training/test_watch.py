@@ -29,6 +29,7 @@ def trained(data, out, base=BASE, **options):
     return train(data, config, out, keeping=keeping, progress=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("update", ["exact", "lazy"])
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_bad_data_is_told_apart(data, tmp_path, monkeypatch, value, update):
