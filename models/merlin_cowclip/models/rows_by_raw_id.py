@@ -12,9 +12,12 @@ import pandas as pd
 from merlin.schema import ColumnSchema, Schema
 
 from merlin_cowclip.models.vocabulary import (
+    MISSING_ID,
     UNKNOWN_ID,
+    changed_before,
     encode,
     has_raw_ids,
+    is_filled,
     is_prepared,
     missing_id,
     read_vocabulary,
@@ -42,7 +45,12 @@ class RowsByRawId:
         def _whole_table(self, build: bool = False) -> tf.Variable: ...
 
     def rows(
-        self, field: str, raw_ids: Any, *, workflow: str | os.PathLike[str] | None = None
+        self,
+        field: str,
+        raw_ids: Any,
+        *,
+        workflow: str | os.PathLike[str] | None = None,
+        as_read: bool = False,
     ) -> np.ndarray:
         """The table's rows of some raw ids of a field.
 
@@ -54,6 +62,9 @@ class RowsByRawId:
             data that did not keep it), one that the vocabulary does not hold the row of unknown
             ids.
           workflow: the saved NVTabular workflow, if the schema does not say where it lies.
+          as_read: `raw_ids` are values as Categorify read them, behind the operators before it: the
+            number of a bucket after `Bucketize`, say. Where an adopted workflow has none, or such
+            as keep values (`Rename`, `ListSlice`, filters, …), they are those of the log.
 
         Returns:
           n, int64.
@@ -61,15 +72,22 @@ class RowsByRawId:
         Raises:
           ValueError: no such field, its vocabulary is not there, a raw id that is neither text nor
             a number, an unknown id of a field whose unknown ids are hashed, or a field of which the
-            workflow hashed all ids, or changed them after Categorify.
+            workflow hashed all ids, or changed them after Categorify. But for `as_read`, a field
+            whose values an operator may have changed before they were encoded, or a missing one of
+            a field whose missing values are filled in (`FillMissing`).
         """
         column = self._column(field)
         ids = encode(
-            self._vocabulary(field, workflow),
+            self._vocabulary(field, workflow, as_read),
             raw_ids,
             missing=missing_id(column),
             prepared=is_prepared(column),
         )
+        if is_filled(column) and not as_read and (ids == MISSING_ID).any():
+            raise ValueError(
+                f"raw ids of field {field!r} must not be missing, for its workflow fills them in. "
+                "Received: a missing one. Give the value that it has instead"
+            )
         hashed = int(column.properties.get("num_buckets") or 1) > 1
         if hashed and (ids == UNKNOWN_ID).any():
             raise ValueError(
@@ -79,23 +97,31 @@ class RowsByRawId:
             )
         return ids + self._first_row[field]
 
-    def to_df(self, field: str, *, workflow: str | os.PathLike[str] | None = None) -> pd.DataFrame:
+    def to_df(
+        self,
+        field: str,
+        *,
+        workflow: str | os.PathLike[str] | None = None,
+        as_read: bool = False,
+    ) -> pd.DataFrame:
         """The rows of one field with their raw ids; of a table in shards, on all ranks at once.
 
         Args:
           field: one of `fields`.
           workflow: as in `rows`.
+          as_read: as in `rows`: `raw` are the values that Categorify read.
 
         Returns:
           Index `id`: 0 to cardinality - 1. Columns: `raw` (None for padding, missing and unknown;
-          throughout, where a workflow hashed or changed the ids), then "0" to "d-1", as Merlin's
-          tables name them.
+          throughout, where a workflow hashed or changed the ids, or, but for `as_read`, may have
+          changed values before they were encoded), then "0" to "d-1", as Merlin's tables name them.
 
         Raises:
           ValueError: no such field, its vocabulary is not there, or the layer is not built.
         """
-        known = has_raw_ids(self._column(field))
-        vocabulary = self._vocabulary(field, workflow) if known else None
+        column = self._column(field)
+        known = has_raw_ids(column) and (as_read or not changed_before(column))
+        vocabulary = self._vocabulary(field, workflow, as_read) if known else None
         table = self._whole_table()
         first = self._first_row[field]
         last, access = first + self.cardinalities[field], self._spec.access
@@ -117,6 +143,7 @@ class RowsByRawId:
         values: pd.DataFrame | np.ndarray,
         *,
         workflow: str | os.PathLike[str] | None = None,
+        as_read: bool = False,
     ) -> int:
         """Set rows of one field to given, for instance pretrained, ones. Builds the table.
 
@@ -129,14 +156,16 @@ class RowsByRawId:
             name, others by position. Or an array cardinality×d, row i for id i, as Merlin's
             `EmbeddingTable.from_pretrained` takes it.
           workflow: as in `rows`.
+          as_read: as in `rows`, of a frame's index.
 
         Returns:
           How many rows were set: ids of the frame that the field does not know are left out.
 
         Raises:
           ValueError: no such field, another shape, values that are not finite, a raw id twice, or
-            none that the field knows; of a table in shards, other rows on another rank. Nothing is
-          changed then.
+            none that the field knows; a frame for a field that has no raw ids, or, but for
+            `as_read`, may have others than the log, as in `rows`; of a table in shards, other rows
+            on another rank. Nothing is changed then.
         """
         self._check_field(field)
         is_frame = isinstance(values, pd.DataFrame)
@@ -158,7 +187,8 @@ class RowsByRawId:
                 twice = values.index[values.index.duplicated()][0]
                 raise ValueError(f"raw ids of field {field!r} must be unique. Received: {twice!r}")
             prepared = is_prepared(self._column(field))
-            ids = encode(self._vocabulary(field, workflow), values.index, prepared=prepared)
+            vocabulary = self._vocabulary(field, workflow, as_read)
+            ids = encode(vocabulary, values.index, prepared=prepared)
             known = ids > UNKNOWN_ID
             again = pd.Series(ids[known]).duplicated().to_numpy()
             if again.any():  # 7 and "7"
@@ -193,8 +223,10 @@ class RowsByRawId:
             return frame
         return frame.iloc[:, [named.index(name) for name in wanted]]
 
-    def _vocabulary(self, field: str, workflow: str | os.PathLike[str] | None) -> pd.Series:
-        vocabulary = read_vocabulary(self._column(field), workflow)
+    def _vocabulary(
+        self, field: str, workflow: str | os.PathLike[str] | None, as_read: bool
+    ) -> pd.Series:
+        vocabulary = read_vocabulary(self._column(field), workflow, as_read=as_read)
         last, cardinality = vocabulary.index.max(), self.cardinalities[field]
         if len(vocabulary) and last != cardinality - 1:
             raise ValueError(

@@ -29,7 +29,10 @@ UNKNOWN_ID = 2
 
 
 def read_vocabulary(
-    column: ColumnSchema, workflow: str | os.PathLike[str] | None = None
+    column: ColumnSchema,
+    workflow: str | os.PathLike[str] | None = None,
+    *,
+    as_read: bool = False,
 ) -> pd.Series:
     """The raw id of each id of a field.
 
@@ -38,18 +41,28 @@ def read_vocabulary(
         one was never encoded, and its ids are its raw ids, from 3 on; but see `has_raw_ids`.
       workflow: the folder of the saved `nvtabular.Workflow`. `cat_path` may be relative to it
         (ours is), or name a place that is gone; `None` takes `cat_path` as it stands.
+      as_read: give the values that Categorify read, also where an operator before it may have made
+        them of others (`changed_before`).
 
     Returns:
       Raw ids by id, real ones only.
 
     Raises:
-      ValueError: the file is not there, or is of combined columns, or the ids have no raw ones.
+      ValueError: the file is not there, or is of combined columns, or the ids have no raw ones, or,
+        but for `as_read`, others than the log's.
     """
     if not has_raw_ids(column):
         raise ValueError(
             f"raw ids of field {column.name!r} must be in a vocabulary. Received: a field without "
             "one, whose ids its workflow hashed, or changed after Categorify. Take ids from "
             "workflow.transform."
+        )
+    operators = changed_before(column)
+    if operators and not as_read:
+        raise ValueError(
+            f"raw ids of field {column.name!r} must be those of the log, and {operators} may have "
+            "changed them before they were encoded. Received: as_read=False. Take ids from "
+            f"workflow.transform, or pass as_read=True with values as {operators} made them."
         )
     named = column.properties.get("cat_path")
     if not named:
@@ -196,6 +209,20 @@ def has_raw_ids(column: ColumnSchema) -> bool:
     `merlin-cowclip adopt`, which knows the workflow, writes `no_raw_ids` into its schema.
     """
     return not column.properties.get("no_raw_ids")
+
+
+def changed_before(column: ColumnSchema) -> str:
+    """Which operators may have changed a field's raw ids before they were encoded.
+
+    Their names, such as "LambdaOp, Bucketize", or "" where there is none. `merlin-cowclip adopt`,
+    which knows the workflow, writes them into its schema.
+    """
+    return str(column.properties.get("changed_before") or "")
+
+
+def is_filled(column: ColumnSchema) -> bool:
+    """Whether a workflow fills in a field's missing raw ids: `adopt` writes that, too."""
+    return bool(column.properties.get("missing_filled"))
 
 
 def is_prepared(column: ColumnSchema) -> bool:

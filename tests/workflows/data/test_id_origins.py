@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 
 from merlin_cowclip.models import FusedEmbeddings, read_vocabulary
 from merlin_cowclip.workflows.data.adopt import adopt
-from merlin_cowclip.workflows.data.id_origins import Origin, id_origins
+from merlin_cowclip.workflows.data.id_origins import Origin, id_origins, raw_values
 from merlin_cowclip.workflows.data.prepared import PreparedData
 from merlin_cowclip.workflows.quiet import quiet_imports
 from merlin_cowclip.workflows.serving.rare_rows import rare_ids
@@ -19,7 +20,7 @@ from merlin_cowclip.workflows.serving.rare_rows import rare_ids
 with quiet_imports():
     import nvtabular as nvt
     from merlin.io import Dataset
-    from merlin.schema import Tags
+    from merlin.schema import Schema, Tags
     from nvtabular import ops
 
 pytestmark = pytest.mark.filterwarnings("ignore:Initializing an NVTabular Dataset in CPU mode")
@@ -149,3 +150,212 @@ def test_groups_of_ids_are_ids(tmp_path: Path):
     assert kept == {"item_list", "site_first"}
     assert {name for name in origins if name not in kept} == {"item_count", "site_nunique"}
     assert workflow.transform(LOG)["user"].isin(LOG["user"]).all()
+
+
+BEFORE = pd.DataFrame(
+    {
+        "click": np.arange(ROWS) % 2,
+        "age": RANDOM.integers(10, 80, ROWS),
+        "name": [f"N{i}" if i % 2 else f"n{i}" for i in RANDOM.integers(0, 9, ROWS)],
+        "weight": RANDOM.integers(0, 5, ROWS) / 10,
+        "shoe": RANDOM.choice([38.0, 41.0, 44.0, np.nan], ROWS),
+        "color": RANDOM.choice(np.array(["red", "green", None], object), ROWS),
+        "size": RANDOM.integers(0, 5, ROWS),
+        "tags": LOG["genres"],
+        "shop": LOG["shop"],
+        "query": [f"q{i}" for i in RANDOM.integers(0, 99, ROWS)],
+    }
+)
+OPERATORS = {
+    "age": "Bucketize",
+    "tens": "LambdaOp, Clip",
+    "lower": "LambdaOp",
+    "weight": "ReduceDtypeSize",
+    "hash": "HashBucket",
+    "half": "LambdaOp",
+    "missing_filled": "FillMissing",
+    "steps": "Bucketize",
+}
+AS_IN_THE_LOG = {
+    "shoe": "shoe",
+    "renamed": "color",
+    "size": "size",
+    "tags": "tags",
+    "shop_": "shop",
+}
+
+
+def lower(column):
+    return column.str.lower()
+
+
+def tens(column):
+    return column // 10
+
+
+@pytest.fixture(scope="module")
+def behind(tmp_path_factory) -> PreparedData:
+    """Ids of which Categorify, where there is one, comes last."""
+    home = tmp_path_factory.mktemp("behind")
+
+    def ids(**options):
+        return ops.Categorify(out_path=str(home / f"fitted{len(os.listdir(home))}"), **options)
+
+    def own(last: int):
+        return ops.AddMetadata([Tags.CATEGORICAL], {"domain": {"min": 0, "max": last}})
+
+    (home / "fitted").mkdir()
+    shops = pd.DataFrame({"shop": np.arange(100, 120), "seller_of": np.arange(20) % 4})
+    filled = ["color"] >> ops.FillMissing(fill_val="none", add_binary_cols=True)
+    nodes = (
+        (["age"] >> ops.Bucketize([20, 30, 40, 60]) >> ids())
+        + (["age"] >> ops.LambdaOp(tens) >> ops.Clip(0, 9) >> ops.Rename(name="tens") >> ids())
+        + (["name"] >> ops.LambdaOp(lower) >> ids() >> ops.Rename(name="lower"))
+        + (["weight"] >> ops.ReduceDtypeSize() >> ids())
+        + (["query"] >> ops.HashBucket(9) >> ids() >> ops.Rename(name="hash"))
+        + (["size"] >> ops.LambdaOp(halved) >> ops.Rename(name="half") >> own(9))
+        + (["age"] >> ops.Bucketize([20, 50]) >> ops.Rename(name="steps") >> own(2))
+        + (["shoe"] >> ops.FillMedian() >> ids())
+        + (
+            filled["color"]
+            >> ops.Filter(lambda df: df["color"] != "")
+            >> ids()
+            >> ops.Rename(name="renamed")
+        )
+        + (filled["color_filled"] >> ops.Rename(name="missing_filled") >> ids())
+        + (["size"] >> ops.ReduceDtypeSize() >> ids())
+        + (["tags"] >> ops.ListSlice(0, 2) >> ids())
+        + (["shop"] >> ops.JoinExternal(shops, on="shop") >> ops.Rename(postfix="_") >> ids())
+        + ["click"]
+    )
+    raw = Dataset(BEFORE)
+    workflow = nvt.Workflow(nodes)
+    workflow.fit(raw)
+    workflow.save(str(home / "workflow"))
+    workflow.transform(raw).to_parquet(str(home / "train"))
+    return adopt(home / "train", home / "workflow", "click", home / "data", progress=False)
+
+
+def table_of(data: PreparedData) -> FusedEmbeddings:
+    table = FusedEmbeddings(data.schema.select_by_name(list(data.spec.ids)), 2)
+    table(dict.fromkeys(data.spec.ids, np.zeros((1, 1), np.int64)))
+    return table
+
+
+def encoded(data: PreparedData) -> pd.DataFrame:
+    return pd.concat([pd.read_parquet(file) for file in data.train_files], ignore_index=True)
+
+
+def test_what_operators_made_before_categorify_are_no_raw_ids(behind):
+    """The third bucket is no age of 3: its row was given for one."""
+    table, workflow = table_of(behind), behind.path / "workflow"
+    for field, operators in OPERATORS.items():
+        given = pd.DataFrame(np.ones((2, 2)), index=[3, 4])
+        for read in (
+            lambda field: read_vocabulary(behind.schema[field], workflow),
+            lambda field: table.rows(field, [3], workflow=workflow),
+            lambda field: table.load_rows(field, given, workflow=workflow),  # noqa: B023
+        ):
+            with pytest.raises(ValueError, match=f"field '{field}' .* log, and {operators} may"):
+                read(field)
+        assert table.to_df(field, workflow=workflow)["raw"].isna().all()
+
+
+@pytest.mark.parametrize(
+    ("field", "values"),
+    [
+        ("age", pd.Series(np.digitize(BEFORE["age"], [20, 30, 40, 60]))),
+        ("tens", BEFORE["age"] // 10),
+        ("lower", BEFORE["name"].str.lower()),
+        ("missing_filled", BEFORE["color"].isna()),
+        ("size", BEFORE["size"]),  # which none changed
+    ],
+)
+def test_they_are_taken_as_read(behind, field, values):
+    table, how = table_of(behind), {"workflow": behind.path / "workflow", "as_read": True}
+    ids = table.rows(field, values, **how) - table.rows(field, [None], **how) + 1
+    np.testing.assert_array_equal(ids, encoded(behind)[field])
+    frame = table.to_df(field, **how)
+    assert frame["raw"][ids].tolist() == values.tolist()
+    new = frame.dropna(subset="raw").set_index("raw") + 1
+    assert table.load_rows(field, new, **how) == values.nunique()
+    np.testing.assert_array_equal(table.to_df(field, **how).loc[3:, ["0", "1"]], new)
+
+
+def test_ids_of_numbers_are_taken_as_read(behind):
+    """Of a column with a domain of its own, which Categorify never saw."""
+    table = table_of(behind)
+    first = table.rows("half", [5], as_read=True) - 5
+    assert (table.rows("half", [3, 4, 9], as_read=True) - first).tolist() == [3, 4, 9]
+
+
+def test_operators_that_keep_values_leave_raw_ids(behind):
+    table, ids = table_of(behind), encoded(behind)
+    for field, column in AS_IN_THE_LOG.items():
+        assert "changed_before" not in behind.schema[field].properties
+        raw, how = BEFORE[column], {"workflow": behind.path / "workflow"}
+        given = raw.map(lambda one: one[:2] if isinstance(one, list) else one).explode()
+        here = given.notna().to_numpy()
+        rows = table.rows(field, given[here], **how) - table.rows(field, ["?"], **how) + 2
+        np.testing.assert_array_equal(rows, ids[field].explode()[here])
+        assert (rows > 2).all()
+    for field in ("shoe", "renamed"):  # Categorify saw the median, and "none"
+        with pytest.raises(ValueError, match=f"field '{field}' must not be missing.* fills them"):
+            table.rows(field, [None], **how)
+        assert table.rows(field, [None], as_read=True, **how) + 1 == table.rows(field, ["?"], **how)
+
+
+def test_adopt_names_the_operators(behind):
+    (note,) = (one for one in behind.record["notes"] if "as_read" in one)
+    fields = set(re.search("ids of (.*) are of values", note).group(1).split("; "))
+    assert fields == {f"'{field}' ({operators})" for field, operators in OPERATORS.items()}
+
+
+def test_folders_without_a_mark_take_values_as_they_did(behind):
+    """As they were adopted before there was one."""
+    marks = ("changed_before", "missing_filled")
+    before = Schema([c.with_properties(dict.fromkeys(marks)) for c in behind.schema])
+    table = FusedEmbeddings(before.select_by_name(["age", "shoe"]), 2)
+    how = {"workflow": behind.path / "workflow"}
+    age = np.digitize(BEFORE["age"], [20, 30, 40, 60])
+    np.testing.assert_array_equal(table.rows("age", age, **how), encoded(behind)["age"])
+    assert table.rows("shoe", [None], **how) == table.rows("shoe", ["?"], **how) - 1
+
+
+@pytest.mark.parametrize("kept", ["list", "first", "max"])
+def test_groups_of_raw_ids_are_raw_ids(tmp_path: Path, kept):
+    groups = ops.Groupby(groupby_cols="user", aggs={"item": [kept, "count"]})
+    ids = ["user", "item"] >> groups >> ops.Categorify(out_path=str(tmp_path))
+    workflow = nvt.Workflow(ids)
+    workflow.fit(Dataset(LOG))
+    assert raw_values(workflow)[f"item_{kept}"].changed_by == ()
+    assert raw_values(workflow)["item_count"].changed_by == ("Groupby",)
+
+
+def test_buckets_without_a_training_row_start_at_zero(tmp_path: Path):
+    """Of operators that do not say how many there are, too: they were noise at serving time."""
+    bins = [*range(20, 80, 20), 900, 950, 990]
+    own = ops.AddMetadata([Tags.CATEGORICAL], {"domain": {"min": 0, "max": 999}})
+    nodes = (
+        (["query"] >> ops.HashBucket(1000) >> ops.Rename(name="hashed"))
+        + ([["query", "name"]] >> ops.HashedCross(1000) >> own >> ops.Rename(name="crossed"))
+        + (["age"] >> ops.Bucketize(bins) >> own >> ops.Rename(name="steps"))
+        + (["size"] >> own)
+        + ["click"]
+    )
+    raw, workflow = Dataset(BEFORE), nvt.Workflow(nodes)
+    workflow.fit(raw)
+    workflow.save(str(tmp_path / "workflow"))
+    workflow.transform(raw).to_parquet(str(tmp_path / "train"))
+    data = adopt(
+        tmp_path / "train", tmp_path / "workflow", "click", tmp_path / "data", progress=False
+    )
+    table = table_of(data)
+    for field in data.spec.ids:
+        empty = data.counts(field)["count"].to_numpy() == 0
+        empty[0] = True  # padding
+        if field == "size":  # ids that were never encoded start as any, behind the unknown one
+            empty[3:] = False
+        values = table.to_df(field)[["0", "1"]].to_numpy()
+        np.testing.assert_array_equal((values == 0).all(axis=1), empty, field)
+        assert empty.sum() > (field != "size") * 600

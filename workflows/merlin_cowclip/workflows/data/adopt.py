@@ -162,7 +162,7 @@ def _save(
         vocabulary = pipeline.vocabularies.get(name)
         raw = pa.nulls(0, pa.string()) if vocabulary is None else vocabulary.raw()
         write_counts(folder / "counts", name, counts, raw)
-    save_schema(pipeline.schema, folder)
+    save_schema(pipeline.schema, folder, pipeline.bucketed)
     other = _counted_otherwise(pipeline, scan)
     notes = list(pipeline.notes)
     if other:

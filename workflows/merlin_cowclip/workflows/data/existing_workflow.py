@@ -27,7 +27,7 @@ from merlin_cowclip.workflows.data.existing_parquet import (
     check_types,
     is_list,
 )
-from merlin_cowclip.workflows.data.id_origins import Origin, id_origins
+from merlin_cowclip.workflows.data.id_origins import Origin, RawValues, id_origins, raw_values
 from merlin_cowclip.workflows.data.inputs import natural_order
 from merlin_cowclip.workflows.errors import UserError, quoted
 from merlin_cowclip.workflows.quiet import quiet_imports
@@ -123,6 +123,7 @@ class Pipeline:
     cardinalities: dict[str, int]
     vocabularies: dict[str, Vocabulary]  # by field; not of hashed ones
     found: dict[str, Path]  # every vocabulary of the workflow, by storage name
+    bucketed: set[str]  # fields whose ids are all buckets
     notes: list[str]
 
     @classmethod
@@ -170,6 +171,19 @@ class Pipeline:
                 f"raw ids of {quoted(changed)} are not known: an operator after Categorify may "
                 "have changed the ids. To know them, let it come before"
             )
+        values = {c: v for c, v in raw_values(workflow).items() if c in spec.ids}
+        bucketed = {
+            c
+            for c, of in values.items()
+            if origins.get(c) is Origin.HASH or (c not in origins and "Bucketize" in of.changed_by)
+        }
+        before = [c for c in spec.ids if c not in without and values[c].changed_by]
+        if before:
+            made = "; ".join(f"{c!r} ({', '.join(values[c].changed_by)})" for c in before)
+            notes.append(
+                f"ids of {made} are of values that operators may have changed before: "
+                "FusedEmbeddings takes and gives such values by as_read=True, and none of the log"
+            )
         found = _find_vocabularies(workflow, folder)
         known = {c: {} if c in without else found for c in spec.ids}
         fields = {c: _Field.of(columns[c][0], known[c]) for c in spec.ids}
@@ -177,11 +191,16 @@ class Pipeline:
             folder=folder,
             spec=spec,
             schema=_schema(
-                spec, stored, {c: schema for c, (schema, _) in columns.items()}, found, without
+                spec,
+                stored,
+                {c: schema for c, (schema, _) in columns.items()},
+                found,
+                {c: of for c, of in values.items() if c not in without},
             ),
             cardinalities={c: field.cardinality for c, field in fields.items()},
             vocabularies={c: field.vocabulary for c, field in fields.items() if field.vocabulary},
             found=found,
+            bucketed=bucketed,
             notes=notes,
         )
 
@@ -399,12 +418,13 @@ def _schema(
     stored: pa.Schema,
     columns: dict[str, ColumnSchema],
     found: dict[str, Path],
-    without: set[str],
+    raw: dict[str, RawValues],
 ) -> Schema:
     """The label and the inputs as the parquet holds them, as `save_workflow` writes a schema.
 
     Ids without raw ones are marked, which no operator does: without a vocabulary they would be
-    taken for ids that were never encoded (`read_vocabulary`).
+    taken for ids that were never encoded (`read_vocabulary`). So are those whose raw ones, ``raw``,
+    are others than the log's.
 
     Lists are ragged ones whatever the workflow says: on CPU, ListSlice(pad=True) does not pad.
     """
@@ -418,7 +438,11 @@ def _schema(
         if name != spec.label:
             properties, tags = dict(columns[name].properties), list(columns[name].tags)
             properties.pop("value_count", None)
-            if name in without:
+            if name in raw and raw[name].changed_by:
+                properties["changed_before"] = ", ".join(raw[name].changed_by)
+            elif name in raw and raw[name].filled:
+                properties["missing_filled"] = True
+            if name in spec.ids and name not in raw:
                 properties.pop("cat_path", None)
                 properties["no_raw_ids"] = True
             elif _storage(columns[name]) in found:

@@ -1,9 +1,14 @@
-"""What made the ids of a saved workflow's columns: only those that Categorify made have raw ids."""
+"""What made the ids of a saved workflow's columns, and of which values.
+
+Only ids that Categorify made have raw ones, and these are the log's if no operator before it
+changed them.
+"""
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from merlin_cowclip.workflows.quiet import quiet_imports
@@ -20,6 +25,14 @@ class Origin(enum.Enum):
     CHANGED = "an operator after Categorify, which may have made others of them"
 
 
+@dataclass(frozen=True)
+class RawValues:
+    """What became of a log's values until ids were made of them; or to the end, if none were."""
+
+    changed_by: tuple[str, ...] = ()  # operators that may have made others of them, in order
+    filled: bool = False  # missing ones
+
+
 def id_origins(workflow: nvt.Workflow) -> dict[str, Origin]:
     """What made the ids of a workflow's outputs, by column.
 
@@ -29,10 +42,37 @@ def id_origins(workflow: nvt.Workflow) -> dict[str, Origin]:
     Args:
         workflow: fitted.
     """
+    return {name: column.origin for name, column in _columns(workflow).items() if column.origin}
+
+
+def raw_values(workflow: nvt.Workflow) -> dict[str, RawValues]:
+    """Whether the ids of a workflow's outputs are of the values that the log has, by column.
+
+    What a join brought in is a value as its table has it.
+
+    Args:
+        workflow: fitted.
+    """
+    return {
+        name: column.encoded if column.origin is Origin.VOCABULARY else column.values
+        for name, column in _columns(workflow).items()
+    }
+
+
+@dataclass(frozen=True)
+class _Column:
+    origin: Origin | None = None
+    values: RawValues = RawValues()  # what they have become by now
+    encoded: RawValues = RawValues()  # what they were when the last Categorify read them
+
+
+def _columns(workflow: nvt.Workflow) -> dict[str, _Column]:
     with quiet_imports():
         from merlin.dag import ops as dag
         from merlin.dag import postorder_iter_nodes
         from nvtabular import ops
+
+        from merlin_cowclip.workflows.data.operators import IdText
 
         as_they_are = (
             *(dag.SelectionOp, dag.SubsetColumns, dag.SubtractionOp, dag.ConcatColumns),
@@ -40,28 +80,48 @@ def id_origins(workflow: nvt.Workflow) -> dict[str, Origin]:
             *(ops.Filter, ops.Dropna, ops.DropLowCardinality, ops.ListSlice),
             *(ops.ReduceDtypeSize, ops.ValueCount, ops.DataStats),
         )
-    made: dict[int, dict[str, Origin]] = {}
+    made: dict[int, dict[str, _Column]] = {}
     for node in postorder_iter_nodes(workflow.output_node):
-        given: dict[str, Origin | None] = {}
+        given: dict[str, _Column] = {}
         for above in node.parents_with_dependencies:  # of two of one name NVTabular takes the last
-            names = above.output_schema.column_names
-            given |= {name: made[id(above)].get(name) for name in names}
+            given |= made[id(above)]
         mapping, found = node.column_mapping, made.setdefault(id(node), {})
-        for name in node.output_schema.column_names:
-            origin: Origin | None
-            origins = {given.get(one) for one in mapping.get(name, given)}
+        for name, schema in node.output_schema.column_schemas.items():
+            sources = [given.get(one, _Column()) for one in mapping.get(name, given)]
             kept = isinstance(node.op, as_they_are)
             if isinstance(node.op, ops.Groupby):
                 kept = _keeps_ids(node.op, name, mapping)
+            origin = _of_several((one.origin for one in sources), kept)
+            encoded = _together(one.encoded for one in sources)
+            values = _together(one.values for one in sources)
             if isinstance(node.op, ops.Categorify):
-                origin = Origin.VOCABULARY
+                origin, encoded = Origin.VOCABULARY, values
             elif isinstance(node.op, ops.HashBucket | ops.HashedCross):
                 origin = Origin.HASH
-            else:
-                origin = _of_several(origins, kept)
-            if origin:
-                found[name] = origin
+            if isinstance(node.op, ops.FillMissing | ops.FillMedian):
+                kept = mapping.get(name) == [name]  # not whether it was filled, a column beside it
+                values = RawValues(values.changed_by, values.filled or kept)
+            elif isinstance(node.op, ops.ReduceDtypeSize):
+                kept = schema.dtype.element_type.value != "float"  # 0.1 is another one in float32
+            elif isinstance(node.op, ops.JoinExternal | IdText):
+                kept = True
+            if not kept:
+                changed_by = (*values.changed_by, _name(node.op))
+                values = RawValues(changed_by, values.filled)
+            found[name] = _Column(origin, values, encoded)
     return made[id(workflow.output_node)]
+
+
+def _name(op: Any) -> str:
+    name = type(op).__name__
+    return "LambdaOp" if name == "UDF" else name
+
+
+def _together(values: Iterable[RawValues]) -> RawValues:
+    """Of what an operator makes of several columns."""
+    of = list(values)
+    changed_by = dict.fromkeys(name for one in of for name in one.changed_by)
+    return RawValues(tuple(changed_by), any(one.filled for one in of))
 
 
 def _keeps_ids(op: Any, name: str, mapping: Mapping[str, Sequence[str]]) -> bool:

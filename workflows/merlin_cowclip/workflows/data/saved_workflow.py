@@ -6,7 +6,7 @@ What is read of them again is `prepared.py`'s.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,31 +53,42 @@ def save_workflow(workflow: nvt.Workflow, folder: Path, columns: Iterable[str]) 
     save_schema(Schema([found[name] for name in columns]), folder)
 
 
-def save_schema(schema: Schema, folder: Path) -> None:
+def save_schema(schema: Schema, folder: Path, bucketed: Collection[str] = ()) -> None:
     """Write ``schema.pbtxt``, and ``.merlin/``, by which `merlin.io.Dataset` finds the schema.
 
     Fields whose counts are written get a property ``untrained_ids``: the ids without a training
     row, as first ones and ends in turn. Rows of tables that would stay as they began start at zero
     by it (`FusedEmbeddings`).
+
+    Args:
+        schema: of the columns.
+        folder: with the counts.
+        bucketed: fields all of whose ids are buckets, whether or not a property says how many. The
+            ids of a vocabulary, and those that were never encoded, start as any.
     """
     with quiet_imports():
         from merlin.schema import Schema
         from merlin.schema.io.tensorflow_metadata import TensorflowMetadata
     proto = TensorflowMetadata.from_merlin_schema(
-        Schema([_with_untrained_ids(column, folder / "counts") for column in schema])
+        Schema(
+            [
+                _with_untrained_ids(column, folder / "counts", column.name in bucketed)
+                for column in schema
+            ]
+        )
     )
     proto.to_proto_text_file(str(folder))
     (folder / ".merlin").mkdir()
     proto.to_json_file(str(folder / ".merlin"))
 
 
-def _with_untrained_ids(column: ColumnSchema, counts: Path) -> ColumnSchema:
+def _with_untrained_ids(column: ColumnSchema, counts: Path, bucketed: bool) -> ColumnSchema:
     path = counts / f"{column.name}.parquet"
     if not path.exists():  # the label, numbers
         return column
     buckets = int(column.properties.get("num_buckets") or 1)
     count = pq.read_table(path, columns=["count"])["count"].to_numpy()
-    if buckets == 1 or column.properties.get("cat_path"):
+    if not bucketed and (buckets == 1 or column.properties.get("cat_path")):
         count = count[: UNKNOWN + buckets]  # a vocabulary's own ids start as any
     untrained = np.concatenate([[False], count == 0, [False]])
     ends = np.flatnonzero(np.diff(untrained))
