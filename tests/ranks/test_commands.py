@@ -22,6 +22,7 @@ from merlin_cowclip.workflows.training import ranks as ranks_of_runs
 from merlin_cowclip.workflows.training.checkpoints import Checkpoints
 from merlin_cowclip.workflows.training.configuration import TrainConfig
 from merlin_cowclip.workflows.training.evaluation import evaluate
+from merlin_cowclip.workflows.training.scalars import percent
 from tests.bad_input.conftest import TOY, toy_log
 from tests.bad_input.contract import listing, refused
 
@@ -71,6 +72,17 @@ def test_a_run_with_tables_in_shards_is_like_any_other(data, one, in_shards):
     of_fields = [_numbers(run.path / "fields.csv") for run in (one, run)]
     ids = [[line["ids_per_batch"] for line in lines] for lines in of_fields]
     assert ids[0] == ids[1]
+    _check_clip(run)
+
+
+def _check_clip(run: Run) -> None:
+    """What the run says of the clip is of all ranks' rows, as the lines of its epochs are."""
+    with (run.path / "fields.csv").open(newline="") as file:
+        lines = [line for line in csv.DictReader(file) if line["table"] == "embeddings"]
+    rows = [float(line["ids_per_batch"]) for line in lines]
+    clipped = np.average([float(line["rows_clipped"]) for line in lines], weights=rows)
+    assert clipped > 0
+    assert run.result["clip"].startswith(f"The clip shortened {percent(clipped)} of the rows")
 
 
 def _numbers(path: Path) -> list[dict[str, float]]:

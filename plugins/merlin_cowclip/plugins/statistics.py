@@ -176,6 +176,15 @@ class StepStatistics:
                 "read what you need of the old ones before bind."
             )
 
+    def _check_readable(self) -> None:
+        self._check_go_on()
+        if any(spec.access.made_whole for spec in self._tables):
+            raise ValueError(
+                "Statistics of tables in shards are sums over all ranks. Received: a look at them "
+                "within whole_tables(model), where rank 0 has whole tables. Read them on all ranks "
+                "at once, before whole_tables or after it."
+            )
+
     @property
     def variables(self) -> list[tf.Variable]:
         """All state, in a fixed order: restored, the sums go on as if nothing had been."""
@@ -279,9 +288,10 @@ class StepStatistics:
         Where tables are in shards, it is called on all ranks at once, as are the other two.
 
         Raises:
-          ValueError: the optimizer was bound to other tables since; so do the others.
+          ValueError: the optimizer was bound to other tables since; or tables in shards are whole
+            meanwhile (`whole_tables`). So do the other two.
         """
-        self._check_go_on()
+        self._check_readable()
         counts = self._counts.numpy() - self._counts_before.numpy()
         with np.errstate(invalid="ignore"):  # what is infinite in both
             norms = self._norms.numpy() - self._norms_before.numpy()
@@ -293,7 +303,7 @@ class StepStatistics:
         Of tables of width 2 and more, where there are any; the bins from the first that holds a row
         to the last.
         """
-        self._check_go_on()
+        self._check_readable()
         widths = [spec.width for spec in self._tables for _ in spec.range_names]
         chosen = [width > 1 or max(widths) == 1 for width in widths]
         bins = self._of_all_ranks(self._bins.numpy() - self._bins_before.numpy())[chosen]
@@ -307,7 +317,7 @@ class StepStatistics:
 
     def total(self) -> list[FieldStatistics]:
         """The sums since the first step."""
-        self._check_go_on()
+        self._check_readable()
         return list(self._fields(self._counts.numpy(), self._norms.numpy()))
 
     def reset(self) -> None:

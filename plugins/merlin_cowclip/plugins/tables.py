@@ -41,6 +41,7 @@ class TableAccess:
       owners: all that have been, and are still there.
       is_used: whether the layer looks its rows up by `gather`.
       shard: which rows this rank has, where the ranks share them; `None`: it has all.
+      made_whole: whether a table in shards is whole on rank 0 meanwhile (`whole_tables`).
     """
 
     whole: bool | None = None
@@ -49,6 +50,7 @@ class TableAccess:
     owners: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
     is_used: bool = False
     shard: Shard | None = None
+    made_whole: bool = False
 
     def __getstate__(self) -> dict[str, Any]:
         """Of copies and pickles, whose variable is another one: without any optimizer."""

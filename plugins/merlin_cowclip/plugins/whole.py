@@ -38,8 +38,9 @@ def whole_tables(model: mm.Model) -> Iterator[None]:
     """Within it, on rank 0, tables in shards and their moments are whole: a model like any other.
 
     Called on all ranks at once. The other ranks' stay as they are, and must not be called within
-    it; a `tf.function` of one's own has the tables that it was traced with. Rank 0 needs memory for
-    the whole tables beside its shards. Without shards it does nothing.
+    it; a `tf.function` of one's own has the tables that it was traced with. Statistics of steps are
+    read before it or after it. Rank 0 needs memory for the whole tables beside its shards. Without
+    shards it does nothing.
 
     ```python
     with whole_tables(model):
@@ -70,12 +71,16 @@ def whole_tables(model: mm.Model) -> Iterator[None]:
     traced = {name: getattr(model, name) for name in _TRACED if pairs}
     for one, whole in pairs:
         _put(one, whole, None)
+    for one in held:
+        one.spec.access.made_whole = True
     model.__dict__.update(dict.fromkeys(traced))
     try:
         yield
     finally:
         for one, _ in pairs:
             _put(one, one.table, one.shard)
+        for one in held:
+            one.spec.access.made_whole = False
         model.__dict__.update(traced)
 
 

@@ -64,6 +64,7 @@ def test_len_is_the_number_of_batches_and_only_the_last_is_short(data, batch_siz
     assert len(sizes) == len(loader)
     assert set(sizes[:-1]) <= {batch_size}
     assert sizes[-1] == (TRAIN % batch_size or batch_size)
+    assert sum(sizes) == loader.rows_per_epoch == TRAIN
 
 
 def test_format(data):

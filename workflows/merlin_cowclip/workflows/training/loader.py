@@ -74,6 +74,7 @@ class Loader(tf.data.Dataset):
       epoch: that of passes over the loader itself, 0 unless set.
       delivered: batches that TensorFlow has got of it so far.
       rows: rows of the part, those left out included.
+      rows_per_epoch: rows that its batches hold, on all ranks together.
       schema, input_schema, output_schema: of the columns, the label among them, as Merlin's.
 
     Raises:
@@ -182,6 +183,11 @@ class Loader(tf.data.Dataset):
         return self._order.rows
 
     @property
+    def rows_per_epoch(self) -> int:
+        """Rows that the batches of an epoch hold, on all ranks together."""
+        return min(len(self) * self.batch_size, self.rows)
+
+    @property
     def epoch(self) -> int:
         """That of passes over the loader itself."""
         return self._passes.epoch
@@ -226,6 +232,8 @@ class Loader(tf.data.Dataset):
         `fit(loader.dataset(epochs=None, epoch=e + 1), initial_epoch=e + 1, epochs=…,
         steps_per_epoch=len(loader))`.
 
+        It has the loader's `batch_size` and `ranks`, by which an optimizer knows the global batch.
+
         Args:
           epochs: how many, the one begun at `start` included.
           epoch: the first one.
@@ -235,7 +243,9 @@ class Loader(tf.data.Dataset):
           UserError: no such epoch or start.
         """
         first, stop = self._span(epoch, epochs, start)
-        return self._as_dataset(lambda _: first, None if stop is None else stop - first)
+        dataset = self._as_dataset(lambda _: first, None if stop is None else stop - first)
+        dataset.batch_size, dataset.ranks = self.batch_size, self.ranks
+        return dataset
 
     def _span(self, epoch: int, epochs: int | None, start: int) -> tuple[int, int | None]:
         """From which batch to which, all epochs counted through."""

@@ -102,8 +102,8 @@ class Training:
 
     @property
     def rows(self) -> int:
-        """Rows of an epoch."""
-        return self._loader.rows
+        """Rows that an epoch trains on."""
+        return self._loader.rows_per_epoch
 
     @property
     def best_step(self) -> int | None:
@@ -376,7 +376,7 @@ class Training:
     def _scalars(self, loss: float) -> tuple[dict[str, float | None], list[FieldStatistics]]:
         """Of the epoch so far: over all fields, and what those were like."""
         k = (self.step - 1) % len(self._loader) + 1
-        rows = min(k * self._config.batch_size, self._loader.rows)
+        rows = min(k * self._config.batch_size, self.rows)
         rates, fields = self._optimizer.learning_rates(), self._statistics.read()
         overall: dict[str, float | None] = {
             "loss": loss,
@@ -400,14 +400,15 @@ class Training:
             else f"test AUC {row['auc']:.5f}, log loss {row['log_loss']:.5f}, "
             f"calibration {row['calibration']:.3f}, "
         )
+        speed = self.rows / row["seconds"]
         best = ", best" if row["auc"] is not None and self.progress.best == row["epoch"] else ""
         return (
             f"epoch {row['epoch']}/{self._config.epochs}: loss {row['train_loss']:.5f}, {quality}"
-            f"{row['seconds']:.0f} s, {self._loader.rows / row['seconds']:,.0f} samples/s{best}"
+            f"{row['seconds']:.0f} s, {speed:,.0f} samples/s{best}"
         )
 
     def what_the_clip_did(self) -> str:
-        """A sentence for the end of the run."""
+        """A sentence for the end of the run; on all ranks at once."""
         return clip_sentence(self._statistics.total())
 
     def _stopped(self, book: Logbook, stopping: Stopping) -> Stopped:

@@ -324,10 +324,11 @@ def _train(
         training.go_on_from_last(begin)
         with Stopping(max_minutes, several=loader.ranks > 1) as stopping:
             training.train(stopping)
+        clip = training.what_the_clip_did()  # by sums over all ranks, of tables in shards
         with whole_tables(model), agreed():
             if is_first():
                 with at_work(), _saving_shown(show=progress and keeping.saved_model):
-                    _finish(keeping, run, training, count_parameters(model, optimizer))
+                    _finish(keeping, run, training, count_parameters(model, optimizer), clip)
 
 
 @contextlib.contextmanager
@@ -364,7 +365,9 @@ def _left_behind(run: Path, *, new: bool = False) -> Iterator[None]:
         raise
 
 
-def _finish(keeping: Keeping, run: Path, training: Training, parameters: dict[str, int]) -> None:
+def _finish(
+    keeping: Keeping, run: Path, training: Training, parameters: dict[str, int], clip: str
+) -> None:
     """Write the SavedModel and, last, the result."""
     if keeping.saved_model:
         remove(run / "model")  # half a one, if a process was killed here before
@@ -385,7 +388,7 @@ def _finish(keeping: Keeping, run: Path, training: Training, parameters: dict[st
         "train_seconds": seconds,
         "jobs": config.get("jobs", 1),
         "parameters": parameters,
-        "clip": training.what_the_clip_did(),
+        "clip": clip,
         "config": config,
         "manifest": manifest_of(run, without=(EVENTS, CHECKPOINTS, LOCK)),
     }
