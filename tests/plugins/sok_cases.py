@@ -240,3 +240,31 @@ def refused_of_ranks() -> str:
     except ValueError as error:
         return str(error)
     return ""
+
+
+def refused_lookups(sok: Any) -> tuple[str, float]:
+    """What a step says of which the last rank forgets an id, a row of the first; how far its own
+    rows have changed.
+    """
+    table = table_of(sok, "distributed", first_rows()["a"])
+    optimizer = CowClipSokOptimizer(HP.replace(warmup_epochs=0.0))
+    before = table.numpy()
+    forgets = here().rank == here().size - 1
+    looked_up = tf.constant([1, 3, 4 if forgets else 5], tf.int64)
+    told = looked_up[: 2 if forgets else 3]
+
+    @tf.function(autograph=False)
+    def step() -> None:
+        with tf.GradientTape() as tape:
+            rows = sok.lookup_sparse([table], [as_list(looked_up)], combiners=["sum"])[0]
+            loss = tf.reduce_mean(tf.square(rows + 1.0))
+        gradients = tape.gradient(loss, [table])
+        lookups = [(table, as_list(told))]
+        optimizer.apply_gradients(zip(gradients, [table], strict=True), lookups=lookups)
+
+    said = ""
+    try:
+        step()
+    except tf.errors.InvalidArgumentError as error:
+        said = str(error)
+    return said, float(np.abs(table.numpy() - before).max(initial=0.0))

@@ -9,7 +9,7 @@ import numpy as np
 
 from merlin_cowclip.plugins.joining import Ranks
 from tests.plugins import sok_stand_in
-from tests.plugins.sok_cases import CASES, refused_of_ranks, trained_by_sok
+from tests.plugins.sok_cases import CASES, refused_lookups, refused_of_ranks, trained_by_sok
 
 OF_SOK = {2: ("dense lookups", "eager"), 3: ("both",)}
 
@@ -21,3 +21,5 @@ def main(folder: Path, here: Ranks) -> None:
         state = trained_by_sok(CASES[name], sok_stand_in)
         np.savez(folder / f"{number}-{here.rank}.npz", **state)
     (folder / f"told-{here.rank}.txt").write_text(refused_of_ranks())
+    said, changed = refused_lookups(sok_stand_in)
+    (folder / f"lookups-{here.rank}.txt").write_text(f"{changed} {said}")

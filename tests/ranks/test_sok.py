@@ -33,3 +33,11 @@ def test_a_first_step_that_is_made_eagerly_is_refused(of_sok, ranks):
     for rank in range(ranks):
         told = (of_sok[ranks] / f"told-{rank}.txt").read_text()
         assert "optimizer.broadcast(variables)" in told
+
+
+def test_lookups_that_lack_an_id_end_the_step_on_all_ranks(of_sok):
+    """The owner of the row alone knew of it; the other ranks' tables changed."""
+    for rank in range(2):
+        told = (of_sok[2] / f"lookups-{rank}.txt").read_text()
+        assert "lookups must have all ids" in told
+        assert told.startswith("0.0 ")

@@ -11,7 +11,8 @@ nothing. What of its source (merlin-sok 2.0.0 and 2.1.0) this rests on:
 - Tables and moments are read and written by row: `sparse_read`, `scatter_sub`, `scatter_update`.
 
 So each rank counts the ids that it looked up and sends the counts to the owners; from there on all
-is `CowClipAdam`'s. A step whose gradients have other rows than its lookups ends with an error.
+is `CowClipAdam`'s. A step whose gradients have other rows than its lookups ends with an error, on
+all ranks.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from merlin_cowclip.plugins.joining import (
     RowSums,
     broadcast,
     join_dense,
+    over_all,
     ranks,
     send,
 )
@@ -234,8 +236,8 @@ class CowClipSokOptimizer(tf.Module):
           ValueError: no gradient at all; a sparse gradient or a lookup of what is no table of
             SOK's, a dense one of a table; a table without lookups; or, on several ranks, a first
             step that is made eagerly without `broadcast`.
-          tf.errors.InvalidArgumentError: other rows in a table's gradient than in its lookups; no
-            table has changed.
+          tf.errors.InvalidArgumentError: other rows in a table's gradient than in its lookups, on
+            any rank; no table has changed on any.
         """
         pairs = filter_empty_gradients(grads_and_vars)
         tables = [pair for pair in pairs if _is_table(pair[1])]
@@ -425,6 +427,8 @@ def _check_rows(found: Sequence[_Found], tables: Sequence[tf.Variable]) -> list[
     if not found:
         return []
     differ = tf.stack([one.differ for one in found])
+    if ranks().size > 1:  # a row's owner alone sees it: no rank may make the step
+        differ = over_all(tf.cast(differ, tf.float32), "max") > 0
     told = (
         "lookups must have all ids that were looked up in this step, on all ranks, and no others. "
         "Received: a gradient of other rows, for the tables with a 1 here:"
