@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import tensorflow as tf
 
-from merlin_cowclip.plugins import CowClipOptimizer, Hyperparameters, together
+from merlin_cowclip.plugins import CowClipOptimizer, Hyperparameters, fits, together
 from merlin_cowclip.plugins._stack import ColumnSchema, Schema, Tags, mm
 from merlin_cowclip.plugins.joining import Ranks
 
@@ -72,3 +74,29 @@ def test_any_other_loss_is_a_mean(on_two_ranks, loss):
 
 def test_one_rank_takes_any_loss():
     loss_of(own_mlp, cross_entropy("sum"))
+
+
+@pytest.fixture
+def merlin_on_two_ranks(monkeypatch):
+    """As Merlin knows of them, of which this is the first."""
+    from merlin.models.tf.models import base
+
+    monkeypatch.setattr(base, "hvd_installed", True)
+    monkeypatch.setattr(base, "hvd", SimpleNamespace(size=lambda: 2, rank=lambda: 0))
+    monkeypatch.setattr(fits, "ranks", lambda: Ranks(0, 2, 0, 2))
+
+
+def test_loss_scaling_stays_as_it_is_on_several_ranks(merlin_on_two_ranks, tmp_path):
+    """Merlin made another one, by an argument that it has not."""
+    model = own_mlp(SCHEMA)
+    model(batch(SCHEMA)[0])
+    hp = Hyperparameters(32, warmup_epochs=0.0)
+    optimizer = CowClipOptimizer.for_model(model, hp)
+    rate = float(optimizer.learning_rate)
+    scaling = tf.keras.mixed_precision.LossScaleOptimizer(optimizer)
+    model.compile(optimizer=scaling, metrics=[])
+    assert model.optimizer is scaling
+    assert scaling.inner_optimizer is optimizer
+    model.save(str(tmp_path / "model"))
+    assert (tmp_path / "model" / ".merlin" / "output_schema.json").exists()
+    assert float(optimizer.learning_rate) == rate

@@ -47,12 +47,12 @@ def in_shards(data, tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def results(tmp_path_factory) -> dict[int, Path]:
+def results(data, tmp_path_factory) -> dict[int, Path]:
     """Folders of what the ranks of two launches have written, by their number."""
     folders = {}
     for ranks, names in OF_RANKS.items():
         folders[ranks] = tmp_path_factory.mktemp(f"of_{ranks}")
-        command = [sys.executable, "-m", "tests.ranks.program", folders[ranks], *names]
+        command = [sys.executable, "-m", "tests.ranks.program", folders[ranks], data, *names]
         ended = on_ranks(ranks, command)
         assert ended.code == 0, ended
     return folders

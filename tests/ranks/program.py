@@ -171,7 +171,7 @@ def quality(rank: int, size: int) -> list[float]:
     return list(found.of_all_ranks().quality())
 
 
-def main(folder: Path, names: list[str]) -> None:
+def main(folder: Path, data: Path, names: list[str]) -> None:
     here = ranks()
     np.savez(folder / f"joined-{here.rank}.npz", **joined(here.rank))
     for number, name in enumerate(names):
@@ -184,7 +184,7 @@ def main(folder: Path, names: list[str]) -> None:
         "rates": refused_rates(here.rank, here.size),
         "shards": refused_of_shards(here.rank, here.size) if here.size == 2 else None,
         "use": refused_use(here.rank, here.size),
-        "scripts": scripts.ended(folder, here.rank, here.size) if here.size == 2 else None,
+        "scripts": scripts.ended(folder, data, here.rank, here.size) if here.size == 2 else None,
     }
     told = of_all_ranks(mine)
     (folder / f"told-{here.rank}.txt").write_text(repr(told))
@@ -192,4 +192,4 @@ def main(folder: Path, names: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:])
+    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])

@@ -14,6 +14,8 @@ from merlin_cowclip.models import FusedEmbeddings
 from merlin_cowclip.plugins import CowClipOptimizer, load_model, save_model, whole_tables
 from merlin_cowclip.plugins._stack import Schema
 from merlin_cowclip.plugins.joining import of_all_ranks
+from merlin_cowclip.workflows import TrainConfig, train
+from merlin_cowclip.workflows.data.prepared import PreparedData
 from tests.plugins.merlin_models import NUMBER, SCHEMA, TARGET, category
 from tests.ranks.cases import Case, batches, in_shards, ours
 
@@ -201,6 +203,7 @@ def scaled(rank: int, ranks: int) -> dict[str, Any]:
 def together(folder: Path, rank: int, ranks: int) -> dict[str, Any]:
     """What all ranks do alike: stop, predict before and within and after, save and load."""
     model, mine = _made(in_shards, rank, ranks)
+    statistics = model.optimizer.observe()
     data, epochs = _data(mine, 2), []
 
     class Losses(KERAS.Callback):
@@ -210,9 +213,11 @@ def together(folder: Path, rank: int, ranks: int) -> dict[str, Any]:
     stop = KERAS.EarlyStopping("loss", patience=0, min_delta=2e-2)
     model.fit(data, epochs=5, verbose=0, callbacks=[Losses(), stop])
     found = [model.predict(data, verbose=0)]
+    looks = [statistics.total, statistics.read, statistics.gradient_norms]
     with whole_tables(model):
         if not rank:
             found.append(model.predict(data, verbose=0))
+        refused = said_by({look.__name__: look for look in looks})
     found.append(model.predict(data, verbose=0))
     everywhere, _ = _made(ours, rank, ranks)
     save_model(everywhere, folder / "everywhere")
@@ -227,10 +232,59 @@ def together(folder: Path, rank: int, ranks: int) -> dict[str, Any]:
     read = tf.function(lambda: table.lookup("a", tf.constant([1, 4])), autograph=False)()
     apart = max(float(np.abs(one - found[0]).max()) for one in found)
     told = {"losses": epochs, "apart": apart, "loaded": same, "read": list(read.shape)}
-    return {**told, "steps": steps}
+    occurrences = [field.all.occurrences for field in statistics.total()]
+    return {**told, "steps": steps, "refused": refused, "occurrences": occurrences}
 
 
-def ended(folder: Path, rank: int, ranks: int) -> dict[str, Any]:
+def in_half_precision(folder: Path, data: Path, rank: int, ranks: int) -> dict[str, Any]:
+    """A model whose loss is scaled, which goes on, and goes on once saved and loaded; and a run.
+
+    Args:
+      folder: for what is saved.
+      data: a prepared folder, for the run.
+      rank: this one's number.
+      ranks: how many there are.
+    """
+    tf.keras.mixed_precision.set_global_policy("mixed_float16")
+    try:
+        model, mine = _made(ours, rank, ranks)
+        model.fit(_data(mine, 2), verbose=0)
+        save_model(model, folder / "half")
+        of_all_ranks("it is saved")
+        found = []
+        for one in (model, load_model(folder / "half")):
+            one.fit(_data(mine, 1), verbose=0)
+            scaling, inner = one.optimizer, one.optimizer.inner_optimizer
+            of_steps = int(inner.iterations), float(inner.learning_rate), float(scaling.loss_scale)
+            weights = [float(np.abs(weight.astype(float)).sum()) for weight in one.get_weights()]
+            found.append([type(scaling).__name__, *of_steps, *weights])
+        config = TrainConfig(batch_size=18, epochs=1, embedding_dim=3, mlp=(6,))
+        run = train(PreparedData.open(data), config, folder / "half run", progress=False)
+    finally:
+        tf.keras.mixed_precision.set_global_policy("float32")
+    return {"found": found, "saved": (run.path / "model").is_dir(), "auc": run.result["auc"]}
+
+
+def stopped(rank: int, ranks: int) -> dict[str, int]:
+    """After how many steps fits end that a callback of one rank stops, by what that alone met."""
+
+    class Stop(KERAS.Callback):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            self.model.stop_training = True
+
+    steps = {}
+    for name, callback in {"batch": KERAS.TerminateOnNaN(), "epoch": Stop()}.items():
+        model, mine = _made(ours, rank, ranks)
+        features, labels = mine[0]
+        wrong = tf.constant([0.0, np.nan if rank and name == "batch" else 0.0, 0.0, 0.0])
+        data = tf.data.Dataset.from_tensor_slices(wrong)
+        data = data.map(lambda more, x=features, y=labels: (x, y + more))
+        model.fit(data, epochs=2, verbose=0, callbacks=[callback] if rank else [])
+        steps[name] = int(model.optimizer.iterations)
+    return steps
+
+
+def ended(folder: Path, data: Path, rank: int, ranks: int) -> dict[str, Any]:
     """What has come of each."""
     return {
         "parts": of_parts(folder, rank, ranks),
@@ -238,4 +292,6 @@ def ended(folder: Path, rank: int, ranks: int) -> dict[str, Any]:
         "wrong": with_a_wrong_id(rank, ranks),
         "scaled": scaled(rank, ranks),
         "together": together(folder, rank, ranks),
+        "half": in_half_precision(folder, data, rank, ranks),
+        "stopped": stopped(rank, ranks),
     }

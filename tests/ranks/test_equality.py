@@ -222,6 +222,36 @@ def test_ranks_stop_save_and_read_as_one(results):
         assert told["steps"] == [4, 4], "the old model was loaded, while rank 0 saved the new"
 
 
+def test_statistics_of_shards_are_of_all_ranks_or_refused(results):
+    """Where rank 0 had whole tables its rows were taken for all, without a word."""
+    first, *others = (told["together"] for told in _of_scripts(results))
+    # Two epochs of two batches of 24, of which each sample has one id of each of the two fields.
+    assert sum(first["occurrences"]) == 2 * 2 * len(first["losses"]) * 2 * 24
+    for told in (first, *others):
+        assert told["occurrences"] == first["occurrences"]
+        assert told["refused"].keys() == {"total", "read", "gradient_norms"}
+        for sentence in told["refused"].values():
+            assert "Received: a look at them within whole_tables(model)" in sentence
+
+
+def test_half_precision_is_saved_and_loaded(results):
+    """Merlin made another loss scaling of it, and ended with a TypeError."""
+    first, *others = (told["half"] for told in _of_scripts(results))
+    went_on, loaded = first["found"]
+    assert went_on[:2] == ["LossScaleOptimizer", 3]
+    assert loaded == went_on
+    assert first["saved"]
+    assert 0 < first["auc"] < 1
+    for told in others:
+        assert told == first
+
+
+def test_a_callback_of_one_rank_stops_all(results):
+    """By a batch's loss, or at an epoch's end; the others waited for it for ever."""
+    for told in _of_scripts(results):
+        assert told["stopped"] == {"batch": 2, "epoch": 4}
+
+
 def _of_scripts(results: dict[int, Path]) -> list[dict[str, Any]]:
     told = ast.literal_eval((results[2] / "told-0.txt").read_text())
     return [one["scripts"] for one in told]

@@ -12,12 +12,13 @@ import contextvars
 import math
 import types
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
 from merlin_cowclip.plugins._stack import tf
 from merlin_cowclip.plugins.joining import for_one_model, ranks
+from merlin_cowclip.plugins.stopping_alike import stopping_alike
 
 _NEEDS_ROWS = ("get_weights", "set_weights", "save_weights", "load_weights")
 
@@ -34,6 +35,7 @@ class _Call(NamedTuple):
     model: Any
     function: str  # of a batch, which it asks for
     data: Any
+    batch_size: int | None  # of the data, where it is known
     is_validation: bool  # of a fit
 
 
@@ -113,8 +115,9 @@ def notify_of_fits(model: tf.keras.Model, bound: Notified) -> None:
     def over_batches(name: str) -> Callable[..., Any]:
         def method(self: Any, *arguments: Any, **named: Any) -> Any:
             data = arguments[0] if arguments else named.get("x")
+            size = _batch_size(data, arguments, named)
             is_validation = bool(named.get("_use_cached_eval_dataset"))
-            token = _called.set(_Call(self, _FUNCTIONS[name], data, is_validation))
+            token = _called.set(_Call(self, _FUNCTIONS[name], data, size, is_validation))
             try:
                 return getattr(type(self), name)(self, *arguments, **named)
             finally:
@@ -134,7 +137,7 @@ def notify_of_fits(model: tf.keras.Model, bound: Notified) -> None:
         optimizer, call = compiled(self), begun(self, "make_train_function")
         if optimizer is not None:
             _check_no_jit(self._jit_compile)
-            optimizer.fit_begins(None if call is None else _fit_of(self, call.data))
+            optimizer.fit_begins(None if call is None else _fit_of(self, call))
         elif (mine := reference()) is not None:
             mine.check_trains_by(self.optimizer)
         return type(self).make_train_function(self, force)
@@ -174,7 +177,7 @@ def notify_of_fits(model: tf.keras.Model, bound: Notified) -> None:
         if optimizer is None:
             return type(self).save(self, *arguments, **named)
         optimizer.check_whole("save")
-        with optimizer.saving():
+        with optimizer.saving(), _loaded_without_loss_scaling():
             return type(self).save(self, *arguments, **named)
 
     def on_current_rows(name: str) -> Callable[..., Any]:
@@ -197,13 +200,21 @@ def notify_of_fits(model: tf.keras.Model, bound: Notified) -> None:
             optimizer.catch_up()
         return type(self).compile(self, *arguments, **named)
 
+    def _create_optimizer(self: Any, optimizer: Any) -> Any:
+        # On several ranks Merlin would make loss scaling anew, with ranks times the learning rate.
+        if isinstance(getattr(optimizer, "inner_optimizer", optimizer), kind):
+            return optimizer
+        return type(self)._create_optimizer(self, optimizer)
+
     def _add_horovod_callbacks(self: Any, callbacks: Any) -> Any:
         given = self._validate_callbacks(callbacks)
         added = type(self)._add_horovod_callbacks(self, list(given))
-        return added if compiled(self) is None else for_one_model(added, given)
+        if compiled(self) is None:
+            return added
+        return stopping_alike(for_one_model(added, given))
 
     methods: list[Callable[..., Any]] = [make_train_function, train_step, compute_loss]
-    methods += [save, compile, *map(over_batches, _FUNCTIONS)]
+    methods += [save, compile, _create_optimizer, *map(over_batches, _FUNCTIONS)]
     methods += map(before_batches, ("make_test_function", "make_predict_function"))
     methods += map(on_current_rows, _NEEDS_ROWS)
     for method in (*methods, _add_horovod_callbacks):
@@ -222,13 +233,41 @@ def _check_no_jit(jit_compile: Any) -> None:
         )
 
 
-def _fit_of(model: Any, data: Any) -> Fit:
-    steps, batch = _steps_of_history(model), getattr(model, "_batch_size", None)
+class _InnerOptimizer(tf.keras.mixed_precision.LossScaleOptimizer):
+    """What loss scaling is loaded as: what is within it."""
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Any:
+        return tf.keras.optimizers.deserialize(config["inner_optimizer"], custom_objects)
+
+
+def _loaded_without_loss_scaling() -> AbstractContextManager[Any]:
+    """Within it, on several ranks, a model is loaded without its loss scaling.
+
+    Merlin loads what it saves, for the schema of its outputs, and compiles it; see
+    `_create_optimizer`, which that model has not.
+    """
+    if ranks().size == 1:
+        return contextlib.nullcontext()
+    names = "LossScaleOptimizer", "lossscaleoptimizer"  # Keras looks for the second
+    return tf.keras.utils.custom_object_scope(dict.fromkeys(names, _InnerOptimizer))
+
+
+def _batch_size(data: Any, arguments: Sequence[Any], named: Mapping[str, Any]) -> int | None:
+    """Of the data of a call; of a Merlin `Dataset`, which has none, the one that is given."""
+    size = getattr(data, "batch_size", None)
+    if size is None and hasattr(data, "to_ddf"):
+        size = arguments[2] if len(arguments) > 2 else named.get("batch_size")
+    return size if isinstance(size, int) and size > 0 else None
+
+
+def _fit_of(model: Any, call: _Call) -> Fit:
+    steps, batch = _steps_of_history(model), call.batch_size
     # A loader that knows of ranks tells the size of the batches that they share.
-    shares = max(1, ranks().size // getattr(data, "ranks", 1))
+    shares = max(1, ranks().size // getattr(call.data, "ranks", 1))
     return Fit(
         steps if steps and steps > 0 else None,
-        batch * shares if isinstance(batch, int) and batch > 0 else None,
+        batch * shares if batch is not None else None,
     )
 
 

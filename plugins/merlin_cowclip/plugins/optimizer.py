@@ -236,7 +236,9 @@ class CowClipOptimizer(Observable, StepsTogether, FollowsFits, RefusesOptions, m
         if self.update_mode == "deferred" and ranks().size > 1:
             raise ValueError(
                 "update='deferred' is not offered on several ranks. Received: it on "
-                f"{ranks().size}. Use 'exact' or 'lazy'."
+                f"{ranks().size}. Use 'exact' or 'lazy'. A model that was saved with it is loaded "
+                "on one process; to predict, tf.keras.models.load_model(path, compile=False) loads "
+                "it on several, too."
             )
         if self.update_mode == "deferred":
             check_access(specs)

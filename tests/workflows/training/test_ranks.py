@@ -5,6 +5,9 @@ import itertools
 import pandas as pd
 import pytest
 
+from merlin_cowclip.models import deepfm
+from merlin_cowclip.plugins import CowClipOptimizer, Hyperparameters, fits
+from merlin_cowclip.plugins.joining import Ranks
 from merlin_cowclip.workflows.training import order
 from merlin_cowclip.workflows.training.loader import Loader
 from merlin_cowclip.workflows.training.order import WINDOW_ROWS
@@ -72,6 +75,7 @@ def test_rows_below_a_batch_are_left_out_others_each_epoch(data, small_windows, 
         assert seen.is_unique
         left_out.append(every - set(seen))
         assert len(left_out[-1]) == TRAIN % BATCH == 100
+    assert {loader.rows_per_epoch for loader in loaders} == {TRAIN - 100}
     # Of 100 rows among 4,000, two or three are left out twice by chance.
     assert all(len(a & b) < 50 for a, b in itertools.combinations(left_out, 2))
 
@@ -97,3 +101,20 @@ def test_a_rank_copies_no_more_than_its_rows(data, small_windows, monkeypatch):
     for loader in of_ranks(data, 4, batch_size=400):
         list(loader.batches())
     assert sum(taken) == TRAIN
+
+
+def test_a_fit_knows_the_global_batch_of_a_loaders_dataset(data, monkeypatch, recwarn):
+    """It took what Merlin knew of the fit before, times the ranks."""
+    loader = Loader(data, batch_size=BATCH, ranks=2)
+    dataset = loader.dataset(epochs=None)
+    assert (dataset.batch_size, dataset.ranks) == (BATCH, 2)
+    model = deepfm(data.schema, embedding_dim=2, mlp=(2,))
+    model(loader.peek()[0])
+    begun = []
+    optimizer = CowClipOptimizer.for_model(model, Hyperparameters(BATCH, warmup_epochs=0.0))
+    monkeypatch.setattr(optimizer, "fit_begins", begun.append)
+    model.compile(optimizer=optimizer, metrics=[])
+    monkeypatch.setattr(fits, "ranks", lambda: Ranks(0, 2, 0, 2))
+    for given in (loader, dataset, loader.map(lambda *batch: batch)):
+        model.fit(given, steps_per_epoch=2, verbose=0)
+    assert [fit.batch_size for fit in begun] == [BATCH, BATCH, None]
