@@ -5,10 +5,16 @@ from __future__ import annotations
 import cloudpickle
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 import pytest
 
 from merlin_cowclip.workflows.data.new_rows import for_new_rows
-from merlin_cowclip.workflows.data.raw_columns import RawColumns, a_row, text_columns
+from merlin_cowclip.workflows.data.raw_columns import (
+    RawColumns,
+    a_row,
+    learned_keys,
+    text_columns,
+)
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.quiet import quiet_imports
 
@@ -148,3 +154,85 @@ def test_columns_of_which_a_workflow_learned_text(tmp_path, encode_type, split_o
     workflow.save(str(tmp_path / "saved"))
     moved = (tmp_path / "saved").rename(tmp_path / "moved")
     assert text_columns(nvt.Workflow.load(str(moved))) == {"genres", "made", "city", "state"}
+
+
+def test_columns_of_text_behind_operators_that_keep_it(tmp_path):
+    """What another makes of a column, as of `day`, says nothing of it; statistics do."""
+    log = LOG.assign(city="x", state="y", key=b"z", shop="s", tag=[["x"]] * ROWS, sex="m", role="r")
+    log["day"] = LOG["day"].astype(str)
+
+    def ids(number: int, nodes):
+        return nodes >> ops.Categorify(out_path=str(tmp_path / f"{number}"))
+
+    renamed = ["city", "key"] >> ops.FillMissing("none") >> ops.Rename(postfix="_id")
+    flagged = ["state"] >> ops.FillMissing("none", add_binary_cols=True)
+    means = [["shop", "sex"]] >> ops.TargetEncoding("label", kfold=3, out_path=str(tmp_path / "te"))
+    joined = ["role"] >> ops.JoinGroupby(cont_cols=["weeks"], out_path=str(tmp_path / "jg"))
+    workflow = nvt.Workflow(
+        ids(0, renamed)
+        + ids(1, flagged["state"])
+        + ids(2, ["tag"] >> ops.ListSlice(1))
+        + ids(3, ["day"] >> ops.LambdaOp(lambda column: column.str[:4]))
+        + means
+        + joined
+    )
+    workflow.fit(nvt.Dataset(log))
+    assert text_columns(workflow) == {"city", "state", "tag", "shop", "sex", "role"}
+    workflow.save(str(tmp_path / "saved"))
+    loaded = nvt.Workflow.load(str(tmp_path / "saved"))
+    assert text_columns(loaded) == text_columns(workflow)
+    (key,) = learned_keys(loaded)["key"]
+    assert pa.types.is_binary(key.kind)
+    assert key.has(b"z")
+    assert not key.has(b"")
+    assert not learned_keys(loaded)["city"][0].has("")
+
+
+MISSING = [
+    ({"user": [None, None]}, {"user": [1, 1]}),
+    ({"user": [None, 3.0]}, {"user": [1, "user"]}),
+    ({"city": [None], "state": [None], "genres": [None]}, {"city": [1], "genres": [[]]}),
+    ({"city": ["x", None, "?"], "genres": [["a"], None, ["b"]]}, {"city": ["city", 1, 2]}),
+    ({"genres": [None, ["a"], []]}, {"genres": [[], ["genres"], []]}),
+]
+
+
+@pytest.mark.parametrize(("given", "expected"), MISSING)
+def test_rows_of_which_every_id_is_missing(given, expected, tmp_path):
+    """Stock Categorify fails on them; of those that are there it makes the same as ever."""
+    log = LOG.assign(city=np.where(LOG["user"] > 2, "x", "y"), state="z")
+    alone = ["user", "genres"] >> ops.Categorify(out_path=str(tmp_path / "0"))
+    joint = [["city", "state"]] >> ops.Categorify(encode_type="joint", out_path=str(tmp_path / "1"))
+    workflow = nvt.Workflow(alone + joint).fit(nvt.Dataset(log))
+    known = workflow.transform(log.head(4))  # user 3, city x and genre a: of the row 3
+    rows = pd.DataFrame(given)
+    full = log.loc[[3] * len(rows), ["user", "genres", "city", "state"]].reset_index(drop=True)
+    rows = full.assign(**{name: rows[name] for name in rows})
+    with pytest.raises((RuntimeError, TypeError)):
+        workflow.transform(rows.copy())
+    new = for_new_rows(workflow)
+    for found in (
+        new.transform(rows.copy()),
+        cloudpickle.loads(cloudpickle.dumps(new)).transform(rows.copy()),
+    ):
+        for name, ids in expected.items():
+            one = known[name][3]  # an id, or a list of two that are alike
+            ids = [[one[0]] if i == [name] else one if i == name else i for i in ids]
+            assert [list(i) if np.ndim(i) else i for i in found[name]] == ids
+
+
+def test_combinations_of_which_a_column_is_missing(tmp_path):
+    """They are the ids that they are beside a row that has it."""
+    log = LOG.assign(city=np.where(LOG["user"] > 2, "x", "y"), state=["z", None, "w"] * 20)
+    combined = [["city", "state"]] >> ops.Categorify(encode_type="combo", out_path=str(tmp_path))
+    workflow = nvt.Workflow(combined).fit(nvt.Dataset(log))
+    rows = log[["city", "state"]].iloc[:9].reset_index(drop=True)
+    expected = workflow.transform(rows)["city_state"]
+    gone = rows["state"].isna()
+    with pytest.raises(RuntimeError):
+        workflow.transform(rows[gone].reset_index(drop=True))
+    found = for_new_rows(workflow).transform(rows[gone].reset_index(drop=True))["city_state"]
+    assert expected[gone].min() > 2
+    assert found.tolist() == expected[gone].tolist()
+    nothing = rows.iloc[:2].assign(city=None, state=None)
+    assert for_new_rows(workflow).transform(nothing)["city_state"].tolist() == [1, 1]

@@ -32,15 +32,23 @@ from merlin_cowclip.workflows.serving.rare_rows import rare_ids
 from merlin_cowclip.workflows.training.runs import Run
 from merlin_cowclip.workflows.training.train import train
 from tests.saves import quick_saves
-from tests.workflows.training.test_prediction import CONFIG, SHOP, shop_log, stock, write_shop
+from tests.workflows.training.test_prediction import (
+    CONFIG,
+    SHOP,
+    as_binary,
+    shop_log,
+    stock,
+    write_shop,
+)
 
 with quiet_imports():
     import nvtabular as nvt
-    from merlin.dag import ColumnSelector, Graph
+    from merlin.dag import ColumnSelector, Graph, postorder_iter_nodes
+    from merlin.table import TensorTable
     from nvtabular import ops
 
     from merlin_cowclip.workflows.data.operators import EncodeIds
-    from merlin_cowclip.workflows.serving.served_workflow import _numbers
+    from merlin_cowclip.workflows.serving.served_workflow import ServedWorkflow, _numbers
 
 pytest.importorskip("merlin.systems")
 pytest.importorskip("tritonclient.grpc")
@@ -310,6 +318,20 @@ def test_a_workflow_that_fails_without_what_is_left_out_is_refused(
     assert "Traceback" not in capfd.readouterr().err
 
 
+def test_a_request_of_which_every_id_is_missing(stock, tmp_path):
+    """As of a single row; a server's client gives an empty text."""
+    run, _, home = stock
+    repository = export(run, tmp_path / "repository", progress=False)
+    rows = pd.read_parquet(home / "raw-test/0.parquet")
+    missing = rows[rows["item"].isna()]
+    assert len(missing)
+    among = repository.predict(rows)[missing.index]
+    np.testing.assert_allclose(repository.predict(missing), among, rtol=0, atol=1e-6)
+    missing.to_parquet(tmp_path / "rows.parquet")
+    found = predicted(run, tmp_path / "rows.parquet", tmp_path, raw=True)
+    np.testing.assert_allclose(found, among, rtol=0, atol=1e-6)
+
+
 def test_a_workflow_that_needs_the_label_is_refused(stock, tmp_path, monkeypatch):
     """TargetEncoding makes nothing where its target is gone."""
     run, _, home = stock
@@ -339,6 +361,82 @@ def test_a_workflow_that_takes_no_row_of_ours_is_exported(stock, tmp_path, monke
     assert "Traceback" not in capfd.readouterr().err
     found = repository.predict(log.head(9))
     assert np.isfinite(found).all()
+
+
+@pytest.fixture
+def odd_texts(stock, tmp_path, monkeypatch) -> tuple[Repository, pd.DataFrame, np.ndarray]:
+    """Exported: an operator before Categorify, an empty text that is an id, a first list of none.
+
+    Some rows, and what `predict --raw` writes of them.
+    """
+    run, _, home = stock
+    log = pd.read_parquet(home / "raw-train/0.parquet")
+    log["item"] = log["item"].replace("i0", "")
+    log["genres"] = [[], *log["genres"][1:]]
+    log.to_parquet(tmp_path / "raw.parquet")
+    items = ["item"] >> ops.FillMissing("i1") >> ops.Categorify(out_path=str(tmp_path / "items"))
+    ids = ["user", "genres"] >> ops.Categorify(out_path=str(tmp_path / "ids"))
+    a_week = ["weeks"] >> ops.Rename(name="a_week")
+    workflow = nvt.Workflow(ids + items + (["visits"] >> ops.FillMissing()) + a_week)
+    workflow.fit(nvt.Dataset(str(tmp_path / "raw.parquet"), engine="parquet"))
+    workflow.save(str(tmp_path / "workflow"))
+    monkeypatch.setattr(
+        Run, "workflow", lambda *_, trust=False: nvt.Workflow.load(str(tmp_path / "workflow"))
+    )
+    rows = log[["user", "item", "genres", "visits", "weeks"]].head(60)
+    rows.to_parquet(tmp_path / "rows.parquet")
+    expected = predicted(run, tmp_path / "rows.parquet", tmp_path, raw=True)
+    written = as_binary(pq.read_table(tmp_path / "rows.parquet"))
+    pq.write_table(written, tmp_path / "binary.parquet")
+    (tmp_path / "scores.parquet").unlink()
+    found = predicted(run, tmp_path / "binary.parquet", tmp_path, raw=True)
+    np.testing.assert_array_equal(found, expected)
+    return export(run, tmp_path / "repository", progress=False), rows, expected
+
+
+def as_bytes(frame: pd.DataFrame) -> pd.DataFrame:
+    genres = [[genre.encode() for genre in row] for row in frame["genres"]]
+    items = [item if item is None else item.encode() for item in frame["item"]]
+    return frame.assign(item=items, genres=genres)
+
+
+def test_text_is_the_same_wherever_it_comes_from(odd_texts, capfd):
+    """As text, as bytes, from a server's client, in a file; and where it is empty."""
+    repository, rows, expected = odd_texts
+    assert (rows["item"] == "").any()
+    assert not len(rows["genres"][0])
+    assert repository.record["inputs"]["genres__values"] == "TYPE_STRING"
+    for frame in (rows, as_bytes(rows), rows.astype({"item": "category"}), as_bytes(rows)[::-1]):
+        found = repository.predict(frame)
+        np.testing.assert_allclose(found, expected[frame.index], rtol=0, atol=1e-6)
+    (encode,) = [
+        node.op
+        for node in postorder_iter_nodes(
+            repository.ensemble().graph.output_node, flatten_subgraphs=True
+        )
+        if isinstance(node.op, ServedWorkflow)
+    ]
+    there = rows[rows["item"].notna()]  # no client can send another
+    here = encode.transform(None, there).to_dict()
+    sent = TensorTable(request(there, repository.record))
+    for name, found in encode.transform(None, sent).to_dict().items():
+        np.testing.assert_array_equal(found, here[name], err_msg=name)
+
+    refused = [
+        (rows.assign(user=rows["user"].astype(str)), r"a whole number must be one.*'\d+' in row 1"),
+        (rows.assign(user=rows["user"] + 0.5), r"whole number must be one.*\.5 in row 1.* 'user'"),
+        (rows.assign(item=5), "text must be text. Received: 5 in row 1, column 'item'. Give text"),
+        (rows.assign(item=b"\xff"), r"text must be UTF-8. Received: b'\\xff' in row 1, column 'i"),
+        (rows.assign(genres=[["g1", "g2"], [4]] * 30), "must be text. Received: 4 in row 2"),
+        (rows.assign(visits="many"), "a number must be one. Received: 'many' in row 1"),
+        (rows.assign(weeks=pd.Timestamp(0)), "a whole number must be one. Received: Timestamp"),
+    ]
+    for frame, words in refused:
+        with pytest.raises(UserError, match=words):
+            repository.predict(frame)
+    assert "Traceback" not in capfd.readouterr().err
+    same = rows.astype({"user": float, "visits": object, "weeks": "Int64"})
+    np.testing.assert_allclose(repository.predict(same), expected, rtol=0, atol=1e-6)
 
 
 def rare_texts(data: Any, percent: float) -> tuple[dict[str, set[str]], int]:

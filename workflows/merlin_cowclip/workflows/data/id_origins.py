@@ -68,18 +68,12 @@ class _Column:
 
 def _columns(workflow: nvt.Workflow) -> dict[str, _Column]:
     with quiet_imports():
-        from merlin.dag import ops as dag
         from merlin.dag import postorder_iter_nodes
         from nvtabular import ops
 
         from merlin_cowclip.workflows.data.operators import IdText
 
-        as_they_are = (
-            *(dag.SelectionOp, dag.SubsetColumns, dag.SubtractionOp, dag.ConcatColumns),
-            *(dag.AddMetadata, ops.AddMetadata, dag.Rename, ops.Rename),
-            *(ops.Filter, ops.Dropna, ops.DropLowCardinality, ops.ListSlice),
-            *(ops.ReduceDtypeSize, ops.ValueCount, ops.DataStats),
-        )
+    as_they_are = operators_that_keep_values()
     made: dict[int, dict[str, _Column]] = {}
     for node in postorder_iter_nodes(workflow.output_node):
         given: dict[str, _Column] = {}
@@ -122,6 +116,20 @@ def _together(values: Iterable[RawValues]) -> RawValues:
     of = list(values)
     changed_by = dict.fromkeys(name for one in of for name in one.changed_by)
     return RawValues(tuple(changed_by), any(one.filled for one in of))
+
+
+def operators_that_keep_values() -> tuple[type, ...]:
+    """Those of whose outputs each value is one of the column that `column_mapping` names."""
+    with quiet_imports():
+        from merlin.dag import ops as dag
+        from nvtabular import ops
+
+    return (
+        *(dag.SelectionOp, dag.SubsetColumns, dag.SubtractionOp, dag.ConcatColumns),
+        *(dag.AddMetadata, ops.AddMetadata, dag.Rename, ops.Rename),
+        *(ops.Filter, ops.Dropna, ops.DropLowCardinality, ops.ListSlice),
+        *(ops.ReduceDtypeSize, ops.ValueCount, ops.DataStats),
+    )
 
 
 def _keeps_ids(op: Any, name: str, mapping: Mapping[str, Sequence[str]]) -> bool:

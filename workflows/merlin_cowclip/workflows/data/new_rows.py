@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 def for_new_rows(workflow: nvt.Workflow) -> nvt.Workflow:
     """Make a fitted workflow one that encodes a row the same wherever it stands.
 
+    Stock `Categorify` encodes, too, rows whose ids are all missing (`MissingIds`).
+
     `TargetEncoding` of one fold takes the statistics of all rows of the fit, which it has
     beside those of the folds, whatever the folds were. What hashes on a CPU (`num_buckets`) or
     compares neighbours (`DifferenceLag`) stays as it is, of which `adopt` tells.
@@ -28,9 +30,14 @@ def for_new_rows(workflow: nvt.Workflow) -> nvt.Workflow:
     """
     with quiet_imports():
         from merlin.dag import postorder_iter_nodes
-        from nvtabular.ops import TargetEncoding
+        from nvtabular.ops import Categorify, TargetEncoding
+
+        from merlin_cowclip.workflows.data.operators import MissingIds
 
     for node in postorder_iter_nodes(workflow.output_node, flatten_subgraphs=True):
+        if type(node.op) is Categorify:  # and none that is made of it, as our own
+            lists = [column.name for column in node.input_schema if column.is_list]
+            node.op = MissingIds(node.op, lists)
         if not isinstance(node.op, TargetEncoding):
             continue
         if node.op.kfold > 1 and not node.op.drop_folds:

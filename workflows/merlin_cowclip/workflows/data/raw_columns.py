@@ -8,14 +8,17 @@ operators that several others use; what is left then fails on every row.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from merlin_cowclip.workflows.data.id_origins import operators_that_keep_values
 from merlin_cowclip.workflows.quiet import quiet_imports
 
 if TYPE_CHECKING:
@@ -41,31 +44,115 @@ def as_fitted(frame: pd.DataFrame, workflow: nvt.Workflow) -> pd.DataFrame:
     return frame.astype(dict.fromkeys(floats, np.float64))
 
 
-def text_columns(workflow: nvt.Workflow) -> set[str]:
-    """Raw columns of text for certain: Categorify reads them as they are, and learned text of them.
+@dataclass(frozen=True)
+class Keys:
+    """What a fitted operator looks values of a raw column up in, as they are in the rows."""
 
-    A schema tells text from bytes as little as pandas does, which has objects of both.
+    files: tuple[Path, ...]
+    column: str  # of the files
+
+    @property
+    def kind(self) -> pa.DataType:
+        """Their type: that of the column in the rows of the fit."""
+        return pq.read_schema(self.files[0]).field(self.column).type
+
+    def has(self, value: str | bytes) -> bool:
+        """Whether a value is one of them."""
+        if not (pa.types.is_string(self.kind) or pa.types.is_binary(self.kind)):
+            return False
+        tables = (pq.read_table(file, columns=[self.column]) for file in self.files)
+        sought = pa.scalar(value, self.kind)
+        return any(pc.index(table[self.column], sought).as_py() >= 0 for table in tables)
+
+
+def learned_keys(workflow: nvt.Workflow) -> dict[str, list[Keys]]:
+    """Where a workflow looks up its raw columns: vocabularies, statistics of groups.
+
+    Only where no operator stands before that may make other values of them: what a LambdaOp gives
+    to Categorify says nothing of what it is given.
 
     Args:
       workflow: fitted, with its vocabularies.
     """
     with quiet_imports():
-        from merlin.dag import Graph
-        from nvtabular.ops import Categorify
+        from merlin.dag import postorder_iter_nodes
+        from nvtabular import ops
 
-    found: set[str] = set()
-    for node in Graph.get_nodes_by_op_type([workflow.output_node], Categorify):
-        if any(above.parents_with_dependencies for above in node.parents_with_dependencies):
-            continue
-        for name in node.input_schema.column_names:
-            storage = node.op.storage_name.get(name, name)
-            path = Path(node.op.categories.get(storage, ""))
-            files = [path] if path.is_file() else sorted(path.glob("*.parquet"))
-            for schema in map(pq.read_schema, files[:1]):
-                column = name if name in schema.names else storage  # each of a combination its own
-                if column in schema.names and pa.types.is_string(schema.field(column).type):
-                    found.add(name)
+    keep = operators_that_keep_values()
+    found: dict[str, list[Keys]] = {}
+    same: dict[int, dict[str, str | None]] = {}  # of each node: output → raw column
+    for node in postorder_iter_nodes(workflow.output_node):
+        given: dict[str, str | None] = {}
+        for above in node.parents_with_dependencies:  # of two of one name NVTabular takes the last
+            given |= {n: same[id(above)].get(n) for n in above.output_schema.column_names}
+        if not node.parents_with_dependencies:
+            given = {name: name for name in node.input_schema.column_names}
+        kept = same.setdefault(id(node), {})
+        if isinstance(node.op, (*keep, ops.FillMissing)):
+            mapping = node.column_mapping
+            for name in node.output_schema.column_names:
+                source, *others = mapping.get(name, [name])
+                is_flag = isinstance(node.op, ops.FillMissing) and name != source
+                if not others and not is_flag:
+                    kept[name] = given.get(source)
+        for name, there, column in _looked_up(node):
+            raw, path = given.get(name), Path(there)
+            files = (path,) if path.is_file() else tuple(sorted(path.glob("*.parquet")))
+            if there and raw is not None and files and column in pq.read_schema(files[0]).names:
+                found.setdefault(raw, []).append(Keys(files, column))
     return found
+
+
+def _looked_up(node: Node) -> Iterator[tuple[str, str, str]]:
+    """Of a node's inputs those that it looks up: in which parquet, and which column of it."""
+    with quiet_imports():
+        from nvtabular import ops
+
+    op = node.op
+    if isinstance(op, ops.Categorify):
+        for name in node.input_schema.column_names:
+            storage = op.storage_name.get(name, name)
+            column = storage if op.encode_type == "joint" else name
+            yield name, str(op.categories.get(storage, "")), column
+    elif isinstance(op, ops.TargetEncoding | ops.JoinGroupby) and node.selector:
+        files = op.stats if isinstance(op, ops.TargetEncoding) else op.categories
+        for group in node.selector.grouped_names:
+            names = [group] if isinstance(group, str) else list(group)
+            for name in names:
+                yield name, str(files.get(op.name_sep.join(names), "")), name
+
+
+def name_types(workflow: nvt.Workflow) -> nvt.Workflow:
+    """Give a workflow's schema the types of raw columns that NVTabular did not see.
+
+    Its schema is that of the first row of the fit; of an empty list there it knows no type, which
+    the vocabulary has in which the values are looked up.
+
+    Args:
+      workflow: fitted, with its vocabularies; changed in place.
+    """
+    keys = learned_keys(workflow)
+    for node in workflow.graph.leaf_nodes:
+        for name, column in node.input_schema.column_schemas.items():
+            kinds = {key.kind for key in keys.get(name, ()) if not pa.types.is_null(key.kind)}
+            if column.dtype.name == "unknown" and len(kinds) == 1:
+                kind = np.dtype(kinds.pop().to_pandas_dtype())
+                for schema in (node.input_schema, node.output_schema):
+                    if name in schema.column_names:
+                        schema[name] = column.with_dtype(kind)
+    return workflow
+
+
+def text_columns(workflow: nvt.Workflow) -> set[str]:
+    """Raw columns of text for certain: the workflow looks them up as they are, in text.
+
+    A schema does not tell text from bytes, nor does pandas, which has objects of both.
+
+    Args:
+      workflow: fitted, with its vocabularies.
+    """
+    keys = learned_keys(workflow).items()
+    return {name for name, found in keys if any(pa.types.is_string(k.kind) for k in found)}
 
 
 class RawColumns:
@@ -161,6 +248,7 @@ def a_row(schema: Schema) -> pd.DataFrame:
 
 
 def _one(column: ColumnSchema) -> Any:
-    kind = np.dtype(column.dtype.to_numpy)
+    is_known = column.dtype.name != "unknown"
+    kind = np.dtype(column.dtype.to_numpy if is_known else object)
     value = "1" if kind.kind in "OSU" else np.ones(1, np.int64).astype(kind)[0]
     return [value] if column.is_list else value

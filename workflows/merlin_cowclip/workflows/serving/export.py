@@ -10,7 +10,7 @@ import numpy as np
 
 from merlin_cowclip.workflows.data.datasets import DatasetSpec
 from merlin_cowclip.workflows.data.prepared import PreparedData
-from merlin_cowclip.workflows.data.raw_columns import RawColumns, a_row
+from merlin_cowclip.workflows.data.raw_columns import RawColumns, a_row, name_types
 from merlin_cowclip.workflows.errors import UserError, clipped, quoted
 from merlin_cowclip.workflows.folders import (
     all_or_nothing,
@@ -176,7 +176,7 @@ def _workflow(run: Run, spec: DatasetSpec, *, trust: bool) -> nvt.Workflow:
     workflow = run.workflow_for_new_rows(trust=trust)
     if not run.is_adopted:
         return workflow.remove_inputs([spec.label])
-    columns = RawColumns(workflow, spec.fields)
+    columns = RawColumns(name_types(workflow), spec.fields)
     removed = columns.spare()
     if spec.label in columns.names and spec.label not in removed:
         raise UserError(
@@ -200,7 +200,7 @@ def _check_answers(
     """
     from merlin_cowclip.workflows.serving.served_workflow import ServedWorkflow
 
-    workflow = run.workflow_for_new_rows(trust=trust)
+    workflow = name_types(run.workflow_for_new_rows(trust=trust))
     row = a_row(workflow.input_schema)
     spec = DatasetSpec.from_dict(encode.spec)
     whole = ServedWorkflow(
@@ -252,7 +252,8 @@ def _check_types(raw: Any) -> None:
     if none:
         raise UserError(
             "what is served must be text, numbers or booleans, or lists of them, as Triton has no "
-            f"other types. Received: {', '.join(none)}. Fit the workflow on columns of those types"
+            f"other types. Received: {', '.join(none)}. Fit the workflow on columns of those types;"
+            " of lists that an operator changes before Categorify, the first must not be empty"
         )
 
 

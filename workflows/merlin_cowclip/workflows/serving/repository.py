@@ -14,7 +14,7 @@ import pandas as pd
 
 from merlin_cowclip.workflows.errors import UserError, quoted, shown
 from merlin_cowclip.workflows.manifest import check_manifest, check_nothing_else, is_manifest
-from merlin_cowclip.workflows.quiet import quiet_imports
+from merlin_cowclip.workflows.quiet import quiet_imports, quiet_operators
 
 RECORD = "export.json"  # written last; Triton looks at folders alone
 FORMAT_VERSION = 1
@@ -158,7 +158,8 @@ def transformed(ensemble: Any, frame: pd.DataFrame) -> Any:
     with quiet_imports():
         from merlin.dag.runtime import Runtime
 
-    return ensemble.transform(frame, runtime=Runtime())
+    with quiet_operators():
+        return ensemble.transform(frame, runtime=Runtime())
 
 
 def _nodes(ensemble: Any) -> list[Any]:

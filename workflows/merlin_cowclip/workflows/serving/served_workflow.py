@@ -9,7 +9,7 @@ that. Here the workflow runs where the request arrives, and refuses what `predic
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from decimal import Decimal
 from numbers import Real
 from pathlib import Path
@@ -22,9 +22,10 @@ import pyarrow as pa
 from merlin_cowclip.workflows.data.datasets import DatasetSpec
 from merlin_cowclip.workflows.data.encoded_rows import Place, check_numbers, checked_ids
 from merlin_cowclip.workflows.data.parquet_logs import is_number, plain_type
-from merlin_cowclip.workflows.data.raw_columns import as_fitted
+from merlin_cowclip.workflows.data.raw_columns import Keys, as_fitted, learned_keys
 from merlin_cowclip.workflows.errors import UserError, clipped, excerpt, quoted
 from merlin_cowclip.workflows.quiet import quiet_imports
+from merlin_cowclip.workflows.serving.raw_frames import as_served
 from merlin_cowclip.workflows.serving.systems import TransformWorkflow
 from merlin_cowclip.workflows.serving.tensor_names import tensor_name
 
@@ -50,6 +51,11 @@ class ServedWorkflow(TransformWorkflow):
       is_adopted: whether the workflow is another pipeline's, which takes its rows as they are.
     """
 
+    # Raw columns of an adopted workflow; none in repositories of before they were looked for.
+    texts: frozenset[str] = frozenset()  # of text
+    binary: frozenset[str] = frozenset()  # of bytes that are no text
+    with_empty: frozenset[str] = frozenset()  # of whose ids an empty text is one
+
     def __init__(
         self,
         workflow: nvt.Workflow,
@@ -66,6 +72,11 @@ class ServedWorkflow(TransformWorkflow):
         self.output_schema = output_schema
         self.is_adopted = is_adopted
         self.renumbered = dict(renumbered or {})
+        if is_adopted:
+            keys = learned_keys(workflow)
+            self.texts = _columns_with(keys, lambda key: pa.types.is_string(key.kind))
+            self.binary = _columns_with(keys, lambda key: pa.types.is_binary(key.kind))
+            self.with_empty = _columns_with(keys, lambda key: key.has(""))
 
     def __getstate__(self) -> dict[str, Any]:
         # Beside it, as NVTabular saved it: in here its vocabularies would be where they were.
@@ -105,9 +116,12 @@ class ServedWorkflow(TransformWorkflow):
         spec = DatasetSpec.from_dict(self.spec)
         names = self.input_schema.column_names
         if isinstance(transformable, TensorTable):
-            frame = pd.DataFrame(_columns(transformable, names, self.is_adopted))
+            nullable = set(names) - self.with_empty if self.is_adopted else set()
+            frame = pd.DataFrame(_columns(transformable, names, nullable, self.binary))
         else:
             frame = transformable[names].reset_index(drop=True)
+            if self.is_adopted:
+                frame = as_served(frame, self.input_schema, self.texts, _REQUEST)
         if not len(frame):
             raise UserError("a request must have a row. Received: none")
         if not self.is_adopted:
@@ -155,10 +169,18 @@ class _Request(Place):
 _REQUEST = _Request(Path(), 0, 0)
 
 
-def _columns(table: TensorTable, names: Sequence[str], is_adopted: bool) -> dict[str, Any]:
-    """Columns of a request, as pandas has them; text as str, of none of it None.
+def _columns(
+    table: TensorTable, names: Sequence[str], nullable: Collection[str], binary: Collection[str]
+) -> dict[str, Any]:
+    """Columns of a request, as pandas has them; text as str.
 
     Merlin's own `to_df` fills the shorter ones of columns of unequal lengths.
+
+    Args:
+      table: the request.
+      names: of its columns.
+      nullable: those in which an empty text is None.
+      binary: those whose bytes are no text.
 
     Raises:
       UserError: a column is missing, has another number of rows, or text that is none.
@@ -174,7 +196,9 @@ def _columns(table: TensorTable, names: Sequence[str], is_adopted: bool) -> dict
         column = table[name]
         values = np.asarray(column.values)
         if values.dtype.kind in "OSU":
-            values = _text(values, name, is_adopted)
+            values = values.astype(object) if name in binary else _text(values, name)
+            if name in nullable:  # Triton knows no missing text: it is empty, as in a log of csv
+                values[(values == "") | (values == b"")] = None
         if column.offsets is not None:
             values = _lists(values, np.asarray(column.offsets), name)
         elif values.ndim > 1:
@@ -190,17 +214,22 @@ def _columns(table: TensorTable, names: Sequence[str], is_adopted: bool) -> dict
     return columns
 
 
-def _text(values: np.ndarray, name: str, is_adopted: bool) -> np.ndarray:
-    """Bytes as str. Triton knows no missing text: there it is empty, as in a log of csv."""
+def _columns_with(
+    keys: Mapping[str, Sequence[Keys]], has: Callable[[Keys], bool]
+) -> frozenset[str]:
+    return frozenset(name for name, found in keys.items() if any(map(has, found)))
+
+
+def _text(values: np.ndarray, name: str) -> np.ndarray:
+    """Bytes as str."""
     texts = np.empty(values.shape, object)
     for place, value in np.ndenumerate(values):
         try:
-            text = value.decode("utf-8") if isinstance(value, bytes) else value
+            texts[place] = value.decode("utf-8") if isinstance(value, bytes) else value
         except UnicodeDecodeError:
             raise UserError(
                 f"text must be UTF-8. Received: {excerpt(value)} in column {name!r}"
             ) from None
-        texts[place] = None if is_adopted and text == "" else text
     return texts
 
 
