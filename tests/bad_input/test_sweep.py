@@ -182,6 +182,14 @@ class TestWhatWasTunedOnOtherData:
             _setting(arguments, PreparedData.open(toy_data))
 
 
+@pytest.mark.parametrize("option", ["--base", "--tuned"])
+def test_what_was_tuned_in_another_precision(toy_data, tmp_path, tune, option):
+    change(tune, precision="mixed_float16")
+    argv = ["sweep", "scaling-rules", toy_data, "--out", tmp_path / "out", "--batch-sizes", "64"]
+    words = ["in the precision that they are compared in, which is float32", "mixed_float16"]
+    refused([*argv, option, tune], words, folder=tmp_path)
+
+
 def test_a_study_that_is_none(toy_data, tmp_path):
     words = ["study must be one of scaling-rules, networks", "'colours'"]
     refused(["sweep", "colours", toy_data, "--out", tmp_path / "out"], words, folder=tmp_path)

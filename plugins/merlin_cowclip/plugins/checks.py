@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import numbers
 import os
 from collections.abc import Mapping
@@ -45,6 +46,22 @@ def is_whole(
     """
     whole = isinstance(value, numbers.Integral if numpys else int) and not isinstance(value, bool)
     return whole and (least is None or value >= least) and (most is None or value <= most)
+
+
+def plain(value: Any) -> Any:
+    """A number or bool of NumPy's as Python's, which JSON takes; so in lists and dicts."""
+    if isinstance(value, list | tuple) and type(value) in (list, tuple):
+        return type(value)(map(plain, value))
+    if type(value) is dict:
+        return {key: plain(item) for key, item in value.items()}
+    numpys = type(value).__module__ == "numpy" and getattr(value, "ndim", None) == 0
+    return value.item() if numpys else value
+
+
+def make_plain(instance: Any) -> None:
+    """Let the fields of a frozen dataclass be `plain`."""
+    for field in dataclasses.fields(instance):
+        object.__setattr__(instance, field.name, plain(getattr(instance, field.name)))
 
 
 def whole_range(least: int, most: int | None = None) -> str:

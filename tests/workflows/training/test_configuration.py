@@ -14,11 +14,14 @@ from merlin_cowclip.plugins.scaling import SCALING_RULES, Hyperparameters, recip
 from merlin_cowclip.workflows.commands.main import command_line
 from merlin_cowclip.workflows.commands.training import train_config
 from merlin_cowclip.workflows.errors import UserError
+from merlin_cowclip.workflows.study.configuration import TuneConfig
+from merlin_cowclip.workflows.study.setting import Setting
 from merlin_cowclip.workflows.training.configuration import (
     UPDATES,
     TrainConfig,
     base_hyperparameters,
 )
+from merlin_cowclip.workflows.training.keeping import Keeping
 from merlin_cowclip.workflows.training.learning_rates import (
     falls_to_zero_in,
     keras_schedule,
@@ -51,6 +54,42 @@ GOLDEN = [
     "8b4e692eb8ac1975",
     "c82d9c122c17ba43",
 ]
+
+
+def test_numbers_of_numpy_are_pythons():
+    one, half = np.int64(1), np.float32(0.5)
+    config = TrainConfig(
+        batch_size=np.int64(512), epochs=one, seed=one, mlp=[np.int32(8)], patience=one,
+        deterministic=np.bool_(True), dense_schedule={"name": "linear", "to": half},
+    )  # fmt: skip
+    plainly = TrainConfig(
+        batch_size=512,
+        epochs=1,
+        seed=1,
+        mlp=[8],
+        patience=1,
+        dense_schedule={"name": "linear", "to": 0.5},
+    )
+    assert config.identity == plainly.identity
+    assert TrainConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == plainly
+    keeping = Keeping(checkpoint_every=np.int64(5), keep=one, saved_model=np.bool_(False))
+    assert keeping == Keeping(5, 1, False)
+    assert keeping.steps == 5
+    assert json.dumps(keeping.to_dict())
+    setting = Setting(np.array([128, 256]), {"l2": half}, seeds=np.arange(2))
+    assert setting == Setting((128, 256), {"l2": 0.5}, seeds=(0, 1))
+    assert json.dumps([setting.batch_sizes, setting.seeds, setting.values])
+    tuned = TuneConfig(
+        one * 512, base={"batch_size": np.int64(64), "l2": half}, held_out=half, epochs=one
+    )
+    same = TuneConfig(512, base={"batch_size": 64, "l2": 0.5}, held_out=0.5, epochs=1)
+    assert json.loads(json.dumps(tuned.to_dict())) == json.loads(json.dumps(same.to_dict()))
+
+
+@pytest.mark.parametrize("epochs", [np.float64(3), np.bool_(True), np.array([3]), np.array(3.5)])
+def test_what_is_no_whole_number_of_numpys_is_refused(epochs):
+    with pytest.raises(UserError, match="epochs must be a positive whole number"):
+        TrainConfig(epochs=epochs)
 
 
 # The base

@@ -99,11 +99,18 @@ def found_by(tune: Path, data: PreparedData) -> TrainConfig:
     """What a tune found, on data of these columns; of other rows it is told.
 
     Raises:
-        UserError: no tune that has ended, or one on data of other columns.
+        UserError: no tune that has ended, one on data of other columns, or one in another of
+            Keras's precisions than commands train in.
     """
     from merlin_cowclip.workflows.study.tuned import Tuned
 
     tuned = Tuned.open(tune)
+    precision = tuned.record.get("precision", "float32")
+    if precision != "float32":
+        raise UserError(
+            "values must be found in the precision that they are compared in, which is float32. "
+            f"Received: {tune}, tuned in {precision}. Name a tune in float32"
+        )
     if (others := tuned.check_columns(data)) is not None:
         warnings.warn(others, Notice, stacklevel=2)
     return tuned.train_config()

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from merlin_cowclip.plugins.checks import whole_number
+from merlin_cowclip.plugins.checks import make_plain, whole_number
 from merlin_cowclip.plugins.scaling import SCALING_RULES, Hyperparameters
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.study.search_space import Point, SearchSpace
@@ -92,6 +92,7 @@ class TuneConfig:
     deterministic: bool = True
 
     def __post_init__(self) -> None:
+        make_plain(self)
         for name in self.network:
             if name not in NETWORK:
                 raise UserError(

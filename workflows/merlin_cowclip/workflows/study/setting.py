@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from merlin_cowclip.plugins.checks import make_plain
 from merlin_cowclip.plugins.scaling import Hyperparameters, recipe
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.study.configuration import network_of
@@ -55,7 +56,10 @@ class Setting:
 
     def __post_init__(self) -> None:
         for name in ("batch_sizes", "seeds"):
-            values = tuple(getattr(self, name))
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        make_plain(self)
+        for name in ("batch_sizes", "seeds"):
+            values = getattr(self, name)
             if not values or len(set(values)) < len(values):
                 raise UserError(
                     f"{name} must name something, and each only once. Received: {list(values)}. "
@@ -70,8 +74,6 @@ class Setting:
                 "batch_sizes must rise from the base, where the values were tuned. Received: "
                 f"{list(self.batch_sizes)}. Sort them, the base first"
             )
-        object.__setattr__(self, "batch_sizes", tuple(self.batch_sizes))
-        object.__setattr__(self, "seeds", tuple(self.seeds))
         self._check_found()
 
     def _check_found(self) -> None:

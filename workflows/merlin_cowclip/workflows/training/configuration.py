@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from merlin_cowclip.plugins.checks import is_whole, whole_number
+from merlin_cowclip.plugins.checks import is_whole, make_plain, whole_number
 from merlin_cowclip.plugins.deferrable import check_values
 from merlin_cowclip.plugins.scaling import (
     ADAPTIVE_CLIPS,
@@ -103,6 +103,7 @@ class TrainConfig:
     patience: int | None = None
 
     def __post_init__(self) -> None:
+        make_plain(self)
         try:
             self._check()
         except (ValueError, OverflowError) as error:
