@@ -516,3 +516,21 @@ def test_exact_quality_of_probabilities_0_and_1_is_finite():
     quality = exact_quality(np.array([[1], [0]]), np.array([[0.0], [1.0]], np.float32))
     assert quality.auc == 0.0
     assert quality.log_loss == pytest.approx(-math.log(1e-7))
+
+
+def test_rows_that_are_left_out_are_no_samples_per_second(data, tmp_path, monkeypatch, capsys):
+    """As of ranks, or of one process that goes on with their run."""
+    check = training.check_trainable
+    monkeypatch.setattr(training, "check_trainable", lambda *given: check(*given, True))
+    size = 2_500  # of 4,000 rows: one batch
+    train(
+        data,
+        changed(batch_size=size, epochs=1),
+        tmp_path / "run",
+        keeping=Keeping(saved_model=False),
+    )
+    result = Run.open(tmp_path / "run").result
+    assert result["last_step"] == 1
+    speed = size / result["train_seconds"]
+    assert result["samples_per_second"] == pytest.approx(speed)
+    assert f", {speed:,.0f} samples/s, best" in capsys.readouterr().out
