@@ -14,7 +14,7 @@ from merlin_cowclip.models import FusedEmbeddings
 from merlin_cowclip.plugins import CowClipOptimizer, load_model, save_model, whole_tables
 from merlin_cowclip.plugins._stack import Schema
 from merlin_cowclip.plugins.joining import of_all_ranks
-from merlin_cowclip.workflows import TrainConfig, train
+from merlin_cowclip.workflows import Loader, TrainConfig, train
 from merlin_cowclip.workflows.data.prepared import PreparedData
 from tests.plugins.merlin_models import NUMBER, SCHEMA, TARGET, category
 from tests.ranks.cases import Case, batches, in_shards, ours
@@ -237,32 +237,29 @@ def together(folder: Path, rank: int, ranks: int) -> dict[str, Any]:
 
 
 def in_half_precision(folder: Path, data: Path, rank: int, ranks: int) -> dict[str, Any]:
-    """A model whose loss is scaled, which goes on, and goes on once saved and loaded; and a run.
+    """A run whose loss is scaled, and its model, which is loaded and goes on.
 
     Args:
-      folder: for what is saved.
-      data: a prepared folder, for the run.
+      folder: for the run.
+      data: a prepared folder.
       rank: this one's number.
       ranks: how many there are.
     """
     tf.keras.mixed_precision.set_global_policy("mixed_float16")
     try:
-        model, mine = _made(ours, rank, ranks)
-        model.fit(_data(mine, 2), verbose=0)
-        save_model(model, folder / "half")
-        of_all_ranks("it is saved")
-        found = []
-        for one in (model, load_model(folder / "half")):
-            one.fit(_data(mine, 1), verbose=0)
-            scaling, inner = one.optimizer, one.optimizer.inner_optimizer
-            of_steps = int(inner.iterations), float(inner.learning_rate), float(scaling.loss_scale)
-            weights = [float(np.abs(weight.astype(float)).sum()) for weight in one.get_weights()]
-            found.append([type(scaling).__name__, *of_steps, *weights])
+        prepared = PreparedData.open(data)
         config = TrainConfig(batch_size=18, epochs=1, embedding_dim=3, mlp=(6,))
-        run = train(PreparedData.open(data), config, folder / "half run", progress=False)
+        run = train(prepared, config, folder / "half", progress=False)
+        model = load_model(run.path / "model")
+        scaling, inner = model.optimizer, model.optimizer.inner_optimizer
+        found = [type(scaling).__name__, int(inner.iterations), float(inner.learning_rate)]
+        loader = Loader(prepared, batch_size=18, rank=rank, ranks=ranks)
+        model.fit(loader.dataset(), epochs=1, verbose=0)
+        weights = [float(np.abs(weight.astype(float)).sum()) for weight in model.get_weights()]
     finally:
         tf.keras.mixed_precision.set_global_policy("float32")
-    return {"found": found, "saved": (run.path / "model").is_dir(), "auc": run.result["auc"]}
+    steps, rate = int(inner.iterations), config.hyperparameters.dense_lr
+    return {"found": found, "rate": rate, "steps": steps, "weights": weights}
 
 
 def stopped(rank: int, ranks: int) -> dict[str, int]:

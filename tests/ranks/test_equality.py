@@ -237,11 +237,9 @@ def test_statistics_of_shards_are_of_all_ranks_or_refused(results):
 def test_half_precision_is_saved_and_loaded(results):
     """Merlin made another loss scaling of it, and ended with a TypeError."""
     first, *others = (told["half"] for told in _of_scripts(results))
-    went_on, loaded = first["found"]
-    assert went_on[:2] == ["LossScaleOptimizer", 3]
-    assert loaded == went_on
-    assert first["saved"]
-    assert 0 < first["auc"] < 1
+    assert first["found"] == ["LossScaleOptimizer", 7, pytest.approx(first["rate"])]
+    assert first["steps"] == 14
+    assert np.isfinite(first["weights"]).all()
     for told in others:
         assert told == first
 
