@@ -134,6 +134,37 @@ def test_backup_and_restore(tmp_path):
     assert int(resumed.optimizer.iterations) == 12
 
 
+@pytest.mark.parametrize("given", [None, 2])
+def test_a_restore_leaves_the_epochs_length_that_is_given_or_of_the_fit(tmp_path, given):
+    """BackupAndRestore restores after the fit has told its own: 4 steps an epoch, now 2."""
+
+    class Die(tf.keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            if epoch == 1:
+                raise KeyboardInterrupt
+
+    two_epochs, callback = HOT.replace(warmup_epochs=2.0), tf.keras.callbacks.BackupAndRestore
+    model = built(ours, SCHEMA)
+    model.compile(CowClipOptimizer.for_model(model, two_epochs), metrics=[])
+    backup = callback(str(tmp_path / "backup"))
+    with pytest.raises(KeyboardInterrupt):
+        model.fit(dataset(SCHEMA, 4), epochs=2, verbose=0, callbacks=[backup, Die()])
+    checkpoint = tf.train.Checkpoint(model=model, optimizer=model.optimizer)
+    saved = checkpoint.save(str(tmp_path / "c"))
+    again = built(ours, SCHEMA)
+    optimizer = CowClipOptimizer.for_model(again, two_epochs, steps_per_epoch=given)
+    again.compile(optimizer=optimizer, metrics=[])
+    backup = callback(str(tmp_path / "backup"))
+    again.fit(dataset(SCHEMA, 2), epochs=2, verbose=0, callbacks=[backup])
+    assert int(optimizer.iterations) == 4 + 2
+    assert optimizer.warmup_steps == 2 * 2
+    # In a loop of one's own nothing but steps_per_epoch tells it anew.
+    status = tf.train.Checkpoint(model=again, optimizer=optimizer).restore(saved)
+    status.assert_existing_objects_matched().assert_consumed()
+    assert int(optimizer.iterations) == 4
+    assert optimizer.warmup_steps == 2 * (given or 4)
+
+
 def test_a_plain_load_works_and_warns(tmp_path):
     model, _ = fitted(ours, SCHEMA)
     save_model(model, tmp_path / "model")
@@ -322,6 +353,43 @@ def test_a_learning_rate_set_on_the_dense_part_is_in_a_checkpoint(tmp_path, has_
     again.fit(dataset(SCHEMA, 4, first=3), verbose=0)
     status.assert_consumed()
     assert_same(values(again), values(model))
+
+
+@pytest.mark.parametrize("way", ["checkpoint", "weights", "loss scale"])
+def test_a_restore_takes_back_a_learning_rate_set_on_the_dense_part(tmp_path, way):
+    """As Keras restores one that does not warm up: what was set later stood, 50 times too high."""
+    model, optimizer = fitted(ours, SCHEMA, WARM, steps_per_epoch=5)
+    if way == "loss scale":
+        scaled = tf.keras.mixed_precision.LossScaleOptimizer(optimizer)
+        model.compile(optimizer=scaled, metrics=[])
+        model.fit(dataset(SCHEMA, 1, first=2), verbose=0)
+    path = str(tmp_path / "c")
+    checkpoint = tf.train.Checkpoint(model=model, optimizer=model.optimizer)
+    if way == "weights":
+        model.save_weights(path)
+    else:
+        path = checkpoint.save(path)
+    model.fit(dataset(SCHEMA, 3, first=3), verbose=0)
+    expected, told = values(model), optimizer.learning_rates()
+    for rates in ((0.5, 0.125), (0.25, 0.5)):
+        dense, clipped = optimizer.default_optimizer, optimizer.optimizers[0]
+        dense.learning_rate, clipped.learning_rate = rates
+        model.fit(dataset(SCHEMA, 1), verbose=0)
+        status = model.load_weights(path) if way == "weights" else checkpoint.restore(path)
+        status.assert_existing_objects_matched()
+        assert float(dense.warmup_height) == np.float32(WARM.dense_lr)
+        model.fit(dataset(SCHEMA, 3, first=3), verbose=0)
+        assert_same(values(model), expected)
+        assert optimizer.learning_rates() == told
+    # Into one that has not stepped yet, where something else was set.
+    fresh = CowClipOptimizer.for_model(built(ours, SCHEMA), WARM, steps_per_epoch=5)
+    fresh.default_optimizer.learning_rate = 0.5
+    if way == "checkpoint":
+        tf.train.Checkpoint(optimizer=fresh).restore(path).assert_existing_objects_matched()
+        assert fresh.default_optimizer.learning_rate == WARM.dense_lr
+        fresh.default_optimizer.learning_rate = 0.25  # since: it counts
+        fresh.create_slots(fresh._model().trainable_variables)
+        assert float(fresh.default_optimizer.warmup_height) == 0.25
 
 
 @pytest.mark.usefixtures("quick")

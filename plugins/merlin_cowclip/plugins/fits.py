@@ -41,6 +41,12 @@ class _Call(NamedTuple):
 
 # Until it asks. What is asked for without one is for a batch alone: the last history is another's.
 _called = contextvars.ContextVar[_Call | None]("merlin_cowclip_called", default=None)
+_fitted = contextvars.ContextVar[tuple[Any, ...]]("merlin_cowclip_fitted", default=())
+
+
+def is_fitted(model: Any) -> bool:
+    """Whether a fit of `model` is under way, as it is for a callback of it."""
+    return any(one is model for one in _fitted.get())
 
 
 class Fit(NamedTuple):
@@ -118,9 +124,11 @@ def notify_of_fits(model: tf.keras.Model, bound: Notified) -> None:
             size = _batch_size(data, arguments, named)
             is_validation = bool(named.get("_use_cached_eval_dataset"))
             token = _called.set(_Call(self, _FUNCTIONS[name], data, size, is_validation))
+            fits = _fitted.set((*_fitted.get(), *([self] if name == "fit" else [])))
             try:
                 return getattr(type(self), name)(self, *arguments, **named)
             finally:
+                _fitted.reset(fits)
                 _called.reset(token)
 
         method.__name__ = name

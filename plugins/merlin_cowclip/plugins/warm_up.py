@@ -7,11 +7,27 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 from merlin_cowclip.plugins._stack import tf
-from merlin_cowclip.plugins.fits import Fit
+from merlin_cowclip.plugins.fits import Fit, is_fitted
 from merlin_cowclip.plugins.scaling import Hyperparameters
 from merlin_cowclip.plugins.schedules import UNKNOWN, LinearWarmup
 
-_HEIGHT = "warmup_height"  # in checkpoints
+_HEIGHT, _LENGTH = "warmup_height", "warmup_steps"  # in checkpoints
+
+
+class _SavedLength(tf.__internal__.tracking.Trackable):
+    """The warm-up's length as checkpoints have it: it comes back where nothing else tells it."""
+
+    def __init__(self, optimizer: FollowsFits, length: tf.Variable) -> None:
+        self.optimizer, self.length = optimizer, length
+
+    def _serialize_to_tensors(self) -> dict[str, Any]:
+        saved: dict[str, Any] = self.length._serialize_to_tensors()
+        return saved
+
+    def _restore_from_tensors(self, tensors: dict[str, tf.Tensor]) -> Any:
+        if self.optimizer._is_told_steps():
+            return tf.no_op()
+        return self.length._restore_from_tensors(tensors)
 
 
 class FollowsFits:
@@ -19,6 +35,7 @@ class FollowsFits:
 
     _steps_per_epoch: int | None = None
     _warmup_steps: tf.Variable | None = None
+    _saved_length: _SavedLength | None = None
     _fit = Fit(None, None)
     _told_of_batch = False
 
@@ -28,10 +45,9 @@ class FollowsFits:
         default_optimizer: Any
         learning_rate: Any
 
-        def add_weight(self, name: str, **kwargs: Any) -> tf.Variable:
-            """Keras's."""
+        _model: Any
 
-        def _handle_deferred_dependencies(self, name: str, trackable: tf.Variable) -> None: ...
+        def _handle_deferred_dependencies(self, name: str, trackable: Any) -> None: ...
 
         def _create_slots_of_model(self) -> None: ...
 
@@ -96,41 +112,45 @@ class FollowsFits:
             return
         # Variables: another fit may have epochs of another length, and somebody may set what it
         # rises to, without a new trace.
-        self._warmup_steps = self.add_weight(
-            "warmup_steps",
-            shape=[],
-            dtype=tf.int64,
-            initializer=tf.constant_initializer(UNKNOWN),
-            trainable=False,
-            aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA,
-        )
-        height = tf.Variable(
-            float(tf.keras.backend.get_value(height)),
-            dtype=tf.float32,
-            trainable=False,
-            name=_HEIGHT,
-            aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA,
-        )
+        self._warmup_steps = _variable(UNKNOWN, tf.int64, _LENGTH)
+        self._saved_length = _SavedLength(self, self._warmup_steps)
+        height = _variable(float(tf.keras.backend.get_value(height)), tf.float32, _HEIGHT)
         dense.learning_rate = LinearWarmup(height, self._warmup_steps)
-        self._handle_deferred_dependencies(_HEIGHT, height)  # a checkpoint that was restored before
+        # A checkpoint that was restored before.
+        self._handle_deferred_dependencies(_LENGTH, self._saved_length)
+        self._handle_deferred_dependencies(_HEIGHT, height)
         self._follow_fit()
 
     def _trackable_children(self, save_type: str = "checkpoint", **named: Any) -> dict[str, Any]:
         children: dict[str, Any] = super()._trackable_children(save_type, **named)  # type: ignore[misc]
-        height = self.default_optimizer.warmup_height
-        if height is None or (save_type == "checkpoint" and not self._height_was_set(height)):
-            return children  # as older checkpoints have them
+        if self._saved_length is None:
+            return children
+        height, is_checkpoint = self.default_optimizer.warmup_height, save_type == "checkpoint"
+        length = self._saved_length if is_checkpoint else self._warmup_steps
+        children = {**children, _LENGTH: length}
+        if height is None or (is_checkpoint and not self._height_was_set(height)):
+            return children  # by which a restore knows that it was not: see _lookup_dependency
         return {**children, _HEIGHT: height}
 
     def _lookup_dependency(self, name: str) -> Any:
-        """What a checkpoint has by this name goes into."""
+        """What a checkpoint has by this name goes into; TensorFlow asks before it restores."""
         if name == _HEIGHT:
             return self.default_optimizer.warmup_height
+        if name == _LENGTH:  # each checkpoint of one that warms up has it
+            self._unset_height()  # else one that lacks it would leave what was set since
+            return self._saved_length
         return super()._lookup_dependency(name)  # type: ignore[misc]
 
     def _height_was_set(self, height: tf.Variable) -> bool:
         made_with = tf.constant(self.hyperparameters.dense_lr, tf.float32)
         return bool(tf.keras.backend.get_value(height) != tf.keras.backend.get_value(made_with))
+
+    def _unset_height(self) -> None:
+        """Warm up to `dense_lr` again; a schedule that was set in its place stays."""
+        dense = self.default_optimizer
+        is_number = not callable(dense._hyper["learning_rate"])
+        if dense.warmup_height is not None or (is_number and self.hyperparameters.warmup_epochs):
+            dense.learning_rate = self.hyperparameters.dense_lr
 
     def _check_warm_up(self) -> None:
         if self._warmup_steps is not None and self.warmup_steps is None:
@@ -147,6 +167,13 @@ class FollowsFits:
         if self._warmup_steps is not None and warmup_steps is not None:
             self._warmup_steps.assign(warmup_steps)
 
+    def _is_told_steps(self) -> bool:
+        """Whether `steps_per_epoch`, or else the fit under way, tells the steps per epoch."""
+        if self.steps_per_epoch:
+            return True
+        model = self._model() if self._model is not None else None
+        return self._fit.steps is not None and is_fitted(model)
+
     def _follow_fit(self) -> None:
         """The warm-up's length from `steps_per_epoch`, or from the fit under way."""
         steps = self.steps_per_epoch or self._fit.steps
@@ -160,10 +187,17 @@ class FollowsFits:
 
         ⌊`warmup_epochs` · steps per epoch⌋, the steps per epoch as given or those of the `fit`
         under way: each fit without `steps_per_epoch` sets them anew, so one on a few batches, to
-        try a model out, does not end the warm-up of the next. Update t has the dense η of t /
+        try a model out, does not end the warm-up of the next. A checkpoint that is restored with
+        neither, as in a loop of one's own, brings its own length. Update t has the dense η of t /
         `warmup_steps` of the rise in either case.
         """
         if self._warmup_steps is None:
             return None
         steps = int(self._warmup_steps.numpy())
         return None if steps == UNKNOWN else steps
+
+
+def _variable(value: float, dtype: tf.DType, name: str) -> tf.Variable:
+    """What the warm-up reads at each step."""
+    aggregation = tf.VariableAggregation.ONLY_FIRST_REPLICA
+    return tf.Variable(value, trainable=False, name=name, dtype=dtype, aggregation=aggregation)
