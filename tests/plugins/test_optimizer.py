@@ -335,8 +335,11 @@ def test_warmup_takes_the_steps_of_fit():
         model.optimizer.steps_per_epoch = steps
         model.train_step(batch(SCHEMA))
         assert model.optimizer.warmup_steps == 2 * steps
-    with pytest.raises(ValueError, match="steps_per_epoch must be positive. Received: .*-5"):
-        model.optimizer.steps_per_epoch = -5
+    for steps in (-5, 0.5, 2.5, float("nan"), True):  # half a step would end the warm-up
+        with pytest.raises(ValueError, match=f"must be a positive whole number, .*epoch={steps}"):
+            model.optimizer.steps_per_epoch = steps
+    model.optimizer.steps_per_epoch = np.float64(30.0)  # as a division gives it
+    assert repr(model.optimizer.steps_per_epoch) == "30"
 
 
 def dense_steps(model, data, **fit):
@@ -929,7 +932,7 @@ def test_unbound_and_bad_arguments():
     for method in ("add", "update"):
         with pytest.raises(ValueError, match=r"assigns variables itself.*with clip_tables\.$"):
             getattr(CowClipOptimizer(COLD), method)(mm.OptimizerBlocks("sgd", []))
-    with pytest.raises(ValueError, match="steps_per_epoch must be positive"):
+    with pytest.raises(ValueError, match="steps_per_epoch must be a positive whole number"):
         CowClipOptimizer(COLD, steps_per_epoch=0)
     with pytest.raises(ValueError, match="update must be one of exact, lazy, deferred"):
         CowClipOptimizer(COLD, update="Exact")

@@ -393,6 +393,44 @@ def test_a_restore_takes_back_a_learning_rate_set_on_the_dense_part(tmp_path, wa
 
 
 @pytest.mark.usefixtures("quick")
+def test_numbers_of_numpy_are_saved_as_pythons(tmp_path):
+    """JSON takes none of them: the call ended after the training, with TypeError."""
+    schedules = tf.keras.optimizers.schedules
+    borders = list(np.array([3, 6]))
+    model, optimizer = fitted(
+        ours,
+        SCHEMA,
+        WARM,
+        steps=1,
+        steps_per_epoch=np.int64(8),
+        dense_schedule=schedules.CosineDecay(np.float32(0.5), np.int32(100)),
+        embedding_schedule=schedules.PiecewiseConstantDecay(borders, [1e-3, 1e-4, 1e-5]),
+    )
+    save_model(model, tmp_path / "model")
+    loaded = load_model(tmp_path / "model", metrics=[]).optimizer
+    assert repr(loaded.steps_per_epoch) == "8"
+    assert loaded.dense_schedule.get_config()["decay_steps"] == 100
+    assert loaded.embedding_schedule.get_config()["boundaries"] == [3, 6]
+    assert loaded.learning_rates() == optimizer.learning_rates()
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_schedule_that_json_cannot_hold_is_refused_before_anything_is_written(tmp_path):
+    class Own(tf.keras.optimizers.schedules.LearningRateSchedule):
+        def __call__(self, step):
+            return tf.constant(1e-3)
+
+        def get_config(self):
+            return {"made_with": object()}
+
+    with tf.keras.utils.custom_object_scope({"Own": Own}):
+        model, _ = fitted(ours, SCHEMA, steps=1, embedding_schedule=Own())
+        with pytest.raises(ValueError, match="configuration .* must be .* Received: an? object"):
+            save_model(model, tmp_path / "model")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.usefixtures("quick")
 def test_functions_on_a_part_are_said_not_to_be_saved(tmp_path, trained):
     dense = trained.optimizer.default_optimizer
     dense.gradient_transformers.append(lambda pairs: pairs)

@@ -126,11 +126,20 @@ def test_numbers_of_numpy_are_stored_as_pythons():
     assert Hyperparameters(**json.loads(json.dumps(found.to_dict()))) == found
 
 
+def test_a_batch_size_of_numpy_is_scaled_to():
+    base = Hyperparameters(1024, clip="global", clip_threshold=2.0)
+    moved = scale(base, to=np.int64(4096))
+    assert moved == scale(base, to=4096)
+    assert repr(moved.batch_size) == "4096"
+    assert all(type(value) is not np.float64 for value in moved.to_dict().values())
+
+
 def test_unknown_rule_and_size():
     with pytest.raises(ValueError, match=r"rule must be one of none, .*cowclip. Received: .*'cow'"):
         scale(Hyperparameters(), to=2048, rule="cow")
-    with pytest.raises(ValueError, match="to must be a positive whole number"):
-        scale(Hyperparameters(), to=0)
+    for to in (0, 1.5, True, np.int64(0)):
+        with pytest.raises(ValueError, match="to must be a positive whole number"):
+            scale(Hyperparameters(), to=to)
     with pytest.raises(ValueError, match="batch sizes 1024, 2048, 4096, 8192 for these"):
         preset("criteo", 128 * K, "linear")
 

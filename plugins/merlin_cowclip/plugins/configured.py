@@ -8,6 +8,8 @@ import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import numpy as np
+
 from merlin_cowclip.plugins._stack import tf
 from merlin_cowclip.plugins.ownership import as_text, from_text
 
@@ -24,6 +26,21 @@ def to_config(arguments: Mapping[str, Any]) -> dict[str, Any]:
     if config["clip_tables"] is not None:
         config["clip_tables"] = [as_text(item) for item in config["clip_tables"]]
     return config
+
+
+def plain(value: Any) -> Any:
+    """What JSON does not take, as it does: numbers of NumPy and TensorFlow, arrays too.
+
+    Raises:
+      ValueError: it is something else.
+    """
+    array = np.asarray(value)
+    if array.dtype.kind not in "biuf":
+        raise ValueError(
+            "The configuration of an optimizer and its schedules must be made of numbers and "
+            f"texts to be saved. Received: an object of type {type(value).__name__} in it."
+        )
+    return array.tolist()
 
 
 def from_config(config: Mapping[str, Any], custom_objects: Any = None) -> dict[str, Any]:

@@ -235,8 +235,9 @@ def scale(tuned: Hyperparameters, *, to: int, rule: str = "cowclip") -> Hyperpar
       ValueError: unknown rule, or `to` not a positive whole number.
     """
     found = find_rule(rule)
-    if not is_whole(to, 1):
+    if not is_whole(to, 1, numpys=True):
         raise ValueError(f"to must be a positive whole number of samples. Received: to={to!r}")
+    to = int(to)
     s = to / tuned.batch_size
     return tuned.replace(
         batch_size=to,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 from typing import Any, TypeAlias
 
 from merlin_cowclip.plugins._stack import tf
@@ -15,6 +16,23 @@ _KERAS_SCHEDULE = tf.keras.optimizers.schedules.LearningRateSchedule
 
 UNKNOWN = -1
 """A warm-up's length before a fit, or `steps_per_epoch`, tells it."""
+
+
+def whole_steps(steps: Any) -> int | None:
+    """Updates per epoch: a positive whole number of any kind, of floats too; or `None`.
+
+    Raises:
+      ValueError: it is something else: of half an update the warm-up would be none.
+    """
+    if steps is None:
+        return None
+    is_real = isinstance(steps, numbers.Real) and not isinstance(steps, bool)
+    if not is_real or not float(steps).is_integer() or steps < 1:
+        raise ValueError(
+            "steps_per_epoch must be a positive whole number, or None for those of each fit. "
+            f"Received: steps_per_epoch={steps}"
+        )
+    return int(steps)
 
 
 @tf.keras.utils.register_keras_serializable(package="merlin_cowclip")

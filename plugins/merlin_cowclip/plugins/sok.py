@@ -37,7 +37,7 @@ from merlin_cowclip.plugins.joining import (
 )
 from merlin_cowclip.plugins.row_sums import beside, sum_columns, sum_per_row, tally, unique
 from merlin_cowclip.plugins.scaling import Hyperparameters
-from merlin_cowclip.plugins.schedules import LinearWarmup
+from merlin_cowclip.plugins.schedules import LinearWarmup, whole_steps
 from merlin_cowclip.plugins.sharding import by_owner
 
 Ids: TypeAlias = Any  # tf.Tensor, tf.RaggedTensor or tf.SparseTensor of integers
@@ -293,12 +293,13 @@ class CowClipSokOptimizer(tf.Module):
 def _warming_up(hp: Hyperparameters, steps_per_epoch: int | None) -> Any:
     if not hp.warmup_epochs:
         return hp.dense_lr
-    if steps_per_epoch is None or steps_per_epoch <= 0:
+    steps = whole_steps(steps_per_epoch)
+    if steps is None:
         raise ValueError(
             "The warm-up of the dense learning rate needs the number of updates per epoch. "
             f"Received: steps_per_epoch={steps_per_epoch}. Pass it, or set warmup_epochs=0."
         )
-    return LinearWarmup(hp.dense_lr, math.floor(hp.warmup_epochs * steps_per_epoch))
+    return LinearWarmup(hp.dense_lr, math.floor(hp.warmup_epochs * steps))
 
 
 def _is_table(variable: Any) -> bool:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from merlin_cowclip.plugins._stack import tf
 from merlin_cowclip.plugins.fits import Fit, is_fitted
 from merlin_cowclip.plugins.scaling import Hyperparameters
-from merlin_cowclip.plugins.schedules import UNKNOWN, LinearWarmup
+from merlin_cowclip.plugins.schedules import UNKNOWN, LinearWarmup, whole_steps
 
 _HEIGHT, _LENGTH = "warmup_height", "warmup_steps"  # in checkpoints
 
@@ -62,9 +62,7 @@ class FollowsFits:
 
     @steps_per_epoch.setter
     def steps_per_epoch(self, steps: int | None) -> None:
-        if steps is not None and steps <= 0:
-            raise ValueError(f"steps_per_epoch must be positive. Received: steps_per_epoch={steps}")
-        self._steps_per_epoch = steps
+        self._steps_per_epoch = whole_steps(steps)
         self._follow_fit()
 
     def fit_begins(self, fit: Fit | None) -> None:
