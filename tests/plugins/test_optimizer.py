@@ -515,6 +515,22 @@ def test_a_learning_rate_moves_a_table_in_proportion(update):
         np.testing.assert_allclose(eighth, one / 8, atol=1e-7)
 
 
+def test_learning_rates_after_steps_that_loss_scaling_left_out():
+    model = built(ours, SCHEMA)
+    decay = tf.keras.optimizers.schedules.ExponentialDecay(0.1, 1, 0.5)
+    optimizer = CowClipOptimizer.for_model(model, COLD, embedding_schedule=decay)
+    scaled = tf.keras.mixed_precision.LossScaleOptimizer(optimizer)
+    bias = model.trainable_variables[-1]
+    for _ in range(3):
+        scaled.apply_gradients([(tf.fill(bias.shape, math.inf), bias)])
+    assert int(optimizer.iterations) == 3
+    assert [int(part.iterations) for part in optimizer.optimizers] == [0, 0, 0]
+    told = optimizer.learning_rates()
+    assert told == (np.float32(COLD.dense_lr), np.float32(0.1))
+    scaled.apply_gradients([(tf.ones(bias.shape), bias)])
+    assert optimizer.learning_rates() == told
+
+
 def test_a_learning_rate_with_loss_scaling_and_schedules():
     tf.keras.mixed_precision.set_global_policy("mixed_float16")
     try:

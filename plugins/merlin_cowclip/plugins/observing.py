@@ -91,10 +91,11 @@ class Observable:
     def learning_rates(self) -> LearningRates:
         """The learning rates that the last step used, with warm-up, schedules and what was set.
 
-        What was set since that step counts as set before it.
+        What was set since that step counts as set before it. Where loss scaling has left out every
+        step so far, those that the first one to be made will use.
 
         Raises:
-          ValueError: no step was made yet.
+          ValueError: there was no step yet.
         """
         if not int(self.iterations):
             raise ValueError(

@@ -466,7 +466,12 @@ class CowClipOptimizer(Observable, StepsTogether, FollowsFits, RefusesOptions, m
     # MultiOptimizer takes the count from its first pair, which may own no variable.
     @property
     def iterations(self) -> tf.Variable:
-        """Number of updates made, an int64 variable of this optimizer's own."""
+        """Number of updates, an int64 variable of this optimizer's own.
+
+        As Keras counts them: those that its loss scaling left out are among them. Each of
+        `optimizers`, the three parts, counts those alone that it made, by which its bias correction
+        and its schedules go.
+        """
         return tf.keras.optimizers.legacy.Optimizer.iterations.fget(self)
 
     @iterations.setter
