@@ -66,10 +66,12 @@ def caught_up_by_kind(state, last, step, rates, l2):
     return [np.where(calm[:, np.newaxis], *both) for both in zip(*ways, strict=True)]
 
 
-def errors(state, found, expected):
-    """Of w, by what it was or 1e-3, whichever is more."""
+def errors(state, found, expected, became=False):
+    """Of w, by what it was or 1e-3, whichever is more; or by what it became, if that is more."""
     assert np.isfinite(found).all()
-    return np.abs(found[0] - expected[0]) / np.maximum(np.abs(state[0]), 1e-3)
+    size = np.maximum(np.abs(state[0]), 1e-3)
+    size = np.maximum(size, np.abs(expected[0])) if became else size
+    return np.abs(found[0] - expected[0]) / size
 
 
 @pytest.mark.parametrize(
@@ -103,6 +105,27 @@ def test_against_float64(l2, rate, first):
     left = np.abs(expected[0]) > np.maximum(np.abs(state[0]), 1e-3) / 10
     assert moved.max() < 2e-3
     assert (np.abs(found[2] - expected[2]) <= 0.02 * expected[2] + 1e-30)[left].all()
+
+
+@pytest.mark.parametrize(
+    ("l2", "rate", "first", "swing", "in_most"),
+    [
+        (1e-6, 1e-2, 30_000, 3.16, 1e-4),
+        (1e-4, 1e-2, 100, 3.16, 1e-4),
+        (1e-5, 1e-4, 5, 0.0, 3e-4),  # without moments so far
+    ],
+)
+def test_rows_that_carry_momentum(l2, rate, first, swing, in_most):
+    """|m| of up to 3.16 √v, as one gradient after a long pause leaves it, takes w far."""
+    (w, _, v), gap = some_rows(first if swing else 0, GAPS, each=12)
+    m = np.random.default_rng(2).uniform(-swing, swing, w.shape) * np.sqrt(v)
+    state, step = (w, np.float32(m), v), first + max(GAPS)
+    rates = corrected(np.full(step, rate))
+    expected = oracle(state, step - gap, step, rates, l2)
+    found = caught_up_by_kind(state, step - gap, step, rates, l2)
+    error = errors(state, found, expected, became=True)
+    assert error.max() < 5e-4
+    assert np.quantile(error, 0.99) < in_most
 
 
 @pytest.mark.parametrize(
