@@ -528,6 +528,20 @@ def test_hash_buckets(log, tmp_path):
         assert quick(tmp_path, tmp_path / "gpu").record["notes"] == []
 
 
+def test_operators_that_may_move_rows_are_noted(log, tmp_path):
+    """Of raw rows each would get the score of another."""
+    sites = pd.DataFrame({"site": [f"s{i}" for i in range(30)]})
+    rows = ["user", "site", "click"] >> ops.JoinExternal(sites, on="site", how="inner")
+    workflow = nvt.Workflow(
+        (rows["user", "site"] >> ops.Categorify(out_path=str(tmp_path / "fitted")))
+        + (rows["click"] >> ops.AddMetadata(tags=TARGET))
+    )
+    workflow.fit_transform(dataset(log, tmp_path / "raw")).to_parquet(str(tmp_path / "train"))
+    workflow.save(str(tmp_path / "workflow"))
+    (note,) = quick(tmp_path, tmp_path / "data").record["notes"]
+    assert note.startswith("JoinExternal(how='inner') may move rows, or drop some and double oth")
+
+
 def test_ids_of_ones_own_from_0(tmp_path):
     """In a row 0 is an id like others; in a list it is padding to the networks, which is told."""
     raw = pd.DataFrame({"ad": [0, 0, 2, 1], "genres": [[0], [1, 0], [2], []]})

@@ -72,7 +72,17 @@ def of_a_time(_):
     return days + LABEL, {"user", "genres", "day"}
 
 
-@pytest.mark.parametrize("case", [each, of_the_label, encoded, together, joined, of_a_time])
+def looked_up(_):
+    """By a key, without which not even the columns are made that the join passes on."""
+    weeks = pd.DataFrame({"weeks": [1.0, 2.0, 3.0], "length": [7, 14, 21]})
+    rows = ["visits", "weeks"] >> ops.JoinExternal(weeks, on="weeks")
+    return rows["visits"] + LABEL, {"user", "genres", "visits", "weeks"}
+
+
+CASES = [each, of_the_label, encoded, together, joined, of_a_time, looked_up]
+
+
+@pytest.mark.parametrize("case", CASES)
 def test_columns_that_may_be_lacking(case, tmp_path):
     made, needed = case(str(tmp_path / "stats"))
     ids = ["user", "genres"] >> ops.Categorify(out_path=str(tmp_path / "ids"))

@@ -479,15 +479,22 @@ def test_refused_of_an_adopted_pipeline(stock, tmp_path, change, raw, words):
 
 @pytest.fixture(scope="module")
 def by_text(tmp_path_factory):
-    """A workflow that makes text of whole numbers: `shop` was fitted with a missing one."""
+    """A workflow that makes text of whole numbers: `shop` was fitted with a missing one.
+
+    `device` has numbers that no float holds, `item` is encoded as it is; a join gives `price`.
+    """
     home = tmp_path_factory.mktemp("text")
     random = np.random.default_rng(0)
-    shop, user = (random.integers(0, 9, 600) for _ in range(2))
+    shop, user, item = (random.integers(0, 9, 600) for _ in range(3))
+    shop_of = pd.DataFrame({"device": 2**60 + np.arange(9), "price": np.arange(9) / 9})
     table = pa.table(
         {
             "click": random.integers(0, 2, 600),
             "shop": pa.array(shop, mask=np.arange(600) == 3),
             "user": pa.array(user),
+            "item": pa.array(item),
+            "device": pa.array(2**60 + random.integers(0, 9, 600)),
+            "age": pa.array(random.integers(18, 80, 600)),
         }
     )
     pq.write_table(table, home / "raw.parquet")
@@ -497,6 +504,13 @@ def by_text(tmp_path_factory):
             >> ops.LambdaOp(lambda column: column.astype(str))
             >> ops.Categorify(out_path=str(home / "fitted"))
         )
+        + (["item"] >> ops.Categorify(out_path=str(home / "fitted")))
+        + (
+            (["device"] >> ops.JoinExternal(shop_of, on="device"))["price"]
+            >> ops.FillMissing(fill_val=5)
+            >> ops.Normalize()
+        )
+        + (["age"] >> ops.FillMissing() >> ops.Normalize())
         + (["click"] >> ops.AddMetadata(tags=[Tags.TARGET, Tags.BINARY_CLASSIFICATION]))
     )
     raw = Dataset(str(home / "raw.parquet"), engine="parquet")
@@ -519,14 +533,89 @@ def test_an_id_does_not_depend_on_its_batch(by_text, tmp_path, monkeypatch):
     np.testing.assert_allclose(repository.predict(rows), expected[400:420], rtol=0, atol=1e-6)
 
 
-def test_a_missing_id_that_would_change_its_neighbours_is_refused(by_text, tmp_path):
+def test_whole_numbers_in_columns_of_floats_are_whole(by_text, tmp_path):
+    """As pandas writes a column that had a missing one; the workflow was fitted on integers."""
+    run, _, home = by_text
+    expected = scores(run, [home / "train"], tmp_path / "encoded.parquet")["probability"]
+    rows = pd.read_parquet(home / "raw.parquet").astype({"user": float, "item": "float32"})
+    rows.assign(age=rows["age"] + 1e-9).to_parquet(tmp_path / "floats.parquet")  # it is a number
+    found = scores(run, [tmp_path / "floats.parquet"], tmp_path / "raw.parquet", raw=True)
+    np.testing.assert_allclose(found["probability"], expected, rtol=0, atol=1e-6)
+    repository = export(run, tmp_path / "repository", progress=False)
+    np.testing.assert_allclose(repository.predict(rows), expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "words"),
+    [
+        (  # whose floats are another text than its integers
+            "user",
+            lambda column: column.mask(column.index == 400).astype("Int64"),
+            r"column 'user' must have no missing one .*600 rows",
+        ),
+        (
+            "user",
+            lambda column: column.mask(column.index == 400).astype(float),
+            r"column 'user' must have no missing one .*600 rows",
+        ),
+        (
+            "user",
+            lambda column: column.astype(float) + (column.index == 400) / 2,
+            r"column 'user' must have no fraction .*600 rows",
+        ),
+        (  # that no float holds: of which a join makes other numbers
+            "device",
+            lambda column: column.astype("Int64").mask(column.index == 400),
+            r"column 'device' must have no missing one .*600 rows",
+        ),
+        (  # that Categorify would take for 3
+            "item",
+            lambda column: column.mask(column.index == 400, 3.7),
+            r"an id must be a whole number below 2.*Received: 3.7 in .*row 401.*column 'item'",
+        ),
+        (
+            "item",
+            lambda column: column.astype(float).mask(column.index == 400, 2.0**53),
+            r"an id must be a whole number below 2.*Received: 9007199254740992.0 in .*row 401",
+        ),
+    ],
+)
+def test_floats_that_would_make_other_inputs_are_refused(by_text, tmp_path, name, change, words):
     run, table, _ = by_text
-    missing = pa.array(table["user"].to_numpy(), mask=np.arange(600) == 400)
-    pq.write_table(table.set_column(2, "user", missing), tmp_path / "raw.parquet")
-    words = r"column 'user' must have no missing one .*raw.parquet, row group 0, .*600 rows from"
+    rows = table.to_pandas()
+    rows[name] = change(rows[name])
+    bare = pa.Table.from_pandas(rows).replace_schema_metadata(None)  # as others write it
+    pq.write_table(bare, tmp_path / "raw.parquet")
+    with pytest.raises(UserError, match=words) as refused:
+        predict_logs(run, [tmp_path / "raw.parquet"], tmp_path / "out.parquet", raw=True)
+    assert f"{tmp_path / 'raw.parquet'}, row group 0" in str(refused.value)
+    assert not (tmp_path / "out.parquet").exists()
+    if rows[name].dtype == float:  # a request has no column that pandas keeps whole
+        repository = export(run, tmp_path / "repository", progress=False)
+        with pytest.raises(UserError, match=f"{words}|a whole number must be one"):
+            repository.predict(rows)
+
+
+def test_a_missing_one_that_changes_nothing_is_taken(by_text, tmp_path):
+    """Where the workflow makes the same of whole numbers and of floats."""
+    run, table, home = by_text
+    expected = scores(run, [home / "train"], tmp_path / "encoded.parquet")["probability"]
+    ages = pa.array(table["age"].to_numpy(), mask=np.arange(600) == 400)
+    pq.write_table(table.set_column(5, "age", ages), tmp_path / "raw.parquet")
+    found = scores(run, [tmp_path / "raw.parquet"], tmp_path / "out.parquet", raw=True)
+    others = np.arange(600) != 400
+    np.testing.assert_array_equal(found["probability"][others], expected[others])
+
+
+def test_a_label_of_text_is_refused(by_text, tmp_path):
+    run, table, _ = by_text
+    clicks = pa.array(["yes" if click else "no" for click in table["click"].to_pylist()])
+    pq.write_table(table.set_column(0, "click", clicks), tmp_path / "raw.parquet")
+    words = "column 'click' must hold 0 or 1. Received: string in .*raw.parquet, row group 0"
     with pytest.raises(UserError, match=words):
         predict_logs(run, [tmp_path / "raw.parquet"], tmp_path / "out.parquet", raw=True)
-    assert not (tmp_path / "out.parquet").exists()
+    with pytest.raises(UserError, match=words):
+        evaluate_logs(run, [tmp_path / "raw.parquet"], raw=True, progress=False)
 
 
 def test_new_rows_are_encoded_by_all_training_rows(tmp_path):
@@ -591,24 +680,72 @@ def test_raw_rows_with_the_label_beside_rows_without_it(stock, tmp_path, labelle
         predict_logs(run, files, tmp_path / "out.parquet", raw=True, progress=False)
 
 
-def test_a_workflow_that_drops_rows(stock, tmp_path, monkeypatch):
-    """As Filter and Dropna do: the probabilities left would be those of other rows."""
+def dropping(columns):
+    return columns >> ops.Filter(f=lambda rows: rows["visits"] != 50)
+
+
+def grouping(columns):
+    """As many groups as rows, sorted by their key."""
+    aggregates = {name: ["first"] for name in ("user", "item", "genres", "visits", "weeks")}
+    groups = columns >> ops.Groupby(groupby_cols=["key"], aggs=aggregates)
+    return groups >> ops.Rename(f=lambda name: name.removesuffix("_first"))
+
+
+def joining(columns):
+    """As many rows: one is left out, and another doubled."""
+    shops = pd.DataFrame({"key": [*range(1, 70), 1]})
+    return columns >> ops.JoinExternal(shops, on="key", how="inner")
+
+
+def doubling(columns):
+    """One operator doubles a row of which the next drops one."""
+    shops = pd.DataFrame({"key": [*range(70), 1], "shop": range(71)})
+    joined = columns >> ops.JoinExternal(shops, on="key")
+    return joined >> ops.Filter(f=lambda rows: rows["shop"] != 70)
+
+
+@pytest.mark.parametrize(
+    ("move", "words"),
+    [
+        (dropping, "69 of 70 from Filter, in .*0.parquet, row group 0, from row 1 on. Leave out"),
+        (grouping, "70 of 70 from Groupby, some of them moved or doubled, in .*row group 0"),
+        (joining, "70 of 70 from JoinExternal, some of them moved or doubled, in .*row group 0"),
+        (doubling, "71 of 70 from JoinExternal, in .*row group 0"),
+    ],
+)
+def test_a_workflow_whose_rows_are_others(stock, tmp_path, monkeypatch, move, words):
+    """Probabilities would be those of other rows, also where there are as many."""
     run, _, home = stock
-    load = Run.workflow
-
-    def filtering(run: Run, *, trust: bool = False) -> Any:
-        workflow = load(run, trust=trust)
-        stock_transform = workflow.transform
-        workflow.transform = lambda rows: stock_transform(
-            rows[rows["visits"] != 50].reset_index(drop=True)
+    log = pd.read_parquet(home / "raw-test/0.parquet")[:70]
+    log["key"] = np.random.default_rng(0).permutation(70)
+    log["visits"] = np.arange(70)
+    log.to_parquet(tmp_path / "0.parquet")
+    rows = move(["user", "item", "genres", "visits", "weeks", "key"])
+    workflow = nvt.Workflow(
+        (rows["user", "item", "genres"] >> ops.Categorify(out_path=str(tmp_path / "fitted")))
+        + (rows["visits"] >> ops.Normalize())
+        + (rows["weeks"] >> ops.Normalize() >> ops.Rename(name="a_week"))
+    )
+    workflow.fit(nvt.Dataset(log)).save(str(tmp_path / "workflow"))
+    monkeypatch.setattr(
+        Run, "workflow", lambda *_, trust=False: nvt.Workflow.load(str(tmp_path / "workflow"))
+    )
+    with pytest.raises(UserError, match=f"one row of each, in its place. Received: {words}"):
+        predict_logs(
+            run, [tmp_path / "0.parquet"], tmp_path / "out.parquet", raw=True, progress=False
         )
-        return workflow
-
-    monkeypatch.setattr(Run, "workflow", filtering)
-    raw, out = home / "raw-test/0.parquet", tmp_path / "out.parquet"
-    with pytest.raises(UserError, match="one row of each. Received: 6. of 70 in .*row group"):
-        predict_logs(run, [raw], out, raw=True, progress=False)
-    assert not out.exists()
+    assert not (tmp_path / "out.parquet").exists()
+    repository = export(run, tmp_path / "repository", progress=False)
+    words = words.partition(", in ")[0]
+    with pytest.raises(UserError, match=f"one row of each, in its place. Received: {words}"):
+        repository.predict(log)
+    if move is not grouping:
+        return
+    in_order = log.sort_values("key", ignore_index=True)  # in which it leaves them
+    in_order.to_parquet(tmp_path / "0.parquet")
+    found = scores(run, [tmp_path / "0.parquet"], tmp_path / "out.parquet", raw=True)
+    each = [repository.predict(in_order[i : i + 1])[0] for i in range(0, 70, 9)]
+    np.testing.assert_allclose(found["probability"][::9], each, rtol=0, atol=1e-6)
 
 
 def test_parquet_given_twice(stock):

@@ -131,6 +131,8 @@ class Pipeline:
         cls, folder: Path, parts: dict[str, list[ParquetFile]], label: str, name: str
     ) -> Pipeline:
         """Load a workflow and read its schema, or refuse it."""
+        from merlin_cowclip.workflows.data.row_for_row import moving  # it imports NVTabular
+
         workflow = load_workflow(folder)
         stored = parts["train"][0].schema
         notes: list[str] = []
@@ -162,6 +164,13 @@ class Pipeline:
             notes.append(
                 f"{quoted(neighbours)} are differences to other rows (DifferenceLag): of raw rows, "
                 "scored or served, they depend on which stand together, and how they are cut"
+            )
+        moved = moving(workflow)
+        if moved:
+            notes.append(
+                f"{' and '.join(moved)} may move rows, or drop some and double others: raw rows, "
+                "scored or served, are refused where it does. Encode them with the workflow "
+                "yourself, and give predict the parquet that it wrote"
             )
         origins = id_origins(workflow)
         without = {c for c in spec.ids if origins.get(c) in (Origin.HASH, Origin.CHANGED)}

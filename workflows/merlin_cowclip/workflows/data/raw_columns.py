@@ -27,23 +27,6 @@ if TYPE_CHECKING:
     from merlin.schema import ColumnSchema, Schema
 
 
-def as_fitted(frame: pd.DataFrame, workflow: nvt.Workflow) -> pd.DataFrame:
-    """Raw rows with floats where the workflow was fitted on floats, float64.
-
-    pandas makes whole numbers floats beside a missing one, and an operator as of text tells 7.0
-    from 7; what is encoded is a batch or a request, and has no missing one, maybe.
-    """
-    fitted = workflow.input_schema.column_schemas
-    floats = [
-        name
-        for name in frame
-        if name in fitted
-        and frame[name].dtype.kind in "iu"
-        and fitted[name].dtype.name == "float64"
-    ]
-    return frame.astype(dict.fromkeys(floats, np.float64))
-
-
 @dataclass(frozen=True)
 class Keys:
     """What a fitted operator looks values of a raw column up in, as they are in the rows."""
@@ -222,6 +205,7 @@ def _made_of(node: Node) -> dict[str, set[str]]:
     beside: set[str] = set()
     if node.op.dependencies:  # of which some operators' mappings know, and some do not
         beside = set(node.dependency_columns.names).difference(*mapping.values())
+    beside |= _keys(node.op) & inputs
     groups = [set(group.names) for group in node.selector.subgroups] if node.selector else []
     made = {}
     for name in node.output_schema.column_names:
@@ -229,6 +213,18 @@ def _made_of(node: Node) -> dict[str, set[str]]:
         own |= set().union(*(group for group in groups if group & own))  # encoded together
         made[name] = (own or inputs) | beside
     return made
+
+
+def _keys(op: Any) -> set[str]:
+    """Columns without which an operator makes nothing, of which its mapping does not tell."""
+    with quiet_imports():
+        from nvtabular.ops import Groupby, JoinExternal
+
+    if isinstance(op, Groupby):
+        return {*op.groupby_cols, *op.sort_cols}
+    if isinstance(op, JoinExternal):
+        return {op.on} if isinstance(op.on, str) else set(op.on)
+    return set()
 
 
 def _with_outputs(nodes: Iterable[Any]) -> list[Any]:

@@ -9,6 +9,7 @@ that. Here the workflow runs where the request arrives, and refuses what `predic
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from decimal import Decimal
 from numbers import Real
@@ -22,7 +23,9 @@ import pyarrow as pa
 from merlin_cowclip.workflows.data.datasets import DatasetSpec
 from merlin_cowclip.workflows.data.encoded_rows import Place, check_numbers, checked_ids
 from merlin_cowclip.workflows.data.parquet_logs import is_number, plain_type
-from merlin_cowclip.workflows.data.raw_columns import Keys, as_fitted, learned_keys
+from merlin_cowclip.workflows.data.raw_columns import Keys, learned_keys
+from merlin_cowclip.workflows.data.row_for_row import OtherRowsError, transformed
+from merlin_cowclip.workflows.data.whole_numbers import WholeNumbers
 from merlin_cowclip.workflows.errors import UserError, clipped, excerpt, quoted
 from merlin_cowclip.workflows.quiet import quiet_imports
 from merlin_cowclip.workflows.serving.raw_frames import as_served
@@ -80,7 +83,9 @@ class ServedWorkflow(TransformWorkflow):
 
     def __getstate__(self) -> dict[str, Any]:
         # Beside it, as NVTabular saved it: in here its vocabularies would be where they were.
-        return {**self.__dict__, "workflow": None}
+        state = {**self.__dict__, "workflow": None}
+        state.pop("_numbers", None)  # made again
+        return state
 
     def save_artifacts(self, artifact_path: Any = None) -> None:
         """Save the workflow beside the ensemble: without what makes the label, and its modules."""
@@ -92,6 +97,7 @@ class ServedWorkflow(TransformWorkflow):
         if not artifact_path:  # Merlin calls this, too, as it makes a graph
             return
         self.workflow = nvt.Workflow.load(str(Path(artifact_path) / FOLDER))
+        self.__dict__.pop("_numbers", None)
 
     def compute_output_schema(
         self,
@@ -134,27 +140,47 @@ class ServedWorkflow(TransformWorkflow):
         return TensorTable(_tensors(encoded, spec, self.renumbered))
 
     def _encoded(self, frame: pd.DataFrame, spec: DatasetSpec) -> pa.RecordBatch:
+        bad = misread = None
         try:
             if self.is_adopted:
-                frame = as_fitted(frame, self.workflow)
-            out = self.workflow.transform(frame)
-            columns = {
-                name: pa.array(out[name], pa.list_(pa.int64()) if name in spec.lists else None)
-                for name in spec.fields
-            }
+                frame = self._numbers.as_fitted(frame)
+                bad = self._numbers.not_whole(frame)
+            if not bad:
+                encoded = self._transformed(frame, spec)
+            if self.is_adopted and not bad:
+                again = functools.partial(self._transformed, spec=spec)
+                misread = self._numbers.misread(frame, encoded, again)
         except UserError:
             raise
+        except OtherRowsError as error:  # whose is a probability?
+            raise UserError(
+                "the run's workflow must make one row of each, in its place. Received: "
+                f"{error}. Leave out the rows that it drops, or encode the rows with the workflow "
+                "yourself, and give `predict` the parquet that it wrote"
+            ) from None
         except Exception as error:  # whatever the operators raise, a user's own as well
             raise UserError(
                 f"the run's workflow must take the rows. Received: {len(frame):,} rows: "
                 f"{type(error).__name__}: {clipped(str(error))}. Give rows as it was fitted on"
             ) from error
-        if len(out) != len(frame):  # Filter, Dropna, a join: whose is a probability?
-            raise UserError(
-                f"the run's workflow must make one row of each. Received: {len(out):,} of "
-                f"{len(frame):,}. Leave out the rows that it drops"
-            )
-        return pa.RecordBatch.from_pydict(columns)
+        if bad:
+            bad.refuse(_REQUEST)
+        if misread:
+            misread.refuse(f"one in {len(frame):,} rows")
+        return encoded
+
+    @functools.cached_property
+    def _numbers(self) -> WholeNumbers:
+        return WholeNumbers(self.workflow, DatasetSpec.from_dict(self.spec).ids)
+
+    def _transformed(self, frame: pd.DataFrame, spec: DatasetSpec) -> pa.RecordBatch:
+        out = transformed(self.workflow, frame)
+        return pa.RecordBatch.from_pydict(
+            {
+                name: pa.array(out[name], pa.list_(pa.int64()) if name in spec.lists else None)
+                for name in spec.fields
+            }
+        )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
 import pandas as pd
 import pyarrow as pa
 
@@ -33,8 +32,9 @@ from merlin_cowclip.workflows.data.existing_parquet import (
     open_files,
 )
 from merlin_cowclip.workflows.data.inputs import expand_inputs, refuse_twice, refuse_unreadable
-from merlin_cowclip.workflows.data.raw_columns import RawColumns, as_fitted, text_columns
+from merlin_cowclip.workflows.data.raw_columns import RawColumns, text_columns
 from merlin_cowclip.workflows.data.raw_logs import FileState, RawLog, column_of, unchanged
+from merlin_cowclip.workflows.data.whole_numbers import WholeNumbers
 from merlin_cowclip.workflows.errors import UserError, clipped, quoted
 from merlin_cowclip.workflows.quiet import quiet_operators
 from merlin_cowclip.workflows.training.rows import Rows
@@ -265,6 +265,7 @@ class _RawParquet(_Parquet):
                     f"all files must have the same columns. Received: {without.path}, without "
                     f"{quoted(gone or more, brief=True)}, which {having.path} has. Give them apart"
                 )
+        self._numbers = WholeNumbers(self._workflow, self._spec.ids)
         self.labelled = self._spec.label in self._workflow.output_schema.column_names
 
     def _decoded(self, batch: pa.RecordBatch, place: Place) -> pa.RecordBatch:
@@ -290,61 +291,61 @@ class _RawParquet(_Parquet):
         return pa.RecordBatch.from_arrays(columns, schema=schema)
 
     def _encoded(self, batch: pa.RecordBatch, place: Place) -> pa.RecordBatch:
+        from merlin_cowclip.workflows.data.row_for_row import OtherRowsError  # it imports NVTabular
+
         batch = self._decoded(batch, place)
+        exact = {
+            name: column
+            for name, column in zip(batch.schema.names, batch.columns, strict=True)
+            if pa.types.is_integer(column.type) and column.null_count
+        }
+        where = f"{place.path}, row group {place.group}"
         try:
-            frame = as_fitted(_numbered(batch)[self._columns], self._workflow)
-            encoded = self._transformed(frame)
-            misread = self._misread(batch, frame, encoded)
+            frame = self._numbers.as_fitted(_numbered(batch)[self._columns])
+            bad = self._numbers.not_whole(frame, exact)
+            if not bad:
+                encoded = self._transformed(frame)
+                misread = self._numbers.misread(frame, encoded, self._transformed, exact)
+        except OtherRowsError as error:  # whose is a probability?
+            raise UserError(
+                "the run's workflow must make one row of each, in its place. Received: "
+                f"{error}, in {where}, from row {place.first + 1} on. Leave out the rows that it "
+                "drops, or encode the rows with the workflow yourself, and give the parquet that "
+                "it wrote, without --raw"
+            ) from None
         except Exception as error:  # whatever the user's own operators raise
             raise UserError(
-                f"the run's workflow must take the rows. Received: {place.path}, row group "
-                f"{place.group}, {batch.num_rows:,} rows from row {place.first + 1} on: "
+                f"the run's workflow must take the rows. Received: {where}, "
+                f"{batch.num_rows:,} rows from row {place.first + 1} on: "
                 f"{type(error).__name__}: {clipped(str(error))}. Give rows as it was fitted on"
             ) from error
-        if encoded.num_rows != batch.num_rows:  # Filter, Dropna, a join: whose is a probability?
-            raise UserError(
-                "the run's workflow must make one row of each. Received: "
-                f"{encoded.num_rows:,} of {batch.num_rows:,} in {place.path}, row group "
-                f"{place.group}, from row {place.first + 1} on. Leave out the rows that it drops, "
-                "or give the parquet that it wrote"
-            )
+        if bad:
+            bad.refuse(place)
         if misread:
-            raise UserError(
-                f"whole numbers of column {misread!r} must have no missing one among them, for the "
-                f"workflow was fitted on none. Received: {place.path}, row group {place.group}, "
-                f"with one in the {batch.num_rows:,} rows from row {place.first + 1} on, which "
-                "pandas makes floats by it; of 7.0 the workflow makes another id than of 7. Fill "
-                "it in, or give the rows without one apart"
-            )
+            rows = f"one in the {batch.num_rows:,} rows from row {place.first + 1} on"
+            misread.refuse(f"{where}, with {rows}")
         return encoded
 
     def _transformed(self, frame: pd.DataFrame) -> pa.RecordBatch:
+        from merlin_cowclip.workflows.data.row_for_row import transformed
+
         with quiet_operators():
-            out = self._workflow.transform(frame)[self._wanted]
+            out = transformed(self._workflow, frame)[self._wanted]
         return pa.RecordBatch.from_pandas(out, preserve_index=False)
 
-    def _misread(
-        self, batch: pa.RecordBatch, frame: pd.DataFrame, encoded: pa.RecordBatch
-    ) -> str | None:
-        """A column of integers that was fitted without missing ones, of which ids now differ."""
-        if encoded.num_rows != batch.num_rows:
-            return None  # refused for that
-        fitted = self._workflow.input_schema.column_schemas
-        for name in frame:
-            column = batch.column(name)
-            if not pa.types.is_integer(column.type) or not column.null_count:
-                continue
-            if name not in fitted or not fitted[name].dtype.is_integer:
-                continue
-            whole = np.flatnonzero(column.is_valid().to_numpy(zero_copy_only=False))
-            if not len(whole):
-                continue  # no number that is misread
-            rows = frame.iloc[whole].reset_index(drop=True)
-            apart = self._transformed(rows.astype({name: column.type.to_pandas_dtype()}))
-            beside = encoded.take(pa.array(whole))
-            if any(not apart[field].equals(beside[field]) for field in self._spec.ids):
-                return str(name)
-        return None
+    def _checked(self, batch: pa.RecordBatch, place: Place) -> Rows:
+        label = self._spec.label
+        if self.labelled:
+            kind = batch.schema.field(label).type
+            try:
+                batch.column(label).cast(pa.float64(), safe=False)
+            except pa.ArrowException:  # text, lists, times
+                raise UserError(
+                    f"column {label!r} must hold 0 or 1. Received: {kind} in {place.path}, row "
+                    f"group {place.group}, with others than numbers. Write it as numbers, or leave "
+                    "out the columns that it is made of"
+                ) from None
+        return super()._checked(batch, place)
 
 
 def _is_binary(kind: pa.DataType) -> bool:

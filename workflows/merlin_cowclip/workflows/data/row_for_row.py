@@ -1,0 +1,121 @@
+"""A saved NVTabular workflow on raw rows: each makes one row, which stands where the raw one stood.
+
+An operator may drop rows, double them or move them, and its result have as many as before: each
+would get the score of another. So every operator of the graph is watched, and not the end alone.
+Importing this module imports NVTabular: import it where used.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from merlin_cowclip.workflows.quiet import quiet_imports
+
+with quiet_imports():
+    import nvtabular as nvt
+    from merlin.core.dispatch import is_dataframe_object
+    from merlin.dag import Graph, Node
+    from merlin.dag.executors import LocalExecutor
+    from merlin.dag.ops.subgraph import Subgraph
+    from nvtabular.ops import Filter, Groupby, JoinExternal, LambdaOp
+
+_PLACE = "__merlin_cowclip_place__"  # a row's, through a join
+
+
+class OtherRowsError(Exception):
+    """An operator makes other rows than it is given; what it makes of how many, and its name."""
+
+    def __init__(self, operator: str, made: int, given: int) -> None:
+        moved = ", some of them moved or doubled" if made == given else ""
+        super().__init__(f"{made:,} of {given:,} from {operator}{moved}")
+
+
+def transformed(workflow: nvt.Workflow, frame: pd.DataFrame) -> pd.DataFrame:
+    """What the workflow makes of raw rows, the n-th of the n-th.
+
+    Seen are the operators of NVTabular, and one of the user's own where it drops rows, adds some,
+    or leaves the index of those that it moves. `DifferenceLag` keeps rows in place.
+
+    Args:
+      workflow: fitted.
+      frame: raw rows, of index 0, 1, 2, …
+
+    Raises:
+      OtherRowsError: an operator drops rows, repeats or moves them.
+    """
+    return _RowForRow(len(frame)).transform(frame, workflow.output_node, workflow.output_dtypes)
+
+
+def moving(workflow: nvt.Workflow) -> list[str]:
+    """Operators that move rows, or drop some and repeat others, by name."""
+    nodes = Graph.get_nodes_by_op_type([workflow.output_node], (Groupby, JoinExternal))
+    return sorted(
+        {
+            "Groupby" if isinstance(node.op, Groupby) else f"JoinExternal(how={node.op.how!r})"
+            for node in nodes
+            if isinstance(node.op, Groupby) or node.op.how != "left"
+        }
+    )
+
+
+class _RowForRow(LocalExecutor):
+    """Merlin's executor of a graph, which looks at what each operator makes.
+
+    Args:
+      rows: that every operator is to make.
+    """
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self._rows = rows
+
+    def _run_node_transform(
+        self, node: Node, input_data: Any, capture_dtypes: bool = False, strict: bool = False
+    ) -> Any:
+        op = node.op
+        if op is None or not is_dataframe_object(input_data):
+            return super()._run_node_transform(node, input_data, capture_dtypes, strict)
+        if isinstance(op, Subgraph):  # which has an executor of its own
+            made = self.transform(input_data, op.graph)
+            while op.loop_until and not op.loop_until(made):
+                made = self.transform(made, op.graph)
+            return made
+        index, is_inner = input_data.index, isinstance(op, JoinExternal) and op.how != "left"
+        given = input_data.assign(**{_PLACE: np.arange(len(index))}) if is_inner else input_data
+        made = super()._run_node_transform(node, given, capture_dtypes, strict)
+        if not is_dataframe_object(made):
+            return made
+        if len(made) != self._rows or not (
+            self._in_order(made[_PLACE].to_numpy())
+            if is_inner
+            else self._kept(op, index, given, made)
+        ):
+            name = "LambdaOp" if isinstance(op, LambdaOp) else type(op).__name__
+            raise OtherRowsError(name, len(made), self._rows)
+        return made.drop(columns=[_PLACE]) if is_inner else made
+
+    def _kept(self, op: Any, index: pd.Index, given: Any, made: Any) -> bool:
+        """Whether as many rows stand where they stood."""
+        if isinstance(op, Groupby):  # by its keys, of which each is there once
+            if not isinstance(given, pd.DataFrame):
+                return len(given) == 1  # cuDF does not sort them
+            return self._in_order(given.groupby(op.groupby_cols).ngroup().to_numpy())
+        if isinstance(op, Filter):  # it numbers its rows anew
+            made = op.f(given)
+        if not self._in_order(index) or not _numbers_rows(made.index, self._rows):
+            return True
+        return self._in_order(made.index)
+
+    def _in_order(self, places: Any) -> bool:
+        places = np.asarray(places.to_pandas() if hasattr(places, "to_pandas") else places)
+        return bool(np.array_equal(places, np.arange(self._rows)))
+
+
+def _numbers_rows(index: Any, rows: int) -> bool:
+    """Whether an index may be that of rows that were moved, and not of a column of the user's."""
+    if index.name is not None or index.nlevels > 1 or index.dtype.kind not in "iu":
+        return False
+    return bool(index.min() >= 0 and index.max() < rows)
