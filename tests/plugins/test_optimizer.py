@@ -340,6 +340,8 @@ def test_warmup_takes_the_steps_of_fit():
             model.optimizer.steps_per_epoch = steps
     model.optimizer.steps_per_epoch = np.float64(30.0)  # as a division gives it
     assert repr(model.optimizer.steps_per_epoch) == "30"
+    model.optimizer.steps_per_epoch = tf.data.Dataset.range(20).cardinality()
+    assert repr(model.optimizer.steps_per_epoch) == "20"
 
 
 def dense_steps(model, data, **fit):

@@ -630,3 +630,35 @@ def test_a_loaded_model_tells_whose_warm_up_it_goes_on_with(tmp_path):
     again = load_model(tmp_path / "m")
     with pytest.warns(UserWarning, match="not known.*over 2 updates.*steps_per_epoch"):
         again.fit(dataset(SCHEMA, 4).filter(lambda *_: True), verbose=0)
+
+
+def test_of_two_restores_before_the_first_step_the_last_one_counts(tmp_path):
+    """The first one's learning rate stood where the second has none, as nothing was set by then."""
+    model, optimizer = fitted(ours, SCHEMA, WARM, steps_per_epoch=5)
+    checkpoint = tf.train.Checkpoint(model=model)
+    without = checkpoint.save(str(tmp_path / "without"))
+    optimizer.default_optimizer.learning_rate = 0.5
+    having = checkpoint.save(str(tmp_path / "having"))
+    for paths, rate in (((having, without), WARM.dense_lr), ((without, having), 0.5)):
+        again = built(ours, SCHEMA)
+        again.compile(CowClipOptimizer.for_model(again, WARM, steps_per_epoch=5), metrics=[])
+        for path in paths:
+            tf.train.Checkpoint(model=again).restore(path)
+        again.fit(dataset(SCHEMA, 1), verbose=0)
+        assert float(again.optimizer.default_optimizer.warmup_height) == np.float32(rate)
+
+
+def test_a_checkpoint_of_before_the_length_was_known_leaves_it(tmp_path):
+    """It took the length away, and the next step of a graph made NaN of all dense weights."""
+    model = built(ours, SCHEMA)
+    model.compile(CowClipOptimizer.for_model(model, WARM), metrics=[])
+    model.optimizer.create_slots(model.trainable_variables)
+    checkpoint = tf.train.Checkpoint(model=model)
+    path = checkpoint.save(str(tmp_path / "beginning"))
+    model.fit(dataset(SCHEMA, 3), verbose=0)
+    length = model.optimizer.warmup_steps
+    checkpoint.restore(path)
+    assert length is not None
+    assert model.optimizer.warmup_steps == length
+    model.train_on_batch(*batch(SCHEMA))
+    assert all(np.isfinite(value).all() for value in values(model))

@@ -84,12 +84,17 @@ def test_ranks_agree_after_each_batch_where_one_looks_at_batches(monkeypatch, mi
     assert last.model.stop_training is True
 
 
-def test_else_they_agree_at_an_epochs_end(monkeypatch):
-    of_two_ranks(monkeypatch, [0, 1])
+def test_else_they_agree_at_an_epochs_ends(monkeypatch):
+    of_two_ranks(monkeypatch, [0, 0, 1, 1])
     *_, last = stopping_alike([AtEpochs()])
     assert not last._implements_train_batch_hooks()
     last.set_model(SimpleNamespace(stop_training=False))
     last.on_train_batch_end(0)
     assert last.model.stop_training is False
     last.on_epoch_end(0)
+    assert last.model.stop_training is False
+    last.on_epoch_end(1)
+    assert last.model.stop_training is True
+    last.model.stop_training = False
+    last.on_epoch_begin(2)  # Keras ends an epoch after its first batch where this has stopped it
     assert last.model.stop_training is True

@@ -17,6 +17,7 @@ from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
 from merlin_cowclip.plugins._stack import tf
+from merlin_cowclip.plugins.checks import is_whole
 from merlin_cowclip.plugins.joining import for_one_model, ranks
 from merlin_cowclip.plugins.stopping_alike import stopping_alike
 
@@ -266,7 +267,7 @@ def _batch_size(data: Any, arguments: Sequence[Any], named: Mapping[str, Any]) -
     size = getattr(data, "batch_size", None)
     if size is None and hasattr(data, "to_ddf"):
         size = arguments[2] if len(arguments) > 2 else named.get("batch_size")
-    return size if isinstance(size, int) and size > 0 else None
+    return int(size) if size is not None and is_whole(size, 1, numpys=True) else None
 
 
 def _fit_of(model: Any, call: _Call) -> Fit:

@@ -6,6 +6,8 @@ import math
 import numbers
 from typing import Any, TypeAlias
 
+import numpy as np
+
 from merlin_cowclip.plugins._stack import tf
 from merlin_cowclip.plugins.scaling import check_number
 
@@ -26,6 +28,8 @@ def whole_steps(steps: Any) -> int | None:
     """
     if steps is None:
         return None
+    if not isinstance(steps, str) and np.ndim(steps) == 0:
+        steps = np.asarray(steps).item()  # of data.cardinality(), say
     is_real = isinstance(steps, numbers.Real) and not isinstance(steps, bool)
     if not is_real or not float(steps).is_integer() or steps < 1:
         raise ValueError(

@@ -34,8 +34,8 @@ class StopAlike(tf.keras.callbacks.Callback):
 
     Batches, and what Keras logs of them, are each rank's own, so that a callback such as
     `TerminateOnNaN` sees its reason on one rank alone. What ranks agree on is `stop_training` of
-    the model: at each epoch's end, and after each batch where a callback of some rank looks at
-    batches, which costs a message to all ranks.
+    the model: at each epoch's beginning and end, and after each batch where a callback of some rank
+    looks at batches, which costs a message to all ranks.
 
     Args:
       each_batch: whether they agree after each batch.
@@ -54,6 +54,10 @@ class StopAlike(tf.keras.callbacks.Callback):
         """Agree, where a callback looks at batches."""
         if self._each_batch:
             self._agree()
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Agree: Keras would end the epoch after its first batch."""
+        self._agree()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Agree."""

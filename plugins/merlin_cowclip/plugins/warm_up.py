@@ -27,7 +27,12 @@ class _SavedLength(tf.__internal__.tracking.Trackable):
     def _restore_from_tensors(self, tensors: dict[str, tf.Tensor]) -> Any:
         if self.optimizer._is_told_steps():
             return tf.no_op()
-        return self.length._restore_from_tensors(tensors)
+        known = {name: self._or_mine(saved) for name, saved in tensors.items()}
+        return self.length._restore_from_tensors(known)
+
+    def _or_mine(self, saved: tf.Tensor) -> tf.Tensor:
+        """A checkpoint of before the length was known does not take it away."""
+        return tf.where(saved == UNKNOWN, self.length.read_value(), saved)
 
 
 class FollowsFits:
@@ -46,6 +51,7 @@ class FollowsFits:
         learning_rate: Any
 
         _model: Any
+        _deferred_dependencies: dict[str, Any]
 
         def _handle_deferred_dependencies(self, name: str, trackable: Any) -> None: ...
 
@@ -136,6 +142,7 @@ class FollowsFits:
             return self.default_optimizer.warmup_height
         if name == _LENGTH:  # each checkpoint of one that warms up has it
             self._unset_height()  # else one that lacks it would leave what was set since
+            self._deferred_dependencies.pop(_HEIGHT, None)  # and what one before is to bring
             return self._saved_length
         return super()._lookup_dependency(name)  # type: ignore[misc]
 

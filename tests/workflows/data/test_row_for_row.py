@@ -53,6 +53,16 @@ def own(f):
     return lambda columns: columns >> Own(f)
 
 
+def sorted_in_place(rows):
+    rows.sort_values("key", inplace=True)
+    return rows
+
+
+def three_times(rows):
+    rows["price"] = 3 * rows["price"]
+    return rows
+
+
 GROUPED = ops.Groupby(groupby_cols=["key"], aggs={"user": ["first"], "price": ["max"]})
 TWICE = pd.DataFrame({"key": [*range(1, ROWS), 1], "size": 0})  # and 0 not at all
 
@@ -70,6 +80,7 @@ def fitted(move, log=LOG):
         join(EACH, how="inner"),
         keep(lambda rows: rows["price"] >= 0),
         keep(lambda rows: rows[rows["price"] >= 0]),
+        keep(three_times),
         lambda columns: columns >> ops.Dropna(),
         lambda columns: ["price"] >> ops.DifferenceLag("user"),
         own(lambda rows: rows.set_index("user", drop=False)),
@@ -94,6 +105,13 @@ def test_rows_that_stay(move):
         (lambda columns: columns >> GROUPED, "12 of 12 from Groupby, some"),
         (keep(lambda rows: rows["price"] > 0), "^11 of 12 from Filter$"),
         (keep(lambda rows: rows.sort_values("key")), "12 of 12 from Filter, some"),
+        (keep(lambda rows: sorted_in_place(rows)), "12 of 12 from Filter, some"),
+        (
+            lambda columns: (
+                columns >> Subgraph("outer", columns >> Subgraph("inner", columns >> GROUPED))
+            ),
+            "12 of 12 from Groupby, some",
+        ),
         (own(lambda rows: rows.sort_values("key")), "12 of 12 from Own, some"),
         (own(lambda rows: rows.iloc[[0, *range(ROWS - 1)]]), "12 of 12 from Own, some"),
         (
@@ -132,3 +150,5 @@ def test_which_operators_may_move_rows():
     assert moving(fitted(join(EACH))) == []
     assert moving(fitted(join(EACH, how="inner"))) == ["JoinExternal(how='inner')"]
     assert moving(fitted(lambda columns: columns >> GROUPED)) == ["Groupby"]
+    within = fitted(lambda columns: columns >> Subgraph("inner", columns >> GROUPED))
+    assert moving(within) == ["Groupby"]

@@ -29,6 +29,7 @@ from merlin_cowclip.workflows.data.existing_parquet import (
 )
 from merlin_cowclip.workflows.data.id_origins import Origin, RawValues, id_origins, raw_values
 from merlin_cowclip.workflows.data.inputs import natural_order
+from merlin_cowclip.workflows.data.workflow_graph import nodes_of
 from merlin_cowclip.workflows.errors import UserError, quoted
 from merlin_cowclip.workflows.quiet import quiet_imports
 
@@ -370,11 +371,10 @@ def _find_vocabularies(workflow: nvt.Workflow, folder: Path) -> dict[str, Path]:
     NVTabular replaces the old folder's name in a path by the new one wherever it occurs, in the
     file's name too: a saved workflow that was moved may look for its files where they are not.
     """
-    from merlin.dag import Graph
     from nvtabular.ops import Categorify
 
     found: dict[str, Path] = {}
-    for node in Graph.get_nodes_by_op_type([workflow.output_node], Categorify):
+    for node in nodes_of(workflow.output_node, Categorify):
         if node.op.single_table:
             raise UserError(
                 "Categorify must keep one table per field: with single_table=True its schema gives "
@@ -397,7 +397,6 @@ def _find_vocabularies(workflow: nvt.Workflow, folder: Path) -> dict[str, Path]:
 
 def _hashed_on_cpu(workflow: nvt.Workflow, folder: Path) -> list[str]:
     """Columns that NVTabular hashes, if the workflow was saved without cudf."""
-    from merlin.dag import Graph
     from nvtabular.ops import Categorify, HashBucket, HashedCross
 
     saved = json.loads((folder / "metadata.json").read_text(encoding="utf-8"))
@@ -409,16 +408,15 @@ def _hashed_on_cpu(workflow: nvt.Workflow, folder: Path) -> list[str]:
         return op.num_buckets if type(op) is Categorify else not isinstance(op, Categorify)
 
     kinds = (Categorify, HashBucket, HashedCross)
-    nodes = Graph.get_nodes_by_op_type([workflow.output_node], kinds)
+    nodes = nodes_of(workflow.output_node, kinds)
     return sorted(c for n in nodes if hashes(n.op) for c in n.output_schema.column_names)
 
 
 def _of_neighbours(workflow: nvt.Workflow) -> list[str]:
     """Columns for which NVTabular reads other rows than their own."""
-    from merlin.dag import Graph
     from nvtabular.ops import DifferenceLag
 
-    nodes = Graph.get_nodes_by_op_type([workflow.output_node], DifferenceLag)
+    nodes = nodes_of(workflow.output_node, DifferenceLag)
     return sorted(c for n in nodes for c in n.output_schema.column_names)
 
 

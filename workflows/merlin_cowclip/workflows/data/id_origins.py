@@ -11,10 +11,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from merlin_cowclip.workflows.data.workflow_graph import subgraph
 from merlin_cowclip.workflows.quiet import quiet_imports
 
 if TYPE_CHECKING:
     import nvtabular as nvt
+    from merlin.dag import Node
 
 
 class Origin(enum.Enum):
@@ -42,7 +44,8 @@ def id_origins(workflow: nvt.Workflow) -> dict[str, Origin]:
     Args:
         workflow: fitted.
     """
-    return {name: column.origin for name, column in _columns(workflow).items() if column.origin}
+    columns = _columns(workflow.output_node, {})
+    return {name: column.origin for name, column in columns.items() if column.origin}
 
 
 def raw_values(workflow: nvt.Workflow) -> dict[str, RawValues]:
@@ -55,7 +58,7 @@ def raw_values(workflow: nvt.Workflow) -> dict[str, RawValues]:
     """
     return {
         name: column.encoded if column.origin is Origin.VOCABULARY else column.values
-        for name, column in _columns(workflow).items()
+        for name, column in _columns(workflow.output_node, {}).items()
     }
 
 
@@ -66,7 +69,8 @@ class _Column:
     encoded: RawValues = RawValues()  # what they were when the last Categorify read them
 
 
-def _columns(workflow: nvt.Workflow) -> dict[str, _Column]:
+def _columns(output_node: Node, read: Mapping[str, _Column]) -> dict[str, _Column]:
+    """Of a graph's output, which reads columns that were made before, or those of the log."""
     with quiet_imports():
         from merlin.dag import postorder_iter_nodes
         from nvtabular import ops
@@ -75,10 +79,13 @@ def _columns(workflow: nvt.Workflow) -> dict[str, _Column]:
 
     as_they_are = operators_that_keep_values()
     made: dict[int, dict[str, _Column]] = {}
-    for node in postorder_iter_nodes(workflow.output_node):
-        given: dict[str, _Column] = {}
+    for node in postorder_iter_nodes(output_node):
+        given = {} if node.parents_with_dependencies else dict(read)
         for above in node.parents_with_dependencies:  # of two of one name NVTabular takes the last
             given |= made[id(above)]
+        if (inner := subgraph(node)) is not None:
+            made[id(node)] = _columns(inner, given)
+            continue
         mapping, found = node.column_mapping, made.setdefault(id(node), {})
         for name, schema in node.output_schema.column_schemas.items():
             sources = [given.get(one, _Column()) for one in mapping.get(name, given)]
@@ -103,7 +110,7 @@ def _columns(workflow: nvt.Workflow) -> dict[str, _Column]:
                 changed_by = (*values.changed_by, _name(node.op))
                 values = RawValues(changed_by, values.filled)
             found[name] = _Column(origin, values, encoded)
-    return made[id(workflow.output_node)]
+    return made[id(output_node)]
 
 
 def _name(op: Any) -> str:

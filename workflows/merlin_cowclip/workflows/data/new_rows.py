@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from merlin_cowclip.workflows.data.workflow_graph import every_node
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.quiet import quiet_imports
 
@@ -29,12 +30,11 @@ def for_new_rows(workflow: nvt.Workflow) -> nvt.Workflow:
       UserError: it makes a column of the folds.
     """
     with quiet_imports():
-        from merlin.dag import postorder_iter_nodes
         from nvtabular.ops import Categorify, TargetEncoding
 
         from merlin_cowclip.workflows.data.operators import MissingIds
 
-    for node in postorder_iter_nodes(workflow.output_node, flatten_subgraphs=True):
+    for node in every_node(workflow.output_node):
         if type(node.op) is Categorify:  # and none that is made of it, as our own
             lists = [column.name for column in node.input_schema if column.is_list]
             node.op = MissingIds(node.op, lists)

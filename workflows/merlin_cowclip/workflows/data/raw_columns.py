@@ -7,7 +7,7 @@ operators that several others use; what is left then fails on every row.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from merlin_cowclip.workflows.data.id_origins import operators_that_keep_values
+from merlin_cowclip.workflows.data.workflow_graph import subgraph
 from merlin_cowclip.workflows.quiet import quiet_imports
 
 if TYPE_CHECKING:
@@ -57,19 +58,35 @@ def learned_keys(workflow: nvt.Workflow) -> dict[str, list[Keys]]:
     Args:
       workflow: fitted, with its vocabularies.
     """
+    found: dict[str, list[Keys]] = {}
+    _learn(workflow.output_node, None, found)
+    return found
+
+
+def _learn(
+    output_node: Node, read: Mapping[str, str | None] | None, found: dict[str, list[Keys]]
+) -> dict[str, str | None]:
+    """Find those of a graph, which reads raw columns or, in another, what was made of them.
+
+    Returns:
+      Of its outputs those that are raw columns, by name → the raw one's.
+    """
     with quiet_imports():
         from merlin.dag import postorder_iter_nodes
         from nvtabular import ops
 
     keep = operators_that_keep_values()
-    found: dict[str, list[Keys]] = {}
     same: dict[int, dict[str, str | None]] = {}  # of each node: output → raw column
-    for node in postorder_iter_nodes(workflow.output_node):
+    for node in postorder_iter_nodes(output_node):
         given: dict[str, str | None] = {}
         for above in node.parents_with_dependencies:  # of two of one name NVTabular takes the last
             given |= {n: same[id(above)].get(n) for n in above.output_schema.column_names}
         if not node.parents_with_dependencies:
-            given = {name: name for name in node.input_schema.column_names}
+            names = node.input_schema.column_names
+            given = {name: name if read is None else read.get(name) for name in names}
+        if (inner := subgraph(node)) is not None:
+            same[id(node)] = _learn(inner, given, found)
+            continue
         kept = same.setdefault(id(node), {})
         if isinstance(node.op, (*keep, ops.FillMissing)):
             mapping = node.column_mapping
@@ -83,7 +100,7 @@ def learned_keys(workflow: nvt.Workflow) -> dict[str, list[Keys]]:
             files = (path,) if path.is_file() else tuple(sorted(path.glob("*.parquet")))
             if there and raw is not None and files and column in pq.read_schema(files[0]).names:
                 found.setdefault(raw, []).append(Keys(files, column))
-    return found
+    return same[id(output_node)]
 
 
 def _looked_up(node: Node) -> Iterator[tuple[str, str, str]]:

@@ -7,17 +7,19 @@ Importing this module imports NVTabular: import it where used.
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
+from merlin_cowclip.workflows.data.workflow_graph import nodes_of
 from merlin_cowclip.workflows.quiet import quiet_imports
 
 with quiet_imports():
     import nvtabular as nvt
     from merlin.core.dispatch import is_dataframe_object
-    from merlin.dag import Graph, Node
+    from merlin.dag import Node
     from merlin.dag.executors import LocalExecutor
     from merlin.dag.ops.subgraph import Subgraph
     from nvtabular.ops import Filter, Groupby, JoinExternal, LambdaOp
@@ -51,7 +53,7 @@ def transformed(workflow: nvt.Workflow, frame: pd.DataFrame) -> pd.DataFrame:
 
 def moving(workflow: nvt.Workflow) -> list[str]:
     """Operators that move rows, or drop some and repeat others, by name."""
-    nodes = Graph.get_nodes_by_op_type([workflow.output_node], (Groupby, JoinExternal))
+    nodes = nodes_of(workflow.output_node, (Groupby, JoinExternal))
     return sorted(
         {
             "Groupby" if isinstance(node.op, Groupby) else f"JoinExternal(how={node.op.how!r})"
@@ -84,6 +86,9 @@ class _RowForRow(LocalExecutor):
                 made = self.transform(made, op.graph)
             return made
         index, is_inner = input_data.index, isinstance(op, JoinExternal) and op.how != "left"
+        if isinstance(op, Filter):
+            node = copy.copy(node)
+            node.op = op = _SeenFilter(op)
         given = input_data.assign(**{_PLACE: np.arange(len(index))}) if is_inner else input_data
         made = super()._run_node_transform(node, given, capture_dtypes, strict)
         if not is_dataframe_object(made):
@@ -93,7 +98,8 @@ class _RowForRow(LocalExecutor):
             if is_inner
             else self._kept(op, index, given, made)
         ):
-            name = "LambdaOp" if isinstance(op, LambdaOp) else type(op).__name__
+            names = {LambdaOp: "LambdaOp", Filter: "Filter"}  # not of what stands in its place
+            name = next((n for kind, n in names.items() if isinstance(op, kind)), type(op).__name__)
             raise OtherRowsError(name, len(made), self._rows)
         return made.drop(columns=[_PLACE]) if is_inner else made
 
@@ -103,15 +109,31 @@ class _RowForRow(LocalExecutor):
             if not isinstance(given, pd.DataFrame):
                 return len(given) == 1  # cuDF does not sort them
             return self._in_order(given.groupby(op.groupby_cols).ngroup().to_numpy())
-        if isinstance(op, Filter):  # it numbers its rows anew
-            made = op.f(given)
-        if not self._in_order(index) or not _numbers_rows(made.index, self._rows):
+        found = op.index if isinstance(op, _SeenFilter) else made.index
+        if not self._in_order(index) or not _numbers_rows(found, self._rows):
             return True
-        return self._in_order(made.index)
+        return self._in_order(found)
 
     def _in_order(self, places: Any) -> bool:
         places = np.asarray(places.to_pandas() if hasattr(places, "to_pandas") else places)
         return bool(np.array_equal(places, np.arange(self._rows)))
+
+
+class _SeenFilter(Filter):
+    """A Filter as it is, which numbers its rows anew; and the index that they had before.
+
+    Its function is called once: one that changes the frame it is given would do so twice.
+    """
+
+    def __init__(self, op: Filter) -> None:
+        super().__init__(self._seen)
+        self._function = op.f
+        self.index: Any = None
+
+    def _seen(self, frame: Any) -> Any:
+        made = self._function(frame)
+        self.index = made.index
+        return made
 
 
 def _numbers_rows(index: Any, rows: int) -> bool:

@@ -7,7 +7,7 @@ a batch. Of 7.0 an operator may make another id than of 7, and from 2^53 on floa
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
@@ -15,11 +15,14 @@ import pandas as pd
 import pyarrow as pa
 
 from merlin_cowclip.workflows.data.encoded_rows import Place
+from merlin_cowclip.workflows.data.id_origins import operators_that_keep_values
+from merlin_cowclip.workflows.data.workflow_graph import subgraph
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.quiet import quiet_imports
 
 if TYPE_CHECKING:
     import nvtabular as nvt
+    from merlin.dag import Node
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,10 @@ class WholeNumbers:
         kinds = {name: c.dtype.to_numpy for name, c in columns.items() if not c.is_list}
         self._floats = {name for name, kind in kinds.items() if kind == np.float64}
         self._whole = {n: np.dtype(k) for n, k in kinds.items() if k and np.dtype(k).kind in "iu"}
-        self._encoded = _encoded_as_they_are(workflow) & self._whole.keys()
+        uses = _Uses()
+        _find_uses(workflow.output_node, None, uses)
+        self._encoded = uses.encoded & self._whole.keys()
+        self._encoded_alone = self._encoded - uses.otherwise
 
     def as_fitted(self, frame: pd.DataFrame) -> pd.DataFrame:
         """Raw rows with floats where the workflow was fitted on float64, and integers likewise.
@@ -76,6 +82,10 @@ class WholeNumbers:
         is encoded is a batch or a request, and has no missing one, maybe, where the fit had one.
         """
         kinds: dict[Any, Any] = {}
+        for name in self._floats | self._whole.keys():
+            column = _numbers(frame[name], name in self._floats) if name in frame else None
+            if column is not None:
+                frame = frame.assign(**{name: column})
         for name in frame:
             kind = frame[name].dtype.kind
             if name in self._floats and kind in "iu":
@@ -137,6 +147,8 @@ class WholeNumbers:
                 numbers = values[rows].astype(np.int64)
             if not len(rows):
                 continue  # no number that is misread
+            if name in self._encoded_alone and np.abs(numbers).max() < 2**53:
+                continue  # a vocabulary has one id for 7 and 7.0; most columns are such
             floats = frame.iloc[rows].reset_index(drop=True)
             apart = encode(floats.assign(**{str(name): numbers}))
             if not (other := self._other(apart, encoded.take(pa.array(rows)))):
@@ -154,6 +166,20 @@ class WholeNumbers:
 
 def _floats(column: pd.Series) -> np.ndarray:
     return np.asarray(column.to_numpy(np.float64, na_value=np.nan))
+
+
+def _numbers(column: pd.Series, is_float: bool) -> pd.Series | None:
+    """Floats of decimals, of objects and of pandas' own floats, where a column is no such yet."""
+    kind = column.dtype
+    if isinstance(kind, pd.CategoricalDtype) and kind.categories.dtype.kind == "f":
+        return column.astype(np.float64)
+    if pd.api.types.is_object_dtype(kind):
+        kinds = ["decimal", "floating", "mixed-integer-float", *(["integer"] if is_float else [])]
+        if pd.api.types.infer_dtype(column, skipna=True) not in kinds:
+            return None
+    elif not isinstance(kind, pd.Float32Dtype | pd.Float64Dtype):
+        return None
+    return pd.Series(_floats(column), column.index)
 
 
 def _is_whole(values: np.ndarray, column: pd.Series) -> np.ndarray:
@@ -184,30 +210,45 @@ def _is_number(kind: pa.DataType) -> bool:
     return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind))
 
 
-def _encoded_as_they_are(workflow: nvt.Workflow) -> set[str]:
-    """Raw columns that Categorify reads as they are, or with missing ones filled."""
+@dataclass
+class _Uses:
+    """Of which raw columns what is made."""
+
+    encoded: set[str] = field(default_factory=set)  # Categorify reads them as they are, or filled
+    otherwise: set[str] = field(default_factory=set)  # others read them, or Categorify with more
+
+
+def _find_uses(
+    output_node: Node, read: Mapping[str, set[str]] | None, uses: _Uses
+) -> dict[str, set[str]]:
+    """Find those of a graph, which reads raw columns or, in another, what was made of them.
+
+    Returns:
+      Of its outputs, of which raw columns they are, by name; none of those that were changed.
+    """
     with quiet_imports():
-        from merlin.dag import ops as dag
         from merlin.dag import postorder_iter_nodes
         from nvtabular import ops
 
-        as_they_are = (
-            *(dag.SelectionOp, dag.SubsetColumns, dag.SubtractionOp, dag.ConcatColumns),
-            *(dag.AddMetadata, ops.AddMetadata, dag.Rename, ops.Rename),
-            *(ops.Filter, ops.Dropna, ops.FillMissing),
-        )
+    keep = (*operators_that_keep_values(), ops.FillMissing, ops.FillMedian)
     raw: dict[int, dict[str, set[str]]] = {}  # by node and column, of which raw columns it is
-    encoded: set[str] = set()
-    for node in postorder_iter_nodes(workflow.output_node):
-        given = {name: {name} for name in node.input_schema.column_names}
+    for node in postorder_iter_nodes(output_node):
+        names = node.input_schema.column_names
+        given = {name: {name} if read is None else read.get(name, set()) for name in names}
         for above in node.parents_with_dependencies:  # of two of one name NVTabular takes the last
             given |= {n: raw[id(above)].get(n, set()) for n in above.output_schema.column_names}
+        if (inner := subgraph(node)) is not None:
+            raw[id(node)] = _find_uses(inner, given, uses)
+            continue
+        made, used = raw.setdefault(id(node), {}), set().union(*given.values())
         if isinstance(node.op, ops.Categorify):
-            encoded |= set().union(*given.values())
-        made = raw.setdefault(id(node), {})
-        if node.op is None or isinstance(node.op, as_they_are):
-            for name, sources in (
-                node.column_mapping.items() if node.op else ((n, [n]) for n in given)
-            ):
+            uses.encoded |= used
+            if node.op.num_buckets or node.op.encode_type == "combo":
+                uses.otherwise |= used
+        elif node.op is None or isinstance(node.op, keep):
+            mapping = node.column_mapping if node.op else {name: [name] for name in given}
+            for name, sources in mapping.items():
                 made[name] = set().union(*(given.get(one, set()) for one in sources))
-    return encoded
+        else:
+            uses.otherwise |= used
+    return raw[id(output_node)]
