@@ -49,13 +49,16 @@ def is_whole(
 
 
 def plain(value: Any) -> Any:
-    """A number or bool of NumPy's as Python's, which JSON takes; so in lists and dicts."""
+    """A number or bool, NumPy's say, as Python's, which JSON takes; so in lists and dicts."""
     if isinstance(value, list | tuple) and type(value) in (list, tuple):
         return type(value)(map(plain, value))
     if type(value) is dict:
         return {key: plain(item) for key, item in value.items()}
-    numpys = type(value).__module__ == "numpy" and getattr(value, "ndim", None) == 0
-    return value.item() if numpys else value
+    if type(value).__module__ == "numpy" and getattr(value, "ndim", None) == 0:
+        return value.item()
+    if isinstance(value, numbers.Real) and not isinstance(value, int | float):
+        return int(value) if isinstance(value, numbers.Integral) else float(value)
+    return value
 
 
 def make_plain(instance: Any) -> None:

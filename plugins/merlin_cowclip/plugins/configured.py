@@ -28,7 +28,7 @@ def to_config(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return config
 
 
-def plain(value: Any) -> Any:
+def as_json(value: Any) -> Any:
     """What JSON does not take, as it does: numbers of NumPy and TensorFlow, arrays too.
 
     Raises:

@@ -7,7 +7,7 @@ import warnings
 from typing import Any
 
 from merlin_cowclip.plugins._stack import tf
-from merlin_cowclip.plugins.configured import plain
+from merlin_cowclip.plugins.configured import as_json
 from merlin_cowclip.plugins.schedules import LinearWarmup
 
 _schedules = tf.keras.optimizers.schedules
@@ -28,7 +28,7 @@ def settings_of(part: Any) -> dict[str, Any]:
     rate = part._hyper["learning_rate"]
     if isinstance(rate, LinearWarmup) and isinstance(rate.warmup_steps, tf.Variable):
         config["learning_rate"] = rate.get_config()["learning_rate"]
-    settings: dict[str, Any] = json.loads(json.dumps(config, default=plain))
+    settings: dict[str, Any] = json.loads(json.dumps(config, default=as_json))
     _check_schedule(config["name"], rate, settings["learning_rate"])
     return settings
 

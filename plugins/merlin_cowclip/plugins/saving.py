@@ -20,7 +20,7 @@ import numpy as np
 from merlin_cowclip.plugins._stack import mm, quiet_stack, tf
 from merlin_cowclip.plugins.adam import CowClipAdam
 from merlin_cowclip.plugins.checks import check_path
-from merlin_cowclip.plugins.configured import plain, state_follows
+from merlin_cowclip.plugins.configured import as_json, state_follows
 from merlin_cowclip.plugins.joining import done_for_all, ranks
 from merlin_cowclip.plugins.merlin_tables import find_tables
 from merlin_cowclip.plugins.optimizer import CowClipOptimizer, Owned
@@ -60,8 +60,8 @@ def save_model(model: mm.Model, path: str | os.PathLike[str]) -> None:
     Raises:
       ValueError: the model is not built, or not compiled with a `CowClipOptimizer`; a schedule of
         one's own has the name of one of Keras's, or a configuration of other things than numbers
-        and texts; `path` is a file, or holds a model and cannot be
-        renamed, or has a sign that TensorFlow takes for a pattern's.
+        and texts; `path` is a file, or holds a model and cannot be renamed, or has a sign that
+        TensorFlow takes for a pattern's.
       RuntimeError: on the other ranks, where rank 0 could not save tables in shards, with what it
         said.
     """
@@ -95,7 +95,7 @@ def save_model(model: mm.Model, path: str | os.PathLike[str]) -> None:
         "places": _places(model),
         "slots": len(_slots(optimizer.owned())),
     }
-    text = json.dumps(description, indent=2, default=plain) + "\n"
+    text = json.dumps(description, indent=2, default=as_json) + "\n"
     with replacing(Path(path), MARKER, SAVED_MODEL, SIGNS) as folder:
         with quiet_stack(), state_follows():  # Merlin loads what it saved, for the output's schema
             model.save(str(folder))

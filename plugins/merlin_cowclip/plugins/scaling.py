@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from merlin_cowclip.plugins.checks import is_whole
+from merlin_cowclip.plugins.checks import is_whole, make_plain
 
 K = 1024
 
@@ -67,10 +67,7 @@ class Hyperparameters:
                 continue
             check_number(field.name, getattr(self, field.name), positive=field.name in positive)
         check_clip(self.clip, self.clip_threshold)
-        for name, value in vars(self).copy().items():
-            if isinstance(value, numbers.Real) and not isinstance(value, (int, float)):
-                plain = int(value) if isinstance(value, numbers.Integral) else float(value)
-                object.__setattr__(self, name, plain)  # JSON takes Python's own alone
+        make_plain(self)
 
     def replace(self, **changes: Any) -> Hyperparameters:
         """A copy with `changes`, validated again."""

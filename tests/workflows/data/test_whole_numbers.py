@@ -86,6 +86,8 @@ def test_numbers_as_fitted(numbers, column, values, kind):
     if kind != "object":
         expected = pd.Series(map(as_float, frame[column]))
         np.testing.assert_array_equal(found.astype(float), expected)
+    else:
+        assert found.tolist() == frame[column].tolist()
 
 
 def test_what_is_no_id(numbers):
@@ -111,7 +113,12 @@ def test_what_is_misread(workflow, numbers):
     with_none = LOG.where(LOG["age"] != 18 + 9)
     assert misread() is None
     assert misread(item=with_none["item"]) is None  # encoded alike, which is known beforehand
-    floats = LOG.assign(item=with_none["item"])
+    floats, rows = LOG.assign(item=with_none["item"]), with_none["item"].notna().to_numpy()
+    assert (
+        encode(floats)["item_"]
+        .filter(pa.array(rows))
+        .equals(encode(LOG)["item_"].filter(pa.array(rows)))
+    )
     assert numbers.misread(floats, encode(floats), lambda frame: 1 / 0) is None
     assert misread(age=with_none["age"]) is None  # of the rows beside it others depend in any case
     found = misread(small=with_none["small"])

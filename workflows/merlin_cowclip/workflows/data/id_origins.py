@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from merlin_cowclip.workflows.data.workflow_graph import subgraph
+from merlin_cowclip.workflows.data.workflow_graph import followed, operator_name
 from merlin_cowclip.workflows.quiet import quiet_imports
 
 if TYPE_CHECKING:
@@ -44,8 +44,7 @@ def id_origins(workflow: nvt.Workflow) -> dict[str, Origin]:
     Args:
         workflow: fitted.
     """
-    columns = _columns(workflow.output_node, {})
-    return {name: column.origin for name, column in columns.items() if column.origin}
+    return {name: column.origin for name, column in _columns(workflow).items() if column.origin}
 
 
 def raw_values(workflow: nvt.Workflow) -> dict[str, RawValues]:
@@ -58,7 +57,7 @@ def raw_values(workflow: nvt.Workflow) -> dict[str, RawValues]:
     """
     return {
         name: column.encoded if column.origin is Origin.VOCABULARY else column.values
-        for name, column in _columns(workflow.output_node, {}).items()
+        for name, column in _columns(workflow).items()
     }
 
 
@@ -69,53 +68,42 @@ class _Column:
     encoded: RawValues = RawValues()  # what they were when the last Categorify read them
 
 
-def _columns(output_node: Node, read: Mapping[str, _Column]) -> dict[str, _Column]:
-    """Of a graph's output, which reads columns that were made before, or those of the log."""
+def _columns(workflow: nvt.Workflow) -> dict[str, _Column]:
+    return followed(workflow.output_node, lambda _: _Column(), _made_by, _Column())
+
+
+def _made_by(node: Node, given: dict[str, _Column]) -> dict[str, _Column]:
     with quiet_imports():
-        from merlin.dag import postorder_iter_nodes
         from nvtabular import ops
 
         from merlin_cowclip.workflows.data.operators import IdText
 
     as_they_are = operators_that_keep_values()
-    made: dict[int, dict[str, _Column]] = {}
-    for node in postorder_iter_nodes(output_node):
-        given = {} if node.parents_with_dependencies else dict(read)
-        for above in node.parents_with_dependencies:  # of two of one name NVTabular takes the last
-            given |= made[id(above)]
-        if (inner := subgraph(node)) is not None:
-            made[id(node)] = _columns(inner, given)
-            continue
-        mapping, found = node.column_mapping, made.setdefault(id(node), {})
-        for name, schema in node.output_schema.column_schemas.items():
-            sources = [given.get(one, _Column()) for one in mapping.get(name, given)]
-            kept = isinstance(node.op, as_they_are)
-            if isinstance(node.op, ops.Groupby):
-                kept = _keeps_ids(node.op, name, mapping)
-            origin = _of_several((one.origin for one in sources), kept)
-            encoded = _together(one.encoded for one in sources)
-            values = _together(one.values for one in sources)
-            if isinstance(node.op, ops.Categorify):
-                origin, encoded = Origin.VOCABULARY, values
-            elif isinstance(node.op, ops.HashBucket | ops.HashedCross):
-                origin = Origin.HASH
-            if isinstance(node.op, ops.FillMissing | ops.FillMedian):
-                kept = mapping.get(name) == [name]  # not whether it was filled, a column beside it
-                values = RawValues(values.changed_by, values.filled or kept)
-            elif isinstance(node.op, ops.ReduceDtypeSize):
-                kept = schema.dtype.element_type.value != "float"  # 0.1 is another one in float32
-            elif isinstance(node.op, ops.JoinExternal | IdText):
-                kept = True
-            if not kept:
-                changed_by = (*values.changed_by, _name(node.op))
-                values = RawValues(changed_by, values.filled)
-            found[name] = _Column(origin, values, encoded)
-    return made[id(output_node)]
-
-
-def _name(op: Any) -> str:
-    name = type(op).__name__
-    return "LambdaOp" if name == "UDF" else name
+    mapping, found = node.column_mapping, {}
+    for name, schema in node.output_schema.column_schemas.items():
+        sources = [given.get(one, _Column()) for one in mapping.get(name, given)]
+        kept = isinstance(node.op, as_they_are)
+        if isinstance(node.op, ops.Groupby):
+            kept = _keeps_ids(node.op, name, mapping)
+        origin = _of_several((one.origin for one in sources), kept)
+        encoded = _together(one.encoded for one in sources)
+        values = _together(one.values for one in sources)
+        if isinstance(node.op, ops.Categorify):
+            origin, encoded = Origin.VOCABULARY, values
+        elif isinstance(node.op, ops.HashBucket | ops.HashedCross):
+            origin = Origin.HASH
+        if isinstance(node.op, ops.FillMissing | ops.FillMedian):
+            kept = mapping.get(name) == [name]  # not whether it was filled, a column beside it
+            values = RawValues(values.changed_by, values.filled or kept)
+        elif isinstance(node.op, ops.ReduceDtypeSize):
+            kept = schema.dtype.element_type.value != "float"  # 0.1 is another one in float32
+        elif isinstance(node.op, ops.JoinExternal | IdText):
+            kept = True
+        if not kept:
+            changed_by = (*values.changed_by, operator_name(node.op))
+            values = RawValues(changed_by, values.filled)
+        found[name] = _Column(origin, values, encoded)
+    return found
 
 
 def _together(values: Iterable[RawValues]) -> RawValues:

@@ -7,7 +7,7 @@ operators that several others use; what is left then fails on every row.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from merlin_cowclip.workflows.data.id_origins import operators_that_keep_values
-from merlin_cowclip.workflows.data.workflow_graph import subgraph
+from merlin_cowclip.workflows.data.workflow_graph import followed
 from merlin_cowclip.workflows.quiet import quiet_imports
 
 if TYPE_CHECKING:
@@ -58,49 +58,30 @@ def learned_keys(workflow: nvt.Workflow) -> dict[str, list[Keys]]:
     Args:
       workflow: fitted, with its vocabularies.
     """
-    found: dict[str, list[Keys]] = {}
-    _learn(workflow.output_node, None, found)
-    return found
-
-
-def _learn(
-    output_node: Node, read: Mapping[str, str | None] | None, found: dict[str, list[Keys]]
-) -> dict[str, str | None]:
-    """Find those of a graph, which reads raw columns or, in another, what was made of them.
-
-    Returns:
-      Of its outputs those that are raw columns, by name → the raw one's.
-    """
     with quiet_imports():
-        from merlin.dag import postorder_iter_nodes
-        from nvtabular import ops
+        from nvtabular.ops import FillMissing
 
     keep = operators_that_keep_values()
-    same: dict[int, dict[str, str | None]] = {}  # of each node: output → raw column
-    for node in postorder_iter_nodes(output_node):
-        given: dict[str, str | None] = {}
-        for above in node.parents_with_dependencies:  # of two of one name NVTabular takes the last
-            given |= {n: same[id(above)].get(n) for n in above.output_schema.column_names}
-        if not node.parents_with_dependencies:
-            names = node.input_schema.column_names
-            given = {name: name if read is None else read.get(name) for name in names}
-        if (inner := subgraph(node)) is not None:
-            same[id(node)] = _learn(inner, given, found)
-            continue
-        kept = same.setdefault(id(node), {})
-        if isinstance(node.op, (*keep, ops.FillMissing)):
-            mapping = node.column_mapping
-            for name in node.output_schema.column_names:
-                source, *others = mapping.get(name, [name])
-                is_flag = isinstance(node.op, ops.FillMissing) and name != source
-                if not others and not is_flag:
-                    kept[name] = given.get(source)
+    found: dict[str, list[Keys]] = {}
+
+    def made_by(node: Node, given: dict[str, str | None]) -> dict[str, str | None]:
+        """Of what a node makes those that are raw columns as they are: the raw one's name."""
         for name, there, column in _looked_up(node):
             raw, path = given.get(name), Path(there)
             files = (path,) if path.is_file() else tuple(sorted(path.glob("*.parquet")))
             if there and raw is not None and files and column in pq.read_schema(files[0]).names:
                 found.setdefault(raw, []).append(Keys(files, column))
-    return same[id(output_node)]
+        fills, kept = isinstance(node.op, FillMissing), {}
+        if fills or isinstance(node.op, keep):
+            for name in node.output_schema.column_names:
+                source, *others = node.column_mapping.get(name, [name])
+                is_flag = fills and name != source
+                if not others and not is_flag:
+                    kept[name] = given.get(source)
+        return kept
+
+    followed(workflow.output_node, lambda name: name, made_by, None)
+    return found
 
 
 def _looked_up(node: Node) -> Iterator[tuple[str, str, str]]:

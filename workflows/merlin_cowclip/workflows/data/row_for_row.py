@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from merlin_cowclip.workflows.data.workflow_graph import nodes_of
+from merlin_cowclip.workflows.data.workflow_graph import nodes_of, operator_name
 from merlin_cowclip.workflows.quiet import quiet_imports
 
 with quiet_imports():
@@ -22,7 +22,7 @@ with quiet_imports():
     from merlin.dag import Node
     from merlin.dag.executors import LocalExecutor
     from merlin.dag.ops.subgraph import Subgraph
-    from nvtabular.ops import Filter, Groupby, JoinExternal, LambdaOp
+    from nvtabular.ops import Filter, Groupby, JoinExternal
 
 _PLACE = "__merlin_cowclip_place__"  # a row's, through a join
 
@@ -53,14 +53,12 @@ def transformed(workflow: nvt.Workflow, frame: pd.DataFrame) -> pd.DataFrame:
 
 def moving(workflow: nvt.Workflow) -> list[str]:
     """Operators that move rows, or drop some and repeat others, by name."""
-    nodes = nodes_of(workflow.output_node, (Groupby, JoinExternal))
-    return sorted(
-        {
-            "Groupby" if isinstance(node.op, Groupby) else f"JoinExternal(how={node.op.how!r})"
-            for node in nodes
-            if isinstance(node.op, Groupby) or node.op.how != "left"
-        }
-    )
+    joins = {f"JoinExternal(how={how!r})" for how in _joins(workflow) - {"left"}}
+    return sorted({"Groupby" for _ in nodes_of(workflow.output_node, Groupby)} | joins)
+
+
+def _joins(workflow: nvt.Workflow) -> set[str]:
+    return {node.op.how for node in nodes_of(workflow.output_node, JoinExternal)}
 
 
 class _RowForRow(LocalExecutor):
@@ -86,9 +84,10 @@ class _RowForRow(LocalExecutor):
                 made = self.transform(made, op.graph)
             return made
         index, is_inner = input_data.index, isinstance(op, JoinExternal) and op.how != "left"
-        if isinstance(op, Filter):
+        seen = _SeenFilter(op) if isinstance(op, Filter) else None
+        if seen is not None:
             node = copy.copy(node)
-            node.op = op = _SeenFilter(op)
+            node.op = seen
         given = input_data.assign(**{_PLACE: np.arange(len(index))}) if is_inner else input_data
         made = super()._run_node_transform(node, given, capture_dtypes, strict)
         if not is_dataframe_object(made):
@@ -96,23 +95,20 @@ class _RowForRow(LocalExecutor):
         if len(made) != self._rows or not (
             self._in_order(made[_PLACE].to_numpy())
             if is_inner
-            else self._kept(op, index, given, made)
+            else self._kept(op, index, given, (made if seen is None else seen).index)
         ):
-            names = {LambdaOp: "LambdaOp", Filter: "Filter"}  # not of what stands in its place
-            name = next((n for kind, n in names.items() if isinstance(op, kind)), type(op).__name__)
-            raise OtherRowsError(name, len(made), self._rows)
+            raise OtherRowsError(operator_name(op), len(made), self._rows)
         return made.drop(columns=[_PLACE]) if is_inner else made
 
-    def _kept(self, op: Any, index: pd.Index, given: Any, made: Any) -> bool:
-        """Whether as many rows stand where they stood."""
+    def _kept(self, op: Any, index: pd.Index, given: Any, made: pd.Index) -> bool:
+        """Whether as many rows stand where they stood, by their index before and after."""
         if isinstance(op, Groupby):  # by its keys, of which each is there once
             if not isinstance(given, pd.DataFrame):
                 return len(given) == 1  # cuDF does not sort them
             return self._in_order(given.groupby(op.groupby_cols).ngroup().to_numpy())
-        found = op.index if isinstance(op, _SeenFilter) else made.index
-        if not self._in_order(index) or not _numbers_rows(found, self._rows):
+        if not self._in_order(index) or not _numbers_rows(made, self._rows):
             return True
-        return self._in_order(found)
+        return self._in_order(made)
 
     def _in_order(self, places: Any) -> bool:
         places = np.asarray(places.to_pandas() if hasattr(places, "to_pandas") else places)

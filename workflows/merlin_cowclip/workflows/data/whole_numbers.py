@@ -7,7 +7,7 @@ a batch. Of 7.0 an operator may make another id than of 7, and from 2^53 on floa
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
@@ -16,7 +16,8 @@ import pyarrow as pa
 
 from merlin_cowclip.workflows.data.encoded_rows import Place
 from merlin_cowclip.workflows.data.id_origins import operators_that_keep_values
-from merlin_cowclip.workflows.data.workflow_graph import subgraph
+from merlin_cowclip.workflows.data.parquet_logs import is_number
+from merlin_cowclip.workflows.data.workflow_graph import followed
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.quiet import quiet_imports
 
@@ -70,10 +71,9 @@ class WholeNumbers:
         kinds = {name: c.dtype.to_numpy for name, c in columns.items() if not c.is_list}
         self._floats = {name for name, kind in kinds.items() if kind == np.float64}
         self._whole = {n: np.dtype(k) for n, k in kinds.items() if k and np.dtype(k).kind in "iu"}
-        uses = _Uses()
-        _find_uses(workflow.output_node, None, uses)
-        self._encoded = uses.encoded & self._whole.keys()
-        self._encoded_alone = self._encoded - uses.otherwise
+        encoded, otherwise = _uses(workflow)
+        self._encoded = encoded & self._whole.keys()
+        self._encoded_alone = self._encoded - otherwise
 
     def as_fitted(self, frame: pd.DataFrame) -> pd.DataFrame:
         """Raw rows with floats where the workflow was fitted on float64, and integers likewise.
@@ -200,55 +200,40 @@ def _among(column: pd.Series) -> str:
 def _same(left: pa.Array, right: pa.Array, tolerance: float) -> bool:
     if left.equals(right):
         return True
-    if any(pa.types.is_nested(c.type) or not _is_number(c.type) for c in (left, right)):
+    if not (is_number(left.type) and is_number(right.type)):
         return False
     one, other = (c.to_numpy(zero_copy_only=False).astype(np.float64) for c in (left, right))
     return bool(np.isclose(one, other, rtol=tolerance, atol=0, equal_nan=True).all())
 
 
-def _is_number(kind: pa.DataType) -> bool:
-    return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind))
+def _uses(workflow: nvt.Workflow) -> tuple[set[str], set[str]]:
+    """Raw columns that Categorify reads as they are, or filled; and those that are read otherwise.
 
-
-@dataclass
-class _Uses:
-    """Of which raw columns what is made."""
-
-    encoded: set[str] = field(default_factory=set)  # Categorify reads them as they are, or filled
-    otherwise: set[str] = field(default_factory=set)  # others read them, or Categorify with more
-
-
-def _find_uses(
-    output_node: Node, read: Mapping[str, set[str]] | None, uses: _Uses
-) -> dict[str, set[str]]:
-    """Find those of a graph, which reads raw columns or, in another, what was made of them.
-
-    Returns:
-      Of its outputs, of which raw columns they are, by name; none of those that were changed.
+    The others are read by other operators, hashed, or read together with more.
     """
     with quiet_imports():
-        from merlin.dag import postorder_iter_nodes
         from nvtabular import ops
 
     keep = (*operators_that_keep_values(), ops.FillMissing, ops.FillMedian)
-    raw: dict[int, dict[str, set[str]]] = {}  # by node and column, of which raw columns it is
-    for node in postorder_iter_nodes(output_node):
-        names = node.input_schema.column_names
-        given = {name: {name} if read is None else read.get(name, set()) for name in names}
-        for above in node.parents_with_dependencies:  # of two of one name NVTabular takes the last
-            given |= {n: raw[id(above)].get(n, set()) for n in above.output_schema.column_names}
-        if (inner := subgraph(node)) is not None:
-            raw[id(node)] = _find_uses(inner, given, uses)
-            continue
-        made, used = raw.setdefault(id(node), {}), set().union(*given.values())
+    encoded: set[str] = set()
+    otherwise: set[str] = set()
+    nothing: frozenset[str] = frozenset()
+
+    def made_by(node: Node, given: dict[str, frozenset[str]]) -> dict[str, frozenset[str]]:
+        """Of what a node makes, of which raw columns it is, if none was changed."""
+        used = nothing.union(*given.values())
         if isinstance(node.op, ops.Categorify):
-            uses.encoded |= used
+            encoded.update(used)
             if node.op.num_buckets or node.op.encode_type == "combo":
-                uses.otherwise |= used
-        elif node.op is None or isinstance(node.op, keep):
-            mapping = node.column_mapping if node.op else {name: [name] for name in given}
-            for name, sources in mapping.items():
-                made[name] = set().union(*(given.get(one, set()) for one in sources))
+                otherwise.update(used)
+        elif isinstance(node.op, keep):
+            return {
+                name: nothing.union(*(given.get(one, nothing) for one in sources))
+                for name, sources in node.column_mapping.items()
+            }
         else:
-            uses.otherwise |= used
-    return raw[id(output_node)]
+            otherwise.update(used)
+        return {}
+
+    followed(workflow.output_node, lambda name: frozenset({name}), made_by, nothing)
+    return encoded, otherwise

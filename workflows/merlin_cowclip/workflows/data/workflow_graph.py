@@ -1,26 +1,28 @@
-"""The graph of a workflow's operators, those within Merlin's `Subgraph` among them."""
+"""The graph of a workflow's operators, those within Merlin's `Subgraph` among them.
+
+Merlin's own iterators go into one `Subgraph`, and not into those within it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from merlin_cowclip.workflows.quiet import quiet_imports
 
 if TYPE_CHECKING:
     from merlin.dag import Node
 
+T = TypeVar("T")
+
 
 def every_node(output_node: Node) -> Iterator[Node]:
-    """All nodes, each after those that it reads; those of a `Subgraph` before it, at any depth.
-
-    Merlin's own iterators go one level deep.
-    """
+    """All nodes, each after those that it reads; those of a `Subgraph` before it, at any depth."""
     with quiet_imports():
         from merlin.dag import postorder_iter_nodes
 
     for node in postorder_iter_nodes(output_node):
-        if (inner := subgraph(node)) is not None:
+        if (inner := _subgraph(node)) is not None:
             yield from every_node(inner)
         yield node
 
@@ -30,7 +32,51 @@ def nodes_of(output_node: Node, kinds: type | tuple[type, ...]) -> list[Node]:
     return [node for node in every_node(output_node) if isinstance(node.op, kinds)]
 
 
-def subgraph(node: Node) -> Any:
+def followed(
+    output_node: Node,
+    raw: Callable[[str], T],
+    made_by: Callable[[Node, dict[str, T]], Mapping[str, T]],
+    unknown: T,
+) -> dict[str, T]:
+    """What is known of the columns that a graph makes, followed from those that it reads.
+
+    Args:
+      output_node: of the graph.
+      raw: what is known of a column that it reads, by name.
+      made_by: what is known of the columns that a node makes, by name, from what is known of those
+        that it is given.
+      unknown: what is known of those that `made_by` leaves out.
+    """
+    with quiet_imports():
+        from merlin.dag import postorder_iter_nodes
+
+    found: dict[int, dict[str, T]] = {}
+    for node in postorder_iter_nodes(output_node):
+        above = node.parents_with_dependencies
+        given = {} if above else {name: raw(name) for name in node.input_schema.column_names}
+        for one in above:  # of two of one name NVTabular takes the last
+            given |= found[id(one)]
+        inner = _subgraph(node)
+        if inner is not None:
+            found[id(node)] = followed(inner, _among(given, unknown), made_by, unknown)
+        else:
+            made = made_by(node, given)
+            names = node.output_schema.column_names
+            found[id(node)] = {name: made.get(name, unknown) for name in names}
+    return found[id(output_node)]
+
+
+def operator_name(op: Any) -> str:
+    """As users write it."""
+    name = type(op).__name__
+    return "LambdaOp" if name == "UDF" else name
+
+
+def _among(given: Mapping[str, T], unknown: T) -> Callable[[str], T]:
+    return lambda name: given.get(name, unknown)
+
+
+def _subgraph(node: Node) -> Any:
     """The output node of the graph that a node stands for, which reads what the node reads."""
     with quiet_imports():
         from merlin.dag.ops.subgraph import Subgraph
