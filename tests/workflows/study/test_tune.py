@@ -349,5 +349,18 @@ def test_a_trial_that_kills_its_process_is_given_up(data, config, tmp_path, fake
     assert not last.epochs
 
 
+def test_the_search_steps_from_the_best_epoch_of_all(config, tmp_path):
+    """One that was given up may have had it, as the table shows it."""
+    Search.create(tmp_path, config.space, config.starts)
+    trials = Search(tmp_path, config.space, config.seed)
+    for aucs, why in (((0.7, 0.6), None), ((0.9, 0.5), "hopeless"), ((0.7, 0.8), None)):
+        trial = trials.claim(3)
+        for number, auc in enumerate(aucs, 1):
+            trial.measured(Epoch(auc, 0.5, 1.0, 0.5, 1.0))
+        trial.end(why, hopeless=why is not None)
+    assert search._best(trials.study).number == 1
+    assert max(trials.tried(), key=lambda tried: tried.auc).number == 1
+
+
 def test_result_is_json(shared):
     assert json.loads((shared.path / "result.json").read_text()) == shared.result

@@ -305,10 +305,13 @@ class Proposals(optuna.samplers.BaseSampler):
 
 
 def _best(study: optuna.Study) -> FrozenTrial | None:
-    """The trial with the highest AUC so far, of those that a search may step from."""
+    """The trial with the highest AUC so far, by its best epoch as everywhere (`Tried.auc`).
+
+    Optuna's own value of a trial that was given up is that of its last epoch.
+    """
     trials = study.get_trials(deepcopy=False, states=_MEASURED)
-    measured = [trial for trial in trials if trial.value is not None]
-    return max(measured, key=lambda trial: trial.value or -np.inf, default=None)
+    measured = [trial for trial in trials if trial.intermediate_values]
+    return max(measured, key=lambda trial: max(trial.intermediate_values.values()), default=None)
 
 
 def _step(
