@@ -25,7 +25,7 @@ RANKS  := $(VENV)-ranks
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-ranks test-gpu containers-test has-python lint bench docs wheel release-check clean
+.PHONY: help demo test test-fast test-versions test-ranks test-gpu containers-test has-python lint bench docs wheel release-check clean
 
 help:  ## what can be made here
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 18
@@ -45,6 +45,9 @@ test: $(STAMP) lint  ## lint, types, all tests, and the built wheel outside the 
 
 test-fast: $(STAMP)  ## the tests without the slow ones
 	@$(BIN)/python $(PYTEST) -m "not slow"
+
+test-versions: $(STAMP)  ## the fast tests but those of TensorFlow's arithmetic, whose version all sets share; for ENV=ngc
+	@$(BIN)/python $(PYTEST) -m "not slow and not arithmetic"
 
 # CMake 3.26 and later refuse Horovod's own files. Gloo alone: neither MPI nor NCCL need be there.
 $(RANKS)/.installed: $(STAMP)

@@ -50,6 +50,19 @@ LONGEST = (  # files that take half a minute and more, the longest first
 )
 
 
+ARITHMETIC = (  # files about TensorFlow's arithmetic, whose version NVIDIA's containers share
+    "models/test_networks.py",
+    "plugins/test_catching_up.py",
+    "plugins/test_deferred.py",
+    "plugins/test_deferred_saved.py",
+    "plugins/test_deferred_tables.py",
+    "plugins/test_optimizer.py",
+    "plugins/test_sok.py",
+    "plugins/test_statistics.py",
+    "workflows/training/test_follow_epochs.py",
+)
+
+
 # NVIDIA's containers, where test-gpu runs, have no pytest-xdist.
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
@@ -57,12 +70,18 @@ def pytest_xdist_auto_num_workers() -> int:
     return (os.cpu_count() or 1) + 1
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest files first: processes share whole ones, and none should end long after all."""
     home = Path(__file__).parent
     place = {home / name: number for number, name in enumerate(LONGEST)}
-    assert all(path.exists() for path in place), "LONGEST names a file that is gone"
+    arithmetic = {home / name for name in ARITHMETIC}
+    gone = [path for path in (*place, *arithmetic) if not path.exists()]
+    assert not gone, f"LONGEST or ARITHMETIC names files that are gone: {gone}"
     items.sort(key=lambda item: place.get(item.path, len(place)))
+    for item in items:
+        if item.path in arithmetic:
+            item.add_marker(pytest.mark.arithmetic)
 
 
 def pytest_collection_finish() -> None:
