@@ -355,7 +355,7 @@ def test_the_search_steps_from_the_best_epoch_of_all(config, tmp_path):
     trials = Search(tmp_path, config.space, config.seed)
     for aucs, why in (((0.7, 0.6), None), ((0.9, 0.5), "hopeless"), ((0.7, 0.8), None)):
         trial = trials.claim(3)
-        for number, auc in enumerate(aucs, 1):
+        for auc in aucs:
             trial.measured(Epoch(auc, 0.5, 1.0, 0.5, 1.0))
         trial.end(why, hopeless=why is not None)
     assert search._best(trials.study).number == 1
