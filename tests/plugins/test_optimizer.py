@@ -685,7 +685,7 @@ def test_init_stddev_is_applied_or_said(builder):
             CowClipOptimizer.for_model(ours(schema), COLD)
         with pytest.warns(UserWarning, match=r"1 of the model's tables.*'embeddings' with 0.01"):
             CowClipOptimizer.for_model(ours(schema), COLD.replace(init_stddev=1e-4))
-        with pytest.raises(ValueError, match=r"init_tables needs.*stddev as an argument"):
+        with pytest.raises(ValueError, match=r"init_tables sets.*stddev as an arg.*Give it 0.0001"):
             CowClipOptimizer.for_model(
                 ours(schema), COLD.replace(init_stddev=1e-4), init_tables=True
             )
@@ -742,6 +742,17 @@ def test_every_initializer_of_keras_is_told_and_replaced(initializer):
 NORMAL = tf.keras.initializers.RandomNormal
 
 
+class Pooled(tf.keras.Model):
+    """One table, which is built as the model is called."""
+
+    def __init__(self, initializer):
+        super().__init__()
+        self.table = tf.keras.layers.Embedding(4000, 8, initializer, name="a")
+
+    def call(self, ids):
+        return tf.reduce_mean(self.table(ids), axis=1)
+
+
 @pytest.mark.parametrize(
     ("initializer", "is_said"),
     [
@@ -756,16 +767,7 @@ NORMAL = tf.keras.initializers.RandomNormal
 )
 def test_init_tables_goes_by_mean_and_shape_too(initializer, is_said):
     """These have the σ that is wanted, or say so."""
-
-    class Pooled(tf.keras.Model):
-        def __init__(self):
-            super().__init__()
-            self.table = tf.keras.layers.Embedding(4000, 8, initializer, name="a")
-
-        def call(self, ids):
-            return tf.reduce_mean(self.table(ids), axis=1)
-
-    model, stays = Pooled(), Pooled()
+    model, stays = Pooled(initializer), Pooled(initializer)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         CowClipOptimizer.for_model(model, COLD, init_tables=True)
@@ -789,11 +791,19 @@ def test_init_tables_goes_by_mean_and_shape_too(initializer, is_said):
 
 @pytest.mark.parametrize("initializer", [NORMAL(0.0, 0.01, seed=3), NORMAL(0, np.float32(0.01))])
 def test_init_tables_leaves_what_is_that_normal_already(initializer):
-    layer = tf.keras.layers.Embedding(40, 8, embeddings_initializer=initializer)
-    model = tf.keras.Sequential([layer, tf.keras.layers.GlobalAveragePooling1D()])
-    model(tf.constant([[1], [2]]))
+    model = Pooled(initializer)
     CowClipOptimizer.for_model(model, COLD, init_tables=True)
-    assert layer.embeddings_initializer is initializer
+    assert model.table.embeddings_initializer is initializer
+
+
+@pytest.mark.parametrize("builder", [stock_dlrm, ours])
+def test_init_tables_refuses_a_table_that_was_trained(builder):
+    """It kept its rows, without a word, where its initializer has the σ that is asked for."""
+    model = builder(SCHEMA)
+    model.compile(CowClipOptimizer.for_model(model, COLD, init_tables=builder is stock_dlrm))
+    model(batch(SCHEMA)[0])
+    with pytest.raises(ValueError, match=r"yet to be built.*of σ 0.01, which has been built"):
+        CowClipOptimizer.for_model(model, COLD, init_tables=True)
 
 
 def test_given_values_stay_where_tables_are_initialized():

@@ -392,6 +392,40 @@ def test_a_restore_takes_back_a_learning_rate_set_on_the_dense_part(tmp_path, wa
         assert float(fresh.default_optimizer.warmup_height) == 0.25
 
 
+@pytest.mark.parametrize("saved", ["as made", "as set"])
+@pytest.mark.parametrize("warmup", [0.0, 1.0])
+def test_a_learning_rate_set_after_a_restore_counts(tmp_path, warmup, saved):
+    """In one that has not stepped yet, its first step took the checkpoint's: ten times too high."""
+    hp = WARM.replace(warmup_epochs=warmup)
+    model, optimizer = fitted(ours, SCHEMA, hp, steps_per_epoch=2)
+    if saved == "as set":
+        for one in (optimizer, *optimizer.optimizers):
+            one.learning_rate = 0.75
+    model.save_weights(tmp_path / "w")
+    again = built(ours, SCHEMA)
+    fresh = CowClipOptimizer.for_model(again, hp, steps_per_epoch=2)
+    again.compile(fresh, metrics=[])
+    again.load_weights(tmp_path / "w")
+    fresh.learning_rate = hp.dense_lr / 2
+    fresh.default_optimizer.learning_rate = 0.25
+    fresh.optimizers[0].learning_rate = 0.125
+    again.fit(dataset(SCHEMA, 3), verbose=0)
+    assert fresh.learning_rates() == (0.125, 0.0625)
+    assert int(fresh.iterations) == int(optimizer.iterations) + 3  # all else was restored
+
+
+@pytest.mark.parametrize("rate", [-0.01, float("nan"), np.float32("inf")])
+def test_a_part_refuses_a_rate_that_is_none(rate):
+    """As the whole does; it trained uphill, or to NaN."""
+    model = built(ours, SCHEMA)
+    optimizer = CowClipOptimizer.for_model(model, WARM.replace(warmup_epochs=0.0))
+    for part in optimizer.optimizers:
+        before = part.learning_rate
+        with pytest.raises(ValueError, match="learning_rate must be a number that is not neg"):
+            part.learning_rate = rate
+        assert part.learning_rate == before
+
+
 @pytest.mark.usefixtures("quick")
 def test_numbers_of_numpy_are_saved_as_pythons(tmp_path):
     """JSON takes none of them: the call ended after the training, with TypeError."""

@@ -47,8 +47,9 @@ def from_config(config: Mapping[str, Any], custom_objects: Any = None) -> dict[s
     """The constructor's arguments again; warns of what they lack, but within `state_follows`."""
     if not _state_follows.get():
         warnings.warn(
-            "A CowClipOptimizer was made from its configuration: its moments and step count "
-            "start anew, and it knows no model until optimizer.bind(model). To go on with a "
+            "A CowClipOptimizer was made from its configuration: its moments, step "
+            "count and learning rates start anew, whatever was set on it or its parts since is "
+            "lost, and it knows no model until optimizer.bind(model). To go on with a "
             "saved model, use merlin_cowclip.plugins.save_model and load_model.",
             stacklevel=3,
         )

@@ -378,7 +378,8 @@ def _passes_in(passes: list[list[Lookup]], indices: tf.Tensor) -> list[list[Look
     raise NotRecordedError(
         f"a gradient of {len(wanted)} rows, which are not the {len(gathered[-1])} that the last "
         f"forward pass looked up, nor those of the latest of all {len(passes)} since the last "
-        "update"
+        "update; eagerly, each tape's gradient is to be applied before another one's, if its "
+        "forward pass came in between"
     )
 
 

@@ -89,26 +89,30 @@ def initialize(stddev: float, specs: Iterable[TableSpec]) -> None:
     """Let the tables of width 2 and more start from N(0, σ) when they are built.
 
     Raises:
-      ValueError: a table has been built, or its layer takes σ itself.
+      ValueError: a table has been built, whatever it started with: it may have been trained since.
+        Or its layer takes σ itself, and has another.
     """
-    differ = [
-        (spec, start)
-        for spec, start in _known(specs)
-        if not (start.is_normal and start.has(stddev))
-    ]
-    for spec, start in differ:
-        keras = isinstance(spec.layer, tf.keras.layers.Embedding)
-        if spec.layer.built or not keras:
-            why = "takes its stddev as an argument of its own"
-            if keras:
-                by = type(spec.layer.embeddings_initializer).__name__
-                why = f"has been built by {by}"
+    known = list(_known(specs))
+    for spec, start in known:
+        if spec.layer.built:
             raise ValueError(
                 f"init_tables needs tables that are yet to be built. Received: {spec.name!r}, of σ "
-                f"{start}, which {why}. Make the optimizer before the model is called, or "
-                "give the layer this σ."
+                f"{start}, which has been built{_by(spec)}. Make the optimizer before the model is "
+                "called, or leave init_tables out."
+            )
+    differ = [(spec, start) for spec, start in known if not (start.is_normal and start.has(stddev))]
+    for spec, start in differ:
+        if not isinstance(spec.layer, tf.keras.layers.Embedding):
+            raise ValueError(
+                f"init_tables sets the initializers of Keras's and Merlin's tables. Received: "
+                f"{spec.name!r}, of σ {start}, which takes its stddev as an argument of its own. "
+                f"Give it {stddev:g} there."
             )
     for spec, _ in differ:
         # One for each: Keras's draw the same values from one instance.
-        initializer = _KINDS.RandomNormal(stddev=stddev)
-        spec.layer.embeddings_initializer = initializer
+        spec.layer.embeddings_initializer = _KINDS.RandomNormal(stddev=stddev)
+
+
+def _by(spec: TableSpec) -> str:
+    initializer = getattr(spec.layer, "embeddings_initializer", None)
+    return "" if initializer is None else f" by {type(initializer).__name__}"

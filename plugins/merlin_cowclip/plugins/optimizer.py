@@ -29,7 +29,7 @@ from merlin_cowclip.plugins.ownership import (
     tables_by_part,
     tables_of,
 )
-from merlin_cowclip.plugins.rates import DensePart, TablePart
+from merlin_cowclip.plugins.rates import DensePart, SetSince, TablePart
 from merlin_cowclip.plugins.scaling import Hyperparameters, check_number
 from merlin_cowclip.plugins.tables import TableSpec, check_whole
 from merlin_cowclip.plugins.taking_over import (
@@ -55,7 +55,9 @@ _MAKE_ANOTHER = (
 
 
 @tf.keras.utils.register_keras_serializable(package="merlin_cowclip")
-class CowClipOptimizer(Observable, StepsTogether, FollowsFits, RefusesOptions, mm.MultiOptimizer):
+class CowClipOptimizer(
+    Observable, StepsTogether, FollowsFits, SetSince, RefusesOptions, mm.MultiOptimizer
+):
     """One optimizer for a whole Merlin model, by the paper's recipe.
 
     Three optimizers own the model's variables: `CowClipAdam` with the clip for embedding tables,
@@ -141,6 +143,7 @@ class CowClipOptimizer(Observable, StepsTogether, FollowsFits, RefusesOptions, m
         dense = DensePart(dense_schedule or hp.dense_lr, name="dense")
         for part_optimizer in (clipped, unclipped, dense):
             part_optimizer.factor = self._factor
+        dense.rate_was_set = self._drop_saved_height
         super().__init__(
             [mm.OptimizerBlocks(clipped, []), mm.OptimizerBlocks(unclipped, [])],
             default_optimizer=dense,
@@ -199,7 +202,7 @@ class CowClipOptimizer(Observable, StepsTogether, FollowsFits, RefusesOptions, m
         Raises:
           ValueError: an argument outside its range, a model without tables, `clip_tables` that name
             no table of the model or a frozen one, a table with a regularizer, or `init_tables` for
-            a table that is built already.
+            a table that is built already or whose layer takes another σ as its argument.
         """
         optimizer = cls(
             hyperparameters,

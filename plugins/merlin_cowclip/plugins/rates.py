@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from merlin_cowclip.plugins._stack import tf
 from merlin_cowclip.plugins.adam import CowClipAdam
@@ -12,10 +12,29 @@ from merlin_cowclip.plugins.scaling import check_number
 from merlin_cowclip.plugins.schedules import LinearWarmup
 
 
-class _Proportional:
+class SetSince:
+    """What is set after a restore counts, also where the variable for it is yet to be made."""
+
+    if TYPE_CHECKING:  # TensorFlow's
+        _deferred_dependencies: dict[str, Any]  # name → what checkpoints are to bring
+
+        def _maybe_initialize_trackable(self) -> None: ...
+
+    def _set_hyper(self, name: str, value: Any) -> None:
+        self._maybe_initialize_trackable()
+        self._deferred_dependencies.pop(name, None)
+        super()._set_hyper(name, value)  # type: ignore[misc]
+
+
+class _Proportional(SetSince):
     """A part of a whole: its learning rate, scheduled or not, is multiplied by `factor`."""
 
     factor: Callable[[], tf.Tensor]  # float32 scalar, read at each step
+
+    def _set_hyper(self, name: str, value: Any) -> None:
+        if name == "learning_rate" and not callable(value):
+            check_number(name, float(tf.keras.backend.get_value(value)))
+        super()._set_hyper(name, value)
 
     def _decayed_lr(self, var_dtype: Any) -> tf.Tensor:
         rate = super()._decayed_lr(var_dtype)  # type: ignore[misc]
@@ -53,6 +72,8 @@ class DensePart(_Proportional, RefusesOptions, tf.keras.optimizers.legacy.Adam):
     were traced before, too.
     """
 
+    rate_was_set: Callable[[], None] = staticmethod(lambda: None)
+    """Called as a number is set as the learning rate."""
     not_offered: ClassVar[Mapping[str, str]] = {
         "amsgrad": "It is Adam as the paper has it.",
         "decay": "Give the optimizer a Keras schedule as dense_schedule.",
@@ -60,6 +81,8 @@ class DensePart(_Proportional, RefusesOptions, tf.keras.optimizers.legacy.Adam):
     }
 
     def _set_hyper(self, name: str, value: Any) -> None:
+        if name == "learning_rate" and not callable(value):
+            self.rate_was_set()
         now = self._hyper.get(name)
         if isinstance(now, LinearWarmup) and not callable(value):
             height = float(tf.keras.backend.get_value(value))
