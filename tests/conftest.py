@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import signal
@@ -135,3 +136,33 @@ def quick_saves() -> Iterator[None]:
 
     with saves.quick_saves(traces=True):
         yield
+
+
+@pytest.fixture(scope="module")
+def graphs_as_traced() -> Iterator[None]:
+    """For a module of many small models: TensorFlow runs graphs as they were traced.
+
+    What it makes of one before its first run takes half of the time to the end of that run where
+    rows catch up, in loops and branches. One test of each such module has it: `graphs_rewritten`.
+    """
+    with _rewriting(False):
+        yield
+
+
+@pytest.fixture
+def graphs_rewritten() -> Iterator[None]:
+    """Within a module of `graphs_as_traced`, as for users."""
+    with _rewriting(True):
+        yield
+
+
+@contextlib.contextmanager
+def _rewriting(wanted: bool) -> Iterator[None]:
+    import tensorflow as tf
+
+    was = tf.config.optimizer.get_experimental_options().get("disable_meta_optimizer", False)
+    tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": not wanted})
+    try:
+        yield
+    finally:
+        tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": was})

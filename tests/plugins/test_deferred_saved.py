@@ -14,6 +14,8 @@ from merlin_cowclip.plugins import CowClipOptimizer
 from merlin_cowclip.plugins.deferrable import check_deferrable
 from tests.plugins.test_deferred import HP, SIZES, batches, built, far, trained
 
+pytestmark = pytest.mark.usefixtures("graphs_as_traced")
+
 
 @functools.cache
 def once_trained():

@@ -13,6 +13,7 @@ from merlin_cowclip.plugins import CowClipAdam, CowClipOptimizer
 
 from .test_deferred import HP, SIZES, batches, built, far, first_weights, schema, trained
 
+pytestmark = pytest.mark.usefixtures("graphs_as_traced")
 WIDE = HP.replace(init_stddev=0.05)
 OTHERS = (tf.errors.InvalidArgumentError, ValueError)
 TAKEN = "a step on tables that another optimizer was made for since"
