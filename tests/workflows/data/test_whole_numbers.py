@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from decimal import Decimal
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pytest
 
+from merlin_cowclip.workflows.data.encoded_rows import Place
 from merlin_cowclip.workflows.data.id_origins import Origin, RawValues, id_origins, raw_values
 from merlin_cowclip.workflows.data.new_rows import for_new_rows
 from merlin_cowclip.workflows.data.raw_columns import text_columns
-from merlin_cowclip.workflows.data.whole_numbers import NotWhole, WholeNumbers
+from merlin_cowclip.workflows.data.whole_numbers import Narrowed, NotWhole, WholeNumbers
+from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.quiet import quiet_imports
 
 with quiet_imports():
@@ -26,6 +29,9 @@ LOG = pd.DataFrame(
         "item": np.arange(40) % 7,
         "small": (np.arange(40) % 5).astype("int8"),
         "price": np.arange(40) / 3,
+        "ratio": (np.arange(40) / 10).astype("float32"),
+        "score": np.arange(40) / 10,
+        "scores": [[0.1, 0.2]] * 40,
         "age": np.arange(40) + 18,
         "genres": [[1, 2]] * 40,
     }
@@ -42,14 +48,16 @@ def workflow(tmp_path_factory):
     )
     texts = ["small"] >> ops.LambdaOp(lambda column: column.astype(str), dtype="str")
     ages = ["age"] >> ops.FillMissing() >> ops.DifferenceLag("small")
-    as_they_are = ["price", "genres"] >> ops.AddMetadata()
+    as_they_are = ["price"] >> ops.AddMetadata()
+    kept = ["ratio", "score", "genres", "scores"]
+    as_they_are += kept >> ops.Categorify(out_path=str(tmp_path_factory.mktemp("kept")))
     workflow = nvt.Workflow(ids + as_they_are + texts + ages)
     return workflow.fit(nvt.Dataset(LOG))
 
 
 @pytest.fixture(scope="module")
 def numbers(workflow):
-    return WholeNumbers(workflow, ["item_", "genres"])
+    return WholeNumbers(workflow, ["item_", "ratio", "score", "genres", "scores"])
 
 
 @pytest.mark.parametrize(
@@ -64,7 +72,12 @@ def numbers(workflow):
         ("item", [1.0, np.nan], "float64"),
         ("item", [1.0, np.inf], "float64"),
         ("item", [1.0, 2.5], "float64"),
-        ("item", np.array([1, 2], "int32"), "int32"),
+        ("item", np.array([1, 2], "int32"), "int64"),  # in which an operator may overflow
+        ("item", np.array([1, 2**63 - 1], "uint64"), "int64"),
+        ("item", np.array([1, 2**63], "uint64"), "uint64"),
+        ("item", pd.array([1, 2], "Int8"), "int64"),
+        ("item", pd.array([1, None], "Int8"), "Int64"),
+        ("item", pd.array([1.0, 2**24], "Float32"), "float32"),
         ("item", ["1", "2"], "object"),
         ("item", pd.Series([1.0, 3.7], dtype=object), "float64"),
         ("item", [Decimal("1"), Decimal("3.7")], "float64"),
@@ -74,28 +87,96 @@ def numbers(workflow):
         ("price", pd.array([1.0, None], "Float64"), "float64"),
         ("small", [1.0, 2.0], "int8"),
         ("small", [1.0, 200.0], "int64"),
+        ("small", [1, 100], "int8"),
+        ("small", [1, 200], "int64"),
+        ("price", np.array([0.1, 2], "float32"), "float64"),  # no id
+        ("ratio", [0.1, 1e300], "float32"),
+        ("ratio", [1, 2], "float32"),
+        ("score", np.array([0.5, 7, np.nan], "float32"), "float64"),
+        ("score", np.array([0.1, 7], "float32"), "float32"),
         ("price", [1, 2], "float64"),
         ("price", [1.5, 2.5], "float64"),
-        ("genres", [[1.0], [2.0, 3.0]], "object"),
     ],
 )
+@pytest.mark.filterwarnings("error")
 def test_numbers_as_fitted(numbers, column, values, kind):
     frame = pd.DataFrame({column: values})
     found = numbers.as_fitted(frame)[column]
     assert found.dtype == kind
     if kind != "object":
         expected = pd.Series(map(as_float, frame[column]))
-        np.testing.assert_array_equal(found.astype(float), expected)
+        if column == "ratio":
+            expected = expected.map(lambda value: np.inf if value > 1e38 else np.float32(value))
+        np.testing.assert_array_equal(found.map(as_float), expected)
     else:
         assert found.tolist() == frame[column].tolist()
 
 
+@pytest.mark.parametrize(
+    ("column", "values", "kind"),
+    [
+        ("genres", [[1.0], [2.0, 3.0]], "int64"),
+        ("genres", [np.array([1.0, 2.0]), np.array([3.0, 4.0])], "int64"),
+        ("genres", [np.array([1], "int8"), np.array([], "int8")], "int64"),
+        ("genres", [np.array([1.0]), None, np.array([])], "int64"),
+        ("genres", [np.array([1.0, np.nan]), np.array([2.0])], "float64"),
+        ("genres", [np.array([1.5]), np.array([2.0])], "float64"),
+        ("scores", [np.array([1]), np.array([2])], "float64"),
+        ("scores", [np.array([0.5], "float32")], "float64"),
+        ("scores", [np.array([0.1], "float32")], "float32"),
+    ],
+)
+def test_lists_of_numbers_as_fitted(numbers, column, values, kind):
+    frame = pd.DataFrame({column: pd.Series(values, index=range(5, 5 + len(values)))})
+    found = numbers.as_fitted(frame)
+    assert found.index.equals(frame.index)
+    for one, given in zip(found[column], values, strict=True):
+        if given is None:
+            assert one is None
+        else:
+            assert one.dtype == kind
+            np.testing.assert_array_equal(one, given)
+
+
 def test_what_is_no_id(numbers):
     frame = pd.DataFrame({"item": [1.0, np.nan, 3.7, 2.0**53], "small": 1.5, "price": 1.5})
-    assert numbers.not_whole(frame) == NotWhole("item", 2, 3.7)
-    assert numbers.not_whole(frame[3:]) == NotWhole("item", 0, 2.0**53)
-    assert numbers.not_whole(frame[:2]) is None
-    assert numbers.not_whole(frame, {"item"}) is None
+    assert numbers.no_id(frame) == NotWhole("item", 2, 3.7)
+    assert numbers.no_id(frame[3:]) == NotWhole("item", 0, 2.0**53)
+    assert numbers.no_id(frame[:2]) is None
+    assert numbers.no_id(frame, {"item"}) is None
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ([[1.0], None, [2.0, 1.7]], NotWhole("genres", 2, 1.7)),
+        ([np.array([1.0, 2.0]), np.array([1.0, 1.7])], NotWhole("genres", 1, 1.7)),
+        ([np.array([1.0, np.nan]), np.array([2.0**53])], NotWhole("genres", 1, 2.0**53)),
+        ([np.array([1.0, np.nan]), np.array([2.0])], None),
+        ([[], [Decimal("1.7")]], NotWhole("genres", 1, 1.7)),
+        ([["1"], ["1.7"]], None),  # another type, which is refused elsewhere
+    ],
+)
+def test_what_is_no_id_in_lists(numbers, given, found):
+    """Stock takes 1.7 for 1."""
+    assert numbers.no_id(numbers.as_fitted(pd.DataFrame({"genres": given}))) == found
+
+
+def test_float32_where_ids_are_float64(numbers):
+    """0.1 is another number, of which stock makes the unknown id; 0.5 and 7 are the same."""
+    of = [0.5, np.nan, 7.0, 0.1]
+    frame = pd.DataFrame({"price": of, "ratio": of, "score": of}, dtype="float32")
+    as_float32 = float(np.float32(0.1))
+    assert numbers.no_id(numbers.as_fitted(frame)) == Narrowed("score", 3, as_float32)
+    assert numbers.no_id(numbers.as_fitted(frame[:3])) is None
+    large = numbers.as_fitted(pd.DataFrame({"score": np.array([2**24], "float32")}))
+    assert numbers.no_id(large) == Narrowed("score", 0, 2.0**24)  # may have been 2^24 + 1
+    lists = pd.DataFrame({"scores": [np.array([], "float32"), np.array([0.5, 0.1], "float32")]})
+    found = numbers.no_id(numbers.as_fitted(lists))
+    assert found == Narrowed("scores", 1, as_float32)
+    words = "0.1 as a float32, which is 0.10000000149011612, in raw, row group 0, row 2 of the file"
+    with pytest.raises(UserError, match=words):
+        found.refuse(Place(Path("raw"), 0, 0))
 
 
 def as_float(value):
@@ -129,6 +210,54 @@ def test_what_is_misread(workflow, numbers):
     assert (found.column, found.among) == ("small", "one of 2^53 or more")
 
 
+CROSSED = ["first", "second", "third"]
+
+
+def test_what_is_misread_together(tmp_path):
+    """Of two columns that lack a row, one made whole alone makes 7_8.0, as unknown as 7.0_8.0.
+
+    26 columns, each made whole alone, took 31 times as long.
+    """
+    log = pd.DataFrame({name: np.arange(40) % 7 + i for i, name in enumerate(CROSSED)})
+
+    def crossed(column, frame):
+        return column.astype(str) + "_" + frame["second"].astype(str)
+
+    texts = ["first"] >> ops.LambdaOp(crossed, dependency=["second"], dtype="str")
+    ids = texts >> ops.Categorify(out_path=str(tmp_path))
+    workflow = nvt.Workflow(ids + (["third"] >> ops.LambdaOp(lambda column: column * 2)))
+    workflow.fit(nvt.Dataset(log))
+    held = WholeNumbers(workflow, ["first"])
+    encodings = []
+
+    def encode(frame):
+        encodings.append(frame)
+        return pa.RecordBatch.from_pandas(workflow.transform(frame), preserve_index=False)
+
+    def misread(*lacking):
+        frame = log.copy()
+        for row, names in enumerate(lacking):
+            frame[names] = frame[names].astype(float)
+            frame.loc[row, names] = np.nan
+        encoded = encode(frame)
+        encodings.clear()
+        return held.misread(frame, encoded, encode)
+
+    found = misread(["first", "second"])
+    assert (found.column, found.among) == ("first", "missing one")
+    assert misread(["first"], ["second"]).column == "first"
+    assert misread(["second"]).column == "second"
+    assert misread(["third"]) is None
+    assert len(encodings) == 1
+    many = [f"n{i}" for i in range(26)]
+    doubled = many >> ops.LambdaOp(lambda column: column * 2)
+    log = pd.DataFrame({name: np.arange(40) % 7 for name in many})
+    workflow = nvt.Workflow(doubled).fit(nvt.Dataset(log))
+    held = WholeNumbers(workflow, [])
+    assert misread(*([name] for name in many)) is None  # another row each
+    assert len(encodings) == 2
+
+
 def test_what_a_subgraph_reads(tmp_path):
     """As Merlin's examples of several stages have it: it was not looked into."""
     log = LOG.assign(name=[f"n{i % 6}" for i in range(40)])
@@ -142,7 +271,7 @@ def test_what_a_subgraph_reads(tmp_path):
     workflow = nvt.Workflow(ids("item") + ids("name")).fit(nvt.Dataset(log))
     numbers = WholeNumbers(workflow, ["item_", "name_"])
     frame = pd.DataFrame({"item": [1.0, 3.7], "name": ["n1", "n2"]})
-    assert numbers.not_whole(frame) == NotWhole("item", 1, 3.7)
+    assert numbers.no_id(frame) == NotWhole("item", 1, 3.7)
     assert text_columns(workflow) == {"name"}
     assert id_origins(workflow) == {"item_": Origin.VOCABULARY, "name_": Origin.VOCABULARY}
     assert raw_values(workflow) == {"item_": RawValues(), "name_": RawValues()}

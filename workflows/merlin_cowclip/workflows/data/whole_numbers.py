@@ -1,11 +1,13 @@
 """Raw columns of numbers as the workflow read them at its fit: whole ones as such, or as floats.
 
 pandas makes whole numbers floats beside a missing one or a fraction, in a file that it writes as in
-a batch. Of 7.0 an operator may make another id than of 7, and from 2^53 on floats are rounded.
+a batch. Of 7.0 an operator may make another id than of 7, and from 2^53 on floats are rounded. In
+narrower integers than the fit's an operator may overflow, and 0.1 is another number as a float32.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -17,6 +19,7 @@ import pyarrow as pa
 from merlin_cowclip.workflows.data.encoded_rows import Place
 from merlin_cowclip.workflows.data.id_origins import operators_that_keep_values
 from merlin_cowclip.workflows.data.parquet_logs import is_number
+from merlin_cowclip.workflows.data.raw_columns import learned_keys
 from merlin_cowclip.workflows.data.workflow_graph import followed
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.quiet import quiet_imports
@@ -24,6 +27,7 @@ from merlin_cowclip.workflows.quiet import quiet_imports
 if TYPE_CHECKING:
     import nvtabular as nvt
     from merlin.dag import Node
+    from merlin.schema import ColumnSchema
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,21 @@ class NotWhole:
         """Raise UserError."""
         rule = "an id must be a whole number below 2^53, as those that the workflow was fitted on"
         place.refuse(rule, self.value, self.row, self.column, "Give whole numbers")
+
+
+@dataclass(frozen=True)
+class Narrowed:
+    """A float32 that is another number than the float64 of the same digits, which was an id."""
+
+    column: str
+    row: int  # from 0
+    value: float
+
+    def refuse(self, place: Place) -> NoReturn:
+        """Raise UserError."""
+        rule = "an id must be a float64, as those that the workflow was fitted on"
+        value = f"{np.float32(self.value)!s} as a float32, which is {self.value!r},"
+        place.refuse(rule, value, self.row, self.column, "Give the column as float64")
 
 
 @dataclass(frozen=True)
@@ -68,54 +87,66 @@ class WholeNumbers:
     def __init__(self, workflow: nvt.Workflow, ids: Collection[str]) -> None:
         self._ids = set(ids)
         columns = workflow.input_schema.column_schemas
-        kinds = {name: c.dtype.to_numpy for name, c in columns.items() if not c.is_list}
-        self._floats = {name for name, kind in kinds.items() if kind == np.float64}
-        self._whole = {n: np.dtype(k) for n, k in kinds.items() if k and np.dtype(k).kind in "iu"}
+        kinds = {n: _numpy_type(c) for n, c in columns.items()}
+        self._fitted = {name: kind for name, kind in kinds.items() if kind.kind in "iuf"}
+        self._lists = {name for name in self._fitted if columns[name].is_list}
+        whole = {name for name, kind in self._fitted.items() if kind.kind in "iu"}
+        self._whole = whole - self._lists
         encoded, otherwise = _uses(workflow)
-        self._encoded = encoded & self._whole.keys()
+        looked_up = encoded | learned_keys(workflow).keys()
+        self._encoded = encoded & whole
         self._encoded_alone = self._encoded - otherwise
+        self._floats = looked_up & (self._fitted.keys() - whole)
 
     def as_fitted(self, frame: pd.DataFrame) -> pd.DataFrame:
-        """Raw rows with floats where the workflow was fitted on float64, and integers likewise.
+        """Raw rows of the types of numbers that the workflow was fitted on, lists of them as well.
 
-        Floats stay such where one is missing, is a fraction or from 2^53 on (see `misread`). What
-        is encoded is a batch or a request, and has no missing one, maybe, where the fit had one.
+        Left as they are: floats where the fit was on integers, and one is missing, is a fraction or
+        from 2^53 on (see `misread`); integers beyond the type of the fit; and ids that `no_id`
+        finds. What is encoded is a batch or a request, and has no missing one, maybe, where the fit
+        had one.
         """
-        kinds: dict[Any, Any] = {}
-        for name in self._floats | self._whole.keys():
-            column = _numbers(frame[name], name in self._floats) if name in frame else None
-            if column is not None:
-                frame = frame.assign(**{name: column})
-        for name in frame:
-            kind = frame[name].dtype.kind
-            if name in self._floats and kind in "iu":
-                kinds[name] = np.float64
-            elif name in self._whole and kind == "f":
-                values = _floats(frame[name])
-                if _is_whole(values, frame[name]).all():
-                    limits = np.iinfo(self._whole[name])
-                    fits = values.min() >= limits.min and values.max() <= limits.max
-                    kinds[name] = self._whole[name] if fits else np.int64
-        return frame.astype(kinds)
+        changed = {}
+        for name, fitted in self._fitted.items():
+            if name not in frame:
+                continue
+            is_id, column = name in self._floats, frame[name]
+            if name not in self._lists:
+                changed[name] = _as_fitted(column, fitted, is_id)
+            elif (lists := _Lists.of(column, fitted)) is not None:
+                changed[name] = lists.of_values(_as_fitted(lists.values, fitted, is_id))
+        return frame.assign(**changed)
 
-    def not_whole(self, frame: pd.DataFrame, exact: Collection[str] = ()) -> NotWhole | None:
-        """The first fraction, or rounded number, of a column that is encoded as it is.
+    def no_id(self, frame: pd.DataFrame, exact: Collection[str] = ()) -> NotWhole | Narrowed | None:
+        """The first number, of a column that is looked up as it is, that is no id of the fit.
 
-        Stock `Categorify` takes 3.7 for 3 where it has learned whole numbers.
+        Where `Categorify` has learned whole numbers, a fraction or a rounded one: stock takes 3.7
+        for 3. Where it, or an operator of groups, has learned float64, a float32 that is another
+        number: stock knows none of them.
 
         Args:
           frame: of `as_fitted`.
           exact: columns that were integers, with nulls.
         """
-        for name in frame:
-            if name in exact:
+        for name in map(str, frame):
+            if name in exact or name not in self._encoded | self._floats:
                 continue
-            if name in self._encoded and frame[name].dtype.kind == "f":
-                values = _floats(frame[name])
-                bad = ~np.isnan(values) & ~_is_whole(values, frame[name])
-                if bad.any():
-                    row = int(bad.argmax())
-                    return NotWhole(str(name), row, float(values[row]))
+            values, rows = frame[name], None
+            if name in self._lists:
+                lists = _Lists.of(values, self._fitted[name])
+                if lists is None:
+                    continue
+                values, rows = _numbers(lists.values, is_float=True), lists.rows()
+            kind: Any = values.dtype
+            is_narrow = name in self._floats
+            if kind.kind != "f" or (is_narrow and kind.itemsize >= self._fitted[name].itemsize):
+                continue
+            held = _floats(values)
+            bad = _is_another(values) if is_narrow else ~np.isnan(held) & ~_is_whole(values)
+            if bad.any():
+                at = int(bad.argmax())
+                found = Narrowed if is_narrow else NotWhole
+                return found(name, at if rows is None else int(rows[at]), float(held[at]))
         return None
 
     def misread(
@@ -127,36 +158,47 @@ class WholeNumbers:
     ) -> Misread | None:
         """A column of whole numbers, floats here, of which the workflow makes other inputs by that.
 
+        All such columns at once are made whole, and compared with the same numbers as floats: two
+        that are read together may be read as at the fit only where both are whole. Whatever number
+        of them takes one or two encodings more, where none is misread.
+
         Args:
           frame: of `as_fitted`.
           encoded: what the workflow made of it, row for row.
           encode: what makes it.
           exact: columns that were integers, with nulls.
         """
-        for name in frame:
+        whole: dict[str, pd.Series] = {}  # a column's numbers, in all rows
+        floats: dict[str, pd.Series] = {}  # the same
+        good: list[np.ndarray] = []  # in which rows a column's are its own
+        for name in map(str, frame):
             if name not in self._whole or frame[name].dtype.kind != "f":
                 continue
-            integers = (exact or {}).get(str(name))
-            if integers is not None:
-                rows = np.flatnonzero(integers.is_valid().to_numpy(zero_copy_only=False))
-                numbers = integers.drop_null().to_numpy()
-            else:
-                values = _floats(frame[name])
-                with np.errstate(invalid="ignore"):
-                    rows = np.flatnonzero((values == np.trunc(values)) & (np.abs(values) < 2**63))
-                numbers = values[rows].astype(np.int64)
-            if not len(rows):
+            is_good, numbers = _whole_numbers(frame[name], (exact or {}).get(name))
+            if not is_good.any():
                 continue  # no number that is misread
             if name in self._encoded_alone and np.abs(numbers).max() < 2**53:
                 continue  # a vocabulary has one id for 7 and 7.0; most columns are such
-            floats = frame.iloc[rows].reset_index(drop=True)
-            apart = encode(floats.assign(**{str(name): numbers}))
-            if not (other := self._other(apart, encoded.take(pa.array(rows)))):
-                continue
-            # Or do they depend on the rows beside them, which are fewer?
-            if self._other(apart, encode(floats)) & other:
-                return Misread(str(name), _among(frame[name]))
-        return None
+            good.append(is_good)
+            column = pd.Series(numbers, frame.index)
+            kind: Any = frame[name].dtype
+            floats[name] = column.astype(kind)
+            whole[name] = _as_fitted(column, self._fitted[name], is_id=False)
+        if not whole:
+            return None
+        as_whole = encode(frame.assign(**whole))
+        if all((one == good[0]).all() for one in good):
+            rows = pa.array(np.flatnonzero(good[0]))
+            if not self._other(as_whole.take(rows), encoded.take(rows)):
+                return None
+        # Or do they depend on the rows beside them, which have other numbers?
+        if not self._other(as_whole, encode(frame.assign(**floats))):
+            return None
+        for name in whole if len(whole) > 1 else ():  # one, among others that are whole
+            if self._other(as_whole, encode(frame.assign(**{**whole, name: floats[name]}))):
+                return Misread(name, _among(frame[name]))
+        name = next(iter(whole))
+        return Misread(name, _among(frame[name]))
 
     def _other(self, left: pa.RecordBatch, right: pa.RecordBatch) -> set[str]:
         """Columns that differ: of ids at all, of numbers by more than the precision of floats."""
@@ -164,30 +206,131 @@ class WholeNumbers:
         return {n for n in names if not _same(left[n], right[n], 0 if n in self._ids else 1e-5)}
 
 
+@dataclass(frozen=True)
+class _Lists:
+    """The numbers of a column of lists, one list after the other."""
+
+    column: pd.Series
+    values: pd.Series
+    lengths: np.ndarray  # 0 of a missing list, too
+
+    @classmethod
+    def of(cls, column: pd.Series, fitted: np.dtype) -> _Lists | None:
+        """None where all are of a type already."""
+        kinds = {getattr(row, "dtype", None) for row in column if pd.api.types.is_list_like(row)}
+        if kinds <= {fitted}:
+            return None
+        rows = [row if pd.api.types.is_list_like(row) else () for row in column]
+        kept = [kind for kind in kinds if kind is not None and kind.kind in "iuf"]
+        values: Any = list(itertools.chain.from_iterable(rows))
+        kind = kept[0] if kinds == set(kept) and len(kept) == 1 else object
+        return cls(column, pd.Series(values, dtype=kind), np.fromiter(map(len, rows), np.int64))
+
+    def rows(self) -> np.ndarray:
+        """The row of each number."""
+        return np.repeat(np.arange(len(self.lengths)), self.lengths)
+
+    def of_values(self, values: pd.Series) -> pd.Series:
+        """The lists, of other values; a missing one stays so."""
+        if values is self.values:
+            return self.column
+        parts = np.empty(len(self.lengths), object)
+        parts[:] = np.split(values.to_numpy(), np.cumsum(self.lengths)[:-1])
+        is_list = self.column.map(pd.api.types.is_list_like).astype(bool)
+        return pd.Series(parts, self.column.index).where(is_list, self.column)
+
+
+def _numpy_type(column: ColumnSchema) -> np.dtype:
+    """Of a column's values, or of those of its lists; object where NumPy has none."""
+    kind = None if column.dtype.name == "unknown" else column.dtype.to_numpy
+    return np.dtype(kind or object)
+
+
+def _as_fitted(column: pd.Series, fitted: np.dtype, is_id: bool) -> pd.Series:
+    """Numbers of a type, or as they are where that would make others of them.
+
+    Args:
+      column: numbers, or others.
+      fitted: the type.
+      is_id: whether a float is looked up as it is.
+    """
+    column = _numbers(column, fitted.kind == "f")
+    given: Any = column.dtype
+    if given == fitted or given.kind not in "iuf":
+        return column
+    if fitted.kind == "f":
+        is_narrow = given.kind == "f" and given.itemsize < fitted.itemsize
+        if is_id and is_narrow and _is_another(column).any():
+            return column
+        with np.errstate(over="ignore"):  # beyond a float32 it was infinite at the fit, too
+            return pd.Series(_floats(column).astype(fitted), column.index)
+    if column.isna().all() or (given.kind == "f" and not _is_whole(column).all()):
+        return column
+    limits = np.iinfo(fitted)
+    if int(column.min()) < limits.min or int(column.max()) > limits.max:
+        return column.astype(np.int64) if given.kind == "f" else column
+    if column.isna().any():  # pandas' own integers, which may be missing
+        kind: Any = fitted.name.replace("uint", "UInt").replace("int", "Int")
+    else:
+        kind = fitted
+    return column.astype(kind)
+
+
+def _whole_numbers(column: pd.Series, exact: pa.Array | None) -> tuple[np.ndarray, np.ndarray]:
+    """In which rows floats are whole numbers, and these, int64; another of them elsewhere.
+
+    Args:
+      column: floats.
+      exact: the integers that they were, if it is known.
+    """
+    if exact is not None:
+        is_good = exact.is_valid().to_numpy(zero_copy_only=False)
+        known = exact.drop_null().to_numpy()
+    else:
+        values = _floats(column)
+        with np.errstate(invalid="ignore"):
+            is_good = (values == np.trunc(values)) & (np.abs(values) < 2**63)
+        known = values[is_good].astype(np.int64)
+    numbers = np.full(len(column), known[0] if len(known) else 0, known.dtype)
+    numbers[is_good] = known
+    return is_good, numbers
+
+
 def _floats(column: pd.Series) -> np.ndarray:
     return np.asarray(column.to_numpy(np.float64, na_value=np.nan))
 
 
-def _numbers(column: pd.Series, is_float: bool) -> pd.Series | None:
+def _numbers(column: pd.Series, is_float: bool) -> pd.Series:
     """Floats of decimals, of objects and of pandas' own floats, where a column is no such yet."""
-    kind = column.dtype
+    kind: Any = column.dtype
     if isinstance(kind, pd.CategoricalDtype) and kind.categories.dtype.kind == "f":
         return column.astype(np.float64)
     if pd.api.types.is_object_dtype(kind):
         kinds = ["decimal", "floating", "mixed-integer-float", *(["integer"] if is_float else [])]
         if pd.api.types.infer_dtype(column, skipna=True) not in kinds:
-            return None
+            return column
     elif not isinstance(kind, pd.Float32Dtype | pd.Float64Dtype):
-        return None
-    return pd.Series(_floats(column), column.index)
+        return column
+    return pd.Series(_floats(column).astype(getattr(kind, "numpy_dtype", float)), column.index)
 
 
-def _is_whole(values: np.ndarray, column: pd.Series) -> np.ndarray:
-    """Which are whole numbers that the column's type tells from their neighbours."""
-    dtype: Any = column.dtype  # or pandas' own of floats that may be missing
-    kind = np.dtype(getattr(dtype, "numpy_dtype", dtype))
+def _is_whole(column: pd.Series) -> np.ndarray:
+    """Which floats are whole numbers that their type tells from their neighbours."""
+    values, digits = _floats(column), np.finfo(column.to_numpy().dtype).nmant + 1
     with np.errstate(invalid="ignore"):
-        return (np.abs(values) < 2.0 ** (np.finfo(kind).nmant + 1)) & (values == np.trunc(values))
+        return (np.abs(values) < 2.0**digits) & (values == np.trunc(values))
+
+
+def _is_another(column: pd.Series) -> np.ndarray:
+    """Which floats are other numbers than the float64 of the same digits, or may be: 0.1, not 0.5.
+
+    NumPy's text of a float has the fewest digits that tell it from its neighbours.
+    """
+    held, places = np.unique(column.to_numpy(), return_inverse=True)
+    with np.errstate(invalid="ignore"):
+        is_large = np.abs(held) >= 2.0 ** (np.finfo(held.dtype).nmant + 1)
+    others = (held.astype(str).astype(np.float64) != held.astype(np.float64)) | is_large
+    return np.asarray((others & np.isfinite(held))[places])
 
 
 def _among(column: pd.Series) -> str:

@@ -144,7 +144,7 @@ class ServedWorkflow(TransformWorkflow):
         try:
             if self.is_adopted:
                 frame = self._numbers.as_fitted(frame)
-                bad = self._numbers.not_whole(frame)
+                bad = self._numbers.no_id(frame)
             if not bad:
                 encoded = self._transformed(frame, spec)
             if self.is_adopted and not bad:

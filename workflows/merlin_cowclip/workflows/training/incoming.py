@@ -32,7 +32,7 @@ from merlin_cowclip.workflows.data.existing_parquet import (
     open_files,
 )
 from merlin_cowclip.workflows.data.inputs import expand_inputs, refuse_twice, refuse_unreadable
-from merlin_cowclip.workflows.data.raw_columns import RawColumns, text_columns
+from merlin_cowclip.workflows.data.raw_columns import RawColumns, name_types, text_columns
 from merlin_cowclip.workflows.data.raw_logs import FileState, RawLog, column_of, unchanged
 from merlin_cowclip.workflows.data.whole_numbers import WholeNumbers
 from merlin_cowclip.workflows.errors import UserError, clipped, quoted
@@ -243,7 +243,7 @@ class _RawParquet(_Parquet):
 
     def _look(self) -> None:
         first, *others = self._files
-        workflow = self._run.workflow_for_new_rows(trust=self._trust)
+        workflow = name_types(self._run.workflow_for_new_rows(trust=self._trust))
         self._texts = text_columns(workflow)
         raw = RawColumns(workflow, self._spec.fields)
         self._columns = [name for name in raw.names if name in first.schema.names]
@@ -302,7 +302,7 @@ class _RawParquet(_Parquet):
         where = f"{place.path}, row group {place.group}"
         try:
             frame = self._numbers.as_fitted(_numbered(batch)[self._columns])
-            bad = self._numbers.not_whole(frame, exact)
+            bad = self._numbers.no_id(frame, exact)
             if not bad:
                 encoded = self._transformed(frame)
                 misread = self._numbers.misread(frame, encoded, self._transformed, exact)
