@@ -1072,14 +1072,21 @@ def test_a_later_fit_into_the_same_folder(tmp_path):
 
 
 def test_rows_of_a_column_that_was_never_encoded():
-    """Without a `cat_path`, ids are raw ids."""
+    """Without a `cat_path`, ids are raw ids: 0 and 1, too, which had the row of 2."""
     layer = layer_of()
-    assert read_vocabulary(layer.schema["item"]).to_dict() == {3: 3, 4: 4}
-    assert layer.rows("item", [3, 4, 5, 2, None]).tolist() == [7 + i for i in (3, 4, 2, 2, 1)]
-    assert layer.rows("item", np.array([4.0, np.nan])).tolist() == [7 + 4, 7 + MISSING]
+    assert read_vocabulary(layer.schema["item"]).to_dict() == {i: i for i in range(5)}
+    assert layer.rows("item", [3, 4, 0, 1, 2, "2"]).tolist() == [7 + i for i in (3, 4, 0, 1, 2, 2)]
+    assert layer.rows("item", np.array([4.0, 1.0])).tolist() == [7 + 4, 7 + 1]
+    for bad in (5, -1, 1.5, None, np.nan, "a"):
+        words = f"'item', which no Categorify .* whole numbers from 0 to 4. Received: {bad!r}. Lea"
+        with pytest.raises(ValueError, match=words):
+            layer.rows("item", [3, bad])
     frame = layer.to_df("item")
-    assert frame["raw"].tolist() == [None, None, None, 3, 4]
+    assert frame["raw"].tolist() == [0, 1, 2, 3, 4]
     np.testing.assert_array_equal(frame[["0", "1", "2"]], layer.table.numpy()[7:12])
+    new = pd.DataFrame(np.arange(12.0).reshape(4, 3), index=[4, 1, 9, 0])
+    assert layer.load_rows("item", new) == 3
+    np.testing.assert_array_equal(layer.table.numpy()[[7 + 4, 7 + 1, 7]], new.to_numpy()[[0, 1, 3]])
 
 
 def test_rows_are_refused():
@@ -1123,10 +1130,10 @@ def test_load_a_frame():
     frame = pd.DataFrame(
         np.arange(15.0).reshape(5, DIM), index=[6, 99, 3, None, 2], columns=["x", "y", "z"]
     )
-    assert layer.load_rows("user", frame) == 2
+    assert layer.load_rows("user", frame) == 3
     after = layer.table.numpy()
-    np.testing.assert_array_equal(after[[6, 3]], [[0, 1, 2], [6, 7, 8]])
-    others = [row for row in range(ROWS) if row not in (3, 6)]
+    np.testing.assert_array_equal(after[[6, 3, 2]], [[0, 1, 2], [6, 7, 8], [12, 13, 14]])
+    others = [row for row in range(ROWS) if row not in (2, 3, 6)]
     np.testing.assert_array_equal(after[others], before[others])
 
 

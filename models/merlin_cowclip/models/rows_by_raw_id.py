@@ -17,6 +17,7 @@ from merlin_cowclip.models.vocabulary import (
     changed_before,
     encode,
     has_raw_ids,
+    is_encoded,
     is_filled,
     is_prepared,
     missing_id,
@@ -60,7 +61,7 @@ class RowsByRawId:
             one id; of prepared parquet times and decimals, too. A missing one (None, NaN; in
             prepared data empty text, too) has the row of missing ids (of unknown ones in top-k
             data that did not keep it), one that the vocabulary does not hold the row of unknown
-            ids.
+            ids. A field that no Categorify encoded has neither: its ids are its raw ids, from 0.
           workflow: the saved NVTabular workflow, if the schema does not say where it lies.
           as_read: `raw_ids` are values as Categorify read them, behind the operators before it: the
             number of a bucket after `Bucketize`, say. Where an adopted workflow has none, or such
@@ -71,14 +72,18 @@ class RowsByRawId:
 
         Raises:
           ValueError: no such field, its vocabulary is not there, a raw id that is neither text nor
-            a number, an unknown id of a field whose unknown ids are hashed, or a field of which the
-            workflow hashed all ids, or changed them after Categorify. But for `as_read`, a field
+            a number, an unknown id of a field whose unknown ids are hashed, a missing id or one out
+            of range of a field that no Categorify encoded, or a field of which the workflow hashed
+            all ids, or changed them after Categorify. But for `as_read`, a field
             whose values an operator may have changed before they were encoded, or a missing one of
             a field whose missing values are filled in (`FillMissing`).
         """
         column = self._column(field)
+        vocabulary = self._vocabulary(field, workflow, as_read)
+        if not is_encoded(column):
+            return self._ids_as_they_are(field, vocabulary, raw_ids) + self._first_row[field]
         ids = encode(
-            self._vocabulary(field, workflow, as_read),
+            vocabulary,
             raw_ids,
             missing=missing_id(column),
             prepared=is_prepared(column),
@@ -112,9 +117,10 @@ class RowsByRawId:
           as_read: as in `rows`: `raw` are the values that Categorify read.
 
         Returns:
-          Index `id`: 0 to cardinality - 1. Columns: `raw` (None for padding, missing and unknown;
-          throughout, where a workflow hashed or changed the ids, or, but for `as_read`, may have
-          changed values before they were encoded), then "0" to "d-1", as Merlin's tables name them.
+          Index `id`: 0 to cardinality - 1. Columns: `raw` (None for padding, missing and unknown,
+          none of which a field has that no Categorify encoded; throughout, where a workflow hashed
+          or changed the ids, or, but for `as_read`, may have changed values before they were
+          encoded), then "0" to "d-1", as Merlin's tables name them.
 
         Raises:
           ValueError: no such field, its vocabulary is not there, or the layer is not built.
@@ -188,8 +194,8 @@ class RowsByRawId:
                 raise ValueError(f"raw ids of field {field!r} must be unique. Received: {twice!r}")
             prepared = is_prepared(self._column(field))
             vocabulary = self._vocabulary(field, workflow, as_read)
-            ids = encode(vocabulary, values.index, prepared=prepared)
-            known = ids > UNKNOWN_ID
+            ids = encode(vocabulary, values.index, missing=-1, unknown=-1, prepared=prepared)
+            known = ids >= 0
             again = pd.Series(ids[known]).duplicated().to_numpy()
             if again.any():  # 7 and "7"
                 twice = values.index[known][again][0]
@@ -222,6 +228,22 @@ class RowsByRawId:
         if sorted(named) != sorted(wanted):
             return frame
         return frame.iloc[:, [named.index(name) for name in wanted]]
+
+    def _ids_as_they_are(self, field: str, vocabulary: pd.Series, raw_ids: Any) -> np.ndarray:
+        """Ids that no Categorify made, n, int64: of padding, missing and unknown ones it has none.
+
+        Raises:
+          ValueError: one that is not from 0 to cardinality - 1.
+        """
+        ids = encode(vocabulary, raw_ids, missing=-1, unknown=-1)
+        if (ids < 0).any():
+            bad = pd.Series(np.asarray(raw_ids, dtype=object))[ids < 0].iloc[0]
+            raise ValueError(
+                f"raw ids of field {field!r}, which no Categorify encoded, must be whole numbers "
+                f"from 0 to {self.cardinalities[field] - 1}. Received: {bad!r}. Leave it out, or "
+                "give the number that its rows have"
+            )
+        return ids
 
     def _vocabulary(
         self, field: str, workflow: str | os.PathLike[str] | None, as_read: bool

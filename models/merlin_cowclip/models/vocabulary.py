@@ -38,14 +38,15 @@ def read_vocabulary(
 
     Args:
       column: of a schema that Categorify wrote: its `cat_path` names the file. A column without
-        one was never encoded, and its ids are its raw ids, from 3 on; but see `has_raw_ids`.
+        one was never encoded, and its ids are its raw ids, from 0 on: numbers of buckets, say, of
+        which none is padding, missing or unknown; but see `has_raw_ids`.
       workflow: the folder of the saved `nvtabular.Workflow`. `cat_path` may be relative to it
         (ours is), or name a place that is gone; `None` takes `cat_path` as it stands.
       as_read: give the values that Categorify read, also where an operator before it may have made
         them of others (`changed_before`).
 
     Returns:
-      Raw ids by id, real ones only.
+      Raw ids by id; of Categorify real ones only.
 
     Raises:
       ValueError: the file is not there, or is of combined columns, or the ids have no raw ones, or,
@@ -64,11 +65,11 @@ def read_vocabulary(
             "changed them before they were encoded. Received: as_read=False. Take ids from "
             f"workflow.transform, or pass as_read=True with values as {operators} made them."
         )
-    named = column.properties.get("cat_path")
-    if not named:
+    if not is_encoded(column):
         domain = column.int_domain
-        ids = np.arange(UNKNOWN_ID + 1, (domain.max if domain else -1) + 1)
+        ids = np.arange((domain.max if domain else -1) + 1)
         return pd.Series(ids, index=ids, name="raw")
+    named = str(column.properties["cat_path"])
     tried = [Path(named)]
     if workflow is not None:
         # Its own copy first: a later fit may have overwritten the file that cat_path names.
@@ -109,9 +110,10 @@ def encode(
     raw_ids: Any,
     *,
     missing: int = MISSING_ID,
+    unknown: int = UNKNOWN_ID,
     prepared: bool = False,
 ) -> np.ndarray:
-    """Ids of raw ids, n, int64: 2 for one that is not in the vocabulary.
+    """Ids of raw ids, n, int64.
 
     1382, 1382.0 and "1382" are one id, whether the vocabulary holds numbers or, as ours do, the
     text of them: pandas makes integers beside a missing one floats.
@@ -120,6 +122,7 @@ def encode(
       vocabulary: from `read_vocabulary`.
       raw_ids: n; text, numbers, or missing (None, NaN, NA).
       missing: id of the missing ones; see `missing_id`.
+      unknown: id of those that are not in the vocabulary.
       prepared: whether `prepare` made the vocabulary: empty text is a missing id then, and a time
         or a decimal, from parquet, the text that counts/ has.
 
@@ -149,7 +152,7 @@ def encode(
         _refuse_another_kind(held, known[0])
     places = known.get_indexer(pd.Index(held, dtype=object))
     ids = np.full(len(raw), missing, np.int64)
-    ids[~gone] = np.append(vocabulary.index, UNKNOWN_ID)[places]  # place -1, not there: the last
+    ids[~gone] = np.append(vocabulary.index, unknown)[places]  # place -1, not there: the last
     return ids
 
 
@@ -209,6 +212,11 @@ def has_raw_ids(column: ColumnSchema) -> bool:
     `merlin-cowclip adopt`, which knows the workflow, writes `no_raw_ids` into its schema.
     """
     return not column.properties.get("no_raw_ids")
+
+
+def is_encoded(column: ColumnSchema) -> bool:
+    """Whether Categorify made a field's ids, and not the log, or an operator such as Bucketize."""
+    return bool(column.properties.get("cat_path"))
 
 
 def changed_before(column: ColumnSchema) -> str:

@@ -283,10 +283,14 @@ def test_they_are_taken_as_read(behind, field, values):
 
 
 def test_ids_of_numbers_are_taken_as_read(behind):
-    """Of a column with a domain of its own, which Categorify never saw."""
+    """Of a column with a domain of its own, which Categorify never saw: all, from bucket 0 on."""
     table = table_of(behind)
     first = table.rows("half", [5], as_read=True) - 5
-    assert (table.rows("half", [3, 4, 9], as_read=True) - first).tolist() == [3, 4, 9]
+    every = list(range(table.cardinalities["half"]))
+    assert (table.rows("half", every, as_read=True) - first).tolist() == every
+    assert table.to_df("half", as_read=True)["raw"].tolist() == every
+    with pytest.raises(ValueError, match=r"'half', which no Categorify encoded, must be .* nan"):
+        table.rows("half", [1, np.nan], as_read=True)
 
 
 def test_operators_that_keep_values_leave_raw_ids(behind):
