@@ -20,6 +20,7 @@ from merlin_cowclip.workflows.quiet import quiet_imports
 
 with quiet_imports():
     import nvtabular as nvt
+    from merlin.dag.ops.subgraph import Subgraph
     from nvtabular import ops
 
 pytestmark = pytest.mark.filterwarnings("ignore:Initializing an NVTabular Dataset in CPU mode")
@@ -79,7 +80,34 @@ def looked_up(_):
     return rows["visits"] + LABEL, {"user", "genres", "visits", "weeks"}
 
 
-CASES = [each, of_the_label, encoded, together, joined, of_a_time, looked_up]
+def within(_):
+    """Of another graph, which is one operator here: what it selects, it asks for."""
+    liked = ["label"] >> ops.LambdaOp(lambda c, rows: c > rows["weeks"], dependency=["weeks"])
+    inner = ["visits"] + (liked >> ops.Rename(name="liked"))
+    outer = ["visits", "label", "weeks"] >> Subgraph("inner", inner) >> ops.AddMetadata()
+    read = ["visits", "label", "weeks"] >> ops.FillMissing()
+    return read >> Subgraph("outer", outer), {"user", "genres", "visits"}
+
+
+def within_alone(_):
+    """One that reads the log."""
+    return Subgraph("alone", (["visits"] >> ops.FillMissing()) + LABEL), {
+        "user",
+        "genres",
+        "visits",
+    }
+
+
+def within_nothing(_):
+    """One of which nothing is left."""
+    named = LABEL >> Subgraph("nothing", LABEL >> ops.AddMetadata())
+    return (["visits"] >> ops.FillMissing()) + named, {"user", "genres", "visits"}
+
+
+CASES = [
+    *(each, of_the_label, encoded, together, joined, of_a_time, looked_up),
+    *(within, within_alone, within_nothing),
+]
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -2,7 +2,8 @@
 
 NVTabular's own `remove_inputs` goes by what each operator makes of its own columns. It leaves what
 reads another beside them (LambdaOp's dependencies, the target of TargetEncoding), and passes over
-operators that several others use; what is left then fails on every row.
+operators that several others use, and those within a `Subgraph`; what is left then fails on every
+row.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from merlin_cowclip.workflows.data.id_origins import operators_that_keep_values
-from merlin_cowclip.workflows.data.workflow_graph import followed
+from merlin_cowclip.workflows.data.workflow_graph import followed, subgraph_of
 from merlin_cowclip.workflows.quiet import quiet_imports
 
 if TYPE_CHECKING:
@@ -145,19 +146,14 @@ class RawColumns:
     """
 
     def __init__(self, workflow: nvt.Workflow, wanted: Iterable[str]) -> None:
-        with quiet_imports():
-            from merlin.dag import postorder_iter_nodes
-
         self._workflow = workflow
         self._wanted = set(wanted)
-        self._nodes = list(postorder_iter_nodes(workflow.output_node))  # that of the output last
-        self._made_of = [_made_of(node) for node in self._nodes]
+        self._graph = _Graph(workflow.output_node)
         self.names = list(workflow.input_schema.column_names)
 
     def may_lack(self, columns: Collection[str]) -> bool:
         """Whether the wanted columns are made without these."""
-        *_, (_, gone) = self._lost(columns)
-        return self._wanted <= self._made_of[-1].keys() - gone
+        return self._wanted <= self._graph.made - self._graph.lost(columns)
 
     def spare(self) -> list[str]:
         """The columns that rows may lack, all at once."""
@@ -169,6 +165,30 @@ class RawColumns:
 
     def remove(self, columns: Collection[str]) -> nvt.Workflow:
         """Make the workflow one for rows that lack some columns, without what is made of them."""
+        self._graph.remove(columns)
+        return self._workflow
+
+
+class _Graph:
+    """What the operators make of which columns, those within a `Subgraph` as well."""
+
+    def __init__(self, output_node: Node) -> None:
+        with quiet_imports():
+            from merlin.dag import postorder_iter_nodes
+
+        self._nodes = list(postorder_iter_nodes(output_node))  # that of the output last
+        self._made_of = [_made_of(node) for node in self._nodes]
+        inner = ((node, subgraph_of(node)) for node in self._nodes)
+        self._inner = {id(node): _Graph(within) for node, within in inner if within is not None}
+        self.made = set(self._made_of[-1])
+
+    def lost(self, columns: Collection[str]) -> set[str]:
+        """What is no longer made without some of the columns that are read."""
+        *_, (_, gone) = self._lost(columns)
+        return gone
+
+    def remove(self, columns: Collection[str]) -> None:
+        """Do without some of the columns that are read."""
         with quiet_imports():
             from merlin.dag import ColumnSelector
 
@@ -182,7 +202,8 @@ class RawColumns:
                 node.selector = ColumnSelector(names, subgroups=groups)
             node.parents = _with_outputs(node.parents)
             node.dependencies = _with_outputs(node.dependencies)
-        return self._workflow
+            if (inner := self._inner.get(id(node))) is not None:
+                inner.remove(lacking)
 
     def _lost(self, columns: Collection[str]) -> Iterator[tuple[set[str], set[str]]]:
         """Of each node which inputs and outputs are gone without some raw columns."""
@@ -192,7 +213,10 @@ class RawColumns:
             above = [id(one) for one in node.parents_with_dependencies]
             lacking = set().union(*(gone[one] for one in above)) if above else set(columns)
             lacking = lacking.difference(*(left[one] for one in above))
-            gone[id(node)] = {name for name, inputs in made.items() if inputs & lacking}
+            if (inner := self._inner.get(id(node))) is not None:
+                gone[id(node)] = inner.lost(lacking) & made.keys()
+            else:
+                gone[id(node)] = {name for name, inputs in made.items() if inputs & lacking}
             left[id(node)] = made.keys() - gone[id(node)]
             yield lacking, gone[id(node)]
 

@@ -22,7 +22,7 @@ def every_node(output_node: Node) -> Iterator[Node]:
         from merlin.dag import postorder_iter_nodes
 
     for node in postorder_iter_nodes(output_node):
-        if (inner := _subgraph(node)) is not None:
+        if (inner := subgraph_of(node)) is not None:
             yield from every_node(inner)
         yield node
 
@@ -56,7 +56,7 @@ def followed(
         given = {} if above else {name: raw(name) for name in node.input_schema.column_names}
         for one in above:  # of two of one name NVTabular takes the last
             given |= found[id(one)]
-        inner = _subgraph(node)
+        inner = subgraph_of(node)
         if inner is not None:
             found[id(node)] = followed(inner, _among(given, unknown), made_by, unknown)
         else:
@@ -76,7 +76,7 @@ def _among(given: Mapping[str, T], unknown: T) -> Callable[[str], T]:
     return lambda name: given.get(name, unknown)
 
 
-def _subgraph(node: Node) -> Any:
+def subgraph_of(node: Node) -> Any:
     """The output node of the graph that a node stands for, which reads what the node reads."""
     with quiet_imports():
         from merlin.dag.ops.subgraph import Subgraph
