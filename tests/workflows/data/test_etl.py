@@ -571,6 +571,28 @@ def test_input_errors(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["log.csv", "other.csv"]
 
 
+def test_a_partitioned_folder(tmp_path, log):
+    """As Spark writes one: its files lack the column that the names of the folders tell."""
+    spec = DatasetSpec(**{**SPEC.to_dict(), "format": "parquet", "split": SPEC.split})
+    folder, out = tmp_path / "days", tmp_path / "out"
+    log = log.assign(user=[f"u{i % 3}" for i in range(len(log))])
+    log.to_parquet(folder, partition_cols=["user"])
+    with pytest.raises(UserError, match=r"the folder: .*days. Name its files: '.*days/\*/\*'$"):
+        quick(spec, [folder], out)
+    words = (
+        r"Missing: 'user' in .*user=u0/.*. It stands in the names of folders, 'user=u0', which are "
+        r"not read: write it into the files \(pandas.read_parquet"
+    )
+    with pytest.raises(UserError, match=words):
+        quick(spec, [f"{folder}/*/*"], out)
+    pd.read_parquet(folder).to_parquet(tmp_path / "whole.parquet")
+    assert quick(spec, [tmp_path / "whole.parquet"], out).cardinalities["user"] == 6
+    del log["item"]
+    log.to_parquet(tmp_path / "without", partition_cols=["user"])
+    with pytest.raises(UserError, match=r"Missing: .*folders, 'user=u0', which"):
+        quick(spec, [f"{tmp_path}/without/*/*"], tmp_path / "other")
+
+
 def test_byte_order_marks_line_ends_and_quotes(tmp_path, log, prepared):
     text = write_csv(log, tmp_path / "plain.csv").read_text()
     text = text.replace("item", '"item"').replace(",u1,", ',"u1",').replace("\n", "\r\n")

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 
 import merlin_cowclip.workflows.pickled_types  # noqa: F401  (before parquet is read)
 from merlin_cowclip.workflows.data.datasets import DatasetSpec
-from merlin_cowclip.workflows.data.inputs import as_list, matches, natural_order
+from merlin_cowclip.workflows.data.inputs import as_list, in_folders, matches, natural_order
 from merlin_cowclip.workflows.data.prepared import file_state
 from merlin_cowclip.workflows.errors import UserError, quoted
 
@@ -152,8 +152,8 @@ def check_present(columns: Iterable[str], files: list[ParquetFile]) -> None:
         if missing:
             raise UserError(
                 "parquet must have every column that the workflow tags as an input. Missing: "
-                f"{quoted(missing)} in {file.path}, which has {quoted(file.schema.names)}. Give "
-                "the parquet that this workflow wrote"
+                f"{quoted(missing)} in {file.path}, which has {quoted(file.schema.names)}"
+                f"{in_folders(missing, file.path)}. Give the parquet that this workflow wrote"
             )
 
 

@@ -5,13 +5,14 @@ What is in a log is `raw_logs.py`'s; which parquet is a pipeline's, `existing_pa
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from merlin_cowclip.workflows.errors import UserError, shown
+from merlin_cowclip.workflows.errors import UserError, quoted, shown
 
 # A csv file's first bytes, where it is none: what it is, and what to do.
 _MAGIC = {
@@ -72,7 +73,8 @@ def expand_inputs(inputs: Sequence[str | Path]) -> list[Path]:
             raise UserError(f"input file must exist. Received: {path}, a link to nowhere")
         if path.is_dir():
             raise UserError(
-                f"input must be a file. Received the folder: {path}. Name its files: '{path}/*'"
+                f"input must be a file. Received the folder: {path}. Name its files: "
+                f"'{_files_pattern(path)}'"
             )
         if not path.is_file():
             raise UserError(
@@ -83,6 +85,33 @@ def expand_inputs(inputs: Sequence[str | Path]) -> list[Path]:
             raise UserError(f"input file must not be empty. Received: {path}")
     refuse_twice(files)
     return files
+
+
+def _files_pattern(folder: Path) -> str:
+    """A glob of a folder's files; of those of its folders, where it has nothing but such."""
+    pattern, inside = f"{folder}/*", folder
+    with contextlib.suppress(OSError):  # of a folder that is not to be read
+        while found := [one for one in inside.iterdir() if not one.name.startswith(".")]:
+            if not all(one.is_dir() and not one.is_symlink() for one in found):
+                break
+            pattern, inside = f"{pattern}/*", min(found)
+    return pattern
+
+
+def in_folders(missing: Iterable[str], path: Path) -> str:
+    """What to say of columns that a file lacks where the names of its folders tell them.
+
+    As Hive, Spark and Arrow write a partitioned folder, of which all files in ``site=a`` lack
+    ``site``.
+    """
+    wanted = set(missing)
+    named = [part for part in path.parent.parts if "=" in part and part.split("=")[0] in wanted]
+    if not named:
+        return ""
+    return (
+        f". It stands in the names of folders, {quoted(named)}, which are not read: write it into "
+        "the files (pandas.read_parquet reads it from the names)"
+    )
 
 
 def refuse_twice(files: Sequence[Path]) -> None:

@@ -24,6 +24,7 @@ import merlin_cowclip.workflows.pickled_types  # noqa: F401  (before parquet is 
 from merlin_cowclip.plugins.id_text import as_text
 from merlin_cowclip.workflows.data.arrow_ids import exact_ids, same_text
 from merlin_cowclip.workflows.data.datasets import DatasetSpec
+from merlin_cowclip.workflows.data.inputs import in_folders
 from merlin_cowclip.workflows.errors import UserError, excerpt, quoted
 
 ID_TYPE = pa.dictionary(pa.int32(), pa.string())
@@ -166,7 +167,7 @@ class RawLog(abc.ABC):
             raise UserError(
                 f"every column of data set {self.spec.name!r} must be in the file. "
                 f"Missing: {quoted(missing, brief=True)} in {self.path}, which has: "
-                f"{quoted(names, brief=True)}"
+                f"{quoted(names, brief=True)}{in_folders(missing, self.path)}"
             )
 
     @property

@@ -31,7 +31,12 @@ from merlin_cowclip.workflows.data.existing_parquet import (
     is_list,
     open_files,
 )
-from merlin_cowclip.workflows.data.inputs import expand_inputs, refuse_twice, refuse_unreadable
+from merlin_cowclip.workflows.data.inputs import (
+    expand_inputs,
+    in_folders,
+    refuse_twice,
+    refuse_unreadable,
+)
 from merlin_cowclip.workflows.data.raw_columns import RawColumns, name_types, text_columns
 from merlin_cowclip.workflows.data.raw_logs import FileState, RawLog, column_of, unchanged
 from merlin_cowclip.workflows.data.whole_numbers import WholeNumbers
@@ -253,7 +258,7 @@ class _RawParquet(_Parquet):
             raise UserError(
                 "every column of which the workflow makes an input must be in the file. Missing: "
                 f"{quoted(needed, brief=True)} in {first.path}, which has: "
-                f"{quoted(first.schema.names, brief=True)}"
+                f"{quoted(first.schema.names, brief=True)}{in_folders(needed, first.path)}"
             )
         self._workflow = raw.remove(lacking)
         for file in others:
