@@ -14,7 +14,7 @@ from merlin_cowclip.workflows.data.encoded_rows import Place
 from merlin_cowclip.workflows.data.id_origins import Origin, RawValues, id_origins, raw_values
 from merlin_cowclip.workflows.data.new_rows import for_new_rows
 from merlin_cowclip.workflows.data.raw_columns import text_columns
-from merlin_cowclip.workflows.data.whole_numbers import Narrowed, NotWhole, WholeNumbers
+from merlin_cowclip.workflows.data.whole_numbers import Beyond, Narrowed, NotWhole, WholeNumbers
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.quiet import quiet_imports
 
@@ -208,6 +208,31 @@ def test_what_is_misread(workflow, numbers):
     assert (found.column, found.among) == ("small", "fraction")
     found = misread(small=LOG["small"] + 2.0**60)
     assert (found.column, found.among) == ("small", "one of 2^53 or more")
+
+
+def test_beyond_the_type_of_the_fit(tmp_path):
+    """Stock wraps 261 to 5, as an id and as a number."""
+    log = LOG.assign(number=LOG["age"], kept=LOG["item"])
+    reduced = ["item", "number"] >> ops.FillMissing() >> ops.ReduceDtypeSize()
+    ids = reduced["item"] >> ops.Categorify(out_path=str(tmp_path))
+    workflow = nvt.Workflow(ids + reduced["number"] + ["kept"]).fit(nvt.Dataset(log))
+    numbers = WholeNumbers(workflow, ["item"])
+    for name in ("item", "number"):
+        for values, row in (
+            ([5, -128, 127, 261], 3),
+            ([5, -129, 127, 128], 1),
+            (np.array([5, 255], "uint8"), 1),
+            (pd.array([5, None, 261], "Int64"), 2),
+            ([np.nan, 5.0, 261.0], 2),
+        ):
+            frame = numbers.as_fitted(pd.DataFrame({name: values}))
+            found = numbers.no_id(frame, {name})
+            assert found == Beyond(name, row, int(values[row]), np.dtype("int8"))
+            assert numbers.no_id(frame[:row], {name}) is None
+    words = "from -128 to 127, for ReduceDtypeSize made its column int8, .*Received: 261 in raw"
+    with pytest.raises(UserError, match=words):
+        found.refuse(Place(Path("raw"), 0, 0))
+    assert numbers.no_id(pd.DataFrame({"kept": [261]})) is None
 
 
 CROSSED = ["first", "second", "third"]

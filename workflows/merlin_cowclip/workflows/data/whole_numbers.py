@@ -60,6 +60,25 @@ class Narrowed:
 
 
 @dataclass(frozen=True)
+class Beyond:
+    """An integer that does not fit into the type that `ReduceDtypeSize` chose at the fit."""
+
+    column: str
+    row: int  # from 0
+    value: int
+    kind: np.dtype
+
+    def refuse(self, place: Place) -> NoReturn:
+        """Raise UserError."""
+        limits = np.iinfo(self.kind)
+        rule = (
+            f"a number must be from {limits.min} to {limits.max}, for ReduceDtypeSize made its "
+            f"column {self.kind}, where another becomes one of these"
+        )
+        place.refuse(rule, self.value, self.row, self.column, "Leave it out, or fit without it")
+
+
+@dataclass(frozen=True)
 class Misread:
     """A column of whole numbers that pandas holds as floats, and the workflow reads otherwise."""
 
@@ -92,7 +111,7 @@ class WholeNumbers:
         self._lists = {name for name in self._fitted if columns[name].is_list}
         whole = {name for name, kind in self._fitted.items() if kind.kind in "iu"}
         self._whole = whole - self._lists
-        encoded, otherwise = _uses(workflow)
+        encoded, otherwise, self._reduced = _uses(workflow)
         looked_up = encoded | learned_keys(workflow).keys()
         self._encoded = encoded & whole
         self._encoded_alone = self._encoded - otherwise
@@ -117,18 +136,23 @@ class WholeNumbers:
                 changed[name] = lists.of_values(_as_fitted(lists.values, fitted, is_id))
         return frame.assign(**changed)
 
-    def no_id(self, frame: pd.DataFrame, exact: Collection[str] = ()) -> NotWhole | Narrowed | None:
+    def no_id(
+        self, frame: pd.DataFrame, exact: Collection[str] = ()
+    ) -> NotWhole | Narrowed | Beyond | None:
         """The first number, of a column that is looked up as it is, that is no id of the fit.
 
         Where `Categorify` has learned whole numbers, a fraction or a rounded one: stock takes 3.7
         for 3. Where it, or an operator of groups, has learned float64, a float32 that is another
-        number: stock knows none of them.
+        number: stock knows none of them. And any integer of which `ReduceDtypeSize` would make
+        another one, id or not: it takes 261 for 5.
 
         Args:
           frame: of `as_fitted`.
           exact: columns that were integers, with nulls.
         """
         for name in map(str, frame):
+            if (beyond := self._beyond(frame[name])) is not None:
+                return beyond
             if name in exact or name not in self._encoded | self._floats:
                 continue
             values, rows = frame[name], None
@@ -148,6 +172,18 @@ class WholeNumbers:
                 found = Narrowed if is_narrow else NotWhole
                 return found(name, at if rows is None else int(rows[at]), float(held[at]))
         return None
+
+    def _beyond(self, column: pd.Series) -> Beyond | None:
+        name, given = str(column.name), column.dtype
+        if name not in self._reduced or name in self._lists or given.kind not in "iuf":
+            return None
+        kind = self._reduced[name]
+        limits = np.iinfo(kind)
+        bad = ((column < limits.min) | (column > limits.max)).fillna(False).to_numpy(bool)
+        if not bad.any():
+            return None
+        row = int(bad.argmax())
+        return Beyond(name, row, int(column.iloc[row]), kind)
 
     def misread(
         self,
@@ -349,10 +385,11 @@ def _same(left: pa.Array, right: pa.Array, tolerance: float) -> bool:
     return bool(np.isclose(one, other, rtol=tolerance, atol=0, equal_nan=True).all())
 
 
-def _uses(workflow: nvt.Workflow) -> tuple[set[str], set[str]]:
+def _uses(workflow: nvt.Workflow) -> tuple[set[str], set[str], dict[str, np.dtype]]:
     """Raw columns that Categorify reads as they are, or filled; and those that are read otherwise.
 
-    The others are read by other operators, hashed, or read together with more.
+    The others are read by other operators, hashed, or read together with more. And the types that
+    ReduceDtypeSize gives those that it reads as they are.
     """
     with quiet_imports():
         from nvtabular import ops
@@ -360,6 +397,7 @@ def _uses(workflow: nvt.Workflow) -> tuple[set[str], set[str]]:
     keep = (*operators_that_keep_values(), ops.FillMissing, ops.FillMedian)
     encoded: set[str] = set()
     otherwise: set[str] = set()
+    reduced: dict[str, np.dtype] = {}
     nothing: frozenset[str] = frozenset()
 
     def made_by(node: Node, given: dict[str, frozenset[str]]) -> dict[str, frozenset[str]]:
@@ -370,6 +408,11 @@ def _uses(workflow: nvt.Workflow) -> tuple[set[str], set[str]]:
             if node.op.num_buckets or node.op.encode_type == "combo":
                 otherwise.update(used)
         elif isinstance(node.op, keep):
+            if isinstance(node.op, ops.ReduceDtypeSize):
+                for name, dtype in node.op.dtypes.items():
+                    kind = np.dtype(dtype.to_numpy)
+                    for raw in given.get(name, nothing) if kind.kind in "iu" else ():
+                        reduced[raw] = min(kind, reduced.get(raw, kind), key=lambda k: k.itemsize)
             return {
                 name: nothing.union(*(given.get(one, nothing) for one in sources))
                 for name, sources in node.column_mapping.items()
@@ -379,4 +422,4 @@ def _uses(workflow: nvt.Workflow) -> tuple[set[str], set[str]]:
         return {}
 
     followed(workflow.output_node, lambda name: frozenset({name}), made_by, nothing)
-    return encoded, otherwise
+    return encoded, otherwise, reduced
