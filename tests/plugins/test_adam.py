@@ -364,6 +364,15 @@ def test_warmup_is_linear_from_1e_8():
     assert np.isnan(float(LinearWarmup.from_config(unknown.get_config())(tf.constant(50))))
 
 
+def test_a_warmup_is_of_whole_updates():
+    for steps in (100, 100.0, np.int64(100), np.float32(100)):
+        assert LinearWarmup(8e-4, steps).get_config()["warmup_steps"] == 100
+    with pytest.raises(ValueError, match=r"whole number of updates\. Received: warmup_steps=2\.5"):
+        LinearWarmup(8e-4, 2.5)
+    with pytest.raises(ValueError, match="warmup_steps must be .*not negative"):
+        LinearWarmup(8e-4, -2)
+
+
 def test_the_same_ids_twice_are_refused_where_nobody_records_them():
     """As stock `DeepFMModel` looks them up: repeats would be twice the samples."""
     table = tf.Variable(tf.ones([5, 2]))

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from merlin_cowclip.plugins._stack import tf
+from merlin_cowclip.plugins._stack import quiet_stack, tf
 from merlin_cowclip.plugins.statistics import FieldStatistics
 
 
@@ -68,7 +68,8 @@ class FiniteCheck:
         """Those that are not."""
         if not self.variables:
             return []
-        finite = self._finite().numpy()
+        with quiet_stack():  # of many models in one process it warns that it traces many
+            finite = self._finite().numpy()
         return [
             NotFinite("weight", variable=variable.name)
             for variable, good in zip(self.variables, finite, strict=True)

@@ -39,6 +39,15 @@ def whole_steps(steps: Any) -> int | None:
     return int(steps)
 
 
+def _whole_updates(steps: Any) -> int:
+    number = check_number("warmup_steps", steps)
+    if not number.is_integer():
+        raise ValueError(
+            f"warmup_steps must be a whole number of updates. Received: warmup_steps={steps!r}"
+        )
+    return int(number)
+
+
 @tf.keras.utils.register_keras_serializable(package="merlin_cowclip")
 class LinearWarmup(tf.keras.optimizers.schedules.LearningRateSchedule):
     """Rises linearly from `initial` at step 0 to `learning_rate` at `warmup_steps`, then stays.
@@ -55,7 +64,7 @@ class LinearWarmup(tf.keras.optimizers.schedules.LearningRateSchedule):
       initial: the value at step 0.
 
     Raises:
-      ValueError: a negative or non-finite argument.
+      ValueError: a negative or non-finite argument, or a fraction of an update.
     """
 
     def __init__(
@@ -74,7 +83,7 @@ class LinearWarmup(tf.keras.optimizers.schedules.LearningRateSchedule):
             if isinstance(warmup_steps, tf.Variable)
             else UNKNOWN
             if warmup_steps == UNKNOWN
-            else int(check_number("warmup_steps", warmup_steps))
+            else _whole_updates(warmup_steps)
         )
         self.initial = check_number("initial", initial)
 

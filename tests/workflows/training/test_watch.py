@@ -9,6 +9,7 @@ import pytest
 
 from merlin_cowclip.plugins import Hyperparameters
 from merlin_cowclip.plugins._stack import tf
+from merlin_cowclip.plugins.finite import FiniteCheck
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.training import watch
 from merlin_cowclip.workflows.training.checkpoints import Checkpoints
@@ -102,12 +103,17 @@ def test_a_weight_that_broke_is_found_in_time(data, tmp_path, monkeypatch, value
 def test_of_many_runs_in_one_process_no_word_of_tracing(caplog):
     """As of a sweep."""
     dense = object()
-    owned = [SimpleNamespace(variable=tf.Variable([1.0, -3.0]), optimizer=dense)]
-    optimizer = SimpleNamespace(default_optimizer=dense, owned=lambda: owned, not_finite=lambda: [])
     logger = tf.get_logger()
     logger.addHandler(caplog.handler)
     try:
         for _ in range(16):
+            weight = tf.Variable([1.0, -3.0])
+            owned = [SimpleNamespace(variable=weight, optimizer=dense)]
+            optimizer = SimpleNamespace(
+                default_optimizer=dense,
+                owned=lambda owned=owned: owned,
+                not_finite=FiniteCheck([weight]),
+            )
             one = watch.Watch(optimizer, loader=None, config=None)
             one.see(watch.EVERY, tf.constant(0.5))
             assert one._largest == 3.0
