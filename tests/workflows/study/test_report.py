@@ -210,6 +210,16 @@ def test_only_the_same_batch_size_has_the_papers_numbers(tmp_path):
     assert "| *deepfm, paper* | 80.76 |  | 80.86 |  |" in text
 
 
+def test_nothing_is_said_of_numbers_of_the_papers_that_are_not_there(tmp_path):
+    """At none of the batch sizes has the paper a number, nor those that it cites."""
+    setting = dataclasses.replace(SETTING, batch_sizes=(64, 1536), seeds=(1,))
+    folder = swept(tmp_path / "out", ["scaling-rules", "time"], setting)
+    text = report(folder).with_suffix(".md").read_text()
+    assert "What an epoch of Criteo would take" in text
+    for said in ("paper*", "cited*", "the paper's numbers", "the paper cites", "The paper's: "):
+        assert said not in text
+
+
 def test_what_stands_beside_the_papers_numbers_is_told(tmp_path):
     for name, network, ours in (
         ("scaling-rules", {"model": "dcn"}, "DeepFM, ten epochs {}. Ours: dcn, 1 epoch, 90 "),

@@ -106,11 +106,10 @@ def _section(out: Path, name: str) -> Section | None:
     if not any(outcome.results for outcome in found):
         return None
     study, sizes = STUDIES[name], record["batch_sizes"]
-    printed = PRINTED.get((name, _dataset(found)), {})
     quantity = study.quantity
-    columns, rows = _table(name, found, record, quantity)
-    if name == "time":
-        rows += _cited(_dataset(found), columns)
+    columns, rows, has_papers = _table(name, found, record, quantity)
+    cited = list(_cited(_dataset(found), columns)) if name == "time" else []
+    rows += cited
     section = Section(
         study.title,
         study.paper,
@@ -133,7 +132,7 @@ def _section(out: Path, name: str) -> Section | None:
     if missing:
         to_come = f"Runs still to come: {len(missing)}; until then means may be of fewer seeds."
         section.verdict = f"{section.verdict} {to_come}".strip()
-    section.notes = list(_notes(name, found, printed))
+    section.notes = list(_notes(name, found, has_papers, bool(cited)))
     section.plots = list(plots(out, name, found, record, quantity))
     return section
 
@@ -145,7 +144,7 @@ def _log_loss(out: Path, name: str) -> Section | None:
     record, found = read_record(out, name), outcomes(out, name)
     if not any(outcome.results for outcome in found):
         return None
-    columns, rows = _table(name, found, record, LOG_LOSS)
+    columns, rows, _ = _table(name, found, record, LOG_LOSS)
     section = Section(
         f"{STUDIES[name].title}: the log loss",
         STUDIES[name].paper,
@@ -177,18 +176,19 @@ def _least(found: Sequence[Outcome]) -> str:
 
 def _table(
     name: str, found: Sequence[Outcome], record: Mapping[str, Any], quantity: Quantity
-) -> tuple[list[str], list[list[str]]]:
-    """The columns, and the rows by them: ours, and the paper's beneath where it has them."""
+) -> tuple[list[str], list[list[str]], bool]:
+    """The columns, the rows by them, the paper's beneath where it has them, and whether it has."""
     printed = PRINTED.get((name, _dataset(found)), {})
     columns = list(dict.fromkeys(o.cell.column for o in found))
-    rows = []
+    rows, has_papers = [], False
     for row in dict.fromkeys(o.cell.row for o in found):
         cells = {o.cell.column: o for o in found if o.cell.row == row}
         rows.append([row, *(_cell(cells.get(c), record, quantity) for c in columns)])
         theirs = [_theirs(printed, row, column, quantity) for column in columns]
         if any(theirs):
             rows.append([f"*{row}, paper*", *theirs])
-    return columns, rows
+            has_papers = True
+    return columns, rows, has_papers
 
 
 def _dataset(found: Sequence[Outcome]) -> str:
@@ -309,14 +309,15 @@ def _ours(name: str, found: Sequence[Outcome]) -> str:
     return ", ".join([*what, f"{rows:,} rows for training"])
 
 
-def _notes(name: str, found: Sequence[Outcome], printed: Mapping[Any, Any]) -> Iterator[str]:
+def _notes(name: str, found: Sequence[Outcome], has_papers: bool, has_cited: bool) -> Iterator[str]:
+    """The sentences below a table; of rows that are not ours only where it has such."""
     seeds = {len(outcome.results) for outcome in found if outcome.results}
     if max(seeds) > 1:
         some = "" if len(seeds) == 1 else f"{min(seeds)} to "
         yield f"Mean ± deviation of {some}{max(seeds)} seeds; the small numbers lead to each run."
     else:
         yield "One seed: differences may be chance."
-    if printed:
+    if has_papers:
         what = "" if name in _ALL_NETWORKS else "DeepFM, "
         yield (
             f"Beneath, the paper's numbers at the same batch size: {what}ten epochs on the whole "
@@ -332,7 +333,8 @@ def _notes(name: str, found: Sequence[Outcome], printed: Mapping[Any, Any]) -> I
         yield "What the clip did: " + " / ".join(sorted(clips)[:4])
     if name == "time":
         yield "Times of runs that were trained side by side (--jobs) are longer than of one alone."
-    if name == "time" and (cited := CITED.get(_dataset(found))):
+    if has_cited:
+        cited = CITED[_dataset(found)]
         aucs = ", ".join(f"{system} {c.auc:g} %" for system, c in cited.items())
         yield (
             "Systems that the paper cites, measured by neither: 1K, 2K and 4K on 1, 2 and 4 GPUs. "
@@ -363,7 +365,7 @@ def _costs(out: Path, cost: Cost) -> Iterator[Section]:
     rows = rows_of.pop()
     columns = list(dict.fromkeys(o.cell.column for o in found))
     printed = PRINTED["time", "criteo"] if cost.data == "Criteo" else {}
-    table = []
+    table, has_papers = [], False
     for network in dict.fromkeys(o.cell.row for o in found):
         cells = {o.cell.column: o for o in found if o.cell.row == network}
         for quantity in cost.quantities(rows):
@@ -372,6 +374,7 @@ def _costs(out: Path, cost: Cost) -> Iterator[Section]:
         theirs = [_theirs(printed, network, column, _EPOCH) for column in columns]
         if any(theirs):
             table.append([f"*{network}, minutes, paper*", *theirs])
+            has_papers = True
     yield Section(
         f"What an epoch of {cost.data} would take at these rates",
         "a cost model",
@@ -389,7 +392,7 @@ def _costs(out: Path, cost: Cost) -> Iterator[Section]:
             ),
             *(
                 [f"The paper's: a tenth of its {PAPERS_EPOCHS} epochs, one V100."]
-                if printed
+                if has_papers
                 else []
             ),
         ],
