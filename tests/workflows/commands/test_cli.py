@@ -62,7 +62,7 @@ def test_a_whole_log_is_taken(tmp_path, toml, capsys):
     """So that the refusals below are for the fault that each of them plants."""
     assert main(["prepare", toml, log_of(tmp_path), "--out", str(tmp_path / "data")]) == 0
     assert capsys.readouterr().out == (
-        f"20 training and 20 test rows, 5 ids in 1 fields: {tmp_path / 'data'}\n"
+        f"20 training and 20 test rows, 3 ids in 1 fields: {tmp_path / 'data'}\n"  # a missing one
     )
 
 

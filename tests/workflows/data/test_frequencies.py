@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from merlin_cowclip.workflows.commands.main import main
 from merlin_cowclip.workflows.data import frequencies as module
 from merlin_cowclip.workflows.data import top_ids
-from merlin_cowclip.workflows.data.frequencies import CountDistribution, frequencies
+from merlin_cowclip.workflows.data.counts import occurring_ids
+from merlin_cowclip.workflows.data.frequencies import CountDistribution, Frequencies, frequencies
 from merlin_cowclip.workflows.data.prepared import PreparedData
 from merlin_cowclip.workflows.data.top_ids import keep_top_ids
 from merlin_cowclip.workflows.errors import UserError
@@ -307,6 +308,29 @@ def test_padding_is_no_id(log, tmp_path):
     summary = frequencies(data, progress=False).summary.set_index("field")
     assert summary.loc["genres", "ids"] == log["genres"].explode().nunique()
     assert summary.loc["genres", "occurrences"] == counts["count"].iloc[1:].sum()
+
+
+def test_the_ids_that_commands_tell_of_are_those_of_the_frequencies(data, tmp_path, capsys):
+    """`prepare`, `adopt` and `frequencies --top-k` say how many there are."""
+    argv = ["frequencies", str(data.path), "--top-k", "3", "--out", str(tmp_path / "top3")]
+    assert main(argv) == 0
+    top = PreparedData.open(tmp_path / "top3")
+    assert f" test rows, {occurring_ids(top):,} ids in " in capsys.readouterr().out
+    for folder in (data, top):
+        ids = frequencies(folder, tmp_path / f"of-{folder.path.name}", progress=False).summary[
+            "ids"
+        ]
+        assert occurring_ids(folder) == ids.iloc[-1] == ids.iloc[:-1].sum()
+        assert occurring_ids(folder) < sum(folder.cardinalities.values())
+
+
+def test_batch_sizes_by_commas_as_sweep_takes_them(data, tmp_path):
+    for out, sizes in (("a", ["64,4", "1024"]), ("b", ["4", "64", "1024"])):
+        argv = ["frequencies", str(data.path), "--out", str(tmp_path / out), "--batch-sizes"]
+        assert main([*argv, *sizes]) == 0
+    found, other = (Frequencies.open(tmp_path / out) for out in ("a", "b"))
+    assert found.batch_sizes == SIZES
+    pd.testing.assert_frame_equal(found.summary, other.summary)
 
 
 def test_an_id_0_of_a_row_is_an_id(log, tmp_path):

@@ -246,7 +246,7 @@ def test_the_facts_are_of_the_data_itself_and_of_all_runs(tmp_path):
     one = min(out.glob("runs/*-full/result.json"))
     one.write_text(one.read_text().replace("3.11", "3.10"))
     text = report(out).with_suffix(".md").read_text()
-    assert "- ids: 12\n" in text
+    assert "- table rows: 12 in 2 fields, padding, missing and unknown among them\n" in text
     assert "- versions: python 3.10; other runs: python 3.11\n" in text
 
 

@@ -7,11 +7,13 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from merlin_cowclip.workflows.commands.values import numbers
 from merlin_cowclip.workflows.errors import UserError, quoted
 
 if TYPE_CHECKING:
     from merlin_cowclip.workflows.commands.parser import Commands
     from merlin_cowclip.workflows.data.datasets import DatasetSpec
+    from merlin_cowclip.workflows.data.prepared import PreparedData
 
 
 def add(commands: Commands) -> None:
@@ -63,7 +65,11 @@ def _add_frequencies(commands: Commands) -> None:
     frequencies.add_argument("data", type=Path, help="a prepared folder")
     frequencies.add_argument("--out", type=Path, help="the folder to write (DATA/frequencies)")
     frequencies.add_argument(
-        "--batch-sizes", nargs="+", type=int, metavar="B", help="in samples (1024 to 131072)"
+        "--batch-sizes",
+        nargs="+",
+        type=numbers,
+        metavar="B",
+        help="in samples, by spaces or commas (1024 to 131072)",
     )
     frequencies.add_argument(
         "--fields", nargs="+", metavar="FIELD", help="of the figure (default: three)"
@@ -106,11 +112,7 @@ def _prepare(arguments: argparse.Namespace) -> None:
         workers=arguments.workers,
         device=arguments.device,
     )
-    ids = sum(data.cardinalities.values())
-    print(
-        f"{data.rows['train']:,} training and {data.rows['test']:,} test rows, {ids:,} ids in "
-        f"{len(data.cardinalities)} fields: {data.path}"
-    )
+    print(_sizes(data))
     for name, field in data.report["fields"].items():
         if field.get("not_finite"):
             print(f"{name}: {field['not_finite']:,} numbers that were not finite are missing")
@@ -170,7 +172,11 @@ def _frequencies(arguments: argparse.Namespace) -> None:
         found = frequencies(
             data,
             arguments.out,
-            batch_sizes=arguments.batch_sizes or BATCH_SIZES,
+            batch_sizes=(
+                BATCH_SIZES
+                if arguments.batch_sizes is None
+                else [size for sizes in arguments.batch_sizes for size in sizes]
+            ),
             fields=arguments.fields,
         )
         print(found.table())
@@ -187,10 +193,7 @@ def _frequencies(arguments: argparse.Namespace) -> None:
     if arguments.out is None:
         raise UserError("--top-k needs --out, the folder to write. Received: none. Name one")
     top = keep_top_ids(data, arguments.top_k, arguments.out)
-    print(
-        f"{top.rows['train']:,} training and {top.rows['test']:,} test rows, "
-        f"{sum(top.cardinalities.values()):,} ids in {len(top.cardinalities)} fields: {top.path}"
-    )
+    print(_sizes(top))
 
 
 def _adopt(arguments: argparse.Namespace) -> None:
@@ -201,8 +204,15 @@ def _adopt(arguments: argparse.Namespace) -> None:
     )
     for note in data.record["notes"]:
         print(note)
+    print(_sizes(data))
+
+
+def _sizes(data: PreparedData) -> str:
+    """Its rows, and the ids that its training rows hold."""
+    from merlin_cowclip.workflows.data.counts import occurring_ids
+
     test = f"{data.rows['test']:,}" if data.test_files else "no"
-    print(
-        f"{data.rows['train']:,} training and {test} test rows, "
-        f"{sum(data.cardinalities.values()):,} ids in {len(data.cardinalities)} fields: {data.path}"
+    return (
+        f"{data.rows['train']:,} training and {test} test rows, {occurring_ids(data):,} ids in "
+        f"{len(data.cardinalities)} fields: {data.path}"
     )

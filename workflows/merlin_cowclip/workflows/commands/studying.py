@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from merlin_cowclip.plugins.scaling import K
 from merlin_cowclip.workflows.commands.training import add_network
 from merlin_cowclip.workflows.commands.tuning import found_by
-from merlin_cowclip.workflows.commands.values import add_schedules, by_field, schedules_of
+from merlin_cowclip.workflows.commands.values import add_schedules, by_field, numbers, schedules_of
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.study.configuration import NETWORK
 from merlin_cowclip.workflows.study.setting import SEEDS, VALUES, Setting, batch_sizes
@@ -78,11 +78,6 @@ def add(commands: Commands) -> None:
     )
     report.add_argument("--rows", type=int, help="of a training part other than Criteo's")
     report.set_defaults(run=_report)
-
-
-def numbers(text: str) -> list[int]:
-    """The value of --batch-sizes and --seeds."""
-    return [int(number) for number in text.split(",")]
 
 
 def _sweep(arguments: argparse.Namespace) -> None:

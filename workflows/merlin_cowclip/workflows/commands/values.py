@@ -1,4 +1,4 @@
-"""Values of options that several commands take: one for each field, and schedules."""
+"""Values of options that several commands take: numbers, one for each field, and schedules."""
 
 from __future__ import annotations
 
@@ -35,6 +35,11 @@ def schedules_of(arguments: argparse.Namespace) -> dict[str, Any]:
         for part, text in given.items()
         if text is not None
     }
+
+
+def numbers(text: str) -> list[int]:
+    """The value of --batch-sizes and --seeds."""
+    return [int(number) for number in text.split(",")]
 
 
 def by_field(option: str, text: str) -> dict[str, str]:

@@ -80,6 +80,28 @@ def read_counts(data: PreparedData, field: str) -> pa.Table:
     return table.select(["id", "raw", "count"])
 
 
+def read_id_counts(data: PreparedData, field: str) -> pa.Table:
+    """`read_counts` without the padding of lists, which is no id.
+
+    Raises:
+        UserError: they are not those of the field.
+    """
+    table = read_counts(data, field)
+    return table.slice(PADDING + 1) if field in data.spec.lists else table
+
+
+def occurring_ids(data: PreparedData) -> int:
+    """How many ids the training rows hold, of all fields together; a missing id is one.
+
+    `cardinalities` are the rows of tables: with padding, and with ids that no row has.
+
+    Raises:
+        UserError: counts are not those of their field.
+    """
+    counts = (read_id_counts(data, field)["count"].to_numpy() for field in data.spec.ids)
+    return sum(int(np.count_nonzero(of_field)) for of_field in counts)
+
+
 def by_falling_count(counts: np.ndarray, places: np.ndarray) -> np.ndarray:
     """Places of ids, the most frequent first."""
     return places[np.argsort(-counts[places], kind="stable")]  # ties: the lower id first

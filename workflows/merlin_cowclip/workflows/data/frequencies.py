@@ -17,8 +17,7 @@ import pyarrow.parquet as pq
 
 from merlin_cowclip.plugins.checks import is_whole
 from merlin_cowclip.plugins.scaling import K, format_table
-from merlin_cowclip.workflows.data.counts import by_falling_count, read_counts
-from merlin_cowclip.workflows.data.encoding import PADDING
+from merlin_cowclip.workflows.data.counts import by_falling_count, read_id_counts
 from merlin_cowclip.workflows.data.prepared import PreparedData
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.folders import all_or_nothing, refuse_existing
@@ -209,9 +208,7 @@ def frequencies(
             progress_bar("counting", len(data.spec.ids), " fields", show=progress) as bar,
         ):
             for field in data.spec.ids:
-                table = read_counts(data, field)
-                if field in data.spec.lists:
-                    table = table.slice(PADDING + 1)  # which is no id
+                table = read_id_counts(data, field)
                 found[field] = CountDistribution.of(table["count"].to_numpy())
                 for ranked in _ranked(table, field, rows, found[field].occurrences):
                     writer.write_table(ranked)

@@ -73,7 +73,10 @@ def facts(configs: Iterable[Mapping[str, Any]]) -> dict[str, str]:
         rows = config["rows"]
         now = {
             "rows": f"{rows['train']:,} for training, {rows['test']:,} for testing",
-            "ids": f"{sum(config['cardinalities'].values()):,}",
+            "table rows": (
+                f"{sum(config['cardinalities'].values()):,} in {len(config['cardinalities'])} "
+                "fields, padding, missing and unknown among them"
+            ),
             "versions": ", ".join(f"{k} {v}" for k, v in config["versions"].items()),
             "machine": ", ".join(
                 f"{k}: {', '.join(v) or 'none' if isinstance(v, list) else v}"
