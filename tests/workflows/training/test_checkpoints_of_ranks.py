@@ -190,6 +190,48 @@ def test_a_rank_behind_others_hangs_and_ranks_at_one_place_work(
     assert re.search(words or "^$", said)
 
 
+@pytest.mark.parametrize("ahead", [0, 1, 2])
+def test_ranks_end_at_the_same_beat(monkeypatch, capsys, tmp_path, ahead):
+    """One whose clock was ahead ended first, and no rank said why: the others waited for it."""
+    from merlin_cowclip.plugins.joining import Ranks
+
+    monkeypatch.setattr(heartbeats, "_PASSED_ON", 0.0)
+    monkeypatch.setenv(heartbeats.PATIENCE, "0.15")
+    places = ([5, 0, 0, 7], [5, 0, 0, 7], [4, 0, 0, 6])
+    hearts = [
+        Heartbeat(Ranks(rank, 3, rank, 3), lambda place=place: place, tmp_path)
+        for rank, place in enumerate(places)
+    ]
+    beating = {heart._threads[0]: heart for heart in hearts}
+    all_come, all_go = (threading.Barrier(3, timeout=20.0) for _ in range(2))
+    told, beats = {}, {rank: 0 for rank in range(3)}
+
+    def gathered(mine):
+        heart = beating[threading.current_thread()]
+        rank = heart._ranks.rank
+        told[rank] = mine
+        all_come.wait()
+        found = np.concatenate([told[rank] for rank in range(3)])
+        all_go.wait()
+        heart._ticks += 2 if (rank, beats[rank]) == (ahead, 1) else 1
+        beats[rank] += 1
+        return found
+
+    def end(code):
+        all_come.abort()  # the launcher ends what waits for it
+        raise RuntimeError  # and the thread with it
+
+    monkeypatch.setattr(heartbeats, "gatherer_beside", lambda name: gathered)
+    monkeypatch.setattr(heartbeats.os, "_exit", end)
+    for thread in beating:
+        thread.start()
+    for thread in beating:
+        thread.join(30.0)
+    assert set(beats.values()) == {17}  # one more than its patience has, after the first
+    said = capsys.readouterr().err
+    assert said.count("rank 2, behind the others, which wait for it in update 5") == 1
+
+
 class Together:
     """Of a rank's beats: what another one tells, and an end after a while."""
 
@@ -198,8 +240,9 @@ class Together:
         self.heard = []
 
     def __call__(self, mine):
-        self.heard.append(mine[0].tolist())
-        return np.concatenate([mine, [[0, *self.others]]])
+        tick, *told = mine[0].tolist()
+        self.heard.append(told)
+        return np.concatenate([mine, [[tick, 0, *self.others]]])
 
 
 def beat_at_work(monkeypatch, tmp_path, signs) -> Together:

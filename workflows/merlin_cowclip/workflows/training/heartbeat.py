@@ -119,9 +119,12 @@ class Heartbeat:
             signs = Signs(_CPU * self._patience)
             while True:
                 work = [1, signs.count()] if is_at_work() else [0, 0]
-                mine = np.array([[self._done.is_set(), *work, *self._where()]], np.int64)
-                found = gathered(mine)
-                now = self._heard = self._ticks
+                place = [self._done.is_set(), *work, *self._where()]
+                found = gathered(np.array([[self._ticks, *place]], np.int64))
+                self._heard = self._ticks
+                # One clock for all, the slowest: by its own, one rank would end a beat before the
+                # others, and they wait for it, the one that is to say why among them.
+                now, found = found[:, 0].min(), found[:, 1:]
                 if found[:, 0].all():
                     return
                 changed = np.any(found != last, axis=1) if last is not None else True
