@@ -17,7 +17,7 @@ from merlin_cowclip.plugins.joining import of_all_ranks
 from merlin_cowclip.workflows import Loader, TrainConfig, train
 from merlin_cowclip.workflows.data.prepared import PreparedData
 from tests.plugins.merlin_models import NUMBER, SCHEMA, TARGET, category
-from tests.ranks.cases import Case, batches, in_shards, ours
+from tests.ranks.cases import HP, Case, batches, in_shards, ours
 
 KERAS = tf.keras.callbacks
 
@@ -281,6 +281,103 @@ def stopped(rank: int, ranks: int) -> dict[str, int]:
     return steps
 
 
+class _Load(KERAS.Callback):
+    """Loads dense weights on a rank, at each of two moments of a fit as it begins."""
+
+    def __init__(self, *moments: str) -> None:
+        super().__init__()
+        for moment in moments:
+            setattr(self, moment, lambda place=0, logs=None: None if place else self._load())
+
+    def _load(self) -> None:
+        shards = self.model.optimizer.in_shards()
+        for weight in self.model.trainable_variables:
+            if weight.ref() not in shards:
+                weight.assign_add(tf.ones_like(weight) / 2)
+
+
+def _has_now(model: Any) -> dict[str, Any]:
+    """What a rank has of all that ranks have alike, and how far its last bias is up."""
+    weights = [float(np.abs(weight).sum()) for weight in model.optimizer._state()]
+    return {"weights": weights, "up": float(model.trainable_variables[-1].numpy()[0])}
+
+
+def loaded(rank: int, ranks: int) -> dict[str, Any]:
+    """What each has after fits for which rank 0 alone has loaded weights, as Horovod's users do."""
+    import horovod.tensorflow as hvd
+
+    broadcast, found = hvd.keras.callbacks.BroadcastGlobalVariablesCallback(0), {}
+    for name, build, moments in (
+        ("epoch", ours, ["on_train_begin", "on_epoch_begin"]),
+        ("batch", in_shards, ["on_epoch_begin", "on_train_batch_begin"]),
+    ):
+        model, mine = _made(build, rank, ranks)
+        callbacks = [broadcast] if rank else [_Load(*moments), broadcast]
+        model.fit(_data(mine, 2), verbose=0, callbacks=callbacks)
+        found[name] = _has_now(model)
+    case = Case(ours, SCHEMA)
+    features, labels = next(batches(case, rank, ranks))
+    model = ours(SCHEMA)
+    model.compile(CowClipOptimizer.for_model(model, case.hyperparameters), metrics=[])
+    if not rank:  # the other one builds it in its first step
+        model(features)
+        for weight in model.trainable_variables:
+            weight.assign_add(tf.ones_like(weight) / 2)
+    model.fit(_data([(features, labels)], 2), verbose=0)
+    return {**found, "built": _has_now(model)}
+
+
+def warmed_up(folder: Path, rank: int, ranks: int) -> dict[str, Any]:
+    """What each has where rank 0 alone sets what the dense weights' learning rate rises to."""
+    warm = HP.replace(warmup_epochs=1.0)
+    model, mine = _made(ours, rank, ranks, hyperparameters=warm)
+    optimizer = model.optimizer
+    optimizer.create_slots(model.trainable_variables)
+    if not rank:
+        optimizer.default_optimizer.learning_rate = warm.dense_lr / 4
+    model.fit(_data(mine, 2), verbose=0)
+    found = {"set": {**_has_now(model), "rate": optimizer.learning_rates().dense}}
+    if not rank:
+        tf.train.Checkpoint(model=model, optimizer=optimizer).write(str(folder / "warm"))
+    of_all_ranks("it is written")
+    features, labels = mine[0]
+    again = ours(SCHEMA)
+    again(features)
+    optimizer = CowClipOptimizer.for_model(again, warm)
+    again.compile(optimizer, metrics=[])
+    optimizer.create_slots(again.trainable_variables)
+    if not rank:
+        tf.train.Checkpoint(model=again, optimizer=optimizer).read(str(folder / "warm"))
+    tf.function(again.train_step)((features, labels))
+    rates = {"rate": optimizer.learning_rates().dense, "steps": optimizer.warmup_steps}
+    return {**found, "restored": {**_has_now(again), **rates}}
+
+
+def of_other_epochs(folder: Path, rank: int, ranks: int) -> dict[str, str]:
+    """Fits of which one rank makes other epochs, or begins at another one."""
+    backup = str(folder / f"backup-{rank}")
+
+    def fit(*callbacks: Any, **given: Any) -> None:
+        model, mine = _made(ours, rank, ranks)
+        model.fit(_data(mine, 2), verbose=0, callbacks=list(callbacks), **given)
+
+    def backed_up(**given: Any) -> Any:
+        return KERAS.BackupAndRestore(backup, delete_checkpoint=False, **given)
+
+    def fit_restored(**given: Any) -> None:
+        fit(backed_up(**given))
+        fit(*([] if rank else [backed_up(**given)]), epochs=2)
+
+    return said_by(
+        {
+            "epochs": lambda: fit(epochs=1 + rank),
+            "first": lambda: fit(epochs=2, initial_epoch=2 * rank),
+            "restored": fit_restored,
+            "on all": lambda: fit(backed_up(), epochs=2),
+        }
+    )
+
+
 def ended(folder: Path, data: Path, rank: int, ranks: int) -> dict[str, Any]:
     """What has come of each."""
     return {
@@ -291,4 +388,7 @@ def ended(folder: Path, data: Path, rank: int, ranks: int) -> dict[str, Any]:
         "together": together(folder, rank, ranks),
         "half": in_half_precision(folder, data, rank, ranks),
         "stopped": stopped(rank, ranks),
+        "loaded": loaded(rank, ranks),
+        "warmed up": warmed_up(folder, rank, ranks),
+        "epochs": of_other_epochs(folder, rank, ranks),
     }

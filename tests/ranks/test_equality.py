@@ -12,7 +12,7 @@ import pytest
 
 from merlin_cowclip.workflows.training.evaluation import exact_quality
 
-from .cases import CASES, trained
+from .cases import CASES, HP, trained
 from .cases import OF_RANKS as NAMES
 from .launch import needs_horovod
 
@@ -248,6 +248,35 @@ def test_a_callback_of_one_rank_stops_all(results):
     """By a batch's loss, or at an epoch's end; the others waited for it for ever."""
     for told in _of_scripts(results):
         assert told["stopped"] == {"batch": 2, "epoch": 4}
+
+
+@pytest.mark.parametrize("name", ["epoch", "batch", "built"])
+def test_what_rank_0_loads_as_a_fit_begins_all_have(results, name):
+    """It stayed on rank 0, and the ranks trained apart, without a word."""
+    first, *others = (told["loaded"][name] for told in _of_scripts(results))
+    assert first["up"] == pytest.approx(0.5 if name == "built" else 1.0, abs=0.05)
+    for told in others:
+        assert told == first
+
+
+def test_a_warm_up_is_as_rank_0_has_it(results):
+    """The step was refused: callbacks had set the learning rates, it said."""
+    first, *others = (told["warmed up"] for told in _of_scripts(results))
+    assert first["set"]["rate"] == pytest.approx(HP.dense_lr / 4 * 1 / 9, rel=1e-3)
+    assert first["restored"]["rate"] == pytest.approx(HP.dense_lr / 4 * 2 / 9, rel=1e-3)
+    assert first["restored"]["steps"] == 9
+    for told in others:
+        assert told == first
+
+
+def test_fits_of_other_epochs_are_refused(results):
+    """The rank with more of them waited for ever."""
+    for told in _of_scripts(results):
+        said = told["epochs"]
+        assert "Received: epochs 1 on rank 0, 2 on rank 1." in said["epochs"]
+        assert "Received: first epoch 0 on rank 0, 2 on rank 1." in said["first"]
+        assert "Received: first epoch 1 on rank 0, 0 on rank 1." in said["restored"]
+        assert said["on all"] == ""
 
 
 def _of_scripts(results: dict[int, Path]) -> list[dict[str, Any]]:

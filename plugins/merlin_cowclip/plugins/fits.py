@@ -17,6 +17,7 @@ from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
 from merlin_cowclip.plugins._stack import tf
+from merlin_cowclip.plugins.beginning_alike import beginning_alike
 from merlin_cowclip.plugins.checks import is_whole
 from merlin_cowclip.plugins.joining import for_one_model, ranks
 from merlin_cowclip.plugins.stopping_alike import stopping_alike
@@ -68,6 +69,14 @@ class Notified(Protocol):
 
     def fit_begins(self, fit: Fit | None) -> None:
         """Called before the first step by every `fit`, and, without one, by `train_on_batch`."""
+        ...
+
+    def epochs_begin(self, epochs: int | None, first: tuple[int, int]) -> None:
+        """Called before the first of a fit's epochs, with the epoch and step that it begins at."""
+        ...
+
+    def share_loaded(self) -> None:
+        """Called before a fit's first step, where its callbacks may have loaded weights."""
         ...
 
     def stepping_on(self, data: Any) -> AbstractContextManager[None]:
@@ -218,15 +227,30 @@ def notify_of_fits(model: tf.keras.Model, bound: Notified) -> None:
     def _add_horovod_callbacks(self: Any, callbacks: Any) -> Any:
         given = self._validate_callbacks(callbacks)
         added = type(self)._add_horovod_callbacks(self, list(given))
-        if compiled(self) is None:
+        optimizer = compiled(self)
+        if optimizer is None:
             return added
-        return stopping_alike(for_one_model(added, given))
+        alike = stopping_alike(for_one_model(added, given))
+        return beginning_alike(alike, optimizer.share_loaded)
+
+    def _maybe_load_initial_counters_from_ckpt(
+        self: Any, steps_per_epoch: int | None, initial_epoch: int
+    ) -> tuple[int, int]:
+        # Keras asks once all callbacks have begun, on which it may depend (BackupAndRestore).
+        kind = type(self)
+        first = kind._maybe_load_initial_counters_from_ckpt(self, steps_per_epoch, initial_epoch)
+        optimizer = compiled(self)
+        if optimizer is not None:
+            optimizer.epochs_begin(_params_of_history(self).get("epochs"), first)
+        found: tuple[int, int] = first
+        return found
 
     methods: list[Callable[..., Any]] = [make_train_function, train_step, compute_loss]
     methods += [save, compile, _create_optimizer, *map(over_batches, _FUNCTIONS)]
     methods += map(before_batches, ("make_test_function", "make_predict_function"))
     methods += map(on_current_rows, _NEEDS_ROWS)
-    for method in (*methods, _add_horovod_callbacks):
+    methods += [_add_horovod_callbacks, _maybe_load_initial_counters_from_ckpt]
+    for method in methods:
         # object.__setattr__: Keras would look for layers in it.
         object.__setattr__(model, method.__name__, types.MethodType(method, model))
 
@@ -282,8 +306,11 @@ def _fit_of(model: Any, call: _Call) -> Fit:
 
 def _steps_of_history(model: Any) -> int | None:
     """Batches, or of a fit those of an epoch, of the last call of many, where Keras knows them."""
-    params = getattr(getattr(model, "history", None), "params", None) or {}
-    return _whole(params.get("steps"))
+    return _whole(_params_of_history(model).get("steps"))
+
+
+def _params_of_history(model: Any) -> dict[str, Any]:
+    return getattr(getattr(model, "history", None), "params", None) or {}
 
 
 def _whole(steps: Any) -> int | None:

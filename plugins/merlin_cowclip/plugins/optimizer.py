@@ -395,9 +395,10 @@ class CowClipOptimizer(
         with tf.init_scope():
             # All slots before any control flow: loss scaling applies gradients inside a tf.cond.
             self.create_slots([v for _, v in pairs])
-            self._check_warm_up()
         if experimental_aggregate_gradients and ranks().size > 1:
             pairs, experimental_aggregate_gradients = self._joined(pairs), False
+        with tf.init_scope():  # now its length is rank 0's
+            self._check_warm_up()
         shares: dict[int, list[Any]] = {}
         for pair in pairs:
             mine = owner.get(pair[1].ref(), self.default_optimizer)

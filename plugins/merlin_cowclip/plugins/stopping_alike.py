@@ -11,7 +11,7 @@ from merlin_cowclip.plugins._stack import tf
 from merlin_cowclip.plugins.joining import gathered, ranks
 
 _OF_BATCHES = tuple(f"on_{of}batch_{at}" for of in ("train_", "") for at in ("begin", "end"))
-_KNOWN = ("keras.", "horovod.", "merlin.")
+_KNOWN = ("keras.", "horovod.", "merlin.", f"{__name__.partition('.')[0]}.")
 _MAY_STOP = (tf.keras.callbacks.TerminateOnNaN, tf.keras.callbacks.LambdaCallback)
 
 
@@ -71,13 +71,16 @@ class StopAlike(tf.keras.callbacks.Callback):
 def may_stop_after_a_batch(callback: Any) -> bool:
     """Whether a callback does something at batches that may be to stop.
 
-    Those of Keras, Horovod and Merlin do not, but for `TerminateOnNaN` and `LambdaCallback`.
+    Those of Keras, Horovod, Merlin and ours do not, but for `TerminateOnNaN` and `LambdaCallback`.
     """
-    if isinstance(callback, _MAY_STOP):
+    return isinstance(callback, _MAY_STOP) or has_own(callback, _OF_BATCHES)
+
+
+def has_own(callback: Any, methods: Sequence[str]) -> bool:
+    """Whether a callback was given one of these, or has it of none of Keras's and other classes."""
+    if any(name in vars(callback) for name in methods):
         return True
-    if any(name in vars(callback) for name in _OF_BATCHES):
-        return True
-    defining = (_class_with(callback, name) for name in _OF_BATCHES)
+    defining = (_class_with(callback, name) for name in methods)
     return any(one is not None and not one.__module__.startswith(_KNOWN) for one in defining)
 
 

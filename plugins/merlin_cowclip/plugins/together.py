@@ -19,6 +19,7 @@ from merlin_cowclip.plugins.joining import (
     ranks,
 )
 from merlin_cowclip.plugins.rates import TablePart
+from merlin_cowclip.plugins.schedules import LinearWarmup
 from merlin_cowclip.plugins.sharding import Shard, check_apart, finite_together
 from merlin_cowclip.plugins.tables import TableSpec, check_whole
 
@@ -31,6 +32,10 @@ _RATES = (
 
 _ALIKE = "On several ranks all must begin with the same weights."
 _ONE_MODEL = "All ranks must train the same model by the same optimizer."
+_ALL_EPOCHS = (
+    "A fit must make the same epochs on all ranks: they wait for each other. Pass the same "
+    "epochs=… and initial_epoch=…, and give BackupAndRestore to all ranks, or to none."
+)
 _ALL_CALLS = (
     "All ranks must make as many calls of a model whose tables are in shards: they ask each other "
     "for rows. Pass steps=… or validation_steps=…, or share the batches evenly."
@@ -82,11 +87,12 @@ class StepsTogether:
     def broadcast(self) -> None:
         """Give all ranks the weights, moments, step counts and learning rates that rank 0 has.
 
-        `model.fit` does it before its first step, and so does a step in a `tf.function` as it is
-        traced. Before the first step that you make eagerly, `train_on_batch` of a model compiled
-        with `run_eagerly=True` included, call the model on a batch, so that it is built, and then
-        this, on all ranks. A `fit` with `run_eagerly=True` needs no more than that the model is
-        built. On one rank it does nothing.
+        `model.fit` does it as it begins, and before its first step once more where callbacks may
+        have loaded weights on rank 0; so does a step in a `tf.function`, as it is traced. Before
+        the first step that you make eagerly, `train_on_batch` of a model compiled with
+        `run_eagerly=True` included, call the model on a batch, so that it is built, and then this,
+        on all ranks. A `fit` with `run_eagerly=True` needs no more than that the model is built. On
+        one rank it does nothing.
         """
         if ranks().size > 1:
             check_same(self._described(), _ONE_MODEL)
@@ -132,8 +138,10 @@ class StepsTogether:
         weights = [*(() if model is None else model.weights), *self.weights]
         yield from (variable for variable in weights if variable.ref() not in own)
         for optimizer in (self, *self.optimizers):
-            values = (value for _, value in sorted(optimizer._hyper.items()))
-            yield from (value for value in values if isinstance(value, tf.Variable))
+            for _, value in sorted(optimizer._hyper.items()):
+                is_warm_up = isinstance(value, LinearWarmup)
+                values = (value.learning_rate, value.warmup_steps) if is_warm_up else (value,)
+                yield from (one for one in values if isinstance(one, tf.Variable))
 
     def in_shards(self) -> dict[Any, Shard]:
         """By reference, which rows this rank has of a table in shards, and of its moments."""
@@ -157,7 +165,8 @@ class StepsTogether:
             return
         model = self._model() if self._model is not None else None
         is_late = model is not None and not model.built and model.run_eagerly
-        steps, late = zip(*of_all_ranks([fit.steps, is_late]), strict=True)
+        told = of_all_ranks([fit.steps, is_late, self._is_built()])
+        steps, late, built = zip(*told, strict=True)
         if len(set(steps)) > 1 or None in steps:
             received = ("unknown" if one is None else str(one) for one in steps)
             raise ValueError(
@@ -170,9 +179,35 @@ class StepsTogether:
                 f"{_ALIKE} Received: a fit with run_eagerly=True of a model that is not built. "
                 "Call the model on a batch before a fit with run_eagerly=True, or leave that out."
             )
-        self._is_alike = False  # whoever loads weights on rank 0 alone does so before a fit
-        if model is not None and model.built:
-            self.create_slots(model.trainable_variables)
+        self._share(built)
+
+    def epochs_begin(self, epochs: int | None, first: tuple[int, int]) -> None:
+        """A fit's callbacks have begun, which may have changed where it does.
+
+        Args:
+          epochs: up to which it goes.
+          first: the epoch, and the step within, that it begins at.
+
+        Raises:
+          ValueError: the ranks have not the same.
+        """
+        if ranks().size > 1:
+            at = dict(zip(("first epoch", "first step"), map(int, first), strict=True))
+            check_same({"epochs": epochs, **at}, _ALL_EPOCHS)
+
+    def share_loaded(self) -> None:
+        """Give all ranks what callbacks have loaded on rank 0, before a fit's first step."""
+        self._share(of_all_ranks(self._is_built()))
+
+    def _is_built(self) -> bool:
+        model = self._model() if self._model is not None else None
+        return model is not None and bool(model.built)
+
+    def _share(self, built: Sequence[bool]) -> None:
+        """As `broadcast`: now, where the model is built on all ranks; else in its first step."""
+        self._is_alike = False  # somebody may have loaded weights on rank 0 alone
+        if all(built):
+            self.create_slots(self._model().trainable_variables)
             self.broadcast()
 
     @contextlib.contextmanager
