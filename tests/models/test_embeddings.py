@@ -205,7 +205,9 @@ def test_a_field_of_one_id():
     found = layer(inputs(site=tf.zeros([4, 1], tf.int64))).numpy()
     np.testing.assert_array_equal(found[:, 1], table[[7] * 4])
     np.testing.assert_array_equal(found[:, 2], table[[8 + i for (i,) in ITEM]])
-    assert layer.rows("site", [None]).tolist() == [8]  # beyond it: no id is missing
+    assert layer.rows("site", [0]).tolist() == [7]
+    with pytest.raises(ValueError, match="numbers from 0 to 0. Received: None"):
+        layer.rows("site", [None])  # no id is missing: it had the next field's row
 
 
 # Ids out of range
