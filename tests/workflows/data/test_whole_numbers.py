@@ -23,6 +23,8 @@ with quiet_imports():
     from merlin.dag.ops.subgraph import Subgraph
     from nvtabular import ops
 
+    from merlin_cowclip.workflows.data.row_for_row import transformed
+
 pytestmark = pytest.mark.filterwarnings("ignore:(Initializ|Chang)ing an NVTabular Dataset")
 LOG = pd.DataFrame(
     {
@@ -57,7 +59,11 @@ def workflow(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def numbers(workflow):
-    return WholeNumbers(workflow, ["item_", "ratio", "score", "genres", "scores"])
+    return WholeNumbers(
+        workflow,
+        ["item_", "ratio", "score", "genres", "scores"],
+        workflow.output_schema.column_names,
+    )
 
 
 @pytest.mark.parametrize(
@@ -216,7 +222,7 @@ def test_beyond_the_type_of_the_fit(tmp_path):
     reduced = ["item", "number"] >> ops.FillMissing() >> ops.ReduceDtypeSize()
     ids = reduced["item"] >> ops.Categorify(out_path=str(tmp_path))
     workflow = nvt.Workflow(ids + reduced["number"] + ["kept"]).fit(nvt.Dataset(log))
-    numbers = WholeNumbers(workflow, ["item"])
+    numbers = WholeNumbers(workflow, ["item"], workflow.output_schema.column_names)
     for name in ("item", "number"):
         for values, row in (
             ([5, -128, 127, 261], 3),
@@ -252,7 +258,7 @@ def test_what_is_misread_together(tmp_path):
     ids = texts >> ops.Categorify(out_path=str(tmp_path))
     workflow = nvt.Workflow(ids + (["third"] >> ops.LambdaOp(lambda column: column * 2)))
     workflow.fit(nvt.Dataset(log))
-    held = WholeNumbers(workflow, ["first"])
+    held = WholeNumbers(workflow, ["first"], workflow.output_schema.column_names)
     encodings = []
 
     def encode(frame):
@@ -278,7 +284,7 @@ def test_what_is_misread_together(tmp_path):
     doubled = many >> ops.LambdaOp(lambda column: column * 2)
     log = pd.DataFrame({name: np.arange(40) % 7 for name in many})
     workflow = nvt.Workflow(doubled).fit(nvt.Dataset(log))
-    held = WholeNumbers(workflow, [])
+    held = WholeNumbers(workflow, [], workflow.output_schema.column_names)
     assert misread(*([name] for name in many)) is None  # another row each
     assert len(encodings) == 2
 
@@ -294,7 +300,7 @@ def test_what_a_subgraph_reads(tmp_path):
         return [name] >> Subgraph(f"outer {name}", inner)
 
     workflow = nvt.Workflow(ids("item") + ids("name")).fit(nvt.Dataset(log))
-    numbers = WholeNumbers(workflow, ["item_", "name_"])
+    numbers = WholeNumbers(workflow, ["item_", "name_"], workflow.output_schema.column_names)
     frame = pd.DataFrame({"item": [1.0, 3.7], "name": ["n1", "n2"]})
     assert numbers.no_id(frame) == NotWhole("item", 1, 3.7)
     assert text_columns(workflow) == {"name"}
@@ -303,3 +309,76 @@ def test_what_a_subgraph_reads(tmp_path):
     new = for_new_rows(workflow)
     missing = pd.DataFrame({"item": [1, 2], "name": [None, None]})
     assert new.transform(missing)["name_"].tolist() == [1, 1]
+
+
+def encoder(workflow):
+    def encode(frame):
+        return pa.RecordBatch.from_pandas(transformed(workflow, frame), preserve_index=False)
+
+    return encode
+
+
+def test_a_number_in_place_of_a_missing_one_refuses_nothing():
+    """The 7 that stood in the second row for a missing one was dropped by the Filter: a >= b."""
+    log = pd.DataFrame({"a": np.arange(40) % 7 + 1, "b": np.arange(40) % 7 + 8})
+    kept = list(log) >> ops.Filter(lambda frame: frame[~(frame["a"] >= frame["b"])])
+    filled = kept >> ops.FillMissing()
+    workflow = nvt.Workflow(filled >> ops.Normalize()).fit(nvt.Dataset(log))
+    held, encode = WholeNumbers(workflow, [], list(log)), encoder(workflow)
+    frame = pd.DataFrame({"a": [7, None, 2], "b": [9.5, 5, 4]})
+    assert held.misread(frame, encode(frame), encode) is None
+    texts = filled >> ops.LambdaOp(lambda column: column.astype(str).str.len(), dtype=np.int64)
+    workflow = nvt.Workflow(texts).fit(nvt.Dataset(log))
+    held, encode = WholeNumbers(workflow, [], list(log)), encoder(workflow)
+    assert held.misread(frame, encode(frame), encode).column == "a"
+
+
+def test_a_rows_input_does_not_depend_on_a_wide_one_beside_it():
+    """int8 at the fit, where 5 · 50 is -6; beside a 300 it was 250."""
+    log = pd.DataFrame({"a": (np.arange(40) % 7).astype("int8"), "b": np.arange(40, dtype="int8")})
+    times = ["a"] >> ops.LambdaOp(lambda column: column * 50, dtype="int8")
+    columns = times + ["b"]  # noqa: RUF005  (a graph)
+    workflow = nvt.Workflow(columns).fit(nvt.Dataset(log))
+    held, encode = WholeNumbers(workflow, [], list(log)), encoder(workflow)
+    for values, is_refused in (([5, 3], False), ([5, 300], True), ([1, 300], False)):
+        frame = held.as_fitted(pd.DataFrame({"a": values, "b": [1, 300]}))
+        found = held.misread(frame, encode(frame), encode)
+        assert (found is not None) == is_refused, values
+    with pytest.raises(UserError, match=r"'a' must have no one that is no int8 .*other inputs"):
+        held.misread(
+            frame := held.as_fitted(pd.DataFrame({"a": [5, 300], "b": [1, 2]})),
+            encode(frame),
+            encode,
+        ).refuse("rows")
+
+
+def test_integers_of_lists_and_objects_are_exact(tmp_path):
+    large = [2**53 + 1, 2**60 + 1]
+    log = LOG.assign(many=[large] * 40, number=LOG["age"], unused=LOG["age"])
+    many = ["many"] >> ops.Categorify(out_path=str(tmp_path))
+    reduced = ["number", "unused"] >> ops.FillMissing() >> ops.ReduceDtypeSize()
+    workflow = nvt.Workflow(many + reduced).fit(nvt.Dataset(log))
+    held = WholeNumbers(workflow, ["many"], ["many", "number"])
+    for lists in ([large], [np.array(large)], [[*large, None]]):
+        frame = held.as_fitted(pd.DataFrame({"many": pd.Series(lists)}))
+        assert held.no_id(frame) is None, lists
+    rounded = held.as_fitted(pd.DataFrame({"many": pd.Series([large, [1, 2.0**53]])}))
+    assert held.no_id(rounded) == NotWhole("many", 1, 2.0**53)
+    for values in (pd.Series([5, 261], dtype=object), pd.Series([5, 261], dtype="category")):
+        frame = held.as_fitted(pd.DataFrame({"number": values}))
+        assert held.no_id(frame) == Beyond("number", 1, 261, np.dtype("int8"))
+        unused = held.as_fitted(pd.DataFrame({"unused": values}))
+        assert held.no_id(unused) is None  # no input of the model
+    infinite = held.no_id(pd.DataFrame({"number": [5.0, np.inf]}))
+    assert infinite == Beyond("number", 1, np.inf, np.dtype("int8"))
+
+
+def test_a_flag_of_missing_ones_is_not_the_number(tmp_path):
+    """A float32 was refused as an id that is a float64, for `price_filled` is one."""
+    filled = ["price"] >> ops.FillMissing(add_binary_cols=True)
+    flag = filled["price_filled"] >> ops.Categorify(out_path=str(tmp_path))
+    workflow = nvt.Workflow(flag + (filled["price"] >> ops.Normalize())).fit(nvt.Dataset(LOG))
+    held = WholeNumbers(workflow, ["price_filled"], workflow.output_schema.column_names)
+    frame = held.as_fitted(pd.DataFrame({"price": np.array([0.1, 2], "float32")}))
+    assert frame["price"].dtype == np.float64
+    assert held.no_id(frame) is None

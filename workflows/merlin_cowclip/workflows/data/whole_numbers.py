@@ -8,8 +8,9 @@ narrower integers than the fit's an operator may overflow, and 0.1 is another nu
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
@@ -19,7 +20,7 @@ import pyarrow as pa
 from merlin_cowclip.workflows.data.encoded_rows import Place
 from merlin_cowclip.workflows.data.id_origins import operators_that_keep_values
 from merlin_cowclip.workflows.data.parquet_logs import is_number
-from merlin_cowclip.workflows.data.raw_columns import learned_keys
+from merlin_cowclip.workflows.data.raw_columns import RawColumns, learned_keys
 from merlin_cowclip.workflows.data.workflow_graph import followed
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.quiet import quiet_imports
@@ -65,7 +66,7 @@ class Beyond:
 
     column: str
     row: int  # from 0
-    value: int
+    value: float
     kind: np.dtype
 
     def refuse(self, place: Place) -> NoReturn:
@@ -80,18 +81,28 @@ class Beyond:
 
 @dataclass(frozen=True)
 class Misread:
-    """A column of whole numbers that pandas holds as floats, and the workflow reads otherwise."""
+    """A column of whole numbers of another type than at the fit, which the workflow reads so."""
 
     column: str
-    among: str  # what they are floats by
+    among: str  # what they are of that type by
+    made: str  # what that makes them
+
+    @classmethod
+    def of(cls, column: pd.Series, fitted: np.dtype) -> Misread:
+        """Of a column as it is."""
+        name, kind = str(column.name), column.dtype
+        if kind.kind != "f":
+            made = f"them wider; of {fitted} the workflow makes other inputs"
+            return cls(name, f"one that is no {fitted}", made)
+        made = "them floats to pandas; of 7.0 the workflow makes another input than of 7"
+        return cls(name, _among(column), made)
 
     def refuse(self, rows: str) -> NoReturn:
         """Raise UserError for rows, which are where."""
         raise UserError(
             f"whole numbers of column {self.column!r} must have no {self.among} among them, for "
-            f"the workflow was fitted on none. Received: {rows}, which makes them floats to "
-            "pandas; of 7.0 the workflow makes another input than of 7. Fill it in, or give the "
-            "rows without one apart"
+            f"the workflow was fitted on none. Received: {rows}, which makes {self.made}. Fill it "
+            "in, or give the rows without one apart"
         )
 
 
@@ -101,9 +112,12 @@ class WholeNumbers:
     Args:
       workflow: fitted.
       ids: columns of ids that it makes.
+      fields: all columns that it makes for the model.
     """
 
-    def __init__(self, workflow: nvt.Workflow, ids: Collection[str]) -> None:
+    def __init__(
+        self, workflow: nvt.Workflow, ids: Collection[str], fields: Collection[str]
+    ) -> None:
         self._ids = set(ids)
         columns = workflow.input_schema.column_schemas
         kinds = {n: _numpy_type(c) for n, c in columns.items()}
@@ -111,7 +125,9 @@ class WholeNumbers:
         self._lists = {name for name in self._fitted if columns[name].is_list}
         whole = {name for name, kind in self._fitted.items() if kind.kind in "iu"}
         self._whole = whole - self._lists
-        encoded, otherwise, self._reduced = _uses(workflow)
+        encoded, otherwise, reduced = _uses(workflow)
+        raw = RawColumns(workflow, fields)
+        self._reduced = {name: k for name, k in reduced.items() if not raw.may_lack([name])}
         looked_up = encoded | learned_keys(workflow).keys()
         self._encoded = encoded & whole
         self._encoded_alone = self._encoded - otherwise
@@ -160,7 +176,10 @@ class WholeNumbers:
                 lists = _Lists.of(values, self._fitted[name])
                 if lists is None:
                     continue
-                values, rows = _numbers(lists.values, is_float=True), lists.rows()
+                values, rows = lists.values, lists.rows()
+                if pd.api.types.is_object_dtype(values.dtype):  # integers among them are exact
+                    is_float = ~values.map(_is_integer).to_numpy(bool)
+                    values, rows = _numbers(values[is_float], is_float=True), rows[is_float]
             kind: Any = values.dtype
             is_narrow = name in self._floats
             if kind.kind != "f" or (is_narrow and kind.itemsize >= self._fitted[name].itemsize):
@@ -183,7 +202,8 @@ class WholeNumbers:
         if not bad.any():
             return None
         row = int(bad.argmax())
-        return Beyond(name, row, int(column.iloc[row]), kind)
+        value = column.iloc[row].item()
+        return Beyond(name, row, int(value) if value == value // 1 else value, kind)
 
     def misread(
         self,
@@ -194,9 +214,11 @@ class WholeNumbers:
     ) -> Misread | None:
         """A column of whole numbers, floats here, of which the workflow makes other inputs by that.
 
-        All such columns at once are made whole, and compared with the same numbers as floats: two
-        that are read together may be read as at the fit only where both are whole. Whatever number
-        of them takes one or two encodings more, where none is misread.
+        Or integers wider than the fit's, as one of them is beyond its type: in a batch without it
+        an operator may overflow, as at the fit. All such columns at once are made whole, and
+        compared with the same numbers as they are: two that are read together may be read as at
+        the fit only where both are whole. Whatever number of them takes one or two encodings more,
+        where none is misread.
 
         Args:
           frame: of `as_fitted`.
@@ -204,37 +226,78 @@ class WholeNumbers:
           encode: what makes it.
           exact: columns that were integers, with nulls.
         """
-        whole: dict[str, pd.Series] = {}  # a column's numbers, in all rows
-        floats: dict[str, pd.Series] = {}  # the same
+        whole: dict[str, pd.Series] = {}  # a column's numbers, in all rows, as at the fit
+        given: dict[str, pd.Series] = {}  # the same, of the type that they have here
         good: list[np.ndarray] = []  # in which rows a column's are its own
         for name in map(str, frame):
-            if name not in self._whole or frame[name].dtype.kind != "f":
+            if name not in self._whole:
                 continue
-            is_good, numbers = _whole_numbers(frame[name], (exact or {}).get(name))
+            column, fitted = frame[name], self._fitted[name]
+            kind: Any = getattr(column.dtype, "numpy_dtype", column.dtype)
+            if kind == fitted or kind.kind not in "iuf":
+                continue
+            if kind.kind == "f":
+                is_good, numbers = _whole_numbers(column, (exact or {}).get(name))
+            else:
+                is_good, numbers = _within(column, np.iinfo(fitted))
             if not is_good.any():
                 continue  # no number that is misread
-            if name in self._encoded_alone and np.abs(numbers).max() < 2**53:
+            if name in self._encoded_alone and _largest(numbers) < 2**53:
                 continue  # a vocabulary has one id for 7 and 7.0; most columns are such
             good.append(is_good)
-            column = pd.Series(numbers, frame.index)
-            kind: Any = frame[name].dtype
-            floats[name] = column.astype(kind)
-            whole[name] = _as_fitted(column, self._fitted[name], is_id=False)
+            filled = pd.Series(numbers, frame.index)
+            given[name] = filled.astype(kind)
+            whole[name] = _as_fitted(filled, fitted, is_id=False)
         if not whole:
             return None
+        try:
+            return self._among_others(frame, encoded, encode, whole, given, good)
+        except Exception:  # of a number that stands where none was, maybe: no row of the user's
+            return self._in_their_rows(frame, encode, whole, good)
+
+    def _among_others(
+        self,
+        frame: pd.DataFrame,
+        encoded: pa.RecordBatch,
+        encode: Callable[[pd.DataFrame], pa.RecordBatch],
+        whole: Mapping[str, pd.Series],
+        given: Mapping[str, pd.Series],
+        good: Sequence[np.ndarray],
+    ) -> Misread | None:
+        """`misread` of all rows: where a column has no number of its own, another row's."""
         as_whole = encode(frame.assign(**whole))
         if all((one == good[0]).all() for one in good):
             rows = pa.array(np.flatnonzero(good[0]))
             if not self._other(as_whole.take(rows), encoded.take(rows)):
                 return None
         # Or do they depend on the rows beside them, which have other numbers?
-        if not self._other(as_whole, encode(frame.assign(**floats))):
+        if not self._other(as_whole, encode(frame.assign(**given))):
             return None
         for name in whole if len(whole) > 1 else ():  # one, among others that are whole
-            if self._other(as_whole, encode(frame.assign(**{**whole, name: floats[name]}))):
-                return Misread(name, _among(frame[name]))
+            if self._other(as_whole, encode(frame.assign(**{**whole, name: given[name]}))):
+                return Misread.of(frame[name], self._fitted[name])
         name = next(iter(whole))
-        return Misread(name, _among(frame[name]))
+        return Misread.of(frame[name], self._fitted[name])
+
+    def _in_their_rows(
+        self,
+        frame: pd.DataFrame,
+        encode: Callable[[pd.DataFrame], pa.RecordBatch],
+        whole: Mapping[str, pd.Series],
+        good: Sequence[np.ndarray],
+    ) -> Misread | None:
+        """`misread` of rows as they are: of those that have all numbers, then column by column."""
+        tries = [(list(whole), np.logical_and.reduce(good))]
+        tries += [([name], is_good) for name, is_good in zip(whole, good, strict=True)]
+        for names, is_good in tries:
+            places = np.flatnonzero(is_good)
+            if not len(places):
+                continue
+            own = frame.iloc[places].reset_index(drop=True)
+            numbers = {name: whole[name].iloc[places].reset_index(drop=True) for name in names}
+            if self._other(encode(own.assign(**numbers)), encode(own)):
+                return Misread.of(frame[names[0]], self._fitted[names[0]])
+        return None
 
     def _other(self, left: pa.RecordBatch, right: pa.RecordBatch) -> set[str]:
         """Columns that differ: of ids at all, of numbers by more than the precision of floats."""
@@ -276,6 +339,10 @@ class _Lists:
         return pd.Series(parts, self.column.index).where(is_list, self.column)
 
 
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, Integral)
+
+
 def _numpy_type(column: ColumnSchema) -> np.dtype:
     """Of a column's values, or of those of its lists; object where NumPy has none."""
     kind = None if column.dtype.name == "unknown" else column.dtype.to_numpy
@@ -290,7 +357,7 @@ def _as_fitted(column: pd.Series, fitted: np.dtype, is_id: bool) -> pd.Series:
       fitted: the type.
       is_id: whether a float is looked up as it is.
     """
-    column = _numbers(column, fitted.kind == "f")
+    column = _integers(_numbers(column, fitted.kind == "f"))
     given: Any = column.dtype
     if given == fitted or given.kind not in "iuf":
         return column
@@ -332,6 +399,19 @@ def _whole_numbers(column: pd.Series, exact: pa.Array | None) -> tuple[np.ndarra
     return is_good, numbers
 
 
+def _within(column: pd.Series, limits: np.iinfo) -> tuple[np.ndarray, np.ndarray]:
+    """As `_whole_numbers`, of integers: those within the limits of the fit's type."""
+    is_good = ((column >= limits.min) & (column <= limits.max)).fillna(False).to_numpy(bool)
+    known = column[is_good].to_numpy(np.int64 if limits.min < 0 else np.uint64)
+    numbers = np.full(len(column), known[0] if len(known) else 0, known.dtype)
+    numbers[is_good] = known
+    return is_good, numbers
+
+
+def _largest(numbers: np.ndarray) -> int:
+    return max(abs(int(numbers.min())), abs(int(numbers.max())))
+
+
 def _floats(column: pd.Series) -> np.ndarray:
     return np.asarray(column.to_numpy(np.float64, na_value=np.nan))
 
@@ -345,9 +425,27 @@ def _numbers(column: pd.Series, is_float: bool) -> pd.Series:
         kinds = ["decimal", "floating", "mixed-integer-float", *(["integer"] if is_float else [])]
         if pd.api.types.infer_dtype(column, skipna=True) not in kinds:
             return column
+        if any(_is_integer(value) and abs(value) >= 2**53 for value in column):
+            return column  # floats would round it
     elif not isinstance(kind, pd.Float32Dtype | pd.Float64Dtype):
         return column
     return pd.Series(_floats(column).astype(getattr(kind, "numpy_dtype", float)), column.index)
+
+
+def _integers(column: pd.Series) -> pd.Series:
+    """Integers of objects, as those of one row of a frame are, and of categories, none missing."""
+    kind: Any = column.dtype
+    if isinstance(kind, pd.CategoricalDtype):
+        is_integer = kind.categories.dtype.kind in "iu"
+    else:
+        is_object = pd.api.types.is_object_dtype(kind)
+        is_integer = is_object and pd.api.types.infer_dtype(column, skipna=False) == "integer"
+    if not is_integer or column.isna().any():
+        return column
+    try:
+        return column.astype(np.int64)
+    except (OverflowError, TypeError, ValueError):  # of 2^63 and more
+        return column
 
 
 def _is_whole(column: pd.Series) -> np.ndarray:
@@ -413,9 +511,11 @@ def _uses(workflow: nvt.Workflow) -> tuple[set[str], set[str], dict[str, np.dtyp
                     kind = np.dtype(dtype.to_numpy)
                     for raw in given.get(name, nothing) if kind.kind in "iu" else ():
                         reduced[raw] = min(kind, reduced.get(raw, kind), key=lambda k: k.itemsize)
+            fills = isinstance(node.op, (ops.FillMissing, ops.FillMedian))  # and may add flags
             return {
                 name: nothing.union(*(given.get(one, nothing) for one in sources))
                 for name, sources in node.column_mapping.items()
+                if not fills or name in sources
             }
         else:
             otherwise.update(used)

@@ -171,7 +171,8 @@ class ServedWorkflow(TransformWorkflow):
 
     @functools.cached_property
     def _numbers(self) -> WholeNumbers:
-        return WholeNumbers(self.workflow, DatasetSpec.from_dict(self.spec).ids)
+        spec = DatasetSpec.from_dict(self.spec)
+        return WholeNumbers(self.workflow, spec.ids, spec.fields)
 
     def _transformed(self, frame: pd.DataFrame, spec: DatasetSpec) -> pa.RecordBatch:
         out = transformed(self.workflow, frame)

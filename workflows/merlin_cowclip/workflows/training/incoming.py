@@ -270,7 +270,7 @@ class _RawParquet(_Parquet):
                     f"all files must have the same columns. Received: {without.path}, without "
                     f"{quoted(gone or more, brief=True)}, which {having.path} has. Give them apart"
                 )
-        self._numbers = WholeNumbers(self._workflow, self._spec.ids)
+        self._numbers = WholeNumbers(self._workflow, self._spec.ids, self._spec.fields)
         self.labelled = self._spec.label in self._workflow.output_schema.column_names
 
     def _decoded(self, batch: pa.RecordBatch, place: Place) -> pa.RecordBatch:
