@@ -386,7 +386,7 @@ def test_a_restore_takes_back_a_learning_rate_set_on_the_dense_part(tmp_path, wa
     fresh.default_optimizer.learning_rate = 0.5
     if way == "checkpoint":
         tf.train.Checkpoint(optimizer=fresh).restore(path).assert_existing_objects_matched()
-        assert fresh.default_optimizer.learning_rate == WARM.dense_lr
+        assert float(fresh.default_optimizer.warmup_height) == np.float32(WARM.dense_lr)
         fresh.default_optimizer.learning_rate = 0.25  # since: it counts
         fresh.create_slots(fresh._model().trainable_variables)
         assert float(fresh.default_optimizer.warmup_height) == 0.25
@@ -406,6 +406,13 @@ def test_a_learning_rate_set_after_a_restore_counts(tmp_path, warmup, saved):
     fresh = CowClipOptimizer.for_model(again, hp, steps_per_epoch=2)
     again.compile(fresh, metrics=[])
     again.load_weights(tmp_path / "w")
+    if warmup:  # known before the first step, and what is refused changes nothing
+        height = 0.75 if saved == "as set" else hp.dense_lr
+        dense = fresh.default_optimizer
+        assert float(dense.warmup_height) == np.float32(height)
+        with pytest.raises(ValueError, match="learning_rate must be"):
+            dense.learning_rate = -1.0
+        assert float(dense.warmup_height) == np.float32(height)
     fresh.learning_rate = hp.dense_lr / 2
     fresh.default_optimizer.learning_rate = 0.25
     fresh.optimizers[0].learning_rate = 0.125

@@ -143,7 +143,6 @@ class CowClipOptimizer(
         dense = DensePart(dense_schedule or hp.dense_lr, name="dense")
         for part_optimizer in (clipped, unclipped, dense):
             part_optimizer.factor = self._factor
-        dense.rate_was_set = self._drop_saved_height
         super().__init__(
             [mm.OptimizerBlocks(clipped, []), mm.OptimizerBlocks(unclipped, [])],
             default_optimizer=dense,

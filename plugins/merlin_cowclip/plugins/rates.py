@@ -72,8 +72,6 @@ class DensePart(_Proportional, RefusesOptions, tf.keras.optimizers.legacy.Adam):
     were traced before, too.
     """
 
-    rate_was_set: Callable[[], None] = staticmethod(lambda: None)
-    """Called as a number is set as the learning rate."""
     not_offered: ClassVar[Mapping[str, str]] = {
         "amsgrad": "It is Adam as the paper has it.",
         "decay": "Give the optimizer a Keras schedule as dense_schedule.",
@@ -81,8 +79,6 @@ class DensePart(_Proportional, RefusesOptions, tf.keras.optimizers.legacy.Adam):
     }
 
     def _set_hyper(self, name: str, value: Any) -> None:
-        if name == "learning_rate" and not callable(value):
-            self.rate_was_set()
         now = self._hyper.get(name)
         if isinstance(now, LinearWarmup) and not callable(value):
             height = float(tf.keras.backend.get_value(value))

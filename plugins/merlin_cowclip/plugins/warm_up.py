@@ -51,9 +51,6 @@ class FollowsFits:
         learning_rate: Any
 
         _model: Any
-        _deferred_dependencies: dict[str, Any]
-
-        def _maybe_initialize_trackable(self) -> None: ...
 
         def _handle_deferred_dependencies(self, name: str, trackable: Any) -> None: ...
 
@@ -140,18 +137,14 @@ class FollowsFits:
 
     def _lookup_dependency(self, name: str) -> Any:
         """What a checkpoint has by this name goes into; TensorFlow asks before it restores."""
+        if name in (_LENGTH, _HEIGHT):
+            self._create_warm_up()  # else what is read or set before the first step knew of neither
         if name == _HEIGHT:
             return self.default_optimizer.warmup_height
         if name == _LENGTH:  # each checkpoint of one that warms up has it
-            self._drop_saved_height()  # what one before is to bring
             self._unset_height()  # else one that lacks it would leave what was set since
             return self._saved_length
         return super()._lookup_dependency(name)  # type: ignore[misc]
-
-    def _drop_saved_height(self) -> None:
-        """What a checkpoint was to bring once the warm-up is made counts no longer."""
-        self._maybe_initialize_trackable()
-        self._deferred_dependencies.pop(_HEIGHT, None)
 
     def _height_was_set(self, height: tf.Variable) -> bool:
         made_with = tf.constant(self.hyperparameters.dense_lr, tf.float32)
