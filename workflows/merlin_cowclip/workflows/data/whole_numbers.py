@@ -368,7 +368,8 @@ def _as_fitted(column: pd.Series, fitted: np.dtype, is_id: bool) -> pd.Series:
         with np.errstate(over="ignore"):  # beyond a float32 it was infinite at the fit, too
             return pd.Series(_floats(column).astype(fitted), column.index)
     if column.isna().all() or (given.kind == "f" and not _is_whole(column).all()):
-        return column
+        is_exact = given.kind == "f" and (_is_whole(column) | column.isna()).all()
+        return column.astype(np.float64) if is_exact else column  # as pandas makes them
     limits = np.iinfo(fitted)
     if int(column.min()) < limits.min or int(column.max()) > limits.max:
         return column.astype(np.int64) if given.kind == "f" else column
