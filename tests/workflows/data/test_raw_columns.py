@@ -104,7 +104,18 @@ def within_nothing(_):
     return (["visits"] >> ops.FillMissing()) + named, {"user", "genres", "visits"}
 
 
+def reduced(_):
+    """By its own list of columns, with the label."""
+    return ["visits", "label"] >> ops.ReduceDtypeSize(), {"user", "genres", "visits"}
+
+
+def hashed(_):
+    buckets = ops.HashBucket({"visits": 9, "label": 3})
+    return ["visits", "label"] >> buckets, {"user", "genres", "visits"}
+
+
 CASES = [
+    *(reduced, hashed),
     *(each, of_the_label, encoded, together, joined, of_a_time, looked_up),
     *(within, within_alone, within_nothing),
 ]

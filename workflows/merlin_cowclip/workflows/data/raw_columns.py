@@ -8,6 +8,7 @@ row.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -200,6 +201,7 @@ class _Graph:
                 groups = [g for g in node.selector.subgroups if not lacking & set(g.names)]
                 names = [name for name in node.selector._names if name not in lacking]
                 node.selector = ColumnSelector(names, subgroups=groups)
+            node.op = _without(node.op, lacking)
             node.parents = _with_outputs(node.parents)
             node.dependencies = _with_outputs(node.dependencies)
             if (inner := self._inner.get(id(node))) is not None:
@@ -247,6 +249,16 @@ def _keys(op: Any) -> set[str]:
     if isinstance(op, JoinExternal):
         return {op.on} if isinstance(op.on, str) else set(op.on)
     return set()
+
+
+def _without(op: Any, columns: Collection[str]) -> Any:
+    """An operator that looks for none of its columns that are gone: ReduceDtypeSize, HashBucket."""
+    for name in ("dtypes", "ranges", "num_buckets"):
+        by_column = getattr(op, name, None)
+        if isinstance(by_column, dict) and by_column.keys() & set(columns):
+            op = copy.copy(op)
+            setattr(op, name, {key: by_column[key] for key in by_column.keys() - set(columns)})
+    return op
 
 
 def _with_outputs(nodes: Iterable[Any]) -> list[Any]:
