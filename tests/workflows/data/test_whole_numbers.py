@@ -94,6 +94,8 @@ def numbers(workflow):
         ("small", [1.0, 2.0], "int8"),
         ("small", [1.0, 200.0], "int64"),
         ("small", [1, 100], "int8"),
+        ("small", [True, False], "int8"),
+        ("item", [True, False], "int64"),
         ("small", [1, 200], "int64"),
         ("price", np.array([0.1, 2], "float32"), "float64"),  # no id
         ("ratio", [0.1, 1e300], "float32"),

@@ -358,6 +358,8 @@ def _as_fitted(column: pd.Series, fitted: np.dtype, is_id: bool) -> pd.Series:
       is_id: whether a float is looked up as it is.
     """
     column = _integers(_numbers(column, fitted.kind == "f"))
+    if column.dtype == bool:  # 1 and 0 at the fit, which an operator as of text tells from True
+        column = column.astype(np.int8)
     given: Any = column.dtype
     if given == fitted or given.kind not in "iuf":
         return column
