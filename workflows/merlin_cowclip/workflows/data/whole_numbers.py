@@ -7,10 +7,8 @@ narrower integers than the fit's an operator may overflow, and 0.1 is another nu
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Integral
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
@@ -19,6 +17,18 @@ import pyarrow as pa
 
 from merlin_cowclip.workflows.data.encoded_rows import Place
 from merlin_cowclip.workflows.data.id_origins import operators_that_keep_values
+from merlin_cowclip.workflows.data.number_types import (
+    Lists,
+    floats_of,
+    is_another,
+    is_integer,
+    is_whole,
+    largest,
+    numbers_of,
+    of_type,
+    whole_in,
+    within,
+)
 from merlin_cowclip.workflows.data.parquet_logs import is_number
 from merlin_cowclip.workflows.data.raw_columns import RawColumns, learned_keys
 from merlin_cowclip.workflows.data.workflow_graph import followed
@@ -32,26 +42,26 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class NotWhole:
-    """A number that is no id of a column of whole numbers."""
-
+class _Refused:
     column: str
     row: int  # from 0
     value: float
+
+
+class NotWhole(_Refused):
+    """A number that is no id of a column of whole numbers."""
 
     def refuse(self, place: Place) -> NoReturn:
         """Raise UserError."""
-        rule = "an id must be a whole number below 2^53, as those that the workflow was fitted on"
+        rule = (
+            "an id must be a whole number below 2^53 (as a float32, 2^24), as those that the "
+            "workflow was fitted on"
+        )
         place.refuse(rule, self.value, self.row, self.column, "Give whole numbers")
 
 
-@dataclass(frozen=True)
-class Narrowed:
+class Narrowed(_Refused):
     """A float32 that is another number than the float64 of the same digits, which was an id."""
-
-    column: str
-    row: int  # from 0
-    value: float
 
     def refuse(self, place: Place) -> NoReturn:
         """Raise UserError."""
@@ -61,12 +71,9 @@ class Narrowed:
 
 
 @dataclass(frozen=True)
-class Beyond:
-    """An integer that does not fit into the type that `ReduceDtypeSize` chose at the fit."""
+class Beyond(_Refused):
+    """A number that does not fit into the type that `ReduceDtypeSize` chose at the fit."""
 
-    column: str
-    row: int  # from 0
-    value: float
     kind: np.dtype
 
     def refuse(self, place: Place) -> NoReturn:
@@ -147,9 +154,9 @@ class WholeNumbers:
                 continue
             is_id, column = name in self._floats, frame[name]
             if name not in self._lists:
-                changed[name] = _as_fitted(column, fitted, is_id)
-            elif (lists := _Lists.of(column, fitted)) is not None:
-                changed[name] = lists.of_values(_as_fitted(lists.values, fitted, is_id))
+                changed[name] = of_type(column, fitted, is_id)
+            elif (lists := Lists.of(column, fitted)) is not None:
+                changed[name] = lists.of_values(of_type(lists.values, fitted, is_id))
         return frame.assign(**changed)
 
     def no_id(
@@ -173,19 +180,19 @@ class WholeNumbers:
                 continue
             values, rows = frame[name], None
             if name in self._lists:
-                lists = _Lists.of(values, self._fitted[name])
+                lists = Lists.of(values, self._fitted[name])
                 if lists is None:
                     continue
                 values, rows = lists.values, lists.rows()
                 if pd.api.types.is_object_dtype(values.dtype):  # integers among them are exact
-                    is_float = ~values.map(_is_integer).to_numpy(bool)
-                    values, rows = _numbers(values[is_float], is_float=True), rows[is_float]
+                    is_float = ~values.map(is_integer).to_numpy(bool)
+                    values, rows = numbers_of(values[is_float], is_float=True), rows[is_float]
             kind: Any = values.dtype
             is_narrow = name in self._floats
             if kind.kind != "f" or (is_narrow and kind.itemsize >= self._fitted[name].itemsize):
                 continue
-            held = _floats(values)
-            bad = _is_another(values) if is_narrow else ~np.isnan(held) & ~_is_whole(values)
+            held = floats_of(values)
+            bad = is_another(values) if is_narrow else ~np.isnan(held) & ~is_whole(values)
             if bad.any():
                 at = int(bad.argmax())
                 found = Narrowed if is_narrow else NotWhole
@@ -237,17 +244,17 @@ class WholeNumbers:
             if kind == fitted or kind.kind not in "iuf":
                 continue
             if kind.kind == "f":
-                is_good, numbers = _whole_numbers(column, (exact or {}).get(name))
+                is_good, numbers = whole_in(column, (exact or {}).get(name))
             else:
-                is_good, numbers = _within(column, np.iinfo(fitted))
+                is_good, numbers = within(column, np.iinfo(fitted))
             if not is_good.any():
                 continue  # no number that is misread
-            if name in self._encoded_alone and _largest(numbers) < 2**53:
+            if name in self._encoded_alone and largest(numbers) < 2**53:
                 continue  # a vocabulary has one id for 7 and 7.0; most columns are such
             good.append(is_good)
             filled = pd.Series(numbers, frame.index)
             given[name] = filled.astype(kind)
-            whole[name] = _as_fitted(filled, fitted, is_id=False)
+            whole[name] = of_type(filled, fitted, is_id=False)
         if not whole:
             return None
         try:
@@ -305,173 +312,14 @@ class WholeNumbers:
         return {n for n in names if not _same(left[n], right[n], 0 if n in self._ids else 1e-5)}
 
 
-@dataclass(frozen=True)
-class _Lists:
-    """The numbers of a column of lists, one list after the other."""
-
-    column: pd.Series
-    values: pd.Series
-    lengths: np.ndarray  # 0 of a missing list, too
-
-    @classmethod
-    def of(cls, column: pd.Series, fitted: np.dtype) -> _Lists | None:
-        """None where all are of a type already."""
-        kinds = {getattr(row, "dtype", None) for row in column if pd.api.types.is_list_like(row)}
-        if kinds <= {fitted}:
-            return None
-        rows = [row if pd.api.types.is_list_like(row) else () for row in column]
-        kept = [kind for kind in kinds if kind is not None and kind.kind in "iuf"]
-        values: Any = list(itertools.chain.from_iterable(rows))
-        kind = kept[0] if kinds == set(kept) and len(kept) == 1 else object
-        return cls(column, pd.Series(values, dtype=kind), np.fromiter(map(len, rows), np.int64))
-
-    def rows(self) -> np.ndarray:
-        """The row of each number."""
-        return np.repeat(np.arange(len(self.lengths)), self.lengths)
-
-    def of_values(self, values: pd.Series) -> pd.Series:
-        """The lists, of other values; a missing one stays so."""
-        if values is self.values:
-            return self.column
-        parts = np.empty(len(self.lengths), object)
-        parts[:] = np.split(values.to_numpy(), np.cumsum(self.lengths)[:-1])
-        is_list = self.column.map(pd.api.types.is_list_like).astype(bool)
-        return pd.Series(parts, self.column.index).where(is_list, self.column)
-
-
-def _is_integer(value: Any) -> bool:
-    return isinstance(value, Integral)
-
-
 def _numpy_type(column: ColumnSchema) -> np.dtype:
     """Of a column's values, or of those of its lists; object where NumPy has none."""
     kind = None if column.dtype.name == "unknown" else column.dtype.to_numpy
     return np.dtype(kind or object)
 
 
-def _as_fitted(column: pd.Series, fitted: np.dtype, is_id: bool) -> pd.Series:
-    """Numbers of a type, or as they are where that would make others of them.
-
-    Args:
-      column: numbers, or others.
-      fitted: the type.
-      is_id: whether a float is looked up as it is.
-    """
-    column = _integers(_numbers(column, fitted.kind == "f"))
-    if column.dtype == bool:  # 1 and 0 at the fit, which an operator as of text tells from True
-        column = column.astype(np.int8)
-    given: Any = column.dtype
-    if given == fitted or given.kind not in "iuf":
-        return column
-    if fitted.kind == "f":
-        is_narrow = given.kind == "f" and given.itemsize < fitted.itemsize
-        if is_id and is_narrow and _is_another(column).any():
-            return column
-        with np.errstate(over="ignore"):  # beyond a float32 it was infinite at the fit, too
-            return pd.Series(_floats(column).astype(fitted), column.index)
-    if column.isna().all() or (given.kind == "f" and not _is_whole(column).all()):
-        is_exact = given.kind == "f" and (_is_whole(column) | column.isna()).all()
-        return column.astype(np.float64) if is_exact else column  # as pandas makes them
-    limits = np.iinfo(fitted)
-    if int(column.min()) < limits.min or int(column.max()) > limits.max:
-        return column.astype(np.int64) if given.kind == "f" else column
-    if column.isna().any():  # pandas' own integers, which may be missing
-        kind: Any = fitted.name.replace("uint", "UInt").replace("int", "Int")
-    else:
-        kind = fitted
-    return column.astype(kind)
-
-
-def _whole_numbers(column: pd.Series, exact: pa.Array | None) -> tuple[np.ndarray, np.ndarray]:
-    """In which rows floats are whole numbers, and these, int64; another of them elsewhere.
-
-    Args:
-      column: floats.
-      exact: the integers that they were, if it is known.
-    """
-    if exact is not None:
-        is_good = exact.is_valid().to_numpy(zero_copy_only=False)
-        known = exact.drop_null().to_numpy()
-    else:
-        values = _floats(column)
-        with np.errstate(invalid="ignore"):
-            is_good = (values == np.trunc(values)) & (np.abs(values) < 2**63)
-        known = values[is_good].astype(np.int64)
-    numbers = np.full(len(column), known[0] if len(known) else 0, known.dtype)
-    numbers[is_good] = known
-    return is_good, numbers
-
-
-def _within(column: pd.Series, limits: np.iinfo) -> tuple[np.ndarray, np.ndarray]:
-    """As `_whole_numbers`, of integers: those within the limits of the fit's type."""
-    is_good = ((column >= limits.min) & (column <= limits.max)).fillna(False).to_numpy(bool)
-    known = column[is_good].to_numpy(np.int64 if limits.min < 0 else np.uint64)
-    numbers = np.full(len(column), known[0] if len(known) else 0, known.dtype)
-    numbers[is_good] = known
-    return is_good, numbers
-
-
-def _largest(numbers: np.ndarray) -> int:
-    return max(abs(int(numbers.min())), abs(int(numbers.max())))
-
-
-def _floats(column: pd.Series) -> np.ndarray:
-    return np.asarray(column.to_numpy(np.float64, na_value=np.nan))
-
-
-def _numbers(column: pd.Series, is_float: bool) -> pd.Series:
-    """Floats of decimals, of objects and of pandas' own floats, where a column is no such yet."""
-    kind: Any = column.dtype
-    if isinstance(kind, pd.CategoricalDtype) and kind.categories.dtype.kind == "f":
-        return column.astype(np.float64)
-    if pd.api.types.is_object_dtype(kind):
-        kinds = ["decimal", "floating", "mixed-integer-float", *(["integer"] if is_float else [])]
-        if pd.api.types.infer_dtype(column, skipna=True) not in kinds:
-            return column
-        if any(_is_integer(value) and abs(value) >= 2**53 for value in column):
-            return column  # floats would round it
-    elif not isinstance(kind, pd.Float32Dtype | pd.Float64Dtype):
-        return column
-    return pd.Series(_floats(column).astype(getattr(kind, "numpy_dtype", float)), column.index)
-
-
-def _integers(column: pd.Series) -> pd.Series:
-    """Integers of objects, as those of one row of a frame are, and of categories, none missing."""
-    kind: Any = column.dtype
-    if isinstance(kind, pd.CategoricalDtype):
-        is_integer = kind.categories.dtype.kind in "iu"
-    else:
-        is_object = pd.api.types.is_object_dtype(kind)
-        is_integer = is_object and pd.api.types.infer_dtype(column, skipna=False) == "integer"
-    if not is_integer or column.isna().any():
-        return column
-    try:
-        return column.astype(np.int64)
-    except (OverflowError, TypeError, ValueError):  # of 2^63 and more
-        return column
-
-
-def _is_whole(column: pd.Series) -> np.ndarray:
-    """Which floats are whole numbers that their type tells from their neighbours."""
-    values, digits = _floats(column), np.finfo(column.to_numpy().dtype).nmant + 1
-    with np.errstate(invalid="ignore"):
-        return (np.abs(values) < 2.0**digits) & (values == np.trunc(values))
-
-
-def _is_another(column: pd.Series) -> np.ndarray:
-    """Which floats are other numbers than the float64 of the same digits, or may be: 0.1, not 0.5.
-
-    NumPy's text of a float has the fewest digits that tell it from its neighbours.
-    """
-    held, places = np.unique(column.to_numpy(), return_inverse=True)
-    with np.errstate(invalid="ignore"):
-        is_large = np.abs(held) >= 2.0 ** (np.finfo(held.dtype).nmant + 1)
-    others = (held.astype(str).astype(np.float64) != held.astype(np.float64)) | is_large
-    return np.asarray((others & np.isfinite(held))[places])
-
-
 def _among(column: pd.Series) -> str:
-    values = _floats(column)
+    values = floats_of(column)
     if np.isnan(values).any():
         return "missing one"
     return "fraction" if (values != np.trunc(values)).any() else "one of 2^53 or more"

@@ -1,0 +1,174 @@
+"""Numbers of one type as the same numbers of another, where none becomes another number."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from numbers import Integral
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+
+
+@dataclass(frozen=True)
+class Lists:
+    """The numbers of a column of lists, one list after the other."""
+
+    column: pd.Series
+    values: pd.Series
+    lengths: np.ndarray  # 0 of a missing list, too
+
+    @classmethod
+    def of(cls, column: pd.Series, fitted: np.dtype) -> Lists | None:
+        """None where all are of a type already."""
+        kinds = {getattr(row, "dtype", None) for row in column if pd.api.types.is_list_like(row)}
+        if kinds <= {fitted}:
+            return None
+        rows = [row if pd.api.types.is_list_like(row) else () for row in column]
+        kept = [kind for kind in kinds if kind is not None and kind.kind in "iuf"]
+        values: Any = list(itertools.chain.from_iterable(rows))
+        kind = kept[0] if kinds == set(kept) and len(kept) == 1 else object
+        return cls(column, pd.Series(values, dtype=kind), np.fromiter(map(len, rows), np.int64))
+
+    def rows(self) -> np.ndarray:
+        """The row of each number."""
+        return np.repeat(np.arange(len(self.lengths)), self.lengths)
+
+    def of_values(self, values: pd.Series) -> pd.Series:
+        """The lists, of other values; a missing one stays so."""
+        if values is self.values:
+            return self.column
+        parts = np.empty(len(self.lengths), object)
+        parts[:] = np.split(values.to_numpy(), np.cumsum(self.lengths)[:-1])
+        is_list = self.column.map(pd.api.types.is_list_like).astype(bool)
+        return pd.Series(parts, self.column.index).where(is_list, self.column)
+
+
+def is_integer(value: Any) -> bool:
+    """Whether it is a whole number of Python's or NumPy's, and no float."""
+    return isinstance(value, Integral)
+
+
+def of_type(column: pd.Series, fitted: np.dtype, is_id: bool) -> pd.Series:
+    """Numbers of a type, or as they are where that would make others of them.
+
+    Args:
+      column: numbers, or others.
+      fitted: the type.
+      is_id: whether a float is looked up as it is.
+    """
+    column = _integers(numbers_of(column, fitted.kind == "f"))
+    if column.dtype == bool:  # 1 and 0 at the fit, which an operator as of text tells from True
+        column = column.astype(np.int8)
+    given: Any = column.dtype
+    if given == fitted or given.kind not in "iuf":
+        return column
+    if fitted.kind == "f":
+        is_narrow = given.kind == "f" and given.itemsize < fitted.itemsize
+        if is_id and is_narrow and is_another(column).any():
+            return column
+        with np.errstate(over="ignore"):  # beyond a float32 it was infinite at the fit, too
+            return pd.Series(floats_of(column).astype(fitted), column.index)
+    if column.isna().all() or (given.kind == "f" and not is_whole(column).all()):
+        is_exact = given.kind == "f" and (is_whole(column) | column.isna()).all()
+        return column.astype(np.float64) if is_exact else column  # as pandas makes them
+    limits = np.iinfo(fitted)
+    if int(column.min()) < limits.min or int(column.max()) > limits.max:
+        return column.astype(np.int64) if given.kind == "f" else column
+    if column.isna().any():  # pandas' own integers, which may be missing
+        kind: Any = fitted.name.replace("uint", "UInt").replace("int", "Int")
+    else:
+        kind = fitted
+    return column.astype(kind)
+
+
+def whole_in(column: pd.Series, exact: pa.Array | None) -> tuple[np.ndarray, np.ndarray]:
+    """In which rows floats are whole numbers, and these, int64; another of them elsewhere.
+
+    Args:
+      column: floats.
+      exact: the integers that they were, if it is known.
+    """
+    if exact is not None:
+        is_good = exact.is_valid().to_numpy(zero_copy_only=False)
+        known = exact.drop_null().to_numpy()
+    else:
+        values = floats_of(column)
+        with np.errstate(invalid="ignore"):
+            is_good = (values == np.trunc(values)) & (np.abs(values) < 2**63)
+        known = values[is_good].astype(np.int64)
+    numbers = np.full(len(column), known[0] if len(known) else 0, known.dtype)
+    numbers[is_good] = known
+    return is_good, numbers
+
+
+def within(column: pd.Series, limits: np.iinfo) -> tuple[np.ndarray, np.ndarray]:
+    """As `whole_in`, of integers: those within the limits of the fit's type."""
+    is_good = ((column >= limits.min) & (column <= limits.max)).fillna(False).to_numpy(bool)
+    known = column[is_good].to_numpy(np.int64 if limits.min < 0 else np.uint64)
+    numbers = np.full(len(column), known[0] if len(known) else 0, known.dtype)
+    numbers[is_good] = known
+    return is_good, numbers
+
+
+def largest(numbers: np.ndarray) -> int:
+    """The largest absolute value of integers, n ≥ 1; exact."""
+    return max(abs(int(numbers.min())), abs(int(numbers.max())))
+
+
+def floats_of(column: pd.Series) -> np.ndarray:
+    """float64, NaN where one is missing."""
+    return np.asarray(column.to_numpy(np.float64, na_value=np.nan))
+
+
+def numbers_of(column: pd.Series, is_float: bool) -> pd.Series:
+    """Floats of decimals, of objects and of pandas' own floats, where a column is no such yet."""
+    kind: Any = column.dtype
+    if isinstance(kind, pd.CategoricalDtype) and kind.categories.dtype.kind == "f":
+        return column.astype(np.float64)
+    if pd.api.types.is_object_dtype(kind):
+        kinds = ["decimal", "floating", "mixed-integer-float", *(["integer"] if is_float else [])]
+        if pd.api.types.infer_dtype(column, skipna=True) not in kinds:
+            return column
+        if any(is_integer(value) and abs(value) >= 2**53 for value in column):
+            return column  # floats would round it
+    elif not isinstance(kind, pd.Float32Dtype | pd.Float64Dtype):
+        return column
+    return pd.Series(floats_of(column).astype(getattr(kind, "numpy_dtype", float)), column.index)
+
+
+def _integers(column: pd.Series) -> pd.Series:
+    """Integers of objects, as those of one row of a frame are, and of categories, none missing."""
+    kind: Any = column.dtype
+    if isinstance(kind, pd.CategoricalDtype):
+        is_integer = kind.categories.dtype.kind in "iu"
+    else:
+        is_object = pd.api.types.is_object_dtype(kind)
+        is_integer = is_object and pd.api.types.infer_dtype(column, skipna=False) == "integer"
+    if not is_integer or column.isna().any():
+        return column
+    try:
+        return column.astype(np.int64)
+    except (OverflowError, TypeError, ValueError):  # of 2^63 and more
+        return column
+
+
+def is_whole(column: pd.Series) -> np.ndarray:
+    """Which floats are whole numbers that their type tells from their neighbours."""
+    values, digits = floats_of(column), np.finfo(column.to_numpy().dtype).nmant + 1
+    with np.errstate(invalid="ignore"):
+        return (np.abs(values) < 2.0**digits) & (values == np.trunc(values))
+
+
+def is_another(column: pd.Series) -> np.ndarray:
+    """Which floats are other numbers than the float64 of the same digits, or may be: 0.1, not 0.5.
+
+    NumPy's text of a float has the fewest digits that tell it from its neighbours.
+    """
+    held, places = np.unique(column.to_numpy(), return_inverse=True)
+    with np.errstate(invalid="ignore"):
+        is_large = np.abs(held) >= 2.0 ** (np.finfo(held.dtype).nmant + 1)
+    others = (held.astype(str).astype(np.float64) != held.astype(np.float64)) | is_large
+    return np.asarray((others & np.isfinite(held))[places])
