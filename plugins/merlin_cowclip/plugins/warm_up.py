@@ -52,8 +52,6 @@ class FollowsFits:
 
         _model: Any
 
-        def _handle_deferred_dependencies(self, name: str, trackable: Any) -> None: ...
-
         def _create_slots_of_model(self) -> None: ...
 
         def _take_tables(self) -> None: ...
@@ -119,9 +117,6 @@ class FollowsFits:
         self._saved_length = _SavedLength(self, self._warmup_steps)
         height = _variable(float(tf.keras.backend.get_value(height)), tf.float32, _HEIGHT)
         dense.learning_rate = LinearWarmup(height, self._warmup_steps)
-        # A checkpoint that was restored before.
-        self._handle_deferred_dependencies(_LENGTH, self._saved_length)
-        self._handle_deferred_dependencies(_HEIGHT, height)
         self._follow_fit()
 
     def _trackable_children(self, save_type: str = "checkpoint", **named: Any) -> dict[str, Any]:
