@@ -225,6 +225,16 @@ def test_weights_of_a_loop_of_ones_own(tmp_path, of):
         np.testing.assert_allclose(deferred, exact, atol=1e-5)
 
 
+def test_a_refused_optimizer_takes_no_table():
+    """The one before it was told that another one had been made since."""
+    model, _, step, _ = of_a_loop("deferred")
+    step(*next(batches(1)))
+    for options in ({"init_tables": True}, {"clip_tables": ["nothing"]}):
+        with pytest.raises(ValueError, match=r"init_tables needs|clip_tables must name"):
+            CowClipOptimizer.for_model(model, HP, **options)
+        step(*next(batches(1)))
+
+
 def test_weights_that_a_layer_is_given():
     """Rows that waited have caught up, and not the new ones."""
     found = []

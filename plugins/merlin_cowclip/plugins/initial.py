@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
+import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -80,13 +81,22 @@ def _known(specs: Iterable[TableSpec]) -> Iterator[tuple[TableSpec, Start]]:
             yield spec, start
 
 
-def others_than(stddev: float, specs: Iterable[TableSpec]) -> list[tuple[TableSpec, Start]]:
-    """Tables of width 2 and more that are known to start with another σ or mean, and how."""
-    return [(spec, start) for spec, start in _known(specs) if not start.has(stddev)]
+def warn_of_others_than(stddev: float, specs: Iterable[TableSpec], *, stacklevel: int) -> None:
+    """Warn once of tables of width 2 and more that are known to start with another σ or mean."""
+    differ = [(spec, start) for spec, start in _known(specs) if not start.has(stddev)]
+    if differ:
+        spec, start = differ[0]
+        warnings.warn(
+            f"init_stddev is {stddev:g}, but {len(differ)} of the model's tables start with "
+            f"another standard deviation or mean, the first of them {spec.name!r} with "
+            f"{start}. init_tables=True sets them, before the model is built; or give the "
+            "layers this σ, and the mean 0.",
+            stacklevel=stacklevel,
+        )
 
 
-def initialize(stddev: float, specs: Iterable[TableSpec]) -> None:
-    """Let the tables of width 2 and more start from N(0, σ) when they are built.
+def to_initialize(stddev: float, specs: Iterable[TableSpec]) -> list[TableSpec]:
+    """Tables of width 2 and more that are to start from N(0, σ) and do not yet.
 
     Raises:
       ValueError: a table has been built, whatever it started with: it may have been trained since.
@@ -108,7 +118,12 @@ def initialize(stddev: float, specs: Iterable[TableSpec]) -> None:
                 f"{spec.name!r}, of σ {start}, which takes its stddev as an argument of its own. "
                 f"Give it {stddev:g} there."
             )
-    for spec, _ in differ:
+    return [spec for spec, _ in differ]
+
+
+def initialize(stddev: float, specs: Iterable[TableSpec]) -> None:
+    """Let tables, of `to_initialize`, start from N(0, σ) when they are built."""
+    for spec in specs:
         # One for each: Keras's draw the same values from one instance.
         spec.layer.embeddings_initializer = _KINDS.RandomNormal(stddev=stddev)
 

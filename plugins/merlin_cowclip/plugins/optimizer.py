@@ -6,7 +6,6 @@ Composition and ownership only; the update of a table is in `adam.py`.
 from __future__ import annotations
 
 import contextlib
-import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, TypeAlias
@@ -14,7 +13,7 @@ from typing import Any, ClassVar, TypeAlias
 from merlin_cowclip.plugins._stack import filter_empty_gradients, mm, tf
 from merlin_cowclip.plugins.configured import from_config, state_follows, to_config
 from merlin_cowclip.plugins.fits import notify_of_fits
-from merlin_cowclip.plugins.initial import initialize, others_than
+from merlin_cowclip.plugins.initial import initialize, to_initialize, warn_of_others_than
 from merlin_cowclip.plugins.joining import ranks
 from merlin_cowclip.plugins.not_offered import RefusesOptions
 from merlin_cowclip.plugins.observing import Observable
@@ -211,21 +210,12 @@ class CowClipOptimizer(
             dense_schedule=dense_schedule,
             embedding_schedule=embedding_schedule,
         )
-        optimizer.bind(model)
-        check_trainable(optimizer.table_specs, clip_tables)
-        sigma = hyperparameters.init_stddev
-        if init_tables:
-            initialize(sigma, optimizer.table_specs)
-        differ = others_than(sigma, optimizer.table_specs)
-        if differ:
-            spec, start = differ[0]
-            warnings.warn(
-                f"init_stddev is {sigma:g}, but {len(differ)} of the model's tables start with "
-                f"another standard deviation or mean, the first of them {spec.name!r} with "
-                f"{start}. init_tables=True sets them, before the model is built; or give the "
-                "layers this σ, and the mean 0.",
-                stacklevel=2,
-            )
+        specs, sigma = tables_of(model, clip_tables), hyperparameters.init_stddev
+        check_trainable(specs, clip_tables)
+        others = to_initialize(sigma, specs) if init_tables else []
+        optimizer.bind(model)  # takes the tables from another optimizer: after all refusals
+        initialize(sigma, others)
+        warn_of_others_than(sigma, optimizer.table_specs, stacklevel=3)
         return optimizer
 
     def bind(self, model: tf.keras.Model) -> None:
