@@ -362,5 +362,24 @@ def test_the_search_steps_from_the_best_epoch_of_all(config, tmp_path):
     assert max(trials.tried(), key=lambda tried: tried.auc).number == 1
 
 
+def test_hopeless_is_who_lags_behind_all_that_came_as_far(config, tmp_path):
+    """Those that were given up are of them: what comes to its end are mostly rules, and good."""
+    Search.create(tmp_path, config.space, {})
+    trials = Search(tmp_path, config.space, config.seed)
+
+    def hopeless_after(*aucs: float) -> int:
+        """The epoch by which it is, or 0."""
+        trial = trials.claim(20)
+        hopeless = [trial.measured(Epoch(auc, 0.5, 1.0, 0.5, 1.0)) for auc in aucs]
+        trial.end(hopeless=any(hopeless))
+        return hopeless.index(True) + 1 if any(hopeless) else 0
+
+    assert [hopeless_after(0.7, 0.8) for _ in range(4)] == [0] * 4
+    assert hopeless_after(0.1, 0.2) == 0  # four tell too little
+    assert [hopeless_after(0.1, 0.2) for _ in range(2)] == [2, 2]  # none by its first epoch
+    assert hopeless_after(0.1, 0.5) == 0  # three of seven are worse, though none of the four
+    assert hopeless_after(0.7, 0.1) == 0  # by its best epoch so far
+
+
 def test_result_is_json(shared):
     assert json.loads((shared.path / "result.json").read_text()) == shared.result

@@ -35,6 +35,7 @@ _STARTUP = 6  # trials before TPE has a model of the values
 _STEP = 0.5  # standard deviation of a step, in decades; of the warm-up in epochs
 _MOVED, _FLIPPED = 0.6, 0.2  # in how many steps a number moves, and a choice is drawn anew
 _KEPT = 75.0  # percent of trials: the median ends some that rise slowly, and then highest
+_FEWEST_AS_FAR = 5  # trials that have to have come as far, before any is given up
 _NOT_PRUNED = 1  # epochs: in the first one a warm-up may still go on
 _DEATHS = 3  # after so many, a trial is what kills its process
 _MEASURED = (TrialState.COMPLETE, TrialState.PRUNED)
@@ -148,9 +149,7 @@ class Search:
                 study_name=_NAME,
                 storage=_storage(folder),
                 sampler=Proposals(seed),
-                pruner=optuna.pruners.PercentilePruner(
-                    _KEPT, n_startup_trials=5, n_warmup_steps=_NOT_PRUNED + 1
-                ),
+                pruner=Pruner(),
             )
 
     @staticmethod
@@ -302,6 +301,31 @@ class Proposals(optuna.samplers.BaseSampler):
         """A value that no trial so far had."""
         sampler = self._of(trial)
         return sampler.sample_independent(study, trial, param_name, param_distribution)
+
+
+class Pruner(optuna.pruners.BasePruner):
+    """Hopeless is whose best AUC so far is among the lowest quarter of all that came as far.
+
+    Of all that have ended, given up or not. Optuna's percentile pruner compares with those that
+    came to their end alone: here mostly the rules' own points, which are good and never given up,
+    so that a trial better than half of all would be ended.
+    """
+
+    def prune(self, study: Any, trial: FrozenTrial) -> bool:
+        """Whether the trial, which has just reported an epoch, is to be given up."""
+        epoch = trial.last_step
+        if epoch is None or epoch <= _NOT_PRUNED:
+            return False
+        trials = study.get_trials(deepcopy=False, states=_MEASURED)
+        as_far = [_best_by(other, epoch) for other in trials if epoch in other.intermediate_values]
+        if len(as_far) < _FEWEST_AS_FAR:
+            return False
+        return bool(_best_by(trial, epoch) < np.percentile(as_far, 100.0 - _KEPT))
+
+
+def _best_by(trial: FrozenTrial, epoch: int) -> float:
+    """A trial's best AUC in its first epochs."""
+    return max(auc for step, auc in trial.intermediate_values.items() if step <= epoch)
 
 
 def _best(study: optuna.Study) -> FrozenTrial | None:
