@@ -193,7 +193,7 @@ def test_going_on_gives_what_one_go_gives(data, config, tmp_path, fake, shared):
     assert trained == 12 + 3 * len(repeated)
 
 
-def test_interrupted_and_gone_on_with(data, config, tmp_path, fake, shared, monkeypatch):
+def test_interrupted_and_gone_on_with(data, config, tmp_path, fake, shared, monkeypatch, capsys):
     out = tmp_path / "tune"
     stock, calls = fake.epochs_of, []
 
@@ -211,7 +211,10 @@ def test_interrupted_and_gone_on_with(data, config, tmp_path, fake, shared, monk
     assert not (out / "result.json").exists()
     with pytest.raises(UserError, match="a tune that did not end. Go on: merlin-cowclip tune"):
         Tuned.open(out)
-    tuned = tuned_by(data, config, out, trials=30)
+    tuned = tune(data, config, out, trials=30)
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("trial ")]
+    assert lines[0].startswith("trial 10, 9 of 30 ended: ")  # its number is a new one
+    assert lines[-1].startswith("trial 31, 30 of 30 ended: ")
     trials = tuned.result["trials"]
     assert len(trials) == 30
     assert trials[:8] == shared.result["trials"][:8]

@@ -171,15 +171,14 @@ class _Tuning:
                 continue
             ended = None
             try:
-                with self._bar(f"trial {trial.number + 1}/{self._trials}") as advance:
+                with self._bar(f"trial {trial.number + 1}") as advance:
                     why, hopeless = self._try(trial, stopping, advance)
                 ended = trial.end(why, hopeless=hopeless)
             finally:
                 if ended is None:
                     trial.give_up()
             if self._show:
-                best = max(self.search.tried(), key=lambda tried: tried.auc)
-                print(trial_line(ended, self._trials, best), flush=True)
+                print(trial_line(ended, self.search.tried(), self._trials), flush=True)
 
     def _try(self, trial: Any, stopping: Stopping, advance: Any) -> tuple[str | None, bool]:
         """Train a trial; why it ended before its last epoch, and whether it was hopeless."""

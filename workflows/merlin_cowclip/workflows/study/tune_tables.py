@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from merlin_cowclip.plugins.scaling import format_table
@@ -25,18 +25,22 @@ def values_in_words(point: Point) -> str:
     )
 
 
-def trial_line(trial: Any, most: int, best: Any) -> str:
-    """A trial that has ended, and the best of all so far: both `Tried`."""
+def trial_line(trial: Any, tried: Sequence[Any], most: int) -> str:
+    """A trial that has ended, a `Tried`, of all that have, and of how many are to.
+
+    Its number is the search's: one that was interrupted is tried again under another.
+    """
     rules = f" ({', '.join(trial.rules)})" if trial.rules else ""
     if trial.epochs:
         auc = f"held-out AUC {trial.auc:.5f}, epoch {trial.best_epoch} of {len(trial.epochs)}"
     else:
         auc = "no epoch"
     why = f", {brief(trial.why)}" if trial.why else ""
+    best = max(tried, key=lambda one: one.auc)
     so_far = f"; best {best.auc:.5f}, trial {best.number + 1}" if best.epochs else ""
     return (
-        f"trial {trial.number + 1}/{most}: {auc}, {trial.seconds:.0f} s{why}; "
-        f"{values_in_words(trial.point)}{rules}{so_far}"
+        f"trial {trial.number + 1}, {len(tried)} of {most} ended: {auc}, {trial.seconds:.0f} s"
+        f"{why}; {values_in_words(trial.point)}{rules}{so_far}"
     )
 
 
