@@ -100,3 +100,24 @@ def test_loss_scaling_stays_as_it_is_on_several_ranks(merlin_on_two_ranks, tmp_p
     model.save(str(tmp_path / "model"))
     assert (tmp_path / "model" / ".merlin" / "output_schema.json").exists()
     assert float(optimizer.learning_rate) == rate
+
+
+def test_moments_are_in_one_order_however_they_were_made(tmp_path):
+    """A rank that restores a checkpoint before its first step makes them in the checkpoint's."""
+    found = []
+    for restored in (False, True):
+        tf.keras.backend.clear_session()
+        model = two_outputs(SCHEMA)
+        model(batch(SCHEMA)[0])
+        optimizer = CowClipOptimizer.for_model(model, Hyperparameters(32), steps_per_epoch=9)
+        checkpoint = tf.train.Checkpoint(model=model, optimizer=optimizer)
+        if restored:
+            checkpoint.read(str(tmp_path / "checkpoint"))
+        optimizer.create_slots(model.trainable_variables)
+        if not restored:
+            checkpoint.write(str(tmp_path / "checkpoint"))
+        kept = [variable.name for variable in optimizer.weights]
+        found.append((kept, [variable.name for variable in optimizer._state()]))
+    (made, alike), (made_restored, alike_restored) = found
+    assert made != made_restored
+    assert alike == alike_restored

@@ -265,6 +265,7 @@ def test_a_warm_up_is_as_rank_0_has_it(results):
     assert first["set"]["rate"] == pytest.approx(HP.dense_lr / 4 * 1 / 9, rel=1e-3)
     assert first["restored"]["rate"] == pytest.approx(HP.dense_lr / 4 * 2 / 9, rel=1e-3)
     assert first["restored"]["steps"] == 9
+    assert first["restored at once"] == first["restored"], "the ranks were told to train one model"
     for told in others:
         assert told == first
 

@@ -135,13 +135,29 @@ class StepsTogether:
         """What all ranks have alike: not the rows that one has alone."""
         model = self._model() if self._model is not None else None
         own = self.in_shards()
-        weights = [*(() if model is None else model.weights), *self.weights]
-        yield from (variable for variable in weights if variable.ref() not in own)
+        weights = () if model is None else tuple(model.weights)
+        every = [*weights, *self._weights_as(weights)]
+        yield from (variable for variable in every if variable.ref() not in own)
         for optimizer in (self, *self.optimizers):
             for _, value in sorted(optimizer._hyper.items()):
                 is_warm_up = isinstance(value, LinearWarmup)
                 values = (value.learning_rate, value.warmup_steps) if is_warm_up else (value,)
                 yield from (one for one in values if isinstance(one, tf.Variable))
+
+    def _weights_as(self, weights: Sequence[tf.Variable]) -> list[tf.Variable]:
+        """Its own weights, moments in the order of what they are of.
+
+        Keras has them as they were made, and on a rank that restored a checkpoint before its first
+        step they were made in another order: one rank's m would become another one's v.
+        """
+        places = {variable._unique_id: place for place, variable in enumerate(weights)}
+        order = {
+            moment.ref(): (places.get(key, len(places)), name)
+            for part in self.optimizers
+            for key, moments in part._slots.items()
+            for name, moment in moments.items()
+        }
+        return sorted(self.weights, key=lambda variable: order.get(variable.ref(), (-1, "")))
 
     def in_shards(self) -> dict[Any, Shard]:
         """By reference, which rows this rank has of a table in shards, and of its moments."""

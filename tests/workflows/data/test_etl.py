@@ -1,6 +1,7 @@
 """Raw logs to prepared data, against pandas, NumPy and stock NVTabular as oracles."""
 
 import gzip
+import json
 import os
 import shutil
 import threading
@@ -18,12 +19,13 @@ from merlin_cowclip.workflows.data.datasets import AVAZU, CRITEO, DatasetSpec, S
 from merlin_cowclip.workflows.data.etl import prepare
 from merlin_cowclip.workflows.data.fitted_workflow import build_workflow
 from merlin_cowclip.workflows.data.prepared import PreparedData
+from merlin_cowclip.workflows.data.saved_workflow import save_schema
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.quiet import quiet_imports
 
 with quiet_imports():
     import nvtabular as nvt
-    from merlin.schema import Tags
+    from merlin.schema import ColumnSchema, Schema, Tags
     from nvtabular import ops
 
 ROWS = 6_000
@@ -262,6 +264,17 @@ def test_schema(prepared):
     assert not schema["user"].is_list
     assert schema["price"].dtype.name == "float32"
     assert str(prepared.path.parent) not in (prepared.path / "schema.pbtxt").read_text()
+
+
+def test_tags_are_written_in_one_order(tmp_path):
+    """A set of texts has another one in each process, and so had the folder's files."""
+    tags = [Tags.CATEGORICAL, Tags.USER, Tags.ID, Tags.ITEM, Tags.TARGET, Tags.TIME, Tags.SESSION]
+    save_schema(Schema([ColumnSchema("a", tags=tags)]), tmp_path)
+    written = sorted(tag.value for tag in tags)
+    lines = (tmp_path / "schema.pbtxt").read_text().splitlines()
+    assert [line.split('"')[1] for line in lines if "tag:" in line] == written
+    (feature,) = json.loads((tmp_path / ".merlin" / "schema.json").read_text())["feature"]
+    assert feature["annotation"]["tag"] == written
 
 
 def test_merlin_finds_the_schema_by_itself(prepared):

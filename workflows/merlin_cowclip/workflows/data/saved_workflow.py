@@ -77,6 +77,8 @@ def save_schema(schema: Schema, folder: Path, bucketed: Collection[str] = ()) ->
             ]
         )
     )
+    for feature in proto.proto_schema.feature:
+        feature.annotation.tag.sort()  # a set's order is another one in each process
     proto.to_proto_text_file(str(folder))
     (folder / ".merlin").mkdir()
     proto.to_json_file(str(folder / ".merlin"))
