@@ -88,7 +88,16 @@ def numbers(workflow):
         ("item", pd.Series([1.0, 3.7], dtype=object), "float64"),
         ("item", [Decimal("1"), Decimal("3.7")], "float64"),
         ("item", pd.Series([1.0, 3.7]).astype("category"), "float64"),
-        ("item", pd.Series([1, None], dtype=object), "object"),
+        ("item", pd.Series([1, None], dtype=object), "Int64"),  # as of a column of Int8
+        ("small", pd.Series([1, None], dtype=object), "Int8"),
+        ("small", pd.Series([1, 2, None], dtype=object).astype("category"), "Int8"),
+        ("item", pd.Series([True, None], dtype=object), "Int64"),
+        ("item", pd.array([True, None], "boolean"), "Int64"),
+        ("small", pd.array([True, False], "boolean"), "int8"),
+        ("price", pd.Series([True, None], dtype=object), "float64"),
+        ("price", pd.Series([True, None], dtype=object).astype("category"), "float64"),
+        ("price", pd.array([True, False], "boolean"), "float64"),
+        ("price", pd.Series([None, None], dtype=object), "float64"),
         ("price", pd.Series([1, None], dtype=object), "float64"),
         ("price", pd.array([1.0, None], "Float64"), "float64"),
         ("small", [1.0, 2.0], "int8"),
@@ -185,6 +194,38 @@ def test_float32_where_ids_are_float64(numbers):
     words = "0.1 as a float32, which is 0.10000000149011612, in raw, row group 0, row 2 of the file"
     with pytest.raises(UserError, match=words):
         found.refuse(Place(Path("raw"), 0, 0))
+
+
+def test_float32_of_which_ids_are_made(tmp_path):
+    """Of 0.1 another hash and another text than of the float64, which was another id in silence."""
+    texts = ops.LambdaOp(lambda column: column.astype(str), dtype="str")
+    made = ["score"] >> ops.HashBucket(50) >> ops.Rename(postfix="_hashed")
+    made += ["price"] >> ops.Bucketize({"price": [0.5, 2.1]}) >> ops.Rename(postfix="_cut")
+    made += ["item"] >> texts >> ops.Categorify(out_path=str(tmp_path))
+    log = pd.DataFrame(
+        {name: np.arange(40) % 7 / 10 for name in ("score", "item", "price", "number")}
+    )
+    workflow = nvt.Workflow(made + (["number"] >> ops.Normalize())).fit(nvt.Dataset(log))
+    ids = ["score_hashed", "price_cut", "item"]
+    numbers = WholeNumbers(workflow, ids, [*ids, "number"])
+
+    encode = encoder(workflow)
+
+    def misread(**changes):
+        frame = numbers.as_fitted(log.assign(**changes))
+        assert numbers.no_id(frame) is None
+        return numbers.misread(frame, encode(frame), encode)
+
+    narrow = log.astype("float32")
+    assert misread(price=narrow["price"], number=narrow["number"]) is None
+    assert misread(item=narrow["item"]) is None  # of the same text
+    assert misread(score=narrow["score"].where(narrow["score"] == 0.5)) is None  # the same number
+    found = misread(**narrow)
+    assert (found.column, found.made) == ("score", "float64")
+    with pytest.raises(UserError, match="'score', .* must be float64, .* float32, one in 40 rows"):
+        found.refuse("one in 40 rows")
+    border = log.assign(price=2.1).astype("float32")
+    assert misread(price=border["price"]).column == "price"
 
 
 def as_float(value):
@@ -382,5 +423,6 @@ def test_a_flag_of_missing_ones_is_not_the_number(tmp_path):
     workflow = nvt.Workflow(flag + (filled["price"] >> ops.Normalize())).fit(nvt.Dataset(LOG))
     held = WholeNumbers(workflow, ["price_filled"], workflow.output_schema.column_names)
     frame = held.as_fitted(pd.DataFrame({"price": np.array([0.1, 2], "float32")}))
-    assert frame["price"].dtype == np.float64
     assert held.no_id(frame) is None
+    encoded = encoder(workflow)
+    assert held.misread(frame, encoded(frame), encoded) is None

@@ -335,6 +335,7 @@ def test_another_tune_is_refused(data, shared, config, changes, words):
 
 
 def test_a_trial_that_kills_its_process_is_given_up(data, config, tmp_path, fake):
+    """And no step is taken from it, whatever it had come to."""
     out = tmp_path / "tune"
     tuned_by(data, config, out, trials=6, seeds=1)
     dies = search.Search(out, config.space, config.seed)
@@ -343,6 +344,7 @@ def test_a_trial_that_kills_its_process_is_given_up(data, config, tmp_path, fake
         trial = dies.claim(7)
         assert trial is not None
         numbers.append(trial.point)
+        trial.measured(Epoch(1.0, 0.1, 1.0, 0.1, 1.0))
         trial._claim.let_go()  # as the system does for a dead process
     assert len(set(numbers)) == 1
     assert dies.in_progress() == 0
@@ -350,6 +352,9 @@ def test_a_trial_that_kills_its_process_is_given_up(data, config, tmp_path, fake
     last = dies.tried()[-1]
     assert last.why == "its process died 3 times"
     assert not last.epochs
+    best = max(dies.tried(), key=lambda tried: tried.auc)
+    assert search._best(dies.study).number == best.number != last.number
+    assert last.number not in [trial.number for trial in search._kept(dies.study)]
 
 
 def test_the_search_steps_from_the_best_epoch_of_all(config, tmp_path):

@@ -41,7 +41,9 @@ class Lists:
         if values is self.values:
             return self.column
         parts = np.empty(len(self.lengths), object)
-        parts[:] = np.split(values.to_numpy(), np.cumsum(self.lengths)[:-1])
+        own = pd.api.types.is_extension_array_dtype(values.dtype)  # whose missing one is pd.NA
+        held = values.to_numpy(object, na_value=None) if own else values.to_numpy()
+        parts[:] = np.split(held, np.cumsum(self.lengths)[:-1])
         is_list = self.column.map(pd.api.types.is_list_like).astype(bool)
         return pd.Series(parts, self.column.index).where(is_list, self.column)
 
@@ -60,8 +62,6 @@ def of_type(column: pd.Series, fitted: np.dtype, is_id: bool) -> pd.Series:
       is_id: whether a float is looked up as it is.
     """
     column = _integers(numbers_of(column, fitted.kind == "f"))
-    if column.dtype == bool:  # 1 and 0 at the fit, which an operator as of text tells from True
-        column = column.astype(np.int8)
     given: Any = column.dtype
     if given == fitted or given.kind not in "iuf":
         return column
@@ -104,6 +104,16 @@ def whole_in(column: pd.Series, exact: pa.Array | None) -> tuple[np.ndarray, np.
     return is_good, numbers
 
 
+def digits_in(column: pd.Series, fitted: np.dtype) -> tuple[np.ndarray, pd.Series, pd.Series]:
+    """In which rows narrow floats are finite, these, and the wider ones of the same digits.
+
+    Another of them elsewhere; see `is_another`.
+    """
+    is_good = np.isfinite(floats_of(column))
+    held = column.where(is_good, column[is_good].iloc[0] if is_good.any() else 0)
+    return is_good, held, held.astype(str).astype(fitted)
+
+
 def within(column: pd.Series, limits: np.iinfo) -> tuple[np.ndarray, np.ndarray]:
     """As `whole_in`, of integers: those within the limits of the fit's type."""
     is_good = ((column >= limits.min) & (column <= limits.max)).fillna(False).to_numpy(bool)
@@ -129,7 +139,8 @@ def numbers_of(column: pd.Series, is_float: bool) -> pd.Series:
     if isinstance(kind, pd.CategoricalDtype) and kind.categories.dtype.kind == "f":
         return column.astype(np.float64)
     if pd.api.types.is_object_dtype(kind):
-        kinds = ["decimal", "floating", "mixed-integer-float", *(["integer"] if is_float else [])]
+        kinds = ["decimal", "floating", "mixed-integer-float"]
+        kinds += ["integer", "empty"] if is_float else []
         if pd.api.types.infer_dtype(column, skipna=True) not in kinds:
             return column
         if any(is_integer(value) and abs(value) >= 2**53 for value in column):
@@ -140,19 +151,28 @@ def numbers_of(column: pd.Series, is_float: bool) -> pd.Series:
 
 
 def _integers(column: pd.Series) -> pd.Series:
-    """Integers of objects, as those of one row of a frame are, and of categories, none missing."""
-    kind: Any = column.dtype
-    if isinstance(kind, pd.CategoricalDtype):
-        is_integer = kind.categories.dtype.kind in "iu"
-    else:
-        is_object = pd.api.types.is_object_dtype(kind)
-        is_integer = is_object and pd.api.types.infer_dtype(column, skipna=False) == "integer"
-    if not is_integer or column.isna().any():
+    """Integers of booleans, of objects, as those of one row of a frame are, and of categories.
+
+    pandas' own where one is missing. True was 1 at the fit, from which an operator may tell it.
+    """
+    given: Any = column
+    if isinstance(given.dtype, pd.CategoricalDtype) and given.dtype.categories.dtype.kind in "iubO":
+        given = given.astype(object)
+    kind = given.dtype
+    if pd.api.types.is_object_dtype(kind):
+        inferred = pd.api.types.infer_dtype(given, skipna=True)
+        own = {"boolean": "boolean", "integer": "Int64"}.get(inferred)
+        if own is None:
+            return column
+        try:
+            given = given.astype(own)
+        except (OverflowError, TypeError, ValueError):  # of 2^63 and more
+            return column
+    if pd.api.types.is_bool_dtype(given.dtype):
+        given = given.astype("Int8")
+    elif kind == given.dtype:
         return column
-    try:
-        return column.astype(np.int64)
-    except (OverflowError, TypeError, ValueError):  # of 2^63 and more
-        return column
+    return given if given.isna().any() else given.astype(given.dtype.numpy_dtype)
 
 
 def is_whole(column: pd.Series) -> np.ndarray:

@@ -19,6 +19,7 @@ from merlin_cowclip.workflows.data.encoded_rows import Place
 from merlin_cowclip.workflows.data.id_origins import operators_that_keep_values
 from merlin_cowclip.workflows.data.number_types import (
     Lists,
+    digits_in,
     floats_of,
     is_another,
     is_integer,
@@ -98,6 +99,8 @@ class Misread:
     def of(cls, column: pd.Series, fitted: np.dtype) -> Misread:
         """Of a column as it is."""
         name, kind = str(column.name), column.dtype
+        if fitted.kind == "f":
+            return MisreadDigits(name, str(kind), str(fitted))
         if kind.kind != "f":
             made = f"them wider; of {fitted} the workflow makes other inputs"
             return cls(name, f"one that is no {fitted}", made)
@@ -110,6 +113,18 @@ class Misread:
             f"whole numbers of column {self.column!r} must have no {self.among} among them, for "
             f"the workflow was fitted on none. Received: {rows}, which makes {self.made}. Fill it "
             "in, or give the rows without one apart"
+        )
+
+
+class MisreadDigits(Misread):
+    """A column of floats narrower than at the fit, among numbers as `among`, not as `made`."""
+
+    def refuse(self, rows: str) -> NoReturn:
+        """Raise UserError for rows, which are where."""
+        raise UserError(
+            f"column {self.column!r}, of which the workflow makes ids, must be {self.made}, as it "
+            f"was fitted on. Received: {self.among}, {rows}, of which it makes other ids: 0.1 is "
+            f"another number. Give the column as {self.made}"
         )
 
 
@@ -139,6 +154,11 @@ class WholeNumbers:
         self._encoded = encoded & whole
         self._encoded_alone = self._encoded - otherwise
         self._floats = looked_up & (self._fitted.keys() - whole)
+        of_ids = RawColumns(workflow, self._ids)
+        others = self._fitted.keys() - whole - looked_up
+        others = {name for name in others if not of_ids.may_lack([name])}
+        self._floats |= others & self._lists
+        self._digits = others - self._lists  # that ids are made of otherwise: hashed, as text, cut
 
     def as_fitted(self, frame: pd.DataFrame) -> pd.DataFrame:
         """Raw rows of the types of numbers that the workflow was fitted on, lists of them as well.
@@ -152,7 +172,7 @@ class WholeNumbers:
         for name, fitted in self._fitted.items():
             if name not in frame:
                 continue
-            is_id, column = name in self._floats, frame[name]
+            is_id, column = name in self._floats | self._digits, frame[name]
             if name not in self._lists:
                 changed[name] = of_type(column, fitted, is_id)
             elif (lists := Lists.of(column, fitted)) is not None:
@@ -222,7 +242,8 @@ class WholeNumbers:
         """A column of whole numbers, floats here, of which the workflow makes other inputs by that.
 
         Or integers wider than the fit's, as one of them is beyond its type: in a batch without it
-        an operator may overflow, as at the fit. All such columns at once are made whole, and
+        an operator may overflow, as at the fit. Or narrower floats, compared with the numbers of
+        the same digits. All such columns at once are made whole, and
         compared with the same numbers as they are: two that are read together may be read as at
         the fit only where both are whole. Whatever number of them takes one or two encodings more,
         where none is misread.
@@ -237,11 +258,15 @@ class WholeNumbers:
         given: dict[str, pd.Series] = {}  # the same, of the type that they have here
         good: list[np.ndarray] = []  # in which rows a column's are its own
         for name in map(str, frame):
-            if name not in self._whole:
+            if name not in self._whole | self._digits:
                 continue
             column, fitted = frame[name], self._fitted[name]
             kind: Any = getattr(column.dtype, "numpy_dtype", column.dtype)
             if kind == fitted or kind.kind not in "iuf":
+                continue
+            if name in self._digits:
+                is_good, given[name], whole[name] = digits_in(column, fitted)
+                good.append(is_good)
                 continue
             if kind.kind == "f":
                 is_good, numbers = whole_in(column, (exact or {}).get(name))

@@ -316,11 +316,18 @@ class Pruner(optuna.pruners.BasePruner):
         epoch = trial.last_step
         if epoch is None or epoch <= _NOT_PRUNED:
             return False
-        trials = study.get_trials(deepcopy=False, states=_MEASURED)
-        as_far = [_best_by(other, epoch) for other in trials if epoch in other.intermediate_values]
+        as_far = [
+            _best_by(other, epoch) for other in _kept(study) if epoch in other.intermediate_values
+        ]
         if len(as_far) < _FEWEST_AS_FAR:
             return False
         return bool(_best_by(trial, epoch) < np.percentile(as_far, 100.0 - _KEPT))
+
+
+def _kept(study: optuna.Study) -> list[FrozenTrial]:
+    """The trials that were measured, and not those that end their process each time."""
+    trials = study.get_trials(deepcopy=False, states=_MEASURED)
+    return [trial for trial in trials if "epochs" in trial.user_attrs]
 
 
 def _best_by(trial: FrozenTrial, epoch: int) -> float:
@@ -333,8 +340,7 @@ def _best(study: optuna.Study) -> FrozenTrial | None:
 
     Optuna's own value of a trial that was given up is that of its last epoch.
     """
-    trials = study.get_trials(deepcopy=False, states=_MEASURED)
-    measured = [trial for trial in trials if trial.intermediate_values]
+    measured = [trial for trial in _kept(study) if trial.intermediate_values]
     return max(measured, key=lambda trial: max(trial.intermediate_values.values()), default=None)
 
 
