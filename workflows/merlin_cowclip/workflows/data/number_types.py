@@ -111,7 +111,8 @@ def digits_in(column: pd.Series, fitted: np.dtype) -> tuple[np.ndarray, pd.Serie
     """
     is_good = np.isfinite(floats_of(column))
     held = column.where(is_good, column[is_good].iloc[0] if is_good.any() else 0)
-    return is_good, held, held.astype(str).astype(fitted)
+    wide = held.to_numpy().astype(str).astype(fitted)
+    return is_good, held, pd.Series(wide, column.index)
 
 
 def within(column: pd.Series, limits: np.iinfo) -> tuple[np.ndarray, np.ndarray]:
