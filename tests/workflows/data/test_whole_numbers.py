@@ -98,6 +98,7 @@ def numbers(workflow):
         ("price", pd.Series([True, None], dtype=object).astype("category"), "float64"),
         ("price", pd.array([True, False], "boolean"), "float64"),
         ("price", pd.Series([None, None], dtype=object), "float64"),
+        ("price", pd.Series([None, None], dtype=object).astype("category"), "float64"),
         ("price", pd.Series([1, None], dtype=object), "float64"),
         ("price", pd.array([1.0, None], "Float64"), "float64"),
         ("small", [1.0, 2.0], "int8"),

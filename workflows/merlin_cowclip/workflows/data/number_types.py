@@ -41,8 +41,9 @@ class Lists:
         if values is self.values:
             return self.column
         parts = np.empty(len(self.lengths), object)
-        own = pd.api.types.is_extension_array_dtype(values.dtype)  # whose missing one is pd.NA
-        held = values.to_numpy(object, na_value=None) if own else values.to_numpy()
+        if pd.api.types.is_extension_array_dtype(values.dtype):  # whose missing one is pd.NA
+            values = values.astype(object).where(values.notna(), None)
+        held = values.to_numpy()
         parts[:] = np.split(held, np.cumsum(self.lengths)[:-1])
         is_list = self.column.map(pd.api.types.is_list_like).astype(bool)
         return pd.Series(parts, self.column.index).where(is_list, self.column)
@@ -137,8 +138,10 @@ def floats_of(column: pd.Series) -> np.ndarray:
 def numbers_of(column: pd.Series, is_float: bool) -> pd.Series:
     """Floats of decimals, of objects and of pandas' own floats, where a column is no such yet."""
     kind: Any = column.dtype
-    if isinstance(kind, pd.CategoricalDtype) and kind.categories.dtype.kind == "f":
-        return column.astype(np.float64)
+    if isinstance(kind, pd.CategoricalDtype):
+        is_empty = is_float and not len(kind.categories)
+        if is_empty or kind.categories.dtype.kind == "f":
+            return column.astype(np.float64)
     if pd.api.types.is_object_dtype(kind):
         kinds = ["decimal", "floating", "mixed-integer-float"]
         kinds += ["integer", "empty"] if is_float else []
