@@ -387,12 +387,31 @@ def test_parts_in_a_folder_beside_parts(place, given, within):
     refused(argv(place, place / given), words, folder=place)
 
 
-@pytest.mark.parametrize("left", ["_temporary/b.parquet", "more/_b.parquet", "notes/b.txt"])
+@pytest.mark.parametrize("given", ["parts", "parts/*"])
+@pytest.mark.parametrize(
+    "name", ["b.PARQUET", "b.pq", "part-00001", "b.parquet.snappy", "day_2/b.pq"]
+)
+def test_parquet_of_another_name_beside_parts(place, given, name):
+    """Its rows were missing without a word."""
+    other = place / "parts" / name
+    other.parent.mkdir(parents=True)
+    for part in (place / "parts" / "a.parquet", other):
+        shutil.copy(place / "train.parquet", part)
+    refused(argv(place, place / given), ["beside", other, "Name", "*.parquet"], folder=place)
+    assert len(open_files([place / "parts" / "a.parquet", other])) == 2
+
+
+@pytest.mark.parametrize(
+    "left", ["_temporary/b.parquet", "more/_b.parquet", "_metadata", "notes/b.txt", "b.pq.crc"]
+)
 def test_what_is_no_part_may_lie_in_a_folder_beside_parts(place, left):
     files = [place / "parts" / part for part in ("a.parquet", left)]
-    files[1].parent.mkdir(parents=True)
-    for file in files:
-        shutil.copy(place / "train.parquet", file)
+    files[1].parent.mkdir(parents=True, exist_ok=True)
+    shutil.copy(place / "train.parquet", files[0])
+    if files[1].suffix in (".txt", ".crc"):
+        files[1].write_text("no rows")
+    else:
+        shutil.copy(place / "train.parquet", files[1])
     for given in ("parts", "parts/*", "parts/*.parquet"):
         assert [file.path for file in open_files(place / given)] == files[:1]
 

@@ -87,7 +87,7 @@ def _expand(given: str | Path) -> list[Path]:
                 "file back, or name the parts one by one"
             )
     if parts:
-        _refuse_parts_within(found, homes)
+        _refuse_passed_over(sorted({*found} - {*parts} - homes, key=natural_order))
     else:
         kind = "folder" if path.is_dir() else "pattern"
         raise UserError(
@@ -97,19 +97,40 @@ def _expand(given: str | Path) -> list[Path]:
     return sorted(parts, key=natural_order)
 
 
-def _refuse_parts_within(found: Sequence[Path], homes: Collection[Path]) -> None:
-    """Refuse parts in folders beside those that were found: their rows would be missing."""
-    for folder in found:
-        if folder.name[0] in "._" or folder in homes or not folder.is_dir():
+def _refuse_passed_over(found: Sequence[Path]) -> None:
+    """Refuse what was found beside parts and holds rows as they do, which would be missing.
+
+    Files that begin as parquet does, whatever their name; and folders with any.
+    """
+    for one in found:
+        if one.name[0] in "._":
             continue
-        for part in sorted(folder.rglob("*.parquet"), key=natural_order):
-            names = part.relative_to(folder).parts
-            if part.is_file() and not any(name[0] in "._" for name in names):
+        if not one.is_dir():
+            if one.is_file() and _is_parquet(one):
+                raise UserError(
+                    "parquet beside files named *.parquet must be named so, too. Received: "
+                    f"{one}. Name it so, put it elsewhere, or name the files one by one"
+                )
+            continue
+        for part in sorted(one.rglob("*"), key=natural_order):
+            names = part.relative_to(one).parts
+            if any(name[0] in "._" for name in names) or not part.is_file():
+                continue
+            if part.suffix == ".parquet" or _is_parquet(part):
                 raise UserError(
                     "parquet in a folder beside files must be given by itself, or left out. "
-                    f"Received: {folder.parent}, with {part}. Name the files, "
-                    f"'{folder.parent}/*.parquet', and the folder, {folder}; or the files alone"
+                    f"Received: {one.parent}, with {part}. Name the files, "
+                    f"'{one.parent}/*.parquet', and the folder, {one}; or the files alone"
                 )
+
+
+def _is_parquet(path: Path) -> bool:
+    """Whether it begins as parquet does."""
+    try:
+        with path.open("rb") as file:
+            return file.read(4) == b"PAR1"
+    except OSError:
+        return False
 
 
 def check_given_once(parts: dict[str, list[ParquetFile]]) -> None:
