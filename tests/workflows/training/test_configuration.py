@@ -310,6 +310,83 @@ def test_the_command_lines_options(tmp_path, monkeypatch, arguments, config):
     assert train_config(parsed) == config
 
 
+DCN = {"model": "dcn_v2", "cross_layers": 2, "low_rank_dim": 4}
+DLRM = {"model": "dlrm", "bottom_mlp": []}
+FIELD = {"clip": "field", "clip_threshold": 2.0, "dense_lr": 0.5}
+
+
+@pytest.mark.parametrize("given", ["config", "tuned"])
+@pytest.mark.parametrize(
+    ("before", "options", "after"),
+    [
+        (DCN, "--model deepfm", {}),
+        (DCN, "--model dcn", {"model": "dcn", "cross_layers": 2}),
+        (DCN, "--model dlrm --bottom-mlp 8", {"model": "dlrm", "bottom_mlp": [8]}),
+        (DLRM, "--model dcn --cross-layers 5", {"model": "dcn", "cross_layers": 5}),
+        (
+            {"base": FIELD},
+            "--clip adaptive_column --clip-ratio 2",
+            {"base": {"dense_lr": 0.5, "clip_ratio": 2.0}},
+        ),
+        (
+            {"base": {"clip_ratio": 2.0, "clip_floor": 0.0, "dense_lr": 0.5}},
+            "--clip field --clip-threshold 2",
+            {"base": FIELD},
+        ),
+        ({"base": FIELD}, "--clip column", {"base": {**FIELD, "clip": "column"}}),
+        (
+            {"base": FIELD, "clip_tables": ["user"]},
+            "--no-clip",
+            {"base": {"dense_lr": 0.5, "clip": None}},
+        ),
+        (
+            {"clip_tables": ["user"]},
+            "--clip field --clip-threshold 3",
+            {"base": {"clip": "field", "clip_threshold": 3.0}, "clip_tables": ["user"]},
+        ),
+    ],
+    ids=str,
+)
+def test_what_an_option_leaves_without_meaning_goes(tmp_path, given, before, options, after):
+    """No option unsets it, and the advice was to leave it out."""
+    whole = TrainConfig.from_dict(before)
+    (tmp_path / "c.json").write_text(json.dumps(whole.to_dict()))
+    config = ["--config", str(tmp_path / "c.json")] if given == "config" else []
+    argv = ["train", "data", "--out", "run", *config, *options.split()]
+    found = train_config(command_line().parse_args(argv), whole if given == "tuned" else None)
+    assert found == TrainConfig.from_dict(after)
+
+
+def test_a_rule_that_leaves_a_files_clip_tables_without_meaning(tmp_path):
+    (tmp_path / "c.json").write_text(json.dumps({"clip_tables": ["user"]}))
+    argv = ["train", "data", "--out", "run", "--config", str(tmp_path / "c.json"), "--rule"]
+    assert train_config(command_line().parse_args([*argv, "linear"])) == TrainConfig(rule="linear")
+    kept = train_config(command_line().parse_args([*argv, "cowclip"]))
+    assert kept == TrainConfig(clip_tables=["user"])
+
+
+@pytest.mark.parametrize(
+    ("before", "options", "message"),
+    [
+        (DCN, "--model deepfm --cross-layers 2", "cross_layers belongs to dcn, dcn_v2"),
+        ({}, "--cross-layers 2", "cross_layers belongs to"),
+        ({"cross_layers": 2}, "--seed 3", "cross_layers belongs to"),
+        (DCN, "--model deepmf", "model must be one of"),
+        ({"base": FIELD}, "--clip adaptive_column --clip-threshold 3", "clip_threshold belongs to"),
+        ({"base": FIELD}, "--clip-ratio 2", "--clip-ratio belongs to"),
+        ({"base": FIELD}, "--clip best", "clip must be None or one of"),
+        ({}, "--no-clip --clip-tables user", "clip_tables needs a clip rule"),
+        ({"clip_tables": ["user"]}, "--rule linaer", "rule must be one of"),
+    ],
+    ids=str,
+)
+def test_an_option_without_meaning_is_refused(tmp_path, before, options, message):
+    (tmp_path / "c.json").write_text(json.dumps(before))
+    argv = ["train", "data", "--out", "run", "--config", str(tmp_path / "c.json")]
+    with pytest.raises(UserError, match=message):
+        train_config(command_line().parse_args([*argv, *options.split()]))
+
+
 # Identity
 
 

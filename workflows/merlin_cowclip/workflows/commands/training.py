@@ -10,11 +10,17 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from merlin_cowclip.plugins.scaling import ADAPTIVE_CLIPS, CLIPS, SCALING_RULES, scaling_table
+from merlin_cowclip.plugins.scaling import (
+    ADAPTIVE_CLIPS,
+    CLIPS,
+    CONSTANT_CLIPS,
+    SCALING_RULES,
+    scaling_table,
+)
 from merlin_cowclip.workflows.commands.values import add_schedules, by_field, schedules_of
 from merlin_cowclip.workflows.errors import Notice, UserError, quoted
 from merlin_cowclip.workflows.folders import refuse_existing
-from merlin_cowclip.workflows.training.configuration import TrainConfig
+from merlin_cowclip.workflows.training.configuration import TrainConfig, base_hyperparameters
 from merlin_cowclip.workflows.training.keeping import Keeping
 from merlin_cowclip.workflows.training.networks import COMBINERS, NETWORKS
 from merlin_cowclip.workflows.training.ranks import (
@@ -325,9 +331,18 @@ _BASE = {"batch_size": "base_batch_size"} | {
     )
 }
 
+_OF_CLIPS = {
+    "clip_tables": CLIPS,
+    "clip_threshold": CONSTANT_CLIPS,
+    "clip_ratio": ADAPTIVE_CLIPS,
+    "clip_floor": ADAPTIVE_CLIPS,
+}
+
 
 def train_config(arguments: argparse.Namespace, tuned: TrainConfig | None = None) -> TrainConfig:
     """The configuration of --config, if there is one, with what the other options say instead.
+
+    What they leave without a meaning in it goes with it; an option that has none is refused.
 
     Args:
         arguments: the command's.
@@ -353,18 +368,14 @@ def train_config(arguments: argparse.Namespace, tuned: TrainConfig | None = None
             f"--rule {arguments.rule}, and base in {arguments.config}. Leave one out"
         )
     given = {field.name: getattr(arguments, field.name, None) for field in fields(TrainConfig)}
-    values |= {name: value for name, value in given.items() if value is not None}
+    given = {name: value for name, value in given.items() if value is not None}
+    base = _base_of(arguments)
+    values = {**_still_meant(values, given, base), **given}
     if arguments.combiner is not None and "=" in arguments.combiner:
         values["combiner"] = by_field("--combiner", arguments.combiner)
     values |= schedules_of(arguments)
     if arguments.determinism is not None:
         values["deterministic"] = arguments.determinism
-    base = {key: getattr(arguments, option) for key, option in _BASE.items()}
-    base = {key: value for key, value in base.items() if value is not None}
-    if arguments.no_clip:
-        base |= {"clip": None, "clip_threshold": None}
-    if arguments.no_warmup:
-        base["warmup_epochs"] = 0.0
     if base:
         before = values.get("base")
         values["base"] = {**(before if isinstance(before, dict) else {}), **base}
@@ -376,6 +387,46 @@ def train_config(arguments: argparse.Namespace, tuned: TrainConfig | None = None
                 f"Received: it with clip={config.tuned.clip!r}. Leave it out, or choose one of them"
             )
     return config
+
+
+def _base_of(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What the options say of the base."""
+    base = {key: getattr(arguments, option) for key, option in _BASE.items()}
+    base = {key: value for key, value in base.items() if value is not None}
+    if arguments.no_clip:
+        base["clip"] = None
+    if arguments.no_warmup:
+        base["warmup_epochs"] = 0.0
+    return base
+
+
+def _still_meant(
+    values: dict[str, Any], given: Mapping[str, Any], base: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What a configuration says that has a meaning beside the options given.
+
+    The rest is what no option could unset: the options of a network that is no longer trained, and
+    the values of a clip that is no longer meant. What the options say themselves is not looked at.
+
+    Args:
+        values: the configuration's.
+        given: the options by `TrainConfig`'s names.
+        base: what they say of the base.
+    """
+    before = values.get("base")
+    before = before if isinstance(before, dict) else {}
+    gone: set[str] = set()
+    if given.get("model") in NETWORKS:
+        gone |= {name for names in NETWORKS.values() for name in names}
+        gone -= {*NETWORKS[given["model"]]}
+    if "rule" in given and "clip" not in before:
+        base = {"clip": base_hyperparameters(given["rule"]).clip, **base}
+    if "clip" in base:
+        gone |= {name for name, clips in _OF_CLIPS.items() if base["clip"] not in clips}
+    kept = {name: value for name, value in values.items() if name not in gone}
+    if before:
+        kept["base"] = {name: value for name, value in before.items() if name not in gone}
+    return kept
 
 
 def _check_scaled(arguments: argparse.Namespace, tuned: TrainConfig) -> None:
