@@ -117,10 +117,11 @@ def _refuse_passed_over(found: Sequence[Path]) -> None:
             if any(name[0] in "._" for name in names) or not part.is_file():
                 continue
             if part.suffix == ".parquet" or _is_parquet(part):
+                more = f"the folder, {one}" if part.suffix == ".parquet" else part
                 raise UserError(
                     "parquet in a folder beside files must be given by itself, or left out. "
                     f"Received: {one.parent}, with {part}. Name the files, "
-                    f"'{one.parent}/*.parquet', and the folder, {one}; or the files alone"
+                    f"'{one.parent}/*.parquet', and {more}; or the files alone"
                 )
 
 
