@@ -405,13 +405,16 @@ def test_parquet_of_another_name_beside_parts(place, given, name):
 
 
 @pytest.mark.parametrize(
-    "left", ["_temporary/b.parquet", "more/_b.parquet", "_metadata", "notes/b.txt", "b.pq.crc"]
+    "left",
+    ["_temporary/b.parquet", "more/_b.parquet", "_metadata", "notes/b.txt", "b.pq.crc", "latest"],
 )
 def test_what_is_no_part_may_lie_in_a_folder_beside_parts(place, left):
     files = [place / "parts" / part for part in ("a.parquet", left)]
     files[1].parent.mkdir(parents=True, exist_ok=True)
     shutil.copy(place / "train.parquet", files[0])
-    if files[1].suffix in (".txt", ".crc"):
+    if files[1].name == "latest":
+        files[1].symlink_to("a.parquet")
+    elif files[1].suffix in (".txt", ".crc"):
         files[1].write_text("no rows")
     else:
         shutil.copy(place / "train.parquet", files[1])

@@ -88,11 +88,12 @@ def numbers(workflow):
         ("item", pd.Series([1.0, 3.7], dtype=object), "float64"),
         ("item", [Decimal("1"), Decimal("3.7")], "float64"),
         ("item", pd.Series([1.0, 3.7]).astype("category"), "float64"),
-        ("item", pd.Series([1, None], dtype=object), "Int64"),  # as of a column of Int8
-        ("small", pd.Series([1, None], dtype=object), "Int8"),
-        ("small", pd.Series([1, 2, None], dtype=object).astype("category"), "Int8"),
-        ("item", pd.Series([True, None], dtype=object), "Int64"),
-        ("item", pd.array([True, None], "boolean"), "Int64"),
+        ("item", pd.Series([1, None], dtype=object), "float64"),
+        ("small", pd.Series([1, None], dtype=object), "float64"),
+        ("small", pd.Series([1, 2, None], dtype=object).astype("category"), "float64"),
+        ("item", pd.Series([True, None], dtype=object), "float64"),
+        ("item", pd.array([True, None], "boolean"), "float64"),
+        ("item", pd.Series([2**60 + 1, None], dtype=object), "object"),
         ("small", pd.array([True, False], "boolean"), "int8"),
         ("price", pd.Series([True, None], dtype=object), "float64"),
         ("price", pd.Series([True, None], dtype=object).astype("category"), "float64"),
@@ -202,13 +203,14 @@ def test_float32_of_which_ids_are_made(tmp_path):
     texts = ops.LambdaOp(lambda column: column.astype(str), dtype="str")
     made = ["score"] >> ops.HashBucket(50) >> ops.Rename(postfix="_hashed")
     made += ["price"] >> ops.Bucketize({"price": [0.5, 2.1]}) >> ops.Rename(postfix="_cut")
+    made += ["price"] >> ops.Normalize() >> ops.Rename(postfix="_scaled")  # near 0 here and there
     made += ["item"] >> texts >> ops.Categorify(out_path=str(tmp_path))
     log = pd.DataFrame(
         {name: np.arange(40) % 7 / 10 for name in ("score", "item", "price", "number")}
     )
     workflow = nvt.Workflow(made + (["number"] >> ops.Normalize())).fit(nvt.Dataset(log))
     ids = ["score_hashed", "price_cut", "item"]
-    numbers = WholeNumbers(workflow, ids, [*ids, "number"])
+    numbers = WholeNumbers(workflow, ids, [*ids, "number", "price_scaled"])
 
     encode = encoder(workflow)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -87,7 +87,8 @@ def _expand(given: str | Path) -> list[Path]:
                 "file back, or name the parts one by one"
             )
     if parts:
-        _refuse_passed_over(sorted({*found} - {*parts} - homes, key=natural_order))
+        beside = sorted({*found} - {*parts} - homes, key=natural_order)
+        _refuse_passed_over(beside, {part.resolve() for part in parts})
     else:
         kind = "folder" if path.is_dir() else "pattern"
         raise UserError(
@@ -97,16 +98,16 @@ def _expand(given: str | Path) -> list[Path]:
     return sorted(parts, key=natural_order)
 
 
-def _refuse_passed_over(found: Sequence[Path]) -> None:
+def _refuse_passed_over(found: Sequence[Path], read: Collection[Path]) -> None:
     """Refuse what was found beside parts and holds rows as they do, which would be missing.
 
-    Files that begin as parquet does, whatever their name; and folders with any.
+    Files that begin as parquet does, whatever their name, but links to parts; and folders with any.
     """
     for one in found:
         if one.name[0] in "._":
             continue
         if not one.is_dir():
-            if one.is_file() and _is_parquet(one):
+            if one.is_file() and one.resolve() not in read and _is_parquet(one):
                 raise UserError(
                     "parquet beside files named *.parquet must be named so, too. Received: "
                     f"{one}. Name it so, put it elsewhere, or name the files one by one"

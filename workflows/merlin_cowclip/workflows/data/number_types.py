@@ -41,10 +41,7 @@ class Lists:
         if values is self.values:
             return self.column
         parts = np.empty(len(self.lengths), object)
-        if pd.api.types.is_extension_array_dtype(values.dtype):  # whose missing one is pd.NA
-            values = values.astype(object).where(values.notna(), None)
-        held = values.to_numpy()
-        parts[:] = np.split(held, np.cumsum(self.lengths)[:-1])
+        parts[:] = np.split(values.to_numpy(), np.cumsum(self.lengths)[:-1])
         is_list = self.column.map(pd.api.types.is_list_like).astype(bool)
         return pd.Series(parts, self.column.index).where(is_list, self.column)
 
@@ -105,15 +102,9 @@ def whole_in(column: pd.Series, exact: pa.Array | None) -> tuple[np.ndarray, np.
     return is_good, numbers
 
 
-def digits_in(column: pd.Series, fitted: np.dtype) -> tuple[np.ndarray, pd.Series, pd.Series]:
-    """In which rows narrow floats are finite, these, and the wider ones of the same digits.
-
-    Another of them elsewhere; see `is_another`.
-    """
-    is_good = np.isfinite(floats_of(column))
-    held = column.where(is_good, column[is_good].iloc[0] if is_good.any() else 0)
-    wide = held.to_numpy().astype(str).astype(fitted)
-    return is_good, held, pd.Series(wide, column.index)
+def of_digits(column: pd.Series, fitted: np.dtype) -> pd.Series:
+    """The wider floats of the same digits as narrow ones; see `is_another`."""
+    return pd.Series(column.to_numpy().astype(str).astype(fitted), column.index)
 
 
 def within(column: pd.Series, limits: np.iinfo) -> tuple[np.ndarray, np.ndarray]:
@@ -157,7 +148,8 @@ def numbers_of(column: pd.Series, is_float: bool) -> pd.Series:
 def _integers(column: pd.Series) -> pd.Series:
     """Integers of booleans, of objects, as those of one row of a frame are, and of categories.
 
-    pandas' own where one is missing. True was 1 at the fit, from which an operator may tell it.
+    Floats where one is missing, as pandas makes them. True was 1 at the fit, from which an operator
+    may tell it.
     """
     given: Any = column
     if isinstance(given.dtype, pd.CategoricalDtype) and given.dtype.categories.dtype.kind in "iubO":
@@ -176,7 +168,10 @@ def _integers(column: pd.Series) -> pd.Series:
         given = given.astype("Int8")
     elif kind == given.dtype:
         return column
-    return given if given.isna().any() else given.astype(given.dtype.numpy_dtype)
+    if not given.isna().any():
+        return given.astype(given.dtype.numpy_dtype)
+    is_exact = largest(given.dropna().to_numpy(np.int64)) < 2**53
+    return pd.Series(floats_of(given), column.index) if is_exact else column
 
 
 def is_whole(column: pd.Series) -> np.ndarray:

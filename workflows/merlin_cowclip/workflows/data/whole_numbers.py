@@ -19,13 +19,13 @@ from merlin_cowclip.workflows.data.encoded_rows import Place
 from merlin_cowclip.workflows.data.id_origins import operators_that_keep_values
 from merlin_cowclip.workflows.data.number_types import (
     Lists,
-    digits_in,
     floats_of,
     is_another,
     is_integer,
     is_whole,
     largest,
     numbers_of,
+    of_digits,
     of_type,
     whole_in,
     within,
@@ -242,9 +242,10 @@ class WholeNumbers:
         """A column of whole numbers, floats here, of which the workflow makes other inputs by that.
 
         Or integers wider than the fit's, as one of them is beyond its type: in a batch without it
-        an operator may overflow, as at the fit. Or narrower floats, compared with the numbers of
-        the same digits. All such columns at once are made whole, and
-        compared with the same numbers as they are: two that are read together may be read as at
+        an operator may overflow, as at the fit. Or floats narrower than the fit's, of which the
+        workflow makes other ids than of those of the same digits. All columns of whole numbers at
+        once are made whole, and compared with the same numbers as they are: two that are read
+        together may be read as at
         the fit only where both are whole. Whatever number of them takes one or two encodings more,
         where none is misread.
 
@@ -254,19 +255,17 @@ class WholeNumbers:
           encode: what makes it.
           exact: columns that were integers, with nulls.
         """
+        if (narrow := self._misread_digits(frame, encoded, encode)) is not None:
+            return narrow
         whole: dict[str, pd.Series] = {}  # a column's numbers, in all rows, as at the fit
         given: dict[str, pd.Series] = {}  # the same, of the type that they have here
         good: list[np.ndarray] = []  # in which rows a column's are its own
         for name in map(str, frame):
-            if name not in self._whole | self._digits:
+            if name not in self._whole:
                 continue
             column, fitted = frame[name], self._fitted[name]
             kind: Any = getattr(column.dtype, "numpy_dtype", column.dtype)
             if kind == fitted or kind.kind not in "iuf":
-                continue
-            if name in self._digits:
-                is_good, given[name], whole[name] = digits_in(column, fitted)
-                good.append(is_good)
                 continue
             if kind.kind == "f":
                 is_good, numbers = whole_in(column, (exact or {}).get(name))
@@ -286,6 +285,27 @@ class WholeNumbers:
             return self._among_others(frame, encoded, encode, whole, given, good)
         except Exception:  # of a number that stands where none was, maybe: no row of the user's
             return self._in_their_rows(frame, encode, whole, good)
+
+    def _misread_digits(
+        self,
+        frame: pd.DataFrame,
+        encoded: pa.RecordBatch,
+        encode: Callable[[pd.DataFrame], pa.RecordBatch],
+    ) -> Misread | None:
+        """`misread` of floats; a number that is made of one is as exact as that is."""
+        wide = {
+            name: of_digits(frame[name], self._fitted[name])
+            for name in sorted(self._digits.intersection(map(str, frame)))
+            if frame[name].dtype.kind == "f" and frame[name].dtype != self._fitted[name]
+        }
+        if not wide or not self._ids & self._other(encode(frame.assign(**wide)), encoded):
+            return None
+        name, *more = wide  # of several that are read together, the first
+        for one in (name, *more):
+            if self._ids & self._other(encode(frame.assign(**{one: wide[one]})), encoded):
+                name = one
+                break
+        return Misread.of(frame[name], self._fitted[name])
 
     def _among_others(
         self,
