@@ -93,6 +93,8 @@ def numbers(workflow):
         ("small", pd.Series([1, 2, None], dtype=object).astype("category"), "float64"),
         ("item", pd.Series([True, None], dtype=object), "float64"),
         ("item", pd.array([True, None], "boolean"), "float64"),
+        ("item", pd.array([None, None], "boolean"), "float64"),
+        ("price", pd.array([None, None], "boolean"), "float64"),
         ("item", pd.Series([2**60 + 1, None], dtype=object), "object"),
         ("small", pd.array([True, False], "boolean"), "int8"),
         ("price", pd.Series([True, None], dtype=object), "float64"),

@@ -170,7 +170,8 @@ def _integers(column: pd.Series) -> pd.Series:
         return column
     if not given.isna().any():
         return given.astype(given.dtype.numpy_dtype)
-    is_exact = largest(given.dropna().to_numpy(np.int64)) < 2**53
+    known = given.dropna().to_numpy(np.int64)
+    is_exact = not len(known) or largest(known) < 2**53
     return pd.Series(floats_of(given), column.index) if is_exact else column
 
 
