@@ -404,15 +404,36 @@ def test_parquet_of_another_name_beside_parts(place, given, name):
     assert len(open_files([place / "parts" / "a.parquet", other])) == 2
 
 
+def test_parts_in_a_folder_that_a_link_leads_to(place):
+    (place / "parts" / "more").mkdir(parents=True)
+    (place / "elsewhere").mkdir()
+    (place / "parts" / "more" / "linked").symlink_to("../../elsewhere")
+    (place / "elsewhere" / "again").symlink_to("../elsewhere")
+    for part in ("parts/a.parquet", "elsewhere/b.parquet"):
+        shutil.copy(place / "train.parquet", place / part)
+    words = ["beside files", "more/linked/b.parquet"]
+    refused(argv(place, place / "parts"), words, folder=place)
+
+
 @pytest.mark.parametrize(
     "left",
-    ["_temporary/b.parquet", "more/_b.parquet", "_metadata", "notes/b.txt", "b.pq.crc", "latest"],
+    [
+        "_temporary/b.parquet",
+        "more/_b.parquet",
+        "_metadata",
+        "notes/b.txt",
+        "b.pq.crc",
+        "latest",
+        "link",
+    ],
 )
 def test_what_is_no_part_may_lie_in_a_folder_beside_parts(place, left):
     files = [place / "parts" / part for part in ("a.parquet", left)]
     files[1].parent.mkdir(parents=True, exist_ok=True)
     shutil.copy(place / "train.parquet", files[0])
-    if files[1].name == "latest":
+    if files[1].name == "link":
+        files[1].hardlink_to(files[0])
+    elif files[1].name == "latest":
         files[1].symlink_to("a.parquet")
     elif files[1].suffix in (".txt", ".crc"):
         files[1].write_text("no rows")

@@ -233,6 +233,28 @@ def test_float32_of_which_ids_are_made(tmp_path):
     assert misread(price=border["price"]).column == "price"
 
 
+def test_float32_beside_a_missing_whole_number(tmp_path):
+    """Each made the id unknown whatever the other was, and neither was seen."""
+    both = ops.LambdaOp(
+        lambda column, df: df["item"].astype(str) + "_" + (column * 3).astype(str),
+        dependency=["item"],
+        dtype="str",
+    )
+    node = ["score"] >> both >> ops.Categorify(out_path=str(tmp_path))
+    workflow = nvt.Workflow(node).fit(nvt.Dataset(LOG))
+    numbers, encode = WholeNumbers(workflow, ["score"], ["score"]), encoder(workflow)
+    narrow, missing = LOG["score"].astype("float32"), LOG["item"].where(LOG.index != 3)
+    for changes, is_refused in (
+        ({}, False),
+        ({"score": narrow}, True),
+        ({"item": missing}, True),
+        ({"score": narrow, "item": missing}, True),
+    ):
+        frame = numbers.as_fitted(LOG.assign(**changes)[["score", "item"]])
+        found = numbers.misread(frame, encode(frame), encode)
+        assert (found is not None) == is_refused, list(changes)
+
+
 def as_float(value):
     return np.nan if pd.isna(value) else float(value)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -88,7 +88,7 @@ def _expand(given: str | Path) -> list[Path]:
             )
     if parts:
         beside = sorted({*found} - {*parts} - homes, key=natural_order)
-        _refuse_passed_over(beside, {part.resolve() for part in parts})
+        _refuse_passed_over(beside, {_file_of(part) for part in parts})
     else:
         kind = "folder" if path.is_dir() else "pattern"
         raise UserError(
@@ -98,7 +98,7 @@ def _expand(given: str | Path) -> list[Path]:
     return sorted(parts, key=natural_order)
 
 
-def _refuse_passed_over(found: Sequence[Path], read: Collection[Path]) -> None:
+def _refuse_passed_over(found: Sequence[Path], read: Collection[tuple[int, int]]) -> None:
     """Refuse what was found beside parts and holds rows as they do, which would be missing.
 
     Files that begin as parquet does, whatever their name, but links to parts; and folders with any.
@@ -107,15 +107,15 @@ def _refuse_passed_over(found: Sequence[Path], read: Collection[Path]) -> None:
         if one.name[0] in "._":
             continue
         if not one.is_dir():
-            if one.is_file() and one.resolve() not in read and _is_parquet(one):
+            if one.is_file() and _file_of(one) not in read and _is_parquet(one):
                 raise UserError(
                     "parquet beside files named *.parquet must be named so, too. Received: "
                     f"{one}. Name it so, put it elsewhere, or name the files one by one"
                 )
             continue
-        for part in sorted(one.rglob("*"), key=natural_order):
+        for part in sorted(_files_within(one), key=natural_order):
             names = part.relative_to(one).parts
-            if any(name[0] in "._" for name in names) or not part.is_file():
+            if any(name[0] in "._" for name in names) or _file_of(part) in read:
                 continue
             if part.suffix == ".parquet" or _is_parquet(part):
                 more = f"the folder, {one}" if part.suffix == ".parquet" else part
@@ -124,6 +124,21 @@ def _refuse_passed_over(found: Sequence[Path], read: Collection[Path]) -> None:
                     f"Received: {one.parent}, with {part}. Name the files, "
                     f"'{one.parent}/*.parquet', and {more}; or the files alone"
                 )
+
+
+def _files_within(folder: Path) -> Iterator[Path]:
+    """All files of a folder, of folders in it, and of those that links in it lead to."""
+    seen: set[tuple[int, int]] = set()
+    for home, folders, names in os.walk(folder, followlinks=True):
+        folders[:] = [name for name in folders if _file_of(Path(home, name)) not in seen]
+        seen |= {_file_of(Path(home, name)) for name in folders}
+        yield from (path for name in names if (path := Path(home, name)).is_file())
+
+
+def _file_of(path: Path) -> tuple[int, int]:
+    """Which file it is, by whatever name and link."""
+    status = path.stat()
+    return status.st_dev, status.st_ino
 
 
 def _is_parquet(path: Path) -> bool:
@@ -140,8 +155,7 @@ def check_given_once(parts: dict[str, list[ParquetFile]]) -> None:
     seen: dict[tuple[int, int], str] = {}
     for part, files in parts.items():
         for file in files:
-            status = file.path.stat()
-            known = (status.st_dev, status.st_ino)  # by whatever name and link
+            known = _file_of(file.path)
             if known in seen:
                 raise UserError(
                     f"a parquet file must be given once. Received twice: {file.path}, for the "

@@ -154,6 +154,8 @@ def _integers(column: pd.Series) -> pd.Series:
     given: Any = column
     if isinstance(given.dtype, pd.CategoricalDtype) and given.dtype.categories.dtype.kind in "iubO":
         given = given.astype(object)
+    elif pd.api.types.is_bool_dtype(given.dtype) and given.dtype not in (bool, "boolean"):
+        given = given.astype(object)  # sparse ones, Arrow's
     kind = given.dtype
     if pd.api.types.is_object_dtype(kind):
         inferred = pd.api.types.infer_dtype(given, skipna=True)

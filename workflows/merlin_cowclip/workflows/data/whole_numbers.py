@@ -7,6 +7,7 @@ narrower integers than the fit's an operator may overflow, and 0.1 is another nu
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -255,8 +256,6 @@ class WholeNumbers:
           encode: what makes it.
           exact: columns that were integers, with nulls.
         """
-        if (narrow := self._misread_digits(frame, encoded, encode)) is not None:
-            return narrow
         whole: dict[str, pd.Series] = {}  # a column's numbers, in all rows, as at the fit
         given: dict[str, pd.Series] = {}  # the same, of the type that they have here
         good: list[np.ndarray] = []  # in which rows a column's are its own
@@ -279,6 +278,8 @@ class WholeNumbers:
             filled = pd.Series(numbers, frame.index)
             given[name] = filled.astype(kind)
             whole[name] = of_type(filled, fitted, is_id=False)
+        if (narrow := self._misread_digits(frame, encoded, encode, whole)) is not None:
+            return narrow
         if not whole:
             return None
         try:
@@ -291,20 +292,30 @@ class WholeNumbers:
         frame: pd.DataFrame,
         encoded: pa.RecordBatch,
         encode: Callable[[pd.DataFrame], pa.RecordBatch],
+        whole: Mapping[str, pd.Series],
     ) -> Misread | None:
-        """`misread` of floats; a number that is made of one is as exact as that is."""
+        """`misread` of floats; a number that is made of one is as exact as that is.
+
+        Among columns that are whole: what is read together with one that is not may be unknown
+        whatever its digits are.
+        """
         wide = {
             name: of_digits(frame[name], self._fitted[name])
             for name in sorted(self._digits.intersection(map(str, frame)))
             if frame[name].dtype.kind == "f" and frame[name].dtype != self._fitted[name]
         }
-        if not wide or not self._ids & self._other(encode(frame.assign(**wide)), encoded):
+        if not wide:
             return None
-        name, *more = wide  # of several that are read together, the first
-        for one in (name, *more):
-            if self._ids & self._other(encode(frame.assign(**{one: wide[one]})), encoded):
-                name = one
-                break
+        if whole:
+            with contextlib.suppress(Exception):  # see `misread`: then as they are
+                encoded = encode(among := frame.assign(**whole))
+                frame = among
+        if not self._ids & self._other(encode(frame.assign(**wide)), encoded):
+            return None
+        for name in wide:  # one of several that are read together need not tell
+            if self._ids & self._other(encode(frame.assign(**{name: wide[name]})), encoded):
+                return Misread.of(frame[name], self._fitted[name])
+        name = next(iter(wide))
         return Misread.of(frame[name], self._fitted[name])
 
     def _among_others(
