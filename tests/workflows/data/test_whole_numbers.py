@@ -250,7 +250,8 @@ def test_float32_beside_a_missing_whole_number(tmp_path):
         ({"item": missing}, True),
         ({"score": narrow, "item": missing}, True),
     ):
-        frame = numbers.as_fitted(LOG.assign(**changes)[["score", "item"]])
+        rows = LOG.assign(**changes).loc[[1, 3, 6, 7, 12], ["score", "item"]]
+        frame = numbers.as_fitted(rows.reset_index(drop=True))
         found = numbers.misread(frame, encode(frame), encode)
         assert (found is not None) == is_refused, list(changes)
 
