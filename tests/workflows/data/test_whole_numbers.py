@@ -226,7 +226,7 @@ def test_float32_of_which_ids_are_made(tmp_path):
     assert misread(item=narrow["item"]) is None  # of the same text
     assert misread(score=narrow["score"].where(narrow["score"] == 0.5)) is None  # the same number
     found = misread(**narrow)
-    assert (found.column, found.made) == ("score", "float64")
+    assert (found.column, found.given, found.fitted) == ("score", np.float32, np.float64)
     with pytest.raises(UserError, match="'score', .* must be float64, .* float32, one in 40 rows"):
         found.refuse("one in 40 rows")
     border = log.assign(price=2.1).astype("float32")

@@ -114,8 +114,7 @@ def _refuse_passed_over(found: Sequence[Path], read: Collection[tuple[int, int]]
                 )
             continue
         for part in sorted(_files_within(one), key=natural_order):
-            names = part.relative_to(one).parts
-            if any(name[0] in "._" for name in names) or _file_of(part) in read:
+            if _file_of(part) in read:
                 continue
             if part.suffix == ".parquet" or _is_parquet(part):
                 more = f"the folder, {one}" if part.suffix == ".parquet" else part
@@ -127,12 +126,13 @@ def _refuse_passed_over(found: Sequence[Path], read: Collection[tuple[int, int]]
 
 
 def _files_within(folder: Path) -> Iterator[Path]:
-    """All files of a folder, of folders in it, and of those that links in it lead to."""
-    seen: set[tuple[int, int]] = set()
+    """Files of a folder, of folders in it and of those that links lead to, but hidden ones."""
+    seen = {_file_of(folder)}
     for home, folders, names in os.walk(folder, followlinks=True):
-        folders[:] = [name for name in folders if _file_of(Path(home, name)) not in seen]
-        seen |= {_file_of(Path(home, name)) for name in folders}
-        yield from (path for name in names if (path := Path(home, name)).is_file())
+        shown = {name: Path(home, name) for name in (*folders, *names) if name[0] not in "._"}
+        folders[:] = [n for n in folders if n in shown and _file_of(shown[n]) not in seen]
+        seen |= {_file_of(shown[name]) for name in folders}
+        yield from (shown[n] for n in names if n in shown and shown[n].is_file())
 
 
 def _file_of(path: Path) -> tuple[int, int]:

@@ -100,8 +100,6 @@ class Misread:
     def of(cls, column: pd.Series, fitted: np.dtype) -> Misread:
         """Of a column as it is."""
         name, kind = str(column.name), column.dtype
-        if fitted.kind == "f":
-            return MisreadDigits(name, str(kind), str(fitted))
         if kind.kind != "f":
             made = f"them wider; of {fitted} the workflow makes other inputs"
             return cls(name, f"one that is no {fitted}", made)
@@ -117,15 +115,20 @@ class Misread:
         )
 
 
-class MisreadDigits(Misread):
-    """A column of floats narrower than at the fit, among numbers as `among`, not as `made`."""
+@dataclass(frozen=True)
+class MisreadDigits:
+    """A column of floats narrower than at the fit, of which the workflow makes other ids."""
+
+    column: str
+    given: np.dtype
+    fitted: np.dtype
 
     def refuse(self, rows: str) -> NoReturn:
         """Raise UserError for rows, which are where."""
         raise UserError(
-            f"column {self.column!r}, of which the workflow makes ids, must be {self.made}, as it "
-            f"was fitted on. Received: {self.among}, {rows}, of which it makes other ids: 0.1 is "
-            f"another number. Give the column as {self.made}"
+            f"column {self.column!r}, of which the workflow makes ids, must be {self.fitted}, as "
+            f"it was fitted on. Received: {self.given}, {rows}, of which it makes other ids: 0.1 "
+            f"is another number. Give the column as {self.fitted}"
         )
 
 
@@ -165,9 +168,9 @@ class WholeNumbers:
         """Raw rows of the types of numbers that the workflow was fitted on, lists of them as well.
 
         Left as they are: floats where the fit was on integers, and one is missing, is a fraction or
-        from 2^53 on (see `misread`); integers beyond the type of the fit; and ids that `no_id`
-        finds. What is encoded is a batch or a request, and has no missing one, maybe, where the fit
-        had one.
+        from 2^53 on (see `misread`); integers beyond the type of the fit; narrow floats of which
+        ids are made; and ids that `no_id` finds. What is encoded is a batch or a request, and has
+        no missing one, maybe, where the fit had one.
         """
         changed = {}
         for name, fitted in self._fitted.items():
@@ -239,16 +242,15 @@ class WholeNumbers:
         encoded: pa.RecordBatch,
         encode: Callable[[pd.DataFrame], pa.RecordBatch],
         exact: Mapping[str, pa.Array] | None = None,
-    ) -> Misread | None:
+    ) -> Misread | MisreadDigits | None:
         """A column of whole numbers, floats here, of which the workflow makes other inputs by that.
 
         Or integers wider than the fit's, as one of them is beyond its type: in a batch without it
         an operator may overflow, as at the fit. Or floats narrower than the fit's, of which the
         workflow makes other ids than of those of the same digits. All columns of whole numbers at
         once are made whole, and compared with the same numbers as they are: two that are read
-        together may be read as at
-        the fit only where both are whole. Whatever number of them takes one or two encodings more,
-        where none is misread.
+        together may be read as at the fit only where both are whole. Whatever number of them takes
+        one or two encodings more, where none is misread.
 
         Args:
           frame: of `as_fitted`.
@@ -293,7 +295,7 @@ class WholeNumbers:
         encoded: pa.RecordBatch,
         encode: Callable[[pd.DataFrame], pa.RecordBatch],
         whole: Mapping[str, pd.Series],
-    ) -> Misread | None:
+    ) -> MisreadDigits | None:
         """`misread` of floats; a number that is made of one is as exact as that is.
 
         Among columns that are whole: what is read together with one that is not may be unknown
@@ -310,13 +312,16 @@ class WholeNumbers:
             with contextlib.suppress(Exception):  # see `misread`: then as they are
                 encoded = encode(among := frame.assign(**whole))
                 frame = among
-        if not self._ids & self._other(encode(frame.assign(**wide)), encoded):
+
+        def made_others(*names: str) -> bool:
+            alike = encode(frame.assign(**{name: wide[name] for name in names}))
+            return bool(self._ids & self._other(alike, encoded))
+
+        if not made_others(*wide):
             return None
-        for name in wide:  # one of several that are read together need not tell
-            if self._ids & self._other(encode(frame.assign(**{name: wide[name]})), encoded):
-                return Misread.of(frame[name], self._fitted[name])
-        name = next(iter(wide))
-        return Misread.of(frame[name], self._fitted[name])
+        first, *_ = wide  # where several are read together, one alone need not tell
+        name = next(filter(made_others, wide), first)
+        return MisreadDigits(name, frame[name].dtype, self._fitted[name])
 
     def _among_others(
         self,
