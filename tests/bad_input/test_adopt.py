@@ -404,6 +404,43 @@ def test_parquet_of_another_name_beside_parts(place, given, name):
     assert len(open_files([place / "parts" / "a.parquet", other])) == 2
 
 
+@pytest.mark.parametrize("given", ["parts/**/*.parquet", "parts/**/*", "parts/*/*/*/*.parquet"])
+def test_parts_that_spark_has_not_finished(place, given):
+    """Their rows would be there twice. What a pattern names is read, whatever its name."""
+    place = place / "_mine"
+    left, kept = "parts/day_1/_temporary/0/b.parquet", "parts/_day=1/hour_1/0/a.parquet"
+    for part in (left, kept):
+        (place / part).parent.mkdir(parents=True)
+        shutil.copy(place.parent / "train.parquet", place / part)
+    assert [file.path for file in open_files(place / given)] == [place / kept]
+    named = place / "parts" / "*" / "_temporary" / "**" / "*.parquet"
+    assert [file.path for file in open_files(named)] == [place / left]
+
+
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_what_is_beside_parts_and_may_not_be_read(place, kind, monkeypatch):
+    """Rows may be in it. (The tests may run as root, who reads whatever there is.)"""
+    odd = place / "parts" / "b"
+    odd.mkdir(parents=True) if kind == "folder" else odd.parent.mkdir()
+    shutil.copy(place / "train.parquet", place / "parts" / "a.parquet")
+    if kind == "file":
+        odd.write_bytes(b"PAR1")
+    open_file, list_folder = Path.open, os.scandir
+
+    def refused_to(other):
+        def opened(path, *rest, **options):
+            if str(path) == str(odd):
+                raise PermissionError(13, "Permission denied", str(odd))
+            return other(path, *rest, **options)
+
+        return opened
+
+    monkeypatch.setattr(Path, "open", refused_to(open_file))
+    monkeypatch.setattr(os, "scandir", refused_to(list_folder))
+    words = ["must be readable", odd, "Permission denied"]
+    refused(argv(place, place / "parts"), words, folder=place)
+
+
 def test_parts_in_a_folder_that_a_link_leads_to(place):
     (place / "parts" / "more").mkdir(parents=True)
     (place / "elsewhere").mkdir()

@@ -109,6 +109,7 @@ def test_all_variables_are_listed_and_checkpointed(tmp_path):
     assert int(fresh.iterations) == 3
 
 
+@pytest.mark.arithmetic
 def test_backup_and_restore(tmp_path):
     """Keras's own callback: a run that dies in its third epoch ends like one that does not."""
 
@@ -134,6 +135,7 @@ def test_backup_and_restore(tmp_path):
     assert int(resumed.optimizer.iterations) == 12
 
 
+@pytest.mark.arithmetic
 @pytest.mark.parametrize("given", [None, 2])
 def test_a_restore_leaves_the_epochs_length_that_is_given_or_of_the_fit(tmp_path, given):
     """BackupAndRestore restores after the fit has told its own: 4 steps an epoch, now 2."""
@@ -280,6 +282,7 @@ def test_a_learning_rate_that_was_set_is_saved(tmp_path, trained):
     assert fresh.warmup_steps == trained.optimizer.warmup_steps
 
 
+@pytest.mark.arithmetic
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_what_was_set_on_the_parts_is_saved(tmp_path, when):
@@ -327,6 +330,7 @@ def test_a_learning_rate_set_on_the_dense_part_after_a_step_is_saved(tmp_path):
     assert loaded.optimizer.learning_rates().dense == 0.125
 
 
+@pytest.mark.arithmetic
 @pytest.mark.parametrize("has_stepped", [False, True])
 def test_a_learning_rate_set_on_the_dense_part_is_in_a_checkpoint(tmp_path, has_stepped):
     """One that nobody set is not: older checkpoints hold nothing of it, and are still whole."""
@@ -355,6 +359,7 @@ def test_a_learning_rate_set_on_the_dense_part_is_in_a_checkpoint(tmp_path, has_
     assert_same(values(again), values(model))
 
 
+@pytest.mark.arithmetic
 @pytest.mark.parametrize("way", ["checkpoint", "weights", "loss scale"])
 def test_a_restore_takes_back_a_learning_rate_set_on_the_dense_part(tmp_path, way):
     """As Keras restores one that does not warm up: what was set later stood, 50 times too high."""
@@ -392,6 +397,7 @@ def test_a_restore_takes_back_a_learning_rate_set_on_the_dense_part(tmp_path, wa
         assert float(fresh.default_optimizer.warmup_height) == 0.25
 
 
+@pytest.mark.arithmetic
 @pytest.mark.parametrize("saved", ["as made", "as set"])
 @pytest.mark.parametrize("warmup", [0.0, 1.0])
 def test_a_learning_rate_set_after_a_restore_counts(tmp_path, warmup, saved):
@@ -603,6 +609,7 @@ def test_a_schedule_of_ones_own_by_a_name_of_keras_is_refused(tmp_path):
     assert not any(tmp_path.iterdir())
 
 
+@pytest.mark.arithmetic
 @pytest.mark.parametrize("update", ["exact", "lazy"])
 @pytest.mark.parametrize("when", ["before", "after", "thawed"])
 def test_a_frozen_layer_is_saved_and_stays_frozen(tmp_path, when, update):
@@ -673,6 +680,7 @@ def test_a_loaded_model_tells_whose_warm_up_it_goes_on_with(tmp_path):
         again.fit(dataset(SCHEMA, 4).filter(lambda *_: True), verbose=0)
 
 
+@pytest.mark.arithmetic
 def test_of_two_restores_before_the_first_step_the_last_one_counts(tmp_path):
     """The first one's learning rate stood where the second has none, as nothing was set by then."""
     model, optimizer = fitted(ours, SCHEMA, WARM, steps_per_epoch=5)

@@ -571,6 +571,8 @@ def test_wrong_width_of_a_file_without_header(tmp_path):
 def test_input_errors(tmp_path):
     (tmp_path / "log.csv").write_text(HEAD + GOOD)
     (tmp_path / "other.csv").write_text(HEAD.replace("\n", ",more\n") + "0,u1,5,1.5,7,g1,x\n")
+    (tmp_path / "_temporary" / "0").mkdir(parents=True)
+    (tmp_path / "_temporary" / "0" / "log.csv").write_text(HEAD + GOOD)
     for inputs, message in [
         ([], "at least one input file must be given"),
         (["none.csv"], "input file must exist. Received: .*none.csv"),
@@ -578,10 +580,11 @@ def test_input_errors(tmp_path):
         (["."], r"must be a file. Received the folder: .*Name its files"),
         (["log.csv", "*.csv"], "must be given once. Received twice: .*log.csv"),
         (["log.csv", "other.csv"], "same columns.*other.csv, which differs from .*in 'more'"),
+        (["**/*.csv"], r"no file in a folder named _…, as .*/_temporary,.*_temporary/0/log.csv. R"),
     ]:
         with pytest.raises(UserError, match=message):
             quick(SPEC, [tmp_path / name for name in inputs], tmp_path / "out")
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["log.csv", "other.csv"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["_temporary", "log.csv", "other.csv"]
 
 
 def test_a_partitioned_folder(tmp_path, log):

@@ -6,6 +6,7 @@ import cloudpickle
 import numpy as np
 import pandas as pd
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from merlin_cowclip.workflows.data.new_rows import for_new_rows
@@ -235,6 +236,19 @@ def test_columns_of_text_behind_operators_that_keep_it(tmp_path):
     assert key.has(b"z")
     assert not key.has(b"")
     assert not learned_keys(loaded)["city"][0].has("")
+
+
+def test_a_category_is_of_its_values(tmp_path):
+    """As pandas reads a column that stands in the names of folders; its vocabulary is one, too."""
+    city = pd.Series(["x", "", "y"] * ROWS)[:ROWS].astype("category")
+    log = LOG.assign(city=city, day=LOG["day"].astype("category"))
+    workflow = nvt.Workflow(["city", "day"] >> ops.Categorify(out_path=str(tmp_path)))
+    workflow.fit(nvt.Dataset(log))
+    (key,) = learned_keys(workflow)["city"]
+    assert pa.types.is_dictionary(pq.read_schema(key.files[0]).field("city").type)
+    assert [key.has(value) for value in ("x", "", "z")] == [True, True, False]
+    assert text_columns(workflow) == {"city"}
+    assert pa.types.is_timestamp(learned_keys(workflow)["day"][0].kind)
 
 
 MISSING = [

@@ -13,7 +13,13 @@ import pyarrow.parquet as pq
 
 import merlin_cowclip.workflows.pickled_types  # noqa: F401  (before parquet is read)
 from merlin_cowclip.workflows.data.datasets import DatasetSpec
-from merlin_cowclip.workflows.data.inputs import as_list, in_folders, matches, natural_order
+from merlin_cowclip.workflows.data.inputs import (
+    as_list,
+    in_folders,
+    matches,
+    natural_order,
+    unfinished,
+)
 from merlin_cowclip.workflows.data.prepared import file_state
 from merlin_cowclip.workflows.errors import UserError, quoted
 
@@ -74,7 +80,7 @@ def _expand(given: str | Path) -> list[Path]:
     if os.path.isdir(path) and str(given):  # "" would be the folder that we are in
         found = list(path.iterdir())
     elif (globbed := matches(given)) is not None:
-        found = globbed
+        found = [one for one in globbed if unfinished(given, one) is None]
     else:
         raise UserError(f"parquet must be there. Received: {str(given)!r}. Check the path")
     parts = [p for p in found if p.suffix == ".parquet" and p.name[0] not in "._"]
@@ -128,7 +134,7 @@ def _refuse_passed_over(found: Sequence[Path], read: Collection[tuple[int, int]]
 def _files_within(folder: Path) -> Iterator[Path]:
     """Files of a folder, of folders in it and of those that links lead to, but hidden ones."""
     seen = {_file_of(folder)}
-    for home, folders, names in os.walk(folder, followlinks=True):
+    for home, folders, names in os.walk(folder, onerror=_refuse_unread, followlinks=True):
         shown = {name: Path(home, name) for name in (*folders, *names) if name[0] not in "._"}
         folders[:] = [n for n in folders if n in shown and _file_of(shown[n]) not in seen]
         seen |= {_file_of(shown[name]) for name in folders}
@@ -146,8 +152,15 @@ def _is_parquet(path: Path) -> bool:
     try:
         with path.open("rb") as file:
             return file.read(4) == b"PAR1"
-    except OSError:
-        return False
+    except OSError as error:
+        _refuse_unread(error)
+
+
+def _refuse_unread(error: OSError) -> NoReturn:
+    raise UserError(
+        "what lies beside files named *.parquet must be readable, as rows may be in it. Received: "
+        f"{error.filename}: {error.strerror}. Make it so, or name the files one by one"
+    ) from None
 
 
 def check_given_once(parts: dict[str, list[ParquetFile]]) -> None:

@@ -43,12 +43,28 @@ def matches(given: str | Path) -> list[Path] | None:
     return sorted(map(Path, glob.glob(str(given), recursive=True)), key=natural_order)
 
 
+def unfinished(given: str | Path, found: Path) -> Path | None:
+    """The folder named `_…` that a glob which names none found a file in; None if there is none.
+
+    As `_temporary`, in which Spark leaves what it has not finished, or has written once more.
+    """
+    pattern = Path(given).parts
+    fixed = next((i for i, part in enumerate(pattern) if glob.has_magic(part)), len(pattern))
+    if any(part.startswith("_") for part in pattern[fixed:]):
+        return None
+    for folder in reversed(found.parents):
+        is_column = "=" in folder.name  # a partition, of a column `_…`
+        if len(folder.parts) > fixed and folder.name.startswith("_") and not is_column:
+            return folder
+    return None
+
+
 def expand_inputs(inputs: Sequence[str | Path]) -> list[Path]:
     """Files and globs to files: arguments in the order given, a glob's by `natural_order`.
 
     Raises:
-        UserError: nothing given, a missing file, a glob without a match, a folder, an empty file,
-            a file given twice, a name that cannot be one.
+        UserError: nothing given, a missing file, a glob without a match or with one in a folder
+            named `_…`, a folder, an empty file, a file given twice, a name that cannot be one.
     """
     files: list[Path] = []
     for given in as_list(inputs):
@@ -65,6 +81,13 @@ def expand_inputs(inputs: Sequence[str | Path]) -> list[Path]:
             raise UserError(f"input file must exist. Received: {path}")
         if not found:
             raise UserError(f"input pattern must match a file. Received: {str(given)!r}")
+        for one in found if not there else ():
+            if (folder := unfinished(given, one)) is not None:
+                raise UserError(
+                    f"input pattern must match no file in a folder named _…, as {folder}, where "
+                    f"Spark leaves what it has not finished. Received: {str(given)!r}, which "
+                    f"matches {one}. Remove the folder, or name it, or the files, one by one"
+                )
         files += found
     if not files:
         raise UserError("at least one input file must be given. Received: none")

@@ -39,8 +39,9 @@ class Keys:
 
     @property
     def kind(self) -> pa.DataType:
-        """Their type: that of the column in the rows of the fit."""
-        return pq.read_schema(self.files[0]).field(self.column).type
+        """Their type in the rows of the fit; of a category, that of its values."""
+        kind = pq.read_schema(self.files[0]).field(self.column).type
+        return kind.value_type if pa.types.is_dictionary(kind) else kind
 
     def has(self, value: str | bytes) -> bool:
         """Whether a value is one of them."""
@@ -48,7 +49,8 @@ class Keys:
             return False
         tables = (pq.read_table(file, columns=[self.column]) for file in self.files)
         sought = pa.scalar(value, self.kind)
-        return any(pc.index(table[self.column], sought).as_py() >= 0 for table in tables)
+        columns = (table[self.column].cast(self.kind) for table in tables)
+        return any(pc.index(column, sought).as_py() >= 0 for column in columns)
 
 
 def learned_keys(workflow: nvt.Workflow) -> dict[str, list[Keys]]:
