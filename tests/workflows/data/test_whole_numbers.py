@@ -14,7 +14,14 @@ from merlin_cowclip.workflows.data.encoded_rows import Place
 from merlin_cowclip.workflows.data.id_origins import Origin, RawValues, id_origins, raw_values
 from merlin_cowclip.workflows.data.new_rows import for_new_rows
 from merlin_cowclip.workflows.data.raw_columns import text_columns
-from merlin_cowclip.workflows.data.whole_numbers import Beyond, Narrowed, NotWhole, WholeNumbers
+from merlin_cowclip.workflows.data.whole_numbers import (
+    Beyond,
+    Narrowed,
+    NotWhole,
+    Rounded,
+    Uneven,
+    WholeNumbers,
+)
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.quiet import quiet_imports
 
@@ -95,7 +102,6 @@ def numbers(workflow):
         ("item", pd.array([True, None], "boolean"), "float64"),
         ("item", pd.array([None, None], "boolean"), "float64"),
         ("price", pd.array([None, None], "boolean"), "float64"),
-        ("item", pd.Series([2**60 + 1, None], dtype=object), "object"),
         ("small", pd.array([True, False], "boolean"), "int8"),
         ("price", pd.Series([True, None], dtype=object), "float64"),
         ("price", pd.Series([True, None], dtype=object).astype("category"), "float64"),
@@ -423,6 +429,28 @@ def test_a_rows_input_does_not_depend_on_a_wide_one_beside_it():
         ).refuse("rows")
 
 
+@pytest.mark.parametrize(
+    "values",
+    [
+        pd.Series([2**60 + 1, None], dtype=object),
+        pd.Series([2**60 + 1, pd.NA], dtype=object),
+        pd.Series([Decimal(2**60 + 1), None]),
+        pd.array([2**60 + 1, None], "Int64"),
+        pd.Series([2**60 + 1, None], dtype=pd.ArrowDtype(pa.int64())),
+        pd.Series([2**60 + 1, None], dtype=object).astype("category"),
+        pd.Series([2**60 + 1, 3.0, None], dtype=object),
+        pd.Series([2**60 + 1, 3.0], dtype=object),
+        pd.Series([Decimal(2**60 + 1), Decimal(3)]),
+        pd.Series([2**60 + 1, 3], dtype=pd.ArrowDtype(pa.int64())),
+    ],
+)
+def test_integers_of_2_to_the_53_and_more_stay_exact(numbers, values):
+    found = numbers.as_fitted(pd.DataFrame({"item": values}))["item"]
+    assert found.dtype == ("Int64" if found.isna().any() else "int64")
+    assert found[found.notna()].tolist() == [2**60 + 1, 3][: found.notna().sum()]
+    assert numbers.no_id(found.to_frame()) is None
+
+
 def test_integers_of_lists_and_objects_are_exact(tmp_path):
     large = [2**53 + 1, 2**60 + 1]
     log = LOG.assign(many=[large] * 40, number=LOG["age"], unused=LOG["age"])
@@ -454,3 +482,95 @@ def test_a_flag_of_missing_ones_is_not_the_number(tmp_path):
     assert held.no_id(frame) is None
     encoded = encoder(workflow)
     assert held.misread(frame, encoded(frame), encoded) is None
+
+
+def looking_up(tmp_path, log, keys):
+    """Workflows that look `key` up, or make ids of it, with the column that is made."""
+
+    def ids(nodes):
+        return nodes >> ops.Categorify(out_path=str(tmp_path / "ids"))
+
+    key, folder = ["key"], str(tmp_path / "groups")
+    table = pd.DataFrame({"other": keys, "gain": np.arange(len(keys)) / 4})
+    joined = key >> ops.JoinExternal(table, on="key", on_ext="other")
+    return {
+        "groups": (key >> ops.JoinGroupby(cont_cols=["age"], stats=["mean"], out_path=folder)),
+        "targets": key >> ops.TargetEncoding("age", out_path=folder, kfold=1),
+        "joined": joined["gain"],
+        "clipped": ids(key >> ops.Clip(min_value=0)),
+        "text": ids(key >> ops.LambdaOp(lambda column: column.astype(str), dtype="str")),
+    }
+
+
+@pytest.mark.parametrize("kind", ["groups", "targets", "joined", "clipped", "text"])
+@pytest.mark.parametrize(("first", "narrow"), [(2**60, "float64"), (2**24, "float32")])
+def test_rounded_keys_are_refused(tmp_path, kind, first, narrow):
+    """2^60 and 2^60 + 1 are one float64; stock gives the one what it has learned of the other."""
+    keys = first + np.arange(7)
+    log = LOG.assign(key=keys[np.arange(40) % 7])
+    workflow = nvt.Workflow(looking_up(tmp_path, log, keys)[kind]).fit(nvt.Dataset(log))
+    made = workflow.output_schema.column_names
+    held = WholeNumbers(workflow, made if kind in ("clipped", "text") else [], made)
+    rounded = held.as_fitted(pd.DataFrame({"key": keys.astype(narrow)}))
+    assert held.no_id(rounded) == Rounded("key", 0, float(first))
+    for exact in (keys, pd.Series(keys, dtype=object), pd.Series([*map(Decimal, keys.tolist())])):
+        frame = held.as_fitted(pd.DataFrame({"key": exact, "age": 1}))
+        assert held.no_id(frame) is None
+        assert frame["key"].tolist() == keys.tolist()
+    small = held.as_fitted(pd.DataFrame({"key": [5.0, np.nan]}))
+    assert held.no_id(small) is None
+
+
+def test_what_no_type_of_numbers_holds_is_refused(numbers):
+    for values in ([2**60 + 1, 2.5], [1, 2**60 + 1, 2.0**60], [Decimal("2.5"), Decimal(2**60)]):
+        frame = numbers.as_fitted(pd.DataFrame({"item": pd.Series(values, dtype=object)}))
+        found = numbers.no_id(frame)
+        assert isinstance(found, Uneven)
+        assert found.value == max(values)
+
+
+def test_a_key_of_a_joined_table_is_a_float64(tmp_path):
+    """As a float32, 0.1 has no row there: what it adds would be missing."""
+    keys = np.arange(1, 8) / 10
+    log = LOG.assign(key=keys[np.arange(40) % 7])
+    joined = looking_up(tmp_path, log, keys)["joined"]
+    workflow = nvt.Workflow(joined >> ops.FillMissing()).fit(nvt.Dataset(log))
+    held = WholeNumbers(workflow, [], ["gain"])
+    frame = held.as_fitted(pd.DataFrame({"key": keys.astype("float32")}))
+    assert held.no_id(frame) == Narrowed("key", 0, float(np.float32(0.1)))
+    assert held.no_id(held.as_fitted(pd.DataFrame({"key": keys}))) is None
+
+
+def test_a_key_of_a_joined_table_is_text(tmp_path):
+    table = pd.DataFrame({"city": ["a", "b"], "gain": [1.0, 2.0]})
+    log = LOG.assign(city=["a", "b"] * 20)
+    workflow = nvt.Workflow(["city"] >> ops.JoinExternal(table, on="city")).fit(nvt.Dataset(log))
+    assert text_columns(workflow) == {"city"}
+
+
+NOTHING = [
+    pd.Series([None, None], dtype=object),
+    pd.Series([np.nan, np.nan]),
+    pd.array([None, None], "Int64"),
+    pd.array([None, None], "boolean"),
+    pd.Series([None, None], dtype="category"),
+    pd.Series([None, None], dtype=pd.ArrowDtype(pa.int64())),
+]
+
+
+@pytest.mark.parametrize("values", NOTHING)
+@pytest.mark.parametrize("is_text", [False, True])
+def test_a_column_of_nothing_is_one_whatever_its_type(tmp_path, values, is_text):
+    """Filled in, 0 is an id and 0.0 is none."""
+    nodes = ["item"] >> ops.FillMissing(0)
+    if is_text:
+        nodes = nodes >> ops.LambdaOp(lambda column: column.astype(str), dtype="str")
+    workflow = nvt.Workflow(nodes >> ops.Categorify(out_path=str(tmp_path)))
+    workflow.fit(nvt.Dataset(LOG))
+    held, encode = WholeNumbers(workflow, ["item"], ["item"]), encoder(workflow)
+    frame = held.as_fitted(pd.DataFrame({"item": values}))
+    assert frame["item"].dtype == "float64"
+    misread = held.misread(frame, encode(frame), encode)
+    assert (misread is not None) is is_text
+    if misread is not None:
+        assert (misread.column, misread.among) == ("item", "missing one")

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from dataclasses import dataclass
+from decimal import Decimal
 from numbers import Integral
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import pyarrow as pa
+
+# What pandas infers columns of objects to be that hold numbers alone.
+NUMBERS = ("integer", "floating", "mixed-integer-float", "decimal")
 
 
 @dataclass(frozen=True)
@@ -40,6 +45,8 @@ class Lists:
         """The lists, of other values; a missing one stays so."""
         if values is self.values:
             return self.column
+        if pd.api.types.is_extension_array_dtype(values.dtype):  # of which one may be missing
+            values = values.astype(object).where(values.notna(), None)
         parts = np.empty(len(self.lengths), object)
         parts[:] = np.split(values.to_numpy(), np.cumsum(self.lengths)[:-1])
         is_list = self.column.map(pd.api.types.is_list_like).astype(bool)
@@ -59,6 +66,8 @@ def of_type(column: pd.Series, fitted: np.dtype, is_id: bool) -> pd.Series:
       fitted: the type.
       is_id: whether a float is looked up as it is.
     """
+    if column.isna().all():  # of whatever type: a file's is that of nothing, as pyarrow writes it
+        return pd.Series(np.nan, column.index, fitted if fitted.kind == "f" else np.float64)
     column = _integers(numbers_of(column, fitted.kind == "f"))
     given: Any = column.dtype
     if given == fitted or given.kind not in "iuf":
@@ -69,7 +78,7 @@ def of_type(column: pd.Series, fitted: np.dtype, is_id: bool) -> pd.Series:
             return column
         with np.errstate(over="ignore"):  # beyond a float32 it was infinite at the fit, too
             return pd.Series(floats_of(column).astype(fitted), column.index)
-    if column.isna().all() or (given.kind == "f" and not is_whole(column).all()):
+    if given.kind == "f" and not is_whole(column).all():
         is_exact = given.kind == "f" and (is_whole(column) | column.isna()).all()
         return column.astype(np.float64) if is_exact else column  # as pandas makes them
     limits = np.iinfo(fitted)
@@ -138,33 +147,43 @@ def numbers_of(column: pd.Series, is_float: bool) -> pd.Series:
         kinds += ["integer", "empty"] if is_float else []
         if pd.api.types.infer_dtype(column, skipna=True) not in kinds:
             return column
-        if any(is_integer(value) and abs(value) >= 2**53 for value in column):
-            return column  # floats would round it
+        if any(isinstance(v, Integral | Decimal) and abs(int(v)) >= 2**53 for v in column.dropna()):
+            whole = _whole_objects(column)  # floats would round them
+            return column if whole is None else whole
     elif not isinstance(kind, pd.Float32Dtype | pd.Float64Dtype):
         return column
     return pd.Series(floats_of(column).astype(getattr(kind, "numpy_dtype", float)), column.index)
 
 
+def _whole_objects(column: pd.Series) -> pd.Series | None:
+    """Integers of objects that are whole numbers; None if one is not, or is rounded already."""
+    whole: list[Any] = []
+    for value in column:
+        is_float = isinstance(value, float) and abs(value) >= 2**53  # nan is not
+        if is_float or not (pd.isna(value) or value == value // 1):
+            return None
+        whole.append(None if pd.isna(value) else int(value))
+    return pd.Series(whole, column.index, object)
+
+
 def _integers(column: pd.Series) -> pd.Series:
     """Integers of booleans, of objects, as those of one row of a frame are, and of categories.
 
-    Floats where one is missing, as pandas makes them. True was 1 at the fit, from which an operator
-    may tell it.
+    Where one is missing floats, as pandas makes them, or its own integers if floats would be
+    others. True was 1 at the fit, from which an operator may tell it.
     """
     given: Any = column
     if isinstance(given.dtype, pd.CategoricalDtype) and given.dtype.categories.dtype.kind in "iubO":
-        given = given.astype(object)
-    elif pd.api.types.is_bool_dtype(given.dtype) and given.dtype not in (bool, "boolean"):
-        given = given.astype(object)  # sparse ones, Arrow's
+        held = np.array([*given.dtype.categories, None], object)  # astype(object) makes floats
+        given = pd.Series(held[given.cat.codes], column.index)
     kind = given.dtype
     if pd.api.types.is_object_dtype(kind):
         inferred = pd.api.types.infer_dtype(given, skipna=True)
-        own = {"boolean": "boolean", "integer": "Int64"}.get(inferred)
-        if own is None:
-            return column
-        try:
-            given = given.astype(own)
-        except (OverflowError, TypeError, ValueError):  # of 2^63 and more
+        for own in {"boolean": ["boolean"], "integer": ["Int64", "UInt64"]}.get(inferred, []):
+            with contextlib.suppress(OverflowError, TypeError, ValueError):  # beyond its type
+                given = given.astype(own)
+                break
+        else:
             return column
     if pd.api.types.is_bool_dtype(given.dtype):
         given = given.astype("Int8")
@@ -172,9 +191,9 @@ def _integers(column: pd.Series) -> pd.Series:
         return column
     if not given.isna().any():
         return given.astype(given.dtype.numpy_dtype)
-    known = given.dropna().to_numpy(np.int64)
-    is_exact = not len(known) or largest(known) < 2**53
-    return pd.Series(floats_of(given), column.index) if is_exact else column
+    known = given.dropna()
+    is_exact = not len(known) or largest(known.to_numpy(known.dtype.numpy_dtype)) < 2**53
+    return pd.Series(floats_of(given), column.index) if is_exact else given
 
 
 def is_whole(column: pd.Series) -> np.ndarray:
@@ -182,6 +201,15 @@ def is_whole(column: pd.Series) -> np.ndarray:
     values, digits = floats_of(column), np.finfo(column.to_numpy().dtype).nmant + 1
     with np.errstate(invalid="ignore"):
         return (np.abs(values) < 2.0**digits) & (values == np.trunc(values))
+
+
+def is_rounded(column: pd.Series) -> np.ndarray:
+    """Which floats may be several integers: from 2^53 on, as a float32 from 2^24."""
+    values = floats_of(column)
+    with np.errstate(invalid="ignore"):
+        return np.isfinite(values) & (
+            np.abs(values) >= 2.0 ** (np.finfo(column.to_numpy().dtype).nmant + 1)
+        )
 
 
 def is_another(column: pd.Series) -> np.ndarray:

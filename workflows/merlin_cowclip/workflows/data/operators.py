@@ -247,7 +247,7 @@ class MissingIds(Categorify):
     def _alone(self, name: str, selector: Any, column: pd.Series) -> np.ndarray:
         missing = column.isna().to_numpy()
         ids: np.ndarray = np.full(len(column), NULL_OFFSET, np.int64)
-        if name in self.lists or column.map(pd.api.types.is_list_like).any():
+        if name in self.lists or any(map(pd.api.types.is_list_like, column)):
             filled = pd.Series(
                 [[] if gone else row for gone, row in zip(missing, column, strict=True)]
             )

@@ -36,25 +36,29 @@ class Keys:
 
     files: tuple[Path, ...]
     column: str  # of the files
+    held: pa.Array | None = None  # by the operator itself, in no file
 
     @property
     def kind(self) -> pa.DataType:
         """Their type in the rows of the fit; of a category, that of its values."""
-        kind = pq.read_schema(self.files[0]).field(self.column).type
+        if self.held is not None:
+            kind = self.held.type
+        else:
+            kind = pq.read_schema(self.files[0]).field(self.column).type
         return kind.value_type if pa.types.is_dictionary(kind) else kind
 
     def has(self, value: str | bytes) -> bool:
         """Whether a value is one of them."""
         if not (pa.types.is_string(self.kind) or pa.types.is_binary(self.kind)):
             return False
-        tables = (pq.read_table(file, columns=[self.column]) for file in self.files)
         sought = pa.scalar(value, self.kind)
-        columns = (table[self.column].cast(self.kind) for table in tables)
-        return any(pc.index(column, sought).as_py() >= 0 for column in columns)
+        tables = (pq.read_table(file, columns=[self.column]) for file in self.files)
+        columns = (table[self.column] for table in tables) if self.held is None else (self.held,)
+        return any(pc.index(column.cast(self.kind), sought).as_py() >= 0 for column in columns)
 
 
 def learned_keys(workflow: nvt.Workflow) -> dict[str, list[Keys]]:
-    """Where a workflow looks up its raw columns: vocabularies, statistics of groups.
+    """Where a workflow looks up its raw columns: vocabularies, statistics of groups, tables joined.
 
     Only where no operator stands before that may make other values of them: what a LambdaOp gives
     to Categorify says nothing of what it is given.
@@ -70,11 +74,9 @@ def learned_keys(workflow: nvt.Workflow) -> dict[str, list[Keys]]:
 
     def made_by(node: Node, given: dict[str, str | None]) -> dict[str, str | None]:
         """Of what a node makes those that are raw columns as they are: the raw one's name."""
-        for name, there, column in _looked_up(node):
-            raw, path = given.get(name), Path(there)
-            files = (path,) if path.is_file() else tuple(sorted(path.glob("*.parquet")))
-            if there and raw is not None and files and column in pq.read_schema(files[0]).names:
-                found.setdefault(raw, []).append(Keys(files, column))
+        for name, keys in _looked_up(node):
+            if (raw := given.get(name)) is not None:
+                found.setdefault(raw, []).append(keys)
         fills, kept = isinstance(node.op, FillMissing), {}
         if fills or isinstance(node.op, keep):
             for name in node.output_schema.column_names:
@@ -88,7 +90,25 @@ def learned_keys(workflow: nvt.Workflow) -> dict[str, list[Keys]]:
     return found
 
 
-def _looked_up(node: Node) -> Iterator[tuple[str, str, str]]:
+def _looked_up(node: Node) -> Iterator[tuple[str, Keys]]:
+    """Of a node's inputs those that it looks up, and in what."""
+    with quiet_imports():
+        from nvtabular import ops
+
+    op = node.op
+    if isinstance(op, ops.JoinExternal):
+        for name, column in zip(_as_list(op.on), _as_list(op.on_ext), strict=True):
+            if (held := _joined(op, column)) is not None:
+                yield name, Keys((), column, held)
+        return
+    for name, there, column in _looked_up_in_files(node):
+        path = Path(there)
+        files = (path,) if path.is_file() else tuple(sorted(path.glob("*.parquet")))
+        if there and files and column in pq.read_schema(files[0]).names:
+            yield name, Keys(files, column)
+
+
+def _looked_up_in_files(node: Node) -> Iterator[tuple[str, str, str]]:
     """Of a node's inputs those that it looks up: in which parquet, and which column of it."""
     with quiet_imports():
         from nvtabular import ops
@@ -105,6 +125,24 @@ def _looked_up(node: Node) -> Iterator[tuple[str, str, str]]:
             names = [group] if isinstance(group, str) else list(group)
             for name in names:
                 yield name, str(files.get(op.name_sep.join(names), "")), name
+
+
+def _as_list(names: str | Iterable[str]) -> list[str]:
+    return [names] if isinstance(names, str) else list(names)
+
+
+def _joined(op: Any, column: str) -> pa.Array | None:
+    """A column of the table that `JoinExternal` joins; None of one that is of several types."""
+    table = op._ext
+    if hasattr(table, "compute"):  # a Dask collection
+        table = table[[column]].compute()
+    values = table[column]
+    values = values.to_pandas() if hasattr(values, "to_pandas") else values  # of cudf
+    try:
+        found = pa.array(values, from_pandas=True)
+    except pa.ArrowException:
+        return None
+    return found.combine_chunks() if isinstance(found, pa.ChunkedArray) else found
 
 
 def name_types(workflow: nvt.Workflow) -> nvt.Workflow:

@@ -19,10 +19,12 @@ import pyarrow as pa
 from merlin_cowclip.workflows.data.encoded_rows import Place
 from merlin_cowclip.workflows.data.id_origins import operators_that_keep_values
 from merlin_cowclip.workflows.data.number_types import (
+    NUMBERS,
     Lists,
     floats_of,
     is_another,
     is_integer,
+    is_rounded,
     is_whole,
     largest,
     numbers_of,
@@ -32,6 +34,7 @@ from merlin_cowclip.workflows.data.number_types import (
     within,
 )
 from merlin_cowclip.workflows.data.parquet_logs import is_number
+from merlin_cowclip.workflows.data.plain_columns import plain_frame
 from merlin_cowclip.workflows.data.raw_columns import RawColumns, learned_keys
 from merlin_cowclip.workflows.data.workflow_graph import followed
 from merlin_cowclip.workflows.errors import UserError
@@ -49,6 +52,10 @@ class _Refused:
     row: int  # from 0
     value: float
 
+    def refuse(self, place: Place) -> NoReturn:
+        """Raise UserError."""
+        raise NotImplementedError
+
 
 class NotWhole(_Refused):
     """A number that is no id of a column of whole numbers."""
@@ -60,6 +67,27 @@ class NotWhole(_Refused):
             "workflow was fitted on"
         )
         place.refuse(rule, self.value, self.row, self.column, "Give whole numbers")
+
+
+class Rounded(_Refused):
+    """A float of which ids are made, or that is looked up, and that several integers are."""
+
+    def refuse(self, place: Place) -> NoReturn:
+        """Raise UserError."""
+        rule = (
+            "a number of which the workflow makes ids, or which it looks up, must be below 2^53 "
+            "(as a float32, 2^24) or an integer, as at the fit: larger floats are rounded"
+        )
+        place.refuse(rule, self.value, self.row, self.column, "Give integers")
+
+
+class Uneven(_Refused):
+    """A number in a column of objects, which no type of numbers holds exactly."""
+
+    def refuse(self, place: Place) -> NoReturn:
+        """Raise UserError."""
+        rule = "numbers of 2^53 and more must be whole, and no floats among them"
+        place.refuse(rule, self.value, self.row, self.column, "Give numbers of one type")
 
 
 class Narrowed(_Refused):
@@ -146,12 +174,12 @@ class WholeNumbers:
     ) -> None:
         self._ids = set(ids)
         columns = workflow.input_schema.column_schemas
-        kinds = {n: _numpy_type(c) for n, c in columns.items()}
+        kinds = {n: numpy_type(c) for n, c in columns.items()}
         self._fitted = {name: kind for name, kind in kinds.items() if kind.kind in "iuf"}
         self._lists = {name for name in self._fitted if columns[name].is_list}
         whole = {name for name, kind in self._fitted.items() if kind.kind in "iu"}
         self._whole = whole - self._lists
-        encoded, otherwise, reduced = _uses(workflow)
+        encoded, otherwise, reduced = uses(workflow)
         raw = RawColumns(workflow, fields)
         self._reduced = {name: k for name, k in reduced.items() if not raw.may_lack([name])}
         looked_up = encoded | learned_keys(workflow).keys()
@@ -163,15 +191,18 @@ class WholeNumbers:
         others = {name for name in others if not of_ids.may_lack([name])}
         self._floats |= others & self._lists
         self._digits = others - self._lists  # that ids are made of otherwise: hashed, as text, cut
+        made = {name for name in whole - self._encoded if not of_ids.may_lack([name])}
+        self._exact = (whole & looked_up - self._encoded) | made
 
     def as_fitted(self, frame: pd.DataFrame) -> pd.DataFrame:
-        """Raw rows of the types of numbers that the workflow was fitted on, lists of them as well.
+        """Raw rows of the types that the workflow was fitted on, of numbers and of lists of them.
 
         Left as they are: floats where the fit was on integers, and one is missing, is a fraction or
         from 2^53 on (see `misread`); integers beyond the type of the fit; narrow floats of which
         ids are made; and ids that `no_id` finds. What is encoded is a batch or a request, and has
         no missing one, maybe, where the fit had one.
         """
+        frame = plain_frame(frame)
         changed = {}
         for name, fitted in self._fitted.items():
             if name not in frame:
@@ -183,15 +214,14 @@ class WholeNumbers:
                 changed[name] = lists.of_values(of_type(lists.values, fitted, is_id))
         return frame.assign(**changed)
 
-    def no_id(
-        self, frame: pd.DataFrame, exact: Collection[str] = ()
-    ) -> NotWhole | Narrowed | Beyond | None:
+    def no_id(self, frame: pd.DataFrame, exact: Collection[str] = ()) -> _Refused | None:
         """The first number, of a column that is looked up as it is, that is no id of the fit.
 
         Where `Categorify` has learned whole numbers, a fraction or a rounded one: stock takes 3.7
         for 3. Where it, or an operator of groups, has learned float64, a float32 that is another
-        number: stock knows none of them. And any integer of which `ReduceDtypeSize` would make
-        another one, id or not: it takes 261 for 5.
+        number: stock knows none of them. Where ids are made or looked up otherwise, a float that
+        several integers are. And any integer of which `ReduceDtypeSize` would make another one, id
+        or not: it takes 261 for 5.
 
         Args:
           frame: of `as_fitted`.
@@ -200,9 +230,11 @@ class WholeNumbers:
         for name in map(str, frame):
             if (beyond := self._beyond(frame[name])) is not None:
                 return beyond
-            if name in exact or name not in self._encoded | self._floats:
+            if name in exact or name not in self._encoded | self._floats | self._exact:
                 continue
             values, rows = frame[name], None
+            if (uneven := self._uneven(values)) is not None:
+                return uneven
             if name in self._lists:
                 lists = Lists.of(values, self._fitted[name])
                 if lists is None:
@@ -216,12 +248,27 @@ class WholeNumbers:
             if kind.kind != "f" or (is_narrow and kind.itemsize >= self._fitted[name].itemsize):
                 continue
             held = floats_of(values)
-            bad = is_another(values) if is_narrow else ~np.isnan(held) & ~is_whole(values)
+            found: type[_Refused] = NotWhole
+            if is_narrow:
+                found, bad = Narrowed, is_another(values)
+            elif name in self._exact:
+                found, bad = Rounded, is_rounded(values)
+            else:
+                bad = ~np.isnan(held) & ~is_whole(values)
             if bad.any():
                 at = int(bad.argmax())
-                found = Narrowed if is_narrow else NotWhole
                 return found(name, at if rows is None else int(rows[at]), float(held[at]))
         return None
+
+    def _uneven(self, column: pd.Series) -> Uneven | None:
+        name = str(column.name)
+        if name in self._lists or not pd.api.types.is_object_dtype(column.dtype):
+            return None
+        if pd.api.types.infer_dtype(column, skipna=True) not in NUMBERS:
+            return None  # text, at which an operator may take offence
+        sizes = column.map(lambda value: 0 if pd.isna(value) else abs(value))
+        row = int(sizes.to_numpy().argmax())
+        return Uneven(name, row, column.iloc[row])
 
     def _beyond(self, column: pd.Series) -> Beyond | None:
         name, given = str(column.name), column.dtype
@@ -282,6 +329,8 @@ class WholeNumbers:
             whole[name] = of_type(filled, fitted, is_id=False)
         if (narrow := self._misread_digits(frame, encoded, encode, whole)) is not None:
             return narrow
+        if (nothing := self._misread_nothing(frame, encoded, encode)) is not None:
+            return nothing
         if not whole:
             return None
         try:
@@ -322,6 +371,22 @@ class WholeNumbers:
         first, *_ = wide  # where several are read together, one alone need not tell
         name = next(filter(made_others, wide), first)
         return MisreadDigits(name, frame[name].dtype, self._fitted[name])
+
+    def _misread_nothing(
+        self,
+        frame: pd.DataFrame,
+        encoded: pa.RecordBatch,
+        encode: Callable[[pd.DataFrame], pa.RecordBatch],
+    ) -> Misread | None:
+        """`misread` of columns of which every number is missing, and may be filled in."""
+        names = [str(name) for name in frame if frame[name].isna().all()]
+        names = [name for name in names if name in self._whole - self._encoded_alone]
+        nothing = pd.Series(pd.NA, frame.index, "Int64")
+        for name in names:
+            with contextlib.suppress(Exception):  # of an operator that takes no such integers
+                if self._other(encode(frame.assign(**{name: nothing})), encoded):
+                    return Misread.of(frame[name], self._fitted[name])
+        return None
 
     def _among_others(
         self,
@@ -368,12 +433,18 @@ class WholeNumbers:
         return None
 
     def _other(self, left: pa.RecordBatch, right: pa.RecordBatch) -> set[str]:
-        """Columns that differ: of ids at all, of numbers by more than the precision of floats."""
-        names = set(left.schema.names)
-        return {n for n in names if not _same(left[n], right[n], 0 if n in self._ids else 1e-5)}
+        return different_columns(left, right, self._ids)
 
 
-def _numpy_type(column: ColumnSchema) -> np.dtype:
+def different_columns(
+    left: pa.RecordBatch, right: pa.RecordBatch, ids: Collection[str]
+) -> set[str]:
+    """Columns that differ: of ids at all, of numbers by more than the precision of floats."""
+    names = left.schema.names
+    return {n for n in names if not _same(left[n], right[n], 0 if n in ids else 1e-5)}
+
+
+def numpy_type(column: ColumnSchema) -> np.dtype:
     """Of a column's values, or of those of its lists; object where NumPy has none."""
     kind = None if column.dtype.name == "unknown" else column.dtype.to_numpy
     return np.dtype(kind or object)
@@ -395,7 +466,7 @@ def _same(left: pa.Array, right: pa.Array, tolerance: float) -> bool:
     return bool(np.isclose(one, other, rtol=tolerance, atol=0, equal_nan=True).all())
 
 
-def _uses(workflow: nvt.Workflow) -> tuple[set[str], set[str], dict[str, np.dtype]]:
+def uses(workflow: nvt.Workflow) -> tuple[set[str], set[str], dict[str, np.dtype]]:
     """Raw columns that Categorify reads as they are, or filled; and those that are read otherwise.
 
     The others are read by other operators, hashed, or read together with more. And the types that

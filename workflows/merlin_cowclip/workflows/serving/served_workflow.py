@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from decimal import Decimal
 from numbers import Real
@@ -22,11 +23,13 @@ import pyarrow as pa
 
 from merlin_cowclip.workflows.data.datasets import DatasetSpec
 from merlin_cowclip.workflows.data.encoded_rows import Place, check_numbers, checked_ids
+from merlin_cowclip.workflows.data.missing_text import MissingText
 from merlin_cowclip.workflows.data.parquet_logs import is_number, plain_type
+from merlin_cowclip.workflows.data.plain_columns import plain_frame
 from merlin_cowclip.workflows.data.raw_columns import Keys, learned_keys
 from merlin_cowclip.workflows.data.row_for_row import OtherRowsError, transformed
 from merlin_cowclip.workflows.data.whole_numbers import WholeNumbers
-from merlin_cowclip.workflows.errors import UserError, clipped, excerpt, quoted
+from merlin_cowclip.workflows.errors import Notice, UserError, clipped, excerpt, quoted
 from merlin_cowclip.workflows.quiet import quiet_imports
 from merlin_cowclip.workflows.serving.raw_frames import as_served
 from merlin_cowclip.workflows.serving.systems import TransformWorkflow
@@ -40,6 +43,7 @@ with quiet_imports():
     from merlin.table import TensorTable
 
 FOLDER = "workflow"
+_MADE = ("_numbers", "_missing")  # of a workflow, at its first request
 
 
 class ServedWorkflow(TransformWorkflow):
@@ -84,7 +88,8 @@ class ServedWorkflow(TransformWorkflow):
     def __getstate__(self) -> dict[str, Any]:
         # Beside it, as NVTabular saved it: in here its vocabularies would be where they were.
         state = {**self.__dict__, "workflow": None}
-        state.pop("_numbers", None)  # made again
+        for made_again in _MADE:
+            state.pop(made_again, None)
         return state
 
     def save_artifacts(self, artifact_path: Any = None) -> None:
@@ -97,7 +102,8 @@ class ServedWorkflow(TransformWorkflow):
         if not artifact_path:  # Merlin calls this, too, as it makes a graph
             return
         self.workflow = nvt.Workflow.load(str(Path(artifact_path) / FOLDER))
-        self.__dict__.pop("_numbers", None)
+        for made_again in _MADE:
+            self.__dict__.pop(made_again, None)
 
     def compute_output_schema(
         self,
@@ -127,7 +133,7 @@ class ServedWorkflow(TransformWorkflow):
         else:
             frame = transformable[names].reset_index(drop=True)
             if self.is_adopted:
-                frame = as_served(frame, self.input_schema, self.texts, _REQUEST)
+                frame = as_served(plain_frame(frame), self.input_schema, self.texts, _REQUEST)
         if not len(frame):
             raise UserError("a request must have a row. Received: none")
         if not self.is_adopted:
@@ -140,7 +146,7 @@ class ServedWorkflow(TransformWorkflow):
         return TensorTable(_tensors(encoded, spec, self.renumbered))
 
     def _encoded(self, frame: pd.DataFrame, spec: DatasetSpec) -> pa.RecordBatch:
-        bad = misread = None
+        bad = misread = told = None
         try:
             if self.is_adopted:
                 frame = self._numbers.as_fitted(frame)
@@ -150,6 +156,7 @@ class ServedWorkflow(TransformWorkflow):
             if self.is_adopted and not bad:
                 again = functools.partial(self._transformed, spec=spec)
                 misread = self._numbers.misread(frame, encoded, again)
+                told = self._missing.told_apart(frame, encoded, again)
         except UserError:
             raise
         except OtherRowsError as error:  # whose is a probability?
@@ -167,12 +174,18 @@ class ServedWorkflow(TransformWorkflow):
             bad.refuse(_REQUEST)
         if misread:
             misread.refuse(f"one in {len(frame):,} rows")
+        if told:
+            warnings.warn(told, Notice, stacklevel=4)
         return encoded
 
     @functools.cached_property
     def _numbers(self) -> WholeNumbers:
         spec = DatasetSpec.from_dict(self.spec)
         return WholeNumbers(self.workflow, spec.ids, spec.fields)
+
+    @functools.cached_property
+    def _missing(self) -> MissingText:
+        return MissingText(self.workflow, DatasetSpec.from_dict(self.spec).ids)
 
     def _transformed(self, frame: pd.DataFrame, spec: DatasetSpec) -> pa.RecordBatch:
         out = transformed(self.workflow, frame)

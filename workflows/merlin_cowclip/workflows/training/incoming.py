@@ -8,6 +8,7 @@ size.
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,10 +38,11 @@ from merlin_cowclip.workflows.data.inputs import (
     refuse_twice,
     refuse_unreadable,
 )
+from merlin_cowclip.workflows.data.missing_text import MissingText
 from merlin_cowclip.workflows.data.raw_columns import RawColumns, name_types, text_columns
 from merlin_cowclip.workflows.data.raw_logs import FileState, RawLog, column_of, unchanged
 from merlin_cowclip.workflows.data.whole_numbers import WholeNumbers
-from merlin_cowclip.workflows.errors import UserError, clipped, quoted
+from merlin_cowclip.workflows.errors import Notice, UserError, clipped, quoted
 from merlin_cowclip.workflows.quiet import quiet_operators
 from merlin_cowclip.workflows.training.rows import Rows
 from merlin_cowclip.workflows.training.runs import Run
@@ -271,6 +273,7 @@ class _RawParquet(_Parquet):
                     f"{quoted(gone or more, brief=True)}, which {having.path} has. Give them apart"
                 )
         self._numbers = WholeNumbers(self._workflow, self._spec.ids, self._spec.fields)
+        self._missing: MissingText | None = MissingText(self._workflow, self._spec.ids)
         self.labelled = self._spec.label in self._workflow.output_schema.column_names
 
     def _decoded(self, batch: pa.RecordBatch, place: Place) -> pa.RecordBatch:
@@ -311,6 +314,7 @@ class _RawParquet(_Parquet):
             if not bad:
                 encoded = self._transformed(frame)
                 misread = self._numbers.misread(frame, encoded, self._transformed, exact)
+                told = self._missing and self._missing.told_apart(frame, encoded, self._transformed)
         except OtherRowsError as error:  # whose is a probability?
             raise UserError(
                 "the run's workflow must make one row of each, in its place. Received: "
@@ -329,6 +333,9 @@ class _RawParquet(_Parquet):
         if misread:
             rows = f"one in the {batch.num_rows:,} rows from row {place.first + 1} on"
             misread.refuse(f"{where}, with {rows}")
+        if told:
+            warnings.warn(f"{told}. The first are in {where}", Notice, stacklevel=4)
+            self._missing = None  # once
         return encoded
 
     def _transformed(self, frame: pd.DataFrame) -> pa.RecordBatch:

@@ -1,0 +1,54 @@
+"""None and NaN in columns of text, by what stock NVTabular makes of each."""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pytest
+
+from merlin_cowclip.workflows.data.missing_text import MissingText
+from merlin_cowclip.workflows.quiet import quiet_imports
+
+with quiet_imports():
+    import nvtabular as nvt
+    from nvtabular import ops
+
+LOG = pd.DataFrame({"city": ["a", None, "b", "a"] * 5, "town": ["c", "d", None, "d"] * 5})
+
+
+def as_text(names):
+    return names >> ops.LambdaOp(lambda column: column.astype(str), dtype="str")
+
+
+@pytest.mark.parametrize("kind", ["None", "NaN"])
+@pytest.mark.parametrize(
+    ("told", "graph"),
+    [
+        (["city"], lambda: as_text(["city"]) + nvt.ColumnSelector(["town"])),
+        (["city", "town"], lambda: as_text(["city", "town"])),
+        ([], lambda: ["city", "town"] >> ops.FillMissing("")),
+        ([], lambda: as_text(["city", "town"] >> ops.FillMissing(""))),
+        ([], lambda: ["city", "town"] >> ops.LambdaOp(lambda c: c.str.upper(), dtype="str")),
+    ],
+)
+def test_text_that_an_operator_tells_from_none(tmp_path, graph, told, kind):
+    workflow = nvt.Workflow(graph() >> ops.Categorify(out_path=str(tmp_path)))
+    workflow.fit(nvt.Dataset(LOG))
+
+    def encode(frame: pd.DataFrame) -> pa.RecordBatch:
+        return pa.RecordBatch.from_pandas(workflow.transform(frame), preserve_index=False)
+
+    other = np.nan if kind == "NaN" else None
+    frame = LOG.where(LOG.notna(), other)
+    of_none = encode(LOG.where(LOG.notna(), None))
+    differ = [name for name in LOG if encode(LOG.where(LOG.notna(), np.nan))[name] != of_none[name]]
+    assert differ == told
+    said = MissingText(workflow, ["city", "town"]).told_apart(frame, encode(frame), encode)
+    if not told:
+        assert said is None
+        return
+    for words in (*(repr(name) for name in told), f"taken as {kind}", "fill them in"):
+        assert words in said
+    filled = LOG.fillna("a")
+    assert MissingText(workflow, told).told_apart(filled, encode(filled), encode) is None

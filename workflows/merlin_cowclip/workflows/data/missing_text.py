@@ -1,0 +1,82 @@
+"""Missing text of raw rows: None to some readers, NaN to others, which an operator may tell apart.
+
+`str` makes "None" of the one and "nan" of the other, which are two ids, or one and an unknown one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+
+from merlin_cowclip.workflows.data.whole_numbers import different_columns, numpy_type, uses
+from merlin_cowclip.workflows.errors import quoted
+
+if TYPE_CHECKING:
+    import nvtabular as nvt
+
+
+class MissingText:
+    """Where a fitted workflow tells one missing text from another.
+
+    Args:
+      workflow: fitted.
+      ids: columns of ids that it makes.
+    """
+
+    def __init__(self, workflow: nvt.Workflow, ids: Collection[str]) -> None:
+        _, otherwise, _ = uses(workflow)
+        columns = workflow.input_schema.column_schemas
+        self._ids = set(ids)
+        self._names = [
+            name
+            for name, column in columns.items()
+            if name in otherwise and not column.is_list and numpy_type(column).kind in "OSU"
+        ]
+
+    def told_apart(
+        self,
+        frame: pd.DataFrame,
+        encoded: pa.RecordBatch,
+        encode: Callable[[pd.DataFrame], pa.RecordBatch],
+    ) -> str | None:
+        """What is to be said of columns in which it matters whether None or NaN is missing.
+
+        Args:
+          frame: of `WholeNumbers.as_fitted`.
+          encoded: what the workflow made of it, row for row.
+          encode: what makes it.
+        """
+        names = [name for name in self._names if name in frame and frame[name].isna().any()]
+        told = [name for name in names if self._is_told(frame, name, encoded, encode)]
+        if not told:
+            return None
+        kinds = sorted({"None" if _has_none(frame[name]) else "NaN" for name in told})
+        return (
+            "the workflow makes one input of a missing text that is None, as text in parquet has "
+            "it, and another of NaN, as pandas.read_csv has it. Received missing ones in "
+            f"{quoted(told)}, taken as {' or '.join(kinds)}. If the workflow was fitted on the "
+            "other, fill them in"
+        )
+
+    def _is_told(
+        self,
+        frame: pd.DataFrame,
+        name: str,
+        encoded: pa.RecordBatch,
+        encode: Callable[[pd.DataFrame], pa.RecordBatch],
+    ) -> bool:
+        column = frame[name].astype(object)
+        other = np.nan if _has_none(column) else None
+        with contextlib.suppress(Exception):  # of an operator that takes one of them alone
+            again = encode(frame.assign(**{name: column.where(column.notna(), other)}))
+            return bool(different_columns(again, encoded, self._ids))
+        return False
+
+
+def _has_none(column: pd.Series) -> bool:
+    return any(value is None for value in column)
