@@ -195,6 +195,10 @@ def test_data_that_moved_needs_naming_only(run, toy_data, tmp_path):
     assert done.code == 0, done.err
     auc = json.loads((run / "result.json").read_text())["auc"]
     assert done.out.startswith(f"test AUC {auc:.6f}, ")
+    behind = command(["evaluate", run, "--batch-size", 100, data, "--quiet"])
+    assert (behind.code, behind.out) == (0, done.out), behind.err
+    words = ["unrecognized arguments", "--batchsize"]
+    refused(["evaluate", run, "--batchsize", 100, data], words, folder=tmp_path)
 
 
 def test_its_own_data_split_anew(tmp_path):

@@ -29,7 +29,13 @@ GROUPS = (data, training, tuning, prediction, serving, studying, demo)  # as --h
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
-    arguments = command_line().parse_args(argv)
+    parser = command_line()
+    arguments, left = parser.parse_known_args(argv)
+    if left and "more_in" in arguments and not any(word.startswith("-") for word in left):
+        # What follows an option: argparse fills a list that may be empty before the first.
+        getattr(arguments, arguments.more_in).extend(left)
+    elif left:
+        parser.error(f"unrecognized arguments: {' '.join(left)}")
 
     def work() -> None:
         if arguments.command != "train":

@@ -29,7 +29,7 @@ def add(commands: Commands) -> None:
         "predict",
     )
     _add_reading(evaluate)
-    evaluate.set_defaults(run=_evaluate)
+    evaluate.set_defaults(run=_evaluate, more_in="data")
     predict = commands.add_parser(
         "predict",
         help="a finished run's probabilities for raw logs",

@@ -182,13 +182,13 @@ class RawLog(abc.ABC):
         spec = self.spec
         columns: dict[str, pa.Array] = {}
         if self.labelled:
-            labels = column_of(batch, spec.label).cast(pa.float64(), safe=False)  # large ones round
+            labels = _floats(column_of(batch, spec.label))
             good = pc.or_(pc.equal(labels, 0.0), pc.equal(labels, 1.0))  # -0.0 is 0; null for null
             if labels.null_count or pc.all(good).as_py() is False:  # None: there is no row
                 fault("label")
             columns[spec.label] = labels.cast(pa.int8())
         for name in spec.continuous:
-            numbers = column_of(batch, name).cast(pa.float64(), safe=False)
+            numbers = _floats(column_of(batch, name))
             finite = pc.is_finite(numbers)  # null for a missing one
             if pc.all(finite).as_py() is False:
                 if self.refuses_non_finite:
@@ -335,3 +335,11 @@ def parse_number(text: str) -> float | None:
     if found is None:
         return None
     return math.nan if found["nan"] else float(found[1])
+
+
+def _floats(column: pa.Array) -> pa.Array:
+    """Numbers as the nearest float64: Arrow itself makes 0.9999999999999999 of a decimal's 1."""
+    if pa.types.is_decimal(column.type):  # as text Arrow 10 has none
+        numbers = (None if value is None else float(value) for value in column.to_pylist())
+        return pa.array(numbers, pa.float64(), size=len(column))
+    return column.cast(pa.float64(), safe=False)  # large integers round
