@@ -14,14 +14,15 @@ from merlin_cowclip.workflows.data.encoded_rows import Place
 from merlin_cowclip.workflows.data.id_origins import Origin, RawValues, id_origins, raw_values
 from merlin_cowclip.workflows.data.new_rows import for_new_rows
 from merlin_cowclip.workflows.data.raw_columns import text_columns
-from merlin_cowclip.workflows.data.whole_numbers import (
+from merlin_cowclip.workflows.data.refused_numbers import (
     Beyond,
     Narrowed,
+    NotBoolean,
     NotWhole,
     Rounded,
     Uneven,
-    WholeNumbers,
 )
+from merlin_cowclip.workflows.data.whole_numbers import WholeNumbers
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.quiet import quiet_imports
 
@@ -71,6 +72,49 @@ def numbers(workflow):
         ["item_", "ratio", "score", "genres", "scores"],
         workflow.output_schema.column_names,
     )
+
+
+TRUTHS = [True, False, True]
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        (TRUTHS, TRUTHS),
+        ([1, 0, 1], TRUTHS),
+        (np.array([1, 0, 1], "int8"), TRUTHS),
+        ([1.0, -0.0, 1.0], TRUTHS),
+        (pd.Series([1, 0, 1], dtype=object), TRUTHS),
+        (pd.array([1, 0, 1], "UInt8"), TRUTHS),
+        (pd.array(TRUTHS, "boolean"), TRUTHS),
+        (pd.Series(TRUTHS).astype("category"), TRUTHS),
+        (pd.Series([1, 0, 1]).astype("category"), TRUTHS),
+        ([1.0, np.nan, 0.0], [True, None, False]),
+        (pd.array([1, None, 0], "Int64"), [True, None, False]),
+        (pd.array([True, None, False], "boolean"), [True, None, False]),
+        (pd.Series([True, None, False], dtype=object), [True, None, False]),
+    ],
+)
+@pytest.mark.filterwarnings("error")
+def test_booleans_as_fitted(tmp_path, values, expected):
+    """Of 1 an operator makes other text than of True; Categorify one id of both."""
+    flags = pd.DataFrame({"flag": TRUTHS * 10, "user": np.arange(30)})
+    texts = ["flag"] >> ops.LambdaOp(lambda column: column.astype(str), dtype="str")
+    ids = texts >> ops.Categorify(out_path=str(tmp_path))
+    workflow = nvt.Workflow(ids).fit(nvt.Dataset(flags))
+    numbers = WholeNumbers(workflow, ["flag"], ["flag"])
+    found = numbers.as_fitted(pd.DataFrame({"flag": values}))
+    assert found["flag"].tolist() == expected
+    assert found["flag"].dtype == (object if None in expected else bool)
+    assert numbers.no_id(found) is None
+    of_true, of_false = transformed(workflow, flags)["flag"][:2]
+    ids = {True: of_true, False: of_false, None: 2}  # "None" is an unknown one
+    assert transformed(workflow, found)["flag"].tolist() == [ids[value] for value in expected]
+    for other in (2, 0.5, -1):
+        frame = numbers.as_fitted(pd.DataFrame({"flag": [1, None, other]}))
+        assert numbers.no_id(frame) == NotBoolean("flag", 2, other)
+    nothing = numbers.as_fitted(pd.DataFrame({"flag": [None, None]}))
+    assert numbers.no_id(nothing) is None
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import gzip
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -349,6 +350,7 @@ def stock(tmp_path_factory) -> tuple[Run, PreparedData, Path]:
     raw = {
         n: Dataset(str(home / f"raw-{n}/0.parquet"), engine="parquet") for n in ("train", "test")
     }
+    weeks = {week: week for week in range(1, 9)}  # an error of its own for others
     liked = (
         ["rating"]
         >> ops.LambdaOp(liked_or_not, dtype="int8")
@@ -361,7 +363,10 @@ def stock(tmp_path_factory) -> tuple[Run, PreparedData, Path]:
         + (
             ["visits"]
             >> ops.FillMissing()
-            >> ops.LambdaOp(lambda visits, rows: visits / rows["weeks"], dependency=["weeks"])
+            >> ops.LambdaOp(
+                lambda visits, rows: visits / rows["weeks"].map(weeks.__getitem__),
+                dependency=["weeks"],
+            )
             >> ops.Rename(name="a_week")
             >> ops.Normalize()
         )
@@ -459,13 +464,42 @@ def test_text_in_binary_columns_is_text(stock, tmp_path):
         predict_logs(run, [tmp_path / "bad.parquet"], tmp_path / "out.parquet", raw=True)
 
 
+def with_column(table: pa.Table, name: str, value: list) -> pa.Table:
+    """With the same value in each row."""
+    place = table.schema.get_field_index(name)
+    return table.set_column(place, name, [value * len(table)])
+
+
 @pytest.mark.parametrize(
     ("change", "raw", "words"),
     [
         (lambda t: t.drop(["user"]), True, r"Missing: 'user' in .*raw.parquet, which has: 'dwell'"),
         (lambda t: t.drop(["weeks"]), True, r"Missing: 'weeks' in .*raw.parquet, which has: "),
         (lambda t: t, False, r"column 'user' must hold integer ids|need --raw \(raw=True\)"),
-        (lambda t: t.set_column(5, "visits", [["a"] * len(t)]), True, "row group 0, 70 rows from"),
+        (lambda t: with_column(t, "visits", ["a"]), True, "string in column 'visits'.* numbers$"),
+        (lambda t: with_column(t, "user", ["7"]), True, "string in column 'user' .* whole numbers"),
+        (
+            lambda t: with_column(t, "user", [date(2020, 1, 1)]),
+            True,
+            "date32.* in column 'user'",
+        ),
+        (
+            lambda t: with_column(t, "item", [7]),
+            True,
+            "int64 in column 'item' of .*raw.parquet",
+        ),
+        (lambda t: with_column(t, "genres", [[7]]), True, "in column 'genres' .* of text. Write"),
+        (
+            lambda t: with_column(t, "visits", [[1.0]]),
+            True,
+            "in column 'visits' .* numbers$",
+        ),
+        (
+            lambda t: with_column(t, "genres", ["g"]),
+            True,
+            "column 'genres' .* lists of t",
+        ),
+        (lambda t: with_column(t, "weeks", [0]), True, "row group 0, 70 rows from"),
     ],
 )
 def test_refused_of_an_adopted_pipeline(stock, tmp_path, change, raw, words):
@@ -611,7 +645,7 @@ def test_a_label_of_text_is_refused(by_text, tmp_path):
     run, table, _ = by_text
     clicks = pa.array(["yes" if click else "no" for click in table["click"].to_pylist()])
     pq.write_table(table.set_column(0, "click", clicks), tmp_path / "raw.parquet")
-    words = "column 'click' must hold 0 or 1. Received: string in .*raw.parquet, row group 0"
+    words = "Received: string in column 'click' of .*raw.parquet, which was whole numbers"
     with pytest.raises(UserError, match=words):
         predict_logs(run, [tmp_path / "raw.parquet"], tmp_path / "out.parquet", raw=True)
     with pytest.raises(UserError, match=words):

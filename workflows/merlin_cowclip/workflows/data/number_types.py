@@ -91,6 +91,24 @@ def of_type(column: pd.Series, fitted: np.dtype, is_id: bool) -> pd.Series:
     return column.astype(kind)
 
 
+def booleans_of(column: pd.Series) -> pd.Series:
+    """Booleans of numbers that are 0 or 1; a column in which another one is, numbers as they are.
+
+    A missing one is None, as in booleans that pandas reads from parquet.
+    """
+    if pd.api.types.is_bool_dtype(column.dtype) and not column.isna().any():
+        return column.astype(bool)
+    missing = column.isna().to_numpy()
+    numbers = _integers(numbers_of(column, is_float=True))
+    if missing.all() or numbers.dtype.kind not in "iuf":
+        return column
+    if not numbers[~missing].isin((0, 1)).all():
+        return numbers
+    held = np.array([False, True, None], object)
+    found = held[np.where(missing, 2, floats_of(numbers)).astype(np.int64)]
+    return pd.Series(found if missing.any() else found.astype(bool), column.index)
+
+
 def whole_in(column: pd.Series, exact: pa.Array | None) -> tuple[np.ndarray, np.ndarray]:
     """In which rows floats are whole numbers, and these, int64; another of them elsewhere.
 

@@ -9,18 +9,17 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
 import pyarrow as pa
 
-from merlin_cowclip.workflows.data.encoded_rows import Place
 from merlin_cowclip.workflows.data.id_origins import operators_that_keep_values
 from merlin_cowclip.workflows.data.number_types import (
     NUMBERS,
     Lists,
+    booleans_of,
     floats_of,
     is_another,
     is_integer,
@@ -36,128 +35,24 @@ from merlin_cowclip.workflows.data.number_types import (
 from merlin_cowclip.workflows.data.parquet_logs import is_number
 from merlin_cowclip.workflows.data.plain_columns import plain_frame
 from merlin_cowclip.workflows.data.raw_columns import RawColumns, learned_keys
+from merlin_cowclip.workflows.data.refused_numbers import (
+    Beyond,
+    Misread,
+    MisreadDigits,
+    Narrowed,
+    NotBoolean,
+    NotWhole,
+    Refused,
+    Rounded,
+    Uneven,
+)
 from merlin_cowclip.workflows.data.workflow_graph import followed
-from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.quiet import quiet_imports
 
 if TYPE_CHECKING:
     import nvtabular as nvt
     from merlin.dag import Node
     from merlin.schema import ColumnSchema
-
-
-@dataclass(frozen=True)
-class _Refused:
-    column: str
-    row: int  # from 0
-    value: float
-
-    def refuse(self, place: Place) -> NoReturn:
-        """Raise UserError."""
-        raise NotImplementedError
-
-
-class NotWhole(_Refused):
-    """A number that is no id of a column of whole numbers."""
-
-    def refuse(self, place: Place) -> NoReturn:
-        """Raise UserError."""
-        rule = (
-            "an id must be a whole number below 2^53 (as a float32, 2^24), as those that the "
-            "workflow was fitted on"
-        )
-        place.refuse(rule, self.value, self.row, self.column, "Give whole numbers")
-
-
-class Rounded(_Refused):
-    """A float of which ids are made, or that is looked up, and that several integers are."""
-
-    def refuse(self, place: Place) -> NoReturn:
-        """Raise UserError."""
-        rule = (
-            "a number of which the workflow makes ids, or which it looks up, must be below 2^53 "
-            "(as a float32, 2^24) or an integer, as at the fit: larger floats are rounded"
-        )
-        place.refuse(rule, self.value, self.row, self.column, "Give integers")
-
-
-class Uneven(_Refused):
-    """A number in a column of objects, which no type of numbers holds exactly."""
-
-    def refuse(self, place: Place) -> NoReturn:
-        """Raise UserError."""
-        rule = "numbers of 2^53 and more must be whole, and no floats among them"
-        place.refuse(rule, self.value, self.row, self.column, "Give numbers of one type")
-
-
-class Narrowed(_Refused):
-    """A float32 that is another number than the float64 of the same digits, which was an id."""
-
-    def refuse(self, place: Place) -> NoReturn:
-        """Raise UserError."""
-        rule = "an id must be a float64, as those that the workflow was fitted on"
-        value = f"{np.float32(self.value)!s} as a float32, which is {self.value!r},"
-        place.refuse(rule, value, self.row, self.column, "Give the column as float64")
-
-
-@dataclass(frozen=True)
-class Beyond(_Refused):
-    """A number that does not fit into the type that `ReduceDtypeSize` chose at the fit."""
-
-    kind: np.dtype
-
-    def refuse(self, place: Place) -> NoReturn:
-        """Raise UserError."""
-        limits = np.iinfo(self.kind)
-        rule = (
-            f"a number must be from {limits.min} to {limits.max}, for ReduceDtypeSize made its "
-            f"column {self.kind}, where another becomes one of these"
-        )
-        place.refuse(rule, self.value, self.row, self.column, "Leave it out, or fit without it")
-
-
-@dataclass(frozen=True)
-class Misread:
-    """A column of whole numbers of another type than at the fit, which the workflow reads so."""
-
-    column: str
-    among: str  # what they are of that type by
-    made: str  # what that makes them
-
-    @classmethod
-    def of(cls, column: pd.Series, fitted: np.dtype) -> Misread:
-        """Of a column as it is."""
-        name, kind = str(column.name), column.dtype
-        if kind.kind != "f":
-            made = f"them wider; of {fitted} the workflow makes other inputs"
-            return cls(name, f"one that is no {fitted}", made)
-        made = "them floats to pandas; of 7.0 the workflow makes another input than of 7"
-        return cls(name, _among(column), made)
-
-    def refuse(self, rows: str) -> NoReturn:
-        """Raise UserError for rows, which are where."""
-        raise UserError(
-            f"whole numbers of column {self.column!r} must have no {self.among} among them, for "
-            f"the workflow was fitted on none. Received: {rows}, which makes {self.made}. Fill it "
-            "in, or give the rows without one apart"
-        )
-
-
-@dataclass(frozen=True)
-class MisreadDigits:
-    """A column of floats narrower than at the fit, of which the workflow makes other ids."""
-
-    column: str
-    given: np.dtype
-    fitted: np.dtype
-
-    def refuse(self, rows: str) -> NoReturn:
-        """Raise UserError for rows, which are where."""
-        raise UserError(
-            f"column {self.column!r}, of which the workflow makes ids, must be {self.fitted}, as "
-            f"it was fitted on. Received: {self.given}, {rows}, of which it makes other ids: 0.1 "
-            f"is another number. Give the column as {self.fitted}"
-        )
 
 
 class WholeNumbers:
@@ -177,6 +72,7 @@ class WholeNumbers:
         kinds = {n: numpy_type(c) for n, c in columns.items()}
         self._fitted = {name: kind for name, kind in kinds.items() if kind.kind in "iuf"}
         self._lists = {name for name in self._fitted if columns[name].is_list}
+        self._booleans = [n for n, k in kinds.items() if k.kind == "b" and not columns[n].is_list]
         whole = {name for name, kind in self._fitted.items() if kind.kind in "iu"}
         self._whole = whole - self._lists
         encoded, otherwise, reduced = uses(workflow)
@@ -212,9 +108,12 @@ class WholeNumbers:
                 changed[name] = of_type(column, fitted, is_id)
             elif (lists := Lists.of(column, fitted)) is not None:
                 changed[name] = lists.of_values(of_type(lists.values, fitted, is_id))
+        for name in self._booleans:
+            if name in frame:
+                changed[name] = booleans_of(frame[name])
         return frame.assign(**changed)
 
-    def no_id(self, frame: pd.DataFrame, exact: Collection[str] = ()) -> _Refused | None:
+    def no_id(self, frame: pd.DataFrame, exact: Collection[str] = ()) -> Refused | None:
         """The first number, of a column that is looked up as it is, that is no id of the fit.
 
         Where `Categorify` has learned whole numbers, a fraction or a rounded one: stock takes 3.7
@@ -228,8 +127,8 @@ class WholeNumbers:
           exact: columns that were integers, with nulls.
         """
         for name in map(str, frame):
-            if (beyond := self._beyond(frame[name])) is not None:
-                return beyond
+            if (other := self._no_boolean(frame[name]) or self._beyond(frame[name])) is not None:
+                return other
             if name in exact or name not in self._encoded | self._floats | self._exact:
                 continue
             values, rows = frame[name], None
@@ -248,7 +147,7 @@ class WholeNumbers:
             if kind.kind != "f" or (is_narrow and kind.itemsize >= self._fitted[name].itemsize):
                 continue
             held = floats_of(values)
-            found: type[_Refused] = NotWhole
+            found: type[Refused] = NotWhole
             if is_narrow:
                 found, bad = Narrowed, is_another(values)
             elif name in self._exact:
@@ -259,6 +158,14 @@ class WholeNumbers:
                 at = int(bad.argmax())
                 return found(name, at if rows is None else int(rows[at]), float(held[at]))
         return None
+
+    def _no_boolean(self, column: pd.Series) -> NotBoolean | None:
+        name, given = str(column.name), column.dtype
+        if name not in self._booleans or given.kind not in "iuf":
+            return None
+        bad = (~column.isin((0, 1)) & column.notna()).to_numpy()
+        row = int(bad.argmax())
+        return NotBoolean(name, row, column.iloc[row].item()) if bad.any() else None
 
     def _uneven(self, column: pd.Series) -> Uneven | None:
         name = str(column.name)
@@ -448,13 +355,6 @@ def numpy_type(column: ColumnSchema) -> np.dtype:
     """Of a column's values, or of those of its lists; object where NumPy has none."""
     kind = None if column.dtype.name == "unknown" else column.dtype.to_numpy
     return np.dtype(kind or object)
-
-
-def _among(column: pd.Series) -> str:
-    values = floats_of(column)
-    if np.isnan(values).any():
-        return "missing one"
-    return "fraction" if (values != np.trunc(values)).any() else "one of 2^53 or more"
 
 
 def _same(left: pa.Array, right: pa.Array, tolerance: float) -> bool:

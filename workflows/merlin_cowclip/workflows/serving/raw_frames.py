@@ -16,6 +16,7 @@ import numpy as np
 import pandas as pd
 
 from merlin_cowclip.workflows.data.encoded_rows import Place
+from merlin_cowclip.workflows.data.raw_types import kind_of
 from merlin_cowclip.workflows.errors import clipped, excerpt
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ def as_served(
     changed = {}
     for column in schema:
         name = column.name
-        kind = "text" if name in texts else _KINDS.get(column.dtype.name.rstrip("0123456789"))
+        kind = kind_of(column, texts)
         if kind is None:
             continue
         given = frame[name]
@@ -64,7 +65,6 @@ def as_served(
     return frame.assign(**changed) if changed else frame
 
 
-_KINDS = {"int": "whole", "uint": "whole", "float": "number", "bool": "truth"}
 _RULES = {
     "text": ("text must be text", "Give text"),
     "whole": ("a whole number must be one", "Give whole numbers"),
