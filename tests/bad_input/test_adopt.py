@@ -480,6 +480,36 @@ def test_what_is_no_part_may_lie_in_a_folder_beside_parts(place, left):
         assert [file.path for file in open_files(place / given)] == files[:1]
 
 
+@pytest.mark.parametrize("given", ["parts", "parts/*.parquet", "parts/*"])
+def test_parts_of_what_was_written_before(place, given):
+    """NVTabular leaves them where it writes fewer, and names in a list what it wrote."""
+    (place / "parts").mkdir()
+    for number in range(3):
+        shutil.copy(place / "train.parquet", place / "parts" / f"part_{number}.parquet")
+    names = [f"{place}/parts/part_{number}.parquet" for number in range(3)]
+    (place / "parts" / "_file_list.txt").write_text("\n".join(["2", *names[:2], ""]))
+    words = ["parts must be those that _file_list.txt", "part_2.parquet, which it does not name"]
+    refused(argv(place, place / given), [*words, "remove such parts"], folder=place)
+    listed = open_files(names[:2])  # by name
+    (place / "parts" / "part_2.parquet").unlink()
+    assert [file.path for file in open_files(place / given)] == [file.path for file in listed]
+    (place / "parts" / "part_1.parquet").unlink()
+    if given == "parts":
+        words = ["part_1.parquet, which it names, and which is not there", "remove _file_list.txt"]
+        refused(argv(place, place / given), words, folder=place)
+    (place / "parts" / "_file_list.txt").write_text("of another program\n")
+    assert [file.path for file in open_files(place / given)] == [listed[0].path]
+
+
+def test_a_second_writing_of_fewer_parts(place):
+    """As NVTabular itself leaves a folder."""
+    folder, workflow = place / "parts", nvt.Workflow.load(str(place / "workflow"))
+    for rows, parts in ((raw_log(), 3), (raw_log()[:20], 1)):
+        workflow.transform(Dataset(rows, npartitions=3)).to_parquet(str(folder), output_files=parts)
+    refused(argv(place, folder), ["_file_list.txt", "part_1.parquet and 1 more"], folder=place)
+    assert nvt.Dataset(str(folder), engine="parquet").num_rows == 20
+
+
 def test_a_test_part_of_other_types(place):
     table = pq.read_table(place / "train.parquet")
     listed = column("user", lambda c: pa.array([[v] for v in c.to_pylist()]))
@@ -516,8 +546,20 @@ def test_a_schema_beside_the_parquet_that_is_none(place, text, words):
             ),
             ["Missing: 'user id'"],
         ),
+        (
+            lambda out: (
+                (
+                    ["user"]
+                    >> ops.Rename(name="order")
+                    >> ops.Categorify(out_path=out)
+                    >> ops.Rename(name="user")
+                )
+                + ["click"]
+            ),
+            ["a column called 'order'", "the ids of others", "Rename it"],
+        ),
     ],
-    ids=["no ids", "no domain", "another name"],
+    ids=["no ids", "no domain", "another name", "order"],
 )
 def test_workflows_of_other_pipelines(place, nodes, words):
     shutil.rmtree(place / "workflow")

@@ -240,8 +240,10 @@ def test_output_to_a_full_disk(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setattr(sys, "stdout", Full())
-    assert endings.run("merlin-cowclip x", lambda: print("text")) == 1
-    assert "OSError: [Errno 28] No space left on device" in capsys.readouterr().err
+    assert endings.run("merlin-cowclip x", lambda: print("text")) == 2
+    words = "merlin-cowclip x: error: what is printed must find room. Received: No space left on"
+    assert capsys.readouterr().err.startswith(words)
+    assert not list(tmp_path.iterdir())
 
 
 def wait_for(found, runs) -> None:

@@ -171,11 +171,16 @@ def test_what_is_no_run(tmp_path, toy_data, make):
         path.touch()
     elif make == "folder":
         path.mkdir()
-        word = "a run must hold result.json"
+        word = "a run must be a folder that train wrote"
     elif make == "link":
         path.symlink_to("nowhere")
     refused(["evaluate", path], [word, path], folder=tmp_path)
     refused(["evaluate", path, toy_data], [word, path], folder=tmp_path)
+
+
+def test_the_data_in_place_of_the_run(run, toy_data, tmp_path):
+    words = ["a run must be a folder", toy_data, "prepared data: the run is named first"]
+    refused(["evaluate", toy_data, run], words, folder=tmp_path)
 
 
 def test_a_path_that_no_disk_takes(tmp_path):
@@ -197,6 +202,13 @@ def test_data_that_moved_needs_naming_only(run, toy_data, tmp_path):
     assert done.out.startswith(f"test AUC {auc:.6f}, ")
     behind = command(["evaluate", run, "--batch-size", 100, data, "--quiet"])
     assert (behind.code, behind.out) == (0, done.out), behind.err
+    spaced = shutil.copytree(run, tmp_path / "a run")
+    words = [f"merlin-cowclip evaluate '{spaced}' DATA"]
+    refused(["evaluate", spaced], words, folder=tmp_path)
+    words = [f"merlin-cowclip train DATA --resume '{spaced}'"]
+    config = json.loads((spaced / "config.json").read_text())
+    (spaced / "config.json").write_text(json.dumps({**config, "data": moved}))
+    refused(["train", "--resume", spaced, "--epochs", 2], words, folder=tmp_path)
     words = ["unrecognized arguments", "--batchsize"]
     refused(["evaluate", run, "--batchsize", 100, data], words, folder=tmp_path)
 

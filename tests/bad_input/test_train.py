@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import io
 import json
 import shutil
 from types import SimpleNamespace
 
 import pytest
 
+from merlin_cowclip.workflows.commands.main import main
 from merlin_cowclip.workflows.data.datasets import DatasetSpec
 from merlin_cowclip.workflows.data.etl import prepare
 from merlin_cowclip.workflows.errors import UserError
@@ -164,7 +167,11 @@ def test_configurations_that_are_not_there(toy_data, tmp_path):
     argv = ["train", toy_data, "--out", tmp_path / "run", "--config"]
     refused([*argv, tmp_path / "no.json"], ["--config must be", "no.json"], folder=tmp_path)
     (tmp_path / "folder").mkdir()
-    refused([*argv, tmp_path / "folder"], ["a run must hold result.json"], folder=tmp_path)
+    refused(
+        [*argv, tmp_path / "folder"],
+        ["a run must be a folder that train", "folder"],
+        folder=tmp_path,
+    )
     (tmp_path / "c.json").write_text(json.dumps({"base": {"l2": 1e-4}}))
     words = ["--rule excludes a --config with a base", "Leave one out"]
     refused([*argv, tmp_path / "c.json", "--rule", "linear"], words, folder=tmp_path)
@@ -190,6 +197,30 @@ def test_places_that_are_taken(toy_data, tmp_path, make):
     make(tmp_path / "run")
     words = ["output folder must not exist", tmp_path / "run", "Name another"]
     refused(["train", toy_data, "--out", tmp_path / "run"], words, folder=tmp_path)
+
+
+@pytest.mark.parametrize(("error", "code"), [(BrokenPipeError(), 141), (OSError(28, "full"), 2)])
+def test_lines_that_nobody_reads(toy_data, tmp_path, error, code):
+    """An epoch is saved before it is told of, and the sentence says how to go on."""
+
+    class Pipe(io.StringIO):
+        def write(self, text: str) -> int:
+            if text.startswith("epoch 1"):
+                raise error
+            return super().write(text)
+
+    argv = ["train", toy_data, "--out", tmp_path / "run", "--model", "lr", "--epochs", 2]
+    err = io.StringIO()
+    with contextlib.redirect_stdout(Pipe()), contextlib.redirect_stderr(err):
+        options = ["--batch-size", 64, "--no-saved-model"]
+        assert main([str(argument) for argument in (*argv, *options)]) == code
+    words = "what reads the output must" if code == 141 else "what is printed must find room"
+    assert words in err.getvalue().splitlines()[-1]
+    kept = f"is kept; go on with: merlin-cowclip train --resume {tmp_path / 'run'}"
+    assert err.getvalue().rstrip().endswith(kept)
+    assert len((tmp_path / "run" / "metrics.csv").read_text().splitlines()) == 2
+    assert command(["train", "--resume", tmp_path / "run"]).code == 0
+    assert len((tmp_path / "run" / "metrics.csv").read_text().splitlines()) == 3
 
 
 @pytest.mark.parametrize(

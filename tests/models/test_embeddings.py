@@ -655,6 +655,25 @@ def test_another_feature_of_the_same_field_adds_up(order):
     assert counts == {**alone, 3: 2 + 1, 4: 1, 6: 1 + 1, 5: 1}
 
 
+def test_several_ids_of_a_sample_are_no_one_hot_ones():
+    """An id twice in a sample counts once, which rows b·k×1 do not tell."""
+    layer, several = layer_of(), tf.constant([[3, 3], [4, 6], [6, 5], [5, 0]])
+    words = r"'user' must be b or b×1: .* Received: 4×2. Look several up one by one"
+    with pytest.raises(ValueError, match=words):
+        layer.lookup("user", several, feature="negative")
+    with pytest.raises(ValueError, match=words):
+        layer({**inputs(), "user": several})
+
+    @tf.function(input_signature=[tf.TensorSpec([None, None], tf.int64)])
+    def unknown(ids):
+        return layer.lookup("user", ids, feature="negative")
+
+    found = unknown(tf.constant(USER, tf.int64))
+    np.testing.assert_array_equal(found, layer.lookup("user", tf.constant(USER)))
+    with pytest.raises(tf.errors.InvalidArgumentError, match=r"of tensor ids \[4,2\] is not"):
+        unknown(tf.cast(several, tf.int64))
+
+
 def test_lookup_refuses_a_field_it_does_not_have():
     layer = FusedEmbeddings(SCHEMA, DIM)
     message = "field must be one of 'user', 'item', 'genres', 'tags'. Received: 'friend'"
@@ -1089,6 +1108,16 @@ def test_rows_of_a_column_that_was_never_encoded():
     new = pd.DataFrame(np.arange(12.0).reshape(4, 3), index=[4, 1, 9, 0])
     assert layer.load_rows("item", new) == 3
     np.testing.assert_array_equal(layer.table.numpy()[[7 + 4, 7 + 1, 7]], new.to_numpy()[[0, 1, 3]])
+
+
+def test_a_whole_frame_by_ids_is_none_by_raw_ids(tmp_path):
+    """As `to_df` gives it, where some ids are others' raw ones."""
+    layer = layer_of(schema=fitted(stock_log(), tmp_path / "fit").output_schema)
+    frame = layer.to_df("number")
+    words = r"raw ids for its index. Received: ids 0 to 5, .*dropna\(subset='raw'\).set_index"
+    with pytest.raises(ValueError, match=words):
+        layer.load_rows("number", frame.drop(columns="raw"))
+    assert layer.load_rows("number", frame.dropna(subset="raw").set_index("raw")) == 3
 
 
 def test_rows_are_refused():

@@ -364,6 +364,16 @@ def test_warmup_is_linear_from_1e_8():
     assert np.isnan(float(LinearWarmup.from_config(unknown.get_config())(tf.constant(50))))
 
 
+def test_a_warmup_has_no_constant_that_is_not_finite():
+    """tf.debugging.enable_check_numerics() ends at one, whoever makes it: all training."""
+    schedule = LinearWarmup(8e-4, tf.Variable(100))
+    graph = tf.function(schedule).get_concrete_function(tf.TensorSpec([], tf.int64)).graph
+    held = [op.get_attr("value") for op in graph.get_operations() if op.type == "Const"]
+    constants = [tf.make_ndarray(one) for one in held]
+    assert constants
+    assert all(np.isfinite(constant).all() for constant in constants)
+
+
 def test_a_warmup_is_of_whole_updates():
     for steps in (100, 100.0, np.int64(100), np.float32(100)):
         assert LinearWarmup(8e-4, steps).get_config()["warmup_steps"] == 100

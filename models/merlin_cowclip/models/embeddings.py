@@ -163,8 +163,7 @@ class FusedEmbeddings(RowsByRawId, SchemaMixin, tf.keras.layers.Layer):
         if self.one_hot_fields:
             fields = self.one_hot_fields
             given = tuple(inputs[name] for name in fields)
-            columns = (self._integers(inputs[name], name) for name in fields)
-            ids = tf.concat([tf.reshape(column, [-1, 1]) for column in columns], axis=1)
+            ids = tf.concat([self._integers(inputs[name], name) for name in fields], axis=1)
             rows = self._rows(ids, fields, check)
             lookups.append(Lookup("one-hot fields", rows, features=fields, sources=given))
             parts.append(tf.cast(self._gather(rows, check), self.compute_dtype))
@@ -184,7 +183,8 @@ class FusedEmbeddings(RowsByRawId, SchemaMixin, tf.keras.layers.Layer):
 
         Args:
           field: one of `fields`.
-          ids: as the layer takes them in a call.
+          ids: as the layer takes them in a call; of several a sample (negatives, say) each by a
+            call of its own, with another `feature`.
           feature: what the ids are, if not the field's own column of the batch: looked up twice in
             a step under one name, ids are counted once.
 
@@ -200,7 +200,7 @@ class FusedEmbeddings(RowsByRawId, SchemaMixin, tf.keras.layers.Layer):
         if field in self.list_fields:
             found, lookup = self._list_lookup(field, ids, feature, check)
         else:
-            rows = self._rows(tf.reshape(self._integers(ids, field), [-1, 1]), (field,), check)
+            rows = self._rows(self._integers(ids, field), (field,), check)
             found = tf.cast(
                 tf.reshape(self._gather(rows, check), [-1, self.dim]), self.compute_dtype
             )
@@ -209,6 +209,20 @@ class FusedEmbeddings(RowsByRawId, SchemaMixin, tf.keras.layers.Layer):
         return found
 
     def _integers(self, ids: tf.Tensor, field: str) -> tf.Tensor:
+        """Ids b×1 of a one-hot field, int64."""
+        shape = ids.shape
+        if any(size not in (1, None) for size in shape[1:]):
+            given = "×".join("b" if size is None else str(size) for size in shape)
+            raise ValueError(
+                f"ids of field {field!r} must be b or b×1: one of each sample. Received: {given}. "
+                "Look several up one by one (lookup, each with a feature of its own), or make the "
+                "field a list"
+            )
+        if shape.rank is not None and shape.rank > 1 and None in shape[1:]:
+            ids = tf.ensure_shape(ids, [None, *(1 for _ in shape[1:])])
+        return tf.reshape(self._whole(ids, field), [-1, 1])
+
+    def _whole(self, ids: tf.Tensor, field: str) -> tf.Tensor:
         """Ids as int64; Keras makes floats half as wide in mixed precision, before this layer."""
         most = 2 ** DIGITS.get(ids.dtype.name, 63)
         if self.cardinalities[field] > most:
@@ -251,11 +265,11 @@ class FusedEmbeddings(RowsByRawId, SchemaMixin, tf.keras.layers.Layer):
             if ids.ragged_rank != 1:
                 raise ValueError(f"The list column {name!r} must be ragged in one dimension.")
             ids = ids.with_row_splits_dtype(tf.int64)  # int32 ones would be the host's
-            flat = tf.reshape(self._integers(ids.flat_values, name), [-1])
+            flat = tf.reshape(self._whole(ids.flat_values, name), [-1])
             samples, number = samples_of(ids), ids.nrows()
         else:
             ids = tf.reshape(ids, [tf.shape(ids)[0], -1])
-            flat = tf.reshape(self._integers(ids, name), [-1])
+            flat = tf.reshape(self._whole(ids, name), [-1])
             number, width = tf.unstack(tf.shape(ids, tf.int64))
             samples = tf.range(tf.size(flat, tf.int64)) // tf.maximum(width, 1)
         at = tf.reshape(self._rows(flat[:, tf.newaxis], (name,), check), [-1])

@@ -194,6 +194,7 @@ class RowsByRawId:
                 raise ValueError(f"raw ids of field {field!r} must be unique. Received: {twice!r}")
             prepared = is_prepared(self._column(field))
             vocabulary = self._vocabulary(field, workflow, as_read)
+            self._refuse_ids(field, values.index, vocabulary)
             ids = encode(vocabulary, values.index, missing=-1, unknown=-1, prepared=prepared)
             known = ids >= 0
             again = pd.Series(ids[known]).duplicated().to_numpy()
@@ -218,6 +219,17 @@ class RowsByRawId:
         whole, new = tf.convert_to_tensor(table), tf.cast(given, table.dtype)
         table.assign(tf.tensor_scatter_nd_update(whole, rows, new))
         return len(ids)
+
+    def _refuse_ids(self, field: str, index: pd.Index, vocabulary: pd.Series) -> None:
+        """Refuse a frame that is all of `to_df`'s, where ids are not their own raw ones."""
+        whole = pd.RangeIndex(self.cardinalities[field])
+        own = vocabulary.tolist() == vocabulary.index.tolist()
+        if index.name == "id" and index.equals(whole) and not own:
+            raise ValueError(
+                f"a frame of rows of field {field!r} must have raw ids for its index. Received: "
+                f"ids 0 to {len(whole) - 1}, as to_df gives them. Give it by "
+                ".dropna(subset='raw').set_index('raw')"
+            )
 
     def _in_order(self, frame: pd.DataFrame | np.ndarray) -> pd.DataFrame | np.ndarray:
         """A frame's columns by number, if they are named "0" to "d-1"."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import numbers
 from typing import Any, TypeAlias
 
@@ -93,7 +92,8 @@ class LinearWarmup(tf.keras.optimizers.schedules.LearningRateSchedule):
         end = tf.cast(end(step) if isinstance(end, _KERAS_SCHEDULE) else end, tf.float32)
         steps = tf.cast(self.warmup_steps, tf.float32)
         done = tf.minimum(tf.cast(step, tf.float32) / tf.maximum(steps, 1.0), 1.0)
-        done = tf.where(steps > 0, done, tf.where(steps < 0, math.nan, 1.0))
+        # The root of UNKNOWN is NaN: as a constant tf.debugging.enable_check_numerics ends on it.
+        done = tf.where(steps > 0, done, tf.where(steps < 0, tf.sqrt(steps), 1.0))
         # Not initial + done · (end - initial): this form ends at learning_rate to the last digit.
         return self.initial * (1.0 - done) + end * done
 

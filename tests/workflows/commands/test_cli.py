@@ -255,8 +255,8 @@ def test_evaluate_refuses(prepared, tmp_path, capsys):
     assert message.startswith(f"a run must be a folder. Received: {nowhere}.")
     assert "merlin-cowclip train" in message
     message = refused(capsys, "evaluate", prepared)
-    assert "a run must hold result.json, which is written last" in message
-    assert f"Received: {prepared}, a run that did not finish. Train again" in message
+    assert "a run must be a folder that train wrote. Received: " in message
+    assert f"{prepared}, prepared data: the run is named first" in message
 
 
 def test_an_unknown_option_is_argparses(capsys):

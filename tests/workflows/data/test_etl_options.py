@@ -512,6 +512,18 @@ def test_command_line(tmp_path, log, path, capsys):
     assert data.spec.split == Split("time", 0.2, "hour")
     assert data.spec.freq_threshold == {"user": 3, "item": 2}
     assert data.spec.hash_buckets == {"user": 4}
+    (tmp_path / "fields.toml").write_text(
+        'name = "toy"\nlabel = "y"\ncategorical = ["user", "item"]\ncontinuous = ["price"]\n'
+        'freq_threshold = 3\nnon_finite = "missing"\n'
+        "[hash_buckets]\nuser = 4\nitem = 5\n"
+    )
+    ours = ["--freq-threshold", "user=2", "--hash-buckets", "item=6"]
+    given = ["prepare", str(tmp_path / "fields.toml"), str(path), "--out", str(tmp_path / "fields")]
+    assert main([*given, *ours]) == 0
+    data = etl.PreparedData.open(tmp_path / "fields")  # the others keep the description's
+    assert data.spec.freq_threshold == {"user": 2, "item": 3}
+    assert data.spec.hash_buckets == {"user": 4, "item": 6}
+    capsys.readouterr()
     command[-1] += "2"
     for wrong, message in (
         (["--freq-threshold", "many"], "must be a number, or numbers by field: C3=10"),

@@ -14,8 +14,10 @@ from merlin_cowclip.workflows.data.raw_columns import (
     RawColumns,
     a_row,
     learned_keys,
+    name_types,
     text_columns,
 )
+from merlin_cowclip.workflows.data.workflow_graph import load_saved
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.quiet import quiet_imports
 
@@ -23,6 +25,8 @@ with quiet_imports():
     import nvtabular as nvt
     from merlin.dag.ops.subgraph import Subgraph
     from nvtabular import ops
+
+    from merlin_cowclip.workflows.data.row_for_row import transformed
 
 pytestmark = pytest.mark.filterwarnings("ignore:Initializing an NVTabular Dataset in CPU mode")
 ROWS, LABEL = 60, ["label"]
@@ -258,6 +262,37 @@ MISSING = [
     ({"city": ["x", None, "?"], "genres": [["a"], None, ["b"]]}, {"city": ["city", 1, 2]}),
     ({"genres": [None, ["a"], []]}, {"genres": [[], ["genres"], []]}),
 ]
+
+
+@pytest.mark.filterwarnings("ignore:Changing an NVTabular Dataset to CPU mode")
+def test_times_of_a_zone_as_ids(tmp_path):
+    """Of which NVTabular's schema knows no type, nor NumPy."""
+    days = pd.DataFrame({"day": pd.date_range("2024-01-01", periods=9, tz="Europe/Berlin")})
+    workflow = nvt.Workflow(["day"] >> ops.Categorify(out_path=str(tmp_path)))
+    workflow.fit(nvt.Dataset(days))
+    name_types(workflow)
+    assert not text_columns(workflow)
+    assert sorted(transformed(workflow, days)["day"]) == list(range(3, 12))
+
+
+def test_a_workflow_where_another_lay_before(tmp_path):
+    """NVTabular keeps vocabularies by their path, for the process."""
+    log = pd.DataFrame({"user": [7, 7, 7, 8, 8, 9], "paid": [1.0, 2, 3, 4, 5, 6]})
+    expected = []
+    for name, frame in (("first", log), ("second", log.assign(user=[9, 9, 9, 8, 8, 7]))):
+        ids = ["user"] >> ops.Categorify(out_path=str(tmp_path / f"fitted-{name}"))
+        means = ["user"] >> ops.TargetEncoding(
+            "paid", kfold=1, out_path=str(tmp_path / f"t-{name}")
+        )
+        workflow = nvt.Workflow(ids + means + ["paid"]).fit(nvt.Dataset(frame))
+        workflow.save(str(tmp_path / name))
+        expected.append(workflow.transform(log))
+    assert not expected[0].equals(expected[1])
+    link = tmp_path / "current"
+    for name, frame in zip(("first", "second", "first"), (*expected, expected[0]), strict=True):
+        link.unlink(missing_ok=True)
+        link.symlink_to(name)
+        pd.testing.assert_frame_equal(transformed(load_saved(link), log), frame)
 
 
 @pytest.mark.parametrize(("given", "expected"), MISSING)

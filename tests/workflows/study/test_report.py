@@ -52,7 +52,7 @@ def swept(out: Path, names=TRAINED, setting: Setting = SETTING, dataset: str = "
                     "log_loss": loss,
                     "train_seconds": seconds,
                     "epochs": epochs,
-                    "clip": "The clip shortened no gradient.",
+                    "clip": f"The clip shortened no gradient of {run}.",
                     "config": {
                         "dataset": dataset,
                         "rows": {"train": 90, "test": 10},
@@ -100,6 +100,24 @@ def out(tmp_path_factory):
 @pytest.fixture(scope="module")
 def page(out):
     return report(out).read_text()
+
+
+def test_what_the_clip_did_is_said_of_every_cell(tmp_path):
+    """By batch size: what it does to the largest one is what is asked."""
+    names = ["scaling-rules", "clipping", "curves"]
+    out = swept(tmp_path / "study", names)
+    text = html.unescape(report(out).read_text())
+    told = 0
+    for name in names:
+        for cell in json.loads((out / "studies" / f"{name}.json").read_text())["cells"]:
+            first, second = (f"The clip shortened no gradient of {cell['runs'][n]}." for n in "12")
+            if cell["config"]["base"]["clip"] is not None:
+                assert f"{cell['column']} (seed 1): {first}" in text
+                told += 1
+            else:
+                assert first not in text
+            assert second not in text
+    assert told > 8
 
 
 def test_the_page_stands_alone(page):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from merlin_cowclip.plugins.scaling import SCALING_RULES, K, recipe, scale
-from merlin_cowclip.workflows.errors import UserError
+from merlin_cowclip.workflows.errors import Notice, UserError
 from merlin_cowclip.workflows.study.configuration import TuneConfig
 from merlin_cowclip.workflows.study.setting import Setting, batch_sizes, shared_values
 from merlin_cowclip.workflows.study.studies import NETWORKS, STUDIES, TOP, Cell, find_study
@@ -89,6 +91,14 @@ def test_a_base_that_was_tuned_brings_its_network_along():
     assert config.dense_schedule == {"name": "linear", "to": 0.0, "epochs": None}
     with pytest.raises(UserError, match="first of the batch sizes .* 1,024, and .* at 2,048"):
         Setting.of_tune(TUNED, SIZES)
+
+
+def test_what_a_base_leaves_to_the_rules_is_said():
+    """Of σ, warm-up and clip every rule has its own: a tune's are taken where its own row is."""
+    own = TUNED.base.replace(init_stddev=0.066, warmup_epochs=1.65)
+    with pytest.warns(Notice, match="The tune found clip=None, init_stddev=0.066, warmup_epochs"):
+        setting = Setting.of_tune(dataclasses.replace(TUNED, base=own), (2 * K, 8 * K))
+    assert cells("scaling-rules", setting)["sqrt", "2,048"].config.base.init_stddev == 1e-4
 
 
 @pytest.mark.parametrize("name", ["networks", "time"])

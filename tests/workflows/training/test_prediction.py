@@ -511,6 +511,22 @@ def test_refused_of_an_adopted_pipeline(stock, tmp_path, change, raw, words):
     assert [p.name for p in tmp_path.iterdir()] == ["raw.parquet"]
 
 
+def test_encoded_parts_are_no_raw_rows(stock, shop, tmp_path):
+    """Their ids would be looked up as raw ones, and many be known."""
+    run, data, _ = stock
+    words = f"Received: {data.test_files[0]}, which the workflow wrote.* Leave --raw .* out"
+    with pytest.raises(UserError, match=words):
+        predict_logs(run, data.test_files, tmp_path / "out.parquet", raw=True)
+    for part in (shop.data.test_files[0], shop.data.train_files[0]):
+        words = (
+            f"Received: {part}, a part of prepared data.*evaluate {shop.run.path} {shop.data.path}"
+        )
+        for given in ([part], [shop.raw, part]):
+            with pytest.raises(UserError, match=words):
+                predict_logs(shop.run, given, tmp_path / "out.parquet")
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.fixture(scope="module")
 def by_text(tmp_path_factory):
     """A workflow that makes text of whole numbers: `shop` was fitted with a missing one.

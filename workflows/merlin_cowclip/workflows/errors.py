@@ -6,8 +6,9 @@ Not for bugs: whatever is no fault of the user stays an ordinary exception with 
 from __future__ import annotations
 
 import itertools
+import signal
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 _VALUE, _NAMES, _REASON = 60, 200, 300  # characters in a message: of a value, names, a reason
 
@@ -18,7 +19,18 @@ class UserError(Exception):
     Example:
         ``label must be 0 or 1. Received: '7' in train.txt, line 12, column 'label'. Remove the
         row, or correct its label.``
+
+    Attributes:
+        exit_code: what a command ends with.
     """
+
+    exit_code: ClassVar[int] = 2
+
+
+class UnreadError(UserError):
+    """Nobody reads what is printed any more, as behind ``| head``."""
+
+    exit_code = 128 + signal.SIGPIPE
 
 
 class AgreedError(UserError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -134,7 +135,13 @@ def _changed_spec(spec: DatasetSpec, arguments: argparse.Namespace) -> DatasetSp
     for key in ("freq_threshold", "hash_buckets"):
         text = getattr(arguments, key)
         if text is not None:
-            changes[key] = _number_or_by_field(f"--{key.replace('_', '-')}", text)
+            given = _number_or_by_field(f"--{key.replace('_', '-')}", text)
+            if isinstance(given, dict):  # the other fields keep theirs
+                before = getattr(spec, key)
+                if not isinstance(before, Mapping):
+                    before = dict.fromkeys(spec.ids, before) if before > 1 else {}
+                given = {**before, **given}
+            changes[key] = given
     if arguments.non_finite is not None:
         changes["non_finite"] = arguments.non_finite
     return dataclasses.replace(spec, **changes)

@@ -1,7 +1,7 @@
 """How a command ends: in one sentence and an exit code, whatever happened.
 
 0 done, 1 what nobody foresaw, 2 bad input, 3 the time that was given is over and the run was saved,
-128 + n ended by signal n (130 Ctrl-C, 143 SIGTERM).
+128 + n ended by signal n (130 Ctrl-C, 143 SIGTERM; 141 where nobody reads what it prints).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
-from merlin_cowclip.workflows.errors import Notice, Stopped, UserError
+from merlin_cowclip.workflows.errors import Notice, Stopped, UnreadError, UserError
 from merlin_cowclip.workflows.folders import finished_output, forget_outputs
 from merlin_cowclip.workflows.launched import launched
 
@@ -61,12 +61,14 @@ def run(name: str, work: Callable[[], None]) -> int:
                 _say_once(f"{name}: {_ended('interrupted')}")
                 return 130
             if isinstance(error, BrokenPipeError):
-                _close_stdout()
-                _say(f"{name}: error: what reads the output must read all of it")
-                return 128 + signal.SIGPIPE
+                error = UnreadError("what reads the output must read all of it")
+            elif isinstance(error, OSError) and _stdout_fails():
+                error = UserError(f"what is printed must find room. Received: {error.strerror}")
             if isinstance(error, UserError):
                 _say(f"{name}: error: {error}")
-                return 2
+                if _stdout_fails():
+                    _close_stdout()
+                return error.exit_code
             if isinstance(error, MemoryError):
                 _say(
                     f"{name}: error: the machine's memory must suffice. Received: less than this "
@@ -74,7 +76,6 @@ def run(name: str, work: Callable[[], None]) -> int:
                 )
                 return 2
             _say(f"{name}: error: {_unforeseen(error)}")
-            _close_stdout_if_full()
             return 1
     return 0
 
@@ -218,8 +219,10 @@ def _close_stdout() -> None:
         os.close(nowhere)
 
 
-def _close_stdout_if_full() -> None:
+def _stdout_fails() -> bool:
+    """Whether what was printed is still waiting, and cannot be written."""
     try:
         sys.stdout.flush()
     except OSError:
-        _close_stdout()
+        return True
+    return False

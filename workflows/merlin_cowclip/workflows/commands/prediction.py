@@ -98,12 +98,13 @@ def _evaluate(arguments: argparse.Namespace) -> None:
 def _on_prepared(run: Run, arguments: argparse.Namespace) -> tuple[Quality, int, str]:
     """Quality on the test part of prepared data, its rows, and where it lies."""
     from merlin_cowclip.workflows.data.prepared import PreparedData
+    from merlin_cowclip.workflows.training.runs import how_to_evaluate
 
     data = PreparedData.open(arguments.data[0]) if arguments.data else run.data()
     if not data.test_files:
         raise UserError(
             f"the data must have a test part. Received: {data.path}, adopted without one. Name a "
-            f"prepared folder that has one: 'merlin-cowclip evaluate {run.path} DATA'"
+            f"prepared folder that has one: {how_to_evaluate(run.path)}"
         )
     run.check_vocabulary(data)
     from merlin_cowclip.workflows.training.evaluation import EVALUATION_BATCH, evaluate

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from merlin_cowclip.workflows.data.workflow_graph import load_saved
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.manifest import check_manifest, check_nothing_else
-from merlin_cowclip.workflows.quiet import quiet_imports
 
 if TYPE_CHECKING:
     import nvtabular as nvt
@@ -64,10 +64,8 @@ def load_confirmed(
     """
     if not trust:
         check_workflow(home, manifest, what, again, "workflow(trust=True)")
-    with quiet_imports():
-        import nvtabular as nvt
     try:
-        return nvt.Workflow.load(str(home / FOLDER))
+        return load_saved(home / FOLDER)
     except Exception as error:  # it runs whatever was pickled
         raise UserError(
             f"the workflow of {what} must load in this environment. Received: {home / FOLDER}: "

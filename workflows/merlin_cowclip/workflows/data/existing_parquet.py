@@ -26,6 +26,9 @@ from merlin_cowclip.workflows.errors import UserError, quoted
 PARTS = {"train": "training part", "test": "test part"}
 
 
+_LIST = "_file_list.txt"
+
+
 @dataclass(frozen=True)
 class ParquetFile:
     """A parquet file of ours to read, its footer read."""
@@ -95,6 +98,7 @@ def _expand(given: str | Path) -> list[Path]:
     if parts:
         beside = sorted({*found} - {*parts} - homes, key=natural_order)
         _refuse_passed_over(beside, {_file_of(part) for part in parts})
+        _check_listed(parts, whole=os.path.isdir(path))
     else:
         kind = "folder" if path.is_dir() else "pattern"
         raise UserError(
@@ -128,6 +132,41 @@ def _refuse_passed_over(found: Sequence[Path], read: Collection[tuple[int, int]]
                     "parquet in a folder beside files must be given by itself, or left out. "
                     f"Received: {one.parent}, with {part}. Name the files, "
                     f"'{one.parent}/*.parquet', and {more}; or the files alone"
+                )
+
+
+def _check_listed(parts: Sequence[Path], *, whole: bool) -> None:
+    """Hold parts to the list of them that Merlin's ``to_parquet`` writes beside them.
+
+    It leaves what it wrote there before, maybe in more parts, with ids of another fit.
+
+    Args:
+        parts: that were found.
+        whole: whether they are all that their folder has.
+
+    Raises:
+        UserError: one that the list has not; or one that it has, and that is not there.
+    """
+    for home in dict.fromkeys(part.parent for part in parts):
+        try:
+            number, *lines = (home / _LIST).read_text(encoding="utf-8").splitlines()
+            if int(number) != len(lines):
+                continue  # another program's
+        except (OSError, ValueError):
+            continue
+        listed = {Path(line).name for line in lines}
+        here = {part.name for part in parts if part.parent == home}
+        for names, found in (
+            (here - listed, "which it does not name: written before, maybe by another fit"),
+            (listed - here if whole else set(), "which it names, and which is not there"),
+        ):
+            if names:
+                name = min(names, key=lambda name: natural_order(Path(name)))
+                more = f" and {len(names) - 1} more" if names - {name} else ""
+                raise UserError(
+                    f"parts must be those that {_LIST} beside them names, which NVTabular writes "
+                    f"last. Received: {home / name}{more}, {found}. Write the folder anew, or "
+                    f"remove {'such parts' if name in here else _LIST}, or name files one by one"
                 )
 
 

@@ -29,9 +29,8 @@ from merlin_cowclip.workflows.data.existing_parquet import (
 )
 from merlin_cowclip.workflows.data.id_origins import Origin, RawValues, id_origins, raw_values
 from merlin_cowclip.workflows.data.inputs import natural_order
-from merlin_cowclip.workflows.data.workflow_graph import nodes_of
+from merlin_cowclip.workflows.data.workflow_graph import load_saved, nodes_of
 from merlin_cowclip.workflows.errors import UserError, quoted
-from merlin_cowclip.workflows.quiet import quiet_imports
 
 if TYPE_CHECKING:
     import nvtabular as nvt
@@ -269,10 +268,8 @@ def load_workflow(folder: Path) -> nvt.Workflow:
             "the workflow must be a folder that nvtabular.Workflow.save wrote. Received: "
             f"{folder}, without {' and '.join(missing)}"
         )
-    with quiet_imports():
-        import nvtabular as nvt
     try:
-        workflow = nvt.Workflow.load(str(folder.absolute()))
+        workflow = load_saved(folder.absolute())
     except Exception as error:  # it runs whatever was pickled
         raise UserError(
             f"the workflow must load in this environment. Received: {folder}: "
@@ -380,6 +377,12 @@ def _find_vocabularies(workflow: nvt.Workflow, folder: Path) -> dict[str, Path]:
                 "Categorify must keep one table per field: with single_table=True its schema gives "
                 f"cardinalities that its ids exceed. Received: single_table=True in {folder}. "
                 "Fit it with single_table=False"
+            )
+        if type(node.op) is Categorify and "order" in node.input_schema.column_names:
+            raise UserError(
+                "Categorify must not read a column called 'order': NVTabular numbers rows by that "
+                f"name within it, and gives rows the ids of others. Received: one in {folder}. "
+                "Rename it before, write the parquet again, and adopt that"
             )
         for storage, path in node.op.categories.items():
             file = f"unique.{storage}.parquet"

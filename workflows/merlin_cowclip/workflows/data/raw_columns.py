@@ -159,7 +159,9 @@ def name_types(workflow: nvt.Workflow) -> nvt.Workflow:
         for name, column in node.input_schema.column_schemas.items():
             kinds = {key.kind for key in keys.get(name, ()) if not pa.types.is_null(key.kind)}
             if column.dtype.name == "unknown" and len(kinds) == 1:
-                kind = np.dtype(kinds.pop().to_pandas_dtype())
+                found = kinds.pop()
+                is_time = pa.types.is_timestamp(found)  # pandas' own type of a zone is none here
+                kind = np.dtype("datetime64[ns]" if is_time else found.to_pandas_dtype())
                 for schema in (node.input_schema, node.output_schema):
                     if name in schema.column_names:
                         schema[name] = column.with_dtype(kind)

@@ -1,4 +1,4 @@
-"""The graph of a workflow's operators, those within Merlin's `Subgraph` among them.
+"""A saved workflow, loaded, and its operators' graph, with those within Merlin's `Subgraph`.
 
 Merlin's own iterators go into one `Subgraph`, and not into those within it.
 """
@@ -6,14 +6,29 @@ Merlin's own iterators go into one `Subgraph`, and not into those within it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from merlin_cowclip.workflows.quiet import quiet_imports
 
 if TYPE_CHECKING:
+    import nvtabular as nvt
     from merlin.dag import Node
 
 T = TypeVar("T")
+
+
+def load_saved(folder: str | Path) -> nvt.Workflow:
+    """A workflow that was saved, loaded; it runs code from its folder.
+
+    NVTabular keeps what operators look values up in (vocabularies, statistics) by its path, for the
+    process: of a workflow that lay there before, too. It is read anew.
+    """
+    with quiet_imports():
+        import nvtabular as nvt
+        from merlin.io.worker import clean_worker_cache
+    clean_worker_cache()
+    return nvt.Workflow.load(str(folder))
 
 
 def every_node(output_node: Node) -> Iterator[Node]:

@@ -29,6 +29,7 @@ from merlin_cowclip.workflows.data.plain_columns import plain_frame
 from merlin_cowclip.workflows.data.raw_columns import Keys, learned_keys
 from merlin_cowclip.workflows.data.row_for_row import OtherRowsError, transformed
 from merlin_cowclip.workflows.data.whole_numbers import WholeNumbers
+from merlin_cowclip.workflows.data.workflow_graph import load_saved
 from merlin_cowclip.workflows.errors import Notice, UserError, clipped, excerpt, quoted
 from merlin_cowclip.workflows.quiet import quiet_imports
 from merlin_cowclip.workflows.serving.raw_frames import as_served
@@ -101,7 +102,7 @@ class ServedWorkflow(TransformWorkflow):
         """Load the workflow that lies beside the ensemble."""
         if not artifact_path:  # Merlin calls this, too, as it makes a graph
             return
-        self.workflow = nvt.Workflow.load(str(Path(artifact_path) / FOLDER))
+        self.workflow = load_saved(Path(artifact_path) / FOLDER)
         for made_again in _MADE:
             self.__dict__.pop(made_again, None)
 

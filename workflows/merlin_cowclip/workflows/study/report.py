@@ -323,14 +323,8 @@ def _notes(name: str, found: Sequence[Outcome], has_papers: bool, has_cited: boo
             f"Beneath, the paper's numbers at the same batch size: {what}ten epochs on the whole "
             f"data set, one V100. Ours: {_ours(name, found)}."
         )
-    clips = {
-        result["clip"]
-        for outcome in found
-        for result in outcome.results.values()
-        if result is not None and outcome.cell.config.hyperparameters.clip is not None
-    }
-    if name in ("scaling-rules", "clipping", "curves") and clips:
-        yield "What the clip did: " + " / ".join(sorted(clips)[:4])
+    if name in ("scaling-rules", "clipping", "curves"):
+        yield from _clips(found)
     if name == "time":
         yield "Times of runs that were trained side by side (--jobs) are longer than of one alone."
     if has_cited:
@@ -340,6 +334,18 @@ def _notes(name: str, found: Sequence[Outcome], has_papers: bool, has_cited: boo
             "Systems that the paper cites, measured by neither: 1K, 2K and 4K on 1, 2 and 4 GPUs. "
             f"Their AUC: {aucs}."
         )
+
+
+def _clips(found: Sequence[Outcome]) -> Iterator[str]:
+    """What the clip did in each cell, by its first run that did not diverge; a note a row."""
+    rows: dict[str, list[str]] = {}
+    for outcome in found:
+        whole = [(seed, result) for seed, result in outcome.results.items() if result is not None]
+        if whole and outcome.cell.config.hyperparameters.clip is not None:
+            (seed, result), cell = whole[0], outcome.cell
+            rows.setdefault(cell.row, []).append(f"{cell.column} (seed {seed}): {result['clip']}")
+    for row, told in rows.items():
+        yield f"What the clip did, `{row}` at " + " / ".join(told)
 
 
 def _cited(dataset: str, columns: Sequence[str]) -> Iterator[list[str]]:

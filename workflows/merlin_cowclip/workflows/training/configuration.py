@@ -191,9 +191,11 @@ class TrainConfig:
                 f"clip_tables={list(wanted)}. To clip nothing, use clip=None"
             )
         if self.tuned.clip is None:
+            is_of_rule = recipe(self.rule).clip is None
+            by_rule = f", as rule {self.rule!r} has it" if is_of_rule else ""
             raise ValueError(
                 f"clip_tables needs a clip rule. Received: clip_tables={list(wanted)} with "
-                f"clip=None, as rule {self.rule!r} has it. Choose a clip, or leave it out"
+                f"clip=None{by_rule}. Choose a clip, or leave it out"
             )
         object.__setattr__(self, "clip_tables", tuple(wanted))
 

@@ -39,6 +39,7 @@ from merlin_cowclip.workflows.data.inputs import (
     refuse_unreadable,
 )
 from merlin_cowclip.workflows.data.missing_text import MissingText
+from merlin_cowclip.workflows.data.prepared import PARTS, RECORD
 from merlin_cowclip.workflows.data.raw_columns import RawColumns, name_types, text_columns
 from merlin_cowclip.workflows.data.raw_logs import FileState, RawLog, column_of, unchanged
 from merlin_cowclip.workflows.data.raw_types import check_raw_types
@@ -46,7 +47,7 @@ from merlin_cowclip.workflows.data.whole_numbers import WholeNumbers
 from merlin_cowclip.workflows.errors import Notice, UserError, clipped, quoted
 from merlin_cowclip.workflows.quiet import quiet_operators
 from merlin_cowclip.workflows.training.rows import Rows
-from merlin_cowclip.workflows.training.runs import Run
+from merlin_cowclip.workflows.training.runs import Run, how_to_evaluate
 
 CHUNK_BYTES = 8 << 20  # of a log that is read and encoded at a time
 BATCH_ROWS = 1 << 16  # of parquet, read and encoded at a time
@@ -110,6 +111,15 @@ class _RawLogs:
         self, run: Run, spec: DatasetSpec, inputs: Sequence[str | Path], trust: bool
     ) -> None:
         self.files = expand_inputs(inputs)
+        for path in self.files:
+            part = path.resolve().parent
+            if part.name in PARTS and (part.parent / RECORD).is_file():
+                raise UserError(
+                    "raw logs must be raw. Received: "
+                    f"{path}, a part of prepared data, whose ids would be taken for raw ones. "
+                    f"Evaluate the folder: {how_to_evaluate(run.path, part.parent)}; or give the "
+                    "log that it is made of"
+                )
         logs = [_log(spec, path) for path in self.files]
         self.labelled = _all_or_none({log.path: log.has_label() for log in logs}, spec.label)
         self._logs = [dataclasses.replace(log, labelled=self.labelled) for log in logs]
@@ -250,6 +260,7 @@ class _RawParquet(_Parquet):
     """What the workflow reads."""
 
     def _look(self) -> None:
+        self._refuse_encoded()
         first, *others = self._files
         workflow = name_types(self._run.workflow_for_new_rows(trust=self._trust))
         self._texts = text_columns(workflow)
@@ -279,6 +290,20 @@ class _RawParquet(_Parquet):
         self._numbers = WholeNumbers(self._workflow, self._spec.ids, self._spec.fields)
         self._missing: MissingText | None = MissingText(self._workflow, self._spec.ids)
         self.labelled = self._spec.label in self._workflow.output_schema.column_names
+
+    def _refuse_encoded(self) -> None:
+        """Refuse the run's own parts, whose ids would be taken for raw ones."""
+        try:
+            data = self._run.data()
+        except UserError:  # moved, or adopted anew: what its parts were nobody knows
+            return
+        own = {path.resolve() for path in (*data.train_files, *data.test_files)}
+        for path in self.files:
+            if path.resolve() in own:
+                raise UserError(
+                    f"raw rows must be raw. Received: {path}, which the workflow wrote, and whose "
+                    "ids would be taken for raw ones. Leave --raw (raw=True) out"
+                )
 
     def _decoded(self, batch: pa.RecordBatch, place: Place) -> pa.RecordBatch:
         """With text in place of bytes where the workflow learned text."""

@@ -23,7 +23,7 @@ from merlin_cowclip.plugins._stack import mm, tf
 from merlin_cowclip.plugins.joining import times_gathered
 from merlin_cowclip.plugins.state import mean_loss, optimizer_of, shards_of, training_state
 from merlin_cowclip.workflows.errors import Notice, Stopped, UserError
-from merlin_cowclip.workflows.progress import progress_bar
+from merlin_cowclip.workflows.progress import progress_bar, tell
 from merlin_cowclip.workflows.training.at_work import at_work
 from merlin_cowclip.workflows.training.checkpoints import Checkpoints, not_finite
 from merlin_cowclip.workflows.training.configuration import TrainConfig
@@ -363,9 +363,9 @@ class Training:
         self.progress.epochs.append(row)
         self.progress.seconds = 0.0
         self._statistics.reset()
-        if self._show:
-            print(self._line(row), flush=True)
         self._save(book)
+        if self._show:
+            tell(self._line(row))
         self._meeting.hold(now=True)
         if stopping.asked and self.step < self._end_of(self._config.epochs):
             raise self._stopped(book, stopping)

@@ -153,7 +153,7 @@ def open_data(record: Mapping[str, Any], run: Path, moved: str | Path | None) ->
     if not os.path.isdir(path):
         raise UserError(
             f"the data of a run must be there. Received: {path}, which is no folder. If it was "
-            f"moved, name its place: merlin-cowclip train DATA --resume {run}"
+            f"moved, name its place: {how_to_resume(run, moved=True)}"
         )
     data = PreparedData.open(path)
     if identity_of(data) != record["data_sha256"]:

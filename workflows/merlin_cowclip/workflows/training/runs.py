@@ -165,9 +165,15 @@ def pipelines_of(data: PreparedData) -> set[str]:
     return {checksum(data.path / "workflow" / WORKFLOW)} | ({adopted} if adopted else set())
 
 
-def how_to_resume(run: Path) -> str:
-    """The command that goes on with a run, for a shell."""
-    return f"merlin-cowclip train --resume {shlex.quote(str(run))}"
+def how_to_resume(run: Path, *, moved: bool = False) -> str:
+    """The command that goes on with a run, whose data may have moved, for a shell."""
+    return f"merlin-cowclip train {'DATA ' * moved}--resume {shlex.quote(str(run))}"
+
+
+def how_to_evaluate(run: Path, data: Path | None = None) -> str:
+    """The command that evaluates a run on other data than its own, for a shell."""
+    named = "DATA" if data is None else shlex.quote(str(data))
+    return f"merlin-cowclip evaluate {shlex.quote(str(run))} {named}"
 
 
 @dataclass(frozen=True)
@@ -205,14 +211,16 @@ class Run:
         try:
             result = json.loads((path / RESULT).read_text(encoding="utf-8"))
         except FileNotFoundError:
-            go_on = (
-                f"Go on with it: {how_to_resume(path)}"
-                if (path / CONFIG).exists()
-                else "Train again into another folder."
-            )
+            if not (path / CONFIG).exists():
+                is_data = (path / "prepare.json").exists()
+                what = "prepared data: the run is named first" if is_data else f"without {CONFIG}"
+                raise UserError(
+                    f"a run must be a folder that train wrote. Received: {path}, {what}. Name the "
+                    "run's folder"
+                ) from None
             raise UserError(
                 f"a run must hold {RESULT}, which is written last. Received: {path}, a run that "
-                f"did not finish. {go_on}"
+                f"did not finish. Go on with it: {how_to_resume(path)}"
             ) from None
         except (OSError, ValueError, RecursionError) as error:
             raise UserError(
@@ -272,14 +280,14 @@ class Run:
         if not os.path.isdir(path):
             raise UserError(
                 f"the data of a run must be where it was. Received: {path}, which is no folder. "
-                f"Name the place where it is now: 'merlin-cowclip evaluate {self.path} DATA'"
+                f"Name the place where it is now: {how_to_evaluate(self.path)}"
             )
         data = PreparedData.open(path)
         if self.config.get("data_sha256", "") not in ("", identity_of(data)):
             raise UserError(
                 f"the data of a run must be what it was when it began. Received: {path}, with "
                 "other rows: on those of its test part it may have been trained. To evaluate them "
-                f"all the same, name it: 'merlin-cowclip evaluate {self.path} {path}'"
+                f"all the same, name it: {how_to_evaluate(self.path, path)}"
             )
         return data
 
