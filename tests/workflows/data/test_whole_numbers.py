@@ -356,7 +356,7 @@ def test_beyond_the_type_of_the_fit(tmp_path):
             found = numbers.no_id(frame, {name})
             assert found == Beyond(name, row, int(values[row]), np.dtype("int8"))
             assert numbers.no_id(frame[:row], {name}) is None
-    words = "from -128 to 127, for ReduceDtypeSize made its column int8, .*Received: 261 in raw"
+    words = "ReduceDtypeSize gave .* Received: 261, which int8, of -128 to 127, makes .* in raw"
     with pytest.raises(UserError, match=words):
         found.refuse(Place(Path("raw"), 0, 0))
     assert numbers.no_id(pd.DataFrame({"kept": [261]})) is None

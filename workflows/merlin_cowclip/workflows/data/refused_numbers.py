@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import ClassVar, NoReturn
 
 import numpy as np
 import pandas as pd
@@ -21,61 +21,63 @@ class Refused:
     row: int  # from 0
     value: float
 
+    rule: ClassVar[str]  # what it would have to be
+    remedy: ClassVar[str]
+
+    @property
+    def shown(self) -> object:
+        """The value, in the message."""
+        return self.value
+
     def refuse(self, place: Place) -> NoReturn:
         """Raise UserError."""
-        raise NotImplementedError
+        place.refuse(self.rule, self.shown, self.row, self.column, self.remedy)
 
 
 class NotWhole(Refused):
     """A number that is no id of a column of whole numbers."""
 
-    def refuse(self, place: Place) -> NoReturn:
-        """Raise UserError."""
-        rule = (
-            "an id must be a whole number below 2^53 (as a float32, 2^24), as those that the "
-            "workflow was fitted on"
-        )
-        place.refuse(rule, self.value, self.row, self.column, "Give whole numbers")
+    rule = (
+        "an id must be a whole number below 2^53 (as a float32, 2^24), as those that the workflow "
+        "was fitted on"
+    )
+    remedy = "Give whole numbers"
 
 
 class Rounded(Refused):
     """A float of which ids are made, or that is looked up, and that several integers are."""
 
-    def refuse(self, place: Place) -> NoReturn:
-        """Raise UserError."""
-        rule = (
-            "a number of which the workflow makes ids, or which it looks up, must be below 2^53 "
-            "(as a float32, 2^24) or an integer, as at the fit: larger floats are rounded"
-        )
-        place.refuse(rule, self.value, self.row, self.column, "Give integers")
+    rule = (
+        "a number of which the workflow makes ids, or which it looks up, must be below 2^53 (as a "
+        "float32, 2^24) or an integer, as at the fit: larger floats are rounded"
+    )
+    remedy = "Give integers"
 
 
 class NotBoolean(Refused):
     """A number where the fit had booleans, and that is none."""
 
-    def refuse(self, place: Place) -> NoReturn:
-        """Raise UserError."""
-        rule = "a boolean must be true, false, 1 or 0, as those that the workflow was fitted on"
-        place.refuse(rule, self.value, self.row, self.column, "Give booleans")
+    rule = "a boolean must be true, false, 1 or 0, as those that the workflow was fitted on"
+    remedy = "Give booleans"
 
 
 class Uneven(Refused):
     """A number in a column of objects, which no type of numbers holds exactly."""
 
-    def refuse(self, place: Place) -> NoReturn:
-        """Raise UserError."""
-        rule = "numbers of 2^53 and more must be whole, and no floats among them"
-        place.refuse(rule, self.value, self.row, self.column, "Give numbers of one type")
+    rule = "numbers of 2^53 and more must be whole, and no floats among them"
+    remedy = "Give numbers of one type"
 
 
 class Narrowed(Refused):
     """A float32 that is another number than the float64 of the same digits, which was an id."""
 
-    def refuse(self, place: Place) -> NoReturn:
-        """Raise UserError."""
-        rule = "an id must be a float64, as those that the workflow was fitted on"
-        value = f"{np.float32(self.value)!s} as a float32, which is {self.value!r},"
-        place.refuse(rule, value, self.row, self.column, "Give the column as float64")
+    rule = "an id must be a float64, as those that the workflow was fitted on"
+    remedy = "Give the column as float64"
+
+    @property
+    def shown(self) -> object:
+        """The digits, too."""
+        return f"{np.float32(self.value)!s} as a float32, which is {self.value!r},"
 
 
 @dataclass(frozen=True)
@@ -83,15 +85,17 @@ class Beyond(Refused):
     """A number that does not fit into the type that `ReduceDtypeSize` chose at the fit."""
 
     kind: np.dtype
+    rule = "a number must fit into the type that ReduceDtypeSize gave its column at the fit"
+    remedy = "Leave it out, or fit without it"
 
-    def refuse(self, place: Place) -> NoReturn:
-        """Raise UserError."""
+    @property
+    def shown(self) -> object:
+        """With the type."""
         limits = np.iinfo(self.kind)
-        rule = (
-            f"a number must be from {limits.min} to {limits.max}, for ReduceDtypeSize made its "
-            f"column {self.kind}, where another becomes one of these"
+        return (
+            f"{self.value}, which {self.kind}, of {limits.min} to {limits.max}, makes another "
+            "number,"
         )
-        place.refuse(rule, self.value, self.row, self.column, "Leave it out, or fit without it")
 
 
 @dataclass(frozen=True)
