@@ -233,17 +233,36 @@ def test_output_that_nobody_reads():
     assert line == "merlin-cowclip x: error: what reads the output must read all of it"
 
 
-def test_output_to_a_full_disk(tmp_path, monkeypatch, capsys):
-    class Full(io.StringIO):
-        def flush(self) -> None:
-            raise OSError(errno.ENOSPC, "No space left on device")
+@pytest.mark.parametrize("buffered", [True, False])
+def test_output_to_a_full_disk(tmp_path, monkeypatch, capsys, buffered):
+    """Containers have PYTHONUNBUFFERED."""
 
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    stdout = io.StringIO()
+    monkeypatch.setattr(stdout, "flush" if buffered else "write", full)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr(sys, "stdout", Full())
+    monkeypatch.setattr(sys, "stdout", stdout)
     assert endings.run("merlin-cowclip x", lambda: print("text")) == 2
     words = "merlin-cowclip x: error: what is printed must find room. Received: No space left on"
     assert capsys.readouterr().err.startswith(words)
     assert not list(tmp_path.iterdir())
+
+
+def test_output_that_is_closed(tmp_path):
+    """As behind >&-: there is no stdout at all."""
+    program = "import os, sys\nsys.stdout = None\n"
+    program += "from merlin_cowclip.workflows.commands.main import main\n"
+    program += "from merlin_cowclip.workflows.commands import endings\n"
+    program += "assert endings.run('merlin-cowclip x', lambda: None) == 0\n"
+    program += "sys.exit(main(['evaluate', 'nothing']))"
+    done = subprocess.run(
+        [sys.executable, "-c", program], stderr=subprocess.PIPE, text=True, cwd=tmp_path
+    )
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("merlin-cowclip evaluate: error: a run must be a folder")
 
 
 def wait_for(found, runs) -> None:

@@ -202,6 +202,8 @@ def test_data_that_moved_needs_naming_only(run, toy_data, tmp_path):
     assert done.out.startswith(f"test AUC {auc:.6f}, ")
     behind = command(["evaluate", run, "--batch-size", 100, data, "--quiet"])
     assert (behind.code, behind.out) == (0, done.out), behind.err
+    behind = command(["evaluate", run, "--quiet", "--", data])
+    assert (behind.code, behind.out) == (0, done.out), behind.err
     spaced = shutil.copytree(run, tmp_path / "a run")
     words = [f"merlin-cowclip evaluate '{spaced}' DATA"]
     refused(["evaluate", spaced], words, folder=tmp_path)

@@ -668,10 +668,22 @@ def test_several_ids_of_a_sample_are_no_one_hot_ones():
     def unknown(ids):
         return layer.lookup("user", ids, feature="negative")
 
+    @tf.function(input_signature=[tf.TensorSpec(None, tf.int64)])
+    def of_no_rank(ids):
+        return layer.lookup("user", ids, feature="negative")
+
     found = unknown(tf.constant(USER, tf.int64))
     np.testing.assert_array_equal(found, layer.lookup("user", tf.constant(USER)))
-    with pytest.raises(tf.errors.InvalidArgumentError, match=r"of tensor ids \[4,2\] is not"):
-        unknown(tf.cast(several, tf.int64))
+    for given in (unknown, of_no_rank):
+        with pytest.raises(tf.errors.InvalidArgumentError, match="8 values, but .* shape has 4"):
+            given(tf.cast(several, tf.int64))
+    np.testing.assert_array_equal(of_no_rank(tf.constant(USER, tf.int64)), found)
+    np.testing.assert_array_equal(of_no_rank(tf.constant(np.ravel(USER), tf.int64)), found)
+    one_each = ragged(np.asarray(USER).tolist())
+    np.testing.assert_array_equal(layer.lookup("user", one_each), found)
+    for bad in ([[3], [4], [6], [5, 0]], [[3], [4], [6], []]):
+        with pytest.raises((ValueError, tf.errors.InvalidArgumentError), match="user"):
+            layer.lookup("user", ragged(bad))
 
 
 def test_lookup_refuses_a_field_it_does_not_have():
@@ -1114,9 +1126,19 @@ def test_a_whole_frame_by_ids_is_none_by_raw_ids(tmp_path):
     """As `to_df` gives it, where some ids are others' raw ones."""
     layer = layer_of(schema=fitted(stock_log(), tmp_path / "fit").output_schema)
     frame = layer.to_df("number")
-    words = r"raw ids for its index. Received: ids 0 to 5, .*dropna\(subset='raw'\).set_index"
-    with pytest.raises(ValueError, match=words):
-        layer.load_rows("number", frame.drop(columns="raw"))
+    by_id = frame.drop(columns="raw")
+    before = layer.table.numpy()
+    for given in (
+        frame,
+        by_id,
+        by_id.iloc[3:],
+        by_id.sample(frac=1),
+        frame.set_index("raw").reset_index(),
+    ):
+        words = r"raw ids for its index. Received: one w.*dropna\(subset='raw'\).set_index"
+        with pytest.raises(ValueError, match=words):
+            layer.load_rows("number", given)
+    np.testing.assert_array_equal(layer.table, before)
     assert layer.load_rows("number", frame.dropna(subset="raw").set_index("raw")) == 3
 
 

@@ -72,6 +72,37 @@ def test_any_other_loss_is_a_mean(on_two_ranks, loss):
     loss_of(two_outputs, {"z/regression_output": "mse", "y/binary_output": loss})
 
 
+class _OfItself(tf.keras.layers.Layer):
+    """A network that takes its loss itself, as one for embeddings alone does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = tf.keras.layers.Embedding(9, 2, name="rows")
+
+    def call(self, inputs):
+        rows = self.rows(tf.reshape(inputs["user"], [-1]))
+        self.add_loss(tf.reduce_mean((rows - 1.0) ** 2))
+        return rows
+
+    def compute_output_shape(self, _):
+        return tf.TensorShape([None, 2])
+
+
+def test_a_model_without_outputs_takes_its_loss_by_itself():
+    """Merlin names no output of it."""
+    schema = Schema([ColumnSchema("user", tags=[Tags.CATEGORICAL], dtype="int64")])
+    model = mm.Model(_OfItself(), schema=schema)
+    features = {"user": tf.constant([[1], [2], [1], [3]], tf.int64)}
+    model(features)
+    before = model.get_weights()[0]
+    hp = Hyperparameters(4, embedding_lr=0.1, l2=0.0, clip=None)
+    model.compile(optimizer=CowClipOptimizer.for_model(model, hp, steps_per_epoch=1))
+    model.fit(tf.data.Dataset.from_tensors((features,)), epochs=2, verbose=0)
+    moved = np.abs(model.get_weights()[0] - before).max(axis=1)
+    assert (moved[1:4] > 0.15).all()
+    assert not moved[[0, 4, 5, 6, 7, 8]].any()
+
+
 def test_one_rank_takes_any_loss():
     loss_of(own_mlp, cross_entropy("sum"))
 

@@ -210,17 +210,19 @@ class FusedEmbeddings(RowsByRawId, SchemaMixin, tf.keras.layers.Layer):
 
     def _integers(self, ids: tf.Tensor, field: str) -> tf.Tensor:
         """Ids b×1 of a one-hot field, int64."""
-        shape = ids.shape
-        if any(size not in (1, None) for size in shape[1:]):
+        if isinstance(ids, tf.RaggedTensor):
+            ids = ids.to_tensor(-1)  # in an empty row, which is out of range
+        shape, is_known = ids.shape, ids.shape.rank is not None
+        if is_known and any(size not in (1, None) for size in shape[1:]):
             given = "×".join("b" if size is None else str(size) for size in shape)
             raise ValueError(
                 f"ids of field {field!r} must be b or b×1: one of each sample. Received: {given}. "
                 "Look several up one by one (lookup, each with a feature of its own), or make the "
                 "field a list"
             )
-        if shape.rank is not None and shape.rank > 1 and None in shape[1:]:
-            ids = tf.ensure_shape(ids, [None, *(1 for _ in shape[1:])])
-        return tf.reshape(self._whole(ids, field), [-1, 1])
+        known = is_known and None not in shape[1:]
+        samples = -1 if known else tf.shape(ids)[0]  # else several of a sample do not fit
+        return tf.reshape(self._whole(ids, field), [samples, 1])
 
     def _whole(self, ids: tf.Tensor, field: str) -> tf.Tensor:
         """Ids as int64; Keras makes floats half as wide in mixed precision, before this layer."""

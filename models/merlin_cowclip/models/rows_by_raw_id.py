@@ -175,6 +175,8 @@ class RowsByRawId:
         """
         self._check_field(field)
         is_frame = isinstance(values, pd.DataFrame)
+        if isinstance(values, pd.DataFrame):
+            self._refuse_ids(field, values)
         exact = np.float64 if self.variable_dtype == "float64" else np.float32
         given = np.asarray(self._in_order(values), exact)
         wanted = (len(given) if is_frame else self.cardinalities[field], self.dim)
@@ -194,7 +196,6 @@ class RowsByRawId:
                 raise ValueError(f"raw ids of field {field!r} must be unique. Received: {twice!r}")
             prepared = is_prepared(self._column(field))
             vocabulary = self._vocabulary(field, workflow, as_read)
-            self._refuse_ids(field, values.index, vocabulary)
             ids = encode(vocabulary, values.index, missing=-1, unknown=-1, prepared=prepared)
             known = ids >= 0
             again = pd.Series(ids[known]).duplicated().to_numpy()
@@ -220,15 +221,15 @@ class RowsByRawId:
         table.assign(tf.tensor_scatter_nd_update(whole, rows, new))
         return len(ids)
 
-    def _refuse_ids(self, field: str, index: pd.Index, vocabulary: pd.Series) -> None:
-        """Refuse a frame that is all of `to_df`'s, where ids are not their own raw ones."""
-        whole = pd.RangeIndex(self.cardinalities[field])
-        own = vocabulary.tolist() == vocabulary.index.tolist()
-        if index.name == "id" and index.equals(whole) and not own:
+    def _refuse_ids(self, field: str, frame: pd.DataFrame) -> None:
+        """Refuse a frame as `to_df` gives it: some ids are the raw ones of others."""
+        by_id = frame.index.name == "id" and is_encoded(self._column(field))
+        if by_id or "raw" in frame:
+            given = "with a column raw" if "raw" in frame else "whose index is called id"
             raise ValueError(
                 f"a frame of rows of field {field!r} must have raw ids for its index. Received: "
-                f"ids 0 to {len(whole) - 1}, as to_df gives them. Give it by "
-                ".dropna(subset='raw').set_index('raw')"
+                f"one {given}, as to_df gives it. Give that by .dropna(subset='raw')"
+                ".set_index('raw'), and raw ids of your own by .rename_axis(None)"
             )
 
     def _in_order(self, frame: pd.DataFrame | np.ndarray) -> pd.DataFrame | np.ndarray:

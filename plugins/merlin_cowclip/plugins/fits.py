@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import itertools
 import math
 import types
 import weakref
@@ -345,5 +346,8 @@ def _losses_of(model: Any) -> dict[str, tf.keras.losses.Loss]:
     losses = model.compiled_loss
     if losses is None or not losses.built:  # the model takes its loss otherwise
         return {}
-    found = zip(losses._output_names, losses._losses, strict=True)
-    return {output: loss for output, loss in found if loss is not None}
+    # A Merlin model without an output block, which takes its loss by `add_loss`, names no output.
+    found = itertools.zip_longest(losses._output_names or (), losses._losses)
+    return {
+        output or f"output {i}": one for i, (output, one) in enumerate(found) if one is not None
+    }

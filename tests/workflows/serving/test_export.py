@@ -23,11 +23,14 @@ from sklearn.metrics import roc_auc_score
 from merlin_cowclip.workflows import Repository, export, predict_logs, rare_costs
 from merlin_cowclip.workflows.commands.main import main
 from merlin_cowclip.workflows.data.counts import write_counts
+from merlin_cowclip.workflows.data.datasets import DatasetSpec
 from merlin_cowclip.workflows.data.etl import prepare
 from merlin_cowclip.workflows.data.parquet_logs import ParquetLog
 from merlin_cowclip.workflows.data.prepared import PreparedData
+from merlin_cowclip.workflows.data.raw_columns import name_types
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.quiet import quiet_imports
+from merlin_cowclip.workflows.serving.export import _check_types
 from merlin_cowclip.workflows.serving.rare_rows import rare_ids
 from merlin_cowclip.workflows.training.runs import Run
 from merlin_cowclip.workflows.training.train import train
@@ -49,6 +52,7 @@ with quiet_imports():
 
     from merlin_cowclip.workflows.data.operators import EncodeIds
     from merlin_cowclip.workflows.serving.served_workflow import ServedWorkflow, _numbers
+    from merlin_cowclip.workflows.serving.systems import model_config, triton_type
 
 pytest.importorskip("merlin.systems")
 pytest.importorskip("tritonclient.grpc")
@@ -287,6 +291,70 @@ def test_an_adopted_pipeline(stock, tmp_path):
     assert frame["visits"].isna().any()
     (answer,) = served(repository.path, [request(frame, record)], tmp_path)
     np.testing.assert_allclose(answer["probability"], expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:Changing an NVTabular Dataset to CPU mode")
+def test_booleans_with_a_missing_one_are_served_as_booleans(tmp_path):
+    """Objects to pandas, and so text to a schema: every text would be True."""
+    flags = pa.array([True, None, True, False, False, False, True, None] * 4)
+    table = pa.table({"flag": flags, "user": pa.array([*"abcdefgh"] * 4)})
+    pq.write_table(table, tmp_path / "log.parquet")
+    workflow = nvt.Workflow(["flag", "user"] >> ops.Categorify(out_path=str(tmp_path / "fit")))
+    log = nvt.Dataset(str(tmp_path / "log.parquet"), engine="parquet")
+    expected = workflow.fit_transform(log).compute()
+    name_types(workflow)
+    _check_types(workflow)
+    kinds = [triton_type(workflow.input_schema[name].dtype) for name in ("flag", "user")]
+    assert [model_config.DataType.Name(kind) for kind in kinds] == ["TYPE_BOOL", "TYPE_STRING"]
+
+    spec = DatasetSpec("flags", label="y", categorical=("flag", "user"))
+    encode = ServedWorkflow(
+        workflow, spec, {"flag": 5, "user": 11}, workflow.output_schema, is_adopted=True
+    )
+    encode.input_schema = workflow.input_schema
+    rows = table.to_pandas()
+    known = rows["flag"].notna().to_numpy()
+    sent = {
+        "flag": rows["flag"][known].to_numpy(bool),
+        "user": rows["user"][known].to_numpy(object),
+    }
+    found = encode.transform(None, TensorTable(sent)).to_dict()
+    for name in sent:
+        np.testing.assert_array_equal(np.ravel(found[name]), expected[name][known])
+    for given in (rows, rows.astype({"flag": "boolean"}), rows.astype({"flag": float})):
+        found = encode.transform(None, given).to_dict()
+        np.testing.assert_array_equal(np.ravel(found["flag"]), expected["flag"])
+    for bad in ("False", 2):
+        words = f"a boolean must be one. Received: {bad!r} in row 1, column 'flag'"
+        with pytest.raises(UserError, match=words):
+            encode.transform(None, rows.assign(flag=bad))
+
+
+@pytest.mark.filterwarnings("ignore:Changing an NVTabular Dataset to CPU mode")
+def test_dates_and_decimals_are_not_served(tmp_path):
+    """Objects to pandas as well; no text that a client can send is one."""
+    log = pd.DataFrame(
+        {
+            "text": [*"abc"],
+            "bytes": [b"a", b"b", b"c"],
+            "date": pd.date_range("2024-01-01", periods=3).date,
+            "price": [Decimal(i) for i in range(3)],
+            "at": pd.date_range("2024-01-01", periods=3),
+            "hashed": [*"xyz"],
+        }
+    )
+    log.to_parquet(tmp_path / "log.parquet")
+    out = str(tmp_path / "fit")
+
+    def fitted(columns: list[str]) -> nvt.Workflow:
+        nodes = (columns >> ops.Categorify(out_path=out)) + (["hashed"] >> ops.HashBucket(5))
+        log = nvt.Dataset(str(tmp_path / "log.parquet"), engine="parquet")
+        return name_types(nvt.Workflow(nodes).fit(log))
+
+    _check_types(fitted(["text", "bytes"]))
+    words = r"Received: 'date' of dates, 'price' of decimals, 'at' of datetime64\[ns\]\. Fit"
+    with pytest.raises(UserError, match=words):
+        _check_types(fitted(["text", "bytes", "date", "price", "at"]))
 
 
 def with_workflow(

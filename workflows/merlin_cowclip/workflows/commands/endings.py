@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import platform
 import signal
@@ -24,6 +25,7 @@ from merlin_cowclip.workflows.errors import Notice, Stopped, UnreadError, UserEr
 from merlin_cowclip.workflows.folders import finished_output, forget_outputs
 from merlin_cowclip.workflows.launched import launched
 
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 _LONGEST_WORD, _LONGEST = 300, 1000  # characters of a message; a path may be 255 and more
 
 
@@ -41,7 +43,8 @@ def run(name: str, work: Callable[[], None]) -> int:
             try:
                 received.listen()
                 work()
-                sys.stdout.flush()
+                if sys.stdout is not None:  # as behind >&-
+                    sys.stdout.flush()
             finally:
                 received.raising = False
         except BaseException as error:
@@ -62,7 +65,7 @@ def run(name: str, work: Callable[[], None]) -> int:
                 return 130
             if isinstance(error, BrokenPipeError):
                 error = UnreadError("what reads the output must read all of it")
-            elif isinstance(error, OSError) and _stdout_fails():
+            elif isinstance(error, OSError) and (error.errno in _FULL or _stdout_fails()):
                 error = UserError(f"what is printed must find room. Received: {error.strerror}")
             if isinstance(error, UserError):
                 _say(f"{name}: error: {error}")
@@ -221,6 +224,8 @@ def _close_stdout() -> None:
 
 def _stdout_fails() -> bool:
     """Whether what was printed is still waiting, and cannot be written."""
+    if sys.stdout is None:
+        return False
     try:
         sys.stdout.flush()
     except OSError:

@@ -31,9 +31,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     parser = command_line()
     arguments, left = parser.parse_known_args(argv)
-    if left and "more_in" in arguments and not any(word.startswith("-") for word in left):
+    at = left.index("--") if "--" in left else len(left)
+    if "more_in" in arguments and not any(word.startswith("-") for word in left[:at]):
         # What follows an option: argparse fills a list that may be empty before the first.
-        getattr(arguments, arguments.more_in).extend(left)
+        getattr(arguments, arguments.more_in).extend([*left[:at], *left[at + 1 :]])
     elif left:
         parser.error(f"unrecognized arguments: {' '.join(left)}")
 

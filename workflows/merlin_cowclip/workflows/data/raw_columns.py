@@ -148,8 +148,9 @@ def _joined(op: Any, column: str) -> pa.Array | None:
 def name_types(workflow: nvt.Workflow) -> nvt.Workflow:
     """Give a workflow's schema the types of raw columns that NVTabular did not see.
 
-    Its schema is that of the first row of the fit; of an empty list there it knows no type, which
-    the vocabulary has in which the values are looked up.
+    Its schema is that of the first row of the fit; of an empty list there it knows no type, and
+    booleans with a missing one are objects to pandas: the vocabulary has the type, in which the
+    values are looked up.
 
     Args:
       workflow: fitted, with its vocabularies; changed in place.
@@ -158,7 +159,8 @@ def name_types(workflow: nvt.Workflow) -> nvt.Workflow:
     for node in workflow.graph.leaf_nodes:
         for name, column in node.input_schema.column_schemas.items():
             kinds = {key.kind for key in keys.get(name, ()) if not pa.types.is_null(key.kind)}
-            if column.dtype.name == "unknown" and len(kinds) == 1:
+            are_booleans = column.dtype.name == "object" and kinds == {pa.bool_()}
+            if are_booleans or (column.dtype.name == "unknown" and len(kinds) == 1):
                 found = kinds.pop()
                 is_time = pa.types.is_timestamp(found)  # pandas' own type of a zone is none here
                 kind = np.dtype("datetime64[ns]" if is_time else found.to_pandas_dtype())

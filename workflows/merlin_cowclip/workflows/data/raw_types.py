@@ -6,75 +6,146 @@ booleans always that of True, of numbers where it learned text always the unknow
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import pyarrow.types as kinds
 
 from merlin_cowclip.workflows.data.existing_parquet import ParquetFile, is_list
 from merlin_cowclip.workflows.data.parquet_logs import is_number, plain_type
+from merlin_cowclip.workflows.data.raw_columns import Keys, learned_keys
 from merlin_cowclip.workflows.errors import UserError
 
 if TYPE_CHECKING:
-    from merlin.schema import ColumnSchema, Schema
+    import nvtabular as nvt
+    from merlin.schema import ColumnSchema
 
-_KINDS = {"int": "whole", "uint": "whole", "float": "number", "bool": "truth"}
-_FITTED = {"text": "text", "whole": "whole numbers", "number": "numbers", "truth": "booleans"}
+_BY_SCHEMA = {"int": "whole", "uint": "whole", "float": "number", "bool": "truth"}
 
 
-def kind_of(column: ColumnSchema, texts: Collection[str]) -> str | None:
-    """What a raw column holds: text, whole, number, truth, or None where that is not known.
+@dataclass(frozen=True)
+class _Kind:
+    """What a column holds; as a message has it, and the types in which a file may have it."""
+
+    fitted: str
+    may_be: Callable[[pa.DataType], bool]
+
+
+def _any_of(*ones: Callable[[pa.DataType], bool]) -> Callable[[pa.DataType], bool]:
+    return lambda given: any(one(given) for one in ones)
+
+
+_is_bytes = _any_of(kinds.is_binary, kinds.is_large_binary, kinds.is_fixed_size_binary)
+_KINDS = {
+    "text": _Kind("text", _any_of(kinds.is_string, kinds.is_large_string, _is_bytes)),
+    "whole": _Kind("whole numbers", is_number),
+    "number": _Kind("numbers", is_number),
+    "truth": _Kind("booleans", is_number),  # 1 and 0 among numbers
+    "bytes": _Kind("bytes", _is_bytes),
+    "date": _Kind("dates", kinds.is_date),
+    "time": _Kind("times of day", kinds.is_time),
+    # Text, dates, decimals, or booleans of which some are missing; no other numbers.
+    "object": _Kind(
+        "objects to pandas, as text", lambda g: not (kinds.is_integer(g) or kinds.is_floating(g))
+    ),
+}
+
+
+@dataclass(frozen=True)
+class RawType:
+    """What a raw column holds, by its workflow.
+
+    Attributes:
+      kind: "text", "whole", "number", "truth", "bytes", "date", "time", or "object" where it is
+        known only that pandas held it so.
+      is_list: whether it holds lists of them.
+    """
+
+    kind: str
+    is_list: bool
+
+
+def raw_types(workflow: nvt.Workflow) -> dict[str, RawType]:
+    """What the raw columns of a workflow hold, of which that is known.
+
+    Its schema tells numbers and times; pandas has objects of all else, of which the values tell
+    in which they are looked up.
 
     Args:
-      column: as the workflow's schema of its input has it.
-      texts: those that hold text for certain: pandas has objects of other types as well.
+      workflow: fitted, with its vocabularies, and with the types of `name_types`.
     """
-    if column.name in texts:
+    keys = learned_keys(workflow)
+    found = {}
+    for column in workflow.input_schema:
+        kind = _kind_of(column, keys.get(column.name, ()))
+        if kind is not None:
+            found[column.name] = RawType(kind, column.is_list)
+    return found
+
+
+def _kind_of(column: ColumnSchema, keys: Sequence[Keys]) -> str | None:
+    by_schema = _BY_SCHEMA.get(column.dtype.name.rstrip("0123456789"))
+    held = [key.kind for key in keys if not kinds.is_null(key.kind)]
+    if any(map(kinds.is_string, held)):
         return "text"
-    return _KINDS.get(column.dtype.name.rstrip("0123456789"))
+    if by_schema is not None or column.dtype.name not in ("object", "string"):
+        return by_schema
+    for kind, is_one in (
+        *(("truth", kinds.is_boolean), ("number", is_number), ("bytes", _is_bytes)),
+        *(("date", kinds.is_date), ("time", kinds.is_time)),
+    ):
+        if held and all(map(is_one, held)):
+            return kind
+    return None if held else "object"
 
 
 def check_raw_types(
-    file: ParquetFile, schema: Schema, texts: Collection[str], columns: Collection[str]
+    file: ParquetFile, types: Mapping[str, RawType], columns: Collection[str]
 ) -> None:
     """Hold a file of raw rows to the types of the workflow's fit, as a server holds requests.
 
     Numbers of any type may stand for others, and text may stand in columns of bytes: their values
-    are looked at as they are read (`WholeNumbers`).
+    are looked at as they are read (`WholeNumbers`). A column of nothing but missing ones may be of
+    any type.
 
     Args:
       file: raw rows.
-      schema: of the workflow's raw columns.
-      texts: see `kind_of`.
+      types: of the workflow's raw columns.
       columns: those that are read.
 
     Raises:
       UserError: a column of another type.
     """
-    for column in schema:
-        kind = kind_of(column, texts)
-        if kind is None or column.name not in columns:
+    for name in columns:
+        if (wanted := types.get(name)) is None:
             continue
-        given = file.schema.field(column.name).type
+        given = file.schema.field(name).type
         listed = _is_list(given)
-        as_listed = listed == column.is_list or (listed and kind == "text")  # the first was missing
-        if not (pa.types.is_null(given) or (as_listed and _may_be(kind, given))):
-            fitted = f"{'lists of ' * column.is_list}{_FITTED[kind]}"
+        held = plain_type(given.value_type if listed else given)
+        fits = kinds.is_null(held) or _KINDS[wanted.kind].may_be(held)
+        if fits and wanted.is_list == listed:
+            continue
+        if _has_values(file, name):
+            fitted = f"{'lists of ' * wanted.is_list}{_KINDS[wanted.kind].fitted}"
             raise UserError(
                 "a raw column must be of the type that the workflow was fitted on. Received: "
-                f"{given} in column {column.name!r} of {file.path}, which was {fitted}. "
-                f"Write it as {fitted}"
+                f"{given} in column {name!r} of {file.path}, which was {fitted}. Write it as "
+                f"{fitted}"
             )
 
 
-def _may_be(kind: str, given: pa.DataType) -> bool:
-    held = plain_type(given.value_type if _is_list(given) else given)
-    if kind != "text":
-        return is_number(held) or pa.types.is_null(held)
-    texts = (pa.types.is_string, pa.types.is_large_string, pa.types.is_null)
-    raw = (pa.types.is_binary, pa.types.is_large_binary, pa.types.is_fixed_size_binary)
-    return any(of_kind(held) for of_kind in (*texts, *raw))
+def _has_values(file: ParquetFile, name: str) -> bool:
+    """Whether one is not missing."""
+    with pq.ParquetFile(file.path) as parquet:
+        for batch in parquet.iter_batches(columns=[name]):
+            if not pc.all(pc.is_null(batch.column(0), nan_is_null=True)).as_py():
+                return True
+    return False
 
 
 def _is_list(given: pa.DataType) -> bool:
-    return is_list(given) or bool(pa.types.is_fixed_size_list(given))
+    return is_list(given) or bool(kinds.is_fixed_size_list(given))

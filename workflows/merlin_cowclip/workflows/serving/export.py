@@ -11,6 +11,7 @@ import numpy as np
 from merlin_cowclip.workflows.data.datasets import DatasetSpec
 from merlin_cowclip.workflows.data.prepared import PreparedData
 from merlin_cowclip.workflows.data.raw_columns import RawColumns, a_row, name_types
+from merlin_cowclip.workflows.data.raw_types import raw_types
 from merlin_cowclip.workflows.errors import UserError, clipped, quoted
 from merlin_cowclip.workflows.folders import (
     all_or_nothing,
@@ -94,7 +95,7 @@ def export(
         spec = run.spec()
         workflow = _workflow(run, spec, trust=trust_workflow)
         raw = workflow.input_schema
-        _check_types(raw)
+        _check_types(workflow)
         bar.update()
         with catching_up_shown(show=progress):
             model = run.model(which)
@@ -235,26 +236,37 @@ def _check_answers(
             ) from error
 
 
-def _check_types(raw: Any) -> None:
+def _check_types(workflow: nvt.Workflow) -> None:
     """Refuse a raw column for which Triton has no type.
+
+    Of text that a client sends for dates and decimals, objects to pandas, none would be known.
 
     Raises:
       UserError: names them all.
     """
     from merlin_cowclip.workflows.serving.systems import triton_type
 
-    none = []
-    for column in raw:
+    types, none = raw_types(workflow), []
+    for column in workflow.input_schema:
+        kind = types[column.name].kind if column.name in types else ""
+        is_object = column.dtype.name in ("object", "string")
         try:
             triton_type(column.dtype)
+            has_none = is_object and kind not in ("text", "bytes", "object")
         except (ValueError, TypeError):
-            none.append(f"{column.name!r} of {column.dtype.name}")
+            has_none = True
+        if has_none:
+            named = _OBJECTS.get(kind, "other objects") if is_object else column.dtype.name
+            none.append(f"{column.name!r} of {named}")
     if none:
         raise UserError(
             "what is served must be text, numbers or booleans, or lists of them, as Triton has no "
             f"other types. Received: {', '.join(none)}. Fit the workflow on columns of those types;"
             " of lists that an operator changes before Categorify, the first must not be empty"
         )
+
+
+_OBJECTS = {"date": "dates", "time": "times of day", "number": "decimals"}
 
 
 def _type_name(tensor: Any) -> str:

@@ -7,25 +7,20 @@ A server refuses a tensor of another type; a workflow would take the rows, and m
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection
+from collections.abc import Mapping
 from decimal import Decimal
 from numbers import Integral, Real
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from merlin_cowclip.workflows.data.encoded_rows import Place
-from merlin_cowclip.workflows.data.raw_types import kind_of
+from merlin_cowclip.workflows.data.raw_types import RawType
 from merlin_cowclip.workflows.errors import clipped, excerpt
 
-if TYPE_CHECKING:
-    from merlin.schema import Schema
 
-
-def as_served(
-    frame: pd.DataFrame, schema: Schema, texts: Collection[str], place: Place
-) -> pd.DataFrame:
+def as_served(frame: pd.DataFrame, types: Mapping[str, RawType], place: Place) -> pd.DataFrame:
     """A frame of the types of the workflow's raw columns; text that is given as bytes is str.
 
     Missing values are any column's. Whole numbers may be floats, as pandas has them beside a
@@ -33,18 +28,16 @@ def as_served(
 
     Args:
       frame: raw rows.
-      schema: of the raw columns.
-      texts: those that hold text for certain: pandas has objects of other types as well.
+      types: of the raw columns.
       place: where the rows lie.
 
     Raises:
       UserError: a value of another type, by row and column.
     """
     changed = {}
-    for column in schema:
-        name = column.name
-        kind = kind_of(column, texts)
-        if kind is None:
+    for name in map(str, frame):
+        kind = types[name].kind if name in types else ""
+        if kind not in _RULES:
             continue
         given = frame[name]
         if given.dtype == object and any(map(pd.api.types.is_list_like, given)):
@@ -70,6 +63,7 @@ _RULES = {
     "whole": ("a whole number must be one", "Give whole numbers"),
     "number": ("a number must be one", "Give numbers"),
     "truth": ("a boolean must be one", "Give booleans"),
+    "object": ("what was fitted on objects, as text, must be such", "Give text"),
 }
 
 
@@ -83,7 +77,7 @@ def _values(
     """
     if not len(given) or given.isna().all():
         return None
-    if kind != "text" and pd.api.types.is_numeric_dtype(given.dtype):
+    if kind not in ("text", "object") and pd.api.types.is_numeric_dtype(given.dtype):
         if kind == "number" or given.dtype.kind in "b" + "iu" * (kind == "whole"):
             return None
     elif kind == "text" and pd.api.types.infer_dtype(given, skipna=True) == "string":
@@ -109,6 +103,8 @@ def _is(kind: str, value: Any) -> bool:
     """Whether a value that is not missing is of a kind."""
     if kind == "text":
         return isinstance(value, str)
+    if kind == "object":
+        return not isinstance(value, Real) or isinstance(value, bool | np.bool_)
     if not isinstance(value, Real | Decimal | np.bool_):
         return False
     if kind == "whole":

@@ -27,6 +27,7 @@ from merlin_cowclip.workflows.data.missing_text import MissingText
 from merlin_cowclip.workflows.data.parquet_logs import is_number, plain_type
 from merlin_cowclip.workflows.data.plain_columns import plain_frame
 from merlin_cowclip.workflows.data.raw_columns import Keys, learned_keys
+from merlin_cowclip.workflows.data.raw_types import RawType, raw_types
 from merlin_cowclip.workflows.data.row_for_row import OtherRowsError, transformed
 from merlin_cowclip.workflows.data.whole_numbers import WholeNumbers
 from merlin_cowclip.workflows.data.workflow_graph import load_saved
@@ -44,7 +45,7 @@ with quiet_imports():
     from merlin.table import TensorTable
 
 FOLDER = "workflow"
-_MADE = ("_numbers", "_missing")  # of a workflow, at its first request
+_MADE = ("_types", "_numbers", "_missing")  # of a workflow, at its first request
 
 
 class ServedWorkflow(TransformWorkflow):
@@ -60,7 +61,6 @@ class ServedWorkflow(TransformWorkflow):
     """
 
     # Raw columns of an adopted workflow; none in repositories of before they were looked for.
-    texts: frozenset[str] = frozenset()  # of text
     binary: frozenset[str] = frozenset()  # of bytes that are no text
     with_empty: frozenset[str] = frozenset()  # of whose ids an empty text is one
 
@@ -82,7 +82,6 @@ class ServedWorkflow(TransformWorkflow):
         self.renumbered = dict(renumbered or {})
         if is_adopted:
             keys = learned_keys(workflow)
-            self.texts = _columns_with(keys, lambda key: pa.types.is_string(key.kind))
             self.binary = _columns_with(keys, lambda key: pa.types.is_binary(key.kind))
             self.with_empty = _columns_with(keys, lambda key: key.has(""))
 
@@ -134,7 +133,7 @@ class ServedWorkflow(TransformWorkflow):
         else:
             frame = transformable[names].reset_index(drop=True)
             if self.is_adopted:
-                frame = as_served(plain_frame(frame), self.input_schema, self.texts, _REQUEST)
+                frame = as_served(plain_frame(frame), self._types, _REQUEST)
         if not len(frame):
             raise UserError("a request must have a row. Received: none")
         if not self.is_adopted:
@@ -178,6 +177,10 @@ class ServedWorkflow(TransformWorkflow):
         if told:
             warnings.warn(told, Notice, stacklevel=4)
         return encoded
+
+    @functools.cached_property
+    def _types(self) -> dict[str, RawType]:
+        return raw_types(self.workflow)
 
     @functools.cached_property
     def _numbers(self) -> WholeNumbers:

@@ -42,7 +42,7 @@ from merlin_cowclip.workflows.data.missing_text import MissingText
 from merlin_cowclip.workflows.data.prepared import PARTS, RECORD
 from merlin_cowclip.workflows.data.raw_columns import RawColumns, name_types, text_columns
 from merlin_cowclip.workflows.data.raw_logs import FileState, RawLog, column_of, unchanged
-from merlin_cowclip.workflows.data.raw_types import check_raw_types
+from merlin_cowclip.workflows.data.raw_types import check_raw_types, raw_types
 from merlin_cowclip.workflows.data.whole_numbers import WholeNumbers
 from merlin_cowclip.workflows.errors import Notice, UserError, clipped, quoted
 from merlin_cowclip.workflows.quiet import quiet_operators
@@ -274,7 +274,7 @@ class _RawParquet(_Parquet):
                 f"{quoted(needed, brief=True)} in {first.path}, which has: "
                 f"{quoted(first.schema.names, brief=True)}{in_folders(needed, first.path)}"
             )
-        schema = workflow.input_schema
+        types = raw_types(workflow)
         self._workflow = raw.remove(lacking)
         for file in others:
             gone = [name for name in self._columns if name not in file.schema.names]
@@ -286,7 +286,7 @@ class _RawParquet(_Parquet):
                     f"{quoted(gone or more, brief=True)}, which {having.path} has. Give them apart"
                 )
         for file in self._files:
-            check_raw_types(file, schema, self._texts, self._columns)
+            check_raw_types(file, types, self._columns)
         self._numbers = WholeNumbers(self._workflow, self._spec.ids, self._spec.fields)
         self._missing: MissingText | None = MissingText(self._workflow, self._spec.ids)
         self.labelled = self._spec.label in self._workflow.output_schema.column_names
