@@ -347,7 +347,6 @@ def _losses_of(model: Any) -> dict[str, tf.keras.losses.Loss]:
     if losses is None or not losses.built:  # the model takes its loss otherwise
         return {}
     # A Merlin model without an output block, which takes its loss by `add_loss`, names no output.
-    found = itertools.zip_longest(losses._output_names or (), losses._losses)
-    return {
-        output or f"output {i}": one for i, (output, one) in enumerate(found) if one is not None
-    }
+    named = itertools.zip_longest(losses._output_names or (), losses._losses)
+    found = {name or f"output {i}": loss for i, (name, loss) in enumerate(named)}
+    return {output: loss for output, loss in found.items() if loss is not None}

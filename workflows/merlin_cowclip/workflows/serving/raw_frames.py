@@ -80,7 +80,7 @@ def _values(
     if kind not in ("text", "object") and pd.api.types.is_numeric_dtype(given.dtype):
         if kind == "number" or given.dtype.kind in "b" + "iu" * (kind == "whole"):
             return None
-    elif kind == "text" and pd.api.types.infer_dtype(given, skipna=True) == "string":
+    elif kind in ("text", "object") and pd.api.types.infer_dtype(given, skipna=True) == "string":
         return None
     values = given.to_numpy(dtype=object)
     found = values.copy()
