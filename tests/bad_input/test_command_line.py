@@ -245,7 +245,7 @@ def test_output_to_a_full_disk(tmp_path, monkeypatch, capsys, buffered):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setattr(sys, "stdout", stdout)
     assert endings.run("merlin-cowclip x", lambda: print("text")) == 2
-    words = "merlin-cowclip x: error: what is printed must find room. Received: No space left on"
+    words = "merlin-cowclip x: error: what it prints and writes must find room. Received: No space"
     assert capsys.readouterr().err.startswith(words)
     assert not list(tmp_path.iterdir())
 

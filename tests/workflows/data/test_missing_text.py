@@ -8,11 +8,15 @@ import pyarrow as pa
 import pytest
 
 from merlin_cowclip.workflows.data.missing_text import MissingText
+from merlin_cowclip.workflows.data.raw_columns import name_types
+from merlin_cowclip.workflows.data.whole_numbers import WholeNumbers
 from merlin_cowclip.workflows.quiet import quiet_imports
 
 with quiet_imports():
     import nvtabular as nvt
     from nvtabular import ops
+
+    from merlin_cowclip.workflows.data.row_for_row import transformed
 
 LOG = pd.DataFrame({"city": ["a", None, "b", "a"] * 5, "town": ["c", "d", None, "d"] * 5})
 
@@ -52,3 +56,26 @@ def test_text_that_an_operator_tells_from_none(tmp_path, graph, told, kind):
         assert words in said
     filled = LOG.fillna("a")
     assert MissingText(workflow, told).told_apart(filled, encode(filled), encode) is None
+
+
+@pytest.mark.filterwarnings("ignore:Changing an NVTabular Dataset to CPU mode")
+@pytest.mark.parametrize("kind", ["None", "NaN"])
+def test_booleans_with_a_missing_one_are_told_apart_as_well(tmp_path, kind):
+    """Looked up, and made text of: they are known for booleans, and stay as they are given."""
+    log = pd.DataFrame({"flag": pd.Series([True, np.nan, False, None], dtype=object)})
+    crossed = as_text(["flag"]) >> ops.Rename(name="cross")
+    nodes = (["flag"] >> ops.Categorify(out_path=str(tmp_path / "0"))) + (
+        crossed >> ops.Categorify(out_path=str(tmp_path / "1"))
+    )
+    workflow = name_types(nvt.Workflow(nodes).fit(nvt.Dataset(log)))
+
+    def encode(frame: pd.DataFrame) -> pa.RecordBatch:
+        return pa.RecordBatch.from_pandas(transformed(workflow, frame), preserve_index=False)
+
+    missing = log["flag"].isna()
+    given = log.assign(flag=log["flag"].where(~missing, np.nan if kind == "NaN" else None))
+    frame = WholeNumbers(workflow, ["flag", "cross"], ["flag", "cross"]).as_fitted(given)
+    found = encode(frame)
+    assert found.equals(encode(given))
+    said = MissingText(workflow, ["flag", "cross"]).told_apart(frame, found, encode)
+    assert f"'flag', taken as {kind}" in said

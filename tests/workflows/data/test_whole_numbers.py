@@ -93,6 +93,8 @@ TRUTHS = [True, False, True]
         (pd.array([1, None, 0], "Int64"), [True, None, False]),
         (pd.array([True, None, False], "boolean"), [True, None, False]),
         (pd.Series([True, None, False], dtype=object), [True, None, False]),
+        ([None, None, None], [None, None, None]),
+        ([np.nan, np.nan, np.nan], [None, None, None]),
     ],
 )
 @pytest.mark.filterwarnings("error")
@@ -113,8 +115,8 @@ def test_booleans_as_fitted(tmp_path, values, expected):
     for other in (2, 0.5, -1):
         frame = numbers.as_fitted(pd.DataFrame({"flag": [1, None, other]}))
         assert numbers.no_id(frame) == NotBoolean("flag", 2, other)
-    nothing = numbers.as_fitted(pd.DataFrame({"flag": [None, None]}))
-    assert numbers.no_id(nothing) is None
+    as_read = pd.DataFrame({"flag": [True, np.nan, False]})  # by pandas.read_csv
+    assert numbers.as_fitted(as_read)["flag"][1] is not None
 
 
 @pytest.mark.parametrize(

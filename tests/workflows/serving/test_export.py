@@ -28,7 +28,7 @@ from merlin_cowclip.workflows.data.etl import prepare
 from merlin_cowclip.workflows.data.parquet_logs import ParquetLog
 from merlin_cowclip.workflows.data.prepared import PreparedData
 from merlin_cowclip.workflows.data.raw_columns import name_types
-from merlin_cowclip.workflows.errors import UserError
+from merlin_cowclip.workflows.errors import Notice, UserError
 from merlin_cowclip.workflows.quiet import quiet_imports
 from merlin_cowclip.workflows.serving.export import _check_types
 from merlin_cowclip.workflows.serving.rare_rows import rare_ids
@@ -341,6 +341,7 @@ def test_dates_and_decimals_are_not_served(tmp_path):
             "price": [Decimal(i) for i in range(3)],
             "at": pd.date_range("2024-01-01", periods=3),
             "hashed": [*"xyz"],
+            "own": [True, None, False],
         }
     )
     log.to_parquet(tmp_path / "log.parquet")
@@ -348,10 +349,12 @@ def test_dates_and_decimals_are_not_served(tmp_path):
 
     def fitted(columns: list[str]) -> nvt.Workflow:
         nodes = (columns >> ops.Categorify(out_path=out)) + (["hashed"] >> ops.HashBucket(5))
+        nodes += ["own"] >> ops.LambdaOp(lambda column: column.fillna(False).astype("int8"))
         log = nvt.Dataset(str(tmp_path / "log.parquet"), engine="parquet")
         return name_types(nvt.Workflow(nodes).fit(log))
 
-    _check_types(fitted(["text", "bytes"]))
+    with pytest.warns(Notice, match="'own' will be served as text, for only operators of your own"):
+        _check_types(fitted(["text", "bytes"]))
     words = r"Received: 'date' of dates, 'price' of decimals, 'at' of datetime64\[ns\]\. Fit"
     with pytest.raises(UserError, match=words):
         _check_types(fitted(["text", "bytes", "date", "price", "at"]))

@@ -66,7 +66,10 @@ def run(name: str, work: Callable[[], None]) -> int:
             if isinstance(error, BrokenPipeError):
                 error = UnreadError("what reads the output must read all of it")
             elif isinstance(error, OSError) and (error.errno in _FULL or _stdout_fails()):
-                error = UserError(f"what is printed must find room. Received: {error.strerror}")
+                where = f": {error.filename}" if error.filename else ""
+                error = UserError(
+                    f"what it prints and writes must find room. Received: {error.strerror}{where}"
+                )
             if isinstance(error, UserError):
                 _say(f"{name}: error: {error}")
                 if _stdout_fails():

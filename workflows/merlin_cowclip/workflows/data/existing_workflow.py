@@ -110,7 +110,13 @@ class Vocabulary:
 def _raw_text(column: pa.Array) -> pa.Array:
     if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
         return column.cast(pa.string())  # an empty text is an id here
-    return as_text(column)
+    try:
+        return as_text(column)
+    except pa.ArrowInvalid as error:
+        raise UserError(
+            f"ids that are bytes must be UTF-8. Received: others in a vocabulary: {error}. Fit the "
+            "workflow on text, or on numbers"
+        ) from None
 
 
 @dataclass(frozen=True)

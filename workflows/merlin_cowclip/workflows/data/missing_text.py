@@ -1,4 +1,4 @@
-"""Missing text of raw rows: None to some readers, NaN to others, which an operator may tell apart.
+"""Missing text and booleans of raw rows: None, or NaN, by the reader; an operator may tell them.
 
 `str` makes "None" of the one and "nan" of the other, which are two ids, or one and an unknown one.
 """
@@ -35,7 +35,7 @@ class MissingText:
         self._names = [
             name
             for name, column in columns.items()
-            if name in otherwise and not column.is_list and numpy_type(column).kind in "OSU"
+            if name in otherwise and not column.is_list and numpy_type(column).kind in "OSUb"
         ]
 
     def told_apart(
@@ -57,8 +57,8 @@ class MissingText:
             return None
         kinds = sorted({"None" if _has_none(frame[name]) else "NaN" for name in told})
         return (
-            "the workflow makes one input of a missing text that is None, as text in parquet has "
-            "it, and another of NaN, as pandas.read_csv has it. Received missing ones in "
+            "the workflow makes one input of a missing text or boolean that is None, as parquet "
+            "has it, and another of NaN, as pandas.read_csv has it. Received missing ones in "
             f"{quoted(told)}, taken as {' or '.join(kinds)}. If the workflow was fitted on the "
             "other, fill them in"
         )

@@ -94,13 +94,17 @@ def of_type(column: pd.Series, fitted: np.dtype, is_id: bool) -> pd.Series:
 def booleans_of(column: pd.Series) -> pd.Series:
     """Booleans of numbers that are 0 or 1; a column in which another one is, numbers as they are.
 
-    A missing one is None, as in booleans that pandas reads from parquet.
+    A missing one among numbers is None, as among booleans that pandas reads from parquet; among
+    objects that are booleans it is what it was.
     """
     if pd.api.types.is_bool_dtype(column.dtype) and not column.isna().any():
         return column.astype(bool)
     missing = column.isna().to_numpy()
+    is_object = pd.api.types.is_object_dtype(column.dtype)
+    if is_object and pd.api.types.infer_dtype(column, skipna=True) == "boolean":
+        return column
     numbers = _integers(numbers_of(column, is_float=True))
-    if missing.all() or numbers.dtype.kind not in "iuf":
+    if numbers.dtype.kind not in "iuf":
         return column
     if not numbers[~missing].isin((0, 1)).all():
         return numbers

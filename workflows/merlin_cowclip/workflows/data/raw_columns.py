@@ -90,6 +90,32 @@ def learned_keys(workflow: nvt.Workflow) -> dict[str, list[Keys]]:
     return found
 
 
+def hashed_columns(workflow: nvt.Workflow) -> set[str]:
+    """Raw columns of which a workflow makes hashes, as they are in the rows.
+
+    Args:
+      workflow: fitted.
+    """
+    with quiet_imports():
+        from nvtabular import ops
+
+    keep = operators_that_keep_values()
+    found: set[str | None] = set()
+
+    def made_by(node: Node, given: dict[str, str | None]) -> dict[str, str | None]:
+        """Of what a node makes those that are raw columns as they are: the raw one's name."""
+        if isinstance(node.op, ops.HashBucket | ops.HashedCross | ops.Categorify):
+            found.update(given.get(name) for name in node.input_schema.column_names)
+        if not isinstance(node.op, keep):
+            return {}
+        names = node.output_schema.column_names
+        sources = {name: node.column_mapping.get(name, [name]) for name in names}
+        return {name: given.get(of[0]) for name, of in sources.items() if len(of) == 1}
+
+    followed(workflow.output_node, lambda name: name, made_by, None)
+    return {name for name in found if name is not None}
+
+
 def _looked_up(node: Node) -> Iterator[tuple[str, Keys]]:
     """Of a node's inputs those that it looks up, and in what."""
     with quiet_imports():

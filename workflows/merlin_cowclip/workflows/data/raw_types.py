@@ -17,7 +17,7 @@ import pyarrow.types as kinds
 
 from merlin_cowclip.workflows.data.existing_parquet import ParquetFile, is_list
 from merlin_cowclip.workflows.data.parquet_logs import is_number, plain_type
-from merlin_cowclip.workflows.data.raw_columns import Keys, learned_keys
+from merlin_cowclip.workflows.data.raw_columns import Keys, hashed_columns, learned_keys
 from merlin_cowclip.workflows.errors import UserError
 
 if TYPE_CHECKING:
@@ -45,12 +45,13 @@ _KINDS = {
     "whole": _Kind("whole numbers", is_number),
     "number": _Kind("numbers", is_number),
     "truth": _Kind("booleans", is_number),  # 1 and 0 among numbers
+    "decimal": _Kind("decimals", lambda given: is_number(given) and not kinds.is_floating(given)),
     "bytes": _Kind("bytes", _is_bytes),
     "date": _Kind("dates", kinds.is_date),
     "time": _Kind("times of day", kinds.is_time),
-    # Text, dates, decimals, or booleans of which some are missing; no other numbers.
-    "object": _Kind(
-        "objects to pandas, as text", lambda g: not (kinds.is_integer(g) or kinds.is_floating(g))
+    # Objects to pandas: text, dates, decimals, or booleans of which some are missing.
+    "hashed": _Kind(
+        "text, of which hashes are", lambda g: not (kinds.is_integer(g) or kinds.is_floating(g))
     ),
 }
 
@@ -60,8 +61,8 @@ class RawType:
     """What a raw column holds, by its workflow.
 
     Attributes:
-      kind: "text", "whole", "number", "truth", "bytes", "date", "time", or "object" where it is
-        known only that pandas held it so.
+      kind: "text", "whole", "number", "truth", "decimal", "bytes", "date", "time"; or "hashed",
+        where it is known only that it was no number.
       is_list: whether it holds lists of them.
     """
 
@@ -73,34 +74,40 @@ def raw_types(workflow: nvt.Workflow) -> dict[str, RawType]:
     """What the raw columns of a workflow hold, of which that is known.
 
     Its schema tells numbers and times; pandas has objects of all else, of which the values tell
-    in which they are looked up.
+    in which they are looked up. Of what operators of one's own read of them nothing is known.
 
     Args:
       workflow: fitted, with its vocabularies, and with the types of `name_types`.
     """
-    keys = learned_keys(workflow)
-    found = {}
+    keys, hashed, found = learned_keys(workflow), hashed_columns(workflow), {}
     for column in workflow.input_schema:
         kind = _kind_of(column, keys.get(column.name, ()))
+        if kind is None and _is_object(column) and column.name in hashed:
+            kind = "hashed"
         if kind is not None:
             found[column.name] = RawType(kind, column.is_list)
     return found
 
 
 def _kind_of(column: ColumnSchema, keys: Sequence[Keys]) -> str | None:
-    by_schema = _BY_SCHEMA.get(column.dtype.name.rstrip("0123456789"))
     held = [key.kind for key in keys if not kinds.is_null(key.kind)]
     if any(map(kinds.is_string, held)):
         return "text"
-    if by_schema is not None or column.dtype.name not in ("object", "string"):
-        return by_schema
+    if held and all(map(_is_bytes, held)):  # of lists of them the schema says that they are int64
+        return "bytes"
+    if not _is_object(column):
+        return _BY_SCHEMA.get(column.dtype.name.rstrip("0123456789"))
     for kind, is_one in (
-        *(("truth", kinds.is_boolean), ("number", is_number), ("bytes", _is_bytes)),
+        *(("truth", kinds.is_boolean), ("decimal", kinds.is_decimal), ("number", is_number)),
         *(("date", kinds.is_date), ("time", kinds.is_time)),
     ):
         if held and all(map(is_one, held)):
             return kind
-    return None if held else "object"
+    return None
+
+
+def _is_object(column: ColumnSchema) -> bool:
+    return column.dtype.name in ("object", "string")
 
 
 def check_raw_types(
@@ -142,7 +149,9 @@ def _has_values(file: ParquetFile, name: str) -> bool:
     """Whether one is not missing."""
     with pq.ParquetFile(file.path) as parquet:
         for batch in parquet.iter_batches(columns=[name]):
-            if not pc.all(pc.is_null(batch.column(0), nan_is_null=True)).as_py():
+            values = batch.column(0)
+            values = values.flatten() if _is_list(values.type) else values
+            if not pc.all(pc.is_null(values, nan_is_null=True), min_count=0).as_py():
                 return True
     return False
 

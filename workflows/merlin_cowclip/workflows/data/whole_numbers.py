@@ -73,6 +73,7 @@ class WholeNumbers:
         self._fitted = {name: kind for name, kind in kinds.items() if kind.kind in "iuf"}
         self._lists = {name for name in self._fitted if columns[name].is_list}
         self._booleans = [n for n, k in kinds.items() if k.kind == "b" and not columns[n].is_list]
+        self._objects = [n for n, kind in kinds.items() if kind.kind in "OSUb"]
         whole = {name for name, kind in self._fitted.items() if kind.kind in "iu"}
         self._whole = whole - self._lists
         encoded, otherwise, reduced = uses(workflow)
@@ -108,8 +109,12 @@ class WholeNumbers:
                 changed[name] = of_type(column, fitted, is_id)
             elif (lists := Lists.of(column, fitted)) is not None:
                 changed[name] = lists.of_values(of_type(lists.values, fitted, is_id))
-        for name in self._booleans:
-            if name in frame:
+        for name in self._objects:
+            if name not in frame:
+                continue
+            if frame[name].dtype != object and frame[name].isna().all():  # as in `of_type`
+                changed[name] = pd.Series([None] * len(frame), frame.index, object)
+            elif name in self._booleans:
                 changed[name] = booleans_of(frame[name])
         return frame.assign(**changed)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,7 @@ from merlin_cowclip.workflows.data.datasets import DatasetSpec
 from merlin_cowclip.workflows.data.prepared import PreparedData
 from merlin_cowclip.workflows.data.raw_columns import RawColumns, a_row, name_types
 from merlin_cowclip.workflows.data.raw_types import raw_types
-from merlin_cowclip.workflows.errors import UserError, clipped, quoted
+from merlin_cowclip.workflows.errors import Notice, UserError, clipped, quoted
 from merlin_cowclip.workflows.folders import (
     all_or_nothing,
     refuse_existing,
@@ -246,27 +247,41 @@ def _check_types(workflow: nvt.Workflow) -> None:
     """
     from merlin_cowclip.workflows.serving.systems import triton_type
 
-    types, none = raw_types(workflow), []
+    types, none, unsure = raw_types(workflow), [], []
     for column in workflow.input_schema:
         kind = types[column.name].kind if column.name in types else ""
         is_object = column.dtype.name in ("object", "string")
         try:
             triton_type(column.dtype)
-            has_none = is_object and kind not in ("text", "bytes", "object")
+            has_none = is_object and kind not in ("text", "bytes", "hashed", "")
         except (ValueError, TypeError):
             has_none = True
         if has_none:
-            named = _OBJECTS.get(kind, "other objects") if is_object else column.dtype.name
+            named = _OBJECTS[kind] if is_object else column.dtype.name
             none.append(f"{column.name!r} of {named}")
+        elif is_object and not kind:
+            unsure.append(column.name)
     if none:
         raise UserError(
             "what is served must be text, numbers or booleans, or lists of them, as Triton has no "
             f"other types. Received: {', '.join(none)}. Fit the workflow on columns of those types;"
             " of lists that an operator changes before Categorify, the first must not be empty"
         )
+    if unsure:
+        warnings.warn(
+            f"{quoted(unsure)} will be served as text, for only operators of your own read what "
+            "pandas held as objects there. If they were booleans with a missing one, dates or "
+            "decimals at the fit, no text is what they were: give them to Categorify, or fill in "
+            "the booleans, and fit again",
+            Notice,
+            stacklevel=3,
+        )
 
 
-_OBJECTS = {"date": "dates", "time": "times of day", "number": "decimals"}
+_OBJECTS = {
+    **{"date": "dates", "time": "times of day", "decimal": "decimals"},
+    "number": "numbers that pandas held as objects",
+}
 
 
 def _type_name(tensor: Any) -> str:

@@ -63,7 +63,9 @@ _RULES = {
     "whole": ("a whole number must be one", "Give whole numbers"),
     "number": ("a number must be one", "Give numbers"),
     "truth": ("a boolean must be one", "Give booleans"),
-    "object": ("what was fitted on objects, as text, must be such", "Give text"),
+    "decimal": ("a decimal must be one, or a whole number", "Give decimals"),
+    "bytes": ("bytes must be such", "Give bytes"),
+    "hashed": ("text, of which hashes are, must be no number", "Give text"),
 }
 
 
@@ -77,10 +79,10 @@ def _values(
     """
     if not len(given) or given.isna().all():
         return None
-    if kind not in ("text", "object") and pd.api.types.is_numeric_dtype(given.dtype):
+    if kind in ("whole", "number", "truth") and pd.api.types.is_numeric_dtype(given.dtype):
         if kind == "number" or given.dtype.kind in "b" + "iu" * (kind == "whole"):
             return None
-    elif kind in ("text", "object") and pd.api.types.infer_dtype(given, skipna=True) == "string":
+    elif kind in ("text", "hashed") and pd.api.types.infer_dtype(given, skipna=True) == "string":
         return None
     values = given.to_numpy(dtype=object)
     found = values.copy()
@@ -103,8 +105,12 @@ def _is(kind: str, value: Any) -> bool:
     """Whether a value that is not missing is of a kind."""
     if kind == "text":
         return isinstance(value, str)
-    if kind == "object":
+    if kind == "bytes":
+        return isinstance(value, bytes)
+    if kind == "hashed":
         return not isinstance(value, Real) or isinstance(value, bool | np.bool_)
+    if kind == "decimal":
+        return isinstance(value, Decimal | Integral | np.bool_)
     if not isinstance(value, Real | Decimal | np.bool_):
         return False
     if kind == "whole":
