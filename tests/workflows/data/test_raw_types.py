@@ -14,7 +14,7 @@ import pytest
 from merlin_cowclip.workflows.data.existing_parquet import open_files
 from merlin_cowclip.workflows.data.raw_columns import name_types
 from merlin_cowclip.workflows.data.raw_types import check_raw_types, raw_types
-from merlin_cowclip.workflows.errors import UserError
+from merlin_cowclip.workflows.errors import Notice, UserError
 from merlin_cowclip.workflows.quiet import quiet_imports
 
 with quiet_imports():
@@ -41,6 +41,7 @@ COLUMNS = {
     "late": pa.array([[], ["a"], ["b"]] * 2),
     "raws": pa.array([[b"a"], [b"b"], []] * 2),
     "hashed": pa.array(["x", "y", "z"] * 2),
+    "filled": pa.array(["x", None, "z"] * 2),
     "maybe": pa.array([True, None, False] * 2),
 }
 
@@ -49,9 +50,10 @@ COLUMNS = {
 def types(tmp_path_factory):
     home = tmp_path_factory.mktemp("types")
     pq.write_table(pa.table(COLUMNS), home / "log.parquet")
-    known = [name for name in COLUMNS if name not in ("hashed", "maybe")]
+    known = [name for name in COLUMNS if name not in ("hashed", "filled", "maybe")]
     nodes = (known >> ops.Categorify(out_path=str(home))) + (["hashed"] >> ops.HashBucket(5))
     filled = ["maybe"] >> ops.LambdaOp(lambda column: column.fillna(False).astype("int8"))
+    nodes += ["filled"] >> ops.FillMissing(fill_val="") >> ops.HashBucket(5)
     workflow = nvt.Workflow(nodes + filled)
     workflow.fit(nvt.Dataset(str(home / "log.parquet"), engine="parquet"))
     return raw_types(name_types(workflow))
@@ -71,7 +73,8 @@ def test_what_raw_columns_hold(types):
             "late": ("text", True),
             "raws": ("bytes", True),
         },
-        "hashed": ("hashed", False),  # of what an operator of one's own reads nothing is known
+        **dict.fromkeys(["hashed", "filled"], ("hashed", False)),
+        "maybe": ("unknown", False),
     }
 
 
@@ -89,10 +92,11 @@ GIVEN = {
     "numbers": [pa.array([["1"]]), INTS],
     "late": [pa.array([[1]])],
     "raws": [pa.array([[1]]), pa.array([["a"]])],
-    "hashed": [INTS, FLOATS],
+    **{key: [INTS, FLOATS] for key in ["hashed", "filled"]},
 }
 TAKEN = {
     "text": [TEXT.dictionary_encode(), TEXT.cast(pa.large_string()), TEXT.cast(pa.binary())],
+    "filled": [TEXT, TRUTH],
     "whole": [FLOATS, TRUTH, INTS.cast(pa.uint8()), INTS.cast(pa.decimal128(20, 1))],
     "some_whole": [INTS, FLOATS],
     "number": [INTS, FLOATS.cast(pa.float32())],
@@ -110,7 +114,7 @@ TAKEN = {
     "late": [pa.array([["a"]])],
     "raws": [COLUMNS["raws"]],
     "hashed": [TEXT, TEXT.dictionary_encode(), DATES],
-    "maybe": [TRUTH, INTS, FLOATS],
+    "maybe": [TRUTH, TEXT, DATES],
 }
 NOTHING = [
     *(pa.nulls(2, kind) for kind in (pa.null(), pa.int8(), pa.string(), pa.float64())),
@@ -163,3 +167,16 @@ def test_nothing_may_be_of_any_type(types, tmp_path, name):
     )
     for values in [*NOTHING, *lists]:
         check_raw_types(written(tmp_path, name, values), types, [name])
+
+
+@pytest.mark.parametrize("values", [INTS, FLOATS], ids=shown)
+def test_numbers_where_nobody_knows_what_was_are_told_of(types, tmp_path, values):
+    with pytest.warns(Notice, match="column 'maybe' of .*raw.parquet is .* was none of numbers"):
+        check_raw_types(written(tmp_path, "maybe", values), types, ["maybe"])
+
+
+@pytest.mark.parametrize("values", [[[], []], [[None], [None]]], ids=str)
+def test_lists_of_nothing_are_no_single_values(types, tmp_path, values):
+    file = written(tmp_path, "text", pa.array(values, pa.list_(pa.string())))
+    with pytest.raises(UserError, match="list<.* in column 'text' .* which was text"):
+        check_raw_types(file, types, ["text"])

@@ -94,7 +94,6 @@ TRUTHS = [True, False, True]
         (pd.array([True, None, False], "boolean"), [True, None, False]),
         (pd.Series([True, None, False], dtype=object), [True, None, False]),
         ([None, None, None], [None, None, None]),
-        ([np.nan, np.nan, np.nan], [None, None, None]),
     ],
 )
 @pytest.mark.filterwarnings("error")
@@ -115,8 +114,11 @@ def test_booleans_as_fitted(tmp_path, values, expected):
     for other in (2, 0.5, -1):
         frame = numbers.as_fitted(pd.DataFrame({"flag": [1, None, other]}))
         assert numbers.no_id(frame) == NotBoolean("flag", 2, other)
-    as_read = pd.DataFrame({"flag": [True, np.nan, False]})  # by pandas.read_csv
-    assert numbers.as_fitted(as_read)["flag"][1] is not None
+    as_read = [True, np.nan, False], [np.nan] * 3, pd.Series([np.nan] * 3, dtype=object)
+    for given in as_read:  # by pandas.read_csv
+        found = numbers.as_fitted(pd.DataFrame({"flag": given}))["flag"]
+        assert found.dtype == object
+        assert found[1] is not None
 
 
 @pytest.mark.parametrize(

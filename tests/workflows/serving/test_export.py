@@ -353,7 +353,7 @@ def test_dates_and_decimals_are_not_served(tmp_path):
         log = nvt.Dataset(str(tmp_path / "log.parquet"), engine="parquet")
         return name_types(nvt.Workflow(nodes).fit(log))
 
-    with pytest.warns(Notice, match="'own' will be served as text, for only operators of your own"):
+    with pytest.warns(Notice, match="'own' will be served as text, for the workflow does not tell"):
         _check_types(fitted(["text", "bytes"]))
     words = r"Received: 'date' of dates, 'price' of decimals, 'at' of datetime64\[ns\]\. Fit"
     with pytest.raises(UserError, match=words):

@@ -101,7 +101,7 @@ def booleans_of(column: pd.Series) -> pd.Series:
         return column.astype(bool)
     missing = column.isna().to_numpy()
     is_object = pd.api.types.is_object_dtype(column.dtype)
-    if is_object and pd.api.types.infer_dtype(column, skipna=True) == "boolean":
+    if is_object and pd.api.types.infer_dtype(column, skipna=True) in ("boolean", "empty"):
         return column
     numbers = _integers(numbers_of(column, is_float=True))
     if numbers.dtype.kind not in "iuf":

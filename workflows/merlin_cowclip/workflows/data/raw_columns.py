@@ -9,7 +9,7 @@ row.
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -66,10 +66,6 @@ def learned_keys(workflow: nvt.Workflow) -> dict[str, list[Keys]]:
     Args:
       workflow: fitted, with its vocabularies.
     """
-    with quiet_imports():
-        from nvtabular.ops import FillMissing
-
-    keep = operators_that_keep_values()
     found: dict[str, list[Keys]] = {}
 
     def made_by(node: Node, given: dict[str, str | None]) -> dict[str, str | None]:
@@ -77,17 +73,25 @@ def learned_keys(workflow: nvt.Workflow) -> dict[str, list[Keys]]:
         for name, keys in _looked_up(node):
             if (raw := given.get(name)) is not None:
                 found.setdefault(raw, []).append(keys)
-        fills, kept = isinstance(node.op, FillMissing), {}
-        if fills or isinstance(node.op, keep):
-            for name in node.output_schema.column_names:
-                source, *others = node.column_mapping.get(name, [name])
-                is_flag = fills and name != source
-                if not others and not is_flag:
-                    kept[name] = given.get(source)
-        return kept
+        return _kept(node, given)
 
     followed(workflow.output_node, lambda name: name, made_by, None)
     return found
+
+
+def _kept(node: Node, given: Mapping[str, str | None]) -> dict[str, str | None]:
+    """Of what a node makes those that are as they were given, or filled: the raw one's name."""
+    with quiet_imports():
+        from nvtabular.ops import FillMissing
+
+    fills, kept = isinstance(node.op, FillMissing), {}
+    if fills or isinstance(node.op, operators_that_keep_values()):
+        for name in node.output_schema.column_names:
+            source, *others = node.column_mapping.get(name, [name])
+            is_flag = fills and name != source
+            if not others and not is_flag:
+                kept[name] = given.get(source)
+    return kept
 
 
 def hashed_columns(workflow: nvt.Workflow) -> set[str]:
@@ -99,18 +103,13 @@ def hashed_columns(workflow: nvt.Workflow) -> set[str]:
     with quiet_imports():
         from nvtabular import ops
 
-    keep = operators_that_keep_values()
     found: set[str | None] = set()
 
     def made_by(node: Node, given: dict[str, str | None]) -> dict[str, str | None]:
         """Of what a node makes those that are raw columns as they are: the raw one's name."""
         if isinstance(node.op, ops.HashBucket | ops.HashedCross | ops.Categorify):
             found.update(given.get(name) for name in node.input_schema.column_names)
-        if not isinstance(node.op, keep):
-            return {}
-        names = node.output_schema.column_names
-        sources = {name: node.column_mapping.get(name, [name]) for name in names}
-        return {name: given.get(of[0]) for name, of in sources.items() if len(of) == 1}
+        return _kept(node, given)
 
     followed(workflow.output_node, lambda name: name, made_by, None)
     return {name for name in found if name is not None}

@@ -6,6 +6,7 @@ booleans always that of True, of numbers where it learned text always the unknow
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -18,7 +19,7 @@ import pyarrow.types as kinds
 from merlin_cowclip.workflows.data.existing_parquet import ParquetFile, is_list
 from merlin_cowclip.workflows.data.parquet_logs import is_number, plain_type
 from merlin_cowclip.workflows.data.raw_columns import Keys, hashed_columns, learned_keys
-from merlin_cowclip.workflows.errors import UserError
+from merlin_cowclip.workflows.errors import Notice, UserError
 
 if TYPE_CHECKING:
     import nvtabular as nvt
@@ -33,12 +34,14 @@ class _Kind:
 
     fitted: str
     may_be: Callable[[pa.DataType], bool]
+    remedy: str = ""  # else to write it so
 
 
 def _any_of(*ones: Callable[[pa.DataType], bool]) -> Callable[[pa.DataType], bool]:
     return lambda given: any(one(given) for one in ones)
 
 
+_is_plain = _any_of(kinds.is_integer, kinds.is_floating)
 _is_bytes = _any_of(kinds.is_binary, kinds.is_large_binary, kinds.is_fixed_size_binary)
 _KINDS = {
     "text": _Kind("text", _any_of(kinds.is_string, kinds.is_large_string, _is_bytes)),
@@ -50,9 +53,8 @@ _KINDS = {
     "date": _Kind("dates", kinds.is_date),
     "time": _Kind("times of day", kinds.is_time),
     # Objects to pandas: text, dates, decimals, or booleans of which some are missing.
-    "hashed": _Kind(
-        "text, of which hashes are", lambda g: not (kinds.is_integer(g) or kinds.is_floating(g))
-    ),
+    "hashed": _Kind("no number", lambda given: not _is_plain(given), "Write it as at the fit"),
+    "unknown": _Kind("one of these", lambda given: True),
 }
 
 
@@ -61,8 +63,9 @@ class RawType:
     """What a raw column holds, by its workflow.
 
     Attributes:
-      kind: "text", "whole", "number", "truth", "decimal", "bytes", "date", "time"; or "hashed",
-        where it is known only that it was no number.
+      kind: "text", "whole", "number", "truth", "decimal", "bytes", "date", "time"; "hashed", where
+        it is known only that it was no number; or "unknown", where pandas had objects, and
+        operators of one's own read them.
       is_list: whether it holds lists of them.
     """
 
@@ -74,7 +77,7 @@ def raw_types(workflow: nvt.Workflow) -> dict[str, RawType]:
     """What the raw columns of a workflow hold, of which that is known.
 
     Its schema tells numbers and times; pandas has objects of all else, of which the values tell
-    in which they are looked up. Of what operators of one's own read of them nothing is known.
+    in which they are looked up.
 
     Args:
       workflow: fitted, with its vocabularies, and with the types of `name_types`.
@@ -82,8 +85,8 @@ def raw_types(workflow: nvt.Workflow) -> dict[str, RawType]:
     keys, hashed, found = learned_keys(workflow), hashed_columns(workflow), {}
     for column in workflow.input_schema:
         kind = _kind_of(column, keys.get(column.name, ()))
-        if kind is None and _is_object(column) and column.name in hashed:
-            kind = "hashed"
+        if kind is None and _is_object(column):
+            kind = "hashed" if column.name in hashed else "unknown"
         if kind is not None:
             found[column.name] = RawType(kind, column.is_list)
     return found
@@ -134,23 +137,34 @@ def check_raw_types(
         listed = _is_list(given)
         held = plain_type(given.value_type if listed else given)
         fits = kinds.is_null(held) or _KINDS[wanted.kind].may_be(held)
+        if wanted.kind == "unknown":
+            if _is_plain(held) and _has_values(file, name, wanted.is_list):
+                warnings.warn(
+                    f"column {name!r} of {file.path} is {given}, and was none of numbers at the "
+                    "fit, but text, dates or booleans with a missing one: the workflow does not "
+                    "tell. Where it was text, operators make other inputs of numbers",
+                    Notice,
+                    stacklevel=4,
+                )
+            continue
         if fits and wanted.is_list == listed:
             continue
-        if _has_values(file, name):
-            fitted = f"{'lists of ' * wanted.is_list}{_KINDS[wanted.kind].fitted}"
+        if _has_values(file, name, wanted.is_list):
+            kind = _KINDS[wanted.kind]
+            fitted = f"{'lists of ' * wanted.is_list}{kind.fitted}"
             raise UserError(
                 "a raw column must be of the type that the workflow was fitted on. Received: "
-                f"{given} in column {name!r} of {file.path}, which was {fitted}. Write it as "
-                f"{fitted}"
+                f"{given} in column {name!r} of {file.path}, which was {fitted}. "
+                f"{kind.remedy or f'Write it as {fitted}'}"
             )
 
 
-def _has_values(file: ParquetFile, name: str) -> bool:
-    """Whether one is not missing."""
+def _has_values(file: ParquetFile, name: str, is_list: bool) -> bool:
+    """Whether one is not missing; of lists that are wanted, one in them."""
     with pq.ParquetFile(file.path) as parquet:
         for batch in parquet.iter_batches(columns=[name]):
             values = batch.column(0)
-            values = values.flatten() if _is_list(values.type) else values
+            values = values.flatten() if is_list and _is_list(values.type) else values
             if not pc.all(pc.is_null(values, nan_is_null=True), min_count=0).as_py():
                 return True
     return False

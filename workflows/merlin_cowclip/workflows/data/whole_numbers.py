@@ -113,7 +113,8 @@ class WholeNumbers:
             if name not in frame:
                 continue
             if frame[name].dtype != object and frame[name].isna().all():  # as in `of_type`
-                changed[name] = pd.Series([None] * len(frame), frame.index, object)
+                missing = np.nan if frame[name].dtype.kind == "f" else None  # what it was
+                changed[name] = pd.Series([missing] * len(frame), frame.index, object)
             elif name in self._booleans:
                 changed[name] = booleans_of(frame[name])
         return frame.assign(**changed)

@@ -253,13 +253,13 @@ def _check_types(workflow: nvt.Workflow) -> None:
         is_object = column.dtype.name in ("object", "string")
         try:
             triton_type(column.dtype)
-            has_none = is_object and kind not in ("text", "bytes", "hashed", "")
+            has_none = is_object and kind not in ("text", "bytes", "hashed", "unknown", "")
         except (ValueError, TypeError):
             has_none = True
         if has_none:
             named = _OBJECTS[kind] if is_object else column.dtype.name
             none.append(f"{column.name!r} of {named}")
-        elif is_object and not kind:
+        elif is_object and kind == "unknown":
             unsure.append(column.name)
     if none:
         raise UserError(
@@ -269,10 +269,10 @@ def _check_types(workflow: nvt.Workflow) -> None:
         )
     if unsure:
         warnings.warn(
-            f"{quoted(unsure)} will be served as text, for only operators of your own read what "
-            "pandas held as objects there. If they were booleans with a missing one, dates or "
-            "decimals at the fit, no text is what they were: give them to Categorify, or fill in "
-            "the booleans, and fit again",
+            f"{quoted(unsure)} will be served as text, for the workflow does not tell what else "
+            "they may have been: pandas has dates, decimals and booleans with a missing one as "
+            "objects, too. If they were such at the fit, let Categorify read them, or fill in the "
+            "booleans, and fit again",
             Notice,
             stacklevel=3,
         )
