@@ -140,9 +140,10 @@ def check_raw_types(
         if wanted.kind == "unknown":
             if _is_plain(held) and _has_values(file, name, wanted.is_list):
                 warnings.warn(
-                    f"column {name!r} of {file.path} is {given}, and was none of numbers at the "
-                    "fit, but text, dates or booleans with a missing one: the workflow does not "
-                    "tell. Where it was text, operators make other inputs of numbers",
+                    f"column {name!r} of {file.path} is {given}, and was none that pandas holds as "
+                    "numbers at the fit, but text, say, dates, or booleans with a missing one: the "
+                    "workflow does not tell. Where it was text, operators make other inputs of "
+                    "numbers",
                     Notice,
                     stacklevel=4,
                 )

@@ -73,7 +73,7 @@ class WholeNumbers:
         self._fitted = {name: kind for name, kind in kinds.items() if kind.kind in "iuf"}
         self._lists = {name for name in self._fitted if columns[name].is_list}
         self._booleans = [n for n, k in kinds.items() if k.kind == "b" and not columns[n].is_list]
-        self._objects = [n for n, kind in kinds.items() if kind.kind in "OSUb"]
+        self._objects = {n: columns[n].is_list for n, k in kinds.items() if k.kind in "OSUb"}
         whole = {name for name, kind in self._fitted.items() if kind.kind in "iu"}
         self._whole = whole - self._lists
         encoded, otherwise, reduced = uses(workflow)
@@ -113,7 +113,8 @@ class WholeNumbers:
             if name not in frame:
                 continue
             if frame[name].dtype != object and frame[name].isna().all():  # as in `of_type`
-                missing = np.nan if frame[name].dtype.kind == "f" else None  # what it was
+                is_float = frame[name].dtype.kind == "f" and not self._objects[name]
+                missing = np.nan if is_float else None  # what it was; a list is None
                 changed[name] = pd.Series([missing] * len(frame), frame.index, object)
             elif name in self._booleans:
                 changed[name] = booleans_of(frame[name])

@@ -65,7 +65,7 @@ _RULES = {
     "truth": ("a boolean must be one", "Give booleans"),
     "decimal": ("a decimal must be one, or a whole number", "Give decimals"),
     "bytes": ("bytes must be such", "Give bytes"),
-    "hashed": ("text, of which hashes are, must be no number", "Give text"),
+    "hashed": ("what is hashed, and was no number, must be none", "Give it as at the fit"),
 }
 
 

@@ -288,7 +288,7 @@ class _RawParquet(_Parquet):
         for file in self._files:
             check_raw_types(file, types, self._columns)
         self._numbers = WholeNumbers(self._workflow, self._spec.ids, self._spec.fields)
-        self._missing: MissingText | None = MissingText(self._workflow, self._spec.ids)
+        self._missing, self._told = MissingText(self._workflow, self._spec.ids), set[str]()
         self.labelled = self._spec.label in self._workflow.output_schema.column_names
 
     def _refuse_encoded(self) -> None:
@@ -343,7 +343,7 @@ class _RawParquet(_Parquet):
             if not bad:
                 encoded = self._transformed(frame)
                 misread = self._numbers.misread(frame, encoded, self._transformed, exact)
-                told = self._missing and self._missing.told_apart(frame, encoded, self._transformed)
+                told = self._missing.told_apart(frame, encoded, self._transformed)
         except OtherRowsError as error:  # whose is a probability?
             raise UserError(
                 "the run's workflow must make one row of each, in its place. Received: "
@@ -362,9 +362,9 @@ class _RawParquet(_Parquet):
         if misread:
             rows = f"one in the {batch.num_rows:,} rows from row {place.first + 1} on"
             misread.refuse(f"{where}, with {rows}")
-        if told:
+        if told and told not in self._told:  # once of None, once of NaN
             warnings.warn(f"{told}. The first are in {where}", Notice, stacklevel=4)
-            self._missing = None  # once
+            self._told.add(told)
         return encoded
 
     def _transformed(self, frame: pd.DataFrame) -> pa.RecordBatch:
