@@ -335,7 +335,7 @@ def test_without_a_test_part_and_without_numbers(bare, tmp_path, capsys):
     assert error == (
         "merlin-cowclip evaluate: error: the data must have a test part. Received: "
         f"{data.path}, adopted without one. Name a prepared folder that has one: "
-        f"'merlin-cowclip evaluate {tmp_path / 'run'} DATA'"
+        f"merlin-cowclip evaluate {tmp_path / 'run'} DATA"
     )
 
 
