@@ -50,7 +50,10 @@ def tell(line: str) -> None:
     except BrokenPipeError:
         raise UnreadError("what reads the output must read all of it") from None
     except OSError as error:
-        raise UserError(f"what is printed must find room. Received: {error.strerror}") from None
+        raise UserError(
+            f"what is printed must find room. Received: {error.strerror}. Free some, or send it "
+            "elsewhere"
+        ) from None
 
 
 @contextlib.contextmanager

@@ -68,7 +68,8 @@ def run(name: str, work: Callable[[], None]) -> int:
             elif isinstance(error, OSError) and (error.errno in _FULL or _stdout_fails()):
                 where = f": {error.filename}" if error.filename else ""
                 error = UserError(
-                    f"what it prints and writes must find room. Received: {error.strerror}{where}"
+                    f"what it prints and writes must find room. Received: {error.strerror}{where}. "
+                    "Free some, or send it elsewhere"
                 )
             if isinstance(error, UserError):
                 _say(f"{name}: error: {error}")

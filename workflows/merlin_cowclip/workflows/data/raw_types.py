@@ -54,7 +54,6 @@ _KINDS = {
     "time": _Kind("times of day", kinds.is_time),
     # Objects to pandas: text, dates, decimals, or booleans of which some are missing.
     "hashed": _Kind("no number", lambda given: not _is_plain(given), "Write it as at the fit"),
-    "unknown": _Kind("one of these", lambda given: True),
 }
 
 
@@ -136,7 +135,6 @@ def check_raw_types(
         given = file.schema.field(name).type
         listed = _is_list(given)
         held = plain_type(given.value_type if listed else given)
-        fits = kinds.is_null(held) or _KINDS[wanted.kind].may_be(held)
         if wanted.kind == "unknown":
             if _is_plain(held) and _has_values(file, name, wanted.is_list):
                 warnings.warn(
@@ -148,10 +146,9 @@ def check_raw_types(
                     stacklevel=4,
                 )
             continue
-        if fits and wanted.is_list == listed:
-            continue
-        if _has_values(file, name, wanted.is_list):
-            kind = _KINDS[wanted.kind]
+        kind = _KINDS[wanted.kind]
+        fits = wanted.is_list == listed and (kinds.is_null(held) or kind.may_be(held))
+        if not fits and _has_values(file, name, wanted.is_list):
             fitted = f"{'lists of ' * wanted.is_list}{kind.fitted}"
             raise UserError(
                 "a raw column must be of the type that the workflow was fitted on. Received: "

@@ -253,11 +253,11 @@ def _check_types(workflow: nvt.Workflow) -> None:
         is_object = column.dtype.name in ("object", "string")
         try:
             triton_type(column.dtype)
-            has_none = is_object and kind not in ("text", "bytes", "hashed", "unknown", "")
+            has_none = is_object and kind not in ("text", "bytes", "hashed", "unknown")
         except (ValueError, TypeError):
             has_none = True
         if has_none:
-            named = _OBJECTS[kind] if is_object else column.dtype.name
+            named = _OBJECTS.get(kind, "other objects") if is_object else column.dtype.name
             none.append(f"{column.name!r} of {named}")
         elif is_object and kind == "unknown":
             unsure.append(column.name)
