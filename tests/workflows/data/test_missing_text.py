@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pytest
 
+from merlin_cowclip.workflows.data.encoded_rows import Place
 from merlin_cowclip.workflows.data.missing_text import MissingText
 from merlin_cowclip.workflows.data.raw_columns import name_types
-from merlin_cowclip.workflows.data.whole_numbers import WholeNumbers
+from merlin_cowclip.workflows.data.raw_frames import fitted_columns
+from merlin_cowclip.workflows.data.raw_types import raw_types
 from merlin_cowclip.workflows.quiet import quiet_imports
 
 with quiet_imports():
@@ -48,14 +52,19 @@ def test_text_that_an_operator_tells_from_none(tmp_path, graph, told, kind):
     of_none = encode(LOG.where(LOG.notna(), None))
     differ = [name for name in LOG if encode(LOG.where(LOG.notna(), np.nan))[name] != of_none[name]]
     assert differ == told
-    said = MissingText(workflow, ["city", "town"]).told_apart(frame, encode(frame), encode)
+    said = MissingText(workflow, raw_types(workflow), ["city", "town"]).told_apart(
+        frame, encode(frame), encode
+    )
     if not told:
         assert said is None
         return
     for words in (*(repr(name) for name in told), f"taken as {kind}", "fill them in"):
         assert words in said
     filled = LOG.fillna("a")
-    assert MissingText(workflow, told).told_apart(filled, encode(filled), encode) is None
+    assert (
+        MissingText(workflow, raw_types(workflow), told).told_apart(filled, encode(filled), encode)
+        is None
+    )
 
 
 @pytest.mark.filterwarnings("ignore:Changing an NVTabular Dataset to CPU mode")
@@ -74,8 +83,9 @@ def test_booleans_with_a_missing_one_are_told_apart_as_well(tmp_path, kind):
 
     missing = log["flag"].isna()
     given = log.assign(flag=log["flag"].where(~missing, np.nan if kind == "NaN" else None))
-    frame = WholeNumbers(workflow, ["flag", "cross"], ["flag", "cross"]).as_fitted(given)
+    types = raw_types(workflow)
+    frame, _ = fitted_columns(given, types, Place(Path("raw"), 0, 0))
     found = encode(frame)
     assert found.equals(encode(given))
-    said = MissingText(workflow, ["flag", "cross"]).told_apart(frame, found, encode)
+    said = MissingText(workflow, types, ["flag", "cross"]).told_apart(frame, found, encode)
     assert f"'flag', taken as {kind}" in said

@@ -15,8 +15,8 @@ from merlin_cowclip.workflows.data.raw_columns import (
     a_row,
     learned_keys,
     name_types,
-    text_columns,
 )
+from merlin_cowclip.workflows.data.raw_types import raw_types
 from merlin_cowclip.workflows.data.workflow_graph import load_saved
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.quiet import quiet_imports
@@ -186,6 +186,10 @@ def test_a_column_of_folds_is_none_of_new_rows(tmp_path):
     workflow = nvt.Workflow(made).fit(nvt.Dataset(LOG))
     with pytest.raises(UserError, match=r"no column of folds.*TargetEncoding\(drop_folds=False\)"):
         for_new_rows(workflow)
+
+
+def text_columns(workflow):
+    return {name for name, one in raw_types(workflow).items() if one.kind == pa.string()}
 
 
 @pytest.mark.parametrize("encode_type", ["joint", "combo"])

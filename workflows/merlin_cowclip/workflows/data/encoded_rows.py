@@ -38,6 +38,14 @@ class Place:
             f"{self.first + row + 1} of the file, column {name!r}. {remedy}"
         )
 
+    def column(self, name: str) -> str:
+        """Where a column of the batch lies, in a message."""
+        return f"column {name!r} of {self.path}, row group {self.group}"
+
+    def rows(self, count: int) -> str:
+        """Where so many rows lie, in a message."""
+        return f"{self.path}, row group {self.group}, {count:,} rows from row {self.first + 1} on"
+
 
 def batches(
     files: Sequence[ParquetFile], columns: Sequence[str], rows: int

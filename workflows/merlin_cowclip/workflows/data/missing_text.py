@@ -6,14 +6,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
 import pyarrow as pa
 
-from merlin_cowclip.workflows.data.whole_numbers import different_columns, numpy_type, uses
+from merlin_cowclip.workflows.data.missing_numbers import different_columns, uses
+from merlin_cowclip.workflows.data.raw_types import RawType
 from merlin_cowclip.workflows.errors import quoted
 
 if TYPE_CHECKING:
@@ -25,18 +26,16 @@ class MissingText:
 
     Args:
       workflow: fitted.
+      types: of its raw columns.
       ids: columns of ids that it makes.
     """
 
-    def __init__(self, workflow: nvt.Workflow, ids: Collection[str]) -> None:
+    def __init__(
+        self, workflow: nvt.Workflow, types: Mapping[str, RawType], ids: Collection[str]
+    ) -> None:
         _, otherwise, _ = uses(workflow)
-        columns = workflow.input_schema.column_schemas
         self._ids = set(ids)
-        self._names = [
-            name
-            for name, column in columns.items()
-            if name in otherwise and not column.is_list and numpy_type(column).kind in "OSUb"
-        ]
+        self._names = [n for n, one in types.items() if n in otherwise and not one.is_list]
 
     def told_apart(
         self,
@@ -47,19 +46,21 @@ class MissingText:
         """What is to be said of columns in which it matters whether None or NaN is missing.
 
         Args:
-          frame: of `WholeNumbers.as_fitted`.
+          frame: the rows.
           encoded: what the workflow made of it, row for row.
           encode: what makes it.
         """
-        names = [name for name in self._names if name in frame and frame[name].isna().any()]
+        names = [
+            name for name in self._names if frame[name].dtype == object and frame[name].isna().any()
+        ]
         told = [name for name in names if self._is_told(frame, name, encoded, encode)]
         if not told:
             return None
-        kinds = sorted({"None" if _has_none(frame[name]) else "NaN" for name in told})
+        missing = sorted({"None" if _has_none(frame[name]) else "NaN" for name in told})
         return (
             "the workflow makes one input of a missing text or boolean that is None, as parquet "
             "has it, and another of NaN, as pandas.read_csv has it. Received missing ones in "
-            f"{quoted(told)}, taken as {' or '.join(kinds)}. If the workflow was fitted on the "
+            f"{quoted(told)}, taken as {' or '.join(missing)}. If the workflow was fitted on the "
             "other, fill them in"
         )
 
@@ -70,7 +71,7 @@ class MissingText:
         encoded: pa.RecordBatch,
         encode: Callable[[pd.DataFrame], pa.RecordBatch],
     ) -> bool:
-        column = frame[name].astype(object)
+        column = frame[name]
         other = np.nan if _has_none(column) else None
         with contextlib.suppress(Exception):  # of an operator that takes one of them alone
             again = encode(frame.assign(**{name: column.where(column.notna(), other)}))

@@ -94,27 +94,6 @@ def _kept(node: Node, given: Mapping[str, str | None]) -> dict[str, str | None]:
     return kept
 
 
-def hashed_columns(workflow: nvt.Workflow) -> set[str]:
-    """Raw columns of which a workflow makes hashes, as they are in the rows.
-
-    Args:
-      workflow: fitted.
-    """
-    with quiet_imports():
-        from nvtabular import ops
-
-    found: set[str | None] = set()
-
-    def made_by(node: Node, given: dict[str, str | None]) -> dict[str, str | None]:
-        """Of what a node makes those that are raw columns as they are: the raw one's name."""
-        if isinstance(node.op, ops.HashBucket | ops.HashedCross | ops.Categorify):
-            found.update(given.get(name) for name in node.input_schema.column_names)
-        return _kept(node, given)
-
-    followed(workflow.output_node, lambda name: name, made_by, None)
-    return {name for name in found if name is not None}
-
-
 def _looked_up(node: Node) -> Iterator[tuple[str, Keys]]:
     """Of a node's inputs those that it looks up, and in what."""
     with quiet_imports():
@@ -193,18 +172,6 @@ def name_types(workflow: nvt.Workflow) -> nvt.Workflow:
                     if name in schema.column_names:
                         schema[name] = column.with_dtype(kind)
     return workflow
-
-
-def text_columns(workflow: nvt.Workflow) -> set[str]:
-    """Raw columns of text for certain: the workflow looks them up as they are, in text.
-
-    A schema does not tell text from bytes, nor does pandas, which has objects of both.
-
-    Args:
-      workflow: fitted, with its vocabularies.
-    """
-    keys = learned_keys(workflow).items()
-    return {name for name, found in keys if any(pa.types.is_string(k.kind) for k in found)}
 
 
 class RawColumns:

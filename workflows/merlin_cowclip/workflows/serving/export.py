@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pyarrow as pa
 
 from merlin_cowclip.workflows.data.datasets import DatasetSpec
 from merlin_cowclip.workflows.data.prepared import PreparedData
@@ -96,7 +97,8 @@ def export(
         spec = run.spec()
         workflow = _workflow(run, spec, trust=trust_workflow)
         raw = workflow.input_schema
-        _check_types(workflow)
+        if run.is_adopted:
+            _check_types(workflow)
         bar.update()
         with catching_up_shown(show=progress):
             model = run.model(which)
@@ -249,17 +251,16 @@ def _check_types(workflow: nvt.Workflow) -> None:
 
     types, none, unsure = raw_types(workflow), [], []
     for column in workflow.input_schema:
-        kind = types[column.name].kind if column.name in types else ""
-        is_object = column.dtype.name in ("object", "string")
+        kind = types[column.name].kind
+        is_text = kind is None or pa.types.is_string(kind) or pa.types.is_binary(kind)
         try:
             triton_type(column.dtype)
-            has_none = is_object and kind not in ("text", "bytes", "hashed", "unknown")
+            has_one = is_text or column.dtype.name not in ("object", "string")
         except (ValueError, TypeError):
-            has_none = True
-        if has_none:
-            named = _OBJECTS.get(kind, "other objects") if is_object else column.dtype.name
-            none.append(f"{column.name!r} of {named}")
-        elif is_object and kind == "unknown":
+            has_one = False
+        if not has_one:
+            none.append(f"{column.name!r} of {column.dtype.name if kind is None else kind}")
+        elif kind is None:
             unsure.append(column.name)
     if none:
         raise UserError(
@@ -276,12 +277,6 @@ def _check_types(workflow: nvt.Workflow) -> None:
             Notice,
             stacklevel=3,
         )
-
-
-_OBJECTS = {
-    **{"date": "dates", "time": "times of day", "decimal": "decimals"},
-    "number": "numbers that pandas held as objects",
-}
 
 
 def _type_name(tensor: Any) -> str:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from decimal import Decimal
 from numbers import Real
@@ -23,17 +22,13 @@ import pyarrow as pa
 
 from merlin_cowclip.workflows.data.datasets import DatasetSpec
 from merlin_cowclip.workflows.data.encoded_rows import Place, check_numbers, checked_ids
-from merlin_cowclip.workflows.data.missing_text import MissingText
 from merlin_cowclip.workflows.data.parquet_logs import is_number, plain_type
-from merlin_cowclip.workflows.data.plain_columns import plain_frame
 from merlin_cowclip.workflows.data.raw_columns import Keys, learned_keys
-from merlin_cowclip.workflows.data.raw_types import RawType, raw_types
-from merlin_cowclip.workflows.data.row_for_row import OtherRowsError, transformed
-from merlin_cowclip.workflows.data.whole_numbers import WholeNumbers
+from merlin_cowclip.workflows.data.raw_rows import RawRows, refusing_others
+from merlin_cowclip.workflows.data.row_for_row import transformed
 from merlin_cowclip.workflows.data.workflow_graph import load_saved
-from merlin_cowclip.workflows.errors import Notice, UserError, clipped, excerpt, quoted
+from merlin_cowclip.workflows.errors import UserError, clipped, excerpt, quoted
 from merlin_cowclip.workflows.quiet import quiet_imports
-from merlin_cowclip.workflows.serving.raw_frames import as_served
 from merlin_cowclip.workflows.serving.systems import TransformWorkflow
 from merlin_cowclip.workflows.serving.tensor_names import tensor_name
 
@@ -45,7 +40,7 @@ with quiet_imports():
     from merlin.table import TensorTable
 
 FOLDER = "workflow"
-_MADE = ("_types", "_numbers", "_missing")  # of a workflow, at its first request
+_MADE = "_rows"  # of a workflow, at its first request
 
 
 class ServedWorkflow(TransformWorkflow):
@@ -88,8 +83,7 @@ class ServedWorkflow(TransformWorkflow):
     def __getstate__(self) -> dict[str, Any]:
         # Beside it, as NVTabular saved it: in here its vocabularies would be where they were.
         state = {**self.__dict__, "workflow": None}
-        for made_again in _MADE:
-            state.pop(made_again, None)
+        state.pop(_MADE, None)
         return state
 
     def save_artifacts(self, artifact_path: Any = None) -> None:
@@ -102,8 +96,7 @@ class ServedWorkflow(TransformWorkflow):
         if not artifact_path:  # Merlin calls this, too, as it makes a graph
             return
         self.workflow = load_saved(Path(artifact_path) / FOLDER)
-        for made_again in _MADE:
-            self.__dict__.pop(made_again, None)
+        self.__dict__.pop(_MADE, None)
 
     def compute_output_schema(
         self,
@@ -132,64 +125,25 @@ class ServedWorkflow(TransformWorkflow):
             frame = pd.DataFrame(_columns(transformable, names, nullable, self.binary))
         else:
             frame = transformable[names].reset_index(drop=True)
-            if self.is_adopted:
-                frame = as_served(plain_frame(frame), self._types, _REQUEST)
         if not len(frame):
             raise UserError("a request must have a row. Received: none")
-        if not self.is_adopted:
+        if self.is_adopted:
+            encoded = self._rows.of_frame(frame, _REQUEST)
+        else:
             frame = frame.assign(**{n: _numbers(frame[n], spec) for n in spec.continuous})
-        encoded = self._encoded(frame, spec)
+            with refusing_others(_REQUEST.rows(len(frame))):
+                encoded = self._transformed(frame, spec)
         for name in spec.ids:
             checked_ids(encoded, name, self.cardinalities[name], _REQUEST)
         for name in spec.continuous:
             check_numbers(encoded, name, _REQUEST)
         return TensorTable(_tensors(encoded, spec, self.renumbered))
 
-    def _encoded(self, frame: pd.DataFrame, spec: DatasetSpec) -> pa.RecordBatch:
-        bad = misread = told = None
-        try:
-            if self.is_adopted:
-                frame = self._numbers.as_fitted(frame)
-                bad = self._numbers.no_id(frame)
-            if not bad:
-                encoded = self._transformed(frame, spec)
-            if self.is_adopted and not bad:
-                again = functools.partial(self._transformed, spec=spec)
-                misread = self._numbers.misread(frame, encoded, again)
-                told = self._missing.told_apart(frame, encoded, again)
-        except UserError:
-            raise
-        except OtherRowsError as error:  # whose is a probability?
-            raise UserError(
-                "the run's workflow must make one row of each, in its place. Received: "
-                f"{error}. Leave out the rows that it drops, or encode the rows with the workflow "
-                "yourself, and give `predict` the parquet that it wrote"
-            ) from None
-        except Exception as error:  # whatever the operators raise, a user's own as well
-            raise UserError(
-                f"the run's workflow must take the rows. Received: {len(frame):,} rows: "
-                f"{type(error).__name__}: {clipped(str(error))}. Give rows as it was fitted on"
-            ) from error
-        if bad:
-            bad.refuse(_REQUEST)
-        if misread:
-            misread.refuse(f"one in {len(frame):,} rows")
-        if told:
-            warnings.warn(told, Notice, stacklevel=4)
-        return encoded
-
     @functools.cached_property
-    def _types(self) -> dict[str, RawType]:
-        return raw_types(self.workflow)
-
-    @functools.cached_property
-    def _numbers(self) -> WholeNumbers:
+    def _rows(self) -> RawRows:
         spec = DatasetSpec.from_dict(self.spec)
-        return WholeNumbers(self.workflow, spec.ids, spec.fields)
-
-    @functools.cached_property
-    def _missing(self) -> MissingText:
-        return MissingText(self.workflow, DatasetSpec.from_dict(self.spec).ids)
+        encode = functools.partial(self._transformed, spec=spec)
+        return RawRows(self.workflow, spec.ids, spec.fields, encode)
 
     def _transformed(self, frame: pd.DataFrame, spec: DatasetSpec) -> pa.RecordBatch:
         out = transformed(self.workflow, frame)
@@ -208,6 +162,14 @@ class _Request(Place):
     def refuse(self, rule: str, value: Any, row: int, name: str, remedy: str) -> NoReturn:
         """Raise UserError for a value in a row."""
         raise UserError(f"{rule}. Received: {value} in row {row + 1}, column {name!r}. {remedy}")
+
+    def column(self, name: str) -> str:
+        """Where a column lies."""
+        return f"column {name!r} of a request"
+
+    def rows(self, count: int) -> str:
+        """How many rows a request has."""
+        return f"a request of {count:,} rows"
 
 
 _REQUEST = _Request(Path(), 0, 0)

@@ -8,7 +8,6 @@ size.
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +28,6 @@ from merlin_cowclip.workflows.data.etl import READERS
 from merlin_cowclip.workflows.data.existing_parquet import (
     check_present,
     check_types,
-    is_list,
     open_files,
 )
 from merlin_cowclip.workflows.data.inputs import (
@@ -38,13 +36,12 @@ from merlin_cowclip.workflows.data.inputs import (
     refuse_twice,
     refuse_unreadable,
 )
-from merlin_cowclip.workflows.data.missing_text import MissingText
 from merlin_cowclip.workflows.data.prepared import PARTS, RECORD
-from merlin_cowclip.workflows.data.raw_columns import RawColumns, name_types, text_columns
+from merlin_cowclip.workflows.data.raw_columns import RawColumns, name_types
 from merlin_cowclip.workflows.data.raw_logs import FileState, RawLog, column_of, unchanged
-from merlin_cowclip.workflows.data.raw_types import check_raw_types, raw_types
-from merlin_cowclip.workflows.data.whole_numbers import WholeNumbers
-from merlin_cowclip.workflows.errors import Notice, UserError, clipped, quoted
+from merlin_cowclip.workflows.data.raw_rows import RawRows
+from merlin_cowclip.workflows.data.raw_types import check_raw_types
+from merlin_cowclip.workflows.errors import UserError, quoted
 from merlin_cowclip.workflows.quiet import quiet_operators
 from merlin_cowclip.workflows.training.rows import Rows
 from merlin_cowclip.workflows.training.runs import Run, how_to_evaluate
@@ -263,7 +260,6 @@ class _RawParquet(_Parquet):
         self._refuse_encoded()
         first, *others = self._files
         workflow = name_types(self._run.workflow_for_new_rows(trust=self._trust))
-        self._texts = text_columns(workflow)
         raw = RawColumns(workflow, self._spec.fields)
         self._columns = [name for name in raw.names if name in first.schema.names]
         lacking = [name for name in raw.names if name not in first.schema.names]
@@ -274,7 +270,6 @@ class _RawParquet(_Parquet):
                 f"{quoted(needed, brief=True)} in {first.path}, which has: "
                 f"{quoted(first.schema.names, brief=True)}{in_folders(needed, first.path)}"
             )
-        types = raw_types(workflow)
         self._workflow = raw.remove(lacking)
         for file in others:
             gone = [name for name in self._columns if name not in file.schema.names]
@@ -285,10 +280,10 @@ class _RawParquet(_Parquet):
                     f"all files must have the same columns. Received: {without.path}, without "
                     f"{quoted(gone or more, brief=True)}, which {having.path} has. Give them apart"
                 )
+        spec = self._spec
+        self._rows = RawRows(self._workflow, spec.ids, spec.fields, self._transformed)
         for file in self._files:
-            check_raw_types(file, types, self._columns)
-        self._numbers = WholeNumbers(self._workflow, self._spec.ids, self._spec.fields)
-        self._missing, self._told = MissingText(self._workflow, self._spec.ids), set[str]()
+            check_raw_types(file, self._rows.types, self._columns)
         self.labelled = self._spec.label in self._workflow.output_schema.column_names
 
     def _refuse_encoded(self) -> None:
@@ -305,67 +300,9 @@ class _RawParquet(_Parquet):
                     "ids would be taken for raw ones. Leave --raw (raw=True) out"
                 )
 
-    def _decoded(self, batch: pa.RecordBatch, place: Place) -> pa.RecordBatch:
-        """With text in place of bytes where the workflow learned text."""
-        columns, fields = list(batch.columns), list(batch.schema)
-        for i, (column, field) in enumerate(zip(columns, fields, strict=True)):
-            if field.name not in self._texts or not _is_binary(field.type):
-                continue
-            if pa.types.is_dictionary(column.type):
-                column = column.dictionary_decode()
-            try:
-                columns[i] = column.cast(
-                    pa.list_(pa.string()) if is_list(field.type) else pa.string()
-                )
-            except pa.ArrowInvalid:
-                raise UserError(
-                    f"text must be UTF-8. Received: column {field.name!r} of {place.path}, row "
-                    f"group {place.group}, with other bytes in the {batch.num_rows:,} rows from "
-                    f"row {place.first + 1} on. Write it as text"
-                ) from None
-            fields[i] = field.with_type(columns[i].type)
-        schema = pa.schema(fields, batch.schema.metadata)
-        return pa.RecordBatch.from_arrays(columns, schema=schema)
-
     def _encoded(self, batch: pa.RecordBatch, place: Place) -> pa.RecordBatch:
-        from merlin_cowclip.workflows.data.row_for_row import OtherRowsError  # it imports NVTabular
-
-        batch = self._decoded(batch, place)
-        exact = {
-            name: column
-            for name, column in zip(batch.schema.names, batch.columns, strict=True)
-            if pa.types.is_integer(column.type) and column.null_count
-        }
-        where = f"{place.path}, row group {place.group}"
-        try:
-            frame = self._numbers.as_fitted(_numbered(batch)[self._columns])
-            bad = self._numbers.no_id(frame, exact)
-            if not bad:
-                encoded = self._transformed(frame)
-                misread = self._numbers.misread(frame, encoded, self._transformed, exact)
-                told = self._missing.told_apart(frame, encoded, self._transformed)
-        except OtherRowsError as error:  # whose is a probability?
-            raise UserError(
-                "the run's workflow must make one row of each, in its place. Received: "
-                f"{error}, in {where}, from row {place.first + 1} on. Leave out the rows that it "
-                "drops, or encode the rows with the workflow yourself, and give the parquet that "
-                "it wrote, without --raw"
-            ) from None
-        except Exception as error:  # whatever the user's own operators raise
-            raise UserError(
-                f"the run's workflow must take the rows. Received: {where}, "
-                f"{batch.num_rows:,} rows from row {place.first + 1} on: "
-                f"{type(error).__name__}: {clipped(str(error))}. Give rows as it was fitted on"
-            ) from error
-        if bad:
-            bad.refuse(place)
-        if misread:
-            rows = f"one in the {batch.num_rows:,} rows from row {place.first + 1} on"
-            misread.refuse(f"{where}, with {rows}")
-        if told and told not in self._told:  # once of None, once of NaN
-            warnings.warn(f"{told}. The first are in {where}", Notice, stacklevel=4)
-            self._told.add(told)
-        return encoded
+        columns = dict(zip(batch.schema.names, batch.columns, strict=True))
+        return self._rows.of_columns(columns, place)
 
     def _transformed(self, frame: pd.DataFrame) -> pa.RecordBatch:
         from merlin_cowclip.workflows.data.row_for_row import transformed
@@ -387,23 +324,6 @@ class _RawParquet(_Parquet):
                     "out the columns that it is made of"
                 ) from None
         return super()._checked(batch, place)
-
-
-def _is_binary(kind: pa.DataType) -> bool:
-    """Whether a column holds bytes, or lists of them."""
-    if pa.types.is_dictionary(kind) or is_list(kind):
-        return _is_binary(kind.value_type)
-    is_fixed = pa.types.is_fixed_size_binary(kind)
-    return bool(pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or is_fixed)
-
-
-def _numbered(batch: pa.RecordBatch) -> pd.DataFrame:
-    """With rows 0, 1, 2, … and no column in the index, whatever pandas has written."""
-    frame = batch.to_pandas()
-    in_index = [n for n in frame.index.names if n in batch.schema.names and n not in frame.columns]
-    if in_index:
-        frame = frame.reset_index(level=in_index)
-    return frame.reset_index(drop=True)
 
 
 def in_batches(pieces: Iterator[Rows], size: int) -> Iterator[Rows]:

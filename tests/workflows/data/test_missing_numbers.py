@@ -1,0 +1,264 @@
+"""What a missing number makes of the others of its column, against what stock makes of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pytest
+
+from merlin_cowclip.workflows.data.encoded_rows import Place
+from merlin_cowclip.workflows.data.id_origins import Origin, RawValues, id_origins, raw_values
+from merlin_cowclip.workflows.data.missing_numbers import MissingNumbers
+from merlin_cowclip.workflows.data.new_rows import for_new_rows
+from merlin_cowclip.workflows.data.raw_frames import fitted_columns
+from merlin_cowclip.workflows.data.raw_rows import RawRows
+from merlin_cowclip.workflows.data.raw_types import raw_types
+from merlin_cowclip.workflows.errors import UserError
+from merlin_cowclip.workflows.quiet import quiet_imports
+
+with quiet_imports():
+    import nvtabular as nvt
+    from merlin.dag.ops.subgraph import Subgraph
+    from nvtabular import ops
+
+    from merlin_cowclip.workflows.data.row_for_row import transformed
+
+pytestmark = pytest.mark.filterwarnings("ignore:(Initializ|Chang)ing an NVTabular Dataset")
+PLACE = Place(Path("raw"), 0, 0)
+LOG = pd.DataFrame(
+    {
+        "item": np.arange(40) % 7,
+        "small": (np.arange(40) % 5).astype("int8"),
+        "price": np.arange(40) / 3,
+        "age": np.arange(40) + 18,
+        "genres": [[1, 2]] * 40,
+        "truth": np.arange(40) % 3 == 0,
+    }
+)
+
+
+class Held:
+    """A workflow's columns, and what is misread of given ones."""
+
+    def __init__(self, workflow, ids, fields=None):
+        self.new = for_new_rows(workflow)
+        self.types = raw_types(workflow)
+        fields = workflow.output_schema.column_names if fields is None else fields
+        self.numbers = MissingNumbers(workflow, self.types, ids, fields)
+        self.encodings = 0
+
+    def encode(self, frame):
+        self.encodings += 1
+        out = transformed(self.new, frame)
+        return pa.RecordBatch.from_pandas(out, preserve_index=False)
+
+    def misread(self, frame, encode=None):
+        found, fitted = fitted_columns(frame, self.types, PLACE)
+        encoded = self.encode(found)
+        self.encodings = 0
+        of = self.numbers.misread(found, fitted, encoded, encode or self.encode)
+        return None if of is None else of.column
+
+
+def as_text(nodes):
+    return nodes >> ops.LambdaOp(lambda column: column.astype(str), dtype="str")
+
+
+@pytest.fixture(scope="module")
+def held(tmp_path_factory):
+    home = tmp_path_factory.mktemp("ids")
+    ids = (
+        ["item"]
+        >> ops.FillMissing()
+        >> ops.Rename(postfix="_")
+        >> ops.Categorify(out_path=str(home))
+    )
+    ages = ["age"] >> ops.FillMissing() >> ops.DifferenceLag("small")
+    kept = ["genres", "truth"] >> ops.Categorify(out_path=str(home))
+    workflow = nvt.Workflow(ids + as_text(["small"]) + ages + kept + ["price"])
+    return Held(workflow.fit(nvt.Dataset(LOG)), ["item_", "genres", "truth"])
+
+
+def test_what_is_misread(held):
+    def misread(encode=None, **changes):
+        return held.misread(LOG.assign(**changes), encode)
+
+    with_none = LOG.where(LOG["age"] != 18 + 9)
+    assert misread() is None
+    floats, rows = LOG.assign(item=with_none["item"]), with_none["item"].notna().to_numpy()
+    assert (
+        held.encode(floats)["item_"]
+        .filter(pa.array(rows))
+        .equals(held.encode(LOG)["item_"].filter(pa.array(rows)))
+    )
+    assert misread(lambda frame: 1 / 0, item=with_none["item"]) is None  # known beforehand
+    assert misread(age=with_none["age"]) is None  # of the rows beside it others depend in any case
+    assert misread(small=with_none["small"]) == "small"
+
+
+def test_booleans_beside_a_missing_one(tmp_path):
+    """Objects to pandas, of which ~ makes -1 and -2."""
+    others = ["truth"] >> ops.LambdaOp(lambda c: (~c.where(c.notna(), False)).astype(str))
+    ids = others >> ops.Categorify(out_path=str(tmp_path))
+    held = Held(nvt.Workflow(ids).fit(nvt.Dataset(LOG)), ["truth"])
+    assert held.misread(LOG) is None
+    assert held.misread(LOG.assign(truth=LOG["truth"].astype(object).where(LOG.index != 9))) == (
+        "truth"
+    )
+
+
+def test_lists_and_large_numbers_with_a_missing_one(tmp_path):
+    """pandas makes floats of all of them. Stock Categorify takes none."""
+    lists = LOG.assign(genres=[[1, None], [2, 1]] * 20)
+    sums = ["genres"] >> ops.LambdaOp(lambda column: column.map(str), dtype="str")
+    text = sums >> ops.Categorify(out_path=str(tmp_path / "text"))
+    workflow = nvt.Workflow(text).fit(nvt.Dataset(LOG))
+    assert Held(workflow, ["genres"]).misread(lists) == "genres"
+    assert Held(workflow, ["genres"]).misread(LOG) is None
+    large = 2**60 + np.arange(40) % 7
+    log = LOG.assign(item=large)
+    ids = ["item"] >> ops.Categorify(out_path=str(tmp_path / "large"))
+    held = Held(nvt.Workflow(ids).fit(nvt.Dataset(log)), ["item"])
+    assert held.misread(log.assign(item=log["item"].astype("Int64").mask(log.index == 9))) == "item"
+
+
+def test_the_sentence(tmp_path):
+    workflow = nvt.Workflow(as_text(["small", "truth"]) >> ops.Categorify(out_path=str(tmp_path)))
+    workflow.fit(nvt.Dataset(LOG))
+    held = Held(workflow, ["small", "truth"])
+    rows = RawRows(workflow, ["small", "truth"], ["small", "truth"], held.encode)
+    rows.of_frame(LOG, PLACE)
+    words = (
+        "column 'small', int8, must have no missing one, .* one in raw, row group 0, 40 rows from"
+    )
+    with pytest.raises(UserError, match=f"{words} row 1 on, .* floats .* of 7.0 .* Fill it in, or"):
+        rows.of_frame(LOG.assign(small=LOG["small"].where(LOG.index != 9)), PLACE)
+
+
+def test_beyond_the_type_of_the_fit(tmp_path):
+    """Stock wraps 261 to 5, as an id and as a number."""
+    log = LOG.assign(number=LOG["age"], kept=LOG["item"])
+    reduced = ["item", "number"] >> ops.FillMissing() >> ops.ReduceDtypeSize()
+    ids = reduced["item"] >> ops.Categorify(out_path=str(tmp_path))
+    workflow = nvt.Workflow(ids + reduced["number"] + ["kept"]).fit(nvt.Dataset(log))
+    numbers = MissingNumbers(
+        workflow, raw_types(workflow), ["item"], workflow.output_schema.column_names
+    )
+    for name in ("item", "number"):
+        for values, row in (
+            ([5, -128, 127, 261], 3),
+            ([5, -129, 127, 128], 1),
+            ([5, 255], 1),
+            ([np.nan, 5.0, 261.0], 2),
+        ):
+            frame = pd.DataFrame({name: values})
+            words = (
+                f"ReduceDtypeSize gave .* Received: {values[row]:.0f}, which int8, of -128 to 127, "
+                f"makes another number, in raw, row group 0, row {row + 1} .* column '{name}'"
+            )
+            with pytest.raises(UserError, match=words):
+                numbers.check_reduced(frame, PLACE)
+            numbers.check_reduced(frame[:row], PLACE)
+    with pytest.raises(UserError, match="Received: inf, which int8"):
+        numbers.check_reduced(pd.DataFrame({"number": [5.0, np.inf]}), PLACE)
+    numbers.check_reduced(pd.DataFrame({"kept": [261]}), PLACE)
+    unused = MissingNumbers(workflow, raw_types(workflow), ["item"], ["item"])
+    unused.check_reduced(pd.DataFrame({"number": [261]}), PLACE)  # no input of the model
+
+
+CROSSED = ["first", "second", "third"]
+
+
+def test_what_is_misread_together(tmp_path):
+    """Of two columns that lack a row, one made whole alone makes 7_8.0, as unknown as 7.0_8.0.
+
+    26 columns, each made whole alone, took 31 times as long.
+    """
+    log = pd.DataFrame({name: np.arange(40) % 7 + i for i, name in enumerate(CROSSED)})
+
+    def crossed(column, frame):
+        return column.astype(str) + "_" + frame["second"].astype(str)
+
+    texts = ["first"] >> ops.LambdaOp(crossed, dependency=["second"], dtype="str")
+    ids = texts >> ops.Categorify(out_path=str(tmp_path))
+    workflow = nvt.Workflow(ids + (["third"] >> ops.LambdaOp(lambda column: column * 2)))
+    workflow.fit(nvt.Dataset(log))
+    held = Held(workflow, ["first"])
+
+    def misread(*lacking):
+        frame = log.copy()
+        for row, names in enumerate(lacking):
+            frame[names] = frame[names].astype(float)
+            frame.loc[row, names] = np.nan
+        return held.misread(frame)
+
+    assert misread(["first", "second"]) == "first"
+    assert misread(["first"], ["second"]) == "first"
+    assert misread(["second"]) == "second"
+    assert misread(["third"]) is None
+    assert held.encodings == 1
+    many = [f"n{i}" for i in range(26)]
+    doubled = many >> ops.LambdaOp(lambda column: column * 2)
+    log = pd.DataFrame({name: np.arange(40) % 7 for name in many})
+    workflow = nvt.Workflow(doubled).fit(nvt.Dataset(log))
+    held = Held(workflow, [])
+    assert misread(*([name] for name in many)) is None  # another row each
+    assert held.encodings == 2
+
+
+def test_what_a_subgraph_reads(tmp_path):
+    """As Merlin's examples of several stages have it: it was not looked into."""
+    log = LOG.assign(name=[f"n{i % 6}" for i in range(40)])
+
+    def ids(name):
+        columns = [name] >> ops.Rename(postfix="_")
+        encoded = columns >> ops.Categorify(out_path=str(tmp_path / name))
+        inner = [name] >> Subgraph(f"inner {name}", encoded)
+        return [name] >> Subgraph(f"outer {name}", inner)
+
+    workflow = nvt.Workflow(ids("item") + ids("name")).fit(nvt.Dataset(log))
+    kinds = {name: one.kind for name, one in raw_types(workflow).items()}
+    assert kinds == {"item": pa.int64(), "name": pa.string()}
+    assert id_origins(workflow) == {"item_": Origin.VOCABULARY, "name_": Origin.VOCABULARY}
+    assert raw_values(workflow) == {"item_": RawValues(), "name_": RawValues()}
+    new = for_new_rows(workflow)
+    missing = pd.DataFrame({"item": [1, 2], "name": [None, None]})
+    assert new.transform(missing)["name_"].tolist() == [1, 1]
+
+
+def test_a_number_in_place_of_a_missing_one_refuses_nothing():
+    """The 7 that stood in the second row for a missing one was dropped by the Filter: a >= b."""
+    log = pd.DataFrame({"a": np.arange(40) % 7 + 1, "b": np.arange(40) % 7 + 8})
+    kept = list(log) >> ops.Filter(lambda frame: frame[~(frame["a"] >= frame["b"])])
+    filled = kept >> ops.FillMissing()
+    workflow = nvt.Workflow(filled >> ops.Normalize()).fit(nvt.Dataset(log))
+    frame = pd.DataFrame({"a": [7, None, 2], "b": [9, 5, 4]})
+    assert Held(workflow, []).misread(frame) is None
+    texts = filled >> ops.LambdaOp(lambda column: column.astype(str).str.len(), dtype=np.int64)
+    workflow = nvt.Workflow(texts).fit(nvt.Dataset(log))
+    assert Held(workflow, []).misread(frame) == "a"
+
+
+NOTHING = [
+    pd.Series([None, None], dtype=object),
+    pd.Series([np.nan, np.nan]),
+    pd.array([None, None], "Int64"),
+    pd.array([None, None], "boolean"),
+    pd.Series([None, None], dtype="category"),
+    pd.Series([None, None], dtype=pd.ArrowDtype(pa.int64())),
+]
+
+
+@pytest.mark.parametrize("values", NOTHING)
+@pytest.mark.parametrize("is_text", [False, True])
+def test_a_column_of_nothing_is_one_whatever_its_type(tmp_path, values, is_text):
+    """Filled in, 0 is an id and 0.0 is none."""
+    nodes = ["item"] >> ops.FillMissing(0)
+    nodes = as_text(nodes) if is_text else nodes
+    workflow = nvt.Workflow(nodes >> ops.Categorify(out_path=str(tmp_path)))
+    workflow.fit(nvt.Dataset(LOG))
+    frame = pd.DataFrame({"item": values})
+    assert Held(workflow, ["item"]).misread(frame) == ("item" if is_text else None)

@@ -1,0 +1,286 @@
+"""What a missing number or boolean makes of the others of its column, and operators of that.
+
+pandas makes whole numbers floats beside a missing one, and booleans objects, in a file that it
+writes as in a batch. Of 7.0 an operator may make another id than of 7, and from 2^53 on floats are
+rounded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+
+from merlin_cowclip.workflows.data.encoded_rows import Place
+from merlin_cowclip.workflows.data.id_origins import operators_that_keep_values
+from merlin_cowclip.workflows.data.parquet_logs import is_number
+from merlin_cowclip.workflows.data.raw_columns import RawColumns
+from merlin_cowclip.workflows.data.raw_types import RawType, flat_values
+from merlin_cowclip.workflows.data.workflow_graph import followed
+from merlin_cowclip.workflows.errors import UserError
+from merlin_cowclip.workflows.quiet import quiet_imports
+
+if TYPE_CHECKING:
+    import nvtabular as nvt
+    from merlin.dag import Node
+
+Encode = Callable[[pd.DataFrame], pa.RecordBatch]
+
+
+@dataclass(frozen=True)
+class Misread:
+    """A column that a missing one makes another of, of which the workflow makes other inputs."""
+
+    column: str
+    kind: pa.DataType
+
+    def refuse(self, rows: str) -> None:
+        """Raise UserError for some rows, which are where."""
+        made, example = "floats", "7.0 the workflow makes another input than of 7"
+        if pa.types.is_boolean(self.kind):
+            made, example = "objects", "these the workflow makes other inputs than of booleans"
+        raise UserError(
+            f"column {self.column!r}, {self.kind}, must have no missing one, for the workflow was "
+            f"fitted on none. Received: one in {rows}, which makes the others {made} to pandas; of "
+            f"{example}. Fill it in, or give the rows without one apart"
+        )
+
+
+class MissingNumbers:
+    """Where a fitted workflow tells whole numbers, or booleans, from such beside a missing one.
+
+    Args:
+      workflow: fitted.
+      types: of its raw columns.
+      ids: columns of ids that it makes.
+      fields: all columns that it makes for the model.
+    """
+
+    def __init__(
+        self,
+        workflow: nvt.Workflow,
+        types: Mapping[str, RawType],
+        ids: Collection[str],
+        fields: Collection[str],
+    ) -> None:
+        self._ids = set(ids)
+        known = {name: one for name, one in types.items() if one.kind is not None}
+        self._kinds = {
+            name: one.kind
+            for name, one in known.items()
+            if pa.types.is_integer(one.kind) or pa.types.is_boolean(one.kind)
+        }
+        encoded, otherwise, reduced = uses(workflow)
+        self._encoded_alone = encoded - otherwise
+        raw = RawColumns(workflow, fields)
+        self._reduced = {
+            name: kind
+            for name, kind in reduced.items()
+            if name in known and not known[name].is_list and not raw.may_lack([name])
+        }
+
+    def check_reduced(self, frame: pd.DataFrame, place: Place) -> None:
+        """Refuse a number of which `ReduceDtypeSize` would make another one: it takes 261 for 5.
+
+        Raises:
+          UserError: there is one.
+        """
+        for name, kind in self._reduced.items():
+            if name not in frame or frame[name].dtype.kind not in "iuf":
+                continue
+            column, limits = frame[name], np.iinfo(kind)
+            bad = ((column < limits.min) | (column > limits.max)).to_numpy()
+            if bad.any():
+                row = int(bad.argmax())
+                value = column.iloc[row].item()
+                shown = int(value) if value == value // 1 else value
+                place.refuse(
+                    "a number must fit into the type that ReduceDtypeSize gave its column at the "
+                    "fit",
+                    f"{shown}, which {kind}, of {limits.min} to {limits.max}, makes another "
+                    "number,",
+                    row,
+                    name,
+                    "Leave it out, or fit without it",
+                )
+
+    def misread(
+        self,
+        frame: pd.DataFrame,
+        fitted: Mapping[str, pa.Array],
+        encoded: pa.RecordBatch,
+        encode: Encode,
+    ) -> Misread | None:
+        """A column in which one is missing, and of whose others the workflow makes other inputs.
+
+        All such columns at once are made whole, and compared with the same values as they are: two
+        that are read together may be read as at the fit only where both are whole. Whatever number
+        of them takes one or two encodings more, where none is misread.
+
+        Args:
+          frame: the rows, as pandas has them.
+          fitted: the same, of the types of the fit.
+          encoded: what the workflow made of them, row for row.
+          encode: what makes it.
+        """
+        whole: dict[str, pd.Series] = {}  # a column's values, in all rows, as at the fit
+        given: dict[str, pd.Series] = {}  # the same, of the type that they have here
+        good: list[np.ndarray] = []  # in which rows a column's are its own
+        for name, kind in self._kinds.items():
+            column = fitted[name]
+            if pa.types.is_list(column.type):
+                values = flat_values(column)
+                if values.null_count and not self._is_encoded_alike(name, values):
+                    return Misread(name, kind)
+                continue
+            is_good = column.is_valid().to_numpy(zero_copy_only=False)
+            if is_good.all() or not is_good.any():
+                continue
+            if self._is_encoded_alike(name, column):
+                continue
+            good.append(is_good)
+            filled = column.fill_null(column.drop_null()[0])
+            whole[name] = filled.to_pandas()
+            kind_here: Any = frame[name].dtype
+            given[name] = whole[name].astype(kind_here)
+        if (nothing := self._misread_nothing(frame, encoded, encode)) is not None:
+            return nothing
+        if not whole:
+            return None
+        try:
+            return self._among_others(frame, encoded, encode, whole, given, good)
+        except Exception:  # of a number that stands where none was, maybe: no row of the user's
+            return self._in_their_rows(frame, encode, whole, good)
+
+    def _is_encoded_alike(self, name: str, values: pa.Array) -> bool:
+        """Whether it is known beforehand, as of most columns: a vocabulary has one id for 7.0."""
+        if name not in self._encoded_alone:
+            return False
+        if pa.types.is_boolean(values.type):
+            return True
+        known = values.drop_null().to_numpy()
+        return not len(known) or max(abs(int(known.min())), abs(int(known.max()))) < 2**53
+
+    def _misread_nothing(
+        self, frame: pd.DataFrame, encoded: pa.RecordBatch, encode: Encode
+    ) -> Misread | None:
+        """`misread` of columns of which every number is missing, and may be filled in."""
+        nothing = pd.Series(pd.NA, frame.index, "Int64")
+        for name, kind in self._kinds.items():
+            may_tell = pa.types.is_integer(kind) and name not in self._encoded_alone
+            if may_tell and frame[name].dtype.kind == "f" and frame[name].isna().all():
+                with contextlib.suppress(Exception):  # of an operator that takes no such integers
+                    if self._differ(encode(frame.assign(**{name: nothing})), encoded):
+                        return Misread(name, kind)
+        return None
+
+    def _among_others(
+        self,
+        frame: pd.DataFrame,
+        encoded: pa.RecordBatch,
+        encode: Encode,
+        whole: Mapping[str, pd.Series],
+        given: Mapping[str, pd.Series],
+        good: Sequence[np.ndarray],
+    ) -> Misread | None:
+        """`misread` of all rows: where a column has no number of its own, another row's."""
+        as_whole = encode(frame.assign(**whole))
+        if all((one == good[0]).all() for one in good):
+            rows = pa.array(np.flatnonzero(good[0]))
+            if not self._differ(as_whole.take(rows), encoded.take(rows)):
+                return None
+        # Or do they depend on the rows beside them, which have other numbers?
+        if not self._differ(as_whole, encode(frame.assign(**given))):
+            return None
+        for name in whole if len(whole) > 1 else ():  # one, among others that are whole
+            if self._differ(as_whole, encode(frame.assign(**{**whole, name: given[name]}))):
+                return Misread(name, self._kinds[name])
+        name = next(iter(whole))
+        return Misread(name, self._kinds[name])
+
+    def _in_their_rows(
+        self,
+        frame: pd.DataFrame,
+        encode: Encode,
+        whole: Mapping[str, pd.Series],
+        good: Sequence[np.ndarray],
+    ) -> Misread | None:
+        """`misread` of rows as they are: of those that have all numbers, then column by column."""
+        tries = [(list(whole), np.logical_and.reduce(good))]
+        tries += [([name], is_good) for name, is_good in zip(whole, good, strict=True)]
+        for names, is_good in tries:
+            places = np.flatnonzero(is_good)
+            if not len(places):
+                continue
+            own = frame.iloc[places].reset_index(drop=True)
+            numbers = {name: whole[name].iloc[places].reset_index(drop=True) for name in names}
+            if self._differ(encode(own.assign(**numbers)), encode(own)):
+                return Misread(names[0], self._kinds[names[0]])
+        return None
+
+    def _differ(self, left: pa.RecordBatch, right: pa.RecordBatch) -> set[str]:
+        return different_columns(left, right, self._ids)
+
+
+def different_columns(
+    left: pa.RecordBatch, right: pa.RecordBatch, ids: Collection[str]
+) -> set[str]:
+    """Columns that differ: of ids at all, of numbers by more than the precision of floats."""
+    names = left.schema.names
+    return {n for n in names if not _same(left[n], right[n], 0 if n in ids else 1e-5)}
+
+
+def _same(left: pa.Array, right: pa.Array, tolerance: float) -> bool:
+    if left.equals(right):
+        return True
+    if not (is_number(left.type) and is_number(right.type)):
+        return False
+    one, other = (c.to_numpy(zero_copy_only=False).astype(np.float64) for c in (left, right))
+    return bool(np.isclose(one, other, rtol=tolerance, atol=0, equal_nan=True).all())
+
+
+def uses(workflow: nvt.Workflow) -> tuple[set[str], set[str], dict[str, np.dtype]]:
+    """Raw columns that Categorify reads as they are, or filled; and those that are read otherwise.
+
+    The others are read by other operators, hashed, or read together with more. And the types that
+    ReduceDtypeSize gives those that it reads as they are.
+    """
+    with quiet_imports():
+        from nvtabular import ops
+
+    keep = (*operators_that_keep_values(), ops.FillMissing, ops.FillMedian)
+    encoded: set[str] = set()
+    otherwise: set[str] = set()
+    reduced: dict[str, np.dtype] = {}
+    nothing: frozenset[str] = frozenset()
+
+    def made_by(node: Node, given: dict[str, frozenset[str]]) -> dict[str, frozenset[str]]:
+        """Of what a node makes, of which raw columns it is, if none was changed."""
+        used = nothing.union(*given.values())
+        if isinstance(node.op, ops.Categorify):
+            encoded.update(used)
+            if node.op.num_buckets or node.op.encode_type == "combo":
+                otherwise.update(used)
+        elif isinstance(node.op, keep):
+            if isinstance(node.op, ops.ReduceDtypeSize):
+                for name, dtype in node.op.dtypes.items():
+                    kind = np.dtype(dtype.to_numpy)
+                    for raw in given.get(name, nothing) if kind.kind in "iu" else ():
+                        reduced[raw] = min(kind, reduced.get(raw, kind), key=lambda k: k.itemsize)
+            fills = isinstance(node.op, (ops.FillMissing, ops.FillMedian))  # and may add flags
+            return {
+                name: nothing.union(*(given.get(one, nothing) for one in sources))
+                for name, sources in node.column_mapping.items()
+                if not fills or name in sources
+            }
+        else:
+            otherwise.update(used)
+        return {}
+
+    followed(workflow.output_node, lambda name: frozenset({name}), made_by, nothing)
+    return encoded, otherwise, reduced
