@@ -119,7 +119,7 @@ TAKEN = {
     "bytes": [TEXT.cast(pa.large_binary()), pa.array([b"ab"], pa.binary(2))],
     "date": [DATES, DATES.cast(pa.date64())],
     "clock": [pa.array([datetime.time(1)], pa.time64("ns"))],
-    "decimal": [DECIMALS, pa.array([Decimal("1.5")])],
+    "decimal": [DECIMALS, pa.array([Decimal("1.00"), None]), pa.array([Decimal(10**30)])],
     "day": [TIMES, TIMES.cast(pa.timestamp("s"))],
     "zone": [OF_ZONE, OF_ZONE.cast(pa.timestamp("s", "UTC"))],
     "texts": [
@@ -240,6 +240,11 @@ def test_nothing_may_be_of_any_type(types, tmp_path, name):
         ("numbers", [[1.0], None, [2.0, 1.5]], r"Received: 1.5 in .* row 3 of the file, column 'n"),
         ("text", [b"a", b"\xff"], r"text must be UTF-8. Received: b'\\xff' in .* row 2"),
         ("texts", [[], [b"a", b"\xff"]], r"text must be UTF-8. Received: b'\\xff' in .* row 2"),
+        (
+            "decimal",
+            [Decimal("1.0"), Decimal("2.5")],
+            r"a value must be decimal.* Decimal\('2.5'\) in",
+        ),
         ("day", pa.array([0, 2**60], pa.timestamp("s")), r"a value must be timestamp\[ns\]"),
     ],
     ids=str,

@@ -179,7 +179,7 @@ def check_raw_types(
 def tell_of_unknown(name: str, wanted: RawType, given: pa.DataType, where: str) -> None:
     """Warn of a column whose type at the fit nobody knows, unless it is text, as nearly all are."""
     held = _element(given)
-    is_text = kinds.is_string(held) or kinds.is_large_string(held)
+    is_text = kinds.is_string(held) or kinds.is_large_string(held) or kinds.is_null(held)
     if not kinds.is_null(given) and not (is_text and _is_list(given) == wanted.is_list):
         warnings.warn(
             f"column {name!r} of {where} is {given}, and the workflow does not tell what it was at "
@@ -232,8 +232,8 @@ def _cast(values: pa.Array, kind: pa.DataType, of: _Values) -> pa.Array:
         return _whole(values, kind, of)
     if kinds.is_floating(kind):
         return values.cast(kind, safe=False)  # rounded from 2^53 on, as at the fit
-    if kinds.is_decimal(kind):
-        return values
+    if kinds.is_decimal(kind):  # whose precision is that of the largest value at the fit
+        kind = pa.decimal128(38, kind.scale)
     try:
         return values.cast(kind)
     except pa.ArrowInvalid:
@@ -277,9 +277,7 @@ def _whole(values: pa.Array, kind: pa.DataType, of: _Values) -> pa.Array:
 def _is_nothing(column: pa.Array, is_list: bool) -> bool:
     """Whether every value is missing; of lists that are wanted, every one in them."""
     values = flat_values(column) if is_list and _is_list(column.type) else column
-    has_nan = kinds.is_float32(values.type) or kinds.is_float64(
-        values.type
-    )  # Arrow's other has not
+    has_nan = kinds.is_floating(values.type) and not kinds.is_float16(values.type)  # for Arrow
     return pc.all(pc.is_null(values, nan_is_null=has_nan), min_count=0).as_py() is True
 
 
