@@ -43,11 +43,10 @@ LOG = pd.DataFrame(
 class Held:
     """A workflow's columns, and what is misread of given ones."""
 
-    def __init__(self, workflow, ids, fields=None):
+    def __init__(self, workflow, ids):
         self.new = for_new_rows(workflow)
         self.types = raw_types(workflow)
-        fields = workflow.output_schema.column_names if fields is None else fields
-        self.numbers = MissingNumbers(workflow, self.types, ids, fields)
+        self.numbers = MissingNumbers(workflow, self.types, ids)
         self.encodings = 0
 
     def encode(self, frame):
@@ -129,7 +128,7 @@ def test_the_sentence(tmp_path):
     workflow = nvt.Workflow(as_text(["small", "truth"]) >> ops.Categorify(out_path=str(tmp_path)))
     workflow.fit(nvt.Dataset(LOG))
     held = Held(workflow, ["small", "truth"])
-    rows = RawRows(workflow, ["small", "truth"], ["small", "truth"], held.encode)
+    rows = RawRows(workflow, ["small", "truth"], held.encode)
     rows.of_frame(LOG, PLACE)
     words = (
         "column 'small', int8, must have no missing one, .* one in raw, row group 0, 40 rows from"
@@ -144,29 +143,32 @@ def test_beyond_the_type_of_the_fit(tmp_path):
     reduced = ["item", "number"] >> ops.FillMissing() >> ops.ReduceDtypeSize()
     ids = reduced["item"] >> ops.Categorify(out_path=str(tmp_path))
     workflow = nvt.Workflow(ids + reduced["number"] + ["kept"]).fit(nvt.Dataset(log))
-    numbers = MissingNumbers(
-        workflow, raw_types(workflow), ["item"], workflow.output_schema.column_names
-    )
+    held = Held(workflow, ["item"])
+    rows = RawRows(workflow, ["item"], held.encode)
+    fitting = pd.DataFrame({"item": [5] * 4, "number": [5] * 4, "kept": [261] * 4})
     for name in ("item", "number"):
-        for values, row in (
-            ([5, -128, 127, 261], 3),
-            ([5, -129, 127, 128], 1),
-            ([5, 255], 1),
-            ([np.nan, 5.0, 261.0], 2),
-        ):
-            frame = pd.DataFrame({name: values})
+        for values, row in (([5, -128, 127, 261], 3), ([5, -129, 127, 128], 1), ([255] * 4, 0)):
             words = (
-                f"ReduceDtypeSize gave .* Received: {values[row]:.0f}, which int8, of -128 to 127, "
-                f"makes another number, in raw, row group 0, row {row + 1} .* column '{name}'"
+                f"ReduceDtypeSize gave .* Received: {values[row]}, of which int8, -128 to 127, "
+                f"makes another in raw, row group 0, row {row + 1} .* column '{name}'"
             )
             with pytest.raises(UserError, match=words):
-                numbers.check_reduced(frame, PLACE)
-            numbers.check_reduced(frame[:row], PLACE)
-    with pytest.raises(UserError, match="Received: inf, which int8"):
-        numbers.check_reduced(pd.DataFrame({"number": [5.0, np.inf]}), PLACE)
-    numbers.check_reduced(pd.DataFrame({"kept": [261]}), PLACE)
-    unused = MissingNumbers(workflow, raw_types(workflow), ["item"], ["item"])
-    unused.check_reduced(pd.DataFrame({"number": [261]}), PLACE)  # no input of the model
+                rows.of_frame(fitting.assign(**{name: values}), PLACE)
+    assert len(rows.of_frame(fitting, PLACE)["item"]) == 4
+
+
+def test_beyond_the_type_of_the_fit_behind_another_operator(tmp_path):
+    """3 · 50 is -106 in an int8, as an id and as a number; and so it is within a subgraph."""
+    log = pd.DataFrame({"a": np.arange(40) % 3, "b": np.arange(40) / 3})
+    reduced = ["a"] >> ops.LambdaOp(lambda column: column * 50) >> ops.ReduceDtypeSize()
+    inner = ["a"] >> Subgraph("inner", reduced)
+    for nodes in (reduced, inner):
+        workflow = nvt.Workflow(nodes + ["b"]).fit(nvt.Dataset(log))  # noqa: RUF005  (a graph)
+        rows = RawRows(workflow, [], Held(workflow, []).encode)
+        assert rows.of_frame(log, PLACE)["a"].to_pylist() == (log["a"] * 50).tolist()
+        words = "Received: 150, of which int8, .* row 3 of the file, column 'a'"
+        with pytest.raises(UserError, match=words):
+            rows.of_frame(pd.DataFrame({"a": [1, 2, 3], "b": 1.0}), PLACE)
 
 
 CROSSED = ["first", "second", "third"]

@@ -221,7 +221,7 @@ def test_every_form_is_encoded_as_at_the_fit_or_refused(tmp_path, name, operator
                     continue
             rows = [i for i in range(N) if i not in missing and first[name].notna()[i]]
             frame = pd.DataFrame({name: given, "y": first["y"]})
-            held = RawRows(workflow, [field] if is_id else [], [field], encode)
+            held = RawRows(workflow, [field] if is_id else [], encode)
             if held.types[name].kind is None and str in set(map(type, given)) and name != "text":
                 continue  # it is taken for text, and the documentation says so
             for found in answers(held, frame, tmp_path / "given.parquet"):

@@ -16,10 +16,8 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 
-from merlin_cowclip.workflows.data.encoded_rows import Place
 from merlin_cowclip.workflows.data.id_origins import operators_that_keep_values
 from merlin_cowclip.workflows.data.parquet_logs import is_number
-from merlin_cowclip.workflows.data.raw_columns import RawColumns
 from merlin_cowclip.workflows.data.raw_types import RawType, flat_values
 from merlin_cowclip.workflows.data.workflow_graph import followed
 from merlin_cowclip.workflows.errors import UserError
@@ -58,56 +56,20 @@ class MissingNumbers:
       workflow: fitted.
       types: of its raw columns.
       ids: columns of ids that it makes.
-      fields: all columns that it makes for the model.
     """
 
     def __init__(
-        self,
-        workflow: nvt.Workflow,
-        types: Mapping[str, RawType],
-        ids: Collection[str],
-        fields: Collection[str],
+        self, workflow: nvt.Workflow, types: Mapping[str, RawType], ids: Collection[str]
     ) -> None:
         self._ids = set(ids)
-        known = {name: one for name, one in types.items() if one.kind is not None}
         self._kinds = {
             name: one.kind
-            for name, one in known.items()
-            if pa.types.is_integer(one.kind) or pa.types.is_boolean(one.kind)
+            for name, one in types.items()
+            if one.kind is not None
+            and (pa.types.is_integer(one.kind) or pa.types.is_boolean(one.kind))
         }
-        encoded, otherwise, reduced = uses(workflow)
+        encoded, otherwise = uses(workflow)
         self._encoded_alone = encoded - otherwise
-        raw = RawColumns(workflow, fields)
-        self._reduced = {
-            name: kind
-            for name, kind in reduced.items()
-            if name in known and not known[name].is_list and not raw.may_lack([name])
-        }
-
-    def check_reduced(self, frame: pd.DataFrame, place: Place) -> None:
-        """Refuse a number of which `ReduceDtypeSize` would make another one: it takes 261 for 5.
-
-        Raises:
-          UserError: there is one.
-        """
-        for name, kind in self._reduced.items():
-            if name not in frame or frame[name].dtype.kind not in "iuf":
-                continue
-            column, limits = frame[name], np.iinfo(kind)
-            bad = ((column < limits.min) | (column > limits.max)).to_numpy()
-            if bad.any():
-                row = int(bad.argmax())
-                value = column.iloc[row].item()
-                shown = int(value) if value == value // 1 else value
-                place.refuse(
-                    "a number must fit into the type that ReduceDtypeSize gave its column at the "
-                    "fit",
-                    f"{shown}, which {kind}, of {limits.min} to {limits.max}, makes another "
-                    "number,",
-                    row,
-                    name,
-                    "Leave it out, or fit without it",
-                )
 
     def misread(
         self,
@@ -244,11 +206,10 @@ def _same(left: pa.Array, right: pa.Array, tolerance: float) -> bool:
     return bool(np.isclose(one, other, rtol=tolerance, atol=0, equal_nan=True).all())
 
 
-def uses(workflow: nvt.Workflow) -> tuple[set[str], set[str], dict[str, np.dtype]]:
+def uses(workflow: nvt.Workflow) -> tuple[set[str], set[str]]:
     """Raw columns that Categorify reads as they are, or filled; and those that are read otherwise.
 
-    The others are read by other operators, hashed, or read together with more. And the types that
-    ReduceDtypeSize gives those that it reads as they are.
+    The others are read by other operators, hashed, or read together with more.
     """
     with quiet_imports():
         from nvtabular import ops
@@ -256,7 +217,6 @@ def uses(workflow: nvt.Workflow) -> tuple[set[str], set[str], dict[str, np.dtype
     keep = (*operators_that_keep_values(), ops.FillMissing, ops.FillMedian)
     encoded: set[str] = set()
     otherwise: set[str] = set()
-    reduced: dict[str, np.dtype] = {}
     nothing: frozenset[str] = frozenset()
 
     def made_by(node: Node, given: dict[str, frozenset[str]]) -> dict[str, frozenset[str]]:
@@ -267,11 +227,6 @@ def uses(workflow: nvt.Workflow) -> tuple[set[str], set[str], dict[str, np.dtype
             if node.op.num_buckets or node.op.encode_type == "combo":
                 otherwise.update(used)
         elif isinstance(node.op, keep):
-            if isinstance(node.op, ops.ReduceDtypeSize):
-                for name, dtype in node.op.dtypes.items():
-                    kind = np.dtype(dtype.to_numpy)
-                    for raw in given.get(name, nothing) if kind.kind in "iu" else ():
-                        reduced[raw] = min(kind, reduced.get(raw, kind), key=lambda k: k.itemsize)
             fills = isinstance(node.op, (ops.FillMissing, ops.FillMedian))  # and may add flags
             return {
                 name: nothing.union(*(given.get(one, nothing) for one in sources))
@@ -283,4 +238,4 @@ def uses(workflow: nvt.Workflow) -> tuple[set[str], set[str], dict[str, np.dtype
         return {}
 
     followed(workflow.output_node, lambda name: frozenset({name}), made_by, nothing)
-    return encoded, otherwise, reduced
+    return encoded, otherwise

@@ -33,7 +33,7 @@ class MissingText:
     def __init__(
         self, workflow: nvt.Workflow, types: Mapping[str, RawType], ids: Collection[str]
     ) -> None:
-        _, otherwise, _ = uses(workflow)
+        _, otherwise = uses(workflow)
         self._ids = set(ids)
         self._names = [n for n, one in types.items() if n in otherwise and not one.is_list]
 

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pandas as pd
 import pyarrow as pa
 
@@ -33,19 +34,12 @@ class RawRows:
     Args:
       workflow: fitted, with the types of `name_types`.
       ids: columns of ids that it makes.
-      fields: all columns that it makes for the model.
       encode: what runs it on some rows, row for row.
     """
 
-    def __init__(
-        self,
-        workflow: nvt.Workflow,
-        ids: Collection[str],
-        fields: Collection[str],
-        encode: Encode,
-    ) -> None:
+    def __init__(self, workflow: nvt.Workflow, ids: Collection[str], encode: Encode) -> None:
         self.types = raw_types(workflow)
-        self._numbers = MissingNumbers(workflow, self.types, ids, fields)
+        self._numbers = MissingNumbers(workflow, self.types, ids)
         self._text = MissingText(workflow, self.types, ids)
         self._encode = encode
         self._told = set[str]()
@@ -84,9 +78,8 @@ class RawRows:
     def _encoded(
         self, frame: pd.DataFrame, fitted: Mapping[str, pa.Array], place: Place
     ) -> pa.RecordBatch:
-        self._numbers.check_reduced(frame, place)
         rows = place.rows(len(frame))
-        with refusing_others(rows):
+        with refusing_others(place, len(frame)):
             encoded = self._encode(frame)
             misread = self._numbers.misread(frame, fitted, encoded, self._encode)
             told = self._text.told_apart(frame, encoded, self._encode)
@@ -99,17 +92,22 @@ class RawRows:
 
 
 @contextlib.contextmanager
-def refusing_others(rows: str) -> Iterator[None]:
+def refusing_others(place: Place, count: int) -> Iterator[None]:
     """Make a sentence of what a workflow raises that is given some rows.
 
     Args:
-      rows: where they lie, in the sentence.
+      place: where they lie.
+      count: how many they are.
 
     Raises:
       UserError: it does not take them, or makes others of them.
     """
-    from merlin_cowclip.workflows.data.row_for_row import OtherRowsError  # it imports NVTabular
+    from merlin_cowclip.workflows.data.row_for_row import (  # it imports NVTabular
+        OtherNumberError,
+        OtherRowsError,
+    )
 
+    rows = place.rows(count)
     try:
         yield
     except UserError:
@@ -120,6 +118,11 @@ def refusing_others(rows: str) -> Iterator[None]:
             f"{error}, in {rows}. Leave out the rows that it drops, or encode the rows with the "
             "workflow yourself, and give `predict` the parquet that it wrote, without --raw"
         ) from None
+    except OtherNumberError as error:
+        limits = np.iinfo(error.kind)
+        shown = f"{error.value}, of which {error.kind}, {limits.min} to {limits.max}, makes another"
+        rule = "a number must fit into the type that ReduceDtypeSize gave its column at the fit"
+        place.refuse(rule, shown, error.row, error.column, "Leave it out, or fit without it")
     except Exception as error:  # whatever the user's own operators raise
         raise UserError(
             f"the run's workflow must take the rows. Received: {rows}: "

@@ -22,7 +22,7 @@ with quiet_imports():
     from merlin.dag import Node
     from merlin.dag.executors import LocalExecutor
     from merlin.dag.ops.subgraph import Subgraph
-    from nvtabular.ops import Filter, Groupby, JoinExternal
+    from nvtabular.ops import Filter, Groupby, JoinExternal, ReduceDtypeSize
 
 _PLACE = "__merlin_cowclip_place__"  # a row's, through a join
 
@@ -33,6 +33,14 @@ class OtherRowsError(Exception):
     def __init__(self, operator: str, made: int, given: int) -> None:
         moved = ", some of them moved or doubled" if made == given else ""
         super().__init__(f"{made:,} of {given:,} from {operator}{moved}")
+
+
+class OtherNumberError(Exception):
+    """A number of which `ReduceDtypeSize` would make another one: of 261 in an int8 5."""
+
+    def __init__(self, column: str, row: int, value: Any, kind: np.dtype) -> None:
+        super().__init__(f"{value} in row {row} of {column!r} is no {kind}")
+        self.column, self.row, self.value, self.kind = column, row, value, kind
 
 
 def transformed(workflow: nvt.Workflow, frame: pd.DataFrame) -> pd.DataFrame:
@@ -47,6 +55,7 @@ def transformed(workflow: nvt.Workflow, frame: pd.DataFrame) -> pd.DataFrame:
 
     Raises:
       OtherRowsError: an operator drops rows, repeats or moves them.
+      OtherNumberError: `ReduceDtypeSize` is given a number beyond the integers of its fit.
     """
     return _RowForRow(len(frame)).transform(frame, workflow.output_node, workflow.output_dtypes)
 
@@ -83,6 +92,8 @@ class _RowForRow(LocalExecutor):
             while op.loop_until and not op.loop_until(made):
                 made = self.transform(made, op.graph)
             return made
+        if isinstance(op, ReduceDtypeSize):
+            _check_reduced(op, input_data)
         index, is_inner = input_data.index, isinstance(op, JoinExternal) and op.how != "left"
         seen = _SeenFilter(op) if isinstance(op, Filter) else None
         if seen is not None:
@@ -113,6 +124,19 @@ class _RowForRow(LocalExecutor):
     def _in_order(self, places: Any) -> bool:
         places = np.asarray(places.to_pandas() if hasattr(places, "to_pandas") else places)
         return bool(np.array_equal(places, np.arange(self._rows)))
+
+
+def _check_reduced(op: ReduceDtypeSize, given: Any) -> None:
+    for name, dtype in op.dtypes.items():
+        kind = np.dtype(dtype.to_numpy)
+        column = given[name].to_pandas() if hasattr(given[name], "to_pandas") else given[name]
+        if kind.kind not in "iu" or column.dtype.kind not in "iuf":
+            continue
+        with np.errstate(invalid="ignore"):
+            bad = (column.to_numpy().astype(kind) != column.to_numpy()) & column.notna().to_numpy()
+        if bad.any():
+            row = int(bad.argmax())
+            raise OtherNumberError(name, row, column.iloc[row].item(), kind)
 
 
 class _SeenFilter(Filter):

@@ -131,7 +131,7 @@ class ServedWorkflow(TransformWorkflow):
             encoded = self._rows.of_frame(frame, _REQUEST)
         else:
             frame = frame.assign(**{n: _numbers(frame[n], spec) for n in spec.continuous})
-            with refusing_others(_REQUEST.rows(len(frame))):
+            with refusing_others(_REQUEST, len(frame)):
                 encoded = self._transformed(frame, spec)
         for name in spec.ids:
             checked_ids(encoded, name, self.cardinalities[name], _REQUEST)
@@ -143,7 +143,7 @@ class ServedWorkflow(TransformWorkflow):
     def _rows(self) -> RawRows:
         spec = DatasetSpec.from_dict(self.spec)
         encode = functools.partial(self._transformed, spec=spec)
-        return RawRows(self.workflow, spec.ids, spec.fields, encode)
+        return RawRows(self.workflow, spec.ids, encode)
 
     def _transformed(self, frame: pd.DataFrame, spec: DatasetSpec) -> pa.RecordBatch:
         out = transformed(self.workflow, frame)

@@ -280,8 +280,7 @@ class _RawParquet(_Parquet):
                     f"all files must have the same columns. Received: {without.path}, without "
                     f"{quoted(gone or more, brief=True)}, which {having.path} has. Give them apart"
                 )
-        spec = self._spec
-        self._rows = RawRows(self._workflow, spec.ids, spec.fields, self._transformed)
+        self._rows = RawRows(self._workflow, self._spec.ids, self._transformed)
         for file in self._files:
             check_raw_types(file, self._rows.types, self._columns)
         self.labelled = self._spec.label in self._workflow.output_schema.column_names
