@@ -452,7 +452,7 @@ def test_trains_inside_models_that_are_not_ours(name, eagerly, counted):
     for step, wanted in zip(counted, expected * 5, strict=True):
         beyond = {row: step.pop(row) for row in list(step) if row not in wanted}
         assert step == wanted
-        assert set(beyond.values()) <= {1.0}  # padding, which no sample holds
+        assert set(beyond.values()) <= {0.0}  # padding, which no sample holds
 
 
 def test_dlrm_on_our_table_is_saved_whole(tmp_path):
@@ -470,6 +470,34 @@ def test_dlrm_on_our_table_is_saved_whole(tmp_path):
 
 
 # Initial values
+
+
+@pytest.mark.parametrize(
+    ("lists", "samples"),
+    [([[3], [4], [5], [6]], 4), ([[3, 0], [4, 0], [5, 0], [6, 0]], 4), ([[3, 4], [4, 5]], 4)],
+)
+def test_a_fields_bound_is_of_the_ids_that_samples_hold(lists, samples):
+    """Padding has a row in the gradient, and added 1 to them."""
+    schema = Schema([column("l", 9, is_list=True)])
+    embeddings, dense = FusedEmbeddings(schema, 3, stddev=0.1), tf.keras.layers.Dense(1)
+    model = tf.keras.Sequential([embeddings, tf.keras.layers.Flatten(), dense])
+    given = {"l": tf.constant(lists)}
+    model(given)
+    floor = 1e-6
+    hyperparameters = HOT.replace(l2=0.0, clip="adaptive_field", clip_ratio=1e-12, clip_floor=floor)
+    optimizer = CowClipOptimizer.for_model(model, hyperparameters)
+
+    @tf.function(autograph=False)
+    def step():
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(model(given) ** 2) + tf.reduce_mean(model(given))
+        gradients = tape.gradient(loss, model.trainable_variables)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+
+    step()
+    (spec,) = optimizer.table_specs
+    moments = optimizer.optimizers[0].get_slot(spec.variable, "m")
+    assert np.linalg.norm(moments) / 0.1 == pytest.approx(samples * floor, rel=1e-4)
 
 
 def test_padding_and_unknown_rows_start_at_zero_and_no_other():
@@ -544,8 +572,7 @@ def test_gradient_is_sparse_and_counts_are_samples(changes):
     assert {row: counts[row] for row in held} == {row: len(s) for row, s in held.items()}
     assert counts[OFFSETS["genres"] + 5] == 1  # twice in one list
     assert counts[OFFSETS["user"] + 3] == 2  # in two samples
-    # Rows of padding: no sample holds them, so they count as absent rows do.
-    assert {counts[row] for row in set(counts) - set(held)} <= {1.0}
+    assert {counts[row] for row in set(counts) - set(held)} <= {0.0}  # rows of padding
 
     # d/dw Σ x² = 2x for every id that is summed into x.
     x = expected(layer.table.numpy(), "sum")
@@ -704,7 +731,7 @@ def test_a_lookup_of_several_features_does_not_count_them_again():
         rows, _, found = samples_per_row(lookups, tf.constant([3], tf.int64), 8)
         return dict(zip(rows.numpy().tolist(), found.numpy().tolist(), strict=True))
 
-    absent = {3: 1.0}
+    absent = {3: 0.0}
     alone = {0: 2, 1: 1, 5: 2, 6: 1}
     assert counts(pair) == alone | absent
     assert counts(pair, a) == counts(a, pair) == alone | absent

@@ -161,7 +161,8 @@ def test_norms_beyond_the_bins_and_those_of_wide_tables_alone(norm, power):
     specs = [table("t", 4, 0)[1], table("linear", 1, 0)[1]]
     statistics = StepStatistics(dict.fromkeys(specs, (True, True)), FREQUENT)
     norms = tf.constant([norm, 1.5])
-    known = RowNorms(norms, norms, tf.constant([9.0, 1.0]), tf.constant([1, 2], tf.int64), 4)
+    counts = tf.constant([9.0, 1.0])
+    known = RowNorms(norms, norms, counts, counts, tf.constant([1, 2], tf.int64), 4)
     statistics.add(known, norms, [tf.ones([1, 4]), tf.ones([1, 1])], specs, True)
     assert [dataclasses.astuple(one) for one in statistics.gradient_norms()] == [(2.0**power, 0, 1)]
 
@@ -331,7 +332,8 @@ def test_occurrences_of_one_step_stay_exact_beyond_float32(on_cpu):
     statistics = StepStatistics({spec: (True, True)}, math.inf)
     counts = np.r_[np.full(200, 131_071.0), np.ones(1000)].astype(np.float32)
     zeros = tf.zeros([len(counts)])
-    norms = RowNorms(zeros + 1.0, zeros, tf.constant(counts), tf.cast(zeros, tf.int64), 2)
+    counts = tf.constant(counts)
+    norms = RowNorms(zeros + 1.0, zeros, counts, counts, tf.cast(zeros, tf.int64), 2)
     statistics.add(norms, zeros, [zeros[:, tf.newaxis]], [spec], on_cpu)
     rare = statistics.read()[0].rare
     assert (rare.occurrences, rare.clipped_occurrences) == (200 * 131_071 + 1000,) * 2

@@ -28,7 +28,8 @@ class RowNorms(NamedTuple):
 
     gradients: tf.Tensor  # U, norms of the gradient rows, float32 or wider
     rows: tf.Tensor  # U, norms of the embedding rows before the update
-    counts: tf.Tensor  # U, samples of the batch that hold the id
+    counts: tf.Tensor  # U, samples of the batch that hold the id; 1 of a row that none holds
+    samples: tf.Tensor  # U, the same, but 0
     fields: tf.Tensor  # U, int64 number of the field that the row belongs to
     num_fields: int
     over_all: Callable[[tf.Tensor, str], tf.Tensor] = _of_one_rank
@@ -77,8 +78,8 @@ def _column_lengths(norms: RowNorms, threshold: float) -> tf.Tensor:
 
 
 def _adaptive_field_lengths(norms: RowNorms, ratio: float, floor: float) -> tf.Tensor:
-    counts = tf.cast(norms.counts, norms.gradients.dtype)
-    samples = tf.math.unsorted_segment_sum(counts, norms.fields, norms.num_fields)
+    samples = tf.cast(norms.samples, norms.gradients.dtype)
+    samples = tf.math.unsorted_segment_sum(samples, norms.fields, norms.num_fields)
     samples = norms.over_all(samples, "sum")
     samples = tf.gather(samples, norms.fields)
     bound = samples * tf.maximum(ratio * _field_norms(norms.rows, norms), floor)
@@ -233,7 +234,8 @@ def clip_by_adaptive_field_norm(
 
     Threshold: `n · max(r·‖W_u‖, ζ)` (Table 6, Adaptive Field-wise GC), the norm over the field's
     rows in the batch; n is the sum of the field's counts, the samples of the batch for a one-hot
-    field.
+    field. A row that no sample holds (padding, or any other of a tied output) is one of the rows,
+    but of count 0.
 
     Args:
       gradients: U×d, one summed gradient per id, L2 included.
@@ -322,7 +324,7 @@ def _clip(
     norms = row_norms(gradients)
     if fields is None:
         fields = tf.zeros(tf.shape(norms), tf.int64)
-    known = RowNorms(norms, row_norms(rows), counts, fields, num_fields)
+    known = RowNorms(norms, row_norms(rows), counts, counts, fields, num_fields)
     return with_lengths(gradients, norms, CLIP_RULES[name].lengths(known, **parameters))
 
 

@@ -229,7 +229,7 @@ class Counts(NamedTuple):
 
     rows: tf.Tensor  # U unique row numbers, int64
     position: tf.Tensor  # n, where each of the gradient's indices stands in `rows`, int64
-    counts: tf.Tensor  # U, float32
+    counts: tf.Tensor  # U, float32; 0 of a row that no sample holds
 
 
 @tf.autograph.experimental.do_not_convert
@@ -239,7 +239,6 @@ def count_sparse(
     num_rows: int,
     *,
     on_cpu: bool = False,
-    least: float = 1.0,
 ) -> Counts:
     """Counts of a sparse gradient's rows, from the lookups that it came from.
 
@@ -248,7 +247,6 @@ def count_sparse(
       indices: row numbers of the gradient, with repeats, n.
       num_rows: V.
       on_cpu: whether the ops are placed on a CPU; see `row_sums.py`.
-      least: what a row counts that no sample holds.
 
     Raises:
       NotRecordedError: the gradient holds rows that were looked up past the recorder, or before
@@ -261,7 +259,7 @@ def count_sparse(
         recorder.forget()
         counted = _passes_in(passes, indices)
         once = [one for p in counted for one in distinct(p)]
-        return _samples_per_row(once, indices, num_rows, on_cpu, least)
+        return _samples_per_row(once, indices, num_rows, on_cpu)
     of = Expressions()
     (lookups,) = passes
     mine = before_joining(indices, of)
@@ -273,7 +271,7 @@ def count_sparse(
         return repeats_per_row(indices, num_rows, on_cpu=on_cpu)
     if mine is not None:
         raise NotRecordedError("rows of other ranks, of lists or of ids that were looked up twice")
-    return _samples_per_row(once, indices, num_rows, on_cpu, least)
+    return _samples_per_row(once, indices, num_rows, on_cpu)
 
 
 @tf.autograph.experimental.do_not_convert
@@ -284,7 +282,6 @@ def count_dense(
     num_rows: int,
     *,
     on_cpu: bool = False,
-    least: float = 1.0,
 ) -> tf.Tensor:
     """Counts of all rows of a table whose gradient is dense, V float32.
 
@@ -294,7 +291,6 @@ def count_dense(
       variable: the table's.
       num_rows: V.
       on_cpu: whether the ops are placed on a CPU; see `row_sums.py`.
-      least: what a row counts that no sample holds.
 
     Raises:
       NotRecordedError: the gradient comes, as a whole or in part, from elsewhere than this step's
@@ -322,9 +318,9 @@ def count_dense(
         found, _ = _lookups_in(slices, lookups, of)
         once = distinct(found, of)
     if not once:
-        return tf.fill([num_rows], tf.constant(least, tf.float32))
+        return tf.zeros([num_rows])
     counted = tf.concat([lookup.counted_rows(num_rows) for lookup in once], axis=0)
-    return tf.maximum(tally(counted, tf.constant(num_rows, tf.int64), on_cpu), least)
+    return tally(counted, tf.constant(num_rows, tf.int64), on_cpu)
 
 
 def _by_ids(lookups: Iterable[Lookup], of: Expressions) -> dict[int, list[Lookup]]:
@@ -390,7 +386,7 @@ def samples_per_row(
     """Rows of a batch and in how many samples each occurs (`cnt` of Algorithm 1, line 7).
 
     Per feature, added up over features that share a table. A row of the gradient that no sample
-    holds (padding) counts as 1, as absent rows do.
+    holds (padding) counts as 0.
 
     Args:
       lookups: one forward pass's lookups; the same ids under one key count once.
@@ -410,14 +406,13 @@ def _samples_per_row(
     indices: tf.Tensor,
     num_rows: int,
     on_cpu: bool,
-    least: float = 1.0,
 ) -> Counts:
     counted = tf.concat([lookup.counted_rows(num_rows) for lookup in lookups], axis=0)
     both = tf.concat([counted, tf.cast(indices, tf.int64)], axis=0)
     rows, position, _ = unique_rows(both, num_rows, on_cpu)
     split = tf.size(counted)
     counts = tally(position[:split], tf.size(rows, tf.int64), on_cpu)
-    return Counts(rows, position[split:], tf.maximum(counts, least))
+    return Counts(rows, position[split:], counts)
 
 
 def repeats_per_row(indices: tf.Tensor, num_rows: int, *, on_cpu: bool = False) -> Counts:

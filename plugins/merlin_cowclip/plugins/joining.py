@@ -143,7 +143,7 @@ def join_rows(shares: Sequence[RowSums], variables: Sequence[tf.Variable]) -> li
     are all-reduced.
 
     Args:
-      shares: of each table, this rank's; a row that no sample of the share holds counts as 0.
+      shares: of each table, this rank's.
       variables: the tables.
     """
     hvd = _horovod()
@@ -155,13 +155,13 @@ def join_rows(shares: Sequence[RowSums], variables: Sequence[tf.Variable]) -> li
     def joined(share: RowSums, variable: tf.Variable) -> RowSums:
         if share.is_whole:
             gradients, counts = next(summed) / hvd.size(), next(summed)
-            return share._replace(gradients=gradients, counts=tf.maximum(counts, 1.0))
+            return share._replace(gradients=gradients, counts=counts)
         with beside(variable) as on_cpu:
             indices, packed = next(gathered), next(gathered)
             rows, position, _ = unique_rows(indices, variable.shape[0], on_cpu)
             sums = sum_per_row(packed, position, tf.size(rows), on_cpu)
             counts = tf.cast(sums[:, -1], tf.float32)
-            return RowSums(rows, sums[:, :-1] / hvd.size(), tf.maximum(counts, 1.0))
+            return RowSums(rows, sums[:, :-1] / hvd.size(), counts)
 
     pairs = zip(shares, variables, strict=True)
     return [JoinedRows(joined(share, variable), variable) for share, variable in pairs]

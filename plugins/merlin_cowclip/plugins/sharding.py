@@ -201,7 +201,7 @@ def _joined(share: RowSums, variable: tf.Variable, shard: Shard, on_cpu: bool) -
     packed, _ = send(sent, sizes)
     rows, position, _ = unique_rows(places, variable.shape[0], on_cpu)
     sums = sum_per_row(packed, position, tf.size(rows), on_cpu)
-    counts = tf.maximum(tf.cast(sums[:, -1], tf.float32), 1.0)
+    counts = tf.cast(sums[:, -1], tf.float32)
     return RowSums(rows, sums[:, :-1] / shard.size, counts)
 
 

@@ -48,8 +48,7 @@ class SumsRows:
         for gradient, variable in grads_and_vars:
             check_not_joined(gradient, variable)
             with beside(variable) as on_cpu:
-                # A row that no sample holds counts as 1 in the global batch, not on each rank.
-                sums = self._summed(gradient, variable, on_cpu, least=0.0)
+                sums = self._summed(gradient, variable, on_cpu)
                 shares.append(sums._replace(gradients=weighed(sums.gradients, weight)))
             variables.append(variable)
         return list(zip(self._joined(shares, variables), variables, strict=True))
@@ -77,20 +76,18 @@ class SumsRows:
         spec = self._specs.get(variable.ref())
         return None if spec is None else spec.shard
 
-    def _summed(
-        self, gradient: Any, variable: tf.Variable, on_cpu: bool, least: float = 1.0
-    ) -> RowSums:
-        """A table's gradient summed per row, and what a row that no sample holds counts at least.
+    def _summed(self, gradient: Any, variable: tf.Variable, on_cpu: bool) -> RowSums:
+        """A table's gradient summed per row, and how many samples hold the row.
 
         Dense, every row is one of the batch's.
         """
         spec = self._specs.get(variable.ref())
         if not isinstance(gradient, tf.IndexedSlices):
-            return self._all_rows(spec, gradient, variable, on_cpu, least)
+            return self._all_rows(spec, gradient, variable, on_cpu)
         if spec is None:
             indices, position, counts = self._repeated(variable, gradient.indices, on_cpu)
         else:
-            indices, position, counts = self._counted(spec, gradient.indices, on_cpu, least)
+            indices, position, counts = self._counted(spec, gradient.indices, on_cpu)
         if self.update == "deferred":  # of a gradient that is older than the last step
             self._bring_late(variable, indices)
         summed = sum_per_row(widened(gradient.values), position, tf.size(indices), on_cpu)
@@ -102,7 +99,6 @@ class SumsRows:
         gradient: tf.Tensor,
         variable: tf.Variable,
         on_cpu: bool,
-        least: float,
     ) -> RowSums:
         if spec is None:
             raise ValueError(
@@ -126,12 +122,10 @@ class SumsRows:
         number = spec.num_rows
         if self.clip is None:
             spec.recorder.forget()
-            counts = tf.fill([number], tf.constant(least, tf.float32))
+            counts = tf.zeros([number])
         else:
             try:
-                counts = count_dense(
-                    spec.recorder, gradient, variable, number, on_cpu=on_cpu, least=least
-                )
+                counts = count_dense(spec.recorder, gradient, variable, number, on_cpu=on_cpu)
             except NotRecordedError as received:
                 raise _uncounted(spec, received) from None
         indices = tf.range(number, dtype=tf.int64)
@@ -158,12 +152,12 @@ class SumsRows:
                 "them; or call bind_tables."
             ) from None
 
-    def _counted(self, spec: TableSpec, indices: tf.Tensor, on_cpu: bool, least: float) -> Counts:
+    def _counted(self, spec: TableSpec, indices: tf.Tensor, on_cpu: bool) -> Counts:
         if self.clip is None:
             spec.recorder.forget()
             return repeats_per_row(indices, spec.num_rows, on_cpu=on_cpu)
         try:
-            return count_sparse(spec.recorder, indices, spec.num_rows, on_cpu=on_cpu, least=least)
+            return count_sparse(spec.recorder, indices, spec.num_rows, on_cpu=on_cpu)
         except NotRecordedError as received:
             raise _uncounted(spec, received) from None
 

@@ -108,7 +108,8 @@ class TableSpec:
       columns: the schema of the fields.
       range_of_column: for each column, the number of the range that it reads; left out, column i
         reads range i, or all columns the only one.
-      width: d. Tables of width 1 are linear weights: they take L2 but are not clipped.
+      width: d. Tables of width 1 are linear weights: they take L2 but are not clipped, unless
+        `clip_tables` names them or their fields.
       recorder: the lookups of the current step.
       access: how the layer is to look rows up; Merlin's own tables do it their way.
       set_variable: gives the layer another variable as its table; of a table that may be in shards.
