@@ -163,6 +163,21 @@ def test_what_is_no_part_of_a_run_is_let_be(run, tmp_path):
     assert Run.open(run).result["config"]["model"] == "lr"
 
 
+@pytest.mark.parametrize("which", [[], ["--best"]])
+def test_a_run_of_a_sweep_has_no_model(run, tmp_path, which):
+    """It read as if its checkpoints were damaged."""
+    result = json.loads((run / "result.json").read_text())
+    for name in ("model", "checkpoints"):
+        shutil.rmtree(run / name)
+        gone = [path for path in result["manifest"] if path.startswith(f"{name}/")]
+        for path in gone:
+            del result["manifest"][path]
+    result["config"]["keeping"] = {**result["config"].get("keeping", {}), "saved_model": False}
+    (run / "result.json").write_text(json.dumps(result))
+    words = ["a run must have a model", str(run), "a sweep", "--config"]
+    refused(["evaluate", run, *which], words, folder=tmp_path)
+
+
 @pytest.mark.parametrize("make", ["nothing", "file", "folder", "link"])
 def test_what_is_no_run(tmp_path, toy_data, make):
     path = tmp_path / "run"

@@ -109,11 +109,11 @@ OPTIONS = [
     ("--dense-schedule exponential:rate=0", ["dense_schedule rate must be a positive number"]),
     ("--dense-schedule cosine:till=0", ["'cosine' has the parameters to, epochs", "'till'"]),
     ("--dense-schedule cosine:to=low", ["--dense-schedule must have numbers", "to=low"]),
-    ("--dense-schedule cosine:", ["--dense-schedule must be FIELD=VALUE"]),
+    ("--dense-schedule cosine:", ["--dense-schedule must be NAME=VALUE"]),
     ("--embedding-schedule steps", ["'steps' needs at"]),
     ("--embedding-schedule steps:8=0.1,5=1", ["rising, positive epochs"]),
     ("--embedding-schedule linear:to=nan", ["embedding_schedule to must be a number"]),
-    ("--embedding-schedule linear:to=1,to=2", ["each field once"]),
+    ("--embedding-schedule linear:to=1,to=2", ["each name once"]),
 ]
 
 

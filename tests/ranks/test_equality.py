@@ -49,7 +49,7 @@ def test_ranks_train_as_one_process(results, alone, ranks, name):
 
 @pytest.mark.parametrize("ranks", NAMES)
 def test_joins(results, ranks):
-    """Means of gradients, sums of counts; a row that no sample holds counts as 1."""
+    """Means of gradients, sums of counts."""
     for rank in range(ranks):
         found = dict(np.load(results[ranks] / f"joined-{rank}.npz"))
         order = np.argsort(found["rows_0"])
@@ -59,7 +59,7 @@ def test_joins(results, ranks):
         assert found["rows_2"][order].tolist() == [1.0, 1.0]
         assert found["whole_0"].tolist() == [0, 1, 2]
         np.testing.assert_allclose(found["whole_1"], np.full((3, 1), 3.0))
-        assert found["whole_2"].tolist() == [ranks, 1.0, 1.0]
+        assert found["whole_2"].tolist() == [ranks, 0.0, 0.0]
         np.testing.assert_allclose(found["dense_0"], [np.mean(np.arange(ranks) + 1.0)])
         assert found["slices_1"].tolist() == list(range(ranks))
         mine = np.repeat(np.arange(ranks)[:, None] + 1.0, 2, axis=1) / ranks

@@ -323,6 +323,24 @@ def test_what_was_written_is_kept_where_its_name_was_taken(tmp_path):
     assert names(tmp_path) == {"new", kept.name}
 
 
+def test_what_is_no_work_is_not_kept_where_its_name_was_taken(tmp_path):
+    """Of two trainings that are begun at once the slower one had written nothing of worth."""
+    out = tmp_path / "out"
+
+    def work() -> None:
+        with all_or_nothing(out, is_work=False) as folder:
+            fill(folder)
+            out.mkdir()
+
+    with pytest.raises(
+        UserError, match="must not exist. Received: [^,]*out. Name another"
+    ) as error:
+        work()
+    assert "lies in" not in str(error.value)
+    assert names(tmp_path) == {"out"}
+    assert not names(out)
+
+
 def test_what_was_written_is_kept_where_its_place_is_gone(tmp_path):
     def work() -> None:
         with all_or_nothing(tmp_path / "new" / "out") as folder:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import warnings
+from collections.abc import Callable
 from decimal import Decimal
 from pathlib import Path
 
@@ -91,6 +92,8 @@ def test_columns_of_pandas_own_types(given, kind, dtype, values):
         ([np.array([2**60 + 1]), [1, None]], pa.int64(), [[2**60 + 1], [1, None]]),
         ([None, None], pa.int64(), [None, None]),
         ([np.nan, [0.5]], pa.float64(), [None, [0.5]]),
+        ([np.array([0.1], "float32"), None], pa.float32(), [[np.float32(0.1)], None]),
+        ([np.array([1], "int8"), np.array([2], "int8")], pa.int8(), [[1], [2]]),
     ],
 )
 def test_lists_of_whatever_they_are_held_in(given, kind, values):
@@ -221,8 +224,9 @@ def test_every_form_is_encoded_as_at_the_fit_or_refused(tmp_path, name, operator
                     continue
             rows = [i for i in range(N) if i not in missing and first[name].notna()[i]]
             frame = pd.DataFrame({name: given, "y": first["y"]})
-            held = RawRows(workflow, [field] if is_id else [], encode)
-            if held.types[name].kind is None and str in set(map(type, given)) and name != "text":
+            held = lambda: RawRows(workflow, [field] if is_id else [], encode)  # noqa: E731
+            kind = held().types[name].kind
+            if kind is None and str in set(map(type, given)) and name != "text":
                 continue  # it is taken for text, and the documentation says so
             for found in answers(held, frame, tmp_path / "given.parquet"):
                 taken += bool(len(rows))
@@ -230,15 +234,16 @@ def test_every_form_is_encoded_as_at_the_fit_or_refused(tmp_path, name, operator
                 if not is_id:
                     same = [np.isclose(found[i], expected[i], rtol=1e-5) for i in rows]
                 assert all(same), (list(missing), given)
-    assert taken >= 2 or (held.types[name].kind is None and name != "text")
+    assert taken >= 2 or (kind is None and name != "text")
 
 
-def answers(held: RawRows, frame: pd.DataFrame, path: Path):
+def answers(held: Callable[[], RawRows], frame: pd.DataFrame, path: Path):
     """Of a frame, and of the file that pandas writes of it, unless they are refused or told of."""
     with warnings.catch_warnings():
         warnings.simplefilter("error", Notice)
+        warnings.filterwarnings("ignore", "the workflow makes one input of column", Notice)
         with contextlib.suppress(UserError, Notice):
-            yield held.of_frame(frame, PLACE).column(0).to_pylist()
+            yield held().of_frame(frame, PLACE).column(0).to_pylist()
         try:
             frame.to_parquet(path)
         except Exception:  # no type of parquet's
@@ -246,5 +251,5 @@ def answers(held: RawRows, frame: pd.DataFrame, path: Path):
         (batch,) = pq.read_table(path).to_batches()
         columns = dict(zip(batch.schema.names, batch.columns, strict=True))
         with contextlib.suppress(UserError, Notice):
-            check_raw_types(*open_files(path), held.types, frame.columns)
-            yield held.of_columns(columns, PLACE).column(0).to_pylist()
+            check_raw_types(*open_files(path), held().types, frame.columns)
+            yield held().of_columns(columns, PLACE).column(0).to_pylist()

@@ -493,7 +493,7 @@ def test_text_is_the_same_wherever_it_comes_from(odd_texts, capfd):
     for name, found in encode.transform(None, sent).to_dict().items():
         np.testing.assert_array_equal(found, here[name], err_msg=name)
 
-    fitted = "must be of the type that the workflow was fitted on. Received: "
+    fitted = "that it had at the first rows of the workflow's fit. Received: "
     refused = [
         (rows.assign(user=rows["user"].astype(str)), f"{fitted}string in column 'user' of a req"),
         (rows.assign(user=rows["user"] + 0.5), r"must be a whole one.*\.5 in row 1.* 'user'"),

@@ -239,6 +239,46 @@ def test_a_trial_that_diverges_ends_alone(data, config, tmp_path, fake, monkeypa
     assert "diverged" in tuned.tables()
 
 
+@pytest.mark.parametrize("seeds", [1, 2])
+def test_what_diverges_when_it_is_trained_again_is_not_the_best(
+    data, config, tmp_path, fake, monkeypatch, seeds
+):
+    """Of two seeds one: the mean of the other said nothing of it. Of all, the line was empty."""
+    first = tuned_by(data, config, tmp_path / "first", trials=8, seeds=2).result
+    best = first["table"][0]
+    stock = fake.epochs_of
+
+    def diverging(rows, train, stopping, advance=lambda: None):
+        is_best = train.hyperparameters.to_dict() == best["hyperparameters"]
+        if is_best and train.seed in best["seeds"][:seeds]:
+            raise DivergedError("loss, gradients and weights must stay finite. Received: loss nan")
+        yield from stock(rows, train, stopping, advance)
+
+    monkeypatch.setattr(fake, "epochs_of", diverging)
+    tuned = tuned_by(data, config, tmp_path / "tune", trials=8, seeds=2)
+    assert tuned.result["winner"] != first["winner"]
+    (row,) = (row for row in tuned.result["table"][1:] if row["trial"] == first["winner"])
+    assert (row["mean"], row["diverged"], len(row["aucs"])) == (None, seeds, 2 - seeds)
+    said = tuned.tables()
+    (line,) = (line for line in said.split("\n\n")[0].splitlines() if "diverged" in line)
+    assert line.split("diverged")[0].strip() == row["what"]
+    assert f"Diverged when trained again: {row['what']} from {seeds} of 2 seeds." in said
+
+
+def test_all_that_are_trained_again_diverge(data, config, tmp_path, fake, monkeypatch):
+    stock, seed = fake.epochs_of, config.seed
+
+    def diverging(rows, train, stopping, advance=lambda: None):
+        if train.seed != seed:
+            raise DivergedError("loss, gradients and weights must stay finite. Received: loss nan")
+        yield from stock(rows, train, stopping, advance)
+
+    monkeypatch.setattr(fake, "epochs_of", diverging)
+    said = tuned_by(data, config, tmp_path / "tune", trials=8, seeds=2).tables()
+    assert "Diverged when trained again: best found from 2 of 2 seeds; " in said
+    assert "So did all that were trained again: search among lower learning rates." in said
+
+
 def test_all_diverge(data, config, tmp_path, fake, monkeypatch):
     def diverging(*_):
         raise DivergedError("the data is at fault")

@@ -189,11 +189,12 @@ def begun_before(out: Path) -> list[Path]:
 
 
 @contextlib.contextmanager
-def all_or_nothing(out: Path, what: str = "folder") -> Iterator[Path]:
+def all_or_nothing(out: Path, what: str = "folder", *, is_work: bool = True) -> Iterator[Path]:
     """A hidden folder beside ``out``, renamed to it at the end, or removed on any failure.
 
     Where ``out`` cannot be made at the end, another command having been faster, the folder is whole
-    all the same: it gets a name beside, which the error tells. For a "file" it is a place in that
+    all the same: it gets a name beside, which the error tells, unless it is no work to make it
+    again. For a "file" it is a place in that
     folder, where the file is to be written.
 
     Raises:
@@ -217,7 +218,7 @@ def all_or_nothing(out: Path, what: str = "folder") -> Iterator[Path]:
         yield whole
         if what == "file":
             output.file = _number(whole)
-        _put_in_place(output, whole, folder.with_name(beside), what)
+        _put_in_place(output, whole, folder.with_name(beside) if is_work else None, what)
     except OSError as error:
         if error.errno == errno.EMFILE:
             most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
@@ -237,11 +238,11 @@ def all_or_nothing(out: Path, what: str = "folder") -> Iterator[Path]:
             output.ended()
 
 
-def _put_in_place(output: _Output, whole: Path, beside: Path, what: str) -> None:
+def _put_in_place(output: _Output, whole: Path, beside: Path | None, what: str) -> None:
     """Rename what is whole to its output or, where that cannot be, to a name beside it.
 
     Raises:
-        UserError: it lies beside.
+        UserError: it lies beside, or where it lay.
     """
     out = output.out
     try:
@@ -253,6 +254,8 @@ def _put_in_place(output: _Output, whole: Path, beside: Path, what: str) -> None
                 refuse_existing(out, what)  # another command was faster
                 _refuse_place(out, error.strerror, what)
     except UserError as refusal:
+        if beside is None:
+            raise
         output.out = beside
         os.rename(whole, beside)
         raise UserError(f"{refusal}. What was to be there is whole, and lies in {beside}") from None

@@ -42,8 +42,8 @@ def numbers(text: str) -> list[int]:
     return [int(number) for number in text.split(",")]
 
 
-def by_field(option: str, text: str) -> dict[str, str]:
-    """The value of "genres=sum,tags=mean".
+def by_field(option: str, text: str, of: str = "field") -> dict[str, str]:
+    """The value of "genres=sum,tags=mean", or of other names than fields'.
 
     Raises:
         UserError: it is none.
@@ -53,8 +53,8 @@ def by_field(option: str, text: str) -> dict[str, str]:
         field, equals, value = part.rpartition("=")
         if not equals or not field or field in found:
             raise UserError(
-                f"{option} must be FIELD=VALUE,… with each field once. Received: {text!r}, at "
-                f"{part!r}"
+                f"{option} must be {of.upper()}=VALUE,… with each {of} once. "
+                f"Received: {text!r}, at {part!r}"
             )
         found[field] = value
     return found
@@ -65,7 +65,7 @@ def _schedule(option: str, text: str) -> dict[str, Any] | None:
     if text == "constant":
         return None
     name, colon, rest = text.partition(":")
-    pairs = by_field(option, rest) if colon else {}
+    pairs = by_field(option, rest, "name") if colon else {}
     try:
         if name == "steps":
             at = {"at": [float(epoch) for epoch in pairs]} if pairs else {}

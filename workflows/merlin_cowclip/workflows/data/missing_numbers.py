@@ -43,9 +43,9 @@ class Misread:
         if pa.types.is_boolean(self.kind):
             made, example = "objects", "these the workflow makes other inputs than of booleans"
         raise UserError(
-            f"column {self.column!r}, {self.kind}, must have no missing one, for the workflow was "
-            f"fitted on none. Received: one in {rows}, which makes the others {made} to pandas; of "
-            f"{example}. Fill it in, or give the rows without one apart"
+            f"column {self.column!r}, {self.kind}, must have no missing one, as at the first "
+            f"rows of the workflow's fit. Received: one in {rows}, which makes the others {made} "
+            f"to pandas; of {example}. Fill it in, or give the rows without one apart"
         )
 
 
@@ -68,8 +68,59 @@ class MissingNumbers:
             if one.kind is not None
             and (pa.types.is_integer(one.kind) or pa.types.is_boolean(one.kind))
         }
-        encoded, otherwise = uses(workflow)
-        self._encoded_alone = encoded - otherwise
+        self._otherwise = otherwise = told_apart(workflow)
+        self._may_tell = {
+            name
+            for name, one in types.items()
+            if name in otherwise and not one.is_list and one.kind is not None
+            if name in self._kinds or pa.types.is_float64(one.kind)
+        }
+
+    def told_otherwise(
+        self,
+        frame: pd.DataFrame,
+        fitted: Mapping[str, pa.Array],
+        encoded: pa.RecordBatch,
+        encode: Encode,
+    ) -> str | None:
+        """What is to be said of whole numbers that some rows of the fit may have had otherwise.
+
+        Where none is missing here, of which the workflow makes other inputs than of the same as
+        floats; or which were floats at the first rows, and of which it makes others as integers.
+        Each part of the fit's rows had them as its own missing ones made them.
+
+        Args:
+          frame: the rows, as pandas has them.
+          fitted: the same, of the types of the fit.
+          encoded: what the workflow made of them, row for row.
+          encode: what makes it.
+        """
+        others = {}
+        for name in sorted(self._may_tell):
+            is_whole = len(fitted[name]) and not fitted[name].null_count
+            if is_whole and (other := _otherwise(frame[name])) is not None:
+                others[name] = other
+        told = None
+        with contextlib.suppress(Exception):  # of an operator that takes no such numbers
+            if others and self._differ(encode(frame.assign(**others)), encoded):
+                told = next(
+                    (
+                        n
+                        for n in others
+                        if self._differ(encode(frame.assign(**{n: others[n]})), encoded)
+                    ),
+                    next(iter(others)),
+                )
+        if told is None:
+            return None
+        self._may_tell.discard(told)  # once is enough
+        here, there = frame[told].dtype, others[told].dtype
+        return (
+            f"the workflow makes one input of column {told!r} as {here}, and another of the same "
+            f"values as {there}, by whether one is missing among them. They are read as {here}, as "
+            "at the first rows of its fit: if others of its files or partitions had, or had not, a "
+            "missing one, the ids of their rows were others"
+        )
 
     def misread(
         self,
@@ -97,13 +148,13 @@ class MissingNumbers:
             column = fitted[name]
             if pa.types.is_list(column.type):
                 values = flat_values(column)
-                if values.null_count and not self._is_encoded_alike(name, values):
+                if values.null_count and not self._is_read_alike(name, values):
                     return Misread(name, kind)
                 continue
             is_good = column.is_valid().to_numpy(zero_copy_only=False)
             if is_good.all() or not is_good.any():
                 continue
-            if self._is_encoded_alike(name, column):
+            if self._is_read_alike(name, column):
                 continue
             good.append(is_good)
             filled = column.fill_null(column.drop_null()[0])
@@ -119,9 +170,9 @@ class MissingNumbers:
         except Exception:  # of a number that stands where none was, maybe: no row of the user's
             return self._in_their_rows(frame, encode, whole, good)
 
-    def _is_encoded_alike(self, name: str, values: pa.Array) -> bool:
+    def _is_read_alike(self, name: str, values: pa.Array) -> bool:
         """Whether it is known beforehand, as of most columns: a vocabulary has one id for 7.0."""
-        if name not in self._encoded_alone:
+        if name in self._otherwise:
             return False
         if pa.types.is_boolean(values.type):
             return True
@@ -134,7 +185,7 @@ class MissingNumbers:
         """`misread` of columns of which every number is missing, and may be filled in."""
         nothing = pd.Series(pd.NA, frame.index, "Int64")
         for name, kind in self._kinds.items():
-            may_tell = pa.types.is_integer(kind) and name not in self._encoded_alone
+            may_tell = pa.types.is_integer(kind) and name in self._otherwise
             if may_tell and frame[name].dtype.kind == "f" and frame[name].isna().all():
                 with contextlib.suppress(Exception):  # of an operator that takes no such integers
                     if self._differ(encode(frame.assign(**{name: nothing})), encoded):
@@ -189,6 +240,19 @@ class MissingNumbers:
         return different_columns(left, right, self._ids)
 
 
+def _otherwise(column: pd.Series) -> pd.Series | None:
+    """Values of which none is missing, as pandas has them beside a missing one, or beside none.
+
+    `None` where floats are no whole numbers.
+    """
+    if column.dtype.kind != "f":
+        return column.astype(object if column.dtype.kind == "b" else np.float64)
+    values = column.to_numpy()
+    if not ((values == np.trunc(values)) & (np.abs(values) < 2.0**53)).all():
+        return None
+    return column.astype(np.int64)
+
+
 def different_columns(
     left: pa.RecordBatch, right: pa.RecordBatch, ids: Collection[str]
 ) -> set[str]:
@@ -206,16 +270,18 @@ def _same(left: pa.Array, right: pa.Array, tolerance: float) -> bool:
     return bool(np.isclose(one, other, rtol=tolerance, atol=0, equal_nan=True).all())
 
 
-def uses(workflow: nvt.Workflow) -> tuple[set[str], set[str]]:
-    """Raw columns that Categorify reads as they are, or filled; and those that are read otherwise.
+def told_apart(workflow: nvt.Workflow) -> set[str]:
+    """Raw columns of whose 7 and 7.0 other inputs may be made.
 
-    The others are read by other operators, hashed, or read together with more.
+    They are hashed, or read by operators that may tell one from the other. Categorify does not, of
+    columns as they are or filled, nor does arithmetic of floats.
     """
     with quiet_imports():
         from nvtabular import ops
 
-    keep = (*operators_that_keep_values(), ops.FillMissing, ops.FillMedian)
-    encoded: set[str] = set()
+    keep = (*operators_that_keep_values(), ops.FillMissing, ops.FillMedian, ops.Clip)
+    # Of which each makes the same of 7 and of 7.0, and floats or places of either.
+    alike = (ops.LogOp, ops.Normalize, ops.NormalizeMinMax, ops.Bucketize)
     otherwise: set[str] = set()
     nothing: frozenset[str] = frozenset()
 
@@ -223,7 +289,6 @@ def uses(workflow: nvt.Workflow) -> tuple[set[str], set[str]]:
         """Of what a node makes, of which raw columns it is, if none was changed."""
         used = nothing.union(*given.values())
         if isinstance(node.op, ops.Categorify):
-            encoded.update(used)
             if node.op.num_buckets or node.op.encode_type == "combo":
                 otherwise.update(used)
         elif isinstance(node.op, keep):
@@ -233,9 +298,9 @@ def uses(workflow: nvt.Workflow) -> tuple[set[str], set[str]]:
                 for name, sources in node.column_mapping.items()
                 if not fills or name in sources
             }
-        else:
+        elif not isinstance(node.op, alike):
             otherwise.update(used)
         return {}
 
     followed(workflow.output_node, lambda name: frozenset({name}), made_by, nothing)
-    return encoded, otherwise
+    return otherwise

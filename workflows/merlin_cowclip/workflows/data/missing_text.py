@@ -1,6 +1,6 @@
-"""Missing text and booleans of raw rows: None, or NaN, by the reader; an operator may tell them.
+"""Missing text and booleans of raw rows: None, NaN or NA, by the reader; operators may tell them.
 
-`str` makes "None" of the one and "nan" of the other, which are two ids, or one and an unknown one.
+`str` makes "None", "nan" and "<NA>" of them, which are three ids, or one and unknown ones.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 
-from merlin_cowclip.workflows.data.missing_numbers import different_columns, uses
+from merlin_cowclip.workflows.data.missing_numbers import different_columns, told_apart
 from merlin_cowclip.workflows.data.raw_types import RawType
 from merlin_cowclip.workflows.errors import quoted
 
@@ -33,7 +33,7 @@ class MissingText:
     def __init__(
         self, workflow: nvt.Workflow, types: Mapping[str, RawType], ids: Collection[str]
     ) -> None:
-        _, otherwise = uses(workflow)
+        otherwise = told_apart(workflow)
         self._ids = set(ids)
         self._names = [n for n, one in types.items() if n in otherwise and not one.is_list]
 
@@ -59,9 +59,9 @@ class MissingText:
         missing = sorted({"None" if _has_none(frame[name]) else "NaN" for name in told})
         return (
             "the workflow makes one input of a missing text or boolean that is None, as parquet "
-            "has it, and another of NaN, as pandas.read_csv has it. Received missing ones in "
-            f"{quoted(told)}, taken as {' or '.join(missing)}. If the workflow was fitted on the "
-            "other, fill them in"
+            "has it, and another of NaN, as pandas.read_csv has it, or of pandas.NA, as its own "
+            f"text and booleans are. Received missing ones in {quoted(told)}, taken as "
+            f"{' or '.join(missing)}. If the workflow was fitted on another, fill them in"
         )
 
     def _is_told(
@@ -72,10 +72,11 @@ class MissingText:
         encode: Callable[[pd.DataFrame], pa.RecordBatch],
     ) -> bool:
         column = frame[name]
-        other = np.nan if _has_none(column) else None
-        with contextlib.suppress(Exception):  # of an operator that takes one of them alone
-            again = encode(frame.assign(**{name: column.where(column.notna(), other)}))
-            return bool(different_columns(again, encoded, self._ids))
+        for other in (np.nan if _has_none(column) else None, pd.NA):
+            with contextlib.suppress(Exception):  # of an operator that takes one of them alone
+                again = encode(frame.assign(**{name: column.where(column.notna(), other)}))
+                if different_columns(again, encoded, self._ids):
+                    return True
         return False
 
 

@@ -19,7 +19,7 @@ from merlin_cowclip.workflows.data.encoded_rows import Place
 from merlin_cowclip.workflows.data.missing_numbers import MissingNumbers
 from merlin_cowclip.workflows.data.missing_text import MissingText
 from merlin_cowclip.workflows.data.raw_frames import fitted_columns, pandas_frame
-from merlin_cowclip.workflows.data.raw_types import raw_types, tell_of_unknown
+from merlin_cowclip.workflows.data.raw_types import raw_types
 from merlin_cowclip.workflows.errors import Notice, UserError, clipped
 
 if TYPE_CHECKING:
@@ -56,6 +56,7 @@ class RawRows:
             the workflow does not take the rows, or not as at its fit, or makes others of them.
         """
         fitted = {n: self.types[n].of(column, n, place) for n, column in columns.items()}
+        self._tell_of_unknown(fitted, place)
         return self._encoded(pandas_frame(fitted), fitted, place)
 
     def of_frame(self, frame: pd.DataFrame, place: Place) -> pa.RecordBatch:
@@ -69,11 +70,16 @@ class RawRows:
           UserError: as `of_columns`.
         """
         found, fitted = fitted_columns(frame, self.types, place)
-        for name, one in self.types.items():
-            if one.kind is None and name not in self._told:
-                tell_of_unknown(name, one, fitted[name].type, "a request")
-                self._told.add(name)
+        self._tell_of_unknown(fitted, place)
         return self._encoded(found, fitted, place)
+
+    def _tell_of_unknown(self, fitted: Mapping[str, pa.Array], place: Place) -> None:
+        """Warn of columns whose type at the fit nobody knows, once, unless they are text."""
+        for name, column in fitted.items():
+            said = self.types[name].unknown(column.type)
+            if said is not None and name not in self._told:
+                self._told.add(name)
+                warnings.warn(f"{place.column(name)} {said}", Notice, stacklevel=5)
 
     def _encoded(
         self, frame: pd.DataFrame, fitted: Mapping[str, pa.Array], place: Place
@@ -83,11 +89,13 @@ class RawRows:
             encoded = self._encode(frame)
             misread = self._numbers.misread(frame, fitted, encoded, self._encode)
             told = self._text.told_apart(frame, encoded, self._encode)
+            unsure = self._numbers.told_otherwise(frame, fitted, encoded, self._encode)
         if misread is not None:
             misread.refuse(rows)
-        if told and told not in self._told:  # once of None, once of NaN
-            warnings.warn(f"{told}. The first are in {rows}", Notice, stacklevel=5)
-            self._told.add(told)
+        for said in filter(None, (told, unsure)):
+            if said not in self._told:
+                self._told.add(said)
+                warnings.warn(f"{said}. The first are in {rows}", Notice, stacklevel=5)
         return encoded
 
 

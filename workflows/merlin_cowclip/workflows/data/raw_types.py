@@ -9,7 +9,6 @@ is undone: the width of integers, integers that are floats beside a missing one,
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -24,13 +23,13 @@ from merlin_cowclip.workflows.data.encoded_rows import Place
 from merlin_cowclip.workflows.data.existing_parquet import ParquetFile
 from merlin_cowclip.workflows.data.parquet_logs import plain_type
 from merlin_cowclip.workflows.data.raw_columns import Keys, learned_keys
-from merlin_cowclip.workflows.errors import Notice, UserError, clipped
+from merlin_cowclip.workflows.errors import UserError, clipped
 
 if TYPE_CHECKING:
     import nvtabular as nvt
     from merlin.schema import ColumnSchema
 
-RULE = "a raw column must be of the type that the workflow was fitted on"
+RULE = "a raw column must be of the type that it had at the first rows of the workflow's fit"
 
 
 @dataclass(frozen=True)
@@ -64,12 +63,14 @@ class RawType:
             return bool(kinds.is_integer(held) or held == self.kind)
         if kinds.is_string(self.kind):
             return bool(kinds.is_string(held) or kinds.is_large_string(held) or _is_bytes(held))
-        if kinds.is_timestamp(self.kind):
-            return bool(kinds.is_timestamp(held) and held.tz == self.kind.tz)
+        if kinds.is_timestamp(self.kind):  # in lists pandas knows no zone
+            any_zone = self.is_list and self.kind.tz is None
+            return bool(kinds.is_timestamp(held) and (any_zone or held.tz == self.kind.tz))
         return any(
             is_one(self.kind) and is_one(held)
             for is_one in (
-                *(kinds.is_boolean, _is_bytes, kinds.is_decimal, kinds.is_date, kinds.is_time),
+                *(kinds.is_boolean, _is_bytes, kinds.is_decimal),
+                *(kinds.is_date, kinds.is_time, kinds.is_duration),
             )
         )
 
@@ -107,6 +108,22 @@ class RawType:
         """What to do with a column of another type."""
         return "Give it as at the fit" if self.kind is None else f"Give it as {self}"
 
+    def unknown(self, given: pa.DataType) -> str | None:
+        """What is to be said of a column of a type, where nothing tells what it was at the fit.
+
+        Of text nothing: nearly all such columns are.
+        """
+        held = _element(given)
+        is_text = kinds.is_string(held) or kinds.is_large_string(held) or kinds.is_null(held)
+        is_alike = kinds.is_null(given) or (is_text and _is_list(given) == self.is_list)
+        if self.kind is not None or is_alike:
+            return None
+        return (
+            f"is {given}, and the workflow does not tell what it was at the fit, but that pandas "
+            "held it as objects: text, dates, or booleans with a missing one, say. Of others than "
+            "at the fit its operators make other inputs"
+        )
+
     def _of_nothing(self, column: pa.Array) -> pa.Array:
         kind = pa.null() if self.kind is None else self.kind
         if not self.is_list:
@@ -136,7 +153,7 @@ def raw_types(workflow: nvt.Workflow) -> dict[str, RawType]:
 def _kind_of(column: ColumnSchema, keys: Sequence[Keys]) -> pa.DataType | None:
     held = {key.kind for key in keys if not kinds.is_null(key.kind)}
     if any(kinds.is_string(kind) or kinds.is_large_string(kind) for kind in held):
-        return pa.string()
+        return None if any(map(_is_bytes, held)) else pa.string()
     if held and all(map(_is_bytes, held)):  # of lists of them the schema says that they are int64
         return pa.binary()
     known = None if column.dtype.name == "unknown" else np.dtype(column.dtype.to_numpy or object)
@@ -144,8 +161,9 @@ def _kind_of(column: ColumnSchema, keys: Sequence[Keys]) -> pa.DataType | None:
         return pa.from_numpy_dtype(known)
     if len(held) == 1:
         (kind,) = held
-        is_time = kinds.is_timestamp(kind)  # which parquet has in other units than pandas
-        return pa.timestamp("ns", kind.tz) if is_time else kind
+        if kinds.is_timestamp(kind):  # which parquet has in other units than pandas
+            return pa.timestamp("ns", kind.tz)
+        return pa.duration("ns") if kinds.is_duration(kind) else kind
     return pa.timestamp("ns") if known is not None and known.kind == "M" else None
 
 
@@ -166,28 +184,12 @@ def check_raw_types(
     """
     for name in columns:
         wanted, given = types[name], file.schema.field(name).type
-        if wanted.takes(given):
-            if wanted.kind is None:
-                tell_of_unknown(name, wanted, given, str(file.path))
-        elif not kinds.is_null(plain_type(given)) and _has_values(file, name, wanted.is_list):
+        is_null = kinds.is_null(plain_type(given))
+        if not (wanted.takes(given) or is_null) and _has_values(file, name, wanted.is_list):
             raise UserError(
                 f"{RULE}. Received: {given} in column {name!r} of {file.path}, which was {wanted}. "
                 f"{wanted.remedy}"
             )
-
-
-def tell_of_unknown(name: str, wanted: RawType, given: pa.DataType, where: str) -> None:
-    """Warn of a column whose type at the fit nobody knows, unless it is text, as nearly all are."""
-    held = _element(given)
-    is_text = kinds.is_string(held) or kinds.is_large_string(held) or kinds.is_null(held)
-    if not kinds.is_null(given) and not (is_text and _is_list(given) == wanted.is_list):
-        warnings.warn(
-            f"column {name!r} of {where} is {given}, and the workflow does not tell what it was at "
-            "the fit, but that pandas held it as objects: text, dates, or booleans with a missing "
-            "one, say. Of others than at the fit its operators make other inputs",
-            Notice,
-            stacklevel=5,
-        )
 
 
 def _has_values(file: ParquetFile, name: str, is_list: bool) -> bool:
@@ -230,8 +232,10 @@ def _cast(values: pa.Array, kind: pa.DataType, of: _Values) -> pa.Array:
         return values.cast(kind)
     if kinds.is_integer(kind):
         return _whole(values, kind, of)
+    if kinds.is_float64(kind):
+        return values.cast(kind, safe=False)  # rounded from 2^53 on, as pandas does beside null
     if kinds.is_floating(kind):
-        return values.cast(kind, safe=False)  # rounded from 2^53 on, as at the fit
+        return _float32(values, of)
     if kinds.is_decimal(kind):  # whose precision is that of the largest value at the fit
         kind = pa.decimal128(38, kind.scale)
     try:
@@ -253,6 +257,15 @@ def _has_equal(value: pa.Array, kind: pa.DataType) -> bool:
     return True
 
 
+def _float32(values: pa.Array, of: _Values) -> pa.Array:
+    """Integers, of which pandas makes float64: in a file of another writer."""
+    found = values.cast(pa.float32(), safe=False)
+    known = pc.fill_null(values, 0).to_numpy(zero_copy_only=False)
+    bad = known != pc.fill_null(found, 0).to_numpy(zero_copy_only=False).astype(np.float64)
+    of.check(bad, values, "a number must be a float32, as at the fit", "Give float32")
+    return found
+
+
 def _whole(values: pa.Array, kind: pa.DataType, of: _Values) -> pa.Array:
     limits = np.iinfo(kind.to_pandas_dtype())
     if kinds.is_floating(values.type):
@@ -262,13 +275,16 @@ def _whole(values: pa.Array, kind: pa.DataType, of: _Values) -> pa.Array:
         with np.errstate(invalid="ignore"):
             bad = ~np.isnan(held) & ((held != np.trunc(held)) | (np.abs(held) >= largest))
         rule = (
-            f"a number must be a whole one, as those that the workflow was fitted on, and as a "
-            f"float below 2^{np.finfo(given.dtype).nmant + 1}: larger ones are rounded"
+            f"a number must be a whole one, as those at the first rows of the workflow's fit, and "
+            f"as a float below 2^{np.finfo(given.dtype).nmant + 1}: larger ones are rounded"
         )
         of.check(bad, values, rule, "Give whole numbers")
         values = pa.array(np.where(np.isnan(held), 0, held).astype(np.int64), mask=np.isnan(held))
     known = pc.fill_null(values, 0).to_numpy(zero_copy_only=False)
-    rule = f"a number must be within {kind}, {limits.min} to {limits.max}, as at the fit"
+    rule = (
+        f"a number must be within {kind}, {limits.min} to {limits.max}, as at the first rows of "
+        "the workflow's fit"
+    )
     bad = (known < limits.min) | (known > limits.max)
     of.check(bad, values, rule, "Leave it out, or fit on the wider type")
     return values.cast(kind)

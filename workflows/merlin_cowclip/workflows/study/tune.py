@@ -314,6 +314,8 @@ class _Tuning:
             for number, repeats in repeated.items()
             if len(aucs := _aucs(repeats)) == self._seeds
         }
+        # What diverged when it was trained again comes after what was not trained again.
+        means.update({n: -1.0 for n, repeats in repeated.items() if _diverged(repeats)})
         winner = max(self._to_repeat(), key=lambda t: (means.get(t.number, 0.0), t.auc))
         table = [self._row(_BEST, winner, repeated, winner)]
         for one in sorted((t for t in tried if t.rules), key=lambda t: -t.auc):
@@ -360,8 +362,11 @@ class _Tuning:
         pairs = ((r.auc, by_seed.get(r.seed)) for r in own)
         differences = [a - b for a, b in pairs if a is not None and b is not None]
         difference, its_deviation = mean_and_deviation(differences)
-        if tried.number == winner.number:
+        diverged = _diverged(own)
+        if tried.number == winner.number or diverged:
             difference = its_deviation = None
+        if diverged:
+            mean = deviation = None
         return {
             "what": what,
             "trial": tried.number,
@@ -370,7 +375,7 @@ class _Tuning:
             "deviation": deviation,
             "aucs": aucs,
             "seeds": [repeat.seed for repeat in own],
-            "diverged": sum(repeat.auc is None for repeat in own),
+            "diverged": diverged,
             "difference": difference,
             "difference_deviation": its_deviation,
             "search_auc": tried.auc if tried.epochs else None,
@@ -404,6 +409,11 @@ def _seconds(tried: Tried) -> float:
     """How long a trial took up to its best epoch, as a repeat of it will."""
     epochs: list[Epoch] = list(tried.epochs[: tried.best_epoch])
     return sum(epoch.seconds for epoch in epochs)
+
+
+def _diverged(repeats: list[Repeat]) -> int:
+    """How many of them diverged."""
+    return sum(repeat.auc is None for repeat in repeats)
 
 
 def _aucs(repeats: list[Repeat]) -> list[float]:

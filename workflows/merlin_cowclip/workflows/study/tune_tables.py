@@ -61,10 +61,10 @@ def tables(result: Mapping[str, Any]) -> str:
         rows.append(
             (
                 row["what"],
-                "diverged" if mean is None and row["search_auc"] is None else _auc(mean),
+                "diverged" if row["diverged"] or _has_none(row) else _auc(mean),
                 _plus_minus(deviation),
                 _difference(row),
-                str(len(row["aucs"])),
+                str(len(row["seeds"])),
                 _auc(row["search_auc"]),
                 str(row["epochs"] or ""),
             )
@@ -85,6 +85,15 @@ def tables(result: Mapping[str, Any]) -> str:
         "",
         importance_line(result["importance"], result["trials_measured"]),
     ]
+    diverged = [
+        f"{row['what']} from {row['diverged']} of {len(row['seeds'])} seeds"
+        for row in result["table"]
+        if row["diverged"]
+    ]
+    if diverged:
+        lines.append(f"Diverged when trained again: {'; '.join(diverged)}.")
+    if result["table"][0]["diverged"]:
+        lines.append("So did all that were trained again: search among lower learning rates.")
     if result["not_tried"]:
         lines.append(f"Not tried, as the time was over: {', '.join(result['not_tried'])}.")
     return "\n".join(lines)
@@ -96,6 +105,11 @@ def importance_line(importance: Mapping[str, float] | None, trials: int) -> str:
         return f"Importance of the values: too few trials to say ({trials}; 10 at least)."
     shares = ", ".join(f"{name} {share:.0%}" for name, share in importance.items())
     return f"Importance of the values, over {trials} trials (fANOVA): {shares}."
+
+
+def _has_none(row: Mapping[str, Any]) -> bool:
+    """Whether it has no AUC at all: it diverged in the search, too."""
+    return row["mean"] is None and row["search_auc"] is None
 
 
 def _auc(value: float | None) -> str:

@@ -390,6 +390,11 @@ class Run:
                 f"the {which} model needs a checkpoint. Received: {self.path}, a run without a "
                 "test part, or of a version before checkpoints. Use the last model"
             )
+        if not (self.path / "checkpoints").is_dir():
+            raise UserError(
+                f"a run must have a model. Received: {self.path}, which kept none, as those of a "
+                "sweep, which are many. Train it again, by `train` with `--config` and the run"
+            )
         checkpoint = Checkpoints(self.path / "checkpoints").at(step)
         return rebuilt(checkpoint, self.train_config(), self.path / SCHEMA, self.config)
 
