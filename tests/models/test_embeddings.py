@@ -474,7 +474,11 @@ def test_dlrm_on_our_table_is_saved_whole(tmp_path):
 
 @pytest.mark.parametrize(
     ("lists", "samples"),
-    [([[3], [4], [5], [6]], 4), ([[3, 0], [4, 0], [5, 0], [6, 0]], 4), ([[3, 4], [4, 5]], 4)],
+    [
+        ([[3], [4], [5], [6]], 4),
+        ([[3, 0], [4, 0], [5, 0], [6, 0]], 4),
+        ([[3, 4], [4, 5]], 4),
+    ],
 )
 def test_a_fields_bound_is_of_the_ids_that_samples_hold(lists, samples):
     """Padding has a row in the gradient, and added 1 to them."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 
 import numpy as np
@@ -195,3 +196,12 @@ def test_half_precision_is_clipped_in_float32(name, dtype):
     wide = tf.cast(g, tf.float32).numpy()
     expected = expect(name, wide, w.numpy(), np.ones(20), np.zeros(20, np.int32))
     np.testing.assert_allclose(tf.cast(ours, tf.float32), expected, rtol=2.0**-7, atol=1e-3)
+
+
+def test_a_field_that_no_sample_holds_is_clipped_as_of_one():
+    """As one that a tied output alone reads: by n = 0 it was never trained."""
+    g, w = tf.constant([[3.0, 4.0], [0.0, 12.0]]), tf.constant([[1.0, 0.0], [0.0, 1.0]])
+    clip = functools.partial(plugins.clip_by_adaptive_field_norm, g, w, ratio=0.5, floor=1e-3)
+    none, one = (clip(tf.constant(counts)) for counts in ([0.0, 0.0], [1.0, 0.0]))
+    assert np.linalg.norm(none) == pytest.approx(0.5 * np.sqrt(2), rel=1e-6)
+    np.testing.assert_array_equal(none, one)

@@ -80,7 +80,7 @@ def _column_lengths(norms: RowNorms, threshold: float) -> tf.Tensor:
 def _adaptive_field_lengths(norms: RowNorms, ratio: float, floor: float) -> tf.Tensor:
     samples = tf.cast(norms.samples, norms.gradients.dtype)
     samples = tf.math.unsorted_segment_sum(samples, norms.fields, norms.num_fields)
-    samples = norms.over_all(samples, "sum")
+    samples = tf.maximum(norms.over_all(samples, "sum"), 1.0)  # a field that none holds: as a row
     samples = tf.gather(samples, norms.fields)
     bound = samples * tf.maximum(ratio * _field_norms(norms.rows, norms), floor)
     whole = _field_norms(norms.gradients, norms)
@@ -235,7 +235,7 @@ def clip_by_adaptive_field_norm(
     Threshold: `n · max(r·‖W_u‖, ζ)` (Table 6, Adaptive Field-wise GC), the norm over the field's
     rows in the batch; n is the sum of the field's counts, the samples of the batch for a one-hot
     field. A row that no sample holds (padding, or any other of a tied output) is one of the rows,
-    but of count 0.
+    but of count 0; n is 1 at least.
 
     Args:
       gradients: U×d, one summed gradient per id, L2 included.

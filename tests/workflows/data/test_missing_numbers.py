@@ -196,13 +196,57 @@ def test_files_of_a_fit_that_had_numbers_otherwise(tmp_path, parts, is_told):
             warnings.simplefilter("error", Notice)
             rows.of_columns({"u": whole}, PLACE)
         return
-    with pytest.warns(
-        Notice, match="one input of column 'u' as .*, and another of .* as at the fi"
-    ):
+    words = "one input of column 'u' as .*, and another of .* as at the fi"
+    with pytest.warns(Notice, match=words):
         rows.of_columns({"u": whole}, PLACE)
+    if parts[0][0] is None:  # floats at the first rows: beside a missing one, too
+        with pytest.warns(Notice, match=words):
+            RawRows(workflow, ["u"], Held(workflow, ["u"]).encode).of_columns(
+                {"u": pa.concat_arrays([whole, pa.nulls(1, pa.int64())])}, PLACE
+            )
     with warnings.catch_warnings():
         warnings.simplefilter("error", Notice)
         rows.of_columns({"u": whole}, PLACE)  # it was told
+
+
+def test_what_is_told_of_several_columns(tmp_path):
+    """Each by itself, whatever the others are read by; and what an operator takes no floats of not.
+
+    A batch that is refused tells of nothing, and keeps nothing from being told.
+    """
+    log = pd.DataFrame({name: np.arange(40) % 7 for name in ["a", "b", "bits", "sum", "unsure"]})
+    log["unsure"] = log["unsure"].where(log.index != 3)
+    log["lists"] = [[i % 7, 3] for i in range(40)]
+    first = ops.LambdaOp(lambda column: column.map(lambda one: str(one[0])), dtype="str")
+    both = ops.LambdaOp(
+        lambda column, frame: (column + frame["unsure"]).astype(str), dependency=["unsure"]
+    )
+    texts = as_text(["a", "b"]) + (["lists"] >> first) + (["sum"] >> both)
+    texts = texts >> ops.Categorify(out_path=str(tmp_path))
+    bits = ["bits"] >> ops.LambdaOp(lambda column: column & 1)
+    workflow = nvt.Workflow(texts + bits).fit(nvt.Dataset(log))
+    rows = RawRows(workflow, ["a", "b", "lists", "sum"], Held(workflow, []).encode)
+    lacking = log.assign(a=log["a"].where(log.index != 5))
+    with pytest.raises(UserError, match="column 'a', int64, must have no missing one"):
+        rows.of_frame(lacking, PLACE)
+    with pytest.warns(Notice) as told:
+        rows.of_frame(log.assign(unsure=3), PLACE)
+    columns = [str(one.message).split("column ")[1].split(",")[0] for one in told]
+    assert columns == [
+        "'a' as int64",
+        "'b' as int64",
+        "'lists' as lists of int64",
+        "'unsure' as float64",
+    ]
+
+
+def test_small_integers_that_an_operator_wraps(tmp_path):
+    """NormalizeMinMax subtracts within an int8: beside a missing one 100 was another number."""
+    log = pd.DataFrame({"small": np.arange(-60, -40, dtype="int8")})
+    workflow = nvt.Workflow(["small"] >> ops.NormalizeMinMax()).fit(nvt.Dataset(log))
+    given = pd.DataFrame({"small": [100, -50, None]})
+    assert Held(workflow, []).misread(given) == "small"
+    assert Held(workflow, []).misread(given.dropna()) is None
 
 
 CROSSED = ["first", "second", "third"]

@@ -93,6 +93,7 @@ def test_columns_of_pandas_own_types(given, kind, dtype, values):
         ([None, None], pa.int64(), [None, None]),
         ([np.nan, [0.5]], pa.float64(), [None, [0.5]]),
         ([np.array([0.1], "float32"), None], pa.float32(), [[np.float32(0.1)], None]),
+        ([np.array([]), np.array([0.5], "float32")], pa.float32(), [[], [0.5]]),
         ([np.array([1], "int8"), np.array([2], "int8")], pa.int8(), [[1], [2]]),
     ],
 )

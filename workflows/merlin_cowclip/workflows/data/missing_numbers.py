@@ -18,14 +18,16 @@ import pyarrow as pa
 
 from merlin_cowclip.workflows.data.id_origins import operators_that_keep_values
 from merlin_cowclip.workflows.data.parquet_logs import is_number
-from merlin_cowclip.workflows.data.raw_types import RawType, flat_values
+from merlin_cowclip.workflows.data.raw_types import RawType, flat_values, list_lengths
 from merlin_cowclip.workflows.data.workflow_graph import followed
 from merlin_cowclip.workflows.errors import UserError
-from merlin_cowclip.workflows.quiet import quiet_imports
+from merlin_cowclip.workflows.quiet import quiet_imports, quiet_operators
 
 if TYPE_CHECKING:
     import nvtabular as nvt
     from merlin.dag import Node
+
+_LOOKED_AT = 1000  # rows of a column that is encoded both ways, to be told of
 
 Encode = Callable[[pd.DataFrame], pa.RecordBatch]
 
@@ -69,58 +71,52 @@ class MissingNumbers:
             and (pa.types.is_integer(one.kind) or pa.types.is_boolean(one.kind))
         }
         self._otherwise = otherwise = told_apart(workflow)
-        self._may_tell = {
-            name
+        self._may_tell = {  # and of how many rows more it is looked at
+            name: _LOOKED_AT
             for name, one in types.items()
-            if name in otherwise and not one.is_list and one.kind is not None
+            if name in otherwise and one.kind is not None
             if name in self._kinds or pa.types.is_float64(one.kind)
         }
 
     def told_otherwise(
-        self,
-        frame: pd.DataFrame,
-        fitted: Mapping[str, pa.Array],
-        encoded: pa.RecordBatch,
-        encode: Encode,
-    ) -> str | None:
-        """What is to be said of whole numbers that some rows of the fit may have had otherwise.
+        self, frame: pd.DataFrame, fitted: Mapping[str, pa.Array], encode: Encode
+    ) -> list[str]:
+        """What is to be said of numbers that other rows of the fit may have had otherwise, once.
 
-        Where none is missing here, of which the workflow makes other inputs than of the same as
-        floats; or which were floats at the first rows, and of which it makes others as integers.
-        Each part of the fit's rows had them as its own missing ones made them.
+        Of whole ones of which the workflow makes other inputs than of the same as floats. Each
+        part of the fit's rows had them as its own missing ones made them, and the workflow has the
+        type of the first. The first thousand rows of each column are looked at.
 
         Args:
           frame: the rows, as pandas has them.
           fitted: the same, of the types of the fit.
-          encoded: what the workflow made of them, row for row.
-          encode: what makes it.
+          encode: what makes them inputs, row for row.
         """
-        others = {}
-        for name in sorted(self._may_tell):
-            is_whole = len(fitted[name]) and not fitted[name].null_count
-            if is_whole and (other := _otherwise(frame[name])) is not None:
-                others[name] = other
-        told = None
-        with contextlib.suppress(Exception):  # of an operator that takes no such numbers
-            if others and self._differ(encode(frame.assign(**others)), encoded):
-                told = next(
-                    (
-                        n
-                        for n in others
-                        if self._differ(encode(frame.assign(**{n: others[n]})), encoded)
-                    ),
-                    next(iter(others)),
+        said = []
+        for name, left in sorted(self._may_tell.items()):
+            some = frame.head(left)
+            both = _both(fitted[name].slice(0, len(some)), self._kinds.get(name))
+            if both is None:
+                continue
+            self._may_tell[name] -= len(some)
+            try:
+                with quiet_operators():
+                    one, other = (encode(some.assign(**{name: column})) for column in both)
+                is_told = bool(self._differ(one, other))
+            except Exception:  # of an operator that takes one of them alone, at the fit as well
+                self._may_tell[name], is_told = 0, False
+            if is_told:
+                self._may_tell[name] = 0
+                here, there = map(_held, both)
+                said.append(
+                    f"the workflow makes one input of column {name!r} as {here}, and another of "
+                    f"the same values as {there}, by whether one is missing among them. They are "
+                    f"read as {here}, as at the first rows of its fit: if others of its files or "
+                    "partitions had, or had not, a missing one, the ids of their rows were others"
                 )
-        if told is None:
-            return None
-        self._may_tell.discard(told)  # once is enough
-        here, there = frame[told].dtype, others[told].dtype
-        return (
-            f"the workflow makes one input of column {told!r} as {here}, and another of the same "
-            f"values as {there}, by whether one is missing among them. They are read as {here}, as "
-            "at the first rows of its fit: if others of its files or partitions had, or had not, a "
-            "missing one, the ids of their rows were others"
-        )
+            if not self._may_tell[name]:
+                del self._may_tell[name]
+        return said
 
     def misread(
         self,
@@ -240,17 +236,39 @@ class MissingNumbers:
         return different_columns(left, right, self._ids)
 
 
-def _otherwise(column: pd.Series) -> pd.Series | None:
-    """Values of which none is missing, as pandas has them beside a missing one, or beside none.
+def _both(column: pa.Array, kind: pa.DataType | None) -> tuple[pd.Series, pd.Series] | None:
+    """Numbers, or lists of them, as pandas has them in a batch, and as it would in another one.
 
-    `None` where floats are no whole numbers.
+    In place of missing floats there is another of them. `None` where nothing is to be compared:
+    floats that are no whole numbers, or whole ones of which one is missing.
+
+    Args:
+      column: of the fit's type.
+      kind: of whole numbers and booleans, that of the values; `None` of floats.
     """
-    if column.dtype.kind != "f":
-        return column.astype(object if column.dtype.kind == "b" else np.float64)
-    values = column.to_numpy()
-    if not ((values == np.trunc(values)) & (np.abs(values) < 2.0**53)).all():
+    is_list = pa.types.is_list(column.type)
+    values = flat_values(column) if is_list else column
+    known = values.drop_null()
+    if not len(known) or (kind is not None and values.null_count):
         return None
-    return column.astype(np.int64)
+    if kind is not None and pa.types.is_boolean(kind):
+        whole = column.to_pandas()
+        return (whole, whole.map(lambda v: v.astype(object)) if is_list else whole.astype(object))
+    numbers = known.to_numpy(zero_copy_only=False)
+    if kind is None and not ((numbers == np.trunc(numbers)) & (np.abs(numbers) < 2.0**53)).all():
+        return None
+    filled = values.fill_null(known[0])
+    other = filled.cast(pa.int64() if kind is None else pa.float64(), safe=False)
+    if not is_list:
+        return filled.to_pandas(), other.to_pandas()
+    ends = np.concatenate([[0], np.cumsum(list_lengths(column))]).astype(np.int32)
+    return tuple(pa.ListArray.from_arrays(ends, one).to_pandas() for one in (filled, other))
+
+
+def _held(column: pd.Series) -> str:
+    """What a column holds, for a message."""
+    first = column.iloc[0]
+    return f"lists of {first.dtype}" if isinstance(first, np.ndarray) else f"{column.dtype}"
 
 
 def different_columns(
@@ -281,7 +299,7 @@ def told_apart(workflow: nvt.Workflow) -> set[str]:
 
     keep = (*operators_that_keep_values(), ops.FillMissing, ops.FillMedian, ops.Clip)
     # Of which each makes the same of 7 and of 7.0, and floats or places of either.
-    alike = (ops.LogOp, ops.Normalize, ops.NormalizeMinMax, ops.Bucketize)
+    alike = (ops.LogOp, ops.Normalize, ops.Bucketize)  # NormalizeMinMax subtracts in an int8
     otherwise: set[str] = set()
     nothing: frozenset[str] = frozenset()
 

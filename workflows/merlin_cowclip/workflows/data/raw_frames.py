@@ -28,8 +28,13 @@ def arrow_column(column: pd.Series, place: Place) -> pa.Array:
     values: Any = column
     if isinstance(kind, pd.SparseDtype):
         values = np.asarray(column)
-    elif pd.api.types.is_object_dtype(kind) and len(_types_of_lists(column)) > 1:
-        values = [one.tolist() if isinstance(one, np.ndarray) else one for one in column]
+    elif pd.api.types.is_object_dtype(kind):
+        # Of arrays each has a type of its own, an empty one that of floats, say.
+        is_one_type = len({v.dtype for v in column if isinstance(v, np.ndarray) and len(v)}) < 2
+        values = [
+            v.tolist() if isinstance(v, np.ndarray) and not (is_one_type and len(v)) else v
+            for v in column
+        ]
     try:
         found = pa.array(values, from_pandas=True)
     except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
@@ -38,11 +43,6 @@ def arrow_column(column: pd.Series, place: Place) -> pa.Array:
             f"{place.column(str(column.name))}: {clipped(str(error))}. Give them as at the fit"
         ) from None
     return found.combine_chunks() if isinstance(found, pa.ChunkedArray) else found
-
-
-def _types_of_lists(column: pd.Series) -> set[Any]:
-    """Of arrays, each of which has its own: an empty one that of floats."""
-    return {one.dtype for one in column if isinstance(one, np.ndarray)}
 
 
 def pandas_frame(columns: Mapping[str, pa.Array]) -> pd.DataFrame:

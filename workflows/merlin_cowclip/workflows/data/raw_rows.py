@@ -89,10 +89,10 @@ class RawRows:
             encoded = self._encode(frame)
             misread = self._numbers.misread(frame, fitted, encoded, self._encode)
             told = self._text.told_apart(frame, encoded, self._encode)
-            unsure = self._numbers.told_otherwise(frame, fitted, encoded, self._encode)
         if misread is not None:
             misread.refuse(rows)
-        for said in filter(None, (told, unsure)):
+        unsure = self._numbers.told_otherwise(frame, fitted, self._encode)
+        for said in filter(None, (told, *unsure)):
             if said not in self._told:
                 self._told.add(said)
                 warnings.warn(f"{said}. The first are in {rows}", Notice, stacklevel=5)

@@ -98,7 +98,7 @@ class RawType:
         if not self.is_list:
             rows = np.arange(len(column))
             return _cast(_decoded(column), self.kind, _Values(name, place, rows))
-        lengths = _lengths(column)
+        lengths = list_lengths(column)
         rows = np.repeat(np.arange(len(column)), lengths)
         flat = flat_values(column)
         return _lists(_cast(_decoded(flat), self.kind, _Values(name, place, rows)), column, lengths)
@@ -130,7 +130,7 @@ class RawType:
             return pa.nulls(len(column), kind)
         if not _is_list(column.type):
             return pa.nulls(len(column), pa.list_(kind))
-        lengths = _lengths(column)
+        lengths = list_lengths(column)
         return _lists(pa.nulls(int(lengths.sum()), kind), column, lengths)
 
 
@@ -305,7 +305,7 @@ def _element(given: pa.DataType) -> pa.DataType:
     return plain_type(given.value_type if _is_list(given) else given)
 
 
-def _lengths(column: pa.Array) -> np.ndarray:
+def list_lengths(column: pa.Array) -> np.ndarray:
     """Of each list how many values it holds; a missing one holds none."""
     lengths = pc.fill_null(pc.list_value_length(column), 0)
     lengths = pc.if_else(column.is_valid(), lengths, 0)
