@@ -240,6 +240,14 @@ def test_what_is_told_of_several_columns(tmp_path):
     ]
 
 
+def test_lists_of_booleans_of_which_one_is_missing(tmp_path):
+    lists = ["lists"] >> ops.LambdaOp(lambda column: column.map(str), dtype="str")
+    log = pd.DataFrame({"lists": [[True, False], [True]] * 20})
+    workflow = nvt.Workflow(lists >> ops.Categorify(out_path=str(tmp_path)))
+    rows = RawRows(workflow.fit(nvt.Dataset(log)), ["lists"], Held(workflow, []).encode)
+    assert len(rows.of_frame(pd.DataFrame({"lists": [None, [True]]}), PLACE)) == 2
+
+
 def test_small_integers_that_an_operator_wraps(tmp_path):
     """NormalizeMinMax subtracts within an int8: beside a missing one 100 was another number."""
     log = pd.DataFrame({"small": np.arange(-60, -40, dtype="int8")})

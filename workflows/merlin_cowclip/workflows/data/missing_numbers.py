@@ -252,8 +252,7 @@ def _both(column: pa.Array, kind: pa.DataType | None) -> tuple[pd.Series, pd.Ser
     if not len(known) or (kind is not None and values.null_count):
         return None
     if kind is not None and pa.types.is_boolean(kind):
-        whole = column.to_pandas()
-        return (whole, whole.map(lambda v: v.astype(object)) if is_list else whole.astype(object))
+        return None if is_list else (column.to_pandas(), column.to_pandas().astype(object))
     numbers = known.to_numpy(zero_copy_only=False)
     if kind is None and not ((numbers == np.trunc(numbers)) & (np.abs(numbers) < 2.0**53)).all():
         return None
