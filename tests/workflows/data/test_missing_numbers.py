@@ -13,7 +13,7 @@ import pytest
 
 from merlin_cowclip.workflows.data.encoded_rows import Place
 from merlin_cowclip.workflows.data.id_origins import Origin, RawValues, id_origins, raw_values
-from merlin_cowclip.workflows.data.missing_numbers import MissingNumbers
+from merlin_cowclip.workflows.data.missing_numbers import MissingNumbers, columns_told_apart
 from merlin_cowclip.workflows.data.new_rows import for_new_rows
 from merlin_cowclip.workflows.data.raw_frames import fitted_columns
 from merlin_cowclip.workflows.data.raw_rows import RawRows
@@ -48,7 +48,7 @@ class Held:
     def __init__(self, workflow, ids):
         self.new = for_new_rows(workflow)
         self.types = raw_types(workflow)
-        self.numbers = MissingNumbers(workflow, self.types, ids)
+        self.numbers = MissingNumbers(self.types, columns_told_apart(workflow), ids)
         self.encodings = 0
 
     def encode(self, frame):

@@ -10,6 +10,7 @@ import pyarrow as pa
 import pytest
 
 from merlin_cowclip.workflows.data.encoded_rows import Place
+from merlin_cowclip.workflows.data.missing_numbers import columns_told_apart
 from merlin_cowclip.workflows.data.missing_text import MissingText
 from merlin_cowclip.workflows.data.raw_columns import name_types
 from merlin_cowclip.workflows.data.raw_frames import fitted_columns
@@ -52,9 +53,9 @@ def test_text_that_an_operator_tells_from_none(tmp_path, graph, told, kind):
     of_none = encode(LOG.where(LOG.notna(), None))
     differ = [name for name in LOG if encode(LOG.where(LOG.notna(), np.nan))[name] != of_none[name]]
     assert differ == told
-    said = MissingText(workflow, raw_types(workflow), ["city", "town"]).told_apart(
-        frame, encode(frame), encode
-    )
+    said = MissingText(
+        raw_types(workflow), columns_told_apart(workflow), ["city", "town"]
+    ).told_apart(frame, encode(frame), encode)
     if not told:
         assert said is None
         return
@@ -62,7 +63,9 @@ def test_text_that_an_operator_tells_from_none(tmp_path, graph, told, kind):
         assert words in said
     filled = LOG.fillna("a")
     assert (
-        MissingText(workflow, raw_types(workflow), told).told_apart(filled, encode(filled), encode)
+        MissingText(raw_types(workflow), columns_told_apart(workflow), told).told_apart(
+            filled, encode(filled), encode
+        )
         is None
     )
 
@@ -87,5 +90,7 @@ def test_booleans_with_a_missing_one_are_told_apart_as_well(tmp_path, kind):
     frame, _ = fitted_columns(given, types, Place(Path("raw"), 0, 0))
     found = encode(frame)
     assert found.equals(encode(given))
-    said = MissingText(workflow, types, ["flag", "cross"]).told_apart(frame, found, encode)
+    said = MissingText(types, columns_told_apart(workflow), ["flag", "cross"]).told_apart(
+        frame, found, encode
+    )
     assert f"'flag', taken as {kind}" in said

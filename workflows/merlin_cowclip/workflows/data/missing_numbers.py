@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import pandas as pd
@@ -39,7 +39,7 @@ class Misread:
     column: str
     kind: pa.DataType
 
-    def refuse(self, rows: str) -> None:
+    def refuse(self, rows: str) -> NoReturn:
         """Raise UserError for some rows, which are where."""
         made, example = "floats", "7.0 the workflow makes another input than of 7"
         if pa.types.is_boolean(self.kind):
@@ -55,13 +55,13 @@ class MissingNumbers:
     """Where a fitted workflow tells whole numbers, or booleans, from such beside a missing one.
 
     Args:
-      workflow: fitted.
       types: of its raw columns.
+      otherwise: `columns_told_apart` of it.
       ids: columns of ids that it makes.
     """
 
     def __init__(
-        self, workflow: nvt.Workflow, types: Mapping[str, RawType], ids: Collection[str]
+        self, types: Mapping[str, RawType], otherwise: Collection[str], ids: Collection[str]
     ) -> None:
         self._ids = set(ids)
         self._kinds = {
@@ -70,7 +70,7 @@ class MissingNumbers:
             if one.kind is not None
             and (pa.types.is_integer(one.kind) or pa.types.is_boolean(one.kind))
         }
-        self._otherwise = otherwise = told_apart(workflow)
+        self._otherwise = otherwise
         self._may_tell = {  # and of how many rows more it is looked at
             name: _LOOKED_AT
             for name, one in types.items()
@@ -287,7 +287,7 @@ def _same(left: pa.Array, right: pa.Array, tolerance: float) -> bool:
     return bool(np.isclose(one, other, rtol=tolerance, atol=0, equal_nan=True).all())
 
 
-def told_apart(workflow: nvt.Workflow) -> set[str]:
+def columns_told_apart(workflow: nvt.Workflow) -> set[str]:
     """Raw columns of whose 7 and 7.0 other inputs may be made.
 
     They are hashed, or read by operators that may tell one from the other. Categorify does not, of

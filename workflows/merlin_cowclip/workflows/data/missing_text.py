@@ -6,42 +6,37 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Mapping
 
 import numpy as np
 import pandas as pd
 import pyarrow as pa
 
-from merlin_cowclip.workflows.data.missing_numbers import different_columns, told_apart
+from merlin_cowclip.workflows.data.missing_numbers import Encode, different_columns
 from merlin_cowclip.workflows.data.raw_types import RawType
 from merlin_cowclip.workflows.errors import quoted
-
-if TYPE_CHECKING:
-    import nvtabular as nvt
 
 
 class MissingText:
     """Where a fitted workflow tells one missing text from another.
 
     Args:
-      workflow: fitted.
       types: of its raw columns.
+      otherwise: `columns_told_apart` of it.
       ids: columns of ids that it makes.
     """
 
     def __init__(
-        self, workflow: nvt.Workflow, types: Mapping[str, RawType], ids: Collection[str]
+        self, types: Mapping[str, RawType], otherwise: Collection[str], ids: Collection[str]
     ) -> None:
-        otherwise = told_apart(workflow)
-        self._ids = set(ids)
+        self._ids = ids
         self._names = [n for n, one in types.items() if n in otherwise and not one.is_list]
 
     def told_apart(
         self,
         frame: pd.DataFrame,
         encoded: pa.RecordBatch,
-        encode: Callable[[pd.DataFrame], pa.RecordBatch],
+        encode: Encode,
     ) -> str | None:
         """What is to be said of columns in which it matters whether None or NaN is missing.
 
@@ -69,7 +64,7 @@ class MissingText:
         frame: pd.DataFrame,
         name: str,
         encoded: pa.RecordBatch,
-        encode: Callable[[pd.DataFrame], pa.RecordBatch],
+        encode: Encode,
     ) -> bool:
         column = frame[name]
         for other in (np.nan if _has_none(column) else None, pd.NA):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,7 +16,11 @@ import pandas as pd
 import pyarrow as pa
 
 from merlin_cowclip.workflows.data.encoded_rows import Place
-from merlin_cowclip.workflows.data.missing_numbers import MissingNumbers
+from merlin_cowclip.workflows.data.missing_numbers import (
+    Encode,
+    MissingNumbers,
+    columns_told_apart,
+)
 from merlin_cowclip.workflows.data.missing_text import MissingText
 from merlin_cowclip.workflows.data.raw_frames import fitted_columns, pandas_frame
 from merlin_cowclip.workflows.data.raw_types import raw_types
@@ -24,8 +28,6 @@ from merlin_cowclip.workflows.errors import Notice, UserError, clipped
 
 if TYPE_CHECKING:
     import nvtabular as nvt
-
-Encode = Callable[[pd.DataFrame], pa.RecordBatch]
 
 
 class RawRows:
@@ -39,8 +41,9 @@ class RawRows:
 
     def __init__(self, workflow: nvt.Workflow, ids: Collection[str], encode: Encode) -> None:
         self.types = raw_types(workflow)
-        self._numbers = MissingNumbers(workflow, self.types, ids)
-        self._text = MissingText(workflow, self.types, ids)
+        otherwise = columns_told_apart(workflow)
+        self._numbers = MissingNumbers(self.types, otherwise, ids)
+        self._text = MissingText(self.types, otherwise, ids)
         self._encode = encode
         self._told = set[str]()
 
