@@ -79,6 +79,7 @@ TUNED = TrainConfig(
     update="lazy",
     epochs=3,
     dense_schedule={"name": "linear", "epochs": 3},
+    embedding_schedule={"name": "linear", "epochs": 3},
 )
 
 
@@ -137,6 +138,25 @@ def test_another_tune_starts_from_what_was_tuned():
     assert (config.update, config.rates) == ("lazy", "falling")
     assert config.base == TUNED.hyperparameters.to_dict()
     assert TuneConfig.from_dict(config.to_dict()).to_dict() == config.to_dict()
+
+
+@pytest.mark.parametrize(
+    "untried",
+    [
+        {"embedding_schedule": "cosine"},
+        {"dense_schedule": "linear"},
+        {"dense_schedule": {"name": "exponential", "rate": 0.9}},
+        {"dense_schedule": {"name": "linear", "to": 0.5}} | {"embedding_schedule": "linear"},
+        {"clip_tables": ("C1",)},
+    ],
+    ids=str,
+)
+def test_a_base_with_what_no_tune_searches_is_refused(untried):
+    """Its trials were without, or with another, and no word."""
+    base = TrainConfig(batch_size=K, **untried)
+    with pytest.raises(UserError, match="base must have what a tune searches.*hyperparameters"):
+        TuneConfig(base=base)
+    assert TuneConfig(base=base.hyperparameters).rates == "constant"
 
 
 def test_what_the_rules_share_of_a_base():

@@ -57,6 +57,30 @@ BASE_OPTIONS = {
 """What of a base the command line takes, by name → its option."""
 
 
+def _rates_of(found: TrainConfig) -> str:
+    """Of what a tune found, whether its rates are constant or falling.
+
+    Raises:
+      UserError: it has what no tune searches, and its trials would be without.
+    """
+    schedules: list[Any] = [found.dense_schedule, found.embedding_schedule]  # plain ones
+    falls = [s is not None and (s["name"], s.get("to")) == ("linear", 0.0) for s in schedules]
+    searched = not any(schedules) or (all(falls) and schedules[0] == schedules[1])
+    others = {
+        "dense_schedule": None if searched else schedules[0],
+        "embedding_schedule": None if searched else schedules[1],
+        "clip_tables": found.clip_tables,
+    }
+    if any(value is not None for value in others.values()):
+        said = ", ".join(f"{k}={v!r}" for k, v in others.items() if v is not None)
+        raise UserError(
+            "base must have what a tune searches: learning rates that are constant or both fall in "
+            f"a straight line to 0, and all tables clipped alike. Received: {said}. Give its "
+            "hyperparameters alone, as base=config.hyperparameters"
+        )
+    return "falling" if any(schedules) else "constant"
+
+
 @dataclass(frozen=True, eq=False)
 class TuneConfig:
     """What a tune searches; everything but the data, its place, and how long it may take.
@@ -78,7 +102,8 @@ class TuneConfig:
       deterministic: as `TrainConfig`'s.
 
     Raises:
-      UserError: a value out of range, or a network other than the base was tuned for.
+      UserError: a value out of range, a network other than the base was tuned for, or a base with
+        schedules or clipped tables that no tune searches.
     """
 
     batch_size: int = 1024
@@ -108,8 +133,7 @@ class TuneConfig:
             found = self.base
             object.__setattr__(self, "network", {**network_of(found, self.network), **self.network})
             object.__setattr__(self, "update", found.update)
-            rates = "constant" if found.dense_schedule is None else "falling"
-            object.__setattr__(self, "rates", rates)
+            object.__setattr__(self, "rates", _rates_of(found))
             object.__setattr__(self, "base", found.hyperparameters)
         if isinstance(self.base, Hyperparameters):
             object.__setattr__(self, "base", self.base.to_dict())
