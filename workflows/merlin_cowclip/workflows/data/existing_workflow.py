@@ -29,6 +29,7 @@ from merlin_cowclip.workflows.data.existing_parquet import (
 )
 from merlin_cowclip.workflows.data.id_origins import Origin, RawValues, id_origins, raw_values
 from merlin_cowclip.workflows.data.inputs import natural_order
+from merlin_cowclip.workflows.data.saved_files import refuse_shared_files
 from merlin_cowclip.workflows.data.workflow_graph import load_saved, nodes_of
 from merlin_cowclip.workflows.errors import UserError, quoted
 
@@ -140,6 +141,7 @@ class Pipeline:
         from merlin_cowclip.workflows.data.row_for_row import moving  # it imports NVTabular
 
         workflow = load_workflow(folder)
+        refuse_shared_files(workflow, folder)
         stored = parts["train"][0].schema
         notes: list[str] = []
         columns = _inputs(workflow.output_schema, parts["train"][0], label, notes)
@@ -248,8 +250,8 @@ class _Field:
             raise UserError(
                 "a vocabulary must fit the workflow's schema. Received: "
                 f"{rows:,} ids in {vocabulary.path}, and a cardinality of {cardinality:,} for "
-                f"{column.name!r}. Two Categorify may have written to one out_path: give each its "
-                "own, and fit again"
+                f"{column.name!r}. Another fit may have written to Categorify's out_path: give it "
+                "one of its own, and fit again"
             )
         ids = vocabulary.ids(UNKNOWN + int(column.properties.get("num_buckets") or 1))
         if not np.array_equal(ids, np.arange(first, cardinality)):
