@@ -205,3 +205,12 @@ def test_a_field_that_no_sample_holds_is_clipped_as_of_one():
     none, one = (clip(tf.constant(counts)) for counts in ([0.0, 0.0], [1.0, 0.0]))
     assert np.linalg.norm(none) == pytest.approx(0.5 * np.sqrt(2), rel=1e-6)
     np.testing.assert_array_equal(none, one)
+
+
+def test_rows_that_no_sample_holds_are_clipped_as_of_one():
+    """As padding is: of count 0 their gradient was gone."""
+    g, w = tf.constant([[3.0, 4.0], [0.0, 12.0]]), tf.constant([[1.0, 0.0], [0.0, 1.0]])
+    clip = functools.partial(plugins.clip_by_adaptive_column_norm, g, w, ratio=0.5, floor=1e-3)
+    none, one = (clip(tf.constant(counts)) for counts in ([0.0, 2.0], [1.0, 2.0]))
+    assert np.linalg.norm(none[0]) == pytest.approx(0.5, rel=1e-6)
+    np.testing.assert_array_equal(none, one)

@@ -270,6 +270,35 @@ def test_clip_tables_by_name_tag_and_layer(wanted):
                 assert (np.abs(m[rows]).max() < 1e-8) == named, (spec.name, column.name)
 
 
+@pytest.mark.parametrize("update", ["exact", "lazy"])
+def test_clip_tables_in_a_loop_of_ones_own(update):
+    """AutoGraph, which converts what such a loop calls, has no zip(…, strict=True)."""
+
+    def after(convert: bool) -> list[np.ndarray]:
+        tf.keras.utils.set_random_seed(3)
+        features = {name: tf.keras.Input([1], name=name, dtype=tf.int64) for name in "ab"}
+        vectors = [tf.keras.layers.Embedding(9, 3)(features[name]) for name in "ab"]
+        outputs = tf.keras.layers.Dense(1)(tf.concat(vectors, -1)[:, 0])
+        model = tf.keras.Model(features, outputs)
+        tables = [model.layers[2]]
+        optimizer = CowClipOptimizer.for_model(model, HOT, update=update, clip_tables=tables)
+
+        @tf.function(autograph=convert)
+        def step(x):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(model(x) ** 2)
+            gradients = tape.gradient(loss, model.trainable_variables)
+            optimizer.apply_gradients(zip(gradients, model.trainable_variables))  # noqa: B905
+            return loss
+
+        for _ in range(2):
+            step({name: tf.constant([[1], [2]], tf.int64) for name in "ab"})
+        return model.get_weights()
+
+    for mine, other in zip(after(True), after(False), strict=True):
+        np.testing.assert_array_equal(mine, other)
+
+
 def test_clip_tables_must_name_something_trainable():
     model = ours(SCHEMA)
     with pytest.raises(ValueError, match=r"needs a clip rule. Received: clip_tables=\['a'\] with"):

@@ -270,7 +270,7 @@ def clip_by_adaptive_column_norm(
     Args:
       gradients: U×d, one summed gradient per id, L2 included.
       rows: U×d, the ids' embeddings before the update.
-      counts: U, samples of the batch that hold the id.
+      counts: U, samples of the batch that hold the id; 0, of a row that none holds, goes as 1.
       ratio: r.
       floor: ζ, in units of the gradient's norm.
 
@@ -324,7 +324,8 @@ def _clip(
     norms = row_norms(gradients)
     if fields is None:
         fields = tf.zeros(tf.shape(norms), tf.int64)
-    known = RowNorms(norms, row_norms(rows), counts, counts, fields, num_fields)
+    clipped_as = tf.maximum(counts, tf.ones_like(counts))  # a row that no sample holds: as of one
+    known = RowNorms(norms, row_norms(rows), clipped_as, counts, fields, num_fields)
     return with_lengths(gradients, norms, CLIP_RULES[name].lengths(known, **parameters))
 
 

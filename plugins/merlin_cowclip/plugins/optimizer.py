@@ -360,6 +360,7 @@ class CowClipOptimizer(
         if model is not None and model.built and model.train_function is None:
             self.create_slots(model.trainable_variables)
 
+    @tf.autograph.experimental.do_not_convert  # as in a `fit`: a loop of one's own may be converted
     def apply_gradients(
         self,
         grads_and_vars: Iterable[tuple[Any, tf.Variable]],
