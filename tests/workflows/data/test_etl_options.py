@@ -279,6 +279,23 @@ def test_unknown_ids_share_rows_by_hash(log, quick):
     assert report["test_unknown"] == hashed.sum()
 
 
+def test_the_saved_workflow_refuses_cells_of_lists_that_are_text(log, quick):
+    workflow, raw = quick(spec_of()).workflow(), log.iloc[TRAIN:].reset_index(drop=True)
+    split = raw.assign(genres=raw["genres"].str.split("|"))
+    none = raw.assign(genres=None)  # a missing list is empty, whatever its column's type
+    empty = [[]] * len(raw)
+    assert list(map(list, workflow.transform(none)["genres"])) == empty
+    typed = none.astype({"genres": "string"})
+    assert list(map(list, workflow.transform(typed)["genres"])) == empty
+    assert workflow.transform(split)["genres"].map(len).sum() > len(raw) / 2
+    for unsplit in (raw, raw.astype({"genres": "string"}), raw.assign(genres=1)):
+        with pytest.raises(UserError, match=r"column 'genres' must hold lists\. Received: .*split"):
+            workflow.transform(unsplit)
+    some = split["genres"].where(split.index > 3, "rock|pop")
+    with pytest.raises(TypeError, match="must hold lists alone"):
+        workflow.transform(raw.assign(genres=some))
+
+
 def _untrained(data, field):
     """Ids that are said to have no training row."""
     ends = np.array(data.schema[field].properties["untrained_ids"], int).reshape(-1, 2)

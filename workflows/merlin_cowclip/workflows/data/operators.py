@@ -17,13 +17,14 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from merlin_cowclip.plugins.id_text import as_text
+from merlin_cowclip.plugins.id_text import as_text, is_list_type
 from merlin_cowclip.workflows.data.arrow_ids import (
     column_as_text,
     exact_ids,
     mixed_as_text,
 )
 from merlin_cowclip.workflows.data.encoding import hash_bucket, scaled, widened
+from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.quiet import quiet_imports
 
 with quiet_imports():
@@ -55,16 +56,20 @@ class IdText(Operator):
         """The same columns as text; every row stays where it is.
 
         Raises:
-            UserError: floats too large to be one integer (`exact_ids`).
+            UserError: floats too large to be one integer (`exact_ids`), or a cell of a column of
+                lists that is none.
         """
         out = df[col_selector.names].copy(deep=False)
         for name in col_selector.names:
-            where = f" in column {name!r}"
+            where, listed = f" in column {name!r}", name in self.lists
             if isinstance(df, pd.DataFrame):
-                texts = as_text(exact_ids(_to_arrow(df[name], name in self.lists), where))
+                ids = _to_arrow(df[name], listed)
+                if listed and not is_list_type(ids.type):
+                    raise _unsplit(name, df[name].dropna())
+                texts = as_text(exact_ids(ids, where))
                 out[name] = pd.Series(texts.to_pandas().to_numpy(), index=df.index, dtype=object)
             else:
-                out[name] = _text_on_gpu(df[name], name in self.lists, where)
+                out[name] = _text_on_gpu(df[name], listed, where)
         return out
 
     @property
@@ -305,12 +310,21 @@ class UnitRange(NormalizeMinMax):
             _, self.maxs[name] = widened(float(low), float(self.maxs[name]))
 
 
+def _unsplit(name: str, held: pd.Series) -> UserError:
+    """What is wrong with cells of a column of lists, of which one is none."""
+    first = next(cell for cell in held if not pd.api.types.is_list_like(cell))
+    return UserError(
+        f"column {name!r} must hold lists. Received: {first!r}. Split the cells of a CSV file at "
+        f'their separator first: df["{name}"].str.split("|")'
+    )
+
+
 def _to_arrow(series: pd.Series, listed: bool = False) -> pa.Array:
     try:
         array = pa.array(series, from_pandas=True)
     except (pa.ArrowInvalid, pa.ArrowTypeError):  # a column of texts and numbers
         array = mixed_as_text(series.tolist())
-    if listed and pa.types.is_null(array.type):
+    if listed and array.null_count == len(array):
         array = pa.nulls(len(array), pa.list_(pa.string()))
     return array.combine_chunks() if isinstance(array, pa.ChunkedArray) else array
 
@@ -324,6 +338,8 @@ def _text_on_gpu(series: Any, listed: bool, where: str) -> Any:
         return encode_list_column(series, leaves, dtype=leaves.dtype)
     if listed and series.isnull().all():
         return type(series)([[]] * len(series), index=series.index, dtype=cudf.ListDtype("str"))
+    if listed:
+        raise _unsplit(series.name, series.dropna().to_pandas())
     if series.dtype == "object":  # text
         return series.where(series != "", None)
     if series.dtype.kind == "f":
