@@ -136,6 +136,12 @@ RESHAPED = {
     "flattened, joined": lambda t, ids: t(
         tf.concat([tf.reshape(ids[:1], [-1]), tf.reshape(ids[1:], [-1])], axis=0)
     ),
+    "flattened to columns, joined": lambda t, ids: t(
+        tf.concat([tf.reshape(ids[1:], [-1, 1]), tf.reshape(ids[:1], [-1, 1])], axis=-2)
+    ),
+    "joined, then flattened": lambda t, ids: t(
+        tf.reshape(tf.concat([ids[:1], ids[1:]], axis=0), [-1])
+    ),
     "flattened, and as they are": lambda t, ids: tf.concat(
         [t(tf.reshape(ids, [-1])), tf.reshape(t(ids), [-1, 2])], axis=0
     ),
@@ -171,6 +177,29 @@ def counts_of_words(forward, batch, table=None):
 
     rows, counts = step(tf.constant(WORDS, tf.int64))
     return dict(zip(rows.numpy(), counts.numpy(), strict=True))
+
+
+@pytest.mark.parametrize("batch", [4, None])
+def test_a_column_joined_with_flattened_ids(batch):
+    """As one lookup of an item and another of its negatives would count them."""
+
+    def forward(table, ids):
+        negatives = tf.reshape(ids[:, 1:], [-1, 1])
+        return table(tf.concat([ids[:, :1], negatives], axis=0))
+
+    assert counts_of_words(forward, batch) == {3: 4, 4: 4, 5: 2}
+
+
+@pytest.mark.parametrize("in_graph", [True, False])
+@pytest.mark.parametrize("width", [1, 2, 3])
+def test_a_batch_joined_with_itself_has_twice_the_samples(width, in_graph):
+    """Two passes through dropout, as of one batch of both."""
+    model = Words(lambda t, ids: t(tf.concat([ids[:, :width]] * 2, axis=0)))
+    once = counts_of(Words(lambda t, ids: t(ids[:, :width])), tf.constant(WORDS), in_graph)
+    twice = counts_of(model, tf.constant(WORDS), in_graph)
+    assert twice == {"words": {row: 2 * count for row, count in once["words"].items()}}
+    flat = Words(lambda t, ids: t(tf.concat([ids[:, 0]] * 2, axis=0)))
+    assert counts_of(flat, tf.constant(WORDS), in_graph) == {"words": {3: 6, 4: 2}}
 
 
 def test_one_hot_ids_of_several_columns_in_one_lookup_stay_samples():

@@ -260,18 +260,29 @@ def _before_combiner(tensor: tf.Tensor, of: Expressions) -> tf.Tensor | None:
 def as_fed(ids: tf.Tensor, of: Expressions) -> list[tf.Tensor]:
     """The ids b×n that a graph's lookup reads, before they were flattened, joined or made unique.
 
-    Those of several features that were stacked on axis 0, F×b, are the lookups of F features.
-
-    Then a sample is one again that holds several of them. The ids themselves where nothing of the
-    kind was done, or it cannot be told which axis is the samples'.
+    Then a sample is one again that holds several of them. Those of several features that were
+    stacked on axis 0, F×b, are the lookups of F features; those that were joined on it, and some of
+    them flattened before, are a lookup of each part. The ids themselves where nothing of the kind
+    was done, or it cannot be told which axis is the samples'.
     """
     fed = of.stripped(ids)
     op = _op_of(fed)
-    if op is not None and op.type == "ConcatV2" and fed.shape.rank == 1:
-        return [some for part in op.inputs[:-1] for some in as_fed(part, of)]
+    if op is not None and _joins_samples(op):
+        parts = [(part, as_fed(part, of)) for part in op.inputs[:-1]]
+        if any(found[0] is not part for part, found in parts):
+            return [some for _, found in parts for some in found]
     if op is not None and _stacks_batches(op, of):
         return [some for part in op.inputs for some in as_fed(part, of)]
     return [_before_flattening(ids, of)]
+
+
+def _joins_samples(op: tf.Operation) -> bool:
+    """Whether it joins tensors on their first axis."""
+    rank = op.outputs[0].shape.rank
+    if op.type != "ConcatV2" or not rank:
+        return False
+    axis = tf.get_static_value(op.inputs[-1])
+    return rank == 1 or (axis is not None and int(axis) in (0, -rank))
 
 
 def _stacks_batches(op: tf.Operation, of: Expressions) -> bool:
