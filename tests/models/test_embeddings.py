@@ -686,6 +686,33 @@ def test_another_feature_of_the_same_field_adds_up(order):
     assert counts == {**alone, 3: 2 + 1, 4: 1, 6: 1 + 1, 5: 1}
 
 
+def test_one_feature_of_two_fields_counts_in_the_rows_of_both():
+    """Of "negative" users and items with the same numbers, those of the second counted as 1."""
+    layer = layer_of()
+
+    def both():
+        ids = tf.constant(ITEM)
+        return tf.add_n([layer.lookup(name, ids, feature="negative") for name in ("user", "item")])
+
+    _, counts = gradient_and_lookups(layer, None, both)
+    once = {4: 2, 1: 1, 2: 1}
+    assert counts == {OFFSETS[name] + id: n for name in ("user", "item") for id, n in once.items()}
+
+
+def test_one_feature_of_fields_that_share_rows_counts_once():
+    """So it is the same ids in the same rows, by whatever field they are looked up."""
+    person = {"domain": {"min": 0, "max": 6, "name": "person"}}
+    shared = [column(name, 7).with_properties(person) for name in ("user", "friend")]
+    layer = layer_of(schema=Schema(shared))
+
+    def both():
+        ids = tf.constant(USER)
+        return tf.add_n([layer.lookup(name, ids, feature="author") for name in ("user", "friend")])
+
+    _, counts = gradient_and_lookups(layer, None, both)
+    assert counts == {3: 2, 6: 1, 0: 1}
+
+
 def test_several_ids_of_a_sample_are_no_one_hot_ones():
     """An id twice in a sample counts once, which rows b·k×1 do not tell."""
     layer, several = layer_of(), tf.constant([[3, 3], [4, 6], [6, 5], [5, 0]])

@@ -165,7 +165,8 @@ class FusedEmbeddings(RowsByRawId, SchemaMixin, tf.keras.layers.Layer):
             given = tuple(inputs[name] for name in fields)
             ids = tf.concat([self._integers(inputs[name], name) for name in fields], axis=1)
             rows = self._rows(ids, fields, check)
-            lookups.append(Lookup("one-hot fields", rows, features=fields, sources=given))
+            keys = tuple(self._key(name, name) for name in fields)
+            lookups.append(Lookup("one-hot fields", rows, features=keys, sources=given))
             parts.append(tf.cast(self._gather(rows, check), self.compute_dtype))
         for name in self.list_fields:
             combined, lookup = self._list_lookup(name, inputs[name], name, check)
@@ -186,7 +187,7 @@ class FusedEmbeddings(RowsByRawId, SchemaMixin, tf.keras.layers.Layer):
           ids: as the layer takes them in a call; of several a sample (negatives, say) each by a
             call of its own, with another `feature`.
           feature: what the ids are, if not the field's own column of the batch: looked up twice in
-            a step under one name, ids are counted once.
+            a step under one name, ids of a field are counted once.
 
         Returns:
           b×d.
@@ -204,9 +205,13 @@ class FusedEmbeddings(RowsByRawId, SchemaMixin, tf.keras.layers.Layer):
             found = tf.cast(
                 tf.reshape(self._gather(rows, check), [-1, self.dim]), self.compute_dtype
             )
-            lookup = Lookup(feature, rows, sources=(ids,))
+            lookup = Lookup(self._key(feature, field), rows, sources=(ids,))
         self._record([lookup], check)
         return found
+
+    def _key(self, feature: str, field: str) -> str:
+        """What tells a feature's lookups in this field's rows from others; see `Lookup`."""
+        return f"{feature} in rows from {self._first_row[field]}"
 
     def _integers(self, ids: tf.Tensor, field: str) -> tf.Tensor:
         """Ids b×1 of a one-hot field, int64."""
@@ -281,7 +286,8 @@ class FusedEmbeddings(RowsByRawId, SchemaMixin, tf.keras.layers.Layer):
             else tf.reshape(at, tf.shape(ids))
         )
         padding = self._first_row[name] + PADDING_ID
-        lookup = Lookup(feature, rows, is_list=True, padding=padding, sources=(given,))
+        key = self._key(feature, name)
+        lookup = Lookup(key, rows, is_list=True, padding=padding, sources=(given,))
         # Not in half precision: there, 6,000 times 0.1 adds up to 256.
         exact = tf.float64 if self.table.dtype == tf.float64 else tf.float32
         held = tf.cast(tf.not_equal(flat, PADDING_ID), exact)
