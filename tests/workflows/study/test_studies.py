@@ -94,6 +94,27 @@ def test_a_base_that_was_tuned_brings_its_network_along():
         Setting.of_tune(TUNED, SIZES)
 
 
+def test_a_base_brings_along_whether_it_is_deterministic():
+    fast = dataclasses.replace(TUNED, deterministic=False)
+    assert not Setting.of_tune(fast, (2 * K,)).run("sqrt", 2 * K).deterministic
+    assert (
+        Setting.of_tune(fast, (2 * K,), config={"deterministic": True})
+        .run("sqrt", 2 * K)
+        .deterministic
+    )
+    assert Setting.of_tune(TUNED, (2 * K,)).run("sqrt", 2 * K).deterministic
+
+
+def test_clipped_tables_that_no_run_of_a_study_would_have_are_refused():
+    base = TUNED.base.replace(clip="global", clip_threshold=25.0)
+    some = dataclasses.replace(TUNED, base=base, clip_tables=("item",))
+    words = r"must clip all tables alike\. Received: clip_tables=\['item'\], tuned at 2,048"
+    with pytest.raises(UserError, match=words):
+        Setting.of_tune(some, (2 * K, 8 * K))
+    with pytest.raises(UserError, match=words):
+        Setting((2 * K,), config=TUNED.network_options | {"model": "dcn_v2"}, found=[some])
+
+
 def test_what_a_base_leaves_to_the_rules_is_said():
     """Of σ, warm-up and clip every rule has its own: a tune's are taken where its own row is."""
     own = TUNED.base.replace(init_stddev=0.066, warmup_epochs=1.65)

@@ -43,6 +43,16 @@ def _tell_of_recipes(found: Hyperparameters) -> None:
     )
 
 
+def _refuse_clip_tables(found: TrainConfig) -> None:
+    """No study clips some tables alone: its runs would be without, and no word."""
+    if found.clip_tables is not None:
+        raise UserError(
+            "a study's base, and what was tuned, must clip all tables alike. Received: "
+            f"clip_tables={list(found.clip_tables)}, tuned at {found.batch_size:,}. Give it "
+            "without, as dataclasses.replace(config, clip_tables=None)"
+        )
+
+
 @dataclass(frozen=True)
 class Setting:
     """What all runs of a study have in common, and how far it goes.
@@ -59,7 +69,7 @@ class Setting:
 
     Raises:
       UserError: no batch size or seed, one twice, or out of range, or sizes that do not rise; or
-        what was found is of another network or batch size.
+        what was found is of another network or batch size, or clips some tables alone.
     """
 
     batch_sizes: Sequence[int]
@@ -103,6 +113,7 @@ class Setting:
                 f"{sizes}, and batch_sizes {list(self.batch_sizes)}. Name others"
             )
         for config in self.found:
+            _refuse_clip_tables(config)
             network_of(config, TrainConfig(**self.config).to_dict())  # whose defaults count
 
     @classmethod
@@ -118,6 +129,8 @@ class Setting:
     ) -> Setting:
         """The setting whose base is what a tune found: its values, network, update, schedules.
 
+        And whether it is deterministic.
+
         Args:
           tuned: `Tuned.train_config()`.
           batch_sizes: of which the first is the one that was tuned at.
@@ -127,8 +140,10 @@ class Setting:
           others: as they are.
 
         Raises:
-          UserError: the base is another batch size, or `config` names another network.
+          UserError: the base is another batch size, `config` names another network, or the base
+            clips some tables alone.
         """
+        _refuse_clip_tables(tuned)
         if batch_sizes and batch_sizes[0] != tuned.batch_size:
             raise UserError(
                 "the first of the batch sizes must be where the base was tuned. Received: "
@@ -137,6 +152,7 @@ class Setting:
         _tell_of_recipes(tuned.hyperparameters)
         given = config or {}
         network = network_of(tuned, given)
+        of_run = {"update": tuned.update, "deterministic": tuned.deterministic}
         if networks:
             network = {
                 option: value
@@ -146,7 +162,7 @@ class Setting:
         return cls(
             batch_sizes,
             {**shared_values(tuned.hyperparameters), **(values or {})},
-            {"update": tuned.update, **tuned.schedules(), **network, **given},
+            {**of_run, **tuned.schedules(), **network, **given},
             **others,
         )
 
