@@ -105,6 +105,14 @@ def test_keras_embeddings_are_found_and_recorded(mask_zero, in_graph):
     assert found == {"words": {2: 2.0, 5: 1.0, 0: 0.0 if mask_zero else 2.0}}
 
 
+@pytest.mark.parametrize("in_graph", [True, False])
+def test_lists_of_lists_count_by_sample(in_graph):
+    """Of words in sentences, say, by document."""
+    ids = tf.ragged.constant([[[3, 4], [3]], [[5], [5, 3], []], []], dtype=tf.int64)
+    model = Words(lambda t, ids: t(ids).flat_values)
+    assert counts_of(model, ids, in_graph) == {"words": {3: 2, 4: 1, 5: 1}}
+
+
 WORDS = [[3, 3, 4], [3, 5, 5], [4, 4, 4], [3, 4, 5]]
 
 

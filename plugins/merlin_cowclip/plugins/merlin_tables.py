@@ -184,8 +184,10 @@ def _lookup(key: str, ids: Any, *, padding: int | None = 0, combined: bool = Fal
     if isinstance(ids, tf.SparseTensor):
         ids = tf.RaggedTensor.from_sparse(tf.sparse.reshape(ids, tf.shape(ids, tf.int64)[:2]))
     if isinstance(ids, tf.RaggedTensor):
-        if ids.shape.rank == 3:  # b×(n)×1, as Merlin prepares ragged list columns
+        if ids.shape.rank == 3 and ids.shape[-1] == 1:  # as Merlin prepares ragged list columns
             ids = tf.squeeze(ids, axis=-1)
+        while ids.shape.rank > 2:  # lists of lists
+            ids = ids.merge_dims(1, 2)
         return Lookup(key, ids, is_list=True, combined=combined)
     if ids.shape.rank in (0, 1) or (ids.shape.rank == 2 and ids.shape[-1] == 1):
         return Lookup(key, ids)
