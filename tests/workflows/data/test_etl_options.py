@@ -423,6 +423,25 @@ def test_numbers_that_are_not_finite(tmp_path, log, path, quick, kind):
     assert same_numbers.report["fields"]["price"]["not_finite"] == 0
 
 
+@pytest.mark.parametrize("non_finite", ["missing", "refuse"])
+def test_the_saved_workflow_takes_numbers_as_text(log, quick, non_finite):
+    """As `pandas.read_csv` gives them with dtype=str, or JSON with a missing one."""
+    workflow = quick(spec_of(non_finite=non_finite)).workflow()
+    raw = log.assign(genres=log["genres"].str.split("|")).iloc[:200]
+    raw["price"] = raw["price"].where(raw.index % 7 > 0)
+    expected = workflow.transform(raw)["price"].tolist()
+    texts = raw["price"].map(repr).where(raw["price"].notna(), None)
+    objects = raw["price"].astype(object).where(texts.notna(), None)
+    strings = [texts.astype("string")] if non_finite == "missing" else []  # no 0 fills them
+    for given in (texts, objects, *strings):
+        assert workflow.transform(raw.assign(price=given))["price"].tolist() == expected
+    if non_finite == "missing":
+        endless = workflow.transform(raw.assign(price=texts.mask(raw.index == 3, "-inf")))
+        assert endless["price"][3] == workflow.transform(raw.assign(price=None))["price"][3]
+    with pytest.raises(UserError, match="column 'price' must hold numbers.*'many'"):
+        workflow.transform(raw.assign(price=texts.mask(raw.index == 3, "many")))
+
+
 # The report, and what else is left
 
 

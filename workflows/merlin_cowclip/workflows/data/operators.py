@@ -281,10 +281,15 @@ class NonFiniteToMissing(Operator):
     """
 
     def transform(self, col_selector: Any, df: Any) -> Any:
-        """The same columns; every other number stays as it is."""
+        """The same columns, text as float64; every other number stays as it is.
+
+        Raises:
+            UserError: text that is no number.
+        """
         out = type(df)()
         for name in col_selector.names:
-            out[name] = df[name].where(abs(df[name]) < float("inf"))
+            numbers = _float64(name, df[name]) if df[name].dtype.kind == "O" else df[name]
+            out[name] = numbers.where(abs(numbers) < float("inf"))
         return out
 
 
@@ -295,12 +300,16 @@ class UnitRange(NormalizeMinMax):
     """
 
     def transform(self, col_selector: Any, df: Any) -> Any:
-        """The same columns, scaled; numbers beyond the range lie beyond [0, 1]."""
+        """The same columns, scaled; numbers beyond the range lie beyond [0, 1].
+
+        Raises:
+            UserError: text that is no number.
+        """
         out = type(df)()
         for name in col_selector.names:
             low, high = float(self.mins[name]), float(self.maxs[name])
             with np.errstate(over="ignore"):
-                out[name] = scaled(df[name].astype("float64"), low, high).astype(self.output_dtype)
+                out[name] = scaled(_float64(name, df[name]), low, high).astype(self.output_dtype)
         return out
 
     def fit_finalize(self, dask_stats: Any) -> None:
@@ -308,6 +317,16 @@ class UnitRange(NormalizeMinMax):
         super().fit_finalize(dask_stats)
         for name, low in self.mins.items():
             _, self.maxs[name] = widened(float(low), float(self.maxs[name]))
+
+
+def _float64(name: str, column: Any) -> Any:
+    """A column of numbers, or of their text, as float64; pandas or cudf."""
+    try:
+        return column.astype("float64")
+    except ValueError as error:
+        raise UserError(
+            f"column {name!r} must hold numbers, or their text. Received: {error}. Correct it"
+        ) from None
 
 
 def _unsplit(name: str, held: pd.Series) -> UserError:
