@@ -152,6 +152,35 @@ def test_groups_of_ids_are_ids(tmp_path: Path):
     assert workflow.transform(LOG)["user"].isin(LOG["user"]).all()
 
 
+def test_keys_of_groups_that_no_categorify_made_have_no_vocabulary(tmp_path: Path):
+    """Users 1 to N fit the domain that the schema says; `raw` was another user's for every one."""
+    log = LOG.assign(user=pd.factorize(LOG["user"])[0] + 1)
+    ids = ["user", "item"] >> ops.Categorify(out_path=str(tmp_path / "ids"))
+    groups = (ids + ["click"]) >> ops.Groupby(
+        groupby_cols="user", aggs={"item": ["list"], "click": ["max"]}
+    )
+    target = groups["click_max"] >> ops.AddMetadata(tags=[Tags.TARGET])
+    workflow = nvt.Workflow(groups["user", "item_list"] + target)
+    workflow.fit(Dataset(log))
+    workflow.transform(Dataset(log)).to_parquet(str(tmp_path / "train"))
+    workflow.save(str(tmp_path / "workflow"))
+    data = adopt(
+        tmp_path / "train", tmp_path / "workflow", "click_max", tmp_path / "data", progress=False
+    )
+    counts = data.counts("user")
+    assert counts["raw"].isna().all()
+    present = sorted(log["user"].unique())
+    assert counts["count"].iloc[present].eq(1).all()
+    assert counts["count"].sum() == len(present)
+    assert data.counts("item_list")["raw"].notna().sum() == log["item"].nunique()
+    notes = "\n".join(data.record["notes"])
+    assert "ids of 'user' are as they come" in notes
+    assert "no Categorify made them (Groupby takes its keys" in notes
+    table = FusedEmbeddings(data.schema.select_by_tag(Tags.CATEGORICAL), 2)
+    with pytest.raises(ValueError, match="user"):
+        table.rows("user", [3], workflow=data.path / "workflow")
+
+
 BEFORE = pd.DataFrame(
     {
         "click": np.arange(ROWS) % 2,

@@ -188,6 +188,15 @@ class Pipeline:
                 f"raw ids of {quoted(changed)} are not known: an operator after Categorify may "
                 "have changed the ids. To know them, let it come before"
             )
+        found = _find_vocabularies(workflow, folder)
+        unmade = {c for c in spec.ids if c not in origins and _storage(columns[c][0]) in found}
+        without |= unmade
+        if unmade:
+            notes.append(
+                f"ids of {quoted(c for c in spec.ids if c in unmade)} are as they come, though the "
+                "workflow's schema names a vocabulary: no Categorify made them (Groupby takes its "
+                "keys from before the operators that it follows). Encode them in a workflow before"
+            )
         values = {c: v for c, v in raw_values(workflow).items() if c in spec.ids}
         bucketed = {
             c
@@ -201,7 +210,6 @@ class Pipeline:
                 f"ids of {made} are of values that operators may have changed before: "
                 "FusedEmbeddings takes and gives such values by as_read=True, and none of the log"
             )
-        found = _find_vocabularies(workflow, folder)
         known = {c: {} if c in without else found for c in spec.ids}
         fields = {c: _Field.of(columns[c][0], known[c]) for c in spec.ids}
         return cls(
