@@ -156,7 +156,7 @@ def test_keys_of_groups_that_no_categorify_made_have_no_vocabulary(tmp_path: Pat
     """Users 1 to N fit the domain that the schema says; `raw` was another user's for every one."""
     log = LOG.assign(user=pd.factorize(LOG["user"])[0] + 1)
     ids = ["user", "item"] >> ops.Categorify(out_path=str(tmp_path / "ids"))
-    groups = (ids + ["click"]) >> ops.Groupby(
+    groups = (ids + "click") >> ops.Groupby(
         groupby_cols="user", aggs={"item": ["list"], "click": ["max"]}
     )
     target = groups["click_max"] >> ops.AddMetadata(tags=[Tags.TARGET])
