@@ -500,3 +500,13 @@ def test_how_often_ids_occur(data, tmp_path, monkeypatch):
     shutil.rmtree(out / "frequencies")  # as one that was killed leaves it
     with pytest.raises(UserError, match="a report needs runs that ended"):
         report(out)
+
+
+def test_a_study_whose_runs_all_diverged_says_so(tmp_path):
+    for name, rows in (("control", "`full, none`, "), ("curves", "`cowclip`")):
+        out = swept(tmp_path / name, [name])
+        for path in out.glob("runs/*/result.json"):
+            path.rename(path.with_name("diverged.json"))
+        text = report(out).with_suffix(".md").read_text()
+        assert re.search(f"Diverged somewhere: .*{rows}", text)
+        assert "the AUC changes by" not in text

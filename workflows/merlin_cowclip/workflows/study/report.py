@@ -277,10 +277,7 @@ def _verdict(found: Sequence[Outcome], sizes: Sequence[int], quantity: Quantity)
             f"Best at {most}: {', '.join(alike[best])}, {best} %; worst: "
             f"{', '.join(alike[worst])}, {worst} %."
         )
-    diverged = sorted({o.cell.row for o in found if o.results and o.mean(AUC.key) is None})
-    if diverged:
-        sentences.append(f"Diverged somewhere: {', '.join(f'`{row}`' for row in diverged)}.")
-    return " ".join(sentences)
+    return " ".join([*sentences, *_diverged(found)])
 
 
 def _drops(found: Sequence[Outcome]) -> str:
@@ -293,10 +290,17 @@ def _drops(found: Sequence[Outcome]) -> str:
         a, b = cells[0].mean(AUC.key), cells[-1].mean(AUC.key)
         if a is not None and b is not None and len(cells) > 1:
             told.append(f"`{row}` {AUC.factor * (b[0] - a[0]):+.3f}")
-    if not told:
-        return ""
-    first, last = (found[i].cell.column for i in (0, -1))
-    return f"From {first} to {last} the AUC changes by (%): {', '.join(told)}."
+    sentences = []
+    if told:
+        first, last = (found[i].cell.column for i in (0, -1))
+        sentences = [f"From {first} to {last} the AUC changes by (%): {', '.join(told)}."]
+    return " ".join([*sentences, *_diverged(found)])
+
+
+def _diverged(found: Sequence[Outcome]) -> list[str]:
+    """A sentence on the rows of which a cell has no AUC, if there are any."""
+    rows = sorted({o.cell.row for o in found if o.results and o.mean(AUC.key) is None})
+    return [f"Diverged somewhere: {', '.join(f'`{row}`' for row in rows)}."] if rows else []
 
 
 def _ours(name: str, found: Sequence[Outcome]) -> str:
