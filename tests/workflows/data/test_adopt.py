@@ -360,12 +360,12 @@ def test_vocabularies_in_parts_and_combined(bare, log, tmp_path):
         run.check_vocabulary(data)
 
 
+def shifted(by: int):
+    return lambda values: (values + by) % 24
+
+
 def test_ids_that_only_the_workflow_knows(log, tmp_path):
     """One field has a vocabulary, the same one; the other is what a function makes of it."""
-
-    def shifted(by: int):
-        return lambda age: (age + by) % 24
-
     train = dataset(log[:TRAIN].assign(age=range(TRAIN)), tmp_path / "raw")
     made = []
     for shift in range(2):
@@ -382,6 +382,34 @@ def test_ids_that_only_the_workflow_knows(log, tmp_path):
     learned = {"cardinalities": mine.cardinalities, "continuous": []}
     config = {"config": {"data": str(mine.path), "ranges": None, **learned}}
     run = Run(tmp_path / "run", config)
+    shutil.copytree(mine.path / "workflow", run.path / "workflow")
+    run.check_vocabulary(mine)
+    with pytest.raises(UserError, match="must come from the pipeline of the run"):
+        run.check_vocabulary(other)
+
+
+@pytest.mark.parametrize("what", ["slice", "values"])
+def test_what_happens_around_a_vocabulary_is_of_one_pipeline(tmp_path, what):
+    """Other ids of a list, or other values behind one vocabulary that was given."""
+    log = pd.DataFrame({"click": np.arange(600) % 2, "hour": np.arange(600) % 24})
+    log["tags"] = [[f"t{i % 5}", f"t{i % 7}", f"t{i % 3}"] for i in range(600)]
+    train, made = dataset(log, tmp_path / "raw"), []
+    for number in range(2):
+        home = tmp_path / f"pipeline{number}"
+        shift, length = (number, 1) if what == "values" else (0, (1, -1)[number])
+        tags = ["tags"] >> ops.Categorify(out_path=str(home)) >> ops.ListSlice(length)
+        known = {"hour": pd.Series(np.arange(24))}
+        hours = ["hour"] >> ops.LambdaOp(shifted(shift))
+        hours = hours >> ops.Categorify(vocabs=known, out_path=str(home))
+        target = ["click"] >> ops.AddMetadata(tags=TARGET)
+        workflow = nvt.Workflow(tags + hours + target)
+        workflow.fit(train)
+        workflow.save(str(home / "workflow"))
+        workflow.transform(train).to_parquet(str(home / "train"))
+        made.append(quick(home, home / "data"))
+    mine, other = made
+    learned = {"data": str(mine.path), "cardinalities": mine.cardinalities, **inputs_of(mine)}
+    run = Run(tmp_path / "run", {"config": learned})
     shutil.copytree(mine.path / "workflow", run.path / "workflow")
     run.check_vocabulary(mine)
     with pytest.raises(UserError, match="must come from the pipeline of the run"):

@@ -174,11 +174,30 @@ def test_keys_of_groups_that_no_categorify_made_have_no_vocabulary(tmp_path: Pat
     assert counts["count"].sum() == len(present)
     assert data.counts("item_list")["raw"].notna().sum() == log["item"].nunique()
     notes = "\n".join(data.record["notes"])
-    assert "ids of 'user' are as they come" in notes
-    assert "no Categorify made them (Groupby takes its keys" in notes
+    assert "raw ids of 'user' are not known: their schema names a vocabulary, but no " in notes
     table = FusedEmbeddings(data.schema.select_by_tag(Tags.CATEGORICAL), 2)
     with pytest.raises(ValueError, match="user"):
         table.rows("user", [3], workflow=data.path / "workflow")
+
+
+def test_ids_that_another_workflow_encoded_have_no_vocabulary_here(tmp_path: Path):
+    """Its parquet's schema hands an absolute path on, where the next fit writes another one."""
+    first = nvt.Workflow((["item"] >> ops.Categorify(out_path=str(tmp_path / "ids"))) + ["click"])
+    first.fit(Dataset(LOG))
+    first.transform(Dataset(LOG)).to_parquet(str(tmp_path / "encoded"))
+    encoded = Dataset(str(tmp_path / "encoded"), engine="parquet")
+    second = nvt.Workflow(["item"] + (["click"] >> ops.AddMetadata(tags=[Tags.TARGET])))
+    second.fit(encoded)
+    second.transform(encoded).to_parquet(str(tmp_path / "train"))
+    second.save(str(tmp_path / "workflow"))
+    data = adopt(tmp_path / "train", tmp_path / "workflow", "click", tmp_path / "d", progress=False)
+    assert any("raw ids of 'item' are not known" in note for note in data.record["notes"])
+    assert data.counts("item")["raw"].isna().all()
+    assert not data.schema["item"].properties.get("cat_path")
+    table = FusedEmbeddings(data.schema.select_by_tag(Tags.CATEGORICAL), 2)
+    for how in ({"workflow": data.path / "workflow"}, {}):
+        with pytest.raises(ValueError, match="item"):
+            table.rows("item", ["i1"], **how)
 
 
 BEFORE = pd.DataFrame(

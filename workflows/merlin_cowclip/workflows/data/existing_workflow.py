@@ -189,13 +189,15 @@ class Pipeline:
                 "have changed the ids. To know them, let it come before"
             )
         found = _find_vocabularies(workflow, folder)
-        unmade = {c for c in spec.ids if c not in origins and _storage(columns[c][0]) in found}
-        without |= unmade
+        named = {c for c in spec.ids if columns[c][0].properties.get("cat_path")}
+        unmade = [c for c in spec.ids if c in named and c not in origins]
+        without |= set(unmade)
         if unmade:
             notes.append(
-                f"ids of {quoted(c for c in spec.ids if c in unmade)} are as they come, though the "
-                "workflow's schema names a vocabulary: no Categorify made them (Groupby takes its "
-                "keys from before the operators that it follows). Encode them in a workflow before"
+                f"raw ids of {quoted(unmade)} are not known: their schema names a vocabulary, but "
+                "no Categorify of this workflow made them (one of a workflow before, or Groupby, "
+                "which takes its keys from before the operators that it follows). To know them, "
+                "let one workflow encode them and do the rest"
             )
         values = {c: v for c, v in raw_values(workflow).items() if c in spec.ids}
         bucketed = {

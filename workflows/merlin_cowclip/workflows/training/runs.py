@@ -325,12 +325,8 @@ class Run:
                 )
         self._check_inputs(data, remedy)
         adopted = data.record.get("ranges") is None or self.config.get("ranges", {}) is None
-        # What an adopted pipeline does to numbers, to ids without a vocabulary, and by which hash,
-        # only it knows.
-        bare = any(not data.schema[field].properties.get("cat_path") for field in cardinalities)
-        hashed = any(ids["buckets"] > 1 for ids in inputs_of(data)["special_ids"].values())
-        unknown = adopted and (self.config["continuous"] or bare or hashed)
-        if unknown and not self._pipelines() & pipelines_of(data):
+        # What an adopted pipeline does before it looks ids up, and to numbers, only it knows.
+        if adopted and not self._pipelines() & pipelines_of(data):
             raise UserError(
                 f"the data must come from the pipeline of the run. Received: {data.path}, adopted "
                 f"with another workflow than {self.path}'s, which may mean something else by its "
