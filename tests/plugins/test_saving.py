@@ -553,6 +553,41 @@ def test_a_loss_of_ones_own_is_asked_for(tmp_path, trained):
     assert_same(values(loaded), values(trained))
 
 
+LOSSES = {
+    "by name": "mse",
+    "an object": tf.keras.losses.BinaryCrossentropy(label_smoothing=0.1),
+    "a function": tf.keras.losses.mean_absolute_error,
+    "by output": {"first": "mse", "second": "mae"},
+    "a list": ["mae", "mse"],
+    "of one output alone": ["mae", None],
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+def test_a_keras_model_goes_on_with_the_loss_that_it_was_compiled_with(tmp_path, loss):
+    """With a regularizer it went on with that alone, and no word."""
+    ids = tf.keras.Input((1,), dtype=tf.int64)
+    found = tf.keras.layers.Flatten()(tf.keras.layers.Embedding(50, 4)(ids))
+    l2 = tf.keras.regularizers.L2(1e-4)
+    names = ("first", "second")
+    outputs = [
+        tf.keras.layers.Dense(1, "sigmoid", kernel_regularizer=l2, name=name)(found)
+        for name in names
+    ]
+    model = tf.keras.Model(ids, outputs)
+    model.compile(optimizer=CowClipOptimizer.for_model(model, HOT), loss=loss)
+    x = np.arange(32).reshape(-1, 1)
+    y = [(x % 2).astype("f4"), (x % 3 > 1).astype("f4")]
+    model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
+    save_model(model, tmp_path / "model")
+    loaded = load_model(tmp_path / "model")
+    losses = [
+        m.fit(x, y, batch_size=8, shuffle=False, verbose=0).history["loss"] for m in (model, loaded)
+    ]
+    assert losses[0] == losses[1]
+    assert_same(values(loaded), values(model))
+
+
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("frozen", [0, 1])
 def test_of_tables_that_are_alike_the_frozen_one_stays_frozen(tmp_path, frozen):

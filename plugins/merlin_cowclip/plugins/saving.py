@@ -39,6 +39,7 @@ SAVED_MODEL = (
 )
 SIGNS = ("saved_model.pb",)  # of a model that was saved otherwise
 SLOTS = ("m", "v")
+_OF_ALL = "*"  # outputs
 FORMAT = 2
 READ_FORMATS = (1, 2)  # 1 kept neither a learning rate, nor losses and names of weights
 
@@ -152,9 +153,7 @@ def load_model(path: str | os.PathLike[str], **compile_arguments: Any) -> mm.Mod
     if description.get("loss_weights") and "loss" not in compile_arguments:
         compile_arguments.setdefault("loss_weights", description["loss_weights"])
     if description.get("losses") and "loss" not in compile_arguments:
-        compile_arguments["loss"] = {
-            output: _loss_of(saved, output) for output, saved in description["losses"].items()
-        }
+        compile_arguments["loss"] = _losses_of(description["losses"])
     model.compile(optimizer=outer, **compile_arguments)
     if description["slots"]:
         optimizer.create_slots(model.trainable_variables)
@@ -336,25 +335,46 @@ def _loss_scale(optimizer: Any) -> dict[str, Any] | None:
     }
 
 
-def _losses(model: mm.Model) -> dict[str, Any] | None:
-    """The losses that the model was compiled with, by output, as Keras writes them.
+def _losses(model: tf.keras.Model) -> Any:
+    """What the model was compiled with, as Keras writes it; `None` without a loss.
+
+    By output, as Merlin's models have them, or as Keras takes them: a list by output, or of all
+    outputs the one in `_OF_ALL`.
 
     Merlin saves an output's default loss by the name of Keras's: a `CategoricalOutput`, whose
     outputs are logits, would go on with Keras's loss of probabilities.
     """
-    if not isinstance(model.loss, Mapping):
+    if model.loss is None:
         return None
-    losses = {}
-    for output, loss in model.loss.items():
-        try:
-            saved = loss if isinstance(loss, str) else tf.keras.losses.serialize(loss)
-            losses[output] = json.loads(json.dumps(saved))
-        except (TypeError, ValueError):  # not of Keras's kind; load_model says what to do
-            losses[output] = getattr(loss, "__name__", type(loss).__name__)
-        if not isinstance(loss, str) and _is_of_another(losses[output], loss):
-            named = loss if hasattr(loss, "__name__") else type(loss)
-            losses[output] = f"{named.__module__}.{named.__name__}"  # load_model finds none by it
-    return losses
+    if isinstance(model.loss, Mapping):
+        return {output: _loss(loss) for output, loss in model.loss.items()}
+    if isinstance(model.loss, list | tuple):
+        return [_loss(loss) for loss in model.loss]
+    return {_OF_ALL: _loss(model.loss)}
+
+
+def _loss(loss: Any) -> Any:
+    if loss is None:  # of an output that has none
+        return None
+    try:
+        saved = json.loads(
+            json.dumps(loss if isinstance(loss, str) else tf.keras.losses.serialize(loss))
+        )
+    except (TypeError, ValueError):  # not of Keras's kind; load_model says what to do
+        saved = getattr(loss, "__name__", type(loss).__name__)
+    if not isinstance(loss, str) and _is_of_another(saved, loss):
+        named = loss if hasattr(loss, "__name__") else type(loss)
+        saved = f"{named.__module__}.{named.__name__}"  # load_model finds none by it
+    return saved
+
+
+def _losses_of(saved: Any) -> Any:
+    """What `_losses` has written, to compile with."""
+    if isinstance(saved, list):
+        return [_loss_of(loss, f"output {number}") for number, loss in enumerate(saved)]
+    if _OF_ALL in saved:
+        return _loss_of(saved[_OF_ALL], "all outputs")
+    return {output: _loss_of(loss, repr(output)) for output, loss in saved.items()}
 
 
 def _is_of_another(saved: Any, loss: Any) -> bool:
@@ -374,12 +394,14 @@ def _loss_weights(model: mm.Model) -> Any:
 
 
 def _loss_of(saved: Any, output: str) -> Any:
+    if saved is None:
+        return None
     try:
         return tf.keras.losses.get(saved)
     except ValueError:
         name = saved if isinstance(saved, str) else saved.get("class_name")
         raise ValueError(
-            f"The loss of {output!r} must be known to Keras. Received: {name!r}, with which the "
+            f"The loss of {output} must be known to Keras. Received: {name!r}, with which the "
             "model was compiled. Give load_model loss=…, or register it with Keras."
         ) from None
 
