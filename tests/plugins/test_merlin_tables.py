@@ -210,6 +210,40 @@ def test_a_batch_joined_with_itself_has_twice_the_samples(width, in_graph):
     assert counts_of(flat, tf.constant(WORDS), in_graph) == {"words": {3: 6, 4: 2}}
 
 
+TOLD_BY = {
+    "a table of integers": tf.keras.layers.IntegerLookup(vocabulary=[3, 4, 5], num_oov_indices=3),
+    "a function": tf.function(lambda ids: ids % 6),
+}
+
+
+@pytest.mark.parametrize("in_graph", [True, False])
+@pytest.mark.parametrize("case", TOLD_BY)
+def test_ids_that_the_same_function_makes_of_the_same_input_count_once(case, in_graph):
+    """As the deep part of a network and its linear one look them up."""
+    made = TOLD_BY[case]
+    model = Words(lambda t, ids: t(made(ids)) + t(made(ids)))
+    once = Words(lambda t, ids: t(made(ids)))
+    ids = tf.constant(WORDS, tf.int64)
+    found = counts_of(model, ids, in_graph)
+    assert found == counts_of(once, ids, in_graph)
+    assert sorted(found["words"].values()) == [2, 3, 3]
+
+
+@pytest.mark.parametrize("in_graph", [True, False])
+def test_repeated_samples_are_samples(in_graph):
+    """A user beside each of four candidates, by whatever op the rows were repeated."""
+    ids = tf.constant(WORDS)
+    for repeated in (
+        lambda ids: tf.repeat(ids[:, :1], 4, axis=0),
+        lambda ids: tf.repeat(ids[:, 0], 4),
+        lambda ids: tf.tile(ids[:, :1], [4, 1]),
+        lambda ids: tf.reshape(tf.tile(ids[:, :1], [1, 4]), [-1, 1]),
+        lambda ids: tf.gather(ids[:, :1], tf.range(16) // 4),
+    ):
+        model = Words(lambda t, ids, repeated=repeated: t(repeated(ids)))
+        assert counts_of(model, ids, in_graph) == {"words": {3: 12, 4: 4}}
+
+
 def test_one_hot_ids_of_several_columns_in_one_lookup_stay_samples():
     model = Words(lambda t, ids: t(tf.reshape(tf.stack([ids[:, 0], ids[:, 1]]), [-1])))
     assert counts_of(model, tf.constant(WORDS), in_graph=True) == {"words": {3: 4, 4: 3, 5: 1}}

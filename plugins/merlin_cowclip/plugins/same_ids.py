@@ -38,6 +38,10 @@ _OPAQUE = {
     "While",
 }
 
+# Of these the same inputs make the same outputs: a call of a function without a state, and tables
+# that were filled before (`StringLookup`).
+_REPEATABLE = {"LookupTableFind", "LookupTableFindV2", "PartitionedCall"}
+
 # They move numbers about; only they give a gradient of another shape the table's.
 _MOVING = {
     "ConcatV2",
@@ -76,8 +80,8 @@ class Expressions:
     """Numbers tensors by what they compute: equal numbers, equal values.
 
     Two tensors get one number if the same ops make them from the same inputs; an op with a state
-    of its own (a random number, a variable's value) equals only itself. A tensor that a branch or a
-    loop captures has the number it has outside.
+    of its own (a random number, a variable's value), a call of what has one and a branch equal
+    themselves alone. A tensor that a branch or a loop captures has the number it has outside.
     """
 
     def __init__(self) -> None:
@@ -140,7 +144,7 @@ class Expressions:
     def _made_from(tensor: tf.Tensor) -> Sequence[tf.Tensor]:
         """The tensors that tell the value; none where the tensor equals only itself."""
         op = _op_of(tensor)
-        return () if op is None or op.op_def.is_stateful or op.type in _OPAQUE else op.inputs
+        return () if _equals_only_itself(op) else op.inputs
 
     @staticmethod
     def _key(tensor: tf.Tensor, inputs: tuple[int, ...]) -> Any:
@@ -150,7 +154,7 @@ class Expressions:
             value = tensor if op is None else tf.make_ndarray(op.get_attr("value"))
             if tensor.shape.num_elements() <= _COPIED:
                 return tensor.dtype, tuple(tensor.shape), np.asarray(value).tobytes()
-        if op is None or op.op_def.is_stateful or op.type in _OPAQUE:
+        if _equals_only_itself(op):
             return tensor.ref()
         attributes = tuple(
             (name, value.SerializeToString(deterministic=True))
@@ -158,6 +162,12 @@ class Expressions:
             if not name.startswith("_")
         )
         return op.type, attributes, tensor.value_index, inputs
+
+
+def _equals_only_itself(op: Any) -> bool:
+    if op is None or op.type in _REPEATABLE:
+        return op is None
+    return bool(op.op_def.is_stateful) or op.type in _OPAQUE
 
 
 def _slices_nothing_off(op: tf.Operation) -> bool:
@@ -307,7 +317,8 @@ def _before_flattening(ids: tf.Tensor, of: Expressions) -> tf.Tensor:
         ids = op.inputs[0]
         fed = of.stripped(ids)
     shape = fed.shape
-    if not shape.rank or (op is not None and op.type in ("Pack", "Transpose")):
+    # Of tf.repeat and tf.tile each copy is a sample's, as where they are not reshaped.
+    if not shape.rank or (op is not None and op.type in ("Pack", "Tile", "Transpose")):
         return ids
     by_width = shape[0] is None or shape[1:].is_fully_defined()
     return fed if by_width and _width(fed) != 1 and _width(fed) != _width(ids) else ids
