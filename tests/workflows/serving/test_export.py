@@ -403,6 +403,20 @@ def test_a_request_of_which_every_id_is_missing(stock, tmp_path):
     np.testing.assert_allclose(found, among, rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("kind", ["object", "string", "category"])
+def test_an_empty_text_is_missing_in_a_frame_as_from_a_client(stock, tmp_path, kind):
+    run, _, home = stock
+    repository = export(run, tmp_path / "repository", progress=False)
+    rows = pd.read_parquet(home / "raw-test/0.parquet").head(20)
+    empty = rows.index % 3 == 1
+    missing = repository.predict(rows.assign(item=rows["item"].mask(empty, None)))
+    given = rows.assign(item=rows["item"].mask(empty, "").astype(kind))
+    found = repository.predict(given)
+    np.testing.assert_allclose(found, missing, rtol=0, atol=1e-6)
+    unknown = repository.predict(rows.assign(item=rows["item"].mask(empty, "never seen")))
+    assert (np.abs(unknown - found)[empty] > 1e-6).any()
+
+
 def test_a_workflow_that_needs_the_label_is_refused(stock, tmp_path, monkeypatch):
     """TargetEncoding makes nothing where its target is gone."""
     run, _, home = stock

@@ -120,11 +120,12 @@ class ServedWorkflow(TransformWorkflow):
         """
         spec = DatasetSpec.from_dict(self.spec)
         names = self.input_schema.column_names
+        nullable = set(names) - self.with_empty if self.is_adopted else set()
         if isinstance(transformable, TensorTable):
-            nullable = set(names) - self.with_empty if self.is_adopted else set()
             frame = pd.DataFrame(_columns(transformable, names, nullable, self.binary))
         else:
             frame = transformable[names].reset_index(drop=True)
+            frame = frame.assign(**{n: _empty_as_missing(frame[n]) for n in names if n in nullable})
         if not len(frame):
             raise UserError("a request must have a row. Received: none")
         if self.is_adopted:
@@ -218,6 +219,26 @@ def _columns(
             f"{rows[many]:,} of {many!r}"
         )
     return columns
+
+
+def _empty_as_missing(column: pd.Series) -> pd.Series:
+    """The same rows, an empty text as None, as a client's; also in lists."""
+
+    def is_empty(value: Any) -> bool:
+        return isinstance(value, str | bytes) and not value
+
+    def cell(value: Any) -> Any:
+        if pd.api.types.is_list_like(value):
+            return [None if is_empty(one) else one for one in value]
+        return None if is_empty(value) else value
+
+    def has_empty(value: Any) -> bool:
+        return any(map(is_empty, value)) if pd.api.types.is_list_like(value) else is_empty(value)
+
+    found = [has_empty(value) for value in column] if column.dtype.kind in "OSU" else []
+    if not any(found):
+        return column  # of the type that it has
+    return pd.Series([cell(value) for value in column], index=column.index, dtype=object)
 
 
 def _columns_with(
