@@ -584,8 +584,10 @@ def test_a_keras_model_goes_on_with_the_loss_that_it_was_compiled_with(tmp_path,
     losses = [
         m.fit(x, y, batch_size=8, shuffle=False, verbose=0).history["loss"] for m in (model, loaded)
     ]
-    assert losses[0] == losses[1]
-    assert_same(values(loaded), values(model))
+    # Threads add the gradients of two outputs up in any order.
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-6)
+    for mine, theirs in zip(values(loaded), values(model), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.usefixtures("quick")
