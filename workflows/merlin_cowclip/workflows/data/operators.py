@@ -331,7 +331,8 @@ def _float64(name: str, column: Any) -> Any:
 
 def _unsplit(name: str, held: pd.Series) -> UserError:
     """What is wrong with cells of a column of lists, of which one is none."""
-    first = next(cell for cell in held if not pd.api.types.is_list_like(cell))
+    cells = (cell for cell in held if not pd.api.types.is_list_like(cell))
+    first = next(cells, f"cells of {held.dtype}")
     return UserError(
         f"column {name!r} must hold lists. Received: {first!r}. Split the cells of a CSV file at "
         f'their separator first: df["{name}"].str.split("|")'
