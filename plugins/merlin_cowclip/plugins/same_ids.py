@@ -165,9 +165,10 @@ class Expressions:
 
 
 def _equals_only_itself(op: Any) -> bool:
-    if op is None or op.type in _REPEATABLE:
-        return op is None
-    return bool(op.op_def.is_stateful) or op.type in _OPAQUE
+    """Whether the same inputs do not tell what an op makes; `None` makes eager tensors."""
+    if op is None:
+        return True
+    return op.type not in _REPEATABLE and (op.op_def.is_stateful or op.type in _OPAQUE)
 
 
 def _slices_nothing_off(op: tf.Operation) -> bool:

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from merlin_cowclip.plugins._stack import mm, quiet_stack, tf
+from merlin_cowclip.plugins._stack import quiet_stack, tf
 from merlin_cowclip.plugins.adam import CowClipAdam
 from merlin_cowclip.plugins.checks import check_path
 from merlin_cowclip.plugins.configured import as_json, state_follows
@@ -44,15 +44,17 @@ FORMAT = 2
 READ_FORMATS = (1, 2)  # 1 kept neither a learning rate, nor losses and names of weights
 
 
-def save_model(model: mm.Model, path: str | os.PathLike[str]) -> None:
+def save_model(model: tf.keras.Model, path: str | os.PathLike[str]) -> None:
     """Save a compiled model and all state of its `CowClipOptimizer` to the folder `path`.
+
+    The model is Merlin's, `mm.Model`, or Keras's own.
 
     A model whose tables are in shards is saved as one process has it, by rank 0: all ranks call
     this, at once (`whole_tables`), and go on once it is saved. Any other is saved by rank 0, too:
     Merlin saves nothing on other ranks, nor does this, whether they call it or not. There it
     returns at once: before another rank calls `load_model`, all must meet, as by `hvd.barrier()`.
 
-    Layout: Merlin's SavedModel, and in `merlin_cowclip/` a checkpoint with weights, slots
+    Layout: the SavedModel, and in `merlin_cowclip/` a checkpoint with weights, slots
     and step counts in the model's order.
 
     A model that is there already is replaced as a whole (`replacing.py`): whatever interrupts this
@@ -106,8 +108,8 @@ def save_model(model: mm.Model, path: str | os.PathLike[str]) -> None:
         os.replace(partial, folder / MARKER)
 
 
-def load_model(path: str | os.PathLike[str], **compile_arguments: Any) -> mm.Model:
-    """A model that `save_model` wrote, compiled, its optimizer bound and as it was.
+def load_model(path: str | os.PathLike[str], **compile_arguments: Any) -> tf.keras.Model:
+    """A model that `save_model` wrote, Merlin's or Keras's, compiled, its optimizer as it was.
 
     Args:
       path: the folder.
@@ -188,7 +190,7 @@ def _has_slot(owner: Any, variable: tf.Variable, name: str) -> bool:
     return True
 
 
-def _freeze(model: mm.Model, trainable: Sequence[bool]) -> None:
+def _freeze(model: tf.keras.Model, trainable: Sequence[bool]) -> None:
     """Which weights are trained, as it was saved: Keras loads inner layers as trainable.
 
     Args:
@@ -202,7 +204,7 @@ def _freeze(model: mm.Model, trainable: Sequence[bool]) -> None:
             layer._trainable = any(own)  # the property's setter would freeze layers within it too
 
 
-def _clip_layers(model: mm.Model, optimizer: CowClipOptimizer) -> list[list[int] | None]:
+def _clip_layers(model: tf.keras.Model, optimizer: CowClipOptimizer) -> list[list[int] | None]:
     """Of each item of `clip_tables` that is a layer, where its tables stand among the weights.
 
     By name, as `get_config` has it, it could be another layer's: names of tables may repeat.
@@ -218,7 +220,7 @@ def _clip_layers(model: mm.Model, optimizer: CowClipOptimizer) -> list[list[int]
 
 
 def _with_clip_layers(
-    description: Mapping[str, Any], model: mm.Model, place: Mapping[Any, int]
+    description: Mapping[str, Any], model: tf.keras.Model, place: Mapping[Any, int]
 ) -> dict[str, Any]:
     """The optimizer's configuration, with layers of `model` for what `_clip_layers` wrote."""
     config = dict(description["optimizer"])
@@ -231,7 +233,7 @@ def _with_clip_layers(
 
 
 def _state(
-    model: mm.Model, optimizer: CowClipOptimizer, order: Sequence[int] = ()
+    model: tf.keras.Model, optimizer: CowClipOptimizer, order: Sequence[int] = ()
 ) -> tf.train.Checkpoint:
     """A flat checkpoint, keyed by position: Keras's object graph differs after a load.
 
@@ -252,7 +254,7 @@ def _state(
     return tf.train.Checkpoint(**tracked)
 
 
-def _saved_order(model: mm.Model, description: dict[str, Any], path: Path) -> list[int]:
+def _saved_order(model: tf.keras.Model, description: dict[str, Any], path: Path) -> list[int]:
     """For each weight of the loaded model, its position among the saved ones.
 
     Slots are kept by the position of their weight, and Keras may load layers in another order (the
@@ -287,7 +289,7 @@ def _saved_order(model: mm.Model, description: dict[str, Any], path: Path) -> li
     return [order[at] for at in range(len(weights))]
 
 
-def _places(model: mm.Model) -> list[int]:
+def _places(model: tf.keras.Model) -> list[int]:
     """For each weight, its place among those of all layers: Keras lists frozen ones last."""
     own = (
         v.ref()
@@ -306,7 +308,7 @@ def _same_bits(a: np.ndarray, b: np.ndarray) -> bool:
     return np.array_equal(x, y)
 
 
-def _warn_of_weights_that_are_not_finite(model: mm.Model, path: Path) -> None:
+def _warn_of_weights_that_are_not_finite(model: tf.keras.Model, path: Path) -> None:
     broken = [
         v.name
         for v in model.weights
@@ -387,7 +389,7 @@ def _is_of_another(saved: Any, loss: Any) -> bool:
     return not (found is loss or (is_loss and type(found) is type(loss)))
 
 
-def _loss_weights(model: mm.Model) -> Any:
+def _loss_weights(model: tf.keras.Model) -> Any:
     """By output, or in the order of outputs, as the model was compiled with; `None` without."""
     weights = model.compiled_loss._user_loss_weights
     return None if weights is None else tf.nest.map_structure(float, weights)

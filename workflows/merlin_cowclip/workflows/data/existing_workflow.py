@@ -188,9 +188,8 @@ class Pipeline:
                 f"raw ids of {quoted(changed)} are not known: an operator after Categorify may "
                 "have changed the ids. To know them, let it come before"
             )
-        found = _find_vocabularies(workflow, folder)
-        named = {c for c in spec.ids if columns[c][0].properties.get("cat_path")}
-        unmade = [c for c in spec.ids if c in named and c not in origins]
+        named = (c for c in spec.ids if columns[c][0].properties.get("cat_path"))
+        unmade = [c for c in named if c not in origins]
         without |= set(unmade)
         if unmade:
             notes.append(
@@ -212,6 +211,7 @@ class Pipeline:
                 f"ids of {made} are of values that operators may have changed before: "
                 "FusedEmbeddings takes and gives such values by as_read=True, and none of the log"
             )
+        found = _find_vocabularies(workflow, folder)
         known = {c: {} if c in without else found for c in spec.ids}
         fields = {c: _Field.of(columns[c][0], known[c]) for c in spec.ids}
         return cls(
