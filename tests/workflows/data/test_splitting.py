@@ -41,3 +41,14 @@ def test_labels_of_one_kind_are_refused():
         split_rows(
             Split("sequential", 0.25), LABELS | (np.arange(1_000) >= 750), None, seed=0, label="y"
         )
+
+
+def test_times_beyond_float64s_whole_numbers_are_told_apart():
+    # Nanoseconds since 1970, of which float64 holds each 256th.
+    first = 1_700_000_000_000_000_000
+    texts = pa.array([str(first + (7 * t) % 10) for t in range(10)])
+    codes = np.arange(1_000, dtype=np.int32) % 10
+    parts = split_rows(
+        Split("time", 0.2, "t"), LABELS | (codes == 9), (codes, texts), seed=0, label="y"
+    )
+    assert set(codes[parts.test]) == {4, 7}  # of 8 and of 9 nanoseconds

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 
 import numpy as np
@@ -108,8 +109,9 @@ def _latest(split: Split, times: tuple[np.ndarray, pa.Array]) -> np.ndarray:
             "times must be numbers, or all of them text that sorts by time. Received: numbers "
             f"and {words[0]!r} in column {split.column!r}. Correct it or remove the row"
         )
-    rank = values.astype(str) if words else np.array(numbers, np.float64)
-    held, place = np.unique(rank, return_inverse=True)
+    held, place = np.unique(
+        values.astype(str) if words else _ranks(values, numbers), return_inverse=True
+    )
     counts = np.bincount(place[codes], minlength=len(held))
     later = np.cumsum(counts[::-1])[::-1]  # rows from each time on
     if len(held) < 2:
@@ -119,3 +121,15 @@ def _latest(split: Split, times: tuple[np.ndarray, pa.Array]) -> np.ndarray:
         )
     first = 1 + int(np.argmin(np.abs(later[1:] - split.test * n)))
     return place[codes] >= first
+
+
+def _ranks(texts: np.ndarray, numbers: list[float | None]) -> np.ndarray:
+    """(n,), numbers that sort as the texts' do: beyond float64's whole numbers, Python's."""
+    floats = np.array(numbers, np.float64)
+    if not (np.abs(floats) >= 2**53).any():
+        return floats
+    exact = np.array(numbers, object)
+    for i, text in enumerate(texts):
+        with contextlib.suppress(ValueError):
+            exact[i] = int(text)
+    return exact
