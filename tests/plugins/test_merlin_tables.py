@@ -133,6 +133,9 @@ def unique_first(table, ids):
     return tf.gather(table(found), where)
 
 
+THREE_WORDS = tf.lookup.StaticVocabularyTable(
+    tf.lookup.KeyValueTensorInitializer(["3", "4", "5"], tf.constant([3, 4, 5], tf.int64)), 1
+)
 RESHAPED = {
     "as they are": lambda t, ids: t(ids),
     "flattened": lambda t, ids: t(tf.reshape(ids, [-1])),
@@ -160,6 +163,45 @@ RESHAPED = {
             *(ids[..., tf.newaxis, :][..., 0, :], ids[:, :, tf.newaxis][..., -1]),
         )
     ),
+    "flattened, then mapped": lambda t, ids: t((tf.reshape(ids, [-1]) + 6) % 6),
+    "flattened, then chosen": lambda t, ids: t(
+        tf.where(tf.reshape(ids, [-1, 1]) > 0, tf.reshape(ids, [-1, 1]), 0)
+    ),
+    "flattened, then found in a table": lambda t, ids: t(
+        THREE_WORDS.lookup(tf.strings.as_string(tf.reshape(ids, [-1])))
+    ),
+    "with numbers of columns added, flattened": lambda t, ids: t(
+        tf.reshape(ids + tf.constant([[6, 12, 18]], tf.int64), [-1]) % 6
+    ),
+    "stacked beside each other, flattened": lambda t, ids: t(
+        tf.reshape(tf.stack(tf.unstack(ids, axis=1), axis=1), [-1])
+    ),
+    "stacked beside each other, time-distributed": lambda t, ids: tf.keras.layers.TimeDistributed(
+        t
+    )(tf.stack([ids[:, 0], ids[:, 1], ids[:, 2]], axis=-1)[..., tf.newaxis]),
+    "joined beside each other, flattened": lambda t, ids: t(
+        tf.reshape(tf.concat([ids[:, :1], ids[:, 1:]], axis=1), [-1])
+    ),
+    "flattened, joined beside each other": lambda t, ids: t(
+        tf.concat([tf.reshape(ids, [-1, 1]), tf.reshape(ids, [-1, 1])], axis=1)
+    ),
+    "flattened, then split": lambda t, ids: t(
+        tf.concat(tf.split(tf.reshape(ids, [-1]), 2)[::-1], axis=0)
+    ),
+    "in lists of two": lambda t, ids: t(tf.reshape(ids, [-1, 2])),
+    "in other lists, backwards": lambda t, ids: t(tf.reverse(tf.reshape(ids, [-1, 6]), [0, 1])),
+    "flattened, made unique, and picked": lambda t, ids: t(
+        tf.unique(tf.gather(tf.reshape(ids, [-1]), tf.range(11, -1, -1)))[0]
+    ),
+    "joined, made unique": lambda t, ids: t(
+        tf.unique(tf.concat([tf.reshape(ids[:1], [-1]), tf.reshape(ids[1:], [-1])], axis=0))[0]
+    ),
+    "picked by a mask": lambda t, ids: t(tf.boolean_mask(ids, ids > 0)),
+    "picked one by one": lambda t, ids: t(tf.gather_nd(ids, tf.where(ids > 0))),
+    "transposed, then flattened": lambda t, ids: t(tf.reshape(tf.transpose(ids), [-1])),
+    "with an axis before": lambda t, ids: t(ids[tf.newaxis]),
+    "sample by sample": lambda t, ids: sum(tf.reduce_sum(t(ids[i])) for i in range(4)),
+    "tiled as lists, flattened": lambda t, ids: t(tf.reshape(tf.tile(ids, [1, 2]), [-1])),
     "in parts": lambda t, ids: tf.concat([t(ids[1:]), t(ids[:1]), t(ids[:0])], axis=0),
 }
 
@@ -170,12 +212,57 @@ def test_ids_that_were_flattened_or_made_unique_count_by_sample(case, batch):
     assert counts_of_words(RESHAPED[case], batch) == {3: 3, 4: 3, 5: 2}
 
 
-def counts_of_words(forward, batch, table=None):
+@pytest.mark.parametrize("batch", [4, None])
+@pytest.mark.parametrize("case", ["as they are", "flattened", "time-distributed", "made unique"])
+def test_ids_of_lists_whose_length_only_the_batch_tells_count_by_sample(case, batch):
+    """As of `padded_batch`."""
+    assert counts_of_words(RESHAPED[case], batch, width=None) == {3: 3, 4: 3, 5: 2}
+
+
+TWICE = {
+    "joined": lambda ids: tf.concat([ids, ids], axis=0),
+    "joined, then flattened": lambda ids: tf.reshape(tf.concat([ids, ids], axis=0), [-1]),
+    "flattened, then joined": lambda ids: tf.concat([tf.reshape(ids, [-1])] * 2, axis=0),
+    "flattened to columns, then joined": lambda ids: tf.concat(
+        [tf.reshape(ids, [-1, 1])] * 2, axis=0
+    ),
+    "stacked": lambda ids: tf.stack([ids, ids]),
+    "stacked, then flattened": lambda ids: tf.reshape(tf.stack([ids, ids]), [-1]),
+    "tiled": lambda ids: tf.tile(ids, [2, 1]),
+    "tiled, then flattened": lambda ids: tf.reshape(tf.tile(ids, [2, 1]), [-1]),
+    "flattened, then tiled": lambda ids: tf.tile(tf.reshape(ids, [-1]), [2]),
+    "repeated": lambda ids: tf.repeat(ids, 2, axis=0),
+    "repeated, then flattened": lambda ids: tf.reshape(tf.repeat(ids, 2, axis=0), [-1]),
+    "broadcast, then flattened": lambda ids: tf.reshape(
+        tf.broadcast_to(ids[:, tf.newaxis], [4, 2, 3]), [-1]
+    ),
+    "picked, then flattened": lambda ids: tf.reshape(tf.gather(ids, tf.range(8) // 2), [-1]),
+}
+
+
+@pytest.mark.parametrize("batch", [4, None])
+@pytest.mark.parametrize("case", TWICE)
+def test_samples_that_are_there_twice_are_twice_as_many(case, batch):
+    found = counts_of_words(lambda t, ids: t(TWICE[case](ids)), batch)
+    assert found == {3: 6, 4: 6, 5: 4}
+
+
+@pytest.mark.parametrize("width", [1, 2])
+def test_padding_in_flattened_lists_of_merlins_table(width):
+    """As where they are not flattened: a list's 0 is padding, a single id's an id as any other."""
+    table = mm.EmbeddingTable(4, *Schema([category("words", 6)]))
+    ids = tf.constant([[0] * width, [3] + [0] * (width - 1)])
+    for forward in (lambda t, ids: t(ids), lambda t, ids: t(tf.reshape(ids, [-1, 1]) + 0)):
+        found = counts_of_words(forward, None, table, width=None, ids=ids)
+        assert found == ({0: 1, 3: 1} if width == 1 else {0: 0, 3: 1})
+
+
+def counts_of_words(forward, batch, table=None, width=3, ids=WORDS):
     model = Words(forward, table)
     (spec,) = find_tables(model)
-    model(tf.constant(WORDS))
+    model(tf.cast(ids, tf.int64))
 
-    @tf.function(input_signature=[tf.TensorSpec([batch, 3], tf.int64)], autograph=False)
+    @tf.function(input_signature=[tf.TensorSpec([batch, width], tf.int64)], autograph=False)
     def step(ids):
         with tf.GradientTape() as tape:
             loss = tf.reduce_sum(model(ids))
@@ -183,7 +270,7 @@ def counts_of_words(forward, batch, table=None):
         found = count_sparse(spec.recorder, gradient.indices, 6)
         return found.rows, found.counts
 
-    rows, counts = step(tf.constant(WORDS, tf.int64))
+    rows, counts = step(tf.cast(ids, tf.int64))
     return dict(zip(rows.numpy(), counts.numpy(), strict=True))
 
 
@@ -210,9 +297,12 @@ def test_a_batch_joined_with_itself_has_twice_the_samples(width, in_graph):
     assert counts_of(flat, tf.constant(WORDS), in_graph) == {"words": {3: 6, 4: 2}}
 
 
+FIRST_ROW = tf.Variable(6, trainable=False, dtype=tf.int64)
 TOLD_BY = {
     "a table of integers": tf.keras.layers.IntegerLookup(vocabulary=[3, 4, 5], num_oov_indices=3),
     "a function": tf.function(lambda ids: ids % 6),
+    "a table with buckets": lambda ids: THREE_WORDS.lookup(tf.strings.as_string(ids)),
+    "a variable": lambda ids: (ids + FIRST_ROW) % 6,
 }
 
 
@@ -227,6 +317,21 @@ def test_ids_that_the_same_function_makes_of_the_same_input_count_once(case, in_
     found = counts_of(model, ids, in_graph)
     assert found == counts_of(once, ids, in_graph)
     assert sorted(found["words"].values()) == [2, 3, 3]
+
+
+def test_ids_of_a_table_that_grows_between_two_lookups_are_others():
+    table = tf.lookup.experimental.MutableHashTable(tf.int64, tf.int64, default_value=1)
+
+    def forward(embedding, ids):
+        before = embedding(table.lookup(ids))
+        if tf.executing_eagerly():  # to build the model
+            return before
+        flat = tf.reshape(ids, [-1])
+        table.insert(flat, flat)
+        with tf.control_dependencies([tf.identity(table.size())]):
+            return before + embedding(table.lookup(tf.identity(ids)))
+
+    assert counts_of_words(forward, 4) == {1: 4, 3: 3, 4: 3, 5: 2}
 
 
 @pytest.mark.parametrize("in_graph", [True, False])

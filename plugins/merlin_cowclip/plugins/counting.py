@@ -56,6 +56,10 @@ class Lookup:
         counts once.
       sources: what `rows` were computed from, one tensor per feature, where that tells better than
         `rows` whether ids are the same: they may be rows of several features, or checked ones.
+      samples: makes the sample of each of `rows`, in their order, where that is not the first axis.
+        A padding row is then an id as any other where it is a sample's only one, but with
+        `mask_zero`.
+      mask_zero: see `samples`.
       combined: whether `tf.nn.safe_embedding_lookup_sparse` looks the rows of a ragged list up: it
         makes them unique, leaves negative ones out, and reads row 0 for a list without any.
     """
@@ -67,6 +71,8 @@ class Lookup:
     features: tuple[str, ...] = ()
     sources: tuple[tf.Tensor | tf.RaggedTensor, ...] = ()
     combined: bool = False
+    samples: Callable[[], tf.Tensor] | None = None
+    mask_zero: bool = False
 
     def flat_rows(self) -> tf.Tensor:
         """All row numbers, int64, as they come."""
@@ -78,7 +84,9 @@ class Lookup:
         flat = self.flat_rows()
         if not self.is_list:
             return flat
-        if isinstance(self.rows, tf.RaggedTensor):
+        if self.samples is not None:
+            samples = tf.reshape(self.samples(), [-1])
+        elif isinstance(self.rows, tf.RaggedTensor):
             samples = samples_of(self.rows)
         else:
             width = tf.shape(self.rows, tf.int64)[1]
@@ -86,7 +94,11 @@ class Lookup:
         # A combiner leaves negative ids out, and a GPU reads no row for those beyond the table.
         held = tf.logical_and(flat >= 0, flat < num_rows)
         if self.padding is not None:
-            held = tf.logical_and(held, tf.not_equal(flat, self.padding))
+            is_id = tf.not_equal(flat, self.padding)
+            if self.samples is not None and not self.mask_zero:
+                _, position, ids = unique(samples)
+                is_id = tf.logical_or(is_id, tf.equal(tf.gather(ids, position), 1))
+            held = tf.logical_and(held, is_id)
         flat, samples = tf.boolean_mask(flat, held), tf.boolean_mask(samples, held)
         pairs, _, _ = unique(samples * num_rows + flat)
         return pairs % num_rows

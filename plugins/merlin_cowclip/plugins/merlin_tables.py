@@ -16,8 +16,9 @@ from typing import Any
 
 from merlin_cowclip.plugins._stack import ColumnSchema, tf
 from merlin_cowclip.plugins.counting import Lookup
-from merlin_cowclip.plugins.same_ids import Expressions, as_fed
+from merlin_cowclip.plugins.same_ids import Expressions
 from merlin_cowclip.plugins.tables import HasTables, TableSpec
+from merlin_cowclip.plugins.whose_ids import Fed, as_fed
 
 _SPEC = "_merlin_cowclip_spec"
 
@@ -115,8 +116,8 @@ def _record_embedding(embedding: Any) -> None:
     def call(self: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         spec = getattr(self, _SPEC)
         if spec not in _recorded.get():
-            for ids in _as_fed(inputs):
-                spec.recorder.record(_lookup_of_embedding(self, ids))
+            for fed in _as_fed(inputs):
+                spec.recorder.record(_lookup_of_embedding(self, fed))
         return type(self).call(self, inputs, *args, **kwargs)
 
     _wrap(embedding, call)
@@ -129,13 +130,13 @@ def _of_table(table: Any) -> TableSpec:
         spec = getattr(self.table, _SPEC)
         names = self.schema.column_names
         if isinstance(inputs, dict):
-            named = [(name, inputs[name]) for name in names if name in inputs]
+            named = [(name, Fed(inputs[name])) for name in names if name in inputs]
         else:
             name = names[0] if len(names) == 1 else ""
-            named = [(name, ids) for ids in _as_fed(inputs)]
+            named = [(name, fed) for fed in _as_fed(inputs)]
         combined = isinstance(self.sequence_combiner, str)
-        for name, ids in named:
-            spec.recorder.record(_lookup(name, ids, combined=combined))
+        for name, fed in named:
+            spec.recorder.record(_lookup(name, fed, combined=combined))
         with _is_recorded(spec):
             return type(self).call(self, inputs, **kwargs)
 
@@ -149,7 +150,7 @@ def _of_features(layer: Any) -> list[TableSpec]:
     def lookup_feature(self: Any, name: str, val: Any, *args: Any, **kwargs: Any) -> Any:
         table = self.embedding_tables[self.feature_config[name].table.name]
         padding = getattr(self, "padding_idx", 0)
-        found = _lookup(name, val, padding=padding, combined=True)
+        found = _lookup(name, Fed(val), padding=padding, combined=True)
         getattr(table, _SPEC).recorder.record(found)
         return type(self).lookup_feature(self, name, val, *args, **kwargs)
 
@@ -164,23 +165,26 @@ def _of_features(layer: Any) -> list[TableSpec]:
     ]
 
 
-def _as_fed(ids: Any) -> list[Any]:
-    """Ids handed to a table, before they were flattened, joined, stacked or made unique."""
+def _as_fed(ids: Any) -> list[Fed]:
+    """Ids handed to a table, before they were made unique, and whose they are."""
     in_graph = isinstance(ids, tf.Tensor) and not tf.executing_eagerly()
-    return list(as_fed(ids, Expressions())) if in_graph else [ids]
+    return as_fed(ids, Expressions()) if in_graph else [Fed(ids)]
 
 
-def _lookup_of_embedding(embedding: Any, ids: Any) -> Lookup:
+def _lookup_of_embedding(embedding: Any, fed: Fed) -> Lookup:
     padding = 0 if embedding.mask_zero else None
-    found = _lookup("", ids, padding=padding)
+    found = replace(_lookup("", fed, padding=padding), mask_zero=embedding.mask_zero)
     if padding is None or isinstance(found.rows, tf.RaggedTensor):
         return found
     rows = found.rows if found.is_list else tf.reshape(found.rows, [-1, 1])
     return replace(found, rows=rows, is_list=True, padding=padding)
 
 
-def _lookup(key: str, ids: Any, *, padding: int | None = 0, combined: bool = False) -> Lookup:
-    """What a Merlin or Keras table reads for `ids`: b×1 or b one-hot ids, or a list column."""
+def _lookup(key: str, fed: Fed, *, padding: int | None = 0, combined: bool = False) -> Lookup:
+    """What a Merlin or Keras table reads for ids: b×1 or b one-hot ids, or a list column."""
+    ids: Any = fed.ids
+    if fed.samples is not None:
+        return Lookup(key, ids, is_list=True, padding=padding, samples=fed.samples)
     if isinstance(ids, tf.SparseTensor):
         ids = tf.RaggedTensor.from_sparse(tf.sparse.reshape(ids, tf.shape(ids, tf.int64)[:2]))
     if isinstance(ids, tf.RaggedTensor):

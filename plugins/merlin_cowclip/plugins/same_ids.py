@@ -13,18 +13,9 @@ import numpy as np
 
 from merlin_cowclip.plugins._stack import tf
 
-# They change the shape of ids, never the ids.
-_SHAPE_ONLY = {
-    "EnsureShape",
-    "ExpandDims",
-    "Identity",
-    "IdentityN",
-    "PreventGradient",
-    "Reshape",
-    "Snapshot",
-    "Squeeze",
-    "StopGradient",
-}
+# They give what they are given; and they change the shape of ids, never the ids.
+KEEPING = {"EnsureShape", "Identity", "IdentityN", "PreventGradient", "Snapshot", "StopGradient"}
+_SHAPE_ONLY = KEEPING | {"ExpandDims", "Reshape", "Squeeze"}
 # Their outputs come from outside the step's own graph, or from a function that hides its parts.
 _OPAQUE = {
     "Case",
@@ -38,9 +29,11 @@ _OPAQUE = {
     "While",
 }
 
-# Of these the same inputs make the same outputs: a call of a function without a state, and tables
-# that were filled before (`StringLookup`).
-_REPEATABLE = {"LookupTableFind", "LookupTableFindV2", "PartitionedCall"}
+# They read what the step may have changed: a variable, a table of a vocabulary (`StringLookup`).
+_READING = {
+    *("LookupTableFind", "LookupTableFindV2", "LookupTableSize", "LookupTableSizeV2"),
+    *("ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape"),
+}
 
 # They move numbers about; only they give a gradient of another shape the table's.
 _MOVING = {
@@ -80,8 +73,9 @@ class Expressions:
     """Numbers tensors by what they compute: equal numbers, equal values.
 
     Two tensors get one number if the same ops make them from the same inputs; an op with a state
-    of its own (a random number, a variable's value), a call of what has one and a branch equal
-    themselves alone. A tensor that a branch or a loop captures has the number it has outside.
+    of its own (a random number, the value of a variable that the step may set), a call of what has
+    one and a branch equal themselves alone. A tensor that a branch or a loop captures has the
+    number it has outside.
     """
 
     def __init__(self) -> None:
@@ -115,7 +109,7 @@ class Expressions:
         """What the tensor was before ops that leave ids as they are."""
         while True:
             tensor = self.outside(tensor)
-            op = _op_of(tensor)
+            op = op_of(tensor)
             if op is None or not op.inputs:
                 return tensor
             before = op.inputs[tensor.value_index if op.type == "IdentityN" else 0]
@@ -128,7 +122,7 @@ class Expressions:
     def outside(self, tensor: tf.Tensor) -> tf.Tensor:
         """The tensor of an outer graph that this one stands for, if it does."""
         while True:
-            op = _op_of(tensor)
+            op = op_of(tensor)
             if op is None or op.type != "Placeholder" or not isinstance(op.graph, FuncGraph):
                 return tensor
             captured = self._captures.get(id(op.graph))
@@ -143,12 +137,12 @@ class Expressions:
     @staticmethod
     def _made_from(tensor: tf.Tensor) -> Sequence[tf.Tensor]:
         """The tensors that tell the value; none where the tensor equals only itself."""
-        op = _op_of(tensor)
+        op = op_of(tensor)
         return () if _equals_only_itself(op) else op.inputs
 
     @staticmethod
     def _key(tensor: tf.Tensor, inputs: tuple[int, ...]) -> Any:
-        op = _op_of(tensor)
+        op = op_of(tensor)
         if (op is None or op.type == "Const") and tensor.dtype.is_integer:
             # TensorFlow copies small eager tensors into a graph, each time that they are used.
             value = tensor if op is None else tf.make_ndarray(op.get_attr("value"))
@@ -168,7 +162,10 @@ def _equals_only_itself(op: Any) -> bool:
     """Whether the same inputs do not tell what an op makes; `None` makes eager tensors."""
     if op is None:
         return True
-    return op.type not in _REPEATABLE and (op.op_def.is_stateful or op.type in _OPAQUE)
+    if op.type in _READING:
+        return any(user.type not in _READING for user in op.inputs[0].consumers())
+    calls = op.type in _OPAQUE and op.type != "PartitionedCall"  # a function without a state
+    return op.op_def.is_stateful or calls
 
 
 def _slices_nothing_off(op: tf.Operation) -> bool:
@@ -195,7 +192,7 @@ def _slices_nothing_off(op: tf.Operation) -> bool:
     return True
 
 
-def _op_of(tensor: Any) -> Any:
+def op_of(tensor: Any) -> Any:
     """The op that makes the tensor in its graph; `None` for an eager tensor."""
     return None if isinstance(tensor, _EagerTensor) else tensor.op
 
@@ -209,7 +206,7 @@ def parts_of(indices: tf.Tensor, known: set[int], of: Expressions) -> Iterator[t
     TensorFlow joins the slices of several lookups by concatenation, in several layers if many.
     """
     tensor = of.stripped(indices)
-    op = _op_of(tensor)
+    op = op_of(tensor)
     if op is None or op.type not in ("ConcatV2", "Pack") or of.number(tensor) in known:
         yield tensor
         return
@@ -242,7 +239,7 @@ def is_unique(part: tf.Tensor, of: Expressions) -> bool:
     before: tf.Tensor | None = part
     while before is not None:
         part = of.stripped(before)
-        op = _op_of(part)
+        op = op_of(part)
         if op is not None and op.type in _UNIQUE and part.value_index == 0:
             return True
         before = _before_combiner(part, of)
@@ -251,7 +248,7 @@ def is_unique(part: tf.Tensor, of: Expressions) -> bool:
 
 def _before_combiner(tensor: tf.Tensor, of: Expressions) -> tf.Tensor | None:
     """One step back through what `tf.nn.safe_embedding_lookup_sparse` does to ids."""
-    op = _op_of(tensor)
+    op = op_of(tensor)
     if op is None:
         return None
     if op.type in _UNIQUE and tensor.value_index == 0:
@@ -261,73 +258,20 @@ def _before_combiner(tensor: tf.Tensor, of: Expressions) -> tf.Tensor | None:
     if op.type == "RaggedTensorToSparse" and tensor.value_index == 1:
         return op.inputs[len(op.inputs) - 1]
     if op.type == "GatherV2":  # tf.sparse.retain
-        chosen = _op_of(of.stripped(op.inputs[1]))
+        chosen = op_of(of.stripped(op.inputs[1]))
         if chosen is not None and chosen.type == "Where":
             return op.inputs[0]
     return None
 
 
-@tf.autograph.experimental.do_not_convert
-def as_fed(ids: tf.Tensor, of: Expressions) -> list[tf.Tensor]:
-    """The ids b×n that a graph's lookup reads, before they were flattened, joined or made unique.
-
-    Then a sample is one again that holds several of them. Those of several features that were
-    stacked on axis 0, F×b, are the lookups of F features; those that were joined on it, and some of
-    them flattened before, are a lookup of each part. The ids themselves where nothing of the kind
-    was done, or it cannot be told which axis is the samples'.
-    """
-    fed = of.stripped(ids)
-    op = _op_of(fed)
-    if op is not None and _joins_samples(op):
-        parts = [(part, as_fed(part, of)) for part in op.inputs[:-1]]
-        if any(found[0] is not part for part, found in parts):
-            return [some for _, found in parts for some in found]
-    if op is not None and _stacks_batches(op, of):
-        return [some for part in op.inputs for some in as_fed(part, of)]
-    return [_before_flattening(ids, of)]
-
-
-def _joins_samples(op: tf.Operation) -> bool:
-    """Whether it joins tensors on their first axis."""
-    rank = op.outputs[0].shape.rank
-    if op.type != "ConcatV2" or not rank:
-        return False
-    axis = tf.get_static_value(op.inputs[-1])
-    return rank == 1 or (axis is not None and int(axis) in (0, -rank))
-
-
-def _stacks_batches(op: tf.Operation, of: Expressions) -> bool:
-    """Whether each part of a stack on axis 0 has samples as its axis, and not the stack itself."""
-    rank = op.outputs[0].shape.rank
-    if op.type != "Pack" or rank == 1 or op.get_attr("axis") not in (0, -(rank or 0)):
-        return False
-    return not all(_is_of_one_sample(_op_of(of.stripped(part))) for part in op.inputs)
-
-
-def _is_of_one_sample(op: Any) -> bool:
-    """Whether it takes an element of a tensor's first axis, as `x[i]` and `tf.unstack(x)` do."""
-    if op is not None and op.type == "StridedSlice":
-        first = not (op.get_attr("new_axis_mask") | op.get_attr("ellipsis_mask")) & 1
-        return bool(first and op.get_attr("shrink_axis_mask") & 1)
-    return op is not None and op.type == "Unpack" and op.get_attr("axis") == 0
-
-
-def _before_flattening(ids: tf.Tensor, of: Expressions) -> tf.Tensor:
-    fed, op = of.stripped(ids), None
-    while (op := _op_of(fed)) is not None and op.type in _UNIQUE and fed.value_index == 0:
-        ids = op.inputs[0]
+def before_unique(ids: tf.Tensor, of: Expressions) -> tf.Tensor:
+    """Ids before `tf.unique` left each there once."""
+    while True:
         fed = of.stripped(ids)
-    shape = fed.shape
-    # Of tf.repeat and tf.tile each copy is a sample's, as where they are not reshaped.
-    if not shape.rank or (op is not None and op.type in ("Pack", "Tile", "Transpose")):
-        return ids
-    by_width = shape[0] is None or shape[1:].is_fully_defined()
-    return fed if by_width and _width(fed) != 1 and _width(fed) != _width(ids) else ids
-
-
-def _width(ids: tf.Tensor) -> int | None:
-    """Ids of a sample, if samples are the first axis."""
-    return ids.shape[1:].num_elements() if ids.shape.rank else 1
+        op = op_of(fed)
+        if op is None or op.type not in _UNIQUE or fed.value_index:
+            return ids
+        ids = op.inputs[0]
 
 
 def before_joining(indices: tf.Tensor, of: Expressions) -> tf.Tensor | None:
@@ -336,7 +280,7 @@ def before_joining(indices: tf.Tensor, of: Expressions) -> tf.Tensor | None:
     Horovod's optimizers put that op into a function of its own, its tape into a branch.
     """
     tensor = of.stripped(indices)
-    op = _op_of(tensor)
+    op = op_of(tensor)
     if op is None:
         return None
     if op.type.startswith(_JOINING):
@@ -373,7 +317,7 @@ def lookups_in_dense(
     indices, unknown = _added_to(gradient, variable, of)
     met = {some.ref() for some in indices}
     for tensor in _upstream(gradient, of):
-        op = _op_of(tensor)
+        op = op_of(tensor)
         if op is None or not _sums_slices(op, variable) or op.inputs[1].ref() in met:
             continue
         parts = parts_of(op.inputs[1], known, of)
@@ -395,7 +339,7 @@ def _upstream(tensor: tf.Tensor, of: Expressions) -> Iterator[tf.Tensor]:
         if last.ref() not in seen:
             seen.add(last.ref())
             yield last
-            op = _op_of(last)
+            op = op_of(last)
             waiting += [i for i in op.inputs if i.dtype.is_floating] if op is not None else []
 
 
@@ -409,7 +353,7 @@ def _added_to(
     while waiting:
         tensor, is_whole = waiting.pop()
         tensor = of.outside(tensor)
-        op = _op_of(tensor)
+        op = op_of(tensor)
         if tensor.ref() in seen:
             continue
         seen.add(tensor.ref())

@@ -1,0 +1,343 @@
+"""Whose ids a graph's lookup reads, where they were flattened, joined or repeated before it.
+
+A sample counts once for an id, however often it holds it. As long as samples are the first axis of
+ids, that is plain; where the ids were put in another shape, the numbers of their samples are put in
+that shape by the same ops. What an op does to the first axis while it is the samples' makes other
+samples: of rows repeated, joined or picked, each is one.
+
+Nothing is added to a graph until somebody asks for the numbers.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from merlin_cowclip.plugins._stack import tf
+from merlin_cowclip.plugins.same_ids import KEEPING, Expressions, before_unique, op_of
+
+# Each element of what they give is made of the elements at its place.
+_ELEMENTWISE = {
+    *("Abs", "Add", "AddV2", "AsString", "BitwiseAnd", "BitwiseOr", "BitwiseXor", "Bucketize"),
+    *("Cast", "ClipByValue", "DivNoNan", "FloorDiv", "FloorMod", "Floor", "LeftShift"),
+    *("LookupTableFind", "LookupTableFindV2", "Maximum", "Minimum", "Mod", "Mul", "Neg"),
+    *("RealDiv", "RightShift", "Round", "Select", "SelectV2", "Sign", "Square", "StringLower"),
+    *("StringStrip", "StringToHashBucket", "StringToHashBucketFast", "StringToHashBucketStrong"),
+    *("StringToNumber", "StringUpper", "Sub", "TruncateDiv", "TruncateMod"),
+}
+_MASKS = ("begin_mask", "end_mask", "ellipsis_mask", "new_axis_mask", "shrink_axis_mask")
+# They take elements, or rows of them, from a tensor, or put them in another order.
+_PICKING: dict[str, Callable[[tf.Operation, tf.Tensor], Any]] = {
+    "GatherNd": lambda op, x: tf.gather_nd(x, op.inputs[1]),
+    "GatherV2": lambda op, x: tf.gather(
+        x, op.inputs[1], axis=op.inputs[2], batch_dims=op.get_attr("batch_dims")
+    ),
+    "ReverseV2": lambda op, x: tf.reverse(x, op.inputs[1]),
+    "Roll": lambda op, x: tf.roll(x, op.inputs[1], op.inputs[2]),
+    "Slice": lambda op, x: tf.slice(x, op.inputs[1], op.inputs[2]),
+    "Split": lambda op, x: tf.split(x, op.get_attr("num_split"), op.inputs[0]),
+    "SplitV": lambda op, x: tf.split(x, op.inputs[1], op.inputs[2], op.get_attr("num_split")),
+    "StridedSlice": lambda op, x: tf.strided_slice(
+        x, *op.inputs[1:], **{mask: op.get_attr(mask) for mask in _MASKS}
+    ),
+    "Unpack": lambda op, x: tf.unstack(x, op.get_attr("num"), op.get_attr("axis")),
+}
+_FEWER = 200  # ops in a row that are looked into
+
+
+@dataclass(frozen=True, eq=False)
+class Fed:
+    """Ids that a table looks up.
+
+    Attributes:
+      ids: as they were before they were made unique.
+      samples: makes the number of each one's sample, int64, in the shape of the ids; `None` where
+        samples are their first axis, or nobody knows better.
+    """
+
+    ids: Any
+    samples: Callable[[], tf.Tensor] | None = None
+
+
+@tf.autograph.experimental.do_not_convert
+def as_fed(ids: tf.Tensor, of: Expressions) -> list[Fed]:
+    """The ids that a graph's lookup reads, and whose they are.
+
+    Those of several features that were stacked on axis 0, F×b, are the lookups of F features; those
+    that were joined on it, and some of them flattened before, are a lookup of each part; but not
+    what was made unique then.
+    """
+    return _fed(ids, _Walk(of))
+
+
+def _fed(ids: tf.Tensor, walk: _Walk) -> list[Fed]:
+    given, ids = ids, before_unique(ids, walk.of)
+    parts = _parts(ids, walk) if ids is given else []
+    if len({walk.of.ids(part) for part in parts}) == len(parts) > 0:
+        return [fed for part in parts for fed in _fed(part, walk)]
+    found = walk.samples_in(ids)
+    return [Fed(ids, None if found.first else lambda: found.numbers()[0])]
+
+
+def _parts(ids: tf.Tensor, walk: _Walk) -> list[tf.Tensor]:
+    """What was joined on axis 0 and is a lookup of its own each."""
+    joined = walk.of.stripped(ids)
+    op = op_of(joined)
+    if op is None or op.type not in ("ConcatV2", "Pack") or _axis_of_join(op) != 0:
+        return []
+    parts = _joined_by(op)
+    alone = [walk.samples_in(part) for part in parts]
+    if op.type == "Pack":
+        whole = joined.shape.rank == 1 or all(_is_one_sample(p, walk) for p in parts)
+    else:
+        whole = all(one.first for one in alone)
+    return [] if whole else parts
+
+
+def _is_one_sample(part: tf.Tensor, walk: _Walk) -> bool:
+    """Whether it is an element of a tensor's first axis, as `x[i]` and those of `tf.unstack(x)`."""
+    op = op_of(walk.of.stripped(part))
+    if op is None or op.type not in ("StridedSlice", "Unpack"):
+        return False
+    return not _keeps_first(op, part)
+
+
+@dataclass(frozen=True, eq=False)
+class _Samples:
+    """Where the samples are in a tensor of ids.
+
+    Attributes:
+      first: whether they are its first axis; else the numbers tell.
+      numbers: makes the number of each id's sample, and how many numbers there are: they count once
+        ids are put in a shape that has no axis of samples.
+      made: whether there are more samples than the ids' first ones: repeated, or of several joined.
+    """
+
+    first: bool
+    numbers: Callable[[], tuple[tf.Tensor, tf.Tensor]]
+    made: bool = False
+
+
+class _Walk:
+    """Looks up what the ids of a graph were made from, each tensor once."""
+
+    def __init__(self, of: Expressions) -> None:
+        self.of = of
+        self._known: dict[Any, _Samples] = {}
+        self._depth = 0
+
+    def samples_in(self, tensor: tf.Tensor) -> _Samples:
+        tensor = self.of.outside(tensor)
+        if tensor.ref() not in self._known:
+            self._depth += 1
+            found = self._told_by_op(tensor) if self._depth < _FEWER else None
+            self._depth -= 1
+            self._known[tensor.ref()] = found or _on_first_axis(tensor)
+        return self._known[tensor.ref()]
+
+    def _told_by_op(self, tensor: tf.Tensor) -> _Samples | None:
+        """What its op makes of the samples; `None` if it does not tell."""
+        op = op_of(tensor)
+        if op is None or tensor.shape.rank is None or not op.inputs:
+            return None
+        if any(i.shape.rank is None for i in op.inputs):
+            return None
+        if op.type in _ELEMENTWISE:
+            return self._of_elements(op, tensor)
+        if op.type in KEEPING:
+            return self.samples_in(op.inputs[tensor.value_index if op.type == "IdentityN" else 0])
+        if op.type in ("ExpandDims", "Reshape", "Squeeze"):
+            return self._reshaped(op, tensor)
+        if op.type in ("BroadcastTo", "Tile"):
+            return self._repeated(op, tensor)
+        if op.type in ("ConcatV2", "Pack"):
+            return self._joined(op, tensor)
+        if op.type in _PICKING:
+            return self._picked(op, tensor)
+        if op.type == "Transpose":
+            return self._transposed(op)
+        return None
+
+    def _of_elements(self, op: tf.Operation, tensor: tf.Tensor) -> _Samples | None:
+        alike = [i for i in op.inputs if i.shape.rank == tensor.shape.rank and i.shape.rank]
+        # Not those that are broadcast to all samples.
+        alike = [i for i in alike if i.shape[0] == tensor.shape[0] or i.shape[0] != 1]
+        found = [self.samples_in(i) for i in alike]
+        found = [one for one in found if not one.first] or [one for one in found if one.made]
+        if not found:
+            return None
+        return _changed(found[0], lambda x: tf.broadcast_to(x, tf.shape(tensor)))
+
+    def _reshaped(self, op: tf.Operation, tensor: tf.Tensor) -> _Samples | None:
+        before = op.inputs[0]
+        found = self.samples_in(before)
+        first = found.first and _keeps_first_axis(op, tensor)
+        if found.first and not first and _width(before) == 1:
+            return None  # a column may be what was flattened before it was fed
+        return _changed(found, lambda x: tf.reshape(x, tf.shape(tensor)), first=first)
+
+    def _transposed(self, op: tf.Operation) -> _Samples | None:
+        found = self.samples_in(op.inputs[0])
+        if not found.first:
+            return None
+        return _changed(found, lambda x: tf.transpose(x, op.inputs[1]))
+
+    def _repeated(self, op: tf.Operation, tensor: tf.Tensor) -> _Samples | None:
+        """Of ids, each of an axis of its own, copies are samples once their axis is gone."""
+        before = op.inputs[0]
+        if before.shape.rank != tensor.shape.rank:
+            return None
+        found = self.samples_in(before)
+        axes = range(1 if found.first else 0, tensor.shape.rank)
+        single = [i for i in axes if before.shape[i] == 1 != tensor.shape[i]]
+
+        def numbers() -> tuple[tf.Tensor, tf.Tensor]:
+            shape, size = tf.shape(tensor, tf.int64), tf.shape(before, tf.int64)
+            if found.first:
+                samples, number = _on_first_axis(tensor).numbers()
+            else:
+                samples, number = found.numbers()
+                samples = tf.broadcast_to(samples, shape) if single else samples
+                samples = tf.tile(samples, shape // tf.shape(samples, tf.int64))
+                rows = tf.maximum(size[0], 1)
+                copy = _along(tf.range(shape[0]) // rows, 0, shape)
+                samples, number = copy * number + samples, number * (shape[0] // rows)
+            for axis in single:
+                if axis or found.first:
+                    samples = samples * shape[axis] + _along(tf.range(shape[axis]), axis, shape)
+                    number *= shape[axis]
+            return samples, number
+
+        return _Samples(found.first, _once(numbers), made=True)
+
+    def _joined(self, op: tf.Operation, tensor: tf.Tensor) -> _Samples | None:
+        parts = [self.samples_in(part) for part in _joined_by(op)]
+        axis = _axis_of_join(op)
+        if axis is None:
+            return None
+        join = functools.partial(tf.stack if op.type == "Pack" else tf.concat, axis=axis)
+        firsts = [one.first for one in parts]
+        if axis == 0 and (op.type == "Pack" or not all(firsts)):
+
+            def numbers() -> tuple[tf.Tensor, tf.Tensor]:
+                apart, number = [], tf.constant(0, tf.int64)
+                for samples, some in (one.numbers() for one in parts):
+                    apart.append(samples + number)
+                    number += some
+                return join(apart), number
+
+            return _Samples(False, _once(numbers), made=True)
+        if any(firsts) or axis == 0 or any(one.made for one in parts):
+            return None
+        return _Samples(
+            False, _once(lambda: (join([p.numbers()[0] for p in parts]), parts[0].numbers()[1]))
+        )
+
+    def _picked(self, op: tf.Operation, tensor: tf.Tensor) -> _Samples | None:
+        found = self.samples_in(op.inputs[1 if op.type == "Split" else 0])
+        if found.first and _keeps_first(op, tensor):
+            return None
+
+        def pick(x: tf.Tensor) -> tf.Tensor:
+            picked = _PICKING[op.type](op, x)
+            return picked[tensor.value_index] if isinstance(picked, list) else picked
+
+        return _changed(found, pick, first=False)
+
+
+def _on_first_axis(tensor: tf.Tensor) -> _Samples:
+    def numbers() -> tuple[tf.Tensor, tf.Tensor]:
+        shape = tf.shape(tensor, tf.int64)
+        if not tensor.shape.rank:
+            return tf.zeros(shape, tf.int64), tf.constant(1, tf.int64)
+        return _along(tf.range(shape[0]), 0, shape), shape[0]
+
+    return _Samples(True, _once(numbers))
+
+
+def _along(values: tf.Tensor, axis: int, shape: tf.Tensor) -> tf.Tensor:
+    """A tensor of the shape whose elements are the values at their places on an axis."""
+    rank = int(shape.shape[0])
+    single = [-1 if i == axis else 1 for i in range(rank)]
+    return tf.broadcast_to(tf.reshape(values, single), shape)
+
+
+def _changed(
+    found: _Samples, change: Callable[[tf.Tensor], tf.Tensor], first: bool | None = None
+) -> _Samples:
+    """Samples whose numbers an op puts elsewhere."""
+
+    def numbers() -> tuple[tf.Tensor, tf.Tensor]:
+        samples, number = found.numbers()
+        return change(samples), number
+
+    return _Samples(found.first if first is None else first, _once(numbers), found.made)
+
+
+def _once(numbers: Callable[[], tuple[tf.Tensor, tf.Tensor]]) -> Any:
+    """Made once in each graph that asks."""
+    made: dict[Any, tuple[tf.Tensor, tf.Tensor]] = {}
+
+    def get() -> tuple[tf.Tensor, tf.Tensor]:
+        graph = tf.compat.v1.get_default_graph()
+        if graph not in made:
+            made[graph] = numbers()
+        return made[graph]
+
+    return get
+
+
+def _joined_by(op: tf.Operation) -> list[tf.Tensor]:
+    return list(op.inputs if op.type == "Pack" else op.inputs[:-1])
+
+
+def _axis_of_join(op: tf.Operation) -> int | None:
+    """The axis of what it gives that it joins on; `None` where only a step tells."""
+    rank = op.outputs[0].shape.rank
+    axis = op.get_attr("axis") if op.type == "Pack" else tf.get_static_value(op.inputs[-1])
+    if rank == 1:
+        return 0
+    if axis is None or (axis < 0 and rank is None):
+        return None
+    return int(axis) % rank if rank else int(axis)
+
+
+def _keeps_first_axis(op: tf.Operation, tensor: tf.Tensor) -> bool:
+    """Whether an op that reshapes leaves the first axis as it is, as far as the graph tells."""
+    before = op.inputs[0].shape
+    if not before.rank or not tensor.shape.rank:
+        return not before.rank and not tensor.shape.rank
+    if op.type == "ExpandDims":
+        axis = tf.get_static_value(op.inputs[1])
+        return axis is not None and int(axis) % tensor.shape.rank != 0
+    axes: Sequence[int] = op.get_attr("squeeze_dims") if op.type == "Squeeze" else ()
+    if axes:
+        return all(axis % before.rank for axis in axes)
+    if before[0] is not None and before[0] == tensor.shape[0]:
+        return True
+    return _width(op.inputs[0]) is not None and _width(op.inputs[0]) == _width(tensor)
+
+
+def _keeps_first(op: tf.Operation, tensor: tf.Tensor) -> bool:
+    """Whether an op that picks gives a tensor whose first axis is its input's, or rows of it."""
+    if op.type == "StridedSlice":
+        if op.get_attr("ellipsis_mask") & 1:
+            return True
+        return not (op.get_attr("new_axis_mask") | op.get_attr("shrink_axis_mask")) & 1
+    if op.type == "Unpack":
+        return bool(op.get_attr("axis") % op.inputs[0].shape.rank)
+    if op.type == "GatherV2":
+        axis = tf.get_static_value(op.inputs[2])
+        if axis is None or int(axis) % op.inputs[0].shape.rank:
+            return True
+        return bool(op.get_attr("batch_dims")) or op.inputs[1].shape.rank != 0
+    if op.type == "GatherNd":
+        return op.inputs[1].shape.rank is None or op.inputs[1].shape[-1] == 1
+    return True
+
+
+def _width(ids: tf.Tensor) -> int | None:
+    """Ids of a sample, if samples are the first axis."""
+    return ids.shape[1:].num_elements() if ids.shape.rank else 1
