@@ -23,7 +23,7 @@ from merlin_cowclip.workflows.data.etl import prepare
 from merlin_cowclip.workflows.data.prepared import PreparedData
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.quiet import quiet_imports
-from merlin_cowclip.workflows.training.runs import Run, inputs_of
+from merlin_cowclip.workflows.training.runs import Run, inputs_of, pipelines_of
 
 with quiet_imports():
     import nvtabular as nvt
@@ -413,6 +413,53 @@ def test_what_happens_around_a_vocabulary_is_of_one_pipeline(tmp_path, what):
     shutil.copytree(mine.path / "workflow", run.path / "workflow")
     run.check_vocabulary(mine)
     with pytest.raises(UserError, match="must come from the pipeline of the run"):
+        run.check_vocabulary(other)
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_targets_means_are_inputs_however_the_target_was_named(tmp_path, scaled):
+    """Of a node NVTabular hands the target's tags on to them; of another target's numbers, too."""
+    log = pd.DataFrame({"click": np.arange(600) % 2, "item": np.arange(600) % 5})
+    log["price"] = np.arange(600) % 7 + 0.5
+    train = dataset(log, tmp_path / "raw")
+    target = ["click"] >> ops.AddMetadata(tags=TARGET)
+    means = ["item"] >> ops.TargetEncoding(target, kfold=3, out_path=str(tmp_path / "fitted"))
+    means = means >> ops.Normalize() if scaled else means
+    ids = ["item"] >> ops.Categorify(out_path=str(tmp_path / "fitted"))
+    other = ["price"] >> ops.Normalize() >> ops.AddMetadata(tags=[Tags.REGRESSION, Tags.TARGET])
+    workflow = nvt.Workflow(ids + means + target + other)
+    workflow.fit(train)
+    workflow.save(str(tmp_path / "workflow"))
+    workflow.transform(train).to_parquet(str(tmp_path / "train"))
+    data = quick(tmp_path, tmp_path / "data")
+    assert data.spec.continuous == ("TE_item_click",)
+    assert not {Tags.TARGET, Tags.BINARY_CLASSIFICATION} & set(data.schema["TE_item_click"].tags)
+    assert "left out of the inputs, tagged as targets beside: 'price'" in data.record["notes"]
+
+
+def test_statistics_of_groups_are_of_one_fit(tmp_path):
+    """A job that fits anew each night and saves where it did: NVTabular pickles their paths."""
+    made = []
+    for night in range(2):
+        log = pd.DataFrame({"click": np.arange(600) % 2, "item": np.arange(600) % 5})
+        log["price"] = (log["item"] + 1.0) * (1 + 9 * night)
+        train, home = dataset(log, tmp_path / f"raw{night}"), tmp_path / "job"
+        means = ["item"] >> ops.JoinGroupby(cont_cols=["price"], stats=["mean"], out_path=str(home))
+        means = means["item_price_mean"] >> ops.AddMetadata(tags=["continuous"])
+        ids = ["item"] >> ops.Categorify(out_path=str(home))
+        workflow = nvt.Workflow(ids + means + (["click"] >> ops.AddMetadata(tags=TARGET)))
+        workflow.fit(train)
+        workflow.save(str(home / "workflow"))
+        workflow.transform(train).to_parquet(str(home / "train"))
+        made.append(quick(home, tmp_path / f"night{night}"))
+        shutil.rmtree(home)
+    mine, other = made
+    assert pipelines_of(mine) == pipelines_of(other)
+    learned = {"data": str(mine.path), "cardinalities": mine.cardinalities, **inputs_of(mine)}
+    run = Run(tmp_path / "run", {"config": learned})
+    shutil.copytree(mine.path / "workflow", run.path / "workflow")
+    run.check_vocabulary(mine)
+    with pytest.raises(UserError, match=r"cat_stats\.item\.parquet\S* differs from .* another fit"):
         run.check_vocabulary(other)
 
 

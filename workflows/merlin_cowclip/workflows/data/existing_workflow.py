@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import glob
 import itertools
@@ -30,11 +31,13 @@ from merlin_cowclip.workflows.data.existing_parquet import (
 from merlin_cowclip.workflows.data.id_origins import Origin, RawValues, id_origins, raw_values
 from merlin_cowclip.workflows.data.inputs import natural_order
 from merlin_cowclip.workflows.data.saved_files import refuse_shared_files
-from merlin_cowclip.workflows.data.workflow_graph import load_saved, nodes_of
+from merlin_cowclip.workflows.data.workflow_graph import followed, load_saved, nodes_of
 from merlin_cowclip.workflows.errors import UserError, quoted
+from merlin_cowclip.workflows.quiet import quiet_imports
 
 if TYPE_CHECKING:
     import nvtabular as nvt
+    from merlin.dag import Node
     from merlin.schema import ColumnSchema, Schema
 
 WORKFLOW_FILES = ("workflow.pkl", "metadata.json")  # what nvt.Workflow.save writes,
@@ -144,7 +147,7 @@ class Pipeline:
         refuse_shared_files(workflow, folder)
         stored = parts["train"][0].schema
         notes: list[str] = []
-        columns = _inputs(workflow.output_schema, parts["train"][0], label, notes)
+        columns = _inputs(workflow, parts["train"][0], label, notes)
         for files in parts.values():
             check_present(columns, files)
         listed = {c for c in columns if is_list(stored.field(c).type)}
@@ -302,15 +305,18 @@ def load_workflow(folder: Path) -> nvt.Workflow:
 
 
 def _inputs(
-    schema: Schema, file: ParquetFile, label: str, notes: list[str]
+    workflow: nvt.Workflow, file: ParquetFile, label: str, notes: list[str]
 ) -> dict[str, tuple[ColumnSchema, str]]:
     """The model's inputs: column → (its schema, "categorical" or "continuous")."""
-    beside = _schema_beside(file.path)
+    schema, beside = workflow.output_schema, _schema_beside(file.path)
+    features = _made_by_target_encoding(workflow)
     columns: dict[str, tuple[ColumnSchema, str]] = {}
-    left_out, tagged_beside = [], []
+    left_out, targets, tagged_beside = [], [], []
     for column in schema:
         if column.name == label:
             continue
+        if column.name in features:  # which are tagged as the target is, of which they are
+            column = dataclasses.replace(column, tags=set(column.tags) - _target_tags())
         role = _role(column)
         if role is None and column.name in beside and _role(beside[column.name]):
             column, role = beside[column.name], _role(beside[column.name])
@@ -319,6 +325,8 @@ def _inputs(
             columns[column.name] = (column, role)
         elif role is None:
             left_out.append(column.name)
+        elif _role(dataclasses.replace(column, tags=set(column.tags) - _target_tags())):
+            targets.append(column.name)
     known = {label, *schema.column_names}
     left_out += [name for name in file.schema.names if name not in known]
     if tagged_beside:
@@ -330,6 +338,8 @@ def _inputs(
         notes.append(
             f"left out of the inputs, tagged neither categorical nor continuous: {quoted(left_out)}"
         )
+    if targets:
+        notes.append(f"left out of the inputs, tagged as targets beside: {quoted(targets)}")
     if not any(role == "categorical" for _, role in columns.values()):
         raise UserError(
             "the workflow must give a column of ids, tagged Tags.CATEGORICAL. Received: none among "
@@ -342,15 +352,35 @@ def _role(column: ColumnSchema) -> str | None:
     """What the tags say: "categorical", "continuous", "target" or None."""
     from merlin.schema import Tags
 
-    targets = {
-        *(Tags.TARGET, Tags.BINARY_CLASSIFICATION, Tags.MULTI_CLASS_CLASSIFICATION),
-        *(Tags.REGRESSION, Tags.CLASSIFICATION),
-    }
-    if targets & set(column.tags):
+    if _target_tags() & set(column.tags):
         return "target"
     if Tags.CATEGORICAL in column.tags:
         return "categorical"
     return "continuous" if Tags.CONTINUOUS in column.tags else None
+
+
+def _target_tags() -> set[Any]:
+    from merlin.schema import Tags
+
+    return {
+        *(Tags.TARGET, Tags.BINARY_CLASSIFICATION, Tags.MULTI_CLASS_CLASSIFICATION),
+        *(Tags.REGRESSION, Tags.CLASSIFICATION),
+    }
+
+
+def _made_by_target_encoding(workflow: nvt.Workflow) -> set[str]:
+    """Columns of a target's means, however they were scaled or filled since."""
+    with quiet_imports():
+        from nvtabular.ops import TargetEncoding
+
+    def made_by(node: Node, given: dict[str, bool]) -> dict[str, bool]:
+        if isinstance(node.op, TargetEncoding):
+            return dict.fromkeys(node.output_schema.column_names, True)
+        mapped = node.column_mapping.items()
+        return {name: any(given.get(one, False) for one in of) for name, of in mapped}
+
+    found = followed(workflow.output_node, lambda name: False, made_by, False)
+    return {name for name, is_made in found.items() if is_made}
 
 
 def _beside(path: Path) -> Path:

@@ -332,6 +332,13 @@ class Run:
                 f"with another workflow than {self.path}'s, which may mean something else by its "
                 f"numbers and ids. {remedy}"
             )
+        for name in _files_beside(homes, vocabularies) if adopted else ():
+            if not _same_tables(homes[0] / name, homes[1] / name):
+                raise UserError(
+                    "the data must come from the pipeline of the run. Received: "
+                    f"{data.path}, where {name} differs from {self.path}'s: of another fit of the "
+                    f"workflow, whose numbers and ids may mean something else. {remedy}"
+                )
 
     def _check_inputs(self, data: PreparedData, remedy: str) -> None:
         """Refuse another label, other kinds of fields, or numbers that were scaled otherwise."""
@@ -441,6 +448,27 @@ def _check_result(path: Path, result: Any) -> None:
             check({}, {key: float})
     if not is_manifest(result.get("manifest")) or not result["manifest"]:
         check({}, {"manifest": dict})
+
+
+def _files_beside(homes: Iterable[Path], vocabularies: set[Path]) -> list[Path]:
+    """Files of saved workflows beside vocabularies, which hold statistics of groups, say."""
+    files = ((home, path) for home in homes for path in home.rglob("*.parquet") if path.is_file())
+    found = {path.relative_to(home) for home, path in files}
+    within = {n for n in found if n in vocabularies or not vocabularies.isdisjoint(n.parents)}
+    # Of a vocabulary, how many rows it was made of.
+    return sorted(n for n in found - within if not n.name.startswith("meta."))
+
+
+def _same_tables(mine: Path, other: Path) -> bool:
+    """Whether two files of parquet hold the same, whatever wrote them."""
+    if not (mine.is_file() and other.is_file()):
+        return False
+    if filecmp.cmp(mine, other, shallow=False):
+        return True
+    try:
+        return bool(pq.read_table(mine).equals(pq.read_table(other)))
+    except (OSError, pa.ArrowException):
+        return False
 
 
 def _same(mine: Path, other: Path) -> bool:
