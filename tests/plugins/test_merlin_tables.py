@@ -202,6 +202,9 @@ RESHAPED = {
     "with an axis before": lambda t, ids: t(ids[tf.newaxis]),
     "sample by sample": lambda t, ids: sum(tf.reduce_sum(t(ids[i])) for i in range(4)),
     "tiled as lists, flattened": lambda t, ids: t(tf.reshape(tf.tile(ids, [1, 2]), [-1])),
+    "repeated within lists, flattened": lambda t, ids: t(
+        tf.reshape(tf.repeat(ids, 2, axis=1), [-1])
+    ),
     "in parts": lambda t, ids: tf.concat([t(ids[1:]), t(ids[:1]), t(ids[:0])], axis=0),
 }
 
@@ -283,6 +286,19 @@ def test_a_column_joined_with_flattened_ids(batch):
         return table(tf.concat([ids[:, :1], negatives], axis=0))
 
     assert counts_of_words(forward, batch) == {3: 4, 4: 4, 5: 2}
+
+
+@pytest.mark.parametrize("batch", [4, None])
+@pytest.mark.parametrize("shape", [[-1], [-1, 1]])
+def test_ids_looked_up_alone_and_joined_with_others_count_once(batch, shape):
+    """The score of an item, and those of all candidates, of which it is one."""
+
+    def forward(table, ids):
+        item, other = (tf.reshape(ids[:, i], shape) for i in (0, 1))
+        joined = [table(tf.concat(pair, axis=0)) for pair in ((item, other), (other, item))]
+        return tf.concat([table(item), *joined], axis=0)
+
+    assert counts_of_words(forward, batch) == {3: 4, 4: 3, 5: 1}
 
 
 @pytest.mark.parametrize("in_graph", [True, False])

@@ -65,9 +65,9 @@ class Fed:
 def as_fed(ids: tf.Tensor, of: Expressions) -> list[Fed]:
     """The ids that a graph's lookup reads, and whose they are.
 
-    Those of several features that were stacked on axis 0, F×b, are the lookups of F features; those
-    that were joined on it, and some of them flattened before, are a lookup of each part; but not
-    what was made unique then.
+    Those of several features that were stacked on axis 0, F×b, are the lookups of F features, and
+    those that were joined on it are a lookup of each part; but not the same ids, which are there
+    twice, and not what was made unique then.
     """
     return _fed(ids, _Walk(of))
 
@@ -88,12 +88,11 @@ def _parts(ids: tf.Tensor, walk: _Walk) -> list[tf.Tensor]:
     if op is None or op.type not in ("ConcatV2", "Pack") or _axis_of_join(op) != 0:
         return []
     parts = _joined_by(op)
-    alone = [walk.samples_in(part) for part in parts]
-    if op.type == "Pack":
-        whole = joined.shape.rank == 1 or all(_is_one_sample(p, walk) for p in parts)
-    else:
-        whole = all(one.first for one in alone)
-    return [] if whole else parts
+    if op.type == "Pack" and (
+        joined.shape.rank == 1 or all(_is_one_sample(p, walk) for p in parts)
+    ):
+        return []
+    return parts
 
 
 def _is_one_sample(part: tf.Tensor, walk: _Walk) -> bool:
@@ -185,13 +184,12 @@ class _Walk:
         return _changed(found, lambda x: tf.transpose(x, op.inputs[1]))
 
     def _repeated(self, op: tf.Operation, tensor: tf.Tensor) -> _Samples | None:
-        """Of ids, each of an axis of its own, copies are samples once their axis is gone."""
+        """Copies of rows, b×1×… to b×k×…, are samples once their axis is gone: `tf.repeat`'s."""
         before = op.inputs[0]
         if before.shape.rank != tensor.shape.rank:
             return None
         found = self.samples_in(before)
-        axes = range(1 if found.first else 0, tensor.shape.rank)
-        single = [i for i in axes if before.shape[i] == 1 != tensor.shape[i]]
+        of_rows = tensor.shape.rank > 1 and before.shape[1] == 1 != tensor.shape[1]
 
         def numbers() -> tuple[tf.Tensor, tf.Tensor]:
             shape, size = tf.shape(tensor, tf.int64), tf.shape(before, tf.int64)
@@ -199,15 +197,13 @@ class _Walk:
                 samples, number = _on_first_axis(tensor).numbers()
             else:
                 samples, number = found.numbers()
-                samples = tf.broadcast_to(samples, shape) if single else samples
-                samples = tf.tile(samples, shape // tf.shape(samples, tf.int64))
+                samples = tf.tile(samples, shape // tf.maximum(size, 1))
                 rows = tf.maximum(size[0], 1)
                 copy = _along(tf.range(shape[0]) // rows, 0, shape)
                 samples, number = copy * number + samples, number * (shape[0] // rows)
-            for axis in single:
-                if axis or found.first:
-                    samples = samples * shape[axis] + _along(tf.range(shape[axis]), axis, shape)
-                    number *= shape[axis]
+            if of_rows:
+                samples = samples * shape[1] + _along(tf.range(shape[1]), 1, shape)
+                number *= shape[1]
             return samples, number
 
         return _Samples(found.first, _once(numbers), made=True)
