@@ -1,6 +1,7 @@
 """What can be chosen in `prepare`: chunks, thresholds, hashing, splits, inf and NaN; its report."""
 
 import os
+import re
 
 import numpy as np
 import pandas as pd
@@ -438,8 +439,10 @@ def test_the_saved_workflow_takes_numbers_as_text(log, quick, non_finite):
     if non_finite == "missing":
         endless = workflow.transform(raw.assign(price=texts.mask(raw.index == 3, "-inf")))
         assert endless["price"][3] == workflow.transform(raw.assign(price=None))["price"][3]
-    with pytest.raises(UserError, match="column 'price' must hold numbers.*'many'"):
-        workflow.transform(raw.assign(price=texts.mask(raw.index == 3, "many")))
+    refused = ["many", "1_000", "+3", "٣", ""] + (["nan", "inf"] if non_finite == "refuse" else [])
+    for text in refused:  # as prepare refuses them
+        with pytest.raises(UserError, match=f"'price' must hold numbers.*{re.escape(repr(text))}"):
+            workflow.transform(raw.assign(price=texts.mask(raw.index == 3, text)))
 
 
 # The report, and what else is left

@@ -103,6 +103,10 @@ def test_a_base_brings_along_whether_it_is_deterministic():
         .deterministic
     )
     assert Setting.of_tune(TUNED, (2 * K,)).run("sqrt", 2 * K).deterministic
+    network = {"model": TUNED.model, **TUNED.network_options}
+    found = cells("scaling-rules", Setting((K, 2 * K), config=network, found=[fast]))
+    assert not found["tune", "2,048"].config.deterministic
+    assert found["sqrt", "2,048"].config.deterministic
 
 
 def test_clipped_tables_that_no_run_of_a_study_would_have_are_refused():

@@ -7,6 +7,7 @@ It reads no log and counts nothing: that is `etl.py`.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,6 +25,7 @@ from merlin_cowclip.workflows.data.arrow_ids import (
     mixed_as_text,
 )
 from merlin_cowclip.workflows.data.encoding import hash_bucket, scaled, widened
+from merlin_cowclip.workflows.data.raw_logs import parse_number
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.quiet import quiet_imports
 
@@ -288,7 +290,8 @@ class NonFiniteToMissing(Operator):
         """
         out = type(df)()
         for name in col_selector.names:
-            numbers = _float64(name, df[name]) if df[name].dtype.kind == "O" else df[name]
+            given = df[name]
+            numbers = _float64(name, given, finite=False) if given.dtype.kind == "O" else given
             out[name] = numbers.where(abs(numbers) < float("inf"))
         return out
 
@@ -303,13 +306,14 @@ class UnitRange(NormalizeMinMax):
         """The same columns, scaled; numbers beyond the range lie beyond [0, 1].
 
         Raises:
-            UserError: text that is no number.
+            UserError: text that is no finite number.
         """
         out = type(df)()
         for name in col_selector.names:
             low, high = float(self.mins[name]), float(self.maxs[name])
             with np.errstate(over="ignore"):
-                out[name] = scaled(_float64(name, df[name]), low, high).astype(self.output_dtype)
+                numbers = scaled(_float64(name, df[name], finite=True), low, high)
+                out[name] = numbers.astype(self.output_dtype)
         return out
 
     def fit_finalize(self, dask_stats: Any) -> None:
@@ -319,9 +323,20 @@ class UnitRange(NormalizeMinMax):
             _, self.maxs[name] = widened(float(low), float(self.maxs[name]))
 
 
-def _float64(name: str, column: Any) -> Any:
-    """A column of numbers, or of their text, as float64; pandas or cudf."""
+def _float64(name: str, column: Any, *, finite: bool) -> Any:
+    """A column of numbers, or of their text as `prepare` reads it, as float64; pandas or cudf."""
+
+    def number(cell: Any) -> Any:
+        found = parse_number(cell) if isinstance(cell, str) else cell
+        if found is None or (isinstance(cell, str) and finite and not math.isfinite(found)):
+            raise ValueError(f"{cell!r} is no {'finite ' * finite}number, as in -12.5e3")
+        return found
+
     try:
+        if isinstance(column, pd.Series) and column.dtype.kind == "O":
+            missing = column.isna()
+            found = [None if gone else number(v) for gone, v in zip(missing, column, strict=True)]
+            column = pd.Series(found, column.index, dtype=object)
         return column.astype("float64")
     except ValueError as error:
         raise UserError(

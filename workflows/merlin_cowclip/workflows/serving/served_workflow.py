@@ -29,6 +29,7 @@ from merlin_cowclip.workflows.data.row_for_row import transformed
 from merlin_cowclip.workflows.data.workflow_graph import load_saved
 from merlin_cowclip.workflows.errors import UserError, clipped, excerpt, quoted
 from merlin_cowclip.workflows.quiet import quiet_imports
+from merlin_cowclip.workflows.serving.empty_texts import columns_that_hold_empty
 from merlin_cowclip.workflows.serving.systems import TransformWorkflow
 from merlin_cowclip.workflows.serving.tensor_names import tensor_name
 
@@ -57,7 +58,7 @@ class ServedWorkflow(TransformWorkflow):
 
     # Raw columns of an adopted workflow; none in repositories of before they were looked for.
     binary: frozenset[str] = frozenset()  # of bytes that are no text
-    with_empty: frozenset[str] = frozenset()  # of whose ids an empty text is one
+    with_empty: frozenset[str] = frozenset()  # in which an empty text is no missing one
 
     def __init__(
         self,
@@ -78,7 +79,7 @@ class ServedWorkflow(TransformWorkflow):
         if is_adopted:
             keys = learned_keys(workflow)
             self.binary = _columns_with(keys, lambda key: pa.types.is_binary(key.kind))
-            self.with_empty = _columns_with(keys, lambda key: key.has(""))
+            self.with_empty = columns_that_hold_empty(workflow, spec.fields)
 
     def __getstate__(self) -> dict[str, Any]:
         # Beside it, as NVTabular saved it: in here its vocabularies would be where they were.

@@ -108,7 +108,8 @@ def _scaling_rules(setting: Setting) -> Iterator[Cell]:
             yield Cell(rule, f"{batch_size:,}", setting.run(rule, batch_size))
     for found in setting.found:
         config = setting.at(found.hyperparameters)
-        config = dataclasses.replace(config, update=found.update, **found.schedules())
+        own = {"update": found.update, "deterministic": found.deterministic, **found.schedules()}
+        config = dataclasses.replace(config, **own)
         yield Cell(TUNED, f"{found.batch_size:,}", config)
 
 
