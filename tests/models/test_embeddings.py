@@ -707,6 +707,17 @@ def test_several_ids_of_a_sample_are_no_one_hot_ones():
             layer.lookup("user", ragged(bad))
 
 
+def test_flattened_ids_of_a_field_count_by_sample_in_a_graph():
+    """Negatives of each sample, say, two of which are the same."""
+    layer, several = layer_of(), tf.constant([[3, 3], [4, 6], [6, 5], [5, 3]])
+
+    def compute():
+        return layer.lookup("user", tf.reshape(several, [-1]), feature="negative")
+
+    _, counts = gradient_and_lookups(layer, None, compute)
+    assert counts == {3: 2, 4: 1, 5: 2, 6: 2}
+
+
 def test_lookup_refuses_a_field_it_does_not_have():
     layer = FusedEmbeddings(SCHEMA, DIM)
     message = "field must be one of 'user', 'item', 'genres', 'tags'. Received: 'friend'"

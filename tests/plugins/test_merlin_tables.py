@@ -301,6 +301,19 @@ def test_ids_looked_up_alone_and_joined_with_others_count_once(batch, shape):
     assert counts_of_words(forward, batch) == {3: 4, 4: 3, 5: 1}
 
 
+@pytest.mark.parametrize("batch", [4, None])
+def test_a_column_is_the_same_however_it_was_sliced(batch):
+    """As the deep part of a network takes it, and the linear one."""
+
+    def forward(table, ids):
+        first = [ids[:, :1], ids[:, 0], ids[:, 0:1:1], ids[..., -3], ids[:, 0, tf.newaxis]]
+        last = [ids[:, 2:], ids[:, -1], ids[..., -1:], ids[:, -1:]]
+        return tf.concat([tf.reshape(table(one), [-1, 2]) for one in first + last], axis=0)
+
+    found = counts_of_words(forward, batch)
+    assert found == {3: 3, 4: 1 + 2, 5: 2}
+
+
 @pytest.mark.parametrize("in_graph", [True, False])
 @pytest.mark.parametrize("width", [1, 2, 3])
 def test_a_batch_joined_with_itself_has_twice_the_samples(width, in_graph):

@@ -30,6 +30,7 @@ from merlin_cowclip.plugins.counting import samples_of
 from merlin_cowclip.plugins.joining import check_same, ranks
 from merlin_cowclip.plugins.sharding import Shard
 from merlin_cowclip.plugins.tables import TableAccess, check_whole, tell_ranges
+from merlin_cowclip.plugins.whose_ids import samples_of_ids
 
 COMBINERS = ("mean", "sum", "sqrtn")
 _OF_SHARDS = ("dim", "stddev", "combiner", "dtype")
@@ -185,7 +186,8 @@ class FusedEmbeddings(RowsByRawId, SchemaMixin, tf.keras.layers.Layer):
         Args:
           field: one of `fields`.
           ids: as the layer takes them in a call; of several a sample (negatives, say) each by a
-            call of its own, with another `feature`.
+            call of its own, with another `feature`, or flattened: in a graph they are counted by
+            sample, eagerly by occurrence.
           feature: what the ids are, if not the field's own column of the batch: looked up twice in
             a step under one name, ids of a field are counted once.
 
@@ -206,6 +208,9 @@ class FusedEmbeddings(RowsByRawId, SchemaMixin, tf.keras.layers.Layer):
                 tf.reshape(self._gather(rows, check), [-1, self.dim]), self.compute_dtype
             )
             lookup = Lookup(self._key(feature, field), rows, sources=(ids,))
+            samples = samples_of_ids(ids)
+            if samples is not None:
+                lookup = dataclasses.replace(lookup, is_list=True, samples=samples)
         self._record([lookup], check)
         return found
 

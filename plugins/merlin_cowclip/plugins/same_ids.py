@@ -103,7 +103,13 @@ class Expressions:
 
     def ids(self, tensor: tf.Tensor) -> int:
         """The number of the ids in the tensor, whatever its shape and type."""
-        return self.number(self.stripped(tensor))
+        stripped = self.stripped(tensor)
+        op = op_of(stripped)
+        slices = _slices(op) if op is not None and op.type == "StridedSlice" else None
+        if slices is None:
+            return self.number(stripped)
+        # `ids[:, :1]` and `ids[:, 0]` differ in shape alone.
+        return self._numbers.setdefault((slices, self.number(op.inputs[0])), len(self._numbers))
 
     def stripped(self, tensor: tf.Tensor) -> tf.Tensor:
         """What the tensor was before ops that leave ids as they are."""
@@ -168,6 +174,38 @@ def _equals_only_itself(op: Any) -> bool:
     return op.op_def.is_stateful or calls
 
 
+def _slices(op: tf.Operation) -> tuple[Any, ...] | None:
+    """What it takes of each axis of its input; None where that is not known."""
+    begins, ends, steps = (tf.get_static_value(op.inputs[i]) for i in (1, 2, 3))
+    shape = op.inputs[0].shape
+    if begins is None or ends is None or steps is None or shape.rank is None:
+        return None
+
+    def told(name: str, item: int) -> bool:
+        return bool(op.get_attr(f"{name}_mask") >> item & 1)
+
+    items = [i for i in range(len(steps)) if not told("new_axis", i)]
+    left = shape.rank - sum(not told("ellipsis", i) for i in items)
+    taken: list[slice] = []
+    for i in items:
+        begin, end = int(begins[i]), int(ends[i])
+        if told("ellipsis", i):
+            taken += [slice(None)] * left
+        elif told("shrink_axis", i):
+            taken.append(slice(begin, begin + 1 or None))
+        else:
+            first, last = (None if told(n, i) else v for n, v in (("begin", begin), ("end", end)))
+            taken.append(slice(first, last, int(steps[i])))
+    taken += [slice(None)] * (shape.rank - len(taken))
+    # Of a size that only a step tells, 0 and nothing begin alike.
+    return tuple(
+        (one.start or 0 if (one.step or 1) > 0 else one.start, one.stop, one.step or 1)
+        if size is None
+        else range(size)[one]
+        for one, size in zip(taken, shape, strict=True)
+    )
+
+
 def _slices_nothing_off(op: tf.Operation) -> bool:
     """Whether it only adds axes, as `ids[:, tf.newaxis]`, or takes those of one id away."""
     if op.type != "StridedSlice":
@@ -207,7 +245,7 @@ def parts_of(indices: tf.Tensor, known: set[int], of: Expressions) -> Iterator[t
     """
     tensor = of.stripped(indices)
     op = op_of(tensor)
-    if op is None or op.type not in ("ConcatV2", "Pack") or of.number(tensor) in known:
+    if op is None or op.type not in ("ConcatV2", "Pack") or of.ids(tensor) in known:
         yield tensor
         return
     # Of a concatenation, the last is the axis.
@@ -225,7 +263,7 @@ def origin(part: tf.Tensor, known: set[int], of: Expressions) -> tuple[int | Non
     itself = True
     while True:
         part = of.stripped(part)
-        number = of.number(part)
+        number = of.ids(part)
         if number in known:
             return number, itself
         before = _before_combiner(part, of)

@@ -72,6 +72,15 @@ def as_fed(ids: tf.Tensor, of: Expressions) -> list[Fed]:
     return _fed(ids, _Walk(of))
 
 
+@tf.autograph.experimental.do_not_convert
+def samples_of_ids(ids: Any) -> Callable[[], tf.Tensor] | None:
+    """Makes the number of each id's sample, as in `Fed`; `None` also eagerly, and of no tensor."""
+    if tf.executing_eagerly() or not isinstance(ids, tf.Tensor):
+        return None
+    found = _Walk(Expressions()).samples_in(ids)
+    return None if found.first else lambda: found.numbers()[0]
+
+
 def _fed(ids: tf.Tensor, walk: _Walk) -> list[Fed]:
     given, ids = ids, before_unique(ids, walk.of)
     parts = _parts(ids, walk) if ids is given else []

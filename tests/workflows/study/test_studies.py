@@ -109,6 +109,21 @@ def test_a_base_brings_along_whether_it_is_deterministic():
     assert found["sqrt", "2,048"].config.deterministic
 
 
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"config": {"base": recipe("none"), "epochs": 2, "rule": "sqrt"}}, "config .*'base', 'ru"),
+        ({"config": {"seed": 7}}, "config .*'seed'"),
+        ({"config": {"batch_size": 64}}, "config .*'batch_size'"),
+        ({"config": {"nonsense": 3}}, "config .*'nonsense'"),
+        ({"values": {"clip": None}}, "values .*'clip'"),
+    ],
+)
+def test_what_no_run_of_a_study_would_take_is_refused(given, named):
+    with pytest.raises(UserError, match=f"{named}.*Leave them out"):
+        Setting(SIZES, **given)
+
+
 def test_clipped_tables_that_no_run_of_a_study_would_have_are_refused():
     base = TUNED.base.replace(clip="global", clip_threshold=25.0)
     some = dataclasses.replace(TUNED, base=base, clip_tables=("item",))

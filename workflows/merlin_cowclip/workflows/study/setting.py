@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from merlin_cowclip.plugins.checks import make_plain
@@ -19,6 +19,9 @@ SEEDS = (1234, 1235, 1236)
 
 VALUES = ("dense_lr", "embedding_lr", "l2", "clip_ratio", "clip_floor")
 """What of a base all rules share; the rest is each rule's recipe."""
+
+_OWN = ("rule", "base", "batch_size", "seed")  # of each run's configuration: the study's
+_OPTIONS = tuple(one.name for one in fields(TrainConfig) if one.name not in _OWN)
 
 
 def shared_values(base: Hyperparameters) -> dict[str, float]:
@@ -61,14 +64,16 @@ class Setting:
       batch_sizes: in samples per update, rising; the first one is the base, where the values were
         tuned.
       values: of the base that replace those of each rule's recipe, by the names of `VALUES`.
-      config: options of `TrainConfig` for every run: the network, `epochs`, `update`.
+      config: options of `TrainConfig` for every run: the network, `epochs`, `update`; not its rule,
+        base, batch size and seed, which are the study's.
       seeds: of the runs of each cell.
       thresholds: constants of the clips "global", "field" and "column" at the base batch size.
       found: what tunes found, each at its own one of the batch sizes: a row beside the rules, for
         as many epochs as they.
 
     Raises:
-      UserError: no batch size or seed, one twice, or out of range, or sizes that do not rise; or
+      UserError: another value or option; no batch size or seed, one twice, or out of range, or
+        sizes that do not rise; or
         what was found is of another network or batch size, or clips some tables alone.
     """
 
@@ -85,6 +90,7 @@ class Setting:
         for name in ("batch_sizes", "seeds"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
         make_plain(self)
+        self._check_names()
         for name in ("batch_sizes", "seeds"):
             values = getattr(self, name)
             if not values or len(set(values)) < len(values):
@@ -102,6 +108,14 @@ class Setting:
                 f"{list(self.batch_sizes)}. Sort them, the base first"
             )
         self._check_found()
+
+    def _check_names(self) -> None:
+        for given, allowed in (("values", VALUES), ("config", _OPTIONS)):
+            if others := sorted(set(getattr(self, given)) - set(allowed)):
+                raise UserError(
+                    f"{given} of a setting must be among {', '.join(allowed)}: the rules, batch "
+                    f"sizes and seeds are the study's. Received: {others}. Leave them out"
+                )
 
     def _check_found(self) -> None:
         if not self.found:
