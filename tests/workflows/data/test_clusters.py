@@ -290,6 +290,27 @@ def test_no_task_goes_on_when_its_result_is_not_wanted_any_more():
 # Configuration
 
 
+UNGUARDED = """
+from merlin_cowclip.workflows.data import clusters
+
+clusters.START_SECONDS = 5
+with clusters.open_cluster(2) as workers:
+    print(list(workers.map(abs, [1])))
+"""
+
+
+def test_a_script_that_its_workers_run_again_ends(tmp_path):
+    """Dask waits for ever for workers that cannot start, or were killed as they did."""
+    (tmp_path / "script.py").write_text(UNGUARDED)
+    ran = subprocess.run(
+        [sys.executable, tmp_path / "script.py"], capture_output=True, text=True, timeout=120
+    )
+    assert ran.returncode == 1
+    assert "UserError: workers must not open workers" in ran.stderr
+    assert "UserError: workers must have started after 5 seconds" in ran.stderr
+    assert ran.stderr.count('put work with workers under if __name__ == "__main__"') >= 2
+
+
 def test_more_workers_than_memory_are_refused(monkeypatch):
     monkeypatch.setattr(machine, "memory_limit", lambda: 20 << 30)
     check_cluster(32, "cpu")

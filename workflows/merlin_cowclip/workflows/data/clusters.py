@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import importlib.util
+import multiprocessing
 import os
 import signal
 import sys
@@ -28,6 +29,11 @@ THREADS = min(4, os.cpu_count() or 1)  # of one process; each holds one column, 
 MEMORY_SHARE = 0.8  # of the machine's memory, for all workers together
 DEVICE_MEMORY_SHARE = 0.8  # of a GPU's memory, for its worker
 WORKER_BYTES = 512 << 20  # of memory that a worker takes at least: its libraries and a chunk
+_GUARD = (
+    'In a script of your own, put work with workers under if __name__ == "__main__":, for each of '
+    "them runs the script's other lines"
+)
+START_SECONDS = 180  # that workers may take to start
 DEATHS = 3  # of workers over one task, before the task is given up
 
 T = TypeVar("T")
@@ -161,6 +167,8 @@ def open_cluster(
         with contextlib.closing(Threads()) as threads:
             yield threads
         return
+    if getattr(multiprocessing.current_process(), "_inheriting", False):  # a worker that starts
+        raise UserError(f"workers must not open workers. Received: some that do. {_GUARD}")
     import dask
     import distributed
 
@@ -173,18 +181,60 @@ def open_cluster(
         "distributed.worker.daemon": True,  # workers end with us, however we end
     }
     with dask.config.set(settings), contextlib.ExitStack() as stack:
-        if device == "cpu":
-            cluster = stack.enter_context(distributed.LocalCluster(**options))
-        else:
-            from dask_cuda import LocalCUDACluster
+        kind: Any = distributed.LocalCluster
+        if device == "gpu":
+            import dask_cuda
 
-            cluster = stack.enter_context(LocalCUDACluster(**options))
+            kind = dask_cuda.LocalCUDACluster
+        cluster = stack.enter_context(_started(lambda: kind(**options)))
         client = stack.enter_context(distributed.Client(cluster))
         client.register_worker_plugin(DeafToInterrupts())
         if device == "gpu":
             client.register_worker_plugin(CupyFromRmm())
         print(f"Dask dashboard: {client.dashboard_link}", file=sys.stderr, flush=True)
         yield Workers(client)
+
+
+def _started(make: Callable[[], T]) -> T:
+    """A cluster whose workers have all started.
+
+    Dask waits for ever for one that was killed as it started, or that cannot start.
+
+    Raises:
+        UserError: they have not, after `START_SECONDS`.
+    """
+    made: list[Any] = []
+    failed: list[BaseException] = []
+    unwanted = threading.Event()
+
+    def start() -> None:
+        try:
+            made.append(make())
+        except BaseException as error:
+            failed.append(error)
+        if unwanted.is_set():
+            for cluster in made:
+                cluster.close()
+
+    thread = threading.Thread(target=start, daemon=True)
+    try:
+        thread.start()
+        thread.join(START_SECONDS)
+    except BaseException:
+        unwanted.set()
+        raise
+    if failed:
+        raise failed[0]
+    if not made:
+        unwanted.set()
+        for child in multiprocessing.active_children():
+            child.kill()
+        raise UserError(
+            f"workers must have started after {START_SECONDS} seconds. Received: some that have "
+            f"not. Use fewer, for want of memory may have ended one. {_GUARD}"
+        )
+    cluster: T = made[0]
+    return cluster
 
 
 def check_cluster(workers: int, device: str) -> None:
