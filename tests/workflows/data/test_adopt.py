@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from merlin_cowclip.models import FusedEmbeddings
 from merlin_cowclip.workflows.commands.main import main
 from merlin_cowclip.workflows.data.adopt import adopt
 from merlin_cowclip.workflows.data.datasets import DatasetSpec
@@ -420,21 +421,64 @@ def test_what_happens_around_a_vocabulary_is_of_one_pipeline(tmp_path, what):
 def test_a_targets_means_are_inputs_however_the_target_was_named(tmp_path, scaled):
     """Of a node NVTabular hands the target's tags on to them; of another target's numbers, too."""
     log = pd.DataFrame({"click": np.arange(600) % 2, "item": np.arange(600) % 5})
-    log["price"] = np.arange(600) % 7 + 0.5
+    log = log.assign(price=np.arange(600) % 7 + 0.5, site=np.arange(600) % 3)
     train = dataset(log, tmp_path / "raw")
     target = ["click"] >> ops.AddMetadata(tags=TARGET)
     means = ["item"] >> ops.TargetEncoding(target, kfold=3, out_path=str(tmp_path / "fitted"))
     means = means >> ops.Normalize() if scaled else means
+    sums = ["site"] >> ops.JoinGroupby(target, stats=["sum"], out_path=str(tmp_path / "fitted"))
+    sums = sums["site_click_sum"] >> ops.AddMetadata(tags=[Tags.CONTINUOUS])
     ids = ["item"] >> ops.Categorify(out_path=str(tmp_path / "fitted"))
     other = ["price"] >> ops.Normalize() >> ops.AddMetadata(tags=[Tags.REGRESSION, Tags.TARGET])
-    workflow = nvt.Workflow(ids + means + target + other)
+    workflow = nvt.Workflow(ids + means + sums + target + other)
     workflow.fit(train)
     workflow.save(str(tmp_path / "workflow"))
     workflow.transform(train).to_parquet(str(tmp_path / "train"))
     data = quick(tmp_path, tmp_path / "data")
-    assert data.spec.continuous == ("TE_item_click",)
-    assert not {Tags.TARGET, Tags.BINARY_CLASSIFICATION} & set(data.schema["TE_item_click"].tags)
+    assert set(data.spec.continuous) == {"TE_item_click", "site_click_sum"}
+    for name in data.spec.continuous:
+        assert not {Tags.TARGET, Tags.BINARY_CLASSIFICATION} & set(data.schema[name].tags)
     assert "left out of the inputs, tagged as targets beside: 'price'" in data.record["notes"]
+
+
+@pytest.mark.parametrize("kind", ["counts", "sessions", "remainders"])
+def test_what_operators_make_of_ids_does_not_share_their_rows_in_silence(tmp_path, kind):
+    """NVTabular hands the ids' tags and domain on: 4 clicks had the row of the user of id 4."""
+    log = pd.DataFrame({"click": np.arange(600) % 2, "user": np.arange(600) % 50})
+    log = log.assign(time=np.arange(600), ad=(np.arange(600) * 7) % 30)
+    train, out = dataset(log, tmp_path / "raw"), str(tmp_path / "fitted")
+    target = ["click"] >> ops.AddMetadata(tags=TARGET)
+    users = ["user"] >> ops.Categorify(out_path=out)
+    if kind == "counts":
+        made = users >> ops.JoinGroupby(cont_cols=["time"], stats=["count"], out_path=out)
+        nodes, name, of = users + made + target, "user_count", "user"
+    elif kind == "remainders":
+        made = users >> ops.LambdaOp(lambda ids: ids % 5) >> ops.Rename(postfix="_m")
+        nodes, name, of = users + made + target, "user_m", "user"
+    else:
+        ads = ["ad"] >> ops.Categorify(out_path=out)
+        aggregates = {"ad": ["list", "count"], "click": ["last"]}
+        rest = ["user", "time", "click"]
+        sessions = (ads + rest) >> ops.Groupby(
+            groupby_cols=["user"], sort_cols=["time"], aggs=aggregates, name_sep="-"
+        )
+        target = sessions["click-last"] >> ops.Rename(name="click")
+        target = target >> ops.AddMetadata(tags=TARGET)
+        nodes, name, of = sessions["ad-list", "ad-count"] + target, "ad-count", "ad-list"
+    workflow = nvt.Workflow(nodes)
+    workflow.fit(train)
+    workflow.save(str(tmp_path / "workflow"))
+    workflow.transform(train).to_parquet(str(tmp_path / "train"))
+    data = quick(tmp_path, tmp_path / "data")
+    table = FusedEmbeddings(data.schema, 4)
+    ranges = table.table_specs()[0].range_names
+    notes = "\n".join(data.record["notes"])
+    if kind == "remainders":  # which may be ids of theirs
+        assert len(ranges) == 1
+        assert "'user' and 'user_m' share rows, as in Merlin's own models" in notes
+    else:
+        assert set(ranges) == {name, of}
+        assert f"{name!r} are numbers made of ids" in notes
 
 
 def test_statistics_of_groups_are_of_one_fit(tmp_path):

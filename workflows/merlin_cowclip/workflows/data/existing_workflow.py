@@ -8,6 +8,7 @@ import glob
 import itertools
 import json
 import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -184,12 +185,26 @@ class Pipeline:
                 "yourself, and give predict the parquet that it wrote"
             )
         origins = id_origins(workflow)
-        without = {c for c in spec.ids if origins.get(c) in (Origin.HASH, Origin.CHANGED)}
-        changed = [c for c in spec.ids if origins.get(c) is Origin.CHANGED]
+        after = (Origin.CHANGED, Origin.NO_IDS)
+        without = {c for c in spec.ids if origins.get(c) in (Origin.HASH, *after)}
+        changed = [c for c in spec.ids if origins.get(c) in after]
         if changed:
             notes.append(
                 f"raw ids of {quoted(changed)} are not known: an operator after Categorify may "
                 "have changed the ids. To know them, let it come before"
+            )
+        apart = {c for c in spec.ids if origins.get(c) is Origin.NO_IDS}
+        if apart:
+            notes.append(
+                f"{quoted(sorted(apart))} are numbers made of ids, which the schema tags as ids of "
+                "theirs: taken for ids with rows of their own. As numbers, make them of the column "
+                "before Categorify"
+            )
+        shared = _shared_rows({c: columns[c][0] for c in spec.ids if c not in apart}, changed)
+        if shared:
+            notes.append(
+                f"{shared} share rows, as in Merlin's own models: if what an operator made there "
+                "is no such id, let it come before Categorify"
             )
         named = (c for c in spec.ids if columns[c][0].properties.get("cat_path"))
         unmade = [c for c in named if c not in origins]
@@ -226,6 +241,7 @@ class Pipeline:
                 {c: schema for c, (schema, _) in columns.items()},
                 found,
                 {c: of for c, of in values.items() if c not in without},
+                apart,
             ),
             cardinalities={c: field.cardinality for c, field in fields.items()},
             vocabularies={c: field.vocabulary for c, field in fields.items() if field.vocabulary},
@@ -309,7 +325,7 @@ def _inputs(
 ) -> dict[str, tuple[ColumnSchema, str]]:
     """The model's inputs: column → (its schema, "categorical" or "continuous")."""
     schema, beside = workflow.output_schema, _schema_beside(file.path)
-    features = _made_by_target_encoding(workflow)
+    features = _statistics_of_targets(workflow)
     columns: dict[str, tuple[ColumnSchema, str]] = {}
     left_out, targets, tagged_beside = [], [], []
     for column in schema:
@@ -368,13 +384,13 @@ def _target_tags() -> set[Any]:
     }
 
 
-def _made_by_target_encoding(workflow: nvt.Workflow) -> set[str]:
-    """Columns of a target's means, however they were scaled or filled since."""
+def _statistics_of_targets(workflow: nvt.Workflow) -> set[str]:
+    """Columns of a target's means and sums by group, however they were scaled or filled since."""
     with quiet_imports():
-        from nvtabular.ops import TargetEncoding
+        from nvtabular.ops import JoinGroupby, TargetEncoding
 
     def made_by(node: Node, given: dict[str, bool]) -> dict[str, bool]:
-        if isinstance(node.op, TargetEncoding):
+        if isinstance(node.op, JoinGroupby | TargetEncoding):
             return dict.fromkeys(node.output_schema.column_names, True)
         mapped = node.column_mapping.items()
         return {name: any(given.get(one, False) for one in of) for name, of in mapped}
@@ -408,6 +424,17 @@ def _storage(column: ColumnSchema) -> str | None:
     """Under which name Categorify keeps the column's vocabulary; None if it has not encoded it."""
     properties = column.properties
     return properties["domain"].get("name") if properties.get("cat_path") else None
+
+
+def _shared_rows(columns: Mapping[str, ColumnSchema], changed: Sequence[str]) -> str:
+    """Fields that share rows with others of whose ids an operator made them, as a sentence's."""
+    domains: dict[str, list[str]] = {}
+    for name, column in columns.items():
+        domain = (column.properties.get("domain") or {}).get("name")
+        if domain:
+            domains.setdefault(domain, []).append(name)
+    found = [names for names in domains.values() if names[1:] and set(names) & set(changed)]
+    return "; ".join(" and ".join(map(repr, names)) for names in found)
 
 
 def _find_vocabularies(workflow: nvt.Workflow, folder: Path) -> dict[str, Path]:
@@ -477,12 +504,16 @@ def _schema(
     columns: dict[str, ColumnSchema],
     found: dict[str, Path],
     raw: dict[str, RawValues],
+    apart: set[str],
 ) -> Schema:
     """The label and the inputs as the parquet holds them, as `save_workflow` writes a schema.
 
     Ids without raw ones are marked, which no operator does: without a vocabulary they would be
     taken for ids that were never encoded (`read_vocabulary`). So are those whose raw ones, ``raw``,
     are others than the log's.
+
+    Those in ``apart`` are no ids of the column that they were made of, whose rows they share by
+    its name.
 
     Lists are ragged ones whatever the workflow says: on CPU, ListSlice(pad=True) does not pad.
     """
@@ -503,6 +534,9 @@ def _schema(
             if name in spec.ids and name not in raw:
                 properties.pop("cat_path", None)
                 properties["no_raw_ids"] = True
+                if name in apart:
+                    domain = properties.get("domain") or {}
+                    properties["domain"] = {k: v for k, v in domain.items() if k != "name"}
             elif _storage(columns[name]) in found:
                 # Relative to the workflow's folder: folders move.
                 file = f"unique.{_storage(columns[name])}.parquet"

@@ -25,6 +25,7 @@ class Origin(enum.Enum):
     VOCABULARY = "Categorify, and nothing changed them since"
     HASH = "HashBucket or HashedCross, somewhere on the way"
     CHANGED = "an operator after Categorify, which may have made others of them"
+    NO_IDS = "an operator after Categorify, which made of them what is no id: counts, buckets"
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,8 @@ def _made_by(node: Node, given: dict[str, _Column]) -> dict[str, _Column]:
         if isinstance(node.op, ops.Groupby):
             kept = _keeps_ids(node.op, name, mapping)
         origin = _of_several((one.origin for one in sources), kept)
+        if origin is Origin.CHANGED and isinstance(node.op, _operators_that_make_no_ids()):
+            origin = Origin.NO_IDS
         encoded = _together(one.encoded for one in sources)
         values = _together(one.values for one in sources)
         if isinstance(node.op, ops.Categorify):
@@ -127,6 +130,16 @@ def operators_that_keep_values() -> tuple[type, ...]:
     )
 
 
+def _operators_that_make_no_ids() -> tuple[type, ...]:
+    with quiet_imports():
+        from nvtabular import ops
+
+    return (
+        *(ops.Bucketize, ops.DifferenceLag, ops.Groupby, ops.JoinGroupby, ops.LogOp),
+        *(ops.Normalize, ops.NormalizeMinMax, ops.TargetEncoding),
+    )
+
+
 def _keeps_ids(op: Any, name: str, mapping: Mapping[str, Sequence[str]]) -> bool:
     """Whether a column that Groupby makes holds values of the one that it is made of."""
     (source, *_) = mapping[name]
@@ -139,6 +152,7 @@ def _of_several(origins: Iterable[Origin | None], kept: bool) -> Origin | None:
     known = set(origins) - {None}
     if not known:
         return None
-    if Origin.HASH in known:
-        return Origin.HASH
+    for one in (Origin.HASH, Origin.NO_IDS):
+        if one in known:
+            return one
     return Origin.VOCABULARY if kept and known == {Origin.VOCABULARY} else Origin.CHANGED
