@@ -136,6 +136,7 @@ def unique_first(table, ids):
 THREE_WORDS = tf.lookup.StaticVocabularyTable(
     tf.lookup.KeyValueTensorInitializer(["3", "4", "5"], tf.constant([3, 4, 5], tf.int64)), 1
 )
+SIXES = tf.constant([6, 12, 18], tf.int64)
 RESHAPED = {
     "as they are": lambda t, ids: t(ids),
     "flattened": lambda t, ids: t(tf.reshape(ids, [-1])),
@@ -202,6 +203,31 @@ RESHAPED = {
     "with an axis before": lambda t, ids: t(ids[tf.newaxis]),
     "sample by sample": lambda t, ids: sum(tf.reduce_sum(t(ids[i])) for i in range(4)),
     "tiled as lists, flattened": lambda t, ids: t(tf.reshape(tf.tile(ids, [1, 2]), [-1])),
+    "with a tiled constant added": lambda t, ids: t(
+        (ids + tf.tile(SIXES[tf.newaxis], [tf.shape(ids)[0], 1])) % 6
+    ),
+    "with a broadcast constant added": lambda t, ids: t(
+        (ids + tf.broadcast_to(SIXES[tf.newaxis], [tf.shape(ids)[0], 3])) % 6
+    ),
+    "with a constant stacked for each added": lambda t, ids: t((ids + tf.stack([SIXES] * 4)) % 6),
+    "or a repeated constant": lambda t, ids: t(
+        tf.where(ids > 0, ids, tf.repeat(SIXES[tf.newaxis], tf.shape(ids)[0], axis=0))
+    ),
+    "with a tiled constant, flattened": lambda t, ids: t(
+        tf.reshape((ids + tf.tile(SIXES[tf.newaxis], [tf.shape(ids)[0], 1])) % 6, [-1])
+    ),
+    "flattened, with a constant for each": lambda t, ids: t(
+        (tf.reshape(ids, [-1]) + tf.tile(SIXES, [tf.shape(ids)[0]])) % 6
+    ),
+    "flattened, and mapped by a constant": lambda t, ids: t(
+        tf.gather(tf.range(6, dtype=tf.int64), tf.reshape(ids, [-1]))
+    ),
+    "made unique, and put back": lambda t, ids: t(tf.gather(*tf.unique(tf.reshape(ids, [-1])))),
+    "made unique, with counts": lambda t, ids: t(tf.unique_with_counts(tf.reshape(ids, [-1])).y),
+    "transposed, mapped and flattened": lambda t, ids: t(
+        tf.reshape(tf.cast(tf.transpose(ids) + 6, tf.int32) % 6, [-1])
+    ),
+    "transposed, cut and flattened": lambda t, ids: t(tf.reshape(tf.transpose(ids)[:3], [-1])),
     "repeated within lists, flattened": lambda t, ids: t(
         tf.reshape(tf.repeat(ids, 2, axis=1), [-1])
     ),
@@ -248,6 +274,17 @@ TWICE = {
 def test_samples_that_are_there_twice_are_twice_as_many(case, batch):
     found = counts_of_words(lambda t, ids: t(TWICE[case](ids)), batch)
     assert found == {3: 6, 4: 6, 5: 4}
+
+
+def test_a_vector_with_an_axis_before():
+    """As of one field beside others: 3, 3, 4, 3 of four samples."""
+    offsets = tf.constant([6, 12], tf.int64)
+    for forward in (
+        lambda t, ids: t(ids[tf.newaxis, :, 0]),
+        lambda t, ids: t(tf.expand_dims(ids[:, 0], 0)),
+        lambda t, ids: t((ids[:, 0][tf.newaxis] + offsets[:, tf.newaxis]) % 6),
+    ):
+        assert counts_of_words(forward, None) == {3: 3, 4: 1}
 
 
 @pytest.mark.parametrize("width", [1, 2])

@@ -35,6 +35,9 @@ _READING = {
     *("ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape"),
 }
 
+# What they give is no sample's: of a table's rows, which indices pick, that is asked of these.
+_OF_NO_SAMPLE = {"Const", "Rank", "ReadVariableOp", "Shape", "ShapeN", "Size"}
+
 # They move numbers about; only they give a gradient of another shape the table's.
 _MOVING = {
     "ConcatV2",
@@ -56,7 +59,7 @@ _KEPT = {tf.resource, tf.variant}
 _GIVING = {"EagerPyFunc", "MapDefun", "PyFunc", "PyFuncStateless", "RemoteCall"}
 # Ops that join tensors of several ranks, of Horovod and of TensorFlow, start so.
 _JOINING = ("Collective", "Horovod", "Nccl")
-_UNIQUE = {"Unique", "UniqueV2"}
+UNIQUE = {"Unique", "UniqueV2", "UniqueWithCounts", "UniqueWithCountsV2"}
 # Of ops that call functions, which attributes name these, and which input is their first.
 _CALLS: dict[str, tuple[tuple[str, ...], int]] = {
     **dict.fromkeys(("PartitionedCall", "StatefulPartitionedCall"), (("f",), 0)),
@@ -124,6 +127,20 @@ class Expressions:
             if op.type not in _SHAPE_ONLY and not to_ids and not _slices_nothing_off(op):
                 return tensor
             tensor = before
+
+    def is_constant(self, tensor: tf.Tensor) -> bool:
+        """Whether no sample has a part in it: it is of constants, variables and shapes."""
+        waiting, seen = [tensor], set()
+        while waiting:
+            tensor = self.outside(waiting.pop())
+            op = op_of(tensor)
+            if op is None or tensor.ref() in seen or op.type in _OF_NO_SAMPLE:
+                continue
+            seen.add(tensor.ref())
+            if not op.inputs or op.op_def.is_stateful:
+                return False
+            waiting += op.inputs
+        return True
 
     def outside(self, tensor: tf.Tensor) -> tf.Tensor:
         """The tensor of an outer graph that this one stands for, if it does."""
@@ -278,7 +295,7 @@ def is_unique(part: tf.Tensor, of: Expressions) -> bool:
     while before is not None:
         part = of.stripped(before)
         op = op_of(part)
-        if op is not None and op.type in _UNIQUE and part.value_index == 0:
+        if op is not None and op.type in UNIQUE and part.value_index == 0:
             return True
         before = _before_combiner(part, of)
     return False
@@ -289,7 +306,7 @@ def _before_combiner(tensor: tf.Tensor, of: Expressions) -> tf.Tensor | None:
     op = op_of(tensor)
     if op is None:
         return None
-    if op.type in _UNIQUE and tensor.value_index == 0:
+    if op.type in UNIQUE and tensor.value_index == 0:
         return op.inputs[0]
     if op.type == "SparseFillEmptyRows" and tensor.value_index == 1:
         return op.inputs[1]
@@ -307,7 +324,7 @@ def before_unique(ids: tf.Tensor, of: Expressions) -> tf.Tensor:
     while True:
         fed = of.stripped(ids)
         op = op_of(fed)
-        if op is None or op.type not in _UNIQUE or fed.value_index:
+        if op is None or op.type not in UNIQUE or fed.value_index:
             return ids
         ids = op.inputs[0]
 

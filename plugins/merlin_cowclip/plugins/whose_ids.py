@@ -10,17 +10,19 @@ Nothing is added to a graph until somebody asks for the numbers.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from merlin_cowclip.plugins._stack import tf
-from merlin_cowclip.plugins.same_ids import KEEPING, Expressions, before_unique, op_of
+from merlin_cowclip.plugins.same_ids import KEEPING, UNIQUE, Expressions, before_unique, op_of
 
 # Each element of what they give is made of the elements at its place.
 _ELEMENTWISE = {
-    *("Abs", "Add", "AddV2", "AsString", "BitwiseAnd", "BitwiseOr", "BitwiseXor", "Bucketize"),
+    *("Abs", "Add", "AddN", "AddV2", "AsString", "BitwiseAnd", "BitwiseOr", "BitwiseXor"),
+    *("Bucketize", "Pow", "RegexReplace", "StaticRegexReplace", "StringJoin", "Substr"),
     *("Cast", "ClipByValue", "DivNoNan", "FloorDiv", "FloorMod", "Floor", "LeftShift"),
     *("LookupTableFind", "LookupTableFindV2", "Maximum", "Minimum", "Mod", "Mul", "Neg"),
     *("RealDiv", "RightShift", "Round", "Select", "SelectV2", "Sign", "Square", "StringLower"),
@@ -121,11 +123,14 @@ class _Samples:
       numbers: makes the number of each id's sample, and how many numbers there are: they count once
         ids are put in a shape that has no axis of samples.
       made: whether there are more samples than the ids' first ones: repeated, or of several joined.
+      moved: whether the numbers are others than those of the first axis, which is taken for the
+        samples' as long as it is there: of ids that were transposed.
     """
 
     first: bool
     numbers: Callable[[], tuple[tf.Tensor, tf.Tensor]]
     made: bool = False
+    moved: bool = False
 
 
 class _Walk:
@@ -156,6 +161,8 @@ class _Walk:
             return self._of_elements(op, tensor)
         if op.type in KEEPING:
             return self.samples_in(op.inputs[tensor.value_index if op.type == "IdentityN" else 0])
+        if op.type in UNIQUE and tensor.value_index == 1:  # where each id is among the unique ones
+            return self.samples_in(op.inputs[0])
         if op.type in ("ExpandDims", "Reshape", "Squeeze"):
             return self._reshaped(op, tensor)
         if op.type in ("BroadcastTo", "Tile"):
@@ -170,19 +177,18 @@ class _Walk:
 
     def _of_elements(self, op: tf.Operation, tensor: tf.Tensor) -> _Samples | None:
         alike = [i for i in op.inputs if i.shape.rank == tensor.shape.rank and i.shape.rank]
-        # Not those that are broadcast to all samples.
-        alike = [i for i in alike if i.shape[0] == tensor.shape[0] or i.shape[0] != 1]
-        found = [self.samples_in(i) for i in alike]
-        found = [one for one in found if not one.first] or [one for one in found if one.made]
-        if not found:
-            return None
-        return _changed(found[0], lambda x: tf.broadcast_to(x, tf.shape(tensor)))
+        alike = [i for i in alike if not self.of.is_constant(i)] or alike
+        found = [(self.samples_in(i), i.shape[0] != 1 or tensor.shape[0] == 1) for i in alike]
+        told = [one for one, _ in found if not one.first]
+        # Not what is broadcast to all samples.
+        told += [one for one, whole in found if one.first and whole and (one.made or one.moved)]
+        return _changed(told[0], lambda x: tf.broadcast_to(x, tf.shape(tensor))) if told else None
 
     def _reshaped(self, op: tf.Operation, tensor: tf.Tensor) -> _Samples | None:
         before = op.inputs[0]
         found = self.samples_in(before)
         first = found.first and _keeps_first_axis(op, tensor)
-        if found.first and not first and _width(before) == 1:
+        if op.type == "Reshape" and found.first and not first and _width(before) == 1:
             return None  # a column may be what was flattened before it was fed
         return _changed(found, lambda x: tf.reshape(x, tf.shape(tensor)), first=first)
 
@@ -190,7 +196,8 @@ class _Walk:
         found = self.samples_in(op.inputs[0])
         if not found.first:
             return None
-        return _changed(found, lambda x: tf.transpose(x, op.inputs[1]))
+        moved = _changed(found, lambda x: tf.transpose(x, op.inputs[1]))
+        return dataclasses.replace(moved, moved=True)
 
     def _repeated(self, op: tf.Operation, tensor: tf.Tensor) -> _Samples | None:
         """Copies of rows, b×1×… to b×k×…, are samples once their axis is gone: `tf.repeat`'s."""
@@ -241,15 +248,27 @@ class _Walk:
         )
 
     def _picked(self, op: tf.Operation, tensor: tf.Tensor) -> _Samples | None:
+        if op.type == "GatherV2" and self._is_mapping(op):
+            return self.samples_in(op.inputs[1])
         found = self.samples_in(op.inputs[1 if op.type == "Split" else 0])
-        if found.first and _keeps_first(op, tensor):
+        first = found.first and _keeps_first(op, tensor)
+        if first and not found.moved:
             return None
 
         def pick(x: tf.Tensor) -> tf.Tensor:
             picked = _PICKING[op.type](op, x)
             return picked[tensor.value_index] if isinstance(picked, list) else picked
 
-        return _changed(found, pick, first=False)
+        return _changed(found, pick, first=first)
+
+    def _is_mapping(self, op: tf.Operation) -> bool:
+        """Whether its indices are ids, of which it gives others, or which were made unique."""
+        mapping = op.inputs[0]
+        if mapping.shape.rank != 1 or self.of.is_constant(op.inputs[1]):
+            return False
+        made_by = op_of(self.of.stripped(mapping))
+        unique = made_by is not None and made_by.type in UNIQUE
+        return unique or self.of.is_constant(mapping)
 
 
 def _on_first_axis(tensor: tf.Tensor) -> _Samples:
@@ -278,7 +297,8 @@ def _changed(
         samples, number = found.numbers()
         return change(samples), number
 
-    return _Samples(found.first if first is None else first, _once(numbers), found.made)
+    first = found.first if first is None else first
+    return _Samples(first, _once(numbers), found.made, found.moved)
 
 
 def _once(numbers: Callable[[], tuple[tf.Tensor, tf.Tensor]]) -> Any:

@@ -172,7 +172,9 @@ def test_a_base_that_was_tuned_is_for_no_other_network(option, words):
 
 
 def test_another_tune_starts_from_what_was_tuned():
-    config = TuneConfig(batch_size=8 * K, base=TUNED, network={"mlp": (8,)})
+    with pytest.warns(Notice, match="the rule 'cowclip' predicts points with its clip, None"):
+        config = TuneConfig(batch_size=8 * K, base=TUNED, network={"mlp": (8,)})
+    assert config.rules["cowclip"].hyperparameters.clip is None
     trained = config.train_config(config.rules["sqrt"])
     assert trained.network_options == TUNED.network_options
     assert (config.update, config.rates) == ("lazy", "falling")

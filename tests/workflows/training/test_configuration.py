@@ -333,7 +333,12 @@ FIELD = {"clip": "field", "clip_threshold": 2.0, "dense_lr": 0.5}
             "--clip field --clip-threshold 2",
             {"base": FIELD},
         ),
-        ({"base": FIELD}, "--clip column", {"base": {**FIELD, "clip": "column"}}),
+        (
+            {"base": FIELD},
+            "--clip column --clip-threshold 3",
+            {"base": {**FIELD, "clip": "column", "clip_threshold": 3.0}},
+        ),
+        ({"base": FIELD}, "--clip field --dense-lr 0.25", {"base": {**FIELD, "dense_lr": 0.25}}),
         (
             {"base": FIELD, "clip_tables": ["user"]},
             "--no-clip",
@@ -374,6 +379,7 @@ def test_a_rule_that_leaves_a_files_clip_tables_without_meaning(tmp_path):
         (DCN, "--model deepmf", "model must be one of"),
         ({"base": FIELD}, "--clip adaptive_column --clip-threshold 3", "clip_threshold belongs to"),
         ({"base": FIELD}, "--clip-ratio 2", "--clip-ratio belongs to"),
+        ({"base": FIELD}, "--clip column", "clip='column' needs clip_threshold"),  # of another unit
         ({"base": FIELD}, "--clip best", "clip must be None or one of"),
         ({}, "--no-clip --clip-tables user", "clip_tables needs a clip rule"),
         ({"clip_tables": ["user"]}, "--rule linaer", "rule must be one of"),
@@ -385,6 +391,22 @@ def test_an_option_without_meaning_is_refused(tmp_path, before, options, message
     argv = ["train", "data", "--out", "run", "--config", str(tmp_path / "c.json")]
     with pytest.raises(UserError, match=message):
         train_config(command_line().parse_args([*argv, *options.split()]))
+
+
+FALLING = {"name": "linear", "epochs": 3}
+
+
+@pytest.mark.parametrize("said", ["", "--dense-schedule constant", "--embedding-schedule cosine"])
+def test_more_epochs_than_those_of_a_tunes_falling_rates_are_refused(said):
+    """One of the two would be 0 for the rest."""
+    tuned = TrainConfig(epochs=3, dense_schedule=FALLING, embedding_schedule=FALLING)
+    argv = ["train", "data", "--out", "run", *said.split(), "--epochs"]
+    with pytest.raises(UserError, match=r"fall to 0 in 3 epochs. Received: --epochs 4.*Train as"):
+        train_config(command_line().parse_args([*argv, "4"]), tuned)
+    assert train_config(command_line().parse_args([*argv, "3"]), tuned).epochs == 3
+    both = ["--dense-schedule", "constant", "--embedding-schedule", "cosine"]
+    config = train_config(command_line().parse_args([*argv, "4", *both]), tuned)
+    assert (config.epochs, config.dense_schedule) == (4, None)
 
 
 # Identity

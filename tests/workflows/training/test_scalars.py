@@ -91,6 +91,15 @@ def test_a_summary_has_all_its_columns():
             "The clip shortened 30 % of the rows (25 % of the occurrences); most of all in b, 80 % "
             "of the rows (50 % of the occurrences); none in 1 of 3 fields.",
         ),
+        (
+            [
+                *(field("a", clipped=(50, 400)), field("b")),
+                *(field("a", table="linear", clipped=(400, 800)), field("b", table="linear")),
+            ],
+            "The clip shortened 22 % of the rows (19 % of the occurrences); most of all in "
+            "linear/a, 80 % of the rows (50 % of the occurrences); none in 2 of 4 among the "
+            "fields of embeddings and linear.",
+        ),
     ],
 )
 def test_the_sentence_on_the_clip(fields, sentence):

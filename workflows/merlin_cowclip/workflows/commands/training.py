@@ -22,6 +22,7 @@ from merlin_cowclip.workflows.errors import Notice, UserError, quoted
 from merlin_cowclip.workflows.folders import refuse_existing
 from merlin_cowclip.workflows.training.configuration import TrainConfig, base_hyperparameters
 from merlin_cowclip.workflows.training.keeping import Keeping
+from merlin_cowclip.workflows.training.learning_rates import falls_to_zero_in
 from merlin_cowclip.workflows.training.networks import COMBINERS, NETWORKS
 from merlin_cowclip.workflows.training.ranks import (
     agreed,
@@ -373,7 +374,10 @@ def train_config(arguments: argparse.Namespace, tuned: TrainConfig | None = None
     values = {**_still_meant(values, given, base), **given}
     if arguments.combiner is not None and "=" in arguments.combiner:
         values["combiner"] = by_field("--combiner", arguments.combiner)
-    values |= schedules_of(arguments)
+    schedules = schedules_of(arguments)
+    values |= schedules
+    if tuned is not None:
+        _check_still_falling(tuned, schedules, values["epochs"])
     if arguments.determinism is not None:
         values["deterministic"] = arguments.determinism
     if base:
@@ -423,6 +427,8 @@ def _still_meant(
         base = {"clip": base_hyperparameters(given["rule"]).clip, **base}
     if "clip" in base:
         gone |= {name for name, clips in _OF_CLIPS.items() if base["clip"] not in clips}
+        if base["clip"] != before.get("clip"):
+            gone.add("clip_threshold")  # of another unit in each of its clips
     kept = {name: value for name, value in values.items() if name not in gone}
     if before:
         kept["base"] = {name: value for name, value in before.items() if name not in gone}
@@ -448,8 +454,28 @@ def _check_scaled(arguments: argparse.Namespace, tuned: TrainConfig) -> None:
         )
 
 
+def _check_still_falling(tuned: TrainConfig, said: Mapping[str, Any], epochs: int) -> None:
+    """Refuse more epochs than those in which a rate of --tuned falls to 0, unless it is said anew.
+
+    Raises:
+        UserError: it is left as it was tuned.
+    """
+    for name in ("dense_schedule", "embedding_schedule"):
+        end = None if name in said else falls_to_zero_in(getattr(tuned, name))
+        if end is not None and end < epochs:
+            raise UserError(
+                f"learning rates of --tuned fall to 0 in {end:g} epochs. Received: --epochs "
+                f"{epochs}, and no --{name.replace('_', '-')}. Train as many, or say it"
+            )
+
+
 def _read_config(path: Path) -> dict[str, Any]:
     """A configuration's values from a JSON file or a run folder."""
+    if (path / "tuned.json").is_file():
+        raise UserError(
+            f"--config must be a file or a run folder. Received: {path}, what a tune found. Give "
+            "it to --tuned"
+        )
     if path.is_dir():
         from merlin_cowclip.workflows.training.runs import Run
 

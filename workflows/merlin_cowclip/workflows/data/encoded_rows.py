@@ -126,7 +126,8 @@ def checked_ids(batch: pa.RecordBatch, name: str, limit: int, place: Place) -> n
             ids[at],
             row,
             name,
-            "Give the parquet that this workflow wrote, or the workflow that wrote it",
+            "Give the parquet that this workflow wrote, or the workflow that wrote it; numbers "
+            "that an operator makes of ids (counts) are to be made before Categorify",
         )
     return ids
 

@@ -290,6 +290,7 @@ class Training:
             if isinstance(function, tf.types.experimental.GenericFunction):  # else eager: no graph
                 with at_work():
                     function.get_concrete_function(iterator)
+            stopping.begin()
             begun = time.perf_counter()
             for _ in range(k, len(self._loader)):
                 self._begun = self.step + 1
@@ -322,6 +323,7 @@ class Training:
 
     def _end_epoch(self, book: Logbook, stopping: Stopping) -> None:
         """Measure it, write it down, and take a checkpoint."""
+        stopping.begin()  # a run that goes on may have it before any update
         self._watch.look(self.step)
         self._meeting.hold(now=True)
         if stopping.asked:

@@ -80,26 +80,36 @@ def _sum(parts: Iterable[RowStatistics]) -> RowStatistics:
 
 
 def clip_sentence(fields: Iterable[FieldStatistics]) -> str:
-    """One sentence on what the clip did to the ids of a run."""
+    """One sentence on what the clip did to the ids of a run; of several tables, by table."""
     clipped = [field for field in fields if field.is_clipped and field.steps]
     if not clipped:
         return "No id was clipped: the clip applies to no table."
     touched = [field for field in clipped if field.all.clipped_rows]
     if not touched:
-        fields_ = "the only field" if len(clipped) == 1 else f"any of {len(clipped)} fields"
+        fields_ = "the only field" if len(clipped) == 1 else f"any of {_number(clipped)}"
         return f"The clip shortened no gradient: no row of {fields_} reached its bound."
     whole = _sum(field.all for field in clipped)
     sentence = f"The clip shortened {_shares(whole)}"
     if len(clipped) == 1:
         return f"{sentence}."
     most = max(touched, key=lambda field: field.all.share_of_rows_clipped or 0.0)
-    sentence += f"; most of all in {most.field}, {_shares(most.all)}"
+    name = f"{most.table}/{most.field}" if len(_tables(clipped)) > 1 else most.field
+    sentence += f"; most of all in {name}, {_shares(most.all)}"
     untouched = len(clipped) - len(touched)
     return (
-        f"{sentence}; none in {untouched} of {len(clipped)} fields."
-        if untouched
-        else f"{sentence}."
+        f"{sentence}; none in {untouched} of {_number(clipped)}." if untouched else f"{sentence}."
     )
+
+
+def _tables(fields: Iterable[FieldStatistics]) -> list[str]:
+    return list(dict.fromkeys(field.table for field in fields))
+
+
+def _number(fields: Sequence[FieldStatistics]) -> str:
+    """How many; a field that has rows in two tables is clipped in each by itself."""
+    tables = _tables(fields)
+    among = f" among the fields of {', '.join(tables[:-1])} and {tables[-1]}" if tables[1:] else ""
+    return f"{len(fields)}{among}" if among else f"{len(fields)} fields"
 
 
 def _shares(of: RowStatistics) -> str:

@@ -44,7 +44,7 @@ class Stopping:
     SIGHUP, stays so.
 
     Args:
-        max_minutes: how long it may take from now on; `None` for no end.
+        max_minutes: how long it may take from `begin` on; `None` for no end.
         several: whether this process is one of several ranks, which stop where all have agreed to.
     """
 
@@ -54,9 +54,15 @@ class Stopping:
         self._several = several
         self._agreed: bool | None = False if several else None
         self._agreed_number: int | None = None
-        self._end = None if max_minutes is None else time.monotonic() + 60 * max_minutes
+        self._max_minutes = max_minutes
+        self._end: float | None = None
         self._anywhere = False
         self._before: dict[int, Any] = {}
+
+    def begin(self) -> None:
+        """The time that was given runs from the first call on."""
+        if self._end is None and self._max_minutes is not None:
+            self._end = time.monotonic() + 60 * self._max_minutes
 
     @property
     def asked(self) -> bool:
