@@ -137,6 +137,7 @@ THREE_WORDS = tf.lookup.StaticVocabularyTable(
     tf.lookup.KeyValueTensorInitializer(["3", "4", "5"], tf.constant([3, 4, 5], tf.int64)), 1
 )
 SIXES = tf.constant([6, 12, 18], tf.int64)
+ORDER = tf.constant([9, 1, 5, 0, 11, 3, 7, 2, 10, 4, 8, 6])
 RESHAPED = {
     "as they are": lambda t, ids: t(ids),
     "flattened": lambda t, ids: t(tf.reshape(ids, [-1])),
@@ -192,7 +193,7 @@ RESHAPED = {
     "in lists of two": lambda t, ids: t(tf.reshape(ids, [-1, 2])),
     "in other lists, backwards": lambda t, ids: t(tf.reverse(tf.reshape(ids, [-1, 6]), [0, 1])),
     "flattened, made unique, and picked": lambda t, ids: t(
-        tf.unique(tf.gather(tf.reshape(ids, [-1]), tf.range(11, -1, -1)))[0]
+        tf.unique(tf.boolean_mask(tf.reshape(ids, [-1]), tf.reshape(ids, [-1]) > 0))[0]
     ),
     "joined, made unique": lambda t, ids: t(
         tf.unique(tf.concat([tf.reshape(ids[:1], [-1]), tf.reshape(ids[1:], [-1])], axis=0))[0]
@@ -210,6 +211,15 @@ RESHAPED = {
         (ids + tf.broadcast_to(SIXES[tf.newaxis], [tf.shape(ids)[0], 3])) % 6
     ),
     "with a constant stacked for each added": lambda t, ids: t((ids + tf.stack([SIXES] * 4)) % 6),
+    "masked by chance": lambda t, ids: t(
+        ids * tf.reshape(tf.cast(tf.random.uniform([2, 6]) >= 0, tf.int64), [-1, 3])
+    ),
+    "or others of the batch": lambda t, ids: t(
+        tf.where(ids > 0, ids, tf.reshape(tf.gather(tf.reshape(ids, [-1]), ORDER), [-1, 3]))
+    ),
+    "in pairs, transposed and flattened": lambda t, ids: t(
+        tf.reshape(tf.transpose(tf.reshape(ids, [-1, 2])), [-1])
+    ),
     "or a repeated constant": lambda t, ids: t(
         tf.where(ids > 0, ids, tf.repeat(SIXES[tf.newaxis], tf.shape(ids)[0], axis=0))
     ),
@@ -274,6 +284,50 @@ TWICE = {
 def test_samples_that_are_there_twice_are_twice_as_many(case, batch):
     found = counts_of_words(lambda t, ids: t(TWICE[case](ids)), batch)
     assert found == {3: 6, 4: 6, 5: 4}
+
+
+def test_ids_that_were_drawn_by_number_are_those_of_the_samples_that_have_them():
+    """Negatives from the batch: 3 5 | 3 3 | 5 3 | 4 4."""
+
+    def forward(table, ids):
+        drawn = tf.gather(tf.reshape(ids, [-1]), [9, 5, 0, 1, 11, 3, 2, 7])
+        return table(tf.reshape(tf.reshape(drawn, [-1, 2]), [-1, 2]))
+
+    assert counts_of_words(forward, None) == {3: 3, 4: 1, 5: 2}
+
+
+def test_a_known_batch_of_one():
+    for forward in (
+        lambda t, ids: t((ids + SIXES[tf.newaxis]) % 6),
+        lambda t, ids: t(tf.reshape((ids + SIXES[tf.newaxis]) % 6, [-1])),
+    ):
+        assert counts_of_words(forward, 1, ids=[[3, 3, 4]]) == {3: 1, 4: 1}
+
+
+@pytest.mark.parametrize("kind", ["EmbeddingTable", "EmbeddingFeatures"])
+def test_what_was_done_to_ids_by_name_is_seen_as_well(kind):
+    schema = Schema([category("words", 6)])
+    layer = mm.EmbeddingTable(4, *schema)
+    if kind == "EmbeddingFeatures":
+        layer = mm.EmbeddingFeatures.from_schema(schema)
+
+    def forward(table, ids):
+        found = table({"words": tf.reshape(ids, [-1, 1])})
+        return found["words"] if isinstance(found, dict) else found
+
+    assert counts_of_words(forward, None, layer) == {3: 3, 4: 3, 5: 2}
+
+
+def test_padding_alone_of_what_is_left_of_a_list_is_padding():
+    table = mm.EmbeddingTable(4, *Schema([category("words", 6)]))
+    lists = [[3, 0, 0], [4, 3, 0], [0, 0, 0], [5, 5, 3]]
+    mask = tf.constant([[True] * 3, [True] * 3, [True, False, False], [True] * 3])
+    for forward in (
+        lambda t, ids: t(tf.reshape(ids, [-1])[2:]),
+        lambda t, ids: t(tf.boolean_mask(ids, mask)),
+    ):
+        found = counts_of_words(forward, None, table, ids=lists)
+        assert found[0] == 0
 
 
 def test_a_vector_with_an_axis_before():

@@ -57,8 +57,7 @@ class Lookup:
       sources: what `rows` were computed from, one tensor per feature, where that tells better than
         `rows` whether ids are the same: they may be rows of several features, or checked ones.
       samples: makes the sample of each of `rows`, in their order, where that is not the first axis.
-        A padding row is then an id as any other where it is a sample's only one, but with
-        `mask_zero`.
+        A padding row is then an id as any other where no sample has two, but with `mask_zero`.
       mask_zero: see `samples`.
       combined: whether `tf.nn.safe_embedding_lookup_sparse` looks the rows of a ragged list up: it
         makes them unique, leaves negative ones out, and reads row 0 for a list without any.
@@ -96,8 +95,8 @@ class Lookup:
         if self.padding is not None:
             is_id = tf.not_equal(flat, self.padding)
             if self.samples is not None and not self.mask_zero:
-                _, position, ids = unique(samples)
-                is_id = tf.logical_or(is_id, tf.equal(tf.gather(ids, position), 1))
+                one_hot = tf.size(unique(samples).rows) == tf.size(samples)
+                is_id = tf.logical_or(is_id, one_hot)
             held = tf.logical_and(held, is_id)
         flat, samples = tf.boolean_mask(flat, held), tf.boolean_mask(samples, held)
         pairs, _, _ = unique(samples * num_rows + flat)

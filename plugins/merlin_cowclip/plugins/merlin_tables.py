@@ -130,12 +130,11 @@ def _of_table(table: Any) -> TableSpec:
         spec = getattr(self.table, _SPEC)
         names = self.schema.column_names
         if isinstance(inputs, dict):
-            named = [(name, Fed(inputs[name])) for name in names if name in inputs]
+            given = {name: inputs[name] for name in names if name in inputs}
         else:
-            name = names[0] if len(names) == 1 else ""
-            named = [(name, fed) for fed in _as_fed(inputs)]
+            given = {names[0] if len(names) == 1 else "": inputs}
         combined = isinstance(self.sequence_combiner, str)
-        for name, fed in named:
+        for name, fed in ((name, fed) for name, ids in given.items() for fed in _as_fed(ids)):
             spec.recorder.record(_lookup(name, fed, combined=combined))
         with _is_recorded(spec):
             return type(self).call(self, inputs, **kwargs)
@@ -150,8 +149,9 @@ def _of_features(layer: Any) -> list[TableSpec]:
     def lookup_feature(self: Any, name: str, val: Any, *args: Any, **kwargs: Any) -> Any:
         table = self.embedding_tables[self.feature_config[name].table.name]
         padding = getattr(self, "padding_idx", 0)
-        found = _lookup(name, Fed(val), padding=padding, combined=True)
-        getattr(table, _SPEC).recorder.record(found)
+        for fed in _as_fed(val):
+            found = _lookup(name, fed, padding=padding, combined=True)
+            getattr(table, _SPEC).recorder.record(found)
         return type(self).lookup_feature(self, name, val, *args, **kwargs)
 
     _wrap(layer, lookup_feature)

@@ -129,7 +129,7 @@ class Expressions:
             tensor = before
 
     def is_constant(self, tensor: tf.Tensor) -> bool:
-        """Whether no sample has a part in it: it is of constants, variables and shapes."""
+        """Whether no sample has a part in it: it is of constants, variables, shapes and chance."""
         waiting, seen = [tensor], set()
         while waiting:
             tensor = self.outside(waiting.pop())
@@ -137,7 +137,8 @@ class Expressions:
             if op is None or tensor.ref() in seen or op.type in _OF_NO_SAMPLE:
                 continue
             seen.add(tensor.ref())
-            if not op.inputs or op.op_def.is_stateful:
+            by_chance = op.type.startswith(("Random", "Stateful", "Stateless"))
+            if not op.inputs or (op.op_def.is_stateful and not by_chance):
                 return False
             waiting += op.inputs
         return True

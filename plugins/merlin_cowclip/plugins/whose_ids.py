@@ -27,7 +27,8 @@ _ELEMENTWISE = {
     *("LookupTableFind", "LookupTableFindV2", "Maximum", "Minimum", "Mod", "Mul", "Neg"),
     *("RealDiv", "RightShift", "Round", "Select", "SelectV2", "Sign", "Square", "StringLower"),
     *("StringStrip", "StringToHashBucket", "StringToHashBucketFast", "StringToHashBucketStrong"),
-    *("StringToNumber", "StringUpper", "Sub", "TruncateDiv", "TruncateMod"),
+    *("StringToNumber", "StringUpper", "Sub", "TruncateDiv", "TruncateMod", "OnesLike"),
+    "ZerosLike",
 }
 _MASKS = ("begin_mask", "end_mask", "ellipsis_mask", "new_axis_mask", "shrink_axis_mask")
 # They take elements, or rows of them, from a tensor, or put them in another order.
@@ -46,7 +47,7 @@ _PICKING: dict[str, Callable[[tf.Operation, tf.Tensor], Any]] = {
     ),
     "Unpack": lambda op, x: tf.unstack(x, op.get_attr("num"), op.get_attr("axis")),
 }
-_FEWER = 200  # ops in a row that are looked into
+_FEWER = 100  # ops in a row that are looked into
 
 
 @dataclass(frozen=True, eq=False)
@@ -178,10 +179,14 @@ class _Walk:
     def _of_elements(self, op: tf.Operation, tensor: tf.Tensor) -> _Samples | None:
         alike = [i for i in op.inputs if i.shape.rank == tensor.shape.rank and i.shape.rank]
         alike = [i for i in alike if not self.of.is_constant(i)] or alike
-        found = [(self.samples_in(i), i.shape[0] != 1 or tensor.shape[0] == 1) for i in alike]
-        told = [one for one, _ in found if not one.first]
+        found = [self.samples_in(i) for i in alike]
         # Not what is broadcast to all samples.
-        told += [one for one, whole in found if one.first and whole and (one.made or one.moved)]
+        whole = [i.shape[0] != 1 or tensor.shape[0] == 1 for i in alike]
+        first = [one for one, is_whole in zip(found, whole, strict=True) if one.first and is_whole]
+        told = [one for one in found if not one.first]
+        if first and _width(tensor) != 1:  # where a column may be what was flattened
+            told = []
+        told += [one for one in first if one.made or one.moved]
         return _changed(told[0], lambda x: tf.broadcast_to(x, tf.shape(tensor))) if told else None
 
     def _reshaped(self, op: tf.Operation, tensor: tf.Tensor) -> _Samples | None:
@@ -194,8 +199,8 @@ class _Walk:
 
     def _transposed(self, op: tf.Operation) -> _Samples | None:
         found = self.samples_in(op.inputs[0])
-        if not found.first:
-            return None
+        if not found.first:  # of features that were stacked on axis 0 it makes lists
+            return None if found.made else _changed(found, lambda x: tf.transpose(x, op.inputs[1]))
         moved = _changed(found, lambda x: tf.transpose(x, op.inputs[1]))
         return dataclasses.replace(moved, moved=True)
 
@@ -250,6 +255,10 @@ class _Walk:
     def _picked(self, op: tf.Operation, tensor: tf.Tensor) -> _Samples | None:
         if op.type == "GatherV2" and self._is_mapping(op):
             return self.samples_in(op.inputs[1])
+        if op.type in ("GatherV2", "GatherNd") and not self._is_masked(op):
+            drawn = self.samples_in(op.inputs[0])
+            if not drawn.first or op.type == "GatherNd":
+                return None  # by whatever number: they are ids of those that have them now
         found = self.samples_in(op.inputs[1 if op.type == "Split" else 0])
         first = found.first and _keeps_first(op, tensor)
         if first and not found.moved:
@@ -260,6 +269,13 @@ class _Walk:
             return picked[tensor.value_index] if isinstance(picked, list) else picked
 
         return _changed(found, pick, first=first)
+
+    def _is_masked(self, op: tf.Operation) -> bool:
+        """Whether it picks what a mask says, in order, as `tf.boolean_mask` does, or one place."""
+        if op.type == "GatherV2" and op.inputs[1].shape.rank == 0:
+            return True
+        made_by = op_of(self.of.stripped(op.inputs[1]))
+        return made_by is not None and made_by.type == "Where"
 
     def _is_mapping(self, op: tf.Operation) -> bool:
         """Whether its indices are ids, of which it gives others, or which were made unique."""
