@@ -37,6 +37,7 @@ _READING = {
 
 # What they give is no sample's: of a table's rows, which indices pick, that is asked of these.
 _OF_NO_SAMPLE = {"Const", "Rank", "ReadVariableOp", "Shape", "ShapeN", "Size"}
+_BY_CHANCE = ("Multinomial", "Random", "StatefulRandom", "StatefulUniform", "StatelessRandom")
 
 # They move numbers about; only they give a gradient of another shape the table's.
 _MOVING = {
@@ -128,8 +129,8 @@ class Expressions:
                 return tensor
             tensor = before
 
-    def is_constant(self, tensor: tf.Tensor) -> bool:
-        """Whether no sample has a part in it: it is of constants, variables, shapes and chance."""
+    def is_constant(self, tensor: tf.Tensor, *, or_by_chance: bool = True) -> bool:
+        """Whether no sample has a part in it: it is of constants, variables, shapes or chance."""
         waiting, seen = [tensor], set()
         while waiting:
             tensor = self.outside(waiting.pop())
@@ -137,8 +138,10 @@ class Expressions:
             if op is None or tensor.ref() in seen or op.type in _OF_NO_SAMPLE:
                 continue
             seen.add(tensor.ref())
-            by_chance = op.type.startswith(("Random", "Stateful", "Stateless"))
+            by_chance = op.type.startswith(_BY_CHANCE)
             if not op.inputs or (op.op_def.is_stateful and not by_chance):
+                return False
+            if by_chance and not or_by_chance:
                 return False
             waiting += op.inputs
         return True

@@ -11,7 +11,6 @@ Nothing is added to a graph until somebody asks for the numbers.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,11 +24,13 @@ _ELEMENTWISE = {
     *("Bucketize", "Pow", "RegexReplace", "StaticRegexReplace", "StringJoin", "Substr"),
     *("Cast", "ClipByValue", "DivNoNan", "FloorDiv", "FloorMod", "Floor", "LeftShift"),
     *("LookupTableFind", "LookupTableFindV2", "Maximum", "Minimum", "Mod", "Mul", "Neg"),
+    *("Equal", "Greater", "GreaterEqual", "Less", "LessEqual", "NotEqual"),
+    *("LogicalAnd", "LogicalNot", "LogicalOr", "OnesLike", "ZerosLike"),
     *("RealDiv", "RightShift", "Round", "Select", "SelectV2", "Sign", "Square", "StringLower"),
     *("StringStrip", "StringToHashBucket", "StringToHashBucketFast", "StringToHashBucketStrong"),
-    *("StringToNumber", "StringUpper", "Sub", "TruncateDiv", "TruncateMod", "OnesLike"),
-    "ZerosLike",
+    *("StringToNumber", "StringUpper", "Sub", "TruncateDiv", "TruncateMod"),
 }
+_CUTTING = {"Slice", "Split", "SplitV", "StridedSlice", "Unpack"}
 _MASKS = ("begin_mask", "end_mask", "ellipsis_mask", "new_axis_mask", "shrink_axis_mask")
 # They take elements, or rows of them, from a tensor, or put them in another order.
 _PICKING: dict[str, Callable[[tf.Operation, tf.Tensor], Any]] = {
@@ -230,32 +231,42 @@ class _Walk:
         return _Samples(found.first, _once(numbers), made=True)
 
     def _joined(self, op: tf.Operation, tensor: tf.Tensor) -> _Samples | None:
-        parts = [self.samples_in(part) for part in _joined_by(op)]
-        axis = _axis_of_join(op)
+        parts, axis = _joined_by(op), _axis_of_join(op)
         if axis is None:
             return None
-        join = functools.partial(tf.stack if op.type == "Pack" else tf.concat, axis=axis)
-        firsts = [one.first for one in parts]
-        if axis == 0 and (op.type == "Pack" or not all(firsts)):
-
-            def numbers() -> tuple[tf.Tensor, tf.Tensor]:
-                apart, number = [], tf.constant(0, tf.int64)
-                for samples, some in (one.numbers() for one in parts):
-                    apart.append(samples + number)
-                    number += some
-                return join(apart), number
-
-            return _Samples(False, _once(numbers), made=True)
-        if any(firsts) or axis == 0 or any(one.made for one in parts):
+        found = [self.samples_in(part) for part in parts]
+        apart = axis == 0 and not self.are_of_one(parts)  # each part has samples of its own
+        if apart and op.type != "Pack" and all(one.first for one in found):
             return None
-        return _Samples(
-            False, _once(lambda: (join([p.numbers()[0] for p in parts]), parts[0].numbers()[1]))
-        )
+        if axis and any(one.first or one.made for one in found):
+            return None
+
+        def numbers() -> tuple[tf.Tensor, tf.Tensor]:
+            made = [one.numbers() for one in found]
+            samples, number = [of for of, _ in made], made[0][1]
+            if apart:
+                numbers = tf.stack([some for _, some in made])
+                before, number = tf.cumsum(numbers, exclusive=True), tf.reduce_sum(numbers)
+                samples = [one + before[i] for i, one in enumerate(samples)]
+            join = tf.stack if op.type == "Pack" else tf.concat
+            return join(samples, axis=axis), number
+
+        return _Samples(False, _once(numbers), made=apart or found[0].made)
+
+    def are_of_one(self, parts: Sequence[tf.Tensor]) -> bool:
+        """Whether they are parts of one tensor, each another, whose samples are not an axis."""
+        if len({self.of.ids(part) for part in parts}) < len(parts):
+            return False
+        ops = [op_of(self.of.stripped(part)) for part in parts]
+        if not all(op is not None and op.type in _CUTTING for op in ops):
+            return False
+        whole = [self.of.outside(op.inputs[1 if op.type == "Split" else 0]) for op in ops]
+        return len({one.ref() for one in whole}) == 1 and not self.samples_in(whole[0]).first
 
     def _picked(self, op: tf.Operation, tensor: tf.Tensor) -> _Samples | None:
         if op.type == "GatherV2" and self._is_mapping(op):
             return self.samples_in(op.inputs[1])
-        if op.type in ("GatherV2", "GatherNd") and not self._is_masked(op):
+        if op.type in ("GatherV2", "GatherNd") and not self._is_by_place(op):
             drawn = self.samples_in(op.inputs[0])
             if not drawn.first or op.type == "GatherNd":
                 return None  # by whatever number: they are ids of those that have them now
@@ -270,9 +281,9 @@ class _Walk:
 
         return _changed(found, pick, first=first)
 
-    def _is_masked(self, op: tf.Operation) -> bool:
-        """Whether it picks what a mask says, in order, as `tf.boolean_mask` does, or one place."""
-        if op.type == "GatherV2" and op.inputs[1].shape.rank == 0:
+    def _is_by_place(self, op: tf.Operation) -> bool:
+        """Whether it picks known places, or what a mask says, in order: `tf.boolean_mask`."""
+        if self.of.is_constant(op.inputs[1], or_by_chance=False):
             return True
         made_by = op_of(self.of.stripped(op.inputs[1]))
         return made_by is not None and made_by.type == "Where"
