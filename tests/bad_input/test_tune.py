@@ -253,6 +253,10 @@ def test_train_tuned(toy_data, tuned, tmp_path):
     words = ["--tuned excludes --config", "Leave one out"]
     refused([*argv, tuned, "--config", tmp_path / "c.json"], words, folder=tmp_path)
     refused([*argv, tmp_path / "nowhere"], ["a tune must be a folder"], folder=tmp_path)
+    as_config = ["train", toy_data, "--out", tmp_path / "run", "--config", tuned]
+    refused(as_config, ["what a tune found", "Give it to --tuned"], folder=tmp_path)
+    words = ["--config must be a file that can be read"]
+    refused([*as_config[:-1], "n" * 300], words, folder=tmp_path)
     words = ["of batch size 64, from which a --rule scales them", "--batch-size 128", "Name it"]
     refused([*argv, tuned, "--batch-size", "128"], words, folder=tmp_path)
     words = ["tuned at batch size 64, which is their base", "--base-batch-size 32", "Leave it out"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import warnings
 from collections.abc import Mapping
 from dataclasses import fields
@@ -471,7 +472,7 @@ def _check_still_falling(tuned: TrainConfig, said: Mapping[str, Any], epochs: in
 
 def _read_config(path: Path) -> dict[str, Any]:
     """A configuration's values from a JSON file or a run folder."""
-    if (path / "tuned.json").is_file():
+    if os.path.isfile(path / "tuned.json"):  # which is false, too, of a name that is too long
         raise UserError(
             f"--config must be a file or a run folder. Received: {path}, what a tune found. Give "
             "it to --tuned"

@@ -203,6 +203,7 @@ def _started(make: Callable[[], T]) -> T:
     Raises:
         UserError: they have not, after `START_SECONDS`.
     """
+    before = set(multiprocessing.active_children())
     made: list[Any] = []
     failed: list[BaseException] = []
     unwanted = threading.Event()
@@ -227,7 +228,7 @@ def _started(make: Callable[[], T]) -> T:
         raise failed[0]
     if not made:
         unwanted.set()
-        for child in multiprocessing.active_children():
+        for child in set(multiprocessing.active_children()) - before:
             child.kill()
         raise UserError(
             f"workers must have started after {START_SECONDS} seconds. Received: some that have "
