@@ -137,6 +137,7 @@ THREE_WORDS = tf.lookup.StaticVocabularyTable(
     tf.lookup.KeyValueTensorInitializer(["3", "4", "5"], tf.constant([3, 4, 5], tf.int64)), 1
 )
 SIXES = tf.constant([6, 12, 18], tf.int64)
+MAPPED = tf.Variable(tf.range(6, dtype=tf.int64), trainable=False)
 ORDER = tf.constant([9, 1, 5, 0, 11, 3, 7, 2, 10, 4, 8, 6])
 RESHAPED = {
     "as they are": lambda t, ids: t(ids),
@@ -203,7 +204,10 @@ RESHAPED = {
     "picked one by one": lambda t, ids: t(tf.gather_nd(ids, tf.where(ids > 0))),
     "transposed, then flattened": lambda t, ids: t(tf.reshape(tf.transpose(ids), [-1])),
     "with an axis before": lambda t, ids: t(ids[tf.newaxis]),
-    "sample by sample": lambda t, ids: sum(tf.reduce_sum(t(ids[i])) for i in range(4)),
+    "flattened, mapped by a variable": lambda t, ids: t(tf.gather(MAPPED, tf.reshape(ids, [-1]))),
+    "flattened, made another text": lambda t, ids: t(
+        THREE_WORDS.lookup(tf.strings.substr(tf.strings.as_string(tf.reshape(ids, [-1])), 0, 1))
+    ),
     "tiled as lists, flattened": lambda t, ids: t(tf.reshape(tf.tile(ids, [1, 2]), [-1])),
     "with a tiled constant added": lambda t, ids: t(
         (ids + tf.tile(SIXES[tf.newaxis], [tf.shape(ids)[0], 1])) % 6
@@ -212,6 +216,12 @@ RESHAPED = {
         (ids + tf.broadcast_to(SIXES[tf.newaxis], [tf.shape(ids)[0], 3])) % 6
     ),
     "with a constant stacked for each added": lambda t, ids: t((ids + tf.stack([SIXES] * 4)) % 6),
+    "or a tiled column": lambda t, ids: t(
+        tf.reshape(tf.where(ids > 0, ids, tf.tile(ids[:, :1], [1, 3])), [-1])
+    ),
+    "crossed with a tiled column": lambda t, ids: t(
+        tf.reshape((ids + 6 * tf.tile(ids[:, :1], [1, 3])) % 6, [-1])
+    ),
     "masked by chance": lambda t, ids: t(
         ids * tf.reshape(tf.cast(tf.random.uniform([2, 6]) >= 0, tf.int64), [-1, 3])
     ),
@@ -296,6 +306,73 @@ def test_ids_that_were_drawn_by_number_are_those_of_the_samples_that_have_them()
         return table(tf.reshape(tf.reshape(drawn, [-1, 2]), [-1, 2]))
 
     assert counts_of_words(forward, None) == {3: 3, 4: 1, 5: 2}
+
+
+@pytest.mark.parametrize("batch", [4, None])
+def test_all_ids_of_a_batch_for_each_of_its_samples(batch):
+    """3, 3, 4, 3 as the candidates of each of the four."""
+
+    def forward(table, ids):
+        return table(tf.tile(ids[tf.newaxis, :, 0], [tf.shape(ids)[0], 1]))
+
+    assert counts_of_words(forward, batch) == {3: 4, 4: 4}
+
+
+MICRO = {
+    "one by one": lambda x: [x[m] for m in range(2)],
+    "unstacked": lambda x: tf.unstack(x, 2),
+    "by number": lambda x: [tf.gather(x, m) for m in range(2)],
+    "flattened": lambda x: [tf.reshape(x[m], [-1]) for m in range(2)],
+    "squeezed": lambda x: [tf.squeeze(part, 0) for part in tf.split(x, 2)],
+}
+
+
+@pytest.mark.parametrize("batch", [4, None])
+@pytest.mark.parametrize("width", [None, 1, 3])
+@pytest.mark.parametrize("case", MICRO)
+def test_micro_batches_of_one_tensor_add_up(case, width, batch):
+    """As of `dataset.batch(4).batch(2)`."""
+    lists = np.array(WORDS)
+    ids = np.stack([lists, lists[::-1]])
+    ids = ids[..., 0] if width is None else ids[..., :width]
+    model = Words(lambda t, x: tf.add_n([tf.reduce_sum(t(one)) for one in MICRO[case](x)]))
+    (spec,) = find_tables(model)
+    model(tf.constant(ids))
+    shape = [2, batch] if width is None else [2, batch, width]
+
+    @tf.function(input_signature=[tf.TensorSpec(shape, tf.int64)], autograph=False)
+    def step(x):
+        with tf.GradientTape() as tape:
+            loss = model(x)
+        return count_sparse(spec.recorder, tape.gradient(loss, spec.variable).indices, 6)
+
+    found = step(tf.constant(ids, tf.int64))
+    counts = dict(zip(found.rows.numpy().tolist(), found.counts.numpy().tolist(), strict=True))
+    assert counts == ({3: 6, 4: 6, 5: 4} if width == 3 else {3: 6, 4: 2})
+
+
+@pytest.mark.parametrize("batch", [4, None])
+def test_a_column_whose_shape_comes_and_goes_is_one(batch):
+    for shaped in (
+        lambda c: tf.squeeze(tf.expand_dims(c, 0), 0),
+        lambda c: tf.concat([tf.expand_dims(c, 0), tf.expand_dims(c + 6, 0)], 0)[0],
+        lambda c: tf.concat([tf.reshape(c, [1, -1]), tf.reshape(c + 6, [1, -1])], 0)[0],
+        lambda c: (tf.expand_dims(c, 0) + 6)[0] % 6,
+        lambda c: tf.reshape(tf.reshape(c, [1, -1]) + 6, [-1]) % 6,
+        lambda c: tf.reshape(tf.reshape(c, [2, -1]) + 6, [-1]) % 6,
+    ):
+        found = counts_of_words(lambda t, ids, shaped=shaped: t(shaped(ids[:, 0])), batch)
+        assert found == {3: 3, 4: 1}
+
+
+@pytest.mark.parametrize("batch", [4, None])
+def test_columns_of_ids_that_were_transposed(batch):
+    def forward(table, ids):
+        columns = tf.unstack(tf.transpose(ids), 3)
+        rows = [tf.transpose(ids)[i] for i in range(3)]
+        return tf.concat([table(one) for one in columns + rows], axis=0)
+
+    assert counts_of_words(forward, batch) == {3: 2 * 4, 4: 2 * 5, 5: 2 * 3}
 
 
 def test_a_known_batch_of_one():

@@ -95,7 +95,12 @@ class Lookup:
         if self.padding is not None:
             is_id = tf.not_equal(flat, self.padding)
             if self.samples is not None and not self.mask_zero:
-                one_hot = tf.size(unique(samples).rows) == tf.size(samples)
+                # Of fewer numbers than ids some sample has two: the common case, and soon told.
+                one_hot = tf.cond(
+                    tf.size(samples, tf.int64) > tf.reduce_max(samples) + 1,
+                    lambda: False,
+                    lambda: tf.size(unique(samples).rows) == tf.size(samples),
+                )
                 is_id = tf.logical_or(is_id, one_hot)
             held = tf.logical_and(held, is_id)
         flat, samples = tf.boolean_mask(flat, held), tf.boolean_mask(samples, held)

@@ -22,6 +22,7 @@ from merlin_cowclip.plugins.same_ids import KEEPING, UNIQUE, Expressions, before
 _ELEMENTWISE = {
     *("Abs", "Add", "AddN", "AddV2", "AsString", "BitwiseAnd", "BitwiseOr", "BitwiseXor"),
     *("Bucketize", "Pow", "RegexReplace", "StaticRegexReplace", "StringJoin", "Substr"),
+    *("Ceil", "CheckNumerics", "CheckNumericsV2", "Log", "Log1p", "Rint", "Sqrt"),
     *("Cast", "ClipByValue", "DivNoNan", "FloorDiv", "FloorMod", "Floor", "LeftShift"),
     *("LookupTableFind", "LookupTableFindV2", "Maximum", "Minimum", "Mod", "Mul", "Neg"),
     *("Equal", "Greater", "GreaterEqual", "Less", "LessEqual", "NotEqual"),
@@ -125,14 +126,14 @@ class _Samples:
       numbers: makes the number of each id's sample, and how many numbers there are: they count once
         ids are put in a shape that has no axis of samples.
       made: whether there are more samples than the ids' first ones: repeated, or of several joined.
-      moved: whether the numbers are others than those of the first axis, which is taken for the
-        samples' as long as it is there: of ids that were transposed.
+      axis: which axis the numbers are of, where the first one is only taken for the samples' as
+        long as it is there: of ids that were transposed. None where nobody knows which.
     """
 
     first: bool
     numbers: Callable[[], tuple[tf.Tensor, tf.Tensor]]
     made: bool = False
-    moved: bool = False
+    axis: int | None = 0
 
 
 class _Walk:
@@ -157,10 +158,12 @@ class _Walk:
         op = op_of(tensor)
         if op is None or tensor.shape.rank is None or not op.inputs:
             return None
-        if any(i.shape.rank is None for i in op.inputs):
-            return None
         if op.type in _ELEMENTWISE:
             return self._of_elements(op, tensor)
+        if op.type == "ResourceGather" and op.inputs[1].shape.rank == tensor.shape.rank:
+            return self.samples_in(op.inputs[1])  # ids mapped by a variable
+        if any(i.shape.rank is None for i in op.inputs):
+            return None
         if op.type in KEEPING:
             return self.samples_in(op.inputs[tensor.value_index if op.type == "IdentityN" else 0])
         if op.type in UNIQUE and tensor.value_index == 1:  # where each id is among the unique ones
@@ -185,25 +188,32 @@ class _Walk:
         whole = [i.shape[0] != 1 or tensor.shape[0] == 1 for i in alike]
         first = [one for one, is_whole in zip(found, whole, strict=True) if one.first and is_whole]
         told = [one for one in found if not one.first]
-        if first and _width(tensor) != 1:  # where a column may be what was flattened
-            told = []
-        told += [one for one in first if one.made or one.moved]
+        if first and _width(tensor) != 1:  # else a column may be what was flattened
+            plain = any(not one.made and one.axis == 0 for one in first)
+            told = [] if plain else [one for one in first if one.made or one.axis != 0]
         return _changed(told[0], lambda x: tf.broadcast_to(x, tf.shape(tensor))) if told else None
 
     def _reshaped(self, op: tf.Operation, tensor: tf.Tensor) -> _Samples | None:
         before = op.inputs[0]
         found = self.samples_in(before)
-        first = found.first and _keeps_first_axis(op, tensor)
-        if op.type == "Reshape" and found.first and not first and _width(before) == 1:
-            return None  # a column may be what was flattened before it was fed
-        return _changed(found, lambda x: tf.reshape(x, tf.shape(tensor)), first=first)
+        kept = _keeps_first_axis(op, tensor)
+        if op.type == "Squeeze" and found.first and not kept:
+            return None  # what was fed had another axis before the samples'
+        reshaped = _changed(found, lambda x: tf.reshape(x, tf.shape(tensor)))
+        # A column may be what was flattened before it was fed.
+        column = op.type == "Reshape" and _width(before) == 1
+        axis = 0 if found.axis == 0 and (kept or not column) else None
+        return dataclasses.replace(reshaped, first=found.first and (kept or column), axis=axis)
 
     def _transposed(self, op: tf.Operation) -> _Samples | None:
         found = self.samples_in(op.inputs[0])
         if not found.first:  # of features that were stacked on axis 0 it makes lists
             return None if found.made else _changed(found, lambda x: tf.transpose(x, op.inputs[1]))
+        axes = tf.get_static_value(op.inputs[1])
+        known = axes is not None and found.axis is not None
+        axis = axes.tolist().index(found.axis) if known else None
         moved = _changed(found, lambda x: tf.transpose(x, op.inputs[1]))
-        return dataclasses.replace(moved, moved=True)
+        return dataclasses.replace(moved, axis=axis)
 
     def _repeated(self, op: tf.Operation, tensor: tf.Tensor) -> _Samples | None:
         """Copies of rows, b×1×… to b×k×…, are samples once their axis is gone: `tf.repeat`'s."""
@@ -211,6 +221,9 @@ class _Walk:
         if before.shape.rank != tensor.shape.rank:
             return None
         found = self.samples_in(before)
+        one_row = not found.first and before.shape.rank > 1 and before.shape[0] == 1
+        if one_row and tensor.shape[0] in (None, before.shape[1]):
+            return None  # all ids of a batch for each of its samples
         of_rows = tensor.shape.rank > 1 and before.shape[1] == 1 != tensor.shape[1]
 
         def numbers() -> tuple[tf.Tensor, tf.Tensor]:
@@ -233,6 +246,8 @@ class _Walk:
     def _joined(self, op: tf.Operation, tensor: tf.Tensor) -> _Samples | None:
         parts, axis = _joined_by(op), _axis_of_join(op)
         if axis is None:
+            return None
+        if op.type == "Pack" and not axis and all(_is_one_sample(p, self) for p in parts):
             return None
         found = [self.samples_in(part) for part in parts]
         apart = axis == 0 and not self.are_of_one(parts)  # each part has samples of its own
@@ -272,8 +287,11 @@ class _Walk:
                 return None  # by whatever number: they are ids of those that have them now
         found = self.samples_in(op.inputs[1 if op.type == "Split" else 0])
         first = found.first and _keeps_first(op, tensor)
-        if first and not found.moved:
+        if first and found.axis == 0:
             return None
+        fewer = tensor.shape.rank < op.inputs[0].shape.rank and op.type != "GatherNd"
+        if found.first and not first and fewer:
+            return None  # of micro-batches, features or time steps, each a batch of its own
 
         def pick(x: tf.Tensor) -> tf.Tensor:
             picked = _PICKING[op.type](op, x)
@@ -325,7 +343,7 @@ def _changed(
         return change(samples), number
 
     first = found.first if first is None else first
-    return _Samples(first, _once(numbers), found.made, found.moved)
+    return _Samples(first, _once(numbers), found.made, found.axis)
 
 
 def _once(numbers: Callable[[], tuple[tf.Tensor, tf.Tensor]]) -> Any:

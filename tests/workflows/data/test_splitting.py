@@ -43,12 +43,13 @@ def test_labels_of_one_kind_are_refused():
         )
 
 
-def test_times_beyond_float64s_whole_numbers_are_told_apart():
-    # Nanoseconds since 1970, of which float64 holds each 256th.
-    first = 1_700_000_000_000_000_000
-    texts = pa.array([str(first + (7 * t) % 10) for t in range(10)])
+@pytest.mark.parametrize("kind", ["{}", "{}.0", "-{}", "1700000000.{:09}", " {}e-3 "])
+def test_times_of_which_float64_makes_one_are_told_apart(kind):
+    """Nanoseconds since 1970, of which float64 holds each 256th."""
+    first = 12_345_678 if "." in kind[:-2] else 1_700_000_000_000_000_000
+    texts = pa.array([kind.format(first + (7 * t) % 10) for t in range(10)])
     codes = np.arange(1_000, dtype=np.int32) % 10
-    parts = split_rows(
-        Split("time", 0.2, "t"), LABELS | (codes == 9), (codes, texts), seed=0, label="y"
-    )
-    assert set(codes[parts.test]) == {4, 7}  # of 8 and of 9 nanoseconds
+    split, labels = Split("time", 0.2, "t"), LABELS | (codes == 9)
+    parts = split_rows(split, labels, (codes, texts), seed=0, label="y")
+    latest = {3, 0} if kind[0] == "-" else {4, 7}  # of 8 and of 9 nanoseconds, or of 1 and 0
+    assert set(codes[parts.test]) == latest

@@ -23,6 +23,8 @@ TEXTS = {
     "unknown behind another operator": (["x", "Y", "z", None], "lower", False),
     "that is hashed": (["x", "Y", "", "z"], "hash", True),
     "that has a length": (["x", "Yy", "", "z"], "length", True),
+    "unknown to a target's means as well": (["x", "Y", "z", None], "means", False),
+    "beside what is by chance": (["x", "Y", "z", None], "chance", False),
     "in lists": ([["x"], ["Y", ""], [], ["x"]], "vocabulary", True),
     "in lists, of no vocabulary": ([["x"], ["Y", "z"], [], ["x"]], "vocabulary", False),
     "as bytes": ([b"x", b"Y", b"", None], "vocabulary", True),
@@ -41,9 +43,18 @@ def test_an_empty_text(case, tmp_path):
         "lower": ["a"] >> LOWER >> ops.Categorify(out_path=out),
         "hash": ["a"] >> ops.HashBucket(50),
         "length": ["a"] >> LENGTH >> ops.FillMissing(-1.0),
+        "means": (
+            (["a"] >> ops.Categorify(out_path=out) >> ops.Rename(name="c"))
+            + (["a"] >> ops.TargetEncoding(["b"], out_path=str(tmp_path / "means")))
+        ),
+        "chance": (
+            (["a"] >> ops.Categorify(out_path=out))
+            + (["b"] >> ops.LambdaOp(lambda c: c * np.random.rand()) >> ops.Rename(name="r"))
+        ),
         "number": ["a"] >> ops.FillMissing(),
     }[kind]
     workflow = nvt.Workflow(made + (["b"] >> ops.Categorify(out_path=out)))
     workflow.fit(nvt.Dataset(str(tmp_path / "log.parquet"), engine="parquet"))
-    found = columns_that_hold_empty(name_types(workflow), ("a", "b"))
+    fields = workflow.output_schema.column_names
+    found = columns_that_hold_empty(name_types(workflow), fields)
     assert found - {"b"} == ({"a"} if expected else set())

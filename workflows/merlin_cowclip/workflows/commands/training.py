@@ -477,7 +477,7 @@ def _read_config(path: Path) -> dict[str, Any]:
             f"--config must be a file or a run folder. Received: {path}, what a tune found. Give "
             "it to --tuned"
         )
-    if path.is_dir():
+    if os.path.isdir(path):
         from merlin_cowclip.workflows.training.runs import Run
 
         return Run.open(path).train_config().to_dict()

@@ -334,6 +334,9 @@ def _float64(name: str, column: Any, *, finite: bool) -> Any:
 
     try:
         if isinstance(column, pd.Series) and column.dtype.kind == "O":
+            numbers = _all_numbers(column)
+            if numbers is not None and (not finite or not np.isinf(numbers).any()):
+                return numbers
             missing = column.isna()
             found = [None if gone else number(v) for gone, v in zip(missing, column, strict=True)]
             column = pd.Series(found, column.index, dtype=object)
@@ -342,6 +345,18 @@ def _float64(name: str, column: Any, *, finite: bool) -> Any:
         raise UserError(
             f"column {name!r} must hold numbers, or their text. Received: {error}. Correct it"
         ) from None
+
+
+def _all_numbers(column: pd.Series) -> pd.Series | None:
+    """A column of nothing but text of numbers, read by Arrow as a log is; None of another."""
+    missing = column.isna().to_numpy()
+    try:
+        numbers = pa.array(column[~missing], pa.string()).cast(pa.float64())
+    except (pa.ArrowException, TypeError):
+        return None
+    found = np.full(len(column), np.nan)
+    found[~missing] = numbers.to_numpy(zero_copy_only=False)
+    return None if np.isnan(found[~missing]).any() else pd.Series(found, column.index)
 
 
 def _unsplit(name: str, held: pd.Series) -> UserError:

@@ -28,8 +28,9 @@ def columns_that_hold_empty(workflow: nvt.Workflow, fields: Iterable[str]) -> fr
     """Of these, and of columns of no text, an empty text is not taken for a missing one.
 
     Where the workflow looks a column up as it is, the vocabulary tells. What other operators make
-    of it a row of our making tells: a value, if an input is another than of a missing one, and no
-    unknown id. Where that row is none of the workflow's, nothing is known, and it is missing.
+    of it rows of our making tell: a value, if an input is another than of a missing one, and than
+    of a text that nobody has seen. Where these are none of the workflow's, nothing is known, and it
+    is missing.
 
     Args:
       workflow: fitted, with its vocabularies, and with the types of `name_types`.
@@ -50,14 +51,21 @@ def columns_that_hold_empty(workflow: nvt.Workflow, fields: Iterable[str]) -> fr
 def _is_told(
     workflow: nvt.Workflow, name: str, empty: Any, is_list: bool, fields: Iterable[str]
 ) -> bool:
-    given = _made_of(workflow, name, [empty] if is_list else empty)
-    if given is None:
+    unseen = b"\x01 never seen" if isinstance(empty, bytes) else "\x01 never seen"
+    made = [
+        _made_of(workflow, name, [value] if is_list else value)
+        for value in (empty, empty, unseen, None)
+    ]
+    given, again, *others = made
+    if given is None or again is None:
         return False
-    other = _made_of(workflow, name, [None] if is_list else None)
-    if other is None:  # which the workflow does not take
-        return True
-    differ = (field for field in fields if not _same(given[field], other[field]))
-    return any(not _is_unknown(workflow, field, given[field]) for field in differ)
+    for field in fields:
+        by_chance = not _same(given[field], again[field])
+        if by_chance or any(one and _same(given[field], one[field]) for one in others):
+            continue
+        if not _is_unknown(workflow, field, given[field]):
+            return True
+    return False
 
 
 def _made_of(workflow: nvt.Workflow, name: str, value: Any) -> dict[str, Any] | None:
@@ -79,7 +87,7 @@ def _same(value: Any, other: Any) -> bool:
 
 
 def _is_unknown(workflow: nvt.Workflow, field: str, value: Any) -> bool:
-    """Whether it is an id that a vocabulary does not have."""
+    """Whether it is an id that a vocabulary does not have, in a bucket of its own perhaps."""
     properties = workflow.output_schema[field].properties
     ids = np.atleast_1d(value)
     if not properties.get("cat_path") or not len(ids):
