@@ -365,6 +365,38 @@ def test_a_column_whose_shape_comes_and_goes_is_one(batch):
         assert found == {3: 3, 4: 1}
 
 
+PAIRS = {
+    "a mesh": lambda u, v: tf.stack(tf.meshgrid(u, v), axis=-1),
+    "a mesh by rows": lambda u, v: tf.stack(tf.meshgrid(u, v, indexing="ij"), axis=-1),
+    "broadcast": lambda u, v: tf.stack(
+        [
+            tf.broadcast_to(u[:, tf.newaxis], [tf.size(u), tf.size(v)]),
+            tf.broadcast_to(v[tf.newaxis], [tf.size(u), tf.size(v)]),
+        ],
+        axis=-1,
+    ),
+    "repeated and tiled": lambda u, v: tf.stack(
+        [tf.repeat(u, tf.size(v)), tf.tile(v, [tf.size(u)])], axis=1
+    ),
+}
+
+
+@pytest.mark.parametrize("batch", [4, None])
+@pytest.mark.parametrize("case", PAIRS)
+def test_all_pairs_of_a_batch_are_samples(case, batch):
+    """3, 3, 4, 3 with each of 4, 5, 4, 5: by a loop."""
+    first, last = [row[0] for row in WORDS], [row[-1] for row in WORDS]
+    expected: dict[int, int] = {}
+    for pair in [{u, v} for u in first for v in last]:
+        for i in pair:
+            expected[i] = expected.get(i, 0) + 1
+
+    def forward(table, ids):
+        return table(tf.reshape(PAIRS[case](ids[:, 0], ids[:, -1]), [-1, 2]))
+
+    assert counts_of_words(forward, batch) == expected
+
+
 @pytest.mark.parametrize("batch", [4, None])
 def test_columns_of_ids_that_were_transposed(batch):
     def forward(table, ids):

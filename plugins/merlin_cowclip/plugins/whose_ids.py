@@ -127,7 +127,8 @@ class _Samples:
         ids are put in a shape that has no axis of samples.
       made: whether there are more samples than the ids' first ones: repeated, or of several joined.
       axis: which axis the numbers are of, where the first one is only taken for the samples' as
-        long as it is there: of ids that were transposed. None where nobody knows which.
+        long as it is there: of ids that were transposed. None where nobody knows: of any shape
+        that they have, the first axis is then taken for the samples'.
     """
 
     first: bool
@@ -181,8 +182,9 @@ class _Walk:
         return None
 
     def _of_elements(self, op: tf.Operation, tensor: tf.Tensor) -> _Samples | None:
-        alike = [i for i in op.inputs if i.shape.rank == tensor.shape.rank and i.shape.rank]
-        alike = [i for i in alike if not self.of.is_constant(i)] or alike
+        inputs = [i for i in op.inputs if i.shape.rank == tensor.shape.rank and i.shape.rank]
+        constants = [i for i in inputs if self.of.is_constant(i)]
+        alike = [i for i in inputs if not self.of.is_constant(i)] or inputs
         found = [self.samples_in(i) for i in alike]
         # Not what is broadcast to all samples.
         whole = [i.shape[0] != 1 or tensor.shape[0] == 1 for i in alike]
@@ -191,7 +193,20 @@ class _Walk:
         if first and _width(tensor) != 1:  # else a column may be what was flattened
             plain = any(not one.made and one.axis == 0 for one in first)
             told = [] if plain else [one for one in first if one.made or one.axis != 0]
-        return _changed(told[0], lambda x: tf.broadcast_to(x, tf.shape(tensor))) if told else None
+        if told:
+            return _changed(told[0], lambda x: tf.broadcast_to(x, tf.shape(tensor)))
+        return self._broadcast(alike, constants, tensor) if found else None
+
+    @staticmethod
+    def _broadcast(
+        alike: Sequence[tf.Tensor], constants: Sequence[tf.Tensor], tensor: tf.Tensor
+    ) -> _Samples | None:
+        """Of ids that a constant puts in each row of as many, nobody knows whose the rows are."""
+        grown = all(
+            any(a == 1 != b for a, b in zip(i.shape, tensor.shape, strict=True)) for i in alike
+        )
+        by_rows = any(i.shape[0] != 1 for i in constants)
+        return _unknown(tensor) if grown and by_rows else None
 
     def _reshaped(self, op: tf.Operation, tensor: tf.Tensor) -> _Samples | None:
         before = op.inputs[0]
@@ -199,11 +214,13 @@ class _Walk:
         kept = _keeps_first_axis(op, tensor)
         if op.type == "Squeeze" and found.first and not kept:
             return None  # what was fed had another axis before the samples'
-        reshaped = _changed(found, lambda x: tf.reshape(x, tf.shape(tensor)))
         # A column may be what was flattened before it was fed.
-        column = op.type == "Reshape" and _width(before) == 1
-        axis = 0 if found.axis == 0 and (kept or not column) else None
-        return dataclasses.replace(reshaped, first=found.first and (kept or column), axis=axis)
+        column = op.type == "Reshape" and found.first and _width(before) == 1
+        if not kept and (column or found.axis is None):
+            return _unknown(tensor)
+        reshaped = _changed(found, lambda x: tf.reshape(x, tf.shape(tensor)))
+        axis = 0 if found.axis == 0 else None
+        return dataclasses.replace(reshaped, first=found.first and kept, axis=axis)
 
     def _transposed(self, op: tf.Operation) -> _Samples | None:
         found = self.samples_in(op.inputs[0])
@@ -223,7 +240,7 @@ class _Walk:
         found = self.samples_in(before)
         one_row = not found.first and before.shape.rank > 1 and before.shape[0] == 1
         if one_row and tensor.shape[0] in (None, before.shape[1]):
-            return None  # all ids of a batch for each of its samples
+            return _unknown(tensor)  # all ids of a batch for each of its samples, perhaps
         of_rows = tensor.shape.rank > 1 and before.shape[1] == 1 != tensor.shape[1]
 
         def numbers() -> tuple[tf.Tensor, tf.Tensor]:
@@ -254,7 +271,11 @@ class _Walk:
         if apart and op.type != "Pack" and all(one.first for one in found):
             return None
         if axis and any(one.first or one.made for one in found):
-            return None
+            plain = [one.first and not one.made and one.axis == 0 for one in found]
+            wide = any(
+                _width(part) != 1 for part, is_plain in zip(parts, plain, strict=True) if is_plain
+            )
+            return None if all(plain) or wide else _unknown(tensor)
 
         def numbers() -> tuple[tf.Tensor, tf.Tensor]:
             made = [one.numbers() for one in found]
@@ -324,6 +345,10 @@ def _on_first_axis(tensor: tf.Tensor) -> _Samples:
         return _along(tf.range(shape[0]), 0, shape), shape[0]
 
     return _Samples(True, _once(numbers))
+
+
+def _unknown(tensor: tf.Tensor) -> _Samples:
+    return dataclasses.replace(_on_first_axis(tensor), axis=None)
 
 
 def _along(values: tf.Tensor, axis: int, shape: tf.Tensor) -> tf.Tensor:

@@ -430,15 +430,19 @@ def test_a_targets_means_are_inputs_however_the_target_was_named(tmp_path, scale
     sums = sums["site_click_sum"] >> ops.AddMetadata(tags=[Tags.CONTINUOUS])
     ids = ["item"] >> ops.Categorify(out_path=str(tmp_path / "fitted"))
     other = ["price"] >> ops.Normalize() >> ops.AddMetadata(tags=[Tags.REGRESSION, Tags.TARGET])
-    workflow = nvt.Workflow(ids + means + sums + target + other)
+    mine = ["site"] >> ops.JoinGroupby(["price"], stats=["mean"], out_path=str(tmp_path / "mine"))
+    mine = mine["site_price_mean"] >> ops.AddMetadata(tags=[Tags.REGRESSION])  # a target itself
+    workflow = nvt.Workflow(ids + means + target + other + (mine if scaled else sums))
     workflow.fit(train)
     workflow.save(str(tmp_path / "workflow"))
     workflow.transform(train).to_parquet(str(tmp_path / "train"))
     data = quick(tmp_path, tmp_path / "data")
-    assert set(data.spec.continuous) == {"TE_item_click", "site_click_sum"}
+    made = {"TE_item_click"} if scaled else {"TE_item_click", "site_click_sum"}
+    assert set(data.spec.continuous) == made
     for name in data.spec.continuous:
         assert not {Tags.TARGET, Tags.BINARY_CLASSIFICATION} & set(data.schema[name].tags)
-    assert "left out of the inputs, tagged as targets beside: 'price'" in data.record["notes"]
+    notes = " ".join(data.record["notes"])
+    assert "left out of the inputs, tagged as targets beside: 'price'" in notes
 
 
 @pytest.mark.parametrize("kind", ["counts", "sessions", "remainders"])

@@ -24,6 +24,7 @@ TEXTS = {
     "that is hashed": (["x", "Y", "", "z"], "hash", True),
     "that has a length": (["x", "Yy", "", "z"], "length", True),
     "unknown to a target's means as well": (["x", "Y", "z", None], "means", False),
+    "that has no sale": (["a sale", "Y", "z", None], "contains", True),
     "beside what is by chance": (["x", "Y", "z", None], "chance", False),
     "in lists": ([["x"], ["Y", ""], [], ["x"]], "vocabulary", True),
     "in lists, of no vocabulary": ([["x"], ["Y", "z"], [], ["x"]], "vocabulary", False),
@@ -46,6 +47,11 @@ def test_an_empty_text(case, tmp_path):
         "means": (
             (["a"] >> ops.Categorify(out_path=out) >> ops.Rename(name="c"))
             + (["a"] >> ops.TargetEncoding(["b"], out_path=str(tmp_path / "means")))
+        ),
+        "contains": (
+            ["a"]
+            >> ops.LambdaOp(lambda c: c.str.contains("sale").astype("float64"))
+            >> ops.FillMissing(-1.0)
         ),
         "chance": (
             (["a"] >> ops.Categorify(out_path=out))

@@ -32,7 +32,7 @@ def input_columns(
         UserError: none of them is of ids, or a schema beside the parquet is no schema.
     """
     schema, beside = workflow.output_schema, _schema_beside(file.path)
-    features = _statistics_of_targets(workflow)
+    features = joined_columns(workflow)
     columns: dict[str, tuple[ColumnSchema, str]] = {}
     left_out, targets, tagged_beside = [], [], []
     for column in schema:
@@ -91,14 +91,23 @@ def _target_tags() -> set[Any]:
     }
 
 
-def _statistics_of_targets(workflow: nvt.Workflow) -> set[str]:
-    """Columns of a target's means and sums by group, however they were scaled or filled since."""
+def joined_columns(workflow: nvt.Workflow, *, tables: bool = False) -> set[str]:
+    """Columns of statistics by group, a target's too, however they were scaled or filled since.
+
+    Args:
+        workflow: fitted.
+        tables: those of tables that were joined as well.
+    """
     with quiet_imports():
-        from nvtabular.ops import JoinGroupby, TargetEncoding
+        from nvtabular.ops import JoinExternal, JoinGroupby, TargetEncoding
+
+    joins = (JoinGroupby, TargetEncoding, *((JoinExternal,) if tables else ()))
 
     def made_by(node: Node, given: dict[str, bool]) -> dict[str, bool]:
-        if isinstance(node.op, JoinGroupby | TargetEncoding):
+        if isinstance(node.op, joins):
             return dict.fromkeys(node.output_schema.column_names, True)
+        if _target_tags() & set(getattr(node.op, "tags", ())):
+            return {}  # they are targets by the user's own word
         mapped = node.column_mapping.items()
         return {name: any(given.get(one, False) for one in of) for name, of in mapped}
 

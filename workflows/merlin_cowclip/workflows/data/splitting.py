@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
-from decimal import Decimal
+from decimal import Decimal, InvalidOperation
 
 import numpy as np
 import pyarrow as pa
@@ -128,4 +129,8 @@ def _ranks(texts: np.ndarray, numbers: list[float | None]) -> np.ndarray:
     floats = np.array(numbers, np.float64)
     if len(np.unique(floats)) == len(floats):
         return floats
-    return np.array([Decimal(text.strip()) for text in texts], object)
+    exact = np.array(numbers, object)
+    for i, text in enumerate(texts):
+        with contextlib.suppress(InvalidOperation):  # of an exponent of twenty digits
+            exact[i] = Decimal(text.strip())
+    return exact

@@ -13,6 +13,7 @@ import pandas as pd
 import pyarrow as pa
 
 from merlin_cowclip.workflows.data.encoding import UNKNOWN
+from merlin_cowclip.workflows.data.input_columns import joined_columns
 from merlin_cowclip.workflows.data.raw_columns import a_row, learned_keys
 from merlin_cowclip.workflows.data.raw_types import raw_types
 from merlin_cowclip.workflows.data.row_for_row import transformed
@@ -28,9 +29,9 @@ def columns_that_hold_empty(workflow: nvt.Workflow, fields: Iterable[str]) -> fr
     """Of these, and of columns of no text, an empty text is not taken for a missing one.
 
     Where the workflow looks a column up as it is, the vocabulary tells. What other operators make
-    of it rows of our making tell: a value, if an input is another than of a missing one, and than
-    of a text that nobody has seen. Where these are none of the workflow's, nothing is known, and it
-    is missing.
+    of it rows of our making tell: a value, if an input is another than of a missing one, and no id
+    or statistic as of a text that nobody has seen. Where these are none of the workflow's, nothing
+    is known, and it is missing.
 
     Args:
       workflow: fitted, with its vocabularies, and with the types of `name_types`.
@@ -56,13 +57,16 @@ def _is_told(
         _made_of(workflow, name, [value] if is_list else value)
         for value in (empty, empty, unseen, None)
     ]
-    given, again, *others = made
+    given, again, other, missing = made
     if given is None or again is None:
         return False
+    joined = joined_columns(workflow, tables=True)
     for field in fields:
         by_chance = not _same(given[field], again[field])
-        if by_chance or any(one and _same(given[field], one[field]) for one in others):
+        if by_chance or (missing and _same(given[field], missing[field])):
             continue
+        if field in joined and other and _same(given[field], other[field]):
+            continue  # what it is of any other as well
         if not _is_unknown(workflow, field, given[field]):
             return True
     return False
