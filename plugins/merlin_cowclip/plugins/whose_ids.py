@@ -49,7 +49,7 @@ _PICKING: dict[str, Callable[[tf.Operation, tf.Tensor], Any]] = {
     ),
     "Unpack": lambda op, x: tf.unstack(x, op.get_attr("num"), op.get_attr("axis")),
 }
-_FEWER = 100  # ops in a row that are looked into
+_FEWER = 100  # ops in a row that are looked into: by recursion, of some frames of Python each
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,6 +146,7 @@ class _Walk:
         self._depth = 0
 
     def samples_in(self, tensor: tf.Tensor) -> _Samples:
+        """Where they are in it; on its first axis where nothing tells."""
         tensor = self.of.outside(tensor)
         if tensor.ref() not in self._known:
             self._depth += 1
@@ -182,9 +183,13 @@ class _Walk:
         return None
 
     def _of_elements(self, op: tf.Operation, tensor: tf.Tensor) -> _Samples | None:
-        inputs = [i for i in op.inputs if i.shape.rank == tensor.shape.rank and i.shape.rank]
-        constants = [i for i in inputs if self.of.is_constant(i)]
-        alike = [i for i in inputs if not self.of.is_constant(i)] or inputs
+        """Elements are of those at their place in what has a part in the samples."""
+        alike: list[tf.Tensor] = []
+        constants: list[tf.Tensor] = []
+        for i in op.inputs:
+            if i.shape.rank == tensor.shape.rank and i.shape.rank:
+                (constants if self.of.is_constant(i) else alike).append(i)
+        alike = alike or constants
         found = [self.samples_in(i) for i in alike]
         # Not what is broadcast to all samples.
         whole = [i.shape[0] != 1 or tensor.shape[0] == 1 for i in alike]
@@ -302,11 +307,10 @@ class _Walk:
     def _picked(self, op: tf.Operation, tensor: tf.Tensor) -> _Samples | None:
         if op.type == "GatherV2" and self._is_mapping(op):
             return self.samples_in(op.inputs[1])
-        if op.type in ("GatherV2", "GatherNd") and not self._is_by_place(op):
-            drawn = self.samples_in(op.inputs[0])
-            if not drawn.first or op.type == "GatherNd":
-                return None  # by whatever number: they are ids of those that have them now
         found = self.samples_in(op.inputs[1 if op.type == "Split" else 0])
+        drawn = op.type == "GatherNd" or (op.type == "GatherV2" and not found.first)
+        if drawn and not self._is_by_place(op):
+            return None  # by whatever number: they are ids of those that have them now
         first = found.first and _keeps_first(op, tensor)
         if first and found.axis == 0:
             return None
