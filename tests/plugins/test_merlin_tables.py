@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -137,6 +139,9 @@ THREE_WORDS = tf.lookup.StaticVocabularyTable(
     tf.lookup.KeyValueTensorInitializer(["3", "4", "5"], tf.constant([3, 4, 5], tf.int64)), 1
 )
 SIXES = tf.constant([6, 12, 18], tf.int64)
+EDGES = tf.range(6, dtype=tf.int64)
+TOKENS = tf.repeat(tf.range(6, dtype=tf.int64)[:, tf.newaxis], 2, axis=1)
+TOKENS_READ = tf.Variable(TOKENS, trainable=False)
 MAPPED = tf.Variable(tf.range(6, dtype=tf.int64), trainable=False)
 ORDER = tf.constant([9, 1, 5, 0, 11, 3, 7, 2, 10, 4, 8, 6])
 RESHAPED = {
@@ -240,6 +245,23 @@ RESHAPED = {
     "flattened, with a constant for each": lambda t, ids: t(
         (tf.reshape(ids, [-1]) + tf.tile(SIXES, [tf.shape(ids)[0]])) % 6
     ),
+    "flattened, shifted": lambda t, ids: t(
+        tf.concat([tf.reshape(ids, [-1])[1:], tf.reshape(ids, [-1])[:1]], axis=0)
+    ),
+    "flattened, then in two halves": lambda t, ids: t(
+        tf.concat(tf.split(tf.reshape(ids, [-1]), [5, 7])[::-1], axis=0)
+    ),
+    "tokens of flattened ids": lambda t, ids: t(tf.gather(TOKENS, tf.reshape(ids, [-1]))),
+    "tokens of flattened ids, flattened": lambda t, ids: t(
+        tf.reshape(tf.gather(TOKENS_READ, tf.reshape(ids, [-1, 1])), [-1])
+    ),
+    "flattened, then bucketed": lambda t, ids: t(tf.searchsorted(EDGES, tf.reshape(ids, [-1]))),
+    "flattened, bucketed, in lists again": lambda t, ids: t(
+        tf.reshape(tf.searchsorted(EDGES, tf.reshape(ids, [-1])), [-1, 3])
+    ),
+    "bucketed by edges of each list, then flattened": lambda t, ids: t(
+        tf.reshape(tf.searchsorted(tf.repeat(EDGES[tf.newaxis], tf.shape(ids)[0], 0), ids), [-1])
+    ),
     "flattened, and mapped by a constant": lambda t, ids: t(
         tf.gather(tf.range(6, dtype=tf.int64), tf.reshape(ids, [-1]))
     ),
@@ -260,6 +282,71 @@ RESHAPED = {
 @pytest.mark.parametrize("case", RESHAPED)
 def test_ids_that_were_flattened_or_made_unique_count_by_sample(case, batch):
     assert counts_of_words(RESHAPED[case], batch) == {3: 3, 4: 3, 5: 2}
+
+
+@tf.function
+def of_ones_own(ids):
+    return ids + 0
+
+
+def mapped_when_unique(t, ids):
+    found, where = tf.unique(tf.reshape(ids, [-1]))
+    return tf.gather(t((found + 6) % 6), where)
+
+
+def after(ids, ops):
+    """Ids that so many ops have left as they are."""
+    for _ in range(ops):
+        ids = ids * 1
+    return ids
+
+
+LOST = {
+    "sorted": lambda t, ids: t(tf.sort(tf.reshape(ids, [-1]))),
+    "padded": lambda t, ids: t(tf.pad(tf.reshape(ids, [-1]), [[0, 2]], constant_values=5)),
+    "padded, then in columns": lambda t, ids: t(
+        tf.reshape(tf.pad(tf.reshape(ids, [-1]), [[0, 2]]), [-1, 1])
+    ),
+    "shuffled": lambda t, ids: t(tf.random.shuffle(tf.reshape(ids, [-1]))),
+    "of a function": lambda t, ids: t(of_ones_own(tf.reshape(ids, [-1]))),
+    "of a branch": lambda t, ids: t(
+        tf.cond(ids[0, 0] > 3, lambda: tf.reshape(ids, [-1]) + 0, lambda: tf.reshape(ids, [-1]))
+    ),
+    "of Python": lambda t, ids: t(
+        tf.ensure_shape(tf.numpy_function(lambda x: x, [tf.reshape(ids, [-1])], ids.dtype), [12])
+    ),
+    "through many ops": lambda t, ids: t(after(tf.reshape(ids, [-1]), 120)),
+    "joined": lambda t, ids: t(
+        tf.concat([tf.sort(tf.reshape(ids, [-1, 1]), axis=0), tf.reshape(ids, [-1, 1])], axis=1)
+    ),
+    "mapped when unique": mapped_when_unique,
+}
+
+
+@pytest.mark.parametrize("case", LOST)
+def test_ids_of_which_nobody_knows_whose_they_are_are_told(case):
+    with pytest.warns(UserWarning, match="'words' looks up were flattened.* does not tell"):
+        counts_of_words(LOST[case], 4)
+
+
+NOT_LOST = {
+    "drawn": lambda t, ids: t(
+        tf.gather(tf.sort(tf.reshape(ids, [-1])), tf.random.uniform([2], 0, 12, tf.int32))
+    ),
+    "of a branch": lambda t, ids: t(tf.cond(ids[0, 0] > 3, lambda: ids + 0, lambda: ids)),
+    "of a function": lambda t, ids: t(of_ones_own(ids)),
+    "in lists again": lambda t, ids: t(tf.RaggedTensor.from_tensor(ids, padding=5).to_tensor()),
+    "sorted in their lists": lambda t, ids: t(tf.sort(ids)),
+    "shuffled samples": lambda t, ids: t(tf.random.shuffle(ids)),
+    "through many ops, then flattened": lambda t, ids: t(tf.reshape(after(ids, 300), [-1])),
+    "of the last of a list": lambda t, ids: t(tf.reduce_max(ids, axis=1)),
+    "unique candidates": lambda t, ids: t(tf.unique(tf.reshape(ids, [-1]))[0][:2]),
+}
+
+
+@pytest.mark.parametrize("case", NOT_LOST)
+def test_of_ids_whose_samples_are_known_nothing_is_told(case):
+    counts_of_words(NOT_LOST[case], 4)  # a warning of ours fails a test
 
 
 @pytest.mark.parametrize("batch", [4, None])
@@ -306,6 +393,34 @@ def test_ids_that_were_drawn_by_number_are_those_of_the_samples_that_have_them()
         return table(tf.reshape(tf.reshape(drawn, [-1, 2]), [-1, 2]))
 
     assert counts_of_words(forward, None) == {3: 3, 4: 1, 5: 2}
+
+
+@pytest.mark.parametrize("batch", [4, None])
+@pytest.mark.parametrize("shape", [[-1], [4]])
+def test_numbers_in_buckets_are_their_samples(shape, batch):
+    """Prices, say, by a search in sorted edges, which TensorFlow makes of one row of all."""
+    prices = [[0.5], [2.5], [0.2], [2.1]]
+    edges = tf.constant([0.0, 1.0, 2.0])
+
+    def forward(table, ids):
+        return table(tf.searchsorted(edges, tf.reshape(tf.cast(ids, tf.float32) / 2, shape)))
+
+    ids = [[int(2 * price)] for (price,) in prices]
+    expected = {int(np.searchsorted([0, 1, 2], i[0] / 2)): 0 for i in ids}
+    for i in ids:
+        expected[int(np.searchsorted([0, 1, 2], i[0] / 2))] += 1
+    assert counts_of_words(forward, batch, width=1, ids=ids) == expected
+
+
+@pytest.mark.parametrize("shape", [[-1], [-1, 1], [8]])
+@pytest.mark.parametrize("by", ["a distribution", "uniform", "constant"])
+def test_ids_by_chance_are_samples_of_their_own_in_whatever_shape(by, shape):
+    made = {
+        "a distribution": lambda: tf.random.categorical([[-99.0, -99.0, -99.0, 0.0]], 8),
+        "uniform": lambda: tf.random.uniform([1, 8], 3, 4, tf.int64),
+        "constant": lambda: tf.fill([1, 8], tf.constant(3, tf.int64)),
+    }[by]
+    assert counts_of_words(lambda t, ids: t(tf.reshape(made(), shape)), 4) == {3: 8}
 
 
 @pytest.mark.parametrize("batch", [4, None])
@@ -395,6 +510,37 @@ def test_all_pairs_of_a_batch_are_samples(case, batch):
         return table(tf.reshape(PAIRS[case](ids[:, 0], ids[:, -1]), [-1, 2]))
 
     assert counts_of_words(forward, batch) == expected
+
+
+COPIED = {
+    "beside candidates": lambda ids: tf.concat(
+        [tf.repeat(ids[:, :2], 2, axis=0), tf.reshape(ids[:, 2:], [-1, 2])], axis=1
+    ),
+    "beside candidates, tiled": lambda ids: tf.concat(
+        [tf.tile(ids[:, :2], [2, 1]), tf.concat([ids[:, 2:4], ids[:, 4:]], axis=0)], axis=1
+    ),
+    "beside copies": lambda ids: tf.concat(
+        [tf.repeat(ids[:, :2], 2, axis=0), tf.repeat(ids[:, 2:], 2, axis=0)], axis=1
+    ),
+    "stacked": lambda ids: tf.stack([tf.repeat(ids[:, 0], 2), tf.repeat(ids[:, 2], 2)], axis=1),
+    "cut and joined": lambda ids: tf.concat(
+        [tf.repeat(ids, 2, axis=0)[:, :1], tf.repeat(ids, 2, axis=0)[:, 1:]], axis=1
+    ),
+}
+
+
+@pytest.mark.parametrize("batch", [3, None])
+@pytest.mark.parametrize("case", COPIED)
+def test_rows_that_were_copied_beside_others_are_samples_also_when_flattened(case, batch):
+    """As a user is beside each of his candidates."""
+    ids = [[3, 3, 4, 4, 5, 1], [3, 2, 4, 3, 5, 5], [0, 0, 0, 1, 1, 1]]
+    rows = COPIED[case](tf.constant(ids, tf.int64)).numpy()
+    counts = dict(Counter(i for row in rows for i in set(row)))
+
+    def flattened(table, ids):
+        return table(tf.reshape(COPIED[case](ids), [-1]))
+
+    assert counts_of_words(flattened, batch, width=6, ids=ids) == counts
 
 
 @pytest.mark.parametrize("batch", [4, None])

@@ -30,7 +30,7 @@ from merlin_cowclip.plugins.counting import samples_of
 from merlin_cowclip.plugins.joining import check_same, ranks
 from merlin_cowclip.plugins.sharding import Shard
 from merlin_cowclip.plugins.tables import TableAccess, check_whole, tell_ranges
-from merlin_cowclip.plugins.whose_ids import samples_of_ids
+from merlin_cowclip.plugins.whose_ids import whole_as_fed
 
 COMBINERS = ("mean", "sum", "sqrtn")
 _OF_SHARDS = ("dim", "stddev", "combiner", "dtype")
@@ -208,9 +208,10 @@ class FusedEmbeddings(RowsByRawId, SchemaMixin, tf.keras.layers.Layer):
                 tf.reshape(self._gather(rows, check), [-1, self.dim]), self.compute_dtype
             )
             lookup = Lookup(self._key(feature, field), rows, sources=(ids,))
-            samples = samples_of_ids(ids)
-            if samples is not None:
-                lookup = dataclasses.replace(lookup, is_list=True, samples=samples)
+            fed = whole_as_fed(ids)
+            fed.tell_if_lost(self.name)
+            if fed.samples is not None:
+                lookup = dataclasses.replace(lookup, is_list=True, samples=fed.samples)
         self._record([lookup], check)
         return found
 

@@ -116,7 +116,7 @@ def _record_embedding(embedding: Any) -> None:
     def call(self: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         spec = getattr(self, _SPEC)
         if spec not in _recorded.get():
-            for fed in _as_fed(inputs):
+            for fed in _as_fed(inputs, spec):
                 spec.recorder.record(_lookup_of_embedding(self, fed))
         return type(self).call(self, inputs, *args, **kwargs)
 
@@ -134,8 +134,9 @@ def _of_table(table: Any) -> TableSpec:
         else:
             given = {names[0] if len(names) == 1 else "": inputs}
         combined = isinstance(self.sequence_combiner, str)
-        for name, fed in ((name, fed) for name, ids in given.items() for fed in _as_fed(ids)):
-            spec.recorder.record(_lookup(name, fed, combined=combined))
+        for name, ids in given.items():
+            for fed in _as_fed(ids, spec):
+                spec.recorder.record(_lookup(name, fed, combined=combined))
         with _is_recorded(spec):
             return type(self).call(self, inputs, **kwargs)
 
@@ -149,9 +150,9 @@ def _of_features(layer: Any) -> list[TableSpec]:
     def lookup_feature(self: Any, name: str, val: Any, *args: Any, **kwargs: Any) -> Any:
         table = self.embedding_tables[self.feature_config[name].table.name]
         padding = getattr(self, "padding_idx", 0)
-        for fed in _as_fed(val):
-            found = _lookup(name, fed, padding=padding, combined=True)
-            getattr(table, _SPEC).recorder.record(found)
+        spec = getattr(table, _SPEC)
+        for fed in _as_fed(val, spec):
+            spec.recorder.record(_lookup(name, fed, padding=padding, combined=True))
         return type(self).lookup_feature(self, name, val, *args, **kwargs)
 
     _wrap(layer, lookup_feature)
@@ -165,10 +166,14 @@ def _of_features(layer: Any) -> list[TableSpec]:
     ]
 
 
-def _as_fed(ids: Any) -> list[Fed]:
+def _as_fed(ids: Any, spec: TableSpec) -> list[Fed]:
     """Ids handed to a table, before they were made unique, and whose they are."""
-    in_graph = isinstance(ids, tf.Tensor) and not tf.executing_eagerly()
-    return as_fed(ids, Expressions()) if in_graph else [Fed(ids)]
+    if tf.executing_eagerly() or not isinstance(ids, tf.Tensor):
+        return [Fed(ids)]
+    found = as_fed(ids, Expressions())
+    for fed in found:
+        fed.tell_if_lost(spec.name)
+    return found
 
 
 def _lookup_of_embedding(embedding: Any, fed: Fed) -> Lookup:

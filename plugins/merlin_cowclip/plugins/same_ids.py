@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from merlin_cowclip.plugins._stack import tf
+from merlin_cowclip.plugins.moving_ops import joined_by
 
 # They give what they are given; and they change the shape of ids, never the ids.
 KEEPING = {"EnsureShape", "Identity", "IdentityN", "PreventGradient", "Snapshot", "StopGradient"}
@@ -269,8 +270,7 @@ def parts_of(indices: tf.Tensor, known: set[int], of: Expressions) -> Iterator[t
     if op is None or op.type not in ("ConcatV2", "Pack") or of.ids(tensor) in known:
         yield tensor
         return
-    # Of a concatenation, the last is the axis.
-    for part in op.inputs if op.type == "Pack" else op.inputs[:-1]:
+    for part in joined_by(op):
         yield from parts_of(part, known, of)
 
 
@@ -344,15 +344,20 @@ def before_joining(indices: tf.Tensor, of: Expressions) -> tf.Tensor | None:
         return None
     if op.type.startswith(_JOINING):
         return op.inputs[tensor.value_index]  # grouped: as many outputs as inputs
-    names, first = _CALLS.get(op.type, ((), 0))
-    for name in names:
-        graph = op.graph._get_function(op.get_attr(name).name).graph
+    for graph in functions_of(op):
         part = before_joining(graph.outputs[tensor.value_index], of)
         if part is not None:
-            part = of.stripped(part)
+            part, first = of.stripped(part), _CALLS[op.type][1]
             given = [i for i, own in enumerate(graph.inputs) if own is part]
             return op.inputs[first + given[0]] if given else part
     return None
+
+
+def functions_of(op: tf.Operation) -> list[Any]:
+    """The graphs of the functions that an op calls: of branches, or of one; as far as known."""
+    names, _ = _CALLS.get(op.type, ((), 0))
+    called = [op.graph._get_function(op.get_attr(name).name) for name in names]
+    return [one.graph for one in called if getattr(one, "graph", None) is not None]
 
 
 def lookups_in_dense(

@@ -11,45 +11,41 @@ Nothing is added to a graph until somebody asks for the numbers.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from merlin_cowclip.plugins._stack import tf
-from merlin_cowclip.plugins.same_ids import KEEPING, UNIQUE, Expressions, before_unique, op_of
+from merlin_cowclip.plugins.moving_ops import (
+    CUTTING,
+    ELEMENTWISE,
+    PICKING,
+    axis_of_join,
+    joined_by,
+    pick_keeps_first_axis,
+    reshape_keeps_first_axis,
+    width_of,
+)
+from merlin_cowclip.plugins.same_ids import (
+    KEEPING,
+    UNIQUE,
+    Expressions,
+    before_unique,
+    functions_of,
+    op_of,
+)
 
-# Each element of what they give is made of the elements at its place.
-_ELEMENTWISE = {
-    *("Abs", "Add", "AddN", "AddV2", "AsString", "BitwiseAnd", "BitwiseOr", "BitwiseXor"),
-    *("Bucketize", "Pow", "RegexReplace", "StaticRegexReplace", "StringJoin", "Substr"),
-    *("Ceil", "CheckNumerics", "CheckNumericsV2", "Log", "Log1p", "Rint", "Sqrt"),
-    *("Cast", "ClipByValue", "DivNoNan", "FloorDiv", "FloorMod", "Floor", "LeftShift"),
-    *("LookupTableFind", "LookupTableFindV2", "Maximum", "Minimum", "Mod", "Mul", "Neg"),
-    *("Equal", "Greater", "GreaterEqual", "Less", "LessEqual", "NotEqual"),
-    *("LogicalAnd", "LogicalNot", "LogicalOr", "OnesLike", "ZerosLike"),
-    *("RealDiv", "RightShift", "Round", "Select", "SelectV2", "Sign", "Square", "StringLower"),
-    *("StringStrip", "StringToHashBucket", "StringToHashBucketFast", "StringToHashBucketStrong"),
-    *("StringToNumber", "StringUpper", "Sub", "TruncateDiv", "TruncateMod"),
-}
-_CUTTING = {"Slice", "Split", "SplitV", "StridedSlice", "Unpack"}
-_MASKS = ("begin_mask", "end_mask", "ellipsis_mask", "new_axis_mask", "shrink_axis_mask")
-# They take elements, or rows of them, from a tensor, or put them in another order.
-_PICKING: dict[str, Callable[[tf.Operation, tf.Tensor], Any]] = {
-    "GatherNd": lambda op, x: tf.gather_nd(x, op.inputs[1]),
-    "GatherV2": lambda op, x: tf.gather(
-        x, op.inputs[1], axis=op.inputs[2], batch_dims=op.get_attr("batch_dims")
-    ),
-    "ReverseV2": lambda op, x: tf.reverse(x, op.inputs[1]),
-    "Roll": lambda op, x: tf.roll(x, op.inputs[1], op.inputs[2]),
-    "Slice": lambda op, x: tf.slice(x, op.inputs[1], op.inputs[2]),
-    "Split": lambda op, x: tf.split(x, op.get_attr("num_split"), op.inputs[0]),
-    "SplitV": lambda op, x: tf.split(x, op.inputs[1], op.inputs[2], op.get_attr("num_split")),
-    "StridedSlice": lambda op, x: tf.strided_slice(
-        x, *op.inputs[1:], **{mask: op.get_attr(mask) for mask in _MASKS}
-    ),
-    "Unpack": lambda op, x: tf.unstack(x, op.get_attr("num"), op.get_attr("axis")),
-}
-_FEWER = 100  # ops in a row that are looked into: by recursion, of some frames of Python each
+_BY_INDEX = {"LowerBound", "ResourceGather", "UpperBound"}  # ids mapped by what they are held to
+_OF_ANY_SHAPE = ELEMENTWISE | _BY_INDEX
+_TOLD = (
+    _OF_ANY_SHAPE
+    | KEEPING
+    | UNIQUE
+    | set(PICKING)
+    | {"BroadcastTo", "ConcatV2", "ExpandDims", "Pack", "Reshape", "Squeeze", "Tile", "Transpose"}
+)
+_MOST = 100  # ops in a row that are done again: by recursion, of some frames of Python each
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,10 +56,24 @@ class Fed:
       ids: as they were before they were made unique.
       samples: makes the number of each one's sample, int64, in the shape of the ids; `None` where
         samples are their first axis, or nobody knows better.
+      lost_by: the name of the op that was given flattened ids and does not tell whose they are now:
+        each then counts as a sample of its own. Empty where there is none.
     """
 
     ids: Any
     samples: Callable[[], tf.Tensor] | None = None
+    lost_by: str = ""
+
+    def tell_if_lost(self, table: str) -> None:
+        """Warn, where nobody knows whose the ids are any more that the table looks up."""
+        if self.lost_by:
+            warnings.warn(
+                f"The ids that the table {table!r} looks up were flattened, and the op "
+                f"{self.lost_by!r} does not tell whose they are: each counts as a sample of its "
+                "own, so that an id that a sample holds several times is clipped less. Do this "
+                "before they are flattened, or keep the samples on the first axis.",
+                stacklevel=3,
+            )
 
 
 @tf.autograph.experimental.do_not_convert
@@ -78,12 +88,11 @@ def as_fed(ids: tf.Tensor, of: Expressions) -> list[Fed]:
 
 
 @tf.autograph.experimental.do_not_convert
-def samples_of_ids(ids: Any) -> Callable[[], tf.Tensor] | None:
-    """Makes the number of each id's sample, as in `Fed`; `None` also eagerly, and of no tensor."""
+def whole_as_fed(ids: Any) -> Fed:
+    """The ids, as they are, and whose they are; nobody knows of eager ones, and of no tensor."""
     if tf.executing_eagerly() or not isinstance(ids, tf.Tensor):
-        return None
-    found = _Walk(Expressions()).samples_in(ids)
-    return None if found.first else lambda: found.numbers()[0]
+        return Fed(ids)
+    return _whole(ids, _Walk(Expressions()))
 
 
 def _fed(ids: tf.Tensor, walk: _Walk) -> list[Fed]:
@@ -91,17 +100,23 @@ def _fed(ids: tf.Tensor, walk: _Walk) -> list[Fed]:
     parts = _parts(ids, walk) if ids is given else []
     if len({walk.of.ids(part) for part in parts}) == len(parts) > 0:
         return [fed for part in parts for fed in _fed(part, walk)]
+    return [_whole(ids, walk)]
+
+
+def _whole(ids: tf.Tensor, walk: _Walk) -> Fed:
     found = walk.samples_in(ids)
-    return [Fed(ids, None if found.first else lambda: found.numbers()[0])]
+    return Fed(ids, None if found.first else lambda: found.numbers()[0], found.lost_by)
 
 
 def _parts(ids: tf.Tensor, walk: _Walk) -> list[tf.Tensor]:
     """What was joined on axis 0 and is a lookup of its own each."""
     joined = walk.of.stripped(ids)
     op = op_of(joined)
-    if op is None or op.type not in ("ConcatV2", "Pack") or _axis_of_join(op) != 0:
+    if op is None or op.type not in ("ConcatV2", "Pack") or axis_of_join(op) != 0:
         return []
-    parts = _joined_by(op)
+    parts = joined_by(op)
+    if walk.are_of_one(parts):
+        return []
     if op.type == "Pack" and (
         joined.shape.rank == 1 or all(_is_one_sample(p, walk) for p in parts)
     ):
@@ -114,7 +129,7 @@ def _is_one_sample(part: tf.Tensor, walk: _Walk) -> bool:
     op = op_of(walk.of.stripped(part))
     if op is None or op.type not in ("StridedSlice", "Unpack"):
         return False
-    return not _keeps_first(op, part)
+    return not pick_keeps_first_axis(op, part)
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,12 +144,16 @@ class _Samples:
       axis: which axis the numbers are of, where the first one is only taken for the samples' as
         long as it is there: of ids that were transposed. None where nobody knows: of any shape
         that they have, the first axis is then taken for the samples'.
+      ops: how many are done again to make the numbers.
+      lost_by: as in `Fed`; empty where the op gives ids that have samples of their own.
     """
 
     first: bool
     numbers: Callable[[], tuple[tf.Tensor, tf.Tensor]]
     made: bool = False
     axis: int | None = 0
+    ops: int = 0
+    lost_by: str = ""
 
 
 class _Walk:
@@ -143,44 +162,88 @@ class _Walk:
     def __init__(self, of: Expressions) -> None:
         self.of = of
         self._known: dict[Any, _Samples] = {}
-        self._depth = 0
 
     def samples_in(self, tensor: tf.Tensor) -> _Samples:
         """Where they are in it; on its first axis where nothing tells."""
         tensor = self.of.outside(tensor)
-        if tensor.ref() not in self._known:
-            self._depth += 1
-            found = self._told_by_op(tensor) if self._depth < _FEWER else None
-            self._depth -= 1
-            self._known[tensor.ref()] = found or _on_first_axis(tensor)
+        waiting, begun = [tensor], set[Any]()  # not by recursion: of a chain of any length
+        while waiting:
+            last = waiting[-1]
+            op = op_of(last)
+            before = [] if op is None or last.ref() in begun else map(self.of.outside, op.inputs)
+            missing = [i for i in before if i.ref() not in self._known]
+            begun.add(last.ref())
+            if not missing:
+                waiting.pop()
+                if last.ref() not in self._known:
+                    self._known[last.ref()] = _on_first_axis(last)  # a loop may come back to it
+                    self._known[last.ref()] = self._found_in(last)
+            waiting += missing
         return self._known[tensor.ref()]
 
-    def _told_by_op(self, tensor: tf.Tensor) -> _Samples | None:
-        """What its op makes of the samples; `None` if it does not tell."""
+    def _found_in(self, tensor: tf.Tensor) -> _Samples:
+        """As `samples_in`, of what all of its op's inputs are known."""
         op = op_of(tensor)
-        if op is None or tensor.shape.rank is None or not op.inputs:
-            return None
-        if op.type in _ELEMENTWISE:
+        if op is None or not op.inputs:
+            return self._by_default(tensor)
+        shapes = [tensor, *(() if op.type in _OF_ANY_SHAPE else op.inputs)]
+        known = op.type in _TOLD and all(one.shape.rank is not None for one in shapes)
+        found = self._told_by_op(op, tensor) if known else None
+        if found is not None and found.ops <= _MOST:
+            return found
+        is_told = known and found is None
+        told = _on_first_axis(tensor) if is_told else self._by_default(tensor)
+        return dataclasses.replace(told, lost_by=self._lost_by(op, tensor, is_told=is_told))
+
+    def _by_default(self, tensor: tf.Tensor) -> _Samples:
+        """On the first axis; of 1×n that was made of no batch of one, nobody knows."""
+        if not (tensor.shape.rank or 0) > 1 or tensor.shape[0] != 1:
+            return _on_first_axis(tensor)
+        op = op_of(tensor)
+        made_of = [] if op is None else [i for i in op.inputs if i.shape.rank]
+        given = not made_of and not self.of.is_constant(tensor)
+        of_one = given or any(i.shape[0] == 1 and not self.of.is_constant(i) for i in made_of)
+        return _on_first_axis(tensor) if of_one else _unknown(tensor, ())
+
+    def _lost_by(self, op: tf.Operation, tensor: tf.Tensor, *, is_told: bool) -> str:
+        """The op that lost whose ids a tensor has on its first axis; empty if none did.
+
+        What has more axes than it was made of, as a list of its values, has the samples' again.
+        """
+        for given in functions_of(op):
+            made = self.samples_in(given.outputs[tensor.value_index])
+            if made.lost_by or not made.first:
+                return str(op.name)
+        for i in op.inputs:
+            rank = tensor.shape.rank
+            if None not in (rank, i.shape.rank) and rank > i.shape.rank:
+                continue
+            found = self.samples_in(i)
+            if found.lost_by:
+                return found.lost_by
+            made_by = op_of(self.of.stripped(i))
+            mapped = op.type in ELEMENTWISE and made_by is not None and made_by.type in UNIQUE
+            if (not found.first and not is_told) or mapped:
+                return str(op.name)
+        return ""
+
+    def _told_by_op(self, op: tf.Operation, tensor: tf.Tensor) -> _Samples | None:
+        """What its op makes of the samples; `None` if they are its first axis."""
+        if op.type in ELEMENTWISE:
             return self._of_elements(op, tensor)
-        if op.type == "ResourceGather" and op.inputs[1].shape.rank == tensor.shape.rank:
-            return self.samples_in(op.inputs[1])  # ids mapped by a variable
-        if any(i.shape.rank is None for i in op.inputs):
-            return None
+        if op.type in _BY_INDEX:
+            return self._mapped(op.inputs[1], tensor)
         if op.type in KEEPING:
             return self.samples_in(op.inputs[tensor.value_index if op.type == "IdentityN" else 0])
-        if op.type in UNIQUE and tensor.value_index == 1:  # where each id is among the unique ones
-            return self.samples_in(op.inputs[0])
+        if op.type in UNIQUE:  # where each id is among the unique ones
+            return self.samples_in(op.inputs[0]) if tensor.value_index == 1 else None
         if op.type in ("ExpandDims", "Reshape", "Squeeze"):
             return self._reshaped(op, tensor)
         if op.type in ("BroadcastTo", "Tile"):
             return self._repeated(op, tensor)
         if op.type in ("ConcatV2", "Pack"):
             return self._joined(op, tensor)
-        if op.type in _PICKING:
-            return self._picked(op, tensor)
-        if op.type == "Transpose":
-            return self._transposed(op)
-        return None
+        return self._transposed(op) if op.type == "Transpose" else self._picked(op, tensor)
 
     def _of_elements(self, op: tf.Operation, tensor: tf.Tensor) -> _Samples | None:
         """Elements are of those at their place in what has a part in the samples."""
@@ -195,34 +258,33 @@ class _Walk:
         whole = [i.shape[0] != 1 or tensor.shape[0] == 1 for i in alike]
         first = [one for one, is_whole in zip(found, whole, strict=True) if one.first and is_whole]
         told = [one for one in found if not one.first]
-        if first and _width(tensor) != 1:  # else a column may be what was flattened
+        if first and width_of(tensor) != 1:  # else a column may be what was flattened
             plain = any(not one.made and one.axis == 0 for one in first)
             told = [] if plain else [one for one in first if one.made or one.axis != 0]
         if told:
             return _changed(told[0], lambda x: tf.broadcast_to(x, tf.shape(tensor)))
         return self._broadcast(alike, constants, tensor) if found else None
 
-    @staticmethod
     def _broadcast(
-        alike: Sequence[tf.Tensor], constants: Sequence[tf.Tensor], tensor: tf.Tensor
+        self, alike: Sequence[tf.Tensor], constants: Sequence[tf.Tensor], tensor: tf.Tensor
     ) -> _Samples | None:
         """Of ids that a constant puts in each row of as many, nobody knows whose the rows are."""
         grown = all(
             any(a == 1 != b for a, b in zip(i.shape, tensor.shape, strict=True)) for i in alike
         )
         by_rows = any(i.shape[0] != 1 for i in constants)
-        return _unknown(tensor) if grown and by_rows else None
+        return _unknown(tensor, map(self.samples_in, alike)) if grown and by_rows else None
 
     def _reshaped(self, op: tf.Operation, tensor: tf.Tensor) -> _Samples | None:
         before = op.inputs[0]
         found = self.samples_in(before)
-        kept = _keeps_first_axis(op, tensor)
+        kept = reshape_keeps_first_axis(op, tensor)
         if op.type == "Squeeze" and found.first and not kept:
             return None  # what was fed had another axis before the samples'
         # A column may be what was flattened before it was fed.
-        column = op.type == "Reshape" and found.first and _width(before) == 1
+        column = op.type == "Reshape" and found.first and width_of(before) == 1
         if not kept and (column or found.axis is None):
-            return _unknown(tensor)
+            return _unknown(tensor, [found])
         reshaped = _changed(found, lambda x: tf.reshape(x, tf.shape(tensor)))
         axis = 0 if found.axis == 0 else None
         return dataclasses.replace(reshaped, first=found.first and kept, axis=axis)
@@ -245,7 +307,7 @@ class _Walk:
         found = self.samples_in(before)
         one_row = not found.first and before.shape.rank > 1 and before.shape[0] == 1
         if one_row and tensor.shape[0] in (None, before.shape[1]):
-            return _unknown(tensor)  # all ids of a batch for each of its samples, perhaps
+            return _unknown(tensor, [found])  # all ids of a batch for each of its samples, perhaps
         of_rows = tensor.shape.rank > 1 and before.shape[1] == 1 != tensor.shape[1]
 
         def numbers() -> tuple[tf.Tensor, tf.Tensor]:
@@ -263,10 +325,11 @@ class _Walk:
                 number *= shape[1]
             return samples, number
 
-        return _Samples(found.first, _once(numbers), made=True)
+        ops = found.ops + 1
+        return dataclasses.replace(found, numbers=_once(numbers), made=True, axis=0, ops=ops)
 
     def _joined(self, op: tf.Operation, tensor: tf.Tensor) -> _Samples | None:
-        parts, axis = _joined_by(op), _axis_of_join(op)
+        parts, axis = joined_by(op), axis_of_join(op)
         if axis is None:
             return None
         if op.type == "Pack" and not axis and all(_is_one_sample(p, self) for p in parts):
@@ -276,11 +339,7 @@ class _Walk:
         if apart and op.type != "Pack" and all(one.first for one in found):
             return None
         if axis and any(one.first or one.made for one in found):
-            plain = [one.first and not one.made and one.axis == 0 for one in found]
-            wide = any(
-                _width(part) != 1 for part, is_plain in zip(parts, plain, strict=True) if is_plain
-            )
-            return None if all(plain) or wide else _unknown(tensor)
+            return self._beside(op, tensor, found)
 
         def numbers() -> tuple[tf.Tensor, tf.Tensor]:
             made = [one.numbers() for one in found]
@@ -292,26 +351,49 @@ class _Walk:
             join = tf.stack if op.type == "Pack" else tf.concat
             return join(samples, axis=axis), number
 
-        return _Samples(False, _once(numbers), made=apart or found[0].made)
+        made = apart or found[0].made
+        ops = 1 + max(one.ops for one in found)
+        return _Samples(False, _once(numbers), made, ops=ops, lost_by=_lost_of(found))
+
+    def _beside(
+        self, op: tf.Operation, tensor: tf.Tensor, found: Sequence[_Samples]
+    ) -> _Samples | None:
+        """Of parts that are joined in each row: where rows are copies, each is a sample."""
+        parts, axis = joined_by(op), axis_of_join(op)
+        plain = [one.first and not one.made and one.axis == 0 for one in found]
+        wide = any(width_of(part) != 1 for part, is_so in zip(parts, plain, strict=True) if is_so)
+        if all(plain) or wide:
+            return None
+        made = sorted((one for one in found if one.made), key=lambda one: one.first)
+        if not made or any(one.axis is None for one in found):
+            return _unknown(tensor, found)
+
+        def all_along(x: tf.Tensor) -> tf.Tensor:
+            one = tf.expand_dims(x, axis) if op.type == "Pack" else tf.gather(x, [0], axis=axis)
+            return tf.broadcast_to(one, tf.shape(tensor))
+
+        return dataclasses.replace(_changed(made[0], all_along), lost_by=_lost_of(found))
 
     def are_of_one(self, parts: Sequence[tf.Tensor]) -> bool:
         """Whether they are parts of one tensor, each another, whose samples are not an axis."""
         if len({self.of.ids(part) for part in parts}) < len(parts):
             return False
         ops = [op_of(self.of.stripped(part)) for part in parts]
-        if not all(op is not None and op.type in _CUTTING for op in ops):
+        if not all(op is not None and op.type in CUTTING for op in ops):
             return False
         whole = [self.of.outside(op.inputs[1 if op.type == "Split" else 0]) for op in ops]
-        return len({one.ref() for one in whole}) == 1 and not self.samples_in(whole[0]).first
+        return len({self.of.number(w) for w in whole}) == 1 and not self.samples_in(whole[0]).first
 
     def _picked(self, op: tf.Operation, tensor: tf.Tensor) -> _Samples | None:
         if op.type == "GatherV2" and self._is_mapping(op):
-            return self.samples_in(op.inputs[1])
+            return self._mapped(op.inputs[1], tensor)
         found = self.samples_in(op.inputs[1 if op.type == "Split" else 0])
-        drawn = op.type == "GatherNd" or (op.type == "GatherV2" and not found.first)
+        drawn = op.type == "GatherNd" or (
+            op.type == "GatherV2" and (not found.first or found.lost_by)
+        )
         if drawn and not self._is_by_place(op):
-            return None  # by whatever number: they are ids of those that have them now
-        first = found.first and _keeps_first(op, tensor)
+            return _on_first_axis(tensor)  # by whatever number: of those that have them now
+        first = found.first and pick_keeps_first_axis(op, tensor)
         if first and found.axis == 0:
             return None
         fewer = tensor.shape.rank < op.inputs[0].shape.rank and op.type != "GatherNd"
@@ -319,10 +401,22 @@ class _Walk:
             return None  # of micro-batches, features or time steps, each a batch of its own
 
         def pick(x: tf.Tensor) -> tf.Tensor:
-            picked = _PICKING[op.type](op, x)
+            picked = PICKING[op.type](op, x)
             return picked[tensor.value_index] if isinstance(picked, list) else picked
 
         return _changed(found, pick, first=first)
+
+    def _mapped(self, ids: tf.Tensor, tensor: tf.Tensor) -> _Samples | None:
+        """Of one or more for each id, on further axes."""
+        found, further = self.samples_in(ids), tensor.shape.rank - ids.shape.rank
+        if further < 0 or (further and found.first):
+            return None
+
+        def at_all(x: tf.Tensor) -> tf.Tensor:
+            single = tf.concat([tf.shape(x), tf.ones([further], tf.int32)], axis=0)
+            return tf.broadcast_to(tf.reshape(x, single), tf.shape(tensor))
+
+        return _changed(found, at_all) if further else found
 
     def _is_by_place(self, op: tf.Operation) -> bool:
         """Whether it picks known places, or what a mask says, in order: `tf.boolean_mask`."""
@@ -334,7 +428,8 @@ class _Walk:
     def _is_mapping(self, op: tf.Operation) -> bool:
         """Whether its indices are ids, of which it gives others, or which were made unique."""
         mapping = op.inputs[0]
-        if mapping.shape.rank != 1 or self.of.is_constant(op.inputs[1]):
+        by_row = tf.get_static_value(op.inputs[2]) == 0 and not op.get_attr("batch_dims")
+        if not mapping.shape.rank or not by_row or self.of.is_constant(op.inputs[1]):
             return False
         made_by = op_of(self.of.stripped(mapping))
         unique = made_by is not None and made_by.type in UNIQUE
@@ -351,8 +446,12 @@ def _on_first_axis(tensor: tf.Tensor) -> _Samples:
     return _Samples(True, _once(numbers))
 
 
-def _unknown(tensor: tf.Tensor) -> _Samples:
-    return dataclasses.replace(_on_first_axis(tensor), axis=None)
+def _unknown(tensor: tf.Tensor, made_of: Iterable[_Samples]) -> _Samples:
+    return dataclasses.replace(_on_first_axis(tensor), axis=None, lost_by=_lost_of(made_of))
+
+
+def _lost_of(some: Iterable[_Samples]) -> str:
+    return next((one.lost_by for one in some if one.lost_by), "")
 
 
 def _along(values: tf.Tensor, axis: int, shape: tf.Tensor) -> tf.Tensor:
@@ -372,7 +471,7 @@ def _changed(
         return change(samples), number
 
     first = found.first if first is None else first
-    return _Samples(first, _once(numbers), found.made, found.axis)
+    return _Samples(first, _once(numbers), found.made, found.axis, found.ops + 1, found.lost_by)
 
 
 def _once(numbers: Callable[[], tuple[tf.Tensor, tf.Tensor]]) -> Any:
@@ -386,57 +485,3 @@ def _once(numbers: Callable[[], tuple[tf.Tensor, tf.Tensor]]) -> Any:
         return made[graph]
 
     return get
-
-
-def _joined_by(op: tf.Operation) -> list[tf.Tensor]:
-    return list(op.inputs if op.type == "Pack" else op.inputs[:-1])
-
-
-def _axis_of_join(op: tf.Operation) -> int | None:
-    """The axis of what it gives that it joins on; `None` where only a step tells."""
-    rank = op.outputs[0].shape.rank
-    axis = op.get_attr("axis") if op.type == "Pack" else tf.get_static_value(op.inputs[-1])
-    if rank == 1:
-        return 0
-    if axis is None or (axis < 0 and rank is None):
-        return None
-    return int(axis) % rank if rank else int(axis)
-
-
-def _keeps_first_axis(op: tf.Operation, tensor: tf.Tensor) -> bool:
-    """Whether an op that reshapes leaves the first axis as it is, as far as the graph tells."""
-    before = op.inputs[0].shape
-    if not before.rank or not tensor.shape.rank:
-        return not before.rank and not tensor.shape.rank
-    if op.type == "ExpandDims":
-        axis = tf.get_static_value(op.inputs[1])
-        return axis is not None and int(axis) % tensor.shape.rank != 0
-    axes: Sequence[int] = op.get_attr("squeeze_dims") if op.type == "Squeeze" else ()
-    if axes:
-        return all(axis % before.rank for axis in axes)
-    if before[0] is not None and before[0] == tensor.shape[0]:
-        return True
-    return _width(op.inputs[0]) is not None and _width(op.inputs[0]) == _width(tensor)
-
-
-def _keeps_first(op: tf.Operation, tensor: tf.Tensor) -> bool:
-    """Whether an op that picks gives a tensor whose first axis is its input's, or rows of it."""
-    if op.type == "StridedSlice":
-        if op.get_attr("ellipsis_mask") & 1:
-            return True
-        return not (op.get_attr("new_axis_mask") | op.get_attr("shrink_axis_mask")) & 1
-    if op.type == "Unpack":
-        return bool(op.get_attr("axis") % op.inputs[0].shape.rank)
-    if op.type == "GatherV2":
-        axis = tf.get_static_value(op.inputs[2])
-        if axis is None or int(axis) % op.inputs[0].shape.rank:
-            return True
-        return bool(op.get_attr("batch_dims")) or op.inputs[1].shape.rank != 0
-    if op.type == "GatherNd":
-        return op.inputs[1].shape.rank is None or op.inputs[1].shape[-1] == 1
-    return True
-
-
-def _width(ids: tf.Tensor) -> int | None:
-    """Ids of a sample, if samples are the first axis."""
-    return ids.shape[1:].num_elements() if ids.shape.rank else 1
