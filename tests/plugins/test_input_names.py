@@ -15,6 +15,7 @@ from ..models.networks import schema_of
         (["C1", "site_id", "a.b", "a-c", "1st"], []),
         (["from", "self", "user id", "größe", "_x", "", "C1\n"], None),
         (["a.b", "a_b", "c"], ["a_b"]),
+        (["1st", "arg_1st", "arg_2"], ["arg_1st"]),
     ],
 )
 def test_names(names, refused):

@@ -9,17 +9,23 @@ from collections.abc import Iterable
 _SAVED = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 
 
+def argument_name(feature: str) -> str:
+    """The name that TensorFlow gives an argument of a signature: `user.id` is `user_id`."""
+    name = re.sub(r"[.-]", "_", feature)
+    return f"arg_{name}" if name[:1].isdigit() else name
+
+
 def unsavable_names(names: Iterable[str]) -> list[str]:
     """Feature names that a SavedModel's signature cannot take.
 
     It names the inputs after the features, and Python's arguments after those: letters, digits,
     `_`, `.` and `-` after a letter or digit, no word of Python's, and no two that differ in `.`,
-    `-` and `_` alone. Keras finds out at `model.save`, after the training. (It takes, but renames,
-    those with `.` or `-` to `_`, and those that begin with a digit to `arg_…`.)
+    `-` and `_` alone, or in `arg_` before a digit. Keras finds out at `model.save`, after the
+    training. (It takes, but renames, those that `argument_name` gives another name.)
     """
     refused, taken = [], set()
     for name in names:
-        argument = re.sub(r"[.-]", "_", name)
+        argument = argument_name(name)
         reserved = keyword.iskeyword(name) or name == "self"
         if reserved or argument in taken or not _SAVED.fullmatch(name):
             refused.append(name)

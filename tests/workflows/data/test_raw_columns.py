@@ -85,6 +85,13 @@ def looked_up(_):
     return rows["visits"] + LABEL, {"user", "genres", "visits", "weeks"}
 
 
+def from_a_table(_):
+    """Columns that a join adds are made of its key alone, whatever it passes on."""
+    weeks = pd.DataFrame({"weeks": [1.0, 2.0, 3.0], "length": [7, 14, 21]})
+    rows = ["visits", "weeks", "label"] >> ops.JoinExternal(weeks, on="weeks")
+    return rows["length", "label"], {"user", "genres", "weeks"}
+
+
 def within(_):
     """Of another graph, which is one operator here: what it selects, it asks for."""
     liked = ["label"] >> ops.LambdaOp(lambda c, rows: c > rows["weeks"], dependency=["weeks"])
@@ -121,7 +128,7 @@ def hashed(_):
 
 CASES = [
     *(reduced, hashed),
-    *(each, of_the_label, encoded, together, joined, of_a_time, looked_up),
+    *(each, of_the_label, encoded, together, joined, of_a_time, looked_up, from_a_table),
     *(within, within_alone, within_nothing),
 ]
 

@@ -255,6 +255,15 @@ def test_what_is_no_number_among_them(value):
         _numbers(pd.Series([1.5, value], name="price", dtype=object), SHOP)
 
 
+@pytest.mark.parametrize("value", [10**400, -(10**400), Decimal("1e400")], ids=range(3))
+def test_a_number_beyond_any_float_is_infinite(value):
+    column = pd.Series([1.5, value, None], name="price", dtype=object)
+    with pytest.raises(UserError, match="must be finite. Received: -?inf in row 2, column 'price'"):
+        _numbers(column, replace(SHOP, non_finite="refuse"))
+    found = _numbers(column, replace(SHOP, non_finite="missing"))
+    np.testing.assert_array_equal(np.abs(found), [1.5, np.inf, np.nan])
+
+
 def test_what_is_served_has_no_label_and_says_what_it_needs(shop):
     record = Repository.open(shop[2]).record
     assert record["columns"] == ["user.id", "item", "2-genres", "tags", "price", "age"]

@@ -265,13 +265,16 @@ def _made_of(node: Node) -> dict[str, set[str]]:
     beside: set[str] = set()
     if node.op.dependencies:  # of which some operators' mappings know, and some do not
         beside = set(node.dependency_columns.names).difference(*mapping.values())
-    beside |= _keys(node.op) & inputs
+    keys = _keys(node.op) & inputs
+    beside |= keys
+    # Those of the table that JoinExternal joins are made of its keys alone.
+    of_others = keys if _joins_a_table(node.op) else inputs
     groups = [set(group.names) for group in node.selector.subgroups] if node.selector else []
     made = {}
     for name in node.output_schema.column_names:
         own = set(mapping.get(name, [name])) & (inputs | beside)
         own |= set().union(*(group for group in groups if group & own))  # encoded together
-        made[name] = (own or inputs) | beside
+        made[name] = (own or of_others) | beside
     return made
 
 
@@ -285,6 +288,13 @@ def _keys(op: Any) -> set[str]:
     if isinstance(op, JoinExternal):
         return {op.on} if isinstance(op.on, str) else set(op.on)
     return set()
+
+
+def _joins_a_table(op: Any) -> bool:
+    with quiet_imports():
+        from nvtabular.ops import JoinExternal
+
+    return isinstance(op, JoinExternal)
 
 
 def _without(op: Any, columns: Collection[str]) -> Any:

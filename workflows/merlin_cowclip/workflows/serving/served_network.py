@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from merlin_cowclip.plugins._stack import ColumnSchema, Schema, mm, quiet_stack, tf
+from merlin_cowclip.plugins.input_names import argument_name
 from merlin_cowclip.workflows.data.datasets import DatasetSpec
-from merlin_cowclip.workflows.serving.tensor_names import tensor_name
 
 PROBABILITY = "probability"
 SIGNATURE = "serving_default"
@@ -21,7 +21,7 @@ SIGNATURE = "serving_default"
 class ServedNetwork:
     """A model to be saved for serving.
 
-    Of n rows it takes ids (n, int64) and numbers (n, float32) by `tensor_name`, of a list
+    Of n rows it takes ids (n, int64) and numbers (n, float32) by `argument_name`, of a list
     `name__values` (int64) and `name__offsets` (n + 1, int32); it gives `probability` (n, float32).
 
     Args:
@@ -41,7 +41,7 @@ class ServedNetwork:
         return Schema(
             [
                 ColumnSchema(
-                    tensor_name(name),
+                    argument_name(name),
                     dtype=kind,
                     dims=(None, None) if name in self._spec.lists else (None,),
                 )
@@ -83,9 +83,9 @@ class ServedNetwork:
             return tf.TensorSpec([None], dtype, name=name)
 
         spec = self._spec
-        types: list[tuple[str, tf.DType]] = [(tensor_name(n), tf.int64) for n in spec.categorical]
-        types += [(tensor_name(name), tf.float32) for name in spec.continuous]
-        for name in map(tensor_name, spec.lists):
+        types: list[tuple[str, tf.DType]] = [(argument_name(n), tf.int64) for n in spec.categorical]
+        types += [(argument_name(name), tf.float32) for name in spec.continuous]
+        for name in map(argument_name, spec.lists):
             types += [(f"{name}__values", tf.int64), (f"{name}__offsets", tf.int32)]
         return {name: one(name, dtype) for name, dtype in types}
 
@@ -94,10 +94,10 @@ class ServedNetwork:
         """As `Predictor` has them."""
         features: dict[str, Any] = {}
         for name in (*self._spec.categorical, *self._spec.continuous):
-            features[name] = inputs[tensor_name(name)][:, tf.newaxis]
+            features[name] = inputs[argument_name(name)][:, tf.newaxis]
         for name in self._spec.lists:
             for part in ("values", "offsets"):
-                values = inputs[f"{tensor_name(name)}__{part}"]
+                values = inputs[f"{argument_name(name)}__{part}"]
                 features[f"{name}__{part}"] = tf.cast(values, tf.int64)
         outputs = self._model.predict_step(features)
         return tf.reshape(tf.cast(outputs, tf.float32), [-1])

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from decimal import Decimal
 from numbers import Real
@@ -20,6 +21,7 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 
+from merlin_cowclip.plugins.input_names import argument_name
 from merlin_cowclip.workflows.data.datasets import DatasetSpec
 from merlin_cowclip.workflows.data.encoded_rows import Place, check_numbers, checked_ids
 from merlin_cowclip.workflows.data.parquet_logs import is_number, plain_type
@@ -31,7 +33,6 @@ from merlin_cowclip.workflows.errors import UserError, clipped, excerpt, quoted
 from merlin_cowclip.workflows.quiet import quiet_imports
 from merlin_cowclip.workflows.serving.empty_texts import columns_that_hold_empty
 from merlin_cowclip.workflows.serving.systems import TransformWorkflow
-from merlin_cowclip.workflows.serving.tensor_names import tensor_name
 
 with quiet_imports():
     import nvtabular as nvt
@@ -300,13 +301,26 @@ def _numbers(column: pd.Series, spec: DatasetSpec) -> pd.Series:
             raise UserError(
                 f"{name!r} must be a column of numbers. Received: {kind} in a request. Give numbers"
             )
-    numbers = pd.to_numeric(column).astype("float64")
+    try:
+        numbers = pd.to_numeric(column).astype("float64")
+    except OverflowError:  # a whole number beyond any float64
+        numbers = column.map(_as_float).astype("float64")
     infinite = np.isinf(numbers.to_numpy())
     if spec.non_finite == "refuse" and infinite.any():
         row = int(infinite.argmax())
         remedy = "Leave it out, which is a missing one (NaN)"
         _REQUEST.refuse("a number must be finite", numbers.iloc[row], row, name, remedy)
     return numbers
+
+
+def _as_float(value: Any) -> float:
+    """The number, or an infinite one in place of what no float64 holds."""
+    if pd.isna(value):
+        return math.nan
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
 
 
 def _tensors(
@@ -321,14 +335,14 @@ def _tensors(
     tensors: dict[str, Any] = {}
     for name in spec.categorical:
         values = batch.column(name).to_numpy(zero_copy_only=False)
-        tensors[tensor_name(name)] = ids(name, values)
+        tensors[argument_name(name)] = ids(name, values)
     for name in spec.continuous:
         values = batch.column(name).to_numpy(zero_copy_only=False)
-        tensors[tensor_name(name)] = np.array(values, np.float32)
+        tensors[argument_name(name)] = np.array(values, np.float32)
     for name in spec.lists:
         column = batch.column(name)
         offsets = column.offsets.to_numpy()
         values = column.values.to_numpy(zero_copy_only=False)[offsets[0] : offsets[-1]]
-        tensors[f"{tensor_name(name)}__values"] = ids(name, values)
-        tensors[f"{tensor_name(name)}__offsets"] = np.array(offsets - offsets[0], np.int32)
+        tensors[f"{argument_name(name)}__values"] = ids(name, values)
+        tensors[f"{argument_name(name)}__offsets"] = np.array(offsets - offsets[0], np.int32)
     return tensors

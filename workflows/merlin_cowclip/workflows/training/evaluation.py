@@ -20,7 +20,7 @@ from merlin_cowclip.workflows.training.loader import Loader
 from merlin_cowclip.workflows.training.ranks import agreed
 
 EVALUATION_BATCH = 8192
-"""Rows predicted at a time: a matter of speed and memory only."""
+"""Rows predicted at a time: a matter of speed and memory, but for the last digits."""
 
 _CHUNK = 1 << 16  # predictions that are looked at together, and copied
 

@@ -53,7 +53,7 @@ def predict_logs(
         without the label; for a run on an adopted pipeline, parquet that its workflow wrote.
       out: the parquet file to make; must not exist. A row for each row read, in order:
         `probability` (float32) and, where there was a label, `label` (int8) before it.
-      batch_size: rows predicted at a time: a matter of speed and memory only.
+      batch_size: rows predicted at a time: a matter of speed and memory, but for the last digits.
       which: of the run's models, "last" or "best".
       raw: for a run on an adopted pipeline, whether the inputs are what its workflow reads instead.
       trust_workflow: whether to run the workflow's code also where the run's manifest does not
