@@ -512,35 +512,65 @@ def test_all_pairs_of_a_batch_are_samples(case, batch):
     assert counts_of_words(forward, batch) == expected
 
 
+def in_a_row(copies):
+    return tf.reshape(copies, [-1, copies.shape[-1]])
+
+
+# Each row of b×n twice, by whatever ops: 2b×n.
 COPIED = {
-    "beside candidates": lambda ids: tf.concat(
-        [tf.repeat(ids[:, :2], 2, axis=0), tf.reshape(ids[:, 2:], [-1, 2])], axis=1
+    "repeat": lambda x: tf.repeat(x, 2, axis=0),
+    "tile": lambda x: in_a_row(tf.tile(x[:, tf.newaxis], [1, 2, 1])),
+    "broadcast": lambda x: in_a_row(
+        tf.broadcast_to(x[:, tf.newaxis], [tf.shape(x)[0], 2, x.shape[1]])
     ),
-    "beside candidates, tiled": lambda ids: tf.concat(
-        [tf.tile(ids[:, :2], [2, 1]), tf.concat([ids[:, 2:4], ids[:, 4:]], axis=0)], axis=1
+    "RepeatVector": lambda x: in_a_row(tf.keras.layers.RepeatVector(2)(x)),
+    "gather": lambda x: tf.gather(x, tf.repeat(tf.range(tf.shape(x)[0]), 2)),
+    "ones": lambda x: in_a_row(x[:, tf.newaxis] * tf.ones([1, 2, 1], x.dtype)),
+    "zeros": lambda x: in_a_row(x[:, tf.newaxis] + tf.zeros([tf.size(x) * 0 + 1, 2, 1], x.dtype)),
+    "concat": lambda x: in_a_row(tf.concat([x[:, tf.newaxis]] * 2, axis=1)),
+    "stack": lambda x: in_a_row(tf.stack([x] * 2, axis=1)),
+}
+# What is made of them, beside the other columns or alone.
+OF_COPIES = {
+    "alone": lambda copied, ids: copied(ids[:, :2]),
+    "mapped": lambda copied, ids: copied(ids[:, :2]) * 1,
+    "of one column": lambda copied, ids: copied(ids[:, :1]),
+    "beside candidates": lambda copied, ids: tf.concat(
+        [copied(ids[:, :2]), tf.reshape(ids[:, 2:], [-1, 2])], axis=1
     ),
-    "beside copies": lambda ids: tf.concat(
-        [tf.repeat(ids[:, :2], 2, axis=0), tf.repeat(ids[:, 2:], 2, axis=0)], axis=1
+    "pairs": lambda copied, ids: tf.concat(
+        [copied(ids[:, :1]), tf.reshape(ids[:, 2:4], [-1, 1])], axis=1
     ),
-    "stacked": lambda ids: tf.stack([tf.repeat(ids[:, 0], 2), tf.repeat(ids[:, 2], 2)], axis=1),
-    "cut and joined": lambda ids: tf.concat(
-        [tf.repeat(ids, 2, axis=0)[:, :1], tf.repeat(ids, 2, axis=0)[:, 1:]], axis=1
+    "stacked pairs": lambda copied, ids: tf.stack(
+        [tf.reshape(copied(ids[:, :1]), [-1]), tf.reshape(ids[:, 2:4], [-1])], axis=1
+    ),
+    "beside copies": lambda copied, ids: tf.concat(
+        [copied(ids[:, :2]), copied(ids[:, 2:])], axis=1
+    ),
+    "cut and joined": lambda copied, ids: tf.concat(
+        [copied(ids)[:, :1], copied(ids)[:, 1:]], axis=1
     ),
 }
 
 
 @pytest.mark.parametrize("batch", [3, None])
-@pytest.mark.parametrize("case", COPIED)
-def test_rows_that_were_copied_beside_others_are_samples_also_when_flattened(case, batch):
+@pytest.mark.parametrize("made", OF_COPIES)
+@pytest.mark.parametrize("copied", COPIED)
+def test_rows_that_were_copied_are_samples_also_when_flattened(copied, made, batch):
     """As a user is beside each of his candidates."""
     ids = [[3, 3, 4, 4, 5, 1], [3, 2, 4, 3, 5, 5], [0, 0, 0, 1, 1, 1]]
-    rows = COPIED[case](tf.constant(ids, tf.int64)).numpy()
-    counts = dict(Counter(i for row in rows for i in set(row)))
 
-    def flattened(table, ids):
-        return table(tf.reshape(COPIED[case](ids), [-1]))
+    def rows_of(ids):
+        return OF_COPIES[made](COPIED[copied], ids)
 
-    assert counts_of_words(flattened, batch, width=6, ids=ids) == counts
+    rows = rows_of(tf.constant(ids, tf.int64)).numpy().astype(int)
+    counts = dict(Counter(i for row in rows for i in set(row.tolist())))
+    for shape in ([-1], rows.shape if batch else [-1, rows.shape[1]]):
+
+        def forward(table, ids, shape=shape):
+            return table(tf.reshape(rows_of(ids), shape))
+
+        assert counts_of_words(forward, batch, width=6, ids=ids) == counts
 
 
 @pytest.mark.parametrize("batch", [4, None])

@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from merlin_cowclip.plugins._stack import tf
 from merlin_cowclip.plugins.moving_ops import (
     CUTTING,
@@ -240,7 +242,7 @@ class _Walk:
         if op.type in ("ExpandDims", "Reshape", "Squeeze"):
             return self._reshaped(op, tensor)
         if op.type in ("BroadcastTo", "Tile"):
-            return self._repeated(op, tensor)
+            return self._repeated(op.inputs[0], tensor)
         if op.type in ("ConcatV2", "Pack"):
             return self._joined(op, tensor)
         return self._transposed(op) if op.type == "Transpose" else self._picked(op, tensor)
@@ -268,7 +270,12 @@ class _Walk:
     def _broadcast(
         self, alike: Sequence[tf.Tensor], constants: Sequence[tf.Tensor], tensor: tf.Tensor
     ) -> _Samples | None:
-        """Of ids that a constant puts in each row of as many, nobody knows whose the rows are."""
+        """Of ids that a constant puts in each row of as many, nobody knows whose the rows are.
+
+        But b×1×… that are put beside each other k times as they are, by ones, are copies.
+        """
+        if len(alike) == 1 and _is_neutral(constants, tensor):
+            return self._repeated(alike[0], tensor)
         grown = all(
             any(a == 1 != b for a, b in zip(i.shape, tensor.shape, strict=True)) for i in alike
         )
@@ -299,9 +306,8 @@ class _Walk:
         moved = _changed(found, lambda x: tf.transpose(x, op.inputs[1]))
         return dataclasses.replace(moved, axis=axis)
 
-    def _repeated(self, op: tf.Operation, tensor: tf.Tensor) -> _Samples | None:
+    def _repeated(self, before: tf.Tensor, tensor: tf.Tensor) -> _Samples | None:
         """Copies of rows, b×1×… to b×k×…, are samples once their axis is gone: `tf.repeat`'s."""
-        before = op.inputs[0]
         if before.shape.rank != tensor.shape.rank:
             return None
         found = self.samples_in(before)
@@ -320,10 +326,7 @@ class _Walk:
                 rows = tf.maximum(size[0], 1)
                 copy = _along(tf.range(shape[0]) // rows, 0, shape)
                 samples, number = copy * number + samples, number * (shape[0] // rows)
-            if of_rows:
-                samples = samples * shape[1] + _along(tf.range(shape[1]), 1, shape)
-                number *= shape[1]
-            return samples, number
+            return _apart(samples, number) if of_rows else (samples, number)
 
         ops = found.ops + 1
         return dataclasses.replace(found, numbers=_once(numbers), made=True, axis=0, ops=ops)
@@ -335,6 +338,8 @@ class _Walk:
         if op.type == "Pack" and not axis and all(_is_one_sample(p, self) for p in parts):
             return None
         found = [self.samples_in(part) for part in parts]
+        if axis == 1 and self._are_copies(op, parts):
+            return self._copied(op, tensor, found[0])
         apart = axis == 0 and not self.are_of_one(parts)  # each part has samples of its own
         if apart and op.type != "Pack" and all(one.first for one in found):
             return None
@@ -354,6 +359,24 @@ class _Walk:
         made = apart or found[0].made
         ops = 1 + max(one.ops for one in found)
         return _Samples(False, _once(numbers), made, ops=ops, lost_by=_lost_of(found))
+
+    def _are_copies(self, op: tf.Operation, parts: Sequence[tf.Tensor]) -> bool:
+        """Whether rows are put under themselves, b×n or b×1×n each; b×1 make lists."""
+        is_row = op.type == "Pack" or parts[0].shape[1] == 1
+        return (
+            is_row
+            and op.outputs[0].shape.rank > 2
+            and len(parts) > 1 == len({self.of.ids(part) for part in parts})
+        )
+
+    def _copied(self, op: tf.Operation, tensor: tf.Tensor, found: _Samples) -> _Samples:
+        def copies(x: tf.Tensor) -> tf.Tensor:
+            row = tf.expand_dims(x, 1) if op.type == "Pack" else x
+            return tf.broadcast_to(row, tf.shape(tensor))
+
+        one = _changed(found, copies)
+        numbers = _once(lambda: _apart(*one.numbers()))
+        return dataclasses.replace(one, numbers=numbers, made=True, axis=0)
 
     def _beside(
         self, op: tf.Operation, tensor: tf.Tensor, found: Sequence[_Samples]
@@ -394,8 +417,9 @@ class _Walk:
         if drawn and not self._is_by_place(op):
             return _on_first_axis(tensor)  # by whatever number: of those that have them now
         first = found.first and pick_keeps_first_axis(op, tensor)
-        if first and found.axis == 0:
-            return None
+        if first and found.axis == 0:  # rows that are picked by number may be copies
+            made = op.type == "GatherV2" and not op.get_attr("batch_dims")
+            return dataclasses.replace(_on_first_axis(tensor), made=made, lost_by=found.lost_by)
         fewer = tensor.shape.rank < op.inputs[0].shape.rank and op.type != "GatherNd"
         if found.first and not first and fewer:
             return None  # of micro-batches, features or time steps, each a batch of its own
@@ -454,6 +478,12 @@ def _lost_of(some: Iterable[_Samples]) -> str:
     return next((one.lost_by for one in some if one.lost_by), "")
 
 
+def _apart(samples: tf.Tensor, number: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    """Other samples for each place on axis 1."""
+    shape = tf.shape(samples, tf.int64)
+    return samples * shape[1] + _along(tf.range(shape[1]), 1, shape), number * shape[1]
+
+
 def _along(values: tf.Tensor, axis: int, shape: tf.Tensor) -> tf.Tensor:
     """A tensor of the shape whose elements are the values at their places on an axis."""
     rank = int(shape.shape[0])
@@ -485,3 +515,20 @@ def _once(numbers: Callable[[], tuple[tf.Tensor, tf.Tensor]]) -> Any:
         return made[graph]
 
     return get
+
+
+def _is_neutral(constants: Sequence[tf.Tensor], tensor: tf.Tensor) -> bool:
+    """Whether ids stay as they are: a product with ones, a sum with zeros."""
+    op = op_of(tensor)
+    neutral = {"Add": 0, "AddV2": 0, "Mul": 1}.get(op.type)
+    values = [_value_of(one) for one in constants]
+    return bool(values) and neutral is not None and all(one == neutral for one in values)
+
+
+def _value_of(constant: tf.Tensor) -> Any:
+    """The one value of all its elements, if the graph tells of such a one."""
+    op = op_of(constant)
+    filled = op is not None and op.type == "Fill"
+    value = tf.get_static_value(op.inputs[1] if filled else constant)
+    values = [] if value is None else np.unique(value)
+    return values[0] if len(values) == 1 else None
