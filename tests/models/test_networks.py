@@ -595,6 +595,26 @@ def test_serving_signature(trained, saved):
     assert_serves(trained.model, saved)
 
 
+def test_lists_of_a_known_length_are_served_as_they_are_trained(tmp_path):
+    """As of a schema of NVTabular's after `ListSlice(pad=True)`."""
+    genres = SCHEMA["genres"].with_shape((None, 3))
+    schema = Schema([*SCHEMA.excluding_by_name(["genres"]), genres])
+    model = MODELS["deepfm"](schema, mlp=MLP, embedding_dim=WIDTH)
+    given = {name: tf.reshape(ids, [-1]) for name, ids in batch_of(frame()).items()}
+    given = {name: ids for name, ids in given.items() if not name.startswith("genres")}
+    given["genres"] = tf.constant(np.random.default_rng(4).integers(0, 7, (40, 3)), tf.int64)
+    model.compile(optimizer=CowClipOptimizer.for_model(model, HOT), metrics=[])
+    labels = frame()["click0"].to_numpy()
+    model.fit(tf.data.Dataset.from_tensors((given, labels)), verbose=0)
+    expected = model(given).numpy()
+    save_model(model, tmp_path / "model")
+    np.testing.assert_array_equal(load_model(tmp_path / "model")(given), expected)
+    serve = tf.saved_model.load(str(tmp_path / "model")).signatures["serving_default"]
+    assert serve.structured_input_signature[1]["genres"].shape.as_list() == [None, 3]
+    (found,) = serve(**given).values()
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6)
+
+
 def test_saved_model_predicts_the_same(trained, saved):
     with quiet_stack():
         loaded = tf.keras.models.load_model(saved, compile=False)

@@ -170,6 +170,12 @@ def test_a_float_that_may_have_been_another_id_is_refused(known, kind):
     assert encode(pd.Series([1e17], index=[3]), [1e17, 1e18]).tolist() == [3, 2]  # is of floats
 
 
+@pytest.mark.parametrize("kind", ["Float64", pd.ArrowDtype(pa.float64()), "float64", object])
+def test_floats_with_a_missing_one_in_any_type(kind):
+    known = pd.Series([0.5, 7.0], index=[3, 4])
+    assert encode(known, pd.Series([7.0, None, 1.0], dtype=kind)).tolist() == [4, 1, 2]
+
+
 @pytest.mark.parametrize("unit", ["D", "s", "ns"])
 def test_times_are_no_raw_ids_of_text(numbered, unit):
     """In nanoseconds NumPy makes integers of them, of which each is unknown."""

@@ -424,6 +424,37 @@ def test_ids_by_chance_are_samples_of_their_own_in_whatever_shape(by, shape):
 
 
 @pytest.mark.parametrize("batch", [4, None])
+@pytest.mark.parametrize("copies", [3, 4, None])
+def test_a_batch_that_is_tiled_as_a_whole_has_more_samples(copies, batch):
+    """Also where it is as often there as it has samples, or only a step tells how often."""
+
+    def forward(table, ids):
+        number = tf.size(ids) // 4 if copies is None else copies
+        return table(tf.reshape(tf.tile(ids[tf.newaxis], [number, 1, 1]), [-1]))
+
+    number = copies or 3
+    assert counts_of_words(forward, batch) == {3: 3 * number, 4: 3 * number, 5: 2 * number}
+
+
+def test_a_tiled_constant_beside_a_column():
+    def forward(table, ids):
+        first = tf.tile(tf.constant([[3]], tf.int64), [tf.shape(ids)[0], 1])
+        return table(tf.reshape(tf.concat([first, ids[:, :1]], axis=1), [-1]))
+
+    assert counts_of_words(forward, None) == {3: 4, 4: 1}
+
+
+def test_padded_lists_that_are_made_ragged_twice_count_once():
+    """TensorFlow looks for the padding in a branch; whoever calls it sees none."""
+
+    def forward(table, ids):
+        once, again = (tf.RaggedTensor.from_tensor(ids, padding=5) for _ in range(2))
+        return tf.reduce_sum(table(once).flat_values) + tf.reduce_sum(table(again).flat_values)
+
+    assert counts_of_words(forward, None) == {3: 3, 4: 3}
+
+
+@pytest.mark.parametrize("batch", [4, None])
 def test_all_ids_of_a_batch_for_each_of_its_samples(batch):
     """3, 3, 4, 3 as the candidates of each of the four."""
 
@@ -529,6 +560,12 @@ COPIED = {
     "zeros": lambda x: in_a_row(x[:, tf.newaxis] + tf.zeros([tf.size(x) * 0 + 1, 2, 1], x.dtype)),
     "concat": lambda x: in_a_row(tf.concat([x[:, tf.newaxis]] * 2, axis=1)),
     "stack": lambda x: in_a_row(tf.stack([x] * 2, axis=1)),
+    "tile of lists": lambda x: tf.reshape(tf.tile(x, [1, 2]), [-1, x.shape[-1]]),
+    "tile of mapped lists": lambda x: tf.reshape(tf.tile(x, [1, 2]) % 9, [-1, x.shape[-1]]),
+    "repeat of columns": lambda x: tf.concat(
+        [tf.reshape(tf.repeat(x[:, i : i + 1], 2, axis=1), [-1, 1]) for i in range(x.shape[-1])],
+        axis=1,
+    ),
 }
 # What is made of them, beside the other columns or alone.
 OF_COPIES = {

@@ -218,9 +218,9 @@ def as_model(block: CTRBlock, schema: Schema) -> mm.Model:
     """A Merlin model: the block's logit → probability of the schema's target.
 
     Its serving signature has one input per feature, whatever the model was trained on: ids int64
-    and numbers float32 of shape b, a list column as `name__values` and `name__offsets`. (Keras
-    would take over the names of the first call: from a `tf.data.Dataset`, "args_0", and the
-    targets among them.)
+    and numbers float32 of shape b, a list column as `name__values` and `name__offsets`, one of a
+    known length n as b×n. (Keras would take over the names of the first call: from a
+    `tf.data.Dataset`, "args_0", and the targets among them.)
     """
     output = mm.BinaryOutput(target_name(schema), to_call=Probability())
     model = mm.Model(block, output, schema=block.schema)
@@ -244,11 +244,14 @@ def serving_inputs(schema: Schema) -> dict[str, tf.TensorSpec]:
     specs = {}
     for column in schema:
         dtype = tf.int64 if Tags.CATEGORICAL in column.tags else tf.float32
-        names = [column.name]
-        if column.is_list:
+        names: list[str] = [column.name]
+        shape: list[int | None] = [None]
+        if column.is_ragged:
             names = [f"{column.name}__values", f"{column.name}__offsets"]
+        elif column.is_list:
+            shape = [None, *(int(dim.max) for dim in column.shape.dims[1:])]
         for name, kind in zip(names, (dtype, tf.int64), strict=False):
-            specs[name] = tf.TensorSpec([None], kind, name=name)
+            specs[name] = tf.TensorSpec(shape, kind, name=name)
     return specs
 
 

@@ -161,7 +161,9 @@ def _refuse_inexact(raw_ids: Any, vocabulary: pd.Series) -> None:
     kind: Any = getattr(raw_ids, "dtype", None)
     floats: dict[int, Any] = {}  # by their bytes
     if getattr(kind, "kind", "O") == "f":
-        floats[kind.itemsize] = pd.Series(raw_ids).to_numpy(np.float64, na_value=np.nan)
+        floats[kind.itemsize] = (
+            pd.Series(raw_ids).astype("Float64").to_numpy(np.float64, na_value=np.nan)
+        )
     elif getattr(kind, "kind", "O") == "O":  # a list, too, which may be of them
         for raw in raw_ids:
             if isinstance(raw, (float, np.floating)):

@@ -67,6 +67,7 @@ _CALLS: dict[str, tuple[tuple[str, ...], int]] = {
     **dict.fromkeys(("PartitionedCall", "StatefulPartitionedCall"), (("f",), 0)),
     **dict.fromkeys(("If", "StatelessIf"), (("then_branch", "else_branch"), 1)),
 }
+_BRANCHES = {"If", "StatelessIf"}
 
 # Elements of an eager tensor that is copied into a graph and not captured (TensorFlow's own bound).
 _COPIED = 128
@@ -78,9 +79,9 @@ class Expressions:
     """Numbers tensors by what they compute: equal numbers, equal values.
 
     Two tensors get one number if the same ops make them from the same inputs; an op with a state
-    of its own (a random number, the value of a variable that the step may set), a call of what has
-    one and a branch equal themselves alone. A tensor that a branch or a loop captures has the
-    number it has outside.
+    of its own (a random number, the value of a variable that the step may set) and a call of what
+    has one equal themselves alone, and so do branches of such. A tensor that a branch or a loop
+    captures has the number it has outside.
     """
 
     def __init__(self) -> None:
@@ -166,6 +167,8 @@ class Expressions:
     def _made_from(tensor: tf.Tensor) -> Sequence[tf.Tensor]:
         """The tensors that tell the value; none where the tensor equals only itself."""
         op = op_of(tensor)
+        if op is not None and op.type in _BRANCHES and (made := functions_of(op)):
+            return op.inputs[0], *(one.outputs[tensor.value_index] for one in made)
         return () if _equals_only_itself(op) else op.inputs
 
     @staticmethod
@@ -176,6 +179,8 @@ class Expressions:
             value = tensor if op is None else tf.make_ndarray(op.get_attr("value"))
             if tensor.shape.num_elements() <= _COPIED:
                 return tensor.dtype, tuple(tensor.shape), np.asarray(value).tobytes()
+        if inputs and op.type in _BRANCHES:
+            return "If", inputs  # of whatever names its functions are
         if _equals_only_itself(op):
             return tensor.ref()
         attributes = tuple(

@@ -146,6 +146,8 @@ class _Samples:
       axis: which axis the numbers are of, where the first one is only taken for the samples' as
         long as it is there: of ids that were transposed. None where nobody knows: of any shape
         that they have, the first axis is then taken for the samples'.
+      copied: how many ids of a sample are there several times, one copy after another, on further
+        axes than the first: put in rows of as many, each is a sample.
       ops: how many are done again to make the numbers.
       lost_by: as in `Fed`; empty where the op gives ids that have samples of their own.
     """
@@ -154,6 +156,7 @@ class _Samples:
     numbers: Callable[[], tuple[tf.Tensor, tf.Tensor]]
     made: bool = False
     axis: int | None = 0
+    copied: int | None = None
     ops: int = 0
     lost_by: str = ""
 
@@ -264,7 +267,9 @@ class _Walk:
             plain = any(not one.made and one.axis == 0 for one in first)
             told = [] if plain else [one for one in first if one.made or one.axis != 0]
         if told:
-            return _changed(told[0], lambda x: tf.broadcast_to(x, tf.shape(tensor)))
+            of = _changed(told[0], lambda x: tf.broadcast_to(x, tf.shape(tensor)))
+            is_alone = len(alike) == 1 and width_of(alike[0]) == width_of(tensor)
+            return dataclasses.replace(of, copied=told[0].copied if is_alone else None)
         return self._broadcast(alike, constants, tensor) if found else None
 
     def _broadcast(
@@ -288,13 +293,19 @@ class _Walk:
         kept = reshape_keeps_first_axis(op, tensor)
         if op.type == "Squeeze" and found.first and not kept:
             return None  # what was fed had another axis before the samples'
+        if not kept and found.copied == width_of(tensor) is not None:
+            return dataclasses.replace(_on_first_axis(tensor), made=True)
         # A column may be what was flattened before it was fed.
         column = op.type == "Reshape" and found.first and width_of(before) == 1
         if not kept and (column or found.axis is None):
             return _unknown(tensor, [found])
         reshaped = _changed(found, lambda x: tf.reshape(x, tf.shape(tensor)))
-        axis = 0 if found.axis == 0 else None
-        return dataclasses.replace(reshaped, first=found.first and kept, axis=axis)
+        return dataclasses.replace(
+            reshaped,
+            first=found.first and kept,
+            axis=0 if found.axis == 0 else None,
+            copied=found.copied if kept else None,
+        )
 
     def _transposed(self, op: tf.Operation) -> _Samples | None:
         found = self.samples_in(op.inputs[0])
@@ -312,8 +323,8 @@ class _Walk:
             return None
         found = self.samples_in(before)
         one_row = not found.first and before.shape.rank > 1 and before.shape[0] == 1
-        if one_row and tensor.shape[0] in (None, before.shape[1]):
-            return _unknown(tensor, [found])  # all ids of a batch for each of its samples, perhaps
+        # All ids of a batch for each of its samples, perhaps: for a sample and another, if not.
+        for_each = one_row and tensor.shape[0] in (None, before.shape[1])
         of_rows = tensor.shape.rank > 1 and before.shape[1] == 1 != tensor.shape[1]
 
         def numbers() -> tuple[tf.Tensor, tf.Tensor]:
@@ -328,8 +339,15 @@ class _Walk:
                 samples, number = copy * number + samples, number * (shape[0] // rows)
             return _apart(samples, number) if of_rows else (samples, number)
 
-        ops = found.ops + 1
-        return dataclasses.replace(found, numbers=_once(numbers), made=True, axis=0, ops=ops)
+        return dataclasses.replace(
+            found,
+            first=found.first or for_each,
+            numbers=_once(numbers),
+            made=True,
+            axis=0,
+            copied=width_of(before) if found.first and _follow(before, tensor) else None,
+            ops=found.ops + 1,
+        )
 
     def _joined(self, op: tf.Operation, tensor: tf.Tensor) -> _Samples | None:
         parts, axis = joined_by(op), axis_of_join(op)
@@ -363,11 +381,9 @@ class _Walk:
     def _are_copies(self, op: tf.Operation, parts: Sequence[tf.Tensor]) -> bool:
         """Whether rows are put under themselves, b×n or b×1×n each; b×1 make lists."""
         is_row = op.type == "Pack" or parts[0].shape[1] == 1
-        return (
-            is_row
-            and op.outputs[0].shape.rank > 2
-            and len(parts) > 1 == len({self.of.ids(part) for part in parts})
-        )
+        if len(parts) < 2 or not is_row or op.outputs[0].shape.rank < 3:
+            return False
+        return len({self.of.ids(part) for part in parts}) == 1
 
     def _copied(self, op: tf.Operation, tensor: tf.Tensor, found: _Samples) -> _Samples:
         def copies(x: tf.Tensor) -> tf.Tensor:
@@ -382,7 +398,10 @@ class _Walk:
         self, op: tf.Operation, tensor: tf.Tensor, found: Sequence[_Samples]
     ) -> _Samples | None:
         """Of parts that are joined in each row: where rows are copies, each is a sample."""
-        parts, axis = joined_by(op), axis_of_join(op)
+        axis = axis_of_join(op)
+        given = list(zip(joined_by(op), found, strict=True))
+        given = [(p, one) for p, one in given if not self.of.is_constant(p)] or given
+        parts, found = map(list, zip(*given, strict=True))
         plain = [one.first and not one.made and one.axis == 0 for one in found]
         wide = any(width_of(part) != 1 for part, is_so in zip(parts, plain, strict=True) if is_so)
         if all(plain) or wide:
@@ -501,7 +520,9 @@ def _changed(
         return change(samples), number
 
     first = found.first if first is None else first
-    return _Samples(first, _once(numbers), found.made, found.axis, found.ops + 1, found.lost_by)
+    return dataclasses.replace(
+        found, first=first, numbers=_once(numbers), ops=found.ops + 1, copied=None
+    )
 
 
 def _once(numbers: Callable[[], tuple[tf.Tensor, tf.Tensor]]) -> Any:
@@ -532,3 +553,10 @@ def _value_of(constant: tf.Tensor) -> Any:
     value = tf.get_static_value(op.inputs[1] if filled else constant)
     values = [] if value is None else np.unique(value)
     return values[0] if len(values) == 1 else None
+
+
+def _follow(row: tf.Tensor, copies: tf.Tensor) -> bool:
+    """Whether the copies of what each row of b×… holds come one after another."""
+    axes = zip(row.shape[1:], copies.shape[1:], strict=True)
+    grown = [i for i, (one, many) in enumerate(axes) if one != many or many is None]
+    return all(size == 1 for size in row.shape[1 : 1 + grown[-1]]) if len(grown) == 1 else False
