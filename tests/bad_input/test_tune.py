@@ -54,6 +54,7 @@ OPTIONS = [
     ("--batch-size 141", ["must not exceed the training rows", "141, 140 rows"]),
     ("--batch-size 127", ["must not exceed the rows that are left", "127, 126 of 140"]),
     ("--model ffm", ["model must be one of lr, fm", "'ffm'"]),
+    ("--model fm --mlp 8", ["--mlp belongs to wide_and_deep", "model='fm'"]),
     ("--model fm --mlp 0", ["mlp must be at least one positive whole number"]),
     ("--cross-layers 2", ["cross_layers belongs to dcn, dcn_v2", "model='deepfm'"]),
     ("--combiner tags=sum", ["combiner must name each list column: genres", "tags"]),

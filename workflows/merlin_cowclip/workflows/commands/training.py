@@ -6,7 +6,7 @@ import argparse
 import json
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -385,6 +385,7 @@ def train_config(arguments: argparse.Namespace, tuned: TrainConfig | None = None
         before = values.get("base")
         values["base"] = {**(before if isinstance(before, dict) else {}), **base}
     config = TrainConfig.from_dict(values)
+    check_network(config.model, given)
     for name in ("clip_ratio", "clip_floor"):
         if name in base and config.tuned.clip not in ADAPTIVE_CLIPS:
             raise UserError(
@@ -392,6 +393,25 @@ def train_config(arguments: argparse.Namespace, tuned: TrainConfig | None = None
                 f"Received: it with clip={config.tuned.clip!r}. Leave it out, or choose one of them"
             )
     return config
+
+
+def check_network(model: str, said: Iterable[str]) -> None:
+    """Refuse options of which a network makes nothing, as `lr` of the layers of others.
+
+    Args:
+        model: a name in `NETWORKS`.
+        said: options of the command line, by their names in Python.
+
+    Raises:
+        UserError: names the first, and the networks that have such a part.
+    """
+    unused = (n for n in said if (option := NETWORKS[model].get(n)) and not option.used)
+    for name in unused:
+        having = [m for m, options in NETWORKS.items() if name in options and options[name].used]
+        raise UserError(
+            f"--{name.replace('_', '-')} belongs to {', '.join(having)}. Received: it with "
+            f"model={model!r}. Leave it out, or choose another network"
+        )
 
 
 def _base_of(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from merlin_cowclip.workflows.commands.training import add_network
+from merlin_cowclip.workflows.commands.training import add_network, check_network
 from merlin_cowclip.workflows.commands.values import by_field
 from merlin_cowclip.workflows.errors import Notice, UserError
 from merlin_cowclip.workflows.study.configuration import BASE_OPTIONS, NETWORK, TuneConfig
@@ -157,4 +157,6 @@ def tune_config(arguments: argparse.Namespace) -> TuneConfig:
         values["base"], before = Tuned.open(arguments.base).train_config(), {}
     elif base:
         values["base"] = {**(values.get("base") or {}), **base}
-    return TuneConfig.from_dict({**values, "network": {**before, **network}})
+    config = TuneConfig.from_dict({**values, "network": {**before, **network}})
+    check_network(config.network["model"], network)
+    return config

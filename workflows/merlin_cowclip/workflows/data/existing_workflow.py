@@ -140,10 +140,12 @@ class Pipeline:
         cls, folder: Path, parts: dict[str, list[ParquetFile]], label: str, name: str
     ) -> Pipeline:
         """Load a workflow and read its schema, or refuse it."""
-        from merlin_cowclip.workflows.data.row_for_row import moving  # it imports NVTabular
+        from merlin_cowclip.workflows.data.replaced_columns import check_columns_are_their_own
+        from merlin_cowclip.workflows.data.row_for_row import moving  # they import NVTabular
 
         workflow = load_workflow(folder)
         refuse_shared_files(workflow, folder)
+        check_columns_are_their_own(workflow, folder)
         stored = parts["train"][0].schema
         notes: list[str] = []
         columns = input_columns(workflow, parts["train"][0], label, notes)
