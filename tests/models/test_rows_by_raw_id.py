@@ -170,6 +170,14 @@ def test_a_float_that_may_have_been_another_id_is_refused(known, kind):
     assert encode(pd.Series([1e17], index=[3]), [1e17, 1e18]).tolist() == [3, 2]  # is of floats
 
 
+def test_text_of_floats_as_python_writes_them():
+    """As in a CSV log that pandas wrote of integers beside a missing one."""
+    known = pd.Series([104.0, 0.5, 2.0**60], index=[3, 4, 5])
+    given = ["104.0", "104", "0.5", "-0.0", "0104", "1.0"]
+    assert encode(known, given).tolist() == [3, 3, 4, 2, 2, 2]
+    assert encode(known.astype("int64"), ["104.0", "104"]).tolist() == [2, 3]
+
+
 @pytest.mark.parametrize("kind", ["Float64", pd.ArrowDtype(pa.float64()), "float64", object])
 def test_floats_with_a_missing_one_in_any_type(kind):
     known = pd.Series([0.5, 7.0], index=[3, 4])

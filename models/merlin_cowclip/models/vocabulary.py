@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import decimal
+import functools
 import numbers
 import os
 import re
@@ -143,7 +144,8 @@ def encode(
     # As objects: pandas would make integers beside a missing one floats, and large ones inexact.
     known = pd.Index(vocabulary.astype(object), dtype=object)
     if vocabulary.dtype.kind in "iuf":
-        held = held.map(_as_number)
+        of_floats = vocabulary.dtype.kind == "f"
+        held = held.map(functools.partial(_as_number, of_floats=of_floats))
     elif pd.api.types.infer_dtype(known) == "string":
         if prepared:
             held = _text_of_parquet(held, known)
@@ -295,13 +297,16 @@ def _form(text: str) -> str:
     return re.sub(r"\d", "0", re.sub(r"^-?\d+(?=\.|$)", "0", text))
 
 
-def _as_number(raw: Any) -> Any:
+def _as_number(raw: Any, *, of_floats: bool) -> Any:
     """A raw id for a vocabulary of numbers; text that is no number's own stays what it is."""
     text = _as_text(raw)
     if not isinstance(raw, (str, bool, np.bool_)):
         return raw
     for number in (int, float):
         with contextlib.suppress(ValueError):
-            if _as_text(number(text)) == text:
-                return number(text)
+            value = number(text)
+            # Among floats as Python writes one, "7.0"; a large one may be another, rounded.
+            is_written_so = of_floats and str(value) == text and abs(value) < 2**53
+            if _as_text(value) == text or is_written_so:
+                return value
     return text

@@ -52,7 +52,8 @@ class Samples:
       made: whether there are more samples than the ids' first ones: repeated, or of several joined.
       axis: which axis the numbers are of, where the first one is only taken for the samples' as
         long as it is there: of ids that were transposed. None where nobody knows: of any shape
-        that they have, the first axis is then taken for the samples'.
+        that they have, the first axis is then taken for the samples'; of copies that are put in one
+        vector the numbers.
       copied: how many ids of a sample are there several times, one copy after another, on further
         axes than the first: put in rows of as many, each is a sample.
       ops: how many are done again to make the numbers.
@@ -173,6 +174,8 @@ class SampleNumbers:
         if first and width_of(tensor) != 1:  # else a column may be what was flattened
             plain = any(not one.made and one.axis == 0 for one in first)
             told = [] if plain else [one for one in first if one.made or one.axis != 0]
+        if told and not first and len(alike) == 1 and tensor.shape[0] != 1 == alike[0].shape[0]:
+            return self._repeated(alike[0], tensor)  # put in each row
         if told:
             of = _changed(told[0], lambda x: tf.broadcast_to(x, tf.shape(tensor)))
             is_alone = len(alike) == 1 and width_of(alike[0]) == width_of(tensor)
@@ -204,9 +207,11 @@ class SampleNumbers:
             return dataclasses.replace(_on_first_axis(tensor), made=True)
         # A column may be what was flattened before it was fed.
         column = op.type == "Reshape" and found.first and width_of(before) == 1
-        if not kept and (column or found.axis is None):
-            return _unknown(tensor, [found])
         reshaped = _changed(found, lambda x: tf.reshape(x, tf.shape(tensor)))
+        if not kept and (column or found.axis is None):
+            if column or not found.made:
+                return _unknown(tensor, [found])
+            return dataclasses.replace(reshaped, first=width_of(tensor) != 1)
         return dataclasses.replace(
             reshaped,
             first=found.first and kept,
@@ -251,7 +256,7 @@ class SampleNumbers:
             first=found.first or for_each,
             numbers=_once(numbers),
             made=True,
-            axis=0,
+            axis=None if for_each else 0,
             copied=width_of(before) if found.first and _follow(before, tensor) else None,
             ops=found.ops + 1,
         )
@@ -314,14 +319,16 @@ class SampleNumbers:
         if all(plain) or wide:
             return None
         made = sorted((one for one in found if one.made), key=lambda one: one.first)
-        if not made or any(one.axis is None for one in found):
+        if not made:
             return _unknown(tensor, found)
 
         def all_along(x: tf.Tensor) -> tf.Tensor:
             one = tf.expand_dims(x, axis) if op.type == "Pack" else tf.gather(x, [0], axis=axis)
             return tf.broadcast_to(one, tf.shape(tensor))
 
-        return dataclasses.replace(_changed(made[0], all_along), lost_by=_lost_of(found))
+        beside = dataclasses.replace(_changed(made[0], all_along), lost_by=_lost_of(found))
+        unknown = any(one.axis is None for one in found)
+        return dataclasses.replace(beside, first=True, axis=None) if unknown else beside
 
     def are_of_one(self, parts: Sequence[tf.Tensor]) -> bool:
         """Whether they are parts of one tensor, each another, whose samples are not an axis."""

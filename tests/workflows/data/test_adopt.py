@@ -548,6 +548,24 @@ def test_hashed_ids_are_those_of_one_pipeline(tmp_path):
             run.check_vocabulary(more)
 
 
+@pytest.mark.parametrize("shuffled", [True, False])
+def test_ids_in_other_rows_are_noted(tmp_path, shuffled):
+    """NVTabular's, of a frame as scikit-learn splits it, where some ids are missing."""
+    random = np.random.default_rng(8)
+    log = pd.DataFrame({"city": random.integers(0, 9, 400), "click": random.integers(0, 2, 400)})
+    log["city"] = log["city"].map(lambda i: None if i == 3 else f"c{i}")
+    log = log.sample(frac=1, random_state=2)
+    log = log if shuffled else log.reset_index(drop=True)
+    cities = ["city"] >> ops.Categorify(out_path=str(tmp_path / "fitted"))
+    workflow = nvt.Workflow(cities + (["click"] >> ops.AddMetadata(tags=TARGET)))
+    workflow.fit(Dataset(log)).save(str(tmp_path / "workflow"))
+    (tmp_path / "train").mkdir()
+    made = workflow.transform(Dataset(log)).to_ddf().compute()
+    made.to_parquet(tmp_path / "train" / "part.parquet", index=False)
+    notes = quick(tmp_path, tmp_path / "data").record["notes"]
+    assert [note.split(" are ")[0] for note in notes] == ["ids of 'city'"] * shuffled
+
+
 def test_counts_of_other_rows_are_noted(bare, tmp_path):
     first = bare / "train" / "part_0.parquet"
     data = quick(bare, tmp_path / "data", parquet=first)

@@ -18,6 +18,7 @@ LOG = pd.DataFrame(
     {
         **{name: RANDOM.integers(0, n, ROWS) for name, n in dict(user=60, item=9, city=7).items()},
         "price": RANDOM.random(ROWS),
+        "day": [f"2024-03-{day:02}" for day in RANDOM.integers(1, 29, ROWS)],
         "click": RANDOM.integers(0, 2, ROWS),
     }
 )
@@ -40,7 +41,23 @@ def scaled_not():
     return ["price", "city"] >> ops.AddMetadata()
 
 
+def days():
+    """Which takes no row but such as the log has."""
+    day = ["day"] >> ops.LambdaOp(lambda c: pd.to_datetime(c, format="%Y-%m-%d").dt.dayofweek)
+    return day >> ops.Rename(name="weekday") >> ops.AddMetadata(tags=["continuous"])
+
+
 REPLACED = {
+    "beside an operator of one's own": (
+        lambda out: alone(out, "user") + pairs(out) + days(),
+        "'user'",
+    ),
+    "behind a filter": (
+        lambda out: (
+            alone(out, "user") + (pairs(out) >> ops.Filter(lambda rows: rows.user_city > 2))
+        ),
+        "'user'",
+    ),
     "an id": (lambda out: alone(out, "user", "item") + pairs(out), "'user'"),
     "a number": (scaled, "'city'"),
     "through another operator": (
@@ -49,6 +66,7 @@ REPLACED = {
     ),
 }
 OWN = {
+    "beside an operator of one's own": lambda out: pairs(out) + days() + alone(out, "user"),
     "the pairs first": lambda out: pairs(out) + alone(out, "user", "item"),
     "raw beside": lambda out: alone(out, "item") + scaled_not() + pairs(out),
     "of no other": lambda out: alone(out, "item") + pairs(out),

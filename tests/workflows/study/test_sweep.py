@@ -5,18 +5,20 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
+import warnings
 from pathlib import Path
 
 import pytest
 
 from merlin_cowclip.workflows.commands.main import main
 from merlin_cowclip.workflows.data.etl import prepare
-from merlin_cowclip.workflows.errors import Stopped, UserError
+from merlin_cowclip.workflows.errors import Notice, Stopped, UserError
 from merlin_cowclip.workflows.study import workers
 from merlin_cowclip.workflows.study.claims import Claims
 from merlin_cowclip.workflows.study.studies import STUDIES, Setting
@@ -85,6 +87,27 @@ def test_what_is_there_is_not_trained_again(swept, data, monkeypatch):
     assert sweep(CURVES, data, out, SETTING, progress=False) == table
     shared = Setting((128,), SETTING.values, SMALL, seeds=(1, 2))
     assert "128" in sweep(CURVES, data, out, shared, progress=False)
+
+
+def test_seeds_that_a_study_leaves_out_are_told(swept, data, tmp_path):
+    out = shutil.copytree(swept[0], tmp_path / "out")
+    one = dataclasses.replace(SETTING, seeds=(2,))
+    words = r"curves.json was of --seeds 1,2, and is of 2 from now on.* all of them --seeds 1,2$"
+    with pytest.warns(Notice, match=words):
+        sweep(CURVES, data, out, one, progress=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", Notice)
+        sweep(CURVES, data, out, SETTING, progress=False)  # more are no others
+
+
+def test_times_of_other_jobs_are_told(swept, data, tmp_path):
+    out = shutil.copytree(swept[0], tmp_path / "out")
+    study = dataclasses.replace(CURVES, quantity=STUDIES["time"].quantity)
+    with pytest.warns(Notice, match="^4 runs were trained before with --jobs 2: .* --jobs 1. For"):
+        sweep(study, data, out, SETTING, progress=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", Notice)
+        sweep(study, data, out, SETTING, jobs=2, progress=False)
 
 
 def test_other_data_are_refused(swept, data, tmp_path):

@@ -146,7 +146,7 @@ def _clip(runs: Mapping[DemoRun, Run]) -> Section:
             ]
         )
         if clipped[0]:
-            notes.append(f"`{_name(run)}`: {done.result['clip']}")
+            notes.append(f"`{_name(run)}`, over all epochs: {done.result['clip']}")
     return Section(
         "What the clip did",
         "",

@@ -28,7 +28,7 @@ with quiet_imports():
 def check_columns_are_their_own(workflow: nvt.Workflow, folder: Path) -> None:
     """Refuse a workflow whose columns are others than its schema says.
 
-    Where the workflow does not take a row of our making, nothing is known.
+    Of an operator that does not take a row of our making it is only known what its schema says.
 
     Args:
       workflow: fitted.
@@ -98,7 +98,12 @@ class _Watching(LocalExecutor):
     ) -> Any:
         if isinstance(node.op, Subgraph):  # which has an executor of its own
             return self.transform(input_data, node.op.graph)
-        return super()._run_node_transform(node, input_data, capture_dtypes, strict)
+        try:
+            made = super()._run_node_transform(node, input_data, capture_dtypes, strict)
+        except Exception:  # whatever the user's own operators raise of a row of ours
+            return a_row(node.output_schema)
+        # A row that was dropped would take its columns along.
+        return made if len(made) else a_row(node.output_schema).reindex(columns=list(made.keys()))
 
 
 def _makes(node: Node, name: str) -> bool:

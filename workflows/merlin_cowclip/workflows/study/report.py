@@ -349,7 +349,7 @@ def _clips(found: Sequence[Outcome]) -> Iterator[str]:
             (seed, result), cell = whole[0], outcome.cell
             rows.setdefault(cell.row, []).append(f"{cell.column} (seed {seed}): {result['clip']}")
     for row, told in rows.items():
-        yield f"What the clip did, `{row}` at " + " / ".join(told)
+        yield f"What the clip did over all epochs, `{row}` at " + " / ".join(told)
 
 
 def _cited(dataset: str, columns: Sequence[str]) -> Iterator[list[str]]:

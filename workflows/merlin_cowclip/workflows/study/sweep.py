@@ -11,6 +11,7 @@ import dataclasses
 import json
 import signal
 import statistics
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,7 @@ from merlin_cowclip.workflows.checks import check_whole
 from merlin_cowclip.workflows.data.datasets import check_input_names
 from merlin_cowclip.workflows.data.prepared import PreparedData
 from merlin_cowclip.workflows.data.top_ids import keep_top_ids
-from merlin_cowclip.workflows.errors import Stopped, UserError
+from merlin_cowclip.workflows.errors import Notice, Stopped, UserError
 from merlin_cowclip.workflows.folders import (
     all_or_nothing,
     begun_before,
@@ -33,7 +34,7 @@ from merlin_cowclip.workflows.progress import progress_bar
 from merlin_cowclip.workflows.quiet import quiet_imports
 from merlin_cowclip.workflows.study import occurrences
 from merlin_cowclip.workflows.study.claims import Claims, alone_in
-from merlin_cowclip.workflows.study.studies import TOP, Cell, Quantity, Setting, Study
+from merlin_cowclip.workflows.study.studies import MINUTES, TOP, Cell, Quantity, Setting, Study
 from merlin_cowclip.workflows.study.workers import DIVERGED, Task, work_off
 from merlin_cowclip.workflows.training.configuration import TrainConfig
 from merlin_cowclip.workflows.training.runs import RESULT, columns_of, identity_of
@@ -105,6 +106,7 @@ def sweep(
     with Claims(out / CLAIMS).alone():  # what two sweeps would write at the same time
         homes = _homes(out, data, cells, progress=progress)
         (out / STUDIES_).mkdir(exist_ok=True)
+        _tell_of_others(out / STUDIES_ / f"{study.name}.json", record)
         write_json(out / STUDIES_ / f"{study.name}.json", record)
         if not cells:
             return occurrences.count(data, out, setting.batch_sizes, progress=progress)
@@ -118,6 +120,8 @@ def sweep(
             tasks[name] = Task(*place, identity_of(home), config.to_dict(), jobs)
     (out / RUNS).mkdir(exist_ok=True)
     todo = [task for task in tasks.values() if not task.is_done]
+    if study.quantity is MINUTES:
+        _tell_of_other_jobs([task for task in tasks.values() if task.is_done], jobs)
     with progress_bar("sweep", len(tasks), " runs", show=progress) as bar:
         bar.update(len(tasks) - len(todo))
         try:
@@ -133,6 +137,39 @@ def sweep(
                 error.number if isinstance(error, Stopped) else signal.SIGINT,
             ) from None
     return table(study, _outcomes(out, record))  # not what another sweep has written meanwhile
+
+
+def _tell_of_others(place: Path, record: Mapping[str, Any]) -> None:
+    """Warn of seeds and batch sizes of which a study was, and is no more."""
+    if not place.exists():
+        return
+    before = _read(place)
+    for key, option in (("seeds", "--seeds"), ("batch_sizes", "--batch-sizes")):
+        given = record[key]
+        left = [value for value in before.get(key, []) if value not in given]
+        if left:
+            together = ",".join(map(str, [*left, *given]))
+            warnings.warn(
+                f"{place} was of {option} {','.join(map(str, before[key]))}, and is of "
+                f"{','.join(map(str, given))} from now on: its table and report leave the others "
+                f"out, whose runs are kept. For all of them {option} {together}",
+                Notice,
+                stacklevel=3,
+            )
+
+
+def _tell_of_other_jobs(done: Iterable[Task], jobs: int) -> None:
+    """Warn of runs whose times are those of another number of processes side by side."""
+    results = [read_result(task.run) for task in done if (task.run / RESULT).exists()]
+    others = [result["jobs"] for result in results if result.get("jobs", jobs) != jobs]
+    if others:
+        found = ", ".join(map(str, sorted(set(others))))
+        warnings.warn(
+            f"{len(others)} runs were trained before with --jobs {found}: their times are of that, "
+            f"and not measured anew with --jobs {jobs}. For times of it sweep into another folder",
+            Notice,
+            stacklevel=3,
+        )
 
 
 def run_name(config: TrainConfig, data: str) -> str:
