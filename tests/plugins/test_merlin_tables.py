@@ -320,6 +320,9 @@ LOST = {
         tf.concat([tf.sort(tf.reshape(ids, [-1, 1]), axis=0), tf.reshape(ids, [-1, 1])], axis=1)
     ),
     "mapped when unique": mapped_when_unique,
+    "of what a network makes": lambda t, ids: t(
+        tf.argmax(tf.one_hot(tf.reshape(ids, [-1]), 6), axis=-1)
+    ),
 }
 
 
@@ -463,6 +466,9 @@ CANDIDATES = {
     ),
     "repeated": lambda items, n: tf.repeat(items[tf.newaxis], n, axis=0),
     "broadcast": lambda items, n: tf.reshape(tf.broadcast_to(items[tf.newaxis], [n, n]), [n, -1]),
+    "without a sample's own": lambda items, n: tf.where(
+        tf.eye(n, dtype=tf.bool), tf.constant(5, tf.int64), items[tf.newaxis]
+    ),
     "repeated, without a sample's own": lambda items, n: tf.where(
         tf.eye(n, dtype=tf.bool),
         tf.constant(5, tf.int64),

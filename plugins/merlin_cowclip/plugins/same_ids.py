@@ -88,6 +88,7 @@ class Expressions:
         self._numbers: dict[Any, int] = {}
         self._of_tensors: dict[Any, int] = {}
         self._captures: dict[int, dict[Any, Any]] = {}
+        self._constant: dict[bool, dict[Any, bool]] = {True: {}, False: {}}
 
     def number(self, tensor: tf.Tensor) -> int:
         """The number of the tensor's value."""
@@ -133,20 +134,30 @@ class Expressions:
 
     def is_constant(self, tensor: tf.Tensor, *, or_by_chance: bool = True) -> bool:
         """Whether no sample has a part in it: it is of constants, variables, shapes or chance."""
-        waiting, seen = [tensor], set()
+        known = self._constant[or_by_chance]
+        waiting, begun = [self.outside(tensor)], set[Any]()  # a loop may come back to one
         while waiting:
-            tensor = self.outside(waiting.pop())
-            op = op_of(tensor)
-            if op is None or tensor.ref() in seen or op.type in _OF_NO_SAMPLE:
+            last = waiting[-1]
+            made_of = self._no_samples_if(last, or_by_chance=or_by_chance)
+            missing = [i for i in made_of or () if i.ref() not in known]
+            if missing and last.ref() not in begun:
+                begun.add(last.ref())
+                waiting += missing
                 continue
-            seen.add(tensor.ref())
-            by_chance = op.type.startswith(_BY_CHANCE)
-            if not op.inputs or (op.op_def.is_stateful and not by_chance):
-                return False
-            if by_chance and not or_by_chance:
-                return False
-            waiting += op.inputs
-        return True
+            waiting.pop()
+            is_one = made_of is not None and all(known.get(i.ref(), True) for i in made_of)
+            known.setdefault(last.ref(), is_one)
+        return known[self.outside(tensor).ref()]
+
+    def _no_samples_if(self, tensor: tf.Tensor, *, or_by_chance: bool) -> list[tf.Tensor] | None:
+        """What must be constant for a tensor to be so; `None` if it is not in any case."""
+        op = op_of(tensor)
+        if op is None or op.type in _OF_NO_SAMPLE:
+            return []
+        by_chance = op.type.startswith(_BY_CHANCE)
+        if not op.inputs or (op.op_def.is_stateful and not by_chance):
+            return None
+        return None if by_chance and not or_by_chance else list(map(self.outside, op.inputs))
 
     def outside(self, tensor: tf.Tensor) -> tf.Tensor:
         """The tensor of an outer graph that this one stands for, if it does."""

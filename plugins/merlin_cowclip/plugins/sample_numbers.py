@@ -36,7 +36,8 @@ _TOLD = (
     | KEEPING
     | UNIQUE
     | set(PICKING)
-    | {"BroadcastTo", "ConcatV2", "ExpandDims", "Pack", "Reshape", "Squeeze", "Tile", "Transpose"}
+    | {"BroadcastTo", "ConcatV2", "ExpandDims", "OneHot", "Pack", "Reshape", "Squeeze", "Tile"}
+    | {"Transpose"}
 )
 _MOST = 100  # ops in a row that are done again: by recursion, of some frames of Python each
 
@@ -146,6 +147,8 @@ class SampleNumbers:
             return self._of_elements(op, tensor)
         if op.type in _BY_INDEX:
             return self._mapped(op.inputs[1], tensor)
+        if op.type == "OneHot":
+            return self._mapped(op.inputs[0], tensor) if op.get_attr("axis") == -1 else None
         if op.type in KEEPING:
             return self.samples_in(op.inputs[tensor.value_index if op.type == "IdentityN" else 0])
         if op.type in UNIQUE:  # where each id is among the unique ones
@@ -174,12 +177,13 @@ class SampleNumbers:
         if first and width_of(tensor) != 1:  # else a column may be what was flattened
             plain = any(not one.made and one.axis == 0 for one in first)
             told = [] if plain else [one for one in first if one.made or one.axis != 0]
-        if told and not first and len(alike) == 1 and tensor.shape[0] != 1 == alike[0].shape[0]:
-            return self._repeated(alike[0], tensor)  # put in each row
+        is_alone = len(alike) == 1 and not first
+        if told and is_alone and tensor.shape[0] != 1 and _may_be_for_each(alike[0], tensor):
+            return self._repeated(alike[0], tensor)
         if told:
             of = _changed(told[0], lambda x: tf.broadcast_to(x, tf.shape(tensor)))
-            is_alone = len(alike) == 1 and width_of(alike[0]) == width_of(tensor)
-            return dataclasses.replace(of, copied=told[0].copied if is_alone else None)
+            as_wide = len(alike) == 1 and width_of(alike[0]) == width_of(tensor)
+            return dataclasses.replace(of, copied=told[0].copied if as_wide else None)
         return self._broadcast(alike, constants, tensor) if found else None
 
     def _broadcast(
@@ -234,9 +238,7 @@ class SampleNumbers:
         if before.shape.rank != tensor.shape.rank:
             return None
         found = self.samples_in(before)
-        one_row = not found.first and before.shape.rank > 1 and before.shape[0] == 1
-        # All ids of a batch for each of its samples, perhaps: for a sample and another, if not.
-        for_each = one_row and tensor.shape[0] in (None, before.shape[1])
+        for_each = not found.first and _may_be_for_each(before, tensor)
         of_rows = tensor.shape.rank > 1 and before.shape[1] == 1 != tensor.shape[1]
 
         def numbers() -> tuple[tf.Tensor, tf.Tensor]:
@@ -467,6 +469,13 @@ def _value_of(constant: tf.Tensor) -> Any:
     value = tf.get_static_value(op.inputs[1] if filled else constant)
     values = [] if value is None else np.unique(value)
     return values[0] if len(values) == 1 else None
+
+
+def _may_be_for_each(row: tf.Tensor, copies: tf.Tensor) -> bool:
+    """Whether all ids of a batch, 1×b×…, are put there for each sample: b×b×…, perhaps."""
+    if row.shape.rank < 2 or row.shape[0] != 1:
+        return False
+    return copies.shape[0] in (None, row.shape[1])
 
 
 def _follow(row: tf.Tensor, copies: tf.Tensor) -> bool:
