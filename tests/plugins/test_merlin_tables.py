@@ -320,6 +320,13 @@ LOST = {
         tf.concat([tf.sort(tf.reshape(ids, [-1, 1]), axis=0), tf.reshape(ids, [-1, 1])], axis=1)
     ),
     "mapped when unique": mapped_when_unique,
+    "one by one": lambda t, ids: t(tf.map_fn(lambda i: i * 1, tf.reshape(ids, [-1]))),
+    "of one of several": lambda t, ids: t(
+        tf.switch_case(
+            tf.cast(ids[0, 0] * 0, tf.int32),
+            [lambda: tf.reshape(ids, [-1]), lambda: tf.reshape(ids + 1, [-1])],
+        )
+    ),
     "of what a network makes": lambda t, ids: t(
         tf.argmax(tf.one_hot(tf.reshape(ids, [-1]), 6), axis=-1)
     ),
@@ -337,6 +344,10 @@ NOT_LOST = {
         tf.gather(tf.sort(tf.reshape(ids, [-1])), tf.random.uniform([2], 0, 12, tf.int32))
     ),
     "of a branch": lambda t, ids: t(tf.cond(ids[0, 0] > 3, lambda: ids + 0, lambda: ids)),
+    "of one of several": lambda t, ids: t(
+        tf.switch_case(tf.cast(ids[0, 0] * 0, tf.int32), [lambda: ids + 0, lambda: ids])
+    ),
+    "lists one by one": lambda t, ids: t(tf.map_fn(lambda row: row * 1, ids)),
     "of a function": lambda t, ids: t(of_ones_own(ids)),
     "in lists again": lambda t, ids: t(tf.RaggedTensor.from_tensor(ids, padding=5).to_tensor()),
     "sorted in their lists": lambda t, ids: t(tf.sort(ids)),

@@ -66,8 +66,9 @@ UNIQUE = {"Unique", "UniqueV2", "UniqueWithCounts", "UniqueWithCountsV2"}
 _CALLS: dict[str, tuple[tuple[str, ...], int]] = {
     **dict.fromkeys(("PartitionedCall", "StatefulPartitionedCall"), (("f",), 0)),
     **dict.fromkeys(("If", "StatelessIf"), (("then_branch", "else_branch"), 1)),
+    **dict.fromkeys(("Case", "StatelessCase"), (("branches",), 1)),
 }
-_BRANCHES = {"If", "StatelessIf"}
+_BRANCHES = {"Case", "If", "StatelessCase", "StatelessIf"}
 
 # Elements of an eager tensor that is copied into a graph and not captured (TensorFlow's own bound).
 _COPIED = 128
@@ -191,7 +192,7 @@ class Expressions:
             if tensor.shape.num_elements() <= _COPIED:
                 return tensor.dtype, tuple(tensor.shape), np.asarray(value).tobytes()
         if inputs and op.type in _BRANCHES:
-            return "If", inputs  # of whatever names its functions are
+            return op.type.removeprefix("Stateless"), inputs  # of whatever names its functions are
         if _equals_only_itself(op):
             return tensor.ref()
         attributes = tuple(
@@ -372,7 +373,9 @@ def before_joining(indices: tf.Tensor, of: Expressions) -> tf.Tensor | None:
 def functions_of(op: tf.Operation) -> list[Any]:
     """The graphs of the functions that an op calls: of branches, or of one; as far as known."""
     names, _ = _CALLS.get(op.type, ((), 0))
-    called = [op.graph._get_function(op.get_attr(name).name) for name in names]
+    given = [op.get_attr(name) for name in names]
+    functions = [f for one in given for f in (one if isinstance(one, list) else [one])]
+    called = [op.graph._get_function(function.name) for function in functions]
     return [one.graph for one in called if getattr(one, "graph", None) is not None]
 
 

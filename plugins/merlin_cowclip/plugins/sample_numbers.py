@@ -129,8 +129,8 @@ class SampleNumbers:
             if made.lost_by or not made.first:
                 return str(op.name)
         for i in op.inputs:
-            rank = tensor.shape.rank
-            if None not in (rank, i.shape.rank) and rank > i.shape.rank:
+            ranks = tensor.shape.rank, i.shape.rank
+            if None not in ranks and ranks[0] > ranks[1] and i.dtype != tf.variant:
                 continue
             found = self.samples_in(i)
             if found.lost_by:
