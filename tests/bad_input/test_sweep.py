@@ -30,6 +30,7 @@ OPTIONS = [
     ("--batch-sizes 32 --epochs 0", ["epochs must be a positive whole number"]),
     ("--batch-sizes 32 --update eager", ["update must be one of exact, lazy, deferred"]),
     ("--batch-sizes 32 --l2 -1", ["l2 must be a number that is not negative"]),
+    ("--batch-sizes 32 --model lr --mlp 8", ["--mlp belongs to wide_and_deep", "model='lr'"]),
     ("--batch-sizes 32 --model ffm", ["model must be one of lr, fm", "'ffm'"]),
     ("--batch-sizes 32 --combiner genres=max", ["combiner must be one of", "'max'"]),
     ("--batch-sizes 32 --combiner =sum", ["--combiner must be FIELD=VALUE", "'=sum'"]),

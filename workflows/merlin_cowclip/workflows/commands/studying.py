@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from merlin_cowclip.plugins.scaling import K
-from merlin_cowclip.workflows.commands.training import add_network
+from merlin_cowclip.workflows.commands.training import add_network, check_network
 from merlin_cowclip.workflows.commands.tuning import found_by
 from merlin_cowclip.workflows.commands.values import add_schedules, by_field, numbers, schedules_of
 from merlin_cowclip.workflows.errors import UserError
@@ -111,6 +111,9 @@ def _setting(arguments: argparse.Namespace, data: PreparedData) -> Setting:
     values = {name: getattr(arguments, name) for name in VALUES}
     values = {name: value for name, value in values.items() if value is not None}
     given = {k: v for k, v in given.items() if v is not None} | schedules_of(arguments)
+    networks = find_study(arguments.study).networks
+    if "model" in given and not networks:
+        check_network(given["model"], given)
     tuned = None if arguments.base is None else found_by(arguments.base, data)
     found = [found_by(path, data) for path in arguments.tuned or ()]
     sizes, seeds = arguments.batch_sizes, arguments.seeds
@@ -119,7 +122,6 @@ def _setting(arguments: argparse.Namespace, data: PreparedData) -> Setting:
         sizes = batch_sizes(base, data.rows["train"])
     if tuned is None:
         return Setting(sizes, values, given, seeds, found=found)
-    networks = find_study(arguments.study).networks
     return Setting.of_tune(tuned, sizes, values, given, networks=networks, seeds=seeds, found=found)
 
 

@@ -399,13 +399,14 @@ def check_network(model: str, said: Iterable[str]) -> None:
     """Refuse options of which a network makes nothing, as `lr` of the layers of others.
 
     Args:
-        model: a name in `NETWORKS`.
+        model: its name.
         said: options of the command line, by their names in Python.
 
     Raises:
         UserError: names the first, and the networks that have such a part.
     """
-    unused = (n for n in said if (option := NETWORKS[model].get(n)) and not option.used)
+    its = NETWORKS.get(model, {})  # another name is refused elsewhere
+    unused = (name for name in said if name in its and not its[name].used)
     for name in unused:
         having = [m for m, options in NETWORKS.items() if name in options and options[name].used]
         raise UserError(

@@ -24,7 +24,7 @@ from merlin_cowclip.workflows.data.encoded_rows import (
     checked_ids,
     checked_labels,
 )
-from merlin_cowclip.workflows.data.encoding import PADDING, UNKNOWN
+from merlin_cowclip.workflows.data.encoding import MISSING, PADDING, UNKNOWN
 from merlin_cowclip.workflows.data.existing_parquet import (
     PARTS,
     ParquetFile,
@@ -163,20 +163,21 @@ def _save(
         raw = pa.nulls(0, pa.string()) if vocabulary is None else vocabulary.raw()
         write_counts(folder / "counts", name, counts, raw)
     save_schema(pipeline.schema, folder, pipeline.bucketed)
-    other, misplaced = _counted_otherwise(pipeline, scan)
+    other = _counted_otherwise(pipeline, scan)
     notes = list(pipeline.notes)
-    if misplaced:
-        notes.append(
-            f"ids of {quoted(misplaced)} are as many as the workflow was fitted on, but others: "
-            "where a pandas frame's index is not 0, 1, 2, … NVTabular puts ids into other rows if "
-            "some are missing. If one went in, give it as Dataset(frame.reset_index(drop=True)), "
-            "and write the parquet again"
-        )
     if other:
-        notes.append(
+        note = (
             "counts are those of the training rows; the workflow's own, of the rows it was fitted "
             f"on, differ for {quoted(other)}"
         )
+        if any(scan.counts[name][[MISSING, UNKNOWN]].any() for name in other):
+            note += (
+                ". If these are the rows that it was fitted on, their ids are other rows': so "
+                "NVTabular writes them, where some are missing, of a pandas frame whose index is "
+                "not 0, 1, 2, …. Then give it as Dataset(frame.reset_index(drop=True)), fit again, "
+                "write the parquet again, and adopt that"
+            )
+        notes.append(note)
     padded = [
         name
         for name in pipeline.spec.lists
@@ -226,25 +227,21 @@ def _copy_workflow(pipeline: Pipeline, home: Path) -> None:
         workflow.save(str(home.absolute()))
 
 
-def _counted_otherwise(pipeline: Pipeline, scan: _Scan) -> tuple[list[str], list[str]]:
-    """Fields whose counts are not the ones in the workflow's vocabularies.
-
-    Returns:
-      Those of other rows; and those of as many, which are seldom another part of a log.
-    """
+def _counted_otherwise(pipeline: Pipeline, scan: _Scan) -> list[str]:
+    """Fields whose counts are not the ones in the workflow's vocabularies."""
     fields: dict[str, list[str]] = {}
     for field, vocabulary in pipeline.vocabularies.items():
         fields.setdefault(vocabulary.storage, []).append(field)
-    other: list[str] = []
-    misplaced: list[str] = []
+    other = []
     for names in fields.values():
         vocabulary = pipeline.vocabularies[names[0]]
         sizes = vocabulary.sizes()
         counted = np.sum([scan.counts[name] for name in names], axis=0)
-        there = np.sum(counted[UNKNOWN:])  # all but missing ones
-        counted = counted[len(counted) - vocabulary.rows :]
-        if sizes is not None and not np.array_equal(sizes, counted):
-            is_list = bool(set(names) & set(pipeline.spec.lists))
-            as_many = not is_list and np.sum(sizes) == there
-            (misplaced if as_many else other).extend(names)
-    return other, misplaced
+        if sizes is None:
+            continue
+        properties = pipeline.schema[names[0]].properties
+        limits = [properties.get(key) for key in ("freq_threshold", "max_size", "num_buckets")]
+        unseen = not any(limits) and counted[UNKNOWN]  # a fit without limits leaves none out
+        if unseen or not np.array_equal(sizes, counted[len(counted) - vocabulary.rows :]):
+            other += names
+    return other

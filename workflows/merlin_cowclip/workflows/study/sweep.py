@@ -148,11 +148,13 @@ def _tell_of_others(place: Path, record: Mapping[str, Any]) -> None:
         given = record[key]
         left = [value for value in before.get(key, []) if value not in given]
         if left:
-            together = ",".join(map(str, [*left, *given]))
+            together = ",".join(map(str, sorted([*left, *given])))
+            is_base = key == "batch_sizes" and min([*left, *given]) != given[0]
+            base = " (whose first is the base)" if is_base else ""
             warnings.warn(
                 f"{place} was of {option} {','.join(map(str, before[key]))}, and is of "
                 f"{','.join(map(str, given))} from now on: its table and report leave the others "
-                f"out, whose runs are kept. For all of them {option} {together}",
+                f"out, whose runs are kept. For all of them {option} {together}{base}",
                 Notice,
                 stacklevel=3,
             )
