@@ -13,7 +13,8 @@ from tests.warm import Ended, Program, WarmInterpreter
 from .killing import ROOT, START
 
 UPDATES, EVERY = 16, 3  # an epoch's; between two checkpoints
-OPTIONS = ("--batch-size", 256, "--embedding-dim", 4, "--mlp", "8", "--quiet")
+OPTIONS = ("--batch-size", 256, "--quiet")
+OF_DEEP = ("--embedding-dim", 4, "--mlp", "8")  # which logistic regression does not have
 SEVERAL = ("--epochs", 2, "--checkpoint-every", EVERY)
 UNSAVED = ("--no-saved-model",)
 
@@ -35,7 +36,8 @@ class Runs:
 
     def begin(self, run: Path, *options: Any, place: str = "") -> Ended:
         """`train`, to its end."""
-        arguments = ("train", self.data, "--out", run, *OPTIONS, *options)
+        of_network = () if "lr" in options else OF_DEEP
+        arguments = ("train", self.data, "--out", run, *OPTIONS, *of_network, *options)
         return self.start(place, *arguments).end()
 
     def go_on(self, run: Path, *options: Any, place: str = "") -> Ended:

@@ -25,6 +25,7 @@ from merlin_cowclip.workflows.data.prepared import PreparedData
 from merlin_cowclip.workflows.data.synthetic import write_synthetic
 from merlin_cowclip.workflows.training.evaluation import EVALUATION_BATCH, evaluate
 from merlin_cowclip.workflows.training.loader import Loader
+from merlin_cowclip.workflows.training.networks import NETWORKS
 from merlin_cowclip.workflows.training.runs import Run
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_saves")]
@@ -44,8 +45,8 @@ ROWS, EPOCHS, WIDTH = 20_000, 4, 8
 OPTIONS = (
     *("--batch-size", "256", "--base-batch-size", "256", "--epochs", str(EPOCHS)),
     *("--dense-lr", "2e-3", "--embedding-lr", "1e-2"),
-    *("--embedding-dim", str(WIDTH), "--mlp", "32,16"),
 )
+OF_NETWORKS = {"embedding_dim": (str(WIDTH), WIDTH), "mlp": ("32,16", [32, 16])}
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +70,9 @@ def printed(home) -> Callable[[str], str]:
             out = io.StringIO()
             with contextlib.redirect_stdout(out):
                 arguments = [str(home / "data"), "--out", str(home / name), "--model", name]
+                for option, (text, _) in OF_NETWORKS.items():
+                    if NETWORKS[name][option].used:
+                        arguments += [f"--{option.replace('_', '-')}", text]
                 assert main(["train", *arguments, *OPTIONS]) == 0
             done[name] = out.getvalue().splitlines()[-1]
         return done[name]
@@ -94,7 +98,8 @@ def test_the_run(name, home, printed):
         *("config.json", "schema.pbtxt", "workflow", "checkpoints", "logs", "metrics.csv"),
         *("fields.csv", "norms.csv", "model", "result.json", ".lock"),
     }
-    wanted = {"model": name, "embedding_dim": WIDTH, "mlp": [32, 16], "batch_size": 256}
+    wanted = {"model": name, "batch_size": 256}
+    wanted |= {k: value for k, (_, value) in OF_NETWORKS.items() if NETWORKS[name][k].used}
     assert {key: run.config[key] for key in wanted} == wanted
     assert len(run.result["epochs"]) == EPOCHS
     ids = sum(PreparedData.open(home / "data").cardinalities.values())
