@@ -304,6 +304,9 @@ def after(ids, ops):
 LOST = {
     "sorted": lambda t, ids: t(tf.sort(tf.reshape(ids, [-1]))),
     "padded": lambda t, ids: t(tf.pad(tf.reshape(ids, [-1]), [[0, 2]], constant_values=5)),
+    "sorted, and tokens of them": lambda t, ids: t(
+        tf.gather(TOKENS, tf.sort(tf.reshape(ids, [-1])))
+    ),
     "padded, then in columns": lambda t, ids: t(
         tf.reshape(tf.pad(tf.reshape(ids, [-1]), [[0, 2]]), [-1, 1])
     ),

@@ -1,6 +1,6 @@
 """What TensorFlow's ops do to the places of elements, and to their first axis.
 
-`whose_ids.py` follows the ids of samples through them.
+`sample_numbers.py` follows the ids of samples through them.
 """
 
 from __future__ import annotations

@@ -180,7 +180,7 @@ class Expressions:
         """The tensors that tell the value; none where the tensor equals only itself."""
         op = op_of(tensor)
         if op is not None and op.type in _BRANCHES and (made := functions_of(op)):
-            return op.inputs[0], *(one.outputs[tensor.value_index] for one in made)
+            return *op.inputs, *(one.outputs[tensor.value_index] for one in made)
         return () if _equals_only_itself(op) else op.inputs
 
     @staticmethod

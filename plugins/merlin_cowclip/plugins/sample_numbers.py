@@ -267,11 +267,11 @@ class SampleNumbers:
         parts, axis = joined_by(op), axis_of_join(op)
         if axis is None:
             return None
-        if op.type == "Pack" and not axis and all(is_one_sample(p, self) for p in parts):
+        if op.type == "Pack" and not axis and all(self.is_one_sample(p) for p in parts):
             return None
         found = [self.samples_in(part) for part in parts]
         if axis == 1 and self._are_copies(op, parts):
-            return self._copied(op, tensor, found[0])
+            return self._of_copies(op, tensor, found[0])
         apart = axis == 0 and not self.are_of_one(parts)  # each part has samples of its own
         if apart and op.type != "Pack" and all(one.first for one in found):
             return None
@@ -299,7 +299,7 @@ class SampleNumbers:
             return False
         return len({self.of.ids(part) for part in parts}) == 1
 
-    def _copied(self, op: tf.Operation, tensor: tf.Tensor, found: Samples) -> Samples:
+    def _of_copies(self, op: tf.Operation, tensor: tf.Tensor, found: Samples) -> Samples:
         def copies(x: tf.Tensor) -> tf.Tensor:
             row = tf.expand_dims(x, 1) if op.type == "Pack" else x
             return tf.broadcast_to(row, tf.shape(tensor))
@@ -332,6 +332,13 @@ class SampleNumbers:
         unknown = any(one.axis is None for one in found)
         return dataclasses.replace(beside, first=True, axis=None) if unknown else beside
 
+    def is_one_sample(self, part: tf.Tensor) -> bool:
+        """Whether it is an element of a tensor's first axis, as `x[i]` and of `tf.unstack(x)`."""
+        op = op_of(self.of.stripped(part))
+        if op is None or op.type not in ("StridedSlice", "Unpack"):
+            return False
+        return not pick_keeps_first_axis(op, part)
+
     def are_of_one(self, parts: Sequence[tf.Tensor]) -> bool:
         """Whether they are parts of one tensor, each another, whose samples are not an axis."""
         if len({self.of.ids(part) for part in parts}) < len(parts):
@@ -353,7 +360,8 @@ class SampleNumbers:
             return _on_first_axis(tensor)  # by whatever number: of those that have them now
         first = found.first and pick_keeps_first_axis(op, tensor)
         if first and found.axis == 0:  # rows that are picked by number may be copies
-            made = op.type == "GatherV2" and not op.get_attr("batch_dims")
+            by_row = op.type == "GatherV2" and tf.get_static_value(op.inputs[2]) == 0
+            made = by_row and not op.get_attr("batch_dims")
             return dataclasses.replace(_on_first_axis(tensor), made=made, lost_by=found.lost_by)
         fewer = tensor.shape.rank < op.inputs[0].shape.rank and op.type != "GatherNd"
         if found.first and not first and fewer:
@@ -368,7 +376,7 @@ class SampleNumbers:
     def _mapped(self, ids: tf.Tensor, tensor: tf.Tensor) -> Samples | None:
         """Of one or more for each id, on further axes."""
         found, further = self.samples_in(ids), tensor.shape.rank - ids.shape.rank
-        if further < 0 or (further and found.first):
+        if further < 0:
             return None
 
         def at_all(x: tf.Tensor) -> tf.Tensor:
@@ -483,11 +491,3 @@ def _follow(row: tf.Tensor, copies: tf.Tensor) -> bool:
     axes = zip(row.shape[1:], copies.shape[1:], strict=True)
     grown = [i for i, (one, many) in enumerate(axes) if one != many or many is None]
     return all(size == 1 for size in row.shape[1 : 1 + grown[-1]]) if len(grown) == 1 else False
-
-
-def is_one_sample(part: tf.Tensor, walk: SampleNumbers) -> bool:
-    """Whether it is an element of a tensor's first axis, as `x[i]` and those of `tf.unstack(x)`."""
-    op = op_of(walk.of.stripped(part))
-    if op is None or op.type not in ("StridedSlice", "Unpack"):
-        return False
-    return not pick_keeps_first_axis(op, part)

@@ -13,7 +13,7 @@ from typing import Any
 from merlin_cowclip.plugins._stack import tf
 from merlin_cowclip.plugins.moving_ops import axis_of_join, joined_by
 from merlin_cowclip.plugins.same_ids import Expressions, before_unique, op_of
-from merlin_cowclip.plugins.sample_numbers import SampleNumbers, is_one_sample
+from merlin_cowclip.plugins.sample_numbers import SampleNumbers
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,6 +85,6 @@ def _parts(ids: tf.Tensor, walk: SampleNumbers) -> list[tf.Tensor]:
     parts = joined_by(op)
     if walk.are_of_one(parts):
         return []
-    if op.type == "Pack" and (joined.shape.rank == 1 or all(is_one_sample(p, walk) for p in parts)):
+    if op.type == "Pack" and (joined.shape.rank == 1 or all(walk.is_one_sample(p) for p in parts)):
         return []
     return parts

@@ -37,7 +37,7 @@ def scaled(out):
     return alone(out, "item") + numbers + pairs(out)
 
 
-def scaled_not():
+def as_they_are():
     return ["price", "city"] >> ops.AddMetadata()
 
 
@@ -50,6 +50,10 @@ def days():
 REPLACED = {
     "beside an operator of one's own": (
         lambda out: alone(out, "user") + pairs(out) + days(),
+        "'user'",
+    ),
+    "what has its name by Rename": (
+        lambda out: (alone(out, "item") >> ops.Rename(name="user")) + pairs(out),
         "'user'",
     ),
     "behind a filter": (
@@ -68,7 +72,7 @@ REPLACED = {
 OWN = {
     "beside an operator of one's own": lambda out: pairs(out) + days() + alone(out, "user"),
     "the pairs first": lambda out: pairs(out) + alone(out, "user", "item"),
-    "raw beside": lambda out: alone(out, "item") + scaled_not() + pairs(out),
+    "raw beside": lambda out: alone(out, "item") + as_they_are() + pairs(out),
     "of no other": lambda out: alone(out, "item") + pairs(out),
     "joint": lambda out: (
         [["user", "city"], "item"] >> ops.Categorify(encode_type="joint", out_path=str(out))

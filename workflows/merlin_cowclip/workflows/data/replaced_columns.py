@@ -123,7 +123,7 @@ def _source(node: Node, name: str) -> Node | None:
     """The node that made a column which others have kept or handed on; None of a raw one."""
     while not _makes(node, name) or isinstance(node.op, operators_that_keep_values()):
         above = [a for a in node.parents_with_dependencies if _makes(a, name)]
-        if not above:
-            return None
+        if not above:  # Rename may have given it its name
+            return node if node.parents_with_dependencies else None
         node = above[-1]
     return node
