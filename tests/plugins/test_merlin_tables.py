@@ -358,6 +358,12 @@ NOT_LOST = {
     "through many ops, then flattened": lambda t, ids: t(tf.reshape(after(ids, 300), [-1])),
     "of the last of a list": lambda t, ids: t(tf.reduce_max(ids, axis=1)),
     "unique candidates": lambda t, ids: t(tf.unique(tf.reshape(ids, [-1]))[0][:2]),
+    "one by one, then in lists again": lambda t, ids: t(
+        tf.reshape(tf.map_fn(lambda i: i * 1, tf.reshape(ids, [-1])), [-1, 3])
+    ),
+    "of what a network makes, in lists again": lambda t, ids: t(
+        tf.reshape(tf.argmax(tf.one_hot(tf.reshape(ids, [-1]), 6), axis=-1), [-1, 3])
+    ),
 }
 
 
@@ -607,6 +613,47 @@ COPIED = {
         axis=1,
     ),
 }
+# What is done to copies, b×2×n, before they are put in rows; and to a row.
+BETWEEN = {
+    "nothing": lambda x: x,
+    "sliced": lambda x: x[..., :2],
+    "picked": lambda x: tf.gather(x, [0, 2], axis=-1),
+    "reversed": lambda x: tf.reverse(x, [-1]),
+    "with an axis": lambda x: x[..., tf.newaxis],
+    "mapped": lambda x: (x * 1)[..., 1:],
+    "padding away": lambda x: tf.where(x > 0, x, tf.zeros_like(x)),
+    "tokens": lambda x: tf.gather(tf.constant([[i, (i + 1) % 6] for i in range(6)], tf.int64), x),
+}
+UNDER_THEMSELVES = {
+    "repeat": lambda x: tf.repeat(x[:, tf.newaxis], 2, axis=1),
+    "tile": lambda x: tf.tile(x[:, tf.newaxis], [1, 2, 1]),
+    "RepeatVector": lambda x: tf.keras.layers.RepeatVector(2)(x),
+    "stack": lambda x: tf.stack([x, x], axis=1),
+    "ones": lambda x: x[:, tf.newaxis] * tf.ones([1, 2, 1], x.dtype),
+}
+
+
+@pytest.mark.parametrize("batch", [3, None])
+@pytest.mark.parametrize("between", BETWEEN)
+@pytest.mark.parametrize("copied", UNDER_THEMSELVES)
+def test_copies_of_rows_that_were_changed_before_they_are_rows(copied, between, batch):
+    ids = [[3, 3, 4], [3, 2, 4], [0, 0, 1]]
+
+    def copies_of(ids):
+        return BETWEEN[between](UNDER_THEMSELVES[copied](ids))
+
+    copies = copies_of(tf.constant(ids, tf.int64)).numpy().astype(int)
+    rows = copies.reshape(6, -1)
+    counts = dict(Counter(i for row in rows for i in set(row.tolist())))
+    inner = list(copies.shape[2:])
+    for shape in ([-1], [-1, rows.shape[1]], [6 if batch else -1, *inner], [-1, *inner]):
+
+        def forward(table, ids, shape=shape):
+            return table(tf.reshape(copies_of(ids), shape))
+
+        assert counts_of_words(forward, batch, ids=ids) == counts, shape
+
+
 # What is made of them, beside the other columns or alone.
 OF_COPIES = {
     "alone": lambda copied, ids: copied(ids[:, :2]),
@@ -816,6 +863,42 @@ def test_ids_of_a_table_that_grows_between_two_lookups_are_others():
             return before + embedding(table.lookup(tf.identity(ids)))
 
     assert counts_of_words(forward, 4) == {1: 4, 3: 3, 4: 3, 5: 2}
+
+
+READ_IN = {
+    "a branch": lambda ids: tf.cond(ids[0, 0] > 0, lambda: (ids + FIRST_ROW) % 6, lambda: ids),
+    "a function": tf.function(lambda ids: (ids + FIRST_ROW) % 6),
+    "a function in a branch": lambda ids: tf.cond(
+        ids[0, 0] > 0, lambda: READ_IN["a function"](ids), lambda: ids
+    ),
+    "the step": lambda ids: (ids + FIRST_ROW) % 6,
+}
+
+
+@pytest.mark.parametrize("is_set", [True, False])
+@pytest.mark.parametrize("case", READ_IN)
+def test_ids_of_a_variable_that_is_set_between_two_lookups_are_others(case, is_set):
+    made = READ_IN[case]
+
+    def forward(table, ids):
+        before = table(made(ids))
+        if tf.executing_eagerly():  # to build the model
+            return before
+        FIRST_ROW.assign(7 if is_set else 6)
+        after = table(made(ids))
+        FIRST_ROW.assign(6)
+        return before + after
+
+    counts = {3: 3, 4: 3, 5: 2}  # of the ids as they are, for 6 is a round
+    also = {4: 3, 5: 3, 0: 2}
+    both = {i: counts.get(i, 0) + also.get(i, 0) for i in {*counts, *also}}
+    twice = {i: 2 * count for i, count in counts.items()}
+    assert counts_of_words(forward, 4) == (both if is_set else twice)
+
+
+def test_ids_of_a_variable_that_a_branch_reads_count_once():
+    made = READ_IN["a branch"]
+    assert counts_of_words(lambda t, ids: t(made(ids)) + t(made(ids)), 4) == {3: 3, 4: 3, 5: 2}
 
 
 @pytest.mark.parametrize("in_graph", [True, False])

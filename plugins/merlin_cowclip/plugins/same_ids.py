@@ -175,16 +175,23 @@ class Expressions:
                 return tensor
             tensor = outer
 
-    @staticmethod
-    def _made_from(tensor: tf.Tensor) -> Sequence[tf.Tensor]:
+    def _everywhere(self, tensor: tf.Tensor) -> Iterator[tf.Tensor]:
+        """What stands for the same in the tensor's graph, and in those around it."""
+        found, graph = self.outside(tensor), tensor.graph
+        if op_of(found) is not None:
+            yield found
+        while isinstance(graph, FuncGraph):
+            yield from (inner for _, inner in graph.captures if self.outside(inner) is found)
+            graph = graph.outer_graph
+
+    def _made_from(self, tensor: tf.Tensor) -> Sequence[tf.Tensor]:
         """The tensors that tell the value; none where the tensor equals only itself."""
         op = op_of(tensor)
         if op is not None and op.type in _BRANCHES and (made := functions_of(op)):
             return *op.inputs, *(one.outputs[tensor.value_index] for one in made)
-        return () if _equals_only_itself(op) else op.inputs
+        return () if self._equals_only_itself(op) else op.inputs
 
-    @staticmethod
-    def _key(tensor: tf.Tensor, inputs: tuple[int, ...]) -> Any:
+    def _key(self, tensor: tf.Tensor, inputs: tuple[int, ...]) -> Any:
         op = op_of(tensor)
         if (op is None or op.type == "Const") and tensor.dtype.is_integer:
             # TensorFlow copies small eager tensors into a graph, each time that they are used.
@@ -193,7 +200,7 @@ class Expressions:
                 return tensor.dtype, tuple(tensor.shape), np.asarray(value).tobytes()
         if inputs and op.type in _BRANCHES:
             return op.type.removeprefix("Stateless"), inputs  # of whatever names its functions are
-        if _equals_only_itself(op):
+        if self._equals_only_itself(op):
             return tensor.ref()
         attributes = tuple(
             (name, value.SerializeToString(deterministic=True))
@@ -202,15 +209,27 @@ class Expressions:
         )
         return op.type, attributes, tensor.value_index, inputs
 
+    def _equals_only_itself(self, op: Any) -> bool:
+        """Whether the same inputs do not tell what an op makes; `None` makes eager tensors."""
+        if op is None:
+            return True
+        if op.type in _READING:
+            return any(map(_may_be_set, self._everywhere(op.inputs[0])))
+        calls = op.type in _OPAQUE and op.type != "PartitionedCall"  # a function without a state
+        return op.op_def.is_stateful or calls
 
-def _equals_only_itself(op: Any) -> bool:
-    """Whether the same inputs do not tell what an op makes; `None` makes eager tensors."""
-    if op is None:
-        return True
-    if op.type in _READING:
-        return any(user.type not in _READING for user in op.inputs[0].consumers())
-    calls = op.type in _OPAQUE and op.type != "PartitionedCall"  # a function without a state
-    return op.op_def.is_stateful or calls
+
+def _may_be_set(resource: tf.Tensor) -> bool:
+    """Whether an op of its graph, or of a function that this calls, does more than read it."""
+    for user in resource.consumers():
+        if user.type not in _READING:
+            called = functions_of(user)
+            places = [i for i, given in enumerate(user.inputs) if given is resource]
+            first = _CALLS[user.type][1] if called else 0
+            within = [graph.inputs[i - first] for graph in called for i in places if i >= first]
+            if not within or any(_may_be_set(one) for one in within):
+                return True
+    return False
 
 
 def _slices(op: tf.Operation) -> tuple[Any, ...] | None:

@@ -124,6 +124,8 @@ class SampleNumbers:
 
         What has more axes than it was made of, as a list of its values, has the samples' again.
         """
+        if self.of.is_constant(tensor):
+            return ""
         for given in functions_of(op):
             made = self.samples_in(given.outputs[tensor.value_index])
             if made.lost_by or not made.first:
@@ -214,7 +216,8 @@ class SampleNumbers:
         reshaped = _changed(found, lambda x: tf.reshape(x, tf.shape(tensor)))
         if not kept and (column or found.axis is None):
             if column or not found.made:
-                return _unknown(tensor, [found])
+                in_lists = tensor.shape.rank > before.shape.rank and width_of(tensor) != 1
+                return _unknown(tensor, [] if in_lists else [found])
             return dataclasses.replace(reshaped, first=width_of(tensor) != 1)
         return dataclasses.replace(
             reshaped,
@@ -239,7 +242,7 @@ class SampleNumbers:
             return None
         found = self.samples_in(before)
         for_each = not found.first and _may_be_for_each(before, tensor)
-        of_rows = tensor.shape.rank > 1 and before.shape[1] == 1 != tensor.shape[1]
+        axis = _axis_of_copies(before, tensor)
 
         def numbers() -> tuple[tf.Tensor, tf.Tensor]:
             shape, size = tf.shape(tensor, tf.int64), tf.shape(before, tf.int64)
@@ -251,7 +254,7 @@ class SampleNumbers:
                 rows = tf.maximum(size[0], 1)
                 copy = _along(tf.range(shape[0]) // rows, 0, shape)
                 samples, number = copy * number + samples, number * (shape[0] // rows)
-            return _apart(samples, number) if of_rows else (samples, number)
+            return (samples, number) if axis is None else _apart(samples, number, axis)
 
         return dataclasses.replace(
             found,
@@ -305,7 +308,7 @@ class SampleNumbers:
             return tf.broadcast_to(row, tf.shape(tensor))
 
         one = _changed(found, copies)
-        numbers = _once(lambda: _apart(*one.numbers()))
+        numbers = _once(lambda: _apart(*one.numbers(), axis=1))
         return dataclasses.replace(one, numbers=numbers, made=True, axis=0)
 
     def _beside(
@@ -359,10 +362,11 @@ class SampleNumbers:
         if drawn and not self._is_by_place(op):
             return _on_first_axis(tensor)  # by whatever number: of those that have them now
         first = found.first and pick_keeps_first_axis(op, tensor)
-        if first and found.axis == 0:  # rows that are picked by number may be copies
-            by_row = op.type == "GatherV2" and tf.get_static_value(op.inputs[2]) == 0
-            made = by_row and not op.get_attr("batch_dims")
-            return dataclasses.replace(_on_first_axis(tensor), made=made, lost_by=found.lost_by)
+        by_row = op.type == "GatherV2" and tf.get_static_value(op.inputs[2]) == 0
+        by_row = by_row and not op.get_attr("batch_dims")
+        if first and found.axis == 0 and (by_row or not found.made):
+            # Rows that are picked by number may be copies.
+            return dataclasses.replace(_on_first_axis(tensor), made=by_row, lost_by=found.lost_by)
         fewer = tensor.shape.rank < op.inputs[0].shape.rank and op.type != "GatherNd"
         if found.first and not first and fewer:
             return None  # of micro-batches, features or time steps, each a batch of its own
@@ -421,10 +425,19 @@ def _lost_of(some: Iterable[Samples]) -> str:
     return next((one.lost_by for one in some if one.lost_by), "")
 
 
-def _apart(samples: tf.Tensor, number: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-    """Other samples for each place on axis 1."""
+def _apart(samples: tf.Tensor, number: tf.Tensor, axis: int) -> tuple[tf.Tensor, tf.Tensor]:
+    """Other samples for each place on an axis."""
     shape = tf.shape(samples, tf.int64)
-    return samples * shape[1] + _along(tf.range(shape[1]), 1, shape), number * shape[1]
+    many = shape[axis]
+    return samples * many + _along(tf.range(many), axis, shape), number * many
+
+
+def _axis_of_copies(row: tf.Tensor, copies: tf.Tensor) -> int | None:
+    """On which axis what each row of b×1×… holds is put under itself, if on any."""
+    axes = zip(row.shape[1:], copies.shape[1:], strict=True)
+    before = next((i for i, (one, many) in enumerate(axes) if one != 1 or many != 1), None)
+    is_grown = before is not None and row.shape[1 + before] == 1
+    return 1 + before if is_grown else None
 
 
 def _along(values: tf.Tensor, axis: int, shape: tf.Tensor) -> tf.Tensor:

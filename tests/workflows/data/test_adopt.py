@@ -577,6 +577,24 @@ def test_ids_in_other_rows_are_noted(tmp_path, frame, limit):
     assert len(told) == len(notes) == is_seen
 
 
+@pytest.mark.parametrize("missing", [True, False])
+def test_lists_that_hold_missing_values_are_noted(tmp_path, missing):
+    """NVTabular puts their ids into other rows, whatever the index."""
+    random = np.random.default_rng(8)
+    lists = [random.integers(0, 9, k) for k in random.integers(1, 5, 400)]
+    tags = [[None if missing and i == 3 else f"t{i}" for i in one] for one in lists]
+    log = pd.DataFrame({"tags": tags, "click": random.integers(0, 2, 400)})
+    encoded = ["tags"] >> ops.Categorify(out_path=str(tmp_path / "fitted"))
+    workflow = nvt.Workflow(encoded + (["click"] >> ops.AddMetadata(tags=TARGET)))
+    workflow.fit(Dataset(log)).save(str(tmp_path / "workflow"))
+    (tmp_path / "train").mkdir()
+    made = workflow.transform(Dataset(log)).to_ddf().compute()
+    made.to_parquet(tmp_path / "train" / "part.parquet", index=False)
+    notes = quick(tmp_path, tmp_path / "data").record["notes"]
+    told = [note for note in notes if note.endswith("take these out of them first")]
+    assert len(told) == len(notes) == missing
+
+
 def test_counts_of_other_rows_are_noted(bare, tmp_path):
     first = bare / "train" / "part_0.parquet"
     data = quick(bare, tmp_path / "data", parquet=first)

@@ -126,8 +126,21 @@ def hashed(_):
     return ["visits", "label"] >> buckets, {"user", "genres", "visits"}
 
 
+def filtered(_):
+    """By a column of which nothing is made, and which no schema tells."""
+    rows = ["visits", "weeks", "label"] >> ops.Filter(lambda rows: rows[rows["weeks"] >= 1])
+    return rows["visits", "label"], {"user", "genres", "visits", "weeks"}
+
+
+def filtered_by_a_mask(_):
+    """The label is not asked for; that an id is missing is asked of whatever column is there."""
+    rows = ["visits", "weeks", "label"] >> ops.Filter(lambda rows: rows.weeks >= 1)
+    rows = rows >> ops.Filter(lambda rows: rows.dropna()) >> ops.Dropna()
+    return rows["visits", "label"], {"user", "genres", "visits", "weeks"}
+
+
 CASES = [
-    *(reduced, hashed),
+    *(reduced, hashed, filtered, filtered_by_a_mask),
     *(each, of_the_label, encoded, together, joined, of_a_time, looked_up, from_a_table),
     *(within, within_alone, within_nothing),
 ]

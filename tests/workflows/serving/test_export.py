@@ -61,6 +61,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Initializing an NVTabular Datase
 assert stock  # a fixture: a run on a stock NVTabular workflow, its data and folder
 TRAIN = 500  # and 1,000 rows to score
 ODD = "Zoë ☂"
+IDS = ["user", "item", "genres"]  # of the stock workflow
 DOTTED = {"user": "user.id", "genres": "2-genres"}  # as TensorFlow names no argument
 
 
@@ -370,11 +371,11 @@ def test_dates_and_decimals_are_not_served(tmp_path):
 
 
 def with_workflow(
-    monkeypatch, home: Path, out: Path, visits: Any, log: pd.DataFrame | None = None
+    monkeypatch, home: Path, out: Path, visits: Any, log: pd.DataFrame | None = None, ids: Any = IDS
 ) -> None:
     """A stock workflow instead of the run's, with other columns `visits` and `a_week`."""
     log = pd.read_parquet(home / "raw-train/0.parquet") if log is None else log
-    ids = ["user", "item", "genres"] >> ops.Categorify(out_path=str(out / "fitted"))
+    ids = ids >> ops.Categorify(out_path=str(out / "fitted"))
     workflow = nvt.Workflow(ids + visits)
     workflow.fit(nvt.Dataset(log)).save(str(out / "workflow"))
     monkeypatch.setattr(
@@ -396,6 +397,22 @@ def test_a_workflow_that_fails_without_what_is_left_out_is_refused(
         export(run, tmp_path / "repository", progress=False)
     assert {path.name for path in tmp_path.iterdir()} == {"fitted", "workflow"}
     assert "Traceback" not in capfd.readouterr().err
+
+
+def test_what_a_filter_reads_is_asked_for(stock, tmp_path, monkeypatch):
+    """Also where it drops the row that an export is tried with, of which all is 1."""
+    run, _, home = stock
+    rows = [*IDS, "visits", "dwell"] >> ops.Filter(lambda rows: rows[~(rows["dwell"] <= 1)])
+    visits = rows["visits"] >> ops.FillMissing()
+    visits = visits + (visits >> ops.Rename(name="a_week"))
+    log = pd.read_parquet(home / "raw-train/0.parquet")
+    with_workflow(monkeypatch, home, tmp_path, visits, log, rows[IDS])
+    repository = export(run, tmp_path / "repository", progress=False)
+    assert "dwell" in repository.record["columns"]
+    log = log[~(log["dwell"] <= 1)].head(9)
+    assert np.isfinite(repository.predict(log)).all()
+    with pytest.raises(UserError, match="'dwell'"):
+        repository.predict(log.drop(columns="dwell"))
 
 
 def test_a_request_of_which_every_id_is_missing(stock, tmp_path):

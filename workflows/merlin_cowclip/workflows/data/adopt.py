@@ -177,6 +177,11 @@ def _save(
                 "not 0, 1, 2, …. Then give it as Dataset(frame.reset_index(drop=True)), fit again, "
                 "write the parquet again, and adopt that"
             )
+            if set(other) & set(pipeline.spec.lists):
+                note += (
+                    ". Of lists that hold missing values it does so whatever the index: take these "
+                    "out of them first"
+                )
         notes.append(note)
     padded = [
         name

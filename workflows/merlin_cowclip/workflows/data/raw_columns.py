@@ -9,7 +9,7 @@ row.
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -265,7 +265,7 @@ def _made_of(node: Node) -> dict[str, set[str]]:
     beside: set[str] = set()
     if node.op.dependencies:  # of which some operators' mappings know, and some do not
         beside = set(node.dependency_columns.names).difference(*mapping.values())
-    keys = _keys(node.op) & inputs
+    keys = _keys(node) & inputs
     beside |= keys
     # Those of the table that JoinExternal joins are made of its keys alone.
     of_others = keys if _joins_a_table(node.op) else inputs
@@ -278,16 +278,32 @@ def _made_of(node: Node) -> dict[str, set[str]]:
     return made
 
 
-def _keys(op: Any) -> set[str]:
+def _keys(node: Node) -> set[str]:
     """Columns without which an operator makes nothing, of which its mapping does not tell."""
     with quiet_imports():
-        from nvtabular.ops import Groupby, JoinExternal
+        from nvtabular.ops import Filter, Groupby, JoinExternal
 
+    op = node.op
+    if isinstance(op, Filter):
+        return _read_by(op.f, a_row(node.input_schema))
     if isinstance(op, Groupby):
         return {*op.groupby_cols, *op.sort_cols}
     if isinstance(op, JoinExternal):
         return {op.on} if isinstance(op.on, str) else set(op.on)
     return set()
+
+
+def _read_by(function: Callable[[pd.DataFrame], Any], row: pd.DataFrame) -> set[str]:
+    """Without which columns of a row a function fails; none where it fails on all of them."""
+
+    def fails_without(*columns: str) -> bool:
+        try:
+            function(row.drop(columns=list(columns)))
+        except Exception:  # whatever a function of the user's raises
+            return True
+        return False
+
+    return set() if fails_without() else {name for name in row if fails_without(name)}
 
 
 def _joins_a_table(op: Any) -> bool:
