@@ -22,6 +22,7 @@ from sklearn.metrics import roc_auc_score
 
 from merlin_cowclip.workflows import Repository, export, predict_logs, rare_costs
 from merlin_cowclip.workflows.commands.main import main
+from merlin_cowclip.workflows.data.adopt import adopt
 from merlin_cowclip.workflows.data.counts import write_counts
 from merlin_cowclip.workflows.data.datasets import DatasetSpec
 from merlin_cowclip.workflows.data.etl import prepare
@@ -30,8 +31,9 @@ from merlin_cowclip.workflows.data.prepared import PreparedData
 from merlin_cowclip.workflows.data.raw_columns import name_types
 from merlin_cowclip.workflows.errors import Notice, UserError
 from merlin_cowclip.workflows.quiet import quiet_imports
+from merlin_cowclip.workflows.serving import rare_rows
 from merlin_cowclip.workflows.serving.export import _check_types
-from merlin_cowclip.workflows.serving.rare_rows import rare_ids
+from merlin_cowclip.workflows.serving.rare_rows import rare_ids, tell_of_fields_that_stay_whole
 from merlin_cowclip.workflows.training.runs import Run
 from merlin_cowclip.workflows.training.train import train
 from tests.saves import quick_saves
@@ -630,6 +632,35 @@ def test_of_an_adopted_pipeline_rare_rows_are_dropped(stock, tmp_path):
     (cost,) = rare_costs(run, [5], progress=False)
     assert cost.most == most
     assert cost.rows == 2 * sum(map(len, rare.values()))
+
+
+def test_fields_whose_rare_rows_stay_are_told(stock, tmp_path, monkeypatch):
+    """NVTabular's own hash buckets answer what a vocabulary left out."""
+    run, _, home = stock
+    log = pd.read_parquet(home / "raw-train/0.parquet")[["user", "item", "rating"]]
+    ids = ["user"] >> ops.Categorify(freq_threshold=3, num_buckets=5, out_path=f"{tmp_path}/a")
+    ids += ["item"] >> ops.Categorify(out_path=f"{tmp_path}/b")
+    ids += ["user"] >> ops.HashBucket(9) >> ops.Rename(name="hashed")
+    workflow = nvt.Workflow(ids + (["rating"] >> ops.LambdaOp(lambda c: (c > 3).astype("int8"))))
+    workflow.fit(nvt.Dataset(log)).save(str(tmp_path / "workflow"))
+    workflow.transform(nvt.Dataset(log)).to_parquet(str(tmp_path / "train"))
+    parts = (tmp_path / "train", tmp_path / "workflow", "rating", tmp_path / "data")
+    data = adopt(*parts, progress=False)
+    kept = rare_ids(data, 20).kept
+    assert {name for name, ids in kept.items() if len(ids) == data.cardinalities[name]} == {
+        "user",
+        "hashed",
+    }
+    words = "all rows of 'user' stay, those of rare ids too"
+    with pytest.warns(Notice, match=words):
+        tell_of_fields_that_stay_whole(data)
+
+    # Of what is exported, or counted, the same.
+    monkeypatch.setattr(rare_rows, "_fields_that_stay_whole", lambda data: ["user"])
+    with pytest.warns(Notice, match=words):
+        rare_costs(run, [5], progress=False)
+    with pytest.warns(Notice, match=words):
+        export(run, tmp_path / "served", drop_rare=5, progress=False)
 
 
 def test_padding_is_no_occurrence(stock, tmp_path):

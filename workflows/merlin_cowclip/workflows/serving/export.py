@@ -25,7 +25,14 @@ from merlin_cowclip.workflows.manifest import manifest_of
 from merlin_cowclip.workflows.progress import catching_up_shown, progress_bar
 from merlin_cowclip.workflows.quiet import quiet_operators
 from merlin_cowclip.workflows.serving.packages import needed_by
-from merlin_cowclip.workflows.serving.rare_rows import Cost, check_percent, costs, drop, rare_ids
+from merlin_cowclip.workflows.serving.rare_rows import (
+    Cost,
+    check_percent,
+    costs,
+    drop,
+    rare_ids,
+    tell_of_fields_that_stay_whole,
+)
 from merlin_cowclip.workflows.serving.repository import (
     ENTRY,
     FORMAT_VERSION,
@@ -88,6 +95,7 @@ def export(
     if drop_rare is not None:
         data = run.data() if data is None else data
         run.check_vocabulary(data)
+        tell_of_fields_that_stay_whole(data)
         rare = rare_ids(data, drop_rare)
     with progress_bar("export", 3, " steps", show=progress) as bar:
         from merlin_cowclip.workflows.serving.served_network import PROBABILITY, ServedNetwork

@@ -6,6 +6,7 @@ out: their ids are answered as unknown ones, or by their hash bucket.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ import numpy as np
 from merlin_cowclip.workflows.data.counts import read_counts
 from merlin_cowclip.workflows.data.encoding import PADDING, UNKNOWN, hash_bucket
 from merlin_cowclip.workflows.data.prepared import PreparedData
-from merlin_cowclip.workflows.errors import UserError
+from merlin_cowclip.workflows.errors import Notice, UserError, quoted
 from merlin_cowclip.workflows.progress import progress_bar
 from merlin_cowclip.workflows.training.runs import Run, inputs_of
 
@@ -113,7 +114,7 @@ def rare_ids(data: PreparedData, percent: float) -> RareIds:
     fields = data.spec.ids
     domains = RowRanges.of([data.schema[field] for field in fields]).range_of
     special = inputs_of(data)["special_ids"]
-    is_adopted = data.record.get("ranges") is None
+    whole = _fields_that_stay_whole(data)
     counts: dict[int, np.ndarray] = {}
     has_raw: dict[int, np.ndarray] = {}
     places: dict[str, np.ndarray] = {}
@@ -125,7 +126,7 @@ def rare_ids(data: PreparedData, percent: float) -> RareIds:
         counts[domain] = counts.get(domain, 0) + count
         raw = table["raw"].is_valid().to_numpy()
         buckets = special[field]["buckets"]
-        if is_adopted and buckets > 1:  # in which one NVTabular would look, it alone knows
+        if field in whole:
             raw = np.zeros_like(raw)
         has_raw[domain] = has_raw.get(domain, np.array(True)) & raw
         places[field] = np.full(len(table), UNKNOWN)
@@ -154,6 +155,28 @@ def rare_ids(data: PreparedData, percent: float) -> RareIds:
             for field in fields
         },
     )
+
+
+def tell_of_fields_that_stay_whole(data: PreparedData) -> None:
+    """Notice the fields none of whose ids can be rare, though their raw ids are known."""
+    fields = _fields_that_stay_whole(data)
+    if fields:
+        warnings.warn(
+            f"all rows of {quoted(fields)} stay, those of rare ids too: of "
+            "Categorify(num_buckets=…) NVTabular alone knows the bucket that would answer them",
+            Notice,
+            stacklevel=3,
+        )
+
+
+def _fields_that_stay_whole(data: PreparedData) -> list[str]:
+    """Those of adopted data that have hash buckets beside a vocabulary."""
+    if data.record.get("ranges") is not None:
+        return []
+    special = inputs_of(data)["special_ids"]
+    hashed = [field for field in data.spec.ids if special[field]["buckets"] > 1]
+    raw = {field: read_counts(data, field)["raw"] for field in hashed}
+    return [field for field in hashed if raw[field].null_count < len(raw[field])]
 
 
 def drop(model: mm.Model, rare: RareIds) -> None:
@@ -200,6 +223,7 @@ def costs(
     from merlin_cowclip.workflows.training.loader import Loader
 
     run.check_vocabulary(data)
+    tell_of_fields_that_stay_whole(data)
     if not data.test_files:
         raise UserError(
             "what rare rows are worth is measured on a test part. Received: "
