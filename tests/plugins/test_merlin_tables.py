@@ -400,6 +400,34 @@ TWICE = {
 }
 
 
+def test_lists_of_which_a_graph_tells_no_rank_count_by_sample():
+    def forward(table, ids):
+        lists = tf.map_fn(lambda row: row[:2], tf.RaggedTensor.from_tensor(ids))
+        if not tf.executing_eagerly():
+            assert lists.shape.rank is None
+        return table(lists)
+
+    assert counts_of_words(forward, 4) == {3: 3, 4: 2, 5: 1}
+
+
+BESIDE = {
+    "filled": lambda ids, flat: tf.concat([tf.fill([tf.size(ids), 1], 0), flat], axis=1),
+    "after it": lambda ids, flat: tf.concat([flat, tf.fill([tf.size(ids), 2], 0)], axis=1),
+    "made of it": lambda ids, flat: tf.concat([tf.zeros_like(flat), flat], axis=1),
+    "stacked": lambda ids, flat: tf.stack([flat[:, 0], tf.zeros([tf.size(ids)], flat.dtype)], 1),
+}
+
+
+@pytest.mark.parametrize("batch", [4, None])
+@pytest.mark.parametrize("case", BESIDE)
+def test_a_constant_beside_flattened_ids_is_of_their_samples(case, batch):
+    def forward(table, ids):
+        ids = tf.cast(ids, tf.int32)
+        return table(BESIDE[case](ids, tf.reshape(ids, [-1, 1])))
+
+    assert counts_of_words(forward, batch) == {0: 4, 3: 3, 4: 3, 5: 2}
+
+
 @pytest.mark.parametrize("batch", [4, None])
 @pytest.mark.parametrize("case", TWICE)
 def test_samples_that_are_there_twice_are_twice_as_many(case, batch):

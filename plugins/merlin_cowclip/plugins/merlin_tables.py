@@ -193,6 +193,8 @@ def _lookup(key: str, fed: Fed, *, padding: int | None = 0, combined: bool = Fal
     if isinstance(ids, tf.SparseTensor):
         ids = tf.RaggedTensor.from_sparse(tf.sparse.reshape(ids, tf.shape(ids, tf.int64)[:2]))
     if isinstance(ids, tf.RaggedTensor):
+        if ids.shape.rank is None:  # of a `tf.map_fn`, say; whatever else they are fails at a step
+            ids = ids.with_flat_values(tf.ensure_shape(ids.flat_values, [None]))
         if ids.shape.rank == 3 and ids.shape[-1] == 1:  # as Merlin prepares ragged list columns
             ids = tf.squeeze(ids, axis=-1)
         while ids.shape.rank > 2:  # lists of lists

@@ -278,20 +278,27 @@ class SampleNumbers:
         apart = axis == 0 and not self.are_of_one(parts)  # each part has samples of its own
         if apart and op.type != "Pack" and all(one.first for one in found):
             return None
-        if axis and any(one.first or one.made for one in found):
+        of_samples = [i for i, part in enumerate(parts) if not self.of.is_constant(part)]
+        of_samples = of_samples if axis and of_samples else list(range(len(parts)))
+        if axis and any(found[i].first or found[i].made for i in of_samples):
             return self._beside(op, tensor, found)
 
         def numbers() -> tuple[tf.Tensor, tf.Tensor]:
-            made = [one.numbers() for one in found]
-            samples, number = [of for of, _ in made], made[0][1]
+            made = {i: found[i].numbers() for i in of_samples}
+            row, number = made[of_samples[0]]  # and of constants beside them
+            row = row if op.type == "Pack" or not axis else tf.gather(row, [0], axis=axis)
+            samples = [
+                made[i][0] if i in made else tf.broadcast_to(row, tf.shape(part))
+                for i, part in enumerate(parts)
+            ]
             if apart:
-                numbers = tf.stack([some for _, some in made])
+                numbers = tf.stack([some for _, some in made.values()])
                 before, number = tf.cumsum(numbers, exclusive=True), tf.reduce_sum(numbers)
                 samples = [one + before[i] for i, one in enumerate(samples)]
             join = tf.stack if op.type == "Pack" else tf.concat
             return join(samples, axis=axis), number
 
-        made = apart or found[0].made
+        made = apart or found[of_samples[0]].made
         ops = 1 + max(one.ops for one in found)
         return Samples(False, _once(numbers), made, ops=ops, lost_by=_lost_of(found))
 
@@ -436,8 +443,7 @@ def _axis_of_copies(row: tf.Tensor, copies: tf.Tensor) -> int | None:
     """On which axis what each row of b×1×… holds is put under itself, if on any."""
     axes = zip(row.shape[1:], copies.shape[1:], strict=True)
     before = next((i for i, (one, many) in enumerate(axes) if one != 1 or many != 1), None)
-    is_grown = before is not None and row.shape[1 + before] == 1
-    return 1 + before if is_grown else None
+    return 1 + before if before is not None and row.shape[1 + before] == 1 else None
 
 
 def _along(values: tf.Tensor, axis: int, shape: tf.Tensor) -> tf.Tensor:

@@ -24,6 +24,7 @@ from merlin_cowclip.workflows.data.etl import prepare
 from merlin_cowclip.workflows.data.prepared import PreparedData
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.quiet import quiet_imports
+from merlin_cowclip.workflows.training.memory import least_bytes
 from merlin_cowclip.workflows.training.runs import Run, inputs_of, pipelines_of
 
 with quiet_imports():
@@ -231,6 +232,7 @@ def test_what_adopt_prints(adopted):
     data, printed = adopted
     occur = {field: data.counts(field)["count"] > 0 for field in data.spec.ids}
     occur["genres"][0] = False  # padding
+    occur["src"] |= occur.pop("dst")  # of one vocabulary
     ids = sum(int(of_field.sum()) for of_field in occur.values())
     assert printed.splitlines() == [
         "left out of the inputs, tagged neither categorical nor continuous: 'comment'",
@@ -270,6 +272,16 @@ def run(data, home) -> Run:
 def test_it_trains_and_learns(run):
     assert run.result["auc"] > 0.7
     assert run.config["rows"] == {"train": TRAIN, "test": ROWS - TRAIN}
+
+
+def test_the_rows_that_it_must_hold_are_those_of_its_tables(run, data):
+    """Fields of one vocabulary share theirs."""
+    weights = run.result["parameters"]["embedding"]
+    assert run.config["table_rows"] == data.table_rows < sum(data.cardinalities.values())
+    assert weights % data.table_rows == 0
+    spec = data.spec
+    sizes = len(spec.ids), data.table_rows, len(spec.continuous)
+    assert least_bytes(run.train_config(), *sizes)["tables"] == 3 * 4 * weights
 
 
 def test_evaluate_prints_the_same(run, data, capsys):
@@ -575,6 +587,33 @@ def test_ids_in_other_rows_are_noted(tmp_path, frame, limit):
     # Of repeated rows whose missing ids are unknown now nothing tells, where others are as well.
     is_seen = frame != "as it is" and not (limit and frame == "clicks twice")
     assert len(told) == len(notes) == is_seen
+
+
+SESSIONS = {
+    "grouped": lambda ids: ids >> ops.Groupby(["user"], aggs={"city": ["last"], "click": "last"}),
+    "filtered": lambda ids: ids >> ops.Filter(lambda rows: rows[rows["user"] > 9]),
+}
+
+
+@pytest.mark.parametrize("case", SESSIONS)
+def test_counts_that_are_others_by_the_workflow_have_no_remedy(tmp_path, case):
+    """Sessions, say: the ids of the rows that are left are right."""
+    random = np.random.default_rng(8)
+    log = pd.DataFrame({"user": random.integers(0, 40, 400), "city": random.integers(0, 12, 400)})
+    log["city"] = log["city"].map(lambda i: None if i == 3 else f"c{i}")
+    log["click"] = random.integers(0, 2, 400)
+    ids = ["user", "city"] >> ops.Categorify(out_path=str(tmp_path / "fitted"))
+    made = SESSIONS[case](ids + (["click"] >> ops.AddMetadata()))
+    last = "click_last" if case == "grouped" else "click"
+    inputs = made["city_last" if case == "grouped" else "city"]
+    workflow = nvt.Workflow(inputs + (made[last] >> ops.AddMetadata(tags=TARGET)))
+    workflow.fit(Dataset(log)).save(str(tmp_path / "workflow"))
+    (tmp_path / "train").mkdir()
+    made = workflow.transform(Dataset(log)).to_ddf().compute()
+    made.to_parquet(tmp_path / "train" / "part.parquet", index=False)
+    data = quick(tmp_path, tmp_path / "data", label=last)
+    (told,) = [note for note in data.record["notes"] if "differ for 'city" in note]
+    assert "If these are the rows" not in told
 
 
 @pytest.mark.parametrize("missing", [True, False])

@@ -18,13 +18,20 @@ from hypothesis import strategies as st
 from merlin_cowclip.workflows.commands.main import main
 from merlin_cowclip.workflows.data import frequencies as module
 from merlin_cowclip.workflows.data import top_ids
+from merlin_cowclip.workflows.data.adopt import adopt
 from merlin_cowclip.workflows.data.counts import occurring_ids
 from merlin_cowclip.workflows.data.frequencies import CountDistribution, Frequencies, frequencies
 from merlin_cowclip.workflows.data.prepared import PreparedData
 from merlin_cowclip.workflows.data.top_ids import keep_top_ids
 from merlin_cowclip.workflows.errors import UserError
+from merlin_cowclip.workflows.quiet import quiet_imports
 
 from .counted import SIZES, SPEC, everything, made, raw_ids
+
+with quiet_imports():
+    import nvtabular as nvt
+    from merlin.schema import Tags
+    from nvtabular import ops
 
 
 @pytest.fixture(scope="module")
@@ -87,6 +94,32 @@ def test_in_batch_is_what_batches_hold():
 
 
 # What is written
+
+
+def test_an_id_that_fields_share_is_one(tmp_path):
+    """Of one vocabulary, and one row of a table; its counts add up, as the optimizer's do."""
+    random = np.random.default_rng(4)
+    teams = np.minimum(random.zipf(1.4, (400, 2)), 60)
+    away = [list(set(row)) for row in np.minimum(random.zipf(1.4, (400, 2)), 60)]
+    log = pd.DataFrame({"home": teams[:, 0], "city": teams[:, 1], "away": away})
+    log["won"] = random.integers(0, 2, 400)
+    joint = [["home", "away"]] >> ops.Categorify(encode_type="joint", out_path=f"{tmp_path}/a")
+    ids = joint + (["city"] >> ops.Categorify(out_path=f"{tmp_path}/b"))
+    workflow = nvt.Workflow(ids + (["won"] >> ops.AddMetadata(tags=[Tags.TARGET])))
+    workflow.fit(nvt.Dataset(log)).save(str(tmp_path / "workflow"))
+    workflow.transform(nvt.Dataset(log)).to_parquet(str(tmp_path / "train"))
+    parts = (tmp_path / "train", tmp_path / "workflow", "won", tmp_path / "data")
+    data = adopt(*parts, progress=False)
+
+    of_teams = pd.concat([log["home"], log["away"].explode()]).value_counts()
+    counts = np.concatenate([of_teams, log["city"].value_counts()])
+    line = frequencies(data, batch_sizes=SIZES, progress=False).summary.iloc[-1]
+    assert line["field"] is None
+    for name, value in summary_by_hand(counts, 400).items():
+        assert line[name] == pytest.approx(value), name
+    assert line["ids"] == occurring_ids(data) == len(counts)
+    assert {len(fields) for fields in data.domains} == {1, 2}
+    assert data.table_rows == len(counts) + 2 * 3  # padding, missing and unknown of both
 
 
 def test_files(data, found):

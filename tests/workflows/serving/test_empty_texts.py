@@ -30,6 +30,8 @@ TEXTS = {
     "in lists, of no vocabulary": ([["x"], ["Y", "z"], [], ["x"]], "vocabulary", False),
     "as bytes": ([b"x", b"Y", b"", None], "vocabulary", True),
     "of numbers, which have none": ([1.0, 2.0, 3.0, 4.0], "number", True),
+    "past a filter": (["x", "Y", "", None], "filtered", True),
+    "unknown, past a filter": (["x", "Y", "z", None], "filtered", False),
 }
 
 
@@ -58,8 +60,12 @@ def test_an_empty_text(case, tmp_path):
             + (["b"] >> ops.LambdaOp(lambda c: c * np.random.rand()) >> ops.Rename(name="r"))
         ),
         "number": ["a"] >> ops.FillMissing(),
+        "filtered": (["a", "b"] >> ops.Filter(lambda rows: rows[rows["b"] != 1]))["a"]
+        >> LOWER
+        >> ops.Categorify(out_path=out),
     }[kind]
-    workflow = nvt.Workflow(made + (["b"] >> ops.Categorify(out_path=out)))
+    alone = kind == "filtered"  # else the rows beside would be others
+    workflow = nvt.Workflow(made if alone else made + (["b"] >> ops.Categorify(out_path=out)))
     workflow.fit(nvt.Dataset(str(tmp_path / "log.parquet"), engine="parquet"))
     fields = workflow.output_schema.column_names
     found = columns_that_hold_empty(name_types(workflow), fields)

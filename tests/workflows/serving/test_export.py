@@ -33,7 +33,7 @@ from merlin_cowclip.workflows.errors import Notice, UserError
 from merlin_cowclip.workflows.quiet import quiet_imports
 from merlin_cowclip.workflows.serving import rare_rows
 from merlin_cowclip.workflows.serving.export import _check_types
-from merlin_cowclip.workflows.serving.rare_rows import rare_ids, tell_of_fields_that_stay_whole
+from merlin_cowclip.workflows.serving.rare_rows import rare_ids, tell_of_what_is_counted
 from merlin_cowclip.workflows.training.runs import Run
 from merlin_cowclip.workflows.training.train import train
 from tests.saves import quick_saves
@@ -458,22 +458,46 @@ def test_a_workflow_that_needs_the_label_is_refused(stock, tmp_path, monkeypatch
     assert not (tmp_path / "repository").exists()
 
 
-def test_a_workflow_that_takes_no_row_of_ours_is_exported(stock, tmp_path, monkeypatch, capfd):
-    """Nothing is known then of what it does without."""
+YEARS = {
+    "of none": lambda column: column.str.split("/").str[1].astype("float64"),
+    "refused": lambda column: column.str.removeprefix("in/").map(
+        lambda year: int(year) / (int(year) - 1)
+    ),
+}
+
+
+@pytest.mark.parametrize("case", YEARS)
+def test_a_workflow_that_takes_no_row_of_ours_is_exported(
+    stock, tmp_path, monkeypatch, capfd, case
+):
+    """Where it fails on all such rows, what is not known then is told."""
     run, _, home = stock
     log = pd.read_parquet(home / "raw-train/0.parquet")
-    log["since"] = [f"in/{visits:.0f}" for visits in log["visits"].fillna(0)]
+    log["since"] = [f"in/{visits:.0f}" for visits in log["visits"].fillna(0) + 2]
     visits = ["visits"] >> ops.FillMissing()
-    since = (
-        ["since"]
-        >> ops.LambdaOp(lambda column: column.str.split("/").str[1].astype("float64"))
-        >> ops.Rename(name="a_week")
-    )
+    since = ["since"] >> ops.LambdaOp(YEARS[case]) >> ops.Rename(name="a_week")
     with_workflow(monkeypatch, home, tmp_path, visits + since, log)
-    repository = export(run, tmp_path / "repository", progress=False)
+    with pytest.warns(Notice) as found:
+        repository = export(run, tmp_path / "repository", progress=False)
+    told = [str(one.message) for one in found if "was not tried" in str(one.message)]
+    assert len(told) == (case == "refused")
+    words = "ZeroDivisionError: .*; an empty text in .*'since' is served as a missing one. Hold"
+    assert all(re.search(words, one) for one in told)
     assert "Traceback" not in capfd.readouterr().err
     found = repository.predict(log.head(9))
     assert np.isfinite(found).all()
+
+
+def test_past_a_filter_what_is_exported_is_tried_as_well(stock, tmp_path, monkeypatch):
+    """A row of our making is none of those that it keeps; an operator reads beside its column."""
+    run, _, home = stock
+    rows = [*IDS, "visits", "dwell"] >> ops.Filter(lambda rows: rows[~(rows["visits"] == 1)])
+    visits = rows["visits", "dwell"] >> ops.FillMissing()
+    a_week = visits >> ops.LambdaOp(lambda c, rows: c / rows["dwell"]) >> ops.Rename(postfix="_")
+    a_week = a_week["visits_"] >> ops.Rename(name="a_week")
+    with_workflow(monkeypatch, home, tmp_path, visits["visits"] + a_week, ids=rows[IDS])
+    with pytest.raises(UserError, match="without 'dwell' fails: KeyError: 'dwell'"):
+        export(run, tmp_path / "repository", progress=False)
 
 
 @pytest.fixture
@@ -652,15 +676,22 @@ def test_fields_whose_rare_rows_stay_are_told(stock, tmp_path, monkeypatch):
         "hashed",
     }
     words = "all rows of 'user' stay, those of rare ids too"
-    with pytest.warns(Notice, match=words):
-        tell_of_fields_that_stay_whole(data)
+    others = (
+        f"ids are counted in {data.path}, whose training rows are others than those of {run.path}"
+    )
+    with pytest.warns(Notice, match=words), pytest.warns(Notice, match=re.escape(others)):
+        tell_of_what_is_counted(run, data)
 
-    # Of what is exported, or counted, the same.
+    # Of what is exported, or counted, the same; and of the run's own rows nothing else.
     monkeypatch.setattr(rare_rows, "_fields_that_stay_whole", lambda data: ["user"])
-    with pytest.warns(Notice, match=words):
-        rare_costs(run, [5], progress=False)
-    with pytest.warns(Notice, match=words):
-        export(run, tmp_path / "served", drop_rare=5, progress=False)
+    for call in (
+        lambda: rare_costs(run, [5], progress=False),
+        lambda: export(run, tmp_path / "served", drop_rare=5, progress=False),
+    ):
+        with pytest.warns(Notice) as found:
+            call()
+        (told,) = [str(one.message) for one in found if one.category is Notice]
+        assert words in told
 
 
 def test_padding_is_no_occurrence(stock, tmp_path):

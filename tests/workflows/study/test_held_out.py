@@ -8,6 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from merlin_cowclip.workflows.data.adopt import adopt
+from merlin_cowclip.workflows.data.frequencies import frequencies
 from merlin_cowclip.workflows.data.prepared import PreparedData
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.quiet import quiet_imports
@@ -80,6 +81,12 @@ def test_it_is_prepared_data(data, held):
     features, labels = next(Loader(again, "test", batch_size=50).batches())
     assert labels.shape == (50, 1)
     assert "genres__values" in features
+
+
+def test_its_counts_are_asked_of_its_source(data, held):
+    words = "add up to the training rows.* Name the data that it was held out of, .*source"
+    with pytest.raises(UserError, match=words):
+        frequencies(held, progress=False)
 
 
 def test_another_seed_draws_others(data, held, tmp_path):

@@ -18,6 +18,7 @@ import pytest
 from merlin_cowclip.workflows.errors import Stopped, UserError
 from merlin_cowclip.workflows.study import report_plots, sweep
 from merlin_cowclip.workflows.study.cost import Cost
+from merlin_cowclip.workflows.study.pages import facts
 from merlin_cowclip.workflows.study.paper import PRINTED
 from merlin_cowclip.workflows.study.report import report
 from merlin_cowclip.workflows.study.studies import STUDIES, Setting
@@ -273,6 +274,21 @@ def test_a_path_of_odd_bytes(tmp_path):
     record = {**json.loads((out / "sweep.json").read_text()), "data": "/da\udcffta/<b>"}
     (out / "sweep.json").write_text(json.dumps(record))
     assert "/da\\udcffta/&lt;b&gt;" in report(out).read_text()
+
+
+def test_rows_that_fields_share_are_counted_once():
+    """As those of the tables are; of an older run nothing tells."""
+    config = {"cardinalities": {"home": 9, "away": 9, "city": 5}, "rows": {"train": 1, "test": 1}}
+    config |= {"versions": {}, "machine": {}}
+    assert facts([config])["table rows"].startswith("23 in 3 fields")
+    assert facts([{**config, "table_rows": 14}])["table rows"].startswith("14 in 3 fields")
+
+
+def test_a_place_where_nothing_can_be_written(tmp_path):
+    out = swept(tmp_path / "out")
+    (out / "plots").write_text("in the way")
+    with pytest.raises(UserError, match="written into its sweep's folder.*plots.*on the copy"):
+        report(out)
 
 
 def test_all_runs_diverged(tmp_path):

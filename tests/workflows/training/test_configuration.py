@@ -595,9 +595,9 @@ def test_the_estimate_has_the_models_weights(name, numbers):
         math.prod(v.shape) for t in embeddings_of(model).values() for v in t.trainable_variables
     )
     layers = sum(math.prod(v.shape) for v in model.trainable_variables) - tables
-    least = least_bytes(config, cardinalities, numbers)
+    least = least_bytes(config, 2, 27, numbers)
     assert least["tables"] == 3 * 4 * tables
     shards = TrainConfig(**{**config.to_dict(), "base": None, "tables": "sharded"})
-    assert least_bytes(shards, cardinalities, numbers, 3)["tables"] == 4 * tables
+    assert least_bytes(shards, 2, 27, numbers, 3)["tables"] == 4 * tables
     # A lower bound: biases and the linear part of numbers are left out.
     assert 0.7 * layers - 5 <= least["layers"] / 12 <= layers

@@ -170,7 +170,8 @@ def _save(
             "counts are those of the training rows; the workflow's own, of the rows it was fitted "
             f"on, differ for {quoted(other)}"
         )
-        if any(scan.counts[name][[MISSING, UNKNOWN]].any() for name in other):
+        missing = any(scan.counts[name][[MISSING, UNKNOWN]].any() for name in other)
+        if missing and pipeline.keeps_ids:
             note += (
                 ". If these are the rows that it was fitted on, their ids are other rows': so "
                 "NVTabular writes them, where some are missing, of a pandas frame whose index is "

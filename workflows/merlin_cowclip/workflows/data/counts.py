@@ -5,6 +5,7 @@ Row i is id i. They are written and read back here, whoever counted.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -44,11 +45,15 @@ def read_counts(data: PreparedData, field: str) -> pa.Table:
         UserError: they are not those of the field.
     """
     path = data.path / "counts" / f"{field}.parquet"
+    source = data.record.get("derived_from", {})
+    remedy = "Prepare the data again"
+    if "held_out" in source:  # rows of another folder, whose counts it has
+        remedy = f"Name the data that it was held out of, {source['path']}"
 
     def refuse(found: str) -> NoReturn:
         raise UserError(
             "counts must be of their own field: a row per id, from 0 on, which add up to the "
-            f"training rows. Received: {path}, {found}. Prepare the data again"
+            f"training rows. Received: {path}, {found}. {remedy}"
         ) from None
 
     try:
@@ -90,16 +95,30 @@ def read_id_counts(data: PreparedData, field: str) -> pa.Table:
     return table.slice(PADDING + 1) if field in data.spec.lists else table
 
 
+def counts_of_ids(data: PreparedData, fields: Sequence[str]) -> np.ndarray:
+    """By id how often it occurs in fields of one domain; padding of lists does not.
+
+    Raises:
+        UserError: they are not those of the fields.
+    """
+    counts = np.zeros(data.cardinalities[fields[0]], np.int64)
+    for field in fields:
+        table = read_id_counts(data, field)
+        counts[table["id"].to_numpy()] += table["count"].to_numpy()
+    return counts
+
+
 def occurring_ids(data: PreparedData) -> int:
     """How many ids the training rows hold, of all fields together; a missing id is one.
+
+    An id of a vocabulary that fields share is one.
 
     `cardinalities` are the rows of tables: with padding, and with ids that no row has.
 
     Raises:
         UserError: counts are not those of their field.
     """
-    counts = (read_id_counts(data, field)["count"].to_numpy() for field in data.spec.ids)
-    return sum(int(np.count_nonzero(of_field)) for of_field in counts)
+    return sum(int(np.count_nonzero(counts_of_ids(data, fields))) for fields in data.domains)
 
 
 def by_falling_count(counts: np.ndarray, places: np.ndarray) -> np.ndarray:

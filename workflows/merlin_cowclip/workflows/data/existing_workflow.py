@@ -133,6 +133,7 @@ class Pipeline:
     vocabularies: dict[str, Vocabulary]  # by field; not of hashed ones
     found: dict[str, Path]  # every vocabulary of the workflow, by storage name
     bucketed: set[str]  # fields whose ids are all buckets
+    keeps_ids: bool  # all that Categorify encodes; else an operator may drop rows, or double them
     notes: list[str]
 
     @classmethod
@@ -247,6 +248,7 @@ class Pipeline:
             vocabularies={c: field.vocabulary for c, field in fields.items() if field.vocabulary},
             found=found,
             bucketed=bucketed,
+            keeps_ids=not moved and not _drops_ids(workflow),
             notes=notes,
         )
 
@@ -388,6 +390,13 @@ def _hashed_on_cpu(workflow: nvt.Workflow, folder: Path) -> list[str]:
     kinds = (Categorify, HashBucket, HashedCross)
     nodes = nodes_of(workflow.output_node, kinds)
     return sorted(c for n in nodes if hashes(n.op) for c in n.output_schema.column_names)
+
+
+def _drops_ids(workflow: nvt.Workflow) -> bool:
+    """Whether an operator may leave rows out, or members of lists."""
+    from nvtabular.ops import Dropna, Filter, ListSlice
+
+    return bool(nodes_of(workflow.output_node, (Dropna, Filter, ListSlice)))
 
 
 def _of_neighbours(workflow: nvt.Workflow) -> list[str]:

@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 
 from merlin_cowclip.plugins.checks import is_whole
 from merlin_cowclip.plugins.scaling import K, format_table
-from merlin_cowclip.workflows.data.counts import by_falling_count, read_id_counts
+from merlin_cowclip.workflows.data.counts import by_falling_count, counts_of_ids, read_id_counts
 from merlin_cowclip.workflows.data.prepared import PreparedData
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.folders import all_or_nothing, refuse_existing
@@ -177,11 +177,12 @@ def frequencies(
     the field's occurrences that ranks up to this one hold).
 
     ``summary.parquet``, one row per field and a last one, whose ``field`` is null, for the ids of
-    all fields together: ``ids`` (distinct), ``rows``, ``occurrences``, ``count_min``,
-    ``count_median``, ``count_mean``, ``count_max``, ``once`` (share of ids with count 1), ``top_k``
-    (share of occurrences that the k most frequent ids hold), ``ids_for_90`` (how many hold 90 %),
-    ``rare_B`` (share of ids with P(id) < 1/B) and ``in_batch_B`` (expected share of ids that occur
-    in a batch of B).
+    all fields together, where one of a vocabulary that fields share is one id, of their counts
+    added, as it is one row of a table: ``ids`` (distinct), ``rows``, ``occurrences``,
+    ``count_min``, ``count_median``, ``count_mean``, ``count_max``, ``once`` (share of ids with
+    count 1), ``top_k`` (share of occurrences that the k most frequent ids hold), ``ids_for_90``
+    (how many hold 90 %), ``rare_B`` (share of ids with P(id) < 1/B) and ``in_batch_B`` (expected
+    share of ids that occur in a batch of B).
 
     ``frequencies.png``: Figure 3 (left), one panel per field.
 
@@ -214,7 +215,13 @@ def frequencies(
                     writer.write_table(ranked)
                 bar.update(1)
         lines = [_summary(field, found[field], rows, sizes) for field in data.spec.ids]
-        lines.append(_summary(None, CountDistribution.joined(found.values()), rows, sizes))
+        by_domain = [
+            found[fields[0]]
+            if len(fields) == 1
+            else CountDistribution.of(counts_of_ids(data, fields))
+            for fields in data.domains
+        ]
+        lines.append(_summary(None, CountDistribution.joined(by_domain), rows, sizes))
         summary = pd.DataFrame(lines)
         summary.to_parquet(folder / SUMMARY, index=False)
         if panels is None:

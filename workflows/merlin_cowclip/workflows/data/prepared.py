@@ -172,14 +172,31 @@ class PreparedData:
         """Per id field, how many rows its table needs: padding, missing and unknown included."""
         return dict(self.record["cardinalities"])
 
+    @functools.cached_property
+    def domains(self) -> list[tuple[str, ...]]:
+        """The id fields by int domain: those of one share their ids, and the rows of a table."""
+        if self.record.get("ranges") is not None:  # prepared here, where each has its own
+            return [(name,) for name in self.spec.ids]
+        found: dict[str, list[str]] = {}
+        for name in self.spec.ids:
+            domain = self.schema[name].int_domain  # without a name it is the field's own
+            found.setdefault((domain and domain.name) or name, []).append(name)
+        return [tuple(fields) for fields in found.values()]
+
+    @property
+    def table_rows(self) -> int:
+        """The rows of a table for all fields: as `cardinalities`, those of a shared domain once."""
+        return sum(self.cardinalities[fields[0]] for fields in self.domains)
+
     @property
     def report(self) -> dict[str, Any]:
         """What the data is like: rows and clicks by part, and by field what was found.
 
-        Of ids: occurrences, distinct ones, missing ones, those below the threshold, and in the test
-        part those that training has not seen. Of numbers: range, mean, missing and not finite ones
-        (``not_finite``, among the missing of both parts), and how many of the test part lie beyond
-        the range.
+        Of ids: occurrences in the training part, distinct ones, and the occurrences of missing ones
+        and of those below the threshold; of the test part the same, and as `test_unknown` the
+        occurrences of those that have no id of their own. Of numbers: range, mean, missing and not
+        finite ones (``not_finite``, among the missing of both parts), and how many of the test part
+        lie beyond the range.
         """
         return dict(self.record["report"])
 

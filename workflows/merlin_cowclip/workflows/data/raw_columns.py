@@ -303,7 +303,11 @@ def _read_by(function: Callable[[pd.DataFrame], Any], row: pd.DataFrame) -> set[
             return True
         return False
 
-    return set() if fails_without() else {name for name in row if fails_without(name)}
+    return (
+        set()
+        if fails_without()
+        else {str(name) for name in row.columns if fails_without(str(name))}
+    )
 
 
 def _joins_a_table(op: Any) -> bool:

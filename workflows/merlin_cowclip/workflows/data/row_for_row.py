@@ -43,7 +43,9 @@ class OtherNumberError(Exception):
         self.column, self.row, self.value, self.kind = column, row, value, kind
 
 
-def transformed(workflow: nvt.Workflow, frame: pd.DataFrame) -> pd.DataFrame:
+def transformed(
+    workflow: nvt.Workflow, frame: pd.DataFrame, *, past_filters: bool = False
+) -> pd.DataFrame:
     """What the workflow makes of raw rows, the n-th of the n-th.
 
     Seen are the operators of NVTabular, and one of the user's own where it drops rows, adds some,
@@ -52,12 +54,15 @@ def transformed(workflow: nvt.Workflow, frame: pd.DataFrame) -> pd.DataFrame:
     Args:
       workflow: fitted.
       frame: raw rows, of index 0, 1, 2, …
+      past_filters: whether rows that a `Filter` drops go on: rows of one's own making, which are to
+        tell what the other operators make.
 
     Raises:
       OtherRowsError: an operator drops rows, repeats or moves them.
       OtherNumberError: `ReduceDtypeSize` is given a number beyond the integers of its fit.
     """
-    return _RowForRow(len(frame)).transform(frame, workflow.output_node, workflow.output_dtypes)
+    executor = _RowForRow(len(frame), past_filters=past_filters)
+    return executor.transform(frame, workflow.output_node, workflow.output_dtypes)
 
 
 def moving(workflow: nvt.Workflow) -> list[str]:
@@ -75,11 +80,13 @@ class _RowForRow(LocalExecutor):
 
     Args:
       rows: that every operator is to make.
+      past_filters: whether what a `Filter` drops goes on.
     """
 
-    def __init__(self, rows: int) -> None:
+    def __init__(self, rows: int, *, past_filters: bool) -> None:
         super().__init__()
         self._rows = rows
+        self._past_filters = past_filters
 
     def _run_node_transform(
         self, node: Node, input_data: Any, capture_dtypes: bool = False, strict: bool = False
@@ -103,6 +110,8 @@ class _RowForRow(LocalExecutor):
         made = super()._run_node_transform(node, given, capture_dtypes, strict)
         if not is_dataframe_object(made):
             return made
+        if seen is not None and self._past_filters and len(made) != self._rows:
+            return input_data
         if len(made) != self._rows or not (
             self._in_order(made[_PLACE].to_numpy())
             if is_inner

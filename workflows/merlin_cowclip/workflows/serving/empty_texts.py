@@ -62,10 +62,10 @@ def _is_told(
         return False
     joined = joined_columns(workflow, tables=True)
     for field in fields:
-        by_chance = not _same(given[field], again[field])
-        if by_chance or (missing and _same(given[field], missing[field])):
+        by_chance = not is_same(given[field], again[field])
+        if by_chance or (missing and is_same(given[field], missing[field])):
             continue
-        if field in joined and other and _same(given[field], other[field]):
+        if field in joined and other and is_same(given[field], other[field]):
             continue  # what it is of any other as well
         if not _is_unknown(workflow, field, given[field]):
             return True
@@ -79,14 +79,15 @@ def _made_of(workflow: nvt.Workflow, name: str, value: Any) -> dict[str, Any] | 
     rows[name] = pd.Series([value, row[name][0]], dtype=object)
     try:
         with quiet_operators():
-            made = transformed(workflow, rows)
+            made = transformed(workflow, rows, past_filters=True)
     except Exception:  # whatever the user's own operators raise
         return None
     return {str(column): made[column].tolist()[0] for column in made}
 
 
-def _same(value: Any, other: Any) -> bool:
-    one, two = np.atleast_1d(value), np.atleast_1d(other)
+def is_same(value: Any, other: Any) -> bool:
+    """Whether two cells, or what several hold, are equal; what is missing is."""
+    one, two = np.ravel(value), np.ravel(other)
     return one.shape == two.shape and bool(pd.Series(one).equals(pd.Series(two)))
 
 

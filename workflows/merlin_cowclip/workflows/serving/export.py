@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pyarrow as pa
 
 from merlin_cowclip.workflows.data.datasets import DatasetSpec
@@ -31,7 +30,7 @@ from merlin_cowclip.workflows.serving.rare_rows import (
     costs,
     drop,
     rare_ids,
-    tell_of_fields_that_stay_whole,
+    tell_of_what_is_counted,
 )
 from merlin_cowclip.workflows.serving.repository import (
     ENTRY,
@@ -46,6 +45,7 @@ from merlin_cowclip.workflows.training.runs import Run
 
 if TYPE_CHECKING:
     import nvtabular as nvt
+    import pandas as pd
 
     from merlin_cowclip.workflows.serving.served_network import ServedNetwork
     from merlin_cowclip.workflows.serving.served_workflow import ServedWorkflow
@@ -95,7 +95,7 @@ def export(
     if drop_rare is not None:
         data = run.data() if data is None else data
         run.check_vocabulary(data)
-        tell_of_fields_that_stay_whole(data)
+        tell_of_what_is_counted(run, data)
         rare = rare_ids(data, drop_rare)
     with progress_bar("export", 3, " steps", show=progress) as bar:
         from merlin_cowclip.workflows.serving.served_network import PROBABILITY, ServedNetwork
@@ -204,12 +204,14 @@ def _check_answers(
 ) -> None:
     """See that what was exported takes a row that the run's workflow takes, and encodes it alike.
 
-    A workflow's schema does not say all that its operators read. Where the whole workflow does not
-    take a row of our making, which may be none of its own, nothing is known.
+    A workflow's schema does not say all that its operators read. A row of our making may be none of
+    the workflow's own: one that a `Filter` drops goes past it, and where the whole workflow takes
+    none, nothing is known, which is told.
 
     Raises:
       UserError: it does not.
     """
+    from merlin_cowclip.workflows.serving.empty_texts import is_same
     from merlin_cowclip.workflows.serving.served_workflow import ServedWorkflow
 
     workflow = name_types(run.workflow_for_new_rows(trust=trust))
@@ -226,13 +228,15 @@ def _check_answers(
     whole.input_schema = workflow.input_schema
     with quiet_operators():
         try:
-            expected = whole.transform(None, row).to_dict()
-        except Exception:  # whatever the user's own operators raise
+            is_taken, expected = _encoded(whole, row)
+        except Exception as error:  # whatever the user's own operators raise
+            _tell_of_no_answer(encode, error)
             return
         try:
-            transformed(load_ensemble(folder, lambda name: network), row)
-            found = encode.transform(None, row).to_dict()
-            others = [name for name in expected if not np.array_equal(found[name], expected[name])]
+            if is_taken:
+                transformed(load_ensemble(folder, lambda name: network), row)
+            _, found = _encoded(encode, row)
+            others = [name for name in expected if not is_same(found[name], expected[name])]
             if others:
                 raise ValueError(f"{quoted(others, brief=True)} other than with all columns")
         except Exception as error:
@@ -245,6 +249,35 @@ def _check_answers(
                 f"{type(cause).__name__}: {clipped(str(cause))}. Fit a workflow whose operators "
                 "name all that they read (a LambdaOp: dependency=[…]), and train again"
             ) from error
+
+
+def _encoded(served: ServedWorkflow, row: pd.DataFrame) -> tuple[bool, dict[str, Any]]:
+    """What is served of a row, or, past the workflow's filters, its workflow makes; and which."""
+    from merlin_cowclip.workflows.data import row_for_row
+
+    try:
+        return True, dict(served.transform(None, row).to_dict())
+    except Exception:
+        row = row[served.input_schema.column_names]
+        made = row_for_row.transformed(served.workflow, row, past_filters=True)
+        fields = DatasetSpec.from_dict(served.spec).fields
+        return False, {name: made[name][0] for name in fields}
+
+
+def _tell_of_no_answer(encode: ServedWorkflow, error: Exception) -> None:
+    """Notice that nothing is known of what was exported, as of what it makes of empty texts."""
+    types = {name: one.kind for name, one in raw_types(encode.workflow).items()}
+    text = {name for name, kind in types.items() if kind is None or pa.types.is_string(kind)}
+    text -= encode.with_empty
+    empty = f"; an empty text in {quoted(sorted(text))} is served as a missing one" if text else ""
+    cause = error.__cause__ or error
+    warnings.warn(
+        "what is exported was not tried, for the run's workflow takes no row of our making, of "
+        f"which all is 1: {type(cause).__name__}: {clipped(str(cause))}{empty}. Hold what "
+        "Repository.predict gives of raw rows of yours against predict --raw before you serve it",
+        Notice,
+        stacklevel=4,
+    )
 
 
 def _check_types(workflow: nvt.Workflow) -> None:

@@ -18,7 +18,7 @@ from merlin_cowclip.workflows.data.encoding import PADDING, UNKNOWN, hash_bucket
 from merlin_cowclip.workflows.data.prepared import PreparedData
 from merlin_cowclip.workflows.errors import Notice, UserError, quoted
 from merlin_cowclip.workflows.progress import progress_bar
-from merlin_cowclip.workflows.training.runs import Run, inputs_of
+from merlin_cowclip.workflows.training.runs import Run, identity_of, inputs_of
 
 if TYPE_CHECKING:
     from merlin_cowclip.plugins._stack import mm
@@ -157,8 +157,19 @@ def rare_ids(data: PreparedData, percent: float) -> RareIds:
     )
 
 
-def tell_of_fields_that_stay_whole(data: PreparedData) -> None:
-    """Notice the fields none of whose ids can be rare, though their raw ids are known."""
+def tell_of_what_is_counted(run: Run, data: PreparedData) -> None:
+    """Notice other training rows than the run's, and fields none of whose ids can be rare.
+
+    Of the latter the raw ids are known, but not what would answer them.
+    """
+    trained_on = run.config.get("train_sha256")  # not of runs of before it was recorded
+    if trained_on not in (None, identity_of(data, "train")):
+        warnings.warn(
+            f"ids are counted in {data.path}, whose training rows are others than those of "
+            f"{run.path}: ids that are rare there may be frequent here",
+            Notice,
+            stacklevel=3,
+        )
     fields = _fields_that_stay_whole(data)
     if fields:
         warnings.warn(
@@ -223,7 +234,7 @@ def costs(
     from merlin_cowclip.workflows.training.loader import Loader
 
     run.check_vocabulary(data)
-    tell_of_fields_that_stay_whole(data)
+    tell_of_what_is_counted(run, data)
     if not data.test_files:
         raise UserError(
             "what rare rows are worth is measured on a test part. Received: "

@@ -74,7 +74,7 @@ def facts(configs: Iterable[Mapping[str, Any]]) -> dict[str, str]:
         now = {
             "rows": f"{rows['train']:,} for training, {rows['test']:,} for testing",
             "table rows": (
-                f"{sum(config['cardinalities'].values()):,} in {len(config['cardinalities'])} "
+                f"{_table_rows(config):,} in {len(config['cardinalities'])} "
                 "fields, padding, missing and unknown among them"
             ),
             "versions": ", ".join(f"{k} {v}" for k, v in config["versions"].items()),
@@ -87,6 +87,12 @@ def facts(configs: Iterable[Mapping[str, Any]]) -> dict[str, str]:
             if value not in found.setdefault(key, []):
                 found[key].append(value)
     return {key: "; other runs: ".join(values) for key, values in found.items()}
+
+
+def _table_rows(config: Mapping[str, Any]) -> int:
+    """Of a run; of one of before they were recorded, those of a shared domain for each field."""
+    found = config.get("table_rows")
+    return sum(config["cardinalities"].values()) if found is None else int(found)
 
 
 def read_metrics(run: Path) -> list[dict[str, str]]:

@@ -64,7 +64,8 @@ def report(out: str | Path, cost: Cost | None = None) -> Path:
         Criteo, without a price.
 
     Raises:
-      UserError: it is no sweep's, or nothing of it has ended; or a cost without a study of time.
+      UserError: it is no sweep's, or cannot be written to, or nothing of it has ended; or a cost
+        without a study of time.
     """
     out = Path(out)
     if not (out / RECORD).exists():
@@ -91,9 +92,15 @@ def report(out: str | Path, cost: Cost | None = None) -> Path:
     if "time" in known:
         sections += _costs(out, cost or Cost())
     about = _about(out)
-    write_plots(out, sections)
-    write_page(out / HTML, as_html(_TITLE, sections, about))
-    write_page(out / MARKDOWN, as_markdown(_TITLE, sections, about))
+    try:
+        write_plots(out, sections)
+        write_page(out / HTML, as_html(_TITLE, sections, about))
+        write_page(out / MARKDOWN, as_markdown(_TITLE, sections, about))
+    except OSError as error:
+        raise UserError(
+            f"a report is written into its sweep's folder. Received: {out}: {error}. Let it be "
+            "written, or copy the folder and report on the copy"
+        ) from error
     return out / HTML
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
 
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.training.configuration import TrainConfig
@@ -12,7 +11,7 @@ _FLOAT = 4  # bytes
 
 
 def least_bytes(
-    config: TrainConfig, cardinalities: Mapping[str, int], numbers: int, ranks: int = 1
+    config: TrainConfig, fields: int, rows: int, numbers: int, ranks: int = 1
 ) -> dict[str, int]:
     """Bytes that a training step holds at once, a lower bound.
 
@@ -22,16 +21,16 @@ def least_bytes(
 
     Args:
       config: what is trained.
-      cardinalities: rows of each id field.
+      fields: how many id fields there are.
+      rows: that they have in a table, those of a domain that several share once.
       numbers: how many continuous features there are.
       ranks: how many share each batch; all have the tables, or each an N-th of them.
 
     Returns:
       `tables`, `layers` and `batch`.
     """
-    options, fields, name = config.network_options, len(cardinalities), config.model
+    options, name = config.network_options, config.model
     width, mlp = options["embedding_dim"], list(options["mlp"])
-    rows = sum(cardinalities.values())
     has_embeddings, has_linear = name != "lr", name != "dlrm"
     tables = rows * (width * has_embeddings + has_linear)
     waiting = rows * (has_embeddings + has_linear) if config.update == "deferred" else 0
@@ -62,7 +61,8 @@ def least_bytes(
 
 def refuse_what_does_not_fit(
     config: TrainConfig,
-    cardinalities: Mapping[str, int],
+    fields: int,
+    rows: int,
     numbers: int,
     limit: int,
     ranks: int = 1,
@@ -71,7 +71,8 @@ def refuse_what_does_not_fit(
 
     Args:
       config: what is trained.
-      cardinalities: rows of each id field.
+      fields: how many id fields there are.
+      rows: that they have in a table.
       numbers: how many continuous features there are.
       limit: the machine's memory in bytes, or a rank's part of it.
       ranks: how many share each batch.
@@ -79,7 +80,7 @@ def refuse_what_does_not_fit(
     Raises:
       UserError: the least that it takes is more.
     """
-    parts = least_bytes(config, cardinalities, numbers, ranks)
+    parts = least_bytes(config, fields, rows, numbers, ranks)
     if sum(parts.values()) <= limit:
         return
     remedies = {

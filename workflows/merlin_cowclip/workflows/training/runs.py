@@ -104,7 +104,9 @@ def described(data: PreparedData, config: TrainConfig) -> dict[str, Any]:
         "dataset": data.spec.name,
         "rows": data.rows,
         "cardinalities": data.cardinalities,
+        "table_rows": data.table_rows,
         "data_sha256": identity_of(data),
+        "train_sha256": identity_of(data, "train"),
         **inputs_of(data),
         **config.to_dict(),
         "scaled": config.hyperparameters.to_dict(),
@@ -137,19 +139,25 @@ def environment(others: Iterable[str] = ()) -> dict[str, Any]:
     }
 
 
-def identity_of(data: PreparedData) -> str:
-    """A SHA-256, in hex, of the manifest of what is trained on: the same wherever the data lies."""
+def identity_of(data: PreparedData, part: str | None = None) -> str:
+    """A SHA-256, in hex, of the manifest of what is trained on: the same wherever the data lies.
+
+    Args:
+      data: what is trained on.
+      part: "train" or "test": of its rows alone.
+    """
     record = data.record
     if "files" in record:  # adopted
         parts = {
-            part: [{k: file[k] for k in ("bytes", "sha256", "rows")} for file in files]
-            for part, files in record["files"].items()
+            name: [{k: file[k] for k in ("bytes", "sha256", "rows")} for file in files]
+            for name, files in record["files"].items()
+            if part in (None, name)
         }
     else:
-        of_rows = (*PARTS, SCHEMA)
+        of_rows = (*PARTS, SCHEMA) if part is None else (part,)
         manifest = record.get("manifest", {})
         parts = {name: manifest[name] for name in manifest if name.split("/")[0] in of_rows}
-    text = json.dumps([parts, record["rows"]], sort_keys=True)
+    text = json.dumps([parts, record["rows"] if part is None else None], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
 

@@ -130,9 +130,9 @@ def check_trainable(
     if not tf.config.list_physical_devices(
         "GPU"
     ):  # there, TensorFlow's own error becomes a sentence
-        numbers = len(data.spec.continuous)
-        limit = memory_limit() // ranks.local_size
-        refuse_what_does_not_fit(config, data.cardinalities, numbers, limit, ranks.size)
+        spec, limit = data.spec, memory_limit() // ranks.local_size
+        fields, numbers = len(spec.ids), len(spec.continuous)
+        refuse_what_does_not_fit(config, fields, data.table_rows, numbers, limit, ranks.size)
     return loader
 
 
