@@ -57,6 +57,7 @@ ARITHMETIC = (  # files about TensorFlow's arithmetic, whose version NVIDIA's co
     "plugins/test_deferred.py",
     "plugins/test_deferred_saved.py",
     "plugins/test_deferred_tables.py",
+    "plugins/test_merlin_tables.py",
     "plugins/test_optimizer.py",
     "plugins/test_sok.py",
     "plugins/test_statistics.py",
