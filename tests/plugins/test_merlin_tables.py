@@ -271,6 +271,9 @@ RESHAPED = {
         tf.reshape(tf.cast(tf.transpose(ids) + 6, tf.int32) % 6, [-1])
     ),
     "transposed, cut and flattened": lambda t, ids: t(tf.reshape(tf.transpose(ids)[:3], [-1])),
+    "tokens of transposed ids, flattened": lambda t, ids: t(
+        tf.reshape(tf.gather(TOKENS_READ, tf.reshape(tf.transpose(ids), [-1])), [-1])
+    ),
     "repeated within lists, flattened": lambda t, ids: t(
         tf.reshape(tf.repeat(ids, 2, axis=1), [-1])
     ),

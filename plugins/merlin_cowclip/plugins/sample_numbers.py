@@ -215,10 +215,11 @@ class SampleNumbers:
         column = op.type == "Reshape" and found.first and width_of(before) == 1
         reshaped = _changed(found, lambda x: tf.reshape(x, tf.shape(tensor)))
         if not kept and (column or found.axis is None):
-            if column or not found.made:
+            if column or (found.first and not found.made):
                 in_lists = tensor.shape.rank > before.shape.rank and width_of(tensor) != 1
                 return _unknown(tensor, [] if in_lists else [found])
-            return dataclasses.replace(reshaped, first=width_of(tensor) != 1)
+            if found.made:
+                return dataclasses.replace(reshaped, first=width_of(tensor) != 1)
         return dataclasses.replace(
             reshaped,
             first=found.first and kept,

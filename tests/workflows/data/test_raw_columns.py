@@ -12,6 +12,7 @@ import pytest
 from merlin_cowclip.workflows.data.new_rows import for_new_rows
 from merlin_cowclip.workflows.data.raw_columns import (
     RawColumns,
+    _read_by,
     a_row,
     learned_keys,
     name_types,
@@ -164,6 +165,24 @@ def test_columns_that_may_be_lacking(case, tmp_path):
     assert set(left.output_schema.column_names) == set(wanted)
     pd.testing.assert_frame_equal(left.transform(LOG[[*needed]])[wanted], whole[wanted])
     assert len(row) == 1
+
+
+READING = {
+    "a number": (lambda rows: rows[rows["a"] > 1], {"a"}),
+    "a date": (lambda rows: pd.to_datetime(rows["b"], format="%Y-%m-%d") > "2024-01-01", {"b"}),
+    "a known text": (lambda rows: rows["b"].map({"x": 1}.__getitem__) > rows["a"], {"a", "b"}),
+    "the first text": (lambda rows: rows["b"].iloc[0].split("-")[1] > "1", {"b"}),
+    "an attribute": (lambda rows: rows.b.iloc[0].split("-")[1] > "1", {"b"}),
+    "whatever is there": (lambda rows: rows.dropna(), set()),
+    "nothing": (lambda rows: rows["c"] > 1, set()),
+}
+
+
+@pytest.mark.parametrize("case", READING)
+def test_what_a_filter_reads(case):
+    """Also of values that a row of our making has not: no rows tell, or the error without them."""
+    function, expected = READING[case]
+    assert _read_by(function, pd.DataFrame({"a": [1], "b": ["1"]})) == expected
 
 
 def test_what_is_left_of_a_workflow(tmp_path):

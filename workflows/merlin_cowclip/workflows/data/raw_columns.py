@@ -294,20 +294,21 @@ def _keys(node: Node) -> set[str]:
 
 
 def _read_by(function: Callable[[pd.DataFrame], Any], row: pd.DataFrame) -> set[str]:
-    """Without which columns of a row a function fails; none where it fails on all of them."""
+    """Without which columns of a row a function fails otherwise than with all of them.
 
-    def fails_without(*columns: str) -> bool:
+    A row of our making may have none of the values that it knows: no rows at all tell as well.
+    """
+
+    def error(frame: pd.DataFrame) -> str:
         try:
-            function(row.drop(columns=list(columns)))
-        except Exception:  # whatever a function of the user's raises
-            return True
-        return False
+            function(frame.copy())
+        except Exception as error:  # whatever a function of the user's raises
+            return repr(error)
+        return ""
 
-    return (
-        set()
-        if fails_without()
-        else {str(name) for name in row.columns if fails_without(str(name))}
-    )
+    frames = sorted((row.iloc[:0], row), key=lambda frame: error(frame) != "")
+    whole = error(frames[0])
+    return {str(name) for name in row.columns if error(frames[0].drop(columns=[name])) != whole}
 
 
 def _joins_a_table(op: Any) -> bool:
