@@ -163,7 +163,7 @@ def test_norms_beyond_the_bins_and_those_of_wide_tables_alone(norm, power):
     norms = tf.constant([norm, 1.5])
     counts = tf.constant([9.0, 1.0])
     known = RowNorms(norms, norms, counts, counts, tf.constant([1, 2], tf.int64), 4)
-    statistics.add(known, norms, [tf.ones([1, 4]), tf.ones([1, 1])], specs, True)
+    statistics.add(known, counts, norms, [tf.ones([1, 4]), tf.ones([1, 1])], specs, True)
     assert [dataclasses.astuple(one) for one in statistics.gradient_norms()] == [(2.0**power, 0, 1)]
 
 
@@ -213,6 +213,39 @@ def test_what_is_not_finite_is_found_by_table_and_field(clip, update, bad, what)
     assert np.isfinite(sums([*others, last]))[:, :, :4].all()
     bench.statistics.reset()
     assert not math.isfinite(getattr(bench.statistics.read()[-1].all, f"{what}_norms"))
+
+
+@pytest.mark.parametrize("update", ["exact", "lazy"])
+@pytest.mark.parametrize("clip", CLIP_RULES)
+def test_padding_of_lists_is_no_id_of_the_batch(clip, update):
+    """Its row has a gradient, which is clipped as of count 1, and no sample holds it."""
+    variable, spec = table("t", 4, 0)
+    given = {"clip_threshold": 1e-3} if not CLIP_RULES[clip].adaptive else {"clip_ratio": 1e-3}
+    optimizer = CowClipAdam(clip=clip, l2=L2, update=update, **given)
+    optimizer.bind_tables({spec: (True, True)})
+    statistics = StepStatistics({spec: (True, True)}, FREQUENT)
+    optimizer.observe(statistics)
+    start = variable.numpy().astype(np.float64)
+
+    @tf.function
+    def step(ids):
+        with tf.GradientTape() as tape:
+            spec.recorder.record(Lookup("a", ids, is_list=True, padding=0))
+            loss = tf.reduce_sum(tf.gather(variable, ids))
+        optimizer.minimize(loss, [variable], tape=tape)
+
+    lists = np.array([[3, 3, 4], [3, 5, 0], [4, 3, 0], [0, 0, 0]])
+    step(tf.constant(lists, tf.int64))
+    a, _ = statistics.read()
+    assert (a.rare.rows, a.rare.occurrences) == (2, 2 + 1)  # 4 and 5
+    assert (a.frequent.rows, a.frequent.occurrences) == (1, 3)
+    assert a.all.clipped_rows == 3
+    repeats = {3: 4, 4: 2, 5: 1}
+    norms = [np.linalg.norm(n + 2 * L2 * start[i]) for i, n in repeats.items()]
+    assert a.all.gradient_norms == pytest.approx(sum(norms), rel=1e-6)
+    weights = [np.linalg.norm(start[i]) for i in repeats]
+    assert a.all.weight_norms == pytest.approx(sum(weights), rel=1e-6)
+    assert sum(one.rare + one.frequent for one in statistics.gradient_norms()) == 3
 
 
 @pytest.mark.parametrize("clip", ["adaptive_column", None])
@@ -334,7 +367,7 @@ def test_occurrences_of_one_step_stay_exact_beyond_float32(on_cpu):
     zeros = tf.zeros([len(counts)])
     counts = tf.constant(counts)
     norms = RowNorms(zeros + 1.0, zeros, counts, counts, tf.cast(zeros, tf.int64), 2)
-    statistics.add(norms, zeros, [zeros[:, tf.newaxis]], [spec], on_cpu)
+    statistics.add(norms, counts, zeros, [zeros[:, tf.newaxis]], [spec], on_cpu)
     rare = statistics.read()[0].rare
     assert (rare.occurrences, rare.clipped_occurrences) == (200 * 131_071 + 1000,) * 2
 

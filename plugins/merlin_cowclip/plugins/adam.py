@@ -39,6 +39,7 @@ class RowGradients(NamedTuple):
     gradients: tf.Tensor  # U×d
     rows: tf.Tensor  # U×d, before the update
     counts: tf.Tensor  # U
+    is_whole: bool  # whether it is a dense gradient, U = V
 
 
 @tf.keras.utils.register_keras_serializable(package="merlin_cowclip")
@@ -209,7 +210,7 @@ class CowClipAdam(SumsRows, WaitingRows, RefusesOptions, mm.LazyAdam):
             )
             if self.l2:
                 summed += 2.0 * self.l2 * tf.cast(rows, summed.dtype)
-            return RowGradients(sums.indices, summed, rows, sums.counts)
+            return RowGradients(sums.indices, summed, rows, sums.counts, sums.is_whole)
 
     def _readable(self, variable: tf.Variable) -> Any:
         """What to gather a variable's rows from: see `TableAccess`."""
@@ -238,7 +239,12 @@ class CowClipAdam(SumsRows, WaitingRows, RefusesOptions, mm.LazyAdam):
             specs = [self._specs[variable.ref()] for variable in variables]
             with beside(variables[0]) as on_cpu:
                 rows = [table.rows for table in tables]
-                self._statistics.add(known, lengths, rows, specs, on_cpu)
+                # Of a dense gradient every row is one of the batch's; of another not the padding.
+                held = [
+                    _of_rows(tf.maximum(t.counts, 1.0) if t.is_whole else t.counts, t, v)
+                    for t, v in pairs
+                ]
+                self._statistics.add(known, tf.concat(held, axis=0), lengths, rows, specs, on_cpu)
         if self.clip is None:
             return [table.gradients for table in tables]
         parts = tf.split(lengths, [tf.size(n) for n in norms]) if len(norms) > 1 else [lengths]

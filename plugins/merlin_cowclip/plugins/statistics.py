@@ -29,9 +29,9 @@ class RowStatistics:
     A row counts once in every step whose batch holds its id.
 
     Attributes:
-      rows: how many.
+      rows: how many; the row of padding, which no sample holds, is none of them.
       occurrences: samples that hold them, the counts of the clip; of tables that are not clipped,
-        how often the gradient has them.
+        how often the gradient has them, padding among them.
       clipped_rows: those whose gradient the clip made shorter.
       clipped_occurrences: samples that hold these.
       gradient_norms: sum of the norms of their gradients, with L2, before the clip. It is NaN or
@@ -223,6 +223,7 @@ class StepStatistics:
     def add(
         self,
         norms: RowNorms,
+        counts: tf.Tensor,
         lengths: tf.Tensor,
         rows: Sequence[tf.Tensor],
         specs: Sequence[TableSpec],
@@ -232,6 +233,7 @@ class StepStatistics:
 
         Args:
           norms: of U rows, before the clip.
+          counts: U, of each how many samples of the batch hold it; 0 where it is none of its ids.
           lengths: U, the gradients' norms after it.
           rows: U×d in all, before the update, by table.
           specs: the tables whose fields `norms.fields` numbers, in their order.
@@ -239,21 +241,22 @@ class StepStatistics:
         """
         # In float64 also within a step: float32 is exact up to 2^24, and lists in a large batch
         # hold more ids.
-        counts = tf.cast(norms.counts, tf.float64)
-        clipped = tf.cast(lengths < norms.gradients, tf.float64)
+        frequent = tf.cast(counts >= tf.constant(self.frequent_from, counts.dtype), tf.int64)
+        counts = tf.cast(counts, tf.float64)
+        is_held = counts > 0  # not padding, and no id beyond the table: see `adam.py`
         # Not norms.rows: TensorFlow's graph optimizer multiplies by the clip's ratio elsewhere once
         # something else reads them, which changes a last digit of the clip.
         weights = tf.concat([plain_norms(some) for some in rows], axis=0)
+        clipped = tf.cast(tf.logical_and(is_held, lengths < norms.gradients), tf.float64)
+        zeros = tf.zeros_like(counts)
         columns = [
-            tf.cast(counts > 0, tf.float64),  # all, but for ids beyond the table: see `adam.py`
+            tf.cast(is_held, tf.float64),
             counts,
             clipped,
             clipped * counts,
-            tf.cast(norms.gradients, tf.float64),
-            tf.cast(weights, tf.float64),
+            tf.where(is_held, tf.cast(norms.gradients, tf.float64), zeros),
+            tf.where(is_held, tf.cast(weights, tf.float64), zeros),
         ]
-        frequent_from = tf.constant(self.frequent_from, norms.counts.dtype)
-        frequent = tf.cast(norms.counts >= frequent_from, tf.int64)
         groups = tf.constant(2 * norms.num_fields, tf.int64)
         sums = sum_columns(columns, 2 * norms.fields + frequent, groups, on_cpu)
         shape = [norms.num_fields, 2, _COUNTED + _SUMMED]
