@@ -589,6 +589,38 @@ def test_ids_in_other_rows_are_noted(tmp_path, frame, limit):
     assert len(told) == len(notes) == is_seen
 
 
+ALIKE = {
+    "of other sizes": (302, "'user_id' with 43 ids and 'user' with 303, both of the domain 'user'"),
+    "hashed": (42, "'user_id' with 43 ids and 'user' with 43, both of the domain 'user'"),
+}
+
+
+@pytest.mark.parametrize("case", ALIKE)
+@pytest.mark.parametrize("named", [False, True])
+def test_fields_that_share_a_domains_name_and_no_vocabulary_are_refused(tmp_path, case, named):
+    """A column by its vocabulary and by hash, as NVTabular names both: rows would be both's."""
+    buckets, words = ALIKE[case]
+    random = np.random.default_rng(8)
+    log = pd.DataFrame({"user": np.r_[:40, random.integers(0, 40, 360)]})
+    log["click"] = random.integers(0, 2, 400)
+    ids = ["user"] >> ops.Categorify(out_path=str(tmp_path / "fitted")) >> ops.Rename(postfix="_id")
+    hashed = ["user"] >> ops.HashBucket(buckets)
+    if named:
+        domain = {"min": 0, "max": buckets - 1, "name": "hashed"}
+        hashed = hashed >> ops.AddMetadata(properties={"domain": domain})
+    workflow = nvt.Workflow(ids + hashed + (["click"] >> ops.AddMetadata(tags=TARGET)))
+    workflow.fit(Dataset(log)).save(str(tmp_path / "workflow"))
+    (tmp_path / "train").mkdir()
+    made = workflow.transform(Dataset(log)).to_ddf().compute()
+    made.to_parquet(tmp_path / "train" / "part.parquet", index=False)
+    if named:
+        assert len(quick(tmp_path, tmp_path / "data").domains) == 2
+        return
+    with pytest.raises(UserError, match=words):
+        quick(tmp_path, tmp_path / "data")
+    assert not (tmp_path / "data").exists()
+
+
 SESSIONS = {
     "grouped": lambda ids: ids >> ops.Groupby(["user"], aggs={"city": ["last"], "click": "last"}),
     "filtered": lambda ids: ids >> ops.Filter(lambda rows: rows[rows["user"] > 9]),

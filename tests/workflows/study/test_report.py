@@ -284,6 +284,16 @@ def test_rows_that_fields_share_are_counted_once():
     assert facts([{**config, "table_rows": 14}])["table rows"].startswith("14 in 3 fields")
 
 
+def test_what_no_command_made_shows_none(tmp_path):
+    """As a sweep from Python."""
+    out = swept(tmp_path / "out")
+    for record in (out / "studies").glob("*.json"):
+        record.write_text(json.dumps({**json.loads(record.read_text()), "command": ""}))
+    page = report(out)
+    assert "```" not in page.with_suffix(".md").read_text()
+    assert "<pre>" not in page.read_text()
+
+
 def test_a_place_where_nothing_can_be_written(tmp_path):
     out = swept(tmp_path / "out")
     (out / "plots").write_text("in the way")

@@ -134,6 +134,8 @@ def test_what_is_in_the_result(shared, data):
     [
         {"network": {"model": "dlrm", "bottom_mlp": (), "mlp": (16,)}},
         {"network": {"model": "dlrm", "bottom_mlp": (8, 4)}},
+        {"network": {"model": "fm", "embedding_dim": 4}},
+        {"network": {"model": "lr"}},
         {"network": {"model": "dcn_v2", "cross_layers": 2, "low_rank_dim": 3}},
         {"network": {"combiner": {"a b": "sum", "c=d": "mean"}}, "deterministic": False},
         {"base": {"l2": 1e-7, "batch_size": 32}, "held_out": 0.2, "seed": 5},

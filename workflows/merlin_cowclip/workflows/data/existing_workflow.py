@@ -31,6 +31,7 @@ from merlin_cowclip.workflows.data.existing_parquet import (
 from merlin_cowclip.workflows.data.id_origins import Origin, RawValues, id_origins, raw_values
 from merlin_cowclip.workflows.data.input_columns import input_columns
 from merlin_cowclip.workflows.data.inputs import natural_order
+from merlin_cowclip.workflows.data.prepared import domains_of
 from merlin_cowclip.workflows.data.saved_files import refuse_shared_files
 from merlin_cowclip.workflows.data.workflow_graph import load_saved, nodes_of
 from merlin_cowclip.workflows.errors import UserError, quoted
@@ -233,6 +234,11 @@ class Pipeline:
         found = _find_vocabularies(workflow, folder)
         known = {c: {} if c in without else found for c in spec.ids}
         fields = {c: _Field.of(columns[c][0], known[c]) for c in spec.ids}
+        domains_of(
+            {c: columns[c][0] for c in spec.ids},
+            {c: field.cardinality for c, field in fields.items()},
+            [c for c in spec.ids if origins.get(c) is Origin.HASH],
+        )
         return cls(
             folder=folder,
             spec=spec,

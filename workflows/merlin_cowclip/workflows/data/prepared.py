@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -174,14 +174,14 @@ class PreparedData:
 
     @functools.cached_property
     def domains(self) -> list[tuple[str, ...]]:
-        """The id fields by int domain: those of one share their ids, and the rows of a table."""
+        """The id fields by int domain: those of one share their ids, and the rows of a table.
+
+        Raises:
+            UserError: two of one domain differ in size.
+        """
         if self.record.get("ranges") is not None:  # prepared here, where each has its own
             return [(name,) for name in self.spec.ids]
-        found: dict[str, list[str]] = {}
-        for name in self.spec.ids:
-            domain = self.schema[name].int_domain  # without a name it is the field's own
-            found.setdefault((domain and domain.name) or name, []).append(name)
-        return [tuple(fields) for fields in found.values()]
+        return domains_of({name: self.schema[name] for name in self.spec.ids}, self.cardinalities)
 
     @property
     def table_rows(self) -> int:
@@ -384,3 +384,34 @@ def _refuse_part(path: Path, found: str, adopted: bool) -> NoReturn:
         f"the parts of prepared data must stay as they were written. Received: {path}, {found}. "
         f"{_ADOPT_AGAIN if adopted else _AGAIN}"
     ) from None
+
+
+def domains_of(
+    columns: Mapping[str, Any], cardinalities: Mapping[str, int], hashed: Collection[str] = ()
+) -> list[tuple[str, ...]]:
+    """Id fields by their int domain, as a table shares rows among those of one.
+
+    Args:
+        columns: by field its schema.
+        cardinalities: by field.
+        hashed: fields whose ids are hashed, which no vocabulary has.
+
+    Raises:
+        UserError: two of one domain differ in size, or in how they got their ids.
+    """
+    found: dict[str, list[str]] = {}
+    for name, column in columns.items():
+        domain = column.int_domain  # without a name it is the field's own
+        found.setdefault((domain and domain.name) or name, []).append(name)
+    for domain, (first, *others) in found.items():
+        for name in others:
+            sizes = cardinalities[first], cardinalities[name]
+            if sizes[0] != sizes[1] or (first in hashed) != (name in hashed):
+                raise UserError(
+                    "fields of one int domain must have one vocabulary, for they share the rows of "
+                    f"a table. Received: {first!r} with {sizes[0]:,} ids and {name!r} with "
+                    f"{sizes[1]:,}, both of the domain {domain!r}. Encode them jointly, or give "
+                    "their domains names of their own: AddMetadata(properties={'domain': "
+                    "{'min': 0, 'max': …, 'name': …}})"
+                )
+    return [tuple(fields) for fields in found.values()]

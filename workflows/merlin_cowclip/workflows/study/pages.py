@@ -141,7 +141,7 @@ def as_markdown(title: str, sections: Sequence[Section], about: Mapping[str, str
         parts += ["", *section.notes, ""]
         for path, (caption, _) in zip(_plot_paths(section), section.plots, strict=False):
             parts += [f"![{caption}]({path})", ""]
-        parts += ["```", section.command, "```"]
+        parts += ["```", section.command, "```"] if section.command else []
     return "\n".join(parts) + "\n"
 
 

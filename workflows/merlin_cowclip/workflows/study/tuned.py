@@ -14,6 +14,7 @@ from merlin_cowclip.workflows.data.prepared import PreparedData
 from merlin_cowclip.workflows.errors import UserError, shown
 from merlin_cowclip.workflows.study.configuration import BASE_OPTIONS, TuneConfig
 from merlin_cowclip.workflows.training.configuration import TrainConfig
+from merlin_cowclip.workflows.training.networks import NETWORKS
 from merlin_cowclip.workflows.training.runs import columns_of, identity_of
 
 FORMAT_VERSION = 2
@@ -97,7 +98,9 @@ def command_of(config: TuneConfig, path: Path, data: Path) -> str | None:
         if not combiner or any("," in name for name in combiner):
             return None
         combiner = [f"{name}={value}" for name, value in combiner.items()]
-    given = {"batch_size": config.batch_size, **config.network, "combiner": combiner}
+    options = NETWORKS[config.network["model"]]
+    network = {k: v for k, v in config.network.items() if k not in options or options[k].used}
+    given = {"batch_size": config.batch_size, **network, "combiner": combiner}
     given |= {BASE_OPTIONS[key]: value for key, value in base.items()}
     given |= {name: getattr(config, name) for name in ("epochs", "held_out", "seed")}
     words = [how_to_go_on(path, data)]
