@@ -52,17 +52,22 @@ def adam(l2):
     return Adam(0.9, 0.999, EPSILON, l2)
 
 
-def caught_up(state, last, step, rates, l2, function=catch_up):
+def adam_as_stored(l2):
+    """As optimizers hold them, in float32: β₁ is a little less than 0.9."""
+    return Adam(float(np.float32(0.9)), float(np.float32(0.999)), EPSILON, l2)
+
+
+def caught_up(state, last, step, rates, l2, function=catch_up, of=adam):
     total = Rates.of(tf.constant(np.concatenate([[0.0], np.cumsum(rates)])))
     given = (*map(tf.constant, state), tf.constant(np.int32(last)), tf.constant(step), total)
-    return [x.numpy() for x in function(*given, adam(l2))]
+    return [x.numpy() for x in function(*given, of(l2))]
 
 
-def caught_up_by_kind(state, last, step, rates, l2):
+def caught_up_by_kind(state, last, step, rates, l2, of=adam):
     """As the deferred mode has it: calm rows by their way, all others by theirs."""
     rate = tf.constant(rates[-1], tf.float32)
-    calm = are_calm(*map(tf.constant, state), tf.constant(np.int32(last)), rate, adam(l2))
-    ways = (caught_up(state, last, step, rates, l2, way) for way in (catch_up_calm, catch_up))
+    calm = are_calm(*map(tf.constant, state), tf.constant(np.int32(last)), rate, of(l2))
+    ways = (caught_up(state, last, step, rates, l2, way, of) for way in (catch_up_calm, catch_up))
     return [np.where(calm[:, np.newaxis], *both) for both in zip(*ways, strict=True)]
 
 
@@ -126,6 +131,33 @@ def test_rows_that_carry_momentum(l2, rate, first, swing, in_most):
     error = errors(state, found, expected, became=True)
     assert error.max() < 5e-4
     assert np.quantile(error, 0.99) < in_most
+
+
+@pytest.mark.parametrize("of", [adam, adam_as_stored])
+@pytest.mark.parametrize(
+    ("l2", "rate", "last", "missed"),
+    [(1e-5, 1e-4, 300, 1_000), (1e-5, 1e-4, 500, 900), (1e-4, 1e-3, 300, 1_100)],
+)
+def test_rows_of_a_young_table_that_all_miss_as_many(l2, rate, last, missed, of):
+    """As some hundred steps of training leave rare ones: |m| near √v, and weights near zero."""
+    random = np.random.default_rng(3)
+    shape = (1_000, D)
+    w = random.normal(size=shape) * 10.0 ** random.uniform(-4, -2, shape)
+    m, v = np.zeros(shape), np.zeros(shape)
+    held = last - random.integers(0, 12, (shape[0], 1))  # by one batch, just before
+    size = 10.0 ** random.uniform(-4, -1, (shape[0], 1))
+    rates = corrected(np.full(last + missed, rate))
+    for t in range(last):
+        g = 2 * l2 * w + (held == t) * size * random.normal(size=shape)
+        m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g**2
+        w = w - rates[t] * m / (np.sqrt(v) + EPSILON)
+    state = np.float32(w), np.float32(m), np.float32(v)
+    at = np.full(shape[0], last)
+    expected = oracle(state, at, last + missed, rates, l2)
+    found = caught_up_by_kind(state, at, last + missed, rates, l2, of)
+    error = errors(state, found, expected, became=True)
+    assert error.max() < 5e-4
+    assert np.quantile(error, 0.99) < 1e-4
 
 
 @pytest.mark.parametrize(

@@ -333,6 +333,9 @@ LOST = {
             [lambda: tf.reshape(ids, [-1]), lambda: tf.reshape(ids + 1, [-1])],
         )
     ),
+    "stacked beside themselves": lambda t, ids: t(
+        tf.stack([tf.sort(tf.reshape(ids, [-1]))] * 2, axis=1)
+    ),
     "of what a network makes": lambda t, ids: t(
         tf.argmax(tf.one_hot(tf.reshape(ids, [-1]), 6), axis=-1)
     ),

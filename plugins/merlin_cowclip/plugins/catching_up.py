@@ -110,7 +110,7 @@ def _as_it_goes(
 ) -> tuple[tf.Tensor, tf.Tensor]:
     """The v and rate at the mean of the steps in which the faster mode goes, after some age."""
     age = tf.cast(age, w.dtype) + 1.0 / (1.0 - adam.beta_1)
-    step = last + tf.cast(age, tf.int32)
+    step = last + tf.cast(tf.round(age), tf.int32)  # β₁ in float32 is a little less than 0.9
     rate = tf.cast(rates.up_to(step) - rates.up_to(step - 1), w.dtype)
     # Half a step before: `step_of_m` adds it.
     return later(w, v, tf.zeros_like(w), age - 0.5, adam), rate

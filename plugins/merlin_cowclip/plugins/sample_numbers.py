@@ -132,7 +132,8 @@ class SampleNumbers:
                 return str(op.name)
         for i in op.inputs:
             ranks = tensor.shape.rank, i.shape.rank
-            if None not in ranks and ranks[0] > ranks[1] and i.dtype != tf.variant:
+            in_lists = None not in ranks and ranks[0] > ranks[1] and op.type != "Pack"
+            if in_lists and i.dtype != tf.variant:
                 continue
             found = self.samples_in(i)
             if found.lost_by:

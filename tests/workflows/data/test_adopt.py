@@ -621,6 +621,37 @@ def test_fields_that_share_a_domains_name_and_no_vocabulary_are_refused(tmp_path
     assert not (tmp_path / "data").exists()
 
 
+def noted(tmp_path, log, made) -> list[str]:
+    """What is noted of a workflow and the rows of its fit."""
+    workflow = nvt.Workflow(made + (["click"] >> ops.AddMetadata(tags=TARGET)))
+    workflow.fit(Dataset(log)).save(str(tmp_path / "workflow"))
+    (tmp_path / "train").mkdir()
+    rows = workflow.transform(Dataset(log)).to_ddf().compute()
+    rows.to_parquet(tmp_path / "train" / "part.parquet", index=False)
+    return list(quick(tmp_path, tmp_path / "data").record["notes"])
+
+
+def log_of_cities() -> pd.DataFrame:
+    random = np.random.default_rng(8)
+    log = pd.DataFrame({"city": random.integers(0, 12, 400), "click": random.integers(0, 2, 400)})
+    log["tags"] = [[f"t{i}" for i in random.integers(0, 9, k)] for k in random.integers(1, 5, 400)]
+    return log.assign(city=log["city"].map(lambda i: None if i == 3 else f"c{i}"))
+
+
+def test_one_column_under_two_names_is_as_it_was_fitted(tmp_path):
+    ids = ["city", "tags"] >> ops.Categorify(out_path=str(tmp_path / "fitted"))
+    assert noted(tmp_path, log_of_cities(), ids + (ids >> ops.Rename(postfix="_too"))) == []
+
+
+def test_lists_that_are_cut_hide_no_ids_in_other_rows(tmp_path):
+    """Of another field; those that were cut have other counts for that."""
+    ids = ["city"] >> ops.Categorify(out_path=str(tmp_path / "fitted"))
+    tags = ["tags"] >> ops.Categorify(out_path=str(tmp_path / "fitted")) >> ops.ListSlice(2)
+    (note,) = noted(tmp_path, log_of_cities().sample(frac=1, random_state=2), ids + tags)
+    assert "differ for 'city', 'tags'. If these are the rows" in note
+    assert "ids of 'city' are other rows'" in note
+
+
 SESSIONS = {
     "grouped": lambda ids: ids >> ops.Groupby(["user"], aggs={"city": ["last"], "click": "last"}),
     "filtered": lambda ids: ids >> ops.Filter(lambda rows: rows[rows["user"] > 9]),

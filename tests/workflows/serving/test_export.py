@@ -417,6 +417,21 @@ def test_what_a_filter_reads_is_asked_for(stock, tmp_path, monkeypatch):
         repository.predict(log.drop(columns="dwell"))
 
 
+def test_a_filter_that_does_without_is_served_without(stock, tmp_path, monkeypatch):
+    """One that drops a row of our making is compared past it; with a field of lists."""
+    run, _, home = stock
+    rows = [*IDS, "visits", "dwell"] >> ops.Filter(
+        lambda rows: rows[~(rows["dwell"] <= 1)] if "dwell" in rows.columns else rows
+    )
+    visits = rows["visits"] >> ops.FillMissing()
+    visits = visits + (visits >> ops.Rename(name="a_week"))
+    log = pd.read_parquet(home / "raw-train/0.parquet")
+    with_workflow(monkeypatch, home, tmp_path, visits, log, rows[IDS])
+    repository = export(run, tmp_path / "repository", progress=False)
+    assert "dwell" not in repository.record["columns"]
+    assert np.isfinite(repository.predict(log.head(9).drop(columns="dwell"))).all()
+
+
 def test_a_request_of_which_every_id_is_missing(stock, tmp_path):
     """As of a single row; a server's client gives an empty text."""
     run, _, home = stock

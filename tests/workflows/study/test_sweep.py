@@ -100,6 +100,23 @@ def test_seeds_that_a_study_leaves_out_are_told(swept, data, tmp_path):
         sweep(CURVES, data, out, SETTING, progress=False)  # more are no others
 
 
+def test_rows_and_options_that_a_study_leaves_out_are_told(swept, data, tmp_path):
+    out = shutil.copytree(swept[0], tmp_path / "out")
+    place = out / "studies" / "curves.json"
+    record = json.loads(place.read_text())
+    of_a_tune = {**record["cells"][0], "row": "tune"}
+    was = [{**cell, "config": {**cell["config"], "epochs": 7}} for cell in record["cells"]]
+    place.write_text(json.dumps({**record, "cells": [*was, of_a_tune]}))
+    with pytest.warns(Notice) as found:
+        sweep(CURVES, data, out, SETTING, progress=False)
+    row, options = [str(one.message) for one in found if one.category is Notice]
+    assert row.startswith(f"{place} had a row 'tune', which it has no more from now on")
+    assert options.startswith(f"{place} was of other epochs, of which it is no more from now on")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", Notice)
+        sweep(CURVES, data, out, SETTING, progress=False)
+
+
 def test_times_of_other_jobs_are_told(swept, data, tmp_path):
     out = shutil.copytree(swept[0], tmp_path / "out")
     study = dataclasses.replace(CURVES, quantity=STUDIES["time"].quantity)

@@ -342,7 +342,7 @@ def test_a_budget_leaves_room_for_the_repeats(data, config, tmp_path, clock):
 def test_a_budget_that_ends_among_the_rules(data, config, tmp_path, clock):
     tuned = tuned_by(data, config, tmp_path / "tune", trials=40, budget=20.0)
     assert tuned.result["not_tried"]
-    assert "Not tried, as the time was over: " in tuned.tables()
+    assert "Not tried, as the trials or the time were over: " in tuned.tables()
 
 
 def test_a_budget_too_small(data, config, tmp_path, clock, fake, monkeypatch):

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import os
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from merlin_cowclip.workflows.errors import UserError
+from merlin_cowclip.workflows.errors import Notice, UserError
 from merlin_cowclip.workflows.progress import catching_up_shown
 
 if TYPE_CHECKING:
@@ -107,6 +108,14 @@ def _on_prepared(run: Run, arguments: argparse.Namespace) -> tuple[Quality, int,
             f"prepared folder that has one: {how_to_evaluate(run.path)}"
         )
     run.check_vocabulary(data)
+    source = data.record.get("derived_from", {})
+    if "held_out" in source and source["path"] == run.config["data"]:
+        warnings.warn(
+            f"the test part of {data.path} was held out of the training part of {source['path']}, "
+            f"on all of which {run.path} was trained: this is no AUC of rows that it has not seen",
+            Notice,
+            stacklevel=2,
+        )
     from merlin_cowclip.workflows.training.evaluation import EVALUATION_BATCH, evaluate
     from merlin_cowclip.workflows.training.loader import Loader
 

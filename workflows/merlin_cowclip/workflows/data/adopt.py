@@ -170,15 +170,16 @@ def _save(
             "counts are those of the training rows; the workflow's own, of the rows it was fitted "
             f"on, differ for {quoted(other)}"
         )
-        missing = any(scan.counts[name][[MISSING, UNKNOWN]].any() for name in other)
-        if missing and pipeline.keeps_ids:
+        whole = [name for name in other if name not in pipeline.thinned]
+        if any(scan.counts[name][[MISSING, UNKNOWN]].any() for name in whole):
             note += (
-                ". If these are the rows that it was fitted on, their ids are other rows': so "
+                f". If these are the rows that it was fitted on, ids of {quoted(whole)} are other "
+                "rows': so "
                 "NVTabular writes them, where some are missing, of a pandas frame whose index is "
                 "not 0, 1, 2, …. Then give it as Dataset(frame.reset_index(drop=True)), fit again, "
                 "write the parquet again, and adopt that"
             )
-            if set(other) & set(pipeline.spec.lists):
+            if set(whole) & set(pipeline.spec.lists):
                 note += (
                     ". Of lists that hold missing values it does so whatever the index: take these "
                     "out of them first"
@@ -239,15 +240,20 @@ def _counted_otherwise(pipeline: Pipeline, scan: _Scan) -> list[str]:
     for field, vocabulary in pipeline.vocabularies.items():
         fields.setdefault(vocabulary.storage, []).append(field)
     other = []
-    for names in fields.values():
+    for storage, names in fields.items():
         vocabulary = pipeline.vocabularies[names[0]]
         sizes = vocabulary.sizes()
-        counted = np.sum([scan.counts[name] for name in names], axis=0)
         if sizes is None:
             continue
         properties = pipeline.schema[names[0]].properties
         limits = [properties.get(key) for key in ("freq_threshold", "max_size", "num_buckets")]
-        unseen = not any(limits) and counted[UNKNOWN]  # a fit without limits leaves none out
-        if unseen or not np.array_equal(sizes, counted[len(counted) - vocabulary.rows :]):
-            other += names
+        each = [scan.counts[name] for name in names]
+        # Of columns that are encoded together counts add up; of one that has several names not.
+        found = [(np.sum(each, axis=0), names)]
+        if storage not in pipeline.joint:
+            found = [(counts, [name]) for counts, name in zip(each, names, strict=True)]
+        for counted, of in found:
+            unseen = not any(limits) and counted[UNKNOWN]  # a fit without limits leaves none out
+            if unseen or not np.array_equal(sizes, counted[len(counted) - vocabulary.rows :]):
+                other += of
     return other

@@ -33,11 +33,12 @@ from merlin_cowclip.workflows.data.input_columns import input_columns
 from merlin_cowclip.workflows.data.inputs import natural_order
 from merlin_cowclip.workflows.data.prepared import domains_of
 from merlin_cowclip.workflows.data.saved_files import refuse_shared_files
-from merlin_cowclip.workflows.data.workflow_graph import load_saved, nodes_of
+from merlin_cowclip.workflows.data.workflow_graph import followed, load_saved, nodes_of
 from merlin_cowclip.workflows.errors import UserError, quoted
 
 if TYPE_CHECKING:
     import nvtabular as nvt
+    from merlin.dag import Node
     from merlin.schema import ColumnSchema, Schema
 
 WORKFLOW_FILES = ("workflow.pkl", "metadata.json")  # what nvt.Workflow.save writes,
@@ -133,8 +134,11 @@ class Pipeline:
     cardinalities: dict[str, int]
     vocabularies: dict[str, Vocabulary]  # by field; not of hashed ones
     found: dict[str, Path]  # every vocabulary of the workflow, by storage name
+    joint: set[str]  # storage names of vocabularies of several columns
     bucketed: set[str]  # fields whose ids are all buckets
-    keeps_ids: bool  # all that Categorify encodes; else an operator may drop rows, or double them
+    thinned: set[
+        str
+    ]  # fields of which an operator may leave ids out that Categorify gave, or double
     notes: list[str]
 
     @classmethod
@@ -142,6 +146,8 @@ class Pipeline:
         cls, folder: Path, parts: dict[str, list[ParquetFile]], label: str, name: str
     ) -> Pipeline:
         """Load a workflow and read its schema, or refuse it."""
+        from nvtabular.ops import Categorify
+
         from merlin_cowclip.workflows.data.replaced_columns import check_columns_are_their_own
         from merlin_cowclip.workflows.data.row_for_row import moving  # they import NVTabular
 
@@ -253,8 +259,14 @@ class Pipeline:
             cardinalities={c: field.cardinality for c, field in fields.items()},
             vocabularies={c: field.vocabulary for c, field in fields.items() if field.vocabulary},
             found=found,
+            joint={
+                storage
+                for node in nodes_of(workflow.output_node, Categorify)
+                if node.op.encode_type == "joint"
+                for storage in node.op.storage_name.values()  # of groups of columns alone
+            },
             bucketed=bucketed,
-            keeps_ids=not moved and not _drops_ids(workflow),
+            thinned=_thinned(workflow),
             notes=notes,
         )
 
@@ -398,11 +410,23 @@ def _hashed_on_cpu(workflow: nvt.Workflow, folder: Path) -> list[str]:
     return sorted(c for n in nodes if hashes(n.op) for c in n.output_schema.column_names)
 
 
-def _drops_ids(workflow: nvt.Workflow) -> bool:
-    """Whether an operator may leave rows out, or members of lists."""
-    from nvtabular.ops import Dropna, Filter, ListSlice
+def _thinned(workflow: nvt.Workflow) -> set[str]:
+    """Columns of which an operator behind Categorify leaves out or doubles rows, or cuts lists."""
+    from nvtabular.ops import Categorify, Dropna, Filter, Groupby, JoinExternal, ListSlice
 
-    return bool(nodes_of(workflow.output_node, (Dropna, Filter, ListSlice)))
+    def made_by(node: Node, given: dict[str, bool]) -> dict[str, bool]:
+        names = node.output_schema.column_names
+        if isinstance(node.op, Categorify):
+            return dict.fromkeys(names, False)
+        thins = isinstance(node.op, Dropna | Filter | Groupby | JoinExternal | ListSlice)
+        sources = {name: node.column_mapping.get(name, [name]) for name in names}
+        return {
+            name: thins or any(given.get(source, False) for source in of)
+            for name, of in sources.items()
+        }
+
+    thinned = followed(workflow.output_node, lambda name: False, made_by, False)
+    return {name for name, is_so in thinned.items() if is_so}
 
 
 def _of_neighbours(workflow: nvt.Workflow) -> list[str]:

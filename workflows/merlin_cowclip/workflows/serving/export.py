@@ -228,14 +228,14 @@ def _check_answers(
     whole.input_schema = workflow.input_schema
     with quiet_operators():
         try:
-            is_taken, expected = _encoded(whole, row)
+            is_taken, expected = _encoded(whole, row, as_served=None)
         except Exception as error:  # whatever the user's own operators raise
             _tell_of_no_answer(encode, error)
             return
         try:
             if is_taken:
                 transformed(load_ensemble(folder, lambda name: network), row)
-            _, found = _encoded(encode, row)
+            _, found = _encoded(encode, row, as_served=is_taken)
             others = [name for name in expected if not is_same(found[name], expected[name])]
             if others:
                 raise ValueError(f"{quoted(others, brief=True)} other than with all columns")
@@ -251,17 +251,27 @@ def _check_answers(
             ) from error
 
 
-def _encoded(served: ServedWorkflow, row: pd.DataFrame) -> tuple[bool, dict[str, Any]]:
-    """What is served of a row, or, past the workflow's filters, its workflow makes; and which."""
+def _encoded(
+    served: ServedWorkflow, row: pd.DataFrame, *, as_served: bool | None
+) -> tuple[bool, dict[str, Any]]:
+    """What is served of a row, or, past the workflow's filters, its workflow makes; and which.
+
+    Args:
+      served: the workflow.
+      row: of its raw columns, or of more.
+      as_served: which of both; `None` for the second one where a row is refused.
+    """
     from merlin_cowclip.workflows.data import row_for_row
 
-    try:
-        return True, dict(served.transform(None, row).to_dict())
-    except Exception:
-        row = row[served.input_schema.column_names]
-        made = row_for_row.transformed(served.workflow, row, past_filters=True)
-        fields = DatasetSpec.from_dict(served.spec).fields
-        return False, {name: made[name][0] for name in fields}
+    if as_served is not False:
+        try:
+            return True, dict(served.transform(None, row).to_dict())
+        except Exception:
+            if as_served:
+                raise
+    row = row[served.input_schema.column_names]
+    made = row_for_row.transformed(served.workflow, row, past_filters=True)
+    return False, {name: made[name][0] for name in DatasetSpec.from_dict(served.spec).fields}
 
 
 def _tell_of_no_answer(encode: ServedWorkflow, error: Exception) -> None:

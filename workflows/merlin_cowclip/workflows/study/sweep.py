@@ -140,7 +140,7 @@ def sweep(
 
 
 def _tell_of_others(place: Path, record: Mapping[str, Any]) -> None:
-    """Warn of seeds and batch sizes of which a study was, and is no more."""
+    """Warn of seeds, batch sizes, rows and options of which a study was, and is no more."""
     if not place.exists():
         return
     before = _read(place)
@@ -158,6 +158,32 @@ def _tell_of_others(place: Path, record: Mapping[str, Any]) -> None:
                 Notice,
                 stacklevel=3,
             )
+
+    if before.get("batch_sizes") == record["batch_sizes"]:
+        _tell_of_other_cells(place, before, json.loads(json.dumps(record)))
+
+
+def _tell_of_other_cells(place: Path, before: Mapping[str, Any], record: Mapping[str, Any]) -> None:
+    """Warn of rows that a study had, and of other values of what its runs were trained with."""
+    then, now = _configs(before), _configs(record)
+    gone = sorted({row for row, *_ in then} - {row for row, *_ in now})
+    same = [(then[cell], config) for cell, config in now.items() if cell in then]
+    options = sorted({key for was, config in same for key in config if was.get(key) != config[key]})
+    told = [f"had a row {row!r}, which it has" for row in gone]
+    told += [f"was of other {', '.join(options)}, of which it is"] if options else []
+    for what in told:
+        warnings.warn(
+            f"{place} {what} no more from now on, as its table and report: the runs are kept. Give "
+            "what was given then, or sweep into another folder, to have that as well",
+            Notice,
+            stacklevel=4,
+        )
+
+
+def _configs(record: Mapping[str, Any]) -> dict[tuple[str, str, str], dict[str, Any]]:
+    """What the runs of each cell are trained with, but for their seeds."""
+    cells = record.get("cells", [])
+    return {(c["row"], c["column"], c["data"]): {**c["config"], "seed": None} for c in cells}
 
 
 def _tell_of_other_jobs(done: Iterable[Task], jobs: int) -> None:

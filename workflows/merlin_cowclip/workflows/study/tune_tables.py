@@ -95,7 +95,8 @@ def tables(result: Mapping[str, Any]) -> str:
     if result["table"][0]["diverged"]:
         lines.append("So did all that were trained again: search among lower learning rates.")
     if result["not_tried"]:
-        lines.append(f"Not tried, as the time was over: {', '.join(result['not_tried'])}.")
+        names = ", ".join(result["not_tried"])
+        lines.append(f"Not tried, as the trials or the time were over: {names}.")
     return "\n".join(lines)
 
 
