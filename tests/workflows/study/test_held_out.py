@@ -7,14 +7,17 @@ import pandas as pd
 import pyarrow.parquet as pq
 import pytest
 
+from merlin_cowclip.workflows.commands.main import main
 from merlin_cowclip.workflows.data.adopt import adopt
 from merlin_cowclip.workflows.data.frequencies import frequencies
 from merlin_cowclip.workflows.data.prepared import PreparedData
-from merlin_cowclip.workflows.errors import UserError
+from merlin_cowclip.workflows.errors import Notice, UserError
 from merlin_cowclip.workflows.quiet import quiet_imports
 from merlin_cowclip.workflows.study import held_out
 from merlin_cowclip.workflows.study.held_out import hold_out
+from merlin_cowclip.workflows.training.configuration import TrainConfig
 from merlin_cowclip.workflows.training.loader import Loader
+from merlin_cowclip.workflows.training.train import train
 
 with quiet_imports():
     import nvtabular as nvt
@@ -87,6 +90,17 @@ def test_its_counts_are_asked_of_its_source(data, held):
     words = "add up to the training rows.* Name the data that it was held out of, .*source"
     with pytest.raises(UserError, match=words):
         frequencies(held, progress=False)
+
+
+def test_a_run_on_all_rows_has_seen_those_that_are_held_out(data, tmp_path):
+    held = hold_out(data, 0.2, 7, tmp_path / "rows", progress=False)
+    config = TrainConfig(model="lr", batch_size=128, epochs=1)
+    for trained_on in (data, held):
+        train(trained_on, config, tmp_path / f"run-{trained_on.path.name}", progress=False)
+    words = f"held out of the training part of {data.path}, on all of which .*run-data was trained"
+    with pytest.warns(Notice, match=words):
+        assert main(["evaluate", str(tmp_path / "run-data"), str(held.path)]) == 0
+    assert main(["evaluate", str(tmp_path / "run-rows"), str(held.path)]) == 0  # a notice fails
 
 
 def test_another_seed_draws_others(data, held, tmp_path):
