@@ -362,6 +362,29 @@ def test_rows_of_which_every_id_is_missing(given, expected, tmp_path):
             assert [list(i) if np.ndim(i) else i for i in found[name]] == ids
 
 
+TAGS = LOG.assign(tags=["x|y", "y", None] * 20, others=[["x", "y"], ["y"], []] * 20)
+MADE = {
+    "lists of text": ("tags", lambda c: c.str.split("|")),
+    "one of a list": ("others", lambda c: c.map(lambda tags: tags[0] if len(tags) else None)),
+}
+
+
+@pytest.mark.parametrize("is_saved", [True, False])
+@pytest.mark.parametrize("case", MADE)
+def test_rows_of_which_all_that_an_operator_makes_is_missing(case, is_saved, tmp_path):
+    """Where it makes lists, or takes one of a list, which no schema tells."""
+    column, make = MADE[case]
+    ids = [column] >> ops.LambdaOp(make) >> ops.Categorify(out_path=str(tmp_path))
+    workflow = nvt.Workflow(ids).fit(nvt.Dataset(TAGS.dropna().reset_index(drop=True)))
+    rows = TAGS[[column]].head(6)
+    new = for_new_rows(workflow)
+    new = cloudpickle.loads(cloudpickle.dumps(new)) if is_saved else new
+    alone = new.transform(rows.iloc[[2]].reset_index(drop=True))[column][0]
+    among = new.transform(rows.copy())[column][2]
+    assert np.array_equal(alone, among)
+    assert np.ndim(alone) == (case == "lists of text")
+
+
 def test_combinations_of_which_a_column_is_missing(tmp_path):
     """They are the ids that they are beside a row that has it."""
     log = LOG.assign(city=np.where(LOG["user"] > 2, "x", "y"), state=["z", None, "w"] * 20)

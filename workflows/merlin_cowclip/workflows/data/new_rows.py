@@ -7,11 +7,12 @@ score would depend on how its file is cut into row groups, or on its place in a 
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING
 
 from merlin_cowclip.workflows.data.workflow_graph import every_node
 from merlin_cowclip.workflows.errors import UserError
-from merlin_cowclip.workflows.quiet import quiet_imports
+from merlin_cowclip.workflows.quiet import quiet_imports, quiet_operators
 
 if TYPE_CHECKING:
     import nvtabular as nvt
@@ -33,6 +34,8 @@ def for_new_rows(workflow: nvt.Workflow) -> nvt.Workflow:
         from nvtabular.ops import Categorify, TargetEncoding
 
         from merlin_cowclip.workflows.data.operators import MissingIds
+        from merlin_cowclip.workflows.data.raw_columns import a_row
+        from merlin_cowclip.workflows.data.row_for_row import transformed
 
     for node in every_node(workflow.output_node):
         if type(node.op) is Categorify:  # and none that is made of it, as our own
@@ -47,4 +50,8 @@ def for_new_rows(workflow: nvt.Workflow) -> nvt.Workflow:
                 "it wrote, or fit one without, and train again"
             )
         node.op.kfold = 1
+    # What an operator makes of lists, or lists of, no schema tells: a row of our making does, and
+    # where it is none of the workflow's, the rows that come.
+    with contextlib.suppress(Exception), quiet_operators():
+        transformed(workflow, a_row(workflow.input_schema), past_filters=True)
     return workflow

@@ -223,12 +223,14 @@ class MissingIds(Categorify):
 
     Args:
         fitted: of which it is a copy.
-        lists: columns of lists, also where a frame does not show it, having missing ones alone.
+        lists: columns of lists, also where a frame does not show it, having missing ones alone. Of
+            those that an operator made a schema does not tell: the first ids that come do.
     """
 
     def __init__(self, fitted: Categorify, lists: Sequence[str]) -> None:
         self.__dict__.update(fitted.__dict__)
         self.lists = tuple(lists)
+        self.known: tuple[str, ...] = ()  # columns of which ids came
 
     def transform(self, col_selector: Any, df: Any) -> Any:
         """As stock Categorify.
@@ -236,6 +238,7 @@ class MissingIds(Categorify):
         Raises:
             RuntimeError: it fails, and not for missing ids.
         """
+        self._look_at(col_selector, df)
         try:
             return super().transform(col_selector, df)
         except RuntimeError:
@@ -250,6 +253,17 @@ class MissingIds(Categorify):
                 for name in names:
                     out[name] = self._alone(name, selector, df[name])
         return out
+
+    def _look_at(self, col_selector: Any, df: Any) -> None:
+        """Learn of columns that are new whether they are of lists."""
+        known = self.__dict__.get("known", ())  # not of one that was saved before
+        for name in col_selector.names if isinstance(df, pd.DataFrame) else ():
+            if name in known or (first := df[name].first_valid_index()) is None:
+                continue
+            known = self.known = (*known, name)
+            others = tuple(other for other in self.lists if other != name)
+            is_list = pd.api.types.is_list_like(df[name][first])
+            self.lists = (*others, name) if is_list else others
 
     def _alone(self, name: str, selector: Any, column: pd.Series) -> np.ndarray:
         missing = column.isna().to_numpy()
