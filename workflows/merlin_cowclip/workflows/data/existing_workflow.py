@@ -136,9 +136,7 @@ class Pipeline:
     found: dict[str, Path]  # every vocabulary of the workflow, by storage name
     joint: set[str]  # storage names of vocabularies of several columns
     bucketed: set[str]  # fields whose ids are all buckets
-    thinned: set[
-        str
-    ]  # fields of which an operator may leave ids out that Categorify gave, or double
+    thinned: set[str]  # fields of which an operator behind Categorify may drop or double ids
     notes: list[str]
 
     @classmethod

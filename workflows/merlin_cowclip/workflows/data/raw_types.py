@@ -106,7 +106,11 @@ class RawType:
     @property
     def remedy(self) -> str:
         """What to do with a column of another type."""
-        return "Give it as at the fit" if self.kind is None else f"Give it as {self}"
+        if self.kind is not None:
+            return f"Give it as {self}"
+        # Of an empty list in the fit's first row NVTabular knows no type, and its fit goes on.
+        again = ", or fit the workflow again on rows whose first list is not empty"
+        return f"Give it as at the fit{again if self.is_list else ''}"
 
     def unknown(self, given: pa.DataType) -> str | None:
         """What is to be said of a column of a type, where nothing tells what it was at the fit.

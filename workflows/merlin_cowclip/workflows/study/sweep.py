@@ -168,7 +168,7 @@ def _tell_of_other_cells(place: Path, before: Mapping[str, Any], record: Mapping
     then, now = _configs(before), _configs(record)
     gone = sorted({row for row, *_ in then} - {row for row, *_ in now})
     same = [(then[cell], config) for cell, config in now.items() if cell in then]
-    options = sorted({key for was, config in same for key in config if was.get(key) != config[key]})
+    options = sorted({key for was, new in same for key in was if was[key] != new.get(key)})
     told = [f"had a row {row!r}, which it has" for row in gone]
     told += [f"was of other {', '.join(options)}, of which it is"] if options else []
     for what in told:
