@@ -457,6 +457,7 @@ def test_on_a_gpu_ids_beyond_the_table_take_no_part_in_norms(clip, monkeypatch):
             tf.constant([[3.0, 4.0]] * len(indices)),
             tf.constant(rows),
             tf.constant([2.0] * len(indices)),
+            is_whole=False,
         )
         (found,) = optimizer._clipped([batch], [table])
         return found.numpy()[[i for i, row in enumerate(indices) if 0 <= row < 5]]
