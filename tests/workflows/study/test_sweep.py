@@ -102,6 +102,7 @@ def test_seeds_that_a_study_leaves_out_are_told(swept, data, tmp_path):
 
 def test_rows_and_options_that_a_study_leaves_out_are_told(swept, data, tmp_path):
     out = shutil.copytree(swept[0], tmp_path / "out")
+    sweep(CURVES, data, out, SETTING, progress=False)  # whatever tests before this one swept
     place = out / "studies" / "curves.json"
     record = json.loads(place.read_text())
     of_a_tune = {**record["cells"][0], "row": "tune"}
