@@ -90,7 +90,7 @@ class Expressions:
         self._of_tensors: dict[Any, int] = {}
         self._captures: dict[int, dict[Any, Any]] = {}
         self._constant: dict[bool, dict[Any, bool]] = {True: {}, False: {}}
-        self._may_be_set: dict[Any, bool] = {}
+        self._settable: dict[Any, bool] = {}
 
     def number(self, tensor: tf.Tensor) -> int:
         """The number of the tensor's value."""
@@ -216,9 +216,9 @@ class Expressions:
             return True
         if op.type in _READING:
             read = self.outside(op.inputs[0])
-            if (known := self._may_be_set.get(read.ref())) is None:
+            if (known := self._settable.get(read.ref())) is None:
                 known = any(map(_may_be_set, self._everywhere(op.inputs[0])))
-                self._may_be_set[read.ref()] = known
+                self._settable[read.ref()] = known
             return known
         calls = op.type in _OPAQUE and op.type != "PartitionedCall"  # a function without a state
         return op.op_def.is_stateful or calls

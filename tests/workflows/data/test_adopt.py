@@ -141,6 +141,20 @@ def quick(home: Path, out: Path, **changes) -> PreparedData:
     return adopt(**{**given, **changes}, out=out, progress=False)
 
 
+def adopted_from(tmp_path: Path, log: pd.DataFrame, made, label: str = "click") -> PreparedData:
+    """A workflow of these columns and the label, fitted and adopted on the same rows."""
+    workflow = nvt.Workflow(made)
+    workflow.fit(Dataset(log)).save(str(tmp_path / "workflow"))
+    (tmp_path / "train").mkdir()
+    rows = workflow.transform(Dataset(log)).to_ddf().compute()
+    rows.to_parquet(tmp_path / "train" / "part.parquet", index=False)
+    return quick(tmp_path, tmp_path / "data", label=label)
+
+
+def clicks():
+    return ["click"] >> ops.AddMetadata(tags=TARGET)
+
+
 # What is written
 
 
@@ -577,12 +591,7 @@ def test_ids_in_other_rows_are_noted(tmp_path, frame, limit):
     log["city"] = log["city"].map(lambda i: None if i == 3 else f"c{i}")
     log = FRAMES[frame](log)
     cities = ["city"] >> ops.Categorify(out_path=str(tmp_path / "fitted"), **limit)
-    workflow = nvt.Workflow(cities + (["click"] >> ops.AddMetadata(tags=TARGET)))
-    workflow.fit(Dataset(log)).save(str(tmp_path / "workflow"))
-    (tmp_path / "train").mkdir()
-    made = workflow.transform(Dataset(log)).to_ddf().compute()
-    made.to_parquet(tmp_path / "train" / "part.parquet", index=False)
-    notes = quick(tmp_path, tmp_path / "data").record["notes"]
+    notes = adopted_from(tmp_path, log, cities + clicks()).record["notes"]
     told = [note for note in notes if "differ for 'city'. If these are the rows" in note]
     # Of repeated rows whose missing ids are unknown now nothing tells, where others are as well.
     is_seen = frame != "as it is" and not (limit and frame == "clicks twice")
@@ -608,27 +617,12 @@ def test_fields_that_share_a_domains_name_and_no_vocabulary_are_refused(tmp_path
     if named:
         domain = {"min": 0, "max": buckets - 1, "name": "hashed"}
         hashed = hashed >> ops.AddMetadata(properties={"domain": domain})
-    workflow = nvt.Workflow(ids + hashed + (["click"] >> ops.AddMetadata(tags=TARGET)))
-    workflow.fit(Dataset(log)).save(str(tmp_path / "workflow"))
-    (tmp_path / "train").mkdir()
-    made = workflow.transform(Dataset(log)).to_ddf().compute()
-    made.to_parquet(tmp_path / "train" / "part.parquet", index=False)
     if named:
-        assert len(quick(tmp_path, tmp_path / "data").domains) == 2
+        assert len(adopted_from(tmp_path, log, ids + hashed + clicks()).domains) == 2
         return
     with pytest.raises(UserError, match=words):
-        quick(tmp_path, tmp_path / "data")
+        adopted_from(tmp_path, log, ids + hashed + clicks())
     assert not (tmp_path / "data").exists()
-
-
-def noted(tmp_path, log, made) -> list[str]:
-    """What is noted of a workflow and the rows of its fit."""
-    workflow = nvt.Workflow(made + (["click"] >> ops.AddMetadata(tags=TARGET)))
-    workflow.fit(Dataset(log)).save(str(tmp_path / "workflow"))
-    (tmp_path / "train").mkdir()
-    rows = workflow.transform(Dataset(log)).to_ddf().compute()
-    rows.to_parquet(tmp_path / "train" / "part.parquet", index=False)
-    return list(quick(tmp_path, tmp_path / "data").record["notes"])
 
 
 def log_of_cities() -> pd.DataFrame:
@@ -640,14 +634,16 @@ def log_of_cities() -> pd.DataFrame:
 
 def test_one_column_under_two_names_is_as_it_was_fitted(tmp_path):
     ids = ["city", "tags"] >> ops.Categorify(out_path=str(tmp_path / "fitted"))
-    assert noted(tmp_path, log_of_cities(), ids + (ids >> ops.Rename(postfix="_too"))) == []
+    made = ids + (ids >> ops.Rename(postfix="_too")) + clicks()
+    assert adopted_from(tmp_path, log_of_cities(), made).record["notes"] == []
 
 
 def test_lists_that_are_cut_hide_no_ids_in_other_rows(tmp_path):
     """Of another field; those that were cut have other counts for that."""
     ids = ["city"] >> ops.Categorify(out_path=str(tmp_path / "fitted"))
     tags = ["tags"] >> ops.Categorify(out_path=str(tmp_path / "fitted")) >> ops.ListSlice(2)
-    (note,) = noted(tmp_path, log_of_cities().sample(frac=1, random_state=2), ids + tags)
+    log = log_of_cities().sample(frac=1, random_state=2)
+    (note,) = adopted_from(tmp_path, log, ids + tags + clicks()).record["notes"]
     assert "differ for 'city', 'tags'. If these are the rows" in note
     assert "ids of 'city' are other rows'" in note
 
@@ -669,13 +665,9 @@ def test_counts_that_are_others_by_the_workflow_have_no_remedy(tmp_path, case):
     made = SESSIONS[case](ids + (["click"] >> ops.AddMetadata()))
     last = "click_last" if case == "grouped" else "click"
     inputs = made["city_last" if case == "grouped" else "city"]
-    workflow = nvt.Workflow(inputs + (made[last] >> ops.AddMetadata(tags=TARGET)))
-    workflow.fit(Dataset(log)).save(str(tmp_path / "workflow"))
-    (tmp_path / "train").mkdir()
-    made = workflow.transform(Dataset(log)).to_ddf().compute()
-    made.to_parquet(tmp_path / "train" / "part.parquet", index=False)
-    data = quick(tmp_path, tmp_path / "data", label=last)
-    (told,) = [note for note in data.record["notes"] if "differ for 'city" in note]
+    made = inputs + (made[last] >> ops.AddMetadata(tags=TARGET))
+    notes = adopted_from(tmp_path, log, made, last).record["notes"]
+    (told,) = [note for note in notes if "differ for 'city" in note]
     assert "If these are the rows" not in told
 
 
@@ -687,12 +679,7 @@ def test_lists_that_hold_missing_values_are_noted(tmp_path, missing):
     tags = [[None if missing and i == 3 else f"t{i}" for i in one] for one in lists]
     log = pd.DataFrame({"tags": tags, "click": random.integers(0, 2, 400)})
     encoded = ["tags"] >> ops.Categorify(out_path=str(tmp_path / "fitted"))
-    workflow = nvt.Workflow(encoded + (["click"] >> ops.AddMetadata(tags=TARGET)))
-    workflow.fit(Dataset(log)).save(str(tmp_path / "workflow"))
-    (tmp_path / "train").mkdir()
-    made = workflow.transform(Dataset(log)).to_ddf().compute()
-    made.to_parquet(tmp_path / "train" / "part.parquet", index=False)
-    notes = quick(tmp_path, tmp_path / "data").record["notes"]
+    notes = adopted_from(tmp_path, log, encoded + clicks()).record["notes"]
     told = [note for note in notes if note.endswith("take these out of them first")]
     assert len(told) == len(notes) == missing
 

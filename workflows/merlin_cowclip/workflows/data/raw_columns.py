@@ -299,16 +299,17 @@ def _read_by(function: Callable[[pd.DataFrame], Any], row: pd.DataFrame) -> set[
     A row of our making may have none of the values that it knows: no rows at all tell as well.
     """
 
-    def error(frame: pd.DataFrame) -> str:
+    def failure(frame: pd.DataFrame) -> str:
         try:
             function(frame.copy())
         except Exception as error:  # whatever a function of the user's raises
             return repr(error)
         return ""
 
-    frames = sorted((row.iloc[:0], row), key=lambda frame: error(frame) != "")
-    whole = error(frames[0])
-    return {str(name) for name in row.columns if error(frames[0].drop(columns=[name])) != whole}
+    none = row.iloc[:0]
+    tried = row if failure(none) and not failure(row) else none
+    whole = failure(tried)
+    return {str(name) for name in row.columns if failure(tried.drop(columns=[name])) != whole}
 
 
 def _joins_a_table(op: Any) -> bool:

@@ -227,15 +227,20 @@ def _check_answers(
     )
     whole.input_schema = workflow.input_schema
     with quiet_operators():
-        try:
-            is_taken, expected = _encoded(whole, row, as_served=None)
-        except Exception as error:  # whatever the user's own operators raise
-            _tell_of_no_answer(encode, error)
+        refused: Exception = ValueError()
+        for encoded in (_as_served, _past_filters):
+            try:
+                expected = encoded(whole, row)
+                break
+            except Exception as error:  # whatever the user's own operators raise
+                refused = error
+        else:
+            _tell_of_no_answer(encode, refused)
             return
         try:
-            if is_taken:
+            if encoded is _as_served:
                 transformed(load_ensemble(folder, lambda name: network), row)
-            _, found = _encoded(encode, row, as_served=is_taken)
+            found = encoded(encode, row)
             others = [name for name in expected if not is_same(found[name], expected[name])]
             if others:
                 raise ValueError(f"{quoted(others, brief=True)} other than with all columns")
@@ -251,27 +256,18 @@ def _check_answers(
             ) from error
 
 
-def _encoded(
-    served: ServedWorkflow, row: pd.DataFrame, *, as_served: bool | None
-) -> tuple[bool, dict[str, Any]]:
-    """What is served of a row, or, past the workflow's filters, its workflow makes; and which.
+def _as_served(workflow: ServedWorkflow, row: pd.DataFrame) -> dict[str, Any]:
+    """The network's inputs, as a server makes them of a row."""
+    return dict(workflow.transform(None, row).to_dict())
 
-    Args:
-      served: the workflow.
-      row: of its raw columns, or of more.
-      as_served: which of both; `None` for the second one where a row is refused.
-    """
+
+def _past_filters(workflow: ServedWorkflow, row: pd.DataFrame) -> dict[str, Any]:
+    """A field's value each, as the workflow makes it also of a row that its filters drop."""
     from merlin_cowclip.workflows.data import row_for_row
 
-    if as_served is not False:
-        try:
-            return True, dict(served.transform(None, row).to_dict())
-        except Exception:
-            if as_served:
-                raise
-    row = row[served.input_schema.column_names]
-    made = row_for_row.transformed(served.workflow, row, past_filters=True)
-    return False, {name: made[name][0] for name in DatasetSpec.from_dict(served.spec).fields}
+    row = row[workflow.input_schema.column_names]
+    made = row_for_row.transformed(workflow.workflow, row, past_filters=True)
+    return {name: made[name][0] for name in DatasetSpec.from_dict(workflow.spec).fields}
 
 
 def _tell_of_no_answer(encode: ServedWorkflow, error: Exception) -> None:
