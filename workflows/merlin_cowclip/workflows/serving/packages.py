@@ -10,6 +10,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import IO, Any
 
+if sys.version_info >= (3, 11):
+    from importlib.metadata import packages_distributions
+else:  # Python 3.10's own passes over packages without a top_level.txt, which most are
+    from importlib_metadata import packages_distributions
+
 from merlin_cowclip.workflows.errors import Notice, quoted
 
 
@@ -26,7 +31,7 @@ def needed_by(folder: Path, known: Iterable[str]) -> dict[str, str]:
     for path in sorted(folder.rglob("*.pkl")):
         with path.open("rb") as file:
             _Unpickler(file, modules).load()
-    distributions = importlib.metadata.packages_distributions()
+    distributions = packages_distributions()
     # A name that several packages share, as merlin, does not tell which: `known` has those.
     own = {module for module in modules if module not in distributions}
     found = {names[0] for m, names in distributions.items() if m in modules and len(names) == 1}
