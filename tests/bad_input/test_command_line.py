@@ -75,7 +75,7 @@ ARGUMENTS = [
     (["frequencies", "data", "--top-k", "many"], ["--top-k: invalid int value: 'many'"]),
     (["frequencies", "data", "--batch-sizes"], ["--batch-sizes: expected at least one"]),
     (["demo", "--rows", "many"], ["--rows: invalid int value: 'many'"]),
-    (["demo", "here"], ["unrecognized arguments: here"]),
+    (["demo", "here"], ["unrecognized arguments: here", "See 'merlin-cowclip demo --help'"]),
 ]
 
 

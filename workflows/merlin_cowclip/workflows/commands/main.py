@@ -29,21 +29,21 @@ GROUPS = (data, training, tuning, prediction, serving, studying, demo)  # as --h
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
-    parser = command_line()
-    arguments, left = parser.parse_known_args(argv)
+    arguments, left = command_line().parse_known_args(argv)
+    of_command = f"{PROGRAM} {arguments.command}"
     at = left.index("--") if "--" in left else len(left)
     if "more_in" in arguments and not any(word.startswith("-") for word in left[:at]):
         # What follows an option: argparse fills a list that may be empty before the first.
         getattr(arguments, arguments.more_in).extend([*left[:at], *left[at + 1 :]])
     elif left:
-        parser.error(f"unrecognized arguments: {' '.join(left)}")
+        Parser(prog=of_command).error(f"unrecognized arguments: {' '.join(left)}")
 
     def work() -> None:
         if arguments.command != "train":
             check_alone(arguments.command)
         arguments.run(arguments)
 
-    return endings.run(f"{PROGRAM} {arguments.command}", work)
+    return endings.run(of_command, work)
 
 
 def command_line() -> Parser:
