@@ -193,6 +193,7 @@ def test_here_as_predict_writes(shop, tmp_path):
         (lambda f: f.drop(columns=["item", "price"]), "Missing: 'item', 'price' in "),
         (lambda f: f.assign(price=f["price"].astype(object).where(f.index != 2, "dear")), "'dear'"),
         (lambda f: f.assign(price=f["price"].astype(str)), "'price' must be a column of numbers."),
+        (lambda f: pd.concat([f, f[["item"]]], axis=1), "once. Received: 'item' more than once"),
     ],
 )
 def test_rows_that_are_refused_here(shop, change, words):

@@ -103,13 +103,19 @@ class Repository:
           trust: see `ensemble`.
 
         Raises:
-          UserError: a column is missing or a row is refused; and as `ensemble`.
+          UserError: a column is missing or there twice, or a row is refused; and as `ensemble`.
         """
         missing = [name for name in self.record["columns"] if name not in frame.columns]
         if missing:
             raise UserError(
                 f"a request must have every column. Missing: {quoted(missing, brief=True)} in "
                 f"{quoted(frame.columns, brief=True)}"
+            )
+        double = [name for name in self.record["columns"] if list(frame.columns).count(name) > 1]
+        if double:
+            raise UserError(
+                "a request must have every column once. Received: "
+                f"{quoted(double, brief=True)} more than once"
             )
         out = transformed(self.ensemble(trust=trust), frame)
         return np.asarray(out[self.record["output"]], np.float32)
