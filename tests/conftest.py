@@ -51,14 +51,20 @@ LONGEST = (  # files that take half a minute and more, the longest first
 )
 
 
-ARITHMETIC = (  # files about TensorFlow's arithmetic, whose version NVIDIA's containers share
+ARITHMETIC = (  # files about TensorFlow's arithmetic and graphs, whose version NVIDIA's containers share
+    "models/test_gpu_residency_forward.py",
     "models/test_networks.py",
+    "plugins/test_absent.py",
     "plugins/test_catching_up.py",
+    "plugins/test_clipping.py",
+    "plugins/test_counting.py",
     "plugins/test_deferred.py",
     "plugins/test_deferred_saved.py",
     "plugins/test_deferred_tables.py",
+    "plugins/test_gpu_residency.py",
     "plugins/test_merlin_tables.py",
     "plugins/test_optimizer.py",
+    "plugins/test_row_sums.py",
     "plugins/test_sok.py",
     "plugins/test_statistics.py",
     "workflows/training/test_follow_epochs.py",

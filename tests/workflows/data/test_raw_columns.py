@@ -173,6 +173,10 @@ READING = {
     "a known text": (lambda rows: rows["b"].map({"x": 1}.__getitem__) > rows["a"], {"a", "b"}),
     "the first text": (lambda rows: rows["b"].iloc[0].split("-")[1] > "1", {"b"}),
     "an attribute": (lambda rows: rows.b.iloc[0].split("-")[1] > "1", {"b"}),
+    "row by row": (lambda rows: rows[rows.apply(lambda row: row["a"] > 1, axis=1)], {"a"}),
+    "rows one by one": (lambda rows: rows[[row.a > 1 for row in rows.itertuples()]], {"a"}),
+    "groups": (lambda rows: rows.groupby("b").filter(lambda g: g["a"].max() > 1), {"a", "b"}),
+    "where rows are left": (lambda rows: rows[rows["a"] > 1] if len(rows) else rows, {"a"}),
     "whatever is there": (lambda rows: rows.dropna(), set()),
     "nothing": (lambda rows: rows["c"] > 1, set()),
 }
@@ -180,7 +184,7 @@ READING = {
 
 @pytest.mark.parametrize("case", READING)
 def test_what_a_filter_reads(case):
-    """Also of values that a row of our making has not: no rows tell, or the error without them."""
+    """Also of values that a row of our making has not, and where no rows tell nothing."""
     function, expected = READING[case]
     assert _read_by(function, pd.DataFrame({"a": [1], "b": ["1"]})) == expected
 

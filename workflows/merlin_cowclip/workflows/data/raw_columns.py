@@ -296,7 +296,8 @@ def _keys(node: Node) -> set[str]:
 def _read_by(function: Callable[[pd.DataFrame], Any], row: pd.DataFrame) -> set[str]:
     """Without which columns of a row a function fails otherwise than with all of them.
 
-    A row of our making may have none of the values that it knows: no rows at all tell as well.
+    A row of our making may have none of the values that it knows, and of no rows a function that
+    goes from row to row reads nothing: both are asked.
     """
 
     def failure(frame: pd.DataFrame) -> str:
@@ -306,10 +307,11 @@ def _read_by(function: Callable[[pd.DataFrame], Any], row: pd.DataFrame) -> set[
             return repr(error)
         return ""
 
-    none = row.iloc[:0]
-    tried = row if failure(none) and not failure(row) else none
-    whole = failure(tried)
-    return {str(name) for name in row.columns if failure(tried.drop(columns=[name])) != whole}
+    read = set()
+    for tried in (row.iloc[:0], row):
+        whole = failure(tried)
+        read |= {n for n in row.columns if failure(tried.drop(columns=[n])) != whole}
+    return set(map(str, read))
 
 
 def _joins_a_table(op: Any) -> bool:
