@@ -51,7 +51,7 @@ LONGEST = (  # files that take half a minute and more, the longest first
 )
 
 
-ARITHMETIC = (  # files about TensorFlow's arithmetic and graphs, whose version NVIDIA's containers share
+ARITHMETIC = (  # files about TensorFlow's arithmetic and graphs; all sets have this version
     "models/test_gpu_residency_forward.py",
     "models/test_networks.py",
     "plugins/test_absent.py",
