@@ -930,6 +930,38 @@ def test_ids_of_a_variable_that_is_set_between_two_lookups_are_others(case, is_s
     assert counts_of_words(forward, 4) == (both if is_set else twice)
 
 
+def test_steps_of_one_graph_are_each_of_its_own_batch():
+    """A loop of one's own, whose batches a variable picks that each step moves on."""
+    batch, rows = 8, 4 * 8
+    given = tf.constant(np.random.default_rng(0).integers(0, 20, rows))
+    labels = tf.constant(np.arange(rows) % 2, tf.float32)
+    read = [tf.Variable(0, trainable=False, dtype=tf.int64) for _ in range(2)]
+    tables = []
+    for begin, steps in zip(read, (1, 4), strict=True):
+        tf.keras.utils.set_random_seed(0)
+        model = tf.keras.Sequential([tf.keras.layers.Embedding(20, 4, "uniform")])
+        model.build([None])
+        optimizer = CowClipOptimizer.for_model(model, COLD, update="lazy")
+
+        def step(model=model, optimizer=optimizer, begin=begin):
+            rows = begin + tf.range(batch, dtype=tf.int64)
+            ids, wanted = tf.gather(given, rows), tf.gather(labels, rows)
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum((tf.reduce_sum(model(ids), axis=-1) - wanted) ** 2)
+            optimizer.minimize(loss, model.trainable_variables, tape=tape)
+            begin.assign_add(batch)
+
+        @tf.function
+        def several(step=step, steps=steps):
+            for _ in range(steps):
+                step()
+
+        for _ in range(4 // steps):
+            several()
+        tables.append(model.trainable_variables[0].numpy())
+    np.testing.assert_allclose(tables[1], tables[0], rtol=0, atol=1e-7)
+
+
 def test_ids_of_a_variable_that_a_branch_reads_count_once():
     made = READ_IN["a branch"]
     assert counts_of_words(lambda t, ids: t(made(ids)) + t(made(ids)), 4) == {3: 3, 4: 3, 5: 2}

@@ -90,7 +90,7 @@ class Expressions:
         self._of_tensors: dict[Any, int] = {}
         self._captures: dict[int, dict[Any, Any]] = {}
         self._constant: dict[bool, dict[Any, bool]] = {True: {}, False: {}}
-        self._settable: dict[Any, bool] = {}
+        self._settable: dict[Any, tuple[int, bool]] = {}
 
     def number(self, tensor: tf.Tensor) -> int:
         """The number of the tensor's value."""
@@ -215,13 +215,17 @@ class Expressions:
         if op is None:
             return True
         if op.type in _READING:
-            read = self.outside(op.inputs[0])
-            if (known := self._settable.get(read.ref())) is None:
-                known = any(map(_may_be_set, self._everywhere(op.inputs[0])))
-                self._settable[read.ref()] = known
-            return known
+            return any(map(self._may_be_set, self._everywhere(op.inputs[0])))
         calls = op.type in _OPAQUE and op.type != "PartitionedCall"  # a function without a state
         return op.op_def.is_stateful or calls
+
+    def _may_be_set(self, resource: tf.Tensor) -> bool:
+        """Whether its graph, as it is by now, may set it; a graph of several steps grows."""
+        size, known = self._settable.get(resource.ref(), (-1, False))
+        if size != resource.graph.version and not known:
+            known = _may_be_set(resource)
+            self._settable[resource.ref()] = resource.graph.version, known
+        return known
 
 
 def _may_be_set(resource: tf.Tensor) -> bool:
