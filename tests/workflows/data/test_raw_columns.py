@@ -389,6 +389,19 @@ def test_rows_of_which_all_that_an_operator_makes_is_missing(case, is_saved, tmp
     assert np.ndim(alone) == (case == "lists of text")
 
 
+def test_a_row_that_an_operator_knows_nothing_of_has_an_empty_list(tmp_path):
+    """Alone, too, as a new item is asked for: that the field is of lists is known of all rows."""
+    log = LOG.assign(user=LOG["user"] + 100)
+    known = {user: ["x", "y"][: 1 + user % 2] for user in log["user"].unique()}
+    tags = ["user"] >> ops.LambdaOp(lambda c: c.map(known)) >> ops.Rename(name="tags")
+    tags = tags >> ops.Categorify(out_path=str(tmp_path)) >> ops.Rename(postfix="_list")
+    workflow = nvt.Workflow(tags).fit(nvt.Dataset(log))
+    new = for_new_rows(workflow, lists=["tags_list"])
+    for rows in ([99], [99, 98], [99, log["user"][0]], [99]):
+        found = new.transform(pd.DataFrame({"user": rows}))["tags_list"]
+        assert list(found[0]) == []
+
+
 def test_combinations_of_which_a_column_is_missing(tmp_path):
     """They are the ids that they are beside a row that has it."""
     log = LOG.assign(city=np.where(LOG["user"] > 2, "x", "y"), state=["z", None, "w"] * 20)

@@ -429,7 +429,7 @@ class Run:
         Raises:
           UserError: as `workflow`; or it makes a column of the folds of its fit.
         """
-        return for_new_rows(self.workflow(trust=trust))
+        return for_new_rows(self.workflow(trust=trust), self.config["lists"])
 
 
 def _check_result(path: Path, result: Any) -> None:
