@@ -648,6 +648,25 @@ def test_lists_that_are_cut_hide_no_ids_in_other_rows(tmp_path):
     assert "ids of 'city' are other rows'" in note
 
 
+JOINT = {
+    "cut": lambda ids: ids["city"] + (ids["tags"] >> ops.ListSlice(-2)),
+    "no input": lambda ids: ids["city"],
+    "under two names": lambda ids: ids + (ids >> ops.Rename(postfix="_too")),
+}
+
+
+@pytest.mark.parametrize("case", JOINT)
+def test_ids_of_a_joint_vocabulary_are_counted_together(tmp_path, case):
+    """Where ids of one field are left out, those of the other are where they were."""
+    log = log_of_cities()
+    log["tags"] = [[f"c{one[1:]}" for one in row] for row in log["tags"]]
+    ids = [["city", "tags"]] >> ops.Categorify(encode_type="joint", out_path=str(tmp_path / "f"))
+    notes = adopted_from(tmp_path, log, JOINT[case](ids) + clicks()).record["notes"]
+    differ = ["differ for 'city'" in note for note in notes]
+    assert differ == ([] if case == "under two names" else [True])
+    assert not any("If these are the rows" in note for note in notes)
+
+
 SESSIONS = {
     "grouped": lambda ids: ids >> ops.Groupby(["user"], aggs={"city": ["last"], "click": "last"}),
     "filtered": lambda ids: ids >> ops.Filter(lambda rows: rows[rows["user"] > 9]),

@@ -163,14 +163,13 @@ def _save(
         raw = pa.nulls(0, pa.string()) if vocabulary is None else vocabulary.raw()
         write_counts(folder / "counts", name, counts, raw)
     save_schema(pipeline.schema, folder, pipeline.bucketed)
-    other = _counted_otherwise(pipeline, scan)
+    other, whole = _counted_otherwise(pipeline, scan)
     notes = list(pipeline.notes)
     if other:
         note = (
             "counts are those of the training rows; the workflow's own, of the rows it was fitted "
             f"on, differ for {quoted(other)}"
         )
-        whole = [name for name in other if name not in pipeline.thinned]
         if any(scan.counts[name][[MISSING, UNKNOWN]].any() for name in whole):
             note += (
                 f". If these are the rows that it was fitted on, ids of {quoted(whole)} are other "
@@ -234,12 +233,16 @@ def _copy_workflow(pipeline: Pipeline, home: Path) -> None:
         workflow.save(str(home.absolute()))
 
 
-def _counted_otherwise(pipeline: Pipeline, scan: _Scan) -> list[str]:
-    """Fields whose counts are not the ones in the workflow's vocabularies."""
+def _counted_otherwise(pipeline: Pipeline, scan: _Scan) -> tuple[list[str], list[str]]:
+    """Fields whose counts are not the ones in the workflow's vocabularies.
+
+    And which of these should have the same ones if the rows are those of the fit: no operator left
+    ids of theirs out, nor of those that were encoded with them.
+    """
     fields: dict[str, list[str]] = {}
     for field, vocabulary in pipeline.vocabularies.items():
         fields.setdefault(vocabulary.storage, []).append(field)
-    other = []
+    other, whole = [], []
     for storage, names in fields.items():
         vocabulary = pipeline.vocabularies[names[0]]
         sizes = vocabulary.sizes()
@@ -247,13 +250,18 @@ def _counted_otherwise(pipeline: Pipeline, scan: _Scan) -> list[str]:
             continue
         properties = pipeline.schema[names[0]].properties
         limits = [properties.get(key) for key in ("freq_threshold", "max_size", "num_buckets")]
-        each = [scan.counts[name] for name in names]
+        counts = {name: scan.counts[name] for name in names}
         # Of columns that are encoded together counts add up; of one that has several names not.
-        found = [(np.sum(each, axis=0), names)]
-        if storage not in pipeline.joint:
-            found = [(counts, [name]) for counts, name in zip(each, names, strict=True)]
-        for counted, of in found:
+        found = [([name], counts[name], {name}) for name in names]
+        if storage in pipeline.joint:
+            whole_last = sorted(names, key=lambda name: name not in pipeline.thinned)
+            by_column = {pipeline.encoded.get(name, name): name for name in whole_last}
+            lacking = pipeline.joint[storage] - set(by_column)
+            summed = np.sum([counts[name] for name in by_column.values()], axis=0)
+            found = [(names, summed, {*by_column.values(), *lacking})]
+        for of, counted, ids in found:
             unseen = not any(limits) and counted[UNKNOWN]  # a fit without limits leaves none out
             if unseen or not np.array_equal(sizes, counted[len(counted) - vocabulary.rows :]):
                 other += of
-    return other
+                whole += of if ids <= set(names) - pipeline.thinned else []
+    return other, whole

@@ -28,7 +28,13 @@ from merlin_cowclip.workflows.data.existing_parquet import (
     check_types,
     is_list,
 )
-from merlin_cowclip.workflows.data.id_origins import Origin, RawValues, id_origins, raw_values
+from merlin_cowclip.workflows.data.id_origins import (
+    Origin,
+    RawValues,
+    encoded_columns,
+    id_origins,
+    raw_values,
+)
 from merlin_cowclip.workflows.data.input_columns import input_columns
 from merlin_cowclip.workflows.data.inputs import natural_order
 from merlin_cowclip.workflows.data.prepared import domains_of
@@ -134,7 +140,8 @@ class Pipeline:
     cardinalities: dict[str, int]
     vocabularies: dict[str, Vocabulary]  # by field; not of hashed ones
     found: dict[str, Path]  # every vocabulary of the workflow, by storage name
-    joint: set[str]  # storage names of vocabularies of several columns
+    joint: dict[str, set[str]]  # by storage name of one of several columns these columns
+    encoded: dict[str, str]  # by field the column of Categorify that it is, where it is one
     bucketed: set[str]  # fields whose ids are all buckets
     thinned: set[str]  # fields of which an operator behind Categorify may drop or double ids
     notes: list[str]
@@ -243,6 +250,11 @@ class Pipeline:
             {c: field.cardinality for c, field in fields.items()},
             [c for c in spec.ids if origins.get(c) is Origin.HASH],
         )
+        joint: dict[str, set[str]] = {}
+        for node in nodes_of(workflow.output_node, Categorify):
+            if node.op.encode_type == "joint":
+                for column, storage in node.op.storage_name.items():  # of groups of columns alone
+                    joint.setdefault(storage, set()).add(column)
         return cls(
             folder=folder,
             spec=spec,
@@ -257,12 +269,8 @@ class Pipeline:
             cardinalities={c: field.cardinality for c, field in fields.items()},
             vocabularies={c: field.vocabulary for c, field in fields.items() if field.vocabulary},
             found=found,
-            joint={
-                storage
-                for node in nodes_of(workflow.output_node, Categorify)
-                if node.op.encode_type == "joint"
-                for storage in node.op.storage_name.values()  # of groups of columns alone
-            },
+            joint=joint,
+            encoded={c: name for c, of in encoded_columns(workflow).items() for _, name in of},
             bucketed=bucketed,
             thinned=_thinned(workflow),
             notes=notes,

@@ -62,6 +62,37 @@ def raw_values(workflow: nvt.Workflow) -> dict[str, RawValues]:
     }
 
 
+def encoded_columns(workflow: nvt.Workflow) -> dict[str, frozenset[tuple[int, str]]]:
+    """Which columns of which nodes of Categorify, by `id`, a workflow's outputs are, by column.
+
+    One whose ids are others by now is none of them.
+
+    Args:
+        workflow: fitted.
+    """
+    with quiet_imports():
+        from nvtabular.ops import Categorify
+
+    as_they_are = operators_that_keep_values()
+    none = frozenset[tuple[int, str]]()
+
+    def made_by(
+        node: Node, given: dict[str, frozenset[tuple[int, str]]]
+    ) -> dict[str, frozenset[tuple[int, str]]]:
+        names = node.output_schema.column_names
+        if isinstance(node.op, Categorify):
+            return {name: frozenset({(id(node), name)}) for name in names}
+        if not isinstance(node.op, as_they_are):
+            return {}
+        mapping = node.column_mapping
+        return {
+            name: none.union(*(given.get(one, none) for one in mapping.get(name, [name])))
+            for name in names
+        }
+
+    return followed(workflow.output_node, lambda _: none, made_by, none)
+
+
 @dataclass(frozen=True)
 class _Column:
     origin: Origin | None = None

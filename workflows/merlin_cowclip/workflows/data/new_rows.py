@@ -8,19 +8,16 @@ score would depend on how its file is cut into row groups, or on its place in a 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING, TypeAlias
+from collections.abc import Collection
+from typing import TYPE_CHECKING
 
-from merlin_cowclip.workflows.data.id_origins import operators_that_keep_values
-from merlin_cowclip.workflows.data.workflow_graph import every_node, followed
+from merlin_cowclip.workflows.data.id_origins import encoded_columns
+from merlin_cowclip.workflows.data.workflow_graph import every_node
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.quiet import quiet_imports, quiet_operators
 
 if TYPE_CHECKING:
     import nvtabular as nvt
-    from merlin.dag import Node
-
-_Columns: TypeAlias = frozenset[tuple[int, str]]  # nodes of Categorify by `id`, and names
 
 
 def for_new_rows(workflow: nvt.Workflow, lists: Collection[str] = ()) -> nvt.Workflow:
@@ -46,11 +43,13 @@ def for_new_rows(workflow: nvt.Workflow, lists: Collection[str] = ()) -> nvt.Wor
         from merlin_cowclip.workflows.data.raw_columns import a_row
         from merlin_cowclip.workflows.data.row_for_row import transformed
 
-    encoded = _encoded(workflow, lists)
+    encoded = encoded_columns(workflow)
+    of_lists = set().union(*(encoded[name] for name in lists if name in encoded))
     for node in every_node(workflow.output_node):
         if type(node.op) is Categorify:  # and none that is made of it, as our own
             told = {column.name for column in node.input_schema if column.is_list}
-            node.op = MissingIds(node.op, sorted(told | encoded.get(id(node), set())))
+            told |= {name for of, name in of_lists if of == id(node)}
+            node.op = MissingIds(node.op, sorted(told))
         if not isinstance(node.op, TargetEncoding):
             continue
         if node.op.kfold > 1 and not node.op.drop_folds:
@@ -65,31 +64,3 @@ def for_new_rows(workflow: nvt.Workflow, lists: Collection[str] = ()) -> nvt.Wor
     with contextlib.suppress(Exception), quiet_operators():
         transformed(workflow, a_row(workflow.input_schema), past_filters=True)
     return workflow
-
-
-def _encoded(workflow: nvt.Workflow, outputs: Collection[str]) -> Mapping[int, set[str]]:
-    """By the `id` of a node of Categorify, which of its columns some outputs are."""
-    with quiet_imports():
-        from nvtabular.ops import Categorify
-
-    as_they_are = operators_that_keep_values()
-    none: _Columns = frozenset()
-
-    def made_by(node: Node, given: Mapping[str, _Columns]) -> dict[str, _Columns]:
-        names = node.output_schema.column_names
-        if isinstance(node.op, Categorify):
-            return {name: frozenset({(id(node), name)}) for name in names}
-        if not isinstance(node.op, as_they_are):
-            return {}
-        mapping = node.column_mapping
-        return {
-            name: none.union(*(given.get(one, none) for one in mapping.get(name, [name])))
-            for name in names
-        }
-
-    followed_to = followed(workflow.output_node, lambda _: none, made_by, none)
-    found: dict[int, set[str]] = {}
-    for output in outputs:
-        for node, column in followed_to.get(output, none):
-            found.setdefault(node, set()).add(column)
-    return found
