@@ -18,6 +18,7 @@ from merlin_cowclip.workflows.study import held_out
 from merlin_cowclip.workflows.study.held_out import hold_out
 from merlin_cowclip.workflows.training.configuration import TrainConfig
 from merlin_cowclip.workflows.training.loader import Loader
+from merlin_cowclip.workflows.training.runs import identity_of
 from merlin_cowclip.workflows.training.train import train
 
 with quiet_imports():
@@ -75,6 +76,7 @@ def test_it_is_prepared_data(data, held):
     again = PreparedData.open(held.path)
     assert again.record["derived_from"] == {
         "path": str(held.path.parent / "source"),
+        "train_sha256": identity_of(data, "train"),
         "held_out": 0.2,
         "seed": 7,
     }
@@ -94,7 +96,10 @@ def test_its_counts_are_asked_of_its_source(data, held):
 
 
 def test_a_run_on_all_rows_has_seen_those_that_are_held_out(data, tmp_path, capsys):
-    held = hold_out(data, 0.2, 7, tmp_path / "rows", progress=False)
+    """Also where they were held out of the data by another path."""
+    (tmp_path / "link").symlink_to(data.path)
+    linked = PreparedData.open(tmp_path / "link")
+    held = hold_out(linked, 0.2, 7, tmp_path / "rows", progress=False)
     config = TrainConfig(model="lr", batch_size=128, epochs=1)
     for trained_on, is_told in ((data, True), (held, False)):
         run = tmp_path / f"run-{is_told}"
@@ -103,7 +108,7 @@ def test_a_run_on_all_rows_has_seen_those_that_are_held_out(data, tmp_path, caps
             warnings.simplefilter("always", Notice)  # for which tests fail
             assert main(["evaluate", str(run), str(held.path)]) == 0
         told = " ".join(capsys.readouterr().err.split())
-        words = f"held out of the training part of {data.path}, on all of which {run} was trained"
+        words = f"held out of the training part of {linked.path}, on all of which {run} was trained"
         assert (words in told) == is_told
 
 

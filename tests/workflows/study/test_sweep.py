@@ -106,13 +106,18 @@ def test_rows_and_options_that_a_study_leaves_out_are_told(swept, data, tmp_path
     place = out / "studies" / "curves.json"
     record = json.loads(place.read_text())
     of_a_tune = {**record["cells"][0], "row": "tune"}
-    was = [{**cell, "config": {**cell["config"], "epochs": 7}} for cell in record["cells"]]
-    place.write_text(json.dumps({**record, "cells": [*was, of_a_tune]}))
+    config = record["cells"][0]["config"]
+    other = {"epochs": 7, "base": {**config["base"], "l2": 1e-3}}
+    was = [{**cell, "config": {**cell["config"], **other}} for cell in record["cells"]]
+    sizes = {"batch_sizes": record["batch_sizes"][:1]}  # of which it has more by now
+    place.write_text(json.dumps({**record, **sizes, "cells": [*was, of_a_tune]}))
     with pytest.warns(Notice) as found:
         sweep(CURVES, data, out, SETTING, progress=False)
     row, options = [str(one.message) for one in found if one.category is Notice]
     assert row.startswith(f"{place} had a row 'tune', which it has no more from now on")
-    assert options.startswith(f"{place} was of other epochs, of which it is no more from now on")
+    assert options.startswith(
+        f"{place} was of other epochs, l2, of which it is no more from now on"
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("error", Notice)
         sweep(CURVES, data, out, SETTING, progress=False)

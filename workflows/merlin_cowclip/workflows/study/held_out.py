@@ -17,6 +17,7 @@ from merlin_cowclip.workflows.data.saved_workflow import write_record
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.folders import all_or_nothing, refuse_existing
 from merlin_cowclip.workflows.progress import progress_bar
+from merlin_cowclip.workflows.training.runs import identity_of
 
 _COPIED = ("workflow", "counts", "schema.pbtxt", ".merlin")
 
@@ -40,8 +41,8 @@ def hold_out(
         progress: show a progress bar on stderr.
 
     Returns:
-        The new folder, opened. Its record holds ``derived_from``: ``path``, ``held_out`` and
-        ``seed``.
+        The new folder, opened. Its record holds ``derived_from``: ``path``, ``train_sha256`` (of
+        the source's training rows), ``held_out`` and ``seed``.
 
     Raises:
         UserError: one of the two parts would have no row, or the held-out rows only one label;
@@ -101,6 +102,7 @@ def hold_out(
             "report": {**data.report, **counted},
             "derived_from": {
                 "path": str(data.path.absolute()),
+                "train_sha256": identity_of(data, "train"),
                 "held_out": float(share),
                 "seed": int(seed),
             },

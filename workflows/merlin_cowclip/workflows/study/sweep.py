@@ -159,7 +159,8 @@ def _tell_of_others(place: Path, record: Mapping[str, Any]) -> None:
                 stacklevel=3,
             )
 
-    if before.get("batch_sizes") == record["batch_sizes"]:
+    # Of another base, which was told, all values are others.
+    if before.get("batch_sizes", [])[:1] == record["batch_sizes"][:1]:
         _tell_of_other_cells(place, before, json.loads(json.dumps(record)))
 
 
@@ -183,7 +184,14 @@ def _tell_of_other_cells(place: Path, before: Mapping[str, Any], record: Mapping
 def _configs(record: Mapping[str, Any]) -> dict[tuple[str, str, str], dict[str, Any]]:
     """What the runs of each cell are trained with, but for their seeds."""
     cells = record.get("cells", [])
-    return {(c["row"], c["column"], c["data"]): {**c["config"], "seed": None} for c in cells}
+    return {(c["row"], c["column"], c["data"]): _options(c["config"]) for c in cells}
+
+
+def _options(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A run's options by name, those of its base among them."""
+    base = {name: value for name, value in config["base"].items() if name != "batch_size"}
+    others = {key: value for key, value in config.items() if key not in ("base", "seed")}
+    return {**base, **others}
 
 
 def _tell_of_other_jobs(done: Iterable[Task], jobs: int) -> None:
