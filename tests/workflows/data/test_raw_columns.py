@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import cloudpickle
 import numpy as np
 import pandas as pd
@@ -389,17 +391,24 @@ def test_rows_of_which_all_that_an_operator_makes_is_missing(case, is_saved, tmp
     assert np.ndim(alone) == (case == "lists of text")
 
 
-def test_a_row_that_an_operator_knows_nothing_of_has_an_empty_list(tmp_path):
-    """Alone, too, as a new item is asked for: that the field is of lists is known of all rows."""
-    log = LOG.assign(user=LOG["user"] + 100)
-    known = {user: ["x", "y"][: 1 + user % 2] for user in log["user"].unique()}
-    tags = ["user"] >> ops.LambdaOp(lambda c: c.map(known)) >> ops.Rename(name="tags")
+MADE_BY = {
+    "a table": lambda column: column.map({"u7": ["x", "y"]}),
+    "a text": lambda column: column.map(lambda s: json.loads(s) if isinstance(s, str) else None),
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "known", "unknown"), [("a table", "u7", "u9"), ("a text", '["x", "y"]', None)]
+)
+def test_a_row_of_which_an_operator_makes_no_list_has_an_empty_one(case, known, unknown, tmp_path):
+    """Alone, too, as a new item is asked for; of a row of our making, 1, it makes none, or 1."""
+    tags = ["user"] >> ops.LambdaOp(MADE_BY[case]) >> ops.Rename(name="tags")
     tags = tags >> ops.Categorify(out_path=str(tmp_path)) >> ops.Rename(postfix="_list")
-    workflow = nvt.Workflow(tags).fit(nvt.Dataset(log))
-    new = for_new_rows(workflow, lists=["tags_list"])
-    for rows in ([99], [99, 98], [99, log["user"][0]], [99]):
-        found = new.transform(pd.DataFrame({"user": rows}))["tags_list"]
-        assert list(found[0]) == []
+    workflow = nvt.Workflow(tags).fit(nvt.Dataset(pd.DataFrame({"user": [known] * 9})))
+    new = for_new_rows(workflow, {"tags_list": True})
+    for rows in ([unknown], [unknown] * 2, [unknown, known], [unknown]):
+        found = new.transform(pd.DataFrame({"user": pd.Series(rows, dtype=object)}))["tags_list"]
+        assert [list(one) for one in found] == [[3, 4] if row == known else [] for row in rows]
 
 
 def test_combinations_of_which_a_column_is_missing(tmp_path):

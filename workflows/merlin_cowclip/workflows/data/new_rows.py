@@ -8,7 +8,8 @@ score would depend on how its file is cut into row groups, or on its place in a 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from merlin_cowclip.workflows.data.id_origins import encoded_columns
@@ -20,7 +21,9 @@ if TYPE_CHECKING:
     import nvtabular as nvt
 
 
-def for_new_rows(workflow: nvt.Workflow, lists: Collection[str] = ()) -> nvt.Workflow:
+def for_new_rows(
+    workflow: nvt.Workflow, lists: Mapping[str, bool] = MappingProxyType({})
+) -> nvt.Workflow:
     """Make a fitted workflow one that encodes a row the same wherever it stands.
 
     Stock `Categorify` encodes, too, rows whose ids are all missing (`MissingIds`).
@@ -31,7 +34,7 @@ def for_new_rows(workflow: nvt.Workflow, lists: Collection[str] = ()) -> nvt.Wor
 
     Args:
       workflow: fitted; changed in place.
-      lists: of the columns that it makes those of lists, as far as they are known.
+      lists: by column that it makes whether it is of lists, as far as that is known.
 
     Raises:
       UserError: it makes a column of the folds.
@@ -44,12 +47,13 @@ def for_new_rows(workflow: nvt.Workflow, lists: Collection[str] = ()) -> nvt.Wor
         from merlin_cowclip.workflows.data.row_for_row import transformed
 
     encoded = encoded_columns(workflow)
-    of_lists = set().union(*(encoded[name] for name in lists if name in encoded))
+    known = {one: are for name, are in lists.items() for one in encoded.get(name, ())}
     for node in every_node(workflow.output_node):
         if type(node.op) is Categorify:  # and none that is made of it, as our own
-            told = {column.name for column in node.input_schema if column.is_list}
-            told |= {name for of, name in of_lists if of == id(node)}
-            node.op = MissingIds(node.op, sorted(told))
+            of_lists = {column.name: column.is_list for column in node.input_schema}
+            here = {name: are for (of, name), are in known.items() if of == id(node)}
+            told = [name for name, are in {**of_lists, **here}.items() if are]
+            node.op = MissingIds(node.op, told, list(here))
         if not isinstance(node.op, TargetEncoding):
             continue
         if node.op.kfold > 1 and not node.op.drop_folds:

@@ -225,12 +225,13 @@ class MissingIds(Categorify):
         fitted: of which it is a copy.
         lists: columns of lists, also where a frame does not show it, having missing ones alone. Of
             those that an operator made a schema does not tell: the first ids that come do.
+        known: columns of which it is known otherwise whether they are of lists.
     """
 
-    def __init__(self, fitted: Categorify, lists: Sequence[str]) -> None:
+    def __init__(self, fitted: Categorify, lists: Sequence[str], known: Sequence[str] = ()) -> None:
         self.__dict__.update(fitted.__dict__)
         self.lists = tuple(lists)
-        self.known: tuple[str, ...] = ()  # columns of which ids came
+        self.known = tuple(known)  # and those of which ids came
 
     def transform(self, col_selector: Any, df: Any) -> Any:
         """As stock Categorify.

@@ -429,7 +429,9 @@ class Run:
         Raises:
           UserError: as `workflow`; or it makes a column of the folds of its fit.
         """
-        return for_new_rows(self.workflow(trust=trust), self.config["lists"])
+        lists = self.config.get("lists", ())
+        are_lists = {name: name in lists for name in self.config["cardinalities"]}
+        return for_new_rows(self.workflow(trust=trust), are_lists)
 
 
 def _check_result(path: Path, result: Any) -> None:
