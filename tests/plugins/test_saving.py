@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from merlin_cowclip.models import FusedEmbeddings
 from merlin_cowclip.plugins import CowClipOptimizer, load_model, save_model
 from merlin_cowclip.plugins._stack import Schema, Tags, mm
 
@@ -588,6 +589,49 @@ def test_a_keras_model_goes_on_with_the_loss_that_it_was_compiled_with(tmp_path,
     np.testing.assert_allclose(losses[1], losses[0], rtol=1e-6)
     for mine, theirs in zip(values(loaded), values(model), strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-7)
+
+
+class Clicks(tf.keras.Model):
+    """A team's own, whose class is not registered with Keras."""
+
+    def __init__(self):
+        super().__init__()
+        schema = Schema([category("user", 20)])
+        self.table, self.out = FusedEmbeddings(schema, 4), tf.keras.layers.Dense(1)
+
+    def call(self, ids):
+        return self.out(tf.reshape(self.table(ids), [-1, 4]))
+
+    def get_config(self):
+        return {}
+
+
+@pytest.mark.parametrize("clip", [None, "adaptive_column"])
+@pytest.mark.parametrize("update", ["exact", "deferred"])
+def test_a_model_whose_class_keras_does_not_know_is_none_to_train_on(tmp_path, update, clip):
+    """Its graph alone is loaded, in which rows neither catch up nor are counted."""
+    model, x, y = Clicks(), {"user": np.arange(32).reshape(-1, 1) % 20}, np.arange(32) % 2
+    model(x)
+    hp = HOT.replace(clip=clip, embedding_lr=1e-3, l2=1e-5)
+    optimizer = CowClipOptimizer.for_model(model, hp, update=update, steps_per_epoch=4)
+    model.compile(optimizer, "mse")
+    model.fit(x, y, batch_size=8, verbose=0)
+    save_model(model, tmp_path / "model")
+    words = r"without its class 'Clicks', as the graph .*custom_object_scope\({'Clicks': Clicks}\)"
+    if update == "deferred":
+        with pytest.raises(ValueError, match=words):
+            load_model(tmp_path / "model")
+    elif clip is None:
+        load_model(tmp_path / "model")  # nothing is counted
+    else:
+        with pytest.warns(UserWarning, match=words):
+            loaded = load_model(tmp_path / "model")
+        np.testing.assert_allclose(loaded(x), model(x), rtol=0, atol=1e-6)
+    with tf.keras.utils.custom_object_scope({"Clicks": Clicks}):
+        loaded = load_model(tmp_path / "model")
+    for one in (model, loaded):
+        one.fit(x, y, batch_size=8, shuffle=False, verbose=0)
+    assert_same(loaded.get_weights(), model.get_weights())
 
 
 @pytest.mark.usefixtures("quick")

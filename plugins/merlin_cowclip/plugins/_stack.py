@@ -17,8 +17,9 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 import absl.logging
 import tensorflow as tf
 
-# Keras's own; it has no public name.
+# Keras's own; they have no public names.
 from keras.optimizers.utils import filter_empty_gradients
+from keras.saving.legacy.saved_model.load import RevivedLayer
 
 # No public name tells whether a tape records, whether ops are deterministic, or whether a
 # SavedModel is being made.
@@ -76,6 +77,7 @@ def taped_mark(variable: tf.Variable) -> tf.Tensor | None:
 
 __all__ = [
     "ColumnSchema",
+    "RevivedLayer",
     "Schema",
     "Tags",
     "filter_empty_gradients",

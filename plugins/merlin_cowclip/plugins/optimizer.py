@@ -21,6 +21,7 @@ from merlin_cowclip.plugins.ownership import (
     Owned,
     check_access,
     check_belong,
+    check_code,
     check_trainable,
     clipped_ranges,
     owned_as_text,
@@ -224,16 +225,18 @@ class CowClipOptimizer(
         Statistics of its steps (`observe`) go on where the tables are those that they are of; of
         others they end: what was read of them before stays, and `observe` begins anew.
         """
-        specs = tables_of(model, self.clip_tables)
-        if self.update_mode == "deferred" and ranks().size > 1:
+        specs, deferred = tables_of(model, self.clip_tables), self.update_mode == "deferred"
+        if deferred and ranks().size > 1:
             raise ValueError(
                 "update='deferred' is not offered on several ranks. Received: it on "
                 f"{ranks().size}. Use 'exact' or 'lazy'. A model that was saved with it is loaded "
                 "on one process; to predict, tf.keras.models.load_model(path, compile=False) loads "
                 "it on several, too."
             )
-        if self.update_mode == "deferred":
+        if deferred:
             check_access(specs)
+        if deferred or self.optimizers[0].clip is not None:
+            check_code(model, specs, rows_wait=deferred)
         self.catch_up()  # of the model before
         notify_of_fits(model, self)
         self._model = weakref.ref(model)

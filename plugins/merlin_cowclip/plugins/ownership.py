@@ -6,10 +6,11 @@ Nothing here updates anything or has a state; `optimizer.py` puts it to use.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from merlin_cowclip.plugins._stack import Tags, tf
+from merlin_cowclip.plugins._stack import RevivedLayer, Tags, tf
 from merlin_cowclip.plugins.merlin_tables import find_tables
 from merlin_cowclip.plugins.scaling import format_table
 from merlin_cowclip.plugins.tables import TableSpec, distinct_names
@@ -85,6 +86,41 @@ def tables_by_part(
         ranges = clipped_ranges(spec, clip_tables)
         shares[0 if any(ranges) else 1][spec] = ranges
     return shares[0], shares[1]
+
+
+def check_code(model: tf.keras.Model, specs: Iterable[TableSpec], *, rows_wait: bool) -> None:
+    """Tell of tables that a layer looks up whose class Keras did not know as it loaded it.
+
+    It has the graph alone that was traced as it was saved, in which no lookup is recorded.
+
+    Args:
+      model: whose layers they are.
+      specs: its tables.
+      rows_wait: whether rows must catch up before they are looked up.
+
+    Raises:
+      ValueError: there are some, and rows wait.
+    """
+    traced = [layer for layer in model._flatten_layers() if isinstance(layer, RevivedLayer)]
+    within = {id(one): layer for layer in traced for one in layer._flatten_layers()}
+    for spec in specs:
+        layer = within.get(id(spec.layer))
+        if layer is None:
+            continue
+        name = type(layer).__name__
+        told = (
+            f"Keras loaded {layer.name!r} without its class {name!r}, as the graph that was "
+            f"saved, which looks up the table {spec.name!r} unseen: it predicts, but cannot be "
+            "trained further with a clip or update='deferred'. Load it again where its class is "
+            f"known: within tf.keras.utils.custom_object_scope({{{name!r}: {name}}}), or give the "
+            "class @tf.keras.utils.register_keras_serializable() before it is saved; it needs "
+            "get_config, as Keras says. To predict alone, use tf.keras.models.load_model(path, "
+            "compile=False)"
+        )
+        if rows_wait:
+            raise ValueError(told)
+        warnings.warn(told, stacklevel=4)
+        return
 
 
 def check_access(specs: Iterable[TableSpec]) -> None:

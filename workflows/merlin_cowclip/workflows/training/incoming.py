@@ -280,6 +280,9 @@ class _RawParquet(_Parquet):
                     f"all files must have the same columns. Received: {without.path}, without "
                     f"{quoted(gone or more, brief=True)}, which {having.path} has. Give them apart"
                 )
+        # One that was read together with those that lack alone is read no more.
+        read = self._workflow.input_schema.column_names
+        self._columns = [name for name in self._columns if name in read]
         self._rows = RawRows(self._workflow, self._spec.ids, self._transformed)
         for file in self._files:
             check_raw_types(file, self._rows.types, self._columns)
