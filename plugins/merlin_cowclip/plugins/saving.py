@@ -116,10 +116,12 @@ def load_model(path: str | os.PathLike[str], **compile_arguments: Any) -> tf.ker
       compile_arguments: as for `model.compile`, but for the optimizer; without `loss` that which
         the model was compiled with, and its `loss_weights`.
 
-    A model whose weights are not all finite is loaded as it is, with a warning that says so.
+    A model whose weights are not all finite is loaded as it is, with a warning that says so; so is
+    one whose class Keras does not know, which is none to train on.
 
     Raises:
-      ValueError: the folder holds no whole state, the state does not belong to the model, or a
+      ValueError: the folder holds no whole state, the state does not belong to the model, Keras
+        does not know the class of one whose rows wait for updates (`update="deferred"`), or a
         loss was saved that is neither registered with Keras nor given as `loss`; or `path` has a
         sign that TensorFlow takes for a pattern's.
     """

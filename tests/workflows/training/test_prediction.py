@@ -674,17 +674,23 @@ def test_a_label_of_text_is_refused(by_text, tmp_path):
 
 
 def test_new_rows_are_encoded_by_all_training_rows(tmp_path):
-    """Not by folds, which stock TargetEncoding draws by a row's place in what it is given."""
+    """Not by folds, which stock TargetEncoding draws by a row's place in what it is given.
+
+    Nor need they have what a target is made of, all of it or a part.
+    """
     random = np.random.default_rng(0)
     item, user = random.integers(0, 9, ROWS), random.integers(0, 30, ROWS)
     log = pd.DataFrame({"user": user, "item": item, "paid": random.random(ROWS) * (item + 1)})
     log["click"] = (random.random(ROWS) < 0.1 + item / 12).astype("int8")
+    log["price"], log["dwell"] = random.random(ROWS), random.random(ROWS)
+    value = ["price"] >> ops.LambdaOp(lambda c, rows: c * rows["dwell"], dependency=["dwell"])
     log[:TRAIN].to_parquet(tmp_path / "train.parquet")
     raw = Dataset(str(tmp_path / "train.parquet"), engine="parquet")
     workflow = nvt.Workflow(
         (["user"] >> ops.Categorify(out_path=str(tmp_path / "ids")))
         + (["item"] >> ops.TargetEncoding("paid", out_path=str(tmp_path / "te")))
         + (["click"] >> ops.AddMetadata(tags=[Tags.TARGET, Tags.BINARY_CLASSIFICATION]))
+        + (value >> ops.Rename(name="value") >> ops.AddMetadata(tags=[Tags.TARGET]))
     )
     workflow.fit(raw).save(str(tmp_path / "workflow"))
     workflow.transform(raw).to_parquet(str(tmp_path / "train"))
@@ -706,8 +712,9 @@ def test_new_rows_are_encoded_by_all_training_rows(tmp_path):
     )
     encoded.to_parquet(tmp_path / "encoded.parquet")
     expected = scores(run, [tmp_path / "encoded.parquet"], tmp_path / "0.parquet")["probability"]
-    for rows in (len(new), 50, 7):
-        new.to_parquet(tmp_path / "raw.parquet", row_group_size=rows)
+    for rows, lacking in ((len(new), []), (50, ["dwell"]), (7, ["dwell", "price"])):
+        bare = new.drop(columns=lacking)
+        bare.to_parquet(tmp_path / "raw.parquet", row_group_size=rows)
         out = tmp_path / f"by-{rows}.parquet"
         found = scores(run, [tmp_path / "raw.parquet"], out, raw=True)["probability"]
         np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6)
