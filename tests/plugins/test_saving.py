@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 
 import numpy as np
 import pytest
@@ -632,6 +633,29 @@ def test_a_model_whose_class_keras_does_not_know_is_none_to_train_on(tmp_path, u
     for one in (model, loaded):
         one.fit(x, y, batch_size=8, shuffle=False, verbose=0)
     assert_same(loaded.get_weights(), model.get_weights())
+
+
+@pytest.mark.parametrize("update", ["exact", "deferred"])
+def test_a_frozen_part_whose_class_keras_does_not_know_may_be_trained_on(tmp_path, update):
+    """A tower that was trained before: its rows neither wait nor are counted."""
+    before, ids = Clicks(), {"user": np.arange(32).reshape(-1, 1) % 20}
+    before(ids)
+    before.save(tmp_path / "tower")
+    tower = tf.keras.models.load_model(tmp_path / "tower", compile=False)
+    tower.trainable = False
+    inputs = {"user": tf.keras.Input([1], name="user", dtype=tf.int64)}
+    own = Clicks()
+    model = tf.keras.Model(inputs, tower(inputs) + own(inputs))
+    hp = HOT.replace(embedding_lr=1e-3, l2=1e-5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        optimizer = CowClipOptimizer.for_model(model, hp, update=update)
+    model.compile(optimizer, "mse")
+    start, trained = model.predict(ids, verbose=0), own(ids)
+    model.fit(ids, np.arange(32) % 2, batch_size=8, verbose=0)
+    moved = own(ids) - trained
+    np.testing.assert_allclose(model.predict(ids, verbose=0), start + moved, rtol=0, atol=1e-6)
+    assert np.abs(moved).max() > 1e-3
 
 
 @pytest.mark.usefixtures("quick")

@@ -235,8 +235,9 @@ class CowClipOptimizer(
             )
         if deferred:
             check_access(specs)
-        if deferred or self.optimizers[0].clip is not None:
-            check_code(model, specs, rows_wait=deferred)
+        clips = self.optimizers[0].clip is not None
+        counted = [one for one in specs if clips and any(clipped_ranges(one, self.clip_tables))]
+        check_code(model, specs if deferred else counted, rows_wait=deferred)
         self.catch_up()  # of the model before
         notify_of_fits(model, self)
         self._model = weakref.ref(model)

@@ -95,7 +95,7 @@ def check_code(model: tf.keras.Model, specs: Iterable[TableSpec], *, rows_wait: 
 
     Args:
       model: whose layers they are.
-      specs: its tables.
+      specs: its tables whose lookups must be seen; frozen ones need not.
       rows_wait: whether rows must catch up before they are looked up.
 
     Raises:
@@ -104,7 +104,7 @@ def check_code(model: tf.keras.Model, specs: Iterable[TableSpec], *, rows_wait: 
     traced = [layer for layer in model._flatten_layers() if isinstance(layer, RevivedLayer)]
     within = {id(one): layer for layer in traced for one in layer._flatten_layers()}
     for spec in specs:
-        layer = within.get(id(spec.layer))
+        layer = within.get(id(spec.layer)) if spec.layer.trainable else None
         if layer is None:
             continue
         name = type(layer).__name__
