@@ -99,11 +99,15 @@ def add(source: str, *, dry_run: bool) -> None:
     """Install the package at `source`, or tell what that would install.
 
     Raises:
-        SystemExit: not NVIDIA's image, pip failed, or a package of the image changed.
+        SystemExit: nothing is at `source`, not NVIDIA's image, pip failed, or a package of the
+            image changed.
     """
+    if not Path(source).exists():  # pip would take a word for a package of its index
+        print(f"add.py: error: neither a folder nor a wheel: {source!r}", file=sys.stderr)
+        sys.exit(2)
     before = installed()
     with tempfile.TemporaryDirectory() as folder:
-        pip("wheel", "--no-deps", "--wheel-dir", folder, source)
+        pip("wheel", "--no-deps", "--wheel-dir", folder, str(Path(source).absolute()))
         (wheel,) = Path(folder).glob("*.whl")
         missing = []
         for one in required(wheel):

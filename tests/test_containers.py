@@ -199,7 +199,7 @@ class Image:
             sys.path.remove(str(CONTAINERS))
         stand_in.write(recorded, self.site)
 
-    def add(self, wheel: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    def add(self, wheel: Path | str, *options: str) -> subprocess.CompletedProcess[str]:
         environment = {
             **{"PATH": "/usr/bin:/bin", "PIP_NO_INDEX": "1", "PIP_CONFIG_FILE": "/dev/null"},
             **{"PIP_FIND_LINKS": str(self.wheels), "PIP_DISABLE_PIP_VERSION_CHECK": "1"},
@@ -255,6 +255,14 @@ def test_a_package_of_the_image_that_would_change_is_refused(image, tmp_path, op
     assert "numpy==1.22.4" in done.stderr  # pip's own words
     assert done.stderr.endswith("add.py: error: pip install failed; what it says is above\n")
     assert image.packages() == before
+
+
+def test_a_word_is_no_package_of_an_index(image):
+    """pip takes one for a name there, where a folder of that name is meant."""
+    a_wheel(image.wheels, "stranger", "1.0.0")
+    done = image.add("stranger", "--dry-run")
+    assert done.returncode == 2
+    assert done.stderr == "add.py: error: neither a folder nor a wheel: 'stranger'\n"
 
 
 def test_another_environment_is_refused(image, tmp_path):

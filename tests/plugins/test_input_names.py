@@ -16,6 +16,7 @@ from ..models.networks import schema_of
         (["from", "self", "user id", "größe", "_x", "", "C1\n"], None),
         (["a.b", "a_b", "c"], ["a_b"]),
         (["1st", "arg_1st", "arg_2"], ["arg_1st"]),
+        (["Ad", "ad", "AD"], ["ad", "AD"]),
     ],
 )
 def test_names(names, refused):

@@ -962,6 +962,21 @@ def test_steps_of_one_graph_are_each_of_its_own_batch():
     np.testing.assert_allclose(tables[1], tables[0], rtol=0, atol=1e-7)
 
 
+def test_ids_of_a_variable_that_is_set_before_or_behind_both_lookups_count_once():
+    """As where each step begins by setting what its model reads."""
+    made = READ_IN["the step"]
+
+    def forward(table, ids):
+        if tf.executing_eagerly():  # to build the model
+            return table(made(ids))
+        FIRST_ROW.assign(6)
+        found = table(made(ids)) + table(made(ids))
+        FIRST_ROW.assign(6)
+        return found
+
+    assert counts_of_words(forward, 4) == {3: 3, 4: 3, 5: 2}
+
+
 def test_ids_of_a_variable_that_a_branch_reads_count_once():
     made = READ_IN["a branch"]
     assert counts_of_words(lambda t, ids: t(made(ids)) + t(made(ids)), 4) == {3: 3, 4: 3, 5: 2}

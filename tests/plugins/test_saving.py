@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from merlin_cowclip.models import FusedEmbeddings
+from merlin_cowclip.models import FusedEmbeddings, deepfm
 from merlin_cowclip.plugins import CowClipOptimizer, load_model, save_model
 from merlin_cowclip.plugins._stack import Schema, Tags, mm
 
@@ -737,6 +737,27 @@ def test_a_frozen_layer_is_saved_and_stays_frozen(tmp_path, when, update):
     by_name = {v.name: v.numpy() for v in loaded.weights}
     for v in model.weights:
         np.testing.assert_array_equal(by_name[v.name], v.numpy())
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("is_old", [False, True])
+@pytest.mark.parametrize("chosen", [[Tags.USER], ["a"], [Tags.USER, "c"]])
+def test_fields_of_a_fused_table_are_clipped_by_tag_or_name_as_before(tmp_path, chosen, is_old):
+    """And from a folder of before, in which a tag was written as a layer, which has all fields."""
+    columns = [category("a", 50), category("b", 70), category("c", 9)]
+    columns[0] = columns[0].with_tags([*columns[0].tags, Tags.USER])
+    model = deepfm(Schema([*columns, TARGET]), embedding_dim=4, mlp=(4,))
+    model.compile(CowClipOptimizer.for_model(model, HOT, clip_tables=chosen), metrics=[])
+    model.fit(dataset(Schema([*columns, TARGET]), 1), verbose=0)
+    save_model(model, tmp_path / "model")
+    if is_old:
+        (path,) = (tmp_path / "model").rglob("*.json")
+        saved = json.loads(path.read_text())
+        of_tags = [[0] if isinstance(one, Tags) else None for one in chosen]
+        path.write_text(json.dumps({**saved, "clip_layers": of_tags}))
+    loaded = load_model(tmp_path / "model", metrics=[])
+    of = [sorted(m.optimizer._clipped_ranges().values()) for m in (model, loaded)]
+    assert of[0] == of[1] == [(True, False, "c" in chosen)] * 2
 
 
 @pytest.mark.usefixtures("quick")

@@ -159,8 +159,7 @@ class RowsByRawId:
           field: one of `fields`.
           values: a frame of d columns whose index holds raw ids, in any order (`to_df(field)`
             gives one by `.dropna(subset="raw").set_index("raw")`); columns named "0" to "d-1" go by
-            name, others by position. Or an array cardinality×d, row i for id i, as Merlin's
-            `EmbeddingTable.from_pretrained` takes it.
+            name, others by position. Or an array cardinality×d, row i for id i.
           workflow: as in `rows`.
           as_read: as in `rows`, of a frame's index.
 

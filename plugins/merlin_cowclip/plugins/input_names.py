@@ -20,12 +20,13 @@ def unsavable_names(names: Iterable[str]) -> list[str]:
 
     It names the inputs after the features, and Python's arguments after those: letters, digits,
     `_`, `.` and `-` after a letter or digit, no word of Python's, and no two that differ in `.`,
-    `-` and `_` alone, or in `arg_` before a digit. Keras finds out at `model.save`, after the
-    training. (It takes, but renames, those that `argument_name` gives another name.)
+    `-` and `_` alone, in `arg_` before a digit, or in small and capital letters. Keras finds out at
+    `model.save`, after the training. (It takes, but renames, those that `argument_name` gives
+    another name.)
     """
     refused, taken = [], set()
     for name in names:
-        argument = argument_name(name)
+        argument = argument_name(name).lower()
         reserved = keyword.iskeyword(name) or name == "self"
         if reserved or argument in taken or not _SAVED.fullmatch(name):
             refused.append(name)

@@ -80,9 +80,10 @@ class Expressions:
     """Numbers tensors by what they compute: equal numbers, equal values.
 
     Two tensors get one number if the same ops make them from the same inputs; an op with a state
-    of its own (a random number, the value of a variable that the step may set) and a call of what
-    has one equal themselves alone, and so do branches of such. A tensor that a branch or a loop
-    captures has the number it has outside.
+    of its own (a random number) and a call of what has one equal themselves alone, and so do
+    branches of such. Of a variable that the step may set two reads are equal in one graph, where
+    nothing there sets it between them. A tensor that a branch or a loop captures has the number it
+    has outside.
     """
 
     def __init__(self) -> None:
@@ -208,14 +209,22 @@ class Expressions:
             for name, value in sorted(op.node_def.attr.items())
             if not name.startswith("_")
         )
-        return op.type, attributes, tensor.value_index, inputs
+        return op.type, attributes, tensor.value_index, inputs, self._as_of(op)
+
+    def _as_of(self, op: tf.Operation) -> Any:
+        """Of what may be set the graph that reads it, and after how many ops that may set it."""
+        read = self._everywhere(op.inputs[0]) if op.type in _READING else ()
+        if not any(map(self._may_be_set, read)):
+            return None
+        before = [user for user in _setting(op.inputs[0]) if user._id < op._id]
+        return id(op.graph), len(before)
 
     def _equals_only_itself(self, op: Any) -> bool:
         """Whether the same inputs do not tell what an op makes; `None` makes eager tensors."""
         if op is None:
             return True
         if op.type in _READING:
-            return any(map(self._may_be_set, self._everywhere(op.inputs[0])))
+            return False
         calls = op.type in _OPAQUE and op.type != "PartitionedCall"  # a function without a state
         return op.op_def.is_stateful or calls
 
@@ -223,22 +232,21 @@ class Expressions:
         """Whether its graph, as it is by now, may set it; a graph of several steps grows."""
         size, known = self._settable.get(resource.ref(), (-1, False))
         if size != resource.graph.version and not known:
-            known = _may_be_set(resource)
+            known = any(True for _ in _setting(resource))
             self._settable[resource.ref()] = resource.graph.version, known
         return known
 
 
-def _may_be_set(resource: tf.Tensor) -> bool:
-    """Whether an op of its graph, or of a function that this calls, does more than read it."""
+def _setting(resource: tf.Tensor) -> Iterator[tf.Operation]:
+    """The ops of its graph that do more than read it, or whose functions do."""
     for user in resource.consumers():
         if user.type not in _READING:
             called = functions_of(user)
             places = [i for i, given in enumerate(user.inputs) if given is resource]
             first = _CALLS[user.type][1] if called else 0
             within = [graph.inputs[i - first] for graph in called for i in places if i >= first]
-            if not within or any(_may_be_set(one) for one in within):
-                return True
-    return False
+            if not within or any(any(True for _ in _setting(one)) for one in within):
+                yield user
 
 
 def _slices(op: tf.Operation) -> tuple[Any, ...] | None:

@@ -17,13 +17,14 @@ from typing import Any
 
 import numpy as np
 
-from merlin_cowclip.plugins._stack import quiet_stack, tf
+from merlin_cowclip.plugins._stack import Tags, quiet_stack, tf
 from merlin_cowclip.plugins.adam import CowClipAdam
 from merlin_cowclip.plugins.checks import check_path
 from merlin_cowclip.plugins.configured import as_json, state_follows
 from merlin_cowclip.plugins.joining import done_for_all, ranks
 from merlin_cowclip.plugins.merlin_tables import find_tables
 from merlin_cowclip.plugins.optimizer import CowClipOptimizer, Owned
+from merlin_cowclip.plugins.ownership import from_text
 from merlin_cowclip.plugins.part_settings import set_again, settings_of
 from merlin_cowclip.plugins.replacing import find, replacing
 from merlin_cowclip.plugins.state import optimizer_of
@@ -215,7 +216,7 @@ def _clip_layers(model: tf.keras.Model, optimizer: CowClipOptimizer) -> list[lis
     built = [spec for spec in optimizer.table_specs if spec.layer.built]
     return [
         None
-        if isinstance(item, str)  # tags are, too
+        if isinstance(item, str | Tags)
         else [place[spec.variable.ref()] for spec in built if any(spec.selected([item]))]
         for item in optimizer.clip_tables or ()
     ]
@@ -229,7 +230,11 @@ def _with_clip_layers(
     if any(description.get("clip_layers", ())):
         layers = {place[s.variable.ref()]: s.layer for s in find_tables(model) if s.layer.built}
         pairs = zip(config["clip_tables"], description["clip_layers"], strict=True)
-        chosen = [[layers[p] for p in found] if found else [item] for item, found in pairs]
+        # Versions of before wrote layers for a tag, too.
+        chosen = [
+            [item] if isinstance(from_text(item), Tags) or not found else [layers[p] for p in found]
+            for item, found in pairs
+        ]
         config["clip_tables"] = list(itertools.chain.from_iterable(chosen))
     return config
 

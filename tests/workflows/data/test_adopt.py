@@ -667,6 +667,17 @@ def test_ids_of_a_joint_vocabulary_are_counted_together(tmp_path, case):
     assert not any("If these are the rows" in note for note in notes)
 
 
+@pytest.mark.parametrize("case", ["cut", "no input"])
+def test_ids_that_are_too_many_stand_in_other_rows(tmp_path, case):
+    """Whatever is left out of the others of their vocabulary."""
+    log = log_of_cities()
+    log["tags"] = [["c0"]] * len(log)
+    log = log.sample(frac=1, random_state=2)
+    ids = [["city", "tags"]] >> ops.Categorify(encode_type="joint", out_path=str(tmp_path / "f"))
+    notes = adopted_from(tmp_path, log, JOINT[case](ids) + clicks()).record["notes"]
+    assert any("ids of 'city' are other rows'" in note for note in notes)
+
+
 SESSIONS = {
     "grouped": lambda ids: ids >> ops.Groupby(["user"], aggs={"city": ["last"], "click": "last"}),
     "filtered": lambda ids: ids >> ops.Filter(lambda rows: rows[rows["user"] > 9]),

@@ -236,8 +236,8 @@ def _copy_workflow(pipeline: Pipeline, home: Path) -> None:
 def _counted_otherwise(pipeline: Pipeline, scan: _Scan) -> tuple[list[str], list[str]]:
     """Fields whose counts are not the ones in the workflow's vocabularies.
 
-    And which of these should have the same ones if the rows are those of the fit: no operator left
-    ids of theirs out, nor of those that were encoded with them.
+    And which of these should not if the rows are those of the fit: those of which no operator left
+    ids out, nor of what was encoded with them, or some of whose ids are too many.
     """
     fields: dict[str, list[str]] = {}
     for field, vocabulary in pipeline.vocabularies.items():
@@ -250,18 +250,23 @@ def _counted_otherwise(pipeline: Pipeline, scan: _Scan) -> tuple[list[str], list
             continue
         properties = pipeline.schema[names[0]].properties
         limits = [properties.get(key) for key in ("freq_threshold", "max_size", "num_buckets")]
-        counts = {name: scan.counts[name] for name in names}
         # Of columns that are encoded together counts add up; of one that has several names not.
-        found = [([name], counts[name], {name}) for name in names]
+        found = [([name], [name], True) for name in names]
         if storage in pipeline.joint:
             whole_last = sorted(names, key=lambda name: name not in pipeline.thinned)
             by_column = {pipeline.encoded.get(name, name): name for name in whole_last}
-            lacking = pipeline.joint[storage] - set(by_column)
-            summed = np.sum([counts[name] for name in by_column.values()], axis=0)
-            found = [(names, summed, {*by_column.values(), *lacking})]
-        for of, counted, ids in found:
-            unseen = not any(limits) and counted[UNKNOWN]  # a fit without limits leaves none out
-            if unseen or not np.array_equal(sizes, counted[len(counted) - vocabulary.rows :]):
-                other += of
-                whole += of if ids <= set(names) - pipeline.thinned else []
+            is_all = pipeline.joint[storage] <= set(by_column)
+            found = [(names, list(by_column.values()), is_all)]
+        for of, summed, is_all in found:
+            each = np.array([scan.counts[name] for name in summed])
+            left = [name not in pipeline.thinned for name in summed]
+            known = each[:, each.shape[1] - vocabulary.rows :]
+            unseen = (each[:, UNKNOWN] > 0) & (not any(limits))  # a fit without leaves none out
+            if not unseen.any() and np.array_equal(sizes, known.sum(axis=0)):
+                continue
+            other += of
+            # Where ids are left out each may be rarer than at the fit, and none more frequent.
+            too_many = unseen[left].any() or (known[left].sum(axis=0) > sizes).any()
+            if too_many or (is_all and all(left)):
+                whole += [name for name in of if name not in pipeline.thinned]
     return other, whole

@@ -303,8 +303,10 @@ def _read_by(function: Callable[[pd.DataFrame], Any], row: pd.DataFrame) -> set[
     def failure(frame: pd.DataFrame) -> str:
         try:
             function(frame.copy())
-        except Exception as error:  # whatever a function of the user's raises
+        except (LookupError, AttributeError) as error:  # of which value or column
             return repr(error)
+        except Exception as error:  # whatever a function of the user's raises, of its rows perhaps
+            return type(error).__name__
         return ""
 
     read = set()
