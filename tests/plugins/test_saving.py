@@ -646,7 +646,7 @@ def test_a_frozen_part_whose_class_keras_does_not_know_may_be_trained_on(tmp_pat
     inputs = {"user": tf.keras.Input([1], name="user", dtype=tf.int64)}
     own = Clicks()
     model = tf.keras.Model(inputs, tower(inputs) + own(inputs))
-    hp = HOT.replace(embedding_lr=1e-3, l2=1e-5)
+    hp = HOT.replace(embedding_lr=1e-3, l2=1e-5, clip=None if update == "deferred" else HOT.clip)
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         optimizer = CowClipOptimizer.for_model(model, hp, update=update)
@@ -656,6 +656,11 @@ def test_a_frozen_part_whose_class_keras_does_not_know_may_be_trained_on(tmp_pat
     moved = own(ids) - trained
     np.testing.assert_allclose(model.predict(ids, verbose=0), start + moved, rtol=0, atol=1e-6)
     assert np.abs(moved).max() > 1e-3
+    tower.trainable = True
+    model.compile(optimizer, "mse")
+    words = "without its class 'Clicks'" if update == "deferred" else "were not recorded"
+    with pytest.raises(ValueError, match=words):
+        model.fit(ids, np.arange(32) % 2, batch_size=8, verbose=0)
 
 
 @pytest.mark.usefixtures("quick")

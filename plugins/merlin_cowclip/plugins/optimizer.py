@@ -384,7 +384,13 @@ class CowClipOptimizer(
         if is_taken(self, self.table_specs):
             raise ValueError(TAKEN)
         model = self._model() if self._model is not None else None
-        check_belong(pairs, owner, model, each=self.update_mode == "deferred")
+        deferred = self.update_mode == "deferred"
+        check_belong(pairs, owner, model, each=deferred)
+        if deferred and model is not None:  # also of tables that were frozen before
+            trained = {v.ref() for _, v in pairs}
+            built = (one for one in self.table_specs if one.layer.built)
+            stepped = [one for one in built if one.variable.ref() in trained]
+            check_code(model, stepped, rows_wait=True)
         self._stepped.update(self.table_specs)
         with tf.init_scope():
             # All slots before any control flow: loss scaling applies gradients inside a tf.cond.
