@@ -17,6 +17,7 @@ from ..models.networks import schema_of
         (["a.b", "a_b", "c"], ["a_b"]),
         (["1st", "arg_1st", "arg_2"], ["arg_1st"]),
         (["Ad", "ad", "AD"], ["ad", "AD"]),
+        (["A.b", "a_b"], []),
     ],
 )
 def test_names(names, refused):

@@ -24,11 +24,11 @@ def unsavable_names(names: Iterable[str]) -> list[str]:
     `model.save`, after the training. (It takes, but renames, those that `argument_name` gives
     another name.)
     """
-    refused, taken = [], set()
+    refused, taken = [], set[tuple[str, str]]()
     for name in names:
-        argument = argument_name(name).lower()
+        as_taken = {("argument", argument_name(name)), ("tensor", name.lower())}
         reserved = keyword.iskeyword(name) or name == "self"
-        if reserved or argument in taken or not _SAVED.fullmatch(name):
+        if reserved or taken & as_taken or not _SAVED.fullmatch(name):
             refused.append(name)
-        taken.add(argument)
+        taken |= as_taken
     return refused
