@@ -403,7 +403,7 @@ def check_input_names(spec: DatasetSpec) -> None:
         raise UserError(
             "a model's inputs and its label must have names that TensorFlow can save: of A-Z a-z "
             "0-9 _ . -, a letter or digit first, not a word of Python's, and different but for "
-            f"_ . -. Received: {quoted(refused)}. Rename them where the data comes from"
+            f"_ . - or capitals. Received: {quoted(refused)}. Rename them where the data comes from"
         )
 
 
