@@ -851,9 +851,9 @@ def test_refused(schema, options, message):
         FusedEmbeddings(schema, **{"dim": DIM, **options})
 
 
-@pytest.mark.parametrize("stddev", [-0.1, float("nan")])
+@pytest.mark.parametrize("stddev", [-0.1, float("nan"), float("inf")])
 def test_a_bad_stddev_is_refused(stddev):
-    with pytest.raises(ValueError, match=r"stddev must not be negative. Received: stddev="):
+    with pytest.raises(ValueError, match=r"stddev must be finite and not negative. Received: std"):
         layer_of(stddev=stddev)
 
 

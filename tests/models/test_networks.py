@@ -717,7 +717,7 @@ def test_a_builder_takes_only_what_its_signature_says(name, options):
     ("options", "message"),
     [
         ({"embedding_dim": -1}, "dim must be a positive whole number"),
-        ({"stddev": -1.0}, "stddev must not be negative"),
+        ({"stddev": -1.0}, "stddev must be finite and not negative"),
     ],
 )
 @pytest.mark.parametrize("name", [name for name in NETWORKS if name != "lr"])

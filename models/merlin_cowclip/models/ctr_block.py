@@ -238,8 +238,8 @@ def serving_inputs(schema: Schema) -> dict[str, tf.TensorSpec]:
     if refused:
         raise ValueError(
             "Columns must have names that TensorFlow can save: of A-Z a-z 0-9 _ . -, a letter or "
-            "digit first, not a word of Python's, and different but for _ . - or capitals. Received: "
-            f"{refused}. Rename them in the workflow."
+            "digit first, not a word of Python's, and different but for _ . - or capitals. "
+            f"Received: {refused}. Rename them in the workflow."
         )
     specs = {}
     for column in schema:

@@ -27,8 +27,8 @@ class TableInitializer(tf.keras.initializers.Initializer):
     """
 
     def __init__(self, stddev: float, zero_rows: Sequence[int] | np.ndarray = ()) -> None:
-        if not stddev >= 0:
-            raise ValueError(f"stddev must not be negative. Received: stddev={stddev!r}")
+        if not 0 <= stddev < float("inf"):
+            raise ValueError(f"stddev must be finite and not negative. Received: stddev={stddev!r}")
         self.stddev = float(stddev)
         self.zero_rows = np.asarray(zero_rows, np.int64)
 
