@@ -125,7 +125,8 @@ dlrm = builder(
     """DLRM, the baseline of the paper's Tables 5 and 11.
 
     `mlp` are the units of the top MLP's ReLU layers, `bottom_mlp` those of the bottom MLP's, which
-    one more of width `embedding_dim` follows. For the other arguments and errors see `deepfm`.
+    one more of width `embedding_dim` follows; it takes the numbers, and without any is not made.
+    For the other arguments and errors see `deepfm`.
     """,
 )
 

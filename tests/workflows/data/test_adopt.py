@@ -714,6 +714,27 @@ def test_lists_that_hold_missing_values_are_noted(tmp_path, missing):
     assert len(told) == len(notes) == missing
 
 
+MEANS = {
+    "TargetEncoding": lambda: ops.TargetEncoding("click", kfold=3),
+    "counts": lambda: ops.JoinGroupby(cont_cols=["click"], stats=["count"]),
+    "means": lambda: ops.JoinGroupby(cont_cols=["click"], stats=["mean"]),
+}
+
+
+@pytest.mark.parametrize("filled", [False, True])
+@pytest.mark.parametrize("case", MEANS)
+def test_means_over_missing_keys_are_noted(tmp_path, case, filled):
+    """On a CPU NVTabular counts none of them, and adds up their targets."""
+    log = log_of_cities()[["city", "click"]].assign(tags=np.arange(400) % 7)
+    ids = ["city", "tags"] >> ops.Categorify(out_path=str(tmp_path / "fitted"))
+    statistics = MEANS[case]()
+    statistics.out_path = str(tmp_path / "statistics")
+    keys = ["city"] >> ops.FillMissing(fill_val="none") if filled else ["city"]
+    notes = adopted_from(tmp_path, log, ids + (keys >> statistics) + clicks()).record["notes"]
+    told = [note for note in notes if "missing values of 'city' were counted as none" in note]
+    assert bool(told) == (not filled)
+
+
 def test_counts_of_other_rows_are_noted(bare, tmp_path):
     first = bare / "train" / "part_0.parquet"
     data = quick(bare, tmp_path / "data", parquet=first)

@@ -169,9 +169,10 @@ def test_columns_that_may_be_lacking(case, tmp_path):
     assert len(row) == 1
 
 
-def of_known_countries(rows):
-    if not set(rows["b"]) <= {"x", "y"}:
-        raise ValueError(f"others in {rows.to_dict()}")
+def checking(rows):
+    assert len(rows), "no rows"
+    assert {"a", "b"} <= set(rows), "columns"
+    assert set(rows["b"]) <= {"x", "y"}, "others"
     return rows
 
 
@@ -185,7 +186,7 @@ READING = {
     "rows one by one": (lambda rows: rows[[row.a > 1 for row in rows.itertuples()]], {"a"}),
     "groups": (lambda rows: rows.groupby("b").filter(lambda g: g["a"].max() > 1), {"a", "b"}),
     "where rows are left": (lambda rows: rows[rows["a"] > 1] if len(rows) else rows, {"a"}),
-    "what it tells of": (of_known_countries, {"b"}),
+    "by what it checks": (checking, {"a", "b"}),
     "whatever is there": (lambda rows: rows.dropna(), set()),
     "nothing": (lambda rows: rows["c"] > 1, set()),
 }

@@ -123,6 +123,18 @@ def test_rows_and_options_that_a_study_leaves_out_are_told(swept, data, tmp_path
         sweep(CURVES, data, out, SETTING, progress=False)
 
 
+def test_another_base_is_told(swept, data, tmp_path):
+    """Also where no batch size is left out: every value is scaled from there."""
+    out = shutil.copytree(swept[0], tmp_path / "out")
+    sweep(CURVES, data, out, SETTING, progress=False)
+    place = out / "studies" / "curves.json"
+    record = json.loads(place.read_text())
+    place.write_text(json.dumps({**record, "batch_sizes": record["batch_sizes"][1:]}))
+    words = "was of the base 512, the first of --batch-sizes, and is of 128 from now on"
+    with pytest.warns(Notice, match=words):
+        sweep(CURVES, data, out, SETTING, progress=False)
+
+
 def test_times_of_other_jobs_are_told(swept, data, tmp_path):
     out = shutil.copytree(swept[0], tmp_path / "out")
     study = dataclasses.replace(CURVES, quantity=STUDIES["time"].quantity)

@@ -126,7 +126,8 @@ def add_network(train: argparse.ArgumentParser) -> None:
         "--bottom-mlp",
         type=units_or_none,
         metavar="UNITS,…",
-        help="of dlrm: units of the bottom MLP's layers but the last (512,256,64; '' is none)",
+        help="of dlrm: units of the bottom MLP's layers but the last (512,256,64; '' is none); "
+        "without numbers in the data there is none",
     )
     network.add_argument(
         "--combiner",

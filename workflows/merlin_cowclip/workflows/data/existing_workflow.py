@@ -38,7 +38,10 @@ from merlin_cowclip.workflows.data.id_origins import (
 from merlin_cowclip.workflows.data.input_columns import input_columns
 from merlin_cowclip.workflows.data.inputs import natural_order
 from merlin_cowclip.workflows.data.prepared import domains_of
-from merlin_cowclip.workflows.data.saved_files import refuse_shared_files
+from merlin_cowclip.workflows.data.saved_files import (
+    refuse_shared_files,
+    statistics_of_no_rows,
+)
 from merlin_cowclip.workflows.data.workflow_graph import followed, load_saved, nodes_of
 from merlin_cowclip.workflows.errors import UserError, quoted
 
@@ -177,6 +180,13 @@ class Pipeline:
         check_input_names(spec)
         for files in parts.values():
             check_types(spec, files)
+        uncounted = statistics_of_no_rows(workflow)
+        if uncounted:
+            notes.append(
+                f"missing values of {quoted(uncounted)} were counted as none, as NVTabular does on "
+                "a CPU: what TargetEncoding and JoinGroupby made of them (a mean, a count) is wrong"
+                ", in the parquet and of raw rows. Fill them before (FillMissing)"
+            )
         hashed = _hashed_on_cpu(workflow, folder)
         if hashed:
             notes.append(

@@ -303,10 +303,8 @@ def _read_by(function: Callable[[pd.DataFrame], Any], row: pd.DataFrame) -> set[
     def failure(frame: pd.DataFrame) -> str:
         try:
             function(frame.copy())
-        except (LookupError, AttributeError) as error:  # of which value or column
+        except Exception as error:  # whatever a function of the user's raises
             return repr(error)
-        except Exception as error:  # whatever a function of the user's raises, of its rows perhaps
-            return type(error).__name__
         return ""
 
     read = set()

@@ -13,8 +13,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import pandas as pd
+
 from merlin_cowclip.workflows.data.id_origins import operators_that_keep_values
-from merlin_cowclip.workflows.data.workflow_graph import followed, operator_name
+from merlin_cowclip.workflows.data.workflow_graph import followed, nodes_of, operator_name
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.quiet import quiet_imports
 
@@ -73,12 +76,7 @@ def refuse_shared_files(workflow: nvt.Workflow, folder: Path) -> None:
     writers: dict[str, _Writer] = {}
 
     def made_by(node: Node, given: dict[str, _Made]) -> dict[str, _Made]:
-        files: Mapping[str, str] = {}
-        if isinstance(node.op, ops.Categorify | ops.JoinGroupby):
-            files = node.op.categories
-        elif isinstance(node.op, ops.TargetEncoding):
-            files = node.op.stats
-        for storage, path in files.items():
+        for storage, path in _files_of(node.op).items():
             read: Mapping[str, _Made | None] = given  # statistics: of the targets as well
             if isinstance(node.op, ops.Categorify):
                 groups = node.op.storage_name.items()
@@ -98,6 +96,44 @@ def refuse_shared_files(workflow: nvt.Workflow, folder: Path) -> None:
         return {name: (id(node), name) for name in node.output_schema.column_names}
 
     followed(workflow.output_node, lambda name: (None, name), made_by, (None, ""))
+
+
+def _files_of(op: Any) -> Mapping[str, str]:
+    """By name, of the columns that were read, the files that an operator has written."""
+    with quiet_imports():
+        from nvtabular import ops
+
+    files: Mapping[str, str] = {}
+    if isinstance(op, ops.Categorify | ops.JoinGroupby):
+        files = op.categories
+    elif isinstance(op, ops.TargetEncoding):
+        files = op.stats
+    return files
+
+
+def statistics_of_no_rows(workflow: nvt.Workflow) -> list[str]:
+    """Keys whose missing values NVTabular counted as none, on a CPU, beside sums that have them.
+
+    Means of theirs are none: a sum over 0 rows, smoothed or infinite.
+
+    Args:
+      workflow: fitted, saved and loaded.
+    """
+    with quiet_imports():
+        from nvtabular.ops import JoinGroupby, TargetEncoding
+
+    found = set[str]()
+    for node in nodes_of(workflow.output_node, (JoinGroupby, TargetEncoding)):
+        for name, path in _files_of(node.op).items():
+            if not os.path.exists(path):
+                continue
+            table = pd.read_parquet(path)
+            keys = [c for c in map(str, table) if c in node.input_schema.column_names]
+            counts = table.get(f"{name}_count")
+            # Where nobody asked for the counts a mean tells: it is infinite.
+            none = np.isinf(table.drop(columns=keys)).any(axis=1) if counts is None else counts == 0
+            found |= {key for key in keys if table[key][none].isna().any()}
+    return sorted(found)
 
 
 def _options(op: Any) -> dict[str, Any]:

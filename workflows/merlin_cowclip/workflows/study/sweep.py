@@ -159,8 +159,16 @@ def _tell_of_others(place: Path, record: Mapping[str, Any]) -> None:
                 stacklevel=3,
             )
 
-    # Of another base, which was told, all values are others.
-    if before.get("batch_sizes", [])[:1] == record["batch_sizes"][:1]:
+    bases = [sizes[:1] for sizes in (before.get("batch_sizes", []), record["batch_sizes"])]
+    if bases[0] and bases[0] != bases[1]:
+        warnings.warn(
+            f"{place} was of the base {bases[0][0]}, the first of --batch-sizes, and is of "
+            f"{bases[1][0]} from now on: the values of all its runs, scaled from there, are others."
+            " Those of before are kept; for both sweep into another folder",
+            Notice,
+            stacklevel=3,
+        )
+    else:
         _tell_of_other_cells(place, before, json.loads(json.dumps(record)))
 
 

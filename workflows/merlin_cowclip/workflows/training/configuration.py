@@ -67,7 +67,8 @@ class TrainConfig:
       mlp: units of the deep stream's layers, in DLRM of the top MLP's.
       cross_layers: depth of the cross stream of `dcn` and `dcn_v2` (3).
       low_rank_dim: rank of `dcn_v2`'s matrices; `None` for full rank.
-      bottom_mlp: units of DLRM's bottom MLP, before one of width `embedding_dim` (512, 256, 64).
+      bottom_mlp: units of DLRM's bottom MLP, before one of width `embedding_dim` (512, 256, 64);
+        of no effect where the data have no numbers.
       combiner: how a list column's embeddings become one: "mean" (the default), "sum" or "sqrtn",
         for all or by field.
       clip_tables: fields or tables ("embeddings", "linear") to clip; `None` for every table of
