@@ -130,8 +130,9 @@ def statistics_of_no_rows(workflow: nvt.Workflow) -> list[str]:
             table = pd.read_parquet(path)
             keys = [c for c in map(str, table) if c in node.input_schema.column_names]
             counts = table.get(f"{name}_count")
+            means = table.drop(columns=keys).select_dtypes("number")
             # Where nobody asked for the counts a mean tells: it is infinite.
-            none = np.isinf(table.drop(columns=keys)).any(axis=1) if counts is None else counts == 0
+            none = np.isinf(means).any(axis=1) if counts is None else counts == 0
             found |= {key for key in keys if table[key][none].isna().any()}
     return sorted(found)
 
