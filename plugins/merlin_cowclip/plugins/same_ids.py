@@ -232,7 +232,7 @@ class Expressions:
         """Whether its graph, as it is by now, may set it; a graph of several steps grows."""
         size, known = self._settable.get(resource.ref(), (-1, False))
         if size != resource.graph.version and not known:
-            known = any(True for _ in _setting(resource))
+            known = next(_setting(resource), None) is not None
             self._settable[resource.ref()] = resource.graph.version, known
         return known
 
@@ -245,7 +245,7 @@ def _setting(resource: tf.Tensor) -> Iterator[tf.Operation]:
             places = [i for i, given in enumerate(user.inputs) if given is resource]
             first = _CALLS[user.type][1] if called else 0
             within = [graph.inputs[i - first] for graph in called for i in places if i >= first]
-            if not within or any(any(True for _ in _setting(one)) for one in within):
+            if not within or any(next(_setting(one), None) is not None for one in within):
                 yield user
 
 

@@ -70,27 +70,7 @@ def encoded_columns(workflow: nvt.Workflow) -> dict[str, frozenset[tuple[int, st
     Args:
         workflow: fitted.
     """
-    with quiet_imports():
-        from nvtabular.ops import Categorify
-
-    as_they_are = operators_that_keep_values()
-    none = frozenset[tuple[int, str]]()
-
-    def made_by(
-        node: Node, given: dict[str, frozenset[tuple[int, str]]]
-    ) -> dict[str, frozenset[tuple[int, str]]]:
-        names = node.output_schema.column_names
-        if isinstance(node.op, Categorify):
-            return {name: frozenset({(id(node), name)}) for name in names}
-        if not isinstance(node.op, as_they_are):
-            return {}
-        mapping = node.column_mapping
-        return {
-            name: none.union(*(given.get(one, none) for one in mapping.get(name, [name])))
-            for name in names
-        }
-
-    return followed(workflow.output_node, lambda _: none, made_by, none)
+    return {name: column.ids_of for name, column in _columns(workflow).items()}
 
 
 @dataclass(frozen=True)
@@ -98,6 +78,9 @@ class _Column:
     origin: Origin | None = None
     values: RawValues = RawValues()  # what they have become by now
     encoded: RawValues = RawValues()  # what they were when the last Categorify read them
+    ids_of: frozenset[tuple[int, str]] = (
+        frozenset()
+    )  # of which columns of which Categorify, by `id`
 
 
 def _columns(workflow: nvt.Workflow) -> dict[str, _Column]:
@@ -115,6 +98,7 @@ def _made_by(node: Node, given: dict[str, _Column]) -> dict[str, _Column]:
     for name, schema in node.output_schema.column_schemas.items():
         sources = [given.get(one, _Column()) for one in mapping.get(name, given)]
         kept = isinstance(node.op, as_they_are)
+        ids_of = frozenset().union(*(one.ids_of for one in sources if kept))
         if isinstance(node.op, ops.Groupby):
             kept = _keeps_ids(node.op, name, mapping)
         origin = _of_several((one.origin for one in sources), kept)
@@ -124,6 +108,7 @@ def _made_by(node: Node, given: dict[str, _Column]) -> dict[str, _Column]:
         values = _together(one.values for one in sources)
         if isinstance(node.op, ops.Categorify):
             origin, encoded = Origin.VOCABULARY, values
+            ids_of = frozenset({(id(node), name)})
         elif isinstance(node.op, ops.HashBucket | ops.HashedCross):
             origin = Origin.HASH
         if isinstance(node.op, ops.FillMissing | ops.FillMedian):
@@ -136,7 +121,7 @@ def _made_by(node: Node, given: dict[str, _Column]) -> dict[str, _Column]:
         if not kept:
             changed_by = (*values.changed_by, operator_name(node.op))
             values = RawValues(changed_by, values.filled)
-        found[name] = _Column(origin, values, encoded)
+        found[name] = _Column(origin, values, encoded, ids_of)
     return found
 
 
