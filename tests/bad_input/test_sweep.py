@@ -118,6 +118,11 @@ def test_the_study_that_trains_nothing(toy_data, tmp_path, tune, option, word):
     refused([*argv, *option.format(tune).split()], words, folder=tmp_path)
 
 
+def test_jobs_of_the_study_that_trains_nothing(toy_data, tmp_path):
+    argv = ["sweep", "frequencies", toy_data, "--out", tmp_path / "out", "--jobs", "2"]
+    refused(argv, ["frequencies trains nothing", "jobs=2", "Leave it out"], folder=tmp_path)
+
+
 @pytest.fixture
 def tune(tmp_path_factory, toy_data):
     """What is read of one: found at 64 on the same data, for the network `deepfm`."""

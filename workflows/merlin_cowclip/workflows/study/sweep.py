@@ -101,6 +101,11 @@ def sweep(
     cells = list(study.cells(setting))
     if cells:
         _check(data, cells)
+    elif jobs != 1:
+        raise UserError(
+            f"the study {study.name} trains nothing, so that no jobs share it. Received: "
+            f"jobs={jobs}. Leave it out"
+        )
     _open(out, data)
     record = {**_record(study, setting, cells), "command": command}
     with Claims(out / CLAIMS).alone():  # what two sweeps would write at the same time
