@@ -577,6 +577,40 @@ def by_text(tmp_path_factory):
         return train(data, CONFIG, home / "run", progress=False), table, home
 
 
+def test_flags_of_missing_numbers_are_numbers(tmp_path):
+    """Booleans in the workflow's parquet, as FillMissing writes them: 0 and 1 to a network."""
+    random = np.random.default_rng(0)
+    price = np.where(random.random(400) < 0.3, np.nan, random.random(400))
+    log = pd.DataFrame({"ad": random.integers(0, 9, 400), "price": price, "click": np.isnan(price)})
+    log.astype({"click": "int8"}).to_parquet(tmp_path / "raw.parquet")
+    workflow = nvt.Workflow(
+        (["ad"] >> ops.Categorify(out_path=str(tmp_path / "fitted")))
+        + (
+            ["price"]
+            >> ops.FillMissing(add_binary_cols=True)
+            >> ops.AddMetadata(tags=[Tags.CONTINUOUS])
+        )
+        + (["click"] >> ops.AddMetadata(tags=[Tags.TARGET, Tags.BINARY_CLASSIFICATION]))
+    )
+    raw = Dataset(str(tmp_path / "raw.parquet"), engine="parquet")
+    workflow.fit_transform(raw).to_parquet(str(tmp_path / "train"))
+    workflow.save(str(tmp_path / "workflow"))
+    part = tmp_path / "train"
+    data = adopt(part, tmp_path / "workflow", "click", tmp_path / "data", progress=False)
+    assert data.spec.continuous == ("price", "price_filled")
+    batch, clicks = next(iter(Loader(data, batch_size=400, shuffle=False)))
+    assert batch["price_filled"].dtype == "float32"
+    np.testing.assert_array_equal(batch["price_filled"], clicks)  # a click where the price is gone
+    with quick_saves():
+        run = train(data, CONFIG, tmp_path / "run", progress=False)
+    expected = scores(run, [part], tmp_path / "encoded.parquet")["probability"]
+    found = scores(run, [tmp_path / "raw.parquet"], tmp_path / "raw-s.parquet", raw=True)
+    np.testing.assert_array_equal(found["probability"], expected)
+    repository = export(run, tmp_path / "repository", progress=False)
+    rows = pd.read_parquet(tmp_path / "raw.parquet")
+    np.testing.assert_allclose(repository.predict(rows), expected, rtol=0, atol=1e-6)
+
+
 def test_an_id_does_not_depend_on_its_batch(by_text, tmp_path, monkeypatch):
     """pandas makes whole numbers floats in a batch with a missing one, and 7.0 is another text."""
     run, _, home = by_text

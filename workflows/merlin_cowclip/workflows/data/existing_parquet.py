@@ -266,7 +266,8 @@ def check_types(spec: DatasetSpec, files: list[ParquetFile]) -> None:
             fits = {
                 "integer ids": whole and not is_list(kind),
                 "lists of integer ids": whole and is_list(kind),
-                "numbers": not is_list(kind) and (whole or pa.types.is_floating(kind)),
+                "numbers": not is_list(kind)
+                and (whole or pa.types.is_floating(kind) or pa.types.is_boolean(kind)),
                 "0 or 1": not is_list(kind)
                 and (whole or pa.types.is_floating(kind) or pa.types.is_boolean(kind)),
             }
