@@ -826,6 +826,11 @@ def test_save_and_load(tmp_path):
         ),
         (
             SCHEMA,
+            {"combiner": None},
+            "combiner must be one of mean, sum, sqrtn, or one by list column. Received: combiner=N",
+        ),
+        (
+            SCHEMA,
             {"combiner": {"genres": "sum", "tags": "max"}},
             "combiner must be one of mean, sum, sqrtn. Received: combiner='max'",
         ),

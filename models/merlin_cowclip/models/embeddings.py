@@ -428,6 +428,11 @@ def _is_list(column: ColumnSchema) -> bool:
 
 def plain_combiner(combiner: str | Mapping[str, str]) -> str | dict[str, str]:
     """As JSON takes it: Keras wraps the dicts that layers hold."""
+    if not isinstance(combiner, str | Mapping):
+        raise ValueError(
+            f"combiner must be one of {', '.join(COMBINERS)}, or one by list column. Received: "
+            f"combiner={combiner!r}"
+        )
     return combiner if isinstance(combiner, str) else dict(combiner)
 
 
