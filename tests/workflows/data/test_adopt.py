@@ -638,6 +638,26 @@ def test_one_column_under_two_names_is_as_it_was_fitted(tmp_path):
     assert adopted_from(tmp_path, log_of_cities(), made).record["notes"] == []
 
 
+@pytest.mark.parametrize("encode_type", ["joint", "combo"])
+def test_names_that_are_joined_otherwise(tmp_path, encode_type):
+    """By a `name_sep` of the user's: so is the name of what says how often an id occurred."""
+    log = log_of_cities()[["city", "click"]].assign(site=[f"s{i % 5}" for i in range(400)])
+    log = log.sample(frac=1, random_state=2)
+    fitted = str(tmp_path / "fitted")
+    pair = [["city", "site"]] >> ops.Categorify(
+        encode_type=encode_type, name_sep="__", out_path=fitted
+    )
+    city = ["city"] >> ops.Rename(postfix="2") >> ops.Categorify(name_sep="-", out_path=fitted)
+    data = adopted_from(tmp_path, log, pair + city + clicks())
+    told = " ".join(data.record["notes"])
+    assert re.search("ids of [^.]*'city2' are other rows'", told)
+    raw = data.counts("city__site" if encode_type == "combo" else "city")["raw"].dropna()
+    cities, sites = log["city"].dropna(), log["site"]
+    known = (cities + "_" + sites).dropna() if encode_type == "combo" else [*cities, *sites]
+    assert set(raw) <= {*known, *("_" + sites)}
+    assert set(known) <= set(raw)
+
+
 def test_lists_that_are_cut_hide_no_ids_in_other_rows(tmp_path):
     """Of another field; those that were cut have other counts for that."""
     ids = ["city"] >> ops.Categorify(out_path=str(tmp_path / "fitted"))
@@ -718,6 +738,8 @@ MEANS = {
     "TargetEncoding": lambda: ops.TargetEncoding("click", kfold=3),
     "counts": lambda: ops.JoinGroupby(cont_cols=["click"], stats=["count"]),
     "means": lambda: ops.JoinGroupby(cont_cols=["click"], stats=["mean"]),
+    "deviations": lambda: ops.JoinGroupby(cont_cols=["click"], stats=["std"]),
+    "another separator": lambda: ops.TargetEncoding("click", kfold=1, p_smooth=20, name_sep="-"),
 }
 
 
@@ -730,7 +752,8 @@ def test_means_over_missing_keys_are_noted(tmp_path, case, filled):
     statistics = MEANS[case]()
     statistics.out_path = str(tmp_path / "statistics")
     keys = ["city"] >> ops.FillMissing(fill_val="none") if filled else ["city"]
-    notes = adopted_from(tmp_path, log, ids + (keys >> statistics) + clicks()).record["notes"]
+    made = keys >> statistics >> ops.FillMissing()
+    notes = adopted_from(tmp_path, log, ids + made + clicks()).record["notes"]
     told = [note for note in notes if "missing values of 'city' were counted as none" in note]
     assert bool(told) == (not filled)
 

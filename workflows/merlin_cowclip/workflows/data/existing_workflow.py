@@ -82,8 +82,8 @@ class Vocabulary:
             return np.empty(0, np.int64)
         indices = []
         for file in self.files:
-            size = f"{self.storage}_size"  # a column that is short; none at all has no index
-            one = size if size in pq.read_schema(file).names else self._columns(file)[0]
+            # A column that is short; none at all has no index.
+            one = self._size(file) or self._columns(file)[0]
             indices.append(pd.read_parquet(file, columns=[one]).index.to_numpy())
         ids = np.concatenate(indices)
         return ids + first if ids.dtype.kind in "iu" and ids[0] < first else ids
@@ -106,18 +106,26 @@ class Vocabulary:
 
     def sizes(self) -> np.ndarray | None:
         """How often each id occurred in the rows that the workflow was fitted on, if it says."""
-        name = f"{self.storage}_size"
-        if any(name not in pq.read_schema(file).names for file in self.files):
-            return None
-        sizes = [pq.read_table(file, columns=[name])[name].to_numpy() for file in self.files]
-        return np.concatenate(sizes) if sizes else None
+        named = [(file, self._size(file)) for file in self.files]
+        sizes = [pq.read_table(file, columns=[n])[n].to_numpy() for file, n in named if n]
+        return np.concatenate(sizes) if sizes and len(sizes) == len(named) else None
+
+    def _size(self, file: Path) -> str | None:
+        """Its column of how often each id occurred, if there is one.
+
+        Behind the storage's name is what `name_sep` of the Categorify was.
+        """
+        for name in pq.read_schema(file).names:
+            if name != self.storage and name.startswith(self.storage) and name.endswith("size"):
+                return str(name)
+        return None
 
     def _columns(self, file: Path) -> list[str]:
         names = pq.read_schema(file).names
         if self.storage in names:
             return [self.storage]
         # Categorify(encode_type="combo"): one column for each that is combined.
-        ours = [name for name in names if name != f"{self.storage}_size"]
+        ours = [name for name in names if name != self._size(file)]
         return [name for name in ours if not name.startswith("__index_level_")]
 
 

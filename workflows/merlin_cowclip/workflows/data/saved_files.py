@@ -129,10 +129,14 @@ def statistics_of_no_rows(workflow: nvt.Workflow) -> list[str]:
                 continue
             table = pd.read_parquet(path)
             keys = [c for c in map(str, table) if c in node.input_schema.column_names]
-            counts = table.get(f"{name}_count")
-            means = table.drop(columns=keys).select_dtypes("number")
-            # Where nobody asked for the counts a mean tells: it is infinite.
-            none = np.isinf(means).any(axis=1) if counts is None else counts == 0
+            counts = table.get(f"{name}{node.op.name_sep}count")
+            if counts is None:
+                # Where nobody asked for the counts a mean or a deviation tells: it is none. It is
+                # the first key of a group that is counted.
+                means = table.drop(columns=keys).select_dtypes("number")
+                none = table[keys[0]].isna() & ~np.isfinite(means).all(axis=1)
+            else:
+                none = counts == 0
             found |= {key for key in keys if table[key][none].isna().any()}
     return sorted(found)
 
