@@ -9,9 +9,11 @@ import re
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import tensorflow as tf
 
+from merlin_cowclip.models import MODELS as MODELS_BY_NAME
 from merlin_cowclip.models import FusedEmbeddings, deepfm
 from merlin_cowclip.models.embeddings import TableInitializer
 from merlin_cowclip.plugins import (
@@ -26,6 +28,7 @@ from merlin_cowclip.plugins.counting import count_sparse, samples_per_row
 from merlin_cowclip.workflows.quiet import quiet_imports
 
 from ..plugins.merlin_models import BATCH, NUMBER, TARGET, batch, category, dataset
+from ..plugins.merlin_models.families import TOWERS
 from ..saves import quick_saves
 from .embeddings import (
     DIM,
@@ -44,6 +47,7 @@ from .embeddings import (
 )
 
 with quiet_imports():
+    from merlin.io import Dataset
     from merlin.schema import ColumnSchema, Schema, Tags
 
 
@@ -330,6 +334,87 @@ MODELS = {"dcn": in_dcn, "dlrm": in_dlrm, "lookup": by_lookup}
 
 
 HOT = Hyperparameters(BATCH, embedding_lr=0.05, dense_lr=0.01, warmup_epochs=0.0)
+
+
+def two_towers(schema):
+    def tower(tag):
+        features = schema.select_by_tag(tag)
+        inputs = mm.InputBlockV2(features, categorical=FusedEmbeddings(features, 8, stacked=False))
+        return mm.Encoder(inputs, mm.MLPBlock([8], no_activation_last_layer=True))
+
+    return mm.TwoTowerModelV2(tower(Tags.USER), tower(Tags.ITEM))
+
+
+@pytest.mark.parametrize("update", ["exact", "deferred"])
+def test_a_top_k_encoder_has_the_trained_rows(update):
+    """Merlin builds the blocks of a tower again as it joins them to others."""
+    tf.keras.utils.set_random_seed(0)
+    model = two_towers(TOWERS)
+    optimizer = CowClipOptimizer.for_model(model, HOT.replace(embedding_lr=1e-3), update=update)
+    model.compile(optimizer, metrics=[])
+    model.fit(dataset(TOWERS, 4).map(lambda features, _: features), epochs=2, verbose=0)
+    features, _ = batch(TOWERS)
+    queries = model.query_encoder(features).numpy()
+    before = [variable.ref() for variable in model.trainable_variables]
+    items = Dataset(
+        pd.DataFrame({"item_id": np.arange(71), "brand": np.arange(71) % 37}),
+        schema=TOWERS.select_by_tag(Tags.ITEM),
+    )
+    top = model.to_top_k_encoder(items, k=5, batch_size=16)
+    top.compile(run_eagerly=False)
+    scores = top.predict(tf.data.Dataset.from_tensors(features), verbose=0).scores
+    candidates = model.candidate_embeddings(items, index=Tags.ITEM_ID, batch_size=16)
+    products = queries @ candidates.compute().to_numpy().T
+    np.testing.assert_allclose(scores, -np.sort(-products, axis=1)[:, :5], rtol=1e-4, atol=1e-6)
+    np.testing.assert_array_equal(model.query_encoder(features), queries)
+    assert [variable.ref() for variable in model.trainable_variables] == before
+
+
+@pytest.mark.parametrize("name", ["dcn", "dlrm"])
+def test_rows_that_were_loaded_stay_in_a_model_that_is_built_later(name, monkeypatch):
+    made = []
+    init = FusedEmbeddings.__init__
+
+    def loaded(self, *arguments, **options):
+        init(self, *arguments, **options)
+        self.load_rows("a", np.full((50, 8), 0.5, np.float32))
+        made.append(self)
+
+    monkeypatch.setattr(FusedEmbeddings, "__init__", loaded)
+    model = MODELS[name](LISTED)
+    model.compile(CowClipOptimizer.for_model(model, HOT), metrics=[])
+    model.evaluate(dataset(LISTED, 1), verbose=0)
+    (layer,) = made
+    assert (layer.table.numpy()[:50] == 0.5).all()
+
+
+def test_a_trained_block_in_a_second_model_keeps_its_rows():
+    features = LISTED.excluding_by_tag(Tags.TARGET)
+    layer = FusedEmbeddings(LISTED, 8, stacked=False)
+    inputs = mm.InputBlockV2(features, categorical=layer)
+    for units in (8, 16):  # a second head on the first one's block
+        model = mm.Model(inputs, mm.MLPBlock([units]), mm.BinaryOutput("y"))
+        model.compile(CowClipOptimizer.for_model(model, HOT), metrics=[])
+        if units == 8:
+            model.fit(dataset(LISTED, 3), verbose=0)
+            trained = layer.table.numpy()
+        else:
+            model.evaluate(dataset(LISTED, 1), verbose=0)
+    np.testing.assert_array_equal(layer.table, trained)
+
+
+@pytest.mark.parametrize("name", ["deepfm", "dcn"])
+def test_layers_that_are_built_keep_their_weights(name):
+    """Merlin's blocks build theirs anew; Keras does once."""
+    model = MODELS_BY_NAME[name](LISTED, embedding_dim=4, mlp=(8,))
+    model(batch(LISTED)[0])
+    weights = {v.ref(): v.numpy() for v in model.variables}
+    for layer in model.submodules:
+        if type(layer).__module__.startswith("merlin_cowclip") and layer.variables:
+            layer.build(getattr(layer, "_build_input_shape", None))
+    assert [v.ref() for v in model.variables] == list(weights)
+    for variable in model.variables:
+        np.testing.assert_array_equal(variable, weights[variable.ref()])
 
 
 @pytest.fixture

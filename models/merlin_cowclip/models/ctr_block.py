@@ -169,6 +169,8 @@ class Probability(tf.keras.layers.Layer):
 
     def build(self, input_shape: Any) -> None:
         """Create the bias."""
+        if hasattr(self, "bias"):  # Merlin's blocks build theirs anew in each that they join
+            return
         self.bias = self.add_weight(name="bias", shape=(1,), initializer="zeros")
         super().build(input_shape)
 

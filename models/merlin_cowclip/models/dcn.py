@@ -25,6 +25,8 @@ class VectorCross(tf.keras.layers.Layer):
 
     def build(self, input_shape: Any) -> None:
         """Create w_l (n×1) and b_l (n) of each layer."""
+        if hasattr(self, "kernels"):  # Merlin's blocks build theirs anew in each that they join
+            return
         n = int(input_shape[-1])
         self.kernels = [
             self.add_weight(name=f"kernel_{i}", shape=(n, 1), initializer=KERNEL_INITIALIZER)

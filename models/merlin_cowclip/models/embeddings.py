@@ -141,6 +141,8 @@ class FusedEmbeddings(RowsByRawId, SchemaMixin, tf.keras.layers.Layer):
 
     def build(self, input_shape: Any) -> None:
         """Create the V×d table, or this rank's rows of it."""
+        if hasattr(self, "table"):  # Merlin's blocks build theirs anew in each that they join
+            return
         here, rows = ranks(), self.row_offsets[-1]
         initializer: Any = self._initializer
         if self._sharded and here.size > 1:

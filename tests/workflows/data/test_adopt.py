@@ -786,6 +786,39 @@ def test_vocabularies_that_strayed_are_found(log, tmp_path, monkeypatch):
     _check_moved(data, log, tmp_path / "train", tmp_path / "there")
 
 
+@pytest.mark.parametrize("statistics", [ops.TargetEncoding, ops.JoinGroupby])
+def test_a_folder_whose_name_is_in_a_keys(tmp_path, monkeypatch, statistics):
+    """NVTabular replaces "wf" by the folder's path in `cat_stats.wf_id.parquet` as well."""
+    monkeypatch.chdir(tmp_path)
+    log = log_of_cities()[["city", "click"]].rename(columns={"city": "wf_id"})
+    log.to_parquet("raw.parquet")
+    if statistics is ops.TargetEncoding:
+        means = statistics("click", kfold=1, out_path="stats")
+    else:
+        means = statistics(cont_cols=["click"], stats=["mean"], out_path="stats")
+    ids = ["wf_id"] >> ops.Categorify(out_path="out")
+    workflow = nvt.Workflow(ids + (["wf_id"] >> means) + clicks())
+    workflow.fit_transform(Dataset("raw.parquet", engine="parquet")).to_parquet("train")
+    workflow.save("wf")
+    data = adopt(["train"], "wf", "click", "data", progress=False)
+    told = " ".join(data.record["notes"])
+    assert "missing values of 'wf_id' were counted as none" in told
+    for place in ("wf", "stats", "out"):
+        shutil.rmtree(place)
+    os.rename("data", "there")
+    for load in (
+        lambda: PreparedData.open("there").workflow(),
+        lambda: stock_load("there/workflow"),
+    ):
+        clean_worker_cache("cats")
+        encoded = load().transform(log)
+        assert encoded["wf_id"].tolist() == read(Path("train"))["wf_id"].tolist()
+
+
+def stock_load(folder: str) -> nvt.Workflow:
+    return nvt.Workflow.load(os.path.abspath(folder))
+
+
 def test_vocabularies_from_elsewhere_are_taken_along(log, tmp_path):
     given = tmp_path / "given.parquet"
     pd.DataFrame({"src": [f"c{i}" for i in range(9)]}).to_parquet(given)

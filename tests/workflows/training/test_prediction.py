@@ -611,6 +611,45 @@ def test_flags_of_missing_numbers_are_numbers(tmp_path):
     np.testing.assert_allclose(repository.predict(rows), expected, rtol=0, atol=1e-6)
 
 
+@pytest.fixture
+def without_label(tmp_path) -> Run:
+    """Of a workflow that was saved to serve: it makes no label, which the training part has."""
+    random = np.random.default_rng(0)
+    log = pd.DataFrame({"ad": random.integers(0, 9, 400), "click": random.integers(0, 2, 400)})
+    log.to_parquet(tmp_path / "raw.parquet")
+    raw = Dataset(str(tmp_path / "raw.parquet"), engine="parquet")
+    ids = ["ad"] >> ops.Categorify(out_path=str(tmp_path / "fitted"))
+    workflow = nvt.Workflow(ids + (["click"] >> ops.AddMetadata(tags=[Tags.TARGET])))
+    workflow.fit_transform(raw).to_parquet(str(tmp_path / "train"))
+    workflow.remove_inputs(["click"]).save(str(tmp_path / "workflow"))
+    part = tmp_path / "train"
+    data = adopt(part, tmp_path / "workflow", "click", tmp_path / "data", progress=False)
+    with quick_saves():
+        return train(data, CONFIG, tmp_path / "run", progress=False)
+
+
+def test_raw_rows_have_their_own_label_where_the_workflow_makes_none(without_label, tmp_path):
+    run, raw = without_label, tmp_path / "raw.parquet"
+    expected = scores(run, [tmp_path / "train"], tmp_path / "encoded.parquet")
+    found = scores(run, [raw], tmp_path / "scores.parquet", raw=True)
+    pd.testing.assert_frame_equal(found, expected)
+    assert list(found) == ["label", "probability"]
+    quality, rows = evaluate_logs(run, [raw], raw=True)
+    assert rows == 400
+    assert quality.auc == pytest.approx(roc_auc_score(found["label"], found["probability"]))
+    log = pd.read_parquet(raw)
+    log.drop(columns="click").to_parquet(tmp_path / "bare.parquet")
+    bare = scores(run, [tmp_path / "bare.parquet"], tmp_path / "s.parquet", raw=True)
+    pd.testing.assert_frame_equal(bare, expected[["probability"]])
+    with pytest.raises(
+        UserError, match="all files must have the label, or none. Received: "
+    ):
+        scores(run, [raw, tmp_path / "bare.parquet"], tmp_path / "2.parquet", raw=True)
+    log.assign(click="yes").to_parquet(raw)
+    with pytest.raises(UserError, match="column 'click' must hold 0 or 1. Received: string in"):
+        scores(run, [raw], tmp_path / "3.parquet", raw=True)
+
+
 def test_an_id_does_not_depend_on_its_batch(by_text, tmp_path, monkeypatch):
     """pandas makes whole numbers floats in a batch with a missing one, and 7.0 is another text."""
     run, _, home = by_text

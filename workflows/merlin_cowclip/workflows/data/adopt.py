@@ -35,12 +35,17 @@ from merlin_cowclip.workflows.data.existing_parquet import (
 )
 from merlin_cowclip.workflows.data.existing_workflow import (
     WORKFLOW_FILES,
-    WORKFLOW_FOLDER,
     Pipeline,
-    load_workflow,
 )
 from merlin_cowclip.workflows.data.prepared import PreparedData, check_unchanged
 from merlin_cowclip.workflows.data.saved_workflow import save_schema, write_record
+from merlin_cowclip.workflows.data.workflow_graph import (
+    SAVED_FILES,
+    every_node,
+    file_name,
+    files_of,
+    load_saved,
+)
 from merlin_cowclip.workflows.errors import UserError, quoted
 from merlin_cowclip.workflows.folders import all_or_nothing, refuse_existing
 from merlin_cowclip.workflows.manifest import checksum
@@ -209,26 +214,31 @@ def _save(
 
 def _copy_workflow(pipeline: Pipeline, home: Path) -> None:
     """Copy what NVTabular saved, and see to it that the copy finds its vocabularies."""
-    from merlin.dag import Graph
     from nvtabular.ops import Categorify
 
     home.mkdir()
     for name in WORKFLOW_FILES:
         shutil.copy2(pipeline.folder / name, home / name)
-    if (pipeline.folder / WORKFLOW_FOLDER).is_dir():
-        shutil.copytree(pipeline.folder / WORKFLOW_FOLDER, home / WORKFLOW_FOLDER)
-    (home / WORKFLOW_FOLDER).mkdir(exist_ok=True)
-    workflow = load_workflow(home)
+    if (pipeline.folder / SAVED_FILES).is_dir():
+        shutil.copytree(pipeline.folder / SAVED_FILES, home / SAVED_FILES)
+    (home / SAVED_FILES).mkdir(exist_ok=True)
+    workflow = load_saved(home.absolute())
+    stock = load_saved(home.absolute(), find_again=False)
     strayed = False
-    for node in Graph.get_nodes_by_op_type([workflow.output_node], Categorify):
-        for storage, path in list(node.op.categories.items()):
-            target = home / WORKFLOW_FOLDER / f"unique.{storage}.parquet"
+    nodes = zip(every_node(workflow.output_node), every_node(stock.output_node), strict=True)
+    for node, as_loaded in nodes:
+        files = files_of(node.op)
+        for storage, path in files.items():
+            target = home / SAVED_FILES / file_name(node.op, storage)
             if not target.exists():
-                source = pipeline.found[storage]
+                is_vocabulary = isinstance(node.op, Categorify)
+                source = pipeline.found[storage] if is_vocabulary else Path(path)
+                if not source.exists():  # statistics: what reads them will say so
+                    continue
                 (shutil.copytree if source.is_dir() else shutil.copy2)(source, target)
-            if os.path.abspath(path) != str(target.absolute()):
-                node.op.categories[storage] = str(target.absolute())
-                strayed = True
+            files[storage] = str(target.absolute())
+            loaded = os.path.abspath(files_of(as_loaded.op)[storage])
+            strayed = strayed or loaded != files[storage]
     if strayed:
         workflow.save(str(home.absolute()))
 

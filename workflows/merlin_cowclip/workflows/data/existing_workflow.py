@@ -42,7 +42,12 @@ from merlin_cowclip.workflows.data.saved_files import (
     refuse_shared_files,
     statistics_of_no_rows,
 )
-from merlin_cowclip.workflows.data.workflow_graph import followed, load_saved, nodes_of
+from merlin_cowclip.workflows.data.workflow_graph import (
+    SAVED_FILES,
+    followed,
+    load_saved,
+    nodes_of,
+)
 from merlin_cowclip.workflows.errors import UserError, quoted
 
 if TYPE_CHECKING:
@@ -50,8 +55,7 @@ if TYPE_CHECKING:
     from merlin.dag import Node
     from merlin.schema import ColumnSchema, Schema
 
-WORKFLOW_FILES = ("workflow.pkl", "metadata.json")  # what nvt.Workflow.save writes,
-WORKFLOW_FOLDER = "categories"  # beside the statistics of its operators
+WORKFLOW_FILES = ("workflow.pkl", "metadata.json")  # what nvt.Workflow.save writes
 
 
 @dataclass(frozen=True)
@@ -406,7 +410,7 @@ def _find_vocabularies(workflow: nvt.Workflow, folder: Path) -> dict[str, Path]:
         for storage, path in node.op.categories.items():
             file = f"unique.{storage}.parquet"
             anywhere = folder.rglob(glob.escape(file))
-            places = itertools.chain([Path(path), folder / WORKFLOW_FOLDER / file], anywhere)
+            places = itertools.chain([Path(path), folder / SAVED_FILES / file], anywhere)
             there = next((place for place in places if place.exists()), None)
             if there is None:
                 raise UserError(
@@ -503,7 +507,7 @@ def _schema(
             elif _storage(columns[name]) in found:
                 # Relative to the workflow's folder: folders move.
                 file = f"unique.{_storage(columns[name])}.parquet"
-                properties["cat_path"] = f"{WORKFLOW_FOLDER}/{file}"
+                properties["cat_path"] = f"{SAVED_FILES}/{file}"
         return ColumnSchema(
             name,
             tags=tags,

@@ -17,7 +17,12 @@ import numpy as np
 import pandas as pd
 
 from merlin_cowclip.workflows.data.id_origins import operators_that_keep_values
-from merlin_cowclip.workflows.data.workflow_graph import followed, nodes_of, operator_name
+from merlin_cowclip.workflows.data.workflow_graph import (
+    files_of,
+    followed,
+    nodes_of,
+    operator_name,
+)
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.quiet import quiet_imports
 
@@ -76,7 +81,7 @@ def refuse_shared_files(workflow: nvt.Workflow, folder: Path) -> None:
     writers: dict[str, _Writer] = {}
 
     def made_by(node: Node, given: dict[str, _Made]) -> dict[str, _Made]:
-        for storage, path in _files_of(node.op).items():
+        for storage, path in files_of(node.op).items():
             read: Mapping[str, _Made | None] = given  # statistics: of the targets as well
             if isinstance(node.op, ops.Categorify):
                 groups = node.op.storage_name.items()
@@ -98,19 +103,6 @@ def refuse_shared_files(workflow: nvt.Workflow, folder: Path) -> None:
     followed(workflow.output_node, lambda name: (None, name), made_by, (None, ""))
 
 
-def _files_of(op: Any) -> Mapping[str, str]:
-    """By name, of the columns that were read, the files that an operator has written."""
-    with quiet_imports():
-        from nvtabular import ops
-
-    files: Mapping[str, str] = {}
-    if isinstance(op, ops.Categorify | ops.JoinGroupby):
-        files = op.categories
-    elif isinstance(op, ops.TargetEncoding):
-        files = op.stats
-    return files
-
-
 def statistics_of_no_rows(workflow: nvt.Workflow) -> list[str]:
     """Keys whose missing values NVTabular counted as none, on a CPU, beside sums that have them.
 
@@ -124,7 +116,7 @@ def statistics_of_no_rows(workflow: nvt.Workflow) -> list[str]:
 
     found = set[str]()
     for node in nodes_of(workflow.output_node, (JoinGroupby, TargetEncoding)):
-        for name, path in _files_of(node.op).items():
+        for name, path in files_of(node.op).items():
             if not os.path.exists(path):
                 continue
             table = pd.read_parquet(path)

@@ -5,6 +5,8 @@ Merlin's own iterators go into one `Subgraph`, and not into those within it.
 
 from __future__ import annotations
 
+import os
+import pickle
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -17,18 +19,64 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+SAVED_FILES = "categories"  # in a saved workflow's folder, what its operators look values up in
 
-def load_saved(folder: str | Path) -> nvt.Workflow:
+
+def load_saved(folder: str | Path, *, find_again: bool = True) -> nvt.Workflow:
     """A workflow that was saved, loaded; it runs code from its folder.
 
     NVTabular keeps what operators look values up in (vocabularies, statistics) by its path, for the
-    process: of a workflow that lay there before, too. It is read anew.
+    process: of a workflow that lay there before, too. It is read anew. And where a part of such a
+    file's name is that of the folder, NVTabular has replaced that as well: the file is found again.
+
+    Args:
+      folder: where it was saved.
+      find_again: whether to see to that; else it is as NVTabular loads it.
     """
     with quiet_imports():
         import nvtabular as nvt
         from merlin.io.worker import clean_worker_cache
     clean_worker_cache()
-    return nvt.Workflow.load(str(folder))
+    workflow = nvt.Workflow.load(str(folder))
+    if find_again:
+        _find_again(workflow, Path(folder).absolute())
+    return workflow
+
+
+def _find_again(workflow: nvt.Workflow, folder: Path) -> None:
+    """Correct paths of files that are not there: of those in the pickle the beginning alone."""
+    nodes = list(every_node(workflow.output_node))
+    if all(os.path.exists(path) for node in nodes for path in files_of(node.op).values()):
+        return
+    saved = pickle.loads((folder / "workflow.pkl").read_bytes())
+    for node, as_saved in zip(nodes, every_node(saved.output_node), strict=True):
+        files = files_of(node.op)
+        for storage, path in files_of(as_saved.op).items():
+            within = os.path.relpath(path, as_saved.op.out_path)
+            if not os.path.exists(files[storage]) and (folder / within).exists():
+                files[storage] = str(folder / within)
+
+
+def files_of(op: Any) -> dict[str, str]:
+    """By name, of the columns that were read, the files that an operator has written: its own."""
+    with quiet_imports():
+        from nvtabular import ops
+
+    files: dict[str, str] = {}
+    if isinstance(op, ops.Categorify | ops.JoinGroupby):
+        files = op.categories
+    elif isinstance(op, ops.TargetEncoding):
+        files = op.stats
+    return files
+
+
+def file_name(op: Any, storage: str) -> str:
+    """Of such a file, as NVTabular writes it."""
+    with quiet_imports():
+        from nvtabular.ops import Categorify
+
+    kind = "unique" if isinstance(op, Categorify) else "cat_stats"
+    return f"{kind}.{storage}.parquet"
 
 
 def every_node(output_node: Node) -> Iterator[Node]:

@@ -116,8 +116,8 @@ class TuneConfig:
       deterministic: as `TrainConfig`'s.
 
     Raises:
-      UserError: a value out of range, a network other than the base was tuned for, or a base with
-        schedules or clipped tables that no tune searches.
+      UserError: a value out of range, a network, update or rates other than a base has that was
+        tuned, or a base with schedules or clipped tables that no tune searches.
     """
 
     batch_size: int = 1024
@@ -146,8 +146,16 @@ class TuneConfig:
         if isinstance(self.base, TrainConfig):
             found = self.base
             object.__setattr__(self, "network", {**network_of(found, self.network), **self.network})
-            object.__setattr__(self, "update", found.update)
-            object.__setattr__(self, "rates", _rates_of(found))
+            brought = {"update": found.update, "rates": _rates_of(found)}
+            for name, its in brought.items():
+                said = getattr(self, name)
+                if said not in (its, getattr(type(self), name)):  # a default says nothing
+                    raise UserError(
+                        f"a base that a tune found brings its {name} along, {its!r}. Received: "
+                        f"{name}={said!r}. Leave it out, or give its hyperparameters alone, as "
+                        "base=config.hyperparameters"
+                    )
+                object.__setattr__(self, name, its)
             object.__setattr__(self, "base", found.hyperparameters)
             _tell_of_the_clip(found.hyperparameters)
         if isinstance(self.base, Hyperparameters):

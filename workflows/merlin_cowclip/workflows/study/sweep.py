@@ -165,7 +165,7 @@ def _tell_of_others(place: Path, record: Mapping[str, Any]) -> None:
             )
 
     bases = [sizes[:1] for sizes in (before.get("batch_sizes", []), record["batch_sizes"])]
-    if bases[0] and bases[0] != bases[1]:
+    if record["cells"] and bases[0] and bases[0] != bases[1]:
         warnings.warn(
             f"{place} was of the base {bases[0][0]}, the first of --batch-sizes, and is of "
             f"{bases[1][0]} from now on: the values of all its runs, scaled from there, are others."

@@ -47,7 +47,8 @@ _NETWORK_OPTIONS = tuple(dict.fromkeys(name for options in NETWORKS.values() for
 class TrainConfig:
     """What to train, and how; everything but the data and the place of the run.
 
-    Two are equal if they mean the same: an option left out is its default.
+    Two are equal if they mean the same: an option left out is its default, and one of a part that
+    the network has not (`embedding_dim`, `mlp`) is without effect.
 
     Attributes:
       model: a name in `MODELS`.
@@ -63,8 +64,8 @@ class TrainConfig:
         tables, with their moments.
       deterministic: the same result to the last digit with the same seed on the same machine, for
         slower kernels on GPUs.
-      embedding_dim: width of the embeddings.
-      mlp: units of the deep stream's layers, in DLRM of the top MLP's.
+      embedding_dim: width of the embeddings; `lr` has none.
+      mlp: units of the deep stream's layers, in DLRM of the top MLP's; `lr` and `fm` have none.
       cross_layers: depth of the cross stream of `dcn` and `dcn_v2` (3).
       low_rank_dim: rank of `dcn_v2`'s matrices; `None` for full rank.
       bottom_mlp: units of DLRM's bottom MLP, before one of width `embedding_dim` (512, 256, 64);
@@ -293,7 +294,12 @@ class TrainConfig:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, TrainConfig):
             return NotImplemented
-        return self.to_dict() == other.to_dict()
+        return self._meant() == other._meant()
+
+    def _meant(self) -> dict[str, Any]:
+        """All but the options of which the network makes nothing."""
+        unused = [name for name, option in NETWORKS[self.model].items() if not option.used]
+        return {name: value for name, value in self.to_dict().items() if name not in unused}
 
     def __hash__(self) -> int:
         return hash(self.identity)

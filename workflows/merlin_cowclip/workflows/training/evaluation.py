@@ -51,9 +51,21 @@ def exact_quality(labels: np.ndarray, probabilities: np.ndarray) -> Quality:
       UserError: only one of the labels is present, or a probability is none.
     """
     labels, probabilities = np.ravel(labels), np.ravel(probabilities)
+    _check_probabilities(probabilities)
     ranks = QualityOf(len(labels), probabilities.dtype)
     ranks.add(labels, probabilities)
     return ranks.quality()
+
+
+def _check_probabilities(predictions: np.ndarray) -> None:
+    """Refuse numbers below 0 or above 1; a NaN is told of where all rows are known."""
+    wrong = predictions[(predictions < 0) | (predictions > 1)]
+    if len(wrong):
+        raise UserError(
+            f"predictions must be probabilities, 0 to 1. Received: {wrong[0]:.6g}, and "
+            f"{len(wrong) - 1:,} others beside it. End the model in a sigmoid, and take its loss "
+            "of probabilities (from_logits=False)"
+        )
 
 
 class QualityOf:
@@ -224,6 +236,9 @@ class Predictor:
         Args:
           features: the model's inputs by name.
           spec: their types, for batches of any size.
+
+        Raises:
+          UserError: the model predicts anything else.
         """
         if self._step is None or spec != self._spec:
             # One graph for batches of any size: the last one is smaller.
@@ -234,7 +249,17 @@ class Predictor:
         return self._of(features)
 
     def _of(self, features: dict[str, Any]) -> np.ndarray:
-        return np.asarray(self._step(features), np.float32).ravel()
+        predictions = self._step(features)
+        shape = getattr(predictions, "shape", None)
+        if shape is None or len(shape) > 2 or shape[1:] not in ((), (1,)):
+            several = f"shape {shape}" if shape is not None else f"{', '.join(predictions)}"
+            raise UserError(
+                "a model must predict one probability for each row. Received: "
+                f"{several}. Evaluate each output by itself, by exact_quality"
+            )
+        found = np.asarray(predictions, np.float32).ravel()
+        _check_probabilities(found)
+        return found
 
 
 def _empty(name: str, spec: tf.TensorSpec) -> tf.Tensor:
@@ -243,10 +268,19 @@ def _empty(name: str, spec: tf.TensorSpec) -> tf.Tensor:
 
 
 def predict(model: mm.Model, loader: Loader) -> tuple[np.ndarray, np.ndarray]:
-    """Labels and probabilities of every row of an unshuffled loader, n each."""
+    """Labels and probabilities of every row of an unshuffled loader, n each.
+
+    Raises:
+      UserError: the model predicts anything else than a probability for each row.
+    """
     return Predictor(model)(loader)
 
 
 def evaluate(model: mm.Model, loader: Loader) -> Quality:
-    """Exact AUC, log loss and calibration of a model on a loader."""
+    """Exact AUC, log loss and calibration of a model on a loader.
+
+    Raises:
+      UserError: the model predicts anything else than a probability for each row, or only one of
+        the labels is present.
+    """
     return Predictor(model).quality(loader)

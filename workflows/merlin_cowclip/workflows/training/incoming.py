@@ -286,7 +286,14 @@ class _RawParquet(_Parquet):
         self._rows = RawRows(self._workflow, self._spec.ids, self._transformed)
         for file in self._files:
             check_raw_types(file, self._rows.types, self._columns)
-        self.labelled = self._spec.label in self._workflow.output_schema.column_names
+        label = self._spec.label
+        self.labelled = label in self._workflow.output_schema.column_names
+        # Of a workflow that makes none, as one that was saved to serve, it is the log's own.
+        self._own_label: list[str] = []
+        has = {file.path: label in file.schema.names for file in self._files}
+        if not self.labelled and _all_or_none(has, label):
+            self.labelled, self._own_label = True, [label]
+            self._columns = [*dict.fromkeys([*self._columns, label])]
 
     def _refuse_encoded(self) -> None:
         """Refuse the run's own parts, whose ids would be taken for raw ones."""
@@ -304,13 +311,20 @@ class _RawParquet(_Parquet):
 
     def _encoded(self, batch: pa.RecordBatch, place: Place) -> pa.RecordBatch:
         columns = dict(zip(batch.schema.names, batch.columns, strict=True))
-        return self._rows.of_columns(columns, place)
+        read = self._workflow.input_schema.column_names
+        its = {name: column for name, column in columns.items() if name in read}
+        encoded = self._rows.of_columns(its, place)
+        if not self._own_label:
+            return encoded
+        arrays = [*encoded.columns, *(columns[name] for name in self._own_label)]
+        return pa.RecordBatch.from_arrays(arrays, [*encoded.schema.names, *self._own_label])
 
     def _transformed(self, frame: pd.DataFrame) -> pa.RecordBatch:
         from merlin_cowclip.workflows.data.row_for_row import transformed
 
         with quiet_operators():
-            out = transformed(self._workflow, frame)[self._wanted]
+            made = [name for name in self._wanted if name not in self._own_label]
+            out = transformed(self._workflow, frame)[made]
         return pa.RecordBatch.from_pandas(out, preserve_index=False)
 
     def _checked(self, batch: pa.RecordBatch, place: Place) -> Rows:

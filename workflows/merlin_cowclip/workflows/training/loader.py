@@ -108,7 +108,7 @@ class Loader(tf.data.Dataset):
                 "batch size must be a multiple of the number of ranks, which share each batch. "
                 f"Received: batch size {batch_size}, {ranks} ranks. Choose {sizes}."
             )
-        if drop_last is False and ranks > 1:
+        if ranks > 1 and drop_last is not None and not drop_last:
             raise UserError(
                 "drop_last must not be False on several ranks, whose batches must be equal. "
                 f"Received: drop_last=False, ranks={ranks}. Leave it out, or use one rank."
@@ -117,10 +117,10 @@ class Loader(tf.data.Dataset):
         self.part = part
         self.batch_size = batch_size
         self.seed = seed
-        self.shuffled = part == "train" if shuffle is None else shuffle
+        self.shuffled = part == "train" if shuffle is None else bool(shuffle)
         self.rank = rank
         self.ranks = ranks
-        self.drop_last = ranks > 1 if drop_last is None else drop_last
+        self.drop_last = ranks > 1 if drop_last is None else bool(drop_last)
         self.delivered = 0
         reader = Reader(data.spec, data.footers(part), functools.partial(data.footers, part))
         self._order = Order(
