@@ -169,10 +169,6 @@ TABLES: dict[str, tuple[Callable[[pa.Table], pa.Table], list[Any]]] = {
         column("price", lambda c: pa.array([1] * len(c)).cast(pa.decimal128(21, 2))),
         ["numbers", "decimal128", "'price'"],
     ),
-    "numbers that are booleans": (
-        column("price", lambda c: pa.array([True] * len(c))),
-        ["numbers", "bool", "'price'"],
-    ),
     "ids of text": (column("user", cast(pa.string())), ["integer ids", "string", "'user'"]),
     "ids that are floats": (column("user", cast(pa.float64())), ["integer ids", "double"]),
     "ids that are booleans": (

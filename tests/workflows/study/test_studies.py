@@ -182,6 +182,14 @@ def test_another_tune_starts_from_what_was_tuned():
     assert TuneConfig.from_dict(config.to_dict()).to_dict() == config.to_dict()
 
 
+@pytest.mark.parametrize("said", [{"update": "lazy"}, {"rates": "falling"}], ids=str)
+def test_a_base_that_was_tuned_brings_its_own(said):
+    base = TrainConfig(batch_size=K)
+    with pytest.raises(UserError, match="brings its (update|rates) along, '(exact|constant)'. Rec"):
+        TuneConfig(base=base, **said)
+    assert TuneConfig(base=base.hyperparameters, **said).to_dict().items() >= said.items()
+
+
 @pytest.mark.parametrize(
     "untried",
     [

@@ -135,6 +135,15 @@ def test_another_base_is_told(swept, data, tmp_path):
         sweep(CURVES, data, out, SETTING, progress=False)
 
 
+def test_what_trains_nothing_has_no_base(data, tmp_path):
+    study, out = STUDIES["frequencies"], tmp_path / "out"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", Notice)
+        for sizes in ((64, 256), (32, 64, 256)):
+            table = sweep(study, data, out, Setting(sizes), progress=False)
+    assert all(f"  {size}" in table for size in sizes)
+
+
 def test_times_of_other_jobs_are_told(swept, data, tmp_path):
     out = shutil.copytree(swept[0], tmp_path / "out")
     study = dataclasses.replace(CURVES, quantity=STUDIES["time"].quantity)

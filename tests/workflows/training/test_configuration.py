@@ -458,6 +458,17 @@ def test_what_means_the_same_has_one_identity(one, other):
     assert TrainConfig(**one).identity == TrainConfig(**other).identity
 
 
+@pytest.mark.parametrize(
+    ("model", "other"), [("lr", {"mlp": (3,), "embedding_dim": 3}), ("fm", {"mlp": (3,)})]
+)
+def test_parts_that_a_network_has_not_are_no_difference(model, other):
+    one = TrainConfig(model=model)
+    assert one == TrainConfig(model=model, **other)
+    assert hash(one) == hash(TrainConfig(model=model, **other))
+    assert one != TrainConfig(model=model, combiner="sum")
+    assert TrainConfig() != TrainConfig(**other)
+
+
 def test_what_differs_has_another_identity():
     identities = {TrainConfig(**options).identity for options in CONFIGS}
     fields = {

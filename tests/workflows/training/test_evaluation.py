@@ -1,6 +1,7 @@
 """Exact quality of streamed predictions, against every pair by hand and scikit-learn."""
 
 import logging
+import re
 import tracemalloc
 
 import numpy as np
@@ -98,6 +99,39 @@ def test_predictions_that_are_none_are_counted_over_all_batches():
     probabilities[[3, 4, 990]] = [np.nan, np.inf, np.nan]
     with pytest.raises(UserError, match="Received: NaN for 3 of 1,000 rows. The model diverged"):
         streamed(labels, probabilities, 100)
+
+
+@pytest.mark.parametrize("score", [-0.25, 1.5])
+def test_scores_that_are_no_probabilities_are_refused(score):
+    """As of a model that was trained with `from_logits=True`."""
+    words = f"predictions must be probabilities, 0 to 1. Received: {score}, and 1 others beside it"
+    with pytest.raises(UserError, match=re.escape(words)):
+        exact_quality(np.array([0, 1, 1, 0]), np.array([0.0, score, 1.0, score]))
+    with pytest.raises(UserError, match=re.escape(words)):
+        predicted(lambda x: x, [0.5, score, score])
+
+
+@pytest.mark.parametrize(
+    ("outputs", "received"),
+    [
+        (lambda x: tf.concat([x, x], axis=1), r"shape \(3, 2\)"),
+        (lambda x: {"click": x, "like": x}, "click, like"),
+    ],
+)
+def test_a_model_predicts_one_probability_for_each_row(outputs, received):
+    words = f"must predict one probability for each row. Received: {received}. Evaluate each output"
+    with pytest.raises(UserError, match=words):
+        predicted(outputs, [0.5, 0.5, 0.5])
+    assert predicted(lambda x: x[:, 0], [0.5, 0.25]).tolist() == [0.5, 0.25]
+
+
+def predicted(outputs, given) -> np.ndarray:
+    class Network:
+        def predict_step(self, features):
+            return outputs(features["x"])
+
+    x = np.array(given, np.float32)[:, np.newaxis]
+    return Predictor(Network()).probabilities({"x": x}, {"x": tf.TensorSpec([None, 1])})
 
 
 @pytest.mark.parametrize("expected", [4_000_000, 0])

@@ -383,6 +383,11 @@ def test_a_batch_larger_than_the_test_part_is_one_batch(data):
             "drop_last must not be False on several ranks, whose batches must be equal. "
             "Received: drop_last=False, ranks=2. Leave it out, or use one rank.",
         ),
+        (
+            {"ranks": 2, "drop_last": np.bool_(False)},
+            "drop_last must not be False on several ranks, whose batches must be equal. "
+            "Received: drop_last=False, ranks=2. Leave it out, or use one rank.",
+        ),
         ({"part": "valid"}, "part must be one of train, test. Received: part='valid'"),
     ],
 )

@@ -641,9 +641,7 @@ def test_raw_rows_have_their_own_label_where_the_workflow_makes_none(without_lab
     log.drop(columns="click").to_parquet(tmp_path / "bare.parquet")
     bare = scores(run, [tmp_path / "bare.parquet"], tmp_path / "s.parquet", raw=True)
     pd.testing.assert_frame_equal(bare, expected[["probability"]])
-    with pytest.raises(
-        UserError, match="all files must have the label, or none. Received: "
-    ):
+    with pytest.raises(UserError, match="all files must have the label, or none. Received: "):
         scores(run, [raw, tmp_path / "bare.parquet"], tmp_path / "2.parquet", raw=True)
     log.assign(click="yes").to_parquet(raw)
     with pytest.raises(UserError, match="column 'click' must hold 0 or 1. Received: string in"):

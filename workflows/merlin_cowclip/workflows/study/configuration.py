@@ -104,7 +104,8 @@ class TuneConfig:
       network: which network, by `TrainConfig`'s names: ``{"model": "dcn", "mlp": (128,)}``; of a
         base that another tune found, its own.
       base: values tuned at ``base["batch_size"]`` (1024 if it is not named), from which every rule
-        predicts those at B, by `Hyperparameters`' names; what is left out is each rule's recipe.
+        predicts those at B, by `Hyperparameters`' names; what is left out is each rule's recipe (of
+        a whole `Hyperparameters` nothing: its clip, σ and warm-up are those of every rule).
         What another tune found is its `Tuned.train_config()`, which brings its network, update
         and rates along.
       update: "exact" or "lazy", of the starting points; both are searched.

@@ -14,7 +14,8 @@ class FollowEpochs(tf.keras.callbacks.Callback):
     """Gives a loader Keras's own epoch numbers: each epoch of a `fit` has an order of its own.
 
     So `initial_epoch` holds for it; also with `BackupAndRestore`, which starts at an epoch that
-    only Keras knows.
+    only Keras knows. Not behind `loader.repeat().prefetch(n)`, which asks for an epoch's first
+    batch in the epoch before: `loader.dataset(epochs=None).prefetch(n)` needs no callback.
     """
 
     def __init__(self, loader: Loader) -> None:
