@@ -1,5 +1,6 @@
 """A trial is what `train` does, and `train --tuned` does what was found."""
 
+import contextlib
 import dataclasses
 import json
 
@@ -67,6 +68,21 @@ def test_a_trial_stops_after_the_update_in_hand(rows):
     with pytest.raises(Interrupted):
         list(epochs_of(rows, config.train_config(config.rules["none"]), stopping, advance))
     assert len(updates) == 2
+
+
+def test_a_signal_that_a_library_turns_into_an_error_of_its_own():
+    """As TensorFlow's stacks of contexts do while it traces."""
+    stopping = Stopping()
+
+    def traced():
+        with contextlib.suppress(Interrupted):
+            stopping._received(15, None)
+        raise AssertionError("Concurrent access?")
+
+    with pytest.raises(Interrupted), stopping.anywhere():
+        traced()
+    with pytest.raises(AssertionError, match="of another kind"), Stopping().anywhere():
+        raise AssertionError("of another kind")
 
 
 @pytest.fixture

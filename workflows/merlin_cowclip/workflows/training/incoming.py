@@ -56,12 +56,14 @@ class Incoming(Protocol):
     Attributes:
         files: their paths.
         labelled: whether they have the label.
+        unlabelled: if not, what they lack, behind the first one's name.
         size: of them all.
         unit: of the size.
     """
 
     files: list[Path]
     labelled: bool
+    unlabelled: str
     size: int
     unit: str
 
@@ -119,6 +121,7 @@ class _RawLogs:
                 )
         logs = [_log(spec, path) for path in self.files]
         self.labelled = _all_or_none({log.path: log.has_label() for log in logs}, spec.label)
+        self.unlabelled = f"without column {spec.label!r}"
         self._logs = [dataclasses.replace(log, labelled=self.labelled) for log in logs]
         for log in self._logs:
             log.check()
@@ -202,7 +205,7 @@ class _Parquet:
         refuse_twice(self.files)
         self._seen = [_SeenFile(path, FileState.of(path)) for path in self.files]
         self.size = sum(file.rows for file in self._files)
-        self.labelled = False
+        self.labelled, self.unlabelled = False, f"without column {spec.label!r}"
         self._columns: list[str] = []  # to read
         self._look()
 
@@ -260,6 +263,8 @@ class _RawParquet(_Parquet):
         self._refuse_encoded()
         first, *others = self._files
         workflow = name_types(self._run.workflow_for_new_rows(trust=self._trust))
+        label = self._spec.label
+        makes_label = label in workflow.output_schema.column_names  # with all columns
         raw = RawColumns(workflow, self._spec.fields)
         self._columns = [name for name in raw.names if name in first.schema.names]
         lacking = [name for name in raw.names if name not in first.schema.names]
@@ -286,14 +291,15 @@ class _RawParquet(_Parquet):
         self._rows = RawRows(self._workflow, self._spec.ids, self._transformed)
         for file in self._files:
             check_raw_types(file, self._rows.types, self._columns)
-        label = self._spec.label
+        # Not the files' own column of that name: who knows what the workflow made of it.
         self.labelled = label in self._workflow.output_schema.column_names
-        # Of a workflow that makes none, as one that was saved to serve, it is the log's own.
-        self._own_label: list[str] = []
-        has = {file.path: label in file.schema.names for file in self._files}
-        if not self.labelled and _all_or_none(has, label):
-            self.labelled, self._own_label = True, [label]
-            self._columns = [*dict.fromkeys([*self._columns, label])]
+        if not makes_label:
+            self.unlabelled = (
+                f"of which the run's workflow makes no {label!r}, as one that was saved after "
+                "remove_inputs"
+            )
+        elif not self.labelled:
+            self.unlabelled = f"without columns of which the workflow makes {label!r}"
 
     def _refuse_encoded(self) -> None:
         """Refuse the run's own parts, whose ids would be taken for raw ones."""
@@ -311,20 +317,13 @@ class _RawParquet(_Parquet):
 
     def _encoded(self, batch: pa.RecordBatch, place: Place) -> pa.RecordBatch:
         columns = dict(zip(batch.schema.names, batch.columns, strict=True))
-        read = self._workflow.input_schema.column_names
-        its = {name: column for name, column in columns.items() if name in read}
-        encoded = self._rows.of_columns(its, place)
-        if not self._own_label:
-            return encoded
-        arrays = [*encoded.columns, *(columns[name] for name in self._own_label)]
-        return pa.RecordBatch.from_arrays(arrays, [*encoded.schema.names, *self._own_label])
+        return self._rows.of_columns(columns, place)
 
     def _transformed(self, frame: pd.DataFrame) -> pa.RecordBatch:
         from merlin_cowclip.workflows.data.row_for_row import transformed
 
         with quiet_operators():
-            made = [name for name in self._wanted if name not in self._own_label]
-            out = transformed(self._workflow, frame)[made]
+            out = transformed(self._workflow, frame)[self._wanted]
         return pa.RecordBatch.from_pandas(out, preserve_index=False)
 
     def _checked(self, batch: pa.RecordBatch, place: Place) -> Rows:

@@ -100,8 +100,8 @@ def evaluate_logs(
     if not incoming.labelled:
         raise UserError(
             "what is evaluated must have labels of 0 and of 1. Received: "
-            f"{incoming.files[0]}, without column {run.spec().label!r}. Rows without labels are "
-            "for 'merlin-cowclip predict'"
+            f"{incoming.files[0]}, {incoming.unlabelled}. Rows without labels are for "
+            "'merlin-cowclip predict'"
         )
     ranks, rows = QualityOf(), 0
     model = _model(run, which, progress)

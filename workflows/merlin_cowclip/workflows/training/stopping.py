@@ -108,6 +108,11 @@ class Stopping:
             if self._anywhere and self._heard is not None:
                 raise Interrupted
             yield
+        except Exception as error:
+            # While TensorFlow traces, it puts an AssertionError of its own in the place of any.
+            if self._anywhere and self._heard is not None:
+                raise Interrupted from error
+            raise
         finally:
             self._anywhere = False
 
