@@ -74,7 +74,10 @@ def required(wheel: Path) -> list[Requirement]:
 
 def importable(name: str) -> bool:
     """Whether there is a module for it: some of the image's packages have no metadata."""
-    candidates = (MODULES.get(name), name.replace("-", "_"), name.replace("-", "."))
+    dotted = name.replace("-", ".")
+    if dotted.split(".")[0] in sys.stdlib_module_names:  # importlib-metadata is not importlib's
+        dotted = name.replace("-", "_")
+    candidates = (MODULES.get(name), name.replace("-", "_"), dotted)
     for module in candidates:
         try:
             if module is not None and find_spec(module) is not None:

@@ -225,9 +225,11 @@ def test_only_what_is_missing_is_added(image, tmp_path):
     a_wheel(image.wheels, "dask-cuda", "23.2.0")
     a_wheel(image.wheels, "optuna", "4.2.0", "numpy", "mako")
     a_wheel(image.wheels, "mako", "1.3.0")
+    a_wheel(image.wheels, "importlib_metadata", "6.8.0")  # not the standard library's module
     ours = a_wheel(
         *(tmp_path, "merlin-cowclip", "0.1.0"),
         *("tensorflow<2.13,>=2.12", "dask-cuda>=22.12", "numpy<1.22", "optuna>=4.2"),
+        "importlib_metadata>=6",
         *("tomli>=2; python_version < '3'", "horovod; extra == 'horovod'"),
     )
     before = image.packages()
@@ -236,12 +238,14 @@ def test_only_what_is_missing_is_added(image, tmp_path):
     assert image.packages() == before
     assert told.stdout.splitlines() == [
         "numpy stays 1.22.4: tested with <1.22",
+        "would add importlib-metadata 6.8.0",
         *("would add mako 1.3.0", "would add optuna 4.2.0"),
         f"{len(before)} packages of the image, none changed",
     ]
     done = image.add(ours)
     assert done.returncode == 0, done.stderr
-    assert image.packages() == before | {"mako-1.3.0", "optuna-4.2.0", "merlin_cowclip-0.1.0"}
+    added = {"importlib_metadata-6.8.0", "mako-1.3.0", "optuna-4.2.0", "merlin_cowclip-0.1.0"}
+    assert image.packages() == before | added
     assert "added optuna 4.2.0\n" in done.stdout
 
 

@@ -190,8 +190,8 @@ class FusedEmbeddings(RowsByRawId, SchemaMixin, tf.keras.layers.Layer):
           ids: as the layer takes them in a call; of several a sample (negatives, say) each by a
             call of its own, with another `feature`, or flattened: in a graph they are counted by
             sample, eagerly by occurrence.
-          feature: what the ids are, if not the field's own column of the batch: looked up twice in
-            a step under one name, ids of a field are counted once.
+          feature: what the ids are, if not the field's own column of the batch: the same ids of a
+            field, looked up twice in a step under one name, are counted once.
 
         Returns:
           b×d.

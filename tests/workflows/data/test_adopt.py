@@ -141,7 +141,9 @@ def quick(home: Path, out: Path, **changes) -> PreparedData:
     return adopt(**{**given, **changes}, out=out, progress=False)
 
 
-def adopted_from(tmp_path: Path, log: pd.DataFrame, made, label: str = "click") -> PreparedData:
+def adopted_from(
+    tmp_path: Path, log: pd.DataFrame | str, made, label: str = "click"
+) -> PreparedData:
     """A workflow of these columns and the label, fitted and adopted on the same rows."""
     workflow = nvt.Workflow(made)
     workflow.fit(Dataset(log)).save(str(tmp_path / "workflow"))
@@ -696,6 +698,22 @@ def test_ids_that_are_too_many_stand_in_other_rows(tmp_path, case):
     ids = [["city", "tags"]] >> ops.Categorify(encode_type="joint", out_path=str(tmp_path / "f"))
     notes = adopted_from(tmp_path, log, JOINT[case](ids) + clicks()).record["notes"]
     assert any("ids of 'city' are other rows'" in note for note in notes)
+
+
+@pytest.mark.parametrize("padded", ["before", "behind", "not"])
+@pytest.mark.parametrize("of", ["frame", "parquet"])
+def test_lists_that_were_padded_are_noted(tmp_path, padded, of):
+    """NVTabular pads Python's lists, as a frame has them, and no arrays: raw rows are these."""
+    log = log_of_cities()[["tags", "click"]]
+    cut = ops.ListSlice(3, pad=padded != "not", pad_value="none" if padded == "before" else 0)
+    ids = ops.Categorify(out_path=str(tmp_path / "fitted"))
+    made = ["tags"] >> ids >> cut if padded == "behind" else ["tags"] >> cut >> ids
+    if of == "parquet":
+        log.to_parquet(tmp_path / "log.parquet")
+        log = str(tmp_path / "log.parquet")
+    notes = adopted_from(tmp_path, log, made + clicks()).record["notes"]
+    told = [note for note in notes if note.startswith("lists of 'tags' are of one length in all")]
+    assert len(told) == (padded == "before" and of == "frame")
 
 
 SESSIONS = {

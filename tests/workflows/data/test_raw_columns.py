@@ -299,6 +299,19 @@ def test_columns_of_text_behind_operators_that_keep_it(tmp_path):
     assert not learned_keys(loaded)["city"][0].has("")
 
 
+def test_a_key_beside_a_table_that_is_joined_is_of_its_vocabulary(tmp_path):
+    """The table's columns are no raw ones, but of the keys that it is joined by."""
+    log = LOG.assign(
+        city=[f"c{i % 5}" for i in range(ROWS)], shop=[f"s{i % 3}" for i in range(ROWS)]
+    )
+    shops = pd.DataFrame({"shop": ["s0", "s1", "s2"], "brand": ["x", "y", "x"]})
+    joined = ["shop", "city"] >> ops.JoinExternal(shops, on="shop")
+    workflow = nvt.Workflow(joined["city", "brand"] >> ops.Categorify(out_path=str(tmp_path)))
+    workflow.fit(nvt.Dataset(log))
+    assert text_columns(workflow) == {"city", "shop"}
+    assert set(learned_keys(workflow)) == {"city", "shop"}
+
+
 def test_a_category_is_of_its_values(tmp_path):
     """As pandas reads a column that stands in the names of folders; its vocabulary is one, too."""
     city = pd.Series(["x", "", "y"] * ROWS)[:ROWS].astype("category")

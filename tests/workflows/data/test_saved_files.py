@@ -134,6 +134,18 @@ def saved(home: Path, make) -> tuple[nvt.Workflow, pd.DataFrame, pd.DataFrame]:
     return loaded, before, after
 
 
+def test_a_file_that_one_operator_wrote_over_its_other(tmp_path, monkeypatch):
+    """NVTabular replaces the folder's name in a file's as well, here "user" by "shop"."""
+    monkeypatch.chdir(tmp_path)
+    workflow = nvt.Workflow(["user", "shop"] >> ops.Categorify(out_path="fitted"))
+    workflow.fit(Dataset(log()))
+    for folder in ("user", "shop"):
+        workflow.save(folder)
+    assert [path.name for path in Path("shop/categories").iterdir()] == ["unique.shop.parquet"]
+    with pytest.raises(UserError, match="two Categorify with 'unique.shop.parquet' in shop"):
+        refuse_shared_files(load_saved("shop"), Path("shop"))
+
+
 @pytest.mark.parametrize("name", GOOD)
 def test_a_file_of_each_operator_or_the_same_one(tmp_path, name):
     workflow, before, after = saved(tmp_path, GOOD[name])

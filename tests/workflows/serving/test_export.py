@@ -474,6 +474,16 @@ def test_a_workflow_that_needs_the_label_is_refused(stock, tmp_path, monkeypatch
     assert not (tmp_path / "repository").exists()
 
 
+def test_a_workflow_that_needs_what_the_label_is_made_of_is_refused(stock, tmp_path, monkeypatch):
+    run, _, home = stock
+    liked = ["rating"] >> ops.LambdaOp(lambda c: (c > 3).astype("int8")) >> ops.Rename(name="liked")
+    encoding = ops.TargetEncoding(liked, out_path=str(tmp_path / "fitted"), kfold=1)
+    means = ["item"] >> encoding >> ops.Rename(name="a_week")
+    with_workflow(monkeypatch, home, tmp_path, (["visits"] >> ops.FillMissing()) + means + liked)
+    with pytest.raises(UserError, match="whose workflow needs 'rating' to make them"):
+        export(run, tmp_path / "repository", progress=False)
+
+
 YEARS = {
     "of none": lambda column: column.str.split("/").str[1].astype("float64"),
     "refused": lambda column: column.str.removeprefix("in/").map(

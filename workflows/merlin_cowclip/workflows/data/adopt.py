@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from merlin_cowclip.workflows.data.counts import write_counts
 from merlin_cowclip.workflows.data.encoded_rows import (
@@ -113,6 +114,7 @@ class _Scan:
         self.counts = {c: np.zeros(n, np.int64) for c, n in self.cardinalities.items()}
         self.rows: dict[str, int] = {}
         self.positives: dict[str, int] = {}
+        self.shortest = dict.fromkeys(pipeline.padded, np.inf)  # list of the training part
 
     def read(self, parts: dict[str, list[ParquetFile]]) -> None:
         """Check all rows.
@@ -135,6 +137,7 @@ class _Scan:
                         ids = checked_ids(batch, name, self.cardinalities[name], place)
                         if part == "train":
                             _add_counts(self.counts[name], ids)
+                            self._measure(name, batch)
                     bar.update(batch.num_rows)
                 if files and positives in (0, rows):
                     raise UserError(
@@ -143,6 +146,11 @@ class _Scan:
                         f"{files[0].path}{others(files)}. Give more rows, or name another column"
                     )
                 self.rows[part], self.positives[part] = rows, positives
+
+    def _measure(self, name: str, batch: pa.RecordBatch) -> None:
+        if name in self.shortest and batch.num_rows:
+            shortest = pc.min(pc.list_value_length(batch.column(name))).as_py()
+            self.shortest[name] = min(self.shortest[name], shortest)
 
 
 def _add_counts(counts: np.ndarray, ids: np.ndarray) -> None:
@@ -198,6 +206,14 @@ def _save(
         notes.append(
             f"id 0 in lists of {quoted(padded)} is padding, which the networks leave out: if it is "
             "an id there, let the workflow write ids from 1 on"
+        )
+    filled = [name for name, to in pipeline.padded.items() if scan.shortest[name] == to]
+    if filled:
+        notes.append(
+            f"lists of {quoted(filled)} are of one length in all rows, as ListSlice(pad=True) "
+            "makes them of a pandas frame's lists or on a GPU: of what it reads from parquet, and "
+            "so of raw rows, scored or served, it pads none on a CPU. Shorter ones are other lists "
+            "then: pad them before the workflow, or leave pad out"
         )
     record = {
         "spec": pipeline.spec.to_dict(),

@@ -33,6 +33,7 @@ from merlin_cowclip.workflows.data.id_origins import (
     RawValues,
     encoded_columns,
     id_origins,
+    padded_lists,
     raw_values,
 )
 from merlin_cowclip.workflows.data.input_columns import input_columns
@@ -154,6 +155,7 @@ class Pipeline:
     schema: Schema  # the label and the inputs
     cardinalities: dict[str, int]
     vocabularies: dict[str, Vocabulary]  # by field; not of hashed ones
+    padded: dict[str, int]  # fields of lists that may have been padded, and to how many values
     found: dict[str, Path]  # every vocabulary of the workflow, by storage name
     joint: dict[str, set[str]]  # by storage name of one of several columns these columns
     encoded: dict[str, str]  # by field the column of Categorify that it is, where it is one
@@ -295,6 +297,7 @@ class Pipeline:
             encoded={c: name for c, of in encoded_columns(workflow).items() for _, name in of},
             bucketed=bucketed,
             thinned=_thinned(workflow),
+            padded={c: to for c, to in padded_lists(workflow).items() if c in spec.lists},
             notes=notes,
         )
 

@@ -73,6 +73,34 @@ def encoded_columns(workflow: nvt.Workflow) -> dict[str, frozenset[tuple[int, st
     return {name: column.ids_of for name, column in _columns(workflow).items()}
 
 
+def padded_lists(workflow: nvt.Workflow) -> dict[str, int]:
+    """Outputs whose lists `ListSlice(pad=True)` may have padded, and to how many values.
+
+    Not with id 0 behind what made ids, which is no id.
+
+    Args:
+        workflow: fitted.
+    """
+    with quiet_imports():
+        from nvtabular import ops
+
+    makes_ids = (ops.Categorify, ops.HashBucket)
+
+    def made_by(node: Node, given: dict[str, tuple[int, bool]]) -> dict[str, tuple[int, bool]]:
+        found = {}
+        for name in node.output_schema.column_names:
+            sources = [given.get(one, (0, False)) for one in node.column_mapping.get(name, [name])]
+            to = max((one for one, _ in sources), default=0)
+            has_ids = any(ids for _, ids in sources) or isinstance(node.op, makes_ids)
+            if isinstance(node.op, ops.ListSlice) and node.op.pad:
+                to = 0 if has_ids and node.op.pad_value == 0 else int(node.op.max_elements)
+            found[name] = to, has_ids
+        return found
+
+    made = followed(workflow.output_node, lambda _: (0, False), made_by, (0, False))
+    return {name: to for name, (to, _) in made.items() if to}
+
+
 @dataclass(frozen=True)
 class _Column:
     origin: Origin | None = None

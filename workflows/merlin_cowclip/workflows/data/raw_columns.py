@@ -82,9 +82,11 @@ def learned_keys(workflow: nvt.Workflow) -> dict[str, list[Keys]]:
 def _kept(node: Node, given: Mapping[str, str | None]) -> dict[str, str | None]:
     """Of what a node makes those that are as they were given, or filled: the raw one's name."""
     with quiet_imports():
-        from nvtabular.ops import FillMissing
+        from nvtabular.ops import FillMissing, JoinExternal
 
     fills, kept = isinstance(node.op, FillMissing), {}
+    if isinstance(node.op, JoinExternal):  # its own columns; the others are the table's
+        return {name: given[name] for name in node.output_schema.column_names if name in given}
     if fills or isinstance(node.op, operators_that_keep_values()):
         for name in node.output_schema.column_names:
             source, *others = node.column_mapping.get(name, [name])
@@ -172,6 +174,30 @@ def name_types(workflow: nvt.Workflow) -> nvt.Workflow:
                     if name in schema.column_names:
                         schema[name] = column.with_dtype(kind)
     return workflow
+
+
+def target_columns(workflow: nvt.Workflow, label: str) -> set[str]:
+    """Raw columns of which a workflow makes the label, and targets of `TargetEncoding` as well.
+
+    Args:
+      workflow: fitted.
+      label: the column of its output.
+    """
+    with quiet_imports():
+        from nvtabular.ops import TargetEncoding
+
+    targets, none = set[str](), frozenset[str]()
+
+    def made_by(node: Node, given: dict[str, frozenset[str]]) -> dict[str, frozenset[str]]:
+        if isinstance(node.op, TargetEncoding):
+            targets.update(*(given.get(name, none) for name in node.op.target_columns))
+        return {
+            name: none.union(*(given.get(one, none) for one in inputs))
+            for name, inputs in _made_of(node).items()
+        }
+
+    made = followed(workflow.output_node, lambda name: frozenset({name}), made_by, none)
+    return targets & made.get(label, none)
 
 
 class RawColumns:

@@ -51,14 +51,18 @@ class _Writer:
     """An operator that has written a file, and of what."""
 
     op: Any
+    storage: str  # its name of what was read
     read: Mapping[str, _Made | None]
 
     def writes_as(self, other: _Writer) -> bool:
         """Whether the file of the other is the same: by the same options, of the same columns."""
-        return self.op is other.op or (
-            type(self.op) is type(other.op)
-            and _options(self.op) == _options(other.op)
-            and self.read == other.read
+        return self.storage == other.storage and (
+            self.op is other.op
+            or (
+                type(self.op) is type(other.op)
+                and _options(self.op) == _options(other.op)
+                and self.read == other.read
+            )
         )
 
 
@@ -87,7 +91,7 @@ def refuse_shared_files(workflow: nvt.Workflow, folder: Path) -> None:
                 groups = node.op.storage_name.items()
                 joint = [name for name, group in groups if group == storage]
                 read = {name: given.get(name) for name in joint or [storage]}
-            one = _Writer(node.op, read)
+            one = _Writer(node.op, storage, read)
             other = writers.setdefault(os.path.basename(path), one)
             if not one.writes_as(other):
                 _refuse(path, one, other, folder)

@@ -11,7 +11,12 @@ import pyarrow as pa
 
 from merlin_cowclip.workflows.data.datasets import DatasetSpec
 from merlin_cowclip.workflows.data.prepared import PreparedData
-from merlin_cowclip.workflows.data.raw_columns import RawColumns, a_row, name_types
+from merlin_cowclip.workflows.data.raw_columns import (
+    RawColumns,
+    a_row,
+    name_types,
+    target_columns,
+)
 from merlin_cowclip.workflows.data.raw_types import raw_types
 from merlin_cowclip.workflows.errors import Notice, UserError, clipped, quoted
 from merlin_cowclip.workflows.folders import (
@@ -188,12 +193,14 @@ def _workflow(run: Run, spec: DatasetSpec, *, trust: bool) -> nvt.Workflow:
     workflow = run.workflow_for_new_rows(trust=trust)
     if not run.is_adopted:
         return workflow.remove_inputs([spec.label])
+    of_label = {spec.label} | target_columns(workflow, spec.label)
     columns = RawColumns(name_types(workflow), spec.fields)
     removed = columns.spare()
-    if spec.label in columns.names and spec.label not in removed:
+    needed = [name for name in columns.names if name in of_label and name not in removed]
+    if needed:
         raise UserError(
             f"the inputs of what is served must not need the label. Received: {run.path}, whose "
-            f"workflow needs {spec.label!r} to make them. Fit a workflow that does without, and "
+            f"workflow needs {quoted(needed)} to make them. Fit a workflow that does without, and "
             "train again"
         )
     return columns.remove(removed)
