@@ -114,7 +114,8 @@ def test_scores_that_are_no_probabilities_are_refused(score):
 @pytest.mark.parametrize(
     ("outputs", "received"),
     [
-        (lambda x: tf.concat([x, x], axis=1), r"shape \(3, 2\)"),
+        (lambda x: tf.concat([x, x], axis=1), r"EagerTensor of shape \(3, 2\)"),
+        (lambda x: (x, x), r"tuple of shape None"),
         (lambda x: {"click": x, "like": x}, "click, like"),
     ],
 )

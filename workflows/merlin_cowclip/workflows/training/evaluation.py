@@ -252,7 +252,8 @@ class Predictor:
         predictions = self._step(features)
         shape = getattr(predictions, "shape", None)
         if shape is None or len(shape) > 2 or shape[1:] not in ((), (1,)):
-            several = f"shape {shape}" if shape is not None else f"{', '.join(predictions)}"
+            several = f"{', '.join(predictions)}" if isinstance(predictions, dict) else ""
+            several = several or f"{type(predictions).__name__} of shape {shape}"
             raise UserError(
                 "a model must predict one probability for each row. Received: "
                 f"{several}. Evaluate each output by itself, by exact_quality"
