@@ -837,6 +837,17 @@ def stock_load(folder: str) -> nvt.Workflow:
     return nvt.Workflow.load(os.path.abspath(folder))
 
 
+def test_a_workflow_without_its_statistics_is_refused(tmp_path):
+    log = log_of_cities()[["city", "click"]]
+    means = ["city"] >> ops.TargetEncoding("click", kfold=1, out_path=str(tmp_path / "stats"))
+    ids = ["city"] >> ops.Categorify(out_path=str(tmp_path / "ids"))
+    adopted_from(tmp_path, log, ids + means + clicks())
+    shutil.rmtree(tmp_path / "workflow/categories/cat_stats.city.parquet")  # a folder of parts
+    with pytest.raises(UserError, match="statistics must lie in .* without cat_stats.city.parquet"):
+        quick(tmp_path, tmp_path / "again")
+    assert not (tmp_path / "again").exists()
+
+
 def test_vocabularies_from_elsewhere_are_taken_along(log, tmp_path):
     given = tmp_path / "given.parquet"
     pd.DataFrame({"src": [f"c{i}" for i in range(9)]}).to_parquet(given)

@@ -2,6 +2,7 @@
 
 import math
 import sys
+from decimal import Decimal
 from fractions import Fraction
 
 import numpy as np
@@ -201,6 +202,20 @@ def by_pandas(values: pd.Series) -> list:
 def test_ids_have_one_text_wherever_they_are(way, values):
     expected = as_text(pa.array(values, from_pandas=True)).to_pylist()
     assert way(values) == expected
+
+
+@pytest.mark.parametrize("listed", [False, True])
+def test_the_text_of_a_decimal_is_its_own_whatever_stands_beside_it(listed):
+    """Arrow gives all of a column as many places as the longest has."""
+    values = [Decimal("1"), Decimal("0.50"), Decimal("2.125"), None]
+    texts = [[t] if listed and t else t for t in ("1", "0.50", "2.125", None)]
+    column = pd.Series([[v] if listed and v is not None else v for v in values], name="price")
+    operator = IdText(["price"] if listed else [])
+    together = operator.transform(ColumnSelector(["price"]), column.to_frame())["price"]
+    for i, text in enumerate(texts):
+        alone = operator.transform(ColumnSelector(["price"]), column[[i]].to_frame())["price"]
+        for found in (together[i], alone[i]):
+            assert (list(found) if listed else found) == ([] if listed and text is None else text)
 
 
 @pytest.mark.parametrize(("value", "text"), TEXTS)

@@ -249,8 +249,12 @@ def _copy_workflow(pipeline: Pipeline, home: Path) -> None:
             if not target.exists():
                 is_vocabulary = isinstance(node.op, Categorify)
                 source = pipeline.found[storage] if is_vocabulary else Path(path)
-                if not source.exists():  # statistics: what reads them will say so
-                    continue
+                if not source.exists():
+                    raise UserError(
+                        "a workflow's statistics must lie in its folder. Received: "
+                        f"{pipeline.folder}, without {target.name}. Copy the whole folder, or save "
+                        "the workflow again"
+                    )
                 (shutil.copytree if source.is_dir() else shutil.copy2)(source, target)
             files[storage] = str(target.absolute())
             loaded = os.path.abspath(files_of(as_loaded.op)[storage])

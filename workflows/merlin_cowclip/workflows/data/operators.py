@@ -387,6 +387,9 @@ def _unsplit(name: str, held: pd.Series) -> UserError:
 def _to_arrow(series: pd.Series, listed: bool = False) -> pa.Array:
     try:
         array = pa.array(series, from_pandas=True)
+        held = array.type.value_type if is_list_type(array.type) else array.type
+        if pa.types.is_decimal(held) and series.dtype == object:
+            array = mixed_as_text(series.tolist())  # each with the digits that it has itself
     except (pa.ArrowInvalid, pa.ArrowTypeError):  # a column of texts and numbers
         array = mixed_as_text(series.tolist())
     if listed and array.null_count == len(array):

@@ -186,6 +186,8 @@ def _table(
 ) -> tuple[list[str], list[list[str]], bool]:
     """The columns, the rows by them, the paper's beneath where it has them, and whether it has."""
     printed = PRINTED.get((name, _dataset(found)), {})
+    if record["batch_sizes"][0] != _BASE:  # the paper's column "baseline" is of that
+        printed = {(row, s): one for (row, s), one in printed.items() if s != BASELINE}
     columns = list(dict.fromkeys(o.cell.column for o in found))
     rows, has_papers = [], False
     for row in dict.fromkeys(o.cell.row for o in found):
