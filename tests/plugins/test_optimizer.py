@@ -299,6 +299,12 @@ def test_clip_tables_in_a_loop_of_ones_own(update):
         np.testing.assert_array_equal(mine, other)
 
 
+def test_a_text_is_no_list_of_tables():
+    """Each of its letters were a name: of "ab" the fields a and b."""
+    with pytest.raises(ValueError, match="clip_tables must be a list. Received: 'ab'"):
+        CowClipOptimizer(Hyperparameters(BATCH), clip_tables="ab")
+
+
 def test_clip_tables_must_name_something_trainable():
     model = ours(SCHEMA)
     with pytest.raises(ValueError, match=r"needs a clip rule. Received: clip_tables=\['a'\] with"):
