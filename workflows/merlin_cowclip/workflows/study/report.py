@@ -265,9 +265,9 @@ def _verdict(found: Sequence[Outcome], sizes: Sequence[int], quantity: Quantity)
         faster = ""
         if speed[0] and speed[1]:
             times = speed[0][0] / speed[1][0]
-            faster = (
-                f", {times:.1f} times faster" if times >= 1 else f", {1 / times:.1f} times slower"
-            )
+            shown = f"{max(times, 1 / times):.1f}"
+            way = "faster" if times >= 1 else "slower"
+            faster = ", as fast" if shown == "1.0" else f", {shown} times {way}"
             results = (r for o in (small, large) for r in o.results.values() if r is not None)
             jobs = max(result.get("jobs", 1) for result in results)
             if jobs > 1:
