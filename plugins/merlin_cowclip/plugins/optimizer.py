@@ -123,7 +123,7 @@ class CowClipOptimizer(
             hyperparameters = Hyperparameters(**hyperparameters)
         hp = hyperparameters
         if isinstance(clip_tables, str):  # else each of its letters were a name
-            raise ValueError(f"clip_tables must be a list. Received: {clip_tables!r}")
+            raise ValueError(f"clip_tables must be a list. Received: {clip_tables!r}, not in one")
         if clip_tables is not None and hp.clip is None:
             raise ValueError(
                 f"clip_tables needs a clip rule. Received: clip_tables={list(clip_tables)!r} with "

@@ -804,16 +804,20 @@ def test_vocabularies_that_strayed_are_found(log, tmp_path, monkeypatch):
     _check_moved(data, log, tmp_path / "train", tmp_path / "there")
 
 
+@pytest.mark.parametrize("kept", ["stats", "cat"])
 @pytest.mark.parametrize("statistics", [ops.TargetEncoding, ops.JoinGroupby])
-def test_a_folder_whose_name_is_in_a_keys(tmp_path, monkeypatch, statistics):
-    """NVTabular replaces "wf" by the folder's path in `cat_stats.wf_id.parquet` as well."""
+def test_a_folder_whose_name_is_in_a_keys(tmp_path, monkeypatch, statistics, kept):
+    """NVTabular replaces "wf" by the folder's path in `cat_stats.wf_id.parquet` as well.
+
+    And "cat" by "wf" as it saves: then the file lies in wf/wfegories/.
+    """
     monkeypatch.chdir(tmp_path)
     log = log_of_cities()[["city", "click"]].rename(columns={"city": "wf_id"})
     log.to_parquet("raw.parquet")
     if statistics is ops.TargetEncoding:
-        means = statistics("click", kfold=1, out_path="stats")
+        means = statistics("click", kfold=1, out_path=kept)
     else:
-        means = statistics(cont_cols=["click"], stats=["mean"], out_path="stats")
+        means = statistics(cont_cols=["click"], stats=["mean"], out_path=kept)
     ids = ["wf_id"] >> ops.Categorify(out_path="out")
     workflow = nvt.Workflow(ids + (["wf_id"] >> means) + clicks())
     workflow.fit_transform(Dataset("raw.parquet", engine="parquet")).to_parquet("train")
@@ -821,7 +825,7 @@ def test_a_folder_whose_name_is_in_a_keys(tmp_path, monkeypatch, statistics):
     data = adopt(["train"], "wf", "click", "data", progress=False)
     told = " ".join(data.record["notes"])
     assert "missing values of 'wf_id' were counted as none" in told
-    for place in ("wf", "stats", "out"):
+    for place in ("wf", kept, "out"):
         shutil.rmtree(place)
     os.rename("data", "there")
     for load in (

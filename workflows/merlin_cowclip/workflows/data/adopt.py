@@ -238,27 +238,21 @@ def _copy_workflow(pipeline: Pipeline, home: Path) -> None:
     if (pipeline.folder / SAVED_FILES).is_dir():
         shutil.copytree(pipeline.folder / SAVED_FILES, home / SAVED_FILES)
     (home / SAVED_FILES).mkdir(exist_ok=True)
-    workflow = load_saved(home.absolute())
-    stock = load_saved(home.absolute(), find_again=False)
+    found = load_saved(pipeline.folder.absolute())
+    workflow = load_saved(home.absolute(), find_again=False)
     strayed = False
-    nodes = zip(every_node(workflow.output_node), every_node(stock.output_node), strict=True)
-    for node, as_loaded in nodes:
+    nodes = zip(every_node(workflow.output_node), every_node(found.output_node), strict=True)
+    for node, as_found in nodes:
         files = files_of(node.op)
-        for storage, path in files.items():
+        for storage, path in files_of(as_found.op).items():
             target = home / SAVED_FILES / file_name(node.op, storage)
             if not target.exists():
                 is_vocabulary = isinstance(node.op, Categorify)
                 source = pipeline.found[storage] if is_vocabulary else Path(path)
-                if not source.exists():
-                    raise UserError(
-                        "a workflow's statistics must lie in its folder. Received: "
-                        f"{pipeline.folder}, without {target.name}. Copy the whole folder, or save "
-                        "the workflow again"
-                    )
                 (shutil.copytree if source.is_dir() else shutil.copy2)(source, target)
-            files[storage] = str(target.absolute())
-            loaded = os.path.abspath(files_of(as_loaded.op)[storage])
-            strayed = strayed or loaded != files[storage]
+            if os.path.abspath(files[storage]) != str(target.absolute()):
+                files[storage] = str(target.absolute())
+                strayed = True
     if strayed:
         workflow.save(str(home.absolute()))
 

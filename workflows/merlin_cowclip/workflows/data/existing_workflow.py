@@ -45,6 +45,7 @@ from merlin_cowclip.workflows.data.saved_files import (
 )
 from merlin_cowclip.workflows.data.workflow_graph import (
     SAVED_FILES,
+    file_name,
     followed,
     load_saved,
     nodes_of,
@@ -194,7 +195,7 @@ class Pipeline:
         check_input_names(spec)
         for files in parts.values():
             check_types(spec, files)
-        uncounted = statistics_of_no_rows(workflow)
+        uncounted = statistics_of_no_rows(workflow, folder)
         if uncounted:
             notes.append(
                 f"missing values of {quoted(uncounted)} were counted as none, as NVTabular does on "
@@ -411,7 +412,7 @@ def _find_vocabularies(workflow: nvt.Workflow, folder: Path) -> dict[str, Path]:
                 "Rename it before, write the parquet again, and adopt that"
             )
         for storage, path in node.op.categories.items():
-            file = f"unique.{storage}.parquet"
+            file = file_name(node.op, storage)
             anywhere = folder.rglob(glob.escape(file))
             places = itertools.chain([Path(path), folder / SAVED_FILES / file], anywhere)
             there = next((place for place in places if place.exists()), None)

@@ -106,9 +106,8 @@ class _Column:
     origin: Origin | None = None
     values: RawValues = RawValues()  # what they have become by now
     encoded: RawValues = RawValues()  # what they were when the last Categorify read them
-    ids_of: frozenset[tuple[int, str]] = (
-        frozenset()
-    )  # of which columns of which Categorify, by `id`
+    # Of which columns of which Categorify, by `id`.
+    ids_of: frozenset[tuple[int, str]] = frozenset()
 
 
 def _columns(workflow: nvt.Workflow) -> dict[str, _Column]:

@@ -18,6 +18,7 @@ import pandas as pd
 
 from merlin_cowclip.workflows.data.id_origins import operators_that_keep_values
 from merlin_cowclip.workflows.data.workflow_graph import (
+    file_name,
     files_of,
     followed,
     nodes_of,
@@ -107,13 +108,17 @@ def refuse_shared_files(workflow: nvt.Workflow, folder: Path) -> None:
     followed(workflow.output_node, lambda name: (None, name), made_by, (None, ""))
 
 
-def statistics_of_no_rows(workflow: nvt.Workflow) -> list[str]:
+def statistics_of_no_rows(workflow: nvt.Workflow, folder: Path) -> list[str]:
     """Keys whose missing values NVTabular counted as none, on a CPU, beside sums that have them.
 
     Means of theirs are none: a sum over 0 rows, smoothed or infinite.
 
     Args:
       workflow: fitted, saved and loaded.
+      folder: where it was saved.
+
+    Raises:
+      UserError: a file of statistics is not there.
     """
     with quiet_imports():
         from nvtabular.ops import JoinGroupby, TargetEncoding
@@ -122,7 +127,10 @@ def statistics_of_no_rows(workflow: nvt.Workflow) -> list[str]:
     for node in nodes_of(workflow.output_node, (JoinGroupby, TargetEncoding)):
         for name, path in files_of(node.op).items():
             if not os.path.exists(path):
-                continue
+                raise UserError(
+                    f"a workflow's statistics must lie in its folder. Received: {folder}, without "
+                    f"{file_name(node.op, name)}. Copy the whole folder, or save the workflow again"
+                )
             table = pd.read_parquet(path)
             keys = [c for c in map(str, table) if c in node.input_schema.column_names]
             counts = table.get(f"{name}{node.op.name_sep}count")
