@@ -137,7 +137,8 @@ def add(source: str, *, dry_run: bool) -> None:
             added = _reported(report) if missing else {}
             changed = {name: added[name] for name in added.keys() & before.keys()}
         else:
-            pip("install", "--no-deps", "--no-cache-dir", str(wheel))
+            # Forced: pip would leave an older checkout's code where the version is the same.
+            pip("install", "--force-reinstall", "--no-deps", "--no-cache-dir", str(wheel))
             after = installed()
             added = {name: after[name] for name in after.keys() - before.keys()}
             changed = {

@@ -162,7 +162,7 @@ def image_versions() -> dict[str, str]:
 # add.py, on packages without code: no network, no pip of this environment.
 
 
-def a_wheel(folder: Path, name: str, version: str, *requires: str) -> Path:
+def a_wheel(folder: Path, name: str, version: str, *requires: str, code: str = "") -> Path:
     info = f"{name.replace('-', '_')}-{version}.dist-info"
     path = folder / f"{name.replace('-', '_')}-{version}-py3-none-any.whl"
     with zipfile.ZipFile(path, "w") as archive:
@@ -175,6 +175,8 @@ def a_wheel(folder: Path, name: str, version: str, *requires: str) -> Path:
             "Wheel-Version: 1.0\nGenerator: t\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
         )
         archive.writestr(f"{info}/RECORD", "")
+        if code:
+            archive.writestr(f"{name.replace('-', '_')}.py", code)
     return path
 
 
@@ -247,6 +249,14 @@ def test_only_what_is_missing_is_added(image, tmp_path):
     added = {"importlib_metadata-6.8.0", "mako-1.3.0", "optuna-4.2.0", "merlin_cowclip-0.1.0"}
     assert image.packages() == before | added
     assert "added optuna 4.2.0\n" in done.stdout
+
+
+def test_newer_code_of_the_same_version_takes_the_olds_place(image, tmp_path):
+    """After a `git pull` pip left what it had, and the image had the old code without a word."""
+    for code in ("AGE = 'old'", "AGE = 'new'"):
+        done = image.add(a_wheel(tmp_path, "merlin-cowclip", "0.1.0", code=code))
+        assert done.returncode == 0, done.stderr
+    assert (image.site / "merlin_cowclip.py").read_text(encoding="utf-8") == "AGE = 'new'"
 
 
 @pytest.mark.parametrize("options", [(), ("--dry-run",)])

@@ -136,6 +136,9 @@ def test_an_id_of_the_logs_type_is_known(numbered):
     message = "a raw id must be text or a number. Received: b'1382', bytes"
     with pytest.raises(ValueError, match=message):
         layer.rows("item", [b"1382"], **place)
+    for alone in (1382, "1382"):
+        with pytest.raises(ValueError, match=f"raw ids must be a list. Received: {alone!r}"):
+            layer.rows("item", alone, **place)
 
 
 @pytest.mark.parametrize("kind", [np.array, pd.Series, pd.Index, pd.array])
@@ -251,6 +254,16 @@ def test_times_of_a_vocabulary_of_times_are_known():
     times = np.array(["2014-10-22", "NaT", "2015-01-01"], "datetime64[ns]")
     for given in (times, pd.Series(times), pd.DatetimeIndex(times)):
         assert encode(vocabulary, given).tolist() == [4, 1, 2]
+
+
+def test_rows_without_a_time_have_none_for_it(tmp_path):
+    """pandas took a column of times with None for one of times with NaT."""
+    days = pd.DataFrame({"day": pd.to_datetime(["2014-10-21", "2014-10-22"])})
+    workflow = nvtabular.Workflow(["day"] >> nvtabular.ops.Categorify(out_path=str(tmp_path)))
+    workflow.fit(nvtabular.Dataset(days))
+    layer = FusedEmbeddings(workflow.output_schema, dim=DIM)
+    layer.load_rows("day", np.ones((5, DIM)))
+    assert layer.to_df("day")["raw"].tolist() == [None, None, None, *days["day"]]
 
 
 DAY = datetime.date(2014, 10, 21)

@@ -11,6 +11,7 @@ from typing import Any
 from merlin.schema import Schema, Tags
 
 from merlin_cowclip.models.embeddings import FusedEmbeddings, plain_combiner
+from merlin_cowclip.models.initial_rows import standard_deviation
 from merlin_cowclip.models.schemas import schema_from_text, schema_text
 from merlin_cowclip.plugins._stack import mm, tf
 from merlin_cowclip.plugins.checks import layer_units
@@ -60,7 +61,7 @@ class CTRBlock(tf.keras.layers.Layer):
         self.schema = input_schema(schema)
         self.embedding_dim = embedding_dim
         self.mlp_units = layer_units("mlp", tuple(mlp))
-        self.stddev = float(stddev)
+        self.stddev = standard_deviation(stddev)
         self.combiner = plain_combiner(combiner)
         self.continuous_fields = tuple(self.schema.select_by_tag(Tags.CONTINUOUS).column_names)
         table: dict[str, Any] = {"combiner": combiner, "sharded": sharded}

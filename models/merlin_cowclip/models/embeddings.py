@@ -18,7 +18,7 @@ from merlin.models.config.schema import SchemaMixin
 from merlin.schema import ColumnSchema, Schema, Tags
 
 from merlin_cowclip.models.id_check import IdCheck
-from merlin_cowclip.models.initial_rows import TableInitializer, untrained_rows
+from merlin_cowclip.models.initial_rows import TableInitializer, standard_deviation, untrained_rows
 from merlin_cowclip.models.row_ranges import RowRanges, cardinality, resized
 from merlin_cowclip.models.rows_by_raw_id import RowsByRawId
 from merlin_cowclip.models.schemas import schema_from_text, schema_text
@@ -96,7 +96,7 @@ class FusedEmbeddings(RowsByRawId, SchemaMixin, tf.keras.layers.Layer):
         self.one_hot_fields = tuple(c.name for c in columns if not _is_list(c))
         self.list_fields = tuple(c.name for c in columns if _is_list(c))
         self.dim = dim
-        self.stddev = float(stddev)
+        self.stddev = standard_deviation(stddev)
         self.combiner = plain_combiner(combiner)
         self._combiners = _combiner_per_list(self.list_fields, combiner)
         self.stacked = stacked

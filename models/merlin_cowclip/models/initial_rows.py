@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +18,18 @@ from merlin_cowclip.plugins.sharding import Shard
 _BLOCK = 1 << 16  # rows that are drawn together
 
 
+def standard_deviation(stddev: Any) -> float:
+    """A σ as it is given, as a float.
+
+    Raises:
+      ValueError: it is no number, below 0, or not finite.
+    """
+    value = float(stddev) if isinstance(stddev, numbers.Real) else float("nan")
+    if not 0 <= value < float("inf"):
+        raise ValueError(f"stddev must be finite and not negative. Received: stddev={stddev!r}")
+    return value
+
+
 @tf.keras.utils.register_keras_serializable(package="merlin_cowclip")
 class TableInitializer(tf.keras.initializers.Initializer):
     """N(0, stddev) with some rows at zero.
@@ -27,9 +40,7 @@ class TableInitializer(tf.keras.initializers.Initializer):
     """
 
     def __init__(self, stddev: float, zero_rows: Sequence[int] | np.ndarray = ()) -> None:
-        if not 0 <= stddev < float("inf"):
-            raise ValueError(f"stddev must be finite and not negative. Received: stddev={stddev!r}")
-        self.stddev = float(stddev)
+        self.stddev = standard_deviation(stddev)
         self.zero_rows = np.asarray(zero_rows, np.int64)
 
     def __call__(self, shape: Any, dtype: Any = None, **kwargs: Any) -> tf.Tensor:

@@ -140,7 +140,7 @@ class RowsByRawId:
         raw = np.full(len(frame), None, object)
         if vocabulary is not None:
             raw[vocabulary.index] = vocabulary.astype(object)
-        frame.insert(0, "raw", raw)
+        frame.insert(0, "raw", pd.Series(raw, frame.index, object))  # None beside times, too
         return frame
 
     def load_rows(

@@ -128,11 +128,13 @@ def encode(
         or a decimal, from parquet, the text that counts/ has.
 
     Raises:
-      ValueError: a raw id of another type: of text, numbers and times, none is found by another; a
-        time or decimal of another form than the prepared ones; or a float (float32, float16) of
-        2^53 (2^24, 2^11) or more, which may have been another integer, unless the vocabulary is of
-        such floats itself.
+      ValueError: one value in place of n; a raw id of another type: of text, numbers and times,
+        none is found by another; a time or decimal of another form than the prepared ones; or a
+        float (float32, float16) of 2^53 (2^24, 2^11) or more, which may have been another integer,
+        unless the vocabulary is of such floats itself.
     """
+    if not pd.api.types.is_list_like(raw_ids):
+        raise ValueError(f"raw ids must be a list. Received: {raw_ids!r}. Give [{raw_ids!r}]")
     _refuse_inexact(raw_ids, vocabulary)
     if getattr(getattr(raw_ids, "dtype", None), "kind", "O") in "mM":
         raw_ids = pd.Index(raw_ids)  # NumPy would make times integers
