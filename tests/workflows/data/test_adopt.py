@@ -999,8 +999,10 @@ def test_vocabularies_of_ones_own(tmp_path, index, num_buckets, first):
     assert counts["raw"].iloc[ids].tolist() == raw["ad"].tolist()
 
 
-def test_an_empty_text_is_an_id(tmp_path):
-    raw = Dataset(pd.DataFrame({"ad": ["", "a", "", None], "click": [0, 1, 1, 0]}))
+@pytest.mark.parametrize("dtype", [object, "category"])
+def test_an_empty_text_is_an_id(tmp_path, dtype):
+    ads = pd.Series(["", "a", "", None], dtype=dtype)
+    raw = Dataset(pd.DataFrame({"ad": ads, "click": [0, 1, 1, 0]}))
     categorify = ops.Categorify(out_path=str(tmp_path / "fitted"))
     workflow = nvt.Workflow((["ad"] >> categorify) + ["click"])
     workflow.fit(raw)

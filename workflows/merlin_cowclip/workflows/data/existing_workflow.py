@@ -136,6 +136,8 @@ class Vocabulary:
 
 
 def _raw_text(column: pa.Array) -> pa.Array:
+    if pa.types.is_dictionary(column.type):  # of a pandas category
+        column = column.dictionary_decode()
     if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
         return column.cast(pa.string())  # an empty text is an id here
     try:
