@@ -218,6 +218,14 @@ def test_what_is_refused_waits_for_no_tensorflow(toy_data, tmp_path):
     assert len(done.stderr.splitlines()) == 4
 
 
+def test_a_path_that_the_terminal_cannot_write(monkeypatch):
+    """The work was done, and the sentence that says so ended it as unforeseen."""
+    printed = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(printed, "ascii"))
+    assert endings.run("x", lambda: print("rün")) == 0
+    assert printed.getvalue() == b"r\\xfcn\n"
+
+
 def test_output_that_nobody_reads():
     """No traceback, and none as Python ends."""
     read, write = os.pipe()

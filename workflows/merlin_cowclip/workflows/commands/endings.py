@@ -38,6 +38,7 @@ def run(name: str, work: Callable[[], None]) -> int:
         a KeyboardInterrupt, and removes what it has not finished.
     """
     forget_outputs()
+    _let_all_be_printed()
     with _notices(name), _signals() as received:
         try:
             try:
@@ -216,6 +217,12 @@ def _signals() -> Iterator[_Received]:
         for number, handler in before.items():
             signal.signal(number, handler)
         sys.unraisablehook = usual
+
+
+def _let_all_be_printed() -> None:
+    """A path that the terminal's encoding lacks must not end what has done its work."""
+    if getattr(sys.stdout, "errors", None) == "strict" and hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr is
 
 
 def _close_stdout() -> None:
