@@ -200,6 +200,28 @@ def test_ids_that_another_workflow_encoded_have_no_vocabulary_here(tmp_path: Pat
             table.rows("item", ["i1"], **how)
 
 
+def test_ids_that_two_workflows_encoded_are_those_of_the_second_alone(tmp_path: Path):
+    """Its vocabulary holds the first one's ids: of the log's, each was taken for unknown."""
+    first = nvt.Workflow((["item"] >> ops.Categorify(out_path=str(tmp_path / "first"))) + ["click"])
+    first.fit(Dataset(LOG))
+    first.transform(Dataset(LOG)).to_parquet(str(tmp_path / "encoded"))
+    encoded = Dataset(str(tmp_path / "encoded"), engine="parquet")
+    again = ["item"] >> ops.Categorify(out_path=str(tmp_path / "second"))
+    second = nvt.Workflow(again + (["click"] >> ops.AddMetadata(tags=[Tags.TARGET])))
+    second.fit(encoded)
+    second.transform(encoded).to_parquet(str(tmp_path / "train"))
+    second.save(str(tmp_path / "workflow"))
+    data = adopt(tmp_path / "train", tmp_path / "workflow", "click", tmp_path / "d", progress=False)
+    assert any("'item' (a workflow before this one)" in note for note in data.record["notes"])
+    table, how = table_of(data), {"workflow": data.path / "workflow"}
+    with pytest.raises(ValueError, match="log, and a workflow before this one may have changed"):
+        table.rows("item", ["i1"], **how)
+    first_ids = encoded.to_ddf().compute()["item"]
+    found = table.rows("item", first_ids, as_read=True, **how)
+    rows = Dataset(str(tmp_path / "train"), engine="parquet").to_ddf().compute()
+    assert found.tolist() == rows["item"].tolist()
+
+
 BEFORE = pd.DataFrame(
     {
         "click": np.arange(ROWS) % 2,

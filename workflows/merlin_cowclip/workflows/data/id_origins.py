@@ -32,7 +32,7 @@ class Origin(enum.Enum):
 class RawValues:
     """What became of a log's values until ids were made of them; or to the end, if none were."""
 
-    changed_by: tuple[str, ...] = ()  # operators that may have made others of them, in order
+    changed_by: tuple[str, ...] = ()  # what may have made others of them, in order: operators
     filled: bool = False  # missing ones
 
 
@@ -110,8 +110,17 @@ class _Column:
     ids_of: frozenset[tuple[int, str]] = frozenset()
 
 
+_ENCODED = RawValues(("a workflow before this one",))
+
+
 def _columns(workflow: nvt.Workflow) -> dict[str, _Column]:
-    return followed(workflow.output_node, lambda _: _Column(), _made_by, _Column())
+    of_inputs = workflow.input_schema.column_schemas
+
+    def raw(name: str) -> _Column:
+        is_encoded = name in of_inputs and of_inputs[name].properties.get("cat_path")
+        return _Column(values=_ENCODED) if is_encoded else _Column()
+
+    return followed(workflow.output_node, raw, _made_by, _Column())
 
 
 def _made_by(node: Node, given: dict[str, _Column]) -> dict[str, _Column]:
