@@ -48,6 +48,7 @@ OPTIONS = [
     ("--combiner max", ["combiner must be one of mean, sum, sqrtn", "'max'"]),
     ("--combiner genres=max", ["combiner must be one of", "'max'"]),
     ("--combiner =sum", ["--combiner must be FIELD=VALUE", "'=sum'"]),
+    ("--dense-schedule steps:1=0.5,1=0.1", ["EPOCH=VALUE", "with each epoch once", "'1=0.1'"]),
     ("--combiner genres=sum,genres=mean", ["with each field once", "'genres=mean'"]),
     ("--combiner genres=sum,mean", ["--combiner must be FIELD=VALUE", "'mean'"]),
     ("--combiner tags=sum", ["combiner must name each list column: genres", "tags"]),

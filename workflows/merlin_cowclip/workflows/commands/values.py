@@ -65,7 +65,7 @@ def _schedule(option: str, text: str) -> dict[str, Any] | None:
     if text == "constant":
         return None
     name, colon, rest = text.partition(":")
-    pairs = by_field(option, rest, "name") if colon else {}
+    pairs = by_field(option, rest, "epoch" if name == "steps" else "name") if colon else {}
     try:
         if name == "steps":
             at = {"at": [float(epoch) for epoch in pairs]} if pairs else {}
