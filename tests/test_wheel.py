@@ -74,7 +74,8 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel):
         text = archive.read(metadata).decode()
     package = {name for name in names if name.startswith("merlin_cowclip/")}
     assert package == expected
-    assert {f"merlin_cowclip/{floor}/__init__.py" for floor in ("plugins", "models")} <= package
+    marks = ("__init__.py", "py.typed")  # the latter: checkers of users' code read its types
+    assert {f"merlin_cowclip/{floor}/{mark}" for floor in FLOORS for mark in marks} <= package
     assert all(".dist-info/" in name for name in names - package)
     assert "Requires-Python: <3.12,>=3.10" in text
     assert "Requires-Dist: merlin-models" in text
