@@ -12,8 +12,11 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from merlin_cowclip.plugins import CowClipOptimizer
+from merlin_cowclip.plugins._stack import tf
 from merlin_cowclip.workflows.commands.main import main
 from merlin_cowclip.workflows.data.synthetic import write_synthetic
 
@@ -115,6 +118,28 @@ def test_the_python_of_a_page(page, stand_ins, tmp_path, monkeypatch):
         exec(prelude, names)
         exec(code, names)
         prelude = ""
+
+
+def test_what_is_carried_over_trains_as_it_did():
+    """Against Keras's Adam, which the other libraries' are, too: ours warmed up for an epoch."""
+    names: dict[str, Any] = {}
+    (page,) = (page for page in GUIDES if page.stem == "coming-from")
+    exec(python(page)[0].text, names)
+    ids = np.random.default_rng(0).integers(0, 23, 4 * 2048)
+    labels = ids % 3 == 0
+    weights = []
+    for ours in (True, False):
+        tf.keras.utils.set_random_seed(1)
+        layers = [tf.keras.layers.Embedding(23, 4), tf.keras.layers.Dense(1, "sigmoid")]
+        model = tf.keras.Sequential([tf.keras.Input((), dtype="int64"), *layers])
+        optimizer = tf.keras.optimizers.Adam(1e-3)
+        if ours:
+            optimizer = CowClipOptimizer.for_model(model, names["theirs"])
+        model.compile(optimizer, loss="binary_crossentropy")
+        model.fit(ids, labels, batch_size=2048, epochs=1, shuffle=False, verbose=0)
+        weights.append(model.get_weights())
+    for one, other in zip(*weights, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5)
 
 
 def test_all_other_languages_are_data():
