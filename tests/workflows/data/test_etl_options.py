@@ -640,6 +640,23 @@ def test_empty_text_in_a_parquet_dictionary_is_missing(tmp_path, log, quick):
     assert "" not in set(data.counts("item")["raw"])
 
 
+@pytest.mark.parametrize("name", ["price", "genres", "item"])
+def test_a_parquet_file_in_which_a_columns_values_are_all_missing(tmp_path, log, quick, name):
+    """pandas gives such a column no type; of numbers and lists that file was refused."""
+    lists = log["genres"].map(lambda text: text.split("|") if text else [])
+    parts = [frame.assign(genres=lists) for frame in (log[:300], log[300:])]
+    parts[1][name] = None
+    for part, file in zip(parts, ("1.parquet", "2.parquet"), strict=True):
+        part.to_parquet(tmp_path / file)
+    pd.concat(parts).to_parquet(tmp_path / "whole.parquet")
+    spec = spec_of(format="parquet")
+    data = quick(spec, [tmp_path / "1.parquet", tmp_path / "2.parquet"])
+    whole = quick(spec, [tmp_path / "whole.parquet"], "whole")
+    pd.testing.assert_frame_equal(rows_of(data), rows_of(whole))
+    assert data.record["ranges"] == whole.record["ranges"]
+    assert data.counts("item").equals(whole.counts("item"))
+
+
 def test_parquet_values_that_cannot_be_read_are_named(tmp_path, log, quick):
     lists = log["genres"].map(lambda text: text.split("|") if text else [])
     path = tmp_path / "log.parquet"

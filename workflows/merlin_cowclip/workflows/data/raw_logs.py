@@ -215,6 +215,8 @@ class RawLog(abc.ABC):
 
     def lists(self, column: pa.Array, fault: Callable[[str], Any]) -> pa.Array:
         """A column of lists of ids as lists of text."""
+        if pa.types.is_null(column.type):
+            column = pa.nulls(len(column), pa.list_(pa.string()))
         return self._id_text(column, fault)
 
     def _id_text(self, values: pa.Array, fault: Callable[[str], Any]) -> pa.Array:
