@@ -42,6 +42,9 @@ def test_the_list_has_what_tests_expect():
         "label must be 0 or 1. Received: … in …, …, column …. Correct the row or remove it",
         "clip must be None or one of …. Received: clip=…",
         "ids must be from 0 to cardinality - 1. Field, cardinality, received:",
+        "Rows can catch up with steps that they missed where learning_rate * l2 is at most epsilon "
+        "* (1 + beta_1) / (1 - beta_1), …: beyond, Adam throws them about zero. Received: …. Use "
+        "update='exact', or a smaller l2",
     ):
         assert text in listed, sorted(one for one in listed if one[:9] == text[:9])
 

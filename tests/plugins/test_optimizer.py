@@ -309,6 +309,10 @@ def test_clip_tables_must_name_something_trainable():
     model = ours(SCHEMA)
     with pytest.raises(ValueError, match=r"needs a clip rule. Received: clip_tables=\['a'\] with"):
         CowClipOptimizer.for_model(model, COLD.replace(clip=None), clip_tables=["a"])
+    with pytest.raises(
+        ValueError, match=r"must name something. Received: an empty list.*clip=None"
+    ):
+        CowClipOptimizer.for_model(model, COLD, clip_tables=[])  # which trained without a clip
     with pytest.raises(ValueError, match=r"clip_tables must name.*Received: 'c'.*embeddings"):
         CowClipOptimizer.for_model(model, COLD, clip_tables=["c"])
     frozen = stock_dlrm(SCHEMA)
@@ -670,6 +674,40 @@ def test_a_step_without_any_gradient_is_an_error(eagerly):
         (step if eagerly else tf.function(step, autograph=False))(False)
     (step if eagerly else tf.function(step, autograph=False))(True)
     assert int(optimizer.iterations) == 1
+
+
+@pytest.mark.parametrize("eagerly", [False, True])
+def test_a_step_of_no_variable_is_none(eagerly):
+    """As with Keras, where all of a model may be frozen; it was counted."""
+    model = ours(SCHEMA)
+    model(batch(SCHEMA)[0])
+    optimizer = CowClipOptimizer.for_model(model, COLD)
+
+    def step():
+        optimizer.apply_gradients([])
+
+    (step if eagerly else tf.function(step, autograph=False))()
+    assert int(optimizer.iterations) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("clip", "globl", "clip must be None or one of .* Received: clip='globl'"),
+        ("l2", -1.0, "l2 must be a number that is not negative. Received: l2=-1.0"),
+        ("clip_ratio", 0, "clip_ratio must be a positive number. Received: clip_ratio=0"),
+        ("clip_floor", "x", "clip_floor must be a number .* Received: clip_floor='x'"),
+        ("update", "lazi", "update must be one of .* Received: update='lazi'"),
+        ("update", "deferred", "update must stay 'exact'. Received: update='deferred'"),
+    ],
+)
+def test_a_setting_of_a_part_is_checked_as_it_is_set(name, value, message):
+    """It was taken, and trained wrongly, or ended the first step in a KeyError."""
+    clipped, _ = CowClipOptimizer(COLD).optimizers[:2]
+    before = getattr(clipped, name)
+    with pytest.raises(ValueError, match=message):
+        setattr(clipped, name, value)
+    assert getattr(clipped, name) == before
 
 
 def test_jit_compile_is_refused():

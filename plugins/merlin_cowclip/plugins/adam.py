@@ -21,7 +21,7 @@ from merlin_cowclip.plugins.clipping import (
 from merlin_cowclip.plugins.joining import JoinedRows, over_all
 from merlin_cowclip.plugins.not_offered import RefusesOptions
 from merlin_cowclip.plugins.row_sums import beside
-from merlin_cowclip.plugins.scaling import check_clip, check_number
+from merlin_cowclip.plugins.scaling import check_clip, check_number, check_rule
 from merlin_cowclip.plugins.sharding import Shard
 from merlin_cowclip.plugins.statistics import StepStatistics, plain_norms
 from merlin_cowclip.plugins.summing import SumsRows
@@ -40,6 +40,17 @@ class RowGradients(NamedTuple):
     rows: tf.Tensor  # U×d, before the update
     counts: tf.Tensor  # U
     is_whole: bool  # whether it is a dense gradient, U = V
+
+
+def _check_update(update: Any, before: str | None = None) -> None:
+    """Refuse another than there are, and to let rows wait, or not any longer, later on."""
+    if update not in UPDATES:
+        raise ValueError(f"update must be one of {', '.join(UPDATES)}. Received: update={update!r}")
+    if before is not None and before != update and "deferred" in (before, update):
+        raise ValueError(
+            f"update must stay {before!r}. Received: update={update!r}. Whether rows wait for "
+            "steps is settled as an optimizer is made: make another"
+        )
 
 
 @tf.keras.utils.register_keras_serializable(package="merlin_cowclip")
@@ -110,10 +121,7 @@ class CowClipAdam(SumsRows, WaitingRows, RefusesOptions, mm.LazyAdam):
         name: str = "CowClipAdam",
     ) -> None:
         check_clip(clip, clip_threshold)
-        if update not in UPDATES:
-            raise ValueError(
-                f"update must be one of {', '.join(UPDATES)}. Received: update={update!r}"
-            )
+        _check_update(update)
         if not callable(learning_rate) and not tf.is_tensor(learning_rate):
             learning_rate = check_number("learning_rate", learning_rate, positive=True)
         for beta_name, beta in (("beta_1", beta_1), ("beta_2", beta_2)):
@@ -126,16 +134,26 @@ class CowClipAdam(SumsRows, WaitingRows, RefusesOptions, mm.LazyAdam):
             epsilon=check_number("epsilon", epsilon, positive=True),
             name=name,
         )
-        self.l2 = check_number("l2", l2)
+        self.l2 = l2
         self.clip = clip
-        self.clip_ratio = check_number("clip_ratio", clip_ratio, positive=True)
-        self.clip_floor = check_number("clip_floor", clip_floor)
+        self.clip_ratio = clip_ratio
+        self.clip_floor = clip_floor
         self.clip_threshold = None if clip_threshold is None else float(clip_threshold)
         self.update = update
         self._begin_to_wait(learning_rate)
         self._specs: dict[Any, TableSpec] = {}
         self._exempt: dict[Any, tuple[bool, ...]] = {}
         self._statistics: StepStatistics | None = None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Settings are checked whenever they are set, not at the step that uses them."""
+        if name in ("l2", "clip_ratio", "clip_floor"):
+            value = check_number(name, value, positive=name == "clip_ratio")
+        elif name == "clip":
+            check_rule(value)
+        elif name == "update":
+            _check_update(value, self.__dict__.get(name))
+        super().__setattr__(name, value)
 
     def bind_tables(
         self,

@@ -9,6 +9,12 @@ from merlin_cowclip.plugins.scaling import Hyperparameters
 _BETA_1, _EPSILON = 0.9, 1e-7  # `CowClipAdam`'s
 _BETA_2 = (0.999, 0.9999)
 _ROUNDED = 1e-6  # of β, which float32 may have held
+_RULE = (
+    "Rows can catch up with steps that they missed where learning_rate * l2 is at most epsilon * "
+    "(1 + beta_1) / (1 - beta_1)"
+)
+_BEYOND = "beyond, Adam throws them about zero. Received:"
+_REMEDY = "Use update='exact', or a smaller l2"
 
 
 def check_values(values: Hyperparameters, schedule: Any = None) -> None:
@@ -86,9 +92,8 @@ def check_stable(*, learning_rate: float, l2: float, beta_1: float, epsilon: flo
     """
     most = most_stable(beta_1, epsilon)
     if learning_rate * l2 > most:
-        rule, remedy = what_is_stable(most)
         product = f"{learning_rate:g} * {l2:g} = {learning_rate * l2:.3g}"
-        raise ValueError(f"{rule} {product}. {remedy}")
+        raise ValueError(f"{_RULE}, {most:.3g}: {_BEYOND} {product}. {_REMEDY}")
 
 
 def most_stable(beta_1: float, epsilon: float) -> float:
@@ -98,7 +103,4 @@ def most_stable(beta_1: float, epsilon: float) -> float:
 
 def what_is_stable(most: float) -> tuple[str, str]:
     """The rule in words, before what was received, and the remedy after it."""
-    return (
-        "Rows can catch up with steps that they missed where learning_rate * l2 is at most epsilon "
-        f"* (1 + beta_1) / (1 - beta_1), {most:.3g}: beyond, Adam throws them about zero. Received:"
-    ), "Use update='exact', or a smaller l2"
+    return f"{_RULE}, {most:.3g}: {_BEYOND}", _REMEDY

@@ -124,6 +124,11 @@ class CowClipOptimizer(
         hp = hyperparameters
         if isinstance(clip_tables, str):  # else each of its letters were a name
             raise ValueError(f"clip_tables must be a list. Received: {clip_tables!r}, not in one")
+        if clip_tables is not None and not list(clip_tables):
+            raise ValueError(
+                "clip_tables must name something. Received: an empty list, by which nothing is "
+                "clipped. To clip nothing, use clip=None; to clip all tables, leave it out"
+            )
         if clip_tables is not None and hp.clip is None:
             raise ValueError(
                 f"clip_tables needs a clip rule. Received: clip_tables={list(clip_tables)!r} with "
@@ -376,9 +381,10 @@ class CowClipOptimizer(
         """Apply each gradient by the optimizer that owns its variable; returns one grouped op.
 
         Raises:
-          ValueError: no model is bound, or another one; there is no gradient at all; a sparse
-            gradient belongs to no table; a table's ids are not recorded; or another optimizer has
-            taken a table over, and one of the two defers updates.
+          ValueError: no model is bound, or another one; no variable that is given has a gradient
+            (of none given, nothing happens, as with Keras); a sparse gradient belongs to no table;
+            a table's ids are not recorded; or another optimizer has taken a table over, and one of
+            the two defers updates.
           tf.errors.InvalidArgumentError: the last, in a step that was traced before.
         """
         pairs = filter_empty_gradients(grads_and_vars)
@@ -399,6 +405,8 @@ class CowClipOptimizer(
             self.create_slots([v for _, v in pairs])
         if experimental_aggregate_gradients and ranks().size > 1:
             pairs, experimental_aggregate_gradients = self._joined(pairs), False
+        if not pairs:  # all is frozen: no update, which Keras does not count either
+            return tf.no_op()
         with tf.init_scope():  # now its length is rank 0's
             self._check_warm_up()
         shares: dict[int, list[Any]] = {}

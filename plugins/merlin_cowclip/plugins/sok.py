@@ -233,8 +233,8 @@ class CowClipSokOptimizer(tf.Module):
           One grouped op.
 
         Raises:
-          ValueError: no gradient at all; a sparse gradient or a lookup of what is no table of
-            SOK's, a dense one of a table; a table without lookups; or, on several ranks, a first
+          ValueError: no variable has a gradient; a sparse gradient or a lookup of what is no table
+            of SOK's, a dense one of a table; a table without lookups; or, on several ranks, a first
             step that is made eagerly without `broadcast`.
           tf.errors.InvalidArgumentError: other rows in a table's gradient than in its lookups, on
             any rank; no table has changed on any.

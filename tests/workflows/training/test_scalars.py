@@ -83,6 +83,16 @@ def test_a_summary_has_all_its_columns():
             "The clip shortened no gradient: no row of the only field reached its bound.",
         ),
         (
+            [field("a", clipped=(50, 400)), *(field(n, is_clipped=False) for n in "bc"), LINEAR],
+            "The clip shortened 10 % of the rows (25 % of the occurrences). The 2 other fields are "
+            "not clipped.",
+        ),
+        (
+            [field("a"), field("b"), field("c", is_clipped=False)],
+            "The clip shortened no gradient: no row of any of 2 fields reached its bound. "
+            "The other field is not clipped.",
+        ),
+        (
             [field("a", clipped=(1, 2))],
             "The clip shortened 0.2 % of the rows (0.12 % of the occurrences).",
         ),

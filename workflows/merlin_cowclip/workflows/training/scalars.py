@@ -59,6 +59,7 @@ def summary_scalars(fields: Sequence[FieldStatistics]) -> dict[str, float | None
     """The same over all fields of the embeddings (tables of width 2 and more, where there are any).
 
     One item for every quantity, whatever was seen, for a column of a file: `None` is an empty cell.
+    What is of the clip is of all fields that it applies to, and of none other.
     """
     chosen = [field for field in fields if field.width > 1] or list(fields)
     steps = max((field.steps for field in chosen), default=0)
@@ -79,8 +80,19 @@ def _sum(parts: Iterable[RowStatistics]) -> RowStatistics:
     return sum(parts, RowStatistics(0, 0, 0, 0, 0.0, 0.0))
 
 
-def clip_sentence(fields: Iterable[FieldStatistics]) -> str:
-    """One sentence on what the clip did to the ids of a run; of several tables, by table."""
+def clip_sentence(fields: Sequence[FieldStatistics]) -> str:
+    """A sentence on what the clip did to the ids of a run; of several tables, by table.
+
+    Its shares are of the fields that are clipped; how many others the embeddings have, another one.
+    """
+    exempt = sum(bool(one.steps) and one.width > 1 and not one.is_clipped for one in fields)
+    if not exempt or not any(one.is_clipped and one.steps for one in fields):
+        return _sentence(fields)
+    others = "The other field is" if exempt == 1 else f"The {exempt} other fields are"
+    return f"{_sentence(fields)} {others} not clipped."
+
+
+def _sentence(fields: Iterable[FieldStatistics]) -> str:
     clipped = [field for field in fields if field.is_clipped and field.steps]
     if not clipped:
         return "No id was clipped: the clip applies to no table."
