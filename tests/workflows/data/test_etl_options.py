@@ -474,6 +474,25 @@ def test_report(log, quick):
     assert report["fields"]["genres"]["occurrences"] == len(genres)
 
 
+@pytest.mark.parametrize(
+    ("first", "missing", "note"),
+    [
+        (1990, True, "scaled to [0, 1] with it, lie from 0.983 to 1."),
+        (1990, False, None),
+        (0, True, None),
+        (-30, True, None),
+    ],
+)
+def test_numbers_far_from_that_of_missing_ones_are_told(log, path, quick, first, missing, note):
+    """Of years with one empty cell all others ended near 1, of which nothing told."""
+    years = (first + np.arange(ROWS) % 35).astype(float)
+    years[7] = np.nan if missing else first
+    log.assign(price=years).to_csv(path, index=False)
+    found = quick().report["fields"]["price"].get("note")
+    assert (found is None) == (note is None)
+    assert note is None or note in found
+
+
 def test_vocabularies_are_each_runs_own(tmp_path, log, quick, monkeypatch):
     """Stock Categorify writes to ./categories by default: two workflows overwrite each other."""
     monkeypatch.chdir(tmp_path)

@@ -138,7 +138,7 @@ def _fit_numbers(job: FieldJob) -> Fitted:
     test = numbers[~in_train]
     with np.errstate(invalid="ignore"):
         beyond = int(np.count_nonzero((test < low) | (test > high)))
-    report = {
+    report: dict[str, Any] = {
         "occurrences": len(train),
         "missing": missing,
         "min": float(held.min()),
@@ -148,6 +148,12 @@ def _fit_numbers(job: FieldJob) -> Fitted:
         "test_missing": int(np.count_nonzero(np.isnan(test))),
         "test_out_of_range": beyond,
     }
+    least, most = map(float, unit_range(np.array([held.min(), held.max()]), *widened(low, high)))
+    if 0 < most - least < 0.5:
+        report["note"] = (
+            f"missing numbers count as 0, so that the others, scaled to [0, 1] with it, lie from "
+            f"{least:.3g} to {most:.3g}. Where that is too close, fill in a number like theirs"
+        )
     return Fitted(low=low, high=high, report=report)
 
 

@@ -306,7 +306,12 @@ class Run:
           UserError: `data` has other columns or another label, its numbers were scaled by other
             ranges, it was prepared with another vocabulary, or adopted from another pipeline.
         """
-        remedy = f"Evaluate on the run's own data, {self.config['data']}, or train on this one."
+        adopted = data.record.get("ranges") is None or self.config.get("ranges", {}) is None
+        raw = how_to_evaluate(self.path, Path("LOG")) + " --raw" * adopted
+        own = f"the run's own data, {self.config['data']}, or on "
+        if self.config["data"] == str(data.path.resolve()):  # which was prepared there again
+            own = ""
+        remedy = f"Evaluate on {own}raw rows ({raw}), or train on this one."
         cardinalities, mine = data.cardinalities, self.config["cardinalities"]
         for field in sorted(mine.keys() | cardinalities.keys()):
             if mine.get(field) != cardinalities.get(field):
@@ -332,7 +337,6 @@ class Run:
                     f"{name} differs from {self.path}'s, so that ids mean something else. {remedy}"
                 )
         self._check_inputs(data, remedy)
-        adopted = data.record.get("ranges") is None or self.config.get("ranges", {}) is None
         # What an adopted pipeline does before it looks ids up, and to numbers, only it knows.
         if adopted and not self._pipelines() & pipelines_of(data):
             raise UserError(
