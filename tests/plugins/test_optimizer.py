@@ -697,6 +697,11 @@ def test_a_step_of_no_variable_is_none(eagerly):
         ("l2", -1.0, "l2 must be a number that is not negative. Received: l2=-1.0"),
         ("clip_ratio", 0, "clip_ratio must be a positive number. Received: clip_ratio=0"),
         ("clip_floor", "x", "clip_floor must be a number .* Received: clip_floor='x'"),
+        ("clip_threshold", float("nan"), "clip_threshold must be a positive number"),
+        ("clip", "global", "clip='global' needs clip_threshold, its constant. Received: None"),
+        ("epsilon", 0.0, "epsilon must be a positive number. Received: epsilon=0.0"),
+        ("beta_1", 1.5, "beta_1 must be below 1. Received: beta_1=1.5"),
+        ("beta_2", -1.0, "beta_2 must be a number that is not negative. Received: beta_2=-1.0"),
         ("update", "lazi", "update must be one of .* Received: update='lazi'"),
         ("update", "deferred", "update must stay 'exact'. Received: update='deferred'"),
     ],
@@ -708,6 +713,9 @@ def test_a_setting_of_a_part_is_checked_as_it_is_set(name, value, message):
     with pytest.raises(ValueError, match=message):
         setattr(clipped, name, value)
     assert getattr(clipped, name) == before
+    clipped.clip_threshold = 25
+    clipped.clip = "global"
+    assert (clipped.clip, clipped.clip_threshold) == ("global", 25.0)
 
 
 def test_jit_compile_is_refused():

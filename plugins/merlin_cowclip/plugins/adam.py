@@ -21,7 +21,7 @@ from merlin_cowclip.plugins.clipping import (
 from merlin_cowclip.plugins.joining import JoinedRows, over_all
 from merlin_cowclip.plugins.not_offered import RefusesOptions
 from merlin_cowclip.plugins.row_sums import beside
-from merlin_cowclip.plugins.scaling import check_clip, check_number, check_rule
+from merlin_cowclip.plugins.scaling import CONSTANT_CLIPS, check_clip, check_number, check_rule
 from merlin_cowclip.plugins.sharding import Shard
 from merlin_cowclip.plugins.statistics import StepStatistics, plain_norms
 from merlin_cowclip.plugins.summing import SumsRows
@@ -124,9 +124,6 @@ class CowClipAdam(SumsRows, WaitingRows, RefusesOptions, mm.LazyAdam):
         _check_update(update)
         if not callable(learning_rate) and not tf.is_tensor(learning_rate):
             learning_rate = check_number("learning_rate", learning_rate, positive=True)
-        for beta_name, beta in (("beta_1", beta_1), ("beta_2", beta_2)):
-            if check_number(beta_name, beta) >= 1:
-                raise ValueError(f"{beta_name} must be below 1. Received: {beta_name}={beta!r}")
         super().__init__(
             learning_rate=learning_rate,
             beta_1=beta_1,
@@ -135,10 +132,10 @@ class CowClipAdam(SumsRows, WaitingRows, RefusesOptions, mm.LazyAdam):
             name=name,
         )
         self.l2 = l2
-        self.clip = clip
         self.clip_ratio = clip_ratio
         self.clip_floor = clip_floor
-        self.clip_threshold = None if clip_threshold is None else float(clip_threshold)
+        self.clip_threshold = clip_threshold
+        self.clip = clip
         self.update = update
         self._begin_to_wait(learning_rate)
         self._specs: dict[Any, TableSpec] = {}
@@ -147,13 +144,22 @@ class CowClipAdam(SumsRows, WaitingRows, RefusesOptions, mm.LazyAdam):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Settings are checked whenever they are set, not at the step that uses them."""
-        if name in ("l2", "clip_ratio", "clip_floor"):
-            value = check_number(name, value, positive=name == "clip_ratio")
+        if name in ("l2", "clip_ratio", "clip_floor", "clip_threshold", "epsilon"):
+            if name != "clip_threshold" or value is not None:
+                value = check_number(name, value, positive=name not in ("l2", "clip_floor"))
         elif name == "clip":
             check_rule(value)
+            if value in CONSTANT_CLIPS:
+                check_clip(value, self.clip_threshold)  # which is to be set first
         elif name == "update":
             _check_update(value, self.__dict__.get(name))
         super().__setattr__(name, value)
+
+    def _set_hyper(self, name: str, value: Any) -> None:
+        is_beta = name in ("beta_1", "beta_2") and not callable(value) and not tf.is_tensor(value)
+        if is_beta and check_number(name, value) >= 1:
+            raise ValueError(f"{name} must be below 1. Received: {name}={value!r}")
+        super()._set_hyper(name, value)
 
     def bind_tables(
         self,

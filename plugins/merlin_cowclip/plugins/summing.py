@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from merlin_cowclip.plugins._stack import tf
 from merlin_cowclip.plugins.clipping import CLIP_RULES, widened
@@ -19,7 +19,10 @@ from merlin_cowclip.plugins.joining import JoinedRows, RowSums, check_not_joined
 from merlin_cowclip.plugins.merlin_tables import check_regularizer
 from merlin_cowclip.plugins.row_sums import beside, sum_per_row
 from merlin_cowclip.plugins.sharding import Shard, join_shards
+from merlin_cowclip.plugins.statistics import StepStatistics
 from merlin_cowclip.plugins.tables import TableSpec
+
+T = TypeVar("T")
 
 
 class SumsRows:
@@ -29,6 +32,7 @@ class SumsRows:
         clip: str | None
         update: str
         _specs: Mapping[Any, TableSpec]
+        _statistics: StepStatistics | None
 
         def _bring_late(self, variable: tf.Variable, rows: tf.Tensor) -> None: ...
 
@@ -120,14 +124,11 @@ class SumsRows:
                 f"of {spec.name!r}, of a layer that reads all of it. Use update='exact'"
             )
         number = spec.num_rows
-        if self.clip is None:
-            spec.recorder.forget()
-            counts = tf.zeros([number])
-        else:
-            try:
-                counts = count_dense(spec.recorder, gradient, variable, number, on_cpu=on_cpu)
-            except NotRecordedError as received:
-                raise _uncounted(spec, received) from None
+        counts = self._from_lookups(
+            spec,
+            lambda: count_dense(spec.recorder, gradient, variable, number, on_cpu=on_cpu),
+            lambda: tf.zeros([number]),
+        )
         indices = tf.range(number, dtype=tf.int64)
         return RowSums(indices, widened(gradient), counts, is_whole=True)
 
@@ -153,13 +154,28 @@ class SumsRows:
             ) from None
 
     def _counted(self, spec: TableSpec, indices: tf.Tensor, on_cpu: bool) -> Counts:
-        if self.clip is None:
-            spec.recorder.forget()
-            return repeats_per_row(indices, spec.num_rows, on_cpu=on_cpu)
-        try:
-            return count_sparse(spec.recorder, indices, spec.num_rows, on_cpu=on_cpu)
-        except NotRecordedError as received:
-            raise _uncounted(spec, received) from None
+        return self._from_lookups(
+            spec,
+            lambda: count_sparse(spec.recorder, indices, spec.num_rows, on_cpu=on_cpu),
+            lambda: repeats_per_row(indices, spec.num_rows, on_cpu=on_cpu),
+        )
+
+    def _from_lookups(
+        self, spec: TableSpec, samples: Callable[[], T], otherwise: Callable[[], T]
+    ) -> T:
+        """A table's counts of samples; `otherwise` those that need no lookups, where none clips.
+
+        Raises:
+          ValueError: the table is clipped, and its lookups are not recorded.
+        """
+        if self.clip is not None or self._statistics is not None:
+            try:
+                return samples()
+            except NotRecordedError as received:
+                if self.clip is not None:
+                    raise _uncounted(spec, received) from None
+        spec.recorder.forget()
+        return otherwise()
 
 
 def _uncounted(spec: TableSpec, received: NotRecordedError) -> ValueError:

@@ -84,13 +84,22 @@ def test_a_summary_has_all_its_columns():
         ),
         (
             [field("a", clipped=(50, 400)), *(field(n, is_clipped=False) for n in "bc"), LINEAR],
-            "The clip shortened 10 % of the rows (25 % of the occurrences). The 2 other fields are "
-            "not clipped.",
+            "The clip shortened 10 % of the rows (25 % of the occurrences). Not clipped: 2 fields "
+            "of embeddings.",
+        ),
+        (
+            [
+                *(field("a", table="linear", width=1, clipped=(50, 400)), field("b"), LINEAR),
+                field("a", is_clipped=False),
+            ],
+            "The clip shortened 5 % of the rows (12 % of the occurrences); most of all in "
+            "linear/a, 10 % of the rows (25 % of the occurrences); none in 1 of 2 among the fields "
+            "of linear and embeddings. Not clipped: 1 field of linear, 1 field of embeddings.",
         ),
         (
             [field("a"), field("b"), field("c", is_clipped=False)],
             "The clip shortened no gradient: no row of any of 2 fields reached its bound. "
-            "The other field is not clipped.",
+            "Not clipped: 1 field of embeddings.",
         ),
         (
             [field("a", clipped=(1, 2))],

@@ -83,13 +83,17 @@ def _sum(parts: Iterable[RowStatistics]) -> RowStatistics:
 def clip_sentence(fields: Sequence[FieldStatistics]) -> str:
     """A sentence on what the clip did to the ids of a run; of several tables, by table.
 
-    Its shares are of the fields that are clipped; how many others the embeddings have, another one.
+    Its shares are of the fields that are clipped. How many others there are, another one tells: of
+    tables of width 1, which no clip is meant for, where one of their fields is clipped.
     """
-    exempt = sum(bool(one.steps) and one.width > 1 and not one.is_clipped for one in fields)
-    if not exempt or not any(one.is_clipped and one.steps for one in fields):
+    clipped = [one for one in fields if one.is_clipped and one.steps]
+    least = 1 if any(one.width == 1 for one in clipped) else 2
+    others = [o for o in fields if o.steps and o.width >= least and not o.is_clipped]
+    if not clipped or not others:
         return _sentence(fields)
-    others = "The other field is" if exempt == 1 else f"The {exempt} other fields are"
-    return f"{_sentence(fields)} {others} not clipped."
+    numbers = ((sum(o.table == table for o in others), table) for table in _tables(others))
+    told = (f"{number} field{'s' * (number > 1)} of {table}" for number, table in numbers)
+    return f"{_sentence(fields)} Not clipped: {', '.join(told)}."
 
 
 def _sentence(fields: Iterable[FieldStatistics]) -> str:
