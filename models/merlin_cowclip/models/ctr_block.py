@@ -206,13 +206,21 @@ def target_name(schema: Schema) -> str:
     """The one column tagged as binary target.
 
     Raises:
-      ValueError: none or several.
+      ValueError: none or several, or one that is tagged as a target of another kind alone.
     """
     names = schema.select_by_tag(Tags.TARGET).column_names
     if len(names) != 1:
         raise ValueError(
             "The schema must have exactly one column tagged Tags.TARGET (the 0/1 label). "
             f"Received: {names}"
+        )
+    tags = schema[names[0]].tags
+    others = {Tags.REGRESSION, Tags.MULTI_CLASS, Tags.MULTI_CLASS_CLASSIFICATION} & set(tags)
+    if others and Tags.BINARY_CLASSIFICATION not in tags:
+        raise ValueError(
+            "The target must be a 0/1 label, of which these networks learn the probability. "
+            f"Received: {names[0]!r}, tagged {', '.join(sorted(map(str, others)))}. If it is one, "
+            "tag it Tags.BINARY_CLASSIFICATION"
         )
     return names[0]
 
@@ -259,6 +267,17 @@ def serving_inputs(schema: Schema) -> dict[str, tf.TensorSpec]:
 
 
 def embeddings_of(model: mm.Model) -> dict[str, FusedEmbeddings]:
-    """The fused tables of a model by layer name: "embeddings" and, of width 1, "linear"."""
-    layers = (x for x in model._flatten_layers() if isinstance(x, FusedEmbeddings))
-    return {layer.name: layer for layer in layers}
+    """The fused tables of a model by layer name: "embeddings" and, of width 1, "linear".
+
+    Raises:
+      ValueError: two of them have one name, as in a model of two of our blocks.
+    """
+    found: dict[str, FusedEmbeddings] = {}
+    for layer in model._flatten_layers():
+        if isinstance(layer, FusedEmbeddings) and found.setdefault(layer.name, layer) is not layer:
+            raise ValueError(
+                "The fused tables of a model must have names of their own to be had by name. "
+                f"Received: two called {layer.name!r}. Take them from their blocks: "
+                "block.embeddings, block.linear"
+            )
+    return found

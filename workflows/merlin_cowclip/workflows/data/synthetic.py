@@ -42,8 +42,9 @@ class SyntheticTruth:
         seed: of everything random.
         cardinality: how many ids the largest field draws from.
         click_rate: the share of rows with label 1.
-        best_auc: AUC of the true probabilities; no model does better, but by luck.
-        best_log_loss: mean log loss of the true probabilities.
+        best_auc: AUC of the true probabilities on all rows; no model does better, but by luck. On
+            a part of them, such as a test part, it is another one by chance.
+        best_log_loss: mean log loss of the true probabilities, likewise.
     """
 
     dataset: str
