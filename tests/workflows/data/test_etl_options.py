@@ -477,7 +477,8 @@ def test_report(log, quick):
 @pytest.mark.parametrize(
     ("first", "missing", "note"),
     [
-        (1990, True, "scaled to [0, 1] with it, lie from 0.983 to 1."),
+        (1990, True, "scaled to [0, 1] with it, fill 0.017 of it, from 0.983 to 1."),
+        (1.7e18, True, "scaled to [0, 1] with it, fill 1.5e-14 of it, from 1 to 1."),
         (1990, False, None),
         (0, True, None),
         (-30, True, None),
@@ -485,7 +486,7 @@ def test_report(log, quick):
 )
 def test_numbers_far_from_that_of_missing_ones_are_told(log, path, quick, first, missing, note):
     """Of years with one empty cell all others ended near 1, of which nothing told."""
-    years = (first + np.arange(ROWS) % 35).astype(float)
+    years = first + np.arange(ROWS) % 35 * (first * 2**-51 if first > 2**53 else 1.0)
     years[7] = np.nan if missing else first
     log.assign(price=years).to_csv(path, index=False)
     found = quick().report["fields"]["price"].get("note")

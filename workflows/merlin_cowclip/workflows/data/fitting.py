@@ -19,6 +19,7 @@ from merlin_cowclip.workflows.data.encoding import (
     UNKNOWN,
     count_ids,
     encode_ids,
+    scaled,
     unit_range,
     widened,
 )
@@ -133,8 +134,7 @@ def _fit_numbers(job: FieldJob) -> Fitted:
     low, high = float(held.min()), float(held.max())
     if missing:  # counts as 0
         low, high = min(low, 0.0), max(high, 0.0)
-    scaled = unit_range(numbers, *widened(low, high), job.device)
-    staging.store(name, scaled)
+    staging.store(name, unit_range(numbers, *widened(low, high), job.device))
     test = numbers[~in_train]
     with np.errstate(invalid="ignore"):
         beyond = int(np.count_nonzero((test < low) | (test > high)))
@@ -148,11 +148,12 @@ def _fit_numbers(job: FieldJob) -> Fitted:
         "test_missing": int(np.count_nonzero(np.isnan(test))),
         "test_out_of_range": beyond,
     }
-    least, most = map(float, unit_range(np.array([held.min(), held.max()]), *widened(low, high)))
-    if 0 < most - least < 0.5:
+    least, most = (float(scaled(end, *widened(low, high))) for end in (held.min(), held.max()))
+    if held.min() < held.max() and most - least < 0.5:
         report["note"] = (
-            f"missing numbers count as 0, so that the others, scaled to [0, 1] with it, lie from "
-            f"{least:.3g} to {most:.3g}. Where that is too close, fill in a number like theirs"
+            "missing numbers count as 0, so that the others, scaled to [0, 1] with it, fill "
+            f"{most - least:.2g} of it, from {least:.3g} to {most:.3g}. Where that is too close, "
+            "fill in a number like theirs"
         )
     return Fitted(low=low, high=high, report=report)
 
