@@ -247,6 +247,11 @@ def test_its_own_data_split_anew(tmp_path):
     words = ["must be what it was when it began", "it may have been trained", f"{own} {first.path}"]
     refused(["evaluate", own], words, folder=tmp_path)
     assert command(["evaluate", own, first.path]).code == 0
+    shutil.rmtree(first.path)
+    log.assign(user=range(100)).to_csv(tmp_path / "log.csv", index=False)
+    prepare(spec, [tmp_path / "log.csv"], first.path, progress=False)
+    words = ["must have the vocabulary of the run", f"raw rows (merlin-cowclip evaluate {own} LOG)"]
+    refused(["evaluate", own], words, folder=tmp_path)  # and not sent to the same folder
 
 
 def test_raw_with_prepared_data(run, toy_data, tmp_path):

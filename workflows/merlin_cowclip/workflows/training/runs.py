@@ -282,7 +282,7 @@ class Run:
 
         Raises:
           UserError: it is no longer there, not whole, or of other rows, such as of another split,
-            whose test part it may have been trained on.
+            whose test part it may have been trained on; or as `check_vocabulary`.
         """
         path = Path(self.config["data"])
         if not os.path.isdir(path):
@@ -292,6 +292,7 @@ class Run:
             )
         data = PreparedData.open(path)
         if self.config.get("data_sha256", "") not in ("", identity_of(data)):
+            self.check_vocabulary(data)  # what it names may be refused where it differs
             raise UserError(
                 f"the data of a run must be what it was when it began. Received: {path}, with "
                 "other rows: on those of its test part it may have been trained. To evaluate them "
