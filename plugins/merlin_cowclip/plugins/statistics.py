@@ -30,8 +30,8 @@ class RowStatistics:
 
     Attributes:
       rows: how many; the row of padding, which no sample holds, is none of them.
-      occurrences: samples that hold them, the counts of the clip; of tables that are not clipped,
-        how often the gradient has them, padding among them.
+      occurrences: samples that hold them, the counts of the clip; of a table that is not clipped
+        and whose lookups are not recorded, how often the gradient has them, padding among them.
       clipped_rows: those whose gradient the clip made shorter.
       clipped_occurrences: samples that hold these.
       gradient_norms: sum of the norms of their gradients, with L2, before the clip. It is NaN or
