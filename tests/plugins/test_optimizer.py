@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import re
@@ -15,7 +16,13 @@ import tensorflow as tf
 from merlin.models.tf.models.benchmark import NCFModel
 
 from merlin_cowclip.models import FusedEmbeddings, deepfm
-from merlin_cowclip.plugins import CowClipAdam, CowClipOptimizer, Hyperparameters
+from merlin_cowclip.plugins import (
+    CowClipAdam,
+    CowClipOptimizer,
+    Hyperparameters,
+    load_model,
+    save_model,
+)
 from merlin_cowclip.plugins._stack import Tags, mm
 
 from .merlin_models import (
@@ -698,7 +705,6 @@ def test_a_step_of_no_variable_is_none(eagerly):
         ("clip_ratio", 0, "clip_ratio must be a positive number. Received: clip_ratio=0"),
         ("clip_floor", "x", "clip_floor must be a number .* Received: clip_floor='x'"),
         ("clip_threshold", float("nan"), "clip_threshold must be a positive number"),
-        ("clip", "global", "clip='global' needs clip_threshold, its constant. Received: None"),
         ("epsilon", 0.0, "epsilon must be a positive number. Received: epsilon=0.0"),
         ("beta_1", 1.5, "beta_1 must be below 1. Received: beta_1=1.5"),
         ("beta_2", -1.0, "beta_2 must be a number that is not negative. Received: beta_2=-1.0"),
@@ -713,9 +719,30 @@ def test_a_setting_of_a_part_is_checked_as_it_is_set(name, value, message):
     with pytest.raises(ValueError, match=message):
         setattr(clipped, name, value)
     assert getattr(clipped, name) == before
-    clipped.clip_threshold = 25
-    clipped.clip = "global"
-    assert (clipped.clip, clipped.clip_threshold) == ("global", 25.0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"clip": "global"}, "clip='global' needs clip_threshold, its constant. Received: None"),
+        ({"clip_threshold": 5}, "clip_threshold belongs to .* with clip='adaptive_column'"),
+        ({"clip": "global", "clip_threshold": 5}, None),
+        ({"clip_threshold": 5, "clip": "column"}, None),
+    ],
+)
+def test_a_clip_and_its_threshold_must_fit_by_the_first_step(tmp_path, settings, message):
+    """In whatever order they are set; also those of a model that is loaded."""
+    model = ours(SCHEMA)
+    optimizer = CowClipOptimizer.for_model(model, COLD)
+    for name, value in settings.items():
+        setattr(optimizer.optimizers[0], name, value)
+    model.compile(optimizer=optimizer)
+    with pytest.raises(ValueError, match=message) if message else contextlib.nullcontext():
+        model.fit(dataset(SCHEMA, 2), verbose=0)
+    if message is None:
+        save_model(model, tmp_path / "model")
+        again = load_model(tmp_path / "model").optimizer.optimizers[0]
+        assert {name: getattr(again, name) for name in settings} == settings
 
 
 def test_jit_compile_is_refused():

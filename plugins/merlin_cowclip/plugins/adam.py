@@ -21,7 +21,7 @@ from merlin_cowclip.plugins.clipping import (
 from merlin_cowclip.plugins.joining import JoinedRows, over_all
 from merlin_cowclip.plugins.not_offered import RefusesOptions
 from merlin_cowclip.plugins.row_sums import beside
-from merlin_cowclip.plugins.scaling import CONSTANT_CLIPS, check_clip, check_number, check_rule
+from merlin_cowclip.plugins.scaling import check_clip, check_number, check_rule
 from merlin_cowclip.plugins.sharding import Shard
 from merlin_cowclip.plugins.statistics import StepStatistics, plain_norms
 from merlin_cowclip.plugins.summing import SumsRows
@@ -148,9 +148,7 @@ class CowClipAdam(SumsRows, WaitingRows, RefusesOptions, mm.LazyAdam):
             if name != "clip_threshold" or value is not None:
                 value = check_number(name, value, positive=name not in ("l2", "clip_floor"))
         elif name == "clip":
-            check_rule(value)
-            if value in CONSTANT_CLIPS:
-                check_clip(value, self.clip_threshold)  # which is to be set first
+            check_rule(value)  # with its threshold once both are set: `_create_slots`
         elif name == "update":
             _check_update(value, self.__dict__.get(name))
         super().__setattr__(name, value)
@@ -160,6 +158,10 @@ class CowClipAdam(SumsRows, WaitingRows, RefusesOptions, mm.LazyAdam):
         if is_beta and check_number(name, value) >= 1:
             raise ValueError(f"{name} must be below 1. Received: {name}={value!r}")
         super()._set_hyper(name, value)
+
+    def _create_slots(self, var_list: Sequence[tf.Variable]) -> None:
+        check_clip(self.clip, self.clip_threshold)  # which may have been set since
+        super()._create_slots(var_list)
 
     def bind_tables(
         self,
