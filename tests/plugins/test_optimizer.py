@@ -321,6 +321,10 @@ def test_clip_tables_must_name_something_trainable():
     ):
         CowClipOptimizer.for_model(model, COLD, clip_tables=[])  # which trained without a clip
     with pytest.raises(ValueError, match=r"clip_tables must name.*Received: 'c'.*embeddings"):
+        CowClipOptimizer.for_model(model, COLD, clip_tables=iter(["c"]))
+    for one in (iter(["a"]), np.array(["a", "b"])):
+        assert CowClipOptimizer.for_model(model, COLD, clip_tables=one).clip_tables[0] == "a"
+    with pytest.raises(ValueError, match=r"clip_tables must name.*Received: 'c'.*embeddings"):
         CowClipOptimizer.for_model(model, COLD, clip_tables=["c"])
     frozen = stock_dlrm(SCHEMA)
     for layer in frozen._flatten_layers():

@@ -124,7 +124,9 @@ class CowClipOptimizer(
         hp = hyperparameters
         if isinstance(clip_tables, str):  # else each of its letters were a name
             raise ValueError(f"clip_tables must be a list. Received: {clip_tables!r}, not in one")
-        if clip_tables is not None and not list(clip_tables):
+        if clip_tables is not None:
+            clip_tables = tuple(clip_tables)  # of an iterator, too, which is read once
+        if clip_tables == ():
             raise ValueError(
                 "clip_tables must name something. Received: an empty list, by which nothing is "
                 "clipped. To clip nothing, use clip=None; to clip all tables, leave it out"
@@ -164,7 +166,7 @@ class CowClipOptimizer(
         self.hyperparameters = hp
         self.update_mode = update
         self.steps_per_epoch = steps_per_epoch
-        self.clip_tables = None if clip_tables is None else tuple(clip_tables)
+        self.clip_tables = clip_tables
         self.dense_schedule = dense_schedule
         self.embedding_schedule = embedding_schedule
         self._model: Any = None
@@ -218,8 +220,8 @@ class CowClipOptimizer(
             dense_schedule=dense_schedule,
             embedding_schedule=embedding_schedule,
         )
-        specs, sigma = tables_of(model, clip_tables), hyperparameters.init_stddev
-        check_trainable(specs, clip_tables)
+        specs, sigma = tables_of(model, optimizer.clip_tables), hyperparameters.init_stddev
+        check_trainable(specs, optimizer.clip_tables)
         others = to_initialize(sigma, specs) if init_tables else []
         optimizer.bind(model)  # takes the tables from another optimizer: after all refusals
         initialize(sigma, others)
