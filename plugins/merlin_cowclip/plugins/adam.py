@@ -143,7 +143,7 @@ class CowClipAdam(SumsRows, WaitingRows, RefusesOptions, mm.LazyAdam):
         self._statistics: StepStatistics | None = None
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Settings are checked whenever they are set, not at the step that uses them."""
+        """Settings are checked as they are set; a clip with its threshold before the next step."""
         if name in ("l2", "clip_ratio", "clip_floor", "clip_threshold", "epsilon"):
             if name != "clip_threshold" or value is not None:
                 value = check_number(name, value, positive=name not in ("l2", "clip_floor"))

@@ -93,6 +93,7 @@ def check_stable(*, learning_rate: float, l2: float, beta_1: float, epsilon: flo
     most = most_stable(beta_1, epsilon)
     if learning_rate * l2 > most:
         product = f"{learning_rate:g} * {l2:g} = {learning_rate * l2:.3g}"
+        # Written out: the site's list of messages reads them from the source.
         raise ValueError(f"{_RULE}, {most:.3g}: {_BEYOND} {product}. {_REMEDY}")
 
 

@@ -23,6 +23,7 @@ from merlin_cowclip.plugins.ownership import (
     check_belong,
     check_code,
     check_trainable,
+    chosen,
     clipped_ranges,
     owned_as_text,
     owned_variables,
@@ -122,20 +123,7 @@ class CowClipOptimizer(
         if isinstance(hyperparameters, dict):
             hyperparameters = Hyperparameters(**hyperparameters)
         hp = hyperparameters
-        if isinstance(clip_tables, str):  # else each of its letters were a name
-            raise ValueError(f"clip_tables must be a list. Received: {clip_tables!r}, not in one")
-        if clip_tables is not None:
-            clip_tables = tuple(clip_tables)  # of an iterator, too, which is read once
-        if clip_tables == ():
-            raise ValueError(
-                "clip_tables must name something. Received: an empty list, by which nothing is "
-                "clipped. To clip nothing, use clip=None; to clip all tables, leave it out"
-            )
-        if clip_tables is not None and hp.clip is None:
-            raise ValueError(
-                f"clip_tables needs a clip rule. Received: clip_tables={list(clip_tables)!r} with "
-                "clip=None, by which nothing is clipped. Choose a clip, or leave it out"
-            )
+        clip_tables = chosen(clip_tables, hp.clip)
         clipped, unclipped = (
             TablePart(
                 embedding_schedule or hp.embedding_lr,

@@ -25,6 +25,30 @@ class Owned(NamedTuple):
     l2: float
 
 
+def chosen(clip_tables: Iterable[Any] | None, clip: str | None) -> tuple[Any, ...] | None:
+    """`clip_tables` as they were given, an iterator's too; `None` for all tables.
+
+    Raises:
+      ValueError: a text, nothing, or some although no rule clips.
+    """
+    if clip_tables is None:
+        return None
+    if isinstance(clip_tables, str):  # else each of its letters were a name
+        raise ValueError(f"clip_tables must be a list. Received: {clip_tables!r}, not in one")
+    wanted = tuple(clip_tables)
+    if not wanted:
+        raise ValueError(
+            "clip_tables must name something. Received: an empty list, by which nothing is "
+            "clipped. To clip nothing, use clip=None; to clip all tables, leave it out"
+        )
+    if clip is None:
+        raise ValueError(
+            f"clip_tables needs a clip rule. Received: clip_tables={list(wanted)!r} with "
+            "clip=None, by which nothing is clipped. Choose a clip, or leave it out"
+        )
+    return wanted
+
+
 def tables_of(model: tf.keras.Model, clip_tables: Sequence[Any] | None) -> list[TableSpec]:
     """The tables of a model, which has some, `clip_tables` among them."""
     specs = find_tables(model)

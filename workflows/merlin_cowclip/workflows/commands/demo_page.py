@@ -32,7 +32,7 @@ def write_demo_page(
       runs: by the demo's lines: those of its smallest batch first, "none" and "cowclip" among them.
       header: of the table as it is printed.
       lines: of that table, one for each run.
-      best_auc: of the planted truth.
+      best_auc: of the planted truth, on all rows.
     """
     first = next(iter(runs.values()))
     rows = sum(first.config["rows"].values())
@@ -63,8 +63,8 @@ def _table(
     ]
     verdict = (
         f"From batches of {sizes[0]:,} to {sizes[-1]:,} the test AUC changes "
-        f"{' and '.join(changes)}; the best possible on all rows is {best_auc:.4f}, on the test "
-        "part by chance some thousandths more or less."
+        f"{' and '.join(changes)}; the best possible on all rows is {best_auc:.4f}; on the test "
+        "part chance makes it another one."
     )
     at = list(header).index("test AUC")
     rows = [

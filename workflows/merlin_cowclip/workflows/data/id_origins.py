@@ -32,7 +32,7 @@ class Origin(enum.Enum):
 class RawValues:
     """What became of a log's values until ids were made of them; or to the end, if none were."""
 
-    changed_by: tuple[str, ...] = ()  # what may have made others of them, in order: operators
+    changed_by: tuple[str, ...] = ()  # what may have made others of them, in order
     filled: bool = False  # missing ones
 
 

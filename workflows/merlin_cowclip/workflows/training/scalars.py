@@ -90,14 +90,13 @@ def clip_sentence(fields: Sequence[FieldStatistics]) -> str:
     least = 1 if any(one.width == 1 for one in clipped) else 2
     others = [o for o in fields if o.steps and o.width >= least and not o.is_clipped]
     if not clipped or not others:
-        return _sentence(fields)
+        return _sentence(clipped)
     numbers = ((sum(o.table == table for o in others), table) for table in _tables(others))
     told = (f"{number} field{'s' * (number > 1)} of {table}" for number, table in numbers)
-    return f"{_sentence(fields)} Not clipped: {', '.join(told)}."
+    return f"{_sentence(clipped)} Not clipped: {', '.join(told)}."
 
 
-def _sentence(fields: Iterable[FieldStatistics]) -> str:
-    clipped = [field for field in fields if field.is_clipped and field.steps]
+def _sentence(clipped: Sequence[FieldStatistics]) -> str:
     if not clipped:
         return "No id was clipped: the clip applies to no table."
     touched = [field for field in clipped if field.all.clipped_rows]
