@@ -113,7 +113,8 @@ def cost(rows: int, size: int, every: int, rounds: int) -> None:
             for name, way in ways.items():
                 seconds[name].append(steps(model, some, every, way))
                 checkpoints.wait()
-        size_of = sum(f.stat().st_size for f in checkpoints.folder.rglob("state.*")) / 2
+        size_of = sum(f.stat().st_size for f in checkpoints.folder.rglob("state.*"))
+        size_of /= len(checkpoints.steps())
     without, with_ = (statistics.median(seconds[name]) for name in ways)
     ratios = [b / a for a, b in zip(seconds["without"], seconds["with"], strict=True)]
     print(f"V = {rows:,}, batch {size:,}, exact: a checkpoint of {size_of / 2**20:,.0f} MiB")

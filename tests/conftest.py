@@ -138,10 +138,10 @@ def interpreter() -> Iterator[WarmInterpreter]:
 
 @pytest.fixture(scope="module")
 def quick_saves() -> Iterator[None]:
-    """For a module whose models are saved as by a user, but without Merlin's look at its save."""
+    """For a module whose models are saved by their configuration, without the layers' traces."""
     from tests import saves
 
-    with saves.quick_saves(traces=True):
+    with saves.quick_saves():
         yield
 
 

@@ -15,17 +15,22 @@ with quiet_stack():
     from keras.saving.legacy.saving_utils import trace_model_call
 
 
+_WITH_TRACES = mm.Model.save
+
+
 @contextlib.contextmanager
 def quick_saves(*, traces: bool = False) -> Iterator[None]:
     """Within it Merlin does not load what it has just saved, to read the names of its outputs.
 
     Args:
-      traces: whether those of all layers are saved, as by a user; else a model is saved by its
-        configuration and weights alone, with the serving signature, which Keras loads the same.
+      traces: whether those of all layers are saved, as by a user, also within one that saves none;
+        else a model is saved by its configuration and weights alone, with the serving signature,
+        which Keras loads the same.
     """
     module = "merlin.models.tf.models.base"
-    patch = mock.patch(f"{module}.get_output_schema", return_value=Schema())
-    with patch if traces else mock.patch.object(mm.Model, "save", _save_without_traces):
+    save = _WITH_TRACES if traces else _save_without_traces
+    names = mock.patch(f"{module}.get_output_schema", return_value=Schema())
+    with names, mock.patch.object(mm.Model, "save", save):
         yield
 
 

@@ -749,6 +749,26 @@ def test_a_clip_and_its_threshold_must_fit_by_the_first_step(tmp_path, settings,
         assert {name: getattr(again, name) for name in settings} == settings
 
 
+@pytest.mark.parametrize("settings", [{"clip": None}, {"clip": "global", "clip_threshold": None}])
+def test_a_model_whose_clip_no_longer_fits_loads(tmp_path, settings):
+    """What was trained is not lost by what was set afterwards, which the next step refuses."""
+    model = ours(SCHEMA)
+    hyperparameters = COLD.replace(clip="column", clip_threshold=1e-3)
+    model.compile(optimizer=CowClipOptimizer.for_model(model, hyperparameters))
+    model.fit(dataset(SCHEMA, 2), verbose=0)
+    for name, value in settings.items():
+        setattr(model.optimizer.optimizers[0], name, value)
+    save_model(model, tmp_path / "model")
+    again = load_model(tmp_path / "model")
+    for one, other in zip(model.get_weights(), again.get_weights(), strict=True):
+        np.testing.assert_array_equal(one, other)
+    with pytest.raises(ValueError, match="clip_threshold.* Received: "):
+        again.fit(dataset(SCHEMA, 2), verbose=0)
+    again.optimizer.optimizers[0].clip_threshold = None
+    again.optimizer.optimizers[0].clip = None
+    again.fit(dataset(SCHEMA, 2), verbose=0)
+
+
 def test_jit_compile_is_refused():
     """It failed in every call, by what XLA said of the ops of a lookup or of an update."""
     model = built(ours, SCHEMA)

@@ -218,6 +218,31 @@ def test_bad_arguments(arguments, message):
         CowClipSokOptimizer(**{"hyperparameters": PLAIN, **arguments})
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"clip_threshold": 5}, "clip_threshold belongs to .* with clip='adaptive_column'"),
+        ({"clip": "column"}, "clip='column' needs clip_threshold, its constant. Received: None"),
+        ({"clip": "global"}, "clip must be None or a clip of single rows .*clip='global'"),
+        ({"update": "exact"}, "update must be 'lazy' for SOK's tables.*update='exact'"),
+    ],
+)
+def test_settings_of_a_part_are_refused_by_the_next_step(settings, message):
+    """As the constructor refuses them."""
+    optimizer, variable = CowClipSokOptimizer(PLAIN), table()
+    step(optimizer, variable, lists([1], [2]))
+    before = sok_stand_in.export(variable)[1].numpy()
+
+    def set_and_step():
+        for name, value in settings.items():
+            setattr(optimizer.clipped, name, value)
+        step(optimizer, variable, lists([1], [2]))
+
+    with pytest.raises(ValueError, match=message):
+        set_and_step()
+    np.testing.assert_array_equal(sok_stand_in.export(variable)[1].numpy(), before)
+
+
 @pytest.mark.parametrize("found", [None, sys], ids=["none", "1.x"])
 def test_without_sok_its_extra_is_named(monkeypatch, found):
     monkeypatch.setitem(sys.modules, "sparse_operation_kit", found)

@@ -148,7 +148,7 @@ class CowClipAdam(SumsRows, WaitingRows, RefusesOptions, mm.LazyAdam):
             if name != "clip_threshold" or value is not None:
                 value = check_number(name, value, positive=name not in ("l2", "clip_floor"))
         elif name == "clip":
-            check_rule(value)  # with its threshold once both are set: `_create_slots`
+            check_rule(value)  # with its threshold once both are set: `_transform_gradients`
         elif name == "update":
             _check_update(value, self.__dict__.get(name))
         super().__setattr__(name, value)
@@ -158,10 +158,6 @@ class CowClipAdam(SumsRows, WaitingRows, RefusesOptions, mm.LazyAdam):
         if is_beta and check_number(name, value) >= 1:
             raise ValueError(f"{name} must be below 1. Received: {name}={value!r}")
         super()._set_hyper(name, value)
-
-    def _create_slots(self, var_list: Sequence[tf.Variable]) -> None:
-        check_clip(self.clip, self.clip_threshold)  # which may have been set since
-        super()._create_slots(var_list)
 
     def bind_tables(
         self,
@@ -205,6 +201,7 @@ class CowClipAdam(SumsRows, WaitingRows, RefusesOptions, mm.LazyAdam):
         self, grads_and_vars: Iterable[tuple[Any, tf.Variable]]
     ) -> list[tuple[tf.IndexedSlices, tf.Variable]]:
         """L2 on the batch's rows, then the clip: Keras's hook between gradients and update."""
+        check_clip(self.clip, self.clip_threshold)  # which may have been set since
         pairs = list(grads_and_vars)
         if self.update == "deferred":
             self._before_a_step([variable for _, variable in pairs])

@@ -36,7 +36,7 @@ from merlin_cowclip.plugins.joining import (
     send,
 )
 from merlin_cowclip.plugins.row_sums import beside, sum_columns, sum_per_row, tally, unique
-from merlin_cowclip.plugins.scaling import Hyperparameters
+from merlin_cowclip.plugins.scaling import Hyperparameters, check_rule
 from merlin_cowclip.plugins.schedules import LinearWarmup, whole_steps
 from merlin_cowclip.plugins.sharding import by_owner
 
@@ -68,6 +68,16 @@ def _sok() -> Any:
 class SokAdam(CowClipAdam):
     """`CowClipAdam` whose tables and moments are SOK's; its gradients are `JoinedRows`."""
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "update" and value != "lazy":
+            raise ValueError(
+                "update must be 'lazy' for SOK's tables, which give no pass over the rows that are "
+                f"absent from a batch. Received: update={value!r}."
+            )
+        if name == "clip":
+            _check_by_row(value)
+        super().__setattr__(name, value)
+
     def _create_slots(self, var_list: Sequence[tf.Variable]) -> None:
         for table in var_list:
             slots = self._slots.setdefault(table._unique_id, {})
@@ -85,6 +95,17 @@ class SokAdam(CowClipAdam):
         if operation is tf.raw_ops.ResourceScatterSub:
             return resource.scatter_sub(slices)
         return resource.scatter_update(slices)
+
+
+def _check_by_row(clip: Any) -> None:
+    """Refuse a clip that bounds rows together, or that is none."""
+    check_rule(clip)
+    if clip is not None and not CLIP_RULES[clip].by_row:
+        rules = ", ".join(rule.name for rule in CLIP_RULES.values() if rule.by_row)
+        raise ValueError(
+            "clip must be None or a clip of single rows for SOK's tables, which each rank has "
+            f"rows of: {rules}. Received: clip={clip!r}."
+        )
 
 
 def _moment(table: tf.Variable, name: str) -> tf.Variable:
@@ -156,17 +177,6 @@ class CowClipSokOptimizer(tf.Module):
         super().__init__(name=name)
         _sok()
         hp = hyperparameters
-        if update != "lazy":
-            raise ValueError(
-                "update must be 'lazy' for SOK's tables, which give no pass over the rows that are "
-                f"absent from a batch. Received: update={update!r}."
-            )
-        if hp.clip is not None and not CLIP_RULES[hp.clip].by_row:
-            rules = ", ".join(rule.name for rule in CLIP_RULES.values() if rule.by_row)
-            raise ValueError(
-                "clip must be None or a clip of single rows for SOK's tables, which each rank has "
-                f"rows of: {rules}. Received: clip={hp.clip!r}."
-            )
         self.hyperparameters = hp
         self.clipped, self.unclipped = (
             SokAdam(

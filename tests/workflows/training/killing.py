@@ -62,7 +62,7 @@ def main(place: str, mode: str, *arguments: str) -> int:
         _at_time(float(number))
     elif kind:
         (PLACES | MORE_PLACES)[kind](end)
-    with quick_saves(traces=True):
+    with quick_saves():
         code = command(arguments)
     if kind == "line":
         print(f"lines: {_lines}")

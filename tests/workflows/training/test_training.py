@@ -31,6 +31,7 @@ from merlin_cowclip.workflows.training.rows import Reader
 from merlin_cowclip.workflows.training.runs import Run
 from merlin_cowclip.workflows.training.train import train
 from merlin_cowclip.workflows.training.watch import Watch
+from tests.saves import quick_saves
 
 pytestmark = pytest.mark.usefixtures("quick_saves")
 ROWS, TRAIN, TEST = 5_000, 4_000, 1_000
@@ -87,7 +88,8 @@ def data(log, home) -> PreparedData:
 
 @pytest.fixture(scope="module")
 def run(data, home) -> Run:
-    return train(data, CONFIG, home / "run", progress=False)
+    with quick_saves(traces=True):
+        return train(data, CONFIG, home / "run", progress=False)
 
 
 @pytest.fixture(scope="module")
