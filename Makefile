@@ -78,7 +78,7 @@ lint: $(STAMP)  ## ruff and mypy
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 
-bench: $(STAMP)  ## speed and memory, each as a ratio within one run
+bench: $(STAMP)  ## speed, memory and quality, each compared within one run
 	@for b in benchmarks/bench_*.py; do $(BIN)/python $$b || exit 1; done
 
 # -W: a warning is an error, a link that leads nowhere among them.

@@ -322,6 +322,11 @@ def test_clip_tables_must_name_something_trainable():
         CowClipOptimizer.for_model(model, COLD, clip_tables=[])  # which trained without a clip
     with pytest.raises(ValueError, match=r"clip_tables must name.*Received: 'c'.*embeddings"):
         CowClipOptimizer.for_model(model, COLD, clip_tables=iter(["c"]))
+    for one in ("a", b"a", Tags.USER, model.layers[0]):
+        with pytest.raises(
+            ValueError, match="(?s)clip_tables must be a list. Received: .*not in one"
+        ):
+            CowClipOptimizer.for_model(model, COLD, clip_tables=one)
     for one in (iter(["a"]), np.array(["a", "b"])):
         assert CowClipOptimizer.for_model(model, COLD, clip_tables=one).clip_tables[0] == "a"
     with pytest.raises(ValueError, match=r"clip_tables must name.*Received: 'c'.*embeddings"):
@@ -749,24 +754,48 @@ def test_a_clip_and_its_threshold_must_fit_by_the_first_step(tmp_path, settings,
         assert {name: getattr(again, name) for name in settings} == settings
 
 
-@pytest.mark.parametrize("settings", [{"clip": None}, {"clip": "global", "clip_threshold": None}])
-def test_a_model_whose_clip_no_longer_fits_loads(tmp_path, settings):
-    """What was trained is not lost by what was set afterwards, which the next step refuses."""
+def test_a_clip_of_what_is_not_clipped_is_refused():
+    """Not one that changes nothing."""
+    model = stock_dlrm(SCHEMA)
+    optimizer = CowClipOptimizer.for_model(model, COLD, clip_tables=["a"])
+    optimizer.optimizers[1].clip = "adaptive_column"
+    model.compile(optimizer=optimizer)
+    with pytest.raises(
+        ValueError, match="clip must be None for the part 'unclipped'.*clip_tables left"
+    ):
+        model.fit(dataset(SCHEMA, 2), verbose=0)
+
+
+@pytest.mark.parametrize(
+    ("threshold", "message"),
+    [(1e-3, None), (None, "clip='column' needs clip_threshold, its constant. Received: None")],
+)
+def test_what_was_set_after_the_last_step_is_saved(tmp_path, threshold, message):
+    """No training is lost by it; if it does not fit, the next step says so."""
     model = ours(SCHEMA)
     hyperparameters = COLD.replace(clip="column", clip_threshold=1e-3)
     model.compile(optimizer=CowClipOptimizer.for_model(model, hyperparameters))
     model.fit(dataset(SCHEMA, 2), verbose=0)
-    for name, value in settings.items():
-        setattr(model.optimizer.optimizers[0], name, value)
+    part = model.optimizer.optimizers[0]
+    part.clip, part.clip_threshold = None if threshold else "column", threshold
     save_model(model, tmp_path / "model")
     again = load_model(tmp_path / "model")
     for one, other in zip(model.get_weights(), again.get_weights(), strict=True):
         np.testing.assert_array_equal(one, other)
-    with pytest.raises(ValueError, match="clip_threshold.* Received: "):
+    part = again.optimizer.optimizers[0]
+    assert (part.clip, part.clip_threshold) == (None if threshold else "column", None)
+    with pytest.raises(ValueError, match=message) if message else contextlib.nullcontext():
         again.fit(dataset(SCHEMA, 2), verbose=0)
-    again.optimizer.optimizers[0].clip_threshold = None
-    again.optimizer.optimizers[0].clip = None
-    again.fit(dataset(SCHEMA, 2), verbose=0)
+
+
+def test_a_clip_may_be_switched_off():
+    """With its threshold left, which then bounds nothing; also by the part's configuration."""
+    part = CowClipAdam(clip="column", clip_threshold=1e-3)
+    part.clip = None
+    variable, again = tf.Variable(tf.ones([3, 2])), CowClipAdam.from_config(part.get_config())
+    for one in (part, again):
+        one.apply_gradients([(tf.IndexedSlices(tf.ones([1, 2]), tf.constant([1])), variable)])
+    assert again.clip is None
 
 
 def test_jit_compile_is_refused():

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from merlin_cowclip.plugins import PRESETS, Hyperparameters, K, preset, recipe, scale
-from merlin_cowclip.plugins.scaling import scaling_table
+from merlin_cowclip.plugins.scaling import SCALING_RULES, scaling_table
 
 # (data set, rule, batch size) → the fields in which the authors left their own rule.
 BY_HAND = {
@@ -137,6 +137,8 @@ def test_a_batch_size_of_numpy_is_scaled_to():
 def test_unknown_rule_and_size():
     with pytest.raises(ValueError, match=r"rule must be one of none, .*cowclip. Received: .*'cow'"):
         scale(Hyperparameters(), to=2048, rule="cow")
+    with pytest.raises(ValueError, match="rule must be one of none, .*Received: rule=ScalingRule"):
+        scale(Hyperparameters(), to=2048, rule=SCALING_RULES["cowclip"])
     for to in (0, 1.5, True, np.int64(0)):
         with pytest.raises(ValueError, match="to must be a positive whole number"):
             scale(Hyperparameters(), to=to)

@@ -148,7 +148,7 @@ class CowClipAdam(SumsRows, WaitingRows, RefusesOptions, mm.LazyAdam):
             if name != "clip_threshold" or value is not None:
                 value = check_number(name, value, positive=name not in ("l2", "clip_floor"))
         elif name == "clip":
-            check_rule(value)  # with its threshold once both are set: `_transform_gradients`
+            check_rule(value)  # with its threshold once both are set: `_check_settings`
         elif name == "update":
             _check_update(value, self.__dict__.get(name))
         super().__setattr__(name, value)
@@ -201,8 +201,8 @@ class CowClipAdam(SumsRows, WaitingRows, RefusesOptions, mm.LazyAdam):
         self, grads_and_vars: Iterable[tuple[Any, tf.Variable]]
     ) -> list[tuple[tf.IndexedSlices, tf.Variable]]:
         """L2 on the batch's rows, then the clip: Keras's hook between gradients and update."""
-        check_clip(self.clip, self.clip_threshold)  # which may have been set since
         pairs = list(grads_and_vars)
+        self._check_settings([variable for _, variable in pairs])
         if self.update == "deferred":
             self._before_a_step([variable for _, variable in pairs])
         found = [self._row_gradients(gradient, variable) for gradient, variable in pairs]
@@ -211,6 +211,17 @@ class CowClipAdam(SumsRows, WaitingRows, RefusesOptions, mm.LazyAdam):
             (self._as_given(gradient, table, new, variable), variable)
             for new, table, (gradient, variable) in zip(clipped, found, pairs, strict=True)
         ]
+
+    def _check_settings(self, variables: list[tf.Variable]) -> None:
+        """Hold those against each other that may have been set one after the other."""
+        if self.clip is None:
+            return
+        check_clip(self.clip, self.clip_threshold)
+        if any(all(self._exempt.get(variable.ref(), (False,))) for variable in variables):
+            raise ValueError(
+                f"clip must be None for the part {self._name!r}, with tables that clip_tables left "
+                f"out. Received: clip={self.clip!r}. Name them as the optimizer is made"
+            )
 
     @staticmethod
     def _as_given(given: Any, table: RowGradients, new: tf.Tensor, variable: tf.Variable) -> Any:
@@ -403,7 +414,7 @@ class CowClipAdam(SumsRows, WaitingRows, RefusesOptions, mm.LazyAdam):
             "clip": self.clip,
             "clip_ratio": self.clip_ratio,
             "clip_floor": self.clip_floor,
-            "clip_threshold": self.clip_threshold,
+            "clip_threshold": None if self.clip is None else self.clip_threshold,
             "update": self.update,
         }
 

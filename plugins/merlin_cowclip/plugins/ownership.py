@@ -29,11 +29,11 @@ def chosen(clip_tables: Iterable[Any] | None, clip: str | None) -> tuple[Any, ..
     """`clip_tables` as they were given, an iterator's too; `None` for all tables.
 
     Raises:
-      ValueError: a text, nothing, or some although no rule clips.
+      ValueError: one that is in no list, nothing, or some although no rule clips.
     """
     if clip_tables is None:
         return None
-    if isinstance(clip_tables, str):  # else each of its letters were a name
+    if isinstance(clip_tables, str | bytes) or not isinstance(clip_tables, Iterable):
         raise ValueError(f"clip_tables must be a list. Received: {clip_tables!r}, not in one")
     wanted = tuple(clip_tables)
     if not wanted:

@@ -205,7 +205,7 @@ def find_rule(name: str) -> ScalingRule:
     Raises:
       ValueError: no rule has that name.
     """
-    rule = SCALING_RULES.get(_ALIASES.get(name, name))
+    rule = SCALING_RULES.get(_ALIASES.get(name, name)) if isinstance(name, str) else None
     if rule is None:
         known = ", ".join(SCALING_RULES)
         raise ValueError(f"rule must be one of {known}. Received: rule={name!r}")

@@ -936,6 +936,18 @@ def test_hash_buckets(log, tmp_path):
         assert quick(tmp_path, tmp_path / "gpu").record["notes"] == []
 
 
+def test_hashed_columns_that_are_no_inputs_are_not_told(log, tmp_path):
+    raw = Dataset(log[["site", "user", "click"]][:500].reset_index(drop=True))
+    crossed = [["site", "user"]] >> ops.HashedCross(7)  # which has no tag
+    workflow = nvt.Workflow((["user"] >> ops.Categorify()) + crossed + ["click"])
+    workflow.fit(raw)
+    workflow.save(str(tmp_path / "workflow"))
+    workflow.transform(raw).to_parquet(str(tmp_path / "train"))
+    (note,) = quick(tmp_path, tmp_path / "data").record["notes"]
+    assert note.startswith("left out of the inputs")
+    assert "'site_X_user'" in note
+
+
 def test_operators_that_may_move_rows_are_noted(log, tmp_path):
     """Of raw rows each would get the score of another."""
     sites = pd.DataFrame({"site": [f"s{i}" for i in range(30)]})
@@ -1155,7 +1167,10 @@ def numbers(*values):
             {"genres": numbers(["3"])},
             "column 'genres' must hold lists of integer ids. Received: list<item: string> in",
         ),
-        ({"price": numbers([1.0])}, "column 'price' must hold numbers. Received: list<item: doub"),
+        (
+            {"price": numbers([1.0])},
+            "column 'price' must hold numbers. Received: list<item: doub.* or without its tag",
+        ),
     ],
 )
 def test_bad_types_and_labels(home, copy, tmp_path, changes, message):

@@ -272,9 +272,13 @@ def check_types(spec: DatasetSpec, files: list[ParquetFile]) -> None:
                 and (whole or pa.types.is_floating(kind) or pa.types.is_boolean(kind)),
             }
             if not fits[rule]:
+                remedy = "Change it in the workflow"
+                if rule == "numbers" and is_list(kind):
+                    remedy += (
+                        ": a column for each of its numbers, or without its tag to leave it out"
+                    )
                 raise UserError(
-                    f"column {name!r} must hold {rule}. Received: {kind} in {file.path}. Change it "
-                    "in the workflow"
+                    f"column {name!r} must hold {rule}. Received: {kind} in {file.path}. {remedy}"
                 )
 
 

@@ -204,7 +204,8 @@ class Pipeline:
                 "a CPU: what TargetEncoding and JoinGroupby made of them (a mean, a count) is wrong"
                 ", in the parquet and of raw rows. Fill them before (FillMissing)"
             )
-        hashed = _hashed_on_cpu(workflow, folder)
+        left_out = set(workflow.output_schema.column_names) - set(spec.ids)
+        hashed = [name for name in _hashed_on_cpu(workflow, folder) if name not in left_out]
         if hashed:
             notes.append(
                 f"hashed ids of {quoted(hashed)} are noise if a CPU wrote the parquet, where "
