@@ -750,7 +750,7 @@ def test_a_builder_takes_only_what_its_signature_says(name, options):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"embedding_dim": -1}, "dim must be a positive whole number"),
+        ({"embedding_dim": -1}, "embedding_dim must be a positive whole number"),
         ({"stddev": -1.0}, "stddev must be finite and not negative"),
         ({"stddev": "x"}, "stddev must be finite and not negative. Received: stddev='x'"),
     ],

@@ -224,6 +224,7 @@ def test_bad_arguments(arguments, message):
         ({"clip_threshold": 5}, "clip_threshold belongs to .* with clip='adaptive_column'"),
         ({"clip": "column"}, "clip='column' needs clip_threshold, its constant. Received: None"),
         ({"clip": "global"}, "clip must be None or a clip of single rows .*clip='global'"),
+        ({"clip": "wrong"}, "clip must be None or one of .* Received: clip='wrong'"),
         ({"update": "exact"}, "update must be 'lazy' for SOK's tables.*update='exact'"),
     ],
 )
@@ -240,6 +241,8 @@ def test_settings_of_a_part_are_refused_by_the_next_step(settings, message):
 
     with pytest.raises(ValueError, match=message):
         set_and_step()
+    with pytest.raises(ValueError, match="clip must be None for the part 'unclipped'"):
+        optimizer.unclipped.clip = "column"
     np.testing.assert_array_equal(sok_stand_in.export(variable)[1].numpy(), before)
 
 

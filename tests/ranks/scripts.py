@@ -281,6 +281,26 @@ def stopped(rank: int, ranks: int) -> dict[str, int]:
     return steps
 
 
+def of_keras(rank: int, ranks: int) -> dict[str, Any]:
+    """What callbacks see of fits of a model of Keras's, which rank 1 ends after two epochs."""
+    features, labels = next(batches(Case(ours, SCHEMA), rank, ranks))
+    ids = tf.keras.Input((1,), dtype=tf.int64)
+    rows = tf.keras.layers.Flatten()(tf.keras.layers.Embedding(60, 4)(ids))
+    model = tf.keras.Model(ids, tf.keras.layers.Dense(1, "sigmoid")(rows))
+    model.compile(CowClipOptimizer.for_model(model, HP), loss="binary_crossentropy")
+    losses = []
+
+    class Losses(KERAS.Callback):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            losses.append(float(logs["loss"]))
+            self.model.stop_training = rank == 1 and epoch % 2 == 1
+
+    data = tf.data.Dataset.from_tensors((features["a"], labels)).repeat(2)
+    model.fit(data, epochs=5, verbose=0, callbacks=[Losses()])
+    model.fit(data, None, None, 5, 0, Losses())  # by place, and a single one
+    return {"losses": losses, "steps": int(model.optimizer.iterations)}
+
+
 class _Load(KERAS.Callback):
     """Loads dense weights on a rank, at each of two moments of a fit as it begins."""
 
@@ -391,6 +411,7 @@ def ended(folder: Path, data: Path, rank: int, ranks: int) -> dict[str, Any]:
         "together": together(folder, rank, ranks),
         "half": in_half_precision(folder, data, rank, ranks),
         "stopped": stopped(rank, ranks),
+        "keras": of_keras(rank, ranks),
         "loaded": loaded(rank, ranks),
         "warmed up": warmed_up(folder, rank, ranks),
         "epochs": of_other_epochs(folder, rank, ranks),

@@ -250,6 +250,15 @@ def test_a_callback_of_one_rank_stops_all(results):
         assert told["stopped"] == {"batch": 2, "epoch": 4}
 
 
+def test_callbacks_of_a_keras_model_see_and_stop_all(results):
+    """Merlin adds what averages metrics to its own models alone: the ranks' losses differed."""
+    first, *others = (told["keras"] for told in _of_scripts(results))
+    assert len(first["losses"]) == 4
+    assert first["steps"] == 8
+    for told in others:
+        assert told == first
+
+
 @pytest.mark.parametrize("name", ["epoch", "batch", "built"])
 def test_what_rank_0_loads_as_a_fit_begins_all_have(results, name):
     """It stayed on rank 0, and the ranks trained apart, without a word."""

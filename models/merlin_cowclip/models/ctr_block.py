@@ -14,7 +14,7 @@ from merlin_cowclip.models.embeddings import FusedEmbeddings, plain_combiner
 from merlin_cowclip.models.initial_rows import standard_deviation
 from merlin_cowclip.models.schemas import schema_from_text, schema_text
 from merlin_cowclip.plugins._stack import mm, tf
-from merlin_cowclip.plugins.checks import layer_units
+from merlin_cowclip.plugins.checks import layer_units, whole_number
 from merlin_cowclip.plugins.input_names import unsavable_names
 
 KERNEL_INITIALIZER = "he_normal"
@@ -59,6 +59,7 @@ class CTRBlock(tf.keras.layers.Layer):
     ) -> None:
         super().__init__(**kwargs)
         self.schema = input_schema(schema)
+        whole_number("embedding_dim", embedding_dim)
         self.embedding_dim = embedding_dim
         self.mlp_units = layer_units("mlp", tuple(mlp))
         self.stddev = standard_deviation(stddev)

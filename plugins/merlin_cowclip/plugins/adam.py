@@ -91,10 +91,14 @@ class CowClipAdam(SumsRows, WaitingRows, RefusesOptions, mm.LazyAdam):
         (r at least 2λ, or another rule).
       name: prefix of the optimizer's variables.
 
+    Attributes:
+      may_clip: whether a clip may be set; not on the part of an optimizer that clips nothing.
+
     Raises:
       ValueError: an argument outside its range.
     """
 
+    may_clip = True
     not_offered: ClassVar[Mapping[str, str]] = {
         **dict.fromkeys(
             ("clipnorm", "clipvalue", "global_clipnorm", "gradient_transformers"),
@@ -148,7 +152,13 @@ class CowClipAdam(SumsRows, WaitingRows, RefusesOptions, mm.LazyAdam):
             if name != "clip_threshold" or value is not None:
                 value = check_number(name, value, positive=name not in ("l2", "clip_floor"))
         elif name == "clip":
-            check_rule(value)  # with its threshold once both are set: `_check_settings`
+            check_rule(value)  # with its threshold once both are set: `_transform_gradients`
+            if value is not None and not self.may_clip:
+                raise ValueError(
+                    f"clip must be None for the part {self._name!r}, of the tables that are not "
+                    f"clipped. Received: clip={value!r}. Which are clipped is settled as the "
+                    "optimizer is made: make another"
+                )
         elif name == "update":
             _check_update(value, self.__dict__.get(name))
         super().__setattr__(name, value)
@@ -202,7 +212,8 @@ class CowClipAdam(SumsRows, WaitingRows, RefusesOptions, mm.LazyAdam):
     ) -> list[tuple[tf.IndexedSlices, tf.Variable]]:
         """L2 on the batch's rows, then the clip: Keras's hook between gradients and update."""
         pairs = list(grads_and_vars)
-        self._check_settings([variable for _, variable in pairs])
+        if self.clip is not None:
+            check_clip(self.clip, self.clip_threshold)  # either may have been set since
         if self.update == "deferred":
             self._before_a_step([variable for _, variable in pairs])
         found = [self._row_gradients(gradient, variable) for gradient, variable in pairs]
@@ -211,17 +222,6 @@ class CowClipAdam(SumsRows, WaitingRows, RefusesOptions, mm.LazyAdam):
             (self._as_given(gradient, table, new, variable), variable)
             for new, table, (gradient, variable) in zip(clipped, found, pairs, strict=True)
         ]
-
-    def _check_settings(self, variables: list[tf.Variable]) -> None:
-        """Hold those against each other that may have been set one after the other."""
-        if self.clip is None:
-            return
-        check_clip(self.clip, self.clip_threshold)
-        if any(all(self._exempt.get(variable.ref(), (False,))) for variable in variables):
-            raise ValueError(
-                f"clip must be None for the part {self._name!r}, with tables that clip_tables left "
-                f"out. Received: clip={self.clip!r}. Name them as the optimizer is made"
-            )
 
     @staticmethod
     def _as_given(given: Any, table: RowGradients, new: tf.Tensor, variable: tf.Variable) -> Any:

@@ -15,6 +15,7 @@ import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 from merlin_cowclip.plugins._stack import tf
@@ -132,6 +133,8 @@ def notify_of_fits(model: tf.keras.Model, bound: Notified) -> None:
     def over_batches(name: str) -> Callable[..., Any]:
         def method(self: Any, *arguments: Any, **named: Any) -> Any:
             data = arguments[0] if arguments else named.get("x")
+            if name == "fit" and not hasattr(type(self), "_add_horovod_callbacks"):
+                arguments, named = _with_callbacks(arguments, named, partial(on_ranks, self))
             size = _batch_size(data, arguments, named)
             is_validation = bool(named.get("_use_cached_eval_dataset"))
             token = _called.set(_Call(self, _FUNCTIONS[name], data, size, is_validation))
@@ -225,14 +228,20 @@ def notify_of_fits(model: tf.keras.Model, bound: Notified) -> None:
             return optimizer
         return type(self)._create_optimizer(self, optimizer)
 
-    def _add_horovod_callbacks(self: Any, callbacks: Any) -> Any:
-        given = self._validate_callbacks(callbacks)
-        added = type(self)._add_horovod_callbacks(self, list(given))
-        optimizer = compiled(self)
-        if optimizer is None:
-            return added
-        alike = stopping_alike(for_one_model(added, given))
+    def on_ranks(model: Any, callbacks: Any) -> Any:
+        """A fit's callbacks, where there are several ranks for these."""
+        optimizer = compiled(model)
+        if optimizer is None or ranks().size == 1:
+            return callbacks
+        if isinstance(callbacks, tf.keras.callbacks.CallbackList):
+            callbacks = callbacks.callbacks
+        alike = stopping_alike(for_one_model(tf.nest.flatten(callbacks or [])))
         return beginning_alike(alike, optimizer.share_loaded)
+
+    def _add_horovod_callbacks(self: Any, callbacks: Any) -> Any:
+        if compiled(self) is None:
+            return type(self)._add_horovod_callbacks(self, callbacks)
+        return on_ranks(self, callbacks)
 
     def _maybe_load_initial_counters_from_ckpt(
         self: Any, steps_per_epoch: int | None, initial_epoch: int
@@ -254,6 +263,16 @@ def notify_of_fits(model: tf.keras.Model, bound: Notified) -> None:
     for method in methods:
         # object.__setattr__: Keras would look for layers in it.
         object.__setattr__(model, method.__name__, types.MethodType(method, model))
+
+
+def _with_callbacks(
+    arguments: tuple[Any, ...], named: dict[str, Any], change: Callable[[Any], Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of Keras's fit, with other callbacks."""
+    place = 5  # x, y, batch_size, epochs, verbose
+    if len(arguments) > place:
+        return (*arguments[:place], change(arguments[place]), *arguments[place + 1 :]), named
+    return arguments, {**named, "callbacks": change(named.get("callbacks"))}
 
 
 def _check_no_jit(jit_compile: Any) -> None:

@@ -258,23 +258,25 @@ def broadcast(variables: Iterable[tf.Variable]) -> None:
         variable.assign(value)
 
 
-def for_one_model(callbacks: Sequence[Any], given: Sequence[Any]) -> list[Any]:
-    """Of Keras's callbacks, on several ranks, what goes with ranks that train as one.
+def for_one_model(given: Sequence[Any]) -> list[Any]:
+    """Keras's callbacks of a fit; on several ranks those that go with ranks that train as one.
 
     Those that give all ranks the weights of one are left out: they have them, but for rows of their
-    own. What Merlin has added comes first: it averages metrics over the ranks, and whoever stops or
-    sets a learning rate by a metric must do so on all ranks alike.
+    own. One that averages metrics over the ranks comes first, for whoever stops or sets a learning
+    rate by a metric must do so on all ranks alike.
 
     Args:
-      callbacks: with those that Merlin has added.
-      given: without.
+      given: as they are for one rank.
     """
     if ranks().size == 1:
-        return list(callbacks)
-    from horovod.tensorflow.keras.callbacks import BroadcastGlobalVariablesCallback
+        return list(given)
+    from horovod.tensorflow.keras import callbacks
 
-    kept = [one for one in callbacks if not isinstance(one, BroadcastGlobalVariablesCallback)]
-    return sorted(kept, key=lambda one: any(one is other for other in given))
+    alike = callbacks.BroadcastGlobalVariablesCallback
+    kept = [one for one in given if not isinstance(one, alike)]
+    if any(isinstance(one, callbacks.MetricAverageCallback) for one in kept):
+        return kept
+    return [callbacks.MetricAverageCallback(), *kept]
 
 
 def check_same(of_one: Mapping[str, Any], rule: str) -> None:

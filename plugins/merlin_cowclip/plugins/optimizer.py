@@ -137,6 +137,7 @@ class CowClipOptimizer(
             )
             for part, clip in (("clipped", hp.clip), ("unclipped", None))
         )
+        unclipped.may_clip = False
         dense = DensePart(dense_schedule or hp.dense_lr, name="dense")
         for part_optimizer in (clipped, unclipped, dense):
             part_optimizer.factor = self._factor

@@ -191,6 +191,7 @@ class CowClipSokOptimizer(tf.Module):
             )
             for part, clip in (("clipped", hp.clip), ("unclipped", None))
         )
+        self.unclipped.may_clip = False
         rate = dense_schedule or _warming_up(hp, steps_per_epoch)
         self.dense = tf.keras.optimizers.legacy.Adam(rate, name="dense")
         self._is_alike = False

@@ -252,8 +252,8 @@ def test_what_adopt_prints(adopted):
     ids = sum(int(of_field.sum()) for of_field in occur.values())
     assert printed.splitlines() == [
         "left out of the inputs, tagged neither categorical nor continuous: 'comment'",
-        "hashed ids of 'site' are noise if a CPU wrote the parquet, where NVTabular hashes the "
-        "row's number along with the id: write it on a GPU, or do without num_buckets and "
+        "hashed ids of 'site_hashed' are noise if a CPU wrote the parquet, where NVTabular hashes "
+        "the row's number along with the id: write it on a GPU, or do without num_buckets and "
         "HashBucket",
         f"4,800 training and 1,200 test rows, {ids} ids in 6 fields: {data.path}",
     ]
@@ -934,6 +934,22 @@ def test_hash_buckets(log, tmp_path):
     (tmp_path / "workflow/metadata.json").write_text(json.dumps(metadata))
     with pytest.warns(UserWarning, match="Loading workflow generated on GPU"):
         assert quick(tmp_path, tmp_path / "gpu").record["notes"] == []
+
+
+@pytest.mark.parametrize("op", [ops.HashBucket(7), ops.Categorify(num_buckets=7)])
+def test_hashed_columns_are_told_by_the_inputs_that_they_are(log, tmp_path, op):
+    """Renamed, beside the raw column; and what is made of one."""
+    raw = Dataset(log[["site", "click"]][:500].reset_index(drop=True))
+    renamed = ["site"] >> op >> ops.Rename(postfix="_id")
+    means = renamed >> ops.JoinGroupby(cont_cols=["click"], stats=["mean"])
+    counted = means >> ops.AddMetadata(tags=[Tags.CONTINUOUS])
+    workflow = nvt.Workflow(renamed + counted + ["site", "click"])
+    workflow.fit(raw)
+    workflow.save(str(tmp_path / "workflow"))
+    workflow.transform(raw).to_parquet(str(tmp_path / "train"))
+    notes = quick(tmp_path, tmp_path / "data").record["notes"]
+    (note,) = [note for note in notes if "noise" in note]
+    assert note.startswith("hashed ids of 'site_id', 'site_id_click_mean' are noise if a")
 
 
 def test_hashed_columns_that_are_no_inputs_are_not_told(log, tmp_path):

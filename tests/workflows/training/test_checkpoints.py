@@ -121,6 +121,12 @@ def test_early_stopping(data, tmp_path):
         with pytest.raises(UserError, match="epochs, of which the last 2 were not its best"):
             resume(stopped.path, epochs=epochs, progress=False)
     assert Run.open(stopped.path).result == stopped.result
+    (out / "result.json").rename(tmp_path / "result.json")  # as if killed before it was written
+    before = (out / "config.json").read_bytes()
+    with pytest.raises(UserError, match=r"raised while it has patience.* the last 2 were not its"):
+        resume(out, epochs=20, progress=False)
+    assert (out / "config.json").read_bytes() == before
+    assert resume(out, progress=False).result["auc"] == stopped.result["auc"]
 
 
 def test_progress_of_equal_epochs_is_bests_first():

@@ -7,7 +7,7 @@ import glob
 import itertools
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -204,8 +204,7 @@ class Pipeline:
                 "a CPU: what TargetEncoding and JoinGroupby made of them (a mean, a count) is wrong"
                 ", in the parquet and of raw rows. Fill them before (FillMissing)"
             )
-        left_out = set(workflow.output_schema.column_names) - set(spec.ids)
-        hashed = [name for name in _hashed_on_cpu(workflow, folder) if name not in left_out]
+        hashed = sorted(_hashed_on_cpu(workflow, folder).intersection(spec.fields))
         if hashed:
             notes.append(
                 f"hashed ids of {quoted(hashed)} are noise if a CPU wrote the parquet, where "
@@ -428,40 +427,52 @@ def _find_vocabularies(workflow: nvt.Workflow, folder: Path) -> dict[str, Path]:
     return found
 
 
-def _hashed_on_cpu(workflow: nvt.Workflow, folder: Path) -> list[str]:
-    """Columns that NVTabular hashes, if the workflow was saved without cudf."""
+def _hashed_on_cpu(workflow: nvt.Workflow, folder: Path) -> set[str]:
+    """Outputs made of what NVTabular hashes, if the workflow was saved without cudf."""
     from nvtabular.ops import Categorify, HashBucket, HashedCross
 
     saved = json.loads((folder / "metadata.json").read_text(encoding="utf-8"))
     if "cudf" in saved.get("versions", {}):
-        return []
+        return set()
 
     def hashes(op: Any) -> bool:
         # Our own subclass of Categorify hashes the id alone.
-        return op.num_buckets if type(op) is Categorify else not isinstance(op, Categorify)
+        stock = type(op) is Categorify and bool(op.num_buckets)
+        return stock or isinstance(op, HashBucket | HashedCross)
 
-    kinds = (Categorify, HashBucket, HashedCross)
-    nodes = nodes_of(workflow.output_node, kinds)
-    return sorted(c for n in nodes if hashes(n.op) for c in n.output_schema.column_names)
+    return _made(workflow, lambda op, of_such: of_such or hashes(op))
+
+
+def _made(workflow: nvt.Workflow, holds: Callable[[Any, bool], bool]) -> set[str]:
+    """Outputs of which something holds.
+
+    Args:
+      workflow: fitted.
+      holds: whether it does of what an operator makes, by whether it does of what that is made of.
+    """
+
+    def made_by(node: Node, given: dict[str, bool]) -> dict[str, bool]:
+        names = node.output_schema.column_names
+        sources = {name: node.column_mapping.get(name, [name]) for name in names}
+        return {
+            name: holds(node.op, any(given.get(source, False) for source in of))
+            for name, of in sources.items()
+        }
+
+    found = followed(workflow.output_node, lambda name: False, made_by, False)
+    return {name for name, is_so in found.items() if is_so}
 
 
 def _thinned(workflow: nvt.Workflow) -> set[str]:
     """Columns of which an operator behind Categorify leaves out or doubles rows, or cuts lists."""
     from nvtabular.ops import Categorify, Dropna, Filter, Groupby, JoinExternal, ListSlice
 
-    def made_by(node: Node, given: dict[str, bool]) -> dict[str, bool]:
-        names = node.output_schema.column_names
-        if isinstance(node.op, Categorify):
-            return dict.fromkeys(names, False)
-        thins = isinstance(node.op, Dropna | Filter | Groupby | JoinExternal | ListSlice)
-        sources = {name: node.column_mapping.get(name, [name]) for name in names}
-        return {
-            name: thins or any(given.get(source, False) for source in of)
-            for name, of in sources.items()
-        }
+    thinning = Dropna | Filter | Groupby | JoinExternal | ListSlice
 
-    thinned = followed(workflow.output_node, lambda name: False, made_by, False)
-    return {name for name, is_so in thinned.items() if is_so}
+    def thins(op: Any, of_such: bool) -> bool:
+        return not isinstance(op, Categorify) and (of_such or isinstance(op, thinning))
+
+    return _made(workflow, thins)
 
 
 def _of_neighbours(workflow: nvt.Workflow) -> list[str]:

@@ -91,7 +91,7 @@ class Checkpoints:
             UserError, OSError: what the one before failed with.
         """
         self.wait()
-        target = self.folder / f"step-{step:010}"
+        target = self.path(step)
         partial = self.folder / f".{target.name}.partial"
         record = {"step": step, "progress": progress, "tensors": state.described()}
         record |= self._format(state)
@@ -260,7 +260,7 @@ class Checkpoints:
         steps = self.steps()
         for step in steps[: -self._keep]:
             if step != best:
-                old = self.folder / f"step-{step:010}"
+                old = self.path(step)
                 hidden = old.with_name(f".{old.name}.old")
                 os.rename(old, hidden)  # at once: what is half removed is none
                 remove(hidden)
@@ -270,6 +270,10 @@ class Checkpoints:
         names = os.listdir(self.folder) if self.folder.is_dir() else []
         return sorted(int(found[1]) for name in names if (found := _NAME.fullmatch(name)))
 
+    def path(self, step: int) -> Path:
+        """Where the one after `step` updates lies."""
+        return self.folder / f"step-{step:010}"
+
     def at(self, step: int) -> Checkpoint:
         """The one after `step` updates, every byte of it held against its record.
 
@@ -278,7 +282,7 @@ class Checkpoints:
         Raises:
             UserError: it is damaged, or not there.
         """
-        path = self.folder / f"step-{step:010}"
+        path = self.path(step)
         found: tuple[str | None, Any] = (None, None)
         if self._ranks.rank == 0:
             found = _or_refusal(lambda: files.read_record(path))
@@ -328,7 +332,7 @@ class Checkpoints:
         """
         for step in self.steps():
             if checkpoint is None or step > checkpoint.step:
-                path = self.folder / f"step-{step:010}"
+                path = self.path(step)
                 aside = path.with_name(f"damaged-{path.name}")
                 remove(aside)
                 os.rename(path, aside)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -12,9 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from merlin_cowclip.workflows.data.prepared import PreparedData
 from merlin_cowclip.workflows.errors import Notice, UserError, clipped, shown
+from merlin_cowclip.workflows.training.checkpoint_files import read_record
+from merlin_cowclip.workflows.training.checkpoints import Checkpoints
 from merlin_cowclip.workflows.training.configuration import TrainConfig
 from merlin_cowclip.workflows.training.epochs import Progress
 from merlin_cowclip.workflows.training.runs import (
+    CHECKPOINTS,
     CONFIG,
     RESULT,
     columns_of,
@@ -94,7 +98,7 @@ def config_of(record: Mapping[str, Any], run: Path) -> TrainConfig:
 
 
 def refuse_finished(run: Path, before: TrainConfig, wanted: TrainConfig) -> None:
-    """Refuse a finished run that is to have no more epochs, or had stopped early.
+    """Refuse a finished run that is to have no more epochs, and more for one that stopped early.
 
     Raises:
       UserError: it is one.
@@ -103,6 +107,13 @@ def refuse_finished(run: Path, before: TrainConfig, wanted: TrainConfig) -> None
         progress = Progress(json.loads((run / RESULT).read_text(encoding="utf-8"))["epochs"])
         early = progress.is_out_of(before.patience)
     except FileNotFoundError:
+        progress = Progress(_epochs_of(Checkpoints(run / CHECKPOINTS)))
+        if wanted.epochs > before.epochs and progress.is_out_of(before.patience):
+            raise UserError(
+                f"epochs of a run can only be raised while it has patience. Received: {run}, of "
+                f"whose {len(progress.epochs)} epochs the last {before.patience} were not its "
+                f"best. Leave them out, so that it ends: {how_to_resume(run)}"
+            ) from None
         return
     except (OSError, ValueError, RecursionError, LookupError, TypeError):
         early = False  # it is damaged, and written again
@@ -117,6 +128,14 @@ def refuse_finished(run: Path, before: TrainConfig, wanted: TrainConfig) -> None
             f"a run that goes on must not be finished. Received: {run}, which has all of its "
             f"{before.epochs} epochs. Raise them: {how_to_resume(run)} --epochs N"
         )
+
+
+def _epochs_of(checkpoints: Checkpoints) -> list[dict[str, Any]]:
+    """What was measured after each epoch, as the last checkpoint has it whose record is whole."""
+    for step in reversed(checkpoints.steps()):
+        with contextlib.suppress(UserError):
+            return list(read_record(checkpoints.path(step))["progress"]["epochs"])
+    return []
 
 
 def with_epochs(config: TrainConfig, epochs: int, run: Path) -> TrainConfig:
