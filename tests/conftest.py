@@ -65,8 +65,10 @@ ARITHMETIC = (  # files about TensorFlow's arithmetic and graphs; all sets have 
     "plugins/test_merlin_tables.py",
     "plugins/test_optimizer.py",
     "plugins/test_row_sums.py",
+    "plugins/test_saving.py",
     "plugins/test_sok.py",
     "plugins/test_statistics.py",
+    "workflows/training/test_checkpoints.py",
     "workflows/training/test_follow_epochs.py",
 )
 
@@ -149,8 +151,10 @@ def quick_saves() -> Iterator[None]:
 def graphs_as_traced() -> Iterator[None]:
     """For a module of many small models: TensorFlow runs graphs as they were traced.
 
-    What it makes of one before its first run takes half of the time to the end of that run where
-    rows catch up, in loops and branches. One test of each such module has it: `graphs_rewritten`.
+    What it makes of one before its first run takes a fifth of the time to the end of that run, and
+    half of it where rows catch up, in loops and branches. As users have it run the notebooks, the
+    demo, the runs that are killed, the ranks, and a test of most of these modules, by
+    `graphs_rewritten`.
     """
     with _rewriting(False):
         yield

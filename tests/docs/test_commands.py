@@ -26,7 +26,7 @@ with quiet_imports():
     from merlin.schema import Tags
     from nvtabular import ops
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_saves")]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_saves", "graphs_as_traced")]
 
 ROWS, BATCH = 1200, "256"
 # What a command is given beside what is printed: the later one counts.

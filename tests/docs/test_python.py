@@ -22,7 +22,7 @@ from merlin_cowclip.workflows.data.synthetic import write_synthetic
 
 from .conftest import GUIDES, Block, blocks
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_saves")]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_saves", "graphs_as_traced")]
 ROWS = 1200
 ELSEWHERE = {"horovod", "sparse_operation_kit", "tritonclient"}
 SMALLER = {

@@ -50,6 +50,8 @@ with quiet_imports():
     from merlin.io import Dataset
     from merlin.schema import ColumnSchema, Schema, Tags
 
+pytestmark = pytest.mark.usefixtures("graphs_as_traced")
+
 
 def padded(lists, to=4):
     return np.array([row + [0] * (to - len(row)) for row in lists])
@@ -388,7 +390,7 @@ def test_rows_that_were_loaded_stay_in_a_model_that_is_built_later(name, monkeyp
     assert (layer.table.numpy()[:50] == 0.5).all()
 
 
-def test_a_trained_block_in_a_second_model_keeps_its_rows():
+def test_a_trained_block_in_a_second_model_keeps_its_rows(graphs_rewritten):
     features = LISTED.excluding_by_tag(Tags.TARGET)
     layer = FusedEmbeddings(LISTED, 8, stacked=False)
     inputs = mm.InputBlockV2(features, categorical=layer)

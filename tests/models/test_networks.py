@@ -59,6 +59,8 @@ with quiet_stack():
     from merlin.models.tf.blocks.interaction import FMBlock as StockFMBlock
     from merlin.models.tf.core.aggregation import StackFeatures
 
+pytestmark = pytest.mark.usefixtures("graphs_as_traced")
+
 HOT = Hyperparameters(ROWS, embedding_lr=0.05, dense_lr=0.02, warmup_epochs=0.0)
 EPOCHS = 15
 
@@ -634,7 +636,7 @@ def test_saved_model_predicts_the_same(trained, saved):
 
 
 @pytest.mark.slow
-def test_a_loaded_model_goes_on_training(tmp_path):
+def test_a_loaded_model_goes_on_training(tmp_path, graphs_rewritten):
     """As if it had never been saved. Here `model.save` is the user's, with traces of all layers."""
     given = features()
     model = NETWORKS["dcn_v2, rank 2"].build(mlp=(4,), cross_layers=1)

@@ -41,6 +41,8 @@ from .merlin_models import (
     stock_wide_and_deep,
 )
 
+pytestmark = pytest.mark.usefixtures("graphs_as_traced")
+
 COLD = Hyperparameters(BATCH, warmup_epochs=0.0)
 HOT = COLD.replace(embedding_lr=0.05, dense_lr=0.01, l2=1e-3)
 
@@ -187,7 +189,7 @@ def test_graph_and_eager_agree():
             )
 
 
-def test_training_is_traced_once():
+def test_training_is_traced_once(graphs_rewritten):
     model, _ = fitted(*MODELS["our deepfm with a list"], steps=2)
     assert model.train_function.experimental_get_tracing_count() == 1
     model.fit(dataset(WITH_LIST, 3, first=2), verbose=0)

@@ -18,6 +18,8 @@ from ..saves import quick_saves
 from .merlin_models import SCHEMA, TARGET, batch, category, dataset, stock_dlrm
 from .test_optimizer import HOT, built, fitted, ours
 
+pytestmark = pytest.mark.usefixtures("graphs_as_traced")
+
 WARM = HOT.replace(warmup_epochs=1.0)
 
 
@@ -112,7 +114,7 @@ def test_all_variables_are_listed_and_checkpointed(tmp_path):
 
 
 @pytest.mark.arithmetic
-def test_backup_and_restore(tmp_path):
+def test_backup_and_restore(tmp_path, graphs_rewritten):
     """Keras's own callback: a run that dies in its third epoch ends like one that does not."""
 
     class Die(tf.keras.callbacks.Callback):

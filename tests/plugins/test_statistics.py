@@ -28,6 +28,8 @@ from .merlin_models import BATCH, SCHEMA, SHARED, WITH_LIST, batch, dataset, sto
 from .test_clipping import oracle
 from .test_optimizer import HOT, built, fitted, ours
 
+pytestmark = pytest.mark.usefixtures("graphs_as_traced")
+
 OFFSETS, FREQUENT = (0, 20, 50), 3.0
 L2, FLOOR, THRESHOLD = 1e-3, 1e-3, 0.05
 RATIOS = {"adaptive_column": 0.02, "adaptive_field": 3e-4}
@@ -329,7 +331,7 @@ def observed(schema=SCHEMA, hyperparameters=HOT, update="exact", **options):
     return model, optimizer, statistics
 
 
-def test_an_interval_the_whole_and_a_restart():
+def test_an_interval_the_whole_and_a_restart(graphs_rewritten):
     model, _, statistics = observed()
     model.fit(dataset(SCHEMA, 3), verbose=0)
     first = statistics.read()

@@ -11,12 +11,14 @@ from .contract import MODES, Built, check_saving, check_step
 from .families import FAMILIES
 from .table import MARKS, table
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("graphs_as_traced")]
 DOCUMENT = Path(__file__).parents[3] / "docs" / "optimizer.md"
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name.replace("`", ""))
-def test_steps_and_saving(family, tmp_path):
+def test_steps_and_saving(family, tmp_path, request):
+    if family.name == "`DLRMModel`":
+        request.getfixturevalue("graphs_rewritten")
     tf.keras.backend.clear_session()
     built = Built(family)
     for mode, eager in MODES:

@@ -45,7 +45,7 @@ pytestmark = [
     pytest.mark.filterwarnings(
         "ignore:Initializing an NVTabular Dataset in CPU mode", "ignore:Performing a hash-based"
     ),
-    pytest.mark.usefixtures("quick_saves"),
+    pytest.mark.usefixtures("quick_saves", "graphs_as_traced"),
 ]
 
 

@@ -59,7 +59,10 @@ with quiet_imports():
 pytest.importorskip("merlin.systems")
 pytest.importorskip("tritonclient.grpc")
 
-pytestmark = pytest.mark.filterwarnings("ignore:Initializing an NVTabular Dataset in CPU mode")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Initializing an NVTabular Dataset in CPU mode"),
+    pytest.mark.usefixtures("graphs_as_traced"),
+]
 assert stock  # a fixture: a run on a stock NVTabular workflow, its data and folder
 TRAIN = 500  # and 1,000 rows to score
 ODD = "Zoë ☂"

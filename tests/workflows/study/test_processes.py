@@ -14,7 +14,7 @@ from tests.warm import WarmInterpreter
 from .processes import ROOT, START
 
 pytestmark = pytest.mark.slow
-OPTIONS = ("--batch-size", 512, "--embedding-dim", 4, "--mlp", "8", "--epochs", 2, "--seeds", 1)
+OPTIONS = ("--model", "lr", "--batch-size", 512, "--epochs", 2, "--seeds", 1)
 TRIALS = ("--trials", 7)
 
 

@@ -28,6 +28,8 @@ from merlin_cowclip.workflows.training.saved_state import State
 from merlin_cowclip.workflows.training.train import resume, train
 from tests.saves import quick_saves
 
+pytestmark = pytest.mark.usefixtures("graphs_as_traced")
+
 BASE = Hyperparameters(batch_size=128, dense_lr=2e-2, embedding_lr=2e-2)
 
 
@@ -135,7 +137,7 @@ def test_progress_of_equal_epochs_is_bests_first():
     assert Progress([{"epoch": 1, "auc": None}]).best is None
 
 
-def test_a_run_in_half_precision(data, tmp_path):
+def test_a_run_in_half_precision(data, tmp_path, graphs_rewritten):
     """Keras wraps the optimizer, for its loss scaling, which the checkpoints hold as well.
 
     The command line, which makes no layer in half precision by itself, goes on in it all the same,

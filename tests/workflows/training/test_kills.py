@@ -13,7 +13,7 @@ from .interrupted import SEVERAL, UNSAVED, UPDATES, Runs, assert_same
 from .killing import PLACES
 
 pytestmark = pytest.mark.slow
-KILLS = 12  # at random, of each kind of update
+KILLS = 8  # at random, of each kind of update
 SEED = 20260
 SAVING_THE_MODEL = "while the model is saved"
 IN_ORDER = [place for place in PLACES if place != SAVING_THE_MODEL]
@@ -73,6 +73,7 @@ def test_killed_at_random(runs, update, options, reference, lines):
         assert_same(run, reference, kills)
 
 
+@pytest.mark.parametrize("update", ["exact"], indirect=True)
 def test_killed_at_each_place(runs, update, options, reference):
     """One run, that is killed at one place after the other."""
     run = runs.home / f"{update}-places"

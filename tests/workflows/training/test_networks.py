@@ -28,7 +28,7 @@ from merlin_cowclip.workflows.training.loader import Loader
 from merlin_cowclip.workflows.training.networks import NETWORKS
 from merlin_cowclip.workflows.training.runs import Run
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_saves")]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_saves", "graphs_as_traced")]
 
 PAIRED = ("C2", "C5", "C8", "C14", "C25")
 # Fewer fields than Criteo's: a model takes as long to save as it has inputs.

@@ -46,6 +46,7 @@ with quiet_imports():
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Initializing an NVTabular Dataset in CPU mode"),
     pytest.mark.filterwarnings("ignore:the run knows no id of 'hour'"),  # Avazu's, and later ones
+    pytest.mark.usefixtures("graphs_as_traced"),
 ]
 ROWS, TRAIN = 1_500, 1_000
 BATCH = 64

@@ -33,7 +33,7 @@ from merlin_cowclip.workflows.training.train import train
 from merlin_cowclip.workflows.training.watch import Watch
 from tests.saves import quick_saves
 
-pytestmark = pytest.mark.usefixtures("quick_saves")
+pytestmark = pytest.mark.usefixtures("quick_saves", "graphs_as_traced")
 ROWS, TRAIN, TEST = 5_000, 4_000, 1_000
 TOML = """
 name = "shop"
@@ -375,7 +375,7 @@ def test_lazy_differs_from_exact(run, data, home, unsaved):
 
 
 @pytest.mark.slow
-def test_options_reach_the_network_and_the_optimizer(data, tmp_path):
+def test_options_reach_the_network_and_the_optimizer(data, tmp_path, graphs_rewritten):
     config = changed(
         model="dcn_v2",
         cross_layers=2,

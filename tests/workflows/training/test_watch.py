@@ -20,6 +20,8 @@ from merlin_cowclip.workflows.training.train import train
 
 from .batches import TRAIN
 
+pytestmark = pytest.mark.usefixtures("graphs_as_traced")
+
 BASE = Hyperparameters(batch_size=32, dense_lr=1e-3, embedding_lr=1e-3, warmup_epochs=0.0)
 SMALL = {"batch_size": 32, "epochs": 4, "embedding_dim": 4, "mlp": (8,), "rule": "none"}
 
@@ -79,7 +81,7 @@ def test_a_table_rate_that_diverges(data, tmp_path):
 
 
 @pytest.mark.parametrize("value", [np.nan, -np.inf])
-def test_a_weight_that_broke_is_found_in_time(data, tmp_path, monkeypatch, value):
+def test_a_weight_that_broke_is_found_in_time(data, tmp_path, monkeypatch, value, graphs_rewritten):
     """Even where no loss is: a row of a table, a dense weight."""
     broken = []
     see = watch.Watch.see
