@@ -796,6 +796,22 @@ def test_a_clip_may_be_switched_off():
     assert again.clip is None
 
 
+def test_a_keras_model_may_have_a_fit_of_its_own():
+    """Without callbacks among its arguments."""
+
+    class Own(tf.keras.Model):
+        def fit(self, x, y, epochs=1):
+            return super().fit(x, y, epochs=epochs, verbose=0)
+
+    ids = tf.keras.Input((1,), dtype=tf.int64)
+    rows = tf.keras.layers.Flatten()(tf.keras.layers.Embedding(9, 2)(ids))
+    model = Own(ids, tf.keras.layers.Dense(1, "sigmoid")(rows))
+    optimizer = CowClipOptimizer.for_model(model, COLD)
+    model.compile(optimizer=optimizer, loss="binary_crossentropy")
+    model.fit(np.array([[1], [2]]), np.array([[0.0], [1.0]]), 2)
+    assert int(optimizer.iterations) == 2
+
+
 def test_jit_compile_is_refused():
     """It failed in every call, by what XLA said of the ops of a lookup or of an update."""
     model = built(ours, SCHEMA)

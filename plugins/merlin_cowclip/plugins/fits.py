@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import inspect
 import itertools
 import math
 import types
@@ -133,8 +134,10 @@ def notify_of_fits(model: tf.keras.Model, bound: Notified) -> None:
     def over_batches(name: str) -> Callable[..., Any]:
         def method(self: Any, *arguments: Any, **named: Any) -> Any:
             data = arguments[0] if arguments else named.get("x")
-            if name == "fit" and not hasattr(type(self), "_add_horovod_callbacks"):
-                arguments, named = _with_callbacks(arguments, named, partial(on_ranks, self))
+            is_keras = not hasattr(type(self), "_add_horovod_callbacks")
+            if name == "fit" and is_keras and ranks().size > 1:
+                change = partial(on_ranks, self)
+                arguments, named = _with_callbacks(type(self).fit, arguments, named, change)
             size = _batch_size(data, arguments, named)
             is_validation = bool(named.get("_use_cached_eval_dataset"))
             token = _called.set(_Call(self, _FUNCTIONS[name], data, size, is_validation))
@@ -266,12 +269,19 @@ def notify_of_fits(model: tf.keras.Model, bound: Notified) -> None:
 
 
 def _with_callbacks(
-    arguments: tuple[Any, ...], named: dict[str, Any], change: Callable[[Any], Any]
+    fit: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    named: dict[str, Any],
+    change: Callable[[Any], Any],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of Keras's fit, with other callbacks."""
-    place = 5  # x, y, batch_size, epochs, verbose
-    if len(arguments) > place:
-        return (*arguments[:place], change(arguments[place]), *arguments[place + 1 :]), named
+    """The arguments of a fit, without its model, with other callbacks; if it takes any."""
+    parameters = inspect.signature(fit).parameters
+    if "callbacks" in parameters:
+        place = list(parameters).index("callbacks") - 1
+        if len(arguments) > place:
+            return (*arguments[:place], change(arguments[place]), *arguments[place + 1 :]), named
+    elif all(one.kind != inspect.Parameter.VAR_KEYWORD for one in parameters.values()):
+        return arguments, named
     return arguments, {**named, "callbacks": change(named.get("callbacks"))}
 
 

@@ -252,7 +252,7 @@ def test_what_adopt_prints(adopted):
     ids = sum(int(of_field.sum()) for of_field in occur.values())
     assert printed.splitlines() == [
         "left out of the inputs, tagged neither categorical nor continuous: 'comment'",
-        "hashed ids of 'site_hashed' are noise if a CPU wrote the parquet, where NVTabular hashes "
+        "hashed ids in 'site_hashed' are noise if a CPU wrote the parquet, where NVTabular hashes "
         "the row's number along with the id: write it on a GPU, or do without num_buckets and "
         "HashBucket",
         f"4,800 training and 1,200 test rows, {ids} ids in 6 fields: {data.path}",
@@ -928,7 +928,7 @@ def test_hash_buckets(log, tmp_path):
     assert counts["raw"].isna().all()
     assert counts["count"].sum() == 500
     (note,) = data.record["notes"]
-    assert note.startswith("hashed ids of 'site' are noise if a CPU wrote the parquet")
+    assert note.startswith("hashed ids in 'site' are noise if a CPU wrote the parquet")
     metadata = json.loads((tmp_path / "workflow/metadata.json").read_text())
     metadata["versions"]["cudf"] = metadata["versions"].pop("pandas")
     (tmp_path / "workflow/metadata.json").write_text(json.dumps(metadata))
@@ -936,26 +936,33 @@ def test_hash_buckets(log, tmp_path):
         assert quick(tmp_path, tmp_path / "gpu").record["notes"] == []
 
 
-@pytest.mark.parametrize("op", [ops.HashBucket(7), ops.Categorify(num_buckets=7)])
-def test_hashed_columns_are_told_by_the_inputs_that_they_are(log, tmp_path, op):
+@pytest.mark.parametrize("hashes", [ops.HashBucket, ops.Categorify])
+def test_hashed_columns_are_told_by_the_inputs_that_they_are(log, tmp_path, hashes):
     """Renamed, beside the raw column; and what is made of one."""
+    place = {"out_path": str(tmp_path)} if hashes is ops.Categorify else {}
+    op = hashes(num_buckets=7, **place)
     raw = Dataset(log[["site", "click"]][:500].reset_index(drop=True))
     renamed = ["site"] >> op >> ops.Rename(postfix="_id")
-    means = renamed >> ops.JoinGroupby(cont_cols=["click"], stats=["mean"])
-    counted = means >> ops.AddMetadata(tags=[Tags.CONTINUOUS])
-    workflow = nvt.Workflow(renamed + counted + ["site", "click"])
+    means = ops.JoinGroupby(cont_cols=["click"], stats=["mean"], out_path=str(tmp_path))
+    ranks = pd.DataFrame({"site_id": range(40), "rank": range(40)})
+    ranked = renamed >> ops.JoinExternal(ranks, on=["site_id"], columns_ext=["site_id", "rank"])
+    made = (renamed >> means) + ranked["rank"]
+    numbers = made >> ops.AddMetadata(tags=[Tags.CONTINUOUS])
+    workflow = nvt.Workflow(renamed + numbers + ["site", "click"])
     workflow.fit(raw)
     workflow.save(str(tmp_path / "workflow"))
     workflow.transform(raw).to_parquet(str(tmp_path / "train"))
     notes = quick(tmp_path, tmp_path / "data").record["notes"]
     (note,) = [note for note in notes if "noise" in note]
-    assert note.startswith("hashed ids of 'site_id', 'site_id_click_mean' are noise if a")
+    assert note.startswith("hashed ids in 'rank', 'site_id', 'site_id_click_mean' are noise if a")
 
 
 def test_hashed_columns_that_are_no_inputs_are_not_told(log, tmp_path):
     raw = Dataset(log[["site", "user", "click"]][:500].reset_index(drop=True))
     crossed = [["site", "user"]] >> ops.HashedCross(7)  # which has no tag
-    workflow = nvt.Workflow((["user"] >> ops.Categorify()) + crossed + ["click"])
+    workflow = nvt.Workflow(
+        (["user"] >> ops.Categorify(out_path=str(tmp_path))) + crossed + ["click"]
+    )
     workflow.fit(raw)
     workflow.save(str(tmp_path / "workflow"))
     workflow.transform(raw).to_parquet(str(tmp_path / "train"))

@@ -207,7 +207,7 @@ class Pipeline:
         hashed = sorted(_hashed_on_cpu(workflow, folder).intersection(spec.fields))
         if hashed:
             notes.append(
-                f"hashed ids of {quoted(hashed)} are noise if a CPU wrote the parquet, where "
+                f"hashed ids in {quoted(hashed)} are noise if a CPU wrote the parquet, where "
                 "NVTabular hashes the row's number along with the id: write it on a GPU, or do "
                 "without num_buckets and HashBucket"
             )
@@ -448,12 +448,17 @@ def _made(workflow: nvt.Workflow, holds: Callable[[Any, bool], bool]) -> set[str
 
     Args:
       workflow: fitted.
-      holds: whether it does of what an operator makes, by whether it does of what that is made of.
+      holds: whether it does of what an operator makes, by whether it does of what that is made of,
+        the keys of a join or a group included.
     """
+    from nvtabular.ops import Groupby, JoinExternal
 
     def made_by(node: Node, given: dict[str, bool]) -> dict[str, bool]:
         names = node.output_schema.column_names
-        sources = {name: node.column_mapping.get(name, [name]) for name in names}
+        keys: Any = node.op.on if isinstance(node.op, JoinExternal) else ()
+        keys = node.op.groupby_cols if isinstance(node.op, Groupby) else keys
+        keys = [keys] if isinstance(keys, str) else keys
+        sources = {name: (*keys, *node.column_mapping.get(name, [name])) for name in names}
         return {
             name: holds(node.op, any(given.get(source, False) for source in of))
             for name, of in sources.items()
