@@ -298,7 +298,8 @@ def of_keras(rank: int, ranks: int) -> dict[str, Any]:
     data = tf.data.Dataset.from_tensors((features["a"], labels)).repeat(2)
     model.fit(data, epochs=5, verbose=0, callbacks=[Losses()])
     model.fit(data, None, None, 5, 0, Losses())  # by place, and a single one
-    return {"losses": losses, "steps": int(model.optimizer.iterations)}
+    history = model.fit(data, epochs=1, verbose=0, validation_data=None if rank else data).history
+    return {"losses": losses, "steps": int(model.optimizer.iterations), **history}
 
 
 class _Load(KERAS.Callback):

@@ -38,7 +38,7 @@ class BeginAlike(tf.keras.callbacks.Callback):
     """Gives all ranks the weights that callbacks have loaded on rank 0.
 
     Horovod's `BroadcastGlobalVariablesCallback`, which does so after the first step, is left out
-    of a fit (see `joining.for_one_model`): it knows nothing of tables in shards.
+    of a fit (see `metrics_alike`): it knows nothing of tables in shards.
 
     Args:
       share: does so; eagerly, on all ranks at once.

@@ -22,7 +22,8 @@ from typing import Any, NamedTuple, Protocol
 from merlin_cowclip.plugins._stack import tf
 from merlin_cowclip.plugins.beginning_alike import beginning_alike
 from merlin_cowclip.plugins.checks import is_whole
-from merlin_cowclip.plugins.joining import for_one_model, ranks
+from merlin_cowclip.plugins.joining import ranks
+from merlin_cowclip.plugins.metrics_alike import metrics_alike
 from merlin_cowclip.plugins.stopping_alike import stopping_alike
 
 _NEEDS_ROWS = ("get_weights", "set_weights", "save_weights", "load_weights")
@@ -238,7 +239,7 @@ def notify_of_fits(model: tf.keras.Model, bound: Notified) -> None:
             return callbacks
         if isinstance(callbacks, tf.keras.callbacks.CallbackList):
             callbacks = callbacks.callbacks
-        alike = stopping_alike(for_one_model(tf.nest.flatten(callbacks or [])))
+        alike = stopping_alike(metrics_alike(tf.nest.flatten(callbacks or [])))
         return beginning_alike(alike, optimizer.share_loaded)
 
     def _add_horovod_callbacks(self: Any, callbacks: Any) -> Any:

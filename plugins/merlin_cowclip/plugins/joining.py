@@ -258,27 +258,6 @@ def broadcast(variables: Iterable[tf.Variable]) -> None:
         variable.assign(value)
 
 
-def for_one_model(given: Sequence[Any]) -> list[Any]:
-    """Keras's callbacks of a fit; on several ranks those that go with ranks that train as one.
-
-    Those that give all ranks the weights of one are left out: they have them, but for rows of their
-    own. One that averages metrics over the ranks comes first, for whoever stops or sets a learning
-    rate by a metric must do so on all ranks alike.
-
-    Args:
-      given: as they are for one rank.
-    """
-    if ranks().size == 1:
-        return list(given)
-    from horovod.tensorflow.keras import callbacks
-
-    alike = callbacks.BroadcastGlobalVariablesCallback
-    kept = [one for one in given if not isinstance(one, alike)]
-    if any(isinstance(one, callbacks.MetricAverageCallback) for one in kept):
-        return kept
-    return [callbacks.MetricAverageCallback(), *kept]
-
-
 def check_same(of_one: Mapping[str, Any], rule: str) -> None:
     """Refuse what the ranks do not have alike; eagerly, on all ranks at once.
 
