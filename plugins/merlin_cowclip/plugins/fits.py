@@ -277,11 +277,12 @@ def _with_callbacks(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of a fit, without its model, with other callbacks; if it takes any."""
     parameters = inspect.signature(fit).parameters
-    if "callbacks" in parameters:
+    taken = parameters.get("callbacks")
+    if taken is not None and taken.kind != taken.KEYWORD_ONLY:
         place = list(parameters).index("callbacks") - 1
         if len(arguments) > place:
             return (*arguments[:place], change(arguments[place]), *arguments[place + 1 :]), named
-    elif all(one.kind != inspect.Parameter.VAR_KEYWORD for one in parameters.values()):
+    if taken is None and all(one.kind != one.VAR_KEYWORD for one in parameters.values()):
         return arguments, named
     return arguments, {**named, "callbacks": change(named.get("callbacks"))}
 

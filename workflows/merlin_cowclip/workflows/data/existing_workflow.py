@@ -449,16 +449,17 @@ def _made(workflow: nvt.Workflow, holds: Callable[[Any, bool], bool]) -> set[str
     Args:
       workflow: fitted.
       holds: whether it does of what an operator makes, by whether it does of what that is made of,
-        the keys of a join or a group included.
+        the keys of a join or a group and what a LambdaOp depends on included.
     """
-    from nvtabular.ops import Groupby, JoinExternal
+    from nvtabular.ops import Groupby, JoinExternal, LambdaOp
 
     def made_by(node: Node, given: dict[str, bool]) -> dict[str, bool]:
         names = node.output_schema.column_names
-        keys: Any = node.op.on if isinstance(node.op, JoinExternal) else ()
-        keys = node.op.groupby_cols if isinstance(node.op, Groupby) else keys
-        keys = [keys] if isinstance(keys, str) else keys
-        sources = {name: (*keys, *node.column_mapping.get(name, [name])) for name in names}
+        read: Any = node.op.on if isinstance(node.op, JoinExternal) else ()
+        read = node.op.groupby_cols if isinstance(node.op, Groupby) else read
+        read = node.dependency_columns.names if isinstance(node.op, LambdaOp) else read
+        read = [read] if isinstance(read, str) else read
+        sources = {name: (*read, *node.column_mapping.get(name, [name])) for name in names}
         return {
             name: holds(node.op, any(given.get(source, False) for source in of))
             for name, of in sources.items()
