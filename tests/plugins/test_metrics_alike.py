@@ -24,3 +24,14 @@ def test_a_mean_is_of_the_ranks_that_have_it(monkeypatch):
     assert np.isnan(logs.pop("auc"))
     np.testing.assert_array_equal(logs.pop("by class"), [1.5, 2.5])
     assert logs == {"val_loss": 3.0}
+
+
+def test_horovods_broadcasts_are_left_out_wherever_they_are_from(monkeypatch):
+    """`horovod.keras` and `horovod.tensorflow.keras` have a class each."""
+    monkeypatch.setattr(module, "ranks", lambda: Ranks(0, 2, 0, 2))
+    name = "BroadcastGlobalVariablesCallback"
+    kinds = [type(name, (), {"__module__": of}) for of in ("horovod.keras.callbacks", "horovod.x")]
+    derived, own = type("Mine", (kinds[0],), {}), type(name, (), {"__module__": "mine"})()
+    first, *kept = metrics_alike([*(kind() for kind in kinds), own, derived()])
+    assert isinstance(first, MetricsAlike)
+    assert kept == [own]

@@ -68,5 +68,10 @@ def test_another_ranks_rows_are_found_where_most_are_zeros(monkeypatch, slot, to
     what = "the moments 'm'" if slot else "those"
     with pytest.raises(ValueError, match=f"{what} of 'ids' on rank 1 that rank 0 has"):
         check(first, {**second, slot: first[slot]})
+    if touched == 1000:
+        trained = first[slot].numpy()
+        trained[::3] *= 0.9  # since then
+        with pytest.raises(ValueError, match=f"{what} of 'ids' on rank 1 that rank 0 has"):
+            check(first, {**second, slot: tf.Variable(trained)})
     zeros = {name: tf.Variable(tf.zeros([3000, 2])) for name in first}
     check(zeros, zeros)  # as they begin

@@ -22,10 +22,14 @@ def metrics_alike(given: Sequence[Any]) -> list[Any]:
     """
     if ranks().size == 1:
         return list(given)
-    from horovod.tensorflow.keras.callbacks import BroadcastGlobalVariablesCallback
+    return [MetricsAlike(), *(one for one in given if not _is_broadcast(one))]
 
-    kept = [one for one in given if not isinstance(one, BroadcastGlobalVariablesCallback)]
-    return [MetricsAlike(), *kept]
+
+def _is_broadcast(callback: Any) -> bool:
+    """Whether it is Horovod's, which has one for each of `horovod.keras` and its like."""
+    kinds = type(callback).__mro__
+    names = [kind.__name__ for kind in kinds if kind.__module__.startswith("horovod.")]
+    return "BroadcastGlobalVariablesCallback" in names
 
 
 class MetricsAlike(tf.keras.callbacks.Callback):
