@@ -66,8 +66,8 @@ def cardinality(column: ColumnSchema) -> int:
     if domain is None or domain.max is None:
         raise ValueError(
             f"Column {column.name!r} must have an int domain with a max (its cardinality - 1). "
-            "Take the schema of an NVTabular workflow with Categorify, or tell what no operator "
-            "does (of Bucketize): column.with_properties({'domain': {'min': 0, 'max': 9}})."
+            "Take the schema of an NVTabular workflow with Categorify, or say it of what Bucketize "
+            "made, which does not: column.with_properties({'domain': {'min': 0, 'max': 9}})."
         )
     return int(domain.max) + 1
 

@@ -42,8 +42,7 @@ class MetricsAlike(tf.keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Put the means into `logs`, which all callbacks are given."""
-        if logs is None:
-            return
+        logs = {} if logs is None else logs
         of_each = of_all_ranks({name: np.asarray(logs[name]).tolist() for name in logs})
         for name in dict.fromkeys(name for one in of_each for name in one):
             mean = np.mean([one[name] for one in of_each if name in one], axis=0)
