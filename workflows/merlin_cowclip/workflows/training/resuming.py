@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from merlin_cowclip.workflows.data.prepared import PreparedData
 from merlin_cowclip.workflows.errors import Notice, UserError, clipped, shown
-from merlin_cowclip.workflows.training.checkpoint_files import read_record
-from merlin_cowclip.workflows.training.checkpoints import Checkpoints
 from merlin_cowclip.workflows.training.configuration import TrainConfig
 from merlin_cowclip.workflows.training.epochs import Progress
 from merlin_cowclip.workflows.training.runs import (
@@ -107,8 +105,8 @@ def refuse_finished(run: Path, before: TrainConfig, wanted: TrainConfig) -> None
         progress = Progress(json.loads((run / RESULT).read_text(encoding="utf-8"))["epochs"])
         early = progress.is_out_of(before.patience)
     except FileNotFoundError:
-        progress = Progress(_epochs_of(Checkpoints(run / CHECKPOINTS)))
-        if wanted.epochs > before.epochs and progress.is_out_of(before.patience):
+        progress = Progress(_last_epochs(run) if wanted.epochs > before.epochs else [])
+        if progress.is_out_of(before.patience):
             raise UserError(
                 f"epochs of a run can only be raised while it has patience. Received: {run}, of "
                 f"whose {len(progress.epochs)} epochs the last {before.patience} were not its "
@@ -130,8 +128,13 @@ def refuse_finished(run: Path, before: TrainConfig, wanted: TrainConfig) -> None
         )
 
 
-def _epochs_of(checkpoints: Checkpoints) -> list[dict[str, Any]]:
+def _last_epochs(run: Path) -> list[dict[str, Any]]:
     """What was measured after each epoch, as the last checkpoint has it whose record is whole."""
+    # They import TensorFlow, for which what is refused before does not wait.
+    from merlin_cowclip.workflows.training.checkpoint_files import read_record
+    from merlin_cowclip.workflows.training.checkpoints import Checkpoints
+
+    checkpoints = Checkpoints(run / CHECKPOINTS)
     for step in reversed(checkpoints.steps()):
         with contextlib.suppress(UserError):
             return list(read_record(checkpoints.path(step))["progress"]["epochs"])
