@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -75,3 +77,15 @@ def test_another_ranks_rows_are_found_where_most_are_zeros(monkeypatch, slot, to
             check(first, {**second, slot: tf.Variable(trained)})
     zeros = {name: tf.Variable(tf.zeros([3000, 2])) for name in first}
     check(zeros, zeros)  # as they begin
+
+
+def test_rows_of_width_1_may_be_alike_by_chance(monkeypatch):
+    """As the first step leaves them: of ids that were held as often, with as many clicks."""
+    random, shard = np.random.default_rng(0), Shard(0, 2, 600)
+    held = np.sort(random.integers(1, 40, 300))[::-1].astype(np.float32)[:, None] * 1e-3
+    other = np.where(random.random((300, 1)) < 0.3, held * 0.9, held).astype(np.float32)
+    for theirs, refused in ((other, False), (held, True)):
+        read = _some_rows(tf.Variable(theirs), shard)
+        monkeypatch.setattr(sharding, "gathered", lambda mine, read=read: np.stack([mine[0], read]))
+        with pytest.raises(ValueError, match="on rank 1 that") if refused else nullcontext():
+            check_apart([("ids", {"": tf.Variable(held)}, shard)])

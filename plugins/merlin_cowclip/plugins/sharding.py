@@ -51,7 +51,7 @@ def check_apart(parts: Iterable[tuple[str, Mapping[str, tf.Variable], Shard]]) -
 
     Raises:
       ValueError: on all ranks, of the first table of which half of what is looked at is alike, or
-        more: steps since then have changed some rows.
+        more, for steps since then have changed some rows; of width 1, all.
     """
     each = ((name, *one, shard) for name, held, shard in parts for one in held.items())
     for name, slot, variable, shard in each:
@@ -97,7 +97,12 @@ def _are_distinct(rows: np.ndarray) -> bool:
 
 
 def _are_alike(rows: np.ndarray, others: np.ndarray) -> bool:
-    """Whether half of the rows that are not 0, and not by chance, are another rank's."""
+    """Whether half of the rows that are not 0, and not by chance, are another rank's.
+
+    Of width 1, where rows that began with 0 and were held as often are alike by chance, all.
+    """
+    if rows.shape[1] == 1:
+        return np.array_equal(rows, others)
     held = rows.any(axis=1)
     alike = held & (rows == others).all(axis=1)
     return bool(2 * alike.sum() >= held.sum()) and _are_distinct(rows[alike])
