@@ -153,8 +153,7 @@ def graphs_as_traced() -> Iterator[None]:
 
     What it makes of one before its first run takes a fifth of the time to the end of that run, and
     half of it where rows catch up, in loops and branches. As users have it run the notebooks, the
-    demo, the runs that are killed, the ranks, and a test of most of these modules, by
-    `graphs_rewritten`.
+    demo, the ranks, and a test of most of these modules, by `graphs_rewritten`.
     """
     with _rewriting(False):
         yield

@@ -790,10 +790,14 @@ def test_a_clip_may_be_switched_off():
     """With its threshold left, which then bounds nothing; also by the part's configuration."""
     part = CowClipAdam(clip="column", clip_threshold=1e-3)
     part.clip = None
-    variable, again = tf.Variable(tf.ones([3, 2])), CowClipAdam.from_config(part.get_config())
-    for one in (part, again):
+    again, without = CowClipAdam.from_config(part.get_config()), CowClipAdam(clip=None)
+    moments = []
+    for one in (part, again, without):
+        variable = tf.Variable(tf.ones([3, 2]))
         one.apply_gradients([(tf.IndexedSlices(tf.ones([1, 2]), tf.constant([1])), variable)])
-    assert again.clip is None
+        moments.append(one.get_slot(variable, "m").numpy())
+    assert moments[2].max() > 0.05  # a tenth of a gradient far beyond the threshold
+    np.testing.assert_array_equal(moments[:2], [moments[2]] * 2)
 
 
 def test_a_keras_model_may_have_a_fit_of_its_own():

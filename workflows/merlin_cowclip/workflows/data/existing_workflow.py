@@ -7,7 +7,7 @@ import glob
 import itertools
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -46,15 +46,14 @@ from merlin_cowclip.workflows.data.saved_files import (
 from merlin_cowclip.workflows.data.workflow_graph import (
     SAVED_FILES,
     file_name,
-    followed,
     load_saved,
+    made_so,
     nodes_of,
 )
 from merlin_cowclip.workflows.errors import UserError, quoted
 
 if TYPE_CHECKING:
     import nvtabular as nvt
-    from merlin.dag import Node
     from merlin.schema import ColumnSchema, Schema
 
 WORKFLOW_FILES = ("workflow.pkl", "metadata.json")  # what nvt.Workflow.save writes
@@ -440,33 +439,7 @@ def _hashed_on_cpu(workflow: nvt.Workflow, folder: Path) -> set[str]:
         stock = type(op) is Categorify and bool(op.num_buckets)
         return stock or isinstance(op, HashBucket | HashedCross)
 
-    return _made(workflow, lambda op, of_such: of_such or hashes(op))
-
-
-def _made(workflow: nvt.Workflow, holds: Callable[[Any, bool], bool]) -> set[str]:
-    """Outputs of which something holds.
-
-    Args:
-      workflow: fitted.
-      holds: whether it does of what an operator makes, by whether it does of what that is made of,
-        the keys of a join or a group and what a LambdaOp depends on included.
-    """
-    from nvtabular.ops import Groupby, JoinExternal, LambdaOp
-
-    def made_by(node: Node, given: dict[str, bool]) -> dict[str, bool]:
-        names = node.output_schema.column_names
-        read: Any = node.op.on if isinstance(node.op, JoinExternal) else ()
-        read = node.op.groupby_cols if isinstance(node.op, Groupby) else read
-        read = node.dependency_columns.names if isinstance(node.op, LambdaOp) else read
-        read = [read] if isinstance(read, str) else read
-        sources = {name: (*read, *node.column_mapping.get(name, [name])) for name in names}
-        return {
-            name: holds(node.op, any(given.get(source, False) for source in of))
-            for name, of in sources.items()
-        }
-
-    found = followed(workflow.output_node, lambda name: False, made_by, False)
-    return {name for name, is_so in found.items() if is_so}
+    return made_so(workflow.output_node, lambda op, of_such: of_such or hashes(op))
 
 
 def _thinned(workflow: nvt.Workflow) -> set[str]:
@@ -478,7 +451,7 @@ def _thinned(workflow: nvt.Workflow) -> set[str]:
     def thins(op: Any, of_such: bool) -> bool:
         return not isinstance(op, Categorify) and (of_such or isinstance(op, thinning))
 
-    return _made(workflow, thins)
+    return made_so(workflow.output_node, thins)
 
 
 def _of_neighbours(workflow: nvt.Workflow) -> list[str]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -127,6 +127,41 @@ def followed(
             names = node.output_schema.column_names
             found[id(node)] = {name: made.get(name, unknown) for name in names}
     return found[id(output_node)]
+
+
+def made_so(output_node: Node, holds: Callable[[Any, bool], bool]) -> set[str]:
+    """Columns that a graph makes of which something holds, and of none that it reads.
+
+    Args:
+      output_node: of the graph, fitted.
+      holds: whether it does of what an operator makes, by whether it does of one of the columns
+        that this is made of or found by.
+    """
+
+    def made_by(node: Node, given: dict[str, bool]) -> dict[str, bool]:
+        made: dict[str, bool] = {}
+        for name in node.output_schema.column_names:
+            sources = (*_found_by(node), *node.column_mapping.get(name, [name]))
+            made[name] = holds(node.op, any(given.get(one, False) for one in sources))
+        return made
+
+    found = followed(output_node, lambda name: False, made_by, False)
+    return {name for name, is_so in found.items() if is_so}
+
+
+def _found_by(node: Node) -> Sequence[str]:
+    """Columns that decide on all that a node makes, and that its `column_mapping` leaves out."""
+    with quiet_imports():
+        from nvtabular import ops
+
+    if isinstance(node.op, ops.LambdaOp):
+        return list(node.dependency_columns.names)
+    keys: str | Sequence[str] = ()
+    if isinstance(node.op, ops.JoinExternal):
+        keys = node.op.on
+    elif isinstance(node.op, ops.Groupby):
+        keys = node.op.groupby_cols
+    return [keys] if isinstance(keys, str) else keys
 
 
 def operator_name(op: Any) -> str:
