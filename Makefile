@@ -15,9 +15,8 @@ PYENV  := $(foreach p,$(PYTHONS),$(wildcard $(HOME)/.pyenv/versions/$(p:python%=
 PYTHON ?= $(firstword $(foreach p,$(PYTHONS) $(PYENV),$(shell $(p) -c 'import sys; print(sys.executable)' 2>/dev/null)))
 # Not the environment made here: CUDA, cudf and dask-cuda are the container's.
 GPU_PYTHON ?= python3
-# Processes share the tests, whole files each, as tests/conftest.py has it; one needs 1 to 4
-# GiB of memory, less the more there are.
-PYTEST := -m pytest --numprocesses logical --maxprocesses 8 --dist loadfile --no-loadscope-reorder
+# A worker process needs 1 to 4 GiB of memory.
+PYTEST := -m pytest --numprocesses logical --maxprocesses 8 --dist worksteal
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 # Beside it, not in it: where Horovod is installed, importing Merlin starts it.
@@ -25,7 +24,7 @@ RANKS  := $(VENV)-ranks
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-versions test-ranks test-gpu containers-test has-python lint bench docs wheel release-check clean
+.PHONY: help demo test test-all test-extended test-versions test-ranks test-gpu containers-test has-python lint bench docs wheel release-check clean
 
 help:  ## what can be made here
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 18
@@ -40,14 +39,19 @@ $(STAMP): pyproject.toml $(CONSTRAINTS)
 demo: $(STAMP)  ## the whole way on synthetic logs: prepare, train with a small and a large batch, compare
 	@$(BIN)/merlin-cowclip demo
 
-test: $(STAMP) lint  ## lint, types, all tests, and the built wheel outside the tree; ENV=ngc: in the containers' versions
-	@$(BIN)/python $(PYTEST)
+test: $(STAMP) lint  ## ruff, mypy and the quick tests
+	@$(BIN)/python $(PYTEST) -m quick
 
-test-fast: $(STAMP)  ## the tests without the slow ones
-	@$(BIN)/python $(PYTEST) -m "not slow"
+test-all: $(STAMP) $(RANKS)/.installed lint  ## every test that needs no GPU
+	@$(BIN)/python $(PYTEST) -m "quick or extended" --ignore tests/ranks
+	@$(RANKS)/bin/python -m pytest tests/ranks
 
-test-versions: $(STAMP)  ## the fast tests but those of TensorFlow's arithmetic, whose version all sets share; for ENV=ngc
-	@$(BIN)/python $(PYTEST) -m "not slow and not arithmetic"
+test-extended: $(STAMP) $(RANKS)/.installed  ## the tests that only test-all runs; QUARTER=0 to 3: a quarter of them
+	@$(BIN)/python $(PYTEST) -m extended --ignore tests/ranks $(QUARTER:%=--quarter %)
+	@$(RANKS)/bin/python -m pytest tests/ranks -m extended $(QUARTER:%=--quarter %)
+
+test-versions: $(STAMP)  ## the quick tests of data, training and commands; for ENV=ngc (TensorFlow is the same in both sets)
+	@$(BIN)/python $(PYTEST) -m quick tests/workflows
 
 # CMake 3.26 and later refuse Horovod's own files. Gloo alone: neither MPI nor NCCL need be there.
 $(RANKS)/.installed: $(STAMP)
@@ -61,8 +65,8 @@ $(RANKS)/.installed: $(STAMP)
 	  $(RANKS)/bin/pip install --quiet --no-build-isolation --no-deps horovod==0.28.1
 	@touch $@
 
-test-ranks: $(RANKS)/.installed  ## the tests on 2 and 3 ranks of Horovod, which is built for them
-	@$(RANKS)/bin/python -m pytest tests/ranks
+test-ranks: $(RANKS)/.installed  ## the important tests on two ranks; builds Horovod for them
+	@$(RANKS)/bin/python -m pytest tests/ranks -m ranks
 
 test-gpu:  ## every check that needs a GPU, in the environment you are in (an NGC container)
 	@COWCLIP_TEST_GPU=1 $(GPU_PYTHON) -m pytest tests/gpu

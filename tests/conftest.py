@@ -18,59 +18,27 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-LONGEST = (  # files that take half a minute and more, the longest first
-    "workflows/training/test_kills.py",
-    "plugins/merlin_models/test_families.py",
-    "docs/test_commands.py",
-    "docs/test_python.py",
-    "plugins/test_deferred.py",
-    "notebooks/test_study.py",
-    "models/test_networks.py",
-    "plugins/test_saving.py",
-    "plugins/test_optimizer.py",
-    "workflows/training/test_stopping.py",
-    "workflows/training/test_prediction.py",
-    "docs/test_site.py",
-    "workflows/training/test_checkpoints.py",
-    "workflows/training/test_trouble.py",
-    "workflows/training/test_networks.py",
-    "workflows/commands/test_cli.py",
-    "workflows/serving/test_export.py",
-    "plugins/test_statistics.py",
-    "workflows/study/test_processes.py",
-    "workflows/study/test_sweep.py",
-    "notebooks/test_plugging_in.py",
-    "workflows/training/test_training.py",
-    "workflows/training/test_watch.py",
-    "models/test_embeddings.py",
-    "notebooks/test_train.py",
-    "bad_input/test_command_line.py",
-    "workflows/data/test_clusters.py",
-    "workflows/data/test_adopt.py",
-    "workflows/training/test_interpreter_end.py",
-)
+TIERS = {  # every test has one; CONTRIBUTING.md says which command runs which
+    "quick": "make test; the tier of every test without a marker",
+    "ranks": "make test-ranks: needs Horovod",
+    "extended": "make test-all, and a quarter of them in each CI run",
+    "gpu": "make test-gpu",
+}
+TIERS_OF = pytest.StashKey[dict[str, list[str]]]()
 
 
-ARITHMETIC = (  # files about TensorFlow's arithmetic and graphs; all sets have this version
-    "models/test_gpu_residency_forward.py",
-    "models/test_networks.py",
-    "plugins/test_absent.py",
-    "plugins/test_catching_up.py",
-    "plugins/test_clipping.py",
-    "plugins/test_counting.py",
-    "plugins/test_deferred.py",
-    "plugins/test_deferred_saved.py",
-    "plugins/test_deferred_tables.py",
-    "plugins/test_gpu_residency.py",
-    "plugins/test_merlin_tables.py",
-    "plugins/test_optimizer.py",
-    "plugins/test_row_sums.py",
-    "plugins/test_saving.py",
-    "plugins/test_sok.py",
-    "plugins/test_statistics.py",
-    "workflows/training/test_checkpoints.py",
-    "workflows/training/test_follow_epochs.py",
-)
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--quarter",
+        type=int,
+        choices=range(4),
+        help="of the extended tests run only those of every fourth file, from this one on",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    for tier, command in TIERS.items():
+        config.addinivalue_line("markers", f"{tier}: {command}")
 
 
 # NVIDIA's containers, where test-gpu runs, have no pytest-xdist.
@@ -80,18 +48,23 @@ def pytest_xdist_auto_num_workers() -> int:
     return (os.cpu_count() or 1) + 1
 
 
-@pytest.hookimpl(tryfirst=True)  # before -m chooses
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest files first: processes share whole ones, and none should end long after all."""
-    home = Path(__file__).parent
-    place = {home / name: number for number, name in enumerate(LONGEST)}
-    arithmetic = {home / name for name in ARITHMETIC}
-    gone = [path for path in (*place, *arithmetic) if not path.exists()]
-    assert not gone, f"LONGEST or ARITHMETIC names files that are gone: {gone}"
-    items.sort(key=lambda item: place.get(item.path, len(place)))
+@pytest.hookimpl(tryfirst=True)  # before -m selects
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Give each test its tier, and leave out the extended tests of other quarters."""
+    tiers: dict[str, list[str]] = {}
     for item in items:
-        if item.path in arithmetic:
-            item.add_marker(pytest.mark.arithmetic)
+        tiers[item.nodeid] = [tier for tier in TIERS if item.get_closest_marker(tier)]
+        if not tiers[item.nodeid]:
+            item.add_marker("quick")
+            tiers[item.nodeid] = ["quick"]
+    config.stash[TIERS_OF] = tiers
+    quarter = config.getoption("quarter")
+    if quarter is not None:
+        extended = [item for item in items if item.get_closest_marker("extended")]
+        files = sorted({item.path for item in extended})
+        others = [item for item in extended if files.index(item.path) % 4 != quarter]
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if item not in set(others)]
 
 
 def pytest_collection_finish() -> None:
@@ -109,6 +82,12 @@ def no_garbage_of_before() -> None:
 def pytest_sessionfinish() -> None:
     """Nor does the interpreter's end free them, which the others would wait for."""
     gc.freeze()
+
+
+@pytest.fixture
+def tiers(request: pytest.FixtureRequest) -> dict[str, list[str]]:
+    """The tiers of each collected test."""
+    return request.config.stash[TIERS_OF]
 
 
 @pytest.fixture(scope="session")
