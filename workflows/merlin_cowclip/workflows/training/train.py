@@ -27,10 +27,8 @@ from merlin_cowclip.workflows.machine import memory_limit
 from merlin_cowclip.workflows.manifest import manifest_of
 from merlin_cowclip.workflows.progress import catching_up_shown, progress_bar
 from merlin_cowclip.workflows.quiet import quiet_imports
-from merlin_cowclip.workflows.training.at_work import at_work
 from merlin_cowclip.workflows.training.configuration import TrainConfig
 from merlin_cowclip.workflows.training.growing_files import EVENTS
-from merlin_cowclip.workflows.training.heartbeat import beating, follow
 from merlin_cowclip.workflows.training.keeping import Keeping
 from merlin_cowclip.workflows.training.memory import refuse_what_does_not_fit
 from merlin_cowclip.workflows.training.one_at_a_time import LOCK, locked
@@ -174,25 +172,24 @@ def train(
     """
     out = Path(out)
     keeping = keeping or Keeping()
-    with beating(out):
-        with agreed(), at_work():
-            check_minutes(max_minutes)
-            check_offered(config)
-            loader = check(data, config, out)
-            record = {**described(data, config), "keeping": keeping.to_dict()}
-        check_alike(record)
-        record |= _of_ranks(loader)
-        if values_from is not None:
-            record["values_from"] = str(Path(values_from).resolve())
-        if jobs > 1:
-            record["jobs"] = jobs
-        with agreed(), at_work():
-            if is_first():
-                _make_folder(data, record, out)
-        with _held(out), _left_behind(out, new=True), as_user_errors(data, out):
-            check_seen(out, config)
-            _train(data, config, keeping, loader, out, max_minutes, progress=progress)
-        return _opened(out)
+    with agreed():
+        check_minutes(max_minutes)
+        check_offered(config)
+        loader = check(data, config, out)
+        record = {**described(data, config), "keeping": keeping.to_dict()}
+    check_alike(record)
+    record |= _of_ranks(loader)
+    if values_from is not None:
+        record["values_from"] = str(Path(values_from).resolve())
+    if jobs > 1:
+        record["jobs"] = jobs
+    with agreed():
+        if is_first():
+            _make_folder(data, record, out)
+    with _held(out), _left_behind(out, new=True), as_user_errors(data, out):
+        check_seen(out, config)
+        _train(data, config, keeping, loader, out, max_minutes, progress=progress)
+    return _opened(out)
 
 
 def _make_folder(data: PreparedData, record: Mapping[str, Any], out: Path) -> None:
@@ -257,41 +254,40 @@ def resume(
       Stopped: as `train`.
     """
     path = Path(run)
-    with beating(path):
-        with agreed(), at_work():
-            check_minutes(max_minutes)
-            refuse_pattern(path, "run")
-            mine = read_config(path) if is_first() else None
-        record = said_by_all(mine)[0]
-        with _held(path), in_precision(record.get("precision")):
-            with agreed(), at_work():
-                config = config_of(record, path)
-                keeping = Keeping.from_dict(record["keeping"])
-                wanted = config if epochs is None else with_epochs(config, epochs, path)
-                if is_first():
-                    refuse_finished(path, config, wanted)
-                opened = open_data(record, path, data)
-                loader = check_trainable(opened, wanted, leaves_rows_out(record) or None)
-                refuse_last_batch(record, path, loader)
-            now = {**described(opened, wanted), "keeping": keeping.to_dict(), **_of_ranks(loader)}
-            check_alike(now)
-            check_seen(path, config)
-            warn_of_changes(record, now)
+    with agreed():
+        check_minutes(max_minutes)
+        refuse_pattern(path, "run")
+        mine = read_config(path) if is_first() else None
+    record = said_by_all(mine)[0]
+    with _held(path), in_precision(record.get("precision")):
+        with agreed():
+            config = config_of(record, path)
+            keeping = Keeping.from_dict(record["keeping"])
+            wanted = config if epochs is None else with_epochs(config, epochs, path)
+            if is_first():
+                refuse_finished(path, config, wanted)
+            opened = open_data(record, path, data)
+            loader = check_trainable(opened, wanted, leaves_rows_out(record) or None)
+            refuse_last_batch(record, path, loader)
+        now = {**described(opened, wanted), "keeping": keeping.to_dict(), **_of_ranks(loader)}
+        check_alike(now)
+        check_seen(path, config)
+        warn_of_changes(record, now)
 
-            def begin() -> None:
-                (path / RESULT).unlink(missing_ok=True)
-                remove(*path.glob(".*.partial"))  # what a killed process was writing
-                kept = {name: record[name] for name in ("values_from", "jobs") if name in record}
-                if jobs > kept.get("jobs", 1):
-                    kept["jobs"] = jobs
-                write_json(path / CONFIG, {**now, **kept})
+        def begin() -> None:
+            (path / RESULT).unlink(missing_ok=True)
+            remove(*path.glob(".*.partial"))  # what a killed process was writing
+            kept = {name: record[name] for name in ("values_from", "jobs") if name in record}
+            if jobs > kept.get("jobs", 1):
+                kept["jobs"] = jobs
+            write_json(path / CONFIG, {**now, **kept})
 
-            with _left_behind(path), as_user_errors(opened, path):
-                with agreed():
-                    if is_first() and not (path / RESULT).exists():
-                        begin()  # at once: what is told to go on with must know of the epochs
-                _train(opened, wanted, keeping, loader, path, max_minutes, begin, progress=progress)
-        return _opened(path)
+        with _left_behind(path), as_user_errors(opened, path):
+            with agreed():
+                if is_first() and not (path / RESULT).exists():
+                    begin()  # at once: what is told to go on with must know of the epochs
+            _train(opened, wanted, keeping, loader, path, max_minutes, begin, progress=progress)
+    return _opened(path)
 
 
 def _train(
@@ -309,7 +305,7 @@ def _train(
     tf.keras.backend.clear_session()
     shown = catching_up_shown(show=progress)
     with shown, seeded(config.seed, deterministic=config.deterministic):
-        with agreed(), at_work():
+        with agreed():
             test = Loader(data, "test", batch_size=EVALUATION_BATCH) if data.test_files else None
             try:
                 model, optimizer = compiled(data, config, loader)
@@ -320,14 +316,13 @@ def _train(
             training = Training(
                 run, model, statistics, config, keeping, loader, test, progress=progress
             )
-        follow(training.where)
         training.go_on_from_last(begin)
         with Stopping(max_minutes, several=loader.ranks > 1) as stopping:
             training.train(stopping)
         clip = training.what_the_clip_did()  # by sums over all ranks, of tables in shards
         with whole_tables(model), agreed():
             if is_first():
-                with at_work(), _saving_shown(show=progress and keeping.saved_model):
+                with _saving_shown(show=progress and keeping.saved_model):
                     _finish(keeping, run, training, count_parameters(model, optimizer), clip)
 
 
