@@ -152,7 +152,7 @@ class Training:
         """
         checkpoint, damaged = self.checkpoints.last()
         if checkpoint is not None:
-            checkpoint.check(self._known_to(checkpoint))
+            checkpoint.check(self._state)
         with agreed():
             if self._is_first:
                 self._check_can_go_on(checkpoint, damaged)
@@ -181,18 +181,12 @@ class Training:
 
     def _go_on_from(self, checkpoint: Checkpoint) -> None:
         progress = checkpoint.progress
-        checkpoint.restore(self._known_to(checkpoint))
+        checkpoint.restore(self._state)
         _set_random_state(progress["random"])
         self.step = checkpoint.step
         self.progress = Progress(list(progress["epochs"]), progress["seconds"])
         self._saved = self._place
         self._watch.begin(self.step)
-
-    def _known_to(self, checkpoint: Checkpoint) -> State:
-        """The state without sums that the version which took the checkpoint did not keep."""
-        held = checkpoint.record["tensors"]
-        names = (name for name in self._state.variables if name.split("/")[0] == _SUMS)
-        return self._state.without(name for name in names if name not in held)
 
     def _save(self, book: Logbook) -> None:
         """Begin a checkpoint of now, unless there is one.

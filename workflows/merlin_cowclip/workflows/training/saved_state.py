@@ -45,12 +45,6 @@ class State:
             found[name] = files.described(variable.name, variable.dtype, shape)
         return found
 
-    def without(self, names: Iterable[str]) -> State:
-        """The same but for some."""
-        dropped = set(names)
-        left = {name: v for name, v in self.variables.items() if name not in dropped}
-        return State(left, self.of_each, self.shards, self.ranks)
-
 
 @dataclass(frozen=True)
 class Checkpoint:

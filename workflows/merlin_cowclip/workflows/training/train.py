@@ -259,7 +259,7 @@ def resume(
         refuse_pattern(path, "run")
         mine = read_config(path) if is_first() else None
     record = said_by_all(mine)[0]
-    with _held(path), in_precision(record.get("precision")):
+    with _held(path), in_precision(record["precision"]):
         with agreed():
             config = config_of(record, path)
             keeping = Keeping.from_dict(record["keeping"])
