@@ -30,7 +30,7 @@ from merlin_cowclip.workflows.quiet import quiet_imports
 from merlin_cowclip.workflows.training.configuration import TrainConfig
 from merlin_cowclip.workflows.training.growing_files import EVENTS
 from merlin_cowclip.workflows.training.keeping import Keeping
-from merlin_cowclip.workflows.training.memory import refuse_what_does_not_fit
+from merlin_cowclip.workflows.training.memory import warn_of_tables
 from merlin_cowclip.workflows.training.one_at_a_time import LOCK, locked
 from merlin_cowclip.workflows.training.ranks import (
     agreed,
@@ -101,8 +101,8 @@ def check_trainable(
       drop_last: of the loader.
 
     Raises:
-      UserError: an option names a field that the data has not, early stopping has no test part, the
-        batch is larger than the training part, or the machine's memory is too small.
+      UserError: an option names a field that the data has not, early stopping has no test part, or
+        the batch is larger than the training part.
     """
     if config.patience is not None and not data.test_files:
         raise UserError(
@@ -125,12 +125,9 @@ def check_trainable(
         ranks=ranks.size,
         drop_last=drop_last,
     )
-    if not tf.config.list_physical_devices(
-        "GPU"
-    ):  # there, TensorFlow's own error becomes a sentence
-        spec, limit = data.spec, memory_limit() // ranks.local_size
-        fields, numbers = len(spec.ids), len(spec.continuous)
-        refuse_what_does_not_fit(config, fields, data.table_rows, numbers, limit, ranks.size)
+    if not tf.config.list_physical_devices("GPU"):
+        rows = data.table_rows // (ranks.size if config.tables == "sharded" else 1)
+        warn_of_tables(rows, config.embedding_dim + 1, memory_limit() // ranks.local_size)
     return loader
 
 
