@@ -27,12 +27,6 @@ class UserError(Exception):
     exit_code: ClassVar[int] = 2
 
 
-class UnreadError(UserError):
-    """Nobody reads what is printed any more, as behind ``| head``."""
-
-    exit_code = 128 + signal.SIGPIPE
-
-
 class AgreedError(UserError):
     """Bad input that all ranks of a run end with: the first says it for all."""
 

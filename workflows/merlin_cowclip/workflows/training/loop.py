@@ -22,7 +22,7 @@ from merlin_cowclip.plugins import FieldStatistics
 from merlin_cowclip.plugins._stack import mm, tf
 from merlin_cowclip.plugins.state import mean_loss, optimizer_of, shards_of, training_state
 from merlin_cowclip.workflows.errors import Notice, Stopped, UserError
-from merlin_cowclip.workflows.progress import progress_bar, tell
+from merlin_cowclip.workflows.progress import progress_bar
 from merlin_cowclip.workflows.training.checkpoints import Checkpoints, not_finite
 from merlin_cowclip.workflows.training.configuration import TrainConfig
 from merlin_cowclip.workflows.training.epochs import Progress
@@ -311,19 +311,15 @@ class Training:
 
         def between() -> None:
             self._meeting.hold()
-            if stopping.asked and self._here.size > 1:
+            if stopping.number is not None or (stopping.asked and self._here.size > 1):
                 raise Interrupted
 
         quality = None
         if self._test is not None:
             try:
-                with stopping.anywhere():
-                    quality = self._predictor.quality(
-                        self._test,
-                        rank=self._here.rank,
-                        ranks=self._here.size,
-                        between=between,
-                    )
+                quality = self._predictor.quality(
+                    self._test, rank=self._here.rank, ranks=self._here.size, between=between
+                )
             except Interrupted:
                 raise self._stopped(book, stopping) from None
         loss = self._of_all_ranks(float(mean_loss(self.model).result()))
@@ -347,7 +343,7 @@ class Training:
         self._statistics.reset()
         self._save(book)
         if self._show:
-            tell(self._line(row))
+            print(self._line(row), flush=True)
         self._meeting.hold(now=True)
         if stopping.asked and self.step < self._end_of(self._config.epochs):
             raise self._stopped(book, stopping)

@@ -164,8 +164,8 @@ def train(
     Raises:
       UserError: `out` exists, the time is not positive, the batch is larger than the training
         part, or a loss, gradient or weight is not finite.
-      Stopped: Ctrl-C, SIGTERM, SIGHUP or the end of the time; all is saved. A second signal does
-        what it does elsewhere, at once.
+      Stopped: Ctrl-C, SIGTERM, SIGHUP or the end of the time; all is saved. A second signal
+        has its previous handler.
     """
     out = Path(out)
     keeping = keeping or Keeping()
