@@ -6,7 +6,6 @@ Not for bugs: whatever is no fault of the user stays an ordinary exception with 
 from __future__ import annotations
 
 import itertools
-import signal
 from collections.abc import Iterable
 from typing import Any, ClassVar
 

@@ -267,7 +267,8 @@ def _read_record(path: Path) -> dict[str, Any]:
     version = record.get("format") if isinstance(record, dict) else None
     if version != FORMAT_VERSION or type(version) is not int:
         raise UserError(
-            f"prepared data must be of format {FORMAT_VERSION}. Received: {version!r} in {path}. Prepare it again with this version"
+            f"prepared data must be of format {FORMAT_VERSION}. Received: {version!r} in {path}. "
+            "Prepare it again with this version"
         )
     required: dict[str, Callable[[Any], bool]] = {
         "spec": lambda value: isinstance(value, dict),

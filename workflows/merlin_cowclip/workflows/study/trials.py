@@ -53,7 +53,7 @@ def epochs_of(
 ) -> Generator[Epoch, None, None]:
     """Train as `train(rows, config)` would, to the last bit, and measure after each epoch.
 
-    The process's random state is the trial's until the iterator is closed.
+    The process's random seeds are set.
 
     Args:
       rows: what `hold_out` made.

@@ -148,7 +148,7 @@ def train(
     a test part) and a checkpoint is taken; the times in the result are of the training alone, with
     what updates wait for checkpoints. Until the first checkpoint an error or an interrupt removes
     the folder; from then on it stays, and `resume` goes on, to the last bit as if nothing had been.
-    The process's random state and deterministic ops are put back at the end.
+    The process's random seeds are set.
 
     Args:
       data: the prepared folder.
