@@ -19,7 +19,6 @@ extensions = [
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
     "docstrings",
-    "error_messages",
     "links",
     "public_names",
 ]
@@ -27,7 +26,7 @@ exclude_patterns = ["_build", "extensions"]
 
 myst_heading_anchors = 4  # as GitHub has them
 nb_execution_mode = "off"  # tests/notebooks/ runs them
-smartquotes = False  # a message is found by its words as they are printed
+smartquotes = False  # quotes in messages and code stay as printed
 highlight_language = "text"  # a block without a language: commands, or what they print
 
 default_role = "code"  # docstrings are Markdown, where `x` is code

@@ -77,37 +77,6 @@ _HOME = {
     "whole_tables": "whole",
 }
 
-__all__ = [
-    "CLIP_RULES",
-    "PRESETS",
-    "SCALING_RULES",
-    "CowClipAdam",
-    "CowClipOptimizer",
-    "CowClipSokOptimizer",
-    "FieldStatistics",
-    "HasTables",
-    "Hyperparameters",
-    "IdRecorder",
-    "K",
-    "LinearWarmup",
-    "Lookup",
-    "NormBin",
-    "NotFinite",
-    "RowStatistics",
-    "StepStatistics",
-    "TableSpec",
-    "clip_by_adaptive_column_norm",
-    "clip_by_adaptive_field_norm",
-    "clip_by_column_norm",
-    "clip_by_field_norm",
-    "clip_by_global_norm",
-    "load_model",
-    "preset",
-    "recipe",
-    "save_model",
-    "scale",
-    "scaling_table",
-    "whole_tables",
-]
+__all__ = sorted(_HOME)
 
 __getattr__, __dir__ = on_first_use(__name__, _HOME)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,7 +21,6 @@ from merlin_cowclip.plugins.row_sums import beside, sum_per_row, unique_rows
 from merlin_cowclip.plugins.same_ids import Expressions, FuncGraph, before_joining
 
 _NUMBERS = "_merlin_cowclip_numbers"
-_gathered = 0
 
 
 class Ranks(NamedTuple):
@@ -322,28 +321,6 @@ def done_for_all(what: str) -> Iterator[None]:
 
 def gathered(values: np.ndarray) -> np.ndarray:
     """All ranks' arrays behind one another; eagerly, on all ranks at once."""
-    global _gathered
-    _gathered += 1
     with tf.device("CPU:0"):
         found = _horovod().allgather(tf.constant(values), name=_name("values"))
     return np.asarray(found)
-
-
-def times_gathered() -> int:
-    """How often this rank has begun to gather: the same on ranks that are at the same place."""
-    return _gathered
-
-
-def gatherer_beside(what: str) -> Callable[[np.ndarray], np.ndarray]:
-    """As `gathered`, of integers, for a thread of its own beside all else.
-
-    Eagerly, Horovod knows an op by its kind alone; in a graph, by its name.
-    """
-    hvd = _horovod()
-
-    @tf.function(input_signature=[tf.TensorSpec(None, tf.int64)], autograph=False)
-    def gather(values: tf.Tensor) -> tf.Tensor:
-        with tf.device("CPU:0"):
-            return hvd.allgather(values, name=_name(what), ignore_name_scope=True)
-
-    return lambda values: np.asarray(gather(tf.constant(values, tf.int64)))

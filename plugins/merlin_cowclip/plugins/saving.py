@@ -24,7 +24,6 @@ from merlin_cowclip.plugins.configured import as_json, state_follows
 from merlin_cowclip.plugins.joining import done_for_all, ranks
 from merlin_cowclip.plugins.merlin_tables import find_tables
 from merlin_cowclip.plugins.optimizer import CowClipOptimizer, Owned
-from merlin_cowclip.plugins.ownership import from_text
 from merlin_cowclip.plugins.part_settings import set_again, settings_of
 from merlin_cowclip.plugins.replacing import find, replacing
 from merlin_cowclip.plugins.state import optimizer_of
@@ -42,7 +41,6 @@ SIGNS = ("saved_model.pb",)  # of a model that was saved otherwise
 SLOTS = ("m", "v")
 _OF_ALL = "*"  # outputs
 FORMAT = 2
-READ_FORMATS = (1, 2)  # 1 kept neither a learning rate, nor losses and names of weights
 
 
 def save_model(model: tf.keras.Model, path: str | os.PathLike[str]) -> None:
@@ -136,28 +134,25 @@ def load_model(path: str | os.PathLike[str], **compile_arguments: Any) -> tf.ker
             "folder without it: a model saved otherwise, or not to the end. "
             "tf.keras.models.load_model loads the model alone."
         ) from None
-    if description["format"] not in READ_FORMATS:
-        known = " or ".join(map(str, READ_FORMATS))
-        raise ValueError(f"{path} must be of format {known}. Received: {description['format']}")
+    if description["format"] != FORMAT:
+        raise ValueError(f"{path} must be of format {FORMAT}. Received: {description['format']}")
     with quiet_stack():
         model = tf.keras.models.load_model(str(path), compile=False)
     order = _saved_order(model, description, path)
     place = {v.ref(): position for v, position in zip(model.weights, order, strict=True)}
     with state_follows():
         optimizer = CowClipOptimizer.from_config(_with_clip_layers(description, model, place))
-    if "trainable" in description:
-        _freeze(model, [description["trainable"][position] for position in order])
-        order = [place[v.ref()] for v in model.weights]  # Keras lists frozen ones last
+    _freeze(model, [description["trainable"][position] for position in order])
+    order = [place[v.ref()] for v in model.weights]  # Keras lists frozen ones last
     _warn_of_weights_that_are_not_finite(model, path)
     optimizer.bind(model)
-    for part, settings in zip(optimizer.optimizers, description.get("parts", ()), strict=False):
+    for part, settings in zip(optimizer.optimizers, description["parts"], strict=True):
         set_again(part, settings)
-    if "learning_rate" in description:
-        optimizer.resume(description["learning_rate"], description["warmup_steps"])
+    optimizer.resume(description["learning_rate"], description["warmup_steps"])
     outer = _with_loss_scale(optimizer, description["loss_scale"])
-    if description.get("loss_weights") and "loss" not in compile_arguments:
+    if description["loss_weights"] and "loss" not in compile_arguments:
         compile_arguments.setdefault("loss_weights", description["loss_weights"])
-    if description.get("losses") and "loss" not in compile_arguments:
+    if description["losses"] and "loss" not in compile_arguments:
         compile_arguments["loss"] = _losses_of(description["losses"])
     model.compile(optimizer=outer, **compile_arguments)
     if description["slots"]:
@@ -227,14 +222,10 @@ def _with_clip_layers(
 ) -> dict[str, Any]:
     """The optimizer's configuration, with layers of `model` for what `_clip_layers` wrote."""
     config = dict(description["optimizer"])
-    if any(description.get("clip_layers", ())):
+    if any(description["clip_layers"]):
         layers = {place[s.variable.ref()]: s.layer for s in find_tables(model) if s.layer.built}
         pairs = zip(config["clip_tables"], description["clip_layers"], strict=True)
-        # Versions of before wrote layers for a tag, too.
-        chosen = [
-            [item] if isinstance(from_text(item), Tags) or not found else [layers[p] for p in found]
-            for item, found in pairs
-        ]
+        chosen = [[layers[p] for p in found] if found else [item] for item, found in pairs]
         config["clip_tables"] = list(itertools.chain.from_iterable(chosen))
     return config
 
@@ -270,7 +261,7 @@ def _saved_order(model: tf.keras.Model, description: dict[str, Any], path: Path)
     """
     reader = tf.train.load_checkpoint(str(path / FOLDER / CHECKPOINT))
     saved, weights = description["weights"], list(model.weights)
-    places, mine = description.get("places", range(len(saved))), _places(model)
+    places, mine = description["places"], _places(model)
     left = sorted(range(len(saved)), key=lambda i: places[i])
     order = {}
     for at in sorted(range(len(weights)), key=lambda i: mine[i]):
@@ -279,7 +270,7 @@ def _saved_order(model: tf.keras.Model, description: dict[str, Any], path: Path)
             (
                 i
                 for i in left
-                if {**described, **saved[i]} == described
+                if saved[i] == described
                 and _same_bits(value, reader.get_tensor(f"weights/{i}/.ATTRIBUTES/VARIABLE_VALUE"))
             ),
             None,

@@ -7,18 +7,12 @@ on does to its rows what one process does to all: L2, the clip and Adam are a ro
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
-
 from merlin_cowclip.plugins._stack import tf
-from merlin_cowclip.plugins.joining import JoinedRows, RowSums, gathered, over_all, send
+from merlin_cowclip.plugins.joining import JoinedRows, RowSums, over_all, send
 from merlin_cowclip.plugins.row_sums import beside, once_per_graph, sum_per_row, unique_rows
-
-_LOOKED_AT = 256  # rows of a rank that are compared with other ranks'
-_DISTINCT = 8  # so many different rows are not the same by chance
-_BLOCK = 1 << 18  # rows that are searched at once for some that are not 0
 
 
 class Shard(NamedTuple):
@@ -40,72 +34,6 @@ class Shard(NamedTuple):
     def number(self, places: tf.Tensor) -> tf.Tensor:
         """Of what is at some places here, the row numbers."""
         return places * self.size + self.rank
-
-
-def check_apart(parts: Iterable[tuple[str, Mapping[str, tf.Variable], Shard]]) -> None:
-    """Refuse a rank that has the rows of another one; eagerly, on all ranks at once.
-
-    Args:
-      parts: of each table its name; this rank's rows, by "", and their moments by name; and which
-        rows they are.
-
-    Raises:
-      ValueError: on all ranks, of the first table of which half of what is looked at is alike, or
-        more, for steps since then have changed some rows; of width 1, all.
-    """
-    each = ((name, *one, shard) for name, held, shard in parts for one in held.items())
-    for name, slot, variable, shard in each:
-        of_all = gathered(_some_rows(variable, shard)[np.newaxis])
-        if not _are_distinct(of_all[0]):
-            continue  # as they begin, with zeros, or as somebody set them
-        same = [rank for rank in range(1, shard.size) if _are_alike(of_all[0], of_all[rank])]
-        if same:
-            raise ValueError(
-                "Of a table in shards each rank must have rows of its own, and their moments. "
-                f"Received: {f'the moments {slot!r}' if slot else 'those'} of {name!r} on rank "
-                f"{same[0]} that rank 0 has, as hvd.broadcast_variables and a checkpoint of rank 0 "
-                "leave them. Leave this table and its moments out of them: optimizer.broadcast() "
-                "gives all ranks what they have in common, and save_model(model, path) saves the "
-                "whole."
-            )
-
-
-def _some_rows(variable: tf.Variable, shard: Shard) -> np.ndarray:
-    """As many rows on each rank: evenly spaced ones, or, where these are alike, the first not 0.
-
-    So are the moments of most rows before a batch has held them.
-    """
-    least = shard.num_rows // shard.size
-    looked_at = min(least, _LOOKED_AT)
-    # Of the value: rows gathered from the variable would mark it, as `TableAccess` says.
-    value = tf.convert_to_tensor(variable)
-    rows = tf.gather(value, np.linspace(0, max(least - 1, 0), looked_at).astype(int)).numpy()
-    if _are_distinct(rows):
-        return rows
-    found = rows[:0]
-    for start in range(0, least, _BLOCK):
-        block = value[start : start + _BLOCK]
-        some = tf.boolean_mask(block, tf.reduce_any(block != 0, axis=1))
-        found = np.concatenate([found, some[: looked_at - len(found)]])
-        if len(found) == looked_at:
-            break
-    return np.pad(found, [(0, looked_at - len(found)), (0, 0)])
-
-
-def _are_distinct(rows: np.ndarray) -> bool:
-    return len(np.unique(rows, axis=0)) >= _DISTINCT
-
-
-def _are_alike(rows: np.ndarray, others: np.ndarray) -> bool:
-    """Whether half of the rows that are not 0, and not by chance, are another rank's.
-
-    Of width 1, where rows that began with 0 and were held as often are alike by chance, all.
-    """
-    if rows.shape[1] == 1:
-        return np.array_equal(rows, others)
-    held = rows.any(axis=1)
-    alike = held & (rows == others).all(axis=1)
-    return bool(2 * alike.sum() >= held.sum()) and _are_distinct(rows[alike])
 
 
 class _Asked(NamedTuple):

@@ -20,7 +20,7 @@ from merlin_cowclip.plugins.joining import (
 )
 from merlin_cowclip.plugins.rates import TablePart
 from merlin_cowclip.plugins.schedules import LinearWarmup
-from merlin_cowclip.plugins.sharding import Shard, check_apart, finite_together
+from merlin_cowclip.plugins.sharding import Shard, finite_together
 from merlin_cowclip.plugins.tables import TableSpec, check_whole
 
 _RATES = (
@@ -96,13 +96,6 @@ class StepsTogether:
         """
         if ranks().size > 1:
             check_same(self._described(), _ONE_MODEL)
-            owner = self._own()
-            check_apart(
-                (spec.name, {"": table, **owner[table.ref()].slots_of(table)}, spec.shard)
-                for spec in self.table_specs
-                if spec.shard is not None
-                for table in (spec.variable,)
-            )
             broadcast(self._state())
         self._is_alike = True
 

@@ -11,7 +11,7 @@ import numpy as np
 from merlin_cowclip.plugins._stack import mm, tf
 from merlin_cowclip.plugins.joining import gathered
 from merlin_cowclip.plugins.merlin_tables import find_tables
-from merlin_cowclip.plugins.sharding import Shard, check_apart
+from merlin_cowclip.plugins.sharding import Shard
 from merlin_cowclip.plugins.state import optimizer_of
 from merlin_cowclip.plugins.tables import TableSpec
 
@@ -52,7 +52,7 @@ def whole_tables(model: mm.Model) -> Iterator[None]:
       model: built, and compiled with a `CowClipOptimizer`.
 
     Raises:
-      ValueError: it is compiled with another optimizer, or a rank has the rows of another one.
+      ValueError: it is compiled with another optimizer.
     """
     optimizer = optimizer_of(model)
     if is_in_shards(model):
@@ -64,7 +64,6 @@ def whole_tables(model: mm.Model) -> Iterator[None]:
         if spec.shard is not None
         for part in (parts[spec.variable.ref()],)
     ]
-    check_apart((one.spec.name, _by_slot(one.table), one.shard) for one in held)
     made = [_whole(one) for one in held]
     pairs = [(one, whole) for one, whole in zip(held, made, strict=True) if whole is not None]
     # Keras keeps what it has traced, with the tables that were there then.

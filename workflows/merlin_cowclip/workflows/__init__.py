@@ -73,38 +73,6 @@ _HOME = {
     "write_synthetic": "data.synthetic",
 }
 
-__all__ = [
-    "AVAZU",
-    "CRITEO",
-    "DatasetSpec",
-    "FollowEpochs",
-    "Keeping",
-    "Loader",
-    "PreparedData",
-    "Repository",
-    "Run",
-    "Split",
-    "Stopped",
-    "TrainConfig",
-    "TuneConfig",
-    "Tuned",
-    "UserError",
-    "adopt",
-    "evaluate",
-    "evaluate_logs",
-    "export",
-    "find_spec",
-    "frequencies",
-    "keep_top_ids",
-    "predict",
-    "predict_logs",
-    "prepare",
-    "rare_costs",
-    "register",
-    "resume",
-    "train",
-    "tune",
-    "write_synthetic",
-]
+__all__ = sorted(_HOME)
 
 __getattr__, __dir__ = on_first_use(__name__, _HOME)

@@ -6,7 +6,6 @@ Not for bugs: whatever is no fault of the user stays an ordinary exception with 
 from __future__ import annotations
 
 import itertools
-import signal
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
@@ -25,12 +24,6 @@ class UserError(Exception):
     """
 
     exit_code: ClassVar[int] = 2
-
-
-class UnreadError(UserError):
-    """Nobody reads what is printed any more, as behind ``| head``."""
-
-    exit_code = 128 + signal.SIGPIPE
 
 
 class AgreedError(UserError):

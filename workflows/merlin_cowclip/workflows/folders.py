@@ -12,8 +12,7 @@ import resource
 import secrets
 import shutil
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -83,96 +82,14 @@ def _refuse_place(out: Path, found: str | None, what: str = "folder") -> NoRetur
     ) from None
 
 
-@dataclass(eq=False)
-class _Output:
-    """What a command writes, in a folder that is known again by its number on the disk."""
-
-    out: Path
-    unfinished: Path | None  # the folder while it is not whole; afterwards there is none there
-    number: tuple[int, int] | None
-    file: tuple[int, int] | None = None  # of a file that is the output, and lies in the folder
-
-    @classmethod
-    def begun(cls, out: Path, folder: Path) -> _Output:
-        """``folder`` was made, to become ``out``."""
-        output = cls(out, folder, _number(folder))
-        _outputs.append(output)
-        return output
-
-    def remove(self) -> None:
-        """Remove what is not whole; not what somebody else has put in its place."""
-        if self.unfinished is not None and _number(self.unfinished) == self.number:
-            remove(self.unfinished)
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether what was written has its name."""
-        number = self.file or self.number
-        return number is not None and _number(self.out) == number
-
-    def ended(self) -> None:
-        """Nothing unfinished is there any more."""
-        self.unfinished = None
-        if not self.is_whole:  # which may be another folder's number from now on
-            self.number = self.file = None
-
-
-_outputs: list[_Output] = []  # of the command that runs
-
-
-def forget_outputs() -> None:
-    """A command begins: what earlier ones wrote in this process is no matter of its ending."""
-    _outputs.clear()
-
-
-def finished_output() -> Path | None:
-    """The last output that is whole, once what is not is removed; for a command's ending.
-
-    It is removed as the work ends, unless an interrupt comes between two steps of just that.
-    """
-    for output in _outputs:
-        output.remove()
-    finished = (o.out for o in reversed(_outputs) if o.is_whole)
-    return next(finished, None)
-
-
-def _number(path: Path) -> tuple[int, int] | None:
-    try:
-        status = os.lstat(path)
-    except OSError:
-        return None
-    return status.st_dev, status.st_ino
-
-
 def remove(*paths: Path) -> None:
-    """Remove files or folders, as far as we may.
-
-    Raises:
-        KeyboardInterrupt: one came meanwhile; nothing is left all the same.
-    """
-
-    def work() -> None:
-        for path in paths:
-            if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path, ignore_errors=True)
-            else:
-                with contextlib.suppress(OSError):
-                    path.unlink()
-
-    _to_the_end(work)
-
-
-def _to_the_end(work: Callable[[], None]) -> None:
-    """Do what can be begun again, until it is done; an interrupt has to wait for that."""
-    interrupt = None
-    while True:
-        try:
-            work()
-            break
-        except KeyboardInterrupt as error:
-            interrupt = error
-    if interrupt is not None:
-        raise interrupt
+    """Remove files or folders, as far as we may."""
+    for path in paths:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            with contextlib.suppress(OSError):
+                path.unlink()
 
 
 def _partial(out: Path) -> str:
@@ -205,20 +122,16 @@ def all_or_nothing(out: Path, what: str = "folder", *, is_work: bool = True) -> 
     # A name that fits, together with the rest of it, wherever the folder's own does.
     token = secrets.token_hex(4)
     folder = _home(out) / f"{_partial(out)}{os.getpid()}-{token}"
-    output = None
     try:
         try:
             folder.mkdir()
         except OSError as error:
             _refuse_place(out, error.strerror, what)
-        output = _Output.begun(out, folder)
         whole, beside = folder, f"{out.name[:50]}-{token}"
         if what == "file":
             whole, beside = folder / out.name, f"{out.stem[:50]}-{token}{out.suffix[:50]}"
         yield whole
-        if what == "file":
-            output.file = _number(whole)
-        _put_in_place(output, whole, folder.with_name(beside) if is_work else None, what)
+        _put_in_place(out, whole, folder.with_name(beside) if is_work else None, what)
     except OSError as error:
         if error.errno == errno.EMFILE:
             most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
@@ -234,17 +147,14 @@ def all_or_nothing(out: Path, what: str = "folder", *, is_work: bool = True) -> 
         ) from None
     finally:
         remove(folder)
-        if output is not None:
-            output.ended()
 
 
-def _put_in_place(output: _Output, whole: Path, beside: Path | None, what: str) -> None:
+def _put_in_place(out: Path, whole: Path, beside: Path | None, what: str) -> None:
     """Rename what is whole to its output or, where that cannot be, to a name beside it.
 
     Raises:
         UserError: it lies beside, or where it lay.
     """
-    out = output.out
     try:
         refuse_existing(out, what)
         with _parents(out):
@@ -256,7 +166,6 @@ def _put_in_place(output: _Output, whole: Path, beside: Path | None, what: str) 
     except UserError as refusal:
         if beside is None:
             raise
-        output.out = beside
         os.rename(whole, beside)
         raise UserError(f"{refusal}. What was to be there is whole, and lies in {beside}") from None
 
@@ -289,13 +198,11 @@ def new_folder(out: Path) -> Iterator[None]:
         except OSError as error:
             refuse_existing(out)  # another command was faster
             _refuse_place(out, error.strerror)
-        output = _Output.begun(out, out)
         try:
             yield
-            output.unfinished = None
-        finally:
-            output.remove()
-            output.ended()
+        except BaseException:
+            remove(out)
+            raise
 
 
 @contextlib.contextmanager
@@ -306,12 +213,6 @@ def _parents(out: Path) -> Iterator[None]:
         UserError: they cannot be made.
     """
     missing = [parent for parent in out.parents if not os.path.lexists(parent)]
-
-    def remove_empty() -> None:
-        for parent in missing:  # the innermost first
-            with contextlib.suppress(OSError):
-                parent.rmdir()
-
     try:
         try:
             out.parent.mkdir(parents=True, exist_ok=True)
@@ -319,7 +220,9 @@ def _parents(out: Path) -> Iterator[None]:
             _refuse_place(out, error.strerror)
         yield
     except BaseException:
-        _to_the_end(remove_empty)
+        for parent in missing:  # the innermost first
+            with contextlib.suppress(OSError):
+                parent.rmdir()
         raise
 
 

@@ -1,4 +1,4 @@
-"""The one progress bar, on stderr, and lines of what is done, on stdout."""
+"""The progress bar, on stderr."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import functools
 import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
-
-from merlin_cowclip.workflows.errors import UnreadError, UserError
 
 if TYPE_CHECKING:
     from tqdm import tqdm
@@ -37,23 +35,6 @@ def progress_bar(
         mininterval=0.1 if sys.stderr.isatty() else _IN_LOGS,
         file=sys.stderr,
     )
-
-
-def tell(line: str) -> None:
-    """Print a line at once; before it comes whatever it tells of, which must not be lost with it.
-
-    Raises:
-        UserError: nobody reads it, or the disk that it goes to is full.
-    """
-    try:
-        print(line, flush=True)
-    except BrokenPipeError:
-        raise UnreadError("what reads the output must read all of it") from None
-    except OSError as error:
-        raise UserError(
-            f"what is printed must find room. Received: {error.strerror}. Free some, or send it "
-            "elsewhere"
-        ) from None
 
 
 @contextlib.contextmanager

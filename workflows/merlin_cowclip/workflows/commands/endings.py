@@ -1,7 +1,7 @@
-"""How a command ends: in one sentence and an exit code, whatever happened.
+"""How a command ends: in one sentence and an exit code.
 
-0 done, 1 what nobody foresaw, 2 bad input, 3 the time that was given is over and the run was saved,
-128 + n ended by signal n (130 Ctrl-C, 143 SIGTERM; 141 where nobody reads what it prints).
+0 done, 1 internal error, 2 bad input, 3 the time that was given is over and the run was saved,
+128 + n ended by signal n (130 Ctrl-C, 143 SIGTERM, 141 a closed pipe behind stdout).
 """
 
 from __future__ import annotations
@@ -17,12 +17,10 @@ import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
-from merlin_cowclip.workflows.errors import Notice, Stopped, UnreadError, UserError
-from merlin_cowclip.workflows.folders import finished_output, forget_outputs
+from merlin_cowclip.workflows.errors import Notice, Stopped, UserError
 from merlin_cowclip.workflows.launched import launched
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -37,55 +35,46 @@ def run(name: str, work: Callable[[], None]) -> int:
       work: raises UserError for bad input; may be ended by SIGINT, SIGTERM or SIGHUP anywhere, as
         a KeyboardInterrupt, and removes what it has not finished.
     """
-    forget_outputs()
-    _let_all_be_printed()
     with _notices(name), _signals() as received:
         try:
-            try:
-                received.listen()
-                work()
-                if sys.stdout is not None:  # as behind >&-
-                    sys.stdout.flush()
-            finally:
-                received.raising = False
+            work()
+            print(end="", flush=True)
         except BaseException as error:
-            if isinstance(error, Stopped):
-                _say_once(f"{name}: {error}")
-                number = received.number or error.number
-                return 3 if number is None else 128 + number
-            # First: what a signal raises inside a library may come out as something else.
-            if received.number:
-                end = signal.Signals(received.number).name
-                how = "interrupted" if end == "SIGINT" else f"ended by {end}"
-                _say_once(f"{name}: {_ended(how)}")
-                return 128 + received.number
-            if isinstance(error, SystemExit):
-                raise
-            if isinstance(error, KeyboardInterrupt):
-                _say_once(f"{name}: {_ended('interrupted')}")
-                return 130
-            if isinstance(error, BrokenPipeError):
-                error = UnreadError("what reads the output must read all of it")
-            elif isinstance(error, OSError) and (error.errno in _FULL or _stdout_fails()):
-                where = f": {error.filename}" if error.filename else ""
-                error = UserError(
-                    f"what it prints and writes must find room. Received: {error.strerror}{where}. "
-                    "Free some, or send it elsewhere"
-                )
-            if isinstance(error, UserError):
-                _say(f"{name}: error: {error}")
-                if _stdout_fails():
-                    _close_stdout()
-                return error.exit_code
-            if isinstance(error, MemoryError):
-                _say(
-                    f"{name}: error: the machine's memory must suffice. Received: less than this "
-                    "takes. Give it less at a time, or take a larger machine"
-                )
-                return 2
-            _say(f"{name}: error: {_unforeseen(error)}")
-            return 1
+            return _code_of(error, name, received)
     return 0
+
+
+def _code_of(error: BaseException, name: str, received: list[int]) -> int:
+    """The exit code for what ended the work, after its sentence."""
+    if isinstance(error, Stopped):
+        _say_once(f"{name}: {error}")
+        number = received[0] if received else error.number
+        return 3 if number is None else 128 + number
+    # First: what a signal raises inside a library may come out as something else.
+    if received or isinstance(error, KeyboardInterrupt):
+        number = received[0] if received else signal.SIGINT
+        end = signal.Signals(number).name
+        _say_once(f"{name}: {'interrupted' if end == 'SIGINT' else f'ended by {end}'}")
+        return 128 + number
+    if isinstance(error, SystemExit):
+        raise error
+    if isinstance(error, BrokenPipeError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes at its end
+        return 128 + signal.SIGPIPE
+    if isinstance(error, OSError) and error.errno in _FULL:
+        where = f": {error.filename}" if error.filename else ""
+        error = UserError(f"{error.strerror}{where}. Free some space, or write to another disk")
+    if isinstance(error, UserError):
+        _say(f"{name}: error: {error}")
+        return error.exit_code
+    if isinstance(error, MemoryError):
+        _say(
+            f"{name}: error: the machine's memory must suffice. Received: less than this takes. "
+            "Give it less at a time, or take a larger machine"
+        )
+        return 2
+    _say(f"{name}: error: {_unforeseen(error)}")
+    return 1
 
 
 @contextlib.contextmanager
@@ -104,13 +93,6 @@ def _notices(name: str) -> Iterator[None]:
         yield
     finally:
         warnings.showwarning = usual
-
-
-def _ended(how: str) -> str:
-    written = finished_output()
-    if written is None:
-        return f"{how} before it was done: nothing is left of it"
-    return f"{how} after it had written {written}, which is whole"
 
 
 def one_line(message: str) -> str:
@@ -158,87 +140,30 @@ def _unforeseen(error: BaseException) -> str:
     return f"{sentence} The traceback, for a report, is in {path}"
 
 
-@dataclass
-class _Received:
-    """What signal came, and whether one may end what is being done: the work, not its ending."""
-
-    number: int = 0
-    raising: bool = False
-
-    def listen(self) -> None:
-        """The work begins.
-
-        Raises:
-            KeyboardInterrupt: a signal was faster.
-        """
-        self.raising = True
-        if self.number:
-            raise KeyboardInterrupt
-
-
 @contextlib.contextmanager
-def _signals() -> Iterator[_Received]:
-    """What would end the process at once raises KeyboardInterrupt instead, so that it tidies up."""
-    received = _Received()
-    if threading.current_thread() is not threading.main_thread():
-        yield received  # Python gives signals to the main thread alone
-        return
+def _signals() -> Iterator[list[int]]:
+    """Within it a first signal raises KeyboardInterrupt; a second one has its previous handler.
+
+    Yields:
+        The number of the signal that came, if any.
+    """
+    received: list[int] = []
+    before: dict[int, Any] = {}
 
     def end(number: int, frame: FrameType | None) -> None:
-        first = not received.number
-        received.number = received.number or number
-        # A second one must not end the tidying up, for which an exception is under way. Where none
-        # is, the first was swallowed: raised in a finalizer, say, whose exceptions Python drops.
-        if received.raising and (first or sys.exc_info()[0] is None):
-            raise KeyboardInterrupt
+        received.append(number)
+        give_back()
+        raise KeyboardInterrupt
 
-    usual = sys.unraisablehook
-    resent: list[threading.Timer] = []
+    def give_back() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
-    def unraisable(dropped: sys.UnraisableHookArgs) -> None:
-        # Python drops what is raised in a finalizer or a callback of the garbage collector (JAX
-        # has one), a signal's exception too: the signal is sent again, once that is over.
-        if received.number and issubclass(dropped.exc_type, KeyboardInterrupt):
-            resent.append(threading.Timer(0.1, os.kill, (os.getpid(), received.number)))
-            resent[-1].start()
-        else:
-            usual(dropped)
-
-    before = {}
-    try:
-        sys.unraisablehook = unraisable
+    if threading.current_thread() is threading.main_thread():  # Python gives signals to no other
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
                 before[number] = signal.signal(number, end)  # nohup's is SIG_IGN, and stays
+    try:
         yield received
     finally:
-        for timer in resent:
-            timer.cancel()
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        sys.unraisablehook = usual
-
-
-def _let_all_be_printed() -> None:
-    """A path that the terminal's encoding lacks must not end what has done its work."""
-    if getattr(sys.stdout, "errors", None) == "strict" and hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr is
-
-
-def _close_stdout() -> None:
-    """So that Python does not try again, and complain, as it ends."""
-    with contextlib.suppress(OSError, ValueError):
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())
-        os.close(nowhere)
-
-
-def _stdout_fails() -> bool:
-    """Whether what was printed is still waiting, and cannot be written."""
-    if sys.stdout is None:
-        return False
-    try:
-        sys.stdout.flush()
-    except OSError:
-        return True
-    return False
+        give_back()

@@ -109,10 +109,7 @@ def _on_prepared(run: Run, arguments: argparse.Namespace) -> tuple[Quality, int,
         )
     run.check_vocabulary(data)
     source = data.record.get("derived_from", {})
-    # Wherever the data lie by now; runs and held-out rows of before have paths alone.
-    ours, theirs = (one.get("train_sha256") for one in (run.config, source))
-    is_ours = ours == theirs if ours and theirs else source.get("path") == run.config["data"]
-    if "held_out" in source and is_ours:
+    if "held_out" in source and source["train_sha256"] == run.config["train_sha256"]:
         warnings.warn(
             f"the test part of {data.path} was held out of the training part of {source['path']}, "
             f"on all of which {run.path} was trained: this is no AUC of rows that it has not seen",

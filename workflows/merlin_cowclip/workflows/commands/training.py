@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -19,7 +18,7 @@ from merlin_cowclip.plugins.scaling import (
     scaling_table,
 )
 from merlin_cowclip.workflows.commands.values import add_schedules, by_field, schedules_of
-from merlin_cowclip.workflows.errors import Notice, UserError, quoted
+from merlin_cowclip.workflows.errors import UserError, quoted
 from merlin_cowclip.workflows.folders import refuse_existing
 from merlin_cowclip.workflows.training.configuration import TrainConfig, base_hyperparameters
 from merlin_cowclip.workflows.training.keeping import Keeping
@@ -271,13 +270,12 @@ def _checked(
     check_offered(config)
     data = PreparedData.open(arguments.data)
     refuse_existing(arguments.out)
-    others = None if tuned is None else tuned.check_columns(data)
+    if tuned is not None:
+        tuned.check_columns(data)
     from merlin_cowclip.workflows.training.train import check
 
     check(data, config, arguments.out)
-    if others is not None:
-        warnings.warn(others, Notice, stacklevel=2)
-    return config, keeping, data, None if like is None else like.get("precision")
+    return config, keeping, data, None if like is None else like["precision"]
 
 
 def _open_tuned(arguments: argparse.Namespace) -> Tuned | None:

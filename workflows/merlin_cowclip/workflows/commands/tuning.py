@@ -5,13 +5,12 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
-import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from merlin_cowclip.workflows.commands.training import add_network, check_network
 from merlin_cowclip.workflows.commands.values import by_field
-from merlin_cowclip.workflows.errors import Notice, UserError
+from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.study.configuration import BASE_OPTIONS, NETWORK, TuneConfig
 
 if TYPE_CHECKING:
@@ -96,7 +95,7 @@ def _tune(arguments: argparse.Namespace) -> None:
 
 
 def found_by(tune: Path, data: PreparedData) -> TrainConfig:
-    """What a tune found, on data of these columns; of other rows it is told.
+    """What a tune found, on data of these columns.
 
     Raises:
         UserError: no tune that has ended, one on data of other columns, or one in another of
@@ -105,14 +104,13 @@ def found_by(tune: Path, data: PreparedData) -> TrainConfig:
     from merlin_cowclip.workflows.study.tuned import Tuned
 
     tuned = Tuned.open(tune)
-    precision = tuned.record.get("precision", "float32")
+    precision = tuned.record["precision"]
     if precision != "float32":
         raise UserError(
             "values must be found in the precision that they are compared in, which is float32. "
             f"Received: {tune}, tuned in {precision}. Name a tune in float32"
         )
-    if (others := tuned.check_columns(data)) is not None:
-        warnings.warn(others, Notice, stacklevel=2)
+    tuned.check_columns(data)
     return tuned.train_config()
 
 

@@ -257,7 +257,7 @@ class MissingIds(Categorify):
 
     def _look_at(self, col_selector: Any, df: Any) -> None:
         """Learn of columns that are new whether they are of lists."""
-        known = self.__dict__.get("known", ())  # not of one that was saved before
+        known = self.__dict__.get("known", ())
         for name in col_selector.names if isinstance(df, pd.DataFrame) else ():
             if name in known or (first := df[name].first_valid_index()) is None:
                 continue

@@ -32,10 +32,6 @@ if TYPE_CHECKING:
     import pandas as pd
 
 FORMAT_VERSION = 2
-FORMATS = (1, FORMAT_VERSION)
-"""What can be opened. Format 1 has no manifest: of such a folder it is checked that its files are
-there and that its parts have the columns and the number of rows that the record says, no more."""
-
 RECORD = "prepare.json"  # written last: without it the folder is not whole
 PARTS = ("train", "test")
 MEMBERS = {*PARTS, "workflow", "counts", "schema.pbtxt", ".merlin"}
@@ -78,10 +74,7 @@ class PreparedData:
             )
         record = _read_record(path)
         data = cls(path, _spec_of(record, path), record)
-        if "manifest" in record:
-            data._check_manifest("")
-        else:
-            _check_without_manifest(data)
+        data._check_manifest("")
         for part in PARTS:
             data.footers(part)
         return data
@@ -109,8 +102,7 @@ class PreparedData:
             for state in self.record["files"][part]:
                 check_unchanged(state)
         else:
-            if "manifest" in self.record:
-                self._check_manifest(part)
+            self._check_manifest(part)
             self._check_members(part)
         footers = {}
         for path in self._files(part):
@@ -155,11 +147,7 @@ class PreparedData:
     def _files(self, part: str) -> list[Path]:
         if "files" in self.record:
             return [Path(file["path"]) for file in self.record["files"][part]]
-        if "manifest" in self.record:
-            names = [name for name in self.record["manifest"] if name.startswith(f"{part}/")]
-        else:
-            found = (self.path / part).glob("*.parquet")
-            names = [f"{part}/{path.name}" for path in found if not path.name.startswith(".")]
+        names = [name for name in self.record["manifest"] if name.startswith(f"{part}/")]
         return [self.path / name for name in sorted(names) if name.endswith(".parquet")]
 
     @property
@@ -256,7 +244,7 @@ class PreparedData:
         Raises:
             UserError: the manifest does not, at this moment; or it does not load here.
         """
-        manifest = self.record.get("manifest", {})
+        manifest = self.record["manifest"]
         return load_confirmed(self.path, manifest, "prepared data", f"{_AGAIN}.", trust=trust)
 
 
@@ -277,19 +265,18 @@ def _read_record(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{place} must be readable JSON. Received: {error}. {_AGAIN}") from None
     version = record.get("format") if isinstance(record, dict) else None
-    if version not in FORMATS or type(version) is not int:
+    if version != FORMAT_VERSION or type(version) is not int:
         raise UserError(
-            f"prepared data must be of format {' or '.join(map(str, FORMATS))}. Received: "
-            f"{version!r} in {path}. Prepare it again with this version"
+            f"prepared data must be of format {FORMAT_VERSION}. Received: {version!r} in {path}. "
+            "Prepare it again with this version"
         )
     required: dict[str, Callable[[Any], bool]] = {
         "spec": lambda value: isinstance(value, dict),
         "rows": lambda value: _numbers_by(PARTS, value, 0) and value["train"] > 0,
         "cardinalities": lambda value: isinstance(value, dict),
         "report": lambda value: isinstance(value, dict),
+        "manifest": is_manifest,
     }
-    if version != 1:
-        required["manifest"] = is_manifest
     if "files" in record:
         required["files"] = lambda value: (
             isinstance(value, dict)
@@ -335,7 +322,7 @@ def _is_file_state(value: Any) -> bool:
         isinstance(value, dict)
         and isinstance(value.get("path"), str)
         and isinstance(value.get("mtime_ns"), int)
-        and is_manifest({"": {"sha256": "", **value}})  # format 1 had no checksum
+        and is_manifest({"": value})
     )
 
 
@@ -343,16 +330,6 @@ def _needed(data: PreparedData) -> list[str]:
     """What every folder has beside its parts."""
     files = ["schema.pbtxt", "workflow/metadata.json", "workflow/workflow.pkl"]
     return files + [f"counts/{name}.parquet" for name in data.spec.ids]
-
-
-def _check_without_manifest(data: PreparedData) -> None:
-    """Refuse a folder of format 1 in which a file is not there that every such folder has."""
-    for name in _needed(data):
-        if not (data.path / name).is_file():
-            raise UserError(
-                f"prepared data must keep every file as it was written. Received: "
-                f"{data.path / name}, which is gone. {_AGAIN}"
-            )
 
 
 def check_unchanged(state: dict[str, Any]) -> None:
@@ -365,8 +342,7 @@ def check_unchanged(state: dict[str, Any]) -> None:
     try:
         now = path.stat()
         same = (now.st_size, now.st_mtime_ns) == (state["bytes"], state["mtime_ns"])
-        if same and "sha256" in state:
-            same = checksum(path) == state["sha256"]
+        same = same and checksum(path) == state["sha256"]
     except OSError as error:
         raise UserError(
             f"adopted parquet must stay where it was. Received: {path}: {error.strerror}. "

@@ -217,7 +217,7 @@ def write_synthetic(
     finally:
         placed = [file for part, file in parts if placing and _is_in_place(part, file)]
         halves = placed if len(placed) < len(parts) else []
-        remove(*halves, truth_part, partial)  # in one: an interrupt waits for all of it
+        remove(*halves, truth_part, partial)
     return truth
 
 

@@ -162,8 +162,7 @@ def tell_of_what_is_counted(run: Run, data: PreparedData) -> None:
 
     Of the latter the raw ids are known, but not what would answer them.
     """
-    trained_on = run.config.get("train_sha256")  # not of runs of before it was recorded
-    if trained_on not in (None, identity_of(data, "train")):
+    if run.config["train_sha256"] != identity_of(data, "train"):
         warnings.warn(
             f"ids are counted in {data.path}, whose training rows are others than those of "
             f"{run.path}: ids that are rare there may be frequent here",

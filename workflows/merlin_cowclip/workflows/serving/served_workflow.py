@@ -57,7 +57,7 @@ class ServedWorkflow(TransformWorkflow):
       is_adopted: whether the workflow is another pipeline's, which takes its rows as they are.
     """
 
-    # Raw columns of an adopted workflow; none in repositories of before they were looked for.
+    # Raw columns of an adopted workflow.
     binary: frozenset[str] = frozenset()  # of bytes that are no text
     with_empty: frozenset[str] = frozenset()  # in which an empty text is no missing one
 

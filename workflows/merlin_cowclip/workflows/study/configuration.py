@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from merlin_cowclip.plugins.checks import make_plain, whole_number
-from merlin_cowclip.plugins.scaling import SCALING_RULES, Hyperparameters, recipe
-from merlin_cowclip.workflows.errors import Notice, UserError
+from merlin_cowclip.plugins.scaling import SCALING_RULES, Hyperparameters
+from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.study.search_space import Point, SearchSpace
 from merlin_cowclip.workflows.training.configuration import TrainConfig, refuse_unknown
 from merlin_cowclip.workflows.training.networks import NETWORKS
@@ -82,19 +81,6 @@ def _rates_of(found: TrainConfig) -> str:
     return "falling" if any(schedules) else "constant"
 
 
-def _tell_of_the_clip(found: Hyperparameters) -> None:
-    """Say that a base is taken whole, where CowClip's own recipe has another clip."""
-    own = recipe("cowclip")
-    if found.clip != own.clip:
-        warnings.warn(
-            f"the base is taken whole: the rule 'cowclip' predicts points with its clip, "
-            f"{found.clip}, and not with {own.clip}. A tune of its learning rates and l2 alone "
-            "(--dense-lr, --embedding-lr, --l2) has the recipe's",
-            Notice,
-            stacklevel=4,
-        )
-
-
 @dataclass(frozen=True, eq=False)
 class TuneConfig:
     """What a tune searches; everything but the data, its place, and how long it may take.
@@ -158,7 +144,6 @@ class TuneConfig:
                     )
                 object.__setattr__(self, name, its)
             object.__setattr__(self, "base", found.hyperparameters)
-            _tell_of_the_clip(found.hyperparameters)
         if isinstance(self.base, Hyperparameters):
             object.__setattr__(self, "base", self.base.to_dict())
         try:

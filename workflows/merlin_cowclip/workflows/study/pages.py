@@ -74,7 +74,7 @@ def facts(configs: Iterable[Mapping[str, Any]]) -> dict[str, str]:
         now = {
             "rows": f"{rows['train']:,} for training, {rows['test']:,} for testing",
             "table rows": (
-                f"{_table_rows(config):,} in {len(config['cardinalities'])} "
+                f"{config['table_rows']:,} in {len(config['cardinalities'])} "
                 "fields, padding, missing and unknown among them"
             ),
             "versions": ", ".join(f"{k} {v}" for k, v in config["versions"].items()),
@@ -89,20 +89,14 @@ def facts(configs: Iterable[Mapping[str, Any]]) -> dict[str, str]:
     return {key: "; other runs: ".join(values) for key, values in found.items()}
 
 
-def _table_rows(config: Mapping[str, Any]) -> int:
-    """Of a run; of one of before they were recorded, those of a shared domain for each field."""
-    found = config.get("table_rows")
-    return sum(config["cardinalities"].values()) if found is None else int(found)
-
-
 def read_metrics(run: Path) -> list[dict[str, str]]:
     """A run's `metrics.csv`: a row for each epoch; what there is no value of is empty."""
     return _rows_of(run / METRICS)
 
 
 def read_norms(run: Path) -> list[dict[str, str]]:
-    """A run's `norms.csv`: a row for each epoch and bin; none of a run of an older version."""
-    return _rows_of(run / NORMS) if (run / NORMS).exists() else []
+    """A run's `norms.csv`: a row for each epoch and bin."""
+    return _rows_of(run / NORMS)
 
 
 def _rows_of(path: Path) -> list[dict[str, str]]:

@@ -204,7 +204,7 @@ def _dataset(found: Sequence[Outcome]) -> str:
     """The name of the data set, of any result."""
     results = (r for outcome in found for r in outcome.results.values() if r is not None)
     first = next(results, None)
-    return "" if first is None else str(first["config"].get("dataset", ""))
+    return "" if first is None else str(first["config"]["dataset"])
 
 
 def _cell(outcome: Outcome | None, record: Mapping[str, Any], quantity: Quantity) -> str:
@@ -269,7 +269,7 @@ def _verdict(found: Sequence[Outcome], sizes: Sequence[int], quantity: Quantity)
             way = "faster" if times >= 1 else "slower"
             faster = ", as fast" if shown == "1.0" else f", {shown} times {way}"
             results = (r for o in (small, large) for r in o.results.values() if r is not None)
-            jobs = max(result.get("jobs", 1) for result in results)
+            jobs = max(result["jobs"] for result in results)
             if jobs > 1:
                 faster += f" (trained up to {jobs} at a time, which makes each take longer)"
         sentences.append(

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from merlin_cowclip.plugins.checks import make_plain
-from merlin_cowclip.plugins.scaling import SCALING_RULES, Hyperparameters, recipe
-from merlin_cowclip.workflows.errors import Notice, UserError
+from merlin_cowclip.plugins.scaling import Hyperparameters, recipe
+from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.study.configuration import network_of
 from merlin_cowclip.workflows.training.configuration import TrainConfig
 from merlin_cowclip.workflows.training.networks import NETWORKS
@@ -28,22 +27,6 @@ def shared_values(base: Hyperparameters) -> dict[str, float]:
     """What all rules take of a base that was tuned; of CowClip's clip only if it clips so."""
     clips = base.clip == "adaptive_column"
     return {name: getattr(base, name) for name in (VALUES if clips else VALUES[:3])}
-
-
-def _tell_of_recipes(found: Hyperparameters) -> None:
-    """Say what of a tune's values a study does not take, where no rule's recipe has it."""
-    own = ("clip", "init_stddev", "warmup_epochs")
-    recipes = [recipe(rule) for rule in SCALING_RULES]
-    if any(all(getattr(one, n) == getattr(found, n) for n in own) for one in recipes):
-        return
-    told = ", ".join(f"{name}={getattr(found, name)}" for name in own)
-    warnings.warn(
-        "a study takes a tune's learning rates and l2, and its clip_ratio and clip_floor if it "
-        f"clips by adaptive_column; the rest is each rule's own recipe. The tune found {told}, "
-        "which no rule has: a row of its own (--tuned, Setting.found) is of all that it found",
-        Notice,
-        stacklevel=4,
-    )
 
 
 def _refuse_clip_tables(found: TrainConfig) -> None:
@@ -163,7 +146,6 @@ class Setting:
                 "the first of the batch sizes must be where the base was tuned. Received: "
                 f"{batch_sizes[0]:,}, and a base tuned at {tuned.batch_size:,}. Begin with that"
             )
-        _tell_of_recipes(tuned.hyperparameters)
         given = config or {}
         network = network_of(tuned, given)
         of_run = {"update": tuned.update, "deterministic": tuned.deterministic}

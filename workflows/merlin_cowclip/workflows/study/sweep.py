@@ -11,7 +11,6 @@ import dataclasses
 import json
 import signal
 import statistics
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +21,7 @@ from merlin_cowclip.workflows.checks import check_whole
 from merlin_cowclip.workflows.data.datasets import check_input_names
 from merlin_cowclip.workflows.data.prepared import PreparedData
 from merlin_cowclip.workflows.data.top_ids import keep_top_ids
-from merlin_cowclip.workflows.errors import Notice, Stopped, UserError
+from merlin_cowclip.workflows.errors import Stopped, UserError
 from merlin_cowclip.workflows.folders import (
     all_or_nothing,
     begun_before,
@@ -34,7 +33,7 @@ from merlin_cowclip.workflows.progress import progress_bar
 from merlin_cowclip.workflows.quiet import quiet_imports
 from merlin_cowclip.workflows.study import occurrences
 from merlin_cowclip.workflows.study.claims import Claims, alone_in
-from merlin_cowclip.workflows.study.studies import MINUTES, TOP, Cell, Quantity, Setting, Study
+from merlin_cowclip.workflows.study.studies import TOP, Cell, Quantity, Setting, Study
 from merlin_cowclip.workflows.study.workers import DIVERGED, Task, work_off
 from merlin_cowclip.workflows.training.configuration import TrainConfig
 from merlin_cowclip.workflows.training.runs import RESULT, columns_of, identity_of
@@ -111,7 +110,6 @@ def sweep(
     with Claims(out / CLAIMS).alone():  # what two sweeps would write at the same time
         homes = _homes(out, data, cells, progress=progress)
         (out / STUDIES_).mkdir(exist_ok=True)
-        _tell_of_others(out / STUDIES_ / f"{study.name}.json", record)
         write_json(out / STUDIES_ / f"{study.name}.json", record)
         if not cells:
             return occurrences.count(data, out, setting.batch_sizes, progress=progress)
@@ -125,8 +123,6 @@ def sweep(
             tasks[name] = Task(*place, identity_of(home), config.to_dict(), jobs)
     (out / RUNS).mkdir(exist_ok=True)
     todo = [task for task in tasks.values() if not task.is_done]
-    if study.quantity is MINUTES:
-        _tell_of_other_jobs([task for task in tasks.values() if task.is_done], jobs)
     with progress_bar("sweep", len(tasks), " runs", show=progress) as bar:
         bar.update(len(tasks) - len(todo))
         try:
@@ -142,83 +138,6 @@ def sweep(
                 error.number if isinstance(error, Stopped) else signal.SIGINT,
             ) from None
     return table(study, _outcomes(out, record))  # not what another sweep has written meanwhile
-
-
-def _tell_of_others(place: Path, record: Mapping[str, Any]) -> None:
-    """Warn of seeds, batch sizes, rows and options of which a study was, and is no more."""
-    if not place.exists():
-        return
-    before = _read(place)
-    for key, option in (("seeds", "--seeds"), ("batch_sizes", "--batch-sizes")):
-        given = record[key]
-        left = [value for value in before.get(key, []) if value not in given]
-        if left:
-            together = ",".join(map(str, sorted([*left, *given])))
-            is_base = key == "batch_sizes" and min([*left, *given]) != given[0]
-            base = " (whose first is the base)" if is_base else ""
-            warnings.warn(
-                f"{place} was of {option} {','.join(map(str, before[key]))}, and is of "
-                f"{','.join(map(str, given))} from now on: its table and report leave the others "
-                f"out, whose runs are kept. For all of them {option} {together}{base}",
-                Notice,
-                stacklevel=3,
-            )
-
-    bases = [sizes[:1] for sizes in (before.get("batch_sizes", []), record["batch_sizes"])]
-    if record["cells"] and bases[0] and bases[0] != bases[1]:
-        warnings.warn(
-            f"{place} was of the base {bases[0][0]}, the first of --batch-sizes, and is of "
-            f"{bases[1][0]} from now on: the values of all its runs, scaled from there, are others."
-            " Those of before are kept; for both sweep into another folder",
-            Notice,
-            stacklevel=3,
-        )
-    else:
-        _tell_of_other_cells(place, before, json.loads(json.dumps(record)))
-
-
-def _tell_of_other_cells(place: Path, before: Mapping[str, Any], record: Mapping[str, Any]) -> None:
-    """Warn of rows that a study had, and of other values of what its runs were trained with."""
-    then, now = _configs(before), _configs(record)
-    gone = sorted({row for row, *_ in then} - {row for row, *_ in now})
-    same = [(then[cell], config) for cell, config in now.items() if cell in then]
-    options = sorted({key for was, new in same for key in was if was[key] != new.get(key)})
-    told = [f"had a row {row!r}, which it has" for row in gone]
-    told += [f"was of other {', '.join(options)}, of which it is"] if options else []
-    for what in told:
-        warnings.warn(
-            f"{place} {what} no more from now on, as its table and report: the runs are kept. Give "
-            "what was given then, or sweep into another folder, to have that as well",
-            Notice,
-            stacklevel=4,
-        )
-
-
-def _configs(record: Mapping[str, Any]) -> dict[tuple[str, str, str], dict[str, Any]]:
-    """What the runs of each cell are trained with, but for their seeds."""
-    cells = record.get("cells", [])
-    return {(c["row"], c["column"], c["data"]): _options(c["config"]) for c in cells}
-
-
-def _options(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A run's options by name, those of its base among them."""
-    base = {name: value for name, value in config["base"].items() if name != "batch_size"}
-    others = {key: value for key, value in config.items() if key not in ("base", "seed")}
-    return {**base, **others}
-
-
-def _tell_of_other_jobs(done: Iterable[Task], jobs: int) -> None:
-    """Warn of runs whose times are those of another number of processes side by side."""
-    results = [read_result(task.run) for task in done if (task.run / RESULT).exists()]
-    others = [result["jobs"] for result in results if result.get("jobs", jobs) != jobs]
-    if others:
-        found = ", ".join(map(str, sorted(set(others))))
-        warnings.warn(
-            f"{len(others)} runs were trained before with --jobs {found}: their times are of that, "
-            f"and not measured anew with --jobs {jobs}. For times of it sweep into another folder",
-            Notice,
-            stacklevel=3,
-        )
 
 
 def run_name(config: TrainConfig, data: str) -> str:
@@ -265,7 +184,7 @@ def _result_of(run: Path) -> dict[str, Any]:
       UserError: it is not, as of one that was resumed for more epochs.
     """
     found = read_result(run)
-    if not run.name.startswith(found["config"].get("identity", run.name)[:16]):
+    if not run.name.startswith(found["config"]["identity"][:16]):
         raise UserError(
             f"a run of a sweep must be as the sweep would train it. Received: {run}, of another "
             "configuration. Move it elsewhere, and sweep again"

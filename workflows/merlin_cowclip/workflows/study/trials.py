@@ -53,7 +53,7 @@ def epochs_of(
 ) -> Generator[Epoch, None, None]:
     """Train as `train(rows, config)` would, to the last bit, and measure after each epoch.
 
-    The process's random state is the trial's until the iterator is closed.
+    The process's random seeds are set.
 
     Args:
       rows: what `hold_out` made.
@@ -84,6 +84,11 @@ def epochs_of(
         function = model.make_train_function()
         batches = iter(loader.dataset(epochs=None))
         step = 0
+
+        def between() -> None:
+            if stopping.asked:
+                raise Interrupted
+
         try:
             for _ in range(config.epochs):
                 mean_loss(model).reset_state()
@@ -91,12 +96,10 @@ def epochs_of(
                     logs = function(batches)
                     step += 1
                     watch.see(step, logs["loss_batch"])
-                    if stopping.asked:
-                        raise Interrupted
+                    between()
                     advance()
                 watch.look(step)
-                with stopping.anywhere():
-                    quality = predictor.quality(held_out)
+                quality = predictor.quality(held_out, between=between)
                 loss, now = float(mean_loss(model).result()), time.perf_counter()
                 yield Epoch(*quality, loss, now - begun)
                 begun = time.perf_counter()

@@ -15,7 +15,7 @@ from typing import Any
 from merlin_cowclip.workflows.data.prepared import PreparedData
 from merlin_cowclip.workflows.errors import Stopped, UserError
 from merlin_cowclip.workflows.folders import remove, write_json
-from merlin_cowclip.workflows.progress import progress_bar, tell
+from merlin_cowclip.workflows.progress import progress_bar
 from merlin_cowclip.workflows.quiet import quiet_imports
 from merlin_cowclip.workflows.study.claims import Claims, alone_in
 from merlin_cowclip.workflows.study.configuration import TuneConfig
@@ -178,7 +178,7 @@ class _Tuning:
                 if ended is None:
                     trial.give_up()
             if self._show:
-                tell(trial_line(ended, self.search.tried(), self._trials))
+                print(trial_line(ended, self.search.tried(), self._trials), flush=True)
 
     def _try(self, trial: Any, stopping: Stopping, advance: Any) -> tuple[str | None, bool]:
         """Train a trial; why it ended before its last epoch, and whether it was hopeless."""

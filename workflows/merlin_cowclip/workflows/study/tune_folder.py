@@ -14,7 +14,6 @@ from merlin_cowclip.workflows.quiet import quiet_imports
 from merlin_cowclip.workflows.study.configuration import TuneConfig
 from merlin_cowclip.workflows.study.held_out import held_out_rows, hold_out
 from merlin_cowclip.workflows.study.tuned import (
-    FORMAT_VERSION,
     RECORD,
     ROWS,
     read_record,
@@ -86,27 +85,22 @@ def check_fits(data: PreparedData, config: TuneConfig, out: Path) -> None:
     if os.path.isdir(out) and not (out / RECORD).exists():
         refuse_existing(out)
     before, now = read_record(out), record_of(data, config, _precision())
-    if before["format"] != FORMAT_VERSION:
-        raise UserError(
-            f"a tune must be of format {FORMAT_VERSION} to go on. Received: {before['format']} in "
-            f"{out}. Tune into another folder"
-        )
     if before["data_sha256"] != now["data_sha256"]:
         raise UserError(
             f"a tune must go on with its own data, {before['data']}. Received: {data.path}, with "
             f"other rows, for {out}. Name that data, or another folder"
         )
     # The same rows may be adopted with another meaning.
-    had = {"cardinalities": before.get("cardinalities"), **before.get("columns", {})}
+    had = {"cardinalities": before["cardinalities"], **before["columns"]}
     for name, value in {"cardinalities": now["cardinalities"], **now["columns"]}.items():
-        was = had.get(name)
-        if was not in (None, value):  # an earlier version did not write all of it down
+        was = had[name]
+        if was != value:
             raise UserError(
                 f"a tune must go on with its own data, {before['data']}. Received: {data.path}, "
                 f"with {name} {clipped(repr(value))} instead of {clipped(repr(was))}, for {out}. "
                 "Name that data, or another folder"
             )
-    its = before.get("precision", now["precision"])
+    its = before["precision"]
     if its != now["precision"]:
         raise UserError(
             f"a tune must go on in its own precision, {its}. Received: {now['precision']} for "

@@ -75,7 +75,7 @@ def tables(result: Mapping[str, Any]) -> str:
             clip = ("yes", f"{hp['clip_ratio']:.3g}", f"{hp['clip_floor']:.3g}")
         numbers = ("dense_lr", "embedding_lr", "l2", "init_stddev", "warmup_epochs")
         of_hp = (f"{hp[name]:.3g}" for name in numbers)
-        values.append((row["what"], *of_hp, *clip, row["update"], row.get("rates", "constant")))
+        values.append((row["what"], *of_hp, *clip, row["update"], row["rates"]))
     lines = [
         format_table(
             ("", "held-out AUC", "±", "to the best", "seeds", "in the search", "epochs"), rows

@@ -18,7 +18,6 @@ from merlin_cowclip.workflows.training.networks import NETWORKS
 from merlin_cowclip.workflows.training.runs import columns_of, identity_of
 
 FORMAT_VERSION = 2
-_READ = (1, 2)  # what was found by 1 is read; its search does not know of rates
 RECORD = "tune.json"  # of what is tuned; without it there is no tune
 ROWS = "rows"
 TUNED = "tuned.json"
@@ -46,7 +45,7 @@ def read_record(path: Path) -> dict[str, Any]:
         UserError: no folder of a tune, or of another version.
     """
     record = _read(path, RECORD, "which is written first. Received: {path}, no tune of ours")
-    if record.get("format") not in _READ or not isinstance(record.get("config"), dict):
+    if record.get("format") != FORMAT_VERSION or not isinstance(record.get("config"), dict):
         raise UserError(
             f"a tune must be of format {FORMAT_VERSION}. Received: {record.get('format')!r} in "
             f"{path}. {_AGAIN}"
@@ -152,14 +151,11 @@ class Tuned:
 
         return tables(self.result)
 
-    def check_columns(self, data: PreparedData) -> str | None:
+    def check_columns(self, data: PreparedData) -> None:
         """Refuse data with other columns than those that were tuned on.
 
         Values that were found on one part of a log are good for another: other rows, and the other
         vocabulary that they have, are no error.
-
-        Returns:
-          A sentence, if the rows are others.
 
         Raises:
           UserError: another label, or other fields.
@@ -172,9 +168,3 @@ class Tuned:
                     f"with {name} {its[name]!r} instead of {mine!r} in {self.path}. Tune on "
                     "this data, or name the other"
                 )
-        if identity_of(data) == self.record["data_sha256"]:
-            return None
-        return (
-            f"the values of {self.path} were found on other rows than those of {data.path}: on "
-            f"{self.record['data']}"
-        )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import hashlib
 import json
@@ -17,7 +16,6 @@ import numpy as np
 from merlin_cowclip.plugins._stack import tf
 from merlin_cowclip.plugins.sharding import Shard
 from merlin_cowclip.workflows.errors import UserError
-from merlin_cowclip.workflows.training.at_work import piece_done
 
 ALONE, OF_RANKS = FORMAT_VERSIONS = (1, 2)  # what one process has written, and several ranks
 RECORD = "checkpoint.json"
@@ -26,9 +24,6 @@ _ROWS = re.compile(r"rows-(\d+)-of-\d+\.")
 _KEYS = {"step": int, "tensors": dict, "files": dict, "progress": dict, "sha256": str}
 _KEYS_OF_RANKS = {"ranks": int, "of_each": list, "in_shards": list}
 _CHUNK = 1 << 22  # bytes
-_SYNCED = 1 << 26  # bytes that come to the disk at a time
-_WRITTEN = 0b111  # SYNC_FILE_RANGE_WAIT_BEFORE, _WRITE and _WAIT_AFTER
-_NOT_OFFERED = (errno.EINVAL, errno.ENOSYS, errno.ESPIPE, errno.EOPNOTSUPP)  # by a file system
 
 
 def rows_of(rank: int, ranks: int) -> str:
@@ -141,31 +136,9 @@ def sync(path: Path) -> None:
     """To the disk itself: what was renamed over must not be empty after a power cut."""
     number = os.open(path, os.O_RDONLY)
     try:
-        if path.is_file():
-            _sync_in_pieces(number)
         os.fsync(number)
     finally:
         os.close(number)
-
-
-def _sync_in_pieces(number: int) -> None:
-    """Of an open file, so that a slow disk can be told from one that does not answer.
-
-    By Linux's own call: `mmap.flush` lets no other thread run meanwhile, `os.fsync` tells nothing.
-
-    Raises:
-        OSError: the disk has failed.
-    """
-    sync_range = getattr(ctypes.CDLL(None, use_errno=True), "sync_file_range", None)
-    if sync_range is None:
-        return
-    for start in range(0, os.fstat(number).st_size, _SYNCED):
-        place = ctypes.c_int64(start), ctypes.c_int64(_SYNCED)
-        if sync_range(number, *place, ctypes.c_uint(_WRITTEN)):
-            if ctypes.get_errno() in _NOT_OFFERED:
-                return
-            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-        piece_done()
 
 
 def read_record(path: Path) -> dict[str, Any]:

@@ -24,7 +24,6 @@ from merlin_cowclip.plugins.joining import ALONE, Ranks, gathered
 from merlin_cowclip.workflows.errors import AgreedError, UserError
 from merlin_cowclip.workflows.folders import remove, write_json
 from merlin_cowclip.workflows.training import checkpoint_files as files
-from merlin_cowclip.workflows.training.at_work import at_work
 from merlin_cowclip.workflows.training.ranks import agreed, said_by_all
 from merlin_cowclip.workflows.training.saved_state import Checkpoint, State
 
@@ -230,15 +229,13 @@ class Checkpoints:
         """
         if self._writing is None:
             return
-        with at_work():
-            self._writing.join()
+        self._writing.join()
         if self._ranks.size == 1:
             self.check()
         else:
             self.hear(said_by_all(self.told()))
             if self._sealing is not None:
-                with at_work():
-                    self._sealing.join()
+                self._sealing.join()
             self.hear(said_by_all(self.told()))
         self._forget()
 
@@ -246,8 +243,7 @@ class Checkpoints:
         """As `wait`, but not for longer than this, and without an error: another one has come."""
         for thread in (self._writing, self._sealing):
             if thread is not None:
-                with at_work():
-                    thread.join(seconds)
+                thread.join(seconds)
 
     def check(self) -> None:
         """Raise what the last one has failed with, if it has."""
@@ -289,8 +285,7 @@ class Checkpoints:
         refusal, record = self._told_by_all(found)[0]
         if refusal is None:
             names = [n for n in record["files"] if self._is_mine(n)]
-            with at_work():
-                mine = _or_refusal(lambda: files.check_files(path, record, names))
+            mine = _or_refusal(lambda: files.check_files(path, record, names))
             refusal = next((r for r, _ in self._told_by_all(mine) if r is not None), None)
         if refusal is not None:
             raise UserError(refusal)

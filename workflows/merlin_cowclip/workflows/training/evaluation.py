@@ -168,7 +168,6 @@ class Predictor:
         self._model = model
         self._step: Any = None
         self._spec: Any = None
-        self.begun = 0  # batches that were read, or would have been: as many on all ranks
 
     def __call__(self, loader: Loader) -> tuple[np.ndarray, np.ndarray]:
         """Labels and probabilities of every row of an unshuffled loader, n each, in its order."""
@@ -222,13 +221,10 @@ class Predictor:
         spec, _ = loader.element_spec
         done = 0
         for features, labels in itertools.islice(loader.dataset(), rank, None, ranks):
-            self.begun += 1
             yield labels.numpy().ravel(), self.probabilities(features, spec)
             done += 1
-        if done < -(-len(loader) // ranks):
-            self.begun += 1
-            if is_in_shards(self._model):
-                self.probabilities({name: _empty(name, one) for name, one in spec.items()}, spec)
+        if done < -(-len(loader) // ranks) and is_in_shards(self._model):
+            self.probabilities({name: _empty(name, one) for name, one in spec.items()}, spec)
 
     def probabilities(self, features: dict[str, Any], spec: dict[str, tf.TypeSpec]) -> np.ndarray:
         """Of one batch, b float32.

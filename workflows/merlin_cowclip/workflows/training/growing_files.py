@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from fnmatch import fnmatchcase
 from pathlib import Path
 
 from merlin_cowclip.workflows.errors import UserError
@@ -28,12 +27,6 @@ def lengths(run: Path) -> dict[str, int]:
     return found
 
 
-def _ours(to: Mapping[str, int]) -> dict[str, int]:
-    """Without a user's own files in the folder of events, which older versions noted as well."""
-    events = f"{EVENTS}/{_EVENT_FILES}"
-    return {name: to[name] for name in to if name in GROWING or fnmatchcase(name, events)}
-
-
 def check_lengths(run: Path, to: Mapping[str, int]) -> None:
     """Refuse files that cannot be cut back to these lengths.
 
@@ -41,7 +34,7 @@ def check_lengths(run: Path, to: Mapping[str, int]) -> None:
         UserError: one is gone or shorter.
     """
     now = lengths(run)
-    for name, length in _ours(to).items():
+    for name, length in to.items():
         if now.get(name, -1) < length:
             found = "which is gone" if name not in now else f"of {now[name]:,} bytes"
             raise UserError(

@@ -72,7 +72,6 @@ class Loader(tf.data.Dataset):
 
     Attributes:
       epoch: that of passes over the loader itself, 0 unless set.
-      delivered: batches that TensorFlow has got of it so far.
       rows: rows of the part, those left out included.
       rows_per_epoch: rows that its batches hold, on all ranks together.
       schema, input_schema, output_schema: of the columns, the label among them, as Merlin's.
@@ -121,7 +120,6 @@ class Loader(tf.data.Dataset):
         self.rank = rank
         self.ranks = ranks
         self.drop_last = ranks > 1 if drop_last is None else bool(drop_last)
-        self.delivered = 0
         reader = Reader(data.spec, data.footers(part), functools.partial(data.footers, part))
         self._order = Order(
             reader.groups(), batch_size, seed, self.shuffled, rank, ranks, self.drop_last
@@ -301,7 +299,6 @@ class Loader(tf.data.Dataset):
                 with AT_WORK:
                     if int(g) != stop:
                         batches, block = loader._streams.of(iterator, stop).block(int(g))
-                        loader.delivered += len(batches)
                         if batches.stop == stop:
                             loader._streams.forget(iterator)
                             end(loader, first)

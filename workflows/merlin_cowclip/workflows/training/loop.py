@@ -20,11 +20,9 @@ import numpy as np
 
 from merlin_cowclip.plugins import FieldStatistics
 from merlin_cowclip.plugins._stack import mm, tf
-from merlin_cowclip.plugins.joining import times_gathered
 from merlin_cowclip.plugins.state import mean_loss, optimizer_of, shards_of, training_state
 from merlin_cowclip.workflows.errors import Notice, Stopped, UserError
-from merlin_cowclip.workflows.progress import progress_bar, tell
-from merlin_cowclip.workflows.training.at_work import at_work
+from merlin_cowclip.workflows.progress import progress_bar
 from merlin_cowclip.workflows.training.checkpoints import Checkpoints, not_finite
 from merlin_cowclip.workflows.training.configuration import TrainConfig
 from merlin_cowclip.workflows.training.epochs import Progress
@@ -96,7 +94,6 @@ class Training:
         self._optimizer = optimizer_of(model)
         self._watch = Watch(self._optimizer, loader, config)
         self._state = self._all_of_it()
-        self._begun = 0
         self._saved = (-1, 0)  # updates, and epochs that were measured
         self._saved_at = time.monotonic()
 
@@ -120,13 +117,6 @@ class Training:
     def _place(self) -> tuple[int, int]:
         """Updates, and epochs that were measured: of the end of one there are two states."""
         return self.step, len(self.progress.epochs)
-
-    def where(self) -> tuple[int, ...]:
-        """How far this rank is: updates, batches read for them and for evaluations, and what else.
-
-        The same on ranks that wait for each other, or are all at work.
-        """
-        return self._begun, self._loader.delivered, self._predictor.begun, times_gathered()
 
     # From and to checkpoints
 
@@ -162,7 +152,7 @@ class Training:
         """
         checkpoint, damaged = self.checkpoints.last()
         if checkpoint is not None:
-            checkpoint.check(self._known_to(checkpoint))
+            checkpoint.check(self._state)
         with agreed():
             if self._is_first:
                 self._check_can_go_on(checkpoint, damaged)
@@ -171,10 +161,9 @@ class Training:
             warnings.warn(f"{problem}. The run {then}", Notice, stacklevel=4)
         with agreed():
             if self._is_first:
-                with at_work():
-                    begin()
-                    self.checkpoints.tidy(checkpoint)
-                    cut_back(self._run, checkpoint.progress["lengths"] if checkpoint else {})
+                begin()
+                self.checkpoints.tidy(checkpoint)
+                cut_back(self._run, checkpoint.progress["lengths"] if checkpoint else {})
         if checkpoint is not None:
             self._go_on_from(checkpoint)
         self._optimizer.broadcast()
@@ -192,19 +181,12 @@ class Training:
 
     def _go_on_from(self, checkpoint: Checkpoint) -> None:
         progress = checkpoint.progress
-        with at_work():
-            checkpoint.restore(self._known_to(checkpoint))
+        checkpoint.restore(self._state)
         _set_random_state(progress["random"])
         self.step = checkpoint.step
         self.progress = Progress(list(progress["epochs"]), progress["seconds"])
         self._saved = self._place
         self._watch.begin(self.step)
-
-    def _known_to(self, checkpoint: Checkpoint) -> State:
-        """The state without sums that the version which took the checkpoint did not keep."""
-        held = checkpoint.record["tensors"]
-        names = (name for name in self._state.variables if name.split("/")[0] == _SUMS)
-        return self._state.without(name for name in names if name not in held)
 
     def _save(self, book: Logbook) -> None:
         """Begin a checkpoint of now, unless there is one.
@@ -288,12 +270,10 @@ class Training:
             bar.update(k)
             # Seconds, once in each process, for however many rows: no time of training. It is held.
             if isinstance(function, tf.types.experimental.GenericFunction):  # else eager: no graph
-                with at_work():
-                    function.get_concrete_function(iterator)
+                function.get_concrete_function(iterator)
             stopping.begin()
             begun = time.perf_counter()
             for _ in range(k, len(self._loader)):
-                self._begun = self.step + 1
                 logs = function(iterator)
                 self.step += 1
                 self._watch.see(self.step, logs["loss_batch"])
@@ -331,19 +311,15 @@ class Training:
 
         def between() -> None:
             self._meeting.hold()
-            if stopping.asked and self._here.size > 1:
+            if stopping.number is not None or (stopping.asked and self._here.size > 1):
                 raise Interrupted
 
         quality = None
         if self._test is not None:
             try:
-                with stopping.anywhere():
-                    quality = self._predictor.quality(
-                        self._test,
-                        rank=self._here.rank,
-                        ranks=self._here.size,
-                        between=between,
-                    )
+                quality = self._predictor.quality(
+                    self._test, rank=self._here.rank, ranks=self._here.size, between=between
+                )
             except Interrupted:
                 raise self._stopped(book, stopping) from None
         loss = self._of_all_ranks(float(mean_loss(self.model).result()))
@@ -367,7 +343,7 @@ class Training:
         self._statistics.reset()
         self._save(book)
         if self._show:
-            tell(self._line(row))
+            print(self._line(row), flush=True)
         self._meeting.hold(now=True)
         if stopping.asked and self.step < self._end_of(self._config.epochs):
             raise self._stopped(book, stopping)

@@ -89,7 +89,7 @@ def rebuilt(
     """
     text = schema.read_text(encoding="utf-8")
     config = dataclasses.replace(config, tables="replicated")  # whole, wherever it is called
-    with in_precision(record.get("precision")):
+    with in_precision(record["precision"]):
         model = network(config, TensorflowMetadata.from_proto_text(text).to_merlin_schema())
         if config.update != "deferred":
             model(_any_batch(record))

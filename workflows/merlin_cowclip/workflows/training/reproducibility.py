@@ -1,13 +1,10 @@
-"""Seeds, kernels and precision for one piece of work, and the process as it was after it."""
+"""Seeds, deterministic ops and precision of a run."""
 
 from __future__ import annotations
 
 import contextlib
-import random
 from collections.abc import Iterator
 
-import numpy as np
-from keras import backend
 from tensorflow.python.eager import context
 from tensorflow.python.framework import config
 
@@ -16,32 +13,22 @@ from merlin_cowclip.plugins._stack import tf
 
 @contextlib.contextmanager
 def seeded(seed: int, *, deterministic: bool) -> Iterator[None]:
-    """Python's, NumPy's, TensorFlow's and Keras's seeds, and TensorFlow's deterministic ops.
+    """Set the seeds of Python, NumPy, TensorFlow and Keras; switch deterministic ops within it.
 
-    With `deterministic=False` the ops are without, whatever the process had switched on. All is put
-    back at the end: the state of Python's, NumPy's and TensorFlow's eager random numbers, and the
-    switch. TensorFlow exports no way to switch it off; `disable_op_determinism` is its own, and
-    kernels made under the other setting are dropped with its cache.
+    The switch is put back at the end. TensorFlow exports no way to switch it off:
+    `disable_op_determinism` is internal, and its cache may hold kernels of the other setting.
 
     Args:
       seed: from 0 to 2³² - 1.
       deterministic: whether ops give the same result to the last digit in every run.
     """
-    eager = context.context()
     was_on = config.is_op_determinism_enabled()
-    states = random.getstate(), np.random.get_state()
-    tensorflow = eager._seed, getattr(eager, "_rng", None)  # set together
-    keras = getattr(backend._SEED_GENERATOR, "generator", None)
     tf.keras.utils.set_random_seed(seed)
     _switch(deterministic)
     try:
         yield
     finally:
         _switch(was_on)
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        eager._seed, eager._rng = tensorflow
-        backend._SEED_GENERATOR.generator = keras
 
 
 @contextlib.contextmanager

@@ -27,7 +27,7 @@ from merlin_cowclip.workflows.training.runs import (
 if TYPE_CHECKING:
     from merlin_cowclip.workflows.training.loader import Loader
 
-_KEYS = ("data", "data_sha256", "keeping", "versions", "machine")
+_KEYS = ("data", "data_sha256", "keeping", "precision", "versions", "machine")
 
 
 def read_config(run: Path) -> dict[str, Any]:
@@ -51,15 +51,15 @@ def read_config(run: Path) -> dict[str, Any]:
     missing = [key for key in _KEYS if not isinstance(record, dict) or key not in record]
     if missing:
         raise UserError(
-            f"a run that goes on must be of a version that takes checkpoints. Received: {place}, "
-            f"without {missing[0]!r}. Train again into another folder"
+            f"{place} must be as it was written. Received: it without {missing[0]!r}. Train again "
+            "into another folder"
         )
     return dict(record)
 
 
 def leaves_rows_out(record: Mapping[str, Any]) -> bool:
     """Whether the epochs of a run end with the last whole batch: it began on several ranks."""
-    return bool(record.get("drop_last", record.get("ranks", 1) > 1))
+    return bool(record.get("drop_last", False))
 
 
 def refuse_last_batch(record: Mapping[str, Any], run: Path, loader: Loader) -> None:
@@ -191,7 +191,7 @@ def open_data(record: Mapping[str, Any], run: Path, moved: str | Path | None) ->
 def _refuse_other_columns(record: Mapping[str, Any], data: PreparedData) -> None:
     """Refuse the same rows with another meaning: parquet that was adopted in two ways."""
     for key, found in {**columns_of(data), "cardinalities": data.cardinalities}.items():
-        was = record.get(key, found)
+        was = record[key]
         if was != found:
             raise UserError(
                 f"the data of a run must be what it was when it began. Received: {data.path}, with "

@@ -53,7 +53,11 @@ _KEYS = {
     "parameters": dict,
     "config": dict,
 }
-_CONFIG_KEYS = {"data": str, "cardinalities": dict, "continuous": list, "model": str}
+_CONFIG_KEYS = {
+    **{"data": str, "data_sha256": str, "precision": str, "model": str},
+    **{"spec": dict, "cardinalities": dict, "keeping": dict, "continuous": list},
+    **{"categorical": list, "lists": list, "pipelines": list, "special_ids": dict},
+}
 
 _SAVED_MODEL = "model/saved_model.pb"
 _AGAIN = "Train again into another folder."
@@ -155,7 +159,7 @@ def identity_of(data: PreparedData, part: str | None = None) -> str:
         }
     else:
         of_rows = (*PARTS, SCHEMA) if part is None else (part,)
-        manifest = record.get("manifest", {})
+        manifest = record["manifest"]
         parts = {name: manifest[name] for name in manifest if name.split("/")[0] in of_rows}
     text = json.dumps([parts, record["rows"] if part is None else None], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
@@ -238,7 +242,7 @@ class Run:
         _check_result(path, result)
         manifest = result["manifest"]
         rest = {n: entry for n, entry in manifest.items() if not n.startswith("workflow/")}
-        saved = result["config"].get("keeping", {}).get("saved_model", True)
+        saved = result["config"]["keeping"].get("saved_model", True)
         needed = (CONFIG, _SAVED_MODEL) if saved else (CONFIG,)
         check_manifest(path, rest, "a run", _AGAIN, needed)
         if not trust_workflow:
@@ -262,20 +266,13 @@ class Run:
         return TrainConfig.from_dict({n: self.config[n] for n in names if n in self.config})
 
     def spec(self) -> DatasetSpec:
-        """What its raw rows look like.
-
-        Raises:
-          UserError: it was trained by an earlier version, which did not write that down, and its
-            data is no longer there.
-        """
-        if "spec" in self.config:
-            return DatasetSpec.from_dict(self.config["spec"])
-        return self.data().spec
+        """What its raw rows look like."""
+        return DatasetSpec.from_dict(self.config["spec"])
 
     @property
     def is_adopted(self) -> bool:
         """Whether it was trained on parquet that its workflow had written elsewhere."""
-        return "ranges" in self.config and self.config["ranges"] is None
+        return self.config["ranges"] is None
 
     def data(self) -> PreparedData:
         """The prepared folder that it was trained on.
@@ -291,7 +288,7 @@ class Run:
                 f"Name the place where it is now: {how_to_evaluate(self.path)}"
             )
         data = PreparedData.open(path)
-        if self.config.get("data_sha256", "") not in ("", identity_of(data)):
+        if self.config["data_sha256"] != identity_of(data):
             self.check_vocabulary(data)  # what it names may be refused where it differs
             raise UserError(
                 f"the data of a run must be what it was when it began. Received: {path}, with "
@@ -307,7 +304,7 @@ class Run:
           UserError: `data` has other columns or another label, its numbers were scaled by other
             ranges, it was prepared with another vocabulary, or adopted from another pipeline.
         """
-        adopted = data.record.get("ranges") is None or self.config.get("ranges", {}) is None
+        adopted = data.record.get("ranges") is None or self.config["ranges"] is None
         raw = how_to_evaluate(self.path, Path("LOG")) + " --raw" * adopted
         own = f"the run's own data, {self.config['data']}, or on "
         if self.config["data"] == str(data.path.resolve()):  # which was prepared there again
@@ -357,7 +354,7 @@ class Run:
         """Refuse another label, other kinds of fields, or numbers that were scaled otherwise."""
         mine, its = self.config, inputs_of(data)
         for key, what in _INPUTS.items():
-            if key not in mine or mine[key] == its[key]:  # a run of before it was written has none
+            if mine[key] == its[key]:
                 continue
             if key not in ("ranges", "special_ids"):
                 found = f"{its[key]!r} instead of {mine[key]!r}"
@@ -374,7 +371,7 @@ class Run:
 
     def _pipelines(self) -> set[str]:
         own = checksum(self.path / "workflow" / WORKFLOW)
-        return {own, *self.config.get("pipelines", ())}
+        return {own, *self.config["pipelines"]}
 
     def model(self, which: str = "last") -> Any:
         """The trained `mm.Model`, to predict with: as it was at the end, or at its best.
@@ -395,16 +392,16 @@ class Run:
             raise UserError(f"which must be one of last, best. Received: {which!r}")
         if which == "last" and _SAVED_MODEL in self.result["manifest"]:
             # Keras gives layers within layers the precision that the process has.
-            with quiet_stack(), in_precision(self.config.get("precision")):
+            with quiet_stack(), in_precision(self.config["precision"]):
                 return tf.keras.models.load_model(self.path / "model", compile=False)
         from merlin_cowclip.workflows.training.checkpoints import Checkpoints
         from merlin_cowclip.workflows.training.rebuilding import rebuilt
 
-        step = self.result.get("last_step" if which == "last" else "best_step")
+        step = self.result["last_step" if which == "last" else "best_step"]
         if step is None:
             raise UserError(
-                f"the {which} model needs a checkpoint. Received: {self.path}, a run without a "
-                "test part, or of a version before checkpoints. Use the last model"
+                f"the best model needs a test part. Received: {self.path}, a run without one. Use "
+                "the last model"
             )
         if not (self.path / "checkpoints").is_dir():
             raise UserError(
@@ -434,7 +431,7 @@ class Run:
         Raises:
           UserError: as `workflow`; or it makes a column of the folds of its fit.
         """
-        lists = self.config.get("lists", ())
+        lists = self.config["lists"]
         are_lists = {name: name in lists for name in self.config["cardinalities"]}
         return for_new_rows(self.workflow(trust=trust), are_lists)
 

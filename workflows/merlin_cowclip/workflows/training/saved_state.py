@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -44,12 +44,6 @@ class State:
                 shape[0] = self.shards[name].num_rows
             found[name] = files.described(variable.name, variable.dtype, shape)
         return found
-
-    def without(self, names: Iterable[str]) -> State:
-        """The same but for some."""
-        dropped = set(names)
-        left = {name: v for name, v in self.variables.items() if name not in dropped}
-        return State(left, self.of_each, self.shards, self.ranks)
 
 
 @dataclass(frozen=True)

@@ -1,19 +1,15 @@
 """How a run is stopped: after the step in hand, with all of it saved.
 
 The first Ctrl-C, SIGTERM or SIGHUP, and the end of the time that was given, only ask for it; the
-training loop looks after each step. A second signal does what it did before: it ends the work at
-once.
+training loop looks after each step. A second signal has its previous handler.
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
-import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
@@ -34,7 +30,7 @@ def check_minutes(max_minutes: float | None) -> None:
 
 
 class Interrupted(BaseException):
-    """Raised by the first signal where the work may be left anywhere."""
+    """Raised between batches of an evaluation, and in a trial, when asked to stop."""
 
 
 class Stopping:
@@ -56,7 +52,6 @@ class Stopping:
         self._agreed_number: int | None = None
         self._max_minutes = max_minutes
         self._end: float | None = None
-        self._anywhere = False
         self._before: dict[int, Any] = {}
 
     def begin(self) -> None:
@@ -96,41 +91,13 @@ class Stopping:
     def __exit__(self, *_: object) -> None:
         self._give_back()
 
-    @contextlib.contextmanager
-    def anywhere(self) -> Iterator[None]:
-        """Within it the first signal does not wait.
-
-        Raises:
-            Interrupted: it came.
-        """
-        self._anywhere = self._agreed is None  # else it waits for the others
-        try:
-            if self._anywhere and self._heard is not None:
-                raise Interrupted
-            yield
-        except Exception as error:
-            # While TensorFlow traces, it puts an AssertionError of its own in the place of any.
-            if self._anywhere and self._heard is not None:
-                raise Interrupted from error
-            raise
-        finally:
-            self._anywhere = False
-
     def _received(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
-        if self._several and now - self._heard_at < _ONCE:
-            return
-        if self._heard is not None:
-            before = self._before[number]
+        if self._heard is None:
+            self._heard, self._heard_at = number, now
+        elif not self._several or now - self._heard_at >= _ONCE:
             self._give_back()
-            if callable(before):
-                before(number, frame)
-            else:
-                os.kill(os.getpid(), number)
-            return
-        self._heard, self._heard_at = number, now
-        if self._anywhere:
-            raise Interrupted
+            signal.raise_signal(number)
 
     def _give_back(self) -> None:
         while self._before:

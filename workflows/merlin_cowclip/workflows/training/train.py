@@ -27,12 +27,10 @@ from merlin_cowclip.workflows.machine import memory_limit
 from merlin_cowclip.workflows.manifest import manifest_of
 from merlin_cowclip.workflows.progress import catching_up_shown, progress_bar
 from merlin_cowclip.workflows.quiet import quiet_imports
-from merlin_cowclip.workflows.training.at_work import at_work
 from merlin_cowclip.workflows.training.configuration import TrainConfig
 from merlin_cowclip.workflows.training.growing_files import EVENTS
-from merlin_cowclip.workflows.training.heartbeat import beating, follow
 from merlin_cowclip.workflows.training.keeping import Keeping
-from merlin_cowclip.workflows.training.memory import refuse_what_does_not_fit
+from merlin_cowclip.workflows.training.memory import warn_of_tables
 from merlin_cowclip.workflows.training.one_at_a_time import LOCK, locked
 from merlin_cowclip.workflows.training.ranks import (
     agreed,
@@ -103,8 +101,8 @@ def check_trainable(
       drop_last: of the loader.
 
     Raises:
-      UserError: an option names a field that the data has not, early stopping has no test part, the
-        batch is larger than the training part, or the machine's memory is too small.
+      UserError: an option names a field that the data has not, early stopping has no test part, or
+        the batch is larger than the training part.
     """
     if config.patience is not None and not data.test_files:
         raise UserError(
@@ -127,12 +125,9 @@ def check_trainable(
         ranks=ranks.size,
         drop_last=drop_last,
     )
-    if not tf.config.list_physical_devices(
-        "GPU"
-    ):  # there, TensorFlow's own error becomes a sentence
-        spec, limit = data.spec, memory_limit() // ranks.local_size
-        fields, numbers = len(spec.ids), len(spec.continuous)
-        refuse_what_does_not_fit(config, fields, data.table_rows, numbers, limit, ranks.size)
+    if not tf.config.list_physical_devices("GPU"):
+        rows = data.table_rows // (ranks.size if config.tables == "sharded" else 1)
+        warn_of_tables(rows, config.embedding_dim + 1, memory_limit() // ranks.local_size)
     return loader
 
 
@@ -153,7 +148,7 @@ def train(
     a test part) and a checkpoint is taken; the times in the result are of the training alone, with
     what updates wait for checkpoints. Until the first checkpoint an error or an interrupt removes
     the folder; from then on it stays, and `resume` goes on, to the last bit as if nothing had been.
-    The process's random state and deterministic ops are put back at the end.
+    The process's random seeds are set.
 
     Args:
       data: the prepared folder.
@@ -169,30 +164,29 @@ def train(
     Raises:
       UserError: `out` exists, the time is not positive, the batch is larger than the training
         part, or a loss, gradient or weight is not finite.
-      Stopped: Ctrl-C, SIGTERM, SIGHUP or the end of the time; all is saved. A second signal does
-        what it does elsewhere, at once.
+      Stopped: Ctrl-C, SIGTERM, SIGHUP or the end of the time; all is saved. A second signal
+        has its previous handler.
     """
     out = Path(out)
     keeping = keeping or Keeping()
-    with beating(out):
-        with agreed(), at_work():
-            check_minutes(max_minutes)
-            check_offered(config)
-            loader = check(data, config, out)
-            record = {**described(data, config), "keeping": keeping.to_dict()}
-        check_alike(record)
-        record |= _of_ranks(loader)
-        if values_from is not None:
-            record["values_from"] = str(Path(values_from).resolve())
-        if jobs > 1:
-            record["jobs"] = jobs
-        with agreed(), at_work():
-            if is_first():
-                _make_folder(data, record, out)
-        with _held(out), _left_behind(out, new=True), as_user_errors(data, out):
-            check_seen(out, config)
-            _train(data, config, keeping, loader, out, max_minutes, progress=progress)
-        return _opened(out)
+    with agreed():
+        check_minutes(max_minutes)
+        check_offered(config)
+        loader = check(data, config, out)
+        record = {**described(data, config), "keeping": keeping.to_dict()}
+    check_alike(record)
+    record |= _of_ranks(loader)
+    if values_from is not None:
+        record["values_from"] = str(Path(values_from).resolve())
+    if jobs > 1:
+        record["jobs"] = jobs
+    with agreed():
+        if is_first():
+            _make_folder(data, record, out)
+    with _held(out), _left_behind(out, new=True), as_user_errors(data, out):
+        check_seen(out, config)
+        _train(data, config, keeping, loader, out, max_minutes, progress=progress)
+    return _opened(out)
 
 
 def _make_folder(data: PreparedData, record: Mapping[str, Any], out: Path) -> None:
@@ -257,41 +251,40 @@ def resume(
       Stopped: as `train`.
     """
     path = Path(run)
-    with beating(path):
-        with agreed(), at_work():
-            check_minutes(max_minutes)
-            refuse_pattern(path, "run")
-            mine = read_config(path) if is_first() else None
-        record = said_by_all(mine)[0]
-        with _held(path), in_precision(record.get("precision")):
-            with agreed(), at_work():
-                config = config_of(record, path)
-                keeping = Keeping.from_dict(record["keeping"])
-                wanted = config if epochs is None else with_epochs(config, epochs, path)
-                if is_first():
-                    refuse_finished(path, config, wanted)
-                opened = open_data(record, path, data)
-                loader = check_trainable(opened, wanted, leaves_rows_out(record) or None)
-                refuse_last_batch(record, path, loader)
-            now = {**described(opened, wanted), "keeping": keeping.to_dict(), **_of_ranks(loader)}
-            check_alike(now)
-            check_seen(path, config)
-            warn_of_changes(record, now)
+    with agreed():
+        check_minutes(max_minutes)
+        refuse_pattern(path, "run")
+        mine = read_config(path) if is_first() else None
+    record = said_by_all(mine)[0]
+    with _held(path), in_precision(record["precision"]):
+        with agreed():
+            config = config_of(record, path)
+            keeping = Keeping.from_dict(record["keeping"])
+            wanted = config if epochs is None else with_epochs(config, epochs, path)
+            if is_first():
+                refuse_finished(path, config, wanted)
+            opened = open_data(record, path, data)
+            loader = check_trainable(opened, wanted, leaves_rows_out(record) or None)
+            refuse_last_batch(record, path, loader)
+        now = {**described(opened, wanted), "keeping": keeping.to_dict(), **_of_ranks(loader)}
+        check_alike(now)
+        check_seen(path, config)
+        warn_of_changes(record, now)
 
-            def begin() -> None:
-                (path / RESULT).unlink(missing_ok=True)
-                remove(*path.glob(".*.partial"))  # what a killed process was writing
-                kept = {name: record[name] for name in ("values_from", "jobs") if name in record}
-                if jobs > kept.get("jobs", 1):
-                    kept["jobs"] = jobs
-                write_json(path / CONFIG, {**now, **kept})
+        def begin() -> None:
+            (path / RESULT).unlink(missing_ok=True)
+            remove(*path.glob(".*.partial"))  # what a killed process was writing
+            kept = {name: record[name] for name in ("values_from", "jobs") if name in record}
+            if jobs > kept.get("jobs", 1):
+                kept["jobs"] = jobs
+            write_json(path / CONFIG, {**now, **kept})
 
-            with _left_behind(path), as_user_errors(opened, path):
-                with agreed():
-                    if is_first() and not (path / RESULT).exists():
-                        begin()  # at once: what is told to go on with must know of the epochs
-                _train(opened, wanted, keeping, loader, path, max_minutes, begin, progress=progress)
-        return _opened(path)
+        with _left_behind(path), as_user_errors(opened, path):
+            with agreed():
+                if is_first() and not (path / RESULT).exists():
+                    begin()  # at once: what is told to go on with must know of the epochs
+            _train(opened, wanted, keeping, loader, path, max_minutes, begin, progress=progress)
+    return _opened(path)
 
 
 def _train(
@@ -309,7 +302,7 @@ def _train(
     tf.keras.backend.clear_session()
     shown = catching_up_shown(show=progress)
     with shown, seeded(config.seed, deterministic=config.deterministic):
-        with agreed(), at_work():
+        with agreed():
             test = Loader(data, "test", batch_size=EVALUATION_BATCH) if data.test_files else None
             try:
                 model, optimizer = compiled(data, config, loader)
@@ -320,14 +313,13 @@ def _train(
             training = Training(
                 run, model, statistics, config, keeping, loader, test, progress=progress
             )
-        follow(training.where)
         training.go_on_from_last(begin)
         with Stopping(max_minutes, several=loader.ranks > 1) as stopping:
             training.train(stopping)
         clip = training.what_the_clip_did()  # by sums over all ranks, of tables in shards
         with whole_tables(model), agreed():
             if is_first():
-                with at_work(), _saving_shown(show=progress and keeping.saved_model):
+                with _saving_shown(show=progress and keeping.saved_model):
                     _finish(keeping, run, training, count_parameters(model, optimizer), clip)
 
 

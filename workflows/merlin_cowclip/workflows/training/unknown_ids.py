@@ -29,8 +29,7 @@ class UnknownIds:
     """
 
     def __init__(self, config: Mapping[str, Any], spec: DatasetSpec) -> None:
-        special = config.get("special_ids", {})
-        first = {name: UNKNOWN + special.get(name, {}).get("buckets", 1) for name in spec.ids}
+        first = {name: UNKNOWN + config["special_ids"][name]["buckets"] for name in spec.ids}
         self._spec = spec
         # Of fields that have a vocabulary: the id that it begins with, after the hash buckets.
         self._first = {n: i for n, i in first.items() if i < config["cardinalities"][n]}

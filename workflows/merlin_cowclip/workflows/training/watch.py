@@ -8,7 +8,6 @@ import numpy as np
 
 from merlin_cowclip.plugins._stack import quiet_stack, tf
 from merlin_cowclip.workflows.errors import UserError
-from merlin_cowclip.workflows.training.at_work import at_work
 from merlin_cowclip.workflows.training.configuration import TrainConfig
 from merlin_cowclip.workflows.training.loader import Loader
 from merlin_cowclip.workflows.training.ranks import agreed, mean_over_ranks
@@ -92,8 +91,7 @@ class Watch:
         )
 
     def _why(self, step: int, losses: np.ndarray) -> str:
-        with at_work():
-            wrong = self._wrong_in_data(step)
+        wrong = self._wrong_in_data(step)
         if wrong:
             return f"The data is at fault: {wrong}. Prepare it again without such values"
         hp = self._config.hyperparameters
