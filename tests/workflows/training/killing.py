@@ -170,7 +170,9 @@ PLACES: dict[str, Place] = {
     "once the checkpoint has its name": _at(_OS, "rename", _to("step-"), after=True),
     "while evaluating": _at(_of("evaluation", "QualityOf"), "add", after=True),
     "while metrics.csv is written": _half_a_line,
-    "between the evaluation and its checkpoint": _at(_of("logbook", "Logbook"), "epoch", after=True),
+    "between the evaluation and its checkpoint": _at(
+        _of("logbook", "Logbook"), "epoch", after=True
+    ),
     "while a checkpoint is replaced": _at(_OS, "rename", _to(".step-"), after=True),
     "while the logs are cut back": _at(_OS, "truncate", after=True),
     "while a checkpoint is restored": _at(_of("checkpoints", "Checkpoint"), "restore"),

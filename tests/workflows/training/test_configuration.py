@@ -273,7 +273,11 @@ FIELD = {"clip": "field", "clip_threshold": 2.0, "dense_lr": 0.5}
             "--clip field --clip-threshold 2",
             {"base": FIELD},
         ),
-        ({"base": FIELD, "clip_tables": ["user"]}, "--no-clip", {"base": {"dense_lr": 0.5, "clip": None}}),
+        (
+            {"base": FIELD, "clip_tables": ["user"]},
+            "--no-clip",
+            {"base": {"dense_lr": 0.5, "clip": None}},
+        ),
         ({"base": FIELD}, "--clip field --dense-lr 0.25", {"base": {**FIELD, "dense_lr": 0.25}}),
     ],
     ids=str,
@@ -430,7 +434,9 @@ def test_when_a_schedule_is_over(schedule, end):
 
 
 def test_epochs_that_change_nothing_are_refused():
-    both = {name: {"name": "linear", "epochs": 5} for name in ("dense_schedule", "embedding_schedule")}
+    both = {
+        name: {"name": "linear", "epochs": 5} for name in ("dense_schedule", "embedding_schedule")
+    }
     assert TrainConfig(epochs=5, **both)
     assert TrainConfig(epochs=6, **{**both, "dense_schedule": "linear"})
     with pytest.raises(UserError, match="must not both be 0 .* in 5 epochs, and 6 epochs. Let"):

@@ -36,7 +36,9 @@ def test_killed_in_a_step_in_a_save_and_before_the_result(runs, expected, update
     run = runs.home / f"{update}-three"
     options = ("--update", update)
     for place in ("in an epoch", "while the tensors are written", "before the result"):
-        done = runs.go_on(run, place=place) if run.exists() else runs.begin(run, *options, place=place)
+        done = (
+            runs.go_on(run, place=place) if run.exists() else runs.begin(run, *options, place=place)
+        )
         assert done.returncode == -signal.SIGKILL, (place, done.stderr)
         assert_same(run, expected, place)
         assert not (run / "result.json").exists()

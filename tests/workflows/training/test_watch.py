@@ -75,9 +75,7 @@ def test_a_rate_that_diverges(data, tmp_path, rates, named):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(
-    "value", [np.nan, pytest.param(-np.inf, marks=pytest.mark.extended)]
-)
+@pytest.mark.parametrize("value", [np.nan, pytest.param(-np.inf, marks=pytest.mark.extended)])
 def test_a_weight_that_broke_is_found_in_time(data, tmp_path, monkeypatch, value, graphs_rewritten):
     """Even where no loss is: a row of a table, a dense weight."""
     broken = []
