@@ -21,7 +21,6 @@ from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.training import order
 from merlin_cowclip.workflows.training.loader import Loader
 from merlin_cowclip.workflows.training.order import WINDOW_ROWS
-from merlin_cowclip.workflows.training.rows import Reader
 
 from .batches import (
     BATCH,
