@@ -13,8 +13,8 @@ from merlin_cowclip.plugins.joining import Ranks
 from merlin_cowclip.plugins.sharding import Shard
 from merlin_cowclip.plugins.statistics import StepStatistics
 from merlin_cowclip.plugins.tables import TableSpec
-from merlin_cowclip.workflows.errors import AgreedError, UserError
-from merlin_cowclip.workflows.training import checkpoint_files, rebuilding
+from merlin_cowclip.workflows.errors import AgreedError
+from merlin_cowclip.workflows.training import checkpoint_files
 from merlin_cowclip.workflows.training import meeting as meetings
 from merlin_cowclip.workflows.training.checkpoint_files import (
     STATE,
@@ -23,9 +23,7 @@ from merlin_cowclip.workflows.training.checkpoint_files import (
     write_tensors,
 )
 from merlin_cowclip.workflows.training.checkpoints import Checkpoints
-from merlin_cowclip.workflows.training.configuration import TrainConfig
 from merlin_cowclip.workflows.training.meeting import Meeting
-from merlin_cowclip.workflows.training.resuming import leaves_rows_out, refuse_last_batch
 from merlin_cowclip.workflows.training.saved_state import State
 from merlin_cowclip.workflows.training.stopping import Stopping
 from tests.plugins.merlin_models import category
@@ -120,15 +118,6 @@ def test_ranks_stop_where_one_was_asked_to(monkeypatch):
         meeting.hold(now=True)
 
 
-def test_a_signal_here_waits_for_the_others():
-    stopping = Stopping(several=True)
-    with stopping:
-        stopping._received(15, None)
-        assert (stopping.number, stopping.asked) == (15, False)
-        stopping.agree(2, False)
-        assert (stopping.number, stopping.asked) == (2, True)
-
-
 def test_one_rank_that_cannot_write_leaves_the_others_their_files(monkeypatch, tmp_path):
     """Its failure is the one that is said, and the first rank removes what there is."""
     kept = tmp_path / "step-0000000002"
@@ -152,36 +141,3 @@ def test_one_rank_that_cannot_write_leaves_the_others_their_files(monkeypatch, t
     with pytest.raises(AgreedError, match="on rank 1: .*No space left"):
         first.hear(said)
     assert list(tmp_path.iterdir()) == [kept]
-
-
-def test_a_model_of_a_checkpoint_is_whole(monkeypatch, tmp_path):
-    """For one rank of a script, the others of which do nothing."""
-
-    def model(schema, **options):
-        assert options["sharded"] is False
-        raise InterruptedError
-
-    config = TrainConfig(tables="sharded")
-    monkeypatch.setattr(rebuilding, "MODELS", {config.model: model})
-    (tmp_path / "schema.pbtxt").write_text("")
-    with pytest.raises(InterruptedError):
-        rebuilding.rebuilt(None, config, tmp_path / "schema.pbtxt", {})
-
-
-class Shared:
-    """A loader's numbers."""
-
-    rows, batch_size = 100, 30
-
-    def __init__(self, ranks):
-        self.ranks = ranks
-
-
-def test_batches_that_ranks_cannot_share_are_refused(tmp_path):
-    assert not leaves_rows_out({})
-    assert leaves_rows_out({"ranks": 2})
-    assert leaves_rows_out({"drop_last": True}), "of a run that one process goes on with"
-    refuse_last_batch({"drop_last": True}, tmp_path, Shared(2))
-    refuse_last_batch({}, tmp_path, Shared(1))
-    with pytest.raises(UserError, match="end with a batch of 10 of 30 rows. Go on in one process"):
-        refuse_last_batch({}, tmp_path, Shared(2))

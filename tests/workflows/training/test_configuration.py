@@ -14,8 +14,7 @@ from merlin_cowclip.plugins.scaling import SCALING_RULES, Hyperparameters, recip
 from merlin_cowclip.workflows.commands.main import command_line
 from merlin_cowclip.workflows.commands.training import train_config
 from merlin_cowclip.workflows.errors import UserError
-from merlin_cowclip.workflows.training.configuration import TrainConfig, base_hyperparameters
-from merlin_cowclip.workflows.training.keeping import Keeping
+from merlin_cowclip.workflows.training.configuration import TrainConfig
 from merlin_cowclip.workflows.training.learning_rates import (
     falls_to_zero_in,
     keras_schedule,
@@ -49,20 +48,6 @@ GOLDEN = [
 ]
 
 
-def test_numbers_of_numpy_are_pythons():
-    config = TrainConfig(
-        batch_size=np.int64(512),
-        mlp=[np.int32(8)],
-        deterministic=np.bool_(True),
-        dense_schedule={"name": "linear", "to": np.float32(0.5)},
-    )
-    plainly = TrainConfig(batch_size=512, mlp=[8], dense_schedule={"name": "linear", "to": 0.5})
-    assert TrainConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == plainly
-    assert json.dumps(Keeping(checkpoint_every=np.int64(5), keep=np.int64(1)).to_dict())
-    with pytest.raises(UserError, match="epochs must be a positive whole number"):
-        TrainConfig(epochs=np.float64(3))
-
-
 # The base
 
 
@@ -80,24 +65,6 @@ def test_another_rule_takes_its_own_recipe_along():
     assert plain.hyperparameters.dense_lr == 8e-4  # 8 · 1e-4
     kept = dataclasses.replace(TrainConfig(base=BASE), rule="linear")
     assert kept.tuned is BASE
-
-
-@pytest.mark.parametrize(
-    ("alias", "rule"),
-    [("sqrt*", "sqrt_star"), ("no", "none"), ("lr", "linear"), ("empirical", "n2_lambda")],
-)
-def test_other_names_of_a_rule_are_that_rule(alias, rule):
-    one, other = TrainConfig(rule=alias), TrainConfig(rule=rule)
-    assert one.rule == rule
-    assert one == other
-    assert one.identity == other.identity
-
-
-def test_base_hyperparameters():
-    base = base_hyperparameters("sqrt", dense_lr=3e-3, l2=None)
-    assert (base.dense_lr, base.l2, base.clip, base.init_stddev) == (3e-3, 1e-5, None, 1e-4)
-    with pytest.raises(UserError, match=r"dense_lr must be a positive number. Received: .*-1"):
-        base_hyperparameters("cowclip", dense_lr=-1.0)
 
 
 # The tables, against the builders
@@ -263,35 +230,6 @@ DCN = {"model": "dcn_v2", "cross_layers": 2, "low_rank_dim": 4}
 FIELD = {"clip": "field", "clip_threshold": 2.0, "dense_lr": 0.5}
 
 
-@pytest.mark.parametrize("given", ["config", "tuned"])
-@pytest.mark.parametrize(
-    ("before", "options", "after"),
-    [
-        (DCN, "--model dcn", {"model": "dcn", "cross_layers": 2}),
-        (
-            {"base": {"clip_ratio": 2.0, "clip_floor": 0.0, "dense_lr": 0.5}},
-            "--clip field --clip-threshold 2",
-            {"base": FIELD},
-        ),
-        (
-            {"base": FIELD, "clip_tables": ["user"]},
-            "--no-clip",
-            {"base": {"dense_lr": 0.5, "clip": None}},
-        ),
-        ({"base": FIELD}, "--clip field --dense-lr 0.25", {"base": {**FIELD, "dense_lr": 0.25}}),
-    ],
-    ids=str,
-)
-def test_what_an_option_leaves_without_meaning_goes(tmp_path, given, before, options, after):
-    """No option unsets it, and the advice was to leave it out."""
-    whole = TrainConfig.from_dict(before)
-    (tmp_path / "c.json").write_text(json.dumps(whole.to_dict()))
-    config = ["--config", str(tmp_path / "c.json")] if given == "config" else []
-    argv = ["train", "data", "--out", "run", *config, *options.split()]
-    found = train_config(command_line().parse_args(argv), whole if given == "tuned" else None)
-    assert found == TrainConfig.from_dict(after)
-
-
 @pytest.mark.parametrize(
     ("before", "options", "message"),
     [
@@ -431,13 +369,3 @@ def test_when_a_schedule_is_over(schedule, end):
         last = round(10 * end)
         assert made(last - 1)
         assert not made(last + 1)
-
-
-def test_epochs_that_change_nothing_are_refused():
-    both = {
-        name: {"name": "linear", "epochs": 5} for name in ("dense_schedule", "embedding_schedule")
-    }
-    assert TrainConfig(epochs=5, **both)
-    assert TrainConfig(epochs=6, **{**both, "dense_schedule": "linear"})
-    with pytest.raises(UserError, match="must not both be 0 .* in 5 epochs, and 6 epochs. Let"):
-        TrainConfig(epochs=6, **both)

@@ -1,6 +1,5 @@
 """Exact quality of streamed predictions, against every pair by hand and scikit-learn."""
 
-import logging
 import math
 import re
 import tracemalloc
@@ -177,25 +176,3 @@ def test_it_takes_the_memory_of_its_predictions(expected):
         tracemalloc.stop()
     room = rows if expected else rows * 9 / 8
     assert 4 * rows < peak < 4 * room + (3 << 20)
-
-
-def test_many_networks_in_one_process_are_no_warning():
-    """TensorFlow counts the traces of all of them together."""
-
-    class Network:
-        def predict_step(self, features):
-            return tf.sigmoid(features["x"])
-
-    said: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: said.append(record.getMessage())
-    tf.get_logger().addHandler(handler)
-    try:
-        for value in range(8):
-            predictor = Predictor(Network())
-            x = np.full([3, 1], value, np.float32)
-            found = predictor.probabilities({"x": x}, {"x": tf.TensorSpec([None, 1])})
-            assert found == pytest.approx([1 / (1 + np.exp(-value))] * 3)
-    finally:
-        tf.get_logger().removeHandler(handler)
-    assert said == []

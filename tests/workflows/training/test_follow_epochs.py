@@ -57,41 +57,6 @@ def test_epochs_of_one_order_do_not_go_unnoticed(data):
         model.fit(loader, epochs=2, verbose=0)
 
 
-@pytest.mark.extended
-def test_follow_epochs_with_backup_and_restore(data, tmp_path):
-    """Which alone knows at which epoch the second fit starts."""
-
-    class Stop(tf.keras.callbacks.Callback):
-        def on_epoch_begin(self, epoch, logs=None):
-            if epoch == 2:
-                raise RuntimeError("stopped")
-
-    steps = []
-
-    class Plain(tf.keras.Model):
-        def __init__(self):
-            super().__init__()
-            self.dense = tf.keras.layers.Dense(1)
-
-        def call(self, x):
-            tf.numpy_function(lambda s: steps.append(list(s[:, 0])), [x["serial"]], [])
-            return self.dense(x["price"])
-
-    def fit(*callbacks):
-        model = Plain()
-        model.compile("sgd", "mse")
-        loader = Loader(data, batch_size=1_500, seed=4)
-        backup = tf.keras.callbacks.BackupAndRestore(str(tmp_path / "backup"))
-        follow = FollowEpochs(loader)
-        model.fit(loader, epochs=3, callbacks=[backup, follow, *callbacks], verbose=0)
-        return loader
-
-    with pytest.raises(RuntimeError, match="stopped"):
-        fit(Stop())
-    loader = fit()
-    assert steps == steps_of(loader, 0, 1, 2)
-
-
 def test_evaluate_and_predict_take_every_row_once(data, on_disk):
     model = seeing(data)
     test = Loader(data, "test", batch_size=300)

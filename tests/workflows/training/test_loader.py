@@ -14,8 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from merlin_cowclip.plugins._stack import mm, tf
-from merlin_cowclip.workflows.data.datasets import DatasetSpec, Split
-from merlin_cowclip.workflows.data.etl import prepare
+from merlin_cowclip.workflows.data.datasets import DatasetSpec
 from merlin_cowclip.workflows.data.prepared import PreparedData, file_state
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.training import order
@@ -155,30 +154,6 @@ def test_dataset_starts_in_the_middle(data, small_windows):
     assert_same_batches(as_numpy(endless.take(20)), expected[9:29])
     assert loader.epoch == 0
     assert as_numpy(loader.dataset(start=len(loader))) == []
-
-
-@pytest.mark.parametrize(
-    ("columns", "wanted"),
-    [
-        ({"categorical": ("user",)}, {"user"}),
-        ({"lists": ("genres",)}, {"genres__values", "genres__offsets"}),
-    ],
-)
-def test_not_every_kind_of_column_has_to_be_there(tmp_path, columns, wanted):
-    frame = pd.DataFrame({"y": [0, 1] * 40, "user": range(80), "serial": range(80)})
-    frame["genres"] = frame["user"].map(lambda user: "|".join("ab"[: user % 3]))
-    frame.to_csv(tmp_path / "log.csv", index=False)
-    spec = DatasetSpec(
-        name="few",
-        label="y",
-        **{"categorical": (), "continuous": (), "lists": (), **columns},
-        split=Split("random", 0.25),
-    )
-    prepared = prepare(spec, [tmp_path / "log.csv"], tmp_path / "data", progress=False)
-    loader = Loader(prepared, batch_size=20, seed=1)
-    batches = as_numpy(loader)
-    assert_same_batches(batches, loader.batches(0))
-    assert [set(features) for features, _ in batches] == [wanted] * 3
 
 
 def test_empty_row_groups_are_passed_over(data, on_disk, tmp_path, small_windows):

@@ -1,4 +1,4 @@
-"""Every network of `MODELS` by the command line, on a planted effect of pairs; and on real rows.
+"""Every network of `MODELS` by the command line, on a planted effect of pairs.
 
 The log has Criteo's format. What a linear model cannot see in it lies in five fields: ids whose
 hidden vectors' products are half of the effect.
@@ -15,14 +15,11 @@ import numpy as np
 import pytest
 
 from merlin_cowclip.models import MODELS
-from merlin_cowclip.plugins import CowClipOptimizer, Hyperparameters, load_model
-from merlin_cowclip.plugins._stack import tf
+from merlin_cowclip.plugins import CowClipOptimizer, load_model
 from merlin_cowclip.workflows.commands.main import main
-from merlin_cowclip.workflows.data.datasets import CRITEO, find_spec
-from merlin_cowclip.workflows.data.etl import prepare
+from merlin_cowclip.workflows.data.datasets import CRITEO
 from merlin_cowclip.workflows.data.prepared import PreparedData
 from merlin_cowclip.workflows.data.synthetic import write_synthetic
-from merlin_cowclip.workflows.training.evaluation import EVALUATION_BATCH, evaluate
 from merlin_cowclip.workflows.training.loader import Loader
 from merlin_cowclip.workflows.training.networks import NETWORKS
 from merlin_cowclip.workflows.training.runs import Run
@@ -108,36 +105,3 @@ def test_a_network(name, home, capsys):
     predicted = loaded(features).numpy()
     assert np.std(predicted) > 0.02
     np.testing.assert_allclose(run.model()(features).numpy(), predicted, rtol=0, atol=1e-6)
-
-
-# Real rows
-
-
-@pytest.fixture(scope="module")
-def real(real_data, tmp_path_factory) -> dict[str, PreparedData]:
-    home = tmp_path_factory.mktemp("real")
-    files = {"criteo": "criteo_train.txt.gz", "avazu": "avazu_train.csv.gz"}
-    return {
-        name: prepare(find_spec(name), [real_data / file], home / name, progress=False)
-        for name, file in files.items()
-    }
-
-
-@pytest.mark.parametrize(
-    ("name", "dataset"), [*((name, "criteo") for name in MODELS), ("dcn_v2", "avazu")]
-)
-def test_real_rows(name, dataset, real):
-    """One epoch of 7,200 rows; the test part's 800 (Avazu: 1,800) tell an AUC to about ±0.02."""
-    data = real[dataset]
-    hyperparameters = Hyperparameters(128, dense_lr=2e-3, embedding_lr=5e-3)
-    tf.keras.utils.set_random_seed(1234)
-    train = Loader(data, "train", batch_size=128, seed=1234)
-    model = MODELS[name](data.schema, mlp=(64, 32))
-    optimizer = CowClipOptimizer.for_model(
-        model, hyperparameters, steps_per_epoch=train.rows // 128
-    )
-    model.compile(optimizer, metrics=[])
-    model.fit(train.dataset(), verbose=0)
-    quality = evaluate(model, Loader(data, "test", batch_size=EVALUATION_BATCH))
-    print(f"{name} on {dataset}: AUC {quality.auc:.4f}")
-    assert quality.auc > 0.65

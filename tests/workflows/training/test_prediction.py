@@ -14,10 +14,9 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from sklearn.metrics import roc_auc_score
 
 from merlin_cowclip.plugins import Hyperparameters
-from merlin_cowclip.workflows import evaluate_logs, export, predict_logs
+from merlin_cowclip.workflows import evaluate_logs, predict_logs
 from merlin_cowclip.workflows.commands.main import main
 from merlin_cowclip.workflows.data.adopt import adopt
 from merlin_cowclip.workflows.data.datasets import AVAZU, CRITEO, DatasetSpec, Split
@@ -227,12 +226,6 @@ def test_real_rows(real_data, tmp_path, spec, file):
     found = scores(run, [tmp_path / "test.gz"], tmp_path / "scores.parquet")
     np.testing.assert_array_equal(found["label"], labels)
     np.testing.assert_array_equal(found["probability"], expected)
-
-
-def test_missing_ids_are_unknown_where_the_run_has_them_so(worlds):
-    """Else `top ids` would test nothing new."""
-    ids = worlds("top ids").run.config["special_ids"]
-    assert {i["missing"] for i in ids.values()} == {1, 2}
 
 
 def test_raw_rows_are_evaluated_as_prepared_ones(shop):
@@ -481,172 +474,41 @@ def test_encoded_parts_are_no_raw_rows(stock, shop, tmp_path):
         predict_logs(shop.run, [part], tmp_path / "out.parquet")
 
 
-@pytest.fixture(scope="module")
-def by_text(tmp_path_factory):
-    """A workflow that makes text of whole numbers: `shop` was fitted with a missing one.
-
-    `device` has numbers that no float holds, `item` is encoded as it is; a join gives `price`.
-    """
-    home = tmp_path_factory.mktemp("text")
-    random = np.random.default_rng(0)
-    shop, user, item = (random.integers(0, 9, 600) for _ in range(3))
-    shop_of = pd.DataFrame({"device": 2**60 + np.arange(9), "price": np.arange(9) / 9})
-    table = pa.table(
-        {
-            "click": random.integers(0, 2, 600),
-            "shop": pa.array(shop, mask=np.arange(600) == 3),
-            "user": pa.array(user),
-            "item": pa.array(item),
-            "device": pa.array(2**60 + random.integers(0, 9, 600)),
-            "age": pa.array(random.integers(18, 80, 600)),
-        }
-    )
-    pq.write_table(table, home / "raw.parquet")
-    workflow = nvt.Workflow(
-        (
-            ["shop", "user"]
-            >> ops.LambdaOp(lambda column: column.astype(str))
-            >> ops.Categorify(out_path=str(home / "fitted"))
-        )
-        + (["item"] >> ops.Categorify(out_path=str(home / "fitted")))
-        + (
-            (["device"] >> ops.JoinExternal(shop_of, on="device"))["price"]
-            >> ops.FillMissing(fill_val=5)
-            >> ops.Normalize()
-        )
-        + (["age"] >> ops.FillMissing() >> ops.Normalize())
-        + (["click"] >> ops.AddMetadata(tags=[Tags.TARGET, Tags.BINARY_CLASSIFICATION]))
-    )
-    raw = Dataset(str(home / "raw.parquet"), engine="parquet")
-    workflow.fit_transform(raw).to_parquet(str(home / "train"))
-    workflow.save(str(home / "workflow"))
-    data = adopt(home / "train", home / "workflow", "click", home / "data", progress=False)
-    run = train(data, CONFIG, home / "run", keeping=UNSAVED, progress=False)
-    return run, table, home
-
-
-def test_an_id_depends_neither_on_its_batch_nor_on_the_columns_type(by_text, tmp_path, monkeypatch):
+def test_an_id_depends_neither_on_its_batch_nor_on_the_columns_type(tmp_path, monkeypatch):
     """pandas makes whole numbers floats in a batch with a missing one, and 7.0 is another text."""
-    run, table, home = by_text
-    expected = scores(run, [home / "train"], tmp_path / "encoded.parquet")["probability"]
-    rows = pd.read_parquet(home / "raw.parquet").astype({"user": float, "item": "float32"})
-    rows.to_parquet(tmp_path / "floats.parquet")
-    monkeypatch.setattr(incoming, "BATCH_ROWS", 100)
-    for i, raw in enumerate((home / "raw.parquet", tmp_path / "floats.parquet")):
-        found = scores(run, [raw], tmp_path / f"{i}.parquet", raw=True)["probability"]
-        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6)
-    rows = table.to_pandas()
-    rows["user"] = rows["user"].mask(rows.index == 400).astype("Int64")
-    bare = pa.Table.from_pandas(rows).replace_schema_metadata(None)  # as others write it
-    pq.write_table(bare, tmp_path / "raw.parquet")
-    with pytest.raises(UserError, match="column 'user', int64, must have no missing one.*600 rows"):
-        predict_logs(run, [tmp_path / "raw.parquet"], tmp_path / "out.parquet", raw=True)
-
-
-@pytest.fixture
-def without_label(tmp_path) -> Run:
-    """Of a workflow that was saved to serve: it makes no label, which the training part has."""
     random = np.random.default_rng(0)
-    log = pd.DataFrame({"ad": random.integers(0, 9, 400), "click": random.integers(0, 2, 400)})
+    log = pd.DataFrame({"click": random.integers(0, 2, 600), "user": random.integers(0, 9, 600)})
+    log["shop"] = pd.array(random.integers(0, 9, 600), "Int64")
+    log.loc[3, "shop"] = pd.NA
     log.to_parquet(tmp_path / "raw.parquet")
-    raw = Dataset(str(tmp_path / "raw.parquet"), engine="parquet")
-    ids = ["ad"] >> ops.Categorify(out_path=str(tmp_path / "fitted"))
-    workflow = nvt.Workflow(ids + (["click"] >> ops.AddMetadata(tags=[Tags.TARGET])))
-    workflow.fit_transform(raw).to_parquet(str(tmp_path / "train"))
-    workflow.remove_inputs(["click"]).save(str(tmp_path / "workflow"))
-    part = tmp_path / "train"
-    data = adopt(part, tmp_path / "workflow", "click", tmp_path / "data", progress=False)
-    return train(data, CONFIG, tmp_path / "run", keeping=UNSAVED, progress=False)
-
-
-def test_raw_rows_have_no_label_where_the_workflow_makes_none(without_label, tmp_path):
-    """The files' own column may be another thing, as before a workflow made a label of it."""
-    run, raw = without_label, tmp_path / "raw.parquet"
-    expected = scores(run, [tmp_path / "train"], tmp_path / "encoded.parquet")
-    found = scores(run, [raw], tmp_path / "scores.parquet", raw=True)
-    pd.testing.assert_frame_equal(found, expected[["probability"]])
-    words = "raw.parquet, of which the run's workflow makes no 'click', as one that was saved after"
-    with pytest.raises(UserError, match=words):
-        evaluate_logs(run, [raw], raw=True)
-
-
-@pytest.mark.extended
-def test_new_rows_are_encoded_by_all_training_rows(tmp_path):
-    """Not by folds, which stock TargetEncoding draws by a row's place in what it is given.
-
-    Nor need they have what a target is made of, all of it or a part.
-    """
-    random = np.random.default_rng(0)
-    item, user = random.integers(0, 9, ROWS), random.integers(0, 30, ROWS)
-    log = pd.DataFrame({"user": user, "item": item, "paid": random.random(ROWS) * (item + 1)})
-    log["click"] = (random.random(ROWS) < 0.1 + item / 12).astype("int8")
-    log["price"], log["dwell"] = random.random(ROWS), random.random(ROWS)
-    value = ["price"] >> ops.LambdaOp(lambda c, rows: c * rows["dwell"], dependency=["dwell"])
-    log[:TRAIN].to_parquet(tmp_path / "train.parquet")
-    raw = Dataset(str(tmp_path / "train.parquet"), engine="parquet")
+    text = ["shop", "user"] >> ops.LambdaOp(lambda column: column.astype(str))
     workflow = nvt.Workflow(
-        (["user"] >> ops.Categorify(out_path=str(tmp_path / "ids")))
-        + (["item"] >> ops.TargetEncoding("paid", out_path=str(tmp_path / "te")))
+        (text >> ops.Categorify(out_path=str(tmp_path / "fitted")))
         + (["click"] >> ops.AddMetadata(tags=[Tags.TARGET, Tags.BINARY_CLASSIFICATION]))
-        + (value >> ops.Rename(name="value") >> ops.AddMetadata(tags=[Tags.TARGET]))
     )
-    workflow.fit(raw).save(str(tmp_path / "workflow"))
-    workflow.transform(raw).to_parquet(str(tmp_path / "train"))
-    by_row = pd.read_parquet(next((tmp_path / "train").glob("part_*.parquet")))
-    assert by_row["TE_item_paid"].nunique() == 3 * 9  # folds: those of training stay as they are
-    data = adopt(
-        tmp_path / "train", tmp_path / "workflow", "click", tmp_path / "data", progress=False
-    )
+    raw, train_part = Dataset(str(tmp_path / "raw.parquet"), engine="parquet"), tmp_path / "train"
+    workflow.fit_transform(raw).to_parquet(str(train_part))
+    workflow.save(str(tmp_path / "workflow"))
+    data = adopt(train_part, tmp_path / "workflow", "click", tmp_path / "data", progress=False)
     run = train(data, CONFIG, tmp_path / "run", keeping=UNSAVED, progress=False)
-    paid, new = log["paid"][:TRAIN], log[TRAIN:].reset_index(drop=True)
-    items = paid.groupby(log["item"][:TRAIN]).agg(["sum", "count"])
-    smooth = (items["sum"] + 20 * paid.mean()) / (items["count"] + 20)
-    encoded = (
-        run.workflow()
-        .transform(new.copy())
-        .assign(TE_item_paid=new["item"].map(smooth).astype("float32"))
-    )
-    encoded.to_parquet(tmp_path / "encoded.parquet")
-    expected = scores(run, [tmp_path / "encoded.parquet"], tmp_path / "0.parquet")["probability"]
-    for rows, lacking in ((len(new), []), (50, ["dwell"]), (7, ["dwell", "price"])):
-        bare = new.drop(columns=lacking)
-        bare.to_parquet(tmp_path / "raw.parquet", row_group_size=rows)
-        out = tmp_path / f"by-{rows}.parquet"
-        found = scores(run, [tmp_path / "raw.parquet"], out, raw=True)["probability"]
-        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6)
-    quality, _ = evaluate_logs(run, [tmp_path / "raw.parquet"], raw=True, progress=False)
-    assert quality.auc == pytest.approx(roc_auc_score(new["click"], expected), abs=1e-4)
-    repository = export(run, tmp_path / "repository", progress=False)
-    for rows in (new, new[5:8], new[::-1]):
-        answer = repository.predict(rows.reset_index(drop=True))
-        np.testing.assert_allclose(answer, expected[rows.index], rtol=0, atol=1e-6)
+    expected = scores(run, [train_part], tmp_path / "encoded.parquet")["probability"]
+    log.astype({"user": float}).to_parquet(tmp_path / "floats.parquet")
+    monkeypatch.setattr(incoming, "BATCH_ROWS", 100)
+    for name in ("raw", "floats"):
+        found = scores(
+            run, [tmp_path / f"{name}.parquet"], tmp_path / f"{name}-s.parquet", raw=True
+        )
+        np.testing.assert_allclose(found["probability"], expected, rtol=0, atol=1e-6)
 
 
-def joining(columns):
-    """As many rows: one is left out, and another doubled."""
-    shops = pd.DataFrame({"key": [*range(1, 70), 1]})
-    return columns >> ops.JoinExternal(shops, on="key", how="inner")
-
-
-def dropping(columns):
-    return columns >> ops.Filter(f=lambda rows: rows["visits"] != 50)
-
-
-@pytest.mark.parametrize(
-    ("move", "words"),
-    [
-        (dropping, "69 of 70 from Filter, in .*0.parquet, row group 0, 70 rows from row 1 on."),
-        (joining, "70 of 70 from JoinExternal, some of them moved or doubled, in .*row group 0"),
-    ],
-)
-def test_a_workflow_whose_rows_are_others(stock, tmp_path, monkeypatch, move, words):
-    """Probabilities would be those of other rows, also where there are as many."""
+def test_a_workflow_that_drops_a_row_is_refused(stock, tmp_path, monkeypatch):
+    """Probabilities would be those of other rows."""
     run, _, home = stock
-    log = pd.read_parquet(home / "raw-test/0.parquet")[:70]
-    log["key"] = np.random.default_rng(0).permutation(70)
-    log["visits"] = np.arange(70)
+    log = pd.read_parquet(home / "raw-test/0.parquet")[:70].assign(visits=np.arange(70))
     log.to_parquet(tmp_path / "0.parquet")
-    rows = move(["user", "item", "genres", "visits", "weeks", "key"])
+    rows = ["user", "item", "genres", "visits", "weeks"] >> ops.Filter(
+        f=lambda rows: rows["visits"] != 50
+    )
     workflow = nvt.Workflow(
         (rows["user", "item", "genres"] >> ops.Categorify(out_path=str(tmp_path / "fitted")))
         + (rows["visits"] >> ops.Normalize())
@@ -656,7 +518,8 @@ def test_a_workflow_whose_rows_are_others(stock, tmp_path, monkeypatch, move, wo
     monkeypatch.setattr(
         Run, "workflow", lambda *_, trust=False: nvt.Workflow.load(str(tmp_path / "workflow"))
     )
-    with pytest.raises(UserError, match=f"one row of each, in its place. Received: {words}"):
+    words = "one row of each, in its place. Received: 69 of 70 from Filter, in .*0.parquet"
+    with pytest.raises(UserError, match=words):
         predict_logs(run, [tmp_path / "0.parquet"], tmp_path / "out.parquet", raw=True)
     assert not (tmp_path / "out.parquet").exists()
 

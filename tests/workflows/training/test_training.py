@@ -2,8 +2,6 @@
 
 import json
 import math
-import shutil
-import time
 
 import numpy as np
 import pandas as pd
@@ -16,7 +14,6 @@ from merlin_cowclip.workflows.data.datasets import DatasetSpec
 from merlin_cowclip.workflows.data.etl import prepare
 from merlin_cowclip.workflows.data.prepared import PreparedData
 from merlin_cowclip.workflows.errors import UserError
-from merlin_cowclip.workflows.training.checkpoints import Checkpoints
 from merlin_cowclip.workflows.training.configuration import TrainConfig
 from merlin_cowclip.workflows.training.evaluation import predict
 from merlin_cowclip.workflows.training.keeping import Keeping
@@ -24,7 +21,6 @@ from merlin_cowclip.workflows.training.loader import Loader
 from merlin_cowclip.workflows.training.rows import Reader
 from merlin_cowclip.workflows.training.runs import Run
 from merlin_cowclip.workflows.training.train import train
-from merlin_cowclip.workflows.training.watch import Watch
 
 pytestmark = pytest.mark.usefixtures("quick_saves", "graphs_as_traced")
 ROWS, TRAIN, TEST = 5_000, 4_000, 1_000
@@ -125,7 +121,6 @@ def test_files_of_a_run(run):
         *("config.json", "schema.pbtxt", "workflow", "checkpoints", "logs", "metrics.csv"),
         *("fields.csv", "norms.csv", "model", "result.json", ".lock"),
     }
-    assert (run.path / "model" / ".merlin" / "input_schema.json").is_file()
     assert list((run.path / "logs").rglob("events.out.*"))
 
 
@@ -251,23 +246,6 @@ def test_the_same_seed_gives_the_same_to_the_last_digit(run, model, data, home):
 
 
 @pytest.mark.extended
-def test_determinism_is_of_one_run(data, tmp_path, monkeypatch):
-    """Neither the process nor the next run keeps it."""
-    from tensorflow.python.framework.config import is_op_determinism_enabled
-
-    during = []
-    see = Watch.see
-    monkeypatch.setattr(
-        Watch, "see", lambda *a: during.append(is_op_determinism_enabled()) or see(*a)
-    )
-    for given in (True, False):
-        config = changed(deterministic=given, epochs=1, model="lr")
-        train(data, config, tmp_path / str(given), keeping=UNSAVED, progress=False)
-        assert not is_op_determinism_enabled()
-    assert during == [True] * 8 + [False] * 8
-
-
-@pytest.mark.extended
 def test_deferred_is_exact(run, data, home):
     """As it is measured, and as it is rebuilt from a checkpoint, where rows wait."""
     config = changed(update="deferred")
@@ -324,40 +302,3 @@ def test_what_is_refused_at_once_changes_nothing(data, tmp_path):
     with pytest.raises(UserError, match="Received: batch size 8192, 4000 rows"):
         train(data, changed(batch_size=8192), tmp_path / "run", progress=False)
     assert [p.name for p in tmp_path.rglob("*")] == ["mine"]
-
-
-def test_data_that_changes_while_it_trains_is_named(data, tmp_path, monkeypatch):
-    shutil.copytree(data.path, tmp_path / "data")
-    changing = PreparedData.open(tmp_path / "data")
-    steps = []
-
-    def see(watch, step, loss):
-        steps.append(step)
-        shutil.copy(changing.train_files[1], changing.train_files[0])
-
-    monkeypatch.setattr(Watch, "see", see)
-    with pytest.raises(UserError, match="must keep every file as it was.*part-00000.parquet"):
-        train(changing, changed(epochs=9, model="lr"), tmp_path / "run", progress=False)
-    assert len(steps) < 9 * 8
-    # Read ahead, it is found in the first epoch or after it, whose checkpoint then stays.
-    run = tmp_path / "run"
-    assert run.exists() == bool(Checkpoints(run / "checkpoints").steps())
-
-
-def test_an_error_waits_for_the_checkpoint_that_is_being_written(data, tmp_path, monkeypatch):
-    see, write = Watch.see, Checkpoints._write
-
-    def fail_in_the_second_epoch(watch, step, loss):
-        if step == 9:
-            raise UserError("something must be. Received: nothing. Mend it")
-        see(watch, step, loss)
-
-    def write_slowly(*arguments):
-        time.sleep(1)
-        write(*arguments)
-
-    monkeypatch.setattr(Watch, "see", fail_in_the_second_epoch)
-    monkeypatch.setattr(Checkpoints, "_write", write_slowly)
-    with pytest.raises(UserError, match="The checkpoint after update 8 is kept; go on with"):
-        train(data, changed(epochs=2, model="lr"), tmp_path / "run", progress=False)
-    assert Checkpoints(tmp_path / "run" / "checkpoints").steps() == [8]
