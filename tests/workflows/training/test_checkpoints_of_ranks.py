@@ -15,7 +15,6 @@ from merlin_cowclip.plugins.statistics import StepStatistics
 from merlin_cowclip.plugins.tables import TableSpec
 from merlin_cowclip.workflows.errors import AgreedError
 from merlin_cowclip.workflows.training import checkpoint_files
-from merlin_cowclip.workflows.training import meeting as meetings
 from merlin_cowclip.workflows.training.checkpoint_files import (
     STATE,
     read_rows,
@@ -23,9 +22,7 @@ from merlin_cowclip.workflows.training.checkpoint_files import (
     write_tensors,
 )
 from merlin_cowclip.workflows.training.checkpoints import Checkpoints
-from merlin_cowclip.workflows.training.meeting import Meeting
 from merlin_cowclip.workflows.training.saved_state import State
-from merlin_cowclip.workflows.training.stopping import Stopping
 from tests.plugins.merlin_models import category
 
 V = 11
@@ -79,43 +76,6 @@ def test_sums_of_steps_stay_what_they_were(saved, now):
                 expected[:, 0] = values[0][:, 0]
             np.testing.assert_array_equal(mine, expected)
             assert mine.dtype == values.dtype
-
-
-class Nothing:
-    """Checkpoints that have nothing to write, or have failed."""
-
-    def __init__(self, failure=None):
-        self.failure = failure
-
-    def told(self):
-        return {"failure": self.failure, "written": None}
-
-    def hear(self, said):
-        for one in said:
-            if one["failure"]:
-                raise AgreedError(one["failure"])
-
-
-def test_ranks_stop_where_one_was_asked_to(monkeypatch):
-    stopping = Stopping(several=True)
-    meeting = Meeting(Ranks(0, 2, 0, 2), Nothing(), stopping)
-    other = {"failure": None, "written": None, "number": None, "out_of_time": False}
-    other |= {"due": True, "seconds": 0.1}
-    monkeypatch.setattr(meetings, "said_by_all", lambda mine: [mine, other])
-    assert not meeting.hold(), "the first rank's clock says what is due"
-    assert not stopping.asked
-    held = [meeting.hold(is_due=True) for _ in range(6)]
-    assert held == [False] * 4 + [True, False], "about every half second of the slowest rank"
-    other["number"] = 15
-    assert not stopping.asked, "not before it is told"
-    meeting.hold(now=True)
-    assert stopping.asked
-    assert stopping.number == 15
-    assert meeting.hold(is_due=True), "what begins after it may take other times"
-    assert not meeting.hold(is_due=True)
-    other |= {"failure": "no space"}
-    with pytest.raises(AgreedError, match="no space"):
-        meeting.hold(now=True)
 
 
 def test_one_rank_that_cannot_write_leaves_the_others_their_files(monkeypatch, tmp_path):

@@ -192,11 +192,6 @@ def test_options_are_refused_by_name(options, message):
                 clip_tables=("a", "b"),
             ),
         ),
-        ("--model dlrm --bottom-mlp=", TrainConfig(model="dlrm", bottom_mlp=())),
-        (
-            "--dense-schedule cosine:to=0.1 --embedding-schedule steps:5=0.1,8=0.01",
-            TrainConfig(dense_schedule={"name": "cosine", "to": 0.1}, embedding_schedule=STEPS),
-        ),
         (
             "--config c.json --dense-schedule constant --embedding-schedule constant",
             TrainConfig(model="lr", epochs=5, base=Hyperparameters(l2=1e-3)),

@@ -31,29 +31,6 @@ def test_ranks_share_every_batch(data, monkeypatch, window_rows, part, ranks):
             pd.testing.assert_frame_equal(as_frame(parts), as_frame([batch]))
 
 
-@pytest.mark.parametrize(("before", "after"), [(1, 4), (3, 2)])
-def test_go_on_in_the_middle_with_another_number_of_ranks(
-    data, small_windows, before, after, on_disk
-):
-    """The epoch is the same as without a break, and every row still comes once."""
-    at = 6
-
-    def rows(loaders, start, stop):
-        batches = zip(*(loader.batches(2, start) for loader in loaders), strict=True)
-        return [as_frame(parts) for parts in itertools.islice(batches, stop - start)]
-
-    options = {"batch_size": 240, "seed": 8, "drop_last": True}
-    broken = rows(of_ranks(data, before, **options), 0, at)
-    broken += rows(of_ranks(data, after, **options), at, TRAIN // 240)
-    whole = [as_frame([batch]) for batch in Loader(data, **options).batches(2)]
-    assert len(broken) == len(whole) == 16
-    for one, other in zip(broken, whole, strict=True):
-        pd.testing.assert_frame_equal(one, other)
-    serials = pd.concat(broken)["serial"]
-    assert serials.is_unique
-    assert set(serials) < set(on_disk["train"]["serial"])
-
-
 def test_rows_below_a_batch_are_left_out_others_each_epoch(data, small_windows, on_disk):
     loaders = of_ranks(data, 2, batch_size=BATCH, seed=1)
     every = set(on_disk["train"]["serial"])
@@ -72,6 +49,7 @@ def test_ranks_in_a_dataset(data):
         assert_same_batches(as_numpy(loader.dataset(epoch=1)), loader.batches(1))
 
 
+@pytest.mark.extended
 def test_a_fit_knows_the_global_batch_of_a_loaders_dataset(data, monkeypatch, recwarn):
     """It took what Merlin knew of the fit before, times the ranks."""
     loader = Loader(data, batch_size=BATCH, ranks=2)
