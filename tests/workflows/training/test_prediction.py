@@ -180,8 +180,11 @@ def scores(run: Run, inputs, out: Path, **options) -> pd.DataFrame:
 @pytest.mark.parametrize(
     "name",
     [
-        *("criteo", "hashed", "top ids"),
-        *(pytest.param(n, marks=pytest.mark.extended) for n in ("avazu", "plain", "rare", "time")),
+        *("plain", "criteo"),
+        *(
+            pytest.param(n, marks=pytest.mark.extended)
+            for n in ("avazu", "rare", "hashed", "time", "top ids")
+        ),
     ],
 )
 def test_raw_rows_score_as_prepared_ones(worlds, name, tmp_path):

@@ -35,7 +35,7 @@ def step_of(model, loader):
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=() if n == "deepfm" else pytest.mark.extended) for n in MODELS],
+    [pytest.param(n, marks=() if n == "fm" else pytest.mark.extended) for n in MODELS],
 )
 def test_no_step_draws_random_numbers(data, name):
     options = {"mlp": (4,), "bottom_mlp": (4,)} if name == "dlrm" else {}
