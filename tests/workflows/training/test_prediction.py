@@ -480,10 +480,10 @@ def test_encoded_parts_are_no_raw_rows(stock, shop, tmp_path):
 def test_an_id_depends_neither_on_its_batch_nor_on_the_columns_type(tmp_path, monkeypatch):
     """pandas makes whole numbers floats in a batch with a missing one, and 7.0 is another text."""
     random = np.random.default_rng(0)
-    log = pd.DataFrame({"click": random.integers(0, 2, 600), "user": random.integers(0, 9, 600)})
-    log["shop"] = pd.array(random.integers(0, 9, 600), "Int64")
-    log.loc[3, "shop"] = pd.NA
-    log.to_parquet(tmp_path / "raw.parquet")
+    clicks, users, shops = random.integers(0, 2, 600), *random.integers(0, 9, (2, 600))
+    shops = pa.array(shops, mask=np.arange(600) == 3)
+    log = pa.table({"click": clicks, "user": users, "shop": shops})
+    pq.write_table(log, tmp_path / "raw.parquet")
     text = ["shop", "user"] >> ops.LambdaOp(lambda column: column.astype(str))
     workflow = nvt.Workflow(
         (text >> ops.Categorify(out_path=str(tmp_path / "fitted")))
@@ -495,7 +495,7 @@ def test_an_id_depends_neither_on_its_batch_nor_on_the_columns_type(tmp_path, mo
     data = adopt(train_part, tmp_path / "workflow", "click", tmp_path / "data", progress=False)
     run = train(data, CONFIG, tmp_path / "run", keeping=UNSAVED, progress=False)
     expected = scores(run, [train_part], tmp_path / "encoded.parquet")["probability"]
-    log.astype({"user": float}).to_parquet(tmp_path / "floats.parquet")
+    log.to_pandas().astype({"user": float}).to_parquet(tmp_path / "floats.parquet")
     monkeypatch.setattr(incoming, "BATCH_ROWS", 100)
     for name in ("raw", "floats"):
         found = scores(
