@@ -1,4 +1,6 @@
-"""One prepared folder for all tests of the loader."""
+"""One prepared folder for all tests of the loader and of training; runs that were interrupted."""
+
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -9,6 +11,7 @@ from merlin_cowclip.workflows.data.prepared import PreparedData
 from merlin_cowclip.workflows.training import order
 
 from .batches import ROWS, SPEC, TRAIN
+from .interrupted import Runs
 
 
 @pytest.fixture(scope="session")
@@ -57,3 +60,23 @@ def small_windows(monkeypatch) -> int:
     monkeypatch.setattr(order, "WINDOW_ROWS", 320)
     monkeypatch.setattr(order, "BLOCK_ROWS", 80)
     return 320
+
+
+@pytest.fixture(scope="session")
+def runs(interpreter, data, tmp_path_factory) -> Runs:
+    return Runs(interpreter, data.path, tmp_path_factory.mktemp("runs"))
+
+
+@pytest.fixture(scope="session")
+def reference(runs) -> Path:
+    """A run that is never interrupted."""
+    return runs.reference("reference")
+
+
+@pytest.fixture(scope="session")
+def stopped(runs) -> Path:
+    """A run that was stopped in its second epoch, after update 18 of 32, to copy."""
+    run = runs.home / "stopped"
+    done = runs.begin(run, place="in the second epoch@SIGINT")
+    assert done.returncode == 130, done.stderr
+    return run

@@ -8,15 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from tests.runs_alike import differences
-from tests.warm import Ended, Program, WarmInterpreter
+from tests.warm import Ended, WarmInterpreter
 
 from .killing import ROOT, START
 
 UPDATES, EVERY = 16, 3  # an epoch's; between two checkpoints
-OPTIONS = ("--batch-size", 256, "--quiet")
-OF_DEEP = ("--embedding-dim", 4, "--mlp", "8")  # which logistic regression does not have
-SEVERAL = ("--epochs", 2, "--checkpoint-every", EVERY)
-UNSAVED = ("--no-saved-model",)
+NETWORK = ("--batch-size", 256, "--embedding-dim", 4, "--mlp", "8")
+OPTIONS = (*NETWORK, "--epochs", 2, "--checkpoint-every", EVERY, "--no-saved-model", "--quiet")
 
 
 @dataclass
@@ -26,36 +24,26 @@ class Runs:
     interpreter: WarmInterpreter
     data: Path
     home: Path
-    mode: str = "eager"
     _numbers: Any = field(default_factory=itertools.count)
 
-    def start(self, place: str, *arguments: Any) -> Program:
-        """Start the command."""
+    def command(self, *arguments: Any, place: str = "") -> Ended:
+        """The command, to its end; see `killing` for the places."""
         folder = self.home / f"said-{next(self._numbers)}"
-        return self.interpreter.start(START, ROOT, place, self.mode, *arguments, folder=folder)
+        return self.interpreter.start(START, ROOT, place, *arguments, folder=folder).end()
 
     def begin(self, run: Path, *options: Any, place: str = "") -> Ended:
         """`train`, to its end."""
-        of_network = () if "lr" in options else OF_DEEP
-        arguments = ("train", self.data, "--out", run, *OPTIONS, *of_network, *options)
-        return self.start(place, *arguments).end()
+        return self.command("train", self.data, "--out", run, *OPTIONS, *options, place=place)
 
     def go_on(self, run: Path, *options: Any, place: str = "") -> Ended:
         """`train --resume`, to its end."""
-        return self.start(place, "train", "--resume", run, "--quiet", *options).end()
+        return self.command("train", "--resume", run, "--quiet", *options, place=place)
 
-    def reference(self, name: str, *options: Any, place: str = "") -> Path:
+    def reference(self, name: str, *options: Any) -> Path:
         """A run that is never interrupted, with all its checkpoints."""
         run = self.home / name
-        done = self.begin(run, *options, "--keep", 99, place=place)
+        done = self.begin(run, *options, "--keep", 99)
         assert done.returncode == 0, done.stderr
-        return run
-
-    def stopped(self, *options: Any) -> Path:
-        """A run that was stopped in its second epoch, to copy."""
-        run = self.home / "stopped"
-        done = self.begin(run, *options, place="in the second epoch@SIGINT")
-        assert done.returncode == 130, done.stderr
         return run
 
 
@@ -63,6 +51,13 @@ def assert_same(run: Path, reference: Path, after: Any = "") -> None:
     """Every byte that matters."""
     found = differences(run, reference)
     assert not found, f"{after}: {found}"
+
+
+def assert_goes_on(runs: Runs, run: Path, reference: Path, *options: Any) -> None:
+    """To its end, as if it had not been interrupted."""
+    done = runs.go_on(run, *options)
+    assert done.returncode == 0, done.stderr
+    assert_same(run, reference)
 
 
 def sentence(done: Ended) -> str:

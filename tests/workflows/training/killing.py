@@ -1,24 +1,19 @@
-"""The command, in a process that is killed, or stopped, at a chosen place.
+"""The command, in a process that is killed, or gets a signal, at a chosen place.
 
-`PLACES` are chosen ones, in the order in which a run comes to them, `MORE_PLACES` others; `line:N`
-is before the N-th line of our own code that the training part executes, in whatever thread;
-`time:S` is S seconds after training began, whatever is done then.
+`PLACES` are in the order in which a run comes to them; `MORE_PLACES` are others. `time:S` is S
+seconds after training began, whatever is done then.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import resource
 import select
 import signal
-import sys
-import threading
 import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 START = """
@@ -33,71 +28,61 @@ TEST_BATCH = 128
 WINDOW_ROWS = 320
 
 
-def main(place: str, mode: str, *arguments: str) -> int:
-    """The command with these arguments, ended at `place`.
+def main(place: str, *arguments: str) -> int:
+    """The command with these arguments, ended at `place`; steps are eager, none waits for a graph.
 
     Args:
         place: see above; "" for nowhere. `place@NAME` sends a signal instead, as SIGINT, and goes
             on.
-        mode: "graph" as for users, or "eager", where a start does not wait for tracing.
         arguments: of the command.
     """
     from merlin_cowclip.plugins._stack import tf
     from merlin_cowclip.workflows.commands.main import main as command
     from merlin_cowclip.workflows.training import loop, order, train
-    from tests.saves import quick_saves
 
     warnings.filterwarnings("ignore", "Even though the `tf.config.exp")
     order.WINDOW_ROWS = WINDOW_ROWS
     train.EVALUATION_BATCH, loop.LOG_EVERY = TEST_BATCH, LOG_EVERY
-    if mode == "eager":
-        tf.config.run_functions_eagerly(True)
-        _before(lambda: train, "save_model")(lambda: tf.config.run_functions_eagerly(False))
+    tf.config.run_functions_eagerly(True)
     name, _, how = place.partition("@")
     end = _kill if not how else lambda: os.kill(os.getpid(), signal.Signals[how])
     kind, _, number = name.partition(":")
-    if kind == "line":
-        _at_line(int(number), end)
-    elif kind == "time":
+    if kind == "time":
         _at_time(float(number))
     elif kind:
         (PLACES | MORE_PLACES)[kind](end)
-    with quick_saves():
-        code = command(arguments)
-    if kind == "line":
-        print(f"lines: {_lines}")
-    return code
+    return command(arguments)
 
 
 def _kill() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _before(owner: Any, name: str, when: Callable[..., bool] = lambda *_, **__: True) -> Any:
-    def install(end: Callable[[], None]) -> None:
+End = Callable[[], None]
+Place = Callable[[End], None]
+
+
+def _at(
+    owner: Callable[[], Any],
+    name: str,
+    when: Callable[..., bool] = lambda *_, **__: True,
+    *,
+    after: bool = False,
+) -> Place:
+    """At the first call of `owner().name` for which `when` holds: before it, or after it."""
+
+    def install(end: End) -> None:
         stock = getattr(owner(), name)
         done = []
 
         def instead(*arguments: Any, **named: Any) -> Any:
-            if not done and when(*arguments, **named):
+            is_there = not done and when(*arguments, **named)
+            if is_there:
                 done.append(1)
+            if is_there and not after:
                 end()
-            return stock(*arguments, **named)
-
-        setattr(owner(), name, instead)
-
-    return install
-
-
-def _after(owner: Any, name: str, when: Callable[..., bool] = lambda *_, **__: True) -> Any:
-    def install(end: Callable[[], None]) -> None:
-        stock = getattr(owner(), name)
-        done = []
-
-        def instead(*arguments: Any, **named: Any) -> Any:
             value = stock(*arguments, **named)
-            if not done and when(*arguments, **named):
-                done.append(1)
+            if is_there and after:
                 end()
             return value
 
@@ -106,15 +91,17 @@ def _after(owner: Any, name: str, when: Callable[..., bool] = lambda *_, **__: T
     return install
 
 
-def _module(name: str) -> Callable[[], Any]:
-    return lambda: __import__(f"merlin_cowclip.workflows.{name}", fromlist=["_"])
+def _of(module: str, attribute: str = "") -> Callable[[], Any]:
+    """A module of the training part, or what it has by this name, once it is needed."""
+
+    def find() -> Any:
+        found = __import__(f"merlin_cowclip.workflows.training.{module}", fromlist=["_"])
+        return getattr(found, attribute) if attribute else found
+
+    return find
 
 
-def _within(name: str, attribute: str) -> Callable[[], Any]:
-    return lambda: getattr(_module(name)(), attribute)
-
-
-def _half_written(end: Callable[[], None]) -> None:
+def _half_written(end: End) -> None:
     """The tensors' file ends in the middle."""
     from merlin_cowclip.plugins._stack import tf
 
@@ -130,7 +117,7 @@ def _half_written(end: Callable[[], None]) -> None:
     tf.raw_ops.SaveV2 = instead
 
 
-def _twice(end: Callable[[], None]) -> None:
+def _twice(end: End) -> None:
     """Both signals, and the second while the tensors are written, which takes for ever."""
     from merlin_cowclip.plugins._stack import tf
 
@@ -139,36 +126,10 @@ def _twice(end: Callable[[], None]) -> None:
         time.sleep(100)
 
     tf.raw_ops.SaveV2 = slowly
-    _before(_WATCH, "see")(end)
+    _at(_WATCH, "see")(end)
 
 
-def _limited(end: Callable[[], None]) -> None:
-    """No file may have more than 20,000 bytes, which is less than the tensors take."""
-    limit = (20_000, resource.RLIM_INFINITY)
-    _before(_TRAINING, "train")(lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limit))
-
-
-def _vanishing(end: Callable[[], None]) -> None:
-    """The data is gone from the second update of this process on."""
-    from merlin_cowclip.workflows.data.prepared import PreparedData
-
-    stock = PreparedData.open.__func__
-    paths = []
-
-    def note(cls: Any, path: Any, *arguments: Any, **named: Any) -> Any:
-        paths.append(Path(path))
-        return stock(cls, path, *arguments, **named)
-
-    PreparedData.open = classmethod(note)
-    _before(_WATCH, "see")(lambda: paths[0].rename(paths[0].with_name("gone")))
-
-
-def _slowly(end: Callable[[], None]) -> None:
-    """Not ended, but for longer than there may be time."""
-    _after(_within("training.evaluation", "QualityOf"), "add")(lambda: time.sleep(3))
-
-
-def _half_a_line(end: Callable[[], None]) -> None:
+def _half_a_line(end: End) -> None:
     """The CSV files end in the middle of a line."""
     from merlin_cowclip.workflows.training.logbook import Logbook
 
@@ -183,43 +144,6 @@ def _half_a_line(end: Callable[[], None]) -> None:
     Logbook.epoch = instead
 
 
-def _half_removed(end: Callable[[], None]) -> None:
-    """An old checkpoint has lost its record, and not yet its tensors."""
-    from merlin_cowclip.workflows.training import checkpoints
-    from merlin_cowclip.workflows.training.checkpoint_files import RECORD
-
-    stock = checkpoints.remove
-
-    def instead(*paths: Path) -> None:
-        for path in paths:
-            if path.name.endswith(".old"):
-                (path / RECORD).unlink()
-                end()
-        stock(*paths)
-
-    checkpoints.remove = instead
-
-
-def _half_a_model(end: Callable[[], None]) -> None:
-    """The SavedModel has its first files."""
-    from merlin_cowclip.workflows.training import train
-
-    stock = train.save_model
-
-    def instead(model: Any, folder: Path) -> None:
-        def watch() -> None:
-            while not list(folder.rglob("*.index")):
-                time.sleep(0.001)
-            end()
-
-        watching = threading.Thread(target=watch, daemon=True)
-        watching.start()
-        stock(model, folder)
-        watching.join()  # in time, also where it is saved fast
-
-    train.save_model = instead
-
-
 def _update(number: int) -> Callable[..., bool]:
     return lambda watch, step, loss: step % 16 == number
 
@@ -232,76 +156,34 @@ def _to(name: str) -> Callable[..., bool]:
     return lambda _, to: Path(to).name.startswith(name)
 
 
-_TRAINING = _within("training.loop", "Training")
-_WATCH = _within("training.watch", "Watch")
-PLACES: dict[str, Callable[[Callable[[], None]], None]] = {
-    "before the first update": _before(_TRAINING, "train"),
-    "before there is a network": _before(_module("training.train"), "compiled"),
-    "in an epoch": _before(_WATCH, "see", _update(5)),
-    "at an epoch's last update": _before(_WATCH, "see", _update(0)),
+_WATCH, _OS = _of("watch", "Watch"), lambda: os
+PLACES: dict[str, Place] = {
+    "before the first update": _at(_of("loop", "Training"), "train"),
+    "before there is a network": _at(_of("train"), "compiled"),
+    "in an epoch": _at(_WATCH, "see", _update(5)),
+    "at an epoch's last update": _at(_WATCH, "see", _update(0)),
     "while the tensors are written": _half_written,
-    "before the checkpoint's record": _before(
-        _module("training.checkpoints"), "write_json", _named("checkpoint.json")
+    "before the checkpoint's record": _at(
+        _of("checkpoints"), "write_json", _named("checkpoint.json")
     ),
-    "before the checkpoint has its name": _before(lambda: os, "rename", _to("step-")),
-    "once the checkpoint has its name": _after(lambda: os, "rename", _to("step-")),
-    "while an old checkpoint is dropped": _half_removed,
-    "while evaluating": _after(_within("training.evaluation", "QualityOf"), "add"),
+    "before the checkpoint has its name": _at(_OS, "rename", _to("step-")),
+    "once the checkpoint has its name": _at(_OS, "rename", _to("step-"), after=True),
+    "while evaluating": _at(_of("evaluation", "QualityOf"), "add", after=True),
     "while metrics.csv is written": _half_a_line,
-    "between the evaluation and its checkpoint": _after(
-        _within("training.logbook", "Logbook"), "epoch"
+    "between the evaluation and its checkpoint": _at(
+        _of("logbook", "Logbook"), "epoch", after=True
     ),
-    "while the logs are cut back": _after(lambda: os, "truncate"),
-    "while a checkpoint is restored": _before(
-        _within("training.checkpoints", "Checkpoint"), "restore"
-    ),
-    "while the model is saved": _half_a_model,
-    "before the result": _before(_module("training.train"), "write_json", _named("result.json")),
-    "while the result is written": _before(lambda: os, "replace", _to("result.json")),
-    "once the result is written": _after(lambda: os, "replace", _to("result.json")),
+    "while a checkpoint is replaced": _at(_OS, "rename", _to(".step-"), after=True),
+    "while the logs are cut back": _at(_OS, "truncate", after=True),
+    "while a checkpoint is restored": _at(_of("checkpoints", "Checkpoint"), "restore"),
+    "before the result": _at(_of("train"), "write_json", _named("result.json")),
+    "while the result is written": _at(_OS, "replace", _to("result.json")),
+    "once the result is written": _at(_OS, "replace", _to("result.json"), after=True),
 }
-
-MORE_PLACES = {
-    "in the second epoch": _before(_WATCH, "see", lambda watch, step, loss: step == 18),
+MORE_PLACES: dict[str, Place] = {
+    "in the second epoch": _at(_WATCH, "see", lambda watch, step, loss: step == 18),
     "twice, while the tensors are written": _twice,
-    "slowly evaluating": _slowly,
-    "files may not grow": _limited,
-    "the data vanishes": _vanishing,
-    "while a checkpoint is replaced": _after(lambda: os, "rename", _to(".step-")),
 }
-
-_lines = 0
-
-
-def _at_line(number: int, end: Callable[[], None]) -> None:
-    from merlin_cowclip.workflows.training import train
-
-    ours = str(Path(train.__file__).parent)
-    outer = (str(Path(ours).parent / "folders.py"),)
-
-    def line(frame: FrameType, event: str, argument: Any) -> Any:
-        global _lines
-        if event == "line":
-            _lines += 1
-            if _lines == number:
-                end()
-        return line
-
-    def call(frame: FrameType, event: str, argument: Any) -> Any:
-        name = frame.f_code.co_filename
-        return line if name.startswith(ours) or name in outer else None
-
-    def begin(*arguments: Any, **named: Any) -> Any:
-        threading.settrace(call)
-        sys.settrace(call)
-        try:
-            return stock(*arguments, **named)
-        finally:
-            sys.settrace(None)
-            threading.settrace(None)
-
-    stock = train._train
-    train._train = begin
 
 
 def _at_time(seconds: float) -> None:

@@ -14,20 +14,12 @@ from merlin_cowclip.plugins.scaling import SCALING_RULES, Hyperparameters, recip
 from merlin_cowclip.workflows.commands.main import command_line
 from merlin_cowclip.workflows.commands.training import train_config
 from merlin_cowclip.workflows.errors import UserError
-from merlin_cowclip.workflows.study.configuration import TuneConfig
-from merlin_cowclip.workflows.study.setting import Setting
-from merlin_cowclip.workflows.training.configuration import (
-    UPDATES,
-    TrainConfig,
-    base_hyperparameters,
-)
-from merlin_cowclip.workflows.training.keeping import Keeping
+from merlin_cowclip.workflows.training.configuration import TrainConfig
 from merlin_cowclip.workflows.training.learning_rates import (
     falls_to_zero_in,
     keras_schedule,
     plain_schedule,
 )
-from merlin_cowclip.workflows.training.memory import least_bytes
 from merlin_cowclip.workflows.training.networks import NETWORKS
 
 BASE = Hyperparameters(256, dense_lr=5e-3, l2=1e-4)
@@ -56,42 +48,6 @@ GOLDEN = [
 ]
 
 
-def test_numbers_of_numpy_are_pythons():
-    one, half = np.int64(1), np.float32(0.5)
-    config = TrainConfig(
-        batch_size=np.int64(512), epochs=one, seed=one, mlp=[np.int32(8)], patience=one,
-        deterministic=np.bool_(True), dense_schedule={"name": "linear", "to": half},
-    )  # fmt: skip
-    plainly = TrainConfig(
-        batch_size=512,
-        epochs=1,
-        seed=1,
-        mlp=[8],
-        patience=1,
-        dense_schedule={"name": "linear", "to": 0.5},
-    )
-    assert config.identity == plainly.identity
-    assert TrainConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == plainly
-    keeping = Keeping(checkpoint_every=np.int64(5), keep=one, saved_model=np.bool_(False))
-    assert keeping == Keeping(5, 1, False)
-    assert keeping.steps == 5
-    assert json.dumps(keeping.to_dict())
-    setting = Setting(np.array([128, 256]), {"l2": half}, seeds=np.arange(2))
-    assert setting == Setting((128, 256), {"l2": 0.5}, seeds=(0, 1))
-    assert json.dumps([setting.batch_sizes, setting.seeds, setting.values])
-    tuned = TuneConfig(
-        one * 512, base={"batch_size": np.int64(64), "l2": half}, held_out=half, epochs=one
-    )
-    same = TuneConfig(512, base={"batch_size": 64, "l2": 0.5}, held_out=0.5, epochs=1)
-    assert json.loads(json.dumps(tuned.to_dict())) == json.loads(json.dumps(same.to_dict()))
-
-
-@pytest.mark.parametrize("epochs", [np.float64(3), np.bool_(True), np.array([3]), np.array(3.5)])
-def test_what_is_no_whole_number_of_numpys_is_refused(epochs):
-    with pytest.raises(UserError, match="epochs must be a positive whole number"):
-        TrainConfig(epochs=epochs)
-
-
 # The base
 
 
@@ -109,24 +65,6 @@ def test_another_rule_takes_its_own_recipe_along():
     assert plain.hyperparameters.dense_lr == 8e-4  # 8 · 1e-4
     kept = dataclasses.replace(TrainConfig(base=BASE), rule="linear")
     assert kept.tuned is BASE
-
-
-@pytest.mark.parametrize(
-    ("alias", "rule"),
-    [("sqrt*", "sqrt_star"), ("no", "none"), ("lr", "linear"), ("empirical", "n2_lambda")],
-)
-def test_other_names_of_a_rule_are_that_rule(alias, rule):
-    one, other = TrainConfig(rule=alias), TrainConfig(rule=rule)
-    assert one.rule == rule
-    assert one == other
-    assert one.identity == other.identity
-
-
-def test_base_hyperparameters():
-    base = base_hyperparameters("sqrt", dense_lr=3e-3, l2=None)
-    assert (base.dense_lr, base.l2, base.clip, base.init_stddev) == (3e-3, 1e-5, None, 1e-4)
-    with pytest.raises(UserError, match=r"dense_lr must be a positive number. Received: .*-1"):
-        base_hyperparameters("cowclip", dense_lr=-1.0)
 
 
 # The tables, against the builders
@@ -151,12 +89,6 @@ def test_networks_are_the_builders():
         }
 
 
-def test_updates_are_adams():
-    from merlin_cowclip.plugins import adam
-
-    assert UPDATES == adam.UPDATES
-
-
 # JSON
 
 
@@ -176,7 +108,6 @@ def test_from_dict_is_the_way_back(options):
 def test_from_dict_fills_in_what_is_left_out():
     config = TrainConfig.from_dict({"rule": "sqrt", "base": {"l2": 1e-3}})
     assert config == TrainConfig(rule="sqrt", base=recipe("sqrt").replace(l2=1e-3))
-    assert TrainConfig.from_dict({}) == TrainConfig()
 
 
 @pytest.mark.parametrize(
@@ -185,17 +116,11 @@ def test_from_dict_fills_in_what_is_left_out():
         ({"modle": "dcn"}, "keys model, .*Received: 'modle'. Correct it"),
         ({"base": {"dense_rl": 1}}, "base has the keys batch_size, .*Received: 'dense_rl'"),
         ({"base": {"dense_lr": "fast"}}, "dense_lr must be a positive number. .*'fast'"),
-        ({"base": {"clip": 3}}, "clip must be None or one of .*clip=3"),
-        ({"base": {"clip": []}}, r"clip must be None or one of .*clip=\[\]"),
         ({"base": {"clip": "global"}}, "clip='global' needs clip_threshold"),
         ({"base": 3}, "base must be Hyperparameters, .*base=3"),
         ({"rule": None}, "rule must be one of .*rule=None"),
-        ({"rule": ["sqrt"], "base": {}}, r"rule must be one of .*\['sqrt'\]"),
         ({"mlp": None}, "mlp must have a value. Received: None. Leave it out"),
-        ({"embedding_dim": None}, "embedding_dim must have a value"),
-        ({"scaled": {}}, "Received: 'scaled'"),
         ([], r"must be values by name. Received: \[\]"),
-        (None, "must be values by name. Received: None"),
     ],
     ids=str,
 )
@@ -207,20 +132,19 @@ def test_from_dict_refuses(values, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"model": "ffm"}, "model must be one of lr, fm, .*, dlrm. Received: model='ffm'"),
         ({"model": ["deepfm"]}, r"model must be one of lr, .*\['deepfm'\]"),
+        ({"rule": "cube"}, "rule must be one of none, .*cowclip. Received: rule='cube'"),
+        ({"update": "eager"}, "update must be one of exact, lazy, deferred. Received: .*'eager'"),
+        ({"embedding_dim": 0}, "embedding_dim must be a positive whole .* Received: .*dim=0"),
+        ({"mlp": (8, 0)}, r"mlp must be at least one positive .* Received: mlp=\(8, 0\)"),
         ({"cross_layers": 2}, "cross_layers belongs to dcn, dcn_v2. .*model='deepfm'"),
-        ({"model": "dcn", "low_rank_dim": 2}, "low_rank_dim belongs to dcn_v2. .*model='dcn'"),
-        ({"bottom_mlp": (8,)}, "bottom_mlp belongs to dlrm. "),
-        ({"model": "dcn", "cross_layers": 0}, "cross_layers must be a positive whole number"),
         ({"model": "dcn", "cross_layers": 1.5}, "cross_layers must be .*cross_layers=1.5"),
+        ({"model": "dcn", "low_rank_dim": 2}, "low_rank_dim belongs to dcn_v2. .*model='dcn'"),
         ({"model": "dcn_v2", "low_rank_dim": -1}, "low_rank_dim must be .* None for full rank"),
         ({"model": "dlrm", "bottom_mlp": (8, -1)}, "bottom_mlp must be at least one positive"),
-        ({"mlp": "400"}, "mlp must be at least one .*mlp='400'"),
-        ({"mlp": 400}, "mlp must be at least one .*mlp=400"),
-        ({"combiner": "max"}, "combiner must be one of mean, sum, sqrtn, .*'max'"),
-        ({"combiner": {"genres": "max"}}, "combiner must be one of .*'genres'"),
+        ({"combiner": {"genres": "max"}}, "combiner must be one of mean, sum, sqrtn, .*'genres'"),
         ({"clip_tables": "C1"}, "clip_tables must be a list of names .*'C1'"),
-        ({"clip_tables": 5}, "clip_tables must be a list of names .*5"),
         ({"clip_tables": []}, "clip_tables must name something"),
         ({"clip_tables": ["C1", "C1"]}, "each only once"),
         ({"clip_tables": ["C1"], "rule": "linear"}, "clip_tables needs a clip rule"),
@@ -229,14 +153,10 @@ def test_from_dict_refuses(values, message):
         ({"dense_schedule": {"name": "cosine", "x": 1}}, "has the parameters to, epochs. .*'x'"),
         ({"embedding_schedule": {"name": "cosine", "to": -1}}, "embedding_schedule to must be"),
         ({"embedding_schedule": {**STEPS, "at": [8, 5]}}, "rising, positive epochs and a factor"),
-        ({"embedding_schedule": {**STEPS, "at": [0, 5]}}, "rising, positive epochs and a factor"),
-        ({"embedding_schedule": {**STEPS, "at": [5]}}, "rising, positive epochs and a factor"),
         ({"embedding_schedule": {**STEPS, "at": 5}}, "at must be a list of numbers"),
-        ({"embedding_schedule": 5}, "embedding_schedule must be one of"),
         ({"seed": 2**32}, "seed must be a whole number from 0 to 4294967295. .*4294967296"),
-        ({"seed": True}, "seed must be a whole number"),
         ({"epochs": 2.5}, "epochs must be a positive whole number. .*2.5"),
-        ({"batch_size": 10**400}, "batch_size must be a positive whole number"),
+        ({"batch_size": 0}, "must be a positive whole number of samples. Received: .*0"),
         ({"deterministic": 1}, "deterministic must be true or false"),
         ({"base": {"l2": 1.0}}, "base must be Hyperparameters"),
     ],
@@ -254,7 +174,6 @@ def test_options_are_refused_by_name(options, message):
     ("arguments", "config"),
     [
         ("", TrainConfig()),
-        ("--rule sqrt*", TrainConfig(rule="sqrt_star")),
         (
             "--rule linear --l2 1e-3",
             TrainConfig(rule="linear", base=recipe("linear").replace(l2=1e-3)),
@@ -272,14 +191,6 @@ def test_options_are_refused_by_name(options, message):
                 combiner={"a": "sum", "b": "mean"},
                 clip_tables=("a", "b"),
             ),
-        ),
-        (
-            "--model dlrm --bottom-mlp=",
-            TrainConfig(model="dlrm", bottom_mlp=()),
-        ),
-        (
-            "--dense-schedule cosine:to=0.1 --embedding-schedule steps:5=0.1,8=0.01",
-            TrainConfig(dense_schedule={"name": "cosine", "to": 0.1}, embedding_schedule=STEPS),
         ),
         (
             "--config c.json --dense-schedule constant --embedding-schedule constant",
@@ -311,78 +222,17 @@ def test_the_command_lines_options(tmp_path, monkeypatch, arguments, config):
 
 
 DCN = {"model": "dcn_v2", "cross_layers": 2, "low_rank_dim": 4}
-DLRM = {"model": "dlrm", "bottom_mlp": []}
 FIELD = {"clip": "field", "clip_threshold": 2.0, "dense_lr": 0.5}
-
-
-@pytest.mark.parametrize("given", ["config", "tuned"])
-@pytest.mark.parametrize(
-    ("before", "options", "after"),
-    [
-        (DCN, "--model deepfm", {}),
-        (DCN, "--model dcn", {"model": "dcn", "cross_layers": 2}),
-        (DCN, "--model dlrm --bottom-mlp 8", {"model": "dlrm", "bottom_mlp": [8]}),
-        (DLRM, "--model dcn --cross-layers 5", {"model": "dcn", "cross_layers": 5}),
-        (
-            {"base": FIELD},
-            "--clip adaptive_column --clip-ratio 2",
-            {"base": {"dense_lr": 0.5, "clip_ratio": 2.0}},
-        ),
-        (
-            {"base": {"clip_ratio": 2.0, "clip_floor": 0.0, "dense_lr": 0.5}},
-            "--clip field --clip-threshold 2",
-            {"base": FIELD},
-        ),
-        (
-            {"base": FIELD},
-            "--clip column --clip-threshold 3",
-            {"base": {**FIELD, "clip": "column", "clip_threshold": 3.0}},
-        ),
-        ({"base": FIELD}, "--clip field --dense-lr 0.25", {"base": {**FIELD, "dense_lr": 0.25}}),
-        (
-            {"base": FIELD, "clip_tables": ["user"]},
-            "--no-clip",
-            {"base": {"dense_lr": 0.5, "clip": None}},
-        ),
-        (
-            {"clip_tables": ["user"]},
-            "--clip field --clip-threshold 3",
-            {"base": {"clip": "field", "clip_threshold": 3.0}, "clip_tables": ["user"]},
-        ),
-    ],
-    ids=str,
-)
-def test_what_an_option_leaves_without_meaning_goes(tmp_path, given, before, options, after):
-    """No option unsets it, and the advice was to leave it out."""
-    whole = TrainConfig.from_dict(before)
-    (tmp_path / "c.json").write_text(json.dumps(whole.to_dict()))
-    config = ["--config", str(tmp_path / "c.json")] if given == "config" else []
-    argv = ["train", "data", "--out", "run", *config, *options.split()]
-    found = train_config(command_line().parse_args(argv), whole if given == "tuned" else None)
-    assert found == TrainConfig.from_dict(after)
-
-
-def test_a_rule_that_leaves_a_files_clip_tables_without_meaning(tmp_path):
-    (tmp_path / "c.json").write_text(json.dumps({"clip_tables": ["user"]}))
-    argv = ["train", "data", "--out", "run", "--config", str(tmp_path / "c.json"), "--rule"]
-    assert train_config(command_line().parse_args([*argv, "linear"])) == TrainConfig(rule="linear")
-    kept = train_config(command_line().parse_args([*argv, "cowclip"]))
-    assert kept == TrainConfig(clip_tables=["user"])
 
 
 @pytest.mark.parametrize(
     ("before", "options", "message"),
     [
         (DCN, "--model deepfm --cross-layers 2", "cross_layers belongs to dcn, dcn_v2"),
-        ({}, "--cross-layers 2", "cross_layers belongs to"),
         ({"cross_layers": 2}, "--seed 3", "cross_layers belongs to"),
-        (DCN, "--model deepmf", "model must be one of"),
-        ({"base": FIELD}, "--clip adaptive_column --clip-threshold 3", "clip_threshold belongs to"),
         ({"base": FIELD}, "--clip-ratio 2", "--clip-ratio belongs to"),
         ({"base": FIELD}, "--clip column", "clip='column' needs clip_threshold"),  # of another unit
-        ({"base": FIELD}, "--clip best", "clip must be None or one of"),
         ({}, "--no-clip --clip-tables user", "clip_tables needs a clip rule"),
-        ({"clip_tables": ["user"]}, "--rule linaer", "rule must be one of"),
     ],
     ids=str,
 )
@@ -393,14 +243,11 @@ def test_an_option_without_meaning_is_refused(tmp_path, before, options, message
         train_config(command_line().parse_args([*argv, *options.split()]))
 
 
-FALLING = {"name": "linear", "epochs": 3}
-
-
-@pytest.mark.parametrize("said", ["", "--dense-schedule constant", "--embedding-schedule cosine"])
-def test_more_epochs_than_those_of_a_tunes_falling_rates_are_refused(said):
+def test_more_epochs_than_those_of_a_tunes_falling_rates_are_refused():
     """One of the two would be 0 for the rest."""
-    tuned = TrainConfig(epochs=3, dense_schedule=FALLING, embedding_schedule=FALLING)
-    argv = ["train", "data", "--out", "run", *said.split(), "--epochs"]
+    falling = {"name": "linear", "epochs": 3}
+    tuned = TrainConfig(epochs=3, dense_schedule=falling, embedding_schedule=falling)
+    argv = ["train", "data", "--out", "run", "--epochs"]
     with pytest.raises(UserError, match=r"fall to 0 in 3 epochs. Received: --epochs 4.*Train as"):
         train_config(command_line().parse_args([*argv, "4"]), tuned)
     assert train_config(command_line().parse_args([*argv, "3"]), tuned).epochs == 3
@@ -432,43 +279,6 @@ def test_the_identity_of_another_process_is_the_same():
     assert done.stdout.strip() == TrainConfig(**CONFIGS[-1]).identity
 
 
-@pytest.mark.parametrize(
-    ("one", "other"),
-    [
-        ({"model": "dcn"}, {"model": "dcn", "cross_layers": 3}),
-        ({"mlp": [400, 400, 400]}, {"mlp": (400, 400, 400)}),
-        ({}, {"base": recipe("cowclip")}),
-        ({"dense_schedule": "cosine"}, {"dense_schedule": {"name": "cosine", "to": 0}}),
-        ({"clip_tables": ["a", "b"]}, {"clip_tables": ["b", "a"]}),
-        ({"base": BASE.replace(l2=0)}, {"base": BASE.replace(l2=-0.0)}),
-        # No part of the result: two rules that agree, layers that the network does not have.
-        ({"rule": "sqrt"}, {"rule": "linear"}),
-        ({"model": "fm", "mlp": (8,)}, {"model": "fm"}),
-        ({"model": "lr", "embedding_dim": 5}, {"model": "lr"}),
-        ({"base": BASE.replace(clip=None)}, {"base": BASE.replace(clip=None, clip_ratio=2.0)}),
-        ({"combiner": "sum"}, {"combiner": {"tags": "sum"}}),
-        (
-            {"epochs": 4, "dense_schedule": "cosine"},
-            {"epochs": 4, "dense_schedule": {"name": "cosine", "epochs": 4}},
-        ),
-    ],
-    ids=str,
-)
-def test_what_means_the_same_has_one_identity(one, other):
-    assert TrainConfig(**one).identity == TrainConfig(**other).identity
-
-
-@pytest.mark.parametrize(
-    ("model", "other"), [("lr", {"mlp": (3,), "embedding_dim": 3}), ("fm", {"mlp": (3,)})]
-)
-def test_parts_that_a_network_has_not_are_no_difference(model, other):
-    one = TrainConfig(model=model)
-    assert one == TrainConfig(model=model, **other)
-    assert hash(one) == hash(TrainConfig(model=model, **other))
-    assert one != TrainConfig(model=model, combiner="sum")
-    assert TrainConfig() != TrainConfig(**other)
-
-
 def test_what_differs_has_another_identity():
     identities = {TrainConfig(**options).identity for options in CONFIGS}
     fields = {
@@ -482,6 +292,25 @@ def test_what_differs_has_another_identity():
     assert len(identities) == len(CONFIGS)
 
 
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({"mlp": [400, 400, 400]}, {"mlp": (400, 400, 400)}),
+        ({}, {"base": recipe("cowclip")}),
+        ({"dense_schedule": "cosine"}, {"dense_schedule": {"name": "cosine", "to": 0}}),
+        ({"clip_tables": ["a", "b"]}, {"clip_tables": ["b", "a"]}),
+        # No part of the result: two rules that agree, layers that the network does not have.
+        ({"rule": "sqrt"}, {"rule": "linear"}),
+        ({"model": "fm", "mlp": (8,)}, {"model": "fm"}),
+        ({"base": BASE.replace(clip=None)}, {"base": BASE.replace(clip=None, clip_ratio=2.0)}),
+        ({"combiner": "sum"}, {"combiner": {"tags": "sum"}}),
+    ],
+    ids=str,
+)
+def test_what_means_the_same_has_one_identity(one, other):
+    assert TrainConfig(**one).identity == TrainConfig(**other).identity
+
+
 # Schedules
 
 
@@ -489,16 +318,21 @@ def test_what_differs_has_another_identity():
     ("schedule", "factors"),
     [
         ({"name": "exponential", "rate": 0.5}, lambda t: 0.5**t),
-        ({"name": "exponential", "rate": 0.5, "epochs": 2}, lambda t: 0.5 ** (t / 2)),
+        ({"name": "exponential", "rate": 0.5, "epochs": 0.25}, lambda t: 0.5 ** (t / 0.25)),
         ({"name": "linear"}, lambda t: 1 - t / 10),
         ({"name": "linear", "to": 0.2, "epochs": 5}, lambda t: 1 - 0.8 * min(t / 5, 1)),
         ("cosine", lambda t: (1 + math.cos(math.pi * t / 10)) / 2),
         ({"name": "cosine", "to": 0.1}, lambda t: 0.1 + 0.9 * (1 + math.cos(math.pi * t / 10)) / 2),
         (STEPS, lambda t: 1 if t < 5 else 0.1 if t < 8 else 0.01),
+        (
+            {"name": "steps", "at": [0.25, 1.3], "factors": [0.1, 0.01]},
+            lambda t: 1 if t < 0.25 else 0.1 if t < 1.3 else 0.01,
+        ),
     ],
     ids=lambda value: "" if callable(value) else str(value),
 )
 def test_schedules(schedule, factors):
+    """A quarter of an epoch of seven updates is no whole number of them."""
     rate, steps = 3e-3, 7
     made = keras_schedule(
         plain_schedule("dense_schedule", schedule), rate, epochs=10, steps_per_epoch=steps
@@ -508,107 +342,25 @@ def test_schedules(schedule, factors):
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-9)
 
 
-@pytest.mark.parametrize("steps", [3, 5, 10, 37])
 @pytest.mark.parametrize(
-    ("schedule", "factors"),
+    ("schedule", "end"),
     [
-        ({"name": "exponential", "rate": 0.5, "epochs": 0.25}, lambda t: 0.5 ** (t / 0.25)),
-        ({"name": "exponential", "rate": 0.5, "epochs": 0.1}, lambda t: 0.5 ** (t / 0.1)),
-        ({"name": "linear", "to": 0.1, "epochs": 1.5}, lambda t: 1 - 0.9 * min(t / 1.5, 1)),
-        (
-            {"name": "cosine", "to": 0.1, "epochs": 0.7},
-            lambda t: 0.1 + 0.45 * (1 + math.cos(math.pi * min(t / 0.7, 1))),
-        ),
-        (
-            {"name": "steps", "at": [0.25, 1.3], "factors": [0.1, 0.01]},
-            lambda t: 1 if t < 0.25 else 0.1 if t < 1.3 else 0.01,
-        ),
+        ({"name": "linear", "epochs": 5}, 5.0),
+        ({"name": "linear"}, None),
+        ({"name": "cosine", "epochs": 5, "to": 0.1}, None),
+        ({"name": "steps", "at": [2, 5, 8], "factors": [0.1, 0.0, 0.0]}, 5.0),
+        ({"name": "steps", "at": [2, 8], "factors": [0.0, 0.1]}, None),
+        ({"name": "exponential", "rate": 2.0**-42, "epochs": 2.0}, 6.0),
+        ({"name": "exponential", "rate": 2.0}, None),
     ],
-    ids=lambda value: "" if callable(value) else str(value),
+    ids=str,
 )
-def test_schedules_of_parts_of_updates(schedule, factors, steps):
-    """A quarter of an epoch of five updates was one of them: half of the rate after an epoch."""
-    plain = plain_schedule("dense_schedule", schedule)
-    made = keras_schedule(plain, 1.0, epochs=2, steps_per_epoch=steps)
-    found = [float(made(step)) for step in range(2 * steps)]
-    expected = [factors(step / steps) for step in range(2 * steps)]
-    np.testing.assert_allclose(found, expected, rtol=1e-4)
-
-
-TO_ZERO = [
-    ({"name": "linear", "epochs": 5}, 5.0),
-    ({"name": "linear"}, None),
-    ({"name": "cosine", "epochs": 5, "to": 0.1}, None),
-    ({"name": "cosine", "epochs": 5, "to": 1e-40}, 5.0),
-    ({"name": "steps", "at": [5], "factors": [0.0]}, 5.0),
-    ({"name": "steps", "at": [2, 5, 8], "factors": [0.1, 0.0, 0.0]}, 5.0),
-    ({"name": "steps", "at": [2, 8], "factors": [0.0, 0.1]}, None),
-    (STEPS, None),
-    ({"name": "exponential", "rate": 0.5}, 126.0),
-    ({"name": "exponential", "rate": 2.0**-42, "epochs": 2.0}, 6.0),
-    ({"name": "exponential", "rate": 1.0}, None),
-    ({"name": "exponential", "rate": 2.0}, None),
-    (None, None),
-]
-
-
-@pytest.mark.parametrize(("schedule", "end"), TO_ZERO, ids=str)
 def test_when_a_schedule_is_over(schedule, end):
     """As TensorFlow computes it: where float32 has no such small normal number, it is 0."""
-    plain = None if schedule is None else plain_schedule("dense_schedule", schedule)
+    plain = plain_schedule("dense_schedule", schedule)
     assert falls_to_zero_in(plain) == end
     if end is not None:
         made = keras_schedule(plain, 1.0, epochs=200, steps_per_epoch=10)
         last = round(10 * end)
         assert made(last - 1)
         assert not made(last + 1)
-
-
-@pytest.mark.parametrize("schedule", [schedule for schedule, end in TO_ZERO if end == 5])
-def test_epochs_that_change_nothing_are_refused(schedule):
-    both = {"dense_schedule": schedule, "embedding_schedule": schedule}
-    assert TrainConfig(epochs=5, **both)
-    assert TrainConfig(epochs=6, **{**both, "dense_schedule": "linear"})
-    with pytest.raises(UserError, match="must not both be 0 .* in 5 epochs, and 6 epochs. Let"):
-        TrainConfig(epochs=6, **both)
-
-
-# Memory
-
-
-@pytest.mark.parametrize("name", NETWORKS)
-@pytest.mark.parametrize("numbers", [0, 3])
-def test_the_estimate_has_the_models_weights(name, numbers):
-    from merlin_cowclip.models import MODELS, embeddings_of
-    from merlin_cowclip.plugins._stack import ColumnSchema, Schema, Tags, tf
-
-    cardinalities = {"a": 7, "b": 20}
-    columns = [
-        ColumnSchema(
-            field,
-            tags=[Tags.CATEGORICAL],
-            dtype="int64",
-            properties={"domain": {"min": 0, "max": rows - 1, "name": field}},
-        )
-        for field, rows in cardinalities.items()
-    ]
-    columns += [
-        ColumnSchema(f"x{i}", tags=[Tags.CONTINUOUS], dtype="float32") for i in range(numbers)
-    ]
-    label = ColumnSchema("y", tags=[Tags.BINARY_CLASSIFICATION, Tags.TARGET], dtype="int64")
-    config = TrainConfig(model=name, embedding_dim=5, mlp=(6, 4))
-    model = MODELS[name](Schema([*columns, label]), **config.network_options)
-    model(
-        {field: tf.zeros([2, 1], tf.int64) for field in cardinalities}
-        | {f"x{i}": tf.zeros([2, 1]) for i in range(numbers)}
-    )
-    tables = sum(
-        math.prod(v.shape) for t in embeddings_of(model).values() for v in t.trainable_variables
-    )
-    layers = sum(math.prod(v.shape) for v in model.trainable_variables) - tables
-    least = least_bytes(config, 2, 27, numbers)
-    assert least["tables"] == 3 * 4 * tables
-    shards = TrainConfig(**{**config.to_dict(), "base": None, "tables": "sharded"})
-    assert least_bytes(shards, 2, 27, numbers, 3)["tables"] == 4 * tables
-    # A lower bound: biases and the linear part of numbers are left out.
-    assert 0.7 * layers - 5 <= least["layers"] / 12 <= layers

@@ -1,6 +1,6 @@
 """Exact quality of streamed predictions, against every pair by hand and scikit-learn."""
 
-import logging
+import math
 import re
 import tracemalloc
 
@@ -82,6 +82,32 @@ def test_more_pairs_than_32_bits_count():
     assert exact_quality(labels, 1 - labels.astype(np.float32)).auc == 0.0
 
 
+def test_exact_quality_with_ties():
+    labels = np.array([1, 0, 1, 0, 0, 1])
+    probabilities = np.array([0.9, 0.5, 0.5, 0.5, 0.1, 0.2])
+    # Pairs (click, no click): 0.9 wins 3; 0.5 ties with two (1) and wins 1; 0.2 wins 1 of 3.
+    assert exact_quality(labels, probabilities).auc == pytest.approx((3 + 2 + 1) / 9)
+    terms = [0.9, 0.5, 0.5, 0.5, 0.9, 0.2]
+    expected = -sum(math.log(p) for p in terms) / 6
+    assert exact_quality(labels, probabilities).log_loss == pytest.approx(expected)
+
+
+def test_exact_quality_needs_both_labels():
+    with pytest.raises(UserError, match="labels of 0 and of 1. Received: only 1, in 2 rows"):
+        exact_quality(np.array([1, 1]), np.array([0.3, 0.4]))
+
+
+def test_exact_quality_refuses_nan():
+    with pytest.raises(UserError, match="NaN for 1 of 2 rows. The model diverged"):
+        exact_quality(np.array([1, 0]), np.array([0.3, np.nan]))
+
+
+def test_exact_quality_of_probabilities_0_and_1_is_finite():
+    quality = exact_quality(np.array([[1], [0]]), np.array([[0.0], [1.0]], np.float32))
+    assert quality.auc == 0.0
+    assert quality.log_loss == pytest.approx(-math.log(1e-7))
+
+
 def test_room_for_more_rows_changes_nothing():
     """A loader that leaves the last rows out has fewer than its part."""
     labels, probabilities = drawn(1_000)
@@ -135,6 +161,7 @@ def predicted(outputs, given) -> np.ndarray:
     return Predictor(Network()).probabilities({"x": x}, {"x": tf.TensorSpec([None, 1])})
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("expected", [4_000_000, 0])
 def test_it_takes_the_memory_of_its_predictions(expected):
     rows, batch = 4_000_000, 8_192
@@ -149,25 +176,3 @@ def test_it_takes_the_memory_of_its_predictions(expected):
         tracemalloc.stop()
     room = rows if expected else rows * 9 / 8
     assert 4 * rows < peak < 4 * room + (3 << 20)
-
-
-def test_many_networks_in_one_process_are_no_warning():
-    """TensorFlow counts the traces of all of them together."""
-
-    class Network:
-        def predict_step(self, features):
-            return tf.sigmoid(features["x"])
-
-    said: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: said.append(record.getMessage())
-    tf.get_logger().addHandler(handler)
-    try:
-        for value in range(8):
-            predictor = Predictor(Network())
-            x = np.full([3, 1], value, np.float32)
-            found = predictor.probabilities({"x": x}, {"x": tf.TensorSpec([None, 1])})
-            assert found == pytest.approx([1 / (1 + np.exp(-value))] * 3)
-    finally:
-        tf.get_logger().removeHandler(handler)
-    assert said == []

@@ -8,7 +8,6 @@ from merlin_cowclip.models import MODELS
 from merlin_cowclip.plugins.adam import UPDATES
 from merlin_cowclip.workflows.training.configuration import TrainConfig
 from merlin_cowclip.workflows.training.loader import Loader
-from merlin_cowclip.workflows.training.networks import NETWORKS
 from merlin_cowclip.workflows.training.train import compiled
 
 
@@ -34,8 +33,10 @@ def step_of(model, loader):
     return step.get_concrete_function(*loader.element_spec)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=() if n == "fm" else pytest.mark.extended) for n in MODELS],
+)
 def test_no_step_draws_random_numbers(data, name):
     options = {"mlp": (4,), "bottom_mlp": (4,)} if name == "dlrm" else {}
     update = UPDATES[list(MODELS).index(name) % len(UPDATES)]
@@ -57,7 +58,3 @@ def test_one_that_does_is_noticed():
 
     found = random_ops(step.get_concrete_function(tf.TensorSpec([3])))
     assert found == ["RandomUniform", "RngReadAndSkip"]
-
-
-def test_every_network_is_looked_at():
-    assert set(MODELS) == set(NETWORKS)

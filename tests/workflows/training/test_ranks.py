@@ -11,24 +11,14 @@ from merlin_cowclip.plugins.joining import Ranks
 from merlin_cowclip.workflows.training import order
 from merlin_cowclip.workflows.training.loader import Loader
 from merlin_cowclip.workflows.training.order import WINDOW_ROWS
-from merlin_cowclip.workflows.training.rows import Rows
 
-from .batches import (
-    BATCH,
-    TRAIN,
-    as_frame,
-    as_numpy,
-    assert_same_batches,
-    of_ranks,
-    seeing,
-    steps_of,
+from .batches import BATCH, TRAIN, as_frame, as_numpy, assert_same_batches, of_ranks
+
+
+@pytest.mark.parametrize(
+    ("window_rows", "part", "ranks"),
+    [(WINDOW_ROWS, "train", 2), (320, "train", 3), (320, "test", 4), (1, "train", 4)],
 )
-
-
-# Several ranks
-@pytest.mark.parametrize("window_rows", [WINDOW_ROWS, 320, 1])
-@pytest.mark.parametrize("part", ["train", "test"])
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_ranks_share_every_batch(data, monkeypatch, window_rows, part, ranks):
     monkeypatch.setattr(order, "WINDOW_ROWS", window_rows)
     whole = Loader(data, part, batch_size=BATCH, seed=8, drop_last=True)
@@ -41,33 +31,8 @@ def test_ranks_share_every_batch(data, monkeypatch, window_rows, part, ranks):
             pd.testing.assert_frame_equal(as_frame(parts), as_frame([batch]))
 
 
-@pytest.mark.parametrize(("before", "after"), [(1, 4), (4, 1), (2, 3), (3, 2)])
-def test_go_on_in_the_middle_with_another_number_of_ranks(
-    data, small_windows, before, after, on_disk
-):
-    """The epoch is the same as without a break, and every row still comes once."""
-    at = 6
-
-    def rows(loaders, start, stop):
-        batches = zip(*(loader.batches(2, start) for loader in loaders), strict=True)
-        return [as_frame(parts) for parts in itertools.islice(batches, stop - start)]
-
-    options = {"batch_size": 240, "seed": 8, "drop_last": True}
-    broken = rows(of_ranks(data, before, **options), 0, at)
-    broken += rows(of_ranks(data, after, **options), at, TRAIN // 240)
-    whole = [as_frame([batch]) for batch in Loader(data, **options).batches(2)]
-    assert len(broken) == len(whole) == 16
-    for one, other in zip(broken, whole, strict=True):
-        pd.testing.assert_frame_equal(one, other)
-    serials = pd.concat(broken)["serial"]
-    assert serials.is_unique
-    assert set(serials) < set(on_disk["train"]["serial"])
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_rows_below_a_batch_are_left_out_others_each_epoch(data, small_windows, on_disk, ranks):
-    choice = {"drop_last": True} if ranks == 1 else {}
-    loaders = of_ranks(data, ranks, batch_size=BATCH, seed=1, **choice)
+def test_rows_below_a_batch_are_left_out_others_each_epoch(data, small_windows, on_disk):
+    loaders = of_ranks(data, 2, batch_size=BATCH, seed=1)
     every = set(on_disk["train"]["serial"])
     left_out = []
     for epoch in range(4):
@@ -75,34 +40,16 @@ def test_rows_below_a_batch_are_left_out_others_each_epoch(data, small_windows, 
         assert seen.is_unique
         left_out.append(every - set(seen))
         assert len(left_out[-1]) == TRAIN % BATCH == 100
-    assert {loader.rows_per_epoch for loader in loaders} == {TRAIN - 100}
     # Of 100 rows among 4,000, two or three are left out twice by chance.
     assert all(len(a & b) < 50 for a, b in itertools.combinations(left_out, 2))
 
 
-def test_ranks_in_a_dataset_and_a_fit(data):
-    loaders = of_ranks(data, 3, batch_size=BATCH, seed=2)
-    models = [seeing(data) for _ in loaders]
-    for model, loader in zip(models, loaders, strict=True):
+def test_ranks_in_a_dataset(data):
+    for loader in of_ranks(data, 3, batch_size=BATCH, seed=2):
         assert_same_batches(as_numpy(loader.dataset(epoch=1)), loader.batches(1))
-        model.fit(loader, verbose=0)
-        assert [len(step) for step in model.steps] == [100] * 13
-    whole = steps_of(Loader(data, batch_size=BATCH, seed=2, drop_last=True), 0)
-    together = zip(*(model.steps for model in models), strict=True)
-    assert [list(itertools.chain(*parts)) for parts in together] == whole
 
 
-def test_a_rank_copies_no_more_than_its_rows(data, small_windows, monkeypatch):
-    taken = []
-    take = Rows.take
-    monkeypatch.setattr(
-        Rows, "take", lambda rows, order: taken.append(len(order)) or take(rows, order)
-    )
-    for loader in of_ranks(data, 4, batch_size=400):
-        list(loader.batches())
-    assert sum(taken) == TRAIN
-
-
+@pytest.mark.extended
 def test_a_fit_knows_the_global_batch_of_a_loaders_dataset(data, monkeypatch, recwarn):
     """It took what Merlin knew of the fit before, times the ranks."""
     loader = Loader(data, batch_size=BATCH, ranks=2)

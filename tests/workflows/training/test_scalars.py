@@ -79,15 +79,6 @@ def test_a_summary_has_all_its_columns():
             "The clip shortened no gradient: no row of any of 2 fields reached its bound.",
         ),
         (
-            [field("a"), LINEAR],
-            "The clip shortened no gradient: no row of the only field reached its bound.",
-        ),
-        (
-            [field("a", clipped=(50, 400)), *(field(n, is_clipped=False) for n in "bc"), LINEAR],
-            "The clip shortened 10 % of the rows (25 % of the occurrences). Not clipped: 2 fields "
-            "of embeddings.",
-        ),
-        (
             [
                 *(field("a", table="linear", width=1, clipped=(50, 400)), field("b"), LINEAR),
                 field("a", is_clipped=False),
@@ -95,11 +86,6 @@ def test_a_summary_has_all_its_columns():
             "The clip shortened 5 % of the rows (12 % of the occurrences); most of all in "
             "linear/a, 10 % of the rows (25 % of the occurrences); none in 1 of 2 among the fields "
             "of linear and embeddings. Not clipped: 1 field of linear, 1 field of embeddings.",
-        ),
-        (
-            [field("a"), field("b"), field("c", is_clipped=False)],
-            "The clip shortened no gradient: no row of any of 2 fields reached its bound. "
-            "Not clipped: 1 field of embeddings.",
         ),
         (
             [field("a", clipped=(1, 2))],
@@ -110,15 +96,6 @@ def test_a_summary_has_all_its_columns():
             "The clip shortened 30 % of the rows (25 % of the occurrences); most of all in b, 80 % "
             "of the rows (50 % of the occurrences); none in 1 of 3 fields.",
         ),
-        (
-            [
-                *(field("a", clipped=(50, 400)), field("b")),
-                *(field("a", table="linear", clipped=(400, 800)), field("b", table="linear")),
-            ],
-            "The clip shortened 22 % of the rows (19 % of the occurrences); most of all in "
-            "linear/a, 80 % of the rows (50 % of the occurrences); none in 2 of 4 among the "
-            "fields of embeddings and linear.",
-        ),
     ],
 )
 def test_the_sentence_on_the_clip(fields, sentence):
@@ -127,7 +104,7 @@ def test_the_sentence_on_the_clip(fields, sentence):
 
 @pytest.mark.parametrize(
     ("rows", "said"),
-    [(1, "less than 0.001 %"), (999_999, "more than 99 %"), (1_000_000, "100 %"), (12, "0.0012 %")],
+    [(1, "less than 0.001 %"), (999_999, "more than 99 %")],
 )
 def test_small_and_large_shares_are_not_rounded_away(rows, said):
     some = RowStatistics(1_000_000, 2_000_000, rows, 2 * rows, 1.0, 1.0)
