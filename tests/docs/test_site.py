@@ -13,7 +13,7 @@ from merlin_cowclip import models, plugins, workflows
 
 from .conftest import DOCS, ROOT, error_messages
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.extended
 NEEDED = {"script": "src", "img": "src", "source": "src", "iframe": "src", "link": "href"}
 
 

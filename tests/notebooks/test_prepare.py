@@ -7,7 +7,7 @@ import re
 import pandas as pd
 import pytest
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.extended
 NOTEBOOK = "01-prepare"
 IDS = [f"C{i}" for i in range(1, 27)]
 

@@ -9,7 +9,7 @@ import re
 import numpy as np
 import pytest
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.extended
 NOTEBOOK = "04-study"
 SMALLER = {"ROWS = 20_000": "ROWS = 8_000"}
 

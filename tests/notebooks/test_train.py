@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 from sklearn.metrics import roc_auc_score
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.extended
 NOTEBOOK = "02-train"
 
 

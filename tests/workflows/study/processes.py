@@ -1,4 +1,4 @@
-"""The command, in a process that is killed or stopped at a chosen place of a tune."""
+"""The command line in a process that kills or stops itself at a chosen place of a tune."""
 
 from __future__ import annotations
 
