@@ -1,14 +1,11 @@
-"""The container files: pinned bases, users, services, and how the package is added."""
+"""The container files: pinned bases, users, labels, services."""
 
 import json
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
-import zipfile
-from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
 
@@ -79,127 +76,6 @@ def image_versions() -> dict[str, str]:
     lines = (CONTAINERS / "ngc-image.txt").read_text(encoding="utf-8").splitlines()
     split = [line.split("==") for line in lines if line and not line.startswith("#")]
     return {name: version for name, version in split}
-
-
-# add.py, on packages without code: no network, and not in this environment.
-
-
-def a_wheel(folder: Path, name: str, version: str, *requires: str, code: str = "") -> Path:
-    info = f"{name.replace('-', '_')}-{version}.dist-info"
-    path = folder / f"{name.replace('-', '_')}-{version}-py3-none-any.whl"
-    with zipfile.ZipFile(path, "w") as archive:
-        lines = ["Metadata-Version: 2.1", f"Name: {name}", f"Version: {version}"]
-        archive.writestr(
-            f"{info}/METADATA", "\n".join([*lines, *(f"Requires-Dist: {r}" for r in requires), ""])
-        )
-        archive.writestr(
-            f"{info}/WHEEL",
-            "Wheel-Version: 1.0\nGenerator: t\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
-        )
-        archive.writestr(f"{info}/RECORD", "")
-        if code:
-            archive.writestr(f"{name.replace('-', '_')}.py", code)
-    return path
-
-
-class Image:
-    """A Python environment that says it holds what is recorded of NVIDIA's image."""
-
-    def __init__(self, folder: Path, recorded: str):
-        self.wheels = folder / "wheels"
-        self.wheels.mkdir()
-        self.venv = folder / "venv"
-        subprocess.run([sys.executable, "-m", "venv", "--without-pip", self.venv], check=True)
-        (self.site,) = self.venv.glob("lib/python*/site-packages")
-        for name in ("pip", "packaging"):
-            of = metadata.distribution(name)
-            shutil.copytree(of.locate_file(name), self.site / name)
-            info = f"{name}-{of.version}.dist-info"
-            shutil.copytree(of.locate_file(info), self.site / info)
-        sys.path.insert(0, str(CONTAINERS))
-        try:
-            import stand_in
-        finally:
-            sys.path.remove(str(CONTAINERS))
-        stand_in.write(recorded, self.site)
-
-    def add(self, wheel: Path | str, *options: str) -> subprocess.CompletedProcess[str]:
-        environment = {
-            **{"PATH": "/usr/bin:/bin", "PIP_NO_INDEX": "1", "PIP_CONFIG_FILE": "/dev/null"},
-            **{"PIP_FIND_LINKS": str(self.wheels), "PIP_DISABLE_PIP_VERSION_CHECK": "1"},
-        }
-        return subprocess.run(
-            [self.venv / "bin/python", CONTAINERS / "add.py", *options, wheel],
-            env=environment,
-            capture_output=True,
-            text=True,
-        )
-
-    def packages(self) -> set[str]:
-        return {path.name.removesuffix(".dist-info") for path in self.site.glob("*.dist-info")}
-
-
-@pytest.fixture
-def image(tmp_path) -> Image:
-    return Image(tmp_path, (CONTAINERS / "ngc-image.txt").read_text(encoding="utf-8"))
-
-
-@pytest.mark.extended
-def test_only_what_is_missing_is_added(image, tmp_path):
-    a_wheel(image.wheels, "tensorflow", "2.12.1")
-    a_wheel(image.wheels, "dask-cuda", "23.2.0")
-    a_wheel(image.wheels, "optuna", "4.2.0", "numpy", "mako")
-    a_wheel(image.wheels, "mako", "1.3.0")
-    a_wheel(image.wheels, "importlib_metadata", "6.8.0")  # not the standard library's module
-    ours = a_wheel(
-        *(tmp_path, "merlin-cowclip", "0.1.0"),
-        *("tensorflow<2.13,>=2.12", "dask-cuda>=22.12", "numpy<1.22", "optuna>=4.2"),
-        "importlib_metadata>=6",
-        *("tomli>=2; python_version < '3'", "horovod; extra == 'horovod'"),
-    )
-    before = image.packages()
-    told = image.add(ours, "--dry-run")
-    assert told.returncode == 0, told.stderr
-    assert image.packages() == before
-    assert told.stdout.splitlines() == [
-        "numpy stays 1.22.4: tested with <1.22",
-        "would add importlib-metadata 6.8.0",
-        *("would add mako 1.3.0", "would add optuna 4.2.0"),
-        f"{len(before)} packages of the image, none changed",
-    ]
-    done = image.add(ours)
-    assert done.returncode == 0, done.stderr
-    added = {"importlib_metadata-6.8.0", "mako-1.3.0", "optuna-4.2.0", "merlin_cowclip-0.1.0"}
-    assert image.packages() == before | added
-    assert "added optuna 4.2.0\n" in done.stdout
-
-
-@pytest.mark.extended
-def test_a_package_of_the_image_that_would_change_is_refused(image, tmp_path):
-    a_wheel(image.wheels, "numpy", "1.26.0")
-    a_wheel(image.wheels, "optuna", "4.2.0", "numpy>=1.23")
-    before = image.packages()
-    done = image.add(a_wheel(tmp_path, "merlin-cowclip", "0.1.0", "optuna"))
-    assert done.returncode == 1
-    assert "numpy==1.22.4" in done.stderr  # pip's own words
-    assert done.stderr.endswith("add.py: error: pip install failed; what it says is above\n")
-    assert image.packages() == before
-
-
-@pytest.mark.extended
-def test_another_environment_is_refused(image, tmp_path):
-    shutil.rmtree(image.site / "tensorflow-2.12.0.dist-info")
-    before = image.packages()
-    done = image.add(a_wheel(tmp_path, "merlin-cowclip", "0.1.0", "tensorflow>=2.12"))
-    assert done.returncode == 2
-    assert done.stderr == (
-        "add.py: error: not NVIDIA's Merlin image: tensorflow not found. "
-        "Elsewhere: pip install --constraint constraints.txt .\n"
-    )
-    assert image.packages() == before
-
-
-# compose.yaml and Slurm
 
 
 def services() -> dict[str, dict]:

@@ -138,38 +138,6 @@ def test_the_installed_command_does_the_same(here, tmp_path):
         assert done[name].stdout == here[1][name].stdout
 
 
-@pytest.mark.extended
-def test_another_vocabulary_is_refused(here, tmp_path, capsys):
-    home, _ = here
-    write_synthetic("criteo", tmp_path / "other.txt", rows=1_000, seed=2, cardinality=200)
-    few = str(home / "few.toml")
-    assert main(["prepare", few, f"{tmp_path}/other.txt", "--out", f"{tmp_path}/data"]) == 0
-    assert main(["evaluate", str(home / "run"), str(tmp_path / "data")]) == 2
-    message = capsys.readouterr().err
-    assert f"the data must have the vocabulary of the run. Received: {tmp_path}/data" in message
-    assert re.search(r"where 'C\d+' differs from .* \(\d+ ids instead of \d+\)", message)
-
-
-def test_wrong_options_are_argparses(capsys):
-    for options, words in (
-        (["--optimizer", "sgd"], "unrecognized arguments: --optimizer sgd"),
-        (["--mlp", "400;400"], "argument --mlp: invalid units value: '400;400'"),
-    ):
-        with pytest.raises(SystemExit) as done:
-            main(["train", "data", "--out", "run", *options])
-        assert done.value.code == 2
-        assert words in capsys.readouterr().err
-
-
-def test_help_names_the_networks(capsys):
-    from merlin_cowclip.models import MODELS
-
-    with pytest.raises(SystemExit):
-        main(["train", "--help"])
-    text = " ".join(capsys.readouterr().out.split())
-    assert f"{', '.join(MODELS)} (default deepfm)" in text
-
-
 def test_help_and_refusals_do_not_import_tensorflow():
     program = (
         "import sys\n"

@@ -51,11 +51,6 @@ def results(shown):
     return [json.loads((folder / "result.json").read_text()) for folder in folders]
 
 
-@pytest.fixture(scope="module")
-def page(shown):
-    return (shown[0] / "demo.html").read_text()
-
-
 def test_the_table_shows_the_results(shown, results):
     out, printed = shown
     best = json.loads((out / "train.txt.gz.truth.json").read_text())["best_auc"]
@@ -67,14 +62,15 @@ def test_the_table_shows_the_results(shown, results):
     assert printed.splitlines()[-1] == f"The page of all this: {out / 'demo.html'}"
 
 
-def test_the_verdict_compares_the_results(page, results):
+def test_the_page_shows_the_results(shown, results):
+    page = (shown[0] / "demo.html").read_text()
     none, small, linear, large = (result["auc"] for result in results)
     verdict = re.sub("<[^>]+>", "", page[page.index('class="verdict"') :].splitlines()[0])
     assert f"by {linear - none:+.4f} with linear ({none:.4f} → {linear:.4f}) and by" in verdict
     assert f"by {large - small:+.4f} with cowclip ({small:.4f} → {large:.4f})" in verdict
-
-
-def test_curves_and_clip_are_those_of_metrics_csv(shown, page, results):
+    assert not re.findall(r'(?:src|@import|url)\s*[=(]\s*["\']?(?:https?:)?//', page)
+    assert all((shown[0] / link).is_file() for link in Page(page).links)
+    assert page.count("<svg") == 3
     for run, result in zip(RUNS, results, strict=True):
         name = f"{run.rule}, {run.batch_size:,}"
         metrics = pd.read_csv(shown[0] / f"deepfm-{run.batch_size}-{run.rule}" / "metrics.csv")
@@ -89,13 +85,3 @@ def test_curves_and_clip_are_those_of_metrics_csv(shown, page, results):
         else:
             assert cells[:2] == ["no clip"] * 2
         assert float(cells[2]) == pytest.approx(metrics.gradient_norm_frequent.iloc[-1], rel=0.006)
-
-
-def test_the_page_needs_no_other_file(shown, page):
-    found = Page(page)
-    assert found.open == []
-    assert not re.findall(r'(?:src|@import|url)\s*[=(]\s*["\']?(?:https?:)?//', page)
-    assert len(found.links) == len(RUNS)
-    assert all((shown[0] / link).is_file() for link in found.links)
-    assert page.count("<svg") == 3
-    assert "merlin-cowclip demo --rows 2000" in page

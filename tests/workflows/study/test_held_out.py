@@ -83,7 +83,6 @@ def test_it_is_prepared_data(data, held):
     assert again.cardinalities == data.cardinalities
     assert again.report["positives"]["test"] == rows(again.test_files)["y"].sum()
     pd.testing.assert_frame_equal(again.counts("user"), data.counts("user"))
-    assert again.workflow().output_schema.column_names
     features, labels = next(Loader(again, "test", batch_size=50).batches())
     assert labels.shape == (50, 1)
     assert "genres__values" in features

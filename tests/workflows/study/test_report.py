@@ -155,18 +155,6 @@ def test_numbers_of_the_paper_are_for_its_data_and_batch_sizes(tmp_path):
     assert "paper*" not in markdown(swept(tmp_path / "out", ["curves"], dataset="mine"))
 
 
-def test_the_log_loss_has_a_table_and_its_best(out, page):
-    text = (out / "report.md").read_text()
-    section = text[text.index(": the log loss (Tables 2 and 10)") :]
-    found = {(o.cell.row, o.cell.column): o for o in sweep.outcomes(out, "scaling-rules")}
-    mean, deviation = found["sqrt", "8,192"].mean("log_loss")
-    assert re.search(rf"\| sqrt \| .* \| {mean:.5f} ± {deviation:.5f} \[1\]", section)
-    (row, column), least = min(
-        ((place, o.mean("log_loss")[0]) for place, o in found.items()), key=lambda pair: pair[1]
-    )
-    assert f"Least: `{row}` at {column}, {least:.5f}." in section
-
-
 def test_the_clip_is_summarized_for_every_clipped_cell(out, page):
     text = html.unescape(page)
     for cell in json.loads((out / "studies" / "scaling-rules.json").read_text())["cells"]:
@@ -194,15 +182,6 @@ def test_the_verdict(out, page):
     ratio = np.divide(*(np.mean(o.values("train_seconds")) for o in (small, large)))
     how = f"{ratio:.1f} times faster" if ratio > 1 else f"{1 / ratio:.1f} times slower"
     assert f"{how}." in text
-
-
-def test_equal_rows_are_best_together(tmp_path):
-    out = swept(tmp_path / "out", ["clipping"], dataclasses.replace(SETTING, seeds=(1,)))
-    for cell in sweep.read_record(out, "clipping")["cells"]:
-        if cell["row"] in ("no clip", "adaptive_field"):
-            path = out / "runs" / cell["runs"]["1"] / "result.json"
-            path.write_text(json.dumps({**json.loads(path.read_text()), "auc": 0.9}))
-    assert "Best at 8,192: `no clip`, `adaptive_field`, 90.000 %; worst: " in markdown(out)
 
 
 def test_runs_that_are_missing_or_diverged(tmp_path):

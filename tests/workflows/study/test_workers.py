@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import signal
 import sys
 import traceback
 from types import ModuleType, SimpleNamespace
@@ -114,18 +113,6 @@ def test_data_that_were_prepared_again_meanwhile_are_refused(task, training, mon
     with pytest.raises(UserError, match="the data of a sweep must stay what they are. Received: "):
         workers._trained(task)
     assert not task.is_done
-
-
-@pytest.mark.extended
-def test_a_process_that_is_killed_ends_the_sweep(task):
-    worker = workers._Worker()
-    os.kill(worker._process.pid, signal.SIGSTOP)
-    worker.begin(task)
-    os.kill(worker._process.pid, signal.SIGKILL)
-    with pytest.raises(UserError, match="must live until it is done. Received: exit code -9"):
-        worker.ended()
-    worker.stop(at_work=True)
-    worker.join()
 
 
 @pytest.mark.extended
