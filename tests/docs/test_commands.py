@@ -18,6 +18,7 @@ from merlin_cowclip.workflows.commands.main import command_line, main
 from tests.test_project import MAKEFILE
 
 from .conftest import BATCH, GUIDES, ROOT, Block, blocks
+
 pytestmark = [pytest.mark.extended, pytest.mark.usefixtures("quick_saves", "graphs_as_traced")]
 
 # Appended to the printed options: the later one counts.

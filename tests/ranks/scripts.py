@@ -101,9 +101,7 @@ def refused(folder: Path, rank: int, ranks: int) -> dict[str, str]:
             with tape or tf.GradientTape() as used:
                 loss = tf.reduce_sum(model(mine[0][0], training=True))
             weights = model.trainable_variables
-            model.optimizer.apply_gradients(
-                zip(used.gradient(loss, weights), weights, strict=True)
-            )
+            model.optimizer.apply_gradients(zip(used.gradient(loss, weights), weights, strict=True))
 
         update()
 

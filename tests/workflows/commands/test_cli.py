@@ -28,7 +28,7 @@ header = false
 separator = "\\t"
 columns = {json.dumps(CRITEO.columns)}
 """
-TRAIN = "--batch-size 512 --base-batch-size 128 --epochs 2 --mlp 16".split()
+TRAIN = ["--batch-size", "512", "--base-batch-size", "128", "--epochs", "2", "--mlp", "16"]
 
 
 class Done(NamedTuple):
