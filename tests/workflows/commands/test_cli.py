@@ -77,7 +77,7 @@ def here(tmp_path_factory):
 
 
 def figures(line: str) -> tuple[str, str]:
-    auc, loss = re.search(r"^test AUC (0\.\d{6}), log loss (\d\.\d{6})", line).groups()
+    auc, loss = re.search(r"^(?:test )?AUC (0\.\d{6}), log loss (\d\.\d{6})", line).groups()
     return auc, loss
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import io
 import json
@@ -14,20 +15,23 @@ import pytest
 from merlin_cowclip.plugins._stack import tf
 from merlin_cowclip.workflows.commands import demonstration
 from merlin_cowclip.workflows.commands.demonstration import DemoRun, demo
+from merlin_cowclip.workflows.data.datasets import CRITEO
 from merlin_cowclip.workflows.training.configuration import TrainConfig
 from merlin_cowclip.workflows.training.keeping import Keeping
 from merlin_cowclip.workflows.training.train import train
 from tests.workflows.study.test_report import Page
 
+pytestmark = pytest.mark.filterwarnings("ignore:Even though the `tf.config.exp")
 RUNS = tuple(
     DemoRun(size, rule)
     for size, rule in ((64, "none"), (64, "cowclip"), (256, "linear"), (256, "cowclip"))
 )
+FEW = dataclasses.replace(CRITEO, categorical=("C1", "C2", "C3"), continuous=("I1",))
 
 
 @pytest.fixture(scope="module")
 def shown(tmp_path_factory):
-    """A small demo: its folder, and what it printed."""
+    """The folder of a small demo, and what it printed."""
 
     def eagerly(*given):
         tf.config.run_functions_eagerly(True)  # which a run resets
@@ -38,7 +42,8 @@ def shown(tmp_path_factory):
         patch.setattr(demonstration, "RUNS", RUNS)
         patch.setattr(demonstration, "EPOCHS", 2)
         patch.setattr(demonstration, "CARDINALITY", 50)
-        patch.setattr(demonstration, "TrainConfig", functools.partial(TrainConfig, model="lr"))
+        patch.setattr(demonstration, "CRITEO", FEW)
+        patch.setattr(demonstration, "TrainConfig", functools.partial(TrainConfig, model="fm"))
         patch.setattr(demonstration, "train", eagerly)
         demo(out, rows=2_000)
     tf.config.run_functions_eagerly(False)
