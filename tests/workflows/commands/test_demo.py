@@ -45,7 +45,7 @@ def shown(tmp_path_factory):
         patch.setattr(demonstration, "CRITEO", FEW)
         patch.setattr(demonstration, "TrainConfig", functools.partial(TrainConfig, model="fm"))
         patch.setattr(demonstration, "train", eagerly)
-        demo(out, rows=2_000)
+        demo(out, rows=800)
     tf.config.run_functions_eagerly(False)
     return out, printed.getvalue()
 
