@@ -1,36 +1,99 @@
-"""The files for those who join or cite the project say what is so."""
+"""The project's own files: pinned versions, targets that exist, the citation, no data."""
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from merlin_cowclip.workflows.training.runs import environment
 
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
 ROOT = Path(__file__).resolve().parents[1]
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
+SETS = {"constraints.txt": "3.11", "constraints-ngc.txt": "3.10"}
 
 
-def test_workflows_call_targets_that_there_are():
+def pinned(name: str) -> dict[str, str]:
+    lines = (ROOT / name).read_text(encoding="utf-8").splitlines()
+    pins = [line.split("==") for line in lines if not line.startswith("#")]
+    return {canonicalize_name(package): version for package, version in pins}
+
+
+def project() -> dict:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+
+
+def requirements() -> list[Requirement]:
+    extras = project()["optional-dependencies"]
+    named = [*project()["dependencies"], *extras["dev"], *extras["docs"]]
+    return [Requirement(text) for text in named]
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_every_requirement_is_pinned_within_its_range(name):
+    pins = pinned(name)
+    for requirement in requirements():
+        if requirement.marker and not requirement.marker.evaluate({"python_version": SETS[name]}):
+            continue
+        if requirement.name != "setuptools":  # part of Python's own environment, as pip is
+            assert requirement.specifier.contains(pins[canonicalize_name(requirement.name)])
+
+
+def test_the_versions_of_nvidias_image():
+    """Of NGC merlin-tensorflow:23.12."""
+    assert pinned("constraints-ngc.txt").items() >= {
+        ("tensorflow", "2.12.0"),
+        ("pandas", "1.5.2"),
+        ("numpy", "1.22.4"),
+        ("pyarrow", "10.0.1"),
+        ("dask", "2023.1.1"),
+        ("distributed", "2023.1.1"),
+    }
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+@pytest.mark.parametrize(
+    ("given", "place", "constraints"),
+    [([], ".venv", "constraints.txt"), (["ENV=ngc"], ".venv-ngc", "constraints-ngc.txt")],
+)
+def test_make_has_an_environment_for_each_set(tmp_path, given, place, constraints):
+    for name in ("Makefile", "pyproject.toml", *SETS):
+        shutil.copy(ROOT / name, tmp_path)
+    done = subprocess.run(
+        ["make", "--dry-run", "test", *given, "PYTHON=/a/python3"],
+        cwd=tmp_path,
+        env={name: value for name, value in os.environ.items() if not name.startswith("MAKE")},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert f"/a/python3 -m venv {place}\n" in done.stdout
+    assert f"{place}/bin/pip install --quiet --constraint {constraints} " in done.stdout
+    assert f"{place}/bin/python -m pytest" in done.stdout
+
+
+def test_workflows_call_targets_that_exist():
     called = []
     for path in (ROOT / ".github/workflows").glob("*.yml"):
         jobs = yaml.safe_load(path.read_text(encoding="utf-8"))["jobs"]
         steps = [step for job in jobs.values() for step in job["steps"]]
-        runs = [step["run"] for step in steps if "run" in step]
-        assert all(run.startswith("make ") for run in runs), "what a workflow does, anyone can"
-        called += [run.split()[1] for run in runs]
-    assert {"test", "test-ranks", "release-check"} <= set(called)
-    for target in called:
+        called += [step["run"].split() for step in steps if step.get("run", "").startswith("make ")]
+    assert {"test", "test-ranks", "release-check"} <= {words[1] for words in called}
+    for _, target, *_ in called:
         assert re.search(rf"^{target}:", MAKEFILE, re.MULTILINE), target
-
-
-def test_both_pythons_are_tested():
-    text = (ROOT / ".github/workflows/test.yml").read_text(encoding="utf-8")
-    assert {"3.10", "3.11"} <= set(re.findall(r'"(3\.\d+)"', text))
 
 
 def test_the_citation_is_of_this_version():
@@ -40,7 +103,7 @@ def test_the_citation_is_of_this_version():
     assert len(cited["references"][0]["authors"]) == 15
 
 
-def test_links_of_the_project_files_lead_somewhere():
+def test_links_of_the_project_files_exist():
     for name in ("SECURITY.md", ".github/pull_request_template.md"):
         text = (ROOT / name).read_text(encoding="utf-8")
         for target in re.findall(r"\]\(([^)#:]+)", text):

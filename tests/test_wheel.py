@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 FLOORS = ("plugins", "models", "workflows")
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.extended
 
 
 def command(*arguments, cwd: Path) -> str:

@@ -1,26 +1,19 @@
-"""The synthetic study's log: as it says it is."""
+"""The synthetic log: frequent ids matter, and rare ones hardly."""
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
-
 import pandas as pd
+import pytest
 
 from merlin_cowclip.workflows.data.datasets import DatasetSpec
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+from .test_why_it_works import BENCHMARKS, module
 
-
-def module():
-    found = importlib.util.spec_from_file_location("made", BENCHMARKS / "heavy_tailed_log.py")
-    made = importlib.util.module_from_spec(found)
-    found.loader.exec_module(made)
-    return made
+pytestmark = pytest.mark.extended
 
 
 def test_frequent_ids_matter_and_rare_ones_hardly():
-    made = module()
+    made = module("heavy_tailed_log")
     log, best = made.log(60_000, 0)
     spec = DatasetSpec.from_toml(BENCHMARKS / "heavy_tailed.toml")
     assert list(log) == [spec.label, *spec.categorical]

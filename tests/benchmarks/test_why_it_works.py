@@ -1,4 +1,4 @@
-"""The pictures of docs/why.md are of what is counted."""
+"""The figures and the table of docs/why.md show what is counted."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from merlin_cowclip.workflows.data.etl import prepare
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 ROWS, BATCH = 2000, 128
+pytestmark = pytest.mark.extended
 
 
 def module(name: str):

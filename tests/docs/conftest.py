@@ -1,25 +1,37 @@
-"""The pages of the documentation, their code, and the site that they make."""
+"""The guides, their code blocks, and the built site."""
 
 from __future__ import annotations
 
-import importlib
+import gzip
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+import pandas as pd
 import pytest
 
+from merlin_cowclip.workflows.commands.main import main
+from merlin_cowclip.workflows.data.synthetic import write_synthetic
+from merlin_cowclip.workflows.quiet import quiet_imports
+from tests.saves import quick_saves
+
+with quiet_imports():
+    import nvtabular as nvt
+    from merlin.io import Dataset
+    from merlin.schema import Tags
+    from nvtabular import ops
+
+ROWS, BATCH = 1200, "256"
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 GUIDES = (ROOT / "README.md", *sorted(DOCS.glob("*.md")))
 FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-sys.path.insert(0, str(DOCS / "extensions"))
-error_messages = importlib.import_module("error_messages")
-sys.path.pop(0)
 NOT_RUN = re.compile(r"<!-- not run: (.*) -->\n+$")
 
 
@@ -47,7 +59,7 @@ def blocks(page: Path) -> Iterator[Block]:
 
 @pytest.fixture(scope="session")
 def site(tmp_path_factory) -> Path:
-    """The built site: a warning would be an error."""
+    """The built site; a warning is an error."""
     out = tmp_path_factory.mktemp("site") / "html"  # notebooks are unpacked beside it
     paths = os.pathsep.join(str(ROOT / floor) for floor in ("plugins", "models", "workflows"))
     call = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html"]
@@ -59,3 +71,40 @@ def site(tmp_path_factory) -> Path:
     )
     assert done.returncode == 0, done.stderr
     return out
+
+
+@pytest.fixture(scope="session")
+def stand_ins(tmp_path_factory) -> Path:
+    """A folder with the files that the pages assume: logs, prepared and adopted data, runs."""
+    home = tmp_path_factory.mktemp("pages")
+    write_synthetic("criteo", home / "train.txt", rows=ROWS, seed=1)
+    text = (home / "train.txt").read_bytes()
+    (home / "live").mkdir()
+    for name in ("new.txt", "live/first.csv"):
+        (home / name).write_bytes(text)
+    for name in ("train.txt.gz", "day_24.csv.gz"):
+        (home / name).write_bytes(gzip.compress(text))
+    _existing_pipeline(home)
+    with pytest.MonkeyPatch.context() as patch, quick_saves():
+        patch.chdir(home)
+        small = ["--model", "lr", "--epochs", "1", "--batch-size", BATCH]
+        assert main(["prepare", "criteo", "train.txt", "--out", "data"]) == 0
+        assert main(["train", "data", "--out", "run", *small]) == 0
+    for name, of in (("DATA", "data"), ("DIR", "data"), ("RUN", "run")):
+        shutil.copytree(home / of, home / name)
+    return home
+
+
+def _existing_pipeline(home: Path) -> None:
+    """The parquet and the workflow of an existing pipeline."""
+    random = np.random.default_rng(0)
+    ids = {name: random.zipf(1.3, ROWS) % 60 for name in ("user", "item")}
+    price, click = random.normal(5, 2, ROWS), random.integers(0, 2, ROWS)
+    log = Dataset(pd.DataFrame({**ids, "price": price, "click": click}))
+    fitted = list(ids) >> ops.Categorify(out_path=str(home / "fitted"))
+    label = ["click"] >> ops.AddMetadata(tags=[Tags.TARGET, Tags.BINARY_CLASSIFICATION])
+    workflow = nvt.Workflow(fitted + (["price"] >> ops.Normalize()) + label)
+    workflow.fit(log)
+    workflow.save(str(home / "workflow"))
+    for folder in ("parquet/train", "parquet/test", "train", "valid"):
+        workflow.transform(log).to_parquet(str(home / folder))

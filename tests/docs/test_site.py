@@ -1,4 +1,4 @@
-"""The site is whole: every link within it leads somewhere, nothing comes from another place."""
+"""The documentation site: all internal links exist, and nothing is loaded from elsewhere."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import pytest
 
 from merlin_cowclip import models, plugins, workflows
 
-from .conftest import DOCS, ROOT, error_messages
+from .conftest import DOCS, ROOT
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.extended
 NEEDED = {"script": "src", "img": "src", "source": "src", "iframe": "src", "link": "href"}
 
 
@@ -25,7 +25,6 @@ class Page(HTMLParser):
         self.links: list[str] = []
         self.needed: list[str] = []
         self.anchors: set[str] = set()
-        self.text = ""
         self.feed(path.read_text(encoding="utf-8"))
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
@@ -36,16 +35,13 @@ class Page(HTMLParser):
         if given.get(NEEDED.get(tag, "")):
             self.needed.append(str(given[NEEDED[tag]]))
 
-    def handle_data(self, data: str) -> None:
-        self.text += data
-
 
 @pytest.fixture(scope="module")
 def pages(site) -> dict[Path, Page]:
     return {path: Page(path) for path in site.rglob("*.html") if "_static" not in path.parts}
 
 
-def test_every_link_within_the_site_leads_somewhere(pages):
+def test_every_internal_link_exists(pages):
     checked = 0
     for path, page in pages.items():
         for link in page.links + page.needed:
@@ -57,11 +53,10 @@ def test_every_link_within_the_site_leads_somewhere(pages):
             if split.fragment and target in pages:
                 assert unquote(split.fragment) in pages[target].anchors, (path.name, link)
             checked += 1
-    assert checked > 1000
+    assert checked > 500
 
 
-def test_nothing_comes_from_elsewhere(pages, site):
-    """Neither scripts nor styles, pictures or fonts: the site is read without the network."""
+def test_the_site_needs_no_network(pages, site):
     for path, page in pages.items():
         assert not [needed for needed in page.needed if urlsplit(needed).netloc], path.name
     for path in site.rglob("*.css"):
@@ -88,18 +83,10 @@ def test_every_guide_and_notebook_has_a_page(pages, site):
     assert {site / "why.html", site / "notebooks/04-study.html"} <= reached
 
 
-def test_every_message_is_on_the_page(pages, site):
-    text = pages[site / "troubleshooting.html"].text
-    found = error_messages.messages()
-    assert len(found) > 400
-    assert not [message.text for message in found if message.text not in text]
-
-
-def test_the_landing_page_has_the_readmes_table():
-    """And its text: each number stands in two places, and is one."""
-    pages = (ROOT / "README.md", DOCS / "index.md")
-    readme, index = (page.read_text(encoding="utf-8") for page in pages)
-    rows = re.findall(r"^\|.*±.*", readme, re.MULTILINE)
-    assert len(rows) == 7
-    assert rows == re.findall(r"^\|.*±.*", index, re.MULTILINE)
-    assert readme.split("\n\n")[1] == index.split("\n\n")[1]
+def test_results_of_the_readme_are_those_of_the_guides():
+    """A result in two places is the same number."""
+    readme, *guides = (
+        set(re.findall(r"\d[\d.]* ± [\d.]+", page.read_text(encoding="utf-8")))
+        for page in (ROOT / "README.md", *DOCS.glob("*.md"))
+    )
+    assert readme <= set().union(*guides)

@@ -1,12 +1,15 @@
-"""Every notebook has a test that runs it, and they name each other and the documents rightly."""
+"""Every notebook has a test that executes it, and its links exist."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
+import pytest
+
 from .conftest import NOTEBOOKS
 
+pytestmark = pytest.mark.extended
 FOUND = sorted(NOTEBOOKS.glob("*.ipynb"))
 
 
@@ -18,7 +21,7 @@ def test_every_notebook_is_run():
     ]
 
 
-def test_links_lead_somewhere():
+def test_links_exist():
     for path in FOUND:
         for link in re.findall(r"\]\(([^)#]+)\)", path.read_text()):
             assert (NOTEBOOKS / link).is_file(), (path.name, link)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pandas as pd
 import pytest
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.extended
 NOTEBOOK = "03-plug-into-an-existing-pipeline"
 SMALLER = {
     '"ad": 2000, "site": 500, "user": 20000': '"ad": 200, "site": 50, "user": 2000',

@@ -1,4 +1,4 @@
-"""Notebook 01: what it shows of the data is what pandas counts."""
+"""Notebook 01: its statistics are those that pandas counts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 import pandas as pd
 import pytest
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.extended
 NOTEBOOK = "01-prepare"
 IDS = [f"C{i}" for i in range(1, 27)]
 
@@ -24,13 +24,17 @@ def parts(executed):
 
 
 def test_every_row_is_in_one_part(raw, parts, executed):
-    both = pd.concat(parts.values())
-    assert sorted(both.label) == sorted(raw.label.astype(int))
+    assert sorted(pd.concat(parts.values()).label) == sorted(raw.label.astype(int))
     assert f"{{'train': {len(parts['train'])}, 'test': {len(parts['test'])}}}" in executed.shown()
+    printed = executed.streams("stdout")
+    rows = len(parts["train"])
+    assert f"{-(-rows // 1024)} batches an epoch; 39 inputs; labels (1024, 1)" in printed
+    assert "the same batch: True\nanother epoch: True\n" in printed
+    assert f"rows in an epoch: {rows} of {rows}" in printed
 
 
-@pytest.mark.parametrize("field", ["C1", "C3", "C10"])
-def test_counts_are_those_of_the_log(raw, parts, executed, field):
+def test_counts_are_those_of_the_log(raw, parts, executed):
+    field = "C3"
     counts = pd.read_parquet(executed.folder / "data" / "counts" / f"{field}.parquet")
     in_train, in_test = (parts[part][field].value_counts() for part in ("train", "test"))
     assert counts.set_index("id")["count"].loc[in_train.index].tolist() == in_train.tolist()
@@ -55,14 +59,6 @@ def test_rare_ids_are_counted_at_each_batch_size(parts, executed):
     together = [f"{100 * pd.concat(found).mean():.1f}" for found in rare.values()]
     assert line.split()[-4:] == together
     assert len(executed.shown("image/png")) == 2
-
-
-def test_batches_are_every_row_in_an_order_of_their_own(parts, executed):
-    printed = executed.streams("stdout")
-    rows = len(parts["train"])
-    assert f"{-(-rows // 1024)} batches an epoch; 39 inputs; labels (1024, 1)" in printed
-    assert "the same batch: True\nanother epoch: True\n" in printed
-    assert f"rows in an epoch: {rows} of {rows}" in printed
 
 
 def test_new_rows_are_encoded_as_the_log_was(raw, executed):

@@ -1,4 +1,4 @@
-"""Notebook 04: tables and page are of the runs, each trained once; the tune is no worse."""
+"""Notebook 04: tables and page show the runs, each trained once."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import re
 import numpy as np
 import pytest
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.extended
 NOTEBOOK = "04-study"
 SMALLER = {"ROWS = 20_000": "ROWS = 8_000"}
 
@@ -42,32 +42,17 @@ def test_the_table_is_of_the_results(executed):
         assert re.split(r"\s{2,}", shown) == expected
 
 
-def test_each_run_is_trained_once(executed):
+def test_each_run_is_trained_once_and_learns(executed):
     """At the base five rules are one."""
     runs = [path.parent.name for path in executed.folder.glob("study/runs/*/result.json")]
     assert len(runs) == 2 * (2 + 6)
-    aucs = cells(executed)
-    assert len(aucs) == 2 * 6
-    assert aucs["none", "128"] == aucs["linear", "128"]
-
-
-def test_the_networks_learn(executed):
+    found = cells(executed)
+    assert len(found) == 2 * 6
+    assert found["none", "128"] == found["linear", "128"]
     best = json.loads((executed.folder / "train.csv.gz.truth.json").read_text())["best_auc"]
-    aucs = [np.mean(auc) / 100 for (_, at), auc in cells(executed).items()]
+    aucs = [np.mean(auc) / 100 for auc in found.values()]
     assert min(aucs) > 0.55
     assert 0.5 + 0.6 * (best - 0.5) < max(aucs) < best
-
-
-def test_what_the_clip_did_is_told(executed):
-    printed = executed.streams("stdout")
-    assert "none, 512, seed 1: No id was clipped: the clip applies to no table." in printed
-    study = executed.folder / "study"
-    record = json.loads((study / "studies" / "scaling-rules.json").read_text())
-    for cell in record["cells"]:
-        if cell["row"] == "cowclip":
-            for seed, run in cell["runs"].items():
-                clip = json.loads((study / "runs" / run / "result.json").read_text())["clip"]
-                assert f"cowclip, {cell['column']}, seed {seed}: {clip}\n" in printed
 
 
 def test_the_tunes_result_is_of_its_repeats(executed):
@@ -84,10 +69,6 @@ def test_the_page_is_shown(executed):
     (frame,) = [text for text in executed.shown("text/html") if "<iframe" in text]
     page = html.unescape(re.search('srcdoc="(.*?)"', frame, re.DOTALL)[1])
     assert page == (executed.folder / "study" / "report.html").read_text()
-    text = (executed.folder / "study" / "report.md").read_text()
-    for (row, column), aucs in cells(executed).items():
-        if (row, column) == ("cowclip", "512"):
-            assert f"{np.mean(aucs):.3f} ± {np.std(aucs, ddof=1):.3f}" in text
     plots = re.findall("<figcaption>(.*?)</figcaption>", page)
     assert page.count("<svg") == len(plots)
     assert {"test AUC, %, by batch size", "test log loss, by batch size"} <= set(plots)

@@ -1,4 +1,4 @@
-"""Models that are trained for 30 steps of one global batch, by one process or shared by several."""
+"""Models trained for 30 steps of one global batch, by one process or by several ranks."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def ours(schema: Any) -> Any:
 
 
 def in_shards(schema: Any) -> Any:
-    """As `ours`, its rows shared by the ranks; not drawn at random, as one process draws others."""
+    """As `ours`, sharded; its rows are set, as one process would draw others."""
     model = deepfm(schema, embedding_dim=4, mlp=(8,), sharded=True)
     model(next(batches(Case(in_shards, schema), 0, 1))[0])
     for layer in embeddings_of(model).values():
@@ -111,16 +111,19 @@ CASES = {
     ),
     "shards, eager loop": Case(in_shards, WITH_LIST, way="loop", update="lazy", changes=TIGHT),
 }
-OF_RANKS: dict[int, tuple[str, ...]] = {
-    2: tuple(CASES),
-    3: (
-        "fused, shared rows, lazy",
-        "one rank has rows of a list",
-        "shards, shared rows, lazy",
-        "shards, a list, a field exempt",
-    ),
+IMPORTANT = (
+    "fused, a list, exact",
+    "fused, shared rows, lazy",
+    "fit, not built, uneven shares",
+    "shards, shared rows, lazy",
+    "shards, a list, a field exempt",
+)
+LAUNCHES = {
+    "important": (2, IMPORTANT),
+    "others": (2, tuple(name for name in CASES if name not in IMPORTANT)),
+    "three": (3, (*IMPORTANT[1:2], "one rank has rows of a list", *IMPORTANT[3:])),
 }
-"""Which of them several ranks train, by their number."""
+"""By name: the number of ranks, and the cases that they train."""
 
 
 def batches(case: Case, rank: int, ranks: int) -> Iterator[tuple[dict[str, Any], Any]]:
@@ -154,10 +157,9 @@ def batches(case: Case, rank: int, ranks: int) -> Iterator[tuple[dict[str, Any],
 
 
 def trained(case: Case, rank: int = 0, ranks: int = 1) -> dict[str, np.ndarray]:
-    """All that training changed, and how many rows and samples each field had.
+    """All variables that training changed, and the rows and samples of each field.
 
-    Each rank begins with dense weights of its own. Of tables in shards, which rank 0 has as one
-    process has them, others tell nothing.
+    Each rank begins with its own dense weights. Only rank 0 returns sharded tables.
     """
     tf.keras.backend.clear_session()
     tf.keras.mixed_precision.set_global_policy(case.precision)

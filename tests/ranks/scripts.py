@@ -1,8 +1,7 @@
-"""What scripts of one's own do with models on two ranks, and what they are told."""
+"""What users' own scripts do with models on two ranks, and how they are refused."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -56,93 +55,69 @@ def _of_unknown_length(data: tf.data.Dataset) -> tf.data.Dataset:
     return data.filter(lambda *_: True)
 
 
-def of_parts(folder: Path, rank: int, ranks: int) -> dict[str, str]:
-    """Calls that would read or set one rank's rows for all, and ones that not all make."""
+PART = "save_model(model, path)"
+REFUSED = {  # by script, what both ranks are told
+    "get_weights": PART,
+    "checkpoint": PART,
+    "validation": "batches 1 on rank 0, 2 on rank 1",
+    "broadcast": "' on rank 1 that rank 0 has",
+    "another": "by a CowClipOptimizer",
+    "l2": "hyperparameters l2 0.0001 on rank 0, 0.0002 on rank 1",
+    "unknown": "Received: unknown, unknown steps per epoch. Pass steps_per_epoch=…",
+    "tape": "DistributedGradientTape",
+    "rates": "same learning rates",
+}
+
+
+def refused(folder: Path, rank: int, ranks: int) -> dict[str, str]:
+    """Calls that would use one rank's rows for all, or that the ranks do not make alike."""
     import horovod.tensorflow as hvd
 
     model, mine = _made(in_shards, rank, ranks)
-    a_file = folder / "file"
-    a_file.touch()
     path, data, fewer = str(folder / "part"), _data(mine, 2), _data(mine, 1 + rank)
 
     def fit(*callbacks: Any, **given: Any) -> None:
         model.fit(data, verbose=0, callbacks=list(callbacks), **given)
 
-    def fit_after_horovods_broadcast() -> None:
+    def fit_of(data: Any = None, **given: Any) -> None:
+        model, mine = _made(ours, rank, ranks, **given)
+        model.fit(data or _data(mine, 1), verbose=0)
+
+    def after_horovods_broadcast() -> None:
         hvd.broadcast_variables(model.variables, root_rank=0)
         fit()
 
-    def fit_after_its_broadcast_of_moments() -> None:
-        hvd.broadcast_variables(model.optimizer.variables(), root_rank=0)
-        fit()
-
-    def fit_by_another() -> None:
+    def by_another() -> None:
         model.compile(optimizer="adam")
         fit()
 
-    return said_by(
-        {
-            "a batch": lambda: model.predict_on_batch(mine[0][0]),
-            "get_weights": model.get_weights,
-            "set_weights": lambda: model.set_weights([]),
-            "its get_weights": model.optimizer.get_weights,
-            "its set_weights": lambda: model.optimizer.set_weights([]),
-            "save_weights": lambda: model.save_weights(path),
-            "load_weights": lambda: model.load_weights(path),
-            "save": lambda: model.save(path),
-            "a SavedModel": lambda: tf.saved_model.save(model, path),
-            "a copy": lambda: copy.deepcopy(model),
-            "restored": lambda: fit(KERAS.EarlyStopping("loss", restore_best_weights=True)),
-            "checkpoint": lambda: fit(KERAS.ModelCheckpoint(path, save_weights_only=True)),
-            "validation": lambda: fit(validation_data=fewer),
-            "predict": lambda: model.predict(fewer, verbose=0),
-            "evaluate": lambda: model.evaluate(fewer, verbose=0),
-            "unknown validation": lambda: fit(validation_data=_of_unknown_length(data)),
-            "unknown predict": lambda: model.predict(_of_unknown_length(fewer), verbose=0),
-            "unknown evaluate": lambda: model.evaluate(_of_unknown_length(data), verbose=0),
-            "saved in a file": lambda: save_model(model, a_file),
-            "moments": fit_after_its_broadcast_of_moments,
-            "broadcast": fit_after_horovods_broadcast,
-            "saved after it": lambda: save_model(model, folder / "part"),
-            "another": fit_by_another,
-        }
-    )
-
-
-def of_others(rank: int, ranks: int) -> dict[str, str]:
-    """Models, optimizers and rows that the ranks do not have alike."""
-
-    def fit(**given: Any) -> None:
-        model, mine = _made(ours, rank, ranks, **given)
-        model.fit(_data(mine, 1), verbose=0)
-
-    def fit_of_unknown_length() -> None:
+    def step(tape: Any = None, rate: float = 1.0) -> None:
         model, mine = _made(ours, rank, ranks)
-        model.fit(_of_unknown_length(_data(mine, 1 + rank)), verbose=0)
+        model.optimizer.broadcast()
+        model.optimizer.learning_rate = HP.dense_lr * rate
 
-    def fit_eagerly() -> None:
-        case = Case(ours, SCHEMA)
-        model = ours(SCHEMA)
-        optimizer = CowClipOptimizer.for_model(model, case.hyperparameters, steps_per_epoch=9)
-        model.compile(optimizer=optimizer, metrics=[], run_eagerly=True)
-        model.fit(_data(list(batches(case, rank, ranks)), 1), verbose=0)
+        @tf.function(autograph=False)
+        def update() -> None:
+            with tape or tf.GradientTape() as used:
+                loss = tf.reduce_sum(model(mine[0][0], training=True))
+            weights = model.trainable_variables
+            model.optimizer.apply_gradients(zip(used.gradient(loss, weights), weights, strict=True))
 
-    def in_shards_of(rows: int) -> FusedEmbeddings:
-        layer = FusedEmbeddings(Schema([category("a", rows)]), 2, sharded=True)
-        layer.build({})
-        return layer
+        update()
 
     hp = Case(ours, SCHEMA).hyperparameters
     return said_by(
         {
-            "unknown": fit_of_unknown_length,
-            "eager": fit_eagerly,
-            "sum": lambda: fit(loss=tf.keras.losses.BinaryCrossentropy(reduction="sum")),
-            "l2": lambda: fit(hyperparameters=hp.replace(l2=hp.l2 * (1 + rank))),
-            "update": lambda: fit(update=("exact", "lazy")[rank]),
-            "clipped": lambda: fit(clip_tables=[("a", "b")[rank]]),
-            "rows": lambda: in_shards_of(60 + rank),
-            "loaded": lambda: in_shards_of(6).load_rows("a", np.full((6, 2), 1.0 + rank)),
+            "a batch": lambda: model.predict_on_batch(mine[0][0]),
+            "get_weights": model.get_weights,
+            "checkpoint": lambda: fit(KERAS.ModelCheckpoint(path, save_weights_only=True)),
+            "validation": lambda: fit(validation_data=fewer),
+            "broadcast": after_horovods_broadcast,
+            "another": by_another,
+            "l2": lambda: fit_of(hyperparameters=hp.replace(l2=hp.l2 * (1 + rank))),
+            "unknown": lambda: fit_of(_of_unknown_length(fewer)),
+            "tape": lambda: step(hvd.DistributedGradientTape(tf.GradientTape())),
+            "rates": lambda: step(rate=1.0 if rank else 0.5),
         }
     )
 
@@ -159,11 +134,7 @@ def with_a_wrong_id(rank: int, ranks: int) -> dict[str, Any]:
 
 
 def scaled(rank: int, ranks: int) -> dict[str, Any]:
-    """What each has before, between and after two steps, the first with a row's infinite gradient.
-
-    All rows are rank 0's: the other one has none to see it by. The layers compute in float32; the
-    clip asks all ranks for sums, within the step that each makes or not.
-    """
+    """The state around two steps, of which the first has an infinite gradient on rank 0."""
     schema = Schema([category("a", 60), NUMBER, TARGET])
     case = Case(in_shards, schema, "field")
     model = in_shards(schema)
@@ -201,7 +172,7 @@ def scaled(rank: int, ranks: int) -> dict[str, Any]:
 
 
 def together(folder: Path, rank: int, ranks: int) -> dict[str, Any]:
-    """What all ranks do alike: stop, predict before and within and after, save and load."""
+    """What all ranks do together: stop, predict, save and load."""
     model, mine = _made(in_shards, rank, ranks)
     statistics = model.optimizer.observe()
     data, epochs = _data(mine, 2), []
@@ -237,14 +208,7 @@ def together(folder: Path, rank: int, ranks: int) -> dict[str, Any]:
 
 
 def in_half_precision(folder: Path, data: Path, rank: int, ranks: int) -> dict[str, Any]:
-    """A run whose loss is scaled, and its model, which is loaded and goes on.
-
-    Args:
-      folder: for the run.
-      data: a prepared folder.
-      rank: this one's number.
-      ranks: how many there are.
-    """
+    """A run in mixed precision, whose model is loaded and trained further."""
     tf.keras.mixed_precision.set_global_policy("mixed_float16")
     try:
         prepared = PreparedData.open(data)
@@ -263,7 +227,7 @@ def in_half_precision(folder: Path, data: Path, rank: int, ranks: int) -> dict[s
 
 
 def stopped(rank: int, ranks: int) -> dict[str, int]:
-    """After how many steps fits end that a callback of one rank stops, by what that alone met."""
+    """The steps of fits that a callback on one rank stops."""
 
     class Stop(KERAS.Callback):
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
@@ -281,139 +245,39 @@ def stopped(rank: int, ranks: int) -> dict[str, int]:
     return steps
 
 
-def of_keras(rank: int, ranks: int) -> dict[str, Any]:
-    """What callbacks see of fits of a model of Keras's, which rank 1 ends after two epochs."""
-    features, labels = next(batches(Case(ours, SCHEMA), rank, ranks))
-    ids = tf.keras.Input((1,), dtype=tf.int64)
-    rows = tf.keras.layers.Flatten()(tf.keras.layers.Embedding(60, 4)(ids))
-    model = tf.keras.Model(ids, tf.keras.layers.Dense(1, "sigmoid")(rows))
-    model.compile(CowClipOptimizer.for_model(model, HP), loss="binary_crossentropy")
-    losses = []
-
-    class Losses(KERAS.Callback):
-        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-            losses.append(float(logs["loss"]))
-            self.model.stop_training = rank == 1 and epoch % 2 == 1
-
-    data = tf.data.Dataset.from_tensors((features["a"], labels)).repeat(2)
-    model.fit(data, epochs=5, verbose=0, callbacks=[Losses()])
-    model.fit(data, None, None, 5, 0, Losses())  # by place, and a single one
-    history = model.fit(data, epochs=1, verbose=0, validation_data=None if rank else data).history
-    return {"losses": losses, "steps": int(model.optimizer.iterations), **history}
-
-
 class _Load(KERAS.Callback):
-    """Loads dense weights on a rank, at each of two moments of a fit as it begins."""
+    """Loads dense weights as a fit begins, as Horovod's users do on rank 0."""
 
-    def __init__(self, *moments: str) -> None:
-        super().__init__()
-        for moment in moments:
-            setattr(self, moment, lambda place=0, logs=None: None if place else self._load())
-
-    def _load(self) -> None:
+    def on_train_begin(self, logs: Any = None) -> None:
         shards = self.model.optimizer.in_shards()
         for weight in self.model.trainable_variables:
             if weight.ref() not in shards:
-                weight.assign_add(tf.ones_like(weight) / 2)
-
-
-def _has_now(model: Any) -> dict[str, Any]:
-    """What a rank has of all that ranks have alike, and how far its last bias is up."""
-    weights = [float(np.abs(weight).sum()) for weight in model.optimizer._state()]
-    return {"weights": weights, "up": float(model.trainable_variables[-1].numpy()[0])}
+                weight.assign_add(tf.ones_like(weight))
 
 
 def loaded(rank: int, ranks: int) -> dict[str, Any]:
-    """What each has after fits for which rank 0 alone has loaded weights, as Horovod's users do."""
+    """The weights of each rank, and how far its last bias is up, after fits that load on rank 0."""
     import horovod.tensorflow as hvd
 
     broadcast, found = hvd.keras.callbacks.BroadcastGlobalVariablesCallback(0), {}
-    for name, build, moments in (
-        ("epoch", ours, ["on_train_begin", "on_epoch_begin"]),
-        ("batch", in_shards, ["on_epoch_begin", "on_train_batch_begin"]),
-    ):
+    for build in (ours, in_shards):
         model, mine = _made(build, rank, ranks)
-        callbacks = [broadcast] if rank else [_Load(*moments), broadcast]
+        callbacks = [broadcast] if rank else [_Load(), broadcast]
         model.fit(_data(mine, 2), verbose=0, callbacks=callbacks)
-        found[name] = _has_now(model)
-    case = Case(ours, SCHEMA)
-    features, labels = next(batches(case, rank, ranks))
-    model = ours(SCHEMA)
-    model.compile(CowClipOptimizer.for_model(model, case.hyperparameters), metrics=[])
-    if not rank:  # the other one builds it in its first step
-        model(features)
-        for weight in model.trainable_variables:
-            weight.assign_add(tf.ones_like(weight) / 2)
-    model.fit(_data([(features, labels)], 2), verbose=0)
-    return {**found, "built": _has_now(model)}
-
-
-def warmed_up(folder: Path, rank: int, ranks: int) -> dict[str, Any]:
-    """What each has where rank 0 alone sets what the dense weights' learning rate rises to."""
-    warm = HP.replace(warmup_epochs=1.0)
-    model, mine = _made(ours, rank, ranks, hyperparameters=warm)
-    optimizer = model.optimizer
-    optimizer.create_slots(model.trainable_variables)
-    if not rank:
-        optimizer.default_optimizer.learning_rate = warm.dense_lr / 4
-    model.fit(_data(mine, 2), verbose=0)
-    found = {"set": {**_has_now(model), "rate": optimizer.learning_rates().dense}}
-    if not rank:
-        tf.train.Checkpoint(model=model, optimizer=optimizer).write(str(folder / "warm"))
-    of_all_ranks("it is written")
-    features, labels = mine[0]
-    for name in ("restored", "restored at once"):
-        again = ours(SCHEMA)
-        again(features)
-        optimizer = CowClipOptimizer.for_model(again, warm)
-        again.compile(optimizer, metrics=[])
-        if name == "restored":  # else rank 0's moments are made in the checkpoint's order
-            optimizer.create_slots(again.trainable_variables)
-        if not rank:
-            tf.train.Checkpoint(model=again, optimizer=optimizer).read(str(folder / "warm"))
-        tf.function(again.train_step)((features, labels))
-        rates = {"rate": optimizer.learning_rates().dense, "steps": optimizer.warmup_steps}
-        found[name] = {**_has_now(again), **rates}
+        weights = [float(np.abs(weight).sum()) for weight in model.optimizer._state()]
+        up = float(model.trainable_variables[-1].numpy()[0])
+        found[build.__name__] = {"weights": weights, "up": up}
     return found
-
-
-def of_other_epochs(folder: Path, rank: int, ranks: int) -> dict[str, str]:
-    """Fits of which one rank makes other epochs, or begins at another one."""
-    backup = str(folder / f"backup-{rank}")
-
-    def fit(*callbacks: Any, **given: Any) -> None:
-        model, mine = _made(ours, rank, ranks)
-        model.fit(_data(mine, 2), verbose=0, callbacks=list(callbacks), **given)
-
-    def backed_up(**given: Any) -> Any:
-        return KERAS.BackupAndRestore(backup, delete_checkpoint=False, **given)
-
-    def fit_restored(**given: Any) -> None:
-        fit(backed_up(**given))
-        fit(*([] if rank else [backed_up(**given)]), epochs=2)
-
-    return said_by(
-        {
-            "epochs": lambda: fit(epochs=1 + rank),
-            "first": lambda: fit(epochs=2, initial_epoch=2 * rank),
-            "restored": fit_restored,
-            "on all": lambda: fit(backed_up(), epochs=2),
-        }
-    )
 
 
 def ended(folder: Path, data: Path, rank: int, ranks: int) -> dict[str, Any]:
     """What has come of each."""
     return {
-        "parts": of_parts(folder, rank, ranks),
-        "others": of_others(rank, ranks),
+        "refused": refused(folder, rank, ranks),
         "wrong": with_a_wrong_id(rank, ranks),
         "scaled": scaled(rank, ranks),
         "together": together(folder, rank, ranks),
         "half": in_half_precision(folder, data, rank, ranks),
         "stopped": stopped(rank, ranks),
-        "keras": of_keras(rank, ranks),
         "loaded": loaded(rank, ranks),
-        "warmed up": warmed_up(folder, rank, ranks),
-        "epochs": of_other_epochs(folder, rank, ranks),
     }

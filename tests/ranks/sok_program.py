@@ -1,4 +1,4 @@
-"""What each rank runs of SOK's tables, by the stand-in; weights and moments go to a folder."""
+"""What each rank runs of SOK's tables, with a substitute of SOK; the state goes to a folder."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from merlin_cowclip.plugins.joining import Ranks
 from tests.plugins import sok_stand_in
 from tests.plugins.sok_cases import CASES, refused_lookups, refused_of_ranks, trained_by_sok
 
-OF_SOK = {2: ("dense lookups", "eager"), 3: ("both",)}
+OF_SOK = {"others": ("dense lookups", "eager"), "three": ("both",)}
 
 
-def main(folder: Path, here: Ranks) -> None:
+def main(folder: Path, here: Ranks, launch: str) -> None:
     folder.mkdir(exist_ok=True)
     sys.modules["sparse_operation_kit"] = sok_stand_in
-    for number, name in enumerate(OF_SOK[here.size]):
+    for number, name in enumerate(OF_SOK[launch]):
         state = trained_by_sok(CASES[name], sok_stand_in)
         np.savez(folder / f"{number}-{here.rank}.npz", **state)
     (folder / f"told-{here.rank}.txt").write_text(refused_of_ranks())

@@ -1,10 +1,8 @@
-"""`horovodrun -np 2 merlin-cowclip train`: as in one process, and what is refused in a sentence."""
+"""`horovodrun -np 2 merlin-cowclip train`: as in one process, and what is refused."""
 
 from __future__ import annotations
 
 import csv
-import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -15,7 +13,7 @@ from merlin_cowclip.models.ctr_block import embeddings_of
 from merlin_cowclip.plugins import joining
 from merlin_cowclip.plugins.joining import Ranks
 from merlin_cowclip.workflows import Loader, Run
-from merlin_cowclip.workflows.data.etl import prepare
+from merlin_cowclip.workflows.commands.main import main
 from merlin_cowclip.workflows.data.prepared import PreparedData
 from merlin_cowclip.workflows.errors import AgreedError, UserError
 from merlin_cowclip.workflows.training import ranks as ranks_of_runs
@@ -23,15 +21,13 @@ from merlin_cowclip.workflows.training.checkpoints import Checkpoints
 from merlin_cowclip.workflows.training.configuration import TrainConfig
 from merlin_cowclip.workflows.training.evaluation import evaluate
 from merlin_cowclip.workflows.training.scalars import percent
-from tests.bad_input.conftest import TOY, toy_log
-from tests.bad_input.contract import listing, refused
 
-from .conftest import COMMAND, OPTIONS
+from .conftest import COMMAND, OPTIONS, prepared
 from .launch import needs_horovod, on_ranks
 
 
 @needs_horovod
-@pytest.mark.slow
+@pytest.mark.ranks
 def test_a_run_of_two_ranks_is_that_of_one_process(data, one, tmp_path):
     ended = on_ranks(2, [*COMMAND, "train", data, "--out", tmp_path / "two", *OPTIONS])
     assert ended.code == 0, ended
@@ -56,17 +52,16 @@ def test_a_run_of_two_ranks_is_that_of_one_process(data, one, tmp_path):
 
 
 @needs_horovod
-@pytest.mark.slow
+@pytest.mark.ranks
 def test_a_run_with_tables_in_shards_is_like_any_other(data, one, in_shards):
-    """Of one test batch, for which the other rank has an empty one."""
-    run, prepared = Run.open(in_shards), PreparedData.open(data)
+    run, its_data = Run.open(in_shards), PreparedData.open(data)
     assert run.result["config"]["tables"] == "sharded"
     model = run.model()
-    rows = sum(prepared.cardinalities.values())
+    rows = sum(its_data.cardinalities.values())
     tables = [layer.table.shape.as_list() for layer in embeddings_of(model).values()]
     assert tables == [[rows, 3], [rows, 1]]
     assert run.result["parameters"] == one.result["parameters"]
-    quality = evaluate(model, Loader(prepared, "test", batch_size=20))
+    quality = evaluate(model, Loader(its_data, "test", batch_size=20))
     for key in ("auc", "log_loss", "calibration"):
         assert getattr(quality, key) == pytest.approx(run.result[key], rel=1e-6)
     of_fields = [_numbers(run.path / "fields.csv") for run in (one, run)]
@@ -76,7 +71,7 @@ def test_a_run_with_tables_in_shards_is_like_any_other(data, one, in_shards):
 
 
 def _check_clip(run: Run) -> None:
-    """What the run says of the clip is of all ranks' rows, as the lines of its epochs are."""
+    """The summary of the clip is over the rows of all ranks, as the lines of its epochs."""
     with (run.path / "fields.csv").open(newline="") as file:
         lines = [line for line in csv.DictReader(file) if line["table"] == "embeddings"]
     rows = [float(line["ids_per_batch"]) for line in lines]
@@ -95,33 +90,39 @@ def _numbers(path: Path) -> list[dict[str, float]]:
 
 
 @needs_horovod
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "words"),
     [
-        (["train", "{data}", "--batch-size", 17], ["must be a multiple of the number of ranks"]),
-        (
-            ["train", "{other}", "--batch-size", 18],
-            ["all ranks must have the rows of the data in common", "on rank 1"],
+        pytest.param(
+            ["train", "{both}", "--batch-size", 18],
+            "all ranks must have the rows of the data in common. Received: ",
+            marks=pytest.mark.ranks,
         ),
-        (["prepare", "criteo", "{data}"], ["only train shares its work", "prepare on 2"]),
+        pytest.param(
+            ["train", "{data}", "--batch-size", 17],
+            "must be a multiple of the number of ranks",
+            marks=pytest.mark.extended,
+        ),
+        pytest.param(
+            ["prepare", "criteo", "{data}"],
+            "only train shares its work",
+            marks=pytest.mark.extended,
+        ),
     ],
 )
-def test_what_is_refused_is_said_once(data, tmp_path, command, words):
-    log = toy_log(tmp_path / "log.csv", seed=1)
-    prepare(TOY, [log], tmp_path / "data1", progress=False)
-    (tmp_path / "data0").symlink_to(data)
-    before = listing(tmp_path)
-    places = {"data": str(data), "other": f"{tmp_path}/data$HOROVOD_RANK"}
+def test_what_is_refused_is_said_once(tmp_path, command, words):
+    for rank in range(2):
+        prepared(tmp_path, seed=rank)
+    before = {path for path in tmp_path.rglob("*")}
+    places = {"data": f"{tmp_path}/data0", "both": f"{tmp_path}/data$HOROVOD_RANK"}
     argv = [str(argument).format(**places) for argument in command]
     line = " ".join([*COMMAND, *argv, "--out", str(tmp_path / "run")])
     ended = on_ranks(2, ["sh", "-c", f"exec {line}"])
     (sentence,) = ended.said()
     assert sentence.startswith(f"merlin-cowclip {command[0]}: error: "), ended
-    for word in words:
-        assert word in sentence
+    assert words in sentence
     assert "exit with status code 2" in ended.out + ended.err
-    assert listing(tmp_path) == before
+    assert {path for path in tmp_path.rglob("*")} == before
 
 
 def test_deferred_updates_are_refused(monkeypatch):
@@ -132,7 +133,6 @@ def test_deferred_updates_are_refused(monkeypatch):
 
 
 def test_ranks_of_other_versions_are_refused(monkeypatch):
-    """Of which two, on one machine, are hard to have."""
     mine = {key: key for key in ranks_of_runs._ALIKE} | {"versions": {"numpy": "1.23.5", "tf": "2"}}
     theirs = {**mine, "versions": {"numpy": "1.24.0", "tf": "2"}}
     monkeypatch.setattr(ranks_of_runs, "_several", lambda: True)
@@ -145,33 +145,16 @@ def test_ranks_of_other_versions_are_refused(monkeypatch):
     ranks_of_runs.check_alike(mine)
 
 
-_WAITS = """
-import sys, time, types
-
-places = types.SimpleNamespace(rank=1, size=2)
-joining = types.SimpleNamespace(ranks=lambda: places, of_all_ranks=lambda _: time.sleep(60))
-sys.modules["merlin_cowclip.plugins.joining"] = joining
-from merlin_cowclip.workflows.errors import AgreedError, UserError
-from merlin_cowclip.workflows.training import ranks
-
-ranks.here, ranks.PATIENCE = lambda: places, 1
-with ranks.first_speaks():
-    raise AgreedError("so")
-"""
-
-
-def test_a_rank_that_horovod_lets_wait_ends():
-    """Once in hundreds of times, and where no launcher's signal comes through."""
-    ended = subprocess.run([sys.executable, "-c", _WAITS], capture_output=True, timeout=30)
-    assert (ended.returncode, ended.stderr) == (-signal.SIGALRM, b"")
-
-
-def test_ranks_without_horovod_are_refused(data, tmp_path, monkeypatch):
+def test_ranks_without_horovod_are_refused(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("HOROVOD_RANK", "0")
     monkeypatch.setenv("HOROVOD_SIZE", "2")
+    monkeypatch.setitem(sys.modules, "horovod", None)
+    monkeypatch.setitem(sys.modules, "horovod.tensorflow", None)
     ranks_of_runs.here.cache_clear()
     try:
-        words = ["Horovod", "2 processes", "merlin-cowclip[horovod]"]
-        refused(["train", data, "--out", tmp_path / "run"], words, folder=tmp_path)
+        assert main(["train", str(tmp_path), "--out", str(tmp_path / "run")]) == 2
     finally:
         ranks_of_runs.here.cache_clear()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "2 processes" in line
+    assert "merlin-cowclip[horovod]" in line

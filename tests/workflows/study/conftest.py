@@ -1,4 +1,4 @@
-"""One prepared folder for all tests of tuning, and trials that cost nothing."""
+"""One prepared folder for all tests of studies, and trials that cost nothing."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from merlin_cowclip.plugins._stack import tf
 from merlin_cowclip.workflows.data.datasets import DatasetSpec, Split
 from merlin_cowclip.workflows.data.etl import prepare
 from merlin_cowclip.workflows.data.prepared import PreparedData
@@ -104,3 +105,11 @@ def fake(monkeypatch) -> Fake:
     for module in (tune, repeats):
         monkeypatch.setattr(module, "epochs_of", lambda *a: fake.epochs_of(*a))
     return fake
+
+
+@pytest.fixture
+def eager() -> Iterator[None]:
+    """Without graphs, whose tracing takes most of the time of a small run."""
+    tf.config.run_functions_eagerly(True)
+    yield
+    tf.config.run_functions_eagerly(False)

@@ -1,4 +1,4 @@
-"""The command, in a process that is killed or stopped at a chosen place of a tune."""
+"""The command line in a process that ends itself in a trial of a tuning study."""
 
 from __future__ import annotations
 
@@ -18,45 +18,29 @@ ROOT = Path(__file__).parents[3]
 
 
 def main(place: str, *arguments: str) -> int:
-    """The command with these arguments.
+    """Run the command with these arguments.
 
     Args:
-        place: "trial:N@SIGKILL", once the N-th trial of this process has measured an epoch; the
-            same of "repeat:N", once its network has made an update; "" for nowhere.
+        place: as "3@SIGKILL", the signal to send once the third trial has measured an epoch; ""
+            for none.
         arguments: of the command.
     """
     from merlin_cowclip.plugins._stack import tf
     from merlin_cowclip.workflows.commands.main import main as command
-    from merlin_cowclip.workflows.study import repeats, search
+    from merlin_cowclip.workflows.study import search
 
     warnings.filterwarnings("ignore", "Even though the `tf.config.exp")
     tf.config.run_functions_eagerly(True)
-    name, _, how = place.partition("@")
-    kind, _, number = name.partition(":")
-    seen: list[Any] = []
+    number, _, how = place.partition("@")
+    measured, seen = search.Trial.measured, []
 
-    def end(what: Any) -> None:
-        if not any(what is one for one in seen):
-            seen.append(what)
-            if len(seen) == int(number):
-                os.kill(os.getpid(), signal.Signals[how])
+    def and_end(trial: Any, epoch: Any) -> bool:
+        hopeless = measured(trial, epoch)
+        seen.extend([] if any(trial is one for one in seen) else [trial])
+        if len(seen) == int(number):
+            os.kill(os.getpid(), signal.Signals[how])
+        return hopeless
 
-    if kind == "trial":
-        measured = search.Trial.measured
-
-        def and_end(trial: Any, epoch: Any) -> bool:
-            hopeless = measured(trial, epoch)
-            end(trial)
-            return hopeless
-
+    if place:
         search.Trial.measured = and_end
-    elif kind == "repeat":
-        stock = repeats.epochs_of
-
-        def ending(rows: Any, config: Any, *rest: Any) -> Any:
-            for epoch in stock(rows, config, *rest):
-                end(config)
-                yield epoch
-
-        repeats.epochs_of = ending
     return command(arguments)

@@ -1,11 +1,10 @@
-"""Tunes that are killed, stopped, or shared by two processes, with networks that are trained."""
+"""Tuning studies that are killed, stopped, or shared by two processes, with real training."""
 
 import json
 import re
 
 import pytest
 
-from merlin_cowclip.workflows.data.prepared import PreparedData
 from merlin_cowclip.workflows.study.configuration import TuneConfig
 from merlin_cowclip.workflows.study.search import Search
 from merlin_cowclip.workflows.study.tuned import Tuned
@@ -13,7 +12,7 @@ from tests.warm import WarmInterpreter
 
 from .processes import ROOT, START
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.extended
 OPTIONS = ("--model", "lr", "--batch-size", 512, "--epochs", 2, "--seeds", 1)
 TRIALS = ("--trials", 7)
 
@@ -36,38 +35,30 @@ def ended(out) -> list:
     return Search(out, config.space, config.seed).tried()
 
 
-def test_killed_and_gone_on_with(interpreter, data, tmp_path):
+def test_killed_stopped_and_resumed(interpreter, data, tmp_path):
     out = tmp_path / "tune"
     tune = ("tune", data.path, "--out", out)
-    done = start(interpreter, tmp_path, "trial:3@SIGKILL", *tune, *OPTIONS, *TRIALS).end()
+    done = start(interpreter, tmp_path, "3@SIGKILL", *tune, *OPTIONS, *TRIALS).end()
     assert done.returncode == -9
     kept = ended(out)
     assert [trial.number for trial in kept] == [0, 1]
-    # What the options do not say is the tune's own.
-    done = start(interpreter, tmp_path, "repeat:2@SIGTERM", *tune, "--seeds", 1, *TRIALS).end()
+    # Options that are left out are taken from the folder.
+    done = start(interpreter, tmp_path, "3@SIGTERM", *tune, "--seeds", 1, *TRIALS).end()
     assert done.returncode == 143, done.stderr
-    assert "7 trials that have ended are kept. Go on with: merlin-cowclip tune" in done.stderr
-    trials = ended(out)
-    assert len(trials) == 7
-    assert trials[:2] == kept
-    again = next(trial for trial in trials if trial.rules == ("sqrt_star",))
-    assert again.number != 2
-    repeated = {path.name: path.read_bytes() for path in (out / "repeats").iterdir()}
-    assert repeated
+    assert "trials that have ended are kept. Go on with: merlin-cowclip tune" in done.stderr
     done = start(interpreter, tmp_path, "", *tune, "--seeds", 1, "--quiet", *TRIALS).end()
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
-    assert done.stdout.startswith("  ")  # the tables alone
-    assert ended(out) == trials
-    for name, content in repeated.items():
-        assert (out / "repeats" / name).read_bytes() == content
+    assert done.stdout.startswith("  ")  # only the tables
+    trials = ended(out)
+    assert len(trials) == 7
+    assert trials[:2] == kept
     best = max(trials, key=lambda trial: trial.auc)
-    tuned = Tuned.open(out)
-    assert max(row["search_auc"] for row in tuned.result["table"]) == best.auc
+    assert max(row["search_auc"] for row in Tuned.open(out).result["table"]) == best.auc
 
 
 def test_two_processes_share_one(interpreter, second, data, tmp_path):
-    """Begun at the same time: one makes the folder, and neither does what the other has done."""
+    """They begin at the same time, and no trial is run twice."""
     out = tmp_path / "tune"
     command = ("tune", data.path, "--out", out, *OPTIONS, "--trials", 8)
     programs = [start(one, tmp_path, "", *command) for one in (interpreter, second)]
@@ -83,5 +74,3 @@ def test_two_processes_share_one(interpreter, second, data, tmp_path):
     trials = ended(out)
     assert [trial.number for trial in trials] == [*range(8)]
     assert len({trial.point for trial in trials}) == 8
-    rows = PreparedData.open(out / "rows")
-    assert rows.rows["test"] == 135

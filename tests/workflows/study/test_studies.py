@@ -1,4 +1,4 @@
-"""What a study trains, known before anything is trained."""
+"""The list of runs of each study, known before anything is trained."""
 
 from __future__ import annotations
 
@@ -7,67 +7,16 @@ import dataclasses
 import pytest
 
 from merlin_cowclip.plugins.scaling import SCALING_RULES, K, recipe, scale
-from merlin_cowclip.workflows.errors import Notice, UserError
+from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.study.configuration import TuneConfig
-from merlin_cowclip.workflows.study.setting import Setting, batch_sizes, shared_values
+from merlin_cowclip.workflows.study.setting import Setting, batch_sizes
 from merlin_cowclip.workflows.study.studies import NETWORKS, STUDIES, TOP, Cell, find_study
 from merlin_cowclip.workflows.training.configuration import TrainConfig
 
+# A tuned base may come with a notice; none of these tests is about it.
+pytestmark = pytest.mark.filterwarnings("ignore::merlin_cowclip.workflows.errors.Notice")
 SIZES = (1 * K, 8 * K, 128 * K)
 SETTING = Setting(SIZES, seeds=(1,))
-
-
-def cells(name: str, setting: Setting = SETTING) -> dict[tuple[str, str], Cell]:
-    found = list(STUDIES[name].cells(setting))
-    by_place = {(cell.row, cell.column): cell for cell in found}
-    assert len(by_place) == len(found)
-    return by_place
-
-
-@pytest.mark.parametrize("sizes", [SIZES, (64,)])
-@pytest.mark.parametrize("name", STUDIES)
-def test_every_study_has_its_table(name, sizes):
-    found = cells(name, Setting(sizes))
-    rows, columns = ({place[i] for place in found} for i in (0, 1))
-    assert len(found) == len(rows) * len(columns)
-
-
-def test_the_rules_start_from_one_base():
-    found = cells("scaling-rules", Setting(SIZES, {"l2": 1e-4, "dense_lr": 1e-3}))
-    assert {row for row, _ in found} == set(SCALING_RULES)
-    for (rule, _), cell in found.items():
-        base = recipe(rule).replace(l2=1e-4, dense_lr=1e-3)
-        assert cell.config.hyperparameters == scale(base, to=cell.config.batch_size, rule=rule)
-    at_base = {cell.config.identity for (_, size), cell in found.items() if size == "1,024"}
-    assert len(at_base) == 2  # CowClip's recipe, and that of the five others
-
-
-def test_what_tunes_found_is_a_row_beside_the_rules():
-    values = recipe("none").replace(batch_size=8 * K, dense_lr=3e-3)
-    found = TrainConfig(batch_size=8 * K, rule="none", base=values, epochs=7, update="lazy")
-    cell = cells("scaling-rules", Setting(SIZES, config={"epochs": 2}, found=[found]))[
-        "tune", "8,192"
-    ]
-    assert cell.config.hyperparameters == values
-    assert (cell.config.epochs, cell.config.update) == (2, "lazy")
-    for words, setting in (
-        ("Received: .8192., and batch_sizes .1024.", {"batch_sizes": (1024,)}),
-        ("network. Received: model='deepfm'", {"config": {"model": "dcn"}}),
-        (r"network. Received: mlp=\[", {"config": {"mlp": (8,)}}),
-        ("each at another", {"found": [found, found]}),
-    ):
-        with pytest.raises(UserError, match=words):
-            Setting(**{"batch_sizes": SIZES, "found": [found], **setting})
-
-
-@pytest.mark.parametrize("model", NETWORKS)
-def test_what_a_tune_has_written_down_is_of_the_same_network(model):
-    """It leaves nothing to defaults, as the study does."""
-    found = TrainConfig(model=model, base=recipe("none"), rule="none")
-    written = TrainConfig.from_dict(found.to_dict())
-    assert Setting(SIZES, config={"model": model}, found=[written]).found == [written]
-
-
 TUNED = TrainConfig(
     model="dcn_v2",
     mlp=(8,),
@@ -83,67 +32,70 @@ TUNED = TrainConfig(
 )
 
 
-def test_a_base_that_was_tuned_brings_its_network_along():
+def cells(name: str, setting: Setting = SETTING) -> dict[tuple[str, str], Cell]:
+    found = list(STUDIES[name].cells(setting))
+    by_place = {(cell.row, cell.column): cell for cell in found}
+    assert len(by_place) == len(found)
+    return by_place
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_every_study_is_a_whole_table(name):
+    for sizes in (SIZES, (64,)):
+        found = cells(name, Setting(sizes))
+        rows, columns = ({place[i] for place in found} for i in (0, 1))
+        assert len(found) == len(rows) * len(columns)
+
+
+def test_the_rules_start_from_one_base():
+    found = cells("scaling-rules", Setting(SIZES, {"l2": 1e-4, "dense_lr": 1e-3}))
+    assert {row for row, _ in found} == set(SCALING_RULES)
+    for (rule, _), cell in found.items():
+        base = recipe(rule).replace(l2=1e-4, dense_lr=1e-3)
+        assert cell.config.hyperparameters == scale(base, to=cell.config.batch_size, rule=rule)
+    at_base = {cell.config.identity for (_, size), cell in found.items() if size == "1,024"}
+    assert len(at_base) == 2  # CowClip's recipe, and the one of the five other rules
+
+
+def test_tuned_hyperparameters_are_a_row_next_to_the_rules():
+    values = recipe("none").replace(batch_size=8 * K, dense_lr=3e-3)
+    found = TrainConfig(batch_size=8 * K, rule="none", base=values, epochs=7, update="lazy")
+    setting = Setting(SIZES, config={"epochs": 2}, found=[found])
+    config = cells("scaling-rules", setting)["tune", "8,192"].config
+    assert config.hyperparameters == values
+    assert (config.epochs, config.update) == (2, "lazy")
+    for words, changes in (
+        ("Received: .8192., and batch_sizes .1024.", {"batch_sizes": (1024,)}),
+        ("network. Received: model='deepfm'", {"config": {"model": "dcn"}}),
+        ("each at another", {"found": [found, found]}),
+    ):
+        with pytest.raises(UserError, match=words):
+            Setting(**{"batch_sizes": SIZES, "found": [found], **changes})
+
+
+@pytest.mark.parametrize("model", NETWORKS)
+def test_a_tuned_configuration_from_json_has_the_same_network(model):
+    found = TrainConfig(model=model, base=recipe("none"), rule="none")
+    written = TrainConfig.from_dict(found.to_dict())
+    assert Setting(SIZES, config={"model": model}, found=[written]).found == [written]
+
+
+def test_a_tuned_base_determines_the_runs():
     setting = Setting.of_tune(TUNED, (2 * K, 8 * K), {"dense_lr": 0.5}, {"epochs": 7, "mlp": (8,)})
     config = cells("scaling-rules", setting)["sqrt", "2,048"].config
     assert (config.base.dense_lr, config.base.l2) == (0.5, 1e-7)
     assert config.network_options == TUNED.network_options
     assert (config.model, config.update, config.epochs) == ("dcn_v2", "lazy", 7)
+    assert config.deterministic
     assert config.dense_schedule == {"name": "linear", "to": 0.0, "epochs": None}
+    fast = dataclasses.replace(TUNED, deterministic=False)
+    assert not Setting.of_tune(fast, (2 * K,)).run("sqrt", 2 * K).deterministic
     with pytest.raises(UserError, match="first of the batch sizes .* 1,024, and .* at 2,048"):
         Setting.of_tune(TUNED, SIZES)
 
 
-def test_a_base_brings_along_whether_it_is_deterministic():
-    fast = dataclasses.replace(TUNED, deterministic=False)
-    assert not Setting.of_tune(fast, (2 * K,)).run("sqrt", 2 * K).deterministic
-    assert (
-        Setting.of_tune(fast, (2 * K,), config={"deterministic": True})
-        .run("sqrt", 2 * K)
-        .deterministic
-    )
-    assert Setting.of_tune(TUNED, (2 * K,)).run("sqrt", 2 * K).deterministic
-    network = {"model": TUNED.model, **TUNED.network_options}
-    found = cells("scaling-rules", Setting((K, 2 * K), config=network, found=[fast]))
-    assert not found["tune", "2,048"].config.deterministic
-    assert found["sqrt", "2,048"].config.deterministic
-
-
-@pytest.mark.parametrize(
-    ("given", "named"),
-    [
-        ({"config": {"base": recipe("none"), "epochs": 2, "rule": "sqrt"}}, "config .*'base', 'ru"),
-        ({"config": {"seed": 7}}, "config .*'seed'"),
-        ({"config": {"batch_size": 64}}, "config .*'batch_size'"),
-        ({"config": {"nonsense": 3}}, "config .*'nonsense'"),
-        ({"values": {"clip": None}}, "values .*'clip'"),
-    ],
-)
-def test_what_no_run_of_a_study_would_take_is_refused(given, named):
-    with pytest.raises(UserError, match=f"{named}.*Leave them out"):
-        Setting(SIZES, **given)
-
-
-def test_clipped_tables_that_no_run_of_a_study_would_have_are_refused():
-    base = TUNED.base.replace(clip="global", clip_threshold=25.0)
-    some = dataclasses.replace(TUNED, base=base, clip_tables=("item",))
-    words = r"must clip all tables alike\. Received: clip_tables=\['item'\], tuned at 2,048"
-    with pytest.raises(UserError, match=words):
-        Setting.of_tune(some, (2 * K, 8 * K))
-    with pytest.raises(UserError, match=words):
-        Setting((2 * K,), config=TUNED.network_options | {"model": "dcn_v2"}, found=[some])
-
-
-def test_what_a_base_leaves_to_the_rules_is_said():
-    """Of σ, warm-up and clip every rule has its own: a tune's are taken where its own row is."""
-    own = TUNED.base.replace(init_stddev=0.066, warmup_epochs=1.65)
-    with pytest.warns(Notice, match="The tune found clip=None, init_stddev=0.066, warmup_epochs"):
-        setting = Setting.of_tune(dataclasses.replace(TUNED, base=own), (2 * K, 8 * K))
-    assert cells("scaling-rules", setting)["sqrt", "2,048"].config.base.init_stddev == 1e-4
-
-
 @pytest.mark.parametrize("name", ["networks", "time"])
-def test_of_several_networks_each_takes_its_own_options_of_it(name):
+def test_each_of_several_networks_takes_its_own_options_of_a_tuned_base(name):
     networks = STUDIES[name].networks
     setting = Setting.of_tune(TUNED, (2 * K,), config={"cross_layers": 3}, networks=networks)
     found = cells(name, setting)
@@ -153,66 +105,28 @@ def test_of_several_networks_each_takes_its_own_options_of_it(name):
         assert config.low_rank_dim == (3 if model == "dcn_v2" else None)
 
 
-@pytest.mark.parametrize(
-    ("option", "words"),
-    [
-        ({"model": "deepfm"}, "model='dcn_v2', tuned at 2,048, and model='deepfm' for its"),
-        ({"mlp": (8, 4)}, r"mlp=\[8\], tuned at 2,048, and mlp=\[8, 4\] for its"),
-        ({"combiner": "sum"}, "combiner={'genres': 'sum'}, tuned at 2,048, and combiner='sum'"),
-        ({"low_rank_dim": None}, "low_rank_dim=3, tuned at 2,048, and low_rank_dim=None for its"),
-        ({"cross_layers": 0}, "cross_layers must be a positive whole number"),
-    ],
-    ids=str,
-)
-def test_a_base_that_was_tuned_is_for_no_other_network(option, words):
+def test_a_tuned_base_is_for_no_other_network():
+    words = "model='dcn_v2', tuned at 2,048, and model='deepfm' for its"
     with pytest.raises(UserError, match=words):
-        Setting.of_tune(TUNED, (2 * K,), config=option)
+        Setting.of_tune(TUNED, (2 * K,), config={"model": "deepfm"})
     with pytest.raises(UserError, match=words):
-        TuneConfig(network=option, base=TUNED)
+        TuneConfig(network={"model": "deepfm"}, base=TUNED)
 
 
-def test_another_tune_starts_from_what_was_tuned():
-    with pytest.warns(Notice, match="the rule 'cowclip' predicts points with its clip, None"):
-        config = TuneConfig(batch_size=8 * K, base=TUNED, network={"mlp": (8,)})
+def test_another_tune_starts_from_a_tuned_base():
+    config = TuneConfig(batch_size=8 * K, base=TUNED, network={"mlp": (8,)})
     assert config.rules["cowclip"].hyperparameters.clip is None
-    trained = config.train_config(config.rules["sqrt"])
-    assert trained.network_options == TUNED.network_options
+    assert config.train_config(config.rules["sqrt"]).network_options == TUNED.network_options
     assert (config.update, config.rates) == ("lazy", "falling")
     assert config.base == TUNED.hyperparameters.to_dict()
     assert TuneConfig.from_dict(config.to_dict()).to_dict() == config.to_dict()
-
-
-@pytest.mark.parametrize("said", [{"update": "lazy"}, {"rates": "falling"}], ids=str)
-def test_a_base_that_was_tuned_brings_its_own(said):
     base = TrainConfig(batch_size=K)
-    with pytest.raises(UserError, match="brings its (update|rates) along, '(exact|constant)'. Rec"):
-        TuneConfig(base=base, **said)
-    assert TuneConfig(base=base.hyperparameters, **said).to_dict().items() >= said.items()
-
-
-@pytest.mark.parametrize(
-    "untried",
-    [
-        {"embedding_schedule": "cosine"},
-        {"dense_schedule": "linear"},
-        {"dense_schedule": {"name": "exponential", "rate": 0.9}},
-        {"dense_schedule": {"name": "linear", "to": 0.5}} | {"embedding_schedule": "linear"},
-        {"clip_tables": ("C1",)},
-    ],
-    ids=str,
-)
-def test_a_base_with_what_no_tune_searches_is_refused(untried):
-    """Its trials were without, or with another, and no word."""
-    base = TrainConfig(batch_size=K, **untried)
-    with pytest.raises(UserError, match="base must have what a tune searches.*hyperparameters"):
-        TuneConfig(base=base)
-    assert TuneConfig(base=base.hyperparameters).rates == "constant"
-
-
-def test_what_the_rules_share_of_a_base():
-    """Of a clip that is not CowClip's, or none, there is nothing to share."""
-    assert set(shared_values(recipe("none"))) == {"dense_lr", "embedding_lr", "l2"}
-    assert shared_values(recipe("cowclip"))["clip_floor"] == recipe("cowclip").clip_floor
+    for said in ({"update": "lazy"}, {"rates": "falling"}):
+        with pytest.raises(UserError, match="brings its (update|rates) along, '(exact|constant)'"):
+            TuneConfig(base=base, **said)
+    for other in ({"embedding_schedule": "cosine"}, {"clip_tables": ("C1",)}):
+        with pytest.raises(UserError, match="base must have what a tune searches.*hyperparameters"):
+            TuneConfig(base=TrainConfig(batch_size=K, **other))
 
 
 def test_networks_have_a_baseline_and_only_their_own_options():
@@ -227,12 +141,10 @@ def test_networks_have_a_baseline_and_only_their_own_options():
         assert config.low_rank_dim == (4 if name == "dcn_v2" else None)
 
 
-@pytest.mark.parametrize("name", ["networks", "time"])
-@pytest.mark.parametrize("option", [{"model": "dlrm"}, {"bottom_mlp": (8,)}])
-def test_what_no_network_of_a_study_takes_is_refused(name, option):
-    (word,) = option
-    with pytest.raises(UserError, match=f"takes their options alone. Received: {word}=.*Leave it"):
-        cells(name, Setting(SIZES, config=option))
+def test_an_option_that_no_network_of_a_study_has_is_refused():
+    words = "takes their options alone. Received: bottom_mlp=.*Leave it"
+    with pytest.raises(UserError, match=words):
+        cells("networks", Setting(SIZES, config={"bottom_mlp": (8,)}))
 
 
 def test_the_control_changes_the_data_alone():
@@ -243,7 +155,7 @@ def test_the_control_changes_the_data_alone():
 
 
 def test_constant_clips_follow_the_batch():
-    """Appendix I: c grows with √s; the runs with CowClip's own clip are those of its rule."""
+    """Appendix I of the paper: the threshold grows with √s."""
     found = cells("clipping")
     assert {column for _, column in found} == {"8,192", "131,072"}
     for size in (8 * K, 128 * K):
@@ -254,7 +166,7 @@ def test_constant_clips_follow_the_batch():
         assert ours.identity == SETTING.run("cowclip", size).identity
 
 
-def test_of_the_batch_sizes_those_of_the_paper_or_the_nearest():
+def test_the_ablation_is_at_the_papers_batch_sizes_or_the_nearest():
     for sizes, wanted in (
         (SIZES, {"8,192", "131,072"}),
         ((1 * K, 16 * K), {"16,384"}),  # at the base the recipes do not differ in scaling
@@ -294,17 +206,18 @@ def test_batch_sizes_end_where_an_epoch_has_too_few_updates():
     [
         ({"batch_sizes": ()}, "batch_sizes must name something"),
         ({"batch_sizes": (64, 64)}, r"batch_sizes must .* only once. Received: \[64, 64\]"),
-        ({"batch_sizes": (64,), "seeds": ()}, "seeds must name something"),
+        ({"seeds": ()}, "seeds must name something"),
         ({"batch_sizes": (128, 64)}, r"must rise from the base.* Received: \[128, 64\]"),
+        ({"config": {"rule": "sqrt", "seed": 7}}, "config .*'rule', 'seed'.*Leave them out"),
+        ({"values": {"clip": None}}, "values .*'clip'.*Leave them out"),
     ],
+    ids=str,
 )
-def test_a_setting_that_is_none(options, words):
+def test_a_setting_is_checked(options, words):
     with pytest.raises(UserError, match=words):
-        Setting(**options)
+        Setting(**{"batch_sizes": (64,), **options})
 
 
-def test_a_study_that_is_none():
+def test_an_unknown_study_is_refused():
     with pytest.raises(UserError, match="study must be one of scaling-rules, .* Received: 'x'"):
         find_study("x")
-    with pytest.raises(UserError, match="l2 must be a number that is not negative"):
-        list(STUDIES["curves"].cells(Setting((64,), {"l2": -1.0})))

@@ -1,5 +1,6 @@
-"""The search with trials that cost nothing: what is tried, kept, repeated, and refused."""
+"""The search, with trials that cost nothing, and a few trials that train."""
 
+import dataclasses
 import json
 import shlex
 import shutil
@@ -8,18 +9,23 @@ from pathlib import Path
 import pytest
 
 from merlin_cowclip.plugins import SCALING_RULES
-from merlin_cowclip.plugins.scaling import recipe
-from merlin_cowclip.workflows.commands.main import command_line
+from merlin_cowclip.plugins._stack import tf
+from merlin_cowclip.workflows import train
+from merlin_cowclip.workflows.commands.main import command_line, main
 from merlin_cowclip.workflows.commands.tuning import tune_config
 from merlin_cowclip.workflows.data.prepared import PreparedData
 from merlin_cowclip.workflows.errors import Stopped, UserError
 from merlin_cowclip.workflows.study import search
 from merlin_cowclip.workflows.study import tune as tuning
 from merlin_cowclip.workflows.study.configuration import TuneConfig
+from merlin_cowclip.workflows.study.held_out import hold_out
 from merlin_cowclip.workflows.study.search import Search
-from merlin_cowclip.workflows.study.trials import DivergedError, Epoch
+from merlin_cowclip.workflows.study.trials import DivergedError, Epoch, epochs_of
 from merlin_cowclip.workflows.study.tune import tune
 from merlin_cowclip.workflows.study.tuned import Tuned, command_of
+from merlin_cowclip.workflows.training.keeping import Keeping
+from merlin_cowclip.workflows.training.runs import Run
+from merlin_cowclip.workflows.training.stopping import Interrupted, Stopping
 
 from .conftest import NETWORK, auc_of
 
@@ -60,14 +66,18 @@ def test_it_finds_better_than_the_rules(shared):
     assert {t["why"] == "given up" for t in shared.result["trials"]} == {True, False}
 
 
-def test_what_was_found(shared):
-    """The values and the epoch of the best trial, as `train` takes them."""
+def test_the_result_is_the_best_trial(shared, data):
     best = max(shared.result["trials"], key=lambda trial: trial["auc"])
     config = shared.train_config()
     assert shared.result["winner"] == best["number"]
     assert config.hyperparameters.to_dict() == best["hyperparameters"]
     assert (config.rule, config.batch_size, config.epochs) == ("none", 256, 3)
     assert config.update == best["update"]
+    result = json.loads((shared.path / "result.json").read_text())
+    assert result == shared.result
+    assert result["rows"] == {"train": 1215, "test": 135}
+    assert {"optuna", "tensorflow", "python"} <= result["versions"].keys()
+    assert f"tune {data.path} --out {shared.path}" in result["command"]
 
 
 def test_the_best_and_every_rule_are_repeated_from_other_seeds(shared, config):
@@ -86,8 +96,8 @@ def test_the_best_and_every_rule_are_repeated_from_other_seeds(shared, config):
     assert worse["difference_deviation"] == pytest.approx(0, abs=1e-12)
 
 
-def test_the_first_of_the_search_may_be_so_by_chance(data, config, tmp_path, fake, monkeypatch):
-    """A rule that was lucky once: of the three best, the one with the best mean is found."""
+def test_a_lucky_trial_does_not_win(data, config, tmp_path, fake, monkeypatch):
+    """The one with the best mean of the three best trials wins, not a lucky one."""
     lucky = config.rules["none"].hyperparameters.to_dict()
     epochs_of = fake.epochs_of
 
@@ -107,10 +117,9 @@ def test_the_first_of_the_search_may_be_so_by_chance(data, config, tmp_path, fak
     assert len(best["aucs"]) == len(other["aucs"]) == 3
 
 
-def test_what_matters_is_named(shared):
-    """Of the landscape only the two learning rates matter; what the rules say goes with them."""
+def test_importance_of_the_hyperparameters(shared, data, config, tmp_path, fake):
+    """Only the two learning rates matter in this landscape; the rules' choices follow them."""
     shares = shared.result["importance"]
-    print(shares)
     assert next(iter(shares)) in ("dense_lr", "embedding_lr")
     assert sum(shares.values()) == pytest.approx(1)
     assert shares["update"] < 0.1
@@ -118,26 +127,16 @@ def test_what_matters_is_named(shared):
     assert "Importance of the values, over 30 trials" in text
     assert "best found" in text
     assert "cowclip" in text
-
-
-def test_what_is_in_the_result(shared, data):
-    result = shared.result
-    assert result["rows"] == {"train": 1215, "test": 135}
-    assert {"optuna", "tensorflow", "python"} <= result["versions"].keys()
-    assert result["machine"]["cpus"]
-    assert "--batch-size 256" in result["command"]
-    assert f"tune {data.path} --out {shared.path}" in result["command"]
+    few = tuned_by(data, config, tmp_path / "tune", trials=6, seeds=1)
+    assert few.result["importance"] is None
+    assert "too few trials to say (6; 10 at least)" in few.tables()
 
 
 @pytest.mark.parametrize(
     "options",
     [
         {"network": {"model": "dlrm", "bottom_mlp": (), "mlp": (16,)}},
-        {"network": {"model": "dlrm", "bottom_mlp": (8, 4)}},
-        {"network": {"model": "fm", "embedding_dim": 4}},
-        {"network": {"model": "lr"}},
-        {"network": {"model": "dcn_v2", "cross_layers": 2, "low_rank_dim": 3}},
-        {"network": {"combiner": {"a b": "sum", "c=d": "mean"}}, "deterministic": False},
+        {"network": {"combiner": {"a b": "sum"}}, "deterministic": False},
         {"base": {"l2": 1e-7, "batch_size": 32}, "held_out": 0.2, "seed": 5},
     ],
     ids=str,
@@ -151,51 +150,24 @@ def test_the_command_searches_the_same(options, tmp_path):
     assert tune_config(arguments).to_dict() == config.to_dict()
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"base": recipe("cowclip")},
-        {"update": "lazy"},
-        {"rates": "falling"},
-        {"network": {"combiner": {}}},
-        {"network": {"combiner": {"a,b": "sum"}}},
-    ],
-    ids=str,
-)
-def test_what_no_command_says(options, tmp_path):
-    assert command_of(TuneConfig(**options), tmp_path, tmp_path) is None
-
-
-def test_few_trials_say_nothing_of_importance(data, config, tmp_path, fake):
-    tuned = tuned_by(data, config, tmp_path / "tune", trials=6, seeds=1)
-    assert tuned.result["importance"] is None
-    assert "too few trials to say (6; 10 at least)" in tuned.tables()
-
-
-def test_the_test_part_is_not_there(data, config, tmp_path, fake):
+def test_the_test_part_is_not_read(data, config, tmp_path, fake):
     source = PreparedData.open(shutil.copytree(data.path, tmp_path / "source"))
     shutil.rmtree(source.path / "test")
     tuned = tuned_by(source, config, tmp_path / "tune", trials=6, seeds=1)
     assert tuned.result["rows"]["test"] == 135  # of the training part's 1,350
 
 
-def test_going_on_gives_what_one_go_gives(data, config, tmp_path, fake, shared):
-    """What is proposed follows from the trials before; nothing is trained twice."""
+def test_a_tune_in_two_parts_is_one_tune(data, config, tmp_path, fake, shared):
     first = tuned_by(data, config, tmp_path / "tune", trials=12)
     trained = len(fake.configs)
     tuned = tuned_by(data, config, tmp_path / "tune", trials=30)
     assert tuned.result["trials"] == shared.result["trials"]
     assert tuned.result["table"] == shared.result["table"]
+    assert trained == 12 + 3 * len({row["trial"] for row in first.result["table"]})
     assert len(fake.configs) - trained <= 18 + 3 * tuning.FINALISTS
-    again = len(fake.configs)
-    assert tuned_by(data, config, tmp_path / "tune", trials=30).result["table"]
-    assert len(fake.configs) == again
-    repeated = {row["trial"] for row in first.result["table"]}
-    assert len(config.starts) + 1 <= len(repeated) <= len(config.starts) + tuning.FINALISTS
-    assert trained == 12 + 3 * len(repeated)
 
 
-def test_interrupted_and_gone_on_with(data, config, tmp_path, fake, shared, monkeypatch, capsys):
+def test_interrupted_and_resumed(data, config, tmp_path, fake, shared, monkeypatch, capsys):
     out = tmp_path / "tune"
     stock, calls = fake.epochs_of, []
 
@@ -207,88 +179,62 @@ def test_interrupted_and_gone_on_with(data, config, tmp_path, fake, shared, monk
 
     monkeypatch.setattr(fake, "epochs_of", interrupted)
     with pytest.raises(Stopped, match="8 trials that have ended are kept. Go on with: ") as error:
-        tuned_by(data, config, out, trials=30)
+        tuned_by(data, config, out, trials=12)
     assert error.value.number == 15
     assert f"merlin-cowclip tune {data.path} --out {out}" in str(error.value)
     assert not (out / "result.json").exists()
     with pytest.raises(UserError, match="a tune that did not end. Go on: merlin-cowclip tune"):
         Tuned.open(out)
-    tuned = tune(data, config, out, trials=30)
+    tuned = tune(data, config, out, trials=12)
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("trial ")]
-    assert lines[0].startswith("trial 10, 9 of 30 ended: ")  # its number is a new one
-    assert lines[-1].startswith("trial 31, 30 of 30 ended: ")
+    assert lines[0].startswith("trial 10, 9 of 12 ended: ")  # its number is a new one
+    assert lines[-1].startswith("trial 13, 12 of 12 ended: ")
     trials = tuned.result["trials"]
-    assert len(trials) == 30
+    assert len(trials) == 12
     assert trials[:8] == shared.result["trials"][:8]
     again = next(t for t in trials if t["number"] == 9)
     assert again["hyperparameters"] == shared.result["trials"][8]["hyperparameters"]
 
 
-def test_a_trial_that_diverges_ends_alone(data, config, tmp_path, fake, monkeypatch):
+@pytest.fixture
+def diverge(monkeypatch, fake):
+    """Has trials diverge whose configuration meets a condition."""
     stock = fake.epochs_of
 
-    def diverging(rows, train, stopping, advance=lambda: None):
-        if train.hyperparameters.clip is None:
-            raise DivergedError("loss, gradients and weights must stay finite. Received: loss nan")
-        yield from stock(rows, train, stopping, advance)
+    def diverge_where(condition):
+        def epochs_of(rows, train, *rest):
+            if condition(train):
+                raise DivergedError("loss must stay finite. Received: loss nan")
+            yield from stock(rows, train, *rest)
 
-    monkeypatch.setattr(fake, "epochs_of", diverging)
+        monkeypatch.setattr(fake, "epochs_of", epochs_of)
+
+    return diverge_where
+
+
+def test_a_trial_that_diverges_ends_alone(data, config, tmp_path, diverge):
+    diverge(lambda train: train.hyperparameters.clip is None)
     tuned = tuned_by(data, config, tmp_path / "tune", trials=10, seeds=2)
     diverged = [t for t in tuned.result["trials"] if not t["epochs"]]
     assert len(diverged) >= 5
     assert all("loss nan" in t["why"] for t in diverged)
     assert tuned.train_config().hyperparameters.clip == "adaptive_column"
     assert "diverged" in tuned.tables()
+    diverge(lambda train: True)
+    with pytest.raises(UserError, match="all of them diverged.*loss nan"):
+        tuned_by(data, config, tmp_path / "all", trials=6)
 
 
-@pytest.mark.parametrize("seeds", [1, 2])
-def test_what_diverges_when_it_is_trained_again_is_not_the_best(
-    data, config, tmp_path, fake, monkeypatch, seeds
-):
-    """Of two seeds one: the mean of the other said nothing of it. Of all, the line was empty."""
+def test_a_trial_that_diverges_from_another_seed_is_not_the_best(data, config, tmp_path, diverge):
     first = tuned_by(data, config, tmp_path / "first", trials=8, seeds=2).result
     best = first["table"][0]
-    stock = fake.epochs_of
-
-    def diverging(rows, train, stopping, advance=lambda: None):
-        is_best = train.hyperparameters.to_dict() == best["hyperparameters"]
-        if is_best and train.seed in best["seeds"][:seeds]:
-            raise DivergedError("loss, gradients and weights must stay finite. Received: loss nan")
-        yield from stock(rows, train, stopping, advance)
-
-    monkeypatch.setattr(fake, "epochs_of", diverging)
+    values, seed = best["hyperparameters"], best["seeds"][0]
+    diverge(lambda train: (train.hyperparameters.to_dict(), train.seed) == (values, seed))
     tuned = tuned_by(data, config, tmp_path / "tune", trials=8, seeds=2)
     assert tuned.result["winner"] != first["winner"]
     (row,) = (row for row in tuned.result["table"][1:] if row["trial"] == first["winner"])
-    assert (row["mean"], row["diverged"], len(row["aucs"])) == (None, seeds, 2 - seeds)
-    said = tuned.tables()
-    (line,) = (line for line in said.split("\n\n")[0].splitlines() if "diverged" in line)
-    assert line.split("diverged")[0].strip() == row["what"]
-    assert f"Diverged when trained again: {row['what']} from {seeds} of 2 seeds." in said
-
-
-def test_all_that_are_trained_again_diverge(data, config, tmp_path, fake, monkeypatch):
-    stock, seed = fake.epochs_of, config.seed
-
-    def diverging(rows, train, stopping, advance=lambda: None):
-        if train.seed != seed:
-            raise DivergedError("loss, gradients and weights must stay finite. Received: loss nan")
-        yield from stock(rows, train, stopping, advance)
-
-    monkeypatch.setattr(fake, "epochs_of", diverging)
-    said = tuned_by(data, config, tmp_path / "tune", trials=8, seeds=2).tables()
-    assert "Diverged when trained again: best found from 2 of 2 seeds; " in said
-    assert "So did all that were trained again: search among lower learning rates." in said
-
-
-def test_all_diverge(data, config, tmp_path, fake, monkeypatch):
-    def diverging(*_):
-        raise DivergedError("the data is at fault")
-        yield
-
-    monkeypatch.setattr(fake, "epochs_of", diverging)
-    with pytest.raises(UserError, match="all of them diverged.*the data is at fault"):
-        tuned_by(data, config, tmp_path / "tune", trials=6)
+    assert (row["mean"], row["diverged"], len(row["aucs"])) == (None, 1, 1)
+    assert f"Diverged when trained again: {row['what']} from 1 of 2 seeds." in tuned.tables()
 
 
 def test_a_trial_that_gets_no_better_ends(data, tmp_path, fake):
@@ -337,12 +283,9 @@ def test_a_budget_leaves_room_for_the_repeats(data, config, tmp_path, clock):
     assert repeated["best found"] == 3
     best_rule = next(row for row in tuned.result["table"][1:] if row["rules"])
     assert len(best_rule["aucs"]) == 3
-
-
-def test_a_budget_that_ends_among_the_rules(data, config, tmp_path, clock):
-    tuned = tuned_by(data, config, tmp_path / "tune", trials=40, budget=20.0)
-    assert tuned.result["not_tried"]
-    assert "Not tried, as the trials or the time were over: " in tuned.tables()
+    few = tuned_by(data, config, tmp_path / "few", trials=40, budget=20.0)
+    assert few.result["not_tried"]
+    assert "Not tried, as the trials or the time were over: " in few.tables()
 
 
 def test_a_budget_too_small(data, config, tmp_path, clock, fake, monkeypatch):
@@ -361,23 +304,15 @@ def test_a_budget_too_small(data, config, tmp_path, clock, fake, monkeypatch):
         tuned_by(data, config, tmp_path / "tune", trials=6, budget=0.0)
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"epochs": 5}, "epochs=4. Received: epochs=5"),
-        ({"batch_size": 128}, "batch_size=256. Received: batch_size=128"),
-        ({"network": {**NETWORK, "mlp": (4,)}}, r"mlp=\[8\]. Received: mlp=\[4\]"),
-        ({"base": {"l2": 1e-3}}, "base=None. Received: base="),
-    ],
-)
-def test_another_tune_is_refused(data, shared, config, changes, words):
-    other = TuneConfig(**{**config.to_dict(), **changes})
-    with pytest.raises(UserError, match=f"a tune must go on with its own options, {words}"):
+def test_another_tune_is_refused(data, shared, config):
+    other = TuneConfig(**{**config.to_dict(), "batch_size": 128})
+    words = "a tune must go on with its own options, batch_size=256. Received: batch_size=128"
+    with pytest.raises(UserError, match=words):
         tuned_by(data, other, shared.path)
 
 
-def test_a_trial_that_kills_its_process_is_given_up(data, config, tmp_path, fake):
-    """And no step is taken from it, whatever it had come to."""
+def test_a_trial_that_kills_its_process_is_not_tried_again(data, config, tmp_path, fake):
+    """The search does not continue from its values."""
     out = tmp_path / "tune"
     tuned_by(data, config, out, trials=6, seeds=1)
     dies = search.Search(out, config.space, config.seed)
@@ -399,21 +334,8 @@ def test_a_trial_that_kills_its_process_is_given_up(data, config, tmp_path, fake
     assert last.number not in [trial.number for trial in search._kept(dies.study)]
 
 
-def test_the_search_steps_from_the_best_epoch_of_all(config, tmp_path):
-    """One that was given up may have had it, as the table shows it."""
-    Search.create(tmp_path, config.space, config.starts)
-    trials = Search(tmp_path, config.space, config.seed)
-    for aucs, why in (((0.7, 0.6), None), ((0.9, 0.5), "hopeless"), ((0.7, 0.8), None)):
-        trial = trials.claim(3)
-        for auc in aucs:
-            trial.measured(Epoch(auc, 0.5, 1.0, 0.5, 1.0))
-        trial.end(why, hopeless=why is not None)
-    assert search._best(trials.study).number == 1
-    assert max(trials.tried(), key=lambda tried: tried.auc).number == 1
-
-
-def test_hopeless_is_who_lags_behind_all_that_came_as_far(config, tmp_path):
-    """Those that were given up are of them: what comes to its end are mostly rules, and good."""
+def test_a_trial_is_pruned_where_most_were_better(config, tmp_path):
+    """Compared with pruned trials, too."""
     Search.create(tmp_path, config.space, {})
     trials = Search(tmp_path, config.space, config.seed)
 
@@ -431,5 +353,60 @@ def test_hopeless_is_who_lags_behind_all_that_came_as_far(config, tmp_path):
     assert hopeless_after(0.7, 0.1) == 0  # by its best epoch so far
 
 
-def test_result_is_json(shared):
-    assert json.loads((shared.path / "result.json").read_text()) == shared.result
+# Trials that train
+
+
+@pytest.fixture(scope="module")
+def rows(data, tmp_path_factory):
+    return hold_out(data, 0.2, 7, tmp_path_factory.mktemp("trials") / "rows", progress=False)
+
+
+@pytest.mark.usefixtures("eager")
+@pytest.mark.filterwarnings("ignore:Even though the `tf.config.exp")
+class TestTrials:
+    def test_a_trial_is_what_train_does(self, rows, tmp_path):
+        """On the same rows: AUC, log loss, calibration and training loss to the last digit."""
+        config = TuneConfig(batch_size=256, network=NETWORK, epochs=2, update="lazy")
+        trained = config.train_config(dataclasses.replace(config.rules["cowclip"], rates="falling"))
+        epochs = list(epochs_of(rows, trained, Stopping()))
+        tf.config.run_functions_eagerly(True)
+        keeping = Keeping(saved_model=False)
+        run = train(rows, trained, tmp_path / "run", keeping=keeping, progress=False)
+        names = ("auc", "log_loss", "calibration", "train_loss")
+        for ours, theirs in zip(epochs, run.result["epochs"], strict=True):
+            assert [getattr(ours, name) for name in names] == [theirs[name] for name in names]
+
+    def test_a_diverging_trial_reports_why(self, rows):
+        config = TuneConfig(batch_size=256, network=NETWORK, base={"dense_lr": 1e25})
+        with pytest.raises(DivergedError, match="must"):
+            list(epochs_of(rows, config.train_config(config.rules["none"]), Stopping()))
+
+    def test_a_trial_stops_after_the_current_update(self, rows):
+        config = TuneConfig(batch_size=256, network=NETWORK)
+        stopping, updates = Stopping(), []
+
+        def advance():
+            updates.append(1)
+            if len(updates) == 2:
+                stopping._received(2, None)
+
+        with pytest.raises(Interrupted):
+            list(epochs_of(rows, config.train_config(config.rules["none"]), stopping, advance))
+        assert len(updates) == 2
+
+    def test_train_takes_the_result_and_options_override_it(self, data, shared, tmp_path):
+        found = shared.train_config().hyperparameters
+        argv = ["train", data.path, "--tuned", shared.path, "--no-saved-model", "--quiet", "--out"]
+        argv = [*map(str, argv)]
+        assert main([*argv, str(tmp_path / "run")]) == 0
+        run = Run.open(tmp_path / "run")
+        assert run.train_config() == shared.train_config()
+        assert run.config["identity"] == shared.train_config().identity
+        assert run.config["values_from"] == str(shared.path)
+        assert len(run.result["epochs"]) == 3
+        options = ["--epochs", "1", "--seed", "5", "--rule", "sqrt", "--batch-size", "1024"]
+        assert main([*argv, str(tmp_path / "other"), *options]) == 0
+        config = Run.open(tmp_path / "other").train_config()
+        assert (config.epochs, config.seed, config.batch_size) == (1, 5, 1024)
+        assert config.tuned == found
+        assert config.hyperparameters.dense_lr == pytest.approx(2 * found.dense_lr)

@@ -1,14 +1,11 @@
-"""How a worker ends, whatever it trains: told by what stands in for training."""
+"""How a process of a sweep ends, told by substitutes of `train` and `resume`."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import multiprocessing
 import os
-import signal
 import sys
-import threading
 import traceback
 from types import ModuleType, SimpleNamespace
 
@@ -16,11 +13,12 @@ import pytest
 
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.study import workers
+from merlin_cowclip.workflows.study.claims import Claims
 from merlin_cowclip.workflows.training.configuration import TrainConfig
 
 
 class NotFiniteError(UserError):
-    """The watch's."""
+    """Substitute of the error of the NaN detection."""
 
 
 @pytest.fixture
@@ -32,7 +30,7 @@ def task(tmp_path):
 
 @pytest.fixture
 def training(monkeypatch):
-    """What `_trained` imports; a test gives it `train` and `resume`."""
+    """What `_trained` imports; a test sets `train` and `resume`."""
     monkeypatch.setattr(workers, "identity_of", lambda data: "sha")
     found = SimpleNamespace(train=None, resume=None)
     contents = {
@@ -62,7 +60,7 @@ def raising(error):
     return raise_it
 
 
-def test_a_run_goes_on_with_the_data_where_they_are_now(task, training):
+def test_an_interrupted_run_is_resumed_with_the_data_where_they_are_now(task, training):
     task.run.mkdir()
     (task.run / "config.json").touch()
     seen = []
@@ -77,8 +75,7 @@ def test_a_run_goes_on_with_the_data_where_they_are_now(task, training):
     assert task.is_done
 
 
-def test_what_a_process_left_that_was_killed_after_its_result(task, training):
-    """Checkpoints, as large as two models with their moments, which nobody would look for."""
+def test_checkpoints_left_by_a_killed_process_are_removed(task, training):
     (task.run / "checkpoints").mkdir(parents=True)
     finished(task.run)
     assert not task.is_done
@@ -88,22 +85,12 @@ def test_what_a_process_left_that_was_killed_after_its_result(task, training):
     assert task.is_done
 
 
-def test_a_folder_without_a_run_is_made_anew(task, training):
-    """Killed between two steps of writing down that a run diverged."""
-    task.run.mkdir()
+def test_a_run_of_another_process_is_left_to_it(task, training):
+    claim = Claims(task.claims).take("run")
+    assert workers._trained(task).how == "busy"
+    claim.let_go()
     training.train = lambda data, config, out, **more: finished(out)
     assert workers._trained(task).how == "done"
-
-
-def test_what_a_killed_process_left_of_a_run_is_removed(task, training):
-    """Of this run alone: another's may be under way."""
-    left, another = (task.run.with_name(f".{name}.partial-1-ab") for name in ("run", "run2"))
-    for folder in (left, another):
-        (folder / "workflow").mkdir(parents=True)
-    training.train = lambda data, config, out, **more: finished(out)
-    assert workers._trained(task).how == "done"
-    assert not left.exists()
-    assert another.exists()
 
 
 @pytest.mark.parametrize(
@@ -113,21 +100,14 @@ def test_what_a_killed_process_left_of_a_run_is_removed(task, training):
         UserError("predictions must be numbers. Received: NaN for 3 of 5 rows"),
     ],
 )
-def test_what_diverges(task, training, error):
+def test_a_diverged_run_is_done(task, training, error):
     training.train = raising(error)
     assert workers._trained(task).how == "done"
     assert task.is_done
     assert json.loads((task.run / "diverged.json").read_text())["message"] == str(error)
 
 
-def test_data_at_fault_are_no_divergence(task, training):
-    training.train = raising(NotFiniteError("The data is at fault: 'a' is NaN. Prepare it again"))
-    with pytest.raises(NotFiniteError, match="The data is at fault"):
-        workers._trained(task)
-    assert not task.is_done
-
-
-def test_data_that_were_prepared_anew_meanwhile(task, training, monkeypatch):
+def test_data_that_were_prepared_again_meanwhile_are_refused(task, training, monkeypatch):
     monkeypatch.setattr(workers, "identity_of", lambda data: "another")
     training.train = raising(AssertionError)
     with pytest.raises(UserError, match="the data of a sweep must stay what they are. Received: "):
@@ -135,61 +115,23 @@ def test_data_that_were_prepared_anew_meanwhile(task, training, monkeypatch):
     assert not task.is_done
 
 
-def test_a_process_that_dies_before_its_task_is_told(task):
-    """As one does whose main module cannot be imported."""
-    worker = workers._Worker()
-    os.kill(worker._process.pid, signal.SIGSTOP)
-    worker.begin(task)
-    os.kill(worker._process.pid, signal.SIGKILL)
-    with pytest.raises(UserError, match="must live until it is done. Received: exit code -9"):
-        worker.ended()
-    worker.begin(task)
-    with pytest.raises(UserError, match="must live until it is done"):
-        worker.ended()
-    worker.stop(at_work=True)
-    worker.join()
-
-
-def test_a_bug_is_told_as_one_with_its_traceback(task):
-    """It is no want of memory, which kills by a signal."""
+@pytest.mark.extended
+def test_an_internal_error_has_its_traceback(task):
     broken = dataclasses.replace(task, claims=None)
     with pytest.raises(
         workers.FailedError, match=f"AttributeError: .*, while {task.run} was"
     ) as failed:
         list(workers.work_off([broken], 1))
-    told = "".join(traceback.format_exception(failed.value))
-    assert "in _trained" in told
-    assert "memory" not in told
+    assert "in _trained" in "".join(traceback.format_exception(failed.value))
 
 
-def test_a_process_that_ends_by_itself_is_given_no_advice_on_memory(task):
-    worker = workers._Worker()
-    worker._task = task
-    worker.pipe.close()
-    ours, theirs = multiprocessing.Pipe()
-    theirs.close()
-    worker.pipe = ours
-    with pytest.raises(UserError, match="exit code 0 .* on the terminal") as refused:
-        worker.ended()
-    assert "memory" not in str(refused.value)
-
-
-def test_want_of_memory_that_python_tells(task, training):
-    """Which kills nothing."""
-    training.train = raising(MemoryError)
-    ours, theirs = multiprocessing.Pipe()
-    ours.send(task)
-    worker = threading.Thread(target=workers._work, args=(theirs,))
-    worker.start()
-    ended = ours.recv()
-    ours.close()
-    worker.join()
-    assert (ended.how, "Give it more memory" in ended.message) == ("refused", True)
-
-
-def test_a_process_whose_last_word_nobody_heard_ends(monkeypatch):
-    monkeypatch.setattr(os, "setpgrp", lambda: None)
-    ours, theirs = multiprocessing.Pipe()
-    theirs.send("done")
-    ours.close()
-    workers._work(theirs)
+def test_processes_share_the_cores(monkeypatch):
+    inter, intra = "TF_NUM_INTEROP_THREADS", "TF_NUM_INTRAOP_THREADS"
+    monkeypatch.delenv(inter, raising=False)
+    monkeypatch.setenv(intra, "3")
+    monkeypatch.setattr(os, "cpu_count", lambda: 9)
+    with workers._share_of_the_cores(1):
+        assert inter not in os.environ
+    with workers._share_of_the_cores(4):
+        assert (os.environ[inter], os.environ[intra]) == ("2", "3")
+    assert inter not in os.environ
