@@ -14,16 +14,12 @@ from merlin_cowclip.plugins.joining import Ranks
 from .merlin_models import SCHEMA, dataset
 from .test_optimizer import HOT, built, ours
 
+pytestmark = pytest.mark.extended
 KERAS = tf.keras.callbacks
 
 
 class AtBegin(KERAS.Callback):
     def on_train_begin(self, logs=None):
-        pass
-
-
-class AtEpochs(KERAS.Callback):
-    def on_epoch_begin(self, epoch, logs=None):
         pass
 
 
@@ -37,24 +33,16 @@ class AtEnds(KERAS.Callback):
         pass
 
 
-def restarted():
-    return KERAS.ModelCheckpoint(".", load_weights_on_restart=True)
-
-
 @pytest.mark.parametrize(
     ("callback", "may"),
     [
         (AtBegin(), True),
-        (AtEpochs(), True),
         (AtBatches(), True),
         (KERAS.LambdaCallback(on_train_begin=print), True),
         (KERAS.BackupAndRestore("."), True),
-        (restarted(), True),
         (AtEnds(), False),
-        (KERAS.LambdaCallback(on_epoch_end=print), False),
         (KERAS.ModelCheckpoint("."), False),
         (KERAS.EarlyStopping(), False),
-        (KERAS.TensorBoard(), False),
     ],
 )
 def test_callbacks_that_may_load_weights(callback, may):
@@ -67,24 +55,11 @@ def of_two_ranks(monkeypatch, other):
     monkeypatch.setattr(module, "gathered", lambda mine: np.concatenate([mine, [other]]))
 
 
-def test_one_rank_has_no_other_to_share_with():
-    callbacks = [AtBegin()]
-    assert beginning_alike(callbacks, print) == callbacks
-
-
-def test_ranks_share_nothing_more_where_no_callback_loads(monkeypatch):
-    of_two_ranks(monkeypatch, [0, 0])
-    callbacks = [AtEnds()]
-    assert beginning_alike(callbacks, print) == callbacks
-
-
 @pytest.mark.parametrize(
     ("mine", "other", "at"),
     [
         ([AtBegin()], [0, 0], "epoch"),
-        ([AtBegin()], [1, 1], "batch"),
         ([AtBatches()], [0, 0], "batch"),
-        ([], [1, 0], "epoch"),
     ],
 )
 def test_ranks_share_once_before_the_first_step(monkeypatch, mine, other, at):

@@ -14,7 +14,6 @@ from merlin_cowclip.plugins import (
     CLIP_RULES,
     CowClipAdam,
     CowClipOptimizer,
-    FieldStatistics,
     IdRecorder,
     Lookup,
     StepStatistics,
@@ -118,10 +117,28 @@ def sums(fields):
     return [[list(vars(part).values()) for part in (f.rare, f.frequent)] for f in fields]
 
 
-@pytest.mark.parametrize("update", ["exact", "lazy"])
-@pytest.mark.parametrize("clip", RULES)
+@functools.cache
+def bench_and_state(clip, update):
+    """One for many cases, since its step takes long to trace; and all that a step may change."""
+    bench = Bench(clip, update)
+    bench.optimizer._create_all_weights(bench.variables)
+    variables = [*bench.variables, *bench.optimizer.weights, *bench.statistics.variables]
+    return bench, [(variable, variable.numpy()) for variable in variables]
+
+
+def bench_of(clip, update):
+    """As if it were new."""
+    bench, state = bench_and_state(clip, update)
+    for variable, value in state:
+        variable.assign(value)
+    return bench
+
+
+@pytest.mark.parametrize(
+    ("clip", "update"), [*((clip, "exact") for clip in RULES), ("adaptive_column", "lazy")]
+)
 def test_sums_by_field(clip, update):
-    bench, wanted = Bench(clip, update), 0
+    bench, wanted = bench_of(clip, update), 0
     for step in range(3):
         ids, values = rows_and_values(step)
         wanted += np.array(expected(clip, ids, values, [v.numpy() for v in bench.variables]))
@@ -180,23 +197,18 @@ def test_rows_of_exempt_fields_are_never_clipped():
     assert a.all.clipped_rows == 0 < b.all.clipped_rows
 
 
-@functools.cache
-def bench_and_state(clip, update):
-    """One for many cases, since its step takes long to trace; and all that a step may change."""
-    bench = Bench(clip, update)
-    bench.optimizer._create_all_weights(bench.variables)
-    variables = [*bench.variables, *bench.optimizer.weights, *bench.statistics.variables]
-    return bench, [(variable, variable.numpy()) for variable in variables]
-
-
-@pytest.mark.parametrize("what", ["gradient", "weight"])
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-@pytest.mark.parametrize("update", ["exact", "lazy"])
-@pytest.mark.parametrize("clip", RULES)
+@pytest.mark.parametrize(
+    ("clip", "update", "bad", "what"),
+    [
+        ("adaptive_column", "exact", math.nan, "gradient"),
+        ("adaptive_column", "lazy", math.inf, "weight"),
+        ("global", "exact", math.inf, "gradient"),
+        ("field", "exact", math.nan, "weight"),
+        (None, "exact", math.nan, "weight"),
+    ],
+)
 def test_what_is_not_finite_is_found_by_table_and_field(clip, update, bad, what):
-    bench, state = bench_and_state(clip, update)
-    for variable, value in state:
-        variable.assign(value)
+    bench = bench_of(clip, update)
     ids, values = rows_and_values(0)
     ids[0, 1] = 49  # of field b, in no other sample
     if what == "gradient":
@@ -217,8 +229,9 @@ def test_what_is_not_finite_is_found_by_table_and_field(clip, update, bad, what)
     assert not math.isfinite(getattr(bench.statistics.read()[-1].all, f"{what}_norms"))
 
 
-@pytest.mark.parametrize("update", ["exact", "lazy"])
-@pytest.mark.parametrize("clip", [*CLIP_RULES, None])
+@pytest.mark.parametrize(
+    ("clip", "update"), [("adaptive_column", "exact"), ("column", "lazy"), (None, "exact")]
+)
 def test_padding_of_lists_is_no_id_of_the_batch(clip, update):
     """Its row has a gradient, which is clipped as of count 1, and no sample holds it.
 
@@ -255,10 +268,9 @@ def test_padding_of_lists_is_no_id_of_the_batch(clip, update):
     assert sum(one.rare + one.frequent for one in statistics.gradient_norms()) == 3
 
 
-@pytest.mark.parametrize("clip", ["adaptive_column", None])
-def test_a_dense_gradient_is_one_of_all_rows(clip):
+def test_a_dense_gradient_is_one_of_all_rows():
     variable, spec = table("t", 4, 0)
-    optimizer = CowClipAdam(clip=clip)
+    optimizer = CowClipAdam(clip="adaptive_column")
     optimizer.bind_tables({spec: (True, True)})
     statistics = StepStatistics({spec: (True, True)}, FREQUENT)
     optimizer.observe(statistics)
@@ -282,8 +294,8 @@ def test_a_dense_gradient_is_one_of_all_rows(clip):
 @pytest.mark.parametrize(
     ("builder", "clip", "update"),
     [
-        *((ours, clip, "exact") for clip in RULES),
-        (ours, "adaptive_column", "lazy"),
+        (ours, "adaptive_column", "exact"),
+        (ours, "global", "lazy"),
         (stock_dlrm, "adaptive_column", "exact"),
     ],
 )
@@ -381,16 +393,14 @@ def test_occurrences_of_one_step_stay_exact_beyond_float32(on_cpu):
 
 def test_frequent_ids_are_a_share_of_the_batch():
     counts = np.unique(batch(SCHEMA)[0]["a"], return_counts=True)[1]
-    for share, at_least in ((1e-3, 2), (0.125, 4), (1.0, BATCH)):
+    for share, at_least in ((1e-3, 2), (0.125, 4)):
         model, _, statistics = observed(frequent_share=share)
         model.fit(dataset(SCHEMA, 1), verbose=0)
         assert statistics.read()[0].frequent.rows == (counts >= at_least).sum()
 
 
-@pytest.mark.parametrize("eagerly", [False, True])
-def test_dense_weights_that_are_not_finite_are_named(eagerly):
+def test_dense_weights_that_are_not_finite_are_named():
     model, optimizer, _ = observed()
-    model.compile(optimizer=optimizer, metrics=[], run_eagerly=eagerly)
     model.fit(dataset(SCHEMA, 1), verbose=0)
     assert optimizer.not_finite() == []
     tables = {spec.variable.ref() for spec in optimizer.table_specs}
@@ -414,6 +424,7 @@ def test_a_layer_that_is_trained_again_is_looked_at():
     assert [str(one) for one in optimizer.not_finite()] == [f"the weight {layer.kernel.name!r}"]
 
 
+@pytest.mark.extended
 def test_steps_that_loss_scaling_leaves_out_are_not_counted():
     tf.keras.mixed_precision.set_global_policy("mixed_float16")
     try:
@@ -444,56 +455,7 @@ def test_when_and_how_it_is_switched_on():
         late.observe()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("update", ["exact", "deferred"])
-@pytest.mark.parametrize("eagerly", [False, True])
-def test_they_go_on_where_tables_are_taken_back(update, eagerly):
-    """In what Keras has traced before, in what it traces after, and eagerly."""
-    mild = HOT.replace(embedding_lr=1e-3, l2=1e-5)  # as the deferred mode takes it
-    model, optimizer, statistics = observed(hyperparameters=mild, update=update)
-    model.compile(optimizer=optimizer, metrics=[], run_eagerly=eagerly)
-    model.fit(dataset(SCHEMA, 2), verbose=0)
-    CowClipOptimizer.for_model(model, mild, update=update)
-    optimizer.bind(model)
-    model.fit(dataset(SCHEMA, 1, first=2), verbose=0)
-    model.compile(optimizer=optimizer, metrics=[], run_eagerly=eagerly)
-    model.fit(dataset(SCHEMA, 1, first=3), verbose=0)
-    assert optimizer.observe() is statistics
-    for field in statistics.read():
-        assert (field.steps, field.all.occurrences) == (4, 4 * BATCH)
-    spec = optimizer.table_specs[0]
-    spec.variable.assign(tf.fill(spec.variable.shape, math.nan))
-    model.fit(dataset(SCHEMA, 1), verbose=0)
-    assert f"'a' in the table {spec.name!r}" in " ".join(map(str, optimizer.not_finite()))
-
-
-def test_they_end_where_the_model_is_another():
-    model, optimizer, statistics = observed()
-    model.fit(dataset(SCHEMA, 2), verbose=0)
-    other = built(ours, SCHEMA)
-    optimizer.bind(other)
-    for look in (statistics.read, statistics.total, statistics.gradient_norms, statistics.reset):
-        with pytest.raises(ValueError, match=r"with other tables.*Call optimizer.observe\(\)"):
-            look()
-    assert optimizer.not_finite() == []
-    anew = optimizer.observe()
-    other.compile(optimizer=optimizer, metrics=[])
-    other.fit(dataset(SCHEMA, 3), verbose=0)
-    assert {field.steps for field in anew.read()} == {3}
-    optimizer.bind(model)  # whose traced steps know the first ones
-    with pytest.raises(ValueError, match="observed from the first one on"):
-        optimizer.observe()
-
-
-def test_what_was_read_is_plain():
-    _, _, statistics = observed()
-    field = statistics.read()[0]
-    assert isinstance(field, FieldStatistics)
-    assert [type(x) for x in vars(field.rare).values()] == [int] * 4 + [float] * 2
-
-
-@pytest.mark.parametrize("clip", ["adaptive_column", None])
-def test_learning_rates_are_those_of_the_last_step(monkeypatch, clip):
+def test_learning_rates_are_those_of_the_last_step(monkeypatch):
     used = {}
     for part in (DensePart, TablePart):
 
@@ -505,7 +467,7 @@ def test_learning_rates_are_those_of_the_last_step(monkeypatch, clip):
     model = built(stock_dlrm, SCHEMA)
     optimizer = CowClipOptimizer.for_model(
         model,
-        HOT.replace(clip=clip, warmup_epochs=1.0),
+        HOT.replace(warmup_epochs=1.0),
         steps_per_epoch=10,
         embedding_schedule=tf.keras.optimizers.schedules.ExponentialDecay(0.05, 1, 0.5),
     )
@@ -519,6 +481,7 @@ def test_learning_rates_are_those_of_the_last_step(monkeypatch, clip):
     assert math.isclose(optimizer.learning_rates().dense, 0.002 * 5 / 10, rel_tol=1e-4)
 
 
+@pytest.mark.extended
 def test_learning_rates_once_the_clipped_tables_are_frozen():
     """The steps go on in the linear part alone, and so does its schedule."""
     model = built(ours, SCHEMA)
