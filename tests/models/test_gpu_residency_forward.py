@@ -11,6 +11,8 @@ from merlin_cowclip.plugins._stack import ColumnSchema, Schema, Tags, mm
 
 from ..plugins.gpu_kernels import check_kernels, ops_before, what_it_waits_for
 
+pytestmark = pytest.mark.extended
+
 
 def column(name, is_list=False):
     return ColumnSchema(
@@ -67,15 +69,9 @@ def looked_up(layer, inputs):
 
 
 @pytest.mark.parametrize("lists", LISTS)
-@pytest.mark.parametrize("whole", [True, False], ids=["exact", "lazy"])
-@pytest.mark.parametrize("compute", [called, looked_up])
+@pytest.mark.parametrize(("compute", "whole"), [(called, True), (called, False), (looked_up, True)])
 def test_every_op_of_a_lookup_has_a_gpu_kernel(compute, whole, lists):
     check_kernels(traced(lists, whole, compute)[0])
-
-
-@pytest.mark.parametrize("combiner", ["sum", "sqrtn"])
-def test_of_every_combiner(combiner):
-    check_kernels(traced("ragged", True, called, combiner=combiner)[0])
 
 
 @pytest.mark.parametrize("lists", LISTS)
