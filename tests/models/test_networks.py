@@ -14,12 +14,7 @@ import pandas as pd
 import pytest
 import tensorflow as tf
 
-from merlin_cowclip.models import (
-    MODELS,
-    DLRMBlock,
-    deepfm,
-)
-from merlin_cowclip.models.ctr_block import Probability
+from merlin_cowclip.models import MODELS, DLRMBlock, deepfm
 from merlin_cowclip.plugins import CowClipOptimizer, Hyperparameters
 from merlin_cowclip.plugins._stack import ColumnSchema, Schema, Tags, mm, quiet_stack
 
@@ -36,7 +31,6 @@ from .networks import (
     WIDTH,
     as_numpy,
     block_of,
-    depth,
     features,
     network_weights,
     probability_of,
@@ -147,17 +141,6 @@ def test_combiners(combiner):
     np.testing.assert_allclose(found, sigmoid(logits), rtol=1e-5)
     mean = sigmoid(logits_by_loop(network, model, given))
     assert np.abs(found - mean).max() > 1e-3
-
-
-@pytest.mark.parametrize(("name", "cross_layers"), [("dcn", 1), ("dcn_v2, rank 2", 4)])
-def test_depth_of_the_cross_stream(name, cross_layers):
-    given, network = features(), NETWORKS[name]
-    model = network.build(cross_layers=cross_layers)
-    model(given)
-    randomise(model, 0.2)
-    assert depth(weights_of(model), "cross") == cross_layers
-    logits = logits_by_loop(network, model, given)
-    np.testing.assert_allclose(model(given).numpy()[:, 0], sigmoid(logits), rtol=1e-5)
 
 
 def test_gradients_are_those_of_the_formula(name, model):
@@ -321,14 +304,6 @@ def test_large_logits_have_the_right_gradient():
     np.add.at(gradient, table.indices.numpy(), table.values.numpy()[:, 0])
     np.testing.assert_allclose(gradient[[3, 4, 5]] * 6, [1.0, -1.0, 0.0], atol=1e-6)
     assert float(bias[0]) == pytest.approx(0.0, abs=1e-6)
-
-
-def test_probability_is_float32_in_half_precision():
-    """bfloat16 has no number between 0.996 and 1."""
-    layer = Probability(dtype=tf.keras.mixed_precision.Policy("mixed_bfloat16"))
-    found = layer(tf.constant([[7.0]], tf.bfloat16))
-    assert found.dtype == tf.float32
-    assert float(found) == pytest.approx(1 / (1 + math.exp(-7)), abs=1e-6)
 
 
 # Data

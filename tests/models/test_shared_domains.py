@@ -184,8 +184,7 @@ def batches(encoded: pd.DataFrame) -> list[tuple[dict[str, tf.Tensor], tf.Tensor
 
 
 @pytest.mark.parametrize(
-    "rule",
-    ["exact", *(pytest.param(rule, marks=pytest.mark.extended) for rule in ("sgd", "lazy"))],
+    "rule", ["exact", *(pytest.param(rule, marks=pytest.mark.extended) for rule in ("sgd", "lazy"))]
 )
 def test_an_adopted_joint_encoding_trains_as_stock_merlin_trains_it(joint, rule):
     schema, encoded = joint

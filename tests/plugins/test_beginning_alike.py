@@ -11,8 +11,7 @@ from merlin_cowclip.plugins import beginning_alike as module
 from merlin_cowclip.plugins.beginning_alike import beginning_alike, may_load_before_a_step
 from merlin_cowclip.plugins.joining import Ranks
 
-from .merlin_models import SCHEMA, dataset
-from .test_optimizer import HOT, built, ours
+from .test_optimizer import HOT
 
 pytestmark = pytest.mark.extended
 KERAS = tf.keras.callbacks
@@ -56,11 +55,7 @@ def of_two_ranks(monkeypatch, other):
 
 
 @pytest.mark.parametrize(
-    ("mine", "other", "at"),
-    [
-        ([AtBegin()], [0, 0], "epoch"),
-        ([AtBatches()], [0, 0], "batch"),
-    ],
+    ("mine", "other", "at"), [([AtBegin()], [0, 0], "epoch"), ([AtBatches()], [0, 0], "batch")]
 )
 def test_ranks_share_once_before_the_first_step(monkeypatch, mine, other, at):
     of_two_ranks(monkeypatch, other)
@@ -74,18 +69,6 @@ def test_ranks_share_once_before_the_first_step(monkeypatch, mine, other, at):
     last.on_epoch_begin(4)
     last.on_train_batch_begin(0)
     assert len(shared) == 1
-
-
-def test_a_fit_tells_the_epochs_that_it_makes_in_the_end(monkeypatch, tmp_path):
-    """Those that `BackupAndRestore` leaves to it."""
-    told = []
-    monkeypatch.setattr(CowClipOptimizer, "epochs_begin", lambda _, *found: told.append(found))
-    for epochs in (2, 3):
-        model = built(ours, SCHEMA)
-        model.compile(CowClipOptimizer.for_model(model, HOT), metrics=[])
-        restore = KERAS.BackupAndRestore(str(tmp_path), delete_checkpoint=False)
-        model.fit(dataset(SCHEMA, 2), epochs=epochs, callbacks=[restore], verbose=0)
-    assert told == [(2, (0, 0)), (3, (2, 0))]
 
 
 def test_ranks_with_other_epochs_are_refused(monkeypatch):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -250,55 +248,6 @@ def test_gradients_that_came_from_elsewhere_are_refused(case, in_graph):
         run(step, in_graph)
 
 
-def traced(step):
-    ids = tf.TensorSpec([4, 1], tf.int64)
-    return tf.function(step).get_concrete_function(ids, ids)
-
-
-@pytest.mark.parametrize("in_graph", [True, False])
-def test_the_same_values_in_other_lists_are_other_ids(in_graph):
-    holder = Holder("item", combiner=tf.keras.layers.Lambda(lambda x: x), ragged=True)
-    one, other = [[1, 1, 2], [2]], [[1], [1, 2, 2]]
-
-    def step():
-        x = ragged(one)
-        y = tf.RaggedTensor.from_row_splits(x.values, ragged(other).row_splits)
-        forward = lambda: [holder.table(t).flat_values for t in (x, y, x)]  # noqa: E731
-        return counted(holder, gradient_of(holder, forward))
-
-    assert run(step, in_graph) == added_up(one, other)
-
-
-def test_recording_reads_nothing_of_the_table(monkeypatch):
-    """A read of the whole variable would copy it, at every lookup."""
-    holder = Holder("item")
-    reads = []
-    kind = type(holder.variable)
-    read = kind._read_variable_op
-    monkeypatch.setattr(
-        kind, "_read_variable_op", lambda self, *a, **k: reads.append(1) or read(self, *a, **k)
-    )
-    gradient = gradient_of(holder, lambda: [holder.table(column(A))])
-    assert not reads
-    assert as_dict(*counted(holder, gradient)) == added_up(A)
-
-
-@pytest.mark.parametrize(
-    ("in_tape", "trainable", "made_so"),
-    [(True, True, True), (True, False, True), (True, False, False), (False, True, True)],
-)
-def test_eagerly_only_what_a_tape_watches_is_recorded(in_tape, trainable, made_so):
-    holder = Holder("item")
-    holder.table.trainable = trainable
-    if made_so:
-        holder.variable._trainable = trainable  # as a variable that was made frozen
-    with tf.GradientTape() if in_tape else contextlib.nullcontext() as tape:
-        holder.table(column(A))
-    assert len(holder.spec.recorder.lookups()) == (in_tape and trainable)
-    if in_tape and made_so:
-        assert len(tape.watched_variables()) == trainable
-
-
 @pytest.mark.parametrize("in_graph", [True, False])
 def test_a_dense_gradient_counts_the_ids_looked_up_and_no_other_rows(in_graph):
     """A tied output reads the whole table; the same ids again count once here too."""
@@ -343,70 +292,3 @@ def tied(holder, x):
         holder,
         lambda: [holder.table(x), tf.matmul(tf.ones([4, D]), holder.variable, transpose_b=True)],
     )
-
-
-MOVED = {
-    "flattened": lambda g: tf.reshape(tf.reshape(g, [-1]) * 0.5, g.shape),
-    "transposed": lambda g: tf.transpose(tf.transpose(g) * 2.0),
-    "stacked": lambda g: tf.reduce_mean(tf.stack([g, 2.0 * g]), axis=0),
-}
-
-
-@pytest.mark.parametrize("case", MOVED)
-def test_a_dense_gradient_that_was_moved_about_keeps_its_counts(case):
-    holder = Holder("item")
-
-    @tf.function
-    def step(x):
-        gradient = MOVED[case](tied(holder, x))
-        return count_dense(holder.spec.recorder, gradient, holder.variable, V)
-
-    expected = np.zeros(V)
-    for i, n in added_up(A).items():
-        expected[i] = n
-    np.testing.assert_array_equal(step(column(A)), expected)
-
-
-def of_micro_batches(holder, x, combine):
-    """A dense gradient for each micro-batch, put together by one of TensorFlow's loops."""
-    return combine(lambda ids: tf.convert_to_tensor(tied(holder, ids)), tf.reshape(x, [2, -1, 1]))
-
-
-IN_PARTS = {
-    "a loop's, averaged": lambda f, x: tf.reduce_mean(
-        tf.map_fn(f, x, fn_output_signature=tf.TensorSpec([V, D])), axis=0
-    ),
-    "a function's": lambda f, x: tf.reduce_sum(
-        tf.function(lambda: tf.stack([f(x[0]), f(x[1])]))(), axis=0
-    ),
-    "Python's": lambda f, x: tf.ensure_shape(
-        tf.numpy_function(lambda: np.ones([V, D], np.float32), [], tf.float32) + 0 * f(x[0])[0, 0],
-        [V, D],
-    ),
-}
-
-
-@pytest.mark.parametrize("case", IN_PARTS)
-def test_a_dense_gradient_put_together_out_of_sight_is_refused(case):
-    """Every count would be taken for 1."""
-    holder = Holder("item")
-
-    def step(x, _):
-        gradient = of_micro_batches(holder, x, IN_PARTS[case])
-        return count_dense(holder.spec.recorder, gradient, holder.variable, V)
-
-    with pytest.raises(NotRecordedError, match="a dense gradient that comes from|no lookup|rows"):
-        traced(step)
-
-
-def test_eagerly_a_dense_gradient_after_several_passes_is_refused_once():
-    """Which of them it came from cannot be told; the step after is counted again."""
-    holder = Holder("item")
-    tied(holder, column([*C, 1]))
-    gradient = tied(holder, column(A))
-    with pytest.raises(NotRecordedError, match="after 2 forward passes"):
-        count_dense(holder.spec.recorder, gradient, holder.variable, V)
-    gradient = tied(holder, column(A))
-    counts = count_dense(holder.spec.recorder, gradient, holder.variable, V)
-    assert counts[1] == len(A)
-    assert tf.reduce_sum(counts) == len(A)

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
-import pickle
-import sys
 
 import numpy as np
 import pytest
@@ -18,7 +15,6 @@ from merlin_cowclip.plugins import (
     CowClipAdam,
     CowClipOptimizer,
     Hyperparameters,
-    deferring,
     load_model,
     save_model,
 )
@@ -157,19 +153,6 @@ def test_predictions_are_those_of_the_exact_mode_at_any_time():
             model.train_on_batch(x, y)
     x, _ = next(batches(1, 64, 7))
     np.testing.assert_allclose(deferred(x), exact(x), rtol=1e-5)
-
-
-@pytest.mark.extended
-def test_a_prediction_that_was_traced_before_training():
-    x, _ = next(batches(1, 64, 5))
-    found = []
-    for update in ("exact", "deferred"):
-        model = model_of(update)
-        model.predict_on_batch(x)
-        for batch in batches(20):
-            model.train_on_batch(*batch)
-        found.append(model.predict_on_batch(x))
-    np.testing.assert_allclose(*found, rtol=1e-5)
 
 
 def step_of(model, optimizer, output=None):
@@ -343,63 +326,7 @@ def test_what_is_refused_changes_nothing(what):
     assert far(deferred, exact) < 2e-4
 
 
-@pytest.mark.extended
-def test_ctrl_c_while_all_rows_catch_up():
-    """Wherever it comes, no row is half of what it should be."""
-    model = trained_again("deferred", 15)
-    late = {name: variable.numpy() for name, variable in training_state(model).items()}
-    model.optimizer.catch_up()
-    current = model.get_weights()
-    lines = 0
-
-    def count(frame, event, _):
-        """Of what writes rows, line by line; one of them is the last."""
-        nonlocal lines
-        if frame.f_code.co_filename != deferring.__file__:
-            return None
-        if event == "line":
-            lines += 1
-            if lines == at:
-                raise KeyboardInterrupt
-        return count
-
-    for at in (0, *range(1, 10**6)):
-        lines = 0
-        for name, variable in training_state(model).items():
-            variable.assign(late[name])
-        sys.settrace(count)
-        try:
-            model.optimizer.catch_up()
-        except KeyboardInterrupt:
-            pass
-        finally:
-            sys.settrace(None)
-        if at > lines:
-            break
-        for a, b in zip(model.get_weights(), current, strict=True):  # which brings the rest up
-            np.testing.assert_array_equal(a, b)
-    assert at > 50
-
-
 OTHER = HP.replace(embedding_lr=5e-4)
-
-
-@pytest.mark.extended
-def test_an_optimizer_that_comes_back_to_its_model():
-    found, data = [], list(batches(8))
-    for update in ("exact", "deferred"):
-        model = model_of(update)
-        first = model.optimizer
-        second = CowClipOptimizer.for_model(model, OTHER, update=update)
-        for optimizer in (first, second, first):
-            model.compile(optimizer=optimizer, metrics=[])
-            for x, y in data:
-                model.train_on_batch(x, y)
-        found.append((model.predict_on_batch(x), model.get_weights()))
-    (exact, weights), (deferred, others) = found
-    np.testing.assert_allclose(deferred, exact, rtol=0, atol=1e-5)
-    for mine, other in zip(weights, others, strict=True):
-        np.testing.assert_allclose(other, mine, rtol=0, atol=2e-4 * np.abs(mine).max())
 
 
 @pytest.mark.extended
@@ -421,23 +348,6 @@ def test_a_loop_by_an_optimizer_that_lookups_do_not_know_is_refused():
     del second
 
 
-def test_a_cell_that_is_run_twice():
-    """Of a model that is not built yet."""
-    model = deepfm(schema(), embedding_dim=4, mlp=(8,))
-    for _ in range(2):
-        optimizer = CowClipOptimizer.for_model(model, HP, update="deferred")
-        model.compile(optimizer=optimizer, metrics=[])
-    model.train_on_batch(*next(batches(1)))
-
-
-def test_a_layer_is_pickled():
-    model = trained_again("deferred", 0)
-    layer = next(one for one in model._flatten_layers() if one.name == "embeddings")
-    (spec,) = pickle.loads(pickle.dumps(layer)).table_specs()
-    assert spec.access.owner() is None
-    assert spec.access.bring_up is None
-
-
 def test_what_rows_wait_for_is_named_by_its_table():
     """Whichever table a first step comes to first: `tf.train.Checkpoint` goes by names."""
     layers = [FusedEmbeddings(schema(), 4) for _ in range(2)]
@@ -449,34 +359,6 @@ def test_what_rows_wait_for_is_named_by_its_table():
     part._create_all_weights([spec.variable for spec in reversed(specs)])
     names = [part.waiting_of(spec.variable).last.name for spec in specs]
     assert [name.rpartition("last_")[2][0] for name in names] == ["0", "1"]
-
-
-@pytest.mark.extended
-def test_fields_by_name():
-    exact, deferred = (trained(update, clip_tables=["item"]) for update in ("exact", "deferred"))
-    x = next(batches(1, 64, 9))[0]
-    gap = deferred.predict_on_batch(x) - exact.predict_on_batch(x)
-    assert np.abs(gap).max() < 1e-5
-
-
-@pytest.mark.extended
-def test_tables_of_float64():
-    tf.keras.mixed_precision.set_global_policy("float64")
-    try:
-        found = []
-        for update in ("exact", "deferred"):
-            model = built()
-            model.set_weights(first_weights())
-            assert model.trainable_variables[0].dtype == tf.float64
-            optimizer = CowClipOptimizer.for_model(model, HP, update=update)
-            model.compile(optimizer=optimizer, metrics=[])
-            for x, y in batches(40):
-                model.train_on_batch(x, y)
-            found.append(model.get_weights())
-        for mine, other in zip(*found, strict=True):
-            np.testing.assert_allclose(other, mine, rtol=0, atol=2e-4 * np.abs(mine).max())
-    finally:
-        tf.keras.mixed_precision.set_global_policy("float32")
 
 
 def test_steps_that_float32_cannot_number_are_refused():
@@ -538,30 +420,6 @@ def test_weights_that_keras_reads_and_sets(tmp_path):
     for exact, deferred in zip(*found, strict=True):
         apart = np.subtract(deferred, exact, dtype=float)
         assert np.abs(apart).max() <= 2e-4 * np.abs(exact).max()
-
-
-@pytest.mark.extended
-def test_a_copy_has_rows_as_they_are_now():
-    """Of a copy no optimizer knows what its rows wait for."""
-    found = []
-    for update in ("exact", "deferred"):
-        twin = copy.deepcopy(trained_again(update, 20))
-        found.append(twin.predict_on_batch(next(batches(1, 64, 9))[0]))
-    np.testing.assert_allclose(*found, rtol=2e-4, atol=2e-4 * np.abs(found[0]).max())
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize("another", ["deferred", None])
-def test_rows_catch_up_before_another_optimizer_takes_over(another):
-    """None: one of Keras's."""
-    models = []
-    for update in ("exact", "deferred"):
-        model = trained(update, 20)
-        hp = HP.replace(embedding_lr=2e-3)
-        optimizer = another and CowClipOptimizer.for_model(model, hp, update=another)
-        model.compile(optimizer=optimizer or tf.keras.optimizers.legacy.SGD(0.1), metrics=[])
-        models.append(model)
-    assert far(*models) < 2e-4
 
 
 def test_what_it_cannot_do_is_refused():
@@ -660,35 +518,3 @@ def test_other_betas_are_refused(beta_1, beta_2, is_refused):
         check_deferrable(
             1e-4, l2=1e-5, clip=None, clip_ratio=1.0, beta_1=beta_1, beta_2=beta_2, epsilon=1e-7
         )
-
-
-@pytest.mark.extended
-def test_an_optimizers_own_checkpoint_is_of_current_rows(tmp_path):
-    """Written before the weights are, which let rows catch up."""
-    one = trained("deferred", 25)
-    tf.train.Checkpoint(optimizer=one.optimizer).write(tmp_path / "optimizer")
-    one.save_weights(tmp_path / "weights")
-    other = trained("deferred", 1)
-    other.load_weights(tmp_path / "weights")
-    tf.train.Checkpoint(optimizer=other.optimizer).read(tmp_path / "optimizer")
-    for batch in batches(15, seed=8):
-        for model in (one, other):
-            model.train_on_batch(*batch)
-    for model in (one, other):
-        model.optimizer.catch_up()
-    assert far(other, one) < 2e-4
-
-
-@pytest.mark.extended
-def test_weights_of_the_exact_mode_are_current(tmp_path):
-    """Their file knows of no rows that wait, and sets the count of steps."""
-    exact, deferred = trained("exact", 15), trained("deferred", 25)
-    x = next(batches(1, 64, 5))[0]
-    deferred.predict_on_batch(x)
-    exact.save_weights(tmp_path / "weights")
-    deferred.load_weights(tmp_path / "weights")
-    for batch in batches(20, seed=8):
-        for model in (exact, deferred):
-            model.train_on_batch(*batch)
-    deferred.optimizer.catch_up()
-    assert far(deferred, exact) < 2e-4

@@ -8,17 +8,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from merlin_cowclip.plugins import (
-    CowClipAdam,
-    CowClipOptimizer,
-    Hyperparameters,
-    load_model,
-    save_model,
-)
+from merlin_cowclip.plugins import CowClipAdam, CowClipOptimizer, Hyperparameters
 from merlin_cowclip.plugins._stack import Schema, Tags, mm
 from merlin_cowclip.plugins.counting import count_sparse
 from merlin_cowclip.plugins.merlin_tables import find_tables
-from merlin_cowclip.plugins.tables import TableSpec
 
 from .merlin_models import category
 from .test_clipping import oracle as clip_oracle
@@ -138,8 +131,6 @@ def unique_first(table, ids):
 THREE_WORDS = tf.lookup.StaticVocabularyTable(
     tf.lookup.KeyValueTensorInitializer(["3", "4", "5"], tf.constant([3, 4, 5], tf.int64)), 1
 )
-SIXES = tf.constant([6, 12, 18], tf.int64)
-TOKENS = tf.Variable(np.repeat(np.arange(6)[:, None], 2, axis=1), trainable=False)
 ORDER = tf.constant([9, 1, 5, 0, 11, 3, 7, 2, 10, 4, 8, 6])
 
 
@@ -153,25 +144,9 @@ RESHAPED = {
     "flattened": lambda t, ids: t(tf.reshape(ids, [-1])),
     "time-distributed": lambda t, ids: tf.keras.layers.TimeDistributed(t)(ids[:, :, tf.newaxis]),
     "made unique": unique_first,
-    "flattened, joined": lambda t, ids: t(
-        tf.concat([tf.reshape(ids[:1], [-1]), tf.reshape(ids[1:], [-1])], axis=0)
-    ),
-    "flattened, and as they are": lambda t, ids: tf.concat(
-        [t(tf.reshape(ids, [-1])), tf.reshape(t(ids), [-1, 2])], axis=0
-    ),
-    "flattened, then found in a table": lambda t, ids: t(
-        THREE_WORDS.lookup(tf.strings.as_string(tf.reshape(ids, [-1])))
-    ),
-    "in lists of two": lambda t, ids: t(tf.reshape(ids, [-1, 2])),
     "in another order": lambda t, ids: t(tf.gather(tf.reshape(ids, [-1]), ORDER)),
     "picked by a mask": lambda t, ids: t(tf.boolean_mask(ids, ids > 0)),
     "transposed, then flattened": lambda t, ids: t(tf.reshape(tf.transpose(ids), [-1])),
-    "with a tiled constant added": lambda t, ids: t(
-        (ids + tf.tile(SIXES[tf.newaxis], [tf.shape(ids)[0], 1])) % 6
-    ),
-    "tokens of flattened ids, flattened": lambda t, ids: t(
-        tf.reshape(tf.gather(TOKENS, tf.reshape(ids, [-1, 1])), [-1])
-    ),
     "in parts": lambda t, ids: tf.concat([t(ids[1:]), t(ids[:1]), t(ids[:0])], axis=0),
 }
 
@@ -181,28 +156,14 @@ def test_ids_that_were_flattened_or_made_unique_count_by_sample(case, batch):
     assert counts_of_words(RESHAPED[case], batch) == {3: 3, 4: 3, 5: 2}
 
 
-@tf.function
-def of_ones_own(ids):
-    return ids + 0
-
-
-def after(ids, ops):
-    """Ids that so many ops have left as they are."""
-    for _ in range(ops):
-        ids = ids * 1
-    return ids
-
-
 LOST = {
     "sorted": lambda t, ids: t(tf.sort(tf.reshape(ids, [-1]))),
-    "of a function": lambda t, ids: t(of_ones_own(tf.reshape(ids, [-1]))),
     "of a branch": lambda t, ids: t(
         tf.cond(ids[0, 0] > 3, lambda: tf.reshape(ids, [-1]) + 0, lambda: tf.reshape(ids, [-1]))
     ),
     "of Python": lambda t, ids: t(
         tf.ensure_shape(tf.numpy_function(lambda x: x, [tf.reshape(ids, [-1])], ids.dtype), [12])
     ),
-    "through many ops": lambda t, ids: t(after(tf.reshape(ids, [-1]), 120)),
 }
 
 
@@ -212,32 +173,8 @@ def test_ids_of_which_nobody_knows_whose_they_are_are_told(case):
         counts_of_words(LOST[case], 4)
 
 
-NOT_LOST = {
-    "drawn": lambda t, ids: t(
-        tf.gather(tf.sort(tf.reshape(ids, [-1])), tf.random.uniform([2], 0, 12, tf.int32))
-    ),
-    "of a branch": lambda t, ids: t(tf.cond(ids[0, 0] > 3, lambda: ids + 0, lambda: ids)),
-    "of a function": lambda t, ids: t(of_ones_own(ids)),
-    "sorted in their lists": lambda t, ids: t(tf.sort(ids)),
-    "unique candidates": lambda t, ids: t(tf.unique(tf.reshape(ids, [-1]))[0][:2]),
-}
-
-
-@pytest.mark.parametrize("case", NOT_LOST)
-def test_of_ids_whose_samples_are_known_nothing_is_told(case):
-    counts_of_words(NOT_LOST[case], 4)  # a warning of ours fails a test
-
-
-@pytest.mark.parametrize(("case", "batch"), pairwise(["time-distributed", "made unique"]))
-def test_ids_of_lists_whose_length_only_the_batch_tells_count_by_sample(case, batch):
-    """As of `padded_batch`."""
-    assert counts_of_words(RESHAPED[case], batch, width=None) == {3: 3, 4: 3, 5: 2}
-
-
 TWICE = {
-    "joined, then flattened": lambda ids: tf.reshape(tf.concat([ids, ids], axis=0), [-1]),
     "stacked": lambda ids: tf.stack([ids, ids]),
-    "flattened, then tiled": lambda ids: tf.tile(tf.reshape(ids, [-1]), [2]),
     "repeated": lambda ids: tf.repeat(ids, 2, axis=0),
     "broadcast, then flattened": lambda ids: tf.reshape(
         tf.broadcast_to(ids[:, tf.newaxis], [4, 2, 3]), [-1]
@@ -249,83 +186,6 @@ TWICE = {
 def test_samples_that_are_there_twice_are_twice_as_many(case, batch):
     found = counts_of_words(lambda t, ids: t(TWICE[case](ids)), batch)
     assert found == {3: 6, 4: 6, 5: 4}
-
-
-def test_ids_that_were_drawn_by_number_are_those_of_the_samples_that_have_them():
-    """Negatives from the batch: 3 5 | 3 3 | 5 3 | 4 4."""
-
-    def forward(table, ids):
-        numbers = tf.constant([9, 5, 0, 1, 11, 3, 2, 7]) + tf.random.uniform([8], 0, 1, tf.int32)
-        drawn = tf.gather(tf.reshape(ids, [-1]), numbers)
-        return table(tf.reshape(tf.reshape(drawn, [-1, 2]), [-1, 2]))
-
-    assert counts_of_words(forward, None) == {3: 3, 4: 1, 5: 2}
-
-
-@pytest.mark.parametrize(("copies", "batch"), pairwise([3, 4, None]))
-def test_a_batch_that_is_tiled_as_a_whole_has_more_samples(copies, batch):
-    """Also where it is as often there as it has samples, or only a step tells how often."""
-
-    def forward(table, ids):
-        number = tf.size(ids) // 4 if copies is None else copies
-        return table(tf.reshape(tf.tile(ids[tf.newaxis], [number, 1, 1]), [-1]))
-
-    number = copies or 3
-    assert counts_of_words(forward, batch) == {3: 3 * number, 4: 3 * number, 5: 2 * number}
-
-
-# All items of a batch for each of its samples, b×b, by whatever ops.
-CANDIDATES = {
-    "tiled": lambda items, n: tf.tile(items[tf.newaxis], [n, 1]),
-    "broadcast": lambda items, n: tf.reshape(tf.broadcast_to(items[tf.newaxis], [n, n]), [n, -1]),
-    "without a sample's own": lambda items, n: tf.where(
-        tf.eye(n, dtype=tf.bool), tf.constant(5, tf.int64), items[tf.newaxis]
-    ),
-}
-
-
-@pytest.mark.parametrize(("case", "batch"), pairwise(CANDIDATES))
-def test_all_ids_of_a_batch_for_each_of_its_samples(case, batch):
-    """3, 3, 4, 3 as the candidates of each of the four."""
-
-    def forward(table, ids):
-        return table(CANDIDATES[case](ids[:, 0], tf.shape(ids)[0]))
-
-    found = counts_of_words(forward, batch)
-    found.pop(5, None)
-    assert found == {3: 4, 4: 3 if "own" in case else 4}
-
-
-MICRO = {
-    "one by one": lambda x: [x[m] for m in range(2)],
-    "by number": lambda x: [tf.gather(x, m) for m in range(2)],
-    "flattened": lambda x: [tf.reshape(x[m], [-1]) for m in range(2)],
-}
-
-
-@pytest.mark.parametrize(
-    ("case", "width", "batch"),
-    [("one by one", None, 4), ("by number", 1, 4), ("flattened", 3, None)],
-)
-def test_micro_batches_of_one_tensor_add_up(case, width, batch):
-    """As of `dataset.batch(4).batch(2)`."""
-    lists = np.array(WORDS)
-    ids = np.stack([lists, lists[::-1]])
-    ids = ids[..., 0] if width is None else ids[..., :width]
-    model = Words(lambda t, x: tf.add_n([tf.reduce_sum(t(one)) for one in MICRO[case](x)]))
-    (spec,) = find_tables(model)
-    model(tf.constant(ids))
-    shape = [2, batch] if width is None else [2, batch, width]
-
-    @tf.function(input_signature=[tf.TensorSpec(shape, tf.int64)], autograph=False)
-    def step(x):
-        with tf.GradientTape() as tape:
-            loss = model(x)
-        return count_sparse(spec.recorder, tape.gradient(loss, spec.variable).indices, 6)
-
-    found = step(tf.constant(ids, tf.int64))
-    counts = dict(zip(found.rows.numpy().tolist(), found.counts.numpy().tolist(), strict=True))
-    assert counts == ({3: 6, 4: 6, 5: 4} if width == 3 else {3: 6, 4: 2})
 
 
 @pytest.mark.parametrize("width", [1, 2])
@@ -355,34 +215,9 @@ def counts_of_words(forward, batch, table=None, width=3, ids=WORDS):
     return dict(zip(rows.numpy(), counts.numpy(), strict=True))
 
 
-def test_a_column_is_the_same_however_it_was_sliced():
-    """As the deep part of a network takes it, and the linear one."""
-
-    def forward(table, ids):
-        first = [ids[:, :1], ids[:, 0], ids[:, 0:1:1], ids[..., -3], ids[:, 0, tf.newaxis]]
-        last = [ids[:, 2:], ids[:, -1], ids[..., -1:], ids[:, -1:]]
-        return tf.concat([tf.reshape(table(one), [-1, 2]) for one in first + last], axis=0)
-
-    assert counts_of_words(forward, None) == {3: 3, 4: 1 + 2, 5: 2}
-
-
-@pytest.mark.parametrize(("width", "in_graph"), [(1, False), (3, True)])
-def test_a_batch_joined_with_itself_has_twice_the_samples(width, in_graph):
-    """Two passes through dropout, as of one batch of both."""
-    model = Words(lambda t, ids: t(tf.concat([ids[:, :width]] * 2, axis=0)))
-    once = counts_of(Words(lambda t, ids: t(ids[:, :width])), tf.constant(WORDS), in_graph)
-    twice = counts_of(model, tf.constant(WORDS), in_graph)
-    assert twice == {"words": {row: 2 * count for row, count in once["words"].items()}}
-    flat = Words(lambda t, ids: t(tf.concat([ids[:, 0]] * 2, axis=0)))
-    assert counts_of(flat, tf.constant(WORDS), in_graph) == {"words": {3: 6, 4: 2}}
-
-
-FIRST_ROW = tf.Variable(6, trainable=False, dtype=tf.int64)
 TOLD_BY = {
     "a table of integers": tf.keras.layers.IntegerLookup(vocabulary=[3, 4, 5], num_oov_indices=3),
-    "a function": tf.function(lambda ids: ids % 6),
     "a table with buckets": lambda ids: THREE_WORDS.lookup(tf.strings.as_string(ids)),
-    "a variable": lambda ids: (ids + FIRST_ROW) % 6,
 }
 
 
@@ -400,38 +235,6 @@ def test_ids_that_the_same_function_makes_of_the_same_input_count_once(case, in_
     assert sorted(found["words"].values()) == [2, 3, 3]
 
 
-def test_steps_of_one_graph_are_each_of_its_own_batch():
-    """A loop of one's own, whose batches a variable picks that each step moves on."""
-    batch, rows = 8, 4 * 8
-    given = tf.constant(np.random.default_rng(0).integers(0, 20, rows))
-    labels = tf.constant(np.arange(rows) % 2, tf.float32)
-    read = [tf.Variable(0, trainable=False, dtype=tf.int64) for _ in range(2)]
-    tables = []
-    for begin, steps in zip(read, (1, 4), strict=True):
-        tf.keras.utils.set_random_seed(0)
-        model = tf.keras.Sequential([tf.keras.layers.Embedding(20, 4, "uniform")])
-        model.build([None])
-        optimizer = CowClipOptimizer.for_model(model, COLD, update="lazy")
-
-        def step(model=model, optimizer=optimizer, begin=begin):
-            rows = begin + tf.range(batch, dtype=tf.int64)
-            ids, wanted = tf.gather(given, rows), tf.gather(labels, rows)
-            with tf.GradientTape() as tape:
-                loss = tf.reduce_sum((tf.reduce_sum(model(ids), axis=-1) - wanted) ** 2)
-            optimizer.minimize(loss, model.trainable_variables, tape=tape)
-            begin.assign_add(batch)
-
-        @tf.function
-        def several(step=step, steps=steps):
-            for _ in range(steps):
-                step()
-
-        for _ in range(4 // steps):
-            several()
-        tables.append(model.trainable_variables[0].numpy())
-    np.testing.assert_allclose(tables[1], tables[0], rtol=0, atol=1e-7)
-
-
 @pytest.mark.parametrize("batch", [4, None])
 def test_a_user_beside_each_of_several_candidates(batch):
     """Which are samples of two ids, also when they are flattened."""
@@ -444,21 +247,6 @@ def test_a_user_beside_each_of_several_candidates(batch):
         return table(tf.reshape(rows, [-1]))
 
     assert counts_of_words(forward, batch) == expected
-
-
-@pytest.mark.parametrize("in_graph", [True, False])
-def test_repeated_samples_are_samples(in_graph):
-    """A user beside each of four candidates, by whatever op the rows were repeated."""
-    ids = tf.constant(WORDS)
-    for repeated in (
-        lambda ids: tf.repeat(ids[:, :1], 4, axis=0),
-        lambda ids: tf.repeat(ids[:, 0], 4),
-        lambda ids: tf.tile(ids[:, :1], [4, 1]),
-        lambda ids: tf.reshape(tf.tile(ids[:, :1], [1, 4]), [-1, 1]),
-        lambda ids: tf.gather(ids[:, :1], tf.range(16) // 4),
-    ):
-        model = Words(lambda t, ids, repeated=repeated: t(repeated(ids)))
-        assert counts_of(model, ids, in_graph) == {"words": {3: 12, 4: 4}}
 
 
 STACKED = {
@@ -481,21 +269,6 @@ def test_what_was_done_to_ids_before_merlins_table_is_seen_as_well():
         (STACKED["columns"], {3: 4, 4: 3, 5: 1}),
     ):
         assert counts_of_words(case, None, table) == expected
-
-
-@pytest.mark.parametrize(
-    ("kind", "in_graph"), [("EmbeddingTable", True), ("EmbeddingFeatures", False)]
-)
-def test_negative_ids_that_a_combiner_leaves_out_are_no_rows(kind, in_graph):
-    """Neither of the last row nor, where a list has no other, of row 0."""
-    schema = Schema([category("l", 6, ragged=True)])
-    if kind == "EmbeddingTable":
-        layer = mm.Embeddings(schema, dim=4, sequence_combiner="mean")
-    else:
-        layer = mm.EmbeddingFeatures.from_schema(schema)
-    lists = tf.ragged.constant([[2, 2], [-1, 3], [3], [-1]], tf.int64, ragged_rank=1)
-    found = counts_of(Keras(layer), {"l": tf.expand_dims(lists, -1)}, in_graph)
-    assert found == {"l": {2: 1.0, 3: 2.0, 0: 0.0}}
 
 
 @pytest.mark.parametrize("kind", ["EmbeddingTable", "EmbeddingFeatures", "Embedding"])
@@ -534,20 +307,6 @@ def test_padding_alone_in_a_sample_is_not_counted(width, in_graph):
     assert counts_of(Keras(layer), ids, in_graph) == {"words": {0: 0.0, 4: 1.0}}
 
 
-def test_an_embedding_of_ones_own_keeps_its_arguments():
-    class Dropped(tf.keras.layers.Embedding):
-        def call(self, inputs, training=None, scale=1.0):
-            return super().call(inputs) * (0.0 if training else scale)
-
-    model = Keras(Dropped(8, 4))
-    ids = tf.constant([1, 2])
-    before = model(ids)
-    find_tables(model)
-    np.testing.assert_array_equal(model(ids), before)
-    np.testing.assert_array_equal(model.layer(ids, training=True), 0.0 * before)
-    np.testing.assert_array_equal(model.layer(ids, scale=2.0), 2.0 * before)
-
-
 @pytest.mark.parametrize(
     "builder",
     [
@@ -574,23 +333,6 @@ def test_a_recorded_keras_embedding_is_saved_and_loaded(tmp_path):
     model.save(tmp_path / "model")
     loaded = tf.keras.models.load_model(tmp_path / "model")
     np.testing.assert_array_equal(loaded(ids), expected)
-
-
-def test_a_model_of_encoders_is_saved_by_keras_itself(tmp_path):
-    """Merlin's encoders call their tables with more arguments than most layers do."""
-    tags = {"user": [Tags.USER, Tags.USER_ID], "item": [Tags.ITEM, Tags.ITEM_ID]}
-    schema = Schema(
-        [category(name, 9).with_tags([Tags.CATEGORICAL, *more]) for name, more in tags.items()]
-    )
-    model = mm.MatrixFactorizationModelV2(schema, dim=4)
-    optimizer = CowClipOptimizer.for_model(model, COLD)
-    model.compile(optimizer=optimizer, metrics=[])
-    feed = {"user": tf.constant(IDS["a"], tf.int64), "item": tf.constant(IDS["b"], tf.int64)}
-    model.fit(tf.data.Dataset.from_tensors(feed), verbose=0)
-    save_model(model, tmp_path / "model")
-    loaded = load_model(tmp_path / "model")
-    for ours, theirs in zip(loaded.get_weights(), model.get_weights(), strict=True):
-        np.testing.assert_array_equal(ours, theirs)
 
 
 class OwnGather(tf.keras.layers.Layer):
@@ -696,27 +438,3 @@ def test_a_tied_output_against_algorithm_1(update, clip, in_graph):
     rate = lr * np.sqrt(1 - 0.999) / (1 - 0.9)
     moved = rate * 0.1 * g / (np.sqrt(0.001 * g**2) + 1e-7)
     np.testing.assert_allclose(spec.variable, w0 - moved, rtol=1e-4, atol=1e-6)
-
-
-def spec_of(offsets, columns, read=()):
-    columns = tuple(category(name, 5) for name in columns)
-    variable = tf.Variable(tf.zeros([offsets[-1], 2]))
-    layer = tf.keras.layers.Layer()
-    return TableSpec("t", layer, lambda: variable, offsets, columns, 2, range_of_column=read)
-
-
-@pytest.mark.parametrize(
-    ("offsets", "columns", "read", "message"),
-    [
-        ((0, 5, 10), "abc", (), "2 ranges and 3 columns"),
-        ((0, 5, 10), "ab", (0,), "one of 2 ranges for each of 2 columns"),
-        ((0, 5, 10), "ab", (0, 2), "one of 2 ranges for each of 2 columns"),
-    ],
-)
-def test_columns_and_ranges_that_do_not_go_together(offsets, columns, read, message):
-    with pytest.raises(ValueError, match=message):
-        spec_of(offsets, columns, read)
-
-
-def test_a_table_without_columns_is_selected_by_its_name():
-    assert spec_of((0, 5, 10), "").selected(["t"]) == (True, True)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from merlin_cowclip.models import FusedEmbeddings, deepfm
+from merlin_cowclip.models import deepfm
 from merlin_cowclip.plugins import CowClipOptimizer, load_model, save_model
 from merlin_cowclip.plugins._stack import Schema, Tags, mm
 
@@ -76,12 +76,6 @@ def test_mixed_precision_comes_back_with_its_loss_scale(tmp_path):
         assert_same(slots(loaded.optimizer.inner_optimizer), slots(optimizer))
     finally:
         tf.keras.mixed_precision.set_global_policy("float32")
-
-
-def test_a_path_that_tensorflow_takes_for_a_pattern(tmp_path):
-    for call in (lambda path: save_model(None, path), load_model):
-        with pytest.raises(ValueError, match=r"path must be without \[ and .* Received: .*model"):
-            call(tmp_path / "model[1]")
 
 
 def test_all_variables_are_listed_and_checkpointed(tmp_path):
@@ -292,28 +286,6 @@ def test_a_part_refuses_a_rate_that_is_none():
 
 
 @pytest.mark.usefixtures("quick")
-def test_numbers_of_numpy_are_saved_as_pythons(tmp_path):
-    """JSON takes none of them: the call ended after the training, with TypeError."""
-    schedules = tf.keras.optimizers.schedules
-    borders = list(np.array([3, 6]))
-    model, optimizer = fitted(
-        ours,
-        SCHEMA,
-        WARM,
-        steps=1,
-        steps_per_epoch=np.int64(8),
-        dense_schedule=schedules.CosineDecay(np.float32(0.5), np.int32(100)),
-        embedding_schedule=schedules.PiecewiseConstantDecay(borders, [1e-3, 1e-4, 1e-5]),
-    )
-    save_model(model, tmp_path / "model")
-    loaded = load_model(tmp_path / "model", metrics=[]).optimizer
-    assert repr(loaded.steps_per_epoch) == "8"
-    assert loaded.dense_schedule.get_config()["decay_steps"] == 100
-    assert loaded.embedding_schedule.get_config()["boundaries"] == [3, 6]
-    assert loaded.learning_rates() == optimizer.learning_rates()
-
-
-@pytest.mark.usefixtures("quick")
 def test_a_schedule_that_json_cannot_hold_is_refused_before_anything_is_written(tmp_path):
     class Own(tf.keras.optimizers.schedules.LearningRateSchedule):
         def __call__(self, step):
@@ -353,25 +325,6 @@ def test_loss_weights_are_saved(tmp_path):
     assert given.evaluate(data, verbose=0, return_dict=True)["loss"] == whole != losses[0]
 
 
-@pytest.mark.extended
-@pytest.mark.usefixtures("quick")
-def test_a_loss_of_ones_own_is_asked_for(tmp_path, trained):
-    class Squared(tf.keras.losses.Loss):
-        def call(self, targets, outputs):
-            return tf.reduce_mean(tf.square(targets - outputs), axis=-1)
-
-    trained.compile(optimizer=trained.optimizer, loss=Squared(), metrics=[])
-    trained.fit(dataset(SCHEMA, 1), verbose=0)
-    with tf.keras.utils.custom_object_scope({"Squared": Squared}):
-        save_model(trained, tmp_path / "model")
-    with pytest.raises(ValueError, match=r"must be known to Keras. Received: 'Squared'.*loss=…"):
-        load_model(tmp_path / "model", metrics=[])
-    loaded = load_model(tmp_path / "model", metrics=[], loss=Squared())
-    for m in (trained, loaded):
-        m.fit(dataset(SCHEMA, 1, first=7), verbose=0)
-    assert_same(values(loaded), values(trained))
-
-
 LOSSES = {
     "by name": "mse",
     "an object": tf.keras.losses.BinaryCrossentropy(label_smoothing=0.1),
@@ -405,65 +358,6 @@ def test_a_keras_model_goes_on_with_the_loss_that_it_was_compiled_with(tmp_path,
     np.testing.assert_allclose(losses[1], losses[0], rtol=1e-6)
     for mine, theirs in zip(values(loaded), values(model), strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-7)
-
-
-class Clicks(tf.keras.Model):
-    """A team's own, whose class is not registered with Keras."""
-
-    def __init__(self):
-        super().__init__()
-        schema = Schema([category("user", 20)])
-        self.table, self.out = FusedEmbeddings(schema, 4), tf.keras.layers.Dense(1)
-
-    def call(self, ids):
-        return self.out(tf.reshape(self.table(ids), [-1, 4]))
-
-    def get_config(self):
-        return {}
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize("update", ["exact", "deferred"])
-def test_a_model_whose_class_keras_does_not_know_is_none_to_train_on(tmp_path, update):
-    """Its graph alone is loaded, in which rows neither catch up nor are counted."""
-    model, x, y = Clicks(), {"user": np.arange(32).reshape(-1, 1) % 20}, np.arange(32) % 2
-    model(x)
-    hp = HOT.replace(embedding_lr=1e-3, l2=1e-5)
-    optimizer = CowClipOptimizer.for_model(model, hp, update=update, steps_per_epoch=4)
-    model.compile(optimizer, "mse")
-    model.fit(x, y, batch_size=8, verbose=0)
-    save_model(model, tmp_path / "model")
-    words = r"without its class 'Clicks', as the graph .*custom_object_scope\({'Clicks': Clicks}\)"
-    if update == "deferred":
-        with pytest.raises(ValueError, match=words):
-            load_model(tmp_path / "model")
-    else:
-        with pytest.warns(UserWarning, match=words):
-            loaded = load_model(tmp_path / "model")
-        np.testing.assert_allclose(loaded(x), model(x), rtol=0, atol=1e-6)
-    with tf.keras.utils.custom_object_scope({"Clicks": Clicks}):
-        loaded = load_model(tmp_path / "model")
-    for one in (model, loaded):
-        one.fit(x, y, batch_size=8, shuffle=False, verbose=0)
-    assert_same(loaded.get_weights(), model.get_weights())
-
-
-@pytest.mark.usefixtures("quick")
-@pytest.mark.extended
-def test_of_tables_that_are_alike_the_frozen_one_stays_frozen(tmp_path):
-    """One name, shape and content, as with given values: the place among the layers tells."""
-    schema = Schema([category("a", 50), category("b", 50), TARGET])
-    features = schema.excluding_by_tag(Tags.TARGET)
-    tables = mm.Embeddings(features, dim=4, embeddings_initializer="zeros")
-    model = mm.Model(mm.InputBlockV2(features, categorical=tables), mm.BinaryOutput("y"))
-    model({name: tf.constant([[1], [2]]) for name in ("a", "b")})
-    optimizer = CowClipOptimizer.for_model(model, HOT.replace(init_stddev=0.0))
-    optimizer.table_specs[1].layer.trainable = False
-    model.compile(optimizer=optimizer, metrics=[])
-    save_model(model, tmp_path / "model")
-    loaded = load_model(tmp_path / "model", metrics=[])
-    trained = {spec.name: spec.layer.trainable for spec in loaded.optimizer.table_specs}
-    assert trained == {"a": True, "b": False}
 
 
 @pytest.mark.arithmetic
@@ -501,38 +395,3 @@ def test_fields_of_a_fused_table_are_clipped_by_tag_or_name_as_before(tmp_path):
     loaded = load_model(tmp_path / "model", metrics=[])
     of = [sorted(m.optimizer._clipped_ranges().values()) for m in (model, loaded)]
     assert of[0] == of[1] == [(True, False, True)] * 2
-
-
-@pytest.mark.usefixtures("quick")
-@pytest.mark.extended
-def test_layers_of_clip_tables_are_the_same_ones_again(tmp_path):
-    """Of two tables of one name; also where what was to be clipped has been frozen since."""
-    schema = Schema([category("a", 50), category("b", 70)])
-    towers = {
-        f"w{dim}": mm.SequentialBlock([mm.Embeddings(schema, dim=dim), mm.MLPBlock([2])])
-        for dim in (1, 4)
-    }
-    model = mm.Model(mm.ParallelBlock(towers, aggregation="concat"), mm.BinaryOutput("y"))
-    features, _ = batch(schema)
-    model(features)
-
-    def table(model, dim):
-        tables = (x for x in model._flatten_layers() if isinstance(x, mm.EmbeddingTable))
-        return next(x for x in tables if x.dim == dim and "a" in x.features)
-
-    def rules(model):
-        return sorted((tuple(o.variable.shape), o.rule) for o in model.optimizer.owned())
-
-    optimizer = CowClipOptimizer.for_model(model, HOT, clip_tables=[table(model, 4), "b"])
-    model.compile(optimizer=optimizer, metrics=[])
-    table(model, 4).trainable = False
-    before = rules(model)
-    assert ((50, 1), "no clip, exact Adam") in before
-    save_model(model, tmp_path / "model")
-    loaded = load_model(tmp_path / "model", metrics=[])
-    assert rules(loaded) == before
-    assert loaded.optimizer.get_config() == optimizer.get_config()
-    for m in (model, loaded):
-        table(m, 4).trainable = True
-    assert rules(loaded) == rules(model)
-    assert ((50, 4), "clip adaptive_column, exact Adam") in rules(loaded)

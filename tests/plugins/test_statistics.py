@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 
@@ -23,9 +22,9 @@ from merlin_cowclip.plugins._stack import ColumnSchema
 from merlin_cowclip.plugins.clipping import RowNorms
 from merlin_cowclip.plugins.rates import DensePart, TablePart
 
-from .merlin_models import BATCH, SCHEMA, SHARED, WITH_LIST, batch, dataset, stock_dlrm
+from .merlin_models import BATCH, SCHEMA, dataset, stock_dlrm
 from .test_clipping import oracle
-from .test_optimizer import HOT, built, fitted, ours
+from .test_optimizer import HOT, built, ours
 
 pytestmark = pytest.mark.usefixtures("graphs_as_traced")
 
@@ -173,19 +172,6 @@ def test_norms_by_powers_of_two():
     assert bench.statistics.gradient_norms() == []
 
 
-@pytest.mark.parametrize(
-    ("norm", "power"), [(np.nan, -40), (0.0, -40), (np.inf, 7), (1e9, 7), (3.0, 1)]
-)
-def test_norms_beyond_the_bins_and_those_of_wide_tables_alone(norm, power):
-    specs = [table("t", 4, 0)[1], table("linear", 1, 0)[1]]
-    statistics = StepStatistics(dict.fromkeys(specs, (True, True)), FREQUENT)
-    norms = tf.constant([norm, 1.5])
-    counts = tf.constant([9.0, 1.0])
-    known = RowNorms(norms, norms, counts, counts, tf.constant([1, 2], tf.int64), 4)
-    statistics.add(known, counts, norms, [tf.ones([1, 4]), tf.ones([1, 1])], specs, True)
-    assert [dataclasses.astuple(one) for one in statistics.gradient_norms()] == [(2.0**power, 0, 1)]
-
-
 def test_rows_of_exempt_fields_are_never_clipped():
     bench = Bench("column", clipped=(False, True))
     ids, values = rows_and_values(0)
@@ -268,29 +254,6 @@ def test_padding_of_lists_is_no_id_of_the_batch(clip, update):
     assert sum(one.rare + one.frequent for one in statistics.gradient_norms()) == 3
 
 
-def test_a_dense_gradient_is_one_of_all_rows():
-    variable, spec = table("t", 4, 0)
-    optimizer = CowClipAdam(clip="adaptive_column")
-    optimizer.bind_tables({spec: (True, True)})
-    statistics = StepStatistics({spec: (True, True)}, FREQUENT)
-    optimizer.observe(statistics)
-
-    @tf.function
-    def step(ids):
-        with tf.GradientTape() as tape:
-            spec.recorder.record(Lookup("a", ids))
-            read = tf.convert_to_tensor(variable)
-            loss = tf.reduce_sum(tf.gather(read, ids)) + tf.reduce_sum(read**2)
-        optimizer.minimize(loss, [variable], tape=tape)
-
-    step(tf.constant([[1], [1], [1], [1]], tf.int64))
-    a, b = statistics.read()
-    assert (a.all.rows, b.all.rows) == (20, 30)
-    assert a.frequent.rows == 1
-    assert a.all.occurrences == 23  # the other rows count as 1
-    assert b.all.gradient_norm > 0
-
-
 @pytest.mark.parametrize(
     ("builder", "clip", "update"),
     [
@@ -323,15 +286,6 @@ def test_weights_and_slots_are_the_same_to_the_last_bit(builder, clip, update):
         assert field.is_clipped == (clip is not None and width > 1)
         assert (field.all.clipped_rows > 0) == field.is_clipped
     assert optimizer.not_finite() == []
-
-
-def test_names_of_fields():
-    for schema, names in ((WITH_LIST, ["a", "l"]), (SHARED, ["buyer+seller"])):
-        for builder in (ours, stock_dlrm):
-            optimizer = CowClipOptimizer.for_model(builder(schema), HOT)
-            tables = [spec.range_names for spec in optimizer.table_specs]
-            flat = [name for names in tables for name in names]
-            assert flat == (names * 2 if builder is ours else names)
 
 
 def observed(schema=SCHEMA, hyperparameters=HOT, update="exact", **options):
@@ -368,15 +322,6 @@ def test_an_interval_the_whole_and_a_restart(graphs_rewritten):
     assert (restored.read(), restored.total()) == (second, whole)
 
 
-def test_counts_stay_exact_beyond_float32():
-    model, _, statistics = observed()
-    model.fit(dataset(SCHEMA, 1), verbose=0)
-    statistics.variables[0].assign_add(tf.fill(statistics.variables[0].shape, tf.int64.max // 4))
-    before = statistics.total()[0].all.rows
-    model.fit(dataset(SCHEMA, 1), verbose=0)
-    assert 0 < statistics.total()[0].all.rows - before <= 9
-
-
 @pytest.mark.parametrize("on_cpu", [False, True])
 def test_occurrences_of_one_step_stay_exact_beyond_float32(on_cpu):
     """As of lists: 131,072 samples that hold 200 ids each."""
@@ -389,14 +334,6 @@ def test_occurrences_of_one_step_stay_exact_beyond_float32(on_cpu):
     statistics.add(norms, counts, zeros, [zeros[:, tf.newaxis]], [spec], on_cpu)
     rare = statistics.read()[0].rare
     assert (rare.occurrences, rare.clipped_occurrences) == (200 * 131_071 + 1000,) * 2
-
-
-def test_frequent_ids_are_a_share_of_the_batch():
-    counts = np.unique(batch(SCHEMA)[0]["a"], return_counts=True)[1]
-    for share, at_least in ((1e-3, 2), (0.125, 4)):
-        model, _, statistics = observed(frequent_share=share)
-        model.fit(dataset(SCHEMA, 1), verbose=0)
-        assert statistics.read()[0].frequent.rows == (counts >= at_least).sum()
 
 
 def test_dense_weights_that_are_not_finite_are_named():
@@ -412,47 +349,6 @@ def test_dense_weights_that_are_not_finite_are_named():
     found = {str(one) for one in optimizer.not_finite()}
     table = optimizer.table_specs[0].name
     assert f"a gradient of the field 'a' in the table {table!r}" in found
-
-
-def test_a_layer_that_is_trained_again_is_looked_at():
-    model, optimizer, _ = observed()
-    layer = next(x for x in model._flatten_layers() if isinstance(x, tf.keras.layers.Dense))
-    layer.trainable = False
-    assert optimizer.not_finite() == []
-    layer.trainable = True
-    layer.kernel.assign(tf.fill(layer.kernel.shape, math.nan))
-    assert [str(one) for one in optimizer.not_finite()] == [f"the weight {layer.kernel.name!r}"]
-
-
-@pytest.mark.extended
-def test_steps_that_loss_scaling_leaves_out_are_not_counted():
-    tf.keras.mixed_precision.set_global_policy("mixed_float16")
-    try:
-        model, optimizer, statistics = observed()
-        model.fit(dataset(SCHEMA, 2), verbose=0)
-        (made,) = {field.steps for field in statistics.total()}
-        features, labels = batch(SCHEMA)
-        features["x"] *= math.nan
-        model.train_on_batch(features, labels)
-    finally:
-        tf.keras.mixed_precision.set_global_policy("float32")
-    assert int(optimizer.iterations) == 3  # as Keras counts; the parts count what they made
-    assert {int(part.iterations) for part in optimizer.optimizers} == {made}
-    assert {field.steps for field in statistics.total()} == {made}
-    assert optimizer.not_finite() == []
-
-
-def test_when_and_how_it_is_switched_on():
-    _, optimizer, statistics = observed()
-    assert optimizer.observe() is statistics
-    with pytest.raises(ValueError, match=r"same in every call.*frequent_share=0.5"):
-        optimizer.observe(0.5)
-    for share in (0.0, 1.5, math.nan):
-        with pytest.raises(ValueError, match="frequent_share must be"):
-            optimizer.observe(share)
-    _, late = fitted(ours, SCHEMA, steps=1)
-    with pytest.raises(ValueError, match="observed from the first one on"):
-        late.observe()
 
 
 def test_learning_rates_are_those_of_the_last_step(monkeypatch):
@@ -479,24 +375,6 @@ def test_learning_rates_are_those_of_the_last_step(monkeypatch):
         model.fit(dataset(SCHEMA, 3), verbose=0)
         assert optimizer.learning_rates() == (float(used[DensePart]), float(used[TablePart]))
     assert math.isclose(optimizer.learning_rates().dense, 0.002 * 5 / 10, rel_tol=1e-4)
-
-
-@pytest.mark.extended
-def test_learning_rates_once_the_clipped_tables_are_frozen():
-    """The steps go on in the linear part alone, and so does its schedule."""
-    model = built(ours, SCHEMA)
-    decay = tf.keras.optimizers.schedules.ExponentialDecay(0.05, 1, 0.5)
-    optimizer = CowClipOptimizer.for_model(model, HOT, embedding_schedule=decay)
-    model.compile(optimizer=optimizer)
-    model.fit(dataset(SCHEMA, 2), verbose=0)
-    (wide,) = [spec for spec in optimizer.table_specs if spec.width > 1]
-    assert math.isclose(optimizer.learning_rates().embedding, 0.05 / 2, rel_tol=1e-5)
-    for frozen, steps in ((True, 5), (False, 3)):  # of the linear part; then of the wide one again
-        wide.layer.trainable = not frozen
-        model.compile(optimizer=optimizer)
-        model.fit(dataset(SCHEMA, 3 if frozen else 1), verbose=0)
-        expected = 0.05 * 0.5 ** (steps - 1)
-        assert math.isclose(optimizer.learning_rates().embedding, expected, rel_tol=1e-5)
 
 
 def test_weights_that_no_optimizer_trains_are_looked_at_too():

@@ -63,26 +63,3 @@ def test_against_float64(large, l2, rate, step):
     assert (reach * np.abs(found[1] - expected[1]) / size).max() < 2e-3
     left = np.abs(expected[0]) > size / 10
     assert (np.abs(found[2] - expected[2]) <= 0.02 * expected[2] + 1e-30)[left].all()
-
-
-def test_a_large_table_of_rows_of_all_kinds(monkeypatch):
-    """As the same table if it were small: untouched, calm, late by little, current, not finite."""
-    random = np.random.default_rng(0)
-    number, step = 4_000, 2_000
-    w = np.float32(0.01 * random.normal(size=(number, WIDTH)))
-    w[7], w[8, 1] = 1e5, np.nan
-    last = random.choice([0, 0, 150, 900, 1_990, 2_000], number)
-    root = 10.0 ** random.uniform(-6, -3, w.shape) * (last > 0)[:, np.newaxis]
-    root[9, 2], last[9] = 1e-3, 0  # in no batch, and yet with moments
-    m = np.float32(root * random.normal(size=w.shape))
-    found = []
-    for least in (2**62, 1):
-        monkeypatch.setattr(deferring, "_LARGE", least)
-        found.append(brought_up([w, m, np.float32(root**2)], last, step, 1e-4, 1e-5))
-    size = np.maximum(np.abs(w), 1e-3)
-    assert np.nanmax(np.abs(found[0][0] - found[1][0]) / size) < 5e-4
-    touched = last > 0
-    touched[7:10] = True
-    for x, y in zip(*found, strict=True):
-        np.testing.assert_allclose(x[touched], y[touched], rtol=1e-5, atol=1e-9)
-    np.testing.assert_array_equal(np.isnan(found[1][0]), np.isnan(w))
