@@ -114,26 +114,6 @@ def test_an_id_in_any_type_has_the_row_that_the_workflow_gives_it(numbered, give
         assert found.tolist() == [layer._first_row[field] + encoded[field][0]], field
 
 
-def test_an_id_of_the_logs_type_is_known(numbered):
-    layer = layer_of(schema=numbered.schema)
-    place, first = {"workflow": numbered.path / "workflow"}, layer._first_row["item"]
-    rows = [layer.rows("item", [given], **place)[0] for given in (1382, 1382.0, "1382")]
-    assert len(set(rows)) == 1
-    assert rows[0] > first + UNKNOWN
-    frame = pd.DataFrame(np.arange(6.0).reshape(2, DIM), index=[1382, -3])
-    assert layer.load_rows("item", frame, **place) == 2
-    np.testing.assert_array_equal(layer.table.numpy()[rows[0]], [0, 1, 2])
-    twice = frame_of(np.ones((2, DIM)), np.array([1382, "1382"], object))
-    with pytest.raises(ValueError, match="raw ids of field 'item' must be unique. Received: '1382"):
-        layer.load_rows("item", twice, **place)
-    message = "a raw id must be text or a number. Received: b'1382', bytes"
-    with pytest.raises(ValueError, match=message):
-        layer.rows("item", [b"1382"], **place)
-    for alone in (1382, "1382"):
-        with pytest.raises(ValueError, match=f"raw ids must be a list. Received: {alone!r}"):
-            layer.rows("item", alone, **place)
-
-
 @pytest.mark.parametrize("known", [[2**53, 10**17], ["9007199254740992", "100000000000000000"]])
 @pytest.mark.parametrize("kind", [np.array, list, pd.array])
 def test_a_float_that_may_have_been_another_id_is_refused(known, kind):
@@ -258,20 +238,6 @@ def test_load_a_frame():
     np.testing.assert_array_equal(after[[6, 3, 2]], [[0, 1, 2], [6, 7, 8], [12, 13, 14]])
     others = [row for row in range(ROWS) if row not in (2, 3, 6)]
     np.testing.assert_array_equal(after[others], before[others])
-
-
-@pytest.mark.parametrize("field", ["user", "genres"])
-def test_rows_of_one_layer_go_into_another(prepared, field):
-    place = {"workflow": prepared.path / "workflow"}
-    one, other = layer_of(schema=prepared.schema), layer_of(schema=prepared.schema)
-    before = other.table.numpy()
-    frame = one.to_df(field, **place).dropna(subset="raw").set_index("raw").sample(frac=1.0)
-    assert other.load_rows(field, frame, **place) == one.cardinalities[field] - 3
-    first, size = one._first_row[field], one.cardinalities[field]
-    by_hand = before.copy()
-    by_hand[first + 3 : first + size] = one.table.numpy()[first + 3 : first + size]
-    np.testing.assert_array_equal(other.table, by_hand)
-    assert (by_hand != before).any(axis=1).sum() == size - 3
 
 
 def frame_of(values, index) -> pd.DataFrame:

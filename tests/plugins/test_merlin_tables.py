@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -128,9 +126,6 @@ def unique_first(table, ids):
     return tf.gather(table(found), where)
 
 
-THREE_WORDS = tf.lookup.StaticVocabularyTable(
-    tf.lookup.KeyValueTensorInitializer(["3", "4", "5"], tf.constant([3, 4, 5], tf.int64)), 1
-)
 ORDER = tf.constant([9, 1, 5, 0, 11, 3, 7, 2, 10, 4, 8, 6])
 
 
@@ -154,23 +149,6 @@ RESHAPED = {
 @pytest.mark.parametrize(("case", "batch"), pairwise(RESHAPED))
 def test_ids_that_were_flattened_or_made_unique_count_by_sample(case, batch):
     assert counts_of_words(RESHAPED[case], batch) == {3: 3, 4: 3, 5: 2}
-
-
-LOST = {
-    "sorted": lambda t, ids: t(tf.sort(tf.reshape(ids, [-1]))),
-    "of a branch": lambda t, ids: t(
-        tf.cond(ids[0, 0] > 3, lambda: tf.reshape(ids, [-1]) + 0, lambda: tf.reshape(ids, [-1]))
-    ),
-    "of Python": lambda t, ids: t(
-        tf.ensure_shape(tf.numpy_function(lambda x: x, [tf.reshape(ids, [-1])], ids.dtype), [12])
-    ),
-}
-
-
-@pytest.mark.parametrize("case", LOST)
-def test_ids_of_which_nobody_knows_whose_they_are_are_told(case):
-    with pytest.warns(UserWarning, match="'words' looks up were flattened.* does not tell"):
-        counts_of_words(LOST[case], 4)
 
 
 TWICE = {
@@ -213,40 +191,6 @@ def counts_of_words(forward, batch, table=None, width=3, ids=WORDS):
 
     rows, counts = step(tf.cast(ids, tf.int64))
     return dict(zip(rows.numpy(), counts.numpy(), strict=True))
-
-
-TOLD_BY = {
-    "a table of integers": tf.keras.layers.IntegerLookup(vocabulary=[3, 4, 5], num_oov_indices=3),
-    "a table with buckets": lambda ids: THREE_WORDS.lookup(tf.strings.as_string(ids)),
-}
-
-
-@pytest.mark.parametrize(
-    ("case", "in_graph"), [(case, i % 2 == 0) for i, case in enumerate(TOLD_BY)]
-)
-def test_ids_that_the_same_function_makes_of_the_same_input_count_once(case, in_graph):
-    """As the deep part of a network and its linear one look them up."""
-    made = TOLD_BY[case]
-    model = Words(lambda t, ids: t(made(ids)) + t(made(ids)))
-    once = Words(lambda t, ids: t(made(ids)))
-    ids = tf.constant(WORDS, tf.int64)
-    found = counts_of(model, ids, in_graph)
-    assert found == counts_of(once, ids, in_graph)
-    assert sorted(found["words"].values()) == [2, 3, 3]
-
-
-@pytest.mark.parametrize("batch", [4, None])
-def test_a_user_beside_each_of_several_candidates(batch):
-    """Which are samples of two ids, also when they are flattened."""
-    pairs = [{row[0], i} for row in WORDS for i in row[1:]]
-    expected = Counter(i for pair in pairs for i in pair)
-
-    def forward(table, ids):
-        user = tf.repeat(ids[:, :1], 2, axis=0)
-        rows = tf.concat([user, tf.reshape(ids[:, 1:], [-1, 1])], axis=1)
-        return table(tf.reshape(rows, [-1]))
-
-    assert counts_of_words(forward, batch) == expected
 
 
 STACKED = {

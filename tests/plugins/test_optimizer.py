@@ -614,3 +614,38 @@ def test_config_round_trip():
     assert other.get_config() == one.get_config()
     assert other.clip_tables == ("a", Tags.USER_ID)
     assert other.hyperparameters == HOT
+
+
+@pytest.mark.extended
+def test_dense_layers_of_ones_own_may_be_jit_compiled():
+    class Compiled(tf.keras.layers.Dense):
+        @tf.function(jit_compile=True)
+        def call(self, inputs):
+            return super().call(inputs)
+
+    table = tf.keras.layers.Embedding(10, 4, "glorot_normal")
+    model = tf.keras.Sequential([table, tf.keras.layers.GlobalAveragePooling1D(), Compiled(1)])
+    model(tf.ones([4, 1], tf.int64))
+    kernel = model.layers[2].kernel.numpy()
+    optimizer = CowClipOptimizer.for_model(model, HOT.replace(init_stddev=(2 / 14) ** 0.5))
+    model.compile(optimizer=optimizer, loss="mse")
+    model.fit(tf.ones([4, 1], tf.int64), tf.ones([4, 1]), verbose=0)
+    assert np.abs(model.layers[2].kernel.numpy() - kernel).max() > HOT.dense_lr / 2
+
+
+@pytest.mark.extended
+def test_keras_schedules():
+    decay = tf.keras.optimizers.schedules.ExponentialDecay(0.1, 1, 0.5)
+    model, optimizer = fitted(
+        ours, SCHEMA, HOT, steps=1, dense_schedule=decay, embedding_schedule=decay
+    )
+    tables = optimizer.optimizers[0]
+    start = [v.numpy() for v in model.trainable_variables]
+    assert optimizer.default_optimizer.learning_rate is decay
+    assert tables.learning_rate is decay
+    model.fit(dataset(SCHEMA, 30), verbose=0)
+    settled = [v.numpy() for v in model.trainable_variables]
+    model.fit(dataset(SCHEMA, 3), verbose=0)  # η is 0.1 · 2^-31 by now
+    for a, b, v in zip(start, settled, model.trainable_variables, strict=True):
+        assert np.abs(a - b).max() > 1e-4
+        np.testing.assert_allclose(v, b, atol=1e-7)
