@@ -137,7 +137,11 @@ def test_rows_that_carry_momentum(l2, rate, first, swing, in_most):
 
 @pytest.mark.parametrize(
     ("l2", "rate", "last", "missed", "of"),
-    [(1e-5, 1e-4, 300, 1_000, adam), (1e-4, 1e-3, 300, 1_100, adam_as_stored)],
+    [
+        (1e-5, 1e-4, 300, 1_000, adam),
+        pytest.param(1e-5, 1e-4, 500, 900, adam_as_stored, marks=pytest.mark.extended),
+        pytest.param(1e-4, 1e-3, 300, 1_100, adam_as_stored, marks=pytest.mark.extended),
+    ],
 )
 def test_rows_of_a_young_table_that_all_miss_as_many(l2, rate, last, missed, of):
     """As some hundred steps of training leave rare ones: |m| near √v, and weights near zero."""
@@ -290,6 +294,25 @@ def test_what_never_settles_is_refused():
         w -= 1e-2 * m / (v**0.5 + EPSILON)
         most = max(most, abs(w)) if t > 30_000 else 0.0
     assert most > 1e-4
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("missed", [5_000, 17_000])
+def test_large_rows_with_a_small_v(missed):
+    """Which w halves more than once while √v decays to ε: further off than others."""
+    random = np.random.default_rng(1)
+    w = random.normal(size=(2_048, 4)) * 10.0 ** random.uniform(-4, 0, (2_048, 1))
+    root = 10.0 ** random.uniform(-9, -1, (2_048, 1))
+    v = root**2 * random.uniform(0.5, 2, w.shape)
+    state = [np.float32(x) for x in (w, 0.1 * root * random.normal(size=w.shape), v)]
+    last, step = np.full(len(w), 3_000, np.int32), 3_000 + missed
+    rates = corrected(np.full(step, 1e-4))
+    found = caught_up_by_kind(state, last, step, rates, 1e-5)
+    error = errors(state, found, oracle(state, last, step, rates, 1e-5))
+    large = np.abs(state[0]) > 0.1
+    assert error[~large].max() < 5e-4
+    assert error[large].max() < 1e-3
+    assert np.quantile(error, 0.99) < 5e-4
 
 
 @pytest.mark.extended

@@ -151,21 +151,6 @@ def test_ids_that_were_flattened_or_made_unique_count_by_sample(case, batch):
     assert counts_of_words(RESHAPED[case], batch) == {3: 3, 4: 3, 5: 2}
 
 
-TWICE = {
-    "stacked": lambda ids: tf.stack([ids, ids]),
-    "repeated": lambda ids: tf.repeat(ids, 2, axis=0),
-    "broadcast, then flattened": lambda ids: tf.reshape(
-        tf.broadcast_to(ids[:, tf.newaxis], [4, 2, 3]), [-1]
-    ),
-}
-
-
-@pytest.mark.parametrize(("case", "batch"), pairwise(TWICE))
-def test_samples_that_are_there_twice_are_twice_as_many(case, batch):
-    found = counts_of_words(lambda t, ids: t(TWICE[case](ids)), batch)
-    assert found == {3: 6, 4: 6, 5: 4}
-
-
 @pytest.mark.parametrize("width", [1, 2])
 def test_padding_in_flattened_lists_of_merlins_table(width):
     """As where they are not flattened: a list's 0 is padding, a single id's an id as any other."""
@@ -191,28 +176,6 @@ def counts_of_words(forward, batch, table=None, width=3, ids=WORDS):
 
     rows, counts = step(tf.cast(ids, tf.int64))
     return dict(zip(rows.numpy(), counts.numpy(), strict=True))
-
-
-STACKED = {
-    "columns": lambda t, ids: t(tf.stack([ids[:, 0], ids[:, 1]])),
-    "columns, flattened": lambda t, ids: t(tf.reshape(tf.stack([ids[:, 0], ids[:, 1]]), [-1])),
-}
-
-
-@pytest.mark.parametrize(("case", "batch"), pairwise(STACKED))
-def test_features_that_were_stacked_on_axis_0_are_no_samples(case, batch):
-    """Taken for two samples of b ids each, no id would occur in more than two."""
-    assert counts_of_words(STACKED[case], batch) == {3: 4, 4: 3, 5: 1}
-
-
-def test_what_was_done_to_ids_before_merlins_table_is_seen_as_well():
-    """As a Keras Embedding's; no number of features tells it."""
-    table = mm.EmbeddingTable(4, *Schema([category("words", 6)]))
-    for case, expected in (
-        (RESHAPED["flattened"], {3: 3, 4: 3, 5: 2}),
-        (STACKED["columns"], {3: 4, 4: 3, 5: 1}),
-    ):
-        assert counts_of_words(case, None, table) == expected
 
 
 @pytest.mark.parametrize("kind", ["EmbeddingTable", "EmbeddingFeatures", "Embedding"])

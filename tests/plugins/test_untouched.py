@@ -40,7 +40,7 @@ def large(monkeypatch):
 @pytest.mark.parametrize(
     ("l2", "rate", "step"),
     [
-        (1e-8, 1e-4, 4_000),
+        pytest.param(1e-8, 1e-4, 4_000, marks=pytest.mark.extended),
         (1e-6, 1e-2, 60),
         (1e-5, 1e-4, 1),
         (1e-5, 1e-4, 1_000),
