@@ -245,6 +245,23 @@ def test_a_table_that_is_frozen_for_a_while():
     assert far(*models) < 2e-4
 
 
+def test_gradients_that_are_older_than_the_last_step():
+    models = []
+    for update in ("exact", "deferred"):
+        model = trained_again(update, 8, HP.replace(clip=None))
+        optimizer = model.optimizer
+        tapes = []
+        for x, y in batches(2, seed=4):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(tf.keras.losses.binary_crossentropy(y, model(x)))
+            tapes.append(tape.gradient(loss, model.trainable_variables))
+        for gradients in tapes:
+            optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+        optimizer.catch_up()
+        models.append(model)
+    assert far(*models) < 2e-4
+
+
 def test_a_table_that_is_read_without_catching_up_is_refused():
     """Its gradient would be that of rows as they were."""
     variable = tf.Variable(tf.ones((5, 2)))
