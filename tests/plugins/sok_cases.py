@@ -47,11 +47,9 @@ def of_kind(kind: str) -> dict[str, str]:
 
 CASES = {
     "hash tables": Case({**of_kind("hbm"), "a": "hybrid"}),
-    "variables": Case(of_kind("distributed")),
     "both": Case({"a": "localized:0", "l": "hybrid", "shared": "distributed", "wide": "hbm"}),
     "dense lookups": Case({**of_kind("hbm"), "a": "distributed"}, dense_lookup=True),
     "by a constant": Case(of_kind("hbm"), clip="column"),
-    "no clip": Case(of_kind("distributed"), clip=None),
     "eager": Case(of_kind("hbm"), eager=True),
 }
 

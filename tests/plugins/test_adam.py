@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 import pytest
 import tensorflow as tf
 
-from merlin_cowclip.plugins import (
-    CowClipAdam,
-    IdRecorder,
-    LinearWarmup,
-    Lookup,
-    TableSpec,
-    adam,
-)
-from merlin_cowclip.plugins._stack import ColumnSchema, mm
+from merlin_cowclip.plugins import CowClipAdam, IdRecorder, LinearWarmup, Lookup, TableSpec, adam
+from merlin_cowclip.plugins._stack import ColumnSchema
 
 from .test_clipping import oracle as clip_oracle
 
@@ -74,9 +65,17 @@ class AdamOracle:
         self.w[rows] -= lr * m[rows] / (np.sqrt(v[rows]) + 1e-7)
 
 
-@pytest.mark.parametrize("update", ["exact", "lazy"])
-@pytest.mark.parametrize("clip", ["adaptive_column", None])
-@pytest.mark.parametrize(("l2", "ratio"), [(1e-2, 1.0), (0.0, 1.0), (1e-2, 5e-3)])
+@pytest.mark.parametrize(
+    ("update", "clip", "l2", "ratio"),
+    [
+        ("exact", "adaptive_column", 1e-2, 1.0),
+        ("lazy", "adaptive_column", 1e-2, 1.0),
+        ("exact", "adaptive_column", 1e-2, 5e-3),
+        ("lazy", "adaptive_column", 0.0, 1.0),
+        ("exact", None, 1e-2, 1.0),
+        ("lazy", None, 0.0, 1.0),
+    ],
+)
 def test_algorithm_1_from_the_paper(update, clip, l2, ratio):
     """The third case has r < 2λ, where the clip reaches the rows absent from the batch too."""
     rng = np.random.default_rng(7)
@@ -133,8 +132,10 @@ def bound(variable, clipped, optimizer):
     return spec
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-@pytest.mark.parametrize("clipped", [(True, False), (False, True), (True, True)])
+@pytest.mark.parametrize(
+    ("clipped", "dtype"),
+    [((True, False), np.float32), ((False, True), np.float32), ((True, True), np.float64)],
+)
 def test_absent_rows_of_exempt_fields_are_not_clipped(clipped, dtype):
     """Where r < 2λ, absent rows exceed their bound; those of a field that is exempt keep it."""
     w0 = np.random.default_rng(3).normal(size=(50, 4)).astype(dtype)
@@ -158,73 +159,6 @@ def test_absent_rows_of_exempt_fields_are_not_clipped(clipped, dtype):
     )
     expected = np.where(np.repeat(clipped, [20, 30])[:, None], limited, g)
     np.testing.assert_allclose(optimizer.get_slot(table, "m"), 0.1 * expected, rtol=1e-5)
-
-
-def test_half_precision_tables_are_summed_in_float32():
-    """6,000 × 0.1 is 256 in half precision: from there on, 0.1 more makes no difference."""
-    table = tf.Variable(tf.zeros([3, 2], tf.float16))
-    optimizer = CowClipAdam(1e-3, l2=0.0, clip=None)
-    values = tf.fill([6000, 2], tf.constant(0.1, tf.float16))
-    gradient = tf.IndexedSlices(values, tf.ones([6000], tf.int64), tf.constant([3, 2]))
-    optimizer.apply_gradients([(gradient, table)])
-    np.testing.assert_allclose(optimizer.get_slot(table, "m")[1], [60, 60], rtol=1e-2)
-
-
-@pytest.mark.parametrize("marked", [False, True], ids=["read shares", "read copies"])
-@pytest.mark.parametrize("in_graph", [False, True])
-def test_lazy_rows_are_written_alike_where_scatters_go_through_the_host(
-    monkeypatch, in_graph, marked
-):
-    """On a GPU with deterministic ops; a variable is read as its own buffer or as a copy."""
-    rng = np.random.default_rng(0)
-    w0 = rng.normal(scale=0.1, size=(20, 3)).astype(np.float32)
-    batches = [(rng.integers(0, 9, 50), rng.normal(size=(50, 3))) for _ in range(3)]
-    found = []
-    for through_host in (False, True):
-        monkeypatch.setattr(adam, "_scatters_through_host", lambda _, yes=through_host: yes)
-        table, optimizer = tf.Variable(w0), CowClipAdam(1e-2, update="lazy")
-
-        def step(values, ids, table=table, optimizer=optimizer):
-            optimizer.apply_gradients([(tf.IndexedSlices(values, ids), table)])
-
-        optimizer._create_all_weights([table])
-        variables = [table, *(optimizer.get_slot(table, name) for name in "mv")]
-        if marked:
-            for variable in variables:
-                tf.gather(variable, [0])
-        run = tf.function(step) if in_graph else step
-        for ids, values in batches:
-            run(tf.constant(values, tf.float32), tf.constant(ids))
-        found.append([variable.numpy() for variable in variables])
-    for ours, theirs in zip(*found, strict=True):
-        assert np.abs(ours).max() > 0
-        np.testing.assert_array_equal(ours, theirs)
-
-
-def test_rows_are_never_written_into_a_value_that_was_read(monkeypatch):
-    """It may be the variable's own buffer, which others hold, or a copy, which nobody keeps."""
-    monkeypatch.setattr(adam, "_scatters_through_host", lambda _: True)
-    table = tf.Variable(tf.zeros([3, 2]))
-    read = tf.convert_to_tensor(table)
-    CowClipAdam()._resource_scatter_operate(
-        table, tf.constant([1], tf.int64), tf.ones([1, 2]), tf.raw_ops.ResourceScatterUpdate
-    )
-    np.testing.assert_array_equal(table, [[0, 0], [1, 1], [0, 0]])
-    np.testing.assert_array_equal(read, np.zeros([3, 2]))
-
-
-@pytest.mark.parametrize("update", ["exact", "lazy"])
-def test_order_within_the_batch_is_of_no_consequence(update):
-    rng = np.random.default_rng(0)
-    w0 = rng.normal(scale=0.1, size=(20, 3)).astype(np.float32)
-    ids, values = rng.integers(0, 9, 50), rng.normal(size=(50, 3)).astype(np.float32)
-    tables = []
-    for order in (np.arange(50), rng.permutation(50)):
-        table = tf.Variable(w0)
-        optimizer = CowClipAdam(1e-2, update=update)
-        optimizer.apply_gradients([(slices(values[order], ids[order], (20, 3)), table)])
-        tables.append(table.numpy())
-    np.testing.assert_allclose(tables[0], tables[1], rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("update", ["exact", "lazy"])
@@ -286,11 +220,7 @@ def test_dense_gradients_are_refused_with_the_remedy():
         ({"clip_floor": -1e-5}, "clip_floor must be a number that is not negative"),
         ({"l2": float("nan")}, "l2 must be"),
         ({"learning_rate": -1.0}, "learning_rate must be a positive"),
-        ({"learning_rate": np.float32(-1e-3)}, "learning_rate must be a positive"),
-        ({"learning_rate": "1e-3"}, "learning_rate must be a positive.*'1e-3'"),
-        ({"learning_rate": True}, "learning_rate must be a positive"),
         ({"beta_1": 1.0}, "beta_1 must be below 1"),
-        ({"epsilon": 0.0}, "epsilon must be a positive"),
         ({"clip": "norm"}, "clip must be None or one of global, .*adaptive_column"),
         ({"update": "dense"}, "update must be one of exact, lazy, deferred. Received: .*'dense'"),
     ],
@@ -309,29 +239,6 @@ def test_config_round_trip(rate):
     other = tf.keras.optimizers.deserialize(config, use_legacy_optimizer=True)
     assert type(other) is CowClipAdam
     assert other.get_config() == one.get_config()
-
-
-@pytest.mark.parametrize(
-    "rate", [np.float32(0.125), tf.constant(0.125), lambda: 0.125, lambda: tf.constant(0.125)]
-)
-def test_config_round_trip_after_a_step(rate):
-    """Keras's is of NumPy's numbers from then on."""
-    table, one = tf.Variable(tf.ones((5, 2))), CowClipAdam(rate, 0.8, 0.99)
-    one.apply_gradients([(slices([[0.1, 0.2]], [1], (5, 2)), table)])
-    config = one.get_config()
-    other = CowClipAdam.from_config(config)
-    other.apply_gradients([(slices([[0.1, 0.2]], [1], (5, 2)), tf.Variable(tf.ones((5, 2))))])
-    assert other.get_config() == config
-    json.dumps(config)
-
-
-def test_config_round_trip_within_merlins_optimizer_after_a_step():
-    layer = mm.MLPBlock([2])
-    one = mm.MultiOptimizer([mm.OptimizerBlocks(CowClipAdam(1e-3), [layer])], "adam")
-    inner = one.optimizers[0]
-    inner.apply_gradients([(slices([[0.1, 0.2]], [1], (5, 2)), tf.Variable(tf.ones((5, 2))))])
-    other = mm.MultiOptimizer.from_config(one.get_config())
-    assert other.optimizers[0].get_config() == inner.get_config()
 
 
 def test_checkpoint_brings_back_slots_and_steps(tmp_path):
@@ -364,25 +271,6 @@ def test_warmup_is_linear_from_1e_8():
     assert np.isnan(float(LinearWarmup.from_config(unknown.get_config())(tf.constant(50))))
 
 
-def test_a_warmup_has_no_constant_that_is_not_finite():
-    """tf.debugging.enable_check_numerics() ends at one, whoever makes it: all training."""
-    schedule = LinearWarmup(8e-4, tf.Variable(100))
-    graph = tf.function(schedule).get_concrete_function(tf.TensorSpec([], tf.int64)).graph
-    held = [op.get_attr("value") for op in graph.get_operations() if op.type == "Const"]
-    constants = [tf.make_ndarray(one) for one in held]
-    assert constants
-    assert all(np.isfinite(constant).all() for constant in constants)
-
-
-def test_a_warmup_is_of_whole_updates():
-    for steps in (100, 100.0, np.int64(100), np.float32(100)):
-        assert LinearWarmup(8e-4, steps).get_config()["warmup_steps"] == 100
-    with pytest.raises(ValueError, match=r"whole number of updates\. Received: warmup_steps=2\.5"):
-        LinearWarmup(8e-4, 2.5)
-    with pytest.raises(ValueError, match="warmup_steps must be .*not negative"):
-        LinearWarmup(8e-4, -2)
-
-
 def test_the_same_ids_twice_are_refused_where_nobody_records_them():
     """As stock `DeepFMModel` looks them up: repeats would be twice the samples."""
     table = tf.Variable(tf.ones([5, 2]))
@@ -404,49 +292,35 @@ def test_the_same_ids_twice_are_refused_where_nobody_records_them():
     assert run(CowClipAdam(clip=None), lambda ids: ids) == 1
 
 
-@pytest.mark.parametrize("scaled", [False, True])
-def test_ids_that_were_made_unique_are_refused_where_nobody_records_them(scaled):
+def test_ids_that_were_made_unique_are_refused_where_nobody_records_them():
     """As a list's combiner makes them: every id would be that of one sample."""
     table = tf.Variable(tf.ones([5, 2]))
     lists = tf.ragged.constant([[1, 3], [1], [1, 1, 4], []], dtype=tf.int64)
 
-    def combined(weight=1.0):
-        rows = tf.nn.safe_embedding_lookup_sparse(table, lists.to_sparse(), combiner="mean")
-        return weight * rows
-
-    def by_hand():
-        rows, place = tf.unique(lists.flat_values)
-        return tf.gather(tf.gather(table, rows), place)
+    def combined():
+        return tf.nn.safe_embedding_lookup_sparse(table, lists.to_sparse(), combiner="mean")
 
     def run(optimizer, look_up):
         def step():
             with tf.GradientTape() as tape:
                 loss = tf.reduce_sum(look_up())
-            pairs = [(tape.gradient(loss, table), table)]
-            if scaled:
-                tf.cond(loss > 0.0, lambda: optimizer.apply_gradients(pairs), tf.no_op)
-            else:
-                optimizer.apply_gradients(pairs)
+            optimizer.apply_gradients([(tape.gradient(loss, table), table)])
 
         tf.function(step, autograph=False)()
         return int(optimizer.iterations)
 
-    def beside_others():
-        return combined() + tf.gather(table, tf.constant([1, 2, 3, 4], tf.int64))
-
-    for look_up in (combined, by_hand, beside_others):
-        with pytest.raises(ValueError, match=r"once for each sample.*unique.*combiner.*for_model"):
-            run(CowClipAdam(), look_up)
+    with pytest.raises(ValueError, match=r"once for each sample.*unique.*combiner.*for_model"):
+        run(CowClipAdam(), combined)
     for bounds in ({"clip": None}, {"clip": "column", "clip_threshold": 1.0}):  # follow no counts
         assert run(CowClipAdam(**bounds), combined) == 1
     assert run(CowClipAdam(), lambda: tf.gather(table, lists.flat_values)) == 1
 
 
-@pytest.mark.parametrize("clip", ["global", "field", "adaptive_field", "adaptive_column"])
+@pytest.mark.parametrize("clip", ["global", "adaptive_field", "adaptive_column"])
 def test_on_a_gpu_ids_beyond_the_table_take_no_part_in_norms(clip, monkeypatch):
     """There a lookup of them reads zeros, and their loss has a gradient; on a CPU it raises."""
     monkeypatch.setattr(adam, "_on_gpu", lambda variable: True)
-    given = {"clip_threshold": 0.5} if clip in ("global", "field") else {"clip_ratio": 0.01}
+    given = {"clip_threshold": 0.5} if clip == "global" else {"clip_ratio": 0.01}
     optimizer = CowClipAdam(l2=0.0, clip=clip, **given)
     table = tf.Variable(np.full((5, 2), 0.1, np.float32))
 

@@ -11,19 +11,14 @@ from merlin_cowclip.plugins import beginning_alike as module
 from merlin_cowclip.plugins.beginning_alike import beginning_alike, may_load_before_a_step
 from merlin_cowclip.plugins.joining import Ranks
 
-from .merlin_models import SCHEMA, dataset
-from .test_optimizer import HOT, built, ours
+from .test_optimizer import HOT
 
+pytestmark = pytest.mark.extended
 KERAS = tf.keras.callbacks
 
 
 class AtBegin(KERAS.Callback):
     def on_train_begin(self, logs=None):
-        pass
-
-
-class AtEpochs(KERAS.Callback):
-    def on_epoch_begin(self, epoch, logs=None):
         pass
 
 
@@ -37,24 +32,16 @@ class AtEnds(KERAS.Callback):
         pass
 
 
-def restarted():
-    return KERAS.ModelCheckpoint(".", load_weights_on_restart=True)
-
-
 @pytest.mark.parametrize(
     ("callback", "may"),
     [
         (AtBegin(), True),
-        (AtEpochs(), True),
         (AtBatches(), True),
         (KERAS.LambdaCallback(on_train_begin=print), True),
         (KERAS.BackupAndRestore("."), True),
-        (restarted(), True),
         (AtEnds(), False),
-        (KERAS.LambdaCallback(on_epoch_end=print), False),
         (KERAS.ModelCheckpoint("."), False),
         (KERAS.EarlyStopping(), False),
-        (KERAS.TensorBoard(), False),
     ],
 )
 def test_callbacks_that_may_load_weights(callback, may):
@@ -67,25 +54,8 @@ def of_two_ranks(monkeypatch, other):
     monkeypatch.setattr(module, "gathered", lambda mine: np.concatenate([mine, [other]]))
 
 
-def test_one_rank_has_no_other_to_share_with():
-    callbacks = [AtBegin()]
-    assert beginning_alike(callbacks, print) == callbacks
-
-
-def test_ranks_share_nothing_more_where_no_callback_loads(monkeypatch):
-    of_two_ranks(monkeypatch, [0, 0])
-    callbacks = [AtEnds()]
-    assert beginning_alike(callbacks, print) == callbacks
-
-
 @pytest.mark.parametrize(
-    ("mine", "other", "at"),
-    [
-        ([AtBegin()], [0, 0], "epoch"),
-        ([AtBegin()], [1, 1], "batch"),
-        ([AtBatches()], [0, 0], "batch"),
-        ([], [1, 0], "epoch"),
-    ],
+    ("mine", "other", "at"), [([AtBegin()], [0, 0], "epoch"), ([AtBatches()], [0, 0], "batch")]
 )
 def test_ranks_share_once_before_the_first_step(monkeypatch, mine, other, at):
     of_two_ranks(monkeypatch, other)
@@ -99,18 +69,6 @@ def test_ranks_share_once_before_the_first_step(monkeypatch, mine, other, at):
     last.on_epoch_begin(4)
     last.on_train_batch_begin(0)
     assert len(shared) == 1
-
-
-def test_a_fit_tells_the_epochs_that_it_makes_in_the_end(monkeypatch, tmp_path):
-    """Those that `BackupAndRestore` leaves to it."""
-    told = []
-    monkeypatch.setattr(CowClipOptimizer, "epochs_begin", lambda _, *found: told.append(found))
-    for epochs in (2, 3):
-        model = built(ours, SCHEMA)
-        model.compile(CowClipOptimizer.for_model(model, HOT), metrics=[])
-        restore = KERAS.BackupAndRestore(str(tmp_path), delete_checkpoint=False)
-        model.fit(dataset(SCHEMA, 2), epochs=epochs, callbacks=[restore], verbose=0)
-    assert told == [(2, (0, 0)), (3, (2, 0))]
 
 
 def test_ranks_with_other_epochs_are_refused(monkeypatch):

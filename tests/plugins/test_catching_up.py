@@ -7,11 +7,7 @@ import pytest
 import tensorflow as tf
 
 from merlin_cowclip.plugins.absent import absent_step
-from merlin_cowclip.plugins.catching_up import (
-    are_calm,
-    catch_up,
-    catch_up_calm,
-)
+from merlin_cowclip.plugins.catching_up import are_calm, catch_up, catch_up_calm
 from merlin_cowclip.plugins.deferrable import check_stable
 from merlin_cowclip.plugins.slow_mode import Adam, Rates
 
@@ -83,15 +79,20 @@ def errors(state, found, expected, became=False):
     ("l2", "rate", "first"),
     [
         (0.0, 1e-3, 100),
-        (1e-8, 1e-4, 30_000),
-        (1e-8, 1e-2, 100),
         (1e-6, 1e-4, 0),
-        (1e-6, 1e-2, 30_000),
         (1e-5, 1e-4, 100),
         (1e-5, 1e-3, 0),
-        (1e-3, 1e-4, 30_000),
         (1e-3, 1e-3, 100),
-        (1e-2, 1e-4, 0),
+        *(
+            pytest.param(*case, marks=pytest.mark.extended)
+            for case in (
+                (1e-8, 1e-4, 30_000),
+                (1e-8, 1e-2, 100),
+                (1e-6, 1e-2, 30_000),
+                (1e-3, 1e-4, 30_000),
+                (1e-2, 1e-4, 0),
+            )
+        ),
     ],
 )
 def test_against_float64(l2, rate, first):
@@ -112,6 +113,7 @@ def test_against_float64(l2, rate, first):
     assert (np.abs(found[2] - expected[2]) <= 0.02 * expected[2] + 1e-30)[left].all()
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("l2", "rate", "first", "swing", "in_most"),
     [
@@ -133,10 +135,13 @@ def test_rows_that_carry_momentum(l2, rate, first, swing, in_most):
     assert np.quantile(error, 0.99) < in_most
 
 
-@pytest.mark.parametrize("of", [adam, adam_as_stored])
 @pytest.mark.parametrize(
-    ("l2", "rate", "last", "missed"),
-    [(1e-5, 1e-4, 300, 1_000), (1e-5, 1e-4, 500, 900), (1e-4, 1e-3, 300, 1_100)],
+    ("l2", "rate", "last", "missed", "of"),
+    [
+        (1e-5, 1e-4, 300, 1_000, adam),
+        pytest.param(1e-5, 1e-4, 500, 900, adam_as_stored, marks=pytest.mark.extended),
+        pytest.param(1e-4, 1e-3, 300, 1_100, adam_as_stored, marks=pytest.mark.extended),
+    ],
 )
 def test_rows_of_a_young_table_that_all_miss_as_many(l2, rate, last, missed, of):
     """As some hundred steps of training leave rare ones: |m| near √v, and weights near zero."""
@@ -160,6 +165,7 @@ def test_rows_of_a_young_table_that_all_miss_as_many(l2, rate, last, missed, of)
     assert np.quantile(error, 0.99) < 1e-4
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("l2", "rate", "first", "at_least"),
     [
@@ -209,6 +215,7 @@ def test_which_rows_are_calm():
     assert not are_calm(*given, 1e-4, adam(1e-2)).numpy().any()  # a step takes too much of w
 
 
+@pytest.mark.extended
 def test_a_gap_of_100_000_steps():
     gaps = (20_000, 100_000)
     state, gap = some_rows(100, gaps, each=2)
@@ -261,6 +268,7 @@ def test_in_two_goes_as_in_one():
     assert errors(state, again, at_once).max() < 5e-4
 
 
+@pytest.mark.extended
 def test_compiled_it_is_the_same():
     state, gap = some_rows(100, (0, 5, 200, 1_000), each=4)
     step = 1_100
@@ -288,7 +296,7 @@ def test_what_never_settles_is_refused():
     assert most > 1e-4
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 @pytest.mark.parametrize("missed", [5_000, 17_000])
 def test_large_rows_with_a_small_v(missed):
     """Which w halves more than once while √v decays to ε: further off than others."""
@@ -307,7 +315,7 @@ def test_large_rows_with_a_small_v(missed):
     assert np.quantile(error, 0.99) < 5e-4
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("l2", "first"), [(1e-5, 30_000), (1e-5, 500), (1e-4, 500), (3e-6, 5_000), (1e-6, 30_000)]
 )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from types import SimpleNamespace
 
 import pytest
 import tensorflow as tf
@@ -26,6 +25,8 @@ from merlin_cowclip.plugins.tables import TableAccess
 
 from .gpu_kernels import check_kernels
 
+pytestmark = pytest.mark.extended
+
 
 def spec_of(variable, recorder, offsets):
     columns = tuple(ColumnSchema(f"f{i}") for i in range(len(offsets) - 1))
@@ -46,16 +47,19 @@ def on_a_deterministic_gpu(variable):
 
 RULES = [*CLIP_RULES, None]
 CASES = [
-    *itertools.product(RULES, [1e-5], UPDATES, ["recorded"], [False], [False]),
-    *itertools.product(RULES, [1e-5], ["exact", "lazy"], ["repeats"], [False], [False]),
+    *itertools.product(RULES, [1e-5], ["exact"], ["recorded"], [False], [False]),
+    *itertools.product(
+        ["adaptive_column"], [1e-5], ["exact", "lazy"], ["repeats"], [False], [False]
+    ),
     # No decay to scatter into, and r < 2λ, where absent rows are clipped too.
     *itertools.product(["adaptive_column"], [1e-5, 0.0], UPDATES, ["recorded"], [True], [False]),
     *itertools.product(
         ["adaptive_column"], [1.0], ["exact", "lazy"], ["recorded"], [True], [False]
     ),
     *itertools.product(["adaptive_column", "field"], [1e-5], ["exact"], ["dense"], [True], [False]),
-    *itertools.product(RULES, [1e-5], ["lazy"], ["recorded"], [True], [True]),
-    *itertools.product(["adaptive_column", None], [1e-5], ["exact"], ["dense"], [True], [True]),
+    *itertools.product(
+        ["field", "adaptive_column"], [1e-5], ["lazy"], ["recorded"], [True], [True]
+    ),
 ]
 
 
@@ -123,45 +127,3 @@ def test_every_op_of_catching_up_has_a_gpu_kernel(monkeypatch, deterministic):
         deferring.bring_all_up(optimizer._late(variable), *optimizer._bringing(variable))
 
     check_kernels(read_all.get_concrete_function(), deterministic)
-
-
-@pytest.mark.parametrize(
-    ("device", "deterministic", "expected"),
-    [("GPU:0", True, True), ("GPU:0", False, False), ("CPU:0", True, False), (None, True, False)],
-)
-def test_where_scatters_go_through_the_host(monkeypatch, device, deterministic, expected):
-    monkeypatch.setattr(adam, "is_op_determinism_enabled", lambda: deterministic)
-    place = device and f"/job:localhost/replica:0/task:0/device:{device}"
-    variable = SimpleNamespace(device=place)
-    assert adam._scatters_through_host(variable) is expected
-
-
-def test_the_check_can_fail():
-    @tf.function(input_signature=[tf.TensorSpec([None], tf.string)])
-    def strings(x):
-        return tf.strings.length(x)
-
-    with pytest.raises(AssertionError, match="no GPU kernel for"):
-        check_kernels(strings.get_concrete_function())
-
-    @tf.function(input_signature=[tf.TensorSpec([None], tf.float32)])
-    def python(x):
-        return tf.numpy_function(lambda v: v, [x], tf.float32)
-
-    with pytest.raises(AssertionError):
-        check_kernels(python.get_concrete_function())
-
-    @tf.function(input_signature=[tf.TensorSpec([None], tf.int32)])
-    def small_integers(x):
-        return x + 1
-
-    with pytest.raises(AssertionError, match="one value per row in host memory"):
-        check_kernels(small_integers.get_concrete_function())
-
-    @tf.function(input_signature=[tf.TensorSpec([None, 1], tf.int64)])
-    def scattered(rows):
-        return tf.scatter_nd(rows, tf.ones(tf.shape(rows)[:1]), tf.constant([9], tf.int64))
-
-    check_kernels(scattered.get_concrete_function())
-    with pytest.raises(AssertionError, match="ScatterNd"):
-        check_kernels(scattered.get_concrete_function(), deterministic=True)

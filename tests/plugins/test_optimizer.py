@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import math
 import re
 import warnings
 
@@ -13,16 +11,9 @@ import numpy as np
 import pandas as pd
 import pytest
 import tensorflow as tf
-from merlin.models.tf.models.benchmark import NCFModel
 
-from merlin_cowclip.models import FusedEmbeddings, deepfm
-from merlin_cowclip.plugins import (
-    CowClipAdam,
-    CowClipOptimizer,
-    Hyperparameters,
-    load_model,
-    save_model,
-)
+from merlin_cowclip.models import deepfm
+from merlin_cowclip.plugins import CowClipAdam, CowClipOptimizer, Hyperparameters
 from merlin_cowclip.plugins._stack import Tags, mm
 
 from .merlin_models import (
@@ -34,7 +25,6 @@ from .merlin_models import (
     batch,
     category,
     dataset,
-    own_mlp,
     stock_dcn,
     stock_deepfm,
     stock_dlrm,
@@ -53,13 +43,9 @@ def ours(schema):
 
 MODELS = {
     "stock deepfm": (stock_deepfm, SCHEMA),
-    "stock dlrm": (stock_dlrm, SCHEMA),
-    "stock dcn": (stock_dcn, SCHEMA),
     "stock wide and deep": (stock_wide_and_deep, SCHEMA),
     "stock dcn with a list": (stock_dcn, WITH_LIST),
     "stock dlrm, shared table": (stock_dlrm, SHARED),
-    "own mlp, two widths": (own_mlp, SCHEMA),
-    "our deepfm": (ours, SCHEMA),
     "our deepfm with a list": (ours, WITH_LIST),
 }
 
@@ -86,6 +72,11 @@ def built(builder, schema):
     return model
 
 
+def table_of(model, feature):
+    tables = (x for x in model._flatten_layers() if isinstance(x, mm.EmbeddingTable))
+    return next(x for x in tables if feature in x.features)
+
+
 def fitted(builder, schema, hyperparameters=HOT, steps=3, eagerly=False, **options):
     tf.keras.utils.set_random_seed(0)
     model = built(builder, schema)
@@ -95,8 +86,14 @@ def fitted(builder, schema, hyperparameters=HOT, steps=3, eagerly=False, **optio
     return model, optimizer
 
 
-@pytest.mark.parametrize("eagerly", [False, True])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "eagerly"),
+    [
+        *((name, False) for name in MODELS),
+        ("stock dcn with a list", True),
+        ("our deepfm with a list", True),
+    ],
+)
 def test_counts_are_samples(monkeypatch, name, eagerly):
     """What the clip is given, in a real training step, against a count over the batch."""
     builder, schema = MODELS[name]
@@ -159,8 +156,9 @@ def test_counts_are_samples(monkeypatch, name, eagerly):
         assert (counted[expected == 0] <= 1).all()
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("update", ["exact", "lazy"])
+@pytest.mark.parametrize(
+    ("name", "update"), [("stock wide and deep", "exact"), ("our deepfm with a list", "lazy")]
+)
 def test_every_variable_is_owned_once_and_moves(name, update):
     builder, schema = MODELS[name]
     model, optimizer = fitted(builder, schema, update=update)
@@ -179,31 +177,11 @@ def test_every_variable_is_owned_once_and_moves(name, update):
     assert int(optimizer.iterations) == 3
 
 
-def test_graph_and_eager_agree():
-    for name in ("stock deepfm", "our deepfm with a list"):
-        builder, schema = MODELS[name]
-        weights = [fitted(builder, schema, eagerly=e)[0].get_weights() for e in (False, True)]
-        for a, b in zip(*weights, strict=True):
-            np.testing.assert_allclose(
-                a.astype(np.float64), b.astype(np.float64), rtol=1e-4, atol=1e-5
-            )
-
-
 def test_training_is_traced_once(graphs_rewritten):
     model, _ = fitted(*MODELS["our deepfm with a list"], steps=2)
     assert model.train_function.experimental_get_tracing_count() == 1
     model.fit(dataset(WITH_LIST, 3, first=2), verbose=0)
     assert model.train_function.experimental_get_tracing_count() == 1
-
-
-def test_several_steps_per_execution():
-    one, _ = fitted(ours, SCHEMA, steps=4)
-    tf.keras.utils.set_random_seed(0)
-    model = built(ours, SCHEMA)
-    model.compile(CowClipOptimizer.for_model(model, HOT), metrics=[], steps_per_execution=2)
-    model.fit(dataset(SCHEMA, 4), verbose=0)
-    for a, b in zip(one.get_weights(), model.get_weights(), strict=True):
-        np.testing.assert_allclose(a.astype(float), b.astype(float), atol=1e-6)
 
 
 def test_the_clip_holds_in_a_model():
@@ -225,93 +203,48 @@ def test_the_clip_holds_in_a_model():
         assert (np.linalg.norm(unclipped, axis=1)[held] > 10 * norms[held]).all()
 
 
-@pytest.mark.parametrize("clip", ["global", "field", "column", "adaptive_field"])
-def test_every_rule_trains_and_the_global_norm_spans_all_tables(clip):
-    constant = {"clip_threshold": 1e-4} if clip != "adaptive_field" else {"clip_ratio": 1e-3}
-    hp = COLD.replace(clip=clip, l2=0.0, **constant)
-    for builder, eagerly in ((stock_dlrm, True), (ours, False)):
-        _, optimizer = fitted(builder, SCHEMA, hp, steps=1, eagerly=eagerly)
-        tables = [spec for spec in optimizer.table_specs if spec.width > 1]
-        part = optimizer.optimizers[0]
-        gradients = [part.get_slot(spec.variable, "m").numpy() * 10 for spec in tables]
-        if clip == "global":
-            whole = np.sqrt(sum((g.astype(np.float64) ** 2).sum() for g in gradients))
-            assert whole == pytest.approx(1e-4, rel=1e-3)
-        if clip == "field":
-            for spec, g in zip(tables, gradients, strict=True):
-                for start, stop in zip(spec.row_offsets, spec.row_offsets[1:], strict=False):
-                    assert np.linalg.norm(g[start:stop]) == pytest.approx(1e-4, rel=1e-3)
-        if clip == "column":
-            assert max(np.linalg.norm(g, axis=1).max() for g in gradients) <= 1.001e-4
+@pytest.mark.parametrize(
+    ("clip", "builder"), [("global", stock_dlrm), ("field", ours), ("column", ours)]
+)
+def test_thresholds_of_one_norm_are_those_of_a_model(clip, builder):
+    """The global norm spans all tables."""
+    hp = COLD.replace(clip=clip, l2=0.0, clip_threshold=1e-4)
+    _, optimizer = fitted(builder, SCHEMA, hp, steps=1, eagerly=True)
+    tables = [spec for spec in optimizer.table_specs if spec.width > 1]
+    part = optimizer.optimizers[0]
+    gradients = [part.get_slot(spec.variable, "m").numpy() * 10 for spec in tables]
+    if clip == "global":
+        whole = np.sqrt(sum((g.astype(np.float64) ** 2).sum() for g in gradients))
+        assert whole == pytest.approx(1e-4, rel=1e-3)
+    if clip == "field":
+        for spec, g in zip(tables, gradients, strict=True):
+            for start, stop in itertools.pairwise(spec.row_offsets):
+                assert np.linalg.norm(g[start:stop]) == pytest.approx(1e-4, rel=1e-3)
+    if clip == "column":
+        assert max(np.linalg.norm(g, axis=1).max() for g in gradients) <= 1.001e-4
 
 
-@pytest.mark.parametrize("wanted", [["a"], [Tags.USER_ID], "layer"])
-def test_clip_tables_by_name_tag_and_layer(wanted):
+@pytest.mark.parametrize(
+    ("wanted", "builder"), [(["a"], ours), ([Tags.USER_ID], stock_dlrm), ("layer", stock_dlrm)]
+)
+def test_clip_tables_by_name_tag_and_layer(wanted, builder):
     user = category("a", 50).with_tags([Tags.CATEGORICAL, Tags.USER_ID])
     schema = Schema([user, *(c for c in SCHEMA if c.name != "a")])
-    for builder in (stock_dlrm, ours):
-        tf.keras.utils.set_random_seed(0)
-        model = built(builder, schema)
-        choice = wanted
-        if wanted == "layer":
-            kind = FusedEmbeddings if builder is ours else mm.EmbeddingTable
-            layers = [
-                layer
-                for layer in model._flatten_layers()
-                if isinstance(layer, kind) and (builder is ours or "a" in layer.features)
-            ]
-            choice = layers[:1]
-        tight = COLD.replace(clip_ratio=1e-9, clip_floor=0.0, l2=0.0)
-        optimizer = CowClipOptimizer.for_model(model, tight, clip_tables=choice)
-        model.compile(optimizer=optimizer, metrics=[], run_eagerly=builder is stock_dlrm)
-        model.fit(dataset(schema, 1), verbose=0)
-        for spec in optimizer.table_specs:
-            part = next(o.optimizer for o in optimizer.owned() if o.variable is spec.variable)
-            m = part.get_slot(spec.variable, "m").numpy()
-            for i, column in enumerate(spec.columns):
-                rows = slice(*spec.row_offsets[i : i + 2])
-                if wanted == "layer":
-                    named = any(
-                        spec.layer is x for x in (choice[0], getattr(choice[0], "table", 0))
-                    )
-                else:
-                    named = column.name == "a"
-                assert (np.abs(m[rows]).max() < 1e-8) == named, (spec.name, column.name)
-
-
-@pytest.mark.parametrize("update", ["exact", "lazy"])
-def test_clip_tables_in_a_loop_of_ones_own(update):
-    """AutoGraph, which converts what such a loop calls, has no zip(…, strict=True)."""
-
-    def after(convert: bool) -> list[np.ndarray]:
-        tf.keras.utils.set_random_seed(3)
-        features = {name: tf.keras.Input([1], name=name, dtype=tf.int64) for name in "ab"}
-        vectors = [tf.keras.layers.Embedding(9, 3)(features[name]) for name in "ab"]
-        outputs = tf.keras.layers.Dense(1)(tf.concat(vectors, -1)[:, 0])
-        model = tf.keras.Model(features, outputs)
-        tables = [model.layers[2]]
-        optimizer = CowClipOptimizer.for_model(model, HOT, update=update, clip_tables=tables)
-
-        @tf.function(autograph=convert)
-        def step(x):
-            with tf.GradientTape() as tape:
-                loss = tf.reduce_mean(model(x) ** 2)
-            gradients = tape.gradient(loss, model.trainable_variables)
-            optimizer.apply_gradients(zip(gradients, model.trainable_variables))  # noqa: B905
-            return loss
-
-        for _ in range(2):
-            step({name: tf.constant([[1], [2]], tf.int64) for name in "ab"})
-        return model.get_weights()
-
-    for mine, other in zip(after(True), after(False), strict=True):
-        np.testing.assert_array_equal(mine, other)
-
-
-def test_a_text_is_no_list_of_tables():
-    """Each of its letters were a name: of "ab" the fields a and b."""
-    with pytest.raises(ValueError, match="clip_tables must be a list. Received: 'ab'"):
-        CowClipOptimizer(Hyperparameters(BATCH), clip_tables="ab")
+    tf.keras.utils.set_random_seed(0)
+    model = built(builder, schema)
+    if wanted == "layer":
+        wanted = [table_of(model, "a")]
+    tight = COLD.replace(clip_ratio=1e-9, clip_floor=0.0, l2=0.0)
+    optimizer = CowClipOptimizer.for_model(model, tight, clip_tables=wanted)
+    model.compile(optimizer=optimizer, metrics=[], run_eagerly=True)
+    model.fit(dataset(schema, 1), verbose=0)
+    for spec in optimizer.table_specs:
+        part = next(o.optimizer for o in optimizer.owned() if o.variable is spec.variable)
+        m = part.get_slot(spec.variable, "m").numpy()
+        for i, column in enumerate(spec.columns):
+            rows = slice(*spec.row_offsets[i : i + 2])
+            named = column.name == "a"
+            assert (np.abs(m[rows]).max() < 1e-8) == named, (spec.name, column.name)
 
 
 def test_clip_tables_must_name_something_trainable():
@@ -322,32 +255,23 @@ def test_clip_tables_must_name_something_trainable():
         ValueError, match=r"must name something. Received: an empty list.*clip=None"
     ):
         CowClipOptimizer.for_model(model, COLD, clip_tables=[])  # which trained without a clip
-    with pytest.raises(ValueError, match=r"clip_tables must name.*Received: 'c'.*embeddings"):
-        CowClipOptimizer.for_model(model, COLD, clip_tables=iter(["c"]))
-    for one in ("a", b"a", Tags.USER, model.layers[0]):
+    for one in ("ab", Tags.USER, model.layers[0]):
         with pytest.raises(
             ValueError, match="(?s)clip_tables must be a list. Received: .*not in one"
         ):
             CowClipOptimizer.for_model(model, COLD, clip_tables=one)
-    for one in (iter(["a"]), np.array(["a", "b"])):
-        assert CowClipOptimizer.for_model(model, COLD, clip_tables=one).clip_tables[0] == "a"
     with pytest.raises(ValueError, match=r"clip_tables must name.*Received: 'c'.*embeddings"):
         CowClipOptimizer.for_model(model, COLD, clip_tables=["c"])
     frozen = stock_dlrm(SCHEMA)
-    for layer in frozen._flatten_layers():
-        if isinstance(layer, mm.EmbeddingTable) and "a" in layer.features:
-            layer.table.trainable = False
-            layer.trainable = False
+    table_of(frozen, "a").trainable = table_of(frozen, "a").table.trainable = False
     with pytest.raises(ValueError, match="clip_tables must be trainable. Received: 'a'"):
         CowClipOptimizer.for_model(frozen, COLD, clip_tables=["a"])
 
 
 def test_frozen_tables_stay_and_are_not_owned():
     model = stock_dlrm(SCHEMA)
-    for layer in model._flatten_layers():
-        if isinstance(layer, mm.EmbeddingTable) and "a" in layer.features:
-            frozen = layer
-            layer.trainable = False
+    frozen = table_of(model, "a")
+    frozen.trainable = False
     optimizer = CowClipOptimizer.for_model(model, HOT)
     model.compile(optimizer=optimizer, metrics=[])
     model.fit(dataset(SCHEMA, 1), verbose=0)
@@ -357,29 +281,9 @@ def test_frozen_tables_stay_and_are_not_owned():
     assert all(o.variable is not frozen.table.embeddings for o in optimizer.owned())
 
 
-@pytest.mark.parametrize("eagerly", [False, True])
-def test_a_fused_table_that_was_frozen_before_it_was_built_is_trained_once_it_is_not(eagerly):
-    model = ours(SCHEMA)
-    table = next(layer for layer in model._flatten_layers() if layer.name == "embeddings")
-    table.trainable = False
-    optimizer = CowClipOptimizer.for_model(model, HOT)
-    moved = []
-    for trainable in (False, True, False):
-        table.trainable = trainable
-        model.compile(optimizer=optimizer, metrics=[], run_eagerly=eagerly)
-        model(batch(SCHEMA)[0])
-        before = table.table.numpy()
-        model.fit(dataset(SCHEMA, 2), verbose=0)
-        moved.append(np.abs(table.table.numpy() - before).max() > 0)
-        assert any(v is table.table for v in model.trainable_variables) == trainable
-        held = table.table_specs()[0].recorder.lookups()
-        assert held == []  # else a fit of a frozen one would keep the ids of all its steps
-    assert moved == [False, True, False]
-
-
 def test_warmup_takes_the_steps_of_fit():
     hp = Hyperparameters(BATCH, warmup_epochs=2)
-    _, optimizer = fitted(ours, SCHEMA, hp, steps=4)
+    _, optimizer = fitted(ours, SCHEMA, hp, steps=4, eagerly=True)
     assert optimizer.warmup_steps == 8
     assert optimizer.default_optimizer.learning_rate.learning_rate == hp.dense_lr
     _, told = fitted(ours, SCHEMA, hp, steps=4, eagerly=True, steps_per_epoch=100)
@@ -392,13 +296,11 @@ def test_warmup_takes_the_steps_of_fit():
         model.optimizer.steps_per_epoch = steps
         model.train_step(batch(SCHEMA))
         assert model.optimizer.warmup_steps == 2 * steps
-    for steps in (-5, 0.5, 2.5, float("nan"), True):  # half a step would end the warm-up
+    for steps in (-5, 2.5):  # half a step would end the warm-up
         with pytest.raises(ValueError, match=f"must be a positive whole number, .*epoch={steps}"):
             model.optimizer.steps_per_epoch = steps
     model.optimizer.steps_per_epoch = np.float64(30.0)  # as a division gives it
     assert repr(model.optimizer.steps_per_epoch) == "30"
-    model.optimizer.steps_per_epoch = tf.data.Dataset.range(20).cardinality()
-    assert repr(model.optimizer.steps_per_epoch) == "20"
 
 
 def dense_steps(model, data, **fit):
@@ -442,87 +344,6 @@ def test_a_smoke_test_does_not_end_the_warm_up():
     assert optimizer.get_config()["steps_per_epoch"] is None
 
 
-def test_a_fit_of_unknown_length_tells_whose_warm_up_it_goes_on_with():
-    """Of a smoke test before it, the warm-up was over after two steps without a word."""
-    model = built(ours, SCHEMA)
-    optimizer = CowClipOptimizer.for_model(model, COLD.replace(warmup_epochs=1.0))
-    model.compile(optimizer=optimizer, metrics=[])
-    known = tf.data.Dataset.from_tensors(batch(SCHEMA)).repeat(2)
-    unknown = known.repeat(2).filter(lambda *_: True)
-    model.fit(known, verbose=0)
-    model.train_on_batch(*batch(SCHEMA))
-    with pytest.warns(UserWarning, match="not known.*over 2 updates.*steps_per_epoch") as told:
-        model.fit(unknown, verbose=0)
-    assert [w.filename for w in told] == [__file__]
-    assert optimizer.warmup_steps == 2
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for steps in (4, np.int64(3), 2.5):
-            model.fit(unknown, verbose=0, steps_per_epoch=steps)
-            assert optimizer.warmup_steps == math.ceil(steps)
-        optimizer.steps_per_epoch = 40
-        model.fit(unknown, verbose=0)
-    assert optimizer.warmup_steps == 40
-
-
-def test_an_evaluation_is_no_fit_to_warm_up_by():
-    """Keras tells the steps of an evaluation, and of a prediction, as it tells those of a fit."""
-    model = built(ours, SCHEMA)
-    optimizer = CowClipOptimizer.for_model(model, COLD.replace(warmup_epochs=1.0))
-    model.compile(optimizer=optimizer, metrics=[])
-    model.evaluate(dataset(SCHEMA, 2), verbose=0)
-    with pytest.raises(ValueError, match=r"steps_per_epoch=… to CowClipOptimizer.for_model"):
-        model.train_on_batch(*batch(SCHEMA))
-    model.fit(dataset(SCHEMA, 5), verbose=0)
-    model.predict(dataset(SCHEMA, 2), verbose=0)
-    model.train_on_batch(*batch(SCHEMA))
-    assert optimizer.warmup_steps == 5
-    model.fit(dataset(SCHEMA, 3), verbose=0)
-    assert optimizer.warmup_steps == 3
-
-
-def test_a_learning_rate_set_on_the_dense_part_is_warmed_up_to():
-    model = ours(SCHEMA)
-    optimizer = CowClipOptimizer.for_model(model, HOT.replace(warmup_epochs=1.0), steps_per_epoch=4)
-    model(batch(SCHEMA)[0])
-    optimizer.default_optimizer.learning_rate = 0.5
-    model.compile(optimizer=optimizer, metrics=[])
-    rise = dense_steps(model, dataset(SCHEMA, 6))
-    np.testing.assert_allclose(rise, 0.5 * np.minimum(np.arange(6) / 4, 1), rtol=2e-3, atol=2e-7)
-    optimizer.default_optimizer.learning_rate = 0.25  # later, too
-    assert float(optimizer.default_optimizer.learning_rate(2)) == 0.125
-    decay = tf.keras.optimizers.schedules.ExponentialDecay(0.1, 1, 0.5)
-    other = CowClipOptimizer.for_model(model, HOT.replace(warmup_epochs=1.0))
-    other.default_optimizer.learning_rate = decay  # in place of both, as a dense_schedule is
-    other.create_slots(model.trainable_variables)
-    assert other.default_optimizer.learning_rate is decay
-
-
-def test_a_learning_rate_set_on_the_dense_part_after_a_step_is_used_from_the_next_on():
-    """The traced step kept the first as a constant, while all else told and saved the second."""
-    model = built(ours, SCHEMA)
-    optimizer = CowClipOptimizer.for_model(model, HOT.replace(warmup_epochs=1.0), steps_per_epoch=4)
-    model.compile(optimizer=optimizer, metrics=[])
-    model.fit(dataset(SCHEMA, 2), verbose=0)
-    traces = model.train_function.experimental_get_tracing_count()
-    dense = optimizer.default_optimizer
-    dense.learning_rate = 0.5
-    rise = dense_steps(model, dataset(SCHEMA, 4))
-    np.testing.assert_allclose(rise, 0.5 * np.minimum(np.arange(2, 6) / 4, 1), rtol=2e-3)
-    dense.lr = np.float32(0.25)  # of any kind of number
-    np.testing.assert_allclose(dense_steps(model, dataset(SCHEMA, 1)), 0.25, rtol=2e-3)
-    with pytest.raises(ValueError, match="learning_rate must be a positive number.*-1"):
-        dense.learning_rate = -1.0
-    optimizer.learning_rate = HOT.dense_lr / 2  # of all parts
-    np.testing.assert_allclose(dense_steps(model, dataset(SCHEMA, 1)), 0.125, rtol=2e-3)
-    assert optimizer.learning_rates().dense == 0.125
-    assert model.train_function.experimental_get_tracing_count() == traces
-    # Another takes its place with the next trace, as of every optimizer of Keras's.
-    dense.learning_rate = tf.keras.optimizers.schedules.ExponentialDecay(1.0, 1, 0.5)
-    model.compile(optimizer=optimizer, metrics=[])
-    np.testing.assert_allclose(dense_steps(model, dataset(SCHEMA, 1)), 0.5 * 0.5**8, rtol=2e-3)
-
-
 def table_step(optimizer, model):
     """η of the tables at the next step, from the step itself: an unclipped Adam step is η·m̂/√v̂."""
     clipped, unclipped, _ = optimizer.optimizers
@@ -555,69 +376,14 @@ def test_keras_callbacks_scale_all_three_parts():
     assert "LinearWarmup x 0.05" in optimizer.summary()
 
 
-@pytest.mark.parametrize("update", ["exact", "lazy"])
-def test_a_learning_rate_moves_a_table_in_proportion(update):
-    """One trained step at η and at η/8, from the same start: the whole model moves an eighth."""
-    moved = []
-    for share in (1.0, 0.125):
-        tf.keras.utils.set_random_seed(0)
-        model = stock_dlrm(SCHEMA)
-        optimizer = CowClipOptimizer.for_model(model, HOT, update=update)
-        optimizer.learning_rate = share * HOT.dense_lr
-        model.compile(optimizer=optimizer, metrics=[])
-        model(batch(SCHEMA)[0])
-        start = [v.numpy().astype(float) for v in model.trainable_variables]
-        model.fit(dataset(SCHEMA, 1), verbose=0)
-        moved.append([v.numpy() - s for v, s in zip(model.trainable_variables, start, strict=True)])
-    for one, eighth in zip(*moved, strict=True):
-        assert np.abs(one).max() > 1e-3
-        np.testing.assert_allclose(eighth, one / 8, atol=1e-7)
-
-
-def test_learning_rates_after_steps_that_loss_scaling_left_out():
-    model = built(ours, SCHEMA)
-    decay = tf.keras.optimizers.schedules.ExponentialDecay(0.1, 1, 0.5)
-    optimizer = CowClipOptimizer.for_model(model, COLD, embedding_schedule=decay)
-    scaled = tf.keras.mixed_precision.LossScaleOptimizer(optimizer)
-    bias = model.trainable_variables[-1]
-    for _ in range(3):
-        scaled.apply_gradients([(tf.fill(bias.shape, math.inf), bias)])
-    assert int(optimizer.iterations) == 3
-    assert [int(part.iterations) for part in optimizer.optimizers] == [0, 0, 0]
-    told = optimizer.learning_rates()
-    assert told == (np.float32(COLD.dense_lr), np.float32(0.1))
-    scaled.apply_gradients([(tf.ones(bias.shape), bias)])
-    assert optimizer.learning_rates() == told
-
-
-def test_a_learning_rate_with_loss_scaling_and_schedules():
-    tf.keras.mixed_precision.set_global_policy("mixed_float16")
-    try:
-        decay = tf.keras.optimizers.schedules.ExponentialDecay(0.1, 1, 0.5)
-        model, optimizer = fitted(ours, SCHEMA, HOT, steps=1, embedding_schedule=decay)
-    finally:
-        tf.keras.mixed_precision.set_global_policy("float32")
-    model.optimizer.lr = HOT.dense_lr / 4
-    steps = int(optimizer.optimizers[0].iterations)
-    assert table_step(optimizer, model)[0] == pytest.approx(0.1 * 0.5**steps / 4)
-
-
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
         ("clipnorm", 1.0, r"has no clipnorm. Received: clipnorm=1.0. Tables are clipped by"),
-        ("clipvalue", 1.0, "has no clipvalue"),
-        ("global_clipnorm", 5.0, "has no global_clipnorm"),
         ("weight_decay", 0.1, "has no weight_decay.*hyperparameters.l2"),
         ("decay", 0.1, "has no decay.*dense_schedule"),
         ("beta_1", 0.5, "has no beta_1.*three parts"),
         ("learning_rate", -1.0, "learning_rate must be a number that is not negative"),
-        ("lr", float("nan"), "learning_rate must be a number"),
-        (
-            "learning_rate",
-            tf.keras.optimizers.schedules.ExponentialDecay(0.1, 1, 0.5),
-            "learning_rate must be a number.*dense_schedule",
-        ),
     ],
 )
 def test_what_cannot_be_had_is_refused(name, value, message):
@@ -629,20 +395,6 @@ def test_what_cannot_be_had_is_refused(name, value, message):
             CowClipOptimizer(COLD, **{name: value})
         with pytest.raises(ValueError, match=f"A CowClipAdam has no {name}"):
             setattr(CowClipAdam(), name, value)
-
-
-@pytest.mark.parametrize("part", [0, 1, 2])
-def test_parts_have_no_decay(part):
-    """Keras takes it once it is made, and goes on without."""
-    with pytest.raises(ValueError, match=r"has no decay. Received: decay=0.1.*schedule"):
-        CowClipOptimizer(COLD).optimizers[part].decay = 0.1
-
-
-@pytest.mark.parametrize("part", [0, 1, 2])
-def test_parts_have_no_weight_decay(part):
-    """Keras's legacy Adam takes the attribute, and goes on without."""
-    with pytest.raises(ValueError, match=r"has no weight_decay. Received: weight_decay=0.1"):
-        CowClipOptimizer(COLD).optimizers[part].weight_decay = 0.1
 
 
 def test_the_summary_tells_what_was_set_on_a_part():
@@ -661,24 +413,7 @@ def test_the_summary_tells_what_was_set_on_a_part():
     assert not any(field.is_clipped for field in optimizer.observe().read())
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("hyperparameters", "update_mode", "clip_tables", "dense_schedule"),
-        *("embedding_schedule", "default_optimizer"),
-    ],
-)
-def test_what_an_optimizer_was_made_with_stays(name):
-    """Its parts were made from it: a change would be half done, and saved as if it were whole."""
-    optimizer = CowClipOptimizer(COLD)
-    before = getattr(optimizer, name)
-    with pytest.raises(ValueError, match=rf"^{name} of a CowClipOptimizer must stay.*for_model"):
-        setattr(optimizer, name, HOT)
-    assert getattr(optimizer, name) is before
-
-
-@pytest.mark.parametrize("eagerly", [False, True])
-def test_a_step_without_any_gradient_is_an_error(eagerly):
+def test_a_step_without_any_gradient_is_an_error():
     model = ours(SCHEMA)
     model(batch(SCHEMA)[0])
     optimizer = CowClipOptimizer.for_model(model, COLD)
@@ -689,23 +424,11 @@ def test_a_step_without_any_gradient_is_an_error(eagerly):
         optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
 
     with pytest.raises(ValueError, match="No gradients provided for any variable"):
-        (step if eagerly else tf.function(step, autograph=False))(False)
-    (step if eagerly else tf.function(step, autograph=False))(True)
+        step(False)
+    step(True)
     assert int(optimizer.iterations) == 1
-
-
-@pytest.mark.parametrize("eagerly", [False, True])
-def test_a_step_of_no_variable_is_none(eagerly):
-    """As with Keras, where all of a model may be frozen; it was counted."""
-    model = ours(SCHEMA)
-    model(batch(SCHEMA)[0])
-    optimizer = CowClipOptimizer.for_model(model, COLD)
-
-    def step():
-        optimizer.apply_gradients([])
-
-    (step if eagerly else tf.function(step, autograph=False))()
-    assert int(optimizer.iterations) == 0
+    optimizer.apply_gradients([])  # as with Keras, where all of a model may be frozen
+    assert int(optimizer.iterations) == 1
 
 
 @pytest.mark.parametrize(
@@ -713,13 +436,8 @@ def test_a_step_of_no_variable_is_none(eagerly):
     [
         ("clip", "globl", "clip must be None or one of .* Received: clip='globl'"),
         ("l2", -1.0, "l2 must be a number that is not negative. Received: l2=-1.0"),
-        ("clip_ratio", 0, "clip_ratio must be a positive number. Received: clip_ratio=0"),
-        ("clip_floor", "x", "clip_floor must be a number .* Received: clip_floor='x'"),
         ("clip_threshold", float("nan"), "clip_threshold must be a positive number"),
-        ("epsilon", 0.0, "epsilon must be a positive number. Received: epsilon=0.0"),
         ("beta_1", 1.5, "beta_1 must be below 1. Received: beta_1=1.5"),
-        ("beta_2", -1.0, "beta_2 must be a number that is not negative. Received: beta_2=-1.0"),
-        ("update", "lazi", "update must be one of .* Received: update='lazi'"),
         ("update", "deferred", "update must stay 'exact'. Received: update='deferred'"),
     ],
 )
@@ -737,83 +455,17 @@ def test_a_setting_of_a_part_is_checked_as_it_is_set(name, value, message):
     [
         ({"clip": "global"}, "clip='global' needs clip_threshold, its constant. Received: None"),
         ({"clip_threshold": 5}, "clip_threshold belongs to .* with clip='adaptive_column'"),
-        ({"clip": "global", "clip_threshold": 5}, None),
-        ({"clip_threshold": 5, "clip": "column"}, None),
     ],
 )
-def test_a_clip_and_its_threshold_must_fit_by_the_first_step(tmp_path, settings, message):
-    """In whatever order they are set; also those of a model that is loaded."""
+def test_a_clip_and_its_threshold_must_fit_by_the_first_step(settings, message):
+    """In whatever order they are set."""
     model = ours(SCHEMA)
     optimizer = CowClipOptimizer.for_model(model, COLD)
     for name, value in settings.items():
         setattr(optimizer.optimizers[0], name, value)
     model.compile(optimizer=optimizer)
-    with pytest.raises(ValueError, match=message) if message else contextlib.nullcontext():
+    with pytest.raises(ValueError, match=message):
         model.fit(dataset(SCHEMA, 2), verbose=0)
-    if message is None:
-        save_model(model, tmp_path / "model")
-        again = load_model(tmp_path / "model").optimizer.optimizers[0]
-        assert {name: getattr(again, name) for name in settings} == settings
-
-
-def test_a_clip_of_what_is_not_clipped_is_refused():
-    """Not one that changes nothing."""
-    _, unclipped, _ = CowClipOptimizer(COLD, clip_tables=["a"]).optimizers
-    unclipped.clip = None
-    with pytest.raises(ValueError, match="clip must be None for the part 'unclipped'.*='column'"):
-        unclipped.clip = "column"
-
-
-@pytest.mark.parametrize(
-    ("threshold", "message"),
-    [(1e-3, None), (None, "clip='column' needs clip_threshold, its constant. Received: None")],
-)
-def test_what_was_set_after_the_last_step_is_saved(tmp_path, threshold, message):
-    """No training is lost by it; if it does not fit, the next step says so."""
-    model = ours(SCHEMA)
-    hyperparameters = COLD.replace(clip="column", clip_threshold=1e-3)
-    model.compile(optimizer=CowClipOptimizer.for_model(model, hyperparameters))
-    model.fit(dataset(SCHEMA, 2), verbose=0)
-    part = model.optimizer.optimizers[0]
-    part.clip, part.clip_threshold = None if threshold else "column", threshold
-    save_model(model, tmp_path / "model")
-    again = load_model(tmp_path / "model")
-    for one, other in zip(model.get_weights(), again.get_weights(), strict=True):
-        np.testing.assert_array_equal(one, other)
-    part = again.optimizer.optimizers[0]
-    assert (part.clip, part.clip_threshold) == (None if threshold else "column", None)
-    with pytest.raises(ValueError, match=message) if message else contextlib.nullcontext():
-        again.fit(dataset(SCHEMA, 2), verbose=0)
-
-
-def test_a_clip_may_be_switched_off():
-    """With its threshold left, which then bounds nothing; also by the part's configuration."""
-    part = CowClipAdam(clip="column", clip_threshold=1e-3)
-    part.clip = None
-    again, without = CowClipAdam.from_config(part.get_config()), CowClipAdam(clip=None)
-    moments = []
-    for one in (part, again, without):
-        variable = tf.Variable(tf.ones([3, 2]))
-        one.apply_gradients([(tf.IndexedSlices(tf.ones([1, 2]), tf.constant([1])), variable)])
-        moments.append(one.get_slot(variable, "m").numpy())
-    assert moments[2].max() > 0.05  # a tenth of a gradient far beyond the threshold
-    np.testing.assert_array_equal(moments[:2], [moments[2]] * 2)
-
-
-def test_a_keras_model_may_have_a_fit_of_its_own():
-    """Without callbacks among its arguments."""
-
-    class Own(tf.keras.Model):
-        def fit(self, x, y, epochs=1):
-            return super().fit(x, y, epochs=epochs, verbose=0)
-
-    ids = tf.keras.Input((1,), dtype=tf.int64)
-    rows = tf.keras.layers.Flatten()(tf.keras.layers.Embedding(9, 2)(ids))
-    model = Own(ids, tf.keras.layers.Dense(1, "sigmoid")(rows))
-    optimizer = CowClipOptimizer.for_model(model, COLD)
-    model.compile(optimizer=optimizer, loss="binary_crossentropy")
-    model.fit(np.array([[1], [2]]), np.array([[0.0], [1.0]]), 2)
-    assert int(optimizer.iterations) == 2
 
 
 def test_jit_compile_is_refused():
@@ -831,22 +483,6 @@ def test_jit_compile_is_refused():
     with refused:
         model.predict_on_batch(batch(SCHEMA)[0])
     model.compile("adam", jit_compile=True)  # another's affair
-
-
-def test_dense_layers_of_ones_own_may_be_jit_compiled():
-    class Compiled(tf.keras.layers.Dense):
-        @tf.function(jit_compile=True)
-        def call(self, inputs):
-            return super().call(inputs)
-
-    table = tf.keras.layers.Embedding(10, 4, "glorot_normal")
-    model = tf.keras.Sequential([table, tf.keras.layers.GlobalAveragePooling1D(), Compiled(1)])
-    model(tf.ones([4, 1], tf.int64))
-    kernel = model.layers[2].kernel.numpy()
-    optimizer = CowClipOptimizer.for_model(model, HOT.replace(init_stddev=(2 / 14) ** 0.5))
-    model.compile(optimizer=optimizer, loss="mse")
-    model.fit(tf.ones([4, 1], tf.int64), tf.ones([4, 1]), verbose=0)
-    assert np.abs(model.layers[2].kernel.numpy() - kernel).max() > HOT.dense_lr / 2
 
 
 def deviations(model):
@@ -886,115 +522,6 @@ def test_init_stddev_is_applied_or_said(builder):
         CowClipOptimizer.for_model(built, COLD, init_tables=True)
 
 
-@pytest.mark.parametrize(
-    "initializer",
-    [
-        *("glorot_uniform", "glorot_normal", "he_normal", "lecun_uniform", "zeros", "ones"),
-        *("orthogonal", "identity", "random_normal", "truncated_normal"),
-        tf.keras.initializers.VarianceScaling(2.0, mode="fan_out", seed=1),
-        tf.keras.initializers.Constant(0.5),
-        *(tf.zeros_initializer(), tf.random_uniform_initializer()),
-    ],
-)
-def test_every_initializer_of_keras_is_told_and_replaced(initializer):
-    def made():
-        ids = schema.select_by_tag(Tags.CATEGORICAL)
-        table = mm.Embeddings(ids, dim=8, embeddings_initializer=initializer)
-        inputs = mm.InputBlockV2(schema.excluding_by_tag(Tags.TARGET), categorical=table)
-        return mm.Model(inputs, mm.BinaryOutput("y"))
-
-    schema = Schema([category("a", 4000), *SCHEMA.select_by_name(["x", "y"])])
-    features, _ = batch(schema)
-    (model, stays) = made(), made()
-    with pytest.warns(UserWarning, match="is 0.01, but 1 of the model's tables") as caught:
-        (spec,) = CowClipOptimizer.for_model(stays, COLD).table_specs
-    stays(features)
-    said = re.search(r"'a' with (\S+?)(?: around (\S+))?\. init", str(caught[0].message))
-    values = spec.variable.numpy()
-    assert float(said.group(1)) == pytest.approx(values.std(), rel=0.02)
-    assert float(said.group(2) or 0) == pytest.approx(values.mean(), abs=0.02)
-    (spec,) = CowClipOptimizer.for_model(model, COLD, init_tables=True).table_specs
-    model(features)
-    assert spec.variable.numpy().std() == pytest.approx(0.01, rel=0.02)
-
-
-NORMAL = tf.keras.initializers.RandomNormal
-
-
-class Pooled(tf.keras.Model):
-    """One table, which is built as the model is called."""
-
-    def __init__(self, initializer):
-        super().__init__()
-        self.table = tf.keras.layers.Embedding(4000, 8, initializer, name="a")
-
-    def call(self, ids):
-        return tf.reduce_mean(self.table(ids), axis=1)
-
-
-@pytest.mark.parametrize(
-    ("initializer", "is_said"),
-    [
-        (NORMAL(1.0, 0.01), r"with 0.01 around 1\."),
-        (tf.random_normal_initializer(-0.5, 0.01), r"with 0.01 around -0.5\."),
-        (NORMAL(1.0, np.float32(0.02)), r"with 0.02 around 1\."),
-        (tf.keras.initializers.RandomUniform(0.0, 0.01 * 12**0.5), r"with 0.01 around 0.0173\."),
-        (tf.keras.initializers.TruncatedNormal(stddev=0.01), r"with 0.0088\."),
-        (tf.keras.initializers.TruncatedNormal(stddev=0.01 / 0.87962566), None),
-        (tf.keras.initializers.RandomUniform(-0.01 * 3**0.5, 0.01 * 3**0.5), None),
-    ],
-)
-def test_init_tables_goes_by_mean_and_shape_too(initializer, is_said):
-    """These have the σ that is wanted, or say so."""
-    model, stays = Pooled(initializer), Pooled(initializer)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        CowClipOptimizer.for_model(model, COLD, init_tables=True)
-    ids = tf.constant([[1], [2]])
-    model(ids)
-    values = model.table.embeddings.numpy()
-    assert values.std() == pytest.approx(0.01, rel=0.02)
-    assert abs(values.mean()) < 5 * 0.01 / values.size**0.5
-    assert np.abs(values).max() > 0.03  # of 32,000 normal ones; a uniform's end at 0.0173
-    if is_said:
-        with pytest.warns(UserWarning, match=f"standard deviation or mean.*'a' {is_said}"):
-            CowClipOptimizer.for_model(stays, COLD)
-    else:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            CowClipOptimizer.for_model(stays, COLD)
-    stays(ids)
-    with pytest.raises(ValueError, match=rf"'a', of σ.*built by {type(initializer).__name__}\."):
-        CowClipOptimizer.for_model(stays, COLD, init_tables=True)
-
-
-@pytest.mark.parametrize("initializer", [NORMAL(0.0, 0.01, seed=3), NORMAL(0, np.float32(0.01))])
-def test_init_tables_leaves_what_is_that_normal_already(initializer):
-    model = Pooled(initializer)
-    CowClipOptimizer.for_model(model, COLD, init_tables=True)
-    assert model.table.embeddings_initializer is initializer
-
-
-@pytest.mark.parametrize("builder", [stock_dlrm, ours])
-def test_init_tables_refuses_a_table_that_was_trained(builder):
-    """It kept its rows, without a word, where its initializer has the σ that is asked for."""
-    model = builder(SCHEMA)
-    model.compile(CowClipOptimizer.for_model(model, COLD, init_tables=builder is stock_dlrm))
-    model(batch(SCHEMA)[0])
-    with pytest.raises(ValueError, match=r"yet to be built.*of σ 0.01, which has been built"):
-        CowClipOptimizer.for_model(model, COLD, init_tables=True)
-
-
-def test_given_values_stay_where_tables_are_initialized():
-    values = np.random.default_rng(0).normal(size=(50, 8)).astype(np.float32)
-    for initializer in (tf.keras.initializers.Constant(values), lambda *_, **__: values):
-        layer = tf.keras.layers.Embedding(50, 8, embeddings_initializer=initializer)
-        model = tf.keras.Sequential([layer, tf.keras.layers.GlobalAveragePooling1D()])
-        CowClipOptimizer.for_model(model, COLD, init_tables=True)
-        model(tf.constant([[1], [2]]))
-        np.testing.assert_array_equal(layer.embeddings.numpy(), values)
-
-
 @pytest.mark.parametrize("told", [BATCH, 2 * BATCH])
 def test_a_batch_of_another_size_is_said_once(told):
     frame = pd.DataFrame({"a": [1, 2, 3, 4] * 20, "x": 0.5, "y": 1}).astype(
@@ -1016,23 +543,7 @@ def test_a_batch_of_another_size_is_said_once(told):
         assert said[0].filename == __file__
 
 
-def test_keras_schedules():
-    decay = tf.keras.optimizers.schedules.ExponentialDecay(0.1, 1, 0.5)
-    model, optimizer = fitted(
-        ours, SCHEMA, HOT, steps=1, dense_schedule=decay, embedding_schedule=decay
-    )
-    tables = optimizer.optimizers[0]
-    start = [v.numpy() for v in model.trainable_variables]
-    assert optimizer.default_optimizer.learning_rate is decay
-    assert tables.learning_rate is decay
-    model.fit(dataset(SCHEMA, 30), verbose=0)
-    settled = [v.numpy() for v in model.trainable_variables]
-    model.fit(dataset(SCHEMA, 3), verbose=0)  # η is 0.1 · 2^-31 by now
-    for a, b, v in zip(start, settled, model.trainable_variables, strict=True):
-        assert np.abs(a - b).max() > 1e-4
-        np.testing.assert_allclose(v, b, atol=1e-7)
-
-
+@pytest.mark.extended
 def test_mixed_precision_clips_unscaled_gradients():
     results = {}
     for policy in ("float32", "mixed_float16"):
@@ -1052,52 +563,7 @@ def test_mixed_precision_clips_unscaled_gradients():
         np.testing.assert_allclose(table16, table32, atol=0.02)
 
 
-def test_xla_for_the_dense_part():
-    class Compiled(tf.keras.layers.Layer):
-        def __init__(self):
-            super().__init__()
-            self.mlp = tf.keras.layers.Dense(8, activation="relu")
-
-        def build(self, shape):
-            self.mlp.build(shape)
-            super().build(shape)
-
-        @tf.function(jit_compile=True)
-        def compiled(self, x):
-            return self.mlp(x)
-
-        def call(self, inputs):
-            return self.compiled(inputs)
-
-        def compute_output_shape(self, shape):
-            return self.mlp.compute_output_shape(shape)
-
-    model = mm.Model(mm.InputBlockV2(SCHEMA), Compiled(), mm.BinaryOutput("y"))
-    optimizer = CowClipOptimizer.for_model(model, HOT)
-    model.compile(optimizer=optimizer, metrics=[])
-    model.fit(dataset(SCHEMA, 3), verbose=0)
-    assert int(optimizer.iterations) == 3
-    assert len(optimizer.owned()) == len(model.trainable_variables)
-
-
-def test_a_lookup_that_cannot_be_recorded_is_an_error():
-    model = stock_dlrm(SCHEMA)
-    table = next(
-        layer
-        for layer in model._flatten_layers()
-        if isinstance(layer, mm.EmbeddingTable) and "a" in layer.features
-    )
-    inner = table.call, table.table.call
-    optimizer = CowClipOptimizer.for_model(model, COLD)
-    object.__setattr__(table, "call", inner[0])  # as if they were called past us
-    object.__setattr__(table.table, "call", inner[1])
-    model.compile(optimizer=optimizer, metrics=[])
-    with pytest.raises(Exception, match=r"table 'a' looked up in this step were not recorded"):
-        model.fit(dataset(SCHEMA, 1), verbose=0)
-
-
-@pytest.mark.parametrize("builder", [stock_dlrm, ours])
-def test_a_second_reader_of_the_variable_is_noticed(builder):
+def test_a_second_reader_of_the_variable_is_noticed():
     """A layer that gathers from a table's variable past the table would falsify the counts."""
 
     class Reader(tf.keras.layers.Layer):
@@ -1111,7 +577,7 @@ def test_a_second_reader_of_the_variable_is_noticed(builder):
         def compute_output_shape(self, shape):
             return shape
 
-    model = builder(SCHEMA)
+    model = ours(SCHEMA)
     model(batch(SCHEMA)[0])
     optimizer = CowClipOptimizer.for_model(model, COLD)
     spec = optimizer.table_specs[0]
@@ -1119,18 +585,6 @@ def test_a_second_reader_of_the_variable_is_noticed(builder):
     model.compile(optimizer=optimizer, metrics=[])
     with pytest.raises(Exception, match=rf"table '{spec.name}' looked up in this step were not"):
         model.fit(dataset(SCHEMA, 1), verbose=0)
-
-
-def test_regularizers_are_refused_at_once_by_table():
-    table = mm.EmbeddingTable(4, SCHEMA["a"], embeddings_regularizer="l2")
-    model = mm.Model(
-        mm.InputBlockV2(
-            SCHEMA.select_by_name(["a", "y"]), categorical=mm.ParallelBlock({"a": table})
-        ),
-        mm.BinaryOutput("y"),
-    )
-    with pytest.raises(ValueError, match="table 'a' must have no embeddings_regularizer"):
-        CowClipOptimizer.for_model(model, COLD)
 
 
 def test_unbound_and_bad_arguments():
@@ -1162,52 +616,36 @@ def test_config_round_trip():
     assert other.hyperparameters == HOT
 
 
-def test_a_model_that_is_used_by_parts():
-    """Its layers are its own, though it was never called as a whole."""
+@pytest.mark.extended
+def test_dense_layers_of_ones_own_may_be_jit_compiled():
+    class Compiled(tf.keras.layers.Dense):
+        @tf.function(jit_compile=True)
+        def call(self, inputs):
+            return super().call(inputs)
 
-    class Parts(tf.keras.Model):
-        def __init__(self) -> None:
-            super().__init__()
-            self.b = tf.keras.layers.Embedding(10, 4, name="b")
-
-        def encode(self, ids):
-            return self.b(ids)
-
-    model = Parts()
-    optimizer = CowClipOptimizer.for_model(model, COLD)
-    with tf.GradientTape() as tape:
-        loss = tf.reduce_sum(model.encode(tf.constant([1, 2])))
-    before = model.b.embeddings.numpy()
-    optimizer.apply_gradients([(tape.gradient(loss, model.b.embeddings), model.b.embeddings)])
-    assert (model.b.embeddings.numpy()[1:3] < before[1:3]).all()
+    table = tf.keras.layers.Embedding(10, 4, "glorot_normal")
+    model = tf.keras.Sequential([table, tf.keras.layers.GlobalAveragePooling1D(), Compiled(1)])
+    model(tf.ones([4, 1], tf.int64))
+    kernel = model.layers[2].kernel.numpy()
+    optimizer = CowClipOptimizer.for_model(model, HOT.replace(init_stddev=(2 / 14) ** 0.5))
+    model.compile(optimizer=optimizer, loss="mse")
+    model.fit(tf.ones([4, 1], tf.int64), tf.ones([4, 1]), verbose=0)
+    assert np.abs(model.layers[2].kernel.numpy() - kernel).max() > HOT.dense_lr / 2
 
 
-def test_the_summary_names_a_table_whose_name_is_part_of_another_word():
-    """Merlin's variables are called "embeddings", which has a "b" in it."""
-    _, optimizer = fitted(stock_dlrm, SCHEMA, COLD, steps=1)
-    for spec in optimizer.table_specs:
-        object.__setattr__(spec, "name", "b")
-    lines = optimizer.summary().splitlines()
-    assert sum(line.startswith(("b: ", "b (2): ")) for line in lines) == len(optimizer.table_specs)
-
-
-def test_tables_of_one_name_are_told_apart():
-    """Merlin's `NCFModel` has two of "user_id" and two of "item_id"."""
-    tags = {"user": [Tags.USER, Tags.USER_ID], "item": [Tags.ITEM, Tags.ITEM_ID]}
-    columns = [category(n, 20).with_tags([Tags.CATEGORICAL, *more]) for n, more in tags.items()]
-    model = NCFModel(Schema([*columns, SCHEMA["y"]]), 4, mm.MLPBlock([4]))
-    optimizer = CowClipOptimizer.for_model(model, COLD, init_tables=True)
-    statistics = optimizer.observe()
-    model.compile(optimizer=optimizer)
-    features = {name: tf.range(BATCH)[:, tf.newaxis] % 20 for name in tags}
-    data = tf.data.Dataset.from_tensors((features, tf.ones([BATCH, 1])))
-    model.fit(data, verbose=0)
-    names = ["item", "user", "item (2)", "user (2)"]
-    assert [field.table for field in statistics.read()] == names
-    lines = optimizer.summary().splitlines()[2:6]
-    assert {line.split(": ")[0] for line in lines} == set(names)
-    optimizer.table_specs[2].variable.assign(np.full((20, 4), np.nan))
-    model.fit(data, verbose=0)
-    broken = [str(one) for one in optimizer.not_finite()]
-    assert "a weight of the field 'item' in the table 'item (2)'" in broken
-    assert "a weight of the field 'item' in the table 'item'" not in broken
+@pytest.mark.extended
+def test_keras_schedules():
+    decay = tf.keras.optimizers.schedules.ExponentialDecay(0.1, 1, 0.5)
+    model, optimizer = fitted(
+        ours, SCHEMA, HOT, steps=1, dense_schedule=decay, embedding_schedule=decay
+    )
+    tables = optimizer.optimizers[0]
+    start = [v.numpy() for v in model.trainable_variables]
+    assert optimizer.default_optimizer.learning_rate is decay
+    assert tables.learning_rate is decay
+    model.fit(dataset(SCHEMA, 30), verbose=0)
+    settled = [v.numpy() for v in model.trainable_variables]
+    model.fit(dataset(SCHEMA, 3), verbose=0)  # η is 0.1 · 2^-31 by now
+    for a, b, v in zip(start, settled, model.trainable_variables, strict=True):
+        assert np.abs(a - b).max() > 1e-4
+        np.testing.assert_allclose(v, b, atol=1e-7)

@@ -11,7 +11,7 @@ from .contract import MODES, Built, check_saving, check_step
 from .families import FAMILIES
 from .table import MARKS, table
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("graphs_as_traced")]
+pytestmark = [pytest.mark.extended, pytest.mark.usefixtures("graphs_as_traced")]
 DOCUMENT = Path(__file__).parents[3] / "docs" / "optimizer.md"
 
 
