@@ -126,4 +126,4 @@ def test_migrated_hyperparameters_train_as_before():
 
 def test_all_other_languages_are_data():
     found = {block.language.partition(" ")[0] for page in GUIDES for block in blocks(page)}
-    assert found <= {"", "python", "toml", "{toctree}", "{include}", "{error-messages}", "bibtex"}
+    assert found <= {"", "python", "toml", "{toctree}", "{include}", "bibtex"}

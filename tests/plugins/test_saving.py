@@ -149,7 +149,7 @@ def test_what_cannot_be_saved_or_loaded_says_so(tmp_path):
     description = json.loads((other / "merlin_cowclip/state.json").read_text())
     description["format"] = 99
     (other / "merlin_cowclip/state.json").write_text(json.dumps(description))
-    with pytest.raises(ValueError, match="must be of format 1 or 2. Received: 99"):
+    with pytest.raises(ValueError, match="must be of format 2. Received: 99"):
         load_model(other)
     stock = ours(SCHEMA)
     stock.compile(optimizer="adam")

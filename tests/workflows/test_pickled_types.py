@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.bad_input.contract import refused
+from tests.refused import refused
 
 DOORS = ["raw_logs", "existing_parquet", "prepared", "encoded_rows", "existing_workflow"]
 

@@ -1,11 +1,7 @@
-"""What a user of the command line may expect of bad input, as one function: `refused`.
+"""`refused`: what a user of the command line may expect of bad input. And a small log to try it on.
 
-One sentence on stderr that says what is wrong, where, and what to do; an exit code; nothing left
-behind and nothing changed. The suites beside this file are tables of cases, one line each:
-
-    @pytest.mark.parametrize(("options", "words"), [pytest.param(["--seed", "-1"], ["seed"], …)])
-    def test_options(data, tmp_path, options, words):
-        refused(["train", data, "--out", tmp_path / "run", *options], words, folder=tmp_path)
+One sentence on stderr that says what is wrong, where, and what to do; exit code 2; no file left
+behind or changed.
 """
 
 from __future__ import annotations
@@ -19,13 +15,38 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+import pandas as pd
+
 from merlin_cowclip.workflows.commands.main import main
+from merlin_cowclip.workflows.data.datasets import DatasetSpec, Split
 
-LONGEST = 600
-"""Characters of a message without the folder's own path: more is a flood, not a sentence."""
-
+LONGEST = 600  # characters of a message, without the paths of the test
 NOISE = ("Traceback", 'File "', "Error(", "<class ", "0x7f", "WARNING", "Warning:", "oneDNN")
-"""What comes from a library or a debugger, and never belongs into a message for a user."""
+
+TOY = DatasetSpec(
+    name="toy",
+    label="y",
+    categorical=("user", "item"),
+    continuous=("price",),
+    lists=("genres",),
+    split=Split("random", 0.3),
+)
+
+
+def toy_log(path: Path, rows: int = 200, seed: int = 0, ids: int = 9) -> Path:
+    """A log of `TOY`."""
+    random = np.random.default_rng(seed)
+    pd.DataFrame(
+        {
+            "y": random.integers(0, 2, rows),
+            "user": random.integers(0, ids, rows),
+            "item": random.integers(0, 9, rows),
+            "price": random.normal(5, 3, rows).round(2),
+            "genres": [f"g{g}|g{g + 1}" for g in random.integers(0, 5, rows)],
+        }
+    ).to_csv(path, index=False)
+    return path
 
 
 class Done(NamedTuple):
@@ -48,11 +69,10 @@ def command(argv: Sequence[Any]) -> Done:
 
 
 def listing(folder: Path) -> dict[str, tuple[Any, ...]]:
-    """Everything below a folder, hidden and dangling things too, and how to see that it changed."""
+    """Everything in a folder, hidden files too, with type, size and time of change."""
     found = {}
     for home, folders, files in os.walk(folder):
-        for name in (*folders, *files):
-            path = os.path.join(home, name)
+        for path in (os.path.join(home, name) for name in (*folders, *files)):
             status = os.lstat(path)
             kind = stat.S_IFMT(status.st_mode)
             told = () if kind == stat.S_IFDIR else (status.st_size, status.st_mtime_ns)
@@ -71,18 +91,17 @@ def refused(
     """Run a command that must refuse; returns its message, without the command's name.
 
     Args:
-      argv: the command and its arguments, as after `merlin-cowclip`.
-      words: what the message must hold: the file, row or field at fault, and a remedy.
-      folder: where the command could leave something; it must be as before.
-      code: the exit code: 2 for bad input, 1 for what nobody foresaw.
-      quiet: whether stdout must be empty. False for what is found out while work goes on.
+      argv: the arguments, as after `merlin-cowclip`.
+      words: what the message must hold: the file, row or field, and a remedy.
+      folder: where the command could leave a file; it must be as before.
+      code: 2 for bad input, 1 for an error that nobody foresaw.
+      quiet: whether stdout must be empty.
     """
     before = listing(folder)
     done = command(argv)
     said = f"{done.code}\n{done.out}\n{done.err}"
     assert done.code == code, said
-    if quiet:
-        assert done.out == "", said
+    assert not quiet or done.out == "", said
     # A progress bar ends in \r, and may stand before the message; nothing else may.
     lines = [line for line in re.split(r"[\r\n]", done.err) if line.strip() and "%|" not in line]
     assert len(lines) == 1, said
@@ -91,8 +110,7 @@ def refused(
     assert found, said
     assert found[1] in (None, str(argv[0]) if argv else None), said
     message = found[2]
-    for noise in NOISE:
-        assert noise not in message, said
+    assert not [noise for noise in NOISE if noise in message], said
     for word in words:
         assert str(word) in message, f"no {str(word)!r} in: {message}"
     assert len(message.replace(str(folder), "")) <= LONGEST, said

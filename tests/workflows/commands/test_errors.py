@@ -1,0 +1,459 @@
+"""What the commands refuse: a sentence, exit code 2, nothing left (`refused`).
+
+A case for each rule. The values of a configuration are tested one by one in test_configuration, and
+raw logs and prepared folders in test_bad_logs.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from merlin_cowclip.plugins.scaling import recipe
+from merlin_cowclip.workflows.data.datasets import DatasetSpec
+from merlin_cowclip.workflows.data.etl import prepare
+from merlin_cowclip.workflows.data.prepared import PreparedData
+from merlin_cowclip.workflows.data.top_ids import keep_top_ids
+from merlin_cowclip.workflows.errors import UserError
+from merlin_cowclip.workflows.training.configuration import TrainConfig
+from merlin_cowclip.workflows.training.runs import Run, columns_of, identity_of, inputs_of
+from tests.refused import TOY, command, refused, toy_log
+
+
+@pytest.fixture(scope="module")
+def toy_data(tmp_path_factory) -> Path:
+    """140 training and 60 test rows."""
+    home = tmp_path_factory.mktemp("toy")
+    return prepare(TOY, [toy_log(home / "log.csv")], home / "data", progress=False).path
+
+
+@pytest.fixture(scope="module")
+def toy_run(toy_data) -> Path:
+    """A run on it; logistic regression, which is saved fastest."""
+    out = toy_data.parent / "run"
+    options = ["--model", "lr", "--epochs", 1, "--batch-size", 64]
+    done = command(["train", toy_data, "--out", out, *options])
+    assert done.code == 0, done.err
+    return out
+
+
+TRAIN = "train DATA --out OUT --batch-size 64"
+TUNE = "tune DATA --out OUT --quiet"
+SWEEP = "sweep curves DATA --out OUT --batch-sizes"
+REFUSED = {
+    # Arguments that do not parse
+    "": "arguments are required: COMMAND … merlin-cowclip --help",
+    "train DATA": "train needs --out",
+    f"{TRAIN} more": "unrecognized arguments: more",
+    f"{TRAIN} --epochs ten": "--epochs: invalid int value: 'ten'",
+    f"{TRAIN} --mlp 400;400": "--mlp: invalid units value: '400;400'",
+    "evaluate": "required: RUN",
+    "prepare criteo --out OUT": "required: input",
+    # demo, frequencies
+    "demo --rows 1 --out OUT": "rows must be at least 16,384",
+    "frequencies DATA --batch-sizes 9007199254740993": "at most 2^53",
+    "frequencies DATA --fields price": "'user', 'item' … 'price'",
+    "frequencies DATA --out EMPTY": "must not exist … EMPTY",
+    "frequencies DATA --top-k 2": "--top-k needs --out",
+    "frequencies DATA --top-k 2 --out OUT --fields user": "--top-k excludes --fields",
+    # train: the network, the batches, the end
+    f"{TRAIN} --model ffm": "model must be one of lr, fm … 'ffm'",
+    f"{TRAIN} --combiner genres=sum,genres=mean": "with each field once … 'genres=mean'",
+    f"{TRAIN} --combiner tags=sum": "combiner must name each list column: genres … tags",
+    f"{TRAIN} --batch-size 141": "must not exceed the training rows … 141, 140 rows … smaller",
+    f"{TRAIN} --tables sharded": "needs several ranks … one process … horovodrun",
+    f"{TRAIN} --checkpoint-every 10x": "or of minutes as in 10m … '10x'",
+    f"{TRAIN} --max-minutes nan": "max_minutes must be positive … nan",
+    # train: learning rates and clips
+    f"{TRAIN} --dense-lr 1e400": "dense_lr must be a positive number … inf",
+    f"{TRAIN} --dense-schedule cosine:to=low": "--dense-schedule must have numbers … to=low",
+    f"{TRAIN} --no-clip --clip column": "--no-clip excludes --clip … Leave one out",
+    f"{TRAIN} --clip-tables price": "clip_tables must name fields of the data … 'price'",
+    # train: places, and runs to go on with
+    "train DATA --out EMPTY": "output folder must not exist … EMPTY … Name another",
+    "train DATA --out FILE/run": "output folder must be in a folder that can be written",
+    "train DATA --out run[1]": "without [ and  … TensorFlow … run[1] … Choose another",
+    "train RUN --out OUT": "prepared data must hold prepare.json",
+    f"{TRAIN} --config NOWHERE": "--config must be a file that can be read",
+    f"{TRAIN} --config EMPTY": "a run must be a folder that train wrote",
+    f"{TRAIN} --tuned NOWHERE": "a tune must be a folder",
+    "train --resume NOWHERE": "a run must be a folder … NOWHERE",
+    "train --resume EMPTY": "a run that goes on must hold its configuration … config.json",
+    "train --resume RUN --mlp 8": "goes with DATA, --epochs, --max-minutes and --quiet alone",
+    # tune
+    "tune DATA --out OUT": "tune needs --batch-size … Name it",
+    f"{TUNE} --batch-size 64 --trials 2": "trials must be at least 6 … trials=2",
+    f"{TUNE} --batch-size 64 --budget nan": "budget must be positive minutes … nan",
+    f"{TUNE} --batch-size 64 --held-out 0.008": "held-out rows must have labels of 0 and of 1",
+    f"{TUNE} --batch-size 127": "must not exceed the rows that are left … 127, 126 of 140",
+    f"{TUNE} --batch-size 64 --base NOWHERE": "a tune must be a folder … merlin-cowclip tune",
+    f"{TUNE} --batch-size 64 --base NOWHERE --l2 1": "--base excludes --l2 … Leave one out",
+    "tune DATA --batch-size 64 --quiet --out RUN": "a tune must hold tune.json",
+    # sweep, report
+    f"{SWEEP} 32,32": "batch_sizes must name something … [32, 32]",
+    f"{SWEEP} 32,141": "must not exceed the training rows … 141, 140 rows",
+    f"{SWEEP} 32 --jobs 0": "jobs must be a whole number of at least 1",
+    f"{SWEEP} 32 --tuned NOWHERE": "--tuned is for the study scaling-rules",
+    f"{SWEEP} 32,64 --update deferred --clip-ratio 3e-5": "at batch size 64:  … at least 2 * l2",
+    f"{SWEEP.replace('curves', 'time')} 32 --epochs 5": "time is of one epoch … epochs=5",
+    f"{SWEEP.replace('curves', 'networks')} 32 --model fm": "takes their options alone",
+    f"{SWEEP.replace('curves', 'frequencies')} 64 --l2 1": "trains nothing … batch_sizes alone",
+    "sweep curves DATA --out EMPTY --batch-sizes 32": "must not exist, or be of a sweep … EMPTY",
+    "report EMPTY": "a report is of a sweep's folder … Make one with 'merlin-cowclip sweep'",
+    # evaluate, predict, export
+    "evaluate EMPTY": "a run must be a folder that train wrote … EMPTY",
+    "evaluate DATA RUN": "prepared data: the run is named first",
+    "evaluate RUN NOWHERE": "input file must exist … NOWHERE",
+    "evaluate RUN DATA --raw": "--raw is for raw logs. Received: it with prepared data",
+    "evaluate RUN LOG --batch-size 0": "batch size must be … 0",
+    "predict RUN LOG --out LOG": "output file must be named *.parquet",
+    "export RUN --out EMPTY": "output folder must not exist … EMPTY … Name another",
+    "export RUN": "export needs --out, or --rare … Received: neither",
+    "export RUN --out OUT --drop-rare 100": "between 0 and 100 % … 100.0",
+    "export RUN --rare 1 --data NOWHERE": "prepared data must be a folder",
+}
+
+
+def check(argv: list[Any], words: str, folder: Path, **options: Any) -> str:
+    return refused(argv, words.split(" … "), folder=folder, **options)
+
+
+@pytest.mark.parametrize("argv", REFUSED)
+def test_refused(toy_data, toy_run, tmp_path, monkeypatch, argv):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "EMPTY").mkdir()
+    (tmp_path / "FILE").touch()
+    toy_log(tmp_path / "LOG", rows=20)
+    places = {"DATA": toy_data, "RUN": toy_run}
+    found = [places.get(word, word) for word in argv.split()]
+    check(found, REFUSED[argv], tmp_path, quiet="tags=sum" not in argv)
+
+
+def test_tensorflow_is_not_imported_to_refuse(toy_data, tmp_path):
+    program = (
+        "import json, sys\n"
+        "from merlin_cowclip.workflows.commands.main import main\n"
+        "for argv in json.loads(sys.argv[1]):\n"
+        "    assert main(argv) == 2, argv\n"
+        "    slow = {'tensorflow', 'merlin', 'nvtabular', 'sklearn'} & set(sys.modules)\n"
+        "    assert not slow, (argv, slow)\n"
+    )
+    commands = [
+        "prepare criteo nowhere --out OUT",
+        "frequencies DATA --top-k 2",
+        "train DATA --out OUT --epochs 0",
+        "train DATA --out DATA",
+        "train --resume DATA",
+        "tune DATA --out OUT",
+        "sweep curves DATA --out OUT --batch-sizes 0",
+        "report DATA",
+        "evaluate DATA",
+        "predict DATA DATA --out OUT",
+        "export DATA --out OUT",
+        "demo --rows 1 --out OUT",
+    ]
+    places = {"DATA": str(toy_data), "OUT": str(tmp_path / "out")}
+    commands = [[places.get(word, word) for word in argv.split()] for argv in commands]
+    argv = [sys.executable, "-c", program, json.dumps(commands)]
+    done = subprocess.run(argv, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert len(done.stderr.splitlines()) == len(commands)
+    assert not list(tmp_path.iterdir())
+
+
+# Errors that nobody foresaw
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (RuntimeError("first line\nsecond line"), "RuntimeError: first line. … The traceback"),
+        (ValueError("\x1b[31mred\x00 \udcff" + "x" * 9999), r"ValueError: \x1b[31mred\x00 \udcffx"),
+    ],
+    ids=["lines", "signs"],
+)
+def test_what_nobody_foresaw(tmp_path, monkeypatch, error, words):
+    def fail(path):
+        raise error from KeyError("inner")
+
+    for name in ("temporary", "here"):
+        (tmp_path / name).mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
+    monkeypatch.setattr(PreparedData, "open", fail)
+    argv = ["train", "data", "--out", tmp_path / "here" / "run"]
+    message = check(argv, words, tmp_path / "here", code=1)
+    (file,) = (tmp_path / "temporary").iterdir()
+    assert message.endswith(f"is in {file}")
+    assert "Traceback (most recent call last)" in file.read_text()
+    assert "KeyError: 'inner'" in file.read_text()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "no"))
+    check(argv, "could not be written", tmp_path, code=1)
+
+
+# train
+
+
+CONFIGS = {
+    '{"mlp": 400': "--config must be JSON in UTF-8 … c.json",
+    "[]": "--config must hold values by name … c.json",
+    '{"seed": 1, "seed": 2}': "--config must be JSON … 'seed' more than once",
+    '{"modle": "lr"}': "a configuration has the keys model … 'modle' … Correct it",
+    '{"base": {"l2": 1e-4}}': "--rule excludes a --config with a base … Leave one out",
+}
+
+
+@pytest.mark.parametrize("text", CONFIGS)
+def test_configurations(toy_data, tmp_path, text):
+    (tmp_path / "c.json").write_text(text)
+    rule = ["--rule", "linear"] if "base" in text else []
+    argv = ["train", toy_data, "--out", tmp_path / "run", "--config", tmp_path / "c.json", *rule]
+    check(argv, CONFIGS[text], tmp_path)
+
+
+FULL = "/run/model/variables/variables.data; No space left on device"
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (lambda _: OSError(28, "No space left on device"), "output needs disk space"),
+        (lambda tf: tf.UnknownError(None, None, FULL), "output needs disk space"),
+        (
+            lambda tf: tf.ResourceExhaustedError(None, None, "OOM when allocating\nshape[9]"),
+            "a step must fit into memory … OOM when allocating … smaller batch size",
+        ),
+        (lambda _: UserError("the loss must be finite"), "the loss must be finite"),
+    ],
+    ids=["disk", "TensorFlow's disk", "memory", "a rule"],
+)
+def test_what_ends_a_training(toy_data, tmp_path, monkeypatch, error, words):
+    from merlin_cowclip.workflows.training import train as training
+    from merlin_cowclip.workflows.training.evaluation import tf
+
+    def end(data, config, keeping, loader, run, max_minutes, *, progress):
+        (run / "half").write_text("a model")
+        raise error(tf.errors)
+
+    monkeypatch.setattr(training, "_train", end)
+    argv = ["train", toy_data, "--out", tmp_path / "run", "--batch-size", 64]
+    check(argv, words, tmp_path, quiet=False)
+
+
+# Runs: damaged, and data that is not theirs
+
+
+@pytest.fixture
+def run(toy_run, tmp_path) -> Path:
+    return Path(shutil.copytree(toy_run, tmp_path / "run"))
+
+
+def result(change: Callable[[dict], Any]) -> Callable[[Path], None]:
+    """The run's result changed."""
+
+    def damage(run: Path) -> None:
+        values = json.loads((run / "result.json").read_text())
+        change(values)
+        (run / "result.json").write_text(json.dumps(values))
+
+    return damage
+
+
+def changed(name: str) -> Callable[[Path], None]:
+    """A bit of a file changed, in its middle."""
+
+    def damage(run: Path) -> None:
+        content = bytearray((run / name).read_bytes())
+        content[len(content) // 2] ^= 1
+        (run / name).write_bytes(content)
+
+    return damage
+
+
+KEPT, GRAPH = "a run must keep every file as it was written", "model/saved_model.pb"
+ITEMS = "workflow/categories/unique.item.parquet"
+DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "unfinished": (lambda r: (r / "result.json").unlink(), "did not finish … --resume"),
+    "no JSON": (lambda r: (r / "result.json").write_text("{"), "readable JSON … Train again"),
+    "to come": (result(lambda r: r.update(format=99)), "a run must be of format 1 … 99"),
+    "no value": (result(lambda r: r.pop("auc")), "result.json must hold 'auc' … Train again"),
+    "not confirmed": (result(lambda r: r["manifest"].pop(GRAPH)), f"manifest lacks … {GRAPH}"),
+    "no graph": (lambda r: (r / GRAPH).unlink(), f"{KEPT} … {GRAPH} … gone"),
+    "a bit": (changed(ITEMS), f"{KEPT} … {ITEMS} … content"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_run(run, tmp_path, damage):
+    hurt, words = DAMAGES[damage]
+    hurt(run)
+    check(["evaluate", run], words, tmp_path)
+
+
+def test_data_that_moved_needs_naming_only(run, toy_data, tmp_path):
+    data = shutil.copytree(toy_data, tmp_path / "data")
+    result(lambda r: r["config"].update(data="/moved"))(run)
+    words = f"the data of a run must be where it was … merlin-cowclip evaluate {run} DATA"
+    check(["evaluate", run], words, tmp_path)
+    done = command(["evaluate", run, "--quiet", data])
+    assert done.code == 0, done.err
+    assert done.out.startswith(
+        f"test AUC {json.loads((run / 'result.json').read_text())['auc']:.6f}"
+    )
+
+
+def test_its_own_data_split_anew(run, toy_data, tmp_path):
+    """What is a test row now was trained on; every id means the same."""
+    log = [toy_data.parent / "log.csv"]
+    anew = prepare(TOY, log, tmp_path / "data", seed=1, progress=False).path
+    result(lambda r: r["config"].update(data=str(anew)))(run)
+    words = f"must be what it was when it began … it may have been trained … {run} {anew}"
+    check(["evaluate", run], words, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "spec", "words"),
+    [
+        (lambda log: log.assign(user=range(200)), {}, "vocabulary … 'user' differs … instead of"),
+        (lambda log: log.replace({"user": {1: 11}}), {}, "unique. … ids mean something else"),
+        (lambda log: log, {"continuous": ()}, "columns of numbers … 'price'"),
+        (lambda log: log.assign(price=log["price"] * 9), {}, "'price' from [ … ] instead of ["),
+        (lambda log: log.rename(columns={"y": "b"}), {"label": "b"}, "label … 'b' instead of 'y'"),
+    ],
+    ids=["more ids", "other ids", "no numbers", "other numbers", "another label"],
+)
+def test_data_that_means_something_else(toy_run, tmp_path, change, spec, words):
+    change(pd.read_csv(toy_log(tmp_path / "l.csv"))).to_csv(tmp_path / "l.csv", index=False)
+    data = prepare(replace(TOY, **spec), [tmp_path / "l.csv"], tmp_path / "d", progress=False)
+    words = f"the data must have the … of the run … {words} … or train on this one"
+    check(["evaluate", toy_run, data.path], words, tmp_path)
+
+
+def test_a_missing_id_is_the_same_one(tmp_path):
+    """By a threshold or as the k most frequent, the same ids are kept: a missing one is 1, or 2."""
+    ids = ["a"] * 50 + ["b"] * 40 + ["c"] * 30 + [""] * 20 + [f"d{i}" for i in range(10)]
+    log = pd.DataFrame({"y": [0, 1] * 75, "user": [ids[i * 7 % 150] for i in range(150)]})
+    log.to_csv(tmp_path / "log.csv", index=False)
+    spec, files = DatasetSpec("missing", "y", ("user",)), [tmp_path / "log.csv"]
+    rare = prepare(replace(spec, freq_threshold=15), files, tmp_path / "rare", progress=False)
+    plain = prepare(spec, files, tmp_path / "plain", progress=False)
+    top = keep_top_ids(plain, 3, tmp_path / "top", progress=False)
+    assert rare.cardinalities == top.cardinalities == {"user": 6}
+    config = {"data": str(rare.path), "cardinalities": rare.cardinalities, **inputs_of(rare)}
+    run = Run(rare.path, {"config": config})  # for the workflow in it
+    run.check_vocabulary(rare)
+    with pytest.raises(UserError, match=r"what is missing and unknown.*'user' as .*'missing': 2"):
+        run.check_vocabulary(top)
+
+
+# Raw rows to score
+
+
+def cell(row: int, column: str, value: Any) -> Callable[[pd.DataFrame], pd.DataFrame]:
+    def change(log: pd.DataFrame) -> pd.DataFrame:
+        log = log.astype({column: object})
+        log.loc[row, column] = value
+        return log
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("how", "change", "words"),
+    [
+        ("predict", lambda log: log.drop(columns="user"), "Missing: 'user' in … log.csv"),
+        ("predict", cell(7, "price", "cheap"), "a number must … 'cheap' … line 9 … 'price'"),
+        ("evaluate", cell(0, "y", 2), "label must be 0 or 1 … line 2 … 'y'"),
+        ("evaluate", lambda log: log[:0], "input file must not be empty … log.csv"),
+        ("evaluate", lambda log: log.assign(y=1), "labels of 0 and of 1 … only 1, in 60 rows"),
+        ("evaluate", lambda log: log.drop(columns="y"), "without column 'y' … predict"),
+    ],
+    ids=["no column", "no number", "label 2", "no row", "one label", "no label"],
+)
+def test_rows_to_score(toy_run, tmp_path, how, change, words):
+    log = toy_log(tmp_path / "log.csv", rows=60)
+    change(pd.read_csv(log)).to_csv(log, index=False)
+    out = ["--out", tmp_path / "scores.parquet"] if how == "predict" else []
+    check([how, toy_run, log, *out], words, tmp_path)
+
+
+def test_an_error_at_the_end_leaves_nothing(toy_run, tmp_path, monkeypatch):
+    """What was written before is gone, the file's folders too."""
+    from merlin_cowclip.workflows.training import prediction
+
+    monkeypatch.setattr(prediction, "GROUP_ROWS", 10)
+    log = toy_log(tmp_path / "log.csv", rows=30_000)
+    with log.open("a") as file:
+        file.write("1,u,i,expensive,g1\n")
+    argv = ["predict", toy_run, log, "--out", tmp_path / "new" / "scores.parquet"]
+    check([*argv, "--batch-size", 64], "'expensive' … line 30002", tmp_path)
+
+
+# export
+
+
+def test_export_without_the_extra(toy_run, tmp_path, monkeypatch):
+    for name in [*sys.modules]:
+        if name.startswith(("merlin_cowclip.workflows.serving.", "tritonclient")):
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "tritonclient", None)
+    argv = ["export", toy_run, "--out", tmp_path / "repository", "--quiet"]
+    check(argv, "needs Merlin Systems and tritonclient … merlin-cowclip[serve]", tmp_path)
+
+
+def test_export_of_a_changed_file(run, tmp_path):
+    changed("workflow/workflow.pkl")(run)
+    argv = ["export", run, "--out", tmp_path / "repository"]
+    check(argv, "workflow.pkl … --trust-workflow", tmp_path)
+    changed(GRAPH)(run)
+    check([*argv, "--trust-workflow"], "saved_model.pb … Train again", tmp_path)
+
+
+# What a tune found
+
+
+@pytest.fixture
+def tuned(toy_data, tmp_path) -> Path:
+    """What is read of a tune at batch size 64 on that data."""
+    data, folder = PreparedData.open(toy_data), tmp_path / "tune"
+    folder.mkdir()
+    on = {"data": str(toy_data), "data_sha256": identity_of(data), "columns": columns_of(data)}
+    base = recipe("none").replace(batch_size=64)
+    for name, content in (
+        ("tune.json", {"format": 2, "config": {}, **on}),
+        ("tuned.json", TrainConfig(batch_size=64, rule="none", base=base).to_dict()),
+        ("result.json", {}),
+    ):
+        (folder / name).write_text(json.dumps(content))
+    return folder
+
+
+def test_what_was_tuned(toy_data, tuned, tmp_path):
+    record = json.loads((tuned / "tune.json").read_text())
+    argv = ["train", toy_data, "--out", tmp_path / "run", "--tuned", tuned]
+    sweep = ["sweep", "curves", toy_data, "--out", tmp_path / "run", "--batch-sizes", 64]
+    both = [*argv, "--config", tuned / "tuned.json"]
+    check(both, "--tuned excludes --config … Leave one out", tmp_path)
+    words = "of batch size 64, from which a --rule scales them … --batch-size 128 … Name it"
+    check([*argv, "--batch-size", 128], words, tmp_path)
+    words = "tuned at batch size 64, which is their base … --base-batch-size 32 … Leave it out"
+    check([*argv, "--base-batch-size", 32], words, tmp_path)
+    for change, words in (
+        ({"precision": "mixed_float16"}, "in the precision … which is float32 … mixed_float16"),
+        ({"columns": {**record["columns"], "label": "z"}}, "must have the columns … label 'z'"),
+        ({"format": 99}, "a tune must be of format … 99"),
+    ):
+        (tuned / "tune.json").write_text(json.dumps({**record, **change}))
+        check([*sweep, "--base", tuned], words, tmp_path)
+    (tuned / "result.json").unlink()
+    check(argv, "a tune must hold result.json … did not end … merlin-cowclip tune", tmp_path)
+    (tuned / "tune.json").write_text("{")
+    check(argv, "tune.json must be readable JSON … Tune again", tmp_path)

@@ -1,0 +1,519 @@
+"""What `prepare` and `adopt` refuse, one case for each rule; and prepared folders that are damaged.
+
+Every case goes through the command line: one sentence, exit code 2, nothing left (`refused`). The
+tables hold the parts of the sentence, with … between them. The rules of a data set's description
+are tested one by one in test_datasets.
+"""
+
+from __future__ import annotations
+
+import errno
+import gzip
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from merlin_cowclip.workflows import machine
+from merlin_cowclip.workflows.data import csv_text, etl
+from merlin_cowclip.workflows.data.etl import prepare
+from merlin_cowclip.workflows.data.existing_parquet import open_files
+from merlin_cowclip.workflows.training.runs import Run
+from tests.refused import TOY, command, refused, toy_log
+
+SPEC = """
+name = "toy"
+label = "y"
+categorical = ["user"]
+continuous = ["price"]
+lists = ["tags"]
+split = { kind = "sequential", test = 0.5 }
+"""
+BY_TIME = SPEC.replace('"sequential"', '"time", column = "user"')
+NO_HEADER = SPEC.replace("split", 'header = false\ncolumns = ["y", "user", "price", "tags"]\nsplit')
+HEAD = "y,user,price,tags\n"
+ROWS = "1,a,1.5,x|y\n0,b,2,\n1,a,,x\n0,,4,z\n" * 20
+TIMES = HEAD + "1,7,1,x\n0,{0},2,x\n" * 9
+
+
+def preparing(folder: Path, log: Any = HEAD + ROWS, spec: Any = SPEC, name="log.csv") -> list[Any]:
+    """The command that prepares that log by that description."""
+    for path, content in ((folder / "toy.toml", spec), (folder / name, log)):
+        text = isinstance(content, str)
+        path.write_bytes(content.encode("utf-8", "surrogateescape") if text else content)
+    return ["prepare", folder / "toy.toml", folder / name, "--out", folder / "new" / "data"]
+
+
+def check(argv: list[Any], words: str, folder: Path) -> None:
+    refused(argv, words.split(" … "), folder=folder)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ("--workers 1000000", "1,000,000 workers … 500,000.0 GiB … 16.0 GiB … Use 25"),
+        ("--split time --time-column hour", "Missing: 'hour' … log.csv"),
+        ("--split time --time-column user", "20 of 80 rows without … 'user'"),
+        ("--test nan", "split.test must lie between 0 and 1 … nan"),
+        ("--test 1e-9", "both parts must have rows … 80 rows"),
+        ("--freq-threshold user=", "--freq-threshold … 'user=' … C3=10"),
+        ("--freq-threshold user=3,user=5", "name a field once … 'user'"),
+        ("--freq-threshold price=3", "freq_threshold must name fields … 'price'"),
+        ("--freq-threshold 1000", "must leave ids … 1000 for 'user'"),
+        ("--freq-threshold 2 --hash-buckets 1073741824", "128.0 GiB … 12.8 GiB"),
+    ],
+)
+def test_options(tmp_path, monkeypatch, options, words):
+    monkeypatch.setattr(machine, "memory_limit", lambda: 16 << 30)
+    check([*preparing(tmp_path), *options.split()], words, tmp_path)
+
+
+# Text
+
+
+def at(line: int, row: str) -> str:
+    """A log with that row on that line of the file."""
+    lines = (HEAD + ROWS).splitlines()
+    lines[line - 1] = row
+    return "\n".join(lines) + "\n"
+
+
+def no(column: int) -> str:
+    """A log without a value in that column."""
+    rows = [["01"[i % 2], "a", "1", "x"] for i in range(80)]
+    return HEAD + "".join(",".join([*row[:column], "", *row[column + 1 :]]) + "\n" for row in rows)
+
+
+GZIPPED = gzip.compress((HEAD + ROWS).encode())
+LOGS: dict[str, tuple[str | bytes, str]] = {
+    "header only": (HEAD, "must not be empty … log.csv … without a row"),
+    "separator": (HEAD.replace(",", ";") + ROWS, "',' … one column … line 1"),
+    "column missing": (HEAD.replace("user", "User") + ROWS, "Missing: 'user' … 'User'"),
+    "column twice": (HEAD.replace("tags", "user") + ROWS, "unique … 'user'"),
+    "a cell too few": (at(9, "1,a,1"), "4 columns … 3 in … line 9"),
+    "a cell too many": (at(9, "1,a,1,x,y"), "4 columns … 5 in … line 9"),
+    "lines of a row": (at(9, '1,"a\n\nb",1'), "3 in … lines 9 to 11"),
+    "label 2": (at(9, "2,a,1,x"), "label must be 0 or 1 … '2' in … log.csv, line 9, column 'y'"),
+    "label missing": (at(9, ",a,1,x"), "label must be 0 or 1 … '' in … line 9, column 'y'"),
+    "text for a number": (at(9, "1,a,0x1f,x"), "'0x1f' … line 9, column 'price'"),
+    "infinite": (at(9, "1,a,-inf,x"), "finite … '-inf' … line 9, column 'price' … non_finite"),
+    "Latin-1": (at(9, "1,u\udcff,1,x"), "UTF-8 … b'u\\xff' … line 9, column 'user'"),
+    "zero byte": (at(9, "1,a\0,1,x"), "no zero bytes … line 9"),
+    "open quote": (at(52, '1,"a,1,x'), "quote must be closed … '\"a,1,x' … line 52,"),
+    "text behind a quote": (at(9, '1,"a"b,1,x'), "closing quote … line 9, … goes on"),
+    "UTF-16": ((HEAD + ROWS).encode("utf-16"), "UTF-16 … iconv"),
+    "gzip": (GZIPPED, "named .gz … Rename it"),
+    "all clicks": (HEAD + "1,a,1,x\n" * 80, "label must be 0 in some … only 1"),
+    "no id": (no(1), "column of ids must hold some … 'user'"),
+    "no number": (no(2), "column of numbers must … 'price'"),
+    "no list": (no(3), "lists of ids must hold … 'tags'"),
+}
+GZIPS: dict[str, tuple[bytes, str]] = {
+    "no gzip": (HEAD.encode(), ".gz file must be whole … log.csv.gz"),
+    "cut short": (GZIPPED[:-9], ".gz file must be whole … log.csv.gz"),
+    "zeroed": (GZIPPED[:-50] + bytes(50), ".gz file must be whole … log.csv.gz"),
+    "padded": (gzip.compress(at(9, "2,a,1,x").encode()) + bytes(512), "label … '2' … line 9"),
+}
+SPECS = {
+    "deep": ("x = " + "[" * 3000, HEAD, "toy.toml … must be TOML"),
+    "no text": (SPEC.encode("utf-16"), HEAD, "toy.toml … readable text"),
+    "long name": (SPEC.replace("user", "é" * 150), HEAD, "toy.toml: categorical … file names … by"),
+    "a list's name": (
+        SPEC.replace("user", "tags__values"),
+        HEAD,
+        "beside the list 'tags' … Rename",
+    ),
+    "no quotes": (SPEC + "quotes = false", at(9, '1,"a,b",1,x'), "5 in … line 9 … quotes = true"),
+    "a header": (NO_HEADER, HEAD + ROWS, "label … 'y' … line 1"),
+    "one time": (BY_TIME, TIMES.format(7), "two times at least … '7' … 'user'"),
+    "mixed": (BY_TIME, TIMES.format("noon"), "times must be numbers, or all … 'noon' … 'user'"),
+}
+
+
+@pytest.mark.parametrize("log", [*LOGS, *GZIPS])
+def test_text(tmp_path, log):
+    text, words = {**LOGS, **GZIPS}[log]
+    name = "log.csv.gz" if log in GZIPS else "log.csv"
+    check(preparing(tmp_path, text, name=name), words, tmp_path)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_descriptions(tmp_path, spec):
+    text, log, words = SPECS[spec]
+    check(preparing(tmp_path, log, text), words, tmp_path)
+
+
+def test_a_row_too_long(tmp_path, monkeypatch):
+    """16 MiB, but for this test."""
+    for name in ("BLOCK_BYTES", "MAX_LINE"):
+        monkeypatch.setattr(csv_text, name, 20_000)
+    argv = preparing(tmp_path, HEAD + '1,"' + "a\n" * 50_000 + '",1,x\n' + ROWS)
+    check(argv, "must be shorter than 20,000 characters … log.csv, line 2", tmp_path)
+
+
+# Parquet
+
+
+def write(path: Path, **changes: pa.Array | None) -> None:
+    columns = {
+        "y": pa.array([1, 0] * 40),
+        "user": pa.array(["a", "b"] * 40),
+        "price": pa.array([1.0, 2.0] * 40),
+        "tags": pa.array([["x"], []] * 40, pa.list_(pa.string())),
+    }
+    kept = {k: v for k, v in {**columns, **changes}.items() if v is not None}
+    pq.write_table(pa.table(kept), path)
+
+
+def column(name: str, values: pa.Array | list | None) -> Callable[[Path], None]:
+    """The log with another column, or without."""
+    given = pa.array(values) if isinstance(values, list) else values
+    return lambda path: write(path, **{name: given})
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def garbled(path: Path) -> None:
+    """A page spoiled; the footer is whole."""
+    content = path.read_bytes()
+    place = pq.read_metadata(path).row_group(0).column(1).data_page_offset
+    path.write_bytes(content[:place] + b"\xff" * 30 + content[place + 30 :])
+
+
+LATIN = pa.array([b"a", b"b"] * 20 + [b"\xff"] + [b"a"] * 39, pa.binary()).view(pa.string())
+LATIN_LISTS = pa.ListArray.from_arrays(list(range(81)), LATIN)
+PARQUET: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "label": (column("y", [1] * 40 + [2] + [0] * 39), "label … 2 in … row 41, column 'y'"),
+    "label null": (column("y", [1] * 40 + [None] + [0] * 39), "label … None … row 41"),
+    "label text": (column("y", ["1", "0"] * 40), "'y' … numbers … string"),
+    "infinite": (column("price", [1.0] * 40 + [np.inf] * 40), "inf … row 41, column 'price'"),
+    "a list of ids": (column("user", [["a"]] * 80), "'user' … single values … list"),
+    "Latin-1": (column("user", LATIN), "UTF-8 … b'\\xff' … row 41, column 'user'"),
+    "Latin-1 in lists": (column("tags", LATIN_LISTS), "UTF-8 … b'\\xff' … row 41, column 'tags'"),
+    "no list": (column("tags", ["x"] * 80), "'tags' … list column … string"),
+    "missing": (column("user", None), "Missing: 'user' … log.parquet"),
+    "cut": (cut, "whole parquet file … log.parquet"),
+    "garbled": (garbled, "whole parquet file … log.parquet"),
+    "csv": (lambda path: path.write_text(HEAD), "whole parquet file … format = 'csv'"),
+    "no row": (lambda path: pq.write_table(pq.read_table(path)[:0], path), "without a row"),
+}
+
+
+@pytest.mark.parametrize("harm", PARQUET)
+def test_parquet(tmp_path, harm):
+    spoil, words = PARQUET[harm]
+    argv = preparing(tmp_path, b"", SPEC + "format = 'parquet'", name="log.parquet")
+    write(tmp_path / "log.parquet")
+    spoil(tmp_path / "log.parquet")
+    check(argv, words, tmp_path)
+
+
+def test_an_id_of_two_texts(tmp_path):
+    """0.1 is 0.1 in the one file and 0.10000000149011612 in the other."""
+    argv = preparing(tmp_path, b"", SPEC + "format = 'parquet'", name="a.parquet")
+    for name, kind in (("a", pa.float32()), ("b", pa.float64())):
+        write(tmp_path / f"{name}.parquet", user=pa.array([0.1] * 80, kind))
+    argv.insert(3, tmp_path / "b.parquet")
+    check(argv, "one type … 'user' … double in … b.parquet … float in … a.parquet", tmp_path)
+
+
+# Files, folders and the machine
+
+
+@pytest.mark.parametrize(
+    ("inputs", "words"),
+    [
+        ("nowhere.csv", "must exist … nowhere.csv"),
+        ("folder", "must be a file … folder … Name its files"),
+        ("log.csv hard.csv", "given once … hard.csv, first as … Leave one out"),
+        ("dangling.csv", "must exist … dangling.csv … link to nowhere"),
+        ("pipe", "device or pipe … pipe"),
+        ("log.csv other.csv", "same columns … other.csv … 'more'"),
+        ("n" * 5000, "must be a file name … File name too long"),
+    ],
+    ids=lambda value: value[:20],
+)
+def test_inputs(tmp_path, inputs, words):
+    command, spec, _, *out = preparing(tmp_path)
+    (tmp_path / "other.csv").write_text("y,user,price,tags,more\n1,a,1,x,\n")
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "dangling.csv").symlink_to("gone")
+    os.link(tmp_path / "log.csv", tmp_path / "hard.csv")
+    check([command, spec, *(tmp_path / name for name in inputs.split()), *out], words, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("out", "words"),
+    [
+        ("dangling", "must not exist … dangling"),
+        ("log.csv/data", "can be written … log.csv … Not a directory"),
+        ("n" * 256, "output folder … File name too long"),
+        (os.fsdecode(b"d\xff"), "name that is text … d\\udcff"),
+        ("s3://bucket/data", "on this machine … s3:/bucket/data"),
+    ],
+    ids=["there", "in a file", "too long", "no text", "URL"],
+)
+def test_outputs(tmp_path, monkeypatch, out, words):
+    monkeypatch.chdir(tmp_path)
+    Path("dangling").symlink_to("gone")
+    check([*preparing(tmp_path)[:-1], out], words, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "mode", "words"),
+    [("log.csv", 0, "readable … log.csv"), ("new", 0o555, "can be written … new")],
+)
+def test_what_may_not_be_read_or_written(name, mode, words):
+    """As another user, for root may do everything."""
+    folder, root = Path(tempfile.mkdtemp(prefix="cowclip-")), os.geteuid() == 0
+    argv = preparing(folder)
+    (folder / "new").mkdir()
+    (folder / name).chmod(mode)
+    folder.chmod(0o777)
+    try:
+        if root:
+            os.setresuid(65534, 65534, 0)  # os.access asks for the real one
+        check(argv, f"{words} … Permission denied", folder)
+    finally:
+        if root:
+            os.setresuid(0, 0, 0)
+        shutil.rmtree(folder)
+
+
+def test_a_log_that_changes_while_it_is_read(tmp_path, monkeypatch):
+    stage, log = etl._Preparation._stage, tmp_path / "log.csv"
+
+    def changing(self: Any) -> None:
+        stage(self)
+        log.write_text(HEAD + ROWS.replace(",a,", ",b,"))  # as many bytes
+
+    monkeypatch.setattr(etl._Preparation, "_stage", changing)
+    done = command(preparing(tmp_path))
+    assert done.code == 2
+    assert f"stay as it is while it is read. Received: {log}, which has changed" in done.err
+    assert {path.name for path in tmp_path.iterdir()} == {"toy.toml", "log.csv"}
+
+
+def test_a_full_disk(tmp_path, monkeypatch):
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("merlin_cowclip.workflows.data.saved_workflow.write_counts", full)
+    check(preparing(tmp_path), "needs disk space … none left … data … another disk", tmp_path)
+
+
+# Adopted parquet
+
+
+def save(home: Path, nodes: Callable[[Any], Any]) -> Path:
+    """A workflow of NVTabular's own, and the parquet that it writes."""
+    from merlin_cowclip.workflows.quiet import quiet_imports
+
+    with quiet_imports():
+        import nvtabular as nvt
+        from merlin.io import Dataset
+    log = pd.DataFrame({"click": [0, 1] * 30, "user": [*range(6)] * 10, "price": 1.5})
+    workflow = nvt.Workflow(nodes(nvt.ops))
+    rows = workflow.fit_transform(Dataset(log)).to_ddf().compute()
+    workflow.save(str(home / "workflow"))
+    table = pa.Table.from_pandas(rows, preserve_index=False)
+    pq.write_table(table, home / "train.parquet", row_group_size=25)
+    return home
+
+
+@pytest.fixture(scope="module")
+def adoptable(tmp_path_factory) -> Path:
+    home = tmp_path_factory.mktemp("adopt")
+    out = str(home / "fitted")
+    return save(home, lambda ops: (["user"] >> ops.Categorify(out_path=out)) + ["price", "click"])
+
+
+@pytest.fixture
+def place(adoptable, tmp_path) -> Path:
+    """workflow/ and train.parquet, to be spoiled."""
+    return Path(shutil.copytree(adoptable, tmp_path / "place"))
+
+
+def adopt(place: Path, parquet: str = "train.parquet") -> list[Any]:
+    places = ["--workflow", place / "workflow", "--out", place / "out"]
+    return ["adopt", place / parquet, *places, "--label", "click"]
+
+
+def users(path: Path, change: Callable[[pa.Array], pa.Array]) -> None:
+    """Another column of ids."""
+    table = pq.read_table(path)
+    new = change(table["user"].combine_chunks())
+    table = table.set_column(table.column_names.index("user"), "user", new)
+    pq.write_table(table, path, row_group_size=25)
+
+
+def null_in_row(path: Path) -> None:
+    users(path, lambda old: pa.array([*old.to_pylist()[:30], None, *old.to_pylist()[31:]]))
+
+
+def column_twice(path: Path) -> None:
+    table = pq.read_table(path)
+    pq.write_table(table.append_column("user", table["user"]), path)
+
+
+def odd_schema(path: Path) -> None:
+    (path.parent / ".merlin").mkdir()
+    (path.parent / ".merlin" / "schema.json").write_text("{")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (null_in_row, "no nulls … train.parquet, row group 1, row 31 of the file, column 'user'"),
+        (column_twice, "every column once. Received twice: 'user'"),
+        (lambda path: pq.write_table(pq.read_table(path)[:0], path), "must hold rows … train.parq"),
+        (lambda path: (path.parent / "workflow/workflow.pkl").unlink(), "without workflow.pkl"),
+        (odd_schema, "schema.json … Remove it"),
+    ],
+    ids=["null", "column twice", "no row", "no pickle", "schema"],
+)
+def test_adopted_parquet(place, spoil, words):
+    """The rules of rows, types and workflows are tested in test_adopt."""
+    spoil(place / "train.parquet")
+    check(adopt(place), words, place)
+
+
+def test_a_column_called_order(tmp_path):
+    """NVTabular numbers the rows by that name within Categorify."""
+
+    def renamed(ops: Any) -> Any:
+        ids = ["user"] >> ops.Rename(name="order")
+        ids = ids >> ops.Categorify(out_path=str(tmp_path / "fitted")) >> ops.Rename(name="user")
+        return ids + "click"
+
+    words = "a column called 'order' … the ids of others … Rename it"
+    check(adopt(save(tmp_path, renamed)), words, tmp_path)
+
+
+@pytest.mark.parametrize("given", ["parts", "parts/*"])
+def test_what_lies_beside_parts(place, given):
+    """Rows that would be missing without a word, or be there twice."""
+    parts, whole = place / "parts", (place / "train.parquet").read_bytes()
+    for name in ("day_2", "_temporary"):
+        (parts / name).mkdir(parents=True)
+    for name in ("a.parquet", "b.parquet", "_temporary/a.parquet"):
+        (parts / name).write_bytes(whole)
+    both = [parts / "a.parquet", parts / "b.parquet"]
+    assert [file.path for file in open_files(place / given)] == both
+    (parts / "day_2" / "c.parquet").write_bytes(whole)
+    check(adopt(place, given), "beside files … day_2/c.parquet … Name the files", place)
+    (parts / "day_2" / "c.parquet").rename(parts / "part-00001")
+    check(adopt(place, given), "named *.parquet must be named so … part-00001", place)
+    (parts / "part-00001").unlink()
+    (parts / "c.parquet").symlink_to("gone")
+    check(adopt(place, given), "a part must be a file … a folder or a link to nowhere", place)
+    (parts / "c.parquet").unlink()
+    (parts / "_file_list.txt").write_text(f"1\n{both[0]}\n")  # as NVTabular writes it
+    check(adopt(place, given), "_file_list.txt … b.parquet, which it does not name", place)
+
+
+def test_parts_of_other_types(place):
+    (place / "parts").mkdir()
+    for name in ("a.parquet", "b.parquet"):
+        shutil.copy(place / "train.parquet", place / "parts" / name)
+    users(place / "parts" / "b.parquet", lambda old: old.cast(pa.int32()))
+    check(adopt(place, "parts"), "same types … int32 … b.parquet", place)
+
+
+def test_adopted_parquet_that_changed(place):
+    done = command(adopt(place))
+    assert done.code == 0, done.err
+    path, taken = place / "train.parquet", (place / "train.parquet").stat()
+    garbled(path)
+    os.utime(path, ns=(taken.st_atime_ns, taken.st_mtime_ns))  # its size and time are the same
+    argv = ["frequencies", place / "out"]
+    check(argv, "adopted parquet must stay as it was … train.parquet", place)
+    path.unlink()
+    check(argv, "adopted parquet must stay where it was … train.parquet … Put it back", place)
+
+
+# Prepared folders
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Path:
+    home = tmp_path_factory.mktemp("prepared")
+    return prepare(TOY, [toy_log(home / "log.csv")], home / "data", progress=False).path
+
+
+@pytest.fixture
+def data(whole, tmp_path) -> Path:
+    return Path(shutil.copytree(whole, tmp_path / "data"))
+
+
+def edited(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
+    """The record changed."""
+
+    def edit(data: Path) -> None:
+        record = json.loads((data / "prepare.json").read_text())
+        change(record)
+        (data / "prepare.json").write_text(json.dumps(record))
+
+    return edit
+
+
+TRAIN, TEST, MORE = "train/part.0.parquet", "test/part.0.parquet", "train/more.parquet"
+ITEMS, RECORD = "counts/item.parquet", "prepare.json"
+KEPT = "prepared data must keep every file as it was written"
+DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "half a part": (lambda d: cut(d / TEST), f"{KEPT} … {TEST} … bytes, which had"),
+    "a part gone": (lambda d: (d / TRAIN).unlink(), f"{TRAIN} … which is gone"),
+    "one part more": (lambda d: shutil.copy(d / TRAIN, d / MORE), f"{MORE}, which was not … Take"),
+    "a part spoiled": (lambda d: garbled(d / TRAIN), f"{KEPT} … {TRAIN} … content"),
+    "no workflow": (lambda d: shutil.rmtree(d / "workflow"), "workflow/ … which is gone"),
+    "no record": (lambda d: (d / RECORD).unlink(), "prepare.json … written last"),
+    "a record cut": (lambda d: cut(d / RECORD), "readable JSON … prepare.json … Prepare the data"),
+    "to come": (edited(lambda r: r.update(format=99)), "99 … this version"),
+    "no rows": (edited(lambda r: r.pop("rows")), "'rows' … Received: none … Prepare the data"),
+    "other rows": (edited(lambda r: r["rows"].update(train=139)), "140 rows, which had 139"),
+    "no label": (edited(lambda r: r["spec"].pop("label")), "prepare.json: 'label' must be given"),
+    "not confirmed": (edited(lambda r: r["manifest"].pop(ITEMS)), f"must have … {ITEMS}"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_folder(data, tmp_path, damage):
+    hurt, words = DAMAGES[damage]
+    hurt(data)
+    check(["frequencies", data], words, tmp_path)
+
+
+def test_every_command_looks_at_the_folder_first(data, tmp_path, monkeypatch):
+    cut(data / TEST)
+    monkeypatch.setattr(Run, "open", lambda path, **_: Run(tmp_path, {"config": {}}))
+    out = ["--out", tmp_path / "out"]
+    for argv in (
+        ["frequencies", data, "--top-k", 2, *out],
+        ["train", data, *out],
+        ["tune", data, "--batch-size", 64, *out],
+        ["sweep", "curves", data, "--batch-sizes", 64, *out],
+        ["evaluate", tmp_path, data],
+    ):
+        check(argv, f"{KEPT} … {TEST}", tmp_path)
+
+
+def test_what_is_no_prepared_folder_and_what_is_none_of_it(data, tmp_path):
+    for path in (tmp_path / "nowhere", data / RECORD, tmp_path / ("x" * 300)):
+        check(["frequencies", path], "must be a folder", tmp_path)
+    (data / "train" / "._part.0.parquet").write_bytes(b"\0")
+    (data / "notes.txt").touch()
+    moved = data.rename(tmp_path / "-[ünïcode]*? 100% ☃")
+    done = command(["frequencies", moved])
+    assert done.code == 0, done.err
