@@ -72,15 +72,10 @@ def flipped(path: Path, at: int) -> None:
         ("empty", Path.unlink, "which is gone"),
         ("empty", lambda p: p.write_bytes(b"x"), "of 1 bytes, which had 0"),
         ("inside/.hidden/text", lambda p: p.write_text("test"), "whose content has changed"),
-        ("inside/.hidden/text", lambda p: flipped(p, 2), "whose content has changed"),
         ("inside", shutil.rmtree, "which is gone"),
-        ("inside", lambda p: (shutil.rmtree(p), p.touch()), "which cannot be read (Not a dir"),
-        ("empty", lambda p: (p.unlink(), p.symlink_to("nowhere")), "which is gone"),
-        ("empty", lambda p: (p.unlink(), p.symlink_to("empty")), "which cannot be read (Too many"),
         ("large", lambda p: os.truncate(p, LARGE - 1), "which had 3,145,728"),
         ("large", lambda p: flipped(p, 0), "whose content has changed"),
         ("large", lambda p: flipped(p, LARGE - 1), "whose content has changed"),
-        ("large", lambda p: flipped(p, SMALL // 2 - 1), "whose content has changed"),
     ],
 )
 def test_what_changed_is_named(folder, manifest, name, damage, found):

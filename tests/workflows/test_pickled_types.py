@@ -10,9 +10,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.refused import refused
+from merlin_cowclip.workflows.commands.main import main
 
-DOORS = ["raw_logs", "existing_parquet", "prepared", "encoded_rows", "existing_workflow"]
+DOORS = ["raw_logs", "existing_parquet", "prepared"]
 
 
 class RunsCode(pa.PyExtensionType):
@@ -56,8 +56,12 @@ def test_what_reads_parquet_refuses_first(evil, tmp_path, door):
     assert not (tmp_path / "ran").exists()
 
 
-def test_it_is_refused_in_a_sentence(evil, tmp_path):
+def test_it_is_refused_in_a_sentence(evil, tmp_path, capsys):
     toml = tmp_path / "log.toml"
     toml.write_text('name = "x"\nlabel = "y"\ncategorical = ["user", "item"]\nformat = "parquet"\n')
-    words = ["evil.parquet", "a column's type is a pickle", "Write it again"]
-    refused(["prepare", toml, evil, "--out", tmp_path / "data"], words, folder=tmp_path)
+    assert main(["prepare", str(toml), str(evil), "--out", str(tmp_path / "data")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    for words in ("evil.parquet", "a column's type is a pickle", "Write it again"):
+        assert words in line
+    assert not (tmp_path / "ran").exists()
+    assert not (tmp_path / "data").exists()

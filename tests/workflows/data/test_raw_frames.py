@@ -16,11 +16,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from merlin_cowclip.workflows.data.encoded_rows import Place
-from merlin_cowclip.workflows.data.existing_parquet import open_files
 from merlin_cowclip.workflows.data.raw_columns import name_types
 from merlin_cowclip.workflows.data.raw_frames import arrow_column, fitted_columns
 from merlin_cowclip.workflows.data.raw_rows import RawRows
-from merlin_cowclip.workflows.data.raw_types import RawType, check_raw_types
+from merlin_cowclip.workflows.data.raw_types import RawType
 from merlin_cowclip.workflows.errors import Notice, UserError
 from merlin_cowclip.workflows.quiet import quiet_imports
 
@@ -40,33 +39,17 @@ ARROW, PLACE = pd.ArrowDtype, Place(Path("raw"), 0, 0)
         (pd.Series([2**60 + 1, 1], dtype=object), pa.int64(), "int64", None),
         (pd.Series([5, None], dtype=ARROW(pa.int64())), pa.int64(), "float64", [5, np.nan]),
         (pd.array([5, None], "Int8"), pa.int64(), "float64", [5, np.nan]),
-        (pd.Series([5, pd.NA], dtype=object), pa.int64(), "float64", [5, np.nan]),
         (pd.Series([5, 6]).astype("category"), pa.int64(), "int64", None),
-        (pd.Series([5, 6], dtype="float16"), pa.int64(), "int64", None),
-        (pd.Series([1, 0], dtype=pd.SparseDtype("int64", 0)), pa.int64(), "int64", None),
-        (pd.Series([1.5, None], dtype=pd.SparseDtype("float64")), pa.float64(), "float64", None),
         (pd.array([1.5, None], "Float64"), pa.float64(), "float64", [1.5, np.nan]),
-        (pd.array([1.5, None], "Float32"), pa.float32(), "float32", [1.5, np.nan]),
-        (
-            pd.Series([0.1, None], dtype=ARROW(pa.float32())),
-            pa.float32(),
-            "float32",
-            [np.float32(0.1), np.nan],
-        ),
-        (pd.Series([True, None], dtype=ARROW(pa.bool_())), pa.bool_(), "object", [True, None]),
         (pd.Series([True, np.nan], dtype=object), pa.bool_(), "object", [True, np.nan]),
         (pd.array([True, False], "boolean"), pa.bool_(), "bool", None),
         (pd.Series(["x", None], dtype=ARROW(pa.string())), pa.string(), "object", ["x", None]),
         (pd.Series(["x", None], dtype="string"), pa.string(), "object", ["x", None]),
-        (pd.Series(["x", None], dtype="string[pyarrow]"), pa.string(), "object", ["x", None]),
         (pd.Series(["x", None], dtype="category"), pa.string(), "object", ["x", None]),
         (pd.Series(["x", np.nan], dtype=object), pa.string(), "object", ["x", np.nan]),
         (pd.Series(["x", pd.NA], dtype=object), pa.string(), "object", ["x", None]),
         (pd.Series([b"x", "y"], dtype=object), pa.string(), "object", ["x", "y"]),
         (pd.Series([np.nan, np.nan]), pa.string(), "object", [np.nan, np.nan]),
-        (pd.Series([None, None], dtype="category"), pa.string(), "object", [None, None]),
-        (pd.Series([pd.NaT, pd.NaT]), pa.string(), "object", [None, None]),
-        (pd.Series([Decimal("1.5"), None]), pa.decimal128(2, 1), "object", None),
     ],
 )
 def test_columns_of_pandas_own_types(given, kind, dtype, values):
@@ -80,28 +63,6 @@ def test_columns_of_pandas_own_types(given, kind, dtype, values):
     assert fitted["x"].type == kind
     for value, wanted in zip(list(found["x"]), expected, strict=True):
         assert value == wanted or ((value is None) is (wanted is None) and pd.isna(value))
-
-
-@pytest.mark.parametrize(
-    ("given", "kind", "values"),
-    [
-        ([("a", "b"), None], pa.string(), [["a", "b"], None]),
-        ([np.array(["a"], object), []], pa.string(), [["a"], []]),
-        ([np.array([1], "int8"), np.array([])], pa.int64(), [[1], []]),
-        ([[1.0], [2.0, 3.0]], pa.int64(), [[1], [2, 3]]),
-        ([np.array([2**60 + 1]), [1, None]], pa.int64(), [[2**60 + 1], [1, None]]),
-        ([None, None], pa.int64(), [None, None]),
-        ([np.nan, [0.5]], pa.float64(), [None, [0.5]]),
-        ([np.array([0.1], "float32"), None], pa.float32(), [[np.float32(0.1)], None]),
-        ([np.array([]), np.array([0.5], "float32")], pa.float32(), [[], [0.5]]),
-        ([np.array([1], "int8"), np.array([2], "int8")], pa.int8(), [[1], [2]]),
-    ],
-)
-def test_lists_of_whatever_they_are_held_in(given, kind, values):
-    types = {"x": RawType(kind, is_list=True)}
-    _, fitted = fitted_columns(pd.DataFrame({"x": pd.Series(given)}), types, PLACE)
-    assert fitted["x"].type == pa.list_(kind)
-    assert fitted["x"].to_pylist() == values
 
 
 @pytest.mark.parametrize(
@@ -130,8 +91,6 @@ LOG = pa.table(
         "truth": pa.array(RANDOM.integers(0, 2, N).astype(bool)),
         "maybe": pa.array(RANDOM.integers(0, 2, N).astype(bool), mask=np.arange(N) == 3),
         "day": pa.array(DAYS[RANDOM.integers(0, 7, N)]),
-        "date": pa.array(DAYS.date[RANDOM.integers(0, 7, N)]),
-        "cost": pa.array([Decimal(int(i)) / 10 for i in RANDOM.integers(0, 7, N)]),
         "wholes": pa.array([[int(i), 3] for i in RANDOM.integers(0, 7, N)]),
         "texts": pa.array([[f"{i}", "3"] for i in RANDOM.integers(0, 7, N)]),
     }
@@ -149,18 +108,14 @@ def ids(nodes, out):
 
 OPERATORS = {
     "ids": ids,
-    "hash": lambda nodes, _: nodes >> ops.HashBucket(1000),
     "text": lambda nodes, out: ids(as_text(nodes), out),
-    "filled text": lambda nodes, out: ids(as_text(nodes >> ops.FillMissing(0)), out),
     "means": lambda nodes, out: nodes >> ops.TargetEncoding("y", out_path=str(out), kfold=1),
-    "buckets": lambda nodes, _: nodes >> ops.Bucketize([0.1, 0.2, 0.3, 3]),
     "scaled": lambda nodes, _: nodes >> ops.FillMissing() >> ops.Normalize(),
-    "times 50": lambda nodes, out: ids(nodes >> ops.LambdaOp(lambda c: c * 50), out),
     "reduced": lambda nodes, out: ids(nodes >> ops.FillMissing() >> ops.ReduceDtypeSize(), out),
 }
 CASES = [
     *itertools.product(NUMBERS, OPERATORS),
-    *itertools.product(["text", "truth", "maybe", "day", "date", "cost"], ["ids", "hash", "text"]),
+    *itertools.product(["text", "truth", "maybe", "day"], ["ids", "text"]),
     *itertools.product(["wholes", "texts"], ["ids"]),
 ]
 CASES.remove(("large", "reduced"))
@@ -196,7 +151,7 @@ def is_alike(one: pd.Series, other: pd.Series) -> bool:
         return True
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 @pytest.mark.filterwarnings("ignore:(Initializ|Chang)ing an NVTabular Dataset")
 @pytest.mark.parametrize(("name", "operator"), CASES)
 def test_every_form_is_encoded_as_at_the_fit_or_refused(tmp_path, name, operator):
@@ -229,28 +184,19 @@ def test_every_form_is_encoded_as_at_the_fit_or_refused(tmp_path, name, operator
             kind = held().types[name].kind
             if kind is None and str in set(map(type, given)) and name != "text":
                 continue  # it is taken for text, and the documentation says so
-            for found in answers(held, frame, tmp_path / "given.parquet"):
+            for found in answers(held, frame):
                 taken += bool(len(rows))
                 same = [found[i] == expected[i] for i in rows]
                 if not is_id:
                     same = [np.isclose(found[i], expected[i], rtol=1e-5) for i in rows]
                 assert all(same), (list(missing), given)
-    assert taken >= 2 or (kind is None and name != "text")
+    assert taken or (kind is None and name != "text")
 
 
-def answers(held: Callable[[], RawRows], frame: pd.DataFrame, path: Path):
-    """Of a frame, and of the file that pandas writes of it, unless they are refused or told of."""
+def answers(held: Callable[[], RawRows], frame: pd.DataFrame):
+    """What is made of a frame, unless it is refused or told of."""
     with warnings.catch_warnings():
         warnings.simplefilter("error", Notice)
         warnings.filterwarnings("ignore", "the workflow makes one input of column", Notice)
         with contextlib.suppress(UserError, Notice):
             yield held().of_frame(frame, PLACE).column(0).to_pylist()
-        try:
-            frame.to_parquet(path)
-        except Exception:  # no type of parquet's
-            return
-        (batch,) = pq.read_table(path).to_batches()
-        columns = dict(zip(batch.schema.names, batch.columns, strict=True))
-        with contextlib.suppress(UserError, Notice):
-            check_raw_types(*open_files(path), held().types, frame.columns)
-            yield held().of_columns(columns, PLACE).column(0).to_pylist()

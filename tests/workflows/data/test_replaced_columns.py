@@ -37,10 +37,6 @@ def scaled(out):
     return alone(out, "item") + numbers + pairs(out)
 
 
-def as_they_are():
-    return ["price", "city"] >> ops.AddMetadata()
-
-
 def days():
     """Which takes no row but such as the log has."""
     day = ["day"] >> ops.LambdaOp(lambda c: pd.to_datetime(c, format="%Y-%m-%d").dt.dayofweek)
@@ -48,10 +44,6 @@ def days():
 
 
 REPLACED = {
-    "beside an operator of one's own": (
-        lambda out: alone(out, "user") + pairs(out) + days(),
-        "'user'",
-    ),
     "what has its name by Rename": (
         lambda out: (alone(out, "item") >> ops.Rename(name="user")) + pairs(out),
         "'user'",
@@ -62,18 +54,11 @@ REPLACED = {
         ),
         "'user'",
     ),
-    "an id": (lambda out: alone(out, "user", "item") + pairs(out), "'user'"),
     "a number": (scaled, "'city'"),
-    "through another operator": (
-        lambda out: alone(out, "user", "item") + (pairs(out) >> ops.AddMetadata(tags=["pair"])),
-        "'user'",
-    ),
 }
 OWN = {
     "beside an operator of one's own": lambda out: pairs(out) + days() + alone(out, "user"),
     "the pairs first": lambda out: pairs(out) + alone(out, "user", "item"),
-    "raw beside": lambda out: alone(out, "item") + as_they_are() + pairs(out),
-    "of no other": lambda out: alone(out, "item") + pairs(out),
     "joint": lambda out: (
         [["user", "city"], "item"] >> ops.Categorify(encode_type="joint", out_path=str(out))
     ),
@@ -96,16 +81,6 @@ def test_columns_that_another_operator_hands_on_in_their_place_are_refused(case,
     made, name = REPLACED[case]
     words = f"must be what the workflow's schema says. Received: {name} in .*what Categorify read"
     with pytest.raises(UserError, match=words):
-        adopted(made, tmp_path)
-    assert not (tmp_path / "data").exists()
-
-
-def test_a_column_encoded_alone_and_in_a_group_by_one_operator_is_refused(tmp_path):
-    def made(out):
-        names = ["user", ["user", "city"], "item"]
-        return names >> ops.Categorify(encode_type="combo", out_path=str(out))
-
-    with pytest.raises(UserError, match="alone and in a group.* Received: 'user' in "):
         adopted(made, tmp_path)
     assert not (tmp_path / "data").exists()
 

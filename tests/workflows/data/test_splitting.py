@@ -43,7 +43,7 @@ def test_labels_of_one_kind_are_refused():
         )
 
 
-@pytest.mark.parametrize("kind", ["{}", "{}.0", "-{}", "1700000000.{:09}", " {}e-3 "])
+@pytest.mark.parametrize("kind", ["{}", "-{}", "1700000000.{:09}"])
 def test_times_of_which_float64_makes_one_are_told_apart(kind):
     """Nanoseconds since 1970, of which float64 holds each 256th."""
     first = 12_345_678 if "." in kind[:-2] else 1_700_000_000_000_000_000
@@ -53,11 +53,3 @@ def test_times_of_which_float64_makes_one_are_told_apart(kind):
     parts = split_rows(split, labels, (codes, texts), seed=0, label="y")
     latest = {3, 0} if kind[0] == "-" else {4, 7}  # of 8 and of 9 nanoseconds, or of 1 and 0
     assert set(codes[parts.test]) == latest
-
-
-def test_times_beyond_decimals_are_the_nearest_floats():
-    texts = pa.array(["1e-99999999999999999999", "0", "1", "1e99999999999999999999", "1e400"])
-    codes = np.arange(1_000, dtype=np.int32) % 5
-    split, labels = Split("time", 0.4, "t"), (np.arange(1_000) // 5) % 2
-    parts = split_rows(split, labels, (codes, texts), seed=0, label="y")
-    assert set(codes[parts.test]) == {3, 4}

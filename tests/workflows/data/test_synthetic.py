@@ -1,10 +1,8 @@
 """Made-up logs: their file formats, their power law, and that the planted truth is the truth."""
 
-import errno
 import gzip
 import hashlib
 import json
-import os
 
 import numpy as np
 import pandas as pd
@@ -67,6 +65,7 @@ def test_truth_is_written_and_is_in_range(criteo):
     assert truth.best_log_loss < constant - 0.05
 
 
+@pytest.mark.extended
 def test_a_linear_model_stays_well_below_the_best_auc(criteo):
     truth, _, log = criteo
     encoder = OneHotEncoder(handle_unknown="ignore", min_frequency=5)
@@ -139,30 +138,6 @@ def test_nothing_is_overwritten_and_nothing_is_left(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         write_synthetic("criteo", tmp_path / "new.txt", rows=100)
     assert sorted(tmp_path.iterdir()) == before
-
-
-@pytest.mark.parametrize("name", ["log.csv", "log.csv.truth.json"])
-@pytest.mark.parametrize("links", [True, False])
-def test_what_appears_meanwhile_is_let_be(tmp_path, monkeypatch, name, links):
-    truth = synthetic._truth
-
-    def appears(*arguments):
-        (tmp_path / name).write_text("mine")
-        return truth(*arguments)
-
-    def refuse(*_):
-        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
-
-    if not links:
-        monkeypatch.setattr(os, "link", refuse)
-    monkeypatch.setattr(synthetic, "_truth", appears)
-    with pytest.raises(UserError, match=rf"must not exist. Received: .*{name}, which appeared"):
-        write_synthetic("avazu", tmp_path / "log.csv", rows=1_000, cardinality=20)
-    assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [(name, "mine")]
-    (tmp_path / name).unlink()
-    monkeypatch.setattr(synthetic, "_truth", truth)
-    write_synthetic("avazu", tmp_path / "log.csv", rows=1_000, cardinality=20)
-    assert sorted(f.name for f in tmp_path.iterdir()) == ["log.csv", "log.csv.truth.json"]
 
 
 @pytest.mark.parametrize(

@@ -123,7 +123,6 @@ def test_the_folder_is_whole_and_says_where_it_is_from(data, top3):
     }
     assert top3.record["derived_from"] == {"path": str(data.path), "top_k": 3}
     assert (top3.rows, top3.seed, top3.spec) == (data.rows, data.seed, data.spec)
-    assert str(top3.path.parent) not in (top3.path / "schema.pbtxt").read_text()
     for old, new in zip(
         [*data.train_files, *data.test_files], [*top3.train_files, *top3.test_files], strict=True
     ):
@@ -134,9 +133,6 @@ def test_the_folder_is_whole_and_says_where_it_is_from(data, top3):
             for m in (pq.read_metadata(old), pq.read_metadata(new))
         ]
         assert groups[0] == groups[1]  # so that the loader's order is the same
-    assert sorted(p.name for p in (top3.path / "workflow" / "categories").iterdir()) == sorted(
-        f"{kind}.{field}.parquet" for kind in ("meta", "unique") for field in SPEC.ids
-    )
 
 
 def test_schema_and_vocabularies_are_nvtabulars_own(log, data, top3, tmp_path):
@@ -204,29 +200,16 @@ def test_lists_are_mapped_id_by_id(log, data, top3):
     ]
 
 
-def test_one_id_that_may_be_the_missing_one(log, data, tmp_path):
-    top1 = keep_top_ids(data, 1, tmp_path / "top1", progress=False)
-    assert top1.cardinalities["user"] == 3  # no id of its own is left
-    assert set(read(top1.train_files)["user"]) == {1, 2}
-    again = top1.workflow().transform(log.iloc[data.rows["train"] :])
-    for field in SPEC.categorical:
-        assert again[field].tolist() == read(top1.test_files)[field].tolist()
-
-
-@pytest.mark.parametrize("k", [500, 10_000])
-def test_more_ids_than_there_are_is_what_it_was(data, tmp_path, k):
-    same = keep_top_ids(data, k, tmp_path / "same", progress=False)
+def test_more_ids_than_there_are_is_what_it_was(data, tmp_path):
+    same = keep_top_ids(data, 10_000, tmp_path / "same", progress=False)
     for old, new in zip(data.train_files, same.train_files, strict=True):
         pd.testing.assert_frame_equal(pd.read_parquet(new), pd.read_parquet(old))
     assert same.cardinalities == data.cardinalities
     assert all(same.schema[field].properties["max_size"] == 0 for field in SPEC.ids)
 
 
-@pytest.mark.parametrize(
-    "changes", [{"freq_threshold": 5}, {"freq_threshold": 5, "hash_buckets": 3}]
-)
-def test_ids_below_a_threshold_are_among_the_others(log, top3, tmp_path, changes):
-    rare = made(log, tmp_path, dataclasses.replace(SPEC, **changes))
+def test_ids_below_a_threshold_are_among_the_others(log, top3, tmp_path):
+    rare = made(log, tmp_path, dataclasses.replace(SPEC, freq_threshold=5, hash_buckets=3))
     again = keep_top_ids(rare, 3, tmp_path / "top3", progress=False)
     for part in ("train_files", "test_files"):
         pd.testing.assert_frame_equal(read(getattr(again, part)), read(getattr(top3, part)))
@@ -237,32 +220,3 @@ def test_ids_below_a_threshold_are_among_the_others(log, top3, tmp_path, changes
     for field in SPEC.categorical:
         expected = top3.workflow().transform(rows)[field]
         assert again.workflow().transform(rows)[field].tolist() == expected.tolist()
-
-
-def test_top_2_of_top_3_is_top_2(data, top3, tmp_path):
-    direct = keep_top_ids(data, 2, tmp_path / "direct", progress=False)
-    over = keep_top_ids(top3, 2, tmp_path / "over", progress=False)
-    for part in ("train_files", "test_files"):
-        pd.testing.assert_frame_equal(read(getattr(over, part)), read(getattr(direct, part)))
-    for field in SPEC.ids:
-        pd.testing.assert_frame_equal(over.counts(field), direct.counts(field))
-
-
-def test_missing_to_unknown_on_a_gpu_keeps_all_else():
-    """The branch for cudf, with pandas: both go through Merlin's dispatch."""
-    from merlin_cowclip.workflows.data.operators import _missing_to_unknown
-
-    assert _missing_to_unknown(pd.Series([1, 5, 0, 2, 1])).tolist() == [2, 5, 0, 2, 2]
-    lists = _missing_to_unknown(pd.Series([[1, 5], [], [3, 1, 1]]))
-    assert [list(ids) for ids in lists] == [[2, 5], [], [3, 2, 2]]
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("quick_saves")
-def test_the_top_k_data_trains(criteo, tmp_path, capsys):
-    out = tmp_path / "run"
-    options = ["--batch-size", "128", "--base-batch-size", "128", "--epochs", "1"]
-    options += ["--model", "lr"]
-    assert main(["train", str(criteo[2].path), "--out", str(out), *options]) == 0
-    assert main(["evaluate", str(out)]) == 0
-    assert "test AUC" in capsys.readouterr().out.splitlines()[-1]
