@@ -30,7 +30,7 @@ TOLERANCE = 1e-6
 BATCH, STEPS = 32, 30
 FREQUENT = 0.1  # share of the batch's samples from which on an id is a frequent one
 RECORDED_AFTER = (1, 3, 30)
-# The clip acts on many rare rows and few frequent ones: `check_clip` tests it when recording.
+# The clip acts on rows of rare ids more than on others: `record` checks it.
 VALUES = Hyperparameters(
     BATCH, dense_lr=2e-3, embedding_lr=1e-3, l2=1e-4, clip_floor=1e-8, warmup_epochs=0.5
 )
@@ -381,11 +381,8 @@ def record(folder: Path) -> None:
                 golden[f"{case.name}/{update}"] = graph.values
                 golden[f"{case.name}/{update} statistics"] = eager.statistics
             compare_training(case, update, eager, golden)
-        rare, _, clipped, _, frequent, _, clipped_frequent, _ = eager.statistics.sum(axis=0)
-        print(
-            f"{case.name}: the clip acts on {clipped} of {rare} rows of rare ids and on "
-            f"{clipped_frequent} of {frequent} of frequent ones"
-        )
-        assert 0.2 < clipped / rare < 0.8, "choose another clip_ratio"
-        assert clipped_frequent / frequent < 0.6 * clipped / rare
+        rare, _, clipped, _, frequent, _, clipped_too, _ = eager.statistics.sum(axis=0)
+        shares = f"{clipped / rare:.0%} of rare ids' rows, {clipped_too / frequent:.0%} of others"
+        print(f"{case.name}: clips {shares}", flush=True)
+        assert 0.1 < clipped / rare < 0.9 and clipped_too / frequent < clipped / rare
     np.savez_compressed(folder / FILE, **golden)

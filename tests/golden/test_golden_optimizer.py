@@ -12,25 +12,39 @@ import pytest
 from . import optimizer_cases as cases
 
 pytestmark = pytest.mark.usefixtures("graphs_as_traced")
-QUICK = {  # of trainings in a graph, besides all that our own models have
+QUICK_TRAININGS = {  # in a graph
     ("stock deepfm", "exact"),
     ("stock dlrm", "exact"),
     ("ragged list", "lazy"),
     ("shared table", "exact"),
     ("tied output", "exact"),
+    ("our deepfm", "exact"),
+    ("our deepfm", "lazy"),
+    ("our deepfm", "deferred"),
+    ("our dcn_v2 with a list", "lazy"),
 }
+QUICK_COUNTS = {"stock deepfm", "ragged list", "tied output", "our dcn_v2 with a list"}
+MODES = (("graph", False), ("eager", True))
 
 
 def trainings() -> Iterator[Any]:
     for case in cases.CASES:
         for update in case.updates:
-            for eager in (False, True):
-                is_quick = (case.name, update) in QUICK or case.name.startswith("our ")
-                marks = [] if is_quick and not eager else [pytest.mark.extended]
-                how = "eager" if eager else "graph"
-                yield pytest.param(
-                    case, update, eager, marks=marks, id=f"{case.name}-{update}-{how}"
-                )
+            for mode, eager in MODES:
+                is_quick = (case.name, update) in QUICK_TRAININGS and not eager
+                name = f"{case.name}-{update}-{mode}"
+                yield pytest.param(case, update, eager, marks=_marks(is_quick), id=name)
+
+
+def counts() -> Iterator[Any]:
+    for case in cases.CASES:
+        for mode, eager in MODES:
+            marks = _marks(case.name in QUICK_COUNTS)
+            yield pytest.param(case, eager, marks=marks, id=f"{case.name}-{mode}")
+
+
+def _marks(is_quick: bool) -> list[Any]:
+    return [] if is_quick else [pytest.mark.extended]
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +58,6 @@ def test_training(case, update, eager, recorded):
     cases.compare_training(case, update, found, recorded)
 
 
-@pytest.mark.parametrize("eager", [False, True], ids=["graph", "eager"])
-@pytest.mark.parametrize("case", cases.CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize(("case", "eager"), counts())
 def test_counts(case, eager, recorded):
     np.testing.assert_array_equal(cases.count(case, eager=eager), recorded[f"{case.name}/counts"])
