@@ -384,5 +384,6 @@ def record(folder: Path) -> None:
         rare, _, clipped, _, frequent, _, clipped_too, _ = eager.statistics.sum(axis=0)
         shares = f"{clipped / rare:.0%} of rare ids' rows, {clipped_too / frequent:.0%} of others"
         print(f"{case.name}: clips {shares}", flush=True)
-        assert 0.1 < clipped / rare < 0.9 and clipped_too / frequent < clipped / rare
+        assert 0.1 < clipped / rare < 0.9
+        assert clipped_too / frequent < clipped / rare
     np.savez_compressed(folder / FILE, **golden)
