@@ -343,8 +343,8 @@ def load(folder: Path) -> dict[str, np.ndarray]:
 def compare_training(case: Case, update: str, found: Trained, golden: Mapping[str, Any]) -> None:
     """Weights within 1e-6, moments within 1e-6 of the model's largest, statistics exactly.
 
-    Of v the root, a gradient's size as m is: of v itself, 1e-6 of the largest would be as much as
-    most others. Thread counts and TensorFlow's rewriting of graphs change a third of that.
+    Of v the root, which is of a gradient's size as m is: 1e-6 of the largest v would hide most of
+    the others. With one thread, or graphs as they were traced, all results stay within this.
 
     Raises:
       AssertionError: a result is another.
