@@ -181,7 +181,7 @@ def together(folder: Path, rank: int, ranks: int) -> dict[str, Any]:
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
             epochs.append(float(logs["loss"]))
 
-    stop = KERAS.EarlyStopping("loss", patience=0, min_delta=2e-2)
+    stop = KERAS.EarlyStopping("loss", patience=0, min_delta=1.0)  # in the second epoch
     model.fit(data, epochs=5, verbose=0, callbacks=[Losses(), stop])
     found = [model.predict(data, verbose=0)]
     looks = [statistics.total, statistics.read, statistics.gradient_norms]
