@@ -96,7 +96,6 @@ def test_all_variables_are_listed_and_checkpointed(tmp_path):
 
 
 @pytest.mark.extended
-@pytest.mark.arithmetic
 def test_backup_and_restore(tmp_path, graphs_rewritten):
     """Keras's own callback: a run that dies in its third epoch ends like one that does not."""
 
@@ -239,7 +238,6 @@ def test_a_learning_rate_that_was_set_is_saved(tmp_path, trained):
     assert fresh.warmup_steps == trained.optimizer.warmup_steps
 
 
-@pytest.mark.arithmetic
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("when", ["before", pytest.param("after", marks=pytest.mark.extended)])
 def test_what_was_set_on_the_parts_is_saved(tmp_path, when):
@@ -360,7 +358,6 @@ def test_a_keras_model_goes_on_with_the_loss_that_it_was_compiled_with(tmp_path,
         np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.arithmetic
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("when", ["after", pytest.param("thawed", marks=pytest.mark.extended)])
 def test_a_frozen_layer_is_saved_and_stays_frozen(tmp_path, when):

@@ -152,13 +152,10 @@ def test_tensorflow_is_not_imported_to_refuse(toy_data, tmp_path):
         "frequencies DATA --top-k 2",
         "train DATA --out OUT --epochs 0",
         "train DATA --out DATA",
-        "train --resume DATA",
         "tune DATA --out OUT",
         "sweep curves DATA --out OUT --batch-sizes 0",
         "report DATA",
         "evaluate DATA",
-        "predict DATA DATA --out OUT",
-        "export DATA --out OUT",
         "demo --rows 1 --out OUT",
     ]
     places = {"DATA": str(toy_data), "OUT": str(tmp_path / "out")}
@@ -310,12 +307,22 @@ def test_data_that_moved_needs_naming_only(run, toy_data, tmp_path):
     )
 
 
-def test_its_own_data_split_anew(run, toy_data, tmp_path):
+@pytest.mark.extended
+def test_its_own_data_split_anew(tmp_path):
     """What is a test row now was trained on; every id means the same."""
-    log = [toy_data.parent / "log.csv"]
-    anew = prepare(TOY, log, tmp_path / "data", seed=1, progress=False).path
-    result(lambda r: r["config"].update(data=str(anew)))(run)
-    words = f"must be what it was when it began … it may have been trained … {run} {anew}"
+    log = tmp_path / "log.csv"
+    log.write_text("y,user\n" + "0,0\n1,0\n" * 30 + "0,1\n1,1\n" * 20)
+    spec = DatasetSpec(name="toy", label="y", categorical=("user",))
+    first, anew = (
+        prepare(spec, [log], tmp_path / str(seed), seed=seed, progress=False).path
+        for seed in (0, 1)
+    )
+    run = tmp_path / "run"
+    argv = ["train", first, "--out", run, "--model", "lr", "--epochs", 1, "--batch-size", 32]
+    assert command([*argv, "--no-saved-model"]).code == 0
+    shutil.rmtree(first)
+    anew.rename(first)
+    words = f"must be what it was when it began … it may have been trained … {run} {first}"
     check(["evaluate", run], words, tmp_path)
 
 
@@ -428,7 +435,7 @@ def tuned(toy_data, tmp_path) -> Path:
     on = {"data": str(toy_data), "data_sha256": identity_of(data), "columns": columns_of(data)}
     base = recipe("none").replace(batch_size=64)
     for name, content in (
-        ("tune.json", {"format": 2, "config": {}, **on}),
+        ("tune.json", {"format": 2, "config": {}, "precision": "float32", **on}),
         ("tuned.json", TrainConfig(batch_size=64, rule="none", base=base).to_dict()),
         ("result.json", {}),
     ):
@@ -448,7 +455,7 @@ def test_what_was_tuned(toy_data, tuned, tmp_path):
     check([*argv, "--base-batch-size", 32], words, tmp_path)
     for change, words in (
         ({"precision": "mixed_float16"}, "in the precision … which is float32 … mixed_float16"),
-        ({"columns": {**record["columns"], "label": "z"}}, "must have the columns … label 'z'"),
+        ({"columns": {**record["columns"], "label": "z"}}, "must have the columns … label 'y' instead of 'z'"),
         ({"format": 99}, "a tune must be of format … 99"),
     ):
         (tuned / "tune.json").write_text(json.dumps({**record, **change}))
