@@ -454,7 +454,10 @@ def test_what_was_tuned(toy_data, tuned, tmp_path):
     check([*argv, "--base-batch-size", 32], words, tmp_path)
     for change, words in (
         ({"precision": "mixed_float16"}, "in the precision … which is float32 … mixed_float16"),
-        ({"columns": {**record["columns"], "label": "z"}}, "must have the columns … label 'y' instead of 'z'"),
+        (
+            {"columns": {**record["columns"], "label": "z"}},
+            "must have the columns … label 'y' instead of 'z'",
+        ),
         ({"format": 99}, "a tune must be of format … 99"),
     ):
         (tuned / "tune.json").write_text(json.dumps({**record, **change}))

@@ -1,0 +1,573 @@
+"""What the commands made when the golden data were recorded: data, runs, predictions, studies.
+
+A case is a function of an empty folder that returns named arrays; `record` writes them, and the
+tests compare what the code makes now (`differences`). Inputs are drawn here, by generators that
+NumPy has frozen. Everything is done by commands and public names, so that formats, file names and
+modules may change; what must know more is below "Adapters", one function each.
+
+Left out, because the design allows it to change: notes and printed sentences, the files of a run,
+`report.md`, hashed ids of NVTabular (noise on CPUs), null keys of TargetEncoding, raw rows that
+lack columns, and ids in parquet logs that are decimals, times or fractions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import functools
+import gzip
+import importlib.util
+import io
+import itertools
+import json
+import math
+import os
+import re
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+Arrays = dict[str, np.ndarray]
+HERE = Path(__file__).parent
+ROWS, TEST = 320, 64  # of the shop's log
+TOLERANCE = 1e-6  # of floats, absolute and relative; all else must be equal
+NETWORK = ("--embedding-dim", 4, "--mlp", "8")
+RECIPE = (
+    *("--batch-size", 32, "--base-batch-size", 16, "--epochs", 2, "--seed", 7),
+    *("--embedding-lr", 1e-2, "--dense-lr", 1e-2, "--l2", 3e-5, "--clip-floor", 1e-3),
+    *("--dense-schedule", "cosine:to=0.1"),
+)
+UPDATES = ("exact", "lazy", "deferred")
+BRIEF = ("--quiet",)
+LEAN = ("--no-saved-model", *BRIEF)
+
+
+SETTINGS: dict[str, dict[str, Any]] = {  # of studies
+    "of the paper": {"batch_sizes": tuple(1024 * 2**i for i in range(8))},
+    "of a user": {
+        "batch_sizes": (512, 2048, 16384),
+        "values": {"dense_lr": 3e-4, "embedding_lr": 2e-4, "l2": 3e-6},
+        "config": {"update": "lazy", "mlp": (16, 8), "dense_schedule": "linear"},
+        "seeds": (1, 2),
+    },
+}
+
+
+# Adapters: the only places that know a module, an attribute or a name which may change ----------
+
+
+def command(*arguments: Any, code: int = 0) -> str:
+    """Run `merlin-cowclip` in this process; returns what it printed."""
+    from merlin_cowclip.workflows.commands.main import main
+
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        ended = main([str(argument) for argument in arguments])
+    assert ended == code, f"{arguments} ended with {ended} instead of {code}"
+    return printed.getvalue()
+
+
+def metrics_of(run: Any) -> Arrays:
+    """What was measured after each epoch, and the number of the best one."""
+    names = ("train_loss", "auc", "log_loss", "calibration")
+    found = {name: np.array([epoch[name] for epoch in run.result["epochs"]]) for name in names}
+    return {**found, "best_epoch": np.array(run.result["best_epoch"])}
+
+
+def weights_of(run: Any) -> Arrays:
+    """All weights of the network, by shape and then by their order in the model."""
+    weights = sorted(run.model().get_weights(), key=lambda array: array.shape)
+    return {str(place): array for place, array in enumerate(weights)}
+
+
+def batches_of(data: Any, epoch: int = 0, part: str = "train", **options: Any) -> Arrays:
+    """The batches of an epoch in their order, joined; `sizes` has the rows of each."""
+    from merlin_cowclip.workflows import Loader
+
+    batches = list(Loader(data, part, **options).batches(epoch))
+    features = {name: [np.asarray(x[name]) for x, _ in batches] for name in batches[0][0]}
+    labels = [np.asarray(y) for _, y in batches]
+    joined = {name: np.concatenate([a.ravel() for a in of]) for name, of in features.items()}
+    sizes = np.array([len(y) for y in labels])
+    return {**joined, "label": np.concatenate(labels).ravel(), "sizes": sizes}
+
+
+def served(repository: Path, rows: pd.DataFrame) -> np.ndarray:
+    """What an exported model answers to raw rows."""
+    from merlin_cowclip.workflows import Repository
+
+    return Repository.open(repository).predict(rows)
+
+
+def study_runs() -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """By study and setting, every run: place in the table, data, seeds, network, scaled values."""
+    from merlin_cowclip.workflows.study.studies import STUDIES, Setting
+
+    kept = ("model", "batch_size", "epochs", "update", "deterministic", "embedding_dim", "mlp")
+    kept += ("cross_layers", "low_rank_dim", "dense_schedule", "embedding_schedule")
+    for study, (name, options) in itertools.product(STUDIES.values(), SETTINGS.items()):
+        setting = Setting(**options)
+        for cell in study.cells(setting) if study.name != "frequencies" else ():  # trains nothing
+            values, scaled = cell.config.to_dict(), cell.config.hyperparameters.to_dict()
+            run = {"row": cell.row, "column": cell.column, "data": cell.data} | scaled
+            run |= {"seeds": setting.seeds, **{key: values[key] for key in kept}}
+            yield study.name, name, run
+
+
+def saved_steps(run: Path) -> set[str]:
+    """Of which steps a run has checkpoints."""
+    names = os.listdir(run / "checkpoints") if (run / "checkpoints").is_dir() else ()
+    return set().union(*(re.findall(r"\d+", name)[:1] for name in names if name[0] != "."))
+
+
+# Raw logs ----------------------------------------------------------------------------------------
+
+
+def _write(path: Path, rows: Iterable[Sequence[Any]], **form: Any) -> Path:
+    """Rows as text; gzipped if the file is named .gz."""
+    text = io.StringIO(newline="")
+    csv.writer(text, lineterminator="\n", **form).writerows(rows)
+    content = text.getvalue().encode()
+    path.write_bytes(gzip.compress(content, mtime=0) if path.suffix == ".gz" else content)
+    return path
+
+
+def _holes(values: Iterable[Any], random: np.random.RandomState, share: float) -> list[Any]:
+    return ["" if random.rand() < share else value for value in values]
+
+
+def _ids(random: np.random.RandomState, rows: int, most: int) -> np.ndarray:
+    """Few that are frequent, many that are rare."""
+    return (random.pareto(1.0, rows) * 2).astype(np.int64) % most
+
+
+def criteo_logs(home: Path, rows: int = 240) -> list[Path]:
+    """Tabs, no header; the second half is gzipped."""
+    random = np.random.RandomState(1)
+    columns: list[Any] = [random.randint(0, 2, rows)]
+    for i in range(13):
+        columns.append(_holes(random.randint(-2, 50 * (i + 1), rows), random, 0.1))
+    for i in range(26):
+        names = [f"{2654435761 * (id_ + 31 * i + 1) % 2**32:08x}" for id_ in _ids(random, rows, 90)]
+        columns.append(_holes(names, random, 0.05 * (i % 3)))
+    lines = list(zip(*columns, strict=True))
+    halves = {"criteo-1.txt": lines[: rows // 2], "criteo-2.txt.gz": lines[rows // 2 :]}
+    return [_write(home / name, part, delimiter="\t") for name, part in halves.items()]
+
+
+def avazu_logs(home: Path, rows: int = 240) -> list[Path]:
+    """Commas and a header."""
+    random = np.random.RandomState(2)
+    names = ("C1", "banner_pos", "site_id", "site_domain", "site_category", "app_id", "app_domain")
+    names += ("app_category", "device_id", "device_ip", "device_model", "device_type")
+    names += ("device_conn_type", *(f"C{i}" for i in range(14, 22)))
+    hours = sorted(14102100 + 100 * (h // 24) + h % 24 for h in random.randint(0, 240, rows))
+    columns = [[f"{10**18 + i}" for i in range(rows)], random.randint(0, 2, rows), hours]
+    columns += [_ids(random, rows, 5 + 9 * i) for i in range(len(names))]
+    header = ("id", "click", "hour", *names)
+    return [_write(home / "avazu.csv", [header, *zip(*columns, strict=True)])]
+
+
+SHOP = """
+name = "shop"
+format = "{format}"
+label = "bought"
+categorical = ["user", "item", "city"]
+continuous = ["price", "visits"]
+lists = ["genres"]
+list_separator = ";"
+non_finite = "missing"
+freq_threshold = {{ item = 3 }}
+hash_buckets = {{ item = 4 }}
+[split]
+{split}
+"""
+CITIES = ("Oslo", "Rio, RJ", 'the "Hague"', "two\nlines", "Zürich", "08", "8.0")
+
+
+def shop_rows(rows: int = ROWS, seed: int = 3, users: int = 40) -> pd.DataFrame:
+    """Clicks that depend on user and item; cells with separators, quotes and line ends."""
+    random = np.random.RandomState(seed)
+    user, item = _ids(random, rows, users), _ids(random, rows, 25)
+    logit = 1.5 * np.sin(3.0 * user) + np.cos(2.0 * item) + random.normal(0, 0.5, rows)
+    frame = pd.DataFrame({"bought": (logit > 0.4).astype(np.int64), "user": user * 1_000_003})
+    frame["item"] = _holes([f"i{i}" for i in item], random, 0.05)
+    frame["city"] = _holes([CITIES[c] for c in _ids(random, rows, len(CITIES))], random, 0.1)
+    frame["price"] = _holes(random.normal(5, 2, rows).round(3), random, 0.1)
+    frame.loc[rows // 3, "price"] = "inf"
+    frame["visits"] = _holes(random.randint(0, 90, rows), random, 0.1)
+    frame["genres"] = [
+        ";".join(f"g{g}" for g in random.permutation(6)[: random.randint(0, 4)])
+        for _ in range(rows)
+    ]
+    minutes = random.permutation(rows)
+    frame["day"] = [f"2024-10-{1 + m // 60:02d} 10:{m % 60:02d}" for m in minutes]
+    return frame
+
+
+def shop_csv(path: Path, frame: pd.DataFrame) -> Path:
+    return _write(path, [frame.columns, *frame.itertuples(index=False)], quoting=csv.QUOTE_MINIMAL)
+
+
+def shop_parquet(path: Path, frame: pd.DataFrame) -> Path:
+    """The same rows with types: integers, numbers, texts and lists, with nulls."""
+    typed = frame.astype(object).where(frame != "", None)
+    numbers = {n: [None if v is None else float(v) for v in typed[n]] for n in ("price", "visits")}
+    lists = [text.split(";") if text else [] for text in frame["genres"]]
+    columns = {name: typed[name].tolist() for name in frame} | numbers | {"genres": lists}
+    pq.write_table(pa.table(columns), path, row_group_size=100)
+    return path
+
+
+def new_rows() -> pd.DataFrame:
+    """Rows that no training had: unseen ids, missing values, and tied ones of both labels."""
+    frame = shop_rows(60, seed=4, users=55)
+    four = pd.concat([frame[:4]] * 5, ignore_index=True)
+    four["bought"] = np.arange(20) % 3 % 2
+    return pd.concat([frame, four], ignore_index=True)
+
+
+# What was made, as arrays ------------------------------------------------------------------------
+
+
+def _under(name: str, arrays: Mapping[str, Any]) -> Arrays:
+    return {f"{name}/{key}": np.asarray(value) for key, value in arrays.items()}
+
+
+def _texts(values: Iterable[Any]) -> np.ndarray:
+    return np.array(["" if value is None else str(value) for value in values])
+
+
+def _numbers(report: Mapping[str, Any], place: str = "report") -> Iterator[tuple[str, Any]]:
+    """The numbers of nested mappings, by their place."""
+    for key, value in report.items():
+        if isinstance(value, Mapping):
+            yield from _numbers(value, f"{place}/{key}")
+        elif isinstance(value, int | float):
+            yield f"{place}/{key}", np.array(value)
+
+
+def _parts(data: Any) -> Arrays:
+    """All rows of a prepared folder in their order, with the types of the parquet."""
+    found: Arrays = {}
+    for part, files in (("train", data.train_files), ("test", data.test_files)):
+        table = pa.concat_tables(pq.read_table(file) for file in files)
+        found[f"{part}/types"] = _texts(f"{field.name}: {field.type}" for field in table.schema)
+        for name in table.column_names:
+            column = table[name].combine_chunks()
+            if pa.types.is_list(column.type):
+                found[f"{part}/{name}/lengths"] = np.array([len(ids) for ids in column])
+                column = column.flatten()
+            found[f"{part}/{name}"] = column.to_numpy(zero_copy_only=False)
+    return found
+
+
+def _about(data: Any) -> Arrays:
+    """Sizes, counts and schema."""
+    found = _under("rows", data.rows) | _under("cardinality", data.cardinalities)
+    found["table_rows"] = np.array(data.table_rows)
+    for field in data.cardinalities:
+        counts = data.counts(field)
+        found |= _under(f"counts/{field}", {name: counts[name] for name in ("id", "count")})
+        found[f"counts/{field}/raw"] = _texts(counts["raw"])
+    columns = []
+    for column in data.schema:
+        domain = column.int_domain
+        limits = domain and (domain.min, domain.max)
+        # A domain's name is that of its column, unless it is shared.
+        shared = domain and domain.name != column.name and domain.name
+        tags = sorted(tag.value for tag in column.tags)
+        dtype = column.dtype.name if hasattr(column.dtype, "name") else str(column.dtype)
+        known = {k: column.properties.get(k) for k in ("num_buckets", "freq_threshold", "max_size")}
+        columns.append((column.name, tags, dtype, column.is_list, limits, shared, known))
+    found["schema"] = _texts(json.dumps(column) for column in sorted(columns))
+    return found
+
+
+def _scores(run: Path, log: Path, out: Path, *options: Any) -> Arrays:
+    command("predict", run, log, "--out", out, *BRIEF, *options)
+    return {name: values.to_numpy() for name, values in pq.read_table(out).to_pandas().items()}
+
+
+def _printed(*arguments: Any) -> np.ndarray:
+    """AUC and log loss, as `evaluate` prints them."""
+    found = re.findall(r"(?:AUC|log loss) (\d\.\d+)", command("evaluate", *arguments, *BRIEF))
+    return np.array(found, np.float64)
+
+
+# Cases -------------------------------------------------------------------------------------------
+
+
+def prepare_shop(home: Path, kind: str = "csv", *options: Any) -> Path:
+    """The shop's log, prepared: as two files of CSV, split by time, or as parquet, at random."""
+    frame, half = shop_rows(), ROWS // 2
+    if kind == "csv":
+        split = 'kind = "time"\ntest = 0.2\ncolumn = "day"'
+        parts = (("log-1.csv", frame[:half]), ("log-2.csv.gz", frame[half:]))
+        logs = [shop_csv(home / name, part) for name, part in parts]
+    else:
+        split = 'kind = "random"\ntest = 0.2'
+        logs = [shop_parquet(home / "log.parquet", frame)]
+    (home / "shop.toml").write_text(SHOP.format(format=kind, split=split))
+    command("prepare", home / "shop.toml", *logs, "--out", home / "data", "--seed", 5, *options)
+    return home / "data"
+
+
+def prepared(name: str, home: Path, *options: Any) -> Arrays:
+    """`prepare`: all rows, counts, schema and report."""
+    from merlin_cowclip.workflows import PreparedData
+
+    if name in ("csv", "parquet"):
+        prepare_shop(home, name, *options)
+    else:
+        logs = {"criteo": criteo_logs, "avazu": avazu_logs}[name](home)
+        more = ("--freq-threshold", "C3=3,C4=2") if name == "criteo" else ()
+        command("prepare", name, *logs, "--out", home / "data", *more, *options)
+    data = PreparedData.open(home / "data")
+    return _parts(data) | _about(data) | dict(_numbers(data.report))
+
+
+def top_ids(home: Path) -> Arrays:
+    """`frequencies --top-k`."""
+    from merlin_cowclip.workflows import PreparedData
+
+    data = prepare_shop(home)
+    command("frequencies", data, "--top-k", 3, "--out", home / "top")
+    top = PreparedData.open(home / "top")
+    return _parts(top) | _about(top)
+
+
+def synthetic(home: Path) -> Arrays:
+    """`write_synthetic`: every byte, and the truth."""
+    from merlin_cowclip.workflows import write_synthetic
+
+    found: Arrays = {}
+    for name in ("criteo", "avazu"):
+        truth = write_synthetic(name, home / name, rows=100, seed=3, cardinality=50)
+        found[f"{name}/bytes"] = np.frombuffer((home / name).read_bytes(), np.uint8)
+        numbers = {key: getattr(truth, key) for key in ("click_rate", "best_auc", "best_log_loss")}
+        found |= _under(name, numbers)
+    return found
+
+
+def adopt_stock(home: Path) -> Any:
+    """A stock NVTabular pipeline, as its users have it, adopted; returns the prepared folder."""
+    from merlin_cowclip.workflows.quiet import quiet_imports
+
+    with quiet_imports():
+        import nvtabular as nvt
+        from merlin.io import Dataset
+        from merlin.schema import Tags
+        from nvtabular import ops
+    from merlin_cowclip.workflows import PreparedData
+
+    random = np.random.RandomState(6)
+    log = shop_rows(seed=8)[["bought", "user", "item"]]
+    log["item"] = log["item"].where(log["item"] != "", None)
+    for name in ("src", "dst"):
+        log[name] = [f"c{c}" for c in _ids(random, ROWS, 12)]
+    log["genres"] = [[f"g{g}" for g in random.permutation(6)[: 1 + i % 3]] for i in range(ROWS)]
+    log["price"], log["paid"] = random.normal(5, 2, ROWS).round(3), random.rand(ROWS).round(4)
+    log["visits"] = np.where(random.rand(ROWS) < 0.1, np.nan, random.randint(0, 90, ROWS))
+    log["shop"] = random.randint(0, 9, ROWS)
+    shops = pd.DataFrame({"shop": np.arange(9), "size": np.arange(9) ** 2 / 10})
+    raws = {}
+    for part, rows in (("train", log[:-TEST]), ("test", log[-TEST:])):
+        rows.reset_index(drop=True).to_parquet(home / f"raw-{part}.parquet")
+        raws[part] = Dataset(str(home / f"raw-{part}.parquet"), engine="parquet")
+    fitted = str(home / "fitted")
+    workflow = nvt.Workflow(
+        (["user", "item", "genres"] >> ops.Categorify(out_path=fitted))
+        + ([["src", "dst"]] >> ops.Categorify(out_path=fitted, encode_type="joint"))
+        + (["price"] >> ops.Normalize())
+        + (["visits"] >> ops.FillMissing(fill_val=3) >> ops.Normalize())
+        + (["shop"] >> ops.TargetEncoding("paid", kfold=3, fold_seed=4, out_path=fitted))
+        + ((["shop"] >> ops.JoinExternal(shops, on="shop"))["size"] >> ops.Normalize())
+        + (["bought"] >> ops.AddMetadata(tags=[Tags.TARGET, Tags.BINARY_CLASSIFICATION]))
+    )
+    workflow.fit(raws["train"]).save(str(home / "workflow"))
+    for part, raw in raws.items():
+        workflow.transform(raw).to_parquet(str(home / part))
+    options = ("--workflow", home / "workflow", "--label", "bought", "--out", home / "data")
+    command("adopt", home / "train", "--test", home / "test", *options)
+    return PreparedData.open(home / "data")
+
+
+def adopted(home: Path) -> Arrays:
+    """`adopt`: the record, and batches of both parts in their order, one rank's among them."""
+    data = adopt_stock(home)
+    found = _about(data) | _under("order/test", batches_of(data, part="test", batch_size=50))
+    for epoch in range(2):
+        found |= _under(f"order/{epoch}", batches_of(data, epoch, batch_size=60, seed=9))
+    share = batches_of(data, 1, batch_size=60, seed=9, rank=1, ranks=2)
+    return found | _under("order/second of two ranks", share)
+
+
+def adopted_run(home: Path) -> Arrays:
+    """A run on the adopted pipeline, and its predictions on raw rows, also as a server's."""
+    adopt_stock(home)
+    train(home / "data", home / "run")
+    run, raw = home / "run", home / "raw-test.parquet"
+    scores = _under("raw", _scores(run, raw, home / "scores.parquet", "--raw"))
+    answers = {"served": exported(run, home / "repository", pd.read_parquet(raw))}
+    return of_run(run) | scores | answers
+
+
+def train(data: Path, out: Path, *options: Any, code: int = 0) -> None:
+    command("train", data, "--out", out, *NETWORK, *RECIPE, *LEAN, *options, code=code)
+
+
+def exported(run: Path, out: Path, rows: pd.DataFrame) -> np.ndarray:
+    command("export", run, "--out", out)
+    return served(out, rows)
+
+
+def of_run(run: Path) -> Arrays:
+    """Metrics and final weights."""
+    from merlin_cowclip.workflows import Run
+
+    opened = Run.open(run)
+    return _under("metrics", metrics_of(opened)) | _under("weights", weights_of(opened))
+
+
+def trained(update: str, home: Path) -> Arrays:
+    """`train`, and what `predict` and `evaluate` say of the run."""
+    train(prepare_shop(home), home / "run", "--update", update)
+    found, log = of_run(home / "run"), shop_csv(home / "new.csv", new_rows())
+    found |= _under("new", _scores(home / "run", log, home / "scores.parquet"))
+    found["evaluated"] = _printed(home / "run")
+    found["evaluated/new"] = _printed(home / "run", log)
+    return found
+
+
+def shop_frame(frame: pd.DataFrame) -> pd.DataFrame:
+    """Raw rows as a client has them: text, numbers and lists of texts."""
+    numbers = {name: pd.to_numeric(frame[name]) for name in ("price", "visits")}
+    numbers["price"] = numbers["price"].replace(math.inf, math.nan)
+    lists = [text.split(";") if text else [] for text in frame["genres"]]
+    return frame.assign(user=frame["user"].astype(str), genres=lists, **numbers)
+
+
+def stop(data: Path, out: Path, *options: Any) -> None:
+    """A run that is stopped after its first update."""
+    train(data, out, *options, "--max-minutes", 1e-9, code=3)
+
+
+def resume(run: Path) -> None:
+    command("train", "--resume", run, *BRIEF)
+
+
+def killed(run: str, *arguments: str) -> None:
+    """In a process of its own: a command that is killed once there are two checkpoints."""
+
+    def watch() -> None:
+        while len(saved_steps(Path(run))) < 2:
+            time.sleep(1e-3)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True).start()
+    command(*arguments)
+
+
+def on_rank(home: Path, launch: int) -> None:
+    """What each of two ranks does: both kinds of tables; a stop ends what a launch can do."""
+    data, kinds = home / "data", ("replicated", "sharded")
+    for tables in kinds if launch == 0 else ():
+        train(data, home / tables, "--tables", tables)
+    if launch > 0:
+        resume(home / f"{kinds[launch - 1]}-2")
+    if launch < 2:
+        stop(data, home / f"{kinds[launch]}-2", "--tables", kinds[launch])
+
+
+def ranks(home: Path) -> dict[str, Arrays]:
+    """What two ranks train, by the name of the run; those of "-2" were stopped and resumed."""
+    from tests.ranks.launch import on_ranks
+
+    prepare_shop(home)
+    for launch in range(3):
+        ended = on_ranks(2, [sys.executable, "-m", __name__, home, launch])
+        assert ended.code == 0, ended
+    names = ("replicated", "replicated-2", "sharded", "sharded-2")
+    return {name: of_run(home / name) for name in names}
+
+
+def studies(home: Path) -> Arrays:
+    """The list of runs of every study, a line of JSON each; floats to seven digits."""
+    found: dict[str, list[str]] = {}
+    for study, setting, run in study_runs():
+        plain = json.loads(json.dumps(run), parse_float=lambda text: f"{float(text):.6e}")
+        found.setdefault(f"{study}/{setting}", []).append(json.dumps(plain, sort_keys=True))
+    return {name: _texts(lines) for name, lines in found.items()}
+
+
+CASES: dict[str, Callable[[Path], Arrays]] = {
+    f"prepare-{name}": functools.partial(prepared, name)
+    for name in ("criteo", "avazu", "csv", "parquet")
+}
+CASES |= {f"train-{update}": functools.partial(trained, update) for update in UPDATES}
+CASES |= {"adopt": adopted, "adopt-run": adopted_run, "studies": studies}
+CASES |= {"top-ids": top_ids, "synthetic": synthetic}
+
+
+# Recorded and compared ---------------------------------------------------------------------------
+
+
+def record(folder: Path) -> None:
+    """Write all golden data; those of ranks only where Horovod is installed."""
+
+    def run(case: Callable[[Path], Any]) -> Any:
+        with tempfile.TemporaryDirectory() as home:
+            return case(Path(home))
+
+    for name, case in CASES.items():
+        np.savez_compressed(folder / f"workflow-{name}.npz", **run(case))
+    if importlib.util.find_spec("horovod"):
+        for name, arrays in run(ranks).items():
+            if not name.endswith("-2"):  # which must be the same
+                np.savez_compressed(folder / f"workflow-ranks-{name}.npz", **arrays)
+
+
+def golden(name: str) -> Arrays:
+    """What was recorded of a case."""
+    with np.load(HERE / f"workflow-{name}.npz") as file:
+        return dict(file)
+
+
+def differences(found: Mapping[str, np.ndarray], name: str) -> list[str]:
+    """What is not as it was recorded; `found` may have some groups of arrays alone."""
+    recorded = golden(name)
+    told = [f"{key}: it is new" for key in found if key not in recorded]
+    groups = {key.split("/")[0] for key in found}
+    for key, wanted in recorded.items():
+        if key not in found:
+            told += [f"{key}: it is gone"] if key.split("/")[0] in groups else []
+        elif (problem := _differ(np.asarray(found[key]), wanted)) is not None:
+            told.append(f"{key}: {problem}")
+    return told
+
+
+def _differ(found: np.ndarray, wanted: np.ndarray) -> str | None:
+    if found.shape != wanted.shape or found.dtype.kind != wanted.dtype.kind:
+        return f"{found.dtype} {found.shape} instead of {wanted.dtype} {wanted.shape}"
+    if wanted.dtype.kind == "f":
+        same = np.isclose(found, wanted, rtol=TOLERANCE, atol=TOLERANCE, equal_nan=True)
+    else:
+        same = found == wanted
+    if np.all(same):
+        return None
+    first = tuple(np.argwhere(~same)[0])
+    return f"{found[first]!r} instead of {wanted[first]!r} at {first}, {np.sum(~same)} others"
+
+
+if __name__ == "__main__":
+    on_rank(Path(sys.argv[1]), int(sys.argv[2]))
