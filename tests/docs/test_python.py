@@ -46,7 +46,11 @@ optimizer = CowClipOptimizer.for_model(model, big)
 model.compile(optimizer=optimizer)
 """
 PRELUDES = {
-    "README": MODEL,
+    "README": MODEL
+    + """
+import merlin.io
+train = merlin.io.Dataset("data/train/*.parquet", engine="parquet", schema=schema)
+""",
     "start": MODEL,
     "optimizer": MODEL + OPTIMIZER,
     "data": MODEL + OPTIMIZER,
