@@ -237,7 +237,7 @@ def test_an_id_of_two_texts(tmp_path):
         ("nowhere.csv", "must exist … nowhere.csv"),
         ("folder", "must be a file … folder … Name its files"),
         ("log.csv hard.csv", "given once … hard.csv, first as … Leave one out"),
-        ("dangling.csv", "must exist … dangling.csv"),
+        ("d*.csv", "must exist … dangling.csv, a link to nowhere"),
         ("pipe", "device or pipe … pipe"),
         ("log.csv other.csv", "same columns … other.csv … 'more'"),
         ("n" * 5000, "must be a file name … File name too long"),
