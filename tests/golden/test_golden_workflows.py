@@ -41,7 +41,7 @@ def test_as_recorded(name, tmp_path):
 
 
 def test_every_case_is_compared():
-    names = {*cases.CASES, "ranks-replicated", "ranks-sharded"}
+    names = {*cases.CASES, "ranks-sharded"}
     assert {p.name for p in cases.HERE.glob("workflow-*")} == {f"workflow-{n}.npz" for n in names}
 
 

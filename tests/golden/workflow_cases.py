@@ -215,7 +215,7 @@ def shop_rows(rows: int = ROWS, seed: int = 3, users: int = 40) -> pd.DataFrame:
 
 
 def shop_csv(path: Path, frame: pd.DataFrame) -> Path:
-    return _write(path, [frame.columns, *frame.itertuples(index=False)], quoting=csv.QUOTE_MINIMAL)
+    return _write(path, [frame.columns, *frame.itertuples(index=False)])
 
 
 def shop_parquet(path: Path, frame: pd.DataFrame) -> Path:
@@ -307,6 +307,12 @@ def _printed(*arguments: Any) -> np.ndarray:
 # Cases -------------------------------------------------------------------------------------------
 
 
+def opened(folder: Path) -> Any:
+    from merlin_cowclip.workflows import PreparedData
+
+    return PreparedData.open(folder)
+
+
 def prepare_shop(home: Path, kind: str = "csv", *options: Any) -> Path:
     """The shop's log, prepared: as two files of CSV, split by time, or as parquet, at random."""
     frame, half = shop_rows(), ROWS // 2
@@ -324,25 +330,20 @@ def prepare_shop(home: Path, kind: str = "csv", *options: Any) -> Path:
 
 def prepared(name: str, home: Path, *options: Any) -> Arrays:
     """`prepare`: all rows, counts, schema and report."""
-    from merlin_cowclip.workflows import PreparedData
-
     if name in ("csv", "parquet"):
         prepare_shop(home, name, *options)
     else:
         logs = {"criteo": criteo_logs, "avazu": avazu_logs}[name](home)
         more = ("--freq-threshold", "C3=3,C4=2") if name == "criteo" else ()
         command("prepare", name, *logs, "--out", home / "data", *more, *options)
-    data = PreparedData.open(home / "data")
+    data = opened(home / "data")
     return _parts(data) | _about(data) | dict(_numbers(data.report))
 
 
 def top_ids(home: Path) -> Arrays:
     """`frequencies --top-k`."""
-    from merlin_cowclip.workflows import PreparedData
-
-    data = prepare_shop(home)
-    command("frequencies", data, "--top-k", 3, "--out", home / "top")
-    top = PreparedData.open(home / "top")
+    command("frequencies", prepare_shop(home), "--top-k", 3, "--out", home / "top")
+    top = opened(home / "top")
     return _parts(top) | _about(top)
 
 
@@ -368,7 +369,6 @@ def adopt_stock(home: Path) -> Any:
         from merlin.io import Dataset
         from merlin.schema import Tags
         from nvtabular import ops
-    from merlin_cowclip.workflows import PreparedData
 
     random = np.random.RandomState(6)
     log = shop_rows(seed=8)[["bought", "user", "item"]]
@@ -399,7 +399,7 @@ def adopt_stock(home: Path) -> Any:
         workflow.transform(raw).to_parquet(str(home / part))
     options = ("--workflow", home / "workflow", "--label", "bought", "--out", home / "data")
     command("adopt", home / "train", "--test", home / "test", *options)
-    return PreparedData.open(home / "data")
+    return opened(home / "data")
 
 
 def adopted(home: Path) -> Arrays:
@@ -435,8 +435,8 @@ def of_run(run: Path) -> Arrays:
     """Metrics and final weights."""
     from merlin_cowclip.workflows import Run
 
-    opened = Run.open(run)
-    return _under("metrics", metrics_of(opened)) | _under("weights", weights_of(opened))
+    done = Run.open(run)
+    return _under("metrics", metrics_of(done)) | _under("weights", weights_of(done))
 
 
 def trained(update: str, home: Path) -> Arrays:
@@ -478,27 +478,31 @@ def killed(run: str, *arguments: str) -> None:
     command(*arguments)
 
 
-def on_rank(home: Path, launch: int) -> None:
-    """What each of two ranks does: both kinds of tables; a stop ends what a launch can do."""
-    data, kinds = home / "data", ("replicated", "sharded")
-    for tables in kinds if launch == 0 else ():
-        train(data, home / tables, "--tables", tables)
-    if launch > 0:
-        resume(home / f"{kinds[launch - 1]}-2")
-    if launch < 2:
-        stop(data, home / f"{kinds[launch]}-2", "--tables", kinds[launch])
+def on_rank(home: Path, steps: Sequence[str]) -> None:
+    """What each rank does in one launch, of which a stop is the end."""
+    for step in steps:
+        what, tables = step.split("-")
+        run, options = home / tables, ("--tables", tables)
+        if what == "resume":
+            resume(run)
+        else:
+            {"train": train, "stop": stop}[what](home / "data", run, *options)
 
 
-def ranks(home: Path) -> dict[str, Arrays]:
-    """What two ranks train, by the name of the run; those of "-2" were stopped and resumed."""
+def ranks(home: Path, *launches: Sequence[str]) -> None:
+    """Do this on two ranks, launch after launch; runs are named by where their tables are."""
     from tests.ranks.launch import on_ranks
 
     prepare_shop(home)
-    for launch in range(3):
-        ended = on_ranks(2, [sys.executable, "-m", __name__, home, launch])
+    for steps in launches:
+        ended = on_ranks(2, [sys.executable, "-m", __name__, home, *steps])
         assert ended.code == 0, ended
-    names = ("replicated", "replicated-2", "sharded", "sharded-2")
-    return {name: of_run(home / name) for name in names}
+
+
+def sharded(home: Path) -> Arrays:
+    """A run of two ranks with tables in shards; with replicated ones it is that of one process."""
+    ranks(home, ["train-sharded"])
+    return of_run(home / "sharded")
 
 
 def studies(home: Path) -> Arrays:
@@ -524,17 +528,10 @@ CASES |= {"top-ids": top_ids, "synthetic": synthetic}
 
 def record(folder: Path) -> None:
     """Write all golden data; those of ranks only where Horovod is installed."""
-
-    def run(case: Callable[[Path], Any]) -> Any:
+    on_ranks = {"ranks-sharded": sharded} if importlib.util.find_spec("horovod") else {}
+    for name, case in (CASES | on_ranks).items():
         with tempfile.TemporaryDirectory() as home:
-            return case(Path(home))
-
-    for name, case in CASES.items():
-        np.savez_compressed(folder / f"workflow-{name}.npz", **run(case))
-    if importlib.util.find_spec("horovod"):
-        for name, arrays in run(ranks).items():
-            if not name.endswith("-2"):  # which must be the same
-                np.savez_compressed(folder / f"workflow-ranks-{name}.npz", **arrays)
+            np.savez_compressed(folder / f"workflow-{name}.npz", **case(Path(home)))
 
 
 def golden(name: str) -> Arrays:
@@ -570,4 +567,4 @@ def _differ(found: np.ndarray, wanted: np.ndarray) -> str | None:
 
 
 if __name__ == "__main__":
-    on_rank(Path(sys.argv[1]), int(sys.argv[2]))
+    on_rank(Path(sys.argv[1]), sys.argv[2:])
