@@ -143,7 +143,7 @@ def _as_text(raw: Any) -> str:
         return str(int(raw))
     if isinstance(raw, (float, np.floating)) and float(raw).is_integer():
         digits = np.finfo(type(raw)).nmant + 1
-        if abs(raw) < 2.0**digits:
+        if abs(float(raw)) < 2.0**digits:
             return str(int(raw))
         raise ValueError(
             f"a raw id must not be a float of 2^{digits} or more, where several integers are one "
