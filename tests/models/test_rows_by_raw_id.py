@@ -99,7 +99,7 @@ def numbered(tmp_path_factory):
 
 SPELLINGS = [
     *[1382, 1382.0, "1382", np.float32(1382), np.uint8(7), -3.0, 2**40],
-    *[1.5, "7.0", "007", "a", 5, float("nan"), None],
+    *["1.5", "7.0", "007", "a", 5, float("nan"), None],
 ]
 
 
@@ -127,8 +127,33 @@ def test_a_float_that_may_have_been_another_id_is_refused(known, kind):
             encode(vocabulary, kind(floats))
         assert encode(vocabulary, [one for one in given if isinstance(one, int)])[-1] == 2
     assert encode(vocabulary, [7.0, None, 2.0**53 - 1]).tolist() == [5, 1, 2]
-    assert encode(vocabulary, [10**17, 2**53, float("inf")]).tolist() == [4, 3, 2]
-    assert encode(pd.Series([1e17], index=[3]), [1e17, 1e18]).tolist() == [3, 2]  # is of floats
+    assert encode(vocabulary, [10**17, 2**53, 8]).tolist() == [4, 3, 2]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        [1.5],
+        [True],
+        [float("inf")],
+        pd.to_datetime(["2026-01-02"]),
+        np.array(["2026-01-02"], "datetime64[ns]"),
+        np.array([2.0**24], np.float32),
+    ],
+    ids=repr,
+)
+def test_other_raw_ids_than_text_and_whole_numbers_are_refused(given):
+    vocabulary = pd.Series(["1.5", "2026-01-02 00:00:00"], index=[3, 4])
+    with pytest.raises(ValueError, match="a raw id must (not )?be .*Received.* Give ids as .*text"):
+        encode(vocabulary, given)
+
+
+def test_a_vocabulary_of_any_type_is_found_by_its_text():
+    """As counts/ has it."""
+    times = pd.Series(pd.to_datetime(["2026-01-02", "2026-01-02 03:04:05.5"]), index=[3, 4])
+    assert encode(times, ["2026-01-02 03:04:05.5", "2026-01-03"]).tolist() == [4, 2]
+    floats = pd.Series([7.0, 1.5], index=[3, 4])
+    assert encode(floats, [7, "1.5", "7", "7.0"]).tolist() == [3, 4, 3, 2]
 
 
 def test_rows_are_those_that_the_workflow_looks_up(prepared):
@@ -200,7 +225,7 @@ def test_rows_of_a_column_that_was_never_encoded():
     assert read_vocabulary(layer.schema["item"]).to_dict() == {i: i for i in range(5)}
     assert layer.rows("item", [3, 4, 0, 1, 2, "2"]).tolist() == [7 + i for i in (3, 4, 0, 1, 2, 2)]
     assert layer.rows("item", np.array([4.0, 1.0])).tolist() == [7 + 4, 7 + 1]
-    for bad in (5, -1, 1.5, None, "a"):
+    for bad in (5, -1, "1.5", None, "a"):
         words = f"'item', which no Categorify .* whole numbers from 0 to 4. Received: {bad!r}. Lea"
         with pytest.raises(ValueError, match=words):
             layer.rows("item", [3, bad])

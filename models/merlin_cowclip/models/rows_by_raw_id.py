@@ -51,35 +51,30 @@ class RowsByRawId:
         raw_ids: Any,
         *,
         workflow: str | os.PathLike[str] | None = None,
-        as_read: bool = False,
     ) -> np.ndarray:
         """The table's rows of some raw ids of a field.
 
         Args:
           field: one of `fields`.
-          raw_ids: n, as they stand in the log, as numbers or text: 1382, 1382.0 and "1382" are
-            one id; of prepared parquet times and decimals, too. A missing one (None, NaN; in
-            prepared data empty text, too) has the row of missing ids (of unknown ones in top-k
-            data that did not keep it), one that the vocabulary does not hold the row of unknown
-            ids. A field that no Categorify encoded has neither: its ids are its raw ids, from 0.
+          raw_ids: n, as they stand in counts/, text or whole numbers: 1382, 1382.0 and "1382" are
+            one id. A missing one (None, NaN; in prepared data empty text, too) has the row of
+            missing ids (of unknown ones in top-k data that did not keep it), one that the
+            vocabulary does not hold the row of unknown ids. A field that no Categorify encoded has
+            neither: its ids are its raw ids, from 0.
           workflow: the saved NVTabular workflow, if the schema does not say where it lies.
-          as_read: `raw_ids` are values as Categorify read them, behind the operators before it: the
-            number of a bucket after `Bucketize`, say. Where an adopted workflow has none, or such
-            as keep values (`Rename`, `ListSlice`, filters, …), they are those of the log.
 
         Returns:
           n, int64.
 
         Raises:
           ValueError: no such field, its vocabulary is not there, a raw id that is neither text nor
-            a number, an unknown id of a field whose unknown ids are hashed, a missing id or one out
-            of range of a field that no Categorify encoded, or a field of which the workflow hashed
-            all ids, or changed them after Categorify. But for `as_read`, a field
-            whose values an operator may have changed before they were encoded, or a missing one of
-            a field whose missing values are filled in (`FillMissing`).
+            a whole number, an unknown id of a field whose unknown ids are hashed, a missing id or
+            one out of range of a field that no Categorify encoded, a missing one of a field whose
+            missing values are filled in (`FillMissing`), or a field of which the workflow hashed
+            all ids, or may have changed them before or after Categorify.
         """
         column = self._column(field)
-        vocabulary = self._vocabulary(field, workflow, as_read)
+        vocabulary = self._vocabulary(field, workflow)
         if not is_encoded(column):
             return self._ids_as_they_are(field, vocabulary, raw_ids) + self._first_row[field]
         ids = encode(
@@ -88,7 +83,7 @@ class RowsByRawId:
             missing=missing_id(column),
             prepared=is_prepared(column),
         )
-        if is_filled(column) and not as_read and (ids == MISSING_ID).any():
+        if is_filled(column) and (ids == MISSING_ID).any():
             raise ValueError(
                 f"raw ids of field {field!r} must not be missing, for its workflow fills them in. "
                 "Received: a missing one. Give the value that it has instead"
@@ -107,27 +102,24 @@ class RowsByRawId:
         field: str,
         *,
         workflow: str | os.PathLike[str] | None = None,
-        as_read: bool = False,
     ) -> pd.DataFrame:
         """The rows of one field with their raw ids; of a table in shards, on all ranks at once.
 
         Args:
           field: one of `fields`.
           workflow: as in `rows`.
-          as_read: as in `rows`: `raw` are the values that Categorify read.
 
         Returns:
           Index `id`: 0 to cardinality - 1. Columns: `raw` (None for padding, missing and unknown,
           none of which a field has that no Categorify encoded; throughout, where a workflow hashed
-          or changed the ids, or, but for `as_read`, may have changed values before they were
-          encoded), then "0" to "d-1", as Merlin's tables name them.
+          the ids or may have changed them), then "0" to "d-1", as Merlin's tables name them.
 
         Raises:
           ValueError: no such field, its vocabulary is not there, or the layer is not built.
         """
         column = self._column(field)
-        known = has_raw_ids(column) and (as_read or not changed_before(column))
-        vocabulary = self._vocabulary(field, workflow, as_read) if known else None
+        known = has_raw_ids(column) and not changed_before(column)
+        vocabulary = self._vocabulary(field, workflow) if known else None
         table = self._whole_table()
         first = self._first_row[field]
         last, access = first + self.cardinalities[field], self._spec.access
@@ -149,7 +141,6 @@ class RowsByRawId:
         values: pd.DataFrame | np.ndarray,
         *,
         workflow: str | os.PathLike[str] | None = None,
-        as_read: bool = False,
     ) -> int:
         """Set rows of one field to given, for instance pretrained, ones. Builds the table.
 
@@ -161,16 +152,15 @@ class RowsByRawId:
             gives one by `.dropna(subset="raw").set_index("raw")`); columns named "0" to "d-1" go by
             name, others by position. Or an array cardinality×d, row i for id i.
           workflow: as in `rows`.
-          as_read: as in `rows`, of a frame's index.
 
         Returns:
           How many rows were set: ids of the frame that the field does not know are left out.
 
         Raises:
           ValueError: no such field, another shape, values that are not finite, a raw id twice, or
-            none that the field knows; a frame for a field that has no raw ids, or, but for
-            `as_read`, may have others than the log, as in `rows`; of a table in shards, other rows
-            on another rank. Nothing is changed then.
+            none that the field knows; a frame for a field that has no raw ids, or may have others
+            than the log, as in `rows`; of a table in shards, other rows on another rank. Nothing is
+            changed then.
         """
         self._check_field(field)
         is_frame = isinstance(values, pd.DataFrame)
@@ -194,7 +184,7 @@ class RowsByRawId:
                 twice = values.index[values.index.duplicated()][0]
                 raise ValueError(f"raw ids of field {field!r} must be unique. Received: {twice!r}")
             prepared = is_prepared(self._column(field))
-            vocabulary = self._vocabulary(field, workflow, as_read)
+            vocabulary = self._vocabulary(field, workflow)
             ids = encode(vocabulary, values.index, missing=-1, unknown=-1, prepared=prepared)
             known = ids >= 0
             again = pd.Series(ids[known]).duplicated().to_numpy()
@@ -257,10 +247,8 @@ class RowsByRawId:
             )
         return ids
 
-    def _vocabulary(
-        self, field: str, workflow: str | os.PathLike[str] | None, as_read: bool
-    ) -> pd.Series:
-        vocabulary = read_vocabulary(self._column(field), workflow, as_read=as_read)
+    def _vocabulary(self, field: str, workflow: str | os.PathLike[str] | None) -> pd.Series:
+        vocabulary = read_vocabulary(self._column(field), workflow)
         last, cardinality = vocabulary.index.max(), self.cardinalities[field]
         if len(vocabulary) and last != cardinality - 1:
             raise ValueError(

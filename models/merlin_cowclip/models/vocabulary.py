@@ -5,13 +5,8 @@ It reads files; it learns nothing.
 
 from __future__ import annotations
 
-import contextlib
-import datetime
-import decimal
-import functools
 import numbers
 import os
-import re
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +15,6 @@ import pandas as pd
 import pyarrow as pa
 
 from merlin_cowclip.plugins._stack import ColumnSchema
-from merlin_cowclip.plugins.checks import DIGITS
 from merlin_cowclip.plugins.id_text import as_text
 
 PADDING_ID = 0
@@ -32,8 +26,6 @@ UNKNOWN_ID = 2
 def read_vocabulary(
     column: ColumnSchema,
     workflow: str | os.PathLike[str] | None = None,
-    *,
-    as_read: bool = False,
 ) -> pd.Series:
     """The raw id of each id of a field.
 
@@ -43,15 +35,13 @@ def read_vocabulary(
         which none is padding, missing or unknown; but see `has_raw_ids`.
       workflow: the folder of the saved `nvtabular.Workflow`. `cat_path` may be relative to it
         (ours is), or name a place that is gone; `None` takes `cat_path` as it stands.
-      as_read: give the values that Categorify read, also where an operator before it may have made
-        them of others (`changed_before`).
 
     Returns:
       Raw ids by id; of Categorify real ones only.
 
     Raises:
-      ValueError: the file is not there, or is of combined columns, or the ids have no raw ones, or,
-        but for `as_read`, others than the log's.
+      ValueError: the file is not there, or is of combined columns, or the ids have no raw ones, or
+        others than the log's (`changed_before`).
     """
     if not has_raw_ids(column):
         raise ValueError(
@@ -60,11 +50,10 @@ def read_vocabulary(
             "workflow.transform."
         )
     operators = changed_before(column)
-    if operators and not as_read:
+    if operators:
         raise ValueError(
             f"raw ids of field {column.name!r} must be those of the log, and {operators} may have "
-            "changed them before they were encoded. Received: as_read=False. Take ids from "
-            f"workflow.transform, or pass as_read=True with values as {operators} made them."
+            "changed them before they were encoded. Take ids from workflow.transform."
         )
     if not is_encoded(column):
         domain = column.int_domain
@@ -114,101 +103,56 @@ def encode(
     unknown: int = UNKNOWN_ID,
     prepared: bool = False,
 ) -> np.ndarray:
-    """Ids of raw ids, n, int64.
-
-    1382, 1382.0 and "1382" are one id, whether the vocabulary holds numbers or, as ours do, the
-    text of them: pandas makes integers beside a missing one floats.
+    """Ids of raw ids, n, int64, by their text as counts/ has it: 1382, 1382.0, "1382" are one id.
 
     Args:
       vocabulary: from `read_vocabulary`.
-      raw_ids: n; text, numbers, or missing (None, NaN, NA).
+      raw_ids: n; text, whole numbers, or missing (None, NaN, NA).
       missing: id of the missing ones; see `missing_id`.
       unknown: id of those that are not in the vocabulary.
-      prepared: whether `prepare` made the vocabulary: empty text is a missing id then, and a time
-        or a decimal, from parquet, the text that counts/ has.
+      prepared: whether `prepare` made the vocabulary: empty text is a missing id then.
 
     Raises:
-      ValueError: one value in place of n; a raw id of another type: of text, numbers and times,
-        none is found by another; a time or decimal of another form than the prepared ones; or a
-        float (float32, float16) of 2^53 (2^24, 2^11) or more, which may have been another integer,
-        unless the vocabulary is of such floats itself.
+      ValueError: one value in place of n; a raw id of another type; or a float (float32, float16)
+        of 2^53 (2^24, 2^11) or more, which may have been another integer.
     """
     if not pd.api.types.is_list_like(raw_ids):
         raise ValueError(f"raw ids must be a list. Received: {raw_ids!r}. Give [{raw_ids!r}]")
-    _refuse_inexact(raw_ids, vocabulary)
-    if getattr(getattr(raw_ids, "dtype", None), "kind", "O") in "mM":
-        raw_ids = pd.Index(raw_ids)  # NumPy would make times integers
-    raw = pd.Series(np.asarray(raw_ids, dtype=object))
+    # Of an array its own scalars: as objects NumPy makes integers of times, and float32 a float.
+    values = list(np.asarray(raw_ids) if hasattr(raw_ids, "dtype") else raw_ids)
+    raw = pd.Series(values, dtype=object)
     gone = raw.isna().to_numpy()
     if prepared:
         gone |= (raw == "").to_numpy()
-    held = raw[~gone]
-    # As objects: pandas would make integers beside a missing one floats, and large ones inexact.
-    known = pd.Index(vocabulary.astype(object), dtype=object)
-    if vocabulary.dtype.kind in "iuf":
-        of_floats = vocabulary.dtype.kind == "f"
-        held = held.map(functools.partial(_as_number, of_floats=of_floats))
-    elif pd.api.types.infer_dtype(known) == "string":
-        if prepared:
-            held = _text_of_parquet(held, known)
-        held = held.map(_as_text)
-    elif len(known):  # in an empty one every id is unknown
-        _refuse_another_kind(held, known[0])
-    places = known.get_indexer(pd.Index(held, dtype=object))
+    known = vocabulary
+    if pd.api.types.infer_dtype(known) != "string":  # where it is, empty text is an id
+        known = pd.Series(as_text(pa.array(known, from_pandas=True)).to_pylist(), dtype=object)
+    places = pd.Index(known, dtype=object).get_indexer(
+        pd.Index([_as_text(one) for one in raw[~gone]], dtype=object)
+    )
     ids = np.full(len(raw), missing, np.int64)
     ids[~gone] = np.append(vocabulary.index, unknown)[places]  # place -1, not there: the last
     return ids
 
 
-def _refuse_inexact(raw_ids: Any, vocabulary: pd.Series) -> None:
-    """Refuse floats where several integers are one of them, held as objects or not."""
-    kind: Any = getattr(raw_ids, "dtype", None)
-    floats: dict[int, Any] = {}  # by their bytes
-    if getattr(kind, "kind", "O") == "f":
-        floats[kind.itemsize] = (
-            pd.Series(raw_ids).astype("Float64").to_numpy(np.float64, na_value=np.nan)
-        )
-    elif getattr(kind, "kind", "O") == "O":  # a list, too, which may be of them
-        for raw in raw_ids:
-            if isinstance(raw, (float, np.floating)):
-                floats.setdefault(getattr(raw, "itemsize", 8), []).append(float(raw))
-    for size, values in floats.items():
-        bits = min(8 * size, 64)
-        if bits == 64 and vocabulary.dtype.kind == "f":
-            continue  # which holds the same
-        digits = DIGITS[f"float{bits}"]
-        held = np.asarray(values)
-        large = held[np.isfinite(held) & (np.abs(held) >= 2.0**digits)]
-        if len(large):
-            name = "float" if bits == 64 else f"{bits}-bit float"
-            raise ValueError(
-                f"a raw id must not be a {name} of 2^{digits} or more, where several integers are "
-                f"one float. Received: {large[0]!r}. Give ids as integers or text"
-            )
-
-
-def _refuse_another_kind(raw_ids: pd.Series, known: Any) -> None:
-    """Refuse raw ids that a vocabulary such as of times cannot hold: each would be unknown."""
-    wanted = _kind(known)
-    for raw in raw_ids:
-        if _kind(raw) != wanted:
-            raise ValueError(
-                f"a raw id must be of the vocabulary's type, such as {known!r}. Received: {raw!r}, "
-                f"{type(raw).__name__}. Give it as it stands in the log"
-            )
-
-
-def _kind(raw: Any) -> str:
-    """What can equal only its own kind."""
+def _as_text(raw: Any) -> str:
+    """A raw id as the text that it has in counts/; a whole float as the integer it was."""
     if isinstance(raw, str):
-        return "text"
-    if isinstance(raw, (bool, np.bool_)):
-        return "boolean"
-    if isinstance(raw, numbers.Number):
-        return "number"
-    if isinstance(raw, (datetime.date, np.datetime64)):
-        return "time" if getattr(raw, "tzinfo", None) is None else "time of a zone"
-    return "other"
+        return raw
+    if isinstance(raw, numbers.Integral) and not isinstance(raw, bool):
+        return str(int(raw))
+    if isinstance(raw, (float, np.floating)) and float(raw).is_integer():
+        digits = np.finfo(type(raw)).nmant + 1
+        if abs(float(raw)) < 2.0**digits:
+            return str(int(raw))
+        raise ValueError(
+            f"a raw id must not be a float of 2^{digits} or more, where several integers are one "
+            f"float. Received: {raw!r}. Give ids as integers or text"
+        )
+    raise ValueError(
+        f"a raw id must be text or a whole number. Received: {raw!r}, {type(raw).__name__}. "
+        "Give ids as text, as counts/ has them"
+    )
 
 
 def has_raw_ids(column: ColumnSchema) -> bool:
@@ -247,68 +191,3 @@ def is_prepared(column: ColumnSchema) -> bool:
 def missing_id(column: ColumnSchema) -> int:
     """The id of a field's missing ids: 2 where they were made unknown, as top-k data does."""
     return UNKNOWN_ID if column.properties.get("missing_as_unknown") else MISSING_ID
-
-
-def _as_text(raw: Any) -> str:
-    """A raw id as the text that it has in a vocabulary; a whole float as the integer it was."""
-    if isinstance(raw, str):
-        return raw
-    if isinstance(raw, (bool, np.bool_)):
-        return "true" if raw else "false"
-    if isinstance(raw, numbers.Integral):
-        return str(int(raw))
-    if isinstance(raw, numbers.Real):
-        value = float(raw)
-        # Beyond 2^53 a float no longer holds every integer.
-        if value.is_integer() and abs(value) < 2**53:
-            return str(int(value))
-        return str(pa.scalar(value, pa.float64()).cast(pa.string()).as_py())
-    raise ValueError(
-        f"a raw id must be text or a number. Received: {raw!r}, {type(raw).__name__}. "
-        "Give it as it stands in the log"
-    )
-
-
-def _text_of_parquet(raw_ids: pd.Series, known: pd.Index) -> pd.Series:
-    """Raw ids with the times and decimals among them as `prepare` has them from parquet.
-
-    A date is none of a vocabulary of moments, though pandas may have made it one.
-    """
-    kinds = (datetime.date, datetime.time, np.datetime64, decimal.Decimal)
-    others = raw_ids[raw_ids.map(lambda raw: isinstance(raw, kinds)).astype(bool)]
-    texts = raw_ids.astype(object)  # pandas would make times of them
-    kind = others.map(lambda raw: f"{type(raw)} {getattr(raw, 'tzinfo', None)}")
-    for _, group in others.groupby(kind, sort=False):
-        texts[group.index] = as_text(pa.array(pd.Series(group.tolist()))).to_pylist()
-    new = others[~texts[others.index].isin(known)]
-    if len(new):
-        forms = set(map(_form, known))
-        for raw, text in zip(new, texts[new.index], strict=True):
-            if _form(text) not in forms:
-                raise ValueError(
-                    f"a raw id must be text, a number, or a time or decimal as {known[0]!r} is. "
-                    f"Received: {raw!r}, which is {text!r}. Give its text as counts/ has it"
-                )
-    return texts
-
-
-def _form(text: str) -> str:
-    """The same of all times that `prepare` took from a column, or of all its decimals."""
-    text = re.sub(r"(?<=:\d\d)\.\d+", "", text)  # its zeros are left out
-    text = re.sub(r"[+-](?=\d{4}$)", "+", text)  # a zone's offset
-    return re.sub(r"\d", "0", re.sub(r"^-?\d+(?=\.|$)", "0", text))
-
-
-def _as_number(raw: Any, *, of_floats: bool) -> Any:
-    """A raw id for a vocabulary of numbers; text that is no number's own stays what it is."""
-    text = _as_text(raw)
-    if not isinstance(raw, (str, bool, np.bool_)):
-        return raw
-    for number in (int, float):
-        with contextlib.suppress(ValueError):
-            value = number(text)
-            # Among floats as Python writes one, "7.0"; a large one may be another, rounded.
-            is_written_so = of_floats and str(value) == text and abs(value) < 2**53
-            if _as_text(value) == text or is_written_so:
-                return value
-    return text

@@ -9,15 +9,14 @@ within one parent folder:
 4. `.NAME.old` is removed.
 
 A process killed in 1 or 2 leaves `path` as it was; between 2 and 3 the new folder is whole beside
-it, where `find` looks; from 3 on it is in place. The next replacement clears up what was left. The
-new folder is locked until 4 is done, so that of two processes one is refused. Pure Python: nothing
-here knows what the folder holds but for the marker that says it is whole.
+it, where `find` looks; from 3 on it is in place. The next replacement clears up what was left. One
+process at a time may replace a folder. Pure Python: nothing here knows what the folder holds but
+for the marker that says it is whole.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import shutil
 from collections.abc import Collection, Iterator
@@ -51,61 +50,26 @@ def replacing(
       signs: files, relative, that show a folder to be of this kind, as the marker does.
 
     Raises:
-      ValueError: `path` is a file, or a folder of another kind with entries of these names; or it
-        holds the marker and cannot be moved: a mount point, the current folder, or in a folder that
-        cannot be written; or another process is replacing it.
+      ValueError: `path` is a file, or a folder of another kind with entries of these names.
+      OSError: `path` cannot be renamed: a mount point, say.
     """
     path = Path(os.path.realpath(path))  # the folder that a link names, not the link
     if path.exists() and not path.is_dir():
         raise ValueError(f"path must be a folder, or nothing yet. Received a file: {path}")
     _refuse_another_kind(path, own, (marker, *signs))
     path.parent.mkdir(parents=True, exist_ok=True)
-    if _fixed(path):
-        if (path / marker).exists():
-            raise ValueError(
-                "A saved model is replaced by renaming its folder. Received one that cannot be "
-                f"renamed (a mount point, the current folder, or in a read-only one): {path}. "
-                "Save to a folder within it."
-            )
-        yield path
-        return
+    _clear_up(path, marker, own)
     new, old = _beside(path)
-    with _locked(path), _locked(new):  # of another process they are, until it is done
-        _clear_up(path, marker, own)
     new.mkdir()
-    with _locked(new):
-        try:
-            yield new
-        except BaseException:
-            shutil.rmtree(new, ignore_errors=True)
-            raise
-        if path.exists():
-            os.rename(path, old)
-        os.rename(new, path)
-        _clear_up(path, marker, own)
-
-
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Lock a folder, if it is there and its file system has locks; they end with the process."""
-    if not folder.exists():
-        yield
-        return
-    descriptor = os.open(folder, os.O_RDONLY)
     try:
-        with contextlib.suppress(OSError):
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise ValueError(
-                    "A saved model is replaced by one process at a time. Received one that another "
-                    f"is replacing: {folder}. Save on one rank only, or each to a path of its own."
-                ) from None
-        yield
-    finally:
-        with contextlib.suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_UN)  # a process that was forked off has it, too
-        os.close(descriptor)
+        yield new
+    except BaseException:
+        shutil.rmtree(new, ignore_errors=True)
+        raise
+    if path.exists():
+        os.rename(path, old)
+    os.rename(new, path)
+    _clear_up(path, marker, own)
 
 
 def _refuse_another_kind(path: Path, own: Collection[str], signs: Collection[str]) -> None:
@@ -123,13 +87,6 @@ def _refuse_another_kind(path: Path, own: Collection[str], signs: Collection[str
 def _beside(path: Path) -> tuple[Path, Path]:
     path = Path(os.path.realpath(path))
     return path.with_name(f".{path.name}.new"), path.with_name(f".{path.name}.old")
-
-
-def _fixed(path: Path) -> bool:
-    if not path.exists():
-        return False
-    current = os.path.samefile(path, os.curdir)
-    return current or os.path.ismount(path) or not os.access(path.parent, os.W_OK)
 
 
 def _clear_up(path: Path, marker: str, own: Collection[str]) -> None:
