@@ -55,6 +55,7 @@ def swept(out: Path, names=TRAINED, setting: Setting = SETTING, dataset: str = "
                     "clip": f"The clip shortened no gradient of {run}.",
                     "config": {
                         "dataset": dataset,
+                        "identity": run,
                         "rows": {"train": 90, "test": 10},
                         "identity": run.partition("-")[0],
                         "cardinalities": {"a": 7, "b": 5},
@@ -104,8 +105,17 @@ def page(out):
     return report(out).read_text()
 
 
-def markdown(out: Path, *options: Cost) -> str:
-    return report(out, *options).with_suffix(".md").read_text()
+def read(out: Path, *options: Cost) -> str:
+    return as_text(report(out, *options).read_text())
+
+
+def as_text(page: str) -> str:
+    """A page's words: rows of tables as `| cell | cell |`, links as `[words](address)`."""
+    page = re.sub(r'<a href="([^"]+)">(.*?)</a>', r"[\2](\1)", page)
+    page = re.sub(r"</?code>", "`", re.sub(r"</?em>", "*", page))
+    page = re.sub(r"</t[dh]><t[dh]>", " | ", page)
+    page = re.sub(r"</t[dh]></tr>", " |", re.sub(r"<tr><t[dh]>", "| ", page))
+    return html.unescape(page)
 
 
 def test_the_page_needs_no_other_file(page):
@@ -120,7 +130,7 @@ def test_the_page_needs_no_other_file(page):
 def test_every_number_leads_to_its_result(out, page):
     links = {link for link in Page(page).links if link.startswith("runs/")}
     assert links == {str(p.relative_to(out)) for p in out.glob("runs/*/result.json")}
-    text = (out / "report.md").read_text()
+    text = as_text(page)
     cell = re.search(r"\| ([\d.]+) ± ([\d.]+) ((?:\[\d\]\([^)]+\) ?)+)", text)
     aucs = [
         json.loads((out / link).read_text())["auc"] for link in re.findall(r"\((.+?)\)", cell[3])
@@ -141,22 +151,22 @@ def test_norms_are_those_of_figure_4(out, monkeypatch):
     assert drawn[0]["cowclip, 8,192, frequent"] == [(0.25, 0.0, 0.0), (0.5, 60.0, 0.0)]
 
 
-def test_numbers_of_the_paper(out, page):
+def test_numbers_of_the_paper(page):
     """Transcribed from its tables 2, 3, 12 and 5; only at the batch sizes that it has."""
-    text = (out / "report.md").read_text()
+    text = as_text(page)
     assert "| *cowclip, paper* | 80.86 | 80.97 |" in text
     assert "| *dcn_v2, paper* | 80.78 | 80.87 | 80.98 |" in text
     assert "| *linear scale on dense, paper* | diverged |" in text
     assert "| *Hotline, cited* | 53 |  |" in text
-    section = text[text.index(": the log loss (Tables 2 and 10)") :]
+    section = text[text.index(": the log loss *Tables 2 and 10*") :]
     assert "| *cowclip, paper* | 0.4430 | 0.4425 |" in section
 
 
 def test_numbers_of_the_paper_are_for_its_data_and_batch_sizes(tmp_path):
     setting = dataclasses.replace(SETTING, batch_sizes=(1024, 1536, 2048), seeds=(1,))
-    text = markdown(swept(tmp_path / "sizes", ["networks"], setting))
+    text = read(swept(tmp_path / "sizes", ["networks"], setting))
     assert "| *deepfm, paper* | 80.76 | 80.86 |  | 80.93 |" in text
-    assert "paper*" not in markdown(swept(tmp_path / "out", ["curves"], dataset="mine"))
+    assert "paper*" not in read(swept(tmp_path / "out", ["curves"], dataset="mine"))
 
 
 def test_the_clip_is_summarized_for_every_clipped_cell(out, page):
@@ -170,7 +180,7 @@ def test_the_clip_is_summarized_for_every_clipped_cell(out, page):
 
 def test_the_control_compares_each_row_with_itself(out, page):
     """Its rows are of different data."""
-    text = (out / "report.md").read_text()
+    text = as_text(page)
     section = text[text.index("From 1,024 to 8,192 the AUC changes by") :]
     small, large = (o.mean("auc")[0] for o in sweep.outcomes(out, "control")[:2])
     assert f"`full, none` {100 * (large - small):+.3f}, " in section
@@ -179,7 +189,7 @@ def test_the_control_compares_each_row_with_itself(out, page):
 def test_the_verdict(out, page):
     found = {(o.cell.row, o.cell.column): o for o in sweep.outcomes(out, "scaling-rules")}
     small, large = (found["cowclip", column] for column in ("1,024", "8,192"))
-    text = (out / "report.md").read_text()
+    text = as_text(page)
     (mean, deviation), (base, _) = large.mean("auc"), small.mean("auc")
     assert f"At 8,192 with `cowclip`, AUC {100 * mean:.3f} ± {100 * deviation:.3f} %" in text
     assert f"against {100 * base:.3f}" in text
@@ -192,12 +202,12 @@ def test_runs_that_are_missing_or_diverged(tmp_path):
     out = swept(tmp_path / "out", ["curves"])
     runs = json.loads((out / "studies" / "curves.json").read_text())["cells"][1]["runs"]
     (out / "runs" / runs["1"] / "result.json").unlink()
-    text = markdown(out)
+    text = read(out)
     assert "(1 to come)" in text
     assert "Runs still to come: 1; until then means may be of fewer seeds." in text
     assert "Mean ± deviation of 2 to 3 seeds" in text
     (out / "runs" / runs["1"] / "diverged.json").write_text("{}")
-    text = markdown(out)
+    text = read(out)
     assert f"| diverged [1](runs/{runs['1']}/diverged.json) [2](runs/{runs['2']}/result" in text
     assert "Diverged somewhere: `cowclip`" in text
     for path in out.glob("runs/*/result.json"):
@@ -254,13 +264,13 @@ def test_the_cost_of_an_epoch_of_criteo(tmp_path):
     found = {(o.cell.row, o.cell.column): o for o in sweep.outcomes(out, "time")}
     seconds = found["dcn", "8,192"].mean("train_seconds")[0]
     hours = seconds / 3600 * 41_256_555 / 90
-    text = markdown(out)
+    text = read(out)
     assert "| *deepfm, minutes, paper* | 76.8 | 10.2 |" in text
     assert re.search(rf"\| dcn, minutes \|.*\| {60 * hours:.1f} \[1\]", text)
     assert "price |" not in text
-    text = markdown(out, Cost(price_per_hour=2.5))
+    text = read(out, Cost(price_per_hour=2.5))
     assert re.search(rf"\| dcn, price \|.*\| {2.5 * hours:.2f} \[1\]", text)
-    text = markdown(out, Cost(rows=180))
+    text = read(out, Cost(rows=180))
     assert re.search(rf"\| dcn, minutes \|.*\| {seconds / 30:.1f} \[1\]", text)
     assert "minutes, paper*" not in text
     with pytest.raises(UserError, match="a cost is reckoned from the study 'time'. Received: "):
@@ -281,7 +291,7 @@ def test_how_often_ids_occur(data, tmp_path, monkeypatch):
     links = {link for link in page.links if "//" not in link}
     assert links == {"frequencies/summary.parquet", "frequencies/frequencies.parquet"}
     assert all((out / link).exists() for link in links)
-    text = (out / "report.md").read_text()
+    text = as_text((out / "report.html").read_text())
     rows = pd.concat([pd.read_parquet(path) for path in data.train_files])
     counts = rows["user"].value_counts()
     rare = 100 * (counts < len(rows) / 512).mean()

@@ -243,19 +243,6 @@ def test_an_option_without_meaning_is_refused(tmp_path, before, options, message
         train_config(command_line().parse_args([*argv, *options.split()]))
 
 
-def test_more_epochs_than_those_of_a_tunes_falling_rates_are_refused():
-    """One of the two would be 0 for the rest."""
-    falling = {"name": "linear", "epochs": 3}
-    tuned = TrainConfig(epochs=3, dense_schedule=falling, embedding_schedule=falling)
-    argv = ["train", "data", "--out", "run", "--epochs"]
-    with pytest.raises(UserError, match=r"fall to 0 in 3 epochs. Received: --epochs 4.*Train as"):
-        train_config(command_line().parse_args([*argv, "4"]), tuned)
-    assert train_config(command_line().parse_args([*argv, "3"]), tuned).epochs == 3
-    both = ["--dense-schedule", "constant", "--embedding-schedule", "cosine"]
-    config = train_config(command_line().parse_args([*argv, "4", *both]), tuned)
-    assert (config.epochs, config.dense_schedule) == (4, None)
-
-
 # Identity
 
 

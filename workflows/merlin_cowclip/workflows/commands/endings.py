@@ -9,10 +9,8 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import platform
 import signal
 import sys
-import tempfile
 import threading
 import traceback
 import warnings
@@ -67,13 +65,10 @@ def _code_of(error: BaseException, name: str, received: list[int]) -> int:
     if isinstance(error, UserError):
         _say(f"{name}: error: {error}")
         return error.exit_code
-    if isinstance(error, MemoryError):
-        _say(
-            f"{name}: error: the machine's memory must suffice. Received: less than this takes. "
-            "Give it less at a time, or take a larger machine"
-        )
-        return 2
-    _say(f"{name}: error: {_unforeseen(error)}")
+    with contextlib.suppress(OSError):
+        traceback.print_exception(error)
+    what = "".join(traceback.format_exception_only(error)).strip()
+    _say(f"{name}: internal error (please report it): {what}")
     return 1
 
 
@@ -121,23 +116,6 @@ def _shortened(text: str, longest: int) -> str:
     if len(text) <= longest:
         return text
     return f"{text[: longest * 2 // 3]}…{text[-longest // 4 :]}"
-
-
-def _unforeseen(error: BaseException) -> str:
-    """The sentence for a bug or a failing library; the traceback goes to a file that it names."""
-    lines = str(error).strip().splitlines()
-    what = (
-        f"{type(error).__name__}{': ' if lines else ''}{_shortened(lines[0], 300) if lines else ''}"
-    )
-    sentence = f"nobody foresaw what ended it: {what.rstrip('.')}."
-    try:
-        number, path = tempfile.mkstemp(prefix="merlin-cowclip-", suffix=".txt")
-        with open(number, "w", encoding="utf-8", errors="backslashreplace") as file:
-            file.write(f"{sys.argv}\nPython {platform.python_version()}, {platform.platform()}\n\n")
-            file.writelines(traceback.format_exception(error))
-    except OSError as problem:
-        return f"{sentence} Its traceback could not be written ({problem.strerror})"
-    return f"{sentence} The traceback, for a report, is in {path}"
 
 
 @contextlib.contextmanager

@@ -70,7 +70,7 @@ def add(commands: Commands) -> None:
     report = commands.add_parser(
         "report",
         help="a sweep's page: tables beside the paper's numbers, plots, and a verdict",
-        description="Writes OUT/report.html, one page that needs no network, and OUT/report.md.",
+        description="Writes OUT/report.html, one page that needs no network.",
     )
     report.add_argument("out", type=Path, help="the folder of a sweep, finished or not")
     report.add_argument(

@@ -22,7 +22,6 @@ from merlin_cowclip.workflows.errors import UserError, quoted
 from merlin_cowclip.workflows.folders import refuse_existing
 from merlin_cowclip.workflows.training.configuration import TrainConfig, base_hyperparameters
 from merlin_cowclip.workflows.training.keeping import Keeping
-from merlin_cowclip.workflows.training.learning_rates import falls_to_zero_in
 from merlin_cowclip.workflows.training.networks import COMBINERS, NETWORKS
 from merlin_cowclip.workflows.training.ranks import (
     agreed,
@@ -374,10 +373,7 @@ def train_config(arguments: argparse.Namespace, tuned: TrainConfig | None = None
     values = {**_still_meant(values, given, base), **given}
     if arguments.combiner is not None and "=" in arguments.combiner:
         values["combiner"] = by_field("--combiner", arguments.combiner)
-    schedules = schedules_of(arguments)
-    values |= schedules
-    if tuned is not None:
-        _check_still_falling(tuned, schedules, values["epochs"])
+    values |= schedules_of(arguments)
     if arguments.determinism is not None:
         values["deterministic"] = arguments.determinism
     if base:
@@ -473,21 +469,6 @@ def _check_scaled(arguments: argparse.Namespace, tuned: TrainConfig) -> None:
             f"scales them to another. Received: --batch-size {arguments.batch_size} without one. "
             "Name it, or tune at that batch size"
         )
-
-
-def _check_still_falling(tuned: TrainConfig, said: Mapping[str, Any], epochs: int) -> None:
-    """Refuse more epochs than those in which a rate of --tuned falls to 0, unless it is said anew.
-
-    Raises:
-        UserError: it is left as it was tuned.
-    """
-    for name in ("dense_schedule", "embedding_schedule"):
-        end = None if name in said else falls_to_zero_in(getattr(tuned, name))
-        if end is not None and end < epochs:
-            raise UserError(
-                f"learning rates of --tuned fall to 0 in {end:g} epochs. Received: --epochs "
-                f"{epochs}, and no --{name.replace('_', '-')}. Train as many, or say it"
-            )
 
 
 def _read_config(path: Path) -> dict[str, Any]:

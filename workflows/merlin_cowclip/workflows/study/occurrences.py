@@ -65,7 +65,6 @@ def section(out: Path, record: Mapping[str, Any]) -> Section | None:
         ],
         [("how often ids occur, by rank", figure)],
         record["command"],
-        NAME,
     )
 
 

@@ -1,4 +1,4 @@
-"""Sections of tables, plots and sentences as one HTML page, and as Markdown."""
+"""Sections of tables, plots and sentences as one HTML page."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from typing import Any
 
 from merlin_cowclip.workflows.training.growing_files import METRICS, NORMS
 
-PLOTS = "plots"  # beside the Markdown
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1f2328; --paper: #fff; --faint: #77808a; --line: #d0d7de }
 @media (prefers-color-scheme: dark) { :root { --ink: #e6edf3; --paper: #0d1117; --line: #30363d } }
@@ -48,7 +47,6 @@ class Section:
       notes: sentences below it.
       plots: title and SVG of each.
       command: what prints the numbers again.
-      name: of the files of its plots beside the Markdown, which leaves them out without one.
     """
 
     title: str
@@ -59,7 +57,6 @@ class Section:
     notes: list[str] = field(default_factory=list)
     plots: list[tuple[str, str]] = field(default_factory=list)
     command: str = ""
-    name: str = ""
 
 
 def facts(configs: Iterable[Mapping[str, Any]]) -> dict[str, str]:
@@ -110,37 +107,6 @@ def write_page(path: Path, text: str) -> None:
     # A path's odd bytes, as `write_json` has them.
     partial.write_text(text, encoding="utf-8", errors="backslashreplace")
     partial.replace(path)
-
-
-def write_plots(out: Path, sections: Sequence[Section]) -> None:
-    """Write `OUT/plots/NAME-1.svg` and so on, which the Markdown shows."""
-    (out / PLOTS).mkdir(exist_ok=True)
-    for section in sections:
-        for path, (_, svg) in zip(_plot_paths(section), section.plots, strict=False):
-            write_page(out / path, svg)
-
-
-def _plot_paths(section: Section) -> list[str]:
-    numbers = range(1, len(section.plots) + 1) if section.name else ()
-    return [f"{PLOTS}/{section.name}-{number}.svg" for number in numbers]
-
-
-def as_markdown(title: str, sections: Sequence[Section], about: Mapping[str, str]) -> str:
-    """The sections; their plots are in the files that `write_plots` writes."""
-    parts = [f"# {title}", *(f"- {key}: {value}" for key, value in about.items())]
-    for section in sections:
-        parts += ["", f"## {section.title} ({section.paper})", "", section.verdict, ""]
-        parts += [_row(section.header), _row(["---", *["---:"] * (len(section.header) - 1)])]
-        parts += [_row(row) for row in section.rows]
-        parts += ["", *section.notes, ""]
-        for path, (caption, _) in zip(_plot_paths(section), section.plots, strict=False):
-            parts += [f"![{caption}]({path})", ""]
-        parts += ["```", section.command, "```"] if section.command else []
-    return "\n".join(parts) + "\n"
-
-
-def _row(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
 
 
 def as_html(title: str, sections: Sequence[Section], about: Mapping[str, str]) -> str:

@@ -1,7 +1,7 @@
 """A sweep's page: every study's table beside the paper's numbers, plots, and a verdict.
 
-One HTML file that needs no network, and the same in Markdown. Every number of ours is a link to the
-`result.json` that it comes from, "diverged" to the reason.
+One HTML file that needs no network. Every number of ours is a link to the `result.json` that it
+comes from, "diverged" to the reason.
 """
 
 from __future__ import annotations
@@ -14,14 +14,7 @@ from typing import Any
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.study import occurrences
 from merlin_cowclip.workflows.study.cost import PAPERS_EPOCHS, Cost
-from merlin_cowclip.workflows.study.pages import (
-    Section,
-    as_html,
-    as_markdown,
-    facts,
-    write_page,
-    write_plots,
-)
+from merlin_cowclip.workflows.study.pages import Section, as_html, facts, write_page
 from merlin_cowclip.workflows.study.paper import BASELINE, CITED, PRINTED, Printed
 from merlin_cowclip.workflows.study.report_plots import by_size_or_rate, plots
 from merlin_cowclip.workflows.study.studies import (
@@ -46,7 +39,7 @@ from merlin_cowclip.workflows.study.sweep import (
 from merlin_cowclip.workflows.study.workers import DIVERGED
 from merlin_cowclip.workflows.training.runs import RESULT
 
-HTML, MARKDOWN = "report.html", "report.md"
+HTML = "report.html"
 _TITLE = "What a large batch does to these data"
 _BASE = 1024  # the paper's
 _EPOCH = replace(MINUTES, factor=MINUTES.factor / PAPERS_EPOCHS)  # of the paper's
@@ -54,9 +47,7 @@ _ALL_NETWORKS = ("networks", "time")  # studies of them; the paper's others are 
 
 
 def report(out: str | Path, cost: Cost | None = None) -> Path:
-    """Write `OUT/report.html` and `OUT/report.md` of all that a sweep's folder holds.
-
-    The second one's plots are in `OUT/plots/`, as SVG.
+    """Write `OUT/report.html` of all that a sweep's folder holds.
 
     Args:
       out: the folder.
@@ -93,9 +84,7 @@ def report(out: str | Path, cost: Cost | None = None) -> Path:
         sections += _costs(out, cost or Cost())
     about = _about(out)
     try:
-        write_plots(out, sections)
         write_page(out / HTML, as_html(_TITLE, sections, about))
-        write_page(out / MARKDOWN, as_markdown(_TITLE, sections, about))
     except OSError as error:
         raise UserError(
             f"a report is written into its sweep's folder. Received: {out}: {error}. Let it be "
@@ -124,7 +113,6 @@ def _section(out: Path, name: str) -> Section | None:
         [study.rows, *columns],
         rows,
         command=record["command"],
-        name=name,
     )
     missing = {
         run
@@ -159,7 +147,6 @@ def _log_loss(out: Path, name: str) -> Section | None:
         [STUDIES[name].rows, *columns],
         rows,
         command=record["command"],
-        name=f"{name}-log-loss",
     )
     section.plots = list(by_size_or_rate(name, found, LOG_LOSS))
     return section
