@@ -266,7 +266,7 @@ class Pipeline:
             made = "; ".join(f"{c!r} ({', '.join(values[c].changed_by)})" for c in before)
             notes.append(
                 f"ids of {made} are of values that operators may have changed before: "
-                "FusedEmbeddings takes and gives such values by as_read=True, and none of the log"
+                "FusedEmbeddings takes and gives no raw ids of them"
             )
         found = _find_vocabularies(workflow, folder)
         known = {c: {} if c in without else found for c in spec.ids}
