@@ -57,7 +57,6 @@ def swept(out: Path, names=TRAINED, setting: Setting = SETTING, dataset: str = "
                         "dataset": dataset,
                         "identity": run,
                         "rows": {"train": 90, "test": 10},
-                        "identity": run.partition("-")[0],
                         "cardinalities": {"a": 7, "b": 5},
                         "table_rows": 12,
                         "versions": {"python": "3.11"},
