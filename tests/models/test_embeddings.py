@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from merlin_cowclip.models import FusedEmbeddings, deepfm
 from merlin_cowclip.plugins import CowClipOptimizer, HasTables, Hyperparameters
-from merlin_cowclip.plugins.counting import samples_per_row
+from merlin_cowclip.plugins.counting import count_samples
 from merlin_cowclip.workflows.quiet import quiet_imports
 
 from ..plugins.merlin_models import BATCH, NUMBER, TARGET, batch, category, dataset
@@ -259,7 +259,7 @@ def gradient_and_lookups(layer, given, compute=None):
             loss = tf.reduce_sum(compute() ** 2)
         gradient = tape.gradient(loss, layer.table)
         assert isinstance(gradient, tf.IndexedSlices)
-        rows, _, counts = samples_per_row(spec.recorder.lookups(), gradient.indices, spec.num_rows)
+        rows, _, counts = count_samples(spec.recorder, gradient.indices, spec.num_rows)
         return gradient.values, gradient.indices, rows, counts
 
     values, indices, rows, counts = (t.numpy() for t in step())

@@ -49,10 +49,10 @@ def traced(lists, whole, compute, **options):
             found = compute(layer, {"user": user, "item": item, "genres": genres})
             loss = tf.reduce_sum(found**2)
         gradient = tape.gradient(loss, layer.table)
-        rows = [lookup.rows for lookup in spec.recorder.lookups()]
+        checks = [lookup.check for lookup in spec.recorder.lookups()]
         # Not the function's own outputs, which wait for all that it does.
         tensors.extend([found, gradient.values, gradient.indices])
-        recorded.extend(tf.nest.flatten(rows, expand_composites=True))
+        recorded.extend(checks)
         return tensors, recorded
 
     return step.get_concrete_function(), tensors, recorded

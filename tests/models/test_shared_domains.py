@@ -12,7 +12,7 @@ import tensorflow as tf
 from merlin_cowclip.models import FusedEmbeddings
 from merlin_cowclip.plugins import CowClipOptimizer, Hyperparameters
 from merlin_cowclip.plugins._stack import mm
-from merlin_cowclip.plugins.counting import samples_per_row
+from merlin_cowclip.plugins.counting import count_samples
 from merlin_cowclip.workflows.quiet import quiet_imports
 
 with quiet_imports():
@@ -80,7 +80,7 @@ def test_counts_of_a_row_add_up_over_its_fields():
     with tf.GradientTape() as tape:
         found = tf.reduce_sum(layer(INPUTS))
     gradient = tape.gradient(found, layer.table)
-    rows, _, counts = samples_per_row(spec.recorder.lookups(), gradient.indices, spec.num_rows)
+    rows, _, counts = count_samples(spec.recorder, gradient.indices, spec.num_rows)
     expected = {3: 2 + 1 + 1, 4: 1, 5: 1, 6: 1 + 1, 8: 1, 9 + 3: 1, 9 + 4: 2}
     assert dict(zip(rows.numpy().tolist(), counts.numpy().tolist(), strict=True)) == expected
 

@@ -6,7 +6,14 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from merlin_cowclip.plugins import CowClipAdam, IdRecorder, LinearWarmup, Lookup, TableSpec, adam
+from merlin_cowclip.plugins import (
+    CowClipAdam,
+    LinearWarmup,
+    Lookup,
+    LookupRecorder,
+    TableSpec,
+    adam,
+)
 from merlin_cowclip.plugins._stack import ColumnSchema
 
 from .test_clipping import oracle as clip_oracle
@@ -126,7 +133,7 @@ def bound(variable, clipped, optimizer):
     V, d = variable.shape
     columns = tuple(ColumnSchema(name) for name in "ab")
     spec = TableSpec(
-        "t", tf.keras.layers.Layer(), lambda: variable, (0, 20, V), columns, d, IdRecorder()
+        "t", tf.keras.layers.Layer(), lambda: variable, (0, 20, V), columns, d, LookupRecorder()
     )
     optimizer.bind_tables({spec: clipped})
     return spec

@@ -11,8 +11,8 @@ import tensorflow as tf
 from merlin_cowclip.plugins import (
     CLIP_RULES,
     CowClipAdam,
-    IdRecorder,
     Lookup,
+    LookupRecorder,
     StepStatistics,
     TableSpec,
     adam,
@@ -32,7 +32,9 @@ def spec_of(variable, recorder, offsets):
     columns = tuple(ColumnSchema(f"f{i}") for i in range(len(offsets) - 1))
     access = TableAccess(is_used=True, bring_up=lambda *_: None)
     layer = tf.keras.layers.Layer()
-    return TableSpec("t", layer, lambda: variable, offsets, columns, 4, recorder, access)
+    spec = TableSpec("t", layer, lambda: variable, offsets, columns, 4, recorder, access)
+    spec.is_tied = True  # for a dense gradient
+    return spec
 
 
 def on_a_gpu(variable):
@@ -76,7 +78,7 @@ def test_every_op_of_an_update_has_a_gpu_kernel(
     threshold = {"clip_threshold": 1.0} if clip in ("global", "field", "column") else {}
     optimizer = CowClipAdam(clip=clip, update=update, l2=l2, **threshold)
     optimizer._create_all_weights([variable])
-    recorder = IdRecorder()
+    recorder = LookupRecorder()
     if counting != "repeats":
         spec = spec_of(variable, recorder, (0, 20, 50))
         tables = {spec: (True, False)}
@@ -94,7 +96,7 @@ def test_every_op_of_an_update_has_a_gpu_kernel(
         gradient = tf.IndexedSlices(values, ids)
         if counting != "repeats":
             ragged = tf.RaggedTensor.from_row_splits(ids, splits, validate=False)
-            recorder.record(Lookup("list", ragged, is_list=True, padding=0))
+            recorder.record(Lookup("list", ragged, padding=0))
             recorder.record(Lookup("one-hot", tf.reshape(ids, [-1, 1])))
         if counting == "dense":
             gradient = tf.math.unsorted_segment_sum(values, ids, 50)

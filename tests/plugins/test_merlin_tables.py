@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from merlin_cowclip.plugins import CowClipAdam, CowClipOptimizer, Hyperparameters
 from merlin_cowclip.plugins._stack import Schema, Tags, mm
-from merlin_cowclip.plugins.counting import count_sparse
+from merlin_cowclip.plugins.counting import count_samples
 from merlin_cowclip.plugins.merlin_tables import find_tables
 
 from .merlin_models import category
@@ -59,7 +59,7 @@ def counts_of(model, feed, in_graph):
         variables = [spec.variable for spec in specs]
         gradients = tape.gradient(loss, variables)
         return {
-            spec.name: count_sparse(spec.recorder, g.indices, spec.num_rows)
+            spec.name: count_samples(spec.recorder, g.indices, spec.num_rows)
             for spec, g in zip(specs, gradients, strict=True)
         }
 
@@ -106,9 +106,6 @@ def test_lists_of_lists_count_by_sample(in_graph):
     assert counts_of(model, ids, in_graph) == {"words": {3: 2, 4: 1, 5: 1}}
 
 
-WORDS = [[3, 3, 4], [3, 5, 5], [4, 4, 4], [3, 4, 5]]
-
-
 class Words(tf.keras.Model):
     """A model that hands its table ids in another shape than it was given them."""
 
@@ -121,61 +118,12 @@ class Words(tf.keras.Model):
         return self.forward(self.table, inputs)
 
 
-def unique_first(table, ids):
-    found, where = tf.unique(tf.reshape(ids, [-1]))
-    return tf.gather(table(found), where)
-
-
-ORDER = tf.constant([9, 1, 5, 0, 11, 3, 7, 2, 10, 4, 8, 6])
-
-
-def pairwise(cases):
-    """Each case, with a batch whose size the graph knows or, by turns, does not."""
-    return [(case, 4 if i % 2 else None) for i, case in enumerate(cases)]
-
-
-RESHAPED = {
-    "as they are": lambda t, ids: t(ids),
-    "flattened": lambda t, ids: t(tf.reshape(ids, [-1])),
-    "time-distributed": lambda t, ids: tf.keras.layers.TimeDistributed(t)(ids[:, :, tf.newaxis]),
-    "made unique": unique_first,
-    "in another order": lambda t, ids: t(tf.gather(tf.reshape(ids, [-1]), ORDER)),
-    "picked by a mask": lambda t, ids: t(tf.boolean_mask(ids, ids > 0)),
-    "transposed, then flattened": lambda t, ids: t(tf.reshape(tf.transpose(ids), [-1])),
-    "in parts": lambda t, ids: tf.concat([t(ids[1:]), t(ids[:1]), t(ids[:0])], axis=0),
-}
-
-
-@pytest.mark.parametrize(("case", "batch"), pairwise(RESHAPED))
-def test_ids_that_were_flattened_or_made_unique_count_by_sample(case, batch):
-    assert counts_of_words(RESHAPED[case], batch) == {3: 3, 4: 3, 5: 2}
-
-
-@pytest.mark.parametrize("width", [1, 2])
-def test_padding_in_flattened_lists_of_merlins_table(width):
-    """As where they are not flattened: a list's 0 is padding, a single id's an id as any other."""
-    table = mm.EmbeddingTable(4, *Schema([category("words", 6)]))
-    ids = tf.constant([[0] * width, [3] + [0] * (width - 1)])
-    for forward in (lambda t, ids: t(ids), lambda t, ids: t(tf.reshape(ids, [-1, 1]) + 0)):
-        found = counts_of_words(forward, None, table, width=None, ids=ids)
-        assert found == ({0: 1, 3: 1} if width == 1 else {0: 0, 3: 1})
-
-
-def counts_of_words(forward, batch, table=None, width=3, ids=WORDS):
-    model = Words(forward, table)
-    (spec,) = find_tables(model)
-    model(tf.cast(ids, tf.int64))
-
-    @tf.function(input_signature=[tf.TensorSpec([batch, width], tf.int64)], autograph=False)
-    def step(ids):
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_sum(model(ids))
-        gradient = tape.gradient(loss, spec.variable)
-        found = count_sparse(spec.recorder, gradient.indices, 6)
-        return found.rows, found.counts
-
-    rows, counts = step(tf.cast(ids, tf.int64))
-    return dict(zip(rows.numpy(), counts.numpy(), strict=True))
+def test_ids_that_were_made_unique_are_refused():
+    model = Words(lambda table, ids: table(tf.unique(tf.reshape(ids, [-1]))[0]))
+    model(tf.constant([[3, 3]]))
+    find_tables(model)
+    with pytest.raises(ValueError, match="made unique"):
+        tf.function(model)(tf.constant([[3, 3]]))
 
 
 @pytest.mark.parametrize("kind", ["EmbeddingTable", "EmbeddingFeatures", "Embedding"])
@@ -199,7 +147,7 @@ def test_only_the_batch_tells_that_ids_are_one_hot(kind, width):
             out = model(ids)
             loss = tf.reduce_sum(out["a"] if isinstance(out, dict) else out)
         gradient = tape.gradient(loss, spec.variable)
-        return count_sparse(spec.recorder, gradient.indices, spec.num_rows)
+        return count_samples(spec.recorder, gradient.indices, spec.num_rows)
 
     found = step(ids)
     zeros = 0.0 if width == 2 and kind != "Embedding" else 2.0
@@ -318,6 +266,7 @@ def test_a_tied_output_against_algorithm_1(update, clip, in_graph):
     hp = COLD.replace(embedding_lr=lr, l2=l2, clip=clip, clip_ratio=ratio, clip_floor=zeta)
     optimizer = CowClipOptimizer.for_model(model, hp, update=update)
     (spec,) = optimizer.table_specs
+    spec.is_tied = True  # the step below reads the whole table
     spec.variable.assign(w0)
     optimizer.create_slots([spec.variable])
     pull = tf.constant(rng.normal(size=(4, V)), tf.float32)

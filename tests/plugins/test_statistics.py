@@ -13,8 +13,8 @@ from merlin_cowclip.plugins import (
     CLIP_RULES,
     CowClipAdam,
     CowClipOptimizer,
-    IdRecorder,
     Lookup,
+    LookupRecorder,
     StepStatistics,
     TableSpec,
 )
@@ -40,7 +40,9 @@ def table(name, width, seed):
     variable = tf.Variable(start.astype(np.float32))
     columns = (ColumnSchema("a"), ColumnSchema("b"))
     layer = tf.keras.layers.Layer()
-    return variable, TableSpec(name, layer, lambda: variable, OFFSETS, columns, width, IdRecorder())
+    return variable, TableSpec(
+        name, layer, lambda: variable, OFFSETS, columns, width, LookupRecorder()
+    )
 
 
 class Bench:
@@ -62,7 +64,8 @@ class Bench:
     def _step(self, ids, *values):
         gradients = []
         for spec, given in zip(self.specs, values, strict=True):
-            spec.recorder.record(Lookup("", ids, features=("a", "b")))
+            for feature, column in zip("ab", tf.unstack(ids, axis=1), strict=True):
+                spec.recorder.record(Lookup(feature, column))
             gradients.append(tf.IndexedSlices(given, tf.reshape(ids, [-1])))
         self.optimizer.apply_gradients(zip(gradients, self.variables, strict=True))
 
@@ -236,7 +239,7 @@ def test_padding_of_lists_is_no_id_of_the_batch(clip, update):
     @tf.function
     def step(ids):
         with tf.GradientTape() as tape:
-            spec.recorder.record(Lookup("a", ids, is_list=True, padding=0))
+            spec.recorder.record(Lookup("a", ids, padding=0))
             loss = tf.reduce_sum(tf.gather(variable, ids))
         optimizer.minimize(loss, [variable], tape=tape)
 

@@ -8,10 +8,9 @@ lookup, gradient and update. The layer tells the optimizer its table and records
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from merlin.models.config.schema import SchemaMixin
@@ -28,13 +27,30 @@ from merlin_cowclip.plugins._stack import tf
 from merlin_cowclip.plugins.checks import DIGITS, whole_number
 from merlin_cowclip.plugins.counting import samples_of
 from merlin_cowclip.plugins.joining import check_same, ranks
+from merlin_cowclip.plugins.row_sums import once_per_graph
 from merlin_cowclip.plugins.sharding import Shard
 from merlin_cowclip.plugins.tables import TableAccess, check_whole, tell_ranges
-from merlin_cowclip.plugins.whose_ids import whole_as_fed
 
 COMBINERS = ("mean", "sum", "sqrtn")
 _OF_SHARDS = ("dim", "stddev", "combiner", "dtype")
 _ONE_TABLE = "A table in shards must be the same table on all ranks."
+
+
+class _List(NamedTuple):
+    """A list column of b samples: for each of n ids its row, whether it is one, and its sample."""
+
+    rows: tf.Tensor
+    held: tf.Tensor
+    samples: tf.Tensor
+    number: tf.Tensor  # b
+
+
+class _Rows(NamedTuple):
+    """Row numbers of a batch's ids."""
+
+    one_hot: tf.Tensor | None  # b×F
+    lists: dict[str, _List]
+    check: tf.Tensor  # available once all ids are known to be in range
 
 
 @tf.keras.utils.register_keras_serializable(package="merlin_cowclip")
@@ -162,20 +178,19 @@ class FusedEmbeddings(RowsByRawId, SchemaMixin, tf.keras.layers.Layer):
 
     def call(self, inputs: dict[str, Any]) -> tf.Tensor | dict[str, tf.Tensor]:
         """b×F×d, or field → b×d; see the class."""
-        check, parts, lookups = IdCheck(), [], []
-        if self.one_hot_fields:
-            fields = self.one_hot_fields
-            given = tuple(inputs[name] for name in fields)
-            ids = tf.concat([self._integers(inputs[name], name) for name in fields], axis=1)
-            rows = self._rows(ids, fields, check)
-            keys = tuple(self._key(name, name) for name in fields)
-            lookups.append(Lookup("one-hot fields", rows, features=keys, sources=given))
-            parts.append(tf.cast(self._gather(rows, check), self.compute_dtype))
-        for name in self.list_fields:
-            combined, lookup = self._list_lookup(name, inputs[name], name, check)
-            lookups.append(lookup)
-            parts.append(combined[:, tf.newaxis])
-        self._record(lookups, check)
+        one_hot = {name: inputs[name] for name in self.one_hot_fields}
+        lists = {name: inputs[name] for name in self.list_fields}
+        found = self._find_rows(one_hot, lists)
+        parts = []
+        if found.one_hot is not None:
+            rows = self._gather(found.one_hot, found.check)
+            parts.append(tf.cast(rows, self.compute_dtype))
+        parts += [
+            self._combined(name, of_list, found.check)[:, tf.newaxis]
+            for name, of_list in found.lists.items()
+        ]
+        for name in self.fields:
+            self._record(name, name, inputs[name], found.check)
         stack = parts[0] if len(parts) == 1 else tf.concat(parts, axis=1)
         if self.stacked:
             return stack
@@ -187,11 +202,10 @@ class FusedEmbeddings(RowsByRawId, SchemaMixin, tf.keras.layers.Layer):
 
         Args:
           field: one of `fields`.
-          ids: as the layer takes them in a call; of several a sample (negatives, say) each by a
-            call of its own, with another `feature`, or flattened: in a graph they are counted by
-            sample, eagerly by occurrence.
-          feature: what the ids are, if not the field's own column of the batch: the same ids of a
-            field, looked up twice in a step under one name, are counted once.
+          ids: as the layer takes them in a call. Of several per sample (negatives, say) each is a
+            call of its own, with another `feature`; flattened ids are counted by occurrence.
+          feature: what the ids are, if not the field's own column of the batch: the same tensor,
+            looked up twice in a step for one feature, is counted once.
 
         Returns:
           b×d.
@@ -200,26 +214,29 @@ class FusedEmbeddings(RowsByRawId, SchemaMixin, tf.keras.layers.Layer):
         self._built_table(build=True)
         if not isinstance(ids, tf.RaggedTensor):
             ids = tf.convert_to_tensor(ids)
-        feature = field if feature is None else feature
-        check = IdCheck()
-        if field in self.list_fields:
-            found, lookup = self._list_lookup(field, ids, feature, check)
-        else:
-            rows = self._rows(self._integers(ids, field), (field,), check)
-            found = tf.cast(
-                tf.reshape(self._gather(rows, check), [-1, self.dim]), self.compute_dtype
-            )
-            lookup = Lookup(self._key(feature, field), rows, sources=(ids,))
-            fed = whole_as_fed(ids)
-            fed.tell_if_lost(self.name)
-            if fed.samples is not None:
-                lookup = dataclasses.replace(lookup, is_list=True, samples=fed.samples)
-        self._record([lookup], check)
-        return found
+        is_list = field in self.list_fields
+        found = self._find_rows({} if is_list else {field: ids}, {field: ids} if is_list else {})
+        self._record(field, field if feature is None else feature, ids, found.check)
+        if is_list:
+            return self._combined(field, found.lists[field], found.check)
+        rows = tf.reshape(self._gather(found.one_hot, found.check), [-1, self.dim])
+        return tf.cast(rows, self.compute_dtype)
 
-    def _key(self, feature: str, field: str) -> str:
-        """What tells a feature's lookups in this field's rows from others; see `Lookup`."""
-        return f"{feature} in rows from {self._first_row[field]}"
+    def _find_rows(self, one_hot: Mapping[str, Any], lists: Mapping[str, Any]) -> _Rows:
+        """Row numbers of a batch's ids; in a graph, found once for tables of the same fields."""
+        fields = (*one_hot, *lists)
+
+        def find() -> _Rows:
+            check, rows = IdCheck(), None
+            if one_hot:
+                ids = tf.concat([self._integers(i, name) for name, i in one_hot.items()], axis=1)
+                rows = self._rows(ids, tuple(one_hot), check)
+            of_lists = {name: self._list(name, ids, check) for name, ids in lists.items()}
+            return _Rows(rows, of_lists, check.answer())
+
+        of_field = [(name, self._first_row[name], self.cardinalities[name]) for name in fields]
+        ids = tf.nest.flatten([*one_hot.values(), *lists.values()], expand_composites=True)
+        return once_per_graph(("rows", len(one_hot), *of_field), ids, find)
 
     def _integers(self, ids: tf.Tensor, field: str) -> tf.Tensor:
         """Ids b×1 of a one-hot field, int64."""
@@ -253,29 +270,8 @@ class FusedEmbeddings(RowsByRawId, SchemaMixin, tf.keras.layers.Layer):
         ids = check.add(ids, fields, [self.cardinalities[name] for name in fields])
         return ids + tf.constant([[self._first_row[name] for name in fields]], tf.int64)
 
-    def _gather(self, rows: tf.Tensor, check: IdCheck) -> tf.Tensor:
-        """Rows of the table by number, in its own dtype.
-
-        Where rows wait, they catch up before: not for ids that end the step.
-        """
-        if self._spec.access.rows_wait:
-            with tf.control_dependencies([check.answer()]):
-                rows = tf.identity(rows)
-        tell_ranges(self.table, self.row_offsets)  # here: a copied variable has lost them
-        return self._spec.access.gather(self.table, rows)
-
-    def _record(self, lookups: Sequence[Lookup], check: IdCheck) -> None:
-        """Note the step's rows for the optimizer, whose update so waits for the check."""
-        with tf.control_dependencies([check.answer()]):
-            for lookup in lookups:
-                rows = tf.nest.map_structure(tf.identity, lookup.rows, expand_composites=True)
-                self._spec.recorder.record(dataclasses.replace(lookup, rows=rows))
-
-    def _list_lookup(
-        self, name: str, ids: Any, feature: str, check: IdCheck
-    ) -> tuple[tf.Tensor, Lookup]:
-        """b×d, the rows of one list column, combined; and what is to be recorded."""
-        given = ids
+    def _list(self, name: str, ids: Any, check: IdCheck) -> _List:
+        """Row numbers of a list column."""
         if isinstance(ids, tf.RaggedTensor):
             if ids.ragged_rank != 1:
                 raise ValueError(f"The list column {name!r} must be ragged in one dimension.")
@@ -287,25 +283,44 @@ class FusedEmbeddings(RowsByRawId, SchemaMixin, tf.keras.layers.Layer):
             flat = tf.reshape(self._whole(ids, name), [-1])
             number, width = tf.unstack(tf.shape(ids, tf.int64))
             samples = tf.range(tf.size(flat, tf.int64)) // tf.maximum(width, 1)
-        at = tf.reshape(self._rows(flat[:, tf.newaxis], (name,), check), [-1])
-        rows = (
-            ids.with_flat_values(at)
-            if isinstance(ids, tf.RaggedTensor)
-            else tf.reshape(at, tf.shape(ids))
+        rows = tf.reshape(self._rows(flat[:, tf.newaxis], (name,), check), [-1])
+        return _List(rows, tf.not_equal(flat, PADDING_ID), samples, number)
+
+    def _gather(self, rows: tf.Tensor, check: tf.Tensor) -> tf.Tensor:
+        """Rows of the table by number, in its own dtype.
+
+        Where rows wait, they catch up before: not for ids that end the step.
+        """
+        if self._spec.access.rows_wait:
+            with tf.control_dependencies([check]):
+                rows = tf.identity(rows)
+        tell_ranges(self.table, self.row_offsets)  # here: a copied variable has lost them
+        return self._spec.access.gather(self.table, rows)
+
+    def _record(self, field: str, feature: str, ids: Any, check: tf.Tensor) -> None:
+        """Note the ids for the optimizer, whose update so waits for the check."""
+        padding = None
+        if field in self.list_fields:
+            padding = PADDING_ID
+            if not isinstance(ids, tf.RaggedTensor):
+                ids = tf.reshape(ids, [tf.shape(ids)[0], -1])
+        first_row = self._first_row[field]
+        self._spec.recorder.record(
+            Lookup(feature, ids, first_row=first_row, padding=padding, check=check)
         )
-        padding = self._first_row[name] + PADDING_ID
-        key = self._key(feature, name)
-        lookup = Lookup(key, rows, is_list=True, padding=padding, sources=(given,))
+
+    def _combined(self, name: str, of_list: _List, check: tf.Tensor) -> tf.Tensor:
+        """b×d, the rows of one list column as one."""
         # Not in half precision: there, 6,000 times 0.1 adds up to 256.
         exact = tf.float64 if self.table.dtype == tf.float64 else tf.float32
-        held = tf.cast(tf.not_equal(flat, PADDING_ID), exact)
-        found = tf.cast(self._gather(at, check), exact) * held[:, tf.newaxis]
-        combined = tf.math.unsorted_segment_sum(found, samples, number)
+        held = tf.cast(of_list.held, exact)
+        found = tf.cast(self._gather(of_list.rows, check), exact) * held[:, tf.newaxis]
+        combined = tf.math.unsorted_segment_sum(found, of_list.samples, of_list.number)
         combiner = self._combiners[name]
         if combiner != "sum":
-            n = tf.math.unsorted_segment_sum(held, samples, number)[:, tf.newaxis]
+            n = tf.math.unsorted_segment_sum(held, of_list.samples, of_list.number)[:, tf.newaxis]
             combined = tf.math.divide_no_nan(combined, n if combiner == "mean" else tf.sqrt(n))
-        return tf.cast(combined, self.compute_dtype), lookup
+        return tf.cast(combined, self.compute_dtype)
 
     def compute_output_shape(self, input_shape: dict[str, Any]) -> Any:
         """b×F×d, or field → b×d."""

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
         clip_by_field_norm,
         clip_by_global_norm,
     )
-    from merlin_cowclip.plugins.counting import IdRecorder, Lookup
+    from merlin_cowclip.plugins.counting import Lookup, LookupRecorder
     from merlin_cowclip.plugins.finite import NotFinite
     from merlin_cowclip.plugins.optimizer import CowClipOptimizer
     from merlin_cowclip.plugins.presets import PRESETS, preset
@@ -52,10 +52,10 @@ _HOME = {
     "FieldStatistics": "statistics",
     "HasTables": "tables",
     "Hyperparameters": "scaling",
-    "IdRecorder": "counting",
     "K": "scaling",
     "LinearWarmup": "schedules",
     "Lookup": "counting",
+    "LookupRecorder": "counting",
     "NotFinite": "finite",
     "PRESETS": "presets",
     "NormBin": "statistics",

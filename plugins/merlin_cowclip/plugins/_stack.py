@@ -52,6 +52,8 @@ with warnings.catch_warnings(), quiet_stack():
     from merlin.models.tf.distributed.backend import hvd_installed as has_horovod
     from merlin.schema import ColumnSchema, Schema, Tags
 
+FuncGraph = tf.__internal__.FuncGraph
+
 
 def not_recorded() -> AbstractContextManager[None]:
     """Within it, no `tf.GradientTape` records what is done."""
@@ -59,24 +61,14 @@ def not_recorded() -> AbstractContextManager[None]:
     return context
 
 
-def is_taped(tensor: tf.Tensor) -> bool:
-    """Whether a `tf.GradientTape` that is open now records what becomes of an eager tensor."""
-    return bool(_tape.should_record_backprop([tensor]))
-
-
-def taped_mark(variable: tf.Variable) -> tf.Tensor | None:
-    """A tensor that the open tapes that watch a variable record, and no later one; `None` if none.
-
-    Of the handle: any read of the value may copy the variable, or mark it (see `TableAccess`).
-    """
-    if variable.trainable:  # as every read does: a tape watches what is read under it
-        _tape.variable_accessed(variable)
-    mark = tf.identity(variable.handle)
-    return mark if is_taped(mark) else None
+def is_recording() -> bool:
+    """Whether a `tf.GradientTape` is open."""
+    return bool(_tape.could_possibly_record())
 
 
 __all__ = [
     "ColumnSchema",
+    "FuncGraph",
     "RevivedLayer",
     "Schema",
     "Tags",
@@ -84,10 +76,9 @@ __all__ = [
     "has_horovod",
     "in_save_context",
     "is_op_determinism_enabled",
-    "is_taped",
+    "is_recording",
     "mm",
     "not_recorded",
     "quiet_stack",
-    "taped_mark",
     "tf",
 ]

@@ -16,9 +16,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from merlin_cowclip.plugins._stack import has_horovod, tf
+from merlin_cowclip.plugins._stack import FuncGraph, has_horovod, tf
 from merlin_cowclip.plugins.row_sums import beside, sum_per_row, unique_rows
-from merlin_cowclip.plugins.same_ids import Expressions, FuncGraph, before_joining
 
 _NUMBERS = "_merlin_cowclip_numbers"
 
@@ -231,22 +230,6 @@ def _numbered(what: str) -> str:
     while isinstance(graph, FuncGraph) and isinstance(graph.outer_graph, FuncGraph):
         graph = graph.outer_graph
     return _name(f"{what}_{next(graph.__dict__.setdefault(_NUMBERS, itertools.count()))}")
-
-
-def check_not_joined(gradient: Any, variable: tf.Variable) -> None:
-    """Refuse a graph's gradient that Horovod has joined already: ids would count once per rank.
-
-    Raises:
-      ValueError: it is one.
-    """
-    if tf.executing_eagerly() or not isinstance(gradient, tf.IndexedSlices):
-        return
-    if before_joining(gradient.indices, Expressions()) is not None:
-        raise ValueError(
-            "CowClipOptimizer joins the gradients of all ranks itself, with the counts. Received: "
-            f"one of {variable.name!r} that is joined already. Leave hvd.DistributedGradientTape "
-            "and hvd.DistributedOptimizer out."
-        )
 
 
 def broadcast(variables: Iterable[tf.Variable]) -> None:

@@ -10,15 +10,12 @@ import contextlib
 import contextvars
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from types import MethodType
 from typing import Any
 
 from merlin_cowclip.plugins._stack import ColumnSchema, tf
 from merlin_cowclip.plugins.counting import Lookup
-from merlin_cowclip.plugins.same_ids import Expressions
 from merlin_cowclip.plugins.tables import HasTables, TableSpec
-from merlin_cowclip.plugins.whose_ids import Fed, as_fed
 
 _SPEC = "_merlin_cowclip_spec"
 
@@ -36,10 +33,12 @@ def find_tables(model: tf.keras.Model) -> list[TableSpec]:
       ValueError: a table with a regularizer.
     """
     from merlin.models.tf.inputs.embedding import EmbeddingFeatures, EmbeddingTable
+    from merlin.models.tf.outputs.classification import EmbeddingTablePrediction
 
+    layers = list(model._flatten_layers())
     specs: dict[int, TableSpec] = {}
     plain: list[Any] = []
-    for layer in model._flatten_layers():
+    for layer in layers:
         if isinstance(layer, HasTables):
             found = list(layer.table_specs())
         elif isinstance(layer, EmbeddingTable):
@@ -55,9 +54,11 @@ def find_tables(model: tf.keras.Model) -> list[TableSpec]:
         if id(layer) not in mine:
             spec = _spec_of(layer, layer.name, [ColumnSchema(layer.name)])
             specs[id(spec)] = spec
+    tied = {id(one.table.table) for one in layers if isinstance(one, EmbeddingTablePrediction)}
     for spec in specs.values():
         if isinstance(spec.layer, tf.keras.layers.Embedding):
             _record_embedding(spec.layer)
+            spec.is_tied = spec.is_tied or id(spec.layer) in tied
     return list(specs.values())
 
 
@@ -116,8 +117,8 @@ def _record_embedding(embedding: Any) -> None:
     def call(self: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         spec = getattr(self, _SPEC)
         if spec not in _recorded.get():
-            for fed in _as_fed(inputs, spec):
-                spec.recorder.record(_lookup_of_embedding(self, fed))
+            padding = 0 if self.mask_zero else None
+            spec.recorder.record(_lookup("", inputs, padding=padding, masked=self.mask_zero))
         return type(self).call(self, inputs, *args, **kwargs)
 
     _wrap(embedding, call)
@@ -135,8 +136,7 @@ def _of_table(table: Any) -> TableSpec:
             given = {names[0] if len(names) == 1 else "": inputs}
         combined = isinstance(self.sequence_combiner, str)
         for name, ids in given.items():
-            for fed in _as_fed(ids, spec):
-                spec.recorder.record(_lookup(name, fed, combined=combined))
+            spec.recorder.record(_lookup(name, ids, combined=combined))
         with _is_recorded(spec):
             return type(self).call(self, inputs, **kwargs)
 
@@ -151,8 +151,7 @@ def _of_features(layer: Any) -> list[TableSpec]:
         table = self.embedding_tables[self.feature_config[name].table.name]
         padding = getattr(self, "padding_idx", 0)
         spec = getattr(table, _SPEC)
-        for fed in _as_fed(val, spec):
-            spec.recorder.record(_lookup(name, fed, padding=padding, combined=True))
+        spec.recorder.record(_lookup(name, val, padding=padding, combined=True))
         return type(self).lookup_feature(self, name, val, *args, **kwargs)
 
     _wrap(layer, lookup_feature)
@@ -166,44 +165,33 @@ def _of_features(layer: Any) -> list[TableSpec]:
     ]
 
 
-def _as_fed(ids: Any, spec: TableSpec) -> list[Fed]:
-    """Ids handed to a table, before they were made unique, and whose they are."""
-    if tf.executing_eagerly() or not isinstance(ids, tf.Tensor):
-        return [Fed(ids)]
-    found = as_fed(ids, Expressions())
-    for fed in found:
-        fed.tell_if_lost(spec.name)
-    return found
+def _lookup(
+    feature: str,
+    ids: Any,
+    *,
+    padding: int | None = 0,
+    combined: bool = False,
+    masked: bool = False,
+) -> Lookup:
+    """What a Merlin or Keras table reads for ids: b×1 or b one-hot ids, or a list column.
 
-
-def _lookup_of_embedding(embedding: Any, fed: Fed) -> Lookup:
-    padding = 0 if embedding.mask_zero else None
-    found = replace(_lookup("", fed, padding=padding), mask_zero=embedding.mask_zero)
-    if padding is None or isinstance(found.rows, tf.RaggedTensor):
-        return found
-    rows = found.rows if found.is_list else tf.reshape(found.rows, [-1, 1])
-    return replace(found, rows=rows, is_list=True, padding=padding)
-
-
-def _lookup(key: str, fed: Fed, *, padding: int | None = 0, combined: bool = False) -> Lookup:
-    """What a Merlin or Keras table reads for ids: b×1 or b one-hot ids, or a list column."""
-    ids: Any = fed.ids
-    if fed.samples is not None:
-        return Lookup(key, ids, is_list=True, padding=padding, samples=fed.samples)
+    Args:
+      feature: its name.
+      ids: as the table gets them.
+      padding: the id that is none in a padded list.
+      combined: whether a ragged list's ids are made unique before the lookup.
+      masked: whether padding is none in one-hot ids, too.
+    """
     if isinstance(ids, tf.SparseTensor):
         ids = tf.RaggedTensor.from_sparse(tf.sparse.reshape(ids, tf.shape(ids, tf.int64)[:2]))
     if isinstance(ids, tf.RaggedTensor):
         if ids.shape.rank is None:  # of a `tf.map_fn`, say; whatever else they are fails at a step
             ids = ids.with_flat_values(tf.ensure_shape(ids.flat_values, [None]))
-        if ids.shape.rank == 3 and ids.shape[-1] == 1:  # as Merlin prepares ragged list columns
-            ids = tf.squeeze(ids, axis=-1)
-        while ids.shape.rank > 2:  # lists of lists
-            ids = ids.merge_dims(1, 2)
-        return Lookup(key, ids, is_list=True, combined=combined)
+        return Lookup(feature, ids, combined=combined)
+    ids = tf.convert_to_tensor(ids)
     if ids.shape.rank in (0, 1) or (ids.shape.rank == 2 and ids.shape[-1] == 1):
-        return Lookup(key, ids)
-    flat = tf.reshape(ids, [tf.shape(ids)[0], -1])
-    if padding is not None and ids.shape.rank == 2 and ids.shape[-1] is None:
-        one_hot = tf.equal(tf.shape(flat, tf.int64)[1], 1)  # which only the batch tells
-        padding = tf.where(one_hot, tf.constant(-1, tf.int64), padding)  # no row
-    return Lookup(key, flat, is_list=True, padding=padding)
+        return Lookup(feature, ids, padding=padding if masked else None)
+    if padding is not None and not masked and ids.shape.rank == 2 and ids.shape[-1] is None:
+        one_hot = tf.equal(tf.shape(ids, tf.int64)[1], 1)  # which only the batch tells
+        padding = tf.where(one_hot, tf.constant(-1, tf.int64), padding)  # no id
+    return Lookup(feature, ids, padding=padding)

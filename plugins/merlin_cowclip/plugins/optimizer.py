@@ -428,7 +428,7 @@ class CowClipOptimizer(
         was traced. On the host, beside all that the device does.
         """
         lookups = [lookup for spec in self.table_specs for lookup in spec.recorder.lookups()]
-        rows = list(tf.nest.flatten([one.rows for one in lookups], expand_composites=True))
+        rows = [lookup.check for lookup in lookups if lookup.check is not None]
         if tf.executing_eagerly() or self._may_step is None:
             return rows
         with tf.device("CPU:0"):

@@ -11,10 +11,10 @@ import contextlib
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from merlin_cowclip.plugins._stack import tf
-from merlin_cowclip.plugins.same_ids import Expressions
+from merlin_cowclip.plugins._stack import FuncGraph, tf
 
 _FOUND = "_merlin_cowclip_row_sums"
+_SAME_VALUES = {"Cast", "ExpandDims", "Identity", "Reshape", "Squeeze"}
 
 
 class Rows(NamedTuple):
@@ -57,7 +57,7 @@ def unique_rows(indices: tf.Tensor, num_rows: int, on_cpu: bool) -> Rows:
     """
     indices = tf.cast(indices, tf.int64)
     if not on_cpu:
-        return once_per_graph(("unique", indices), lambda: unique(indices))
+        return once_per_graph(("unique",), [source_of(indices)], lambda: unique(indices))
 
     def find() -> Rows:
         # Marking takes 15 ns a row of the table and 7 a value; hashing 17 to 60 a value, for
@@ -65,7 +65,7 @@ def unique_rows(indices: tf.Tensor, num_rows: int, on_cpu: bool) -> Rows:
         few = tf.size(indices, tf.int64) < num_rows
         return tf.cond(few, lambda: unique(indices), lambda: _marked(indices, num_rows))
 
-    return once_per_graph(("unique on CPU", num_rows, indices), find)
+    return once_per_graph(("unique on CPU", num_rows), [source_of(indices)], find)
 
 
 def _marked(indices: tf.Tensor, num_rows: int) -> Rows:
@@ -113,7 +113,7 @@ def _product(
     """The values times a matrix that has a 1 for each, in the row of its position."""
     number = tf.size(position, tf.int64)
     at = once_per_graph(
-        ("matrix", position), lambda: tf.stack([position, tf.range(number)], axis=1)
+        ("matrix",), [position], lambda: tf.stack([position, tf.range(number)], axis=1)
     )
     return tf.raw_ops.SparseTensorDenseMatMul(
         a_indices=at,
@@ -124,16 +124,26 @@ def _product(
     )
 
 
-def once_per_graph(key: tuple[Hashable, ...], make: Callable[[], Any]) -> Any:
-    """What `make` makes of the ids that end the key: in a graph, once for equal ones.
+def source_of(ids: tf.Tensor) -> tf.Tensor:
+    """The tensor that these integers were cast, copied or reshaped from."""
+    op = getattr(ids, "op", None)  # an eager tensor has none
+    while op is not None and op.type in _SAME_VALUES:
+        ids = op.inputs[0]
+        op = getattr(ids, "op", None)
+    return ids
+
+
+def once_per_graph(
+    key: tuple[Hashable, ...], ids: Sequence[tf.Tensor], make: Callable[[], Any]
+) -> Any:
+    """What `make` makes of ids: in a graph, once for the same key and the same tensors.
 
     TensorFlow itself joins equal ops only where they wait for the same ones.
     """
     if tf.executing_eagerly():
         return make()
-    graph = tf.compat.v1.get_default_graph()
-    of, found = graph.__dict__.setdefault(_FOUND, (Expressions(), {}))
-    key = (*key[:-1], of.ids(key[-1]))
+    found = tf.compat.v1.get_default_graph().__dict__.setdefault(_FOUND, {})
+    key = (*key, *(one.ref() for one in ids))
     if key not in found:
         found[key] = make()
     return found[key]

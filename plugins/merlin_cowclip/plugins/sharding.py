@@ -12,7 +12,13 @@ from typing import NamedTuple
 
 from merlin_cowclip.plugins._stack import tf
 from merlin_cowclip.plugins.joining import JoinedRows, RowSums, over_all, send
-from merlin_cowclip.plugins.row_sums import beside, once_per_graph, sum_per_row, unique_rows
+from merlin_cowclip.plugins.row_sums import (
+    beside,
+    once_per_graph,
+    source_of,
+    sum_per_row,
+    unique_rows,
+)
 
 
 class Shard(NamedTuple):
@@ -65,7 +71,9 @@ def look_up(
     def found(flat: tf.Tensor) -> tuple[tf.Tensor, object]:
         with beside(variable) as on_cpu:
             inside = tf.clip_by_value(flat, 0, shard.num_rows - 1)
-            asked = once_per_graph(("asked", shard, inside), lambda: _ask(inside, shard, on_cpu))
+            asked = once_per_graph(
+                ("asked", shard), [source_of(flat)], lambda: _ask(inside, shard, on_cpu)
+            )
             source = tf.convert_to_tensor(variable) if whole else variable
             answers, _ = send(tf.gather(source, asked.places), asked.sizes)
             values = tf.gather(answers, asked.answers)
@@ -135,8 +143,7 @@ def _joined(share: RowSums, variable: tf.Variable, shard: Shard, on_cpu: bool) -
         wanted, _ = send(tf.gather(share.indices, order), sizes)
         return order, sizes, shard.place(wanted)
 
-    key = ("owned", shard, share.indices)
-    order, sizes, places = once_per_graph(key, owned)
+    order, sizes, places = once_per_graph(("owned", shard), [share.indices], owned)
     counts = tf.cast(share.counts, share.gradients.dtype)[:, tf.newaxis]
     sent = tf.gather(tf.concat([share.gradients, counts], axis=1), order)
     packed, _ = send(sent, sizes)

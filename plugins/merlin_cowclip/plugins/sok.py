@@ -402,7 +402,7 @@ def _samples_per_id(ids: Ids, on_cpu: bool) -> tuple[tf.Tensor, tf.Tensor]:
     rows, position, _ = unique(flat)
     size = tf.size(rows, tf.int64)
     numbered = ids.with_flat_values(position) if is_list else position
-    held = Lookup("", numbered, is_list=is_list).counted_rows(size)
+    held = Lookup("", numbered).rows_per_sample(size)
     return rows, tf.cast(tally(held, size, on_cpu), tf.int64)
 
 

@@ -10,12 +10,12 @@ from merlin_cowclip.plugins.clipping import CLIP_RULES, widened
 from merlin_cowclip.plugins.counting import (
     Counts,
     NotRecordedError,
-    count_dense,
+    count_all_rows,
     count_repeats,
-    count_sparse,
+    count_samples,
     repeats_per_row,
 )
-from merlin_cowclip.plugins.joining import JoinedRows, RowSums, check_not_joined, join_rows, weighed
+from merlin_cowclip.plugins.joining import JoinedRows, RowSums, join_rows, weighed
 from merlin_cowclip.plugins.merlin_tables import check_regularizer
 from merlin_cowclip.plugins.row_sums import beside, sum_per_row
 from merlin_cowclip.plugins.sharding import Shard, join_shards
@@ -46,11 +46,10 @@ class SumsRows:
           weight: of that among the ranks'; `None` where all shares are equal.
 
         Raises:
-          ValueError: they are joined already, or the ids are not recorded.
+          ValueError: the ids are not recorded.
         """
         shares, variables = [], []
         for gradient, variable in grads_and_vars:
-            check_not_joined(gradient, variable)
             with beside(variable) as on_cpu:
                 sums = self._summed(gradient, variable, on_cpu)
                 shares.append(sums._replace(gradients=weighed(sums.gradients, weight)))
@@ -118,6 +117,12 @@ class SumsRows:
                 "A table in shards must be read by row. Received: a dense gradient of "
                 f"{spec.name!r}, of a layer that reads all of it. Leave sharded=True out."
             )
+        if not spec.is_tied:
+            raise ValueError(
+                f"The gradient of table {spec.name!r} is dense, so its ids cannot be counted. A "
+                "layer that reads whole tables must say so: TableSpec(is_tied=True). Gradients "
+                "that were accumulated in a variable are dense, too: concatenate their slices."
+            )
         if self.update == "deferred":
             raise ValueError(
                 "update='deferred' needs tables that are read by row. Received: a dense gradient "
@@ -126,7 +131,7 @@ class SumsRows:
         number = spec.num_rows
         counts = self._from_lookups(
             spec,
-            lambda: count_dense(spec.recorder, gradient, variable, number, on_cpu=on_cpu),
+            lambda: count_all_rows(spec.recorder, number, on_cpu=on_cpu),
             lambda: tf.zeros([number]),
         )
         indices = tf.range(number, dtype=tf.int64)
@@ -156,7 +161,9 @@ class SumsRows:
     def _counted(self, spec: TableSpec, indices: tf.Tensor, on_cpu: bool) -> Counts:
         return self._from_lookups(
             spec,
-            lambda: count_sparse(spec.recorder, indices, spec.num_rows, on_cpu=on_cpu),
+            lambda: count_samples(
+                spec.recorder, indices, spec.num_rows, name=spec.name, on_cpu=on_cpu
+            ),
             lambda: repeats_per_row(indices, spec.num_rows, on_cpu=on_cpu),
         )
 

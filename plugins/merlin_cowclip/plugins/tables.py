@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 from merlin_cowclip.plugins._stack import ColumnSchema, Schema, Tags, in_save_context, tf
-from merlin_cowclip.plugins.counting import IdRecorder
+from merlin_cowclip.plugins.counting import LookupRecorder
 from merlin_cowclip.plugins.sharding import Shard, look_up
 
 
@@ -93,7 +93,7 @@ def told_ranges(variable: tf.Variable) -> tuple[int, ...]:
     return offsets
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class TableSpec:
     """One embedding variable as the optimizer sees it.
 
@@ -113,6 +113,7 @@ class TableSpec:
       recorder: the lookups of the current step.
       access: how the layer is to look rows up; Merlin's own tables do it their way.
       set_variable: gives the layer another variable as its table; of a table that may be in shards.
+      is_tied: whether an output layer reads the whole table, so that its gradient is dense.
 
     Raises:
       ValueError: columns and ranges of rows that do not go together.
@@ -124,10 +125,11 @@ class TableSpec:
     row_offsets: tuple[int, ...]
     columns: tuple[ColumnSchema, ...]
     width: int
-    recorder: IdRecorder = field(default_factory=IdRecorder)
+    recorder: LookupRecorder = field(default_factory=LookupRecorder)
     access: TableAccess = field(default_factory=TableAccess)
     range_of_column: tuple[int, ...] = ()
     set_variable: Callable[[tf.Variable], None] | None = None
+    is_tied: bool = False
 
     def __post_init__(self) -> None:
         ranges, columns, read = len(self.row_offsets) - 1, len(self.columns), self.range_of_column
@@ -142,10 +144,6 @@ class TableSpec:
                 f"{ranges} ranges and {columns} columns for the table {self.name!r}. Pass "
                 "range_of_column."
             )
-        self.recorder.belong_to(self._trained)  # a method: it is copied with the spec
-
-    def _trained(self) -> tf.Variable | None:
-        return self.get_variable() if self.layer.trainable else None
 
     @property
     def variable(self) -> tf.Variable:
