@@ -187,9 +187,7 @@ class SumsRows:
 
 def _uncounted(spec: TableSpec, received: NotRecordedError) -> ValueError:
     return ValueError(
-        f"The ids that the table {spec.name!r} looked up in this step were not recorded, or not "
-        f"all, so they cannot be counted. Received: {received}. Call the table itself within the "
-        "training step (not its variable, and not inside a tf.function or XLA-compiled function of "
-        "its own), and apply the gradients of the tape that recorded it in the same function; or "
-        "do not clip it."
+        f"Cannot count the ids of table {spec.name!r}: {received}. Call the table itself within "
+        "the training step (not its variable, not in a tf.function of its own), and apply the "
+        "gradients in the same function; or do not clip it."
     )
