@@ -9,7 +9,6 @@ import tensorflow as tf
 
 from .contract import MODES, Built, check_saving, check_step
 from .families import FAMILIES
-from .table import MARKS, table
 
 pytestmark = [pytest.mark.extended, pytest.mark.usefixtures("graphs_as_traced")]
 DOCUMENT = Path(__file__).parents[3] / "docs" / "optimizer.md"
@@ -26,7 +25,6 @@ def test_steps_and_saving(family, tmp_path, request):
     check_saving(built, tmp_path / "model")
 
 
-def test_the_documentation_has_this_table():
-    start, end = MARKS
-    text = DOCUMENT.read_text(encoding="utf-8")
-    assert text.split(start)[1].split(end)[0].strip() == table(dict.fromkeys(FAMILIES))
+def test_the_documentation_names_each_family():
+    text = " ".join(DOCUMENT.read_text(encoding="utf-8").split("## Supported models")[1].split())
+    assert [family.name for family in FAMILIES if family.name not in text] == []
