@@ -254,8 +254,8 @@ def _check_size(lookups: Sequence[Lookup], indices: tf.Tensor, name: str) -> tf.
     refusal = (
         f"Cannot count the ids of table {name!r}: the gradient has other rows than the recorded "
         "lookups. Call the table within the training step (not its variable, not in a tf.function "
-        "of its own, and not for a metric), and leave Horovod's tape and optimizer out. Rows in "
-        "the gradient, and ids that were looked up:"
+        "of its own, and not for a metric). Do not use hvd.DistributedGradientTape or "
+        "hvd.DistributedOptimizer. Rows in the gradient, and ids that were looked up:"
     )
 
     def refuse() -> tf.Tensor:
