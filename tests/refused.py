@@ -94,7 +94,7 @@ def refused(
       argv: the arguments, as after `merlin-cowclip`.
       words: what the message must hold: the file, row or field, and a remedy.
       folder: where the command could leave a file; it must be as before.
-      code: 2 for bad input, 1 for an error that nobody foresaw.
+      code: 2 for bad input, 1 for an internal error.
       quiet: whether stdout must be empty.
     """
     before = listing(folder)

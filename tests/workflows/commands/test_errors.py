@@ -167,7 +167,7 @@ def test_tensorflow_is_not_imported_to_refuse(toy_data, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-# Errors that nobody foresaw
+# Internal errors
 
 
 def test_an_internal_error_has_its_traceback(tmp_path, monkeypatch, capsys):
