@@ -9,11 +9,12 @@ from __future__ import annotations
 import dataclasses
 import math
 import numbers
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from merlin_cowclip.plugins._text import format_table
 from merlin_cowclip.plugins.checks import is_whole, make_plain
 
 K = 1024
@@ -114,21 +115,6 @@ def check_clip(clip: str | None, threshold: float | None) -> None:
             f"clip_threshold belongs to {', '.join(CONSTANT_CLIPS)}. Received: "
             f"clip_threshold={threshold!r} with clip={clip!r}"
         )
-
-
-def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A plain-text table: first column to the left, all others to the right."""
-    lines = [header, *rows]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
-
-    def show(line: Sequence[str]) -> str:
-        first, *rest = (
-            cell.ljust(w) if i == 0 else cell.rjust(w)
-            for i, (cell, w) in enumerate(zip(line, widths, strict=True))
-        )
-        return "  ".join((first, *rest)).rstrip()
-
-    return "\n".join([show(header), "  ".join("-" * w for w in widths), *map(show, rows)])
 
 
 def _show(value: Any) -> str:
