@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
+
 from merlin_cowclip.plugins import _stack  # isort: skip  # noqa: F401  (imports Merlin quietly)
 
 from merlin_cowclip.models.ctr_block import CTRBlock, embeddings_of
@@ -22,6 +24,8 @@ from merlin_cowclip.models.networks import (
 )
 from merlin_cowclip.models.vocabulary import read_vocabulary
 from merlin_cowclip.models.wide_and_deep import WideAndDeepBlock
+
+__version__ = version("merlin-cowclip")
 
 __all__ = [
     "MODELS",
