@@ -10,10 +10,13 @@ from merlin.schema import Schema
 
 from merlin_cowclip.models.ctr_block import CTRBlock, as_model
 from merlin_cowclip.models.dcn import DCNBlock, DCNv2Block
-from merlin_cowclip.models.deepfm import DeepFMBlock
+from merlin_cowclip.models.deepfm import (
+    DeepFMBlock,
+    FMBlock,
+    LogisticRegressionBlock,
+    WideAndDeepBlock,
+)
 from merlin_cowclip.models.dlrm import DLRMBlock
-from merlin_cowclip.models.linear import FMBlock, LogisticRegressionBlock
-from merlin_cowclip.models.wide_and_deep import WideAndDeepBlock
 from merlin_cowclip.plugins._stack import mm
 
 Combiner: TypeAlias = str | Mapping[str, str]
