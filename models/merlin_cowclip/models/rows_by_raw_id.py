@@ -59,9 +59,8 @@ class RowsByRawId:
 
         Raises:
           ValueError: no such field, no vocabulary (see `read_vocabulary`), a raw id that is neither
-            text nor a whole number; or an id of which only the workflow knows the row: missing in a
-            field whose missing values it fills in, unknown in one whose unknown ids it hashes,
-            missing or out of range in one that no Categorify encoded.
+            text nor a whole number; or an id whose row only the workflow knows: missing where it
+            fills in missing ids, unknown where it hashes them.
         """
         vocabulary = self._vocabulary(field, workflow)
         column = self.schema[field]
@@ -76,14 +75,11 @@ class RowsByRawId:
         )
         if (ids < 0).any():
             bad = list(raw_ids)[int(np.argmax(ids < 0))]
-            reason = (
-                "the workflow fills in missing ids, or hashes unknown ones"
-                if encoded
-                else f"its ids are whole numbers from 0 to {self.cardinalities[field] - 1}"
-            )
+            least = f"its ids are whole numbers from 0 to {self.cardinalities[field] - 1}"
+            reason = "the workflow fills in missing ids, or hashes unknown ones"
             raise ValueError(
-                f"Field {field!r} has no row for the raw id {bad!r}: {reason}. Take the id from "
-                "workflow.transform."
+                f"Field {field!r} has no row for the raw id {bad!r}: "
+                f"{reason if encoded else least}. Take the id from workflow.transform."
             )
         return ids + self._first_row[field]
 
@@ -107,13 +103,9 @@ class RowsByRawId:
         if has_raw_ids(self.schema[field]):
             vocabulary = self._vocabulary(field, workflow)
             raw[vocabulary.index] = vocabulary.astype(object)
-        table, access = self._whole_table(), self._spec.access
-        first = self._first_row[field]
-        last = first + len(raw)
-        found = table[first:last]
-        if access.shard is not None:
-            found = access.gather(table, tf.range(first, last, dtype=tf.int64))
-        frame = pd.DataFrame(found.numpy(), columns=[str(i) for i in range(self.dim)])
+        rows = tf.range(len(raw), dtype=tf.int64) + self._first_row[field]
+        values = self._spec.access.gather(self._whole_table(), rows).numpy()
+        frame = pd.DataFrame(values, columns=[str(i) for i in range(self.dim)])
         frame.insert(0, "raw", pd.Series(raw, dtype=object))
         return frame.rename_axis("id")
 
@@ -140,8 +132,8 @@ class RowsByRawId:
 
         Raises:
           ValueError: no such field, another shape, values that are not finite, a raw id twice, or
-            none that the field knows; a frame as `to_df` returns it, or for a field without raw
-            ids; of a sharded table, other rows on another rank. Nothing is changed then.
+            none that the field knows; a field without raw ids; of a sharded table, other rows on
+            another rank. Nothing is changed then.
         """
         self._check_field(field)
         ids = np.arange(self.cardinalities[field])

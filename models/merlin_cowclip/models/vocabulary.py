@@ -16,31 +16,24 @@ PADDING_ID, MISSING_ID, UNKNOWN_ID = 0, 1, 2
 
 
 def has_raw_ids(column: ColumnSchema) -> bool:
-    """Whether a field's raw ids are known: not where a workflow hashed or changed them.
-
-    `merlin-cowclip adopt`, which knows the workflow, writes that into its schema.
-    """
-    return not {"no_raw_ids", "changed_before"} & {k for k, v in column.properties.items() if v}
+    """Whether `merlin-cowclip adopt` found that no operator hashed or changed a field's raw ids."""
+    return not any(column.properties.get(key) for key in ("no_raw_ids", "changed_before"))
 
 
 def is_encoded(column: ColumnSchema) -> bool:
-    """Whether Categorify made a field's ids, and not the log, or an operator such as Bucketize."""
+    """Whether Categorify made a field's ids."""
     return bool(column.properties.get("cat_path"))
 
 
 def read_vocabulary(
     column: ColumnSchema, workflow: str | os.PathLike[str] | None = None
 ) -> pd.Series:
-    """The raw id of each id of a field, text or integers.
+    """The raw id of each id of a field but padding, missing and unknown: text or integers.
 
     Args:
-      column: of a schema that Categorify wrote: its `cat_path` names the file. The ids of a column
-        without one are its raw ids.
-      workflow: the folder of the saved `nvtabular.Workflow`. `cat_path` may be relative to it
-        (ours is), or name a folder that is gone; `None` reads `cat_path`.
-
-    Returns:
-      Raw ids by id; without padding, missing and unknown ids.
+      column: its `cat_path`, which Categorify wrote, names the file. Without one, ids are raw ids.
+      workflow: the folder of the saved `nvtabular.Workflow`, to which `cat_path` may be relative;
+        `None` reads `cat_path`.
 
     Raises:
       ValueError: the file is missing or of combined columns; raw ids are neither text nor integers,
@@ -57,22 +50,20 @@ def read_vocabulary(
         ids = np.arange((domain.max if domain else -1) + 1)
         return pd.Series(ids, index=ids, name="raw")
     named = str(column.properties["cat_path"])
-    tried = [Path(named)]
+    path = Path(named)
     if workflow is not None:
         # Its own copy first: a later fit may have overwritten the file that cat_path names.
-        tried = [Path(workflow) / "categories" / Path(named).name, Path(workflow) / named]
-    path = next((path for path in tried if path.exists()), None)
-    if path is None:
+        path = Path(workflow) / "categories" / path.name
+        path = path if path.exists() else Path(workflow) / named
+    if not path.exists():
         raise ValueError(
-            f"The vocabulary of field {name!r} is not at {tried[0]}. Pass workflow=, the folder of "
-            "the saved NVTabular workflow."
+            f"The vocabulary of field {name!r} is not at {path}. Pass workflow=, the folder of the "
+            "saved NVTabular workflow."
         )
     frame = _read(path, UNKNOWN_ID + int(column.properties.get("num_buckets") or 1))
     storage = path.name.removeprefix("unique.").removesuffix(".parquet")
     if storage not in frame:
-        raise ValueError(
-            f"Field {name!r} combines the columns {list(frame.columns)}, so it has no raw ids."
-        )
+        raise ValueError(f"Field {name!r} combines {list(frame.columns)}, so it has no raw ids.")
     raw = frame[storage].dropna().rename("raw")
     if pd.api.types.is_float_dtype(raw) and (raw % 1 == 0).all() and (raw.abs() < 2**53).all():
         raw = raw.astype("int64")  # integers beside a missing value
