@@ -22,7 +22,7 @@ from pathlib import Path
 
 import psutil
 
-from merlin_cowclip.plugins.scaling import format_table
+from merlin_cowclip.plugins._text import format_table
 from merlin_cowclip.workflows.data.synthetic import write_synthetic
 
 CARDINALITY = 400_000

@@ -1,13 +1,14 @@
 """The packages import in one direction, share a namespace, and keep Python out of the update."""
 
 import ast
+import importlib.metadata
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from merlin_cowclip import plugins, workflows
+from merlin_cowclip import models, plugins, workflows
 
 ROOT = Path(__file__).resolve().parents[1]
 FLOORS = ("plugins", "models", "workflows")  # from the ground up
@@ -71,6 +72,11 @@ def test_names_load_on_first_use(package):
         package.nothing  # noqa: B018
     program = f"import sys, {package.__name__}; sys.exit('tensorflow' in sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+@pytest.mark.parametrize("package", [plugins, models, workflows])
+def test_every_package_has_the_version(package):
+    assert package.__version__ == importlib.metadata.version("merlin-cowclip")
 
 
 def test_the_namespace_is_open():

@@ -519,7 +519,7 @@ def test_arguments_of_one_network_refused(name, options, message):
         (
             schema_of({"user": 9, "item": 6}, targets=2),
             {},
-            r"exactly one column tagged .* Received: \['click0', 'click1'\]",
+            r"exactly one .* \['click0', 'click1'\]. .* schema.excluding_by_name\(\['click1'\]\)",
         ),
         (SCHEMA, {"mlp": ()}, r"mlp must be at least one positive whole number.*: mlp=\(\)"),
         (SCHEMA, {"mlp": (4, 2.0)}, r"mlp must be .* Received: mlp=\(4, 2.0\)"),

@@ -112,12 +112,13 @@ def test_rows_by_field():
 
 
 def test_a_row_that_one_field_trains_starts_like_any_other():
-    """The unknown row of `b` has training rows: `freq_threshold` put them there."""
-    schema = Schema([column("a", "place"), column("b", "place", freq_threshold=3)])
+    """The unknown row of `b` has training rows."""
+    schema = Schema([column("a", "place"), column("b", "place", untrained_ids=[4, 5])])
     table = layer_of(schema).table.numpy()
     assert set(np.flatnonzero(~table.any(axis=1)).tolist()) == {0}
-    alone = layer_of(Schema([column("a", "place"), column("b", freq_threshold=3)])).table.numpy()
-    assert set(np.flatnonzero(~alone.any(axis=1)).tolist()) == {0, 2, 9}
+    schema = Schema([column("a", "place"), column("b", untrained_ids=[4, 5])])
+    table = layer_of(schema).table.numpy()
+    assert set(np.flatnonzero(~table.any(axis=1)).tolist()) == {0, 2, 9, 9 + 4}
 
 
 def test_an_id_out_of_range_is_named_by_its_field():

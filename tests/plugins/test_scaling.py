@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import pickle
 import subprocess
 import sys
 
@@ -151,10 +152,33 @@ def test_frozen_and_prints_as_a_table():
     with pytest.raises(dataclasses.FrozenInstanceError):
         base.l2 = 0.0
     assert ["embedding_lr", "0.0001"] in [line.split() for line in str(base).splitlines()]
-    table = scaling_table(base, scale(base, to=4096))
-    assert "x 4" in table
-    assert "clip_floor" in table
     assert Hyperparameters(**base.to_dict()) == base
+
+
+def test_scaled_ones_print_what_they_were_scaled_from():
+    base = Hyperparameters()
+    scaled = scale(base, to=4096)
+    lines = [line.split() for line in str(scaled).splitlines()]
+    assert ["dense_lr", "0.0008", "0.0016", "x", "2"] in lines
+    assert ["clip_floor", "3.162e-05", "3.162e-05"] in lines
+    assert str(scaled) == f"{scaling_table(base, scaled)}\nrule: cowclip, CowClip Scaling (Rule 3)"
+    assert str(pickle.loads(pickle.dumps(scaled))) == str(scaled)
+    plain = Hyperparameters(**scaled.to_dict())
+    assert (plain, hash(plain), repr(plain)) == (scaled, hash(scaled), repr(scaled))
+    assert str(plain) == str(scaled.replace()) != str(scaled)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("lr", "no argument 'lr'. Use dense_lr and embedding_lr."),
+        ("learning_rate", "no argument 'learning_rate'. Use dense_lr and embedding_lr."),
+        ("decay", "no argument 'decay', only batch_size, dense_lr, "),
+    ],
+)
+def test_an_unknown_name_is_answered_by_known_ones(name, message):
+    with pytest.raises(TypeError, match=message):
+        Hyperparameters(**{name: 1.0})
 
 
 def test_scaling_needs_no_tensorflow():

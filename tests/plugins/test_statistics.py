@@ -333,7 +333,7 @@ def test_occurrences_of_one_step_stay_exact_beyond_float32(on_cpu):
     counts = np.r_[np.full(200, 131_071.0), np.ones(1000)].astype(np.float32)
     zeros = tf.zeros([len(counts)])
     counts = tf.constant(counts)
-    norms = RowNorms(zeros + 1.0, zeros, counts, counts, tf.cast(zeros, tf.int64), 2)
+    norms = RowNorms(zeros + 1.0, zeros, counts, tf.cast(zeros, tf.int64), 2)
     statistics.add(norms, counts, zeros, [zeros[:, tf.newaxis]], [spec], on_cpu)
     rare = statistics.read()[0].rare
     assert (rare.occurrences, rare.clipped_occurrences) == (200 * 131_071 + 1000,) * 2

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
+
 from merlin_cowclip.plugins import _stack  # isort: skip  # noqa: F401  (imports Merlin quietly)
 
 from merlin_cowclip.models.ctr_block import CTRBlock, embeddings_of
 from merlin_cowclip.models.dcn import DCNBlock, DCNv2Block, VectorCross
-from merlin_cowclip.models.deepfm import DeepFMBlock
+from merlin_cowclip.models.deepfm import (
+    DeepFMBlock,
+    FMBlock,
+    LogisticRegressionBlock,
+    WideAndDeepBlock,
+)
 from merlin_cowclip.models.dlrm import DLRMBlock
 from merlin_cowclip.models.embeddings import FusedEmbeddings
-from merlin_cowclip.models.linear import FMBlock, LogisticRegressionBlock
 from merlin_cowclip.models.networks import (
     MODELS,
     dcn,
@@ -21,7 +27,8 @@ from merlin_cowclip.models.networks import (
     wide_and_deep,
 )
 from merlin_cowclip.models.vocabulary import read_vocabulary
-from merlin_cowclip.models.wide_and_deep import WideAndDeepBlock
+
+__version__ = version("merlin-cowclip")
 
 __all__ = [
     "MODELS",

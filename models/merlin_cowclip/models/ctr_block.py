@@ -1,7 +1,4 @@
-"""The common body of the paper's networks: embeddings, linear part, deep stream, one logit.
-
-A network is a subclass: which of the parts it has, and what it adds to the logit (`interaction`).
-"""
+"""The common body of the paper's networks: embeddings, linear part, deep stream, one logit."""
 
 from __future__ import annotations
 
@@ -22,10 +19,11 @@ KERNEL_INITIALIZER = "he_normal"
 
 
 class CTRBlock(tf.keras.layers.Layer):
-    """Features → one logit: linear part + deep stream + what the subclass adds.
+    """Features → one logit: linear part + deep stream + the subclass's `interaction`.
 
     The linear part is a 1-wide table, starting at zero, and one weight per continuous feature. The
-    deep stream is an MLP over x, the F·d embedded values and the continuous features.
+    deep stream is an MLP over x, the F·d embedded values and the continuous features. A network is
+    a subclass that says which of these it has.
 
     Args:
       schema: columns tagged `Tags.CATEGORICAL` and `Tags.CONTINUOUS`; targets are left out.
@@ -41,7 +39,6 @@ class CTRBlock(tf.keras.layers.Layer):
       ValueError: no categorical column, a continuous list column, or an argument out of range.
     """
 
-    # Which parts the network has:
     has_linear = True
     has_embeddings = True
     has_deep = True
@@ -82,15 +79,12 @@ class CTRBlock(tf.keras.layers.Layer):
         """Whether the ranks share the tables' rows."""
         return bool((self.embeddings if self.has_embeddings else self.linear).sharded)
 
-    @property
-    def input_width(self) -> int:
-        """Values per sample in x: F·d embedded ones and the continuous features."""
-        embedded = len(self.embeddings.fields) * self.embedding_dim
-        return embedded + len(self.continuous_fields)
-
     def call(self, inputs: dict[str, Any]) -> tf.Tensor:
         """The logit, b×1."""
-        continuous = self._continuous(inputs)
+        continuous = None
+        if self.continuous_fields:
+            columns = [tf.reshape(inputs[name], [-1, 1]) for name in self.continuous_fields]
+            continuous = tf.concat([tf.cast(c, self.compute_dtype) for c in columns], axis=1)
         terms = []
         if self.has_linear:
             terms.append(tf.reduce_sum(self.linear(inputs), axis=1))
@@ -98,7 +92,7 @@ class CTRBlock(tf.keras.layers.Layer):
                 terms.append(self.continuous_logit(continuous))
         if self.has_embeddings:
             embedded = self.embeddings(inputs)
-            x = tf.reshape(embedded, [-1, self.input_width - len(self.continuous_fields)])
+            x = tf.reshape(embedded, [-1, len(self.embeddings.fields) * self.embedding_dim])
             if continuous is not None:
                 x = tf.concat([x, continuous], axis=1)
             if self.has_deep:
@@ -108,17 +102,10 @@ class CTRBlock(tf.keras.layers.Layer):
                 terms.append(interaction)
         return tf.add_n(terms)
 
-    def _continuous(self, inputs: dict[str, Any]) -> tf.Tensor | None:
-        """b×C, or `None` without continuous features."""
-        if not self.continuous_fields:
-            return None
-        columns = [tf.reshape(inputs[name], [-1, 1]) for name in self.continuous_fields]
-        return tf.concat([tf.cast(c, self.compute_dtype) for c in columns], axis=1)
-
     def interaction(
         self, embedded: tf.Tensor, x: tf.Tensor, continuous: tf.Tensor | None
     ) -> tf.Tensor | None:
-        """What the network adds to the logit, b×1, or `None`.
+        """The network's own term of the logit, b×1, or `None`.
 
         Args:
           embedded: the embedded fields, b×F×d.
@@ -146,8 +133,7 @@ class CTRBlock(tf.keras.layers.Layer):
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> CTRBlock:
         """The block that `get_config` describes."""
-        schema = schema_from_text(config["schema"])
-        return cls(**{**config, "schema": schema})
+        return cls(**{**config, "schema": schema_from_text(config["schema"])})
 
 
 def logit(name: str) -> tf.keras.layers.Dense:
@@ -187,11 +173,7 @@ class Probability(tf.keras.layers.Layer):
 
 
 def input_schema(schema: Schema) -> Schema:
-    """The features of a schema: its categorical and continuous columns without targets.
-
-    Raises:
-      ValueError: a continuous list column.
-    """
+    """The features of a schema: its categorical and continuous columns without targets."""
     features = schema.excluding_by_tag(Tags.TARGET)
     continuous = features.select_by_tag(Tags.CONTINUOUS)
     lists = [column.name for column in continuous if column.is_list]
@@ -207,21 +189,26 @@ def target_name(schema: Schema) -> str:
     """The one column tagged as binary target.
 
     Raises:
-      ValueError: none or several, or one that is tagged as a target of another kind alone.
+      ValueError: none or several, or one that is tagged only as a target of another kind.
     """
     names = schema.select_by_tag(Tags.TARGET).column_names
     if len(names) != 1:
-        raise ValueError(
-            "The schema must have exactly one column tagged Tags.TARGET (the 0/1 label). "
-            f"Received: {names}"
+        fix = (
+            f"Remove the others: schema.excluding_by_name({names[1:]})."
+            if names
+            else "Tag the label: [label] >> nvtabular.ops.AddMetadata(tags=[Tags.TARGET])."
         )
-    tags = schema[names[0]].tags
-    others = {Tags.REGRESSION, Tags.MULTI_CLASS, Tags.MULTI_CLASS_CLASSIFICATION} & set(tags)
+        raise ValueError(
+            "The schema must have exactly one column tagged Tags.TARGET, the 0/1 label. Received: "
+            f"{names}. {fix}"
+        )
+    tags = set(schema[names[0]].tags)
+    others = {Tags.REGRESSION, Tags.MULTI_CLASS, Tags.MULTI_CLASS_CLASSIFICATION} & tags
     if others and Tags.BINARY_CLASSIFICATION not in tags:
         raise ValueError(
-            "The target must be a 0/1 label, of which these networks learn the probability. "
-            f"Received: {names[0]!r}, tagged {', '.join(sorted(map(str, others)))}. If it is one, "
-            "tag it Tags.BINARY_CLASSIFICATION"
+            f"The target must be a 0/1 label. Received: {names[0]!r}, tagged "
+            f"{', '.join(sorted(map(str, others)))}. If it is 0/1, tag it "
+            "Tags.BINARY_CLASSIFICATION."
         )
     return names[0]
 
@@ -229,10 +216,8 @@ def target_name(schema: Schema) -> str:
 def as_model(block: CTRBlock, schema: Schema) -> mm.Model:
     """A Merlin model: the block's logit → probability of the schema's target.
 
-    Its serving signature has one input per feature, whatever the model was trained on: ids int64
-    and numbers float32 of shape b, a list column as `name__values` and `name__offsets`, one of a
-    known length n as b×n. (Keras would take over the names of the first call: from a
-    `tf.data.Dataset`, "args_0", and the targets among them.)
+    Its serving signature has one input per feature (`serving_inputs`). Keras's own would have the
+    names of the first call: from a `tf.data.Dataset`, "args_0", with the targets.
     """
     output = mm.BinaryOutput(target_name(schema), to_call=Probability())
     model = mm.Model(block, output, schema=block.schema)
@@ -242,6 +227,9 @@ def as_model(block: CTRBlock, schema: Schema) -> mm.Model:
 
 def serving_inputs(schema: Schema) -> dict[str, tf.TensorSpec]:
     """The features of a batch as Merlin's loader and workflows give them.
+
+    Ids are int64 and numbers float32 of shape b, a list column is `name__values` and
+    `name__offsets`, one of a known length n is b×n.
 
     Raises:
       ValueError: a name that a SavedModel cannot take.
@@ -271,14 +259,13 @@ def embeddings_of(model: mm.Model) -> dict[str, FusedEmbeddings]:
     """The fused tables of a model by layer name: "embeddings" and, of width 1, "linear".
 
     Raises:
-      ValueError: two of them have one name, as in a model of two of our blocks.
+      ValueError: two of them have one name.
     """
     found: dict[str, FusedEmbeddings] = {}
     for layer in model._flatten_layers():
         if isinstance(layer, FusedEmbeddings) and found.setdefault(layer.name, layer) is not layer:
             raise ValueError(
-                "The fused tables of a model must have names of their own to be had by name. "
-                f"Received: two called {layer.name!r}. Take them from their blocks: "
-                "block.embeddings, block.linear"
+                f"Two fused tables of the model are called {layer.name!r}. Take them from their "
+                "blocks: block.embeddings, block.linear."
             )
     return found

@@ -9,7 +9,7 @@ from merlin.schema import Schema
 
 from merlin_cowclip.models.ctr_block import KERNEL_INITIALIZER, CTRBlock, logit
 from merlin_cowclip.plugins._stack import tf
-from merlin_cowclip.plugins.checks import whole_number, whole_number_or_none
+from merlin_cowclip.plugins.checks import whole_number
 
 
 @tf.keras.utils.register_keras_serializable(package="merlin_cowclip")
@@ -86,7 +86,8 @@ class DCNv2Block(DCNBlock):
     """
 
     def __init__(self, schema: Schema, *, low_rank_dim: int | None = None, **kwargs: Any) -> None:
-        self.low_rank_dim = whole_number_or_none("low_rank_dim", low_rank_dim, "full rank")
+        full = low_rank_dim is None
+        self.low_rank_dim = None if full else whole_number("low_rank_dim", low_rank_dim)
         super().__init__(schema, **kwargs)
 
     def _cross(self) -> tf.keras.layers.Layer:

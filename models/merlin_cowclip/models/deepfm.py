@@ -1,4 +1,4 @@
-"""DeepFM: deep stream + linear part + pairwise products of the embeddings."""
+"""Networks without a cross stream: logistic regression, FM, Wide & Deep, and DeepFM."""
 
 from __future__ import annotations
 
@@ -8,6 +8,19 @@ from merlin.schema import Schema
 
 from merlin_cowclip.models.ctr_block import CTRBlock
 from merlin_cowclip.plugins._stack import mm, tf
+
+
+@tf.keras.utils.register_keras_serializable(package="merlin_cowclip")
+class LogisticRegressionBlock(CTRBlock):
+    """Logit = Σ_i w_i: only the linear part."""
+
+    has_embeddings = False
+    has_deep = False
+
+
+@tf.keras.utils.register_keras_serializable(package="merlin_cowclip")
+class WideAndDeepBlock(CTRBlock):
+    """Logit = deep + Σ_i w_i (Cheng et al. 2016, equation 3, without crossed features)."""
 
 
 class PairwiseTerm(CTRBlock):
@@ -26,6 +39,13 @@ class PairwiseTerm(CTRBlock):
     ) -> tf.Tensor:
         """The factorization machine's second-order term, b×1."""
         return tf.reduce_sum(self.pairwise(embedded), axis=1, keepdims=True)
+
+
+@tf.keras.utils.register_keras_serializable(package="merlin_cowclip")
+class FMBlock(PairwiseTerm):
+    """Logit = Σ_i w_i + Σ_{i<j} ⟨v_i, v_j⟩ (Rendle 2010, equation 1)."""
+
+    has_deep = False
 
 
 @tf.keras.utils.register_keras_serializable(package="merlin_cowclip")

@@ -1,9 +1,6 @@
 """FusedEmbeddings: every categorical field of a schema in one table, with row offsets per domain.
 
-One variable instead of one per field, because 26 small tables cost 26 times every kernel launch in
-lookup, gradient and update. The layer tells the optimizer its table and records its lookups
-(`plugins.tables.HasTables`). Which rows a field has is `row_ranges.py`'s, whether an id is in range
-`id_check.py`'s, and rows by raw id are `rows_by_raw_id.py`'s.
+One variable instead of one per field: 26 small tables cost 26 times every kernel launch.
 """
 
 from __future__ import annotations
@@ -58,11 +55,10 @@ class FusedEmbeddings(RowsByRawId, SchemaMixin, tf.keras.layers.Layer):
     """Looks up all categorical fields of a schema in one V×d table.
 
     Int domain k has the rows `row_offsets[k]` to `row_offsets[k + 1]`; id i of a field of domain k
-    is row `row_offsets[k] + i`. A field has a domain of its own, unless the schema gives several
-    fields a domain of one name: they share its rows, as in Merlin's `mm.Embeddings`, and the count
-    of a row adds up over them. The rows of padding (id 0) and unknown ids (id 2) start at zero:
-    unless a threshold maps training rows to it, the unknown row is never trained, and at σ = 1e-2
-    it would be noise at serving time.
+    is row `row_offsets[k] + i`. Fields whose domains have one name share its rows, as in Merlin's
+    `mm.Embeddings`, and the count of a row adds up over them. Rows of padding (id 0) and unknown
+    ids (id 2), or those that prepared data counts no training row of, start at zero: untrained,
+    they would be noise at serving time.
 
     Args:
       schema: its columns tagged `Tags.CATEGORICAL` are the fields, each with an int domain whose
@@ -71,11 +67,10 @@ class FusedEmbeddings(RowsByRawId, SchemaMixin, tf.keras.layers.Layer):
       stddev: standard deviation σ of the initial rows; 0 for zeros.
       combiner: how a list column's rows become one: "mean", "sum" or "sqrtn", padding left out; or
         a mapping of list columns to these.
-      sharded: whether the ranks of Horovod share the rows, where there are several: row r and its
-        moments are on rank r mod N alone, so a table may be N times as large. Every call then
-        takes part on all ranks at once, also one to predict or to read rows.
+      sharded: whether the ranks of Horovod share the rows: row r and its moments are only on rank
+        r mod N. Every call, also to predict or read rows, is then a collective of all ranks.
       stacked: whether the output is one tensor, or a dict, as Merlin's blocks pass it on: this
-        layer can take the place of `mm.Embeddings` in `mm.InputBlockV2(categorical=…)` and
+        layer can replace `mm.Embeddings` in `mm.InputBlockV2(categorical=…)` and
         `mm.DLRMModel(embeddings=…)`.
 
     Input: dict of feature name → integer ids, b or b×1 (one-hot), ragged b×(n)(×1) or dense
@@ -85,9 +80,8 @@ class FusedEmbeddings(RowsByRawId, SchemaMixin, tf.keras.layers.Layer):
     Raises:
       ValueError: no categorical column, a column without an int domain, columns of one domain that
         differ in cardinality, or a bad argument; at a call, ids in floats that do not hold them.
-      tf.errors.InvalidArgumentError: at a call, an id beyond its field's cardinality. (Otherwise it
-        would read, and train, a row of the next field, or on a GPU zeros.) `CowClipOptimizer`
-        updates nothing in such a step.
+      tf.errors.InvalidArgumentError: at a call, an id beyond its field's cardinality, which would
+        train a row of the next field. `CowClipOptimizer` updates nothing in such a step.
     """
 
     def __init__(
@@ -109,12 +103,19 @@ class FusedEmbeddings(RowsByRawId, SchemaMixin, tf.keras.layers.Layer):
                 "The schema must have a column tagged Tags.CATEGORICAL: these networks learn from "
                 f"ids. Received the columns {schema.column_names}."
             )
-        self.one_hot_fields = tuple(c.name for c in columns if not _is_list(c))
-        self.list_fields = tuple(c.name for c in columns if _is_list(c))
+        self.one_hot_fields = tuple(c.name for c in columns if not c.is_list)
+        self.list_fields = tuple(c.name for c in columns if c.is_list)
         self.dim = dim
         self.stddev = standard_deviation(stddev)
-        self.combiner = plain_combiner(combiner)
-        self._combiners = _combiner_per_list(self.list_fields, combiner)
+        self.combiner = per_list = plain_combiner(combiner)
+        if isinstance(per_list, str):
+            per_list = dict.fromkeys(self.list_fields, per_list)
+        if set(per_list) != set(self.list_fields):
+            raise ValueError(
+                f"combiner must name each list column: {', '.join(self.list_fields) or 'none'}. "
+                f"Received: {', '.join(per_list)}"
+            )
+        self._combiners = per_list
         self.stacked = stacked
         self._sharded = bool(sharded)
         self._set_columns(columns)
@@ -330,23 +331,21 @@ class FusedEmbeddings(RowsByRawId, SchemaMixin, tf.keras.layers.Layer):
         return {name: tf.TensorShape([batch, self.dim]) for name in self.fields}
 
     def keep_ids(self, ids: Mapping[str, np.ndarray]) -> None:
-        """Drop all other rows, for good, and number those that stay anew; to predict with.
+        """Keep only these ids' rows, to predict with: id `ids[i]` becomes id i.
 
         Args:
-          ids: of each field those that stay, rising; of fields of one domain the same. Id `ids[i]`
-            is id i from now on.
+          ids: of each field, in ascending order; equal for fields of one domain.
 
         Raises:
-          ValueError: the table is in shards, or the ids do not rise, or are not the field's.
+          ValueError: the table is sharded, or the ids do not ascend or are not the field's.
         """
         check_whole([self._spec], "a smaller table")
         table, before = self._whole_table(), self._first_row
         for name in self.fields:
             held = ids[name]
-            if len(held) == 0 or held[0] < 0 or held[-1] >= self.cardinalities[name]:
-                raise ValueError(f"Ids that stay must be those of field {name!r}.")
-            if (np.diff(held) <= 0).any():
-                raise ValueError(f"Ids that stay must rise. Received others of field {name!r}.")
+            inside = len(held) and held[0] >= 0 and held[-1] < self.cardinalities[name]
+            if not inside or (np.diff(held) <= 0).any():
+                raise ValueError(f"The ids to keep must ascend and be those of field {name!r}.")
         columns = [resized(column, len(ids[column.name])) for column in self.schema]
         ranges = RowRanges.of(columns)
         of_domain = {ranges.range_of[name]: before[name] + ids[name] for name in self.fields}
@@ -372,53 +371,46 @@ class FusedEmbeddings(RowsByRawId, SchemaMixin, tf.keras.layers.Layer):
         return self.table
 
     def _whole_table(self, build: bool = False) -> tf.Variable:
-        """The table, all of whose rows are to be read or set; rows that waited are current."""
+        """The table, to read or set all rows: without pending updates."""
         table = self._built_table(build)
         if self._spec.access.bring_up is not None:
             self._spec.access.bring_up(table, None)
         return table
 
-    def get_weights(self) -> list[Any]:
-        """Keras's; rows that waited are current. Of a table in shards, this rank's."""
-        if hasattr(self, "table"):
+    def _catch_up(self) -> None:
+        """Apply pending updates (`update="deferred"`) before the whole table is read or set."""
+        if hasattr(self, "table") and tf.executing_eagerly():
             self._whole_table()
+
+    def get_weights(self) -> list[Any]:
+        """Keras's, without pending updates; of a sharded table, this rank's rows."""
+        self._catch_up()
         weights: list[Any] = super().get_weights()
         return weights
 
     def set_weights(self, weights: list[Any]) -> None:
-        """Keras's; no row waits afterwards."""
-        if hasattr(self, "table"):
-            self._whole_table()
+        """Keras's; no update is pending afterwards."""
+        self._catch_up()
         super().set_weights(weights)
 
-    def _save_own_variables(self, store: Any) -> None:
-        """Keras's, of a model that is copied or pickled; as `get_weights`."""
+    def _save_own_variables(self, store: Any) -> None:  # of a copied or pickled model
         check_whole([self._spec], "a copy of the model")
-        if hasattr(self, "table"):
-            self._whole_table()
+        self._catch_up()
         super()._save_own_variables(store)
 
-    def __getstate__(self) -> Any:
-        """Of a copy, whose optimizer is another: rows that waited are current."""
-        if hasattr(self, "table"):
-            self._whole_table()
+    def __getstate__(self) -> Any:  # of a copied or pickled layer
+        self._catch_up()
         return super().__getstate__()
 
-    def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> Any:
-        """What TensorFlow asks for at every save; rows that waited are current."""
+    def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> Any:  # saved
         if save_type == "savedmodel":
             check_whole([self._spec], "a SavedModel")
         self._catch_up()
         return super()._trackable_children(save_type, **kwargs)
 
-    def _lookup_dependency(self, name: str) -> Any:
-        """What TensorFlow asks for before it restores; no row waits afterwards."""
+    def _lookup_dependency(self, name: str) -> Any:  # restored
         self._catch_up()
         return super()._lookup_dependency(name)
-
-    def _catch_up(self) -> None:
-        if hasattr(self, "table") and tf.executing_eagerly():
-            self._whole_table()
 
     def get_config(self) -> dict[str, Any]:
         """The constructor's arguments."""
@@ -435,37 +427,16 @@ class FusedEmbeddings(RowsByRawId, SchemaMixin, tf.keras.layers.Layer):
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> FusedEmbeddings:
         """The layer that `get_config` describes."""
-        schema = schema_from_text(config["schema"])
-        return cls(**{**config, "schema": schema})
-
-
-def _is_list(column: ColumnSchema) -> bool:
-    return bool(column.is_list)
+        return cls(**{**config, "schema": schema_from_text(config["schema"])})
 
 
 def plain_combiner(combiner: str | Mapping[str, str]) -> str | dict[str, str]:
-    """As JSON takes it: Keras wraps the dicts that layers hold."""
-    if not isinstance(combiner, str | Mapping):
-        raise ValueError(
-            f"combiner must be one of {', '.join(COMBINERS)}, or one by list column. Received: "
-            f"combiner={combiner!r}"
-        )
-    return combiner if isinstance(combiner, str) else dict(combiner)
-
-
-def _combiner_per_list(
-    lists: Sequence[str], combiner: str | Mapping[str, str]
-) -> Mapping[str, str]:
-    per_list = {name: combiner for name in lists} if isinstance(combiner, str) else dict(combiner)
-    named = [combiner] if isinstance(combiner, str) else list(per_list.values())
-    for value in named:
-        if value not in COMBINERS:
+    """A combiner as JSON has it, or a ValueError; Keras wraps the dicts that layers hold."""
+    plain = dict(combiner) if isinstance(combiner, Mapping) else combiner
+    for one in plain.values() if isinstance(plain, dict) else [plain]:
+        if one not in COMBINERS:
             raise ValueError(
-                f"combiner must be one of {', '.join(COMBINERS)}. Received: combiner={value!r}"
+                f"combiner must be one of {', '.join(COMBINERS)}, or one by list column. Received: "
+                f"combiner={one!r}"
             )
-    if set(per_list) != set(lists):
-        raise ValueError(
-            f"combiner must name each list column: {', '.join(lists) or 'there is none'}. "
-            f"Received: {', '.join(per_list)}"
-        )
-    return per_list
+    return plain

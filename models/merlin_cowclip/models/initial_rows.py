@@ -1,4 +1,4 @@
-"""What the rows of a fused table are before training."""
+"""Initial rows of a fused table: N(0, σ), untrained rows zero."""
 
 from __future__ import annotations
 
@@ -19,11 +19,7 @@ _BLOCK = 1 << 16  # rows that are drawn together
 
 
 def standard_deviation(stddev: Any) -> float:
-    """A σ as it is given, as a float.
-
-    Raises:
-      ValueError: it is no number, below 0, or not finite.
-    """
+    """A σ as a float; a ValueError if it is negative or not finite."""
     value = float(stddev) if isinstance(stddev, numbers.Real) else float("nan")
     if not 0 <= value < float("inf"):
         raise ValueError(f"stddev must be finite and not negative. Received: stddev={stddev!r}")
@@ -32,12 +28,7 @@ def standard_deviation(stddev: Any) -> float:
 
 @tf.keras.utils.register_keras_serializable(package="merlin_cowclip")
 class TableInitializer(tf.keras.initializers.Initializer):
-    """N(0, stddev) with some rows at zero.
-
-    Args:
-      stddev: standard deviation σ; 0 for a table of zeros.
-      zero_rows: row numbers that start at zero.
-    """
+    """N(0, stddev) with `zero_rows`, numbers of rows, at zero; stddev 0 for a table of zeros."""
 
     def __init__(self, stddev: float, zero_rows: Sequence[int] | np.ndarray = ()) -> None:
         self.stddev = standard_deviation(stddev)
@@ -48,37 +39,28 @@ class TableInitializer(tf.keras.initializers.Initializer):
         if self.stddev == 0:
             return tf.zeros(shape, dtype or tf.float32)
         values = tf.random.normal(shape, stddev=self.stddev, dtype=dtype or tf.float32)
-        if not len(self.zero_rows):
-            return values
         at = tf.constant(self.zero_rows)[:, tf.newaxis]
         zeros = tf.zeros([len(self.zero_rows), shape[1]], values.dtype)
         return tf.tensor_scatter_nd_update(values, at, zeros)
 
     def of_shard(self, shard: Shard, shape: Any, dtype: Any = None, **kwargs: Any) -> tf.Tensor:
-        """The rows of a V×d table that this rank has; on all ranks at once.
+        """This rank's rows of a V×d table; on all ranks at once.
 
-        The table is drawn anew from rank 0's random state, in blocks, and is the same for any
-        number of ranks.
-
-        Args:
-          shard: which rows it has.
-          shape: of these.
-          dtype: of the table.
-          kwargs: of Keras's, not used.
+        Drawn in blocks from a seed of rank 0: the same table for any number of ranks, but not that
+        of `__call__`.
         """
         dtype = tf.as_dtype(dtype or tf.float32)
         values = np.zeros(shape, dtype.as_numpy_dtype)
         if self.stddev == 0:
             return tf.constant(values)
-        seed = int(tf.random.uniform([], maxval=2**31 - 1, dtype=tf.int32))
-        seed = of_all_ranks(seed)[0]
+        seed = of_all_ranks(int(tf.random.uniform([], maxval=2**31 - 1, dtype=tf.int32)))[0]
         done = 0
         for number, start in enumerate(range(0, shard.num_rows, _BLOCK)):
-            size = min(_BLOCK, shard.num_rows - start)
-            block = tf.random.stateless_normal(
-                [size, shape[1]], (seed, number), stddev=self.stddev, dtype=dtype
+            size = [min(_BLOCK, shard.num_rows - start), shape[1]]
+            drawn = tf.random.stateless_normal(
+                size, (seed, number), stddev=self.stddev, dtype=dtype
             )
-            mine = block.numpy()[(shard.rank - start) % shard.size :: shard.size]
+            mine = drawn.numpy()[(shard.rank - start) % shard.size :: shard.size]
             values[done : done + len(mine)] = mine
             done += len(mine)
         here = self.zero_rows[self.zero_rows % shard.size == shard.rank]
@@ -91,31 +73,20 @@ class TableInitializer(tf.keras.initializers.Initializer):
 
 
 def untrained_rows(columns: Sequence[ColumnSchema], ranges: RowRanges) -> np.ndarray:
-    """Rows that no training row has, whichever field reads them: int64, rising."""
+    """Rows that no training row of any field has: int64, rising."""
     untrained: dict[int, np.ndarray] = {}
     for column in columns:
-        ids = _untrained_ids(column)
-        ids, first = ids[ids < cardinality(column)], ranges.first_row(column.name)
+        ids, first = _untrained_ids(column), ranges.first_row(column.name)
+        ids = ids[ids < cardinality(column)]
         untrained[first] = np.intersect1d(untrained.get(first, ids), ids)
     return np.sort(np.concatenate([first + ids for first, ids in untrained.items()]))
 
 
 def _untrained_ids(column: ColumnSchema) -> np.ndarray:
-    """Ids that no training row has: padding, and of the others those that prepared data counted.
-
-    Of a schema that tells of no counts, the unknown ones unless Categorify may have made some: it
-    does below a threshold, beyond a size, and by hashing without a vocabulary. With a whole
-    vocabulary, buckets only spread the ids that training has not seen.
-    """
-    given = column.properties
-    counted = given.get("untrained_ids")  # first ones and ends in turn; read back as floats
-    if counted is not None:
-        ends = [int(end) for end in counted]
-        spans = zip(ends[::2], ends[1::2], strict=True)
-        return np.concatenate([[PADDING_ID], *(np.arange(*span) for span in spans)])
-    truncated = 0 < (given.get("max_size") or 0) <= cardinality(column)
-    below = (given.get("freq_threshold") or 0) > 1
-    buckets = int(given.get("num_buckets") or 1)
-    if truncated or below or (buckets > 1 and not given.get("cat_path")):
-        return np.array([PADDING_ID])
-    return np.array([PADDING_ID, *range(UNKNOWN_ID, UNKNOWN_ID + buckets)])
+    """Padding, and the ids that prepared data counted no training row of; else the unknown id."""
+    counted = column.properties.get("untrained_ids")  # starts and ends in turn; read as floats
+    if counted is None:
+        return np.array([PADDING_ID, UNKNOWN_ID])
+    ends = [int(end) for end in counted]
+    spans = zip(ends[::2], ends[1::2], strict=True)
+    return np.concatenate([[PADDING_ID], *(np.arange(*span) for span in spans)])

@@ -1,88 +1,89 @@
-"""The paper's networks as Merlin models: a block and a name make a builder.
-
-What a builder takes, and the defaults, are its block's own.
-"""
+"""The paper's networks as Merlin models: one builder each."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeAlias
+
+from merlin.schema import Schema
 
 from merlin_cowclip.models.ctr_block import CTRBlock, as_model
 from merlin_cowclip.models.dcn import DCNBlock, DCNv2Block
-from merlin_cowclip.models.deepfm import DeepFMBlock
+from merlin_cowclip.models.deepfm import (
+    DeepFMBlock,
+    FMBlock,
+    LogisticRegressionBlock,
+    WideAndDeepBlock,
+)
 from merlin_cowclip.models.dlrm import DLRMBlock
-from merlin_cowclip.models.linear import FMBlock, LogisticRegressionBlock
-from merlin_cowclip.models.wide_and_deep import WideAndDeepBlock
 from merlin_cowclip.plugins._stack import mm
 
-
-def builder(name: str, block: type[CTRBlock], description: str) -> Callable[..., mm.Model]:
-    """The function `name(schema, *, …)` that makes a model of a block.
-
-    Args:
-      name: the function's.
-      block: whose arguments it takes, those of the block's own bases first.
-      description: its docstring.
-    """
-    signature = _signature(block)
-
-    def build(*arguments: Any, **options: Any) -> mm.Model:
-        given = signature.bind(*arguments, **options).arguments
-        return as_model(block(**given), given["schema"])
-
-    build.__name__ = build.__qualname__ = name
-    build.__doc__ = description
-    build.__signature__ = signature  # type: ignore[attr-defined]
-    return build
+Combiner: TypeAlias = str | Mapping[str, str]
 
 
-def _signature(block: type[CTRBlock]) -> inspect.Signature:
-    """`(schema, *, …)`, the options in the order in which the block's classes add them."""
-    classes = [cls for cls in reversed(block.__mro__) if issubclass(cls, CTRBlock)]
-    taken = {
-        parameter.name: parameter
-        for cls in classes
-        for parameter in inspect.signature(cls.__init__).parameters.values()
-        if parameter.name != "self" and parameter.kind is not parameter.VAR_KEYWORD
-    }
-    return inspect.Signature(list(taken.values()), return_annotation="mm.Model")
+def _model(block: type[CTRBlock], *, schema: Schema, **options: Any) -> mm.Model:
+    return as_model(block(schema, **options), schema)
 
 
-lr = builder(
-    "lr",
-    LogisticRegressionBlock,
+def lr(
+    schema: Schema,
+    *,
+    embedding_dim: int = 10,
+    mlp: Sequence[int] = (400, 400, 400),
+    stddev: float = 1e-2,
+    combiner: Combiner = "mean",
+    sharded: bool = False,
+) -> mm.Model:
     """Logistic regression: one weight per id and continuous feature, and a bias.
 
-    `embedding_dim`, `mlp` and `stddev` are there so that builders can take each other's place; this
-    network has neither embeddings nor layers. For the other arguments and errors see `deepfm`.
-    """,
-)
+    Arguments and errors are those of `deepfm`. `embedding_dim`, `mlp` and `stddev` have no effect:
+    this network has neither embeddings nor layers.
+    """
+    return _model(LogisticRegressionBlock, **locals())
 
-fm = builder(
-    "fm",
-    FMBlock,
+
+def fm(
+    schema: Schema,
+    *,
+    embedding_dim: int = 10,
+    mlp: Sequence[int] = (400, 400, 400),
+    stddev: float = 1e-2,
+    combiner: Combiner = "mean",
+    sharded: bool = False,
+) -> mm.Model:
     """Factorization machine of second order over the ids; continuous features enter linearly.
 
-    `mlp` is there so that builders can take each other's place; this network has no layers. For the
-    other arguments and errors see `deepfm`.
-    """,
-)
+    Arguments and errors are those of `deepfm`. `mlp` has no effect: this network has no layers.
+    """
+    return _model(FMBlock, **locals())
 
-wide_and_deep = builder(
-    "wide_and_deep",
-    WideAndDeepBlock,
+
+def wide_and_deep(
+    schema: Schema,
+    *,
+    embedding_dim: int = 10,
+    mlp: Sequence[int] = (400, 400, 400),
+    stddev: float = 1e-2,
+    combiner: Combiner = "mean",
+    sharded: bool = False,
+) -> mm.Model:
     """Wide & Deep as in the paper (Section 4.1, Appendix A; 0.431M network weights on Criteo).
 
-    For arguments and errors see `deepfm`.
-    """,
-)
+    Arguments and errors are those of `deepfm`.
+    """
+    return _model(WideAndDeepBlock, **locals())
 
-deepfm = builder(
-    "deepfm",
-    DeepFMBlock,
+
+def deepfm(
+    schema: Schema,
+    *,
+    embedding_dim: int = 10,
+    mlp: Sequence[int] = (400, 400, 400),
+    stddev: float = 1e-2,
+    combiner: Combiner = "mean",
+    sharded: bool = False,
+) -> mm.Model:
     """DeepFM as in the paper (Section 4.1, Appendix A; 0.431M network weights on Criteo).
 
     Args:
@@ -97,38 +98,64 @@ deepfm = builder(
     Raises:
       ValueError: the schema has no categorical column or not exactly one target, or an argument
         is out of range.
-    """,
-)
+    """
+    return _model(DeepFMBlock, **locals())
 
-dcn = builder(
-    "dcn",
-    DCNBlock,
+
+def dcn(
+    schema: Schema,
+    *,
+    embedding_dim: int = 10,
+    mlp: Sequence[int] = (400, 400, 400),
+    stddev: float = 1e-2,
+    combiner: Combiner = "mean",
+    sharded: bool = False,
+    cross_layers: int = 3,
+) -> mm.Model:
     """Deep & Cross with vectors as in the paper (Section 4.1, Appendix A; 0.433M network weights).
 
-    `cross_layers` is the depth of the cross stream. For the other arguments and errors: `deepfm`.
-    """,
-)
+    Arguments and errors are those of `deepfm`, and `cross_layers`, the depth of the cross stream.
+    """
+    return _model(DCNBlock, **locals())
 
-dcn_v2 = builder(
-    "dcn_v2",
-    DCNv2Block,
+
+def dcn_v2(
+    schema: Schema,
+    *,
+    embedding_dim: int = 10,
+    mlp: Sequence[int] = (400, 400, 400),
+    stddev: float = 1e-2,
+    combiner: Combiner = "mean",
+    sharded: bool = False,
+    cross_layers: int = 3,
+    low_rank_dim: int | None = None,
+) -> mm.Model:
     """Deep & Cross with matrices as in the paper (Section 4.1, Appendix A; 0.655M network weights).
 
-    `cross_layers` is the depth of the cross stream, `low_rank_dim` the rank of its matrices; `None`
-    is full rank, as in the paper's formula. For the other arguments and errors see `deepfm`.
-    """,
-)
+    Arguments and errors are those of `dcn`, and `low_rank_dim`, the rank of the cross matrices;
+    `None` is full rank, as in the paper's formula.
+    """
+    return _model(DCNv2Block, **locals())
 
-dlrm = builder(
-    "dlrm",
-    DLRMBlock,
+
+def dlrm(
+    schema: Schema,
+    *,
+    embedding_dim: int = 10,
+    mlp: Sequence[int] = (400, 400, 400),
+    stddev: float = 1e-2,
+    combiner: Combiner = "mean",
+    sharded: bool = False,
+    bottom_mlp: Sequence[int] = (512, 256, 64),
+) -> mm.Model:
     """DLRM, the baseline of the paper's Tables 5 and 11.
 
-    `mlp` are the units of the top MLP's ReLU layers, `bottom_mlp` those of the bottom MLP's, which
-    one more of width `embedding_dim` follows; it takes the numbers, and without any is not made.
-    For the other arguments and errors see `deepfm`.
-    """,
-)
+    Arguments and errors are those of `deepfm`. `mlp` are the units of the top MLP's ReLU layers,
+    `bottom_mlp` those of the bottom MLP's, which a layer of width `embedding_dim` follows. The
+    bottom MLP takes the continuous features; without any there is none.
+    """
+    return _model(DLRMBlock, **locals())
+
 
 MODELS: Mapping[str, Callable[..., mm.Model]] = MappingProxyType(
     {made.__name__: made for made in (lr, fm, wide_and_deep, deepfm, dcn, dcn_v2, dlrm)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,8 +14,7 @@ class RowRanges:
     """The rows of a table, divided by domain.
 
     Fields whose int domains have one name share its rows, as they share a table in Merlin's
-    `mm.Embeddings`: those that `Categorify(encode_type="joint")` encodes with one vocabulary. A
-    domain without a name is its field's own.
+    `mm.Embeddings`. A domain without a name is its field's own.
 
     Attributes:
       offsets: first row of each domain, in the order in which fields first name them; then V.
@@ -45,11 +45,8 @@ class RowRanges:
                     f"{column.name!r} with {size}, both of the domain {domain_name(column)!r}. "
                     "Encode them jointly, or give their domains different names."
                 )
-        offsets = [0]
-        for column in first:
-            offsets.append(offsets[-1] + cardinality(column))
-        range_of = {column.name: numbers[domain_name(column)] for column in columns}
-        return cls(tuple(offsets), range_of)
+        offsets = itertools.accumulate(map(cardinality, first), initial=0)
+        return cls(tuple(offsets), {c.name: numbers[domain_name(c)] for c in columns})
 
     def first_row(self, field: str) -> int:
         """The row of a field's id 0."""
@@ -57,17 +54,13 @@ class RowRanges:
 
 
 def cardinality(column: ColumnSchema) -> int:
-    """Ids of a categorical column, special ones included.
-
-    Raises:
-      ValueError: it has no int domain.
-    """
+    """Ids of a categorical column, special ones included; a ValueError without an int domain."""
     domain = column.int_domain
     if domain is None or domain.max is None:
         raise ValueError(
-            f"Column {column.name!r} must have an int domain with a max (its cardinality - 1). "
-            "Take the schema of an NVTabular workflow with Categorify, or say it of what Bucketize "
-            "made, which does not: column.with_properties({'domain': {'min': 0, 'max': 9}})."
+            f"Column {column.name!r} must have an int domain with a max (its cardinality - 1), as "
+            "Categorify writes it. Behind another operator, such as Bucketize, set it: "
+            "column.with_properties({'domain': {'min': 0, 'max': 9}})."
         )
     return int(domain.max) + 1
 

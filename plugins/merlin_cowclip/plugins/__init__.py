@@ -44,38 +44,23 @@ if TYPE_CHECKING:
     from merlin_cowclip.plugins.tables import HasTables, TableSpec
     from merlin_cowclip.plugins.whole import whole_tables
 
-_HOME = {
-    "CLIP_RULES": "clipping",
-    "CowClipAdam": "adam",
-    "CowClipOptimizer": "optimizer",
-    "CowClipSokOptimizer": "sok",
-    "FieldStatistics": "statistics",
-    "HasTables": "tables",
-    "Hyperparameters": "scaling",
-    "K": "scaling",
-    "LinearWarmup": "schedules",
-    "Lookup": "counting",
-    "LookupRecorder": "counting",
-    "NotFinite": "finite",
-    "PRESETS": "presets",
-    "NormBin": "statistics",
-    "RowStatistics": "statistics",
-    "SCALING_RULES": "scaling",
-    "StepStatistics": "statistics",
-    "TableSpec": "tables",
-    "clip_by_adaptive_column_norm": "clipping",
-    "clip_by_adaptive_field_norm": "clipping",
-    "clip_by_column_norm": "clipping",
-    "clip_by_field_norm": "clipping",
-    "clip_by_global_norm": "clipping",
-    "load_model": "saving",
-    "preset": "presets",
-    "recipe": "scaling",
-    "save_model": "saving",
-    "scale": "scaling",
-    "scaling_table": "scaling",
-    "whole_tables": "whole",
+_NAMES = {
+    "adam": "CowClipAdam",
+    "clipping": "CLIP_RULES clip_by_adaptive_column_norm clip_by_adaptive_field_norm "
+    "clip_by_column_norm clip_by_field_norm clip_by_global_norm",
+    "counting": "Lookup LookupRecorder",
+    "finite": "NotFinite",
+    "optimizer": "CowClipOptimizer",
+    "presets": "PRESETS preset",
+    "saving": "load_model save_model",
+    "scaling": "Hyperparameters K SCALING_RULES recipe scale scaling_table",
+    "schedules": "LinearWarmup",
+    "sok": "CowClipSokOptimizer",
+    "statistics": "FieldStatistics NormBin RowStatistics StepStatistics",
+    "tables": "HasTables TableSpec",
+    "whole": "whole_tables",
 }
+_HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 __all__ = sorted(_HOME)
 

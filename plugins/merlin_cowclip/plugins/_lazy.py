@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -10,7 +11,7 @@ from typing import Any
 def on_first_use(
     package: str, homes: Mapping[str, str]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """A module's ``__getattr__`` and ``__dir__`` (PEP 562).
+    """A module's ``__getattr__`` and ``__dir__`` (PEP 562); it has a ``__version__`` as well.
 
     Args:
         package: the module's ``__name__``.
@@ -18,6 +19,8 @@ def on_first_use(
     """
 
     def load(name: str) -> Any:
+        if name == "__version__":
+            return importlib.metadata.version("merlin-cowclip")
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         return getattr(importlib.import_module(f"{package}.{homes[name]}"), name)

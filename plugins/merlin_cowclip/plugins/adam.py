@@ -261,8 +261,6 @@ class CowClipAdam(SumsRows, WaitingRows, RefusesOptions, mm.LazyAdam):
         known = RowNorms(
             tf.concat(norms, axis=0),
             tf.concat([row_norms(table.rows) for table in tables], axis=0),
-            # A row that no sample holds (padding, a tied output's) is clipped as of count 1.
-            tf.concat([_of_rows(tf.maximum(t.counts, 1.0), t, v) for t, v in pairs], axis=0),
             tf.concat([_of_rows(table.counts, table, v) for table, v in pairs], axis=0),
             fields,
             num_fields,

@@ -86,20 +86,6 @@ def whole_number(name: str, value: Any, most: int | None = None, *, least: int =
     return value
 
 
-def whole_number_or_none(name: str, value: Any, none: str) -> int | None:
-    """`value`, a positive whole number, or `None`, of which `none` says what it stands for.
-
-    Raises:
-      ValueError: it is something else.
-    """
-    if value is not None and not is_whole(value, 1):
-        raise ValueError(
-            f"{name} must be a positive whole number, or None for {none}. Received: "
-            f"{name}={value!r}"
-        )
-    return value
-
-
 def layer_units(name: str, units: Any) -> tuple[int, ...]:
     """The units of an MLP's layers, at least one.
 

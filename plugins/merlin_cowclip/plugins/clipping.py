@@ -28,8 +28,7 @@ class RowNorms(NamedTuple):
 
     gradients: tf.Tensor  # U, norms of the gradient rows, float32 or wider
     rows: tf.Tensor  # U, norms of the embedding rows before the update
-    counts: tf.Tensor  # U, samples of the batch that hold the id; 1 of a row that none holds
-    samples: tf.Tensor  # U, the same, but 0
+    counts: tf.Tensor  # U, samples of the batch that hold the id; 0 for padding and unread rows
     fields: tf.Tensor  # U, int64 number of the field that the row belongs to
     num_fields: int
     over_all: Callable[[tf.Tensor, str], tf.Tensor] = _of_one_rank
@@ -78,18 +77,22 @@ def _column_lengths(norms: RowNorms, threshold: float) -> tf.Tensor:
 
 
 def _adaptive_field_lengths(norms: RowNorms, ratio: float, floor: float) -> tf.Tensor:
-    samples = tf.cast(norms.samples, norms.gradients.dtype)
-    samples = tf.math.unsorted_segment_sum(samples, norms.fields, norms.num_fields)
-    samples = tf.maximum(norms.over_all(samples, "sum"), 1.0)  # a field that none holds: as a row
-    samples = tf.gather(samples, norms.fields)
-    bound = samples * tf.maximum(ratio * _field_norms(norms.rows, norms), floor)
+    counts = tf.cast(norms.counts, norms.gradients.dtype)
+    counts = tf.math.unsorted_segment_sum(counts, norms.fields, norms.num_fields)
+    counts = tf.gather(_at_least_one(norms.over_all(counts, "sum")), norms.fields)
+    bound = counts * tf.maximum(ratio * _field_norms(norms.rows, norms), floor)
     whole = _field_norms(norms.gradients, norms)
     return _share(norms.gradients, whole, tf.minimum(whole, bound))
 
 
 def _adaptive_column_lengths(norms: RowNorms, ratio: float, floor: float) -> tf.Tensor:
-    counts = tf.cast(norms.counts, norms.gradients.dtype)
+    counts = tf.cast(_at_least_one(norms.counts), norms.gradients.dtype)
     return tf.minimum(norms.gradients, counts * tf.maximum(ratio * norms.rows, floor))
+
+
+def _at_least_one(counts: tf.Tensor) -> tf.Tensor:
+    """A row or field that no sample holds is clipped as if one did: a bound of 0 freezes it."""
+    return tf.maximum(counts, tf.ones_like(counts))
 
 
 def _field_norms(norms: tf.Tensor, of: RowNorms) -> tf.Tensor:
@@ -160,21 +163,58 @@ CLIP_RULES: Mapping[str, ClipRule] = MappingProxyType(
 """The five rules by name (Table 6, Section 4.3)."""
 
 
-def clip_by_global_norm(
-    gradients: tf.Tensor, rows: tf.Tensor, counts: tf.Tensor, *, threshold: float
+def clip_by_adaptive_column_norm(
+    gradients: tf.Tensor, rows: tf.Tensor, counts: tf.Tensor, *, ratio: float, floor: float
 ) -> tf.Tensor:
-    """All rows together are bounded by a constant: `g ← g · min(1, c / ‖g‖)` (Section 3.2).
+    """CowClip: each id's gradient is bounded by its own count and the norm of its own row.
+
+    `g_k ← g_k · min(1, clip_k / ‖g_k‖)` with `clip_k = cnt_k · max(r·‖w_k‖, ζ)` (Algorithm 1,
+    lines 8 and 9; "column" is the paper's word for what is a row of a Keras table). The paper's
+    published code writes `cnt · r · max(‖w‖, floor′)`: its floor is ζ / r.
 
     Args:
       gradients: U×d, one summed gradient per id, L2 included.
-      rows: U×d, the ids' embeddings before the update; not used.
-      counts: U, samples of the batch that hold the id; not used.
-      threshold: c, in units of the gradient's norm.
+      rows: U×d, the ids' embeddings before the update.
+      counts: U, samples of the batch that hold the id; 0 is clipped as 1.
+      ratio: r.
+      floor: ζ, in units of the gradient's norm.
 
     Returns:
-      U×d, of the gradients' dtype.
+      U×d, of the gradients' dtype. A zero gradient stays zero.
     """
-    return _clip("global", gradients, rows, counts, threshold=threshold)
+    return _clip("adaptive_column", gradients, rows, counts, ratio=ratio, floor=floor)
+
+
+def clip_by_adaptive_field_norm(
+    gradients: tf.Tensor,
+    rows: tf.Tensor,
+    counts: tf.Tensor,
+    *,
+    ratio: float,
+    floor: float,
+    fields: tf.Tensor | None = None,
+    num_fields: int = 1,
+) -> tf.Tensor:
+    """The rows of each field are bounded by `n · max(r·‖W_u‖, ζ)` (Adaptive Field-wise GC).
+
+    `‖W_u‖` is the norm over the field's rows in the batch; n is the sum of their counts, at least
+    1: for a one-hot field the samples of the batch. Rows of count 0 belong to the field's norms.
+
+    Arguments and result are those of `clip_by_adaptive_column_norm`. Besides, `fields` are U
+    numbers of the rows' fields, from 0 to `num_fields` - 1; `None` for one field.
+    """
+    parameters = {"ratio": ratio, "floor": floor}
+    return _clip("adaptive_field", gradients, rows, counts, fields, num_fields, **parameters)
+
+
+def clip_by_column_norm(
+    gradients: tf.Tensor, rows: tf.Tensor, counts: tf.Tensor, *, threshold: float
+) -> tf.Tensor:
+    """Each row is bounded by a constant (Table 6, Column-wise GC; a column is a row of ours).
+
+    Arguments and result are those of `clip_by_global_norm`.
+    """
+    return _clip("column", gradients, rows, counts, threshold=threshold)
 
 
 def clip_by_field_norm(
@@ -188,96 +228,20 @@ def clip_by_field_norm(
 ) -> tf.Tensor:
     """The rows of each field together are bounded by a constant (Table 6, Field-wise GC).
 
-    Args:
-      gradients: U×d, one summed gradient per id, L2 included.
-      rows: U×d, the ids' embeddings before the update; not used.
-      counts: U, samples of the batch that hold the id; not used.
-      threshold: c, the bound of each field, in units of the gradient's norm.
-      fields: U, number of each row's field, 0 to `num_fields` - 1; `None` for one field.
-      num_fields: how many fields there are.
-
-    Returns:
-      U×d, of the gradients' dtype.
+    Arguments are those of `clip_by_global_norm`, and the fields of `clip_by_adaptive_field_norm`.
     """
-    of = (fields, num_fields)
-    return _clip("field", gradients, rows, counts, *of, threshold=threshold)
+    return _clip("field", gradients, rows, counts, fields, num_fields, threshold=threshold)
 
 
-def clip_by_column_norm(
+def clip_by_global_norm(
     gradients: tf.Tensor, rows: tf.Tensor, counts: tf.Tensor, *, threshold: float
 ) -> tf.Tensor:
-    """Each row is bounded by a constant (Table 6, Column-wise GC; a column is a row of ours).
+    """All rows together are bounded by a constant: `g ← g · min(1, c / ‖g‖)` (Section 3.2).
 
-    Args:
-      gradients: U×d, one summed gradient per id, L2 included.
-      rows: U×d, the ids' embeddings before the update; not used.
-      counts: U, samples of the batch that hold the id; not used.
-      threshold: c, in units of the gradient's norm.
-
-    Returns:
-      U×d, of the gradients' dtype.
+    Arguments and result are those of `clip_by_adaptive_column_norm`, but c, the `threshold`, in
+    units of the gradient's norm. `rows` and `counts` are not used.
     """
-    return _clip("column", gradients, rows, counts, threshold=threshold)
-
-
-def clip_by_adaptive_field_norm(
-    gradients: tf.Tensor,
-    rows: tf.Tensor,
-    counts: tf.Tensor,
-    *,
-    ratio: float,
-    floor: float,
-    fields: tf.Tensor | None = None,
-    num_fields: int = 1,
-) -> tf.Tensor:
-    """The rows of each field are bounded by the samples and the norm of the field's rows.
-
-    Threshold: `n · max(r·‖W_u‖, ζ)` (Table 6, Adaptive Field-wise GC), the norm over the field's
-    rows in the batch; n is the sum of the field's counts, the samples of the batch for a one-hot
-    field. A row that no sample holds (padding, or any other of a tied output) is one of the rows,
-    but of count 0; n is 1 at least.
-
-    Args:
-      gradients: U×d, one summed gradient per id, L2 included.
-      rows: U×d, the ids' embeddings before the update.
-      counts: U, samples of the batch that hold the id.
-      ratio: r.
-      floor: ζ, in units of the gradient's norm.
-      fields: U, number of each row's field, 0 to `num_fields` - 1; `None` for one field.
-      num_fields: how many fields there are.
-
-    Returns:
-      U×d, of the gradients' dtype.
-    """
-    of = (fields, num_fields)
-    return _clip("adaptive_field", gradients, rows, counts, *of, ratio=ratio, floor=floor)
-
-
-def clip_by_adaptive_column_norm(
-    gradients: tf.Tensor,
-    rows: tf.Tensor,
-    counts: tf.Tensor,
-    *,
-    ratio: float,
-    floor: float,
-) -> tf.Tensor:
-    """CowClip: each id's gradient is bounded by its own count and the norm of its own row.
-
-    `g_k ← g_k · min(1, clip_k / ‖g_k‖)` with `clip_k = cnt_k · max(r·‖w_k‖, ζ)` (Algorithm 1,
-    lines 8 and 9; "column" is the paper's word for what is a row of a Keras table). The paper's
-    published code writes `cnt · r · max(‖w‖, floor′)`: its floor is ζ / r.
-
-    Args:
-      gradients: U×d, one summed gradient per id, L2 included.
-      rows: U×d, the ids' embeddings before the update.
-      counts: U, samples of the batch that hold the id; 0, of a row that none holds, goes as 1.
-      ratio: r.
-      floor: ζ, in units of the gradient's norm.
-
-    Returns:
-      U×d, of the gradients' dtype. A zero gradient stays zero.
-    """
-    return _clip("adaptive_column", gradients, rows, counts, ratio=ratio, floor=floor)
+    return _clip("global", gradients, rows, counts, threshold=threshold)
 
 
 def absent_rows(
@@ -324,8 +288,7 @@ def _clip(
     norms = row_norms(gradients)
     if fields is None:
         fields = tf.zeros(tf.shape(norms), tf.int64)
-    clipped_as = tf.maximum(counts, tf.ones_like(counts))  # a row that no sample holds: as of one
-    known = RowNorms(norms, row_norms(rows), clipped_as, counts, fields, num_fields)
+    known = RowNorms(norms, row_norms(rows), counts, fields, num_fields)
     return with_lengths(gradients, norms, CLIP_RULES[name].lengths(known, **parameters))
 
 

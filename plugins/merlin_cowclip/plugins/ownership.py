@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from merlin_cowclip.plugins._stack import RevivedLayer, Tags, tf
+from merlin_cowclip.plugins._text import format_table
 from merlin_cowclip.plugins.merlin_tables import find_tables
-from merlin_cowclip.plugins.scaling import format_table
 from merlin_cowclip.plugins.tables import TableSpec, distinct_names
 
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 import dataclasses
 import math
 import numbers
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
+from merlin_cowclip.plugins._text import format_table
 from merlin_cowclip.plugins.checks import is_whole, make_plain
 
 K = 1024
@@ -41,9 +42,14 @@ class Hyperparameters:
       init_stddev: standard deviation σ of the normal initialisation of the embedding tables.
       warmup_epochs: epochs over which the dense learning rate rises linearly from 1e-8.
 
+    `print` shows the values as a table; of those that `scale` returns, beside the values before.
+
     Raises:
+      TypeError: no hyperparameter has that name.
       ValueError: a value lies outside its range.
     """
+
+    _scaled: ClassVar[tuple[Hyperparameters, str] | None] = None  # from which and by which rule
 
     batch_size: int = 1 * K
     dense_lr: float = 8e-4
@@ -55,6 +61,18 @@ class Hyperparameters:
     clip_threshold: float | None = None
     init_stddev: float = 1e-2
     warmup_epochs: float = 1.0
+
+    def __new__(cls, *values: Any, **named: Any) -> Hyperparameters:
+        """Suggest names in place of an unknown one: `dense_lr` and `embedding_lr` for `lr`."""
+        known = [field.name for field in dataclasses.fields(cls)]
+        for name in named.keys() - known:
+            alike = [one for one in known if name.replace("learning_rate", "lr") in one]
+            raise TypeError(
+                f"Hyperparameters has no argument {name!r}. Use {' and '.join(alike)}."
+                if alike
+                else f"Hyperparameters has no argument {name!r}, only {', '.join(known)}."
+            )
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         if not is_whole(self.batch_size, numpys=True):
@@ -78,20 +96,18 @@ class Hyperparameters:
         return dataclasses.asdict(self)
 
     def __str__(self) -> str:
+        if self._scaled is not None:
+            tuned, rule = self._scaled
+            return f"{scaling_table(tuned, self)}\nrule: {rule}, {SCALING_RULES[rule].paper}"
         rows = [(name, _show(value)) for name, value in self.to_dict().items()]
         return format_table(("hyperparameter", "value"), rows)
 
 
 def check_number(name: str, value: Any, *, positive: bool = False) -> float:
-    """`value` as a finite float >= 0 (> 0 where `positive`), or a ValueError that names it.
-
-    It may be one of NumPy's.
-    """
-    wanted = "a positive number" if positive else "a number that is not negative"
+    """`value` (NumPy's too) as a finite float >= 0, > 0 where `positive`, or a ValueError."""
     is_real = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    if not is_real or not math.isfinite(value):
-        raise ValueError(f"{name} must be {wanted}. Received: {name}={value!r}")
-    if value < 0 or (positive and value == 0):
+    if not is_real or not math.isfinite(value) or value < 0 or (positive and value == 0):
+        wanted = "a positive number" if positive else "a number that is not negative"
         raise ValueError(f"{name} must be {wanted}. Received: {name}={value!r}")
     return float(value)
 
@@ -114,21 +130,6 @@ def check_clip(clip: str | None, threshold: float | None) -> None:
             f"clip_threshold belongs to {', '.join(CONSTANT_CLIPS)}. Received: "
             f"clip_threshold={threshold!r} with clip={clip!r}"
         )
-
-
-def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A plain-text table: first column to the left, all others to the right."""
-    lines = [header, *rows]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
-
-    def show(line: Sequence[str]) -> str:
-        first, *rest = (
-            cell.ljust(w) if i == 0 else cell.rjust(w)
-            for i, (cell, w) in enumerate(zip(line, widths, strict=True))
-        )
-        return "  ".join((first, *rest)).rstrip()
-
-    return "\n".join([show(header), "  ".join("-" * w for w in widths), *map(show, rows)])
 
 
 def _show(value: Any) -> str:
@@ -187,16 +188,8 @@ SCALING_RULES: Mapping[str, ScalingRule] = MappingProxyType(
 )
 """The six rules by name (Section 3.1 and Table 2)."""
 
-_ALIASES = {
-    "no": "none",
-    "sqrt*": "sqrt_star",
-    "sqrt-star": "sqrt_star",
-    "lr": "linear",
-    "n2-lambda": "n2_lambda",
-    "n²–λ": "n2_lambda",
-    "n²-λ": "n2_lambda",
-    "empirical": "n2_lambda",
-}
+_ALIASES = {"sqrt*": "sqrt_star", "empirical": "n2_lambda"}
+"""The paper's other names."""
 
 
 def find_rule(name: str) -> ScalingRule:
@@ -241,24 +234,24 @@ def scale(tuned: Hyperparameters, *, to: int, rule: str = "cowclip") -> Hyperpar
         raise ValueError(f"to must be a positive whole number of samples. Received: to={to!r}")
     to = int(to)
     s = to / tuned.batch_size
-    return tuned.replace(
+    threshold = tuned.clip_threshold
+    scaled = tuned.replace(
         batch_size=to,
         dense_lr=tuned.dense_lr * found.dense_lr(s),
         embedding_lr=tuned.embedding_lr * found.embedding_lr(s),
         l2=tuned.l2 * found.l2(s),
-        clip_threshold=None
-        if tuned.clip_threshold is None
-        else tuned.clip_threshold * math.sqrt(s),
+        clip_threshold=None if threshold is None else threshold * math.sqrt(s),
     )
+    object.__setattr__(scaled, "_scaled", (tuned, found.name))
+    return scaled
 
 
 def scaling_table(tuned: Hyperparameters, scaled: Hyperparameters) -> str:
-    """Base and scaled values side by side, for a person to read."""
-    before, after = tuned.to_dict(), scaled.to_dict()
+    """Base and scaled values side by side, with their factors, for a person to read."""
     rows = []
-    for name, value in before.items():
-        new = after[name]
-        moved = isinstance(value, (int, float)) and isinstance(new, (int, float)) and value != new
-        factor = f"x {new / value:.6g}" if moved and value else ""
+    for name, value in tuned.to_dict().items():
+        new = getattr(scaled, name)
+        are_numbers = isinstance(value, int | float) and isinstance(new, int | float)
+        factor = f"x {new / value:.6g}" if are_numbers and value and new != value else ""
         rows.append((name, _show(value), _show(new), factor))
-    return format_table(("hyperparameter", "base", "scaled", ""), rows)
+    return format_table(("hyperparameter", "base", "scaled", "factor"), rows)

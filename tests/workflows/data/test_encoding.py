@@ -11,7 +11,6 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from merlin_cowclip.plugins.id_text import as_text
 from merlin_cowclip.workflows.data import encoding
 from merlin_cowclip.workflows.data.arrow_ids import mixed_as_text
 from merlin_cowclip.workflows.data.encoding import (
@@ -20,6 +19,7 @@ from merlin_cowclip.workflows.data.encoding import (
     unit_range,
     widened,
 )
+from merlin_cowclip.workflows.data.id_text import as_text
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.quiet import quiet_imports
 

@@ -141,7 +141,7 @@ def test_from_dict_refuses(values, message):
         ({"cross_layers": 2}, "cross_layers belongs to dcn, dcn_v2. .*model='deepfm'"),
         ({"model": "dcn", "cross_layers": 1.5}, "cross_layers must be .*cross_layers=1.5"),
         ({"model": "dcn", "low_rank_dim": 2}, "low_rank_dim belongs to dcn_v2. .*model='dcn'"),
-        ({"model": "dcn_v2", "low_rank_dim": -1}, "low_rank_dim must be .* None for full rank"),
+        ({"model": "dcn_v2", "low_rank_dim": -1}, "low_rank_dim must be a positive"),
         ({"model": "dlrm", "bottom_mlp": (8, -1)}, "bottom_mlp must be at least one positive"),
         ({"combiner": {"genres": "max"}}, "combiner must be one of mean, sum, sqrtn, .*'genres'"),
         ({"clip_tables": "C1"}, "clip_tables must be a list of names .*'C1'"),

@@ -10,7 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from merlin_cowclip.plugins.scaling import Hyperparameters, K, format_table
+from merlin_cowclip.plugins._text import format_table
+from merlin_cowclip.plugins.scaling import Hyperparameters, K
 from merlin_cowclip.workflows.commands.demo_page import PAGE, write_demo_page
 from merlin_cowclip.workflows.data.datasets import CRITEO
 from merlin_cowclip.workflows.data.etl import prepare

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from merlin_cowclip.plugins.checks import DIGITS
-from merlin_cowclip.plugins.id_text import as_text, is_list_type
+from merlin_cowclip.workflows.data.id_text import as_text, is_list_type
 from merlin_cowclip.workflows.errors import UserError
 
 # By `pandas.read_csv`, of version 1 and 2, also with dtype=str.

@@ -18,7 +18,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from merlin_cowclip.plugins.id_text import as_text
 from merlin_cowclip.workflows.data.datasets import DatasetSpec, check_input_names
 from merlin_cowclip.workflows.data.encoding import UNKNOWN
 from merlin_cowclip.workflows.data.existing_parquet import (
@@ -36,6 +35,7 @@ from merlin_cowclip.workflows.data.id_origins import (
     padded_lists,
     raw_values,
 )
+from merlin_cowclip.workflows.data.id_text import as_text
 from merlin_cowclip.workflows.data.input_columns import input_columns
 from merlin_cowclip.workflows.data.inputs import natural_order
 from merlin_cowclip.workflows.data.prepared import domains_of

@@ -18,13 +18,13 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from merlin_cowclip.plugins.id_text import as_text, is_list_type
 from merlin_cowclip.workflows.data.arrow_ids import (
     column_as_text,
     exact_ids,
     mixed_as_text,
 )
 from merlin_cowclip.workflows.data.encoding import hash_bucket, scaled, widened
+from merlin_cowclip.workflows.data.id_text import as_text, is_list_type
 from merlin_cowclip.workflows.data.raw_logs import parse_number
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.quiet import quiet_imports

@@ -13,8 +13,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from merlin_cowclip.plugins.id_text import as_text
 from merlin_cowclip.workflows.data.arrow_ids import exact_ids
+from merlin_cowclip.workflows.data.id_text import as_text
 from merlin_cowclip.workflows.data.inputs import refuse_unreadable
 from merlin_cowclip.workflows.data.raw_logs import Chunk, RawLog, column_of
 from merlin_cowclip.workflows.errors import UserError, clipped

@@ -21,9 +21,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 import merlin_cowclip.workflows.pickled_types  # noqa: F401  (before parquet is read)
-from merlin_cowclip.plugins.id_text import as_text
 from merlin_cowclip.workflows.data.arrow_ids import exact_ids, same_text
 from merlin_cowclip.workflows.data.datasets import DatasetSpec
+from merlin_cowclip.workflows.data.id_text import as_text
 from merlin_cowclip.workflows.data.inputs import in_folders
 from merlin_cowclip.workflows.errors import UserError, excerpt, quoted
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from merlin_cowclip.plugins.scaling import format_table
+from merlin_cowclip.plugins._text import format_table
 from merlin_cowclip.workflows.checks import check_whole
 from merlin_cowclip.workflows.data.datasets import check_input_names
 from merlin_cowclip.workflows.data.prepared import PreparedData

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from merlin_cowclip.plugins.scaling import format_table
+from merlin_cowclip.plugins._text import format_table
 from merlin_cowclip.workflows.study.search_space import Point
 
 _OF_CLIP = ("clip", "r", "ζ")

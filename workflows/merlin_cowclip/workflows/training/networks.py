@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from merlin_cowclip.plugins.checks import layer_units, whole_number, whole_number_or_none
+from merlin_cowclip.plugins.checks import layer_units, whole_number
 
 COMBINERS = ("mean", "sum", "sqrtn")
 
@@ -36,7 +36,7 @@ class Option:
 
 
 def _rank(name: str, value: Any) -> int | None:
-    return whole_number_or_none(name, value, "full rank")
+    return None if value is None else whole_number(name, value)
 
 
 def _units(name: str, value: Any) -> list[int]:
