@@ -207,11 +207,13 @@ def build(variant: str, rows: int, size: int) -> Callable[[], Any]:
 
     if whole.startswith("deferred") and not part:
         step()  # which makes its state
-        let_rows_wait(optimizer, rows, size)
+        make_rows_pending(optimizer, rows, size)
     return step
 
 
-def let_rows_wait(optimizer: CowClipOptimizer, rows: int, size: int, steps: int = 40_000) -> None:
+def make_rows_pending(
+    optimizer: CowClipOptimizer, rows: int, size: int, steps: int = 40_000
+) -> None:
     """As after so many steps: each id was last in a batch when its frequency has it."""
     random = np.random.default_rng(0)
     gaps = []
@@ -223,11 +225,11 @@ def let_rows_wait(optimizer: CowClipOptimizer, rows: int, size: int, steps: int 
     for part in optimizer.optimizers[:2]:
         part.iterations.assign(steps)
         for spec in optimizer.table_specs:
-            if waiting := part.waiting_of(spec.variable):
-                old = np.zeros(waiting.last.shape, np.float32)
+            last_step = part.deferred.last_step_of(spec.variable)
+            if last_step is not None:
+                old = np.zeros(last_step.shape, np.float32)
                 old[: len(last), 0] = last
-                waiting.last.assign(old)
-                waiting.step.assign(steps)
+                last_step.assign(old)
                 root = 10 ** random.uniform(-5, -4, (1, spec.width)).astype(np.float32)
                 m, v = (part.get_slot(spec.variable, name) for name in ("m", "v"))
                 m.assign(root * random.standard_normal(m.shape, np.float32))

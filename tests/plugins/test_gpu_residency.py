@@ -16,8 +16,7 @@ from merlin_cowclip.plugins import (
     StepStatistics,
     TableSpec,
     adam,
-    deferring,
-    waiting_rows,
+    deferred,
 )
 from merlin_cowclip.plugins._stack import ColumnSchema
 from merlin_cowclip.plugins.adam import UPDATES
@@ -70,7 +69,7 @@ def test_every_op_of_an_update_has_a_gpu_kernel(
     monkeypatch, clip, l2, update, counting, deterministic, observed
 ):
     monkeypatch.setattr(adam, "beside", on_a_gpu)
-    monkeypatch.setattr(waiting_rows, "beside", on_a_gpu)
+    monkeypatch.setattr(deferred, "beside", on_a_gpu)
     monkeypatch.setattr(adam, "_on_gpu", lambda variable: True)
     if deterministic:
         monkeypatch.setattr(adam, "_scatters_through_host", on_a_deterministic_gpu)
@@ -108,7 +107,7 @@ def test_every_op_of_an_update_has_a_gpu_kernel(
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_every_op_of_catching_up_has_a_gpu_kernel(monkeypatch, deterministic):
     monkeypatch.setattr(adam, "beside", on_a_gpu)
-    monkeypatch.setattr(waiting_rows, "beside", on_a_gpu)
+    monkeypatch.setattr(deferred, "beside", on_a_gpu)
     monkeypatch.setattr(adam, "_on_gpu", lambda variable: True)
     if deterministic:
         monkeypatch.setattr(adam, "_scatters_through_host", on_a_deterministic_gpu)
@@ -118,14 +117,13 @@ def test_every_op_of_catching_up_has_a_gpu_kernel(monkeypatch, deterministic):
 
     @tf.function(input_signature=[tf.TensorSpec([None], tf.int64)])
     def read(ids):
-        optimizer.bring_up(variable, ids)
+        optimizer.deferred.catch_up_rows(variable, ids)
         return tf.gather(variable, ids)
 
     check_kernels(read.get_concrete_function(), deterministic)
-    monkeypatch.setattr(deferring, "_LARGE", 1)
 
-    @tf.function(input_signature=[])
+    @tf.function(input_signature=[], autograph=False)
     def read_all():
-        deferring.bring_all_up(optimizer._late(variable), *optimizer._bringing(variable))
+        deferred.catch_up_table(optimizer.deferred._table(variable))
 
     check_kernels(read_all.get_concrete_function(), deterministic)

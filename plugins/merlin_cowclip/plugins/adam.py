@@ -18,6 +18,7 @@ from merlin_cowclip.plugins.clipping import (
     row_norms,
     with_lengths,
 )
+from merlin_cowclip.plugins.deferred import DeferredRows
 from merlin_cowclip.plugins.joining import JoinedRows, over_all
 from merlin_cowclip.plugins.not_offered import RefusesOptions
 from merlin_cowclip.plugins.row_sums import beside
@@ -26,7 +27,6 @@ from merlin_cowclip.plugins.sharding import Shard
 from merlin_cowclip.plugins.statistics import StepStatistics, plain_norms
 from merlin_cowclip.plugins.summing import SumsRows
 from merlin_cowclip.plugins.tables import TableSpec, told_ranges
-from merlin_cowclip.plugins.waiting_rows import WaitingRows
 from merlin_cowclip.plugins.writing import with_rows
 
 UPDATES = ("exact", "lazy", "deferred")
@@ -54,7 +54,7 @@ def _check_update(update: Any, before: str | None = None) -> None:
 
 
 @tf.keras.utils.register_keras_serializable(package="merlin_cowclip")
-class CowClipAdam(SumsRows, WaitingRows, RefusesOptions, mm.LazyAdam):
+class CowClipAdam(SumsRows, RefusesOptions, mm.LazyAdam):
     """Adam for embedding tables with the paper's L2 and clip (Algorithm 1, lines 5 to 10).
 
     One step on a table W (V×d) with the gradient of the mean loss, rows `g_k`:
@@ -68,9 +68,9 @@ class CowClipAdam(SumsRows, WaitingRows, RefusesOptions, mm.LazyAdam):
        the gradient `2λ·w_k` and the count 1, and its moments decay. `update="lazy"`: L2 and
        Adam on the batch's rows only, as in Merlin's `LazyAdam`: the cost grows with the ids in the
        batch and not with V, and rare ids do not shrink between their appearances.
-       `update="deferred"`: as "exact", but a row that is absent from a batch makes up for the step
-       when it is looked up next (`deferring.py`): the cost of "lazy", and all rows are as the exact
-       mode would have them once `catch_up` was called.
+       `update="deferred"`: as "exact", but a row that is absent from a batch is updated when it is
+       looked up next (`deferred.py`): the cost of "lazy", and the exact mode's results once
+       `catch_up` was called.
 
     The exact update clips on the batch's U rows, then makes one pass over the table with one
     V×d temporary.
@@ -98,6 +98,7 @@ class CowClipAdam(SumsRows, WaitingRows, RefusesOptions, mm.LazyAdam):
       ValueError: an argument outside its range.
     """
 
+    _weights: list[tf.Variable]  # Keras's
     may_clip = True
     not_offered: ClassVar[Mapping[str, str]] = {
         **dict.fromkeys(
@@ -141,13 +142,18 @@ class CowClipAdam(SumsRows, WaitingRows, RefusesOptions, mm.LazyAdam):
         self.clip_threshold = clip_threshold
         self.clip = clip
         self.update = update
-        self._begin_to_wait(learning_rate)
+        self.deferred = DeferredRows(self) if update == "deferred" else None
+        if self.deferred is not None:
+            self.deferred.check(learning_rate)
         self._specs: dict[Any, TableSpec] = {}
         self._exempt: dict[Any, tuple[bool, ...]] = {}
         self._statistics: StepStatistics | None = None
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Settings are checked as they are set; a clip with its threshold before the next step."""
+        deferred = self.__dict__.get("deferred")
+        if deferred is not None and name in ("l2", "epsilon", "beta_1", "beta_2"):
+            deferred.check_constant(name, value)
         if name in ("l2", "clip_ratio", "clip_floor", "clip_threshold", "epsilon"):
             if name != "clip_threshold" or value is not None:
                 value = check_number(name, value, positive=name not in ("l2", "clip_floor"))
@@ -181,13 +187,27 @@ class CowClipAdam(SumsRows, WaitingRows, RefusesOptions, mm.LazyAdam):
           places: each table's number among all of the model, built or not, by which its own
             state is named; without it those of `tables` are numbered.
         """
-        self._places = places or {spec: place for place, spec in enumerate(tables)}
+        if self.deferred is not None:
+            places = places or {spec: place for place, spec in enumerate(tables)}
+            self.deferred.bind({spec.variable.ref(): places[spec] for spec in tables})
         self._specs = {spec.variable.ref(): spec for spec in tables}
         self._exempt = {
             spec.variable.ref(): tuple(not c for c in clipped)
             for spec, clipped in tables.items()
             if not all(clipped)
         }
+
+    def _create_slots(self, var_list: Sequence[tf.Variable]) -> None:
+        if self.deferred is not None:
+            var_list = self.deferred.in_order(var_list)
+        super()._create_slots(var_list)
+        if self.deferred is not None:
+            self.deferred.create_state(var_list)
+
+    def catch_up(self) -> None:
+        """With `update="deferred"`, apply missed steps to all rows of the bound tables."""
+        if self.deferred is not None:
+            self.deferred.catch_up()
 
     def slots_of(self, variable: tf.Variable) -> dict[str, tf.Variable]:
         """A table's moments by name; none before they are made."""
@@ -214,8 +234,8 @@ class CowClipAdam(SumsRows, WaitingRows, RefusesOptions, mm.LazyAdam):
         pairs = list(grads_and_vars)
         if self.clip is not None:
             check_clip(self.clip, self.clip_threshold)  # either may have been set since
-        if self.update == "deferred":
-            self._before_a_step([variable for _, variable in pairs])
+        if self.deferred is not None:
+            self.deferred.before_step([variable for _, variable in pairs])
         found = [self._row_gradients(gradient, variable) for gradient, variable in pairs]
         clipped = self._clipped(found, [variable for _, variable in pairs])
         return [
@@ -356,9 +376,9 @@ class CowClipAdam(SumsRows, WaitingRows, RefusesOptions, mm.LazyAdam):
     ) -> tf.Operation:
         if self.update != "exact":
             done = super()._resource_apply_sparse(grad, var, indices)
-            if self.update == "lazy":
+            if self.deferred is None:
                 return done
-            return tf.group(done, *self._after_a_step(var, indices))
+            return tf.group(done, self.deferred.after_step(var, indices))
         return self._resource_apply_dense(self._whole_gradient(grad, var, indices), var)
 
     def _whole_gradient(self, grad: tf.Tensor, var: tf.Variable, indices: tf.Tensor) -> tf.Tensor:

@@ -176,7 +176,9 @@ def _slots(owned: Iterable[Owned], *, every: bool = True) -> list[tf.Variable]:
         if not every:
             names = [name for name in names if _has_slot(owner, variable, name)]
         found += [owner.get_slot(variable, name) for name in names]
-        found += owner.waiting_of(variable) if isinstance(owner, CowClipAdam) else []
+        deferred = owner.deferred if isinstance(owner, CowClipAdam) else None
+        last_step = None if deferred is None else deferred.last_step_of(variable)
+        found += [] if last_step is None else [last_step]
     return found
 
 

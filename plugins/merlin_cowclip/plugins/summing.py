@@ -15,6 +15,7 @@ from merlin_cowclip.plugins.counting import (
     count_samples,
     repeats_per_row,
 )
+from merlin_cowclip.plugins.deferred import DeferredRows
 from merlin_cowclip.plugins.joining import JoinedRows, RowSums, join_rows, weighed
 from merlin_cowclip.plugins.merlin_tables import check_regularizer
 from merlin_cowclip.plugins.row_sums import beside, sum_per_row
@@ -33,8 +34,7 @@ class SumsRows:
         update: str
         _specs: Mapping[Any, TableSpec]
         _statistics: StepStatistics | None
-
-        def _bring_late(self, variable: tf.Variable, rows: tf.Tensor) -> None: ...
+        deferred: DeferredRows | None
 
     def join(
         self, grads_and_vars: Iterable[tuple[Any, tf.Variable]], weight: tf.Tensor | None = None
@@ -91,8 +91,8 @@ class SumsRows:
             indices, position, counts = self._repeated(variable, gradient.indices, on_cpu)
         else:
             indices, position, counts = self._counted(spec, gradient.indices, on_cpu)
-        if self.update == "deferred":  # of a gradient that is older than the last step
-            self._bring_late(variable, indices)
+        if self.deferred is not None:
+            self.deferred.catch_up_updated(variable, indices)
         summed = sum_per_row(widened(gradient.values), position, tf.size(indices), on_cpu)
         return RowSums(indices, summed, counts)
 

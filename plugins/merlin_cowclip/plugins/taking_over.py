@@ -101,6 +101,6 @@ def _bring_up(optimizer: weakref.ref[Any], variable: tf.Variable, rows: tf.Tenso
     mine = optimizer()
     part = None if mine is None else mine._own().get(variable.ref())
     if part is not None and rows is not None:
-        part.bring_up(variable, rows)
+        part.deferred.catch_up_rows(variable, rows)
     elif part is not None:
         part.catch_up()

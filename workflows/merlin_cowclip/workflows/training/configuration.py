@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from merlin_cowclip.plugins.checks import is_whole, make_plain, whole_number
-from merlin_cowclip.plugins.deferrable import check_values
+from merlin_cowclip.plugins.deferrable import check_deferrable
 from merlin_cowclip.plugins.scaling import (
     ADAPTIVE_CLIPS,
     SCALING_RULES,
@@ -155,7 +155,13 @@ class TrainConfig:
         self._check_falling_rates()
         if self.update == "deferred":
             try:
-                check_values(self.hyperparameters, self.embedding_schedule)
+                values, schedule = self.hyperparameters, self.embedding_schedule
+                check_deferrable(
+                    values.embedding_lr if schedule is None else schedule,
+                    l2=values.l2,
+                    clip=values.clip,
+                    clip_ratio=values.clip_ratio,
+                )
             except ValueError as error:
                 raise ValueError(f"at batch size {self.batch_size:,}: {error}") from None
 
