@@ -33,13 +33,6 @@ from merlin_cowclip.plugins.ownership import (
 from merlin_cowclip.plugins.rates import DensePart, SetSince, TablePart
 from merlin_cowclip.plugins.scaling import Hyperparameters, check_number
 from merlin_cowclip.plugins.tables import TableSpec, check_whole
-from merlin_cowclip.plugins.taking_over import (
-    TAKEN,
-    catch_up_by_others,
-    is_taken,
-    keep,
-    take_over,
-)
 from merlin_cowclip.plugins.together import StepsTogether
 from merlin_cowclip.plugins.warm_up import FollowsFits
 
@@ -50,6 +43,10 @@ _CLIPPED_BY_RULE = (
     "optimizer.default_optimizer."
 )
 _PER_PART = "Each of optimizer.optimizers, its three parts, has its own."
+_OWNED_BY_ANOTHER = (
+    "These tables now belong to another optimizer, and update='deferred' allows one at a time. "
+    "Call optimizer.bind(model), then re-trace your step."
+)
 _MAKE_ANOTHER = (
     "Make another optimizer by CowClipOptimizer.for_model, and compile the model with it."
 )
@@ -162,8 +159,6 @@ class CowClipOptimizer(
         self._specs: list[TableSpec] | None = None
         self._bound: tuple[Any, ...] = ()
         self._stepped = weakref.WeakSet[TableSpec]()
-        self._has_its_tables = True
-        self._may_step: tf.Variable | None = None  # for traced steps; no state: nothing saves it
         self._set_hyper("learning_rate", hp.dense_lr)
 
     @classmethod
@@ -241,17 +236,29 @@ class CowClipOptimizer(
         self._model = weakref.ref(model)
         self._specs = specs
         self._bound = ()
-        take_over(self, specs)
+        self._take_tables()
         self._observe_on(specs)
 
     def _take_tables(self) -> None:
-        take_over(self, self._specs or ())
+        """Own the tables: another optimizer's pending rows are caught up, and it owns them no more.
 
-    def has_tables(self, it_has: bool) -> None:
-        """Whether it may step from now on: rows of its tables wait for it, or for none."""
-        self._has_its_tables = it_has
-        if self._may_step is not None:
-            self._may_step.assign(it_has)
+        A table keeps its owner alive, which a training loop may drop.
+        """
+        for spec in self._specs or ():
+            before = spec.access.bring_up
+            if before is not None and before != self._bring_up and spec.layer.built:
+                before(spec.variable, None)
+            spec.access.whole = self.update_mode == "exact"
+            spec.access.bring_up = self._bring_up if self.update_mode == "deferred" else None
+
+    @tf.autograph.experimental.do_not_convert
+    def _bring_up(self, variable: tf.Variable, rows: tf.Tensor | None) -> None:
+        """Catch up `rows` (all if `None`) before they are read; a copied model has no owner."""
+        part = self._own().get(variable.ref())
+        if part is not None and rows is not None:
+            part.bring_up(variable, rows)
+        elif part is not None:
+            part.catch_up()
 
     def catch_up(self) -> None:
         """With `update="deferred"`, make all rows of all tables as `"exact"` would have them.
@@ -260,13 +267,9 @@ class CowClipOptimizer(
         `compile`, `get_weights` and the like do so themselves; call it before you read a table's
         variable, or a layer's weights. In the other modes, and without a model, it does nothing.
         """
-        if self._specs is None:
-            return
-        catch_up_by_others(self, self._specs)
-        if self.update_mode == "deferred":
-            self._own()
-            for part in self._table_parts():
-                part.catch_up()
+        for spec in self._specs or ():
+            if spec.access.bring_up is not None and spec.layer.built:
+                spec.access.bring_up(spec.variable, None)
 
     def _table_parts(self) -> Sequence[TablePart]:
         return self._tables
@@ -305,9 +308,6 @@ class CowClipOptimizer(
             clipped.bind_tables(shares[0], places)
             unclipped.bind_tables(shares[1], places)
             self._bound = tuple(owner)
-            if self.update_mode == "deferred":
-                specs = (spec for share in shares for spec in share)
-                keep(self, (s.variable for s in specs if s.access.owner() is self))
         return owner
 
     @contextlib.contextmanager
@@ -350,9 +350,6 @@ class CowClipOptimizer(
         _ = self.iterations
         self._create_hypers()
         self._create_warm_up()
-        if self._may_step is None:
-            with tf.init_scope(), tf.device("CPU:0"):
-                self._may_step = tf.Variable(self._has_its_tables, trainable=False)
         for optimizer in self.optimizers:
             optimizer._create_all_weights(shares.get(id(optimizer), []))
 
@@ -374,14 +371,14 @@ class CowClipOptimizer(
         Raises:
           ValueError: no model is bound, or another one; no variable that is given has a gradient
             (of none given, nothing happens, as with Keras); a sparse gradient belongs to no table;
-            a table's ids are not recorded; or another optimizer has taken a table over, and one of
-            the two defers updates.
-          tf.errors.InvalidArgumentError: the last, in a step that was traced before.
+            a table's ids are not recorded; or a table belongs to another optimizer, and one of the
+            two defers updates.
         """
         pairs = filter_empty_gradients(grads_and_vars)
         owner = self._own()
-        if is_taken(self, self.table_specs):
-            raise ValueError(TAKEN)
+        mine = self._bring_up if self.update_mode == "deferred" else None
+        if any(spec.access.bring_up != mine for spec in self.table_specs):
+            raise ValueError(_OWNED_BY_ANOTHER)
         model = self._model() if self._model is not None else None
         deferred = self.update_mode == "deferred"
         check_belong(pairs, owner, model, each=deferred)
@@ -422,18 +419,9 @@ class CowClipOptimizer(
             return tf.group(self.iterations.assign_add(1, read_value=False))
 
     def _checked(self) -> list[tf.Tensor]:
-        """There once the step may be made: else it does nothing.
-
-        Its rows, once their ids are known to be in range; and that the tables are its own, where it
-        was traced. On the host, beside all that the device does.
-        """
+        """The step's rows, there once their ids are known to be in range: else it does nothing."""
         lookups = [lookup for spec in self.table_specs for lookup in spec.recorder.lookups()]
-        rows = list(tf.nest.flatten([one.rows for one in lookups], expand_composites=True))
-        if tf.executing_eagerly() or self._may_step is None:
-            return rows
-        with tf.device("CPU:0"):
-            may_step = tf.convert_to_tensor(self._may_step)
-            return [*rows, tf.raw_ops.Assert(condition=may_step, data=[TAKEN])]
+        return list(tf.nest.flatten([one.rows for one in lookups], expand_composites=True))
 
     def add(self, optimizer_blocks: Any) -> None:
         """Refused: blocks are assigned by `for_model`, and one added here would be passed over."""
@@ -494,8 +482,6 @@ class CowClipOptimizer(
         if tf.executing_eagerly():
             self.catch_up()
         children: dict[str, Any] = super()._trackable_children(save_type, **named)
-        if save_type == "savedmodel" and self._may_step is not None:
-            children = {**children, "may_step": self._may_step}  # traced steps read it
         return children
 
     def get_weights(self) -> list[Any]:
