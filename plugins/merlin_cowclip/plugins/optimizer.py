@@ -21,7 +21,6 @@ from merlin_cowclip.plugins.ownership import (
     Owned,
     check_access,
     check_belong,
-    check_code,
     check_trainable,
     chosen,
     clipped_ranges,
@@ -228,9 +227,6 @@ class CowClipOptimizer(
             )
         if deferred:
             check_access(specs)
-        clips = self.optimizers[0].clip is not None
-        counted = [one for one in specs if clips and any(clipped_ranges(one, self.clip_tables))]
-        check_code(model, specs if deferred else counted, rows_wait=deferred)
         self.catch_up()  # of the model before
         notify_of_fits(model, self)
         self._model = weakref.ref(model)
@@ -380,13 +376,7 @@ class CowClipOptimizer(
         if any(spec.access.bring_up != mine for spec in self.table_specs):
             raise ValueError(_OWNED_BY_ANOTHER)
         model = self._model() if self._model is not None else None
-        deferred = self.update_mode == "deferred"
-        check_belong(pairs, owner, model, each=deferred)
-        if deferred and model is not None:  # also of tables that were frozen before
-            trained = {v.ref() for _, v in pairs}
-            built = (one for one in self.table_specs if one.layer.built)
-            stepped = [one for one in built if one.variable.ref() in trained]
-            check_code(model, stepped, rows_wait=True)
+        check_belong(pairs, owner, model, each=self.update_mode == "deferred")
         self._stepped.update(self.table_specs)
         with tf.init_scope():
             # All slots before any control flow: loss scaling applies gradients inside a tf.cond.
