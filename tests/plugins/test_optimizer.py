@@ -499,7 +499,7 @@ def test_init_stddev_is_applied_or_said(builder):
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             CowClipOptimizer.for_model(ours(schema), COLD)
-        with pytest.warns(UserWarning, match=r"1 of the model's tables.*'embeddings' with 0.01"):
+        with pytest.warns(UserWarning, match=r"1 of the embedding tables .'embed.*deviation 0.01:"):
             CowClipOptimizer.for_model(ours(schema), COLD.replace(init_stddev=1e-4))
         with pytest.raises(ValueError, match=r"init_tables sets.*stddev as an arg.*Give it 0.0001"):
             CowClipOptimizer.for_model(
@@ -507,7 +507,9 @@ def test_init_stddev_is_applied_or_said(builder):
             )
         return
     model = builder(schema)
-    with pytest.warns(UserWarning, match=r"is 0.01, but 2 of the model's tables.*with 0.0289"):
+    with pytest.warns(
+        UserWarning, match=r"is 0.01, but 2 of the emb.*deviation 0.0289: pass init_tab"
+    ):
         CowClipOptimizer.for_model(model, COLD)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -519,7 +521,7 @@ def test_init_stddev_is_applied_or_said(builder):
     assert not np.array_equal(tables[0][:10], tables[1][:10])
     built = builder(schema)
     built(features)
-    with pytest.raises(ValueError, match=r"init_tables needs tables.*'a', of σ 0.0289, which has"):
+    with pytest.raises(ValueError, match=r"init_tables needs tables.*'a', which is built"):
         CowClipOptimizer.for_model(built, COLD, init_tables=True)
 
 

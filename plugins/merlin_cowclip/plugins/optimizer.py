@@ -13,7 +13,7 @@ from typing import Any, ClassVar, TypeAlias
 from merlin_cowclip.plugins._stack import filter_empty_gradients, mm, tf
 from merlin_cowclip.plugins.configured import from_config, state_follows, to_config
 from merlin_cowclip.plugins.fits import notify_of_fits
-from merlin_cowclip.plugins.initial import initialize, to_initialize, warn_of_others_than
+from merlin_cowclip.plugins.initial import initialize, warn_of_others_than
 from merlin_cowclip.plugins.joining import ranks
 from merlin_cowclip.plugins.not_offered import RefusesOptions
 from merlin_cowclip.plugins.observing import Observable
@@ -187,8 +187,8 @@ class CowClipOptimizer(
           dense_schedule: a Keras schedule in place of `dense_lr` and its warm-up.
           embedding_schedule: a Keras schedule in place of `embedding_lr`.
           init_tables: let the tables of width 2 and more start from N(0, `init_stddev`), in place
-            of their layers' own initializers. Without it, one warning names those of another σ or
-            mean. Tables that start by a function, or from given values, stay as they are.
+            of their layers' own initializers. Without it, one warning names uniform and
+            normal tables of another σ or mean. Pretrained values and functions stay.
 
         Raises:
           ValueError: an argument outside its range, a model without tables, `clip_tables` that name
@@ -205,9 +205,9 @@ class CowClipOptimizer(
         )
         specs, sigma = tables_of(model, optimizer.clip_tables), hyperparameters.init_stddev
         check_trainable(specs, optimizer.clip_tables)
-        others = to_initialize(sigma, specs) if init_tables else []
+        if init_tables:
+            initialize(sigma, specs)
         optimizer.bind(model)  # takes the tables from another optimizer: after all refusals
-        initialize(sigma, others)
         warn_of_others_than(sigma, optimizer.table_specs, stacklevel=3)
         return optimizer
 
