@@ -33,8 +33,9 @@ def _start(spec: TableSpec) -> tuple[float, float] | None:
         low, high = float(start.minval), float(start.maxval)
         return (low + high) / 2, (high - low) / math.sqrt(12)
     mean, stddev = getattr(start, "mean", 0.0), getattr(start, "stddev", None)
-    known = isinstance(mean, numbers.Real) and isinstance(stddev, numbers.Real)
-    return (float(mean), float(stddev)) if known else None
+    if not isinstance(mean, numbers.Real) or not isinstance(stddev, numbers.Real):
+        return None
+    return float(mean), float(stddev)
 
 
 def _is_from(start: tuple[float, float], stddev: float) -> bool:

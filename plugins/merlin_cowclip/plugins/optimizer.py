@@ -6,31 +6,34 @@ Composition and ownership only; the update of a table is in `adam.py`.
 from __future__ import annotations
 
 import contextlib
+import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, TypeAlias
 
 from merlin_cowclip.plugins._stack import filter_empty_gradients, mm, tf
-from merlin_cowclip.plugins.configured import from_config, state_follows, to_config
+from merlin_cowclip.plugins.finite import NotFinite, in_fields, not_finite
 from merlin_cowclip.plugins.fits import notify_of_fits
 from merlin_cowclip.plugins.initial import initialize, warn_of_others_than
 from merlin_cowclip.plugins.joining import ranks
 from merlin_cowclip.plugins.not_offered import RefusesOptions
-from merlin_cowclip.plugins.observing import Observable
 from merlin_cowclip.plugins.ownership import (
     Owned,
+    as_text,
     check_access,
     check_belong,
     check_trainable,
     chosen,
     clipped_ranges,
+    from_text,
     owned_as_text,
     owned_variables,
     tables_by_part,
     tables_of,
 )
-from merlin_cowclip.plugins.rates import DensePart, SetSince, TablePart
+from merlin_cowclip.plugins.rates import DensePart, LearningRates, SetSince, TablePart
 from merlin_cowclip.plugins.scaling import Hyperparameters, check_number
+from merlin_cowclip.plugins.statistics import StepStatistics
 from merlin_cowclip.plugins.tables import TableSpec, check_whole
 from merlin_cowclip.plugins.together import StepsTogether
 from merlin_cowclip.plugins.warm_up import FollowsFits
@@ -46,15 +49,15 @@ _OWNED_BY_ANOTHER = (
     "These tables now belong to another optimizer, and update='deferred' allows one at a time. "
     "Call optimizer.bind(model), then re-trace your step."
 )
+_NO_STATE = "A CowClipOptimizer was made from its configuration"
+_SCHEDULES = "dense_schedule", "embedding_schedule"
 _MAKE_ANOTHER = (
     "Make another optimizer by CowClipOptimizer.for_model, and compile the model with it."
 )
 
 
 @tf.keras.utils.register_keras_serializable(package="merlin_cowclip")
-class CowClipOptimizer(
-    Observable, StepsTogether, FollowsFits, SetSince, RefusesOptions, mm.MultiOptimizer
-):
+class CowClipOptimizer(StepsTogether, FollowsFits, SetSince, RefusesOptions, mm.MultiOptimizer):
     """One optimizer for a whole Merlin model, by the paper's recipe.
 
     Three optimizers own the model's variables: `CowClipAdam` with the clip for embedding tables,
@@ -157,7 +160,8 @@ class CowClipOptimizer(
         self._model: Any = None
         self._specs: list[TableSpec] | None = None
         self._bound: tuple[Any, ...] = ()
-        self._stepped = weakref.WeakSet[TableSpec]()
+        self._has_stepped = False
+        self._statistics: StepStatistics | None = None
         self._set_hyper("learning_rate", hp.dense_lr)
 
     @classmethod
@@ -214,8 +218,8 @@ class CowClipOptimizer(
     def bind(self, model: tf.keras.Model) -> None:
         """Own the variables of `model`: what `for_model` does for a new optimizer.
 
-        Statistics of its steps (`observe`) go on where the tables are those that they are of; of
-        others they end: what was read of them before stays, and `observe` begins anew.
+        Statistics of its steps (`observe`) go on where the tables are the same; of others `observe`
+        returns new ones.
         """
         specs, deferred = tables_of(model, self.clip_tables), self.update_mode == "deferred"
         if deferred and ranks().size > 1:
@@ -229,11 +233,13 @@ class CowClipOptimizer(
             check_access(specs)
         self.catch_up()  # of the model before
         notify_of_fits(model, self)
+        if set(specs) != set(self._specs or ()):
+            self._has_stepped = False
+            self._observe_by(None)
         self._model = weakref.ref(model)
         self._specs = specs
         self._bound = ()
         self._take_tables()
-        self._observe_on(specs)
 
     def _take_tables(self) -> None:
         """Own the tables: another optimizer's pending rows are caught up, and it owns them no more.
@@ -308,13 +314,13 @@ class CowClipOptimizer(
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:
-        """Within it, `from_config` does not warn: Merlin's `model.save` loads what it saved."""
+        """Within it tables have no owner, and a load of what was saved does not warn."""
         self.catch_up()
         waiting = [(spec.access, spec.access.bring_up) for spec in self._specs or ()]
         for access, _ in waiting:
-            access.bring_up = None  # what is saved knows of no optimizer
+            access.bring_up = None
         try:
-            with state_follows():
+            with without_state_warning():
                 yield
         finally:
             for access, bring_up in waiting:
@@ -377,7 +383,7 @@ class CowClipOptimizer(
             raise ValueError(_OWNED_BY_ANOTHER)
         model = self._model() if self._model is not None else None
         check_belong(pairs, owner, model, each=self.update_mode == "deferred")
-        self._stepped.update(self.table_specs)
+        self._has_stepped = True
         with tf.init_scope():
             # All slots before any control flow: loss scaling applies gradients inside a tf.cond.
             self.create_slots([v for _, v in pairs])
@@ -437,10 +443,81 @@ class CowClipOptimizer(
             model, self.table_specs, owner, self.default_optimizer, self.clip_tables
         )
 
-    def _untrained(self) -> list[tf.Variable]:
-        """The variables of the built model that no optimizer owns."""
-        model = self._model() if self._model is not None else None
-        return [] if model is None else list(model.non_trainable_variables)
+    def observe(self, frequent_share: float = 1e-3) -> StepStatistics:
+        """Keep statistics of every step, by field. What a step does to the weights stays the same.
+
+        Call it before the first step, whose graph is traced then. The same object is returned
+        however often it is called, until `bind` gives the optimizer other tables.
+
+        Args:
+          frequent_share: an id is frequent in a batch if at least this share of
+            `hyperparameters.batch_size` samples hold it, and at least 2; else it is rare. So an id
+            is of the same kind in small and large batches, chance aside.
+
+        Raises:
+          ValueError: a share outside (0, 1], or another one than before; a step on these tables
+            was made already; or no model is bound.
+        """
+        share = check_number("frequent_share", frequent_share, positive=True)
+        if share > 1:
+            raise ValueError(
+                f"frequent_share must be at most 1. Received: frequent_share={frequent_share!r}"
+            )
+        frequent_from = max(2.0, share * self.hyperparameters.batch_size)
+        if self._statistics is None and self._has_stepped:
+            raise ValueError(
+                "observe() must be called before the first training step, since its graph is kept. "
+                "Call it right after CowClipOptimizer.for_model."
+            )
+        found = self._statistics or StepStatistics(self._clipped_ranges(), frequent_from)
+        if found.frequent_from != frequent_from:
+            raise ValueError(
+                "frequent_share must be the same in every call of observe(). Received: "
+                f"frequent_share={frequent_share!r} after another one"
+            )
+        self._observe_by(found)
+        return found
+
+    def _observe_by(self, statistics: StepStatistics | None) -> None:
+        self._statistics = statistics
+        for part in self._tables:
+            part.observe(statistics)
+
+    def learning_rates(self) -> LearningRates:
+        """The learning rates that the last step used, with warm-up, schedules and what was set.
+
+        What was set since that step counts as set before it. Where loss scaling has left out every
+        step so far, those that the first one to be made will use.
+
+        Raises:
+          ValueError: there was no step yet.
+        """
+        if not int(self.iterations):
+            raise ValueError(
+                "learning_rates() tells what the last step used. Received: no step yet. Call it "
+                "after one; optimizer.summary() tells what is set."
+            )
+        # A part whose tables are frozen stays behind, at a rate that no step has any more.
+        stepped = [part for part in self._tables if int(part.iterations)] or self._tables
+        tables = next((part for part in stepped if part.is_trained), stepped[0])
+        return LearningRates(self.default_optimizer.last_rate(), tables.last_rate())
+
+    def not_finite(self) -> list[NotFinite]:
+        """Where NaN or infinite numbers are: by table and field, or by dense weight.
+
+        Of tables, where steps are observed (see `observe`): whether a row of any batch since the
+        first had such a gradient, or such weights. Of dense weights, what they are now, and of
+        those that no optimizer trains as well: moving means, frozen layers. It costs little, but
+        waits for the steps under way; so call it every few steps, not after each.
+
+        Raises:
+          ValueError: the model is not built yet, or none is bound.
+        """
+        tables = {spec.variable.ref() for spec in self.table_specs if spec.layer.built}
+        weights = [one.variable for one in self.owned()] + self._model().non_trainable_variables
+        dense = (v for v in weights if v.ref() not in tables and v.dtype.is_floating)
+        observed = [] if self._statistics is None else self._statistics.total()
+        return in_fields(observed) + not_finite(dense)
 
     def summary(self) -> str:
         """A table of all trainable variables: rows, width, rule, learning rate, L2."""
@@ -497,19 +574,41 @@ class CowClipOptimizer(
 
     def get_config(self) -> dict[str, Any]:
         """The constructor's arguments; a model is not part of them (see `bind`)."""
-        return to_config(
-            {
-                "name": self.name,
-                "hyperparameters": self.hyperparameters.to_dict(),
-                "update": self.update_mode,
-                "steps_per_epoch": self.steps_per_epoch,
-                "clip_tables": self.clip_tables,
-                "dense_schedule": self.dense_schedule,
-                "embedding_schedule": self.embedding_schedule,
-            }
-        )
+        wanted = self.clip_tables
+        config = {
+            "name": self.name,
+            "hyperparameters": self.hyperparameters.to_dict(),
+            "update": self.update_mode,
+            "steps_per_epoch": self.steps_per_epoch,
+            "clip_tables": None if wanted is None else [as_text(item) for item in wanted],
+        }
+        for key in _SCHEDULES:
+            schedule = getattr(self, key)
+            config[key] = schedule and tf.keras.optimizers.schedules.serialize(schedule)
+        return config
 
     @classmethod
     def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> CowClipOptimizer:
         """An optimizer without state that knows no model yet; warns so, except in `load_model`."""
-        return cls(**from_config(config, custom_objects))
+        warnings.warn(
+            f"{_NO_STATE}: its moments, step count and learning rates start anew, whatever was set "
+            "on it or its parts since is lost, and it knows no model until optimizer.bind(model). "
+            "To resume a saved model, use merlin_cowclip.plugins.save_model and load_model.",
+            stacklevel=2,
+        )
+        given = dict(config)
+        for key in _SCHEDULES:
+            if given.get(key) is not None:
+                deserialize = tf.keras.optimizers.schedules.deserialize
+                given[key] = deserialize(given[key], custom_objects)
+        if given.get("clip_tables") is not None:
+            given["clip_tables"] = [from_text(item) for item in given["clip_tables"]]
+        return cls(**given)
+
+
+@contextlib.contextmanager
+def without_state_warning() -> Iterator[None]:
+    """Within it, `from_config` does not warn: its caller restores the state, or needs none."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", _NO_STATE)
+        yield

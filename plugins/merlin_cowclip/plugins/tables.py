@@ -34,14 +34,12 @@ class TableAccess:
         what they missed; with `None` for all of them.
       is_used: whether the layer looks its rows up by `gather`.
       shard: which rows this rank has, where the ranks share them; `None`: it has all.
-      made_whole: whether a table in shards is whole on rank 0 meanwhile (`whole_tables`).
     """
 
     whole: bool | None = None
     bring_up: Callable[[tf.Variable, tf.Tensor | None], None] | None = None
     is_used: bool = False
     shard: Shard | None = None
-    made_whole: bool = False
 
     def __getstate__(self) -> dict[str, Any]:
         """Of copies and pickles, whose table has no optimizer yet."""
