@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -148,7 +150,7 @@ def test_what_cannot_be_saved_or_loaded_says_so(tmp_path):
     description = json.loads((other / "merlin_cowclip/state.json").read_text())
     description["format"] = 99
     (other / "merlin_cowclip/state.json").write_text(json.dumps(description))
-    with pytest.raises(ValueError, match="must be of format 2. Received: 99"):
+    with pytest.raises(ValueError, match="must be of format 3. Received: 99"):
         load_model(other)
     stock = ours(SCHEMA)
     stock.compile(optimizer="adam")
@@ -297,6 +299,40 @@ def test_a_schedule_that_json_cannot_hold_is_refused_before_anything_is_written(
         with pytest.raises(ValueError, match="configuration .* must be .* Received: an? object"):
             save_model(model, tmp_path / "model")
     assert list(tmp_path.iterdir()) == []
+    Own.get_config = lambda self: {}
+    with pytest.raises(ValueError, match="the schedule of 'clipped' .* Received: Own.*Register it"):
+        save_model(model, tmp_path / "model")
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_clip_layer_whose_name_is_another_tables_is_refused(tmp_path):
+    model = stock_dlrm(SCHEMA)
+    table = next(x for x in model._flatten_layers() if isinstance(x, mm.EmbeddingTable))
+    optimizer = CowClipOptimizer.for_model(model, HOT, clip_tables=[table])
+    model.compile(optimizer=optimizer, metrics=[])
+    model.fit(dataset(SCHEMA, 1), verbose=0)
+    save_model(model, tmp_path / "model")
+    clipped = load_model(tmp_path / "model", metrics=[]).optimizer._clipped_ranges().values()
+    assert list(clipped) == list(optimizer._clipped_ranges().values()) == [(True,), (False,)]
+    for spec in optimizer.table_specs:
+        object.__setattr__(spec, "name", table.table_name)
+    with pytest.raises(ValueError, match="names more than the layer"):
+        save_model(model, tmp_path / "model")
+
+
+LOADS = """
+from merlin_cowclip.plugins import load_model
+print(load_model("model").optimizer.iterations.numpy(), "updates")
+"""
+
+
+@pytest.mark.extended
+def test_a_fresh_process_needs_no_import_of_the_models(tmp_path, trained):
+    save_model(trained, tmp_path / "model")
+    done = subprocess.run(
+        [sys.executable, "-c", LOADS], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == f"{int(trained.optimizer.iterations)} updates\n"
 
 
 @pytest.mark.usefixtures("quick")

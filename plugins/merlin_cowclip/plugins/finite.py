@@ -1,12 +1,12 @@
-"""Where numbers stopped being finite: by table and field, or by the name of a dense weight."""
+"""NaN check: by table and field, or by the name of a dense weight."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import NamedTuple
 
-from merlin_cowclip.plugins._stack import quiet_stack, tf
+from merlin_cowclip.plugins._stack import tf
 from merlin_cowclip.plugins.statistics import FieldStatistics
 
 
@@ -44,34 +44,11 @@ def in_fields(statistics: Iterable[FieldStatistics]) -> list[NotFinite]:
     ]
 
 
-class FiniteCheck:
-    """Whether variables are finite as they are now: one call for all.
-
-    Args:
-      variables: of floating-point numbers.
-    """
-
-    def __init__(self, variables: Sequence[tf.Variable]) -> None:
-        self.variables = tuple(variables)
-
-        @tf.function
-        def finite() -> tf.Tensor:
-            return tf.stack([tf.reduce_all(tf.math.is_finite(v)) for v in self.variables])
-
-        self._finite = finite
-
-    def is_of(self, variables: Sequence[tf.Variable]) -> bool:
-        """Whether it looks at these variables, in this order."""
-        return [v.ref() for v in self.variables] == [v.ref() for v in variables]
-
-    def __call__(self) -> list[NotFinite]:
-        """Those that are not."""
-        if not self.variables:
-            return []
-        with quiet_stack():  # of many models in one process it warns that it traces many
-            finite = self._finite().numpy()
-        return [
-            NotFinite("weight", variable=variable.name)
-            for variable, good in zip(self.variables, finite, strict=True)
-            if not good
-        ]
+def not_finite(variables: Iterable[tf.Variable]) -> list[NotFinite]:
+    """Those of some floating-point variables that hold NaN or infinity now."""
+    variables = list(variables)
+    if not variables:
+        return []
+    finite = tf.stack([tf.reduce_all(tf.math.is_finite(v)) for v in variables]).numpy()
+    pairs = zip(variables, finite, strict=True)
+    return [NotFinite("weight", variable=variable.name) for variable, good in pairs if not good]

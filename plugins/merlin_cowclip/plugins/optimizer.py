@@ -6,40 +6,35 @@ Composition and ownership only; the update of a table is in `adam.py`.
 from __future__ import annotations
 
 import contextlib
+import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, TypeAlias
 
 from merlin_cowclip.plugins._stack import filter_empty_gradients, mm, tf
-from merlin_cowclip.plugins.configured import from_config, state_follows, to_config
+from merlin_cowclip.plugins.finite import NotFinite, in_fields, not_finite
 from merlin_cowclip.plugins.fits import notify_of_fits
-from merlin_cowclip.plugins.initial import initialize, to_initialize, warn_of_others_than
+from merlin_cowclip.plugins.initial import initialize, warn_of_others_than
 from merlin_cowclip.plugins.joining import ranks
 from merlin_cowclip.plugins.not_offered import RefusesOptions
-from merlin_cowclip.plugins.observing import Observable
 from merlin_cowclip.plugins.ownership import (
     Owned,
+    as_text,
     check_access,
     check_belong,
-    check_code,
     check_trainable,
     chosen,
     clipped_ranges,
+    from_text,
     owned_as_text,
     owned_variables,
     tables_by_part,
     tables_of,
 )
-from merlin_cowclip.plugins.rates import DensePart, SetSince, TablePart
+from merlin_cowclip.plugins.rates import DensePart, LearningRates, SetSince, TablePart
 from merlin_cowclip.plugins.scaling import Hyperparameters, check_number
+from merlin_cowclip.plugins.statistics import StepStatistics
 from merlin_cowclip.plugins.tables import TableSpec, check_whole
-from merlin_cowclip.plugins.taking_over import (
-    TAKEN,
-    catch_up_by_others,
-    is_taken,
-    keep,
-    take_over,
-)
 from merlin_cowclip.plugins.together import StepsTogether
 from merlin_cowclip.plugins.warm_up import FollowsFits
 
@@ -50,15 +45,19 @@ _CLIPPED_BY_RULE = (
     "optimizer.default_optimizer."
 )
 _PER_PART = "Each of optimizer.optimizers, its three parts, has its own."
+_OWNED_BY_ANOTHER = (
+    "These tables now belong to another optimizer, and update='deferred' allows one at a time. "
+    "Call optimizer.bind(model), then re-trace your step."
+)
+_NO_STATE = "A CowClipOptimizer was made from its configuration"
+_SCHEDULES = "dense_schedule", "embedding_schedule"
 _MAKE_ANOTHER = (
     "Make another optimizer by CowClipOptimizer.for_model, and compile the model with it."
 )
 
 
 @tf.keras.utils.register_keras_serializable(package="merlin_cowclip")
-class CowClipOptimizer(
-    Observable, StepsTogether, FollowsFits, SetSince, RefusesOptions, mm.MultiOptimizer
-):
+class CowClipOptimizer(StepsTogether, FollowsFits, SetSince, RefusesOptions, mm.MultiOptimizer):
     """One optimizer for a whole Merlin model, by the paper's recipe.
 
     Three optimizers own the model's variables: `CowClipAdam` with the clip for embedding tables,
@@ -161,9 +160,8 @@ class CowClipOptimizer(
         self._model: Any = None
         self._specs: list[TableSpec] | None = None
         self._bound: tuple[Any, ...] = ()
-        self._stepped = weakref.WeakSet[TableSpec]()
-        self._has_its_tables = True
-        self._may_step: tf.Variable | None = None  # for traced steps; no state: nothing saves it
+        self._has_stepped = False
+        self._statistics: StepStatistics | None = None
         self._set_hyper("learning_rate", hp.dense_lr)
 
     @classmethod
@@ -193,8 +191,8 @@ class CowClipOptimizer(
           dense_schedule: a Keras schedule in place of `dense_lr` and its warm-up.
           embedding_schedule: a Keras schedule in place of `embedding_lr`.
           init_tables: let the tables of width 2 and more start from N(0, `init_stddev`), in place
-            of their layers' own initializers. Without it, one warning names those of another σ or
-            mean. Tables that start by a function, or from given values, stay as they are.
+            of their layers' own initializers. Without it, one warning names uniform and
+            normal tables of another σ or mean. Pretrained values and functions stay.
 
         Raises:
           ValueError: an argument outside its range, a model without tables, `clip_tables` that name
@@ -211,17 +209,17 @@ class CowClipOptimizer(
         )
         specs, sigma = tables_of(model, optimizer.clip_tables), hyperparameters.init_stddev
         check_trainable(specs, optimizer.clip_tables)
-        others = to_initialize(sigma, specs) if init_tables else []
+        if init_tables:
+            initialize(sigma, specs)
         optimizer.bind(model)  # takes the tables from another optimizer: after all refusals
-        initialize(sigma, others)
         warn_of_others_than(sigma, optimizer.table_specs, stacklevel=3)
         return optimizer
 
     def bind(self, model: tf.keras.Model) -> None:
         """Own the variables of `model`: what `for_model` does for a new optimizer.
 
-        Statistics of its steps (`observe`) go on where the tables are those that they are of; of
-        others they end: what was read of them before stays, and `observe` begins anew.
+        Statistics of its steps (`observe`) go on where the tables are the same; of others `observe`
+        returns new ones.
         """
         specs, deferred = tables_of(model, self.clip_tables), self.update_mode == "deferred"
         if deferred and ranks().size > 1:
@@ -233,25 +231,36 @@ class CowClipOptimizer(
             )
         if deferred:
             check_access(specs)
-        clips = self.optimizers[0].clip is not None
-        counted = [one for one in specs if clips and any(clipped_ranges(one, self.clip_tables))]
-        check_code(model, specs if deferred else counted, rows_wait=deferred)
         self.catch_up()  # of the model before
         notify_of_fits(model, self)
+        if set(specs) != set(self._specs or ()):
+            self._has_stepped = False
+            self._observe_by(None)
         self._model = weakref.ref(model)
         self._specs = specs
         self._bound = ()
-        take_over(self, specs)
-        self._observe_on(specs)
+        self._take_tables()
 
     def _take_tables(self) -> None:
-        take_over(self, self._specs or ())
+        """Own the tables: another optimizer's pending rows are caught up, and it owns them no more.
 
-    def has_tables(self, it_has: bool) -> None:
-        """Whether it may step from now on: rows of its tables wait for it, or for none."""
-        self._has_its_tables = it_has
-        if self._may_step is not None:
-            self._may_step.assign(it_has)
+        A table keeps its owner alive, which a training loop may drop.
+        """
+        for spec in self._specs or ():
+            before = spec.access.bring_up
+            if before is not None and before != self._bring_up and spec.layer.built:
+                before(spec.variable, None)
+            spec.access.whole = self.update_mode == "exact"
+            spec.access.bring_up = self._bring_up if self.update_mode == "deferred" else None
+
+    @tf.autograph.experimental.do_not_convert
+    def _bring_up(self, variable: tf.Variable, rows: tf.Tensor | None) -> None:
+        """Catch up `rows` (all if `None`) before they are read; a copied model has no owner."""
+        part = self._own().get(variable.ref())
+        if part is not None and rows is not None:
+            part.bring_up(variable, rows)
+        elif part is not None:
+            part.catch_up()
 
     def catch_up(self) -> None:
         """With `update="deferred"`, make all rows of all tables as `"exact"` would have them.
@@ -260,13 +269,9 @@ class CowClipOptimizer(
         `compile`, `get_weights` and the like do so themselves; call it before you read a table's
         variable, or a layer's weights. In the other modes, and without a model, it does nothing.
         """
-        if self._specs is None:
-            return
-        catch_up_by_others(self, self._specs)
-        if self.update_mode == "deferred":
-            self._own()
-            for part in self._table_parts():
-                part.catch_up()
+        for spec in self._specs or ():
+            if spec.access.bring_up is not None and spec.layer.built:
+                spec.access.bring_up(spec.variable, None)
 
     def _table_parts(self) -> Sequence[TablePart]:
         return self._tables
@@ -305,20 +310,17 @@ class CowClipOptimizer(
             clipped.bind_tables(shares[0], places)
             unclipped.bind_tables(shares[1], places)
             self._bound = tuple(owner)
-            if self.update_mode == "deferred":
-                specs = (spec for share in shares for spec in share)
-                keep(self, (s.variable for s in specs if s.access.owner() is self))
         return owner
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:
-        """Within it, `from_config` does not warn: Merlin's `model.save` loads what it saved."""
+        """Within it tables have no owner, and a load of what was saved does not warn."""
         self.catch_up()
         waiting = [(spec.access, spec.access.bring_up) for spec in self._specs or ()]
         for access, _ in waiting:
-            access.bring_up = None  # what is saved knows of no optimizer
+            access.bring_up = None
         try:
-            with state_follows():
+            with without_state_warning():
                 yield
         finally:
             for access, bring_up in waiting:
@@ -350,9 +352,6 @@ class CowClipOptimizer(
         _ = self.iterations
         self._create_hypers()
         self._create_warm_up()
-        if self._may_step is None:
-            with tf.init_scope(), tf.device("CPU:0"):
-                self._may_step = tf.Variable(self._has_its_tables, trainable=False)
         for optimizer in self.optimizers:
             optimizer._create_all_weights(shares.get(id(optimizer), []))
 
@@ -374,23 +373,17 @@ class CowClipOptimizer(
         Raises:
           ValueError: no model is bound, or another one; no variable that is given has a gradient
             (of none given, nothing happens, as with Keras); a sparse gradient belongs to no table;
-            a table's ids are not recorded; or another optimizer has taken a table over, and one of
-            the two defers updates.
-          tf.errors.InvalidArgumentError: the last, in a step that was traced before.
+            a table's ids are not recorded; or a table belongs to another optimizer, and one of the
+            two defers updates.
         """
         pairs = filter_empty_gradients(grads_and_vars)
         owner = self._own()
-        if is_taken(self, self.table_specs):
-            raise ValueError(TAKEN)
+        mine = self._bring_up if self.update_mode == "deferred" else None
+        if any(spec.access.bring_up != mine for spec in self.table_specs):
+            raise ValueError(_OWNED_BY_ANOTHER)
         model = self._model() if self._model is not None else None
-        deferred = self.update_mode == "deferred"
-        check_belong(pairs, owner, model, each=deferred)
-        if deferred and model is not None:  # also of tables that were frozen before
-            trained = {v.ref() for _, v in pairs}
-            built = (one for one in self.table_specs if one.layer.built)
-            stepped = [one for one in built if one.variable.ref() in trained]
-            check_code(model, stepped, rows_wait=True)
-        self._stepped.update(self.table_specs)
+        check_belong(pairs, owner, model, each=self.update_mode == "deferred")
+        self._has_stepped = True
         with tf.init_scope():
             # All slots before any control flow: loss scaling applies gradients inside a tf.cond.
             self.create_slots([v for _, v in pairs])
@@ -422,18 +415,9 @@ class CowClipOptimizer(
             return tf.group(self.iterations.assign_add(1, read_value=False))
 
     def _checked(self) -> list[tf.Tensor]:
-        """There once the step may be made: else it does nothing.
-
-        Its rows, once their ids are known to be in range; and that the tables are its own, where it
-        was traced. On the host, beside all that the device does.
-        """
+        """The step's rows, there once their ids are known to be in range: else it does nothing."""
         lookups = [lookup for spec in self.table_specs for lookup in spec.recorder.lookups()]
-        rows = [lookup.check for lookup in lookups if lookup.check is not None]
-        if tf.executing_eagerly() or self._may_step is None:
-            return rows
-        with tf.device("CPU:0"):
-            may_step = tf.convert_to_tensor(self._may_step)
-            return [*rows, tf.raw_ops.Assert(condition=may_step, data=[TAKEN])]
+        return [lookup.check for lookup in lookups if lookup.check is not None]
 
     def add(self, optimizer_blocks: Any) -> None:
         """Refused: blocks are assigned by `for_model`, and one added here would be passed over."""
@@ -459,10 +443,81 @@ class CowClipOptimizer(
             model, self.table_specs, owner, self.default_optimizer, self.clip_tables
         )
 
-    def _untrained(self) -> list[tf.Variable]:
-        """The variables of the built model that no optimizer owns."""
-        model = self._model() if self._model is not None else None
-        return [] if model is None else list(model.non_trainable_variables)
+    def observe(self, frequent_share: float = 1e-3) -> StepStatistics:
+        """Keep statistics of every step, by field. What a step does to the weights stays the same.
+
+        Call it before the first step, whose graph is traced then. The same object is returned
+        however often it is called, until `bind` gives the optimizer other tables.
+
+        Args:
+          frequent_share: an id is frequent in a batch if at least this share of
+            `hyperparameters.batch_size` samples hold it, and at least 2; else it is rare. So an id
+            is of the same kind in small and large batches, chance aside.
+
+        Raises:
+          ValueError: a share outside (0, 1], or another one than before; a step on these tables
+            was made already; or no model is bound.
+        """
+        share = check_number("frequent_share", frequent_share, positive=True)
+        if share > 1:
+            raise ValueError(
+                f"frequent_share must be at most 1. Received: frequent_share={frequent_share!r}"
+            )
+        frequent_from = max(2.0, share * self.hyperparameters.batch_size)
+        if self._statistics is None and self._has_stepped:
+            raise ValueError(
+                "observe() must be called before the first training step, since its graph is kept. "
+                "Call it right after CowClipOptimizer.for_model."
+            )
+        found = self._statistics or StepStatistics(self._clipped_ranges(), frequent_from)
+        if found.frequent_from != frequent_from:
+            raise ValueError(
+                "frequent_share must be the same in every call of observe(). Received: "
+                f"frequent_share={frequent_share!r} after another one"
+            )
+        self._observe_by(found)
+        return found
+
+    def _observe_by(self, statistics: StepStatistics | None) -> None:
+        self._statistics = statistics
+        for part in self._tables:
+            part.observe(statistics)
+
+    def learning_rates(self) -> LearningRates:
+        """The learning rates that the last step used, with warm-up, schedules and what was set.
+
+        What was set since that step counts as set before it. Where loss scaling has left out every
+        step so far, those that the first one to be made will use.
+
+        Raises:
+          ValueError: there was no step yet.
+        """
+        if not int(self.iterations):
+            raise ValueError(
+                "learning_rates() tells what the last step used. Received: no step yet. Call it "
+                "after one; optimizer.summary() tells what is set."
+            )
+        # A part whose tables are frozen stays behind, at a rate that no step has any more.
+        stepped = [part for part in self._tables if int(part.iterations)] or self._tables
+        tables = next((part for part in stepped if part.is_trained), stepped[0])
+        return LearningRates(self.default_optimizer.last_rate(), tables.last_rate())
+
+    def not_finite(self) -> list[NotFinite]:
+        """Where NaN or infinite numbers are: by table and field, or by dense weight.
+
+        Of tables, where steps are observed (see `observe`): whether a row of any batch since the
+        first had such a gradient, or such weights. Of dense weights, what they are now, and of
+        those that no optimizer trains as well: moving means, frozen layers. It costs little, but
+        waits for the steps under way; so call it every few steps, not after each.
+
+        Raises:
+          ValueError: the model is not built yet, or none is bound.
+        """
+        tables = {spec.variable.ref() for spec in self.table_specs if spec.layer.built}
+        weights = [one.variable for one in self.owned()] + self._model().non_trainable_variables
+        dense = (v for v in weights if v.ref() not in tables and v.dtype.is_floating)
+        observed = [] if self._statistics is None else self._statistics.total()
+        return in_fields(observed) + not_finite(dense)
 
     def summary(self) -> str:
         """A table of all trainable variables: rows, width, rule, learning rate, L2."""
@@ -494,8 +549,6 @@ class CowClipOptimizer(
         if tf.executing_eagerly():
             self.catch_up()
         children: dict[str, Any] = super()._trackable_children(save_type, **named)
-        if save_type == "savedmodel" and self._may_step is not None:
-            children = {**children, "may_step": self._may_step}  # traced steps read it
         return children
 
     def get_weights(self) -> list[Any]:
@@ -521,19 +574,41 @@ class CowClipOptimizer(
 
     def get_config(self) -> dict[str, Any]:
         """The constructor's arguments; a model is not part of them (see `bind`)."""
-        return to_config(
-            {
-                "name": self.name,
-                "hyperparameters": self.hyperparameters.to_dict(),
-                "update": self.update_mode,
-                "steps_per_epoch": self.steps_per_epoch,
-                "clip_tables": self.clip_tables,
-                "dense_schedule": self.dense_schedule,
-                "embedding_schedule": self.embedding_schedule,
-            }
-        )
+        wanted = self.clip_tables
+        config = {
+            "name": self.name,
+            "hyperparameters": self.hyperparameters.to_dict(),
+            "update": self.update_mode,
+            "steps_per_epoch": self.steps_per_epoch,
+            "clip_tables": None if wanted is None else [as_text(item) for item in wanted],
+        }
+        for key in _SCHEDULES:
+            schedule = getattr(self, key)
+            config[key] = schedule and tf.keras.optimizers.schedules.serialize(schedule)
+        return config
 
     @classmethod
     def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> CowClipOptimizer:
         """An optimizer without state that knows no model yet; warns so, except in `load_model`."""
-        return cls(**from_config(config, custom_objects))
+        warnings.warn(
+            f"{_NO_STATE}: its moments, step count and learning rates start anew, whatever was set "
+            "on it or its parts since is lost, and it knows no model until optimizer.bind(model). "
+            "To resume a saved model, use merlin_cowclip.plugins.save_model and load_model.",
+            stacklevel=2,
+        )
+        given = dict(config)
+        for key in _SCHEDULES:
+            if given.get(key) is not None:
+                deserialize = tf.keras.optimizers.schedules.deserialize
+                given[key] = deserialize(given[key], custom_objects)
+        if given.get("clip_tables") is not None:
+            given["clip_tables"] = [from_text(item) for item in given["clip_tables"]]
+        return cls(**given)
+
+
+@contextlib.contextmanager
+def without_state_warning() -> Iterator[None]:
+    """Within it, `from_config` does not warn: its caller restores the state, or needs none."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", _NO_STATE)
+        yield

@@ -1,19 +1,18 @@
-"""Which tables a model has, which part of the optimizer owns which variable, and how that reads.
-
-Nothing here updates anything or has a state; `optimizer.py` puts it to use.
-"""
+"""Which tables a model has, which part of the optimizer owns which variable, and the summary."""
 
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from merlin_cowclip.plugins._stack import RevivedLayer, Tags, tf
+from merlin_cowclip.plugins._stack import Tags, tf
 from merlin_cowclip.plugins._text import format_table
 from merlin_cowclip.plugins.merlin_tables import find_tables
 from merlin_cowclip.plugins.tables import TableSpec, distinct_names
+
+_COLUMNS = 100  # of a summary
+_HEADER = ("variable", "rows", "width", "rule", "learning rate", "L2")
 
 
 class Owned(NamedTuple):
@@ -26,10 +25,10 @@ class Owned(NamedTuple):
 
 
 def chosen(clip_tables: Iterable[Any] | None, clip: str | None) -> tuple[Any, ...] | None:
-    """`clip_tables` as they were given, an iterator's too; `None` for all tables.
+    """`clip_tables` as a tuple; `None` for all tables.
 
     Raises:
-      ValueError: one that is in no list, nothing, or some although no rule clips.
+      ValueError: it is no list, it is empty, or no rule clips.
     """
     if clip_tables is None:
         return None
@@ -50,7 +49,7 @@ def chosen(clip_tables: Iterable[Any] | None, clip: str | None) -> tuple[Any, ..
 
 
 def tables_of(model: tf.keras.Model, clip_tables: Sequence[Any] | None) -> list[TableSpec]:
-    """The tables of a model, which has some, `clip_tables` among them."""
+    """The tables of a model; it must have some, `clip_tables` among them."""
     specs = find_tables(model)
     if not specs:
         raise ValueError(
@@ -90,69 +89,26 @@ def clipped_ranges(spec: TableSpec, clip_tables: Sequence[Any] | None) -> tuple[
 def tables_by_part(
     specs: Sequence[TableSpec], clip_tables: Sequence[Any] | None
 ) -> tuple[dict[TableSpec, tuple[bool, ...]], dict[TableSpec, tuple[bool, ...]]]:
-    """The built tables that are clipped, at least in part, and those that are not.
-
-    Returns:
-      For each table, whether each of its ranges of rows is clipped.
-    """
+    """The built tables with a clipped range, and the others; for each which ranges are clipped."""
     owned = set()
-    shares: tuple[dict[TableSpec, tuple[bool, ...]], ...] = ({}, {})
+    clipped: dict[TableSpec, tuple[bool, ...]] = {}
+    unclipped: dict[TableSpec, tuple[bool, ...]] = {}
     for spec in specs:
         if not spec.layer.built:
             continue
-        reference = spec.variable.ref()
-        if reference in owned:
+        if spec.variable.ref() in owned:
             raise ValueError(
                 f"Each variable must belong to one table. Received: {spec.variable.name!r} in "
                 f"the table {spec.name!r} and in another one."
             )
-        owned.add(reference)
+        owned.add(spec.variable.ref())
         ranges = clipped_ranges(spec, clip_tables)
-        shares[0 if any(ranges) else 1][spec] = ranges
-    return shares[0], shares[1]
-
-
-def check_code(model: tf.keras.Model, specs: Iterable[TableSpec], *, rows_wait: bool) -> None:
-    """Tell of tables that a layer looks up whose class Keras did not know as it loaded it.
-
-    It has the graph alone that was traced as it was saved, in which no lookup is recorded.
-
-    Args:
-      model: whose layers they are.
-      specs: its tables whose lookups must be seen; frozen ones need not.
-      rows_wait: whether rows must catch up before they are looked up.
-
-    Raises:
-      ValueError: there are some, and rows wait.
-    """
-    traced = [layer for layer in model._flatten_layers() if isinstance(layer, RevivedLayer)]
-    within = {id(one): layer for layer in traced for one in layer._flatten_layers()}
-    for spec in specs:
-        layer = within.get(id(spec.layer)) if spec.layer.trainable else None
-        if layer is None:
-            continue
-        name = type(layer).__name__
-        told = (
-            f"Keras loaded {layer.name!r} without its class {name!r}, as the graph that was "
-            f"saved, which looks up the table {spec.name!r} unseen: it predicts, but cannot be "
-            "trained further with a clip or update='deferred'. Load it again where its class is "
-            f"known: within tf.keras.utils.custom_object_scope({{{name!r}: {name}}}), or give the "
-            "class @tf.keras.utils.register_keras_serializable() before it is saved; it needs "
-            "get_config, as Keras says. To predict alone, use tf.keras.models.load_model(path, "
-            "compile=False)"
-        )
-        if rows_wait:
-            raise ValueError(told)
-        warnings.warn(told, stacklevel=4)
-        return
+        (clipped if any(ranges) else unclipped)[spec] = ranges
+    return clipped, unclipped
 
 
 def check_access(specs: Iterable[TableSpec]) -> None:
-    """Refuse tables whose rows are read without a word.
-
-    Raises:
-      ValueError: there are some.
-    """
+    """Refuse tables whose rows cannot be caught up before a lookup."""
     others = [spec.name for spec in specs if not spec.access.is_used]
     if others:
         raise ValueError(
@@ -163,42 +119,23 @@ def check_access(specs: Iterable[TableSpec]) -> None:
 
 
 def check_belong(
-    pairs: Sequence[tuple[Any, tf.Variable]],
-    owner: Mapping[Any, Any],
-    model: Any,
-    *,
-    each: bool = False,
+    pairs: Sequence[tuple[Any, tf.Variable]], tables: Mapping[Any, Any], model: Any, *, each: bool
 ) -> None:
-    """Refuse gradients of another model's variables, and of tables that were not found.
-
-    Args:
-      pairs: gradients and variables.
-      owner: by variable, of the model's tables.
-      model: that which the optimizer was made for.
-      each: whether none may be another model's, or not all. Where rows wait, the model's own
-        methods let them catch up: those of one that holds it do not.
-    """
-    layers = [] if model is None else list(model._flatten_layers())
-    # Of the layers, not of the model: it may be used by parts, and never be built as a whole.
-    mine = {
-        v.ref()
-        for layer in layers
-        for v in (*layer._trainable_weights, *layer._non_trainable_weights)
-    }
-    if model is not None:  # a `tf.Module` within is no layer
-        modules = (m for m in model._flatten_modules() if not isinstance(m, tf.keras.layers.Layer))
-        mine |= {v.ref() for module in modules for v in module.variables}
-    others = [v for _, v in pairs if v.ref() not in mine]
-    if model is not None and others and (each or len(others) == len(pairs)):
+    """Refuse gradients of another model (with `each`, a single one), and of unknown tables."""
+    built = model is not None and model.built
+    mine = {v.ref() for v in model.weights} if built else set()
+    others = [v.name for _, v in pairs if v.ref() not in mine]
+    if built and others and (each or len(others) == len(pairs)):
         raise ValueError(
             "The optimizer must be compiled into the model that it was made for, "
             f"{model.name!r}. Received: gradients of other variables, the first of "
-            f"{others[0].name!r}. Use CowClipOptimizer.for_model with this model, or "
+            f"{others[0]!r}. Use CowClipOptimizer.for_model with this model, or "
             "optimizer.bind(model)."
         )
-    # The wide part of a stock W&D is one: its input is sparse, but it is a layer, not a table.
-    dense = (layer for layer in layers if isinstance(layer, tf.keras.layers.Dense))
-    known = {*owner, *(layer.kernel.ref() for layer in dense if layer.built)}
+    # A Dense layer on sparse input has a sparse gradient: the wide part of a stock W&D.
+    layers = () if model is None else model._flatten_layers()
+    dense = (one for one in layers if isinstance(one, tf.keras.layers.Dense) and one.built)
+    known = {*tables, *(layer.kernel.ref() for layer in dense)}
     for gradient, variable in pairs:
         if isinstance(gradient, tf.IndexedSlices) and variable.ref() not in known:
             raise ValueError(
@@ -225,44 +162,32 @@ def owned_variables(
         if spec is None:
             lines.append(Owned(variable, dense, "Adam", 0.0))
             continue
-        # What the part does, which may have been set on it, and not what it was made with.
-        part = owner[variable.ref()]
+        part = owner[variable.ref()]  # its settings may have been changed since
         ranges = clipped_ranges(spec, clip_tables)
         rule = f"clip {part.clip}" if part.clip and any(ranges) else "no clip"
         if part.clip and any(ranges) and not all(ranges):
-            rule += f" on {sum(ranges)} of {len(ranges)} fields"
-        rule = f"{rule}, {part.update} Adam"
-        lines.append(Owned(variable, part, rule, part.l2))
+            rule += f" ({sum(ranges)} of {len(ranges)} fields)"
+        lines.append(Owned(variable, part, f"{rule}, {part.update}", part.l2))
     return lines
 
 
 def owned_as_text(owned: Sequence[Owned], tables: Sequence[TableSpec], factor: float) -> str:
-    """A table of variables; their learning rates are multiplied by `factor`."""
-    header = ("variable", "rows", "width", "rule", "learning rate", "L2")
+    """A table of variables, 100 columns wide; learning rates are multiplied by `factor`."""
     specs = {
-        spec.variable.ref(): (name, spec.num_rows)
-        for spec, name in distinct_names(tables).items()
-        if spec.layer.built
+        s.variable.ref(): (name, s) for s, name in distinct_names(tables).items() if s.layer.built
     }
     rows = []
     for variable, optimizer, rule, l2 in owned:
-        # Merlin's tables all have a variable called "embeddings".
-        shape = tuple(variable.shape)
-        table, number = specs.get(variable.ref(), ("", shape[0] if shape else 1))
-        named = table in ("", *variable.name.split("/"))
-        name = variable.name if named else f"{table}: {variable.name}"
-        rate = optimizer.learning_rate
-        rows.append(
-            (
-                name,
-                f"{number:,}",
-                f"{math.prod(shape[1:]):,}",
-                rule,
-                _show_rate(rate, factor),
-                f"{l2:.6g}" if l2 else "-",
-            )
-        )
-    return format_table(header, rows)
+        shape = tuple(variable.shape) or (1,)
+        name, spec = specs.get(variable.ref(), (variable.name, None))
+        number = shape[0] if spec is None else spec.num_rows
+        rate = _show_rate(optimizer.learning_rate, factor)
+        width = f"{math.prod(shape[1:]):,}"
+        rows.append((name, f"{number:,}", width, rule, rate, f"{l2:.6g}" if l2 else "-"))
+    others = sum(2 + max(map(len, column)) for column in list(zip(_HEADER, *rows, strict=True))[1:])
+    room = max(_COLUMNS - others, len(_HEADER[0]))
+    short = [(name if len(name) <= room else f"…{name[1 - room :]}", *rest) for name, *rest in rows]
+    return format_table(_HEADER, short)
 
 
 def _show_rate(rate: Any, factor: float) -> str:
@@ -277,11 +202,10 @@ def as_text(item: Any) -> str:
         return f"tag:{item.value}"
     if isinstance(item, str):
         return item
-    table_name = getattr(item, "table_name", None)
-    return str(table_name or item.name)
+    return str(getattr(item, "table_name", None) or item.name)
 
 
 def from_text(item: Any) -> Any:
-    """What `as_text` wrote: a name, or a tag; a layer as it is."""
+    """What `as_text` wrote: a name, or a tag."""
     is_tag = isinstance(item, str) and item.startswith("tag:")
     return Tags(item.removeprefix("tag:")) if is_tag else item

@@ -7,40 +7,39 @@ folder; a plain load still works, and warns that the optimizer starts anew.
 
 from __future__ import annotations
 
-import itertools
+import contextlib
+import importlib
 import json
 import os
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from merlin_cowclip.plugins._stack import Tags, quiet_stack, tf
+from merlin_cowclip.plugins._stack import RevivedLayer, Tags, quiet_stack, tf
 from merlin_cowclip.plugins.adam import CowClipAdam
 from merlin_cowclip.plugins.checks import check_path
-from merlin_cowclip.plugins.configured import as_json, state_follows
+from merlin_cowclip.plugins.finite import not_finite
 from merlin_cowclip.plugins.joining import done_for_all, ranks
-from merlin_cowclip.plugins.merlin_tables import find_tables
-from merlin_cowclip.plugins.optimizer import CowClipOptimizer, Owned
-from merlin_cowclip.plugins.part_settings import set_again, settings_of
+from merlin_cowclip.plugins.optimizer import CowClipOptimizer, without_state_warning
+from merlin_cowclip.plugins.ownership import as_text
 from merlin_cowclip.plugins.replacing import find, replacing
+from merlin_cowclip.plugins.schedules import LinearWarmup
 from merlin_cowclip.plugins.state import optimizer_of
 from merlin_cowclip.plugins.whole import is_in_shards, whole_tables
 
 FOLDER = "merlin_cowclip"  # within the SavedModel
-CHECKPOINT = "state"
-DESCRIPTION = "state.json"  # written last: without it the state is not whole
-MARKER = f"{FOLDER}/{DESCRIPTION}"
-SAVED_MODEL = (
-    *("saved_model.pb", "keras_metadata.pb", "fingerprint.pb", "variables", "assets"),
+CHECKPOINT = f"{FOLDER}/state"
+MARKER = f"{FOLDER}/state.json"  # written last: without it the state is not whole
+SAVED_MODEL = "saved_model.pb"
+ENTRIES = (
+    *(SAVED_MODEL, "keras_metadata.pb", "fingerprint.pb", "variables", "assets"),
     *(".merlin", FOLDER),
 )
-SIGNS = ("saved_model.pb",)  # of a model that was saved otherwise
-SLOTS = ("m", "v")
-_OF_ALL = "*"  # outputs
-FORMAT = 2
+FORMAT = 3
+_schedules = tf.keras.optimizers.schedules
 
 
 def save_model(model: tf.keras.Model, path: str | os.PathLike[str]) -> None:
@@ -60,10 +59,12 @@ def save_model(model: tf.keras.Model, path: str | os.PathLike[str]) -> None:
     call, and be it the machine's end of the process, `load_model` finds the old model or the new.
 
     Raises:
-      ValueError: the model is not built, or not compiled with a `CowClipOptimizer`; a schedule of
-        one's own has the name of one of Keras's, or a configuration of other things than numbers
-        and texts; `path` is a file, or holds a model and cannot be renamed, or has a sign that
+      ValueError: the model is not built, or not compiled with a `CowClipOptimizer`; a schedule that
+        Keras does not load as what it is, or a configuration of other things than numbers and
+        texts; a layer in `clip_tables` whose name is another table's or field's, too; `path` is a
+        file, or a folder that is no saved model and has an entry of that name, or has a sign that
         TensorFlow takes for a pattern's.
+      OSError: `path` cannot be renamed.
       RuntimeError: on the other ranks, where rank 0 could not save tables in shards, with what it
         said.
     """
@@ -78,31 +79,30 @@ def save_model(model: tf.keras.Model, path: str | os.PathLike[str]) -> None:
         return
     if ranks().rank:
         return
-    if _slots(optimizer.owned(), every=False):
-        # A weight that no gradient has reached yet has none; zeros are what its first step finds.
-        optimizer.create_slots(model.trainable_variables)
+    _check_clip_layers(optimizer)
+    optimizer.create_slots(model.trainable_variables)
+    weights, losses = _weights(model), _for_each(_loss_as_text, model.loss)
+    loss_weights = model.compiled_loss._user_loss_weights
     trained = {v.ref() for v in model.trainable_variables}
     description = {
         "format": FORMAT,
+        "modules": sorted({type(one).__module__ for one in model._flatten_layers()} - {"__main__"}),
         "optimizer": optimizer.get_config(),
-        "clip_layers": _clip_layers(model, optimizer),
         "learning_rate": float(tf.keras.backend.get_value(optimizer.learning_rate)),
         "warmup_steps": optimizer.warmup_steps,
         "loss_scale": _loss_scale(model.optimizer),
-        "parts": [settings_of(part) for part in optimizer.optimizers],
-        "losses": _losses(model),
-        "loss_weights": _loss_weights(model),
-        "weights": [_described(v) for v in model.weights],
-        "trainable": [v.ref() in trained for v in model.weights],
-        "places": _places(model),
-        "slots": len(_slots(optimizer.owned())),
+        "parts": [_settings(part) for part in optimizer.optimizers],
+        "losses": losses,
+        "loss_weights": loss_weights and tf.nest.map_structure(float, loss_weights),
+        "weights": [_described(v) for v in weights],
+        "trainable": [v.ref() in trained for v in weights],
     }
-    text = json.dumps(description, indent=2, default=as_json) + "\n"
-    with replacing(Path(path), MARKER, SAVED_MODEL, SIGNS) as folder:
-        with quiet_stack(), state_follows():  # Merlin loads what it saved, for the output's schema
+    text = json.dumps(description, indent=2, default=_as_json) + "\n"
+    with replacing(Path(path), MARKER, ENTRIES, SAVED_MODEL) as folder:
+        with quiet_stack():
             model.save(str(folder))
-        _state(model, optimizer).write(str(folder / FOLDER / CHECKPOINT))
-        partial = folder / FOLDER / f".{DESCRIPTION}.partial"
+        _checkpoint(weights, optimizer).write(str(folder / CHECKPOINT))
+        partial = folder / f"{MARKER}.partial"
         partial.write_text(text, encoding="utf-8")
         os.replace(partial, folder / MARKER)
 
@@ -110,19 +110,19 @@ def save_model(model: tf.keras.Model, path: str | os.PathLike[str]) -> None:
 def load_model(path: str | os.PathLike[str], **compile_arguments: Any) -> tf.keras.Model:
     """A model that `save_model` wrote, Merlin's or Keras's, compiled, its optimizer as it was.
 
+    The modules of its layers' classes are imported first, so that Keras knows them.
+
     Args:
       path: the folder.
       compile_arguments: as for `model.compile`, but for the optimizer; without `loss` that which
         the model was compiled with, and its `loss_weights`.
 
-    A model whose weights are not all finite is loaded as it is, with a warning that says so; so is
-    one whose class Keras does not know, which is none to train on.
+    A model whose weights are not all finite is loaded as it is, with a warning that says so.
 
     Raises:
       ValueError: the folder holds no whole state, the state does not belong to the model, Keras
-        does not know the class of one whose rows wait for updates (`update="deferred"`), or a
-        loss was saved that is neither registered with Keras nor given as `loss`; or `path` has a
-        sign that TensorFlow takes for a pattern's.
+        does not know the class of a layer with a table, or the loss; or `path` has a sign that
+        TensorFlow takes for a pattern's.
     """
     check_path("path", path)
     path = find(Path(path), MARKER)
@@ -136,194 +136,212 @@ def load_model(path: str | os.PathLike[str], **compile_arguments: Any) -> tf.ker
         ) from None
     if description["format"] != FORMAT:
         raise ValueError(f"{path} must be of format {FORMAT}. Received: {description['format']}")
+    for module in description["modules"]:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(module)
     with quiet_stack():
         model = tf.keras.models.load_model(str(path), compile=False)
-    order = _saved_order(model, description, path)
-    place = {v.ref(): position for v, position in zip(model.weights, order, strict=True)}
-    with state_follows():
-        optimizer = CowClipOptimizer.from_config(_with_clip_layers(description, model, place))
-    _freeze(model, [description["trainable"][position] for position in order])
-    order = [place[v.ref()] for v in model.weights]  # Keras lists frozen ones last
-    _warn_of_weights_that_are_not_finite(model, path)
+    weights = _in_saved_order(model, description["weights"], path)
+    _freeze(model, weights, description["trainable"])
+    broken = not_finite(v for v in weights if v.dtype.is_floating)
+    if broken:
+        warnings.warn(
+            f"{len(broken)} of the {len(weights)} weights in {path} hold NaN or infinity, "
+            f"the first of them {broken[0].variable}: the model had diverged before it was saved.",
+            stacklevel=2,
+        )
+    with without_state_warning():
+        optimizer = CowClipOptimizer.from_config(description["optimizer"])
     optimizer.bind(model)
+    _check_classes(model, optimizer)
     for part, settings in zip(optimizer.optimizers, description["parts"], strict=True):
-        set_again(part, settings)
+        _restore_settings(part, settings)
     optimizer.resume(description["learning_rate"], description["warmup_steps"])
-    outer = _with_loss_scale(optimizer, description["loss_scale"])
-    if description["loss_weights"] and "loss" not in compile_arguments:
+    if "loss" not in compile_arguments:
+        compile_arguments["loss"] = _for_each(_loss_of_text, description["losses"]) or None
         compile_arguments.setdefault("loss_weights", description["loss_weights"])
-    if description["losses"] and "loss" not in compile_arguments:
-        compile_arguments["loss"] = _losses_of(description["losses"])
-    model.compile(optimizer=outer, **compile_arguments)
-    if description["slots"]:
-        optimizer.create_slots(model.trainable_variables)
-    status = _state(model, optimizer, order).read(str(path / FOLDER / CHECKPOINT))
+    compile_arguments = {k: v for k, v in compile_arguments.items() if v is not None}
+    model.compile(_with_loss_scale(optimizer, description["loss_scale"]), **compile_arguments)
+    optimizer.create_slots(model.trainable_variables)
+    status = _checkpoint(weights, optimizer).read(str(path / CHECKPOINT))
     status.assert_existing_objects_matched()
     return model
 
 
-def _slots(owned: Iterable[Owned], *, every: bool = True) -> list[tf.Variable]:
-    """The moments of these variables; none before the first step.
-
-    Args:
-      owned: the variables.
-      every: whether each variable of a part that has moments must have them (`KeyError`), or those
-        are listed that there are.
-    """
-    found = []
-    for variable, owner, *_ in owned:
-        names = [name for name in SLOTS if name in owner.get_slot_names()]
-        if not every:
-            names = [name for name in names if _has_slot(owner, variable, name)]
-        found += [owner.get_slot(variable, name) for name in names]
-        deferred = owner.deferred if isinstance(owner, CowClipAdam) else None
-        last_step = None if deferred is None else deferred.last_step_of(variable)
-        found += [] if last_step is None else [last_step]
-    return found
-
-
-def _has_slot(owner: Any, variable: tf.Variable, name: str) -> bool:
-    try:
-        owner.get_slot(variable, name)
-    except KeyError:
-        return False
-    return True
-
-
-def _freeze(model: tf.keras.Model, trainable: Sequence[bool]) -> None:
-    """Which weights are trained, as it was saved: Keras loads inner layers as trainable.
-
-    Args:
-      model: the loaded one.
-      trainable: for each of its weights.
-    """
-    trained = {v.ref(): flag for v, flag in zip(model.weights, trainable, strict=True)}
-    for layer in model._flatten_layers(include_self=False):
-        own = [trained[v.ref()] for v in layer._trainable_weights if v.ref() in trained]
-        if own:
-            layer._trainable = any(own)  # the property's setter would freeze layers within it too
-
-
-def _clip_layers(model: tf.keras.Model, optimizer: CowClipOptimizer) -> list[list[int] | None]:
-    """Of each item of `clip_tables` that is a layer, where its tables stand among the weights.
-
-    By name, as `get_config` has it, it could be another layer's: names of tables may repeat.
-    """
-    place = {v.ref(): position for position, v in enumerate(model.weights)}
-    built = [spec for spec in optimizer.table_specs if spec.layer.built]
-    return [
-        None
-        if isinstance(item, str | Tags)
-        else [place[spec.variable.ref()] for spec in built if any(spec.selected([item]))]
-        for item in optimizer.clip_tables or ()
-    ]
-
-
-def _with_clip_layers(
-    description: Mapping[str, Any], model: tf.keras.Model, place: Mapping[Any, int]
-) -> dict[str, Any]:
-    """The optimizer's configuration, with layers of `model` for what `_clip_layers` wrote."""
-    config = dict(description["optimizer"])
-    if any(description["clip_layers"]):
-        layers = {place[s.variable.ref()]: s.layer for s in find_tables(model) if s.layer.built}
-        pairs = zip(config["clip_tables"], description["clip_layers"], strict=True)
-        chosen = [[layers[p] for p in found] if found else [item] for item, found in pairs]
-        config["clip_tables"] = list(itertools.chain.from_iterable(chosen))
-    return config
-
-
-def _state(
-    model: tf.keras.Model, optimizer: CowClipOptimizer, order: Sequence[int] = ()
-) -> tf.train.Checkpoint:
-    """A flat checkpoint, keyed by position: Keras's object graph differs after a load.
-
-    Args:
-      model: its weights in the order of `order`, or in their own.
-      optimizer: the model's.
-      order: for each weight, its position in the checkpoint.
-    """
-    weights = list(model.weights)
-    positions = order or range(len(weights))
-    place = {v.ref(): position for v, position in zip(weights, positions, strict=True)}
-    counters = [optimizer.iterations, *(part.iterations for part in optimizer.optimizers)]
-    tracked = {
-        "weights": sorted(weights, key=lambda v: place[v.ref()]),
-        "slots": _slots(sorted(optimizer.owned(), key=lambda o: place[o.variable.ref()])),
-        "iterations": counters,
-    }
-    return tf.train.Checkpoint(**tracked)
-
-
-def _saved_order(model: tf.keras.Model, description: dict[str, Any], path: Path) -> list[int]:
-    """For each weight of the loaded model, its position among the saved ones.
-
-    Slots are kept by the position of their weight, and Keras may load layers in another order (the
-    towers of a `TwoTowerModel`). A weight is the one of its name, shape and content; of several
-    such ones, as of tables with the same given values, the first is the first among the layers.
-    """
-    reader = tf.train.load_checkpoint(str(path / FOLDER / CHECKPOINT))
-    saved, weights = description["weights"], list(model.weights)
-    places, mine = description["places"], _places(model)
-    left = sorted(range(len(saved)), key=lambda i: places[i])
-    order = {}
-    for at in sorted(range(len(weights)), key=lambda i: mine[i]):
-        described, value = _described(weights[at]), weights[at].numpy()
-        found = next(
-            (
-                i
-                for i in left
-                if saved[i] == described
-                and _same_bits(value, reader.get_tensor(f"weights/{i}/.ATTRIBUTES/VARIABLE_VALUE"))
-            ),
-            None,
-        )
-        if found is None:
-            break
-        left.remove(found)
-        order[at] = found
-    if left or len(order) != len(weights):
-        raise ValueError(
-            f"The state in {path / FOLDER} must belong to the model beside it. Received weights "
-            "that differ: the folder was changed after it was saved."
-        )
-    return [order[at] for at in range(len(weights))]
-
-
-def _places(model: tf.keras.Model) -> list[int]:
-    """For each weight, its place among those of all layers: Keras lists frozen ones last."""
+def _weights(model: tf.keras.Model) -> list[tf.Variable]:
+    """All weights in the order of the layers: Keras lists frozen ones last."""
     own = (
         v.ref()
         for layer in model._flatten_layers()
         for v in (*layer._trainable_weights, *layer._non_trainable_weights)
     )
     place = {reference: number for number, reference in enumerate(dict.fromkeys(own))}
-    return [place.get(v.ref(), len(place)) for v in model.weights]
-
-
-def _same_bits(a: np.ndarray, b: np.ndarray) -> bool:
-    """Whether two arrays hold the same: unlike `==`, NaN is NaN, in any dtype."""
-    if a.dtype != b.dtype or a.shape != b.shape:
-        return False
-    x, y = (np.ravel(np.ascontiguousarray(array)).view(np.uint8) for array in (a, b))
-    return np.array_equal(x, y)
-
-
-def _warn_of_weights_that_are_not_finite(model: tf.keras.Model, path: Path) -> None:
-    broken = [
-        v.name
-        for v in model.weights
-        if v.dtype.is_floating and not bool(tf.reduce_all(tf.math.is_finite(v)))
-    ]
-    if broken:
-        warnings.warn(
-            f"{len(broken)} of the {len(model.weights)} weights in {path} hold NaN or infinity, "
-            f"the first of them {broken[0]}: the model had diverged before it was saved.",
-            stacklevel=3,
-        )
+    return sorted(model.weights, key=lambda v: place.get(v.ref(), len(place)))
 
 
 def _described(variable: tf.Variable) -> dict[str, Any]:
     return {"name": variable.name, "shape": list(variable.shape), "dtype": variable.dtype.name}
+
+
+def _checkpoint(weights: Sequence[tf.Variable], optimizer: CowClipOptimizer) -> tf.train.Checkpoint:
+    """A flat checkpoint, keyed by position: Keras's object graph differs after a load."""
+    place = {v.ref(): position for position, v in enumerate(weights)}
+    slots: list[tf.Variable] = []
+    for variable, part, *_ in sorted(optimizer.owned(), key=lambda o: place[o.variable.ref()]):
+        slots += [part.get_slot(variable, name) for name in ("m", "v")]
+        slots += part.waiting_of(variable) if isinstance(part, CowClipAdam) else []
+    counters = [optimizer.iterations, *(part.iterations for part in optimizer.optimizers)]
+    return tf.train.Checkpoint(weights=list(weights), slots=slots, iterations=counters)
+
+
+def _in_saved_order(model: tf.keras.Model, saved: list[Any], path: Path) -> list[tf.Variable]:
+    """The weights of the loaded model, in the order in which they were saved.
+
+    Keras may load layers in another order (the towers of a `TwoTowerModel`). A weight is the one
+    of its name, shape and content; of several such ones, the first is the first among the layers.
+    """
+    reader = tf.train.load_checkpoint(str(path / CHECKPOINT))
+    left, found = dict(enumerate(saved)), {}
+    for variable in _weights(model):
+        described, value = _described(variable), variable.numpy()
+        for position, one in left.items():
+            key = f"weights/{position}/.ATTRIBUTES/VARIABLE_VALUE"
+            if one == described and _same_bits(value, reader.get_tensor(key)):
+                found[position] = variable
+                del left[position]
+                break
+    if left or len(found) != len(model.weights):
+        raise ValueError(
+            f"The state in {path / FOLDER} must belong to the model beside it. Received weights "
+            "that differ: the folder was changed after it was saved."
+        )
+    return [found[position] for position in range(len(found))]
+
+
+def _same_bits(a: np.ndarray, b: np.ndarray) -> bool:
+    """Whether two arrays of one shape hold the same: unlike `==`, NaN is NaN, in any dtype."""
+    x, y = (np.ravel(np.ascontiguousarray(array)).view(np.uint8) for array in (a, b))
+    return np.array_equal(x, y)
+
+
+def _freeze(
+    model: tf.keras.Model, weights: Sequence[tf.Variable], trainable: Sequence[bool]
+) -> None:
+    """Which weights are trained, as it was saved: Keras loads inner layers as trainable."""
+    trained = {v.ref(): flag for v, flag in zip(weights, trainable, strict=True)}
+    for layer in model._flatten_layers(include_self=False):
+        own = [trained[v.ref()] for v in layer._trainable_weights if v.ref() in trained]
+        if own:
+            layer._trainable = any(own)  # the property's setter would freeze layers within it too
+
+
+def _check_classes(model: tf.keras.Model, optimizer: CowClipOptimizer) -> None:
+    """Refuse a table in a layer that Keras loaded without its class: no lookup is recorded."""
+    for layer in model._flatten_layers():
+        within = list(layer._flatten_layers()) if isinstance(layer, RevivedLayer) else []
+        if any(spec.layer is one for spec in optimizer.table_specs for one in within):
+            raise ValueError(
+                f"Keras does not know the class {type(layer).__name__!r} of the layer "
+                f"{layer.name!r}, which holds a table: it predicts, but cannot be trained further. "
+                "Give it get_config and @tf.keras.utils.register_keras_serializable(), or load "
+                "within tf.keras.utils.custom_object_scope. To predict only, use "
+                "tf.keras.models.load_model(path, compile=False)"
+            )
+
+
+def _check_clip_layers(optimizer: CowClipOptimizer) -> None:
+    """Refuse layers in `clip_tables` that their names, which are saved, do not tell apart."""
+    for item in optimizer.clip_tables or ():
+        name = as_text(item)
+        if not isinstance(item, str | Tags) and any(
+            spec.selected([item]) != spec.selected([name]) for spec in optimizer.table_specs
+        ):
+            raise ValueError(
+                f"clip_tables is saved by name, and {name!r} names more than the layer that is in "
+                "it. Give the model's tables different names."
+            )
+
+
+def _as_json(value: Any) -> Any:
+    """What JSON does not take, as it does: numbers of NumPy and TensorFlow, arrays too."""
+    array = np.asarray(value)
+    if array.dtype.kind not in "biuf":
+        raise ValueError(
+            "The configuration of an optimizer and its schedules must be made of numbers and "
+            f"texts to be saved. Received: an object of type {type(value).__name__} in it."
+        )
+    return array.tolist()
+
+
+def _settings(part: Any) -> dict[str, Any]:
+    """A part's configuration; of a learning rate that warms up, what it rises to."""
+    config, rate = dict(part.get_config()), part._hyper["learning_rate"]
+    if isinstance(rate, LinearWarmup) and isinstance(rate.warmup_steps, tf.Variable):
+        config["learning_rate"] = rate = rate.get_config()["learning_rate"]
+    settings: dict[str, Any] = json.loads(json.dumps(config, default=_as_json))
+    if callable(rate) and not _loads_as(rate, _schedules.deserialize, settings["learning_rate"]):
+        raise ValueError(
+            f"Keras must load the schedule of {config['name']!r} as what it is. Received: "
+            f"{type(rate).__name__}, which it does not know, or knows as another class. Register "
+            "it: @tf.keras.utils.register_keras_serializable()."
+        )
+    return settings
+
+
+def _restore_settings(part: Any, settings: dict[str, Any]) -> None:
+    """Set on a new part what differs from it in another's `_settings`."""
+    now = _settings(part)
+    for name, value in settings.items():
+        if value != now.get(name):
+            is_schedule = name == "learning_rate" and isinstance(value, dict)
+            setattr(part, name, _schedules.deserialize(value) if is_schedule else value)
+
+
+def _loads_as(one: Any, deserialize: Any, saved: Any) -> bool:
+    """Whether Keras loads a saved object, or function, as what it is."""
+    try:
+        found = deserialize(saved)
+    except (TypeError, ValueError):
+        return False
+    return found is one or (type(found) is type(one) and hasattr(one, "get_config"))
+
+
+def _for_each(change: Callable[[Any], Any], losses: Any) -> Any:
+    """Change each loss of a model that has one, a list, or one by output."""
+    if isinstance(losses, Mapping):
+        return {output: change(loss) for output, loss in losses.items()}
+    is_list = isinstance(losses, list | tuple)
+    return [change(loss) for loss in losses] if is_list else change(losses)
+
+
+def _loss_as_text(loss: Any) -> str | None:
+    """A loss as Keras writes it; a name that it does not know where it would load another one.
+
+    Merlin saves an output's default loss by the name of Keras's: a `CategoricalOutput`, whose
+    outputs are logits, would go on with Keras's loss of probabilities.
+    """
+    if loss is None:
+        return None
+    with contextlib.suppress(TypeError, ValueError):  # not of Keras's kind
+        text = json.dumps(loss if isinstance(loss, str) else tf.keras.losses.serialize(loss))
+        if isinstance(loss, str) or _loads_as(loss, tf.keras.losses.get, json.loads(text)):
+            return text
+    named = loss if hasattr(loss, "__name__") else type(loss)
+    return json.dumps(f"{named.__module__}.{named.__name__}")
+
+
+def _loss_of_text(text: str | None) -> Any:
+    if text is None:
+        return None
+    saved = json.loads(text)
+    try:
+        return tf.keras.losses.get(saved)
+    except ValueError:
+        name = saved if isinstance(saved, str) else saved.get("class_name")
+        raise ValueError(
+            f"The loss must be known to Keras. Received: {name!r}, with which the model was "
+            "compiled. Give load_model loss=…, or register it with Keras."
+        ) from None
 
 
 def _loss_scale(optimizer: Any) -> dict[str, Any] | None:
@@ -337,87 +355,13 @@ def _loss_scale(optimizer: Any) -> dict[str, Any] | None:
     }
 
 
-def _losses(model: tf.keras.Model) -> Any:
-    """What the model was compiled with, as Keras writes it; `None` without a loss.
-
-    By output, as Merlin's models have them, or as Keras takes them: a list by output, or of all
-    outputs the one in `_OF_ALL`.
-
-    Merlin saves an output's default loss by the name of Keras's: a `CategoricalOutput`, whose
-    outputs are logits, would go on with Keras's loss of probabilities.
-    """
-    if model.loss is None:
-        return None
-    if isinstance(model.loss, Mapping):
-        return {output: _loss(loss) for output, loss in model.loss.items()}
-    if isinstance(model.loss, list | tuple):
-        return [_loss(loss) for loss in model.loss]
-    return {_OF_ALL: _loss(model.loss)}
-
-
-def _loss(loss: Any) -> Any:
-    if loss is None:  # of an output that has none
-        return None
-    try:
-        saved = json.loads(
-            json.dumps(loss if isinstance(loss, str) else tf.keras.losses.serialize(loss))
-        )
-    except (TypeError, ValueError):  # not of Keras's kind; load_model says what to do
-        saved = getattr(loss, "__name__", type(loss).__name__)
-    if not isinstance(loss, str) and _is_of_another(saved, loss):
-        named = loss if hasattr(loss, "__name__") else type(loss)
-        saved = f"{named.__module__}.{named.__name__}"  # load_model finds none by it
-    return saved
-
-
-def _losses_of(saved: Any) -> Any:
-    """What `_losses` has written, to compile with."""
-    if isinstance(saved, list):
-        return [_loss_of(loss, f"output {number}") for number, loss in enumerate(saved)]
-    if _OF_ALL in saved:
-        return _loss_of(saved[_OF_ALL], "all outputs")
-    return {output: _loss_of(loss, repr(output)) for output, loss in saved.items()}
-
-
-def _is_of_another(saved: Any, loss: Any) -> bool:
-    """Whether Keras has a loss of its own by the name of this one, and would load that."""
-    try:
-        found = tf.keras.losses.get(saved)
-    except (TypeError, ValueError):
-        return False
-    is_loss = isinstance(loss, tf.keras.losses.Loss)
-    return not (found is loss or (is_loss and type(found) is type(loss)))
-
-
-def _loss_weights(model: tf.keras.Model) -> Any:
-    """By output, or in the order of outputs, as the model was compiled with; `None` without."""
-    weights = model.compiled_loss._user_loss_weights
-    return None if weights is None else tf.nest.map_structure(float, weights)
-
-
-def _loss_of(saved: Any, output: str) -> Any:
-    if saved is None:
-        return None
-    try:
-        return tf.keras.losses.get(saved)
-    except ValueError:
-        name = saved if isinstance(saved, str) else saved.get("class_name")
-        raise ValueError(
-            f"The loss of {output} must be known to Keras. Received: {name!r}, with which the "
-            "model was compiled. Give load_model loss=…, or register it with Keras."
-        ) from None
-
-
 def _with_loss_scale(optimizer: CowClipOptimizer, state: dict[str, Any] | None) -> Any:
     if state is None:
         return optimizer
-    dynamic = state["growth_steps"] is not None
+    growth = state["growth_steps"]
     scaled = tf.keras.mixed_precision.LossScaleOptimizer(
-        optimizer,
-        dynamic=dynamic,
-        initial_scale=state["scale"],
-        dynamic_growth_steps=state["growth_steps"],
+        optimizer, growth is not None, initial_scale=state["scale"], dynamic_growth_steps=growth
     )
-    if dynamic:
+    if scaled.dynamic:
         scaled.dynamic_counter.assign(state["counter"])
     return scaled

@@ -7,8 +7,9 @@ Sums over rows and steps, kept in small variables on the device; nothing here ch
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass
 
 import numpy as np
 
@@ -48,14 +49,7 @@ class RowStatistics:
 
     def __add__(self, other: RowStatistics) -> RowStatistics:
         """The sums over the rows of both."""
-        return RowStatistics(
-            self.rows + other.rows,
-            self.occurrences + other.occurrences,
-            self.clipped_rows + other.clipped_rows,
-            self.clipped_occurrences + other.clipped_occurrences,
-            self.gradient_norms + other.gradient_norms,
-            self.weight_norms + other.weight_norms,
-        )
+        return RowStatistics(*map(operator.add, astuple(self), astuple(other)))
 
     @property
     def gradient_norm(self) -> float | None:
@@ -140,7 +134,6 @@ class StepStatistics:
     def __init__(self, tables: Mapping[TableSpec, Sequence[bool]], frequent_from: float) -> None:
         self.frequent_from = frequent_from
         self._tables = dict(tables)
-        self._has_ended = False
         fields = sum(len(spec.range_names) for spec in tables)
         # Of a field: the steps, then rare and frequent ids. From the beginning, and until `reset`.
         with tf.init_scope():
@@ -159,66 +152,11 @@ class StepStatistics:
                 for name in ("statistics/bins", "statistics/bins_before")
             )
 
-    def are_of(self, specs: Iterable[TableSpec]) -> bool:
-        """Whether they are of just these tables."""
-        return set(self._tables) == set(specs)
-
-    def end(self) -> None:
-        """Refuse to be read from now on: the optimizer steps on other tables."""
-        self._has_ended = True
-
-    def _check_go_on(self) -> None:
-        if self._has_ended:
-            raise ValueError(
-                "Statistics end where optimizer.bind(model) gives the optimizer a model with other "
-                "tables. Received: a look at those of the tables before. Call "
-                "optimizer.observe(), which returns new ones, before the first step on that model; "
-                "read what you need of the old ones before bind."
-            )
-
-    def _check_readable(self) -> None:
-        self._check_go_on()
-        if any(spec.access.made_whole for spec in self._tables):
-            raise ValueError(
-                "Statistics of tables in shards are sums over all ranks. Received: a look at them "
-                "within whole_tables(model), where rank 0 has whole tables. Read them on all ranks "
-                "at once, before whole_tables or after it."
-            )
-
     @property
     def variables(self) -> list[tf.Variable]:
         """All state, in a fixed order: restored, the sums go on as if nothing had been."""
         before = [self._counts_before, self._norms_before]
         return [self._counts, self._norms, *before, self._bins, self._bins_before]
-
-    def share_of(
-        self,
-        variable: tf.Variable,
-        held: np.ndarray,
-        in_shards: Collection[TableSpec],
-        rank: int,
-    ) -> np.ndarray:
-        """What one of `variables` holds on a rank, where another number of ranks had `held`.
-
-        Of tables in shards the first rank takes all that was added up so far.
-
-        Args:
-          variable: which.
-          held: what N ranks had in it, N×F×….
-          in_shards: the tables whose rows the N ranks shared.
-          rank: which one of those that there are now.
-        """
-        shared = self._by_field(spec in in_shards for spec in self._tables)
-        shares = self._by_field(spec.shard is not None for spec in self._tables)
-        whole = np.where(shared, held.sum(axis=0), held[0])
-        mine = np.where(shares & (rank > 0), np.zeros_like(whole), whole)
-        if variable is self._counts or variable is self._counts_before:
-            mine[:, 0] = held[0][:, 0]  # steps, which all ranks make
-        return mine
-
-    def _by_field(self, of_tables: Iterable[bool]) -> np.ndarray:
-        pairs = zip(self._tables, of_tables, strict=True)
-        return np.array([[one] for spec, one in pairs for _ in spec.range_names])
 
     def add(
         self,
@@ -288,13 +226,9 @@ class StepStatistics:
     def read(self) -> list[FieldStatistics]:
         """The sums since the last `reset`, one item per table and field, in the model's order.
 
-        Where tables are in shards, it is called on all ranks at once, as are the other two.
-
-        Raises:
-          ValueError: the optimizer was bound to other tables since; or tables in shards are whole
-            meanwhile (`whole_tables`). So do the other two.
+        With sharded tables call it, `total` and `gradient_norms` on all ranks, and not within
+        `whole_tables`.
         """
-        self._check_readable()
         counts = self._counts.numpy() - self._counts_before.numpy()
         with np.errstate(invalid="ignore"):  # what is infinite in both
             norms = self._norms.numpy() - self._norms_before.numpy()
@@ -306,7 +240,6 @@ class StepStatistics:
         Of tables of width 2 and more, where there are any; the bins from the first that holds a row
         to the last.
         """
-        self._check_readable()
         widths = [spec.width for spec in self._tables for _ in spec.range_names]
         chosen = [width > 1 or max(widths) == 1 for width in widths]
         bins = self._of_all_ranks(self._bins.numpy() - self._bins_before.numpy())[chosen]
@@ -320,19 +253,18 @@ class StepStatistics:
 
     def total(self) -> list[FieldStatistics]:
         """The sums since the first step."""
-        self._check_readable()
         return list(self._fields(self._counts.numpy(), self._norms.numpy()))
 
     def reset(self) -> None:
         """Let `read` start anew; `total` goes on."""
-        self._check_go_on()
         self._counts_before.assign(self._counts)
         self._norms_before.assign(self._norms)
         self._bins_before.assign(self._bins)
 
     def _of_all_ranks(self, values: np.ndarray) -> np.ndarray:
         """Sums by field, those of tables in shards over all ranks."""
-        sharded = self._by_field(spec.shard is not None for spec in self._tables)
+        specs = [spec for spec in self._tables for _ in spec.range_names]
+        sharded = np.array([[spec.shard is not None] for spec in specs])
         if not sharded.any():
             return values
         whole = gathered(values[np.newaxis]).sum(axis=0)

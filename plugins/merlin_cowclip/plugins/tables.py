@@ -6,7 +6,6 @@ Merlin's and Keras's own. Nothing in this file imports our models.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
@@ -14,10 +13,6 @@ from typing import Any, Protocol, runtime_checkable
 from merlin_cowclip.plugins._stack import ColumnSchema, Schema, Tags, in_save_context, tf
 from merlin_cowclip.plugins.counting import LookupRecorder
 from merlin_cowclip.plugins.sharding import Shard, look_up
-
-
-def _nobody() -> None:
-    return None
 
 
 @dataclass(eq=False)
@@ -37,27 +32,18 @@ class TableAccess:
         one that builds the model, for else the exact mode would find the table marked.
       bring_up: called with the variable and the rows before they are read, where rows wait for
         what they missed; with `None` for all of them.
-      owner: gives the optimizer whose tables they are, if there is one (`taking_over.py`).
-      owners: all that have been, and are still there.
       is_used: whether the layer looks its rows up by `gather`.
       shard: which rows this rank has, where the ranks share them; `None`: it has all.
-      made_whole: whether a table in shards is whole on rank 0 meanwhile (`whole_tables`).
     """
 
     whole: bool | None = None
     bring_up: Callable[[tf.Variable, tf.Tensor | None], None] | None = None
-    owner: Callable[[], Any] = _nobody
-    owners: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
     is_used: bool = False
     shard: Shard | None = None
-    made_whole: bool = False
 
     def __getstate__(self) -> dict[str, Any]:
-        """Of copies and pickles, whose variable is another one: without any optimizer."""
-        return self.__dict__ | {"owner": _nobody, "owners": None, "bring_up": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state | {"owners": weakref.WeakSet()})
+        """Of copies and pickles, whose table has no optimizer yet."""
+        return self.__dict__ | {"bring_up": None}
 
     @property
     def rows_wait(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -17,20 +17,6 @@ from merlin_cowclip.plugins.tables import TableSpec
 
 _BLOCK = 1 << 18  # rows of each rank that are gathered together
 _TRACED = ("train_function", "test_function", "predict_function")
-
-
-class _Table(NamedTuple):
-    variable: tf.Variable
-    moments: dict[str, tf.Variable]
-
-
-class _Held(NamedTuple):
-    """A table in shards, with the optimizer's part that has its moments."""
-
-    spec: TableSpec
-    shard: Shard
-    part: Any
-    table: _Table
 
 
 @contextlib.contextmanager
@@ -58,29 +44,22 @@ def whole_tables(model: mm.Model) -> Iterator[None]:
     if is_in_shards(model):
         optimizer.create_slots(model.trainable_variables)
     parts = optimizer._own()
-    held = [
-        _Held(spec, spec.shard, part, _Table(spec.variable, part.slots_of(spec.variable)))
-        for spec in optimizer.table_specs
-        if spec.shard is not None
-        for part in (parts[spec.variable.ref()],)
-    ]
-    made = [_whole(one) for one in held]
-    pairs = [(one, whole) for one, whole in zip(held, made, strict=True) if whole is not None]
-    # Keras keeps what it has traced, with the tables that were there then.
-    traced = {name: getattr(model, name) for name in _TRACED if pairs}
-    for one, whole in pairs:
-        _put(one, whole, None)
-    for one in held:
-        one.spec.access.made_whole = True
-    model.__dict__.update(dict.fromkeys(traced))
-    try:
+    traced: dict[str, Any] = {}
+    with contextlib.ExitStack() as shards:
+        for spec in optimizer.table_specs:
+            if spec.shard is None:
+                continue
+            shard, table, part = spec.shard, spec.variable, parts[spec.variable.ref()]
+            moments = part.slots_of(table)
+            whole, *others = (_whole(one, shard) for one in (table, *moments.values()))
+            if whole is not None:
+                # Keras keeps what it has traced, with the tables that were there then.
+                traced = {name: getattr(model, name) for name in _TRACED}
+                shards.callback(_put, spec, part, table, moments, shard)
+                _put(spec, part, whole, dict(zip(moments, others, strict=True)), None)
+        shards.callback(model.__dict__.update, traced)
+        model.__dict__.update(dict.fromkeys(traced))
         yield
-    finally:
-        for one, _ in pairs:
-            _put(one, one.table, one.shard)
-        for one in held:
-            one.spec.access.made_whole = False
-        model.__dict__.update(traced)
 
 
 def is_in_shards(model: mm.Model) -> bool:
@@ -88,28 +67,18 @@ def is_in_shards(model: mm.Model) -> bool:
     return any(spec.shard is not None for spec in find_tables(model))
 
 
-def _whole(one: _Held) -> _Table | None:
-    """The table and its moments, on rank 0."""
-    parts = _by_slot(one.table)
-    values = {name: whole_rows(variable, one.shard) for name, variable in parts.items()}
-    if one.shard.rank:
-        return None
-    made = {
-        name: tf.Variable(value, trainable=not name, name=parts[name].name.rpartition(":")[0])
-        for name, value in values.items()
-    }
-    return _Table(made.pop(""), made)
+def _put(spec: TableSpec, part: Any, table: tf.Variable, moments: Any, shard: Shard | None) -> None:
+    assert spec.set_variable is not None
+    part.change_table(spec.variable, table, moments)
+    spec.set_variable(table)
+    spec.access.shard = shard
 
 
-def _by_slot(table: _Table) -> dict[str, tf.Variable]:
-    return {"": table.variable, **table.moments}
-
-
-def _put(one: _Held, table: _Table, shard: Shard | None) -> None:
-    assert one.spec.set_variable is not None
-    one.part.change_table(one.spec.variable, *table)
-    one.spec.set_variable(table.variable)
-    one.spec.access.shard = shard
+def _whole(variable: tf.Variable, shard: Shard) -> tf.Variable | None:
+    """The whole of a table, or of its moments, on rank 0."""
+    rows = whole_rows(variable, shard)
+    name = variable.name.rpartition(":")[0]
+    return None if rows is None else tf.Variable(rows, trainable=variable.trainable, name=name)
 
 
 def whole_rows(variable: tf.Variable, shard: Shard) -> np.ndarray | None:

@@ -8,11 +8,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from merlin_cowclip.plugins._stack import Schema
 from merlin_cowclip.plugins.joining import Ranks
 from merlin_cowclip.plugins.sharding import Shard
-from merlin_cowclip.plugins.statistics import StepStatistics
-from merlin_cowclip.plugins.tables import TableSpec
 from merlin_cowclip.workflows.errors import AgreedError
 from merlin_cowclip.workflows.training import checkpoint_files
 from merlin_cowclip.workflows.training.checkpoint_files import (
@@ -23,7 +20,6 @@ from merlin_cowclip.workflows.training.checkpoint_files import (
 )
 from merlin_cowclip.workflows.training.checkpoints import Checkpoints
 from merlin_cowclip.workflows.training.saved_state import State
-from tests.plugins.merlin_models import category
 
 V = 11
 
@@ -38,44 +34,6 @@ def test_rows_find_their_ranks(tmp_path, saved, now):
         found = read_rows(tmp_path, "weight/0001", tf.float32, saved, Shard(rank, now, V))
         np.testing.assert_array_equal(found, whole[rank::now])
         assert found.dtype == np.float32
-
-
-def of_two_tables(shard: Shard | None) -> tuple[StepStatistics, list[TableSpec]]:
-    """Statistics of a table of two fields, maybe in shards, and of one on all ranks."""
-    specs = []
-    for fields in (["a", "b"], ["c"]):
-        columns = tuple(Schema([category(name, 4) for name in fields]))
-        offsets = tuple(range(0, 4 * len(fields) + 1, 4))
-        layer = tf.keras.layers.Layer()
-        specs.append(TableSpec(fields[0], layer, lambda: tf.Variable(0.0), offsets, columns, 2))
-    specs[0].access.shard = shard
-    return StepStatistics(
-        {spec: [True] * (len(spec.row_offsets) - 1) for spec in specs}, 2.0
-    ), specs
-
-
-@pytest.mark.parametrize(("saved", "now"), [(1, 2), (2, 1), (3, 2)])
-def test_sums_of_steps_stay_what_they_were(saved, now):
-    """Added up over the ranks for the table in shards, and the same on all for the other."""
-    random = np.random.default_rng(1)
-    of_each, _ = of_two_tables(None)
-    held = [random.integers(0, 9, (saved, *v.shape)) for v in of_each.variables]
-    for values in held:
-        values[:, 2] = values[:1, 2]  # what all ranks have alike
-        values[:, :, 0] = values[:1, :, 0]
-    for rank in range(now):
-        shard = None if now == 1 else Shard(rank, now, 8)
-        statistics, specs = of_two_tables(shard)
-        in_shards = [] if saved == 1 else specs[:1]
-        for values, variable in zip(held, statistics.variables, strict=True):
-            mine = statistics.share_of(variable, values, in_shards, rank)
-            steps = "counts" in variable.name
-            expected = values[0].copy()
-            expected[:2] = values[:, :2].sum(axis=0) if rank == 0 else 0
-            if steps:
-                expected[:, 0] = values[0][:, 0]
-            np.testing.assert_array_equal(mine, expected)
-            assert mine.dtype == values.dtype
 
 
 def test_one_rank_that_cannot_write_leaves_the_others_their_files(monkeypatch, tmp_path):

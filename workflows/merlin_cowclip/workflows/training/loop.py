@@ -7,7 +7,6 @@ of it is in a checkpoint. What comes next depends on that alone.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import random
 import sys
 import time
@@ -122,21 +121,11 @@ class Training:
 
     def _all_of_it(self) -> State:
         variables = training_state(self.model)
-        names = {variable.ref(): name for name, variable in variables.items()}
-        tables = {names[spec.variable.ref()]: spec for spec in self._optimizer.table_specs}
-
-        def of_sums(variable: tf.Variable, held: np.ndarray, saved: Checkpoint) -> np.ndarray:
-            in_shards = {tables[name] for name in saved.in_shards if name in tables}
-            return np.asarray(self._statistics.share_of(variable, held, in_shards, self._here.rank))
-
-        of_each: dict[str, Any] = {}
-        for name in variables:
-            if name.startswith("loss/"):  # sums over samples, of which each rank has as many
-                of_each[name] = lambda held, _: held.sum(axis=0) / self._here.size
-        for place, variable in enumerate(self._statistics.variables):
-            name = f"{_SUMS}/{place:04}"
-            variables[name], of_each[name] = variable, functools.partial(of_sums, variable)
-        return State(variables, of_each, shards_of(self.model, variables), self._here)
+        shards = shards_of(self.model, variables)
+        sums = {f"{_SUMS}/{i:04}": one for i, one in enumerate(self._statistics.variables)}
+        of_each = {name for name in variables if name.startswith("loss/")}
+        of_each |= set(sums) if shards else set()  # replicated tables have the same on all ranks
+        return State(variables | sums, of_each, shards, self._here)
 
     def go_on_from_last(self, begin: Callable[[], None] = lambda: None) -> None:
         """Be where the last checkpoint was taken that is whole, or at the beginning.
@@ -148,11 +137,18 @@ class Training:
 
         Raises:
           NoCheckpointError: the run is finished, and would have to begin again.
-          UserError: the checkpoint is another network's, or a file that grows is gone.
+          UserError: the checkpoint is another network's, its sharded tables were those of another
+            number of ranks, or a file that grows is gone.
         """
         checkpoint, damaged = self.checkpoints.last()
         if checkpoint is not None:
             checkpoint.check(self._state)
+            if checkpoint.ranks != self._here.size and (checkpoint.in_shards or self._state.shards):
+                raise UserError(
+                    "a run with sharded tables resumes on the number of ranks that it began on. "
+                    f"Received: {self._here.size}, for a checkpoint of {checkpoint.ranks}. Use "
+                    f"horovodrun -np {checkpoint.ranks}"
+                )
         with agreed():
             if self._is_first:
                 self._check_can_go_on(checkpoint, damaged)

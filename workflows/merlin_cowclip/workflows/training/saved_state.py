@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,16 +22,14 @@ class State:
 
     Attributes:
       variables: by name, alike on all ranks but for these.
-      of_each: the names of those that each rank has its own of, and how what a rank has follows
-        from what another number of them had, N×… by name, and the checkpoint.
+      of_each: the names of those that each rank has its own of: sums, which another number of
+        ranks shares evenly.
       shards: the names of those of which this rank has some rows alone, and which.
       ranks: this process among them, or alone.
     """
 
     variables: Mapping[str, tf.Variable]
-    of_each: Mapping[str, Callable[[np.ndarray, Checkpoint], np.ndarray]] = field(
-        default_factory=dict
-    )
+    of_each: Set[str] = frozenset()
     shards: Mapping[str, Shard] = field(default_factory=dict)
     ranks: Ranks = ALONE
 
@@ -100,16 +98,16 @@ class Checkpoint:
             UserError: see `check`.
         """
         self.check(state)
-        alike = state.variables.keys() - state.of_each.keys() - {*self.in_shards, *state.shards}
+        alike = state.variables.keys() - state.of_each - {*self.in_shards, *state.shards}
         if state.ranks.rank == 0:
             for name in alike:
                 state.variables[name].assign(self._read(name, state))
         if state.ranks.size > 1:
             broadcast(state.variables[name] for name in sorted(alike))
-        for name in sorted(state.of_each.keys() & state.variables.keys()):
+        for name in sorted(state.of_each & state.variables.keys()):
             held = self._of_each(name, state)
             is_same = len(held) == state.ranks.size
-            mine = held[state.ranks.rank] if is_same else state.of_each[name](held, self)
+            mine = held[state.ranks.rank] if is_same else held.sum(axis=0) / state.ranks.size
             state.variables[name].assign(mine)
         for name in sorted(state.variables.keys() & {*self.in_shards, *state.shards}):
             variable = state.variables[name]
