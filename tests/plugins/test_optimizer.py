@@ -281,6 +281,21 @@ def test_frozen_tables_stay_and_are_not_owned():
     assert all(o.variable is not frozen.table.embeddings for o in optimizer.owned())
 
 
+def test_the_keys_of_a_checkpoint(tmp_path):
+    """By which Keras finds the parts of an optimizer, their settings and their moments."""
+    model, optimizer = fitted(ours, SCHEMA, Hyperparameters(BATCH), steps_per_epoch=9, steps=1)
+    path = tf.train.Checkpoint(optimizer=optimizer, model=model).write(str(tmp_path / "c"))
+    keys = [name.split("/.ATTRIBUTES")[0] for name, _ in tf.train.list_variables(path)]
+    parts = {"Optimizer0", "Optimizer1", "dense"}
+    hypers = {"beta_1", "beta_2", "decay", "iter"}
+    known = {f"{part}/{name}" for part in parts for name in hypers}
+    known |= {"Optimizer0/learning_rate", "Optimizer1/learning_rate", "learning_rate", "iter"}
+    found = {key.partition("/")[2] for key in keys if key.startswith("optimizer/")}
+    assert found == known | {"warmup_steps"}
+    slots = {key.split(".OPTIMIZER_SLOT/")[1] for key in keys if ".OPTIMIZER_SLOT/" in key}
+    assert slots == {f"optimizer/{part}/{name}" for part in parts for name in ("m", "v")}
+
+
 def test_warmup_takes_the_steps_of_fit():
     hp = Hyperparameters(BATCH, warmup_epochs=2)
     _, optimizer = fitted(ours, SCHEMA, hp, steps=4, eagerly=True)
