@@ -30,7 +30,7 @@ from merlin_cowclip.plugins.ownership import (
     tables_by_part,
     tables_of,
 )
-from merlin_cowclip.plugins.rates import DensePart, SetSince, TablePart
+from merlin_cowclip.plugins.rates import DensePart, TablePart
 from merlin_cowclip.plugins.scaling import Hyperparameters, check_number
 from merlin_cowclip.plugins.tables import TableSpec, check_whole
 from merlin_cowclip.plugins.taking_over import (
@@ -41,7 +41,7 @@ from merlin_cowclip.plugins.taking_over import (
     take_over,
 )
 from merlin_cowclip.plugins.together import StepsTogether
-from merlin_cowclip.plugins.warm_up import FollowsFits
+from merlin_cowclip.plugins.warm_up import FollowsFits, warm_up_to
 
 Schedule: TypeAlias = Any  # tf.keras.optimizers.schedules.LearningRateSchedule; Keras has no types
 
@@ -56,9 +56,7 @@ _MAKE_ANOTHER = (
 
 
 @tf.keras.utils.register_keras_serializable(package="merlin_cowclip")
-class CowClipOptimizer(
-    Observable, StepsTogether, FollowsFits, SetSince, RefusesOptions, mm.MultiOptimizer
-):
+class CowClipOptimizer(Observable, StepsTogether, FollowsFits, RefusesOptions, mm.MultiOptimizer):
     """One optimizer for a whole Merlin model, by the paper's recipe.
 
     Three optimizers own the model's variables: `CowClipAdam` with the clip for embedding tables,
@@ -138,7 +136,9 @@ class CowClipOptimizer(
             for part, clip in (("clipped", hp.clip), ("unclipped", None))
         )
         unclipped.may_clip = False
-        dense = DensePart(dense_schedule or hp.dense_lr, name="dense")
+        warms_up = dense_schedule is None and hp.warmup_epochs
+        warm_up = warm_up_to(hp.dense_lr) if warms_up else None
+        dense = DensePart(warm_up or dense_schedule or hp.dense_lr, name="dense")
         for part_optimizer in (clipped, unclipped, dense):
             part_optimizer.factor = self._factor
         super().__init__(
@@ -152,6 +152,9 @@ class CowClipOptimizer(
         self.optimizers_and_blocks = []
         # MultiOptimizer neither tracks nor lists it, so checkpoints would lose its moments.
         self._track_trackable(dense, name="dense")
+        self._warm_up = warm_up
+        for variable in () if warm_up is None else (warm_up.learning_rate, warm_up.warmup_steps):
+            self._track_trackable(variable, name=variable.name.partition(":")[0])
         self.hyperparameters = hp
         self.update_mode = update
         self.steps_per_epoch = steps_per_epoch
@@ -349,7 +352,6 @@ class CowClipOptimizer(
             shares.setdefault(id(mine), []).append(variable)
         _ = self.iterations
         self._create_hypers()
-        self._create_warm_up()
         if self._may_step is None:
             with tf.init_scope(), tf.device("CPU:0"):
                 self._may_step = tf.Variable(self._has_its_tables, trainable=False)
