@@ -484,17 +484,25 @@ def test_jit_compile_is_refused():
     """It failed in every call, by what XLA said of the ops of a lookup or of an update."""
     model = built(ours, SCHEMA)
     optimizer = CowClipOptimizer.for_model(model, COLD)
+    model.compile(optimizer=optimizer, jit_compile=True)
     refused = pytest.raises(ValueError, match=r"without jit_compile.*Leave it out, or compile")
     with refused:
-        model.compile(optimizer=optimizer, jit_compile=True)
-    model.compile(optimizer=optimizer, metrics=[])
-    model._jit_compile = True  # as where the optimizer is bound after compile
-    for call in (model.fit, model.evaluate):
-        with refused:
-            call(dataset(SCHEMA, 1), verbose=0)
+        model.fit(dataset(SCHEMA, 1), verbose=0)
     with refused:
-        model.predict_on_batch(batch(SCHEMA)[0])
-    model.compile("adam", jit_compile=True)  # another's affair
+        model.train_on_batch(*batch(SCHEMA))
+
+
+def test_a_fit_of_few_steps_is_said_once():
+    model = built(ours, SCHEMA)
+    model.compile(optimizer=CowClipOptimizer.for_model(model, COLD), metrics=[])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model.train_on_batch(*batch(SCHEMA))
+        for steps in (30, 2, 2):
+            model.fit(dataset(SCHEMA, steps), verbose=0)
+    said = [str(w.message) for w in caught if "steps per epoch" in str(w.message)]
+    assert len(said) == 1
+    assert "This fit has 2 steps per epoch. With fewer than 30" in said[0]
 
 
 def deviations(model):

@@ -12,6 +12,7 @@ from merlin_cowclip.plugins._lazy import on_first_use
 
 if TYPE_CHECKING:
     from merlin_cowclip.plugins.adam import CowClipAdam
+    from merlin_cowclip.plugins.callbacks import RankSync
     from merlin_cowclip.plugins.clipping import (
         CLIP_RULES,
         clip_by_adaptive_column_norm,
@@ -59,6 +60,7 @@ _HOME = {
     "NotFinite": "finite",
     "PRESETS": "presets",
     "NormBin": "statistics",
+    "RankSync": "callbacks",
     "RowStatistics": "statistics",
     "SCALING_RULES": "scaling",
     "StepStatistics": "statistics",

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, TypeAlias
 
 from merlin_cowclip.plugins._stack import filter_empty_gradients, mm, tf
 from merlin_cowclip.plugins.configured import from_config, state_follows, to_config
-from merlin_cowclip.plugins.fits import notify_of_fits
+from merlin_cowclip.plugins.fits import install_hooks
 from merlin_cowclip.plugins.initial import initialize, to_initialize, warn_of_others_than
 from merlin_cowclip.plugins.joining import ranks
 from merlin_cowclip.plugins.not_offered import RefusesOptions
@@ -240,7 +240,7 @@ class CowClipOptimizer(Observable, StepsTogether, FollowsFits, RefusesOptions, m
         counted = [one for one in specs if clips and any(clipped_ranges(one, self.clip_tables))]
         check_code(model, specs if deferred else counted, rows_wait=deferred)
         self.catch_up()  # of the model before
-        notify_of_fits(model, self)
+        install_hooks(model, self)
         self._model = weakref.ref(model)
         self._specs = specs
         self._bound = ()

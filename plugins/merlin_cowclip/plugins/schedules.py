@@ -61,7 +61,7 @@ class LinearWarmup(tf.keras.optimizers.schedules.LearningRateSchedule):
             learning_rate = tf.keras.optimizers.schedules.deserialize(learning_rate)
         if not isinstance(learning_rate, (_KERAS_SCHEDULE, tf.Variable)):
             learning_rate = check_number("learning_rate", learning_rate, positive=True)
-        self.learning_rate = learning_rate
+        self.learning_rate: Any = learning_rate
         if not isinstance(warmup_steps, tf.Variable):
             steps = check_number("warmup_steps", warmup_steps)
             if not steps.is_integer():
@@ -70,7 +70,7 @@ class LinearWarmup(tf.keras.optimizers.schedules.LearningRateSchedule):
                     f"warmup_steps={warmup_steps!r}"
                 )
             warmup_steps = int(steps)
-        self.warmup_steps = warmup_steps
+        self.warmup_steps: Any = warmup_steps
         self.initial = check_number("initial", initial)
 
     def __call__(self, step: tf.Tensor) -> tf.Tensor:

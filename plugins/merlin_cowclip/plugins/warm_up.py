@@ -7,11 +7,11 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 from merlin_cowclip.plugins._stack import tf
-from merlin_cowclip.plugins.fits import Fit
 from merlin_cowclip.plugins.scaling import Hyperparameters
 from merlin_cowclip.plugins.schedules import LinearWarmup, whole_steps
 
 _UNKNOWN = -1  # a length before `steps_per_epoch` or a fit tells it
+_FEW_STEPS = 30
 
 
 def warm_up_to(learning_rate: float) -> LinearWarmup:
@@ -27,7 +27,8 @@ class FollowsFits:
 
     _steps_per_epoch: int | None = None
     _warm_up: LinearWarmup | None = None
-    _told_of_batch = False
+    _is_new_fit = False  # `fit` was called, and has not made its train function yet
+    _warned_of_batch = _warned_of_steps = False
 
     if TYPE_CHECKING:  # what the optimizer has
         hyperparameters: Hyperparameters
@@ -37,7 +38,7 @@ class FollowsFits:
 
         def _take_tables(self) -> None: ...
 
-        def _begin_together(self, fit: Fit) -> None: ...
+        def _await_rank_sync(self, is_new_fit: bool) -> None: ...
 
     @property
     def steps_per_epoch(self) -> int | None:
@@ -82,21 +83,38 @@ class FollowsFits:
         if self._warm_up is not None and warmup_steps is not None:
             self._warm_up.warmup_steps.assign(warmup_steps)
 
-    def fit_begins(self, fit: Fit | None) -> None:
-        """Take over what a fit of the model brings along, before the first step; else nothing."""
-        self._take_tables()
-        self._create_slots_of_model()
-        if fit is None:
-            return
-        if fit.steps is not None and self.warmup_steps is None:
-            self._set_warm_up(fit.steps)
-        self._begin_together(fit)
+    def fit_begins(self, batch_size: int | None) -> None:
+        """A `fit` was called; on data of so many samples per batch, where that is known."""
+        self._is_new_fit = True
         wanted = self.hyperparameters.batch_size
-        if fit.batch_size not in (None, wanted) and not self._told_of_batch:
-            self._told_of_batch = True
+        if batch_size not in (None, wanted) and not self._warned_of_batch:
+            self._warned_of_batch = True
             warnings.warn(
                 f"The hyperparameters are for batches of {wanted:,} samples, but this fit has "
-                f"batches of {fit.batch_size:,}. Use scale(…, to={fit.batch_size}), or the batch "
+                f"batches of {batch_size:,}. Use scale(…, to={batch_size}), or the batch "
                 "size that they are for.",
-                stacklevel=7,  # the call of fit, past Keras's, Merlin's and our own frames
+                stacklevel=4,  # the call of fit, past two functions of `fits`
+            )
+
+    def fit_ends(self) -> None:
+        """It is over, or it failed before its first step."""
+        self._is_new_fit = False
+
+    def training_begins(self, steps_per_epoch: int | None) -> None:
+        """Keras makes or reuses its train function, for a new fit or for `train_on_batch`."""
+        self._take_tables()
+        self._create_slots_of_model()
+        is_new_fit, self._is_new_fit = self._is_new_fit, False
+        self._await_rank_sync(is_new_fit)
+        if not is_new_fit or steps_per_epoch is None:
+            return
+        if self.warmup_steps is None:
+            self._set_warm_up(steps_per_epoch)
+        if steps_per_epoch < _FEW_STEPS and not self._warned_of_steps:
+            self._warned_of_steps = True
+            warnings.warn(
+                f"This fit has {steps_per_epoch} steps per epoch. With fewer than {_FEW_STEPS}, "
+                "the warm-up and the updates are too coarse, and AUC suffers under every scaling "
+                "rule. Use a smaller batch, or more data.",
+                stacklevel=2,
             )
