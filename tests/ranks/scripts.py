@@ -275,7 +275,8 @@ def loaded(rank: int, ranks: int) -> dict[str, Any]:
 
 def _weights_and_bias(model: Any) -> dict[str, Any]:
     own = model.optimizer.in_shards()
-    state = (v for v in training_state(model).values() if v.ref() not in own)
+    changed = training_state(model).items()
+    state = (v for k, v in changed if not k.startswith("loss/") and v.ref() not in own)
     up = float(model.trainable_variables[-1].numpy()[0])
     return {"weights": [float(np.abs(value).sum()) for value in state], "up": up}
 
