@@ -394,6 +394,7 @@ def test_keras_callbacks_scale_all_three_parts():
         ("clipnorm", 1.0, r"has no clipnorm. Received: clipnorm=1.0. Tables are clipped by"),
         ("weight_decay", 0.1, "has no weight_decay.*hyperparameters.l2"),
         ("decay", 0.1, "has no decay.*dense_schedule"),
+        ("use_ema", True, "has no use_ema. Received: use_ema=True. Keep a moving average"),
         ("beta_1", 0.5, "has no beta_1.*three parts"),
         ("learning_rate", -1.0, "learning_rate must be a number that is not negative"),
     ],
@@ -608,8 +609,14 @@ def test_a_second_reader_of_the_variable_is_noticed():
 
 
 def test_unbound_and_bad_arguments():
-    with pytest.raises(ValueError, match=r"CowClipOptimizer.for_model\(model, …\)"):
+    no_model = pytest.raises(ValueError, match=r"CowClipOptimizer.for_model\(model, …\)")
+    with no_model:
         CowClipOptimizer(COLD).apply_gradients([(tf.ones(2), tf.Variable([1.0, 2.0]))])
+    for model in (ours(SCHEMA), tf.keras.Sequential([tf.keras.layers.Embedding(3, 2)])):
+        with no_model:
+            model.compile(optimizer=CowClipOptimizer(COLD))
+    with pytest.raises(ValueError, match=r"hvd.DistributedOptimizer does not add up.*to compile"):
+        type("CowClipOptimizer", (CowClipOptimizer,), {"__module__": "horovod._keras"})
     for method in ("add", "update"):
         with pytest.raises(ValueError, match=r"assigns variables itself.*with clip_tables\.$"):
             getattr(CowClipOptimizer(COLD), method)(mm.OptimizerBlocks("sgd", []))

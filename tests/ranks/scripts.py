@@ -72,12 +72,14 @@ REFUSED = {  # by script, what both ranks are told
     "l2": "hyperparameters l2 0.0001 on rank 0, 0.0002 on rank 1",
     "keras": "fit needs the callback RankSync",
     "tape": "DistributedGradientTape",
+    "wrapped": "hvd.DistributedOptimizer does not add up id counts",
 }
 
 
 def refused(folder: Path, rank: int, ranks: int) -> dict[str, str]:
     """Calls that would use one rank's rows for all, or that the ranks do not make alike."""
     import horovod.tensorflow as hvd
+    from horovod.tensorflow.keras import DistributedOptimizer
 
     model, mine = _made(in_shards, rank, ranks)
     path, data = str(folder / "part"), _data(mine, 2)
@@ -116,6 +118,7 @@ def refused(folder: Path, rank: int, ranks: int) -> dict[str, str]:
             "another": by_another,
             "l2": lambda: fit_by(hp.l2 * (1 + rank)),
             "keras": lambda: of_keras().fit(tf.ones([4, 1]), tf.ones([4, 1]), verbose=0),
+            "wrapped": lambda: DistributedOptimizer(model.optimizer),
             "tape": lambda: step(hvd.DistributedGradientTape(tf.GradientTape())),
         }
     )

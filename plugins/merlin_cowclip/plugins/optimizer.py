@@ -50,6 +50,10 @@ _CLIPPED_BY_RULE = (
     "optimizer.default_optimizer."
 )
 _PER_PART = "Each of optimizer.optimizers, its three parts, has its own."
+_NO_MODEL = (
+    "This optimizer knows no model yet. Use CowClipOptimizer.for_model(model, …), or call "
+    "optimizer.bind(model), before compile."
+)
 _MAKE_ANOTHER = (
     "Make another optimizer by CowClipOptimizer.for_model, and compile the model with it."
 )
@@ -98,6 +102,7 @@ class CowClipOptimizer(Observable, StepsTogether, FollowsFits, RefusesOptions, m
         "weight_decay": "Tables have hyperparameters.l2; dense weights take a kernel_regularizer.",
         "decay": "Give Keras schedules as dense_schedule and embedding_schedule.",
         "amsgrad": "Its parts are Adam as the paper has it.",
+        "use_ema": "Keep a moving average of the weights by a callback.",
     }
     settled: ClassVar[Mapping[str, str]] = dict.fromkeys(
         (
@@ -106,6 +111,18 @@ class CowClipOptimizer(Observable, StepsTogether, FollowsFits, RefusesOptions, m
         ),
         _MAKE_ANOTHER,
     )
+
+    _specs: list[TableSpec] | None = None
+    _is_loaded = False  # Keras compiles a model that it loads before anybody can bind it
+
+    def __init_subclass__(cls, **named: Any) -> None:
+        super().__init_subclass__(**named)
+        if cls.__module__.partition(".")[0] == "horovod":
+            raise ValueError(
+                "hvd.DistributedOptimizer does not add up id counts, and a CowClipOptimizer joins "
+                "the gradients of all ranks itself. Received: a CowClipOptimizer to wrap. Give it "
+                "to compile as it is."
+            )
 
     def __init__(
         self,
@@ -162,7 +179,6 @@ class CowClipOptimizer(Observable, StepsTogether, FollowsFits, RefusesOptions, m
         self.dense_schedule = dense_schedule
         self.embedding_schedule = embedding_schedule
         self._model: Any = None
-        self._specs: list[TableSpec] | None = None
         self._bound: tuple[Any, ...] = ()
         self._stepped = weakref.WeakSet[TableSpec]()
         self._has_its_tables = True
@@ -271,6 +287,17 @@ class CowClipOptimizer(Observable, StepsTogether, FollowsFits, RefusesOptions, m
             for part in self._table_parts():
                 part.catch_up()
 
+    @property
+    def _weights(self) -> list[tf.Variable]:
+        """Keras's. Its compile reads them, where an optimizer without a model is refused."""
+        if self._specs is None and not self._is_loaded:
+            raise ValueError(_NO_MODEL)
+        return self._own_weights
+
+    @_weights.setter
+    def _weights(self, weights: list[tf.Variable]) -> None:
+        self._own_weights = weights
+
     def _table_parts(self) -> Sequence[TablePart]:
         return self._tables
 
@@ -291,10 +318,7 @@ class CowClipOptimizer(Observable, StepsTogether, FollowsFits, RefusesOptions, m
     def table_specs(self) -> tuple[TableSpec, ...]:
         """The model's embedding tables."""
         if self._specs is None:
-            raise ValueError(
-                "This optimizer knows no model yet. Use CowClipOptimizer.for_model(model, …), or "
-                "call optimizer.bind(model) after loading one."
-            )
+            raise ValueError(_NO_MODEL)
         return tuple(self._specs)
 
     def _own(self) -> dict[Any, Any]:
@@ -538,4 +562,6 @@ class CowClipOptimizer(Observable, StepsTogether, FollowsFits, RefusesOptions, m
     @classmethod
     def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> CowClipOptimizer:
         """An optimizer without state that knows no model yet; warns so, except in `load_model`."""
-        return cls(**from_config(config, custom_objects))
+        optimizer = cls(**from_config(config, custom_objects))
+        optimizer._is_loaded = True
+        return optimizer

@@ -62,6 +62,7 @@ class DensePart(_Proportional, RefusesOptions, tf.keras.optimizers.legacy.Adam):
         "amsgrad": "It is Adam as the paper has it.",
         "decay": "Give the optimizer a Keras schedule as dense_schedule.",
         "weight_decay": "This Adam has none: give the layers a kernel_regularizer.",
+        "use_ema": "Keep a moving average of the weights by a callback.",
     }
 
     def _set_hyper(self, name: str, value: Any) -> None:
