@@ -82,8 +82,8 @@ class CowClipOptimizer(Observable, StepsTogether, FollowsFits, RefusesOptions, m
       hyperparameters: for the batch size trained with, or its `to_dict()`.
       update: "exact" (the paper: L2 and Adam on every row), "lazy" (on the batch's rows) or
         "deferred" (on every row, but on absent ones when they are read next).
-      steps_per_epoch: updates per epoch, for the warm-up; `None` takes it from each `model.fit`
-        (see `warmup_steps`).
+      steps_per_epoch: updates per epoch, for the warm-up; `None` takes it from the first
+        `model.fit`.
       clip_tables: what to clip: names of tables or fields, `merlin.schema.Tags`, or layers; `None`
         for every table of width 2 and more.
       dense_schedule: a Keras schedule in place of `dense_lr` and its warm-up.
@@ -206,7 +206,7 @@ class CowClipOptimizer(Observable, StepsTogether, FollowsFits, RefusesOptions, m
           hyperparameters: for the batch size that the model will be trained with.
           update: "exact", "lazy" or "deferred".
           steps_per_epoch: updates per epoch, ⌊N/b⌋, for the warm-up of the dense learning rate;
-            without it each `model.fit` tells (see `warmup_steps`).
+            without it the first `model.fit` tells.
           clip_tables: what to clip: names of tables or fields, `merlin.schema.Tags`, or layers;
             `None` for every table of width 2 and more.
           dense_schedule: a Keras schedule in place of `dense_lr` and its warm-up.
