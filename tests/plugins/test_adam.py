@@ -274,8 +274,8 @@ def test_warmup_is_linear_from_1e_8():
     expected = [1e-8, 1e-8 + 0.5 * (8e-4 - 1e-8), 1e-8 + 0.99 * (8e-4 - 1e-8), 8e-4, 8e-4]
     np.testing.assert_allclose([schedule(tf.constant(s)) for s in steps], expected, rtol=1e-6)
     assert float(LinearWarmup(1e-3, 0)(tf.constant(0))) == pytest.approx(1e-3)
-    unknown = LinearWarmup(1e-3, -1)  # before a fit has told it: no step without it, silently
-    assert np.isnan(float(LinearWarmup.from_config(unknown.get_config())(tf.constant(50))))
+    with pytest.raises(ValueError, match="warmup_steps must be a number that is not negative"):
+        LinearWarmup(1e-3, -1)
 
 
 def test_the_same_ids_twice_are_refused_where_nobody_records_them():

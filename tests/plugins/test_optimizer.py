@@ -282,6 +282,21 @@ def test_frozen_tables_stay_and_are_not_owned():
     assert all(o.variable is not frozen.table.embeddings for o in optimizer.owned())
 
 
+def test_the_keys_of_a_checkpoint(tmp_path):
+    """By which Keras finds the parts of an optimizer, their settings and their moments."""
+    model, optimizer = fitted(ours, SCHEMA, Hyperparameters(BATCH), steps_per_epoch=9, steps=1)
+    path = tf.train.Checkpoint(optimizer=optimizer, model=model).write(str(tmp_path / "c"))
+    keys = [name.split("/.ATTRIBUTES")[0] for name, _ in tf.train.list_variables(path)]
+    parts = {"Optimizer0", "Optimizer1", "dense"}
+    hypers = {"beta_1", "beta_2", "decay", "iter"}
+    known = {f"{part}/{name}" for part in parts for name in hypers}
+    known |= {"Optimizer0/learning_rate", "Optimizer1/learning_rate", "learning_rate", "iter"}
+    found = {key.partition("/")[2] for key in keys if key.startswith("optimizer/")}
+    assert found == known | {"warmup_height", "warmup_steps"}
+    slots = {key.split(".OPTIMIZER_SLOT/")[1] for key in keys if ".OPTIMIZER_SLOT/" in key}
+    assert slots == {f"optimizer/{part}/{name}" for part in parts for name in ("m", "v")}
+
+
 def test_warmup_takes_the_steps_of_fit():
     hp = Hyperparameters(BATCH, warmup_epochs=2)
     _, optimizer = fitted(ours, SCHEMA, hp, steps=4, eagerly=True)
@@ -325,24 +340,21 @@ def dense_steps(model, data, **fit):
     return np.array(moves)
 
 
-def test_a_smoke_test_does_not_end_the_warm_up():
-    """Each fit's own epochs are what its warm-up is measured by, in one and the same graph."""
+def test_the_first_fit_tells_the_length_of_the_warm_up():
     tf.keras.utils.set_random_seed(0)
-    model = ours(SCHEMA)
+    model = built(ours, SCHEMA)
     hp = HOT.replace(warmup_epochs=1.0)
-    model(batch(SCHEMA)[0])
     optimizer = CowClipOptimizer.for_model(model, hp)
     model.compile(optimizer=optimizer, metrics=[])
-    rise = [dense_steps(model, dataset(SCHEMA, 2))]
+    rise = [dense_steps(model, dataset(SCHEMA, 4))]
     traces = model.train_function.experimental_get_tracing_count()
-    rise.append(dense_steps(model, dataset(SCHEMA, 10)))
-    np.testing.assert_allclose(rise[0], hp.dense_lr * np.array([0, 1 / 2]), rtol=2e-3, atol=2e-7)
-    expected = hp.dense_lr * np.minimum(np.arange(2, 12) / 10, 1)
-    np.testing.assert_allclose(rise[1], expected, rtol=2e-3)
-    short = dense_steps(model, dataset(SCHEMA, 3))  # long after: no warm-up
-    np.testing.assert_allclose(short, hp.dense_lr, rtol=2e-3)
+    rise.append(dense_steps(model, dataset(SCHEMA, 2)))
+    expected = hp.dense_lr * np.minimum(np.arange(6) / 4, 1)
+    np.testing.assert_allclose(np.concatenate(rise), expected, rtol=2e-3, atol=2e-7)
+    optimizer.steps_per_epoch = 100
+    longer = dense_steps(model, dataset(SCHEMA, 2))
+    np.testing.assert_allclose(longer, hp.dense_lr * np.array([0.06, 0.07]), rtol=2e-3)
     assert model.train_function.experimental_get_tracing_count() == traces
-    assert optimizer.get_config()["steps_per_epoch"] is None
 
 
 def table_step(optimizer, model):
@@ -383,6 +395,7 @@ def test_keras_callbacks_scale_all_three_parts():
         ("clipnorm", 1.0, r"has no clipnorm. Received: clipnorm=1.0. Tables are clipped by"),
         ("weight_decay", 0.1, "has no weight_decay.*hyperparameters.l2"),
         ("decay", 0.1, "has no decay.*dense_schedule"),
+        ("use_ema", True, "has no use_ema. Received: use_ema=True. Keep a moving average"),
         ("beta_1", 0.5, "has no beta_1.*three parts"),
         ("learning_rate", -1.0, "learning_rate must be a number that is not negative"),
     ],
@@ -473,17 +486,25 @@ def test_jit_compile_is_refused():
     """It failed in every call, by what XLA said of the ops of a lookup or of an update."""
     model = built(ours, SCHEMA)
     optimizer = CowClipOptimizer.for_model(model, COLD)
+    model.compile(optimizer=optimizer, jit_compile=True)
     refused = pytest.raises(ValueError, match=r"without jit_compile.*Leave it out, or compile")
     with refused:
-        model.compile(optimizer=optimizer, jit_compile=True)
-    model.compile(optimizer=optimizer, metrics=[])
-    model._jit_compile = True  # as where the optimizer is bound after compile
-    for call in (model.fit, model.evaluate):
-        with refused:
-            call(dataset(SCHEMA, 1), verbose=0)
+        model.fit(dataset(SCHEMA, 1), verbose=0)
     with refused:
-        model.predict_on_batch(batch(SCHEMA)[0])
-    model.compile("adam", jit_compile=True)  # another's affair
+        model.train_on_batch(*batch(SCHEMA))
+
+
+def test_a_fit_of_few_steps_is_said_once():
+    model = built(ours, SCHEMA)
+    model.compile(optimizer=CowClipOptimizer.for_model(model, COLD), metrics=[])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model.train_on_batch(*batch(SCHEMA))
+        for steps in (30, 2, 2):
+            model.fit(dataset(SCHEMA, steps), verbose=0)
+    said = [str(w.message) for w in caught if "steps per epoch" in str(w.message)]
+    assert len(said) == 1
+    assert "This fit has 2 steps per epoch. With fewer than 30" in said[0]
 
 
 def deviations(model):
@@ -591,8 +612,14 @@ def test_a_second_reader_of_the_variable_is_noticed():
 
 
 def test_unbound_and_bad_arguments():
-    with pytest.raises(ValueError, match=r"CowClipOptimizer.for_model\(model, …\)"):
+    no_model = pytest.raises(ValueError, match=r"CowClipOptimizer.for_model\(model, …\)")
+    with no_model:
         CowClipOptimizer(COLD).apply_gradients([(tf.ones(2), tf.Variable([1.0, 2.0]))])
+    for model in (ours(SCHEMA), tf.keras.Sequential([tf.keras.layers.Embedding(3, 2)])):
+        with no_model:
+            model.compile(optimizer=CowClipOptimizer(COLD))
+    with pytest.raises(ValueError, match=r"hvd.DistributedOptimizer does not add up.*to compile"):
+        type("CowClipOptimizer", (CowClipOptimizer,), {"__module__": "horovod._keras"})
     for method in ("add", "update"):
         with pytest.raises(ValueError, match=r"assigns variables itself.*with clip_tables\.$"):
             getattr(CowClipOptimizer(COLD), method)(mm.OptimizerBlocks("sgd", []))

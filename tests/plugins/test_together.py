@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from merlin_cowclip.plugins import CowClipOptimizer, Hyperparameters, fits, together
+from merlin_cowclip.plugins import CowClipOptimizer, Hyperparameters, fits, optimizer, together
 from merlin_cowclip.plugins._stack import ColumnSchema, Schema, Tags, mm
 from merlin_cowclip.plugins.joining import Ranks
+from merlin_cowclip.plugins.state import state_of, training_state
 
-from .merlin_models import SCHEMA, TARGET, batch, own_mlp
+from .merlin_models import SCHEMA, TARGET, batch, dataset, own_mlp
 
 OTHER = ColumnSchema("z", dtype=np.float32, tags=[Tags.TARGET, Tags.REGRESSION])
 
@@ -31,28 +32,22 @@ def own(labels, clicks):
     return tf.square(labels - clicks)
 
 
-def other_of(reduction):
-    """A mean, but where no two kinds of losses can be added."""
-    return tf.keras.losses.MeanSquaredError(reduction="none" if reduction == "none" else "auto")
-
-
-def loss_of(build, loss, *, training=True):
-    """Of a batch, as a step of Keras's takes it on the first of two ranks."""
-    model = build(SCHEMA)
-    hp = Hyperparameters(32, warmup_epochs=0.0, embedding_lr=1e-3, dense_lr=1e-3, l2=0.0)
-    model.compile(optimizer=CowClipOptimizer.for_model(model, hp), loss=loss)
-    features, labels = batch(SCHEMA)
-    labels = {"y": labels, "z": labels} if build is two_outputs else labels
-    outputs = model.call_train_test(features, labels, training=True)
-    if not training:
-        return model.compute_loss(features, outputs.targets, outputs.predictions)
-    with model.optimizer.stepping_on((features, labels)):
-        return model.compute_loss(features, outputs.targets, outputs.predictions)
-
-
 @pytest.fixture
 def on_two_ranks(monkeypatch):
-    monkeypatch.setattr(together, "ranks", lambda: Ranks(0, 2, 0, 2))
+    """As the first of two, of which the other has the same."""
+    for module in (together, optimizer):
+        monkeypatch.setattr(module, "ranks", lambda: Ranks(0, 2, 0, 2))
+    monkeypatch.setattr(together, "check_same", lambda mine, rule: None)
+    monkeypatch.setattr(together, "broadcast", lambda variables: None)
+    monkeypatch.setattr(together, "of_all_ranks", lambda mine: [mine, mine])
+
+
+def compiled(build, loss=None):
+    model = build(SCHEMA)
+    model(batch(SCHEMA)[0])
+    hp = Hyperparameters(32, warmup_epochs=0.0, embedding_lr=1e-3, dense_lr=1e-3, l2=0.0)
+    model.compile(optimizer=CowClipOptimizer.for_model(model, hp), loss=loss, metrics=[])
+    return model
 
 
 @pytest.mark.parametrize("reduction", ["sum", "none"])
@@ -60,16 +55,47 @@ def test_a_loss_that_is_no_mean_is_refused_on_several_ranks(on_two_ranks, reduct
     """Its gradients were divided by the number of ranks, without a word."""
     loss = cross_entropy(reduction)
     wanted = rf"must be means.*BinaryCrossentropy\(reduction='{reduction}'\).*sum_over_batch_size"
-    with pytest.raises(ValueError, match=wanted):
-        loss_of(own_mlp, loss)
-    with pytest.raises(ValueError, match=wanted):
-        loss_of(two_outputs, {"z/regression_output": other_of(reduction), "y/binary_output": loss})
-    loss_of(own_mlp, loss, training=False)
+    mean = tf.keras.losses.MeanSquaredError()
+    of_two = {"z/regression_output": mean, "y/binary_output": loss}
+    for model in (compiled(own_mlp, loss), compiled(two_outputs, of_two)):
+        with pytest.raises(ValueError, match=wanted):
+            model.optimizer.broadcast()
 
 
 @pytest.mark.parametrize("loss", [cross_entropy("sum_over_batch_size"), own])
 def test_any_other_loss_is_a_mean(on_two_ranks, loss):
-    loss_of(two_outputs, {"z/regression_output": "mse", "y/binary_output": loss})
+    of_two = {"z/regression_output": "mse", "y/binary_output": loss}
+    compiled(two_outputs, of_two).optimizer.broadcast()
+
+
+def test_a_fit_without_rank_sync_is_refused_on_several_ranks(on_two_ranks):
+    """Merlin's adds it; Keras's own has no place for that."""
+    model = compiled(own_mlp)
+    with pytest.raises(ValueError, match=r"fit needs the callback RankSync.*callbacks=\[sync"):
+        model.fit(dataset(SCHEMA, 2), verbose=0)
+
+
+def test_a_fit_starts_with_the_state_and_other_epochs_with_the_learning_rate(
+    on_two_ranks, monkeypatch
+):
+    model, sent = compiled(own_mlp), []
+    monkeypatch.setattr(together, "broadcast", lambda variables: sent.append(list(variables)))
+
+    def begin(*, epochs=1):
+        model.optimizer.fit_begins(None)
+        model.optimizer.training_begins(None)
+        for _ in range(epochs):
+            model.optimizer.synchronize()
+
+    begin(epochs=2)
+    begin(epochs=2)
+    state = training_state(model).values()
+    assert [len(variables) for variables in sent] == [len(state), 1] * 2
+    assert all(a is b for a, b in zip(sent[0], state, strict=True))
+    assert sent[1][0] is model.optimizer.learning_rate
+    monkeypatch.setattr(together, "of_all_ranks", lambda mine: [mine, False])  # not built there
+    begin()
+    assert len(sent) == 4
 
 
 class _OfItself(tf.keras.layers.Layer):
@@ -104,7 +130,7 @@ def test_a_model_without_outputs_takes_its_loss_by_itself():
 
 
 def test_one_rank_takes_any_loss():
-    loss_of(own_mlp, cross_entropy("sum"))
+    compiled(own_mlp, cross_entropy("sum")).optimizer.broadcast()
 
 
 @pytest.fixture
@@ -148,7 +174,8 @@ def test_moments_are_in_one_order_however_they_were_made(tmp_path):
         if not restored:
             checkpoint.write(str(tmp_path / "checkpoint"))
         kept = [variable.name for variable in optimizer.weights]
-        found.append((kept, [variable.name for variable in optimizer._state()]))
+        listed = state_of(model, optimizer).values()
+        found.append((kept, [variable.name for variable in listed]))
     (made, alike), (made_restored, alike_restored) = found
     assert made != made_restored
     assert alike == alike_restored

@@ -67,7 +67,6 @@ class Case:
     precision: str = "float32"
     way: str = "step"
     clip_tables: list[str] | None = None
-    uneven: bool = False  # whether the first of two ranks has a small share, or all of a batch
     changes: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -91,7 +90,7 @@ CASES = {
     "stock, shared table": Case(stock_dlrm, SHARED, "global"),
     "stock, looked up twice": Case(stock_deepfm, SCHEMA, update="lazy", changes=TIGHT),
     "half precision": Case(ours, WITH_LIST, precision="mixed_float16", changes={**TIGHT, **PAPERS}),
-    "fit, not built, uneven shares": Case(own_mlp, SCHEMA, way="fit", uneven=True, changes=TIGHT),
+    "fit, not built": Case(own_mlp, SCHEMA, way="fit", changes=TIGHT),
     "eager loop": Case(ours, WITH_LIST, way="loop", update="lazy", changes=TIGHT),
     "shards, shared rows, lazy": Case(
         in_shards, SHARED_IN_LISTS, "adaptive_field", "lazy", changes=TIGHT
@@ -106,15 +105,13 @@ CASES = {
     "shards, half precision": Case(
         in_shards, WITH_LIST, precision="mixed_float16", changes={**TIGHT, **PAPERS}
     ),
-    "shards, labels made in the fit, uneven shares": Case(
-        in_shards, SCHEMA, way="fit by pre", uneven=True, changes=TIGHT
-    ),
+    "shards, labels made in the fit": Case(in_shards, SCHEMA, way="fit by pre", changes=TIGHT),
     "shards, eager loop": Case(in_shards, WITH_LIST, way="loop", update="lazy", changes=TIGHT),
 }
 IMPORTANT = (
     "fused, a list, exact",
     "fused, shared rows, lazy",
-    "fit, not built, uneven shares",
+    "fit, not built",
     "shards, shared rows, lazy",
     "shards, a list, a field exempt",
 )
@@ -130,10 +127,7 @@ def batches(case: Case, rank: int, ranks: int) -> Iterator[tuple[dict[str, Any],
     """A rank's share of each global batch, as Merlin's loader yields it."""
     low, high = rank * BATCH // ranks, (rank + 1) * BATCH // ranks
     random = np.random.default_rng(5)
-    for step in range(STEPS):
-        if case.uneven and ranks == 2:
-            first = BATCH if step % 5 == 4 else 5
-            low, high = (first, BATCH) if rank else (0, first)
+    for _ in range(STEPS):
         features: dict[str, Any] = {}
         for column in case.schema:
             if Tags.CATEGORICAL in column.tags and column.is_list:

@@ -12,6 +12,7 @@ from merlin_cowclip.plugins._lazy import on_first_use
 
 if TYPE_CHECKING:
     from merlin_cowclip.plugins.adam import CowClipAdam
+    from merlin_cowclip.plugins.callbacks import RankSync
     from merlin_cowclip.plugins.clipping import (
         CLIP_RULES,
         clip_by_adaptive_column_norm,
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
 
 _NAMES = {
     "adam": "CowClipAdam",
+    "callbacks": "RankSync",
     "clipping": "CLIP_RULES clip_by_adaptive_column_norm clip_by_adaptive_field_norm "
     "clip_by_column_norm clip_by_field_norm clip_by_global_norm",
     "counting": "Lookup LookupRecorder",

@@ -108,6 +108,7 @@ class CowClipAdam(SumsRows, RefusesOptions, mm.LazyAdam):
         "weight_decay": "Its L2 is l2.",
         "decay": "Give it a Keras schedule as learning_rate.",
         "amsgrad": "Merlin's LazyAdam has none.",
+        "use_ema": "Keep a moving average of the weights by a callback.",
     }
 
     def __init__(

@@ -50,6 +50,15 @@ def _horovod() -> Any:
     return hvd
 
 
+def broadcasts_variables(callback: Any) -> bool:
+    """Whether it is Horovod's callback that gives all ranks the weights of one."""
+    if not has_horovod:
+        return False
+    from horovod._keras.callbacks import BroadcastGlobalVariablesCallbackImpl
+
+    return isinstance(callback, BroadcastGlobalVariablesCallbackImpl)
+
+
 class RowSums(NamedTuple):
     """A table's gradient, summed per row, without L2.
 
@@ -92,25 +101,16 @@ class JoinedRows(tf.IndexedSlices):
         return JoinedRows(more, self._variable)
 
 
-def weighed(gradient: tf.Tensor, weight: tf.Tensor | None) -> tf.Tensor:
-    """A gradient of this rank's mean loss by what that weighs; nothing of an empty share."""
-    if weight is None:
-        return gradient
-    return tf.math.multiply_no_nan(gradient, tf.cast(weight, gradient.dtype))
-
-
 @tf.autograph.experimental.do_not_convert
-def join_dense(gradients: Sequence[Any], weight: tf.Tensor | None = None) -> list[Any]:
+def join_dense(gradients: Sequence[Any]) -> list[Any]:
     """Gradients of dense weights, tensors or slices, as those of the global batch.
 
     Args:
       gradients: of the mean loss of this rank's share.
-      weight: of that among the ranks', 1 on average; `None` where all shares are equal.
     """
     if not gradients:
         return []
     hvd = _horovod()
-    gradients = [_weighed(gradient, weight) for gradient in gradients]
     slices = [g for g in gradients if isinstance(g, tf.IndexedSlices)]
     tensors = [g for g in gradients if not isinstance(g, tf.IndexedSlices)]
     summed = iter(_sum(hvd, tensors, "dense"))
@@ -124,13 +124,6 @@ def join_dense(gradients: Sequence[Any], weight: tf.Tensor | None = None) -> lis
         return tf.IndexedSlices(values / hvd.size(), indices, gradient.dense_shape)
 
     return [joined(gradient) for gradient in gradients]
-
-
-def _weighed(gradient: Any, weight: tf.Tensor | None) -> Any:
-    if not isinstance(gradient, tf.IndexedSlices):
-        return weighed(gradient, weight)
-    values = weighed(gradient.values, weight)
-    return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
 
 
 @tf.autograph.experimental.do_not_convert
@@ -204,22 +197,6 @@ def over_all(values: tf.Tensor, how: str) -> tf.Tensor:
 
 def _name(what: str) -> str:
     return f"cowclip_{what}"  # the same on all ranks: Horovod brings equal names together
-
-
-@tf.autograph.experimental.do_not_convert
-def check_equal(values: tf.Tensor, refusal: str) -> tf.Operation:
-    """Refuse numbers that the ranks have differently, on all of them; NaN is let be.
-
-    Args:
-      values: n numbers.
-      refusal: what is said, before those of all ranks, rank by rank.
-
-    Raises:
-      tf.errors.InvalidArgumentError: they differ.
-    """
-    of_all = _gather(_horovod(), [values[tf.newaxis]], "equal")[0]
-    differ = tf.reduce_any(tf.abs(of_all - of_all[:1]) > 0.0)
-    return tf.raw_ops.Assert(condition=tf.logical_not(differ), data=[refusal, of_all], summarize=99)
 
 
 def _numbered(what: str) -> str:

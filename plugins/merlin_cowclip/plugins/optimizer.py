@@ -13,7 +13,7 @@ from typing import Any, ClassVar, TypeAlias
 
 from merlin_cowclip.plugins._stack import filter_empty_gradients, mm, tf
 from merlin_cowclip.plugins.finite import NotFinite, in_fields, not_finite
-from merlin_cowclip.plugins.fits import notify_of_fits
+from merlin_cowclip.plugins.fits import install_hooks
 from merlin_cowclip.plugins.initial import initialize, warn_of_others_than
 from merlin_cowclip.plugins.joining import ranks
 from merlin_cowclip.plugins.not_offered import RefusesOptions
@@ -31,12 +31,12 @@ from merlin_cowclip.plugins.ownership import (
     tables_by_part,
     tables_of,
 )
-from merlin_cowclip.plugins.rates import DensePart, LearningRates, SetSince, TablePart
+from merlin_cowclip.plugins.rates import DensePart, LearningRates, TablePart
 from merlin_cowclip.plugins.scaling import Hyperparameters, check_number
 from merlin_cowclip.plugins.statistics import StepStatistics
 from merlin_cowclip.plugins.tables import TableSpec, check_whole
 from merlin_cowclip.plugins.together import StepsTogether
-from merlin_cowclip.plugins.warm_up import FollowsFits
+from merlin_cowclip.plugins.warm_up import FollowsFits, warm_up_to
 
 Schedule: TypeAlias = Any  # tf.keras.optimizers.schedules.LearningRateSchedule; Keras has no types
 
@@ -51,13 +51,17 @@ _OWNED_BY_ANOTHER = (
 )
 _NO_STATE = "A CowClipOptimizer was made from its configuration"
 _SCHEDULES = "dense_schedule", "embedding_schedule"
+_NO_MODEL = (
+    "This optimizer knows no model yet. Use CowClipOptimizer.for_model(model, …), or call "
+    "optimizer.bind(model), before compile."
+)
 _MAKE_ANOTHER = (
     "Make another optimizer by CowClipOptimizer.for_model, and compile the model with it."
 )
 
 
 @tf.keras.utils.register_keras_serializable(package="merlin_cowclip")
-class CowClipOptimizer(StepsTogether, FollowsFits, SetSince, RefusesOptions, mm.MultiOptimizer):
+class CowClipOptimizer(StepsTogether, FollowsFits, RefusesOptions, mm.MultiOptimizer):
     """One optimizer for a whole Merlin model, by the paper's recipe.
 
     Three optimizers own the model's variables: `CowClipAdam` with the clip for embedding tables,
@@ -79,8 +83,8 @@ class CowClipOptimizer(StepsTogether, FollowsFits, SetSince, RefusesOptions, mm.
       hyperparameters: for the batch size trained with, or its `to_dict()`.
       update: "exact" (the paper: L2 and Adam on every row), "lazy" (on the batch's rows) or
         "deferred" (on every row, but on absent ones when they are read next).
-      steps_per_epoch: updates per epoch, for the warm-up; `None` takes it from each `model.fit`
-        (see `warmup_steps`).
+      steps_per_epoch: updates per epoch, for the warm-up; `None` takes it from the first
+        `model.fit`.
       clip_tables: what to clip: names of tables or fields, `merlin.schema.Tags`, or layers; `None`
         for every table of width 2 and more.
       dense_schedule: a Keras schedule in place of `dense_lr` and its warm-up.
@@ -99,6 +103,7 @@ class CowClipOptimizer(StepsTogether, FollowsFits, SetSince, RefusesOptions, mm.
         "weight_decay": "Tables have hyperparameters.l2; dense weights take a kernel_regularizer.",
         "decay": "Give Keras schedules as dense_schedule and embedding_schedule.",
         "amsgrad": "Its parts are Adam as the paper has it.",
+        "use_ema": "Keep a moving average of the weights by a callback.",
     }
     settled: ClassVar[Mapping[str, str]] = dict.fromkeys(
         (
@@ -107,6 +112,18 @@ class CowClipOptimizer(StepsTogether, FollowsFits, SetSince, RefusesOptions, mm.
         ),
         _MAKE_ANOTHER,
     )
+
+    _specs: list[TableSpec] | None = None
+    _is_loaded = False  # Keras compiles a model that it loads before anybody can bind it
+
+    def __init_subclass__(cls, **named: Any) -> None:
+        super().__init_subclass__(**named)
+        if cls.__module__.partition(".")[0] == "horovod":
+            raise ValueError(
+                "hvd.DistributedOptimizer does not add up id counts, and a CowClipOptimizer joins "
+                "the gradients of all ranks itself. Received: a CowClipOptimizer to wrap. Give it "
+                "to compile as it is."
+            )
 
     def __init__(
         self,
@@ -137,7 +154,9 @@ class CowClipOptimizer(StepsTogether, FollowsFits, SetSince, RefusesOptions, mm.
             for part, clip in (("clipped", hp.clip), ("unclipped", None))
         )
         unclipped.may_clip = False
-        dense = DensePart(dense_schedule or hp.dense_lr, name="dense")
+        warms_up = dense_schedule is None and hp.warmup_epochs
+        warm_up = warm_up_to(hp.dense_lr) if warms_up else None
+        dense = DensePart(warm_up or dense_schedule or hp.dense_lr, name="dense")
         for part_optimizer in (clipped, unclipped, dense):
             part_optimizer.factor = self._factor
         super().__init__(
@@ -151,6 +170,9 @@ class CowClipOptimizer(StepsTogether, FollowsFits, SetSince, RefusesOptions, mm.
         self.optimizers_and_blocks = []
         # MultiOptimizer neither tracks nor lists it, so checkpoints would lose its moments.
         self._track_trackable(dense, name="dense")
+        self._warm_up = warm_up
+        for variable in () if warm_up is None else (warm_up.learning_rate, warm_up.warmup_steps):
+            self._track_trackable(variable, name=variable.name.partition(":")[0])
         self.hyperparameters = hp
         self.update_mode = update
         self.steps_per_epoch = steps_per_epoch
@@ -158,7 +180,6 @@ class CowClipOptimizer(StepsTogether, FollowsFits, SetSince, RefusesOptions, mm.
         self.dense_schedule = dense_schedule
         self.embedding_schedule = embedding_schedule
         self._model: Any = None
-        self._specs: list[TableSpec] | None = None
         self._bound: tuple[Any, ...] = ()
         self._has_stepped = False
         self._statistics: StepStatistics | None = None
@@ -185,7 +206,7 @@ class CowClipOptimizer(StepsTogether, FollowsFits, SetSince, RefusesOptions, mm.
           hyperparameters: for the batch size that the model will be trained with.
           update: "exact", "lazy" or "deferred".
           steps_per_epoch: updates per epoch, ⌊N/b⌋, for the warm-up of the dense learning rate;
-            without it each `model.fit` tells (see `warmup_steps`).
+            without it the first `model.fit` tells.
           clip_tables: what to clip: names of tables or fields, `merlin.schema.Tags`, or layers;
             `None` for every table of width 2 and more.
           dense_schedule: a Keras schedule in place of `dense_lr` and its warm-up.
@@ -232,7 +253,7 @@ class CowClipOptimizer(StepsTogether, FollowsFits, SetSince, RefusesOptions, mm.
         if deferred:
             check_access(specs)
         self.catch_up()  # of the model before
-        notify_of_fits(model, self)
+        install_hooks(model, self)
         if set(specs) != set(self._specs or ()):
             self._has_stepped = False
             self._observe_by(None)
@@ -273,6 +294,17 @@ class CowClipOptimizer(StepsTogether, FollowsFits, SetSince, RefusesOptions, mm.
             if spec.access.bring_up is not None and spec.layer.built:
                 spec.access.bring_up(spec.variable, None)
 
+    @property
+    def _weights(self) -> list[tf.Variable]:
+        """Keras's. Its compile reads them, where an optimizer without a model is refused."""
+        if self._specs is None and not self._is_loaded:
+            raise ValueError(_NO_MODEL)
+        return self._own_weights
+
+    @_weights.setter
+    def _weights(self, weights: list[tf.Variable]) -> None:
+        self._own_weights = weights
+
     def _table_parts(self) -> Sequence[TablePart]:
         return self._tables
 
@@ -293,10 +325,7 @@ class CowClipOptimizer(StepsTogether, FollowsFits, SetSince, RefusesOptions, mm.
     def table_specs(self) -> tuple[TableSpec, ...]:
         """The model's embedding tables."""
         if self._specs is None:
-            raise ValueError(
-                "This optimizer knows no model yet. Use CowClipOptimizer.for_model(model, …), or "
-                "call optimizer.bind(model) after loading one."
-            )
+            raise ValueError(_NO_MODEL)
         return tuple(self._specs)
 
     def _own(self) -> dict[Any, Any]:
@@ -351,7 +380,6 @@ class CowClipOptimizer(StepsTogether, FollowsFits, SetSince, RefusesOptions, mm.
             shares.setdefault(id(mine), []).append(variable)
         _ = self.iterations
         self._create_hypers()
-        self._create_warm_up()
         for optimizer in self.optimizers:
             optimizer._create_all_weights(shares.get(id(optimizer), []))
 
@@ -603,7 +631,9 @@ class CowClipOptimizer(StepsTogether, FollowsFits, SetSince, RefusesOptions, mm.
                 given[key] = deserialize(given[key], custom_objects)
         if given.get("clip_tables") is not None:
             given["clip_tables"] = [from_text(item) for item in given["clip_tables"]]
-        return cls(**given)
+        optimizer = cls(**given)
+        optimizer._is_loaded = True
+        return optimizer
 
 
 @contextlib.contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from merlin_cowclip.plugins._stack import tf
 from merlin_cowclip.plugins.adam import CowClipAdam
@@ -12,21 +12,7 @@ from merlin_cowclip.plugins.scaling import check_number
 from merlin_cowclip.plugins.schedules import LinearWarmup
 
 
-class SetSince:
-    """What is set after a restore counts, also where the variable for it is yet to be made."""
-
-    if TYPE_CHECKING:  # TensorFlow's
-        _deferred_dependencies: dict[str, Any]  # name → what checkpoints are to bring
-
-        def _maybe_initialize_trackable(self) -> None: ...
-
-    def _set_hyper(self, name: str, value: Any) -> None:
-        self._maybe_initialize_trackable()
-        self._deferred_dependencies.pop(name, None)
-        super()._set_hyper(name, value)  # type: ignore[misc]
-
-
-class _Proportional(SetSince):
+class _Proportional:
     """A part of a whole: its learning rate, scheduled or not, is multiplied by `factor`."""
 
     factor: Callable[[], tf.Tensor]  # float32 scalar, read at each step
@@ -34,7 +20,7 @@ class _Proportional(SetSince):
     def _set_hyper(self, name: str, value: Any) -> None:
         if name == "learning_rate" and not callable(value):
             check_number(name, float(tf.keras.backend.get_value(value)))
-        super()._set_hyper(name, value)
+        super()._set_hyper(name, value)  # type: ignore[misc]
 
     def _decayed_lr(self, var_dtype: Any) -> tf.Tensor:
         rate = super()._decayed_lr(var_dtype)  # type: ignore[misc]
@@ -76,22 +62,14 @@ class DensePart(_Proportional, RefusesOptions, tf.keras.optimizers.legacy.Adam):
         "amsgrad": "It is Adam as the paper has it.",
         "decay": "Give the optimizer a Keras schedule as dense_schedule.",
         "weight_decay": "This Adam has none: give the layers a kernel_regularizer.",
+        "use_ema": "Keep a moving average of the weights by a callback.",
     }
 
     def _set_hyper(self, name: str, value: Any) -> None:
         now = self._hyper.get(name)
-        if isinstance(now, LinearWarmup) and not callable(value):
-            height = float(tf.keras.backend.get_value(value))
-            if self.warmup_height is not None:
-                check_number(name, height, positive=True)
-                self.warmup_height.assign(height)
-                return
-            value = LinearWarmup(height, now.warmup_steps)
-        super()._set_hyper(name, value)
-
-    @property
-    def warmup_height(self) -> tf.Variable | None:
-        """What it warms up to, a float32 variable, where a `CowClipOptimizer` warms it up."""
-        rate = self._hyper.get("learning_rate")
-        height = rate.learning_rate if isinstance(rate, LinearWarmup) else None
-        return height if isinstance(height, tf.Variable) else None
+        height = now.learning_rate if isinstance(now, LinearWarmup) else None
+        if isinstance(height, tf.Variable) and not callable(value):
+            rate = float(tf.keras.backend.get_value(value))
+            height.assign(check_number(name, rate, positive=True))
+        else:
+            super()._set_hyper(name, value)

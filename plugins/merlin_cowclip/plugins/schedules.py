@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import numbers
+import math
 from typing import Any, TypeAlias
-
-import numpy as np
 
 from merlin_cowclip.plugins._stack import tf
 from merlin_cowclip.plugins.scaling import check_number
@@ -15,34 +13,22 @@ Schedule: TypeAlias = Any  # tf.keras.optimizers.schedules.LearningRateSchedule;
 _KERAS_SCHEDULE = tf.keras.optimizers.schedules.LearningRateSchedule
 
 
-UNKNOWN = -1
-"""A warm-up's length before a fit, or `steps_per_epoch`, tells it."""
-
-
 def whole_steps(steps: Any) -> int | None:
-    """Updates per epoch: a positive whole number of any kind, of floats too; or `None`.
+    """Updates per epoch, a positive whole number of any type, or `None`.
 
     Raises:
-      ValueError: it is something else: of half an update the warm-up would be none.
+      ValueError: it is something else.
     """
     if steps is None:
         return None
-    if not isinstance(steps, str) and np.ndim(steps) == 0:
-        steps = np.asarray(steps).item()  # of data.cardinality(), say
-    is_real = isinstance(steps, numbers.Real) and not isinstance(steps, bool)
-    if not is_real or not float(steps).is_integer() or steps < 1:
+    try:
+        number = math.nan if isinstance(steps, bool | str) else float(steps)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not number.is_integer() or number < 1:
         raise ValueError(
             "steps_per_epoch must be a positive whole number, or None for those of each fit. "
             f"Received: steps_per_epoch={steps}"
-        )
-    return int(steps)
-
-
-def _whole_updates(steps: Any) -> int:
-    number = check_number("warmup_steps", steps)
-    if not number.is_integer():
-        raise ValueError(
-            f"warmup_steps must be a whole number of updates. Received: warmup_steps={steps!r}"
         )
     return int(number)
 
@@ -58,8 +44,7 @@ class LinearWarmup(tf.keras.optimizers.schedules.LearningRateSchedule):
         schedule counts from step 0, and what the warm-up rises to falls with it. A float variable
         is read at each step, and may change without a new trace.
       warmup_steps: number of updates; 0 for a constant learning rate. An integer variable is read
-        at each step, and may change without a new trace. `UNKNOWN`: the learning rate is NaN, so
-        that no step is made without a warm-up, and without a word, before its length is known.
+        at each step, and may change without a new trace.
       initial: the value at step 0.
 
     Raises:
@@ -76,14 +61,16 @@ class LinearWarmup(tf.keras.optimizers.schedules.LearningRateSchedule):
             learning_rate = tf.keras.optimizers.schedules.deserialize(learning_rate)
         if not isinstance(learning_rate, (_KERAS_SCHEDULE, tf.Variable)):
             learning_rate = check_number("learning_rate", learning_rate, positive=True)
-        self.learning_rate = learning_rate
-        self.warmup_steps = (
-            warmup_steps
-            if isinstance(warmup_steps, tf.Variable)
-            else UNKNOWN
-            if warmup_steps == UNKNOWN
-            else _whole_updates(warmup_steps)
-        )
+        self.learning_rate: Any = learning_rate
+        if not isinstance(warmup_steps, tf.Variable):
+            steps = check_number("warmup_steps", warmup_steps)
+            if not steps.is_integer():
+                raise ValueError(
+                    "warmup_steps must be a whole number of updates. Received: "
+                    f"warmup_steps={warmup_steps!r}"
+                )
+            warmup_steps = int(steps)
+        self.warmup_steps: Any = warmup_steps
         self.initial = check_number("initial", initial)
 
     def __call__(self, step: tf.Tensor) -> tf.Tensor:
@@ -92,8 +79,7 @@ class LinearWarmup(tf.keras.optimizers.schedules.LearningRateSchedule):
         end = tf.cast(end(step) if isinstance(end, _KERAS_SCHEDULE) else end, tf.float32)
         steps = tf.cast(self.warmup_steps, tf.float32)
         done = tf.minimum(tf.cast(step, tf.float32) / tf.maximum(steps, 1.0), 1.0)
-        # The root of UNKNOWN is NaN: as a constant tf.debugging.enable_check_numerics ends on it.
-        done = tf.where(steps > 0, done, tf.where(steps < 0, tf.sqrt(steps), 1.0))
+        done = tf.where(steps > 0, done, 1.0)
         # Not initial + done · (end - initial): this form ends at learning_rate to the last digit.
         return self.initial * (1.0 - done) + end * done
 

@@ -1,23 +1,26 @@
-"""All that training changes in a model, as named variables: what a checkpoint has to hold."""
+"""All variables that training changes, by name: for broadcasts, checkpoints and resuming."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from merlin_cowclip.plugins._stack import mm, tf
-from merlin_cowclip.plugins.optimizer import CowClipOptimizer
+from merlin_cowclip.plugins.schedules import LinearWarmup
 from merlin_cowclip.plugins.sharding import Shard
+
+if TYPE_CHECKING:
+    from merlin_cowclip.plugins.optimizer import CowClipOptimizer
 
 
 def training_state(model: mm.Model) -> dict[str, tf.Variable]:
     """Every variable that a step changes, flat, by a name of its kind and place.
 
     `weight/…`, in the order of `model.weights`; `optimizer/…`: of the whole and its three parts the
-    step counts, moments and learning rates, but not the warm-up's length and what it rises to;
-    `loss_scale/…` where mixed precision has one; `loss/…`: the running mean of the loss. Two models
-    that were made by the same calls have the same names, each with the same shape and dtype: with
-    the values of one assigned to the other, both go on alike, to the last bit.
+    step counts, moments and learning rates, and the warm-up; `loss_scale/…` where mixed precision
+    has one; `loss/…`: the running mean of the loss. Two models that were made by the same calls
+    have the same names, each with the same shape and dtype: with the values of one assigned to the
+    other, both go on alike, to the last bit.
 
     Args:
       model: built, and compiled with a `CowClipOptimizer`; the moments that it lacks are created.
@@ -29,12 +32,19 @@ def training_state(model: mm.Model) -> dict[str, tf.Variable]:
     if not model.built:
         raise ValueError("The model must be built before it has a state. Call it on a batch first.")
     optimizer.create_slots(model.trainable_variables)
+    return state_of(model, optimizer)
+
+
+def state_of(model: tf.keras.Model, optimizer: Any) -> dict[str, tf.Variable]:
+    """As `training_state`, of what was created, also for a model that is not compiled."""
+    losses = model.compiled_loss
     kinds = {
-        "optimizer": [*optimizer.weights, *_hypers((optimizer, *optimizer.optimizers))],
-        "loss_scale": _loss_scale(model.optimizer),
-        "loss": mean_loss(model).variables,
+        "weight": model.weights,
+        "optimizer": [*_weights_of(optimizer, model), *_hypers((optimizer, *optimizer.optimizers))],
+        "loss_scale": _loss_scale(getattr(model, "optimizer", None)),
+        "loss": () if losses is None else mean_loss(model).variables,
     }
-    return weights_of(model) | _named(kinds)
+    return _named(kinds)
 
 
 def shards_of(model: mm.Model, state: Mapping[str, tf.Variable]) -> dict[str, Shard]:
@@ -49,6 +59,8 @@ def optimizer_of(model: mm.Model) -> CowClipOptimizer:
     Raises:
       ValueError: it is another kind.
     """
+    from merlin_cowclip.plugins.optimizer import CowClipOptimizer  # which broadcasts its state
+
     optimizer = getattr(model, "optimizer", None)
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     if not isinstance(inner, CowClipOptimizer):
@@ -77,14 +89,30 @@ def mean_loss(model: mm.Model) -> tf.keras.metrics.Mean:
     return model.compiled_loss._total_loss_mean
 
 
+def _weights_of(optimizer: Any, model: tf.keras.Model) -> list[tf.Variable]:
+    """Step counts and moments; moments in the order of the weights, however they were created.
+
+    A checkpoint that is restored before the first step creates them in its own order.
+    """
+    place = {variable._unique_id: number for number, variable in enumerate(model.weights)}
+    found = list(optimizer._weights)
+    for part in optimizer.optimizers:
+        order = dict.fromkeys((v.ref() for v in part.weights), ("", 0))
+        for key, moments in part._slots.items():
+            number = place.get(key, len(place))
+            order.update((moment.ref(), (name, number)) for name, moment in moments.items())
+        found += (reference.deref() for reference in sorted(order, key=order.__getitem__))
+    return found
+
+
 def _hypers(optimizers: Iterable[Any]) -> list[tf.Variable]:
     """Learning rates, betas and the like, which Keras does not count among the weights."""
-    return [
-        value
-        for optimizer in optimizers
-        for _, value in sorted(optimizer._hyper.items())
-        if isinstance(value, tf.Variable)
-    ]
+    found: list[tf.Variable] = []
+    for optimizer in optimizers:
+        for _, value in sorted(optimizer._hyper.items()):
+            is_warm_up = isinstance(value, LinearWarmup)
+            found += (value.learning_rate, value.warmup_steps) if is_warm_up else (value,)
+    return [value for value in found if isinstance(value, tf.Variable)]
 
 
 def _loss_scale(optimizer: Any) -> list[tf.Variable]:

@@ -16,7 +16,7 @@ from merlin_cowclip.plugins.counting import (
     repeats_per_row,
 )
 from merlin_cowclip.plugins.deferred import DeferredRows
-from merlin_cowclip.plugins.joining import JoinedRows, RowSums, join_rows, weighed
+from merlin_cowclip.plugins.joining import JoinedRows, RowSums, join_rows
 from merlin_cowclip.plugins.merlin_tables import check_regularizer
 from merlin_cowclip.plugins.row_sums import beside, sum_per_row
 from merlin_cowclip.plugins.sharding import Shard, join_shards
@@ -36,14 +36,11 @@ class SumsRows:
         _statistics: StepStatistics | None
         deferred: DeferredRows | None
 
-    def join(
-        self, grads_and_vars: Iterable[tuple[Any, tf.Variable]], weight: tf.Tensor | None = None
-    ) -> list[Any]:
+    def join(self, grads_and_vars: Iterable[tuple[Any, tf.Variable]]) -> list[Any]:
         """Tables' gradients of this rank's share of the batch as those of all ranks' (`joining`).
 
         Args:
           grads_and_vars: of its mean loss.
-          weight: of that among the ranks'; `None` where all shares are equal.
 
         Raises:
           ValueError: the ids are not recorded.
@@ -51,8 +48,7 @@ class SumsRows:
         shares, variables = [], []
         for gradient, variable in grads_and_vars:
             with beside(variable) as on_cpu:
-                sums = self._summed(gradient, variable, on_cpu)
-                shares.append(sums._replace(gradients=weighed(sums.gradients, weight)))
+                shares.append(self._summed(gradient, variable, on_cpu))
             variables.append(variable)
         return list(zip(self._joined(shares, variables), variables, strict=True))
 

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 from merlin_cowclip.plugins._stack import tf
-from merlin_cowclip.plugins.beginning_alike import may_load_before_a_step
 from merlin_cowclip.workflows.training.follow_epochs import FollowEpochs
 from merlin_cowclip.workflows.training.loader import Loader
 
@@ -66,8 +65,3 @@ def test_evaluate_and_predict_take_every_row_once(data, on_disk):
     wanted = -np.mean(np.log(np.where(labels, predicted[:, 0], 1 - predicted[:, 0])))
     # Keras weights batches by their rows; a lost or doubled one would be seen.
     assert model.evaluate(test, verbose=0, return_dict=True)["loss"] == pytest.approx(wanted)
-
-
-def test_it_sets_no_weights():
-    """So that ranks need not share them once more as a fit begins."""
-    assert not may_load_before_a_step(FollowEpochs(None))
