@@ -72,15 +72,12 @@ def expected(table, combiner="mean"):
 
 def test_every_field_owns_a_range_of_rows():
     layer = layer_of()
-    assert layer.fields == ("user", "item", "genres", "tags")  # one-hot fields first
-    assert layer.row_offsets == (0, 7, 12, 18, ROWS)
-    assert layer.cardinalities == {"user": 7, "item": 5, "genres": 6, "tags": 4}
-    assert layer.table.shape == (ROWS, DIM)
-    (spec,) = layer.table_specs()
-    assert (spec.row_offsets, spec.width, spec.num_rows) == (layer.row_offsets, DIM, ROWS)
-    assert spec.variable is layer.table
     assert isinstance(layer, HasTables)
-    assert layer.table_specs()[0] is spec
+    assert layer.fields == ("user", "item", "genres", "tags")  # one-hot fields first
+    assert layer.cardinalities == {"user": 7, "item": 5, "genres": 6, "tags": 4}
+    (spec,) = layer.table_specs()
+    assert spec.row_offsets == layer.row_offsets == (0, 7, 12, 18, ROWS)
+    assert (spec.variable.shape, spec.width, spec.num_rows) == (layer.table.shape, DIM, ROWS)
 
 
 @pytest.mark.parametrize(
@@ -165,22 +162,12 @@ def calls(request):
 @pytest.mark.parametrize(("field", "bad"), OUT_OF_RANGE)
 def test_an_id_out_of_range_is_refused(calls, field, bad):
     call, lookups = calls
+    call(changed_in_one_place(field, SIZES[field] - 1))  # the last one
     given = changed_in_one_place(field, bad)
     for refusing in (lambda: call(given), lambda: lookups[field](given[field])):
         with pytest.raises(tf.errors.InvalidArgumentError) as caught:
             refusing()
         assert re.search(refusal(field, SIZES[field], bad), str(caught.value)), caught.value
-
-
-def test_the_first_and_the_last_id_of_each_field():
-    layer = layer_of("sum")
-    table = layer.table.numpy()
-    call = tf.function(layer)
-    last = {"user": [[6]], "item": [[4]], "genres": [[5]], "tags": [[3]]}
-    found = call({name: tf.constant(ids, tf.int64) for name, ids in last.items()})
-    np.testing.assert_array_equal(found[0], table[[6, 11, 17, 21]])
-    first = call({name: tf.zeros([1, 1], tf.int64) for name in SIZES})
-    np.testing.assert_array_equal(first[0], np.zeros((4, DIM)))
 
 
 LISTED = Schema(
@@ -217,20 +204,11 @@ def test_an_id_out_of_range_ends_fit_and_changes_nothing(field, cardinality, bad
 def test_not_stacked():
     layer = layer_of("sum", stacked=False)
     found = tf.function(layer)(inputs())
-    assert set(found) == set(SIZES)
-    stack = expected(layer.table.numpy(), "sum")
-    for i, name in enumerate(layer.fields):
-        assert found[name].shape == (4, DIM)
-        np.testing.assert_allclose(found[name], stack[:, i], rtol=1e-5, atol=1e-6)
+    stack = np.stack([found[name] for name in layer.fields], axis=1)
+    np.testing.assert_allclose(stack, expected(layer.table.numpy(), "sum"), rtol=1e-5, atol=1e-6)
 
 
 # Initial values
-
-
-def test_padding_and_unknown_rows_start_at_zero_and_no_other():
-    table = layer_of().table.numpy()
-    zero = {first + i for first in OFFSETS.values() for i in (0, 2)}
-    assert {int(row) for row in np.flatnonzero(~table.any(axis=1))} == zero
 
 
 def test_initial_rows_are_normal_with_the_given_stddev():
@@ -377,17 +355,10 @@ def test_config_round_trip(combiner, stacked):
     config = json.loads(json.dumps(layer.get_config()))  # as Keras stores it
     again = FusedEmbeddings.from_config(config)
     assert again.get_config() == layer.get_config()
-    assert (again.name, again.dim, again.stddev, again.combiner) == ("mine", DIM, 0.25, combiner)
-    assert again.stacked is stacked
-    assert (again.fields, again.row_offsets) == (layer.fields, layer.row_offsets)
+    assert (again.name, again.row_offsets) == ("mine", layer.row_offsets)
     again.build({})
     again.set_weights(layer.get_weights())
-    found, wanted = again(inputs()), layer(inputs())
-    if stacked:
-        found, wanted = {"stack": found}, {"stack": wanted}
-    assert set(found) == set(wanted)
-    for name, part in wanted.items():
-        np.testing.assert_array_equal(found[name], part)
+    tf.nest.map_structure(np.testing.assert_array_equal, again(inputs()), layer(inputs()))
 
 
 # Refused

@@ -20,10 +20,8 @@ from merlin_cowclip.plugins._stack import ColumnSchema, Schema, Tags, mm, quiet_
 
 from ..saves import quick_saves
 from .networks import (
-    BOTTOM,
     LABELS,
     LISTS,
-    MLP,
     NETWORKS,
     NUMBERS,
     OTHER_LISTS,
@@ -33,7 +31,6 @@ from .networks import (
     WIDTH,
     as_numpy,
     block_of,
-    dense_layers,
     features,
     network_weights,
     probability_of,
@@ -45,8 +42,6 @@ from .networks import (
 
 with quiet_stack():
     from merlin.io import Dataset
-    from merlin.models.tf.blocks.dlrm import DLRMBlock as StockDLRMBlock
-    from merlin.models.tf.core.aggregation import StackFeatures
 
 pytestmark = pytest.mark.usefixtures("graphs_as_traced")
 
@@ -136,7 +131,7 @@ def test_the_formula(name):
 
 
 def test_gradients_are_those_of_the_formula(name, model):
-    """In double precision, through the loss as Keras computes it, some entries of every weight."""
+    """In double precision, through the loss as Keras computes it, along random directions."""
     network, given = NETWORKS[name], features()
     tf.keras.mixed_precision.set_global_policy("float64")
     try:
@@ -146,32 +141,26 @@ def test_gradients_are_those_of_the_formula(name, model):
         tf.keras.mixed_precision.set_global_policy("float32")
     variables = weights_of(double)
     for key, weight in weights_of(model).items():
-        assert variables[key].dtype == tf.float64
         variables[key].assign(tf.cast(weight, tf.float64))
     with tf.GradientTape() as tape:
         loss = tf.keras.losses.BinaryCrossentropy()(LABELS, double(given))
     gradients = tape.gradient(loss, variables)
     weights, samples = as_numpy(double), samples_of(given)
 
-    def loss_by_loop() -> float:
-        z = np.array([network.logit(weights, sample) for sample in samples])
+    def loss_at(key, moved) -> float:
+        z = np.array([network.logit({**weights, key: moved}, sample) for sample in samples])
         return float(np.mean(np.logaddexp(0, z) - LABELS[:, 0] * z))
 
-    assert float(loss) == pytest.approx(loss_by_loop(), rel=1e-6)
     random, step = np.random.default_rng(1), 1e-5
     for key, gradient in gradients.items():
-        found = tf.convert_to_tensor(gradient).numpy().ravel()
-        largest = np.abs(found).argmax()
-        assert abs(found[largest]) > 1e-4
-        entries = weights[key].reshape(-1)  # a view
-        for at in {int(largest), *map(int, random.integers(len(found), size=4))}:
-            before, around = entries[at], []
-            for shift in (step, -step):
-                entries[at] = before + shift
-                around.append(loss_by_loop())
-            entries[at] = before
-            expected = (around[0] - around[1]) / (2 * step)
-            np.testing.assert_allclose(found[at], expected, 1e-5, 1e-8, err_msg=f"{key}[{at}]")
+        assert float(loss) == pytest.approx(loss_at(key, weights[key]), rel=1e-6)
+        found = tf.convert_to_tensor(gradient).numpy()
+        assert np.abs(found).max() > 1e-4
+        for along in random.normal(size=(3, *found.shape)):
+            along /= np.linalg.norm(along)
+            ends = [loss_at(key, weights[key] + sign * step * along) for sign in (1, -1)]
+            expected = (ends[0] - ends[1]) / (2 * step)
+            np.testing.assert_allclose((found * along).sum(), expected, 1e-5, 1e-8, err_msg=key)
 
 
 # Weights
@@ -227,113 +216,6 @@ def test_initial_weights(name):
         assert sampling < 0.13
         # He et al. 2015: variance 2 / fan-in
         assert weights.std() == pytest.approx(math.sqrt(2 / fan_in), rel=sampling), stream
-
-
-# Against Merlin's own blocks. They sort by name: these names keep our order, where a field comes
-# after "bottom_block", a list after the one-hot fields, and a number after all fields.
-
-
-# Against Merlin's own blocks. They sort by name: these names keep our order, where a field comes
-# after "bottom_block", a list after the one-hot fields, and a number after all fields.
-
-SORTED = schema_of({"city": 9, "item": 6, "user": 5}, ("x0", "x1"), {"words": 7})
-IDS = SORTED.select_by_tag(Tags.CATEGORICAL)
-PLAIN_LISTS = [[3, 5, 5], [], [6], [4, 3], [1, 3], [4]]  # to Merlin, id 0 in a list is an id
-
-
-def stock_embeddings(schema=IDS):
-    return mm.Embeddings(schema, dim=WIDTH, sequence_combiner="mean")
-
-
-def give_rows(ours, stock) -> None:
-    """Our table's rows → Merlin's tables."""
-    tables = {x.table_name: x for x in stock._flatten_layers() if isinstance(x, mm.EmbeddingTable)}
-    layer = block_of(ours).embeddings
-    assert set(tables) == set(layer.fields)
-    for field, first, end in zip(
-        layer.fields, layer.row_offsets, layer.row_offsets[1:], strict=False
-    ):
-        tables[field].table.embeddings.assign(layer.table[first:end])
-
-
-def give_layers(ours, stock) -> None:
-    """The dense layers of a part of ours → the same part of Merlin's model."""
-    pairs = list(zip(dense_layers(ours), dense_layers(stock), strict=True))
-    assert pairs
-    for mine, its in pairs:
-        its.set_weights(mine.get_weights())
-
-
-def give_logit(ours, kernels, stock) -> None:
-    (output,) = (x for x in stock._flatten_layers() if isinstance(x, mm.BinaryOutput))
-    output.to_call.kernel.assign(tf.concat(kernels, axis=0))
-    output.to_call.bias.assign(probability_of(ours).bias)
-
-
-def built(model, given):
-    model(given)
-    return model
-
-
-def assert_same_probabilities(ours, stock, given) -> None:
-    expected = stock(given).numpy()
-    assert np.ptp(expected) > 0.05
-    np.testing.assert_allclose(ours(given).numpy(), expected, rtol=1e-5)
-
-
-@pytest.mark.extended
-def test_dcn_v2_is_merlins():
-    """Without the linear part, which Merlin's does not have."""
-    given = features(SORTED, PLAIN_LISTS)
-    ours = built(NETWORKS["dcn_v2"].build(SORTED, low_rank_dim=2), given)
-    randomise(ours)
-    block = block_of(ours)
-    for weight in (block.linear.table, block.continuous_logit.kernel):
-        weight.assign(tf.zeros_like(weight))
-    cross, deep = mm.CrossBlock(3, low_rank_dim=2), mm.MLPBlock(list(MLP))
-    inputs = mm.InputBlockV2(
-        SORTED.excluding_by_tag(Tags.TARGET), categorical=stock_embeddings(), aggregation="concat"
-    )
-    body = mm.ParallelBlock({"cross": cross, "deep": deep}, aggregation="concat")
-    stock = built(mm.Model(inputs, body, mm.BinaryOutput("click0")), given)
-    give_rows(ours, stock)
-    give_layers(block.cross, cross)
-    give_layers(block.deep, deep)
-    give_logit(ours, [block.cross_logit.kernel, block.deep_logit.kernel], stock)
-    assert_same_probabilities(ours, stock, given)
-
-
-@pytest.mark.extended
-def test_dlrm_is_merlins():
-    given = features(SORTED, PLAIN_LISTS)
-    ours = built(NETWORKS["dlrm"].build(SORTED), given)
-    randomise(ours)
-    block = block_of(ours)
-    bottom, top = mm.MLPBlock([*BOTTOM, WIDTH]), mm.MLPBlock(list(MLP))
-    body = StockDLRMBlock(SORTED, embeddings=stock_embeddings(), bottom_block=bottom, top_block=top)
-    stock = built(mm.Model(body, mm.BinaryOutput("click0")), given)
-    give_rows(ours, stock)
-    give_layers(block.bottom, bottom)
-    give_layers(block.top, top)
-    give_logit(ours, [block.top_logit.kernel], stock)
-    assert_same_probabilities(ours, stock, given)
-
-
-@pytest.mark.extended
-def test_fm_is_merlins_layer_between_fields():
-    schema = SORTED.excluding_by_tag(Tags.CONTINUOUS)
-    given = features(schema, PLAIN_LISTS)
-    ours = built(NETWORKS["fm"].build(schema), given)
-    randomise(ours)
-    linear = block_of(ours).linear.table
-    linear.assign(tf.zeros_like(linear))
-    stack = StackFeatures(axis=1)  # b×F×d
-    inputs = mm.InputBlockV2(IDS, categorical=stock_embeddings(), aggregation=stack)
-    stock = mm.Model(inputs, mm.FMPairwiseInteraction(), mm.BinaryOutput("click0"))
-    built(stock, given)
-    give_rows(ours, stock)
-    give_logit(ours, [tf.ones([WIDTH, 1])], stock)
-    assert_same_probabilities(ours, stock, given)
 
 
 # Schemas

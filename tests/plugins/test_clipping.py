@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 
 import numpy as np
@@ -198,19 +197,16 @@ def test_half_precision_is_clipped_in_float32(name, dtype):
     np.testing.assert_allclose(tf.cast(ours, tf.float32), expected, rtol=2.0**-7, atol=1e-3)
 
 
-def test_a_field_that_no_sample_holds_is_clipped_as_of_one():
-    """As one that a tied output alone reads: by n = 0 it was never trained."""
+@pytest.mark.parametrize(
+    ("name", "others", "bound"), [("adaptive_field", 0.0, 2**0.5), ("adaptive_column", 2.0, 1.0)]
+)
+def test_what_no_sample_holds_is_clipped_as_of_one(name, others, bound):
+    """A field of a tied output, or padding: a bound of 0 would freeze it."""
     g, w = tf.constant([[3.0, 4.0], [0.0, 12.0]]), tf.constant([[1.0, 0.0], [0.0, 1.0]])
-    clip = functools.partial(plugins.clip_by_adaptive_field_norm, g, w, ratio=0.5, floor=1e-3)
-    none, one = (clip(tf.constant(counts)) for counts in ([0.0, 0.0], [1.0, 0.0]))
-    assert np.linalg.norm(none) == pytest.approx(0.5 * np.sqrt(2), rel=1e-6)
-    np.testing.assert_array_equal(none, one)
-
-
-def test_rows_that_no_sample_holds_are_clipped_as_of_one():
-    """As padding is: of count 0 their gradient was gone."""
-    g, w = tf.constant([[3.0, 4.0], [0.0, 12.0]]), tf.constant([[1.0, 0.0], [0.0, 1.0]])
-    clip = functools.partial(plugins.clip_by_adaptive_column_norm, g, w, ratio=0.5, floor=1e-3)
-    none, one = (clip(tf.constant(counts)) for counts in ([0.0, 2.0], [1.0, 2.0]))
-    assert np.linalg.norm(none[0]) == pytest.approx(0.5, rel=1e-6)
+    none, one = (
+        FUNCTIONS[name](g, w, tf.constant([count, others]), ratio=0.5, floor=1e-3)
+        for count in (0.0, 1.0)
+    )
+    reached = none if name.endswith("field") else none[0]
+    assert np.linalg.norm(reached) == pytest.approx(0.5 * bound, rel=1e-6)
     np.testing.assert_array_equal(none, one)
