@@ -30,7 +30,7 @@ def count(event, arguments):
         seen += 1
 
 sys.addaudithook(count)
-with replacing(path, "marker", ("marker", "part")) as folder:
+with replacing(path, "marker", ("marker", "part"), "marker") as folder:
     (folder / "part").write_text("new")
     (folder / "marker").write_text("new")
 """
@@ -56,7 +56,7 @@ def test_a_kill_at_any_moment_leaves_the_old_or_the_new(tmp_path, there):
             assert (found / "part").read_text() == text
             outcomes.append(text)
         # Whatever is left is cleared up by the next one, and what is not ours is kept.
-        with replacing(path, "marker", OWN) as folder:
+        with replacing(path, "marker", OWN, "marker") as folder:
             write(folder, "next")
         assert os.listdir(tmp_path) == ["model"]
         assert (path / "part").read_text() == "next"
@@ -75,7 +75,7 @@ def test_a_kill_at_any_moment_leaves_the_old_or_the_new(tmp_path, there):
 
 def test_a_failure_inside_leaves_nothing(tmp_path):
     def interrupted():
-        with replacing(tmp_path / "deep/model", "marker", OWN) as folder:
+        with replacing(tmp_path / "deep/model", "marker", OWN, "marker") as folder:
             (folder / "part").write_text("new")
             raise KeyboardInterrupt
 
@@ -89,14 +89,14 @@ def test_links_and_files(tmp_path):
     link = tmp_path / "link"
     link.symlink_to(tmp_path / "disk")
     for text in ("one", "two"):
-        with replacing(link, "marker", OWN) as folder:
+        with replacing(link, "marker", OWN, "marker") as folder:
             write(folder, text)
         assert link.is_symlink()
         assert (tmp_path / "disk/marker").read_text() == text
     (tmp_path / "file").touch()
     with (
         pytest.raises(ValueError, match="path must be a folder.*Received a file"),
-        replacing(tmp_path / "file", "marker", OWN),
+        replacing(tmp_path / "file", "marker", OWN, "marker"),
     ):
         pass
 
@@ -107,13 +107,13 @@ def test_what_is_no_saved_model_is_left_alone(tmp_path):
     path.mkdir()
     (path / "part").write_text("mine")
     with (
-        pytest.raises(ValueError, match=r"without 'part', which would be replaced.*no saved model"),
-        replacing(path, "marker", OWN, ("sign",)),
+        pytest.raises(ValueError, match=r"saved model, or a folder without 'part', which would be"),
+        replacing(path, "marker", OWN, "marker"),
     ):
         pass
     assert (path / "part").read_text() == "mine"
     assert os.listdir(tmp_path) == ["site"]
-    (path / "sign").touch()
-    with replacing(path, "marker", OWN, ("sign",)) as folder:
+    (path / "marker").touch()
+    with replacing(path, "marker", OWN, "marker") as folder:
         write(folder, "new")
     assert (path / "part").read_text() == "new"

@@ -320,6 +320,27 @@ def test_a_clip_layer_whose_name_is_another_tables_is_refused(tmp_path):
         save_model(model, tmp_path / "model")
 
 
+@pytest.mark.extended
+def test_a_table_in_a_layer_whose_class_keras_does_not_know_is_refused(tmp_path):
+    class Own(tf.keras.layers.Layer):
+        def __init__(self, **named):
+            super().__init__(**named)
+            self.table = tf.keras.layers.Embedding(50, 4)
+
+        def call(self, ids):
+            return tf.reduce_sum(self.table(ids), axis=1)
+
+    ids = tf.keras.Input((1,), dtype=tf.int64)
+    model = tf.keras.Model(ids, tf.keras.layers.Dense(1)(Own()(ids)))
+    model.compile(optimizer=CowClipOptimizer.for_model(model, HOT), loss="mse")
+    model.fit(np.arange(8)[:, None], np.ones(8), verbose=0)
+    save_model(model, tmp_path / "model")
+    with pytest.raises(ValueError, match="does not know the class 'Own' of the layer 'own'"):
+        load_model(tmp_path / "model")
+    with tf.keras.utils.custom_object_scope({"Own": Own}):
+        assert_same(values(load_model(tmp_path / "model")), values(model))
+
+
 LOADS = """
 from merlin_cowclip.plugins import load_model
 print(load_model("model").optimizer.iterations.numpy(), "updates")

@@ -73,7 +73,7 @@ def test_killed_and_resumed_to_the_last_bit(killed, in_shards, tmp_path):
 def test_one_process_refuses_to_resume_a_run_with_sharded_tables(killed, tmp_path, capfd):
     run = tmp_path / "run"
     shutil.copytree(killed, run)
-    assert main(["train", "--resume", str(run)]) == 1
+    assert main(["train", "--resume", str(run)]) == 2
     assert "Received: 1, for a checkpoint of 2. Use horovodrun -np 2" in capfd.readouterr().err
 
 

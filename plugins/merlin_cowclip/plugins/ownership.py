@@ -122,10 +122,14 @@ def check_belong(
     pairs: Sequence[tuple[Any, tf.Variable]], tables: Mapping[Any, Any], model: Any, *, each: bool
 ) -> None:
     """Refuse gradients of another model (with `each`, a single one), and of unknown tables."""
-    built = model is not None and model.built
-    mine = {v.ref() for v in model.weights} if built else set()
+    modules = [] if model is None else list(model._flatten_modules())
+    layers = [one for one in modules if isinstance(one, tf.keras.layers.Layer)]
+    # Not model.weights: a model that is used by parts is never built as a whole.
+    own = [v for one in layers for v in (*one._trainable_weights, *one._non_trainable_weights)]
+    own += [v for one in modules if one not in layers for v in one.variables]
+    mine = {v.ref() for v in own}
     others = [v.name for _, v in pairs if v.ref() not in mine]
-    if built and others and (each or len(others) == len(pairs)):
+    if modules and others and (each or len(others) == len(pairs)):
         raise ValueError(
             "The optimizer must be compiled into the model that it was made for, "
             f"{model.name!r}. Received: gradients of other variables, the first of "
@@ -133,7 +137,6 @@ def check_belong(
             "optimizer.bind(model)."
         )
     # A Dense layer on sparse input has a sparse gradient: the wide part of a stock W&D.
-    layers = () if model is None else model._flatten_layers()
     dense = (one for one in layers if isinstance(one, tf.keras.layers.Dense) and one.built)
     known = {*tables, *(layer.kernel.ref() for layer in dense)}
     for gradient, variable in pairs:

@@ -21,6 +21,11 @@ from merlin_cowclip.plugins.tables import TableSpec, distinct_names
 
 _COUNTED, _SUMMED = 4, 2  # of `RowStatistics`: integers, then norms
 _LOWEST, _BINS = -40, 48  # of gradient norms, by powers of two: from 2^-40, 1e-12, to 2^8
+_SUMS = (  # of a field: the steps, then of rare and of frequent ids
+    ("counts", 1 + 2 * _COUNTED, tf.int64),
+    ("norms", 2 * _SUMMED, tf.float64),
+    ("bins", 2 * _BINS, tf.int64),
+)
 
 
 @dataclass(frozen=True)
@@ -135,28 +140,23 @@ class StepStatistics:
         self.frequent_from = frequent_from
         self._tables = dict(tables)
         fields = sum(len(spec.range_names) for spec in tables)
-        # Of a field: the steps, then rare and frequent ids. From the beginning, and until `reset`.
         with tf.init_scope():
-            self._counts, self._counts_before = (
-                tf.Variable(
-                    tf.zeros([fields, 1 + 2 * _COUNTED], tf.int64), trainable=False, name=name
-                )
-                for name in ("statistics/counts", "statistics/counts_before")
-            )
-            self._norms, self._norms_before = (
-                tf.Variable(tf.zeros([fields, 2 * _SUMMED], tf.float64), trainable=False, name=name)
-                for name in ("statistics/norms", "statistics/norms_before")
-            )
-            self._bins, self._bins_before = (
-                tf.Variable(tf.zeros([fields, 2 * _BINS], tf.int64), trainable=False, name=name)
-                for name in ("statistics/bins", "statistics/bins_before")
+            self._sums, self._before = (
+                [
+                    tf.Variable(
+                        tf.zeros([fields, width], dtype),
+                        trainable=False,
+                        name=f"statistics/{name}{when}",
+                    )
+                    for name, width, dtype in _SUMS
+                ]
+                for when in ("", "_before")  # from the beginning, and until `reset`
             )
 
     @property
     def variables(self) -> list[tf.Variable]:
         """All state, in a fixed order: restored, the sums go on as if nothing had been."""
-        before = [self._counts_before, self._norms_before]
-        return [self._counts, self._norms, *before, self._bins, self._bins_before]
+        return [*self._sums, *self._before]
 
     def add(
         self,
@@ -203,13 +203,12 @@ class StepStatistics:
         steps = tf.ones([norms.num_fields, 1], tf.int64)
         counted = tf.concat([steps, tf.cast(counted, tf.int64)], axis=1)
         summed = tf.reshape(sums[:, :, _COUNTED:], [norms.num_fields, 2 * _SUMMED])
-        places = self._places(specs)
-        self._counts.assign_add(_placed(counted, places), read_value=False)
-        self._norms.assign_add(_placed(summed, places), read_value=False)
         bins = (2 * norms.fields + frequent) * _BINS + _bin(norms.gradients)
         rows = sum_columns([columns[0]], bins, groups * _BINS, on_cpu)
         binned = tf.cast(tf.reshape(rows, [norms.num_fields, 2 * _BINS]), tf.int64)
-        self._bins.assign_add(_placed(binned, places), read_value=False)
+        places = self._places(specs)
+        for total, of_step in zip(self._sums, (counted, summed, binned), strict=True):
+            total.assign_add(_placed(of_step, places), read_value=False)
 
     def _places(self, specs: Sequence[TableSpec]) -> list[int]:
         """For each field of all tables, its number from 1 on among those of `specs`, or 0."""
@@ -229,10 +228,13 @@ class StepStatistics:
         With sharded tables call it, `total` and `gradient_norms` on all ranks, and not within
         `whole_tables`.
         """
-        counts = self._counts.numpy() - self._counts_before.numpy()
-        with np.errstate(invalid="ignore"):  # what is infinite in both
-            norms = self._norms.numpy() - self._norms_before.numpy()
+        counts, norms, _ = self._since_reset()
         return list(self._fields(counts, norms))
+
+    def _since_reset(self) -> list[np.ndarray]:
+        pairs = zip(self._sums, self._before, strict=True)
+        with np.errstate(invalid="ignore"):  # what is infinite in both
+            return [total.numpy() - before.numpy() for total, before in pairs]
 
     def gradient_norms(self) -> list[NormBin]:
         """How long the gradients of rows were since the last `reset` (Figure 4 of the paper).
@@ -242,7 +244,7 @@ class StepStatistics:
         """
         widths = [spec.width for spec in self._tables for _ in spec.range_names]
         chosen = [width > 1 or max(widths) == 1 for width in widths]
-        bins = self._of_all_ranks(self._bins.numpy() - self._bins_before.numpy())[chosen]
+        bins = self._of_all_ranks(self._since_reset()[2])[chosen]
         rare, frequent = bins.reshape(-1, 2, _BINS).sum(axis=0).tolist()
         found = [
             NormBin(2.0 ** (_LOWEST + i), *rows)
@@ -253,13 +255,13 @@ class StepStatistics:
 
     def total(self) -> list[FieldStatistics]:
         """The sums since the first step."""
-        return list(self._fields(self._counts.numpy(), self._norms.numpy()))
+        counts, norms, _ = self._sums
+        return list(self._fields(counts.numpy(), norms.numpy()))
 
     def reset(self) -> None:
         """Let `read` start anew; `total` goes on."""
-        self._counts_before.assign(self._counts)
-        self._norms_before.assign(self._norms)
-        self._bins_before.assign(self._bins)
+        for total, before in zip(self._sums, self._before, strict=True):
+            before.assign(total)
 
     def _of_all_ranks(self, values: np.ndarray) -> np.ndarray:
         """Sums by field, those of tables in shards over all ranks."""
