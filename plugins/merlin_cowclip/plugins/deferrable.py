@@ -20,14 +20,7 @@ def check_deferrable(
 ) -> None:
     """Refuse hyperparameters with which missed steps cannot be applied later.
 
-    Args:
-      learning_rate: η of the embeddings.
-      l2: λ.
-      clip: the rule's name.
-      clip_ratio: r.
-      beta_1: Adam's β₁.
-      beta_2: Adam's β₂.
-      epsilon: Adam's ε.
+    Args: those of `CowClipAdam`.
 
     Raises:
       ValueError: a schedule as learning rate, other β than `catch_up.py` is tested for, a clip that

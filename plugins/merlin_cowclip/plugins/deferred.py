@@ -99,9 +99,9 @@ class DeferredRows:
         (It has missed only steps of another model.)
         """
         for key in self._last_steps.keys() & (places.keys() - self._places.keys()):
-            last_step = self._last_steps[key]
-            step = tf.cast(self._optimizer.iterations, tf.float32)
-            last_step.assign(tf.fill(last_step.shape, step))
+            with tf.init_scope():
+                last_step, step = self._last_steps[key], self._optimizer.iterations
+                last_step.assign(tf.fill(last_step.shape, tf.cast(step, tf.float32)))
         self._places = places
 
     def in_order(self, variables: Iterable[tf.Variable]) -> list[tf.Variable]:

@@ -58,7 +58,7 @@ def clip(gradients: Array, rows: Array, counts: Array, fields: Array, settings: 
         unit = np.zeros(len(rows), int)
     else:
         unit = fields if rule.endswith("field") else np.arange(len(rows))
-    clipped = gradients.astype(np.float64)
+    rows, clipped = rows.astype(np.float64), gradients.astype(np.float64)
     for u in np.unique(unit):
         mine = unit == u
         if rule.startswith("adaptive"):
@@ -66,7 +66,7 @@ def clip(gradients: Array, rows: Array, counts: Array, fields: Array, settings: 
             bound = max(counts[mine].sum(), 1.0) * size
         else:
             bound = settings.clip_threshold
-        norm = np.linalg.norm(gradients[mine])
+        norm = np.linalg.norm(clipped[mine])
         if norm > bound:
             clipped[mine] *= bound / norm
     return clipped
