@@ -91,7 +91,7 @@ def steps(layout: str, batch: int, rows: int, update: str, begin: float) -> None
 
     from merlin_cowclip.models import deepfm
     from merlin_cowclip.plugins import CowClipOptimizer, Hyperparameters
-    from merlin_cowclip.plugins.joining import gathered, of_all_ranks, ranks
+    from merlin_cowclip.plugins.joining import all_gather, all_gather_object, ranks
 
     here = ranks()
     share = slice(here.rank * batch // here.size, (here.rank + 1) * batch // here.size)
@@ -104,22 +104,22 @@ def steps(layout: str, batch: int, rows: int, update: str, begin: float) -> None
     step = tf.function(model.train_step)
     for number in range(WARM):
         step(mine[number % len(mine)])
-    of_all_ranks(None)
+    all_gather_object(None)
     before = sent()
     time.sleep(IDLE)
     idle = (sent() - before) / IDLE
     if 0.0 < begin < time.time():
         raise SystemExit(f"processes must be there within {BEGIN:g} seconds, to begin together")
     time.sleep(max(0.0, begin - time.time()))
-    of_all_ranks(None)
+    all_gather_object(None)
     before, start = sent(), time.perf_counter()
     for number in range(STEPS):
         step(mine[number % len(mine)])
-    of_all_ranks(None)
+    all_gather_object(None)
     seconds, moved = time.perf_counter() - start, sent() - before
     start = time.perf_counter()
     for _ in range(GATHERED):
-        gathered(np.zeros(GATHERED_BYTES, np.uint8))
+        all_gather(np.zeros(GATHERED_BYTES, np.uint8))
     speed = (here.size - 1) * GATHERED * GATHERED_BYTES / 1e3 / (time.perf_counter() - start)
     specs = optimizer.table_specs
     tables = {spec.variable.ref() for spec in specs}
@@ -132,12 +132,12 @@ def steps(layout: str, batch: int, rows: int, update: str, begin: float) -> None
         "coordination": idle * seconds / STEPS / here.size,
         "ms": 1e3 * seconds / STEPS,
         "bytes per ms": speed,
-        "unique": float(gathered(np.array([np.mean(used)])).mean()),
+        "unique": float(all_gather(np.array([np.mean(used)])).mean()),
         "dense": sum(
             int(np.prod(v.shape)) for v in model.trainable_weights if v.ref() not in tables
         ),
         "widths": [spec.width for spec in specs],
-        "peak": max(of_all_ranks(_peak())),
+        "peak": max(all_gather_object(_peak())),
     }
     if here.rank == 0:
         print("TOLD", json.dumps(told), flush=True)

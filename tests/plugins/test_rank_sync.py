@@ -23,8 +23,8 @@ def of_two(monkeypatch):
         said, told = iter(others), []
         optimizer = SimpleNamespace(awaits_rank_sync=True, synchronize=lambda: told.append("sync"))
         monkeypatch.setattr(callbacks, "ranks", lambda: Ranks(0, 2, 0, 2))
-        monkeypatch.setattr(callbacks, "gathered", lambda mine: np.append(mine, next(said)))
-        monkeypatch.setattr(callbacks, "of_all_ranks", lambda mine: [mine, next(said)])
+        monkeypatch.setattr(callbacks, "all_gather", lambda mine: np.append(mine, next(said)))
+        monkeypatch.setattr(callbacks, "all_gather_object", lambda mine: [mine, next(said)])
         monkeypatch.setattr(callbacks, "optimizer_of", lambda model: model.optimizer)
         sync = RankSync(**given)
         sync.set_model(SimpleNamespace(stop_training=False, optimizer=optimizer))

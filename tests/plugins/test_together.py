@@ -11,7 +11,7 @@ import tensorflow as tf
 from merlin_cowclip.plugins import CowClipOptimizer, Hyperparameters, fits, optimizer, together
 from merlin_cowclip.plugins._stack import ColumnSchema, Schema, Tags, mm
 from merlin_cowclip.plugins.joining import Ranks
-from merlin_cowclip.plugins.state import state_of, training_state
+from merlin_cowclip.plugins.state import state_of
 
 from .merlin_models import SCHEMA, TARGET, batch, dataset, own_mlp
 
@@ -39,7 +39,7 @@ def on_two_ranks(monkeypatch):
         monkeypatch.setattr(module, "ranks", lambda: Ranks(0, 2, 0, 2))
     monkeypatch.setattr(together, "check_same", lambda mine, rule: None)
     monkeypatch.setattr(together, "broadcast", lambda variables: None)
-    monkeypatch.setattr(together, "of_all_ranks", lambda mine: [mine, mine])
+    monkeypatch.setattr(together, "all_gather_object", lambda mine: [mine, mine])
 
 
 def compiled(build, loss=None):
@@ -89,11 +89,13 @@ def test_a_fit_starts_with_the_state_and_other_epochs_with_the_learning_rate(
 
     begin(epochs=2)
     begin(epochs=2)
-    state = training_state(model).values()
+    state = state_of(model, model.optimizer).values()
     assert [len(variables) for variables in sent] == [len(state), 1] * 2
     assert all(a is b for a, b in zip(sent[0], state, strict=True))
     assert sent[1][0] is model.optimizer.learning_rate
-    monkeypatch.setattr(together, "of_all_ranks", lambda mine: [mine, False])  # not built there
+    monkeypatch.setattr(
+        together, "all_gather_object", lambda mine: [mine, False]
+    )  # not built there
     begin()
     assert len(sent) == 4
 

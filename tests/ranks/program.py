@@ -10,7 +10,8 @@ import tensorflow as tf
 
 from merlin_cowclip.models import FusedEmbeddings
 from merlin_cowclip.plugins._stack import Schema
-from merlin_cowclip.plugins.joining import RowSums, join_dense, join_rows, of_all_ranks, ranks
+from merlin_cowclip.plugins.gradients import RowSums, all_gather_rows, all_reduce_dense
+from merlin_cowclip.plugins.joining import all_gather_object, ranks
 from merlin_cowclip.plugins.whole import whole_rows
 from merlin_cowclip.workflows.training.evaluation import QualityOf
 from tests.plugins.merlin_models import category
@@ -30,9 +31,9 @@ def joined(rank: int) -> dict[str, np.ndarray]:
 
     @tf.function
     def step():
-        sparse, whole = join_rows(shares, [table, tied])
+        sparse, whole = all_gather_rows(shares, [table, tied])
         slices = tf.IndexedSlices(tf.fill([1, 2], 1.0 + rank), tf.constant([rank], tf.int64), None)
-        dense, gathered = join_dense([tf.constant([1.0 + rank]), slices])
+        dense, gathered = all_reduce_dense([tf.constant([1.0 + rank]), slices])
         found = {"rows": sparse.sums[:3], "whole": whole.sums[:3], "dense": dense}
         return {**found, "slices": (gathered.values, gathered.indices)}
 
@@ -72,11 +73,11 @@ def main(folder: Path, data: Path, launch: str) -> None:
         state = trained(CASES[name], here.rank, here.size)
         np.savez(folder / f"{number}-{here.rank}.npz", **state)
     if launch == "others":
-        told = of_all_ranks(scripts.ended(folder, data, here.rank, here.size))
+        told = all_gather_object(scripts.ended(folder, data, here.rank, here.size))
     else:
         np.savez(folder / f"joined-{here.rank}.npz", **joined(here.rank))
         np.savez(folder / f"rows-{here.rank}.npz", **rows_in_shards(here.rank))
-        told = of_all_ranks({"quality": quality(here.rank, here.size)})
+        told = all_gather_object({"quality": quality(here.rank, here.size)})
     (folder / f"told-{here.rank}.txt").write_text(repr(told))
     if launch != "important":
         sok_program.main(folder / "sok", here, launch)

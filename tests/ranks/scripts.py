@@ -12,8 +12,8 @@ import tensorflow as tf
 from merlin_cowclip.models import FusedEmbeddings
 from merlin_cowclip.plugins import CowClipOptimizer, RankSync, load_model, save_model, whole_tables
 from merlin_cowclip.plugins._stack import Schema
-from merlin_cowclip.plugins.joining import of_all_ranks
-from merlin_cowclip.plugins.state import training_state
+from merlin_cowclip.plugins.joining import all_gather_object
+from merlin_cowclip.plugins.state import state_of
 from merlin_cowclip.workflows import Loader, TrainConfig, train
 from merlin_cowclip.workflows.data.prepared import PreparedData
 from tests.plugins.merlin_models import NUMBER, SCHEMA, TARGET, category
@@ -67,7 +67,6 @@ PART = "save_model(model, path)"
 REFUSED = {  # by script, what both ranks are told
     "get_weights": PART,
     "checkpoint": PART,
-    "broadcast": "BroadcastGlobalVariablesCallback would overwrite the rows",
     "another": "by a CowClipOptimizer",
     "l2": "hyperparameters l2 0.0001 on rank 0, 0.0002 on rank 1",
     "keras": "fit needs the callback RankSync",
@@ -114,7 +113,6 @@ def refused(folder: Path, rank: int, ranks: int) -> dict[str, str]:
             "a batch": lambda: model.predict_on_batch(mine[0][0]),
             "get_weights": model.get_weights,
             "checkpoint": lambda: fit(KERAS.ModelCheckpoint(path, save_weights_only=True)),
-            "broadcast": lambda: fit(hvd.keras.callbacks.BroadcastGlobalVariablesCallback(0)),
             "another": by_another,
             "l2": lambda: fit_by(hp.l2 * (1 + rank)),
             "keras": lambda: of_keras().fit(tf.ones([4, 1]), tf.ones([4, 1]), verbose=0),
@@ -194,10 +192,10 @@ def together(folder: Path, rank: int, ranks: int) -> dict[str, Any]:
     found.append(model.predict(data, verbose=0))
     everywhere, _ = _made(ours, rank, ranks)
     save_model(everywhere, folder / "everywhere")
-    of_all_ranks("it is saved")
+    all_gather_object("it is saved")
     loaded = load_model(folder / "everywhere")
     same = len(loaded.get_weights()) == len(everywhere.get_weights())
-    of_all_ranks("it is loaded")
+    all_gather_object("it is loaded")
     save_model(model, folder / "everywhere")
     after = load_model(folder / "everywhere")  # at once: not the model that was there before
     steps = [int(one.optimizer.iterations) for one in (model, after)]
@@ -265,8 +263,7 @@ def loaded(rank: int, ranks: int) -> dict[str, Any]:
     load = [] if rank else [_Load()]
     for build in (ours, in_shards):
         model, mine = _made(build, rank, ranks)
-        callbacks = load if build is in_shards else [*load, broadcast]
-        model.fit(_data(mine, 2), verbose=0, callbacks=callbacks)
+        model.fit(_data(mine, 2), verbose=0, callbacks=[*load, broadcast])
         found[build.__name__] = _weights_and_bias(model)
     model, sync = of_keras(), RankSync()
     halve = KERAS.LearningRateScheduler(lambda epoch, rate: rate * 0.5**epoch)
@@ -278,8 +275,7 @@ def loaded(rank: int, ranks: int) -> dict[str, Any]:
 
 def _weights_and_bias(model: Any) -> dict[str, Any]:
     own = model.optimizer.in_shards()
-    changed = training_state(model).items()
-    state = (v for k, v in changed if not k.startswith("loss/") and v.ref() not in own)
+    state = (v for v in state_of(model, model.optimizer).values() if v.ref() not in own)
     up = float(model.trainable_variables[-1].numpy()[0])
     return {"weights": [float(np.abs(value).sum()) for value in state], "up": up}
 

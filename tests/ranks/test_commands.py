@@ -136,11 +136,11 @@ def test_ranks_of_other_versions_are_refused(monkeypatch):
     theirs = {**mine, "versions": {"numpy": "1.24.0", "tf": "2"}}
     monkeypatch.setattr(ranks_of_runs, "_several", lambda: True)
     monkeypatch.setattr(ranks_of_runs, "here", lambda: Ranks(0, 2, 0, 2))
-    monkeypatch.setattr(joining, "of_all_ranks", lambda value: [value, theirs])
+    monkeypatch.setattr(joining, "all_gather_object", lambda value: [value, theirs])
     words = "all ranks must have the versions in common. Received: 1.24.0 on rank 1, numpy 1.23.5"
     with pytest.raises(AgreedError, match=words):
         ranks_of_runs.check_alike(mine)
-    monkeypatch.setattr(joining, "of_all_ranks", lambda value: [value, dict(value)])
+    monkeypatch.setattr(joining, "all_gather_object", lambda value: [value, dict(value)])
     ranks_of_runs.check_alike(mine)
 
 

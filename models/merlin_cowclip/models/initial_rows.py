@@ -12,7 +12,7 @@ from merlin.schema import ColumnSchema
 from merlin_cowclip.models.row_ranges import RowRanges, cardinality
 from merlin_cowclip.models.vocabulary import PADDING_ID, UNKNOWN_ID
 from merlin_cowclip.plugins._stack import tf
-from merlin_cowclip.plugins.joining import of_all_ranks
+from merlin_cowclip.plugins.joining import all_gather_object
 from merlin_cowclip.plugins.sharding import Shard
 
 _BLOCK = 1 << 16  # rows that are drawn together
@@ -53,7 +53,8 @@ class TableInitializer(tf.keras.initializers.Initializer):
         values = np.zeros(shape, dtype.as_numpy_dtype)
         if self.stddev == 0:
             return tf.constant(values)
-        seed = of_all_ranks(int(tf.random.uniform([], maxval=2**31 - 1, dtype=tf.int32)))[0]
+        seed = int(tf.random.uniform([], maxval=2**31 - 1, dtype=tf.int32))
+        seed = all_gather_object(seed)[0]
         done = 0
         for number, start in enumerate(range(0, shard.num_rows, _BLOCK)):
             size = [min(_BLOCK, shard.num_rows - start), shape[1]]

@@ -19,7 +19,8 @@ from merlin_cowclip.plugins.clipping import (
     with_lengths,
 )
 from merlin_cowclip.plugins.deferred import DeferredRows
-from merlin_cowclip.plugins.joining import JoinedRows, over_all
+from merlin_cowclip.plugins.gradients import ReducedRows
+from merlin_cowclip.plugins.joining import all_reduce
 from merlin_cowclip.plugins.not_offered import RefusesOptions
 from merlin_cowclip.plugins.row_sums import beside
 from merlin_cowclip.plugins.scaling import check_clip, check_number, check_rule
@@ -254,7 +255,7 @@ class CowClipAdam(SumsRows, RefusesOptions, mm.LazyAdam):
         with beside(variable) as on_cpu:
             sums = (
                 gradient.sums
-                if isinstance(gradient, JoinedRows)
+                if isinstance(gradient, ReducedRows)
                 else self._summed(gradient, variable, on_cpu)
             )
             summed = sums.gradients
@@ -317,7 +318,7 @@ class CowClipAdam(SumsRows, RefusesOptions, mm.LazyAdam):
                 "none. Received: both. Give all or none of the model's tables sharded=True, or "
                 "choose a clip of single rows."
             )
-        return (over_all,)
+        return (all_reduce,)
 
     def _lengths(self, given: RowNorms, variables: list[tf.Variable]) -> tf.Tensor:
         """The gradients' norms after the clip, U."""
@@ -447,7 +448,7 @@ class CowClipAdam(SumsRows, RefusesOptions, mm.LazyAdam):
 
 def _is_sparse(gradient: Any) -> bool:
     """Whether it has some rows of a table, and not all."""
-    if isinstance(gradient, JoinedRows):
+    if isinstance(gradient, ReducedRows):
         return not gradient.sums.is_whole
     return isinstance(gradient, tf.IndexedSlices)
 

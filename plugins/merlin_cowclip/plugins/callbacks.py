@@ -8,7 +8,12 @@ from typing import Any
 import numpy as np
 
 from merlin_cowclip.plugins._stack import tf
-from merlin_cowclip.plugins.joining import gathered, of_all_ranks, ranks
+from merlin_cowclip.plugins.joining import (
+    all_gather,
+    all_gather_object,
+    broadcasts_variables,
+    ranks,
+)
 from merlin_cowclip.plugins.state import optimizer_of
 
 _KERAS = tf.keras.callbacks
@@ -71,7 +76,7 @@ class RankSync(tf.keras.callbacks.Callback):
             return
         logs = {} if logs is None else logs
         mine = {name: np.asarray(logs[name]).tolist() for name in logs}
-        told = of_all_ranks([mine, bool(self.model.stop_training)])
+        told = all_gather_object([mine, bool(self.model.stop_training)])
         self.model.stop_training = any(stops for _, stops in told)
         for name in dict.fromkeys(name for metrics, _ in told for name in metrics):
             mean = np.mean([metrics[name] for metrics, _ in told if name in metrics], axis=0)
@@ -80,13 +85,16 @@ class RankSync(tf.keras.callbacks.Callback):
 
 def _any(flag: bool) -> bool:
     """Whether one rank's is true; called on all ranks at once."""
-    return bool(gathered(np.array([flag], np.uint8)).any())
+    return bool(all_gather(np.array([flag], np.uint8)).any())
 
 
 def with_rank_sync(callbacks: Any) -> Sequence[Any]:
-    """A fit's callbacks with `RankSync` first and last."""
+    """A fit's callbacks with `RankSync` first and last, in place of Horovod's broadcast.
+
+    That would overwrite rows of sharded tables, and waits for variables of the same names.
+    """
     if isinstance(callbacks, _KERAS.CallbackList):
         callbacks = callbacks.callbacks
-    given = tf.nest.flatten(callbacks or [])
+    given = [one for one in tf.nest.flatten(callbacks or []) if not broadcasts_variables(one)]
     each_batch = any(isinstance(one, _KERAS.TerminateOnNaN) for one in given)
     return [RankSync(), *given, RankSync(each_batch=each_batch)]

@@ -103,12 +103,7 @@ def _use_weights(
 
 def _add_horovod_callbacks(bound: _Bound, model: Any, add: Any, callbacks: Any) -> Any:
     """Of a Merlin model's fit on several ranks."""
-    optimizer = bound.compiled(model)
-    if optimizer is None:
-        return add(callbacks)
-    found = with_rank_sync(callbacks)
-    optimizer.check_callbacks(found)
-    return found
+    return add(callbacks) if bound.compiled(model) is None else with_rank_sync(callbacks)
 
 
 def _create_optimizer(bound: _Bound, model: Any, create: Any, optimizer: Any) -> Any:

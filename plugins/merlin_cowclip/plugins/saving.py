@@ -189,7 +189,9 @@ def _checkpoint(weights: Sequence[tf.Variable], optimizer: CowClipOptimizer) -> 
     slots: list[tf.Variable] = []
     for variable, part, *_ in sorted(optimizer.owned(), key=lambda o: place[o.variable.ref()]):
         slots += [part.get_slot(variable, name) for name in ("m", "v")]
-        slots += part.waiting_of(variable) if isinstance(part, CowClipAdam) else []
+        deferred = part.deferred if isinstance(part, CowClipAdam) else None
+        last_step = None if deferred is None else deferred.last_step_of(variable)
+        slots += [] if last_step is None else [last_step]
     counters = [optimizer.iterations, *(part.iterations for part in optimizer.optimizers)]
     return tf.train.Checkpoint(weights=list(weights), slots=slots, iterations=counters)
 

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from merlin_cowclip.plugins._stack import tf
-from merlin_cowclip.plugins.joining import JoinedRows, RowSums, over_all, send
+from merlin_cowclip.plugins.gradients import ReducedRows, RowSums
+from merlin_cowclip.plugins.joining import all_reduce, all_to_all
 from merlin_cowclip.plugins.row_sums import (
     beside,
     once_per_graph,
@@ -75,7 +76,7 @@ def look_up(
                 ("asked", shard), [source_of(flat)], lambda: _ask(inside, shard, on_cpu)
             )
             source = tf.convert_to_tensor(variable) if whole else variable
-            answers, _ = send(tf.gather(source, asked.places), asked.sizes)
+            answers, _ = all_to_all(tf.gather(source, asked.places), asked.sizes)
             values = tf.gather(answers, asked.answers)
 
         def gradient(
@@ -98,7 +99,7 @@ def look_up(
 def _ask(rows: tf.Tensor, shard: Shard, on_cpu: bool) -> _Asked:
     each, position, _ = unique_rows(rows, shard.num_rows, on_cpu)
     order, sizes = by_owner(each, shard.size)
-    wanted, asked_for = send(tf.gather(each, order), sizes)
+    wanted, asked_for = all_to_all(tf.gather(each, order), sizes)
     answers = tf.gather(_inverse(order, on_cpu), position)
     return _Asked(shard.place(wanted), asked_for, answers)
 
@@ -119,10 +120,10 @@ def _inverse(order: tf.Tensor, on_cpu: bool) -> tf.Tensor:
 @tf.autograph.experimental.do_not_convert
 def join_shards(
     shares: Sequence[RowSums], variables: Sequence[tf.Variable], shards: Sequence[Shard]
-) -> list[JoinedRows]:
+) -> list[ReducedRows]:
     """Tables' gradients of the ranks' shares of a batch as those of the global batch, by owner.
 
-    As `joining.join_rows`, but that each rank has those of its own rows alone, by their places.
+    As `gradients.all_gather_rows`, but each rank has those of its own rows only, by their places.
 
     Args:
       shares: of each table, this rank's, by row number; a row that no sample of the share holds
@@ -133,27 +134,27 @@ def join_shards(
     joined = []
     for share, variable, shard in zip(shares, variables, shards, strict=True):
         with beside(variable) as on_cpu:
-            joined.append(JoinedRows(_joined(share, variable, shard, on_cpu), variable))
+            joined.append(ReducedRows(_joined(share, variable, shard, on_cpu), variable))
     return joined
 
 
 def _joined(share: RowSums, variable: tf.Variable, shard: Shard, on_cpu: bool) -> RowSums:
     def owned() -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
         order, sizes = by_owner(share.indices, shard.size)
-        wanted, _ = send(tf.gather(share.indices, order), sizes)
+        wanted, _ = all_to_all(tf.gather(share.indices, order), sizes)
         return order, sizes, shard.place(wanted)
 
     order, sizes, places = once_per_graph(("owned", shard), [share.indices], owned)
     counts = tf.cast(share.counts, share.gradients.dtype)[:, tf.newaxis]
     sent = tf.gather(tf.concat([share.gradients, counts], axis=1), order)
-    packed, _ = send(sent, sizes)
+    packed, _ = all_to_all(sent, sizes)
     rows, position, _ = unique_rows(places, variable.shape[0], on_cpu)
     sums = sum_per_row(packed, position, tf.size(rows), on_cpu)
     counts = tf.cast(sums[:, -1], tf.float32)
     return RowSums(rows, sums[:, :-1] / shard.size, counts)
 
 
-def finite_together(joined: Sequence[JoinedRows]) -> list[JoinedRows]:
+def finite_together(joined: Sequence[ReducedRows]) -> list[ReducedRows]:
     """The same, but with NaN on all ranks where one has what is not finite.
 
     Loss scaling makes a step or none by what it sees; all ranks must see the same.
@@ -164,6 +165,6 @@ def finite_together(joined: Sequence[JoinedRows]) -> list[JoinedRows]:
     if not joined:
         return []
     mine = tf.stack([tf.reduce_all(tf.math.is_finite(one.values)) for one in joined])
-    finite = over_all(tf.cast(tf.reduce_all(mine), tf.float32), "min") > 0
+    finite = all_reduce(tf.cast(tf.reduce_all(mine), tf.float32), "min") > 0
     first, *others = joined
     return [first.and_nan(tf.where(finite, 0, 1)), *others]  # this rank may have no rows to be so

@@ -26,15 +26,8 @@ from merlin_cowclip.plugins._stack import filter_empty_gradients, tf
 from merlin_cowclip.plugins.adam import CowClipAdam
 from merlin_cowclip.plugins.clipping import CLIP_RULES, widened
 from merlin_cowclip.plugins.counting import Lookup
-from merlin_cowclip.plugins.joining import (
-    JoinedRows,
-    RowSums,
-    broadcast,
-    join_dense,
-    over_all,
-    ranks,
-    send,
-)
+from merlin_cowclip.plugins.gradients import ReducedRows, RowSums, all_reduce_dense
+from merlin_cowclip.plugins.joining import all_reduce, all_to_all, broadcast, ranks
 from merlin_cowclip.plugins.row_sums import beside, sum_columns, sum_per_row, tally, unique
 from merlin_cowclip.plugins.scaling import Hyperparameters, check_rule
 from merlin_cowclip.plugins.schedules import LinearWarmup, whole_steps
@@ -66,7 +59,7 @@ def _sok() -> Any:
 
 
 class SokAdam(CowClipAdam):
-    """`CowClipAdam` whose tables and moments are SOK's; its gradients are `JoinedRows`."""
+    """`CowClipAdam` whose tables and moments are SOK's; its gradients are `ReducedRows`."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "update" and value != "lazy":
@@ -263,7 +256,7 @@ class CowClipSokOptimizer(tf.Module):
                 updates.append(part.apply_gradients(mine, experimental_aggregate_gradients=False))
         if dense:
             if ranks().size > 1:
-                means = join_dense([gradient for gradient, _ in dense])
+                means = all_reduce_dense([gradient for gradient, _ in dense])
                 dense = [(mean, variable) for mean, (_, variable) in zip(means, dense, strict=True)]
             updates.append(
                 self.dense.apply_gradients(dense, experimental_aggregate_gradients=False)
@@ -284,7 +277,7 @@ class CowClipSokOptimizer(tf.Module):
 
     def _joined(
         self, pairs: Sequence[tuple[Any, tf.Variable]], lookups: Sequence[tuple[tf.Variable, Ids]]
-    ) -> list[tuple[JoinedRows, tf.Variable]]:
+    ) -> list[tuple[ReducedRows, tf.Variable]]:
         """The tables' gradients of the global batch, on the rank that has the rows."""
         rule = self.clipped.clip
         by_counts = rule is not None and CLIP_RULES[rule].adaptive
@@ -294,7 +287,9 @@ class CowClipSokOptimizer(tf.Module):
         with tf.control_dependencies(_check_rows(found, [table for _, table in pairs])):
             return [
                 (
-                    JoinedRows(one.sums._replace(gradients=tf.identity(one.sums.gradients)), table),
+                    ReducedRows(
+                        one.sums._replace(gradients=tf.identity(one.sums.gradients)), table
+                    ),
                     table,
                 )
                 for one, (_, table) in zip(found, pairs, strict=True)
@@ -385,7 +380,7 @@ def _count(
         known = tf.concat(counted, axis=0)
         if size > 1:
             order, sizes = by_owner(tf.concat(owners, axis=0), size)
-            known, _ = send(tf.gather(known, order), sizes)
+            known, _ = all_to_all(tf.gather(known, order), sizes)
         parts = tf.dynamic_partition(known, tf.cast(known[:, 0], tf.int32), len(tables))
         return [
             _Counted(table.key_map(part[:, 1]), tf.cast(part[:, 2], tf.float32))
@@ -440,7 +435,7 @@ def _check_rows(found: Sequence[_Found], tables: Sequence[tf.Variable]) -> list[
         return []
     differ = tf.stack([one.differ for one in found])
     if ranks().size > 1:  # a row's owner alone sees it: no rank may make the step
-        differ = over_all(tf.cast(differ, tf.float32), "max") > 0
+        differ = all_reduce(tf.cast(differ, tf.float32), "max") > 0
     told = (
         "lookups must have all ids that were looked up in this step, on all ranks, and no others. "
         "Received: a gradient of other rows, for the tables with a 1 here:"

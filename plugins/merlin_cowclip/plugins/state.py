@@ -32,17 +32,15 @@ def training_state(model: mm.Model) -> dict[str, tf.Variable]:
     if not model.built:
         raise ValueError("The model must be built before it has a state. Call it on a batch first.")
     optimizer.create_slots(model.trainable_variables)
-    return state_of(model, optimizer)
+    return state_of(model, optimizer) | _named({"loss": mean_loss(model).variables})
 
 
 def state_of(model: tf.keras.Model, optimizer: Any) -> dict[str, tf.Variable]:
-    """As `training_state`, of what was created, also for a model that is not compiled."""
-    losses = model.compiled_loss
+    """As `training_state`, of what was created; without the loss, of which each rank has its own."""
     kinds = {
         "weight": model.weights,
         "optimizer": [*_weights_of(optimizer, model), *_hypers((optimizer, *optimizer.optimizers))],
         "loss_scale": _loss_scale(getattr(model, "optimizer", None)),
-        "loss": () if losses is None else mean_loss(model).variables,
     }
     return _named(kinds)
 

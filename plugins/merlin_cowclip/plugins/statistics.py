@@ -15,7 +15,7 @@ import numpy as np
 
 from merlin_cowclip.plugins._stack import tf
 from merlin_cowclip.plugins.clipping import RowNorms, widened
-from merlin_cowclip.plugins.joining import gathered
+from merlin_cowclip.plugins.joining import all_gather
 from merlin_cowclip.plugins.row_sums import sum_columns
 from merlin_cowclip.plugins.tables import TableSpec, distinct_names
 
@@ -269,7 +269,7 @@ class StepStatistics:
         sharded = np.array([[spec.shard is not None] for spec in specs])
         if not sharded.any():
             return values
-        whole = gathered(values[np.newaxis]).sum(axis=0)
+        whole = all_gather(values[np.newaxis]).sum(axis=0)
         return np.where(sharded, whole, values)
 
     def _fields(self, counts: np.ndarray, norms: np.ndarray) -> Iterator[FieldStatistics]:

@@ -16,7 +16,7 @@ from merlin_cowclip.plugins.counting import (
     repeats_per_row,
 )
 from merlin_cowclip.plugins.deferred import DeferredRows
-from merlin_cowclip.plugins.joining import JoinedRows, RowSums, join_rows
+from merlin_cowclip.plugins.gradients import ReducedRows, RowSums, all_gather_rows
 from merlin_cowclip.plugins.merlin_tables import check_regularizer
 from merlin_cowclip.plugins.row_sums import beside, sum_per_row
 from merlin_cowclip.plugins.sharding import Shard, join_shards
@@ -54,12 +54,12 @@ class SumsRows:
 
     def _joined(
         self, shares: Sequence[RowSums], variables: Sequence[tf.Variable]
-    ) -> list[JoinedRows]:
+    ) -> list[ReducedRows]:
         """Of all ranks; of a table in shards, the rows that this one has."""
         shards = [self.shard_of(variable) for variable in variables]
-        found: dict[int, JoinedRows] = {}
+        found: dict[int, ReducedRows] = {}
         whole = [i for i, shard in enumerate(shards) if shard is None]
-        everywhere = join_rows([shares[i] for i in whole], [variables[i] for i in whole])
+        everywhere = all_gather_rows([shares[i] for i in whole], [variables[i] for i in whole])
         found.update(zip(whole, everywhere, strict=True))
         places = [(i, shard) for i, shard in enumerate(shards) if shard is not None]
         mine = join_shards(

@@ -6,12 +6,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from merlin_cowclip.plugins._stack import filter_empty_gradients, tf
+from merlin_cowclip.plugins.gradients import all_reduce_dense
 from merlin_cowclip.plugins.joining import (
+    all_gather_object,
     broadcast,
-    broadcasts_variables,
     check_same,
-    join_dense,
-    of_all_ranks,
     ranks,
 )
 from merlin_cowclip.plugins.rates import TablePart
@@ -103,7 +102,7 @@ class StepsTogether:
         model = self._model()
         if self._is_started:
             broadcast([self.learning_rate])
-        elif all(of_all_ranks(bool(model.built))):
+        elif all(all_gather_object(bool(model.built))):
             self.create_slots(model.trainable_variables)
             self.broadcast()
 
@@ -117,19 +116,6 @@ class StepsTogether:
                 slots = (slot.ref() for slot in part.slots_of(table).values())
                 found |= dict.fromkeys((variable, *slots), shard)
         return found
-
-    def check_callbacks(self, callbacks: Iterable[Any]) -> None:
-        """Refuse Horovod's broadcast for tables in shards, of which each rank has other rows.
-
-        Raises:
-          ValueError: there are both.
-        """
-        is_sharded = any(spec.shard is not None for spec in self.table_specs)
-        if is_sharded and any(map(broadcasts_variables, callbacks)):
-            raise ValueError(
-                "BroadcastGlobalVariablesCallback would overwrite the rows of tables in shards. "
-                "Received: it in callbacks. Leave it out: fit broadcasts the other weights itself."
-            )
 
     def check_trains_by(self, other: Any) -> None:
         """Refuse another optimizer for tables in shards.
@@ -185,7 +171,7 @@ class StepsTogether:
             found = part.join(shares.get(id(part), []))
             joined.update((variable.ref(), gradient) for gradient, variable in found)
         dense = shares.get(id(None), [])
-        means = join_dense([gradient for gradient, _ in dense])
+        means = all_reduce_dense([gradient for gradient, _ in dense])
         joined.update((v.ref(), mean) for mean, (_, v) in zip(means, dense, strict=True))
         return joined
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from merlin_cowclip.plugins._stack import mm, tf
-from merlin_cowclip.plugins.joining import gathered
+from merlin_cowclip.plugins.joining import all_gather
 from merlin_cowclip.plugins.merlin_tables import find_tables
 from merlin_cowclip.plugins.sharding import Shard
 from merlin_cowclip.plugins.state import optimizer_of
@@ -89,7 +89,7 @@ def whole_rows(variable: tf.Variable, shard: Shard) -> np.ndarray | None:
     most = shard._replace(rank=0).rows
     for start in range(0, most, _BLOCK):
         stop = min(start + _BLOCK, most)
-        block = gathered(variable[start:stop].numpy())
+        block = all_gather(variable[start:stop].numpy())
         if whole is None:
             continue
         for rank in range(shard.size):

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from merlin_cowclip.plugins._stack import tf
-from merlin_cowclip.plugins.joining import ALONE, Ranks, gathered
+from merlin_cowclip.plugins.joining import SINGLE_PROCESS, Ranks, all_gather
 from merlin_cowclip.workflows.errors import AgreedError, UserError
 from merlin_cowclip.workflows.folders import remove, write_json
 from merlin_cowclip.workflows.training import checkpoint_files as files
@@ -56,7 +56,7 @@ class Checkpoints:
         ranks: this process among those of the run.
     """
 
-    def __init__(self, folder: Path, keep: int = 2, ranks: Ranks = ALONE) -> None:
+    def __init__(self, folder: Path, keep: int = 2, ranks: Ranks = SINGLE_PROCESS) -> None:
         self.folder = folder
         self._keep = keep
         self._ranks = ranks
@@ -142,7 +142,7 @@ class Checkpoints:
                 if name in state.shards:
                     held[rows][name] = tf.identity(variable.read_value())
                 elif name in state.of_each and self._ranks.size > 1:
-                    of_all = gathered(variable.read_value()[tf.newaxis].numpy())
+                    of_all = all_gather(variable.read_value()[tf.newaxis].numpy())
                     held[files.STATE][name] = tf.constant(of_all)
                 elif self._ranks.rank == 0:
                     held[files.STATE][name] = tf.identity(variable.read_value())

@@ -112,11 +112,11 @@ class QualityOf:
 
     def of_all_ranks(self) -> QualityOf:
         """What all ranks have added, each row on one of them; called on all at once."""
-        from merlin_cowclip.plugins.joining import gathered
+        from merlin_cowclip.plugins.joining import all_gather
 
-        ones = gathered(self._held[: self._clicked])
-        zeros = gathered(self._held[len(self._held) - self._others :])
-        sums = gathered(np.array([[self._wrong, self._loss, self._sum]])).sum(axis=0)
+        ones = all_gather(self._held[: self._clicked])
+        zeros = all_gather(self._held[len(self._held) - self._others :])
+        sums = all_gather(np.array([[self._wrong, self._loss, self._sum]])).sum(axis=0)
         joined = QualityOf()
         joined._held = np.concatenate([ones, zeros])
         joined._clicked, joined._others = len(ones), len(zeros)

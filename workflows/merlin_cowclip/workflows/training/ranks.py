@@ -91,9 +91,9 @@ def refuse_agreed(refusal: str | None, failure: Exception | None = None) -> None
       AgreedError: one has; of several, the first one's reason.
     """
     here()
-    from merlin_cowclip.plugins.joining import of_all_ranks
+    from merlin_cowclip.plugins.joining import all_gather_object
 
-    said = of_all_ranks(refusal)
+    said = all_gather_object(refusal)
     refuse_said(said, failure)
 
 
@@ -126,9 +126,9 @@ def said_by_all(value: Any) -> list[Any]:
     """
     if not _several() or here().size == 1:
         return [value]
-    from merlin_cowclip.plugins.joining import of_all_ranks
+    from merlin_cowclip.plugins.joining import all_gather_object
 
-    said = of_all_ranks(value)
+    said = all_gather_object(value)
     refuse_said(said)
     return said
 
@@ -137,9 +137,9 @@ def mean_over_ranks(values: np.ndarray) -> np.ndarray:
     """The mean of what all ranks have, of one shape; called on all at once."""
     if here().size == 1 or not values.size:
         return values
-    from merlin_cowclip.plugins.joining import gathered
+    from merlin_cowclip.plugins.joining import all_gather
 
-    return np.asarray(gathered(values[np.newaxis]).mean(axis=0))
+    return np.asarray(all_gather(values[np.newaxis]).mean(axis=0))
 
 
 @contextlib.contextmanager
@@ -153,14 +153,14 @@ def first_speaks() -> Iterator[None]:
     except (AgreedError, Stopped) as error:
         if is_first():
             raise
-        from merlin_cowclip.plugins.joining import of_all_ranks
+        from merlin_cowclip.plugins.joining import all_gather_object
 
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # by which the launcher ends them
         # Where a shell stands between, that does not come, and Horovod once let one wait for ever.
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(PATIENCE)
         with contextlib.suppress(Exception):
-            of_all_ranks(None)  # until the first has ended, and Horovod with it
+            all_gather_object(None)  # until the first has ended, and Horovod with it
         if isinstance(error, Stopped):
             raise
         raise SystemExit(2) from None

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from merlin_cowclip.plugins._stack import tf
-from merlin_cowclip.plugins.joining import ALONE, Ranks, broadcast, gathered
+from merlin_cowclip.plugins.joining import SINGLE_PROCESS, Ranks, all_gather, broadcast
 from merlin_cowclip.plugins.sharding import Shard
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.training import checkpoint_files as files
@@ -31,7 +31,7 @@ class State:
     variables: Mapping[str, tf.Variable]
     of_each: Set[str] = frozenset()
     shards: Mapping[str, Shard] = field(default_factory=dict)
-    ranks: Ranks = ALONE
+    ranks: Ranks = SINGLE_PROCESS
 
     def described(self) -> dict[str, dict[str, Any]]:
         """Each variable as a whole, by name."""
@@ -124,4 +124,4 @@ class Checkpoint:
         if state.ranks.rank == 0:
             held = self._read(name, state)
             held = held if name in self.record.get("of_each", ()) else held[np.newaxis]
-        return held if state.ranks.size == 1 else gathered(held)
+        return held if state.ranks.size == 1 else all_gather(held)

@@ -216,11 +216,11 @@ def _opened(out: Path) -> Run:
     """The finished run, on all ranks, whose disks may be others."""
     if here().size == 1:
         return Run.open(out)
-    from merlin_cowclip.plugins.joining import of_all_ranks
+    from merlin_cowclip.plugins.joining import all_gather_object
 
     with agreed():
         result = dict(Run.open(out).result) if is_first() else None
-    return Run(out, of_all_ranks(result)[0])
+    return Run(out, all_gather_object(result)[0])
 
 
 def resume(
