@@ -36,7 +36,7 @@ def training_state(model: mm.Model) -> dict[str, tf.Variable]:
 
 
 def state_of(model: tf.keras.Model, optimizer: Any) -> dict[str, tf.Variable]:
-    """As `training_state`, of what was created; without the loss, of which each rank has its own."""
+    """As `training_state`, of what was created; without the loss, which differs by rank."""
     kinds = {
         "weight": model.weights,
         "optimizer": [*_weights_of(optimizer, model), *_hypers((optimizer, *optimizer.optimizers))],
