@@ -81,7 +81,7 @@ def refused(folder: Path, rank: int, ranks: int) -> dict[str, str]:
     from horovod.tensorflow.keras import DistributedOptimizer
 
     model, mine = _made(in_shards, rank, ranks)
-    path, data = str(folder / "part"), _data(mine, 2)
+    optimizer, path, data = model.optimizer, str(folder / "part"), _data(mine, 2)
 
     def fit(*callbacks: Any) -> None:
         model.fit(data, verbose=0, callbacks=list(callbacks))
@@ -116,7 +116,7 @@ def refused(folder: Path, rank: int, ranks: int) -> dict[str, str]:
             "another": by_another,
             "l2": lambda: fit_by(hp.l2 * (1 + rank)),
             "keras": lambda: of_keras().fit(tf.ones([4, 1]), tf.ones([4, 1]), verbose=0),
-            "wrapped": lambda: DistributedOptimizer(model.optimizer),
+            "wrapped": lambda: DistributedOptimizer(optimizer),
             "tape": lambda: step(hvd.DistributedGradientTape(tf.GradientTape())),
         }
     )
