@@ -29,7 +29,7 @@ pytestmark = pytest.mark.extended
 
 def spec_of(variable, recorder, offsets):
     columns = tuple(ColumnSchema(f"f{i}") for i in range(len(offsets) - 1))
-    access = TableAccess(is_used=True, bring_up=lambda *_: None)
+    access = TableAccess(is_used=True, catch_up=lambda *_: None)
     layer = tf.keras.layers.Layer()
     spec = TableSpec("t", layer, lambda: variable, offsets, columns, 4, recorder, access)
     spec.is_tied = True  # for a dense gradient

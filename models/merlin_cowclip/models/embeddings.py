@@ -292,7 +292,7 @@ class FusedEmbeddings(RowsByRawId, SchemaMixin, tf.keras.layers.Layer):
 
         Where rows wait, they catch up before: not for ids that end the step.
         """
-        if self._spec.access.rows_wait:
+        if self._spec.access.has_pending_rows:
             with tf.control_dependencies([check]):
                 rows = tf.identity(rows)
         tell_ranges(self.table, self.row_offsets)  # here: a copied variable has lost them
@@ -373,8 +373,8 @@ class FusedEmbeddings(RowsByRawId, SchemaMixin, tf.keras.layers.Layer):
     def _whole_table(self, build: bool = False) -> tf.Variable:
         """The table, to read or set all rows: without pending updates."""
         table = self._built_table(build)
-        if self._spec.access.bring_up is not None:
-            self._spec.access.bring_up(table, None)
+        if self._spec.access.catch_up is not None:
+            self._spec.access.catch_up(table, None)
         return table
 
     def _catch_up(self) -> None:

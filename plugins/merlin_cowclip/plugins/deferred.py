@@ -201,7 +201,7 @@ class DeferredRows:
         specs = self._optimizer._specs
         for variable in variables:
             spec = specs.get(variable.ref())
-            if spec is None or not spec.access.is_used or spec.access.bring_up is None:
+            if spec is None or not spec.access.is_used or spec.access.catch_up is None:
                 raise ValueError(
                     "update='deferred' requires tables that catch up before they are read. "
                     f"Received: a gradient for {variable.name!r}, looked up without. Train "

@@ -268,18 +268,18 @@ class CowClipOptimizer(StepsTogether, FollowsFits, RefusesOptions, mm.MultiOptim
         A table keeps its owner alive, which a training loop may drop.
         """
         for spec in self._specs or ():
-            before = spec.access.bring_up
-            if before is not None and before != self._bring_up and spec.layer.built:
+            before = spec.access.catch_up
+            if before is not None and before != self._catch_up_rows and spec.layer.built:
                 before(spec.variable, None)
             spec.access.whole = self.update_mode == "exact"
-            spec.access.bring_up = self._bring_up if self.update_mode == "deferred" else None
+            spec.access.catch_up = self._catch_up_rows if self.update_mode == "deferred" else None
 
     @tf.autograph.experimental.do_not_convert
-    def _bring_up(self, variable: tf.Variable, rows: tf.Tensor | None) -> None:
+    def _catch_up_rows(self, variable: tf.Variable, rows: tf.Tensor | None) -> None:
         """Catch up `rows` (all if `None`) before they are read; a copied model has no owner."""
         part = self._own().get(variable.ref())
         if part is not None and rows is not None:
-            part.bring_up(variable, rows)
+            part.deferred.catch_up_rows(variable, rows)
         elif part is not None:
             part.catch_up()
 
@@ -291,8 +291,8 @@ class CowClipOptimizer(StepsTogether, FollowsFits, RefusesOptions, mm.MultiOptim
         variable, or a layer's weights. In the other modes, and without a model, it does nothing.
         """
         for spec in self._specs or ():
-            if spec.access.bring_up is not None and spec.layer.built:
-                spec.access.bring_up(spec.variable, None)
+            if spec.access.catch_up is not None and spec.layer.built:
+                spec.access.catch_up(spec.variable, None)
 
     @property
     def _weights(self) -> list[tf.Variable]:
@@ -345,15 +345,15 @@ class CowClipOptimizer(StepsTogether, FollowsFits, RefusesOptions, mm.MultiOptim
     def saving(self) -> Iterator[None]:
         """Within it tables have no owner, and a load of what was saved does not warn."""
         self.catch_up()
-        waiting = [(spec.access, spec.access.bring_up) for spec in self._specs or ()]
+        waiting = [(spec.access, spec.access.catch_up) for spec in self._specs or ()]
         for access, _ in waiting:
-            access.bring_up = None
+            access.catch_up = None
         try:
             with without_state_warning():
                 yield
         finally:
-            for access, bring_up in waiting:
-                access.bring_up = bring_up
+            for access, catch_up in waiting:
+                access.catch_up = catch_up
 
     def _factor(self) -> tf.Tensor:
         """What all three parts' learning rates are multiplied by, float32."""
@@ -406,8 +406,8 @@ class CowClipOptimizer(StepsTogether, FollowsFits, RefusesOptions, mm.MultiOptim
         """
         pairs = filter_empty_gradients(grads_and_vars)
         owner = self._own()
-        mine = self._bring_up if self.update_mode == "deferred" else None
-        if any(spec.access.bring_up != mine for spec in self.table_specs):
+        mine = self._catch_up_rows if self.update_mode == "deferred" else None
+        if any(spec.access.catch_up != mine for spec in self.table_specs):
             raise ValueError(_OWNED_BY_ANOTHER)
         model = self._model() if self._model is not None else None
         check_belong(pairs, owner, model, each=self.update_mode == "deferred")

@@ -30,34 +30,34 @@ class TableAccess:
       whole: gather from the value read as a whole; the optimizer sets it in the exact mode and
         unsets it in the lazy one. `None` before there is an optimizer: so in eager calls, such as
         one that builds the model, for else the exact mode would find the table marked.
-      bring_up: called with the variable and the rows before they are read, where rows wait for
+      catch_up: called with the variable and the rows before they are read, where rows wait for
         what they missed; with `None` for all of them.
       is_used: whether the layer looks its rows up by `gather`.
       shard: which rows this rank has, where the ranks share them; `None`: it has all.
     """
 
     whole: bool | None = None
-    bring_up: Callable[[tf.Variable, tf.Tensor | None], None] | None = None
+    catch_up: Callable[[tf.Variable, tf.Tensor | None], None] | None = None
     is_used: bool = False
     shard: Shard | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Of copies and pickles, whose table has no optimizer yet."""
-        return self.__dict__ | {"bring_up": None}
+        return self.__dict__ | {"catch_up": None}
 
     @property
-    def rows_wait(self) -> bool:
+    def has_pending_rows(self) -> bool:
         """Whether rows are to catch up before they are looked up: in no SavedModel."""
-        return self.bring_up is not None and not in_save_context()
+        return self.catch_up is not None and not in_save_context()
 
     def gather(self, variable: tf.Variable, rows: tf.Tensor) -> tf.Tensor:
         """The rows of a V×d table, by row numbers of any shape: that shape × d.
 
         Of a table in shards `variable` is this rank's; then it is called on all ranks at once.
         """
-        if self.rows_wait:
-            assert self.bring_up is not None
-            self.bring_up(variable, rows)
+        if self.has_pending_rows:
+            assert self.catch_up is not None
+            self.catch_up(variable, rows)
         known = self.whole is not None  # to an optimizer
         whole = self.whole if known else tf.executing_eagerly()
         if self.shard is not None:
