@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 
 from merlin_cowclip.plugins import CowClipAdam, adam
-from merlin_cowclip.plugins.writing import with_rows
+from merlin_cowclip.plugins.row_sums import with_rows
 
 V, D = 5, 3
 

@@ -22,13 +22,12 @@ from merlin_cowclip.plugins.deferred import DeferredRows
 from merlin_cowclip.plugins.gradients import ReducedRows
 from merlin_cowclip.plugins.joining import all_reduce
 from merlin_cowclip.plugins.not_offered import RefusesOptions
-from merlin_cowclip.plugins.row_sums import beside
+from merlin_cowclip.plugins.row_sums import beside, with_rows
 from merlin_cowclip.plugins.scaling import check_clip, check_number, check_rule
 from merlin_cowclip.plugins.sharding import Shard
 from merlin_cowclip.plugins.statistics import StepStatistics, plain_norms
 from merlin_cowclip.plugins.summing import SumsRows
 from merlin_cowclip.plugins.tables import TableSpec, told_ranges
-from merlin_cowclip.plugins.writing import with_rows
 
 UPDATES = ("exact", "lazy", "deferred")
 

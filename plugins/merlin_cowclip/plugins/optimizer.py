@@ -31,12 +31,17 @@ from merlin_cowclip.plugins.ownership import (
     tables_by_part,
     tables_of,
 )
-from merlin_cowclip.plugins.rates import DensePart, LearningRates, TablePart
+from merlin_cowclip.plugins.rates import (
+    DensePart,
+    FollowsFits,
+    LearningRates,
+    TablePart,
+    warm_up_to,
+)
 from merlin_cowclip.plugins.scaling import Hyperparameters, check_number
 from merlin_cowclip.plugins.statistics import StepStatistics
 from merlin_cowclip.plugins.tables import TableSpec, check_whole
 from merlin_cowclip.plugins.together import StepsTogether
-from merlin_cowclip.plugins.warm_up import FollowsFits, warm_up_to
 
 Schedule: TypeAlias = Any  # tf.keras.optimizers.schedules.LearningRateSchedule; Keras has no types
 
