@@ -81,6 +81,7 @@ lint: $(STAMP)  ## ruff and mypy
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
+	@$(BIN)/lint-imports --no-cache
 
 bench: $(STAMP)  ## speed, memory and quality, each compared within one run
 	@for b in benchmarks/bench_*.py; do $(BIN)/python $$b || exit 1; done

@@ -24,7 +24,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from merlin_cowclip.plugins._stack import mm, tf
+from merlin_cowclip.plugins._tensorflow import mm, tf
 from merlin_cowclip.workflows.data.datasets import CRITEO
 from merlin_cowclip.workflows.data.etl import prepare
 from merlin_cowclip.workflows.data.part_files import ROW_GROUP_ROWS

@@ -91,7 +91,7 @@ def steps(layout: str, batch: int, rows: int, update: str, begin: float) -> None
 
     from merlin_cowclip.models import deepfm
     from merlin_cowclip.plugins import CowClipOptimizer, Hyperparameters
-    from merlin_cowclip.plugins.joining import all_gather, all_gather_object, ranks
+    from merlin_cowclip.plugins.distributed.horovod import all_gather, all_gather_object, ranks
 
     here = ranks()
     share = slice(here.rank * batch // here.size, (here.rank + 1) * batch // here.size)

@@ -9,7 +9,7 @@ import numpy as np
 
 from merlin_cowclip.models import deepfm
 from merlin_cowclip.plugins import CowClipOptimizer, Hyperparameters
-from merlin_cowclip.plugins._stack import ColumnSchema, Schema, Tags, mm, tf
+from merlin_cowclip.plugins._tensorflow import ColumnSchema, Schema, Tags, mm, tf
 
 FIELDS, NUMBERS, WIDTH, MLP = 26, 13, 10, (400, 400, 400)
 L2, RATIO, FLOOR = 1e-5, 1.0, 3.162e-5
@@ -105,7 +105,7 @@ class PublishedDeepFM(tf.keras.Model):
     """DeepFM as the paper's code lays it out: two tables per field, each read as a whole.
 
     Its gathers are of the tables' values, not of the variables: a dense update would otherwise copy
-    every table first (see `plugins.tables.TableAccess`), as Keras's `Embedding` has it.
+    every table first (see `plugins.embeddings.tables.TableAccess`), as Keras's `Embedding` has it.
     """
 
     def __init__(self, sizes: list[int]) -> None:

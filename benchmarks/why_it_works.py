@@ -20,7 +20,7 @@ import numpy as np
 
 from merlin_cowclip.models import deepfm, embeddings_of
 from merlin_cowclip.plugins import CowClipOptimizer, Hyperparameters, scale
-from merlin_cowclip.plugins._stack import tf
+from merlin_cowclip.plugins._tensorflow import tf
 from merlin_cowclip.plugins.scaling import recipe
 from merlin_cowclip.workflows import Loader, PreparedData
 from merlin_cowclip.workflows.study.plots import Line, line_plot

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from merlin_cowclip.plugins._stack import tf
+from merlin_cowclip.plugins._tensorflow import tf
 from merlin_cowclip.workflows.training.checkpoints import Checkpoints
 
 TIMES = {"seconds", "samples_per_second", "train_seconds"}

@@ -9,7 +9,7 @@ from unittest import mock
 
 import tensorflow as tf
 
-from merlin_cowclip.plugins._stack import Schema, mm, quiet_stack
+from merlin_cowclip.plugins._tensorflow import Schema, mm, quiet_stack
 
 with quiet_stack():
     from keras.saving.legacy.saving_utils import trace_model_call

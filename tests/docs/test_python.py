@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from merlin_cowclip.plugins import CowClipOptimizer
-from merlin_cowclip.plugins._stack import tf
+from merlin_cowclip.plugins._tensorflow import tf
 
 from .conftest import GUIDES, Block, blocks
 

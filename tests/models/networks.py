@@ -23,7 +23,7 @@ from merlin_cowclip.models import (
     WideAndDeepBlock,
 )
 from merlin_cowclip.models.ctr_block import Probability
-from merlin_cowclip.plugins._stack import ColumnSchema, Schema, Tags
+from merlin_cowclip.plugins._tensorflow import ColumnSchema, Schema, Tags
 
 WIDTH, MLP, BOTTOM = 3, (8, 5), (6, 4)
 

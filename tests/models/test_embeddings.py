@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from merlin_cowclip.models import FusedEmbeddings, deepfm
 from merlin_cowclip.plugins import CowClipOptimizer, HasTables, Hyperparameters
-from merlin_cowclip.plugins.counting import count_samples
+from merlin_cowclip.plugins.embeddings.counting import count_samples
 from merlin_cowclip.workflows.quiet import quiet_imports
 
 from ..plugins.merlin_models import BATCH, NUMBER, TARGET, batch, category, dataset

@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 
 from merlin_cowclip.models import FusedEmbeddings
-from merlin_cowclip.plugins._stack import ColumnSchema, Schema, Tags
+from merlin_cowclip.plugins._tensorflow import ColumnSchema, Schema, Tags
 
 from ..plugins.gpu_kernels import check_kernels, what_it_waits_for
 

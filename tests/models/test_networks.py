@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from merlin_cowclip.models import MODELS, DLRMBlock, deepfm
 from merlin_cowclip.plugins import CowClipOptimizer, Hyperparameters
-from merlin_cowclip.plugins._stack import ColumnSchema, Schema, Tags, mm, quiet_stack
+from merlin_cowclip.plugins._tensorflow import ColumnSchema, Schema, Tags, mm, quiet_stack
 
 from ..saves import quick_saves
 from .networks import (

@@ -11,8 +11,8 @@ import tensorflow as tf
 
 from merlin_cowclip.models import FusedEmbeddings
 from merlin_cowclip.plugins import CowClipOptimizer, Hyperparameters
-from merlin_cowclip.plugins._stack import mm
-from merlin_cowclip.plugins.counting import count_samples
+from merlin_cowclip.plugins._tensorflow import mm
+from merlin_cowclip.plugins.embeddings.counting import count_samples
 from merlin_cowclip.workflows.quiet import quiet_imports
 
 with quiet_imports():

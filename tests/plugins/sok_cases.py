@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from merlin_cowclip.plugins import CowClipOptimizer, CowClipSokOptimizer, Hyperparameters
-from merlin_cowclip.plugins.joining import ranks as here
+from merlin_cowclip.plugins.distributed.horovod import ranks as here
 
 MOMENTS = ("/m", "/v")
 BATCH, STEPS, V, D = 24, 30, 40, 4

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from merlin_cowclip.plugins import CowClipAdam, LinearWarmup, adam
+from merlin_cowclip.plugins import CowClipAdam, LinearWarmup
+from merlin_cowclip.plugins.optimizers import adam
 
 
 def slices(values, indices, shape):

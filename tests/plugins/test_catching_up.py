@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from merlin_cowclip.plugins import catch_up as module
-from merlin_cowclip.plugins.catch_up import AdamConstants, Rates
-from merlin_cowclip.plugins.deferrable import check_deferrable
-from merlin_cowclip.plugins.reference import Settings
-from merlin_cowclip.plugins.reference import adam as reference_step
+from merlin_cowclip.plugins.optimizers import catch_up as module
+from merlin_cowclip.plugins.optimizers.catch_up import AdamConstants, Rates
+from merlin_cowclip.plugins.optimizers.deferrable import check_deferrable
+from merlin_cowclip.plugins.optimizers.reference import Settings
+from merlin_cowclip.plugins.optimizers.reference import adam as reference_step
 
 catch_up = tf.function(module.catch_up, autograph=False, reduce_retracing=True)
 

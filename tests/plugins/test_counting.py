@@ -6,9 +6,14 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from merlin_cowclip.plugins._stack import Schema, mm
-from merlin_cowclip.plugins.counting import Lookup, NotRecordedError, count_all_rows, count_samples
-from merlin_cowclip.plugins.merlin_tables import find_tables
+from merlin_cowclip.plugins._tensorflow import Schema, mm
+from merlin_cowclip.plugins.embeddings.counting import (
+    Lookup,
+    NotRecordedError,
+    count_all_rows,
+    count_samples,
+)
+from merlin_cowclip.plugins.embeddings.discovery import find_tables
 
 from .merlin_models import category
 

@@ -18,9 +18,9 @@ from merlin_cowclip.plugins import (
     load_model,
     save_model,
 )
-from merlin_cowclip.plugins._stack import mm
-from merlin_cowclip.plugins.deferrable import check_deferrable
-from merlin_cowclip.plugins.state import training_state
+from merlin_cowclip.plugins._tensorflow import mm
+from merlin_cowclip.plugins.optimizers.deferrable import check_deferrable
+from merlin_cowclip.plugins.optimizers.state import training_state
 
 pytestmark = pytest.mark.usefixtures("graphs_as_traced")
 SIZES = {"shop": 400, "item": 60, "day": 5}

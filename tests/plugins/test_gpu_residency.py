@@ -15,12 +15,11 @@ from merlin_cowclip.plugins import (
     LookupRecorder,
     StepStatistics,
     TableSpec,
-    adam,
-    deferred,
 )
-from merlin_cowclip.plugins._stack import ColumnSchema
-from merlin_cowclip.plugins.adam import UPDATES
-from merlin_cowclip.plugins.tables import TableAccess
+from merlin_cowclip.plugins._tensorflow import ColumnSchema
+from merlin_cowclip.plugins.embeddings.tables import TableAccess
+from merlin_cowclip.plugins.optimizers import adam, deferred
+from merlin_cowclip.plugins.optimizers.adam import UPDATES
 
 from .gpu_kernels import check_kernels
 

@@ -7,9 +7,9 @@ import pytest
 import tensorflow as tf
 
 from merlin_cowclip.plugins import CowClipAdam, CowClipOptimizer, Hyperparameters
-from merlin_cowclip.plugins._stack import Schema, Tags, mm
-from merlin_cowclip.plugins.counting import count_samples
-from merlin_cowclip.plugins.merlin_tables import find_tables
+from merlin_cowclip.plugins._tensorflow import Schema, Tags, mm
+from merlin_cowclip.plugins.embeddings.counting import count_samples
+from merlin_cowclip.plugins.embeddings.discovery import find_tables
 
 from .merlin_models import category
 from .test_clipping import oracle as clip_oracle

@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from merlin_cowclip.models import deepfm
 from merlin_cowclip.plugins import CowClipAdam, CowClipOptimizer, Hyperparameters
-from merlin_cowclip.plugins._stack import Tags, mm
+from merlin_cowclip.plugins._tensorflow import Tags, mm
 
 from .merlin_models import (
     BATCH,

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from merlin_cowclip.plugins import RankSync, callbacks
-from merlin_cowclip.plugins.callbacks import with_rank_sync
-from merlin_cowclip.plugins.joining import Ranks
+from merlin_cowclip.plugins import RankSync
+from merlin_cowclip.plugins.distributed.horovod import Ranks
+from merlin_cowclip.plugins.optimizers import rank_sync as callbacks
+from merlin_cowclip.plugins.optimizers.rank_sync import with_rank_sync
 
 KERAS = tf.keras.callbacks
 

@@ -10,8 +10,8 @@ import tensorflow as tf
 
 from merlin_cowclip.models import FusedEmbeddings
 from merlin_cowclip.plugins import CLIP_RULES, CowClipOptimizer, Hyperparameters
-from merlin_cowclip.plugins._stack import mm
-from merlin_cowclip.plugins.reference import REFERENCES, Settings
+from merlin_cowclip.plugins._tensorflow import mm
+from merlin_cowclip.plugins.optimizers.reference import REFERENCES, Settings
 
 from .merlin_models import Schema, category
 

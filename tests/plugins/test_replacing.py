@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from merlin_cowclip.plugins.replacing import find, replacing
+from merlin_cowclip.plugins.saving.folder import find, replacing
 
 OWN = ("marker", "part")
 
@@ -17,7 +17,7 @@ OWN = ("marker", "part")
 SCRIPT = """
 import os, signal, sys
 from pathlib import Path
-from merlin_cowclip.plugins.replacing import replacing
+from merlin_cowclip.plugins.saving.folder import replacing
 
 path, last = Path(sys.argv[1]), int(sys.argv[2])
 seen = 0

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from merlin_cowclip.plugins.row_sums import (
+from merlin_cowclip.plugins.row_ops import (
     beside,
     sum_columns,
     sum_per_row,

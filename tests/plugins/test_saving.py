@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from merlin_cowclip.models import deepfm
 from merlin_cowclip.plugins import CowClipOptimizer, load_model, save_model
-from merlin_cowclip.plugins._stack import Schema, Tags, mm
+from merlin_cowclip.plugins._tensorflow import Schema, Tags, mm
 
 from ..saves import quick_saves
 from .merlin_models import SCHEMA, TARGET, batch, category, dataset, stock_dlrm

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from merlin_cowclip.plugins.sharding import Shard, _inverse, by_owner
+from merlin_cowclip.plugins.distributed.sharding import Shard, _inverse, by_owner
 
 from .gpu_kernels import check_kernels
 

@@ -13,7 +13,7 @@ import pytest
 import tensorflow as tf
 
 from merlin_cowclip.plugins import CowClipSokOptimizer
-from merlin_cowclip.plugins.reference import Lazy, Settings
+from merlin_cowclip.plugins.optimizers.reference import Lazy, Settings
 
 from . import sok_stand_in
 from .sok_cases import CASES, HP, check_alike, rows_of, trained_by_keras, trained_by_sok

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from merlin_cowclip.plugins import CowClipAdam, adam
-from merlin_cowclip.plugins.row_sums import with_rows
+from merlin_cowclip.plugins import CowClipAdam
+from merlin_cowclip.plugins.optimizers import adam
+from merlin_cowclip.plugins.row_ops import with_rows
 
 V, D = 5, 3
 

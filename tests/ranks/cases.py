@@ -12,8 +12,8 @@ import tensorflow as tf
 from merlin_cowclip.models import deepfm
 from merlin_cowclip.models.ctr_block import embeddings_of
 from merlin_cowclip.plugins import CowClipOptimizer, Hyperparameters, whole_tables
-from merlin_cowclip.plugins._stack import Schema, Tags, mm
-from merlin_cowclip.plugins.state import training_state
+from merlin_cowclip.plugins._tensorflow import Schema, Tags, mm
+from merlin_cowclip.plugins.optimizers.state import training_state
 from tests.plugins.merlin_models import (
     NUMBER,
     SCHEMA,

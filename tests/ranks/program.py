@@ -9,10 +9,10 @@ import numpy as np
 import tensorflow as tf
 
 from merlin_cowclip.models import FusedEmbeddings
-from merlin_cowclip.plugins._stack import Schema
-from merlin_cowclip.plugins.gradients import RowSums, all_gather_rows, all_reduce_dense
-from merlin_cowclip.plugins.joining import all_gather_object, ranks
-from merlin_cowclip.plugins.whole import whole_rows
+from merlin_cowclip.plugins._tensorflow import Schema
+from merlin_cowclip.plugins.distributed.gradients import RowSums, all_gather_rows, all_reduce_dense
+from merlin_cowclip.plugins.distributed.horovod import all_gather_object, ranks
+from merlin_cowclip.plugins.saving.gather_tables import whole_rows
 from merlin_cowclip.workflows.training.evaluation import QualityOf
 from tests.plugins.merlin_models import category
 from tests.ranks import scripts, sok_program

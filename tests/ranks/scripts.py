@@ -10,10 +10,16 @@ import numpy as np
 import tensorflow as tf
 
 from merlin_cowclip.models import FusedEmbeddings
-from merlin_cowclip.plugins import CowClipOptimizer, RankSync, load_model, save_model, whole_tables
-from merlin_cowclip.plugins._stack import Schema
-from merlin_cowclip.plugins.joining import all_gather_object
-from merlin_cowclip.plugins.state import state_of
+from merlin_cowclip.plugins import (
+    CowClipOptimizer,
+    RankSync,
+    load_model,
+    save_model,
+    whole_tables,
+)
+from merlin_cowclip.plugins._tensorflow import Schema
+from merlin_cowclip.plugins.distributed.horovod import all_gather_object
+from merlin_cowclip.plugins.optimizers.state import state_of
 from merlin_cowclip.workflows import Loader, TrainConfig, train
 from merlin_cowclip.workflows.data.prepared import PreparedData
 from tests.plugins.merlin_models import NUMBER, SCHEMA, TARGET, category

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from merlin_cowclip.plugins.joining import Ranks
+from merlin_cowclip.plugins.distributed.horovod import Ranks
 from tests.plugins import sok_stand_in
 from tests.plugins.sok_cases import CASES, refused_lookups, refused_of_ranks, trained_by_sok
 

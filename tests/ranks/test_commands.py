@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from merlin_cowclip.models.ctr_block import embeddings_of
-from merlin_cowclip.plugins import joining
-from merlin_cowclip.plugins.joining import Ranks
+from merlin_cowclip.plugins.distributed import horovod as joining
+from merlin_cowclip.plugins.distributed.horovod import Ranks
 from merlin_cowclip.workflows import Loader, Run
 from merlin_cowclip.workflows.commands.main import main
 from merlin_cowclip.workflows.data.prepared import PreparedData

@@ -8,8 +8,8 @@ from merlin.models.tf.blocks.cross import CrossBlock
 from merlin.schema import Schema
 
 from merlin_cowclip.models.ctr_block import KERNEL_INITIALIZER, CTRBlock, logit
-from merlin_cowclip.plugins._stack import tf
-from merlin_cowclip.plugins.checks import whole_number
+from merlin_cowclip.plugins._checks import whole_number
+from merlin_cowclip.plugins._tensorflow import tf
 
 
 @tf.keras.utils.register_keras_serializable(package="merlin_cowclip")

@@ -7,7 +7,7 @@ from typing import Any
 from merlin.schema import Schema
 
 from merlin_cowclip.models.ctr_block import CTRBlock
-from merlin_cowclip.plugins._stack import mm, tf
+from merlin_cowclip.plugins._tensorflow import mm, tf
 
 
 @tf.keras.utils.register_keras_serializable(package="merlin_cowclip")

@@ -9,8 +9,8 @@ from merlin.models.tf.blocks.interaction import DotProductInteraction
 from merlin.schema import Schema
 
 from merlin_cowclip.models.ctr_block import CTRBlock, logit, mlp_block
-from merlin_cowclip.plugins._stack import tf
-from merlin_cowclip.plugins.checks import layer_units
+from merlin_cowclip.plugins._checks import layer_units
+from merlin_cowclip.plugins._tensorflow import tf
 
 
 @tf.keras.utils.register_keras_serializable(package="merlin_cowclip")

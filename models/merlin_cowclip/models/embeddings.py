@@ -20,13 +20,13 @@ from merlin_cowclip.models.rows_by_raw_id import RowsByRawId
 from merlin_cowclip.models.schemas import schema_from_text, schema_text
 from merlin_cowclip.models.vocabulary import PADDING_ID
 from merlin_cowclip.plugins import Lookup, TableSpec
-from merlin_cowclip.plugins._stack import tf
-from merlin_cowclip.plugins.checks import DIGITS, whole_number
-from merlin_cowclip.plugins.counting import samples_of
-from merlin_cowclip.plugins.joining import check_same, ranks
-from merlin_cowclip.plugins.row_sums import once_per_graph
-from merlin_cowclip.plugins.sharding import Shard
-from merlin_cowclip.plugins.tables import TableAccess, check_whole, tell_ranges
+from merlin_cowclip.plugins._checks import DIGITS, whole_number
+from merlin_cowclip.plugins._tensorflow import tf
+from merlin_cowclip.plugins.distributed.horovod import check_same, ranks
+from merlin_cowclip.plugins.distributed.sharding import Shard
+from merlin_cowclip.plugins.embeddings.counting import samples_of
+from merlin_cowclip.plugins.embeddings.tables import TableAccess, check_whole, tell_ranges
+from merlin_cowclip.plugins.row_ops import once_per_graph
 
 COMBINERS = ("mean", "sum", "sqrtn")
 _OF_SHARDS = ("dim", "stddev", "combiner", "dtype")

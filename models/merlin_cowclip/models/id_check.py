@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from merlin_cowclip.models.vocabulary import PADDING_ID
-from merlin_cowclip.plugins._stack import tf
+from merlin_cowclip.plugins._tensorflow import tf
 
 
 class IdCheck:

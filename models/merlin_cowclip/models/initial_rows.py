@@ -11,9 +11,9 @@ from merlin.schema import ColumnSchema
 
 from merlin_cowclip.models.row_ranges import RowRanges, cardinality
 from merlin_cowclip.models.vocabulary import PADDING_ID, UNKNOWN_ID
-from merlin_cowclip.plugins._stack import tf
-from merlin_cowclip.plugins.joining import all_gather_object
-from merlin_cowclip.plugins.sharding import Shard
+from merlin_cowclip.plugins._tensorflow import tf
+from merlin_cowclip.plugins.distributed.horovod import all_gather_object
+from merlin_cowclip.plugins.distributed.sharding import Shard
 
 _BLOCK = 1 << 16  # rows that are drawn together
 

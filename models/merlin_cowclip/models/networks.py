@@ -17,7 +17,7 @@ from merlin_cowclip.models.deepfm import (
     WideAndDeepBlock,
 )
 from merlin_cowclip.models.dlrm import DLRMBlock
-from merlin_cowclip.plugins._stack import mm
+from merlin_cowclip.plugins._tensorflow import mm
 
 Combiner: TypeAlias = str | Mapping[str, str]
 

@@ -19,9 +19,9 @@ from merlin_cowclip.models.vocabulary import (
     is_encoded,
     read_vocabulary,
 )
-from merlin_cowclip.plugins._stack import tf
-from merlin_cowclip.plugins.joining import check_same
-from merlin_cowclip.plugins.tables import TableSpec
+from merlin_cowclip.plugins._tensorflow import tf
+from merlin_cowclip.plugins.distributed.horovod import check_same
+from merlin_cowclip.plugins.embeddings.tables import TableSpec
 
 _SAME_ROWS = "All ranks must load the same rows into a sharded table: each keeps its own."
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from merlin_cowclip.plugins._stack import ColumnSchema
+from merlin_cowclip.plugins._tensorflow import ColumnSchema
 
 PADDING_ID, MISSING_ID, UNKNOWN_ID = 0, 1, 2
 """NVTabular's ids; real ids start at 3."""

@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING
 from merlin_cowclip.plugins._lazy import on_first_use
 
 if TYPE_CHECKING:
-    from merlin_cowclip.plugins.adam import CowClipAdam
-    from merlin_cowclip.plugins.callbacks import RankSync
     from merlin_cowclip.plugins.clipping import (
         CLIP_RULES,
         clip_by_adaptive_column_norm,
@@ -21,11 +19,22 @@ if TYPE_CHECKING:
         clip_by_field_norm,
         clip_by_global_norm,
     )
-    from merlin_cowclip.plugins.counting import Lookup, LookupRecorder
-    from merlin_cowclip.plugins.finite import NotFinite
-    from merlin_cowclip.plugins.optimizer import CowClipOptimizer
+    from merlin_cowclip.plugins.embeddings.counting import Lookup, LookupRecorder
+    from merlin_cowclip.plugins.embeddings.tables import HasTables, TableSpec
+    from merlin_cowclip.plugins.monitoring.finite import NotFinite
+    from merlin_cowclip.plugins.monitoring.statistics import (
+        FieldStatistics,
+        NormBin,
+        RowStatistics,
+        StepStatistics,
+    )
+    from merlin_cowclip.plugins.optimizers.adam import CowClipAdam
+    from merlin_cowclip.plugins.optimizers.cowclip import CowClipOptimizer
+    from merlin_cowclip.plugins.optimizers.rank_sync import RankSync
+    from merlin_cowclip.plugins.optimizers.sok import CowClipSokOptimizer
     from merlin_cowclip.plugins.presets import PRESETS, preset
-    from merlin_cowclip.plugins.saving import load_model, save_model
+    from merlin_cowclip.plugins.saving.gather_tables import whole_tables
+    from merlin_cowclip.plugins.saving.model import load_model, save_model
     from merlin_cowclip.plugins.scaling import (
         SCALING_RULES,
         Hyperparameters,
@@ -35,32 +44,23 @@ if TYPE_CHECKING:
         scaling_table,
     )
     from merlin_cowclip.plugins.schedules import LinearWarmup
-    from merlin_cowclip.plugins.sok import CowClipSokOptimizer
-    from merlin_cowclip.plugins.statistics import (
-        FieldStatistics,
-        NormBin,
-        RowStatistics,
-        StepStatistics,
-    )
-    from merlin_cowclip.plugins.tables import HasTables, TableSpec
-    from merlin_cowclip.plugins.whole import whole_tables
 
 _NAMES = {
-    "adam": "CowClipAdam",
-    "callbacks": "RankSync",
     "clipping": "CLIP_RULES clip_by_adaptive_column_norm clip_by_adaptive_field_norm "
     "clip_by_column_norm clip_by_field_norm clip_by_global_norm",
-    "counting": "Lookup LookupRecorder",
-    "finite": "NotFinite",
-    "optimizer": "CowClipOptimizer",
+    "embeddings.counting": "Lookup LookupRecorder",
+    "embeddings.tables": "HasTables TableSpec",
+    "monitoring.finite": "NotFinite",
+    "monitoring.statistics": "FieldStatistics NormBin RowStatistics StepStatistics",
+    "optimizers.adam": "CowClipAdam",
+    "optimizers.cowclip": "CowClipOptimizer",
+    "optimizers.rank_sync": "RankSync",
+    "optimizers.sok": "CowClipSokOptimizer",
     "presets": "PRESETS preset",
-    "saving": "load_model save_model",
+    "saving.gather_tables": "whole_tables",
+    "saving.model": "load_model save_model",
     "scaling": "Hyperparameters K SCALING_RULES recipe scale scaling_table",
     "schedules": "LinearWarmup",
-    "sok": "CowClipSokOptimizer",
-    "statistics": "FieldStatistics NormBin RowStatistics StepStatistics",
-    "tables": "HasTables TableSpec",
-    "whole": "whole_tables",
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, ClassVar
 
+from merlin_cowclip.plugins._checks import is_whole, make_plain
 from merlin_cowclip.plugins._text import format_table
-from merlin_cowclip.plugins.checks import is_whole, make_plain
 
 K = 1024
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from merlin_cowclip.plugins._stack import ColumnSchema, Schema, Tags, mm
+from merlin_cowclip.plugins._tensorflow import ColumnSchema, Schema, Tags, mm
 
 BATCH = 32
 

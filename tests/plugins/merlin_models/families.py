@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 from merlin.models.tf.models.benchmark import NCFModel
 
-from merlin_cowclip.plugins._stack import ColumnSchema, Schema, Tags, mm
+from merlin_cowclip.plugins._tensorflow import ColumnSchema, Schema, Tags, mm
 
 from . import BATCH, NUMBER, TARGET, stock_dcn, stock_deepfm, stock_dlrm, stock_wide_and_deep
 

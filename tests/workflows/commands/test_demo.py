@@ -12,7 +12,7 @@ import re
 import pandas as pd
 import pytest
 
-from merlin_cowclip.plugins._stack import tf
+from merlin_cowclip.plugins._tensorflow import tf
 from merlin_cowclip.workflows.commands import demonstration
 from merlin_cowclip.workflows.commands.demonstration import DemoRun, demo
 from merlin_cowclip.workflows.data.datasets import CRITEO

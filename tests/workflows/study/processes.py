@@ -25,7 +25,7 @@ def main(place: str, *arguments: str) -> int:
             for none.
         arguments: of the command.
     """
-    from merlin_cowclip.plugins._stack import tf
+    from merlin_cowclip.plugins._tensorflow import tf
     from merlin_cowclip.workflows.commands.main import main as command
     from merlin_cowclip.workflows.study import search
 

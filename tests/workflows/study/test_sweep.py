@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from merlin_cowclip.plugins._stack import tf
+from merlin_cowclip.plugins._tensorflow import tf
 from merlin_cowclip.workflows.commands.main import main
 from merlin_cowclip.workflows.data.etl import prepare
 from merlin_cowclip.workflows.errors import Stopped, UserError

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from merlin_cowclip.plugins import SCALING_RULES
-from merlin_cowclip.plugins._stack import tf
+from merlin_cowclip.plugins._tensorflow import tf
 from merlin_cowclip.workflows import train
 from merlin_cowclip.workflows.commands.main import command_line, main
 from merlin_cowclip.workflows.commands.tuning import tune_config

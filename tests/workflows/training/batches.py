@@ -6,7 +6,7 @@ import time
 import numpy as np
 import pandas as pd
 
-from merlin_cowclip.plugins._stack import mm, tf
+from merlin_cowclip.plugins._tensorflow import mm, tf
 from merlin_cowclip.workflows.data.datasets import DatasetSpec, Split
 from merlin_cowclip.workflows.training.loader import Loader
 

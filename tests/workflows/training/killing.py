@@ -36,7 +36,7 @@ def main(place: str, *arguments: str) -> int:
             on.
         arguments: of the command.
     """
-    from merlin_cowclip.plugins._stack import tf
+    from merlin_cowclip.plugins._tensorflow import tf
     from merlin_cowclip.workflows.commands.main import main as command
     from merlin_cowclip.workflows.training import loop, order, train
 
@@ -103,7 +103,7 @@ def _of(module: str, attribute: str = "") -> Callable[[], Any]:
 
 def _half_written(end: End) -> None:
     """The tensors' file ends in the middle."""
-    from merlin_cowclip.plugins._stack import tf
+    from merlin_cowclip.plugins._tensorflow import tf
 
     stock = tf.raw_ops.SaveV2
 
@@ -119,7 +119,7 @@ def _half_written(end: End) -> None:
 
 def _twice(end: End) -> None:
     """Both signals, and the second while the tensors are written, which takes for ever."""
-    from merlin_cowclip.plugins._stack import tf
+    from merlin_cowclip.plugins._tensorflow import tf
 
     def slowly(**_: Any) -> None:
         end()

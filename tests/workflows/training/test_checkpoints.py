@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 from merlin_cowclip.plugins import Hyperparameters
-from merlin_cowclip.plugins.state import weights_of
+from merlin_cowclip.plugins.optimizers.state import weights_of
 from merlin_cowclip.workflows.errors import Stopped, UserError
 from merlin_cowclip.workflows.training.checkpoints import Checkpoints
 from merlin_cowclip.workflows.training.configuration import TrainConfig

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from merlin_cowclip.plugins.joining import Ranks
-from merlin_cowclip.plugins.sharding import Shard
+from merlin_cowclip.plugins.distributed.horovod import Ranks
+from merlin_cowclip.plugins.distributed.sharding import Shard
 from merlin_cowclip.workflows.errors import AgreedError
 from merlin_cowclip.workflows.training import checkpoint_files
 from merlin_cowclip.workflows.training.checkpoint_files import (

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from merlin_cowclip.plugins._stack import tf
+from merlin_cowclip.plugins._tensorflow import tf
 from merlin_cowclip.workflows.training.follow_epochs import FollowEpochs
 from merlin_cowclip.workflows.training.loader import Loader
 

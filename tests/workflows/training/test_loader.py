@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 
-from merlin_cowclip.plugins._stack import mm, tf
+from merlin_cowclip.plugins._tensorflow import mm, tf
 from merlin_cowclip.workflows.data.datasets import DatasetSpec
 from merlin_cowclip.workflows.data.prepared import PreparedData, file_state
 from merlin_cowclip.workflows.errors import UserError

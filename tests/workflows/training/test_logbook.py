@@ -5,7 +5,7 @@ import resource
 
 import pytest
 
-from merlin_cowclip.plugins._stack import tf
+from merlin_cowclip.plugins._tensorflow import tf
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.training.logbook import Logbook
 from merlin_cowclip.workflows.training.train import as_user_errors

@@ -6,8 +6,9 @@ import pandas as pd
 import pytest
 
 from merlin_cowclip.models import deepfm
-from merlin_cowclip.plugins import CowClipOptimizer, Hyperparameters, fits
-from merlin_cowclip.plugins.joining import Ranks
+from merlin_cowclip.plugins import CowClipOptimizer, Hyperparameters
+from merlin_cowclip.plugins.distributed.horovod import Ranks
+from merlin_cowclip.plugins.optimizers import model_hooks as fits
 from merlin_cowclip.workflows.training import order
 from merlin_cowclip.workflows.training.loader import Loader
 from merlin_cowclip.workflows.training.order import WINDOW_ROWS

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from merlin_cowclip.plugins.checks import is_whole, whole_range
+from merlin_cowclip.plugins._checks import is_whole, whole_range
 from merlin_cowclip.workflows.errors import UserError
 
 

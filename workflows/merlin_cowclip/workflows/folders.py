@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
-from merlin_cowclip.plugins.checks import check_path
+from merlin_cowclip.plugins._checks import check_path
 from merlin_cowclip.workflows.errors import UserError, shown
 
 

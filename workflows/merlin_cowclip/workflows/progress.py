@@ -40,7 +40,7 @@ def progress_bar(
 @contextlib.contextmanager
 def catching_up_shown(*, show: bool) -> Iterator[None]:
     """Within it, a bar shows that all rows of a table catch up, where this takes long."""
-    from merlin_cowclip.plugins.deferred import catch_up_progress
+    from merlin_cowclip.plugins.optimizers.deferred import catch_up_progress
 
     with catch_up_progress(functools.partial(progress_bar, "catch up", show=show, delay=_LONG)):
         yield

@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from merlin_cowclip.plugins.checks import DIGITS
+from merlin_cowclip.plugins._checks import DIGITS
 from merlin_cowclip.workflows.data.id_text import as_text, is_list_type
 from merlin_cowclip.workflows.errors import UserError
 

@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from merlin_cowclip.plugins.checks import is_whole
+from merlin_cowclip.plugins._checks import is_whole
 from merlin_cowclip.workflows import machine
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.machine import gibibytes

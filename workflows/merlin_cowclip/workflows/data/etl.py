@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from merlin_cowclip.plugins.checks import is_whole
+from merlin_cowclip.plugins._checks import is_whole
 from merlin_cowclip.workflows import machine
 from merlin_cowclip.workflows.data import clusters
 from merlin_cowclip.workflows.data.csv_logs import CsvLog

@@ -15,8 +15,8 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from merlin_cowclip.plugins._checks import is_whole
 from merlin_cowclip.plugins._text import format_table
-from merlin_cowclip.plugins.checks import is_whole
 from merlin_cowclip.plugins.scaling import K
 from merlin_cowclip.workflows.data.counts import by_falling_count, counts_of_ids, read_id_counts
 from merlin_cowclip.workflows.data.prepared import PreparedData

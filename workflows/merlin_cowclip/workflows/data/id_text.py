@@ -7,7 +7,7 @@ import re
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from merlin_cowclip.plugins.checks import DIGITS
+from merlin_cowclip.plugins._checks import DIGITS
 
 EXACT = float(2 ** DIGITS["float64"])
 

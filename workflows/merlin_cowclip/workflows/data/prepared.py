@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from merlin_cowclip.plugins.checks import is_whole
+from merlin_cowclip.plugins._checks import is_whole
 from merlin_cowclip.workflows.data.confirmed_workflow import load_confirmed
 from merlin_cowclip.workflows.data.datasets import DatasetSpec
 from merlin_cowclip.workflows.errors import UserError

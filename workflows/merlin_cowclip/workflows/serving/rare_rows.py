@@ -21,7 +21,7 @@ from merlin_cowclip.workflows.progress import progress_bar
 from merlin_cowclip.workflows.training.runs import Run, identity_of, inputs_of
 
 if TYPE_CHECKING:
-    from merlin_cowclip.plugins._stack import mm
+    from merlin_cowclip.plugins._tensorflow import mm
 
 
 @dataclass(frozen=True, eq=False)
@@ -224,7 +224,7 @@ def costs(
       UserError: a bad argument, data of another vocabulary or without a test part, or a test part
         with one label alone.
     """
-    from merlin_cowclip.plugins._stack import tf
+    from merlin_cowclip.plugins._tensorflow import tf
     from merlin_cowclip.workflows.training.evaluation import (
         EVALUATION_BATCH,
         Predictor,

@@ -84,7 +84,7 @@ class Repository:
             inner = self.path / ENTRY
             check_nothing_else(inner, self.path, manifest, "a model repository", remedy)
         with quiet_imports():
-            from merlin_cowclip.plugins._stack import quiet_stack, tf
+            from merlin_cowclip.plugins._tensorflow import quiet_stack, tf
             from merlin_cowclip.workflows.serving.served_network import SIGNATURE
 
         def network(name: str) -> _Called:

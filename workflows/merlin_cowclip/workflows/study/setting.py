@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from merlin_cowclip.plugins.checks import make_plain
+from merlin_cowclip.plugins._checks import make_plain
 from merlin_cowclip.plugins.scaling import Hyperparameters, recipe
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.study.configuration import network_of

@@ -231,7 +231,7 @@ def _check(data: PreparedData, cells: Sequence[Cell]) -> None:
         )
     check_input_names(data.spec)
     with quiet_imports():
-        from merlin_cowclip.plugins._stack import tf
+        from merlin_cowclip.plugins._tensorflow import tf
         from merlin_cowclip.workflows.training.train import check_trainable
 
     precision = tf.keras.mixed_precision.global_policy().name

@@ -15,8 +15,8 @@ from merlin_cowclip.workflows.training.configuration import TrainConfig
 from merlin_cowclip.workflows.training.stopping import Interrupted, Stopping
 
 with quiet_imports():
-    from merlin_cowclip.plugins._stack import quiet_stack, tf
-    from merlin_cowclip.plugins.state import mean_loss
+    from merlin_cowclip.plugins._tensorflow import quiet_stack, tf
+    from merlin_cowclip.plugins.optimizers.state import mean_loss
     from merlin_cowclip.workflows.training.evaluation import EVALUATION_BATCH, Predictor
     from merlin_cowclip.workflows.training.loader import Loader
     from merlin_cowclip.workflows.training.reproducibility import seeded

@@ -21,7 +21,7 @@ from merlin_cowclip.workflows.study.tuned import (
 )
 
 with quiet_imports():
-    from merlin_cowclip.plugins._stack import tf
+    from merlin_cowclip.plugins._tensorflow import tf
     from merlin_cowclip.workflows.study.search import Search
     from merlin_cowclip.workflows.training.rebuilding import network
     from merlin_cowclip.workflows.training.train import check_trainable

@@ -13,8 +13,8 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from merlin_cowclip.plugins._stack import tf
-from merlin_cowclip.plugins.sharding import Shard
+from merlin_cowclip.plugins._tensorflow import tf
+from merlin_cowclip.plugins.distributed.sharding import Shard
 from merlin_cowclip.workflows.errors import UserError
 
 ALONE, OF_RANKS = FORMAT_VERSIONS = (1, 2)  # what one process has written, and several ranks

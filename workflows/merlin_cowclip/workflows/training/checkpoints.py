@@ -19,8 +19,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from merlin_cowclip.plugins._stack import tf
-from merlin_cowclip.plugins.joining import SINGLE_PROCESS, Ranks, all_gather
+from merlin_cowclip.plugins._tensorflow import tf
+from merlin_cowclip.plugins.distributed.horovod import SINGLE_PROCESS, Ranks, all_gather
 from merlin_cowclip.workflows.errors import AgreedError, UserError
 from merlin_cowclip.workflows.folders import remove, write_json
 from merlin_cowclip.workflows.training import checkpoint_files as files

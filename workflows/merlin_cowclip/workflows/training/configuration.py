@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from merlin_cowclip.plugins.checks import is_whole, make_plain, whole_number
-from merlin_cowclip.plugins.deferrable import check_deferrable
+from merlin_cowclip.plugins._checks import is_whole, make_plain, whole_number
+from merlin_cowclip.plugins.optimizers.deferrable import check_deferrable
 from merlin_cowclip.plugins.scaling import (
     ADAPTIVE_CLIPS,
     SCALING_RULES,
@@ -32,7 +32,7 @@ from merlin_cowclip.workflows.training.learning_rates import (
 from merlin_cowclip.workflows.training.networks import NETWORKS, options_of
 
 UPDATES = ("exact", "lazy", "deferred")
-"""The names in `plugins.adam.UPDATES`, written out: importing that takes TensorFlow's seconds."""
+"""The names in `plugins.optimizers.adam.UPDATES`, written out: importing that takes TensorFlow's seconds."""
 
 TABLES = ("replicated", "sharded")
 """Where the rows of tables are, of several ranks: on each, or each on one."""

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from merlin_cowclip.plugins._stack import mm, quiet_stack, tf
-from merlin_cowclip.plugins.whole import is_in_shards
+from merlin_cowclip.plugins._tensorflow import mm, quiet_stack, tf
+from merlin_cowclip.plugins.saving.gather_tables import is_in_shards
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.training.loader import Loader
 from merlin_cowclip.workflows.training.ranks import agreed
@@ -112,7 +112,7 @@ class QualityOf:
 
     def of_all_ranks(self) -> QualityOf:
         """What all ranks have added, each row on one of them; called on all at once."""
-        from merlin_cowclip.plugins.joining import all_gather
+        from merlin_cowclip.plugins.distributed.horovod import all_gather
 
         ones = all_gather(self._held[: self._clicked])
         zeros = all_gather(self._held[len(self._held) - self._others :])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from merlin_cowclip.plugins._stack import tf
+from merlin_cowclip.plugins._tensorflow import tf
 from merlin_cowclip.workflows.training.loader import Loader
 
 _BESIDE = 2  # passes over an epoch beside the fit's own: an evaluation on it before and after

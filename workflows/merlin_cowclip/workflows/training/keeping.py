@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from merlin_cowclip.plugins.checks import is_whole, make_plain, whole_number
+from merlin_cowclip.plugins._checks import is_whole, make_plain, whole_number
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.training.configuration import refuse_unknown
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from merlin_cowclip.plugins.scaling import check_number
 
 if TYPE_CHECKING:
-    from merlin_cowclip.plugins.optimizer import Schedule
+    from merlin_cowclip.plugins.optimizers.cowclip import Schedule
 
 
 def _positive(name: str, value: Any) -> float:
@@ -125,7 +125,7 @@ def keras_schedule(
       epochs: how many are trained.
       steps_per_epoch: updates per epoch.
     """
-    from merlin_cowclip.plugins._stack import tf
+    from merlin_cowclip.plugins._tensorflow import tf
 
     def updates(epochs: float) -> float:
         """Not rounded to whole ones, of which an epoch of a large batch has few."""

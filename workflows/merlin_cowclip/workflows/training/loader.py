@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from merlin_cowclip.plugins._stack import Schema, tf
+from merlin_cowclip.plugins._tensorflow import Schema, tf
 from merlin_cowclip.workflows.checks import check_whole
 from merlin_cowclip.workflows.data.prepared import PARTS, PreparedData
 from merlin_cowclip.workflows.errors import UserError

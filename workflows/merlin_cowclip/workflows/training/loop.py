@@ -18,8 +18,13 @@ from typing import Any
 import numpy as np
 
 from merlin_cowclip.plugins import FieldStatistics
-from merlin_cowclip.plugins._stack import mm, tf
-from merlin_cowclip.plugins.state import mean_loss, optimizer_of, shards_of, training_state
+from merlin_cowclip.plugins._tensorflow import mm, tf
+from merlin_cowclip.plugins.optimizers.state import (
+    mean_loss,
+    optimizer_of,
+    shards_of,
+    training_state,
+)
 from merlin_cowclip.workflows.errors import Notice, Stopped, UserError
 from merlin_cowclip.workflows.progress import progress_bar
 from merlin_cowclip.workflows.training.checkpoints import Checkpoints, not_finite

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 
-from merlin_cowclip.plugins.joining import Ranks
+from merlin_cowclip.plugins.distributed.horovod import Ranks
 from merlin_cowclip.workflows.training.checkpoints import Checkpoints
 from merlin_cowclip.workflows.training.ranks import said_by_all
 from merlin_cowclip.workflows.training.stopping import Stopping

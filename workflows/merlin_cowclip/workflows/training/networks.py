@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from merlin_cowclip.plugins.checks import layer_units, whole_number
+from merlin_cowclip.plugins._checks import layer_units, whole_number
 
 COMBINERS = ("mean", "sum", "sqrtn")
 

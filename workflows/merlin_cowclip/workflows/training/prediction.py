@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from merlin_cowclip.plugins._stack import mm, tf
+from merlin_cowclip.plugins._tensorflow import mm, tf
 from merlin_cowclip.workflows.checks import check_whole
 from merlin_cowclip.workflows.data.datasets import DatasetSpec
 from merlin_cowclip.workflows.data.encoded_rows import ahead

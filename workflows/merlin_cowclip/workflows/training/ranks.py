@@ -18,7 +18,7 @@ from merlin_cowclip.workflows.launched import PATIENCE, launched, refuse_togethe
 from merlin_cowclip.workflows.quiet import quiet_imports
 
 if TYPE_CHECKING:
-    from merlin_cowclip.plugins.joining import Ranks
+    from merlin_cowclip.plugins.distributed.horovod import Ranks
     from merlin_cowclip.workflows.training.configuration import TrainConfig
 
 _ALIKE = {
@@ -39,8 +39,8 @@ def here() -> Ranks:
       UserError: a launcher has started several, and Horovod does not know of them.
     """
     with quiet_imports():
-        from merlin_cowclip.plugins._stack import tf
-        from merlin_cowclip.plugins.joining import ranks
+        from merlin_cowclip.plugins._tensorflow import tf
+        from merlin_cowclip.plugins.distributed.horovod import ranks
     found = ranks()
     if found.size == 1 < launched().size:
         refuse_together(
@@ -62,7 +62,7 @@ def is_first() -> bool:
 
 def _several() -> bool:
     """Whether there are several, without TensorFlow's seconds of importing where there are not."""
-    joining = sys.modules.get("merlin_cowclip.plugins.joining")
+    joining = sys.modules.get("merlin_cowclip.plugins.distributed.horovod")
     return launched().size > 1 or (joining is not None and joining.ranks().size > 1)
 
 
@@ -91,7 +91,7 @@ def refuse_agreed(refusal: str | None, failure: Exception | None = None) -> None
       AgreedError: one has; of several, the first one's reason.
     """
     here()
-    from merlin_cowclip.plugins.joining import all_gather_object
+    from merlin_cowclip.plugins.distributed.horovod import all_gather_object
 
     said = all_gather_object(refusal)
     refuse_said(said, failure)
@@ -126,7 +126,7 @@ def said_by_all(value: Any) -> list[Any]:
     """
     if not _several() or here().size == 1:
         return [value]
-    from merlin_cowclip.plugins.joining import all_gather_object
+    from merlin_cowclip.plugins.distributed.horovod import all_gather_object
 
     said = all_gather_object(value)
     refuse_said(said)
@@ -137,7 +137,7 @@ def mean_over_ranks(values: np.ndarray) -> np.ndarray:
     """The mean of what all ranks have, of one shape; called on all at once."""
     if here().size == 1 or not values.size:
         return values
-    from merlin_cowclip.plugins.joining import all_gather
+    from merlin_cowclip.plugins.distributed.horovod import all_gather
 
     return np.asarray(all_gather(values[np.newaxis]).mean(axis=0))
 
@@ -153,7 +153,7 @@ def first_speaks() -> Iterator[None]:
     except (AgreedError, Stopped) as error:
         if is_first():
             raise
-        from merlin_cowclip.plugins.joining import all_gather_object
+        from merlin_cowclip.plugins.distributed.horovod import all_gather_object
 
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # by which the launcher ends them
         # Where a shell stands between, that does not come, and Horovod once let one wait for ever.

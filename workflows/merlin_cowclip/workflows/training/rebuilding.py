@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from merlin_cowclip.plugins import CowClipOptimizer, LinearWarmup
-from merlin_cowclip.plugins._stack import mm, tf
-from merlin_cowclip.plugins.state import training_state, weights_of
+from merlin_cowclip.plugins._tensorflow import mm, tf
+from merlin_cowclip.plugins.optimizers.state import training_state, weights_of
 from merlin_cowclip.workflows.quiet import quiet_imports
 from merlin_cowclip.workflows.training.configuration import TrainConfig
 from merlin_cowclip.workflows.training.learning_rates import keras_schedule

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from tensorflow.python.eager import context
 from tensorflow.python.framework import config
 
-from merlin_cowclip.plugins._stack import tf
+from merlin_cowclip.plugins._tensorflow import tf
 
 
 @contextlib.contextmanager

@@ -102,7 +102,7 @@ def columns_of(data: PreparedData) -> dict[str, Any]:
 def described(data: PreparedData, config: TrainConfig) -> dict[str, Any]:
     """A run's `config.json`: what it is trained on, with, and by which versions on what machine."""
     with quiet_imports():
-        from merlin_cowclip.plugins._stack import tf
+        from merlin_cowclip.plugins._tensorflow import tf
     return {
         "data": str(data.path.resolve()),
         "dataset": data.spec.name,
@@ -123,7 +123,7 @@ def described(data: PreparedData, config: TrainConfig) -> dict[str, Any]:
 def environment(others: Iterable[str] = ()) -> dict[str, Any]:
     """Which versions, of `others` as well, on what machine: `versions` and `machine`."""
     with quiet_imports():
-        from merlin_cowclip.plugins._stack import tf
+        from merlin_cowclip.plugins._tensorflow import tf
     details = tf.config.experimental.get_device_details
     gpus = [
         details(device).get("device_name", device.name)  # which is a number among them alone
@@ -386,7 +386,7 @@ class Run:
         """
         with quiet_imports():
             import merlin_cowclip.models  # noqa: F401  (registers our layers with Keras)
-            from merlin_cowclip.plugins._stack import quiet_stack, tf
+            from merlin_cowclip.plugins._tensorflow import quiet_stack, tf
             from merlin_cowclip.workflows.training.reproducibility import in_precision
         if which not in ("last", "best"):
             raise UserError(f"which must be one of last, best. Received: {which!r}")

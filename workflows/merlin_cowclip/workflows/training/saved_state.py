@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from merlin_cowclip.plugins._stack import tf
-from merlin_cowclip.plugins.joining import SINGLE_PROCESS, Ranks, all_gather, broadcast
-from merlin_cowclip.plugins.sharding import Shard
+from merlin_cowclip.plugins._tensorflow import tf
+from merlin_cowclip.plugins.distributed.horovod import SINGLE_PROCESS, Ranks, all_gather, broadcast
+from merlin_cowclip.plugins.distributed.sharding import Shard
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.training import checkpoint_files as files
 

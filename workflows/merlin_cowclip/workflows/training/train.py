@@ -65,7 +65,7 @@ from merlin_cowclip.workflows.training.stopping import Stopping, check_minutes
 
 with quiet_imports():
     from merlin_cowclip.plugins import CowClipOptimizer, save_model, whole_tables
-    from merlin_cowclip.plugins._stack import mm, tf
+    from merlin_cowclip.plugins._tensorflow import mm, tf
     from merlin_cowclip.workflows.training.checkpoints import Checkpoints
     from merlin_cowclip.workflows.training.evaluation import EVALUATION_BATCH
     from merlin_cowclip.workflows.training.loader import Loader
@@ -216,7 +216,7 @@ def _opened(out: Path) -> Run:
     """The finished run, on all ranks, whose disks may be others."""
     if here().size == 1:
         return Run.open(out)
-    from merlin_cowclip.plugins.joining import all_gather_object
+    from merlin_cowclip.plugins.distributed.horovod import all_gather_object
 
     with agreed():
         result = dict(Run.open(out).result) if is_first() else None

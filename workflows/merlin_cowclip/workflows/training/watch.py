@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from merlin_cowclip.plugins._stack import quiet_stack, tf
+from merlin_cowclip.plugins._tensorflow import quiet_stack, tf
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.training.configuration import TrainConfig
 from merlin_cowclip.workflows.training.loader import Loader

@@ -22,16 +22,16 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
-from merlin_cowclip.plugins._stack import filter_empty_gradients, tf
-from merlin_cowclip.plugins.adam import CowClipAdam
+from merlin_cowclip.plugins._tensorflow import filter_empty_gradients, tf
 from merlin_cowclip.plugins.clipping import CLIP_RULES, widened
-from merlin_cowclip.plugins.counting import Lookup
-from merlin_cowclip.plugins.gradients import ReducedRows, RowSums, all_reduce_dense
-from merlin_cowclip.plugins.joining import all_reduce, all_to_all, broadcast, ranks
-from merlin_cowclip.plugins.row_sums import beside, sum_columns, sum_per_row, tally, unique
+from merlin_cowclip.plugins.distributed.gradients import ReducedRows, RowSums, all_reduce_dense
+from merlin_cowclip.plugins.distributed.horovod import all_reduce, all_to_all, broadcast, ranks
+from merlin_cowclip.plugins.distributed.sharding import by_owner
+from merlin_cowclip.plugins.embeddings.counting import Lookup
+from merlin_cowclip.plugins.optimizers.adam import CowClipAdam
+from merlin_cowclip.plugins.row_ops import beside, sum_columns, sum_per_row, tally, unique
 from merlin_cowclip.plugins.scaling import Hyperparameters, check_rule
 from merlin_cowclip.plugins.schedules import LinearWarmup, whole_steps
-from merlin_cowclip.plugins.sharding import by_owner
 
 Ids: TypeAlias = Any  # tf.Tensor, tf.RaggedTensor or tf.SparseTensor of integers
 Schedule: TypeAlias = Any  # tf.keras.optimizers.schedules.LearningRateSchedule; Keras has no types

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from merlin_cowclip.plugins._stack import tf
-from merlin_cowclip.plugins.joining import all_gather_each, all_reduce_each, ranks
-from merlin_cowclip.plugins.row_sums import beside, sum_per_row, unique_rows
+from merlin_cowclip.plugins._tensorflow import tf
+from merlin_cowclip.plugins.distributed.horovod import all_gather_each, all_reduce_each, ranks
+from merlin_cowclip.plugins.row_ops import beside, sum_per_row, unique_rows
 
 
 class RowSums(NamedTuple):

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from merlin_cowclip.plugins._stack import FuncGraph, has_horovod, tf
+from merlin_cowclip.plugins._tensorflow import FuncGraph, has_horovod, tf
 
 _NUMBERS = "_merlin_cowclip_numbers"
 

@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator, Sequence
 from types import MethodType
 from typing import Any
 
-from merlin_cowclip.plugins._stack import ColumnSchema, tf
-from merlin_cowclip.plugins.counting import Lookup
-from merlin_cowclip.plugins.tables import HasTables, TableSpec
+from merlin_cowclip.plugins._tensorflow import ColumnSchema, tf
+from merlin_cowclip.plugins.embeddings.counting import Lookup
+from merlin_cowclip.plugins.embeddings.tables import HasTables, TableSpec
 
 _SPEC = "_merlin_cowclip_spec"
 

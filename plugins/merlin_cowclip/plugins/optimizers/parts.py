@@ -6,10 +6,10 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from merlin_cowclip.plugins._stack import Tags, tf
+from merlin_cowclip.plugins._tensorflow import Tags, tf
 from merlin_cowclip.plugins._text import format_table
-from merlin_cowclip.plugins.merlin_tables import find_tables
-from merlin_cowclip.plugins.tables import TableSpec, distinct_names
+from merlin_cowclip.plugins.embeddings.discovery import find_tables
+from merlin_cowclip.plugins.embeddings.tables import TableSpec, distinct_names
 
 _COLUMNS = 100  # of a summary
 _HEADER = ("variable", "rows", "width", "rule", "learning rate", "L2")

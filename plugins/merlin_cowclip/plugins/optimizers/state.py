@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from merlin_cowclip.plugins._stack import mm, tf
+from merlin_cowclip.plugins._tensorflow import mm, tf
+from merlin_cowclip.plugins.distributed.sharding import Shard
 from merlin_cowclip.plugins.schedules import LinearWarmup
-from merlin_cowclip.plugins.sharding import Shard
 
 if TYPE_CHECKING:
-    from merlin_cowclip.plugins.optimizer import CowClipOptimizer
+    from merlin_cowclip.plugins.optimizers.cowclip import CowClipOptimizer
 
 
 def training_state(model: mm.Model) -> dict[str, tf.Variable]:
@@ -57,7 +57,9 @@ def optimizer_of(model: mm.Model) -> CowClipOptimizer:
     Raises:
       ValueError: it is another kind.
     """
-    from merlin_cowclip.plugins.optimizer import CowClipOptimizer  # which broadcasts its state
+    from merlin_cowclip.plugins.optimizers.cowclip import (
+        CowClipOptimizer,  # which broadcasts its state
+    )
 
     optimizer = getattr(model, "optimizer", None)
     inner = getattr(optimizer, "inner_optimizer", optimizer)

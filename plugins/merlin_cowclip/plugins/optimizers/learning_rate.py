@@ -7,9 +7,9 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from merlin_cowclip.plugins._stack import tf
-from merlin_cowclip.plugins.adam import CowClipAdam
-from merlin_cowclip.plugins.not_offered import RefusesOptions
+from merlin_cowclip.plugins._tensorflow import tf
+from merlin_cowclip.plugins.optimizers.adam import CowClipAdam
+from merlin_cowclip.plugins.optimizers.not_offered import RefusesOptions
 from merlin_cowclip.plugins.scaling import Hyperparameters, check_number
 from merlin_cowclip.plugins.schedules import LinearWarmup, whole_steps
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from merlin_cowclip.plugins._stack import tf
-from merlin_cowclip.plugins.tables import TableSpec
+from merlin_cowclip.plugins._tensorflow import tf
+from merlin_cowclip.plugins.embeddings.tables import TableSpec
 
 _KERAS = tf.keras.initializers
 _OTHER_KINDS = (

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from merlin_cowclip.plugins._stack import tf
+from merlin_cowclip.plugins._tensorflow import tf
 from merlin_cowclip.plugins.clipping import CLIP_RULES, widened
-from merlin_cowclip.plugins.counting import (
+from merlin_cowclip.plugins.distributed.gradients import ReducedRows, RowSums, all_gather_rows
+from merlin_cowclip.plugins.distributed.sharding import Shard, join_shards
+from merlin_cowclip.plugins.embeddings.counting import (
     Counts,
     NotRecordedError,
     count_all_rows,
@@ -15,13 +17,11 @@ from merlin_cowclip.plugins.counting import (
     count_samples,
     repeats_per_row,
 )
-from merlin_cowclip.plugins.deferred import DeferredRows
-from merlin_cowclip.plugins.gradients import ReducedRows, RowSums, all_gather_rows
-from merlin_cowclip.plugins.merlin_tables import check_regularizer
-from merlin_cowclip.plugins.row_sums import beside, sum_per_row
-from merlin_cowclip.plugins.sharding import Shard, join_shards
-from merlin_cowclip.plugins.statistics import StepStatistics
-from merlin_cowclip.plugins.tables import TableSpec
+from merlin_cowclip.plugins.embeddings.discovery import check_regularizer
+from merlin_cowclip.plugins.embeddings.tables import TableSpec
+from merlin_cowclip.plugins.monitoring.statistics import StepStatistics
+from merlin_cowclip.plugins.optimizers.deferred import DeferredRows
+from merlin_cowclip.plugins.row_ops import beside, sum_per_row
 
 T = TypeVar("T")
 

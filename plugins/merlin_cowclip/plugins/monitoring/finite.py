@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from merlin_cowclip.plugins._stack import tf
-from merlin_cowclip.plugins.statistics import FieldStatistics
+from merlin_cowclip.plugins._tensorflow import tf
+from merlin_cowclip.plugins.monitoring.statistics import FieldStatistics
 
 
 class NotFinite(NamedTuple):

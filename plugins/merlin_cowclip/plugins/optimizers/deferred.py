@@ -15,10 +15,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
-from merlin_cowclip.plugins._stack import not_recorded, tf
-from merlin_cowclip.plugins.catch_up import AdamConstants, Rates, catch_up
-from merlin_cowclip.plugins.deferrable import check_deferrable, stability_rule, stable_limit
-from merlin_cowclip.plugins.row_sums import beside, unique_rows
+from merlin_cowclip.plugins._tensorflow import not_recorded, tf
+from merlin_cowclip.plugins.optimizers.catch_up import AdamConstants, Rates, catch_up
+from merlin_cowclip.plugins.optimizers.deferrable import (
+    check_deferrable,
+    stability_rule,
+    stable_limit,
+)
+from merlin_cowclip.plugins.row_ops import beside, unique_rows
 
 MOST_STEPS = 2**24  # float32 holds their numbers
 TILE_ELEMENTS, TILE_ROWS_ON_GPU = 8_192, 65_536  # rows that are caught up by one kernel call

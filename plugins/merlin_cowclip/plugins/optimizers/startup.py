@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from merlin_cowclip.plugins._stack import filter_empty_gradients, tf
-from merlin_cowclip.plugins.gradients import all_reduce_dense
-from merlin_cowclip.plugins.joining import (
+from merlin_cowclip.plugins._tensorflow import filter_empty_gradients, tf
+from merlin_cowclip.plugins.distributed.gradients import all_reduce_dense
+from merlin_cowclip.plugins.distributed.horovod import (
     all_gather_object,
     broadcast,
     check_same,
     ranks,
 )
-from merlin_cowclip.plugins.rates import TablePart
+from merlin_cowclip.plugins.distributed.sharding import Shard, finite_together
+from merlin_cowclip.plugins.embeddings.tables import TableSpec, check_whole
+from merlin_cowclip.plugins.optimizers.learning_rate import TablePart
+from merlin_cowclip.plugins.optimizers.state import state_of
 from merlin_cowclip.plugins.scaling import Hyperparameters
-from merlin_cowclip.plugins.sharding import Shard, finite_together
-from merlin_cowclip.plugins.state import state_of
-from merlin_cowclip.plugins.tables import TableSpec, check_whole
 
 _ONE_MODEL = "All ranks must train the same model by the same optimizer."
 

@@ -13,11 +13,11 @@ from dataclasses import astuple, dataclass
 
 import numpy as np
 
-from merlin_cowclip.plugins._stack import tf
+from merlin_cowclip.plugins._tensorflow import tf
 from merlin_cowclip.plugins.clipping import RowNorms, widened
-from merlin_cowclip.plugins.joining import all_gather
-from merlin_cowclip.plugins.row_sums import sum_columns
-from merlin_cowclip.plugins.tables import TableSpec, distinct_names
+from merlin_cowclip.plugins.distributed.horovod import all_gather
+from merlin_cowclip.plugins.embeddings.tables import TableSpec, distinct_names
+from merlin_cowclip.plugins.row_ops import sum_columns
 
 _COUNTED, _SUMMED = 4, 2  # of `RowStatistics`: integers, then norms
 _LOWEST, _BINS = -40, 48  # of gradient norms, by powers of two: from 2^-40, 1e-12, to 2^8
@@ -175,7 +175,7 @@ class StepStatistics:
           lengths: U, the gradients' norms after it.
           rows: U×d in all, before the update, by table.
           specs: the tables whose fields `norms.fields` numbers, in their order.
-          on_cpu: whether the ops are placed on a CPU; see `row_sums.py`.
+          on_cpu: whether the ops are placed on a CPU; see `row_ops.py`.
         """
         # In float64 also within a step: float32 is exact up to 2^24, and lists in a large batch
         # hold more ids.

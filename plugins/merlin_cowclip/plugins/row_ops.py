@@ -11,7 +11,7 @@ import contextlib
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from merlin_cowclip.plugins._stack import tf
+from merlin_cowclip.plugins._tensorflow import tf
 
 _FOUND = "_merlin_cowclip_row_sums"
 _SAME_VALUES = {"Cast", "ExpandDims", "Identity", "Reshape", "Squeeze"}

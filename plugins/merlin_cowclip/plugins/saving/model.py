@@ -18,17 +18,17 @@ from typing import Any
 
 import numpy as np
 
-from merlin_cowclip.plugins._stack import RevivedLayer, Tags, quiet_stack, tf
-from merlin_cowclip.plugins.adam import CowClipAdam
-from merlin_cowclip.plugins.checks import check_path
-from merlin_cowclip.plugins.finite import not_finite
-from merlin_cowclip.plugins.joining import done_for_all, ranks
-from merlin_cowclip.plugins.optimizer import CowClipOptimizer, without_state_warning
-from merlin_cowclip.plugins.ownership import as_text
-from merlin_cowclip.plugins.replacing import find, replacing
+from merlin_cowclip.plugins._checks import check_path
+from merlin_cowclip.plugins._tensorflow import RevivedLayer, Tags, quiet_stack, tf
+from merlin_cowclip.plugins.distributed.horovod import done_for_all, ranks
+from merlin_cowclip.plugins.monitoring.finite import not_finite
+from merlin_cowclip.plugins.optimizers.adam import CowClipAdam
+from merlin_cowclip.plugins.optimizers.cowclip import CowClipOptimizer, without_state_warning
+from merlin_cowclip.plugins.optimizers.parts import as_text
+from merlin_cowclip.plugins.optimizers.state import optimizer_of
+from merlin_cowclip.plugins.saving.folder import find, replacing
+from merlin_cowclip.plugins.saving.gather_tables import is_in_shards, whole_tables
 from merlin_cowclip.plugins.schedules import LinearWarmup
-from merlin_cowclip.plugins.state import optimizer_of
-from merlin_cowclip.plugins.whole import is_in_shards, whole_tables
 
 FOLDER = "merlin_cowclip"  # within the SavedModel
 CHECKPOINT = f"{FOLDER}/state"

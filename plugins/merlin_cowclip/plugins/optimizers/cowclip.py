@@ -11,13 +11,22 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, TypeAlias
 
-from merlin_cowclip.plugins._stack import filter_empty_gradients, mm, tf
-from merlin_cowclip.plugins.finite import NotFinite, in_fields, not_finite
-from merlin_cowclip.plugins.fits import install_hooks
-from merlin_cowclip.plugins.initial import initialize, warn_of_others_than
-from merlin_cowclip.plugins.joining import ranks
-from merlin_cowclip.plugins.not_offered import RefusesOptions
-from merlin_cowclip.plugins.ownership import (
+from merlin_cowclip.plugins._tensorflow import filter_empty_gradients, mm, tf
+from merlin_cowclip.plugins.distributed.horovod import ranks
+from merlin_cowclip.plugins.embeddings.initializers import initialize, warn_of_others_than
+from merlin_cowclip.plugins.embeddings.tables import TableSpec, check_whole
+from merlin_cowclip.plugins.monitoring.finite import NotFinite, in_fields, not_finite
+from merlin_cowclip.plugins.monitoring.statistics import StepStatistics
+from merlin_cowclip.plugins.optimizers.learning_rate import (
+    DensePart,
+    FollowsFits,
+    LearningRates,
+    TablePart,
+    warm_up_to,
+)
+from merlin_cowclip.plugins.optimizers.model_hooks import install_hooks
+from merlin_cowclip.plugins.optimizers.not_offered import RefusesOptions
+from merlin_cowclip.plugins.optimizers.parts import (
     Owned,
     as_text,
     check_access,
@@ -31,17 +40,8 @@ from merlin_cowclip.plugins.ownership import (
     tables_by_part,
     tables_of,
 )
-from merlin_cowclip.plugins.rates import (
-    DensePart,
-    FollowsFits,
-    LearningRates,
-    TablePart,
-    warm_up_to,
-)
+from merlin_cowclip.plugins.optimizers.startup import StepsTogether
 from merlin_cowclip.plugins.scaling import Hyperparameters, check_number
-from merlin_cowclip.plugins.statistics import StepStatistics
-from merlin_cowclip.plugins.tables import TableSpec, check_whole
-from merlin_cowclip.plugins.together import StepsTogether
 
 Schedule: TypeAlias = Any  # tf.keras.optimizers.schedules.LearningRateSchedule; Keras has no types
 

@@ -16,8 +16,8 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from merlin_cowclip.plugins._stack import FuncGraph, is_recording, tf
-from merlin_cowclip.plugins.row_sums import source_of, tally, unique, unique_rows
+from merlin_cowclip.plugins._tensorflow import FuncGraph, is_recording, tf
+from merlin_cowclip.plugins.row_ops import source_of, tally, unique, unique_rows
 
 _LOOKUPS = "_merlin_cowclip_lookups"
 
@@ -218,7 +218,7 @@ def count_samples(
       indices: row numbers of the gradient, with repeats, n.
       num_rows: V.
       name: of the table, for the error.
-      on_cpu: whether the ops are placed on a CPU; see `row_sums.py`.
+      on_cpu: whether the ops are placed on a CPU; see `row_ops.py`.
 
     Raises:
       NotRecordedError: no lookup was recorded; or, eagerly, not those of the gradient.

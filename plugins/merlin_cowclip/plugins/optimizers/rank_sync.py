@@ -7,14 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from merlin_cowclip.plugins._stack import tf
-from merlin_cowclip.plugins.joining import (
+from merlin_cowclip.plugins._tensorflow import tf
+from merlin_cowclip.plugins.distributed.horovod import (
     all_gather,
     all_gather_object,
     broadcasts_variables,
     ranks,
 )
-from merlin_cowclip.plugins.state import optimizer_of
+from merlin_cowclip.plugins.optimizers.state import optimizer_of
 
 _KERAS = tf.keras.callbacks
 

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
-from merlin_cowclip.plugins._stack import ColumnSchema, Schema, Tags, in_save_context, tf
-from merlin_cowclip.plugins.counting import LookupRecorder
-from merlin_cowclip.plugins.sharding import Shard, look_up
+from merlin_cowclip.plugins._tensorflow import ColumnSchema, Schema, Tags, in_save_context, tf
+from merlin_cowclip.plugins.distributed.sharding import Shard, look_up
+from merlin_cowclip.plugins.embeddings.counting import LookupRecorder
 
 
 @dataclass(eq=False)

@@ -16,13 +16,13 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from merlin_cowclip.plugins._stack import tf
-from merlin_cowclip.plugins.callbacks import with_rank_sync
-from merlin_cowclip.plugins.checks import is_whole
-from merlin_cowclip.plugins.joining import ranks
+from merlin_cowclip.plugins._checks import is_whole
+from merlin_cowclip.plugins._tensorflow import tf
+from merlin_cowclip.plugins.distributed.horovod import ranks
+from merlin_cowclip.plugins.optimizers.rank_sync import with_rank_sync
 
 if TYPE_CHECKING:
-    from merlin_cowclip.plugins.optimizer import CowClipOptimizer
+    from merlin_cowclip.plugins.optimizers.cowclip import CowClipOptimizer
 
 
 class _Bound(NamedTuple):

@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from merlin_cowclip.plugins._stack import mm, tf
-from merlin_cowclip.plugins.joining import all_gather
-from merlin_cowclip.plugins.merlin_tables import find_tables
-from merlin_cowclip.plugins.sharding import Shard
-from merlin_cowclip.plugins.state import optimizer_of
-from merlin_cowclip.plugins.tables import TableSpec
+from merlin_cowclip.plugins._tensorflow import mm, tf
+from merlin_cowclip.plugins.distributed.horovod import all_gather
+from merlin_cowclip.plugins.distributed.sharding import Shard
+from merlin_cowclip.plugins.embeddings.discovery import find_tables
+from merlin_cowclip.plugins.embeddings.tables import TableSpec
+from merlin_cowclip.plugins.optimizers.state import optimizer_of
 
 _BLOCK = 1 << 18  # rows of each rank that are gathered together
 _TRACED = ("train_function", "test_function", "predict_function")

@@ -10,7 +10,7 @@ import numbers
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
-from merlin_cowclip.plugins._stack import is_op_determinism_enabled, mm, tf
+from merlin_cowclip.plugins._tensorflow import is_op_determinism_enabled, mm, tf
 from merlin_cowclip.plugins.clipping import (
     CLIP_RULES,
     RowNorms,
@@ -18,16 +18,16 @@ from merlin_cowclip.plugins.clipping import (
     row_norms,
     with_lengths,
 )
-from merlin_cowclip.plugins.deferred import DeferredRows
-from merlin_cowclip.plugins.gradients import ReducedRows
-from merlin_cowclip.plugins.joining import all_reduce
-from merlin_cowclip.plugins.not_offered import RefusesOptions
-from merlin_cowclip.plugins.row_sums import beside, with_rows
+from merlin_cowclip.plugins.distributed.gradients import ReducedRows
+from merlin_cowclip.plugins.distributed.horovod import all_reduce
+from merlin_cowclip.plugins.distributed.sharding import Shard
+from merlin_cowclip.plugins.embeddings.tables import TableSpec, told_ranges
+from merlin_cowclip.plugins.monitoring.statistics import StepStatistics, plain_norms
+from merlin_cowclip.plugins.optimizers.deferred import DeferredRows
+from merlin_cowclip.plugins.optimizers.not_offered import RefusesOptions
+from merlin_cowclip.plugins.optimizers.row_gradients import SumsRows
+from merlin_cowclip.plugins.row_ops import beside, with_rows
 from merlin_cowclip.plugins.scaling import check_clip, check_number, check_rule
-from merlin_cowclip.plugins.sharding import Shard
-from merlin_cowclip.plugins.statistics import StepStatistics, plain_norms
-from merlin_cowclip.plugins.summing import SumsRows
-from merlin_cowclip.plugins.tables import TableSpec, told_ranges
 
 UPDATES = ("exact", "lazy", "deferred")
 

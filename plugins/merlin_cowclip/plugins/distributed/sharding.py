@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from merlin_cowclip.plugins._stack import tf
-from merlin_cowclip.plugins.gradients import ReducedRows, RowSums
-from merlin_cowclip.plugins.joining import all_reduce, all_to_all
-from merlin_cowclip.plugins.row_sums import (
+from merlin_cowclip.plugins._tensorflow import tf
+from merlin_cowclip.plugins.distributed.gradients import ReducedRows, RowSums
+from merlin_cowclip.plugins.distributed.horovod import all_reduce, all_to_all
+from merlin_cowclip.plugins.row_ops import (
     beside,
     once_per_graph,
     source_of,

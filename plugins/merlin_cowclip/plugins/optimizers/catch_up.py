@@ -33,7 +33,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from merlin_cowclip.plugins._stack import tf
+from merlin_cowclip.plugins._tensorflow import tf
 
 FORGOTTEN = 1e-3  # share of an oscillation that is left where panels begin
 # From which share of the smallest oscillating s, and of the weight's size, one counts as such.

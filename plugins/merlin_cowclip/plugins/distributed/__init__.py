@@ -1,0 +1,1 @@
+"""Ranks of Horovod: collectives, sharded tables, start and callbacks."""

@@ -1,0 +1,1 @@
+"""What a step does: statistics per field, and NaN checks."""

@@ -1,0 +1,1 @@
+"""CowClipAdam, and CowClipOptimizer for whole models."""

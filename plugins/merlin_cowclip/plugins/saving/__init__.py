@@ -1,0 +1,1 @@
+"""Models and optimizer state on disk."""
