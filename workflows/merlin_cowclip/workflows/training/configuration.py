@@ -32,7 +32,7 @@ from merlin_cowclip.workflows.training.learning_rates import (
 from merlin_cowclip.workflows.training.networks import NETWORKS, options_of
 
 UPDATES = ("exact", "lazy", "deferred")
-"""The names in `plugins.optimizers.adam.UPDATES`, written out: importing that takes TensorFlow's seconds."""
+"""As in `CowClipAdam`, which takes seconds to import."""
 
 TABLES = ("replicated", "sharded")
 """Where the rows of tables are, of several ranks: on each, or each on one."""
