@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib.metadata import version
 
-from merlin_cowclip.plugins import _stack  # isort: skip  # noqa: F401  (imports Merlin quietly)
+from merlin_cowclip.plugins import _tensorflow  # isort: skip  # noqa: F401  (imports Merlin quietly)
 
 from merlin_cowclip.models.ctr_block import CTRBlock, embeddings_of
 from merlin_cowclip.models.dcn import DCNBlock, DCNv2Block, VectorCross

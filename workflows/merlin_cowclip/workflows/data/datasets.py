@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from merlin_cowclip.models.input_names import unsavable_names
 from merlin_cowclip.plugins._checks import is_whole, whole_range
+from merlin_cowclip.plugins._input_names import unsavable_names
 from merlin_cowclip.workflows.errors import UserError, quoted, shown
 
 if sys.version_info >= (3, 11):
