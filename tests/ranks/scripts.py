@@ -190,11 +190,9 @@ def together(folder: Path, rank: int, ranks: int) -> dict[str, Any]:
     stop = KERAS.EarlyStopping("loss", patience=0, min_delta=1.0)  # in the second epoch
     model.fit(data, epochs=5, verbose=0, callbacks=[Losses(), stop])
     found = [model.predict(data, verbose=0)]
-    looks = [statistics.total, statistics.read, statistics.gradient_norms]
     with whole_tables(model):
         if not rank:
             found.append(model.predict(data, verbose=0))
-        refused = said_by({look.__name__: look for look in looks})
     found.append(model.predict(data, verbose=0))
     everywhere, _ = _made(ours, rank, ranks)
     save_model(everywhere, folder / "everywhere")
@@ -210,7 +208,7 @@ def together(folder: Path, rank: int, ranks: int) -> dict[str, Any]:
     apart = max(float(np.abs(one - found[0]).max()) for one in found)
     told = {"losses": epochs, "apart": apart, "loaded": same, "read": list(read.shape)}
     occurrences = [field.all.occurrences for field in statistics.total()]
-    return {**told, "steps": steps, "refused": refused, "occurrences": occurrences}
+    return {**told, "steps": steps, "occurrences": occurrences}
 
 
 def in_half_precision(folder: Path, data: Path, rank: int, ranks: int) -> dict[str, Any]:
