@@ -520,7 +520,7 @@ def test_init_stddev_is_applied_or_said(builder):
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             CowClipOptimizer.for_model(ours(schema), COLD)
-        with pytest.warns(UserWarning, match=r"1 of the embedding tables .'embed.*deviation 0.01:"):
+        with pytest.warns(UserWarning, match=r"the embedding tables 'embed.*deviation 0.01\. Pass"):
             CowClipOptimizer.for_model(ours(schema), COLD.replace(init_stddev=1e-4))
         with pytest.raises(ValueError, match=r"init_tables sets.*stddev as an arg.*Give it 0.0001"):
             CowClipOptimizer.for_model(

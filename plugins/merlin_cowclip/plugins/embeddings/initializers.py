@@ -39,7 +39,7 @@ def _start(spec: TableSpec) -> tuple[float, float] | None:
 
 
 def _is_from(start: tuple[float, float], stddev: float) -> bool:
-    return abs(start[0]) <= 1e-3 * stddev and math.isclose(start[1], stddev, rel_tol=1e-3)
+    return abs(start[0]) <= 1e-3 * stddev and math.isclose(start[1], stddev, rel_tol=1e-2)
 
 
 def warn_of_others_than(stddev: float, specs: Iterable[TableSpec], *, stacklevel: int) -> None:
@@ -47,11 +47,12 @@ def warn_of_others_than(stddev: float, specs: Iterable[TableSpec], *, stacklevel
     starts = [(spec.name, _start(spec)) for spec in specs if spec.width > 1]
     others = [(name, one) for name, one in starts if one and not _is_from(one, stddev)]
     if others:
-        name, (mean, found) = others[0]
+        mean, found = others[0][1]
+        names = ", ".join(repr(name) for name, _ in others[:3]) + ", …" * (len(others) > 3)
         warnings.warn(
-            f"init_stddev is {stddev:g}, but {len(others)} of the embedding tables ({name!r}, …) "
-            f"start with mean {mean:.3g} and standard deviation {found:.3g}: pass init_tables=True "
-            "to for_model, or set them in the layers.",
+            f"init_stddev is {stddev:g}, but the embedding tables {names} start with mean "
+            f"{mean:.3g} and standard deviation {found:.3g}. Pass init_tables=True to for_model, "
+            "before the model is first called.",
             stacklevel=stacklevel,
         )
 

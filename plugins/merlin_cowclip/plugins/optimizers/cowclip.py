@@ -143,6 +143,11 @@ class CowClipOptimizer(StepsTogether, FollowsFits, RefusesOptions, mm.MultiOptim
     ) -> None:
         if isinstance(hyperparameters, dict):
             hyperparameters = Hyperparameters(**hyperparameters)
+        if not isinstance(hyperparameters, Hyperparameters):
+            raise ValueError(
+                "hyperparameters must be Hyperparameters, as in for_model(model, hyperparameters). "
+                f"Received: a {type(hyperparameters).__name__}."
+            )
         hp = hyperparameters
         clip_tables = chosen(clip_tables, hp.clip)
         clipped, unclipped = (

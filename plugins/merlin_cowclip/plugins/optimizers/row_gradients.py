@@ -115,9 +115,9 @@ class SumsRows:
             )
         if not spec.is_tied:
             raise ValueError(
-                f"The gradient of table {spec.name!r} is dense, so its ids cannot be counted. A "
-                "layer that reads whole tables must say so: TableSpec(is_tied=True). Gradients "
-                "that were accumulated in a variable are dense, too: concatenate their slices."
+                f"The gradient of table {spec.name!r} is dense, so its ids cannot be counted. To "
+                "accumulate gradients, concatenate their slices (values and indices) in place of a "
+                "sum. A custom layer that reads the whole table sets is_tied in its TableSpec."
             )
         if self.update == "deferred":
             raise ValueError(
