@@ -528,9 +528,7 @@ def test_init_stddev_is_applied_or_said(builder):
             )
         return
     model = builder(schema)
-    with pytest.warns(
-        UserWarning, match=r"is 0.01, but 2 of the emb.*deviation 0.0289: pass init_tab"
-    ):
+    with pytest.warns(UserWarning, match=r"is 0.01, but the emb.*deviation 0.0289. Pass init_tab"):
         CowClipOptimizer.for_model(model, COLD)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
