@@ -4,7 +4,7 @@ import pytest
 import tensorflow as tf
 
 from merlin_cowclip.models import lr
-from merlin_cowclip.plugins._input_names import unsavable_names
+from merlin_cowclip.plugins._checks import unsavable_names
 
 from ..models.networks import schema_of
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from merlin_cowclip.models.ctr_block import embeddings_of
-from merlin_cowclip.plugins.distributed import horovod as joining
+from merlin_cowclip.plugins.distributed import horovod
 from merlin_cowclip.plugins.distributed.horovod import Ranks
 from merlin_cowclip.workflows import Loader, Run
 from merlin_cowclip.workflows.commands.main import main
@@ -136,11 +136,11 @@ def test_ranks_of_other_versions_are_refused(monkeypatch):
     theirs = {**mine, "versions": {"numpy": "1.24.0", "tf": "2"}}
     monkeypatch.setattr(ranks_of_runs, "_several", lambda: True)
     monkeypatch.setattr(ranks_of_runs, "here", lambda: Ranks(0, 2, 0, 2))
-    monkeypatch.setattr(joining, "all_gather_object", lambda value: [value, theirs])
+    monkeypatch.setattr(horovod, "all_gather_object", lambda value: [value, theirs])
     words = "all ranks must have the versions in common. Received: 1.24.0 on rank 1, numpy 1.23.5"
     with pytest.raises(AgreedError, match=words):
         ranks_of_runs.check_alike(mine)
-    monkeypatch.setattr(joining, "all_gather_object", lambda value: [value, dict(value)])
+    monkeypatch.setattr(horovod, "all_gather_object", lambda value: [value, dict(value)])
     ranks_of_runs.check_alike(mine)
 
 

@@ -10,8 +10,7 @@ from merlin.schema import Schema, Tags
 from merlin_cowclip.models.embeddings import FusedEmbeddings, plain_combiner
 from merlin_cowclip.models.initial_rows import standard_deviation
 from merlin_cowclip.models.schemas import schema_from_text, schema_text
-from merlin_cowclip.plugins._checks import layer_units, whole_number
-from merlin_cowclip.plugins._input_names import unsavable_names
+from merlin_cowclip.plugins._checks import layer_units, unsavable_names, whole_number
 from merlin_cowclip.plugins._tensorflow import mm, tf
 
 KERNEL_INITIALIZER = "he_normal"

@@ -1,13 +1,15 @@
-"""Checks of arguments that all floors share. Pure Python."""
+"""Checks of arguments, options and names, for all packages. Pure Python."""
 
 from __future__ import annotations
 
 import dataclasses
+import keyword
 import numbers
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 DIGITS: Mapping[str, int] = MappingProxyType(
     {"bfloat16": 8, "float16": 11, "float32": 24, "float64": 53}
@@ -99,3 +101,56 @@ def layer_units(name: str, units: Any) -> tuple[int, ...]:
             f"{name}={units!r}"
         )
     return tuple(layers)
+
+
+_SAVED = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+
+
+def argument_name(feature: str) -> str:
+    """The name that TensorFlow gives an argument of a signature: `user.id` is `user_id`."""
+    name = re.sub(r"[.-]", "_", feature)
+    return f"arg_{name}" if name[:1].isdigit() else name
+
+
+def unsavable_names(names: Iterable[str]) -> list[str]:
+    """Feature names that a SavedModel's signature cannot take.
+
+    It names the inputs after the features, and Python's arguments after those: letters, digits,
+    `_`, `.` and `-` after a letter or digit, no word of Python's, and no two that differ in `.`,
+    `-` and `_` alone, in `arg_` before a digit, or in small and capital letters. Keras finds out at
+    `model.save`, after the training. (It takes, but renames, those that `argument_name` gives
+    another name.)
+    """
+    refused, taken = [], set[tuple[str, str]]()
+    for name in names:
+        as_taken = {("argument", argument_name(name)), ("tensor", name.lower())}
+        reserved = keyword.iskeyword(name) or name == "self"
+        if reserved or taken & as_taken or not _SAVED.fullmatch(name):
+            refused.append(name)
+        taken |= as_taken
+    return refused
+
+
+class RefusesOptions:
+    """Base of an optimizer: which attributes cannot be set, and which but once.
+
+    Keras's options in `not_offered` can only be set to what is "off".
+    """
+
+    not_offered: ClassVar[Mapping[str, str]] = {}
+    """Option → what to do instead, a sentence."""
+    settled: ClassVar[Mapping[str, str]] = {}
+    """What the constructor settles → what to do instead, a sentence."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self.not_offered and value is not None and value is not False and value != []:
+            raise ValueError(
+                f"A {type(self).__name__} has no {name}. Received: {name}={value!r}. "
+                f"{self.not_offered[name]}"
+            )
+        if name in self.settled and name in self.__dict__:
+            raise ValueError(
+                f"{name} of a {type(self).__name__} must stay what it was made with. Received: "
+                f"{name}={value!r}. {self.settled[name]}"
+            )
+        super().__setattr__(name, value)

@@ -72,8 +72,8 @@ class Lookup:
         if isinstance(self.ids, tf.RaggedTensor):
             rank = self.ids.shape.rank  # of lists of lists, or of b×(n)×1 as Merlin prepares it
             return samples_of(self.ids if rank == 2 else self.ids.merge_dims(1, rank - 1))
-        number = tf.size(self.ids, tf.int64)
-        return tf.range(number) // tf.maximum(number // tf.shape(self.ids, tf.int64)[0], 1)
+        number, batch = tf.size(self.ids, tf.int64), tf.shape(self.ids, tf.int64)[0]
+        return tf.range(number) // tf.maximum(number // tf.maximum(batch, 1), 1)
 
     def rows_per_sample(self, num_rows: int | tf.Tensor) -> tf.Tensor:
         """Row numbers of a table of `num_rows`, int64, each once per sample that holds it."""
@@ -236,7 +236,7 @@ def count_samples(
     if len(times) == 1 and not any(one.is_list for one in once):  # repeats are counts
         found = repeats_per_row(indices, num_rows, on_cpu=on_cpu)
         with tf.control_dependencies(checks):
-            return found._replace(counts=found.counts / times.pop())
+            return found._replace(counts=found.counts / max(times))
     held = tf.concat([one.rows_per_sample(num_rows) for one in once], axis=0)
     both = tf.concat([held, tf.cast(indices, tf.int64)], axis=0)
     rows, position, _ = unique_rows(both, num_rows, on_cpu)
@@ -250,7 +250,7 @@ def _check_size(lookups: Sequence[Lookup], indices: tf.Tensor, name: str) -> tf.
     """Refuse, at the step, a gradient with another number of rows than the lookups have ids."""
     sizes = [lookup.rows_in_gradient() for lookup in lookups]
     number = tf.size(indices)
-    least, most = sum(size[0] for size in sizes), sum(size[1] for size in sizes)
+    least, most = (tf.add_n(list(bounds)) for bounds in zip(*sizes, strict=True))
     refusal = (
         f"Cannot count the ids of table {name!r}: the gradient has other rows than the recorded "
         "lookups. Call the table within the training step (not its variable, not in a tf.function "

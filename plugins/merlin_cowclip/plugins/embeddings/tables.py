@@ -1,6 +1,6 @@
 """What the optimizer knows of embedding tables: their variable, their rows, their fields.
 
-Any layer that has a `table_specs()` method takes part (`HasTables`); `merlin_tables.py` adapts
+Any layer that has a `table_specs()` method takes part (`HasTables`); `discovery.py` adapts
 Merlin's and Keras's own. Nothing in this file imports our models.
 """
 

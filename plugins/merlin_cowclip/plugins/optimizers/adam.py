@@ -8,8 +8,9 @@ from __future__ import annotations
 import itertools
 import numbers
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
+from merlin_cowclip.plugins._checks import RefusesOptions
 from merlin_cowclip.plugins._tensorflow import is_op_determinism_enabled, mm, tf
 from merlin_cowclip.plugins.clipping import (
     CLIP_RULES,
@@ -24,12 +25,12 @@ from merlin_cowclip.plugins.distributed.sharding import Shard
 from merlin_cowclip.plugins.embeddings.tables import TableSpec, told_ranges
 from merlin_cowclip.plugins.monitoring.statistics import StepStatistics, plain_norms
 from merlin_cowclip.plugins.optimizers.deferred import DeferredRows
-from merlin_cowclip.plugins.optimizers.not_offered import RefusesOptions
 from merlin_cowclip.plugins.optimizers.row_gradients import SumsRows
 from merlin_cowclip.plugins.row_ops import beside, with_rows
-from merlin_cowclip.plugins.scaling import check_clip, check_number, check_rule
+from merlin_cowclip.plugins.scaling import Hyperparameters, check_clip, check_number, check_rule
 
 UPDATES = ("exact", "lazy", "deferred")
+Part = TypeVar("Part", bound="CowClipAdam")
 
 
 class RowGradients(NamedTuple):
@@ -483,3 +484,24 @@ def _numbers(rows: tf.Tensor, shard: Shard | None) -> tf.Tensor:
 
 def _on_gpu(variable: tf.Variable) -> bool:
     return "GPU" in (variable.device or "")
+
+
+def table_parts(
+    kind: type[Part], hp: Hyperparameters, update: str, schedule: Any = None
+) -> tuple[Part, Part]:
+    """Optimizers of the clipped tables and of the others, of a `CowClipAdam` class."""
+    clipped, unclipped = (
+        kind(
+            schedule or hp.embedding_lr,
+            l2=hp.l2,
+            clip=clip,
+            clip_ratio=hp.clip_ratio,
+            clip_floor=hp.clip_floor,
+            clip_threshold=hp.clip_threshold if clip else None,
+            update=update,
+            name=name,
+        )
+        for name, clip in (("clipped", hp.clip), ("unclipped", None))
+    )
+    unclipped.may_clip = False
+    return clipped, unclipped

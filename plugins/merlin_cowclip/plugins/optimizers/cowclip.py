@@ -11,12 +11,14 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, TypeAlias
 
+from merlin_cowclip.plugins._checks import RefusesOptions
 from merlin_cowclip.plugins._tensorflow import filter_empty_gradients, mm, tf
 from merlin_cowclip.plugins.distributed.horovod import ranks
 from merlin_cowclip.plugins.embeddings.initializers import initialize, warn_of_others_than
 from merlin_cowclip.plugins.embeddings.tables import TableSpec, check_whole
 from merlin_cowclip.plugins.monitoring.finite import NotFinite, in_fields, not_finite
 from merlin_cowclip.plugins.monitoring.statistics import StepStatistics
+from merlin_cowclip.plugins.optimizers.adam import table_parts
 from merlin_cowclip.plugins.optimizers.learning_rate import (
     DensePart,
     FollowsFits,
@@ -25,7 +27,6 @@ from merlin_cowclip.plugins.optimizers.learning_rate import (
     warm_up_to,
 )
 from merlin_cowclip.plugins.optimizers.model_hooks import install_hooks
-from merlin_cowclip.plugins.optimizers.not_offered import RefusesOptions
 from merlin_cowclip.plugins.optimizers.parts import (
     Owned,
     as_text,
@@ -150,20 +151,7 @@ class CowClipOptimizer(StepsTogether, FollowsFits, RefusesOptions, mm.MultiOptim
             )
         hp = hyperparameters
         clip_tables = chosen(clip_tables, hp.clip)
-        clipped, unclipped = (
-            TablePart(
-                embedding_schedule or hp.embedding_lr,
-                l2=hp.l2,
-                clip=clip,
-                clip_ratio=hp.clip_ratio,
-                clip_floor=hp.clip_floor,
-                clip_threshold=hp.clip_threshold if clip else None,
-                update=update,
-                name=part,
-            )
-            for part, clip in (("clipped", hp.clip), ("unclipped", None))
-        )
-        unclipped.may_clip = False
+        clipped, unclipped = table_parts(TablePart, hp, update, embedding_schedule)
         warms_up = dense_schedule is None and hp.warmup_epochs
         warm_up = warm_up_to(hp.dense_lr) if warms_up else None
         dense = DensePart(warm_up or dense_schedule or hp.dense_lr, name="dense")

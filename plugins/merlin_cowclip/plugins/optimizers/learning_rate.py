@@ -7,9 +7,9 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
+from merlin_cowclip.plugins._checks import RefusesOptions
 from merlin_cowclip.plugins._tensorflow import tf
 from merlin_cowclip.plugins.optimizers.adam import CowClipAdam
-from merlin_cowclip.plugins.optimizers.not_offered import RefusesOptions
 from merlin_cowclip.plugins.scaling import Hyperparameters, check_number
 from merlin_cowclip.plugins.schedules import LinearWarmup, whole_steps
 
@@ -160,7 +160,7 @@ class FollowsFits:
                 f"The hyperparameters are for batches of {wanted:,} samples, but this fit has "
                 f"batches of {batch_size:,}. Use scale(…, to={batch_size}), or the batch "
                 "size that they are for.",
-                stacklevel=4,  # the call of fit, past two functions of `fits`
+                stacklevel=4,  # the call of fit, past two functions of `model_hooks`
             )
 
     def fit_ends(self) -> None:

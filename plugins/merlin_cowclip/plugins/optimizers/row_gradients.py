@@ -37,7 +37,7 @@ class SumsRows:
         deferred: DeferredRows | None
 
     def join(self, grads_and_vars: Iterable[tuple[Any, tf.Variable]]) -> list[Any]:
-        """Tables' gradients of this rank's share of the batch as those of all ranks' (`joining`).
+        """Reduce tables' gradients of this share of the batch over all ranks (`gradients.py`).
 
         Args:
           grads_and_vars: of its mean loss.

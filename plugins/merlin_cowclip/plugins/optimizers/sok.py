@@ -28,7 +28,7 @@ from merlin_cowclip.plugins.distributed.gradients import ReducedRows, RowSums, a
 from merlin_cowclip.plugins.distributed.horovod import all_reduce, all_to_all, broadcast, ranks
 from merlin_cowclip.plugins.distributed.sharding import by_owner
 from merlin_cowclip.plugins.embeddings.counting import Lookup
-from merlin_cowclip.plugins.optimizers.adam import CowClipAdam
+from merlin_cowclip.plugins.optimizers.adam import CowClipAdam, table_parts
 from merlin_cowclip.plugins.row_ops import beside, sum_columns, sum_per_row, tally, unique
 from merlin_cowclip.plugins.scaling import Hyperparameters, check_rule
 from merlin_cowclip.plugins.schedules import LinearWarmup, whole_steps
@@ -171,20 +171,7 @@ class CowClipSokOptimizer(tf.Module):
         _sok()
         hp = hyperparameters
         self.hyperparameters = hp
-        self.clipped, self.unclipped = (
-            SokAdam(
-                embedding_schedule or hp.embedding_lr,
-                l2=hp.l2,
-                clip=clip,
-                clip_ratio=hp.clip_ratio,
-                clip_floor=hp.clip_floor,
-                clip_threshold=hp.clip_threshold if clip else None,
-                update=update,
-                name=part,
-            )
-            for part, clip in (("clipped", hp.clip), ("unclipped", None))
-        )
-        self.unclipped.may_clip = False
+        self.clipped, self.unclipped = table_parts(SokAdam, hp, update, embedding_schedule)
         rate = dense_schedule or _warming_up(hp, steps_per_epoch)
         self.dense = tf.keras.optimizers.legacy.Adam(rate, name="dense")
         self._is_alike = False

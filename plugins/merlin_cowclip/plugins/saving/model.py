@@ -55,7 +55,7 @@ def save_model(model: tf.keras.Model, path: str | os.PathLike[str]) -> None:
     Layout: the SavedModel, and in `merlin_cowclip/` a checkpoint with weights, slots
     and step counts in the model's order.
 
-    A model that is there already is replaced as a whole (`replacing.py`): whatever interrupts this
+    A model that is there already is replaced as a whole (`folder.py`): whatever interrupts this
     call, and be it the machine's end of the process, `load_model` finds the old model or the new.
 
     Raises:

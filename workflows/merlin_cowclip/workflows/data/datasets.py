@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from merlin_cowclip.plugins._checks import is_whole, whole_range
-from merlin_cowclip.plugins._input_names import unsavable_names
+from merlin_cowclip.plugins._checks import is_whole, unsavable_names, whole_range
 from merlin_cowclip.workflows.errors import UserError, quoted, shown
 
 if sys.version_info >= (3, 11):

@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from merlin_cowclip.plugins._input_names import argument_name
+from merlin_cowclip.plugins._checks import argument_name
 from merlin_cowclip.plugins._tensorflow import ColumnSchema, Schema, mm, quiet_stack, tf
 from merlin_cowclip.workflows.data.datasets import DatasetSpec
 

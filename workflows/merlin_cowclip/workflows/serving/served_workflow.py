@@ -21,7 +21,7 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 
-from merlin_cowclip.plugins._input_names import argument_name
+from merlin_cowclip.plugins._checks import argument_name
 from merlin_cowclip.workflows.data.datasets import DatasetSpec
 from merlin_cowclip.workflows.data.encoded_rows import Place, check_numbers, checked_ids
 from merlin_cowclip.workflows.data.parquet_logs import is_number, plain_type
