@@ -87,7 +87,7 @@ def test_the_graph_is_traced_once():
 
 def test_dense_gradients_are_refused_with_the_remedy():
     table = tf.Variable(tf.ones((3, 2)), name="ads")
-    with pytest.raises(ValueError, match=r"sparse.*dense gradient for 'ads:0'.*regularizer"):
+    with pytest.raises(ValueError, match=r"gradient of 'ads:0' is dense.*regularizer"):
         CowClipAdam().apply_gradients([(tf.ones((3, 2)), table)])
 
 
@@ -100,7 +100,7 @@ def test_dense_gradients_are_refused_with_the_remedy():
         ({"learning_rate": -1.0}, "learning_rate must be a positive"),
         ({"beta_1": 1.0}, "beta_1 must be below 1"),
         ({"clip": "norm"}, "clip must be None or one of global, .*adaptive_column"),
-        ({"update": "dense"}, "update must be one of exact, lazy, deferred. Received: .*'dense'"),
+        ({"update": "dense"}, "update must be one of exact, lazy, deferred.*Received: .*'dense'"),
     ],
 )
 def test_bad_arguments(arguments, message):
@@ -164,7 +164,7 @@ def test_the_same_ids_twice_are_refused_where_nobody_records_them():
         tf.function(lambda: step(optimizer, other), autograph=False)()
         return int(optimizer.iterations)
 
-    with pytest.raises(ValueError, match=r"looked up once.*twice, in 'Variable.*bind_tables"):
+    with pytest.raises(ValueError, match=r"looked up once.*twice, in 'Variable.*for_model"):
         run(CowClipAdam(), lambda ids: tf.cast(ids, tf.int64))
     assert run(CowClipAdam(), lambda ids: ids + 1) == 1
     assert run(CowClipAdam(clip=None), lambda ids: ids) == 1
@@ -187,7 +187,7 @@ def test_ids_that_were_made_unique_are_refused_where_nobody_records_them():
         tf.function(step, autograph=False)()
         return int(optimizer.iterations)
 
-    with pytest.raises(ValueError, match=r"once for each sample.*unique.*combiner.*for_model"):
+    with pytest.raises(ValueError, match=r"once per sample.*unique.*combiner.*for_model"):
         run(CowClipAdam(), combined)
     for bounds in ({"clip": None}, {"clip": "column", "clip_threshold": 1.0}):  # follow no counts
         assert run(CowClipAdam(**bounds), combined) == 1
@@ -204,14 +204,12 @@ def test_on_a_gpu_ids_beyond_the_table_take_no_part_in_norms(clip, monkeypatch):
 
     def clipped(*indices):
         rows = [[0.1, 0.1] if 0 <= i < 5 else [0.0, 0.0] for i in indices]
-        batch = adam.RowGradients(
+        batch = adam.RowSums(
             tf.constant(indices, tf.int64),
             tf.constant([[3.0, 4.0]] * len(indices)),
-            tf.constant(rows),
             tf.constant([2.0] * len(indices)),
-            is_whole=False,
         )
-        (found,) = optimizer._clipped([batch], [table])
+        (found,) = optimizer._clipped([batch], [tf.constant(rows)], [table])
         return found.numpy()[[i for i, row in enumerate(indices) if 0 <= row < 5]]
 
     expected = clipped(0, 4)

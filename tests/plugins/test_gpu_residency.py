@@ -81,7 +81,7 @@ def test_every_op_of_an_update_has_a_gpu_kernel(
         spec = spec_of(variable, recorder, (0, 20, 50))
         tables = {spec: (True, False)}
         optimizer.bind_tables(tables)
-        optimizer.observe(StepStatistics(tables, 2.0) if observed else None)
+        optimizer.statistics = StepStatistics(tables, 2.0) if observed else None
 
     @tf.function(
         input_signature=[

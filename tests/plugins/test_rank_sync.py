@@ -22,7 +22,8 @@ def of_two(monkeypatch):
 
     def made(others, **given):
         said, told = iter(others), []
-        optimizer = SimpleNamespace(awaits_rank_sync=True, synchronize=lambda: told.append("sync"))
+        optimizer = SimpleNamespace(awaits_rank_sync=True)
+        monkeypatch.setattr(callbacks, "synchronize", lambda *given: told.append("sync"))
         monkeypatch.setattr(callbacks, "ranks", lambda: Ranks(0, 2, 0, 2))
         monkeypatch.setattr(callbacks, "all_gather", lambda mine: np.append(mine, next(said)))
         monkeypatch.setattr(callbacks, "all_gather_object", lambda mine: [mine, next(said)])

@@ -312,8 +312,8 @@ def test_a_clip_layer_whose_name_is_another_tables_is_refused(tmp_path):
     model.compile(optimizer=optimizer, metrics=[])
     model.fit(dataset(SCHEMA, 1), verbose=0)
     save_model(model, tmp_path / "model")
-    clipped = load_model(tmp_path / "model", metrics=[]).optimizer._clipped_ranges().values()
-    assert list(clipped) == list(optimizer._clipped_ranges().values()) == [(True,), (False,)]
+    clipped = load_model(tmp_path / "model", metrics=[]).optimizer.clipped_ranges().values()
+    assert list(clipped) == list(optimizer.clipped_ranges().values()) == [(True,), (False,)]
     for spec in optimizer.table_specs:
         object.__setattr__(spec, "name", table.table_name)
     with pytest.raises(ValueError, match="names more than the layer"):
@@ -447,5 +447,5 @@ def test_fields_of_a_fused_table_are_clipped_by_tag_or_name_as_before(tmp_path):
     model.fit(dataset(Schema([*columns, TARGET]), 1), verbose=0)
     save_model(model, tmp_path / "model")
     loaded = load_model(tmp_path / "model", metrics=[])
-    of = [sorted(m.optimizer._clipped_ranges().values()) for m in (model, loaded)]
+    of = [sorted(m.optimizer.clipped_ranges().values()) for m in (model, loaded)]
     assert of[0] == of[1] == [(True, False, True)] * 2

@@ -38,8 +38,7 @@ def own(labels, clicks):
 @pytest.fixture
 def on_two_ranks(monkeypatch):
     """As the first of two, of which the other has the same."""
-    for module in (together, optimizer):
-        monkeypatch.setattr(module, "ranks", lambda: Ranks(0, 2, 0, 2))
+    monkeypatch.setattr(optimizer, "ranks", lambda: Ranks(0, 2, 0, 2))
     monkeypatch.setattr(together, "check_same", lambda mine, rule: None)
     monkeypatch.setattr(together, "broadcast", lambda variables: None)
     monkeypatch.setattr(together, "all_gather_object", lambda mine: [mine, mine])
@@ -88,7 +87,7 @@ def test_a_fit_starts_with_the_state_and_other_epochs_with_the_learning_rate(
         model.optimizer.fit_begins(None)
         model.optimizer.training_begins(None)
         for _ in range(epochs):
-            model.optimizer.synchronize()
+            together.synchronize(model.optimizer, model)
 
     begin(epochs=2)
     begin(epochs=2)

@@ -1,14 +1,15 @@
 """CowClipAdam: Adam on embedding rows, with L2 and CowClip, for one or more tables.
 
-The wiring only: the clip itself is in `clipping.py`, the counting in `counting.py`.
+The clip itself is in `clipping.py`, the counting in `counting.py`.
 """
 
 from __future__ import annotations
 
-import itertools
 import numbers
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, TypeVar
+
+import numpy as np
 
 from merlin_cowclip.plugins._checks import RefusesOptions
 from merlin_cowclip.plugins._tensorflow import is_op_determinism_enabled, mm, tf
@@ -19,13 +20,13 @@ from merlin_cowclip.plugins.clipping import (
     row_norms,
     with_lengths,
 )
-from merlin_cowclip.plugins.distributed.gradients import ReducedRows
+from merlin_cowclip.plugins.distributed.gradients import ReducedRows, RowSums, all_gather_rows
 from merlin_cowclip.plugins.distributed.horovod import all_reduce
-from merlin_cowclip.plugins.distributed.sharding import Shard
+from merlin_cowclip.plugins.distributed.sharding import Shard, join_shards
 from merlin_cowclip.plugins.embeddings.tables import TableSpec, told_ranges
 from merlin_cowclip.plugins.monitoring.statistics import StepStatistics, plain_norms
 from merlin_cowclip.plugins.optimizers.deferred import DeferredRows
-from merlin_cowclip.plugins.optimizers.row_gradients import SumsRows
+from merlin_cowclip.plugins.optimizers.row_gradients import sum_rows
 from merlin_cowclip.plugins.row_ops import beside, with_rows
 from merlin_cowclip.plugins.scaling import Hyperparameters, check_clip, check_number, check_rule
 
@@ -33,29 +34,8 @@ UPDATES = ("exact", "lazy", "deferred")
 Part = TypeVar("Part", bound="CowClipAdam")
 
 
-class RowGradients(NamedTuple):
-    """The gradient of one table on the rows of a batch, summed per row, with L2."""
-
-    indices: tf.Tensor  # U, unique
-    gradients: tf.Tensor  # U×d
-    rows: tf.Tensor  # U×d, before the update
-    counts: tf.Tensor  # U
-    is_whole: bool  # whether it is a dense gradient, U = V
-
-
-def _check_update(update: Any, before: str | None = None) -> None:
-    """Refuse another than there are, and to let rows wait, or not any longer, later on."""
-    if update not in UPDATES:
-        raise ValueError(f"update must be one of {', '.join(UPDATES)}. Received: update={update!r}")
-    if before is not None and before != update and "deferred" in (before, update):
-        raise ValueError(
-            f"update must stay {before!r}. Received: update={update!r}. Whether rows wait for "
-            "steps is settled as an optimizer is made: make another"
-        )
-
-
 @tf.keras.utils.register_keras_serializable(package="merlin_cowclip")
-class CowClipAdam(SumsRows, RefusesOptions, mm.LazyAdam):
+class CowClipAdam(RefusesOptions, mm.LazyAdam):
     """Adam for embedding tables with the paper's L2 and clip (Algorithm 1, lines 5 to 10).
 
     One step on a table W (V×d) with the gradient of the mean loss, rows `g_k`:
@@ -94,6 +74,7 @@ class CowClipAdam(SumsRows, RefusesOptions, mm.LazyAdam):
 
     Attributes:
       may_clip: whether a clip may be set; not on the part of an optimizer that clips nothing.
+      statistics: to which, from the next trace on, each step on bound tables is added.
 
     Raises:
       ValueError: an argument outside its range.
@@ -101,6 +82,7 @@ class CowClipAdam(SumsRows, RefusesOptions, mm.LazyAdam):
 
     _weights: list[tf.Variable]  # Keras's
     may_clip = True
+    statistics: StepStatistics | None = None
     not_offered: ClassVar[Mapping[str, str]] = {
         **dict.fromkeys(
             ("clipnorm", "clipvalue", "global_clipnorm", "gradient_transformers"),
@@ -128,7 +110,6 @@ class CowClipAdam(SumsRows, RefusesOptions, mm.LazyAdam):
         name: str = "CowClipAdam",
     ) -> None:
         check_clip(clip, clip_threshold)
-        _check_update(update)
         if not callable(learning_rate) and not tf.is_tensor(learning_rate):
             learning_rate = check_number("learning_rate", learning_rate, positive=True)
         super().__init__(
@@ -149,7 +130,6 @@ class CowClipAdam(SumsRows, RefusesOptions, mm.LazyAdam):
             self.deferred.check(learning_rate)
         self._specs: dict[Any, TableSpec] = {}
         self._exempt: dict[Any, tuple[bool, ...]] = {}
-        self._statistics: StepStatistics | None = None
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Settings are checked as they are set; a clip with its threshold before the next step."""
@@ -160,15 +140,19 @@ class CowClipAdam(SumsRows, RefusesOptions, mm.LazyAdam):
             if name != "clip_threshold" or value is not None:
                 value = check_number(name, value, positive=name not in ("l2", "clip_floor"))
         elif name == "clip":
-            check_rule(value)  # with its threshold once both are set: `_transform_gradients`
+            check_rule(value)
             if value is not None and not self.may_clip:
                 raise ValueError(
-                    f"clip must be None for the part {self._name!r}, of the tables that are not "
-                    f"clipped. Received: clip={value!r}. Which are clipped is settled as the "
-                    "optimizer is made: make another"
+                    f"clip must be None for the part {self._name!r}, of tables that are not "
+                    f"clipped. Received: clip={value!r}. Make another optimizer with clip_tables."
                 )
         elif name == "update":
-            _check_update(value, self.__dict__.get(name))
+            before = self.__dict__.get(name, value)
+            if value not in UPDATES or (value != before and "deferred" in (before, value)):
+                raise ValueError(
+                    f"update must be one of {', '.join(UPDATES)}; from and to 'deferred' it cannot "
+                    f"change: make another optimizer. Received: update={value!r}"
+                )
         super().__setattr__(name, value)
 
     def _set_hyper(self, name: str, value: Any) -> None:
@@ -225,80 +209,105 @@ class CowClipAdam(SumsRows, RefusesOptions, mm.LazyAdam):
             moments[places[v.ref()]] if v.ref() in places else v for v in self._weights
         ]
 
-    def observe(self, statistics: StepStatistics | None) -> None:
-        """From the next trace on, add each step on bound tables to `statistics`; `None`: do not."""
-        self._statistics = statistics
+    def shard_of(self, variable: tf.Variable) -> Shard | None:
+        """Which rows of a table this rank has, where the ranks share them."""
+        spec = self._specs.get(variable.ref())
+        return None if spec is None else spec.shard
+
+    def reduce(self, grads_and_vars: Iterable[tuple[Any, tf.Variable]]) -> list[Any]:
+        """Gradients and counts of the global batch, from those of each rank's share.
+
+        Args:
+          grads_and_vars: of the mean loss of this rank's share.
+
+        Returns:
+          `ReducedRows` and variables; of sharded tables the rows that this rank has.
+
+        Raises:
+          ValueError: the ids are not recorded.
+        """
+        sums = [
+            (sum_rows(gradient, variable, self._specs.get(variable.ref()), self), variable)
+            for gradient, variable in grads_and_vars
+        ]
+        whole = [pair for pair in sums if self.shard_of(pair[1]) is None]
+        sharded = [(*pair, shard) for pair in sums if (shard := self.shard_of(pair[1]))]
+        reduced = all_gather_rows([one for one, _ in whole], [v for _, v in whole])
+        shares, variables, shards = zip(*sharded, strict=True) if sharded else ((), (), ())
+        reduced += join_shards(shares, variables, shards)
+        return list(zip(reduced, [*(v for _, v in whole), *variables], strict=True))
 
     def _transform_gradients(
         self, grads_and_vars: Iterable[tuple[Any, tf.Variable]]
     ) -> list[tuple[tf.IndexedSlices, tf.Variable]]:
         """L2 on the batch's rows, then the clip: Keras's hook between gradients and update."""
         pairs = list(grads_and_vars)
+        variables = [variable for _, variable in pairs]
         if self.clip is not None:
             check_clip(self.clip, self.clip_threshold)  # either may have been set since
         if self.deferred is not None:
-            self.deferred.before_step([variable for _, variable in pairs])
-        found = [self._row_gradients(gradient, variable) for gradient, variable in pairs]
-        clipped = self._clipped(found, [variable for _, variable in pairs])
-        return [
-            (self._as_given(gradient, table, new, variable), variable)
-            for new, table, (gradient, variable) in zip(clipped, found, pairs, strict=True)
-        ]
+            self.deferred.before_step(variables)
+        found = [self._with_l2(gradient, variable) for gradient, variable in pairs]
+        tables, rows = [table for table, _ in found], [rows for _, rows in found]
+        transformed = []
+        for table, new, variable in zip(
+            tables, self._clipped(tables, rows, variables), variables, strict=True
+        ):
+            new = tf.cast(new, variable.dtype)
+            new = new if table.is_whole else tf.IndexedSlices(new, table.indices)
+            transformed.append((new, variable))
+        return transformed
 
-    @staticmethod
-    def _as_given(given: Any, table: RowGradients, new: tf.Tensor, variable: tf.Variable) -> Any:
-        """A table's new gradient, sparse or dense as it was, in the variable's type."""
-        new = tf.cast(new, variable.dtype)
-        return tf.IndexedSlices(new, table.indices) if _is_sparse(given) else new
-
-    def _row_gradients(self, gradient: Any, variable: tf.Variable) -> RowGradients:
-        with beside(variable) as on_cpu:
-            sums = (
-                gradient.sums
-                if isinstance(gradient, ReducedRows)
-                else self._summed(gradient, variable, on_cpu)
-            )
-            summed = sums.gradients
-            rows = (
-                tf.convert_to_tensor(variable)
-                if sums.is_whole
-                else tf.gather(self._readable(variable), sums.indices)
-            )
+    def _with_l2(self, gradient: Any, variable: tf.Variable) -> tuple[RowSums, tf.Tensor]:
+        """A table's summed gradient with L2, and the same rows of the table before the update."""
+        with beside(variable):
+            if isinstance(gradient, ReducedRows):
+                sums = gradient.sums
+            else:
+                sums = sum_rows(gradient, variable, self._specs.get(variable.ref()), self)
+            if self.deferred is not None:
+                self.deferred.catch_up_updated(variable, sums.indices)
+            # See `TableAccess`.
+            whole = sums.is_whole or self.update == "exact"
+            rows = tf.convert_to_tensor(variable) if whole else variable
+            rows = rows if sums.is_whole else tf.gather(rows, sums.indices)
             if self.l2:
-                summed += 2.0 * self.l2 * tf.cast(rows, summed.dtype)
-            return RowGradients(sums.indices, summed, rows, sums.counts, sums.is_whole)
+                decay = 2.0 * self.l2 * tf.cast(rows, sums.gradients.dtype)
+                sums = sums._replace(gradients=sums.gradients + decay)
+            return sums, rows
 
-    def _readable(self, variable: tf.Variable) -> Any:
-        """What to gather a variable's rows from: see `TableAccess`."""
-        return tf.convert_to_tensor(variable) if self.update == "exact" else variable
-
-    def _clipped(self, tables: list[RowGradients], variables: list[tf.Variable]) -> list[tf.Tensor]:
+    def _clipped(
+        self, tables: list[RowSums], rows: list[tf.Tensor], variables: list[tf.Variable]
+    ) -> list[tf.Tensor]:
         """The clipped gradients of all tables, as one set of rows: U×d each."""
-        if self.clip is None and self._statistics is None:
+        if self.clip is None and self.statistics is None:
             return [table.gradients for table in tables]
         norms_of = plain_norms if self.clip is None else row_norms
         pairs = list(zip(tables, variables, strict=True))
         norms = [_of_rows(norms_of(table.gradients), table, v) for table, v in pairs]
-        fields, num_fields = self._fields(tables, variables)
+        ranges = [len(self._row_offsets(variable)) - 1 for variable in variables]
+        first = np.cumsum([0, *ranges])
+        fields = [
+            int(first[i]) + self._field_of(v, table.indices) for i, (table, v) in enumerate(pairs)
+        ]
         known = RowNorms(
             tf.concat(norms, axis=0),
-            tf.concat([row_norms(table.rows) for table in tables], axis=0),
+            tf.concat([row_norms(some) for some in rows], axis=0),
             tf.concat([_of_rows(table.counts, table, v) for table, v in pairs], axis=0),
-            fields,
-            num_fields,
+            tf.concat(fields, axis=0),
+            sum(ranges),
             *self._over_all(variables),
         )
-        lengths = self._lengths(known, variables)
-        if self._statistics is not None:
+        lengths = known.gradients if self.clip is None else self._lengths(known, variables)
+        if self.statistics is not None:
             specs = [self._specs[variable.ref()] for variable in variables]
             with beside(variables[0]) as on_cpu:
-                rows = [table.rows for table in tables]
                 # Of a dense gradient every row is one of the batch's; of another not the padding.
                 held = [
                     _of_rows(tf.maximum(t.counts, 1.0) if t.is_whole else t.counts, t, v)
                     for t, v in pairs
                 ]
-                self._statistics.add(known, tf.concat(held, axis=0), lengths, rows, specs, on_cpu)
+                self.statistics.add(known, tf.concat(held, axis=0), lengths, rows, specs, on_cpu)
         if self.clip is None:
             return [table.gradients for table in tables]
         parts = tf.split(lengths, [tf.size(n) for n in norms]) if len(norms) > 1 else [lengths]
@@ -314,54 +323,36 @@ class CowClipAdam(SumsRows, RefusesOptions, mm.LazyAdam):
             return ()
         if not all(sharded):
             raise ValueError(
-                f"clip={self.clip!r} bounds rows together, so all its tables must be in shards, or "
-                "none. Received: both. Give all or none of the model's tables sharded=True, or "
-                "choose a clip of single rows."
+                f"clip={self.clip!r} bounds rows together. Received: sharded tables and others. "
+                "Give all or none of the model's tables sharded=True, or clip single rows."
             )
         return (all_reduce,)
 
     def _lengths(self, given: RowNorms, variables: list[tf.Variable]) -> tf.Tensor:
         """The gradients' norms after the clip, U."""
-        if self.clip is None:
-            return given.gradients
-        known = given
-        exempt = self._exempt_rows(known, variables)
-        if exempt is not None:  # such rows take no part in a norm, and keep their own
+        rule, exempt, known = CLIP_RULES[self.clip or ""], None, given
+        if self._exempt:  # such rows take no part in a norm, and keep their own
+            by_field = [
+                one
+                for v in variables
+                for one in self._exempt.get(v.ref(), (False,) * (len(self._row_offsets(v)) - 1))
+            ]
+            exempt = tf.gather(tf.constant(by_field), known.fields)
             known = known._replace(
                 gradients=tf.where(exempt, tf.zeros_like(known.gradients), known.gradients),
                 rows=tf.where(exempt, tf.zeros_like(known.rows), known.rows),
             )
-        rule = CLIP_RULES[self.clip]
         parameters = {name: getattr(self, f"clip_{name}") for name in rule.parameters}
         lengths = rule.lengths(known, **parameters)
         return lengths if exempt is None else tf.where(exempt, given.gradients, lengths)
 
-    def _exempt_rows(self, known: RowNorms, variables: list[tf.Variable]) -> tf.Tensor | None:
-        """Which rows of all tables are not to be clipped, U booleans; `None` for none."""
-        if not self._exempt:
-            return None
-        by_field: list[bool] = []
-        for variable in variables:
-            ranges = len(self._row_offsets(variable)) - 1
-            by_field += self._exempt.get(variable.ref(), (False,) * ranges)
-        return tf.gather(tf.constant(by_field), known.fields)
-
-    def _fields(
-        self, tables: list[RowGradients], variables: list[tf.Variable]
-    ) -> tuple[tf.Tensor, int]:
-        """The field of every row of all tables, counted through, and how many there are."""
-        numbers, total = [], 0
-        for table, variable in zip(tables, variables, strict=True):
-            starts = self._row_offsets(variable)[:-1]
-            if len(starts) == 1:
-                numbers.append(tf.fill(tf.shape(table.indices), tf.constant(total, tf.int64)))
-            else:
-                after = tf.constant(starts[1:], tf.int64)
-                rows = _numbers(table.indices, self.shard_of(variable))
-                within = tf.searchsorted(after, rows, side="right", out_type=tf.int64)
-                numbers.append(total + within)
-            total += len(starts)
-        return tf.concat(numbers, axis=0), total
+    def _field_of(self, variable: tf.Variable, indices: tf.Tensor) -> tf.Tensor:
+        """For rows of a variable, the number of the range that each belongs to, int64."""
+        after, shard = self._row_offsets(variable)[1:-1], self.shard_of(variable)
+        if not after:
+            return tf.zeros(tf.shape(indices), tf.int64)
+        rows = indices if shard is None else shard.number(tf.cast(indices, tf.int64))
+        return tf.searchsorted(tf.constant(after, tf.int64), rows, side="right", out_type=tf.int64)
 
     def _row_offsets(self, variable: tf.Variable) -> tuple[int, ...]:
         spec = self._specs.get(variable.ref())
@@ -399,17 +390,11 @@ class CowClipAdam(SumsRows, RefusesOptions, mm.LazyAdam):
 
     def _exempt_mask(self, var: tf.Variable) -> tf.Tensor | None:
         """Which rows of a table are not to be clipped, V booleans; `None` for none."""
-        exempt = self._exempt.get(var.ref())
+        exempt, shard = self._exempt.get(var.ref()), self.shard_of(var)
         if exempt is None:
             return None
-        spec = self._specs[var.ref()]
-        offsets = spec.row_offsets
-        if spec.shard is not None:
-            rows = spec.shard.number(tf.range(spec.shard.rows, dtype=tf.int64))
-            after = tf.constant(offsets[1:-1], tf.int64)
-            return tf.gather(tf.constant(exempt), tf.searchsorted(after, rows, side="right"))
-        sizes = [stop - start for start, stop in itertools.pairwise(offsets)]
-        return tf.repeat(tf.constant(exempt), tf.constant(sizes, tf.int64))
+        mask = tf.repeat(tf.constant(exempt), np.diff(self._row_offsets(var)))
+        return mask if shard is None else mask[shard.rank :: shard.size]
 
     def _resource_scatter_operate(
         self, resource: tf.Variable, indices: tf.Tensor, update: tf.Tensor, operation: Any
@@ -446,13 +431,6 @@ class CowClipAdam(SumsRows, RefusesOptions, mm.LazyAdam):
         return float(value) if isinstance(value, numbers.Real) else value
 
 
-def _is_sparse(gradient: Any) -> bool:
-    """Whether it has some rows of a table, and not all."""
-    if isinstance(gradient, ReducedRows):
-        return not gradient.sums.is_whole
-    return isinstance(gradient, tf.IndexedSlices)
-
-
 def _scatters_through_host(variable: tf.Variable) -> bool:
     """Whether scattering into the variable would copy all of it to the host and back.
 
@@ -463,7 +441,7 @@ def _scatters_through_host(variable: tf.Variable) -> bool:
     return _on_gpu(variable) and is_op_determinism_enabled()
 
 
-def _of_rows(values: tf.Tensor, table: RowGradients, variable: tf.Variable) -> tf.Tensor:
+def _of_rows(values: tf.Tensor, table: RowSums, variable: tf.Variable) -> tf.Tensor:
     """A value for each row, U; on a GPU 0 for ids beyond the table, which a lookup there reads.
 
     They are no rows of it, and must not add to the norm of a field, or of everything. A hash table
@@ -475,11 +453,6 @@ def _of_rows(values: tf.Tensor, table: RowGradients, variable: tf.Variable) -> t
     indices = tf.cast(table.indices, tf.int64)
     inside = tf.logical_and(indices >= 0, indices <= last)
     return tf.where(inside, values, tf.zeros_like(values))
-
-
-def _numbers(rows: tf.Tensor, shard: Shard | None) -> tf.Tensor:
-    """Row numbers of rows that a variable has; of a table in shards they are its places."""
-    return rows if shard is None else shard.number(tf.cast(rows, tf.int64))
 
 
 def _on_gpu(variable: tf.Variable) -> bool:

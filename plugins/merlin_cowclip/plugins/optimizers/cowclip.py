@@ -6,6 +6,7 @@ Composition and ownership only; the update of a table is in `adam.py`.
 from __future__ import annotations
 
 import contextlib
+import math
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -14,6 +15,7 @@ from typing import Any, ClassVar, TypeAlias
 from merlin_cowclip.plugins._checks import RefusesOptions
 from merlin_cowclip.plugins._tensorflow import filter_empty_gradients, mm, tf
 from merlin_cowclip.plugins.distributed.horovod import ranks
+from merlin_cowclip.plugins.distributed.sharding import Shard
 from merlin_cowclip.plugins.embeddings.initializers import initialize, warn_of_others_than
 from merlin_cowclip.plugins.embeddings.tables import TableSpec, check_whole
 from merlin_cowclip.plugins.monitoring.finite import NotFinite, in_fields, not_finite
@@ -21,7 +23,6 @@ from merlin_cowclip.plugins.monitoring.statistics import StepStatistics
 from merlin_cowclip.plugins.optimizers.adam import table_parts
 from merlin_cowclip.plugins.optimizers.learning_rate import (
     DensePart,
-    FollowsFits,
     LearningRates,
     TablePart,
     warm_up_to,
@@ -31,18 +32,18 @@ from merlin_cowclip.plugins.optimizers.parts import (
     Owned,
     as_text,
     check_access,
-    check_belong,
+    check_known,
     check_trainable,
-    chosen,
     clipped_ranges,
     from_text,
+    normalize_clip_tables,
     owned_as_text,
     owned_variables,
-    tables_by_part,
     tables_of,
 )
-from merlin_cowclip.plugins.optimizers.startup import StepsTogether
+from merlin_cowclip.plugins.optimizers.startup import broadcast_state, reduce_gradients
 from merlin_cowclip.plugins.scaling import Hyperparameters, check_number
+from merlin_cowclip.plugins.schedules import whole_steps
 
 Schedule: TypeAlias = Any  # tf.keras.optimizers.schedules.LearningRateSchedule; Keras has no types
 
@@ -55,6 +56,7 @@ _OWNED_BY_ANOTHER = (
     "These tables now belong to another optimizer, and update='deferred' allows one at a time. "
     "Call optimizer.bind(model), then re-trace your step."
 )
+_FEW_STEPS = 30  # per epoch
 _NO_STATE = "A CowClipOptimizer was made from its configuration"
 _SCHEDULES = "dense_schedule", "embedding_schedule"
 _NO_MODEL = (
@@ -67,7 +69,7 @@ _MAKE_ANOTHER = (
 
 
 @tf.keras.utils.register_keras_serializable(package="merlin_cowclip")
-class CowClipOptimizer(StepsTogether, FollowsFits, RefusesOptions, mm.MultiOptimizer):
+class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
     """One optimizer for a whole Merlin model, by the paper's recipe.
 
     Three optimizers own the model's variables: `CowClipAdam` with the clip for embedding tables,
@@ -86,16 +88,8 @@ class CowClipOptimizer(StepsTogether, FollowsFits, RefusesOptions, mm.MultiOptim
     the next step on. It is saved with the rest of the state.
 
     Args:
-      hyperparameters: for the batch size trained with, or its `to_dict()`.
-      update: "exact" (the paper: L2 and Adam on every row), "lazy" (on the batch's rows) or
-        "deferred" (on every row, but on absent ones when they are read next).
-      steps_per_epoch: updates per epoch, for the warm-up; `None` takes it from the first
-        `model.fit`.
-      clip_tables: what to clip: names of tables or fields, `merlin.schema.Tags`, or layers; `None`
-        for every table of width 2 and more.
-      dense_schedule: a Keras schedule in place of `dense_lr` and its warm-up.
-      embedding_schedule: a Keras schedule in place of `embedding_lr`.
-      name: the optimizer's name.
+      hyperparameters: for the batch size trained with, or its `to_dict()`; the other arguments are
+        those of `for_model`.
 
     Raises:
       ValueError: an argument outside its range.
@@ -119,16 +113,20 @@ class CowClipOptimizer(StepsTogether, FollowsFits, RefusesOptions, mm.MultiOptim
         _MAKE_ANOTHER,
     )
 
-    _specs: list[TableSpec] | None = None
+    awaits_rank_sync = False  # a fit has begun on several ranks, and no RankSync in it yet
+    is_started = False  # whether all ranks have rank 0's state
+    _is_new_fit = False  # `fit` was called, and has not made its train function yet
     _is_loaded = False  # Keras compiles a model that it loads before anybody can bind it
+    _specs: list[TableSpec] | None = None
+    _statistics: StepStatistics | None = None
+    _has_stepped = False
 
     def __init_subclass__(cls, **named: Any) -> None:
         super().__init_subclass__(**named)
         if cls.__module__.partition(".")[0] == "horovod":
             raise ValueError(
-                "hvd.DistributedOptimizer does not add up id counts, and a CowClipOptimizer joins "
-                "the gradients of all ranks itself. Received: a CowClipOptimizer to wrap. Give it "
-                "to compile as it is."
+                "hvd.DistributedOptimizer does not add up id counts. Received: a CowClipOptimizer "
+                "to wrap, which reduces the gradients of all ranks itself. Pass it to compile."
             )
 
     def __init__(
@@ -150,7 +148,7 @@ class CowClipOptimizer(StepsTogether, FollowsFits, RefusesOptions, mm.MultiOptim
                 f"Received: a {type(hyperparameters).__name__}."
             )
         hp = hyperparameters
-        clip_tables = chosen(clip_tables, hp.clip)
+        clip_tables = normalize_clip_tables(clip_tables, hp.clip)
         clipped, unclipped = table_parts(TablePart, hp, update, embedding_schedule)
         warms_up = dense_schedule is None and hp.warmup_epochs
         warm_up = warm_up_to(hp.dense_lr) if warms_up else None
@@ -168,19 +166,17 @@ class CowClipOptimizer(StepsTogether, FollowsFits, RefusesOptions, mm.MultiOptim
         self.optimizers_and_blocks = []
         # MultiOptimizer neither tracks nor lists it, so checkpoints would lose its moments.
         self._track_trackable(dense, name="dense")
-        self._warm_up = warm_up
         for variable in () if warm_up is None else (warm_up.learning_rate, warm_up.warmup_steps):
             self._track_trackable(variable, name=variable.name.partition(":")[0])
         self.hyperparameters = hp
         self.update_mode = update
-        self.steps_per_epoch = steps_per_epoch
         self.clip_tables = clip_tables
         self.dense_schedule = dense_schedule
         self.embedding_schedule = embedding_schedule
-        self._model: Any = None
+        self._reference: Any = None  # to the model
         self._bound: tuple[Any, ...] = ()
-        self._has_stepped = False
-        self._statistics: StepStatistics | None = None
+        self._warnings: set[str] = set()
+        self.steps_per_epoch = steps_per_epoch
         self._set_hyper("learning_rate", hp.dense_lr)
 
     @classmethod
@@ -254,13 +250,18 @@ class CowClipOptimizer(StepsTogether, FollowsFits, RefusesOptions, mm.MultiOptim
         install_hooks(model, self)
         if set(specs) != set(self._specs or ()):
             self._has_stepped = False
-            self._observe_by(None)
-        self._model = weakref.ref(model)
+            self._set_statistics(None)
+        self._reference = weakref.ref(model)
         self._specs = specs
         self._bound = ()
-        self._take_tables()
+        self.take_tables()
 
-    def _take_tables(self) -> None:
+    @property
+    def _model(self) -> Any:
+        """The model that it is bound to, or `None`."""
+        return None if self._reference is None else self._reference()
+
+    def take_tables(self) -> None:
         """Own the tables: another optimizer's pending rows are caught up, and it owns them no more.
 
         A table keeps its owner alive, which a training loop may drop.
@@ -272,10 +273,16 @@ class CowClipOptimizer(StepsTogether, FollowsFits, RefusesOptions, mm.MultiOptim
             spec.access.whole = self.update_mode == "exact"
             spec.access.catch_up = self._catch_up_rows if self.update_mode == "deferred" else None
 
+    def release_tables(self) -> None:
+        """Own the tables no more, until `take_tables`; no row is pending."""
+        self.catch_up()
+        for spec in self._specs or ():
+            spec.access.whole = spec.access.catch_up = None
+
     @tf.autograph.experimental.do_not_convert
     def _catch_up_rows(self, variable: tf.Variable, rows: tf.Tensor | None) -> None:
         """Catch up `rows` (all if `None`) before they are read; a copied model has no owner."""
-        part = self._own().get(variable.ref())
+        part = self.owner().get(variable.ref())
         if part is not None and rows is not None:
             part.deferred.catch_up_rows(variable, rows)
         elif part is not None:
@@ -303,15 +310,12 @@ class CowClipOptimizer(StepsTogether, FollowsFits, RefusesOptions, mm.MultiOptim
     def _weights(self, weights: list[tf.Variable]) -> None:
         self._own_weights = weights
 
-    def _table_parts(self) -> Sequence[TablePart]:
-        return self._tables
-
     @property
     def optimizers(self) -> list[Any]:
         """Its three parts: of clipped tables, of other tables, of dense weights."""
         return [*self._tables, self.default_optimizer]
 
-    def _clipped_ranges(self) -> dict[TableSpec, tuple[bool, ...]]:
+    def clipped_ranges(self) -> dict[TableSpec, tuple[bool, ...]]:
         """For each range of rows of each table, whether the clip applies to it."""
         clips, wanted = self.optimizers[0].clip is not None, self.clip_tables
         return {
@@ -326,32 +330,144 @@ class CowClipOptimizer(StepsTogether, FollowsFits, RefusesOptions, mm.MultiOptim
             raise ValueError(_NO_MODEL)
         return tuple(self._specs)
 
-    def _own(self) -> dict[Any, Any]:
+    def owner(self) -> dict[Any, Any]:
         """Variable → the optimizer of its table; built tables only."""
-        clipped, unclipped, _ = self.optimizers
-        shares = tables_by_part(self.table_specs, self.clip_tables)
-        owner = {spec.variable.ref(): clipped for spec in shares[0]}
-        owner.update({spec.variable.ref(): unclipped for spec in shares[1]})
+        clipped, unclipped = self._tables
+        built = {
+            spec: clipped_ranges(spec, self.clip_tables)
+            for spec in self.table_specs
+            if spec.layer.built
+        }
+        owner = {s.variable.ref(): clipped if any(r) else unclipped for s, r in built.items()}
         if tuple(owner) != self._bound:
             places = {spec: place for place, spec in enumerate(self.table_specs)}
-            clipped.bind_tables(shares[0], places)
-            unclipped.bind_tables(shares[1], places)
+            for part in self._tables:
+                mine = {s: r for s, r in built.items() if owner[s.variable.ref()] is part}
+                part.bind_tables(mine, places)
             self._bound = tuple(owner)
         return owner
+
+    def by_part(self, pairs: Iterable[Any]) -> list[tuple[Any, list[Any]]]:
+        """Each of the three parts with those of some tuples whose last item it trains."""
+        owner = self.owner()
+        shares: dict[int, tuple[Any, list[Any]]] = {id(p): (p, []) for p in self.optimizers}
+        for pair in pairs:
+            part = owner.get(pair[-1].ref(), self.default_optimizer)
+            shares[id(part)][1].append(pair)
+        return list(shares.values())
+
+    def in_shards(self) -> dict[Any, Shard]:
+        """By reference, which rows this rank has of a sharded table, and of its moments."""
+        found: dict[Any, Shard] = {}
+        for variable, part in self.owner().items():
+            if shard := part.shard_of(variable.deref()):
+                slots = (slot.ref() for slot in part.slots_of(variable.deref()).values())
+                found |= dict.fromkeys((variable, *slots), shard)
+        return found
+
+    def check_whole(self, what: str) -> None:
+        """Refuse what would take this rank's rows of sharded tables for all.
+
+        Raises:
+          ValueError: there are such tables.
+        """
+        check_whole(self._specs or (), what)
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:
         """Within it tables have no owner, and a load of what was saved does not warn."""
-        self.catch_up()
-        waiting = [(spec.access, spec.access.catch_up) for spec in self._specs or ()]
-        for access, _ in waiting:
-            access.catch_up = None
+        self.release_tables()
         try:
             with without_state_warning():
                 yield
         finally:
-            for access, catch_up in waiting:
-                access.catch_up = catch_up
+            self.take_tables()
+
+    @property
+    def steps_per_epoch(self) -> int | None:
+        """Updates per epoch, as given; set, the warm-up follows from the next update on."""
+        return self._steps_per_epoch
+
+    @steps_per_epoch.setter
+    def steps_per_epoch(self, steps: int | None) -> None:
+        self._steps_per_epoch = whole_steps(steps)
+        if steps is not None:
+            self._warm_up_for(whole_steps(steps) or 1)
+
+    @property
+    def warmup_steps(self) -> int | None:
+        """Updates until the dense learning rate has risen; `None` without a known warm-up.
+
+        ⌊`warmup_epochs` · steps per epoch⌋ with `steps_per_epoch` or the steps of the first `fit`.
+        It is saved with the optimizer's state. Update t has the dense η of t / `warmup_steps` of
+        the rise.
+        """
+        return self.default_optimizer.warmup_steps
+
+    def _warm_up_for(self, steps_per_epoch: int) -> None:
+        epochs = self.hyperparameters.warmup_epochs
+        self.default_optimizer.warmup_steps = math.floor(epochs * steps_per_epoch)
+
+    def resume(self, learning_rate: float, warmup_steps: int | None) -> None:
+        """Set the learning rate and the length of the warm-up that a saved optimizer had."""
+        self.learning_rate = learning_rate
+        self.default_optimizer.warmup_steps = warmup_steps
+
+    def fit_begins(self, batch_size: int | None) -> None:
+        """A `fit` was called; on data of so many samples per batch, where that is known."""
+        self._is_new_fit = True
+        wanted = self.hyperparameters.batch_size
+        if batch_size not in (None, wanted):
+            self._warn_once(
+                f"The hyperparameters are for batches of {wanted:,} samples, but this fit has "
+                f"batches of {batch_size:,}. Use scale(…, to={batch_size}), or the batch "
+                "size that they are for.",
+                stacklevel=4,  # the call of fit, past two functions of `model_hooks`
+            )
+
+    def training_begins(self, steps_per_epoch: int | None) -> None:
+        """Keras makes or reuses its train function, for a new fit or for `train_on_batch`."""
+        self.take_tables()
+        model = self._model
+        # Before a step is traced: TensorFlow traces it twice where the first creates variables.
+        if model is not None and model.built and model.train_function is None:
+            self.create_slots(model.trainable_variables)
+        is_new_fit, self._is_new_fit = self._is_new_fit, False
+        # Somebody may have loaded weights on rank 0 alone.
+        self.awaits_rank_sync = is_new_fit and ranks().size > 1
+        self.is_started &= not is_new_fit
+        if not is_new_fit or steps_per_epoch is None:
+            return
+        if self.warmup_steps is None:
+            self._warm_up_for(steps_per_epoch)
+        if steps_per_epoch < _FEW_STEPS:
+            self._warn_once(
+                f"This fit has {steps_per_epoch} steps per epoch. With fewer than {_FEW_STEPS}, "
+                "the warm-up and the updates are too coarse, and AUC suffers under every scaling "
+                "rule. Use a smaller batch, or more data.",
+                stacklevel=2,
+            )
+
+    def _warn_once(self, text: str, stacklevel: int) -> None:
+        if text not in self._warnings:
+            self._warnings.add(text)
+            warnings.warn(text, stacklevel=stacklevel + 1)
+
+    def broadcast(self) -> None:
+        """Give all ranks the weights, moments, step counts and learning rates that rank 0 has.
+
+        `model.fit` does it before its first step, and so does a step in a `tf.function`, as it is
+        traced. Before the first step that you make eagerly, `train_on_batch` of a model compiled
+        with `run_eagerly=True` included, call the model on a batch, so that it is built, and then
+        this, on all ranks. On one rank it does nothing.
+
+        Raises:
+          ValueError: the ranks differ in tables, hyperparameters or update mode, or a loss is a
+            sum.
+        """
+        if ranks().size > 1 and self._model is not None:
+            broadcast_state(self, self._model)
+        self.is_started = True
 
     def _factor(self) -> tf.Tensor:
         """What all three parts' learning rates are multiplied by, float32."""
@@ -371,21 +487,18 @@ class CowClipOptimizer(StepsTogether, FollowsFits, RefusesOptions, mm.MultiOptim
 
     def create_slots(self, variables: Iterable[tf.Variable]) -> None:
         """Create all state for `variables`, as the first `apply_gradients` does."""
-        owner = self._own()
-        shares: dict[int, list[tf.Variable]] = {}
-        for variable in variables:
-            mine = owner.get(variable.ref(), self.default_optimizer)
-            shares.setdefault(id(mine), []).append(variable)
         _ = self.iterations
         self._create_hypers()
-        for optimizer in self.optimizers:
-            optimizer._create_all_weights(shares.get(id(optimizer), []))
+        for part, mine in self.by_part((variable,) for variable in variables):
+            part._create_all_weights([variable for (variable,) in mine])
 
-    def _create_slots_of_model(self) -> None:
-        """Before a step is traced: TensorFlow traces it twice where the first creates variables."""
-        model = self._model() if self._model is not None else None
-        if model is not None and model.built and model.train_function is None:
-            self.create_slots(model.trainable_variables)
+    @tf.autograph.experimental.do_not_convert
+    def _aggregate_gradients(self, grads_and_vars: Iterable[tuple[Any, tf.Variable]]) -> list[Any]:
+        """Keras's, by which its loss scaling decides whether to make the step."""
+        pairs = filter_empty_gradients(grads_and_vars)
+        if ranks().size == 1:
+            return list(super()._aggregate_gradients(pairs))
+        return reduce_gradients(self, pairs, scaled=True)
 
     @tf.autograph.experimental.do_not_convert  # as in a `fit`: a loop of one's own may be converted
     def apply_gradients(
@@ -403,36 +516,35 @@ class CowClipOptimizer(StepsTogether, FollowsFits, RefusesOptions, mm.MultiOptim
             two defers updates.
         """
         pairs = filter_empty_gradients(grads_and_vars)
-        owner = self._own()
         mine = self._catch_up_rows if self.update_mode == "deferred" else None
         if any(spec.access.catch_up != mine for spec in self.table_specs):
             raise ValueError(_OWNED_BY_ANOTHER)
-        model = self._model() if self._model is not None else None
-        check_belong(pairs, owner, model, each=self.update_mode == "deferred")
+        check_known(pairs, self.owner(), self._model)
         self._has_stepped = True
         with tf.init_scope():
             # All slots before any control flow: loss scaling applies gradients inside a tf.cond.
             self.create_slots([v for _, v in pairs])
         if experimental_aggregate_gradients and ranks().size > 1:
-            pairs, experimental_aggregate_gradients = self._joined(pairs), False
+            pairs, experimental_aggregate_gradients = reduce_gradients(self, pairs), False
         if not pairs:  # all is frozen: no update, which Keras does not count either
             return tf.no_op()
         with tf.init_scope():  # now its length is rank 0's
-            self._check_warm_up()
-        shares: dict[int, list[Any]] = {}
-        for pair in pairs:
-            mine = owner.get(pair[1].ref(), self.default_optimizer)
-            shares.setdefault(id(mine), []).append(pair)
+            if self.default_optimizer.warm_up is not None and self.warmup_steps is None:
+                raise ValueError(
+                    "The warm-up of the dense learning rate needs the number of updates per epoch. "
+                    "Pass steps_per_epoch=… to CowClipOptimizer.for_model, or train with model.fit "
+                    "on data of known length, or set warmup_epochs=0."
+                )
         updates: list[Any] = []
-        checked = self._checked()
-        for optimizer in self.optimizers:
-            if id(optimizer) not in shares:
+        checked = self.checks_of_ids()
+        for optimizer, share in self.by_part(pairs):
+            if not share:
                 continue
             # The exact mode takes a table-sized temporary: one table after the other.
             before = checked + (updates[-1:] if self.update_mode == "exact" else [])
             with tf.control_dependencies(before):
                 update = optimizer.apply_gradients(
-                    shares[id(optimizer)],
+                    share,
                     name=name,
                     experimental_aggregate_gradients=experimental_aggregate_gradients,
                 )
@@ -440,33 +552,21 @@ class CowClipOptimizer(StepsTogether, FollowsFits, RefusesOptions, mm.MultiOptim
         with tf.control_dependencies(updates):
             return tf.group(self.iterations.assign_add(1, read_value=False))
 
-    def _checked(self) -> list[tf.Tensor]:
+    def checks_of_ids(self) -> list[tf.Tensor]:
         """The step's rows, there once their ids are known to be in range: else it does nothing."""
         lookups = [lookup for spec in self.table_specs for lookup in spec.recorder.lookups()]
         return [lookup.check for lookup in lookups if lookup.check is not None]
 
-    def add(self, optimizer_blocks: Any) -> None:
-        """Refused: blocks are assigned by `for_model`, and one added here would be passed over."""
-        raise ValueError(
-            "A CowClipOptimizer assigns variables itself, by table. Received blocks to add: "
-            f"{optimizer_blocks!r}. Choose what is clipped with clip_tables."
-        )
-
-    def update(self, optimizer_blocks: Any) -> None:
-        """Refused, as `add` is."""
-        self.add(optimizer_blocks)
-
     def owned(self) -> list[Owned]:
         """Every trainable variable of the built model with its one optimizer, in model order."""
-        model = self._model() if self._model is not None else None
-        owner = self._own()
+        model = self._model
         if model is None or not model.built:
             raise ValueError(
                 "The optimizer's model must be built before its variables can be listed. Call the "
                 "model on a batch, or fit it, first."
             )
         return owned_variables(
-            model, self.table_specs, owner, self.default_optimizer, self.clip_tables
+            model, self.table_specs, self.owner(), self.default_optimizer, self.clip_tables
         )
 
     def observe(self, frequent_share: float = 1e-3) -> StepStatistics:
@@ -490,39 +590,29 @@ class CowClipOptimizer(StepsTogether, FollowsFits, RefusesOptions, mm.MultiOptim
                 f"frequent_share must be at most 1. Received: frequent_share={frequent_share!r}"
             )
         frequent_from = max(2.0, share * self.hyperparameters.batch_size)
-        if self._statistics is None and self._has_stepped:
+        found = self._statistics
+        if found is None and not self._has_stepped:
+            found = StepStatistics(self.clipped_ranges(), frequent_from)
+        if found is None or found.frequent_from != frequent_from:
             raise ValueError(
-                "observe() must be called before the first training step, since its graph is kept. "
-                "Call it right after CowClipOptimizer.for_model."
+                "observe() must be called before the first training step, since its graph is kept, "
+                "and always with the same frequent_share. Received: "
+                f"frequent_share={frequent_share!r}. Call it right after CowClipOptimizer.for_model."
             )
-        found = self._statistics or StepStatistics(self._clipped_ranges(), frequent_from)
-        if found.frequent_from != frequent_from:
-            raise ValueError(
-                "frequent_share must be the same in every call of observe(). Received: "
-                f"frequent_share={frequent_share!r} after another one"
-            )
-        self._observe_by(found)
+        self._set_statistics(found)
         return found
 
-    def _observe_by(self, statistics: StepStatistics | None) -> None:
+    def _set_statistics(self, statistics: StepStatistics | None) -> None:
         self._statistics = statistics
         for part in self._tables:
-            part.observe(statistics)
+            part.statistics = statistics
 
     def learning_rates(self) -> LearningRates:
         """The learning rates that the last step used, with warm-up, schedules and what was set.
 
-        What was set since that step counts as set before it. Where loss scaling has left out every
-        step so far, those that the first one to be made will use.
-
-        Raises:
-          ValueError: there was no step yet.
+        What was set since that step counts as set before it. Before the first step, those that it
+        will use.
         """
-        if not int(self.iterations):
-            raise ValueError(
-                "learning_rates() tells what the last step used. Received: no step yet. Call it "
-                "after one; optimizer.summary() tells what is set."
-            )
         # A part whose tables are frozen stays behind, at a rate that no step has any more.
         stepped = [part for part in self._tables if int(part.iterations)] or self._tables
         tables = next((part for part in stepped if part.is_trained), stepped[0])
@@ -540,7 +630,7 @@ class CowClipOptimizer(StepsTogether, FollowsFits, RefusesOptions, mm.MultiOptim
           ValueError: the model is not built yet, or none is bound.
         """
         tables = {spec.variable.ref() for spec in self.table_specs if spec.layer.built}
-        weights = [one.variable for one in self.owned()] + self._model().non_trainable_variables
+        weights = [one.variable for one in self.owned()] + self._model.non_trainable_variables
         dense = (v for v in weights if v.ref() not in tables and v.dtype.is_floating)
         observed = [] if self._statistics is None else self._statistics.total()
         return in_fields(observed) + not_finite(dense)
@@ -578,23 +668,15 @@ class CowClipOptimizer(StepsTogether, FollowsFits, RefusesOptions, mm.MultiOptim
         return children
 
     def get_weights(self) -> list[Any]:
-        """Keras's; no row waits afterwards.
-
-        Raises:
-          ValueError: the model has tables in shards.
-        """
-        check_whole(self._specs or (), "optimizer.get_weights")
+        """Keras's; refused with sharded tables. No row is pending afterwards."""
+        self.check_whole("optimizer.get_weights")
         self.catch_up()
         weights: list[Any] = super().get_weights()
         return weights
 
     def set_weights(self, weights: list[Any]) -> None:
-        """Keras's; no row waits for what is replaced.
-
-        Raises:
-          ValueError: the model has tables in shards.
-        """
-        check_whole(self._specs or (), "optimizer.set_weights")
+        """Keras's; refused with sharded tables. No row is pending afterwards."""
+        self.check_whole("optimizer.set_weights")
         self.catch_up()
         super().set_weights(weights)
 

@@ -65,10 +65,7 @@ def _fit(bound: _Bound, model: Any, fit: Any, *arguments: Any, **named: Any) -> 
     if optimizer is None:
         return fit(*arguments, **named)
     optimizer.fit_begins(_batch_size(arguments, named))
-    try:
-        return fit(*arguments, **named)
-    finally:
-        optimizer.fit_ends()
+    return fit(*arguments, **named)
 
 
 def _make_train_function(bound: _Bound, model: Any, make: Any, *force: Any, **named: Any) -> Any:
@@ -77,8 +74,7 @@ def _make_train_function(bound: _Bound, model: Any, make: Any, *force: Any, **na
         _check_no_jit(model)
         optimizer.training_begins(_steps_per_epoch(model))
     elif other is not None:
-        other.check_trains_by(model.optimizer)
-        other.catch_up()
+        other.release_tables()  # another optimizer trains them
     return make(*force, **named)
 
 

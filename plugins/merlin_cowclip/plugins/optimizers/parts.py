@@ -1,4 +1,4 @@
-"""Which tables a model has, which part of the optimizer owns which variable, and the summary."""
+"""Which part of a `CowClipOptimizer` trains which variable, and its summary."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Owned(NamedTuple):
     l2: float
 
 
-def chosen(clip_tables: Iterable[Any] | None, clip: str | None) -> tuple[Any, ...] | None:
+def normalize_clip_tables(clip_tables: Any, clip: str | None) -> tuple[Any, ...] | None:
     """`clip_tables` as a tuple; `None` for all tables.
 
     Raises:
@@ -32,18 +32,13 @@ def chosen(clip_tables: Iterable[Any] | None, clip: str | None) -> tuple[Any, ..
     """
     if clip_tables is None:
         return None
-    if isinstance(clip_tables, str | bytes) or not isinstance(clip_tables, Iterable):
-        raise ValueError(f"clip_tables must be a list. Received: {clip_tables!r}, not in one")
-    wanted = tuple(clip_tables)
-    if not wanted:
+    is_list = isinstance(clip_tables, Iterable) and not isinstance(clip_tables, str | bytes)
+    wanted = tuple(clip_tables) if is_list else ()
+    if not wanted or clip is None:
         raise ValueError(
-            "clip_tables must name something. Received: an empty list, by which nothing is "
-            "clipped. To clip nothing, use clip=None; to clip all tables, leave it out"
-        )
-    if clip is None:
-        raise ValueError(
-            f"clip_tables needs a clip rule. Received: clip_tables={list(wanted)!r} with "
-            "clip=None, by which nothing is clipped. Choose a clip, or leave it out"
+            "clip_tables must be a list that names something, with a clip rule. Received: "
+            f"clip_tables={clip_tables!r} with clip={clip!r}. Leave it out to clip all tables; to "
+            "clip none, use clip=None without it."
         )
     return wanted
 
@@ -86,27 +81,6 @@ def clipped_ranges(spec: TableSpec, clip_tables: Sequence[Any] | None) -> tuple[
     return spec.selected(clip_tables)
 
 
-def tables_by_part(
-    specs: Sequence[TableSpec], clip_tables: Sequence[Any] | None
-) -> tuple[dict[TableSpec, tuple[bool, ...]], dict[TableSpec, tuple[bool, ...]]]:
-    """The built tables with a clipped range, and the others; for each which ranges are clipped."""
-    owned = set()
-    clipped: dict[TableSpec, tuple[bool, ...]] = {}
-    unclipped: dict[TableSpec, tuple[bool, ...]] = {}
-    for spec in specs:
-        if not spec.layer.built:
-            continue
-        if spec.variable.ref() in owned:
-            raise ValueError(
-                f"Each variable must belong to one table. Received: {spec.variable.name!r} in "
-                f"the table {spec.name!r} and in another one."
-            )
-        owned.add(spec.variable.ref())
-        ranges = clipped_ranges(spec, clip_tables)
-        (clipped if any(ranges) else unclipped)[spec] = ranges
-    return clipped, unclipped
-
-
 def check_access(specs: Iterable[TableSpec]) -> None:
     """Refuse tables whose rows cannot be caught up before a lookup."""
     others = [spec.name for spec in specs if not spec.access.is_used]
@@ -118,24 +92,11 @@ def check_access(specs: Iterable[TableSpec]) -> None:
         )
 
 
-def check_belong(
-    pairs: Sequence[tuple[Any, tf.Variable]], tables: Mapping[Any, Any], model: Any, *, each: bool
+def check_known(
+    pairs: Sequence[tuple[Any, tf.Variable]], tables: Iterable[Any], model: Any
 ) -> None:
-    """Refuse gradients of another model (with `each`, a single one), and of unknown tables."""
-    modules = [] if model is None else list(model._flatten_modules())
-    layers = [one for one in modules if isinstance(one, tf.keras.layers.Layer)]
-    # Not model.weights: a model that is used by parts is never built as a whole.
-    own = [v for one in layers for v in (*one._trainable_weights, *one._non_trainable_weights)]
-    own += [v for one in modules if one not in layers for v in one.variables]
-    mine = {v.ref() for v in own}
-    others = [v.name for _, v in pairs if v.ref() not in mine]
-    if modules and others and (each or len(others) == len(pairs)):
-        raise ValueError(
-            "The optimizer must be compiled into the model that it was made for, "
-            f"{model.name!r}. Received: gradients of other variables, the first of "
-            f"{others[0]!r}. Use CowClipOptimizer.for_model with this model, or "
-            "optimizer.bind(model)."
-        )
+    """Refuse a sparse gradient of what is no table of the model: its ids are not counted."""
+    layers = [] if model is None else list(model._flatten_layers())
     # A Dense layer on sparse input has a sparse gradient: the wide part of a stock W&D.
     dense = (one for one in layers if isinstance(one, tf.keras.layers.Dense) and one.built)
     known = {*tables, *(layer.kernel.ref() for layer in dense)}
@@ -143,10 +104,10 @@ def check_belong(
         if isinstance(gradient, tf.IndexedSlices) and variable.ref() not in known:
             raise ValueError(
                 "Each sparse gradient must belong to an embedding table that was found in the "
-                f"model. Received: one of {variable.name!r}, which belongs to none. Look its "
-                "rows up by a Keras Embedding or a Merlin table, or give its layer a "
-                "table_specs() method; make the optimizer for the model that it is compiled "
-                "into, once all its layers are made (or call optimizer.bind(model))."
+                f"optimizer's model. Received: one of {variable.name!r}, which belongs to none. "
+                "Make the optimizer for the model that it is compiled into, once all its layers "
+                "are made, or call optimizer.bind(model). A custom layer looks rows up by a Keras "
+                "Embedding or a Merlin table, or has a table_specs() method."
             )
 
 
@@ -196,6 +157,9 @@ def owned_as_text(owned: Sequence[Owned], tables: Sequence[TableSpec], factor: f
 def _show_rate(rate: Any, factor: float) -> str:
     if not callable(rate):
         return f"{float(rate) * factor:.6g}"
+    height = getattr(rate, "learning_rate", None)  # of a LinearWarmup
+    if height is not None and not callable(height):
+        return f"{float(height) * factor:.6g}, warm-up"
     return type(rate).__name__ + ("" if factor == 1 else f" x {factor:.6g}")
 
 
@@ -203,9 +167,7 @@ def as_text(item: Any) -> str:
     """An item of `clip_tables` as text: a name, `tag:…` for a tag, and a layer by its name."""
     if isinstance(item, Tags):
         return f"tag:{item.value}"
-    if isinstance(item, str):
-        return item
-    return str(getattr(item, "table_name", None) or item.name)
+    return item if isinstance(item, str) else str(getattr(item, "table_name", None) or item.name)
 
 
 def from_text(item: Any) -> Any:

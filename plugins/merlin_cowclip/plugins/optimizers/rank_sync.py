@@ -14,6 +14,7 @@ from merlin_cowclip.plugins.distributed.horovod import (
     broadcasts_variables,
     ranks,
 )
+from merlin_cowclip.plugins.optimizers.startup import synchronize
 from merlin_cowclip.plugins.optimizers.state import optimizer_of
 
 _KERAS = tf.keras.callbacks
@@ -63,7 +64,7 @@ class RankSync(tf.keras.callbacks.Callback):
         """Broadcast at the first batch, once all callbacks have begun."""
         if self._epoch_begins:
             self._epoch_begins = False
-            optimizer_of(self.model).synchronize()
+            synchronize(optimizer_of(self.model), self.model)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Stop all ranks where one stops, if `each_batch`."""

@@ -1,200 +1,109 @@
-"""What a `CowClipOptimizer` does on several ranks of Horovod: equal start, gradients of all."""
+"""A `CowClipOptimizer` on several ranks of Horovod: an equal start, and gradients of all ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from merlin_cowclip.plugins._tensorflow import filter_empty_gradients, tf
+from merlin_cowclip.plugins._tensorflow import tf
 from merlin_cowclip.plugins.distributed.gradients import all_reduce_dense
 from merlin_cowclip.plugins.distributed.horovod import (
     all_gather_object,
     broadcast,
     check_same,
-    ranks,
 )
-from merlin_cowclip.plugins.distributed.sharding import Shard, finite_together
-from merlin_cowclip.plugins.embeddings.tables import TableSpec, check_whole
-from merlin_cowclip.plugins.optimizers.learning_rate import TablePart
+from merlin_cowclip.plugins.distributed.sharding import finite_together
 from merlin_cowclip.plugins.optimizers.state import state_of
-from merlin_cowclip.plugins.scaling import Hyperparameters
 
-_ONE_MODEL = "All ranks must train the same model by the same optimizer."
+if TYPE_CHECKING:
+    from merlin_cowclip.plugins.optimizers.cowclip import CowClipOptimizer
 
 
-class StepsTogether:
-    """Joins the gradients and counts of all ranks before anything else is done with them.
+def broadcast_state(optimizer: CowClipOptimizer, model: tf.keras.Model) -> None:
+    """Give all ranks rank 0's state, after checking that they train the same by the same."""
+    _check_losses(model)
+    sharded = optimizer.in_shards()
+    state = [v for v in state_of(model, optimizer).values() if v.ref() not in sharded]
+    tables = [
+        {
+            "fields": [column.name for column in spec.columns],
+            "first rows": spec.row_offsets,
+            "width": spec.width,
+            "clipped": clipped,
+            "in shards": spec.shard is not None,
+        }
+        for spec, clipped in optimizer.clipped_ranges().items()
+    ]
+    described = {
+        "update": optimizer.update_mode,
+        "hyperparameters": optimizer.hyperparameters.to_dict(),
+        "tables": tables,
+        "variables": len(state),
+    }
+    check_same(described, "All ranks must train the same model by the same optimizer.")
+    broadcast(state)
 
-    `apply_gradients` does so by `_joined`; Keras's loss scaling, which then decides whether to make
-    the step, before that by `_aggregate_gradients`.
+
+def synchronize(optimizer: CowClipOptimizer, model: tf.keras.Model) -> None:
+    """Broadcast rank 0's state as a fit begins, its learning rate as another epoch does.
+
+    A model that some rank has not built yet is broadcast in its first step.
     """
+    if optimizer.is_started:
+        broadcast([optimizer.learning_rate])
+    elif all(all_gather_object(bool(model.built))):
+        optimizer.create_slots(model.trainable_variables)
+        optimizer.broadcast()
 
-    awaits_rank_sync = False  # a fit has begun, and no RankSync in it yet
-    _is_started = False  # whether all ranks have rank 0's state
 
-    if TYPE_CHECKING:  # what the optimizer has
-        _model: Any
-        hyperparameters: Hyperparameters
-        learning_rate: Any
-        update_mode: str
+def reduce_gradients(
+    optimizer: CowClipOptimizer, pairs: Sequence[tuple[Any, tf.Variable]], *, scaled: bool = False
+) -> list[Any]:
+    """Gradients and counts of the global batch, from those of this rank's share.
 
-        @property
-        def table_specs(self) -> tuple[TableSpec, ...]:
-            """Its tables."""
+    The same on all ranks, but of sharded tables, of which each rank has those of its rows.
 
-        def _clipped_ranges(self) -> Mapping[TableSpec, Sequence[bool]]: ...
+    Args:
+      optimizer: which starts, if it has not.
+      pairs: gradients of the share's mean loss and their variables.
+      scaled: whether loss scaling decides by them whether to make the step: then a gradient that is
+        not finite on one rank is so on all.
+    """
+    _start(optimizer, [variable for _, variable in pairs])
+    reduced: dict[Any, Any] = {}
+    # An id out of range ends the step before the other ranks hear of it: they would make it.
+    with tf.control_dependencies(optimizer.checks_of_ids()):
+        for part, mine in optimizer.by_part(pairs):
+            if part is not optimizer.default_optimizer:
+                reduced.update((v.ref(), gradient) for gradient, v in part.reduce(mine))
+            else:
+                means = all_reduce_dense([gradient for gradient, _ in mine])
+                reduced.update((v.ref(), mean) for mean, (_, v) in zip(means, mine, strict=True))
+    if scaled:
+        sharded = [key for key in reduced if key in optimizer.in_shards()]
+        checked = finite_together([reduced[key] for key in sharded])
+        reduced.update(zip(sharded, checked, strict=True))
+    return [(reduced[variable.ref()], variable) for _, variable in pairs]
 
-        def _checked(self) -> list[tf.Tensor]: ...
 
-        def _own(self) -> Mapping[Any, TablePart]: ...
-
-        def _table_parts(self) -> Sequence[TablePart]: ...
-
-        def create_slots(self, variables: Iterable[tf.Variable]) -> None:
-            """Its own."""
-
-    def broadcast(self) -> None:
-        """Give all ranks the weights, moments, step counts and learning rates that rank 0 has.
-
-        `model.fit` does it before its first step, and so does a step in a `tf.function`, as it is
-        traced. Before the first step that you make eagerly, `train_on_batch` of a model compiled
-        with `run_eagerly=True` included, call the model on a batch, so that it is built, and then
-        this, on all ranks. On one rank it does nothing.
-
-        Raises:
-          ValueError: the ranks differ in tables, hyperparameters or update mode, or a loss is a
-            sum.
-        """
-        model = self._model() if self._model is not None else None
-        if ranks().size > 1 and model is not None:
-            _check_losses(model)
-            own = self.in_shards()
-            state = [v for v in state_of(model, self).values() if v.ref() not in own]
-            check_same(self._described() | {"variables": len(state)}, _ONE_MODEL)
-            broadcast(state)
-        self._is_started = True
-
-    def _described(self) -> dict[str, Any]:
-        """What all ranks must have the same before they can have the same state."""
-        tables = [
-            {
-                "fields": [column.name for column in spec.columns],
-                "first rows": spec.row_offsets,
-                "width": spec.width,
-                "clipped": clipped,
-                "in shards": spec.shard is not None,
-            }
-            for spec, clipped in self._clipped_ranges().items()
-        ]
-        hyperparameters = self.hyperparameters.to_dict()
-        return {"update": self.update_mode, "hyperparameters": hyperparameters, "tables": tables}
-
-    def _await_rank_sync(self, is_new_fit: bool) -> None:
-        """A fit begins: somebody may have loaded weights on rank 0 alone."""
-        self.awaits_rank_sync = is_new_fit and ranks().size > 1
-        self._is_started &= not is_new_fit
-
-    def synchronize(self) -> None:
-        """Broadcast rank 0's state as a fit begins, its learning rate as another epoch does.
-
-        A model that some rank has not built yet is broadcast in its first step.
-        """
-        model = self._model()
-        if self._is_started:
-            broadcast([self.learning_rate])
-        elif all(all_gather_object(bool(model.built))):
-            self.create_slots(model.trainable_variables)
-            self.broadcast()
-
-    def in_shards(self) -> dict[Any, Shard]:
-        """By reference, which rows this rank has of a table in shards, and of its moments."""
-        found: dict[Any, Shard] = {}
-        for variable, part in self._own().items():
-            table = variable.deref()
-            shard = part.shard_of(table)
-            if shard is not None:
-                slots = (slot.ref() for slot in part.slots_of(table).values())
-                found |= dict.fromkeys((variable, *slots), shard)
-        return found
-
-    def check_trains_by(self, other: Any) -> None:
-        """Refuse another optimizer for tables in shards.
-
-        Raises:
-          ValueError: there are some.
-        """
-        names = [spec.name for spec in self.table_specs if spec.shard is not None]
-        if names:
-            raise ValueError(
-                "A table in shards must be trained by a CowClipOptimizer, which knows where its "
-                f"rows are. Received: {type(other).__name__}, for {names[0]!r}. Compile the model "
-                "with CowClipOptimizer.for_model, or leave sharded=True out."
-            )
-
-    def check_whole(self, what: str) -> None:
-        """Refuse what would take this rank's rows for the tables.
-
-        Raises:
-          ValueError: there are tables in shards.
-        """
-        check_whole(self.table_specs, what)
-
-    @tf.autograph.experimental.do_not_convert  # it does not know zip(…, strict=True)
-    def _aggregate_gradients(self, grads_and_vars: Iterable[tuple[Any, tf.Variable]]) -> list[Any]:
-        """As `_joined`, and on all ranks not finite where they are not on one: for loss scaling."""
-        pairs = filter_empty_gradients(grads_and_vars)
-        if ranks().size == 1:
-            return list(super()._aggregate_gradients(pairs))  # type: ignore[misc]
-        joined, shards = self._joined(pairs), self.in_shards()
-        seen = iter(finite_together([mine for mine, v in joined if v.ref() in shards]))
-        return [(next(seen) if v.ref() in shards else mine, v) for mine, v in joined]
-
-    @tf.autograph.experimental.do_not_convert
-    def _joined(self, pairs: Sequence[tuple[Any, tf.Variable]]) -> list[Any]:
-        """The gradients of the global batch, with its counts.
-
-        The same on all ranks, but of tables in shards, of which each has those of its rows.
-        """
-        self._start([variable for _, variable in pairs])
-        # An id out of range ends the step before the other ranks hear of it: they would make it.
-        with tf.control_dependencies(self._checked()):
-            joined = self._by_variable(pairs)
-        return [(joined[variable.ref()], variable) for _, variable in pairs]
-
-    def _by_variable(self, pairs: Sequence[tuple[Any, tf.Variable]]) -> dict[Any, Any]:
-        owner = self._own()
-        shares: dict[int, list[Any]] = {}
-        for pair in pairs:
-            shares.setdefault(id(owner.get(pair[1].ref())), []).append(pair)
-        joined: dict[Any, Any] = {}
-        for part in self._table_parts():
-            found = part.join(shares.get(id(part), []))
-            joined.update((variable.ref(), gradient) for gradient, variable in found)
-        dense = shares.get(id(None), [])
-        means = all_reduce_dense([gradient for gradient, _ in dense])
-        joined.update((v.ref(), mean) for mean, (_, v) in zip(means, dense, strict=True))
-        return joined
-
-    def _start(self, variables: list[tf.Variable]) -> None:
-        if self.awaits_rank_sync:
-            raise ValueError(
-                "On several ranks, fit needs the callback RankSync. Received: none in callbacks. "
-                "Pass it first and last: sync = RankSync(); "
-                "fit(…, callbacks=[sync, …, sync])."
-            )
-        with tf.init_scope():
-            self.create_slots(variables)
-        if self._is_started:
-            return
-        if tf.executing_eagerly():
-            raise ValueError(
-                "On several ranks all must begin with the same weights. Received: a first step "
-                "that is made eagerly. Call the model on a batch, so that it is built, then "
-                "optimizer.broadcast(), before it. A fit of a built model does so itself, and so "
-                "does a step in a tf.function."
-            )
-        with tf.init_scope():  # while the step is traced: it runs after this
-            self.broadcast()
+def _start(optimizer: CowClipOptimizer, variables: list[tf.Variable]) -> None:
+    if optimizer.awaits_rank_sync:
+        raise ValueError(
+            "On several ranks, fit needs the callback RankSync. Received: none in callbacks. "
+            "Pass it first and last: sync = RankSync(); fit(…, callbacks=[sync, …, sync])."
+        )
+    with tf.init_scope():
+        optimizer.create_slots(variables)
+    if optimizer.is_started:
+        return
+    if tf.executing_eagerly():
+        raise ValueError(
+            "On several ranks all must begin with the same weights. Received: a first eager step. "
+            "Call the model on a batch, so that it is built, then optimizer.broadcast(), before "
+            "it; or make the step in a tf.function, or by fit, which broadcast themselves."
+        )
+    with tf.init_scope():  # while the step is traced: it runs after this
+        optimizer.broadcast()
 
 
 def _check_losses(model: tf.keras.Model) -> None:

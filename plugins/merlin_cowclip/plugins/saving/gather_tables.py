@@ -43,7 +43,7 @@ def whole_tables(model: mm.Model) -> Iterator[None]:
     optimizer = optimizer_of(model)
     if is_in_shards(model):
         optimizer.create_slots(model.trainable_variables)
-    parts = optimizer._own()
+    parts = optimizer.owner()
     traced: dict[str, Any] = {}
     with contextlib.ExitStack() as shards:
         for spec in optimizer.table_specs:
