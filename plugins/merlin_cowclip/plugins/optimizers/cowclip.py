@@ -239,10 +239,9 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
         specs, deferred = tables_of(model, self.clip_tables), self.update_mode == "deferred"
         if deferred and ranks().size > 1:
             raise ValueError(
-                "update='deferred' is not offered on several ranks. Received: it on "
-                f"{ranks().size}. Use 'exact' or 'lazy'. A model that was saved with it is loaded "
-                "on one process; to predict, tf.keras.models.load_model(path, compile=False) loads "
-                "it on several, too."
+                f"update='deferred' is not offered on several ranks. Received: {ranks().size} "
+                "ranks. Use 'exact' or 'lazy'; to predict with a model that was trained so, load "
+                "it by tf.keras.models.load_model(path, compile=False)."
             )
         if deferred:
             check_access(specs)
@@ -366,11 +365,7 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
         return found
 
     def check_whole(self, what: str) -> None:
-        """Refuse what would take this rank's rows of sharded tables for all.
-
-        Raises:
-          ValueError: there are such tables.
-        """
+        """Refuse what would take this rank's rows of sharded tables for all."""
         check_whole(self._specs or (), what)
 
     @contextlib.contextmanager
@@ -540,8 +535,9 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
         for optimizer, share in self.by_part(pairs):
             if not share:
                 continue
-            # The exact mode takes a table-sized temporary: one table after the other.
-            before = checked + (updates[-1:] if self.update_mode == "exact" else [])
+            # One part after the other: the exact mode takes a table-sized temporary, and where the
+            # deferred one refuses a step, dense weights stay as they are, too.
+            before = checked + (updates[-1:] if self.update_mode != "lazy" else [])
             with tf.control_dependencies(before):
                 update = optimizer.apply_gradients(
                     share,
@@ -596,8 +592,8 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
         if found is None or found.frequent_from != frequent_from:
             raise ValueError(
                 "observe() must be called before the first training step, since its graph is kept, "
-                "and always with the same frequent_share. Received: "
-                f"frequent_share={frequent_share!r}. Call it right after CowClipOptimizer.for_model."
+                f"and always with the same frequent_share. Received: {frequent_share!r}. Call it "
+                "right after CowClipOptimizer.for_model."
             )
         self._set_statistics(found)
         return found
@@ -619,12 +615,11 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
         return LearningRates(self.default_optimizer.last_rate(), tables.last_rate())
 
     def not_finite(self) -> list[NotFinite]:
-        """Where NaN or infinite numbers are: by table and field, or by dense weight.
+        """NaN check: where NaN or infinite numbers are, by table and field, or by dense weight.
 
-        Of tables, where steps are observed (see `observe`): whether a row of any batch since the
-        first had such a gradient, or such weights. Of dense weights, what they are now, and of
-        those that no optimizer trains as well: moving means, frozen layers. It costs little, but
-        waits for the steps under way; so call it every few steps, not after each.
+        Of tables, where steps are observed (`observe`): whether a row of any batch so far had such
+        a gradient or such weights. Of dense weights, frozen ones and moving means included: what
+        they are now. It waits for the steps under way; so call it every few steps.
 
         Raises:
           ValueError: the model is not built yet, or none is bound.
@@ -642,11 +637,9 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
     # MultiOptimizer takes the count from its first pair, which may own no variable.
     @property
     def iterations(self) -> tf.Variable:
-        """Number of updates, an int64 variable of this optimizer's own.
+        """Number of updates, int64, those that Keras's loss scaling left out included.
 
-        As Keras counts them: those that its loss scaling left out are among them. Each of
-        `optimizers`, the three parts, counts those alone that it made, by which its bias correction
-        and its schedules go.
+        Each of the three parts counts its own, by which its bias correction and schedules go.
         """
         return tf.keras.optimizers.legacy.Optimizer.iterations.fget(self)
 

@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from merlin_cowclip.plugins._checks import is_whole
 from merlin_cowclip.plugins._tensorflow import tf
@@ -25,61 +25,63 @@ if TYPE_CHECKING:
     from merlin_cowclip.plugins.optimizers.cowclip import CowClipOptimizer
 
 
-class _Bound(NamedTuple):
-    """The optimizer that a model was bound to; a weak reference, which copies do not follow."""
-
-    kind: type[CowClipOptimizer]
-    reference: Callable[[], CowClipOptimizer | None]
-
-    def compiled(self, model: Any) -> CowClipOptimizer | None:
-        """The one that the model is compiled with, if it is of this kind."""
-        optimizer = _unscaled(getattr(model, "optimizer", None))
-        return optimizer if isinstance(optimizer, self.kind) else None
-
-    def known(self, model: Any) -> CowClipOptimizer | None:
-        """The same, or else the bound one: a custom loop compiles nothing."""
-        return self.compiled(model) or self.reference()
-
-
 def install_hooks(model: tf.keras.Model, optimizer: CowClipOptimizer) -> None:
     """Replace methods of `model`, so that `optimizer` hears of fits and of uses of weights.
 
-    One of the same kind that the model is compiled with goes before `optimizer`.
+    A `CowClipOptimizer` that the model is compiled with goes before `optimizer`.
     """
-    bound = _Bound(type(optimizer), weakref.ref(optimizer))
+    bound = weakref.ref(optimizer)  # which copies do not follow
     for name, hook in _HOOKS.items():
         # object.__setattr__: Keras would look for layers in it.
         object.__setattr__(model, name, types.MethodType(_method(name, hook, bound), model))
 
 
-def _method(name: str, hook: Callable[..., Any], bound: _Bound) -> Callable[..., Any]:
+def _method(name: str, hook: Callable[..., Any], bound: Callable[[], Any]) -> Callable[..., Any]:
     def method(self: Any, *arguments: Any, **named: Any) -> Any:
-        return hook(bound, self, partial(getattr(type(self), name), self), *arguments, **named)
+        original = partial(getattr(type(self), name), self)
+        compiled = _ours(getattr(self, "optimizer", None))
+        return hook(compiled, bound(), self, original, *arguments, **named)
 
     method.__name__ = name
     return method
 
 
-def _fit(bound: _Bound, model: Any, fit: Any, *arguments: Any, **named: Any) -> Any:
-    optimizer = bound.compiled(model)
-    if optimizer is None:
-        return fit(*arguments, **named)
-    optimizer.fit_begins(_batch_size(arguments, named))
+def _ours(optimizer: Any) -> CowClipOptimizer | None:
+    """A `CowClipOptimizer`, within Keras's loss scaling or not."""
+    from merlin_cowclip.plugins.optimizers.cowclip import CowClipOptimizer
+
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    return inner if isinstance(inner, CowClipOptimizer) else None
+
+
+# Hooks take the optimizer that the model is compiled with, if it is ours; that which it was bound
+# to (a custom loop compiles nothing), if there still is one; the model; and the method itself.
+
+
+def _fit(compiled: Any, bound: Any, model: Any, fit: Any, *arguments: Any, **named: Any) -> Any:
+    if compiled is not None:
+        compiled.fit_begins(_batch_size(arguments, named))
     return fit(*arguments, **named)
 
 
-def _make_train_function(bound: _Bound, model: Any, make: Any, *force: Any, **named: Any) -> Any:
-    optimizer, other = bound.compiled(model), bound.reference()
-    if optimizer is not None:
-        _check_no_jit(model)
-        optimizer.training_begins(_steps_per_epoch(model))
-    elif other is not None:
-        other.release_tables()  # another optimizer trains them
+def _make_train_function(
+    compiled: Any, bound: Any, model: Any, make: Any, *force: Any, **named: Any
+) -> Any:
+    if compiled is None and bound is not None:  # another optimizer trains its tables
+        bound.release_tables()
+    elif compiled is not None:
+        if model._jit_compile:
+            raise ValueError(
+                "A model with a CowClipOptimizer must be compiled without jit_compile: XLA has no "
+                "kernels for the sums of gradient rows, and drops the checks of ids. Leave it out, "
+                "or compile dense layers by @tf.function(jit_compile=True) on their call."
+            )
+        compiled.training_begins(_steps_per_epoch(model))
     return make(*force, **named)
 
 
-def _save(bound: _Bound, model: Any, save: Any, *arguments: Any, **named: Any) -> None:
-    optimizer = bound.known(model)
+def _save(compiled: Any, bound: Any, model: Any, save: Any, *arguments: Any, **named: Any) -> None:
+    optimizer = compiled or bound
     if optimizer is None:
         return save(*arguments, **named)
     optimizer.check_whole("save")
@@ -88,23 +90,23 @@ def _save(bound: _Bound, model: Any, save: Any, *arguments: Any, **named: Any) -
 
 
 def _use_weights(
-    name: str, bound: _Bound, model: Any, use: Any, *arguments: Any, **named: Any
+    name: str, compiled: Any, bound: Any, model: Any, use: Any, *arguments: Any, **named: Any
 ) -> Any:
-    optimizer = bound.known(model)
+    optimizer = compiled or bound
     if optimizer is not None:
         optimizer.check_whole(name)
         optimizer.catch_up()
     return use(*arguments, **named)
 
 
-def _add_horovod_callbacks(bound: _Bound, model: Any, add: Any, callbacks: Any) -> Any:
+def _add_horovod_callbacks(compiled: Any, bound: Any, model: Any, add: Any, callbacks: Any) -> Any:
     """Of a Merlin model's fit on several ranks."""
-    return add(callbacks) if bound.compiled(model) is None else with_rank_sync(callbacks)
+    return add(callbacks) if compiled is None else with_rank_sync(callbacks)
 
 
-def _create_optimizer(bound: _Bound, model: Any, create: Any, optimizer: Any) -> Any:
+def _create_optimizer(compiled: Any, bound: Any, model: Any, create: Any, optimizer: Any) -> Any:
     """Of a Merlin model's compile: on several ranks it would remake loss scaling."""
-    return optimizer if isinstance(_unscaled(optimizer), bound.kind) else create(optimizer)
+    return create(optimizer) if _ours(optimizer) is None else optimizer
 
 
 _HOOKS: Mapping[str, Callable[..., Any]] = {
@@ -120,22 +122,6 @@ _HOOKS: Mapping[str, Callable[..., Any]] = {
 }
 
 
-def _unscaled(optimizer: Any) -> Any:
-    """An optimizer without Keras's loss scaling around it."""
-    return getattr(optimizer, "inner_optimizer", optimizer)
-
-
-def _check_no_jit(model: Any) -> None:
-    """Refuse XLA for whole steps: it has no kernel for their sums of rows, and drops asserts."""
-    if model._jit_compile:
-        raise ValueError(
-            "A model with a CowClipOptimizer must be compiled without jit_compile: XLA has none of "
-            "the ops that sum the gradients of rows, and would drop the checks of ids. Received: "
-            f"jit_compile={model._jit_compile!r}. Leave it out, or compile dense layers of your "
-            "own, by @tf.function(jit_compile=True) on their call."
-        )
-
-
 class _InnerOptimizer(tf.keras.mixed_precision.LossScaleOptimizer):
     """What loss scaling is loaded as: what is within it."""
 
@@ -147,8 +133,7 @@ class _InnerOptimizer(tf.keras.mixed_precision.LossScaleOptimizer):
 def _loaded_without_loss_scaling() -> AbstractContextManager[Any]:
     """Within it, on several ranks, a model is loaded without its loss scaling.
 
-    Merlin loads what it saves, for the schema of its outputs, and compiles it; see
-    `_create_optimizer`, which that model has not.
+    Merlin loads and compiles what it saves, for the schema of its outputs, without these hooks.
     """
     if ranks().size == 1:
         return contextlib.nullcontext()
