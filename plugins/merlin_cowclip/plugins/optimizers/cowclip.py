@@ -33,12 +33,10 @@ from merlin_cowclip.plugins.optimizers.parts import (
     as_text,
     check_access,
     check_known,
-    check_trainable,
     clipped_ranges,
     from_text,
     normalize_clip_tables,
     owned_as_text,
-    owned_variables,
     tables_of,
 )
 from merlin_cowclip.plugins.optimizers.startup import broadcast_state, reduce_gradients
@@ -211,7 +209,7 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
 
         Raises:
           ValueError: an argument outside its range, a model without tables, `clip_tables` that name
-            no table of the model or a frozen one, a table with a regularizer, or `init_tables` for
+            no table of the model, a table with a regularizer, or `init_tables` for
             a table that is built already or whose layer takes another σ as its argument.
         """
         optimizer = cls(
@@ -223,7 +221,6 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
             embedding_schedule=embedding_schedule,
         )
         specs, sigma = tables_of(model, optimizer.clip_tables), hyperparameters.init_stddev
-        check_trainable(specs, optimizer.clip_tables)
         if init_tables:
             initialize(sigma, specs)
         optimizer.bind(model)  # takes the tables from another optimizer: after all refusals
@@ -555,15 +552,25 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
 
     def owned(self) -> list[Owned]:
         """Every trainable variable of the built model with its one optimizer, in model order."""
-        model = self._model
+        model, owner = self._model, self.owner()
         if model is None or not model.built:
             raise ValueError(
                 "The optimizer's model must be built before its variables can be listed. Call the "
                 "model on a batch, or fit it, first."
             )
-        return owned_variables(
-            model, self.table_specs, self.owner(), self.default_optimizer, self.clip_tables
-        )
+        ranges = {s.variable.ref(): r for s, r in self.clipped_ranges().items() if s.layer.built}
+        lines = []
+        for variable in model.trainable_variables:
+            part = owner.get(variable.ref())
+            if part is None:
+                lines.append(Owned(variable, self.default_optimizer, "Adam", 0.0))
+                continue
+            clipped = ranges[variable.ref()]
+            rule = f"clip {part.clip}" if any(clipped) else "no clip"
+            if any(clipped) and not all(clipped):
+                rule += f" ({sum(clipped)} of {len(clipped)} fields)"
+            lines.append(Owned(variable, part, f"{rule}, {part.update}", part.l2))
+        return lines
 
     def observe(self, frequent_share: float = 1e-3) -> StepStatistics:
         """Keep statistics of every step, by field. What a step does to the weights stays the same.

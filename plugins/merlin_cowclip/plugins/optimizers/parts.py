@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from merlin_cowclip.plugins._tensorflow import Tags, tf
@@ -63,17 +63,6 @@ def tables_of(model: tf.keras.Model, clip_tables: Sequence[Any] | None) -> list[
     return specs
 
 
-def check_trainable(specs: Sequence[TableSpec], clip_tables: Sequence[Any] | None) -> None:
-    """Refuse `clip_tables` that name a frozen table."""
-    for wanted in clip_tables or ():
-        for spec in specs:
-            if any(spec.selected([wanted])) and not spec.layer.trainable:
-                raise ValueError(
-                    f"clip_tables must be trainable. Received: {wanted!r}, whose table "
-                    f"{spec.name!r} is frozen"
-                )
-
-
 def clipped_ranges(spec: TableSpec, clip_tables: Sequence[Any] | None) -> tuple[bool, ...]:
     """For each range of rows of a table, whether it is clipped."""
     if clip_tables is None:
@@ -109,30 +98,6 @@ def check_known(
                 "are made, or call optimizer.bind(model). A custom layer looks rows up by a Keras "
                 "Embedding or a Merlin table, or has a table_specs() method."
             )
-
-
-def owned_variables(
-    model: tf.keras.Model,
-    tables: Iterable[TableSpec],
-    owner: Mapping[Any, Any],
-    dense: Any,
-    clip_tables: Sequence[Any] | None,
-) -> list[Owned]:
-    """Every trainable variable of a built model with its one optimizer, in model order."""
-    specs = {spec.variable.ref(): spec for spec in tables if spec.layer.built}
-    lines = []
-    for variable in model.trainable_variables:
-        spec = specs.get(variable.ref())
-        if spec is None:
-            lines.append(Owned(variable, dense, "Adam", 0.0))
-            continue
-        part = owner[variable.ref()]  # its settings may have been changed since
-        ranges = clipped_ranges(spec, clip_tables)
-        rule = f"clip {part.clip}" if part.clip and any(ranges) else "no clip"
-        if part.clip and any(ranges) and not all(ranges):
-            rule += f" ({sum(ranges)} of {len(ranges)} fields)"
-        lines.append(Owned(variable, part, f"{rule}, {part.update}", part.l2))
-    return lines
 
 
 def owned_as_text(owned: Sequence[Owned], tables: Sequence[TableSpec], factor: float) -> str:
