@@ -328,7 +328,7 @@ def test_another_feature_of_the_same_field_adds_up():
 def test_several_ids_of_a_sample_are_no_one_hot_ones():
     """An id twice in a sample counts once, which rows b·k×1 do not tell."""
     layer, several = layer_of(), tf.constant([[3, 3], [4, 6], [6, 5], [5, 0]])
-    words = r"'user' must be b or b×1: .* Received: 4×2. Look several up one by one"
+    words = r"'user' must be b or b×1: .* Received: shape \(4, 2\). Look several up one by one"
     with pytest.raises(ValueError, match=words):
         layer.lookup("user", several, feature="negative")
     with pytest.raises(ValueError, match=words):

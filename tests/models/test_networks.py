@@ -379,6 +379,8 @@ def test_config_round_trip(name):
 
 # Refused
 
+LIST_OF_NUMBERS = Schema([ColumnSchema("prices", tags=[Tags.CONTINUOUS], is_list=True)])
+
 
 @pytest.mark.parametrize(
     ("name", "options", "message"),
@@ -398,15 +400,13 @@ def test_arguments_of_one_network_refused(name, options, message):
     [
         (schema_of({}, ("price",)), {}, "must have a column tagged Tags.CATEGORICAL"),
         (schema_of({"user": 9, "item": 6}, targets=0), {}, r"exactly one column .* Received: \[\]"),
-        (
-            schema_of({"user": 9, "item": 6}, targets=2),
-            {},
-            r"exactly one .* \['click0', 'click1'\]. .* schema.excluding_by_name\(\['click1'\]\)",
-        ),
+        (schema_of({"user": 9}, targets=2), {}, r"exactly one .* \['click0', 'click1'\]. Tag it"),
+        (None, {}, "the output_schema of a fitted workflow.* Received: NoneType"),
+        (SCHEMA + LIST_OF_NUMBERS, {}, r"list columns \['prices'\].* schema.excluding_by_name"),
         (SCHEMA, {"mlp": ()}, r"mlp must be at least one positive whole number.*: mlp=\(\)"),
         (SCHEMA, {"mlp": (4, 2.0)}, r"mlp must be .* Received: mlp=\(4, 2.0\)"),
         (SCHEMA, {"embedding_dim": -1}, "embedding_dim must be a positive whole number"),
-        (SCHEMA, {"stddev": -1.0}, "stddev must be finite and not negative"),
+        (SCHEMA, {"stddev": -1.0}, "stddev must be a number that is not negative"),
     ],
 )
 def test_refused(schema, options, message):

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
-from merlin.schema import Schema
 
 from merlin_cowclip.models.vocabulary import (
     MISSING_ID,
@@ -21,25 +19,10 @@ from merlin_cowclip.models.vocabulary import (
 )
 from merlin_cowclip.plugins._tensorflow import tf
 from merlin_cowclip.plugins.distributed.horovod import check_same
-from merlin_cowclip.plugins.embeddings.tables import TableSpec
-
-_SAME_ROWS = "All ranks must load the same rows into a sharded table: each keeps its own."
 
 
-class RowsByRawId:
+class RowsByRawId(tf.keras.layers.Layer):
     """The methods of `FusedEmbeddings` that take raw ids."""
-
-    if TYPE_CHECKING:  # of the layer
-        schema: Schema
-        dim: int
-        cardinalities: Mapping[str, int]
-        variable_dtype: str
-        _first_row: Mapping[str, int]
-        _spec: TableSpec
-
-        def _check_field(self, field: str) -> None: ...
-
-        def _whole_table(self, build: bool = False) -> tf.Variable: ...
 
     def rows(
         self, field: str, raw_ids: Any, *, workflow: str | os.PathLike[str] | None = None
@@ -153,11 +136,15 @@ class RowsByRawId:
             bad = int(np.flatnonzero(~np.isfinite(given).all(axis=1))[0])
             raise ValueError(f"rows of field {field!r} must be finite. Received: row {bad}")
         ids, given = ids[ids >= 0], given[ids >= 0]
-        table = self._whole_table(build=True)
+        self._ensure_built()
+        table = self._whole_table()
         rows, shard = ids + self._first_row[field], self._spec.shard
         if shard is not None:
             digest = hashlib.sha256(rows.tobytes() + given.tobytes()).hexdigest()
-            check_same({"rows with the digest": digest}, _SAME_ROWS)
+            check_same(
+                {"rows with the digest": digest},
+                "All ranks must load the same rows into a sharded table: each keeps its own.",
+            )
             mine = rows % shard.size == shard.rank
             rows, given = shard.place(rows[mine]), given[mine]
         # Not scatter_nd_update: it would mark the table as sparsely used (see `TableAccess`).
