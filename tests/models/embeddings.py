@@ -22,10 +22,18 @@ GENRES = [[5, 3, 5], [], [4], [0, 3]]
 TAGS = [[3], [3, 3], [], [1]]
 
 
-def column(name: str, size: int | None, is_list: bool = False, tags=(Tags.CATEGORICAL,)):
-    domain = {} if size is None else {"domain": {"min": 0, "max": size - 1, "name": name}}
+def column(name, size=10, is_list=False, tags=(), domain=None, **properties):
+    """Of ids; without an int domain (size None), or in one without a name (domain "")."""
+    if size is not None:
+        named = {"name": name if domain is None else domain}
+        properties["domain"] = {"min": 0, "max": size - 1, **named}
     return ColumnSchema(
-        name, tags=list(tags), dtype="int64", is_list=is_list, is_ragged=is_list, properties=domain
+        name,
+        tags=[Tags.CATEGORICAL, *tags],
+        dtype="int64",
+        is_list=is_list,
+        is_ragged=is_list,
+        properties=properties,
     )
 
 

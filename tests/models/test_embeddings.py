@@ -303,6 +303,8 @@ def test_lookup_of_one_field(field, ids, in_graph):
     assert found.shape == (4, DIM)
     stack = expected(layer.table.numpy())
     np.testing.assert_allclose(found, stack[:, layer.fields.index(field)], rtol=1e-5, atol=1e-6)
+    with pytest.raises(ValueError, match=f"ids of field '{field}' must be integers.*float32"):
+        layer.lookup(field, tf.cast(ids, tf.float32))
 
 
 FRIENDS = [[3], [4], [6], [5]]
@@ -418,8 +420,6 @@ def test_ids_that_stay_keep_their_rows():
     before = layer({**given, **lists})
     stay = {n: np.delete(np.arange(layer.cardinalities[n]), 1) for n in layer.fields}
     rows = layer.row_offsets[-1]
-    with pytest.raises(ValueError, match=f"must ascend and be those of field '{layer.fields[0]}'"):
-        layer.keep_ids({**stay, layer.fields[0]: stay[layer.fields[0]][::-1].clip(1)})
     layer.keep_ids(stay)
     assert rows - layer.row_offsets[-1] == len(layer.row_offsets) - 1 == rows - layer.table.shape[0]
     given = {name: tf.constant([[0], [1], [2]]) for name in given}

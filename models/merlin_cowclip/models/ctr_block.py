@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from merlin.models.utils.schema_utils import tensorflow_metadata_json_to_schema
 from merlin.schema import Schema, Tags
 
 from merlin_cowclip.models.embeddings import FusedEmbeddings, plain_combiner
-from merlin_cowclip.models.schemas import schema_from_text, schema_text
+from merlin_cowclip.models.schemas import schema_text
 from merlin_cowclip.plugins._checks import layer_units, unsavable_names, whole_number
 from merlin_cowclip.plugins._tensorflow import mm, tf
 from merlin_cowclip.plugins.scaling import check_number
@@ -55,8 +56,7 @@ class CTRBlock(tf.keras.layers.Layer):
     ) -> None:
         super().__init__(**kwargs)
         self.schema = input_schema(schema)
-        whole_number("embedding_dim", embedding_dim)
-        self.embedding_dim = embedding_dim
+        self.embedding_dim = whole_number("embedding_dim", embedding_dim)
         self.mlp_units = layer_units("mlp", tuple(mlp))
         self.stddev = check_number("stddev", stddev)
         self.combiner = plain_combiner(combiner)
@@ -127,7 +127,7 @@ class CTRBlock(tf.keras.layers.Layer):
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> CTRBlock:
         """The block that `get_config` describes."""
-        return cls(**{**config, "schema": schema_from_text(config["schema"])})
+        return cls(**{**config, "schema": tensorflow_metadata_json_to_schema(config["schema"])})
 
 
 def logit(name: str) -> tf.keras.layers.Dense:

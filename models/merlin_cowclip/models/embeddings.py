@@ -11,18 +11,19 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from merlin.models.config.schema import SchemaMixin
+from merlin.models.utils.schema_utils import tensorflow_metadata_json_to_schema
 from merlin.schema import ColumnSchema, Schema, Tags
 
 from merlin_cowclip.models.id_check import IdCheck
 from merlin_cowclip.models.initial_rows import draw_rows, draw_shard, untrained_rows
-from merlin_cowclip.models.row_ranges import RowRanges, cardinality, resized
+from merlin_cowclip.models.row_ranges import RowRanges, cardinality
 from merlin_cowclip.models.rows_by_raw_id import RowsByRawId
-from merlin_cowclip.models.schemas import schema_from_text, schema_text
+from merlin_cowclip.models.schemas import schema_text
 from merlin_cowclip.models.vocabulary import PADDING_ID
 from merlin_cowclip.plugins import Lookup, TableSpec
-from merlin_cowclip.plugins._checks import DIGITS, whole_number
+from merlin_cowclip.plugins._checks import whole_number
 from merlin_cowclip.plugins._tensorflow import tf
-from merlin_cowclip.plugins.distributed.horovod import check_same, ranks
+from merlin_cowclip.plugins.distributed.horovod import ranks
 from merlin_cowclip.plugins.distributed.sharding import Shard
 from merlin_cowclip.plugins.embeddings.tables import TableAccess, check_whole, tell_ranges
 from merlin_cowclip.plugins.row_ops import once_per_graph
@@ -77,7 +78,7 @@ class FusedEmbeddings(SchemaMixin, RowsByRawId):
 
     Raises:
       ValueError: no categorical column, a column without an int domain, columns of one domain that
-        differ in cardinality, or a bad argument; at a call, ids in floats that do not hold them.
+        differ in cardinality, or a bad argument; at a call, ids that are not integers.
       tf.errors.InvalidArgumentError: at a call, an id beyond its field's cardinality, which would
         train a row of the next field. `CowClipOptimizer` updates nothing in such a step.
     """
@@ -94,8 +95,8 @@ class FusedEmbeddings(SchemaMixin, RowsByRawId):
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        whole_number("dim", dim)
         columns = list(schema.select_by_tag(Tags.CATEGORICAL).excluding_by_tag(Tags.TARGET))
+        columns.sort(key=lambda column: column.is_list)
         if not columns:
             raise ValueError(
                 "The schema must have a column tagged Tags.CATEGORICAL: these networks learn from "
@@ -104,7 +105,7 @@ class FusedEmbeddings(SchemaMixin, RowsByRawId):
             )
         self.one_hot_fields = tuple(c.name for c in columns if not c.is_list)
         self.list_fields = tuple(c.name for c in columns if c.is_list)
-        self.dim = dim
+        self.dim = whole_number("dim", dim)
         self.stddev = check_number("stddev", stddev)
         self.combiner = per_list = plain_combiner(combiner)
         if isinstance(per_list, str):
@@ -121,8 +122,6 @@ class FusedEmbeddings(SchemaMixin, RowsByRawId):
 
     def _set_columns(self, columns: Sequence[ColumnSchema]) -> None:
         """Take the fields' columns: which rows each has, in a table that is to be built."""
-        by_name = {c.name: c for c in columns}
-        columns = [by_name[name] for name in self.fields]
         ranges = RowRanges.of(columns)
         self.row_offsets = ranges.offsets
         self.cardinalities = {c.name: cardinality(c) for c in columns}
@@ -161,10 +160,6 @@ class FusedEmbeddings(SchemaMixin, RowsByRawId):
             return
         here, rows, draw = ranks(), self.row_offsets[-1], draw_rows
         if self._sharded and here.size > 1:
-            config = self.get_config()
-            same = {key: config[key] for key in ("dim", "stddev", "combiner", "dtype")}
-            same |= {"fields": self.fields, "first rows": self.row_offsets}
-            check_same(same, "A table in shards must be the same table on all ranks.")
             shard = Shard(here.rank, here.size, rows)
             self._spec.access.shard, rows = shard, shard.rows
             draw = functools.partial(draw_shard, shard)
@@ -252,18 +247,8 @@ class FusedEmbeddings(SchemaMixin, RowsByRawId):
             )
         known = ids.shape.rank is not None and None not in others
         samples = -1 if known else tf.shape(ids)[0]  # else several of a sample do not fit
-        self._check_digits(ids, field)
+        _check_integers(ids, field)
         return tf.reshape(tf.cast(ids, tf.int64), [samples, 1])
-
-    def _check_digits(self, ids: Any, field: str) -> None:
-        """Keras makes floats half as wide in mixed precision, before this layer."""
-        most = 2 ** DIGITS.get(ids.dtype.name, 63)
-        if self.cardinalities[field] > most:
-            raise ValueError(
-                f"ids of field {field!r}, of which there are {self.cardinalities[field]:,}, must "
-                f"be integers. Received: {ids.dtype.name}, in which from {most:,} on several are "
-                "one number. Give them as int64"
-            )
 
     def _rows(self, ids: tf.Tensor, fields: Sequence[str], check: IdCheck) -> tf.Tensor:
         """Ids n×F of F fields to row numbers; an id out of range is left to the check."""
@@ -272,7 +257,7 @@ class FusedEmbeddings(SchemaMixin, RowsByRawId):
 
     def _list(self, name: str, ids: Any, check: IdCheck) -> _List:
         """Row numbers of a list column."""
-        self._check_digits(ids, name)
+        _check_integers(ids, name)
         if isinstance(ids, tf.RaggedTensor):
             if ids.ragged_rank != 1:
                 raise ValueError(f"The list column {name!r} must be ragged in one dimension.")
@@ -324,16 +309,14 @@ class FusedEmbeddings(SchemaMixin, RowsByRawId):
           ids: of each field, in ascending order; equal for fields of one domain.
 
         Raises:
-          ValueError: the table is sharded, or the ids do not ascend or are not the field's.
+          ValueError: the table is sharded.
         """
         check_whole([self._spec], "a smaller table")
         table, before = self._whole_table(), self._first_row
-        for name in self.fields:
-            held = ids[name]
-            inside = len(held) and held[0] >= 0 and held[-1] < self.cardinalities[name]
-            if not inside or (np.diff(held) <= 0).any():
-                raise ValueError(f"The ids to keep must ascend and be those of field {name!r}.")
-        columns = [resized(column, len(ids[column.name])) for column in self.schema]
+        columns = []
+        for column in self.schema:
+            domain = {**column.properties["domain"], "max": len(ids[column.name]) - 1}
+            columns.append(column.with_properties({"domain": domain}))
         ranges = RowRanges.of(columns)
         of_domain = {ranges.range_of[name]: before[name] + ids[name] for name in self.fields}
         rows = np.concatenate([of_domain[number] for number in range(len(of_domain))])
@@ -366,11 +349,10 @@ class FusedEmbeddings(SchemaMixin, RowsByRawId):
         if hasattr(self, "table") and tf.executing_eagerly():
             self._whole_table()
 
-    def get_weights(self) -> list[Any]:
+    def get_weights(self) -> Any:
         """Keras's, without pending updates; of a sharded table, this rank's rows."""
         self._catch_up()
-        weights: list[Any] = super().get_weights()
-        return weights
+        return super().get_weights()
 
     def set_weights(self, weights: list[Any]) -> None:
         """Keras's; no update is pending afterwards."""
@@ -398,7 +380,16 @@ class FusedEmbeddings(SchemaMixin, RowsByRawId):
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> FusedEmbeddings:
         """The layer that `get_config` describes."""
-        return cls(**{**config, "schema": schema_from_text(config["schema"])})
+        return cls(**{**config, "schema": tensorflow_metadata_json_to_schema(config["schema"])})
+
+
+def _check_integers(ids: Any, field: str) -> None:
+    """Keras makes floats half as wide in mixed precision, before the layer: other ids."""
+    if not ids.dtype.is_integer:
+        raise ValueError(
+            f"ids of field {field!r} must be integers. Received: {ids.dtype.name}. Give them as "
+            "int64"
+        )
 
 
 def plain_combiner(combiner: str | Mapping[str, str]) -> str | dict[str, str]:

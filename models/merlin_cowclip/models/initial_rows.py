@@ -53,20 +53,17 @@ def draw_shard(
 
 
 def untrained_rows(columns: Sequence[ColumnSchema], ranges: RowRanges) -> np.ndarray:
-    """Rows that no training row of any field has: int64, rising."""
+    """Rows that no training row of any field has, int64, rising.
+
+    Padding, and the ids that prepared data counted no training row of; else the unknown id.
+    """
     untrained: dict[int, np.ndarray] = {}
     for column in columns:
-        ids, first = _untrained_ids(column), ranges.first_row(column.name)
-        ids = ids[ids < cardinality(column)]
+        ids = np.array([PADDING_ID, UNKNOWN_ID])
+        counted = column.properties.get("untrained_ids")  # starts and ends in turn; read as floats
+        if counted is not None:
+            spans = np.array(counted, np.int64).reshape(-1, 2)
+            ids = np.concatenate([[PADDING_ID], *(np.arange(*span) for span in spans)])
+        ids, first = ids[ids < cardinality(column)], ranges.first_row(column.name)
         untrained[first] = np.intersect1d(untrained.get(first, ids), ids)
     return np.sort(np.concatenate([first + ids for first, ids in untrained.items()]))
-
-
-def _untrained_ids(column: ColumnSchema) -> np.ndarray:
-    """Padding, and the ids that prepared data counted no training row of; else the unknown id."""
-    counted = column.properties.get("untrained_ids")  # starts and ends in turn; read as floats
-    if counted is None:
-        return np.array([PADDING_ID, UNKNOWN_ID])
-    ends = [int(end) for end in counted]
-    spans = zip(ends[::2], ends[1::2], strict=True)
-    return np.concatenate([[PADDING_ID], *(np.arange(*span) for span in spans)])

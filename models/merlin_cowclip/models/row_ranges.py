@@ -62,9 +62,3 @@ def cardinality(column: ColumnSchema) -> int:
             "column.with_properties({'domain': {'min': 0, 'max': 9}})."
         )
     return int(domain.max) + 1
-
-
-def resized(column: ColumnSchema, size: int) -> ColumnSchema:
-    """The same column with another cardinality."""
-    domain = {**column.properties["domain"], "max": size - 1}
-    return column.with_properties({"domain": domain})

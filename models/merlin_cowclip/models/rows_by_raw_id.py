@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from typing import Any
 
 import numpy as np
@@ -12,6 +11,7 @@ import pandas as pd
 from merlin_cowclip.models.vocabulary import (
     MISSING_ID,
     UNKNOWN_ID,
+    Folder,
     encode,
     has_raw_ids,
     is_encoded,
@@ -24,9 +24,7 @@ from merlin_cowclip.plugins.distributed.horovod import check_same
 class RowsByRawId(tf.keras.layers.Layer):
     """The methods of `FusedEmbeddings` that take raw ids."""
 
-    def rows(
-        self, field: str, raw_ids: Any, *, workflow: str | os.PathLike[str] | None = None
-    ) -> np.ndarray:
+    def rows(self, field: str, raw_ids: Any, *, workflow: Folder = None) -> np.ndarray:
         """The table's rows of some raw ids of a field.
 
         Args:
@@ -58,15 +56,16 @@ class RowsByRawId(tf.keras.layers.Layer):
         )
         if (ids < 0).any():
             bad = list(raw_ids)[int(np.argmax(ids < 0))]
-            least = f"its ids are whole numbers from 0 to {self.cardinalities[field] - 1}"
-            reason = "the workflow fills in missing ids, or hashes unknown ones"
+            reason = f"its ids are whole numbers from 0 to {self.cardinalities[field] - 1}"
+            if encoded:
+                reason = "the workflow fills in missing ids, or hashes unknown ones"
             raise ValueError(
-                f"Field {field!r} has no row for the raw id {bad!r}: "
-                f"{reason if encoded else least}. Take the id from workflow.transform."
+                f"Field {field!r} has no row for the raw id {bad!r}: {reason}. Take the id from "
+                "workflow.transform."
             )
         return ids + self._first_row[field]
 
-    def to_df(self, field: str, *, workflow: str | os.PathLike[str] | None = None) -> pd.DataFrame:
+    def to_df(self, field: str, *, workflow: Folder = None) -> pd.DataFrame:
         """The rows of one field with their raw ids; of a sharded table, on all ranks at once.
 
         Args:
@@ -93,11 +92,7 @@ class RowsByRawId(tf.keras.layers.Layer):
         return frame.rename_axis("id")
 
     def load_rows(
-        self,
-        field: str,
-        values: pd.DataFrame | np.ndarray,
-        *,
-        workflow: str | os.PathLike[str] | None = None,
+        self, field: str, values: pd.DataFrame | np.ndarray, *, workflow: Folder = None
     ) -> int:
         """Set rows of one field to given, for instance pretrained, ones. Builds the table.
 
@@ -152,9 +147,7 @@ class RowsByRawId(tf.keras.layers.Layer):
         table.assign(tf.tensor_scatter_nd_update(whole, rows[:, np.newaxis], new))
         return len(ids)
 
-    def _ids_of_frame(
-        self, field: str, frame: pd.DataFrame, workflow: str | os.PathLike[str] | None
-    ) -> np.ndarray:
+    def _ids_of_frame(self, field: str, frame: pd.DataFrame, workflow: Folder) -> np.ndarray:
         """The ids of a frame's rows; -1 of those that the field does not know."""
         if "raw" in frame or (frame.index.name == "id" and is_encoded(self.schema[field])):
             raise ValueError(
@@ -175,7 +168,7 @@ class RowsByRawId(tf.keras.layers.Layer):
             )
         return ids
 
-    def _vocabulary(self, field: str, workflow: str | os.PathLike[str] | None) -> pd.Series:
+    def _vocabulary(self, field: str, workflow: Folder) -> pd.Series:
         self._check_field(field)
         vocabulary = read_vocabulary(self.schema[field], workflow)
         last, cardinality = vocabulary.index.max(), self.cardinalities[field]

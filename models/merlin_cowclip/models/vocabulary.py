@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import pandas as pd
 
 from merlin_cowclip.plugins._tensorflow import ColumnSchema
+
+Folder: TypeAlias = str | os.PathLike[str] | None
 
 PADDING_ID, MISSING_ID, UNKNOWN_ID = 0, 1, 2
 """NVTabular's ids; real ids start at 3."""
@@ -25,9 +27,7 @@ def is_encoded(column: ColumnSchema) -> bool:
     return bool(column.properties.get("cat_path"))
 
 
-def read_vocabulary(
-    column: ColumnSchema, workflow: str | os.PathLike[str] | None = None
-) -> pd.Series:
+def read_vocabulary(column: ColumnSchema, workflow: Folder = None) -> pd.Series:
     """The raw id of each id of a field but padding, missing and unknown: text or integers.
 
     Args:
@@ -86,12 +86,7 @@ def _read(path: Path, first: int) -> pd.DataFrame:
 
 
 def encode(
-    vocabulary: pd.Series,
-    raw_ids: Any,
-    *,
-    missing: int,
-    unknown: int,
-    empty_is_missing: bool = False,
+    vocabulary: pd.Series, raw_ids: Any, missing: int, unknown: int, empty_is_missing: bool = False
 ) -> np.ndarray:
     """Ids of raw ids, n, int64.
 
