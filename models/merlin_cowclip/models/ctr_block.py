@@ -131,10 +131,7 @@ class CTRBlock(tf.keras.layers.Layer):
 
 
 def logit(name: str) -> tf.keras.layers.Dense:
-    """A dense layer to one logit, without a bias: the network has one, in `Probability`.
-
-    Table 7 counts it so.
-    """
+    """A dense layer to one logit; the network's one bias (Table 7) is in `Probability`."""
     return tf.keras.layers.Dense(
         1, use_bias=False, kernel_initializer=KERNEL_INITIALIZER, name=name
     )

@@ -245,8 +245,8 @@ class FusedEmbeddings(SchemaMixin, RowsByRawId):
                 f"{ids.shape}. Look several up one by one (lookup, each with its own feature), or "
                 "make the field a list"
             )
-        known = ids.shape.rank is not None and None not in others
-        samples = -1 if known else tf.shape(ids)[0]  # else several of a sample do not fit
+        unknown = None in others or ids.shape.rank is None
+        samples = tf.shape(ids)[0] if unknown else -1  # so that several of a sample do not fit
         _check_integers(ids, field)
         return tf.reshape(tf.cast(ids, tf.int64), [samples, 1])
 

@@ -8,15 +8,7 @@ from typing import TypeAlias
 
 from merlin.schema import Schema
 
-from merlin_cowclip.models.blocks import (
-    DCNBlock,
-    DCNv2Block,
-    DeepFMBlock,
-    DLRMBlock,
-    FMBlock,
-    LogisticRegressionBlock,
-    WideAndDeepBlock,
-)
+from merlin_cowclip.models import blocks
 from merlin_cowclip.models.ctr_block import as_model
 from merlin_cowclip.plugins._tensorflow import mm
 
@@ -37,7 +29,7 @@ def lr(
     Arguments and errors are those of `deepfm`. `embedding_dim`, `mlp` and `stddev` have no effect:
     this network has neither embeddings nor layers.
     """
-    return as_model(LogisticRegressionBlock, **locals())
+    return as_model(blocks.LogisticRegressionBlock, **locals())
 
 
 def fm(
@@ -53,7 +45,7 @@ def fm(
 
     Arguments and errors are those of `deepfm`. `mlp` has no effect: this network has no layers.
     """
-    return as_model(FMBlock, **locals())
+    return as_model(blocks.FMBlock, **locals())
 
 
 def wide_and_deep(
@@ -69,7 +61,7 @@ def wide_and_deep(
 
     Arguments and errors are those of `deepfm`.
     """
-    return as_model(WideAndDeepBlock, **locals())
+    return as_model(blocks.WideAndDeepBlock, **locals())
 
 
 def deepfm(
@@ -96,7 +88,7 @@ def deepfm(
       ValueError: the schema has no categorical column or not exactly one target, or an argument
         is out of range.
     """
-    return as_model(DeepFMBlock, **locals())
+    return as_model(blocks.DeepFMBlock, **locals())
 
 
 def dcn(
@@ -113,7 +105,7 @@ def dcn(
 
     Arguments and errors are those of `deepfm`, and `cross_layers`, the depth of the cross stream.
     """
-    return as_model(DCNBlock, **locals())
+    return as_model(blocks.DCNBlock, **locals())
 
 
 def dcn_v2(
@@ -132,7 +124,7 @@ def dcn_v2(
     Arguments and errors are those of `dcn`, and `low_rank_dim`, the rank of the cross matrices;
     `None` is full rank, as in the paper's formula.
     """
-    return as_model(DCNv2Block, **locals())
+    return as_model(blocks.DCNv2Block, **locals())
 
 
 def dlrm(
@@ -151,7 +143,7 @@ def dlrm(
     `bottom_mlp` those of the bottom MLP's, which a layer of width `embedding_dim` follows. The
     bottom MLP takes the continuous features; without any there is none.
     """
-    return as_model(DLRMBlock, **locals())
+    return as_model(blocks.DLRMBlock, **locals())
 
 
 MODELS: Mapping[str, Callable[..., mm.Model]] = MappingProxyType(

@@ -60,7 +60,11 @@ def read_vocabulary(column: ColumnSchema, workflow: Folder = None) -> pd.Series:
             f"The vocabulary of field {name!r} is not at {path}. Pass workflow=, the folder of the "
             "saved NVTabular workflow."
         )
-    frame = _read(path, UNKNOWN_ID + int(column.properties.get("num_buckets") or 1))
+    files = [path] if path.is_file() else path.glob("*.parquet")
+    frame = pd.concat(map(pd.read_parquet, files)).sort_index()  # pandas alone drops their indices
+    first = UNKNOWN_ID + int(column.properties.get("num_buckets") or 1)
+    if len(frame) and frame.index.to_numpy()[0] < first:
+        frame.index += first  # a vocabulary of the user's own, numbered from 0
     storage = path.name.removeprefix("unique.").removesuffix(".parquet")
     if storage not in frame:
         raise ValueError(f"Field {name!r} combines {list(frame.columns)}, so it has no raw ids.")
@@ -74,15 +78,6 @@ def read_vocabulary(column: ColumnSchema, workflow: Folder = None) -> pd.Series:
             "Take ids from workflow.transform."
         )
     return raw
-
-
-def _read(path: Path, first: int) -> pd.DataFrame:
-    """A vocabulary's file or folder by id; a user's own, numbered from 0, starts at id `first`."""
-    files = [path] if path.is_file() else path.glob("*.parquet")
-    frame = pd.concat(map(pd.read_parquet, files)).sort_index()  # pandas alone drops their indices
-    if len(frame) and frame.index.to_numpy()[0] < first:
-        frame.index += first
-    return frame
 
 
 def encode(
