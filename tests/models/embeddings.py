@@ -20,6 +20,8 @@ USER = [[3], [6], [0], [3]]
 ITEM = [[4], [4], [1], [2]]
 GENRES = [[5, 3, 5], [], [4], [0, 3]]
 TAGS = [[3], [3, 3], [], [1]]
+ONE_HOT, LISTS = {"user": USER, "item": ITEM}, {"genres": GENRES, "tags": TAGS}
+IDS = {**ONE_HOT, **LISTS}
 
 
 def column(name, size=10, is_list=False, tags=(), domain=None, **properties):
@@ -37,7 +39,7 @@ def column(name, size=10, is_list=False, tags=(), domain=None, **properties):
     )
 
 
-SCHEMA = Schema([column(name, size, name in ("genres", "tags")) for name, size in SIZES.items()])
+SCHEMA = Schema([column(name, size, name in LISTS) for name, size in SIZES.items()])
 
 
 def ragged(lists, **options):
@@ -45,13 +47,8 @@ def ragged(lists, **options):
 
 
 def inputs(**changes):
-    given = {
-        "user": tf.constant(USER),
-        "item": tf.constant(ITEM),
-        "genres": ragged(GENRES),
-        "tags": ragged(TAGS),
-    }
-    return {**given, **changes}
+    given = {name: tf.constant(ids) for name, ids in ONE_HOT.items()}
+    return {**given, **{name: ragged(ids) for name, ids in LISTS.items()}, **changes}
 
 
 def layer_of(combiner: Any = "mean", stddev=0.5, schema=SCHEMA, **options) -> FusedEmbeddings:
