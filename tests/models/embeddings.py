@@ -20,16 +20,26 @@ USER = [[3], [6], [0], [3]]
 ITEM = [[4], [4], [1], [2]]
 GENRES = [[5, 3, 5], [], [4], [0, 3]]
 TAGS = [[3], [3, 3], [], [1]]
+ONE_HOT, LISTS = {"user": USER, "item": ITEM}, {"genres": GENRES, "tags": TAGS}
+IDS = {**ONE_HOT, **LISTS}
 
 
-def column(name: str, size: int | None, is_list: bool = False, tags=(Tags.CATEGORICAL,)):
-    domain = {} if size is None else {"domain": {"min": 0, "max": size - 1, "name": name}}
+def column(name, size=10, is_list=False, tags=(), domain=None, **properties):
+    """Of ids; without an int domain (size None), or in one without a name (domain "")."""
+    if size is not None:
+        named = {"name": name if domain is None else domain}
+        properties["domain"] = {"min": 0, "max": size - 1, **named}
     return ColumnSchema(
-        name, tags=list(tags), dtype="int64", is_list=is_list, is_ragged=is_list, properties=domain
+        name,
+        tags=[Tags.CATEGORICAL, *tags],
+        dtype="int64",
+        is_list=is_list,
+        is_ragged=is_list,
+        properties=properties,
     )
 
 
-SCHEMA = Schema([column(name, size, name in ("genres", "tags")) for name, size in SIZES.items()])
+SCHEMA = Schema([column(name, size, name in LISTS) for name, size in SIZES.items()])
 
 
 def ragged(lists, **options):
@@ -37,13 +47,8 @@ def ragged(lists, **options):
 
 
 def inputs(**changes):
-    given = {
-        "user": tf.constant(USER),
-        "item": tf.constant(ITEM),
-        "genres": ragged(GENRES),
-        "tags": ragged(TAGS),
-    }
-    return {**given, **changes}
+    given = {name: tf.constant(ids) for name, ids in ONE_HOT.items()}
+    return {**given, **{name: ragged(ids) for name, ids in LISTS.items()}, **changes}
 
 
 def layer_of(combiner: Any = "mean", stddev=0.5, schema=SCHEMA, **options) -> FusedEmbeddings:

@@ -25,23 +25,16 @@ from merlin_cowclip.models import (
 from merlin_cowclip.models.ctr_block import Probability
 from merlin_cowclip.plugins._tensorflow import ColumnSchema, Schema, Tags
 
+from .embeddings import column as ids_column
+
 WIDTH, MLP, BOTTOM = 3, (8, 5), (6, 4)
 
 # Schemas and batches
 
 
 def schema_of(ids: dict[str, int], numbers=(), lists: dict[str, int] | None = None, targets=1):
-    columns = [
-        ColumnSchema(
-            name,
-            tags=[Tags.CATEGORICAL],
-            dtype="int64",
-            is_list=name in (lists or {}),
-            is_ragged=name in (lists or {}),
-            properties={"domain": {"min": 0, "max": size - 1, "name": name}},
-        )
-        for name, size in {**ids, **(lists or {})}.items()
-    ]
+    columns = [ids_column(name, size) for name, size in ids.items()]
+    columns += [ids_column(name, size, is_list=True) for name, size in (lists or {}).items()]
     columns += [ColumnSchema(n, tags=[Tags.CONTINUOUS], dtype="float32") for n in numbers]
     for i in range(targets):
         tags = [Tags.TARGET, Tags.BINARY_CLASSIFICATION]

@@ -6,25 +6,14 @@ import pytest
 import tensorflow as tf
 
 from merlin_cowclip.models import FusedEmbeddings
-from merlin_cowclip.plugins._tensorflow import ColumnSchema, Schema, Tags
+from merlin_cowclip.plugins._tensorflow import Schema
 
 from ..plugins.gpu_kernels import check_kernels, what_it_waits_for
+from .embeddings import column
 
 pytestmark = pytest.mark.extended
 
-
-def column(name, is_list=False):
-    return ColumnSchema(
-        name,
-        tags=[Tags.CATEGORICAL],
-        dtype="int64",
-        is_list=is_list,
-        is_ragged=is_list,
-        properties={"domain": {"min": 0, "max": 9, "name": name}},
-    )
-
-
-SCHEMA = Schema([column("user"), column("item"), column("genres", True)])
+SCHEMA = Schema([column("user"), column("item"), column("genres", is_list=True)])
 ONE_HOT = tf.TensorSpec([None, 1], tf.int64)
 LISTS = {
     "ragged": tf.RaggedTensorSpec([None, None], tf.int64, ragged_rank=1),

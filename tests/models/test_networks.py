@@ -379,46 +379,39 @@ def test_config_round_trip(name):
 
 # Refused
 
+LIST_OF_NUMBERS = Schema([ColumnSchema("prices", tags=[Tags.CONTINUOUS], is_list=True)])
+FEATURES = SCHEMA.excluding_by_tag(Tags.TARGET)
+PRICE = ColumnSchema("price", tags=[Tags.CONTINUOUS])
+RATING = ColumnSchema("rating", tags=[Tags.TARGET, Tags.REGRESSION], dtype="int8")
+CLASS = RATING.with_tags([Tags.MULTI_CLASS_CLASSIFICATION])
+
 
 @pytest.mark.parametrize(
-    ("name", "options", "message"),
+    ("name", "given", "message"),
     [
+        ("deepfm", None, "the output_schema of a fitted workflow.* Received: NoneType"),
+        ("deepfm", Schema([PRICE]), "must have a column tagged Tags.CATEGORICAL.*Categorify"),
+        ("deepfm", SCHEMA + LIST_OF_NUMBERS, r"\['prices'\].* schema.excluding_by_name"),
+        ("deepfm", schema_of(SIZES, targets=0), r"exactly one .* Received: \[\]. Tag it"),
+        ("deepfm", schema_of(SIZES, targets=2), r"exactly one .* \['click0', 'click1'\]. Tag it"),
+        # Ratings of 1 to 5 were trained as clicks, with a loss of -2,312.
+        ("deepfm", FEATURES + Schema([RATING]), "a 0/1 label.* 'rating', tagged .*REGRESSION"),
+        ("deepfm", FEATURES + Schema([CLASS]), "a 0/1 label.* 'rating', tagged .*MULTI_CLASS"),
+        ("deepfm", {"mlp": ()}, r"mlp must be at least one positive whole number.*: mlp=\(\)"),
+        ("deepfm", {"mlp": (4, 2.0)}, r"mlp must be .* Received: mlp=\(4, 2.0\)"),
+        ("deepfm", {"embedding_dim": -1}, "embedding_dim must be a positive whole number"),
+        ("deepfm", {"stddev": -1.0}, "stddev must be a number that is not negative"),
         ("dcn", {"cross_layers": 0}, "cross_layers must be a positive .* cross_layers=0"),
         ("dcn_v2", {"low_rank_dim": 0}, "low_rank_dim must be a positive .* low_rank_dim=0"),
         ("dlrm", {"bottom_mlp": (0,)}, r"bottom_mlp must be .* bottom_mlp=\(0,\)"),
     ],
 )
-def test_arguments_of_one_network_refused(name, options, message):
+def test_refused(name, given, message):
+    """A schema, or an option."""
+    schema, options = (SCHEMA, given) if isinstance(given, dict) else (given, {})
     with pytest.raises(ValueError, match=message):
-        NETWORKS[name].build(**options)
+        NETWORKS[name].build(schema, **options)
 
 
-@pytest.mark.parametrize(
-    ("schema", "options", "message"),
-    [
-        (schema_of({}, ("price",)), {}, "must have a column tagged Tags.CATEGORICAL"),
-        (schema_of({"user": 9, "item": 6}, targets=0), {}, r"exactly one column .* Received: \[\]"),
-        (
-            schema_of({"user": 9, "item": 6}, targets=2),
-            {},
-            r"exactly one .* \['click0', 'click1'\]. .* schema.excluding_by_name\(\['click1'\]\)",
-        ),
-        (SCHEMA, {"mlp": ()}, r"mlp must be at least one positive whole number.*: mlp=\(\)"),
-        (SCHEMA, {"mlp": (4, 2.0)}, r"mlp must be .* Received: mlp=\(4, 2.0\)"),
-        (SCHEMA, {"embedding_dim": -1}, "embedding_dim must be a positive whole number"),
-        (SCHEMA, {"stddev": -1.0}, "stddev must be finite and not negative"),
-    ],
-)
-def test_refused(schema, options, message):
-    with pytest.raises(ValueError, match=message):
-        NETWORKS["deepfm"].build(schema, **options)
-
-
-@pytest.mark.parametrize("tag", [Tags.REGRESSION, Tags.MULTI_CLASS_CLASSIFICATION])
-def test_a_target_of_another_kind_is_refused(tag):
-    """Ratings of 1 to 5 were trained as clicks, with a loss of -2,312."""
-    others = SCHEMA.excluding_by_tag(Tags.TARGET)
-    rating = ColumnSchema("rating", tags=[Tags.TARGET, tag], dtype="int8")
-    with pytest.raises(ValueError, match=f"must be a 0/1 label.* 'rating', tagged .*{tag.name}"):
-        deepfm(others + Schema([rating]))
-    deepfm(others + Schema([rating.with_tags([Tags.BINARY_CLASSIFICATION])]))
+def test_a_rating_of_0_and_1_is_a_target():
+    deepfm(FEATURES + Schema([RATING.with_tags([Tags.BINARY_CLASSIFICATION])]))

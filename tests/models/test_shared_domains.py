@@ -15,32 +15,20 @@ from merlin_cowclip.plugins._tensorflow import mm
 from merlin_cowclip.plugins.embeddings.counting import count_samples
 from merlin_cowclip.workflows.quiet import quiet_imports
 
+from .embeddings import column
+
 with quiet_imports():
     import nvtabular as nvt
-    from merlin.schema import ColumnSchema, Schema, Tags
+    from merlin.schema import Schema, Tags
 
 DIM = 4
 SIZE = 9  # of the shared domain
-
-
-def column(name, domain=None, size=SIZE, is_list=False, tags=(), **properties):
-    properties["domain"] = {"min": 0, "max": size - 1, **({"name": domain} if domain else {})}
-    return ColumnSchema(
-        name,
-        tags=[Tags.CATEGORICAL, *tags],
-        dtype="int64",
-        is_list=is_list,
-        is_ragged=is_list,
-        properties=properties,
-    )
-
-
 SCHEMA = Schema(
     [
-        column("src", "place", tags=[Tags.USER]),
-        column("site", "site", 5),
-        column("dst", "place"),
-        column("seen", "place", is_list=True, tags=[Tags.SEQUENCE]),
+        column("src", SIZE, tags=[Tags.USER], domain="place"),
+        column("site", 5),
+        column("dst", SIZE, domain="place"),
+        column("seen", SIZE, is_list=True, tags=[Tags.SEQUENCE], domain="place"),
     ]
 )
 INPUTS = {
@@ -105,12 +93,10 @@ def test_rows_by_field():
 
 def test_a_row_that_one_field_trains_starts_like_any_other():
     """The unknown row of `b` has training rows."""
-    schema = Schema([column("a", "place"), column("b", "place", untrained_ids=[4, 5])])
-    table = layer_of(schema).table.numpy()
-    assert set(np.flatnonzero(~table.any(axis=1)).tolist()) == {0}
-    schema = Schema([column("a", "place"), column("b", untrained_ids=[4, 5])])
-    table = layer_of(schema).table.numpy()
-    assert set(np.flatnonzero(~table.any(axis=1)).tolist()) == {0, 2, 9, 9 + 4}
+    for domain, zero in (("place", {0}), ("", {0, 2, 9, 9 + 4})):
+        other = column("b", SIZE, domain=domain, untrained_ids=[4, 5])
+        table = layer_of(Schema([column("a", SIZE, domain="place"), other])).table.numpy()
+        assert set(np.flatnonzero(~table.any(axis=1)).tolist()) == zero
 
 
 def test_an_id_out_of_range_is_named_by_its_field():
@@ -119,7 +105,7 @@ def test_an_id_out_of_range_is_named_by_its_field():
 
 
 def test_sizes_that_differ_are_refused():
-    schema = Schema([column("a", "place"), column("b", "place", 8)])
+    schema = Schema([column("a", SIZE, domain="place"), column("b", 8, domain="place")])
     message = "one cardinality.* Received: 'a' with 9 ids and 'b' with 8, .* the domain 'place'"
     with pytest.raises(ValueError, match=message):
         FusedEmbeddings(schema, DIM)

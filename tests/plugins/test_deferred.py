@@ -491,16 +491,6 @@ def test_rows_catch_up_before_anybody_saves_them(tmp_path):
     assert np.abs(found - late).max() > 1e-3 * np.abs(found).max()
 
 
-def test_rows_catch_up_before_anybody_restores_them(tmp_path):
-    """Else they would catch up with steps after those that are restored."""
-    model = whose_rows_wait()
-    expected = current(model)
-    path = tf.train.Checkpoint(layer=layer_of(model)).write(str(tmp_path / "layer"))
-    model = whose_rows_wait()
-    tf.train.Checkpoint(layer=layer_of(model)).read(path).assert_consumed()
-    np.testing.assert_array_equal(current(model), expected)
-
-
 def test_weights_of_the_optimizer_are_read_and_set():
     """Read before the model's, and set alone."""
     model = whose_rows_wait()

@@ -6,15 +6,17 @@ from importlib.metadata import version
 
 from merlin_cowclip.plugins import _tensorflow  # isort: skip  # noqa: F401  (imports Merlin quietly)
 
-from merlin_cowclip.models.ctr_block import CTRBlock, embeddings_of
-from merlin_cowclip.models.dcn import DCNBlock, DCNv2Block, VectorCross
-from merlin_cowclip.models.deepfm import (
+from merlin_cowclip.models.blocks import (
+    DCNBlock,
+    DCNv2Block,
     DeepFMBlock,
+    DLRMBlock,
     FMBlock,
     LogisticRegressionBlock,
+    VectorCross,
     WideAndDeepBlock,
 )
-from merlin_cowclip.models.dlrm import DLRMBlock
+from merlin_cowclip.models.ctr_block import CTRBlock, embeddings_of
 from merlin_cowclip.models.embeddings import FusedEmbeddings
 from merlin_cowclip.models.networks import (
     MODELS,

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from merlin.models.utils.schema_utils import tensorflow_metadata_json_to_schema
 from merlin.schema import Schema, Tags
 
 from merlin_cowclip.models.embeddings import FusedEmbeddings, plain_combiner
-from merlin_cowclip.models.initial_rows import standard_deviation
-from merlin_cowclip.models.schemas import schema_from_text, schema_text
+from merlin_cowclip.models.schemas import schema_text
 from merlin_cowclip.plugins._checks import layer_units, unsavable_names, whole_number
 from merlin_cowclip.plugins._tensorflow import mm, tf
+from merlin_cowclip.plugins.scaling import check_number
 
 KERNEL_INITIALIZER = "he_normal"
 """Kaiming initialisation of all dense kernels (Appendix G)."""
@@ -55,10 +56,9 @@ class CTRBlock(tf.keras.layers.Layer):
     ) -> None:
         super().__init__(**kwargs)
         self.schema = input_schema(schema)
-        whole_number("embedding_dim", embedding_dim)
-        self.embedding_dim = embedding_dim
+        self.embedding_dim = whole_number("embedding_dim", embedding_dim)
         self.mlp_units = layer_units("mlp", tuple(mlp))
-        self.stddev = standard_deviation(stddev)
+        self.stddev = check_number("stddev", stddev)
         self.combiner = plain_combiner(combiner)
         self.continuous_fields = tuple(self.schema.select_by_tag(Tags.CONTINUOUS).column_names)
         table: dict[str, Any] = {"combiner": combiner, "sharded": sharded}
@@ -72,11 +72,6 @@ class CTRBlock(tf.keras.layers.Layer):
         if self.has_deep:
             self.deep = mlp_block(self.mlp_units)
             self.deep_logit = logit("deep_logit")
-
-    @property
-    def sharded(self) -> bool:
-        """Whether the ranks share the tables' rows."""
-        return bool((self.embeddings if self.has_embeddings else self.linear).sharded)
 
     def call(self, inputs: dict[str, Any]) -> tf.Tensor:
         """The logit, b×1."""
@@ -126,20 +121,17 @@ class CTRBlock(tf.keras.layers.Layer):
             "mlp": list(self.mlp_units),
             "stddev": self.stddev,
             "combiner": plain_combiner(self.combiner),
-            "sharded": self.sharded,
+            "sharded": (self.embeddings if self.has_embeddings else self.linear).sharded,
         }
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> CTRBlock:
         """The block that `get_config` describes."""
-        return cls(**{**config, "schema": schema_from_text(config["schema"])})
+        return cls(**{**config, "schema": tensorflow_metadata_json_to_schema(config["schema"])})
 
 
 def logit(name: str) -> tf.keras.layers.Dense:
-    """A dense layer to one logit, without a bias: the network has one, in `Probability`.
-
-    Table 7 counts it so.
-    """
+    """A dense layer to one logit; the network's one bias (Table 7) is in `Probability`."""
     return tf.keras.layers.Dense(
         1, use_bias=False, kernel_initializer=KERNEL_INITIALIZER, name=name
     )
@@ -173,33 +165,31 @@ class Probability(tf.keras.layers.Layer):
 
 def input_schema(schema: Schema) -> Schema:
     """The features of a schema: its categorical and continuous columns without targets."""
+    if not isinstance(schema, Schema):
+        raise ValueError(
+            "schema must be a merlin.schema.Schema: the output_schema of a fitted workflow, or the "
+            f"schema of a merlin.io.Dataset. Received: {type(schema).__name__}"
+        )
     features = schema.excluding_by_tag(Tags.TARGET)
     continuous = features.select_by_tag(Tags.CONTINUOUS)
     lists = [column.name for column in continuous if column.is_list]
     if lists:
         raise ValueError(
             "A column tagged Tags.CONTINUOUS must hold one number per sample. Received the list "
-            f"columns {lists}."
+            f"columns {lists}. Make a column of each number, or leave the lists out: "
+            f"schema.excluding_by_name({lists})"
         )
     return features.select_by_tag(Tags.CATEGORICAL) + continuous
 
 
 def target_name(schema: Schema) -> str:
-    """The one column tagged as binary target.
-
-    Raises:
-      ValueError: none or several, or one that is tagged only as a target of another kind.
-    """
+    """The one column tagged as binary target; a ValueError without, or for one of another kind."""
     names = schema.select_by_tag(Tags.TARGET).column_names
     if len(names) != 1:
-        fix = (
-            f"Remove the others: schema.excluding_by_name({names[1:]})."
-            if names
-            else "Tag the label: [label] >> nvtabular.ops.AddMetadata(tags=[Tags.TARGET])."
-        )
         raise ValueError(
             "The schema must have exactly one column tagged Tags.TARGET, the 0/1 label. Received: "
-            f"{names}. {fix}"
+            f"{names}. Tag it in the workflow, [label] >> nvtabular.ops.AddMetadata(tags="
+            "[Tags.TARGET]), or leave others out, schema.excluding_by_name([…])"
         )
     tags = set(schema[names[0]].tags)
     others = {Tags.REGRESSION, Tags.MULTI_CLASS, Tags.MULTI_CLASS_CLASSIFICATION} & tags
@@ -212,12 +202,13 @@ def target_name(schema: Schema) -> str:
     return names[0]
 
 
-def as_model(block: CTRBlock, schema: Schema) -> mm.Model:
-    """A Merlin model: the block's logit → probability of the schema's target.
+def as_model(kind: type[CTRBlock], schema: Schema, **options: Any) -> mm.Model:
+    """A Merlin model: the logit of a block of this kind → probability of the schema's target.
 
     Its serving signature has one input per feature (`serving_inputs`). Keras's own would have the
     names of the first call: from a `tf.data.Dataset`, "args_0", with the targets.
     """
+    block = kind(schema, **options)
     output = mm.BinaryOutput(target_name(schema), to_call=Probability())
     model = mm.Model(block, output, schema=block.schema)
     model._set_save_spec(serving_inputs(block.schema))
@@ -238,7 +229,7 @@ def serving_inputs(schema: Schema) -> dict[str, tf.TensorSpec]:
         raise ValueError(
             "Columns must have names that TensorFlow can save: of A-Z a-z 0-9 _ . -, a letter or "
             "digit first, not a word of Python's, and different but for _ . - or capitals. "
-            f"Received: {refused}. Rename them in the workflow."
+            f"Received: {refused}. Rename them in the workflow: nvtabular.ops.Rename"
         )
     specs = {}
     for column in schema:

@@ -11,26 +11,25 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from merlin.models.config.schema import SchemaMixin
+from merlin.models.utils.schema_utils import tensorflow_metadata_json_to_schema
 from merlin.schema import ColumnSchema, Schema, Tags
 
 from merlin_cowclip.models.id_check import IdCheck
-from merlin_cowclip.models.initial_rows import TableInitializer, standard_deviation, untrained_rows
-from merlin_cowclip.models.row_ranges import RowRanges, cardinality, resized
+from merlin_cowclip.models.initial_rows import draw_rows, draw_shard, untrained_rows
+from merlin_cowclip.models.row_ranges import RowRanges, cardinality
 from merlin_cowclip.models.rows_by_raw_id import RowsByRawId
-from merlin_cowclip.models.schemas import schema_from_text, schema_text
+from merlin_cowclip.models.schemas import schema_text
 from merlin_cowclip.models.vocabulary import PADDING_ID
 from merlin_cowclip.plugins import Lookup, TableSpec
-from merlin_cowclip.plugins._checks import DIGITS, whole_number
+from merlin_cowclip.plugins._checks import whole_number
 from merlin_cowclip.plugins._tensorflow import tf
-from merlin_cowclip.plugins.distributed.horovod import check_same, ranks
+from merlin_cowclip.plugins.distributed.horovod import ranks
 from merlin_cowclip.plugins.distributed.sharding import Shard
-from merlin_cowclip.plugins.embeddings.counting import samples_of
 from merlin_cowclip.plugins.embeddings.tables import TableAccess, check_whole, tell_ranges
 from merlin_cowclip.plugins.row_ops import once_per_graph
+from merlin_cowclip.plugins.scaling import check_number
 
 COMBINERS = ("mean", "sum", "sqrtn")
-_OF_SHARDS = ("dim", "stddev", "combiner", "dtype")
-_ONE_TABLE = "A table in shards must be the same table on all ranks."
 
 
 class _List(NamedTuple):
@@ -51,7 +50,7 @@ class _Rows(NamedTuple):
 
 
 @tf.keras.utils.register_keras_serializable(package="merlin_cowclip")
-class FusedEmbeddings(RowsByRawId, SchemaMixin, tf.keras.layers.Layer):
+class FusedEmbeddings(SchemaMixin, RowsByRawId):
     """Looks up all categorical fields of a schema in one V×d table.
 
     Int domain k has the rows `row_offsets[k]` to `row_offsets[k + 1]`; id i of a field of domain k
@@ -79,7 +78,7 @@ class FusedEmbeddings(RowsByRawId, SchemaMixin, tf.keras.layers.Layer):
 
     Raises:
       ValueError: no categorical column, a column without an int domain, columns of one domain that
-        differ in cardinality, or a bad argument; at a call, ids in floats that do not hold them.
+        differ in cardinality, or a bad argument; at a call, ids that are not integers.
       tf.errors.InvalidArgumentError: at a call, an id beyond its field's cardinality, which would
         train a row of the next field. `CowClipOptimizer` updates nothing in such a step.
     """
@@ -96,17 +95,18 @@ class FusedEmbeddings(RowsByRawId, SchemaMixin, tf.keras.layers.Layer):
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        whole_number("dim", dim)
         columns = list(schema.select_by_tag(Tags.CATEGORICAL).excluding_by_tag(Tags.TARGET))
+        columns.sort(key=lambda column: column.is_list)
         if not columns:
             raise ValueError(
                 "The schema must have a column tagged Tags.CATEGORICAL: these networks learn from "
-                f"ids. Received the columns {schema.column_names}."
+                f"ids. Received the columns {schema.column_names}. Encode one in the workflow: "
+                "['user'] >> nvtabular.ops.Categorify()"
             )
         self.one_hot_fields = tuple(c.name for c in columns if not c.is_list)
         self.list_fields = tuple(c.name for c in columns if c.is_list)
-        self.dim = dim
-        self.stddev = standard_deviation(stddev)
+        self.dim = whole_number("dim", dim)
+        self.stddev = check_number("stddev", stddev)
         self.combiner = per_list = plain_combiner(combiner)
         if isinstance(per_list, str):
             per_list = dict.fromkeys(self.list_fields, per_list)
@@ -122,14 +122,12 @@ class FusedEmbeddings(RowsByRawId, SchemaMixin, tf.keras.layers.Layer):
 
     def _set_columns(self, columns: Sequence[ColumnSchema]) -> None:
         """Take the fields' columns: which rows each has, in a table that is to be built."""
-        by_name = {c.name: c for c in columns}
-        columns = [by_name[name] for name in self.fields]
         ranges = RowRanges.of(columns)
         self.row_offsets = ranges.offsets
         self.cardinalities = {c.name: cardinality(c) for c in columns}
         self._schema = Schema(columns)  # set_schema takes the first alone
         self._first_row = {name: ranges.first_row(name) for name in self.fields}
-        self._initializer = TableInitializer(self.stddev, untrained_rows(columns, ranges))
+        self._zero_rows = untrained_rows(columns, ranges)
         self._spec = TableSpec(
             name=self.name,
             layer=self,
@@ -160,42 +158,25 @@ class FusedEmbeddings(RowsByRawId, SchemaMixin, tf.keras.layers.Layer):
         """Create the V×d table, or this rank's rows of it."""
         if hasattr(self, "table"):  # Merlin's blocks build theirs anew in each that they join
             return
-        here, rows = ranks(), self.row_offsets[-1]
-        initializer: Any = self._initializer
+        here, rows, draw = ranks(), self.row_offsets[-1], draw_rows
         if self._sharded and here.size > 1:
-            config = self.get_config()
-            same = {"fields": self.fields, "first rows": self.row_offsets}
-            check_same({**same, **{key: config[key] for key in _OF_SHARDS}}, _ONE_TABLE)
             shard = Shard(here.rank, here.size, rows)
             self._spec.access.shard, rows = shard, shard.rows
-            initializer = functools.partial(self._initializer.of_shard, shard)
+            draw = functools.partial(draw_shard, shard)
         self.table = self.add_weight(
             name="table",
             shape=(rows, self.dim),
-            initializer=initializer,
+            initializer=functools.partial(draw, self.stddev, self._zero_rows),
             experimental_autocast=False,  # rows are cast, not the table
         )
         super().build(input_shape)
 
     def call(self, inputs: dict[str, Any]) -> tf.Tensor | dict[str, tf.Tensor]:
         """b×F×d, or field → b×d; see the class."""
-        one_hot = {name: inputs[name] for name in self.one_hot_fields}
-        lists = {name: inputs[name] for name in self.list_fields}
-        found = self._find_rows(one_hot, lists)
-        parts = []
-        if found.one_hot is not None:
-            rows = self._gather(found.one_hot, found.check)
-            parts.append(tf.cast(rows, self.compute_dtype))
-        parts += [
-            self._combined(name, of_list, found.check)[:, tf.newaxis]
-            for name, of_list in found.lists.items()
-        ]
-        for name in self.fields:
-            self._record(name, name, inputs[name], found.check)
-        stack = parts[0] if len(parts) == 1 else tf.concat(parts, axis=1)
+        rows = self._look_up({name: inputs[name] for name in self.fields})
         if self.stacked:
-            return stack
-        parts = tf.unstack(stack, len(self.fields), axis=1)
+            return rows
+        parts = tf.unstack(rows, len(self.fields), axis=1)
         return {name: parts[i] for i, name in enumerate(self.fields)}
 
     def lookup(self, field: str, ids: Any, *, feature: str | None = None) -> tf.Tensor:
@@ -212,59 +193,62 @@ class FusedEmbeddings(RowsByRawId, SchemaMixin, tf.keras.layers.Layer):
           b×d.
         """
         self._check_field(field)
-        self._built_table(build=True)
+        self._ensure_built()
         if not isinstance(ids, tf.RaggedTensor):
             ids = tf.convert_to_tensor(ids)
-        is_list = field in self.list_fields
-        found = self._find_rows({} if is_list else {field: ids}, {field: ids} if is_list else {})
-        self._record(field, field if feature is None else feature, ids, found.check)
-        if is_list:
-            return self._combined(field, found.lists[field], found.check)
-        rows = tf.reshape(self._gather(found.one_hot, found.check), [-1, self.dim])
-        return tf.cast(rows, self.compute_dtype)
+        return tf.reshape(self._look_up({field: ids}, feature), [-1, self.dim])
 
-    def _find_rows(self, one_hot: Mapping[str, Any], lists: Mapping[str, Any]) -> _Rows:
+    def _look_up(self, given: Mapping[str, Any], feature: str | None = None) -> tf.Tensor:
+        """Rows of some fields, b×F×d; recorded for the optimizer, whose update awaits the check."""
+        found, parts = self._find_rows(given), []
+        if found.one_hot is not None:
+            rows = self._gather(found.one_hot, found.check)
+            parts.append(tf.cast(rows, self.compute_dtype))
+        for name, of_list in found.lists.items():
+            parts.append(self._combined(name, of_list, found.check)[:, tf.newaxis])
+        for name, ids in given.items():
+            lookup = Lookup(
+                feature or name,
+                ids,
+                first_row=self._first_row[name],
+                padding=PADDING_ID if name in self.list_fields else None,
+                check=found.check,
+            )
+            self._spec.recorder.record(lookup)
+        return parts[0] if len(parts) == 1 else tf.concat(parts, axis=1)
+
+    def _find_rows(self, given: Mapping[str, Any]) -> _Rows:
         """Row numbers of a batch's ids; in a graph, found once for tables of the same fields."""
-        fields = (*one_hot, *lists)
+        one_hot = [name for name in given if name in self.one_hot_fields]
+        lists = [name for name in given if name in self.list_fields]
 
         def find() -> _Rows:
             check, rows = IdCheck(), None
             if one_hot:
-                ids = tf.concat([self._integers(i, name) for name, i in one_hot.items()], axis=1)
-                rows = self._rows(ids, tuple(one_hot), check)
-            of_lists = {name: self._list(name, ids, check) for name, ids in lists.items()}
+                ids = tf.concat([self._integers(given[name], name) for name in one_hot], axis=1)
+                rows = self._rows(ids, one_hot, check)
+            of_lists = {name: self._list(name, given[name], check) for name in lists}
             return _Rows(rows, of_lists, check.answer())
 
-        of_field = [(name, self._first_row[name], self.cardinalities[name]) for name in fields]
-        ids = tf.nest.flatten([*one_hot.values(), *lists.values()], expand_composites=True)
+        of_field = [(name, self._first_row[name], self.cardinalities[name]) for name in given]
+        ids = tf.nest.flatten(list(given.values()), expand_composites=True)
         return once_per_graph(("rows", len(one_hot), *of_field), ids, find)
 
     def _integers(self, ids: tf.Tensor, field: str) -> tf.Tensor:
         """Ids b×1 of a one-hot field, int64."""
         if isinstance(ids, tf.RaggedTensor):
             ids = ids.to_tensor(-1)  # in an empty row, which is out of range
-        shape, is_known = ids.shape, ids.shape.rank is not None
-        if is_known and any(size not in (1, None) for size in shape[1:]):
-            given = "×".join("b" if size is None else str(size) for size in shape)
+        others = [ids.shape[i] for i in range(1, ids.shape.rank or 0)]
+        if any(size not in (1, None) for size in others):
             raise ValueError(
-                f"ids of field {field!r} must be b or b×1: one of each sample. Received: {given}. "
-                "Look several up one by one (lookup, each with a feature of its own), or make the "
-                "field a list"
+                f"ids of field {field!r} must be b or b×1: one of each sample. Received: shape "
+                f"{ids.shape}. Look several up one by one (lookup, each with its own feature), or "
+                "make the field a list"
             )
-        known = is_known and None not in shape[1:]
-        samples = -1 if known else tf.shape(ids)[0]  # else several of a sample do not fit
-        return tf.reshape(self._whole(ids, field), [samples, 1])
-
-    def _whole(self, ids: tf.Tensor, field: str) -> tf.Tensor:
-        """Ids as int64; Keras makes floats half as wide in mixed precision, before this layer."""
-        most = 2 ** DIGITS.get(ids.dtype.name, 63)
-        if self.cardinalities[field] > most:
-            raise ValueError(
-                f"ids of field {field!r}, of which there are {self.cardinalities[field]:,}, must "
-                f"be integers. Received: {ids.dtype.name}, in which from {most:,} on several are "
-                "one number. Give them as int64"
-            )
-        return tf.cast(ids, tf.int64)
+        unknown = None in others or ids.shape.rank is None
+        samples = tf.shape(ids)[0] if unknown else -1  # so that several of a sample do not fit
+        _check_integers(ids, field)
+        return tf.reshape(tf.cast(ids, tf.int64), [samples, 1])
 
     def _rows(self, ids: tf.Tensor, fields: Sequence[str], check: IdCheck) -> tf.Tensor:
         """Ids n×F of F fields to row numbers; an id out of range is left to the check."""
@@ -273,19 +257,19 @@ class FusedEmbeddings(RowsByRawId, SchemaMixin, tf.keras.layers.Layer):
 
     def _list(self, name: str, ids: Any, check: IdCheck) -> _List:
         """Row numbers of a list column."""
+        _check_integers(ids, name)
         if isinstance(ids, tf.RaggedTensor):
             if ids.ragged_rank != 1:
                 raise ValueError(f"The list column {name!r} must be ragged in one dimension.")
+            ids = ids.with_flat_values(tf.reshape(ids.flat_values, [-1]))  # b×(n)×1
             ids = ids.with_row_splits_dtype(tf.int64)  # int32 ones would be the host's
-            flat = tf.reshape(self._whole(ids.flat_values, name), [-1])
-            samples, number = samples_of(ids), ids.nrows()
+            number = ids.nrows()
         else:
-            ids = tf.reshape(ids, [tf.shape(ids)[0], -1])
-            flat = tf.reshape(self._whole(ids, name), [-1])
-            number, width = tf.unstack(tf.shape(ids, tf.int64))
-            samples = tf.range(tf.size(flat, tf.int64)) // tf.maximum(width, 1)
+            number = tf.shape(ids, tf.int64)[0]
+        lookup = Lookup(name, ids)
+        flat = lookup.flat_ids()
         rows = tf.reshape(self._rows(flat[:, tf.newaxis], (name,), check), [-1])
-        return _List(rows, tf.not_equal(flat, PADDING_ID), samples, number)
+        return _List(rows, tf.not_equal(flat, PADDING_ID), lookup.samples(), number)
 
     def _gather(self, rows: tf.Tensor, check: tf.Tensor) -> tf.Tensor:
         """Rows of the table by number, in its own dtype.
@@ -297,18 +281,6 @@ class FusedEmbeddings(RowsByRawId, SchemaMixin, tf.keras.layers.Layer):
                 rows = tf.identity(rows)
         tell_ranges(self.table, self.row_offsets)  # here: a copied variable has lost them
         return self._spec.access.gather(self.table, rows)
-
-    def _record(self, field: str, feature: str, ids: Any, check: tf.Tensor) -> None:
-        """Note the ids for the optimizer, whose update so waits for the check."""
-        padding = None
-        if field in self.list_fields:
-            padding = PADDING_ID
-            if not isinstance(ids, tf.RaggedTensor):
-                ids = tf.reshape(ids, [tf.shape(ids)[0], -1])
-        first_row = self._first_row[field]
-        self._spec.recorder.record(
-            Lookup(feature, ids, first_row=first_row, padding=padding, check=check)
-        )
 
     def _combined(self, name: str, of_list: _List, check: tf.Tensor) -> tf.Tensor:
         """b×d, the rows of one list column as one."""
@@ -337,16 +309,14 @@ class FusedEmbeddings(RowsByRawId, SchemaMixin, tf.keras.layers.Layer):
           ids: of each field, in ascending order; equal for fields of one domain.
 
         Raises:
-          ValueError: the table is sharded, or the ids do not ascend or are not the field's.
+          ValueError: the table is sharded.
         """
         check_whole([self._spec], "a smaller table")
         table, before = self._whole_table(), self._first_row
-        for name in self.fields:
-            held = ids[name]
-            inside = len(held) and held[0] >= 0 and held[-1] < self.cardinalities[name]
-            if not inside or (np.diff(held) <= 0).any():
-                raise ValueError(f"The ids to keep must ascend and be those of field {name!r}.")
-        columns = [resized(column, len(ids[column.name])) for column in self.schema]
+        columns = []
+        for column in self.schema:
+            domain = {**column.properties["domain"], "max": len(ids[column.name]) - 1}
+            columns.append(column.with_properties({"domain": domain}))
         ranges = RowRanges.of(columns)
         of_domain = {ranges.range_of[name]: before[name] + ids[name] for name in self.fields}
         rows = np.concatenate([of_domain[number] for number in range(len(of_domain))])
@@ -359,58 +329,41 @@ class FusedEmbeddings(RowsByRawId, SchemaMixin, tf.keras.layers.Layer):
                 f"field must be one of {', '.join(map(repr, self.fields))}. Received: {field!r}"
             )
 
-    def _built_table(self, build: bool = False) -> tf.Variable:
+    def _ensure_built(self) -> None:
+        with tf.init_scope():  # as Keras builds layers that it calls
+            self.build({})
+
+    def _whole_table(self) -> tf.Variable:
+        """The table, to read or set all rows: without pending updates."""
         if not hasattr(self, "table"):
-            if not build:
-                raise ValueError(
-                    f"The layer {self.name!r} must be built before its rows are read: fit the "
-                    "model, or call it, first."
-                )
-            with tf.init_scope():  # as Keras builds layers that it calls
-                self.build({})
+            raise ValueError(
+                f"The layer {self.name!r} must be built before its rows are read: fit the model, "
+                "or call it, first."
+            )
+        if self._spec.access.catch_up is not None:
+            self._spec.access.catch_up(self.table, None)
         return self.table
 
-    def _whole_table(self, build: bool = False) -> tf.Variable:
-        """The table, to read or set all rows: without pending updates."""
-        table = self._built_table(build)
-        if self._spec.access.catch_up is not None:
-            self._spec.access.catch_up(table, None)
-        return table
-
     def _catch_up(self) -> None:
-        """Apply pending updates (`update="deferred"`) before the whole table is read or set."""
+        """Apply pending updates (`update="deferred"`) before Keras reads or sets the table."""
         if hasattr(self, "table") and tf.executing_eagerly():
             self._whole_table()
 
-    def get_weights(self) -> list[Any]:
+    def get_weights(self) -> Any:
         """Keras's, without pending updates; of a sharded table, this rank's rows."""
         self._catch_up()
-        weights: list[Any] = super().get_weights()
-        return weights
+        return super().get_weights()
 
     def set_weights(self, weights: list[Any]) -> None:
         """Keras's; no update is pending afterwards."""
         self._catch_up()
         super().set_weights(weights)
 
-    def _save_own_variables(self, store: Any) -> None:  # of a copied or pickled model
-        check_whole([self._spec], "a copy of the model")
-        self._catch_up()
-        super()._save_own_variables(store)
-
-    def __getstate__(self) -> Any:  # of a copied or pickled layer
-        self._catch_up()
-        return super().__getstate__()
-
     def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> Any:  # saved
         if save_type == "savedmodel":
             check_whole([self._spec], "a SavedModel")
         self._catch_up()
         return super()._trackable_children(save_type, **kwargs)
-
-    def _lookup_dependency(self, name: str) -> Any:  # restored
-        self._catch_up()
-        return super()._lookup_dependency(name)
 
     def get_config(self) -> dict[str, Any]:
         """The constructor's arguments."""
@@ -427,7 +380,16 @@ class FusedEmbeddings(RowsByRawId, SchemaMixin, tf.keras.layers.Layer):
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> FusedEmbeddings:
         """The layer that `get_config` describes."""
-        return cls(**{**config, "schema": schema_from_text(config["schema"])})
+        return cls(**{**config, "schema": tensorflow_metadata_json_to_schema(config["schema"])})
+
+
+def _check_integers(ids: Any, field: str) -> None:
+    """Keras makes floats half as wide in mixed precision, before the layer: other ids."""
+    if not ids.dtype.is_integer:
+        raise ValueError(
+            f"ids of field {field!r} must be integers. Received: {ids.dtype.name}. Give them as "
+            "int64"
+        )
 
 
 def plain_combiner(combiner: str | Mapping[str, str]) -> str | dict[str, str]:

@@ -4,26 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from merlin.schema import Schema
 
-from merlin_cowclip.models.ctr_block import CTRBlock, as_model
-from merlin_cowclip.models.dcn import DCNBlock, DCNv2Block
-from merlin_cowclip.models.deepfm import (
-    DeepFMBlock,
-    FMBlock,
-    LogisticRegressionBlock,
-    WideAndDeepBlock,
-)
-from merlin_cowclip.models.dlrm import DLRMBlock
+from merlin_cowclip.models import blocks
+from merlin_cowclip.models.ctr_block import as_model
 from merlin_cowclip.plugins._tensorflow import mm
 
 Combiner: TypeAlias = str | Mapping[str, str]
-
-
-def _model(block: type[CTRBlock], *, schema: Schema, **options: Any) -> mm.Model:
-    return as_model(block(schema, **options), schema)
 
 
 def lr(
@@ -40,7 +29,7 @@ def lr(
     Arguments and errors are those of `deepfm`. `embedding_dim`, `mlp` and `stddev` have no effect:
     this network has neither embeddings nor layers.
     """
-    return _model(LogisticRegressionBlock, **locals())
+    return as_model(blocks.LogisticRegressionBlock, **locals())
 
 
 def fm(
@@ -56,7 +45,7 @@ def fm(
 
     Arguments and errors are those of `deepfm`. `mlp` has no effect: this network has no layers.
     """
-    return _model(FMBlock, **locals())
+    return as_model(blocks.FMBlock, **locals())
 
 
 def wide_and_deep(
@@ -72,7 +61,7 @@ def wide_and_deep(
 
     Arguments and errors are those of `deepfm`.
     """
-    return _model(WideAndDeepBlock, **locals())
+    return as_model(blocks.WideAndDeepBlock, **locals())
 
 
 def deepfm(
@@ -99,7 +88,7 @@ def deepfm(
       ValueError: the schema has no categorical column or not exactly one target, or an argument
         is out of range.
     """
-    return _model(DeepFMBlock, **locals())
+    return as_model(blocks.DeepFMBlock, **locals())
 
 
 def dcn(
@@ -116,7 +105,7 @@ def dcn(
 
     Arguments and errors are those of `deepfm`, and `cross_layers`, the depth of the cross stream.
     """
-    return _model(DCNBlock, **locals())
+    return as_model(blocks.DCNBlock, **locals())
 
 
 def dcn_v2(
@@ -135,7 +124,7 @@ def dcn_v2(
     Arguments and errors are those of `dcn`, and `low_rank_dim`, the rank of the cross matrices;
     `None` is full rank, as in the paper's formula.
     """
-    return _model(DCNv2Block, **locals())
+    return as_model(blocks.DCNv2Block, **locals())
 
 
 def dlrm(
@@ -154,7 +143,7 @@ def dlrm(
     `bottom_mlp` those of the bottom MLP's, which a layer of width `embedding_dim` follows. The
     bottom MLP takes the continuous features; without any there is none.
     """
-    return _model(DLRMBlock, **locals())
+    return as_model(blocks.DLRMBlock, **locals())
 
 
 MODELS: Mapping[str, Callable[..., mm.Model]] = MappingProxyType(

@@ -31,22 +31,21 @@ class RowRanges:
         Raises:
           ValueError: a column without an int domain, or two of one domain that differ in size.
         """
-        numbers: dict[str, int] = {}
-        first: list[ColumnSchema] = []
-        for column in columns:
-            size = cardinality(column)
-            number = numbers.setdefault(domain_name(column), len(numbers))
-            if number == len(first):
-                first.append(column)
-            elif size != cardinality(first[number]):
+        sizes = {c.name: cardinality(c) for c in columns}
+        domains = {c.name: str(c.int_domain.name or c.name) for c in columns}
+        first: dict[str, str] = {}  # field of each domain
+        for field, domain in domains.items():
+            other = first.setdefault(domain, field)
+            if sizes[field] != sizes[other]:
                 raise ValueError(
                     "Columns of one int domain must have one cardinality, for they share its rows. "
-                    f"Received: {first[number].name!r} with {cardinality(first[number])} ids and "
-                    f"{column.name!r} with {size}, both of the domain {domain_name(column)!r}. "
-                    "Encode them jointly, or give their domains different names."
+                    f"Received: {other!r} with {sizes[other]} ids and {field!r} with "
+                    f"{sizes[field]}, both of the domain {domain!r}. Encode them jointly, "
+                    "Categorify(encode_type='joint'), or give their domains different names."
                 )
-        offsets = itertools.accumulate(map(cardinality, first), initial=0)
-        return cls(tuple(offsets), {c.name: numbers[domain_name(c)] for c in columns})
+        offsets = itertools.accumulate((sizes[field] for field in first.values()), initial=0)
+        numbers = {domain: number for number, domain in enumerate(first)}
+        return cls(tuple(offsets), {field: numbers[domain] for field, domain in domains.items()})
 
     def first_row(self, field: str) -> int:
         """The row of a field's id 0."""
@@ -63,15 +62,3 @@ def cardinality(column: ColumnSchema) -> int:
             "column.with_properties({'domain': {'min': 0, 'max': 9}})."
         )
     return int(domain.max) + 1
-
-
-def resized(column: ColumnSchema, size: int) -> ColumnSchema:
-    """The same column with another cardinality."""
-    domain = {**column.properties["domain"], "max": size - 1}
-    return column.with_properties({"domain": domain})
-
-
-def domain_name(column: ColumnSchema) -> str:
-    """As Merlin's own tables are named: the domain's name, or else the column's."""
-    domain = column.int_domain
-    return str(domain.name or column.name) if domain else column.name

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-import os
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
-from merlin.schema import Schema
 
 from merlin_cowclip.models.vocabulary import (
     MISSING_ID,
     UNKNOWN_ID,
+    Folder,
     encode,
     has_raw_ids,
     is_encoded,
@@ -21,29 +19,12 @@ from merlin_cowclip.models.vocabulary import (
 )
 from merlin_cowclip.plugins._tensorflow import tf
 from merlin_cowclip.plugins.distributed.horovod import check_same
-from merlin_cowclip.plugins.embeddings.tables import TableSpec
-
-_SAME_ROWS = "All ranks must load the same rows into a sharded table: each keeps its own."
 
 
-class RowsByRawId:
+class RowsByRawId(tf.keras.layers.Layer):
     """The methods of `FusedEmbeddings` that take raw ids."""
 
-    if TYPE_CHECKING:  # of the layer
-        schema: Schema
-        dim: int
-        cardinalities: Mapping[str, int]
-        variable_dtype: str
-        _first_row: Mapping[str, int]
-        _spec: TableSpec
-
-        def _check_field(self, field: str) -> None: ...
-
-        def _whole_table(self, build: bool = False) -> tf.Variable: ...
-
-    def rows(
-        self, field: str, raw_ids: Any, *, workflow: str | os.PathLike[str] | None = None
-    ) -> np.ndarray:
+    def rows(self, field: str, raw_ids: Any, *, workflow: Folder = None) -> np.ndarray:
         """The table's rows of some raw ids of a field.
 
         Args:
@@ -75,15 +56,16 @@ class RowsByRawId:
         )
         if (ids < 0).any():
             bad = list(raw_ids)[int(np.argmax(ids < 0))]
-            least = f"its ids are whole numbers from 0 to {self.cardinalities[field] - 1}"
-            reason = "the workflow fills in missing ids, or hashes unknown ones"
+            reason = f"its ids are whole numbers from 0 to {self.cardinalities[field] - 1}"
+            if encoded:
+                reason = "the workflow fills in missing ids, or hashes unknown ones"
             raise ValueError(
-                f"Field {field!r} has no row for the raw id {bad!r}: "
-                f"{reason if encoded else least}. Take the id from workflow.transform."
+                f"Field {field!r} has no row for the raw id {bad!r}: {reason}. Take the id from "
+                "workflow.transform."
             )
         return ids + self._first_row[field]
 
-    def to_df(self, field: str, *, workflow: str | os.PathLike[str] | None = None) -> pd.DataFrame:
+    def to_df(self, field: str, *, workflow: Folder = None) -> pd.DataFrame:
         """The rows of one field with their raw ids; of a sharded table, on all ranks at once.
 
         Args:
@@ -110,11 +92,7 @@ class RowsByRawId:
         return frame.rename_axis("id")
 
     def load_rows(
-        self,
-        field: str,
-        values: pd.DataFrame | np.ndarray,
-        *,
-        workflow: str | os.PathLike[str] | None = None,
+        self, field: str, values: pd.DataFrame | np.ndarray, *, workflow: Folder = None
     ) -> int:
         """Set rows of one field to given, for instance pretrained, ones. Builds the table.
 
@@ -153,11 +131,15 @@ class RowsByRawId:
             bad = int(np.flatnonzero(~np.isfinite(given).all(axis=1))[0])
             raise ValueError(f"rows of field {field!r} must be finite. Received: row {bad}")
         ids, given = ids[ids >= 0], given[ids >= 0]
-        table = self._whole_table(build=True)
+        self._ensure_built()
+        table = self._whole_table()
         rows, shard = ids + self._first_row[field], self._spec.shard
         if shard is not None:
             digest = hashlib.sha256(rows.tobytes() + given.tobytes()).hexdigest()
-            check_same({"rows with the digest": digest}, _SAME_ROWS)
+            check_same(
+                {"rows with the digest": digest},
+                "All ranks must load the same rows into a sharded table: each keeps its own.",
+            )
             mine = rows % shard.size == shard.rank
             rows, given = shard.place(rows[mine]), given[mine]
         # Not scatter_nd_update: it would mark the table as sparsely used (see `TableAccess`).
@@ -165,9 +147,7 @@ class RowsByRawId:
         table.assign(tf.tensor_scatter_nd_update(whole, rows[:, np.newaxis], new))
         return len(ids)
 
-    def _ids_of_frame(
-        self, field: str, frame: pd.DataFrame, workflow: str | os.PathLike[str] | None
-    ) -> np.ndarray:
+    def _ids_of_frame(self, field: str, frame: pd.DataFrame, workflow: Folder) -> np.ndarray:
         """The ids of a frame's rows; -1 of those that the field does not know."""
         if "raw" in frame or (frame.index.name == "id" and is_encoded(self.schema[field])):
             raise ValueError(
@@ -188,7 +168,7 @@ class RowsByRawId:
             )
         return ids
 
-    def _vocabulary(self, field: str, workflow: str | os.PathLike[str] | None) -> pd.Series:
+    def _vocabulary(self, field: str, workflow: Folder) -> pd.Series:
         self._check_field(field)
         vocabulary = read_vocabulary(self.schema[field], workflow)
         last, cardinality = vocabulary.index.max(), self.cardinalities[field]

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import json
 
-from merlin.models.utils.schema_utils import (
-    schema_to_tensorflow_metadata_json,
-    tensorflow_metadata_json_to_schema,
-)
+from merlin.models.utils.schema_utils import schema_to_tensorflow_metadata_json
 from merlin.schema import Schema
 
 
@@ -21,8 +18,3 @@ def schema_text(schema: Schema) -> str:
     for feature in described.get("feature", ()):
         feature["annotation"].get("tag", []).sort()
     return json.dumps(described, sort_keys=True)
-
-
-def schema_from_text(text: str) -> Schema:
-    """The schema that `schema_text`, or Merlin itself, wrote."""
-    return tensorflow_metadata_json_to_schema(text)

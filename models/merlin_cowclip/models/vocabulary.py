@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import pandas as pd
 
 from merlin_cowclip.plugins._tensorflow import ColumnSchema
+
+Folder: TypeAlias = str | os.PathLike[str] | None
 
 PADDING_ID, MISSING_ID, UNKNOWN_ID = 0, 1, 2
 """NVTabular's ids; real ids start at 3."""
@@ -25,9 +27,7 @@ def is_encoded(column: ColumnSchema) -> bool:
     return bool(column.properties.get("cat_path"))
 
 
-def read_vocabulary(
-    column: ColumnSchema, workflow: str | os.PathLike[str] | None = None
-) -> pd.Series:
+def read_vocabulary(column: ColumnSchema, workflow: Folder = None) -> pd.Series:
     """The raw id of each id of a field but padding, missing and unknown: text or integers.
 
     Args:
@@ -60,7 +60,11 @@ def read_vocabulary(
             f"The vocabulary of field {name!r} is not at {path}. Pass workflow=, the folder of the "
             "saved NVTabular workflow."
         )
-    frame = _read(path, UNKNOWN_ID + int(column.properties.get("num_buckets") or 1))
+    files = [path] if path.is_file() else path.glob("*.parquet")
+    frame = pd.concat(map(pd.read_parquet, files)).sort_index()  # pandas alone drops their indices
+    first = UNKNOWN_ID + int(column.properties.get("num_buckets") or 1)
+    if len(frame) and frame.index.to_numpy()[0] < first:
+        frame.index += first  # a vocabulary of the user's own, numbered from 0
     storage = path.name.removeprefix("unique.").removesuffix(".parquet")
     if storage not in frame:
         raise ValueError(f"Field {name!r} combines {list(frame.columns)}, so it has no raw ids.")
@@ -76,22 +80,8 @@ def read_vocabulary(
     return raw
 
 
-def _read(path: Path, first: int) -> pd.DataFrame:
-    """A vocabulary's file or folder by id; a user's own, numbered from 0, starts at id `first`."""
-    files = [path] if path.is_file() else path.glob("*.parquet")
-    frame = pd.concat(map(pd.read_parquet, files)).sort_index()  # pandas alone drops their indices
-    if len(frame) and frame.index.to_numpy()[0] < first:
-        frame.index += first
-    return frame
-
-
 def encode(
-    vocabulary: pd.Series,
-    raw_ids: Any,
-    *,
-    missing: int,
-    unknown: int,
-    empty_is_missing: bool = False,
+    vocabulary: pd.Series, raw_ids: Any, missing: int, unknown: int, empty_is_missing: bool = False
 ) -> np.ndarray:
     """Ids of raw ids, n, int64.
 
