@@ -281,8 +281,7 @@ def count_all_rows(recorder: LookupRecorder, num_rows: int, *, on_cpu: bool = Fa
 
 def repeats_per_row(indices: tf.Tensor, num_rows: int, *, on_cpu: bool = False) -> Counts:
     """As `count_samples`, where every repeat in `indices` is one sample."""
-    rows, position, repeats = unique_rows(indices, num_rows, on_cpu)
-    return Counts(rows, position, tf.cast(repeats, tf.float32))
+    return Counts(*unique_rows(indices, num_rows, on_cpu))
 
 
 def count_repeats(indices: tf.Tensor, num_rows: int, *, on_cpu: bool = False) -> Counts:
