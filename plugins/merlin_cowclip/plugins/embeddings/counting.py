@@ -112,6 +112,7 @@ class LookupRecorder:
 
     def __init__(self) -> None:
         self._eager: list[Lookup] = []
+        self.is_paused = False  # a layer around the table has recorded its call
 
     def record(self, lookup: Lookup) -> None:
         """Note a lookup of the current step."""
