@@ -42,80 +42,55 @@ class ReducedRows(tf.IndexedSlices):
         shape = tf.constant(variable.shape.as_list(), tf.int64) if known else None
         super().__init__(sums.gradients, sums.indices, shape)
         self.sums = sums
-        self._variable = variable
-
-    def and_nan(self, rows: tf.Tensor) -> ReducedRows:
-        """The same, and so many rows of NaN."""
-        indices, gradients, counts, is_whole = self.sums
-        nan = tf.fill([rows, self._variable.shape[1]], tf.constant(float("nan"), gradients.dtype))
-        more = RowSums(
-            tf.concat([indices, tf.fill([rows], tf.constant(0, indices.dtype))], axis=0),
-            tf.concat([gradients, nan], axis=0),
-            tf.concat([counts, tf.fill([rows], tf.constant(1, counts.dtype))], axis=0),
-            is_whole,
-        )
-        return ReducedRows(more, self._variable)
+        self.variable = variable
 
 
 @tf.autograph.experimental.do_not_convert
 def all_reduce_dense(gradients: Sequence[Any]) -> list[Any]:
-    """Gradients of dense weights, tensors or slices, as those of the global batch.
-
-    Args:
-      gradients: of the mean loss of this rank's share.
-    """
-    if not gradients:
-        return []
+    """Gradients of dense weights, tensors or slices: of all ranks' shares as one batch's."""
     size = ranks().size
     slices = [g for g in gradients if isinstance(g, tf.IndexedSlices)]
-    tensors = [g for g in gradients if not isinstance(g, tf.IndexedSlices)]
-    summed = iter(all_reduce_each(tensors, "dense"))
-    parts = [part for g in slices for part in (g.values, g.indices)]
-    gathered = iter(all_gather_each(parts, "dense_slices"))
-
-    def reduced(gradient: Any) -> Any:
-        if not isinstance(gradient, tf.IndexedSlices):
-            return next(summed) / size
-        values, indices = next(gathered), next(gathered)
-        return tf.IndexedSlices(values / size, indices, gradient.dense_shape)
-
-    return [reduced(gradient) for gradient in gradients]
+    summed = iter(all_reduce_each([g for g in gradients if not isinstance(g, tf.IndexedSlices)]))
+    gathered = iter(all_gather_each([part for g in slices for part in (g.values, g.indices)]))
+    return [
+        tf.IndexedSlices(next(gathered) / size, next(gathered), gradient.dense_shape)
+        if isinstance(gradient, tf.IndexedSlices)
+        else next(summed) / size
+        for gradient in gradients
+    ]
 
 
 @tf.autograph.experimental.do_not_convert
 def all_gather_rows(
     shares: Sequence[RowSums], variables: Sequence[tf.Variable]
 ) -> list[ReducedRows]:
-    """Tables' gradients of the ranks' shares as those of the global batch.
+    """Gradients of replicated tables: of all ranks' shares as one batch's.
 
-    Of sparse ones, all ranks' rows are gathered, with their counts as one more column; dense ones
-    are all-reduced.
-
-    Args:
-      shares: of each table, this rank's.
-      variables: the tables.
+    Of sparse ones all ranks' rows are gathered; dense ones are all-reduced.
     """
-    size = ranks().size
-    sparse = [share for share in shares if not share.is_whole]
-    dense = [share for share in shares if share.is_whole]
-    gathered = iter(all_gather_each([p for s in sparse for p in _packed(s)], "rows"))
-    summed = iter(all_reduce_each([p for s in dense for p in (s.gradients, s.counts)], "tables"))
-
-    def reduced(share: RowSums, variable: tf.Variable) -> RowSums:
+    gathered = iter(all_gather_each([p for s in shares if not s.is_whole for p in packed(s)]))
+    whole = [share for share in shares if share.is_whole]
+    summed = iter(all_reduce_each([part for s in whole for part in (s.gradients, s.counts)]))
+    reduced = []
+    for share, variable in zip(shares, variables, strict=True):
         if share.is_whole:
-            gradients, counts = next(summed) / size, next(summed)
-            return share._replace(gradients=gradients, counts=counts)
-        with beside(variable) as on_cpu:
-            indices, packed = next(gathered), next(gathered)
-            rows, position, _ = unique_rows(indices, variable.shape[0], on_cpu)
-            sums = sum_per_row(packed, position, tf.size(rows), on_cpu)
-            counts = tf.cast(sums[:, -1], tf.float32)
-            return RowSums(rows, sums[:, :-1] / size, counts)
-
-    pairs = zip(shares, variables, strict=True)
-    return [ReducedRows(reduced(share, variable), variable) for share, variable in pairs]
+            mean = next(summed) / ranks().size
+            sums = share._replace(gradients=mean, counts=next(summed))
+        else:
+            sums = merged(next(gathered), next(gathered), variable)
+        reduced.append(ReducedRows(sums, variable))
+    return reduced
 
 
-def _packed(share: RowSums) -> tuple[tf.Tensor, tf.Tensor]:
+def packed(share: RowSums) -> tuple[tf.Tensor, tf.Tensor]:
+    """Row numbers, and the gradients with the counts as one more column."""
     counts = tf.cast(share.counts, share.gradients.dtype)
     return share.indices, tf.concat([share.gradients, counts[:, tf.newaxis]], axis=1)
+
+
+def merged(indices: tf.Tensor, packed: tf.Tensor, variable: tf.Variable) -> RowSums:
+    """Several ranks' packed rows of a variable, added up, with the mean of their gradients."""
+    with beside(variable) as on_cpu:
+        rows, position, _ = unique_rows(indices, variable.shape[0], on_cpu)
+        sums = sum_per_row(packed, position, tf.size(rows), on_cpu)
+        return RowSums(rows, sums[:, :-1] / ranks().size, tf.cast(sums[:, -1], tf.float32))

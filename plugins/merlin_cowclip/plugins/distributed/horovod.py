@@ -56,16 +56,15 @@ def broadcasts_variables(callback: Any) -> bool:
     return isinstance(callback, BroadcastGlobalVariablesCallbackImpl)
 
 
-def all_gather_each(tensors: Sequence[tf.Tensor], what: str) -> list[tf.Tensor]:
+def all_gather_each(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """Each tensor of a step with those of all ranks behind one another, in the ranks' order."""
     hvd = _horovod()
-    return [hvd.allgather(t, name=_name(f"{what}_{i}")) for i, t in enumerate(tensors)]
+    return [hvd.allgather(t, name=_name("all_gather"), ignore_name_scope=True) for t in tensors]
 
 
-def all_reduce_each(tensors: Sequence[tf.Tensor], what: str) -> list[tf.Tensor]:
+def all_reduce_each(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """Each tensor of a step, summed over the ranks."""
-    hvd = _horovod()
-    return [hvd.allreduce(t, op=hvd.Sum, name=_name(f"{what}_{i}")) for i, t in enumerate(tensors)]
+    return [all_reduce(tensor, "sum") for tensor in tensors]
 
 
 @tf.autograph.experimental.do_not_convert
@@ -79,8 +78,8 @@ def all_to_all(values: tf.Tensor, sizes: tf.Tensor) -> tuple[tf.Tensor, tf.Tenso
     Returns:
       What has come, behind each other by the rank that it is from; and how many from each, N.
     """
-    hvd = _horovod()
-    return tuple(hvd.alltoall(values, splits=sizes, name=_numbered("sent"), ignore_name_scope=True))
+    name = _name("all_to_all")
+    return tuple(_horovod().alltoall(values, splits=sizes, name=name, ignore_name_scope=True))
 
 
 @tf.autograph.experimental.do_not_convert
@@ -88,29 +87,24 @@ def all_reduce(values: tf.Tensor, how: str) -> tf.Tensor:
     """The "sum", "max" or "min" of what the ranks have, value by value; on all ranks at once."""
     hvd = _horovod()
     op = {"sum": hvd.Sum, "max": hvd.Max, "min": hvd.Min}[how]
-    return hvd.allreduce(values, op=op, name=_numbered("all_reduce"), ignore_name_scope=True)
+    return hvd.allreduce(values, op=op, name=_name("all_reduce"), ignore_name_scope=True)
 
 
 def _name(what: str) -> str:
-    return f"cowclip_{what}"  # the same on all ranks: Horovod brings equal names together
-
-
-def _numbered(what: str) -> str:
-    """A name that nothing else in a graph has, and which all ranks give, as they trace the same."""
+    """By what Horovod matches the ranks' calls; in a graph, numbered as they are traced."""
     if tf.executing_eagerly():
-        return _name(what)
+        return f"cowclip_{what}"
     graph = tf.compat.v1.get_default_graph()
     while isinstance(graph, FuncGraph) and isinstance(graph.outer_graph, FuncGraph):
         graph = graph.outer_graph
-    return _name(f"{what}_{next(graph.__dict__.setdefault(_NUMBERS, itertools.count()))}")
+    return f"cowclip_{what}_{next(graph.__dict__.setdefault(_NUMBERS, itertools.count()))}"
 
 
 def broadcast(variables: Iterable[tf.Variable]) -> None:
     """Give variables the values that they have on rank 0; eagerly, on all ranks at once."""
     hvd = _horovod()
-    for number, variable in enumerate(variables):
-        value = hvd.broadcast(variable.read_value(), root_rank=0, name=_name(f"state_{number}"))
-        variable.assign(value)
+    for variable in variables:
+        variable.assign(hvd.broadcast(variable.read_value(), root_rank=0, name=_name("state")))
 
 
 def check_same(of_one: Mapping[str, Any], rule: str) -> None:
@@ -123,25 +117,20 @@ def check_same(of_one: Mapping[str, Any], rule: str) -> None:
     Raises:
       ValueError: on all ranks, the first that differs, as each has it.
     """
-    first, *others = (dict(_flat(one)) for one in all_gather_object(of_one))
-    for name in dict.fromkeys(itertools.chain(first, *others)):
-        values = [one.get(name) for one in (first, *others)]
+    found = [_flat(one) for one in all_gather_object(of_one)]
+    for name in dict.fromkeys(itertools.chain(*found)):
+        values = [one.get(name) for one in found]
         if any(value != values[0] for value in values):
             received = (f"{value} on rank {rank}" for rank, value in enumerate(values))
             raise ValueError(f"{rule} Received: {name} {', '.join(received)}.")
 
 
-def _flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """What is in a mapping, or in a list of such, by the names that lead there."""
-    inner: Iterable[tuple[Any, Any]] = ()
-    if isinstance(value, dict):
-        inner = value.items()
-    elif isinstance(value, list) and value and isinstance(value[0], dict):
-        inner = enumerate(value)
-    else:
-        yield name.strip(), value
-    for key, one in inner:
-        yield from _flat(one, f"{name} {key}")
+def _flat(value: Any, name: str = "") -> dict[str, Any]:
+    """What is in nested mappings and lists, by the names and places that lead there."""
+    if not isinstance(value, dict | list):
+        return {name.strip(): value}
+    items = value.items() if isinstance(value, dict) else enumerate(value)
+    return {k: v for key, one in items for k, v in _flat(one, f"{name} {key}").items()}
 
 
 def all_gather_object(value: Any) -> list[Any]:
@@ -154,14 +143,7 @@ def all_gather_object(value: Any) -> list[Any]:
 
 @contextlib.contextmanager
 def done_for_all(what: str) -> Iterator[None]:
-    """What one rank does within it is done for all at its end; eagerly, on all ranks at once.
-
-    Args:
-      what: it is.
-
-    Raises:
-      RuntimeError: on the others, where one could not do it, which ends with its own error.
-    """
+    """Within it one rank does `what` for all; if it fails, all ranks end with an error after it."""
     failure: Exception | None = None
     try:
         yield
@@ -178,5 +160,4 @@ def done_for_all(what: str) -> Iterator[None]:
 def all_gather(values: np.ndarray) -> np.ndarray:
     """All ranks' arrays behind one another; eagerly, on all ranks at once."""
     with tf.device("CPU:0"):
-        found = _horovod().allgather(tf.constant(values), name=_name("values"))
-    return np.asarray(found)
+        return np.asarray(all_gather_each([tf.constant(values)])[0])

@@ -6,6 +6,7 @@ Merlin's and Keras's own. Nothing in this file imports our models.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
@@ -19,19 +20,15 @@ from merlin_cowclip.plugins.embeddings.counting import LookupRecorder
 class TableAccess:
     """How a table's rows are to be looked up, so that its update costs least.
 
-    TensorFlow marks a variable whose rows were gathered from the resource by
-    `tf.gather(variable, …)` as sparsely used, for good. From then on every read of the whole
-    variable, and every dense update, copies it: V×d bytes and their time, twice a step in the
-    exact mode. Rows gathered from the read value (`tf.gather(tf.convert_to_tensor(variable), …)`)
-    do not mark it, and the read shares the variable's buffer; their gradient is as sparse. The
-    lazy mode scatters into the variable, and so needs it marked.
+    `tf.gather(variable, …)` makes TensorFlow copy the variable in every later read of the whole
+    and every dense update: V×d bytes, twice a step in the exact mode. To gather from the read value
+    (`tf.gather(tf.convert_to_tensor(variable), …)`) does not, and its gradient is as sparse. The
+    lazy mode scatters into the variable, and so needs the first.
 
     Attributes:
-      whole: gather from the value read as a whole; the optimizer sets it in the exact mode and
-        unsets it in the lazy one. `None` before there is an optimizer: so in eager calls, such as
-        one that builds the model, for else the exact mode would find the table marked.
-      catch_up: called with the variable and the rows before they are read, where rows wait for
-        what they missed; with `None` for all of them.
+      whole: gather from the read value; the optimizer sets it in the exact mode and unsets it in
+        the lazy one. `None`, before there is an optimizer: only in eager calls.
+      catch_up: called before rows are read, with the variable and the rows, or `None` for all.
       is_used: whether the layer looks its rows up by `gather`.
       shard: which rows this rank has, where the ranks share them; `None`: it has all.
     """
@@ -55,8 +52,7 @@ class TableAccess:
 
         Of a table in shards `variable` is this rank's; then it is called on all ranks at once.
         """
-        if self.has_pending_rows:
-            assert self.catch_up is not None
+        if self.catch_up is not None and self.has_pending_rows:
             self.catch_up(variable, rows)
         known = self.whole is not None  # to an optimizer
         whole = self.whole if known else tf.executing_eagerly()
@@ -65,18 +61,14 @@ class TableAccess:
         return tf.gather(tf.convert_to_tensor(variable) if whole else variable, rows)
 
 
-_OFFSETS = "_merlin_cowclip_row_offsets"
-
-
 def tell_ranges(variable: tf.Variable, row_offsets: tuple[int, ...]) -> None:
     """Say which ranges of rows a table has to optimizers that are not bound to its `TableSpec`."""
-    setattr(variable, _OFFSETS, row_offsets)
+    variable._merlin_cowclip_row_offsets = row_offsets
 
 
 def told_ranges(variable: tf.Variable) -> tuple[int, ...]:
     """The `row_offsets` that were told; of any other variable those of one range."""
-    offsets: tuple[int, ...] = getattr(variable, _OFFSETS, (0, variable.shape[0]))
-    return offsets
+    return getattr(variable, "_merlin_cowclip_row_offsets", (0, variable.shape[0]))
 
 
 @dataclass(eq=False)
@@ -89,15 +81,14 @@ class TableSpec:
       get_variable: returns the V×d variable, of a table in shards this rank's rows; may only be
         called once the layer is built.
       row_offsets: first row of each range of rows, then V; `(0, V)` for one field or for a table
-        that several fields share. What is chosen or clipped by field is so by range: fields that
-        share rows are one field there.
+        that several fields share. Clips by field are by range.
       columns: the schema of the fields.
-      range_of_column: for each column, the number of the range that it reads; left out, column i
-        reads range i, or all columns the only one.
       width: d. Tables of width 1 are linear weights: they take L2 but are not clipped, unless
         `clip_tables` names them or their fields.
       recorder: the lookups of the current step.
       access: how the layer is to look rows up; Merlin's own tables do it their way.
+      range_of_column: for each column, the number of the range that it reads; left out, column i
+        reads range i, or all columns the only one.
       set_variable: gives the layer another variable as its table; of a table that may be in shards.
       is_tied: whether an output layer reads the whole table, so that its gradient is dense.
 
@@ -118,17 +109,14 @@ class TableSpec:
     is_tied: bool = False
 
     def __post_init__(self) -> None:
-        ranges, columns, read = len(self.row_offsets) - 1, len(self.columns), self.range_of_column
-        if read and (len(read) != columns or not all(0 <= number < ranges for number in read)):
+        ranges, columns = len(self.row_offsets) - 1, len(self.columns)
+        if not self.range_of_column:
+            self.range_of_column = (0,) * columns if ranges == 1 else tuple(range(columns))
+        read = self.range_of_column
+        if columns and (len(read) != columns or not all(0 <= one < ranges for one in read)):
             raise ValueError(
-                f"range_of_column must name one of {ranges} ranges for each of {columns} columns. "
-                f"Received: {read} for the table {self.name!r}"
-            )
-        if columns and not read and ranges not in (1, columns):
-            raise ValueError(
-                "A table must have one range of rows, or one for each column. Received: "
-                f"{ranges} ranges and {columns} columns for the table {self.name!r}. Pass "
-                "range_of_column."
+                f"range_of_column must name one of {ranges} ranges of rows for each of {columns} "
+                f"columns. Received: {read} for the table {self.name!r}"
             )
 
     @property
@@ -149,15 +137,10 @@ class TableSpec:
     @property
     def range_names(self) -> tuple[str, ...]:
         """For each range of rows, the fields that read it, with a "+" between; or the table."""
-        ranges = range(len(self.row_offsets) - 1)
-        read = list(zip(self._read(), self.columns, strict=True))
-        joined = ("+".join(column.name for at, column in read if at == number) for number in ranges)
-        return tuple(names or self.name for names in joined)
-
-    def _read(self) -> Sequence[int]:
-        """For each column, the number of the range that it reads."""
-        ranges, columns = range(len(self.row_offsets) - 1), len(self.columns)
-        return self.range_of_column or (ranges if len(ranges) == columns else [0] * columns)
+        names: list[list[str]] = [[] for _ in self.row_offsets[1:]]
+        for number, column in zip(self.range_of_column, self.columns, strict=True):
+            names[number].append(column.name)
+        return tuple("+".join(fields) or self.name for fields in names)
 
     def selected(self, wanted: Sequence[Any]) -> tuple[bool, ...]:
         """For each range of rows, whether `wanted` names it, or a field that reads it.
@@ -165,30 +148,21 @@ class TableSpec:
         Args:
           wanted: names of tables or fields, tags, and layers.
         """
-        names = {item for item in wanted if isinstance(item, str) and not isinstance(item, Tags)}
-        owned = any(item is self.layer or _owns(item, self) for item in wanted)
-        whole = owned or self.name in names
         tags = [item for item in wanted if isinstance(item, Tags)]
-        hits = [
-            column.name in names
-            or any(Schema([column]).select_by_tag(tag) for tag in tags)  # USER_ID: USER and ID
-            for column in self.columns
-        ]
-        pairs = list(zip(self._read(), hits, strict=True))
-        ranges = range(len(self.row_offsets) - 1)
-        return tuple(whole or (number, True) in pairs for number in ranges)
+        others = [item for item in wanted if not isinstance(item, Tags)]
+        layers = [item if item is self.layer else getattr(item, "table", None) for item in others]
+        if self.name in others or any(layer is self.layer for layer in layers):
+            return (True,) * (len(self.row_offsets) - 1)
+        hits = {
+            number
+            for number, column in zip(self.range_of_column, self.columns, strict=True)
+            if column.name in others or any(Schema([column]).select_by_tag(tag) for tag in tags)
+        }  # USER_ID: USER and ID
+        return tuple(number in hits for number in range(len(self.row_offsets) - 1))
 
 
 def check_whole(specs: Iterable[TableSpec], what: str) -> None:
-    """Refuse to read or set this rank's rows as if they were the table.
-
-    Args:
-      specs: the tables.
-      what: by which call.
-
-    Raises:
-      ValueError: one is in shards.
-    """
+    """Refuse a call, `what`, that would read or set this rank's rows as if they were the table."""
     names = [spec.name for spec in specs if spec.shard is not None]
     if names:
         raise ValueError(
@@ -199,25 +173,13 @@ def check_whole(specs: Iterable[TableSpec], what: str) -> None:
         )
 
 
-def _owns(item: Any, spec: TableSpec) -> bool:
-    return getattr(getattr(item, "table", None), "_merlin_cowclip_spec", None) is spec
-
-
 def distinct_names(specs: Iterable[TableSpec]) -> dict[TableSpec, str]:
-    """What each table is called where they are listed: by its name, or one of no other table.
-
-    Two tables may have one name, such as those of `NCFModel`'s two branches: "item_id" and
-    "item_id (2)", in the model's order.
-    """
-    specs = list(specs)
-    taken = {spec.name for spec in specs}
-    names: dict[TableSpec, str] = {}
+    """Tables' names; the second of one name, as in `NCFModel`, is "item_id (2)"."""
+    seen: Counter[str] = Counter()
+    names = {}
     for spec in specs:
-        name, number = spec.name, 1
-        while name in names.values() or (number > 1 and name in taken):
-            number += 1
-            name = f"{spec.name} ({number})"
-        names[spec] = name
+        seen[spec.name] += 1
+        names[spec] = spec.name + (f" ({seen[spec.name]})" if seen[spec.name] > 1 else "")
     return names
 
 
