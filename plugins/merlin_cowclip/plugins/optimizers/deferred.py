@@ -91,11 +91,7 @@ class DeferredRows:
         check_deferrable(learning_rate, clip=mine.clip, clip_ratio=mine.clip_ratio, **adam)
 
     def check_constant(self, name: str, value: Any) -> None:
-        """Refuse a new value of a setting that missed steps depend on.
-
-        Raises:
-          ValueError: training has begun.
-        """
+        """Refuse, once training has begun, a new value of what missed steps depend on."""
         if self._last_steps:
             raise ValueError(
                 f"{name} cannot be changed after the first step with update='deferred'. Received: "
@@ -103,10 +99,7 @@ class DeferredRows:
             )
 
     def bind(self, places: dict[Any, int]) -> None:
-        """Number the model's tables, by variable; a table that is bound anew has no pending rows.
-
-        (It has missed only steps of another model.)
-        """
+        """Number the model's tables; one that is bound anew has missed steps of others only."""
         for key in self._last_steps.keys() & (places.keys() - self._places.keys()):
             with tf.init_scope():
                 last_step, step = self._last_steps[key], self._optimizer.iterations
