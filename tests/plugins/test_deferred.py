@@ -19,7 +19,7 @@ from merlin_cowclip.plugins import (
     save_model,
 )
 from merlin_cowclip.plugins._tensorflow import mm
-from merlin_cowclip.plugins.optimizers.deferrable import check_deferrable
+from merlin_cowclip.plugins.optimizers.deferred import check_deferrable
 from merlin_cowclip.plugins.optimizers.state import training_state
 
 pytestmark = pytest.mark.usefixtures("graphs_as_traced")

@@ -123,6 +123,6 @@ def test_every_op_of_catching_up_has_a_gpu_kernel(monkeypatch, deterministic):
 
     @tf.function(input_signature=[], autograph=False)
     def read_all():
-        deferred.catch_up_table(optimizer.deferred._table(variable))
+        optimizer.deferred._catch_up_all(variable)
 
     check_kernels(read_all.get_concrete_function(), deterministic)

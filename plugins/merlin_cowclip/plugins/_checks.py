@@ -18,15 +18,7 @@ DIGITS: Mapping[str, int] = MappingProxyType(
 
 
 def check_path(name: str, path: str | os.PathLike[str]) -> None:
-    """Refuse a path that TensorFlow reads as a pattern: it writes there what it then does not find.
-
-    Args:
-      name: what the path is called.
-      path: of what holds models or checkpoints.
-
-    Raises:
-      ValueError: it, or a folder around it, has [ or a backslash in its name.
-    """
+    """Refuse a path with [ or a backslash: TensorFlow finds no file there that it has written."""
     whole = os.path.realpath(path)
     if sign := next((sign for sign in "[\\" if sign in whole), None):
         raise ValueError(
@@ -40,11 +32,7 @@ def is_whole(
 ) -> bool:
     """Whether `value` is a whole number from `least` to `most`, and no bool.
 
-    Args:
-      value: anything.
-      least: the least that is allowed, `None` without a lower limit.
-      most: the most, `None` without an upper limit.
-      numpys: whether it may be one of NumPy's, which JSON does not take.
+    With `numpys` it may be one of NumPy's, which JSON does not take.
     """
     whole = isinstance(value, numbers.Integral if numpys else int) and not isinstance(value, bool)
     return whole and (least is None or value >= least) and (most is None or value <= most)
@@ -76,11 +64,7 @@ def whole_range(least: int, most: int | None = None) -> str:
 
 
 def whole_number(name: str, value: Any, most: int | None = None, *, least: int = 1) -> int:
-    """`value`, a whole number of at least `least`, 1 if not said otherwise.
-
-    Raises:
-      ValueError: it is something else.
-    """
+    """`value`, if it is a whole number in this range; else a ValueError."""
     if not is_whole(value, least, most):
         positive = least == 1 and most is None
         wanted = "a positive whole number" if positive else whole_range(least, most)
@@ -89,11 +73,7 @@ def whole_number(name: str, value: Any, most: int | None = None, *, least: int =
 
 
 def layer_units(name: str, units: Any) -> tuple[int, ...]:
-    """The units of an MLP's layers, at least one.
-
-    Raises:
-      ValueError: no layer, or units that are not positive whole numbers.
-    """
+    """The units of an MLP's layers, at least one; a ValueError for anything else."""
     layers = isinstance(units, list | tuple) and units
     if not layers or not all(is_whole(u, 1) for u in layers):
         raise ValueError(

@@ -1,10 +1,8 @@
 """The five clip rules of Table 6 as pure functions of gradients, rows, counts and fields.
 
-Nothing here knows optimizers, variables or models. All rules act on `g` after L2 was added, on the
-rows of the batch; L2 of absent rows stays outside every norm. (The published code has only the last
-rule, and adds L2 to all rows before it.) Rows are unique: duplicates of an id were summed before.
-
-A rule bounds the norm of a unit: a row, the rows of a field, or all rows. It only needs the norms
+All act on gradients after L2 was added, summed per id, on the rows of the batch; L2 of absent rows
+stays outside every norm. (The published code has only the last rule, and adds L2 to all rows before
+it.) A rule bounds the norm of a unit: a row, the rows of a field, or all rows. It only needs norms
 of rows, so tables of different widths are clipped as one by joining their `RowNorms`.
 """
 
@@ -35,11 +33,7 @@ class RowNorms(NamedTuple):
 
 
 def row_norms(rows: tf.Tensor) -> tf.Tensor:
-    """Euclidean norm of each row, U×d → U, float32 or wider, without overflow or underflow.
-
-    Rows are divided by their largest entry first, so that float32 rows of 1e30 or 1e-30 have a
-    norm; half-precision rows are taken to float32.
-    """
+    """Euclidean norm of each row, U×d → U, float32 or wider, without overflow or underflow."""
     rows = widened(rows)
     largest = tf.reduce_max(tf.abs(rows), axis=-1)
     scaled = tf.math.divide_no_nan(rows, largest[..., tf.newaxis])
@@ -50,8 +44,7 @@ def with_lengths(gradients: tf.Tensor, norms: tf.Tensor, lengths: tf.Tensor) -> 
     """`gradients` (U×d, of norms U) with no row longer than `lengths` (U); the dtype stays."""
     wide = widened(gradients)
     norms, lengths = norms[:, tf.newaxis], lengths[:, tf.newaxis]
-    # A unit vector times its length: length / norm alone can underflow. Where the norm is zero
-    # the quotient would be 0/0; such a row needs no clip.
+    # A unit vector times its length: length / norm alone can underflow.
     shortened = wide / tf.where(norms > 0, norms, 1.0) * lengths
     return tf.cast(tf.where(norms > lengths, shortened, wide), gradients.dtype)
 
@@ -61,19 +54,15 @@ def _global_lengths(norms: RowNorms, threshold: float) -> tf.Tensor:
     largest = norms.over_all(tf.reduce_max(given, axis=-1), "max")
     scaled = tf.math.divide_no_nan(given, largest[:, tf.newaxis])
     total = norms.over_all(tf.reduce_sum(tf.square(scaled), axis=-1), "sum")
-    whole = (largest * tf.sqrt(total))[0]
-    bound = tf.constant(threshold, norms.gradients.dtype)
-    return _share(norms.gradients, whole, tf.minimum(whole, bound))
+    return _share(norms.gradients, (largest * tf.sqrt(total))[0], threshold)
 
 
 def _field_lengths(norms: RowNorms, threshold: float) -> tf.Tensor:
-    whole = _field_norms(norms.gradients, norms)
-    bound = tf.constant(threshold, norms.gradients.dtype)
-    return _share(norms.gradients, whole, tf.minimum(whole, bound))
+    return _share(norms.gradients, _field_norms(norms.gradients, norms), threshold)
 
 
 def _column_lengths(norms: RowNorms, threshold: float) -> tf.Tensor:
-    return tf.minimum(norms.gradients, tf.constant(threshold, norms.gradients.dtype))
+    return tf.minimum(norms.gradients, threshold)
 
 
 def _adaptive_field_lengths(norms: RowNorms, ratio: float, floor: float) -> tf.Tensor:
@@ -81,8 +70,7 @@ def _adaptive_field_lengths(norms: RowNorms, ratio: float, floor: float) -> tf.T
     counts = tf.math.unsorted_segment_sum(counts, norms.fields, norms.num_fields)
     counts = tf.gather(_at_least_one(norms.over_all(counts, "sum")), norms.fields)
     bound = counts * tf.maximum(ratio * _field_norms(norms.rows, norms), floor)
-    whole = _field_norms(norms.gradients, norms)
-    return _share(norms.gradients, whole, tf.minimum(whole, bound))
+    return _share(norms.gradients, _field_norms(norms.gradients, norms), bound)
 
 
 def _adaptive_column_lengths(norms: RowNorms, ratio: float, floor: float) -> tf.Tensor:
@@ -105,8 +93,9 @@ def _field_norms(norms: tf.Tensor, of: RowNorms) -> tf.Tensor:
     return tf.gather(largest * tf.sqrt(total), of.fields)
 
 
-def _share(norms: tf.Tensor, whole: tf.Tensor, bound: tf.Tensor) -> tf.Tensor:
+def _share(norms: tf.Tensor, whole: tf.Tensor, bound: tf.Tensor | float) -> tf.Tensor:
     """New lengths of rows whose unit, of norm `whole`, shrinks to `bound`: equal parts of it."""
+    bound = tf.minimum(whole, bound)
     # By roots, for norms / whole and bound / whole alone can underflow where the length does not.
     root = tf.math.divide_no_nan(tf.sqrt(bound), tf.sqrt(whole))
     return tf.where(whole > bound, norms * root * root, norms)
@@ -118,49 +107,31 @@ class ClipRule:
 
     Attributes:
       name: as `CowClipAdam(clip=…)` takes it.
-      paper: the paper's name.
       lengths: norms → the rows' norms after the clip, U; takes `parameters` by keyword.
-      parameters: `("threshold",)`, a constant that scales by √s with the batch, or
-        `("ratio", "floor")`.
+      adaptive: whether the bound follows the rows' own norms and counts.
       by_row: whether a row is clipped by what is its own.
     """
 
     name: str
-    paper: str
     lengths: Callable[..., tf.Tensor]
-    parameters: tuple[str, ...]
+    adaptive: bool = False
     by_row: bool = False
 
     @property
-    def adaptive(self) -> bool:
-        """Whether the bound follows the rows' own norms and counts."""
-        return "ratio" in self.parameters
+    def parameters(self) -> tuple[str, ...]:
+        """A constant that scales by √s with the batch, or r and ζ."""
+        return ("ratio", "floor") if self.adaptive else ("threshold",)
 
 
-CLIP_RULES: Mapping[str, ClipRule] = MappingProxyType(
-    {
-        rule.name: rule
-        for rule in (
-            ClipRule("global", "Gradient Clipping", _global_lengths, ("threshold",)),
-            ClipRule("field", "Field-wise GC", _field_lengths, ("threshold",)),
-            ClipRule("column", "Column-wise GC", _column_lengths, ("threshold",), by_row=True),
-            ClipRule(
-                "adaptive_field",
-                "Adaptive Field-wise GC",
-                _adaptive_field_lengths,
-                ("ratio", "floor"),
-            ),
-            ClipRule(
-                "adaptive_column",
-                "Adaptive Column-wise GC (CowClip)",
-                _adaptive_column_lengths,
-                ("ratio", "floor"),
-                by_row=True,
-            ),
-        )
-    }
+_RULES = (
+    ClipRule("global", _global_lengths),
+    ClipRule("field", _field_lengths),
+    ClipRule("column", _column_lengths, by_row=True),
+    ClipRule("adaptive_field", _adaptive_field_lengths, adaptive=True),
+    ClipRule("adaptive_column", _adaptive_column_lengths, adaptive=True, by_row=True),
 )
-"""The five rules by name (Table 6, Section 4.3)."""
+CLIP_RULES: Mapping[str, ClipRule] = MappingProxyType({rule.name: rule for rule in _RULES})
+"""The five rules by name (Table 6, Section 4.3); "adaptive_column" is CowClip."""
 
 
 def clip_by_adaptive_column_norm(
@@ -169,8 +140,8 @@ def clip_by_adaptive_column_norm(
     """CowClip: each id's gradient is bounded by its own count and the norm of its own row.
 
     `g_k ← g_k · min(1, clip_k / ‖g_k‖)` with `clip_k = cnt_k · max(r·‖w_k‖, ζ)` (Algorithm 1,
-    lines 8 and 9; "column" is the paper's word for what is a row of a Keras table). The paper's
-    published code writes `cnt · r · max(‖w‖, floor′)`: its floor is ζ / r.
+    lines 8 and 9; the paper's columns are rows of a Keras table). The floor in the paper's
+    published code is ζ / r.
 
     Args:
       gradients: U×d, one summed gradient per id, L2 included.
@@ -198,22 +169,17 @@ def clip_by_adaptive_field_norm(
     """The rows of each field are bounded by `n · max(r·‖W_u‖, ζ)` (Adaptive Field-wise GC).
 
     `‖W_u‖` is the norm over the field's rows in the batch; n is the sum of their counts, at least
-    1: for a one-hot field the samples of the batch. Rows of count 0 belong to the field's norms.
-
-    Arguments and result are those of `clip_by_adaptive_column_norm`. Besides, `fields` are U
+    1. Arguments and result are those of `clip_by_adaptive_column_norm`; in addition, `fields` are U
     numbers of the rows' fields, from 0 to `num_fields` - 1; `None` for one field.
     """
-    parameters = {"ratio": ratio, "floor": floor}
-    return _clip("adaptive_field", gradients, rows, counts, fields, num_fields, **parameters)
+    known = gradients, rows, counts, fields, num_fields
+    return _clip("adaptive_field", *known, ratio=ratio, floor=floor)
 
 
 def clip_by_column_norm(
     gradients: tf.Tensor, rows: tf.Tensor, counts: tf.Tensor, *, threshold: float
 ) -> tf.Tensor:
-    """Each row is bounded by a constant (Table 6, Column-wise GC; a column is a row of ours).
-
-    Arguments and result are those of `clip_by_global_norm`.
-    """
+    """Each row is bounded by a constant (Column-wise GC); arguments: `clip_by_global_norm`."""
     return _clip("column", gradients, rows, counts, threshold=threshold)
 
 
@@ -226,7 +192,7 @@ def clip_by_field_norm(
     fields: tf.Tensor | None = None,
     num_fields: int = 1,
 ) -> tf.Tensor:
-    """The rows of each field together are bounded by a constant (Table 6, Field-wise GC).
+    """The rows of each field together are bounded by a constant (Field-wise GC).
 
     Arguments are those of `clip_by_global_norm`, and the fields of `clip_by_adaptive_field_norm`.
     """
@@ -236,10 +202,10 @@ def clip_by_field_norm(
 def clip_by_global_norm(
     gradients: tf.Tensor, rows: tf.Tensor, counts: tf.Tensor, *, threshold: float
 ) -> tf.Tensor:
-    """All rows together are bounded by a constant: `g ← g · min(1, c / ‖g‖)` (Section 3.2).
+    """All rows together are bounded by c, the `threshold`: `g ← g · min(1, c / ‖g‖)` (Section 3.2).
 
-    Arguments and result are those of `clip_by_adaptive_column_norm`, but c, the `threshold`, in
-    units of the gradient's norm. `rows` and `counts` are not used.
+    Other arguments and result are those of `clip_by_adaptive_column_norm`; `rows` and `counts` are
+    not used.
     """
     return _clip("global", gradients, rows, counts, threshold=threshold)
 
@@ -253,8 +219,7 @@ def absent_rows(
 ) -> tf.Tensor:
     """The gradient of rows that no sample of the batch holds: `2λ·w_k`, clipped as of count 1.
 
-    The clip of a row by its own norm is the only one that reaches absent rows (Algorithm 1 over all
-    rows); the norms of the other rules leave them out.
+    Only "adaptive_column" reaches absent rows (Algorithm 1 over all rows).
 
     Args:
       rows: V×d, before the update.

@@ -142,8 +142,7 @@ def _show(value: Any) -> str:
 class ScalingRule:
     """Factors of dense η, embedding η and λ as functions of s = new batch size / base batch size.
 
-    Beside the factors, a rule is a recipe: whether to clip, how to initialise, whether to warm up
-    and which dense η to start from (Table 2 and Appendix G).
+    `recipe` is where it starts from: dense η, clip, initialisation, warm-up (Table 2, Appendix G).
     """
 
     name: str
@@ -162,42 +161,24 @@ def _linear(s: float) -> float:
     return s
 
 
-def _square(s: float) -> float:
-    return s * s
-
-
-_PLAIN: Mapping[str, Any] = MappingProxyType(
-    {"dense_lr": 1e-4, "clip": None, "init_stddev": 1e-4, "warmup_epochs": 0.0}
+_PLAIN = {"dense_lr": 1e-4, "clip": None, "init_stddev": 1e-4, "warmup_epochs": 0.0}
+_COWCLIP = {"dense_lr": 8e-4, "clip": "adaptive_column", "init_stddev": 1e-2, "warmup_epochs": 1.0}
+_RULES = (
+    ScalingRule("none", "No Scaling", _one, _one, _one, _PLAIN),
+    ScalingRule("sqrt", "Sqrt Scaling (Rule 1)", math.sqrt, math.sqrt, math.sqrt, _PLAIN),
+    ScalingRule("sqrt_star", "Sqrt Scaling*", math.sqrt, math.sqrt, _one, _PLAIN),
+    ScalingRule("linear", "Linear Scaling (Rule 2)", _linear, _linear, _one, _PLAIN),
+    ScalingRule("n2_lambda", "n²–λ Scaling (Rule 4)", math.sqrt, _one, lambda s: s * s, _PLAIN),
+    ScalingRule("cowclip", "CowClip Scaling (Rule 3)", math.sqrt, _one, _linear, _COWCLIP),
 )
-_COWCLIP: Mapping[str, Any] = MappingProxyType(
-    {"dense_lr": 8e-4, "clip": "adaptive_column", "init_stddev": 1e-2, "warmup_epochs": 1.0}
-)
-
-SCALING_RULES: Mapping[str, ScalingRule] = MappingProxyType(
-    {
-        rule.name: rule
-        for rule in (
-            ScalingRule("none", "No Scaling", _one, _one, _one, _PLAIN),
-            ScalingRule("sqrt", "Sqrt Scaling (Rule 1)", math.sqrt, math.sqrt, math.sqrt, _PLAIN),
-            ScalingRule("sqrt_star", "Sqrt Scaling*", math.sqrt, math.sqrt, _one, _PLAIN),
-            ScalingRule("linear", "Linear Scaling (Rule 2)", _linear, _linear, _one, _PLAIN),
-            ScalingRule("n2_lambda", "n²–λ Scaling (Rule 4)", math.sqrt, _one, _square, _PLAIN),
-            ScalingRule("cowclip", "CowClip Scaling (Rule 3)", math.sqrt, _one, _linear, _COWCLIP),
-        )
-    }
-)
+SCALING_RULES: Mapping[str, ScalingRule] = MappingProxyType({rule.name: rule for rule in _RULES})
 """The six rules by name (Section 3.1 and Table 2)."""
 
-_ALIASES = {"sqrt*": "sqrt_star", "empirical": "n2_lambda"}
-"""The paper's other names."""
+_ALIASES = {"sqrt*": "sqrt_star", "empirical": "n2_lambda"}  # the paper's other names
 
 
 def find_rule(name: str) -> ScalingRule:
-    """The rule called `name`; `sqrt*` and `empirical`, the paper's other names, work too.
-
-    Raises:
-      ValueError: no rule has that name.
-    """
+    """The rule called `name`, or by one of the paper's other names; a ValueError if none is."""
     rule = SCALING_RULES.get(_ALIASES.get(name, name)) if isinstance(name, str) else None
     if rule is None:
         known = ", ".join(SCALING_RULES)

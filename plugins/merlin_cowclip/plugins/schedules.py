@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import numbers
 from typing import Any, TypeAlias
 
 from merlin_cowclip.plugins._tensorflow import tf
@@ -14,23 +14,13 @@ _KERAS_SCHEDULE = tf.keras.optimizers.schedules.LearningRateSchedule
 
 
 def whole_steps(steps: Any) -> int | None:
-    """Updates per epoch, a positive whole number of any type, or `None`.
-
-    Raises:
-      ValueError: it is something else.
-    """
-    if steps is None:
-        return None
-    try:
-        number = math.nan if isinstance(steps, bool | str) else float(steps)
-    except (TypeError, ValueError):
-        number = math.nan
-    if not number.is_integer() or number < 1:
+    """Updates per epoch, or `None`; a float, as a division gives it, must be whole."""
+    if steps is not None and (not isinstance(steps, numbers.Real) or steps < 1 or steps % 1):
         raise ValueError(
             "steps_per_epoch must be a positive whole number, or None for those of each fit. "
             f"Received: steps_per_epoch={steps}"
         )
-    return int(number)
+    return None if steps is None else int(float(steps))
 
 
 @tf.keras.utils.register_keras_serializable(package="merlin_cowclip")
@@ -40,12 +30,12 @@ class LinearWarmup(tf.keras.optimizers.schedules.LearningRateSchedule):
     The paper warms up the dense weights for one epoch, `warmup_steps` = ⌊N/b⌋ (Appendix G).
 
     Args:
-      learning_rate: the value from step `warmup_steps` on, or a Keras schedule that gives it; the
-        schedule counts from step 0, and what the warm-up rises to falls with it. A float variable
-        is read at each step, and may change without a new trace.
-      warmup_steps: number of updates; 0 for a constant learning rate. An integer variable is read
-        at each step, and may change without a new trace.
+      learning_rate: the value from step `warmup_steps` on, or a Keras schedule of it that counts
+        from step 0.
+      warmup_steps: number of updates; 0 for a constant learning rate.
       initial: the value at step 0.
+
+    Variables are read at each step, and may change without a new trace.
 
     Raises:
       ValueError: a negative or non-finite argument, or a fraction of an update.
@@ -63,13 +53,9 @@ class LinearWarmup(tf.keras.optimizers.schedules.LearningRateSchedule):
             learning_rate = check_number("learning_rate", learning_rate, positive=True)
         self.learning_rate: Any = learning_rate
         if not isinstance(warmup_steps, tf.Variable):
-            steps = check_number("warmup_steps", warmup_steps)
-            if not steps.is_integer():
-                raise ValueError(
-                    "warmup_steps must be a whole number of updates. Received: "
-                    f"warmup_steps={warmup_steps!r}"
-                )
-            warmup_steps = int(steps)
+            if check_number("warmup_steps", warmup_steps) % 1:
+                raise ValueError(f"warmup_steps must be a whole number. Received: {warmup_steps!r}")
+            warmup_steps = int(warmup_steps)
         self.warmup_steps: Any = warmup_steps
         self.initial = check_number("initial", initial)
 
@@ -85,13 +71,9 @@ class LinearWarmup(tf.keras.optimizers.schedules.LearningRateSchedule):
 
     def get_config(self) -> dict[str, Any]:
         """The constructor's arguments."""
-        end = self.learning_rate
+        end, steps = self.learning_rate, int(self.warmup_steps)
         if isinstance(end, _KERAS_SCHEDULE):
             end = tf.keras.optimizers.schedules.serialize(end)
         elif isinstance(end, tf.Variable):
             end = float(tf.keras.backend.get_value(end))
-        return {
-            "learning_rate": end,
-            "warmup_steps": int(self.warmup_steps),
-            "initial": self.initial,
-        }
+        return {"learning_rate": end, "warmup_steps": steps, "initial": self.initial}

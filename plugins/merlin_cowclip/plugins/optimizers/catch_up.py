@@ -13,7 +13,7 @@ independently of all other elements. `catch_up` applies n such steps in less tha
 2. The rest follows the slow eigenmode. For a constant s, (w, M) → (w', M') is linear. Its two
    eigenvalues solve `x² - x·(1 + β₁ - s·(1 - β₁)) + β₁ = 0`. Their product is β₁: for a small s one
    is near β₁ and the other, x, near 1. After 132 steps the faster mode has decayed by about β₁¹³²
-   = 1e-6 (or, where w oscillates, by `FORGOTTEN`). What is left is the slow mode, in which w decays
+   = 1e-6 (or, where w oscillates, by √β₁¹³² = 1e-3). What is left is the slow mode: w decays
    by the factor x per step, and M is w times `momentum_ratio`. `decay_rate` is -ln x.
 3. s is not constant: it changes with v and η, over some 1 / (1 - β₂) steps. So the decay rate is
    integrated in panels of up to 2,500 steps, each with Gauss's rule of three nodes (`_panel`). v at
@@ -29,13 +29,14 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from merlin_cowclip.plugins._tensorflow import tf
 
-FORGOTTEN = 1e-3  # share of an oscillation that is left where panels begin
+EXACT_STEPS = 132  # before panels begin
 # From which share of the smallest oscillating s, and of the weight's size, one counts as such.
 OSCILLATES, MATTERS, SMALL_WEIGHT = 0.3, 1e-4, 1e-3
 # Length of a panel: by the number of steps before it, and by the time in which v decays to 1/e.
@@ -82,33 +83,19 @@ class Rates(NamedTuple):
         corrections = _summed_corrections(adam.beta_1, adam.beta_2)
         return cls.of(corrections * tf.cast(rate, tf.float64), dtype)
 
-    def up_to(self, step: tf.Tensor) -> tf.Tensor:
-        """The sum of the rates of all steps up to `step`."""
-        end = tf.size(self.sums) - 1
-        beyond = tf.cast(tf.maximum(step - end, 0), self.sums.dtype)
-        return tf.gather(self.sums, tf.minimum(step, end)) + beyond * (
-            self.sums[-1] - self.sums[-2]
-        )
-
-    def at(self, step: tf.Tensor) -> tf.Tensor:
-        """The rate at the end of `step`."""
-        return tf.gather(self.each, tf.minimum(step, tf.size(self.each) - 1))
-
 
 @functools.lru_cache(maxsize=8)
 def _summed_corrections(beta_1: float, beta_2: float) -> tf.Tensor:
     """Sums of `√(1 - β₂ᵗ)/(1 - β₁ᵗ)` from step 1 on, until it is 1; float64."""
-    slowest = min(max(beta_1, beta_2), 0.99999)
-    t = np.arange(1, 2 + int(40 / (1 - slowest)), dtype=np.float64)
+    t = np.arange(1, 2 + int(40 / (1 - beta_2)), dtype=np.float64)
     corrections = np.sqrt(1 - beta_2**t) / (1 - beta_1**t)
     with tf.init_scope():  # one tensor, which all graphs refer to
         return tf.constant(np.concatenate([[0.0], np.cumsum(corrections)]))
 
 
-def absent_step(
-    w: tf.Tensor, m: tf.Tensor, v: tf.Tensor, rate: tf.Tensor, adam: AdamConstants
-) -> State:
+def absent_step(state: Sequence[tf.Tensor], rate: tf.Tensor, adam: AdamConstants) -> State:
     """One step of the exact mode on rows that are absent from the batch and not clipped."""
+    w, m, v = state
     g = 2.0 * adam.l2 * w
     # As Keras's kernel adds: βm + (1 - β)g rounds otherwise.
     m += (g - m) * (1.0 - adam.beta_1)
@@ -126,11 +113,15 @@ class _Missed(NamedTuple):
 
     def rate_after(self, steps: tf.Tensor) -> tf.Tensor:
         """The learning rate after `steps` of the gap, n."""
-        return self.rates.at(self.last + tf.minimum(steps, self.gap))
+        step, each = self.last + tf.minimum(steps, self.gap), self.rates.each
+        return tf.gather(each, tf.minimum(step, tf.size(each) - 1))
 
     def sum_of_rates(self, steps: tf.Tensor) -> tf.Tensor:
         """The sum of learning rates until then."""
-        return self.rates.up_to(self.last + tf.minimum(steps, self.gap))
+        step, sums = self.last + tf.minimum(steps, self.gap), self.rates.sums
+        end = tf.size(sums) - 1
+        beyond = tf.cast(tf.maximum(step - end, 0), sums.dtype)
+        return tf.gather(sums, tf.minimum(step, end)) + beyond * (sums[-1] - sums[-2])
 
 
 def catch_up(
@@ -142,50 +133,38 @@ def catch_up(
     rates: Rates,
     adam: AdamConstants,
 ) -> State:
-    """Rows and moments after `absent_step` was applied `step - last` times.
+    """Rows and moments, n×d each, after `absent_step` was applied `step - last` times.
 
     Args:
-      rows: n×d, after the step `last`.
+      rows: n×d, after the step `last`; not to be clipped (see `absent_rows`).
       m: n×d, first moments.
       v: n×d, second moments.
-      last: n, int32: the steps up to which the rows are up to date, from 0 to `step`.
-      step: int32 scalar: the step up to which they are to be.
+      last: n, the steps up to which the rows are up to date, from 0 to `step`.
+      step: the step up to which they are to be.
       rates: of all steps.
-      adam: β₁, β₂, ε and λ. Rows must not be clipped: r is at least 2λ (see `absent_rows`), or
-        there is no clip.
-
-    Returns:
-      Rows and moments after `step`, n×d.
+      adam: β₁, β₂, ε and λ.
     """
     w, m, v = (tf.transpose(x) for x in (rows, m, v))
     last = tf.cast(last, tf.int32)
     missed = _Missed(last, tf.cast(step, tf.int32) - last, rates, adam)
-    few = _exact_steps(adam)
-    state = _step_by_step((w, m, v), 0, few, missed)
+    state = _step_by_step((w, m, v), 0, EXACT_STEPS, missed)
     # Twice as many where an oscillation still matters.
-    most = tf.where(_oscillates(state, w, missed), 2 * few, few)
-    state = _step_by_step(state, few, most, missed)
+    most = tf.where(_oscillates(state, w, missed), 2 * EXACT_STEPS, EXACT_STEPS)
+    state = _step_by_step(state, EXACT_STEPS, most, missed)
     w, m, v = tf.cond(
         tf.reduce_any(missed.gap > most), lambda: _in_panels(state, most, missed), lambda: state
     )
     return tf.transpose(w), tf.transpose(m), tf.transpose(v)
 
 
-def _exact_steps(adam: AdamConstants) -> int:
-    """Steps after which `FORGOTTEN` is left of an oscillation, of the factor √β₁ per step."""
-    return math.ceil(math.log(FORGOTTEN) / (0.5 * math.log(adam.beta_1)))
-
-
 def _step_by_step(state: State, begin: int, end: tf.Tensor | int, missed: _Missed) -> State:
     """Apply the steps of each row's gap from number `begin` to `end`, one by one."""
     most = tf.minimum(tf.reduce_max(missed.gap), end)
 
-    def body(
-        done: tf.Tensor, so_far: tf.Tensor, w: tf.Tensor, m: tf.Tensor, v: tf.Tensor
-    ) -> tuple[tf.Tensor, ...]:
+    def body(done: tf.Tensor, so_far: tf.Tensor, *state: tf.Tensor) -> tuple[tf.Tensor, ...]:
         now = missed.sum_of_rates(done + 1)
-        new = absent_step(w, m, v, tf.cast(now - so_far, w.dtype), missed.adam)
-        kept = (tf.where(done < missed.gap, *both) for both in zip(new, (w, m, v), strict=True))
+        new = absent_step(state, tf.cast(now - so_far, state[0].dtype), missed.adam)
+        kept = (tf.where(done < missed.gap, *both) for both in zip(new, state, strict=True))
         return done + 1, now, *kept
 
     given = (tf.constant(begin), missed.sum_of_rates(begin), *state)
@@ -196,11 +175,11 @@ def _step_by_step(state: State, begin: int, end: tf.Tensor | int, missed: _Misse
 def _oscillates(state: State, first: tf.Tensor, missed: _Missed) -> tf.Tensor:
     """Whether any element with further steps (almost) oscillates about zero, and matters."""
     w, _, v = state
-    beta_1, few = missed.adam.beta_1, _exact_steps(missed.adam)
+    beta_1 = missed.adam.beta_1
     smallest = (1 - math.sqrt(beta_1)) ** 2 / (1 - beta_1)  # s with complex eigenvalues
-    found = _shrinkage(v, missed.rate_after(few), missed.adam) > OSCILLATES * smallest
+    s = _shrinkage(v, missed.rate_after(EXACT_STEPS), missed.adam)
     matters = tf.abs(w) > MATTERS * tf.maximum(tf.abs(first), SMALL_WEIGHT)
-    return tf.reduce_any(found & matters & (missed.gap > few))
+    return tf.reduce_any((s > OSCILLATES * smallest) & matters & (missed.gap > EXACT_STEPS))
 
 
 def _in_panels(state: State, done: tf.Tensor, missed: _Missed) -> State:
@@ -292,8 +271,7 @@ def _momentum_step(v: tf.Tensor, rate: tf.Tensor, adam: AdamConstants) -> tf.Ten
 
 
 def _shrinkage(v: tf.Tensor, rate: tf.Tensor, adam: AdamConstants) -> tf.Tensor:
-    """The s of the module's description."""
-    return 2.0 * adam.l2 * _momentum_step(v, rate, adam)
+    return 2.0 * adam.l2 * _momentum_step(v, rate, adam)  # the s of the module's description
 
 
 def _fastest(adam: AdamConstants) -> float:

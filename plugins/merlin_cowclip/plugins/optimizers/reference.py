@@ -42,22 +42,15 @@ def clip(gradients: Array, rows: Array, counts: Array, fields: Array, settings: 
     """Clip gradients by one of the five rules (Table 6).
 
     A rule bounds the norm of each unit: all rows, the rows of one field, or each row. The bound
-    is a constant c, or `cnt · max(r·‖w‖, ζ)` of the unit.
-
-    Args:
-      gradients: U×d, one per id, with L2.
-      rows: U×d, the embeddings before the update.
-      counts: U, samples that hold the id; 0 for a row that none holds.
-      fields: U, the field of each row.
-      settings: rule, r, ζ and c.
+    is a constant c, or `cnt · max(r·‖w‖, ζ)` of the unit. Gradients (with L2) and rows are U×d, one
+    per id; counts (0 for a row that no sample holds) and fields are U.
     """
     rule = settings.clip
     if rule is None:
         return gradients
+    unit = fields if rule.endswith("field") else np.arange(len(rows))
     if rule == "global":
         unit = np.zeros(len(rows), int)
-    else:
-        unit = fields if rule.endswith("field") else np.arange(len(rows))
     rows, clipped = rows.astype(np.float64), gradients.astype(np.float64)
     for u in np.unique(unit):
         mine = unit == u
@@ -105,6 +98,7 @@ class Lazy:
         self.settings, self.step_number = settings, 0
         self.fields = np.zeros(len(table), int) if fields is None else fields
         self.exempt = np.zeros(len(table), bool) if exempt is None else exempt
+        self.last_step = np.zeros(len(table), int)
 
     def lookup(self, ids: Array) -> Array:
         """Embeddings of ids of any shape."""
@@ -115,13 +109,7 @@ class Lazy:
         return self.w
 
     def step(self, ids: Array, gradients: Array, counts: Array) -> None:
-        """Update the table.
-
-        Args:
-          ids: U, the distinct ids of the batch.
-          gradients: U×d, of the mean loss, summed per id.
-          counts: U, samples of the batch that hold the id.
-        """
+        """Update by U distinct ids, U×d gradients of the mean loss summed per id, and U counts."""
         self.step_number += 1
         self._update(ids, self._clipped(ids, gradients, counts), self.step_number)
 
@@ -158,14 +146,10 @@ class Exact(Lazy):
 class Deferred(Lazy):
     """`update="deferred"`: the results of `Exact`, where a row is updated when it is read.
 
-    Each row stores the last step that was applied to it. (`CowClipAdam` applies many missed steps
-    at once: see `catch_up.py`.) Rows that are absent must not be clipped: r is at least 2λ.
+    `last_step` is the last step that was applied to each row. (`CowClipAdam` applies many missed
+    steps at once: see `catch_up.py`.) Rows that are absent must not be clipped: r is at least 2λ.
     Arguments as `Lazy`.
     """
-
-    def __init__(self, table: Array, settings: Settings, *others: Any, **named: Any) -> None:
-        super().__init__(table, settings, *others, **named)
-        self.last_step = np.zeros(len(table), int)
 
     def lookup(self, ids: Array) -> Array:
         """As `Lazy.lookup`, up to date."""

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from merlin_cowclip.workflows.errors import Notice, UserError
-from merlin_cowclip.workflows.progress import catching_up_shown
 
 if TYPE_CHECKING:
     from merlin_cowclip.workflows.commands.parser import Commands
@@ -120,9 +119,7 @@ def _on_prepared(run: Run, arguments: argparse.Namespace) -> tuple[Quality, int,
     from merlin_cowclip.workflows.training.loader import Loader
 
     size = EVALUATION_BATCH if arguments.batch_size is None else arguments.batch_size
-    with catching_up_shown(show=not arguments.quiet):
-        model = run.model(_which(arguments))
-    quality = evaluate(model, Loader(data, "test", batch_size=size))
+    quality = evaluate(run.model(_which(arguments)), Loader(data, "test", batch_size=size))
     return quality, data.rows["test"], str(data.path)
 
 

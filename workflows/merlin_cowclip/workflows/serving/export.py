@@ -26,7 +26,7 @@ from merlin_cowclip.workflows.folders import (
     write_json,
 )
 from merlin_cowclip.workflows.manifest import manifest_of
-from merlin_cowclip.workflows.progress import catching_up_shown, progress_bar
+from merlin_cowclip.workflows.progress import progress_bar
 from merlin_cowclip.workflows.quiet import quiet_operators
 from merlin_cowclip.workflows.serving.packages import needed_by
 from merlin_cowclip.workflows.serving.rare_rows import (
@@ -113,8 +113,7 @@ def export(
         if run.is_adopted:
             _check_types(workflow)
         bar.update()
-        with catching_up_shown(show=progress):
-            model = run.model(which)
+        model = run.model(which)
         if rare is not None:
             drop(model, rare)
         network = ServedNetwork(model, spec)
@@ -179,9 +178,7 @@ def rare_costs(
     for percent in percents:
         check_percent(percent)
     data = run.data() if data is None else data
-    with catching_up_shown(show=progress):
-        model = run.model(which)
-    return costs(run, model, data, percents, progress=progress)
+    return costs(run, run.model(which), data, percents, progress=progress)
 
 
 def _workflow(run: Run, spec: DatasetSpec, *, trust: bool) -> nvt.Workflow:

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from merlin_cowclip.plugins._checks import is_whole, make_plain, whole_number
-from merlin_cowclip.plugins.optimizers.deferrable import check_deferrable
 from merlin_cowclip.plugins.scaling import (
     ADAPTIVE_CLIPS,
     SCALING_RULES,
@@ -154,6 +153,8 @@ class TrainConfig:
                 object.__setattr__(self, name, plain_schedule(name, getattr(self, name)))
         self._check_falling_rates()
         if self.update == "deferred":
+            from merlin_cowclip.plugins.optimizers.deferred import check_deferrable  # TensorFlow
+
             try:
                 values, schedule = self.hyperparameters, self.embedding_schedule
                 check_deferrable(

@@ -16,7 +16,7 @@ from merlin_cowclip.workflows.data.datasets import DatasetSpec
 from merlin_cowclip.workflows.data.encoded_rows import ahead
 from merlin_cowclip.workflows.errors import UserError, shown
 from merlin_cowclip.workflows.folders import all_or_nothing, refuse_existing
-from merlin_cowclip.workflows.progress import catching_up_shown, progress_bar
+from merlin_cowclip.workflows.progress import progress_bar
 from merlin_cowclip.workflows.training.evaluation import (
     EVALUATION_BATCH,
     Predictor,
@@ -74,7 +74,7 @@ def predict_logs(
     check_whole("batch size", batch_size, 1)
     incoming = open_incoming(run, inputs, raw=raw, trust_workflow=trust_workflow)
     with all_or_nothing(out, "file") as file:
-        scored = _scored(_model(run, which, progress), run, incoming, batch_size, progress)
+        scored = _scored(run.model(which), run, incoming, batch_size, progress)
         return _write(file, incoming.labelled, scored)
 
 
@@ -104,16 +104,11 @@ def evaluate_logs(
             "'merlin-cowclip predict'"
         )
     ranks, rows = QualityOf(), 0
-    model = _model(run, which, progress)
+    model = run.model(which)
     for labels, probabilities in _scored(model, run, incoming, batch_size, progress):
         ranks.add(labels, probabilities)
         rows += len(labels)
     return ranks.quality(), rows
-
-
-def _model(run: Run, which: str, progress: bool) -> mm.Model:
-    with catching_up_shown(show=progress):
-        return run.model(which)
 
 
 def _scored(

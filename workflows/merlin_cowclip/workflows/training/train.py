@@ -25,7 +25,7 @@ from merlin_cowclip.workflows.folders import (
 )
 from merlin_cowclip.workflows.machine import memory_limit
 from merlin_cowclip.workflows.manifest import manifest_of
-from merlin_cowclip.workflows.progress import catching_up_shown, progress_bar
+from merlin_cowclip.workflows.progress import progress_bar
 from merlin_cowclip.workflows.quiet import quiet_imports
 from merlin_cowclip.workflows.training.configuration import TrainConfig
 from merlin_cowclip.workflows.training.growing_files import EVENTS
@@ -300,8 +300,7 @@ def _train(
 ) -> None:
     """From the last checkpoint, or the beginning, to the result; see `go_on_from_last`."""
     tf.keras.backend.clear_session()
-    shown = catching_up_shown(show=progress)
-    with shown, seeded(config.seed, deterministic=config.deterministic):
+    with seeded(config.seed, deterministic=config.deterministic):
         with agreed():
             test = Loader(data, "test", batch_size=EVALUATION_BATCH) if data.test_files else None
             try:
