@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 def training_state(model: mm.Model) -> dict[str, tf.Variable]:
     """Every variable that a step changes, by name.
 
-    `weight/…`, in the order of `model.weights`; `optimizer/…`: moments, step counts, learning
-    rates; `loss_scale/…` with mixed precision; `loss/…`: the running mean of the loss. Two models
-    made by the same calls have the same names, shapes and dtypes, and equal values train alike to
-    the last bit.
+    `weight/…` and `moment/…`, in the order of `model.weights`; `optimizer/…`: step counts, learning
+    rates and the like; `loss_scale/…` with mixed precision; `loss/…`: the running mean of the loss.
+    Two models made by the same calls have the same names, shapes and dtypes, and with equal values
+    train alike to the last bit.
 
     Args:
       model: built, and compiled with a `CowClipOptimizer`; moments that it lacks are created.
@@ -45,12 +45,15 @@ def state_of(
       weights: those of the model in another order.
     """
     weights = model.weights if weights is None else weights
-    scale = getattr(getattr(model, "optimizer", None), "_loss_scale", None)  # a number, or an object
-    return {
-        **_named("weight", weights),
-        **_named("optimizer", [*_weights_of(optimizer, weights), *_settings_of(optimizer)]),
-        **_named("loss_scale", getattr(scale, "_weights", {}).values()),
-    }
+    state = _named("weight", weights)
+    for place, variable in enumerate(weights):
+        for part in optimizer.optimizers:
+            state |= {f"moment/{place:04}/{k}": v for k, v in _moments(part, variable)}
+    scale = getattr(
+        getattr(model, "optimizer", None), "_loss_scale", None
+    )  # a number, or an object
+    state |= _named("loss_scale", getattr(scale, "_weights", {}).values())
+    return state | _named("optimizer", _settings(optimizer))
 
 
 def shards_of(model: mm.Model, state: Mapping[str, tf.Variable]) -> dict[str, Shard]:
@@ -88,26 +91,22 @@ def mean_loss(model: mm.Model) -> tf.keras.metrics.Mean:
 
 
 def _named(kind: str, variables: Iterable[tf.Variable]) -> dict[str, tf.Variable]:
-    each_once = {variable.ref(): variable for variable in variables}
-    return {f"{kind}/{place:04}": v for place, v in enumerate(each_once.values())}
+    return {f"{kind}/{place:04}": variable for place, variable in enumerate(variables)}
 
 
-def _weights_of(optimizer: Any, weights: Iterable[tf.Variable]) -> list[tf.Variable]:
-    """What belongs to single weights, in their order and not in that of creation; then the rest."""
-    found = []
-    for variable in weights:
-        for part in optimizer.optimizers:
-            found += [one for _, one in sorted(part._slots.get(variable._unique_id, {}).items())]
-            deferred = getattr(part, "deferred", None)
-            last_step = deferred and deferred.last_step_of(variable)
-            found += [] if last_step is None else [last_step]
-    return [*found, *optimizer.weights]
+def _moments(part: Any, variable: tf.Variable) -> list[tuple[str, tf.Variable]]:
+    """What a part of the optimizer keeps of a variable; in any order of creation, in this order."""
+    deferred = getattr(part, "deferred", None)
+    last_step = deferred and deferred.last_step_of(variable)
+    found = sorted(part._slots.get(variable._unique_id, {}).items())
+    return found if last_step is None else [*found, ("last_step", last_step)]
 
 
-def _settings_of(optimizer: Any) -> list[tf.Variable]:
-    """Learning rates, betas and the like, which Keras does not count among the weights."""
+def _settings(optimizer: Any) -> list[tf.Variable]:
+    """Step counts; learning rates, betas and the like, which Keras does not list as weights."""
     found: list[Any] = []
     for one in (optimizer, *optimizer.optimizers):
+        found += [one.iterations, getattr(getattr(one, "deferred", None), "_rate", None)]
         for _, value in sorted(one._hyper.items()):
             found += vars(value).values() if isinstance(value, LinearWarmup) else [value]
     return [value for value in found if isinstance(value, tf.Variable)]
