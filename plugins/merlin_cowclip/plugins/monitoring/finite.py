@@ -47,5 +47,5 @@ def not_finite(variables: Iterable[tf.Variable]) -> list[NotFinite]:
     """Those of some floating-point variables that hold NaN or infinity now."""
     variables = list(variables)
     checks = [tf.reduce_all(tf.math.is_finite(variable)) for variable in variables]
-    places = np.flatnonzero(~tf.stack(checks).numpy()) if checks else []  # one read of all
-    return [NotFinite("weight", variable=variables[place].name) for place in places]
+    finite = tf.stack([True, *checks]).numpy()[1:]  # one read of all
+    return [NotFinite("weight", variable=variables[i].name) for i in np.flatnonzero(~finite)]
