@@ -9,12 +9,12 @@ import sys
 
 import pytest
 
-from merlin_cowclip.plugins.saving.folder import find, replacing
+from merlin_cowclip.plugins.saving.folder import MARKER, OWN, find, replacing
 
-OWN = ("marker", "part")
+PART = "saved_model.pb"
 
 # Replaces the folder `path`, and is killed by the kernel as the n-th file operation begins.
-SCRIPT = """
+SCRIPT = f"""
 import os, signal, sys
 from pathlib import Path
 from merlin_cowclip.plugins.saving.folder import replacing
@@ -30,40 +30,39 @@ def count(event, arguments):
         seen += 1
 
 sys.addaudithook(count)
-with replacing(path, "marker", ("marker", "part"), "marker") as folder:
-    (folder / "part").write_text("new")
-    (folder / "marker").write_text("new")
+with replacing(path) as folder:
+    (folder / "{PART}").write_text("new")
+    (folder / "{OWN}").mkdir()
+    (folder / "{MARKER}").write_text("new")
 """
 
 
 def write(folder, text):
-    (folder / "part").write_text(text)
-    (folder / "marker").write_text(text)
+    (folder / PART).write_text(text)
+    (folder / OWN).mkdir(parents=True)
+    (folder / MARKER).write_text(text)
 
 
 @pytest.mark.parametrize("there", [True, False])
 def test_a_kill_at_any_moment_leaves_the_old_or_the_new(tmp_path, there):
-    path, outcomes = tmp_path / "model", []
+    outcomes = []
     for last in range(60):
+        path = tmp_path / str(last) / "model"
+        path.parent.mkdir()
         if there:
             path.mkdir()
             write(path, "old")
-            (path / "notes").write_text("kept")
         done = subprocess.run([sys.executable, "-c", SCRIPT, str(path), str(last)])
-        found = find(path, "marker")
-        if there or (found / "marker").exists():
-            text = (found / "marker").read_text()
-            assert (found / "part").read_text() == text
+        found = find(path)
+        if there or (found / MARKER).exists():
+            text = (found / MARKER).read_text()
+            assert (found / PART).read_text() == text
             outcomes.append(text)
-        # Whatever is left is cleared up by the next one, and what is not ours is kept.
-        with replacing(path, "marker", OWN, "marker") as folder:
+        with replacing(path) as folder:  # clears up whatever is left
             write(folder, "next")
-        assert os.listdir(tmp_path) == ["model"]
-        assert (path / "part").read_text() == "next"
-        assert sorted(os.listdir(path)) == ["marker", *["notes"] * there, "part"]
-        for entry in path.iterdir():
-            entry.unlink()
-        path.rmdir()
+        assert os.listdir(path.parent) == ["model"]
+        assert (path / PART).read_text() == "next"
+        assert sorted(os.listdir(path)) == [OWN, PART]
         if done.returncode == 0:
             break
         assert done.returncode == -signal.SIGKILL
@@ -75,8 +74,8 @@ def test_a_kill_at_any_moment_leaves_the_old_or_the_new(tmp_path, there):
 
 def test_a_failure_inside_leaves_nothing(tmp_path):
     def interrupted():
-        with replacing(tmp_path / "deep/model", "marker", OWN, "marker") as folder:
-            (folder / "part").write_text("new")
+        with replacing(tmp_path / "deep/model") as folder:
+            (folder / PART).write_text("new")
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -84,36 +83,30 @@ def test_a_failure_inside_leaves_nothing(tmp_path):
     assert list((tmp_path / "deep").iterdir()) == []
 
 
-def test_links_and_files(tmp_path):
+def test_a_link_stays_one(tmp_path):
     (tmp_path / "disk").mkdir()
     link = tmp_path / "link"
     link.symlink_to(tmp_path / "disk")
     for text in ("one", "two"):
-        with replacing(link, "marker", OWN, "marker") as folder:
+        with replacing(link) as folder:
             write(folder, text)
         assert link.is_symlink()
-        assert (tmp_path / "disk/marker").read_text() == text
-    (tmp_path / "file").touch()
-    with (
-        pytest.raises(ValueError, match="path must be a folder.*Received a file"),
-        replacing(tmp_path / "file", "marker", OWN, "marker"),
-    ):
-        pass
+        assert (tmp_path / "disk" / MARKER).read_text() == text
 
 
-def test_what_is_no_saved_model_is_left_alone(tmp_path):
-    """A folder of somebody's own that happens to have an entry of one of our names."""
+@pytest.mark.parametrize("entries", [["variables"], ["notes"], [PART, "notes"]], ids=str)
+def test_what_is_no_saved_model_is_left_alone(tmp_path, entries):
+    """A folder of somebody's own that happens to have an entry of one of our names, say."""
     path = tmp_path / "site"
     path.mkdir()
-    (path / "part").write_text("mine")
+    for name in entries:
+        (path / name).touch()
     with (
-        pytest.raises(ValueError, match=r"saved model, or a folder without 'part', which would be"),
-        replacing(path, "marker", OWN, "marker"),
+        pytest.raises(ValueError, match=f"or a saved model.*with {entries[-1]!r}"),
+        replacing(path),
     ):
         pass
-    assert (path / "part").read_text() == "mine"
+    assert sorted(os.listdir(path)) == sorted(entries)
+    with pytest.raises(NotADirectoryError), replacing(path / entries[0]):
+        pass
     assert os.listdir(tmp_path) == ["site"]
-    (path / "marker").touch()
-    with replacing(path, "marker", OWN, "marker") as folder:
-        write(folder, "new")
-    assert (path / "part").read_text() == "new"

@@ -22,7 +22,7 @@ def test_ranks_train_as_keras_tables_on_one_process(launched, launch, name):
     check_alike(found, trained_by_keras(CASES[name].hyperparameters))
 
 
-def test_an_eager_first_step_and_incomplete_lookups_are_refused(launched):
+def test_a_step_without_broadcast_and_incomplete_lookups_are_refused(launched):
     """On all ranks, although only the owner of a row knows that its id is missing."""
     folder = launched("others") / "sok"
     for rank in range(2):

@@ -6,6 +6,8 @@ import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
+import numpy as np
+
 from merlin_cowclip.plugins._tensorflow import tf
 from merlin_cowclip.plugins.monitoring.statistics import FieldStatistics
 
@@ -17,7 +19,7 @@ class NotFinite(NamedTuple):
       what: "gradient" or "weight".
       table: the table's name; `None` for a dense weight.
       field: the field's; `None` for a dense weight.
-      variable: a dense weight's name, which names its layer; `None` for a table.
+      variable: a dense weight's name; `None` for a table.
     """
 
     what: str
@@ -36,19 +38,14 @@ def in_fields(statistics: Iterable[FieldStatistics]) -> list[NotFinite]:
     return [
         NotFinite(what, field.table, field.field)
         for field in statistics
-        for what, norms in (
-            ("gradient", field.all.gradient_norms),
-            ("weight", field.all.weight_norms),
-        )
-        if not math.isfinite(norms)
+        for what in ("gradient", "weight")
+        if not math.isfinite(getattr(field.all, f"{what}_norms"))
     ]
 
 
 def not_finite(variables: Iterable[tf.Variable]) -> list[NotFinite]:
     """Those of some floating-point variables that hold NaN or infinity now."""
     variables = list(variables)
-    if not variables:
-        return []
-    finite = tf.stack([tf.reduce_all(tf.math.is_finite(v)) for v in variables]).numpy()
-    pairs = zip(variables, finite, strict=True)
-    return [NotFinite("weight", variable=variable.name) for variable, good in pairs if not good]
+    checks = [tf.reduce_all(tf.math.is_finite(variable)) for variable in variables]
+    finite = tf.stack([True, *checks]).numpy()[1:]  # one read of all
+    return [NotFinite("weight", variable=variables[i].name) for i in np.flatnonzero(~finite)]

@@ -1,14 +1,13 @@
-"""What the steps do to ids, by field: how many there are, how many are clipped, how long rows are.
+"""Statistics of steps by field, as sums on the device: rows, clipped rows, norms.
 
-Sums over rows and steps, kept in small variables on the device; nothing here changes an update.
-`CowClipOptimizer.observe` switches it on.
+`CowClipOptimizer.observe` switches it on. Nothing here changes an update.
 """
 
 from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
 
 import numpy as np
@@ -21,28 +20,21 @@ from merlin_cowclip.plugins.row_ops import sum_columns
 
 _COUNTED, _SUMMED = 4, 2  # of `RowStatistics`: integers, then norms
 _LOWEST, _BINS = -40, 48  # of gradient norms, by powers of two: from 2^-40, 1e-12, to 2^8
-_SUMS = (  # of a field: the steps, then of rare and of frequent ids
-    ("counts", 1 + 2 * _COUNTED, tf.int64),
-    ("norms", 2 * _SUMMED, tf.float64),
-    ("bins", 2 * _BINS, tf.int64),
-)
+_ENDS = np.cumsum([1, *[_COUNTED + _SUMMED] * 2, 2 * _BINS])  # steps; rare, frequent; their bins
 
 
 @dataclass(frozen=True)
 class RowStatistics:
-    """Sums over some rows of some steps, and what follows from them.
-
-    A row counts once in every step whose batch holds its id.
+    """Sums over rows of some steps; a row counts once in every step whose batch holds its id.
 
     Attributes:
-      rows: how many; the row of padding, which no sample holds, is none of them.
+      rows: how many, without the row of padding.
       occurrences: samples that hold them, the counts of the clip; of a table that is not clipped
         and whose lookups are not recorded, how often the gradient has them, padding among them.
-      clipped_rows: those whose gradient the clip made shorter.
+      clipped_rows: rows whose gradient the clip made shorter.
       clipped_occurrences: samples that hold these.
-      gradient_norms: sum of the norms of their gradients, with L2, before the clip. It is NaN or
-        infinite once a gradient of one of them was.
-      weight_norms: sum of the norms of their weights before the update; NaN or infinite likewise.
+      gradient_norms: sum of gradient norms, with L2, before the clip; NaN or infinite once one was.
+      weight_norms: sum of the rows' norms before the update; NaN or infinite likewise.
     """
 
     rows: int
@@ -68,12 +60,12 @@ class RowStatistics:
 
     @property
     def share_of_rows_clipped(self) -> float | None:
-        """From 0 to 1; `None` where there is no row."""
+        """Of 1; `None` where there is no row."""
         return _quotient(self.clipped_rows, self.rows)
 
     @property
     def share_of_occurrences_clipped(self) -> float | None:
-        """From 0 to 1; `None` where there is no row."""
+        """Of 1; `None` where there is no row."""
         return _quotient(self.clipped_occurrences, self.occurrences)
 
 
@@ -81,11 +73,11 @@ class RowStatistics:
 class NormBin:
     """Rows whose gradient norms, with L2 and before the clip, lie between two powers of two.
 
-    The lowest bin holds those below it as well, and what is NaN; the highest one those above it.
+    The lowest bin also holds smaller norms and NaN, the highest one larger norms.
 
     Attributes:
       norm: the lower end.
-      rare: rows of rare ids; a row counts once in every step whose batch holds its id.
+      rare: rows of rare ids, once per step.
       frequent: rows of frequent ids.
     """
 
@@ -103,8 +95,8 @@ class FieldStatistics:
     """What some steps did to the ids of one field, or of fields that share rows.
 
     Attributes:
-      table: the table's name; of several tables of one name, with a number from the second on.
-      field: the field's name; those of fields that share rows, with a "+" between.
+      table: its name; of several tables of one name, with a number from the second on.
+      field: its name; of fields that share rows, theirs with a "+" between.
       width: d of the table.
       is_clipped: whether the clip applies to it.
       steps: updates of the table.
@@ -127,9 +119,7 @@ class FieldStatistics:
 
 
 class StepStatistics:
-    """Sums of what each step does to the ids of each field.
-
-    Integers are exact; norms are added in float64.
+    """Sums of what each step does to the ids of each field: exact integers, norms in float64.
 
     Args:
       tables: the tables, built or not, and whether the clip applies to each of its fields.
@@ -140,23 +130,16 @@ class StepStatistics:
         self.frequent_from = frequent_from
         self._tables = dict(tables)
         fields = sum(len(spec.range_names) for spec in tables)
-        with tf.init_scope():
+        with tf.init_scope():  # float64 holds integers to 2^53
             self._sums, self._before = (
-                [
-                    tf.Variable(
-                        tf.zeros([fields, width], dtype),
-                        trainable=False,
-                        name=f"statistics/{name}{when}",
-                    )
-                    for name, width, dtype in _SUMS
-                ]
-                for when in ("", "_before")  # from the beginning, and until `reset`
+                tf.Variable(tf.zeros([fields, _ENDS[-1]], tf.float64), trainable=False, name=name)
+                for name in ("statistics/sums", "statistics/before")  # `before`: until `reset`
             )
 
     @property
     def variables(self) -> list[tf.Variable]:
         """All state, in a fixed order: restored, the sums go on as if nothing had been."""
-        return [*self._sums, *self._before]
+        return [self._sums, self._before]
 
     def add(
         self,
@@ -185,42 +168,25 @@ class StepStatistics:
         # Not norms.rows: TensorFlow's graph optimizer multiplies by the clip's ratio elsewhere once
         # something else reads them, which changes a last digit of the clip.
         weights = tf.concat([plain_norms(some) for some in rows], axis=0)
+        held = tf.cast(is_held, tf.float64)
         clipped = tf.cast(tf.logical_and(is_held, lengths < norms.gradients), tf.float64)
-        zeros = tf.zeros_like(counts)
-        columns = [
-            tf.cast(is_held, tf.float64),
-            counts,
-            clipped,
-            clipped * counts,
-            tf.where(is_held, tf.cast(norms.gradients, tf.float64), zeros),
-            tf.where(is_held, tf.cast(weights, tf.float64), zeros),
+        columns = [held, counts, clipped, clipped * counts]
+        for values in (norms.gradients, weights):
+            columns.append(tf.where(is_held, tf.cast(values, tf.float64), tf.zeros_like(counts)))
+        kinds, kind = tf.constant(2 * norms.num_fields, tf.int64), 2 * norms.fields + frequent
+        bins = kind * _BINS + _bin(norms.gradients)
+        parts = [
+            tf.ones([norms.num_fields], tf.float64),
+            sum_columns(columns, kind, kinds, on_cpu),
+            sum_columns([held], bins, kinds * _BINS, on_cpu),
         ]
-        groups = tf.constant(2 * norms.num_fields, tf.int64)
-        sums = sum_columns(columns, 2 * norms.fields + frequent, groups, on_cpu)
-        shape = [norms.num_fields, 2, _COUNTED + _SUMMED]
-        sums = tf.reshape(sums, shape)
-        counted = tf.reshape(sums[:, :, :_COUNTED], [norms.num_fields, 2 * _COUNTED])
-        steps = tf.ones([norms.num_fields, 1], tf.int64)
-        counted = tf.concat([steps, tf.cast(counted, tf.int64)], axis=1)
-        summed = tf.reshape(sums[:, :, _COUNTED:], [norms.num_fields, 2 * _SUMMED])
-        bins = (2 * norms.fields + frequent) * _BINS + _bin(norms.gradients)
-        rows = sum_columns([columns[0]], bins, groups * _BINS, on_cpu)
-        binned = tf.cast(tf.reshape(rows, [norms.num_fields, 2 * _BINS]), tf.int64)
-        places = self._places(specs)
-        for total, of_step in zip(self._sums, (counted, summed, binned), strict=True):
-            total.assign_add(_placed(of_step, places), read_value=False)
-
-    def _places(self, specs: Sequence[TableSpec]) -> list[int]:
-        """For each field of all tables, its number from 1 on among those of `specs`, or 0."""
-        first, after = {}, 1
-        for spec in specs:
-            first[spec] = after
-            after += len(spec.range_names)
-        return [
-            first[spec] + i if spec in first else 0
-            for spec in self._tables
-            for i in range(len(spec.range_names))
-        ]
+        parts = [tf.reshape(part, [norms.num_fields, -1]) for part in parts]
+        sizes = [len(spec.range_names) for spec in specs]
+        by_table = dict(zip(specs, tf.split(tf.concat(parts, axis=1), sizes), strict=True))
+        for spec in self._tables.keys() - by_table.keys():
+            by_table[spec] = tf.zeros([len(spec.range_names), _ENDS[-1]], tf.float64)
+        of_step = tf.concat([by_table[spec] for spec in self._tables], axis=0)
+        self._sums.assign_add(of_step, read_value=False)
 
     def read(self) -> list[FieldStatistics]:
         """The sums since the last `reset`, one item per table and field, in the model's order.
@@ -228,13 +194,11 @@ class StepStatistics:
         With sharded tables call it, `total` and `gradient_norms` on all ranks, and not within
         `whole_tables`.
         """
-        counts, norms, _ = self._since_reset()
-        return list(self._fields(counts, norms))
+        return self._fields(self._since_reset())
 
-    def _since_reset(self) -> list[np.ndarray]:
-        pairs = zip(self._sums, self._before, strict=True)
-        with np.errstate(invalid="ignore"):  # what is infinite in both
-            return [total.numpy() - before.numpy() for total, before in pairs]
+    def total(self) -> list[FieldStatistics]:
+        """The sums since the first step."""
+        return self._fields(self._of_all_ranks(self._sums.numpy()))
 
     def gradient_norms(self) -> list[NormBin]:
         """How long the gradients of rows were since the last `reset` (Figure 4 of the paper).
@@ -244,48 +208,40 @@ class StepStatistics:
         """
         widths = [spec.width for spec in self._tables for _ in spec.range_names]
         chosen = [width > 1 or max(widths) == 1 for width in widths]
-        bins = self._of_all_ranks(self._since_reset()[2])[chosen]
-        rare, frequent = bins.reshape(-1, 2, _BINS).sum(axis=0).tolist()
-        found = [
-            NormBin(2.0 ** (_LOWEST + i), *rows)
-            for i, rows in enumerate(zip(rare, frequent, strict=True))
-        ]
-        held = [i for i, one in enumerate(found) if one.rare + one.frequent]
-        return found[held[0] : held[-1] + 1] if held else []
-
-    def total(self) -> list[FieldStatistics]:
-        """The sums since the first step."""
-        counts, norms, _ = self._sums
-        return list(self._fields(counts.numpy(), norms.numpy()))
+        bins = self._since_reset()[chosen, _ENDS[2] :].sum(axis=0).astype(int).reshape(2, _BINS)
+        found = [NormBin(2.0 ** (_LOWEST + i), *rows) for i, rows in enumerate(bins.T.tolist())]
+        held = np.flatnonzero(bins.sum(axis=0))
+        return found[held[0] : held[-1] + 1] if held.size else []
 
     def reset(self) -> None:
         """Let `read` start anew; `total` goes on."""
-        for total, before in zip(self._sums, self._before, strict=True):
-            before.assign(total)
+        self._before.assign(self._sums)
 
-    def _of_all_ranks(self, values: np.ndarray) -> np.ndarray:
-        """Sums by field, those of tables in shards over all ranks."""
-        specs = [spec for spec in self._tables for _ in spec.range_names]
-        sharded = np.array([[spec.shard is not None] for spec in specs])
-        if not sharded.any():
-            return values
-        whole = all_gather(values[np.newaxis]).sum(axis=0)
-        return np.where(sharded, whole, values)
+    def _since_reset(self) -> np.ndarray:
+        with np.errstate(invalid="ignore"):  # what is infinite in both
+            return self._of_all_ranks(self._sums.numpy() - self._before.numpy())
 
-    def _fields(self, counts: np.ndarray, norms: np.ndarray) -> Iterator[FieldStatistics]:
-        counts[:, 1:] = self._of_all_ranks(counts[:, 1:])
-        norms = self._of_all_ranks(norms)
-        names = distinct_names(self._tables)
-        fields = [
-            (names[spec], field, spec.width, clipped)
-            for spec, by_range in self._tables.items()
-            for field, clipped in zip(spec.range_names, by_range, strict=True)
-        ]
-        for field, counted, lengths in zip(fields, counts.tolist(), norms.tolist(), strict=True):
-            steps, *numbers = counted
-            rare = RowStatistics(*numbers[:_COUNTED], *lengths[:_SUMMED])
-            frequent = RowStatistics(*numbers[_COUNTED:], *lengths[_SUMMED:])
-            yield FieldStatistics(*field, steps, frequent, rare)
+    def _of_all_ranks(self, sums: np.ndarray) -> np.ndarray:
+        """Those of tables in shards over all ranks, but for their steps."""
+        sharded = [spec.shard is not None for spec in self._tables for _ in spec.range_names]
+        if any(sharded):
+            whole = all_gather(sums[np.newaxis]).sum(axis=0)
+            sums[sharded, 1:] = whole[sharded, 1:]
+        return sums
+
+    def _fields(self, sums: np.ndarray) -> list[FieldStatistics]:
+        names, found, rows = distinct_names(self._tables), [], iter(sums)
+        for spec, by_range in self._tables.items():
+            for field, clipped in zip(spec.range_names, by_range, strict=True):
+                (steps,), rare, frequent, _ = np.split(next(rows), _ENDS[:-1])
+                of_ids = (_row_statistics(one.tolist()) for one in (frequent, rare))
+                is_of = names[spec], field, spec.width, clipped
+                found.append(FieldStatistics(*is_of, int(steps), *of_ids))
+        return found
+
+
+def _row_statistics(sums: list[float]) -> RowStatistics:
+    return RowStatistics(*map(int, sums[:_COUNTED]), *sums[_COUNTED:])
 
 
 def plain_norms(rows: tf.Tensor) -> tf.Tensor:

@@ -1,7 +1,7 @@
 """CowClip on the tables of NVIDIA's SOK (`sparse_operation_kit`), of which each rank has rows.
 
-SOK looks rows up and brings their gradients to the ranks that have them; of counts it knows
-nothing. What of its source (merlin-sok 2.0.0 and 2.1.0) this rests on:
+SOK looks rows up and sends their gradients to the ranks that have them. What of its source
+(merlin-sok 2.0.0 and 2.1.0) this rests on:
 
 - `lookup_sparse` gives an owner the sum, per key of a lookup, of what all ranks' losses send back;
   `all2all_dense_embedding` a row per key that was looked up. As each rank's loss is the mean of its
@@ -10,17 +10,16 @@ nothing. What of its source (merlin-sok 2.0.0 and 2.1.0) this rests on:
   are what `key_map` makes of keys.
 - Tables and moments are read and written by row: `sparse_read`, `scatter_sub`, `scatter_update`.
 
-So each rank counts the ids that it looked up and sends the counts to the owners; from there on all
-is `CowClipAdam`'s. A step whose gradients have other rows than its lookups ends with an error, on
-all ranks.
+So each rank counts the ids that it looked up and sends the counts to the owners; the rest is
+`CowClipAdam`'s.
 """
 
 from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, ClassVar, TypeAlias
 
 from merlin_cowclip.plugins._tensorflow import filter_empty_gradients, tf
 from merlin_cowclip.plugins.clipping import CLIP_RULES, widened
@@ -30,7 +29,7 @@ from merlin_cowclip.plugins.distributed.sharding import by_owner
 from merlin_cowclip.plugins.embeddings.counting import Lookup
 from merlin_cowclip.plugins.optimizers.adam import CowClipAdam, table_parts
 from merlin_cowclip.plugins.row_ops import beside, sum_columns, sum_per_row, tally, unique
-from merlin_cowclip.plugins.scaling import Hyperparameters, check_rule
+from merlin_cowclip.plugins.scaling import Hyperparameters
 from merlin_cowclip.plugins.schedules import LinearWarmup, whole_steps
 
 Ids: TypeAlias = Any  # tf.Tensor, tf.RaggedTensor or tf.SparseTensor of integers
@@ -40,11 +39,7 @@ _MOMENTS = ("m", "v")
 
 
 def _sok() -> Any:
-    """The package itself; importing Merlin has initialised it, where there is a GPU.
-
-    Raises:
-      ImportError: it is not installed, cannot be loaded, or is older than 2.0.
-    """
+    """The package itself; importing Merlin has initialised it, where there is a GPU."""
     try:
         sok = importlib.import_module("sparse_operation_kit")
         if not hasattr(sok, "DynamicVariable"):  # 1.x had it in `experiment`
@@ -61,15 +56,9 @@ def _sok() -> Any:
 class SokAdam(CowClipAdam):
     """`CowClipAdam` whose tables and moments are SOK's; its gradients are `ReducedRows`."""
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name == "update" and value != "lazy":
-            raise ValueError(
-                "update must be 'lazy' for SOK's tables, which give no pass over the rows that are "
-                f"absent from a batch. Received: update={value!r}."
-            )
-        if name == "clip":
-            _check_by_row(value)
-        super().__setattr__(name, value)
+    settled: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        ("clip", "update"), "Make another CowClipSokOptimizer."
+    )
 
     def _create_slots(self, var_list: Sequence[tf.Variable]) -> None:
         for table in var_list:
@@ -88,17 +77,6 @@ class SokAdam(CowClipAdam):
         if operation is tf.raw_ops.ResourceScatterSub:
             return resource.scatter_sub(slices)
         return resource.scatter_update(slices)
-
-
-def _check_by_row(clip: Any) -> None:
-    """Refuse a clip that bounds rows together, or that is none."""
-    check_rule(clip)
-    if clip is not None and not CLIP_RULES[clip].by_row:
-        rules = ", ".join(rule.name for rule in CLIP_RULES.values() if rule.by_row)
-        raise ValueError(
-            "clip must be None or a clip of single rows for SOK's tables, which each rank has "
-            f"rows of: {rules}. Received: clip={clip!r}."
-        )
 
 
 def _moment(table: tf.Variable, name: str) -> tf.Variable:
@@ -131,9 +109,11 @@ class CowClipSokOptimizer(tf.Module):
 
     Tables of width 2 and more are clipped, L2 acts on all tables, and Adam on the batch's rows, as
     `CowClipOptimizer(update="lazy")` has it; every other variable has Keras's Adam, whose learning
-    rate warms up, with its gradients joined. Counts, sums and means are the global batch's.
+    rate warms up, with its gradients all-reduced. Counts, sums and means are the global batch's.
 
     ```python
+    optimizer.broadcast(dense.variables)
+    ...
     rows = sok.lookup_sparse(tables, ids, combiners=["sum"] * len(tables))
     ...
     optimizer.apply_gradients(zip(gradients, variables), lookups=zip(tables, ids))
@@ -145,7 +125,6 @@ class CowClipSokOptimizer(tf.Module):
 
     Args:
       hyperparameters: of the global batch size; `init_stddev` is for whoever makes the tables.
-      update: "lazy", the one mode that a table without a list of its rows can have.
       steps_per_epoch: updates per epoch, ⌊N/b⌋, for the warm-up of the dense learning rate.
       dense_schedule: a Keras schedule in place of `dense_lr` and its warm-up.
       embedding_schedule: a Keras schedule in place of `embedding_lr`.
@@ -153,15 +132,14 @@ class CowClipSokOptimizer(tf.Module):
 
     Raises:
       ImportError: SOK is not installed.
-      ValueError: an argument outside its range; another mode; a clip that bounds rows together; a
-        warm-up without `steps_per_epoch`.
+      ValueError: an argument outside its range; a clip that bounds rows together; a warm-up without
+        `steps_per_epoch`.
     """
 
     def __init__(
         self,
         hyperparameters: Hyperparameters,
         *,
-        update: str = "lazy",
         steps_per_epoch: int | None = None,
         dense_schedule: Schedule | None = None,
         embedding_schedule: Schedule | None = None,
@@ -169,12 +147,24 @@ class CowClipSokOptimizer(tf.Module):
     ) -> None:
         super().__init__(name=name)
         _sok()
-        hp = hyperparameters
-        self.hyperparameters = hp
-        self.clipped, self.unclipped = table_parts(SokAdam, hp, update, embedding_schedule)
-        rate = dense_schedule or _warming_up(hp, steps_per_epoch)
-        self.dense = tf.keras.optimizers.legacy.Adam(rate, name="dense")
-        self._is_alike = False
+        self.hyperparameters = hp = hyperparameters
+        if hp.clip is not None and not CLIP_RULES[hp.clip].by_row:
+            rules = ", ".join(rule.name for rule in CLIP_RULES.values() if rule.by_row)
+            raise ValueError(
+                "clip must be None or a clip of single rows for SOK's tables, which each rank has "
+                f"rows of: {rules}. Received: clip={hp.clip!r}."
+            )
+        steps = whole_steps(steps_per_epoch)
+        if dense_schedule is None and hp.warmup_epochs:
+            if steps is None:
+                raise ValueError(
+                    "The warm-up of the dense learning rate needs the number of updates per epoch. "
+                    "Pass steps_per_epoch=…, or set warmup_epochs=0."
+                )
+            dense_schedule = LinearWarmup(hp.dense_lr, math.floor(hp.warmup_epochs * steps))
+        self.clipped, self.unclipped = table_parts(SokAdam, hp, "lazy", embedding_schedule)
+        self.dense = tf.keras.optimizers.legacy.Adam(dense_schedule or hp.dense_lr, name="dense")
+        self._is_broadcast = ranks().size == 1
 
     def moments(self, tables: Iterable[tf.Variable]) -> list[tf.Variable]:
         """The moments of tables, two of SOK's variables each; they are made where they are not.
@@ -184,22 +174,16 @@ class CowClipSokOptimizer(tf.Module):
         """
         found = []
         for table in tables:
-            _check_table(table)
             part = self._part(table)
             part._create_slots([table])
             found += [part.get_slot(table, name) for name in _MOMENTS]
         return found
 
     def broadcast(self, variables: Iterable[tf.Variable]) -> None:
-        """Give all ranks the values that dense variables have on rank 0.
-
-        A first step in a `tf.function` does so itself as it is traced, with the variables that it
-        trains. Call it, on all ranks, before a first step that you make eagerly, and where a
-        network has other variables. On one rank it does nothing.
-        """
+        """Give all ranks the dense variables of rank 0; on all ranks, before the first step."""
         if ranks().size > 1:
             broadcast(variables)
-        self._is_alike = True
+        self._is_broadcast = True
 
     def _part(self, table: tf.Variable) -> SokAdam:
         return self.clipped if table.shape[-1] > 1 else self.unclipped
@@ -224,128 +208,69 @@ class CowClipSokOptimizer(tf.Module):
           One grouped op.
 
         Raises:
-          ValueError: no variable has a gradient; a sparse gradient or a lookup of what is no table
-            of SOK's, a dense one of a table; a table without lookups; or, on several ranks, a first
-            step that is made eagerly without `broadcast`.
+          ValueError: no variable has a gradient; a dense gradient of a table of SOK's, or a sparse
+            one of anything else; a table without lookups; or, on several ranks, no `broadcast`
+            before.
           tf.errors.InvalidArgumentError: other rows in a table's gradient than in its lookups, on
             any rank; no table has changed on any.
         """
-        pairs = filter_empty_gradients(grads_and_vars)
-        tables = [pair for pair in pairs if _is_table(pair[1])]
-        dense = [pair for pair in pairs if not _is_table(pair[1])]
-        _check_gradients(tables, dense)
-        self._begin_alike([variable for _, variable in dense])
-        joined = self._joined(tables, list(lookups))
-        updates = []
+        if not self._is_broadcast:
+            raise ValueError(
+                "On several ranks all must begin with the same dense weights. Call "
+                "optimizer.broadcast(variables) on all ranks before the first step."
+            )
+        tables: list[tuple[Any, tf.Variable]] = []
+        dense: list[tuple[Any, tf.Variable]] = []
+        for gradient, variable in filter_empty_gradients(grads_and_vars):
+            is_table = bool(_sok().filter_variables([variable])[0])
+            if is_table != isinstance(gradient, tf.IndexedSlices):
+                raise ValueError(
+                    "Tables must be made by sok.Variable or sok.DynamicVariable, and be looked up "
+                    f"by SOK alone. Received: for {variable.name!r}, a {type(variable).__name__}, "
+                    f"a gradient of type {type(gradient).__name__}."
+                )
+            (tables if is_table else dense).append((gradient, variable))
+        updates, reduced = [], self._reduced(tables, list(lookups))
         for part in (self.clipped, self.unclipped):
-            mine = [(rows, table) for rows, table in joined if self._part(table) is part]
+            mine = [(rows, table) for rows, table in reduced if self._part(table) is part]
             if mine:
                 updates.append(part.apply_gradients(mine, experimental_aggregate_gradients=False))
         if dense:
-            if ranks().size > 1:
-                means = all_reduce_dense([gradient for gradient, _ in dense])
-                dense = [(mean, variable) for mean, (_, variable) in zip(means, dense, strict=True)]
+            gradients, variables = zip(*dense, strict=True)
+            means = all_reduce_dense(gradients) if ranks().size > 1 else gradients
+            pairs = zip(means, variables, strict=True)
             updates.append(
-                self.dense.apply_gradients(dense, experimental_aggregate_gradients=False)
+                self.dense.apply_gradients(pairs, experimental_aggregate_gradients=False)
             )
         return tf.group(*updates)
 
-    def _begin_alike(self, dense: list[tf.Variable]) -> None:
-        if self._is_alike or ranks().size == 1:
-            return
-        if tf.executing_eagerly():
-            raise ValueError(
-                "On several ranks all must begin with the same dense weights. Received: a first "
-                "step that is made eagerly. Call optimizer.broadcast(variables) before it; a step "
-                "in a tf.function does so itself."
-            )
-        with tf.init_scope():  # while the step is traced: it runs after this
-            self.broadcast(dense)
-
-    def _joined(
+    def _reduced(
         self, pairs: Sequence[tuple[Any, tf.Variable]], lookups: Sequence[tuple[tf.Variable, Ids]]
     ) -> list[tuple[ReducedRows, tf.Variable]]:
-        """The tables' gradients of the global batch, on the rank that has the rows."""
+        """The tables' gradients and counts of the global batch, on the rank that has the rows."""
         rule = self.clipped.clip
         by_counts = rule is not None and CLIP_RULES[rule].adaptive
         counted = [table for _, table in pairs if by_counts and self._part(table) is self.clipped]
         counts = dict(zip(map(id, counted), _count(counted, lookups), strict=True))
-        found = [_sum(gradient, table, counts.get(id(table))) for gradient, table in pairs]
-        with tf.control_dependencies(_check_rows(found, [table for _, table in pairs])):
+        sums, differ = [], []
+        for gradient, table in pairs:
+            rows, differs = _sum(gradient, table, counts.get(id(table)))
+            sums.append(rows)
+            differ.append(differs)
+        with tf.control_dependencies(_check_rows(differ, [table for _, table in pairs])):
             return [
-                (
-                    ReducedRows(
-                        one.sums._replace(gradients=tf.identity(one.sums.gradients)), table
-                    ),
-                    table,
-                )
-                for one, (_, table) in zip(found, pairs, strict=True)
+                (ReducedRows(one._replace(gradients=tf.identity(one.gradients)), table), table)
+                for one, (_, table) in zip(sums, pairs, strict=True)
             ]
-
-
-def _warming_up(hp: Hyperparameters, steps_per_epoch: int | None) -> Any:
-    if not hp.warmup_epochs:
-        return hp.dense_lr
-    steps = whole_steps(steps_per_epoch)
-    if steps is None:
-        raise ValueError(
-            "The warm-up of the dense learning rate needs the number of updates per epoch. "
-            f"Received: steps_per_epoch={steps_per_epoch}. Pass it, or set warmup_epochs=0."
-        )
-    return LinearWarmup(hp.dense_lr, math.floor(hp.warmup_epochs * steps))
-
-
-def _is_table(variable: Any) -> bool:
-    return bool(_sok().filter_variables([variable])[0])
-
-
-def _check_table(variable: Any) -> None:
-    name = getattr(variable, "name", variable)
-    if not _is_table(variable):
-        raise ValueError(
-            "Tables must be made by sok.Variable or sok.DynamicVariable. Received: "
-            f"{name!r}, a {type(variable).__name__}."
-        )
-    if getattr(variable, "key_type", tf.int64) != tf.int64:
-        raise ValueError(
-            "A sok.DynamicVariable must have keys of tf.int64, as which SOK reads and writes its "
-            f"rows. Received: {name!r}, with {variable.key_type.name}."
-        )
-
-
-def _check_gradients(
-    tables: Sequence[tuple[Any, tf.Variable]], dense: Sequence[tuple[Any, tf.Variable]]
-) -> None:
-    for gradient, variable in dense:
-        if isinstance(gradient, tf.IndexedSlices):
-            _check_table(variable)
-    for gradient, variable in tables:
-        _check_table(variable)
-        if not isinstance(gradient, tf.IndexedSlices):
-            raise ValueError(
-                "The gradient of a table of SOK's must be sparse (tf.IndexedSlices). Received: a "
-                f"dense one for {variable.name!r}. Look its rows up by SOK alone; l2 of the "
-                "hyperparameters takes the place of a regularizer."
-            )
-
-
-class _Counted(NamedTuple):
-    """How many samples of the global batch hold rows that this rank has."""
-
-    places: tf.Tensor  # n, where the rows are in the table, with repeats, int64
-    counts: tf.Tensor  # n, float32; those of a row add up
 
 
 def _count(
     tables: Sequence[tf.Variable], lookups: Sequence[tuple[tf.Variable, Ids]]
-) -> list[_Counted]:
-    """Counts of each table's rows that are on this rank: one message to each rank for all tables.
+) -> list[tuple[tf.Tensor, tf.Tensor]]:
+    """For each table, the places of this rank's looked-up rows, n with repeats, and their counts.
 
-    Raises:
-      ValueError: a lookup of no table of SOK's, or a table without one.
+    All tables share one message to each rank.
     """
-    for table, _ in lookups:
-        _check_table(table)
     if not tables:
         return []
     size = ranks().size
@@ -362,7 +287,10 @@ def _count(
                 rows, counts = _samples_per_id(ids, on_cpu)
                 columns = [tf.fill(tf.shape(rows), tf.constant(number, tf.int64)), rows, counts]
                 counted.append(tf.stack(columns, axis=1))
-                owners.append(_owners(rows, table, size))
+                owner = tf.constant(table.target_gpu, tf.int64)
+                owners.append(
+                    rows % size if table.target_gpu < 0 else tf.fill(tf.shape(rows), owner)
+                )
     with beside(tables[0]):
         known = tf.concat(counted, axis=0)
         if size > 1:
@@ -370,7 +298,7 @@ def _count(
             known, _ = all_to_all(tf.gather(known, order), sizes)
         parts = tf.dynamic_partition(known, tf.cast(known[:, 0], tf.int32), len(tables))
         return [
-            _Counted(table.key_map(part[:, 1]), tf.cast(part[:, 2], tf.float32))
+            (table.key_map(part[:, 1]), tf.cast(part[:, 2], tf.float32))
             for table, part in zip(tables, parts, strict=True)
         ]
 
@@ -388,47 +316,39 @@ def _samples_per_id(ids: Ids, on_cpu: bool) -> tuple[tf.Tensor, tf.Tensor]:
     return rows, tf.cast(tally(held, size, on_cpu), tf.int64)
 
 
-def _owners(ids: tf.Tensor, table: tf.Variable, size: int) -> tf.Tensor:
-    """The ranks that have the rows of ids, int64."""
-    if table.target_gpu < 0:
-        return ids % size
-    return tf.fill(tf.shape(ids), tf.constant(table.target_gpu, tf.int64))
+def _sum(
+    gradient: tf.IndexedSlices, table: tf.Variable, counted: tuple[tf.Tensor, tf.Tensor] | None
+) -> tuple[RowSums, tf.Tensor]:
+    """A table's gradient summed per row, with counts; whether those are of other rows.
 
-
-class _Found(NamedTuple):
-    sums: RowSums
-    differ: tf.Tensor  # whether the gradient and the lookups have other rows than each other
-
-
-def _sum(gradient: tf.IndexedSlices, table: tf.Variable, counted: _Counted | None) -> _Found:
-    """A table's gradient summed per row and counted; counts of 1 where nobody asks for them."""
+    Counts are 1 where nobody asks for them.
+    """
     with beside(table) as on_cpu:
+        places = tf.zeros([0], tf.int64) if counted is None else counted[0]
         indices = tf.cast(gradient.indices, tf.int64)
-        places = tf.zeros([0], tf.int64) if counted is None else counted.places
         rows, position, _ = unique(tf.concat([places, indices], axis=0))
         number, first = tf.size(rows, tf.int64), tf.size(places)
         of_counts, of_gradient = position[:first], position[first:]
         sums = sum_per_row(widened(gradient.values), of_gradient, number, on_cpu) / ranks().size
         if counted is None:
-            return _Found(RowSums(rows, sums, tf.ones([number])), tf.constant(False))
-        counts = sum_columns([counted.counts], of_counts, number, on_cpu)[:, 0]
+            return RowSums(rows, sums, tf.ones([number])), tf.constant(False)
+        counts = sum_columns([counted[1]], of_counts, number, on_cpu)[:, 0]
         both = tf.minimum(counts, tally(of_gradient, number, on_cpu))
-        return _Found(RowSums(rows, sums, counts), tf.reduce_any(both < 1.0))
+        return RowSums(rows, sums, counts), tf.reduce_any(both < 1.0)
 
 
-def _check_rows(found: Sequence[_Found], tables: Sequence[tf.Variable]) -> list[Any]:
+def _check_rows(differ: Sequence[tf.Tensor], tables: Sequence[tf.Variable]) -> list[Any]:
     """Refuse a step whose gradients did not come from the lookups that it was told of."""
-    if not found:
+    if not tables:
         return []
-    differ = tf.stack([one.differ for one in found])
+    found = tf.cast(tf.stack(differ), tf.float32)
     if ranks().size > 1:  # a row's owner alone sees it: no rank may make the step
-        differ = all_reduce(tf.cast(differ, tf.float32), "max") > 0
+        found = all_reduce(found, "max")
+    names = ", ".join(table.name for table in tables)
     told = (
         "lookups must have all ids that were looked up in this step, on all ranks, and no others. "
-        "Received: a gradient of other rows, for the tables with a 1 here:"
+        f"Received: a gradient of other rows, for the tables with a 1 of {names}:"
     )
-    names = ", ".join(table.name for table in tables)
-    # int64: of strings and int32 alone, TensorFlow makes the check on the host at every step.
-    data = [told, names, tf.cast(differ, tf.int64)]
-    checked = tf.debugging.Assert(tf.logical_not(tf.reduce_any(differ)), data, summarize=99)
+    # A float: of strings alone, TensorFlow makes the check on the host at every step.
+    checked = tf.debugging.Assert(tf.logical_not(tf.reduce_any(found > 0)), [told, found], 99)
     return [] if checked is None else [checked]

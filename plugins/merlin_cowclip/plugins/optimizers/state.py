@@ -1,8 +1,8 @@
-"""All variables that training changes, by name: for broadcasts, checkpoints and resuming."""
+"""All variables that training changes, by name: for broadcasts, checkpoints, saving, resuming."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from merlin_cowclip.plugins._tensorflow import mm, tf
@@ -14,16 +14,15 @@ if TYPE_CHECKING:
 
 
 def training_state(model: mm.Model) -> dict[str, tf.Variable]:
-    """Every variable that a step changes, flat, by a name of its kind and place.
+    """Every variable that a step changes, by name.
 
-    `weight/…`, in the order of `model.weights`; `optimizer/…`: of the whole and its three parts the
-    step counts, moments and learning rates, and the warm-up; `loss_scale/…` where mixed precision
-    has one; `loss/…`: the running mean of the loss. Two models that were made by the same calls
-    have the same names, each with the same shape and dtype: with the values of one assigned to the
-    other, both go on alike, to the last bit.
+    `weight/…` and `moment/…`, in the order of `model.weights`; `optimizer/…`: step counts, learning
+    rates and the like; `loss_scale/…` with mixed precision; `loss/…`: the running mean of the loss.
+    Two models made by the same calls have the same names, shapes and dtypes, and with equal values
+    train alike to the last bit.
 
     Args:
-      model: built, and compiled with a `CowClipOptimizer`; the moments that it lacks are created.
+      model: built, and compiled with a `CowClipOptimizer`; moments that it lacks are created.
 
     Raises:
       ValueError: it is not.
@@ -32,17 +31,29 @@ def training_state(model: mm.Model) -> dict[str, tf.Variable]:
     if not model.built:
         raise ValueError("The model must be built before it has a state. Call it on a batch first.")
     optimizer.create_slots(model.trainable_variables)
-    return state_of(model, optimizer) | _named({"loss": mean_loss(model).variables})
+    return state_of(model, optimizer) | _named("loss", mean_loss(model).variables)
 
 
-def state_of(model: tf.keras.Model, optimizer: Any) -> dict[str, tf.Variable]:
-    """As `training_state`, of what was created; without the loss, which differs by rank."""
-    kinds = {
-        "weight": model.weights,
-        "optimizer": [*_weights_of(optimizer, model), *_hypers((optimizer, *optimizer.optimizers))],
-        "loss_scale": _loss_scale(getattr(model, "optimizer", None)),
-    }
-    return _named(kinds)
+def state_of(
+    model: tf.keras.Model, optimizer: Any, weights: Sequence[tf.Variable] | None = None
+) -> dict[str, tf.Variable]:
+    """As `training_state`, of what was created; without the loss, which differs by rank.
+
+    Args:
+      model: built.
+      optimizer: its `CowClipOptimizer`.
+      weights: those of the model in another order.
+    """
+    weights = model.weights if weights is None else weights
+    state = _named("weight", weights)
+    for place, variable in enumerate(weights):
+        for part in optimizer.optimizers:
+            state |= {f"moment/{place:04}/{k}": v for k, v in _moments(part, variable)}
+    scale = getattr(
+        getattr(model, "optimizer", None), "_loss_scale", None
+    )  # a number, or an object
+    state |= _named("loss_scale", getattr(scale, "_weights", {}).values())
+    return state | _named("optimizer", _settings(optimizer))
 
 
 def shards_of(model: mm.Model, state: Mapping[str, tf.Variable]) -> dict[str, Shard]:
@@ -57,13 +68,11 @@ def optimizer_of(model: mm.Model) -> CowClipOptimizer:
     Raises:
       ValueError: it is another kind.
     """
-    from merlin_cowclip.plugins.optimizers.cowclip import (
-        CowClipOptimizer,  # which broadcasts its state
-    )
+    from merlin_cowclip.plugins.optimizers import cowclip  # which broadcasts its state
 
     optimizer = getattr(model, "optimizer", None)
     inner = getattr(optimizer, "inner_optimizer", optimizer)
-    if not isinstance(inner, CowClipOptimizer):
+    if not isinstance(inner, cowclip.CowClipOptimizer):
         raise ValueError(
             "The model must be compiled with a CowClipOptimizer. Received: "
             f"{type(inner).__name__}. Other optimizers: model.save."
@@ -73,15 +82,7 @@ def optimizer_of(model: mm.Model) -> CowClipOptimizer:
 
 def weights_of(model: mm.Model) -> dict[str, tf.Variable]:
     """The part of `training_state` that a prediction needs, of any built model."""
-    return _named({"weight": model.weights})
-
-
-def _named(kinds: Mapping[str, Iterable[tf.Variable]]) -> dict[str, tf.Variable]:
-    return {
-        f"{kind}/{place:04}": variable
-        for kind, variables in kinds.items()
-        for place, variable in enumerate(_each_once(variables))
-    }
+    return _named("weight", model.weights)
 
 
 def mean_loss(model: mm.Model) -> tf.keras.metrics.Mean:
@@ -89,38 +90,23 @@ def mean_loss(model: mm.Model) -> tf.keras.metrics.Mean:
     return model.compiled_loss._total_loss_mean
 
 
-def _weights_of(optimizer: Any, model: tf.keras.Model) -> list[tf.Variable]:
-    """Step counts and moments; moments in the order of the weights, however they were created.
-
-    A checkpoint that is restored before the first step creates them in its own order.
-    """
-    place = {variable._unique_id: number for number, variable in enumerate(model.weights)}
-    found = list(optimizer._weights)
-    for part in optimizer.optimizers:
-        order = dict.fromkeys((v.ref() for v in part.weights), ("", 0))
-        for key, moments in part._slots.items():
-            number = place.get(key, len(place))
-            order.update((moment.ref(), (name, number)) for name, moment in moments.items())
-        found += (reference.deref() for reference in sorted(order, key=order.__getitem__))
-    return found
+def _named(kind: str, variables: Iterable[tf.Variable]) -> dict[str, tf.Variable]:
+    return {f"{kind}/{place:04}": variable for place, variable in enumerate(variables)}
 
 
-def _hypers(optimizers: Iterable[Any]) -> list[tf.Variable]:
-    """Learning rates, betas and the like, which Keras does not count among the weights."""
-    found: list[tf.Variable] = []
-    for optimizer in optimizers:
-        for _, value in sorted(optimizer._hyper.items()):
-            is_warm_up = isinstance(value, LinearWarmup)
-            found += (value.learning_rate, value.warmup_steps) if is_warm_up else (value,)
+def _moments(part: Any, variable: tf.Variable) -> list[tuple[str, tf.Variable]]:
+    """What a part of the optimizer keeps of a variable; in any order of creation, in this order."""
+    deferred = getattr(part, "deferred", None)
+    last_step = deferred and deferred.last_step_of(variable)
+    found = sorted(part._slots.get(variable._unique_id, {}).items())
+    return found if last_step is None else [*found, ("last_step", last_step)]
+
+
+def _settings(optimizer: Any) -> list[tf.Variable]:
+    """Step counts; learning rates, betas and the like, which Keras does not list as weights."""
+    found: list[Any] = []
+    for one in (optimizer, *optimizer.optimizers):
+        found += [one.iterations, getattr(getattr(one, "deferred", None), "_rate", None)]
+        for _, value in sorted(one._hyper.items()):
+            found += vars(value).values() if isinstance(value, LinearWarmup) else [value]
     return [value for value in found if isinstance(value, tf.Variable)]
-
-
-def _loss_scale(optimizer: Any) -> list[tf.Variable]:
-    if not isinstance(optimizer, tf.keras.mixed_precision.LossScaleOptimizer):
-        return []
-    scale = optimizer._loss_scale  # a plain number unless it is dynamic
-    return [] if isinstance(scale, float) else list(scale._weights.values())
-
-
-def _each_once(variables: Iterable[tf.Variable]) -> list[tf.Variable]:
-    return list({variable.ref(): variable for variable in variables}.values())

@@ -1,4 +1,4 @@
-"""A folder that is replaced as a whole: at every moment the old one or the new one can be read.
+"""The folder of a saved model is replaced as a whole: the old one or the new one can be read.
 
 The new folder is written beside `path`, as `.NAME.new`, its marker last; `path` is renamed to
 `.NAME.old`, `.NAME.new` to `path`, and the old one is removed. A process killed between the renames
@@ -10,42 +10,43 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
+OWN = "merlin_cowclip"  # what a SavedModel does not have
+MARKER = f"{OWN}/state.json"  # written last: without it the state is not whole
+_SAVED_MODEL = "saved_model.pb"
+_ENTRIES = {_SAVED_MODEL, "keras_metadata.pb", "fingerprint.pb", "variables", "assets"}
+_ENTRIES |= {".merlin", OWN}
 
-def find(path: Path, marker: str) -> Path:
+
+def find(path: Path) -> Path:
     """Where the folder `path` is: there, or beside it if a replacement was killed half-way."""
-    kept = (one for one in _beside(path) if (one / marker).exists())
+    kept = (one for one in _beside(path) if (one / MARKER).exists())
     return path if path.exists() else next(kept, path)
 
 
 @contextlib.contextmanager
-def replacing(path: Path, marker: str, entries: Collection[str], sign: str) -> Iterator[Path]:
+def replacing(path: Path) -> Iterator[Path]:
     """An empty folder that takes the place of `path` once the block has ended well.
 
-    Args:
-      path: the folder to make, or to replace; of a link, the folder that it names.
-      marker: a file, relative, that the block writes last.
-      entries: what a folder of this kind has. Other entries of the replaced one are kept.
-      sign: the entry that shows a folder to be of this kind.
-
     Raises:
-      ValueError: `path` is a file, or a folder of another kind with such entries.
-      OSError: `path` cannot be renamed: a mount point, say.
+      ValueError: `path` has other contents than a saved model's.
+      OSError: `path` is a file, or cannot be renamed: a mount point, say.
     """
     path = Path(os.path.realpath(path))
-    if path.exists() and not path.is_dir():
-        raise ValueError(f"path must be a folder, or nothing yet. Received a file: {path}")
-    taken = sorted(entry for entry in entries if (path / entry).exists())
-    if taken and sign not in taken:
-        raise ValueError(
-            f"path must be a saved model, or a folder without {taken[0]!r}, which would be "
-            f"replaced. Received: {path}. Save to another folder."
-        )
-    path.parent.mkdir(parents=True, exist_ok=True)
     new, old = _beside(path)
-    _clear_up(path, marker, entries)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if (kept := find(path)) != path:
+        os.rename(kept, path)
+    entries = set(os.listdir(path)) if path.exists() else set()
+    if entries and not {_SAVED_MODEL} <= entries <= _ENTRIES:
+        raise ValueError(
+            "path must be a new or empty folder, or a saved model, which is replaced. Received: "
+            f"{path}, with {min(entries - _ENTRIES or entries)!r}. Save to another folder."
+        )
+    for left in (new, old):
+        shutil.rmtree(left, ignore_errors=True)
     new.mkdir()
     try:
         yield new
@@ -55,22 +56,9 @@ def replacing(path: Path, marker: str, entries: Collection[str], sign: str) -> I
     if path.exists():
         os.rename(path, old)
     os.rename(new, path)
-    _clear_up(path, marker, entries)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def _beside(path: Path) -> tuple[Path, Path]:
     path = Path(os.path.realpath(path))
     return path.with_name(f".{path.name}.new"), path.with_name(f".{path.name}.old")
-
-
-def _clear_up(path: Path, marker: str, entries: Collection[str]) -> None:
-    """Finish, or take back, a replacement that was killed."""
-    new, old = _beside(path)
-    kept = find(path, marker)
-    if kept != path:
-        os.rename(kept, path)
-    if old.exists():
-        for entry in set(os.listdir(old)) - set(entries) - set(os.listdir(path)):
-            os.rename(old / entry, path / entry)
-        shutil.rmtree(old)
-    shutil.rmtree(new, ignore_errors=True)

@@ -23,10 +23,9 @@ _TRACED = ("train_function", "test_function", "predict_function")
 def whole_tables(model: mm.Model) -> Iterator[None]:
     """Within it, on rank 0, tables in shards and their moments are whole: a model like any other.
 
-    Called on all ranks at once. The other ranks' stay as they are, and must not be called within
-    it; a `tf.function` of one's own has the tables that it was traced with. Statistics of steps are
-    read before it or after it. Rank 0 needs memory for the whole tables beside its shards. Without
-    shards it does nothing.
+    Called on all ranks at once. On the other ranks nothing changes, and the model must not be
+    called within it. A `tf.function` of one's own keeps the tables that it was traced with. Rank 0
+    needs memory for the whole tables beside its shards. Without shards it does nothing.
 
     ```python
     with whole_tables(model):
@@ -41,24 +40,22 @@ def whole_tables(model: mm.Model) -> Iterator[None]:
       ValueError: it is compiled with another optimizer.
     """
     optimizer = optimizer_of(model)
-    if is_in_shards(model):
+    specs = [spec for spec in optimizer.table_specs if spec.shard is not None]
+    if specs:
         optimizer.create_slots(model.trainable_variables)
     parts = optimizer.owner()
-    traced: dict[str, Any] = {}
     with contextlib.ExitStack() as shards:
-        for spec in optimizer.table_specs:
-            if spec.shard is None:
-                continue
+        for spec in specs:
             shard, table, part = spec.shard, spec.variable, parts[spec.variable.ref()]
+            assert shard is not None
             moments = part.slots_of(table)
             whole, *others = (_whole(one, shard) for one in (table, *moments.values()))
             if whole is not None:
-                # Keras keeps what it has traced, with the tables that were there then.
-                traced = {name: getattr(model, name) for name in _TRACED}
                 shards.callback(_put, spec, part, table, moments, shard)
                 _put(spec, part, whole, dict(zip(moments, others, strict=True)), None)
-        shards.callback(model.__dict__.update, traced)
-        model.__dict__.update(dict.fromkeys(traced))
+        if specs:  # Keras keeps what it has traced, with the tables that were there then
+            shards.callback(model.__dict__.update, {n: getattr(model, n) for n in _TRACED})
+            model.__dict__.update(dict.fromkeys(_TRACED))
         yield
 
 
@@ -75,25 +72,20 @@ def _put(spec: TableSpec, part: Any, table: tf.Variable, moments: Any, shard: Sh
 
 
 def _whole(variable: tf.Variable, shard: Shard) -> tf.Variable | None:
-    """The whole of a table, or of its moments, on rank 0."""
-    rows = whole_rows(variable, shard)
-    name = variable.name.rpartition(":")[0]
+    rows, name = whole_rows(variable, shard), variable.name.rpartition(":")[0]
     return None if rows is None else tf.Variable(rows, trainable=variable.trainable, name=name)
 
 
 def whole_rows(variable: tf.Variable, shard: Shard) -> np.ndarray | None:
     """V×d of a variable that has this rank's rows, on rank 0; on all ranks at once."""
-    first = shard.rank == 0
-    width = variable.shape[1]
-    whole = np.empty((shard.num_rows, width), variable.dtype.as_numpy_dtype) if first else None
-    most = shard._replace(rank=0).rows
-    for start in range(0, most, _BLOCK):
-        stop = min(start + _BLOCK, most)
+    shape = shard.num_rows, variable.shape[1]
+    whole = np.empty(shape, variable.dtype.as_numpy_dtype) if shard.rank == 0 else None
+    for start in range(0, shard._replace(rank=0).rows, _BLOCK):  # rank 0 has the most
+        stop = start + _BLOCK
         block = all_gather(variable[start:stop].numpy())
         if whole is None:
             continue
         for rank in range(shard.size):
-            rows = min(stop, shard._replace(rank=rank).rows) - start
-            mine, block = block[:rows], block[rows:]
-            whole[rank + start * shard.size :: shard.size][:rows] = mine
+            rows = whole[rank :: shard.size][start:stop]
+            rows[:], block = block[: len(rows)], block[len(rows) :]
     return whole
