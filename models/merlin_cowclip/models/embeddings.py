@@ -266,10 +266,9 @@ class FusedEmbeddings(SchemaMixin, RowsByRawId):
             number = ids.nrows()
         else:
             number = tf.shape(ids, tf.int64)[0]
-        lookup = Lookup(name, ids)
-        flat = lookup.flat_ids()
+        flat, samples = Lookup(name, ids).flat()
         rows = tf.reshape(self._rows(flat[:, tf.newaxis], (name,), check), [-1])
-        return _List(rows, tf.not_equal(flat, PADDING_ID), lookup.samples(), number)
+        return _List(rows, tf.not_equal(flat, PADDING_ID), samples, number)
 
     def _gather(self, rows: tf.Tensor, check: tf.Tensor) -> tf.Tensor:
         """Rows of the table by number, in its own dtype.

@@ -62,7 +62,7 @@ class Lookup:
         parts = tf.nest.flatten(self.ids, expand_composites=True)
         return self.feature, self.first_row, *(source_of(part).ref() for part in parts)
 
-    def _flat(self) -> tuple[tf.Tensor, tf.Tensor]:
+    def flat(self) -> tuple[tf.Tensor, tf.Tensor]:
         """All n ids and the sample of each, int64."""
         ids = self.ids
         if isinstance(ids, tf.RaggedTensor):
@@ -76,7 +76,7 @@ class Lookup:
 
     def rows_per_sample(self, num_rows: int | tf.Tensor) -> tf.Tensor:
         """Row numbers of a table of `num_rows`, int64, each once per sample that holds it."""
-        ids, samples = self._flat()
+        ids, samples = self.flat()
         if not self.is_list:
             return ids + self.first_row
         # A combiner leaves negative ids out, and a GPU reads no row for those beyond the table.
@@ -94,7 +94,7 @@ class Lookup:
             return number, number
         if not tf.executing_eagerly():
             return tf.constant(0), number + 1
-        ids, samples = (values.numpy() for values in self._flat())
+        ids, samples = (values.numpy() for values in self.flat())
         has_empty = len(np.unique(samples[ids >= 0])) < self.ids.nrows()  # for which row 0 is read
         number = tf.size(np.unique(np.append(ids[ids >= 0], [0] * int(has_empty))))
         return number, number
