@@ -129,10 +129,11 @@ def finite_together(joined: Sequence[ReducedRows]) -> list[ReducedRows]:
     mine = tf.stack([tf.reduce_all(tf.math.is_finite(one.values)) for one in joined])
     finite = all_reduce(tf.cast(tf.reduce_all(mine), tf.float32), "min") > 0
     # This rank may have no row that could be NaN: it gets one more.
-    first, more = joined[0], [[0, tf.where(finite, 0, 1)]]
+    first, more = joined[0], tf.where(finite, 0, 1)
+    nan, padding = float("nan"), [[0, more], [0, 0]]
     sums = first.sums._replace(
-        indices=tf.pad(first.sums.indices, more),
-        gradients=tf.pad(first.sums.gradients, [*more, [0, 0]], constant_values=float("nan")),
-        counts=tf.pad(first.sums.counts, more),
+        indices=tf.concat([first.sums.indices, tf.zeros([more], tf.int64)], axis=0),
+        gradients=tf.pad(first.sums.gradients, padding, constant_values=nan),
+        counts=tf.pad(first.sums.counts, [[0, more]]),
     )
     return [ReducedRows(sums, first.variable), *joined[1:]]
