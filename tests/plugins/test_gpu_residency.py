@@ -36,7 +36,7 @@ def spec_of(variable, recorder, offsets):
 
 
 def on_a_gpu(variable):
-    """As `row_sums.beside` finds it there."""
+    """As `row_ops.colocated_with` finds it there."""
     return contextlib.nullcontext(False)
 
 
@@ -67,8 +67,8 @@ CASES = [
 def test_every_op_of_an_update_has_a_gpu_kernel(
     monkeypatch, clip, l2, update, counting, deterministic, observed
 ):
-    monkeypatch.setattr(adam, "beside", on_a_gpu)
-    monkeypatch.setattr(deferred, "beside", on_a_gpu)
+    monkeypatch.setattr(adam, "colocated_with", on_a_gpu)
+    monkeypatch.setattr(deferred, "colocated_with", on_a_gpu)
     monkeypatch.setattr(adam, "_on_gpu", lambda variable: True)
     if deterministic:
         monkeypatch.setattr(adam, "_scatters_through_host", on_a_deterministic_gpu)
@@ -105,8 +105,8 @@ def test_every_op_of_an_update_has_a_gpu_kernel(
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_every_op_of_catching_up_has_a_gpu_kernel(monkeypatch, deterministic):
-    monkeypatch.setattr(adam, "beside", on_a_gpu)
-    monkeypatch.setattr(deferred, "beside", on_a_gpu)
+    monkeypatch.setattr(adam, "colocated_with", on_a_gpu)
+    monkeypatch.setattr(deferred, "colocated_with", on_a_gpu)
     monkeypatch.setattr(adam, "_on_gpu", lambda variable: True)
     if deterministic:
         monkeypatch.setattr(adam, "_scatters_through_host", on_a_deterministic_gpu)

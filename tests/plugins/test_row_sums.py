@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 from merlin_cowclip.plugins.row_ops import (
-    beside,
+    colocated_with,
     sum_columns,
     sum_per_row,
     tally,
@@ -79,6 +79,6 @@ def test_tables_that_read_the_same_rows_share_the_work(on_cpu):
 @pytest.mark.parametrize(("device", "expected"), [("CPU:0", True), ("GPU:1", False), (None, False)])
 def test_whether_a_variable_lies_on_a_cpu(device, expected):
     place = device and f"/job:localhost/replica:0/task:0/device:{device}"
-    with beside(SimpleNamespace(device=place)) as on_cpu:
+    with colocated_with(SimpleNamespace(device=place)) as on_cpu:
         assert on_cpu is expected
         assert not expected or tf.ones([]).device == place

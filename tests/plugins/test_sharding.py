@@ -15,13 +15,13 @@ from .gpu_kernels import check_kernels
 @pytest.mark.parametrize("num_rows", [1, 2, 14, 100])
 def test_every_row_has_one_place(size, num_rows):
     numbers = [
-        np.asarray(shard.number(np.arange(shard.rows)))
+        np.asarray(shard.global_row(np.arange(shard.rows)))
         for shard in (Shard(rank, size, num_rows) for rank in range(size))
     ]
     assert sorted(np.concatenate(numbers)) == list(range(num_rows))
     for rank, mine in enumerate(numbers):
         assert (mine % size == rank).all()
-        assert Shard(rank, size, num_rows).place(mine).tolist() == list(range(len(mine)))
+        assert Shard(rank, size, num_rows).local_row(mine).tolist() == list(range(len(mine)))
 
 
 @pytest.mark.parametrize("on_cpu", [True, False])

@@ -48,7 +48,7 @@ def draw_shard(
         values[done : done + len(mine)] = mine
         done += len(mine)
     here = zero_rows[zero_rows % shard.size == shard.rank]
-    values[shard.place(here)] = 0
+    values[shard.local_row(here)] = 0
     return tf.constant(values)
 
 

@@ -141,7 +141,7 @@ class RowsByRawId(tf.keras.layers.Layer):
                 "All ranks must load the same rows into a sharded table: each keeps its own.",
             )
             mine = rows % shard.size == shard.rank
-            rows, given = shard.place(rows[mine]), given[mine]
+            rows, given = shard.local_row(rows[mine]), given[mine]
         # Not scatter_nd_update: it would mark the table as sparsely used (see `TableAccess`).
         whole, new = tf.convert_to_tensor(table), tf.cast(given, table.dtype)
         table.assign(tf.tensor_scatter_nd_update(whole, rows[:, np.newaxis], new))

@@ -111,22 +111,28 @@ def unsavable_names(names: Iterable[str]) -> list[str]:
     return refused
 
 
-class RefusesOptions:
-    """Base of an optimizer: which attributes cannot be set, and which but once.
+KERAS_OPTIONS: Mapping[str, str] = {
+    "amsgrad": "It is Adam as the paper has it.",
+    "decay": "Use a Keras schedule: learning_rate, dense_schedule or embedding_schedule.",
+    "weight_decay": "Tables have hyperparameters.l2; dense weights take a kernel_regularizer.",
+    "use_ema": "Keep a moving average of the weights by a callback.",
+}
 
-    Keras's options in `not_offered` can only be set to what is "off".
-    """
+
+class RefusesOptions:
+    """Base of an optimizer that refuses `KERAS_OPTIONS`, and to set again what is settled."""
 
     not_offered: ClassVar[Mapping[str, str]] = {}
-    """Option → what to do instead, a sentence."""
+    """Other options that can only be off → what to do instead, a sentence."""
     settled: ClassVar[Mapping[str, str]] = {}
     """What the constructor settles → what to do instead, a sentence."""
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in self.not_offered and value is not None and value is not False and value != []:
+        refused = {**KERAS_OPTIONS, **self.not_offered}
+        if name in refused and value is not None and value is not False and value != []:
             raise ValueError(
                 f"A {type(self).__name__} has no {name}. Received: {name}={value!r}. "
-                f"{self.not_offered[name]}"
+                f"{refused[name]}"
             )
         if name in self.settled and name in self.__dict__:
             raise ValueError(

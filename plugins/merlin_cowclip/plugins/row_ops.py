@@ -25,7 +25,7 @@ class Rows(NamedTuple):
 
 
 @contextlib.contextmanager
-def beside(variable: tf.Variable) -> Iterator[bool]:
+def colocated_with(variable: tf.Variable) -> Iterator[bool]:
     """Place ops on the variable's device if that is a CPU; gives whether it is."""
     on_cpu = "CPU" in (variable.device or "")
     with tf.device(variable.device) if on_cpu else contextlib.nullcontext():

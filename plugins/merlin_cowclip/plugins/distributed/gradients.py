@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from merlin_cowclip.plugins._tensorflow import tf
 from merlin_cowclip.plugins.distributed.horovod import all_gather_each, all_reduce_each, ranks
-from merlin_cowclip.plugins.row_ops import beside, sum_per_row, unique_rows
+from merlin_cowclip.plugins.row_ops import colocated_with, sum_per_row, unique_rows
 
 
 class RowSums(NamedTuple):
@@ -90,7 +90,7 @@ def packed(share: RowSums) -> tuple[tf.Tensor, tf.Tensor]:
 
 def merged(indices: tf.Tensor, packed: tf.Tensor, variable: tf.Variable) -> RowSums:
     """Several ranks' packed rows of a variable, added up, with the mean of their gradients."""
-    with beside(variable) as on_cpu:
+    with colocated_with(variable) as on_cpu:
         rows, position, _ = unique_rows(indices, variable.shape[0], on_cpu)
         sums = sum_per_row(packed, position, tf.size(rows), on_cpu)
         return RowSums(rows, sums[:, :-1] / ranks().size, tf.cast(sums[:, -1], tf.float32))

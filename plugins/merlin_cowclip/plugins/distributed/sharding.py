@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from merlin_cowclip.plugins._tensorflow import tf
 from merlin_cowclip.plugins.distributed.gradients import ReducedRows, RowSums, merged, packed
 from merlin_cowclip.plugins.distributed.horovod import all_reduce, all_to_all
-from merlin_cowclip.plugins.row_ops import beside, once_per_graph, source_of, unique_rows
+from merlin_cowclip.plugins.row_ops import colocated_with, once_per_graph, source_of, unique_rows
 
 
 class Shard(NamedTuple):
@@ -29,11 +29,11 @@ class Shard(NamedTuple):
         """How many it has."""
         return len(range(self.rank, self.num_rows, self.size))
 
-    def place(self, rows: tf.Tensor) -> tf.Tensor:
+    def local_row(self, rows: tf.Tensor) -> tf.Tensor:
         """Of row numbers, wherever they live."""
         return rows // self.size
 
-    def number(self, places: tf.Tensor) -> tf.Tensor:
+    def global_row(self, places: tf.Tensor) -> tf.Tensor:
         """Of what is at some places here, the row numbers."""
         return places * self.size + self.rank
 
@@ -64,7 +64,7 @@ def look_up(
 
     @tf.custom_gradient
     def found(flat: tf.Tensor) -> tuple[tf.Tensor, Any]:
-        with beside(variable) as on_cpu:
+        with colocated_with(variable) as on_cpu:
             find = functools.partial(_requests, flat, shard, on_cpu)
             places, sizes, at = once_per_graph(("requests", shard), [source_of(flat)], find)
             source = tf.convert_to_tensor(variable) if whole else variable
@@ -80,7 +80,7 @@ def _requests(rows: tf.Tensor, shard: Shard, on_cpu: bool) -> tuple[tf.Tensor, .
     each, position, _ = unique_rows(inside, shard.num_rows, on_cpu)
     order, sizes = by_owner(each, shard.size)
     requested, sizes = all_to_all(tf.gather(each, order), sizes)
-    return shard.place(requested), sizes, tf.gather(_inverse(order, on_cpu), position)
+    return shard.local_row(requested), sizes, tf.gather(_inverse(order, on_cpu), position)
 
 
 def by_owner(rows: tf.Tensor, size: int) -> tuple[tf.Tensor, tf.Tensor]:
@@ -103,7 +103,7 @@ def join_shards(
     """As `all_gather_rows`, of tables in shards: each rank has those of its own rows, by place."""
     joined = []
     for share, variable, shard in zip(shares, variables, shards, strict=True):
-        with beside(variable):
+        with colocated_with(variable):
             find = functools.partial(_owned, share.indices, shard)
             order, sizes, places = once_per_graph(("owned", shard), [share.indices], find)
             rows, _ = all_to_all(tf.gather(packed(share)[1], order), sizes)
@@ -115,11 +115,11 @@ def _owned(indices: tf.Tensor, shard: Shard) -> tuple[tf.Tensor, ...]:
     """The order and numbers (N) in which rows go to their owners, and the places that come here."""
     order, sizes = by_owner(indices, shard.size)
     received, _ = all_to_all(tf.gather(indices, order), sizes)
-    return order, sizes, shard.place(received)
+    return order, sizes, shard.local_row(received)
 
 
 @tf.autograph.experimental.do_not_convert
-def finite_together(joined: Sequence[ReducedRows]) -> list[ReducedRows]:
+def agree_on_finite(joined: Sequence[ReducedRows]) -> list[ReducedRows]:
     """Gradients of all tables in shards, with NaN on all ranks where one has what is not finite.
 
     Loss scaling makes a step or none by what it sees; all ranks must see the same.

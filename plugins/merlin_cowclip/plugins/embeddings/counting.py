@@ -22,8 +22,6 @@ from merlin_cowclip.plugins.row_ops import Rows, source_of, tally, unique, uniqu
 
 _MOST_EAGER = 1024  # lookups of forward passes whose gradients are never applied
 
-Counts = Rows  # a gradient's rows; `counts` are samples, 0 of a row that none holds
-
 
 class NotRecordedError(Exception):
     """A gradient did not come from the recorded lookups; the message says what was received."""
@@ -231,11 +229,6 @@ def count_all_rows(recorder: LookupRecorder, num_rows: int, *, on_cpu: bool = Fa
     once = {one.identity: one for one in recorder.take()}.values()
     held = tf.concat([one.rows_per_sample(num_rows) for one in once], axis=0)
     return tally(held, num_rows, on_cpu)
-
-
-def repeats_per_row(indices: tf.Tensor, num_rows: int, *, on_cpu: bool = False) -> Rows:
-    """As `count_samples`, where every repeat in `indices` is one sample."""
-    return unique_rows(indices, num_rows, on_cpu)
 
 
 def count_repeats(indices: tf.Tensor, num_rows: int, *, on_cpu: bool = False) -> Rows:

@@ -23,11 +23,11 @@ from merlin_cowclip.plugins.clipping import (
 from merlin_cowclip.plugins.distributed.gradients import ReducedRows, RowSums, all_gather_rows
 from merlin_cowclip.plugins.distributed.horovod import all_reduce
 from merlin_cowclip.plugins.distributed.sharding import Shard, join_shards
-from merlin_cowclip.plugins.embeddings.tables import TableSpec, told_ranges
+from merlin_cowclip.plugins.embeddings.tables import TableSpec, row_offsets_of
 from merlin_cowclip.plugins.monitoring.statistics import StepStatistics, plain_norms
 from merlin_cowclip.plugins.optimizers.deferred import DeferredRows
 from merlin_cowclip.plugins.optimizers.row_gradients import sum_rows
-from merlin_cowclip.plugins.row_ops import beside, with_rows
+from merlin_cowclip.plugins.row_ops import colocated_with, with_rows
 from merlin_cowclip.plugins.scaling import Hyperparameters, check_clip, check_number, check_rule
 
 UPDATES = ("exact", "lazy", "deferred")
@@ -84,14 +84,8 @@ class CowClipAdam(RefusesOptions, mm.LazyAdam):
     may_clip = True
     statistics: StepStatistics | None = None
     not_offered: ClassVar[Mapping[str, str]] = {
-        **dict.fromkeys(
-            ("clipnorm", "clipvalue", "global_clipnorm", "gradient_transformers"),
-            "Choose a rule with clip, and clip_threshold.",
-        ),
-        "weight_decay": "Its L2 is l2.",
-        "decay": "Give it a Keras schedule as learning_rate.",
-        "amsgrad": "Merlin's LazyAdam has none.",
-        "use_ema": "Keep a moving average of the weights by a callback.",
+        name: "Choose a rule with clip, and clip_threshold."
+        for name in ("clipnorm", "clipvalue", "global_clipnorm", "gradient_transformers")
     }
 
     def __init__(
@@ -260,7 +254,7 @@ class CowClipAdam(RefusesOptions, mm.LazyAdam):
 
     def _with_l2(self, gradient: Any, variable: tf.Variable) -> tuple[RowSums, tf.Tensor]:
         """A table's summed gradient with L2, and the same rows of the table before the update."""
-        with beside(variable):
+        with colocated_with(variable):
             if isinstance(gradient, ReducedRows):
                 sums = gradient.sums
             else:
@@ -301,7 +295,7 @@ class CowClipAdam(RefusesOptions, mm.LazyAdam):
         lengths = known.gradients if self.clip is None else self._lengths(known, variables)
         if self.statistics is not None:
             specs = [self._specs[variable.ref()] for variable in variables]
-            with beside(variables[0]) as on_cpu:
+            with colocated_with(variables[0]) as on_cpu:
                 # Of a dense gradient every row is one of the batch's; of another not the padding.
                 held = [
                     _of_rows(tf.maximum(t.counts, 1.0) if t.is_whole else t.counts, t, v)
@@ -351,12 +345,12 @@ class CowClipAdam(RefusesOptions, mm.LazyAdam):
         after, shard = self._row_offsets(variable)[1:-1], self.shard_of(variable)
         if not after:
             return tf.zeros(tf.shape(indices), tf.int64)
-        rows = indices if shard is None else shard.number(tf.cast(indices, tf.int64))
+        rows = indices if shard is None else shard.global_row(tf.cast(indices, tf.int64))
         return tf.searchsorted(tf.constant(after, tf.int64), rows, side="right", out_type=tf.int64)
 
     def _row_offsets(self, variable: tf.Variable) -> tuple[int, ...]:
         spec = self._specs.get(variable.ref())
-        return told_ranges(variable) if spec is None else spec.row_offsets
+        return row_offsets_of(variable) if spec is None else spec.row_offsets
 
     def _resource_apply_sparse_duplicate_indices(
         self, grad: tf.Tensor, handle: tf.Variable, indices: tf.Tensor

@@ -98,10 +98,6 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
             ("clipnorm", "clipvalue", "global_clipnorm", "gradient_transformers"), _CLIPPED_BY_RULE
         ),
         **dict.fromkeys(("beta_1", "beta_2", "epsilon"), _PER_PART),
-        "weight_decay": "Tables have hyperparameters.l2; dense weights take a kernel_regularizer.",
-        "decay": "Give Keras schedules as dense_schedule and embedding_schedule.",
-        "amsgrad": "Its parts are Adam as the paper has it.",
-        "use_ema": "Keep a moving average of the weights by a callback.",
     }
     settled: ClassVar[Mapping[str, str]] = dict.fromkeys(
         (
@@ -203,9 +199,9 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
             `None` for every table of width 2 and more.
           dense_schedule: a Keras schedule in place of `dense_lr` and its warm-up.
           embedding_schedule: a Keras schedule in place of `embedding_lr`.
-          init_tables: let the tables of width 2 and more start from N(0, `init_stddev`), in place
-            of their layers' own initializers. Without it, one warning names uniform and
-            normal tables of another σ or mean. Pretrained values and functions stay.
+          init_tables: let the tables of width 2 and more start from N(0, `init_stddev`). Only
+            uniform and normal initializers are replaced; without it, one warning names such
+            tables of another σ or mean.
 
         Raises:
           ValueError: an argument outside its range, a model without tables, `clip_tables` that name
@@ -399,11 +395,6 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
     def _warm_up_for(self, steps_per_epoch: int) -> None:
         epochs = self.hyperparameters.warmup_epochs
         self.default_optimizer.warmup_steps = math.floor(epochs * steps_per_epoch)
-
-    def resume(self, learning_rate: float, warmup_steps: int | None) -> None:
-        """Set the learning rate and the length of the warm-up that a saved optimizer had."""
-        self.learning_rate = learning_rate
-        self.default_optimizer.warmup_steps = warmup_steps
 
     def fit_begins(self, batch_size: int | None) -> None:
         """A `fit` was called; on data of so many samples per batch, where that is known."""

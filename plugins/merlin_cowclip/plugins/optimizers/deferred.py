@@ -13,7 +13,7 @@ from typing import Any
 
 from merlin_cowclip.plugins._tensorflow import not_recorded, tf
 from merlin_cowclip.plugins.optimizers.catch_up import AdamConstants, Rates, catch_up
-from merlin_cowclip.plugins.row_ops import beside, unique_rows
+from merlin_cowclip.plugins.row_ops import colocated_with, unique_rows
 
 BETA_1, BETA_2 = 0.9, (0.999, 0.9999)  # which `catch_up` is tested for
 ROUNDED = 1e-6  # of β, which float32 may have held
@@ -150,7 +150,7 @@ class DeferredRows:
                 return  # not trained yet
             with tf.init_scope():
                 self._optimizer._create_all_weights(self.in_order(trained))
-        with not_recorded(), beside(variable) as on_cpu:
+        with not_recorded(), colocated_with(variable) as on_cpu:
             flat = tf.reshape(tf.cast(rows, tf.int64), [-1])
             self._catch_up(variable, unique_rows(flat, variable.shape[0], on_cpu).rows)
 
@@ -171,7 +171,7 @@ class DeferredRows:
         """Apply missed steps to all rows of the model's tables."""
         for spec in self._optimizer._specs.values():
             if spec.variable.ref() in self._last_steps:
-                with not_recorded(), beside(spec.variable):
+                with not_recorded(), colocated_with(spec.variable):
                     self._catch_up_all(spec.variable)
 
     def _catch_up_all(self, variable: tf.Variable) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from merlin_cowclip.plugins._checks import RefusesOptions
 from merlin_cowclip.plugins._tensorflow import tf
@@ -59,13 +59,6 @@ class DensePart(_Proportional, RefusesOptions, tf.keras.optimizers.legacy.Adam):
     A learning rate that is set while it warms up, a number, is what it warms up to, in steps that
     were traced before, too.
     """
-
-    not_offered: ClassVar[Mapping[str, str]] = {
-        "amsgrad": "It is Adam as the paper has it.",
-        "decay": "Give the optimizer a Keras schedule as dense_schedule.",
-        "weight_decay": "This Adam has none: give the layers a kernel_regularizer.",
-        "use_ema": "Keep a moving average of the weights by a callback.",
-    }
 
     @property
     def warm_up(self) -> LinearWarmup | None:

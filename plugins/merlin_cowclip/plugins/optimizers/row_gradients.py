@@ -8,16 +8,14 @@ from merlin_cowclip.plugins._tensorflow import tf
 from merlin_cowclip.plugins.clipping import CLIP_RULES, widened
 from merlin_cowclip.plugins.distributed.gradients import RowSums
 from merlin_cowclip.plugins.embeddings.counting import (
-    Counts,
     NotRecordedError,
     count_all_rows,
     count_repeats,
     count_samples,
-    repeats_per_row,
 )
 from merlin_cowclip.plugins.embeddings.discovery import check_regularizer
 from merlin_cowclip.plugins.embeddings.tables import TableSpec
-from merlin_cowclip.plugins.row_ops import beside, sum_per_row
+from merlin_cowclip.plugins.row_ops import Rows, colocated_with, sum_per_row, unique_rows
 
 
 def sum_rows(
@@ -34,7 +32,7 @@ def sum_rows(
     Raises:
       ValueError: the gradient is dense, or the ids are not recorded.
     """
-    with beside(variable) as on_cpu:
+    with colocated_with(variable) as on_cpu:
         if not isinstance(gradient, tf.IndexedSlices):
             spec = _checked(spec, variable, optimizer.update)
             rows = tf.range(spec.num_rows, dtype=tf.int64)
@@ -50,7 +48,7 @@ def sum_rows(
 
 
 def _counts(spec: TableSpec, indices: tf.Tensor | None, optimizer: Any, on_cpu: bool) -> Any:
-    """`Counts` of a sparse gradient's rows; of a dense one the counts of all rows, V."""
+    """`Rows` and counts of a sparse gradient's rows; of a dense one the counts of all rows, V."""
     if optimizer.clip is not None or optimizer.statistics is not None:
         try:
             if indices is None:
@@ -68,13 +66,13 @@ def _counts(spec: TableSpec, indices: tf.Tensor | None, optimizer: Any, on_cpu: 
     spec.recorder.forget()
     if indices is None:
         return tf.zeros([spec.num_rows])
-    return repeats_per_row(indices, spec.num_rows, on_cpu=on_cpu)
+    return unique_rows(indices, spec.num_rows, on_cpu)
 
 
-def _repeats(variable: tf.Variable, indices: tf.Tensor, clip: str | None, on_cpu: bool) -> Counts:
+def _repeats(variable: tf.Variable, indices: tf.Tensor, clip: str | None, on_cpu: bool) -> Rows:
     """Counts of a variable whose lookups nobody records: the repeats of rows in its gradient."""
     if clip is None or not CLIP_RULES[clip].adaptive:  # the bounds do not depend on counts
-        return repeats_per_row(indices, variable.shape[0], on_cpu=on_cpu)
+        return unique_rows(indices, variable.shape[0], on_cpu)
     try:
         if hasattr(variable, "key_map"):
             raise NotRecordedError("a table of SOK, whose gradient has each row once")

@@ -28,7 +28,7 @@ from merlin_cowclip.plugins.distributed.horovod import all_reduce, all_to_all, b
 from merlin_cowclip.plugins.distributed.sharding import by_owner
 from merlin_cowclip.plugins.embeddings.counting import Lookup
 from merlin_cowclip.plugins.optimizers.adam import CowClipAdam, table_parts
-from merlin_cowclip.plugins.row_ops import beside, sum_columns, sum_per_row, tally, unique
+from merlin_cowclip.plugins.row_ops import colocated_with, sum_columns, sum_per_row, tally, unique
 from merlin_cowclip.plugins.scaling import Hyperparameters
 from merlin_cowclip.plugins.schedules import LinearWarmup, whole_steps
 
@@ -282,7 +282,7 @@ def _count(
                 "lookups must have each table that is clipped by counts, with the ids that were "
                 f"looked up. Received: no ids of {table.name!r}."
             )
-        with beside(table) as on_cpu:
+        with colocated_with(table) as on_cpu:
             for ids in mine:
                 rows, counts = _samples_per_id(ids, on_cpu)
                 columns = [tf.fill(tf.shape(rows), tf.constant(number, tf.int64)), rows, counts]
@@ -291,7 +291,7 @@ def _count(
                 owners.append(
                     rows % size if table.target_gpu < 0 else tf.fill(tf.shape(rows), owner)
                 )
-    with beside(tables[0]):
+    with colocated_with(tables[0]):
         known = tf.concat(counted, axis=0)
         if size > 1:
             order, sizes = by_owner(tf.concat(owners, axis=0), size)
@@ -323,7 +323,7 @@ def _sum(
 
     Counts are 1 where nobody asks for them.
     """
-    with beside(table) as on_cpu:
+    with colocated_with(table) as on_cpu:
         places = tf.zeros([0], tf.int64) if counted is None else counted[0]
         indices = tf.cast(gradient.indices, tf.int64)
         rows, position, _ = unique(tf.concat([places, indices], axis=0))

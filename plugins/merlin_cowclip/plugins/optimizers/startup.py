@@ -12,7 +12,7 @@ from merlin_cowclip.plugins.distributed.horovod import (
     broadcast,
     check_same,
 )
-from merlin_cowclip.plugins.distributed.sharding import finite_together
+from merlin_cowclip.plugins.distributed.sharding import agree_on_finite
 from merlin_cowclip.plugins.optimizers.state import state_of
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ def reduce_gradients(
                 reduced.update((v.ref(), mean) for mean, (_, v) in zip(means, mine, strict=True))
     if scaled:
         sharded = [key for key in reduced if key in optimizer.in_shards()]
-        checked = finite_together([reduced[key] for key in sharded])
+        checked = agree_on_finite([reduced[key] for key in sharded])
         reduced.update(zip(sharded, checked, strict=True))
     return [(reduced[variable.ref()], variable) for _, variable in pairs]
 
