@@ -106,6 +106,7 @@ def sum_columns(
     return sum_per_row(tf.stack(columns), position, size, on_cpu, transposed=True)
 
 
+@tf.autograph.experimental.do_not_convert
 def source_of(ids: tf.Tensor) -> tf.Tensor:
     """The tensor that these integers were cast, copied or reshaped from; eagerly themselves."""
     while (op := getattr(ids, "op", None)) is not None and op.type in _SAME_VALUES:
