@@ -12,7 +12,7 @@ import pytest
 
 from merlin_cowclip.workflows.commands.main import main
 
-DOORS = ["raw_logs", "existing_parquet", "prepared"]
+DOORS = ["raw_logs", "adopt.parquet_files", "prepared"]
 
 
 class RunsCode(pa.PyExtensionType):

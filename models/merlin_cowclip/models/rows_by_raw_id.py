@@ -40,8 +40,7 @@ class RowsByRawId(tf.keras.layers.Layer):
 
         Raises:
           ValueError: no such field, no vocabulary (see `read_vocabulary`), a raw id that is neither
-            text nor a whole number; or an id whose row only the workflow knows: missing where it
-            fills in missing ids, unknown where it hashes them.
+            text nor a whole number; or an unknown one where the workflow hashes them.
         """
         vocabulary = self._vocabulary(field, workflow)
         column = self.schema[field]
@@ -50,7 +49,7 @@ class RowsByRawId(tf.keras.layers.Layer):
         ids = encode(
             vocabulary,
             raw_ids,
-            missing=missing if encoded and not given.get("missing_filled") else -1,
+            missing=missing if encoded else -1,
             unknown=UNKNOWN_ID if encoded and int(given.get("num_buckets") or 1) == 1 else -1,
             empty_is_missing=bool(given.get("empty_is_missing")),
         )
@@ -58,7 +57,7 @@ class RowsByRawId(tf.keras.layers.Layer):
             bad = list(raw_ids)[int(np.argmax(ids < 0))]
             reason = f"its ids are whole numbers from 0 to {self.cardinalities[field] - 1}"
             if encoded:
-                reason = "the workflow fills in missing ids, or hashes unknown ones"
+                reason = "the workflow hashes unknown ids"
             raise ValueError(
                 f"Field {field!r} has no row for the raw id {bad!r}: {reason}. Take the id from "
                 "workflow.transform."

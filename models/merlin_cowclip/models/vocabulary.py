@@ -19,7 +19,7 @@ PADDING_ID, MISSING_ID, UNKNOWN_ID = 0, 1, 2
 
 def has_raw_ids(column: ColumnSchema) -> bool:
     """Whether `merlin-cowclip adopt` found that no operator hashed or changed a field's raw ids."""
-    return not any(column.properties.get(key) for key in ("no_raw_ids", "changed_before"))
+    return not column.properties.get("no_raw_ids")
 
 
 def is_encoded(column: ColumnSchema) -> bool:

@@ -26,7 +26,6 @@ import pytest
 from merlin_cowclip.workflows import machine
 from merlin_cowclip.workflows.data import csv_text, etl
 from merlin_cowclip.workflows.data.etl import prepare
-from merlin_cowclip.workflows.data.existing_parquet import open_files
 from merlin_cowclip.workflows.training.runs import Run
 from tests.refused import TOY, command, refused, toy_log
 
@@ -377,10 +376,13 @@ def odd_schema(path: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
-        (null_in_row, "no nulls … train.parquet, row group 1, row 31 of the file, column 'user'"),
-        (column_twice, "every column once. Received twice: 'user'"),
-        (lambda path: pq.write_table(pq.read_table(path)[:0], path), "must hold rows … train.parq"),
-        (lambda path: (path.parent / "workflow/workflow.pkl").unlink(), "without workflow.pkl"),
+        (null_in_row, "column 'user' has a null in row 31 of … train.parquet (row group 1)"),
+        (column_twice, "train.parquet has columns twice: 'user'"),
+        (lambda path: pq.write_table(pq.read_table(path)[:0], path), "train.parquet has no rows"),
+        (
+            lambda path: (path.parent / "workflow/workflow.pkl").unlink(),
+            "is not a saved workflow: workflow.pkl is missing",
+        ),
         (odd_schema, "schema.json … Remove it"),
     ],
     ids=["null", "column twice", "no row", "no pickle", "schema"],
@@ -399,30 +401,8 @@ def test_a_column_called_order(tmp_path):
         ids = ids >> ops.Categorify(out_path=str(tmp_path / "fitted")) >> ops.Rename(name="user")
         return ids + "click"
 
-    words = "a column called 'order' … the ids of others … Rename it"
+    words = "a column called 'order' … ids of others … Rename the column"
     check(adopt(save(tmp_path, renamed)), words, tmp_path)
-
-
-@pytest.mark.parametrize("given", ["parts", "parts/*"])
-def test_what_lies_beside_parts(place, given):
-    """Rows that would be missing without a word, or be there twice."""
-    parts, whole = place / "parts", (place / "train.parquet").read_bytes()
-    for name in ("day_2", "_temporary"):
-        (parts / name).mkdir(parents=True)
-    for name in ("a.parquet", "b.parquet", "_temporary/a.parquet"):
-        (parts / name).write_bytes(whole)
-    both = [parts / "a.parquet", parts / "b.parquet"]
-    assert [file.path for file in open_files(place / given)] == both
-    (parts / "day_2" / "c.parquet").write_bytes(whole)
-    check(adopt(place, given), "beside files … day_2/c.parquet … Name the files", place)
-    (parts / "day_2" / "c.parquet").rename(parts / "part-00001")
-    check(adopt(place, given), "named *.parquet must be named so … part-00001", place)
-    (parts / "part-00001").unlink()
-    (parts / "c.parquet").symlink_to("gone")
-    check(adopt(place, given), "a part must be a file … a folder or a link to nowhere", place)
-    (parts / "c.parquet").unlink()
-    (parts / "_file_list.txt").write_text(f"1\n{both[0]}\n")  # as NVTabular writes it
-    check(adopt(place, given), "_file_list.txt … b.parquet, which it does not name", place)
 
 
 def test_parts_of_other_types(place):
@@ -430,7 +410,7 @@ def test_parts_of_other_types(place):
     for name in ("a.parquet", "b.parquet"):
         shutil.copy(place / "train.parquet", place / "parts" / name)
     users(place / "parts" / "b.parquet", lambda old: old.cast(pa.int32()))
-    check(adopt(place, "parts"), "same types … int32 … b.parquet", place)
+    check(adopt(place, "parts"), "is int32 in … b.parquet and int64 in … one workflow", place)
 
 
 def test_adopted_parquet_that_changed(place):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from merlin_cowclip.workflows.commands.main import main
 from merlin_cowclip.workflows.data import frequencies as module
-from merlin_cowclip.workflows.data.adopt import adopt
+from merlin_cowclip.workflows.data.adopt.pipeline import adopt
 from merlin_cowclip.workflows.data.counts import occurring_ids
 from merlin_cowclip.workflows.data.frequencies import CountDistribution, frequencies
 from merlin_cowclip.workflows.quiet import quiet_imports

@@ -20,13 +20,13 @@ from sklearn.metrics import roc_auc_score
 
 from merlin_cowclip.workflows import Repository, export, predict_logs, rare_costs
 from merlin_cowclip.workflows.commands.main import main
-from merlin_cowclip.workflows.data.adopt import adopt
+from merlin_cowclip.workflows.data.adopt.inference import InferenceWorkflow
+from merlin_cowclip.workflows.data.adopt.pipeline import adopt
 from merlin_cowclip.workflows.data.etl import prepare
 from merlin_cowclip.workflows.data.prepared import PreparedData
-from merlin_cowclip.workflows.data.raw_columns import name_types
 from merlin_cowclip.workflows.errors import Notice, UserError
 from merlin_cowclip.workflows.quiet import quiet_imports
-from merlin_cowclip.workflows.serving.export import _check_types
+from merlin_cowclip.workflows.serving.export import _request_schema
 from merlin_cowclip.workflows.serving.rare_rows import rare_ids, tell_of_what_is_counted
 from merlin_cowclip.workflows.training.runs import Run
 from merlin_cowclip.workflows.training.train import train
@@ -45,6 +45,7 @@ with quiet_imports():
     from nvtabular import ops
 
     from merlin_cowclip.workflows.data.operators import EncodeIds
+    from merlin_cowclip.workflows.serving import served_workflow
     from merlin_cowclip.workflows.serving.served_workflow import _numbers
 
 pytest.importorskip("merlin.systems")
@@ -57,7 +58,6 @@ pytestmark = [
 assert stock  # a fixture: a run on a stock NVTabular workflow, its data and folder
 TRAIN = 500  # and 1,000 rows to score
 ODD = "Zoë ☂"
-IDS = ["user", "item", "genres"]  # of the stock workflow
 DOTTED = {"user": "user.id", "genres": "2-genres"}  # as TensorFlow names no argument
 
 
@@ -213,7 +213,7 @@ def test_numbers_of_a_frame(given):
 
 @pytest.mark.parametrize("value", ["2", [2.0]])
 def test_what_is_no_number_among_them(value):
-    with pytest.raises(UserError, match="a number must be one. Received: .* in row 2, column 'pr"):
+    with pytest.raises(UserError, match="column 'price' has .*, which is no number, in row 2"):
         _numbers(pd.Series([1.5, value], name="price", dtype=object), SHOP)
 
 
@@ -283,12 +283,14 @@ def test_types_of_an_adopted_pipelines_columns(stock, of_stock):
     for frame in (as_bytes, rows.astype({"item": "category", "user": float}), rows[::-1]):
         found = of_stock.predict(frame)
         np.testing.assert_allclose(found, expected[frame.index], rtol=0, atol=1e-6)
-    fitted = "that it had at the first rows of the workflow's fit. Received: "
     for frame, words in (
-        (rows.assign(user=rows["user"].astype(str)), f"{fitted}string in column 'user' of a req"),
-        (rows.assign(user=rows["user"] + 0.5), r"must be a whole one.*\.5 in row 1.* 'user'"),
-        (rows.assign(item=5), f"{fitted}int64 in column 'item' .*, which was text. Give it as te"),
-        (rows.assign(item=b"\xff"), r"text must be UTF-8. Received: b'\\xff' in row 1, column 'i"),
+        (rows.assign(user=rows["user"].astype(str)), "'user' of the request is string, but was in"),
+        (
+            rows.assign(user=rows["user"] + 0.5),
+            r"'user' of the request, .* Float value .* was truncated",
+        ),
+        (rows.assign(item=5), "'item' of the request is int64, but was string when"),
+        (rows.assign(item=b"\xff"), "'item' of the request, .* string .*UTF8"),
     ):
         with pytest.raises(UserError, match=words):
             of_stock.predict(frame)
@@ -302,51 +304,34 @@ def test_dates_and_decimals_are_not_served(tmp_path):
     nodes = ["text", "date", "price"] >> ops.Categorify(out_path=str(tmp_path / "fit"))
     workflow = nvt.Workflow(nodes)
     workflow.fit(nvt.Dataset(str(tmp_path / "log.parquet"), engine="parquet"))
-    words = r"'date' of date32\[day\], 'price' of decimal128\(1, 0\)\. Fit"
-    with pytest.raises(UserError, match=words):
-        _check_types(name_types(workflow))
+    inference = InferenceWorkflow(workflow, ["text", "date", "price"], "click")
+    with pytest.raises(UserError, match=r"Triton has no type for 'date' \(date32.*'price' \(deci"):
+        _request_schema(inference)
 
 
-def with_workflow(
-    monkeypatch, home: Path, out: Path, visits: Any, log: pd.DataFrame | None = None
-) -> None:
-    """A stock workflow instead of the run's, with other columns `visits` and `a_week`."""
-    log = pd.read_parquet(home / "raw-train/0.parquet") if log is None else log
-    ids = IDS >> ops.Categorify(out_path=str(out / "fitted"))
-    workflow = nvt.Workflow(ids + visits)
-    workflow.fit(nvt.Dataset(log)).save(str(out / "workflow"))
-    monkeypatch.setattr(
-        Run, "workflow", lambda *_, trust=False: nvt.Workflow.load(str(out / "workflow"))
+@pytest.mark.filterwarnings("ignore:the workflow uses modules that are in no package")
+def test_raw_rows_are_checked(stock, shop, tmp_path, monkeypatch, capsys):
+    """What is exported answers them as `predict`; nothing is left where it does not."""
+    raw = stock[2] / "raw-test/0.parquet"
+    argv = ["export", stock[0].path, "--out", tmp_path / "good", "--check-raw", raw, "--quiet"]
+    assert main(list(map(str, argv))) == 0
+    assert "the exported model answers as predict" in capsys.readouterr().out
+    export(shop[0], tmp_path / "shop", check_raw=shop[1], progress=False)
+    monkeypatch.setattr(served_workflow, "_tensors", wrong(served_workflow._tensors))
+    words = (
+        r"70 of 70 raw rows get another probability from the exported model than from predict, fi"
     )
-
-
-def test_a_workflow_that_fails_without_what_is_left_out_is_refused(
-    stock, tmp_path, monkeypatch, capfd
-):
-    """Its operator reads a column that it does not name."""
-    run, _, home = stock
-    visits = ["visits", "dwell"] >> ops.FillMissing()
-    a_week = visits >> ops.LambdaOp(lambda c, rows: c / rows["dwell"]) >> ops.Rename(postfix="_")
-    a_week = a_week["visits_"] >> ops.Rename(name="a_week")
-    with_workflow(monkeypatch, home, tmp_path, visits["visits"] + a_week)
-    words = "whose workflow without 'dwell' fails: KeyError: 'dwell'. Fit a workflow whose operat"
     with pytest.raises(UserError, match=words):
-        export(run, tmp_path / "repository", progress=False)
-    assert {path.name for path in tmp_path.iterdir()} == {"fitted", "workflow"}
-    assert "Traceback" not in capfd.readouterr().err
+        export(stock[0], tmp_path / "bad", check_raw=raw, progress=False)
+    assert {path.name for path in tmp_path.iterdir()} == {"good", "shop"}
 
 
-def test_a_workflow_that_needs_the_label_is_refused(stock, tmp_path, monkeypatch):
-    """TargetEncoding makes nothing where its target is gone."""
-    run, _, home = stock
-    log = pd.read_parquet(home / "raw-train/0.parquet")
-    log["liked"] = (log["rating"] > 3).astype("int8")
-    encoding = ops.TargetEncoding("liked", out_path=str(tmp_path / "fitted"), kfold=1)
-    visits = (["visits"] >> ops.FillMissing()) + (["item"] >> encoding >> ops.Rename(name="a_week"))
-    with_workflow(monkeypatch, home, tmp_path, visits, log)
-    with pytest.raises(UserError, match="whose workflow needs 'liked' to make them"):
-        export(run, tmp_path / "repository", progress=False)
-    assert not (tmp_path / "repository").exists()
+def wrong(tensors):
+    """The network's inputs, rows in another order."""
+    return lambda *given: {
+        name: values[::-1].copy() if "__" not in name else values
+        for name, values in tensors(*given).items()
+    }
 
 
 def rare_texts(data: Any, percent: float) -> tuple[dict[str, set[str]], int]:

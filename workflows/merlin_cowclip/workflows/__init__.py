@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from merlin_cowclip.plugins._lazy import on_first_use
 
 if TYPE_CHECKING:
-    from merlin_cowclip.workflows.data.adopt import adopt
+    from merlin_cowclip.workflows.data.adopt.pipeline import adopt
     from merlin_cowclip.workflows.data.datasets import (
         AVAZU,
         CRITEO,
@@ -55,7 +55,7 @@ _HOME = {
     "TuneConfig": "study.configuration",
     "Tuned": "study.tuned",
     "UserError": "errors",
-    "adopt": "data.adopt",
+    "adopt": "data.adopt.pipeline",
     "evaluate": "training.evaluation",
     "evaluate_logs": "training.prediction",
     "export": "serving.export",

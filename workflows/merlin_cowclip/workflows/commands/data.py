@@ -97,6 +97,12 @@ def _add_adopt(commands: Commands) -> None:
     adopt.add_argument(
         "--test", nargs="+", metavar="PARQUET", help="the test part (default: none, no metrics)"
     )
+    adopt.add_argument(
+        "--check-raw",
+        nargs="+",
+        metavar="RAW",
+        help="parquet with the raw rows: encode some 10,000 and compare them with PARQUET",
+    )
     adopt.add_argument("--out", required=True, type=Path, help="the prepared folder to write")
     adopt.set_defaults(run=_adopt)
 
@@ -204,14 +210,42 @@ def _frequencies(arguments: argparse.Namespace) -> None:
 
 
 def _adopt(arguments: argparse.Namespace) -> None:
-    from merlin_cowclip.workflows.data.adopt import adopt
+    from merlin_cowclip.workflows.data.adopt.pipeline import adopt
 
     data = adopt(
-        arguments.parquet, arguments.workflow, arguments.label, arguments.out, arguments.test
+        arguments.parquet,
+        arguments.workflow,
+        arguments.label,
+        arguments.out,
+        arguments.test,
+        arguments.check_raw,
     )
+    print("\n".join(_columns(data)))
     for note in data.record["notes"]:
-        print(note)
+        print(f"Note: {note}")
+    if arguments.check_raw is not None:
+        print("--check-raw: raw rows are encoded as in the parquet")
     print(_sizes(data))
+
+
+def _columns(data: PreparedData) -> list[str]:
+    """A table of the adopted columns: role, number of ids or range, embedding table."""
+    tables = {field: " + ".join(fields) for fields in data.domains for field in fields}
+    rows = [("column", "role", "ids or range", "table")]
+    positives, count = data.report["positives"]["train"], data.rows["train"]
+    rows.append((data.spec.label, "label", f"{positives / count:.4g} positive", ""))
+    for field in data.spec.ids:
+        role = "list of ids" if field in data.spec.lists else "id"
+        rows.append((field, role, f"{data.cardinalities[field]:,} ids", tables[field]))
+    for name, of in data.report["fields"].items():
+        rows.append((name, "number", f"{of['min']:.4g} to {of['max']:.4g}", ""))
+    widths = [max(len(row[i]) for row in rows) for i in range(3)]
+    return [
+        "  ".join(
+            [*(cell.ljust(w) for cell, w in zip(row[:3], widths, strict=True)), row[3]]
+        ).rstrip()
+        for row in rows
+    ]
 
 
 def _sizes(data: PreparedData) -> str:

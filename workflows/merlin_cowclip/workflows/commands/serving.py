@@ -37,6 +37,12 @@ def add(commands: Commands) -> None:
         help="leave these rows out of what is exported, and say so",
     )
     export.add_argument(
+        "--check-raw",
+        nargs="+",
+        metavar="RAW",
+        help="raw rows, as for predict: score 10,000 by what was exported and compare with predict",
+    )
+    export.add_argument(
         "--data", type=Path, help="what the run was trained on, where it is elsewhere now"
     )
     export.add_argument(
@@ -85,10 +91,13 @@ def _export(arguments: argparse.Namespace) -> None:
         run,
         arguments.out,
         drop_rare=arguments.drop_rare,
+        check_raw=arguments.check_raw,
         trust_workflow=arguments.trust_workflow,
         **options,
     )
     record = repository.record
+    if arguments.check_raw is not None:
+        print("--check-raw: the exported model answers as predict")
     print(f"{repository.path}: {len(record['columns'])} columns in, {record['output']} out")
     server = "tritonserver --backend-config=tensorflow,version=2"
     print(f"{server} --model-repository={repository.path.resolve()}")

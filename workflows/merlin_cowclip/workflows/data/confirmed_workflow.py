@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from merlin_cowclip.workflows.data.workflow_graph import load_saved
+from merlin_cowclip.workflows.data.adopt.graph import load_saved
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.manifest import check_manifest, check_nothing_else
 

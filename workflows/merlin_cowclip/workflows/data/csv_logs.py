@@ -22,8 +22,8 @@ import pyarrow.csv
 
 from merlin_cowclip.workflows.data import csv_text
 from merlin_cowclip.workflows.data.csv_text import CsvText, Row
-from merlin_cowclip.workflows.data.encoded_rows import ahead
 from merlin_cowclip.workflows.data.inputs import refuse_unreadable
+from merlin_cowclip.workflows.data.prefetch import prefetch
 from merlin_cowclip.workflows.data.quotes import BYTE_ORDER_MARK
 from merlin_cowclip.workflows.data.raw_logs import ID_TYPE, Chunk, RawLog, parse_number
 from merlin_cowclip.workflows.errors import UserError, clipped, excerpt
@@ -135,7 +135,7 @@ class CsvLog(RawLog):
         """A part's text: as it is or, gzipped, in pieces of whole rows, of a block or so each."""
         if self.text.gzipped:
             stream = _inflated(raw, self.path)  # with which, once it is gone, raw is closed
-            yield from ahead(self._rows_of(stream))
+            yield from prefetch(self._rows_of(stream))
         else:
             yield raw
 

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pyarrow as pa
 
-from merlin_cowclip.workflows.data.datasets import DatasetSpec
+from merlin_cowclip.workflows.data.adopt.inference import InferenceWorkflow, element_type
 from merlin_cowclip.workflows.data.prepared import PreparedData
-from merlin_cowclip.workflows.data.raw_columns import (
-    RawColumns,
-    a_row,
-    name_types,
-    target_columns,
-)
-from merlin_cowclip.workflows.data.raw_types import raw_types
-from merlin_cowclip.workflows.errors import Notice, UserError, clipped, quoted
+from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.folders import (
     all_or_nothing,
     refuse_existing,
@@ -27,7 +20,6 @@ from merlin_cowclip.workflows.folders import (
 )
 from merlin_cowclip.workflows.manifest import manifest_of
 from merlin_cowclip.workflows.progress import progress_bar
-from merlin_cowclip.workflows.quiet import quiet_operators
 from merlin_cowclip.workflows.serving.packages import needed_by
 from merlin_cowclip.workflows.serving.rare_rows import (
     Cost,
@@ -43,22 +35,18 @@ from merlin_cowclip.workflows.serving.repository import (
     RECORD,
     VERSION,
     Repository,
-    load_ensemble,
     transformed,
 )
 from merlin_cowclip.workflows.training.runs import Run
 
 if TYPE_CHECKING:
-    import nvtabular as nvt
-    import pandas as pd
-
-    from merlin_cowclip.workflows.serving.served_network import ServedNetwork
-    from merlin_cowclip.workflows.serving.served_workflow import ServedWorkflow
+    from merlin.schema import Schema
 
 PACKAGES = (  # of a server's Python; the network needs none of them
     *("merlin-cowclip", "merlin-systems", "merlin-core", "nvtabular"),
     *("tensorflow", "pandas", "pyarrow"),
 )
+CHECKED_ROWS = 10_000  # of --check-raw
 _MODEL_PY = f'''"""Triton's entry to this model: {ENTRY}."""
 
 from merlin_cowclip.workflows.serving.triton_model import TritonPythonModel  # noqa: F401
@@ -72,6 +60,7 @@ def export(
     which: str = "last",
     drop_rare: float | None = None,
     data: PreparedData | None = None,
+    check_raw: str | Path | Sequence[str | Path] | None = None,
     trust_workflow: bool = False,
     progress: bool = True,
 ) -> Repository:
@@ -84,16 +73,22 @@ def export(
       drop_rare: leave out the rows of the ids that have the last so many % of all occurrences in
         the training part; `rare_costs` says what they are worth.
       data: for that, what the run was trained on, where it lies elsewhere now.
+      check_raw: raw rows, as `predict` reads them. The first 10,000 are scored by the repository,
+        and must have the probabilities that `predict` writes.
       trust_workflow: whether to load the workflow, and so run its code, also where the run's
         manifest does not confirm it.
       progress: show a progress bar on stderr.
 
     Raises:
       UserError: `out` exists or cannot be made, the extra is not installed, the run has no such
-        model, the workflow must not be loaded or cannot, Triton has no type for a raw column, the
-        workflow fails without what a request has not, or `drop_rare` is no share of occurrences.
+        model, the workflow must not be loaded or cannot encode rows one by one, Triton has no type
+        for a raw column, `check_raw` differs, or `drop_rare` is no share of occurrences.
     """
     out = Path(out)
+    if check_raw is not None and drop_rare is not None:
+        raise UserError(
+            "check_raw cannot be used with drop_rare, which changes probabilities. Leave one out"
+        )
     refuse_pattern(out, "repository")
     refuse_existing(out)
     rare = None
@@ -108,10 +103,12 @@ def export(
         from merlin_cowclip.workflows.serving.systems import Ensemble, PredictTensorflow
 
         spec = run.spec()
-        workflow = _workflow(run, spec, trust=trust_workflow)
-        raw = workflow.input_schema
         if run.is_adopted:
-            _check_types(workflow)
+            inference = run.inference(trust=trust_workflow)
+            workflow, raw = inference.workflow, _request_schema(inference)
+        else:
+            workflow = run.workflow(trust=trust_workflow).remove_inputs([spec.label])
+            raw = workflow.input_schema
         bar.update()
         model = run.model(which)
         if rare is not None:
@@ -122,6 +119,7 @@ def export(
             workflow,
             spec,
             run.config["cardinalities"],
+            raw,
             network.input_schema,
             is_adopted=run.is_adopted,
             renumbered=rare.renumbered if rare is not None else None,
@@ -133,8 +131,6 @@ def export(
         with all_or_nothing(out) as folder:
             entry, models = ensemble.export(str(folder), name=ENTRY)
             (folder / ENTRY / VERSION / "model.py").write_text(_MODEL_PY, encoding="utf-8")
-            if run.is_adopted:  # of operators that are not ours
-                _check_answers(run, folder, encode, network, trust=trust_workflow)
             record = {
                 "format": FORMAT_VERSION,
                 "run": str(run.path.resolve()),
@@ -147,6 +143,8 @@ def export(
                 "packages": needed_by(folder / ENTRY, PACKAGES),
             }
             write_json(folder / RECORD, {**record, "manifest": manifest_of(folder)})
+            if check_raw is not None:
+                _check_raw(run, model, Repository.open(folder), check_raw, trust=trust_workflow)
         bar.update()
     return Repository.open(out)
 
@@ -181,153 +179,66 @@ def rare_costs(
     return costs(run, run.model(which), data, percents, progress=progress)
 
 
-def _workflow(run: Run, spec: DatasetSpec, *, trust: bool) -> nvt.Workflow:
-    """The run's workflow without every raw column that the network does without.
+def _request_schema(inference: InferenceWorkflow) -> Schema:
+    """The raw columns that a request has, with types that Triton has.
 
     Raises:
-      UserError: it must not be loaded, or cannot; it makes an input of the label.
+      UserError: Triton has no type for a column.
     """
-    workflow = run.workflow_for_new_rows(trust=trust)
-    if not run.is_adopted:
-        return workflow.remove_inputs([spec.label])
-    of_label = {spec.label} | target_columns(workflow, spec.label)
-    columns = RawColumns(name_types(workflow), spec.fields)
-    removed = columns.spare()
-    needed = [name for name in columns.names if name in of_label and name not in removed]
-    if needed:
-        raise UserError(
-            f"the inputs of what is served must not need the label. Received: {run.path}, whose "
-            f"workflow needs {quoted(needed)} to make them. Fit a workflow that does without, and "
-            "train again"
-        )
-    return columns.remove(removed)
+    from merlin.schema import Schema
 
-
-def _check_answers(
-    run: Run, folder: Path, encode: ServedWorkflow, network: ServedNetwork, *, trust: bool
-) -> None:
-    """See that what was exported takes a row that the run's workflow takes, and encodes it alike.
-
-    A workflow's schema does not say all that its operators read. A row of our making may be none of
-    the workflow's own: one that a `Filter` drops goes past it, and where the whole workflow takes
-    none, nothing is known, which is told.
-
-    Raises:
-      UserError: it does not.
-    """
-    from merlin_cowclip.workflows.serving.empty_texts import is_same
-    from merlin_cowclip.workflows.serving.served_workflow import ServedWorkflow
-
-    workflow = name_types(run.workflow_for_new_rows(trust=trust))
-    row = a_row(workflow.input_schema)
-    spec = DatasetSpec.from_dict(encode.spec)
-    whole = ServedWorkflow(
-        workflow,
-        spec,
-        encode.cardinalities,
-        encode.output_schema,
-        is_adopted=True,
-        renumbered=encode.renumbered,
-    )
-    whole.input_schema = workflow.input_schema
-    with quiet_operators():
-        refused: Exception = ValueError()
-        for encoded in (_as_served, _past_filters):
-            try:
-                expected = encoded(whole, row)
-                break
-            except Exception as error:  # whatever the user's own operators raise
-                refused = error
-        else:
-            _tell_of_no_answer(encode, refused)
-            return
-        try:
-            if encoded is _as_served:
-                transformed(load_ensemble(folder, lambda name: network), row)
-            found = encoded(encode, row)
-            others = [name for name in expected if not is_same(found[name], expected[name])]
-            if others:
-                raise ValueError(f"{quoted(others, brief=True)} other than with all columns")
-        except Exception as error:
-            cause = error.__cause__ or error
-            gone = [name for name in row if name not in encode.input_schema.column_names]
-            how = f"without {quoted(gone, brief=True)}" if gone else "saved again"
-            raise UserError(
-                "what is exported must take the rows that the run's workflow takes. Received: "
-                f"{run.path}, whose workflow {how} fails: "
-                f"{type(cause).__name__}: {clipped(str(cause))}. Fit a workflow whose operators "
-                "name all that they read (a LambdaOp: dependency=[…]), and train again"
-            ) from error
-
-
-def _as_served(workflow: ServedWorkflow, row: pd.DataFrame) -> dict[str, Any]:
-    """The network's inputs, as a server makes them of a row."""
-    return dict(workflow.transform(None, row).to_dict())
-
-
-def _past_filters(workflow: ServedWorkflow, row: pd.DataFrame) -> dict[str, Any]:
-    """A field's value each, as the workflow makes it also of a row that its filters drop."""
-    from merlin_cowclip.workflows.data import row_for_row
-
-    row = row[workflow.input_schema.column_names]
-    made = row_for_row.transformed(workflow.workflow, row, past_filters=True)
-    return {name: made[name][0] for name in DatasetSpec.from_dict(workflow.spec).fields}
-
-
-def _tell_of_no_answer(encode: ServedWorkflow, error: Exception) -> None:
-    """Notice that nothing is known of what was exported, as of what it makes of empty texts."""
-    types = {name: one.kind for name, one in raw_types(encode.workflow).items()}
-    text = {name for name, kind in types.items() if kind is None or pa.types.is_string(kind)}
-    text -= encode.with_empty
-    empty = f"; an empty text in {quoted(sorted(text))} is served as a missing one" if text else ""
-    cause = error.__cause__ or error
-    warnings.warn(
-        "what is exported was not tried, for the run's workflow takes no row of our making, of "
-        f"which all is 1: {type(cause).__name__}: {clipped(str(cause))}{empty}. Hold what "
-        "Repository.predict gives of raw rows of yours against predict --raw before you serve it",
-        Notice,
-        stacklevel=4,
-    )
-
-
-def _check_types(workflow: nvt.Workflow) -> None:
-    """Refuse a raw column for which Triton has no type.
-
-    Of text that a client sends for dates and decimals, objects to pandas, none would be known.
-
-    Raises:
-      UserError: names them all.
-    """
     from merlin_cowclip.workflows.serving.systems import triton_type
 
-    types, none, unsure = raw_types(workflow), [], []
-    for column in workflow.input_schema:
-        kind = types[column.name].kind
-        is_text = kind is None or pa.types.is_string(kind) or pa.types.is_binary(kind)
+    columns, none = [], []
+    for column in inference.workflow.input_schema:
+        if column.name not in inference.required:
+            continue
+        kind = element_type(inference.types[column.name])
+        has_type = kind in (None, pa.string(), pa.binary())  # served as text
         try:
+            if kind is not None and not has_type and pa.types.is_primitive(kind):
+                column, has_type = column.with_dtype(kind.to_pandas_dtype()), True
             triton_type(column.dtype)
-            has_one = is_text or column.dtype.name not in ("object", "string")
         except (ValueError, TypeError):
-            has_one = False
-        if not has_one:
-            none.append(f"{column.name!r} of {column.dtype.name if kind is None else kind}")
-        elif kind is None:
-            unsure.append(column.name)
+            has_type = False
+        if not has_type:
+            none.append(f"{column.name!r} ({kind or column.dtype.name})")
+        columns.append(column)
     if none:
         raise UserError(
-            "what is served must be text, numbers or booleans, or lists of them, as Triton has no "
-            f"other types. Received: {', '.join(none)}. Fit the workflow on columns of those types;"
-            " of lists that an operator changes before Categorify, the first must not be empty"
+            f"Triton has no type for {', '.join(none)}. Fit the workflow on columns of text, "
+            "numbers or booleans, or lists of them"
         )
-    if unsure:
-        warnings.warn(
-            f"{quoted(unsure)} will be served as text, for the workflow does not tell what else "
-            "they may have been: pandas has dates, decimals and booleans with a missing one as "
-            "objects, too. If they were such at the fit, let Categorify read them, or fill in the "
-            "booleans, and fit again",
-            Notice,
-            stacklevel=3,
-        )
+    return Schema(columns)
+
+
+def _check_raw(run: Run, model: Any, repository: Repository, inputs: Any, *, trust: bool) -> None:
+    """Refuse a repository that answers other probabilities than `predict` writes.
+
+    Raises:
+      UserError: it does, for some raw rows.
+    """
+    from merlin_cowclip.workflows.serving.served_network import PROBABILITY
+    from merlin_cowclip.workflows.training.incoming import open_incoming, raw_frame
+    from merlin_cowclip.workflows.training.prediction import scorer
+
+    given = [inputs] if isinstance(inputs, str | Path) else inputs
+    incoming = open_incoming(run, given, raw=run.is_adopted, trust_workflow=trust)
+    score, ensemble, checked = scorer(model, run.spec()), repository.ensemble(), 0
+    for batch, rows in incoming.pieces(lambda size: None):
+        found = np.ravel(transformed(ensemble, raw_frame(batch))[PROBABILITY])
+        differs = np.abs(found - np.ravel(score(rows))) > 1e-5
+        if differs.any():
+            row = checked + int(differs.argmax()) + 1
+            raise UserError(
+                f"{int(differs.sum()):,} of {len(rows):,} raw rows get another probability from "
+                f"the exported model than from predict, first row {row:,} of {incoming.files[0]}. "
+                "An operator of the workflow depends on other rows, or on this process. Fit "
+                "without it"
+            )
+        checked += len(rows)
+        if checked >= CHECKED_ROWS:
+            return
 
 
 def _type_name(tensor: Any) -> str:

@@ -11,27 +11,28 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from decimal import Decimal
 from numbers import Real
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import pyarrow as pa
 
 from merlin_cowclip.plugins._checks import argument_name
+from merlin_cowclip.workflows.data.adopt.graph import load_saved
+from merlin_cowclip.workflows.data.adopt.inference import InferenceWorkflow, element_type
+from merlin_cowclip.workflows.data.adopt.validate import (
+    BatchLocation,
+    checked_ids,
+    checked_numbers,
+)
 from merlin_cowclip.workflows.data.datasets import DatasetSpec
-from merlin_cowclip.workflows.data.encoded_rows import Place, check_numbers, checked_ids
 from merlin_cowclip.workflows.data.parquet_logs import is_number, plain_type
-from merlin_cowclip.workflows.data.raw_columns import Keys, learned_keys
-from merlin_cowclip.workflows.data.raw_rows import RawRows, refusing_others
-from merlin_cowclip.workflows.data.row_for_row import transformed
-from merlin_cowclip.workflows.data.workflow_graph import load_saved
 from merlin_cowclip.workflows.errors import UserError, clipped, excerpt, quoted
-from merlin_cowclip.workflows.quiet import quiet_imports
-from merlin_cowclip.workflows.serving.empty_texts import columns_that_hold_empty
+from merlin_cowclip.workflows.quiet import quiet_imports, quiet_operators
 from merlin_cowclip.workflows.serving.systems import TransformWorkflow
 
 with quiet_imports():
@@ -42,30 +43,28 @@ with quiet_imports():
     from merlin.table import TensorTable
 
 FOLDER = "workflow"
-_MADE = "_rows"  # of a workflow, at its first request
+_MADE = "_inference"  # of a workflow, at its first request
 
 
 class ServedWorkflow(TransformWorkflow):
     """A run's workflow from raw rows without the label to the network's inputs.
 
     Args:
-      workflow: the run's, without the raw columns that the network does without.
+      workflow: the run's; of prepared data without the label.
       spec: of the run's rows.
       cardinalities: by field of ids.
+      input_schema: the raw columns of a request.
       output_schema: the network's inputs.
       renumbered: by field of which rare ids were dropped, which id of the network each id is.
       is_adopted: whether the workflow is another pipeline's, which takes its rows as they are.
     """
-
-    # Raw columns of an adopted workflow.
-    binary: frozenset[str] = frozenset()  # of bytes that are no text
-    with_empty: frozenset[str] = frozenset()  # in which an empty text is no missing one
 
     def __init__(
         self,
         workflow: nvt.Workflow,
         spec: DatasetSpec,
         cardinalities: Mapping[str, int],
+        input_schema: Schema,
         output_schema: Schema,
         *,
         is_adopted: bool,
@@ -74,13 +73,9 @@ class ServedWorkflow(TransformWorkflow):
         super().__init__(workflow)
         self.spec = spec.to_dict()
         self.cardinalities = dict(cardinalities)
-        self.output_schema = output_schema
+        self.input_schema, self.output_schema = input_schema, output_schema
         self.is_adopted = is_adopted
         self.renumbered = dict(renumbered or {})
-        if is_adopted:
-            keys = learned_keys(workflow)
-            self.binary = _columns_with(keys, lambda key: pa.types.is_binary(key.kind))
-            self.with_empty = columns_that_hold_empty(workflow, spec.fields)
 
     def __getstate__(self) -> dict[str, Any]:
         # Beside it, as NVTabular saved it: in here its vocabularies would be where they were.
@@ -122,57 +117,51 @@ class ServedWorkflow(TransformWorkflow):
         """
         spec = DatasetSpec.from_dict(self.spec)
         names = self.input_schema.column_names
-        nullable = set(names) - self.with_empty if self.is_adopted else set()
         if isinstance(transformable, TensorTable):
-            frame = pd.DataFrame(_columns(transformable, names, nullable, self.binary))
+            types = self._inference.types if self.is_adopted else {}
+            binary = [name for name in names if element_type(types.get(name)) == pa.binary()]
+            columns = _columns(transformable, names, names if self.is_adopted else (), binary)
+            frame = pd.DataFrame(columns)
         else:
             frame = transformable[names].reset_index(drop=True)
-            frame = frame.assign(**{n: _empty_as_missing(frame[n]) for n in names if n in nullable})
+            if self.is_adopted:
+                frame = frame.assign(**{name: _empty_as_missing(frame[name]) for name in names})
         if not len(frame):
             raise UserError("a request must have a row. Received: none")
         if self.is_adopted:
-            encoded = self._rows.of_frame(frame, _REQUEST)
+            out = self._inference.transform({name: frame[name] for name in names}, _REQUEST)
         else:
-            frame = frame.assign(**{n: _numbers(frame[n], spec) for n in spec.continuous})
-            with refusing_others(_REQUEST, len(frame)):
-                encoded = self._transformed(frame, spec)
-        for name in spec.ids:
-            checked_ids(encoded, name, self.cardinalities[name], _REQUEST)
-        for name in spec.continuous:
-            check_numbers(encoded, name, _REQUEST)
-        return TensorTable(_tensors(encoded, spec, self.renumbered))
-
-    @functools.cached_property
-    def _rows(self) -> RawRows:
-        spec = DatasetSpec.from_dict(self.spec)
-        encode = functools.partial(self._transformed, spec=spec)
-        return RawRows(self.workflow, spec.ids, encode)
-
-    def _transformed(self, frame: pd.DataFrame, spec: DatasetSpec) -> pa.RecordBatch:
-        out = transformed(self.workflow, frame)
-        return pa.RecordBatch.from_pydict(
+            numbers = {name: _numbers(frame[name], spec) for name in spec.continuous}
+            with quiet_operators():
+                out = self.workflow.transform(frame.assign(**numbers))
+        encoded = pa.RecordBatch.from_pydict(
             {
                 name: pa.array(out[name], pa.list_(pa.int64()) if name in spec.lists else None)
                 for name in spec.fields
             }
         )
+        for name in spec.ids:
+            checked_ids(encoded, name, self.cardinalities[name], _REQUEST)
+        for name in spec.continuous:
+            checked_numbers(encoded, name, _REQUEST)
+        return TensorTable(_tensors(encoded, spec, self.renumbered))
+
+    @functools.cached_property
+    def _inference(self) -> InferenceWorkflow:
+        spec = DatasetSpec.from_dict(self.spec)
+        return InferenceWorkflow(self.workflow, spec.fields, spec.label, spec.lists)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Request(Place):
-    """Where the rows of a request lie."""
+class _Request(BatchLocation):
+    """Rows of a request."""
 
-    def refuse(self, rule: str, value: Any, row: int, name: str, remedy: str) -> NoReturn:
-        """Raise UserError for a value in a row."""
-        raise UserError(f"{rule}. Received: {value} in row {row + 1}, column {name!r}. {remedy}")
+    def row(self, row: int) -> str:
+        """A row of the request."""
+        return f"row {row + 1}"
 
-    def column(self, name: str) -> str:
-        """Where a column lies."""
-        return f"column {name!r} of a request"
-
-    def rows(self, count: int) -> str:
-        """How many rows a request has."""
-        return f"a request of {count:,} rows"
+    def __str__(self) -> str:
+        return "the request"
 
 
 _REQUEST = _Request(Path(), 0, 0)
@@ -243,12 +232,6 @@ def _empty_as_missing(column: pd.Series) -> pd.Series:
     return pd.Series([cell(value) for value in column], index=column.index, dtype=object)
 
 
-def _columns_with(
-    keys: Mapping[str, Sequence[Keys]], has: Callable[[Keys], bool]
-) -> frozenset[str]:
-    return frozenset(name for name, found in keys.items() if any(map(has, found)))
-
-
 def _text(values: np.ndarray, name: str) -> np.ndarray:
     """Bytes as str."""
     texts = np.empty(values.shape, object)
@@ -294,8 +277,8 @@ def _numbers(column: pd.Series, spec: DatasetSpec) -> pd.Series:
         for row, value in enumerate(column):
             is_missing = pd.api.types.is_scalar(value) and pd.isna(value)
             if not (is_missing or isinstance(value, Real | Decimal | np.bool_)):
-                text = excerpt(str(value))
-                _REQUEST.refuse("a number must be one", text, row, name, "Give numbers")
+                found = f"{excerpt(str(value))}, which is no number,"
+                _REQUEST.refuse(name, row, found, "Give numbers")
     else:
         if not pa.types.is_null(kind) and not is_number(kind):
             raise UserError(
@@ -308,8 +291,7 @@ def _numbers(column: pd.Series, spec: DatasetSpec) -> pd.Series:
     infinite = np.isinf(numbers.to_numpy())
     if spec.non_finite == "refuse" and infinite.any():
         row = int(infinite.argmax())
-        remedy = "Leave it out, which is a missing one (NaN)"
-        _REQUEST.refuse("a number must be finite", numbers.iloc[row], row, name, remedy)
+        _REQUEST.refuse(name, row, f"{numbers.iloc[row]}", "Give NaN for a missing number")
     return numbers
 
 

@@ -16,33 +16,25 @@ from typing import Any, Protocol
 import pandas as pd
 import pyarrow as pa
 
-from merlin_cowclip.workflows.data.datasets import DatasetSpec, Split
-from merlin_cowclip.workflows.data.encoded_rows import (
-    Place,
-    batches,
-    check_numbers,
-    checked_ids,
-    checked_labels,
-)
-from merlin_cowclip.workflows.data.etl import READERS
-from merlin_cowclip.workflows.data.existing_parquet import (
-    check_present,
+from merlin_cowclip.workflows.data.adopt.parquet_files import (
+    ParquetFile,
+    check_columns,
     check_types,
     open_files,
 )
-from merlin_cowclip.workflows.data.inputs import (
-    expand_inputs,
-    in_folders,
-    refuse_twice,
-    refuse_unreadable,
+from merlin_cowclip.workflows.data.adopt.validate import (
+    BatchLocation,
+    batches,
+    checked_ids,
+    checked_labels,
+    checked_numbers,
 )
+from merlin_cowclip.workflows.data.datasets import DatasetSpec, Split
+from merlin_cowclip.workflows.data.etl import READERS
+from merlin_cowclip.workflows.data.inputs import expand_inputs, refuse_unreadable
 from merlin_cowclip.workflows.data.prepared import PARTS, RECORD
-from merlin_cowclip.workflows.data.raw_columns import RawColumns, name_types
 from merlin_cowclip.workflows.data.raw_logs import FileState, RawLog, column_of, unchanged
-from merlin_cowclip.workflows.data.raw_rows import RawRows
-from merlin_cowclip.workflows.data.raw_types import check_raw_types
 from merlin_cowclip.workflows.errors import UserError, quoted
-from merlin_cowclip.workflows.quiet import quiet_operators
 from merlin_cowclip.workflows.training.rows import Rows
 from merlin_cowclip.workflows.training.runs import Run, how_to_evaluate
 
@@ -67,14 +59,14 @@ class Incoming(Protocol):
     size: int
     unit: str
 
-    def rows(self, advance: Callable[[int], Any]) -> Iterator[Rows]:
-        """All rows, encoded, in order; their labels are 0 where there are none.
+    def pieces(self, advance: Callable[[int], Any]) -> Iterator[tuple[pa.RecordBatch, Rows]]:
+        """All rows in order, as read and as encoded; labels are 0 where there are none.
 
         Args:
-            advance: told how much of the size was read since.
+            advance: called with the size that was read since.
 
         Raises:
-            UserError: the first bad value, by its file and place.
+            UserError: the first bad value, with its file and row.
         """
 
 
@@ -97,7 +89,7 @@ def open_incoming(
     spec = dataclasses.replace(run.spec(), split=Split())  # a column of times is no input
     if run.is_adopted:
         kind = _RawParquet if raw else _EncodedParquet
-        return kind(run, spec, inputs, trust_workflow)
+        return kind(run, spec, open_files(inputs), trust_workflow)
     return _RawLogs(run, spec, inputs, trust_workflow)
 
 
@@ -114,10 +106,8 @@ class _RawLogs:
             part = path.resolve().parent
             if part.name in PARTS and (part.parent / RECORD).is_file():
                 raise UserError(
-                    "raw logs must be raw. Received: "
-                    f"{path}, a part of prepared data, whose ids would be taken for raw ones. "
-                    f"Evaluate the folder: {how_to_evaluate(run.path, part.parent)}; or give the "
-                    "log that it is made of"
+                    f"expected raw data, but {path} is a part of prepared data. Evaluate the "
+                    f"folder: {how_to_evaluate(run.path, part.parent)}; or give the raw data"
                 )
         logs = [_log(spec, path) for path in self.files]
         self.labelled = _all_or_none({log.path: log.has_label() for log in logs}, spec.label)
@@ -127,16 +117,16 @@ class _RawLogs:
             log.check()
         self.size = sum(log.state.bytes for log in self._logs)
         self._spec = spec
-        self._workflow = run.workflow_for_new_rows(trust=trust).remove_inputs([spec.label])
+        self._workflow = run.workflow(trust=trust).remove_inputs([spec.label])
 
-    def rows(self, advance: Callable[[int], Any]) -> Iterator[Rows]:
+    def pieces(self, advance: Callable[[int], Any]) -> Iterator[tuple[pa.RecordBatch, Rows]]:
         with unchanged(self._logs):
             for log in self._logs:
                 empty = True
                 for chunk in log.chunks(CHUNK_BYTES):
                     for batch in log.batches(chunk, advance):
                         if batch.num_rows:
-                            yield self._encoded(batch)
+                            yield batch, self._encoded(batch)
                             empty = False
                 if empty:
                     raise UserError(
@@ -145,9 +135,7 @@ class _RawLogs:
 
     def _encoded(self, batch: pa.RecordBatch) -> Rows:
         spec = self._spec
-        out = self._workflow.transform(
-            pd.DataFrame({name: _plain(batch, name) for name in spec.fields})
-        )
+        out = self._workflow.transform(raw_frame(batch)[[*spec.fields]])
         columns = {name: pa.array(out[name]) for name in (*spec.categorical, *spec.continuous)}
         columns |= {name: pa.array(out[name], pa.list_(pa.int64())) for name in spec.lists}
         labels = column_of(batch, spec.label).to_numpy() if self.labelled else None
@@ -166,11 +154,14 @@ def _log(spec: DatasetSpec, path: Path) -> RawLog:
     return READERS[spec.format](spec, path)
 
 
-def _plain(batch: pa.RecordBatch, name: str) -> Any:
-    column = batch.column(name)
-    if pa.types.is_dictionary(column.type):
-        column = column.dictionary_decode()
-    return column.to_numpy(zero_copy_only=False)
+def raw_frame(batch: pa.RecordBatch) -> pd.DataFrame:
+    """Rows as read, for a workflow."""
+    columns = {}
+    for name, column in zip(batch.schema.names, batch.columns, strict=True):
+        is_dictionary = pa.types.is_dictionary(column.type)
+        column = column.dictionary_decode() if is_dictionary else column
+        columns[name] = column.to_numpy(zero_copy_only=False)
+    return pd.DataFrame(columns)
 
 
 def _all_or_none(labelled: dict[Path, bool], label: str) -> bool:
@@ -192,153 +183,100 @@ class _SeenFile:
 
 
 class _Parquet:
-    """Parquet of an adopted pipeline, whose encoded rows are checked as `adopt` checks its own."""
+    """Parquet for a run on an adopted pipeline; encoded rows are checked as `adopt` checks them."""
 
     unit = " rows"
 
-    def __init__(
-        self, run: Run, spec: DatasetSpec, inputs: Sequence[str | Path], trust: bool
-    ) -> None:
-        self._run, self._spec, self._trust = run, spec, trust
-        self._files = open_files(inputs)
-        self.files = [file.path for file in self._files]
-        refuse_twice(self.files)
+    def __init__(self, run: Run, spec: DatasetSpec, files: list[ParquetFile]) -> None:
+        self._run, self._spec, self._files = run, spec, files
+        self.files = [file.path for file in files]
         self._seen = [_SeenFile(path, FileState.of(path)) for path in self.files]
-        self.size = sum(file.rows for file in self._files)
+        self.size = sum(file.rows for file in files)
         self.labelled, self.unlabelled = False, f"without column {spec.label!r}"
         self._columns: list[str] = []  # to read
-        self._look()
 
-    def _look(self) -> None:
-        """At columns and types, and whether there is a label."""
-        raise NotImplementedError
-
-    def _encoded(self, batch: pa.RecordBatch, place: Place) -> pa.RecordBatch:
-        raise NotImplementedError
-
-    @property
-    def _wanted(self) -> list[str]:
-        return [*self._spec.fields, *([self._spec.label] if self.labelled else [])]
-
-    def rows(self, advance: Callable[[int], Any]) -> Iterator[Rows]:
+    def pieces(self, advance: Callable[[int], Any]) -> Iterator[tuple[pa.RecordBatch, Rows]]:
         with unchanged(self._seen):
-            for place, batch in batches(self._files, self._columns, BATCH_ROWS):
-                yield self._checked(self._encoded(batch, place), place)
+            for where, batch in batches(self._files, self._columns, BATCH_ROWS):
+                yield batch, self._checked(self._encoded(batch, where), where)
                 advance(batch.num_rows)
 
-    def _checked(self, batch: pa.RecordBatch, place: Place) -> Rows:
+    def _encoded(self, batch: pa.RecordBatch, where: BatchLocation) -> pa.RecordBatch:
+        return batch
+
+    def _checked(self, batch: pa.RecordBatch, where: BatchLocation) -> Rows:
         spec = self._spec
         for name in spec.ids:
-            checked_ids(batch, name, self._run.config["cardinalities"][name], place)
+            checked_ids(batch, name, self._run.config["cardinalities"][name], where)
         for name in spec.continuous:
-            check_numbers(batch, name, place)
-        labels = checked_labels(batch, spec.label, place) if self.labelled else None
+            checked_numbers(batch, name, where)
+        labels = checked_labels(batch, spec.label, where) if self.labelled else None
         return Rows.of(spec, {name: batch.column(name) for name in spec.fields}, labels)
 
 
 class _EncodedParquet(_Parquet):
-    """What the workflow wrote."""
+    """Rows that the workflow wrote."""
 
-    def _look(self) -> None:
-        label = self._spec.label
+    def __init__(self, run: Run, spec: DatasetSpec, files: list[ParquetFile], trust: bool) -> None:
+        super().__init__(run, spec, files)
         try:
-            check_present(self._spec.fields, self._files)
-            has = {file.path: label in file.schema.names for file in self._files}
-            self.labelled = _all_or_none(has, label)
-            check_types(self._spec, self._files)
+            check_columns(spec.fields, files)
+            has = {file.path: spec.label in file.schema.names for file in files}
+            self.labelled = _all_or_none(has, spec.label)
+            check_types(spec, files)
         except UserError as error:
-            raise UserError(
-                f"{error}. Raw rows, for the workflow to encode, need --raw (raw=True)"
-            ) from None
-        self._columns = self._wanted
-
-    def _encoded(self, batch: pa.RecordBatch, place: Place) -> pa.RecordBatch:
-        return batch
+            raise UserError(f"{error}. If these are raw rows, add --raw (raw=True)") from None
+        self._columns = [*spec.fields, *([spec.label] if self.labelled else [])]
 
 
 class _RawParquet(_Parquet):
-    """What the workflow reads."""
+    """Rows that the workflow reads."""
 
-    def _look(self) -> None:
+    def __init__(self, run: Run, spec: DatasetSpec, files: list[ParquetFile], trust: bool) -> None:
+        super().__init__(run, spec, files)
         self._refuse_encoded()
-        first, *others = self._files
-        workflow = name_types(self._run.workflow_for_new_rows(trust=self._trust))
-        label = self._spec.label
-        makes_label = label in workflow.output_schema.column_names  # with all columns
-        raw = RawColumns(workflow, self._spec.fields)
-        self._columns = [name for name in raw.names if name in first.schema.names]
-        lacking = [name for name in raw.names if name not in first.schema.names]
-        if not raw.may_lack(lacking):
-            needed = [name for name in lacking if not raw.may_lack([name])] or lacking
-            raise UserError(
-                "every column of which the workflow makes an input must be in the file. Missing: "
-                f"{quoted(needed, brief=True)} in {first.path}, which has: "
-                f"{quoted(first.schema.names, brief=True)}{in_folders(needed, first.path)}"
-            )
-        self._workflow = raw.remove(lacking)
-        for file in others:
-            gone = [name for name in self._columns if name not in file.schema.names]
-            more = [name for name in lacking if name in file.schema.names]
-            if gone or more:
-                without, having = (file, first) if gone else (first, file)
+        self._inference = run.inference(trust=trust)
+        for file in files:
+            if missing := self._inference.missing(file.schema.names):
                 raise UserError(
-                    f"all files must have the same columns. Received: {without.path}, without "
-                    f"{quoted(gone or more, brief=True)}, which {having.path} has. Give them apart"
+                    f"{file.path} lacks columns that the workflow needs: "
+                    f"{quoted(missing, brief=True)} (it has "
+                    f"{quoted(file.schema.names, brief=True)})"
                 )
-        # One that was read together with those that lack alone is read no more.
-        read = self._workflow.input_schema.column_names
-        self._columns = [name for name in self._columns if name in read]
-        self._rows = RawRows(self._workflow, self._spec.ids, self._transformed)
-        for file in self._files:
-            check_raw_types(file, self._rows.types, self._columns)
-        # Not the files' own column of that name: who knows what the workflow made of it.
-        self.labelled = label in self._workflow.output_schema.column_names
-        if not makes_label:
-            self.unlabelled = (
-                f"of which the run's workflow makes no {label!r}, as one that was saved after "
-                "remove_inputs"
-            )
-        elif not self.labelled:
-            self.unlabelled = f"without columns of which the workflow makes {label!r}"
+        has = {file.path: self._inference.has_label(file.schema.names) for file in files}
+        self.labelled = _all_or_none(has, spec.label)
+        self._columns = [n for n in self._inference.columns if n in files[0].schema.names]
+        for file in files:
+            if gone := [name for name in self._columns if name not in file.schema.names]:
+                raise UserError(
+                    f"{file.path} lacks {quoted(gone, brief=True)}, which {files[0].path} has. "
+                    "Score them separately"
+                )
+        if not self.labelled:
+            none = self._inference.of_label is None
+            of = "and the workflow makes no" if none else "without the columns of"
+            self.unlabelled = f"{of} label {spec.label!r}"
 
     def _refuse_encoded(self) -> None:
-        """Refuse the run's own parts, whose ids would be taken for raw ones."""
+        """Refuse the run's own parts, whose ids would be read as raw ones."""
         try:
             data = self._run.data()
-        except UserError:  # moved, or adopted anew: what its parts were nobody knows
+        except UserError:  # moved, or adopted anew
             return
         own = {path.resolve() for path in (*data.train_files, *data.test_files)}
         for path in self.files:
             if path.resolve() in own:
                 raise UserError(
-                    f"raw rows must be raw. Received: {path}, which the workflow wrote, and whose "
-                    "ids would be taken for raw ones. Leave --raw (raw=True) out"
+                    f"expected raw rows, but {path} was written by the workflow. Leave out --raw "
+                    "(raw=True)"
                 )
 
-    def _encoded(self, batch: pa.RecordBatch, place: Place) -> pa.RecordBatch:
+    def _encoded(self, batch: pa.RecordBatch, where: BatchLocation) -> pa.RecordBatch:
+        spec = self._spec
         columns = dict(zip(batch.schema.names, batch.columns, strict=True))
-        return self._rows.of_columns(columns, place)
-
-    def _transformed(self, frame: pd.DataFrame) -> pa.RecordBatch:
-        from merlin_cowclip.workflows.data.row_for_row import transformed
-
-        with quiet_operators():
-            out = transformed(self._workflow, frame)[self._wanted]
-        return pa.RecordBatch.from_pandas(out, preserve_index=False)
-
-    def _checked(self, batch: pa.RecordBatch, place: Place) -> Rows:
-        label = self._spec.label
-        if self.labelled:
-            kind = batch.schema.field(label).type
-            try:
-                batch.column(label).cast(pa.float64(), safe=False)
-            except pa.ArrowException:  # text, lists, times
-                raise UserError(
-                    f"column {label!r} must hold 0 or 1. Received: {kind} in {place.path}, row "
-                    f"group {place.group}, with others than numbers. Write it as numbers, or leave "
-                    "out the columns that it is made of"
-                ) from None
-        return super()._checked(batch, place)
+        out = self._inference.transform(columns, where)
+        wanted = [*spec.fields, *([spec.label] if self.labelled else [])]
+        return pa.RecordBatch.from_pandas(out[wanted], preserve_index=False)
 
 
 def in_batches(pieces: Iterator[Rows], size: int) -> Iterator[Rows]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 from merlin_cowclip.plugins._tensorflow import mm, tf
 from merlin_cowclip.workflows.checks import check_whole
 from merlin_cowclip.workflows.data.datasets import DatasetSpec
-from merlin_cowclip.workflows.data.encoded_rows import ahead
+from merlin_cowclip.workflows.data.prefetch import prefetch
 from merlin_cowclip.workflows.errors import UserError, shown
 from merlin_cowclip.workflows.folders import all_or_nothing, refuse_existing
 from merlin_cowclip.workflows.progress import progress_bar
@@ -24,7 +24,7 @@ from merlin_cowclip.workflows.training.evaluation import (
     QualityOf,
 )
 from merlin_cowclip.workflows.training.incoming import Incoming, in_batches, open_incoming
-from merlin_cowclip.workflows.training.rows import Block, list_keys
+from merlin_cowclip.workflows.training.rows import Block, Rows, list_keys
 from merlin_cowclip.workflows.training.runs import Run
 from merlin_cowclip.workflows.training.unknown_ids import UnknownIds
 
@@ -115,22 +115,28 @@ def _scored(
     model: mm.Model, run: Run, incoming: Incoming, batch_size: int, progress: bool
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Labels and probabilities, b float32 each; rows are read and encoded ahead, in a thread."""
-    predictor, spec = Predictor(model), run.spec()
-    unknown = UnknownIds(run.config, spec)
-    types = _input_types(spec)
+    spec = run.spec()
+    unknown, probabilities = UnknownIds(run.config, spec), scorer(model, spec)
     with progress_bar("scoring", incoming.size, incoming.unit, show=progress) as bar:
-        for rows in in_batches(ahead(incoming.rows(bar.update)), batch_size):
+        pieces = (rows for _, rows in incoming.pieces(bar.update))
+        for rows in in_batches(prefetch(pieces), batch_size):
             unknown.see(rows)
-            features = Block.of(rows).batch(0, len(rows)).features(spec)
-            yield rows.labels.ravel(), predictor.probabilities(features, types)
+            yield rows.labels.ravel(), probabilities(rows)
     unknown.warn()
 
 
-def _input_types(spec: DatasetSpec) -> dict[str, Any]:
-    """Of a batch of any size, as a loader has them."""
-    types = {name: tf.TensorSpec([None, 1], tf.int64) for name in spec.categorical}
+def scorer(model: mm.Model, spec: DatasetSpec) -> Callable[[Rows], np.ndarray]:
+    """What gives the probabilities, n float32, of n encoded rows."""
+    predictor = Predictor(model)
+    types: dict[str, Any] = {name: tf.TensorSpec([None, 1], tf.int64) for name in spec.categorical}
     types |= {name: tf.TensorSpec([None, 1], tf.float32) for name in spec.continuous}
-    return types | {key: tf.TensorSpec([None], tf.int64) for key in list_keys(spec)}
+    types |= {key: tf.TensorSpec([None], tf.int64) for key in list_keys(spec)}
+
+    def probabilities(rows: Rows) -> np.ndarray:
+        features = Block.of(rows).batch(0, len(rows)).features(spec)
+        return predictor.probabilities(features, types)
+
+    return probabilities
 
 
 def _write(file: Path, labelled: bool, scored: Iterator[tuple[np.ndarray, np.ndarray]]) -> int:

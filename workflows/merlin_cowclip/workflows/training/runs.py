@@ -17,10 +17,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from merlin_cowclip.workflows.data.adopt.inference import InferenceWorkflow
 from merlin_cowclip.workflows.data.confirmed_workflow import check_workflow, load_confirmed
 from merlin_cowclip.workflows.data.datasets import DatasetSpec
 from merlin_cowclip.workflows.data.encoding import MISSING, UNKNOWN
-from merlin_cowclip.workflows.data.new_rows import for_new_rows
 from merlin_cowclip.workflows.data.prepared import PARTS, PreparedData
 from merlin_cowclip.workflows.errors import UserError, shown
 from merlin_cowclip.workflows.folders import refuse_pattern
@@ -422,18 +422,17 @@ class Run:
         """
         return load_confirmed(self.path, self.result["manifest"], "a run", _AGAIN, trust=trust)
 
-    def workflow_for_new_rows(self, *, trust: bool = False) -> Any:
-        """The same for rows that it was not fitted on: see `for_new_rows`.
+    def inference(self, *, trust: bool = False) -> InferenceWorkflow:
+        """The workflow of an adopted pipeline, for raw rows.
 
         Args:
           trust: see `workflow`.
 
         Raises:
-          UserError: as `workflow`; or it makes a column of the folds of its fit.
+          UserError: as `workflow`; or it cannot encode rows one by one.
         """
-        lists = self.config["lists"]
-        are_lists = {name: name in lists for name in self.config["cardinalities"]}
-        return for_new_rows(self.workflow(trust=trust), are_lists)
+        spec = self.spec()
+        return InferenceWorkflow(self.workflow(trust=trust), spec.fields, spec.label, spec.lists)
 
 
 def _check_result(path: Path, result: Any) -> None:

@@ -1,0 +1,188 @@
+"""The skew check flags parquet that its workflow did not write, or wrote wrongly."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from merlin_cowclip.workflows import UserError, adopt
+from merlin_cowclip.workflows.commands.main import main
+from merlin_cowclip.workflows.data.adopt import skew
+from merlin_cowclip.workflows.data.adopt.graph import load_saved
+from merlin_cowclip.workflows.data.adopt.inference import InferenceWorkflow
+from merlin_cowclip.workflows.data.adopt.parquet_files import open_files
+from merlin_cowclip.workflows.quiet import quiet_imports, quiet_operators
+
+with quiet_imports():
+    import nvtabular as nvt
+    from merlin.schema import Tags
+    from nvtabular import ops
+
+pytestmark = pytest.mark.filterwarnings("ignore:(Initializ|Chang)ing an NVTabular Dataset")
+ROWS = 600
+
+
+def log(seed: int = 0, first: int = 0) -> pd.DataFrame:
+    random = np.random.default_rng(seed)
+    city = random.zipf(1.5, ROWS) % 9 + first
+    return pd.DataFrame(
+        {
+            "row": np.arange(ROWS) + 1000 * first,
+            "city": [None if i % 9 == 3 else f"c{i}" for i in city],
+            "tags": [[f"t{i}" for i in random.integers(0, 6, n)] for n in city % 3 + 1],
+            "price": random.normal(1e3, 2, ROWS),
+            "click": random.integers(0, 2, ROWS),
+        }
+    )
+
+
+def ids(out: Path, name: str = "fitted"):
+    return ["row", "city", "tags"] >> ops.Categorify(out_path=str(out / name))
+
+
+def label():
+    return ["click"] >> ops.AddMetadata(tags=[Tags.TARGET, Tags.BINARY_CLASSIFICATION])
+
+
+def write(home: Path, made, frame: pd.DataFrame, name: str = "train") -> None:
+    """Fit, save, and write parquet; the raw rows as well, as a user has them."""
+    home.mkdir(exist_ok=True)
+    frame.reset_index(drop=True).to_parquet(home / "raw.parquet", row_group_size=170)
+    with quiet_operators():
+        workflow = nvt.Workflow(made).fit(nvt.Dataset(frame))
+        rows = workflow.transform(nvt.Dataset(frame)).to_ddf().compute()
+        workflow.save(str(home / "workflow"))
+    (home / name).mkdir(exist_ok=True)
+    rows.to_parquet(home / name / "part_0.parquet", index=False)
+
+
+def checked(home: Path, **options):
+    return adopt(
+        home / "train",
+        home / "workflow",
+        "click",
+        home / "data",
+        check_raw=home / "raw.parquet",
+        progress=False,
+        **options,
+    )
+
+
+def test_rows_that_are_encoded_alike(tmp_path, capsys, monkeypatch):
+    """Shuffled rows, lists, last digits that differ, folds of a target; a sample is enough."""
+    means = ["city"] >> ops.TargetEncoding("click", kfold=3, out_path=str(tmp_path / "means"))
+    write(tmp_path, ids(tmp_path) + (["price"] >> ops.Normalize()) + means + label(), log())
+    file = tmp_path / "train/part_0.parquet"
+    rows = pd.read_parquet(file).sample(frac=1, random_state=1)
+    rows["price"] += np.random.default_rng(2).normal(0, 1e-6, ROWS)
+    rows.to_parquet(file, index=False, row_group_size=100)
+    options = ("--workflow", tmp_path / "workflow", "--label", "click", "--out", tmp_path / "data")
+    argv = ["adopt", file, "--check-raw", tmp_path / "raw.parquet", *options]
+    assert main(list(map(str, argv))) == 0
+    assert "--check-raw: raw rows are encoded as in the parquet" in capsys.readouterr().out
+    monkeypatch.setattr(skew, "ROWS", 50)
+    monkeypatch.setattr(skew, "BATCH_ROWS", 64)
+    assert main([*map(str, argv[:-1]), str(tmp_path / "again")]) == 0
+
+
+FRAMES = {
+    "shuffled": lambda log: log.sample(frac=1, random_state=2),
+    "of two days": lambda log: pd.concat([log[:150], log[150:].reset_index(drop=True)]),
+    "clicks twice": lambda log: pd.concat([log, log[log["click"] == 1]]),
+}
+
+
+@pytest.mark.parametrize("frame", FRAMES)
+def test_a_frame_whose_index_was_not_in_order(tmp_path, frame):
+    """NVTabular gives rows the ids of others where some ids are missing."""
+    cities = ["city"] >> ops.Categorify(out_path=str(tmp_path / "fitted"))
+    write(tmp_path, cities + (["row"] >> ops.AddMetadata()) + label(), FRAMES[frame](log()))
+    raw, train = (open_files(tmp_path / name) for name in ("raw.parquet", "train"))
+    inference = InferenceWorkflow(load_saved(tmp_path / "workflow"), ["city", "row"], "click")
+    words = (
+        r"field 'city' differs from the parquet in \d+ of .* the workflow gives \d|no raw row is"
+    )
+    with pytest.raises(UserError, match=words):
+        skew.check_skew(inference, raw, train, ["row", "city"])
+    with pytest.raises(UserError, match="'city' differs from the parquet|no raw row is"):
+        checked(tmp_path)
+    assert not (tmp_path / "data").exists()
+
+
+def test_parts_of_an_earlier_fit(tmp_path):
+    """NVTabular leaves them in the folder; without its list of files nothing else tells."""
+    write(tmp_path, ids(tmp_path) + label(), log(1, first=5))
+    (tmp_path / "train/part_0.parquet").rename(tmp_path / "train/part_1.parquet")
+    write(tmp_path, ids(tmp_path, "again") + label(), log())
+    rows = pd.read_parquet(tmp_path / "train/part_1.parquet")
+    rows.assign(row=rows["row"][::-1].to_numpy()).to_parquet(tmp_path / "train/part_1.parquet")
+    words = r"part_1.parquet has none of the 600 raw rows that were checked. It may be left from"
+    with pytest.raises(UserError, match=words):
+        checked(tmp_path)
+
+
+def half():
+    return ops.LambdaOp(lambda column: column // 2)
+
+
+SHARED = {
+    "two Categorify": lambda out: (
+        ids(out)
+        + (
+            ["row"]
+            >> half()
+            >> ops.Categorify(out_path=f"{out}/2", max_size=99)
+            >> ops.Rename(name="half")
+        ),
+        ["half"],
+    ),
+    "two TargetEncoding": lambda out: (
+        ids(out)
+        + (["city"] >> ops.TargetEncoding("click", kfold=1, out_path=f"{out}/1"))
+        + (["city"] >> ops.TargetEncoding("price", kfold=1, out_path=f"{out}/2")),
+        ["TE_city_click", "TE_city_price"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", SHARED)
+def test_operators_that_save_under_one_file_name(tmp_path, case):
+    """One file is lost as the workflow is saved. `adopt` also refuses them without raw rows."""
+    made, fields = SHARED[case](tmp_path)
+    write(tmp_path, made + label(), log())
+    raw, train = (open_files(tmp_path / name) for name in ("raw.parquet", "train"))
+    inference = InferenceWorkflow(load_saved(tmp_path / "workflow"), ["row", *fields], "click")
+    numbers = [field for field in fields if field.startswith("TE")]
+    with pytest.raises(UserError, match=f"field '(row|{'|'.join(fields)})' differs|fails on"):
+        skew.check_skew(inference, raw, train, ["row", *fields], numbers)
+    with pytest.raises(UserError, match="both save to .*, so that one file is lost. Rename"):
+        checked(tmp_path)
+
+
+def test_a_number_that_another_fit_scaled(tmp_path):
+    write(tmp_path, ids(tmp_path) + (["price"] >> ops.Normalize()) + label(), log())
+    file = tmp_path / "train/part_0.parquet"
+    rows = pd.read_parquet(file)
+    rows.assign(price=rows["price"] * 1.1).to_parquet(file)
+    with pytest.raises(
+        UserError, match=r"field 'price' differs from the parquet in [45]\d\d of 600"
+    ):
+        checked(tmp_path)
+
+
+def test_raw_rows_of_another_parquet(tmp_path):
+    write(tmp_path, ids(tmp_path) + label(), log())
+    log(3, first=7).to_parquet(tmp_path / "raw.parquet")
+    with pytest.raises(UserError, match="differs from the parquet in|are not in the parquet"):
+        checked(tmp_path)
+
+
+def test_rows_that_a_filter_drops(tmp_path):
+    rows = ["row", "city", "tags", "click"] >> ops.Filter(lambda rows: rows[rows["row"] % 3 > 0])
+    made = rows["row", "city", "tags"] >> ops.Categorify(out_path=str(tmp_path / "fitted"))
+    made += rows["click"] >> ops.AddMetadata(tags=[Tags.TARGET, Tags.BINARY_CLASSIFICATION])
+    write(tmp_path, made, log())
+    assert checked(tmp_path).rows["train"] == 400

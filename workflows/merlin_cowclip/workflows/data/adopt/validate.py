@@ -1,0 +1,139 @@
+"""Check rows that an NVTabular workflow encoded: ids in range, finite numbers, labels 0 and 1."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from merlin_cowclip.workflows.data.adopt.parquet_files import ParquetFile, bad_parquet, is_list
+from merlin_cowclip.workflows.errors import UserError
+
+FLOAT32_MAX = float(np.finfo(np.float32).max)
+_FILL = "Fill it in the workflow (Categorify does for ids, FillMissing for numbers)"
+
+
+@dataclass(frozen=True)
+class BatchLocation:
+    """Where a batch of rows was read, for messages."""
+
+    path: Path
+    group: int
+    first: int  # rows of the file before it
+
+    def row(self, row: int) -> str:
+        """A row of the batch."""
+        return f"row {self.first + row + 1} of {self.path} (row group {self.group})"
+
+    def __str__(self) -> str:
+        return f"{self.path}, row group {self.group}, rows from {self.first + 1} on"
+
+    def refuse(self, name: str, row: int, found: str, remedy: str) -> NoReturn:
+        """Raise UserError for a value of a column."""
+        raise UserError(f"column {name!r} has {found} in {self.row(row)}. {remedy}")
+
+
+def batches(
+    files: Sequence[ParquetFile], columns: Sequence[str], rows: int
+) -> Iterator[tuple[BatchLocation, pa.RecordBatch]]:
+    """Some columns of all files, at most ``rows`` rows at a time, in order; no batch is empty.
+
+    Raises:
+        UserError: a file cannot be read.
+    """
+    for file in files:
+        group = row = 0
+        try:
+            with pq.ParquetFile(file.path) as parquet:
+                for group in range(parquet.num_row_groups):
+                    for batch in parquet.iter_batches(rows, [group], list(columns)):
+                        if batch.num_rows:
+                            yield BatchLocation(file.path, group, row), batch
+                        row += batch.num_rows
+        except (pa.ArrowException, OSError) as error:
+            bad_parquet(file.path, error, f", row group {group}")
+
+
+def checked_labels(
+    batch: pa.RecordBatch, name: str, where: BatchLocation, remedy: str = ""
+) -> np.ndarray:
+    """The labels of a batch, n float64.
+
+    Args:
+        batch: some rows.
+        name: column of the label.
+        where: its location.
+        remedy: what to do about another value; by default to remove the row.
+
+    Raises:
+        UserError: a label is not 0 or 1.
+    """
+    column = batch.column(name)
+    # NaN where null. A whole number beyond 2^53 is rounded, but not to 0 or 1.
+    values = column.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False)
+    good = (values == 0) | (values == 1)
+    if not good.all():
+        row = int(np.argmin(good))
+        value = column[row].as_py()
+        found = f"label {'null' if value is None else repr(value)}, which is not 0 or 1,"
+        where.refuse(name, row, found, remedy or "Remove the row, or correct its label")
+    return values
+
+
+def checked_ids(batch: pa.RecordBatch, name: str, limit: int, where: BatchLocation) -> np.ndarray:
+    """The ids of a batch; of a list column one after the other.
+
+    Args:
+        batch: some rows.
+        name: column of ids.
+        limit: the field's cardinality.
+        where: its location.
+
+    Raises:
+        UserError: a null, or an id that is not from 0 to ``limit`` - 1.
+    """
+    column, offsets = batch.column(name), None
+    _check_nulls(column, name, where)
+    if is_list(column.type):
+        offsets = column.offsets.to_numpy() - column.offsets[0].as_py()
+        column = column.flatten()
+        if column.null_count:
+            at = int(np.argmax(column.is_null().to_numpy(zero_copy_only=False)))
+            row = int(np.searchsorted(offsets, at, side="right")) - 1
+            where.refuse(name, row, "a null in a list", _FILL)
+    ids: np.ndarray = column.to_numpy(zero_copy_only=False)
+    if len(ids) and (ids.min() < 0 or ids.max() >= limit):
+        at = int(np.argmax((ids < 0) | (ids >= limit)))
+        row = at if offsets is None else int(np.searchsorted(offsets, at, side="right")) - 1
+        found = f"id {ids[at]}, beyond the schema's 0 to {limit - 1},"
+        remedy = "Give the parquet that this workflow wrote, or the workflow that wrote it"
+        where.refuse(name, row, found, remedy)
+    return ids
+
+
+def checked_numbers(batch: pa.RecordBatch, name: str, where: BatchLocation) -> np.ndarray:
+    """The numbers of a batch, n.
+
+    Raises:
+        UserError: a null, NaN, inf, or a number beyond float32.
+    """
+    column = batch.column(name)
+    _check_nulls(column, name, where)
+    values: np.ndarray = column.to_numpy(zero_copy_only=False)
+    # NaN makes both comparisons false.
+    if not (values.min() >= -FLOAT32_MAX and values.max() <= FLOAT32_MAX):
+        row = int(np.argmin(np.abs(values) <= FLOAT32_MAX))
+        remedy = "Fill or clip it in the workflow (FillMissing, Clip)"
+        where.refuse(name, row, f"{values[row]}, which is not a finite float32,", remedy)
+    return values
+
+
+def _check_nulls(column: pa.Array, name: str, where: BatchLocation) -> None:
+    if column.null_count:
+        row = int(np.argmax(column.is_null().to_numpy(zero_copy_only=False)))
+        where.refuse(name, row, "a null", _FILL)
