@@ -11,9 +11,6 @@ from typing import Any
 
 from merlin_cowclip.workflows.training.growing_files import METRICS, NORMS
 
-MIN_STEPS, MIN_SEEDS = 30, 3
-"""Per epoch, and of each cell: with fewer a page gives no verdict."""
-
 
 @dataclass(frozen=True)
 class Cell:

@@ -12,8 +12,6 @@ from typing import Any
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.study import occurrences
 from merlin_cowclip.workflows.study.pages import (
-    MIN_SEEDS,
-    MIN_STEPS,
     Cell,
     Page,
     Section,
@@ -23,7 +21,14 @@ from merlin_cowclip.workflows.study.pages import (
 )
 from merlin_cowclip.workflows.study.paper import EPOCHS, cited, is_of_the_paper, printed
 from merlin_cowclip.workflows.study.plots import line_plot, plots
-from merlin_cowclip.workflows.study.studies import AUC, LOG_LOSS, MINUTES, STUDIES, Quantity
+from merlin_cowclip.workflows.study.studies import (
+    AUC,
+    LOG_LOSS,
+    MINUTES,
+    STUDIES,
+    Quantity,
+    few_steps,
+)
 from merlin_cowclip.workflows.study.sweep import (
     DIVERGED,
     RECORD,
@@ -36,6 +41,8 @@ from merlin_cowclip.workflows.study.sweep import (
 from merlin_cowclip.workflows.training.runs import RESULT, Run
 
 HTML = "report.html"
+MIN_SEEDS = 3
+"""Of each cell: with fewer there is no verdict."""
 CRITEO_ROWS = 41_256_555
 """Of the training part: nine tenths of the 45,840,617 rows of Criteo Kaggle's `train.txt`."""
 _PAPER_KEYS = {AUC.key: "auc", LOG_LOSS.key: "log_loss", MINUTES.key: "minutes"}
@@ -295,16 +302,13 @@ def _doubt(
 ) -> str:
     """Why there is no verdict; empty if there is one."""
     largest = max(o.cell.config.batch_size for o in found)
-    steps, seeds = config["rows"]["train"] // largest, len(record["seeds"])
+    seeds = len(record["seeds"])
     missing = sum(len(record["seeds"]) - len(o.results) for o in found)
     jobs = max((r["jobs"] for o in found for r in o.results.values() if r is not None), default=1)
     if missing:
         return f"No verdict yet: {missing} runs are still to come."
-    if steps < MIN_STEPS:
-        return (
-            f"No verdict: at batch size {largest:,} an epoch has only {steps} steps. With fewer "
-            f"than {MIN_STEPS} a result reflects the number of steps, not the batch size."
-        )
+    if few := few_steps(config["rows"]["train"], largest):
+        return f"No verdict: {few}"
     if seeds < MIN_SEEDS and quantity is AUC:
         return (
             f"No verdict: each cell has {seeds} seed{'s' * (seeds > 1)}, and {MIN_SEEDS} are "

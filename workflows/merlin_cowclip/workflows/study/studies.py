@@ -78,6 +78,21 @@ LOG_LOSS = Quantity("log_loss", "test log loss", 1.0, 5)
 MINUTES = Quantity("train_seconds", "minutes of training", 1 / 60, 2)
 
 
+MIN_STEPS = 30
+"""Per epoch: with fewer there is a warning, and no verdict."""
+
+
+def few_steps(rows: int, batch_size: int) -> str:
+    """What to say of a batch that leaves few steps in an epoch of `rows`; else nothing."""
+    steps = rows // batch_size
+    if steps >= MIN_STEPS:
+        return ""
+    return (
+        f"at batch size {batch_size:,} an epoch has only {steps} steps. With fewer than "
+        f"{MIN_STEPS} a result reflects the number of steps, not the batch size."
+    )
+
+
 @dataclass(frozen=True)
 class Study:
     """An experiment of the paper.

@@ -24,22 +24,27 @@ from merlin_cowclip.workflows.data.top_ids import keep_top_ids
 from merlin_cowclip.workflows.errors import Stopped, UserError
 from merlin_cowclip.workflows.folders import (
     all_or_nothing,
-    begun_before,
     refuse_pattern,
-    remove,
     write_json,
 )
 from merlin_cowclip.workflows.progress import progress_bar
 from merlin_cowclip.workflows.quiet import quiet_imports
 from merlin_cowclip.workflows.study import occurrences
-from merlin_cowclip.workflows.study.claims import Claims, alone_in
-from merlin_cowclip.workflows.study.studies import TOP, Cell, Quantity, Setting, Study
-from merlin_cowclip.workflows.study.workers import DIVERGED, Task, work_off
+from merlin_cowclip.workflows.study.locks import alone_in
+from merlin_cowclip.workflows.study.studies import (
+    TOP,
+    Cell,
+    Quantity,
+    Setting,
+    Study,
+    few_steps,
+)
+from merlin_cowclip.workflows.study.workers import DIVERGED, Task, run_all
 from merlin_cowclip.workflows.training.configuration import TrainConfig
 from merlin_cowclip.workflows.training.runs import RESULT, columns_of, identity_of
 
 FORMAT_VERSION = 1
-RECORD, STUDIES_, RUNS, CLAIMS = "sweep.json", "studies", "runs", ".claims"
+RECORD, STUDIES_, RUNS = "sweep.json", "studies", "runs"
 _TOP_IDS = 3
 
 
@@ -107,31 +112,34 @@ def sweep(
         )
     _open(out, data)
     record = {**_record(study, setting, cells), "command": command}
-    with Claims(out / CLAIMS).alone():  # what two sweeps would write at the same time
+    with alone_in(out):  # what two sweeps would write at the same time
         homes = _homes(out, data, cells, progress=progress)
-        (out / STUDIES_).mkdir(exist_ok=True)
+        for folder in (STUDIES_, RUNS):
+            (out / folder).mkdir(exist_ok=True)
         write_json(out / STUDIES_ / f"{study.name}.json", record)
         if not cells:
             return occurrences.count(data, out, setting.batch_sizes, progress=progress)
-    tasks = {}
+    tasks: dict[str, Task] = {}
     for cell in cells:
         for seed in setting.seeds:
             config = dataclasses.replace(cell.config, seed=seed)
             name = run_name(config, cell.data)
-            home = homes[cell.data]
-            place = out / RUNS / name, out / CLAIMS, home.path
-            tasks[name] = Task(*place, identity_of(home), config.to_dict(), jobs)
-    (out / RUNS).mkdir(exist_ok=True)
+            what = f"{cell.row}, batch {config.batch_size}, seed {seed}"
+            task = Task(what, out / RUNS / name, homes[cell.data].path, config.to_dict(), jobs)
+            tasks.setdefault(name, task)
     todo = [task for task in tasks.values() if not task.is_done]
+    done = len(tasks) - len(todo)
+    if progress and (doubt := few_steps(data.rows["train"], setting.largest)):
+        print(f"Warning: {doubt}")
     with progress_bar("sweep", len(tasks), " runs", show=progress) as bar:
-        bar.update(len(tasks) - len(todo))
+        bar.update(done)
         try:
-            for task in work_off(todo, jobs):
+            for task in run_all(todo, jobs):
+                done += 1
                 if progress:
-                    bar.write(_line(task))
+                    bar.write(f"[{done}/{len(tasks)}] {task.name}: {_ended(task.run)}")
                 bar.update()
         except KeyboardInterrupt as error:
-            done = sum(task.is_done for task in tasks.values())
             raise Stopped(
                 f"interrupted after {done} of {len(tasks)} runs, which are kept in {out}, and what "
                 "was in hand is saved. To go on, give the same command again",
@@ -267,7 +275,7 @@ def _open(out: Path, data: PreparedData) -> None:
             f"output folder must not exist, or be of a sweep. Received: {out}, which is neither. "
             "Name another, or remove it"
         )
-    record = read_sweep(out)
+    record = _read(out / RECORD, "Name another folder")
     if {key: record.get(key) for key in mine} != mine:
         raise UserError(
             f"the runs of a folder must be of one data set. Received: {data.path}, and {out}, of "
@@ -283,7 +291,6 @@ def _homes(
     if TOP in homes:
         top = out / TOP
         if not top.exists():
-            remove(*begun_before(top))
             keep_top_ids(data, _TOP_IDS, top, progress=progress)
         homes[TOP] = PreparedData.open(top)
     return homes
@@ -315,14 +322,11 @@ def _record(study: Study, setting: Setting, cells: Sequence[Cell]) -> dict[str, 
     }
 
 
-def _line(task: Task) -> str:
-    """How a run ended."""
-    config = TrainConfig.from_dict(task.config)
-    what = f"{config.model}, batch {config.batch_size:,}, seed {config.seed}, {task.run.name}"
-    if not (task.run / RESULT).exists():
-        return f"{what}: diverged"
-    result = read_result(task.run)
-    return f"{what}: test AUC {result['auc']:.5f}, {result['train_seconds']:.0f} s"
+def _ended(run: Path) -> str:
+    if not (run / RESULT).exists():
+        return "diverged"
+    result = read_result(run)
+    return f"AUC {result['auc']:.4f} ({result['train_seconds']:.0f} s)"
 
 
 def _read(path: Path, remedy: str = "Sweep again") -> dict[str, Any]:
@@ -335,15 +339,6 @@ def _read(path: Path, remedy: str = "Sweep again") -> dict[str, Any]:
     if not isinstance(found, dict):
         raise UserError(f"{path} must be as it was written. Received: another value. {remedy}")
     return found
-
-
-def read_sweep(out: Path) -> dict[str, Any]:
-    """Of which data a folder's runs are.
-
-    Raises:
-      UserError: that is damaged.
-    """
-    return _read(out / RECORD, "Name another folder")
 
 
 def read_result(run: Path) -> dict[str, Any]:
