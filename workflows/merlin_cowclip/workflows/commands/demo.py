@@ -30,6 +30,12 @@ PAGE = "demo.html"
 _FALLING = {"name": "linear", "to": 0.0}
 _BEST = "best possible"
 _CHANCE = 0.002  # AUC
+_TITLES = {
+    "none": "no scaling",
+    "linear": "linear scaling",
+    "sqrt": "√-scaling with falling rates",
+    "cowclip": "CowClip",
+}
 
 
 @dataclass(frozen=True)
@@ -136,6 +142,10 @@ def _numbers(one: DemoRun, done: Run, finished: Sequence[Run]) -> list[str]:
     return [one.name, f"{one.batch_size:,}", f"{steps:,}", f"{auc:.4f}", difference]
 
 
+def _and(names: Sequence[str]) -> str:
+    return " and ".join([", ".join(names[:-1]), names[-1]] if names[1:] else names)
+
+
 def demo_page(finished: Sequence[Run], best_auc: float, command: str) -> Page:
     """The page on the runs of `RUNS`, of data whose best possible AUC is known."""
     from merlin_cowclip.workflows.study.pages import Cell, Page, Section, Table, facts, read_metrics
@@ -144,27 +154,27 @@ def demo_page(finished: Sequence[Run], best_auc: float, command: str) -> Page:
 
     aucs = {one.name: done.result["auc"] for one, done in zip(RUNS, finished, strict=True)}
     base, *rules = aucs
-    best, worst = (f(rules, key=lambda rule: aucs[rule]) for f in (max, min))
+    best = max(rules, key=lambda rule: aucs[rule])
     times = RUNS[-1].batch_size // RUNS[0].batch_size
-    if aucs[worst] > aucs[base] - _CHANCE:
-        headline = f"A batch {times} times as large costs no accuracy with any of these rules."
-    elif aucs[best] > aucs[base] - _CHANCE:
-        headline = (
-            f"A batch {times} times as large costs accuracy with the rule {worst}, and none with "
-            f"{best}."
-        )
+    lost = [_TITLES[rule] for rule in rules if aucs[rule] < aucs[base] - _CHANCE]
+    kept = [_TITLES[rule] for rule in rules if aucs[rule] >= aucs[base] - _CHANCE]
+    if lost and kept:
+        what = f"loses accuracy with {_and(lost)}, and keeps it with {_and(kept)}"
+    elif kept:
+        what = "keeps its accuracy with all four rules"
     else:
-        headline = (
-            f"A batch {times} times as large costs accuracy with every rule, least with {best}."
-        )
+        what = f"loses accuracy with all four rules, least with {_TITLES[best]}"
+    headline = f"A batch {times} times as large {what}."
     against = ", ".join(f"{rule} {aucs[rule] - aucs[base]:+.4f}" for rule in rules)
     headline += f" Test AUC against the base's {aucs[base]:.4f}: {against}."
-    rows = [
-        [Cell(numbers[0], f"{one.name}/{RESULT}"), *numbers[1:], one.what, done.result["clip"]]
-        for one, done in zip(RUNS, finished, strict=True)
-        for numbers in [_numbers(one, done, finished)]
-    ]
-    metrics = {one.name: read_metrics(done.path) for one, done in zip(RUNS, finished, strict=True)}
+    pairs = list(zip(RUNS, finished, strict=True))
+    rows, words = [], []
+    for one, done in pairs:
+        name, *numbers = _numbers(one, done, finished)
+        rows.append([Cell(name, f"{one.name}/{RESULT}"), *numbers])
+        clips = done.config["scaled"]["clip"] is not None
+        words.append([name, one.what, done.result["clip"] if clips else "no clip"])
+    metrics = {one.name: read_metrics(done.path) for one, done in pairs}
     lines = {
         key: {n: [(float(e["epoch"]), float(e[key]), 0.0) for e in of] for n, of in metrics.items()}
         for key in ("auc", "train_loss")
@@ -173,12 +183,12 @@ def demo_page(finished: Sequence[Run], best_auc: float, command: str) -> Page:
     loss = line_plot(lines["train_loss"], "epoch", "training loss")
     epochs = [[name, *(f"{auc:.4f}" for _, auc, _ in line)] for name, line in lines["auc"].items()]
     header = ["run", "batch size", "steps/epoch", "test AUC", "against the base"]
-    table = Table([*header, "what the rule does", "what the clip did"], rows, words=True)
+    told = Table(["run", "what the rule does", "what the clip did"], words, words=True)
     sections = [
         Section(
             "rules",
             f"What {times} times the batch costs with each rule",
-            tables=[table],
+            tables=[Table(header, rows), told],
             notes=[
                 f"The best possible AUC of these logs is {best_auc:.4f}, that of their true "
                 "probabilities.",

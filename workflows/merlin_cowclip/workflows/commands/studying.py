@@ -14,8 +14,14 @@ from merlin_cowclip.workflows.commands.tuning import found_by
 from merlin_cowclip.workflows.commands.values import add_schedules, by_field, numbers, schedules_of
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.study.configuration import NETWORK
-from merlin_cowclip.workflows.study.setting import SEEDS, VALUES, Setting, batch_sizes
-from merlin_cowclip.workflows.study.studies import STUDIES, find_study
+from merlin_cowclip.workflows.study.studies import (
+    SEEDS,
+    STUDIES,
+    VALUES,
+    Setting,
+    batch_sizes,
+    find_study,
+)
 
 if TYPE_CHECKING:
     from merlin_cowclip.workflows.commands.parser import Commands

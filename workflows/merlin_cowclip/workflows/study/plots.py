@@ -25,7 +25,7 @@ Plot = tuple[str, str]
 
 # Okabe and Ito's, for all eyes.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6D31", "#7F7F7F")
-_RULES = ("cowclip", "linear", "sqrt", "none", "sqrt_star", "n2_lambda", TUNED)
+_RULES = ("cowclip", "linear", "sqrt", "none", "sqrt_star", "n2_lambda", TUNED, "base")
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 _INK = "#77808a"  # on both grounds
 _NEAR = 1.0  # % AUC

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import itertools
 import math
 import os
 import signal
@@ -28,7 +27,7 @@ from merlin_cowclip.workflows.checks import check_whole
 from merlin_cowclip.workflows.data.datasets import check_input_names
 from merlin_cowclip.workflows.data.prepared import PreparedData
 from merlin_cowclip.workflows.errors import Stopped, UserError, clipped
-from merlin_cowclip.workflows.folders import all_or_nothing, refuse_existing, remove, write_json
+from merlin_cowclip.workflows.folders import all_or_nothing, refuse_existing, write_json
 from merlin_cowclip.workflows.progress import progress_bar
 from merlin_cowclip.workflows.quiet import quiet_imports
 from merlin_cowclip.workflows.study.configuration import TuneConfig
@@ -111,12 +110,14 @@ def tune(
         progress: whether to show bars and a line per trial.
 
     Raises:
-        UserError: a value out of range, `out` is no tune or one of other data or options, the
-            budget is too small for one epoch, or held-out rows that cannot be measured by.
+        UserError: a value out of range, `out` is no tune or one of other data or options, or
+            held-out rows that cannot be measured by.
         Stopped: Ctrl-C, SIGTERM or SIGHUP; all trials that have ended are kept.
     """
     out = Path(out)
-    clock = _Clock(budget)
+    if budget is not None and not 0 < budget < math.inf:
+        raise UserError(f"budget must be positive minutes. Received: {budget}. Correct it")
+    end = math.inf if budget is None else time.monotonic() + 60 * budget
     for name, number in (("trials", trials), ("seeds", seeds)):
         check_whole(name, number, 1)
     if trials < len(config.starts):
@@ -127,13 +128,12 @@ def tune(
     precision = str(tf.keras.mixed_precision.global_policy().name)
     with _optuna_errors(out), _quiet_optuna():
         with alone_in(out.absolute().parent):
-            new = not os.path.lexists(out)
-            if new:
+            if not os.path.lexists(out):
                 _begin(data, config, out, precision, progress=progress)
             else:
                 check_fits(data, config, out, precision)
         with Stopping() as stopping:
-            tuning = _Tuning(data, config, out, trials, seeds, clock, stopping, progress)
+            tuning = _Tuning(data, config, out, trials, seeds, end, stopping, progress)
             with as_user_errors(tuning.rows, out):
                 try:
                     tuning.search()
@@ -144,10 +144,6 @@ def tune(
                         f"on with: {how_to_go_on(out, data.path)}",
                         stopping.number or signal.SIGINT,
                     ) from None
-                except _TooLittleTimeError:
-                    if new and not tuning.tried():
-                        remove(out)
-                    raise
         tuning.write(command)
     return Tuned.open(out)
 
@@ -181,27 +177,6 @@ def _begin(
             for point, rules in config.queue.items() if name == "tune" else ():
                 study.enqueue_trial(config.space.params(point), user_attrs={"rules": list(rules)})
         write_json(folder / RECORD, record_of(data, config, precision))
-
-
-class _TooLittleTimeError(UserError):
-    """The budget was over before the first epoch was."""
-
-
-class _Clock:
-    """The time that is left."""
-
-    def __init__(self, minutes: float | None) -> None:
-        if minutes is not None and not 0 < minutes < math.inf:
-            raise UserError(f"budget must be positive minutes. Received: {minutes}. Correct it")
-        self.minutes = minutes
-        self._begun = time.monotonic()
-
-    @property
-    def left(self) -> float:
-        """Seconds; infinite without a budget."""
-        if self.minutes is None:
-            return math.inf
-        return self._begun + 60 * self.minutes - time.monotonic()
 
 
 @dataclass(frozen=True)
@@ -281,13 +256,13 @@ class _Tuning:
         out: Path,
         trials: int,
         seeds: int,
-        clock: _Clock,
+        end: float,
         stopping: Stopping,
         progress: bool,
     ) -> None:
         self.rows = PreparedData.open(out / ROWS)
         self._data, self._config, self._out = data, config, out
-        self._trials, self._clock, self._stopping, self._show = trials, clock, stopping, progress
+        self._trials, self._end, self._stopping, self._show = trials, end, stopping, progress
         first = config.seed + 1
         self._seeds = [(first + k) % (LARGEST_SEED + 1) for k in range(seeds)]
         self._updates = -(-self.rows.rows["train"] // config.batch_size)
@@ -295,6 +270,11 @@ class _Tuning:
         pruner = optuna.pruners.PercentilePruner(75.0, n_startup_trials=5, n_warmup_steps=1)
         self._study = load(study_name="tune", pruner=pruner)
         self._again = load(study_name="repeats", sampler=optuna.samplers.RandomSampler())
+
+    @property
+    def _left(self) -> float:
+        """Seconds of the budget; infinite without one."""
+        return self._end - time.monotonic()
 
     def tried(self) -> list[Tried]:
         """All trials that have ended, by number."""
@@ -346,19 +326,11 @@ class _Tuning:
         self._last = trial.number
         epochs: list[Epoch] = []
         why: str | None = None
-        first, updates = not self.tried(), itertools.count(1)
         bar = self._bar(f"trial {trial.number + 1}")
         with self._once_more(self._study, trial, {"rules": rules}), bar as advance:
-
-            def update() -> None:
-                advance()
-                made = next(updates)
-                if first and not epochs and self._clock.left <= 0:
-                    raise self._too_little(made)
-
             try:
                 with contextlib.closing(
-                    epochs_of(self.rows, config, self._stopping, update)
+                    epochs_of(self.rows, config, self._stopping, advance)
                 ) as found:
                     for epoch in found:
                         epochs.append(epoch)
@@ -380,7 +352,7 @@ class _Tuning:
             return None
         if len(aucs) - 1 - aucs.index(max(aucs)) >= PATIENCE:
             return f"no better for {PATIENCE} epochs"
-        return "out of time" if self._clock.left < self._reserve() else None
+        return "out of time" if self._left < self._reserve() else None
 
     @contextlib.contextmanager
     def _once_more(self, study: optuna.Study, trial: optuna.Trial, attrs: Any) -> Iterator[None]:
@@ -393,23 +365,12 @@ class _Tuning:
                 raise KeyboardInterrupt from None  # which Optuna notes as a failed trial
             raise
 
-    def _too_little(self, updates: int) -> _TooLittleTimeError:
-        assert self._clock.minutes is not None
-        needed = self._clock.minutes * self._updates / updates
-        return _TooLittleTimeError(
-            f"budget must suffice for an epoch of the first trial. Received: "
-            f"{self._clock.minutes:g} minutes, in which {updates:,} of its {self._updates:,} "
-            f"updates were made. Give it more than {needed:.2g} for each epoch of each trial"
-        )
-
     def _has_time_for_a_trial(self) -> bool:
-        tried = [t.seconds for t in self.tried() if t.epochs] if self._clock.minutes else []
-        return not tried or self._clock.left - self._reserve() > statistics.fmean(tried)
+        tried = [t.seconds for t in self.tried() if t.epochs]
+        return not tried or self._left - self._reserve() > statistics.fmean(tried)
 
     def _reserve(self) -> float:
         """Seconds that the repeats of the best of all and of the best rule will take."""
-        if self._clock.minutes is None:
-            return -math.inf
         return sum(len(self._seeds) * one.seconds_again for one in self._must_be_repeated())
 
     def _wait(self) -> None:
@@ -453,7 +414,7 @@ class _Tuning:
             waiting = [_key(t) for t in trials if t.state == TrialState.WAITING]
             if waiting:
                 number = waiting[0][0]
-                if number not in must and self._clock.left < by_number[number].seconds_again:
+                if number not in must and self._left < by_number[number].seconds_again:
                     return
                 self._again.optimize(self._try_again, n_trials=1)
             elif any(t.state == TrialState.RUNNING for t in trials):
@@ -561,19 +522,13 @@ class _Tuning:
 
     @contextlib.contextmanager
     def _bar(self, title: str, epochs: int | None = None) -> Iterator[Any]:
-        """A bar of a training's updates, with the time left; yields what advances it."""
+        """A bar of a training's updates; yields what advances it."""
         total = self._updates * (self._config.epochs if epochs is None else epochs)
         shown = self._show and os.isatty(2)  # in a log there is the line of each trial
         with progress_bar(title, total, " batches", show=shown) as bar:
             bar.leave = False  # its line is the trial's own
 
-            def advance() -> None:
-                if self._clock.minutes is not None:
-                    left = max(self._clock.left, 0) / 60
-                    bar.set_postfix_str(f"{left:.1f} min left", refresh=False)
-                bar.update()
-
-            yield advance
+            yield bar.update
 
 
 def _row(
