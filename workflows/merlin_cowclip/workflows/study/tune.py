@@ -232,20 +232,6 @@ class Tried:
         }
 
 
-@dataclass(frozen=True)
-class Repeat:
-    """A trial's point trained from another seed; `why` says how it diverged."""
-
-    seed: int
-    epochs: Sequence[Epoch]
-    why: str | None
-
-    @property
-    def auc(self) -> float | None:
-        """After the last epoch, `None` if it diverged: none is chosen by the rows it is of."""
-        return None if self.why else self.epochs[-1].auc
-
-
 class _Tuning:
     """A tune on its way, in one of the processes that share it."""
 
@@ -442,35 +428,36 @@ class _Tuning:
             raise optuna.TrialPruned
         return epochs[-1].auc
 
-    def _repeats(self) -> dict[int, list[Repeat]]:
-        """By trial, those of the seeds that are wanted."""
-        found: dict[int, dict[int, Repeat]] = {}
+    def _repeats(self) -> dict[int, dict[int, float | None]]:
+        """By trial and seed the last epoch's AUC; `None` if it diverged.
+
+        After the last epoch: none is chosen by the rows that it is measured by.
+        """
+        found: dict[int, dict[int, float | None]] = {}
         for trial in self._again.get_trials(deepcopy=False, states=_ENDED):
             number, seed = _key(trial)
             epochs, why, _ = _attributes(trial)
-            if epochs or why:
-                found.setdefault(number, {})[seed] = Repeat(seed, epochs, why)
-        return {
-            n: [by_seed[seed] for seed in self._seeds if seed in by_seed]
-            for n, by_seed in found.items()
-        }
+            if (epochs or why) and seed in self._seeds:
+                found.setdefault(number, {})[seed] = None if why else epochs[-1].auc
+        return found
 
     # The end
 
     def write(self, command: str) -> None:
         """The configuration that was found, and the result."""
         tried, finalists, repeats = self.tried(), self._to_repeat(), self._repeats()
-        repeated = {t.number: repeats.get(t.number, []) for t in finalists}
         # Compared by as many seeds, of which none has diverged; what diverged comes last.
-        means = {
-            number: statistics.fmean(aucs)
-            for number, of in repeated.items()
-            if len(aucs := _aucs(of)) == len(self._seeds)
-        }
-        means |= {n: -1.0 for n, of in repeated.items() if len(_aucs(of)) < len(of)}
+        means = {}
+        for number, of in repeats.items():
+            aucs = [auc for auc in of.values() if auc is not None]
+            if len(aucs) == len(self._seeds):
+                means[number] = statistics.fmean(aucs)
+            elif len(aucs) < len(of):
+                means[number] = -1.0
         winner = max(finalists, key=lambda t: (means.get(t.number, 0.0), t.auc))
+        best = winner.number
         rules = sorted((t for t in tried if t.rules), key=lambda t: -t.auc)
-        shown = {winner.number, *(t.number for t in rules)}
+        shown = {best, *(t.number for t in rules)}
         others = sorted((t for t in finalists if t.number not in shown), key=lambda t: -t.auc)
         lines = [
             ("best found", winner),
@@ -479,15 +466,18 @@ class _Tuning:
         ]
         done = {rule for t in tried for rule in t.rules}
         found = self._config.train_config(winner.point, epochs=winner.best_epoch)
-        of_repeats = (e.seconds for of in repeated.values() for r in of for e in r.epochs)
+        again = self._again.get_trials(deepcopy=False, states=_ENDED)
+        of_repeats = (e.seconds for trial in again for e in _attributes(trial)[0])
         result = {
             "format": FORMAT_VERSION,
             "command": command,
             "data": str(self._data.path.resolve()),
             "rows": self.rows.rows,
             "config": self._config.to_dict(),
-            "winner": winner.number,
-            "table": [_row(what, t, repeated, winner) for what, t in lines],
+            "winner": best,
+            "table": [
+                _row(what, t, repeats.get(t.number, {}), repeats.get(best, {})) for what, t in lines
+            ],
             "not_tried": [rule for rule in self._config.rules if rule not in done],
             "importance": self._importance(),
             "trials_measured": sum(bool(t.epochs) for t in tried),
@@ -532,19 +522,15 @@ class _Tuning:
 
 
 def _row(
-    what: str, tried: Tried, repeated: dict[int, list[Repeat]], winner: Tried
+    what: str, tried: Tried, own: dict[int, float | None], best: dict[int, float | None]
 ) -> dict[str, Any]:
     """A line of the table; differences are of the same seeds."""
-    own = repeated.get(tried.number, [])
-    aucs = _aucs(own)
-    by_seed = {r.seed: r.auc for r in repeated[winner.number]}
-    pairs = ((r.auc, by_seed.get(r.seed)) for r in own)
+    aucs = [auc for auc in own.values() if auc is not None]
     diverged = len(own) - len(aucs)
-    differences = [] if tried.number == winner.number or diverged else pairs
+    pairs = [] if own is best or diverged else [(auc, best.get(s)) for s, auc in own.items()]
+    differences = [a - b for a, b in pairs if a is not None and b is not None]
     mean, deviation = _mean_and_deviation([] if diverged else aucs)
-    difference, its_deviation = _mean_and_deviation(
-        [a - b for a, b in differences if a is not None and b is not None]
-    )
+    difference, its_deviation = _mean_and_deviation(differences)
     return {
         "what": what,
         "trial": tried.number,
@@ -552,7 +538,7 @@ def _row(
         "mean": mean,
         "deviation": deviation,
         "aucs": aucs,
-        "seeds": [repeat.seed for repeat in own],
+        "seeds": list(own),
         "diverged": diverged,
         "difference": difference,
         "difference_deviation": its_deviation,
@@ -560,10 +546,6 @@ def _row(
         "epochs": tried.best_epoch,
         **tried.point.to_dict(),
     }
-
-
-def _aucs(repeats: Sequence[Repeat]) -> list[float]:
-    return [repeat.auc for repeat in repeats if repeat.auc is not None]
 
 
 def _mean_and_deviation(values: Sequence[float]) -> tuple[float | None, float | None]:
@@ -589,9 +571,12 @@ def _key(trial: FrozenTrial) -> tuple[int, int]:
 
 
 def _storage(folder: Path) -> optuna.storages.RDBStorage:
-    if not folder.joinpath(RECORD).exists() or folder.joinpath(DATABASE).is_file():
-        # By a function: a path in a URL would have to be escaped, for SQLAlchemy and for Optuna.
-        connect = functools.partial(_connect, str(folder / DATABASE))
+    if (folder / RECORD).exists() and not (folder / DATABASE).is_file():
+        raise _refusal(folder, "which is gone")
+    # By a function: a path in a URL would have to be escaped, for SQLAlchemy and for Optuna.
+    connect = functools.partial(_connect, str(folder / DATABASE))
+    with warnings.catch_warnings():  # Optuna 4.9 has other names for the heartbeat's callback
+        warnings.simplefilter("ignore")
         return optuna.storages.RDBStorage(
             "sqlite://",
             {"creator": connect, "poolclass": NullPool},
@@ -599,7 +584,6 @@ def _storage(folder: Path) -> optuna.storages.RDBStorage:
             grace_period=_GRACE,
             failed_trial_callback=optuna.storages.RetryFailedTrialCallback(max_retry=_RETRIES),
         )
-    raise _refusal(folder, "which is gone")
 
 
 def _connect(path: str) -> sqlite3.Connection:
