@@ -84,8 +84,7 @@ def sweep(
 ) -> str:
     """Train what a study takes and is not there yet; returns its table.
 
-    Stopped or killed and started again, it goes on: finished runs stay, those in hand go on from
-    their last checkpoint. Several may work on one folder. Of a finished run the checkpoints go.
+    Stopped or killed and started again, it goes on. Several may work on one folder.
 
     Args:
       study: from `STUDIES`.
@@ -154,20 +153,12 @@ def run_name(config: TrainConfig, data: str) -> str:
 
 
 def read_record(out: Path, name: str) -> dict[str, Any]:
-    """What a study's runs are, as its last sweep wrote it.
-
-    Raises:
-      UserError: there is no such study, or its record is damaged.
-    """
+    """What a study's runs are, as its last sweep wrote it."""
     return _read(out / STUDIES_ / f"{name}.json")
 
 
 def outcomes(out: Path, name: str) -> list[Outcome]:
-    """What the runs of a study came to, those that ended, cell by cell.
-
-    Raises:
-      UserError: there is no such study, or its record or a result is damaged.
-    """
+    """What the runs of a study came to, those that ended, cell by cell."""
     return _outcomes(out, read_record(out, name))
 
 
@@ -186,11 +177,7 @@ def _outcomes(out: Path, record: Mapping[str, Any]) -> list[Outcome]:
 
 
 def _result_of(run: Path) -> dict[str, Any]:
-    """The result of a run, which must be of the configuration that its name says.
-
-    Raises:
-      UserError: it is not, as of one that was resumed for more epochs.
-    """
+    """Of the configuration that its name says: not so if it was resumed for more epochs."""
     found = read_result(run)
     if not run.name.startswith(found["config"]["identity"][:16]):
         raise UserError(
@@ -220,12 +207,7 @@ def _shown(outcome: Outcome | None, quantity: Quantity) -> str:
 
 
 def _check(data: PreparedData, cells: Sequence[Cell]) -> None:
-    """Refuse what cannot be trained or measured, before any of it is.
-
-    Raises:
-      UserError: no test part, or one of one label; a configuration that does not go with the data;
-        or another of Keras's precisions than float32.
-    """
+    """Refuse what cannot be trained or measured, before any of it is."""
     if not data.test_files:
         raise UserError(
             f"a study needs a test part. Received: {data.path}, without one. Name data that has one"
@@ -254,11 +236,7 @@ def _check(data: PreparedData, cells: Sequence[Cell]) -> None:
 
 
 def _open(out: Path, data: PreparedData) -> None:
-    """The folder of the runs, made for these data or found to be of them.
-
-    Raises:
-      UserError: it is something else.
-    """
+    """Make the folder of the runs, or find it to be of these data."""
     refuse_pattern(out, "study")
     mine = {
         "format": FORMAT_VERSION,
@@ -342,9 +320,5 @@ def _read(path: Path, remedy: str = "Sweep again") -> dict[str, Any]:
 
 
 def read_result(run: Path) -> dict[str, Any]:
-    """What a run came to.
-
-    Raises:
-      UserError: it has no result, or a damaged one.
-    """
+    """What a run came to."""
     return _read(run / RESULT, f"Remove {run}, and sweep again")
