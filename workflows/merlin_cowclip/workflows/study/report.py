@@ -138,6 +138,12 @@ def compare(runs: Sequence[str | Path], out: str | Path = HTML) -> Path:
     results = [dict(run.result) for run in opened]
     configs = [result["config"] for result in results]
     names = [str(run.path) for run in opened]
+    for name, result in zip(names, results, strict=True):
+        if result["auc"] is None:
+            raise UserError(
+                f"runs are compared by their test part. Received: {name}, trained on data without "
+                "one. Leave it out"
+            )
     rows = []
     for name, run, result, config in zip(names, opened, results, configs, strict=True):
         steps = f"{config['rows']['train'] // config['batch_size']:,}"
@@ -152,18 +158,10 @@ def compare(runs: Sequence[str | Path], out: str | Path = HTML) -> Path:
     header = ["run", "rule", "batch size", "steps/epoch", "epochs"]
     table = Table([*header, *(q.name for q in (AUC, LOG_LOSS, MINUTES))], rows)
     flat = [{k: str(v) for k, v in {**c, **c["scaled"], "base": ""}.items()} for c in configs]
-    keys = (
-        "model",
-        "mlp",
-        "embedding_dim",
-        "update",
-        "seed",
-        "dense_schedule",
-        *configs[0]["scaled"],
-    )
+    options = ("model", "mlp", "embedding_dim", "update", "seed", "dense_schedule")
     values = [
         [key, *(one.get(key, "") for one in flat)]
-        for key in keys
+        for key in (*options, *configs[0]["scaled"])
         if len({one.get(key) for one in flat}) > 1
     ]
     differ = Section("values", "What differs", tables=[Table(["", *names], values)])
