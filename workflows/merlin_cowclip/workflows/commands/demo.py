@@ -148,8 +148,8 @@ def _and(names: Sequence[str]) -> str:
 
 def demo_page(finished: Sequence[Run], best_auc: float, command: str) -> Page:
     """The page on the runs of `RUNS`, of data whose best possible AUC is known."""
-    from merlin_cowclip.workflows.study.pages import Cell, Page, Section, Table, facts, read_metrics
-    from merlin_cowclip.workflows.study.plots import line_plot
+    from merlin_cowclip.workflows.study.pages import Cell, Page, Section, Table, facts
+    from merlin_cowclip.workflows.study.report import epoch_by_epoch
     from merlin_cowclip.workflows.training.runs import RESULT
 
     aucs = {one.name: done.result["auc"] for one, done in zip(RUNS, finished, strict=True)}
@@ -174,14 +174,11 @@ def demo_page(finished: Sequence[Run], best_auc: float, command: str) -> Page:
         rows.append([Cell(name, f"{one.name}/{RESULT}"), *numbers])
         clips = done.config["scaled"]["clip"] is not None
         words.append([name, one.what, done.result["clip"] if clips else "no clip"])
-    metrics = {one.name: read_metrics(done.path) for one, done in pairs}
-    lines = {
-        key: {n: [(float(e["epoch"]), float(e[key]), 0.0) for e in of] for n, of in metrics.items()}
-        for key in ("auc", "train_loss")
-    }
-    auc = line_plot(lines["auc"], "epoch", "test AUC", levels={_BEST: best_auc})
-    loss = line_plot(lines["train_loss"], "epoch", "training loss")
-    epochs = [[name, *(f"{auc:.4f}" for _, auc, _ in line)] for name, line in lines["auc"].items()]
+    curves = epoch_by_epoch({one.name: done.path for one, done in pairs}, {_BEST: best_auc})
+    curves.notes = [
+        "A large batch takes fewer steps, so its first epochs are behind. CowClip also raises the "
+        "dense learning rate from 0 during the first one."
+    ]
     header = ["run", "batch size", "steps/epoch", "test AUC", "against the base"]
     told = Table(["run", "what the rule does", "what the clip did"], words, words=True)
     sections = [
@@ -198,16 +195,7 @@ def demo_page(finished: Sequence[Run], best_auc: float, command: str) -> Page:
             ],
             command=command,
         ),
-        Section(
-            "epochs",
-            "Epoch by epoch",
-            tables=[Table(["test AUC after epoch", *map(str, range(1, len(epochs[0])))], epochs)],
-            notes=[
-                "A large batch takes fewer steps, so its first epochs are behind. CowClip also "
-                "raises the dense learning rate from 0 during the first one."
-            ],
-            plots=[("test AUC, by epoch", auc), ("training loss, by epoch", loss)],
-        ),
+        curves,
     ]
     configs = [done.config for done in finished]
     return Page("A large batch on logs with a known truth", headline, facts(configs), sections)

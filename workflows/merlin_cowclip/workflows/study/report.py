@@ -168,20 +168,29 @@ def compare(runs: Sequence[str | Path], out: str | Path = HTML) -> Path:
     doubt = "These are single runs: a small difference may be chance. A sweep has several seeds."
     if len({config["data_sha256"] for config in configs}) > 1:
         doubt = "These runs are of different data, so their AUCs do not compare."
-    curves = Section("epochs", "Epoch by epoch")
-    for key, title, factor in (("auc", AUC.name, 100.0), ("train_loss", "training loss", 1.0)):
-        lines = {
-            name: [
-                (float(row["epoch"]), factor * float(row[key]), 0.0) for row in read_metrics(r.path)
-            ]
-            for name, r in zip(names, opened, strict=True)
-        }
-        curves.plots.append((f"{title}, by epoch", line_plot(lines, "epoch", title)))
+    curves = epoch_by_epoch({n: run.path for n, run in zip(names, opened, strict=True)})
     best = max(range(len(results)), key=lambda i: results[i]["auc"])
     headline = f"Highest test AUC: {names[best]}, {AUC.shown(results[best]['auc'], 0.0)} %."
     first = Section("runs", "The runs", doubt=doubt, tables=[table])
     sections = [first, *([differ] if values else []), curves]
     return _written(Page("Runs compared", headline, facts(configs), sections), out)
+
+
+def epoch_by_epoch(runs: Mapping[str, Path], levels: Mapping[str, float] | None = None) -> Section:
+    """A section on the test AUC and the training loss of runs; `levels` are of the AUC."""
+    metrics = {name: read_metrics(run) for name, run in runs.items()}
+    last = max(len(rows) for rows in metrics.values())
+    aucs = [[name, *(f"{float(e['auc']):.4f}" for e in rows)] for name, rows in metrics.items()]
+    table = Table(["test AUC after epoch", *map(str, range(1, last + 1))], aucs)
+    section = Section("epochs", "Epoch by epoch", tables=[table])
+    for key, title in (("auc", "test AUC"), ("train_loss", "training loss")):
+        lines = {
+            name: [(float(e["epoch"]), float(e[key]), 0.0) for e in rows]
+            for name, rows in metrics.items()
+        }
+        plot = line_plot(lines, "epoch", title, levels=levels if key == "auc" else None)
+        section.plots.append((f"{title}, by epoch", plot))
+    return section
 
 
 def _written(page: Page, path: Path) -> Path:
@@ -259,7 +268,7 @@ def _table(
     groups = (
         [("", 1), ("these data", len(columns)), ("the paper", len(of_paper))] if of_paper else []
     )
-    first = Cell(quantity.name, small=f"by {STUDIES[name].rows} and {STUDIES[name].columns}")
+    first = Cell(quantity.name, small=f"by {STUDIES[name].rows} and batch size")
     return Table([first, *head, *(Cell(c, kind="paper") for c in of_paper)], lines, groups)
 
 

@@ -117,13 +117,8 @@ class Setting:
     ) -> Setting:
         """The setting whose base is what a tune found, with its network, update and schedules.
 
-        Args:
-          tuned: `Tuned.train_config()`.
-          batch_sizes: of which the first is the one that was tuned at.
-          values: that go before its own.
-          config: what goes before its own update and schedules; the network is its own.
-          networks: of a study of several, `Study.networks`, which take of its options their own.
-          others: as they are.
+        `values` and `config` go before its own; a study of several `networks` takes of its options
+        those that any of them has.
         """
         _refuse_clip_tables(tuned)
         if batch_sizes and batch_sizes[0] != tuned.batch_size:
@@ -167,15 +162,15 @@ class Setting:
         except ValueError as error:
             raise UserError(str(error)) from None
 
-    def run(self, rule: str, batch_size: int, **options: Any) -> TrainConfig:
+    def run(self, rule: str, batch_size: int) -> TrainConfig:
         """A run at a batch size, with the base scaled by a rule."""
-        given = {**self.config, "rule": rule, "base": self.tuned(rule), "batch_size": batch_size}
-        return TrainConfig(**{**given, **options})
+        own = {"rule": rule, "base": self.tuned(rule), "batch_size": batch_size}
+        return TrainConfig(**{**self.config, **own})
 
-    def at(self, values: Hyperparameters, **options: Any) -> TrainConfig:
+    def at(self, values: Hyperparameters) -> TrainConfig:
         """A run with these values at their own batch size."""
-        given = {**self.config, "rule": "none", "base": values, "batch_size": values.batch_size}
-        return TrainConfig(**{**given, **options})
+        own = {"rule": "none", "base": values, "batch_size": values.batch_size}
+        return TrainConfig(**{**self.config, **own})
 
 
 def _refuse_clip_tables(found: TrainConfig) -> None:
@@ -188,17 +183,10 @@ def _refuse_clip_tables(found: TrainConfig) -> None:
         )
 
 
-def batch_sizes(base: int, rows: int, *, times: int = 128, steps: int = 30) -> tuple[int, ...]:
-    """The base batch size doubled, up to `times` as many samples and `steps` updates an epoch.
-
-    Args:
-      base: the smallest.
-      rows: of the training part.
-      times: the largest over the base at most: the paper's 128.
-      steps: in an epoch of the largest at least; fewer would tell of the steps, not of the batch.
-    """
+def batch_sizes(base: int, rows: int) -> tuple[int, ...]:
+    """The base doubled, up to the paper's 128 times, while an epoch of `rows` has enough steps."""
     found = [base]
-    while 2 * found[-1] <= times * base and rows // (2 * found[-1]) >= steps:
+    while 2 * found[-1] <= 128 * base and not few_steps(rows, 2 * found[-1]):
         found.append(2 * found[-1])
     return tuple(found)
 
@@ -271,7 +259,7 @@ class Study:
       title: what it asks.
       paper: the tables and figures that it repeats.
       cells: the runs of a setting.
-      rows, columns: what the rows and columns of its table are.
+      rows: what the rows of its table are; its columns are batch sizes.
       quantity: what its table has of each cell.
       networks: that it trains; none: the setting's.
     """
@@ -281,7 +269,6 @@ class Study:
     paper: str
     cells: Callable[[Setting], Iterator[Cell]]
     rows: str
-    columns: str = "batch size"
     quantity: Quantity = AUC
     networks: Sequence[str] = ()
 

@@ -195,7 +195,7 @@ def table(study: Study, found: Iterable[Outcome]) -> str:
         (row, *(_shown(cells.get((row, column)), study.quantity) for column in columns))
         for row in rows
     ]
-    header = f"{study.quantity.name}, by {study.rows} and {study.columns}"
+    header = f"{study.quantity.name}, by {study.rows} and batch size"
     return format_table((header, *columns), lines)
 
 
@@ -281,7 +281,6 @@ def _record(study: Study, setting: Setting, cells: Sequence[Cell]) -> dict[str, 
         "title": study.title,
         "paper": study.paper,
         "rows": study.rows,
-        "columns": study.columns,
         "batch_sizes": list(setting.batch_sizes),
         "seeds": list(setting.seeds),
         "cells": [
