@@ -73,13 +73,22 @@ def test_a_run_of_another_process_is_left_to_it(task, calls):
     assert workers._train(task) == ("refused", "a run must be trained by one process at a time")
 
 
-def test_a_run_that_another_process_began_meanwhile(task, calls):
-    def exists(run):
-        run.mkdir()
-        (run / "config.json").touch()
-        raise UserError("output folder must not exist")
+@pytest.mark.parametrize("name", ["train", "resume"])
+def test_a_run_that_another_process_began_or_removed_meanwhile(task, calls, name):
+    config = task.run / "config.json"
 
-    calls["train"] = exists
+    def changed(run):
+        if name == "train":
+            run.mkdir()
+            config.touch()
+        else:
+            config.unlink()
+        raise UserError("output folder must, or must not, exist")
+
+    if name == "resume":
+        task.run.mkdir()
+        config.touch()
+    calls[name] = changed
     assert workers._train(task) == ("busy", "")
 
 

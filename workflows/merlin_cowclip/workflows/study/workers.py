@@ -139,8 +139,9 @@ def _train(task: Task) -> tuple[str, str]:
             return "stopped", str(error)
         except UserError as error:
             if not task.has_ended:  # by another sweep, meanwhile
-                now = (task.run / CONFIG).exists()
-                if is_trained_by_another(task.run) or (now and not begun):
+                # Or it has begun it, or removed it, stopped before the first checkpoint.
+                changed = (task.run / CONFIG).exists() != begun
+                if changed or is_trained_by_another(task.run):
                     return "busy", ""
                 return "refused", str(error)
         remove(task.run / CHECKPOINTS)
