@@ -36,7 +36,7 @@ $(STAMP): pyproject.toml $(CONSTRAINTS)
 	@$(BIN)/pip install --quiet --constraint $(CONSTRAINTS) --editable '.[dev,docs]'
 	@touch $@
 
-demo: $(STAMP)  ## the whole way on synthetic logs: prepare, train with a small and a large batch, compare
+demo: $(STAMP)  ## the whole way on synthetic logs: prepare, train by four scaling rules, compare
 	@$(BIN)/merlin-cowclip demo
 
 test: $(STAMP) lint  ## ruff, mypy and the quick tests

@@ -1,4 +1,4 @@
-"""A log where frequent ids matter and rare ones hardly do: a study in docs/studies.md.
+"""A log where frequent ids matter and rare ones hardly do: a study in docs/results.md.
 
 Four fields of 50 ids have strong effects, alone and in pairs; six fields have 20,000 ids each,
 whose ranks are log-uniform, so that most of them are rare, with weak effects. The best AUC is

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import io
 import json
 import re
@@ -13,80 +12,80 @@ import pandas as pd
 import pytest
 
 from merlin_cowclip.plugins._tensorflow import tf
-from merlin_cowclip.workflows.commands import demonstration
-from merlin_cowclip.workflows.commands.demonstration import DemoRun, demo
+from merlin_cowclip.workflows import Run
+from merlin_cowclip.workflows.commands import demo as module
+from merlin_cowclip.workflows.commands.demo import RUNS, demo
+from merlin_cowclip.workflows.data import etl
 from merlin_cowclip.workflows.data.datasets import CRITEO
-from merlin_cowclip.workflows.training.configuration import TrainConfig
-from merlin_cowclip.workflows.training.keeping import Keeping
-from merlin_cowclip.workflows.training.train import train
-from tests.workflows.study.test_report import Page
+from merlin_cowclip.workflows.study.report import compare
+from merlin_cowclip.workflows.training import train as training
+from tests.workflows.study.test_report import Page, as_text
 
 pytestmark = pytest.mark.filterwarnings("ignore:Even though the `tf.config.exp")
-RUNS = tuple(
-    DemoRun(size, rule)
-    for size, rule in ((64, "none"), (64, "cowclip"), (256, "linear"), (256, "cowclip"))
-)
+SMALL = tuple(dataclasses.replace(run, batch_size=run.batch_size // 16) for run in RUNS)
 FEW = dataclasses.replace(CRITEO, categorical=("C1", "C2", "C3"), continuous=("I1",))
 
 
 @pytest.fixture(scope="module")
 def shown(tmp_path_factory):
     """The folder of a small demo, and what it printed."""
+    train, prepare = training.train, etl.prepare
 
-    def eagerly(*given):
+    def eagerly(*given, **options):
         tf.config.run_functions_eagerly(True)  # which a run resets
-        return train(*given, keeping=Keeping(saved_model=False))
+        return train(*given, **options)
 
     out, printed = tmp_path_factory.mktemp("demo") / "out", io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
-        patch.setattr(demonstration, "RUNS", RUNS)
-        patch.setattr(demonstration, "EPOCHS", 2)
-        patch.setattr(demonstration, "CARDINALITY", 50)
-        patch.setattr(demonstration, "CRITEO", FEW)
-        patch.setattr(demonstration, "TrainConfig", functools.partial(TrainConfig, model="fm"))
-        patch.setattr(demonstration, "train", eagerly)
-        demo(out, rows=800)
+        changes = {"RUNS": SMALL, "EPOCHS": 2, "CARDINALITY": 50, "NETWORK": {"model": "fm"}}
+        for name, value in changes.items():
+            patch.setattr(module, name, value)
+        patch.setattr(
+            etl, "prepare", lambda spec, *given, **options: prepare(FEW, *given, **options)
+        )
+        patch.setattr(training, "train", eagerly)
+        demo(out, rows=1100)
     tf.config.run_functions_eagerly(False)
     return out, printed.getvalue()
 
 
 @pytest.fixture(scope="module")
 def results(shown):
-    folders = (shown[0] / f"deepfm-{run.batch_size}-{run.rule}" for run in RUNS)
-    return [json.loads((folder / "result.json").read_text()) for folder in folders]
+    return {r.name: json.loads((shown[0] / r.name / "result.json").read_text()) for r in SMALL}
 
 
 def test_the_table_shows_the_results(shown, results):
     out, printed = shown
-    best = json.loads((out / "train.txt.gz.truth.json").read_text())["best_auc"]
-    lines = re.findall(r"^[\d,]+ +\dx +.*", printed, re.MULTILINE)
-    assert [line.split()[1:5] for line in lines] == [
-        [f"{run.batch_size // 1024}x", run.rule, f"{result['auc']:.4f}", f"{best:.4f}"]
-        for run, result in zip(RUNS, results, strict=True)
-    ]
+    lines = {line.split()[0]: line.split() for line in printed.splitlines() if "  " in line}
+    for run in SMALL:
+        steps = results[run.name]["config"]["rows"]["train"] // run.batch_size
+        auc = results[run.name]["auc"]
+        assert lines[run.name][1:4] == [f"{run.batch_size:,}", str(steps), f"{auc:.4f}"]
     assert printed.splitlines()[-1] == f"The page of all this: {out / 'demo.html'}"
 
 
 def test_the_page_shows_the_results(shown, results):
     page = (shown[0] / "demo.html").read_text()
-    none, small, linear, large = (result["auc"] for result in results)
-    verdict = re.sub("<[^>]+>", "", page[page.index('class="verdict"') :].splitlines()[0])
-    assert f"by {linear - none:+.4f} with linear ({none:.4f} → {linear:.4f}) and by" in verdict
-    assert f"by {large - small:+.4f} with cowclip ({small:.4f} → {large:.4f})" in verdict
+    base, *rules = (result["auc"] for result in results.values())
+    headline = page[page.index('class="headline"') :].splitlines()[0]
+    assert f"the base&#39;s {base:.4f}: none {rules[0] - base:+.4f}, linear " in headline
+    assert ("keeps its accuracy with all" in headline) == (min(rules) >= base - 0.002)
     assert not re.findall(r'(?:src|@import|url)\s*[=(]\s*["\']?(?:https?:)?//', page)
     assert all((shown[0] / link).is_file() for link in Page(page).links)
-    assert page.count("<svg") == 3
-    for run, result in zip(RUNS, results, strict=True):
-        name = f"{run.rule}, {run.batch_size:,}"
-        metrics = pd.read_csv(shown[0] / f"deepfm-{run.batch_size}-{run.rule}" / "metrics.csv")
-        epochs, last = re.findall(rf"<tr><td>{name}</td>(.*?)</tr>", page)
-        assert re.findall(r"<td>(.*?)</td>", epochs) == [f"{auc:.4f}" for auc in metrics.auc]
-        assert (result["clip"] in page) == (run.rule == "cowclip")
-        cells = re.findall(r"<td>(.*?)</td>", last)
-        if run.rule == "cowclip":
-            assert float(cells[0].rstrip(" %")) == pytest.approx(
-                100 * metrics.rows_clipped.iloc[-1], rel=0.06
-            )
-        else:
-            assert cells[:2] == ["no clip"] * 2
-        assert float(cells[2]) == pytest.approx(metrics.gradient_norm_frequent.iloc[-1], rel=0.006)
+    assert page.count("<svg") == 2
+    text = as_text(page)
+    for name, result in results.items():
+        assert (result["clip"] in text) == (name == "cowclip")
+        metrics = pd.read_csv(shown[0] / name / "metrics.csv")
+        aucs = " | ".join(f"{auc:.4f}" for auc in metrics.auc)
+        assert f"| {name} | {aucs} |" in text
+
+
+def test_single_runs_are_compared(shown, results, tmp_path):
+    runs = [Run.open(shown[0] / name) for name in ("none", "cowclip")]
+    text = as_text(compare([run.path for run in runs], tmp_path / "report.html").read_text())
+    for run in runs:
+        assert f"{100 * run.result['auc']:.3f}" in text
+    assert all((tmp_path / link).is_file() for link in Page(text).links)
+    assert re.search(r"\| clip \| None \| adaptive_column \|", text)
+    assert "These are single runs: a small difference may be chance." in text

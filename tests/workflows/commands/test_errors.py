@@ -60,7 +60,7 @@ REFUSED = {
     "evaluate": "required: RUN",
     "prepare criteo --out OUT": "required: input",
     # demo, frequencies
-    "demo --rows 1 --out OUT": "rows must be at least 16,384",
+    "demo --rows 1 --out OUT": "rows must be at least 8,192",
     "frequencies DATA --batch-sizes 9007199254740993": "at most 2^53",
     "frequencies DATA --fields price": "'user', 'item' … 'price'",
     "frequencies DATA --out EMPTY": "must not exist … EMPTY",

@@ -15,7 +15,7 @@ from merlin_cowclip.plugins._tensorflow import tf
 from merlin_cowclip.workflows.data.datasets import DatasetSpec, Split
 from merlin_cowclip.workflows.data.etl import prepare
 from merlin_cowclip.workflows.data.prepared import PreparedData
-from merlin_cowclip.workflows.study import repeats, search, tune
+from merlin_cowclip.workflows.study import tune
 from merlin_cowclip.workflows.study.configuration import TuneConfig
 from merlin_cowclip.workflows.study.trials import Epoch
 from merlin_cowclip.workflows.training.stopping import Interrupted
@@ -52,7 +52,7 @@ def write_log(path: Path, rows: int = ROWS, seed: int = 0) -> Path:
 @pytest.fixture(scope="session", autouse=True)
 def quick_database() -> Iterator[None]:
     """A database that does not wait for the disk: processes are killed here, no machines."""
-    connect = search._connect
+    connect = tune._connect
 
     def quickly(path: str) -> sqlite3.Connection:
         connection = connect(path)
@@ -60,7 +60,7 @@ def quick_database() -> Iterator[None]:
         return connection
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(search, "_connect", quickly)
+        patch.setattr(tune, "_connect", quickly)
         yield
 
 
@@ -102,8 +102,7 @@ class Fake:
 @pytest.fixture
 def fake(monkeypatch) -> Fake:
     fake = Fake()
-    for module in (tune, repeats):
-        monkeypatch.setattr(module, "epochs_of", lambda *a: fake.epochs_of(*a))
+    monkeypatch.setattr(tune, "epochs_of", lambda *a: fake.epochs_of(*a))
     return fake
 
 

@@ -27,20 +27,20 @@ def main(place: str, *arguments: str) -> int:
     """
     from merlin_cowclip.plugins._tensorflow import tf
     from merlin_cowclip.workflows.commands.main import main as command
-    from merlin_cowclip.workflows.study import search
+    from merlin_cowclip.workflows.study import tune
 
     warnings.filterwarnings("ignore", "Even though the `tf.config.exp")
     tf.config.run_functions_eagerly(True)
+    tune._HEARTBEAT, tune._GRACE = 1, 5
     number, _, how = place.partition("@")
-    measured, seen = search.Trial.measured, []
+    report, seen = tune.optuna.Trial.report, set()
 
-    def and_end(trial: Any, epoch: Any) -> bool:
-        hopeless = measured(trial, epoch)
-        seen.extend([] if any(trial is one for one in seen) else [trial])
+    def and_end(trial: Any, value: float, step: int) -> None:
+        report(trial, value, step)
+        seen.add(trial.number)
         if len(seen) == int(number):
             os.kill(os.getpid(), signal.Signals[how])
-        return hopeless
 
     if place:
-        search.Trial.measured = and_end
+        tune.optuna.Trial.report = and_end
     return command(arguments)

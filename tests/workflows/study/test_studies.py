@@ -9,8 +9,15 @@ import pytest
 from merlin_cowclip.plugins.scaling import SCALING_RULES, K, recipe, scale
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.study.configuration import TuneConfig
-from merlin_cowclip.workflows.study.setting import Setting, batch_sizes
-from merlin_cowclip.workflows.study.studies import NETWORKS, STUDIES, TOP, Cell, find_study
+from merlin_cowclip.workflows.study.studies import (
+    NETWORKS,
+    STUDIES,
+    TOP,
+    Cell,
+    Setting,
+    batch_sizes,
+    find_study,
+)
 from merlin_cowclip.workflows.training.configuration import TrainConfig
 
 # A tuned base may come with a notice; none of these tests is about it.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -23,7 +24,7 @@ from merlin_cowclip.workflows.study import workers
 from merlin_cowclip.workflows.study.studies import STUDIES, Setting
 from merlin_cowclip.workflows.study.sweep import run_name, sweep
 from merlin_cowclip.workflows.training.keeping import Keeping
-from merlin_cowclip.workflows.training.runs import Run, identity_of
+from merlin_cowclip.workflows.training.runs import Run
 from merlin_cowclip.workflows.training.train import train
 
 from .conftest import SPEC
@@ -39,9 +40,9 @@ CURVES = STUDIES["curves"]
 
 
 def in_this_process(tasks, jobs):
-    """Substitute of `work_off`, which starts processes."""
+    """Substitute of `run_all`, which starts processes."""
     for task in tasks:
-        assert workers._trained(task).how == "done"
+        assert workers._train(task) == ("done", "")
         tf.config.run_functions_eagerly(True)  # which a run resets
         yield task
 
@@ -49,7 +50,7 @@ def in_this_process(tasks, jobs):
 @pytest.fixture(scope="module", autouse=True)
 def eager():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("merlin_cowclip.workflows.study.sweep.work_off", in_this_process)
+        patch.setattr("merlin_cowclip.workflows.study.sweep.run_all", in_this_process)
         tf.config.run_functions_eagerly(True)
         yield
         tf.config.run_functions_eagerly(False)
@@ -85,7 +86,7 @@ def test_runs_are_those_of_train(swept, data, tmp_path):
 def test_finished_runs_are_not_trained_again(swept, data, monkeypatch):
     """Nor by another study with the same run."""
     out, table = swept
-    monkeypatch.setattr(workers, "_trained", None)
+    monkeypatch.setattr(workers, "_train", None)
     assert sweep(CURVES, data, out, SETTING, progress=False) == table
 
 
@@ -101,6 +102,26 @@ def test_other_data_are_refused(swept, data, tmp_path):
     assert not list((tmp_path / "mine").iterdir())
 
 
+def test_each_run_has_a_line(data, tmp_path, capsys):
+    sweep(CURVES, data, tmp_path / "out", dataclasses.replace(SETTING, seeds=(1,)))
+    first, *lines = capsys.readouterr().out.splitlines()
+    assert first.startswith("Warning: at batch size 512 an epoch has only 2 steps.")
+    assert re.fullmatch(r"\[1/2\] cowclip, batch 128, seed 1: AUC 0\.\d{4} \(\d+ s\)", lines[0])
+    assert lines[1].startswith("[2/2] cowclip, batch 512, seed 1: AUC ")
+
+
+def test_an_interrupted_sweep_keeps_its_runs(data, tmp_path, monkeypatch):
+    def interrupted(tasks, jobs):
+        tasks[0].run.mkdir()
+        (tasks[0].run / "diverged.json").write_text("{}")
+        yield tasks[0]
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("merlin_cowclip.workflows.study.sweep.run_all", interrupted)
+    with pytest.raises(Stopped, match="after 1 of 4 runs, which are kept in .* same command again"):
+        sweep(CURVES, data, tmp_path / "out", SETTING, progress=False)
+
+
 def test_a_diverged_run_is_in_the_table(data, tmp_path):
     values = {"dense_lr": 1e30, "embedding_lr": 1e30}
     setting = dataclasses.replace(SETTING, values=values, seeds=(1,))
@@ -111,8 +132,8 @@ def test_a_diverged_run_is_in_the_table(data, tmp_path):
 
 @pytest.mark.extended
 def test_killed_and_begun_again(data, tmp_path, monkeypatch):
-    """Real processes finish their runs; the next sweep waits for them."""
-    monkeypatch.setattr("merlin_cowclip.workflows.study.sweep.work_off", workers.work_off)
+    """The processes of a killed sweep save their runs; the next sweep waits for them."""
+    monkeypatch.setattr("merlin_cowclip.workflows.study.sweep.run_all", workers.run_all)
     out = tmp_path / "out"
     program = [sys.executable, "-m", "merlin_cowclip.workflows.commands.main", "sweep", "curves"]
     command = [*map(str, (*program, data.path, "--out", out)), *OPTIONS, "--quiet", "--jobs", "2"]
@@ -134,9 +155,8 @@ def test_killed_and_begun_again(data, tmp_path, monkeypatch):
 @pytest.mark.extended
 def test_a_stop_reaches_the_process_that_trains(data, tmp_path):
     long = dataclasses.replace(SETTING.run("cowclip", 128), epochs=10_000)
-    run, claims = tmp_path / "run", tmp_path / "claims"
-    task = workers.Task(run, claims, data.path, identity_of(data), long.to_dict())
-    work = workers.work_off([task], 1)
+    run = tmp_path / "run"
+    work = workers.run_all([workers.Task("long", run, data.path, long.to_dict())], 1)
 
     def stop(number, frame):
         raise KeyboardInterrupt

@@ -1,96 +1,95 @@
-"""How a process of a sweep ends, told by substitutes of `train` and `resume`."""
+"""How a run of a sweep ends, told by substitutes of `train` and `resume`."""
 
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import json
 import os
-import sys
-import traceback
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 
-from merlin_cowclip.workflows.errors import UserError
+from merlin_cowclip.workflows.data.prepared import PreparedData
+from merlin_cowclip.workflows.errors import Stopped, UserError
 from merlin_cowclip.workflows.study import workers
-from merlin_cowclip.workflows.study.claims import Claims
+from merlin_cowclip.workflows.training import train as training
 from merlin_cowclip.workflows.training.configuration import TrainConfig
-
-
-class NotFiniteError(UserError):
-    """Substitute of the error of the NaN detection."""
+from merlin_cowclip.workflows.training.watch import NotFiniteError
 
 
 @pytest.fixture
 def task(tmp_path):
-    (tmp_path / "data").mkdir()
-    run, claims, data = (tmp_path / name for name in ("run", "claims", "data"))
-    return workers.Task(run, claims, data, "sha", TrainConfig().to_dict())
+    return workers.Task("a run", tmp_path / "run", tmp_path / "data", TrainConfig().to_dict())
 
 
-@pytest.fixture
-def training(monkeypatch):
-    """What `_trained` imports; a test sets `train` and `resume`."""
-    monkeypatch.setattr(workers, "identity_of", lambda data: "sha")
-    found = SimpleNamespace(train=None, resume=None)
-    contents = {
-        "data.prepared": {"PreparedData": SimpleNamespace(open=lambda path: path)},
-        "training.watch": {"NotFiniteError": NotFiniteError},
-        "training.train": {
-            "train": lambda *args, **more: found.train(*args, **more),
-            "resume": lambda *args, **more: found.resume(*args, **more),
-        },
-    }
-    for name, content in contents.items():
-        module = ModuleType(name)
-        vars(module).update(content)
-        monkeypatch.setitem(sys.modules, f"merlin_cowclip.workflows.{name}", module)
+@pytest.fixture(autouse=True)
+def calls(monkeypatch):
+    """By name what `train` and `resume` do; each makes a result unless a test says otherwise."""
+
+    def finish(run):
+        run.mkdir(exist_ok=True)
+        (run / "result.json").touch()
+
+    found = {"train": finish, "resume": finish}
+    monkeypatch.setattr(PreparedData, "open", lambda path: path)
+    monkeypatch.setattr(training, "train", lambda data, config, run, **_: found["train"](run))
+    monkeypatch.setattr(training, "resume", lambda run, **_: found["resume"](run))
     return found
 
 
-def finished(run):
-    run.mkdir(exist_ok=True)
-    (run / "result.json").touch()
-
-
 def raising(error):
-    def raise_it(*args, **more):
+    def raise_it(run):
         raise error
 
     return raise_it
 
 
-def test_an_interrupted_run_is_resumed_with_the_data_where_they_are_now(task, training):
+def test_an_interrupted_run_is_resumed(task, calls):
     task.run.mkdir()
     (task.run / "config.json").touch()
-    seen = []
-
-    def resume(run, *, data, jobs, progress):
-        seen.append((run, data, jobs))
-        finished(run)
-
-    training.resume = resume
-    assert workers._trained(dataclasses.replace(task, jobs=3)).how == "done"
-    assert seen == [(task.run, task.data, 3)]
+    calls["train"] = raising(AssertionError)
+    assert workers._train(task) == ("done", "")
     assert task.is_done
 
 
-def test_checkpoints_left_by_a_killed_process_are_removed(task, training):
+def test_checkpoints_left_by_a_killed_process_are_removed(task, calls):
     (task.run / "checkpoints").mkdir(parents=True)
-    finished(task.run)
+    (task.run / "result.json").touch()
     assert not task.is_done
-    training.train = training.resume = raising(AssertionError)
-    assert workers._trained(task).how == "done"
-    assert not (task.run / "checkpoints").exists()
+    calls["train"] = calls["resume"] = raising(AssertionError)
+    assert workers._train(task) == ("done", "")
     assert task.is_done
 
 
-def test_a_run_of_another_process_is_left_to_it(task, training):
-    claim = Claims(task.claims).take("run")
-    assert workers._trained(task).how == "busy"
-    claim.let_go()
-    training.train = lambda data, config, out, **more: finished(out)
-    assert workers._trained(task).how == "done"
+def test_a_run_of_another_process_is_left_to_it(task, calls):
+    task.run.mkdir()
+    (task.run / "config.json").touch()
+    number = os.open(task.run / ".lock", os.O_RDWR | os.O_CREAT)
+    fcntl.flock(number, fcntl.LOCK_EX)
+    calls["resume"] = raising(UserError("a run must be trained by one process at a time"))
+    assert workers._train(task) == ("busy", "")
+    os.close(number)
+    assert workers._train(task) == ("refused", "a run must be trained by one process at a time")
+
+
+@pytest.mark.parametrize("name", ["train", "resume"])
+def test_a_run_that_another_process_began_or_removed_meanwhile(task, calls, name):
+    config = task.run / "config.json"
+
+    def changed(run):
+        if name == "train":
+            run.mkdir()
+            config.touch()
+        else:
+            config.unlink()
+        raise UserError("output folder must, or must not, exist")
+
+    if name == "resume":
+        task.run.mkdir()
+        config.touch()
+    calls[name] = changed
+    assert workers._train(task) == ("busy", "")
 
 
 @pytest.mark.parametrize(
@@ -100,29 +99,28 @@ def test_a_run_of_another_process_is_left_to_it(task, training):
         UserError("predictions must be numbers. Received: NaN for 3 of 5 rows"),
     ],
 )
-def test_a_diverged_run_is_done(task, training, error):
-    training.train = raising(error)
-    assert workers._trained(task).how == "done"
+def test_a_diverged_run_is_done(task, calls, error):
+    calls["train"] = raising(error)
+    assert workers._train(task) == ("done", "")
     assert task.is_done
     assert json.loads((task.run / "diverged.json").read_text())["message"] == str(error)
 
 
-def test_data_that_were_prepared_again_meanwhile_are_refused(task, training, monkeypatch):
-    monkeypatch.setattr(workers, "identity_of", lambda data: "another")
-    training.train = raising(AssertionError)
-    with pytest.raises(UserError, match="the data of a sweep must stay what they are. Received: "):
-        workers._trained(task)
+def test_a_stopped_run_says_so(task, calls):
+    calls["train"] = raising(Stopped("saved", 15))
+    assert workers._train(task) == ("stopped", "saved")
     assert not task.is_done
 
 
 @pytest.mark.extended
 def test_an_internal_error_has_its_traceback(task):
-    broken = dataclasses.replace(task, claims=None)
-    with pytest.raises(
-        workers.FailedError, match=f"AttributeError: .*, while {task.run} was"
-    ) as failed:
-        list(workers.work_off([broken], 1))
-    assert "in _trained" in "".join(traceback.format_exception(failed.value))
+    refused = dataclasses.replace(task, config={"batch_size": 0})
+    with pytest.raises(UserError, match="batch_size must be"):
+        list(workers.run_all([refused], 1))
+    broken = dataclasses.replace(task, run=None)
+    with pytest.raises(TypeError) as failed:
+        list(workers.run_all([broken], 1))
+    assert "in _train" in str(failed.value.__cause__)
 
 
 def test_processes_share_the_cores(monkeypatch):
@@ -130,8 +128,11 @@ def test_processes_share_the_cores(monkeypatch):
     monkeypatch.delenv(inter, raising=False)
     monkeypatch.setenv(intra, "3")
     monkeypatch.setattr(os, "cpu_count", lambda: 9)
-    with workers._share_of_the_cores(1):
-        assert inter not in os.environ
-    with workers._share_of_the_cores(4):
-        assert (os.environ[inter], os.environ[intra]) == ("2", "3")
+    monkeypatch.setattr(os, "setpgrp", lambda: None)
+    monkeypatch.setattr(workers.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(workers.threading, "Thread", lambda **_: SimpleNamespace(start=int))
+    workers._begin(1)
     assert inter not in os.environ
+    workers._begin(4)
+    assert (os.environ[inter], os.environ[intra]) == ("2", "3")
+    monkeypatch.delenv(inter)

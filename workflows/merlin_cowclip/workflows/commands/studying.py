@@ -14,8 +14,14 @@ from merlin_cowclip.workflows.commands.tuning import found_by
 from merlin_cowclip.workflows.commands.values import add_schedules, by_field, numbers, schedules_of
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.study.configuration import NETWORK
-from merlin_cowclip.workflows.study.setting import SEEDS, VALUES, Setting, batch_sizes
-from merlin_cowclip.workflows.study.studies import STUDIES, find_study
+from merlin_cowclip.workflows.study.studies import (
+    SEEDS,
+    STUDIES,
+    VALUES,
+    Setting,
+    batch_sizes,
+    find_study,
+)
 
 if TYPE_CHECKING:
     from merlin_cowclip.workflows.commands.parser import Commands
@@ -69,10 +75,11 @@ def add(commands: Commands) -> None:
     sweep.set_defaults(run=_sweep)
     report = commands.add_parser(
         "report",
-        help="a sweep's page: tables beside the paper's numbers, plots, and a verdict",
-        description="Writes OUT/report.html, one page that needs no network.",
+        help="a page on a sweep's studies, or one that compares runs",
+        description="Of a sweep's folder it writes OUT/report.html: each study's table beside the "
+        "paper's numbers, plots, and a verdict. Of runs it writes report.html here.",
     )
-    report.add_argument("out", type=Path, help="the folder of a sweep, finished or not")
+    report.add_argument("out", type=Path, nargs="+", help="a sweep's folder, or run folders")
     report.add_argument(
         "--price-per-hour", type=float, help="of the machine: what an epoch of Criteo would cost"
     )
@@ -126,9 +133,13 @@ def _setting(arguments: argparse.Namespace, data: PreparedData) -> Setting:
 
 
 def _report(arguments: argparse.Namespace) -> None:
-    from merlin_cowclip.workflows.study.cost import CRITEO_ROWS, Cost
-    from merlin_cowclip.workflows.study.report import report
+    from merlin_cowclip.workflows.study.report import CRITEO_ROWS, Cost, compare, report
+    from merlin_cowclip.workflows.training.runs import CONFIG
 
     rows, price = arguments.rows, arguments.price_per_hour
     cost = Cost(CRITEO_ROWS if rows is None else rows, price)
-    print(report(arguments.out, None if rows is price is None else cost))
+    first, *others = arguments.out
+    if others or (first / CONFIG).exists():
+        print(compare(arguments.out))
+    else:
+        print(report(first, None if rows is price is None else cost))

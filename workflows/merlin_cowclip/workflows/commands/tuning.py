@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -87,6 +88,7 @@ def _tune(arguments: argparse.Namespace) -> None:
         trials=arguments.trials,
         seeds=arguments.seeds,
         budget=arguments.budget,
+        command=shlex.join(["merlin-cowclip", *sys.argv[1:]]),
         progress=not arguments.quiet,
     )
     print(tuned.tables())

@@ -66,16 +66,12 @@ def _rates_of(found: TrainConfig) -> str:
     schedules: list[Any] = [found.dense_schedule, found.embedding_schedule]  # plain ones
     falls = [s is not None and (s["name"], s.get("to")) == ("linear", 0.0) for s in schedules]
     searched = not any(schedules) or (all(falls) and schedules[0] == schedules[1])
-    others = {
-        "dense_schedule": None if searched else schedules[0],
-        "embedding_schedule": None if searched else schedules[1],
-        "clip_tables": found.clip_tables,
-    }
-    if any(value is not None for value in others.values()):
-        said = ", ".join(f"{k}={v!r}" for k, v in others.items() if v is not None)
+    names = ("clip_tables",) if searched else ("dense_schedule", "embedding_schedule")
+    others = {name: value for name in names if (value := getattr(found, name)) is not None}
+    if others:
         raise UserError(
             "base must have what a tune searches: learning rates that are constant or both fall in "
-            f"a straight line to 0, and all tables clipped alike. Received: {said}. Give its "
+            f"a straight line to 0, and all tables clipped alike. Received: {others}. Give its "
             "hyperparameters alone, as base=config.hyperparameters"
         )
     return "falling" if any(schedules) else "constant"
@@ -89,11 +85,9 @@ class TuneConfig:
       batch_size: samples per update, B, at which the values are searched.
       network: which network, by `TrainConfig`'s names: ``{"model": "dcn", "mlp": (128,)}``; of a
         base that another tune found, its own.
-      base: values tuned at ``base["batch_size"]`` (1024 if it is not named), from which every rule
-        predicts those at B, by `Hyperparameters`' names; what is left out is each rule's recipe (of
-        a whole `Hyperparameters` nothing: its clip, σ and warm-up are those of every rule).
-        What another tune found is its `Tuned.train_config()`, which brings its network, update
-        and rates along.
+      base: values tuned at ``base["batch_size"]`` (1024 if it is not named), by `Hyperparameters`'
+        names; what is left out is each rule's recipe. Or what another tune found, its
+        `Tuned.train_config()`, which brings its network, update and rates along.
       update: "exact" or "lazy", of the starting points; both are searched.
       rates: "constant" or "falling", of the starting points; both are searched.
       epochs: the most that a trial trains.

@@ -27,11 +27,9 @@ def hold_out(
 ) -> PreparedData:
     """Prepared data whose test part is held out of the source's training part.
 
-    Of each row group as many rows as make up its share, ⌊share·N⌋ of all N, drawn at random; they
-    are the test part, the others the training part, both in the source's order. The source's own
-    test part is not read, and nothing of it is here. Vocabulary, workflow, schema and counts are
-    the source's: counts are of all N rows. A row group at a time is in memory, or 65,536 rows of a
-    larger one.
+    The share is drawn at random from each row group, and both parts keep the source's order. The
+    source's own test part is not read. Vocabulary, workflow, schema and counts are the source's.
+    A row group at a time is in memory, or 65,536 rows of a larger one.
 
     Args:
         data: a prepared folder, or an adopted pipeline.

@@ -18,7 +18,7 @@ from merlin_cowclip.workflows.data.frequencies import (
 )
 from merlin_cowclip.workflows.data.prepared import PreparedData
 from merlin_cowclip.workflows.folders import remove
-from merlin_cowclip.workflows.study.pages import Section
+from merlin_cowclip.workflows.study.pages import Cell, Section, Table
 
 NAME = FOLDER = "frequencies"  # of the study, and of its folder in a sweep's
 _POINTS = 60  # of a line, at ranks that are as far apart on a logarithmic axis
@@ -39,49 +39,41 @@ def section(out: Path, record: Mapping[str, Any]) -> Section | None:
     except FileNotFoundError:
         return None
     sizes, rows = found.batch_sizes, found.lines()
-    fields = found.summary.dropna(subset="field").set_index("field")["ids"]
-    figure = line_plot(
-        _lines(out, few_middle_most(fields.to_dict()), int(fields.max())),
+    fields = found.summary.dropna(subset="field").set_index("field")["ids"].to_dict()
+    wanted = sorted({int(rank) for rank in np.geomspace(1, max(fields.values()), _POINTS).round()})
+    table = ds.dataset(out / FOLDER / TABLE).to_table(
+        columns=["field", "rank", "count"], filter=ds.field("rank").isin(wanted)
+    )
+    lines = {
+        field: [
+            (float(rank), float(n), 0.0) for rank, n in zip(of["rank"], of["count"], strict=True)
+        ]
+        for field, of in table.to_pandas().groupby("field")
+        if field in few_middle_most(fields)
+    }
+    plot = line_plot(
+        lines,
         "rank of the id",
         f"occurrences in {found.rows:,} rows",
         logarithmic=True,
         logarithmic_x=True,
     )
-    verdict = f"Of all ids {rows[-1][4]} % are rarer than one in a batch of {sizes[0]:,}"
-    if len(sizes) > 1:
-        verdict += f", {rows[-1][-1]} % of {sizes[-1]:,}"
+    rare = [Cell(f"rare at {size:,}, %") for size in sizes]
+    files = [[Cell(name, f"{FOLDER}/{name}")] for name in (SUMMARY, TABLE)]
     return Section(
+        NAME,
         record["title"],
         record["paper"],
-        verdict + ".",
-        ["field", "ids", "top 3, %", "ids for 90 %", *(f"rare at {size:,}, %" for size in sizes)],
-        rows,
-        [
-            "Top 3: the share of a field's occurrences that its three most frequent ids hold. "
-            "Ids for 90 %: as many of the most frequent ones hold that much. Rare: with "
-            "P(id) < 1/batch size; such an id is in s times as many batches of s times the size.",
-            f"All of it: [{FOLDER}/{SUMMARY}]({FOLDER}/{SUMMARY}), by id "
-            f"[{FOLDER}/{TABLE}]({FOLDER}/{TABLE}).",
+        f"{rows[-1][-1]} % of all ids occur less than once in a batch of {sizes[-1]:,}.",
+        tables=[
+            Table(["field", "ids", "top 3, %", "ids for 90 %", *rare], rows),
+            Table(["all of it"], files, words=True),
         ],
-        [("how often ids occur, by rank", figure)],
-        record["command"],
+        notes=[
+            "Top 3: the share of a field's occurrences that its three most frequent ids have. Ids "
+            "for 90 %: how many of the most frequent ids have that share. Rare: P(id) < 1/batch "
+            "size."
+        ],
+        plots=[("how often ids occur, by rank", plot)],
+        command=record["command"],
     )
-
-
-def _lines(
-    out: Path, fields: Sequence[str], ids: int
-) -> dict[str, list[tuple[float, float, float]]]:
-    """By field the counts of its ids, from the most frequent one to the rarest."""
-    wanted = sorted({int(rank) for rank in np.geomspace(1, ids, _POINTS).round()})
-    found = (
-        ds.dataset(out / FOLDER / TABLE)
-        .to_table(columns=["field", "rank", "count"], filter=ds.field("rank").isin(wanted))
-        .to_pandas()
-    )
-    return {
-        field: [
-            (float(rank), float(n), 0.0) for rank, n in zip(of["rank"], of["count"], strict=True)
-        ]
-        for field in fields
-        if len(of := found[found["field"] == field])
-    }

@@ -1,22 +1,36 @@
-"""A report's pictures, as SVG for a page: readable on light and on dark ground, and in print."""
+"""Plots as SVG for a page: readable on light and on dark ground, and in print."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import matplotlib
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-# Okabe and Ito's, for all eyes; the grey of text goes on both grounds.
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6D31", "#7F7F7F")
-_MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
-_INK = "#77808a"
+from merlin_cowclip.workflows.study.pages import read_metrics, read_norms
+from merlin_cowclip.workflows.study.studies import AUC, MINUTES, TUNED, Quantity
+
+if TYPE_CHECKING:
+    from merlin_cowclip.workflows.study.sweep import Outcome
 
 Line = Sequence[tuple[float, float, float]]
 """Points of a line: x, y, and the deviation of y."""
+
+Plot = tuple[str, str]
+"""Title and SVG."""
+
+# Okabe and Ito's, for all eyes.
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6D31", "#7F7F7F")
+_RULES = ("cowclip", "linear", "sqrt", "none", "sqrt_star", "n2_lambda", TUNED, "base")
+_MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
+_INK = "#77808a"  # on both grounds
+_NEAR = 1.0  # % AUC
+_KINDS = ("frequent", "rare")
+_CURVES = {"auc": "test AUC, %", "log_loss": "test log loss", "train_loss": "training loss"}
 
 
 def line_plot(
@@ -30,7 +44,7 @@ def line_plot(
     markers: bool | None = None,
     levels: Mapping[str, float] | None = None,
 ) -> str:
-    """Lines with error bars, by name; as an SVG element.
+    """Lines with error bars as an SVG element; a rule has the same color everywhere.
 
     Args:
       lines: by what the legend calls them.
@@ -46,20 +60,23 @@ def line_plot(
         figure = Figure(figsize=(6, 4), layout="constrained")
         axes: Any = figure.subplots()
         marked = not logarithmic_x if markers is None else markers
-        for i, (name, points) in enumerate(lines.items()):
+        for number, (name, points) in enumerate(lines.items()):
             if not points:
                 continue
+            place = _place(name, lines)
             xs, ys, deviations = zip(*sorted(points), strict=True)
+            if powers_of_two:  # beside each other, so that error bars can be told apart
+                xs = tuple(x * 2 ** (0.04 * (number - (len(lines) - 1) / 2)) for x in xs)
             axes.errorbar(
                 xs,
                 ys,
                 yerr=deviations if any(deviations) else None,
                 label=name,
-                color=_COLOURS[i % len(_COLOURS)],
-                marker=_MARKERS[(i + i // len(_COLOURS)) % len(_MARKERS)] if marked else "",
-                markersize=4,
-                linewidth=1.4,
-                capsize=2,
+                color=_COLOURS[place % len(_COLOURS)],
+                marker=_MARKERS[(place + place // len(_COLOURS)) % 8] if marked else "",
+                markersize=5,
+                linewidth=1.6,
+                capsize=4,
             )
         for name, level in (levels or {}).items():
             axes.axhline(level, label=name, color=_INK, linewidth=1.4, linestyle="--")
@@ -74,21 +91,136 @@ def line_plot(
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))  # epochs
         if logarithmic:
             axes.set_yscale("log")
-        _in_ink(axes, x, y)
-        figure.legend(
-            loc="outside lower center", frameon=False, labelcolor=_INK, fontsize=8, ncols=4
-        )
+        axes.set_xlabel(x, color=_INK, fontsize=11)
+        axes.set_ylabel(y, color=_INK, fontsize=11)
+        axes.tick_params(colors=_INK, which="both")
+        axes.grid(color=_INK, alpha=0.25, linewidth=0.5)
+        for side, spine in axes.spines.items():
+            spine.set_visible(side in ("left", "bottom"))
+            spine.set_color(_INK)
+        legend = {"frameon": False, "labelcolor": _INK, "fontsize": 10, "ncols": 3}
+        figure.legend(loc="outside lower center", **legend)
         text = io.StringIO()
         figure.savefig(text, format="svg", transparent=True, metadata={"Date": None})
     svg = text.getvalue()
     return svg[svg.index("<svg") :]
 
 
-def _in_ink(axes: Any, x: str, y: str) -> None:
-    axes.set_xlabel(x, color=_INK)
-    axes.set_ylabel(y, color=_INK)
-    axes.tick_params(colors=_INK, which="both")
-    axes.grid(color=_INK, alpha=0.25, linewidth=0.5)
-    for side, spine in axes.spines.items():
-        spine.set_visible(side in ("left", "bottom"))
-        spine.set_color(_INK)
+def _place(name: str, lines: Iterable[str]) -> int:
+    """Of a line among colors and markers: a rule's own where lines are rules, else its turn."""
+    names = list(lines)
+    ruled = all(other.split(",")[0] in _RULES for other in names)
+    one_each = len({other.split(",")[0] for other in names}) == len(names)
+    return _RULES.index(name.split(",")[0]) if ruled and one_each else names.index(name)
+
+
+def plots(
+    out: Path, name: str, found: Sequence[Outcome], record: Mapping[str, Any]
+) -> Iterator[Plot]:
+    """The plots of a study in a sweep's folder `out`, of which `found` are the runs so far."""
+    from merlin_cowclip.workflows.study.studies import LOG_LOSS, STUDIES
+
+    quantity = STUDIES[name].quantity
+    for one in (quantity, LOG_LOSS) if quantity is AUC else (quantity,):
+        yield from (_by_learning_rate if name == "learning-rate" else _by_batch_size)(found, one)
+    if name not in ("curves", "gradients"):
+        return
+    runs = list(_first_runs(out, found, record))
+    if name == "curves":
+        for key, title in _CURVES.items():
+            factor = AUC.factor if key == "auc" else 1.0
+            lines = {
+                o.cell.column: [
+                    (float(e["epoch"]), factor * float(e[key]), 0.0) for e in read_metrics(run)
+                ]
+                for o, run in runs
+            }
+            if lines:
+                yield f"{title}, by epoch, of the first seed", line_plot(lines, "epoch", title)
+        return
+    lines = {
+        f"{o.cell.row}, {o.cell.column}, {kind}": [
+            (float(row["epoch"]), float(row[f"gradient_norm_{kind}"]), 0.0)
+            for row in read_metrics(run)
+            if row[f"gradient_norm_{kind}"]
+        ]
+        for o, run in runs
+        for kind in _KINDS
+    }
+    if any(lines.values()):
+        plot = line_plot(lines, "epoch", "gradient norm", logarithmic=True)
+        yield "mean norm of an id's gradient before the clip, of the first seed", plot
+    norms = dict(_norms(runs))
+    if norms:
+        x, y = "gradient norm, from one power of two on", "% of the rows"
+        plot = line_plot(norms, x, y, logarithmic_x=True)
+        yield "norms of the ids' gradients in the last epoch, of the first seed", plot
+
+
+def _by_batch_size(found: Sequence[Outcome], quantity: Quantity) -> Iterator[Plot]:
+    lines = _lines(
+        [o for o in found if o.cell.column != "baseline"],
+        quantity,
+        lambda o: (o.cell.row, float(o.cell.config.batch_size)),
+    )
+    if len({x for points in lines.values() for x, _, _ in points}) < 2:
+        return
+    log = quantity is MINUTES
+    plot = line_plot(lines, "batch size", quantity.name, powers_of_two=True, logarithmic=log)
+    yield f"{quantity.name}, by batch size", plot
+    best = max(y for points in lines.values() for _, y, _ in points)
+    near = {k: line for k, line in lines.items() if min(y for _, y, _ in line) > best - _NEAR}
+    if quantity is AUC and 1 < len(near) < len(lines):  # a far one presses the others together
+        plot = line_plot(near, "batch size", quantity.name, powers_of_two=True)
+        yield f"{quantity.name}, of the rows within {_NEAR:g} % of the best", plot
+
+
+def _by_learning_rate(found: Sequence[Outcome], quantity: Quantity) -> Iterator[Plot]:
+    """Figure 2, right: one line for each rule and batch size."""
+    lines = _lines(
+        found,
+        quantity,
+        lambda o: (
+            f"{o.cell.row.split(',')[0]}, {o.cell.column}",
+            o.cell.config.hyperparameters.embedding_lr,
+        ),
+    )
+    if any(len(points) > 1 for points in lines.values()):
+        x = "learning rate of the embeddings (that of the dense weights moves with it)"
+        plot = line_plot(lines, x, quantity.name, logarithmic_x=True, markers=True)
+        yield f"{quantity.name}, by learning rate", plot
+
+
+def _lines(
+    found: Sequence[Outcome], quantity: Quantity, place: Callable[[Outcome], tuple[str, float]]
+) -> dict[str, list[tuple[float, float, float]]]:
+    """Mean and deviation of every cell, by its line and x."""
+    lines: dict[str, list[tuple[float, float, float]]] = {}
+    for outcome in found:
+        mean = outcome.mean(quantity.key)
+        if mean is not None:
+            line, x = place(outcome)
+            point = (x, quantity.factor * mean[0], quantity.factor * mean[1])
+            lines.setdefault(line, []).append(point)
+    return lines
+
+
+def _norms(runs: Iterable[tuple[Outcome, Path]]) -> Iterator[tuple[str, Line]]:
+    """Figure 4: how the rows' gradient norms lie in the last epoch, of each run."""
+    for outcome, run in runs:
+        bins = read_norms(run)
+        bins = [one for one in bins if one["epoch"] == bins[-1]["epoch"]]
+        rows = sum(int(one[kind]) for one in bins for kind in _KINDS)
+        for kind in _KINDS:
+            points = [(float(one["norm"]), 100 * int(one[kind]) / rows, 0.0) for one in bins]
+            yield f"{outcome.cell.row}, {outcome.cell.column}, {kind}", points
+
+
+def _first_runs(
+    out: Path, found: Sequence[Outcome], record: Mapping[str, Any]
+) -> Iterator[tuple[Outcome, Path]]:
+    """Of each cell the run of the first seed that ended, and did not diverge."""
+    for outcome, cell in zip(found, record["cells"], strict=True):
+        seed = next((s for s, r in outcome.results.items() if r is not None), None)
+        if seed is not None:
+            yield outcome, out / "runs" / cell["runs"][str(seed)]

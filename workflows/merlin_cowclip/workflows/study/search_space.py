@@ -66,11 +66,8 @@ class SearchSpace:
     """Points at one batch size, as parameters of a search: numbers and choices by name.
 
     All numbers but the warm-up's are searched logarithmically. λ and ζ may be 0, for which a tenth
-    below their least value stands. r and ζ are parameters of points with a clip alone.
-
-    Args:
-      batch_size: of all points.
-      starts: points that the ranges must hold; they grow where they do not.
+    below their least value stands. r and ζ are parameters of points with a clip alone. Ranges grow
+    to hold the starting points.
 
     Raises:
       ValueError: a starting point cannot be searched: another batch size, another clip than

@@ -8,10 +8,11 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
+from merlin_cowclip.plugins._checks import make_plain
 from merlin_cowclip.plugins.scaling import (
     SCALING_RULES,
     Hyperparameters,
@@ -19,8 +20,7 @@ from merlin_cowclip.plugins.scaling import (
     scale,
 )
 from merlin_cowclip.workflows.errors import UserError, quoted
-from merlin_cowclip.workflows.study.configuration import NETWORK
-from merlin_cowclip.workflows.study.setting import SEEDS, Setting
+from merlin_cowclip.workflows.study.configuration import NETWORK, network_of
 from merlin_cowclip.workflows.training.configuration import TrainConfig
 from merlin_cowclip.workflows.training.networks import NETWORKS as OPTIONS
 
@@ -32,6 +32,163 @@ NETWORKS = ("deepfm", "wide_and_deep", "dcn", "dcn_v2")
 
 TUNED = "tune"
 """The row of what tunes found, in place of a rule."""
+
+
+SEEDS = (1234, 1235, 1236)
+"""The paper's (Appendix H)."""
+
+VALUES = ("dense_lr", "embedding_lr", "l2", "clip_ratio", "clip_floor")
+"""What of a base all rules share; the rest is each rule's recipe."""
+
+_OWN = ("rule", "base", "batch_size", "seed")  # of each run's configuration: the study's
+_OPTIONS = tuple(one.name for one in dataclasses.fields(TrainConfig) if one.name not in _OWN)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all runs of a study have in common, and how far it goes.
+
+    Attributes:
+      batch_sizes: in samples per update, rising; the values were tuned at the first, the base.
+      values: of the base that replace those of each rule's recipe, by the names of `VALUES`.
+      config: options of `TrainConfig` for every run but the rule, base, batch size and seed.
+      seeds: of the runs of each cell.
+      thresholds: constants of the clips "global", "field" and "column" at the base batch size.
+      found: what tunes found, each at another of the batch sizes: a row beside the rules, for as
+        many epochs as they.
+
+    Raises:
+      UserError: a value out of range, an unknown name, or what was found is of another network or
+        batch size.
+    """
+
+    batch_sizes: Sequence[int]
+    values: Mapping[str, float] = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict)
+    seeds: Sequence[int] = SEEDS
+    thresholds: Mapping[str, float] = field(
+        default_factory=lambda: {"global": 25.0, "field": 0.1, "column": 1e-4}
+    )
+    found: Sequence[TrainConfig] = ()
+
+    def __post_init__(self) -> None:
+        for name, option in (("batch_sizes", "batch_size"), ("seeds", "seed")):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+            values = getattr(self, name)
+            if not values or len(set(values)) < len(values):
+                raise UserError(
+                    f"{name} must name something, and each only once. Received: {list(values)}. "
+                    "Correct it"
+                )
+            for value in values:
+                TrainConfig(**{option: value})
+        make_plain(self)
+        for given, allowed in (("values", VALUES), ("config", _OPTIONS)):
+            if others := sorted(set(getattr(self, given)) - set(allowed)):
+                raise UserError(
+                    f"{given} of a setting must be among {', '.join(allowed)}: the rules, batch "
+                    f"sizes and seeds are the study's. Received: {others}. Leave them out"
+                )
+        if list(self.batch_sizes) != sorted(self.batch_sizes):
+            raise UserError(
+                "batch_sizes must rise from the base, where the values were tuned. Received: "
+                f"{list(self.batch_sizes)}. Sort them, the base first"
+            )
+        sizes = [config.batch_size for config in self.found]
+        if len(set(sizes)) < len(sizes) or not set(sizes) <= set(self.batch_sizes):
+            raise UserError(
+                "what was tuned must be at one of the batch sizes, and each at another. Received: "
+                f"{sizes}, and batch_sizes {list(self.batch_sizes)}. Name others"
+            )
+        for config in self.found:
+            _refuse_clip_tables(config)
+            network_of(config, TrainConfig(**self.config).to_dict())  # whose defaults count
+
+    @classmethod
+    def of_tune(
+        cls,
+        tuned: TrainConfig,
+        batch_sizes: Sequence[int],
+        values: Mapping[str, float] | None = None,
+        config: Mapping[str, Any] | None = None,
+        *,
+        networks: Sequence[str] = (),
+        **others: Any,
+    ) -> Setting:
+        """The setting whose base is what a tune found, with its network, update and schedules.
+
+        `values` and `config` go before its own; a study of several `networks` takes of its options
+        those that any of them has.
+        """
+        _refuse_clip_tables(tuned)
+        if batch_sizes and batch_sizes[0] != tuned.batch_size:
+            raise UserError(
+                "the first of the batch sizes must be where the base was tuned. Received: "
+                f"{batch_sizes[0]:,}, and a base tuned at {tuned.batch_size:,}. Begin with that"
+            )
+        given = config or {}
+        network = network_of(tuned, given)
+        of_run = {"update": tuned.update, "deterministic": tuned.deterministic}
+        if networks:
+            network = {
+                option: value
+                for option, value in network.items()
+                if any(option in OPTIONS[name] for name in networks)
+            }
+        hp = tuned.hyperparameters
+        shared = VALUES if hp.clip == "adaptive_column" else VALUES[:3]
+        return cls(
+            batch_sizes,
+            {**{name: getattr(hp, name) for name in shared}, **(values or {})},
+            {**of_run, **tuned.schedules(), **network, **given},
+            **others,
+        )
+
+    @property
+    def base(self) -> int:
+        """The batch size where the values were tuned."""
+        return self.batch_sizes[0]
+
+    @property
+    def largest(self) -> int:
+        """The largest batch size."""
+        return self.batch_sizes[-1]
+
+    def tuned(self, rule: str) -> Hyperparameters:
+        """A rule's recipe with the values of the base."""
+        given = {k: v for k, v in self.values.items() if v is not None}
+        try:
+            return recipe(rule).replace(batch_size=self.base, **given)
+        except ValueError as error:
+            raise UserError(str(error)) from None
+
+    def run(self, rule: str, batch_size: int) -> TrainConfig:
+        """A run at a batch size, with the base scaled by a rule."""
+        own = {"rule": rule, "base": self.tuned(rule), "batch_size": batch_size}
+        return TrainConfig(**{**self.config, **own})
+
+    def at(self, values: Hyperparameters) -> TrainConfig:
+        """A run with these values at their own batch size."""
+        own = {"rule": "none", "base": values, "batch_size": values.batch_size}
+        return TrainConfig(**{**self.config, **own})
+
+
+def _refuse_clip_tables(found: TrainConfig) -> None:
+    """No study clips some tables alone: its runs would be without, and no word."""
+    if found.clip_tables is not None:
+        raise UserError(
+            "a study's base, and what was tuned, must clip all tables alike. Received: "
+            f"clip_tables={list(found.clip_tables)}, tuned at {found.batch_size:,}. Give it "
+            "without, as dataclasses.replace(config, clip_tables=None)"
+        )
+
+
+def batch_sizes(base: int, rows: int) -> tuple[int, ...]:
+    """The base doubled, up to the paper's 128 times, while an epoch of `rows` has enough steps."""
+    found = [base]
+    while 2 * found[-1] <= 128 * base and not few_steps(rows, 2 * found[-1]):
+        found.append(2 * found[-1])
+    return tuple(found)
 
 
 @dataclass(frozen=True)
@@ -78,6 +235,21 @@ LOG_LOSS = Quantity("log_loss", "test log loss", 1.0, 5)
 MINUTES = Quantity("train_seconds", "minutes of training", 1 / 60, 2)
 
 
+MIN_STEPS = 30
+"""Per epoch: with fewer there is a warning, and no verdict."""
+
+
+def few_steps(rows: int, batch_size: int) -> str:
+    """What to say of a batch that leaves few steps in an epoch of `rows`; else nothing."""
+    steps = rows // batch_size
+    if steps >= MIN_STEPS:
+        return ""
+    return (
+        f"at batch size {batch_size:,} an epoch has only {steps} steps. With fewer than "
+        f"{MIN_STEPS} a result reflects the number of steps, not the batch size."
+    )
+
+
 @dataclass(frozen=True)
 class Study:
     """An experiment of the paper.
@@ -87,7 +259,7 @@ class Study:
       title: what it asks.
       paper: the tables and figures that it repeats.
       cells: the runs of a setting.
-      rows, columns: what the rows and columns of its table are.
+      rows: what the rows of its table are; its columns are batch sizes.
       quantity: what its table has of each cell.
       networks: that it trains; none: the setting's.
     """
@@ -97,7 +269,6 @@ class Study:
     paper: str
     cells: Callable[[Setting], Iterator[Cell]]
     rows: str
-    columns: str = "batch size"
     quantity: Quantity = AUC
     networks: Sequence[str] = ()
 

@@ -24,22 +24,27 @@ from merlin_cowclip.workflows.data.top_ids import keep_top_ids
 from merlin_cowclip.workflows.errors import Stopped, UserError
 from merlin_cowclip.workflows.folders import (
     all_or_nothing,
-    begun_before,
     refuse_pattern,
-    remove,
     write_json,
 )
 from merlin_cowclip.workflows.progress import progress_bar
 from merlin_cowclip.workflows.quiet import quiet_imports
 from merlin_cowclip.workflows.study import occurrences
-from merlin_cowclip.workflows.study.claims import Claims, alone_in
-from merlin_cowclip.workflows.study.studies import TOP, Cell, Quantity, Setting, Study
-from merlin_cowclip.workflows.study.workers import DIVERGED, Task, work_off
+from merlin_cowclip.workflows.study.locks import alone_in
+from merlin_cowclip.workflows.study.studies import (
+    TOP,
+    Cell,
+    Quantity,
+    Setting,
+    Study,
+    few_steps,
+)
+from merlin_cowclip.workflows.study.workers import DIVERGED, Task, run_all
 from merlin_cowclip.workflows.training.configuration import TrainConfig
 from merlin_cowclip.workflows.training.runs import RESULT, columns_of, identity_of
 
 FORMAT_VERSION = 1
-RECORD, STUDIES_, RUNS, CLAIMS = "sweep.json", "studies", "runs", ".claims"
+RECORD, STUDIES_, RUNS = "sweep.json", "studies", "runs"
 _TOP_IDS = 3
 
 
@@ -79,8 +84,7 @@ def sweep(
 ) -> str:
     """Train what a study takes and is not there yet; returns its table.
 
-    Stopped or killed and started again, it goes on: finished runs stay, those in hand go on from
-    their last checkpoint. Several may work on one folder. Of a finished run the checkpoints go.
+    Stopped or killed and started again, it goes on. Several may work on one folder.
 
     Args:
       study: from `STUDIES`.
@@ -107,31 +111,34 @@ def sweep(
         )
     _open(out, data)
     record = {**_record(study, setting, cells), "command": command}
-    with Claims(out / CLAIMS).alone():  # what two sweeps would write at the same time
+    with alone_in(out):  # what two sweeps would write at the same time
         homes = _homes(out, data, cells, progress=progress)
-        (out / STUDIES_).mkdir(exist_ok=True)
+        for folder in (STUDIES_, RUNS):
+            (out / folder).mkdir(exist_ok=True)
         write_json(out / STUDIES_ / f"{study.name}.json", record)
         if not cells:
             return occurrences.count(data, out, setting.batch_sizes, progress=progress)
-    tasks = {}
+    tasks: dict[str, Task] = {}
     for cell in cells:
         for seed in setting.seeds:
             config = dataclasses.replace(cell.config, seed=seed)
             name = run_name(config, cell.data)
-            home = homes[cell.data]
-            place = out / RUNS / name, out / CLAIMS, home.path
-            tasks[name] = Task(*place, identity_of(home), config.to_dict(), jobs)
-    (out / RUNS).mkdir(exist_ok=True)
+            what = f"{cell.row}, batch {config.batch_size}, seed {seed}"
+            task = Task(what, out / RUNS / name, homes[cell.data].path, config.to_dict(), jobs)
+            tasks.setdefault(name, task)
     todo = [task for task in tasks.values() if not task.is_done]
+    done = len(tasks) - len(todo)
+    if progress and (doubt := few_steps(data.rows["train"], setting.largest)):
+        print(f"Warning: {doubt}")
     with progress_bar("sweep", len(tasks), " runs", show=progress) as bar:
-        bar.update(len(tasks) - len(todo))
+        bar.update(done)
         try:
-            for task in work_off(todo, jobs):
+            for task in run_all(todo, jobs):
+                done += 1
                 if progress:
-                    bar.write(_line(task))
+                    bar.write(f"[{done}/{len(tasks)}] {task.name}: {_ended(task.run)}")
                 bar.update()
         except KeyboardInterrupt as error:
-            done = sum(task.is_done for task in tasks.values())
             raise Stopped(
                 f"interrupted after {done} of {len(tasks)} runs, which are kept in {out}, and what "
                 "was in hand is saved. To go on, give the same command again",
@@ -146,20 +153,12 @@ def run_name(config: TrainConfig, data: str) -> str:
 
 
 def read_record(out: Path, name: str) -> dict[str, Any]:
-    """What a study's runs are, as its last sweep wrote it.
-
-    Raises:
-      UserError: there is no such study, or its record is damaged.
-    """
+    """What a study's runs are, as its last sweep wrote it."""
     return _read(out / STUDIES_ / f"{name}.json")
 
 
 def outcomes(out: Path, name: str) -> list[Outcome]:
-    """What the runs of a study came to, those that ended, cell by cell.
-
-    Raises:
-      UserError: there is no such study, or its record or a result is damaged.
-    """
+    """What the runs of a study came to, those that ended, cell by cell."""
     return _outcomes(out, read_record(out, name))
 
 
@@ -178,11 +177,7 @@ def _outcomes(out: Path, record: Mapping[str, Any]) -> list[Outcome]:
 
 
 def _result_of(run: Path) -> dict[str, Any]:
-    """The result of a run, which must be of the configuration that its name says.
-
-    Raises:
-      UserError: it is not, as of one that was resumed for more epochs.
-    """
+    """Of the configuration that its name says: not so if it was resumed for more epochs."""
     found = read_result(run)
     if not run.name.startswith(found["config"]["identity"][:16]):
         raise UserError(
@@ -200,7 +195,7 @@ def table(study: Study, found: Iterable[Outcome]) -> str:
         (row, *(_shown(cells.get((row, column)), study.quantity) for column in columns))
         for row in rows
     ]
-    header = f"{study.quantity.name}, by {study.rows} and {study.columns}"
+    header = f"{study.quantity.name}, by {study.rows} and batch size"
     return format_table((header, *columns), lines)
 
 
@@ -212,12 +207,7 @@ def _shown(outcome: Outcome | None, quantity: Quantity) -> str:
 
 
 def _check(data: PreparedData, cells: Sequence[Cell]) -> None:
-    """Refuse what cannot be trained or measured, before any of it is.
-
-    Raises:
-      UserError: no test part, or one of one label; a configuration that does not go with the data;
-        or another of Keras's precisions than float32.
-    """
+    """Refuse what cannot be trained or measured, before any of it is."""
     if not data.test_files:
         raise UserError(
             f"a study needs a test part. Received: {data.path}, without one. Name data that has one"
@@ -246,11 +236,7 @@ def _check(data: PreparedData, cells: Sequence[Cell]) -> None:
 
 
 def _open(out: Path, data: PreparedData) -> None:
-    """The folder of the runs, made for these data or found to be of them.
-
-    Raises:
-      UserError: it is something else.
-    """
+    """Make the folder of the runs, or find it to be of these data."""
     refuse_pattern(out, "study")
     mine = {
         "format": FORMAT_VERSION,
@@ -267,7 +253,7 @@ def _open(out: Path, data: PreparedData) -> None:
             f"output folder must not exist, or be of a sweep. Received: {out}, which is neither. "
             "Name another, or remove it"
         )
-    record = read_sweep(out)
+    record = _read(out / RECORD, "Name another folder")
     if {key: record.get(key) for key in mine} != mine:
         raise UserError(
             f"the runs of a folder must be of one data set. Received: {data.path}, and {out}, of "
@@ -283,7 +269,6 @@ def _homes(
     if TOP in homes:
         top = out / TOP
         if not top.exists():
-            remove(*begun_before(top))
             keep_top_ids(data, _TOP_IDS, top, progress=progress)
         homes[TOP] = PreparedData.open(top)
     return homes
@@ -296,7 +281,6 @@ def _record(study: Study, setting: Setting, cells: Sequence[Cell]) -> dict[str, 
         "title": study.title,
         "paper": study.paper,
         "rows": study.rows,
-        "columns": study.columns,
         "batch_sizes": list(setting.batch_sizes),
         "seeds": list(setting.seeds),
         "cells": [
@@ -315,14 +299,11 @@ def _record(study: Study, setting: Setting, cells: Sequence[Cell]) -> dict[str, 
     }
 
 
-def _line(task: Task) -> str:
-    """How a run ended."""
-    config = TrainConfig.from_dict(task.config)
-    what = f"{config.model}, batch {config.batch_size:,}, seed {config.seed}, {task.run.name}"
-    if not (task.run / RESULT).exists():
-        return f"{what}: diverged"
-    result = read_result(task.run)
-    return f"{what}: test AUC {result['auc']:.5f}, {result['train_seconds']:.0f} s"
+def _ended(run: Path) -> str:
+    if not (run / RESULT).exists():
+        return "diverged"
+    result = read_result(run)
+    return f"AUC {result['auc']:.4f} ({result['train_seconds']:.0f} s)"
 
 
 def _read(path: Path, remedy: str = "Sweep again") -> dict[str, Any]:
@@ -337,19 +318,6 @@ def _read(path: Path, remedy: str = "Sweep again") -> dict[str, Any]:
     return found
 
 
-def read_sweep(out: Path) -> dict[str, Any]:
-    """Of which data a folder's runs are.
-
-    Raises:
-      UserError: that is damaged.
-    """
-    return _read(out / RECORD, "Name another folder")
-
-
 def read_result(run: Path) -> dict[str, Any]:
-    """What a run came to.
-
-    Raises:
-      UserError: it has no result, or a damaged one.
-    """
+    """What a run came to."""
     return _read(run / RESULT, f"Remove {run}, and sweep again")

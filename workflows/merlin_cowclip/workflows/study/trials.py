@@ -53,8 +53,6 @@ def epochs_of(
 ) -> Generator[Epoch, None, None]:
     """Train as `train(rows, config)` would, to the last bit, and measure after each epoch.
 
-    The process's random seeds are set.
-
     Args:
       rows: what `hold_out` made.
       config: of the trial.

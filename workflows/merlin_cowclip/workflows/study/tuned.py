@@ -1,20 +1,21 @@
-"""A tune's folder: its record, what it ended with, and how to train with that."""
+"""A tune's folder: its record, what it ended with, how to train with that, and what is printed."""
 
 from __future__ import annotations
 
 import json
 import os
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from merlin_cowclip.plugins._text import format_table
 from merlin_cowclip.workflows.data.prepared import PreparedData
-from merlin_cowclip.workflows.errors import UserError, shown
-from merlin_cowclip.workflows.study.configuration import BASE_OPTIONS, TuneConfig
+from merlin_cowclip.workflows.errors import UserError, clipped, shown
+from merlin_cowclip.workflows.folders import refuse_existing
+from merlin_cowclip.workflows.study.configuration import TuneConfig
 from merlin_cowclip.workflows.training.configuration import TrainConfig
-from merlin_cowclip.workflows.training.networks import NETWORKS
 from merlin_cowclip.workflows.training.runs import columns_of, identity_of
 
 FORMAT_VERSION = 2
@@ -23,6 +24,9 @@ ROWS = "rows"
 TUNED = "tuned.json"
 RESULT = "result.json"  # written last: without it the tune did not end
 _AGAIN = "Tune again into another folder"
+_NUMBERS = ("dense_lr", "embedding_lr", "l2", "init_stddev", "warmup_epochs")
+_VALUES = ("dense η", "embed. η", "λ", "σ", "warm-up", "clip r", "clip ζ", "update", "rates")
+_WIDTHS = (7, 8, 8, 6, 5, 9, 9, 9, 9, 8, 9, 9, 7, 9)
 
 
 def record_of(data: PreparedData, config: TuneConfig, precision: str) -> dict[str, Any]:
@@ -36,6 +40,28 @@ def record_of(data: PreparedData, config: TuneConfig, precision: str) -> dict[st
         "config": config.to_dict(),
         "precision": precision,
     }
+
+
+def check_fits(data: PreparedData, config: TuneConfig, out: Path, precision: str) -> None:
+    """Refuse to go on with a tune of something else.
+
+    Raises:
+      UserError: it is of other data or options, or none.
+    """
+    if os.path.isdir(out) and not (out / RECORD).exists():
+        refuse_existing(out)
+    before, now = read_record(out), record_of(data, config, precision)
+    parts = (("config", "options"), ("columns", "columns"), ("data_sha256", "rows"))
+    for key, what in (*parts, ("cardinalities", "vocabulary"), ("precision", "precision")):
+        was, value, name = before[key], now[key], key
+        while isinstance(value, dict) and isinstance(was, dict) and value != was:
+            name = next(k for k in (*value, *was) if value.get(k) != was.get(k))
+            value, was = value.get(name), was.get(name)
+        if value != was:
+            raise UserError(
+                f"a tune must go on with its own {what}, {name}={clipped(repr(was))}. Received: "
+                f"{name}={clipped(repr(value))} for {out}. Leave it out, or name another folder"
+            )
 
 
 def read_record(path: Path) -> dict[str, Any]:
@@ -82,42 +108,13 @@ def how_to_go_on(path: Path, data: str | Path | None = None) -> str:
     return f"merlin-cowclip tune {shlex.quote(str(data))} --out {shlex.quote(str(path))}"
 
 
-def command_of(config: TuneConfig, path: Path, data: Path) -> str | None:
-    """The command that searches the same anew, for a shell.
-
-    Returns:
-        `None` where no options say it: a base that another tune found, or a combiner of no list, or
-        of one whose name has a comma.
-    """
-    base, combiner = config.base or {}, config.network["combiner"]
-    assert isinstance(base, Mapping)
-    if base.keys() - BASE_OPTIONS.keys() or (config.update, config.rates) != ("exact", "constant"):
-        return None
-    if isinstance(combiner, dict):
-        if not combiner or any("," in name for name in combiner):
-            return None
-        combiner = [f"{name}={value}" for name, value in combiner.items()]
-    options = NETWORKS[config.network["model"]]
-    network = {k: v for k, v in config.network.items() if k not in options or options[k].used}
-    given = {"batch_size": config.batch_size, **network, "combiner": combiner}
-    given |= {BASE_OPTIONS[key]: value for key, value in base.items()}
-    given |= {name: getattr(config, name) for name in ("epochs", "held_out", "seed")}
-    words = [how_to_go_on(path, data)]
-    for name, value in given.items():
-        if value is not None:
-            text = ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
-            words.append(f"--{name.replace('_', '-')} {shlex.quote(text)}")
-    return " ".join(words if config.deterministic else [*words, "--no-determinism"])
-
-
 @dataclass(frozen=True)
 class Tuned:
     """A tune that has ended; open one with `Tuned.open`.
 
     `tune.json` (what is tuned), `rows/` (a prepared folder whose test part is held out of the
-    training part), `study.db` (all trials: Optuna's study "tune" in SQLite), `repeats/`,
-    `tuned.json` (the configuration that it found, as `TrainConfig`'s) and `result.json`, which has
-    all numbers.
+    training part), `study.db` (Optuna's studies "tune" and "repeats" in SQLite), `tuned.json` (the
+    configuration that it found, as `TrainConfig`'s) and `result.json`, which has all numbers.
     """
 
     path: Path
@@ -145,17 +142,10 @@ class Tuned:
         missing = "which is written last. Received: {path}. Go on: {again}"
         return TrainConfig.from_dict(_read(self.path, TUNED, missing))
 
-    def tables(self) -> str:
-        """What was found, for a person to read: AUC, values, importance."""
-        from merlin_cowclip.workflows.study.tune_tables import tables
-
-        return tables(self.result)
-
     def check_columns(self, data: PreparedData) -> None:
         """Refuse data with other columns than those that were tuned on.
 
-        Values that were found on one part of a log are good for another: other rows, and the other
-        vocabulary that they have, are no error.
+        Other rows, and the other vocabulary that they have, are no error.
 
         Raises:
           UserError: another label, or other fields.
@@ -168,3 +158,84 @@ class Tuned:
                     f"with {name} {its[name]!r} instead of {mine!r} in {self.path}. Tune on "
                     "this data, or name the other"
                 )
+
+    def tables(self) -> str:
+        """What was found, for a person to read: AUC, values, importance."""
+        result = self.result
+        rows = []
+        for row in result["table"]:
+            difference, deviation = row["difference"], row["difference_deviation"]
+            no_auc = row["mean"] is None and row["search_auc"] is None
+            rows.append(
+                (
+                    row["what"],
+                    "diverged" if row["diverged"] or no_auc else _number(row["mean"]),
+                    _number(row["deviation"]),
+                    ("" if difference is None else f"{difference:+.5f}")
+                    + ("" if deviation is None else f" ± {deviation:.5f}"),
+                    str(len(row["seeds"])),
+                    _number(row["search_auc"]),
+                    str(row["epochs"] or ""),
+                )
+            )
+        header = ("", "held-out AUC", "±", "to the best", "seeds", "in the search", "epochs")
+        values = [(row["what"], *values_of(row)) for row in result["table"]]
+        lines = [format_table(header, rows), "", format_table(("", *_VALUES), values), ""]
+        if result["importance"] is None:
+            lines.append(
+                "Importance of the values: too few trials to say "
+                f"({result['trials_measured']}; 10 at least)."
+            )
+        else:
+            shares = ", ".join(f"{name} {of:.0%}" for name, of in result["importance"].items())
+            over = result["trials_measured"]
+            lines.append(f"Importance of the values, over {over} trials (fANOVA): {shares}.")
+        lines += [
+            f"{row['what']} diverged from {row['diverged']} of {len(row['seeds'])} seeds."
+            for row in result["table"]
+            if row["diverged"]
+        ]
+        if result["table"][0]["diverged"]:
+            lines.append("All that were trained again diverged: search lower learning rates.")
+        if result["not_tried"]:
+            names = ", ".join(result["not_tried"])
+            lines.append(f"Not tried, as the trials or the time were over: {names}.")
+        return "\n".join(lines)
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.5f}"
+
+
+def values_of(point: Mapping[str, Any]) -> list[str]:
+    """The cells of `_VALUES`, of a point as its `to_dict` gives it."""
+    hp = point["hyperparameters"]
+    clip = ("-", "-")
+    if hp["clip"] is not None:
+        clip = (f"{hp['clip_ratio']:.3g}", f"{hp['clip_floor']:.3g}")
+    return [*(f"{hp[name]:.3g}" for name in _NUMBERS), *clip, point["update"], point["rates"]]
+
+
+def _line(cells: Sequence[str], note: str = "") -> str:
+    texts = (f"{cell:>{width}}" for cell, width in zip(cells, _WIDTHS, strict=True))
+    return f"{' '.join(texts)}  {note}".rstrip()
+
+
+HEADER = _line(("trial", "AUC", "best", "epoch", "s", *_VALUES))
+"""Of the lines that `trial_line` makes."""
+
+
+def trial_line(trial: Any, tried: Sequence[Any], most: int) -> str:
+    """A trial that has ended, a `Tried`, of all that have, and of how many are to."""
+    why = trial.why or ""
+    notes = [*trial.rules, "diverged" if len(why) > 40 else why]  # the reason is in the result
+    best = max(one.auc for one in tried)
+    cells = (
+        f"{len(tried)}/{most}",
+        f"{trial.auc:.5f}" if trial.epochs else "-",
+        f"{best:.5f}" if best > 0 else "-",
+        f"{trial.best_epoch}/{len(trial.epochs)}",
+        f"{trial.seconds:.0f}",
+        *values_of(trial.point.to_dict()),
+    )
+    return _line(cells, ", ".join(filter(None, notes)))
