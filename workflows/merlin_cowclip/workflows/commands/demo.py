@@ -168,7 +168,8 @@ def demo_page(finished: Sequence[Run], best_auc: float, command: str) -> Page:
     against = ", ".join(f"{rule} {aucs[rule] - aucs[base]:+.4f}" for rule in rules)
     headline += f" Test AUC against the base's {aucs[base]:.4f}: {against}."
     pairs = list(zip(RUNS, finished, strict=True))
-    rows, words = [], []
+    rows: list[Any] = []
+    words: list[Any] = []
     for one, done in pairs:
         name, *numbers = _numbers(one, done, finished)
         rows.append([Cell(name, f"{one.name}/{RESULT}"), *numbers])
