@@ -14,7 +14,7 @@ import pytest
 from sklearn.metrics import roc_auc_score
 
 from merlin_cowclip.workflows.commands.main import main
-from merlin_cowclip.workflows.data.datasets import CRITEO
+from merlin_cowclip.workflows.data.spec import CRITEO
 from merlin_cowclip.workflows.data.synthetic import write_synthetic
 
 CHATTER = ("oneDNN", "torch", "triton", "WARNING", "Warning", "absl", "TensorRT", "INFO", "DEBUG")

@@ -15,7 +15,7 @@ import pytest
 from merlin_cowclip.plugins._tensorflow import tf
 from merlin_cowclip.workflows.commands import demonstration
 from merlin_cowclip.workflows.commands.demonstration import DemoRun, demo
-from merlin_cowclip.workflows.data.datasets import CRITEO
+from merlin_cowclip.workflows.data.spec import CRITEO
 from merlin_cowclip.workflows.training.configuration import TrainConfig
 from merlin_cowclip.workflows.training.keeping import Keeping
 from merlin_cowclip.workflows.training.train import train

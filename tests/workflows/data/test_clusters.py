@@ -19,9 +19,9 @@ from merlin_cowclip.workflows.data.clusters import (
     gpu_options,
     open_cluster,
 )
-from merlin_cowclip.workflows.data.datasets import CRITEO
 from merlin_cowclip.workflows.data.etl import prepare
 from merlin_cowclip.workflows.data.prepared import PreparedData
+from merlin_cowclip.workflows.data.spec import CRITEO
 from merlin_cowclip.workflows.data.synthetic import write_synthetic
 from merlin_cowclip.workflows.errors import UserError
 
@@ -119,7 +119,7 @@ def test_workers_give_the_same_data(log, by_threads, tmp_path, capfd):
 SCRIPT = """
     import sys
     from merlin_cowclip.workflows.data import etl
-    from merlin_cowclip.workflows.data.datasets import CRITEO
+    from merlin_cowclip.workflows.data.spec import CRITEO
     from merlin_cowclip.workflows.data.etl import prepare
     from merlin_cowclip.workflows.data.fitting import fit
 

@@ -6,9 +6,9 @@ import pytest
 
 from merlin_cowclip.workflows.commands.main import main
 from merlin_cowclip.workflows.data import etl
-from merlin_cowclip.workflows.data.datasets import DatasetSpec, Split
 from merlin_cowclip.workflows.data.etl import prepare
 from merlin_cowclip.workflows.data.prepared import PreparedData
+from merlin_cowclip.workflows.data.spec import DatasetSpec, Split
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.quiet import quiet_imports
 
@@ -111,32 +111,9 @@ def test_a_fault_in_a_later_chunk_is_named_by_its_line(tmp_path, path, quick, mo
     lines[5_000] = lines[5_000].replace(",", ",,", 1)
     path.write_text("\n".join(lines))
     monkeypatch.setattr(etl, "CHUNK_BYTES", (10_000, 10_000))
-    with pytest.raises(UserError, match=r"must have 7 columns.*log.csv, line 5001"):
+    with pytest.raises(UserError, match=r"log.csv, line 5001: Expected 7 columns"):
         quick()
     assert [p.name for p in tmp_path.iterdir()] == ["log.csv"]
-
-
-# Ids that other programs read otherwise
-
-
-@pytest.mark.parametrize(
-    ("first", "second", "note"),
-    [
-        ("1382 77", "1382.0 77.0", "2 ids are written as integers and as floats"),
-        ("1382 77", "1382 77", None),
-        ("True False", "True False", "pandas reads the id True as a truth value"),
-        ("NA DE", "NA DE", "pandas reads the id NA as a missing"),
-    ],
-)
-def test_ids_that_pandas_reads_otherwise_are_told(tmp_path, first, second, note):
-    ids = [*first.split(), *second.split(), ""]
-    rows = "".join(f"{i % 2},{ids[i % 5]}\n" for i in range(100))
-    (tmp_path / "log.csv").write_text("y,x\n" + rows)
-    spec = DatasetSpec(name="ids", label="y", categorical=("x",))
-    data = prepare(spec, [tmp_path / "log.csv"], tmp_path / "out", progress=False)
-    assert set(data.counts("x")["raw"].iloc[3:]) == {*ids} - {""}
-    told = data.report["fields"]["x"].get("note")
-    assert (told is None) if note is None else told.startswith(note)
 
 
 # Rare ids
@@ -218,7 +195,7 @@ def test_hash_buckets_without_a_training_row_are_known(log, quick):
         ({"freq_threshold": -1}, "freq_threshold must be a whole number of at least 0"),
         ({"freq_threshold": {"price": 2}}, "freq_threshold must name fields of ids.*'price'"),
         ({"freq_threshold": {"user": 0.5}}, r"Received: 0.5 for 'user'"),
-        ({"hash_buckets": 0}, "hash_buckets must be a whole number of at least 1"),
+        ({"hash_buckets": 0}, "hash_buckets must be a whole number from 1 to 1073741824"),
         ({"hash_buckets": 5}, "hash_buckets needs a freq_threshold.*5 buckets, threshold 0"),
         ({"non_finite": "zero"}, "non_finite must be one of 'refuse', 'missing'"),
         ({"split": {"kind": "time", "test": 0.1}}, "split.column must name the column of times"),
@@ -263,9 +240,12 @@ def test_split_by_time(log, path, quick, column, share):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda log: log.assign(hour=log["hour"].where(log.index != 7)), "1 of 6000 rows without"),
-        (lambda log: log.assign(hour=5), "two times at least. Received: '5' in all 6000"),
-        (lambda log: log.drop(columns="hour"), "Missing: 'hour'"),
+        (
+            lambda log: log.assign(hour=log["hour"].where(log.index != 7)),
+            "1 of 6,000 rows have no time",
+        ),
+        (lambda log: log.assign(hour=5), "all 6,000 rows have the time '5'"),
+        (lambda log: log.drop(columns="hour"), "no column 'hour'"),
     ],
 )
 def test_times_refused(log, path, quick, change, message):
@@ -291,7 +271,9 @@ def test_numbers_that_are_not_finite(tmp_path, log, path, quick, kind):
         path.write_text(path.read_text().replace(",inf,", ",NaN,"))
         clean.to_csv(tmp_path / "clean.csv", index=False)
     source = tmp_path / f"log.{kind}"
-    with pytest.raises(UserError, match=rf"must be finite.*log.{kind}, (line 5|row 4), .*'price'"):
+    with pytest.raises(
+        UserError, match=rf"log.{kind}, (line 5|row 4), column 'price': the number is (inf|nan)"
+    ):
         quick(spec_of(format=kind), [source])
     data = quick(spec_of(format=kind, non_finite="missing"), [source])
     assert data.report["fields"]["price"]["not_finite"] == 2
@@ -316,7 +298,9 @@ def test_the_saved_workflow_takes_numbers_as_text(log, quick, non_finite):
     for text in ["many", "1_000", *(["nan", "inf"] if non_finite == "refuse" else [])]:
         with pytest.raises(UserError, match=f"'price' must hold numbers.*{text!r}"):
             workflow.transform(raw.assign(price=texts.mask(raw.index == 3, text)))
-    with pytest.raises(UserError, match=r"column 'genres' must hold lists\. Received: .*split"):
+    with pytest.raises(
+        UserError, match=r"cannot read column 'genres': it is string, not a list.*split"
+    ):
         workflow.transform(log.iloc[:200])
 
 
@@ -375,7 +359,7 @@ def test_parquet_files_of_one_log_may_hold_ids_as_numbers_or_text(tmp_path, log,
     spec = spec_of(format="parquet")
     same(quick(spec, [first, second], "two"), quick(spec, [whole], "one"))
     log.iloc[2_000:].assign(price="cheap").to_parquet(second)
-    with pytest.raises(UserError, match=r"'price' must be a column of numbers.*b.parquet"):
+    with pytest.raises(UserError, match=r"cannot read column 'price' of .*b.parquet: .*'cheap'"):
         quick(spec, [first, second])
 
 

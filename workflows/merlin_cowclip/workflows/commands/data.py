@@ -13,8 +13,8 @@ from merlin_cowclip.workflows.errors import UserError, quoted
 
 if TYPE_CHECKING:
     from merlin_cowclip.workflows.commands.parser import Commands
-    from merlin_cowclip.workflows.data.datasets import DatasetSpec
     from merlin_cowclip.workflows.data.prepared import PreparedData
+    from merlin_cowclip.workflows.data.spec import DatasetSpec
 
 
 def add(commands: Commands) -> None:
@@ -102,8 +102,8 @@ def _add_adopt(commands: Commands) -> None:
 
 
 def _prepare(arguments: argparse.Namespace) -> None:
-    from merlin_cowclip.workflows.data.datasets import find_spec
     from merlin_cowclip.workflows.data.etl import prepare
+    from merlin_cowclip.workflows.data.spec import find_spec
 
     data = prepare(
         _changed_spec(find_spec(arguments.dataset), arguments),

@@ -13,8 +13,8 @@ from pathlib import Path
 from merlin_cowclip.plugins._text import format_table
 from merlin_cowclip.plugins.scaling import Hyperparameters, K
 from merlin_cowclip.workflows.commands.demo_page import PAGE, write_demo_page
-from merlin_cowclip.workflows.data.datasets import CRITEO
 from merlin_cowclip.workflows.data.etl import prepare
+from merlin_cowclip.workflows.data.spec import CRITEO
 from merlin_cowclip.workflows.data.synthetic import write_synthetic
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.folders import new_folder, refuse_pattern

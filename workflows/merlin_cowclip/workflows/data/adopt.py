@@ -25,7 +25,6 @@ from merlin_cowclip.workflows.data.encoded_rows import (
     checked_ids,
     checked_labels,
 )
-from merlin_cowclip.workflows.data.encoding import MISSING, PADDING, UNKNOWN
 from merlin_cowclip.workflows.data.existing_parquet import (
     PARTS,
     ParquetFile,
@@ -38,6 +37,7 @@ from merlin_cowclip.workflows.data.existing_workflow import (
     WORKFLOW_FILES,
     Pipeline,
 )
+from merlin_cowclip.workflows.data.prepare.statistics import MISSING, PADDING, UNKNOWN
 from merlin_cowclip.workflows.data.prepared import PreparedData, check_unchanged
 from merlin_cowclip.workflows.data.saved_workflow import save_schema, write_record
 from merlin_cowclip.workflows.data.workflow_graph import (

@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from merlin_cowclip.workflows.data.encoding import PADDING
+from merlin_cowclip.workflows.data.prepare.statistics import PADDING
 from merlin_cowclip.workflows.data.prepared import PreparedData
 from merlin_cowclip.workflows.errors import UserError
 

@@ -3,7 +3,7 @@
 One pass over the text stages every column by itself; from then on a thread or worker has one column
 in memory at a time. Each step is a list of tasks that read and write files, done by threads or by
 Dask's workers (`clusters.py`); here is their order. What a log looks like is `datasets.py`'s;
-reading it is `RawLog`'s.
+reading it is `Source`'s.
 """
 
 from __future__ import annotations
@@ -22,28 +22,22 @@ import numpy as np
 from merlin_cowclip.plugins._checks import is_whole
 from merlin_cowclip.workflows import machine
 from merlin_cowclip.workflows.data import clusters
-from merlin_cowclip.workflows.data.csv_logs import CsvLog
-from merlin_cowclip.workflows.data.datasets import DatasetSpec
 from merlin_cowclip.workflows.data.fitted_workflow import fitted_workflow
 from merlin_cowclip.workflows.data.fitting import FieldJob, Fitted, fit
-from merlin_cowclip.workflows.data.inputs import expand_inputs
-from merlin_cowclip.workflows.data.parquet_logs import ParquetLog
 from merlin_cowclip.workflows.data.part_files import PART_ROWS, part_jobs, write_part
+from merlin_cowclip.workflows.data.prepare.split import split_rows
 from merlin_cowclip.workflows.data.prepared import PreparedData
-from merlin_cowclip.workflows.data.raw_logs import (
-    TIME,
-    Chunk,
-    RawLog,
-    check_logs,
-    unchanged,
-)
 from merlin_cowclip.workflows.data.saved_workflow import (
     make_room_for_ids,
     save_workflow,
     vocabularies,
     write_record,
 )
-from merlin_cowclip.workflows.data.splitting import split_rows
+from merlin_cowclip.workflows.data.sources.base import TIME, Chunk, Source, unchanged
+from merlin_cowclip.workflows.data.sources.csv import CsvSource
+from merlin_cowclip.workflows.data.sources.files import expand_paths
+from merlin_cowclip.workflows.data.sources.parquet import ParquetSource
+from merlin_cowclip.workflows.data.spec import DatasetSpec
 from merlin_cowclip.workflows.data.staging import IN_TRAIN, ROWS, StagedChunk, Staging
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.folders import all_or_nothing, refuse_existing
@@ -53,7 +47,7 @@ from merlin_cowclip.workflows.progress import progress_bar
 if TYPE_CHECKING:
     from tqdm import tqdm
 
-READERS: dict[str, type[RawLog]] = {"csv": CsvLog, "parquet": ParquetLog}
+READERS: dict[str, type[Source]] = {"csv": CsvSource, "parquet": ParquetSource}
 CHUNK_BYTES = (8 << 20, 256 << 20)  # of a log that one task reads, at least and at most
 BUCKET_BYTES = 64  # of memory while a field is fitted, for each of its hash buckets
 CHUNKS_PER_WORKER = 4  # so that all end at about the same time
@@ -106,8 +100,9 @@ def prepare(
     _check_place(out)
     clusters.check_cluster(workers, device)
     _check_memory(spec, clusters.processes(workers, device))
-    logs = [READERS[spec.format](spec, path) for path in expand_inputs(inputs)]
-    check_logs(logs)
+    logs = [READERS[spec.format](spec, path) for path in expand_paths(inputs)]
+    for log in logs:
+        log.check()
     with all_or_nothing(out) as folder:
         scratch = folder / ".scratch"
         scratch.mkdir()
@@ -144,7 +139,7 @@ def _check_memory(spec: DatasetSpec, at_once: int) -> None:
 @dataclass(frozen=True)
 class _ChunkJob:
     number: int
-    log: RawLog
+    log: Source
     chunk: Chunk
     staging: Staging
 
@@ -159,7 +154,7 @@ class _Preparation:
     def __init__(
         self,
         spec: DatasetSpec,
-        logs: list[RawLog],
+        logs: list[Source],
         folder: Path,
         seed: int,
         progress: bool,
@@ -211,11 +206,8 @@ class _Preparation:
                 if not self.cluster.in_process:
                     bar.update(job.chunk.size)
             bar.update(total - bar.n)
-        for log in self.logs:
-            if not rows[log.path]:
-                raise UserError(
-                    f"input file must not be empty. Received: {log.path}, without a row"
-                )
+        if not sum(rows.values()):
+            raise UserError(f"{self.logs[0].path} has no rows. Give a file with rows")
 
     def _split(self) -> None:
         spec, staging = self.spec, self.staging

@@ -12,15 +12,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 import merlin_cowclip.workflows.pickled_types  # noqa: F401  (before parquet is read)
-from merlin_cowclip.workflows.data.datasets import DatasetSpec
 from merlin_cowclip.workflows.data.inputs import (
     as_list,
     in_folders,
     matches,
-    natural_order,
     unfinished,
 )
 from merlin_cowclip.workflows.data.prepared import file_state
+from merlin_cowclip.workflows.data.sources.files import natural_order
+from merlin_cowclip.workflows.data.spec import DatasetSpec
 from merlin_cowclip.workflows.errors import UserError, quoted
 
 PARTS = {"train": "training part", "test": "test part"}

@@ -18,8 +18,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from merlin_cowclip.workflows.data.datasets import DatasetSpec, check_input_names
-from merlin_cowclip.workflows.data.encoding import UNKNOWN
 from merlin_cowclip.workflows.data.existing_parquet import (
     ParquetFile,
     bad_parquet,
@@ -37,12 +35,14 @@ from merlin_cowclip.workflows.data.id_origins import (
 )
 from merlin_cowclip.workflows.data.id_text import as_text
 from merlin_cowclip.workflows.data.input_columns import input_columns
-from merlin_cowclip.workflows.data.inputs import natural_order
+from merlin_cowclip.workflows.data.prepare.statistics import UNKNOWN
 from merlin_cowclip.workflows.data.prepared import domains_of
 from merlin_cowclip.workflows.data.saved_files import (
     refuse_shared_files,
     statistics_of_no_rows,
 )
+from merlin_cowclip.workflows.data.sources.files import natural_order
+from merlin_cowclip.workflows.data.spec import DatasetSpec, check_input_names
 from merlin_cowclip.workflows.data.workflow_graph import (
     SAVED_FILES,
     file_name,

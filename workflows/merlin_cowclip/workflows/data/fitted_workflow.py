@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from merlin_cowclip.workflows.data.datasets import DatasetSpec
+from merlin_cowclip.workflows.data.spec import DatasetSpec
 from merlin_cowclip.workflows.quiet import quiet_imports
 
 if TYPE_CHECKING:
@@ -30,22 +30,20 @@ def build_workflow(spec: DatasetSpec, folder: str | Path) -> nvt.Workflow:
         from merlin.schema import Tags
         from nvtabular import ops
 
-        from merlin_cowclip.workflows.data import operators
+        from merlin_cowclip.workflows.data.prepare import operators
     rare: dict[str, Any] = {}
     if any(spec.threshold_of(name) > 1 for name in spec.ids):
         rare["freq_threshold"] = {name: spec.threshold_of(name) for name in spec.ids}
     if any(spec.buckets_of(name) > 1 for name in spec.ids):
         rare["num_buckets"] = {name: spec.buckets_of(name) for name in spec.ids}
-    text = list(spec.ids) >> operators.IdText(lists=spec.lists)
-    ids = text >> operators.EncodeIds(folder, lists=spec.lists, **rare)
+    encode = operators.EncodeIds(folder, lists=spec.lists, null_values=spec.null_values, **rare)
+    ids = list(spec.ids) >> encode
     target = [Tags.TARGET, Tags.BINARY_CLASSIFICATION]
     nodes = ids + ([spec.label] >> ops.AddMetadata(tags=target))
     if spec.continuous:
-        numbers: Any = list(spec.continuous)
-        if spec.non_finite == "missing":
-            numbers = numbers >> operators.NonFiniteToMissing()
         nodes += (
-            numbers
+            list(spec.continuous)
+            >> operators.ParseNumbers(spec.null_values, spec.non_finite == "missing")
             >> ops.FillMissing(0)
             >> operators.UnitRange(out_dtype="float32")
             >> ops.Clip(min_value=0.0, max_value=1.0)
@@ -71,7 +69,7 @@ def fitted_workflow(
         from merlin.dag import Graph
         from merlin.schema import ColumnSchema, Schema
 
-        from merlin_cowclip.workflows.data.operators import EncodeIds, UnitRange
+        from merlin_cowclip.workflows.data.prepare.operators import EncodeIds, UnitRange
     workflow = build_workflow(spec, folder)
     statistics = {EncodeIds: vocabularies, UnitRange: _range_statistics(ranges)}
     for kind, found in statistics.items():

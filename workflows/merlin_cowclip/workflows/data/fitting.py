@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 
 from merlin_cowclip.workflows.data import clusters
-from merlin_cowclip.workflows.data.arrow_ids import note_on_floats, note_on_truth, note_on_words
-from merlin_cowclip.workflows.data.encoding import (
+from merlin_cowclip.workflows.data.prepare.statistics import (
     MISSING,
     UNKNOWN,
     count_ids,
@@ -106,14 +105,6 @@ def _fit_ids(job: FieldJob) -> Fitted:
         "test_missing": int(np.count_nonzero(test == MISSING)),
         "test_unknown": int(np.count_nonzero((test >= UNKNOWN) & (test < statistics.first_id))),
     }
-    in_csv = spec.format == "csv"
-    notes = [note_on_floats(texts, read_by_pandas=in_csv)]
-    if in_csv:
-        notes.append(note_on_words(texts))
-    if in_csv and name not in spec.lists:
-        notes.append(note_on_truth(texts))
-    if any(notes):
-        report["note"] = "; ".join(filter(None, notes))
     return Fitted(cardinality=statistics.cardinality, report=report)
 
 
@@ -127,13 +118,11 @@ def _fit_numbers(job: FieldJob) -> Fitted:
     if not len(held):
         raise _all_missing(name, "numbers", in_train)
     missing = len(train) - len(held)
-    with np.errstate(over="ignore", invalid="ignore"):
-        mean = float(held.mean())
-    if not np.isfinite(mean):  # the sum was too large, not the mean
-        mean = float((held / len(held)).sum())
     low, high = float(held.min()), float(held.max())
     if missing:  # counts as 0
         low, high = min(low, 0.0), max(high, 0.0)
+    if not np.isfinite(np.subtract(high, low)):
+        raise UserError(f"the range of column {name!r} is too large: {low} to {high}. Scale it")
     staging.store(name, unit_range(numbers, *widened(low, high), job.device))
     test = numbers[~in_train]
     with np.errstate(invalid="ignore"):
@@ -143,7 +132,7 @@ def _fit_numbers(job: FieldJob) -> Fitted:
         "missing": missing,
         "min": float(held.min()),
         "max": float(held.max()),
-        "mean": mean,
+        "mean": float(held.mean()),
         "test_occurrences": len(test),
         "test_missing": int(np.count_nonzero(np.isnan(test))),
         "test_out_of_range": beyond,

@@ -127,8 +127,6 @@ def _made_by(node: Node, given: dict[str, _Column]) -> dict[str, _Column]:
     with quiet_imports():
         from nvtabular import ops
 
-        from merlin_cowclip.workflows.data.operators import IdText
-
     as_they_are = operators_that_keep_values()
     mapping, found = node.column_mapping, {}
     for name, schema in node.output_schema.column_schemas.items():
@@ -152,7 +150,7 @@ def _made_by(node: Node, given: dict[str, _Column]) -> dict[str, _Column]:
             values = RawValues(values.changed_by, values.filled or kept)
         elif isinstance(node.op, ops.ReduceDtypeSize):
             kept = schema.dtype.element_type.value != "float"  # 0.1 is another one in float32
-        elif isinstance(node.op, ops.JoinExternal | IdText):
+        elif isinstance(node.op, ops.JoinExternal):
             kept = True
         if not kept:
             changed_by = (*values.changed_by, operator_name(node.op))

@@ -17,7 +17,7 @@ import pandas as pd
 import pyarrow as pa
 
 from merlin_cowclip.workflows.data.id_origins import operators_that_keep_values
-from merlin_cowclip.workflows.data.parquet_logs import is_number
+from merlin_cowclip.workflows.data.id_text import is_number
 from merlin_cowclip.workflows.data.raw_types import RawType, flat_values, list_lengths
 from merlin_cowclip.workflows.data.workflow_graph import followed
 from merlin_cowclip.workflows.errors import UserError

@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 
 from merlin_cowclip.plugins._checks import is_whole
 from merlin_cowclip.workflows.data.confirmed_workflow import load_confirmed
-from merlin_cowclip.workflows.data.datasets import DatasetSpec
+from merlin_cowclip.workflows.data.spec import DatasetSpec
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.manifest import (
     check_manifest,

@@ -21,7 +21,7 @@ import pyarrow.types as kinds
 
 from merlin_cowclip.workflows.data.encoded_rows import Place
 from merlin_cowclip.workflows.data.existing_parquet import ParquetFile
-from merlin_cowclip.workflows.data.parquet_logs import plain_type
+from merlin_cowclip.workflows.data.id_text import plain_type
 from merlin_cowclip.workflows.data.raw_columns import Keys, learned_keys
 from merlin_cowclip.workflows.errors import UserError, clipped
 

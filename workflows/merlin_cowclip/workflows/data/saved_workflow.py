@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow.parquet as pq
 
 from merlin_cowclip.workflows.data.counts import write_counts
-from merlin_cowclip.workflows.data.encoding import UNKNOWN, IdStatistics
+from merlin_cowclip.workflows.data.prepare.statistics import UNKNOWN, IdStatistics
 from merlin_cowclip.workflows.data.prepared import FORMAT_VERSION, MEMBERS, RECORD
 from merlin_cowclip.workflows.data.vocabularies import vocabulary_path, write_vocabulary
 from merlin_cowclip.workflows.folders import package_versions, write_json

@@ -22,8 +22,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from merlin_cowclip.workflows.data.datasets import DatasetSpec
-from merlin_cowclip.workflows.data.raw_logs import TIME, Chunk, RawLog
+from merlin_cowclip.workflows.data.sources.base import TIME, Chunk, Source
+from merlin_cowclip.workflows.data.spec import DatasetSpec
 
 # What is kept beside the columns, none of which can be called so.
 LENGTHS = "\0lengths"  # of the lists in a column: follows the column's name
@@ -52,7 +52,7 @@ class Staging:
     spec: DatasetSpec
 
     def stage(
-        self, number: int, log: RawLog, chunk: Chunk, advance: Callable[[int], Any] = int
+        self, number: int, log: Source, chunk: Chunk, advance: Callable[[int], Any] = int
     ) -> StagedChunk:
         """Read one chunk of a log into one file per column.
 

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 from merlin_cowclip.workflows.checks import check_whole
 from merlin_cowclip.workflows.data.clusters import Threads
 from merlin_cowclip.workflows.data.counts import by_falling_count, read_counts
-from merlin_cowclip.workflows.data.encoding import MISSING, PADDING, UNKNOWN, IdStatistics
+from merlin_cowclip.workflows.data.prepare.statistics import MISSING, PADDING, UNKNOWN, IdStatistics
 from merlin_cowclip.workflows.data.prepared import PreparedData
 from merlin_cowclip.workflows.data.saved_workflow import (
     make_room_for_ids,
@@ -131,7 +131,7 @@ def _save_workflow(data: PreparedData, kept: Mapping[str, _Kept], folder: Path) 
     with quiet_imports():
         from merlin.dag import Graph
 
-        from merlin_cowclip.workflows.data.operators import EncodeIds
+        from merlin_cowclip.workflows.data.prepare.operators import EncodeIds
     columns = data.schema.column_names
     workflow = data.workflow()
     make_room_for_ids(folder)
@@ -143,6 +143,7 @@ def _save_workflow(data: PreparedData, kept: Mapping[str, _Kept], folder: Path) 
             max_size={field: ids.max_size for field, ids in kept.items()},
             missing_as_unknown=[f for f, ids in kept.items() if not ids.missing_is_kept],
             lists=data.spec.lists,
+            null_values=data.spec.null_values,
         )
         node.op.fit_finalize(vocabularies(folder, kept))
         node.op.fitted = True

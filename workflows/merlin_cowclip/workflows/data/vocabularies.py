@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from merlin_cowclip.workflows.data.encoding import MISSING, PADDING, UNKNOWN, IdStatistics
+from merlin_cowclip.workflows.data.prepare.statistics import MISSING, PADDING, UNKNOWN, IdStatistics
 
 
 def vocabulary_path(folder: Path, name: str) -> Path:

@@ -12,8 +12,8 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 
-from merlin_cowclip.workflows.data.encoding import UNKNOWN
 from merlin_cowclip.workflows.data.input_columns import joined_columns
+from merlin_cowclip.workflows.data.prepare.statistics import UNKNOWN
 from merlin_cowclip.workflows.data.raw_columns import a_row, learned_keys
 from merlin_cowclip.workflows.data.raw_types import raw_types
 from merlin_cowclip.workflows.data.row_for_row import transformed

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from merlin_cowclip.workflows.data.datasets import DatasetSpec
 from merlin_cowclip.workflows.data.prepared import PreparedData
 from merlin_cowclip.workflows.data.raw_columns import (
     RawColumns,
@@ -18,6 +17,7 @@ from merlin_cowclip.workflows.data.raw_columns import (
     target_columns,
 )
 from merlin_cowclip.workflows.data.raw_types import raw_types
+from merlin_cowclip.workflows.data.spec import DatasetSpec
 from merlin_cowclip.workflows.errors import Notice, UserError, clipped, quoted
 from merlin_cowclip.workflows.folders import (
     all_or_nothing,

@@ -22,12 +22,12 @@ import pandas as pd
 import pyarrow as pa
 
 from merlin_cowclip.plugins._checks import argument_name
-from merlin_cowclip.workflows.data.datasets import DatasetSpec
 from merlin_cowclip.workflows.data.encoded_rows import Place, check_numbers, checked_ids
-from merlin_cowclip.workflows.data.parquet_logs import is_number, plain_type
+from merlin_cowclip.workflows.data.id_text import is_number, plain_type
 from merlin_cowclip.workflows.data.raw_columns import Keys, learned_keys
 from merlin_cowclip.workflows.data.raw_rows import RawRows, refusing_others
 from merlin_cowclip.workflows.data.row_for_row import transformed
+from merlin_cowclip.workflows.data.spec import DatasetSpec
 from merlin_cowclip.workflows.data.workflow_graph import load_saved
 from merlin_cowclip.workflows.errors import UserError, clipped, excerpt, quoted
 from merlin_cowclip.workflows.quiet import quiet_imports

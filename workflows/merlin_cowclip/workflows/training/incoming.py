@@ -16,7 +16,6 @@ from typing import Any, Protocol
 import pandas as pd
 import pyarrow as pa
 
-from merlin_cowclip.workflows.data.datasets import DatasetSpec, Split
 from merlin_cowclip.workflows.data.encoded_rows import (
     Place,
     batches,
@@ -30,17 +29,18 @@ from merlin_cowclip.workflows.data.existing_parquet import (
     check_types,
     open_files,
 )
-from merlin_cowclip.workflows.data.inputs import (
-    expand_inputs,
-    in_folders,
+from merlin_cowclip.workflows.data.inputs import in_folders
+from merlin_cowclip.workflows.data.prepared import PARTS, RECORD
+from merlin_cowclip.workflows.data.raw_columns import RawColumns, name_types
+from merlin_cowclip.workflows.data.raw_rows import RawRows
+from merlin_cowclip.workflows.data.raw_types import check_raw_types
+from merlin_cowclip.workflows.data.sources.base import FileState, Source, column_of, unchanged
+from merlin_cowclip.workflows.data.sources.files import (
+    expand_paths,
     refuse_twice,
     refuse_unreadable,
 )
-from merlin_cowclip.workflows.data.prepared import PARTS, RECORD
-from merlin_cowclip.workflows.data.raw_columns import RawColumns, name_types
-from merlin_cowclip.workflows.data.raw_logs import FileState, RawLog, column_of, unchanged
-from merlin_cowclip.workflows.data.raw_rows import RawRows
-from merlin_cowclip.workflows.data.raw_types import check_raw_types
+from merlin_cowclip.workflows.data.spec import DatasetSpec, Split
 from merlin_cowclip.workflows.errors import UserError, quoted
 from merlin_cowclip.workflows.quiet import quiet_operators
 from merlin_cowclip.workflows.training.rows import Rows
@@ -109,7 +109,7 @@ class _RawLogs:
     def __init__(
         self, run: Run, spec: DatasetSpec, inputs: Sequence[str | Path], trust: bool
     ) -> None:
-        self.files = expand_inputs(inputs)
+        self.files = expand_paths(inputs)
         for path in self.files:
             part = path.resolve().parent
             if part.name in PARTS and (part.parent / RECORD).is_file():
@@ -154,7 +154,7 @@ class _RawLogs:
         return Rows.of(spec, columns, labels)
 
 
-def _log(spec: DatasetSpec, path: Path) -> RawLog:
+def _log(spec: DatasetSpec, path: Path) -> Source:
     """A log in the run's format, or in parquet, which is known by its first bytes."""
     try:
         with path.open("rb") as file:

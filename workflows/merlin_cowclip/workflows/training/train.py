@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from merlin_cowclip.workflows.data.datasets import check_input_names
 from merlin_cowclip.workflows.data.prepared import PARTS, PreparedData
+from merlin_cowclip.workflows.data.spec import check_input_names
 from merlin_cowclip.workflows.errors import AgreedError, Stopped, UserError
 from merlin_cowclip.workflows.folders import (
     all_or_nothing,
