@@ -12,7 +12,7 @@ import pytest
 
 from merlin_cowclip.workflows.commands.main import main
 
-DOORS = ["sources.base", "existing_parquet", "prepared"]
+DOORS = ["sources.base", "existing_parquet", "prepared_data"]
 
 
 class RunsCode(pa.PyExtensionType):

@@ -96,7 +96,9 @@ def test_the_commands_succeed(here):
 def test_the_printed_numbers(here):
     home, done = here
     assert re.fullmatch(
-        r"2,700 training and 300 test rows, [\d,]+ ids in 3 fields: data\n",
+        r"2,700 training rows \([\d.]+ % clicks\) and 300 test rows \([\d.]+ % clicks\), split "
+        r"random: data\n[\d,]+ ids in 3 fields: \w+ [\d,]+, .*\n"
+        r"Next: merlin-cowclip train data --out run\n",
         done["prepare"].stdout,
     )
     out = done["train"].stdout

@@ -20,8 +20,8 @@ import pytest
 
 from merlin_cowclip.plugins.scaling import recipe
 from merlin_cowclip.workflows.commands.main import main
-from merlin_cowclip.workflows.data.etl import prepare
-from merlin_cowclip.workflows.data.prepared import PreparedData
+from merlin_cowclip.workflows.data.prepare.pipeline import prepare
+from merlin_cowclip.workflows.data.prepared_data import PreparedData
 from merlin_cowclip.workflows.data.spec import DatasetSpec
 from merlin_cowclip.workflows.data.top_ids import keep_top_ids
 from merlin_cowclip.workflows.errors import UserError

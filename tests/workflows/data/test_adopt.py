@@ -18,7 +18,7 @@ import pytest
 from merlin_cowclip.models import FusedEmbeddings
 from merlin_cowclip.workflows.commands.main import main
 from merlin_cowclip.workflows.data.adopt import adopt
-from merlin_cowclip.workflows.data.prepared import PreparedData
+from merlin_cowclip.workflows.data.prepared_data import PreparedData
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.quiet import quiet_imports
 from merlin_cowclip.workflows.training.runs import Run, inputs_of, pipelines_of

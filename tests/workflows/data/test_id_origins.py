@@ -11,7 +11,7 @@ import pytest
 from merlin_cowclip.models import FusedEmbeddings, read_vocabulary
 from merlin_cowclip.workflows.data.adopt import adopt
 from merlin_cowclip.workflows.data.id_origins import Origin, id_origins
-from merlin_cowclip.workflows.data.prepared import PreparedData
+from merlin_cowclip.workflows.data.prepared_data import PreparedData
 from merlin_cowclip.workflows.quiet import quiet_imports
 from merlin_cowclip.workflows.serving.rare_rows import rare_ids
 

@@ -21,8 +21,8 @@ from sklearn.metrics import roc_auc_score
 from merlin_cowclip.workflows import Repository, export, predict_logs, rare_costs
 from merlin_cowclip.workflows.commands.main import main
 from merlin_cowclip.workflows.data.adopt import adopt
-from merlin_cowclip.workflows.data.etl import prepare
-from merlin_cowclip.workflows.data.prepared import PreparedData
+from merlin_cowclip.workflows.data.prepare.pipeline import prepare
+from merlin_cowclip.workflows.data.prepared_data import PreparedData
 from merlin_cowclip.workflows.data.raw_columns import name_types
 from merlin_cowclip.workflows.errors import Notice, UserError
 from merlin_cowclip.workflows.quiet import quiet_imports

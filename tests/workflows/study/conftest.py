@@ -12,8 +12,8 @@ import pandas as pd
 import pytest
 
 from merlin_cowclip.plugins._tensorflow import tf
-from merlin_cowclip.workflows.data.etl import prepare
-from merlin_cowclip.workflows.data.prepared import PreparedData
+from merlin_cowclip.workflows.data.prepare.pipeline import prepare
+from merlin_cowclip.workflows.data.prepared_data import PreparedData
 from merlin_cowclip.workflows.data.spec import DatasetSpec, Split
 from merlin_cowclip.workflows.study import repeats, search, tune
 from merlin_cowclip.workflows.study.configuration import TuneConfig

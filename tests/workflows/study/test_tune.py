@@ -13,7 +13,7 @@ from merlin_cowclip.plugins._tensorflow import tf
 from merlin_cowclip.workflows import train
 from merlin_cowclip.workflows.commands.main import command_line, main
 from merlin_cowclip.workflows.commands.tuning import tune_config
-from merlin_cowclip.workflows.data.prepared import PreparedData
+from merlin_cowclip.workflows.data.prepared_data import PreparedData
 from merlin_cowclip.workflows.errors import Stopped, UserError
 from merlin_cowclip.workflows.study import search
 from merlin_cowclip.workflows.study import tune as tuning

@@ -34,7 +34,7 @@ def training(monkeypatch):
     monkeypatch.setattr(workers, "identity_of", lambda data: "sha")
     found = SimpleNamespace(train=None, resume=None)
     contents = {
-        "data.prepared": {"PreparedData": SimpleNamespace(open=lambda path: path)},
+        "data.prepared_data": {"PreparedData": SimpleNamespace(open=lambda path: path)},
         "training.watch": {"NotFiniteError": NotFiniteError},
         "training.train": {
             "train": lambda *args, **more: found.train(*args, **more),

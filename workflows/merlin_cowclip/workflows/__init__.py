@@ -11,9 +11,9 @@ from merlin_cowclip.plugins._lazy import on_first_use
 
 if TYPE_CHECKING:
     from merlin_cowclip.workflows.data.adopt import adopt
-    from merlin_cowclip.workflows.data.etl import prepare
     from merlin_cowclip.workflows.data.frequencies import frequencies
-    from merlin_cowclip.workflows.data.prepared import PreparedData
+    from merlin_cowclip.workflows.data.prepare.pipeline import prepare
+    from merlin_cowclip.workflows.data.prepared_data import PreparedData
     from merlin_cowclip.workflows.data.spec import (
         AVAZU,
         CRITEO,
@@ -45,7 +45,7 @@ _HOME = {
     "FollowEpochs": "training.follow_epochs",
     "Keeping": "training.keeping",
     "Loader": "training.loader",
-    "PreparedData": "data.prepared",
+    "PreparedData": "data.prepared_data",
     "Repository": "serving.repository",
     "Run": "training.runs",
     "Split": "data.spec",
@@ -63,7 +63,7 @@ _HOME = {
     "keep_top_ids": "data.top_ids",
     "predict": "training.evaluation",
     "predict_logs": "training.prediction",
-    "prepare": "data.etl",
+    "prepare": "data.prepare.pipeline",
     "rare_costs": "serving.export",
     "resume": "training.train",
     "train": "training.train",

@@ -13,7 +13,7 @@ from pathlib import Path
 from merlin_cowclip.plugins._text import format_table
 from merlin_cowclip.plugins.scaling import Hyperparameters, K
 from merlin_cowclip.workflows.commands.demo_page import PAGE, write_demo_page
-from merlin_cowclip.workflows.data.etl import prepare
+from merlin_cowclip.workflows.data.prepare.pipeline import prepare
 from merlin_cowclip.workflows.data.spec import CRITEO
 from merlin_cowclip.workflows.data.synthetic import write_synthetic
 from merlin_cowclip.workflows.errors import UserError

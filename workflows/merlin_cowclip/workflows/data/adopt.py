@@ -37,9 +37,9 @@ from merlin_cowclip.workflows.data.existing_workflow import (
     WORKFLOW_FILES,
     Pipeline,
 )
+from merlin_cowclip.workflows.data.prepare.nvt_workflow import save_schema
 from merlin_cowclip.workflows.data.prepare.statistics import MISSING, PADDING, UNKNOWN
-from merlin_cowclip.workflows.data.prepared import PreparedData, check_unchanged
-from merlin_cowclip.workflows.data.saved_workflow import save_schema, write_record
+from merlin_cowclip.workflows.data.prepared_data import PreparedData, check_unchanged, write_record
 from merlin_cowclip.workflows.data.workflow_graph import (
     SAVED_FILES,
     every_node,

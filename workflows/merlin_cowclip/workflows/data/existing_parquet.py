@@ -18,7 +18,7 @@ from merlin_cowclip.workflows.data.inputs import (
     matches,
     unfinished,
 )
-from merlin_cowclip.workflows.data.prepared import file_state
+from merlin_cowclip.workflows.data.prepared_data import file_state
 from merlin_cowclip.workflows.data.sources.files import natural_order
 from merlin_cowclip.workflows.data.spec import DatasetSpec
 from merlin_cowclip.workflows.errors import UserError, quoted

@@ -36,7 +36,7 @@ from merlin_cowclip.workflows.data.id_origins import (
 from merlin_cowclip.workflows.data.id_text import as_text
 from merlin_cowclip.workflows.data.input_columns import input_columns
 from merlin_cowclip.workflows.data.prepare.statistics import UNKNOWN
-from merlin_cowclip.workflows.data.prepared import domains_of
+from merlin_cowclip.workflows.data.prepared_data import domains_of
 from merlin_cowclip.workflows.data.saved_files import (
     refuse_shared_files,
     statistics_of_no_rows,

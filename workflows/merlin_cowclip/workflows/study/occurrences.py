@@ -16,7 +16,7 @@ from merlin_cowclip.workflows.data.frequencies import (
     few_middle_most,
     frequencies,
 )
-from merlin_cowclip.workflows.data.prepared import PreparedData
+from merlin_cowclip.workflows.data.prepared_data import PreparedData
 from merlin_cowclip.workflows.folders import remove
 from merlin_cowclip.workflows.study.pages import Section
 
@@ -47,9 +47,10 @@ def section(out: Path, record: Mapping[str, Any]) -> Section | None:
         logarithmic=True,
         logarithmic_x=True,
     )
-    verdict = f"Of all ids {rows[-1][4]} % are rarer than one in a batch of {sizes[0]:,}"
-    if len(sizes) > 1:
-        verdict += f", {rows[-1][-1]} % of {sizes[-1]:,}"
+    told = [(share, size) for share, size in zip(rows[-1][4:], sizes, strict=True) if share != "-"]
+    ends = dict.fromkeys([*told[:1], *told[-1:]])
+    shares = (f"{share} % are rarer than one in a batch of {size:,}" for share, size in ends)
+    verdict = f"Of all ids {', '.join(shares)}" if told else "All batches are larger than the data"
     return Section(
         record["title"],
         record["paper"],

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from merlin_cowclip.workflows.data.prepared import PreparedData
+from merlin_cowclip.workflows.data.prepared_data import PreparedData
 from merlin_cowclip.workflows.folders import write_json
 from merlin_cowclip.workflows.study.claims import Claims
 from merlin_cowclip.workflows.study.trials import DivergedError, Epoch, epochs_of

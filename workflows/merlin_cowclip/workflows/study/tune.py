@@ -12,7 +12,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
-from merlin_cowclip.workflows.data.prepared import PreparedData
+from merlin_cowclip.workflows.data.prepared_data import PreparedData
 from merlin_cowclip.workflows.errors import Stopped, UserError
 from merlin_cowclip.workflows.folders import remove, write_json
 from merlin_cowclip.workflows.progress import progress_bar

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from merlin_cowclip.workflows.checks import check_whole
-from merlin_cowclip.workflows.data.prepared import PreparedData
+from merlin_cowclip.workflows.data.prepared_data import PreparedData
 from merlin_cowclip.workflows.data.spec import check_input_names
 from merlin_cowclip.workflows.errors import UserError, clipped
 from merlin_cowclip.workflows.folders import all_or_nothing, refuse_existing, write_json

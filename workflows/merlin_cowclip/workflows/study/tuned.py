@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from merlin_cowclip.workflows.data.prepared import PreparedData
+from merlin_cowclip.workflows.data.prepared_data import PreparedData
 from merlin_cowclip.workflows.errors import UserError, shown
 from merlin_cowclip.workflows.study.configuration import BASE_OPTIONS, TuneConfig
 from merlin_cowclip.workflows.training.configuration import TrainConfig

@@ -217,7 +217,7 @@ def _trained(task: Task) -> Ended:
     Raises:
       UserError, Stopped: as `train` does.
     """
-    from merlin_cowclip.workflows.data.prepared import PreparedData
+    from merlin_cowclip.workflows.data.prepared_data import PreparedData
     from merlin_cowclip.workflows.training.keeping import Keeping
     from merlin_cowclip.workflows.training.train import resume, train
     from merlin_cowclip.workflows.training.watch import NotFiniteError

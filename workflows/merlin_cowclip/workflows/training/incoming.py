@@ -23,14 +23,14 @@ from merlin_cowclip.workflows.data.encoded_rows import (
     checked_ids,
     checked_labels,
 )
-from merlin_cowclip.workflows.data.etl import READERS
 from merlin_cowclip.workflows.data.existing_parquet import (
     check_present,
     check_types,
     open_files,
 )
 from merlin_cowclip.workflows.data.inputs import in_folders
-from merlin_cowclip.workflows.data.prepared import PARTS, RECORD
+from merlin_cowclip.workflows.data.prepare.pipeline import READERS
+from merlin_cowclip.workflows.data.prepared_data import PARTS, RECORD
 from merlin_cowclip.workflows.data.raw_columns import RawColumns, name_types
 from merlin_cowclip.workflows.data.raw_rows import RawRows
 from merlin_cowclip.workflows.data.raw_types import check_raw_types

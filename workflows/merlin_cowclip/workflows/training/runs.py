@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 from merlin_cowclip.workflows.data.confirmed_workflow import check_workflow, load_confirmed
 from merlin_cowclip.workflows.data.new_rows import for_new_rows
 from merlin_cowclip.workflows.data.prepare.statistics import MISSING, UNKNOWN
-from merlin_cowclip.workflows.data.prepared import PARTS, PreparedData
+from merlin_cowclip.workflows.data.prepared_data import PARTS, PreparedData
 from merlin_cowclip.workflows.data.spec import DatasetSpec
 from merlin_cowclip.workflows.errors import UserError, shown
 from merlin_cowclip.workflows.folders import refuse_pattern

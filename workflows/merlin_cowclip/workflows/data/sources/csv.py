@@ -105,11 +105,13 @@ class CsvSource(Source):
     ) -> Iterator[pa.RecordBatch]:
         """Read the rows of a part."""
         replaced, rows, read = Counter() if replaced is None else replaced, 0, 0
+        unchecked = chunk.quotes
         try:
             with self._stream(chunk) as stream, self._open(chunk, stream) as batches:
                 for batch in batches:
-                    if chunk.quotes and _has_line_ends(batch):
+                    if unchecked and _has_line_ends(batch):
                         self._check_quotes()
+                        unchecked = False
 
                     def place(row: int, before: int = rows) -> str:
                         return self._place(chunk, before + row)

@@ -5,9 +5,10 @@ import pandas as pd
 import pytest
 
 from merlin_cowclip.workflows.commands.main import main
-from merlin_cowclip.workflows.data import etl
-from merlin_cowclip.workflows.data.etl import prepare
-from merlin_cowclip.workflows.data.prepared import PreparedData
+from merlin_cowclip.workflows.data.prepare import pipeline
+from merlin_cowclip.workflows.data.prepare.column_store import ColumnStore
+from merlin_cowclip.workflows.data.prepare.pipeline import prepare
+from merlin_cowclip.workflows.data.prepared_data import PreparedData
 from merlin_cowclip.workflows.data.spec import DatasetSpec, Split
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.quiet import quiet_imports
@@ -96,10 +97,12 @@ def test_chunks_give_the_same_as_the_whole(tmp_path, log, path, quick, monkeypat
         lists = log["genres"].map(lambda text: text.split("|") if text else [])
         log.assign(genres=lists).to_parquet(path, row_group_size=500)
     whole = quick(spec, [path], "whole", seed=1)
-    monkeypatch.setattr(etl, "CHUNK_BYTES", (10_000, 10_000))
+    monkeypatch.setattr(pipeline, "CHUNK_BYTES", (10_000, 10_000))
     cut = []
-    staged = etl._stage
-    monkeypatch.setattr(etl, "_stage", lambda job, advance: cut.append(job) or staged(job, advance))
+    write = ColumnStore.write_chunk
+    monkeypatch.setattr(
+        ColumnStore, "write_chunk", lambda *job, **kw: cut.append(job) or write(*job, **kw)
+    )
     chunked = quick(spec, [path], "chunked", seed=1)
     assert len(cut) > 5
     same(chunked, whole)
@@ -110,7 +113,7 @@ def test_a_fault_in_a_later_chunk_is_named_by_its_line(tmp_path, path, quick, mo
     lines = path.read_text().splitlines()
     lines[5_000] = lines[5_000].replace(",", ",,", 1)
     path.write_text("\n".join(lines))
-    monkeypatch.setattr(etl, "CHUNK_BYTES", (10_000, 10_000))
+    monkeypatch.setattr(pipeline, "CHUNK_BYTES", (10_000, 10_000))
     with pytest.raises(UserError, match=r"log.csv, line 5001: Expected 7 columns"):
         quick()
     assert [p.name for p in tmp_path.iterdir()] == ["log.csv"]
@@ -211,7 +214,7 @@ def test_refused(changes, message):
 
 
 def test_a_threshold_that_leaves_no_id_is_refused(quick, tmp_path):
-    with pytest.raises(UserError, match="freq_threshold must leave ids.*5000 for 'user'"):
+    with pytest.raises(UserError, match="no id of 'user' occurs 5,000 times"):
         quick(spec_of(freq_threshold=5_000))
     assert [p.name for p in tmp_path.iterdir()] == ["log.csv"]
 
@@ -383,3 +386,33 @@ def test_command_line(tmp_path, log, path, capsys):
     assert spec.hash_buckets == {"user": 4, "item": 6}
     assert main([*command[:-1], str(tmp_path / "out2"), "--freq-threshold", "user=x"]) == 2
     assert "must be a number, or numbers by field: C3=10" in capsys.readouterr().err
+
+
+def test_a_folder_of_parts_by_spark(tmp_path, log, quick, capsys):
+    """Part 0 has no row, `_SUCCESS` no byte; one field has one id."""
+    lists = log["genres"].map(lambda text: text.split("|") if text else [])
+    log = log.assign(genres=lists, item="same")
+    (tmp_path / "log.parquet").mkdir()
+    for i, part in enumerate([log[:0], log[:2_000], log[2_000:]]):
+        part.to_parquet(tmp_path / "log.parquet" / f"part-{i:05}.snappy.parquet", index=False)
+    (tmp_path / "log.parquet" / "_SUCCESS").touch()
+    log.to_parquet(tmp_path / "whole.parquet")
+    spec = spec_of(format="parquet")
+    parts = quick(spec, [tmp_path / "log.parquet"], "parts")
+    same(parts, quick(spec, [tmp_path / "whole.parquet"], "whole"))
+    assert "all training rows have the same id" in parts.report["fields"]["item"]["note"]
+
+
+def test_spellings_go_into_the_saved_workflow(tmp_path, log, quick):
+    """What means a missing value in the log means one in raw rows."""
+    log = log.assign(y=log["y"].map({0: "no", 1: "yes"}))
+    log.fillna("\\N").to_csv(tmp_path / "spelt.csv", index=False)
+    data = quick(
+        spec_of(null_values=("\\N",), label_values=("no", "yes")), [tmp_path / "spelt.csv"]
+    )
+    raw = log.fillna("\\N").assign(genres=log["genres"].str.split("|"))[TRAIN:]
+    served = data.workflow().remove_inputs(["y"]).transform(raw[[*data.spec.fields]])
+    test = rows_of(data, "test")
+    for name in ("user", "price"):
+        assert served[name].tolist() == test[name].tolist()
+    assert (test["user"] == 1).sum() == log["user"][TRAIN:].isna().sum() > 0
