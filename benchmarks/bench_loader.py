@@ -25,10 +25,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from merlin_cowclip.plugins._tensorflow import mm, tf
-from merlin_cowclip.workflows.data.datasets import CRITEO
-from merlin_cowclip.workflows.data.etl import prepare
-from merlin_cowclip.workflows.data.part_files import ROW_GROUP_ROWS
-from merlin_cowclip.workflows.data.prepared import PreparedData
+from merlin_cowclip.workflows.data.prepare.pipeline import prepare
+from merlin_cowclip.workflows.data.prepare.write import ROW_GROUP_ROWS
+from merlin_cowclip.workflows.data.prepared_data import PreparedData
+from merlin_cowclip.workflows.data.spec import CRITEO
 from merlin_cowclip.workflows.data.synthetic import write_synthetic
 from merlin_cowclip.workflows.quiet import quiet_imports
 from merlin_cowclip.workflows.training.loader import Loader

@@ -33,8 +33,8 @@ import numpy as np
 import pandas as pd
 from tests.runs_alike import differences
 
-from merlin_cowclip.workflows.data.datasets import DatasetSpec, Split
-from merlin_cowclip.workflows.data.etl import prepare
+from merlin_cowclip.workflows.data.prepare.pipeline import prepare
+from merlin_cowclip.workflows.data.spec import DatasetSpec, Split
 from merlin_cowclip.workflows.training.checkpoints import Checkpoints
 
 SPEC = DatasetSpec(

@@ -19,7 +19,7 @@ import numpy as np
 import pandas as pd
 
 from merlin_cowclip.workflows.commands.main import main
-from merlin_cowclip.workflows.data.datasets import DatasetSpec, Split
+from merlin_cowclip.workflows.data.spec import DatasetSpec, Split
 
 LONGEST = 600  # characters of a message, without the paths of the test
 NOISE = ("Traceback", 'File "', "Error(", "<class ", "0x7f", "WARNING", "Warning:", "oneDNN")

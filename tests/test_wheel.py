@@ -85,7 +85,7 @@ def test_the_installed_package_works_elsewhere(place):
     program = """
 import importlib, pathlib, sys
 names = ["plugins.optimizers.cowclip", "models.networks"]
-names += ["workflows.training.train", "workflows.data.etl"]
+names += ["workflows.training.train", "workflows.data.prepare.pipeline"]
 for name in names:
     module = importlib.import_module(f"merlin_cowclip.{name}")
     print(pathlib.Path(module.__file__).is_relative_to(sys.prefix))

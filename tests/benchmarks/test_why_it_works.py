@@ -10,8 +10,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from merlin_cowclip.workflows.data.datasets import DatasetSpec
-from merlin_cowclip.workflows.data.etl import prepare
+from merlin_cowclip.workflows.data.prepare.pipeline import prepare
+from merlin_cowclip.workflows.data.spec import DatasetSpec
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 ROWS, BATCH = 2000, 128

@@ -4,13 +4,13 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from merlin_cowclip.workflows.data.datasets import CRITEO, DatasetSpec, Split
-from merlin_cowclip.workflows.data.etl import prepare
-from merlin_cowclip.workflows.data.fitted_workflow import build_workflow
+from merlin_cowclip.workflows.data.prepare.nvt_workflow import build_workflow
+from merlin_cowclip.workflows.data.prepare.pipeline import prepare
+from merlin_cowclip.workflows.data.spec import CRITEO, DatasetSpec, Split
 from merlin_cowclip.workflows.data.synthetic import write_synthetic
 from merlin_cowclip.workflows.quiet import quiet_imports
 
-from ..workflows.data.test_clusters import same
+from ..workflows.data.test_executor import same
 
 ROWS = 40_000
 

@@ -12,8 +12,8 @@ import pytest
 
 from merlin_cowclip.models import FusedEmbeddings, read_vocabulary
 from merlin_cowclip.models.vocabulary import encode
-from merlin_cowclip.workflows.data.datasets import DatasetSpec
-from merlin_cowclip.workflows.data.etl import prepare
+from merlin_cowclip.workflows.data.prepare.pipeline import prepare
+from merlin_cowclip.workflows.data.spec import DatasetSpec
 from merlin_cowclip.workflows.quiet import quiet_imports
 
 from .embeddings import DIM, ROWS, SCHEMA, layer_of

@@ -13,8 +13,8 @@ import pytest
 
 from merlin_cowclip.workflows import Run
 from merlin_cowclip.workflows.commands.main import main
-from merlin_cowclip.workflows.data.datasets import DatasetSpec, Split
-from merlin_cowclip.workflows.data.etl import prepare
+from merlin_cowclip.workflows.data.prepare.pipeline import prepare
+from merlin_cowclip.workflows.data.spec import DatasetSpec, Split
 
 from .cases import LAUNCHES
 from .launch import on_ranks

@@ -21,7 +21,7 @@ from merlin_cowclip.plugins._tensorflow import Schema
 from merlin_cowclip.plugins.distributed.horovod import all_gather_object
 from merlin_cowclip.plugins.optimizers.state import state_of
 from merlin_cowclip.workflows import Loader, TrainConfig, train
-from merlin_cowclip.workflows.data.prepared import PreparedData
+from merlin_cowclip.workflows.data.prepared_data import PreparedData
 from tests.plugins.merlin_models import NUMBER, SCHEMA, TARGET, category
 from tests.ranks.cases import HP, Case, batches, in_shards, ours
 

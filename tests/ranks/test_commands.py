@@ -13,7 +13,7 @@ from merlin_cowclip.plugins.distributed import horovod
 from merlin_cowclip.plugins.distributed.horovod import Ranks
 from merlin_cowclip.workflows import Loader, Run
 from merlin_cowclip.workflows.commands.main import main
-from merlin_cowclip.workflows.data.prepared import PreparedData
+from merlin_cowclip.workflows.data.prepared_data import PreparedData
 from merlin_cowclip.workflows.errors import AgreedError, UserError
 from merlin_cowclip.workflows.training import ranks as ranks_of_runs
 from merlin_cowclip.workflows.training.checkpoints import Checkpoints

@@ -14,7 +14,7 @@ import pytest
 from sklearn.metrics import roc_auc_score
 
 from merlin_cowclip.workflows.commands.main import main
-from merlin_cowclip.workflows.data.datasets import CRITEO
+from merlin_cowclip.workflows.data.spec import CRITEO
 from merlin_cowclip.workflows.data.synthetic import write_synthetic
 
 CHATTER = ("oneDNN", "torch", "triton", "WARNING", "Warning", "absl", "TensorRT", "INFO", "DEBUG")
@@ -96,7 +96,9 @@ def test_the_commands_succeed(here):
 def test_the_printed_numbers(here):
     home, done = here
     assert re.fullmatch(
-        r"2,700 training and 300 test rows, [\d,]+ ids in 3 fields: data\n",
+        r"2,700 training rows \([\d.]+ % clicks\) and 300 test rows \([\d.]+ % clicks\), split "
+        r"random: data\n[\d,]+ ids in 3 fields: \w+ [\d,]+, .*\n"
+        r"Next: merlin-cowclip train data --out run\n",
         done["prepare"].stdout,
     )
     out = done["train"].stdout

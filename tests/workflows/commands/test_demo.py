@@ -16,7 +16,7 @@ from merlin_cowclip.workflows import Run
 from merlin_cowclip.workflows.commands import demo as module
 from merlin_cowclip.workflows.commands.demo import RUNS, demo
 from merlin_cowclip.workflows.data import etl
-from merlin_cowclip.workflows.data.datasets import CRITEO
+from merlin_cowclip.workflows.data.spec import CRITEO
 from merlin_cowclip.workflows.study.report import compare
 from merlin_cowclip.workflows.training import train as training
 from tests.workflows.study.test_report import Page, as_text

@@ -20,9 +20,9 @@ import pytest
 
 from merlin_cowclip.plugins.scaling import recipe
 from merlin_cowclip.workflows.commands.main import main
-from merlin_cowclip.workflows.data.datasets import DatasetSpec
-from merlin_cowclip.workflows.data.etl import prepare
-from merlin_cowclip.workflows.data.prepared import PreparedData
+from merlin_cowclip.workflows.data.prepare.pipeline import prepare
+from merlin_cowclip.workflows.data.prepared_data import PreparedData
+from merlin_cowclip.workflows.data.spec import DatasetSpec
 from merlin_cowclip.workflows.data.top_ids import keep_top_ids
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.training.configuration import TrainConfig
@@ -113,7 +113,7 @@ REFUSED = {
     # evaluate, predict, export
     "evaluate EMPTY": "a run must be a folder that train wrote … EMPTY",
     "evaluate DATA RUN": "prepared data: the run is named first",
-    "evaluate RUN NOWHERE": "input file must exist … NOWHERE",
+    "evaluate RUN NOWHERE": "no input file found … NOWHERE",
     "evaluate RUN DATA --raw": "--raw is for raw logs. Received: it with prepared data",
     "evaluate RUN LOG --batch-size 0": "batch size must be … 0",
     "predict RUN LOG --out LOG": "output file must be named *.parquet",
@@ -367,9 +367,9 @@ def cell(row: int, column: str, value: Any) -> Callable[[pd.DataFrame], pd.DataF
 @pytest.mark.parametrize(
     ("how", "change", "words"),
     [
-        ("predict", lambda log: log.drop(columns="user"), "Missing: 'user' in … log.csv"),
-        ("predict", cell(7, "price", "cheap"), "a number must … 'cheap' … line 9 … 'price'"),
-        ("evaluate", cell(0, "y", 2), "label must be 0 or 1 … line 2 … 'y'"),
+        ("predict", lambda log: log.drop(columns="user"), "log.csv has no column 'user'"),
+        ("predict", cell(7, "price", "cheap"), "log.csv, line 9, column 'price': … 'cheap'"),
+        ("evaluate", cell(0, "y", 2), "log.csv, line 2, column 'y': the label is 2"),
         ("evaluate", lambda log: log[:0], "input file must not be empty … log.csv"),
         ("evaluate", lambda log: log.assign(y=1), "labels of 0 and of 1 … only 1, in 60 rows"),
         ("evaluate", lambda log: log.drop(columns="y"), "without column 'y' … predict"),

@@ -25,7 +25,7 @@ import pytest
 
 from merlin_cowclip.workflows import machine
 from merlin_cowclip.workflows.data import csv_text, etl
-from merlin_cowclip.workflows.data.etl import prepare
+from merlin_cowclip.workflows.data.prepare.pipeline import prepare
 from merlin_cowclip.workflows.training.runs import Run
 from tests.refused import TOY, command, refused, toy_log
 
@@ -310,7 +310,7 @@ def test_a_full_disk(tmp_path, monkeypatch):
     def full(*_: Any, **__: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("merlin_cowclip.workflows.data.saved_workflow.write_counts", full)
+    monkeypatch.setattr("merlin_cowclip.workflows.data.prepare.nvt_workflow.write_counts", full)
     check(preparing(tmp_path), "needs disk space … none left … data … another disk", tmp_path)
 
 

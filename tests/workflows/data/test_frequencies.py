@@ -166,7 +166,9 @@ def test_summary(data, found):
 
 def test_table(data, found):
     header, _, *lines = found.table().splitlines()
-    assert re.split(r"  +", header) == ["field", "ids", "top 3 %", "ids for 90 %", "4", "64", "1K"]
+    rare = [f"% rare at {size}" for size in ("4", "64", "1K")]
+    held = ["% held by top 3", "ids that hold 90 %"]
+    assert re.split(r"  +", header) == ["field", "ids", *held, *rare]
     cells = {cell[0]: cell[1:] for cell in (re.split(r"  +", line) for line in lines)}
     assert list(cells) == [*SPEC.ids, "all fields"]
     # Two ids with P of about 0.7 and 0.3: neither is below 1/4.
@@ -175,6 +177,13 @@ def test_table(data, found):
     assert cells["user"][0] == str(len(counts))
     assert cells["user"][1] == f"{100 * counts[:3].sum() / counts.sum():.1f}"
     assert cells["user"][3] == f"{100 * (counts * 4 < data.rows['train']).mean():.1f}"
+
+
+def test_a_batch_size_above_the_rows_has_no_share(data, tmp_path):
+    sizes = [data.rows["train"], data.rows["train"] + 1]
+    lines = frequencies(data, tmp_path / "out", batch_sizes=sizes, progress=False).lines()
+    assert {line[-1] for line in lines} == {"-"}
+    assert "-" not in {line[-2] for line in lines}
 
 
 def test_a_threshold_leaves_a_pot_that_counts_as_an_id(log, data, tmp_path):

@@ -22,8 +22,8 @@ from merlin_cowclip.workflows import Repository, export, predict_logs, rare_cost
 from merlin_cowclip.workflows.commands.main import main
 from merlin_cowclip.workflows.data.adopt.inference import InferenceWorkflow
 from merlin_cowclip.workflows.data.adopt.pipeline import adopt
-from merlin_cowclip.workflows.data.etl import prepare
-from merlin_cowclip.workflows.data.prepared import PreparedData
+from merlin_cowclip.workflows.data.prepare.pipeline import prepare
+from merlin_cowclip.workflows.data.prepared_data import PreparedData
 from merlin_cowclip.workflows.errors import Notice, UserError
 from merlin_cowclip.workflows.quiet import quiet_imports
 from merlin_cowclip.workflows.serving.export import _request_schema
@@ -44,7 +44,7 @@ with quiet_imports():
     from merlin.dag import ColumnSelector, Graph
     from nvtabular import ops
 
-    from merlin_cowclip.workflows.data.operators import EncodeIds
+    from merlin_cowclip.workflows.data.prepare.operators import EncodeIds
     from merlin_cowclip.workflows.serving import served_workflow
     from merlin_cowclip.workflows.serving.served_workflow import _numbers
 

@@ -12,9 +12,9 @@ import pandas as pd
 import pytest
 
 from merlin_cowclip.plugins._tensorflow import tf
-from merlin_cowclip.workflows.data.datasets import DatasetSpec, Split
-from merlin_cowclip.workflows.data.etl import prepare
-from merlin_cowclip.workflows.data.prepared import PreparedData
+from merlin_cowclip.workflows.data.prepare.pipeline import prepare
+from merlin_cowclip.workflows.data.prepared_data import PreparedData
+from merlin_cowclip.workflows.data.spec import DatasetSpec, Split
 from merlin_cowclip.workflows.study import tune
 from merlin_cowclip.workflows.study.configuration import TuneConfig
 from merlin_cowclip.workflows.study.trials import Epoch

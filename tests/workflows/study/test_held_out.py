@@ -11,7 +11,7 @@ import pytest
 from merlin_cowclip.plugins._tensorflow import tf
 from merlin_cowclip.workflows.commands.main import main
 from merlin_cowclip.workflows.data.adopt.pipeline import adopt
-from merlin_cowclip.workflows.data.prepared import PreparedData
+from merlin_cowclip.workflows.data.prepared_data import PreparedData
 from merlin_cowclip.workflows.errors import Notice, UserError
 from merlin_cowclip.workflows.quiet import quiet_imports
 from merlin_cowclip.workflows.study import held_out

@@ -18,7 +18,7 @@ import pytest
 
 from merlin_cowclip.plugins._tensorflow import tf
 from merlin_cowclip.workflows.commands.main import main
-from merlin_cowclip.workflows.data.etl import prepare
+from merlin_cowclip.workflows.data.prepare.pipeline import prepare
 from merlin_cowclip.workflows.errors import Stopped, UserError
 from merlin_cowclip.workflows.study import workers
 from merlin_cowclip.workflows.study.studies import STUDIES, Setting

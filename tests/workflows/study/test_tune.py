@@ -12,7 +12,7 @@ from merlin_cowclip.plugins import SCALING_RULES
 from merlin_cowclip.plugins._tensorflow import tf
 from merlin_cowclip.workflows import train
 from merlin_cowclip.workflows.commands.main import main
-from merlin_cowclip.workflows.data.prepared import PreparedData
+from merlin_cowclip.workflows.data.prepared_data import PreparedData
 from merlin_cowclip.workflows.errors import Stopped, UserError
 from merlin_cowclip.workflows.study import tune as tuning
 from merlin_cowclip.workflows.study.configuration import TuneConfig

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from merlin_cowclip.workflows.data.prepared import PreparedData
+from merlin_cowclip.workflows.data.prepared_data import PreparedData
 from merlin_cowclip.workflows.errors import Stopped, UserError
 from merlin_cowclip.workflows.study import workers
 from merlin_cowclip.workflows.training import train as training

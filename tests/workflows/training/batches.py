@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 
 from merlin_cowclip.plugins._tensorflow import mm, tf
-from merlin_cowclip.workflows.data.datasets import DatasetSpec, Split
+from merlin_cowclip.workflows.data.spec import DatasetSpec, Split
 from merlin_cowclip.workflows.training.loader import Loader
 
 ROWS, TRAIN, TEST = 5_000, 4_000, 1_000

@@ -6,8 +6,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from merlin_cowclip.workflows.data.etl import prepare
-from merlin_cowclip.workflows.data.prepared import PreparedData
+from merlin_cowclip.workflows.data.prepare.pipeline import prepare
+from merlin_cowclip.workflows.data.prepared_data import PreparedData
 from merlin_cowclip.workflows.training import order
 
 from .batches import ROWS, SPEC, TRAIN

@@ -5,7 +5,7 @@ import pytest
 ENDS = """
 import os, sys, time
 from merlin_cowclip.plugins._tensorflow import tf
-from merlin_cowclip.workflows.data.prepared import PreparedData
+from merlin_cowclip.workflows.data.prepared_data import PreparedData
 from merlin_cowclip.workflows.training import order
 from merlin_cowclip.workflows.training.loader import Loader
 from merlin_cowclip.workflows.training.rows import Reader

@@ -14,8 +14,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from merlin_cowclip.plugins._tensorflow import mm, tf
-from merlin_cowclip.workflows.data.datasets import DatasetSpec
-from merlin_cowclip.workflows.data.prepared import PreparedData, file_state
+from merlin_cowclip.workflows.data.prepared_data import PreparedData, file_state
+from merlin_cowclip.workflows.data.spec import DatasetSpec
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.training import order
 from merlin_cowclip.workflows.training.loader import Loader

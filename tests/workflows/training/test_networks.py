@@ -17,8 +17,8 @@ import pytest
 from merlin_cowclip.models import MODELS
 from merlin_cowclip.plugins import CowClipOptimizer, load_model
 from merlin_cowclip.workflows.commands.main import main
-from merlin_cowclip.workflows.data.datasets import CRITEO
-from merlin_cowclip.workflows.data.prepared import PreparedData
+from merlin_cowclip.workflows.data.prepared_data import PreparedData
+from merlin_cowclip.workflows.data.spec import CRITEO
 from merlin_cowclip.workflows.data.synthetic import write_synthetic
 from merlin_cowclip.workflows.training.loader import Loader
 from merlin_cowclip.workflows.training.networks import NETWORKS

@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 
 from merlin_cowclip.workflows.commands.main import main
-from merlin_cowclip.workflows.data.etl import prepare
+from merlin_cowclip.workflows.data.prepare.pipeline import prepare
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.training.checkpoints import Checkpoints
 from merlin_cowclip.workflows.training.configuration import TrainConfig

@@ -11,17 +11,16 @@ from merlin_cowclip.plugins._lazy import on_first_use
 
 if TYPE_CHECKING:
     from merlin_cowclip.workflows.data.adopt.pipeline import adopt
-    from merlin_cowclip.workflows.data.datasets import (
+    from merlin_cowclip.workflows.data.frequencies import frequencies
+    from merlin_cowclip.workflows.data.prepare.pipeline import prepare
+    from merlin_cowclip.workflows.data.prepared_data import PreparedData
+    from merlin_cowclip.workflows.data.spec import (
         AVAZU,
         CRITEO,
         DatasetSpec,
         Split,
         find_spec,
-        register,
     )
-    from merlin_cowclip.workflows.data.etl import prepare
-    from merlin_cowclip.workflows.data.frequencies import frequencies
-    from merlin_cowclip.workflows.data.prepared import PreparedData
     from merlin_cowclip.workflows.data.synthetic import write_synthetic
     from merlin_cowclip.workflows.data.top_ids import keep_top_ids
     from merlin_cowclip.workflows.errors import Stopped, UserError
@@ -40,16 +39,16 @@ if TYPE_CHECKING:
     from merlin_cowclip.workflows.training.train import resume, train
 
 _HOME = {
-    "AVAZU": "data.datasets",
-    "CRITEO": "data.datasets",
-    "DatasetSpec": "data.datasets",
+    "AVAZU": "data.spec",
+    "CRITEO": "data.spec",
+    "DatasetSpec": "data.spec",
     "FollowEpochs": "training.follow_epochs",
     "Keeping": "training.keeping",
     "Loader": "training.loader",
-    "PreparedData": "data.prepared",
+    "PreparedData": "data.prepared_data",
     "Repository": "serving.repository",
     "Run": "training.runs",
-    "Split": "data.datasets",
+    "Split": "data.spec",
     "Stopped": "errors",
     "TrainConfig": "training.configuration",
     "TuneConfig": "study.configuration",
@@ -59,14 +58,13 @@ _HOME = {
     "evaluate": "training.evaluation",
     "evaluate_logs": "training.prediction",
     "export": "serving.export",
-    "find_spec": "data.datasets",
+    "find_spec": "data.spec",
     "frequencies": "data.frequencies",
     "keep_top_ids": "data.top_ids",
     "predict": "training.evaluation",
     "predict_logs": "training.prediction",
-    "prepare": "data.etl",
+    "prepare": "data.prepare.pipeline",
     "rare_costs": "serving.export",
-    "register": "data.datasets",
     "resume": "training.train",
     "train": "training.train",
     "tune": "study.tune",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,8 +14,10 @@ from merlin_cowclip.workflows.errors import UserError, quoted
 
 if TYPE_CHECKING:
     from merlin_cowclip.workflows.commands.parser import Commands
-    from merlin_cowclip.workflows.data.datasets import DatasetSpec
-    from merlin_cowclip.workflows.data.prepared import PreparedData
+    from merlin_cowclip.workflows.data.prepared_data import PreparedData
+    from merlin_cowclip.workflows.data.spec import DatasetSpec
+
+SHOWN_FIELDS = 5  # those with the most ids
 
 
 def add(commands: Commands) -> None:
@@ -27,7 +30,7 @@ def add(commands: Commands) -> None:
 def _add_prepare(commands: Commands) -> None:
     prepare = commands.add_parser("prepare", help="raw logs → ids, counts and parquet")
     prepare.add_argument("dataset", help="criteo, avazu, or the path of a TOML specification")
-    prepare.add_argument("input", nargs="+", help="raw logs: files or globs, .gz as they are")
+    prepare.add_argument("input", nargs="+", help="raw logs: files, globs or folders; gzip is read")
     prepare.add_argument("--out", required=True, type=Path, help="the prepared folder to write")
     prepare.add_argument("--seed", type=int, default=0, help="of split and shuffle (default 0)")
     prepare.add_argument(
@@ -108,8 +111,8 @@ def _add_adopt(commands: Commands) -> None:
 
 
 def _prepare(arguments: argparse.Namespace) -> None:
-    from merlin_cowclip.workflows.data.datasets import find_spec
-    from merlin_cowclip.workflows.data.etl import prepare
+    from merlin_cowclip.workflows.data.prepare.pipeline import prepare
+    from merlin_cowclip.workflows.data.spec import find_spec
 
     data = prepare(
         _changed_spec(find_spec(arguments.dataset), arguments),
@@ -119,12 +122,32 @@ def _prepare(arguments: argparse.Namespace) -> None:
         workers=arguments.workers,
         device=arguments.device,
     )
-    print(_sizes(data))
     for name, field in data.report["fields"].items():
         if field.get("not_finite"):
             print(f"{name}: {field['not_finite']:,} numbers that were not finite are missing")
         if "note" in field:
             print(f"{name}: {field['note']}")
+    print(_summary(data))
+    print(f"Next: merlin-cowclip train {shlex.quote(str(data.path))} --out run")
+
+
+def _summary(data: PreparedData) -> str:
+    """Rows, click rates, split, and the ids of each field."""
+    report, split = data.report, data.spec.split
+    parts = [
+        f"{number:,} {'training' if part == 'train' else part} rows "
+        f"({100 * report['positives'][part] / number:.1f} % clicks)"
+        for part, number in data.rows.items()
+    ]
+    column = f" by {split.column!r}" if split.column else ""
+    ids = {name: report["fields"][name]["distinct"] for name in data.spec.ids}
+    most = sorted(ids, key=lambda name: -ids[name])
+    told = ", ".join(f"{name} {ids[name]:,}" for name in most[:SHOWN_FIELDS])
+    more = f", {len(most) - SHOWN_FIELDS} more" if len(most) > SHOWN_FIELDS else ""
+    return (
+        f"{' and '.join(parts)}, split {split.kind}{column}: {data.path}\n"
+        f"{sum(ids.values()):,} ids in {len(ids)} fields: {told}{more}"
+    )
 
 
 def _changed_spec(spec: DatasetSpec, arguments: argparse.Namespace) -> DatasetSpec:
@@ -177,7 +200,7 @@ def _number_or_by_field(option: str, text: str) -> int | dict[str, int]:
 
 def _frequencies(arguments: argparse.Namespace) -> None:
     from merlin_cowclip.workflows.data.frequencies import BATCH_SIZES, frequencies
-    from merlin_cowclip.workflows.data.prepared import PreparedData
+    from merlin_cowclip.workflows.data.prepared_data import PreparedData
     from merlin_cowclip.workflows.data.top_ids import keep_top_ids
 
     data = PreparedData.open(arguments.data)
@@ -194,10 +217,13 @@ def _frequencies(arguments: argparse.Namespace) -> None:
         )
         print(found.table())
         print(
-            "top 3 %: of occurrences, held by the three most frequent ids; ids for 90 %: how many "
-            "hold 90 %;\nby batch size B: % of ids with P(id) < 1/B, whose learning rate must not "
-            f"be scaled (Section 3.1).\n{found.rows:,} training rows: {found.path}"
+            "% held by top 3, ids that hold 90 %: of all occurrences, by the most frequent ids.\n"
+            "% rare at B: ids with P(id) < 1/B. Their learning rate must not be scaled with the "
+            "batch (Section 3.1)."
         )
+        if max(found.batch_sizes) > found.rows:
+            print(f"-: the batch is larger than the {found.rows:,} training rows.")
+        print(f"{found.rows:,} training rows: {found.path}")
         return
     for option in ("batch_sizes", "fields"):
         if getattr(arguments, option) is not None:

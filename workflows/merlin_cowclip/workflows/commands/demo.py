@@ -84,8 +84,8 @@ def demo(out: Path, *, rows: int = ROWS) -> str:
       UserError: `out` exists or cannot be made, or too few rows for the large batch.
     """
     from merlin_cowclip.plugins._text import format_table
-    from merlin_cowclip.workflows.data.datasets import CRITEO
-    from merlin_cowclip.workflows.data.etl import prepare
+    from merlin_cowclip.workflows.data.prepare.pipeline import prepare
+    from merlin_cowclip.workflows.data.spec import CRITEO
     from merlin_cowclip.workflows.data.synthetic import write_synthetic
     from merlin_cowclip.workflows.folders import new_folder, refuse_pattern
     from merlin_cowclip.workflows.training.configuration import TrainConfig, base_hyperparameters

@@ -97,7 +97,7 @@ def _evaluate(arguments: argparse.Namespace) -> None:
 
 def _on_prepared(run: Run, arguments: argparse.Namespace) -> tuple[Quality, int, str]:
     """Quality on the test part of prepared data, its rows, and where it lies."""
-    from merlin_cowclip.workflows.data.prepared import PreparedData
+    from merlin_cowclip.workflows.data.prepared_data import PreparedData
     from merlin_cowclip.workflows.training.runs import how_to_evaluate
 
     data = PreparedData.open(arguments.data[0]) if arguments.data else run.data()

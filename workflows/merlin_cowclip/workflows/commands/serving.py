@@ -65,7 +65,7 @@ def _percents(text: str) -> list[float]:
 
 
 def _export(arguments: argparse.Namespace) -> None:
-    from merlin_cowclip.workflows.data.prepared import PreparedData
+    from merlin_cowclip.workflows.data.prepared_data import PreparedData
     from merlin_cowclip.workflows.folders import refuse_existing
     from merlin_cowclip.workflows.serving.export import export, rare_costs
     from merlin_cowclip.workflows.training.runs import Run

@@ -25,7 +25,7 @@ from merlin_cowclip.workflows.study.studies import (
 
 if TYPE_CHECKING:
     from merlin_cowclip.workflows.commands.parser import Commands
-    from merlin_cowclip.workflows.data.prepared import PreparedData
+    from merlin_cowclip.workflows.data.prepared_data import PreparedData
 
 
 def add(commands: Commands) -> None:
@@ -93,7 +93,7 @@ def _sweep(arguments: argparse.Namespace) -> None:
         raise UserError(
             f"--tuned is for the study scaling-rules. Received: {study.name}. Leave it out"
         )
-    from merlin_cowclip.workflows.data.prepared import PreparedData
+    from merlin_cowclip.workflows.data.prepared_data import PreparedData
 
     data = PreparedData.open(arguments.data)
     setting = _setting(arguments, data)

@@ -33,7 +33,7 @@ from merlin_cowclip.workflows.training.stopping import check_minutes
 
 if TYPE_CHECKING:
     from merlin_cowclip.workflows.commands.parser import Commands
-    from merlin_cowclip.workflows.data.prepared import PreparedData
+    from merlin_cowclip.workflows.data.prepared_data import PreparedData
     from merlin_cowclip.workflows.study.tuned import Tuned
 
 
@@ -249,7 +249,7 @@ def _checked(
 
     The precision is that of the run or tune whose values it takes; `None`: the process's.
     """
-    from merlin_cowclip.workflows.data.prepared import PreparedData
+    from merlin_cowclip.workflows.data.prepared_data import PreparedData
     from merlin_cowclip.workflows.training.resuming import read_config
 
     for name in ("data", "out"):

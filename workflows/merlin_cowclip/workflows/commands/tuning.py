@@ -16,7 +16,7 @@ from merlin_cowclip.workflows.study.configuration import BASE_OPTIONS, NETWORK, 
 
 if TYPE_CHECKING:
     from merlin_cowclip.workflows.commands.parser import Commands
-    from merlin_cowclip.workflows.data.prepared import PreparedData
+    from merlin_cowclip.workflows.data.prepared_data import PreparedData
     from merlin_cowclip.workflows.training.configuration import TrainConfig
 
 
@@ -73,7 +73,7 @@ def add(commands: Commands) -> None:
 
 
 def _tune(arguments: argparse.Namespace) -> None:
-    from merlin_cowclip.workflows.data.prepared import PreparedData
+    from merlin_cowclip.workflows.data.prepared_data import PreparedData
 
     config = tune_config(arguments)
     data = PreparedData.open(arguments.data)

@@ -19,7 +19,7 @@ from merlin_cowclip.plugins._checks import is_whole
 from merlin_cowclip.plugins._text import format_table
 from merlin_cowclip.plugins.scaling import K
 from merlin_cowclip.workflows.data.counts import by_falling_count, counts_of_ids, read_id_counts
-from merlin_cowclip.workflows.data.prepared import PreparedData
+from merlin_cowclip.workflows.data.prepared_data import PreparedData
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.folders import all_or_nothing, refuse_existing
 from merlin_cowclip.workflows.progress import progress_bar
@@ -142,18 +142,25 @@ class Frequencies:
 
     def table(self) -> str:
         """A field per line: ids, coverage, and the share of rare ids by batch size."""
-        header = ["field", "ids", "top 3 %", "ids for 90 %", *map(_short, self.batch_sizes)]
+        rare = (f"% rare at {_short(size)}" for size in self.batch_sizes)
+        header = ["field", "ids", "% held by top 3", "ids that hold 90 %", *rare]
         return format_table(header, self.lines())
 
     def lines(self) -> list[list[str]]:
-        """The cells of `table`, all fields together last; shares in percent."""
+        """The cells of `table`, all fields together last; shares in percent.
+
+        A batch size above the number of rows has "-": no id is rarer than one in so many rows.
+        """
         return [
             [
                 "all fields" if row["field"] is None else row["field"],
                 f"{row['ids']:,}",
                 f"{100 * row['top_3']:.1f}",
                 f"{row['ids_for_90']:,}",
-                *(f"{100 * row[f'rare_{size}']:.1f}" for size in self.batch_sizes),
+                *(
+                    f"{100 * row[f'rare_{size}']:.1f}" if size <= self.rows else "-"
+                    for size in self.batch_sizes
+                ),
             ]
             for row in self.summary.to_dict("records")
         ]

@@ -68,3 +68,18 @@ def _text_of_offset(values: pa.Array) -> pa.Array:
 def is_list_type(kind: pa.DataType) -> bool:
     """Whether a column of that type holds lists."""
     return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind))
+
+
+def plain_type(kind: pa.DataType) -> pa.DataType:
+    """Of a dictionary, the type of what it holds."""
+    return kind.value_type if pa.types.is_dictionary(kind) else kind
+
+
+def is_number(kind: pa.DataType) -> bool:
+    """Whether a column of that type holds numbers."""
+    return bool(
+        pa.types.is_integer(kind)
+        or pa.types.is_floating(kind)
+        or pa.types.is_boolean(kind)
+        or pa.types.is_decimal(kind)
+    )

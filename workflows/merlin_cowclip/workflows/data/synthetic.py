@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from merlin_cowclip.plugins._checks import is_whole
-from merlin_cowclip.workflows.data.datasets import AVAZU, CRITEO, DatasetSpec
+from merlin_cowclip.workflows.data.spec import AVAZU, CRITEO, DatasetSpec
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.folders import remove, write_json
 

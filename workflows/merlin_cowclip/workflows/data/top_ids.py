@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,17 +15,16 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from merlin_cowclip.workflows.checks import check_whole
-from merlin_cowclip.workflows.data.clusters import Threads
 from merlin_cowclip.workflows.data.counts import by_falling_count, read_counts
-from merlin_cowclip.workflows.data.encoding import MISSING, PADDING, UNKNOWN, IdStatistics
-from merlin_cowclip.workflows.data.prepared import PreparedData
-from merlin_cowclip.workflows.data.saved_workflow import (
-    make_room_for_ids,
+from merlin_cowclip.workflows.data.prepare.executor import THREADS
+from merlin_cowclip.workflows.data.prepare.nvt_workflow import (
+    create_id_folders,
     save_workflow,
     vocabularies,
     write_ids,
-    write_record,
 )
+from merlin_cowclip.workflows.data.prepare.statistics import MISSING, PADDING, UNKNOWN, IdStatistics
+from merlin_cowclip.workflows.data.prepared_data import PreparedData, write_record
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.folders import all_or_nothing, refuse_existing
 from merlin_cowclip.workflows.progress import progress_bar
@@ -131,10 +131,10 @@ def _save_workflow(data: PreparedData, kept: Mapping[str, _Kept], folder: Path) 
     with quiet_imports():
         from merlin.dag import Graph
 
-        from merlin_cowclip.workflows.data.operators import EncodeIds
+        from merlin_cowclip.workflows.data.prepare.operators import EncodeIds
     columns = data.schema.column_names
     workflow = data.workflow()
-    make_room_for_ids(folder)
+    create_id_folders(folder)
     for field, ids in kept.items():
         write_ids(folder, field, ids.statistics)
     for node in Graph.get_nodes_by_op_type([workflow.output_node], EncodeIds):
@@ -143,6 +143,7 @@ def _save_workflow(data: PreparedData, kept: Mapping[str, _Kept], folder: Path) 
             max_size={field: ids.max_size for field, ids in kept.items()},
             missing_as_unknown=[f for f, ids in kept.items() if not ids.missing_is_kept],
             lists=data.spec.lists,
+            null_values=data.spec.null_values,
         )
         node.op.fit_finalize(vocabularies(folder, kept))
         node.op.fitted = True
@@ -159,9 +160,8 @@ def _rewrite_part(
     def rewrite(file: Path) -> None:
         _rewrite(file, folder / file.name, kept, bar.update)
 
-    with bar:
-        for _ in Threads().map(rewrite, files):
-            pass
+    with bar, ThreadPoolExecutor(THREADS) as pool:
+        list(pool.map(rewrite, files))
 
 
 def _rewrite(

@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 
 from merlin_cowclip.workflows.data.adopt.inference import InferenceWorkflow, element_type
-from merlin_cowclip.workflows.data.prepared import PreparedData
+from merlin_cowclip.workflows.data.prepared_data import PreparedData
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.folders import (
     all_or_nothing,

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from merlin_cowclip.workflows.data.counts import read_counts
-from merlin_cowclip.workflows.data.encoding import PADDING, UNKNOWN, hash_bucket
-from merlin_cowclip.workflows.data.prepared import PreparedData
+from merlin_cowclip.workflows.data.prepare.statistics import PADDING, UNKNOWN, hash_bucket
+from merlin_cowclip.workflows.data.prepared_data import PreparedData
 from merlin_cowclip.workflows.errors import Notice, UserError, quoted
 from merlin_cowclip.workflows.progress import progress_bar
 from merlin_cowclip.workflows.training.runs import Run, identity_of, inputs_of

@@ -12,7 +12,7 @@ from typing import Any
 
 from merlin_cowclip.plugins._checks import argument_name
 from merlin_cowclip.plugins._tensorflow import ColumnSchema, Schema, mm, quiet_stack, tf
-from merlin_cowclip.workflows.data.datasets import DatasetSpec
+from merlin_cowclip.workflows.data.spec import DatasetSpec
 
 PROBABILITY = "probability"
 SIGNATURE = "serving_default"

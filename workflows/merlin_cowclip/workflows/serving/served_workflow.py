@@ -29,8 +29,8 @@ from merlin_cowclip.workflows.data.adopt.validate import (
     checked_ids,
     checked_numbers,
 )
-from merlin_cowclip.workflows.data.datasets import DatasetSpec
-from merlin_cowclip.workflows.data.parquet_logs import is_number, plain_type
+from merlin_cowclip.workflows.data.id_text import is_number, plain_type
+from merlin_cowclip.workflows.data.spec import DatasetSpec
 from merlin_cowclip.workflows.errors import UserError, clipped, excerpt, quoted
 from merlin_cowclip.workflows.quiet import quiet_imports, quiet_operators
 from merlin_cowclip.workflows.serving.systems import TransformWorkflow

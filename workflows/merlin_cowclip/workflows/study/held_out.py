@@ -11,9 +11,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from merlin_cowclip.workflows.data.part_files import ROW_GROUP_ROWS
-from merlin_cowclip.workflows.data.prepared import PARTS, PreparedData
-from merlin_cowclip.workflows.data.saved_workflow import write_record
+from merlin_cowclip.workflows.data.prepare.write import ROW_GROUP_ROWS
+from merlin_cowclip.workflows.data.prepared_data import PARTS, PreparedData, write_record
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.folders import all_or_nothing, refuse_existing
 from merlin_cowclip.workflows.progress import progress_bar

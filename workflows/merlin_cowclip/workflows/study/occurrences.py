@@ -16,7 +16,7 @@ from merlin_cowclip.workflows.data.frequencies import (
     few_middle_most,
     frequencies,
 )
-from merlin_cowclip.workflows.data.prepared import PreparedData
+from merlin_cowclip.workflows.data.prepared_data import PreparedData
 from merlin_cowclip.workflows.folders import remove
 from merlin_cowclip.workflows.study.pages import Cell, Section, Table
 
@@ -58,13 +58,16 @@ def section(out: Path, record: Mapping[str, Any]) -> Section | None:
         logarithmic=True,
         logarithmic_x=True,
     )
+    told = [(share, size) for share, size in zip(rows[-1][4:], sizes, strict=True) if share != "-"]
     rare = [Cell(f"rare at {size:,}, %") for size in sizes]
     files = [[Cell(name, f"{FOLDER}/{name}")] for name in (SUMMARY, TABLE)]
     return Section(
         NAME,
         record["title"],
         record["paper"],
-        f"{rows[-1][-1]} % of all ids occur less than once in a batch of {sizes[-1]:,}.",
+        f"{told[-1][0]} % of all ids occur less than once in a batch of {told[-1][1]:,}."
+        if told
+        else "All batches are larger than the data.",
         tables=[
             Table(["field", "ids", "top 3, %", "ids for 90 %", *rare], rows),
             Table(["all of it"], files, words=True),

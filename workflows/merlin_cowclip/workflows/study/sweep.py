@@ -18,8 +18,8 @@ from typing import Any
 
 from merlin_cowclip.plugins._text import format_table
 from merlin_cowclip.workflows.checks import check_whole
-from merlin_cowclip.workflows.data.datasets import check_input_names
-from merlin_cowclip.workflows.data.prepared import PreparedData
+from merlin_cowclip.workflows.data.prepared_data import PreparedData
+from merlin_cowclip.workflows.data.spec import check_input_names
 from merlin_cowclip.workflows.data.top_ids import keep_top_ids
 from merlin_cowclip.workflows.errors import Stopped, UserError
 from merlin_cowclip.workflows.folders import (

@@ -24,8 +24,8 @@ from typing import Any
 import numpy as np
 
 from merlin_cowclip.workflows.checks import check_whole
-from merlin_cowclip.workflows.data.datasets import check_input_names
-from merlin_cowclip.workflows.data.prepared import PreparedData
+from merlin_cowclip.workflows.data.prepared_data import PreparedData
+from merlin_cowclip.workflows.data.spec import check_input_names
 from merlin_cowclip.workflows.errors import Stopped, UserError, clipped
 from merlin_cowclip.workflows.folders import all_or_nothing, refuse_existing, write_json
 from merlin_cowclip.workflows.progress import progress_bar

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from merlin_cowclip.plugins._text import format_table
-from merlin_cowclip.workflows.data.prepared import PreparedData
+from merlin_cowclip.workflows.data.prepared_data import PreparedData
 from merlin_cowclip.workflows.errors import UserError, clipped, shown
 from merlin_cowclip.workflows.folders import refuse_existing
 from merlin_cowclip.workflows.study.configuration import TuneConfig

@@ -149,7 +149,7 @@ def _train(task: Task) -> tuple[str, str]:
 
 
 def _train_or_resume(task: Task, begun: bool) -> None:
-    from merlin_cowclip.workflows.data.prepared import PreparedData
+    from merlin_cowclip.workflows.data.prepared_data import PreparedData
     from merlin_cowclip.workflows.training.keeping import Keeping
     from merlin_cowclip.workflows.training.train import resume, train
     from merlin_cowclip.workflows.training.watch import NotFiniteError

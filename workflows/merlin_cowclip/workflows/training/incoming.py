@@ -29,11 +29,11 @@ from merlin_cowclip.workflows.data.adopt.validate import (
     checked_labels,
     checked_numbers,
 )
-from merlin_cowclip.workflows.data.datasets import DatasetSpec, Split
-from merlin_cowclip.workflows.data.etl import READERS
-from merlin_cowclip.workflows.data.inputs import expand_inputs, refuse_unreadable
-from merlin_cowclip.workflows.data.prepared import PARTS, RECORD
-from merlin_cowclip.workflows.data.raw_logs import FileState, RawLog, column_of, unchanged
+from merlin_cowclip.workflows.data.prepare.pipeline import READERS
+from merlin_cowclip.workflows.data.prepared_data import PARTS, RECORD
+from merlin_cowclip.workflows.data.sources.base import FileState, Source, column_of, unchanged
+from merlin_cowclip.workflows.data.sources.files import expand_paths, refuse_unreadable
+from merlin_cowclip.workflows.data.spec import DatasetSpec, Split
 from merlin_cowclip.workflows.errors import UserError, quoted
 from merlin_cowclip.workflows.training.rows import Rows
 from merlin_cowclip.workflows.training.runs import Run, how_to_evaluate
@@ -101,7 +101,7 @@ class _RawLogs:
     def __init__(
         self, run: Run, spec: DatasetSpec, inputs: Sequence[str | Path], trust: bool
     ) -> None:
-        self.files = expand_inputs(inputs)
+        self.files = expand_paths(inputs)
         for path in self.files:
             part = path.resolve().parent
             if part.name in PARTS and (part.parent / RECORD).is_file():
@@ -142,7 +142,7 @@ class _RawLogs:
         return Rows.of(spec, columns, labels)
 
 
-def _log(spec: DatasetSpec, path: Path) -> RawLog:
+def _log(spec: DatasetSpec, path: Path) -> Source:
     """A log in the run's format, or in parquet, which is known by its first bytes."""
     try:
         with path.open("rb") as file:

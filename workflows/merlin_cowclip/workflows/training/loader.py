@@ -16,7 +16,7 @@ import numpy as np
 
 from merlin_cowclip.plugins._tensorflow import Schema, tf
 from merlin_cowclip.workflows.checks import check_whole
-from merlin_cowclip.workflows.data.prepared import PARTS, PreparedData
+from merlin_cowclip.workflows.data.prepared_data import PARTS, PreparedData
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.training.interpreter_end import AT_WORK, InterpreterEnds
 from merlin_cowclip.workflows.training.order import Order
@@ -120,7 +120,7 @@ class Loader(tf.data.Dataset):
         self.rank = rank
         self.ranks = ranks
         self.drop_last = ranks > 1 if drop_last is None else bool(drop_last)
-        reader = Reader(data.spec, data.footers(part), functools.partial(data.footers, part))
+        reader = Reader(data.spec, data.footers(part), functools.partial(data.check_part, part))
         self._order = Order(
             reader.groups(), batch_size, seed, self.shuffled, rank, ranks, self.drop_last
         )

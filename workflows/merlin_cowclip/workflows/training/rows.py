@@ -12,8 +12,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from merlin_cowclip.workflows.data.datasets import DatasetSpec
-from merlin_cowclip.workflows.data.raw_logs import FileState
+from merlin_cowclip.workflows.data.sources.base import FileState
+from merlin_cowclip.workflows.data.spec import DatasetSpec
 from merlin_cowclip.workflows.training.order import RowGroup, Window
 
 

@@ -19,9 +19,9 @@ import pyarrow.parquet as pq
 
 from merlin_cowclip.workflows.data.adopt.inference import InferenceWorkflow
 from merlin_cowclip.workflows.data.confirmed_workflow import check_workflow, load_confirmed
-from merlin_cowclip.workflows.data.datasets import DatasetSpec
-from merlin_cowclip.workflows.data.encoding import MISSING, UNKNOWN
-from merlin_cowclip.workflows.data.prepared import PARTS, PreparedData
+from merlin_cowclip.workflows.data.prepare.statistics import MISSING, UNKNOWN
+from merlin_cowclip.workflows.data.prepared_data import PARTS, PreparedData
+from merlin_cowclip.workflows.data.spec import DatasetSpec
 from merlin_cowclip.workflows.errors import UserError, shown
 from merlin_cowclip.workflows.folders import refuse_pattern
 from merlin_cowclip.workflows.machine import processor

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from merlin_cowclip.workflows.data.datasets import check_input_names
-from merlin_cowclip.workflows.data.prepared import PARTS, PreparedData
+from merlin_cowclip.workflows.data.prepared_data import PARTS, PreparedData
+from merlin_cowclip.workflows.data.spec import check_input_names
 from merlin_cowclip.workflows.errors import AgreedError, Stopped, UserError
 from merlin_cowclip.workflows.folders import (
     all_or_nothing,
@@ -429,8 +429,8 @@ def as_user_errors(data: PreparedData, out: Path) -> Iterator[None]:
                 "a step must fit into memory. Received: less than it takes "
                 f"({str(error).splitlines()[0][:200]}). Choose a smaller batch size or network"
             ) from None
-        for part in PARTS:
-            data.footers(part)  # what a loader has met in a thread is an error of TensorFlow's here
+        for part in PARTS:  # what a loader has met in a thread is an error of TensorFlow's here
+            data.check_part(part)
         raise
 
 

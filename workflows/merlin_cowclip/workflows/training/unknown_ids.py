@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from merlin_cowclip.workflows.data.datasets import DatasetSpec
-from merlin_cowclip.workflows.data.encoding import UNKNOWN
+from merlin_cowclip.workflows.data.prepare.statistics import UNKNOWN
+from merlin_cowclip.workflows.data.spec import DatasetSpec
 from merlin_cowclip.workflows.errors import Notice, quoted
 from merlin_cowclip.workflows.training.rows import Rows
 

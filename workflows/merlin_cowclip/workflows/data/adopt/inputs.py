@@ -34,8 +34,8 @@ from merlin_cowclip.workflows.data.adopt.parquet_files import (
     check_types,
     is_list,
 )
-from merlin_cowclip.workflows.data.datasets import DatasetSpec, check_input_names
-from merlin_cowclip.workflows.data.prepared import domains_of
+from merlin_cowclip.workflows.data.prepared_data import domains_of
+from merlin_cowclip.workflows.data.spec import DatasetSpec, check_input_names
 from merlin_cowclip.workflows.errors import UserError, quoted
 from merlin_cowclip.workflows.quiet import quiet_imports
 

@@ -14,8 +14,8 @@ import pyarrow.parquet as pq
 from dask.utils import natural_sort_key
 
 import merlin_cowclip.workflows.pickled_types  # noqa: F401  (before parquet is read)
-from merlin_cowclip.workflows.data.datasets import DatasetSpec
-from merlin_cowclip.workflows.data.prepared import file_state
+from merlin_cowclip.workflows.data.prepared_data import file_state
+from merlin_cowclip.workflows.data.spec import DatasetSpec
 from merlin_cowclip.workflows.errors import UserError, quoted
 
 _LIST = "_file_list.txt"  # of the parts that Merlin's ``to_parquet`` wrote last

@@ -30,10 +30,10 @@ from merlin_cowclip.workflows.data.adopt.validate import (
     checked_numbers,
 )
 from merlin_cowclip.workflows.data.counts import write_counts
-from merlin_cowclip.workflows.data.encoding import UNKNOWN
 from merlin_cowclip.workflows.data.prefetch import prefetch
-from merlin_cowclip.workflows.data.prepared import PreparedData, check_unchanged
-from merlin_cowclip.workflows.data.saved_workflow import save_schema, write_record
+from merlin_cowclip.workflows.data.prepare.nvt_workflow import save_schema
+from merlin_cowclip.workflows.data.prepare.statistics import UNKNOWN
+from merlin_cowclip.workflows.data.prepared_data import PreparedData, check_unchanged, write_record
 from merlin_cowclip.workflows.errors import UserError, quoted
 from merlin_cowclip.workflows.folders import all_or_nothing, refuse_existing
 from merlin_cowclip.workflows.manifest import checksum

@@ -1,5 +1,6 @@
 """Dask's workers: the same data as without them, deaths survived or named, nothing half-written."""
 
+import os
 import subprocess
 import sys
 import textwrap
@@ -12,16 +13,15 @@ import psutil
 import pytest
 
 from merlin_cowclip.workflows import machine
-from merlin_cowclip.workflows.data import clusters, etl
-from merlin_cowclip.workflows.data.clusters import (
-    Threads,
-    check_cluster,
-    gpu_options,
-    open_cluster,
+from merlin_cowclip.workflows.data.prepare import executor, pipeline
+from merlin_cowclip.workflows.data.prepare.executor import (
+    check_executor,
+    cluster_options,
+    make_executor,
 )
-from merlin_cowclip.workflows.data.datasets import CRITEO
-from merlin_cowclip.workflows.data.etl import prepare
-from merlin_cowclip.workflows.data.prepared import PreparedData
+from merlin_cowclip.workflows.data.prepare.pipeline import prepare
+from merlin_cowclip.workflows.data.prepared_data import PreparedData
+from merlin_cowclip.workflows.data.spec import CRITEO
 from merlin_cowclip.workflows.data.synthetic import write_synthetic
 from merlin_cowclip.workflows.errors import UserError
 
@@ -33,7 +33,7 @@ PATIENCE = 120  # seconds for what takes a few
 @pytest.fixture(scope="module", autouse=True)
 def _small_chunks():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(etl, "CHUNK_BYTES", (CHUNK_BYTES, etl.CHUNK_BYTES[1]))
+        patch.setattr(pipeline, "CHUNK_BYTES", (CHUNK_BYTES, pipeline.CHUNK_BYTES[1]))
         yield
 
 
@@ -47,12 +47,6 @@ def log(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def by_threads(log) -> PreparedData:
     return prepare(CRITEO, [log], log.parent / "threads", seed=3, progress=False)
-
-
-@pytest.fixture(scope="module")
-def workers():
-    with open_cluster(2) as cluster:
-        yield cluster
 
 
 def same(one: PreparedData, other: PreparedData) -> None:
@@ -69,10 +63,6 @@ def same(one: PreparedData, other: PreparedData) -> None:
 # Tasks: they live at the top of the module, so that they can be sent to a worker.
 
 
-def square(x: int) -> int:
-    return x * x
-
-
 def slow_first(x: int) -> int:
     time.sleep(0.5 if x == 0 else 0.0)
     return x
@@ -84,22 +74,29 @@ def refuses(x: int) -> int:
     return x
 
 
-@pytest.fixture(params=["threads", pytest.param("workers", marks=pytest.mark.extended)])
-def cluster(request):
-    return Threads(2) if request.param == "threads" else request.getfixturevalue("workers")
+def dies(x: int) -> None:
+    os._exit(x)
 
 
-def test_results_in_the_order_of_the_jobs(cluster):
-    assert list(cluster.map(slow_first, range(6))) == list(range(6))
-    assert list(cluster.map(square, [3, 3, 4])) == [9, 9, 16]
-    assert list(cluster.map(square, [])) == []
-    assert cluster.number == 2
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.extended)])
+def test_results_are_in_order_and_errors_are_raised_as_they_are(tmp_path, workers):
+    with make_executor(workers, "cpu", tmp_path) as pool:
+        assert list(pool.map(slow_first, range(6))) == list(range(6))
+        assert list(pool.map(slow_first, [3, 3, 4])) == [3, 3, 4]
+        with pytest.raises(UserError, match="x must be below 3. Received: 3"):
+            list(pool.map(refuses, range(8)))
+        assert list(pool.map(slow_first, [2])) == [2]
 
 
-def test_an_error_is_raised_as_it_is(cluster):
-    with pytest.raises(UserError, match="x must be below 3. Received: 3"):
-        list(cluster.map(refuses, range(8)))
-    assert list(cluster.map(square, [2])) == [4]
+@pytest.mark.extended
+def test_a_task_that_kills_its_workers(tmp_path):
+    with pytest.raises(UserError, match="4 Dask workers died on the same task.*fewer workers"):
+        _run_dying(tmp_path)
+
+
+def _run_dying(folder: Path) -> None:
+    with make_executor(2, "cpu", folder) as pool:
+        list(pool.map(dies, [1]))
 
 
 @pytest.mark.extended
@@ -118,20 +115,19 @@ def test_workers_give_the_same_data(log, by_threads, tmp_path, capfd):
 
 SCRIPT = """
     import sys
-    from merlin_cowclip.workflows.data import etl
-    from merlin_cowclip.workflows.data.datasets import CRITEO
-    from merlin_cowclip.workflows.data.etl import prepare
-    from merlin_cowclip.workflows.data.fitting import fit
+    from merlin_cowclip.workflows.data.prepare import pipeline
+    from merlin_cowclip.workflows.data.prepare.fit import fit
+    from merlin_cowclip.workflows.data.spec import CRITEO
 
-    def slowly(job):  # so that there is a middle
+    def slowly(*job, **options):  # so that there is a middle
         import time
         time.sleep(0.2)
-        return fit(job)
+        return fit(*job, **options)
 
     if __name__ == "__main__":
-        etl.fit = slowly
-        etl.CHUNK_BYTES = (int(sys.argv[3]), etl.CHUNK_BYTES[1])
-        prepare(CRITEO, [sys.argv[1]], sys.argv[2], seed=3, workers=2)
+        pipeline.fit = slowly
+        pipeline.CHUNK_BYTES = (int(sys.argv[3]), pipeline.CHUNK_BYTES[1])
+        pipeline.prepare(CRITEO, [sys.argv[1]], sys.argv[2], seed=3, workers=2)
 """
 
 
@@ -195,7 +191,7 @@ def test_gpu_workers_are_configured_as_dask_cuda_takes_it(monkeypatch):
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,3")
     monkeypatch.setattr(machine, "memory_limit", lambda: 300 << 30)
-    options = gpu_options(0)
+    options = cluster_options(0, "gpu")
     known = {*inspect.signature(LocalCUDACluster.__init__).parameters}
     known |= {*inspect.signature(LocalCluster.__init__).parameters}
     assert set(options) <= known
@@ -204,29 +200,29 @@ def test_gpu_workers_are_configured_as_dask_cuda_takes_it(monkeypatch):
     assert 0 < options["rmm_pool_size"] <= options["rmm_maximum_pool_size"] < 1
     assert 0 < options["device_memory_limit"] < 1
     assert 3 * options["memory_limit"] <= 240 << 30
-    assert gpu_options(2)["n_workers"] == 2
+    assert cluster_options(2, "gpu")["n_workers"] == 2
 
 
 def test_a_missing_extra_is_named(monkeypatch, tmp_path, log):
-    monkeypatch.setattr(clusters.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(executor.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"needs the package cudf.*merlin-cowclip\[gpu\]"):
         prepare(CRITEO, [log], tmp_path / "out", device="gpu")
     assert not list(tmp_path.iterdir())
 
 
 def test_more_workers_than_gpus_are_refused(monkeypatch):
-    monkeypatch.setattr(clusters.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(executor.importlib.util, "find_spec", lambda name: name)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    check_cluster(2, "gpu")
-    with pytest.raises(UserError, match="a GPU for each worker. Received: 3 workers, 2 GPUs"):
-        check_cluster(3, "gpu")
+    check_executor(2, "gpu")
+    with pytest.raises(UserError, match=r"a GPU per worker \(3 workers, 2 GPUs\)"):
+        check_executor(3, "gpu")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    with pytest.raises(UserError, match="Received: 1 workers, 0 GPUs"):
-        check_cluster(0, "gpu")
+    with pytest.raises(UserError, match=r"1 workers, 0 GPUs"):
+        check_executor(0, "gpu")
 
 
 def test_chunks_fit_the_memory_and_keep_the_workers_busy(monkeypatch):
-    from merlin_cowclip.workflows.data.etl import CHUNK_BYTES, _chunk_bytes
+    from merlin_cowclip.workflows.data.prepare.pipeline import CHUNK_BYTES, _chunk_bytes
 
     monkeypatch.setattr(machine, "memory_limit", lambda: 24 << 30)
     assert _chunk_bytes(10 << 30, 2) == CHUNK_BYTES[1]

@@ -1,16 +1,14 @@
-"""Which rows are for training and which for the test, and in what order."""
+"""The split: which rows are for training and which for the test, and in what order."""
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import dataclass
-from decimal import Decimal, InvalidOperation
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
-from merlin_cowclip.workflows.data.datasets import Split
-from merlin_cowclip.workflows.data.raw_logs import parse_number
+from merlin_cowclip.workflows.data.spec import Split
 from merlin_cowclip.workflows.errors import UserError
 
 
@@ -68,8 +66,8 @@ def split_rows(
         n_test = int(n * split.test + 0.5)
         if not 0 < n_test < n:
             raise UserError(
-                f"both parts must have rows. Received: {n} rows with split.test = {split.test},"
-                f" which gives {n_test} test rows. Give more rows or another share"
+                f"split.test = {split.test} of {n:,} rows gives {n_test:,} test rows. Both parts "
+                "must have rows: give more rows or another share"
             )
         if split.kind == "random":
             random.shuffle(rows)
@@ -84,10 +82,9 @@ def split_rows(
         counts = np.bincount(labels[mask], minlength=2)
         if not counts.all():
             raise UserError(
-                "label must be 0 in some rows and 1 in others, in the "
-                f"{'training' if part == 'train' else 'test'} part too. "
-                f"Received: only {counts.argmax()} in its {int(mask.sum())} rows, column "
-                f"{label!r}. Give more rows, or another seed or split"
+                f"all labels of the {'training' if part == 'train' else 'test'} part are "
+                f"{counts.argmax()} ({int(mask.sum()):,} rows, column {label!r}). Give more rows, "
+                "or another seed or split"
             )
         positives[part] = int(counts[1])
     return Parts(in_train, train_rows, test_rows, positives)
@@ -99,38 +96,34 @@ def _latest(split: Split, times: tuple[np.ndarray, pa.Array]) -> np.ndarray:
     n = len(codes)
     if (codes < 0).any():
         raise UserError(
-            f"every row must have a time. Received: {int((codes < 0).sum())} of {n} rows "
-            f"without one, column {split.column!r}. Fill it, or split otherwise"
+            f"{int((codes < 0).sum()):,} of {n:,} rows have no time, column {split.column!r}. Fill "
+            "it, or choose another split"
         )
-    values = texts.to_numpy(zero_copy_only=False)
-    numbers = [parse_number(text) for text in values]
-    words = [text for text, n in zip(values, numbers, strict=True) if n is None or n != n]
-    if words and len(words) < len(values):
-        raise UserError(
-            "times must be numbers, or all of them text that sorts by time. Received: numbers "
-            f"and {words[0]!r} in column {split.column!r}. Correct it or remove the row"
-        )
-    held, place = np.unique(
-        values.astype(str) if words else _ranks(values, numbers), return_inverse=True
-    )
+    held, place = np.unique(_sortable(texts, split.column), return_inverse=True)
     counts = np.bincount(place[codes], minlength=len(held))
     later = np.cumsum(counts[::-1])[::-1]  # rows from each time on
     if len(held) < 2:
         raise UserError(
-            f"a split by time needs two times at least. Received: {values[0]!r} in all {n} "
-            f"rows, column {split.column!r}. Choose another column or split"
+            f"all {n:,} rows have the time {texts[0].as_py()!r}, column {split.column!r}. Choose "
+            "another column or split"
         )
     first = 1 + int(np.argmin(np.abs(later[1:] - split.test * n)))
     return place[codes] >= first
 
 
-def _ranks(texts: np.ndarray, numbers: list[float | None]) -> np.ndarray:
-    """(n,), numbers that sort as the texts' do: where float64 makes one of two, decimal ones."""
-    floats = np.array(numbers, np.float64)
-    if len(np.unique(floats)) == len(floats):
-        return floats
-    exact = np.array(numbers, object)
-    for i, text in enumerate(texts):
-        with contextlib.suppress(InvalidOperation):  # of an exponent of twenty digits
-            exact[i] = Decimal(text.strip())
-    return exact
+def _sortable(texts: pa.Array, column: str | None) -> np.ndarray:
+    """Times as float64 or, if they are not numbers, as text."""
+    try:
+        numbers = texts.cast(pa.float64()).to_numpy()
+    except pa.ArrowInvalid:
+        numbers = None
+    if numbers is not None and not np.isnan(numbers).any():
+        return numbers
+    values = texts.to_pylist()
+    is_number = pc.match_substring_regex(texts, r"^-?[0-9]+(\.[0-9]+)?$").to_numpy(False)
+    if is_number.any():
+        raise UserError(
+            f"column {column!r} has times that are numbers, and {values[is_number.argmin()]!r}. "
+            "Correct it or remove the row"
+        )
+    return np.array(values, dtype=str)

@@ -2,14 +2,12 @@
 
 import pytest
 
-from merlin_cowclip.workflows.data import datasets
-from merlin_cowclip.workflows.data.datasets import (
+from merlin_cowclip.workflows.data.spec import (
     AVAZU,
     CRITEO,
     DatasetSpec,
     Split,
     find_spec,
-    register,
 )
 from merlin_cowclip.workflows.errors import UserError
 
@@ -49,6 +47,8 @@ CHOSEN = DatasetSpec(
     hash_buckets={"user": 7},
     split=Split("time", 0.1, "hour"),
     non_finite="missing",
+    null_values=("\\N",),
+    label_values=("False", "True"),
 )
 
 
@@ -100,7 +100,9 @@ def test_toml(tmp_path):
         ('kind = "sequential"', "", r"'split.kind' must be given"),
         ("test = 0.25", "test = 1", r"split.test must lie between 0 and 1. Received: 1"),
         ("test = 0.25", "test = 0.25\nseed = 1", r"Received: 'split.seed'"),
-        ("[split]", "[split", r"must be TOML"),
+        ("[split]", 'null_values = "x"\n[split]', r"null_values must be a list of texts"),
+        ("[split]", 'label_values = ["1"]\n[split]', r"label_values must be two different texts"),
+        ("[split]", "[split", r"is not valid TOML"),
     ],
 )
 def test_toml_errors_name_the_file_and_the_key(tmp_path, old, new, message):
@@ -121,14 +123,5 @@ def test_find_spec():
     assert find_spec("criteo") is CRITEO
     with pytest.raises(UserError, match=r"one of 'avazu', 'criteo'.*Received: 'kriteo'"):
         find_spec("kriteo")
-    with pytest.raises(UserError, match=r"must exist. Received: none.toml"):
+    with pytest.raises(UserError, match=r"cannot read the specification none.toml: No such file"):
         find_spec("none.toml")
-
-
-def test_register(monkeypatch):
-    monkeypatch.setattr(datasets, "SPECS", dict(datasets.SPECS))
-    mine = DatasetSpec("mine", "y", ("a",))
-    assert find_spec(register(mine).name) == mine
-    assert register(mine) == mine  # the same again is no clash
-    with pytest.raises(UserError, match=r"name must be unique. Received: 'mine'"):
-        register(DatasetSpec("mine", "y", ("b",)))

@@ -2,13 +2,11 @@
 
 The same few array operations on both, so that both give the same ids to the last one. A column is
 in the host's memory; on a GPU are a slice of `DEVICE_ROWS` of it at a time and a few numbers per
-distinct id. Where columns come from and go to is `fitting.py`'s.
+distinct id.
 """
 
 from __future__ import annotations
 
-import math
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -137,30 +135,19 @@ def hash_bucket(texts: Any, buckets: int) -> np.ndarray:
 
 
 def widened(low: float, high: float) -> tuple[float, float]:
-    """A range to scale by: one of length 0 is made longer, so that its one value becomes 0.
-
-    It stays finite: the largest float of all keeps its range, which `scaled` knows.
-    """
-    return low, high if high > low else min(low + max(1.0, abs(low)), sys.float_info.max)
+    """A range to scale by: one of length 0 is made longer, so that its one value becomes 0."""
+    return low, high if high > low else low + max(1.0, abs(low))
 
 
 def scaled(numbers: Any, low: float, high: float) -> Any:
-    """(numbers - low) / (high - low), in float64, of an array or a column of any library.
-
-    A range longer than float64's largest number (from -1e308 to 1e308) is halved first, and the
-    numbers with it: powers of 2 change no digit, so that the result is what it would be if there
-    were such a number. A range of length 0 counts as 1.
-    """
-    if not math.isfinite(high - low):
-        numbers, low, high = numbers / 2, low / 2, high / 2
-    return (numbers - low) / ((high - low) or 1.0)
+    """(numbers - low) / (high - low), in float64, of an array or a column of any library."""
+    return (numbers - low) / (high - low)
 
 
 def unit_range(numbers: np.ndarray, low: float, high: float, device: str = "cpu") -> np.ndarray:
     """Numbers scaled to [0, 1] by a range and clipped, n, float32; NaN counts as 0 before.
 
-    As FillMissing, UnitRange and Clip do it in the saved workflow, to the bit. Any finite number
-    goes in, those beyond float32 as well.
+    As FillMissing, UnitRange and Clip do it in the saved workflow, to the bit.
     """
     xp = arrays(device)
     units = np.empty(len(numbers), np.float32)

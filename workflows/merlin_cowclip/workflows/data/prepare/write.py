@@ -1,7 +1,4 @@
-"""The files of the training and the test part: which rows go where, and writing them.
-
-Writing one is a task, as in `fitting.py`.
-"""
+"""The files of the training and the test part."""
 
 from __future__ import annotations
 
@@ -14,8 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from merlin_cowclip.workflows.data import clusters
-from merlin_cowclip.workflows.data.staging import LENGTHS, ROWS, Staging
+from merlin_cowclip.workflows.data.prepare.column_store import OFFSETS, ROWS, ColumnStore
 
 PART_ROWS = 500_000
 ROW_GROUP_ROWS = 65_536
@@ -25,44 +21,33 @@ MIN_ROWS_TO_PART = 4_000
 
 @dataclass(frozen=True)
 class PartJob:
-    """One file of a part."""
+    """One file of a part: its rows from ``start`` to ``stop``, in the order of the part."""
 
     part: str  # "train" or "test"
     number: int
-    start: int  # the rows from here
-    stop: int  # to here, in the order of the part
+    start: int
+    stop: int
     group: int  # rows of a row group
-    staging: Staging
-    folder: Path
 
 
-def part_jobs(part: str, total: int, most: int, staging: Staging, folder: Path) -> list[PartJob]:
-    """A part's rows in files of about one size.
-
-    Args:
-        part: "train" or "test".
-        total: its rows.
-        most: rows of a file.
-        staging: where the encoded columns are.
-        folder: the prepared folder.
-    """
+def part_jobs(part: str, total: int, most: int) -> list[PartJob]:
+    """Divide a part's rows into files of about one size, of at most ``most`` rows."""
     files = -(-total // most)
     if part == "train" and total >= MIN_ROWS_TO_PART:
         files = max(files, MIN_TRAIN_PARTS)
     cuts = [total * i // files for i in range(files + 1)]
     group = max(1, min(ROW_GROUP_ROWS, -(-cuts[1] // 4)))  # several to a file
-    return [PartJob(part, i, cuts[i], cuts[i + 1], group, staging, folder) for i in range(files)]
+    return [PartJob(part, i, cuts[i], cuts[i + 1], group) for i in range(files)]
 
 
-def write_part(job: PartJob) -> int:
+def write_part(job: PartJob, store: ColumnStore, folder: Path) -> int:
     """Write one output file; returns its rows."""
-    spec, staging = job.staging.spec, job.staging
-    rows = np.asarray(staging.load(ROWS[job.part])[job.start : job.stop])
-    names = (spec.label, *spec.fields)
-    table = pa.table({name: _gather(staging, name, rows) for name in names})
-    path = job.folder / job.part / f"part-{job.number:05d}.parquet"
+    rows = np.asarray(store.load(ROWS[job.part])[job.start : job.stop])
+    names = (store.spec.label, *store.spec.fields)
+    table = pa.table({name: _gather(store, name, rows) for name in names})
+    path = folder / job.part / f"part-{job.number:05d}.parquet"
     # Not beside it: of a worker that dies meanwhile, nothing stays in the finished folder.
-    partial = staging.folder / f"{job.part}-{path.name}-{os.getpid()}-{secrets.token_hex(4)}"
+    partial = store.folder / f"{job.part}-{path.name}-{os.getpid()}-{secrets.token_hex(4)}"
     try:
         pq.write_table(table, partial, row_group_size=job.group)
         os.replace(partial, path)
@@ -71,15 +56,14 @@ def write_part(job: PartJob) -> int:
     return len(rows)
 
 
-def _gather(staging: Staging, name: str, rows: np.ndarray) -> pa.Array:
-    clusters.stop_if_unwanted()
-    spec, column = staging.spec, staging.load(name)
+def _gather(store: ColumnStore, name: str, rows: np.ndarray) -> pa.Array:
+    spec, column = store.spec, store.load(name)
     if name in spec.continuous:
         return pa.array(column[rows])
     if name not in spec.lists:
         # Merlin's own type for ids and labels; on disk the small ones stay small.
         return pa.array(column[rows].astype(np.int64))
-    all_offsets = staging.load(name + LENGTHS)  # row i is offsets[i:i+2]
+    all_offsets = store.load(name + OFFSETS)
     starts = all_offsets[rows]
     lengths = all_offsets[rows.astype(np.int64) + 1] - starts
     ends = np.cumsum(lengths)

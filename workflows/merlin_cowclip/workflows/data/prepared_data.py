@@ -1,6 +1,6 @@
-"""A prepared folder, opened: what lies in it and where, and whether it is as it was written.
+"""A prepared folder: what is in it and where, and whether it is as it was written.
 
-`etl.py`, `adopt.py` and `top_ids.py` write one (`saved_workflow.py`); every command opens it here.
+`prepare`, `adopt` and `frequencies --top-k` write one; every command opens it here.
 """
 
 from __future__ import annotations
@@ -8,23 +8,25 @@ from __future__ import annotations
 import functools
 import json
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from merlin_cowclip.plugins._checks import is_whole
 from merlin_cowclip.workflows.data.confirmed_workflow import load_confirmed
-from merlin_cowclip.workflows.data.datasets import DatasetSpec
+from merlin_cowclip.workflows.data.spec import DatasetSpec
 from merlin_cowclip.workflows.errors import UserError
+from merlin_cowclip.workflows.folders import package_versions, write_json
 from merlin_cowclip.workflows.manifest import (
     check_manifest,
     checksum,
     entry_of,
     is_manifest,
+    manifest_of,
 )
 from merlin_cowclip.workflows.quiet import quiet_imports
 
@@ -35,11 +37,8 @@ FORMAT_VERSION = 2
 RECORD = "prepare.json"  # written last: without it the folder is not whole
 PARTS = ("train", "test")
 MEMBERS = {*PARTS, "workflow", "counts", "schema.pbtxt", ".merlin"}
-
-
-def file_state(path: Path) -> dict[str, Any]:
-    """By what adopted parquet is known again: ``path``, ``mtime_ns``, and a manifest's entry."""
-    return {"path": str(path), "mtime_ns": path.stat().st_mtime_ns, **entry_of(path)}
+_AGAIN = "Prepare the data again"
+_ADOPT_AGAIN = "Put it back as it was, or adopt it again into another folder"
 
 
 @dataclass(frozen=True)
@@ -59,12 +58,11 @@ class PreparedData:
     def open(cls, path: str | Path) -> PreparedData:
         """The folder that `prepare`, `adopt` or `frequencies --top-k` wrote.
 
-        It is held against its manifest (see `manifest`), and its parts against its record, from
-        their footers: no row is read.
+        Its files are compared with its manifest once, here (see `manifest`); no row is read.
 
         Raises:
-            UserError: not there, not whole, of another version, or a file of it is gone, was added
-                to a part, or has changed.
+            UserError: not a prepared folder, of another version, or a file is missing, added to a
+                part, or changed.
         """
         path = Path(path)
         if not os.path.isdir(path):  # which is false, too, of a name that is too long
@@ -73,63 +71,74 @@ class PreparedData:
                 "'merlin-cowclip prepare'"
             )
         record = _read_record(path)
-        data = cls(path, _spec_of(record, path), record)
-        data._check_manifest("")
+        try:
+            spec = DatasetSpec.from_dict(record["spec"])
+        except UserError as error:
+            raise UserError(f"{path / RECORD}: {error}. {_AGAIN}") from None
+        data = cls(path, spec, record)
+        needed = ["schema.pbtxt", "workflow/metadata.json", "workflow/workflow.pkl"]
+        needed += [f"counts/{name}.parquet" for name in spec.ids]
+        check_manifest(path, data._members(""), "prepared data", _AGAIN, needed)
         for part in PARTS:
-            data.footers(part)
+            data.check_part(part)
         return data
 
-    def _check_manifest(self, part: str) -> None:
-        """Of one part, or ("") of what belongs to none."""
-        of_part = {name: name.split("/")[0] for name in self.record["manifest"]}
-        members = {
-            name: entry
-            for name, entry in self.record["manifest"].items()
-            if of_part[name] == part or (not part and of_part[name] not in PARTS)
-        }
-        needed = () if part else _needed(self)
-        check_manifest(self.path, members, "prepared data", _AGAIN, needed)
+    def _members(self, part: str) -> dict[str, Any]:
+        """The manifest of one part, or ("") of what belongs to none."""
+        manifest = self.record["manifest"]
+        folders = {name: name.split("/")[0] for name in manifest}
+        part_of = {name: folder * (folder in PARTS) for name, folder in folders.items()}
+        return {name: entry for name, entry in manifest.items() if part_of[name] == part}
 
-    def footers(self, part: str) -> dict[Path, pq.FileMetaData]:
-        """The footers of a part's files, in their order, held against the record.
+    def check_part(self, part: str) -> None:
+        """Check that a part has its files as they were written, and no others.
 
         Raises:
-            UserError: a file is gone, is none of the part's, is no whole parquet file, has not its
-                columns, or the rows are not as many as they were.
+            UserError: it has not.
         """
-        adopted = "files" in self.record
-        if adopted:
+        if self._is_adopted:
             for state in self.record["files"][part]:
                 check_unchanged(state)
         else:
-            self._check_manifest(part)
-            self._check_members(part)
+            check_manifest(self.path, self._members(part), "prepared data", _AGAIN)
+            members = {*self._files(part)}
+            for path in sorted((self.path / part).glob("*.parquet")):
+                if path not in members and not path.name.startswith("."):
+                    raise UserError(
+                        f"{path} was not written by prepare. Take it out, or prepare the data with "
+                        "it"
+                    )
+        self.footers(part)
+
+    def footers(self, part: str) -> dict[Path, pq.FileMetaData]:
+        """The footers of a part's files, in their order.
+
+        Raises:
+            UserError: a file is missing or not parquet, lacks a column, or the number of rows is
+                not that of the record.
+        """
+        remedy = _ADOPT_AGAIN if self._is_adopted else _AGAIN
         footers = {}
         for path in self._files(part):
             try:
                 footers[path] = pq.read_metadata(path)
             except (OSError, pa.ArrowException) as error:
-                _refuse_part(path, f"which is no whole parquet file ({error})", adopted)
+                raise UserError(f"cannot read {path}: {error}. {remedy}") from None
             columns = footers[path].schema.to_arrow_schema().names
             for name in (self.spec.label, *self.spec.fields):
                 if name not in columns:
-                    _refuse_part(path, f"without column {name!r}", adopted)
+                    raise UserError(f"{path} has no column {name!r}. {remedy}")
         rows = sum(footer.num_rows for footer in footers.values())
         if rows != self.rows[part]:
-            where = next(iter(footers), self.path / part)
-            found = f"a {part} part of {rows:,} rows, which had {self.rows[part]:,}"
-            _refuse_part(where, found, adopted)
+            raise UserError(
+                f"{self.path}: the {part} part has {rows:,} rows, expected {self.rows[part]:,}. "
+                f"{remedy}"
+            )
         return footers
 
-    def _check_members(self, part: str) -> None:
-        """What is in a part's folder belongs to it: another file would not be read in silence."""
-        members = set(self._files(part))
-        for path in sorted((self.path / part).glob("*.parquet")):
-            if path not in members and not path.name.startswith("."):
-                raise UserError(
-                    f"a part of prepared data must hold what was written there alone. Received: "
-                    f"{path}, which was not. Take it out, or prepare the data with it"
-                )
+    @property
+    def _is_adopted(self) -> bool:
+        return "files" in self.record
 
     @property
     def train_files(self) -> list[Path]:
@@ -145,7 +154,7 @@ class PreparedData:
         return self._files("test")
 
     def _files(self, part: str) -> list[Path]:
-        if "files" in self.record:
+        if self._is_adopted:
             return [Path(file["path"]) for file in self.record["files"][part]]
         names = [name for name in self.record["manifest"] if name.startswith(f"{part}/")]
         return [self.path / name for name in sorted(names) if name.endswith(".parquet")]
@@ -195,28 +204,11 @@ class PreparedData:
 
     @functools.cached_property
     def schema(self) -> Any:
-        """The columns as a ``merlin.schema.Schema``, tagged; ids carry their domain.
-
-        Raises:
-            UserError: ``schema.pbtxt`` is no schema, or has not the label and every field.
-        """
+        """The columns as a ``merlin.schema.Schema``, tagged; ids carry their domain."""
         with quiet_imports():
             from merlin.schema.io.tensorflow_metadata import TensorflowMetadata
-        path = self.path / "schema.pbtxt"
-        try:
-            text = path.read_text(encoding="utf-8")
-            schema = TensorflowMetadata.from_proto_text(text).to_merlin_schema()
-        except Exception as error:  # the parser's own, and whatever it makes of half a schema
-            raise UserError(
-                f"prepared data must hold its schema. Received: {path}: {error}. {_AGAIN}"
-            ) from None
-        for name in (self.spec.label, *self.spec.fields):
-            if name not in schema.column_names:
-                raise UserError(
-                    "the schema of prepared data must have the label and every field. Received: "
-                    f"{path}, without {name!r}. {_AGAIN}"
-                )
-        return schema
+        text = (self.path / "schema.pbtxt").read_text(encoding="utf-8")
+        return TensorflowMetadata.from_proto_text(text).to_merlin_schema()
 
     def counts(self, field: str) -> pd.DataFrame:
         """How often each id of a field occurs in the training part: ``id``, ``raw``, ``count``.
@@ -248,95 +240,29 @@ class PreparedData:
         return load_confirmed(self.path, manifest, "prepared data", f"{_AGAIN}.", trust=trust)
 
 
-_AGAIN = "Prepare the data again"
-_ADOPT_AGAIN = "Put it back as it was, or adopt it again into another folder"
-
-
-def _read_record(path: Path) -> dict[str, Any]:
-    """``prepare.json``, of a format that can be opened and with everything that commands read."""
-    place = path / RECORD
-    try:
-        record = json.loads(place.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(
-            f"prepared data must hold {RECORD}, which is written last. Received: {path}, "
-            "not a whole prepared folder. Write one with 'merlin-cowclip prepare'"
-        ) from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{place} must be readable JSON. Received: {error}. {_AGAIN}") from None
-    version = record.get("format") if isinstance(record, dict) else None
-    if version != FORMAT_VERSION or type(version) is not int:
-        raise UserError(
-            f"prepared data must be of format {FORMAT_VERSION}. Received: {version!r} in {path}. "
-            "Prepare it again with this version"
-        )
-    required: dict[str, Callable[[Any], bool]] = {
-        "spec": lambda value: isinstance(value, dict),
-        "rows": lambda value: _numbers_by(PARTS, value, 0) and value["train"] > 0,
-        "cardinalities": lambda value: isinstance(value, dict),
-        "report": lambda value: isinstance(value, dict),
-        "manifest": is_manifest,
+def write_record(folder: Path, record: Mapping[str, Any]) -> dict[str, Any]:
+    """Write ``prepare.json``, the last file, with package versions and the manifest; returns it."""
+    others = {path.name for path in folder.iterdir()} - MEMBERS
+    record = {
+        **record,
+        "versions": package_versions(),
+        "format": FORMAT_VERSION,
+        "manifest": manifest_of(folder, others),
     }
-    if "files" in record:
-        required["files"] = lambda value: (
-            isinstance(value, dict)
-            and set(value) == set(PARTS)
-            and all(isinstance(v, list) and all(map(_is_file_state, v)) for v in value.values())
-        )
-    if "seed" in record:
-        required["seed"] = lambda value: is_whole(value, 0)
-    for key, holds in required.items():
-        if key not in record or not holds(record[key]):
-            found = "another value" if key in record else "none"
-            raise UserError(
-                f"{RECORD} must hold {key!r} as it was written. Received: {found} in {place}. "
-                f"{_AGAIN}"
-            )
+    write_json(folder / RECORD, record)
     return record
 
 
-def _spec_of(record: dict[str, Any], path: Path) -> DatasetSpec:
-    """The record's specification, which its cardinalities must fit."""
-    try:
-        spec = DatasetSpec.from_dict(record["spec"])
-    except UserError as error:
-        raise UserError(f"{path / RECORD}: {error}. {_AGAIN}") from None
-    if not _numbers_by(spec.ids, record["cardinalities"], 1):
-        raise UserError(
-            f"{RECORD} must hold a positive cardinality for every field of ids. "
-            f"Received: others in {path / RECORD}. {_AGAIN}"
-        )
-    return spec
+def file_state(path: Path) -> dict[str, Any]:
+    """Fingerprint of adopted parquet: ``path``, ``mtime_ns``, and an entry of the manifest."""
+    return {"path": str(path), "mtime_ns": path.stat().st_mtime_ns, **entry_of(path)}
 
 
-def _numbers_by(keys: Sequence[str], value: Any, least: int) -> bool:
-    return (
-        isinstance(value, dict)
-        and set(value) == set(keys)
-        and all(is_whole(number, least) for number in value.values())
-    )
-
-
-def _is_file_state(value: Any) -> bool:
-    return (
-        isinstance(value, dict)
-        and isinstance(value.get("path"), str)
-        and isinstance(value.get("mtime_ns"), int)
-        and is_manifest({"": value})
-    )
-
-
-def _needed(data: PreparedData) -> list[str]:
-    """What every folder has beside its parts."""
-    files = ["schema.pbtxt", "workflow/metadata.json", "workflow/workflow.pkl"]
-    return files + [f"counts/{name}.parquet" for name in data.spec.ids]
-
-
-def check_unchanged(state: dict[str, Any]) -> None:
-    """Refuse adopted parquet that is not as `file_state` had it.
+def check_unchanged(state: Mapping[str, Any]) -> None:
+    """Check that adopted parquet has the fingerprint that `file_state` took.
 
     Raises:
-        UserError: it is gone or has changed.
+        UserError: the file is missing or has changed.
     """
     path = Path(state["path"])
     try:
@@ -355,11 +281,60 @@ def check_unchanged(state: dict[str, Any]) -> None:
         )
 
 
-def _refuse_part(path: Path, found: str, adopted: bool) -> NoReturn:
-    raise UserError(
-        f"the parts of prepared data must stay as they were written. Received: {path}, {found}. "
-        f"{_ADOPT_AGAIN if adopted else _AGAIN}"
-    ) from None
+def _read_record(path: Path) -> dict[str, Any]:
+    """``prepare.json``, with everything that commands read."""
+    place = path / RECORD
+    try:
+        record = json.loads(place.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(
+            f"{path} is not a whole prepared folder: it has no {RECORD}, which is written last. "
+            "Write one with 'merlin-cowclip prepare'"
+        ) from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"cannot read {place}: {error}. {_AGAIN}") from None
+    version = record.get("format") if isinstance(record, dict) else None
+    if version != FORMAT_VERSION or type(version) is not int:
+        raise UserError(
+            f"{place} has format {version!r} instead of {FORMAT_VERSION}. Prepare the data again "
+            "with this version"
+        )
+    for key, is_valid in _VALID.items():
+        if not is_valid(record.get(key)):
+            raise UserError(f"{place} is not valid: {key!r} was changed. {_AGAIN}")
+    return record
+
+
+def _are_numbers(keys: Collection[str], value: Any, least: int) -> bool:
+    is_mapping = isinstance(value, dict) and value.keys() >= set(keys)
+    return is_mapping and all(is_whole(number, least) for number in value.values())
+
+
+def _are_files(value: Any) -> bool:
+    if value is None:  # not adopted
+        return True
+    return (
+        isinstance(value, dict)
+        and value.keys() == set(PARTS)
+        and all(isinstance(files, list) for files in value.values())
+        and all(
+            is_manifest({"": file}) and {"path", "mtime_ns"} <= file.keys()
+            for files in value.values()
+            for file in files
+        )
+    )
+
+
+# Key of the record → whether its value can be read.
+_VALID: dict[str, Callable[[Any], bool]] = {
+    "spec": lambda value: isinstance(value, dict),
+    "rows": lambda value: _are_numbers(PARTS, value, 0) and value["train"] > 0,
+    "cardinalities": lambda value: _are_numbers((), value, 1),
+    "report": lambda value: isinstance(value, dict),
+    "manifest": is_manifest,
+    "seed": lambda value: value is None or is_whole(value, 0),
+    "files": _are_files,
+}
 
 
 def domains_of(

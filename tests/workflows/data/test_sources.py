@@ -1,0 +1,317 @@
+"""Raw logs: files and folders to rows, cut anywhere; a bad value is named with its place."""
+
+import dataclasses
+import gzip
+import tempfile
+from pathlib import Path
+from unittest import mock
+
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from merlin_cowclip.workflows.data.sources import csv
+from merlin_cowclip.workflows.data.sources.base import ids_as_text
+from merlin_cowclip.workflows.data.sources.csv import CsvSource
+from merlin_cowclip.workflows.data.sources.files import expand_paths
+from merlin_cowclip.workflows.data.sources.parquet import ParquetSource
+from merlin_cowclip.workflows.data.spec import AVAZU, CRITEO, DatasetSpec, Split
+from merlin_cowclip.workflows.errors import UserError
+
+SPEC = DatasetSpec("toy", "y", ("a", "b"))
+HEAD = "y,a,b\n"
+MARK = b"\xef\xbb\xbf"
+
+
+def rows_of(source, size=1 << 20):
+    batches = [batch for chunk in source.chunks(size) for batch in source.batches(chunk)]
+    return [tuple(row.values()) for batch in batches for row in batch.to_pylist()]
+
+
+def source(path, text, spec=SPEC, **options):
+    content = text.encode("utf-8", "surrogateescape") if isinstance(text, str) else text
+    path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
+    return CsvSource(spec, path, **options)
+
+
+# CSV: quotes and line ends
+
+
+def written(cell, quoted):
+    """RFC 4180: what must be quoted is; and what only might, if it is so wished."""
+    must = any(c in cell for c in ",\r\n") or cell.startswith('"')
+    return '"' + cell.replace('"', '""') + '"' if must or quoted else cell
+
+
+cells = st.tuples(st.text('"ab,\n\r', max_size=6), st.booleans())
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 1), cells, cells), min_size=1, max_size=12),
+    st.integers(1, 60),
+    st.one_of(st.just(1 << 24), st.integers(60, 99)),
+    st.sampled_from(["\n", "\r\n"]),
+    st.sampled_from([b"", MARK]),
+    st.booleans(),
+)
+def test_any_csv_cut_anywhere_gives_its_cells(rows, size, block, end, mark, zipped):
+    lines = ["y,a,b", *(f"{y},{written(*a)},{written(*b)}" for y, a, b in rows)]
+    text = mark + end.join([*lines, ""]).encode()
+    if any("\r\n" in cell for _, a, b in rows for cell in (a[0], b[0])):
+        block = 1 << 24  # Arrow drops an LF of a cell where a block ends between CR and LF
+    expected = [(y, a or None, b or None) for y, (a, _), (b, _) in rows]
+    blocks = {"BLOCK_BYTES": block, "GZIP_BLOCK_BYTES": block}
+    with tempfile.TemporaryDirectory() as folder, mock.patch.multiple(csv, **blocks):
+        path = Path(folder) / ("log.csv.gz" if zipped else "log.csv")
+        path.write_bytes(gzip.compress(text) if zipped else text)
+        assert rows_of(CsvSource(SPEC, path), size) == expected
+
+
+def test_without_quotes_a_quote_is_text(tmp_path):
+    spec = DatasetSpec("toy", "y", ("a", "b"), quotes=False)
+    log = source(tmp_path / "log.csv", HEAD + '1,"a,b"\n0,""," x\n', spec)
+    for size in (1, 1 << 20):
+        assert rows_of(log, size) == [(1, '"a', 'b"'), (0, '""', '" x')]
+    assert log.check() == ("y", "a", "b")
+    assert not CRITEO.quotes
+    assert not AVAZU.quotes
+
+
+def test_only_a_file_with_quotes_is_one_part(tmp_path):
+    lines = "".join(f"{i % 2},u{i},i{i}\n" for i in range(100))
+    assert len(source(tmp_path / "log.csv", HEAD + lines).chunks(100)) > 5
+    quoted = source(tmp_path / "quoted.csv", HEAD + lines + '1,"u",i\n')
+    assert len(quoted.chunks(100)) == 1
+    assert rows_of(quoted)[-1] == (1, "u", "i")
+
+
+@pytest.mark.parametrize(
+    ("rows", "line"),
+    [
+        ({51: '0,x,"open'}, 52),
+        ({51: '1,"a\nb","open'}, 52),
+        ({51: '0,"open,i'}, 52),
+        # As many cells as there should be: only the text behind the closing quote tells.
+        ({51: '0,"u,i', 90: '1,"u,i"'}, 52),
+    ],
+)
+@pytest.mark.parametrize("name", ["log.csv", "log.csv.gz"])
+def test_an_open_quote_swallows_no_rows(tmp_path, name, rows, line):
+    lines = ["y,a,b", *(f"{i % 2},u{i},i{i}" for i in range(100))]
+    for place, row in rows.items():
+        lines[place] = row
+    with pytest.raises(UserError, match=f"{name}, line {line}: a quoted cell is not closed"):
+        rows_of(source(tmp_path / name, "\n".join(lines)))
+
+
+@pytest.mark.parametrize("name", ["log.csv", "log.csv.gz"])
+def test_a_blank_line_of_one_column_is_a_missing_value(tmp_path, name):
+    """As `cut -d, -f2` writes it."""
+    spec = DatasetSpec(name="toy", label="y", categorical=("a",))
+    for blank in ("", '""'):
+        log = source(tmp_path / name, f"a\nu\n{blank}\nv\n", spec, labelled=False)
+        assert log.check() == ("a",)
+        assert rows_of(log) == [("u",), (None,), ("v",)]
+
+
+# Places
+
+
+@pytest.mark.parametrize("name", ["log.csv", "log.csv.gz"])
+@pytest.mark.parametrize("size", [50, 1 << 20])
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ("7,u,1.5", "line {}, column 'y': the label is 7 instead of 0 or 1"),
+        ("x,u,1.5", "line {}, column 'y': .*'x'.*label_values"),
+        ("1,u,0x1f", "line {}, column 'n': .*'0x1f'"),
+        ("1,u,inf", "line {}, column 'n': the number is inf.*non_finite"),
+        ("1,\udcff,1.5", "line {}, column 'a': .*UTF8.*iconv"),
+        ("1,u", "line {}: Expected 3 columns, got 2"),
+    ],
+)
+def test_a_bad_value_is_named_by_line_and_column(tmp_path, name, size, row, words):
+    spec = DatasetSpec("toy", "y", ("a",), ("n",))
+    lines = ["y,a,n", *["1,u,1.5", "", "0,v,"] * 9, row, *["1,u,1.5"] * 9]
+    log = source(tmp_path / name, "\n".join(lines), spec)
+    with pytest.raises(UserError, match=f"{name}, {words.format(29)}"):
+        rows_of(log, size)
+
+
+def test_lines_of_a_file_with_line_ends_in_cells(tmp_path):
+    log = source(tmp_path / "log.csv", HEAD + '1,"a\n\nb",c\n' * 5 + "2,u,v\n")
+    with pytest.raises(UserError, match=r"log.csv, line 17, column 'y': the label is 2"):
+        rows_of(log)
+
+
+@pytest.mark.parametrize(
+    ("spec", "text", "message"),
+    [
+        (
+            CRITEO,
+            ",".join(["id", "click", *AVAZU.categorical]) + "\n1,0\n",
+            r"log.csv is not in Criteo format \(expected 40 tab-separated columns, found 1\)\. Did "
+            r"you mean `prepare avazu`\?",
+        ),
+        (AVAZU, "0" + "\t" * 39, r"Avazu format \(expected at least 23 comma.*`prepare criteo`"),
+        (SPEC, "y;a;b\n", r"Toy format \(expected at least 3 comma-sep.*, found 1\).*separator"),
+        (SPEC, "y,A,b\n", r"log.csv has no column 'a' of data set 'toy'. It has: 'y', 'A', 'b'"),
+        (SPEC, "y,a,b,a\n", r"two columns named 'a'"),
+        (SPEC, "\n\n", "has no rows"),
+        (SPEC, b"PAR1", "is a parquet file"),
+        (SPEC, HEAD.encode("utf-16"), "not a CSV file in UTF-8"),
+    ],
+)
+def test_another_format(tmp_path, spec, text, message):
+    with pytest.raises(UserError, match=message):
+        source(tmp_path / "log.csv", text, spec).check()
+
+
+def test_a_damaged_gzip_file(tmp_path):
+    text = "".join(f"{i % 2},u{i},i{i * i}\n" for i in range(20_000))
+    zipped = gzip.compress((HEAD + text).encode())
+    with pytest.raises(UserError, match="log.csv is a damaged gzip file"):
+        rows_of(source(tmp_path / "log.csv", zipped[:-2_000]))
+    assert len(rows_of(source(tmp_path / "log.csv", zipped))) == 20_000  # whatever its name
+
+
+# Spellings
+
+
+SPELT = DatasetSpec(
+    *("toy", "y", ("a",), ("n",), ("t",)), null_values=("\\N",), label_values=("False", "True")
+)
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet"])
+def test_spellings_of_missing_values_and_labels(tmp_path, kind):
+    if kind == "csv":
+        text = "y,a,n,t\nTrue,\\N,\\N,\\N\nFalse,x,1,u|\\N\n"
+        log = source(tmp_path / "log.csv", text, SPELT)
+    else:
+        columns = {"y": ["True", "False"], "a": ["\\N", "x"], "n": ["\\N", "1"]}
+        columns["t"] = [["\\N"], ["u", "\\N"]]
+        pq.write_table(pa.table(columns), tmp_path / "log.parquet")
+        spec = dataclasses.replace(SPELT, format="parquet")
+        log = ParquetSource(spec, tmp_path / "log.parquet")
+    log.check()
+    tags = [] if kind == "csv" else [None]  # an empty cell is an empty list
+    assert rows_of(log) == [(1, None, None, tags), (0, 1.0, "x", ["u", None])]
+
+
+def test_another_spelling_of_a_label(tmp_path):
+    log = source(tmp_path / "log.csv", "y,a,n,t\nTrue,x,1,u\nno,x,1,u\n", SPELT)
+    with pytest.raises(UserError, match="line 3, column 'y': the label is 'no' instead of False"):
+        rows_of(log)
+
+
+# Parquet
+
+
+@pytest.mark.parametrize(
+    ("ids", "texts"),
+    [
+        (pa.array([3, None, 2**62 + 1]), ["3", None, str(2**62 + 1)]),
+        (pa.array([3.0, None, float("nan"), -7.0]), ["3", None, None, "-7"]),
+        (pa.array(["a", "", None]), ["a", None, None]),
+        (pa.array(["a", "", None]).dictionary_encode()[1:], [None, None]),
+        (pa.array([True, False]), ["true", "false"]),
+        (pa.array([b"a", None]), ["a", None]),
+        (pa.nulls(2), [None, None]),
+        (pa.array([["a", ""], None, []])[1:], [[], []]),
+        (pa.array([[1, None], None]), [["1", None], []]),
+    ],
+    ids=lambda value: str(getattr(value, "type", "")),
+)
+def test_ids_as_text(ids, texts):
+    assert ids_as_text(ids, isinstance(texts[-1], list)).to_pylist() == texts
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        (pa.array([1.5]), "1.5"),
+        (pa.array([2.0**53]), "double from 9,007,199,254,740,992 on are not exact"),
+        (pa.array([2.0**24], pa.float32()), "float from 16,777,216 on"),
+        (pa.array([pd.Timestamp("2024-01-01")]), "timestamp.*ids must be integers or text"),
+        (pa.array([["a"]]), "list.*ids must be"),
+        (pa.array([b"\xff"]), "UTF8"),
+    ],
+)
+def test_what_is_no_id(ids, message):
+    with pytest.raises((ValueError, pa.ArrowException), match=message):
+        ids_as_text(ids, False)
+
+
+def test_parquet_types(tmp_path):
+    spec = DatasetSpec("toy", "y", ("a",), ("n",), ("t",), format="parquet")
+    columns = {"y": [1, 0], "a": ["x", "z"], "n": [1.0, None], "t": [["u"], []]}
+    for name, values, message in (
+        ("y", [1, 2], r"row 2, column 'y': the label is 2 instead of 0 or 1"),
+        ("n", [1.0, float("inf")], r"row 2, column 'n': the number is inf"),
+        ("n", ["1", "x"], r"cannot read column 'n' of .*: .*'x'"),
+        ("t", ["u", "v"], r"cannot read column 't' of .*: it is string, not a list"),
+        ("a", [["x"], []], r"cannot read column 'a' of .*: it is list"),
+    ):
+        pq.write_table(pa.table({**columns, name: values}), tmp_path / "log.parquet")
+        log = ParquetSource(spec, tmp_path / "log.parquet")
+        with pytest.raises(UserError, match=message):
+            assert not log.check() or rows_of(log)
+    pq.write_table(pa.table({**columns, "n": ["1.5", ""], "y": ["1", "0"]}), log.path)
+    assert rows_of(log) == [(1, 1.5, "x", ["u"]), (0, None, "z", [])]
+
+
+# Files and folders
+
+
+def test_folders_and_globs(tmp_path):
+    """As Spark writes them: hidden files, files without bytes, day_9 before day_10."""
+    home = tmp_path / "_logs"
+    for name in ("day_10/b.csv", "day_9/a.csv", "day_9/_temporary/a.csv", "day_9/.b.csv.crc"):
+        (home / name).parent.mkdir(parents=True, exist_ok=True)
+        (home / name).write_text(HEAD)
+    (home / "day_9" / "_SUCCESS").touch()
+    (home / "day_9" / "part-0.csv").touch()
+    days = [home / "day_9" / "a.csv", home / "day_10" / "b.csv"]
+    for inputs in (home, f"{home}/*", f"{home}/**/*", f"{home}/*/*.csv", days):
+        assert expand_paths(inputs) == days
+    assert expand_paths(f"{home}/*/_temporary/*") == [home / "day_9/_temporary/a.csv"]
+    for inputs, message in (
+        (home / "nowhere", "no input file found"),
+        ("x" * 5_000, "cannot read input file .*too long"),
+        ([], "no input file given"),
+        ([days[0], home], "day_9/a.csv is given twice"),
+        (home / "day_9" / "part-0.csv", "part-0.csv is empty"),
+        ("/dev/null", "/dev/null is not a regular file"),
+    ):
+        with pytest.raises(UserError, match=message):
+            expand_paths(inputs)
+
+
+def test_hive_partitions(tmp_path):
+    spec = DatasetSpec(
+        *("toy", "y", ("site", "ad"), ("hour",)), format="parquet", split=Split("time", 0.5, "day")
+    )
+    frame = pd.DataFrame(
+        {
+            "y": [0, 1, 1, 0],
+            "ad": [1, 2, 3, 4],
+            "site": ["a b", None, "c", "c"],
+            "hour": [1, 2, 1, 2],
+        }
+    )
+    frame["day"] = ["2024-01-01", "2024-01-02"] * 2
+    frame.to_parquet(tmp_path / "logs", partition_cols=["day", "site", "hour"])
+    found = []
+    for path in expand_paths(tmp_path / "logs"):
+        log = ParquetSource(spec, path)
+        assert log.has_label()
+        assert set(log.check()) == set(frame)
+        found += rows_of(log)
+    expected = frame[["y", "hour", "site", "ad", "day"]].astype({"ad": str, "hour": float})
+    expected = expected.astype(object).where(expected.notna(), None)
+    assert sorted(found, key=str) == sorted(expected.itertuples(index=False, name=None), key=str)

@@ -1,0 +1,1 @@
+"""Raw logs to prepared data: split, fit, encode, shuffle, write."""

@@ -1,0 +1,173 @@
+"""Who does the work: threads of this process, or a local Dask cluster on CPUs or GPUs.
+
+A task is a function that reads and writes files and may run again, so that a worker that dies costs
+only its tasks' time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from merlin_cowclip.plugins._checks import is_whole
+from merlin_cowclip.workflows import machine
+from merlin_cowclip.workflows.errors import UserError
+
+DEVICES = ("cpu", "gpu")
+THREADS = min(4, os.cpu_count() or 1)  # of one process; each holds one column, or one part
+MEMORY_SHARE = 0.8  # of the machine's memory, for all workers together
+DEVICE_MEMORY_SHARE = 0.8  # of a GPU's memory, for its worker
+DEATHS = 3  # of workers over one task, before the task is given up
+SETTINGS = {
+    "distributed.scheduler.allowed-failures": DEATHS,
+    # The files are the state: there is nothing worth waiting for from a dead worker.
+    "distributed.comm.timeouts.connect": "60s",
+    "distributed.worker.daemon": True,  # workers end with us, however we end
+}
+
+
+@contextlib.contextmanager
+def make_executor(workers: int, device: str, scratch: Path) -> Iterator[Executor]:
+    """Threads of this process, or a local Dask cluster: CPU processes, or one worker per GPU.
+
+    Args:
+        workers: processes; 0 for threads of this process on CPUs, and for all GPUs.
+        device: "cpu", or "gpu" for dask-cuda's workers.
+        scratch: a folder for what workers spill.
+
+    Raises:
+        UserError: as `check_executor`; or a task killed several workers.
+    """
+    check_executor(workers, device)
+    if device == "cpu" and not workers:
+        pool = ThreadPoolExecutor(THREADS)
+        try:
+            yield pool
+        finally:
+            pool.shutdown(cancel_futures=True)
+        return
+    if getattr(multiprocessing.current_process(), "_inheriting", False):  # a worker that starts
+        raise UserError(
+            'call prepare(workers=…) under `if __name__ == "__main__":`. Dask imports the script '
+            "again in each worker"
+        )
+    import dask
+    from distributed import Client, LocalCluster
+    from distributed.scheduler import KilledWorker
+
+    kind: Any = LocalCluster
+    if device == "gpu":
+        import dask_cuda
+
+        kind = dask_cuda.LocalCUDACluster
+    options = {**cluster_options(workers, device), "local_directory": str(scratch)}
+    with dask.config.set(SETTINGS), kind(**options) as cluster, Client(cluster) as client:
+        client.register_worker_plugin(IgnoreSigint())
+        if device == "gpu":
+            client.register_worker_plugin(CupyFromRmm())
+        print(f"Dask dashboard: {client.dashboard_link}", file=sys.stderr, flush=True)
+        try:
+            yield client.get_executor(pure=False)  # two equal tasks are two tasks
+        except KilledWorker:
+            raise UserError(
+                f"{DEATHS + 1} Dask workers died on the same task, probably out of memory. Use "
+                "fewer workers or a larger machine"
+            ) from None
+
+
+def check_executor(workers: int, device: str) -> None:
+    """Check the arguments of `make_executor`.
+
+    Raises:
+        UserError: bad arguments, a missing package, or fewer GPUs than workers.
+    """
+    if device not in DEVICES:
+        raise UserError(f"device must be one of {', '.join(DEVICES)}. Received: {device!r}")
+    if not is_whole(workers, 0):
+        raise UserError(f"workers must be an integer of at least 0. Received: {workers!r}")
+    if device == "cpu":
+        return
+    for package in ("cudf", "dask_cuda"):
+        if importlib.util.find_spec(package) is None:
+            raise UserError(
+                f"--device gpu needs the package {package}. Use one of NVIDIA's Merlin containers, "
+                "or install RAPIDS and the extra: pip install 'merlin-cowclip[gpu]'"
+            )
+    if (gpus := number_of_gpus()) < max(workers, 1):
+        raise UserError(
+            f"--device gpu needs a GPU per worker ({workers or 1} workers, {gpus} GPUs). Use fewer "
+            "workers, or --device cpu"
+        )
+
+
+def parallel_tasks(workers: int, device: str) -> int:
+    """How many tasks run at once."""
+    return workers or (THREADS if device == "cpu" else max(1, number_of_gpus()))
+
+
+def number_of_gpus() -> int:
+    """GPUs that this process may use; 0 without a driver."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([name for name in visible.split(",") if name.strip() not in ("", "-1")])
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+        return int(pynvml.nvmlDeviceGetCount())
+    except pynvml.NVMLError:
+        return 0
+
+
+def cluster_options(workers: int, device: str) -> dict[str, Any]:
+    """Arguments of Dask's `LocalCluster` or dask-cuda's `LocalCUDACluster`.
+
+    Each worker has one thread and an equal share of the memory; on a GPU also a pool of its memory.
+    """
+    workers = parallel_tasks(workers, device)
+    options: dict[str, Any] = {
+        "n_workers": workers,
+        "threads_per_worker": 1,
+        "memory_limit": int(machine.memory_limit() * MEMORY_SHARE / workers),
+        "dashboard_address": ":0",  # any free port: two jobs do not meet
+        "silence_logs": "CRITICAL",  # what fails is raised; on the way out Dask warns of itself
+    }
+    if device == "cpu":
+        return {**options, "processes": True}
+    return {
+        **options,
+        "device_memory_limit": DEVICE_MEMORY_SHARE,
+        "rmm_pool_size": DEVICE_MEMORY_SHARE / 2,
+        "rmm_maximum_pool_size": DEVICE_MEMORY_SHARE,
+    }
+
+
+class IgnoreSigint:
+    """A worker plugin: Ctrl-C, which a terminal sends to all processes, ends this one only."""
+
+    name = "ignore-sigint"
+
+    def setup(self, worker: Any) -> None:
+        """Called by Dask in every worker's main thread."""
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+class CupyFromRmm:
+    """A GPU worker's plugin: CuPy's arrays come from the pool that cuDF's are in."""
+
+    name = "cupy-from-rmm"
+
+    def setup(self, worker: Any) -> None:
+        """Called by Dask in every worker, in those that replace dead ones as well."""
+        import cupy  # type: ignore[import-not-found]
+        from rmm.allocators.cupy import rmm_cupy_allocator  # type: ignore[import-not-found]
+
+        cupy.cuda.set_allocator(rmm_cupy_allocator)

@@ -1,0 +1,246 @@
+"""NVTabular operators for raw rows: ids to integers, numbers to [0, 1].
+
+They are subclasses that a saved workflow finds wherever this package is installed. Importing this
+module imports NVTabular, which takes seconds.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from merlin_cowclip.workflows.data.prepare.statistics import hash_bucket, scaled, widened
+from merlin_cowclip.workflows.data.sources.base import ids_as_text, is_text, with_nulls
+from merlin_cowclip.workflows.errors import UserError, clipped
+from merlin_cowclip.workflows.quiet import quiet_imports
+
+with quiet_imports():
+    from merlin.schema import Schema
+    from nvtabular.ops import Categorify, NormalizeMinMax, Operator
+    from nvtabular.ops.categorify import NULL_OFFSET, OOV_OFFSET
+
+
+class EncodeIds(Categorify):
+    """Categorify (same files, ids and schema) for ids of any type, read as text.
+
+    1382, 1382.0 and "1382" are one id; an empty text is a missing one, a missing list an empty one.
+    On a CPU, stock Categorify encodes wrongly if the index of the frame is not 0, 1, 2, …, and
+    fails where all ids of a column are missing. This one looks ids up by position.
+
+    Args:
+        out_path: the folder that gets ``categories/``. No default: workflows that share
+            Categorify's (``./``) overwrite each other's vocabularies.
+        freq_threshold: as in Categorify, ids that occur less often are unknown; field → count.
+        num_buckets: as in Categorify, ids that unknown ones share by hash; field → number, for
+            every field. Hashed by `statistics.hash_bucket`, the same on CPUs and GPUs.
+        max_size: as in Categorify, the most rows of a field's table: the ids beyond are unknown.
+        missing_as_unknown: fields whose missing ids are unknown (2) as well, instead of 1.
+        lists: the fields of lists.
+        null_values: texts that mean a missing id, in addition to the empty one.
+    """
+
+    def __init__(
+        self,
+        out_path: str | Path,
+        *,
+        freq_threshold: int | dict[str, int] = 0,
+        num_buckets: dict[str, int] | None = None,
+        max_size: int | dict[str, int] = 0,
+        missing_as_unknown: Sequence[str] = (),
+        lists: Sequence[str] = (),
+        null_values: Sequence[str] = (),
+    ) -> None:
+        with warnings.catch_warnings():  # of hashing that differs on GPUs: not ours
+            warnings.simplefilter("ignore", UserWarning)
+            super().__init__(
+                out_path=str(out_path),
+                freq_threshold=freq_threshold,
+                num_buckets=num_buckets,
+                max_size=max_size,
+            )
+        self.missing_as_unknown, self.lists = tuple(missing_as_unknown), tuple(lists)
+        self.null_values = tuple(null_values)
+        self._vocabularies: dict[str, pd.Index] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_vocabularies": {}}  # read again from the files beside it
+
+    def fit_finalize(self, categories: Any) -> None:
+        """Take the vocabulary files, ``{field: path}``."""
+        self._vocabularies = {}
+        super().fit_finalize(categories)
+
+    def clear(self) -> None:
+        """Forget the vocabularies."""
+        self._vocabularies = {}
+        super().clear()
+
+    def set_storage_path(self, new_path: Any, copy: bool = False) -> None:
+        """Point at vocabularies that have moved; with ``copy``, take the counts (meta.*) along."""
+        old = dict(self.categories)
+        super().set_storage_path(new_path, copy=copy)
+        if copy:
+            for field, path in old.items():
+                source = Path(path).with_name(f"meta.{field}.parquet")
+                target = Path(self.categories[field]).with_name(source.name)
+                if source.is_file() and source != target:
+                    target.write_bytes(source.read_bytes())
+
+    def transform(self, col_selector: Any, df: Any) -> Any:
+        """Ids as int64: 1 for a missing one, 2 (or a bucket) for one not in the vocabulary.
+
+        Raises:
+            UserError: ids of another type than text and integers; cells of lists that are none.
+        """
+        frame = df if isinstance(df, pd.DataFrame) else df.to_pandas()
+        out = frame[col_selector.names].copy(deep=False)
+        for name in col_selector.names:
+            texts = self._as_text(frame[name])
+            if name not in self.lists:
+                ids: Any = self._encode(name, texts.to_numpy(zero_copy_only=False))
+            else:
+                flat = self._encode(name, texts.flatten().to_numpy(zero_copy_only=False))
+                ends = np.cumsum(pc.list_value_length(texts).to_numpy())
+                ids = np.empty(len(frame), dtype=object)
+                ids[:] = np.split(flat, ends[:-1]) if len(frame) else []
+            out[name] = pd.Series(ids, index=frame.index)
+        return out if frame is df else type(df).from_pandas(out)
+
+    def _as_text(self, column: pd.Series) -> pa.Array:
+        is_list = column.name in self.lists
+        try:
+            try:
+                ids = pa.array(column, from_pandas=True)
+            except (pa.ArrowInvalid, pa.ArrowTypeError):  # texts beside numbers
+                ids = pa.array(map(_cell_text, column), pa.string())
+            if isinstance(ids, pa.ChunkedArray):
+                ids = ids.combine_chunks()
+            if is_list and ids.null_count == len(ids):
+                ids = pa.nulls(len(ids))
+            return ids_as_text(ids, is_list, self.null_values)
+        except (pa.ArrowException, ValueError) as error:
+            split = f'. Split cells of text: df["{column.name}"].str.split("|")' if is_list else ""
+            raise UserError(
+                f"cannot read column {column.name!r}: {clipped(str(error))}{split}"
+            ) from None
+
+    def _encode(self, field: str, texts: np.ndarray) -> np.ndarray:
+        if field not in self._vocabularies:
+            storage = self.storage_name.get(field, field)
+            vocabulary = pd.read_parquet(self.categories[storage], columns=[storage])[storage]
+            self._vocabularies[field] = pd.Index(vocabulary.astype(object))
+        places = self._vocabularies[field].get_indexer(texts).astype(np.int64)
+        buckets = self._buckets(field)
+        ids = np.where(places < 0, OOV_OFFSET, places + OOV_OFFSET + buckets)
+        if buckets > 1:
+            hashed = (places < 0) & ~pd.isna(texts)
+            ids[hashed] += hash_bucket(texts[hashed], buckets)
+        ids[pd.isna(texts)] = OOV_OFFSET if field in self.missing_as_unknown else NULL_OFFSET
+        return ids
+
+    def _buckets(self, field: str) -> int:
+        return self.num_buckets.get(field, 1) if self.num_buckets else 1
+
+    def _compute_properties(self, col_schema: Any, input_schema: Schema) -> Any:
+        # Categorify writes the absolute path of the folder it was fitted in; folders move.
+        schema = super()._compute_properties(col_schema, input_schema)
+        path = schema.properties["cat_path"]
+        relative = path and str(Path(path).relative_to(self.out_path))
+        buckets = self._buckets(col_schema.name)
+        added = {
+            "cat_path": relative,
+            "num_buckets": buckets if buckets > 1 else None,
+            "empty_is_missing": True,
+        }
+        if col_schema.name in self.missing_as_unknown:
+            added["missing_as_unknown"] = True
+        return schema.with_properties(added)
+
+
+class ParseNumbers(Operator):
+    """Numbers, or their text, to float64; a missing one is NaN.
+
+    Args:
+        null_values: texts that mean a missing number, in addition to the empty one.
+        non_finite: whether inf and NaN are missing, too; if not, their texts raise an error.
+    """
+
+    def __init__(self, null_values: Sequence[str] = (), non_finite: bool = False) -> None:
+        super().__init__()
+        self.null_values, self.non_finite = tuple(null_values), non_finite
+
+    def transform(self, col_selector: Any, df: Any) -> Any:
+        """The same columns as float64.
+
+        Raises:
+            UserError: text that is not a number.
+        """
+        out = type(df)()
+        for name in col_selector.names:
+            numbers = df[name]
+            if numbers.dtype.kind == "O" and isinstance(numbers, pd.Series):
+                numbers = self._parse(numbers)
+            numbers = numbers.astype("float64")
+            out[name] = numbers.where(abs(numbers) < np.inf) if self.non_finite else numbers
+        return out
+
+    def _parse(self, column: pd.Series) -> pd.Series:
+        try:
+            try:
+                cells = pa.array(column, from_pandas=True)
+            except (pa.ArrowInvalid, pa.ArrowTypeError):  # texts beside numbers
+                cells = pa.array(map(_cell_text, column), pa.string())
+            found = cells
+            if is_text(cells.type):
+                found = with_nulls(cells, self.null_values).cast(pa.float64())
+                if not self.non_finite and pc.any(pc.invert(pc.is_finite(found))).as_py():
+                    row = pc.index(pc.is_finite(found), False).as_py()
+                    raise ValueError(f"{cells[row].as_py()!r} is not a finite number")
+            return pd.Series(found.to_numpy(zero_copy_only=False), column.index, dtype="float64")
+        except (pa.ArrowException, ValueError) as error:
+            raise UserError(
+                f"column {column.name!r} must hold numbers, or their text: {clipped(str(error))}"
+            ) from None
+
+    @property
+    def output_dtype(self) -> Any:
+        """float64."""
+        return np.dtype("float64")
+
+
+class UnitRange(NormalizeMinMax):
+    """NormalizeMinMax in float64, as `prepare` scales; a constant column becomes 0.
+
+    (Stock: 0.5, or NaN where the constant is 0.)
+    """
+
+    def transform(self, col_selector: Any, df: Any) -> Any:
+        """The same columns, scaled; numbers beyond the range lie beyond [0, 1]."""
+        out = type(df)()
+        for name in col_selector.names:
+            low, high = float(self.mins[name]), float(self.maxs[name])
+            with np.errstate(over="ignore"):
+                numbers = scaled(df[name].astype("float64"), low, high)
+                out[name] = numbers.astype(self.output_dtype)
+        return out
+
+    def fit_finalize(self, dask_stats: Any) -> None:
+        """Take ``{"mins": Series, "maxs": Series}``, widening a range of length 0."""
+        super().fit_finalize(dask_stats)
+        for name, low in self.mins.items():
+            _, self.maxs[name] = widened(float(low), float(self.maxs[name]))
+
+
+def _cell_text(cell: Any) -> str | None:
+    """A cell of a column of several types as text."""
+    try:
+        return ids_as_text(pa.array([cell], from_pandas=True), False)[0].as_py()
+    except (pa.ArrowException, ValueError):
+        return str(cell)

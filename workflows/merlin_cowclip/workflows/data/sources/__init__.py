@@ -1,0 +1,1 @@
+"""Raw logs: CSV and parquet files to typed Arrow batches."""

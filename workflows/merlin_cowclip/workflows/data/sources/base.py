@@ -1,0 +1,339 @@
+"""A raw log: the rows of one file as typed Arrow batches."""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+import merlin_cowclip.workflows.pickled_types  # noqa: F401  (before parquet is read)
+from merlin_cowclip.workflows.data.spec import SPECS, DatasetSpec
+from merlin_cowclip.workflows.errors import UserError, clipped, quoted
+
+ID_TYPE = pa.dictionary(pa.int32(), pa.string())
+TIME = "\0time"  # the batch column of the split's times
+EXACT = {16: 2**11, 32: 2**24, 64: 2**53}  # bits of a float → from where integers share a float
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A part of a file that can be read by itself.
+
+    Attributes:
+        start: the first byte of a CSV file, or the first row group of a parquet file.
+        stop: one beyond the last.
+        size: its bytes.
+        first_row: rows before it, in a parquet file.
+        quotes: whether a CSV part may have quoted cells.
+    """
+
+    start: int
+    stop: int
+    size: int
+    first_row: int = 0
+    quotes: bool = False
+
+
+class FileState(NamedTuple):
+    """Size, time and inode, to detect a modified file."""
+
+    bytes: int
+    mtime_ns: int
+    inode: int
+
+    @classmethod
+    def of(cls, path: Path) -> FileState:
+        """The file's state now."""
+        status = path.stat()
+        return cls(status.st_size, status.st_mtime_ns, status.st_ino)
+
+
+class Seen(Protocol):
+    """A file and its state when it was opened."""
+
+    @property
+    def path(self) -> Path:
+        """The file."""
+
+    @property
+    def state(self) -> FileState:
+        """Its state then."""
+
+
+@dataclass(frozen=True)
+class Source(abc.ABC):
+    """One file of a log, read as its spec says.
+
+    A batch has the label (int8), numbers (float64), ids (`ID_TYPE`), lists of ids (lists of text)
+    and the times of a split by time (`TIME`, as `ID_TYPE`). Missing values are null, missing lists
+    empty.
+
+    Args:
+        spec: the columns and the format.
+        path: the file.
+        labelled: whether to read the label.
+    """
+
+    spec: DatasetSpec
+    path: Path
+    labelled: bool = True
+    state: FileState = dataclasses.field(init=False)  # when it was opened
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "state", FileState.of(self.path))
+
+    @property
+    def wanted(self) -> tuple[str, ...]:
+        """The columns to read."""
+        label = [self.spec.label] if self.labelled else []
+        time = [self.spec.split.column] if self.spec.split.column else []
+        return tuple(dict.fromkeys((*label, *self.spec.fields, *time)))
+
+    @abc.abstractmethod
+    def has_label(self) -> bool:
+        """Whether the file has the label's column."""
+
+    @abc.abstractmethod
+    def check(self) -> tuple[str, ...]:
+        """Check the header or schema; returns the column names.
+
+        Raises:
+            UserError: the file is not in the spec's format.
+        """
+
+    @abc.abstractmethod
+    def chunks(self, size: int) -> list[Chunk]:
+        """The file in parts of about ``size`` bytes, each of whole rows."""
+
+    @abc.abstractmethod
+    def batches(
+        self,
+        chunk: Chunk,
+        advance: Callable[[int], Any] = int,
+        replaced: Counter[str] | None = None,
+    ) -> Iterator[pa.RecordBatch]:
+        """Read the rows of a part, in order.
+
+        Args:
+            chunk: one of `chunks`.
+            advance: called with the number of bytes read since the last call.
+            replaced: counts, by column, the numbers that are not finite and become missing.
+
+        Raises:
+            UserError: a bad value, with file, line or row, and column.
+        """
+
+    def check_names(self, names: Sequence[str]) -> None:
+        """Check that column names are unique and include those of the spec."""
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise UserError(
+                f"{self.path} has two columns named {quoted(twice, brief=True)}. Rename one"
+            )
+        if missing := [name for name in self.wanted if name not in names]:
+            raise UserError(
+                f"{self.path} has no column {quoted(missing, brief=True)} of data set "
+                f"{self.spec.name!r}. It has: {quoted(names, brief=True)}{self.suggestion(names)}"
+            )
+
+    def suggestion(self, cells: Sequence[str]) -> str:
+        """Name the built-in data set whose columns a file has, if that is another one."""
+        for spec in SPECS.values():
+            fits = set(cells) >= {spec.label, *spec.fields}
+            if spec.columns is not None:
+                fits = len(cells) == len(spec.columns)
+            if spec.name != self.spec.name and fits:
+                return f". Did you mean `prepare {spec.name}`?"
+        return ""
+
+    def cast(
+        self, batch: pa.RecordBatch, place: Callable[[int], str], replaced: Counter[str]
+    ) -> pa.RecordBatch:
+        """Convert a batch to our types.
+
+        Args:
+            batch: with the columns `wanted`.
+            place: where a row of the batch is: "line 7".
+            replaced: as in `batches`.
+
+        Raises:
+            UserError: a bad value.
+        """
+        spec, columns = self.spec, {}
+        for name in self.wanted:
+            column = column_of(batch, name)
+            try:
+                if name == spec.label:
+                    columns[name] = self._labels(column, place)
+                elif name in spec.continuous:
+                    columns[name] = self._numbers(column, name, place, replaced)
+                elif name in spec.ids:
+                    columns[name] = self._ids(column, is_list=name in spec.lists)
+                if name == spec.split.column:
+                    columns[TIME] = self._times(column)
+            except (pa.ArrowException, ValueError) as error:
+                raise UserError(
+                    f"cannot read column {name!r} of {self.path}: {clipped(str(error))}. Change "
+                    "its role in the specification, or its type in the file"
+                ) from None
+        return pa.RecordBatch.from_pydict(columns)
+
+    def fault(self, where: str, name: str, problem: str, remedy: str) -> UserError:
+        """The error of one bad value."""
+        return UserError(f"{self.path}, {where}, column {name!r}: {problem}. {remedy}")
+
+    def _labels(self, column: pa.Array, place: Callable[[int], str]) -> pa.Array:
+        values = self.spec.label_values
+        if values is None:
+            labels = column.cast(pa.float64(), safe=False)
+        else:
+            labels = pc.index_in(column.cast(pa.string()), value_set=pa.array(values))
+        good = pc.fill_null(pc.or_(pc.equal(labels, 0), pc.equal(labels, 1)), False)
+        if pc.all(good).as_py() is False:  # None: there is no row
+            row = pc.index(good, False).as_py()
+            found = column[row].as_py()
+            shown = f"{found:g}" if isinstance(found, float) else repr(found)
+            raise self.fault(
+                place(row),
+                self.spec.label,
+                f"the label is {'missing' if found is None else shown} instead of "
+                f"{' or '.join(values or '01')}",
+                "Correct the row or remove it, or set label_values in the specification",
+            )
+        return labels.cast(pa.int8())
+
+    def _numbers(
+        self, column: pa.Array, name: str, place: Callable[[int], str], replaced: Counter[str]
+    ) -> pa.Array:
+        if is_text(column.type):
+            column = with_nulls(column, self.spec.null_values)
+        numbers = column.cast(pa.float64(), safe=False)  # large integers round
+        finite = pc.is_finite(numbers)  # null for a missing one
+        if pc.all(finite).as_py() is not False:
+            return numbers
+        if self.spec.non_finite == "refuse":
+            row = pc.index(finite, False).as_py()
+            raise self.fault(
+                place(row),
+                name,
+                f"the number is {numbers[row].as_py()}",
+                "Correct it or leave it empty; non_finite = 'missing' treats inf and NaN as "
+                "missing",
+            )
+        replaced[name] += pc.sum(pc.invert(finite)).as_py()
+        return pc.if_else(finite, numbers, None)
+
+    def _ids(self, column: pa.Array, is_list: bool) -> pa.Array:
+        if column.type == ID_TYPE:  # of a CSV file, with its nulls
+            return column
+        if is_list and self.spec.format == "csv":
+            column = pc.split_pattern(column, self.spec.list_separator)
+        texts = ids_as_text(column, is_list, self.spec.null_values)
+        return texts if is_list else texts.dictionary_encode()
+
+    def _times(self, column: pa.Array) -> pa.Array:
+        if pa.types.is_timestamp(column.type):  # in UTC: the letters of a zone would not sort
+            column = column.cast(pa.timestamp(column.type.unit))
+        texts = with_nulls(column.cast(pa.string()), self.spec.null_values)
+        return texts.dictionary_encode()
+
+
+def column_of(batch: pa.RecordBatch, name: str) -> pa.Array:
+    """A column by its name, decoded unless it is of `ID_TYPE`."""
+    column = batch.column(batch.schema.get_field_index(name))
+    if pa.types.is_dictionary(column.type) and column.type != ID_TYPE:
+        return column.dictionary_decode()
+    return column
+
+
+def is_text(kind: pa.DataType) -> bool:
+    """Whether values of that type are text."""
+    binary = pa.types.is_binary(kind) or pa.types.is_large_binary(kind)
+    return bool(binary or pa.types.is_string(kind) or pa.types.is_large_string(kind))
+
+
+def with_nulls(texts: pa.Array, null_values: Sequence[str]) -> pa.Array:
+    """Text with null in place of the empty text and of ``null_values``."""
+    missing = pc.is_in(texts, pa.array(["", *null_values], texts.type))
+    # A copy: Arrow's if_else is wrong for a slice of text.
+    return pc.if_else(missing, pa.scalar(None, texts.type), pa.concat_arrays([texts]))
+
+
+def ids_as_text(ids: pa.Array, is_list: bool, null_values: Sequence[str] = ()) -> pa.Array:
+    """Ids as text, or lists of ids as lists of text; a missing list is empty.
+
+    Ids are text, integers, booleans, or whole floats (pandas' integers beside missing values).
+
+    Args:
+        ids: of any type.
+        is_list: whether they must be lists.
+        null_values: texts that mean a missing id, in addition to the empty one.
+
+    Raises:
+        ValueError: another type, or floats so large that several integers are the same float.
+        pyarrow.ArrowException: a fraction, or text that is not UTF-8.
+    """
+    kind = ids.type
+    if is_list:
+        if pa.types.is_null(kind):
+            ids = ids.cast(pa.list_(pa.string()))
+        elif not (pa.types.is_list(kind) or pa.types.is_large_list(kind)):
+            raise ValueError(f"it is {kind}, not a list")
+        lengths = pc.fill_null(pc.list_value_length(ids), 0)
+        ends = pc.cumulative_sum(lengths.cast(pa.int64()))
+        offsets = pa.concat_arrays([pa.array([0], pa.int64()), ends]).cast(pa.int32())
+        return pa.ListArray.from_arrays(offsets, ids_as_text(ids.flatten(), False, null_values))
+    if pa.types.is_dictionary(kind):
+        return ids_as_text(ids.dictionary_decode(), False, null_values)
+    if pa.types.is_floating(kind):
+        ids = ids.cast(pa.float64())
+        ids = pc.if_else(pc.is_nan(ids), None, ids)
+        if (pc.max(pc.abs(ids)).as_py() or 0) >= EXACT[kind.bit_width]:
+            raise ValueError(
+                f"ids of type {kind} from {EXACT[kind.bit_width]:,} on are not exact. Write them "
+                "as integers or text"
+            )
+        ids = ids.cast(pa.int64())
+    elif not any(
+        is_kind(kind)
+        for is_kind in (is_text, pa.types.is_integer, pa.types.is_boolean, pa.types.is_null)
+    ):
+        raise ValueError(f"it is {kind}; ids must be integers or text")
+    texts = ids.cast(pa.string())
+    texts.validate(full=True)
+    return with_nulls(texts, null_values)
+
+
+@contextlib.contextmanager
+def unchanged(sources: Sequence[Seen]) -> Iterator[None]:
+    """Check that no file is modified within the context.
+
+    Raises:
+        UserError: a file is, also where reading failed for that reason.
+    """
+    try:
+        yield
+    except Exception:
+        _check_unchanged(sources)
+        raise
+    _check_unchanged(sources)
+
+
+def _check_unchanged(sources: Sequence[Seen]) -> None:
+    for source in sources:
+        try:
+            same = FileState.of(source.path) == source.state
+        except OSError:
+            same = False
+        if not same:
+            raise UserError(
+                f"{source.path} was modified while it was being read. Stop the writer or copy the "
+                "file, and run again"
+            )

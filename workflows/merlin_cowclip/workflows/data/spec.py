@@ -1,0 +1,356 @@
+"""The description of a data set: columns, their roles, the file format and the split.
+
+`CRITEO` and `AVAZU` are built in. Describe your own in a TOML file (`DatasetSpec.from_toml`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from merlin_cowclip.plugins._checks import is_whole, unsavable_names, whole_range
+from merlin_cowclip.workflows.errors import UserError, quoted, shown
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+FORMATS = ("csv", "parquet")
+SPLIT_KINDS = ("random", "sequential", "time")
+NON_FINITE = ("refuse", "missing")
+MAX_BUCKETS = 1 << 30  # ids are 32 bits wide while data is prepared
+
+
+@dataclass(frozen=True)
+class Split:
+    """How rows are divided into training and test.
+
+    Args:
+        kind: "random" draws the test rows with the seed; "sequential" takes the last rows; "time"
+            takes the rows with the latest times. No time is in both parts, so that the test share
+            is the nearest possible one.
+        test: share of the test rows, above 0 and below 1.
+        column: for "time", the column of times: numbers, or text that sorts by time such as
+            2014-10-30 23:59:00. It may also be an input of the model.
+    """
+
+    kind: Literal["random", "sequential", "time"] = "random"
+    test: float = 0.1
+    column: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind not in SPLIT_KINDS:
+            raise UserError(
+                f"split.kind must be one of {quoted(SPLIT_KINDS)}. Received: {self.kind!r}"
+            )
+        if isinstance(self.test, bool) or not isinstance(self.test, (int, float)):
+            raise UserError(f"split.test must be a number. Received: {self.test!r}")
+        if not 0 < self.test < 1:
+            raise UserError(f"split.test must lie between 0 and 1. Received: {self.test!r}")
+        if (self.kind == "time") != (isinstance(self.column, str) and self.column != ""):
+            raise UserError(
+                "split.column must name the column of times for split.kind 'time', and nothing "
+                f"else. Received: split.column {self.column!r} with split.kind {self.kind!r}"
+            )
+
+
+@dataclass(frozen=True)
+class DatasetSpec:
+    r"""The columns of a click log and how to read them.
+
+    Args:
+        name: a short name, for messages and reports.
+        label: the column with labels 0 and 1.
+        categorical: columns with one id each: any text or integer.
+        continuous: columns with a number each; a missing one counts as 0.
+        lists: columns with any number of ids each.
+        format: "csv" (any separator, gzipped or not) or "parquet".
+        separator: between two columns of a CSV file; one character.
+        header: whether the first line of a CSV file names the columns.
+        quotes: whether cells of a CSV file may be quoted (RFC 4180) and so contain separators and
+            line ends; if not, a quote is text.
+        columns: all column names in order, for CSV files without a header.
+        list_separator: between two ids in a cell of a list column of a CSV file; one character.
+        null_values: texts that mean a missing value, in addition to the empty one: ``['\N']``.
+        label_values: the spelling of labels 0 and 1, if they are not numbers:
+            ``['False', 'True']``.
+        split: how rows are divided into training and test.
+        freq_threshold: the least count in the training rows for an id to get its own embedding;
+            rarer ids are unknown. One number, or one by field; 0 and 1 keep every id.
+        hash_buckets: how many embeddings unknown ids share by hash. One number, or one by field.
+        non_finite: inf and NaN: "refuse" raises an error; "missing" treats them as missing.
+
+    Raises:
+        UserError: an argument is not valid.
+    """
+
+    name: str
+    label: str
+    categorical: tuple[str, ...]
+    continuous: tuple[str, ...] = ()
+    lists: tuple[str, ...] = ()
+    format: Literal["csv", "parquet"] = "csv"
+    separator: str = ","
+    header: bool = True
+    quotes: bool = True
+    columns: tuple[str, ...] | None = None
+    list_separator: str = "|"
+    null_values: tuple[str, ...] = ()
+    label_values: tuple[str, ...] | None = None
+    split: Split = dataclasses.field(default_factory=Split)
+    freq_threshold: int | Mapping[str, int] = 0
+    hash_buckets: int | Mapping[str, int] = 1
+    non_finite: Literal["refuse", "missing"] = "refuse"
+
+    def __post_init__(self) -> None:
+        for key, (is_valid, rule) in _RULES.items():
+            value = getattr(self, key)
+            if not is_valid(value):
+                raise UserError(f"{key} must be {rule}. Received: {value!r}")
+            if isinstance(value, list):  # from TOML or JSON
+                object.__setattr__(self, key, tuple(value))
+        if self.lists and self.format == "csv" and self.separator == self.list_separator:
+            raise UserError(
+                f"separator and list_separator must differ. Received: {self.separator!r} for both"
+            )
+        self._check_roles()
+        self._check_columns()
+        self._check_rare_ids()
+
+    def _check_roles(self) -> None:
+        if not self.ids:
+            raise UserError(
+                "categorical must name at least one column. Received: none (and no lists)"
+            )
+        role_of = {self.label: "label"}
+        for role in ("categorical", "continuous", "lists"):
+            for field in getattr(self, role):
+                # A field's name becomes a file name (counts/<field>.parquet).
+                if not field or field.startswith(".") or any(c in field for c in "/\\\0\n\r"):
+                    raise UserError(
+                        f"{role} must hold names that can be file names "
+                        f"(not empty, no slash, no leading dot). Received: {field!r}"
+                    )
+                if field in role_of:
+                    raise UserError(
+                        f"a column must have one role. Received: {field!r} as "
+                        f"{role_of[field]} and as {role}"
+                    )
+                role_of[field] = role
+        if self.split.column in self.lists:
+            raise UserError(f"split.column must not be a list. Received: {self.split.column!r}")
+
+    def _check_columns(self) -> None:
+        if self.columns is None:
+            if self.format == "csv" and not self.header:
+                raise UserError("columns must be given when header is false. Received: none")
+            return
+        if self.format != "csv" or self.header:
+            raise UserError(
+                "columns must be left out unless the format is csv and header is false "
+                f"(the file names its columns). Received: {quoted(self.columns)}"
+            )
+        twice = sorted({c for c in self.columns if self.columns.count(c) > 1})
+        if twice:
+            raise UserError(f"columns must be unique. Received twice: {quoted(twice)}")
+        wanted = [self.label, *self.fields, *([self.split.column] if self.split.column else [])]
+        if missing := [c for c in wanted if c not in self.columns]:
+            raise UserError(
+                "columns must hold the label, every field and the split's column. Missing: "
+                f"{quoted(missing)}. Received: {quoted(self.columns)}"
+            )
+
+    def _check_rare_ids(self) -> None:
+        for key, least, most in (("freq_threshold", 0, None), ("hash_buckets", 1, MAX_BUCKETS)):
+            value = getattr(self, key)
+            for field, number in value.items() if isinstance(value, Mapping) else [("", value)]:
+                if field and field not in self.ids:
+                    raise UserError(
+                        f"{key} must name fields of ids: {quoted(self.ids)}. Received: {field!r}"
+                    )
+                if not is_whole(number, least, most):
+                    raise UserError(
+                        f"{key} must be {whole_range(least, most)}. Received: {number!r}"
+                        + (f" for {field!r}" if field else "")
+                    )
+        for field in self.ids:
+            if self.buckets_of(field) > 1 and self.threshold_of(field) < 2:
+                raise UserError(
+                    "hash_buckets needs a freq_threshold of at least 2, for without one no "
+                    f"training row has a hashed id. Received: {self.buckets_of(field)} buckets, "
+                    f"threshold {self.threshold_of(field)} for {field!r}"
+                )
+
+    def threshold_of(self, field: str) -> int:
+        """The field's own `freq_threshold`."""
+        value = self.freq_threshold
+        return value.get(field, 0) if isinstance(value, Mapping) else value
+
+    def buckets_of(self, field: str) -> int:
+        """The field's own `hash_buckets`."""
+        value = self.hash_buckets
+        return value.get(field, 1) if isinstance(value, Mapping) else value
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """Every input of the model: numbers first, then ids, then lists of ids."""
+        return (*self.continuous, *self.categorical, *self.lists)
+
+    @property
+    def ids(self) -> tuple[str, ...]:
+        """The fields of ids: `categorical`, then `lists`."""
+        return (*self.categorical, *self.lists)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON; `from_dict` reads them back."""
+        values = dataclasses.asdict(self)
+        return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> DatasetSpec:
+        """A spec from plain values with the field names as keys; split is a `Split`'s.
+
+        Raises:
+            UserError: an unknown or missing key, or a value that is not valid.
+        """
+        _check_keys(values, cls, required=("name", "label"))
+        given = {"categorical": (), **values}
+        split = given.get("split", Split())
+        if isinstance(split, Mapping):
+            _check_keys(split, Split, required=("kind", "test"), place="split.")
+            given["split"] = Split(**split)
+        return cls(**given)
+
+    @classmethod
+    def from_toml(cls, path: str | Path) -> DatasetSpec:
+        """A spec from a TOML file with the same keys; the split is a table ``[split]``.
+
+        Raises:
+            UserError: the file cannot be read, or is not valid; names file and key.
+        """
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise UserError(f"cannot read the specification {shown(path)}: {reason}") from None
+        try:
+            return cls.from_dict(tomllib.loads(text))
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{path} is not valid TOML: {error}") from None
+        except UserError as error:
+            raise UserError(f"{path}: {error}") from None
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and value != ""
+
+
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and all(isinstance(v, str) for v in value)
+
+
+def _is_character(value: Any) -> bool:
+    one = isinstance(value, str) and len(value) == 1 and value.isascii()
+    return one and value not in '"\n\r\0'
+
+
+def _are_label_values(value: Any) -> bool:
+    return value is None or (_are_texts(value) and len(value) == len(set(value)) == 2)
+
+
+# Argument of `DatasetSpec` → whether a value is valid, and what it must be.
+_RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    **dict.fromkeys(("name", "label"), (_is_text, "a text that is not empty")),
+    **dict.fromkeys(("categorical", "continuous", "lists"), (_are_texts, "a list of column names")),
+    "columns": (lambda v: v is None or _are_texts(v), "a list of column names"),
+    "null_values": (_are_texts, "a list of texts"),
+    "label_values": (_are_label_values, "two different texts, of label 0 and of label 1"),
+    "format": (lambda v: v in FORMATS, f"one of {quoted(FORMATS)}"),
+    "non_finite": (lambda v: v in NON_FINITE, f"one of {quoted(NON_FINITE)}"),
+    **dict.fromkeys(("header", "quotes"), (lambda v: isinstance(v, bool), "true or false")),
+    **dict.fromkeys(
+        ("separator", "list_separator"),
+        (_is_character, "one ASCII character, not a quote or a line end"),
+    ),
+    "split": (lambda v: isinstance(v, Split), "a table with kind and test"),
+}
+
+
+CRITEO = DatasetSpec(
+    name="criteo",
+    label="label",
+    categorical=tuple(f"C{i}" for i in range(1, 27)),
+    continuous=tuple(f"I{i}" for i in range(1, 14)),
+    separator="\t",
+    header=False,
+    quotes=False,
+    columns=("label", *(f"I{i}" for i in range(1, 14)), *(f"C{i}" for i in range(1, 27))),
+    split=Split("random", 0.1),  # 90/10, as the paper
+)
+
+AVAZU = DatasetSpec(
+    name="avazu",
+    label="click",
+    quotes=False,
+    # 22 fields: every column but the row's own id and the label; the paper embeds them all.
+    categorical=(
+        *("hour", "C1", "banner_pos", "site_id", "site_domain", "site_category"),
+        *("app_id", "app_domain", "app_category"),
+        *("device_id", "device_ip", "device_model", "device_type", "device_conn_type"),
+        *(f"C{i}" for i in range(14, 22)),
+    ),
+    split=Split("random", 0.2),  # 80/20, as the paper
+)
+
+#: The data sets that are known by name.
+SPECS: dict[str, DatasetSpec] = {spec.name: spec for spec in (CRITEO, AVAZU)}
+
+
+def find_spec(name_or_path: str | Path) -> DatasetSpec:
+    """The built-in spec of that name, or the one in that .toml file.
+
+    Raises:
+        UserError: neither; lists the names.
+    """
+    key = str(name_or_path)
+    if key in SPECS:
+        return SPECS[key]
+    if key.endswith(".toml"):
+        return DatasetSpec.from_toml(key)
+    raise UserError(
+        f"data set must be one of {quoted(sorted(SPECS))}, or the path of a .toml file. "
+        f"Received: {shown(repr(key))}"
+    )
+
+
+def check_input_names(spec: DatasetSpec) -> None:
+    """Check that TensorFlow can save a model with these column names.
+
+    Raises:
+        UserError: names the columns.
+    """
+    # The label is a part of an output's name: a word of Python's will do.
+    label = [spec.label] if unsavable_names([f"{spec.label}.label"]) else []
+    inputs = [f"{name}__{end}" for name in spec.lists for end in ("values", "offsets")]
+    refused = label + (unsavable_names(spec.fields) or unsavable_names((*inputs, *spec.fields)))
+    if refused:
+        raise UserError(
+            "a model's inputs and its label must have names that TensorFlow can save: of A-Z a-z "
+            "0-9 _ . -, a letter or digit first, not a word of Python's, and different but for "
+            f"_ . - or capitals. Received: {quoted(refused)}. Rename them where the data comes from"
+        )
+
+
+def _check_keys(
+    values: Mapping[str, Any], kind: type, *, required: Sequence[str], place: str = ""
+) -> None:
+    known = [field.name for field in dataclasses.fields(kind)]
+    if unknown := [place + key for key in values if key not in known]:
+        raise UserError(f"a key must be one of {quoted(known)}. Received: {quoted(unknown)}")
+    if missing := [place + key for key in required if key not in values]:
+        raise UserError(f"{quoted(missing)} must be given. Received: {quoted(values) or 'nothing'}")
