@@ -9,7 +9,7 @@ import pytest
 from merlin_cowclip.workflows.commands.main import main
 from merlin_cowclip.workflows.data.etl import prepare
 from merlin_cowclip.workflows.errors import UserError
-from merlin_cowclip.workflows.training.checkpoints import Checkpoints
+from merlin_cowclip.workflows.training.checkpoint import Checkpoints
 from merlin_cowclip.workflows.training.configuration import TrainConfig
 from merlin_cowclip.workflows.training.one_at_a_time import locked
 from merlin_cowclip.workflows.training.resuming import with_epochs
@@ -46,8 +46,8 @@ def test_a_damaged_checkpoint(runs, run, reference):
     done = runs.go_on(run)
     assert done.returncode == 0, done.stderr
     (warning,) = done.stderr.splitlines()
-    assert warning.startswith("merlin-cowclip train: warning: a checkpoint must be as it was")
-    assert f"step-{last:010}/{FLIPPED}, whose content has changed" in warning
+    assert warning.startswith("merlin-cowclip train: warning: the checkpoint ")
+    assert f"step-{last:010}/state is damaged" in warning
     assert f"The run goes on from update {first}" in warning
     assert_same(run, reference)
 

@@ -27,7 +27,12 @@ from merlin_cowclip.plugins.optimizers.state import (
 )
 from merlin_cowclip.workflows.errors import Notice, Stopped, UserError
 from merlin_cowclip.workflows.progress import progress_bar
-from merlin_cowclip.workflows.training.checkpoints import Checkpoints, not_finite
+from merlin_cowclip.workflows.training.checkpoint import (
+    Checkpoint,
+    Checkpoints,
+    State,
+    not_finite,
+)
 from merlin_cowclip.workflows.training.configuration import TrainConfig
 from merlin_cowclip.workflows.training.epochs import Progress
 from merlin_cowclip.workflows.training.evaluation import Predictor
@@ -38,7 +43,6 @@ from merlin_cowclip.workflows.training.logbook import Logbook, NoLogbook
 from merlin_cowclip.workflows.training.meeting import Meeting
 from merlin_cowclip.workflows.training.ranks import agreed, here, mean_over_ranks
 from merlin_cowclip.workflows.training.runs import CHECKPOINTS, RESULT, how_to_resume
-from merlin_cowclip.workflows.training.saved_state import Checkpoint, State
 from merlin_cowclip.workflows.training.scalars import (
     clip_sentence,
     field_rows,
@@ -126,98 +130,84 @@ class Training:
 
     def _all_of_it(self) -> State:
         variables = training_state(self.model)
-        shards = shards_of(self.model, variables)
+        sharded = shards_of(self.model, variables)
         sums = {f"{_SUMS}/{i:04}": one for i, one in enumerate(self._statistics.variables)}
-        of_each = {name for name in variables if name.startswith("loss/")}
-        of_each |= set(sums) if shards else set()  # replicated tables have the same on all ranks
-        return State(variables | sums, of_each, shards, self._here)
+        own = {name for name in variables if name.startswith("loss/")}
+        own |= set(sums) if sharded else set()  # of replicated tables all ranks have the same
+        variables |= sums
+        return State(
+            {n: v for n, v in variables.items() if n not in own and n not in sharded},
+            {name: variables[name] for name in own},
+            {name: variables[name] for name in sharded},
+        )
 
     def go_on_from_last(self, begin: Callable[[], None] = lambda: None) -> None:
-        """Be where the last checkpoint was taken that is whole, or at the beginning.
-
-        What is wrong with those after it is said in a warning.
+        """Be where the last checkpoint was taken that can be read, or at the beginning.
 
         Args:
           begin: called once it is sure, before anything of the run is changed.
 
         Raises:
           NoCheckpointError: the run is finished, and would have to begin again.
-          UserError: the checkpoint is another network's, its sharded tables were those of another
-            number of ranks, or a file that grows is gone.
+          UserError: no checkpoint can be read, or a file that grows is gone.
         """
-        checkpoint, damaged = self.checkpoints.last()
-        if checkpoint is not None:
-            checkpoint.check(self._state)
-            if checkpoint.ranks != self._here.size and (checkpoint.in_shards or self._state.shards):
-                raise UserError(
-                    "a run with sharded tables resumes on the number of ranks that it began on. "
-                    f"Received: {self._here.size}, for a checkpoint of {checkpoint.ranks}. Use "
-                    f"horovodrun -np {checkpoint.ranks}"
-                )
+        checkpoint, damaged = self.checkpoints.restore_last(self._state)
         with agreed():
             if self._is_first:
-                self._check_can_go_on(checkpoint, damaged)
-        then = f"goes on from update {checkpoint.step:,}" if checkpoint else "begins again"
+                self._check_can_go_on(checkpoint)
         for problem in damaged:
-            warnings.warn(f"{problem}. The run {then}", Notice, stacklevel=4)
+            assert checkpoint is not None
+            then = f"The run goes on from update {checkpoint.step:,}"
+            warnings.warn(f"{problem}. {then}", Notice, stacklevel=4)
         with agreed():
             if self._is_first:
                 begin()
                 self.checkpoints.tidy(checkpoint)
                 cut_back(self._run, checkpoint.progress["lengths"] if checkpoint else {})
         if checkpoint is not None:
-            self._go_on_from(checkpoint)
+            progress = checkpoint.progress
+            _set_random_state(progress["random"])
+            self.step = checkpoint.step
+            self.progress = Progress(list(progress["epochs"]), progress["seconds"])
+            self._saved = self._place
+            self._watch.begin(self.step)
         self._optimizer.broadcast()
 
-    def _check_can_go_on(self, checkpoint: Checkpoint | None, damaged: list[UserError]) -> None:
+    def _check_can_go_on(self, checkpoint: Checkpoint | None) -> None:
         if checkpoint is not None:
             check_lengths(self._run, checkpoint.progress["lengths"])
         elif (self._run / RESULT).exists():
-            why = f": {damaged[0]}" if damaged else ""
             raise NoCheckpointError(
-                f"a finished run goes on from its last checkpoint. Received: {self._run}, with "
-                f"none that is whole{why}. Its result is as it was. Put the checkpoint back, or "
-                "train another run"
+                f"a finished run goes on from its last checkpoint. Received: {self._run}, without "
+                "one. Its result is as it was. Put the checkpoint back, or train another run"
             )
 
-    def _go_on_from(self, checkpoint: Checkpoint) -> None:
-        progress = checkpoint.progress
-        checkpoint.restore(self._state)
-        _set_random_state(progress["random"])
-        self.step = checkpoint.step
-        self.progress = Progress(list(progress["epochs"]), progress["seconds"])
-        self._saved = self._place
-        self._watch.begin(self.step)
-
     def _save(self, book: Logbook) -> None:
-        """Begin a checkpoint of now, unless there is one.
+        """Write a checkpoint of now, unless there is one.
 
         Raises:
-          UserError: something is not finite, which no checkpoint may hold; or the last one failed.
+          UserError: something is not finite, which no checkpoint may hold.
         """
         if self._place == self._saved:
             return
         self._watch.look(self.step)
         with agreed():
-            weights = (v for name, v in self._state.variables.items() if "weight/" in name)
-            broken = not_finite(weights)
+            broken = not_finite({**self._state.shared, **self._state.shards})
             if broken:
                 raise NotFiniteError(
                     "weights must stay finite. Received: NaN or infinity in "
                     f"{', '.join(broken[:4])}, after update {self.step:,}. The run diverged: lower "
                     "the learning rates"
                 )
-        logged = lengths(self._run)
         self.checkpoints.save(
             self.step,
             self._state,
             {
                 **dataclasses.asdict(self.progress),
-                "lengths": logged,
+                "lengths": lengths(self._run) if self._is_first else {},
                 "random": _random_state(),
             },
             best=self.best_step,
-            beside=[self._run / name for name in logged],
         )
         self._saved, self._saved_at = self._place, time.monotonic()
 
@@ -234,17 +224,8 @@ class Training:
           UserError: a loss, gradient or weight is not finite, the data cannot be read, or the disk
             is full; checkpoints are as they were.
         """
-        try:
-            self._train(stopping)
-        except BaseException as error:
-            # What becomes of the run depends on whether it has a checkpoint.
-            at_once = isinstance(error, KeyboardInterrupt) and not isinstance(error, Stopped)
-            self.checkpoints.settle(1.0 if at_once else None)
-            raise
-
-    def _train(self, stopping: Stopping) -> None:
         total = self._end_of(self._config.epochs)
-        self._meeting = Meeting(self._here, self.checkpoints, stopping)
+        self._meeting = Meeting(self._here, stopping)
         with Logbook(self._run) if self._is_first else NoLogbook() as book:
             function = self.model.make_train_function()
             k = self.step % len(self._loader)
@@ -256,7 +237,6 @@ class Training:
             while self.step < total and not self.progress.is_out_of(patience):
                 self._epoch(function, iterator, book, stopping)
                 self._end_epoch(book, stopping)
-            self.checkpoints.wait()
 
     def _epoch(self, function: Any, iterator: Any, book: Logbook, stopping: Stopping) -> None:
         """The rest of an epoch."""
@@ -393,7 +373,6 @@ class Training:
     def _stopped(self, book: Logbook, stopping: Stopping) -> Stopped:
         """Save, and say so."""
         self._save(book)
-        self.checkpoints.wait()
         why = "stopped as its time was over" if stopping.number is None else "interrupted"
         total = self._end_of(self._config.epochs)
         return Stopped(

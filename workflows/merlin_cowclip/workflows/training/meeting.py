@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 
 from merlin_cowclip.plugins.distributed.horovod import Ranks
-from merlin_cowclip.workflows.training.checkpoints import Checkpoints
 from merlin_cowclip.workflows.training.ranks import said_by_all
 from merlin_cowclip.workflows.training.stopping import Stopping
 
@@ -23,13 +22,11 @@ class Meeting:
 
     Args:
         ranks: this process among them.
-        checkpoints: of the run.
         stopping: what this rank is asked.
     """
 
-    def __init__(self, ranks: Ranks, checkpoints: Checkpoints, stopping: Stopping) -> None:
+    def __init__(self, ranks: Ranks, stopping: Stopping) -> None:
         self._ranks = ranks
-        self._checkpoints = checkpoints
         self._stopping = stopping
         self._left = 1  # calls until the next one
         self._calls = 0
@@ -45,24 +42,21 @@ class Meeting:
             now: do not wait until it is time, nor at the next call, when something else begins.
 
         Raises:
-            AgreedError: a rank has failed; one process raises what it has failed with itself.
+            AgreedError: a rank has failed.
         """
         if self._ranks.size == 1:
-            self._checkpoints.check()
             return is_due
         self._left, self._calls = self._left - 1, self._calls + 1
         if self._left > 0 and not now:
             return False
         seconds = (time.monotonic() - self._since) / self._calls
         mine = {
-            **self._checkpoints.told(),
             "number": self._stopping.number,
             "out_of_time": self._stopping.out_of_time,
             "due": is_due,
             "seconds": seconds,
         }
         said = said_by_all(mine)
-        self._checkpoints.hear(said)
         numbers = [one["number"] for one in said if one["number"] is not None]
         self._stopping.agree(next(iter(numbers), None), any(one["out_of_time"] for one in said))
         slowest = max(one["seconds"] for one in said)

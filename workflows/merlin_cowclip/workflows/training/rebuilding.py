@@ -10,12 +10,12 @@ from typing import Any
 
 from merlin_cowclip.plugins import CowClipOptimizer, LinearWarmup
 from merlin_cowclip.plugins._tensorflow import mm, tf
-from merlin_cowclip.plugins.optimizers.state import training_state, weights_of
+from merlin_cowclip.plugins.optimizers.state import state_of, weights_of
 from merlin_cowclip.workflows.quiet import quiet_imports
+from merlin_cowclip.workflows.training.checkpoint import Checkpoint
 from merlin_cowclip.workflows.training.configuration import TrainConfig
 from merlin_cowclip.workflows.training.learning_rates import keras_schedule
 from merlin_cowclip.workflows.training.reproducibility import in_precision
-from merlin_cowclip.workflows.training.saved_state import Checkpoint, State
 
 with quiet_imports():
     from merlin.schema import Schema
@@ -93,12 +93,13 @@ def rebuilt(
         model = network(config, TensorflowMetadata.from_proto_text(text).to_merlin_schema())
         if config.update != "deferred":
             model(_any_batch(record))
-            checkpoint.restore(State(weights_of(model)))
+            checkpoint.read(weights_of(model))
             return model
         # Rows wait there for what they missed, with the moments that say what that does to them.
         optimizer = compile_by(config, model, updates=1, batches=1)
         model(_any_batch(record))
-        checkpoint.restore(State(training_state(model)))
+        optimizer.create_slots(model.trainable_variables)
+        checkpoint.read(state_of(model, optimizer))
         optimizer.catch_up()
     return model
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import os
@@ -16,7 +15,6 @@ from merlin_cowclip.workflows.errors import Notice, UserError, clipped, shown
 from merlin_cowclip.workflows.training.configuration import TrainConfig
 from merlin_cowclip.workflows.training.epochs import Progress
 from merlin_cowclip.workflows.training.runs import (
-    CHECKPOINTS,
     CONFIG,
     RESULT,
     columns_of,
@@ -105,13 +103,6 @@ def refuse_finished(run: Path, before: TrainConfig, wanted: TrainConfig) -> None
         progress = Progress(json.loads((run / RESULT).read_text(encoding="utf-8"))["epochs"])
         early = progress.is_out_of(before.patience)
     except FileNotFoundError:
-        progress = Progress(_last_epochs(run) if wanted.epochs > before.epochs else [])
-        if progress.is_out_of(before.patience):
-            raise UserError(
-                f"epochs of a run can only be raised while it has patience. Received: {run}, of "
-                f"whose {len(progress.epochs)} epochs the last {before.patience} were not its "
-                f"best. Leave them out, so that it ends: {how_to_resume(run)}"
-            ) from None
         return
     except (OSError, ValueError, RecursionError, LookupError, TypeError):
         early = False  # it is damaged, and written again
@@ -126,19 +117,6 @@ def refuse_finished(run: Path, before: TrainConfig, wanted: TrainConfig) -> None
             f"a run that goes on must not be finished. Received: {run}, which has all of its "
             f"{before.epochs} epochs. Raise them: {how_to_resume(run)} --epochs N"
         )
-
-
-def _last_epochs(run: Path) -> list[dict[str, Any]]:
-    """What was measured after each epoch, as the last checkpoint has it whose record is whole."""
-    # They import TensorFlow, for which what is refused before does not wait.
-    from merlin_cowclip.workflows.training.checkpoint_files import read_record
-    from merlin_cowclip.workflows.training.checkpoints import Checkpoints
-
-    checkpoints = Checkpoints(run / CHECKPOINTS)
-    for step in reversed(checkpoints.steps()):
-        with contextlib.suppress(UserError):
-            return list(read_record(checkpoints.path(step))["progress"]["epochs"])
-    return []
 
 
 def with_epochs(config: TrainConfig, epochs: int, run: Path) -> TrainConfig:

@@ -66,7 +66,7 @@ from merlin_cowclip.workflows.training.stopping import Stopping, check_minutes
 with quiet_imports():
     from merlin_cowclip.plugins import CowClipOptimizer, save_model, whole_tables
     from merlin_cowclip.plugins._tensorflow import mm, tf
-    from merlin_cowclip.workflows.training.checkpoints import Checkpoints
+    from merlin_cowclip.workflows.training.checkpoint import Checkpoints
     from merlin_cowclip.workflows.training.evaluation import EVALUATION_BATCH
     from merlin_cowclip.workflows.training.loader import Loader
     from merlin_cowclip.workflows.training.loop import NoCheckpointError, Training
