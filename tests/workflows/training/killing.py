@@ -38,11 +38,11 @@ def main(place: str, *arguments: str) -> int:
     """
     from merlin_cowclip.plugins._tensorflow import tf
     from merlin_cowclip.workflows.commands.main import main as command
-    from merlin_cowclip.workflows.training import loop, order, train
+    from merlin_cowclip.workflows.training import order, train, trainer
 
     warnings.filterwarnings("ignore", "Even though the `tf.config.exp")
     order.WINDOW_ROWS = WINDOW_ROWS
-    train.EVALUATION_BATCH, loop.LOG_EVERY = TEST_BATCH, LOG_EVERY
+    train.EVALUATION_BATCH, trainer.LOG_EVERY = TEST_BATCH, LOG_EVERY
     tf.config.run_functions_eagerly(True)
     name, _, how = place.partition("@")
     end = _kill if not how else lambda: os.kill(os.getpid(), signal.Signals[how])
@@ -158,8 +158,8 @@ def _to(name: str) -> Callable[..., bool]:
 
 _WATCH, _OS = _of("watch", "Watch"), lambda: os
 PLACES: dict[str, Place] = {
-    "before the first update": _at(_of("loop", "Training"), "train"),
-    "before there is a network": _at(_of("train"), "compiled"),
+    "before the first update": _at(_of("trainer", "Trainer"), "epochs"),
+    "before there is a network": _at(_of("trainer"), "compiled"),
     "in an epoch": _at(_WATCH, "see", _update(5)),
     "at an epoch's last update": _at(_WATCH, "see", _update(0)),
     "while the tensors are written": _half_written,
@@ -188,7 +188,7 @@ MORE_PLACES: dict[str, Place] = {
 
 def _at_time(seconds: float) -> None:
     """From another process, which nothing that this one does can delay."""
-    from merlin_cowclip.workflows.training.loop import Training
+    from merlin_cowclip.workflows.training.trainer import Trainer
 
     read, write = os.pipe()
     parent = os.getpid()
@@ -200,10 +200,10 @@ def _at_time(seconds: float) -> None:
                 os.kill(parent, signal.SIGKILL)
         os._exit(0)
     os.close(read)
-    stock = Training.train
+    stock = Trainer.epochs
 
-    def begin(*arguments: Any) -> None:
+    def begin(trainer: Trainer) -> Any:
         os.write(write, b"!")
-        stock(*arguments)
+        return stock(trainer)
 
-    Training.train = begin
+    Trainer.epochs = begin

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from merlin_cowclip.workflows.training.growing_files import METRICS, NORMS
+from merlin_cowclip.workflows.training.logbook import METRICS, NORMS
 
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1f2328; --paper: #fff; --faint: #77808a; --line: #d0d7de }

@@ -28,8 +28,8 @@ from merlin_cowclip.workflows.manifest import manifest_of
 from merlin_cowclip.workflows.progress import progress_bar
 from merlin_cowclip.workflows.quiet import quiet_imports
 from merlin_cowclip.workflows.training.configuration import TrainConfig
-from merlin_cowclip.workflows.training.growing_files import EVENTS
 from merlin_cowclip.workflows.training.keeping import Keeping
+from merlin_cowclip.workflows.training.logbook import EVENTS
 from merlin_cowclip.workflows.training.memory import warn_of_tables
 from merlin_cowclip.workflows.training.one_at_a_time import LOCK, locked
 from merlin_cowclip.workflows.training.ranks import (
@@ -69,9 +69,8 @@ with quiet_imports():
     from merlin_cowclip.workflows.training.checkpoint import Checkpoints
     from merlin_cowclip.workflows.training.evaluation import EVALUATION_BATCH
     from merlin_cowclip.workflows.training.loader import Loader
-    from merlin_cowclip.workflows.training.loop import NoCheckpointError, Training
-    from merlin_cowclip.workflows.training.rebuilding import compile_by, network
-    from merlin_cowclip.workflows.training.reproducibility import in_precision, seeded
+    from merlin_cowclip.workflows.training.reproducibility import in_precision, set_seeds
+    from merlin_cowclip.workflows.training.trainer import NoCheckpointError, Trainer
     from merlin_cowclip.workflows.training.watch import NotFiniteError
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -298,28 +297,24 @@ def _train(
     *,
     progress: bool,
 ) -> None:
-    """From the last checkpoint, or the beginning, to the result; see `go_on_from_last`."""
+    """From the last checkpoint, or the beginning, to the result; see `Trainer.restore_last`."""
     tf.keras.backend.clear_session()
-    with seeded(config.seed, deterministic=config.deterministic):
-        with agreed():
-            test = Loader(data, "test", batch_size=EVALUATION_BATCH) if data.test_files else None
-            try:
-                model, optimizer = compiled(data, config, loader)
-            except ValueError as error:  # of the data's columns, which only the network knows
-                raise UserError(str(error)) from None
-            statistics = optimizer.observe()
-            model(loader.peek()[0])
-            training = Training(
-                run, model, statistics, config, keeping, loader, test, progress=progress
-            )
-        training.go_on_from_last(begin)
-        with Stopping(max_minutes, several=loader.ranks > 1) as stopping:
-            training.train(stopping)
-        clip = training.what_the_clip_did()  # by sums over all ranks, of tables in shards
-        with whole_tables(model), agreed():
-            if is_first():
-                with _saving_shown(show=progress and keeping.saved_model):
-                    _finish(keeping, run, training, count_parameters(model, optimizer), clip)
+    set_seeds(config.seed, deterministic=config.deterministic)
+    test = Loader(data, "test", batch_size=EVALUATION_BATCH) if data.test_files else None
+    stopping = Stopping(max_minutes, several=loader.ranks > 1)
+    with agreed():
+        trainer = Trainer(
+            data, config, loader, test, stopping, run=run, keeping=keeping, show=progress
+        )
+    trainer.restore_last(begin)
+    with stopping:
+        for _ in trainer.epochs():
+            pass
+    clip = trainer.clip_summary()  # by sums over all ranks, of sharded tables
+    with whole_tables(trainer.model), agreed():
+        if is_first():
+            with _saving_shown(show=progress and keeping.saved_model):
+                _finish(keeping, run, trainer, clip)
 
 
 @contextlib.contextmanager
@@ -356,9 +351,7 @@ def _left_behind(run: Path, *, new: bool = False) -> Iterator[None]:
         raise
 
 
-def _finish(
-    keeping: Keeping, run: Path, training: Training, parameters: dict[str, int], clip: str
-) -> None:
+def _finish(keeping: Keeping, run: Path, training: Trainer, clip: str) -> None:
     """Write the SavedModel and, last, the result."""
     if keeping.saved_model:
         remove(run / "model")  # half a one, if a process was killed here before
@@ -378,26 +371,12 @@ def _finish(
         "samples_per_second": training.rows * len(epochs) / seconds,
         "train_seconds": seconds,
         "jobs": config.get("jobs", 1),
-        "parameters": parameters,
+        "parameters": count_parameters(training.model, training.optimizer),
         "clip": clip,
         "config": config,
         "manifest": manifest_of(run, without=(EVENTS, CHECKPOINTS, LOCK)),
     }
     write_json(run / RESULT, result)
-
-
-def compiled(
-    data: PreparedData, config: TrainConfig, loader: Loader
-) -> tuple[mm.Model, CowClipOptimizer]:
-    """A configuration's network, not built, with its optimizer, for the batches of `loader`.
-
-    Raises:
-      ValueError: the network does not take the data's columns.
-    """
-    model = network(config, data.schema)
-    updates = loader.rows // config.batch_size  # the paper's ⌊N/b⌋
-    optimizer = compile_by(config, model, updates=updates, batches=len(loader))
-    return model, optimizer
 
 
 @contextlib.contextmanager
