@@ -49,7 +49,8 @@ class Checkpoint:
 
     Attributes:
       path: its folder.
-      progress: what the run put in, with `step`, `ranks` and each rank's `own` sums.
+      progress: what the run put in, with `step`, each rank's `own` sums, and whether tables were
+        `sharded`.
     """
 
     path: Path
@@ -68,7 +69,7 @@ class Checkpoint:
         """
         own = self.progress["own"]
         with agreed():
-            if state.shards and len(own) != ranks.size:
+            if len(own) != ranks.size and (state.shards or self.progress["sharded"]):
                 raise UserError(
                     "a run with sharded tables resumes on the number of ranks that it began on. "
                     f"Received: {ranks.size}, for a checkpoint of {len(own)}. Use horovodrun -np "
@@ -146,7 +147,8 @@ class Checkpoints:
                     _write(partial / _rows(self._ranks.rank), state.shards)
             with agreed():
                 if is_first:
-                    write_json(partial / _PROGRESS, {"step": step, "own": own, **progress})
+                    record = {"step": step, "own": own, "sharded": bool(state.shards), **progress}
+                    write_json(partial / _PROGRESS, record)
                     if target.exists():  # taken before the epoch was measured
                         _remove_at_once(target)
                     os.rename(partial, target)
