@@ -101,9 +101,9 @@ def test_a_finished_run_goes_on_with_more_epochs(runs, reference, tmp_path):
 
 def test_epochs(tmp_path):
     config = TrainConfig(epochs=4, dense_schedule="cosine")
-    with pytest.raises(UserError, match="can only be raised. Received: 3, and 4 in"):
+    with pytest.raises(UserError, match="can only be raised, .* Received: 3, for 4 in"):
         with_epochs(config, 3, tmp_path)
-    with pytest.raises(UserError, match="dense_schedule 'cosine', which reaches its end"):
+    with pytest.raises(UserError, match="Received: 5, .*, and dense_schedule ends with the last"):
         with_epochs(config, 5, tmp_path)
     assert with_epochs(config, 4, tmp_path) == config
     falling = TrainConfig(epochs=4, embedding_schedule={"name": "exponential", "rate": 0.5})
