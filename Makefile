@@ -24,7 +24,7 @@ RANKS  := $(VENV)-ranks
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-extended test-versions test-ranks test-gpu containers-test has-python lint bench docs wheel release-check clean
+.PHONY: help demo test test-all test-extended test-versions test-ranks test-gpu kills containers-test has-python lint bench docs wheel release-check clean
 
 help:  ## what can be made here
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 18
@@ -49,6 +49,9 @@ test-all: $(STAMP) $(RANKS)/.installed lint  ## every test that needs no GPU
 test-extended: $(STAMP) $(RANKS)/.installed  ## the tests that only test-all runs; QUARTER=0 to 3: a quarter of them
 	@$(BIN)/python $(PYTEST) -m extended --ignore tests/ranks $(QUARTER:%=--quarter %)
 	@$(RANKS)/bin/python -m pytest tests/ranks -m extended $(QUARTER:%=--quarter %)
+
+kills: $(STAMP)  ## kill a run KILLS times (40) at random, resume it, compare it with one that was not killed
+	@$(BIN)/python benchmarks/kill_and_resume.py --kills $(or $(KILLS),40)
 
 test-versions: $(STAMP)  ## the quick tests of data, training and commands; for ENV=ngc (TensorFlow is the same in both sets)
 	@$(BIN)/python $(PYTEST) -m quick tests/workflows

@@ -35,7 +35,7 @@ from tests.runs_alike import differences
 
 from merlin_cowclip.workflows.data.prepare.pipeline import prepare
 from merlin_cowclip.workflows.data.spec import DatasetSpec, Split
-from merlin_cowclip.workflows.training.checkpoints import Checkpoints
+from merlin_cowclip.workflows.training.checkpoint import Checkpoints
 
 SPEC = DatasetSpec(
     name="log",

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from merlin_cowclip.plugins._tensorflow import tf
-from merlin_cowclip.workflows.training.checkpoints import Checkpoints
+from merlin_cowclip.workflows.training.checkpoint import Checkpoints
 
 TIMES = {"seconds", "samples_per_second", "train_seconds"}
 PLACES = {"manifest", "config"}  # of the result; of the configuration only what is trained
@@ -81,21 +81,28 @@ def _in_checkpoints(run: Path, reference: Path) -> Iterator[str]:
     ours, theirs = _checkpoints(run), _checkpoints(reference)
     for step in sorted(set(ours.steps()) & set(theirs.steps())):
         one, other = ours.at(step), theirs.at(step)
-        a, b = (tf.train.load_checkpoint(str(c.path / "state")) for c in (one, other))
-        names = a.get_variable_to_shape_map().keys()
-        if names != b.get_variable_to_shape_map().keys():
+        a, b = (_tensors(checkpoint.path) for checkpoint in (one, other))
+        if a.keys() != b.keys():
             yield f"checkpoint {step}: other tensors"
             continue
         if _evaluated(one) != _evaluated(other):  # taken at an epoch's end, before and after
             continue
-        for name in sorted(names):
-            values = [np.asarray(c.get_tensor(name)) for c in (a, b)]
-            if values[0].tobytes() != values[1].tobytes():
-                yield f"checkpoint {step}: {one.record['tensors'][name]['name']}"
-        for key in ("epochs", "random"):
+        for name in sorted(a):
+            if a[name].tobytes() != b[name].tobytes():
+                yield f"checkpoint {step}: {name}"
+        for key in ("epochs", "random", "own"):
             values = [_plain(c.progress[key]) for c in (one, other)]
             if values[0] != values[1]:
                 yield f"checkpoint {step}: {key}"
+
+
+def _tensors(checkpoint: Path) -> dict[str, np.ndarray]:
+    found = {}
+    for index in sorted(checkpoint.glob("*.index")):
+        reader = tf.train.load_checkpoint(str(index.with_suffix("")))
+        names = set(reader.get_variable_to_shape_map()) - {"_CHECKPOINTABLE_OBJECT_GRAPH"}
+        found |= {f"{index.stem}/{name}": np.asarray(reader.get_tensor(name)) for name in names}
+    return found
 
 
 def _evaluated(checkpoint: Any) -> int:

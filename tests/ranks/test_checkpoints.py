@@ -11,7 +11,7 @@ import pytest
 
 from merlin_cowclip.workflows import Run
 from merlin_cowclip.workflows.commands.main import main
-from merlin_cowclip.workflows.training.checkpoints import Checkpoints
+from merlin_cowclip.workflows.training.checkpoint import Checkpoints
 from tests.runs_alike import differences
 
 from .conftest import COMMAND, EPOCHS, OPTIONS

@@ -16,7 +16,7 @@ from merlin_cowclip.workflows.commands.main import main
 from merlin_cowclip.workflows.data.prepared_data import PreparedData
 from merlin_cowclip.workflows.errors import AgreedError, UserError
 from merlin_cowclip.workflows.training import ranks as ranks_of_runs
-from merlin_cowclip.workflows.training.checkpoints import Checkpoints
+from merlin_cowclip.workflows.training.checkpoint import Checkpoints
 from merlin_cowclip.workflows.training.configuration import TrainConfig
 from merlin_cowclip.workflows.training.evaluation import evaluate
 from merlin_cowclip.workflows.training.scalars import percent

@@ -38,11 +38,11 @@ def main(place: str, *arguments: str) -> int:
     """
     from merlin_cowclip.plugins._tensorflow import tf
     from merlin_cowclip.workflows.commands.main import main as command
-    from merlin_cowclip.workflows.training import loop, order, train
+    from merlin_cowclip.workflows.training import order, train, trainer
 
     warnings.filterwarnings("ignore", "Even though the `tf.config.exp")
     order.WINDOW_ROWS = WINDOW_ROWS
-    train.EVALUATION_BATCH, loop.LOG_EVERY = TEST_BATCH, LOG_EVERY
+    train.EVALUATION_BATCH, trainer.LOG_EVERY = TEST_BATCH, LOG_EVERY
     tf.config.run_functions_eagerly(True)
     name, _, how = place.partition("@")
     end = _kill if not how else lambda: os.kill(os.getpid(), signal.Signals[how])
@@ -103,29 +103,29 @@ def _of(module: str, attribute: str = "") -> Callable[[], Any]:
 
 def _half_written(end: End) -> None:
     """The tensors' file ends in the middle."""
-    from merlin_cowclip.plugins._tensorflow import tf
+    from merlin_cowclip.workflows.training import checkpoint
 
-    stock = tf.raw_ops.SaveV2
+    stock = checkpoint._write
 
-    def instead(prefix: str, **named: Any) -> None:
-        stock(prefix=prefix, **named)
+    def instead(prefix: Path, variables: Any) -> None:
+        stock(prefix, variables)
         Path(f"{prefix}.index").unlink()
         data = Path(f"{prefix}.data-00000-of-00001")
         os.truncate(data, data.stat().st_size // 2)
         end()
 
-    tf.raw_ops.SaveV2 = instead
+    checkpoint._write = instead
 
 
 def _twice(end: End) -> None:
     """Both signals, and the second while the tensors are written, which takes for ever."""
-    from merlin_cowclip.plugins._tensorflow import tf
+    from merlin_cowclip.workflows.training import checkpoint
 
-    def slowly(**_: Any) -> None:
+    def slowly(*_: Any) -> None:
         end()
         time.sleep(100)
 
-    tf.raw_ops.SaveV2 = slowly
+    checkpoint._write = slowly
     _at(_WATCH, "see")(end)
 
 
@@ -158,13 +158,13 @@ def _to(name: str) -> Callable[..., bool]:
 
 _WATCH, _OS = _of("watch", "Watch"), lambda: os
 PLACES: dict[str, Place] = {
-    "before the first update": _at(_of("loop", "Training"), "train"),
-    "before there is a network": _at(_of("train"), "compiled"),
+    "before the first update": _at(_of("trainer", "Trainer"), "epochs"),
+    "before there is a network": _at(_of("trainer"), "compiled"),
     "in an epoch": _at(_WATCH, "see", _update(5)),
     "at an epoch's last update": _at(_WATCH, "see", _update(0)),
     "while the tensors are written": _half_written,
-    "before the checkpoint's record": _at(
-        _of("checkpoints"), "write_json", _named("checkpoint.json")
+    "before the checkpoint's progress": _at(
+        _of("checkpoint"), "write_json", _named("progress.json")
     ),
     "before the checkpoint has its name": _at(_OS, "rename", _to("step-")),
     "once the checkpoint has its name": _at(_OS, "rename", _to("step-"), after=True),
@@ -175,7 +175,7 @@ PLACES: dict[str, Place] = {
     ),
     "while a checkpoint is replaced": _at(_OS, "rename", _to(".step-"), after=True),
     "while the logs are cut back": _at(_OS, "truncate", after=True),
-    "while a checkpoint is restored": _at(_of("checkpoints", "Checkpoint"), "restore"),
+    "while a checkpoint is restored": _at(_of("checkpoint", "Checkpoint"), "restore"),
     "before the result": _at(_of("train"), "write_json", _named("result.json")),
     "while the result is written": _at(_OS, "replace", _to("result.json")),
     "once the result is written": _at(_OS, "replace", _to("result.json"), after=True),
@@ -188,7 +188,7 @@ MORE_PLACES: dict[str, Place] = {
 
 def _at_time(seconds: float) -> None:
     """From another process, which nothing that this one does can delay."""
-    from merlin_cowclip.workflows.training.loop import Training
+    from merlin_cowclip.workflows.training.trainer import Trainer
 
     read, write = os.pipe()
     parent = os.getpid()
@@ -200,10 +200,10 @@ def _at_time(seconds: float) -> None:
                 os.kill(parent, signal.SIGKILL)
         os._exit(0)
     os.close(read)
-    stock = Training.train
+    stock = Trainer.epochs
 
-    def begin(*arguments: Any) -> None:
+    def begin(trainer: Trainer) -> Any:
         os.write(write, b"!")
-        stock(*arguments)
+        return stock(trainer)
 
-    Training.train = begin
+    Trainer.epochs = begin

@@ -8,7 +8,7 @@ from merlin_cowclip.models import MODELS
 from merlin_cowclip.plugins.optimizers.adam import UPDATES
 from merlin_cowclip.workflows.training.configuration import TrainConfig
 from merlin_cowclip.workflows.training.loader import Loader
-from merlin_cowclip.workflows.training.train import compiled
+from merlin_cowclip.workflows.training.rebuilding import compiled
 
 
 def random_ops(function: tf.types.experimental.ConcreteFunction) -> list[str]:

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from merlin_cowclip.workflows.training.checkpoints import Checkpoints
+from merlin_cowclip.workflows.training.checkpoint import Checkpoints
 
 from .interrupted import UPDATES, assert_goes_on, assert_same, sentence
 

@@ -1,6 +1,5 @@
 """The watch: what is not finite ends a run in time, and is told for what it is."""
 
-import math
 import re
 
 import numpy as np
@@ -9,13 +8,10 @@ import pytest
 from merlin_cowclip.plugins import Hyperparameters
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.training import watch
-from merlin_cowclip.workflows.training.checkpoints import Checkpoints
+from merlin_cowclip.workflows.training.checkpoint import Checkpoints
 from merlin_cowclip.workflows.training.configuration import TrainConfig
 from merlin_cowclip.workflows.training.keeping import Keeping
-from merlin_cowclip.workflows.training.rows import Reader
 from merlin_cowclip.workflows.training.train import train
-
-from .batches import TRAIN
 
 pytestmark = pytest.mark.usefixtures("graphs_as_traced")
 
@@ -27,34 +23,6 @@ def trained(data, out, base=BASE, **options):
     config = TrainConfig(**{**SMALL, "base": base, **options})
     keeping = Keeping(checkpoint_every=10, keep=50, saved_model=False)
     return train(data, config, out, keeping=keeping, progress=False)
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_bad_data_is_told_apart(data, tmp_path, monkeypatch, value):
-    read = Reader.read
-
-    def poisoned(self, window):
-        rows = read(self, window)
-        if window.epoch == 1:  # a cell of the second epoch, wherever the order has it
-            rows.numbers[len(rows) // 2] = value
-        return rows
-
-    monkeypatch.setattr(Reader, "read", poisoned)
-    with pytest.raises(UserError) as raised:
-        trained(data, tmp_path / "run")
-    message = str(raised.value)
-    assert "loss, gradients and weights must stay finite. Received: loss nan in update" in message
-    assert re.search(r"The data is at fault: 'serial' is NaN or infinite in 1 of 32 rows", message)
-    assert "diverged" not in message
-    update_, epoch = re.search(r"in update ([\d,]+), epoch (\d)", message).groups()
-    batch, of_epoch = re.search(r"of batch ([\d,]+) of epoch (\d)", message).groups()
-    per_epoch = math.ceil(TRAIN / 32)
-    assert (epoch, of_epoch) == ("2", "2")
-    assert int(update_.replace(",", "")) == per_epoch + int(batch)
-    last, _ = Checkpoints(tmp_path / "run" / "checkpoints").last()
-    assert last.step < per_epoch + int(batch)
-    assert message.endswith(f"after update {last.step:,} is kept")  # it would end so again
 
 
 @pytest.mark.parametrize(
@@ -69,9 +37,9 @@ def test_a_rate_that_diverges(data, tmp_path, rates, named):
     with pytest.raises(UserError) as raised:
         trained(data, tmp_path / "run", BASE.replace(clip=None, **rates))
     message = str(raised.value)
+    assert re.search(r"Received: loss \w+ (in|between) updates? .*, epoch \d", message)
     assert "The run diverged, with " in message
     assert named in message
-    assert "The data is finite: lower the" in message
     assert not (tmp_path / "run").exists()
 
 
@@ -93,5 +61,4 @@ def test_a_weight_that_broke_is_found_in_time(data, tmp_path, monkeypatch, value
     with pytest.raises(UserError) as raised:
         trained(data, tmp_path / "run")
     assert "between updates" in str(raised.value) or "in update 13" in str(raised.value)
-    last, _ = Checkpoints(tmp_path / "run" / "checkpoints").last()
-    assert last.step == 10
+    assert Checkpoints(tmp_path / "run" / "checkpoints").steps()[-1] == 10

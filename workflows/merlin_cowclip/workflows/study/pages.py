@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from merlin_cowclip.workflows.training.growing_files import METRICS, NORMS
+from merlin_cowclip.workflows.training.logbook import METRICS, NORMS
 
 
 @dataclass(frozen=True)

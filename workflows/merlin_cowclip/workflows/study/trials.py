@@ -12,16 +12,16 @@ from merlin_cowclip.workflows.data.prepared_data import PreparedData
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.quiet import quiet_imports
 from merlin_cowclip.workflows.training.configuration import TrainConfig
-from merlin_cowclip.workflows.training.stopping import Interrupted, Stopping
+from merlin_cowclip.workflows.training.stopping import Stopping
 
 with quiet_imports():
     from merlin_cowclip.plugins._tensorflow import quiet_stack, tf
-    from merlin_cowclip.plugins.optimizers.state import mean_loss
-    from merlin_cowclip.workflows.training.evaluation import EVALUATION_BATCH, Predictor
+    from merlin_cowclip.workflows.training.evaluation import EVALUATION_BATCH
     from merlin_cowclip.workflows.training.loader import Loader
-    from merlin_cowclip.workflows.training.reproducibility import seeded
-    from merlin_cowclip.workflows.training.train import check_trainable, compiled
-    from merlin_cowclip.workflows.training.watch import NotFiniteError, Watch
+    from merlin_cowclip.workflows.training.reproducibility import set_seeds
+    from merlin_cowclip.workflows.training.train import check_trainable
+    from merlin_cowclip.workflows.training.trainer import Trainer
+    from merlin_cowclip.workflows.training.watch import NotFiniteError
 
 
 @dataclass(frozen=True)
@@ -70,36 +70,14 @@ def epochs_of(
     gc.collect()  # the last trial's network
     tf.keras.backend.clear_session()
     # Of many networks in one process TensorFlow warns that it traces many.
-    with quiet_stack(), seeded(config.seed, deterministic=config.deterministic):
+    with quiet_stack():
+        set_seeds(config.seed, deterministic=config.deterministic)
+        trainer = Trainer(rows, config, loader, held_out, stopping, after_update=advance)
         try:
-            model, optimizer = compiled(rows, config, loader)
-        except ValueError as error:  # of the data's columns, which only the network knows
-            raise UserError(str(error)) from None
-        optimizer.observe()
-        model(loader.peek()[0])
-        watch = Watch(optimizer, loader, config)
-        predictor = Predictor(model)
-        function = model.make_train_function()
-        batches = iter(loader.dataset(epochs=None))
-        step = 0
-
-        def between() -> None:
-            if stopping.asked:
-                raise Interrupted
-
-        try:
-            for _ in range(config.epochs):
-                mean_loss(model).reset_state()
-                for _ in range(len(loader)):
-                    logs = function(batches)
-                    step += 1
-                    watch.see(step, logs["loss_batch"])
-                    between()
-                    advance()
-                watch.look(step)
-                quality = predictor.quality(held_out, between=between)
-                loss, now = float(mean_loss(model).result()), time.perf_counter()
-                yield Epoch(*quality, loss, now - begun)
+            for row in trainer.epochs():
+                seconds = time.perf_counter() - begun
+                measured = {name: row[name] for name in ("auc", "log_loss", "calibration")}
+                yield Epoch(**measured, train_loss=row["train_loss"], seconds=seconds)
                 begun = time.perf_counter()
         except NotFiniteError as error:
             raise DivergedError(str(error)) from None

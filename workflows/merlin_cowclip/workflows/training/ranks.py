@@ -81,41 +81,26 @@ def agreed() -> Iterator[None]:
         yield
     except Exception as error:
         failure = error
-    refuse_agreed(None if failure is None else str(failure) or type(failure).__name__, failure)
-
-
-def refuse_agreed(refusal: str | None, failure: Exception | None = None) -> None:
-    """End all ranks if one of them has a reason; called on all at once.
-
-    Raises:
-      AgreedError: one has; of several, the first one's reason.
-    """
     here()
     from merlin_cowclip.plugins.distributed.horovod import all_gather_object
 
-    said = all_gather_object(refusal)
-    refuse_said(said, failure)
+    said = all_gather_object(None if failure is None else str(failure) or type(failure).__name__)
+    _refuse_said(said, failure)
 
 
-def refuse_said(said: Sequence[Any], failure: Exception | None = None) -> None:
-    """End this rank by what all have said, if one of them has said a reason, a text.
-
-    Raises:
-      AgreedError: one has; of several, the first one's reason.
-    """
+def _refuse_said(said: Sequence[Any], failure: Exception | None = None) -> None:
+    """End this rank by what all have said, if one of them has said a reason, a text."""
     if failure is not None and not isinstance(failure, UserError):
         raise failure  # this rank's own: its traceback is wanted
-    by_sentence: dict[str, list[int]] = {}
-    for rank, sentence in enumerate(said):
-        if isinstance(sentence, str):  # others may be at another place, and tell other things
-            by_sentence.setdefault(sentence, []).append(rank)
-    if not by_sentence:
+    reasons = [one if isinstance(one, str) else None for one in said]  # others may be elsewhere
+    reason = next((one for one in reasons if one is not None), None)
+    if reason is None:
         return
-    sentence, ranks = next(iter(by_sentence.items()))
+    ranks = [rank for rank, one in enumerate(reasons) if one == reason]
     # The first speaks of itself, and of what it alone looks at.
     is_named = ranks != [0] and len(ranks) < len(said)
     where = f"on rank {', '.join(map(str, ranks))}: " if is_named else ""
-    raise AgreedError(where + sentence) from failure
+    raise AgreedError(where + reason) from failure
 
 
 def said_by_all(value: Any) -> list[Any]:
@@ -129,7 +114,7 @@ def said_by_all(value: Any) -> list[Any]:
     from merlin_cowclip.plugins.distributed.horovod import all_gather_object
 
     said = all_gather_object(value)
-    refuse_said(said)
+    _refuse_said(said)
     return said
 
 

@@ -10,12 +10,14 @@ from typing import Any
 
 from merlin_cowclip.plugins import CowClipOptimizer, LinearWarmup
 from merlin_cowclip.plugins._tensorflow import mm, tf
-from merlin_cowclip.plugins.optimizers.state import training_state, weights_of
+from merlin_cowclip.plugins.optimizers.state import state_of, weights_of
+from merlin_cowclip.workflows.data.prepared_data import PreparedData
 from merlin_cowclip.workflows.quiet import quiet_imports
+from merlin_cowclip.workflows.training.checkpoint import Checkpoint
 from merlin_cowclip.workflows.training.configuration import TrainConfig
 from merlin_cowclip.workflows.training.learning_rates import keras_schedule
+from merlin_cowclip.workflows.training.loader import Loader
 from merlin_cowclip.workflows.training.reproducibility import in_precision
-from merlin_cowclip.workflows.training.saved_state import Checkpoint, State
 
 with quiet_imports():
     from merlin.schema import Schema
@@ -33,6 +35,19 @@ def network(config: TrainConfig, schema: Schema) -> mm.Model:
     stddev = config.hyperparameters.init_stddev
     options = {**config.network_options, "sharded": config.tables == "sharded"}
     return MODELS[config.model](schema, stddev=stddev, **options)
+
+
+def compiled(
+    data: PreparedData, config: TrainConfig, loader: Loader
+) -> tuple[mm.Model, CowClipOptimizer]:
+    """A configuration's network, not built, with its optimizer, for the batches of `loader`.
+
+    Raises:
+      ValueError: the network does not take the data's columns.
+    """
+    model = network(config, data.schema)
+    updates = loader.rows // config.batch_size  # the paper's ⌊N/b⌋
+    return model, compile_by(config, model, updates=updates, batches=len(loader))
 
 
 def compile_by(
@@ -93,12 +108,13 @@ def rebuilt(
         model = network(config, TensorflowMetadata.from_proto_text(text).to_merlin_schema())
         if config.update != "deferred":
             model(_any_batch(record))
-            checkpoint.restore(State(weights_of(model)))
+            checkpoint.read(weights_of(model))
             return model
         # Rows wait there for what they missed, with the moments that say what that does to them.
         optimizer = compile_by(config, model, updates=1, batches=1)
         model(_any_batch(record))
-        checkpoint.restore(State(training_state(model)))
+        optimizer.create_slots(model.trainable_variables)
+        checkpoint.read(state_of(model, optimizer))
         optimizer.catch_up()
     return model
 

@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import os
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from merlin_cowclip.workflows.data.prepared_data import PreparedData
 from merlin_cowclip.workflows.errors import Notice, UserError, clipped, shown
 from merlin_cowclip.workflows.training.configuration import TrainConfig
 from merlin_cowclip.workflows.training.epochs import Progress
 from merlin_cowclip.workflows.training.runs import (
-    CHECKPOINTS,
     CONFIG,
     RESULT,
     columns_of,
     how_to_resume,
     identity_of,
 )
-
-if TYPE_CHECKING:
-    from merlin_cowclip.workflows.training.loader import Loader
 
 _KEYS = ("data", "data_sha256", "keeping", "precision", "versions", "machine")
 
@@ -43,43 +38,18 @@ def read_config(run: Path) -> dict[str, Any]:
     place = run / CONFIG
     try:
         record = json.loads(place.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        missing = [key for key in _KEYS if key not in dict(record)]
+    except (OSError, ValueError, RecursionError, TypeError) as error:
         raise UserError(
             f"a run that goes on must hold its configuration. Received: {place}: {error}. Train "
             "again into another folder"
         ) from None
-    missing = [key for key in _KEYS if not isinstance(record, dict) or key not in record]
     if missing:
         raise UserError(
             f"{place} must be as it was written. Received: it without {missing[0]!r}. Train again "
             "into another folder"
         )
     return dict(record)
-
-
-def leaves_rows_out(record: Mapping[str, Any]) -> bool:
-    """Whether the epochs of a run end with the last whole batch: it began on several ranks."""
-    return bool(record.get("drop_last", False))
-
-
-def refuse_last_batch(record: Mapping[str, Any], run: Path, loader: Loader) -> None:
-    """Refuse to share the batches of a run of which one is smaller, on several ranks.
-
-    Args:
-      record: the run's `config.json`.
-      run: its folder.
-      loader: of this rank.
-
-    Raises:
-      UserError: it began in one process, and its epochs end with such a batch.
-    """
-    left = loader.rows % loader.batch_size
-    if loader.ranks > 1 and left and not leaves_rows_out(record):
-        raise UserError(
-            "a run that began in one process goes on with several ranks if its batches are equal. "
-            f"Received: {run}, whose epochs end with a batch of {left:,} of {loader.batch_size:,} "
-            "rows. Go on in one process"
-        )
 
 
 def config_of(record: Mapping[str, Any], run: Path) -> TrainConfig:
@@ -105,13 +75,6 @@ def refuse_finished(run: Path, before: TrainConfig, wanted: TrainConfig) -> None
         progress = Progress(json.loads((run / RESULT).read_text(encoding="utf-8"))["epochs"])
         early = progress.is_out_of(before.patience)
     except FileNotFoundError:
-        progress = Progress(_last_epochs(run) if wanted.epochs > before.epochs else [])
-        if progress.is_out_of(before.patience):
-            raise UserError(
-                f"epochs of a run can only be raised while it has patience. Received: {run}, of "
-                f"whose {len(progress.epochs)} epochs the last {before.patience} were not its "
-                f"best. Leave them out, so that it ends: {how_to_resume(run)}"
-            ) from None
         return
     except (OSError, ValueError, RecursionError, LookupError, TypeError):
         early = False  # it is damaged, and written again
@@ -128,41 +91,27 @@ def refuse_finished(run: Path, before: TrainConfig, wanted: TrainConfig) -> None
         )
 
 
-def _last_epochs(run: Path) -> list[dict[str, Any]]:
-    """What was measured after each epoch, as the last checkpoint has it whose record is whole."""
-    # They import TensorFlow, for which what is refused before does not wait.
-    from merlin_cowclip.workflows.training.checkpoint_files import read_record
-    from merlin_cowclip.workflows.training.checkpoints import Checkpoints
-
-    checkpoints = Checkpoints(run / CHECKPOINTS)
-    for step in reversed(checkpoints.steps()):
-        with contextlib.suppress(UserError):
-            return list(read_record(checkpoints.path(step))["progress"]["epochs"])
-    return []
-
-
-def with_epochs(config: TrainConfig, epochs: int, run: Path) -> TrainConfig:
-    """The configuration with more epochs.
+def with_epochs(config: TrainConfig, epochs: int | None, run: Path) -> TrainConfig:
+    """The configuration with more epochs; `None`: as it is.
 
     Raises:
       UserError: fewer, or a learning rate that depends on how many there are.
     """
-    more = dataclasses.replace(config, epochs=epochs)
-    if epochs < config.epochs:
+    if epochs is None or epochs == config.epochs:
+        return config
+    falling = [
+        name
+        for name in ("dense_schedule", "embedding_schedule")
+        if (getattr(config, name) or {}).get("epochs", 0) is None
+    ]
+    if epochs < config.epochs or falling:
+        why = f", and {falling[0]} ends with the last epoch" if falling else ""
         raise UserError(
-            f"epochs of a run can only be raised. Received: {epochs}, and {config.epochs} in "
-            f"{run / CONFIG}. Leave them out, or train another run"
+            "epochs of a run can only be raised, and only where no learning rate depends on them. "
+            f"Received: {epochs}, for {config.epochs} in {run / CONFIG}{why}. Leave them out, or "
+            "train another run"
         )
-    for name in ("dense_schedule", "embedding_schedule"):
-        schedule = getattr(config, name)
-        if epochs > config.epochs and schedule and schedule.get("epochs", 0) is None:
-            raise UserError(
-                f"epochs of a run can only be raised where no learning rate depends on them. "
-                f"Received: {epochs} instead of {config.epochs}, and {name} "
-                f"{schedule['name']!r}, which reaches its end with the last epoch. Train another "
-                "run"
-            )
-    return more
+    return dataclasses.replace(config, epochs=epochs)
 
 
 def open_data(record: Mapping[str, Any], run: Path, moved: str | Path | None) -> PreparedData:
@@ -178,26 +127,16 @@ def open_data(record: Mapping[str, Any], run: Path, moved: str | Path | None) ->
             f"moved, name its place: {how_to_resume(run, moved=True)}"
         )
     data = PreparedData.open(path)
-    if identity_of(data) != record["data_sha256"]:
-        raise UserError(
-            f"the data of a run must be what it was when it began. Received: {path}, with other "
-            "rows, so that some would be trained on twice and others never. Put the data back, or "
-            "train another run"
-        )
-    _refuse_other_columns(record, data)
-    return data
-
-
-def _refuse_other_columns(record: Mapping[str, Any], data: PreparedData) -> None:
-    """Refuse the same rows with another meaning: parquet that was adopted in two ways."""
-    for key, found in {**columns_of(data), "cardinalities": data.cardinalities}.items():
-        was = record[key]
-        if was != found:
+    found = {"data_sha256": identity_of(data), "cardinalities": data.cardinalities}
+    for key, now in {**found, **columns_of(data)}.items():  # adopted parquet may mean another thing
+        if record[key] != now:
+            was = clipped(repr(record[key]))
             raise UserError(
-                f"the data of a run must be what it was when it began. Received: {data.path}, with "
-                f"{key} {clipped(repr(found))} instead of {clipped(repr(was))}. Name the data that "
-                "the run began with, or train another run"
+                f"the data of a run must be what it was when it began. Received: {path}, with "
+                f"{key} {clipped(repr(now))} instead of {was}. Put the data back, or train another "
+                "run"
             )
+    return data
 
 
 def warn_of_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:

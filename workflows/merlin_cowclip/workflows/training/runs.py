@@ -394,7 +394,7 @@ class Run:
             # Keras gives layers within layers the precision that the process has.
             with quiet_stack(), in_precision(self.config["precision"]):
                 return tf.keras.models.load_model(self.path / "model", compile=False)
-        from merlin_cowclip.workflows.training.checkpoints import Checkpoints
+        from merlin_cowclip.workflows.training.checkpoint import Checkpoints
         from merlin_cowclip.workflows.training.rebuilding import rebuilt
 
         step = self.result["last_step" if which == "last" else "best_step"]

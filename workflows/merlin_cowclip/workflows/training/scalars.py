@@ -1,7 +1,4 @@
-"""What an interval of training was like, as named numbers: for TensorBoard and the CSV files.
-
-Pure functions of what `CowClipOptimizer.observe` gives; nothing here writes a file.
-"""
+"""An interval of training as named numbers, from `CowClipOptimizer.observe`, and the clip."""
 
 from __future__ import annotations
 
@@ -81,50 +78,23 @@ def _sum(parts: Iterable[RowStatistics]) -> RowStatistics:
 
 
 def clip_sentence(fields: Sequence[FieldStatistics]) -> str:
-    """A sentence on what the clip did to the ids of a run; of several tables, by table.
-
-    Its shares are of the fields that are clipped. How many others there are, another one tells: of
-    tables of width 1, which no clip is meant for, where one of their fields is clipped.
-    """
+    """A sentence on what the clip did to the ids of a run; shares are of the clipped fields."""
     clipped = [one for one in fields if one.is_clipped and one.steps]
-    least = 1 if any(one.width == 1 for one in clipped) else 2
-    others = [o for o in fields if o.steps and o.width >= least and not o.is_clipped]
-    if not clipped or not others:
-        return _sentence(clipped)
-    numbers = ((sum(o.table == table for o in others), table) for table in _tables(others))
-    told = (f"{number} field{'s' * (number > 1)} of {table}" for number, table in numbers)
-    return f"{_sentence(clipped)} Not clipped: {', '.join(told)}."
-
-
-def _sentence(clipped: Sequence[FieldStatistics]) -> str:
     if not clipped:
         return "No id was clipped: the clip applies to no table."
-    touched = [field for field in clipped if field.all.clipped_rows]
-    if not touched:
-        fields_ = "the only field" if len(clipped) == 1 else f"any of {_number(clipped)}"
-        return f"The clip shortened no gradient: no row of {fields_} reached its bound."
     whole = _sum(field.all for field in clipped)
+    if not whole.clipped_rows:
+        return (
+            "The clip was inactive in this run (no row reached its bound); the result comes from "
+            "the hyperparameters."
+        )
     sentence = f"The clip shortened {_shares(whole)}"
-    if len(clipped) == 1:
-        return f"{sentence}."
-    most = max(touched, key=lambda field: field.all.share_of_rows_clipped or 0.0)
-    name = f"{most.table}/{most.field}" if len(_tables(clipped)) > 1 else most.field
-    sentence += f"; most of all in {name}, {_shares(most.all)}"
-    untouched = len(clipped) - len(touched)
-    return (
-        f"{sentence}; none in {untouched} of {_number(clipped)}." if untouched else f"{sentence}."
-    )
-
-
-def _tables(fields: Iterable[FieldStatistics]) -> list[str]:
-    return list(dict.fromkeys(field.table for field in fields))
-
-
-def _number(fields: Sequence[FieldStatistics]) -> str:
-    """How many; a field that has rows in two tables is clipped in each by itself."""
-    tables = _tables(fields)
-    among = f" among the fields of {', '.join(tables[:-1])} and {tables[-1]}" if tables[1:] else ""
-    return f"{len(fields)}{among}" if among else f"{len(fields)} fields"
+    if len(clipped) > 1:
+        most = max(clipped, key=lambda field: field.all.share_of_rows_clipped or 0.0)
+        touched = sum(field.all.clipped_rows > 0 for field in clipped)
+        sentence += f", in {touched} of {len(clipped)} clipped fields; most in {most.table}/"
+        sentence += f"{most.field}, {_shares(most.all)}"
+    return f"{sentence}."
 
 
 def _shares(of: RowStatistics) -> str:

@@ -1,7 +1,10 @@
-"""How a run is stopped: after the step in hand, with all of it saved.
+"""Finish the update in hand, save, then stop: on SIGINT, SIGTERM, SIGHUP or a time limit.
 
-The first Ctrl-C, SIGTERM or SIGHUP, and the end of the time that was given, only ask for it; the
-training loop looks after each step. A second signal has its previous handler.
+The first signal, and the end of the time, only ask for it; the training loop looks after each
+update. A second signal has its previous handler.
+
+A signal comes to one rank: what it alone followed would leave the others waiting. So ranks tell
+each other after as many updates on all, about every half second, as it costs a millisecond.
 """
 
 from __future__ import annotations
@@ -14,9 +17,12 @@ from types import FrameType
 from typing import Any
 
 from merlin_cowclip.workflows.errors import UserError
+from merlin_cowclip.workflows.training.ranks import said_by_all
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _ONCE = 2.0  # seconds in which a rank's second signal is the launcher's, of what it was sent itself
+_SECONDS = 0.5  # between two agreements of ranks, about
+_MOST = 1000  # updates
 
 
 def check_minutes(max_minutes: float | None) -> None:
@@ -42,14 +48,18 @@ class Stopping:
     Args:
         max_minutes: how long it may take from `begin` on; `None` for no end.
         several: whether this process is one of several ranks, which stop where all have agreed to.
+
+    Attributes:
+        asked: whether to stop after what is in hand.
+        number: the signal's that asked for it, here or on another rank.
     """
 
     def __init__(self, max_minutes: float | None = None, *, several: bool = False) -> None:
         self._heard: int | None = None  # the first signal
         self._heard_at = -math.inf
         self._several = several
-        self._agreed: bool | None = False if several else None
-        self._agreed_number: int | None = None
+        self._agreed: tuple[int | None, bool] = None, False
+        self._left, self._calls, self._since = 1, 0, time.monotonic()
         self._max_minutes = max_minutes
         self._end: float | None = None
         self._before: dict[int, Any] = {}
@@ -60,26 +70,43 @@ class Stopping:
             self._end = time.monotonic() + 60 * self._max_minutes
 
     @property
-    def asked(self) -> bool:
-        """Whether to stop after what is in hand."""
-        if self._agreed is not None:
-            return self._agreed
-        return self.number is not None or self.out_of_time
+    def number(self) -> int | None:  # noqa: D102
+        return self._agreed[0] if self._several else self._heard
 
     @property
-    def number(self) -> int | None:
-        """The signal's that asked for it, here or, once that was agreed, on another rank."""
-        return self._heard if self._agreed_number is None else self._agreed_number
+    def asked(self) -> bool:  # noqa: D102
+        if self._several:
+            return self._agreed[0] is not None or self._agreed[1]
+        return self._heard is not None or self._is_out_of_time()
 
-    def agree(self, number: int | None, out_of_time: bool) -> None:
-        """All ranks have said what they were asked: a signal on one, and the end of the time."""
-        self._agreed = number is not None or out_of_time
-        self._agreed_number = number
-
-    @property
-    def out_of_time(self) -> bool:
-        """Whether the time that was given is over."""
+    def _is_out_of_time(self) -> bool:
         return self._end is not None and time.monotonic() >= self._end
+
+    def agree(self, is_due: bool = False, *, now: bool = False) -> bool:
+        """On several ranks, if it is time: agree on whether to stop, and whether something is due.
+
+        Args:
+            is_due: what this rank says.
+            now: do not wait until it is time, nor at the next call, when something else begins.
+
+        Returns:
+            What the first rank says is due.
+
+        Raises:
+            AgreedError: a rank has failed.
+        """
+        if not self._several:
+            return is_due
+        self._left, self._calls = self._left - 1, self._calls + 1
+        if self._left > 0 and not now:
+            return False
+        seconds = (time.monotonic() - self._since) / self._calls
+        said = said_by_all([self._heard, self._is_out_of_time(), is_due, seconds])
+        numbers, are_out, due, took = zip(*said, strict=True)
+        self._agreed = next((n for n in numbers if n is not None), None), any(are_out)
+        self._left = 1 if now else max(1, min(_MOST, int(_SECONDS / max(*took, 1e-9))))
+        self._calls, self._since = 0, time.monotonic()
+        return bool(due[0])
 
     def __enter__(self) -> Stopping:
         if threading.current_thread() is threading.main_thread():

@@ -28,8 +28,8 @@ from merlin_cowclip.workflows.manifest import manifest_of
 from merlin_cowclip.workflows.progress import progress_bar
 from merlin_cowclip.workflows.quiet import quiet_imports
 from merlin_cowclip.workflows.training.configuration import TrainConfig
-from merlin_cowclip.workflows.training.growing_files import EVENTS
 from merlin_cowclip.workflows.training.keeping import Keeping
+from merlin_cowclip.workflows.training.logbook import EVENTS
 from merlin_cowclip.workflows.training.memory import warn_of_tables
 from merlin_cowclip.workflows.training.one_at_a_time import LOCK, locked
 from merlin_cowclip.workflows.training.ranks import (
@@ -43,11 +43,9 @@ from merlin_cowclip.workflows.training.ranks import (
 )
 from merlin_cowclip.workflows.training.resuming import (
     config_of,
-    leaves_rows_out,
     open_data,
     read_config,
     refuse_finished,
-    refuse_last_batch,
     warn_of_changes,
     with_epochs,
 )
@@ -66,12 +64,11 @@ from merlin_cowclip.workflows.training.stopping import Stopping, check_minutes
 with quiet_imports():
     from merlin_cowclip.plugins import CowClipOptimizer, save_model, whole_tables
     from merlin_cowclip.plugins._tensorflow import mm, tf
-    from merlin_cowclip.workflows.training.checkpoints import Checkpoints
+    from merlin_cowclip.workflows.training.checkpoint import Checkpoints
     from merlin_cowclip.workflows.training.evaluation import EVALUATION_BATCH
     from merlin_cowclip.workflows.training.loader import Loader
-    from merlin_cowclip.workflows.training.loop import NoCheckpointError, Training
-    from merlin_cowclip.workflows.training.rebuilding import compile_by, network
-    from merlin_cowclip.workflows.training.reproducibility import in_precision, seeded
+    from merlin_cowclip.workflows.training.reproducibility import in_precision, set_seeds
+    from merlin_cowclip.workflows.training.trainer import NoCheckpointError, Trainer
     from merlin_cowclip.workflows.training.watch import NotFiniteError
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -173,9 +170,8 @@ def train(
         check_minutes(max_minutes)
         check_offered(config)
         loader = check(data, config, out)
-        record = {**described(data, config), "keeping": keeping.to_dict()}
+        record = _record(data, config, keeping, loader)
     check_alike(record)
-    record |= _of_ranks(loader)
     if values_from is not None:
         record["values_from"] = str(Path(values_from).resolve())
     if jobs > 1:
@@ -196,10 +192,13 @@ def _make_folder(data: PreparedData, record: Mapping[str, Any], out: Path) -> No
         write_json(folder / CONFIG, record)
 
 
-def _of_ranks(loader: Loader) -> dict[str, Any]:
-    """What a run's record has of its ranks, where it has, or began with, several."""
-    found: dict[str, Any] = {"ranks": loader.ranks} if loader.ranks > 1 else {}
-    return found | ({"drop_last": True} if loader.drop_last else {})
+def _record(
+    data: PreparedData, config: TrainConfig, keeping: Keeping, loader: Loader
+) -> dict[str, Any]:
+    """A run's `config.json`; with its ranks where it has, or began with, several."""
+    record = {**described(data, config), "keeping": keeping.to_dict()}
+    record |= {"ranks": loader.ranks} if loader.ranks > 1 else {}
+    return record | ({"drop_last": True} if loader.drop_last else {})
 
 
 @contextlib.contextmanager
@@ -214,13 +213,9 @@ def _held(run: Path) -> Iterator[None]:
 
 def _opened(out: Path) -> Run:
     """The finished run, on all ranks, whose disks may be others."""
-    if here().size == 1:
-        return Run.open(out)
-    from merlin_cowclip.plugins.distributed.horovod import all_gather_object
-
     with agreed():
         result = dict(Run.open(out).result) if is_first() else None
-    return Run(out, all_gather_object(result)[0])
+    return Run(out, said_by_all(result)[0])
 
 
 def resume(
@@ -256,34 +251,37 @@ def resume(
         refuse_pattern(path, "run")
         mine = read_config(path) if is_first() else None
     record = said_by_all(mine)[0]
+    keeping = Keeping.from_dict(record["keeping"])
     with _held(path), in_precision(record["precision"]):
         with agreed():
-            config = config_of(record, path)
-            keeping = Keeping.from_dict(record["keeping"])
-            wanted = config if epochs is None else with_epochs(config, epochs, path)
+            before = config_of(record, path)
+            config = with_epochs(before, epochs, path)
             if is_first():
-                refuse_finished(path, config, wanted)
+                refuse_finished(path, before, config)
             opened = open_data(record, path, data)
-            loader = check_trainable(opened, wanted, leaves_rows_out(record) or None)
-            refuse_last_batch(record, path, loader)
-        now = {**described(opened, wanted), "keeping": keeping.to_dict(), **_of_ranks(loader)}
+            loader = check_trainable(opened, config, record.get("drop_last"))
+            left = loader.rows % loader.batch_size
+            if loader.ranks > 1 and left and not record.get("drop_last"):
+                raise UserError(
+                    "a run that began in one process goes on with several ranks if its batches are "
+                    f"equal. Received: {path}, whose epochs end with a batch of {left:,} of "
+                    f"{loader.batch_size:,} rows. Go on in one process"
+                )
+        now = _record(opened, config, keeping, loader)
         check_alike(now)
         check_seen(path, config)
         warn_of_changes(record, now)
+        now |= {name: record[name] for name in ("values_from", "jobs") if name in record}
+        if jobs > now.get("jobs", 1):
+            now["jobs"] = jobs
 
         def begin() -> None:
             (path / RESULT).unlink(missing_ok=True)
             remove(*path.glob(".*.partial"))  # what a killed process was writing
-            kept = {name: record[name] for name in ("values_from", "jobs") if name in record}
-            if jobs > kept.get("jobs", 1):
-                kept["jobs"] = jobs
-            write_json(path / CONFIG, {**now, **kept})
+            write_json(path / CONFIG, now)
 
         with _left_behind(path), as_user_errors(opened, path):
-            with agreed():
-                if is_first() and not (path / RESULT).exists():
-                    begin()  # at once: what is told to go on with must know of the epochs
-            _train(opened, wanted, keeping, loader, path, max_minutes, begin, progress=progress)
+            _train(opened, config, keeping, loader, path, max_minutes, begin, progress=progress)
     return _opened(path)
 
 
@@ -298,36 +296,26 @@ def _train(
     *,
     progress: bool,
 ) -> None:
-    """From the last checkpoint, or the beginning, to the result; see `go_on_from_last`."""
+    """From the last checkpoint, or the beginning, to the result; see `Trainer.restore_last`."""
     tf.keras.backend.clear_session()
-    with seeded(config.seed, deterministic=config.deterministic):
-        with agreed():
-            test = Loader(data, "test", batch_size=EVALUATION_BATCH) if data.test_files else None
-            try:
-                model, optimizer = compiled(data, config, loader)
-            except ValueError as error:  # of the data's columns, which only the network knows
-                raise UserError(str(error)) from None
-            statistics = optimizer.observe()
-            model(loader.peek()[0])
-            training = Training(
-                run, model, statistics, config, keeping, loader, test, progress=progress
-            )
-        training.go_on_from_last(begin)
-        with Stopping(max_minutes, several=loader.ranks > 1) as stopping:
-            training.train(stopping)
-        clip = training.what_the_clip_did()  # by sums over all ranks, of tables in shards
-        with whole_tables(model), agreed():
-            if is_first():
-                with _saving_shown(show=progress and keeping.saved_model):
-                    _finish(keeping, run, training, count_parameters(model, optimizer), clip)
-
-
-@contextlib.contextmanager
-def _saving_shown(*, show: bool) -> Iterator[None]:
-    """Within it a terminal shows that the model is saved, which takes seconds."""
-    with progress_bar("saving", 1, " model", show=show and sys.stderr.isatty()) as bar:
-        bar.leave = False
-        yield
+    set_seeds(config.seed, deterministic=config.deterministic)
+    test = Loader(data, "test", batch_size=EVALUATION_BATCH) if data.test_files else None
+    stopping = Stopping(max_minutes, several=loader.ranks > 1)
+    with agreed():
+        trainer = Trainer(
+            data, config, loader, test, stopping, run=run, keeping=keeping, show=progress
+        )
+    trainer.restore_last(begin)
+    with stopping:
+        for _ in trainer.epochs():
+            pass
+    clip = trainer.clip_summary()  # by sums over all ranks, of sharded tables
+    with whole_tables(trainer.model), agreed():
+        if is_first():
+            shown = progress and keeping.saved_model and sys.stderr.isatty()
+            with progress_bar("saving", 1, " model", show=shown) as bar:  # which takes seconds
+                bar.leave = False
+                _finish(keeping, run, trainer, clip)
 
 
 @contextlib.contextmanager
@@ -356,9 +344,7 @@ def _left_behind(run: Path, *, new: bool = False) -> Iterator[None]:
         raise
 
 
-def _finish(
-    keeping: Keeping, run: Path, training: Training, parameters: dict[str, int], clip: str
-) -> None:
+def _finish(keeping: Keeping, run: Path, training: Trainer, clip: str) -> None:
     """Write the SavedModel and, last, the result."""
     if keeping.saved_model:
         remove(run / "model")  # half a one, if a process was killed here before
@@ -378,26 +364,12 @@ def _finish(
         "samples_per_second": training.rows * len(epochs) / seconds,
         "train_seconds": seconds,
         "jobs": config.get("jobs", 1),
-        "parameters": parameters,
+        "parameters": count_parameters(training.model, training.optimizer),
         "clip": clip,
         "config": config,
         "manifest": manifest_of(run, without=(EVENTS, CHECKPOINTS, LOCK)),
     }
     write_json(run / RESULT, result)
-
-
-def compiled(
-    data: PreparedData, config: TrainConfig, loader: Loader
-) -> tuple[mm.Model, CowClipOptimizer]:
-    """A configuration's network, not built, with its optimizer, for the batches of `loader`.
-
-    Raises:
-      ValueError: the network does not take the data's columns.
-    """
-    model = network(config, data.schema)
-    updates = loader.rows // config.batch_size  # the paper's ⌊N/b⌋
-    optimizer = compile_by(config, model, updates=updates, batches=len(loader))
-    return model, optimizer
 
 
 @contextlib.contextmanager

@@ -1,0 +1,271 @@
+"""Checkpoints of a run: written beside, and renamed once they are whole.
+
+`checkpoints/step-0000000400/` holds `state.index` and `state.data-…`, a `tf.train.Checkpoint` of
+flat variables whose blocks have checksums, and `progress.json`. With sharded tables each rank
+writes its rows there, `rows-0.…`. `tf.train.CheckpointManager` would write over the files of a step
+that is saved again, once its epoch is measured, and write the best checkpoint twice.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from merlin_cowclip.plugins._tensorflow import tf
+from merlin_cowclip.plugins.distributed.horovod import SINGLE_PROCESS, Ranks, broadcast
+from merlin_cowclip.workflows.errors import UserError, clipped
+from merlin_cowclip.workflows.folders import remove, write_json
+from merlin_cowclip.workflows.training.ranks import agreed, said_by_all
+
+_NAME = re.compile(r"step-(\d{10,})")
+_STATE, _PROGRESS = "state", "progress.json"
+
+
+@dataclass(frozen=True)
+class State:
+    """What a checkpoint holds, by name.
+
+    Attributes:
+      shared: variables that are the same on all ranks.
+      own: small sums that each rank has of its own.
+      shards: variables of which this rank has its rows.
+    """
+
+    shared: Mapping[str, tf.Variable]
+    own: Mapping[str, tf.Variable] = field(default_factory=dict)
+    shards: Mapping[str, tf.Variable] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One that was written to its end.
+
+    Attributes:
+      path: its folder.
+      progress: what the run put in, with `step`, each rank's `own` sums, and whether tables were
+        `sharded`.
+    """
+
+    path: Path
+    progress: Mapping[str, Any]
+
+    @property
+    def step(self) -> int:
+        """After how many updates it was taken."""
+        return int(self.progress["step"])
+
+    def restore(self, state: State, ranks: Ranks = SINGLE_PROCESS) -> None:
+        """Give all variables their values; on all ranks at once.
+
+        Raises:
+          UserError: it is damaged, another network's, or has the shards of other ranks.
+        """
+        own = self.progress["own"]
+        with agreed():
+            if len(own) != ranks.size and (state.shards or self.progress["sharded"]):
+                raise UserError(
+                    "a run with sharded tables resumes on the number of ranks that it began on. "
+                    f"Received: {ranks.size}, for a checkpoint of {len(own)}. Use horovodrun -np "
+                    f"{len(own)}"
+                )
+            if ranks.rank == 0:
+                _read(self.path / _STATE, state.shared)
+            if state.shards:
+                _read(self.path / _rows(ranks.rank), state.shards)
+        if ranks.size > 1:
+            broadcast(state.shared[name] for name in sorted(state.shared))
+        for name, variable in state.own.items():
+            sums = np.array([one[name] for one in own], variable.dtype.as_numpy_dtype)
+            is_same = len(own) == ranks.size  # else they are shared evenly
+            variable.assign(sums[ranks.rank] if is_same else sums.sum(axis=0) / ranks.size)
+
+    def read(self, variables: Mapping[str, tf.Variable]) -> None:
+        """Give these the values that all ranks had together: sharded tables are made whole.
+
+        Raises:
+          UserError: it is damaged, or another network's.
+        """
+        paths = [self.path / _rows(rank) for rank in range(len(self.progress["own"]))]
+        rows = [_opened(path) for path in paths if path.with_name(f"{path.name}.index").exists()]
+        sharded = {n for n in variables if rows and rows[0].has_tensor(_key_in_file(n))}
+        for name in sharded:
+            whole = np.empty(variables[name].shape, variables[name].dtype.as_numpy_dtype)
+            for rank, reader in enumerate(rows):
+                whole[rank :: len(rows)] = reader.get_tensor(_key_in_file(name))
+            variables[name].assign(whole)
+        _read(self.path / _STATE, {n: v for n, v in variables.items() if n not in sharded})
+
+
+class Checkpoints:
+    """Those of one run; on several ranks, `save` and `restore_last` are called on all at once.
+
+    Args:
+      folder: where they lie; made with the first.
+      keep: how many of the last ones are kept, beside the best.
+      ranks: this process among those of the run.
+    """
+
+    def __init__(self, folder: Path, keep: int = 2, ranks: Ranks = SINGLE_PROCESS) -> None:
+        self.folder = folder
+        self._keep = keep
+        self._ranks = ranks
+
+    def save(
+        self, step: int, state: State, progress: Mapping[str, Any], best: int | None = None
+    ) -> None:
+        """Write one; training waits for it.
+
+        Args:
+          step: after how many updates.
+          state: of this rank.
+          progress: fit for JSON.
+          best: the step of the one that is kept beside the last ones.
+
+        Raises:
+          OSError, tf.errors.OpError: it cannot be written, on this rank; nothing is left of it.
+        """
+        target = self.path(step)
+        partial = target.with_name(f".{target.name}.partial")
+        own = said_by_all({name: v.numpy().tolist() for name, v in state.own.items()})
+        is_first = self._ranks.rank == 0
+        try:
+            with agreed():
+                if is_first:
+                    remove(partial)
+                    partial.mkdir(parents=True)
+            with agreed():
+                if is_first:
+                    _write(partial / _STATE, state.shared)
+                if state.shards:
+                    _write(partial / _rows(self._ranks.rank), state.shards)
+            with agreed():
+                if is_first:
+                    record = {"step": step, "own": own, "sharded": bool(state.shards), **progress}
+                    write_json(partial / _PROGRESS, record)
+                    if target.exists():  # taken before the epoch was measured
+                        _remove_at_once(target)
+                    os.rename(partial, target)
+                    for old in self.steps()[: -self._keep]:
+                        if old != best:
+                            _remove_at_once(self.path(old))
+        except BaseException:
+            if is_first:
+                remove(partial)
+            raise
+
+    def steps(self) -> list[int]:
+        """After which steps there is one, in order."""
+        names = os.listdir(self.folder) if self.folder.is_dir() else []
+        return sorted(int(found[1]) for name in names if (found := _NAME.fullmatch(name)))
+
+    def path(self, step: int) -> Path:
+        """Where the one after `step` updates lies."""
+        return self.folder / f"step-{step:010}"
+
+    def at(self, step: int) -> Checkpoint:
+        """The one after `step` updates, as the first rank finds it.
+
+        Raises:
+          UserError: it is not there, or damaged.
+        """
+        path, progress = self.path(step), None
+        with agreed():
+            if self._ranks.rank == 0:
+                try:
+                    progress = json.loads((path / _PROGRESS).read_text(encoding="utf-8"))
+                except (OSError, ValueError) as error:
+                    raise UserError(f"the checkpoint {path} cannot be read: {error}") from None
+        return Checkpoint(path, said_by_all(progress)[0])
+
+    def restore_last(self, state: State) -> tuple[Checkpoint | None, list[UserError]]:
+        """Restore the last one that can be read; and why those after it could not.
+
+        Raises:
+          UserError: none of them can be read.
+        """
+        problems: list[UserError] = []
+        for step in reversed(said_by_all({"steps": self.steps()})[0]["steps"]):
+            try:
+                checkpoint = self.at(step)
+                checkpoint.restore(state, self._ranks)
+                return checkpoint, problems
+            except UserError as error:
+                problems.append(error)
+        if problems:
+            raise problems[0]
+        return None, []
+
+    def tidy(self, last: Checkpoint | None) -> None:
+        """Remove what was not written to its end, and what cannot be read after the last one."""
+        for step in self.steps():
+            if last is None or step > last.step:
+                remove(self.path(step))
+        remove(*self.folder.glob(".step-*"))
+
+
+def not_finite(variables: Mapping[str, tf.Variable]) -> list[str]:
+    """The names of those weights that hold NaN or infinity."""
+    weights = [v for name, v in variables.items() if name.startswith("weight/")]
+    return [
+        v.name
+        for v in weights
+        if v.dtype.is_floating and not bool(tf.reduce_all(tf.math.is_finite(v)))
+    ]
+
+
+def _remove_at_once(folder: Path) -> None:
+    """What is half removed is none."""
+    hidden = folder.with_name(f".{folder.name}.old")
+    remove(hidden)
+    os.rename(folder, hidden)
+    remove(hidden)
+
+
+def _rows(rank: int) -> str:
+    return f"rows-{rank}"
+
+
+def _key(name: str) -> str:
+    return name.replace("/", "_")
+
+
+def _key_in_file(name: str) -> str:
+    return f"state/{_key(name)}/.ATTRIBUTES/VARIABLE_VALUE"
+
+
+def _checkpoint(variables: Mapping[str, tf.Variable]) -> tf.train.Checkpoint:
+    """A flat one: walking over the optimizer would let deferred rows catch up."""
+    return tf.train.Checkpoint(state={_key(name): v for name, v in variables.items()})
+
+
+def _write(prefix: Path, variables: Mapping[str, tf.Variable]) -> None:
+    _checkpoint(variables).write(str(prefix))
+
+
+def _opened(prefix: Path) -> Any:
+    try:
+        return tf.train.load_checkpoint(str(prefix))
+    except (ValueError, tf.errors.OpError) as error:
+        raise UserError(f"the checkpoint {prefix} is damaged: {clipped(str(error))}") from None
+
+
+def _read(prefix: Path, variables: Mapping[str, tf.Variable]) -> None:
+    try:
+        status = _checkpoint(variables).read(str(prefix))
+        status.assert_existing_objects_matched().expect_partial()
+    except tf.errors.OpError as error:
+        raise UserError(
+            f"the checkpoint {prefix} is damaged: {clipped(error.message or str(error))}"
+        ) from None
+    except (AssertionError, ValueError) as error:
+        raise UserError(
+            f"the checkpoint {prefix} is of another network: {clipped(str(error))}. Train again "
+            "with the versions of the run's config.json"
+        ) from None

@@ -1,0 +1,379 @@
+"""The training loop: of a run, from any of its checkpoints on, and of a trial.
+
+Its state is the model's and the optimizer's variables, the sums of statistics, and `Progress`; all
+of it is in a checkpoint. What comes next depends on that alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from merlin_cowclip.plugins._tensorflow import tf
+from merlin_cowclip.plugins.optimizers.state import mean_loss, shards_of, training_state
+from merlin_cowclip.workflows.data.prepared_data import PreparedData
+from merlin_cowclip.workflows.errors import Notice, Stopped, UserError
+from merlin_cowclip.workflows.progress import progress_bar
+from merlin_cowclip.workflows.training.checkpoint import Checkpoints, State, not_finite
+from merlin_cowclip.workflows.training.configuration import TrainConfig
+from merlin_cowclip.workflows.training.epochs import Progress
+from merlin_cowclip.workflows.training.evaluation import Predictor
+from merlin_cowclip.workflows.training.keeping import Keeping
+from merlin_cowclip.workflows.training.loader import Loader
+from merlin_cowclip.workflows.training.logbook import Logbook
+from merlin_cowclip.workflows.training.ranks import agreed, here, mean_over_ranks
+from merlin_cowclip.workflows.training.rebuilding import compiled
+from merlin_cowclip.workflows.training.runs import CHECKPOINTS, RESULT, how_to_resume
+from merlin_cowclip.workflows.training.scalars import (
+    clip_sentence,
+    field_rows,
+    field_scalars,
+    summary_scalars,
+)
+from merlin_cowclip.workflows.training.stopping import Interrupted, Stopping
+from merlin_cowclip.workflows.training.watch import NotFiniteError, Watch
+
+LOG_EVERY = 50  # updates between two points of TensorBoard's curves
+
+
+class NoCheckpointError(UserError):
+    """A finished run has none to go on from."""
+
+
+class Trainer:
+    """Builds a model, and trains it epoch by epoch.
+
+    Args:
+      data: the prepared folder.
+      config: what to train.
+      loader: of the training part.
+      test: of the part that each epoch is measured on, or `None`.
+      stopping: asked after each update.
+      run: the run's folder, for checkpoints and logs; `None` for neither.
+      keeping: when to take checkpoints.
+      show: whether to show bars, and a line per epoch.
+      after_update: called after each update.
+
+    Raises:
+      UserError: the network does not take the data's columns.
+    """
+
+    def __init__(
+        self,
+        data: PreparedData,
+        config: TrainConfig,
+        loader: Loader,
+        test: Loader | None,
+        stopping: Stopping,
+        *,
+        run: Path | None = None,
+        keeping: Keeping | None = None,
+        show: bool = False,
+        after_update: Callable[[], Any] = lambda: None,
+    ) -> None:
+        try:
+            self.model, self.optimizer = compiled(data, config, loader)
+        except ValueError as error:  # of the data's columns, which only the network knows
+            raise UserError(str(error)) from None
+        self._statistics = self.optimizer.observe()
+        self.model(loader.peek()[0])
+        self.progress, self.step = Progress(), 0
+        self._here = here()
+        self._config, self._loader, self._test, self._stopping = config, loader, test, stopping
+        self._run = run
+        self._keeping = keeping or Keeping()
+        self._show, self._after_update = show, after_update
+        self._predictor = Predictor(self.model)
+        self._watch = Watch(self.optimizer, loader, config)
+        self._logbook = Logbook(run if self._here.rank == 0 else None)
+        if run is not None:
+            self._checkpoints = Checkpoints(run / CHECKPOINTS, self._keeping.keep, self._here)
+            self._state = self._all_of_it()
+            self._saved = (-1, 0)  # updates, and epochs that were measured
+            self._saved_at = time.monotonic()
+
+    @property
+    def rows(self) -> int:
+        """Rows that an epoch trains on."""
+        return self._loader.rows_per_epoch
+
+    @property
+    def best_step(self) -> int | None:
+        """The update that the best epoch ended with."""
+        best = self.progress.best
+        return None if best is None else best * len(self._loader)
+
+    def clip_summary(self) -> str:
+        """A sentence for the end of the run; on all ranks at once."""
+        return clip_sentence(self._statistics.total())
+
+    # The loop
+
+    def epochs(self) -> Iterator[dict[str, Any]]:
+        """Train from where it is to the end; gives what was measured after each epoch.
+
+        Raises:
+          Stopped: it was asked to, and is saved; of what has no run's folder: Interrupted.
+          UserError: a loss, gradient or weight is not finite, or the data cannot be read;
+            checkpoints are as they were.
+        """
+        begin = dict(zip(("epoch", "start"), divmod(self.step, len(self._loader)), strict=True))
+        batches = iter(self._loader.dataset(epochs=None, **begin))
+        function = self.model.make_train_function()
+        with self._logbook:
+            while not self._is_finished():
+                self._train_epoch(function, batches)
+                yield self._end_epoch()
+                self._stop_if_asked(now=True)
+
+    def _is_finished(self) -> bool:
+        is_last = len(self.progress.epochs) >= self._config.epochs
+        return is_last or self.progress.is_out_of(self._config.patience)
+
+    def _train_epoch(self, function: Any, batches: Any) -> None:
+        """The rest of an epoch; none, if it was stopped before the epoch was measured."""
+        epoch, steps = len(self.progress.epochs), len(self._loader)
+        k = self.step - epoch * steps
+        if not k:
+            # Not `reset_metrics`, which passes over it before the process's first update.
+            mean_loss(self.model).reset_state()
+        title = f"epoch {epoch + 1}/{self._config.epochs}"
+        bars = self._show and sys.stderr.isatty()  # in a log there is the line of each epoch
+        with progress_bar(title, steps, " batches", show=bars) as bar:
+            bar.leave = False  # its line is the epoch's own
+            bar.update(k)
+            # Seconds, once in each process, for however many rows: no time of training. It is held.
+            if isinstance(function, tf.types.experimental.GenericFunction):  # else eager: no graph
+                function.get_concrete_function(batches)
+            self._stopping.begin()
+            begun = time.perf_counter()
+            for _ in range(k, steps):
+                logs = function(batches)
+                self.step += 1
+                self._watch.see(self.step, logs["loss_batch"])
+                bar.update()
+                now = time.perf_counter()
+                self.progress.seconds, begun = self.progress.seconds + now - begun, now
+                if self.step % LOG_EVERY == 0:
+                    loss = self._mean_over_ranks(float(logs["loss"]))
+                    bar.set_postfix(loss=f"{loss:.4f}", refresh=False)
+                    if self._run is not None:
+                        self._logbook.scalars(self.step, self._tags(loss))
+                if self._stop_if_asked() and self.step % steps:
+                    self._save()
+                self._after_update()
+
+    def _stop_if_asked(self, *, now: bool = False) -> bool:
+        """Whether a checkpoint is due; called after each update, and, `now`, between epochs."""
+        every, minutes = self._keeping.steps, self._keeping.minutes
+        is_late = minutes is not None and time.monotonic() - self._saved_at >= 60 * minutes
+        is_late = self._stopping.agree(is_late, now=now)
+        if self._stopping.asked and not self._is_finished():
+            raise self._stopped()
+        return self._run is not None and (is_late or (every is not None and self.step % every == 0))
+
+    def _stopped(self) -> BaseException:
+        """Save, and say so."""
+        if self._run is None:
+            return Interrupted()
+        self._save()
+        number, total = self._stopping.number, self._config.epochs * len(self._loader)
+        why = "stopped as its time was over" if number is None else "interrupted"
+        return Stopped(
+            f"{why} after update {self.step:,} of {total:,}, which is saved. Go on with: "
+            f"{how_to_resume(self._run)}",
+            number,
+        )
+
+    def _end_epoch(self) -> dict[str, Any]:
+        """Measure it, write it down, and take a checkpoint."""
+        self._stopping.begin()  # a run that goes on may have it before any update
+        self._watch.look(self.step)
+        self._stop_if_asked(now=True)
+
+        def between() -> None:
+            self._stopping.agree()
+            if self._stopping.number is not None or (
+                self._stopping.asked and (self._here.size > 1 or self._run is None)
+            ):
+                raise Interrupted
+
+        quality = None
+        if self._test is not None:
+            try:
+                quality = self._predictor.quality(
+                    self._test, rank=self._here.rank, ranks=self._here.size, between=between
+                )
+            except Interrupted:
+                raise self._stopped() from None
+        loss = self._mean_over_ranks(float(mean_loss(self.model).result()))
+        row = {
+            "epoch": len(self.progress.epochs) + 1,
+            "auc": quality and quality.auc,
+            "log_loss": quality and quality.log_loss,
+            "calibration": quality and quality.calibration,
+            "train_loss": loss,
+            "seconds": self.progress.seconds,
+        }
+        if self._run is not None:
+            self._log(row)
+        self.progress.epochs.append(row)
+        self.progress.seconds = 0.0
+        self._statistics.reset()
+        if self._run is not None:
+            self._save()
+        if self._show:
+            print(self._line(row), flush=True)
+        return row
+
+    # What it writes
+
+    def _log(self, row: Mapping[str, Any]) -> None:
+        overall, fields = self._scalars(row["train_loss"])
+        whole = {**row, **{k: v for k, v in overall.items() if k != "loss"}}
+        norms = [dataclasses.asdict(one) for one in self._statistics.gradient_norms()]
+        measured = {f"all/test_{k}": row[k] for k in ("auc", "log_loss", "calibration")}
+        with agreed():
+            self._logbook.epoch(whole, field_rows(fields), norms)
+            self._logbook.scalars(self.step, {k: v for k, v in measured.items() if v is not None})
+
+    def _mean_over_ranks(self, loss: float) -> float:
+        return float(mean_over_ranks(np.array(loss)))
+
+    def _scalars(self, loss: float) -> tuple[dict[str, float | None], list[Any]]:
+        """Of the epoch so far: over all fields, and what those were like."""
+        k = (self.step - 1) % len(self._loader) + 1
+        rates, fields = self.optimizer.learning_rates(), self._statistics.read()
+        overall: dict[str, float | None] = {
+            "loss": loss,
+            "samples_per_second": min(k * self._config.batch_size, self.rows)
+            / self.progress.seconds,
+            "dense_lr": rates.dense,
+            "embedding_lr": rates.embedding,
+            **summary_scalars(fields),
+        }
+        return overall, fields
+
+    def _tags(self, loss: float) -> dict[str, float]:
+        """The same as TensorBoard has it, which shows the groups of its page by name."""
+        overall, fields = self._scalars(loss)
+        tags = {f"all/{name}": value for name, value in overall.items() if value is not None}
+        return tags | {f"field_{tag}": value for tag, value in field_scalars(fields).items()}
+
+    def _line(self, row: Mapping[str, Any]) -> str:
+        quality = (
+            ""
+            if row["auc"] is None
+            else f"test AUC {row['auc']:.5f}, log loss {row['log_loss']:.5f}, "
+            f"calibration {row['calibration']:.3f}, "
+        )
+        best = ", best" if row["auc"] is not None and self.progress.best == row["epoch"] else ""
+        return (
+            f"epoch {row['epoch']}/{self._config.epochs}: loss {row['train_loss']:.5f}, {quality}"
+            f"{row['seconds']:.0f} s, {self.rows / row['seconds']:,.0f} samples/s{best}"
+        )
+
+    # From and to checkpoints
+
+    def _all_of_it(self) -> State:
+        variables = training_state(self.model)
+        sharded = shards_of(self.model, variables)
+        sums = {f"statistics/{i:04}": one for i, one in enumerate(self._statistics.variables)}
+        own = {name for name in variables if name.startswith("loss/")}
+        own |= set(sums) if sharded else set()  # of replicated tables all ranks have the same
+        variables |= sums
+        return State(
+            {n: v for n, v in variables.items() if n not in own and n not in sharded},
+            {name: variables[name] for name in own},
+            {name: variables[name] for name in sharded},
+        )
+
+    def restore_last(self, begin: Callable[[], None] = lambda: None) -> None:
+        """Be where the last checkpoint was taken that can be read, or at the beginning.
+
+        Args:
+          begin: called once it is sure, before anything of the run is changed.
+
+        Raises:
+          NoCheckpointError: the run is finished, and would have to begin again.
+          UserError: no checkpoint can be read, or what was logged is gone.
+        """
+        assert self._run is not None
+        checkpoint, damaged = self._checkpoints.restore_last(self._state)
+        for problem in damaged:
+            assert checkpoint is not None
+            then = f"The run goes on from update {checkpoint.step:,}"
+            warnings.warn(f"{problem}. {then}", Notice, stacklevel=4)
+        with agreed():
+            if self._here.rank == 0:
+                if checkpoint is None and (self._run / RESULT).exists():
+                    raise NoCheckpointError(
+                        f"a finished run goes on from its last checkpoint. Received: {self._run}, "
+                        "without one. Its result is as it was. Put the checkpoint back, or train "
+                        "another run"
+                    )
+                self._logbook.cut_back(checkpoint.progress["lengths"] if checkpoint else {}, begin)
+                self._checkpoints.tidy(checkpoint)
+        if checkpoint is not None:
+            progress = checkpoint.progress
+            _set_random_state(progress["random"])
+            self.step = checkpoint.step
+            self.progress = Progress(list(progress["epochs"]), progress["seconds"])
+            self._saved = self._place
+            self._watch.begin(self.step)
+        self.optimizer.broadcast()
+
+    @property
+    def _place(self) -> tuple[int, int]:
+        """Updates, and epochs that were measured: of the end of one there are two states."""
+        return self.step, len(self.progress.epochs)
+
+    def _save(self) -> None:
+        """Write a checkpoint of now, unless there is one.
+
+        Raises:
+          NotFiniteError: a weight is not finite, which no checkpoint may hold.
+        """
+        if self._place == self._saved:
+            return
+        self._watch.look(self.step)
+        with agreed():
+            broken = not_finite({**self._state.shared, **self._state.shards})
+            if broken:
+                raise NotFiniteError(
+                    "weights must stay finite. Received: NaN or infinity in "
+                    f"{', '.join(broken[:4])}, after update {self.step:,}. The run diverged: lower "
+                    "the learning rates"
+                )
+        progress = {
+            **dataclasses.asdict(self.progress),
+            "lengths": self._logbook.lengths(),
+            "random": _random_state(),
+        }
+        self._checkpoints.save(self.step, self._state, progress, best=self.best_step)
+        self._saved, self._saved_at = self._place, time.monotonic()
+
+
+def _random_state() -> dict[str, Any]:
+    """Python's and NumPy's; TensorFlow's is used by no step of our networks, which a test says."""
+    version, numbers, following = random.getstate()
+    name, keys, *rest = np.random.get_state(legacy=True)
+    return {
+        "python": [version, list(numbers), following],
+        "numpy": [name, np.asarray(keys).tolist(), *rest],
+    }
+
+
+def _set_random_state(state: Mapping[str, Any]) -> None:
+    version, numbers, following = state["python"]
+    random.setstate((version, tuple(numbers), following))
+    name, keys, *rest = state["numpy"]
+    np.random.set_state((name, np.array(keys, np.uint32), *rest))
