@@ -12,7 +12,7 @@ import pytest
 
 from merlin_cowclip.workflows.commands.main import main
 
-DOORS = ["raw_logs", "adopt.parquet_files", "prepared"]
+DOORS = ["sources.base", "adopt.parquet_files", "prepared_data"]
 
 
 class RunsCode(pa.PyExtensionType):

@@ -15,7 +15,7 @@ from merlin_cowclip.plugins._tensorflow import tf
 from merlin_cowclip.workflows import Run
 from merlin_cowclip.workflows.commands import demo as module
 from merlin_cowclip.workflows.commands.demo import RUNS, demo
-from merlin_cowclip.workflows.data import etl
+from merlin_cowclip.workflows.data.prepare import pipeline as etl
 from merlin_cowclip.workflows.data.spec import CRITEO
 from merlin_cowclip.workflows.study.report import compare
 from merlin_cowclip.workflows.training import train as training
