@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 
 import numpy as np
@@ -521,3 +522,14 @@ def test_other_betas_are_refused(beta_1, beta_2, is_refused):
         check_deferrable(
             1e-4, l2=1e-5, clip=None, clip_ratio=1.0, beta_1=beta_1, beta_2=beta_2, epsilon=1e-7
         )
+
+
+@pytest.mark.parametrize("update", ["exact", "deferred"])
+def test_a_model_is_not_copied_with_pending_rows(update):
+    """The copy, which has no optimizer, would never apply the steps that they missed."""
+    access = trained_again(update, 1).optimizer.table_specs[0].access
+    if update == "exact":
+        assert copy.deepcopy(access).whole
+        return
+    with pytest.raises(ValueError, match=r"update='deferred'.*cannot be copied.*save_model"):
+        copy.deepcopy(access)

@@ -490,7 +490,7 @@ def test_a_fit_of_few_steps_is_said_once():
     model = built(ours, SCHEMA)
     model.compile(optimizer=CowClipOptimizer.for_model(model, COLD), metrics=[])
     with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("default")
+        warnings.simplefilter("always")
         model.train_on_batch(*batch(SCHEMA))
         for steps in (30, 2, 2):
             model.fit(dataset(SCHEMA, steps), verbose=0)
@@ -547,7 +547,7 @@ def test_a_batch_of_another_size_is_said_once(told):
     hp = COLD.replace(batch_size=told)
     model.compile(optimizer=CowClipOptimizer.for_model(model, hp), metrics=[])
     with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("default")
+        warnings.simplefilter("always")
         for _ in range(2):  # 80 rows: the last batch is a smaller one
             model.fit(data, batch_size=BATCH, verbose=0)
     said = [w for w in caught if "batches of" in str(w.message)]

@@ -8,13 +8,7 @@ import numbers
 import os
 import re
 from collections.abc import Iterable, Mapping
-from types import MappingProxyType
 from typing import Any, ClassVar
-
-DIGITS: Mapping[str, int] = MappingProxyType(
-    {"bfloat16": 8, "float16": 11, "float32": 24, "float64": 53}
-)
-"""Binary digits of floats: below 2 to that power, and only there, they hold every integer."""
 
 
 def check_path(name: str, path: str | os.PathLike[str]) -> None:

@@ -291,3 +291,24 @@ def test_how_often_is_refused(given):
         Keeping(checkpoint_every=given)
     with pytest.raises(UserError, match="keep must be a positive whole number"):
         Keeping(keep=0)
+
+
+@pytest.mark.parametrize("killed", ["before", "after"])
+def test_a_checkpoint_that_was_being_replaced_stays(tmp_path, killed):
+    """As `kill -9` between two renames, or before the old one is removed, leaves the folder."""
+    variable = tf.Variable([1.0, 2.0])
+    state = State({"weight/0000": variable})
+    checkpoints = Checkpoints(tmp_path / "checkpoints")
+    checkpoints.save(7, state, {"epochs": 0})
+    place, hidden = checkpoints.path(7), tmp_path / "checkpoints" / ".step-0000000007.replaced"
+    if killed == "before":
+        place.rename(hidden)
+    else:
+        shutil.copytree(place, hidden)
+    variable.assign([0.0, 0.0])
+    found, problems = checkpoints.restore_last(state)
+    assert found.step == 7
+    assert not problems
+    np.testing.assert_array_equal(variable, [1.0, 2.0])
+    checkpoints.tidy(found)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [place.name]

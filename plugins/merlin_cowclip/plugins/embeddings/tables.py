@@ -39,8 +39,13 @@ class TableAccess:
     shard: Shard | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Of copies and pickles, whose table has no optimizer yet."""
-        return self.__dict__ | {"catch_up": None}
+        """Refuse copies and pickles of a table with pending rows, or with one rank's rows."""
+        if self.catch_up is not None or self.shard is not None:
+            raise ValueError(
+                "A model with update='deferred' or sharded tables cannot be copied or pickled: its "
+                "rows are pending, or on other ranks. Use save_model and load_model."
+            )
+        return self.__dict__
 
     @property
     def has_pending_rows(self) -> bool:

@@ -29,7 +29,6 @@ from merlin_cowclip.workflows.data.adopt.validate import (
     checked_ids,
     checked_numbers,
 )
-from merlin_cowclip.workflows.data.id_text import is_number, plain_type
 from merlin_cowclip.workflows.data.spec import DatasetSpec
 from merlin_cowclip.workflows.errors import UserError, clipped, excerpt, quoted
 from merlin_cowclip.workflows.quiet import quiet_imports, quiet_operators
@@ -272,7 +271,8 @@ def _numbers(column: pd.Series, spec: DatasetSpec) -> pd.Series:
     """
     name = str(column.name)
     try:
-        kind = plain_type(pa.array(column, from_pandas=True).type)
+        kind = pa.array(column, from_pandas=True).type
+        kind = kind.value_type if pa.types.is_dictionary(kind) else kind
     except (pa.ArrowException, OverflowError):  # a column of several types, as no file has
         for row, value in enumerate(column):
             is_missing = pd.api.types.is_scalar(value) and pd.isna(value)
@@ -280,7 +280,15 @@ def _numbers(column: pd.Series, spec: DatasetSpec) -> pd.Series:
                 found = f"{excerpt(str(value))}, which is no number,"
                 _REQUEST.refuse(name, row, found, "Give numbers")
     else:
-        if not pa.types.is_null(kind) and not is_number(kind):
+        types = pa.types
+        kinds = (
+            types.is_null,
+            types.is_integer,
+            types.is_floating,
+            types.is_boolean,
+            types.is_decimal,
+        )
+        if not any(is_kind(kind) for is_kind in kinds):
             raise UserError(
                 f"{name!r} must be a column of numbers. Received: {kind} in a request. Give numbers"
             )

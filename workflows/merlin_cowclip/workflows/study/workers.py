@@ -163,8 +163,9 @@ def _train_or_resume(task: Task, begun: bool) -> None:
             data = PreparedData.open(task.data)
             train(data, config, task.run, keeping=keeping, jobs=task.jobs, progress=False)
     except UserError as error:
-        numbers = isinstance(error, NotFiniteError) or "predictions must be numbers" in str(error)
-        if not numbers or "The data is at fault" in str(error):
+        if not isinstance(error, NotFiniteError) and "predictions must be numbers" not in str(
+            error
+        ):
             raise
         remove(task.run)
         with all_or_nothing(task.run) as folder:

@@ -25,7 +25,7 @@ from merlin_cowclip.workflows.folders import remove, write_json
 from merlin_cowclip.workflows.training.ranks import agreed, said_by_all
 
 _NAME = re.compile(r"step-(\d{10,})")
-_STATE, _PROGRESS = "state", "progress.json"
+_STATE, _PROGRESS, _REPLACED = "state", "progress.json", ".replaced"
 
 
 @dataclass(frozen=True)
@@ -149,9 +149,11 @@ class Checkpoints:
                 if is_first:
                     record = {"step": step, "own": own, "sharded": bool(state.shards), **progress}
                     write_json(partial / _PROGRESS, record)
+                    replaced = _replaced(target)
                     if target.exists():  # taken before the epoch was measured
-                        _remove_at_once(target)
+                        os.rename(target, replaced)
                     os.rename(partial, target)
+                    remove(replaced)
                     for old in self.steps()[: -self._keep]:
                         if old != best:
                             _remove_at_once(self.path(old))
@@ -191,6 +193,9 @@ class Checkpoints:
           UserError: none of them can be read.
         """
         problems: list[UserError] = []
+        with agreed():
+            if self._ranks.rank == 0:
+                self._put_back()
         for step in reversed(said_by_all({"steps": self.steps()})[0]["steps"]):
             try:
                 checkpoint = self.at(step)
@@ -201,6 +206,13 @@ class Checkpoints:
         if problems:
             raise problems[0]
         return None, []
+
+    def _put_back(self) -> None:
+        """Give a checkpoint its name again, if `save` was killed as it replaced it."""
+        for step in self.folder.glob(f".step-*{_REPLACED}"):
+            target = self.folder / step.name.removeprefix(".").removesuffix(_REPLACED)
+            if not target.exists():
+                os.rename(step, target)
 
     def tidy(self, last: Checkpoint | None) -> None:
         """Remove what was not written to its end, and what cannot be read after the last one."""
@@ -226,6 +238,11 @@ def _remove_at_once(folder: Path) -> None:
     remove(hidden)
     os.rename(folder, hidden)
     remove(hidden)
+
+
+def _replaced(folder: Path) -> Path:
+    """Where a checkpoint is while another takes its name."""
+    return folder.with_name(f".{folder.name}{_REPLACED}")
 
 
 def _rows(rank: int) -> str:

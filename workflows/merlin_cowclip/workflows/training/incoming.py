@@ -120,18 +120,16 @@ class _RawLogs:
         self._workflow = run.workflow(trust=trust).remove_inputs([spec.label])
 
     def pieces(self, advance: Callable[[int], Any]) -> Iterator[tuple[pa.RecordBatch, Rows]]:
+        empty = True
         with unchanged(self._logs):
             for log in self._logs:
-                empty = True
                 for chunk in log.chunks(CHUNK_BYTES):
                     for batch in log.batches(chunk, advance):
                         if batch.num_rows:
                             yield batch, self._encoded(batch)
                             empty = False
-                if empty:
-                    raise UserError(
-                        f"input file must not be empty. Received: {log.path}, without a row"
-                    )
+        if empty:
+            raise UserError(f"{self.files[0]} has no rows. Give files with rows")
 
     def _encoded(self, batch: pa.RecordBatch) -> Rows:
         spec = self._spec

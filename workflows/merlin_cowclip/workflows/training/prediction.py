@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 
 from merlin_cowclip.plugins._tensorflow import mm, tf
 from merlin_cowclip.workflows.checks import check_whole
-from merlin_cowclip.workflows.data.prefetch import prefetch
+from merlin_cowclip.workflows.data.adopt.validate import prefetch
 from merlin_cowclip.workflows.data.spec import DatasetSpec
 from merlin_cowclip.workflows.errors import UserError, shown
 from merlin_cowclip.workflows.folders import all_or_nothing, refuse_existing

@@ -306,7 +306,7 @@ def _hands_on(node: Any, combo: Any) -> bool:
 
 
 def _refuse_partial_row_ops(columns: Mapping[str, Column]) -> None:
-    """Refuse a Filter, say, that is above some columns only: rows of others stand beside them."""
+    """Refuse a Filter, say, that is applied to some columns only: rows would be mixed."""
     for name, column in columns.items():
         for key, operator in sorted(column.row_ops):
             without = [n for n, other in columns.items() if (key, operator) not in other.row_ops]
@@ -330,23 +330,23 @@ def _roles(
 ) -> tuple[dict[str, ColumnSchema], dict[str, str]]:
     """The model's inputs: their schemas, and their roles, "categorical" or "continuous".
 
-    A schema beside the parquet is asked for columns without tags.
+    Columns without tags have those of the schema that lies with the parquet.
 
     Raises:
-        UserError: none of them has ids, or a schema beside the parquet is not Merlin's.
+        UserError: none of them has ids, or the schema with the parquet is not Merlin's.
     """
-    beside = _schema_beside(file.path)
+    in_file = _parquet_schema(file.path)
     schemas: dict[str, ColumnSchema] = {}
     roles: dict[str, str] = {}
-    left_out, targets, tagged_beside = [], [], []
+    left_out, targets, tagged_in_file = [], [], []
     for column in workflow.output_schema:
         name, known = column.name, traced.get(column.name, Column())
         if name == label:
             continue
         role = _role(column, known)
-        if role is None and name in beside and _role(beside[name], known):
-            column, role = beside[name], _role(beside[name], known)
-            tagged_beside.append(name)
+        if role is None and name in in_file and _role(in_file[name], known):
+            column, role = in_file[name], _role(in_file[name], known)
+            tagged_in_file.append(name)
         if role in ("categorical", "continuous"):
             inherited = _target_tags() if known.is_statistic else set()
             tags = set(column.tags) - inherited
@@ -357,9 +357,9 @@ def _roles(
             targets.append(name)
     given = {label, *workflow.output_schema.column_names}
     left_out += [name for name in file.schema.names if name not in given]
-    if tagged_beside:
-        place = _place_beside(file.path)
-        notes.append(f"tags of {quoted(tagged_beside)} are from {place}: the workflow's has none")
+    if tagged_in_file:
+        place = _schema_file(file.path)
+        notes.append(f"tags of {quoted(tagged_in_file)} are from {place}: the workflow's has none")
     if left_out:
         notes.append(f"left out, tagged neither categorical nor continuous: {quoted(left_out)}")
     if targets:
@@ -399,15 +399,15 @@ def _target_tags() -> set[Any]:
     }
 
 
-def _place_beside(path: Path) -> Path:
+def _schema_file(path: Path) -> Path:
     return path.parent / ".merlin" / "schema.json"
 
 
-def _schema_beside(path: Path) -> dict[str, ColumnSchema]:
+def _parquet_schema(path: Path) -> dict[str, ColumnSchema]:
     with quiet_imports():
         from merlin.schema.io.tensorflow_metadata import TensorflowMetadata
 
-    place = _place_beside(path)
+    place = _schema_file(path)
     try:
         schema = TensorflowMetadata.from_json(place.read_text(encoding="utf-8")).to_merlin_schema()
     except FileNotFoundError:

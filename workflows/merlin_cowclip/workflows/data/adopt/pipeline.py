@@ -28,9 +28,9 @@ from merlin_cowclip.workflows.data.adopt.validate import (
     checked_ids,
     checked_labels,
     checked_numbers,
+    prefetch,
 )
 from merlin_cowclip.workflows.data.counts import write_counts
-from merlin_cowclip.workflows.data.prefetch import prefetch
 from merlin_cowclip.workflows.data.prepare.nvt_workflow import save_schema
 from merlin_cowclip.workflows.data.prepare.statistics import UNKNOWN
 from merlin_cowclip.workflows.data.prepared_data import PreparedData, check_unchanged, write_record

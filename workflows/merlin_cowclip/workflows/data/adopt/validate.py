@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -16,6 +17,8 @@ from merlin_cowclip.workflows.errors import UserError
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 _FILL = "Fill it in the workflow (Categorify does for ids, FillMissing for numbers)"
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,15 @@ class BatchLocation:
     def refuse(self, name: str, row: int, found: str, remedy: str) -> NoReturn:
         """Raise UserError for a value of a column."""
         raise UserError(f"column {name!r} has {found} in {self.row(row)}. {remedy}")
+
+
+def prefetch(items: Iterator[T]) -> Iterator[T]:
+    """The same items; the next one is made in a thread while one is used."""
+    with ThreadPoolExecutor(1, "merlin-cowclip-prefetch") as reader:
+        coming = reader.submit(next, items, None)
+        while (item := coming.result()) is not None:
+            coming = reader.submit(next, items, None)
+            yield item
 
 
 def batches(
