@@ -270,7 +270,9 @@ def test_files_in_order_gzipped_or_parquet(shop, tmp_path):
     lists = {name: frame[name].str.split(";") for name in SHOP.lists}
     numbers = {name: frame[name].astype(float) for name in (*SHOP.continuous, "bought")}
     typed = frame.assign(**lists, **numbers, item=frame["item"].astype("Int64"))
-    typed.to_parquet(tmp_path / "rows")
+    (tmp_path / "rows").mkdir()
+    typed[:0].to_parquet(tmp_path / "rows/part-0")  # Spark leaves such files
+    typed.to_parquet(tmp_path / "rows/part-1")
     found = scores(shop.run, [tmp_path / "rows"], tmp_path / "b.parquet")
     np.testing.assert_array_equal(found["probability"], shop.expected[1])
 

@@ -160,6 +160,7 @@ class Checkpoints:
         except BaseException:
             if is_first:
                 remove(partial)
+                self._put_back()
             raise
 
     def steps(self) -> list[int]:

@@ -11,10 +11,10 @@ from typing import Any, NoReturn
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from dask.utils import natural_sort_key
 
 import merlin_cowclip.workflows.pickled_types  # noqa: F401  (before parquet is read)
 from merlin_cowclip.workflows.data.prepared_data import file_state
+from merlin_cowclip.workflows.data.sources.files import HIDDEN, natural_order, refuse_twice
 from merlin_cowclip.workflows.data.spec import DatasetSpec
 from merlin_cowclip.workflows.errors import UserError, quoted
 
@@ -45,7 +45,7 @@ def open_files(given: str | Path | Sequence[str | Path]) -> list[ParquetFile]:
     paths = [path.absolute() for one in given for path in _expand(one)]
     if not paths:
         raise UserError("No parquet file was given. Name files, globs or folders")
-    check_once(paths)
+    refuse_twice(paths)
     files = []
     for path in paths:
         try:
@@ -76,7 +76,7 @@ def _expand(given: str | Path) -> list[Path]:
         matches = []
     found: set[Path] = set()
     for match in map(Path, matches):
-        if whole or not _is_hidden(match.name):
+        if whole or not match.name.startswith(HIDDEN):
             found.update(_within(match) if match.is_dir() else [match])
     parts = {part for part in found if part.suffix == ".parquet" or _is_parquet(part)}
     for folder in {part.parent for part in parts}:
@@ -90,19 +90,14 @@ def _expand(given: str | Path) -> list[Path]:
         parts = {p for p in parts if not listed or p.parent != folder or p.name in listed}
     if not parts:
         raise UserError(f"No parquet file in {str(given)!r}. Check the path")
-    return sorted(parts, key=lambda path: natural_sort_key(str(path)))
+    return sorted(parts, key=natural_order)
 
 
 def _within(folder: Path) -> Iterator[Path]:
     """Files of a folder and its subfolders, but hidden and temporary ones."""
     for home, folders, names in os.walk(folder):
-        folders[:] = [name for name in folders if not _is_hidden(name)]
-        yield from (Path(home, name) for name in names if not _is_hidden(name))
-
-
-def _is_hidden(name: str) -> bool:
-    """Whether a file is hidden or temporary, by the convention of Hive, Spark and Arrow."""
-    return name.startswith(("_", "."))
+        folders[:] = [name for name in folders if not name.startswith(HIDDEN)]
+        yield from (Path(home, name) for name in names if not name.startswith(HIDDEN))
 
 
 def _is_parquet(path: Path) -> bool:
@@ -120,19 +115,6 @@ def _listed(folder: Path) -> set[str]:
         return {Path(line).name for line in lines} if int(count) == len(lines) else set()
     except (OSError, ValueError):
         return set()
-
-
-def check_once(paths: Iterable[Path]) -> None:
-    """Refuse a file that is given twice, also by a link."""
-    seen: set[tuple[int, int]] = set()
-    for path in paths:
-        try:
-            status = path.stat()
-        except OSError as error:
-            bad_parquet(path, error)
-        if (status.st_dev, status.st_ino) in seen:
-            raise UserError(f"{path} was given twice. Leave one out")
-        seen.add((status.st_dev, status.st_ino))
 
 
 def bad_parquet(path: Path, error: Exception, place: str = "") -> NoReturn:

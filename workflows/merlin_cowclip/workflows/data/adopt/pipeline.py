@@ -21,7 +21,7 @@ from merlin_cowclip.workflows.data.adopt.graph import (
 )
 from merlin_cowclip.workflows.data.adopt.inference import InferenceWorkflow
 from merlin_cowclip.workflows.data.adopt.inputs import WORKFLOW_FILES, Pipeline, load_workflow
-from merlin_cowclip.workflows.data.adopt.parquet_files import ParquetFile, check_once, open_files
+from merlin_cowclip.workflows.data.adopt.parquet_files import ParquetFile, open_files
 from merlin_cowclip.workflows.data.adopt.skew import check_skew
 from merlin_cowclip.workflows.data.adopt.validate import (
     batches,
@@ -34,6 +34,7 @@ from merlin_cowclip.workflows.data.counts import write_counts
 from merlin_cowclip.workflows.data.prepare.nvt_workflow import save_schema
 from merlin_cowclip.workflows.data.prepare.statistics import UNKNOWN
 from merlin_cowclip.workflows.data.prepared_data import PreparedData, check_unchanged, write_record
+from merlin_cowclip.workflows.data.sources.files import refuse_twice
 from merlin_cowclip.workflows.errors import UserError, quoted
 from merlin_cowclip.workflows.folders import all_or_nothing, refuse_existing
 from merlin_cowclip.workflows.manifest import checksum
@@ -81,7 +82,7 @@ def adopt(
     refuse_existing(out)
     splits = {"train": open_files(parquet), "test": [] if test is None else open_files(test)}
     files = [*splits["train"], *splits["test"]]
-    check_once(file.path for file in files)
+    refuse_twice([file.path for file in files])
     for file in files:
         if label not in file.schema.names:
             raise UserError(

@@ -88,7 +88,10 @@ def refuse_twice(files: Sequence[Path]) -> None:
     """
     seen: dict[tuple[int, int], Path] = {}
     for path in files:
-        status = path.stat()
+        try:
+            status = path.stat()
+        except OSError as error:  # a link to nothing
+            refuse_unreadable(path, error)
         known = (status.st_dev, status.st_ino)  # by whatever name and link
         if known in seen:
             raise UserError(
