@@ -2,7 +2,7 @@
 
 DeepFM, 26 Criteo-shaped fields of width 10, 13 numbers, MLP 3 x 400, lazy updates (exact ones send
 as much), one global batch shared by the ranks. Bytes: all that goes over the loopback interface
-while the ranks make their steps, by rank and step; beside it what the formulas of docs/scaling.md
+while the ranks make their steps, by rank and step; beside it what the formulas of docs/internals/distributed.md
 say for the ids of these batches, and what Horovod's coordination sends in as much time without a
 step (every 5 ms, HOROVOD_CYCLE_TIME: by default every one, which on a busy machine is not little).
 Ranks of one machine share its cores: times are no speed-up. Beside them what the formula says, from
@@ -56,7 +56,7 @@ def sent() -> int:
 
 
 def formula(layout: str, ranks: int, dense: int, unique: float, widths: list[int]) -> float:
-    """Bytes that a rank sends per step, as docs/scaling.md has it.
+    """Bytes that a rank sends per step, as docs/internals/distributed.md has it.
 
     Args:
       layout: of `LAYOUTS`.
@@ -73,7 +73,7 @@ def formula(layout: str, ranks: int, dense: int, unique: float, widths: list[int
 
 
 def time_formula(layout: str, share: float, moved: float, speed: float) -> float:
-    """Milliseconds of a step, as docs/scaling.md has it.
+    """Milliseconds of a step, as docs/internals/distributed.md has it.
 
     Args:
       layout: of `LAYOUTS`.

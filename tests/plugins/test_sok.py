@@ -78,7 +78,7 @@ def test_algorithm_1_from_the_paper(sparse):
 
 
 def test_the_script_of_the_documentation(monkeypatch):
-    text = (Path(__file__).parents[2] / "docs/scaling.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[2] / "docs/sok.md").read_text(encoding="utf-8")
     (script,) = (part for part in re.findall(r"```python\n(.*?)```", text, re.S) if "sok." in part)
     horovod = SimpleNamespace(local_rank=lambda: 0)
     monkeypatch.setitem(sys.modules, "horovod", SimpleNamespace(tensorflow=horovod))
