@@ -89,7 +89,9 @@ def test_the_python_of_a_page(page, stand_ins, tmp_path, monkeypatch):
     monkeypatch.chdir(home)
     shutil.rmtree("train")
     shutil.copytree("data/train", "train")
-    made = {"start": "train.txt.gz", "training": "run"}.get(page.stem)  # by the page itself
+    made = {"start": "train.txt.gz", "datasets": "train.txt.gz", "training": "run"}.get(
+        page.stem
+    )  # by the page itself
     if made:
         shutil.move(made, tmp_path)
     names: dict[str, Any] = {"__name__": "__main__"}
