@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MethodType
 from typing import Any
 
 from merlin.models.utils.schema_utils import tensorflow_metadata_json_to_schema
@@ -211,6 +212,8 @@ def as_model(kind: type[CTRBlock], schema: Schema, **options: Any) -> mm.Model:
     block = kind(schema, **options)
     output = mm.BinaryOutput(target_name(schema), to_call=Probability())
     model = mm.Model(block, output, schema=block.schema)
+    # Nothing in it needs AutoGraph, which takes seconds at the first trace.
+    model.call = MethodType(tf.autograph.experimental.do_not_convert(mm.Model.call), model)
     model._set_save_spec(serving_inputs(block.schema))
     return model
 
