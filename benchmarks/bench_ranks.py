@@ -3,8 +3,9 @@
 DeepFM, 26 Criteo-shaped fields of width 10, 13 numbers, MLP 3 x 400, lazy updates (exact ones send
 as much), one global batch shared by the ranks. Bytes: all that goes over the loopback interface
 while the ranks make their steps, by rank and step; beside it what the formulas of
-docs/internals/distributed.md say for the ids of these batches, and what Horovod's coordination sends in as much time without a
-step (every 5 ms, HOROVOD_CYCLE_TIME: by default every one, which on a busy machine is not little).
+docs/internals/distributed.md say for the ids of these batches, and what Horovod's coordination
+sends in as much time without a step (every 5 ms, HOROVOD_CYCLE_TIME: by default every one, which on
+a busy machine is not little).
 Ranks of one machine share its cores: times are no speed-up. Beside them what the formula says, from
 what a step with a rank's share takes in as many processes that join nothing, waits, and bytes.
 
