@@ -18,18 +18,19 @@ from merlin_cowclip.plugins.distributed.horovod import ranks
 from merlin_cowclip.plugins.distributed.sharding import Shard
 from merlin_cowclip.plugins.embeddings.initializers import initialize, warn_of_others_than
 from merlin_cowclip.plugins.embeddings.tables import TableSpec, check_whole
-from merlin_cowclip.plugins.monitoring.finite import NotFinite, in_fields, not_finite
-from merlin_cowclip.plugins.monitoring.statistics import StepStatistics
-from merlin_cowclip.plugins.optimizers.adam import table_parts
-from merlin_cowclip.plugins.optimizers.learning_rate import (
-    DensePart,
-    LearningRates,
-    TablePart,
-    warm_up_to,
+from merlin_cowclip.plugins.monitoring.statistics import (
+    NotFinite,
+    StepStatistics,
+    in_fields,
+    not_finite,
 )
+from merlin_cowclip.plugins.optimizers.adam import table_parts
 from merlin_cowclip.plugins.optimizers.model_hooks import install_hooks
 from merlin_cowclip.plugins.optimizers.parts import (
+    DensePart,
+    LearningRates,
     Owned,
+    TablePart,
     as_text,
     check_access,
     check_known,
@@ -38,8 +39,9 @@ from merlin_cowclip.plugins.optimizers.parts import (
     normalize_clip_tables,
     owned_as_text,
     tables_of,
+    warm_up_to,
 )
-from merlin_cowclip.plugins.optimizers.startup import broadcast_state, reduce_gradients
+from merlin_cowclip.plugins.optimizers.rank_sync import broadcast_state, reduce_gradients
 from merlin_cowclip.plugins.scaling import Hyperparameters, check_number
 from merlin_cowclip.plugins.schedules import whole_steps
 
