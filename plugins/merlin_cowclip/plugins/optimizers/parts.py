@@ -51,11 +51,6 @@ class _Proportional:
 class TablePart(_Proportional, CowClipAdam):
     """`CowClipAdam` as a part of a `CowClipOptimizer`."""
 
-    @property
-    def is_trained(self) -> bool:
-        """Whether one of its tables is not frozen."""
-        return any(spec.layer.trainable for spec in self._specs.values())
-
 
 class DensePart(_Proportional, RefusesOptions, tf.keras.optimizers.legacy.Adam):
     """Keras's Adam as a part of a `CowClipOptimizer`.

@@ -17,7 +17,6 @@ from merlin_cowclip.plugins.distributed.horovod import (
     check_same,
     ranks,
 )
-from merlin_cowclip.plugins.distributed.sharding import agree_on_finite
 from merlin_cowclip.plugins.optimizers.state import optimizer_of, state_of
 
 if TYPE_CHECKING:
@@ -66,13 +65,8 @@ def reduce_gradients(
 ) -> list[Any]:
     """Gradients and counts of the global batch, from those of this rank's share.
 
-    The same on all ranks, but of sharded tables, of which each rank has those of its rows.
-
-    Args:
-      optimizer: which starts, if it has not.
-      pairs: gradients of the share's mean loss and their variables.
-      scaled: whether loss scaling decides by them whether to make the step: then a gradient that is
-        not finite on one rank is so on all.
+    Of sharded tables each rank has those of its rows. `scaled`: loss scaling decides by them
+    whether to make the step, so what is not finite on one rank must be so on all.
     """
     _start(optimizer, [variable for _, variable in pairs])
     reduced: dict[Any, Any] = {}
@@ -82,13 +76,22 @@ def reduce_gradients(
             if part is not optimizer.default_optimizer:
                 reduced.update((v.ref(), gradient) for gradient, v in part.reduce(mine))
             else:
-                means = all_reduce_dense([gradient for gradient, _ in mine])
+                gradients = [gradient for gradient, _ in mine]
+                sharded = optimizer.in_shards()
+                if scaled and sharded:
+                    local = [gradient for gradient, v in pairs if v.ref() in sharded]
+                    gradients = _with_nan_of(local, gradients)
+                means = all_reduce_dense(gradients)
                 reduced.update((v.ref(), mean) for mean, (_, v) in zip(means, mine, strict=True))
-    if scaled:
-        sharded = [key for key in reduced if key in optimizer.in_shards()]
-        checked = agree_on_finite([reduced[key] for key in sharded])
-        reduced.update(zip(sharded, checked, strict=True))
     return [(reduced[variable.ref()], variable) for _, variable in pairs]
+
+
+def _with_nan_of(tables: list[Any], dense: list[Any]) -> list[Any]:
+    """Dense gradients; the first tensor is NaN where a gradient of these tables is not finite."""
+    finite = tf.stack([tf.reduce_all(tf.math.is_finite(one.values)) for one in tables])
+    nan = tf.where(tf.reduce_all(finite), 0.0, float("nan"))
+    place = [isinstance(one, tf.Tensor) for one in dense].index(True)
+    return [*dense[:place], dense[place] + tf.cast(nan, dense[place].dtype), *dense[place + 1 :]]
 
 
 def _start(optimizer: CowClipOptimizer, variables: list[tf.Variable]) -> None:
