@@ -18,7 +18,7 @@ from merlin_cowclip.plugins import (
 )
 from merlin_cowclip.plugins._tensorflow import ColumnSchema
 from merlin_cowclip.plugins.embeddings.tables import TableAccess
-from merlin_cowclip.plugins.optimizers import adam, deferred, row_gradients
+from merlin_cowclip.plugins.optimizers import adam, deferred
 from merlin_cowclip.plugins.optimizers.adam import UPDATES
 
 from .gpu_kernels import check_kernels
@@ -69,7 +69,6 @@ def test_every_op_of_an_update_has_a_gpu_kernel(
 ):
     monkeypatch.setattr(adam, "colocated_with", on_a_gpu)
     monkeypatch.setattr(deferred, "colocated_with", on_a_gpu)
-    monkeypatch.setattr(row_gradients, "colocated_with", on_a_gpu)
     monkeypatch.setattr(adam, "_on_gpu", lambda variable: True)
     if deterministic:
         monkeypatch.setattr(adam, "_scatters_through_host", on_a_deterministic_gpu)
@@ -108,7 +107,6 @@ def test_every_op_of_an_update_has_a_gpu_kernel(
 def test_every_op_of_catching_up_has_a_gpu_kernel(monkeypatch, deterministic):
     monkeypatch.setattr(adam, "colocated_with", on_a_gpu)
     monkeypatch.setattr(deferred, "colocated_with", on_a_gpu)
-    monkeypatch.setattr(row_gradients, "colocated_with", on_a_gpu)
     monkeypatch.setattr(adam, "_on_gpu", lambda variable: True)
     if deterministic:
         monkeypatch.setattr(adam, "_scatters_through_host", on_a_deterministic_gpu)

@@ -13,7 +13,7 @@ from merlin_cowclip.plugins._tensorflow import ColumnSchema, Schema, Tags, mm
 from merlin_cowclip.plugins.distributed.horovod import Ranks
 from merlin_cowclip.plugins.optimizers import cowclip as optimizer
 from merlin_cowclip.plugins.optimizers import model_hooks as fits
-from merlin_cowclip.plugins.optimizers import startup as together
+from merlin_cowclip.plugins.optimizers import rank_sync as together
 from merlin_cowclip.plugins.optimizers.state import state_of
 
 from .merlin_models import SCHEMA, TARGET, batch, dataset, own_mlp

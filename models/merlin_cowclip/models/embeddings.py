@@ -25,7 +25,7 @@ from merlin_cowclip.plugins._checks import whole_number
 from merlin_cowclip.plugins._tensorflow import tf
 from merlin_cowclip.plugins.distributed.horovod import ranks
 from merlin_cowclip.plugins.distributed.sharding import Shard
-from merlin_cowclip.plugins.embeddings.tables import TableAccess, attach_row_offsets, check_whole
+from merlin_cowclip.plugins.embeddings.tables import TableAccess, check_whole
 from merlin_cowclip.plugins.row_ops import once_per_graph
 from merlin_cowclip.plugins.scaling import check_number
 
@@ -278,7 +278,6 @@ class FusedEmbeddings(SchemaMixin, RowsByRawId):
         if self._spec.access.has_pending_rows:
             with tf.control_dependencies([check]):
                 rows = tf.identity(rows)
-        attach_row_offsets(self.table, self.row_offsets)  # here: a copied variable has lost them
         return self._spec.access.gather(self.table, rows)
 
     def _combined(self, name: str, of_list: _List, check: tf.Tensor) -> tf.Tensor:

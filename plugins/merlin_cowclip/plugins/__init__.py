@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     )
     from merlin_cowclip.plugins.embeddings.counting import Lookup, LookupRecorder
     from merlin_cowclip.plugins.embeddings.tables import HasTables, TableSpec
-    from merlin_cowclip.plugins.monitoring.finite import NotFinite
     from merlin_cowclip.plugins.monitoring.statistics import (
         FieldStatistics,
         NormBin,
+        NotFinite,
         RowStatistics,
         StepStatistics,
     )
@@ -50,8 +50,7 @@ _NAMES = {
     "clip_by_column_norm clip_by_field_norm clip_by_global_norm",
     "embeddings.counting": "Lookup LookupRecorder",
     "embeddings.tables": "HasTables TableSpec",
-    "monitoring.finite": "NotFinite",
-    "monitoring.statistics": "FieldStatistics NormBin RowStatistics StepStatistics",
+    "monitoring.statistics": "FieldStatistics NormBin NotFinite RowStatistics StepStatistics",
     "optimizers.adam": "CowClipAdam",
     "optimizers.cowclip": "CowClipOptimizer",
     "optimizers.rank_sync": "RankSync",

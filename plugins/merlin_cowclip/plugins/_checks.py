@@ -7,7 +7,7 @@ import keyword
 import numbers
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, ClassVar
 
 
@@ -114,12 +114,10 @@ KERAS_OPTIONS: Mapping[str, str] = {
 
 
 class RefusesOptions:
-    """Base of an optimizer that refuses `KERAS_OPTIONS`, and to set again what is settled."""
+    """Base of an optimizer that refuses options of Keras, and to change what it was made with."""
 
-    not_offered: ClassVar[Mapping[str, str]] = {}
-    """Other options that can only be off → what to do instead, a sentence."""
-    settled: ClassVar[Mapping[str, str]] = {}
-    """What the constructor settles → what to do instead, a sentence."""
+    not_offered: ClassVar[Mapping[str, str]] = {}  # other options → what to do instead
+    settled: ClassVar[Collection[str]] = ()  # attributes that only the constructor sets
 
     def __setattr__(self, name: str, value: Any) -> None:
         refused = {**KERAS_OPTIONS, **self.not_offered}
@@ -129,8 +127,5 @@ class RefusesOptions:
                 f"{refused[name]}"
             )
         if name in self.settled and name in self.__dict__:
-            raise ValueError(
-                f"{name} of a {type(self).__name__} must stay what it was made with. Received: "
-                f"{name}={value!r}. {self.settled[name]}"
-            )
+            raise ValueError(f"{name} cannot change after construction. Make another optimizer.")
         super().__setattr__(name, value)

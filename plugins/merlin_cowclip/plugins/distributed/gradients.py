@@ -42,7 +42,6 @@ class ReducedRows(tf.IndexedSlices):
         shape = tf.constant(variable.shape.as_list(), tf.int64) if known else None
         super().__init__(sums.gradients, sums.indices, shape)
         self.sums = sums
-        self.variable = variable
 
 
 @tf.autograph.experimental.do_not_convert
@@ -62,23 +61,18 @@ def all_reduce_dense(gradients: Sequence[Any]) -> list[Any]:
 
 @tf.autograph.experimental.do_not_convert
 def all_gather_rows(
-    shares: Sequence[RowSums], variables: Sequence[tf.Variable]
-) -> list[ReducedRows]:
-    """Gradients of replicated tables: of all ranks' shares as one batch's.
-
-    Of sparse ones all ranks' rows are gathered; dense ones are all-reduced.
-    """
-    gathered = iter(all_gather_each([p for s in shares if not s.is_whole for p in packed(s)]))
-    whole = [share for share in shares if share.is_whole]
-    summed = iter(all_reduce_each([part for s in whole for part in (s.gradients, s.counts)]))
+    shares: Sequence[tuple[RowSums, tf.Variable]],
+) -> list[tuple[ReducedRows, tf.Variable]]:
+    """Gradients of replicated tables: of all ranks' shares as one batch's; dense: all-reduced."""
     reduced = []
-    for share, variable in zip(shares, variables, strict=True):
+    for share, variable in shares:
         if share.is_whole:
-            mean = next(summed) / ranks().size
-            sums = share._replace(gradients=mean, counts=next(summed))
+            mean, counts = all_reduce_each([share.gradients, share.counts])
+            sums = share._replace(gradients=mean / ranks().size, counts=counts)
         else:
-            sums = merged(next(gathered), next(gathered), variable)
-        reduced.append(ReducedRows(sums, variable))
+            indices, rows = all_gather_each(packed(share))
+            sums = merged(indices, rows, variable)
+        reduced.append((ReducedRows(sums, variable), variable))
     return reduced
 
 

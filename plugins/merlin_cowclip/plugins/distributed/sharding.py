@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from merlin_cowclip.plugins._tensorflow import tf
 from merlin_cowclip.plugins.distributed.gradients import ReducedRows, RowSums, merged, packed
-from merlin_cowclip.plugins.distributed.horovod import all_reduce, all_to_all
+from merlin_cowclip.plugins.distributed.horovod import all_to_all
 from merlin_cowclip.plugins.row_ops import colocated_with, once_per_graph, source_of, unique_rows
 
 
@@ -98,16 +98,16 @@ def _inverse(order: tf.Tensor, on_cpu: bool) -> tf.Tensor:
 
 @tf.autograph.experimental.do_not_convert
 def join_shards(
-    shares: Sequence[RowSums], variables: Sequence[tf.Variable], shards: Sequence[Shard]
-) -> list[ReducedRows]:
+    shares: Sequence[tuple[RowSums, tf.Variable, Shard]],
+) -> list[tuple[ReducedRows, tf.Variable]]:
     """As `all_gather_rows`, of tables in shards: each rank has those of its own rows, by place."""
     joined = []
-    for share, variable, shard in zip(shares, variables, shards, strict=True):
+    for share, variable, shard in shares:
         with colocated_with(variable):
             find = functools.partial(_owned, share.indices, shard)
             order, sizes, places = once_per_graph(("owned", shard), [share.indices], find)
             rows, _ = all_to_all(tf.gather(packed(share)[1], order), sizes)
-        joined.append(ReducedRows(merged(places, rows, variable), variable))
+        joined.append((ReducedRows(merged(places, rows, variable), variable), variable))
     return joined
 
 
@@ -116,24 +116,3 @@ def _owned(indices: tf.Tensor, shard: Shard) -> tuple[tf.Tensor, ...]:
     order, sizes = by_owner(indices, shard.size)
     received, _ = all_to_all(tf.gather(indices, order), sizes)
     return order, sizes, shard.local_row(received)
-
-
-@tf.autograph.experimental.do_not_convert
-def agree_on_finite(joined: Sequence[ReducedRows]) -> list[ReducedRows]:
-    """Gradients of all tables in shards, with NaN on all ranks where one has what is not finite.
-
-    Loss scaling makes a step or none by what it sees; all ranks must see the same.
-    """
-    if not joined:
-        return []
-    mine = tf.stack([tf.reduce_all(tf.math.is_finite(one.values)) for one in joined])
-    finite = all_reduce(tf.cast(tf.reduce_all(mine), tf.float32), "min") > 0
-    # This rank may have no row that could be NaN: it gets one more.
-    first, more = joined[0], tf.where(finite, 0, 1)
-    nan, padding = float("nan"), [[0, more], [0, 0]]
-    sums = first.sums._replace(
-        indices=tf.concat([first.sums.indices, tf.zeros([more], tf.int64)], axis=0),
-        gradients=tf.pad(first.sums.gradients, padding, constant_values=nan),
-        counts=tf.pad(first.sums.counts, [[0, more]]),
-    )
-    return [ReducedRows(sums, first.variable), *joined[1:]]

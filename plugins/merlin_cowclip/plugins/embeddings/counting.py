@@ -21,10 +21,11 @@ from merlin_cowclip.plugins._tensorflow import FuncGraph, is_recording, tf
 from merlin_cowclip.plugins.row_ops import Rows, source_of, tally, unique, unique_rows
 
 _MOST_EAGER = 1024  # lookups of forward passes whose gradients are never applied
-
-
-class NotRecordedError(Exception):
-    """A gradient did not come from the recorded lookups; the message says what was received."""
+_CALL_IT_ITSELF = (
+    "Call the table within the training step (not its variable, not in a tf.function of its own, "
+    "and not for a metric), and apply each tape's gradients before the next forward pass. Do not "
+    "use hvd.DistributedGradientTape or hvd.DistributedOptimizer."
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,27 +144,23 @@ class LookupRecorder:
     def _key(self) -> str:
         return f"_merlin_cowclip_lookups_{id(self)}"
 
-    def take(self, indices: tf.Tensor | None = None) -> list[Lookup]:
-        """The lookups of an update, of a sparse gradient with these rows; then forget them.
+    def take(self, name: str, indices: tf.Tensor | None = None) -> list[Lookup]:
+        """The lookups of an update of table `name`, by a gradient of these rows; forgets them.
 
         Raises:
-          NotRecordedError: there are none; or, eagerly, the latest have another number of rows.
+          ValueError: there are none; or, eagerly, the latest have another number of rows.
         """
-        lookups = list(self.lookups())
+        lookups, received = list(self.lookups()), "no lookup of the table in this step"
         self.forget()
-        if not lookups:
-            raise NotRecordedError("no lookup of the table in this step")
-        if indices is not None and tf.executing_eagerly():
+        if lookups and (indices is None or not tf.executing_eagerly()):
+            return lookups
+        if lookups:
             number = int(tf.size(indices))
             sizes = list(accumulate(int(one.rows_in_gradient()[0]) for one in lookups[::-1]))
-            if number not in sizes:
-                raise NotRecordedError(
-                    f"a gradient of {number} rows, which are not those of the latest lookups since "
-                    "the last update; apply each tape's gradients before the next forward pass, "
-                    "or put the step into one tf.function"
-                )
-            lookups = lookups[-1 - sizes.index(number) :]  # a step before may have been left out
-        return lookups
+            if number in sizes:
+                return lookups[-1 - sizes.index(number) :]  # a step before may have been left out
+            received = f"a gradient of {number} rows, which are not those of the latest lookups"
+        raise ValueError(f"Cannot count the ids of table {name!r}: {received}. {_CALL_IT_ITSELF}")
 
     def forget(self) -> None:
         """An update was made: what follows belongs to the next."""
@@ -187,10 +184,10 @@ def count_samples(
     """The rows of a sparse gradient (n indices), and how many samples of the step hold each.
 
     Raises:
-      NotRecordedError: no lookup was recorded; or, eagerly, not those of the gradient.
+      ValueError: no lookup was recorded; or, eagerly, not those of the gradient.
       tf.errors.InvalidArgumentError: the same, in a graph, at the step.
     """
-    lookups = recorder.take(indices)
+    lookups = recorder.take(name, indices)
     checks = [] if tf.executing_eagerly() else [_check_size(lookups, indices, name)]
     once = {one.identity: one for one in lookups}.values()
     times = set(Counter(one.identity for one in lookups).values())
@@ -213,9 +210,7 @@ def _check_size(lookups: Sequence[Lookup], indices: tf.Tensor, name: str) -> tf.
     least, most = (tf.add_n(list(bounds)) for bounds in sizes)
     refusal = (
         f"Cannot count the ids of table {name!r}: the gradient has other rows than the recorded "
-        "lookups. Call the table within the training step (not its variable, not in a tf.function "
-        "of its own, and not for a metric). Do not use hvd.DistributedGradientTape or "
-        "hvd.DistributedOptimizer. Rows in the gradient, and ids that were looked up:"
+        f"lookups. {_CALL_IT_ITSELF} Rows in the gradient, and ids that were looked up:"
     )
     number = tf.size(indices)
     # int32 sizes are the host's: nothing waits for a device. An int64 has the error in a branch.
@@ -224,23 +219,26 @@ def _check_size(lookups: Sequence[Lookup], indices: tf.Tensor, name: str) -> tf.
 
 
 @tf.autograph.experimental.do_not_convert
-def count_all_rows(recorder: LookupRecorder, num_rows: int, *, on_cpu: bool = False) -> tf.Tensor:
+def count_all_rows(
+    recorder: LookupRecorder, num_rows: int, *, name: str = "", on_cpu: bool = False
+) -> tf.Tensor:
     """Counts of all rows of a table whose gradient is dense, V float32; see `count_samples`."""
-    once = {one.identity: one for one in recorder.take()}.values()
+    once = {one.identity: one for one in recorder.take(name)}.values()
     held = tf.concat([one.rows_per_sample(num_rows) for one in once], axis=0)
     return tally(held, num_rows, on_cpu)
 
 
-def count_repeats(indices: tf.Tensor, num_rows: int, *, on_cpu: bool = False) -> Rows:
-    """As `count_samples`, of a variable whose lookups nobody records: repeats are samples.
-
-    Raises:
-      NotRecordedError: in a graph, the same ids were looked up twice, or were made unique before.
-    """
-    op = getattr(source_of(indices), "op", None)
+def check_repeats(indices: tf.Tensor, variable: tf.Variable) -> None:
+    """Refuse, in a graph, a gradient in which the repeats of a row are not its samples."""
+    op, received = getattr(source_of(indices), "op", None), None
     parts = op.inputs[:-1] if op is not None and op.type == "ConcatV2" else [indices]
     if len({source_of(part).ref() for part in parts}) < len(parts):
-        raise NotRecordedError("the same ids, looked up twice")
-    if any(_is_unique(part) for part in parts):
-        raise NotRecordedError("ids that were made unique, as the combiner of a list does")
-    return unique_rows(indices, num_rows, on_cpu)
+        received = "the same ids, looked up twice"
+    if hasattr(variable, "key_map") or any(_is_unique(part) for part in parts):
+        received = "unique ids, as the combiner of a list and SOK make them"
+    if received:
+        raise ValueError(
+            "A CowClipAdam without a model counts the repeats of a row in the gradient, so ids "
+            f"must be looked up once per sample. Received: {received}, in {variable.name!r}. Use "
+            "CowClipOptimizer.for_model, which records the ids (CowClipSokOptimizer for SOK)."
+        )

@@ -66,16 +66,6 @@ class TableAccess:
         return tf.gather(tf.convert_to_tensor(variable) if whole else variable, rows)
 
 
-def attach_row_offsets(variable: tf.Variable, row_offsets: tuple[int, ...]) -> None:
-    """Say which ranges of rows a table has to optimizers that are not bound to its `TableSpec`."""
-    variable._merlin_cowclip_row_offsets = row_offsets
-
-
-def row_offsets_of(variable: tf.Variable) -> tuple[int, ...]:
-    """The `row_offsets` that were told; of any other variable those of one range."""
-    return getattr(variable, "_merlin_cowclip_row_offsets", (0, variable.shape[0]))
-
-
 @dataclass(eq=False)
 class TableSpec:
     """One embedding variable as the optimizer sees it.

@@ -18,19 +18,26 @@ from merlin_cowclip.plugins.clipping import (
     RowNorms,
     absent_rows,
     row_norms,
+    widened,
     with_lengths,
 )
 from merlin_cowclip.plugins.distributed.gradients import ReducedRows, RowSums, all_gather_rows
 from merlin_cowclip.plugins.distributed.horovod import all_reduce
 from merlin_cowclip.plugins.distributed.sharding import Shard, join_shards
-from merlin_cowclip.plugins.embeddings.tables import TableSpec, row_offsets_of
+from merlin_cowclip.plugins.embeddings.counting import (
+    check_repeats,
+    count_all_rows,
+    count_samples,
+)
+from merlin_cowclip.plugins.embeddings.discovery import check_regularizer
+from merlin_cowclip.plugins.embeddings.tables import TableSpec
 from merlin_cowclip.plugins.monitoring.statistics import StepStatistics, plain_norms
 from merlin_cowclip.plugins.optimizers.deferred import DeferredRows
-from merlin_cowclip.plugins.optimizers.row_gradients import sum_rows
-from merlin_cowclip.plugins.row_ops import colocated_with, with_rows
+from merlin_cowclip.plugins.row_ops import colocated_with, sum_per_row, unique_rows, with_rows
 from merlin_cowclip.plugins.scaling import Hyperparameters, check_clip, check_number, check_rule
 
 UPDATES = ("exact", "lazy", "deferred")
+CLIPS_OF_KERAS = "clipnorm", "clipvalue", "global_clipnorm", "gradient_transformers"
 Part = TypeVar("Part", bound="CowClipAdam")
 
 
@@ -41,20 +48,14 @@ class CowClipAdam(RefusesOptions, mm.LazyAdam):
     One step on a table W (V×d) with the gradient of the mean loss, rows `g_k`:
 
     1. `g_k ← g_k + 2λ·w_k` (λ as in Keras: the loss grows by `λ·Σw²`; the paper writes `λ/2·‖w‖²`).
-    2. `cnt_k` = samples of the batch that hold id k. On a bare `tf.Variable`, the repeats of k in
-       the gradient's `IndexedSlices`: eagerly 1 where a list's combiner made ids unique, which a
-       graph refuses. On a table bound with `bind_tables`, from the ids looked up.
+    2. `cnt_k` = samples of the batch that hold id k, from the lookups of a bound table; on a bare
+       `tf.Variable`, the repeats of k in the gradient's `IndexedSlices`.
     3. `g_k ← g_k · min(1, cnt_k · max(r·‖w_k‖, ζ) / ‖g_k‖)`.
-    4. Adam. `update="exact"`, the paper: on every row of the table. A row absent from the batch has
-       the gradient `2λ·w_k` and the count 1, and its moments decay. `update="lazy"`: L2 and
-       Adam on the batch's rows only, as in Merlin's `LazyAdam`: the cost grows with the ids in the
-       batch and not with V, and rare ids do not shrink between their appearances.
-       `update="deferred"`: as "exact", but a row that is absent from a batch is updated when it is
-       looked up next (`deferred.py`): the cost of "lazy", and the exact mode's results once
-       `catch_up` was called.
-
-    The exact update clips on the batch's U rows, then makes one pass over the table with one
-    V×d temporary.
+    4. Adam. `update="exact"`, the paper: on every row of the table, in one pass with one V×d
+       temporary. A row absent from the batch has the gradient `2λ·w_k` and the count 1.
+       `update="lazy"`: L2 and Adam on the batch's rows only, as in Merlin's `LazyAdam`.
+       `update="deferred"`: as "exact", but absent rows are updated when they are read next
+       (`deferred.py`).
 
     Args:
       learning_rate: η of the embeddings, a number or a Keras schedule.
@@ -67,26 +68,19 @@ class CowClipAdam(RefusesOptions, mm.LazyAdam):
       clip_ratio: r, positive.
       clip_floor: ζ, not negative, in units of the gradient's norm.
       clip_threshold: c of the rules "global", "field" and "column".
-      update: "exact", "lazy" or "deferred": the last as a part of `CowClipOptimizer`, which has the
-        lookups wait for the rows, with a number as learning rate and where no absent row is clipped
-        (r at least 2λ, or another rule).
+      update: "exact", "lazy" or, as a part of `CowClipOptimizer`, "deferred" (`check_deferrable`).
       name: prefix of the optimizer's variables.
-
-    Attributes:
-      may_clip: whether a clip may be set; not on the part of an optimizer that clips nothing.
-      statistics: to which, from the next trace on, each step on bound tables is added.
 
     Raises:
       ValueError: an argument outside its range.
     """
 
     _weights: list[tf.Variable]  # Keras's
-    may_clip = True
-    statistics: StepStatistics | None = None
-    not_offered: ClassVar[Mapping[str, str]] = {
-        name: "Choose a rule with clip, and clip_threshold."
-        for name in ("clipnorm", "clipvalue", "global_clipnorm", "gradient_transformers")
-    }
+    may_clip = True  # not on the part of an optimizer that clips nothing
+    statistics: StepStatistics | None = None  # to which steps on bound tables are added
+    not_offered: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        CLIPS_OF_KERAS, "Choose a rule with clip, and clip_threshold."
+    )
 
     def __init__(
         self,
@@ -164,8 +158,7 @@ class CowClipAdam(RefusesOptions, mm.LazyAdam):
 
         Args:
           tables: for each table, whether each of its ranges of rows is clipped.
-          places: each table's number among all of the model, built or not, by which its own
-            state is named; without it those of `tables` are numbered.
+          places: each table's number in the model, by which state is named; else that in `tables`.
         """
         if self.deferred is not None:
             places = places or {spec: place for place, spec in enumerate(tables)}
@@ -209,27 +202,38 @@ class CowClipAdam(RefusesOptions, mm.LazyAdam):
         return None if spec is None else spec.shard
 
     def reduce(self, grads_and_vars: Iterable[tuple[Any, tf.Variable]]) -> list[Any]:
-        """Gradients and counts of the global batch, from those of each rank's share.
+        """`ReducedRows` of the global batch, from gradients of the mean loss of each rank's share.
 
-        Args:
-          grads_and_vars: of the mean loss of this rank's share.
-
-        Returns:
-          `ReducedRows` and variables; of sharded tables the rows that this rank has.
-
-        Raises:
-          ValueError: the ids are not recorded.
+        Of sharded tables they are the rows that this rank has.
         """
-        sums = [
-            (sum_rows(gradient, variable, self._specs.get(variable.ref()), self), variable)
-            for gradient, variable in grads_and_vars
-        ]
-        whole = [pair for pair in sums if self.shard_of(pair[1]) is None]
-        sharded = [(*pair, shard) for pair in sums if (shard := self.shard_of(pair[1]))]
-        reduced = all_gather_rows([one for one, _ in whole], [v for _, v in whole])
-        shares, variables, shards = zip(*sharded, strict=True) if sharded else ((), (), ())
-        reduced += join_shards(shares, variables, shards)
-        return list(zip(reduced, [*(v for _, v in whole), *variables], strict=True))
+        sums = [(self._sum_rows(g, v), v, self.shard_of(v)) for g, v in grads_and_vars]
+        whole = [(rows, v) for rows, v, shard in sums if shard is None]
+        return all_gather_rows(whole) + join_shards([one for one in sums if one[2] is not None])
+
+    def _sum_rows(self, gradient: Any, variable: tf.Variable) -> RowSums:
+        """A table's gradient summed per row, and in how many samples of the batch each occurs."""
+        spec = self._specs.get(variable.ref())
+        number = variable.shape[0] if spec is None else spec.num_rows
+        is_counted = self.clip is not None or self.statistics is not None
+        if spec is not None and not is_counted:
+            spec.recorder.forget()
+        with colocated_with(variable) as on_cpu:
+            if not isinstance(gradient, tf.IndexedSlices):
+                spec, counts = _checked(spec, variable, self.update), tf.zeros([number])
+                if is_counted:
+                    counts = count_all_rows(spec.recorder, number, name=spec.name, on_cpu=on_cpu)
+                rows = tf.range(number, dtype=tf.int64)
+                return RowSums(rows, widened(gradient), counts, is_whole=True)
+            indices = gradient.indices
+            if spec is not None and is_counted:
+                found = count_samples(spec.recorder, indices, number, name=spec.name, on_cpu=on_cpu)
+            else:
+                if self.clip is not None and CLIP_RULES[self.clip].adaptive:
+                    check_repeats(indices, variable)
+                found = unique_rows(indices, number, on_cpu)
+            values = widened(gradient.values)
+            sums = sum_per_row(values, found.position, tf.size(found.rows), on_cpu)
+            return RowSums(found.rows, sums, found.counts)
 
     def _transform_gradients(
         self, grads_and_vars: Iterable[tuple[Any, tf.Variable]]
@@ -243,10 +247,8 @@ class CowClipAdam(RefusesOptions, mm.LazyAdam):
             self.deferred.before_step(variables)
         found = [self._with_l2(gradient, variable) for gradient, variable in pairs]
         tables, rows = [table for table, _ in found], [rows for _, rows in found]
-        transformed = []
-        for table, new, variable in zip(
-            tables, self._clipped(tables, rows, variables), variables, strict=True
-        ):
+        clipped, transformed = self._clipped(tables, rows, variables), []
+        for table, new, variable in zip(tables, clipped, variables, strict=True):
             new = tf.cast(new, variable.dtype)
             new = new if table.is_whole else tf.IndexedSlices(new, table.indices)
             transformed.append((new, variable))
@@ -255,10 +257,8 @@ class CowClipAdam(RefusesOptions, mm.LazyAdam):
     def _with_l2(self, gradient: Any, variable: tf.Variable) -> tuple[RowSums, tf.Tensor]:
         """A table's summed gradient with L2, and the same rows of the table before the update."""
         with colocated_with(variable):
-            if isinstance(gradient, ReducedRows):
-                sums = gradient.sums
-            else:
-                sums = sum_rows(gradient, variable, self._specs.get(variable.ref()), self)
+            is_reduced = isinstance(gradient, ReducedRows)
+            sums = gradient.sums if is_reduced else self._sum_rows(gradient, variable)
             if self.deferred is not None:
                 self.deferred.catch_up_updated(variable, sums.indices)
             # See `TableAccess`.
@@ -350,7 +350,7 @@ class CowClipAdam(RefusesOptions, mm.LazyAdam):
 
     def _row_offsets(self, variable: tf.Variable) -> tuple[int, ...]:
         spec = self._specs.get(variable.ref())
-        return row_offsets_of(variable) if spec is None else spec.row_offsets
+        return (0, variable.shape[0]) if spec is None else spec.row_offsets
 
     def _resource_apply_sparse_duplicate_indices(
         self, grad: tf.Tensor, handle: tf.Variable, indices: tf.Tensor
@@ -378,8 +378,7 @@ class CowClipAdam(RefusesOptions, mm.LazyAdam):
             # Not tf.zeros: a constant may be shared, and is written into below.
             shape = tf.constant(var.shape.as_list(), tf.int32)
             absent = tf.raw_ops.Empty(shape=shape, dtype=grad.dtype, init=True)
-        # Into a buffer that nothing else reads; tensor_scatter_nd_update copies it, and on a GPU
-        # goes through the host where ops are deterministic, as tf.scatter_nd does.
+        # tensor_scatter_nd_update would copy it, and, deterministic on a GPU, take it to the host.
         return with_rows(absent, indices, grad, in_range=not _on_gpu(var))
 
     def _exempt_mask(self, var: tf.Variable) -> tf.Tensor | None:
@@ -428,19 +427,13 @@ class CowClipAdam(RefusesOptions, mm.LazyAdam):
 def _scatters_through_host(variable: tf.Variable) -> bool:
     """Whether scattering into the variable would copy all of it to the host and back.
 
-    With deterministic ops, TensorFlow's GPU kernels of ResourceScatterUpdate and its kin do
-    (`DoScatterOnCpu` in core/kernels/resource_variable_ops.cc), for sums of repeated rows would
-    depend on their order. Ours are unique.
+    With deterministic ops TensorFlow's GPU kernels do (`DoScatterOnCpu`, resource_variable_ops.cc).
     """
     return _on_gpu(variable) and is_op_determinism_enabled()
 
 
 def _of_rows(values: tf.Tensor, table: RowSums, variable: tf.Variable) -> tf.Tensor:
-    """A value for each row, U; on a GPU 0 for ids beyond the table, which a lookup there reads.
-
-    They are no rows of it, and must not add to the norm of a field, or of everything. A hash table
-    has every row.
-    """
+    """A value for each row, U; 0 for ids beyond the table, which a GPU's lookup lets pass."""
     if not _on_gpu(variable) or variable.shape[0] is None:
         return values
     last = tf.constant(variable.shape[0] - 1, tf.int64)
@@ -472,3 +465,23 @@ def table_parts(
     )
     unclipped.may_clip = False
     return clipped, unclipped
+
+
+def _checked(spec: TableSpec | None, variable: tf.Variable, update: str) -> TableSpec:
+    """The table, which may have a dense gradient: that of a tied output."""
+    if spec is not None:
+        check_regularizer(spec.name, spec.layer)
+    if spec is None or not spec.is_tied:
+        raise ValueError(
+            f"The gradient of {variable.name!r} is dense, so its ids cannot be counted. Remove "
+            "regularizers on the table (l2=… takes their place); accumulate gradients by "
+            "concatenating their slices; a layer that reads the whole table sets is_tied in its "
+            "TableSpec."
+        )
+    if spec.shard is not None or update == "deferred":
+        option = "sharded=True" if spec.shard is not None else "update='deferred'"
+        raise ValueError(
+            f"A table with {option} must be read by row. Received: a dense gradient of "
+            f"{spec.name!r}, of a layer that reads all of it. Leave {option} out."
+        )
+    return spec

@@ -9,8 +9,8 @@ import contextlib
 import math
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, TypeAlias
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar
 
 from merlin_cowclip.plugins._checks import RefusesOptions
 from merlin_cowclip.plugins._tensorflow import filter_empty_gradients, mm, tf
@@ -18,18 +18,19 @@ from merlin_cowclip.plugins.distributed.horovod import ranks
 from merlin_cowclip.plugins.distributed.sharding import Shard
 from merlin_cowclip.plugins.embeddings.initializers import initialize, warn_of_others_than
 from merlin_cowclip.plugins.embeddings.tables import TableSpec, check_whole
-from merlin_cowclip.plugins.monitoring.finite import NotFinite, in_fields, not_finite
-from merlin_cowclip.plugins.monitoring.statistics import StepStatistics
-from merlin_cowclip.plugins.optimizers.adam import table_parts
-from merlin_cowclip.plugins.optimizers.learning_rate import (
-    DensePart,
-    LearningRates,
-    TablePart,
-    warm_up_to,
+from merlin_cowclip.plugins.monitoring.statistics import (
+    NotFinite,
+    StepStatistics,
+    in_fields,
+    not_finite,
 )
+from merlin_cowclip.plugins.optimizers.adam import CLIPS_OF_KERAS, table_parts
 from merlin_cowclip.plugins.optimizers.model_hooks import install_hooks
 from merlin_cowclip.plugins.optimizers.parts import (
+    DensePart,
+    LearningRates,
     Owned,
+    TablePart,
     as_text,
     check_access,
     check_known,
@@ -38,31 +39,23 @@ from merlin_cowclip.plugins.optimizers.parts import (
     normalize_clip_tables,
     owned_as_text,
     tables_of,
+    warm_up_to,
 )
-from merlin_cowclip.plugins.optimizers.startup import broadcast_state, reduce_gradients
+from merlin_cowclip.plugins.optimizers.rank_sync import broadcast_state, reduce_gradients
 from merlin_cowclip.plugins.scaling import Hyperparameters, check_number
-from merlin_cowclip.plugins.schedules import whole_steps
-
-Schedule: TypeAlias = Any  # tf.keras.optimizers.schedules.LearningRateSchedule; Keras has no types
+from merlin_cowclip.plugins.schedules import Schedule, whole_steps
 
 _CLIPPED_BY_RULE = (
     "Tables are clipped by the rule of hyperparameters.clip; to clip dense weights, set it on "
     "optimizer.default_optimizer."
 )
 _PER_PART = "Each of optimizer.optimizers, its three parts, has its own."
-_OWNED_BY_ANOTHER = (
-    "These tables now belong to another optimizer, and update='deferred' allows one at a time. "
-    "Call optimizer.bind(model), then re-trace your step."
-)
 _FEW_STEPS = 30  # per epoch
 _NO_STATE = "A CowClipOptimizer was made from its configuration"
 _SCHEDULES = "dense_schedule", "embedding_schedule"
 _NO_MODEL = (
     "This optimizer knows no model yet. Use CowClipOptimizer.for_model(model, …), or call "
     "optimizer.bind(model), before compile."
-)
-_MAKE_ANOTHER = (
-    "Make another optimizer by CowClipOptimizer.for_model, and compile the model with it."
 )
 
 
@@ -82,35 +75,28 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
 
     `optimizer.learning_rate` (or `lr`) is a variable that starts at `dense_lr`. Set it, or let
     Keras's `ReduceLROnPlateau` or `LearningRateScheduler` do so, and the learning rates of all
-    three parts, warm-up and schedules included, are multiplied by `learning_rate / dense_lr` from
-    the next step on. It is saved with the rest of the state.
+    three parts, warm-up and schedules included, are multiplied by `learning_rate / dense_lr`.
 
     Args:
       hyperparameters: for the batch size trained with, or its `to_dict()`; the other arguments are
         those of `for_model`.
-
-    Raises:
-      ValueError: an argument outside its range.
     """
 
     not_offered: ClassVar[Mapping[str, str]] = {
-        **dict.fromkeys(
-            ("clipnorm", "clipvalue", "global_clipnorm", "gradient_transformers"), _CLIPPED_BY_RULE
-        ),
+        **dict.fromkeys(CLIPS_OF_KERAS, _CLIPPED_BY_RULE),
         **dict.fromkeys(("beta_1", "beta_2", "epsilon"), _PER_PART),
     }
-    settled: ClassVar[Mapping[str, str]] = dict.fromkeys(
-        (
-            *("hyperparameters", "update_mode", "clip_tables", "dense_schedule"),
-            *("embedding_schedule", "default_optimizer"),
-        ),
-        _MAKE_ANOTHER,
-    )
+    settled: ClassVar[Collection[str]] = {
+        *("hyperparameters", "update_mode", "clip_tables", "default_optimizer"),
+        *("dense_schedule", "embedding_schedule"),
+    }
 
     awaits_rank_sync = False  # a fit has begun on several ranks, and no RankSync in it yet
     is_started = False  # whether all ranks have rank 0's state
     _is_new_fit = False  # `fit` was called, and has not made its train function yet
     _is_loaded = False  # Keras compiles a model that it loads before anybody can bind it
+    _reference: Any = None  # to the model
+    _bound: tuple[Any, ...] = ()
     _specs: list[TableSpec] | None = None
     _statistics: StepStatistics | None = None
     _has_stepped = False
@@ -154,21 +140,19 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
             default_optimizer=dense,
             name=name,
         )
-        # For each of these pairs, Merlin's compile would make another optimizer on several ranks of
-        # Horovod, with the learning rate times their number.
+        # On several ranks, Merlin's compile would remake each of these with N times the rate.
         self._tables = clipped, unclipped
         self.optimizers_and_blocks = []
         # MultiOptimizer neither tracks nor lists it, so checkpoints would lose its moments.
         self._track_trackable(dense, name="dense")
-        for variable in () if warm_up is None else (warm_up.learning_rate, warm_up.warmup_steps):
-            self._track_trackable(variable, name=variable.name.partition(":")[0])
+        if warm_up is not None:
+            self._track_trackable(warm_up.learning_rate, name="warmup_height")
+            self._track_trackable(warm_up.warmup_steps, name="warmup_steps")
         self.hyperparameters = hp
         self.update_mode = update
         self.clip_tables = clip_tables
         self.dense_schedule = dense_schedule
         self.embedding_schedule = embedding_schedule
-        self._reference: Any = None  # to the model
-        self._bound: tuple[Any, ...] = ()
         self._warnings: set[str] = set()
         self.steps_per_epoch = steps_per_epoch
         self._set_hyper("learning_rate", hp.dense_lr)
@@ -189,24 +173,21 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
         """An optimizer for `model`, which may be built or not.
 
         Args:
-          model: any Merlin model. Its tables are found by type, and from now on they record the
-            ids that they look up, which gives the counts.
+          model: any Merlin model. Its tables, found by type, record their lookups from now on.
           hyperparameters: for the batch size that the model will be trained with.
           update: "exact", "lazy" or "deferred".
           steps_per_epoch: updates per epoch, ⌊N/b⌋, for the warm-up of the dense learning rate;
-            without it the first `model.fit` tells.
+            without it, those of the first `model.fit`.
           clip_tables: what to clip: names of tables or fields, `merlin.schema.Tags`, or layers;
             `None` for every table of width 2 and more.
           dense_schedule: a Keras schedule in place of `dense_lr` and its warm-up.
           embedding_schedule: a Keras schedule in place of `embedding_lr`.
-          init_tables: let the tables of width 2 and more start from N(0, `init_stddev`). Only
-            uniform and normal initializers are replaced; without it, one warning names such
-            tables of another σ or mean.
+          init_tables: initialize tables of width 2 and more with N(0, `init_stddev`), in place of
+            uniform and normal initializers; without it, a warning names tables that differ.
 
         Raises:
           ValueError: an argument outside its range, a model without tables, `clip_tables` that name
-            no table of the model, a table with a regularizer, or `init_tables` for
-            a table that is built already or whose layer takes another σ as its argument.
+            none of them, a table with a regularizer, or `init_tables` for a table that is built.
         """
         optimizer = cls(
             hyperparameters,
@@ -224,11 +205,7 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
         return optimizer
 
     def bind(self, model: tf.keras.Model) -> None:
-        """Own the variables of `model`: what `for_model` does for a new optimizer.
-
-        Statistics of its steps (`observe`) go on where the tables are the same; of others `observe`
-        returns new ones.
-        """
+        """Own the variables of `model`: what `for_model` does for a new optimizer."""
         specs, deferred = tables_of(model, self.clip_tables), self.update_mode == "deferred"
         if deferred and ranks().size > 1:
             raise ValueError(
@@ -254,10 +231,7 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
         return None if self._reference is None else self._reference()
 
     def take_tables(self) -> None:
-        """Own the tables: another optimizer's pending rows are caught up, and it owns them no more.
-
-        A table keeps its owner alive, which a training loop may drop.
-        """
+        """Own the tables, no longer another optimizer, whose pending rows are caught up."""
         for spec in self._specs or ():
             before = spec.access.catch_up
             if before is not None and before != self._catch_up_rows and spec.layer.built:
@@ -283,9 +257,8 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
     def catch_up(self) -> None:
         """With `update="deferred"`, make all rows of all tables as `"exact"` would have them.
 
-        `save_model`, `to_df` and `load_rows` of `FusedEmbeddings`, and the model's `save`,
-        `compile`, `get_weights` and the like do so themselves; call it before you read a table's
-        variable, or a layer's weights. In the other modes, and without a model, it does nothing.
+        Call it before you read a table's variable. `save_model`, methods of the model such as
+        `get_weights`, and methods of `FusedEmbeddings` do so themselves.
         """
         for spec in self._specs or ():
             if spec.access.catch_up is not None and spec.layer.built:
@@ -309,11 +282,9 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
 
     def clipped_ranges(self) -> dict[TableSpec, tuple[bool, ...]]:
         """For each range of rows of each table, whether the clip applies to it."""
-        clips, wanted = self.optimizers[0].clip is not None, self.clip_tables
-        return {
-            spec: tuple(clips and one for one in clipped_ranges(spec, wanted))
-            for spec in self.table_specs
-        }
+        if self.optimizers[0].clip is None:
+            return {spec: (False,) * len(spec.range_names) for spec in self.table_specs}
+        return {spec: clipped_ranges(spec, self.clip_tables) for spec in self.table_specs}
 
     @property
     def table_specs(self) -> tuple[TableSpec, ...]:
@@ -384,12 +355,7 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
 
     @property
     def warmup_steps(self) -> int | None:
-        """Updates until the dense learning rate has risen; `None` without a known warm-up.
-
-        ⌊`warmup_epochs` · steps per epoch⌋ with `steps_per_epoch` or the steps of the first `fit`.
-        It is saved with the optimizer's state. Update t has the dense η of t / `warmup_steps` of
-        the rise.
-        """
+        """⌊`warmup_epochs` · steps per epoch⌋; `None` without a warm-up, or before it is known."""
         return self.default_optimizer.warmup_steps
 
     def _warm_up_for(self, steps_per_epoch: int) -> None:
@@ -439,10 +405,8 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
     def broadcast(self) -> None:
         """Give all ranks the weights, moments, step counts and learning rates that rank 0 has.
 
-        `model.fit` does it before its first step, and so does a step in a `tf.function`, as it is
-        traced. Before the first step that you make eagerly, `train_on_batch` of a model compiled
-        with `run_eagerly=True` included, call the model on a batch, so that it is built, and then
-        this, on all ranks. On one rank it does nothing.
+        `model.fit` and a traced step do so. Before a first eager step, call the model on a batch,
+        so that it is built, and then this, on all ranks. On one rank it does nothing.
 
         Raises:
           ValueError: the ranks differ in tables, hyperparameters or update mode, or a loss is a
@@ -493,15 +457,17 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
         """Apply each gradient by the optimizer that owns its variable; returns one grouped op.
 
         Raises:
-          ValueError: no model is bound, or another one; no variable that is given has a gradient
-            (of none given, nothing happens, as with Keras); a sparse gradient belongs to no table;
-            a table's ids are not recorded; or a table belongs to another optimizer, and one of the
-            two defers updates.
+          ValueError: no model is bound, or another one; no variable has a gradient; a sparse
+            gradient belongs to no table; a table's ids are not recorded; or a table belongs to
+            another optimizer, and one of the two defers updates.
         """
         pairs = filter_empty_gradients(grads_and_vars)
         mine = self._catch_up_rows if self.update_mode == "deferred" else None
         if any(spec.access.catch_up != mine for spec in self.table_specs):
-            raise ValueError(_OWNED_BY_ANOTHER)
+            raise ValueError(
+                "These tables now belong to another optimizer, and update='deferred' allows one at "
+                "a time. Call optimizer.bind(model), then re-trace your step."
+            )
         check_known(pairs, self.owner(), self._model)
         self._has_stepped = True
         with tf.init_scope():
@@ -523,8 +489,8 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
         for optimizer, share in self.by_part(pairs):
             if not share:
                 continue
-            # One part after the other: the exact mode takes a table-sized temporary, and where the
-            # deferred one refuses a step, dense weights stay as they are, too.
+            # One part after the other: the exact mode takes a table-sized temporary, and a step
+            # that the deferred mode refuses must not change dense weights.
             before = checked + (updates[-1:] if self.update_mode != "lazy" else [])
             with tf.control_dependencies(before):
                 update = optimizer.apply_gradients(
@@ -564,25 +530,19 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
         return lines
 
     def observe(self, frequent_share: float = 1e-3) -> StepStatistics:
-        """Keep statistics of every step, by field. What a step does to the weights stays the same.
+        """Keep statistics of every step, by field; called before the first step is traced.
 
-        Call it before the first step, whose graph is traced then. The same object is returned
-        however often it is called, until `bind` gives the optimizer other tables.
+        Further calls return the same object, until `bind` gives the optimizer other tables.
 
         Args:
           frequent_share: an id is frequent in a batch if at least this share of
-            `hyperparameters.batch_size` samples hold it, and at least 2; else it is rare. So an id
-            is of the same kind in small and large batches, chance aside.
+            `hyperparameters.batch_size` samples hold it, and at least 2; else it is rare.
 
         Raises:
-          ValueError: a share outside (0, 1], or another one than before; a step on these tables
-            was made already; or no model is bound.
+          ValueError: a share that is not positive, or another one than before; a step on these
+            tables was made already; or no model is bound.
         """
         share = check_number("frequent_share", frequent_share, positive=True)
-        if share > 1:
-            raise ValueError(
-                f"frequent_share must be at most 1. Received: frequent_share={frequent_share!r}"
-            )
         frequent_from = max(2.0, share * self.hyperparameters.batch_size)
         found = self._statistics
         if found is None and not self._has_stepped:
@@ -602,22 +562,16 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
             part.statistics = statistics
 
     def learning_rates(self) -> LearningRates:
-        """The learning rates that the last step used, with warm-up, schedules and what was set.
-
-        What was set since that step counts as set before it. Before the first step, those that it
-        will use.
-        """
+        """The learning rates of the last step, with warm-up, schedules and what was set since."""
         # A part whose tables are frozen stays behind, at a rate that no step has any more.
-        stepped = [part for part in self._tables if int(part.iterations)] or self._tables
-        tables = next((part for part in stepped if part.is_trained), stepped[0])
+        tables = max(self._tables, key=lambda part: int(part.iterations))
         return LearningRates(self.default_optimizer.last_rate(), tables.last_rate())
 
     def not_finite(self) -> list[NotFinite]:
         """NaN check: where NaN or infinite numbers are, by table and field, or by dense weight.
 
-        Of tables, where steps are observed (`observe`): whether a row of any batch so far had such
-        a gradient or such weights. Of dense weights, frozen ones and moving means included: what
-        they are now. It waits for the steps under way; so call it every few steps.
+        Of tables, if `observe` was called: in a gradient or row of any batch so far. Of dense
+        weights, frozen ones and moving means included: now. It waits for the steps under way.
 
         Raises:
           ValueError: the model is not built yet, or none is bound.
@@ -635,10 +589,7 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
     # MultiOptimizer takes the count from its first pair, which may own no variable.
     @property
     def iterations(self) -> tf.Variable:
-        """Number of updates, int64, those that Keras's loss scaling left out included.
-
-        Each of the three parts counts its own, by which its bias correction and schedules go.
-        """
+        """Number of updates, int64, skipped ones of loss scaling too; each part counts its own."""
         return tf.keras.optimizers.legacy.Optimizer.iterations.fget(self)
 
     @iterations.setter
@@ -652,7 +603,6 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
         return own + [v for optimizer in self.optimizers for v in optimizer.variables()]
 
     def _trackable_children(self, save_type: str = "checkpoint", **named: Any) -> dict[str, Any]:
-        # The tables that TensorFlow saves with it, or later, have no row that waits.
         if tf.executing_eagerly():
             self.catch_up()
         children: dict[str, Any] = super()._trackable_children(save_type, **named)

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, ClassVar, TypeAlias
 
 from merlin_cowclip.plugins._tensorflow import filter_empty_gradients, tf
@@ -30,10 +30,9 @@ from merlin_cowclip.plugins.embeddings.counting import Lookup
 from merlin_cowclip.plugins.optimizers.adam import CowClipAdam, table_parts
 from merlin_cowclip.plugins.row_ops import colocated_with, sum_columns, sum_per_row, tally, unique
 from merlin_cowclip.plugins.scaling import Hyperparameters
-from merlin_cowclip.plugins.schedules import LinearWarmup, whole_steps
+from merlin_cowclip.plugins.schedules import LinearWarmup, Schedule, whole_steps
 
 Ids: TypeAlias = Any  # tf.Tensor, tf.RaggedTensor or tf.SparseTensor of integers
-Schedule: TypeAlias = Any  # tf.keras.optimizers.schedules.LearningRateSchedule; Keras has no types
 
 _MOMENTS = ("m", "v")
 
@@ -56,9 +55,7 @@ def _sok() -> Any:
 class SokAdam(CowClipAdam):
     """`CowClipAdam` whose tables and moments are SOK's; its gradients are `ReducedRows`."""
 
-    settled: ClassVar[Mapping[str, str]] = dict.fromkeys(
-        ("clip", "update"), "Make another CowClipSokOptimizer."
-    )
+    settled: ClassVar[Collection[str]] = ("clip", "update")
 
     def _create_slots(self, var_list: Sequence[tf.Variable]) -> None:
         for table in var_list:
@@ -107,9 +104,8 @@ def _moment(table: tf.Variable, name: str) -> tf.Variable:
 class CowClipSokOptimizer(tf.Module):
     """One optimizer for a script with SOK's tables: the paper's recipe, on one or several ranks.
 
-    Tables of width 2 and more are clipped, L2 acts on all tables, and Adam on the batch's rows, as
-    `CowClipOptimizer(update="lazy")` has it; every other variable has Keras's Adam, whose learning
-    rate warms up, with its gradients all-reduced. Counts, sums and means are the global batch's.
+    Tables have L2, the clip from width 2 on, and Adam on the batch's rows, as `update="lazy"` of
+    `CowClipOptimizer`. Every other variable has Keras's Adam, with a warm-up.
 
     ```python
     optimizer.broadcast(dense.variables)
@@ -119,9 +115,8 @@ class CowClipSokOptimizer(tf.Module):
     optimizer.apply_gradients(zip(gradients, variables), lookups=zip(tables, ids))
     ```
 
-    Its parts `clipped`, `unclipped` and `dense` are optimizers of Keras, each with a learning rate
-    and a count of steps. `tf.train.Checkpoint` keeps these, and the moments of dense weights; those
-    of tables are variables of SOK for `sok.dump` and `sok.load` (`moments`).
+    Its parts `clipped`, `unclipped` and `dense` are optimizers of Keras. `tf.train.Checkpoint`
+    saves them without the moments of tables, which `sok.dump` saves (`moments`).
 
     Args:
       hyperparameters: of the global batch size; `init_stddev` is for whoever makes the tables.
@@ -167,11 +162,7 @@ class CowClipSokOptimizer(tf.Module):
         self._is_broadcast = ranks().size == 1
 
     def moments(self, tables: Iterable[tf.Variable]) -> list[tf.Variable]:
-        """The moments of tables, two of SOK's variables each; they are made where they are not.
-
-        `sok.dump(folder, [*tables, *optimizer.moments(tables)])` saves them, and `sok.load` with
-        the same arguments brings them back.
-        """
+        """The moments of tables, for `sok.dump(folder, [*tables, *moments])` and `sok.load`."""
         found = []
         for table in tables:
             part = self._part(table)
@@ -197,22 +188,18 @@ class CowClipSokOptimizer(tf.Module):
         """Make one step; on all ranks at once.
 
         Args:
-          grads_and_vars: of the mean loss of this rank's share of the batch, as the tape gives
-            them: of SOK's tables and of dense variables, not joined.
-          lookups: each table with the ids that this rank has looked up in it: as they were given to
-            `lookup_sparse`, a list b×(n) for b samples, in which an id counts once per sample; or
-            a tensor, of which every value counts. A table of several features has several. Tables
-            that are not clipped by counts need none.
+          grads_and_vars: of the mean loss of this rank's share of the batch, not all-reduced.
+          lookups: each table with the ids that this rank has looked up in it, once per feature: a
+            list b×(n), in which an id counts once per sample, or a tensor, of which every value
+            counts. Tables that are not clipped by counts need none.
 
         Returns:
           One grouped op.
 
         Raises:
           ValueError: no variable has a gradient; a dense gradient of a table of SOK's, or a sparse
-            one of anything else; a table without lookups; or, on several ranks, no `broadcast`
-            before.
-          tf.errors.InvalidArgumentError: other rows in a table's gradient than in its lookups, on
-            any rank; no table has changed on any.
+            one of anything else; a table without lookups; or, on several ranks, no `broadcast`.
+          tf.errors.InvalidArgumentError: a table's gradient has other rows than its lookups.
         """
         if not self._is_broadcast:
             raise ValueError(
@@ -230,19 +217,20 @@ class CowClipSokOptimizer(tf.Module):
                     f"a gradient of type {type(gradient).__name__}."
                 )
             (tables if is_table else dense).append((gradient, variable))
-        updates, reduced = [], self._reduced(tables, list(lookups))
-        for part in (self.clipped, self.unclipped):
-            mine = [(rows, table) for rows, table in reduced if self._part(table) is part]
-            if mine:
-                updates.append(part.apply_gradients(mine, experimental_aggregate_gradients=False))
-        if dense:
+        reduced = self._reduced(tables, list(lookups))
+        if dense and ranks().size > 1:
             gradients, variables = zip(*dense, strict=True)
-            means = all_reduce_dense(gradients) if ranks().size > 1 else gradients
-            pairs = zip(means, variables, strict=True)
-            updates.append(
-                self.dense.apply_gradients(pairs, experimental_aggregate_gradients=False)
+            dense = list(zip(all_reduce_dense(gradients), variables, strict=True))
+        shares = [(self.dense, dense)]
+        for part in (self.clipped, self.unclipped):
+            shares.append((part, [pair for pair in reduced if self._part(pair[1]) is part]))
+        return tf.group(
+            *(
+                part.apply_gradients(share, experimental_aggregate_gradients=False)
+                for part, share in shares
+                if share
             )
-        return tf.group(*updates)
+        )
 
     def _reduced(
         self, pairs: Sequence[tuple[Any, tf.Variable]], lookups: Sequence[tuple[tf.Variable, Ids]]

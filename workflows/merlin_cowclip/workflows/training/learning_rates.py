@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from merlin_cowclip.plugins.scaling import check_number
 
 if TYPE_CHECKING:
-    from merlin_cowclip.plugins.optimizers.cowclip import Schedule
+    from merlin_cowclip.plugins.schedules import Schedule
 
 
 def _positive(name: str, value: Any) -> float:
