@@ -61,7 +61,7 @@ REFUSED = {
     "prepare criteo --out OUT": "required: input",
     # demo, frequencies
     "demo --rows 1 --out OUT": "rows must be at least 8,192",
-    "frequencies DATA --batch-sizes 9007199254740993": "at most 2^53",
+    "frequencies DATA --batch-sizes 9007199254740993": "from 1 to 9007199254740992",
     "frequencies DATA --fields price": "'user', 'item' … 'price'",
     "frequencies DATA --out EMPTY": "must not exist … EMPTY",
     "frequencies DATA --top-k 2": "--top-k needs --out",

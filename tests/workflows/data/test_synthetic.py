@@ -144,9 +144,9 @@ def test_nothing_is_overwritten_and_nothing_is_left(tmp_path, monkeypatch):
     ("options", "message"),
     [
         ({"dataset": "movielens"}, "dataset must be one of 'criteo', 'avazu'. Received: 'movie"),
-        ({"rows": 7}, "rows must be an integer of at least 100. Received: 7"),
-        ({"seed": -1}, "seed must be an integer of at least 0. Received: -1"),
-        ({"cardinality": 1.5}, "cardinality must be an integer of at least 10. Received: 1.5"),
+        ({"rows": 7}, "rows must be a whole number of at least 100. Received: 7"),
+        ({"seed": -1}, "seed must be a whole number of at least 0. Received: -1"),
+        ({"cardinality": 1.5}, "cardinality must be a whole number of at least 10. Received: 1.5"),
     ],
 )
 def test_bad_options(tmp_path, options, message):

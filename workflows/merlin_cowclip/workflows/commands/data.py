@@ -39,7 +39,12 @@ def _add_prepare(commands: Commands) -> None:
         default=0,
         help="Dask processes on this machine, on GPUs one per GPU (default: threads of this one)",
     )
-    prepare.add_argument("--device", default="cpu", help="cpu (default) or gpu: cudf, dask-cuda")
+    prepare.add_argument(
+        "--engine", help="arrow (default) or nvtabular: what counts and encodes the columns"
+    )
+    prepare.add_argument(
+        "--device", default="cpu", help="cpu (default) or gpu, on which NVTabular runs"
+    )
     own = prepare.add_argument_group("instead of what the data set's description says").add_argument
     own("--split", help="random, sequential (the last rows) or time (the latest ones)")
     own("--test", type=float, help="share of the rows in the test part")
@@ -121,6 +126,7 @@ def _prepare(arguments: argparse.Namespace) -> None:
         seed=arguments.seed,
         workers=arguments.workers,
         device=arguments.device,
+        engine=arguments.engine,
     )
     for name, field in data.report["fields"].items():
         if field.get("not_finite"):

@@ -1,7 +1,4 @@
-"""How often ids occur, which is why scaling rules fail on them (Section 3.1).
-
-It reads the counts that `prepare` left, and no row. Nothing is trained here.
-"""
+"""How often IDs occur, from the counts of prepared data: why scaling rules fail (Section 3.1)."""
 
 from __future__ import annotations
 
@@ -15,9 +12,9 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from merlin_cowclip.plugins._checks import is_whole
 from merlin_cowclip.plugins._text import format_table
 from merlin_cowclip.plugins.scaling import K
+from merlin_cowclip.workflows.checks import check_whole
 from merlin_cowclip.workflows.data.counts import by_falling_count, counts_of_ids, read_id_counts
 from merlin_cowclip.workflows.data.prepared_data import PreparedData
 from merlin_cowclip.workflows.errors import UserError
@@ -33,18 +30,17 @@ BATCH_SIZES = tuple(K * 2**i for i in range(8))  # 1K to 128K
 MAX_BATCH_SIZE = 1 << 53  # up to which a float holds every whole number
 TOP = (1, 3, 10, 100, 1_000, 10_000, 100_000, 1_000_000)
 PERCENTS = (50, 90, 99)
-GROUP_ROWS = 1 << 20  # rows of frequencies.parquet that are held and written at a time
 MAX_PANELS = 60
 PANEL_INCHES, DPI = (4.0, 3.0), 150
 
 
 @dataclass(frozen=True, eq=False)
 class CountDistribution:
-    """How many ids occur how often: all that coverage and rarity depend on.
+    """How many IDs have each count.
 
     Args:
-        counts: (c,) int64, the distinct counts, falling, all positive.
-        ids: (c,) int64, how many ids have each of them.
+        counts: (c,) int64, the distinct positive counts, descending.
+        ids: (c,) int64, the number of IDs with each count.
     """
 
     counts: np.ndarray
@@ -52,13 +48,13 @@ class CountDistribution:
 
     @classmethod
     def of(cls, counts: np.ndarray) -> CountDistribution:
-        """Of the counts of n ids; one that never occurs is no id."""
+        """Of the counts of n IDs; zeros are left out."""
         values, ids = np.unique(counts[counts > 0], return_counts=True)
         return cls(values[::-1], ids[::-1].astype(np.int64))
 
     @classmethod
     def joined(cls, parts: Iterable[CountDistribution]) -> CountDistribution:
-        """Of the ids of several fields together."""
+        """Of the IDs of several fields."""
         parts = list(parts)
         values, at = np.unique(np.concatenate([p.counts for p in parts]), return_inverse=True)
         ids = np.zeros(len(values), np.int64)
@@ -67,29 +63,29 @@ class CountDistribution:
 
     @property
     def total_ids(self) -> int:
-        """Distinct ids, n."""
+        """Number of distinct IDs."""
         return int(self.ids.sum())
 
     @property
     def occurrences(self) -> int:
-        """Σ count."""
+        """Sum of the counts."""
         return int((self.counts * self.ids).sum())
 
     @property
     def median(self) -> float:
-        """The median of the n counts."""
+        """Median count."""
         n = self.total_ids
         places = np.searchsorted(np.cumsum(self.ids), [(n - 1) // 2, n // 2], side="right")
         return float(self.counts[places].mean())
 
     def coverage(self, k: int) -> float:
-        """The share of all occurrences that the k most frequent ids hold."""
+        """Share of the occurrences of the k most frequent IDs."""
         ids = np.concatenate([[0], np.cumsum(self.ids)])
         held = np.concatenate([[0], np.cumsum(self.counts * self.ids)])
         return float(np.interp(k, ids, held) / held[-1])
 
     def ids_to_cover(self, percent: int) -> int:
-        """How many of the most frequent ids hold that percentage of all occurrences."""
+        """Number of the most frequent IDs that have that percentage of all occurrences."""
         held = np.cumsum(self.counts * self.ids)
         wanted = -(-percent * int(held[-1]) // 100)
         at = int(np.searchsorted(held, wanted))
@@ -97,32 +93,25 @@ class CountDistribution:
         return int(self.ids[:at].sum()) + -(-(wanted - before) // int(self.counts[at]))
 
     def rare(self, rows: int, batch_size: int) -> float:
-        """The share of ids with P(id) = count / rows < 1 / batch_size.
+        """Share of IDs with P(id) = count / rows < 1 / batch_size.
 
-        Where it is far below, equation 1 is b·P(id): the id is in s times as many batches of size
-        s·b, so its learning rate is not to be scaled.
+        Such an ID is in s times as many batches of size s·b (equation 1), so its learning rate must
+        not be scaled.
         """
-        most = (rows - 1) // batch_size  # count · b < rows in whole numbers, however large b is
+        most = (rows - 1) // batch_size  # count · b < rows in integers
         return float(self.ids[self.counts <= most].sum() / self.total_ids)
 
     def in_batch(self, rows: int, batch_size: int) -> float:
-        """The expected share of ids that a batch holds: the mean of 1 - (1 - P(id))^b.
-
-        Drawn with replacement (Section 3.1, above equation 1).
-        """
+        """Expected share of IDs in a batch, the mean of 1 - (1 - P(id))^b (Section 3.1)."""
         p = np.minimum(self.counts / rows, 1.0)
-        with np.errstate(divide="ignore"):  # P = 1: log 0 is -inf, and the id is in every batch
+        with np.errstate(divide="ignore"):  # log 0 for P = 1
             present = -np.expm1(float(batch_size) * np.log1p(-p))
         return float(present @ self.ids / self.total_ids)
 
 
 @dataclass(frozen=True)
 class Frequencies:
-    """What `frequencies` wrote.
-
-    ``frequencies.parquet`` (an id per row), ``summary.parquet`` (a field per row) and
-    ``frequencies.png`` (Figure 3, left). `frequencies` describes the columns.
-    """
+    """What `frequencies` wrote."""
 
     path: Path
     rows: int
@@ -131,26 +120,19 @@ class Frequencies:
 
     @classmethod
     def open(cls, path: Path) -> Frequencies:
-        """What is in a folder that `frequencies` wrote.
-
-        Raises:
-            FileNotFoundError: there is none.
-        """
+        """Open a folder that `frequencies` wrote; raises FileNotFoundError if it has no summary."""
         summary = pd.read_parquet(path / SUMMARY)
         sizes = [int(n.removeprefix("rare_")) for n in summary.columns if n.startswith("rare_")]
         return cls(path, int(summary["rows"].iloc[0]), tuple(sizes), summary)
 
     def table(self) -> str:
-        """A field per line: ids, coverage, and the share of rare ids by batch size."""
+        """One line per field: IDs, coverage, and the share of rare IDs by batch size."""
         rare = (f"% rare at {_short(size)}" for size in self.batch_sizes)
         header = ["field", "ids", "% held by top 3", "ids that hold 90 %", *rare]
         return format_table(header, self.lines())
 
     def lines(self) -> list[list[str]]:
-        """The cells of `table`, all fields together last; shares in percent.
-
-        A batch size above the number of rows has "-": no id is rarer than one in so many rows.
-        """
+        """The cells of `table`, in percent, all fields last; "-" if the batch exceeds the data."""
         return [
             [
                 "all fields" if row["field"] is None else row["field"],
@@ -174,36 +156,32 @@ def frequencies(
     fields: Sequence[str] | None = None,
     progress: bool = True,
 ) -> Frequencies:
-    """Write how often the ids of every field occur in the training part.
+    """Write how often the IDs of every field occur in the training split.
 
-    P(id) = count / rows (Section 3). A missing id is an id, as in the paper; so is the pot of
-    unknown ids where a threshold puts training rows in it. In a field of lists every occurrence
-    counts, so P(id) is the mean number of them in a row.
+    P(id) = count / rows (Section 3). A missing ID is an ID, as in the paper. So are all unknown IDs
+    together, if a threshold makes some of training rows. In a list field every occurrence counts.
 
-    ``frequencies.parquet``, by field and falling count: ``field``, ``rank`` (from 1), ``id``,
-    ``raw`` (null for missing and unknown), ``count``, ``probability``, ``cumulative`` (the share of
-    the field's occurrences that ranks up to this one hold).
+    ``frequencies.parquet``, by field and descending count: ``field``, ``rank`` (from 1), ``id``,
+    ``raw`` (null for missing and unknown), ``count``, ``probability``, ``cumulative`` (share of the
+    field's occurrences up to this rank).
 
-    ``summary.parquet``, one row per field and a last one, whose ``field`` is null, for the ids of
-    all fields together, where one of a vocabulary that fields share is one id, of their counts
-    added, as it is one row of a table: ``ids`` (distinct), ``rows``, ``occurrences``,
-    ``count_min``, ``count_median``, ``count_mean``, ``count_max``, ``once`` (share of ids with
-    count 1), ``top_k`` (share of occurrences that the k most frequent ids hold), ``ids_for_90``
-    (how many hold 90 %), ``rare_B`` (share of ids with P(id) < 1/B) and ``in_batch_B`` (expected
-    share of ids that occur in a batch of B).
+    ``summary.parquet``, one row per field and one, with ``field`` null, for all fields, in which
+    the IDs of a shared vocabulary count once: ``ids`` (distinct), ``rows``, ``occurrences``,
+    ``count_min``, ``count_median``, ``count_mean``, ``count_max``, ``once`` (share of IDs with
+    count 1), ``top_k`` (share of occurrences of the k most frequent IDs), ``ids_for_90`` (number of
+    IDs with 90 % of the occurrences), ``rare_B`` and ``in_batch_B`` (see `CountDistribution`).
 
     ``frequencies.png``: Figure 3 (left), one panel per field.
 
     Args:
         data: the prepared folder.
-        out: the folder to make; ``frequencies`` in the prepared folder if None.
-        batch_sizes: B, samples.
-        fields: those of the figure; if None three: with the fewest, middle and most ids.
+        out: the folder to write; ``frequencies`` in the prepared folder if None.
+        batch_sizes: B, in samples.
+        fields: of the figure; by default those with the fewest, the median and the most IDs.
         progress: show a progress bar on stderr.
 
     Raises:
-        UserError: a bad argument, counts that cannot be read, or a folder in the way; nothing is
-            left behind.
+        UserError: a bad argument, counts that cannot be read, or the folder exists.
     """
     out = data.path / FOLDER if out is None else Path(out)
     sizes = _check_batch_sizes(batch_sizes)
@@ -219,8 +197,7 @@ def frequencies(
             for field in data.spec.ids:
                 table = read_id_counts(data, field)
                 found[field] = CountDistribution.of(table["count"].to_numpy())
-                for ranked in _ranked(table, field, rows, found[field].occurrences):
-                    writer.write_table(ranked)
+                writer.write_table(_ranked(table, field, rows))
                 bar.update(1)
         lines = [_summary(field, found[field], rows, sizes) for field in data.spec.ids]
         by_domain = [
@@ -241,7 +218,7 @@ def frequencies(
 
 
 def few_middle_most(ids: Mapping[str, int]) -> list[str]:
-    """Of fields, by how many ids they have, three: with the fewest, in the middle, the most."""
+    """The fields with the fewest, the median and the most IDs."""
     by_ids = sorted(ids, key=lambda field: ids[field])
     return list(dict.fromkeys([by_ids[0], by_ids[len(by_ids) // 2], by_ids[-1]]))
 
@@ -249,10 +226,7 @@ def few_middle_most(ids: Mapping[str, int]) -> list[str]:
 def plot(
     distributions: Mapping[str, CountDistribution], rows: int, batch_sizes: Sequence[int]
 ) -> Figure:
-    """Figure 3 (left): the count of each id by its rank, logarithmic, a panel per field.
-
-    Dashed lines stand at P(id) = 1/B for the smallest and the largest batch size.
-    """
+    """Figure 3 (left): counts by rank; dashed lines at P(id) = 1/B of the least and largest B."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
@@ -265,9 +239,9 @@ def plot(
     panels = figure.subplots(lines, columns, squeeze=False).ravel()
     for panel, (field, distribution) in zip(panels, distributions.items(), strict=False):
         edges = np.concatenate([[0], np.cumsum(distribution.ids)])
-        # Ids of one count are one step: as exact as a bar per id, and never many.
+        # IDs of one count are one step: as exact as a bar per ID, and never many.
         panel.stairs(distribution.counts, edges, baseline=0.5, fill=True, color="tab:blue")
-        # The first ids of many are narrower than a pixel: a line shows them.
+        # The first of many IDs are narrower than a pixel: a line shows them.
         steps = [*distribution.counts, distribution.counts[-1]]
         panel.step(edges, steps, where="post", color="tab:blue", linewidth=1)
         panel.set_yscale("log")
@@ -298,34 +272,27 @@ def plot(
 # Frequencies
 
 _LONG = pa.schema(
-    {
-        "field": pa.dictionary(pa.int32(), pa.string()),
-        "rank": pa.int64(),
-        "id": pa.int64(),
-        "raw": pa.string(),
-        "count": pa.int64(),
-        "probability": pa.float64(),
-        "cumulative": pa.float64(),
-    }
+    [
+        *(("field", pa.dictionary(pa.int32(), pa.string())), ("rank", pa.int64())),
+        *(("id", pa.int64()), ("raw", pa.string()), ("count", pa.int64())),
+        *(("probability", pa.float64()), ("cumulative", pa.float64())),
+    ]
 )
 
 
-def _ranked(table: pa.Table, field: str, rows: int, total: int) -> Iterable[pa.Table]:
-    """Pieces of ``frequencies.parquet``, in order."""
-    all_counts = table["count"].to_numpy()
-    order = by_falling_count(all_counts, np.flatnonzero(all_counts))
-    before = 0
-    for start in range(0, len(order), GROUP_ROWS):
-        piece = table.take(pa.array(order[start : start + GROUP_ROWS]))
-        counts = piece["count"].to_numpy()
-        held = before + np.cumsum(counts)
-        before = int(held[-1])
-        name = pa.DictionaryArray.from_arrays(np.zeros(len(piece), np.int32), [field])
-        rank = np.arange(start + 1, start + len(piece) + 1)
-        yield pa.table(
-            [name, rank, piece["id"], piece["raw"], counts, counts / rows, held / total],
-            schema=_LONG,
-        )
+def _ranked(table: pa.Table, field: str, rows: int) -> pa.Table:
+    """The rows of ``frequencies.parquet`` of one field."""
+    counts = table["count"].to_numpy()
+    order = by_falling_count(counts, np.flatnonzero(counts))
+    ranked, held = table.take(pa.array(order)), np.cumsum(counts[order])
+    name = pa.DictionaryArray.from_arrays(np.zeros(len(ranked), np.int32), [field])
+    return pa.table(
+        [
+            *(name, np.arange(1, len(ranked) + 1), ranked["id"], ranked["raw"], ranked["count"]),
+            *(counts[order] / rows, held / held[-1]),
+        ],
+        schema=_LONG,
+    )
 
 
 def _summary(
@@ -352,21 +319,15 @@ def _summary(
 
 def _check_batch_sizes(batch_sizes: Sequence[int]) -> tuple[int, ...]:
     for size in batch_sizes:
-        if not is_whole(size, 1, MAX_BATCH_SIZE, numpys=True):
-            raise UserError(
-                "batch sizes must be positive whole numbers of samples, at most 2^53. Received: "
-                f"{size!r}"
-            )
+        check_whole("batch size", size, 1, MAX_BATCH_SIZE)
     if not len(batch_sizes):
         raise UserError("batch sizes must be given. Received: none. Leave them out for 1K to 128K")
     return tuple(sorted({int(size) for size in batch_sizes}))
 
 
 def _check_fields(data: PreparedData, fields: Sequence[str]) -> list[str]:
-    known = ", ".join(map(repr, data.spec.ids))
     for field in fields:
-        if field not in data.spec.ids:
-            raise UserError(f"field must be one of {known}. Received: {field!r}")
+        data.check_field(field)
     wanted = list(dict.fromkeys(fields))
     if not 1 <= len(wanted) <= MAX_PANELS:
         raise UserError(

@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 from merlin_cowclip.plugins._checks import is_whole
 from merlin_cowclip.workflows.data.confirmed_workflow import load_confirmed
 from merlin_cowclip.workflows.data.spec import DatasetSpec
-from merlin_cowclip.workflows.errors import UserError
+from merlin_cowclip.workflows.errors import UserError, quoted
 from merlin_cowclip.workflows.folders import package_versions, write_json
 from merlin_cowclip.workflows.manifest import (
     check_manifest,
@@ -219,11 +219,13 @@ class PreparedData:
         """
         import pandas as pd
 
-        if field not in self.spec.ids:
-            raise UserError(
-                f"field must be one of {', '.join(map(repr, self.spec.ids))}. Received: {field!r}"
-            )
+        self.check_field(field)
         return pd.read_parquet(self.path / "counts" / f"{field}.parquet")
+
+    def check_field(self, field: str) -> None:
+        """Raise UserError if there is no such field of ids."""
+        if field not in self.spec.ids:
+            raise UserError(f"field must be one of {quoted(self.spec.ids)}. Received: {field!r}")
 
     def workflow(self, *, trust: bool = False) -> Any:
         """The fitted ``nvtabular.Workflow``: raw rows in, the rows of ``train/`` and ``test/`` out.

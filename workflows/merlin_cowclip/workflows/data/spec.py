@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from merlin_cowclip.plugins._checks import is_whole, unsavable_names, whole_range
+from merlin_cowclip.plugins._checks import unsavable_names
+from merlin_cowclip.workflows.checks import check_whole
 from merlin_cowclip.workflows.errors import UserError, quoted, shown
 
 if sys.version_info >= (3, 11):
@@ -124,9 +125,7 @@ class DatasetSpec:
 
     def _check_roles(self) -> None:
         if not self.ids:
-            raise UserError(
-                "categorical must name at least one column. Received: none (and no lists)"
-            )
+            raise UserError("categorical must name at least one column. Received: none (no lists)")
         role_of = {self.label: "label"}
         for role in ("categorical", "continuous", "lists"):
             for field in getattr(self, role):
@@ -158,7 +157,7 @@ class DatasetSpec:
         twice = sorted({c for c in self.columns if self.columns.count(c) > 1})
         if twice:
             raise UserError(f"columns must be unique. Received twice: {quoted(twice)}")
-        wanted = [self.label, *self.fields, *([self.split.column] if self.split.column else [])]
+        wanted = [self.label, *self.fields, *filter(None, [self.split.column])]
         if missing := [c for c in wanted if c not in self.columns]:
             raise UserError(
                 "columns must hold the label, every field and the split's column. Missing: "
@@ -173,11 +172,7 @@ class DatasetSpec:
                     raise UserError(
                         f"{key} must name fields of ids: {quoted(self.ids)}. Received: {field!r}"
                     )
-                if not is_whole(number, least, most):
-                    raise UserError(
-                        f"{key} must be {whole_range(least, most)}. Received: {number!r}"
-                        + (f" for {field!r}" if field else "")
-                    )
+                check_whole(f"{key} of {field!r}" if field else key, number, least, most)
         for field in self.ids:
             if self.buckets_of(field) > 1 and self.threshold_of(field) < 2:
                 raise UserError(
@@ -207,17 +202,13 @@ class DatasetSpec:
         return (*self.categorical, *self.lists)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON; `from_dict` reads them back."""
+        """JSON values for `from_dict`."""
         values = dataclasses.asdict(self)
         return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> DatasetSpec:
-        """A spec from plain values with the field names as keys; split is a `Split`'s.
-
-        Raises:
-            UserError: an unknown or missing key, or a value that is not valid.
-        """
+        """A spec from JSON values; raises UserError for a key or value that is not valid."""
         _check_keys(values, cls, required=("name", "label"))
         given = {"categorical": (), **values}
         split = given.get("split", Split())
@@ -228,7 +219,7 @@ class DatasetSpec:
 
     @classmethod
     def from_toml(cls, path: str | Path) -> DatasetSpec:
-        """A spec from a TOML file with the same keys; the split is a table ``[split]``.
+        """A spec from a TOML file with the same keys, split as a table ``[split]``.
 
         Raises:
             UserError: the file cannot be read, or is not valid; names file and key.
@@ -246,10 +237,6 @@ class DatasetSpec:
             raise UserError(f"{path}: {error}") from None
 
 
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str) and value != ""
-
-
 def _are_texts(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and all(isinstance(v, str) for v in value)
 
@@ -259,24 +246,22 @@ def _is_character(value: Any) -> bool:
     return one and value not in '"\n\r\0'
 
 
-def _are_label_values(value: Any) -> bool:
-    return value is None or (_are_texts(value) and len(value) == len(set(value)) == 2)
-
-
 # Argument of `DatasetSpec` → whether a value is valid, and what it must be.
+_TEXT = (lambda v: isinstance(v, str) and v != "", "a text that is not empty")
+_NAMES = (_are_texts, "a list of column names")
+_FLAG = (lambda v: isinstance(v, bool), "true or false")
+_CHARACTER = (_is_character, "one ASCII character, not a quote or a line end")
 _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
-    **dict.fromkeys(("name", "label"), (_is_text, "a text that is not empty")),
-    **dict.fromkeys(("categorical", "continuous", "lists"), (_are_texts, "a list of column names")),
+    **{"name": _TEXT, "label": _TEXT, "categorical": _NAMES, "continuous": _NAMES, "lists": _NAMES},
+    **{"header": _FLAG, "quotes": _FLAG, "separator": _CHARACTER, "list_separator": _CHARACTER},
     "columns": (lambda v: v is None or _are_texts(v), "a list of column names"),
     "null_values": (_are_texts, "a list of texts"),
-    "label_values": (_are_label_values, "two different texts, of label 0 and of label 1"),
+    "label_values": (
+        lambda v: v is None or (_are_texts(v) and len(v) == len(set(v)) == 2),
+        "two different texts, of label 0 and of label 1",
+    ),
     "format": (lambda v: v in FORMATS, f"one of {quoted(FORMATS)}"),
     "non_finite": (lambda v: v in NON_FINITE, f"one of {quoted(NON_FINITE)}"),
-    **dict.fromkeys(("header", "quotes"), (lambda v: isinstance(v, bool), "true or false")),
-    **dict.fromkeys(
-        ("separator", "list_separator"),
-        (_is_character, "one ASCII character, not a quote or a line end"),
-    ),
     "split": (lambda v: isinstance(v, Split), "a table with kind and test"),
 }
 
@@ -312,11 +297,7 @@ SPECS: dict[str, DatasetSpec] = {spec.name: spec for spec in (CRITEO, AVAZU)}
 
 
 def find_spec(name_or_path: str | Path) -> DatasetSpec:
-    """The built-in spec of that name, or the one in that .toml file.
-
-    Raises:
-        UserError: neither; lists the names.
-    """
+    """The built-in spec of that name, or the one in that .toml file; UserError if neither."""
     key = str(name_or_path)
     if key in SPECS:
         return SPECS[key]
@@ -329,11 +310,7 @@ def find_spec(name_or_path: str | Path) -> DatasetSpec:
 
 
 def check_input_names(spec: DatasetSpec) -> None:
-    """Check that TensorFlow can save a model with these column names.
-
-    Raises:
-        UserError: names the columns.
-    """
+    """Raise UserError if TensorFlow cannot save a model with these column names."""
     # The label is a part of an output's name: a word of Python's will do.
     label = [spec.label] if unsavable_names([f"{spec.label}.label"]) else []
     inputs = [f"{name}__{end}" for name in spec.lists for end in ("values", "offsets")]

@@ -1,28 +1,27 @@
-"""Made-up click logs in Criteo's and Avazu's file formats, with a truth that is known.
+"""Synthetic click logs in Criteo's and Avazu's formats, with known click probabilities.
 
-Ids follow a power law, fields reach from a few ids to many, values go missing, and a click is drawn
-from a planted probability: effects of single ids, of pairs of ids (dot products of hidden vectors,
-which a linear model cannot see), and weakly of numbers. So the best possible AUC and log loss are
-known, and written beside the log. It says nothing about real logs' accuracy.
+IDs follow a power law, fields have a few IDs to many, and values are missing. A click is drawn from
+a planted probability: effects of single IDs, of pairs of IDs (dot products of hidden vectors, which
+a linear model cannot learn), and weakly of numbers. So the best possible AUC and log loss are known
+and written next to the log. They say nothing about accuracy on real logs.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import os
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from merlin_cowclip.plugins._checks import is_whole
+from merlin_cowclip.workflows.checks import check_whole
 from merlin_cowclip.workflows.data.spec import AVAZU, CRITEO, DatasetSpec
 from merlin_cowclip.workflows.errors import UserError
-from merlin_cowclip.workflows.folders import remove, write_json
+from merlin_cowclip.workflows.folders import all_or_nothing, refuse_existing, write_json
 
 CHUNK_ROWS = 200_000  # drawn and written at a time: bounds the memory
 CALIBRATION_ROWS = 100_000
@@ -38,12 +37,12 @@ class SyntheticTruth:
 
     Args:
         dataset: "criteo" or "avazu".
-        rows: how many were written.
-        seed: of everything random.
-        cardinality: how many ids the largest field draws from.
-        click_rate: the share of rows with label 1.
-        best_auc: AUC of the true probabilities on all rows; no model does better, but by luck. On
-            a part of them, such as a test part, it is another one by chance.
+        rows: number of rows.
+        seed: random seed.
+        cardinality: number of IDs that the largest field draws from.
+        click_rate: share of rows with label 1.
+        best_auc: AUC of the true probabilities on all rows. A part of the rows, such as a test
+            split, differs by random variation.
         best_log_loss: mean log loss of the true probabilities, likewise.
     """
 
@@ -56,17 +55,15 @@ class SyntheticTruth:
     best_log_loss: float
 
 
-@dataclass(frozen=True)
-class _IdField:
+class _IdField(NamedTuple):
     name: str
-    size: float  # the field draws from cardinality ** size ids
+    size: float  # the field draws from cardinality ** size IDs
     missing: float = 0.0
-    values: tuple[str, ...] | None = None  # these texts instead of 8 hex digits
+    values: Sequence[str] = ()  # these texts instead of 8 hex digits
     first: int | None = None  # or the integers from here on
 
 
-@dataclass(frozen=True)
-class _NumberField:
+class _NumberField(NamedTuple):
     name: str
     median: float  # of a log-normal count
     spread: float
@@ -74,54 +71,45 @@ class _NumberField:
     lowest: int = 0
 
 
-@dataclass(frozen=True)
-class _Log:
+class _Log(NamedTuple):
     spec: DatasetSpec
     click_rate: float
-    ids: tuple[_IdField, ...]
-    paired: tuple[str, ...]  # fields with hidden vectors: neither tiny nor huge, so learnable
-    numbers: tuple[_NumberField, ...] = ()
+    ids: Sequence[_IdField]
+    paired: Sequence[str]  # fields with hidden vectors: of medium size, so that they can be learned
+    numbers: Sequence[_NumberField] = ()
 
 
-# Sizes: logarithms of Criteo Kaggle's distinct ids per field, over the largest one's.
+# Sizes: logarithms of Criteo Kaggle's distinct IDs per field, over the largest one's.
 _CRITEO_SIZES = (
     *(0.45, 0.39, 1.0, 0.91, 0.36, 0.20, 0.59, 0.40, 0.07, 0.71, 0.54, 0.99, 0.50),
     *(0.21, 0.60, 0.96, 0.14, 0.54, 0.48, 0.09, 0.98, 0.18, 0.17, 0.78, 0.29, 0.74),
 )
 _CRITEO_MISSING = {"C3": 0.03, "C4": 0.03, "C6": 0.12, "C19": 0.44, "C20": 0.44, "C22": 0.76}
-
+_CRITEO_NUMBERS = (  # median, spread, missing
+    *((2, 1.2, 0.45), (12, 1.8, 0.0), (7, 1.3, 0.22), (5, 1.0, 0.22), (3000, 2.0, 0.03)),
+    *((35, 1.4, 0.22), (4, 1.4, 0.04), (8, 0.9, 0.0), (40, 1.3, 0.04), (1, 0.6, 0.45)),
+    *((2, 0.9, 0.04), (1, 1.0, 0.77), (5, 1.0, 0.22)),
+)
 _LOGS = {
     "criteo": _Log(
-        spec=CRITEO,
-        click_rate=0.25,
-        ids=tuple(
+        CRITEO,
+        0.25,
+        [
             _IdField(name, size, _CRITEO_MISSING.get(name, 0.0))
             for name, size in zip(CRITEO.categorical, _CRITEO_SIZES, strict=True)
-        ),
-        paired=("C2", "C5", "C8", "C14", "C25"),
-        numbers=(
-            _NumberField("I1", 2, 1.2, 0.45),
-            _NumberField("I2", 12, 1.8, 0.0, lowest=-3),
-            _NumberField("I3", 7, 1.3, 0.22),
-            _NumberField("I4", 5, 1.0, 0.22),
-            _NumberField("I5", 3000, 2.0, 0.03),
-            _NumberField("I6", 35, 1.4, 0.22),
-            _NumberField("I7", 4, 1.4, 0.04),
-            _NumberField("I8", 8, 0.9, 0.0),
-            _NumberField("I9", 40, 1.3, 0.04),
-            _NumberField("I10", 1, 0.6, 0.45),
-            _NumberField("I11", 2, 0.9, 0.04),
-            _NumberField("I12", 1, 1.0, 0.77),
-            _NumberField("I13", 5, 1.0, 0.22),
-        ),
+        ],
+        ("C2", "C5", "C8", "C14", "C25"),
+        [
+            _NumberField(name, *numbers, lowest=-3 if name == "I2" else 0)
+            for name, numbers in zip(CRITEO.continuous, _CRITEO_NUMBERS, strict=True)
+        ],
     ),
     "avazu": _Log(
-        spec=AVAZU,
-        click_rate=0.17,
-        ids=(
-            # hour is not drawn: it runs through ten days, as in the real file.
-            _IdField("C1", 0, values=("1005", "1002", "1010", "1012", "1007", "1001", "1008")),
-            _IdField("banner_pos", 0, values=("0", "1", "7", "2", "4", "5", "3")),
+        AVAZU,
+        0.17,
+        [  # hour is not drawn: it runs through ten days, as in the real file
+            _IdField("C1", 0, values=["1005", "1002", "1010", "1012", "1007", "1001", "1008"]),
+            _IdField("banner_pos", 0, values="0172453"),
             _IdField("site_id", 0.55),
             _IdField("site_domain", 0.58),
             _IdField("site_category", 0.21),
@@ -131,18 +119,18 @@ _LOGS = {
             _IdField("device_id", 0.95),
             _IdField("device_ip", 1.0),
             _IdField("device_model", 0.59),
-            _IdField("device_type", 0, values=("1", "0", "4", "5", "2")),
-            _IdField("device_conn_type", 0, values=("0", "2", "3", "5")),
+            _IdField("device_type", 0, values="10452"),
+            _IdField("device_conn_type", 0, values="0235"),
             _IdField("C14", 0.51, first=375),
-            _IdField("C15", 0, values=("320", "300", "216", "728", "120", "1024", "480", "768")),
-            _IdField("C16", 0, values=("50", "250", "36", "480", "90", "20", "768", "320", "1024")),
+            _IdField("C15", 0, values=["320", "300", "216", "728", "120", "1024", "480", "768"]),
+            _IdField("C16", 0, values=["50", "250", "36", "480", "90", "20", "768", "320", "1024"]),
             _IdField("C17", 0.42, first=112),
-            _IdField("C18", 0, values=("0", "3", "2", "1")),
+            _IdField("C18", 0, values="0321"),
             _IdField("C19", 0.29, first=33),
             _IdField("C20", 0.36, first=100_000),
             _IdField("C21", 0.28, first=1),
-        ),
-        paired=("site_category", "app_category", "app_domain", "C17", "C21"),
+        ],
+        ("site_category", "app_category", "app_domain", "C17", "C21"),
     ),
 }
 _AVAZU_COLUMNS = ("id", "click", "hour", *(field.name for field in _LOGS["avazu"].ids))
@@ -157,45 +145,38 @@ def write_synthetic(
     seed: int = 0,
     cardinality: int = 100_000,
 ) -> SyntheticTruth:
-    """Write a made-up raw log, and its truth to ``<path>.truth.json``.
+    """Write a synthetic raw log, and its truth to ``<path>.truth.json``.
 
     Args:
         dataset: "criteo" (tabs, no header) or "avazu" (commas, header).
         path: the file to write, gzipped if it ends in .gz; must not exist.
-        rows: how many.
+        rows: number of rows.
         seed: the same seed and sizes give the same bytes.
-        cardinality: how many ids the largest field draws from; the others scale with it.
+        cardinality: number of IDs that the largest field draws from; the others scale with it.
 
     Returns:
-        What was planted, with the best AUC and log loss that any model can reach.
+        What was planted, with the best AUC and log loss that a model can reach.
 
     Raises:
-        UserError: an unknown data set, too few rows or ids, or a file in the way.
+        UserError: an unknown data set, too few rows or IDs, or a file exists.
     """
     path = Path(path)
     truth_path = path.with_name(path.name + ".truth.json")
     if dataset not in _LOGS:
         raise UserError(f"dataset must be one of 'criteo', 'avazu'. Received: {dataset!r}")
-    for name, value, least in (
-        ("rows", rows, 100),
-        ("seed", seed, 0),
-        ("cardinality", cardinality, 10),
-    ):
-        if not is_whole(value, least):
-            raise UserError(f"{name} must be an integer of at least {least}. Received: {value!r}")
+    check_whole("rows", rows, 100)
+    check_whole("seed", seed, 0)
+    check_whole("cardinality", cardinality, 10)
     for file in (path, truth_path):
-        if os.path.lexists(file):
-            raise UserError(f"output file must not exist. Received: {file}. Name another")
-    if not path.parent.is_dir():
-        raise UserError(f"output file must lie in a folder that exists. Received: {path}")
-
+        refuse_existing(file, "file")
     world = _World(_LOGS[dataset], seed, cardinality)
     labels, probabilities = [], []
-    partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
-    truth_part = partial.with_name(f"{partial.name}-truth")
-    parts, placing = ((truth_part, truth_path), (partial, path)), False
-    try:
-        with _writer(partial, gzipped=path.name.endswith(".gz")) as sink:
+    with (
+        all_or_nothing(path, "file", is_work=False) as log_file,
+        all_or_nothing(truth_path, "file", is_work=False) as truth_file,
+    ):
+        compression = "gzip" if path.suffix == ".gz" else None
+        with pa.output_stream(str(log_file), compression=compression) as sink:
             if world.log.spec.header:  # by hand, for Arrow quotes the names
                 sink.write((",".join(_AVAZU_COLUMNS) + "\n").encode())
             for chunk, start in enumerate(range(0, rows, CHUNK_ROWS)):
@@ -207,46 +188,10 @@ def write_synthetic(
                 probabilities.append(probability.astype(np.float32))
                 table = world.table(columns, label, start, rows, random)
                 _write_lines(table, world.log.spec.separator, sink)
-        truth = _truth(
-            dataset, seed, cardinality, np.concatenate(labels), np.concatenate(probabilities)
-        )
-        write_json(truth_part, dataclasses.asdict(truth))
-        placing = True
-        for part, file in parts:
-            _put_in_place(part, file)
-    finally:
-        placed = [file for part, file in parts if placing and _is_in_place(part, file)]
-        halves = placed if len(placed) < len(parts) else []
-        remove(*halves, truth_part, partial)
+        all_labels, scores = np.concatenate(labels), np.concatenate(probabilities)
+        truth = _truth(dataset, seed, cardinality, all_labels, scores)
+        write_json(truth_file, dataclasses.asdict(truth))
     return truth
-
-
-def _put_in_place(part: Path, file: Path) -> None:
-    """Give a whole file its name, unless something else has got it meanwhile."""
-    try:
-        os.link(part, file)
-    except OSError:
-        if os.path.lexists(file):
-            raise UserError(
-                f"output file must not exist. Received: {file}, which appeared meanwhile. Name "
-                "another"
-            ) from None
-        os.rename(part, file)  # on a disk without links
-
-
-def _is_in_place(part: Path, file: Path) -> bool:
-    """Whether what has the name of a part that was whole is ours."""
-    return file.exists() and (not part.exists() or file.samefile(part))
-
-
-@contextlib.contextmanager
-def _writer(path: Path, gzipped: bool) -> Iterator[pa.NativeFile]:
-    with pa.OSFile(str(path), "wb") as file:
-        if not gzipped:
-            yield file
-        else:
-            with pa.CompressedOutputStream(file, "gzip") as stream:
-                yield stream
 
 
 def _write_lines(table: pa.Table, separator: str, sink: pa.NativeFile) -> None:
@@ -302,15 +247,12 @@ class _World:
     def _plant(
         self, number: int, field: _IdField, cardinality: int, random: np.random.Generator
     ) -> None:
-        if field.values is not None:
-            size = len(field.values)
-            texts = pa.array(field.values)
-        else:
-            size = max(3, round(cardinality**field.size))
-            if field.first is not None:
-                texts = pa.array(np.arange(field.first, field.first + size)).cast(pa.string())
-            else:
-                texts = pa.array(_hex(number, size)).cast(pa.string())
+        size = len(field.values) or max(3, round(cardinality**field.size))
+        values: Sequence[str] | np.ndarray = list(field.values)
+        if not field.values:
+            first = field.first
+            values = _hex(number, size) if first is None else np.arange(first, first + size)
+        texts = pa.array(values).cast(pa.string())
         # Zipf, flattened at the head so that no single id is the whole field.
         share = (np.arange(size) + 3.0) ** -random.uniform(1.05, 1.3)
         share /= share.sum()
@@ -328,7 +270,7 @@ class _World:
             self.vectors[field.name] = vectors
 
     def draw(self, n: int, random: np.random.Generator) -> tuple[dict[str, np.ndarray], np.ndarray]:
-        """``n`` rows (id fields: places, the last one for missing; numbers: NaN) and P(click)."""
+        """``n`` rows (IDs: indices, the last one for missing; numbers: NaN) and P(click)."""
         columns, effects = self._draw(n, random)
         logit = self.factor * self._effect(effects) + self.intercept
         return columns, 1.0 / (1.0 + np.exp(-logit))

@@ -115,6 +115,19 @@ class ColumnStore:
             except OSError as error:  # NumPy does not say why less was written than given
                 raise OSError(error.errno or errno.ENOSPC, *error.args[-1:]) from None
 
+    def store_texts(self, name: str, texts: pa.Array) -> None:
+        """Put the distinct texts of a column of ids on disk."""
+        batch = pa.record_batch([texts], ["texts"])
+        with (
+            self._written(self._texts(name)) as path,
+            pa.ipc.new_file(str(path), batch.schema) as file,
+        ):
+            file.write(batch)
+
+    def load_texts(self, name: str) -> pa.Array:
+        """The stored texts, mapped."""
+        return pa.ipc.open_file(pa.memory_map(str(self.folder / self._texts(name)))).get_batch(0)[0]
+
     def load(self, name: str) -> np.ndarray:
         """A stored array, mapped: its pages are the system's memory and not ours."""
         return np.load(self.folder / self._array(name), mmap_mode="r")
@@ -127,6 +140,9 @@ class ColumnStore:
 
     def _array(self, name: str) -> str:
         return f"column-{self._names.index(name)}.npy"
+
+    def _texts(self, name: str) -> str:
+        return f"texts-{self._names.index(name)}.arrow"
 
     @contextlib.contextmanager
     def _written(self, name: str) -> Iterator[Path]:

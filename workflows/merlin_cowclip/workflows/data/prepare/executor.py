@@ -71,8 +71,6 @@ def make_executor(workers: int, device: str, scratch: Path) -> Iterator[Executor
     options = {**cluster_options(workers, device), "local_directory": str(scratch)}
     with dask.config.set(SETTINGS), kind(**options) as cluster, Client(cluster) as client:
         client.register_worker_plugin(IgnoreSigint())
-        if device == "gpu":
-            client.register_worker_plugin(CupyFromRmm())
         print(f"Dask dashboard: {client.dashboard_link}", file=sys.stderr, flush=True)
         try:
             yield client.get_executor(pure=False)  # two equal tasks are two tasks
@@ -95,7 +93,7 @@ def check_executor(workers: int, device: str) -> None:
         raise UserError(f"workers must be an integer of at least 0. Received: {workers!r}")
     if device == "cpu":
         return
-    for package in ("cudf", "dask_cuda"):
+    for package in ("cudf", "dask_cudf", "dask_cuda"):
         if importlib.util.find_spec(package) is None:
             raise UserError(
                 f"--device gpu needs the package {package}. Use one of NVIDIA's Merlin containers, "
@@ -158,16 +156,3 @@ class IgnoreSigint:
     def setup(self, worker: Any) -> None:
         """Called by Dask in every worker's main thread."""
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-
-class CupyFromRmm:
-    """A GPU worker's plugin: CuPy's arrays come from the pool that cuDF's are in."""
-
-    name = "cupy-from-rmm"
-
-    def setup(self, worker: Any) -> None:
-        """Called by Dask in every worker, in those that replace dead ones as well."""
-        import cupy  # type: ignore[import-not-found]
-        from rmm.allocators.cupy import rmm_cupy_allocator  # type: ignore[import-not-found]
-
-        cupy.cuda.set_allocator(rmm_cupy_allocator)

@@ -1,4 +1,4 @@
-"""One field: its statistics, its encoded values, and what is reported of it."""
+"""One field: its statistics, its encoded values, and its report."""
 
 from __future__ import annotations
 
@@ -11,10 +11,7 @@ import numpy as np
 from merlin_cowclip.workflows.data.prepare.column_store import IN_TRAIN, OFFSETS, ColumnStore
 from merlin_cowclip.workflows.data.prepare.nvt_workflow import write_ids
 from merlin_cowclip.workflows.data.prepare.statistics import (
-    MISSING,
-    UNKNOWN,
     count_ids,
-    encode_ids,
     scaled,
     unit_range,
     widened,
@@ -32,62 +29,87 @@ class Fitted:
     high: float = 0.0
 
 
-def fit(name: str, store: ColumnStore, folder: Path, device: str) -> Fitted:
-    """Compute a field's statistics of the training part, and encode all of its values.
+def fit(name: str, store: ColumnStore, folder: Path) -> Fitted:
+    """Compute a field's statistics of the training split, and encode all of its values.
 
     It writes the encoded column, and in the prepared folder vocabulary and counts; the same files
     if it is done again.
 
     Raises:
-        UserError: the training part has no value, or every id is rarer than the threshold.
+        UserError: as `describe`.
+    """
+    spec = store.spec
+    if name in spec.continuous:
+        numbers = store.numbers(name, np.float64)
+        fitted = _describe_numbers(name, store, numbers)
+        store.store(name, unit_range(numbers, *widened(fitted.low, fitted.high)))
+        return fitted
+    codes, texts = store.codes(name)
+    report = _describe_ids(name, store, codes, len(texts))
+    in_train, threshold = _in_train(name, store), spec.threshold_of(name)
+    statistics = count_ids(
+        codes, texts, in_train, threshold=threshold, buckets=spec.buckets_of(name)
+    )
+    store.store(name, statistics.encode[codes])
+    write_ids(folder, name, statistics)
+    return Fitted(report, cardinality=statistics.cardinality)
+
+
+def describe(name: str, store: ColumnStore) -> Fitted:
+    """Store a field as it is: numbers, NaN where missing; ids as codes and texts. Report on it.
+
+    Raises:
+        UserError: the training split has no value, or every id is rarer than the threshold.
     """
     if name in store.spec.continuous:
-        return _fit_continuous(name, store, device)
-    return _fit_categorical(name, store, folder, device)
-
-
-def _fit_categorical(name: str, store: ColumnStore, folder: Path, device: str) -> Fitted:
-    spec, in_train = store.spec, np.asarray(store.load(IN_TRAIN))
+        numbers = store.numbers(name, np.float64)
+        store.store(name, numbers)
+        return _describe_numbers(name, store, numbers)
     codes, texts = store.codes(name)
-    if name in spec.lists:
-        in_train = np.repeat(in_train, np.diff(store.load(name + OFFSETS)))
-    threshold = spec.threshold_of(name)
-    statistics = count_ids(
-        codes,
-        texts,
-        in_train,
-        threshold=threshold,
-        buckets=spec.buckets_of(name),
-        device=device,
-    )
-    if not statistics.distinct:
+    store.store(name, codes)
+    store.store_texts(name, texts)
+    return Fitted(_describe_ids(name, store, codes, len(texts)))
+
+
+def _in_train(name: str, store: ColumnStore) -> np.ndarray:
+    """Whether each value belongs to the training split."""
+    in_train = np.asarray(store.load(IN_TRAIN))
+    if name in store.spec.lists:
+        return np.repeat(in_train, np.diff(store.load(name + OFFSETS)))
+    return in_train
+
+
+def _describe_ids(name: str, store: ColumnStore, codes: np.ndarray, texts: int) -> dict[str, Any]:
+    in_train = _in_train(name, store)
+    train, test = codes[in_train], codes[~in_train]
+    counts = np.bincount(train + 1, minlength=texts + 1)
+    missing, counts = int(counts[0]), counts[1:]
+    threshold = store.spec.threshold_of(name)
+    rare = counts < max(threshold, 1)
+    distinct = int(np.count_nonzero(counts))
+    if not distinct:
         raise _all_missing(name, in_train)
-    if not len(statistics.vocabulary):
+    if rare.all():
         raise UserError(
             f"no id of {name!r} occurs {threshold:,} times in the training rows (freq_threshold). "
             "Lower it, or take the column out"
         )
-    ids = encode_ids(codes, statistics.encode, device)
-    store.store(name, ids)
-    write_ids(folder, name, statistics)
-    test = ids[~in_train]
     report: dict[str, Any] = {
-        "occurrences": int(in_train.sum()),
-        "distinct": statistics.distinct,
-        "missing": statistics.missing,
-        "below_threshold": int(statistics.unknown.sum()),
+        "occurrences": len(train),
+        "distinct": distinct,
+        "missing": missing,
+        "below_threshold": int(counts[rare].sum()),
         "test_occurrences": len(test),
-        "test_missing": int(np.count_nonzero(test == MISSING)),
-        "test_unknown": int(np.count_nonzero((test >= UNKNOWN) & (test < statistics.first_id))),
+        "test_missing": int(np.count_nonzero(test < 0)),
+        "test_unknown": int(np.count_nonzero(np.append(rare, False)[test])),
     }
-    if statistics.distinct == 1 and not statistics.missing:
+    if distinct == 1 and not missing:
         report["note"] = "all training rows have the same id: leave the column out"
-    return Fitted(report, cardinality=statistics.cardinality)
+    return report
 
 
-def _fit_continuous(name: str, store: ColumnStore, device: str) -> Fitted:
-    numbers = store.numbers(name, np.float64)  # NaN where missing
-    in_train = np.asarray(store.load(IN_TRAIN))
+def _describe_numbers(name: str, store: ColumnStore, numbers: np.ndarray) -> Fitted:
+    in_train = _in_train(name, store)
     train, test = numbers[in_train], numbers[~in_train]
     held = train[~np.isnan(train)]
     if not len(held):
@@ -98,7 +120,6 @@ def _fit_continuous(name: str, store: ColumnStore, device: str) -> Fitted:
         low, high = min(low, 0.0), max(high, 0.0)
     if not np.isfinite(np.subtract(high, low)):
         raise UserError(f"the range of column {name!r} is too large: {low} to {high}. Scale it")
-    store.store(name, unit_range(numbers, *widened(low, high), device))
     with np.errstate(invalid="ignore"):
         beyond = int(np.count_nonzero((test < low) | (test > high)))
     report: dict[str, Any] = {

@@ -74,7 +74,6 @@ def save_fitted_workflow(
     """
     with quiet_imports():
         from merlin.dag import Graph
-        from merlin.schema import ColumnSchema, Schema
 
         from merlin_cowclip.workflows.data.prepare.operators import EncodeIds, UnitRange
     workflow = build_workflow(spec, folder / "workflow")
@@ -90,20 +89,21 @@ def save_fitted_workflow(
         for node in Graph.get_nodes_by_op_type([workflow.output_node], kind):
             node.op.fit_finalize(found)
             node.op.fitted = True
-    workflow.fit_schema(
-        Schema(
-            [
-                ColumnSchema(spec.label, dtype="int64"),
-                *(ColumnSchema(name, dtype="float64") for name in spec.continuous),
-                *(ColumnSchema(name, dtype="str") for name in spec.categorical),
-                *(
-                    ColumnSchema(name, dtype="str", is_list=True, is_ragged=True)
-                    for name in spec.lists
-                ),
-            ]
-        )
-    )
+    workflow.fit_schema(raw_schema(spec))
     save_workflow(workflow, folder, (spec.label, *spec.fields))
+
+
+def raw_schema(spec: DatasetSpec) -> Schema:
+    """The columns that the workflow reads."""
+    with quiet_imports():
+        from merlin.schema import ColumnSchema, Schema
+    columns = [ColumnSchema(spec.label, dtype="int64")]
+    columns += [ColumnSchema(name, dtype="float64") for name in spec.continuous]
+    columns += [ColumnSchema(name, dtype="str") for name in spec.categorical]
+    columns += [
+        ColumnSchema(name, dtype="str", is_list=True, is_ragged=True) for name in spec.lists
+    ]
+    return Schema(columns)
 
 
 def create_id_folders(folder: Path) -> None:

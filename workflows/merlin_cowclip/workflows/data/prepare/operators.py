@@ -96,12 +96,32 @@ class EncodeIds(Categorify):
     def transform(self, col_selector: Any, df: Any) -> Any:
         """Ids as int64: 1 for a missing one, 2 (or a bucket) for one not in the vocabulary.
 
+        A cuDF frame must have ids as text, or lists of text. Stock Categorify encodes it on the
+        GPU, except lists, hashed ids and columns of nulls, which are encoded as on a CPU.
+
         Raises:
             UserError: ids of another type than text and integers; cells of lists that are none.
         """
-        frame = df if isinstance(df, pd.DataFrame) else df.to_pandas()
-        out = frame[col_selector.names].copy(deep=False)
-        for name in col_selector.names:
+        names = list(col_selector.names)
+        if not hasattr(df, "to_pandas"):
+            return self._transform(df[names])
+        on_cpu = [
+            name
+            for name in names
+            if name in self.lists or self._buckets(name) > 1 or df[name].isna().all()
+        ]
+        on_gpu = [name for name in names if name not in on_cpu]
+        out = df[names].reset_index(drop=True)
+        if on_gpu:
+            out = super().transform(type(col_selector)(on_gpu), out)
+        encoded = type(df).from_pandas(self._transform(out[on_cpu].to_pandas()))
+        for name in on_cpu:
+            out[name] = encoded[name]
+        return out
+
+    def _transform(self, frame: pd.DataFrame) -> pd.DataFrame:
+        out = frame.copy(deep=False)
+        for name in frame.columns:
             texts = self._as_text(frame[name])
             if name not in self.lists:
                 ids: Any = self._encode(name, texts.to_numpy(zero_copy_only=False))
@@ -111,7 +131,7 @@ class EncodeIds(Categorify):
                 ids = np.empty(len(frame), dtype=object)
                 ids[:] = np.split(flat, ends[:-1]) if len(frame) else []
             out[name] = pd.Series(ids, index=frame.index)
-        return out if frame is df else type(df).from_pandas(out)
+        return out
 
     def _as_text(self, column: pd.Series) -> pa.Array:
         is_list = column.name in self.lists

@@ -10,7 +10,7 @@ import functools
 import re
 import shutil
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,23 +27,25 @@ from merlin_cowclip.workflows.data.prepare.executor import (
     make_executor,
     parallel_tasks,
 )
-from merlin_cowclip.workflows.data.prepare.fit import Fitted, fit
+from merlin_cowclip.workflows.data.prepare.fit import Fitted, describe, fit
 from merlin_cowclip.workflows.data.prepare.nvt_workflow import (
     create_id_folders,
     save_fitted_workflow,
 )
+from merlin_cowclip.workflows.data.prepare.nvtabular_engine import fit_and_encode
 from merlin_cowclip.workflows.data.prepare.split import split_rows
-from merlin_cowclip.workflows.data.prepare.write import PART_ROWS, part_jobs, write_part
-from merlin_cowclip.workflows.data.prepared_data import PreparedData, write_record
+from merlin_cowclip.workflows.data.prepare.write import PART_ROWS, PartJob, part_jobs, write_part
+from merlin_cowclip.workflows.data.prepared_data import PARTS, PreparedData, write_record
 from merlin_cowclip.workflows.data.sources.base import TIME, Source, unchanged
 from merlin_cowclip.workflows.data.sources.csv import CsvSource
 from merlin_cowclip.workflows.data.sources.files import expand_paths
 from merlin_cowclip.workflows.data.sources.parquet import ParquetSource
 from merlin_cowclip.workflows.data.spec import DatasetSpec
-from merlin_cowclip.workflows.errors import UserError
+from merlin_cowclip.workflows.errors import UserError, quoted
 from merlin_cowclip.workflows.folders import all_or_nothing, refuse_existing
 from merlin_cowclip.workflows.progress import progress_bar
 
+ENGINES = ("arrow", "nvtabular")
 READERS: dict[str, type[Source]] = {"csv": CsvSource, "parquet": ParquetSource}
 CHUNK_BYTES = (8 << 20, 256 << 20)  # of a log that one task reads, at least and at most
 CHUNKS_PER_WORKER = 4  # so that all end at about the same time
@@ -59,6 +61,7 @@ def prepare(
     part_rows: int = PART_ROWS,
     workers: int = 0,
     device: Literal["cpu", "gpu"] = "cpu",
+    engine: Literal["arrow", "nvtabular"] | None = None,
 ) -> PreparedData:
     """Turn raw logs into training and test data, at ``out``.
 
@@ -78,7 +81,9 @@ def prepare(
         workers: processes of a Dask cluster; 0 for threads of this process. A worker that dies is
             replaced, and its tasks are done again. (As with all of Dask's processes, the calling
             script needs an ``if __name__ == "__main__"``.)
-        device: where columns are counted and encoded: "cpu", or "gpu" for dask-cuda's workers.
+        device: where NVTabular runs: "cpu", or "gpu" for dask-cuda's workers.
+        engine: what fits and encodes columns: "arrow", or "nvtabular", which ``device="gpu"``
+            implies. Its ids of equal counts may be numbered differently.
 
     Returns:
         The folder, opened.
@@ -94,6 +99,11 @@ def prepare(
         raise UserError(f"part_rows must be an integer of at least 1. Received: {part_rows!r}")
     refuse_existing(out)
     _check_place(out)
+    engine = engine or ("nvtabular" if device == "gpu" else "arrow")
+    if engine not in ENGINES:
+        raise UserError(f"engine must be one of {quoted(ENGINES)}. Received: {engine!r}")
+    if engine == "arrow" and device == "gpu":
+        raise UserError("device 'gpu' needs engine 'nvtabular'. Leave one of them out")
     check_executor(workers, device)
     sources = [READERS[spec.format](spec, path) for path in expand_paths(inputs)]
     for source in sources:
@@ -101,12 +111,19 @@ def prepare(
     with all_or_nothing(out) as folder:
         scratch = folder / ".scratch"
         scratch.mkdir()
-        with make_executor(workers, device, scratch) as executor:
+        # Text is always read on CPUs, for NVTabular by threads.
+        readers = workers if engine == "arrow" else 0
+        with make_executor(readers, "cpu", scratch) as executor:
             store = ColumnStore(scratch, spec)
-            run = _Pipeline(spec, sources, store, folder, executor, device, progress)
-            record = run.record(int(seed), part_rows, parallel_tasks(workers, device))
+            run = _Pipeline(spec, sources, store, folder, executor, progress)
+            tasks = parallel_tasks(readers, "cpu")
+            if engine == "arrow":
+                record = run.record(int(seed), part_rows, tasks, run.by_arrow)
+            else:
+                by_nvtabular = functools.partial(run.by_nvtabular, workers=workers, device=device)
+                record = run.record(int(seed), part_rows, tasks, by_nvtabular)
         shutil.rmtree(scratch, ignore_errors=True)
-        record = write_record(folder, record)
+        record = write_record(folder, {**record, "engine": engine})
     return PreparedData(out, spec, record)
 
 
@@ -127,20 +144,23 @@ class _Pipeline:
     store: ColumnStore
     folder: Path
     executor: Executor
-    device: str
     progress: bool
 
-    def record(self, seed: int, part_rows: int, tasks: int) -> dict[str, Any]:
-        """Do them all; returns the record."""
+    def record(
+        self,
+        seed: int,
+        part_rows: int,
+        tasks: int,
+        encode: Callable[[list[PartJob]], tuple[dict[str, Fitted], dict[str, int]]],
+    ) -> dict[str, Any]:
+        """Do them all; returns the record. ``encode`` fits the fields and writes the parts."""
         spec = self.spec
         with unchanged(self.sources):
             replaced = self._read(tasks)
         rows, positives = self._split(seed)
-        fitted = self._fit()
-        ranges = {name: (fitted[name].low, fitted[name].high) for name in spec.continuous}
-        save_fitted_workflow(spec, self.folder, ranges)
-        for part, total in rows.items():
-            self._write(part, total, part_rows)
+        fitted, cardinalities = encode(
+            [job for part, total in rows.items() for job in part_jobs(part, total, part_rows)]
+        )
         fields = {name: fitted[name].report for name in spec.fields}
         for name in spec.continuous:
             fields[name]["not_finite"] = replaced[name]  # among the missing ones
@@ -149,10 +169,40 @@ class _Pipeline:
             "inputs": [{"path": str(s.path), "bytes": s.state.bytes} for s in self.sources],
             "seed": seed,
             "rows": rows,
-            "cardinalities": {name: fitted[name].cardinality for name in spec.ids},
-            "ranges": {name: list(ends) for name, ends in ranges.items()},
+            "cardinalities": cardinalities,
+            "ranges": {name: [fitted[name].low, fitted[name].high] for name in spec.continuous},
             "report": {"rows": rows, "positives": positives, "fields": fields},
         }
+
+    def by_arrow(self, jobs: list[PartJob]) -> tuple[dict[str, Fitted], dict[str, int]]:
+        """Fit and encode one column after the other, and write the parts."""
+        spec, folder = self.spec, self.folder
+        create_id_folders(folder)
+        fitted = self._fit("fitting", functools.partial(fit, folder=folder))
+        ranges = {name: (fitted[name].low, fitted[name].high) for name in spec.continuous}
+        save_fitted_workflow(spec, folder, ranges)
+        self._write(jobs, folder)
+        return fitted, {name: fitted[name].cardinality for name in spec.ids}
+
+    def by_nvtabular(
+        self, jobs: list[PartJob], workers: int, device: str
+    ) -> tuple[dict[str, Fitted], dict[str, int]]:
+        """Write raw parts; NVTabular fits and encodes them."""
+        fitted = self._fit("columns", describe)
+        raw = self.store.folder / "raw"
+        self._write(jobs, raw, raw=True)
+        for part in PARTS:
+            (self.folder / part).mkdir()
+        cardinalities = fit_and_encode(
+            self.spec,
+            raw,
+            self.folder,
+            jobs,
+            workers=workers,
+            device=device,
+            progress=self.progress,
+        )
+        return fitted, cardinalities
 
     def _read(self, tasks: int) -> Counter[str]:
         """Store all columns; returns, by column, how many numbers were not finite."""
@@ -188,24 +238,25 @@ class _Pipeline:
         store.store(ROWS["test"], parts.test)
         return parts.rows, parts.positives
 
-    def _fit(self) -> dict[str, Fitted]:
-        create_id_folders(self.folder)
+    def _fit(self, title: str, fit_one: Callable[..., Fitted]) -> dict[str, Fitted]:
         names = [*self.spec.ids, *self.spec.continuous]
-        task = functools.partial(fit, store=self.store, folder=self.folder, device=self.device)
-        fitted = {}
-        with progress_bar("fitting", len(names), " columns", show=self.progress) as bar:
+        task = functools.partial(fit_one, store=self.store)
+        with progress_bar(title, len(names), " columns", show=self.progress) as bar:
+            fitted = {}
             for name, found in zip(names, self.executor.map(task, names), strict=True):
                 fitted[name] = found
                 bar.update(1)
         return fitted
 
-    def _write(self, part: str, total: int, part_rows: int) -> None:
-        (self.folder / part).mkdir()
-        jobs = part_jobs(part, total, part_rows)
-        task = functools.partial(write_part, store=self.store, folder=self.folder)
-        with progress_bar(part, total, show=self.progress) as bar:
-            for written in self.executor.map(task, jobs):
-                bar.update(written)
+    def _write(self, jobs: list[PartJob], folder: Path, raw: bool = False) -> None:
+        task = functools.partial(write_part, store=self.store, folder=folder, raw=raw)
+        for part in PARTS:
+            (folder / part).mkdir(parents=True)
+            mine = [job for job in jobs if job.part == part]
+            title = f"raw {part}" if raw else part
+            with progress_bar(title, mine[-1].stop, show=self.progress) as bar:
+                for written in self.executor.map(task, mine):
+                    bar.update(written)
 
 
 def _chunk_bytes(total: int, tasks: int) -> int:

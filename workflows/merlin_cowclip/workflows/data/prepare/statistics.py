@@ -1,9 +1,4 @@
-"""Statistics of a column and its encoded values, on a CPU (NumPy) or a GPU (CuPy, cuDF).
-
-The same few array operations on both, so that both give the same ids to the last one. A column is
-in the host's memory; on a GPU are a slice of `DEVICE_ROWS` of it at a time and a few numbers per
-distinct id.
-"""
+"""Statistics of a column and its encoded values; temporary arrays have `SLICE_ROWS` at most."""
 
 from __future__ import annotations
 
@@ -16,8 +11,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 
-DEVICE_ROWS = 1 << 24  # of a column on a device at a time: 0.6 GiB at most
-DEVICE_TEXT = 1 << 30  # bytes of distinct ids that are sorted on a device; cuDF holds 2 GiB at most
+SLICE_ROWS = 1 << 24
 PADDING, MISSING, UNKNOWN = 0, 1, 2  # Categorify's ids; `UNKNOWN` is the first hash bucket
 
 
@@ -58,15 +52,6 @@ class IdStatistics:
         return counts.astype(np.int64)
 
 
-def arrays(device: str) -> Any:
-    """NumPy, or CuPy for "gpu"."""
-    if device == "gpu":
-        import cupy  # type: ignore[import-not-found]
-
-        return cupy
-    return np
-
-
 def count_ids(
     codes: np.ndarray,
     texts: pa.Array,
@@ -74,9 +59,8 @@ def count_ids(
     *,
     threshold: int = 0,
     buckets: int = 1,
-    device: str = "cpu",
 ) -> IdStatistics:
-    """Count the training part's ids, and rank them by falling count.
+    """Count the training part's ids, and rank them by descending count.
 
     Args:
         codes: n, places in `texts`; -1 for a missing id.
@@ -84,16 +68,12 @@ def count_ids(
         in_train: n, whether an occurrence belongs to the training part.
         threshold: ids that occur less often are unknown.
         buckets: rows that unknown ids share by `hash_bucket`.
-        device: "cpu" or "gpu".
     """
-    xp = arrays(device)
-    totals = xp.zeros(len(texts) + 1, dtype=xp.int64)
+    counts = np.zeros(len(texts) + 1, np.int64)
     for part in _slices(len(codes)):
-        held = xp.asarray(codes[part])[xp.asarray(in_train[part])]
-        totals += xp.bincount(held + 1, minlength=len(totals))
-    counts = _on_host(totals)
+        counts += np.bincount(codes[part][in_train[part]] + 1, minlength=len(counts))
     missing, counts = int(counts[0]), counts[1:]
-    by_text = _order(texts, device)
+    by_text = pc.sort_indices(texts).to_numpy()
     order = by_text[np.argsort(-counts[by_text], kind="stable")]  # ties: by text
     distinct = int(np.count_nonzero(counts))  # the rest occurs in the test part only
     kept = order[: int(np.count_nonzero(counts >= max(threshold, 1)))]
@@ -115,19 +95,10 @@ def count_ids(
     )
 
 
-def encode_ids(codes: np.ndarray, encode: np.ndarray, device: str = "cpu") -> np.ndarray:
-    """Ids of staged codes, n, int32."""
-    xp = arrays(device)
-    table, ids = xp.asarray(encode), np.empty(len(codes), encode.dtype)
-    for part in _slices(len(codes)):
-        ids[part] = _on_host(table[xp.asarray(codes[part])])
-    return ids
-
-
 def hash_bucket(texts: Any, buckets: int) -> np.ndarray:
-    """The bucket of each text, n: pandas's hash, on whatever device, so that it is always the same.
+    """The bucket of each text, n, by pandas's hash: the same on CPUs and GPUs.
 
-    (Stock Categorify hashes with the data frame's library, and so differently on a GPU.)
+    (Stock Categorify's depends on the device and, on a CPU, on the index of the frame.)
     """
     values = texts.to_numpy(zero_copy_only=False) if isinstance(texts, pa.Array) else texts
     values = np.asarray(values, dtype=object)
@@ -144,33 +115,18 @@ def scaled(numbers: Any, low: float, high: float) -> Any:
     return (numbers - low) / (high - low)
 
 
-def unit_range(numbers: np.ndarray, low: float, high: float, device: str = "cpu") -> np.ndarray:
+def unit_range(numbers: np.ndarray, low: float, high: float) -> np.ndarray:
     """Numbers scaled to [0, 1] by a range and clipped, n, float32; NaN counts as 0 before.
 
     As FillMissing, UnitRange and Clip do it in the saved workflow, to the bit.
     """
-    xp = arrays(device)
     units = np.empty(len(numbers), np.float32)
     for part in _slices(len(numbers)):
-        given = xp.asarray(numbers[part])
         with np.errstate(over="ignore"):  # beyond the range: clipped
-            unit = scaled(xp.where(xp.isnan(given), 0.0, given), low, high).astype(np.float32)
-        units[part] = _on_host(xp.clip(unit, 0.0, 1.0))
+            unit = scaled(np.where(np.isnan(numbers[part]), 0.0, numbers[part]), low, high)
+            units[part] = np.clip(unit.astype(np.float32), 0.0, 1.0)
     return units
 
 
 def _slices(rows: int) -> Iterator[slice]:
-    return (slice(start, start + DEVICE_ROWS) for start in range(0, rows, DEVICE_ROWS))
-
-
-def _order(texts: pa.Array, device: str) -> np.ndarray:
-    """Places that sort texts by their bytes."""
-    if device == "gpu" and texts.nbytes <= DEVICE_TEXT:
-        import cudf  # type: ignore[import-not-found]
-
-        return _on_host(cudf.Series.from_arrow(texts).argsort().values)
-    return pc.sort_indices(texts).to_numpy()
-
-
-def _on_host(values: Any) -> np.ndarray:
-    return values.get() if hasattr(values, "get") else values
+    return (slice(start, start + SLICE_ROWS) for start in range(0, rows, SLICE_ROWS))

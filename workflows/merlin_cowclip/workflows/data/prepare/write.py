@@ -29,6 +29,11 @@ class PartJob:
     stop: int
     group: int  # rows of a row group
 
+    @property
+    def name(self) -> str:
+        """The file's, in the folder of the parts."""
+        return f"{self.part}/part-{self.number:05d}.parquet"
+
 
 def part_jobs(part: str, total: int, most: int) -> list[PartJob]:
     """Divide a part's rows into files of about one size, of at most ``most`` rows."""
@@ -40,12 +45,12 @@ def part_jobs(part: str, total: int, most: int) -> list[PartJob]:
     return [PartJob(part, i, cuts[i], cuts[i + 1], group) for i in range(files)]
 
 
-def write_part(job: PartJob, store: ColumnStore, folder: Path) -> int:
-    """Write one output file; returns its rows."""
+def write_part(job: PartJob, store: ColumnStore, folder: Path, raw: bool = False) -> int:
+    """Write one output file, with raw ids if they are stored as codes; returns its rows."""
     rows = np.asarray(store.load(ROWS[job.part])[job.start : job.stop])
     names = (store.spec.label, *store.spec.fields)
-    table = pa.table({name: _gather(store, name, rows) for name in names})
-    path = folder / job.part / f"part-{job.number:05d}.parquet"
+    table = pa.table({name: _gather(store, name, rows, raw) for name in names})
+    path = folder / job.name
     # Not beside it: of a worker that dies meanwhile, nothing stays in the finished folder.
     partial = store.folder / f"{job.part}-{path.name}-{os.getpid()}-{secrets.token_hex(4)}"
     try:
@@ -56,17 +61,24 @@ def write_part(job: PartJob, store: ColumnStore, folder: Path) -> int:
     return len(rows)
 
 
-def _gather(store: ColumnStore, name: str, rows: np.ndarray) -> pa.Array:
+def _gather(store: ColumnStore, name: str, rows: np.ndarray, raw: bool) -> pa.Array:
     spec, column = store.spec, store.load(name)
     if name in spec.continuous:
-        return pa.array(column[rows])
+        return pa.array(column[rows], from_pandas=True)
+    texts = store.load_texts(name) if raw and name in spec.ids else None
     if name not in spec.lists:
-        # Merlin's own type for ids and labels; on disk the small ones stay small.
-        return pa.array(column[rows].astype(np.int64))
+        return _values(column[rows], texts)
     all_offsets = store.load(name + OFFSETS)
     starts = all_offsets[rows]
     lengths = all_offsets[rows.astype(np.int64) + 1] - starts
     ends = np.cumsum(lengths)
     places = np.arange(ends[-1]) + np.repeat(starts - (ends - lengths), lengths)
     offsets = np.concatenate([[0], ends]).astype(np.int32)
-    return pa.ListArray.from_arrays(offsets, column[places].astype(np.int64))
+    return pa.ListArray.from_arrays(offsets, _values(column[places], texts))
+
+
+def _values(values: np.ndarray, texts: pa.Array | None) -> pa.Array:
+    if texts is not None:
+        return texts.take(pa.array(values, mask=values < 0))
+    # Merlin's own type for ids and labels; on disk the small ones stay small.
+    return pa.array(values.astype(np.int64))
