@@ -27,7 +27,7 @@ import pyarrow.parquet as pq
 from merlin_cowclip.plugins._tensorflow import mm, tf
 from merlin_cowclip.workflows.data.prepare.pipeline import prepare
 from merlin_cowclip.workflows.data.prepare.write import ROW_GROUP_ROWS
-from merlin_cowclip.workflows.data.prepared_data import PreparedData
+from merlin_cowclip.workflows.data.prepared_data import RECORD, PreparedData, write_record
 from merlin_cowclip.workflows.data.spec import CRITEO
 from merlin_cowclip.workflows.data.synthetic import write_synthetic
 from merlin_cowclip.workflows.quiet import quiet_imports
@@ -53,8 +53,9 @@ def data_of(rows: int, home: Path) -> PreparedData:
         path = data.path / "train" / f"part-{i:05d}.parquet"
         pq.write_table(drawn, path, row_group_size=ROW_GROUP_ROWS)
     record = {**data.record, "rows": {**data.rows, "train": FILES * (rows // FILES)}}
-    del record["manifest"]  # of other files
-    return PreparedData(data.path, data.spec, record)
+    (data.path / RECORD).unlink()
+    write_record(data.path, record)  # with a manifest of these files
+    return PreparedData.open(data.path)
 
 
 def merlins(data: PreparedData, batch: int) -> mm.Loader:

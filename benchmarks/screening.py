@@ -29,12 +29,12 @@ from typing import Any, NamedTuple
 from scipy.stats import spearmanr
 
 from merlin_cowclip.workflows import PreparedData
-from merlin_cowclip.workflows.data.prepare.nvt_workflow import write_record
-from merlin_cowclip.workflows.data.prepared_data import RECORD
+from merlin_cowclip.workflows.data.prepared_data import RECORD, write_record
+from merlin_cowclip.workflows.errors import NotFiniteError
 from merlin_cowclip.workflows.study.configuration import TuneConfig
 from merlin_cowclip.workflows.study.held_out import hold_out
 from merlin_cowclip.workflows.study.search_space import Point
-from merlin_cowclip.workflows.study.trials import DivergedError, epochs_of
+from merlin_cowclip.workflows.study.tune import epochs_of
 from merlin_cowclip.workflows.study.tuned import RESULT, ROWS, Tuned
 from merlin_cowclip.workflows.training.configuration import TrainConfig
 from merlin_cowclip.workflows.training.stopping import Stopping
@@ -75,8 +75,8 @@ def _train(rows: PreparedData, config: TrainConfig) -> Training:
     try:
         with Stopping() as stopping:
             for epoch in epochs_of(rows, config, stopping):
-                aucs.append(epoch.auc)
-    except DivergedError:
+                aucs.append(epoch["auc"])
+    except NotFiniteError:
         aucs = aucs or [NONE]
     return Training(aucs, time.process_time() - begun)
 

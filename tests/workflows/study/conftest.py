@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
+from sqlalchemy import event
+from sqlalchemy.engine import Engine
 
 from merlin_cowclip.plugins._tensorflow import tf
 from merlin_cowclip.workflows.data.prepare.pipeline import prepare
@@ -17,7 +19,6 @@ from merlin_cowclip.workflows.data.prepared_data import PreparedData
 from merlin_cowclip.workflows.data.spec import DatasetSpec, Split
 from merlin_cowclip.workflows.study import tune
 from merlin_cowclip.workflows.study.configuration import TuneConfig
-from merlin_cowclip.workflows.study.trials import Epoch
 from merlin_cowclip.workflows.training.stopping import Interrupted
 
 ROWS = 1_800
@@ -52,16 +53,13 @@ def write_log(path: Path, rows: int = ROWS, seed: int = 0) -> Path:
 @pytest.fixture(scope="session", autouse=True)
 def quick_database() -> Iterator[None]:
     """A database that does not wait for the disk: processes are killed here, no machines."""
-    connect = tune._connect
 
-    def quickly(path: str) -> sqlite3.Connection:
-        connection = connect(path)
+    def quickly(connection: Any, _: Any) -> None:
         connection.execute("PRAGMA synchronous = OFF")
-        return connection
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tune, "_connect", quickly)
-        yield
+    event.listen(Engine, "connect", quickly)
+    yield
+    event.remove(Engine, "connect", quickly)
 
 
 @pytest.fixture(scope="session")
@@ -96,7 +94,9 @@ class Fake:
             if stopping.asked:
                 raise Interrupted
             advance()
-            yield Epoch(auc_of(config, epoch), 0.5, 1.0, 0.5, self.seconds)
+            auc = auc_of(config, epoch)
+            rest = {"log_loss": 0.5, "calibration": 1.0, "train_loss": 0.5}
+            yield {"auc": auc, **rest, "seconds": self.seconds}
 
 
 @pytest.fixture

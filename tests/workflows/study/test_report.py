@@ -153,8 +153,8 @@ def test_every_number_leads_to_its_result(out, page):
 
 
 def test_norms_are_those_of_figure_4(out):
-    found, record = sweep.outcomes(out, "gradients"), sweep.read_record(out, "gradients")
-    drawn = dict(plots._norms(plots._first_runs(out, found, record)))
+    found = sweep.outcomes(out, "gradients")
+    drawn = dict(plots._norms([(o, out / "runs" / o.runs[1]) for o in found]))
     assert len(drawn) == 2 * len(found)
     # Of the last epoch alone, in % of rare and frequent rows together.
     assert drawn["cowclip, 8,192, rare"] == [(0.25, 30.0, 0.0), (0.5, 10.0, 0.0)]
@@ -245,17 +245,8 @@ def test_a_folder_that_cannot_be_reported_is_refused(tmp_path):
     with pytest.raises(UserError, match="a report is of a sweep's folder, or of runs. Received: "):
         report(tmp_path)
     out = swept(tmp_path / "out", ["curves"], dataclasses.replace(SETTING, seeds=(1,)))
-    path, *others = out.glob("runs/*/result.json")
-    result = json.loads(path.read_text())
-    path.write_text("{")
-    with pytest.raises(UserError, match=f"Remove {path.parent}, and sweep again"):
-        report(out)
-    result["config"]["identity"] = "f" * 64  # as after `train --resume --epochs`
-    path.write_text(json.dumps(result))
-    with pytest.raises(UserError, match="must be as the sweep would train it. Received: "):
-        report(out)
-    for one in (path, *others):
-        one.unlink()
+    for path in out.glob("runs/*/result.json"):
+        path.unlink()
     with pytest.raises(UserError, match="a report needs runs that ended"):
         report(out)
     assert not (out / "report.html").exists()
@@ -272,8 +263,6 @@ def test_the_cost_of_an_epoch_of_criteo(tmp_path):
     assert re.search(rf"\| dcn, price \|.* \| \[{2.5 * minutes / 60:.2f}\]\(runs", text)
     text = read(out, Cost(rows=2 * FULL["train"]))
     assert re.search(rf"\| dcn, minutes \|.* \| \[{2 * minutes:.1f}\]\(runs", text)
-    with pytest.raises(UserError, match="a cost is computed from the study 'time'. Received: "):
-        report(swept(tmp_path / "none", ["curves"]), Cost(price_per_hour=2.5))
     for price in (0.0, float("nan")):
         with pytest.raises(UserError, match="price_per_hour must be a positive number. Received: "):
             Cost(price_per_hour=price)

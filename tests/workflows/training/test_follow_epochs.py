@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from merlin_cowclip.plugins._tensorflow import tf
-from merlin_cowclip.workflows.training.follow_epochs import FollowEpochs
-from merlin_cowclip.workflows.training.loader import Loader
+from merlin_cowclip.workflows.training.loader import FollowEpochs, Loader
 
 from .batches import BATCH, SPEC, TEST, seeing, steps_of
 
@@ -46,14 +45,6 @@ def test_no_pass_moves_the_training(data):
     loader.epoch = 5
     model.fit(loader, verbose=0)
     assert model.steps[9:] == steps_of(loader, 5)
-
-
-def test_epochs_of_one_order_do_not_go_unnoticed(data):
-    model = seeing(data)
-    loader = Loader(data, batch_size=1_500, seed=4)
-    model.fit(loader, callbacks=[FollowEpochs(loader)], verbose=0)
-    with pytest.warns(UserWarning, match="order of the last one, that of epoch 0.*FollowEpochs"):
-        model.fit(loader, epochs=2, verbose=0)
 
 
 def test_evaluate_and_predict_take_every_row_once(data, on_disk):

@@ -4,12 +4,9 @@ The oracle is pandas reading the parquet files; `serial`, a number that no two r
 rows apart.
 """
 
-import os
-
 import numpy as np
 import pandas as pd
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 
@@ -169,24 +166,6 @@ def test_empty_row_groups_are_passed_over(data, on_disk, tmp_path, small_windows
     pd.testing.assert_frame_equal(by_serial(as_frame(loader)), by_serial(on_disk["train"]))
 
 
-def test_files_that_change_while_they_are_read_are_refused(data, tmp_path, small_windows):
-    """Where the old footer fits the new file, other rows were read without a word."""
-    table = pq.read_table(data.train_files)
-    other = table.set_column(0, table.schema.field(0), pc.subtract(1, table["y"]))
-    old, new = tmp_path / "old.parquet", tmp_path / "new.parquet"
-    for path, rows in ((old, table), (new, other)):
-        pq.write_table(rows, path, row_group_size=160, compression="none", use_dictionary=False)
-        os.utime(path, ns=(0, 0))  # by the time alone nothing is seen
-    record = {**data.record, "files": {"train": [file_state(old)], "test": []}}
-    record["rows"] = {"train": len(table), "test": 0}
-    loader = Loader(PreparedData(tmp_path, data.spec, record), batch_size=BATCH)
-    batches = loader.batches()
-    next(batches)
-    os.replace(new, old)
-    with pytest.raises(UserError, match="adopted parquet must stay as it was.*old.parquet"):
-        list(batches)
-
-
 def test_it_has_what_merlin_asks_of_a_loader(data):
     loader = Loader(data, batch_size=BATCH, seed=6)
     first = next(loader.batches(0))
@@ -229,6 +208,13 @@ def test_a_batch_larger_than_the_training_part_is_refused(data):
 def test_what_cannot_be_is_refused(data, options, message):
     with pytest.raises(UserError, match=message):
         Loader(data, **{"batch_size": BATCH, **options})
+
+
+def test_epochs_of_one_batch(data):
+    """More of them are made ahead than one."""
+    loader = Loader(data, batch_size=TRAIN, seed=3)
+    wanted = [batch for epoch in range(1, 6) for batch in loader.batches(epoch)]
+    assert_same_batches(as_numpy(loader.dataset(epochs=None, epoch=1).take(5)), wanted)
 
 
 @pytest.mark.parametrize("options", [{"drop_last": True}, {"ranks": 2}])

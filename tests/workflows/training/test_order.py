@@ -29,7 +29,11 @@ def epoch_of(order: Order, epoch: int) -> list[list[int]]:
         for w in windows
     }
     return [
-        [int(i) for p in order.pieces(windows, k) for i in on_disk[p.window.number][p.low : p.high]]
+        [
+            int(i)
+            for p in order.pieces(windows, range(k, k + 1))
+            for i in on_disk[p.window.number][p.low : p.high]
+        ]
         for k in range(order.batches)
     ]
 

@@ -31,9 +31,8 @@ if TYPE_CHECKING:
     from merlin_cowclip.workflows.study.tuned import Tuned
     from merlin_cowclip.workflows.training.configuration import TrainConfig
     from merlin_cowclip.workflows.training.evaluation import evaluate, predict
-    from merlin_cowclip.workflows.training.follow_epochs import FollowEpochs
     from merlin_cowclip.workflows.training.keeping import Keeping
-    from merlin_cowclip.workflows.training.loader import Loader
+    from merlin_cowclip.workflows.training.loader import FollowEpochs, Loader
     from merlin_cowclip.workflows.training.prediction import evaluate_logs, predict_logs
     from merlin_cowclip.workflows.training.runs import Run
     from merlin_cowclip.workflows.training.train import resume, train
@@ -42,7 +41,7 @@ _HOME = {
     "AVAZU": "data.spec",
     "CRITEO": "data.spec",
     "DatasetSpec": "data.spec",
-    "FollowEpochs": "training.follow_epochs",
+    "FollowEpochs": "training.loader",
     "Keeping": "training.keeping",
     "Loader": "training.loader",
     "PreparedData": "data.prepared_data",

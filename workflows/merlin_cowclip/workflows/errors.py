@@ -26,6 +26,10 @@ class UserError(Exception):
     exit_code: ClassVar[int] = 2
 
 
+class NotFiniteError(UserError):
+    """A run that diverged: with its data or learning rates it would do so again."""
+
+
 class AgreedError(UserError):
     """Bad input that all ranks of a run end with: the first says it for all."""
 

@@ -13,7 +13,7 @@ from merlin_cowclip.plugins.scaling import SCALING_RULES, Hyperparameters
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.study.search_space import Point, SearchSpace
 from merlin_cowclip.workflows.training.configuration import TrainConfig, refuse_unknown
-from merlin_cowclip.workflows.training.networks import NETWORKS
+from merlin_cowclip.workflows.training.networks import NETWORKS, options_of
 
 NETWORK = ("model", *dict.fromkeys(name for options in NETWORKS.values() for name in options))
 """The keys of `TrainConfig` that say which network is trained."""
@@ -22,23 +22,15 @@ NETWORK = ("model", *dict.fromkeys(name for options in NETWORKS.values() for nam
 def network_of(found: TrainConfig, given: Mapping[str, Any]) -> dict[str, Any]:
     """The network that values were tuned for, by the names of `NETWORK`.
 
-    Args:
-      found: what a tune found.
-      given: options of the network that is to have the values; `None` is an option's default.
-
     Raises:
-      UserError: it is another one, or an option is out of range.
+      UserError: `given` names another network, or another option of it.
     """
     its = {"model": found.model, **found.network_options}
-    for name in NETWORK:
-        if name not in its or name not in given:
-            continue
-        value = given[name]
-        if (option := NETWORKS[found.model].get(name)) is not None:
-            try:
-                value = option.plain(name, option.default if value is None else value)
-            except ValueError as error:
-                raise UserError(str(error)) from None
+    try:
+        options = options_of(found.model, {n: given.get(n, its[n]) for n in found.network_options})
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    for name, value in {"model": given.get("model", found.model), **options}.items():
         if value != its[name]:
             raise UserError(
                 f"what was tuned must be of the same network. Received: {name}={its[name]!r}, "
@@ -55,26 +47,6 @@ BASE_OPTIONS = {
     "l2": "l2",
 }
 """What of a base the command line takes, by name → its option."""
-
-
-def _rates_of(found: TrainConfig) -> str:
-    """Of what a tune found, whether its rates are constant or falling.
-
-    Raises:
-      UserError: it has what no tune searches, and its trials would be without.
-    """
-    schedules: list[Any] = [found.dense_schedule, found.embedding_schedule]  # plain ones
-    falls = [s is not None and (s["name"], s.get("to")) == ("linear", 0.0) for s in schedules]
-    searched = not any(schedules) or (all(falls) and schedules[0] == schedules[1])
-    names = ("clip_tables",) if searched else ("dense_schedule", "embedding_schedule")
-    others = {name: value for name in names if (value := getattr(found, name)) is not None}
-    if others:
-        raise UserError(
-            "base must have what a tune searches: learning rates that are constant or both fall in "
-            f"a straight line to 0, and all tables clipped alike. Received: {others}. Give its "
-            "hyperparameters alone, as base=config.hyperparameters"
-        )
-    return "falling" if any(schedules) else "constant"
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,8 +69,8 @@ class TuneConfig:
       deterministic: as `TrainConfig`'s.
 
     Raises:
-      UserError: a value out of range, a network, update or rates other than a base has that was
-        tuned, or a base with schedules or clipped tables that no tune searches.
+      UserError: a value out of range, another network than that of a base that was tuned, or a
+        base with schedules or clipped tables that no tune searches.
     """
 
     batch_size: int = 1024
@@ -113,33 +85,19 @@ class TuneConfig:
 
     def __post_init__(self) -> None:
         make_plain(self)
-        for name in self.network:
-            if name not in NETWORK:
-                raise UserError(
-                    f"network has the keys {', '.join(NETWORK)}. Received: {name!r}. Correct it, "
-                    "or take it out"
-                )
+        refuse_unknown("network", self.network, NETWORK)
         share = self.held_out
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share < 1:
             raise UserError(
                 f"held_out must be a share between 0 and 1. Received: held_out={share!r}"
             )
+        own: dict[str, Any] = {}
         if isinstance(self.base, TrainConfig):
-            found = self.base
-            object.__setattr__(self, "network", {**network_of(found, self.network), **self.network})
-            brought = {"update": found.update, "rates": _rates_of(found)}
-            for name, its in brought.items():
-                said = getattr(self, name)
-                if said not in (its, getattr(type(self), name)):  # a default says nothing
-                    raise UserError(
-                        f"a base that a tune found brings its {name} along, {its!r}. Received: "
-                        f"{name}={said!r}. Leave it out, or give its hyperparameters alone, as "
-                        "base=config.hyperparameters"
-                    )
-                object.__setattr__(self, name, its)
-            object.__setattr__(self, "base", found.hyperparameters)
-        if isinstance(self.base, Hyperparameters):
-            object.__setattr__(self, "base", self.base.to_dict())
+            own = _brought(self.base, self.network)
+        elif isinstance(self.base, Hyperparameters):
+            own = {"base": self.base.to_dict()}
+        for name, value in own.items():
+            object.__setattr__(self, name, value)
         try:
             whole_number("epochs", self.epochs)
             _ = self.space
@@ -215,9 +173,7 @@ class TuneConfig:
         """Fit for JSON; `from_dict` is the way back. Of the network nothing is left to defaults."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         network = {k: list(v) if isinstance(v, tuple) else v for k, v in self.network.items()}
-        assert not isinstance(self.base, Hyperparameters | TrainConfig)  # which it is given as
-        base = None if self.base is None else dict(self.base)
-        return {**values, "network": network, "base": base}
+        return {**values, "network": network}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> TuneConfig:
@@ -228,3 +184,26 @@ class TuneConfig:
         """
         refuse_unknown("what a tune searches", values, [f.name for f in fields(cls)])
         return cls(**values)
+
+
+def _brought(found: TrainConfig, network: Mapping[str, Any]) -> dict[str, Any]:
+    """What another tune found, by the names of `TuneConfig`.
+
+    Raises:
+      UserError: it has what no tune searches, and its trials would be without.
+    """
+    schedules: list[Any] = [found.dense_schedule, found.embedding_schedule]  # plain ones
+    is_linear = all(s and (s["name"], s.get("to")) == ("linear", 0.0) for s in schedules)
+    falls = is_linear and schedules[0] == schedules[1]
+    if found.clip_tables is not None or (any(schedules) and not falls):
+        raise UserError(
+            "base must have what a tune searches: learning rates that are constant or both fall in "
+            "a straight line to 0, and all tables clipped alike. Give its hyperparameters alone, "
+            "as base=config.hyperparameters"
+        )
+    return {
+        "network": {**network_of(found, network), **network},
+        "base": found.hyperparameters.to_dict(),
+        "update": found.update,
+        "rates": "falling" if falls else "constant",
+    }

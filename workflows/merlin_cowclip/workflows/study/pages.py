@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import csv
 import datetime
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import pandas as pd
 
 from merlin_cowclip.workflows.training.logbook import METRICS, NORMS
 
@@ -113,16 +114,11 @@ def facts(configs: Iterable[Mapping[str, Any]]) -> dict[str, str]:
     return {"date": today, **{key: "; ".join(values) for key, values in found.items()}}
 
 
-def read_metrics(run: Path) -> list[dict[str, str]]:
-    """A run's `metrics.csv`: a row for each epoch; what there is no value of is empty."""
-    return _rows_of(run / METRICS)
+def read_metrics(run: Path) -> pd.DataFrame:
+    """A run's `metrics.csv`: a row for each epoch."""
+    return pd.read_csv(run / METRICS)
 
 
-def read_norms(run: Path) -> list[dict[str, str]]:
+def read_norms(run: Path) -> pd.DataFrame:
     """A run's `norms.csv`: a row for each epoch and bin."""
-    return _rows_of(run / NORMS)
-
-
-def _rows_of(path: Path) -> list[dict[str, str]]:
-    with path.open(newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
+    return pd.read_csv(run / NORMS)

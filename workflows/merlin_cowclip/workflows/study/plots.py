@@ -5,17 +5,23 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import matplotlib
+import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from merlin_cowclip.workflows.study.pages import read_metrics, read_norms
-from merlin_cowclip.workflows.study.studies import AUC, MINUTES, TUNED, Quantity
-
-if TYPE_CHECKING:
-    from merlin_cowclip.workflows.study.sweep import Outcome
+from merlin_cowclip.workflows.study.studies import (
+    AUC,
+    LOG_LOSS,
+    MINUTES,
+    STUDIES,
+    TUNED,
+    Quantity,
+)
+from merlin_cowclip.workflows.study.sweep import RUNS, Outcome
 
 Line = Sequence[tuple[float, float, float]]
 """Points of a line: x, y, and the deviation of y."""
@@ -114,46 +120,34 @@ def _place(name: str, lines: Iterable[str]) -> int:
     return _RULES.index(name.split(",")[0]) if ruled and one_each else names.index(name)
 
 
-def plots(
-    out: Path, name: str, found: Sequence[Outcome], record: Mapping[str, Any]
-) -> Iterator[Plot]:
-    """The plots of a study in a sweep's folder `out`, of which `found` are the runs so far."""
-    from merlin_cowclip.workflows.study.studies import LOG_LOSS, STUDIES
+def points(rows: pd.DataFrame, x: str, y: str, factor: float = 1.0) -> Line:
+    """Two columns as a line, where both have values."""
+    rows = rows[[x, y]].dropna()
+    return [(float(a), factor * float(b), 0.0) for a, b in zip(rows[x], rows[y], strict=True)]
 
+
+def plots(out: Path, name: str, found: Sequence[Outcome]) -> Iterator[Plot]:
+    """The plots of a study in a sweep's folder `out`, of which `found` are the runs so far."""
     quantity = STUDIES[name].quantity
     for one in (quantity, LOG_LOSS) if quantity is AUC else (quantity,):
         yield from (_by_learning_rate if name == "learning-rate" else _by_batch_size)(found, one)
-    if name not in ("curves", "gradients"):
-        return
-    runs = list(_first_runs(out, found, record))
-    if name == "curves":
+    runs = [(o, out / RUNS / o.runs[o.first]) for o in found if o.first is not None]
+    metrics = [(o, read_metrics(run)) for o, run in runs if name in ("curves", "gradients")]
+    if name == "curves" and runs:
         for key, title in _CURVES.items():
             factor = AUC.factor if key == "auc" else 1.0
-            lines = {
-                o.cell.column: [
-                    (float(e["epoch"]), factor * float(e[key]), 0.0) for e in read_metrics(run)
-                ]
-                for o, run in runs
-            }
-            if lines:
-                yield f"{title}, by epoch, of the first seed", line_plot(lines, "epoch", title)
-        return
-    lines = {
-        f"{o.cell.row}, {o.cell.column}, {kind}": [
-            (float(row["epoch"]), float(row[f"gradient_norm_{kind}"]), 0.0)
-            for row in read_metrics(run)
-            if row[f"gradient_norm_{kind}"]
-        ]
-        for o, run in runs
-        for kind in _KINDS
-    }
-    if any(lines.values()):
+            lines = {o.cell.column: points(of, "epoch", key, factor) for o, of in metrics}
+            yield f"{title}, by epoch, of the first seed", line_plot(lines, "epoch", title)
+    if name == "gradients" and runs:
+        lines = {
+            f"{o.cell.row}, {o.cell.column}, {kind}": points(of, "epoch", f"gradient_norm_{kind}")
+            for o, of in metrics
+            for kind in _KINDS
+        }
         plot = line_plot(lines, "epoch", "gradient norm", logarithmic=True)
         yield "mean norm of an id's gradient before the clip, of the first seed", plot
-    norms = dict(_norms(runs))
-    if norms:
         x, y = "gradient norm, from one power of two on", "% of the rows"
-        plot = line_plot(norms, x, y, logarithmic_x=True)
+        plot = line_plot(dict(_norms(runs)), x, y, logarithmic_x=True)
         yield "norms of the ids' gradients in the last epoch, of the first seed", plot
 
 
@@ -209,18 +203,8 @@ def _norms(runs: Iterable[tuple[Outcome, Path]]) -> Iterator[tuple[str, Line]]:
     """Figure 4: how the rows' gradient norms lie in the last epoch, of each run."""
     for outcome, run in runs:
         bins = read_norms(run)
-        bins = [one for one in bins if one["epoch"] == bins[-1]["epoch"]]
-        rows = sum(int(one[kind]) for one in bins for kind in _KINDS)
+        bins = bins[bins["epoch"] == bins["epoch"].max()]
+        share = 100 / bins[list(_KINDS)].to_numpy().sum()
         for kind in _KINDS:
-            points = [(float(one["norm"]), 100 * int(one[kind]) / rows, 0.0) for one in bins]
-            yield f"{outcome.cell.row}, {outcome.cell.column}, {kind}", points
-
-
-def _first_runs(
-    out: Path, found: Sequence[Outcome], record: Mapping[str, Any]
-) -> Iterator[tuple[Outcome, Path]]:
-    """Of each cell the run of the first seed that ended, and did not diverge."""
-    for outcome, cell in zip(found, record["cells"], strict=True):
-        seed = next((s for s, r in outcome.results.items() if r is not None), None)
-        if seed is not None:
-            yield outcome, out / "runs" / cell["runs"][str(seed)]
+            name = f"{outcome.cell.row}, {outcome.cell.column}, {kind}"
+            yield name, points(bins, "norm", kind, share)

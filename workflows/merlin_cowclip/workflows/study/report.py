@@ -9,18 +9,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from merlin_cowclip.workflows.errors import UserError
-from merlin_cowclip.workflows.study import occurrences
-from merlin_cowclip.workflows.study.pages import (
-    Cell,
-    Page,
-    Section,
-    Table,
-    facts,
-    read_metrics,
+import numpy as np
+import pandas as pd
+
+from merlin_cowclip.workflows.data.frequencies import (
+    SUMMARY,
+    TABLE,
+    Frequencies,
+    few_middle_most,
 )
+from merlin_cowclip.workflows.errors import UserError
+from merlin_cowclip.workflows.study.pages import Cell, Page, Section, Table, facts, read_metrics
 from merlin_cowclip.workflows.study.paper import EPOCHS, cited, is_of_the_paper, printed
-from merlin_cowclip.workflows.study.plots import line_plot, plots
+from merlin_cowclip.workflows.study.plots import line_plot, plots, points
 from merlin_cowclip.workflows.study.studies import (
     AUC,
     LOG_LOSS,
@@ -31,6 +32,7 @@ from merlin_cowclip.workflows.study.studies import (
 )
 from merlin_cowclip.workflows.study.sweep import (
     DIVERGED,
+    FREQUENCIES,
     RECORD,
     RUNS,
     STUDIES_,
@@ -45,6 +47,7 @@ MIN_SEEDS = 3
 """Of each cell: with fewer there is no verdict."""
 CRITEO_ROWS = 41_256_555
 """Of the training part: nine tenths of the 45,840,617 rows of Criteo Kaggle's `train.txt`."""
+_POINTS = 60  # of a line, at ranks that are as far apart on a logarithmic axis
 _PAPER_KEYS = {AUC.key: "auc", LOG_LOSS.key: "log_loss", MINUTES.key: "minutes"}
 
 
@@ -79,8 +82,7 @@ def report(out: str | Path, cost: Cost | None = None) -> Path:
       cost: of the cost model beneath the study of time; by default an epoch of Criteo.
 
     Raises:
-      UserError: no sweep's folder, not writable, without a finished run; or a cost without the
-        study of time.
+      UserError: no sweep's folder, not writable, or without a finished run.
     """
     out = Path(out)
     if not (out / RECORD).exists():
@@ -88,43 +90,40 @@ def report(out: str | Path, cost: Cost | None = None) -> Path:
             f"a report is of a sweep's folder, or of runs. Received: {out}, which is neither. Make "
             "one with 'merlin-cowclip sweep'"
         )
-    known = [name for name in STUDIES if (out / STUDIES_ / f"{name}.json").exists()]
-    if cost is not None and "time" not in known:
-        raise UserError(
-            f"a cost is computed from the study 'time'. Received: {out}, without it. Sweep it, or "
-            "leave the price and the rows out"
-        )
     sections: list[Section] = []
     runs: list[str] = []
     configs: dict[str, Any] = {}
-    for name in known:
+    for name in STUDIES:
+        if not (out / STUDIES_ / f"{name}.json").exists():
+            continue
         record = read_record(out, name)
-        if name == occurrences.NAME:
-            found = occurrences.section(out, record)
-            sections += [found] if found else []
-            runs += ["counted"] if found else []
+        if name == FREQUENCIES:
+            if (out / FREQUENCIES).exists():  # else the sweep was ended before all was counted
+                sections.append(_occurrences(out, record))
+                runs.append("counted")
             continue
         cells = outcomes(out, name)
-        results = [r for o in cells for r in o.results.values() if r is not None]
         done = sum(len(outcome.results) for outcome in cells)
         if done:
             sections.append(_section(out, name, cells, record, cost or Cost()))
             runs.append(f"{done} of {sum(len(cell['runs']) for cell in record['cells'])}")
+        results = [r for o in cells for r in o.results.values() if r is not None]
         configs |= {r["config"]["identity"]: r["config"] for r in results}
     if not sections:
         raise UserError(
             f"a report needs runs that ended. Received: {out}, without one. Sweep again to go on"
         )
-    summary = Table(
-        ["study", "in the paper", "runs", "result"],
+    lines: list[list[str | Cell]] = [
         [
-            [Cell(s.title, f"#{s.name}"), s.paper, done, s.verdict or s.doubt]
-            for s, done in zip(sections, runs, strict=True)
-        ],
-        words=True,
-    )
+            Cell(section.title, f"#{section.name}"),
+            section.paper,
+            done,
+            section.verdict or section.doubt,
+        ]
+        for section, done in zip(sections, runs, strict=True)
+    ]
     page = Page("What a large batch does to these data", "", facts(configs.values()), sections)
-    page.summary = summary
+    page.summary = Table(["study", "in the paper", "runs", "result"], lines, words=True)
     return _written(page, out / HTML)
 
 
@@ -132,62 +131,57 @@ def compare(runs: Sequence[str | Path], out: str | Path = HTML) -> Path:
     """Write a page that compares finished runs of `train`.
 
     Raises:
-      UserError: one is no finished run, or the page cannot be written.
+      UserError: one is no finished run or has no test part, or the page cannot be written.
     """
-    out, opened = Path(out), [Run.open(Path(run)) for run in runs]
-    results = [dict(run.result) for run in opened]
-    configs = [result["config"] for result in results]
-    names = [str(run.path) for run in opened]
-    for name, result in zip(names, results, strict=True):
-        if result["auc"] is None:
-            raise UserError(
-                f"runs are compared by their test part. Received: {name}, trained on data without "
-                "one. Leave it out"
-            )
-    rows = []
-    for name, run, result, config in zip(names, opened, results, configs, strict=True):
-        steps = f"{config['rows']['train'] // config['batch_size']:,}"
-        place = os.path.relpath(run.path / RESULT, out.absolute().parent)
-        rows.append(
-            [
-                Cell(name, place),
-                *(config["rule"], f"{config['batch_size']:,}", steps, str(len(result["epochs"]))),
-                *(q.shown(result[q.key], 0.0) for q in (AUC, LOG_LOSS, MINUTES)),
-            ]
+    out, opened = Path(out), {str(run): Run.open(Path(run)) for run in runs}
+    configs = {name: dict(run.config) for name, run in opened.items()}
+    if untested := [name for name, run in opened.items() if run.result["auc"] is None]:
+        raise UserError(
+            f"runs are compared by their test part. Received: {untested[0]}, trained on data "
+            "without one. Leave it out"
         )
-    header = ["run", "rule", "batch size", "steps/epoch", "epochs"]
-    table = Table([*header, *(q.name for q in (AUC, LOG_LOSS, MINUTES))], rows)
-    flat = [{k: str(v) for k, v in {**c, **c["scaled"], "base": ""}.items()} for c in configs]
+    quantities = (AUC, LOG_LOSS, MINUTES)
+    rows: list[list[str | Cell]] = [
+        [
+            Cell(name, os.path.relpath(run.path / RESULT, out.absolute().parent)),
+            run.config["rule"],
+            f"{run.config['batch_size']:,}",
+            f"{run.config['rows']['train'] // run.config['batch_size']:,}",
+            str(len(run.result["epochs"])),
+            *(q.shown(run.result[q.key], 0.0) for q in quantities),
+        ]
+        for name, run in opened.items()
+    ]
+    header = ["run", "rule", "batch size", "steps/epoch", "epochs", *(q.name for q in quantities)]
+    flat = [{k: str(v) for k, v in {**of, **of["scaled"]}.items()} for of in configs.values()]
     options = ("model", "mlp", "embedding_dim", "update", "seed", "dense_schedule")
     values = [
         [key, *(one.get(key, "") for one in flat)]
-        for key in (*options, *configs[0]["scaled"])
+        for key in (*options, *next(iter(configs.values()))["scaled"])
         if len({one.get(key) for one in flat}) > 1
     ]
-    differ = Section("values", "What differs", tables=[Table(["", *names], values)])
     doubt = "These are single runs: a small difference may be chance. A sweep has several seeds."
-    if len({config["data_sha256"] for config in configs}) > 1:
+    if len({of["data_sha256"] for of in configs.values()}) > 1:
         doubt = "These runs are of different data, so their AUCs do not compare."
-    curves = epoch_by_epoch({n: run.path for n, run in zip(names, opened, strict=True)})
-    best = max(range(len(results)), key=lambda i: results[i]["auc"])
-    headline = f"Highest test AUC: {names[best]}, {AUC.shown(results[best]['auc'], 0.0)} %."
-    first = Section("runs", "The runs", doubt=doubt, tables=[table])
-    sections = [first, *([differ] if values else []), curves]
-    return _written(Page("Runs compared", headline, facts(configs), sections), out)
+    best = max(opened, key=lambda name: opened[name].result["auc"])
+    headline = f"Highest test AUC: {best}, {AUC.shown(opened[best].result['auc'], 0.0)} %."
+    sections = [Section("runs", "The runs", doubt=doubt, tables=[Table(header, rows)])]
+    if values:
+        differ = Table(["", *opened], values)
+        sections.append(Section("values", "What differs", tables=[differ]))
+    sections.append(epoch_by_epoch({name: run.path for name, run in opened.items()}))
+    return _written(Page("Runs compared", headline, facts(configs.values()), sections), out)
 
 
 def epoch_by_epoch(runs: Mapping[str, Path], levels: Mapping[str, float] | None = None) -> Section:
     """A section on the test AUC and the training loss of runs; `levels` are of the AUC."""
     metrics = {name: read_metrics(run) for name, run in runs.items()}
-    last = max(len(rows) for rows in metrics.values())
-    aucs = [[name, *(f"{float(e['auc']):.4f}" for e in rows)] for name, rows in metrics.items()]
+    last = max(len(of) for of in metrics.values())
+    aucs = [[name, *(f"{auc:.4f}" for auc in of["auc"])] for name, of in metrics.items()]
     table = Table(["test AUC after epoch", *map(str, range(1, last + 1))], aucs)
     section = Section("epochs", "Epoch by epoch", tables=[table])
     for key, title in (("auc", "test AUC"), ("train_loss", "training loss")):
-        lines = {
-            name: [(float(e["epoch"]), float(e[key]), 0.0) for e in rows]
-            for name, rows in metrics.items()
-        }
+        lines = {name: points(of, "epoch", key) for name, of in metrics.items()}
         plot = line_plot(lines, "epoch", title, levels=levels if key == "auc" else None)
         section.plots.append((f"{title}, by epoch", plot))
     return section
@@ -197,10 +191,7 @@ def _written(page: Page, path: Path) -> Path:
     try:
         page.write(path)
     except OSError as error:
-        raise UserError(
-            f"a report must be written. Received: {path}: {error}. Let the folder be written, or "
-            "copy it and report on the copy"
-        ) from error
+        raise UserError(f"a report must be written. Received: {path}: {error}") from error
     return path
 
 
@@ -214,24 +205,25 @@ def _section(
     )
     quantities = (AUC, LOG_LOSS) if study.quantity is AUC else (study.quantity,)
     section = Section(name, study.title, study.paper, command=record["command"])
-    section.tables = [_table(name, found, record, quantity, config) for quantity in quantities]
-    section.doubt = _doubt(found, record, config, study.quantity)
+    base = record["batch_sizes"][0]
+    section.tables = [_table(name, found, base, quantity, config) for quantity in quantities]
+    section.doubt = _doubt(found, config["rows"]["train"], study.quantity)
     if not section.doubt:
         section.verdict = " ".join(_verdict(name, found, record))
     section.notes = list(_notes(name, found, config))
     if name in ("scaling-rules", "clipping", "curves"):
         section.tables += _clips(found, study.rows)
     if name == "time" and config["rows"]["train"]:
-        section.tables.append(_costs(found, record, cost, config["rows"]["train"]))
+        section.tables.append(_costs(found, cost, config["rows"]["train"]))
         section.notes += _cost_notes(cost, config["rows"]["train"])
-    section.plots = list(plots(out, name, found, record))
+    section.plots = list(plots(out, name, found))
     return section
 
 
 def _table(
     name: str,
     found: Sequence[Outcome],
-    record: Mapping[str, Any],
+    base: int,
     quantity: Quantity,
     config: Mapping[str, Any],
 ) -> Table:
@@ -239,14 +231,12 @@ def _table(
     theirs: dict[tuple[str, str], float | None] = {}
     systems: dict[str, dict[str, Any]] = {}
     if is_of_the_paper(config):
-        key, dataset = _PAPER_KEYS[quantity.key], config["dataset"]
-        theirs = printed(name, dataset, key, record["batch_sizes"][0])
-        systems = cited(dataset) if name == "time" else {}
-    rows = list(dict.fromkeys(o.cell.row for o in found))
-    columns = list(dict.fromkeys(o.cell.column for o in found))
-    of_paper = [c for c in columns if any((r, c) in theirs for r in rows)]
-    by_place = {(o.cell.row, o.cell.column): o for o in found}
-    head = [_column(by_place, column, rows, config) for column in columns]
+        theirs = printed(name, config["dataset"], _PAPER_KEYS[quantity.key], base)
+        systems = cited(config["dataset"]) if name == "time" else {}
+    cells = {(o.cell.row, o.cell.column): o for o in found}
+    rows = list(dict.fromkeys(row for row, _ in cells))
+    sizes = {o.cell.column: o.cell.config.batch_size for o in found}
+    of_paper = [c for c in sizes if any((r, c) in theirs for r in rows)]
     digits = 4 if quantity is LOG_LOSS else 2
 
     def paper(value: float | None) -> Cell:
@@ -256,65 +246,50 @@ def _table(
     lines = [
         [
             row,
-            *(_cell(by_place.get((row, column)), record, quantity) for column in columns),
+            *(_cell(cells.get((row, column)), quantity) for column in sizes),
             *(paper(theirs[row, c]) if (row, c) in theirs else "" for c in of_paper),
         ]
         for row in rows
     ]
     for system, of in systems.items():
-        blank = [""] * len(columns)
-        cells = [paper(of[c]) if c in of else "" for c in of_paper]
-        lines.append([Cell(system, small="cited by the paper", kind="paper"), *blank, *cells])
-    groups = (
-        [("", 1), ("these data", len(columns)), ("the paper", len(of_paper))] if of_paper else []
-    )
-    first = Cell(quantity.name, small=f"by {STUDIES[name].rows} and batch size")
-    return Table([first, *head, *(Cell(c, kind="paper") for c in of_paper)], lines, groups)
+        numbers = [paper(of[c]) if c in of else "" for c in of_paper]
+        own = Cell(system, small="cited by the paper", kind="paper")
+        lines.append([own, *[""] * len(sizes), *numbers])
+    steps = {c: f"{config['rows']['train'] // size:,} steps/epoch" for c, size in sizes.items()}
+    header = [
+        Cell(quantity.name, small=f"by {STUDIES[name].rows} and batch size"),
+        *(Cell(column, small=of) for column, of in steps.items()),
+        *(Cell(column, kind="paper") for column in of_paper),
+    ]
+    groups = [("", 1), ("these data", len(sizes)), ("the paper", len(of_paper))]
+    return Table(header, lines, groups if of_paper else ())
 
 
-def _column(
-    by_place: Mapping[tuple[str, str], Outcome],
-    column: str,
-    rows: Sequence[str],
-    config: Mapping[str, Any],
-) -> Cell:
-    size = next(by_place[r, column].cell.config.batch_size for r in rows if (r, column) in by_place)
-    return Cell(column, small=f"{config['rows']['train'] // size:,} steps/epoch")
-
-
-def _cell(outcome: Outcome | None, record: Mapping[str, Any], quantity: Quantity) -> str | Cell:
+def _cell(outcome: Outcome | None, quantity: Quantity) -> str | Cell:
     """Mean ± deviation over seeds, with a link to each run."""
     if outcome is None or not outcome.results:
         return ""
-    place = outcome.cell.row, outcome.cell.column
-    runs = next(c["runs"] for c in record["cells"] if (c["row"], c["column"]) == place)
     mean = outcome.mean(quantity.key)
     shown = "diverged" if mean is None else quantity.shown(*mean)
     links = [
-        (str(seed), f"{RUNS}/{runs[str(seed)]}/{DIVERGED if result is None else RESULT}")
+        f"{RUNS}/{outcome.runs[seed]}/{DIVERGED if result is None else RESULT}"
         for seed, result in outcome.results.items()
     ]
-    if len(links) < len(runs):
-        shown += f" ({len(runs) - len(links)} to come)"
+    if len(links) < len(outcome.runs):
+        shown += f" ({len(outcome.runs) - len(links)} to come)"
     if len(links) == 1:
-        return Cell(shown, links[0][1])
-    return Cell(shown, links=[(str(i), to) for i, (_, to) in enumerate(links, 1)])
+        return Cell(shown, links[0])
+    return Cell(shown, links=[(str(i), to) for i, to in enumerate(links, 1)])
 
 
-def _doubt(
-    found: Sequence[Outcome],
-    record: Mapping[str, Any],
-    config: Mapping[str, Any],
-    quantity: Quantity,
-) -> str:
+def _doubt(found: Sequence[Outcome], rows: int, quantity: Quantity) -> str:
     """Why there is no verdict; empty if there is one."""
-    largest = max(o.cell.config.batch_size for o in found)
-    seeds = len(record["seeds"])
-    missing = sum(len(record["seeds"]) - len(o.results) for o in found)
+    seeds = len(found[0].runs)
+    missing = sum(len(o.runs) - len(o.results) for o in found)
     jobs = max((r["jobs"] for o in found for r in o.results.values() if r is not None), default=1)
     if missing:
         return f"No verdict yet: {missing} runs are still to come."
-    if few := few_steps(config["rows"]["train"], largest):
+    if few := few_steps(rows, max(o.cell.config.batch_size for o in found)):
         return f"No verdict: {few}"
     if seeds < MIN_SEEDS and quantity is AUC:
         return (
@@ -366,6 +341,40 @@ def _verdict(name: str, found: Sequence[Outcome], record: Mapping[str, Any]) -> 
         yield f"Diverged at least once: {', '.join(diverged)}."
 
 
+def _occurrences(out: Path, record: Mapping[str, Any]) -> Section:
+    """How often ids occur (Figure 3, left)."""
+    found = Frequencies.open(out / FREQUENCIES)
+    fields = found.summary.dropna(subset="field").set_index("field")["ids"].to_dict()
+    ranks = np.geomspace(1, max(fields.values()), _POINTS).round().astype(int)
+    wanted = [("rank", "in", set(ranks.tolist()))]
+    table = pd.read_parquet(out / FREQUENCIES / TABLE, filters=wanted)
+    lines = {
+        name: points(table[table["field"] == name], "rank", "count")
+        for name in few_middle_most(fields)
+    }
+    y = f"occurrences in {found.rows:,} rows"
+    plot = line_plot(lines, "rank of the id", y, logarithmic=True, logarithmic_x=True)
+    rows, sizes = found.lines(), found.batch_sizes
+    told = [(share, size) for share, size in zip(rows[-1][4:], sizes, strict=True) if share != "-"]
+    rare = [Cell(f"rare at {size:,}, %") for size in sizes]
+    files = [[Cell(name, f"{FREQUENCIES}/{name}")] for name in (SUMMARY, TABLE)]
+    verdict = "All batches are larger than the data."
+    if told:
+        verdict = f"{told[-1][0]} % of all ids occur less than once in a batch of {told[-1][1]:,}."
+    section = Section(FREQUENCIES, record["title"], record["paper"], verdict)
+    section.tables = [
+        Table(["field", "ids", "top 3, %", "ids for 90 %", *rare], rows),
+        Table(["all of it"], files, words=True),
+    ]
+    section.notes = [
+        "Top 3: the share of a field's occurrences that its three most frequent ids have. Ids for "
+        "90 %: how many of the most frequent ids have that share. Rare: P(id) < 1/batch size."
+    ]
+    section.plots = [("how often ids occur, by rank", plot)]
+    section.command = record["command"]
+    return section
+
+
 def _notes(name: str, found: Sequence[Outcome], config: Mapping[str, Any]) -> Iterator[str]:
     seeds = max(len(outcome.results) for outcome in found)
     epochs = found[0].cell.config.epochs
@@ -384,14 +393,15 @@ def _clips(found: Sequence[Outcome], what: str) -> list[Table]:
     """What the clip did in each cell, by its first run that did not diverge."""
     rows = []
     for outcome in found:
-        first = next(((s, r) for s, r in outcome.results.items() if r is not None), None)
-        if first and outcome.cell.config.hyperparameters.clip is not None:
-            rows.append([outcome.cell.row, outcome.cell.column, str(first[0]), first[1]["clip"]])
+        seed = outcome.first
+        result = None if seed is None else outcome.results[seed]
+        if result is not None and outcome.cell.config.hyperparameters.clip is not None:
+            rows.append([outcome.cell.row, outcome.cell.column, str(seed), result["clip"]])
     header = [what, "batch size", "seed", "what it did over all epochs"]
     return [Table(header, rows, words=True)] if rows else []
 
 
-def _costs(found: Sequence[Outcome], record: Mapping[str, Any], cost: Cost, rows: int) -> Table:
+def _costs(found: Sequence[Outcome], cost: Cost, rows: int) -> Table:
     """What an epoch of larger data takes at the rates of the study of time."""
     times = cost.rows / rows
     quantities = [Quantity("train_seconds", "minutes", times / 60, 1)]
@@ -401,7 +411,7 @@ def _costs(found: Sequence[Outcome], record: Mapping[str, Any], cost: Cost, rows
     columns = list(dict.fromkeys(o.cell.column for o in found))
     cells = {(o.cell.row, o.cell.column): o for o in found}
     lines = [
-        [f"{row}, {q.name}", *(_cell(cells.get((row, c)), record, q) for c in columns)]
+        [f"{row}, {q.name}", *(_cell(cells.get((row, c)), q) for c in columns)]
         for row in dict.fromkeys(o.cell.row for o in found)
         for q in quantities
     ]

@@ -9,16 +9,10 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any
 
 from merlin_cowclip.plugins._checks import make_plain
-from merlin_cowclip.plugins.scaling import (
-    SCALING_RULES,
-    Hyperparameters,
-    recipe,
-    scale,
-)
+from merlin_cowclip.plugins.scaling import SCALING_RULES, Hyperparameters, recipe, scale
 from merlin_cowclip.workflows.errors import UserError, quoted
 from merlin_cowclip.workflows.study.configuration import NETWORK, network_of
 from merlin_cowclip.workflows.training.configuration import TrainConfig
@@ -72,9 +66,10 @@ class Setting:
     found: Sequence[TrainConfig] = ()
 
     def __post_init__(self) -> None:
+        make_plain(self)
         for name, option in (("batch_sizes", "batch_size"), ("seeds", "seed")):
-            object.__setattr__(self, name, tuple(getattr(self, name)))
-            values = getattr(self, name)
+            values = tuple(getattr(self, name))
+            object.__setattr__(self, name, values)
             if not values or len(set(values)) < len(values):
                 raise UserError(
                     f"{name} must name something, and each only once. Received: {list(values)}. "
@@ -82,7 +77,6 @@ class Setting:
                 )
             for value in values:
                 TrainConfig(**{option: value})
-        make_plain(self)
         for given, allowed in (("values", VALUES), ("config", _OPTIONS)):
             if others := sorted(set(getattr(self, given)) - set(allowed)):
                 raise UserError(
@@ -101,7 +95,6 @@ class Setting:
                 f"{sizes}, and batch_sizes {list(self.batch_sizes)}. Name others"
             )
         for config in self.found:
-            _refuse_clip_tables(config)
             network_of(config, TrainConfig(**self.config).to_dict())  # whose defaults count
 
     @classmethod
@@ -120,27 +113,20 @@ class Setting:
         `values` and `config` go before its own; a study of several `networks` takes of its options
         those that any of them has.
         """
-        _refuse_clip_tables(tuned)
         if batch_sizes and batch_sizes[0] != tuned.batch_size:
             raise UserError(
                 "the first of the batch sizes must be where the base was tuned. Received: "
                 f"{batch_sizes[0]:,}, and a base tuned at {tuned.batch_size:,}. Begin with that"
             )
-        given = config or {}
-        network = network_of(tuned, given)
-        of_run = {"update": tuned.update, "deterministic": tuned.deterministic}
+        network = network_of(tuned, config or {})
         if networks:
-            network = {
-                option: value
-                for option, value in network.items()
-                if any(option in OPTIONS[name] for name in networks)
-            }
+            network = {k: v for k, v in network.items() if any(k in OPTIONS[n] for n in networks)}
         hp = tuned.hyperparameters
         shared = VALUES if hp.clip == "adaptive_column" else VALUES[:3]
         return cls(
             batch_sizes,
-            {**{name: getattr(hp, name) for name in shared}, **(values or {})},
-            {**of_run, **tuned.schedules(), **network, **given},
+            {name: getattr(hp, name) for name in shared} | dict(values or {}),
+            _of_run(tuned) | network | dict(config or {}),
             **others,
         )
 
@@ -173,14 +159,9 @@ class Setting:
         return TrainConfig(**{**self.config, **own})
 
 
-def _refuse_clip_tables(found: TrainConfig) -> None:
-    """No study clips some tables alone: its runs would be without, and no word."""
-    if found.clip_tables is not None:
-        raise UserError(
-            "a study's base, and what was tuned, must clip all tables alike. Received: "
-            f"clip_tables={list(found.clip_tables)}, tuned at {found.batch_size:,}. Give it "
-            "without, as dataclasses.replace(config, clip_tables=None)"
-        )
+def _of_run(tuned: TrainConfig) -> dict[str, Any]:
+    """What a tune found beside the network and the values; its schedules for any epochs."""
+    return {"update": tuned.update, "deterministic": tuned.deterministic, **tuned.schedules()}
 
 
 def batch_sizes(base: int, rows: int) -> tuple[int, ...]:
@@ -278,9 +259,7 @@ def _scaling_rules(setting: Setting) -> Iterator[Cell]:
         for batch_size in setting.batch_sizes:
             yield Cell(rule, f"{batch_size:,}", setting.run(rule, batch_size))
     for found in setting.found:
-        config = setting.at(found.hyperparameters)
-        own = {"update": found.update, "deterministic": found.deterministic, **found.schedules()}
-        config = dataclasses.replace(config, **own)
+        config = dataclasses.replace(setting.at(found.hyperparameters), **_of_run(found))
         yield Cell(TUNED, f"{found.batch_size:,}", config)
 
 
@@ -292,11 +271,7 @@ def _networks(setting: Setting) -> Iterator[Cell]:
 
 
 def _by_network(setting: Setting) -> Iterator[tuple[str, Setting]]:
-    """Each of `NETWORKS`, and the setting with it and those of the options that it takes.
-
-    Raises:
-      UserError: the setting names a network, or an option that none of them takes.
-    """
+    """Each of `NETWORKS`, and the setting with it and those of the options that it takes."""
     for option, value in setting.config.items():
         if option in NETWORK and not any(option in OPTIONS[name] for name in NETWORKS):
             raise UserError(
@@ -400,92 +375,68 @@ def _learning_rate(setting: Setting) -> Iterator[Cell]:
 
 
 def _frequencies(setting: Setting) -> Iterator[Cell]:
-    """Nothing is trained, so of a setting it has the batch sizes alone.
-
-    Raises:
-      UserError: the setting says how to train.
-    """
+    """Nothing is trained, so of a setting it has the batch sizes alone."""
     given = {**setting.config, **setting.values}
-    if setting.seeds != SEEDS:
-        given["seeds"] = list(setting.seeds)
-    if given:
+    if given or setting.seeds != SEEDS:
         raise UserError(
             "the study frequencies trains nothing, and takes batch_sizes alone. Received: "
-            f"{', '.join(f'{name}={value!r}' for name, value in given.items())}. Leave it out"
+            f"{', '.join(given) or 'seeds'}. Leave it out"
         )
     return iter(())
 
 
-STUDIES: Mapping[str, Study] = MappingProxyType(
-    {
-        study.name: study
-        for study in (
-            Study(
-                "scaling-rules",
-                "Which scaling rule keeps the AUC as the batch grows",
-                "Tables 2 and 10",
-                _scaling_rules,
-                "rule",
-            ),
-            Study(
-                "networks",
-                "Whether CowClip holds in every network",
-                "Tables 3 and 4",
-                _networks,
-                "network",
-                networks=NETWORKS,
-            ),
-            Study(
-                "control",
-                "Whether rare ids are why the usual rules fail",
-                "Table 1",
-                _control,
-                "data, rule",
-            ),
-            Study("clipping", "What the clip's unit is worth", "Table 6", _clipping, "clip"),
-            Study(
-                "ablation", "What each part of CowClip is worth", "Table 12", _ablation, "recipe"
-            ),
-            Study(
-                "time",
-                "How much time a large batch saves",
-                "Tables 5 and 11, Figure 1",
-                _time,
-                "network",
-                quantity=MINUTES,
-                networks=NETWORKS,
-            ),
-            Study(
-                "curves",
-                "What training looks like, epoch by epoch",
-                "Figures 5 and 6",
-                _curves,
-                "rule",
-            ),
-            Study(
-                "gradients",
-                "How large the gradients of frequent and rare ids are",
-                "Figure 4",
-                _gradients,
-                "rule",
-            ),
-            Study(
-                "learning-rate",
-                "How narrow the good learning rates are",
-                "Figure 2, right",
-                _learning_rate,
-                "rule, factor",
-            ),
-            Study(
-                "frequencies",
-                "How often ids occur",
-                "Figure 3, left",
-                _frequencies,
-                "field",
-            ),
-        )
-    }
+_ALL = (
+    Study(
+        "scaling-rules",
+        "Which scaling rule keeps the AUC as the batch grows",
+        "Tables 2 and 10",
+        _scaling_rules,
+        "rule",
+    ),
+    Study(
+        "networks",
+        "Whether CowClip holds in every network",
+        "Tables 3 and 4",
+        _networks,
+        "network",
+        networks=NETWORKS,
+    ),
+    Study(
+        "control",
+        "Whether rare ids are why the usual rules fail",
+        "Table 1",
+        _control,
+        "data, rule",
+    ),
+    Study("clipping", "What the clip's unit is worth", "Table 6", _clipping, "clip"),
+    Study("ablation", "What each part of CowClip is worth", "Table 12", _ablation, "recipe"),
+    Study(
+        "time",
+        "How much time a large batch saves",
+        "Tables 5 and 11, Figure 1",
+        _time,
+        "network",
+        MINUTES,
+        NETWORKS,
+    ),
+    Study("curves", "What training looks like, epoch by epoch", "Figures 5 and 6", _curves, "rule"),
+    Study(
+        "gradients",
+        "How large the gradients of frequent and rare ids are",
+        "Figure 4",
+        _gradients,
+        "rule",
+    ),
+    Study(
+        "learning-rate",
+        "How narrow the good learning rates are",
+        "Figure 2, right",
+        _learning_rate,
+        "rule, factor",
+    ),
+    Study("frequencies", "How often ids occur", "Figure 3, left", _frequencies, "field"),
 )
+STUDIES: Mapping[str, Study] = {study.name: study for study in _ALL}
 """The studies, by name; that of frequencies is of the data alone, and trains nothing."""
 
 

@@ -18,19 +18,14 @@ from typing import Any
 
 from merlin_cowclip.plugins._text import format_table
 from merlin_cowclip.workflows.checks import check_whole
+from merlin_cowclip.workflows.data.frequencies import frequencies
 from merlin_cowclip.workflows.data.prepared_data import PreparedData
 from merlin_cowclip.workflows.data.spec import check_input_names
 from merlin_cowclip.workflows.data.top_ids import keep_top_ids
 from merlin_cowclip.workflows.errors import Stopped, UserError
-from merlin_cowclip.workflows.folders import (
-    all_or_nothing,
-    refuse_pattern,
-    write_json,
-)
+from merlin_cowclip.workflows.folders import all_or_nothing, refuse_pattern, remove, write_json
 from merlin_cowclip.workflows.progress import progress_bar
 from merlin_cowclip.workflows.quiet import quiet_imports
-from merlin_cowclip.workflows.study import occurrences
-from merlin_cowclip.workflows.study.locks import alone_in
 from merlin_cowclip.workflows.study.studies import (
     TOP,
     Cell,
@@ -41,10 +36,11 @@ from merlin_cowclip.workflows.study.studies import (
 )
 from merlin_cowclip.workflows.study.workers import DIVERGED, Task, run_all
 from merlin_cowclip.workflows.training.configuration import TrainConfig
+from merlin_cowclip.workflows.training.one_at_a_time import alone_in
 from merlin_cowclip.workflows.training.runs import RESULT, columns_of, identity_of
 
 FORMAT_VERSION = 1
-RECORD, STUDIES_, RUNS = "sweep.json", "studies", "runs"
+RECORD, STUDIES_, RUNS, FREQUENCIES = "sweep.json", "studies", "runs", "frequencies"
 _TOP_IDS = 3
 
 
@@ -55,18 +51,21 @@ class Outcome:
     Attributes:
       cell: which one.
       results: of its finished runs, by seed; a run that diverged has `None`.
+      runs: the names of all, by seed.
     """
 
     cell: Cell
     results: Mapping[int, Mapping[str, Any] | None]
+    runs: Mapping[int, str]
 
-    def values(self, quantity: str) -> list[float]:
-        """Of the runs that did not diverge."""
-        return [r[quantity] for r in self.results.values() if r is not None]
+    @property
+    def first(self) -> int | None:
+        """The first seed whose run ended, and did not diverge."""
+        return next((s for s, r in self.results.items() if r is not None), None)
 
     def mean(self, quantity: str) -> tuple[float, float] | None:
         """Mean and deviation (0 of one run) over seeds; `None` if any run diverged."""
-        values = self.values(quantity)
+        values = [r[quantity] for r in self.results.values() if r is not None]
         if not values or len(values) < len(self.results):
             return None
         return statistics.fmean(values), statistics.stdev(values) if values[1:] else 0.0
@@ -90,7 +89,7 @@ def sweep(
       study: from `STUDIES`.
       data: the prepared folder, with a test part if anything is trained.
       out: the folder of the runs, of this study and of others on the same data; made if need be.
-      setting: what the runs have in common.
+      setting: what the runs have in common; they are trained in float32.
       jobs: runs trained at a time, a process each.
       command: what prints the table again, for the report.
       progress: whether to say how each run ended, and show a bar on stderr.
@@ -104,11 +103,6 @@ def sweep(
     cells = list(study.cells(setting))
     if cells:
         _check(data, cells)
-    elif jobs != 1:
-        raise UserError(
-            f"the study {study.name} trains nothing, so that no jobs share it. Received: "
-            f"jobs={jobs}. Leave it out"
-        )
     _open(out, data)
     record = {**_record(study, setting, cells), "command": command}
     with alone_in(out):  # what two sweeps would write at the same time
@@ -116,8 +110,11 @@ def sweep(
         for folder in (STUDIES_, RUNS):
             (out / folder).mkdir(exist_ok=True)
         write_json(out / STUDIES_ / f"{study.name}.json", record)
-        if not cells:
-            return occurrences.count(data, out, setting.batch_sizes, progress=progress)
+        if not cells:  # counted anew: the batch sizes may be others
+            remove(out / FREQUENCIES)
+            sizes = setting.batch_sizes
+            counted = frequencies(data, out / FREQUENCIES, batch_sizes=sizes, progress=progress)
+            return counted.table()
     tasks: dict[str, Task] = {}
     for cell in cells:
         for seed in setting.seeds:
@@ -154,7 +151,12 @@ def run_name(config: TrainConfig, data: str) -> str:
 
 def read_record(out: Path, name: str) -> dict[str, Any]:
     """What a study's runs are, as its last sweep wrote it."""
-    return _read(out / STUDIES_ / f"{name}.json")
+    return read_json(out / STUDIES_ / f"{name}.json")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """What a sweep or a run wrote."""
+    return dict(json.loads(path.read_text(encoding="utf-8")))
 
 
 def outcomes(out: Path, name: str) -> list[Outcome]:
@@ -165,25 +167,16 @@ def outcomes(out: Path, name: str) -> list[Outcome]:
 def _outcomes(out: Path, record: Mapping[str, Any]) -> list[Outcome]:
     found = []
     for cell in record["cells"]:
+        runs = {int(seed): run for seed, run in cell["runs"].items()}
         results: dict[int, Mapping[str, Any] | None] = {}
-        for seed, run in cell["runs"].items():
+        for seed, run in runs.items():
             if (out / RUNS / run / RESULT).exists():
-                results[int(seed)] = _result_of(out / RUNS / run)
+                results[seed] = read_json(out / RUNS / run / RESULT)
             elif (out / RUNS / run / DIVERGED).exists():
-                results[int(seed)] = None
+                results[seed] = None
         config = TrainConfig.from_dict(cell["config"])
-        found.append(Outcome(Cell(cell["row"], cell["column"], config, cell["data"]), results))
-    return found
-
-
-def _result_of(run: Path) -> dict[str, Any]:
-    """Of the configuration that its name says: not so if it was resumed for more epochs."""
-    found = read_result(run)
-    if not run.name.startswith(found["config"]["identity"][:16]):
-        raise UserError(
-            f"a run of a sweep must be as the sweep would train it. Received: {run}, of another "
-            "configuration. Move it elsewhere, and sweep again"
-        )
+        place = Cell(cell["row"], cell["column"], config, cell["data"])
+        found.append(Outcome(place, results, runs))
     return found
 
 
@@ -212,25 +205,10 @@ def _check(data: PreparedData, cells: Sequence[Cell]) -> None:
         raise UserError(
             f"a study needs a test part. Received: {data.path}, without one. Name data that has one"
         )
-    rows, clicks = (data.report.get(key, {}).get("test") for key in ("rows", "positives"))
-    if clicks in (0, rows):
-        raise UserError(
-            "the test part of a study must have labels of 0 and of 1. Received: "
-            f"{data.path}, with {clicks} clicks in {rows} rows. Prepare the data with a larger "
-            "test part, or split at random"
-        )
     check_input_names(data.spec)
     with quiet_imports():
-        from merlin_cowclip.plugins._tensorflow import tf
         from merlin_cowclip.workflows.training.train import check_trainable
 
-    precision = tf.keras.mixed_precision.global_policy().name
-    if precision != "float32":  # in which the processes begin that train
-        raise UserError(
-            "a study must be trained in float32, as it is by processes of its own. Received: "
-            f"Keras's precision {precision!r} in this one. Set it to float32 again, or train each "
-            "run by itself"
-        )
     for config in {cell.config.identity: cell.config for cell in cells}.values():
         check_trainable(data, config)
 
@@ -253,7 +231,7 @@ def _open(out: Path, data: PreparedData) -> None:
             f"output folder must not exist, or be of a sweep. Received: {out}, which is neither. "
             "Name another, or remove it"
         )
-    record = _read(out / RECORD, "Name another folder")
+    record = read_json(out / RECORD)
     if {key: record.get(key) for key in mine} != mine:
         raise UserError(
             f"the runs of a folder must be of one data set. Received: {data.path}, and {out}, of "
@@ -302,22 +280,5 @@ def _record(study: Study, setting: Setting, cells: Sequence[Cell]) -> dict[str, 
 def _ended(run: Path) -> str:
     if not (run / RESULT).exists():
         return "diverged"
-    result = read_result(run)
+    result = read_json(run / RESULT)
     return f"AUC {result['auc']:.4f} ({result['train_seconds']:.0f} s)"
-
-
-def _read(path: Path, remedy: str = "Sweep again") -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(
-            f"what a sweep wrote must be there. Received: {path}: {error}. {remedy}"
-        ) from None
-    if not isinstance(found, dict):
-        raise UserError(f"{path} must be as it was written. Received: another value. {remedy}")
-    return found
-
-
-def read_result(run: Path) -> dict[str, Any]:
-    """What a run came to."""
-    return _read(run / RESULT, f"Remove {run}, and sweep again")

@@ -6,18 +6,15 @@ again from other seeds. Optuna's heartbeat finds trials whose process died, and 
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import functools
+import gc
 import math
 import os
 import signal
-import sqlite3
 import statistics
 import time
 import warnings
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,16 +23,16 @@ import numpy as np
 from merlin_cowclip.workflows.checks import check_whole
 from merlin_cowclip.workflows.data.prepared_data import PreparedData
 from merlin_cowclip.workflows.data.spec import check_input_names
-from merlin_cowclip.workflows.errors import Stopped, UserError, clipped
+from merlin_cowclip.workflows.errors import NotFiniteError, Stopped, UserError
 from merlin_cowclip.workflows.folders import all_or_nothing, refuse_existing, write_json
 from merlin_cowclip.workflows.progress import progress_bar
 from merlin_cowclip.workflows.quiet import quiet_imports
 from merlin_cowclip.workflows.study.configuration import TuneConfig
 from merlin_cowclip.workflows.study.held_out import held_out_rows, hold_out
-from merlin_cowclip.workflows.study.locks import alone_in
 from merlin_cowclip.workflows.study.search_space import Point
 from merlin_cowclip.workflows.study.studies import few_steps
 from merlin_cowclip.workflows.study.tuned import (
+    FEWEST,
     FORMAT_VERSION,
     HEADER,
     RECORD,
@@ -48,32 +45,36 @@ from merlin_cowclip.workflows.study.tuned import (
     record_of,
     trial_line,
 )
-from merlin_cowclip.workflows.training.configuration import LARGEST_SEED
-from merlin_cowclip.workflows.training.stopping import Interrupted, Stopping
+from merlin_cowclip.workflows.training.configuration import LARGEST_SEED, TrainConfig
+from merlin_cowclip.workflows.training.one_at_a_time import alone_in
+from merlin_cowclip.workflows.training.stopping import Stopping
 
 with quiet_imports():
     import optuna
-    import sqlalchemy.exc
     from optuna.trial import FrozenTrial, TrialState
     from sqlalchemy.pool import NullPool
 
-    from merlin_cowclip.plugins._tensorflow import tf
-    from merlin_cowclip.workflows.study.trials import DivergedError, Epoch, epochs_of
+    from merlin_cowclip.plugins._tensorflow import quiet_stack, tf
+    from merlin_cowclip.workflows.training.evaluation import EVALUATION_BATCH
+    from merlin_cowclip.workflows.training.loader import Loader
     from merlin_cowclip.workflows.training.rebuilding import network
+    from merlin_cowclip.workflows.training.reproducibility import set_seeds
     from merlin_cowclip.workflows.training.runs import environment
     from merlin_cowclip.workflows.training.train import as_user_errors, check_trainable
+    from merlin_cowclip.workflows.training.trainer import Trainer
 
 DATABASE = "study.db"
 PATIENCE = 2  # epochs without a better AUC, after which a trial ends
 FINALISTS = 3  # the best of the search, of which one may be so by chance
-FEWEST = 10
-"""Trials below which nothing is said of importance."""
 _HEARTBEAT, _GRACE = 10, 60  # seconds; a trial without a heartbeat for so long is tried again
 _RETRIES = 2
 _POLL = 0.5  # seconds between two looks at what other processes do
 _WAIT = 60.0  # seconds for another process's transaction
 _STARTUP = 6  # trials before TPE has a model of the values
 _ENDED = (TrialState.COMPLETE, TrialState.PRUNED)
+
+Epoch = dict[str, float]
+"""`auc`, `log_loss` and `calibration` on the held-out rows, `train_loss`, and all `seconds`."""
 
 
 def tune(
@@ -126,12 +127,14 @@ def tune(
             f"is tried first. Received: trials={trials}. Give it more"
         )
     precision = str(tf.keras.mixed_precision.global_policy().name)
-    with _optuna_errors(out), _quiet_optuna():
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
         with alone_in(out.absolute().parent):
-            if not os.path.lexists(out):
-                _begin(data, config, out, precision, progress=progress)
-            else:
+            if os.path.lexists(out):
                 check_fits(data, config, out, precision)
+            else:
+                _begin(data, config, out, precision, progress=progress)
         with Stopping() as stopping:
             tuning = _Tuning(data, config, out, trials, seeds, end, stopping, progress)
             with as_user_errors(tuning.rows, out):
@@ -146,6 +149,39 @@ def tune(
                     ) from None
         tuning.write(command)
     return Tuned.open(out)
+
+
+def epochs_of(
+    rows: PreparedData,
+    config: TrainConfig,
+    stopping: Stopping,
+    advance: Callable[[], Any] = lambda: None,
+) -> Iterator[Epoch]:
+    """Train as `train(rows, config)` would, to the last bit; what each epoch came to.
+
+    Args:
+      rows: what `hold_out` made.
+      config: of the trial.
+      stopping: ends it after the update in hand.
+      advance: called after each update.
+
+    Raises:
+      NotFiniteError: a loss, gradient, weight or prediction is no finite number.
+      Interrupted: it was asked to stop.
+    """
+    begun = time.perf_counter()
+    loader = check_trainable(rows, config)
+    held_out = Loader(rows, "test", batch_size=EVALUATION_BATCH)
+    gc.collect()  # the last trial's network
+    tf.keras.backend.clear_session()
+    with quiet_stack():  # of many networks in one process TensorFlow warns that it traces many
+        set_seeds(config.seed, deterministic=config.deterministic)
+        trainer = Trainer(rows, config, loader, held_out, stopping, after_update=advance)
+        for row in trainer.epochs():
+            now = time.perf_counter()
+            measured = {k: row[k] for k in ("auc", "log_loss", "calibration", "train_loss")}
+            yield {**measured, "seconds": now - begun}
+            begun = time.perf_counter()
 
 
 def _begin(
@@ -179,59 +215,6 @@ def _begin(
         write_json(folder / RECORD, record_of(data, config, precision))
 
 
-@dataclass(frozen=True)
-class Tried:
-    """A trial that has ended.
-
-    Attributes:
-      number: from 0.
-      point: what it tried.
-      epochs: those that it trained; none if it diverged in the first.
-      why: why it ended before its last epoch, or `None`.
-      rules: those that predicted its point; none of a point that the search has found.
-    """
-
-    number: int
-    point: Point
-    epochs: Sequence[Epoch]
-    why: str | None
-    rules: Sequence[str]
-
-    @property
-    def best_epoch(self) -> int:
-        """The epoch with the highest AUC, from 1; 0 if it has none."""
-        aucs = [epoch.auc for epoch in self.epochs]
-        return aucs.index(max(aucs)) + 1 if aucs else 0
-
-    @property
-    def auc(self) -> float:
-        """Of its best epoch; -inf if it has none."""
-        return max((epoch.auc for epoch in self.epochs), default=-math.inf)
-
-    @property
-    def seconds(self) -> float:
-        """All it took."""
-        return sum(epoch.seconds for epoch in self.epochs)
-
-    @property
-    def seconds_again(self) -> float:
-        """What a repeat takes: up to the best epoch."""
-        return sum(epoch.seconds for epoch in list(self.epochs)[: self.best_epoch])
-
-    def to_dict(self) -> dict[str, Any]:
-        """Fit for JSON."""
-        return {
-            "number": self.number,
-            "rules": list(self.rules),
-            "auc": self.auc if self.epochs else None,
-            "best_epoch": self.best_epoch,
-            "why": self.why,
-            "seconds": self.seconds,
-            **self.point.to_dict(),
-            "epochs": [dataclasses.asdict(epoch) for epoch in self.epochs],
-        }
-
-
 class _Tuning:
     """A tune on its way, in one of the processes that share it."""
 
@@ -249,28 +232,32 @@ class _Tuning:
         self.rows = PreparedData.open(out / ROWS)
         self._data, self._config, self._out = data, config, out
         self._trials, self._end, self._stopping, self._show = trials, end, stopping, progress
-        first = config.seed + 1
-        self._seeds = [(first + k) % (LARGEST_SEED + 1) for k in range(seeds)]
+        self._seeds = [(config.seed + 1 + k) % (LARGEST_SEED + 1) for k in range(seeds)]
         self._updates = -(-self.rows.rows["train"] // config.batch_size)
         load = functools.partial(optuna.load_study, storage=_storage(out))
         pruner = optuna.pruners.PercentilePruner(75.0, n_startup_trials=5, n_warmup_steps=1)
         self._study = load(study_name="tune", pruner=pruner)
         self._again = load(study_name="repeats", sampler=optuna.samplers.RandomSampler())
 
-    @property
-    def _left(self) -> float:
-        """Seconds of the budget; infinite without one."""
-        return self._end - time.monotonic()
+    # Trials
 
-    def tried(self) -> list[Tried]:
-        """All trials that have ended, by number."""
+    def tried(self) -> list[dict[str, Any]]:
+        """All trials that have ended, by number, as the result has them."""
         return [self._tried(t) for t in self._study.get_trials(deepcopy=False, states=_ENDED)]
 
-    def _tried(self, trial: FrozenTrial) -> Tried:
-        epochs, why, rules = _attributes(trial)
-        return Tried(trial.number, self._config.space.point(trial.params), epochs, why, rules)
-
-    # Trials
+    def _tried(self, trial: FrozenTrial) -> dict[str, Any]:
+        epochs: list[Epoch] = trial.user_attrs.get("epochs", [])
+        aucs = [epoch["auc"] for epoch in epochs]
+        return {
+            "number": trial.number,
+            "rules": trial.user_attrs.get("rules", []),  # that predicted it
+            "auc": max(aucs, default=None),
+            "best_epoch": aucs.index(max(aucs)) + 1 if aucs else 0,
+            "why": trial.user_attrs.get("why"),  # it ended before its last epoch
+            "seconds": sum(epoch["seconds"] for epoch in epochs),
+            **self._config.space.point(trial.params).to_dict(),
+            "epochs": epochs,
+        }
 
     def search(self) -> None:
         """Try points until there are enough, or the time that the repeats leave is over."""
@@ -281,8 +268,8 @@ class _Tuning:
         while self._has_time_for_a_trial():
             optuna.storages.fail_stale_trials(self._study)
             trials = self._study.get_trials(deepcopy=False)
-            running = sum(trial.state == TrialState.RUNNING for trial in trials)
             ended = sum(trial.state in _ENDED for trial in trials)
+            running = sum(trial.state == TrialState.RUNNING for trial in trials)
             if ended >= self._trials:
                 return
             if ended + running >= self._trials:
@@ -298,66 +285,75 @@ class _Tuning:
                 constant_liar=True,
                 seed=int(drawn.integers(2**32)),
             )
-            self._study.optimize(self._try, n_trials=1)
-            if self._show:
-                tried = self.tried()
-                for one in (one for one in tried if one.number == self._last):
-                    print(trial_line(one, tried, self._trials), flush=True)
+            self._study.optimize(self._try, n_trials=1, callbacks=[self._tell])
 
     def _try(self, trial: optuna.Trial) -> float:
         """Train a trial's point, and report each epoch."""
-        point = self._config.space.suggest(trial)
-        config = self._config.train_config(point)
-        rules = trial.user_attrs.get("rules", [])
-        self._last = trial.number
-        epochs: list[Epoch] = []
-        why: str | None = None
-        bar = self._bar(f"trial {trial.number + 1}")
-        with self._once_more(self._study, trial, {"rules": rules}), bar as advance:
-            try:
-                with contextlib.closing(
-                    epochs_of(self.rows, config, self._stopping, advance)
-                ) as found:
-                    for epoch in found:
-                        epochs.append(epoch)
-                        trial.report(epoch.auc, len(epochs))
-                        why = self._why_end(trial, rules, [e.auc for e in epochs])
-                        if why or len(epochs) == config.epochs:
-                            break
-            except DivergedError as error:
-                why = str(error)
-        _note(trial, epochs, why)
+        config = self._config.train_config(self._config.space.suggest(trial))
+
+        def why_end(aucs: list[float]) -> str | None:
+            trial.report(aucs[-1], len(aucs))
+            # What a rule predicted is never given up.
+            if not trial.user_attrs.get("rules") and trial.should_prune():
+                return "given up"
+            is_over = len(aucs) - 1 - aucs.index(max(aucs)) >= PATIENCE
+            return (
+                f"no better for {PATIENCE} epochs"
+                if is_over and len(aucs) < config.epochs
+                else None
+            )
+
+        epochs, why = self._train(trial, config, f"trial {trial.number + 1}", why_end)
         if why == "given up" or not epochs:
             raise optuna.TrialPruned
-        return max(epoch.auc for epoch in epochs)
+        return max(epoch["auc"] for epoch in epochs)
 
-    def _why_end(self, trial: optuna.Trial, rules: Sequence[str], aucs: list[float]) -> str | None:
-        if not rules and trial.should_prune():  # what a rule predicted is never given up
-            return "given up"
-        if len(aucs) == self._config.epochs:
-            return None
-        if len(aucs) - 1 - aucs.index(max(aucs)) >= PATIENCE:
-            return f"no better for {PATIENCE} epochs"
-        return "out of time" if self._left < self._reserve() else None
+    def _tell(self, study: optuna.Study, trial: FrozenTrial) -> None:
+        if self._show and trial.state in _ENDED:
+            print(trial_line(self._tried(trial), self.tried(), self._trials), flush=True)
 
-    @contextlib.contextmanager
-    def _once_more(self, study: optuna.Study, trial: optuna.Trial, attrs: Any) -> Iterator[None]:
-        """What ends within, interrupted or refused, is tried again when the tune goes on."""
-        try:
-            yield
-        except BaseException as error:
-            study.enqueue_trial(trial.params, user_attrs=attrs)
-            if isinstance(error, Interrupted):
-                raise KeyboardInterrupt from None  # which Optuna notes as a failed trial
-            raise
+    def _train(
+        self,
+        trial: optuna.Trial,
+        config: TrainConfig,
+        title: str,
+        why_end: Callable[[list[float]], str | None],
+    ) -> tuple[list[Epoch], str | None]:
+        """Train; what ends it, interrupted or refused, is tried again when the tune goes on."""
+        epochs: list[Epoch] = []
+        why = None
+        shown = self._show and os.isatty(2)  # in a log there is the line of each trial
+        total = self._updates * config.epochs
+        with progress_bar(title, total, " batches", show=shown) as bar:
+            bar.leave = False
+            found = epochs_of(self.rows, config, self._stopping, bar.update)
+            try:
+                for epoch in found:
+                    epochs.append(epoch)
+                    why = why_end([one["auc"] for one in epochs])
+                    if why:
+                        break
+            except NotFiniteError as error:
+                why = str(error)
+            except BaseException:
+                attrs = {"rules": trial.user_attrs.get("rules", [])}
+                trial.study.enqueue_trial(trial.params, user_attrs=attrs)
+                raise
+        trial.set_user_attr("epochs", epochs)
+        trial.set_user_attr("why", why)
+        return epochs, why
+
+    @property
+    def _left(self) -> float:
+        """Seconds of the budget; infinite without one."""
+        return self._end - time.monotonic()
 
     def _has_time_for_a_trial(self) -> bool:
-        tried = [t.seconds for t in self.tried() if t.epochs]
-        return not tried or self._left - self._reserve() > statistics.fmean(tried)
-
-    def _reserve(self) -> float:
-        """Seconds that the repeats of the best of all and of the best rule will take."""
-        return sum(len(self._seeds) * one.seconds_again for one in self._must_be_repeated())
+        """Beside the repeats of the best of all and of the best rule."""
+        took = [tried["seconds"] for tried in self.tried() if tried["epochs"]]
+        must, _ = self._to_repeat()
+        reserve = sum(len(self._seeds) * _seconds_again(one) for one in must.values())
+        return not took or self._left - reserve > statistics.fmean(took)
 
     def _wait(self) -> None:
         time.sleep(_POLL)
@@ -366,41 +362,35 @@ class _Tuning:
 
     # Repeats
 
-    def _must_be_repeated(self) -> list[Tried]:
-        """The best of all and the best rule's, whatever the time; once, if they are one."""
-        tried = sorted((t for t in self.tried() if t.epochs), key=lambda t: -t.auc)
-        best = [*tried[:1], *[t for t in tried if t.rules][:1]]
-        return list({t.number: t for t in best}.values())
-
-    def _to_repeat(self) -> list[Tried]:
-        """Those, then the other finalists, and then what the other rules predict."""
-        tried = sorted((t for t in self.tried() if t.epochs), key=lambda t: -t.auc)
-        in_turn = [*self._must_be_repeated(), *tried[:FINALISTS], *(t for t in tried if t.rules)]
-        return list({t.number: t for t in in_turn}.values())
+    def _to_repeat(self) -> tuple[dict[int, dict[str, Any]], dict[int, dict[str, Any]]]:
+        """By number, in turn: the best of all and the best rule's, and with those all others."""
+        ranked = sorted((t for t in self.tried() if t["epochs"]), key=lambda t: -t["auc"])
+        of_rules = [one for one in ranked if one["rules"]]
+        must = {one["number"]: one for one in (*ranked[:1], *of_rules[:1])}
+        return must, must | {one["number"]: one for one in (*ranked[:FINALISTS], *of_rules)}
 
     def repeat(self) -> None:
         """Train the best, and what the rules predict, from other seeds."""
-        must = {tried.number for tried in self._must_be_repeated()}
+        must, finalists = self._to_repeat()
         if not must:
-            reasons = {tried.why for tried in self.tried()}
             raise UserError(
-                "a trial must end with numbers. Received: all of them diverged, the last one "
-                f"with: {max(filter(None, reasons), default='nothing')}"
+                "a trial must end with numbers. Received: all of them diverged, one with: "
+                f"{self.tried()[-1]['why']}"
             )
-        by_number = {tried.number: tried for tried in self._to_repeat()}
-        wanted = [(number, seed) for number in by_number for seed in self._seeds]
         with alone_in(self._out):
-            known = {_key(t) for t in self._again.get_trials() if t.state != TrialState.FAIL}
-            for number, seed in wanted:
-                if (number, seed) not in known:
-                    self._again.enqueue_trial({"trial": number, "seed": seed})
+            trials = self._again.get_trials()
+            known = {_key(t) for t in trials if t.state != TrialState.FAIL}
+            for number in finalists:
+                for seed in self._seeds:
+                    if (number, seed) not in known:
+                        self._again.enqueue_trial({"trial": number, "seed": seed})
         while True:
             optuna.storages.fail_stale_trials(self._again)
             trials = self._again.get_trials(deepcopy=False)
             waiting = [_key(t) for t in trials if t.state == TrialState.WAITING]
             if waiting:
                 number = waiting[0][0]
-                if number not in must and self._left < by_number[number].seconds_again:
+                if number not in must and self._left < _seconds_again(finalists[number]):
                     return
                 self._again.optimize(self._try_again, n_trials=1)
             elif any(t.state == TrialState.RUNNING for t in trials):
@@ -411,78 +401,64 @@ class _Tuning:
     def _try_again(self, trial: optuna.Trial) -> float:
         number = trial.suggest_int("trial", 0, 2**31 - 1)
         seed = trial.suggest_int("seed", 0, LARGEST_SEED)
-        tried = {one.number: one for one in self.tried()}.get(number)
+        tried = {one["number"]: one for one in self.tried()}.get(number)
         if tried is None:  # drawn, as another process took the last that waited
             raise optuna.TrialPruned
-        config = self._config.train_config(tried.point, epochs=tried.best_epoch, seed=seed)
-        epochs: list[Epoch] = []
-        why = None
-        bar = self._bar(f"repeat of {number + 1}", config.epochs)
-        with self._once_more(self._again, trial, {}), bar as advance:
-            try:
-                epochs.extend(epochs_of(self.rows, config, self._stopping, advance))
-            except DivergedError as error:
-                why = str(error)
-        _note(trial, epochs, why)
+        config = self._config.train_config(
+            Point.from_dict(tried), epochs=tried["best_epoch"], seed=seed
+        )
+        epochs, why = self._train(trial, config, f"repeat of {number + 1}", lambda aucs: None)
         if why:
             raise optuna.TrialPruned
-        return epochs[-1].auc
-
-    def _repeats(self) -> dict[int, dict[int, float | None]]:
-        """By trial and seed the last epoch's AUC; `None` if it diverged.
-
-        After the last epoch: none is chosen by the rows that it is measured by.
-        """
-        found: dict[int, dict[int, float | None]] = {}
-        for trial in self._again.get_trials(deepcopy=False, states=_ENDED):
-            number, seed = _key(trial)
-            epochs, why, _ = _attributes(trial)
-            if (epochs or why) and seed in self._seeds:
-                found.setdefault(number, {})[seed] = None if why else epochs[-1].auc
-        return found
+        return epochs[-1]["auc"]
 
     # The end
 
     def write(self, command: str) -> None:
         """The configuration that was found, and the result."""
-        tried, finalists, repeats = self.tried(), self._to_repeat(), self._repeats()
-        # Compared by as many seeds, of which none has diverged; what diverged comes last.
-        means = {}
-        for number, of in repeats.items():
+        tried, (_, finalists) = self.tried(), self._to_repeat()
+        # Of each repeat the last epoch's AUC: none is chosen by the rows that it is measured by.
+        repeats: dict[int, dict[int, float | None]] = {}
+        seconds = sum(one["seconds"] for one in tried)
+        for trial in self._again.get_trials(deepcopy=False, states=_ENDED):
+            epochs, why = trial.user_attrs.get("epochs", []), trial.user_attrs.get("why")
+            seconds += sum(epoch["seconds"] for epoch in epochs)
+            number, seed = _key(trial)
+            if (epochs or why) and seed in self._seeds:
+                repeats.setdefault(number, {})[seed] = None if why else epochs[-1]["auc"]
+
+        def mean(one: dict[str, Any]) -> float:
+            """Of all seeds; what diverged from one comes last."""
+            of = repeats.get(one["number"], {})
             aucs = [auc for auc in of.values() if auc is not None]
-            if len(aucs) == len(self._seeds):
-                means[number] = statistics.fmean(aucs)
-            elif len(aucs) < len(of):
-                means[number] = -1.0
-        winner = max(finalists, key=lambda t: (means.get(t.number, 0.0), t.auc))
-        best = winner.number
-        rules = sorted((t for t in tried if t.rules), key=lambda t: -t.auc)
-        shown = {best, *(t.number for t in rules)}
-        others = sorted((t for t in finalists if t.number not in shown), key=lambda t: -t.auc)
+            if len(aucs) < len(of):
+                return -1.0
+            return statistics.fmean(aucs) if len(aucs) == len(self._seeds) else 0.0
+
+        best = max(finalists.values(), key=lambda one: (mean(one), one["auc"]))
+        others = sorted(finalists.values(), key=lambda one: -one["auc"])
         lines = [
-            ("best found", winner),
-            *((f"trial {t.number + 1}", t) for t in others),
-            *((", ".join(t.rules), t) for t in rules),
+            ("best found", best),
+            *((f"trial {t['number'] + 1}", t) for t in others if not t["rules"] and t is not best),
+            *((", ".join(t["rules"]), t) for t in others if t["rules"]),
+            *((", ".join(t["rules"]), t) for t in tried if t["rules"] and not t["epochs"]),
         ]
-        done = {rule for t in tried for rule in t.rules}
-        found = self._config.train_config(winner.point, epochs=winner.best_epoch)
-        again = self._again.get_trials(deepcopy=False, states=_ENDED)
-        of_repeats = (e.seconds for trial in again for e in _attributes(trial)[0])
+        done = {rule for one in tried for rule in one["rules"]}
+        own = repeats.get(best["number"], {})
+        found = self._config.train_config(Point.from_dict(best), epochs=best["best_epoch"])
         result = {
             "format": FORMAT_VERSION,
             "command": command,
             "data": str(self._data.path.resolve()),
             "rows": self.rows.rows,
             "config": self._config.to_dict(),
-            "winner": best,
-            "table": [
-                _row(what, t, repeats.get(t.number, {}), repeats.get(best, {})) for what, t in lines
-            ],
+            "winner": best["number"],
+            "table": [_row(what, t, repeats.get(t["number"], {}), own) for what, t in lines],
             "not_tried": [rule for rule in self._config.rules if rule not in done],
             "importance": self._importance(),
-            "trials_measured": sum(bool(t.epochs) for t in tried),
-            "seconds": sum(t.seconds for t in tried) + sum(of_repeats),
-            "trials": [t.to_dict() for t in tried],
+            "trials_measured": sum(bool(one["epochs"]) for one in tried),
+            "seconds": seconds,
+            "trials": tried,
             **environment(("optuna",)),
         }
         with alone_in(self._out):
@@ -495,46 +471,40 @@ class _Tuning:
         By fANOVA (Hutter et al. 2014), over all trials that were measured, each by its best epoch.
         r and ζ, which only trials with a clip have, are left out. `None` below `FEWEST` trials.
         """
-        trials = [
+        measured = [
             optuna.trial.create_trial(
-                params=trial.params, distributions=trial.distributions, value=tried.auc
+                params=trial.params, distributions=trial.distributions, value=auc
             )
             for trial in self._study.get_trials(deepcopy=False, states=_ENDED)
-            if (tried := self._tried(trial)).epochs
+            if (auc := self._tried(trial)["auc"]) is not None
         ]
-        if len(trials) < FEWEST or len({trial.value for trial in trials}) == 1:
+        if len(measured) < FEWEST or len({trial.value for trial in measured}) == 1:
             return None
         study = optuna.create_study(direction="maximize")
-        study.add_trials(trials)
+        study.add_trials(measured)
         evaluator = optuna.importance.FanovaImportanceEvaluator(seed=0)
         found = optuna.importance.get_param_importances(study, evaluator=evaluator)
         return {name: float(share) for name, share in found.items()}
 
-    @contextlib.contextmanager
-    def _bar(self, title: str, epochs: int | None = None) -> Iterator[Any]:
-        """A bar of a training's updates; yields what advances it."""
-        total = self._updates * (self._config.epochs if epochs is None else epochs)
-        shown = self._show and os.isatty(2)  # in a log there is the line of each trial
-        with progress_bar(title, total, " batches", show=shown) as bar:
-            bar.leave = False  # its line is the trial's own
-
-            yield bar.update
-
 
 def _row(
-    what: str, tried: Tried, own: dict[int, float | None], best: dict[int, float | None]
+    what: str,
+    tried: dict[str, Any],
+    own: dict[int, float | None],
+    best: dict[int, float | None],
 ) -> dict[str, Any]:
     """A line of the table; differences are of the same seeds."""
     aucs = [auc for auc in own.values() if auc is not None]
     diverged = len(own) - len(aucs)
     pairs = [] if own is best or diverged else [(auc, best.get(s)) for s, auc in own.items()]
-    differences = [a - b for a, b in pairs if a is not None and b is not None]
     mean, deviation = _mean_and_deviation([] if diverged else aucs)
-    difference, its_deviation = _mean_and_deviation(differences)
+    difference, its_deviation = _mean_and_deviation(
+        [a - b for a, b in pairs if a is not None and b is not None]
+    )
     return {
         "what": what,
-        "trial": tried.number,
-        "rules": list(tried.rules),
+        "trial": tried["number"],
+        "rules": tried["rules"],
         "mean": mean,
         "deviation": deviation,
         "aucs": aucs,
@@ -542,9 +512,9 @@ def _row(
         "diverged": diverged,
         "difference": difference,
         "difference_deviation": its_deviation,
-        "search_auc": tried.auc if tried.epochs else None,
-        "epochs": tried.best_epoch,
-        **tried.point.to_dict(),
+        "search_auc": tried["auc"],
+        "epochs": tried["best_epoch"],
+        **{key: tried[key] for key in ("hyperparameters", "update", "rates")},
     }
 
 
@@ -553,15 +523,9 @@ def _mean_and_deviation(values: Sequence[float]) -> tuple[float | None, float | 
     return mean, statistics.stdev(values) if len(values) > 1 else None
 
 
-def _note(trial: optuna.Trial, epochs: Sequence[Epoch], why: str | None) -> None:
-    trial.set_user_attr("epochs", [dataclasses.asdict(epoch) for epoch in epochs])
-    trial.set_user_attr("why", why)
-
-
-def _attributes(trial: FrozenTrial) -> tuple[tuple[Epoch, ...], str | None, tuple[str, ...]]:
-    attrs = trial.user_attrs
-    epochs = tuple(Epoch(**epoch) for epoch in attrs.get("epochs", ()))
-    return epochs, attrs.get("why"), tuple(attrs.get("rules", ()))
+def _seconds_again(tried: dict[str, Any]) -> float:
+    """What a repeat takes: up to the best epoch."""
+    return sum(epoch["seconds"] for epoch in tried["epochs"][: tried["best_epoch"]])
 
 
 def _key(trial: FrozenTrial) -> tuple[int, int]:
@@ -571,55 +535,12 @@ def _key(trial: FrozenTrial) -> tuple[int, int]:
 
 
 def _storage(folder: Path) -> optuna.storages.RDBStorage:
-    if (folder / RECORD).exists() and not (folder / DATABASE).is_file():
-        raise _refusal(folder, "which is gone")
-    # By a function: a path in a URL would have to be escaped, for SQLAlchemy and for Optuna.
-    connect = functools.partial(_connect, str(folder / DATABASE))
     with warnings.catch_warnings():  # Optuna 4.9 has other names for the heartbeat's callback
         warnings.simplefilter("ignore")
         return optuna.storages.RDBStorage(
-            "sqlite://",
-            {"creator": connect, "poolclass": NullPool},
+            f"sqlite:///{folder.absolute() / DATABASE}",
+            {"connect_args": {"timeout": _WAIT}, "poolclass": NullPool},
             heartbeat_interval=_HEARTBEAT,
             grace_period=_GRACE,
             failed_trial_callback=optuna.storages.RetryFailedTrialCallback(max_retry=_RETRIES),
         )
-
-
-def _connect(path: str) -> sqlite3.Connection:
-    return sqlite3.connect(path, timeout=_WAIT)
-
-
-@contextlib.contextmanager
-def _optuna_errors(folder: Path) -> Iterator[None]:
-    """What SQLite has against a tune's database, as an error of the user's."""
-    try:
-        yield
-    except (sqlalchemy.exc.SQLAlchemyError, optuna.exceptions.StorageInternalError) as error:
-        cause = error.__cause__ or error
-        reason = getattr(cause, "orig", None) or getattr(cause, "__cause__", None) or cause
-        raise _refusal(folder, f"which cannot be used ({clipped(str(reason))})") from None
-    except KeyError as error:
-        if "Record does not exist" not in str(error):
-            raise
-        raise _refusal(folder, "without the study") from None
-
-
-def _refusal(folder: Path, found: str) -> UserError:
-    return UserError(
-        f"a tune must hold its trials, and be a folder that can be written. Received: "
-        f"{folder / DATABASE}, {found}. Put it back, free some space, or tune into another folder"
-    )
-
-
-@contextlib.contextmanager
-def _quiet_optuna() -> Iterator[None]:
-    """Without Optuna's log, and its warnings of what it calls experimental."""
-    before = optuna.logging.get_verbosity()
-    optuna.logging.set_verbosity(optuna.logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-            yield
-    finally:
-        optuna.logging.set_verbosity(before)

@@ -23,7 +23,8 @@ RECORD = "tune.json"  # of what is tuned; without it there is no tune
 ROWS = "rows"
 TUNED = "tuned.json"
 RESULT = "result.json"  # written last: without it the tune did not end
-_AGAIN = "Tune again into another folder"
+FEWEST = 10
+"""Trials below which nothing is said of importance."""
 _NUMBERS = ("dense_lr", "embedding_lr", "l2", "init_stddev", "warmup_epochs")
 _VALUES = ("dense η", "embed. η", "λ", "σ", "warm-up", "clip r", "clip ζ", "update", "rates")
 _WIDTHS = (7, 8, 8, 6, 5, 9, 9, 9, 9, 8, 9, 9, 7, 9)
@@ -50,17 +51,16 @@ def check_fits(data: PreparedData, config: TuneConfig, out: Path, precision: str
     """
     if os.path.isdir(out) and not (out / RECORD).exists():
         refuse_existing(out)
-    before, now = read_record(out), record_of(data, config, precision)
-    parts = (("config", "options"), ("columns", "columns"), ("data_sha256", "rows"))
-    for key, what in (*parts, ("cardinalities", "vocabulary"), ("precision", "precision")):
-        was, value, name = before[key], now[key], key
-        while isinstance(value, dict) and isinstance(was, dict) and value != was:
-            name = next(k for k in (*value, *was) if value.get(k) != was.get(k))
-            value, was = value.get(name), was.get(name)
-        if value != was:
+    before, now = (
+        {**one, **one["config"], "config": None, "data": None}  # may be moved
+        for one in (read_record(out), record_of(data, config, precision))
+    )
+    for name, value in now.items():
+        if before.get(name) != value:
             raise UserError(
-                f"a tune must go on with its own {what}, {name}={clipped(repr(was))}. Received: "
-                f"{name}={clipped(repr(value))} for {out}. Leave it out, or name another folder"
+                "a tune must go on with its own data and options, "
+                f"{name}={clipped(repr(before.get(name)))}. Received: {name}="
+                f"{clipped(repr(value))} for {out}. Leave it out, or name another folder"
             )
 
 
@@ -70,41 +70,37 @@ def read_record(path: Path) -> dict[str, Any]:
     Raises:
         UserError: no folder of a tune, or of another version.
     """
-    record = _read(path, RECORD, "which is written first. Received: {path}, no tune of ours")
-    if record.get("format") != FORMAT_VERSION or not isinstance(record.get("config"), dict):
+    if not os.path.isdir(path):
+        raise UserError(
+            f"a tune must be a folder. Received: {shown(path)}. Make one with 'merlin-cowclip tune'"
+        )
+    record = _read(path, RECORD)
+    if record.get("format") != FORMAT_VERSION:
         raise UserError(
             f"a tune must be of format {FORMAT_VERSION}. Received: {record.get('format')!r} in "
-            f"{path}. {_AGAIN}"
+            f"{path}. Tune again into another folder"
         )
     return record
 
 
-def _read(path: Path, name: str, missing: str) -> dict[str, Any]:
-    if not os.path.isdir(path):  # which is false, too, of a name that is too long
-        raise UserError(
-            f"a tune must be a folder. Received: {shown(path)}. Make one with 'merlin-cowclip tune'"
-        )
+def _read(path: Path, name: str) -> dict[str, Any]:
     try:
-        found = json.loads((path / name).read_text(encoding="utf-8"))
-        if not isinstance(found, dict):
-            raise ValueError("no values by name")
+        return dict(json.loads((path / name).read_text(encoding="utf-8")))
     except FileNotFoundError:
-        missing = missing.format(path=path, again=how_to_go_on(path))
-        raise UserError(f"a tune must hold {name}, {missing}") from None
-    except (OSError, ValueError, RecursionError) as error:
+        go_on = "" if name == RECORD else f" Go on: {how_to_go_on(path)}"
         raise UserError(
-            f"{path / name} must be readable JSON. Received: {error}. {_AGAIN}"
+            f"a tune must hold {name}. Received: {path}, no tune, or one that did not end.{go_on}"
         ) from None
-    return found
+    except (OSError, ValueError, TypeError) as error:
+        raise UserError(
+            f"{path / name} must be readable JSON. Received: {error}. Tune again into another "
+            "folder"
+        ) from None
 
 
 def how_to_go_on(path: Path, data: str | Path | None = None) -> str:
     """The command that goes on with a tune, for a shell."""
-    if data is None:
-        try:
-            data = json.loads((path / RECORD).read_text(encoding="utf-8"))["data"]
-        except (OSError, ValueError, LookupError, TypeError):
-            data = "DATA"
+    data = read_record(path).get("data") if data is None else data
     return f"merlin-cowclip tune {shlex.quote(str(data))} --out {shlex.quote(str(path))}"
 
 
@@ -129,23 +125,14 @@ class Tuned:
           UserError: not there, or the tune has not ended.
         """
         path = Path(path)
-        record = read_record(path)
-        missing = "which is written last. Received: {path}, a tune that did not end. Go on: {again}"
-        return cls(path, record, _read(path, RESULT, missing))
+        return cls(path, read_record(path), _read(path, RESULT))
 
     def train_config(self) -> TrainConfig:
-        """What it found: the values at its batch size (rule "none"), and how many epochs.
-
-        Raises:
-          UserError: `tuned.json` is gone, or holds something else.
-        """
-        missing = "which is written last. Received: {path}. Go on: {again}"
-        return TrainConfig.from_dict(_read(self.path, TUNED, missing))
+        """What it found: the values at its batch size (rule "none"), and how many epochs."""
+        return TrainConfig.from_dict(_read(self.path, TUNED))
 
     def check_columns(self, data: PreparedData) -> None:
-        """Refuse data with other columns than those that were tuned on.
-
-        Other rows, and the other vocabulary that they have, are no error.
+        """Refuse data with other columns than those that were tuned on; rows and ids may differ.
 
         Raises:
           UserError: another label, or other fields.
@@ -162,34 +149,32 @@ class Tuned:
     def tables(self) -> str:
         """What was found, for a person to read: AUC, values, importance."""
         result = self.result
-        rows = []
-        for row in result["table"]:
-            difference, deviation = row["difference"], row["difference_deviation"]
-            no_auc = row["mean"] is None and row["search_auc"] is None
-            rows.append(
-                (
-                    row["what"],
-                    "diverged" if row["diverged"] or no_auc else _number(row["mean"]),
-                    _number(row["deviation"]),
-                    ("" if difference is None else f"{difference:+.5f}")
-                    + ("" if deviation is None else f" ± {deviation:.5f}"),
-                    str(len(row["seeds"])),
-                    _number(row["search_auc"]),
-                    str(row["epochs"] or ""),
-                )
-            )
         header = ("", "held-out AUC", "±", "to the best", "seeds", "in the search", "epochs")
+        rows = [
+            (
+                row["what"],
+                "diverged"
+                if row["diverged"] or row["search_auc"] is None
+                else _number(row["mean"]),
+                _number(row["deviation"]),
+                _number(row["difference"], "{:+.5f}")
+                + _number(row["difference_deviation"], " ± {:.5f}"),
+                str(len(row["seeds"])),
+                _number(row["search_auc"]),
+                str(row["epochs"] or ""),
+            )
+            for row in result["table"]
+        ]
         values = [(row["what"], *values_of(row)) for row in result["table"]]
         lines = [format_table(header, rows), "", format_table(("", *_VALUES), values), ""]
+        measured = result["trials_measured"]
         if result["importance"] is None:
             lines.append(
-                "Importance of the values: too few trials to say "
-                f"({result['trials_measured']}; 10 at least)."
+                f"Importance of the values: too few trials to say ({measured}; {FEWEST} at least)."
             )
         else:
             shares = ", ".join(f"{name} {of:.0%}" for name, of in result["importance"].items())
-            over = result["trials_measured"]
-            lines.append(f"Importance of the values, over {over} trials (fANOVA): {shares}.")
+            lines.append(f"Importance of the values, over {measured} trials (fANOVA): {shares}.")
         lines += [
             f"{row['what']} diverged from {row['diverged']} of {len(row['seeds'])} seeds."
             for row in result["table"]
@@ -203,17 +188,16 @@ class Tuned:
         return "\n".join(lines)
 
 
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.5f}"
+def _number(value: float | None, form: str = "{:.5f}") -> str:
+    return "" if value is None else form.format(value)
 
 
 def values_of(point: Mapping[str, Any]) -> list[str]:
     """The cells of `_VALUES`, of a point as its `to_dict` gives it."""
     hp = point["hyperparameters"]
-    clip = ("-", "-")
-    if hp["clip"] is not None:
-        clip = (f"{hp['clip_ratio']:.3g}", f"{hp['clip_floor']:.3g}")
-    return [*(f"{hp[name]:.3g}" for name in _NUMBERS), *clip, point["update"], point["rates"]]
+    clip = (hp["clip_ratio"], hp["clip_floor"]) if hp["clip"] else ()
+    numbers = [f"{value:.3g}" for value in (*(hp[name] for name in _NUMBERS), *clip)]
+    return [*numbers, *([] if clip else ["-", "-"]), point["update"], point["rates"]]
 
 
 def _line(cells: Sequence[str], note: str = "") -> str:
@@ -225,17 +209,17 @@ HEADER = _line(("trial", "AUC", "best", "epoch", "s", *_VALUES))
 """Of the lines that `trial_line` makes."""
 
 
-def trial_line(trial: Any, tried: Sequence[Any], most: int) -> str:
-    """A trial that has ended, a `Tried`, of all that have, and of how many are to."""
-    why = trial.why or ""
-    notes = [*trial.rules, "diverged" if len(why) > 40 else why]  # the reason is in the result
-    best = max(one.auc for one in tried)
+def trial_line(trial: Mapping[str, Any], tried: Sequence[Mapping[str, Any]], most: int) -> str:
+    """A trial that has ended, of all that have, and of how many are to."""
+    why = trial["why"] or ""
+    notes = [*trial["rules"], "diverged" if len(why) > 40 else why]  # the reason is in the result
+    best = max((one["auc"] for one in tried if one["auc"] is not None), default=None)
     cells = (
         f"{len(tried)}/{most}",
-        f"{trial.auc:.5f}" if trial.epochs else "-",
-        f"{best:.5f}" if best > 0 else "-",
-        f"{trial.best_epoch}/{len(trial.epochs)}",
-        f"{trial.seconds:.0f}",
-        *values_of(trial.point.to_dict()),
+        _number(trial["auc"]) or "-",
+        _number(best) or "-",
+        f"{trial['best_epoch']}/{len(trial['epochs'])}",
+        f"{trial['seconds']:.0f}",
+        *values_of(trial),
     )
     return _line(cells, ", ".join(filter(None, notes)))

@@ -1,12 +1,14 @@
-"""Runs trained by several processes: begun, resumed, or left to another sweep that trains them."""
+"""Runs trained by several processes: begun, or resumed; of several sweeps, each by one."""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import multiprocessing
 import os
 import signal
 import threading
-import time
+import zlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -14,14 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from merlin_cowclip.workflows.errors import Stopped, UserError
+from merlin_cowclip.workflows.errors import NotFiniteError, Stopped, UserError
 from merlin_cowclip.workflows.folders import all_or_nothing, remove, write_json
-from merlin_cowclip.workflows.study.locks import is_trained_by_another
 from merlin_cowclip.workflows.training.configuration import TrainConfig
 from merlin_cowclip.workflows.training.runs import CHECKPOINTS, CONFIG, RESULT
 
 DIVERGED = "diverged.json"  # instead of the result, of a run whose loss or weights were not finite
-_PAUSE = 5.0  # seconds before another look at a run that somebody else trains
+_LOCK = ".lock"  # in the folder of all runs: a byte for each
 _training = threading.Lock()
 
 
@@ -68,20 +69,11 @@ def run_all(tasks: Sequence[Task], jobs: int) -> Iterator[Task]:
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(min(jobs, len(tasks)), context, _begin, (jobs,))
     try:
-        while tasks:
-            futures = {pool.submit(_train, task): task for task in tasks}
-            tasks = []
-            for future in as_completed(futures):
-                how, message = future.result()
-                if how == "busy":
-                    tasks.append(futures[future])
-                elif how == "stopped":
-                    raise Stopped(message, signal.SIGTERM)
-                elif how == "refused":
-                    raise UserError(message)
-                else:
-                    yield futures[future]
-            time.sleep(_PAUSE if tasks else 0)
+        futures = {pool.submit(_train, task): task for task in tasks}
+        for future in as_completed(futures):
+            if not future.result():
+                raise Stopped("a process that trains was told to stop", signal.SIGTERM)
+            yield futures[future]
     except BaseException as error:
         pool.shutdown(wait=False, cancel_futures=True)
         for child in multiprocessing.active_children():
@@ -104,16 +96,14 @@ def _begin(jobs: int) -> None:
         cores = str(max(1, (os.cpu_count() or 1) // jobs))
         for name in ("TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS"):
             os.environ.setdefault(name, cores)
-    signal.signal(signal.SIGTERM, lambda *_: _again())
+    signal.signal(signal.SIGTERM, _stop)
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
-def _again() -> None:
-    """A signal before `train` listens, or after: say it again while there is a run to stop."""
+def _stop(*_: Any) -> None:
+    """A signal before `train` listens to it, or after."""
     if _training.locked():
-        timer = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGTERM))
-        timer.daemon = True
-        timer.start()
+        raise KeyboardInterrupt
 
 
 def _end_with_parent() -> None:
@@ -125,48 +115,40 @@ def _end_with_parent() -> None:
         os._exit(1)
 
 
-def _train(task: Task) -> tuple[str, str]:
-    """Train a run, or resume it, and remove its checkpoints.
-
-    Returns how it ended ("done", "busy", "stopped" or "refused"), and why.
-    """
-    with _training:
-        begun = (task.run / CONFIG).exists()
-        try:
-            if not task.has_ended:
-                _train_or_resume(task, begun)
-        except Stopped as error:
-            return "stopped", str(error)
-        except UserError as error:
+def _train(task: Task) -> bool:
+    """Train a run, or resume it, and remove its checkpoints; false if it was told to stop."""
+    try:
+        with _training, _alone_with(task.run):
             if not task.has_ended:  # by another sweep, meanwhile
-                # Or it has begun it, or removed it, stopped before the first checkpoint.
-                changed = (task.run / CONFIG).exists() != begun
-                if changed or is_trained_by_another(task.run):
-                    return "busy", ""
-                return "refused", str(error)
-        remove(task.run / CHECKPOINTS)
-        return "done", ""
+                _train_or_resume(task)
+            remove(task.run / CHECKPOINTS)
+    except KeyboardInterrupt:
+        return False
+    return True
 
 
-def _train_or_resume(task: Task, begun: bool) -> None:
+@contextlib.contextmanager
+def _alone_with(run: Path) -> Iterator[None]:
+    """Wait until no other process trains it."""
+    with (run.parent / _LOCK).open("ab") as file:
+        fcntl.lockf(file, fcntl.LOCK_EX, 1, zlib.crc32(run.name.encode()))
+        yield
+
+
+def _train_or_resume(task: Task) -> None:
     from merlin_cowclip.workflows.data.prepared_data import PreparedData
     from merlin_cowclip.workflows.training.keeping import Keeping
     from merlin_cowclip.workflows.training.train import resume, train
-    from merlin_cowclip.workflows.training.watch import NotFiniteError
 
     try:
-        if begun:
+        if (task.run / CONFIG).exists():
             resume(task.run, data=task.data, jobs=task.jobs, progress=False)
         else:
             config = TrainConfig.from_dict(task.config)
             keeping = Keeping(keep=1, saved_model=False)
             data = PreparedData.open(task.data)
             train(data, config, task.run, keeping=keeping, jobs=task.jobs, progress=False)
-    except UserError as error:
-        if not isinstance(error, NotFiniteError) and "predictions must be numbers" not in str(
-            error
-        ):
-            raise
+    except NotFiniteError as error:
         remove(task.run)
         with all_or_nothing(task.run) as folder:
             write_json(folder / DIVERGED, {"config": task.config, "message": str(error)})

@@ -15,7 +15,7 @@ import numpy as np
 
 from merlin_cowclip.plugins._tensorflow import mm, quiet_stack, tf
 from merlin_cowclip.plugins.saving.gather_tables import is_in_shards
-from merlin_cowclip.workflows.errors import UserError
+from merlin_cowclip.workflows.errors import NotFiniteError, UserError
 from merlin_cowclip.workflows.training.loader import Loader
 from merlin_cowclip.workflows.training.ranks import agreed
 
@@ -137,7 +137,7 @@ class QualityOf:
                 "with a larger test part, or split at random"
             )
         if self._wrong:
-            raise UserError(
+            raise NotFiniteError(
                 f"predictions must be numbers. Received: NaN for {self._wrong:,} of {rows:,} rows. "
                 "The model diverged: lower the learning rates, or check the data for inf and NaN"
             )

@@ -7,22 +7,15 @@ so that a run can start again at any batch, two loaders always agree, and so do 
 
 from __future__ import annotations
 
-import functools
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
-
-import numpy as np
 
 from merlin_cowclip.plugins._tensorflow import Schema, tf
 from merlin_cowclip.workflows.checks import check_whole
 from merlin_cowclip.workflows.data.prepared_data import PARTS, PreparedData
 from merlin_cowclip.workflows.errors import UserError
-from merlin_cowclip.workflows.training.interpreter_end import AT_WORK, InterpreterEnds
 from merlin_cowclip.workflows.training.order import Order
-from merlin_cowclip.workflows.training.passes import Passes
-from merlin_cowclip.workflows.training.rows import Batch, Block, Reader, list_keys
-from merlin_cowclip.workflows.training.streaming import Stream, Streams
+from merlin_cowclip.workflows.training.rows import Block, Reader, blocks, list_keys
 
 
 class Loader(tf.data.Dataset):
@@ -42,8 +35,8 @@ class Loader(tf.data.Dataset):
     looking at batches or evaluating on them leaves the training as it is. Keras makes a new pass
     per epoch and tells a dataset nothing, so in a `fit` of several epochs the callback
     `FollowEpochs(loader)` sets it: `fit(loader, epochs=10, callbacks=[FollowEpochs(loader)])`, or
-    with `initial_epoch=5` to go on. Without it every epoch has the same order, of which a warning
-    tells. `batches` and `dataset` are told their epoch, and do not use this number:
+    with `initial_epoch=5` to go on. Without it every epoch has the same order. `batches` and
+    `dataset` are told their epoch, and do not use this number:
     `fit(loader.dataset(epochs=None), epochs=10, steps_per_epoch=len(loader))` needs no callback.
 
     **Why a `tf.data.Dataset`** and not, as Merlin's loader, a Keras `Sequence`: `fit` asks for the
@@ -53,10 +46,8 @@ class Loader(tf.data.Dataset):
     Dataset holds, then: with `steps_per_epoch` other than `len(loader)` it goes on where it was,
     for which `loader.dataset(epochs=None)` has the batches; `loader.map(…)` gives a new dataset.
 
-    **Threads.** Windows and batches are made ahead, each in a thread that ends with it, and
-    TensorFlow calls Python only while somebody waits for a batch: nothing is left to stop or to
-    join, nor to hang when the program ends, in the middle of a pass or not. Windows are let go when
-    an iterator has ended or is dropped, by `fit` at its end.
+    **Threads.** Windows and batches are made ahead in a few threads of each iterator, which end
+    with it.
 
     Args:
       data: the prepared folder.
@@ -120,33 +111,18 @@ class Loader(tf.data.Dataset):
         self.rank = rank
         self.ranks = ranks
         self.drop_last = ranks > 1 if drop_last is None else bool(drop_last)
-        reader = Reader(data.spec, data.footers(part), functools.partial(data.check_part, part))
+        self._reader = Reader(data.spec, data.footers(part))
         self._order = Order(
-            reader.groups(), batch_size, seed, self.shuffled, rank, ranks, self.drop_last
+            self._reader.groups(), batch_size, seed, self.shuffled, rank, ranks, self.drop_last
         )
         self._check_rows()
-        self._passes = Passes(epochs_differ=self.shuffled)
-        self._make_stream = functools.partial(Stream, self._order, reader)
-        self._streams = Streams(self._make_stream)
-        self._batches = self._as_dataset(
-            lambda loader: loader._passes.begin() * len(loader),
-            len(self),
-            lambda loader, first: loader._passes.end(first // len(loader)),
-        )
-        super().__init__(self._batches._variant_tensor)
+        self._epoch = 0
 
-    def whole(self) -> Loader:
-        """One of the same batches, not shared."""
-        if self.ranks == 1:
-            return self
-        return Loader(
-            self.data,
-            self.part,
-            batch_size=self.batch_size,
-            seed=self.seed,
-            shuffle=self.shuffled,
-            drop_last=self.drop_last,
-        )
+        def one_epoch() -> tuple[int, int]:
+            return self._epoch * len(self), (self._epoch + 1) * len(self)
+
+        self._batches = self._as_dataset(one_epoch, len(self))
+        super().__init__(self._batches._variant_tensor)
 
     def _check_rows(self) -> None:
         """Refuse a part without rows, or without enough."""
@@ -188,12 +164,12 @@ class Loader(tf.data.Dataset):
     @property
     def epoch(self) -> int:
         """That of passes over the loader itself."""
-        return self._passes.epoch
+        return self._epoch
 
     @epoch.setter
     def epoch(self, epoch: int) -> None:
         check_whole("epoch", epoch, 0)
-        self._passes.epoch = epoch
+        self._epoch = epoch
 
     @property
     def schema(self) -> Schema:
@@ -217,9 +193,11 @@ class Loader(tf.data.Dataset):
           UserError: no such epoch or start.
         """
         first, stop = self._span(epoch, 1, start)
-        assert stop is not None
-        stream = self._make_stream(stop)
-        return (self._named(stream[g]) for g in range(first, stop))
+        return (
+            block.batch(self.data.spec, i, block.labels.shape[1])
+            for block in blocks(self._order, self._reader, first, stop)
+            for i in range(len(block.labels))
+        )
 
     def dataset(self, *, epochs: int | None = 1, epoch: int = 0, start: int = 0) -> tf.data.Dataset:
         """The same as a `tf.data.Dataset`: `epochs` epochs (`None`: endless) from a place on.
@@ -241,7 +219,7 @@ class Loader(tf.data.Dataset):
           UserError: no such epoch or start.
         """
         first, stop = self._span(epoch, epochs, start)
-        dataset = self._as_dataset(lambda _: first, None if stop is None else stop - first)
+        dataset = self._as_dataset(lambda: (first, stop), None if stop is None else stop - first)
         dataset.batch_size, dataset.ranks = self.batch_size, self.ranks
         return dataset
 
@@ -254,127 +232,59 @@ class Loader(tf.data.Dataset):
         stop = None if epochs is None else (epoch + epochs) * len(self)
         return epoch * len(self) + start, stop
 
-    # As a tf.data.Dataset
-
     def _as_dataset(
-        self,
-        begin: Callable[[Loader], int],
-        count: int | None,
-        end: Callable[[Loader, int], None] = lambda loader, first: None,
+        self, span: Callable[[], tuple[int, int | None]], count: int | None
     ) -> tf.data.Dataset:
-        """`count` batches, an iterator's first one being number `begin(self)`.
-
-        `begin` is called when an iterator's first batch is asked for, and `end`, with its number,
-        when the last one is. An iterator is a number, and what is ready for it; with that lost it
-        would only read again.
-        """
-        # TensorFlow keeps Python functions in the default graph, for good: no reference to a
-        # loader, and what it holds, in them.
-        this = weakref.ref(self)
-
-        def begin_iterator() -> np.ndarray:
-            loader = this()
-            assert loader is not None
-            iterator = loader._streams.new_iterator()
-            begun = _as_tensorflow_holds_it([iterator, begin(loader)])
-            dropping = weakref.finalize(begun, _drop, this, iterator)
-            dropping.atexit = False  # type: ignore[misc]  # a property, of which mypy does not know
-            return begun
-
-        spec = {
-            "next": tf.TensorSpec([], tf.int64),
-            "ids": tf.TensorSpec([None, len(self.data.spec.categorical), None, 1], tf.int64),
-            "numbers": tf.TensorSpec([None, len(self.data.spec.continuous), None, 1], tf.float32),
-            "labels": tf.TensorSpec([None, None, 1], tf.float32),
-            **{key: tf.TensorSpec([None], tf.int64) for key in list_keys(self.data.spec)},
-        }
-
-        def fetch(begun: np.ndarray, g: np.int64) -> list[np.ndarray]:
-            """A block of batches, from the g-th of all epochs on; the next g, or -1 at the end."""
-            loader = this()
-            assert loader is not None
-            iterator, first = begun.tolist()
-            stop = None if count is None else first + count
-            try:
-                with AT_WORK:
-                    if int(g) != stop:
-                        batches, block = loader._streams.of(iterator, stop).block(int(g))
-                        if batches.stop == stop:
-                            loader._streams.forget(iterator)
-                            end(loader, first)
-                        matrices = block.ids, block.numbers, block.labels
-                        return [np.array(batches.stop), *matrices, *block.lists]
-            except InterpreterEnds:
-                pass
-            empty = [np.zeros([n or 0 for n in s.shape], s.dtype.name) for s in spec.values()]
-            return [np.array(-1), *empty[1:]]
+        """`count` batches; `span` is called when an iterator's first one is asked for."""
+        spec = self.data.spec
+        keys = list_keys(spec)
+        types = (
+            tf.TensorSpec([None, len(spec.categorical), None, 1], tf.int64),
+            tf.TensorSpec([None, len(spec.continuous), None, 1], tf.float32),
+            tf.TensorSpec([None, None, 1], tf.float32),
+            *(tf.TensorSpec([None], tf.int64) for _ in keys),
+        )
 
         # Matrices cross from Python to TensorFlow, where unstacking them copies nothing: 40 columns
         # one by one would cost more than the reading.
 
-        @tf.autograph.experimental.do_not_convert  # it does not know zip(…, strict=True)
-        def load(begun: tf.Tensor, g: tf.Tensor) -> tuple[tf.Tensor, tuple[tf.Tensor, ...]]:
-            columns = tf.numpy_function(fetch, [begun, g], [s.dtype for s in spec.values()])
-            for column, s in zip(columns, spec.values(), strict=True):
-                column.set_shape(s.shape)
-            return columns[0], tuple(columns)
+        def made() -> Iterator[tuple[Any, ...]]:
+            for block in blocks(self._order, self._reader, *span()):
+                yield block.ids, block.numbers, block.labels, *block.lists
 
-        @tf.autograph.experimental.do_not_convert
-        def batches(
-            _: tf.Tensor, ids: tf.Tensor, floats: tf.Tensor, labels: tf.Tensor, *lists: tf.Tensor
-        ) -> tf.data.Dataset:
-            block = Block(ids, floats, labels, lists)
+        @tf.autograph.experimental.do_not_convert  # it does not know zip(…, strict=True)
+        def batches(ids: Any, numbers: Any, labels: Any, *lists: Any) -> tf.data.Dataset:
+            block = Block(ids, numbers, labels, lists)
             n, b = tf.unstack(tf.shape(labels, tf.int64)[:2])
 
             @tf.autograph.experimental.do_not_convert
             def batch(i: tf.Tensor) -> tuple[dict[str, tf.Tensor], tf.Tensor]:
-                found = block.batch(i, b)
-                ids, numbers = tf.unstack(found.ids), tf.unstack(found.numbers)
-                return self._named(Batch(ids, numbers, found.labels, found.lists))
+                return block.batch(spec, i, b, tf.unstack)
 
             return tf.data.Dataset.range(n).map(batch)
 
-        @tf.autograph.experimental.do_not_convert
-        def one_iterator(_: tf.Tensor) -> tf.data.Dataset:
-            begun = tf.numpy_function(begin_iterator, [], tf.int64)
-            begun.set_shape([2])
-            endless = tf.data.Dataset.from_tensors(0).repeat()
-            blocks = endless.scan(begun[1], lambda g, _: load(begun, g))
-            return blocks.take_while(lambda following, *_: following >= 0).flat_map(batches)
-
         options = tf.data.Options()
-        # TensorFlow would make batches ahead as well, in threads of its own that come into Python:
-        # for nothing, and see `interpreter_end`.
+        # TensorFlow would make batches ahead as well, in threads of its own that come into Python.
         options.experimental_optimization.inject_prefetch = False
         options.experimental_optimization.map_parallelization = False
         size = tf.data.INFINITE_CARDINALITY if count is None else count
-        dataset = tf.data.Dataset.from_tensors(0).flat_map(one_iterator)
+        dataset = tf.data.Dataset.from_generator(made, output_signature=types).flat_map(batches)
         dataset = dataset.apply(tf.data.experimental.assert_cardinality(size))
-        dataset = dataset.with_options(options)
-        dataset._needs = self, begin_iterator, fetch  # TensorFlow does not promise to keep them
-        return dataset
-
-    # What a batch holds
-
-    def _named(self, batch: Batch) -> tuple[dict[str, Any], Any]:
-        return batch.features(self.data.spec), batch.labels
+        return dataset.with_options(options)
 
 
-def _as_tensorflow_holds_it(numbers: list[int]) -> np.ndarray:
-    """An int64 array that ends with the tensor that TensorFlow makes of it.
+class FollowEpochs(tf.keras.callbacks.Callback):
+    """Gives a loader Keras's own epoch numbers: each epoch of a `fit` has an order of its own.
 
-    TensorFlow takes the memory of an array that lies as its own tensors do, and lets it go with
-    them; any other one it copies.
+    So `initial_epoch` holds for it; also with `BackupAndRestore`, which starts at an epoch that
+    only Keras knows. Not behind `loader.repeat().prefetch(n)`, which asks for an epoch's first
+    batch in the epoch before: `loader.dataset(epochs=None).prefetch(n)` needs no callback.
     """
-    line = 64  # bytes
-    memory = np.empty(len(numbers) + line // 8, np.int64)
-    start = -memory.ctypes.data % line // 8
-    array = memory[start : start + len(numbers)]
-    array[:] = numbers
-    return array
 
+    def __init__(self, loader: Loader) -> None:
+        super().__init__()
+        self._loader = loader
 
-def _drop(loader: weakref.ref[Loader], iterator: int) -> None:
-    """Let go what is ready for an iterator, which TensorFlow has ended."""
-    if there := loader():
-        there._streams.forget(iterator)
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Set the loader's epoch; the first batch is asked for after this."""
+        self._loader.epoch = epoch

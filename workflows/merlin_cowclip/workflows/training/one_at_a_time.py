@@ -1,4 +1,4 @@
-"""A run is trained by one process at a time."""
+"""One process at a time: in a run that is trained, or a folder that several share."""
 
 from __future__ import annotations
 
@@ -35,6 +35,18 @@ def locked(run: Path) -> Iterator[None]:
                 f"a run must be trained by one process at a time. Received: {run}, which another "
                 "one trains. Wait for its end, or stop it"
             ) from None
+        yield
+    finally:
+        os.close(number)
+
+
+@contextlib.contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """Wait until no other process is in `folder` or, where that is missing, in its parent."""
+    home = next(one for one in (folder, *folder.absolute().parents) if os.path.isdir(one))
+    number = os.open(home, os.O_RDONLY)
+    try:
+        fcntl.flock(number, fcntl.LOCK_EX)
         yield
     finally:
         os.close(number)

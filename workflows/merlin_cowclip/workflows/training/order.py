@@ -55,10 +55,6 @@ class Piece:
     low: int
     high: int
 
-    def is_before(self, other: Piece) -> bool:
-        """Whether the other one, of the same plan, begins where this one ends."""
-        return self.window is other.window and self.high == other.low
-
 
 @dataclass(frozen=True)
 class Order:
@@ -140,15 +136,19 @@ class Order:
         end += epoch * self.batches
         return range(g, max(g + 1, end if stop is None else min(end, stop - 1)))
 
-    def pieces(self, windows: list[Window], k: int) -> list[Piece]:
-        """From which of an epoch's windows this rank's share of batch k is, in order."""
-        start, stop = self.share(k)
-        pieces = []
-        for window in windows[bisect.bisect_right(windows, start, key=lambda w: w.start) - 1 :]:
-            if window.start >= stop:
-                break
-            low = max(start - window.start, 0)
-            pieces.append(Piece(window, low, min(stop - window.start, window.rows)))
+    def pieces(self, windows: list[Window], batches: range) -> list[Piece]:
+        """From which of an epoch's windows this rank's shares of batches are, in order."""
+        pieces: list[Piece] = []
+        for k in batches:
+            start, stop = self.share(k)
+            at = bisect.bisect_right(windows, start, key=lambda w: w.start) - 1
+            for window in windows[at:]:
+                if window.start >= stop:
+                    break
+                low, high = max(start - window.start, 0), min(stop - window.start, window.rows)
+                if pieces and pieces[-1].window is window and pieces[-1].high == low:
+                    low = pieces.pop().low  # side by side: one
+                pieces.append(Piece(window, low, high))
         return pieces
 
 

@@ -90,7 +90,7 @@ def evaluate_logs(
 ) -> tuple[Quality, int]:
     """The exact quality of a run on every row of some files, and how many rows they have.
 
-    The arguments are `predict_logs`'s. Predictions are held, in 4.5 bytes each.
+    The arguments are `predict_logs`'s. Predictions are held.
 
     Raises:
       UserError: as `predict_logs`, and where there is no label, or only one of the two.
@@ -133,7 +133,7 @@ def scorer(model: mm.Model, spec: DatasetSpec) -> Callable[[Rows], np.ndarray]:
     types |= {key: tf.TensorSpec([None], tf.int64) for key in list_keys(spec)}
 
     def probabilities(rows: Rows) -> np.ndarray:
-        features = Block.of(rows).batch(0, len(rows)).features(spec)
+        features, _ = Block.of(rows).batch(spec, 0, len(rows))
         return predictor.probabilities(features, types)
 
     return probabilities

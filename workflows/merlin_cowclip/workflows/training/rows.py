@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Set
-from dataclasses import dataclass, field
+import threading
+from collections import deque
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +15,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from merlin_cowclip.workflows.data.sources.base import FileState
 from merlin_cowclip.workflows.data.spec import DatasetSpec
-from merlin_cowclip.workflows.training.order import RowGroup, Window
+from merlin_cowclip.workflows.training.order import Order, Piece, RowGroup, Window
+
+AHEAD = 2  # blocks of batches made before they are asked for
 
 
 @dataclass(frozen=True)
@@ -99,29 +103,18 @@ class Block:
             tuple(itertools.chain(*map(_values_and_offsets, rows.lists))),
         )
 
-    def batch(self, i: Any, b: Any) -> Batch:
-        """The i-th one, of b rows; a block's fields may be tensors, and so may i and b be."""
+    def batch(self, spec: DatasetSpec, i: Any, b: Any, parts: Any = list) -> tuple[Any, Any]:
+        """The i-th one, of b rows: features by name, as Merlin's models take them, and labels.
+
+        A block's fields may be tensors, and so may i and b be; `parts` unstacks one then.
+        """
         lists: list[Any] = []
         for values, offsets in zip(self.lists[::2], self.lists[1::2], strict=True):
             here = offsets[i * b : i * b + b + 1]
             lists += [values[here[0] : here[-1]], here - here[0]]
-        return Batch(self.ids[i], self.numbers[i], self.labels[i], tuple(lists))
-
-
-@dataclass(frozen=True)
-class Batch:
-    """A batch, or a rank's share of it, each field in one piece."""
-
-    ids: np.ndarray  # F×b×1 int64
-    numbers: np.ndarray  # C×b×1 float32
-    labels: np.ndarray  # b×1 float32
-    lists: tuple[np.ndarray, ...]  # int64, two per list field: its values, and b + 1 offsets
-
-    def features(self, spec: DatasetSpec) -> dict[str, Any]:
-        """By name, as Merlin's models take them: of a list `name__values` and `name__offsets`."""
-        features = dict(zip(spec.categorical, self.ids, strict=True))
-        features |= dict(zip(spec.continuous, self.numbers, strict=True))
-        return features | dict(zip(list_keys(spec), self.lists, strict=True))
+        names = (*spec.categorical, *spec.continuous, *list_keys(spec))
+        columns = (*parts(self.ids[i]), *parts(self.numbers[i]), *lists)
+        return dict(zip(names, columns, strict=True)), self.labels[i]
 
 
 def list_keys(spec: DatasetSpec) -> list[str]:
@@ -131,21 +124,15 @@ def list_keys(spec: DatasetSpec) -> list[str]:
 
 @dataclass(frozen=True)
 class Reader:
-    """Reads windows of one part of a prepared folder.
+    """Reads windows of one part of a prepared folder, whose files stay as they are.
 
     Args:
       spec: which columns there are.
       footers: of the part's files, in their order; of many row groups, parsing one takes long.
-      check: refuses files that are not as they were; called where one was written or replaced.
     """
 
     spec: DatasetSpec
     footers: Mapping[Path, pq.FileMetaData]
-    check: Callable[[], Any]
-    states: dict[Path, FileState] = field(init=False)  # as they were checked last
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "states", {path: FileState.of(path) for path in self.footers})
 
     def groups(self) -> tuple[RowGroup, ...]:
         """All row groups that have rows, in the order on disk."""
@@ -157,26 +144,7 @@ class Reader:
         )
 
     def read(self, window: Window) -> Rows:
-        """The window's rows, as they lie on disk group by group.
-
-        Raises:
-          UserError: a file has changed since.
-        """
-        try:
-            return self._read(window)
-        finally:  # a footer of before would tell where something else lies now
-            self._check({group.file for group in window.groups})
-
-    def _check(self, files: Set[Path]) -> None:
-        try:
-            now = {path: FileState.of(path) for path in files}
-        except OSError:
-            now = {}
-        if now.items() - self.states.items() or not now:
-            self.check()
-            self.states.update(now)
-
-    def _read(self, window: Window) -> Rows:
+        """The window's rows, as they lie on disk group by group."""
         spec, n = self.spec, window.rows
         columns = [*spec.categorical, *spec.continuous, *spec.lists, spec.label]
         ids = np.empty((n, len(spec.categorical)), np.int64)
@@ -199,6 +167,60 @@ class Reader:
                 chunks.extend(table[name].chunks)
             at += group.rows
         return Rows(ids, floats, labels, tuple(pa.concat_arrays(chunks) for chunks in lists))
+
+
+def blocks(order: Order, reader: Reader, first: int, stop: int | None) -> Iterator[Block]:
+    """Batches `first` to `stop` of all epochs counted through, those that are made together.
+
+    While one is used, `AHEAD` others are made and the next window is read, also across the end of
+    an epoch.
+    """
+    pool = ThreadPoolExecutor(AHEAD + 2, "merlin-cowclip-loader")
+    reading = threading.Lock()  # one window after the other: the first is wanted first
+    plans: dict[int, list[Window]] = {}
+    windows: dict[tuple[int, int], Future[tuple[Rows, np.ndarray]]] = {}
+    made: deque[tuple[list[Window], Window, Future[Block]]] = deque()
+
+    def read(window: Window) -> tuple[Rows, np.ndarray]:
+        with reading:
+            return reader.read(window), order.of_rows(window)
+
+    def begin(window: Window) -> Future[tuple[Rows, np.ndarray]]:
+        key = window.epoch, window.number
+        if key not in windows:
+            windows[key] = pool.submit(read, window)
+        return windows[key]
+
+    def make(parts: list[tuple[Future[tuple[Rows, np.ndarray]], Piece]], n: int) -> Block:
+        taken = []
+        for future, piece in parts:
+            rows, permuted = future.result()
+            taken.append(rows.take(permuted[piece.low : piece.high]))
+        return Block.of(Rows.joined(taken), n)
+
+    g = first
+    try:
+        while True:
+            while g != stop and len(made) <= AHEAD:
+                block = order.block(g, stop)
+                epoch, k = divmod(g, order.batches)
+                if epoch not in plans:
+                    plans = {epoch: order.windows(epoch)}
+                plan = plans[epoch]
+                pieces = order.pieces(plan, range(k, k + len(block)))
+                parts = [(begin(piece.window), piece) for piece in pieces]
+                made.append((plan, pieces[0].window, pool.submit(make, parts, len(block))))
+                g = block.stop
+            if not made:
+                return
+            plan, window, future = made.popleft()
+            for following in plan[window.number + 1 : window.number + 2]:
+                begin(following)
+            windows = {key: v for key, v in windows.items() if key >= (window.epoch, window.number)}
+            parts = []  # whose windows it would hold
+            yield future.result()
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _values_and_offsets(column: pa.ListArray) -> tuple[np.ndarray, np.ndarray]:

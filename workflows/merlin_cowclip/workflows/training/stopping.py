@@ -35,7 +35,7 @@ def check_minutes(max_minutes: float | None) -> None:
         raise UserError(f"max_minutes must be positive. Received: {max_minutes}. Correct it")
 
 
-class Interrupted(BaseException):
+class Interrupted(KeyboardInterrupt):
     """Raised between batches of an evaluation, and in a trial, when asked to stop."""
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from merlin_cowclip.workflows.data.prepared_data import PARTS, PreparedData
 from merlin_cowclip.workflows.data.spec import check_input_names
-from merlin_cowclip.workflows.errors import AgreedError, Stopped, UserError
+from merlin_cowclip.workflows.errors import AgreedError, NotFiniteError, Stopped, UserError
 from merlin_cowclip.workflows.folders import (
     all_or_nothing,
     refuse_existing,
@@ -69,7 +69,6 @@ with quiet_imports():
     from merlin_cowclip.workflows.training.loader import Loader
     from merlin_cowclip.workflows.training.reproducibility import in_precision, set_seeds
     from merlin_cowclip.workflows.training.trainer import NoCheckpointError, Trainer
-    from merlin_cowclip.workflows.training.watch import NotFiniteError
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _TABLES = ("embeddings", "linear")  # of our networks, by layer

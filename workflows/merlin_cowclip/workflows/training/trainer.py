@@ -20,7 +20,7 @@ import numpy as np
 from merlin_cowclip.plugins._tensorflow import tf
 from merlin_cowclip.plugins.optimizers.state import mean_loss, shards_of, training_state
 from merlin_cowclip.workflows.data.prepared_data import PreparedData
-from merlin_cowclip.workflows.errors import Notice, Stopped, UserError
+from merlin_cowclip.workflows.errors import NotFiniteError, Notice, Stopped, UserError
 from merlin_cowclip.workflows.progress import progress_bar
 from merlin_cowclip.workflows.training.checkpoint import Checkpoints, State, not_finite
 from merlin_cowclip.workflows.training.configuration import TrainConfig
@@ -39,7 +39,7 @@ from merlin_cowclip.workflows.training.scalars import (
     summary_scalars,
 )
 from merlin_cowclip.workflows.training.stopping import Interrupted, Stopping
-from merlin_cowclip.workflows.training.watch import NotFiniteError, Watch
+from merlin_cowclip.workflows.training.watch import Watch
 
 LOG_EVERY = 50  # updates between two points of TensorBoard's curves
 

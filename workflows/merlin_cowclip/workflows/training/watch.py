@@ -7,16 +7,12 @@ from typing import Any
 import numpy as np
 
 from merlin_cowclip.plugins._tensorflow import tf
-from merlin_cowclip.workflows.errors import UserError
+from merlin_cowclip.workflows.errors import NotFiniteError
 from merlin_cowclip.workflows.training.configuration import TrainConfig
 from merlin_cowclip.workflows.training.loader import Loader
 from merlin_cowclip.workflows.training.ranks import agreed, mean_over_ranks
 
 EVERY = 25  # updates between two looks
-
-
-class NotFiniteError(UserError):
-    """A run that would end likewise if it went on: with its data, or its learning rates."""
 
 
 class Watch:
