@@ -13,7 +13,7 @@ from merlin_cowclip.workflows.data.adopt import adopt
 from merlin_cowclip.workflows.data.id_origins import Origin, id_origins
 from merlin_cowclip.workflows.data.prepared import PreparedData
 from merlin_cowclip.workflows.quiet import quiet_imports
-from merlin_cowclip.workflows.serving.rare_rows import rare_ids
+from merlin_cowclip.workflows.serving.rare_ids import rare_ids
 
 with quiet_imports():
     import nvtabular as nvt

@@ -27,7 +27,7 @@ from merlin_cowclip.workflows.data.raw_columns import name_types
 from merlin_cowclip.workflows.errors import Notice, UserError
 from merlin_cowclip.workflows.quiet import quiet_imports
 from merlin_cowclip.workflows.serving.export import _check_types
-from merlin_cowclip.workflows.serving.rare_rows import rare_ids, tell_of_what_is_counted
+from merlin_cowclip.workflows.serving.rare_ids import rare_ids, tell_of_what_is_counted
 from merlin_cowclip.workflows.training.runs import Run
 from merlin_cowclip.workflows.training.train import train
 from tests.saves import quick_saves
@@ -45,7 +45,7 @@ with quiet_imports():
     from nvtabular import ops
 
     from merlin_cowclip.workflows.data.operators import EncodeIds
-    from merlin_cowclip.workflows.serving.served_workflow import _numbers
+    from merlin_cowclip.workflows.serving.workflow_operator import _numbers
 
 pytest.importorskip("merlin.systems")
 pytest.importorskip("tritonclient.grpc")

@@ -29,7 +29,7 @@ from merlin_cowclip.workflows.manifest import manifest_of
 from merlin_cowclip.workflows.progress import catching_up_shown, progress_bar
 from merlin_cowclip.workflows.quiet import quiet_operators
 from merlin_cowclip.workflows.serving.packages import needed_by
-from merlin_cowclip.workflows.serving.rare_rows import (
+from merlin_cowclip.workflows.serving.rare_ids import (
     Cost,
     check_percent,
     costs,
@@ -52,8 +52,8 @@ if TYPE_CHECKING:
     import nvtabular as nvt
     import pandas as pd
 
-    from merlin_cowclip.workflows.serving.served_network import ServedNetwork
-    from merlin_cowclip.workflows.serving.served_workflow import ServedWorkflow
+    from merlin_cowclip.workflows.serving.network import ServedNetwork
+    from merlin_cowclip.workflows.serving.workflow_operator import ServedWorkflow
 
 PACKAGES = (  # of a server's Python; the network needs none of them
     *("merlin-cowclip", "merlin-systems", "merlin-core", "nvtabular"),
@@ -103,9 +103,9 @@ def export(
         tell_of_what_is_counted(run, data)
         rare = rare_ids(data, drop_rare)
     with progress_bar("export", 3, " steps", show=progress) as bar:
-        from merlin_cowclip.workflows.serving.served_network import PROBABILITY, ServedNetwork
-        from merlin_cowclip.workflows.serving.served_workflow import ServedWorkflow
-        from merlin_cowclip.workflows.serving.systems import Ensemble, PredictTensorflow
+        from merlin_cowclip.workflows.serving.merlin_systems import Ensemble, PredictTensorflow
+        from merlin_cowclip.workflows.serving.network import PROBABILITY, ServedNetwork
+        from merlin_cowclip.workflows.serving.workflow_operator import ServedWorkflow
 
         spec = run.spec()
         workflow = _workflow(run, spec, trust=trust_workflow)
@@ -219,7 +219,7 @@ def _check_answers(
       UserError: it does not.
     """
     from merlin_cowclip.workflows.serving.empty_texts import is_same
-    from merlin_cowclip.workflows.serving.served_workflow import ServedWorkflow
+    from merlin_cowclip.workflows.serving.workflow_operator import ServedWorkflow
 
     workflow = name_types(run.workflow_for_new_rows(trust=trust))
     row = a_row(workflow.input_schema)
@@ -301,7 +301,7 @@ def _check_types(workflow: nvt.Workflow) -> None:
     Raises:
       UserError: names them all.
     """
-    from merlin_cowclip.workflows.serving.systems import triton_type
+    from merlin_cowclip.workflows.serving.merlin_systems import triton_type
 
     types, none, unsure = raw_types(workflow), [], []
     for column in workflow.input_schema:
@@ -335,6 +335,6 @@ def _check_types(workflow: nvt.Workflow) -> None:
 
 def _type_name(tensor: Any) -> str:
     """Of a model's input: TYPE_STRING, as its configuration has it."""
-    from merlin_cowclip.workflows.serving.systems import model_config
+    from merlin_cowclip.workflows.serving.merlin_systems import model_config
 
     return str(model_config.DataType.Name(tensor.data_type))

@@ -85,7 +85,7 @@ class Repository:
             check_nothing_else(inner, self.path, manifest, "a model repository", remedy)
         with quiet_imports():
             from merlin_cowclip.plugins._tensorflow import quiet_stack, tf
-            from merlin_cowclip.workflows.serving.served_network import SIGNATURE
+            from merlin_cowclip.workflows.serving.network import SIGNATURE
 
         def network(name: str) -> _Called:
             with quiet_stack():
@@ -143,7 +143,7 @@ def load_ensemble(repository: Path, network: Callable[[str], Any]) -> Any:
       network: by its name there, what is called with the network's inputs.
     """
     with quiet_imports():
-        from merlin_cowclip.workflows.serving.systems import Ensemble, PredictTensorflow
+        from merlin_cowclip.workflows.serving.merlin_systems import Ensemble, PredictTensorflow
 
     ensemble = Ensemble.load(str(repository / ENSEMBLE))
     for node in _nodes(ensemble):

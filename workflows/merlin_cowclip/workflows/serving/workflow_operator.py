@@ -32,7 +32,7 @@ from merlin_cowclip.workflows.data.workflow_graph import load_saved
 from merlin_cowclip.workflows.errors import UserError, clipped, excerpt, quoted
 from merlin_cowclip.workflows.quiet import quiet_imports
 from merlin_cowclip.workflows.serving.empty_texts import columns_that_hold_empty
-from merlin_cowclip.workflows.serving.systems import TransformWorkflow
+from merlin_cowclip.workflows.serving.merlin_systems import TransformWorkflow
 
 with quiet_imports():
     import nvtabular as nvt
