@@ -1,7 +1,7 @@
-"""Small models for serving: what rows of rare ids hold, and what AUC costs without them.
+"""Drop the embedding rows of rare ids, and measure what that costs in AUC.
 
-Most rows of a table are of ids that hardly occur. Those of the last p % of occurrences are left
-out: their ids are answered as unknown ones, or by their hash bucket.
+Most embedding rows belong to ids that hardly occur. Dropped ids are answered as unknown ids, or by
+their hash bucket.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from merlin_cowclip.workflows.data.counts import read_counts
 from merlin_cowclip.workflows.data.encoding import PADDING, UNKNOWN, hash_bucket
 from merlin_cowclip.workflows.data.prepared import PreparedData
 from merlin_cowclip.workflows.errors import Notice, UserError, quoted
-from merlin_cowclip.workflows.progress import progress_bar
-from merlin_cowclip.workflows.training.runs import Run, identity_of, inputs_of
+from merlin_cowclip.workflows.progress import catching_up_shown, progress_bar
+from merlin_cowclip.workflows.training.runs import Run, inputs_of
 
 if TYPE_CHECKING:
     from merlin_cowclip.plugins._tensorflow import mm
@@ -26,27 +26,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class RareIds:
-    """The ids of the last p % of all occurrences in the training part, of all fields together.
+    """The rarest ids of all fields, which together have p % of all occurrences in training."""
 
-    Attributes:
-      percent: p.
-      most: how often the most frequent of them occurs. Some that occur as often may stay, by lot
-        (with a seed of 0): they do not fit in p %.
-      occurrences: of these ids, as a share of all.
-      kept: by field the ids that stay, rising.
-      answered_as: by field, for each id the one in whose place it is looked up: itself, or the
-        unknown one.
-    """
-
-    percent: float
-    most: int
-    occurrences: float
-    kept: Mapping[str, np.ndarray]
-    answered_as: Mapping[str, np.ndarray]
+    percent: float  # p
+    most: int  # highest count of a rare id; ties are broken at random (seed 0)
+    kept: Mapping[str, np.ndarray]  # by field: ids that stay, rising
+    answered_as: Mapping[str, np.ndarray]  # by field and id: itself, or the unknown id or bucket
 
     @property
     def renumbered(self) -> dict[str, np.ndarray]:
-        """By field, for each id its number among those that stay, or of the one that answers it."""
+        """By field, for each id the row of the smaller table that answers it."""
         return {
             field: np.searchsorted(kept, self.answered_as[field]).astype(np.int32)
             for field, kept in self.kept.items()
@@ -55,142 +44,87 @@ class RareIds:
 
 @dataclass(frozen=True)
 class Cost:
-    """What the rows of rare ids are worth.
+    """What dropping rare ids saves and costs."""
 
-    Attributes:
-      percent: of occurrences.
-      most: how often a rare id occurs at most.
-      rows: of all tables, of rare ids.
-      all_rows: of all tables.
-      bytes: of the rare rows.
-      all_bytes: of all rows.
-      auc: on the test part, without the rare rows.
-      auc_with: with them.
-    """
-
-    percent: float
-    most: int
-    rows: int
+    percent: float  # of occurrences
+    most: int  # highest count of a rare id
+    rows: int  # embedding rows of rare ids, in all tables
     all_rows: int
-    bytes: int
+    bytes: int  # of these rows
     all_bytes: int
-    auc: float
-    auc_with: float
+    auc: float  # on the test split, without rare ids
+    auc_with: float  # with all ids
 
     def __str__(self) -> str:
         return (
-            f"last {self.percent:g} % of occurrences (ids whose count is {self.most:,} at "
-            f"most): {self.rows:,} of {self.all_rows:,} rows, {self.bytes:,} of "
-            f"{self.all_bytes:,} bytes; test AUC without them {self.auc:.6f}, with them "
-            f"{self.auc_with:.6f} ({self.auc - self.auc_with:+.6f})"
+            f"last {self.percent:g} % of occurrences (ids with a count of at most {self.most:,}): "
+            f"{self.rows:,} of {self.all_rows:,} rows, {self.bytes:,} of {self.all_bytes:,} bytes; "
+            f"test AUC without them {self.auc:.6f}, with them {self.auc_with:.6f} "
+            f"({self.auc - self.auc_with:+.6f})"
         )
 
 
-def check_percent(percent: Any) -> float:
-    """A share of occurrences, in %.
-
-    Raises:
-      UserError: it is not between 0 and 100.
-    """
-    right = isinstance(percent, (int, float)) and 0 < percent < 100
-    if not right:
-        raise UserError(f"a share of occurrences must be between 0 and 100 %. Received: {percent}")
-    return float(percent)
-
-
 def rare_ids(data: PreparedData, percent: float) -> RareIds:
-    """Which ids are rare; ids without a raw one (missing, unknown, hashed) never are.
-
-    Args:
-      data: what the run was trained on.
-      percent: p.
+    """Find rare ids. Ids without a raw value (missing, unknown, hashed) never are.
 
     Raises:
-      UserError: a bad argument, or counts that cannot be read.
+      UserError: a bad percentage, or counts that cannot be read.
     """
-    percent = check_percent(percent)
     from merlin_cowclip.models.row_ranges import RowRanges
 
-    fields = data.spec.ids
-    domains = RowRanges.of([data.schema[field] for field in fields]).range_of
+    if not (isinstance(percent, (int, float)) and 0 < percent < 100):
+        raise UserError(f"rare ids must have between 0 and 100 % of occurrences, not {percent}")
+    domains = RowRanges.of([data.schema[field] for field in data.spec.ids]).range_of
     special = inputs_of(data)["special_ids"]
-    whole = _fields_that_stay_whole(data)
+    is_adopted = data.record.get("ranges") is None
+    whole = []
     counts: dict[int, np.ndarray] = {}
-    has_raw: dict[int, np.ndarray] = {}
-    places: dict[str, np.ndarray] = {}
-    for field in fields:
+    is_rare: dict[int, np.ndarray] = {}
+    unknown_as: dict[str, np.ndarray] = {}
+    for field in data.spec.ids:
         table, domain = read_counts(data, field), domains[field]
-        count = np.array(table["count"])
+        count, raw = np.array(table["count"]), table["raw"].is_valid().to_numpy()
         if field in data.spec.lists:
-            count[PADDING] = 0  # which is no id
-        counts[domain] = counts.get(domain, 0) + count
-        raw = table["raw"].is_valid().to_numpy()
+            count[PADDING] = 0
+        unknown_as[field] = np.full(len(table), UNKNOWN)
         buckets = special[field]["buckets"]
-        if field in whole:
-            raw = np.zeros_like(raw)
-        has_raw[domain] = has_raw.get(domain, np.array(True)) & raw
-        places[field] = np.full(len(table), UNKNOWN)
         if buckets > 1 and raw.any():
-            places[field][raw] += hash_bucket(table["raw"].filter(raw).combine_chunks(), buckets)
-    total = sum(int(one.sum()) for one in counts.values())
-    found = np.concatenate([counts[domain][has_raw[domain]] for domain in counts])
-    # Of ids that occur as often none comes first, of no field.
+            if is_adopted:  # only NVTabular knows the bucket of a raw id
+                whole.append(field)
+                raw = np.zeros_like(raw)
+            else:
+                texts = table["raw"].filter(raw).combine_chunks()
+                unknown_as[field][raw] += hash_bucket(texts, buckets)
+        counts[domain] = counts.get(domain, 0) + count
+        is_rare[domain] = is_rare.get(domain, np.array(True)) & raw
+    if whole:
+        warnings.warn(
+            f"no ids of {quoted(whole)} are dropped: only NVTabular knows the hash bucket "
+            "(num_buckets) that would answer them",
+            Notice,
+            stacklevel=3,
+        )
+    found = np.concatenate([counts[domain][rare] for domain, rare in is_rare.items()])
     rising = np.lexsort((np.random.default_rng(0).permutation(len(found)), found))
-    fits = np.cumsum(found[rising]) <= total * percent / 100
+    total = sum(int(one.sum()) for one in counts.values())
     chosen = np.zeros(len(found), bool)
-    chosen[rising[fits]] = True
-    rare, start = {}, 0
-    for domain, raw in has_raw.items():
-        rare[domain] = raw.copy()
-        rare[domain][raw] = chosen[start : start + int(raw.sum())]
-        start += int(raw.sum())
-    held = sum(int(counts[domain][rare[domain]].sum()) for domain in counts)
+    chosen[rising[np.cumsum(found[rising]) <= total * percent / 100]] = True
+    ends = np.cumsum([int(rare.sum()) for rare in is_rare.values()])
+    for rare, part in zip(is_rare.values(), np.split(chosen, ends[:-1]), strict=True):
+        rare[rare] = part
     return RareIds(
-        percent,
+        float(percent),
         int(found[chosen].max(initial=0)),
-        held / total,
-        {field: np.flatnonzero(~rare[domains[field]]) for field in fields},
+        {field: np.flatnonzero(~is_rare[domains[field]]) for field in data.spec.ids},
         {
-            field: np.where(rare[domains[field]], places[field], np.arange(len(places[field])))
-            for field in fields
+            field: np.where(is_rare[domains[field]], one, np.arange(len(one)))
+            for field, one in unknown_as.items()
         },
     )
 
 
-def tell_of_what_is_counted(run: Run, data: PreparedData) -> None:
-    """Notice other training rows than the run's, and fields none of whose ids can be rare.
-
-    Of the latter the raw ids are known, but not what would answer them.
-    """
-    if run.config["train_sha256"] != identity_of(data, "train"):
-        warnings.warn(
-            f"ids are counted in {data.path}, whose training rows are others than those of "
-            f"{run.path}: ids that are rare there may be frequent here",
-            Notice,
-            stacklevel=3,
-        )
-    fields = _fields_that_stay_whole(data)
-    if fields:
-        warnings.warn(
-            f"all rows of {quoted(fields)} stay, those of rare ids too: of "
-            "Categorify(num_buckets=…) NVTabular alone knows the bucket that would answer them",
-            Notice,
-            stacklevel=3,
-        )
-
-
-def _fields_that_stay_whole(data: PreparedData) -> list[str]:
-    """Those of adopted data that have hash buckets beside a vocabulary."""
-    if data.record.get("ranges") is not None:
-        return []
-    special = inputs_of(data)["special_ids"]
-    hashed = [field for field in data.spec.ids if special[field]["buckets"] > 1]
-    raw = {field: read_counts(data, field)["raw"] for field in hashed}
-    return [field for field in hashed if raw[field].null_count < len(raw[field])]
-
-
 def drop(model: mm.Model, rare: RareIds) -> None:
-    """Leave the rows of rare ids out of a model, whose ids are then those of `renumbered`."""
+    """Remove the rows of rare ids from a model; its ids are then those of `renumbered`."""
     for layer in tables_of(model):
         layer.keep_ids({field: rare.kept[field] for field in layer.fields})
 
@@ -203,26 +137,29 @@ def tables_of(model: mm.Model) -> list[Any]:
     return [layer for layer in layers.values() if isinstance(layer, FusedEmbeddings)]
 
 
-def costs(
+def rare_costs(
     run: Run,
-    model: mm.Model,
-    data: PreparedData,
     percents: Sequence[float],
     *,
+    which: str = "last",
+    data: PreparedData | None = None,
     progress: bool = True,
 ) -> list[Cost]:
-    """Rows, bytes and AUC on the test part, for each share; nothing is dropped.
+    """Measure what `export` would drop: embedding rows, their bytes, and test AUC without them.
 
     Args:
-      run: the run.
-      model: one of its models.
-      data: what it was trained on, with a test part.
-      percents: shares of occurrences, in %.
+      run: the finished run.
+      percents: percentages of all occurrences in the training split.
+      which: of the run's models, "last" or "best".
+      data: the run's data, if it has moved.
       progress: show a progress bar on stderr.
 
+    Returns:
+      One `Cost` per percentage; `print` it.
+
     Raises:
-      UserError: a bad argument, data of another vocabulary or without a test part, or a test part
-        with one label alone.
+      UserError: a bad percentage, the run has no such model, or the data has another vocabulary, no
+        test split, or only one label in it.
     """
     from merlin_cowclip.plugins._tensorflow import tf
     from merlin_cowclip.workflows.training.evaluation import (
@@ -232,31 +169,28 @@ def costs(
     )
     from merlin_cowclip.workflows.training.loader import Loader
 
+    data = run.data() if data is None else data
     run.check_vocabulary(data)
-    tell_of_what_is_counted(run, data)
     if not data.test_files:
         raise UserError(
-            "what rare rows are worth is measured on a test part. Received: "
-            f"{data.path}, adopted without one. Name data that has one: --data DATA"
+            f"--rare needs a test split, and {data.path} has none. Name data that has one: "
+            "--data DATA"
         )
     chosen = [rare_ids(data, percent) for percent in percents]
+    with catching_up_shown(show=progress):
+        model = run.model(which)
     loader, predictor = Loader(data, "test", batch_size=EVALUATION_BATCH), Predictor(model)
     spec, _ = loader.element_spec
-    keys = {
-        f"{field}__values" if field in data.spec.lists else field: field for field in data.spec.ids
-    }
-    answers: list[Mapping[str, np.ndarray]] = [{}, *(rare.answered_as for rare in chosen)]
-    found = [QualityOf(loader.rows) for _ in answers]
+    keys = {f"{f}__values" if f in data.spec.lists else f: f for f in data.spec.ids}
+    found = [QualityOf(loader.rows) for _ in range(1 + len(chosen))]
     with progress_bar("rare ids", loader.rows, show=progress) as bar:
         for features, labels in loader.dataset():
             known = labels.numpy().ravel()
-            for quality, answered_as in zip(found, answers, strict=True):
-                given = {
-                    key: tf.gather(answered_as[keys[key]], value)
-                    if keys.get(key) in answered_as
-                    else value
-                    for key, value in features.items()
-                }
+            answers = [features]
+            for rare in chosen:
+                ids = {k: tf.gather(rare.answered_as[f], features[k]) for k, f in keys.items()}
+                answers.append({**features, **ids})
+            for quality, given in zip(found, answers, strict=True):
                 quality.add(known, predictor.probabilities(given, spec))
             bar.update(len(known))
     with_all, *without = (quality.quality().auc for quality in found)
@@ -277,7 +211,7 @@ def costs(
 
 
 def _dropped(layer: Any, rare: RareIds) -> int:
-    """Rows of a table that are of rare ids; fields of one domain share theirs."""
+    """Rows of rare ids in a table; fields of one domain share them."""
     from merlin_cowclip.models.row_ranges import RowRanges
 
     ranges = RowRanges.of(list(layer.schema)).range_of

@@ -1,20 +1,18 @@
-"""Raw rows of a request to the inputs of the network, by the run's own NVTabular workflow.
+"""The workflow as an operator of an ensemble: raw rows of a request to the network's inputs.
 
-The first operator of the ensemble, and what a server runs in Python. Merlin Systems' own sends the
-rows on to a second Python model, and on that way text is lost: Triton gives it as bytes, of which
-NumPy makes an array of str, which a Python model cannot send; with letters beyond ASCII not even
-that. Here the workflow runs where the request arrives, and refuses what `predict` refuses.
+Merlin Systems' own operator sends text from one Python model to another, where Triton loses it.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import math
-from collections.abc import Callable, Collection, Mapping, Sequence
-from decimal import Decimal
-from numbers import Real
+import re
+import sys
+import sysconfig
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NoReturn
 
 import numpy as np
@@ -24,42 +22,37 @@ import pyarrow as pa
 from merlin_cowclip.plugins._checks import argument_name
 from merlin_cowclip.workflows.data.datasets import DatasetSpec
 from merlin_cowclip.workflows.data.encoded_rows import Place, check_numbers, checked_ids
-from merlin_cowclip.workflows.data.parquet_logs import is_number, plain_type
-from merlin_cowclip.workflows.data.raw_columns import Keys, learned_keys
-from merlin_cowclip.workflows.data.raw_rows import RawRows, refusing_others
+from merlin_cowclip.workflows.data.raw_rows import RawRows
 from merlin_cowclip.workflows.data.row_for_row import transformed
 from merlin_cowclip.workflows.data.workflow_graph import load_saved
-from merlin_cowclip.workflows.errors import UserError, clipped, excerpt, quoted
+from merlin_cowclip.workflows.errors import UserError, clipped
 from merlin_cowclip.workflows.quiet import quiet_imports
-from merlin_cowclip.workflows.serving.empty_texts import columns_that_hold_empty
-from merlin_cowclip.workflows.serving.merlin_systems import TransformWorkflow
+from merlin_cowclip.workflows.serving.merlin_systems import PredictTensorflow, TransformWorkflow
+from merlin_cowclip.workflows.serving.prepared_rows import PreparedRows
 
 with quiet_imports():
     import nvtabular as nvt
     from merlin.core.protocols import Transformable
-    from merlin.dag import ColumnSelector, DataFormats
+    from merlin.dag import ColumnSelector, DataFormats, postorder_iter_nodes
     from merlin.schema import Schema
     from merlin.table import TensorTable
 
-FOLDER = "workflow"
-_MADE = "_rows"  # of a workflow, at its first request
+FOLDER = "workflow"  # of an ensemble
+_OF_LISTS = ("__values", "__offsets")
+_NO_ROWS = "the request has no rows"
 
 
-class ServedWorkflow(TransformWorkflow):
+class WorkflowOperator(TransformWorkflow):
     """A run's workflow from raw rows without the label to the network's inputs.
 
     Args:
-      workflow: the run's, without the raw columns that the network does without.
+      workflow: the run's; its input schema has the raw columns of a request.
       spec: of the run's rows.
       cardinalities: by field of ids.
       output_schema: the network's inputs.
-      renumbered: by field of which rare ids were dropped, which id of the network each id is.
-      is_adopted: whether the workflow is another pipeline's, which takes its rows as they are.
+      is_adopted: whether the workflow is the user's own.
+      renumbered: by field whose rare ids were dropped, the network's id of each id.
     """
-
-    # Raw columns of an adopted workflow.
-    binary: frozenset[str] = frozenset()  # of bytes that are no text
-    with_empty: frozenset[str] = frozenset()  # in which an empty text is no missing one
 
     def __init__(
         self,
@@ -72,277 +65,192 @@ class ServedWorkflow(TransformWorkflow):
         renumbered: Mapping[str, np.ndarray] | None = None,
     ) -> None:
         super().__init__(workflow)
-        self.spec = spec.to_dict()
-        self.cardinalities = dict(cardinalities)
-        self.output_schema = output_schema
-        self.is_adopted = is_adopted
+        self.spec, self.cardinalities = spec, dict(cardinalities)
+        self.output_schema, self.is_adopted = output_schema, is_adopted
         self.renumbered = dict(renumbered or {})
-        if is_adopted:
-            keys = learned_keys(workflow)
-            self.binary = _columns_with(keys, lambda key: pa.types.is_binary(key.kind))
-            self.with_empty = columns_that_hold_empty(workflow, spec.fields)
+        self._rows: Any = None
 
     def __getstate__(self) -> dict[str, Any]:
-        # Beside it, as NVTabular saved it: in here its vocabularies would be where they were.
-        state = {**self.__dict__, "workflow": None}
-        state.pop(_MADE, None)
-        return state
+        # NVTabular saves the workflow: a pickle here would have its vocabularies' old paths.
+        return {**self.__dict__, "workflow": None, "_rows": None}
 
     def save_artifacts(self, artifact_path: Any = None) -> None:
-        """Save the workflow beside the ensemble: without what makes the label, and its modules."""
-        assert artifact_path is not None
-        self.workflow.save(str(Path(artifact_path) / FOLDER))
+        """Save the workflow in the ensemble's folder, with the modules that no package installs."""
+        path = str(Path(artifact_path) / FOLDER)
+        self.workflow.save(path, modules_byvalue=_own_modules(self.workflow))
 
     def load_artifacts(self, artifact_path: Any = None) -> None:
-        """Load the workflow that lies beside the ensemble."""
-        if not artifact_path:  # Merlin calls this, too, as it makes a graph
+        """Load it again, and index its vocabularies."""
+        if not artifact_path:  # Merlin also calls this without one
             return
         self.workflow = load_saved(Path(artifact_path) / FOLDER)
-        self.__dict__.pop(_MADE, None)
+        if self.is_adopted:
+            self._rows = _AdoptedRows(self.workflow, self.spec, self.cardinalities)
+        else:
+            self._rows = PreparedRows(self.workflow, self.spec)
 
-    def compute_output_schema(
-        self,
-        input_schema: Schema,
-        col_selector: ColumnSelector,
-        prev_output_schema: Schema | None = None,
-    ) -> Schema:
-        """The network's inputs: of a list Merlin's own may say that it has a fixed length."""
-        return self.output_schema
+    compute_output_schema = PredictTensorflow.compute_output_schema  # that of this operator
 
     @property
     def supported_formats(self) -> DataFormats:
-        """Rows as they come, from a server or a caller: a GPU holds no text."""
+        """Rows in the host's memory: a GPU holds no text."""
         return DataFormats.PANDAS_DATAFRAME | DataFormats.NUMPY_TENSOR_TABLE
 
     def transform(self, col_selector: ColumnSelector, transformable: Transformable) -> TensorTable:
-        """Encode some rows.
+        """Encode the rows of a request, or of a frame.
 
         Raises:
-          UserError: they are not what `predict` takes, or of unequal numbers.
+          UserError: `predict` would refuse them, or columns differ in their number of rows.
         """
-        spec = DatasetSpec.from_dict(self.spec)
-        names = self.input_schema.column_names
-        nullable = set(names) - self.with_empty if self.is_adopted else set()
         if isinstance(transformable, TensorTable):
-            frame = pd.DataFrame(_columns(transformable, names, nullable, self.binary))
-        else:
-            frame = transformable[names].reset_index(drop=True)
-            frame = frame.assign(**{n: _empty_as_missing(frame[n]) for n in names if n in nullable})
-        if not len(frame):
-            raise UserError("a request must have a row. Received: none")
-        if self.is_adopted:
-            encoded = self._rows.of_frame(frame, _REQUEST)
-        else:
-            frame = frame.assign(**{n: _numbers(frame[n], spec) for n in spec.continuous})
-            with refusing_others(_REQUEST, len(frame)):
-                encoded = self._transformed(frame, spec)
-        for name in spec.ids:
-            checked_ids(encoded, name, self.cardinalities[name], _REQUEST)
-        for name in spec.continuous:
-            check_numbers(encoded, name, _REQUEST)
-        return TensorTable(_tensors(encoded, spec, self.renumbered))
+            return TensorTable(self.encode(transformable.to_dict()))
+        if not self.is_adopted:
+            return TensorTable(self.encode(self._rows.request_of(transformable)))
+        if not len(transformable):
+            raise UserError(_NO_ROWS)
+        frame = transformable[self.input_schema.column_names].reset_index(drop=True)
+        return TensorTable(self._inputs(self._rows.encode_frame(frame)))
+
+    def encode(self, request: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Encode a request: arrays by name, as Triton has them.
+
+        Raises:
+          UserError: as `transform`.
+        """
+        _check_lengths(request)
+        return self._inputs(self._rows.encode(request))
+
+    def _inputs(self, encoded: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Encoded columns as the network takes them."""
+        found = {}
+        for name, values in encoded.items():
+            field = name.removesuffix("__values")
+            if field in self.renumbered:
+                values = self.renumbered[field][values].astype(np.int64)
+            found[self._arguments[name]] = values
+        return found
 
     @functools.cached_property
-    def _rows(self) -> RawRows:
-        spec = DatasetSpec.from_dict(self.spec)
-        encode = functools.partial(self._transformed, spec=spec)
-        return RawRows(self.workflow, spec.ids, encode)
+    def _arguments(self) -> dict[str, str]:
+        names = {name: argument_name(name) for name in self.spec.fields}
+        for name in self.spec.lists:
+            names |= {f"{name}{end}": names[name] + end for end in _OF_LISTS}
+        return names
 
-    def _transformed(self, frame: pd.DataFrame, spec: DatasetSpec) -> pa.RecordBatch:
-        out = transformed(self.workflow, frame)
-        return pa.RecordBatch.from_pydict(
-            {
-                name: pa.array(out[name], pa.list_(pa.int64()) if name in spec.lists else None)
-                for name in spec.fields
-            }
+
+def _check_lengths(request: Mapping[str, np.ndarray]) -> None:
+    """Refuse columns of different lengths, invalid offsets, and no rows."""
+    rows = {name: len(v) for name, v in request.items() if not name.endswith(_OF_LISTS)}
+    for name, ends in request.items():
+        if name.endswith("__offsets"):
+            held = len(request[f"{name.removesuffix('__offsets')}__values"])
+            rows[name] = len(ends) - 1
+            if not len(ends) or ends[0] or ends[-1] != held or (ends[1:] < ends[:-1]).any():
+                raise UserError(
+                    f"{name!r} must rise from 0 to {held:,}, the number of values. Received: "
+                    f"{clipped(str(ends.tolist()))}"
+                )
+    few, many = min(rows, key=rows.__getitem__), max(rows, key=rows.__getitem__)
+    if rows[few] != rows[many]:
+        raise UserError(
+            f"columns differ in their number of rows: {rows[few]:,} in {few!r}, {rows[many]:,} in "
+            f"{many!r}"
+        )
+    if not rows[few]:
+        raise UserError(_NO_ROWS)
+
+
+class _AdoptedRows:
+    """Raw rows of the user's own workflow."""
+
+    def __init__(
+        self, workflow: nvt.Workflow, spec: DatasetSpec, cardinalities: Mapping[str, int]
+    ) -> None:
+        self._spec, self._cardinalities = spec, cardinalities
+        self._columns = workflow.input_schema.column_names
+        self._inference = RawRows(
+            workflow, spec.ids, lambda frame: _batch(transformed(workflow, frame), spec)
         )
 
+    def encode(self, request: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Encode a request."""
+        columns = {name: self._column(name, request) for name in self._columns}
+        return self._checked(self._inference.of_columns(columns, _REQUEST))
 
-@dataclasses.dataclass(frozen=True)
+    def encode_frame(self, frame: pd.DataFrame) -> dict[str, np.ndarray]:
+        """Encode a frame."""
+        return self._checked(self._inference.of_frame(frame, _REQUEST))
+
+    def _column(self, name: str, request: Mapping[str, np.ndarray]) -> pa.Array:
+        if f"{name}__offsets" in request:
+            values = self._values(name, request[f"{name}__values"])
+            return pa.ListArray.from_arrays(pa.array(request[f"{name}__offsets"]), values)
+        found = request[name]
+        if found.ndim == 1:
+            return self._values(name, found)
+        ends = np.arange(len(found) + 1, dtype=np.int32) * found.shape[1]
+        return pa.ListArray.from_arrays(pa.array(ends), self._values(name, found.ravel()))
+
+    def _values(self, name: str, values: np.ndarray) -> pa.Array:
+        if values.dtype != object:
+            return pa.array(values, from_pandas=True)
+        texts = pa.array(values, pa.binary(), mask=values == b"")  # Triton has no null: empty
+        kind = self._inference.types[name].kind
+        try:
+            return texts if kind is not None and pa.types.is_binary(kind) else texts.cast("string")
+        except pa.ArrowInvalid as error:
+            raise UserError(f"column {name!r} is not UTF-8: {clipped(str(error))}") from None
+
+    def _checked(self, encoded: pa.RecordBatch) -> dict[str, np.ndarray]:
+        found: dict[str, np.ndarray] = {}
+        for name in self._spec.ids:
+            ids = checked_ids(encoded, name, self._cardinalities[name], _REQUEST)
+            if name in self._spec.lists:
+                offsets = encoded.column(name).offsets.to_numpy()
+                found[f"{name}__offsets"] = (offsets - offsets[0]).astype(np.int32)
+                name += "__values"
+            found[name] = ids.astype(np.int64)
+        for name in self._spec.continuous:
+            check_numbers(encoded, name, _REQUEST)
+            column = encoded.column(name)
+            found[name] = column.to_numpy(zero_copy_only=False).astype(np.float32)
+        return found
+
+
+def _batch(made: pd.DataFrame, spec: DatasetSpec) -> pa.RecordBatch:
+    kinds = {name: pa.list_(pa.int64()) for name in spec.lists}
+    return pa.RecordBatch.from_pydict({n: pa.array(made[n], kinds.get(n)) for n in spec.fields})
+
+
+@dataclass(frozen=True)
 class _Request(Place):
-    """Where the rows of a request lie."""
+    """Rows of a request."""
 
     def refuse(self, rule: str, value: Any, row: int, name: str, remedy: str) -> NoReturn:
         """Raise UserError for a value in a row."""
         raise UserError(f"{rule}. Received: {value} in row {row + 1}, column {name!r}. {remedy}")
 
     def column(self, name: str) -> str:
-        """Where a column lies."""
-        return f"column {name!r} of a request"
+        """Where a column is."""
+        return f"column {name!r} of the request"
 
     def rows(self, count: int) -> str:
-        """How many rows a request has."""
+        """Number of rows."""
         return f"a request of {count:,} rows"
 
 
 _REQUEST = _Request(Path(), 0, 0)
 
 
-def _columns(
-    table: TensorTable, names: Sequence[str], nullable: Collection[str], binary: Collection[str]
-) -> dict[str, Any]:
-    """Columns of a request, as pandas has them; text as str.
-
-    Merlin's own `to_df` fills the shorter ones of columns of unequal lengths.
-
-    Args:
-      table: the request.
-      names: of its columns.
-      nullable: those in which an empty text is None.
-      binary: those whose bytes are no text.
-
-    Raises:
-      UserError: a column is missing, has another number of rows, or text that is none.
-    """
-    missing = [name for name in names if name not in table]
-    if missing:
-        raise UserError(
-            f"a request must have every column. Missing: {quoted(missing, brief=True)} in "
-            f"{quoted(table.columns, brief=True)}"
-        )
-    columns: dict[str, Any] = {}
-    for name in names:
-        column = table[name]
-        values = np.asarray(column.values)
-        if values.dtype.kind in "OSU":
-            values = values.astype(object) if name in binary else _text(values, name)
-            if name in nullable:  # Triton knows no missing text: it is empty, as in a log of csv
-                values[(values == "") | (values == b"")] = None
-        if column.offsets is not None:
-            values = _lists(values, np.asarray(column.offsets), name)
-        elif values.ndim > 1:
-            values = _one_object_each(list(values))
-        columns[name] = values
-    rows = {name: len(values) for name, values in columns.items()}
-    if len(set(rows.values())) > 1:
-        few, many = min(rows, key=rows.__getitem__), max(rows, key=rows.__getitem__)
-        raise UserError(
-            f"all columns of a request must have as many rows. Received: {rows[few]:,} of {few!r}, "
-            f"{rows[many]:,} of {many!r}"
-        )
-    return columns
-
-
-def _empty_as_missing(column: pd.Series) -> pd.Series:
-    """The same rows, an empty text as None, as a client's; also in lists."""
-
-    def is_empty(value: Any) -> bool:
-        return isinstance(value, str | bytes) and not value
-
-    def cell(value: Any) -> Any:
-        if pd.api.types.is_list_like(value):
-            return [None if is_empty(one) else one for one in value]
-        return None if is_empty(value) else value
-
-    def has_empty(value: Any) -> bool:
-        return any(map(is_empty, value)) if pd.api.types.is_list_like(value) else is_empty(value)
-
-    found = [has_empty(value) for value in column] if column.dtype.kind in "OSU" else []
-    if not any(found):
-        return column  # of the type that it has
-    return pd.Series([cell(value) for value in column], index=column.index, dtype=object)
-
-
-def _columns_with(
-    keys: Mapping[str, Sequence[Keys]], has: Callable[[Keys], bool]
-) -> frozenset[str]:
-    return frozenset(name for name, found in keys.items() if any(map(has, found)))
-
-
-def _text(values: np.ndarray, name: str) -> np.ndarray:
-    """Bytes as str."""
-    texts = np.empty(values.shape, object)
-    for place, value in np.ndenumerate(values):
-        try:
-            texts[place] = value.decode("utf-8") if isinstance(value, bytes) else value
-        except UnicodeDecodeError:
-            raise UserError(
-                f"text must be UTF-8. Received: {excerpt(value)} in column {name!r}"
-            ) from None
-    return texts
-
-
-def _lists(values: np.ndarray, offsets: np.ndarray, name: str) -> np.ndarray:
-    ends = offsets.astype(np.int64)
-    right = len(ends) > 0 and ends[0] == 0 and ends[-1] == len(values)
-    if not right or (np.diff(ends) < 0).any():
-        raise UserError(
-            f"offsets of a list must rise from 0 to the number of its values. Received: {name!r} "
-            f"with {len(values):,} values, and offsets {clipped(str(ends.tolist()))}"
-        )
-    return _one_object_each(np.split(values, ends[1:-1]) if len(ends) > 1 else [])
-
-
-def _one_object_each(rows: Sequence[Any]) -> np.ndarray:
-    held = np.empty(len(rows), object)
-    held[:] = rows
-    return held
-
-
-def _numbers(column: pd.Series, spec: DatasetSpec) -> pd.Series:
-    """Numbers as `prepare` reads them from parquet: float64, NaN where there is none.
-
-    Raises:
-      UserError: a column of a type that `predict` refuses, as numbers given as text; one that holds
-        something else beside numbers; or an infinite one where the data set's description refuses
-        that.
-    """
-    name = str(column.name)
-    try:
-        kind = plain_type(pa.array(column, from_pandas=True).type)
-    except (pa.ArrowException, OverflowError):  # a column of several types, as no file has
-        for row, value in enumerate(column):
-            is_missing = pd.api.types.is_scalar(value) and pd.isna(value)
-            if not (is_missing or isinstance(value, Real | Decimal | np.bool_)):
-                text = excerpt(str(value))
-                _REQUEST.refuse("a number must be one", text, row, name, "Give numbers")
-    else:
-        if not pa.types.is_null(kind) and not is_number(kind):
-            raise UserError(
-                f"{name!r} must be a column of numbers. Received: {kind} in a request. Give numbers"
-            )
-    try:
-        numbers = pd.to_numeric(column).astype("float64")
-    except OverflowError:  # a whole number beyond any float64
-        numbers = column.map(_as_float).astype("float64")
-    infinite = np.isinf(numbers.to_numpy())
-    if spec.non_finite == "refuse" and infinite.any():
-        row = int(infinite.argmax())
-        remedy = "Leave it out, which is a missing one (NaN)"
-        _REQUEST.refuse("a number must be finite", numbers.iloc[row], row, name, remedy)
-    return numbers
-
-
-def _as_float(value: Any) -> float:
-    """The number, or an infinite one in place of what no float64 holds."""
-    if pd.isna(value):
-        return math.nan
-    try:
-        return float(value)
-    except OverflowError:
-        return math.inf if value > 0 else -math.inf
-
-
-def _tensors(
-    batch: pa.RecordBatch, spec: DatasetSpec, renumbered: Mapping[str, np.ndarray]
-) -> dict[str, Any]:
-    """Columns as the network takes them."""
-
-    def ids(name: str, values: np.ndarray) -> np.ndarray:
-        values = renumbered[name][values] if name in renumbered else values
-        return np.array(values, np.int64)
-
-    tensors: dict[str, Any] = {}
-    for name in spec.categorical:
-        values = batch.column(name).to_numpy(zero_copy_only=False)
-        tensors[argument_name(name)] = ids(name, values)
-    for name in spec.continuous:
-        values = batch.column(name).to_numpy(zero_copy_only=False)
-        tensors[argument_name(name)] = np.array(values, np.float32)
-    for name in spec.lists:
-        column = batch.column(name)
-        offsets = column.offsets.to_numpy()
-        values = column.values.to_numpy(zero_copy_only=False)[offsets[0] : offsets[-1]]
-        tensors[f"{argument_name(name)}__values"] = ids(name, values)
-        tensors[f"{argument_name(name)}__offsets"] = np.array(offsets - offsets[0], np.int32)
-    return tensors
+def _own_modules(workflow: nvt.Workflow) -> list[ModuleType]:
+    """Top modules of the user's own operators and functions, which no package installs."""
+    names = set()
+    for node in postorder_iter_nodes(workflow.output_node, flatten_subgraphs=True):
+        function: Any = getattr(node.op, "f", None)
+        used = getattr(getattr(function, "__code__", None), "co_names", ())
+        for one in (type(node.op), function, *(function.__globals__.get(name) for name in used)):
+            names.add(getattr(one, "__name__" if isinstance(one, ModuleType) else "__module__", ""))
+    roots = {sys.modules.get(str(name).split(".")[0]) for name in names} - {None, nvt}
+    files = {root: getattr(root, "__file__", None) for root in roots}  # none of a namespace
+    installed = re.compile(f"/(site|dist)-packages/|^{re.escape(sysconfig.get_path('stdlib'))}/")
+    return [root for root, file in files.items() if root and file and not installed.search(file)]
