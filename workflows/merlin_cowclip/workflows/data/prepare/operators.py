@@ -102,7 +102,7 @@ class EncodeIds(Categorify):
         frame = df if isinstance(df, pd.DataFrame) else df.to_pandas()
         out = frame[col_selector.names].copy(deep=False)
         for name in col_selector.names:
-            texts = self._as_text(frame[name])
+            texts = self.as_text(frame[name])
             if name not in self.lists:
                 ids: Any = self._encode(name, texts.to_numpy(zero_copy_only=False))
             else:
@@ -113,7 +113,12 @@ class EncodeIds(Categorify):
             out[name] = pd.Series(ids, index=frame.index)
         return out if frame is df else type(df).from_pandas(out)
 
-    def _as_text(self, column: pd.Series) -> pa.Array:
+    def as_text(self, column: pd.Series) -> pa.Array:
+        """The ids of a column as text, null where missing; of lists as lists of text.
+
+        Raises:
+            UserError: as `transform`.
+        """
         is_list = column.name in self.lists
         try:
             try:
