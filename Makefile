@@ -21,10 +21,12 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 # Beside it, not in it: where Horovod is installed, importing Merlin starts it.
 RANKS  := $(VENV)-ranks
+# Triton's server with its Python backend, from PyPI; it runs our models in $(VENV).
+TRITON := $(VENV)-triton
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-extended test-versions test-ranks test-gpu kills containers-test has-python lint bench docs wheel release-check clean
+.PHONY: help demo test test-all test-extended test-versions test-ranks test-triton test-gpu kills containers-test has-python lint bench docs wheel release-check clean
 
 help:  ## what can be made here
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 18
@@ -42,12 +44,12 @@ demo: $(STAMP)  ## the whole way on synthetic logs: prepare, train by four scali
 test: $(STAMP) lint  ## ruff, mypy and the quick tests
 	@$(BIN)/python $(PYTEST) -m quick
 
-test-all: $(STAMP) $(RANKS)/.installed lint  ## every test that needs no GPU
-	@$(BIN)/python $(PYTEST) -m "quick or extended" --ignore tests/ranks
+test-all: $(STAMP) $(RANKS)/.installed $(TRITON)/.installed lint  ## every test that needs no GPU
+	@COWCLIP_TRITON=$(abspath $(TRITON)) $(BIN)/python $(PYTEST) -m "quick or extended" --ignore tests/ranks
 	@$(RANKS)/bin/python -m pytest tests/ranks
 
-test-extended: $(STAMP) $(RANKS)/.installed  ## the tests that only test-all runs; QUARTER=0 to 3: a quarter of them
-	@$(BIN)/python $(PYTEST) -m extended --ignore tests/ranks $(QUARTER:%=--quarter %)
+test-extended: $(STAMP) $(RANKS)/.installed $(TRITON)/.installed  ## the tests that only test-all runs; QUARTER=0 to 3: a quarter of them
+	@COWCLIP_TRITON=$(abspath $(TRITON)) $(BIN)/python $(PYTEST) -m extended --ignore tests/ranks $(QUARTER:%=--quarter %)
 	@$(RANKS)/bin/python -m pytest tests/ranks -m extended $(QUARTER:%=--quarter %)
 
 kills: $(STAMP)  ## kill a run KILLS times (40) at random, resume it, compare it with one that was not killed
@@ -70,6 +72,21 @@ $(RANKS)/.installed: $(STAMP)
 
 test-ranks: $(RANKS)/.installed  ## the important tests on two ranks; builds Horovod for them
 	@$(RANKS)/bin/python -m pytest tests/ranks -m ranks
+
+# Without a download there is no server, and its tests skip; the next make tries again.
+$(TRITON)/.installed: $(STAMP)
+	@echo "Installing Triton's server into $(TRITON) (55 MB)"
+	@rm -rf $(TRITON) && mkdir $(TRITON)
+	@$(BIN)/pip download --quiet --no-deps --only-binary :all: --dest $(TRITON) nvidia-pytriton==0.7.0 || \
+	  { rm -rf $(TRITON); echo "Cannot download nvidia-pytriton from PyPI: tests on a Triton server will be skipped." >&2; exit 0; }; \
+	set -e; \
+	$(BIN)/python -m zipfile -e $(TRITON)/*.whl $(TRITON); rm $(TRITON)/*.whl; \
+	stub=python_backend_stubs/$$($(BIN)/python -c 'import sys; print("%d.%d" % sys.version_info[:2])'); \
+	cd $(TRITON)/pytriton/tritonserver; cp $$stub/* backends/python/; \
+	chmod +x bin/tritonserver backends/python/triton_python_backend_stub; touch ../../.installed
+
+test-triton: $(STAMP) $(TRITON)/.installed  ## exported runs on a real Triton server, by gRPC; installs it
+	@COWCLIP_TRITON=$(abspath $(TRITON)) $(BIN)/python -m pytest tests/triton
 
 test-gpu:  ## every check that needs a GPU, in the environment you are in (an NGC container)
 	@COWCLIP_TEST_GPU=1 $(GPU_PYTHON) -m pytest tests/gpu
@@ -101,4 +118,4 @@ release-check: has-python  ## wheel and source archive, each installed on its ow
 	@.ci/release-check $(PYTHON)
 
 clean:  ## remove the environments and everything built
-	@rm -rf $(VENV) $(RANKS) .venv-ngc .venv-ngc-ranks dist build docs/_build docs/api .mypy_cache .ruff_cache .pytest_cache
+	@rm -rf $(VENV) $(RANKS) $(TRITON) .venv-ngc .venv-ngc-ranks .venv-ngc-triton dist build docs/_build docs/api .mypy_cache .ruff_cache .pytest_cache

@@ -118,7 +118,7 @@ REFUSED = {
     "evaluate RUN LOG --batch-size 0": "batch size must be … 0",
     "predict RUN LOG --out LOG": "output file must be named *.parquet",
     "export RUN --out EMPTY": "output folder must not exist … EMPTY … Name another",
-    "export RUN": "export needs --out, or --rare … Received: neither",
+    "export RUN": "export needs --out REPOSITORY, or only --rare P",
     "export RUN --out OUT --drop-rare 100": "between 0 and 100 % … 100.0",
     "export RUN --rare 1 --data NOWHERE": "prepared data must be a folder",
 }

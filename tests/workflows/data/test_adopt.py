@@ -22,7 +22,7 @@ from merlin_cowclip.workflows.data.adopt.pipeline import adopt
 from merlin_cowclip.workflows.data.prepared_data import PreparedData
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.quiet import quiet_imports
-from merlin_cowclip.workflows.serving.rare_rows import rare_ids
+from merlin_cowclip.workflows.serving.rare_ids import rare_ids
 from merlin_cowclip.workflows.training.runs import Run, inputs_of, pipelines_of
 
 with quiet_imports():

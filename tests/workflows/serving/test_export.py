@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import pickle
 import shutil
@@ -27,13 +28,14 @@ from merlin_cowclip.workflows.data.prepared_data import PreparedData
 from merlin_cowclip.workflows.errors import Notice, UserError
 from merlin_cowclip.workflows.quiet import quiet_imports
 from merlin_cowclip.workflows.serving.export import _request_schema
-from merlin_cowclip.workflows.serving.rare_rows import rare_ids, tell_of_what_is_counted
+from merlin_cowclip.workflows.serving.rare_ids import rare_ids
 from merlin_cowclip.workflows.training.runs import Run
 from merlin_cowclip.workflows.training.train import train
 from tests.saves import quick_saves
 from tests.workflows.training.test_prediction import (
     CONFIG,
     SHOP,
+    SPECS,
     shop_log,
     stock,
     write_shop,
@@ -45,8 +47,8 @@ with quiet_imports():
     from nvtabular import ops
 
     from merlin_cowclip.workflows.data.prepare.operators import EncodeIds
-    from merlin_cowclip.workflows.serving import served_workflow
-    from merlin_cowclip.workflows.serving.served_workflow import _numbers
+    from merlin_cowclip.workflows.serving.prepared_rows import PreparedRows
+    from merlin_cowclip.workflows.serving.workflow_operator import WorkflowOperator, _own_modules
 
 pytest.importorskip("merlin.systems")
 pytest.importorskip("tritonclient.grpc")
@@ -63,9 +65,10 @@ DOTTED = {"user": "user.id", "genres": "2-genres"}  # as TensorFlow names no arg
 
 @pytest.fixture(scope="module")
 def shop(tmp_path_factory) -> tuple[Run, Path, Path]:
-    """A run with all that a column may be; its raw rows of both parts; its exported repository.
+    """A run with all kinds of columns; raw rows of both splits; its repository.
 
-    The run, and the folder in which it was exported, are gone when the repository is used.
+    The exported run and the folder of the export are gone when the repository is used. The same for
+    Triton's TensorFlow backend is next to it.
     """
     home = tmp_path_factory.mktemp("shop")
     log = shop_log()
@@ -83,10 +86,11 @@ def shop(tmp_path_factory) -> tuple[Run, Path, Path]:
     with quick_saves():
         run = train(data, replace(CONFIG, epochs=2), home / "run", progress=False)
     shutil.copytree(home / "run", home / "copy")
-    export(Run.open(home / "copy"), home / "there", progress=False)
+    for backend in ("python", "tensorflow"):
+        export(Run.open(home / "copy"), home / "there", backend=backend, progress=False)
+        shutil.move(home / "there", home / backend)
     shutil.rmtree(home / "copy")
-    shutil.move(home / "there", home / "repository")
-    return run, home / "test.csv", home / "repository"
+    return run, home / "test.csv", home / "python"
 
 
 def predicted(run: Run, path: Path, tmp_path: Path, **options: Any) -> np.ndarray:
@@ -134,54 +138,96 @@ def served(repository: Path, requests: list[dict[str, np.ndarray]], tmp_path: Pa
     return found
 
 
-def without(inputs: dict[str, np.ndarray], name: str) -> dict[str, np.ndarray]:
-    return {key: value for key, value in inputs.items() if key != name}
-
-
-def test_a_server_answers_as_predict_writes(shop, tmp_path):
+def test_predict_of_a_repository(shop, tmp_path):
     """A thousand rows with unseen, missing and rare ids, text beyond ASCII, empty lists."""
     run, path, repository = shop
-    frame, record = shop_frame(path), Repository.open(repository).record
-    expected = predicted(run, path, tmp_path)
+    frame, expected = shop_frame(path), predicted(run, path, tmp_path)
     assert len(expected) == 1_000
     assert len(np.unique(expected)) > 100
     assert (frame["user.id"] == ODD).any()
     assert (frame["item"] == "").any()
     assert frame["price"].isna().any()
-    few, five = request(frame, record), request(frame.head(5), record)
-    backwards = dict(reversed(list(five.items())))
-    text = {**five, "price": np.array(["cheap"] * 5, object)}
-    short = {**five, "item": five["item"][:4]}
-    bytes_of_another = {**five, "item": np.array([b"\xff"] * 5, object)}
+    for folder in (repository, repository.with_name("tensorflow")):
+        found = Repository.open(folder).predict(frame[frame.columns[::-1]])
+        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["rare", "hashed"])
+def test_a_request_is_encoded_as_by_the_workflow(name, tmp_path):
+    """To the bit: rare, unseen and missing ids, hash buckets, lists, numbers out of range, inf."""
+    write_shop(shop_log(), tmp_path / "log.csv")
+    spec = replace(SPECS[name], null_values=("3", "t1"))
+    data = prepare(spec, [tmp_path / "log.csv"], tmp_path / "data", progress=False)
+    frame = pd.read_csv(tmp_path / "log.csv", dtype=str, keep_default_na=False)
+    numbers = {n: pd.to_numeric(frame[n]) for n in SHOP.continuous}
+    lists = {n: [t.split(";") if t else [] for t in frame[n]] for n in SHOP.lists}
+    frame = frame.assign(**numbers, **lists, bought=0)
+    frame.loc[::7, "user"] = ODD
+    rows = PreparedRows(data.workflow(), data.spec)
+    found, expected = rows.encode(rows.request_of(frame)), data.workflow().transform(frame)
+    for field in (*SHOP.categorical, *SHOP.continuous):
+        np.testing.assert_array_equal(found[field], expected[field].to_numpy(), field)
+    for field in SHOP.lists:
+        values = np.concatenate(expected[field].to_numpy())
+        np.testing.assert_array_equal(found[f"{field}__values"], values, field)
+        lengths = np.diff(found[f"{field}__offsets"])
+        np.testing.assert_array_equal(lengths, expected[field].map(len), field)
+
+
+def test_modules_that_no_package_installs_are_saved_with_the_workflow(tmp_path, monkeypatch):
+    (tmp_path / "modules").mkdir()
+    text = "import numpy as np\ndef half(column):\n    return np.floor(column / 2)\n"
+    (tmp_path / "modules" / "own_operators.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path / "modules")
+    half = importlib.import_module("own_operators").half
+    rows = pd.DataFrame({"x": [1.0, 2.0, 5.0]})
+    workflow = nvt.Workflow(["x"] >> ops.LambdaOp(half))
+    own = _own_modules(workflow.fit(nvt.Dataset(rows)))
+    assert [module.__name__ for module in own] == ["own_operators"]
+    workflow.save(str(tmp_path / "saved"), modules_byvalue=own)
+    shutil.rmtree(tmp_path / "modules")
+    monkeypatch.delitem(sys.modules, "own_operators")
+    loaded = nvt.Workflow.load(str(tmp_path / "saved"))
+    assert loaded.transform(rows)["x"].tolist() == [0, 1, 2]
+
+
+def test_a_server_with_the_tensorflow_backend(shop, tmp_path):
+    """As `triton_stand_in.py` has it; tests/triton has a server with the Python backend."""
+    run, path, repository = shop
+    repository = repository.with_name("tensorflow")
+    frame, record = shop_frame(path), Repository.open(repository).record
+    assert record["models"] == ["executor_model", "0_predicttensorflowtriton"]
+    expected = predicted(run, path, tmp_path)
+    five = request(frame.head(5), record)
     crooked = {**five, "tags__offsets": np.maximum(five["tags__offsets"], 1)}
-    none = request(frame.head(0), record)
-    answers = served(
-        repository,
-        [few, backwards, without(five, "item"), text, short, bytes_of_another, crooked, none],
-        tmp_path,
-    )
+    requests = [
+        request(frame, record),
+        dict(reversed(list(five.items()))),
+        {**five, "item": five["item"][:4]},
+        {**five, "item": np.array([b"\xff"] * 5, object)},
+        crooked,
+        request(frame.head(0), record),
+    ]
+    answers = served(repository, requests, tmp_path)
     np.testing.assert_allclose(answers[0]["probability"], expected, rtol=0, atol=1e-6)
     np.testing.assert_allclose(answers[1]["probability"], expected[:5], rtol=0, atol=1e-6)
-    here = Repository.open(repository).predict(frame[frame.columns[::-1]])
-    np.testing.assert_allclose(here, expected, rtol=0, atol=1e-6)
     assert answers[2:] == [
-        "expected 8 tensors but got 7: ['item']",  # the server's own words are others
-        "unexpected datatype object for 'price', expecting TYPE_FP64",
-        "all columns of a request must have as many rows. Received: 4 of 'item', 5 of 'user.id'",
-        "text must be UTF-8. Received: b'\\xff' in column 'item'",
-        "offsets of a list must rise from 0 to the number of its values. Received: 'tags' with "
-        f"{len(five['tags__values'])} values, and offsets {list(crooked['tags__offsets'])}",
-        "a request must have a row. Received: none",
+        "columns differ in their number of rows: 4 in 'item', 5 in 'user.id'",
+        "column 'item' is not UTF-8: b'\\xff'. Encode it",
+        f"'tags__offsets' must rise from 0 to {len(five['tags__values'])}, the number of values. "
+        f"Received: {list(crooked['tags__offsets'])}",
+        "the request has no rows",
     ]
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda f: f.drop(columns=["item", "price"]), "Missing: 'item', 'price' in "),
-        (lambda f: f.assign(price=f["price"].astype(object).where(f.index != 2, "dear")), "'dear'"),
-        (lambda f: f.assign(price=f["price"].astype(str)), "'price' must be a column of numbers."),
-        (lambda f: pd.concat([f, f[["item"]]], axis=1), "once. Received: 'item' more than once"),
+        (lambda f: f.drop(columns=["item", "price"]), "columns are missing: 'item', 'price'"),
+        (lambda f: f.assign(price=f["price"].astype(object).where(f.index != 2, "dear")), "dear"),
+        (lambda f: f.assign(price=[["t1"]] * len(f)), "column 'price' must hold numbers"),
+        (lambda f: f.assign(tags="t1;t2"), "column 'tags': it is string, not a list"),
+        (lambda f: pd.concat([f, f[["item"]]], axis=1), "columns occur twice: 'item'"),
     ],
 )
 def test_rows_that_are_refused_here(shop, change, words):
@@ -190,37 +236,10 @@ def test_rows_that_are_refused_here(shop, change, words):
         repository.predict(change(shop_frame(shop[1]).head(9)))
 
 
-NUMBERS = pd.Series([1.5, 2.0, float("nan")], name="price")
-
-
-@pytest.mark.parametrize(
-    "given",
-    [
-        NUMBERS,
-        NUMBERS.astype("Float64"),
-        NUMBERS.astype(object).where(NUMBERS.notna(), None),
-        pd.Series([Decimal("1.5"), 2, None], name="price"),
-    ],
-    ids=lambda given: f"{given.dtype} of {type(given[0]).__name__}",
-)
-def test_numbers_of_a_frame(given):
-    found = _numbers(given, SHOP)
-    assert found.dtype == "float64"
-    np.testing.assert_array_equal(found, NUMBERS)
-    assert _numbers(pd.Series([None], name="price", dtype=object), SHOP).isna().all()
-    assert _numbers(pd.Series([True, False]), SHOP).tolist() == [1.0, 0.0]
-
-
-@pytest.mark.parametrize("value", ["2", [2.0]])
-def test_what_is_no_number_among_them(value):
-    with pytest.raises(UserError, match="column 'price' has .*, which is no number, in row 2"):
-        _numbers(pd.Series([1.5, value], name="price", dtype=object), SHOP)
-
-
 def test_what_is_served_has_no_label_and_says_what_it_needs(shop):
     record = Repository.open(shop[2]).record
     assert record["columns"] == ["user.id", "item", "2-genres", "tags", "price", "age"]
-    assert record["models"] == ["executor_model", "0_predicttensorflowtriton"]
+    assert record["models"] == ["executor_model"]
     assert record["packages"].keys() >= {"merlin-cowclip", "merlin-systems", "nvtabular"}
     text = "".join(path.read_text() for path in shop[2].glob("*/config.pbtxt"))
     assert "bought" not in text
@@ -255,13 +274,11 @@ def test_an_adopted_pipeline(stock, of_stock, tmp_path):
     expected = predicted(run, path, tmp_path, raw=True)
     frame = pd.read_parquet(path)
     np.testing.assert_allclose(of_stock.predict(frame), expected, rtol=0, atol=1e-6)
-    # As of a single row, of which every id is missing; a server's client gives an empty text.
+    # As of a single row, of which every id is missing.
     missing = frame[frame["item"].isna()]
     assert len(missing)
     among = expected[missing.index]
     np.testing.assert_allclose(of_stock.predict(missing), among, rtol=0, atol=1e-6)
-    found = of_stock.predict(missing.assign(item=""))
-    np.testing.assert_allclose(found, among, rtol=0, atol=1e-6)
 
 
 @pytest.mark.extended
@@ -309,7 +326,6 @@ def test_dates_and_decimals_are_not_served(tmp_path):
         _request_schema(inference)
 
 
-@pytest.mark.filterwarnings("ignore:the workflow uses modules that are in no package")
 def test_raw_rows_are_checked(stock, shop, tmp_path, monkeypatch, capsys):
     """What is exported answers them as `predict`; nothing is left where it does not."""
     raw = stock[2] / "raw-test/0.parquet"
@@ -317,7 +333,7 @@ def test_raw_rows_are_checked(stock, shop, tmp_path, monkeypatch, capsys):
     assert main(list(map(str, argv))) == 0
     assert "the exported model answers as predict" in capsys.readouterr().out
     export(shop[0], tmp_path / "shop", check_raw=shop[1], progress=False)
-    monkeypatch.setattr(served_workflow, "_tensors", wrong(served_workflow._tensors))
+    monkeypatch.setattr(WorkflowOperator, "_inputs", in_another_order(WorkflowOperator._inputs))
     words = (
         r"70 of 70 raw rows get another probability from the exported model than from predict, fi"
     )
@@ -326,11 +342,11 @@ def test_raw_rows_are_checked(stock, shop, tmp_path, monkeypatch, capsys):
     assert {path.name for path in tmp_path.iterdir()} == {"good", "shop"}
 
 
-def wrong(tensors):
-    """The network's inputs, rows in another order."""
+def in_another_order(inputs):
+    """The network's inputs, rows reversed."""
     return lambda *given: {
         name: values[::-1].copy() if "__" not in name else values
-        for name, values in tensors(*given).items()
+        for name, values in inputs(*given).items()
     }
 
 
@@ -359,7 +375,7 @@ def test_rare_rows_are_dropped_where_one_says_so(shop, tmp_path, capsys):
     assert main([*argv, "--rare", "1,5", "--quiet"]) == 0
     one, five, *_ = capsys.readouterr().out.splitlines()
     assert one.startswith("last 1 % of occurrences")
-    assert f"(ids whose count is {most} at most)" in five
+    assert f"(ids with a count of at most {most}):" in five
     small = Repository.open(tmp_path / "small")
     assert small.record["dropped"] == {"percent": 5.0, "most": most}
     count = sum(map(len, rare.values()))
@@ -412,9 +428,8 @@ def test_of_an_adopted_pipeline_rare_rows_are_dropped(stock, tmp_path):
     assert cost.rows == 2 * sum(map(len, rare.values()))
 
 
-def test_fields_whose_rare_rows_stay_are_told(stock, tmp_path):
-    """NVTabular's own hash buckets answer what a vocabulary left out."""
-    run, _, home = stock
+def test_fields_with_hash_buckets_of_nvtabular_stay_whole(stock, tmp_path):
+    home = stock[2]
     log = pd.read_parquet(home / "raw-train/0.parquet")[["user", "item", "rating"]]
     ids = ["user"] >> ops.Categorify(freq_threshold=3, num_buckets=5, out_path=f"{tmp_path}/a")
     ids += ["item"] >> ops.Categorify(out_path=f"{tmp_path}/b")
@@ -423,11 +438,10 @@ def test_fields_whose_rare_rows_stay_are_told(stock, tmp_path):
     workflow.transform(nvt.Dataset(log)).to_parquet(str(tmp_path / "train"))
     parts = (tmp_path / "train", tmp_path / "workflow", "rating", tmp_path / "data")
     data = adopt(*parts, progress=False)
-    kept = rare_ids(data, 20).kept
+    with pytest.warns(Notice, match="no ids of 'user' are dropped"):
+        kept = rare_ids(data, 20).kept
     assert len(kept["user"]) == data.cardinalities["user"]
     assert len(kept["item"]) < data.cardinalities["item"]
-    with pytest.warns(Notice, match="all rows of 'user' stay, those of rare ids too"):
-        tell_of_what_is_counted(run, data)
 
 
 def test_where_unknown_ids_are_hashed_rare_ones_are(tmp_path):
@@ -460,11 +474,11 @@ def test_a_repository_that_was_changed_is_refused(shop, tmp_path):
     frame = shop_frame(shop[1]).head(3)
     shutil.copytree(shop[2], tmp_path / "repository")
     repository = Repository.open(tmp_path / "repository")
-    (tmp_path / "repository/executor_model/1/more.py").write_text("")
-    with pytest.raises(UserError, match="must have no other files in executor_model"):
+    (tmp_path / "repository/executor_model/1/ensemble/more.py").write_text("")
+    with pytest.raises(UserError, match="must have no other files in ensemble"):
         repository.predict(frame)
     repository.predict(frame, trust=True)
-    (tmp_path / "repository/executor_model/1/more.py").unlink()
+    (tmp_path / "repository/executor_model/1/ensemble/more.py").unlink()
     pickled = tmp_path / "repository/executor_model/1/ensemble/ensemble.pkl"
     pickled.write_bytes(pickled.read_bytes()[:-1] + b"!")
     with pytest.raises(UserError, match="whose content has changed"):

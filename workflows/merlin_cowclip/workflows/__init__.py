@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from merlin_cowclip.workflows.data.synthetic import write_synthetic
     from merlin_cowclip.workflows.data.top_ids import keep_top_ids
     from merlin_cowclip.workflows.errors import Stopped, UserError
-    from merlin_cowclip.workflows.serving.export import export, rare_costs
+    from merlin_cowclip.workflows.serving.export import export
+    from merlin_cowclip.workflows.serving.rare_ids import rare_costs
     from merlin_cowclip.workflows.serving.repository import Repository
     from merlin_cowclip.workflows.study.configuration import TuneConfig
     from merlin_cowclip.workflows.study.tune import tune
@@ -63,7 +64,7 @@ _HOME = {
     "predict": "training.evaluation",
     "predict_logs": "training.prediction",
     "prepare": "data.prepare.pipeline",
-    "rare_costs": "serving.export",
+    "rare_costs": "serving.rare_ids",
     "resume": "training.train",
     "train": "training.train",
     "tune": "study.tune",

@@ -1,7 +1,8 @@
-"""A finished run as a Triton model repository, made by Merlin Systems."""
+"""Export a finished run as a Triton model repository, with Merlin Systems."""
 
 from __future__ import annotations
 
+import importlib.metadata
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,15 +21,7 @@ from merlin_cowclip.workflows.folders import (
 )
 from merlin_cowclip.workflows.manifest import manifest_of
 from merlin_cowclip.workflows.progress import progress_bar
-from merlin_cowclip.workflows.serving.packages import needed_by
-from merlin_cowclip.workflows.serving.rare_rows import (
-    Cost,
-    check_percent,
-    costs,
-    drop,
-    rare_ids,
-    tell_of_what_is_counted,
-)
+from merlin_cowclip.workflows.serving.rare_ids import drop, rare_ids
 from merlin_cowclip.workflows.serving.repository import (
     ENTRY,
     FORMAT_VERSION,
@@ -42,11 +35,12 @@ from merlin_cowclip.workflows.training.runs import Run
 if TYPE_CHECKING:
     from merlin.schema import Schema
 
-PACKAGES = (  # of a server's Python; the network needs none of them
+CHECKED_ROWS = 10_000  # of --check-raw
+BACKENDS = ("python", "tensorflow")
+PACKAGES = (  # that the server's Python needs
     *("merlin-cowclip", "merlin-systems", "merlin-core", "nvtabular"),
     *("tensorflow", "pandas", "pyarrow"),
 )
-CHECKED_ROWS = 10_000  # of --check-raw
 _MODEL_PY = f'''"""Triton's entry to this model: {ENTRY}."""
 
 from merlin_cowclip.workflows.serving.triton_model import TritonPythonModel  # noqa: F401
@@ -58,6 +52,7 @@ def export(
     out: str | Path,
     *,
     which: str = "last",
+    backend: str = "python",
     drop_rare: float | None = None,
     data: PreparedData | None = None,
     check_raw: str | Path | Sequence[str | Path] | None = None,
@@ -70,21 +65,25 @@ def export(
       run: the finished run.
       out: the folder to make; must not exist.
       which: of the run's models, "last" or "best".
-      drop_rare: leave out the rows of the ids that have the last so many % of all occurrences in
-        the training part; `rare_costs` says what they are worth.
-      data: for that, what the run was trained on, where it lies elsewhere now.
-      check_raw: raw rows, as `predict` reads them. The first 10,000 are scored by the repository,
-        and must have the probabilities that `predict` writes.
-      trust_workflow: whether to load the workflow, and so run its code, also where the run's
-        manifest does not confirm it.
+      backend: what runs the network: "python", beside the workflow; or "tensorflow", Triton's
+        TensorFlow backend, which servers up to 25.02 have.
+      drop_rare: leave out the embedding rows of the rarest ids, which together have this percentage
+        of all occurrences in the training split; `rare_costs` measures the effect.
+      data: for `drop_rare`, the run's data, if it has moved.
+      check_raw: raw rows, as `predict` reads them. The repository scores the first 10,000, and must
+        give the probabilities that `predict` writes.
+      trust_workflow: load the workflow, which runs its code, even if the run's manifest does not
+        confirm it.
       progress: show a progress bar on stderr.
 
     Raises:
       UserError: `out` exists or cannot be made, the extra is not installed, the run has no such
-        model, the workflow must not be loaded or cannot encode rows one by one, Triton has no type
-        for a raw column, `check_raw` differs, or `drop_rare` is no share of occurrences.
+        model, the workflow cannot be loaded or cannot encode rows one by one, Triton has no type
+        for a raw column, or `check_raw` differs.
     """
     out = Path(out)
+    if backend not in BACKENDS:
+        raise UserError(f"backend must be one of {', '.join(BACKENDS)}. Received: {backend!r}")
     if check_raw is not None and drop_rare is not None:
         raise UserError(
             "check_raw cannot be used with drop_rare, which changes probabilities. Leave one out"
@@ -95,12 +94,11 @@ def export(
     if drop_rare is not None:
         data = run.data() if data is None else data
         run.check_vocabulary(data)
-        tell_of_what_is_counted(run, data)
         rare = rare_ids(data, drop_rare)
     with progress_bar("export", 3, " steps", show=progress) as bar:
-        from merlin_cowclip.workflows.serving.served_network import PROBABILITY, ServedNetwork
-        from merlin_cowclip.workflows.serving.served_workflow import ServedWorkflow
-        from merlin_cowclip.workflows.serving.systems import Ensemble, PredictTensorflow
+        from merlin_cowclip.workflows.serving import merlin_systems as systems
+        from merlin_cowclip.workflows.serving.network import PROBABILITY, Network
+        from merlin_cowclip.workflows.serving.workflow_operator import WorkflowOperator
 
         spec = run.spec()
         if run.is_adopted:
@@ -113,9 +111,9 @@ def export(
         model = run.model(which)
         if rare is not None:
             drop(model, rare)
-        network = ServedNetwork(model, spec)
+        network = Network(model, spec)
         bar.update()
-        encode = ServedWorkflow(
+        encode = WorkflowOperator(
             workflow,
             spec,
             run.config["cardinalities"],
@@ -124,59 +122,32 @@ def export(
             is_adopted=run.is_adopted,
             renumbered=rare.renumbered if rare is not None else None,
         )
-        predict = PredictTensorflow(None)  # of a model it would save a copy, to read its signature
-        predict.path, predict.model = None, network
-        predict.input_schema, predict.output_schema = network.input_schema, network.output_schema
-        ensemble = Ensemble(raw.column_names >> encode >> predict, raw)
+        ensemble = systems.Ensemble(raw.column_names >> encode >> network, raw)
+        runtime = systems.TritonExecutorRuntime()
+        if backend == "tensorflow":
+            triton = systems.PredictTensorflowTriton
+            runtime.op_table = {**runtime.op_table, Network: triton}
         with all_or_nothing(out) as folder:
-            entry, models = ensemble.export(str(folder), name=ENTRY)
+            entry, models = ensemble.export(str(folder), runtime=runtime, name=ENTRY)
             (folder / ENTRY / VERSION / "model.py").write_text(_MODEL_PY, encoding="utf-8")
+            type_name = systems.model_config.DataType.Name
             record = {
                 "format": FORMAT_VERSION,
                 "run": str(run.path.resolve()),
                 "model": which,
+                "backend": backend,
                 "dropped": rare and {"percent": rare.percent, "most": rare.most},
                 "columns": list(raw.column_names),
-                "inputs": {one.name: _type_name(one) for one in entry.input},
+                "inputs": {one.name: str(type_name(one.data_type)) for one in entry.input},
                 "output": PROBABILITY,
                 "models": [entry.name, *(model.name for model in models)],
-                "packages": needed_by(folder / ENTRY, PACKAGES),
+                "packages": {name: importlib.metadata.version(name) for name in PACKAGES},
             }
             write_json(folder / RECORD, {**record, "manifest": manifest_of(folder)})
             if check_raw is not None:
                 _check_raw(run, model, Repository.open(folder), check_raw, trust=trust_workflow)
         bar.update()
     return Repository.open(out)
-
-
-def rare_costs(
-    run: Run,
-    percents: Sequence[float],
-    *,
-    which: str = "last",
-    data: PreparedData | None = None,
-    progress: bool = True,
-) -> list[Cost]:
-    """What the rows of rare ids are worth: how many, their bytes, and AUC on the test part.
-
-    Args:
-      run: the finished run.
-      percents: shares of all occurrences in the training part, in %.
-      which: of the run's models, "last" or "best".
-      data: what it was trained on, where it lies elsewhere now.
-      progress: show a progress bar on stderr.
-
-    Returns:
-      For each share one; `print` it.
-
-    Raises:
-      UserError: a share that is none, no such model, or data without a test part or of another
-        vocabulary.
-    """
-    for percent in percents:
-        check_percent(percent)
-    data = run.data() if data is None else data
-    return costs(run, run.model(which), data, percents, progress=progress)
 
 
 def _request_schema(inference: InferenceWorkflow) -> Schema:
@@ -187,7 +158,7 @@ def _request_schema(inference: InferenceWorkflow) -> Schema:
     """
     from merlin.schema import Schema
 
-    from merlin_cowclip.workflows.serving.systems import triton_type
+    from merlin_cowclip.workflows.serving.merlin_systems import triton_type
 
     columns, none = [], []
     for column in inference.workflow.input_schema:
@@ -218,7 +189,7 @@ def _check_raw(run: Run, model: Any, repository: Repository, inputs: Any, *, tru
     Raises:
       UserError: it does, for some raw rows.
     """
-    from merlin_cowclip.workflows.serving.served_network import PROBABILITY
+    from merlin_cowclip.workflows.serving.network import PROBABILITY
     from merlin_cowclip.workflows.training.incoming import open_incoming, raw_frame
     from merlin_cowclip.workflows.training.prediction import scorer
 
@@ -239,10 +210,3 @@ def _check_raw(run: Run, model: Any, repository: Repository, inputs: Any, *, tru
         checked += len(rows)
         if checked >= CHECKED_ROWS:
             return
-
-
-def _type_name(tensor: Any) -> str:
-    """Of a model's input: TYPE_STRING, as its configuration has it."""
-    from merlin_cowclip.workflows.serving.systems import model_config
-
-    return str(model_config.DataType.Name(tensor.data_type))

@@ -1,6 +1,6 @@
 """What a Triton server runs of a repository in Python: Merlin Systems' model, with our errors.
 
-A server alone can import this: `triton_python_backend_utils` is its own.
+Only a server can import this: `triton_python_backend_utils` belongs to it.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from merlin_cowclip.workflows.errors import UserError
 
 
 class TritonPythonModel(ExecutorModel):
-    """By this name Triton knows it."""
+    """Triton looks for this name."""
 
     def execute(self, requests: list[Any]) -> list[Any]:
-        """A response for each request; of rows that are refused one sentence, not a traceback."""
+        """Answer each request; with one sentence, not a traceback, if its rows are refused."""
         return [self._answer(request) for request in requests]
 
     def _answer(self, request: Any) -> Any:
@@ -32,7 +32,7 @@ class TritonPythonModel(ExecutorModel):
             outputs = self.ensemble.transform(rows, runtime=TritonExecutorRuntime())
             return tensor_table_to_triton_response(outputs, schemas[1])
         except UserError as error:
-            said = str(error)
-        except Exception as error:  # the server must live, whatever a row brings
-            said = f"{type(error).__name__}: {error}"
-        return pb_utils.InferenceResponse(output_tensors=[], error=pb_utils.TritonError(said))
+            message = str(error)
+        except Exception as error:  # the server must survive any row
+            message = f"{type(error).__name__}: {error}"
+        return pb_utils.InferenceResponse(output_tensors=[], error=pb_utils.TritonError(message))

@@ -122,7 +122,7 @@ class EncodeIds(Categorify):
     def _transform(self, frame: pd.DataFrame) -> pd.DataFrame:
         out = frame.copy(deep=False)
         for name in frame.columns:
-            texts = self._as_text(frame[name])
+            texts = self.as_text(frame[name])
             if name not in self.lists:
                 ids: Any = self._encode(name, texts.to_numpy(zero_copy_only=False))
             else:
@@ -133,7 +133,12 @@ class EncodeIds(Categorify):
             out[name] = pd.Series(ids, index=frame.index)
         return out
 
-    def _as_text(self, column: pd.Series) -> pa.Array:
+    def as_text(self, column: pd.Series) -> pa.Array:
+        """The ids of a column as text, null where missing; of lists as lists of text.
+
+        Raises:
+            UserError: as `transform`.
+        """
         is_list = column.name in self.lists
         try:
             try:

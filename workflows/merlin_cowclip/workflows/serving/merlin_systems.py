@@ -1,7 +1,7 @@
-"""Merlin Systems, imported without its chatter, and without what it changes in this process.
+"""Import Merlin Systems without its log messages and without its side effects on this process.
 
-It does not require `tritonclient`, whose protobuf its every module needs; treelite and requests,
-which it does, are for forests and MLflow.
+Merlin Systems needs `tritonclient`, but does not declare it. Of what it declares, treelite and
+requests are not used here.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ _SLOW = "PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION"
 
 
 @contextlib.contextmanager
-def _protobuf_as_it_was() -> Iterator[None]:
-    """Merlin Systems sets the parser in Python, for this process and those that it starts."""
+def _environment_restored() -> Iterator[None]:
+    """Merlin Systems selects the slow protobuf parser for this process and its children."""
     before = os.environ.get(_SLOW)
     try:
         yield
@@ -28,36 +28,28 @@ def _protobuf_as_it_was() -> Iterator[None]:
             os.environ[_SLOW] = before
 
 
-# Where TensorFlow has not started yet, Merlin Systems leaves it half of the GPU's memory alone, and
-# a table may need more.
 with quiet_imports():
     import tensorflow as tf
 
+    # Merlin Systems limits TensorFlow to half of the GPU's memory unless it is initialized.
     tf.config.list_logical_devices()
     try:
-        with _protobuf_as_it_was():
+        with _environment_restored():
             import tritonclient.grpc.model_config_pb2 as model_config
-            from google.protobuf import text_format
             from merlin.systems.dag.ensemble import Ensemble
             from merlin.systems.dag.ops.tensorflow import PredictTensorflow
             from merlin.systems.dag.ops.workflow import TransformWorkflow
             from merlin.systems.dag.runtimes.triton import TritonExecutorRuntime
+            from merlin.systems.dag.runtimes.triton.ops.tensorflow import PredictTensorflowTriton
             from merlin.systems.triton.export import _convert_dtype as triton_type
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] not in ("merlin", "tritonclient", "grpc", "rapidjson"):
             raise
         raise UserError(
-            "a Triton model repository needs Merlin Systems and tritonclient. Received: an "
-            f"environment without {error.name}. Install the extra: pip install "
-            "'merlin-cowclip[serve]'; NVIDIA's Merlin images have both"
+            f"export needs Merlin Systems and tritonclient, but {error.name} is not installed. "
+            "Install the extra: pip install 'merlin-cowclip[serve]'; NVIDIA's Merlin images have "
+            "both"
         ) from None
 
-__all__ = [
-    "Ensemble",
-    "PredictTensorflow",
-    "TransformWorkflow",
-    "TritonExecutorRuntime",
-    "model_config",
-    "text_format",
-    "triton_type",
-]
+__all__ = ["Ensemble", "PredictTensorflow", "PredictTensorflowTriton", "TransformWorkflow"]
+__all__ += ["TritonExecutorRuntime", "model_config", "tf", "triton_type"]
