@@ -213,7 +213,8 @@ def as_model(kind: type[CTRBlock], schema: Schema, **options: Any) -> mm.Model:
     output = mm.BinaryOutput(target_name(schema), to_call=Probability())
     model = mm.Model(block, output, schema=block.schema)
     # Nothing in it needs AutoGraph, which takes seconds at the first trace.
-    model.call = MethodType(tf.autograph.experimental.do_not_convert(mm.Model.call), model)
+    call = tf.autograph.experimental.do_not_convert(mm.Model.call)
+    model.call = MethodType(call, model)  # type: ignore[method-assign]
     model._set_save_spec(serving_inputs(block.schema))
     return model
 
