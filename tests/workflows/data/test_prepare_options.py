@@ -7,6 +7,7 @@ import pytest
 from merlin_cowclip.workflows.commands.main import main
 from merlin_cowclip.workflows.data.prepare import pipeline
 from merlin_cowclip.workflows.data.prepare.column_store import ColumnStore
+from merlin_cowclip.workflows.data.prepare.fit import Encoding
 from merlin_cowclip.workflows.data.prepare.pipeline import prepare
 from merlin_cowclip.workflows.data.prepared_data import PreparedData
 from merlin_cowclip.workflows.data.spec import DatasetSpec, Split
@@ -416,3 +417,30 @@ def test_spellings_go_into_the_saved_workflow(tmp_path, log, quick):
     for name in ("user", "price"):
         assert served[name].tolist() == test[name].tolist()
     assert (test["user"] == 1).sum() == log["user"][TRAIN:].isna().sum() > 0
+
+
+def test_logs_encoded_as_an_earlier_folder(quick, log, tmp_path):
+    """New rows have the ids and ranges of the folder, as its own workflow gives them."""
+    spec = spec_of(freq_threshold=2, hash_buckets={"user": 3})
+    old = quick(spec)
+    rows = log[::-1].assign(user=log["user"][::-1].replace("u1", "new"), price=log["price"] * 2)
+    rows.to_csv(tmp_path / "next.csv", index=False)
+    like = Encoding(spec, old.record["ranges"], old.path)
+    new = quick(spec, [tmp_path / "next.csv"], "next", like=like)
+    assert (new.cardinalities, new.record["ranges"]) == (old.cardinalities, old.record["ranges"])
+    raw = rows[TRAIN:].reset_index(drop=True)
+    raw["genres"] = raw["genres"].fillna("").map(lambda text: text.split("|") if text else [])
+    for data in (old, new):
+        encoded = data.workflow().transform(raw[["y", *spec.fields]])
+        for name in spec.fields:
+            expected = encoded[name].map(tuple) if name == "genres" else encoded[name]
+            assert rows_of(new, "test")[name].tolist() == expected.tolist(), name
+    raw_ids = old.counts("user")["raw"]
+    train = rows["user"][:TRAIN]
+    assert new.counts("user")["count"][3 + 2 :].tolist() == [
+        int((train == text).sum()) for text in raw_ids[3 + 2 :]
+    ]
+    assert (
+        new.report["fields"]["user"]["below_threshold"]
+        == (~train.isin(raw_ids) & train.notna()).sum()
+    )

@@ -120,7 +120,6 @@ class _Kept:
             counts=counts[real],
             missing=int(counts[MISSING]) if missing_is_kept else 0,
             unknown=counts[encode == UNKNOWN].sum(keepdims=True),
-            distinct=int(np.count_nonzero(counts)),
             encode=encode,
         )
         return cls(statistics, missing_is_kept, encode)

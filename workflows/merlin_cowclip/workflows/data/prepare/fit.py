@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from merlin_cowclip.workflows.data.prepare.column_store import IN_TRAIN, OFFSETS, ColumnStore
-from merlin_cowclip.workflows.data.prepare.nvt_workflow import write_ids
+from merlin_cowclip.workflows.data.prepare.nvt_workflow import CATEGORIES, write_ids
 from merlin_cowclip.workflows.data.prepare.statistics import (
     count_ids,
+    count_known,
     scaled,
     unit_range,
     widened,
 )
+from merlin_cowclip.workflows.data.spec import DatasetSpec
 from merlin_cowclip.workflows.errors import UserError
 
 
@@ -29,11 +34,31 @@ class Fitted:
     high: float = 0.0
 
 
-def fit(name: str, store: ColumnStore, folder: Path) -> Fitted:
+@dataclass(frozen=True)
+class Encoding:
+    """How an earlier `prepare` encoded its fields.
+
+    Attributes:
+        spec: of its logs.
+        ranges: lowest and highest number, by continuous field.
+        folder: the prepared folder or run, with the vocabularies.
+    """
+
+    spec: DatasetSpec
+    ranges: Mapping[str, tuple[float, float]]
+    folder: Path
+
+    def vocabulary(self, name: str) -> pa.Array:
+        """The texts of a field, in the order of their ids."""
+        path = self.folder / CATEGORIES / f"unique.{name}.parquet"
+        return pq.read_table(path, columns=[name])[name].combine_chunks().cast(pa.string())
+
+
+def fit(name: str, store: ColumnStore, folder: Path, like: Encoding | None = None) -> Fitted:
     """Compute a field's statistics of the training split, and encode all of its values.
 
     It writes the encoded column, and in the prepared folder vocabulary and counts; the same files
-    if it is done again.
+    if it is done again. With ``like``, ids and ranges are those of an earlier `prepare`.
 
     Raises:
         UserError: as `describe`.
@@ -41,15 +66,18 @@ def fit(name: str, store: ColumnStore, folder: Path) -> Fitted:
     spec = store.spec
     if name in spec.continuous:
         numbers = store.numbers(name, np.float64)
-        fitted = _describe_numbers(name, store, numbers)
+        fitted = _describe_numbers(name, store, numbers, like and like.ranges[name])
         store.store(name, unit_range(numbers, *widened(fitted.low, fitted.high)))
         return fitted
     codes, texts = store.codes(name)
-    report = _describe_ids(name, store, codes, len(texts))
-    in_train, threshold = _in_train(name, store), spec.threshold_of(name)
-    statistics = count_ids(
-        codes, texts, in_train, threshold=threshold, buckets=spec.buckets_of(name)
-    )
+    in_train, buckets = _in_train(name, store), spec.buckets_of(name)
+    if like is not None:
+        statistics = count_known(codes, texts, in_train, like.vocabulary(name), buckets=buckets)
+    else:
+        threshold = spec.threshold_of(name)
+        statistics = count_ids(codes, texts, in_train, threshold=threshold, buckets=buckets)
+    known = statistics.encode[:-1] >= statistics.first_id
+    report = _describe_ids(name, store, codes, known, required=like is None)
     store.store(name, statistics.encode[codes])
     write_ids(folder, name, statistics)
     return Fitted(report, cardinality=statistics.cardinality)
@@ -68,7 +96,9 @@ def describe(name: str, store: ColumnStore) -> Fitted:
     codes, texts = store.codes(name)
     store.store(name, codes)
     store.store_texts(name, texts)
-    return Fitted(_describe_ids(name, store, codes, len(texts)))
+    counts = np.bincount(codes[_in_train(name, store)] + 1, minlength=len(texts) + 1)[1:]
+    known = counts >= max(store.spec.threshold_of(name), 1)
+    return Fitted(_describe_ids(name, store, codes, known))
 
 
 def _in_train(name: str, store: ColumnStore) -> np.ndarray:
@@ -79,45 +109,55 @@ def _in_train(name: str, store: ColumnStore) -> np.ndarray:
     return in_train
 
 
-def _describe_ids(name: str, store: ColumnStore, codes: np.ndarray, texts: int) -> dict[str, Any]:
+def _describe_ids(
+    name: str, store: ColumnStore, codes: np.ndarray, known: np.ndarray, required: bool = True
+) -> dict[str, Any]:
+    """The report of a field of ids; ``known`` says which of its texts have an id of their own."""
     in_train = _in_train(name, store)
     train, test = codes[in_train], codes[~in_train]
-    counts = np.bincount(train + 1, minlength=texts + 1)
+    counts = np.bincount(train + 1, minlength=len(known) + 1)
     missing, counts = int(counts[0]), counts[1:]
-    threshold = store.spec.threshold_of(name)
-    rare = counts < max(threshold, 1)
     distinct = int(np.count_nonzero(counts))
-    if not distinct:
+    if required and not distinct:
         raise _all_missing(name, in_train)
-    if rare.all():
+    if required and not known.any():
         raise UserError(
-            f"no id of {name!r} occurs {threshold:,} times in the training rows (freq_threshold). "
-            "Lower it, or take the column out"
+            f"no id of {name!r} occurs {store.spec.threshold_of(name):,} times in the training "
+            "rows (freq_threshold). Lower it, or take the column out"
         )
     report: dict[str, Any] = {
         "occurrences": len(train),
         "distinct": distinct,
         "missing": missing,
-        "below_threshold": int(counts[rare].sum()),
+        "below_threshold": int(counts[~known].sum()),
         "test_occurrences": len(test),
         "test_missing": int(np.count_nonzero(test < 0)),
-        "test_unknown": int(np.count_nonzero(np.append(rare, False)[test])),
+        "test_unknown": int(np.count_nonzero(np.append(~known, False)[test])),
     }
     if distinct == 1 and not missing:
         report["note"] = "all training rows have the same id: leave the column out"
     return report
 
 
-def _describe_numbers(name: str, store: ColumnStore, numbers: np.ndarray) -> Fitted:
+def _describe_numbers(
+    name: str,
+    store: ColumnStore,
+    numbers: np.ndarray,
+    fixed: tuple[float, float] | None = None,
+) -> Fitted:
+    """The report of a continuous field, and its range: ``fixed``, or of the training split."""
     in_train = _in_train(name, store)
     train, test = numbers[in_train], numbers[~in_train]
     held = train[~np.isnan(train)]
     if not len(held):
-        raise _all_missing(name, in_train)
-    missing = len(train) - len(held)
+        if fixed is None:
+            raise _all_missing(name, in_train)
+        held = np.zeros(1)
+    missing = int(np.count_nonzero(np.isnan(train)))
     least, most = low, high = float(held.min()), float(held.max())
     if missing:  # counts as 0
         low, high = min(low, 0.0), max(high, 0.0)
+    low, high = fixed or (low, high)
     if not np.isfinite(np.subtract(high, low)):
         raise UserError(f"the range of column {name!r} is too large: {low} to {high}. Scale it")
     with np.errstate(invalid="ignore"):

@@ -27,7 +27,7 @@ from merlin_cowclip.workflows.data.prepare.executor import (
     make_executor,
     parallel_tasks,
 )
-from merlin_cowclip.workflows.data.prepare.fit import Fitted, describe, fit
+from merlin_cowclip.workflows.data.prepare.fit import Encoding, Fitted, describe, fit
 from merlin_cowclip.workflows.data.prepare.nvt_workflow import (
     create_id_folders,
     save_fitted_workflow,
@@ -56,6 +56,7 @@ def prepare(
     inputs: Sequence[str | Path],
     out: str | Path,
     *,
+    like: Encoding | None = None,
     seed: int = 0,
     progress: bool = True,
     part_rows: int = PART_ROWS,
@@ -75,6 +76,8 @@ def prepare(
         spec: what the log looks like.
         inputs: files, globs or folders, CSV (gzipped or not) or parquet as the spec says.
         out: the folder to make, on this machine; must not exist.
+        like: encode ids and numbers as an earlier run or folder, instead of fitting them; ids that
+            it does not have are unknown.
         seed: of the split and the shuffle.
         progress: show progress bars on stderr.
         part_rows: the most rows in one output file.
@@ -104,6 +107,8 @@ def prepare(
         raise UserError(f"engine must be one of {quoted(ENGINES)}. Received: {engine!r}")
     if engine == "arrow" and device == "gpu":
         raise UserError("device 'gpu' needs engine 'nvtabular'. Leave one of them out")
+    if like is not None and engine != "arrow":
+        raise UserError("like needs engine 'arrow'. Leave the engine out")
     check_executor(workers, device)
     sources = [READERS[spec.format](spec, path) for path in expand_paths(inputs)]
     for source in sources:
@@ -115,7 +120,7 @@ def prepare(
         readers = workers if engine == "arrow" else 0
         with make_executor(readers, "cpu", scratch) as executor:
             store = ColumnStore(scratch, spec)
-            run = _Pipeline(spec, sources, store, folder, executor, progress)
+            run = _Pipeline(spec, sources, store, folder, executor, progress, like)
             tasks = parallel_tasks(readers, "cpu")
             if engine == "arrow":
                 record = run.record(int(seed), part_rows, tasks, run.by_arrow)
@@ -145,6 +150,7 @@ class _Pipeline:
     folder: Path
     executor: Executor
     progress: bool
+    like: Encoding | None
 
     def record(
         self,
@@ -178,7 +184,7 @@ class _Pipeline:
         """Fit and encode one column after the other, and write the parts."""
         spec, folder = self.spec, self.folder
         create_id_folders(folder)
-        fitted = self._fit("fitting", functools.partial(fit, folder=folder))
+        fitted = self._fit("fitting", functools.partial(fit, folder=folder, like=self.like))
         ranges = {name: (fitted[name].low, fitted[name].high) for name in spec.continuous}
         save_fitted_workflow(spec, folder, ranges)
         self._write(jobs, folder)

@@ -24,7 +24,6 @@ class IdStatistics:
         counts: of each.
         missing: rows (of lists: places) without an id.
         unknown: of each hash bucket: the rows of ids below the threshold.
-        distinct: ids that occur, rare ones included.
         encode: codes + 1, int32: staged code → id; the last one is for missing.
     """
 
@@ -32,7 +31,6 @@ class IdStatistics:
     counts: np.ndarray
     missing: int
     unknown: np.ndarray
-    distinct: int
     encode: np.ndarray
 
     @property
@@ -90,7 +88,26 @@ def count_ids(
         counts=counts[kept],
         missing=missing,
         unknown=unknown.astype(np.int64),
-        distinct=distinct,
+        encode=encode,
+    )
+
+
+def count_known(
+    codes: np.ndarray, texts: pa.Array, in_train: np.ndarray, vocabulary: pa.Array, *, buckets: int
+) -> IdStatistics:
+    """Count the training part's ids under those of an earlier vocabulary; see `count_ids`."""
+    places = pc.index_in(texts, vocabulary).fill_null(-1).to_numpy(zero_copy_only=False)
+    first = UNKNOWN + buckets
+    encode = np.where(places < 0, UNKNOWN, places + first).astype(np.int32)
+    if buckets > 1:
+        encode[places < 0] += hash_bucket(texts, buckets).astype(np.int32)[places < 0]
+    encode = np.append(encode, np.int32(MISSING))
+    counts = np.bincount(encode[codes[in_train]], minlength=first + len(vocabulary))
+    return IdStatistics(
+        vocabulary=vocabulary,
+        counts=counts[first:],
+        missing=int(counts[MISSING]),
+        unknown=counts[UNKNOWN:first],
         encode=encode,
     )
 
