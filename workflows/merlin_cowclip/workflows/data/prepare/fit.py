@@ -66,7 +66,7 @@ def fit(name: str, store: ColumnStore, folder: Path, like: Encoding | None = Non
     spec = store.spec
     if name in spec.continuous:
         numbers = store.numbers(name, np.float64)
-        fitted = _describe_numbers(name, store, numbers, like and like.ranges[name])
+        fitted = _describe_numbers(name, store, numbers, like.ranges[name] if like else None)
         store.store(name, unit_range(numbers, *widened(fitted.low, fitted.high)))
         return fitted
     codes, texts = store.codes(name)
