@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import glob
 import importlib.metadata
 import json
 import os
@@ -28,30 +27,18 @@ def refuse_existing(out: Path, what: str = "folder") -> None:
         what: a "folder", or "file".
 
     Raises:
-        UserError: it exists, if only as a dangling link; its name is none that a disk and JSON
-            take; or the folder that it would be in cannot be written.
+        UserError: it exists, if only as a dangling link, or the folder around it cannot be written.
     """
-    try:
-        str(out).encode()
-    except UnicodeEncodeError:
-        raise UserError(
-            f"output {what} must have a name that is text. Received: {str(out)!a}. Name another"
-        ) from None
-    try:
-        os.lstat(out)
-    except FileNotFoundError:
-        home = _home(out)
-        if not os.path.isdir(home):
-            _refuse_place(out, f"{home} is no folder", what)
-        if not os.access(home, os.W_OK | os.X_OK):
-            _refuse_place(out, os.strerror(errno.EACCES), what)
-    except OSError as error:
-        _refuse_place(out, error.strerror, what)
-    else:
+    home = _home(out)
+    if os.path.lexists(out):
         raise UserError(
             f"output {what} must not exist. Received: {shown(out)}. Name another, or remove it "
             "first"
         )
+    if not os.path.isdir(home):
+        _refuse_place(out, f"{home} is no folder", what)
+    if not os.access(home, os.W_OK | os.X_OK):
+        _refuse_place(out, os.strerror(errno.EACCES), what)
 
 
 def refuse_pattern(path: Path, what: str) -> None:
@@ -92,137 +79,60 @@ def remove(*paths: Path) -> None:
                 path.unlink()
 
 
-def _partial(out: Path) -> str:
-    """How the name begins of what is to become ``out``."""
-    return f".{out.name[:50]}.partial-"
-
-
-def begun_before(out: Path) -> list[Path]:
-    """The hidden folders that killed processes have left of `all_or_nothing`.
-
-    For one who knows that no other process makes ``out``: of one that lives it may be, too.
-    """
-    return list(out.parent.glob(f"{glob.escape(_partial(out))}*"))
-
-
 @contextlib.contextmanager
-def all_or_nothing(out: Path, what: str = "folder", *, is_work: bool = True) -> Iterator[Path]:
-    """A hidden folder beside ``out``, renamed to it at the end, or removed on any failure.
+def all_or_nothing(out: Path, what: str = "folder") -> Iterator[Path]:
+    """A hidden folder, renamed to ``out`` at the end, or removed on any failure.
 
-    Where ``out`` cannot be made at the end, another command having been faster, the folder is whole
-    all the same: it gets a name beside, which the error tells, unless it is no work to make it
-    again. For a "file" it is a place in that
-    folder, where the file is to be written.
+    For a "file" it is a place in that folder, where the file is to be written.
 
     Raises:
         UserError: it cannot be made, ``out`` has appeared meanwhile, the disk is full, or too many
             files are open.
     """
     out = out.absolute()
-    # A name that fits, together with the rest of it, wherever the folder's own does.
-    token = secrets.token_hex(4)
-    folder = _home(out) / f"{_partial(out)}{os.getpid()}-{token}"
+    folder = _home(out) / f".{out.name[:50]}.partial-{os.getpid()}-{secrets.token_hex(4)}"
     try:
         try:
             folder.mkdir()
         except OSError as error:
             _refuse_place(out, error.strerror, what)
-        whole, beside = folder, f"{out.name[:50]}-{token}"
-        if what == "file":
-            whole, beside = folder / out.name, f"{out.stem[:50]}-{token}{out.suffix[:50]}"
+        whole = folder / out.name if what == "file" else folder
         yield whole
-        _put_in_place(out, whole, folder.with_name(beside) if is_work else None, what)
+        refuse_existing(out, what)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        os.rename(whole, out)
     except OSError as error:
         if error.errno == errno.EMFILE:
             most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
             raise UserError(
-                "as many files must be allowed to be open as are needed at once. Received: a limit "
-                f"of {most:,}, which was reached. Raise it: ulimit -n 65536"
+                f"too many files are open (the limit is {most:,}). Raise it: ulimit -n 65536"
             ) from None
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise
-        raise UserError(
-            f"output needs disk space. Received: none left for {out} ({os.strerror(error.errno)}). "
-            f"Free some, or name a {what} on another disk"
-        ) from None
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise UserError(
+                f"the disk is full: {out} was not written ({os.strerror(error.errno)}). Free some "
+                f"space, or name a {what} on another disk"
+            ) from None
+        raise
     finally:
         remove(folder)
 
 
-def _put_in_place(out: Path, whole: Path, beside: Path | None, what: str) -> None:
-    """Rename what is whole to its output or, where that cannot be, to a name beside it.
-
-    Raises:
-        UserError: it lies beside, or where it lay.
-    """
-    try:
-        refuse_existing(out, what)
-        with _parents(out):
-            try:
-                _rename(whole, out, what)
-            except OSError as error:
-                refuse_existing(out, what)  # another command was faster
-                _refuse_place(out, error.strerror, what)
-    except UserError as refusal:
-        if beside is None:
-            raise
-        os.rename(whole, beside)
-        raise UserError(f"{refusal}. What was to be there is whole, and lies in {beside}") from None
-
-
-def _rename(whole: Path, out: Path, what: str) -> None:
-    """Rename to what must not be there; of files the system itself would take its place."""
-    if what == "file":
-        try:
-            os.link(whole, out)
-            return
-        except FileExistsError:
-            raise
-        except OSError:
-            pass  # a disk without links
-    os.rename(whole, out)
-
-
 @contextlib.contextmanager
 def new_folder(out: Path) -> Iterator[None]:
-    """Make ``out``, and remove it on any failure: for what must know its own place meanwhile.
+    """Make ``out``, and remove it on any failure: for work that must know its own place.
 
     Raises:
         UserError: it exists, or cannot be made.
     """
-    out = out.absolute()
     refuse_existing(out)
-    with _parents(out):
-        try:
-            out.mkdir()
-        except OSError as error:
-            refuse_existing(out)  # another command was faster
-            _refuse_place(out, error.strerror)
-        try:
-            yield
-        except BaseException:
-            remove(out)
-            raise
-
-
-@contextlib.contextmanager
-def _parents(out: Path) -> Iterator[None]:
-    """Make the folders around ``out``; a failure removes those that it made and that are empty.
-
-    Raises:
-        UserError: they cannot be made.
-    """
-    missing = [parent for parent in out.parents if not os.path.lexists(parent)]
     try:
-        try:
-            out.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            _refuse_place(out, error.strerror)
+        out.mkdir(parents=True)
+    except OSError as error:
+        _refuse_place(out, error.strerror)
+    try:
         yield
     except BaseException:
-        for parent in missing:  # the innermost first
-            with contextlib.suppress(OSError):
-                parent.rmdir()
+        remove(out)
         raise
 
 

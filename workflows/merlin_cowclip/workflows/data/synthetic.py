@@ -172,8 +172,8 @@ def write_synthetic(
     world = _World(_LOGS[dataset], seed, cardinality)
     labels, probabilities = [], []
     with (
-        all_or_nothing(path, "file", is_work=False) as log_file,
-        all_or_nothing(truth_path, "file", is_work=False) as truth_file,
+        all_or_nothing(path, "file") as log_file,
+        all_or_nothing(truth_path, "file") as truth_file,
     ):
         compression = "gzip" if path.suffix == ".gz" else None
         with pa.output_stream(str(log_file), compression=compression) as sink:

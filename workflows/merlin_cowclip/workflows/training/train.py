@@ -185,7 +185,7 @@ def train(
 
 
 def _make_folder(data: PreparedData, record: Mapping[str, Any], out: Path) -> None:
-    with all_or_nothing(out, is_work=False) as folder:
+    with all_or_nothing(out) as folder:
         shutil.copytree(data.path / "workflow", folder / "workflow")
         shutil.copyfile(data.path / SCHEMA, folder / SCHEMA)
         write_json(folder / CONFIG, record)
