@@ -302,3 +302,37 @@ def test_what_is_refused_at_once_changes_nothing(data, tmp_path):
     with pytest.raises(UserError, match="Received: batch size 8192, 4000 rows"):
         train(data, changed(batch_size=8192), tmp_path / "run", progress=False)
     assert [p.name for p in tmp_path.rglob("*")] == ["mine"]
+
+
+@pytest.mark.parametrize("update", ["exact", "deferred"])
+def test_a_warm_start_begins_with_a_runs_weights(data, home, update):
+    """Learning rates so small leave the weights as they were."""
+    before = train(data, changed(update=update), home / f"warm-{update}", progress=False)
+    still = BASE.replace(dense_lr=1e-12, embedding_lr=1e-12, l2=0.0, init_stddev=1.0)
+    config = changed(update=update, base=still, epochs=1)
+    out = home / f"warmed-{update}"
+    after = train(data, config, out, warm_start=before.path, progress=False)
+    assert after.result["auc"] == pytest.approx(before.result["auc"], abs=1e-6)
+    for one, other in zip(weights(before.model()), weights(after.model()), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-6)
+
+    kept = home / f"kept-{update}"
+    train(data, config, kept, warm_start=before.path, keep_optimizer=True, progress=False)
+    steps = {}
+    for path in (before.path, kept, out):
+        (checkpoint,) = sorted(path.glob("checkpoints/step-*/state.index"))[-1:]
+        reader = tf.train.load_checkpoint(str(checkpoint.with_suffix("")))
+        kinds = reader.get_variable_to_dtype_map()
+        counters = [reader.get_tensor(n) for n, kind in kinds.items() if kind == tf.int64]
+        steps[path] = max(int(counter) for counter in counters if counter.ndim == 0)
+    assert steps[kept] == steps[before.path] + steps[out]
+
+
+def test_a_warm_start_that_does_not_fit_is_refused(data, run, home):
+    options = {"warm_start": run.path, "progress": False}
+    with pytest.raises(UserError, match="has another network"):
+        train(data, changed(model="dcn"), home / "none", **options)
+    lazy = changed(update="lazy")
+    with pytest.raises(UserError, match="needs its update mode, exact"):
+        train(data, lazy, home / "none", keep_optimizer=True, **options)
+    assert not (home / "none").exists()

@@ -18,6 +18,7 @@ from merlin_cowclip.workflows.training.configuration import TrainConfig
 from merlin_cowclip.workflows.training.learning_rates import keras_schedule
 from merlin_cowclip.workflows.training.loader import Loader
 from merlin_cowclip.workflows.training.reproducibility import in_precision
+from merlin_cowclip.workflows.training.runs import SCHEMA, Run
 
 with quiet_imports():
     from merlin.schema import Schema
@@ -117,6 +118,34 @@ def rebuilt(
         checkpoint.read(state_of(model, optimizer))
         optimizer.catch_up()
     return model
+
+
+def begin_from(
+    run: Run, model: mm.Model, optimizer: CowClipOptimizer, *, keep_optimizer: bool
+) -> None:
+    """Give a network that is built the weights that a finished run ended with.
+
+    Args:
+      run: of the same network, on the same columns and vocabulary.
+      model: the network.
+      optimizer: its own.
+      keep_optimizer: whether to restore the optimizer's state, too; its steps go on counting.
+
+    Raises:
+      UserError: the run has no checkpoint, or is of another network.
+    """
+    checkpoint = run.checkpoint("last")
+    if keep_optimizer:
+        optimizer.create_slots(model.trainable_variables)
+        checkpoint.read(state_of(model, optimizer))
+        return
+    if run.config["update"] != "deferred":
+        checkpoint.read(weights_of(model))
+        return
+    whole = rebuilt(checkpoint, run.train_config(), run.path / SCHEMA, run.config)
+    found = weights_of(whole)  # with the updates that its rows had missed
+    for name, variable in weights_of(model).items():
+        variable.assign(found[name])
 
 
 def _any_batch(record: Mapping[str, Any]) -> dict[str, tf.Tensor]:

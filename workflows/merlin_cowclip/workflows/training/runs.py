@@ -12,7 +12,7 @@ import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -28,6 +28,9 @@ from merlin_cowclip.workflows.machine import processor
 from merlin_cowclip.workflows.manifest import check_manifest, checksum, is_manifest
 from merlin_cowclip.workflows.quiet import quiet_imports
 from merlin_cowclip.workflows.training.configuration import TrainConfig
+
+if TYPE_CHECKING:
+    from merlin_cowclip.workflows.training.checkpoint import Checkpoint
 
 FORMAT_VERSION = 1
 WORKFLOW = "workflow.pkl"
@@ -394,8 +397,20 @@ class Run:
             # Keras gives layers within layers the precision that the process has.
             with quiet_stack(), in_precision(self.config["precision"]):
                 return tf.keras.models.load_model(self.path / "model", compile=False)
-        from merlin_cowclip.workflows.training.checkpoint import Checkpoints
         from merlin_cowclip.workflows.training.rebuilding import rebuilt
+
+        return rebuilt(self.checkpoint(which), self.train_config(), self.path / SCHEMA, self.config)
+
+    def checkpoint(self, which: str = "last") -> Checkpoint:
+        """The checkpoint after the last epoch, or the best.
+
+        Args:
+          which: "last", or "best": after the epoch with the highest test AUC.
+
+        Raises:
+          UserError: no epoch was measured, the run kept none, or it is damaged.
+        """
+        from merlin_cowclip.workflows.training.checkpoint import Checkpoints
 
         step = self.result["last_step" if which == "last" else "best_step"]
         if step is None:
@@ -408,8 +423,7 @@ class Run:
                 f"a run must have a model. Received: {self.path}, which kept none, as those of a "
                 "sweep, which are many. Train it again, by `train` with `--config` and the run"
             )
-        checkpoint = Checkpoints(self.path / "checkpoints").at(step)
-        return rebuilt(checkpoint, self.train_config(), self.path / SCHEMA, self.config)
+        return Checkpoints(self.path / "checkpoints").at(step)
 
     def workflow(self, *, trust: bool = False) -> Any:
         """The fitted `nvtabular.Workflow`. Loading runs code from the folder (cloudpickle).

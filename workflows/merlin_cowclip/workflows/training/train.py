@@ -67,6 +67,7 @@ with quiet_imports():
     from merlin_cowclip.workflows.training.checkpoint import Checkpoints
     from merlin_cowclip.workflows.training.evaluation import EVALUATION_BATCH
     from merlin_cowclip.workflows.training.loader import Loader
+    from merlin_cowclip.workflows.training.rebuilding import begin_from
     from merlin_cowclip.workflows.training.reproducibility import in_precision, set_seeds
     from merlin_cowclip.workflows.training.trainer import NoCheckpointError, Trainer
 
@@ -135,6 +136,8 @@ def train(
     keeping: Keeping | None = None,
     max_minutes: float | None = None,
     values_from: str | Path | None = None,
+    warm_start: str | Path | None = None,
+    keep_optimizer: bool = False,
     jobs: int = 1,
     progress: bool = True,
 ) -> Run:
@@ -153,6 +156,8 @@ def train(
       keeping: when to take checkpoints, and what stays.
       max_minutes: after how long to stop, saved.
       values_from: the folder of the tune that found the values, for the run's record alone.
+      warm_start: a finished run on the same columns and vocabulary, whose weights to begin with.
+      keep_optimizer: whether to begin with its optimizer's state, too: moments and step counts.
       jobs: how many runs the machine trains at a time, for the record alone: they lengthen each
         other's time.
       progress: whether to show bars and a line per epoch.
@@ -170,6 +175,9 @@ def train(
         check_offered(config)
         loader = check(data, config, out)
         record = _record(data, config, keeping, loader)
+        if warm_start is not None:
+            check_warm_start(data, config, warm_start, keep_optimizer)
+            record["warm_start"] = [str(Path(warm_start).resolve()), keep_optimizer]
     check_alike(record)
     if values_from is not None:
         record["values_from"] = str(Path(values_from).resolve())
@@ -182,6 +190,30 @@ def train(
         check_seen(out, config)
         _train(data, config, keeping, loader, out, max_minutes, progress=progress)
     return _opened(out)
+
+
+def check_warm_start(
+    data: PreparedData, config: TrainConfig, run: str | Path, keep_optimizer: bool
+) -> None:
+    """Refuse a run whose weights do not fit.
+
+    Raises:
+      UserError: it has another network, columns or vocabulary; or tables are sharded.
+    """
+    other = Run.open(run)
+    other.check_vocabulary(data)
+    options = (config.model, config.network_options)
+    if options != (other.train_config().model, other.train_config().network_options):
+        raise UserError(f"{run} has another network. Train with its options: --config {run}")
+    if config.tables == "sharded":
+        raise UserError("a warm start needs replicated tables. Leave --tables out")
+    schedules = config.dense_schedule or config.embedding_schedule
+    if keep_optimizer and (schedules or config.update != other.config["update"]):
+        raise UserError(
+            f"the optimizer's state of {run} needs its update mode, {other.config['update']}, and "
+            "no learning-rate schedules, because its steps go on counting. Leave --keep-optimizer "
+            "out, or change these"
+        )
 
 
 def _make_folder(data: PreparedData, record: Mapping[str, Any], out: Path) -> None:
@@ -270,7 +302,8 @@ def resume(
         check_alike(now)
         check_seen(path, config)
         warn_of_changes(record, now)
-        now |= {name: record[name] for name in ("values_from", "jobs") if name in record}
+        kept = ("values_from", "warm_start", "jobs")
+        now |= {name: record[name] for name in kept if name in record}
         if jobs > now.get("jobs", 1):
             now["jobs"] = jobs
 
@@ -305,6 +338,12 @@ def _train(
             data, config, loader, test, stopping, run=run, keeping=keeping, show=progress
         )
     trainer.restore_last(begin)
+    before = said_by_all(read_config(run).get("warm_start") if is_first() else None)[0]
+    if before and not trainer.step:
+        with agreed():
+            run_before, keep = Run.open(before[0]), before[1]
+            begin_from(run_before, trainer.model, trainer.optimizer, keep_optimizer=keep)
+        trainer.optimizer.broadcast()
     with stopping:
         for _ in trainer.epochs():
             pass
