@@ -246,7 +246,7 @@ def costs(
         f"{field}__values" if field in data.spec.lists else field: field for field in data.spec.ids
     }
     answers: list[Mapping[str, np.ndarray]] = [{}, *(rare.answered_as for rare in chosen)]
-    found = [QualityOf(loader.rows) for _ in answers]
+    found = [QualityOf() for _ in answers]
     with progress_bar("rare ids", loader.rows, show=progress) as bar:
         for features, labels in loader.dataset():
             known = labels.numpy().ravel()
