@@ -273,9 +273,11 @@ class Trainer:
         if row["auc"] is not None:
             parts += [f"test AUC {row['auc']:.4f}", f"log loss {row['log_loss']:.4f}"]
             parts.append(f"predicted/actual CTR {row['calibration']:.2f}")
-        rate = self.rows / row["seconds"] / 1000
-        parts.append(f"{row['seconds']:.0f} s, {rate:,.1f}k samples/s")
-        parts += ["best"] if self.progress.best == row["epoch"] else []
+        speed = self.rows / row["seconds"]
+        shown = f"{speed / 1000:.1f}k" if speed >= 1000 else f"{speed:.0f}"
+        parts.append(f"{row['seconds']:.0f} s, {shown} samples/s")
+        if row["auc"] is not None and self.progress.best == row["epoch"]:
+            parts.append("best")
         return f"[{row['epoch']}/{self._config.epochs}] {' | '.join(parts)}"
 
     # From and to checkpoints
