@@ -102,7 +102,7 @@ def test_the_printed_numbers(here):
         done["prepare"].stdout,
     )
     out = done["train"].stdout
-    table, progress = out.index("embedding_lr"), out.index("epoch 1/2")
+    table, progress = out.index("embedding_lr"), out.index("[1/2] loss")
     assert table < progress
     lines = {line.split()[0]: line.split()[1:] for line in out[:progress].splitlines()}
     network, *rest = out.splitlines()[0].split(", ")

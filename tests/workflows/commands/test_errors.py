@@ -270,9 +270,12 @@ KEPT, GRAPH = "a run must keep every file as it was written", "model/saved_model
 ITEMS = "workflow/categories/unique.item.parquet"
 DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "unfinished": (lambda r: (r / "result.json").unlink(), "did not finish … --resume"),
-    "no JSON": (lambda r: (r / "result.json").write_text("{"), "readable JSON … Train again"),
+    "no JSON": (
+        lambda r: (r / "result.json").write_text("{"),
+        "JSON as it was … Train again",
+    ),
     "to come": (result(lambda r: r.update(format=99)), "a run must be of format 1 … 99"),
-    "no value": (result(lambda r: r.pop("auc")), "result.json must hold 'auc' … Train again"),
+    "no value": (result(lambda r: r.pop("manifest")), "as it was … manifest … Train again"),
     "not confirmed": (result(lambda r: r["manifest"].pop(GRAPH)), f"manifest lacks … {GRAPH}"),
     "no graph": (lambda r: (r / GRAPH).unlink(), f"{KEPT} … {GRAPH} … gone"),
     "a bit": (changed(ITEMS), f"{KEPT} … {ITEMS} … content"),
@@ -320,18 +323,22 @@ def test_its_own_data_split_anew(tmp_path):
 @pytest.mark.parametrize(
     ("change", "spec", "words"),
     [
-        (lambda log: log.assign(user=range(200)), {}, "vocabulary … 'user' differs … instead of"),
+        (lambda log: log.assign(user=range(200)), {}, "number of ids of 'user': … instead of"),
         (lambda log: log.replace({"user": {1: 11}}), {}, "unique. … ids mean something else"),
-        (lambda log: log, {"continuous": ()}, "columns of numbers … 'price'"),
-        (lambda log: log.assign(price=log["price"] * 9), {}, "'price' from [ … ] instead of ["),
-        (lambda log: log.rename(columns={"y": "b"}), {"label": "b"}, "label … 'b' instead of 'y'"),
+        (lambda log: log, {"continuous": ()}, "columns of numbers: [] instead of ['price'"),
+        (
+            lambda log: log.assign(price=log["price"] * 9),
+            {},
+            "range of 'price': [ … ] instead of [",
+        ),
+        (lambda log: log.rename(columns={"y": "b"}), {"label": "b"}, "label: 'b' instead of 'y'"),
     ],
     ids=["more ids", "other ids", "no numbers", "other numbers", "another label"],
 )
 def test_data_that_means_something_else(toy_run, tmp_path, change, spec, words):
     change(pd.read_csv(toy_log(tmp_path / "l.csv"))).to_csv(tmp_path / "l.csv", index=False)
     data = prepare(replace(TOY, **spec), [tmp_path / "l.csv"], tmp_path / "d", progress=False)
-    words = f"the data must have the … of the run … {words} … or train on this one"
+    words = f"the data must have the … ids of the run … {words} … or train on this one"
     check(["evaluate", toy_run, data.path], words, tmp_path)
 
 
@@ -348,7 +355,7 @@ def test_a_missing_id_is_the_same_one(tmp_path):
     config = {"data": str(rare.path), "cardinalities": rare.cardinalities, **inputs_of(rare)}
     run = Run(rare.path, {"config": config})  # for the workflow in it
     run.check_vocabulary(rare)
-    with pytest.raises(UserError, match=r"what is missing and unknown.*'user' as .*'missing': 2"):
+    with pytest.raises(UserError, match=r"what is missing and unknown of 'user': .*'missing': 2"):
         run.check_vocabulary(top)
 
 

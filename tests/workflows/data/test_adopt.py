@@ -350,9 +350,7 @@ def test_vocabularies_in_parts_and_combined(bare, log, tmp_path):
     part = run.path / "workflow/categories/unique.user.parquet/part.1.parquet"
     frame = pd.read_parquet(part)
     frame[::-1].to_parquet(part)
-    message = (
-        r"must have the vocabulary of the run.*unique.user.parquet.*Evaluate on raw rows \(mer"
-    )
+    message = r"numbers and ids of the run.*unique.user.parquet.*Evaluate on raw rows \(mer"
     with pytest.raises(UserError, match=message):  # its own data is no remedy: it is this
         run.check_vocabulary(data)
 
@@ -379,7 +377,7 @@ def test_ids_that_only_the_workflow_knows(log, tmp_path):
         hours = ["age"] >> ops.LambdaOp(shifted(shift))
         hours = hours >> ops.AddMetadata(["categorical"], {"domain": {"min": 0, "max": 23}})
         made.append(adopted_from(home, log, users + hours + ["click"]))
-    with pytest.raises(UserError, match="must come from the pipeline of the run"):
+    with pytest.raises(UserError, match="the pipeline that it was adopted from"):
         run_of(made[0], tmp_path / "run").check_vocabulary(made[1])
 
 
@@ -417,7 +415,7 @@ def test_statistics_of_groups_are_of_one_fit(tmp_path):
         os.rename(job, tmp_path / f"job{night}")
     mine, other = made
     assert pipelines_of(mine) == pipelines_of(other)
-    with pytest.raises(UserError, match=r"cat_stats\.item\.parquet\S* differs from .* another fit"):
+    with pytest.raises(UserError, match=r"in \S*cat_stats\.item\.parquet\S*, of another fit"):
         run.check_vocabulary(other)
 
 

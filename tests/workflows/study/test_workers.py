@@ -97,7 +97,7 @@ def test_an_internal_error_has_its_traceback(task):
     with pytest.raises(UserError, match="batch_size must be"):
         list(workers.run_all([refused], 1))
     broken = dataclasses.replace(task, run=None)
-    with pytest.raises(TypeError) as failed:
+    with pytest.raises(AttributeError) as failed:
         list(workers.run_all([broken], 1))
     assert "in _train" in str(failed.value.__cause__)
 

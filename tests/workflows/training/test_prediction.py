@@ -467,18 +467,6 @@ def test_refused_of_an_adopted_pipeline(stock, tmp_path, change, raw, words):
     assert [p.name for p in tmp_path.iterdir()] == ["raw.parquet"]
 
 
-def test_encoded_parts_are_no_raw_rows(stock, shop, tmp_path):
-    """Their ids would be looked up as raw ones, and many be known."""
-    run, data, _ = stock
-    words = f"expected raw rows, but {data.test_files[0]} was written by the workflow. Leave out"
-    with pytest.raises(UserError, match=words):
-        predict_logs(run, data.test_files, tmp_path / "out.parquet", raw=True)
-    part = shop.data.test_files[0]
-    words = f"but {part} is a part of prepared data.*evaluate {shop.run.path} {shop.data.path}"
-    with pytest.raises(UserError, match=words):
-        predict_logs(shop.run, [part], tmp_path / "out.parquet")
-
-
 def test_a_workflow_that_drops_a_row_is_refused(stock, tmp_path, monkeypatch):
     """Probabilities would be those of other rows."""
     run, _, home = stock

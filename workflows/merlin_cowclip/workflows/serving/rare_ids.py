@@ -181,7 +181,7 @@ def rare_costs(
     loader, predictor = Loader(data, "test", batch_size=EVALUATION_BATCH), Predictor(model)
     spec, _ = loader.element_spec
     keys = {f"{f}__values" if f in data.spec.lists else f: f for f in data.spec.ids}
-    found = [QualityOf(loader.rows) for _ in range(1 + len(chosen))]
+    found = [QualityOf() for _ in range(1 + len(chosen))]
     with progress_bar("rare ids", loader.rows, show=progress) as bar:
         for features, labels in loader.dataset():
             known = labels.numpy().ravel()

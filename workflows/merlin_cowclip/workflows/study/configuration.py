@@ -13,7 +13,7 @@ from merlin_cowclip.plugins.scaling import SCALING_RULES, Hyperparameters
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.study.search_space import Point, SearchSpace
 from merlin_cowclip.workflows.training.configuration import TrainConfig, refuse_unknown
-from merlin_cowclip.workflows.training.networks import NETWORKS, options_of
+from merlin_cowclip.workflows.training.networks import NETWORKS
 
 NETWORK = ("model", *dict.fromkeys(name for options in NETWORKS.values() for name in options))
 """The keys of `TrainConfig` that say which network is trained."""
@@ -26,11 +26,11 @@ def network_of(found: TrainConfig, given: Mapping[str, Any]) -> dict[str, Any]:
       UserError: `given` names another network, or another option of it.
     """
     its = {"model": found.model, **found.network_options}
-    try:
-        options = options_of(found.model, {n: given.get(n, its[n]) for n in found.network_options})
-    except ValueError as error:
-        raise UserError(str(error)) from None
-    for name, value in {"model": given.get("model", found.model), **options}.items():
+    said = {name: given[name] for name in its if name in given}
+    if said.get("model", found.model) == found.model:
+        options = TrainConfig(**{**said, "model": found.model}).network_options
+        said = {name: options.get(name, value) for name, value in said.items()}
+    for name, value in said.items():
         if value != its[name]:
             raise UserError(
                 f"what was tuned must be of the same network. Received: {name}={its[name]!r}, "

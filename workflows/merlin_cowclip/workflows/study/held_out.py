@@ -47,18 +47,15 @@ def hold_out(
     """
     out = Path(out)
     rows = data.rows["train"]
-    held = held_out_rows(rows, share)
-    if not 0 < held < rows:
+    if not 0 < held_out_rows(rows, share) < rows:
         raise UserError(
             "held_out must leave rows to train on and to measure by. Received: "
-            f"held_out={share}, which is {held:,} of {rows:,} rows of {data.path}. Choose another "
+            f"held_out={share}, which of {rows:,} rows of {data.path} leaves none. Choose another "
             "share, or prepare more rows"
         )
     refuse_existing(out)
-    footers = data.footers("train")
-    counted: dict[str, dict[str, int]] = {
-        key: dict.fromkeys(PARTS, 0) for key in ("rows", "positives")
-    }
+    counted = {key: dict.fromkeys(PARTS, 0) for key in ("rows", "positives")}
+    columns = [data.spec.label, *data.spec.fields]
     with all_or_nothing(out) as folder:
         for name in _COPIED:
             source = data.path / name
@@ -68,10 +65,9 @@ def hold_out(
                 shutil.copyfile(source, folder / name)
         for part in PARTS:
             (folder / part).mkdir()
-        columns = [data.spec.label, *data.spec.fields]
         seen = 0
         with progress_bar("hold out", rows, show=progress) as bar:
-            for number, (path, footer) in enumerate(footers.items()):
+            for number, (path, footer) in enumerate(data.footers("train").items()):
                 name = f"part-{number:05d}.parquet"
                 with pq.ParquetFile(path) as file, ExitStack() as writers:
                     to: dict[str, pq.ParquetWriter] = {}
@@ -83,15 +79,21 @@ def hold_out(
                             if not len(kept):
                                 continue
                             if part not in to:
-                                place = folder / part / name
-                                writer = pq.ParquetWriter(place, kept.schema)
+                                writer = pq.ParquetWriter(folder / part / name, kept.schema)
                                 to[part] = writers.enter_context(writer)
                             to[part].write_table(kept, row_group_size=len(kept))
                             labels = kept[data.spec.label].to_numpy()
                             counted["rows"][part] += len(kept)
                             counted["positives"][part] += int(np.count_nonzero(labels))
                         bar.update(len(batch))
-        _check_labels(data, counted, share)
+        for part, what in (("test", "held-out"), ("train", "other")):
+            clicks, of = counted["positives"][part], counted["rows"][part]
+            if clicks in (0, of):
+                raise UserError(
+                    f"the {what} rows must have labels of 0 and of 1. Received: only "
+                    f"{int(clicks > 0)}, in {of:,} of {rows:,} rows of {data.path} with "
+                    f"held_out={share}. Choose another share or seed, or prepare more rows"
+                )
         dropped = ("files", "manifest", "versions", "format")
         record = {key: value for key, value in data.record.items() if key not in dropped}
         record |= {
@@ -128,14 +130,3 @@ def _drawn(start: int, rows: int, share: float, seed: int) -> np.ndarray:
     mask = np.zeros(rows, bool)
     mask[np.random.default_rng([seed, start]).choice(rows, wanted, replace=False)] = True
     return mask
-
-
-def _check_labels(data: PreparedData, counted: dict[str, dict[str, int]], share: float) -> None:
-    for part, what in (("test", "held-out"), ("train", "other")):
-        positives, rows = counted["positives"][part], counted["rows"][part]
-        if positives in (0, rows):
-            raise UserError(
-                f"the {what} rows must have labels of 0 and of 1. Received: only "
-                f"{int(positives > 0)}, in {rows:,} of {data.rows['train']:,} rows of {data.path} "
-                f"with held_out={share}. Choose another share or seed, or prepare more rows"
-            )

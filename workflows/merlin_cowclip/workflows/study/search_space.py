@@ -78,16 +78,7 @@ class SearchSpace:
         self.batch_size = batch_size
         points = list(starts)
         for point in points:
-            _check(point.hyperparameters, batch_size)
-            if point.update not in UPDATES:
-                raise ValueError(
-                    f"update must be one of {', '.join(UPDATES)} to be searched. Received: "
-                    f"update={point.update!r}"
-                )
-            if point.rates not in RATES:
-                raise ValueError(
-                    f"rates must be one of {', '.join(RATES)}. Received: rates={point.rates!r}"
-                )
+            self._check(point)
         self.ranges: dict[str, tuple[float, float]] = {}
         """Name → the least and the greatest value; of λ and ζ the least that is not 0."""
         for name, (low, high) in _RANGES.items():
@@ -104,7 +95,7 @@ class SearchSpace:
           ValueError: it lies outside.
         """
         hp = point.hyperparameters
-        _check(hp, self.batch_size)
+        self._check(point)
         names = [name for name in self.ranges if hp.clip or name not in _OF_CLIP]
         params: dict[str, Any] = {}
         for name in names:
@@ -143,17 +134,21 @@ class SearchSpace:
             params[name] = trial.suggest_float(name, low, high, log=name != "warmup_epochs")
         return self.point(params)
 
+    def _check(self, point: Point) -> None:
+        hp = point.hyperparameters
+        size = self.batch_size
+        wrong = {
+            f"a point must be of batch size {size}": (hp.batch_size, (size,)),
+            f"clip must be None or {CLIP} to be searched": (hp.clip, (None, CLIP)),
+            f"update must be one of {', '.join(UPDATES)} to be searched": (point.update, UPDATES),
+            f"rates must be one of {', '.join(RATES)}": (point.rates, RATES),
+        }
+        for rule, (value, allowed) in wrong.items():
+            if value not in allowed:
+                raise ValueError(f"{rule}. Received: {value!r}")
+        if hp.init_stddev == 0:
+            raise ValueError("init_stddev must be positive to be searched. Received: 0")
+
 
 def _zero(low: float) -> float:
     return low / 10
-
-
-def _check(hp: Hyperparameters, batch_size: int) -> None:
-    if hp.batch_size != batch_size:
-        raise ValueError(
-            f"a point must be of batch size {batch_size}. Received: batch_size={hp.batch_size}"
-        )
-    if hp.clip not in (None, CLIP):
-        raise ValueError(f"clip must be None or {CLIP} to be searched. Received: clip={hp.clip!r}")
-    if hp.init_stddev == 0:
-        raise ValueError("init_stddev must be positive to be searched. Received: init_stddev=0")

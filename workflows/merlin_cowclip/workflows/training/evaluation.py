@@ -1,7 +1,7 @@
-"""Exact AUC, log loss and calibration of a model's predictions, in one pass and little memory.
+"""Exact AUC, log loss and calibration of a model's predictions, in one pass.
 
 Keras's `AUC()` sums over 200 thresholds, and can be off in the second digit; here all predictions
-are held, 4 bytes each, and ranked where they lie.
+are held, 4 bytes each and once more as they are ranked.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from merlin_cowclip.workflows.training.ranks import agreed
 EVALUATION_BATCH = 8192
 """Rows predicted at a time: a matter of speed and memory, but for the last digits."""
 
-_CHUNK = 1 << 16  # predictions that are looked at together, and copied
+_CHUNK = 1 << 16  # predictions that are looked at together
 
 
 class Quality(NamedTuple):
@@ -52,7 +52,7 @@ def exact_quality(labels: np.ndarray, probabilities: np.ndarray) -> Quality:
     """
     labels, probabilities = np.ravel(labels), np.ravel(probabilities)
     _check_probabilities(probabilities)
-    ranks = QualityOf(len(labels), probabilities.dtype)
+    ranks = QualityOf()
     ranks.add(labels, probabilities)
     return ranks.quality()
 
@@ -69,71 +69,50 @@ def _check_probabilities(predictions: np.ndarray) -> None:
 
 
 class QualityOf:
-    """The quality of predictions that come batch by batch.
+    """The quality of predictions that come batch by batch, all of which it holds."""
 
-    One array holds them all: those of clicked rows from its front on, the others' from its end.
-
-    Args:
-      rows: how many to expect; if there are more, the array grows, by an eighth at a time.
-      dtype: of the predictions; the model's are float32.
-    """
-
-    def __init__(self, rows: int = 0, dtype: Any = np.float32) -> None:
-        self._held = np.empty(rows, dtype)
-        self._clicked = self._others = self._wrong = 0
-        self._loss = self._sum = 0.0
+    def __init__(self) -> None:
+        self._ones: list[np.ndarray] = []  # predictions of clicked rows
+        self._zeros: list[np.ndarray] = []
+        self._wrong, self._loss, self._sum = 0, 0.0, 0.0
 
     def add(self, labels: np.ndarray, probabilities: np.ndarray) -> None:
         """Take a batch: n labels, 0 or 1, and n probabilities."""
         for start in range(0, len(labels), _CHUNK):
-            self._add(labels[start : start + _CHUNK] == 1, probabilities[start : start + _CHUNK])
-
-    def _add(self, clicked: np.ndarray, probabilities: np.ndarray) -> None:
-        ones, zeros = probabilities[clicked], probabilities[~clicked]
-        if self._clicked + self._others + len(clicked) > len(self._held):
-            self._grow()
-        end = len(self._held) - self._others
-        self._held[self._clicked : self._clicked + len(ones)] = ones
-        self._held[end - len(zeros) : end] = zeros
-        self._clicked += len(ones)
-        self._others += len(zeros)
-        self._wrong += int(np.count_nonzero(~np.isfinite(probabilities)))
-        limited = np.clip(np.asarray(probabilities, np.float64), 1e-7, 1 - 1e-7)
-        self._loss -= float(np.log(np.where(clicked, limited, 1 - limited)).sum())
-        self._sum += float(np.asarray(probabilities, np.float64).sum())
-
-    def _grow(self) -> None:
-        before = len(self._held)
-        more = before // 8 + _CHUNK
-        self._held.resize(before + more, refcheck=False)  # of a large one the system moves pages
-        for stop in range(before, before - self._others, -_CHUNK):
-            start = max(stop - _CHUNK, before - self._others)
-            self._held[start + more : stop + more] = self._held[start:stop]
+            clicked = labels[start : start + _CHUNK] == 1
+            found = probabilities[start : start + _CHUNK]
+            self._ones.append(found[clicked])
+            self._zeros.append(found[~clicked])
+            self._wrong += int(np.count_nonzero(~np.isfinite(found)))
+            limited = np.clip(np.asarray(found, np.float64), 1e-7, 1 - 1e-7)
+            self._loss -= float(np.log(np.where(clicked, limited, 1 - limited)).sum())
+            self._sum += float(np.asarray(found, np.float64).sum())
 
     def of_all_ranks(self) -> QualityOf:
         """What all ranks have added, each row on one of them; called on all at once."""
         from merlin_cowclip.plugins.distributed.horovod import all_gather
 
-        ones = all_gather(self._held[: self._clicked])
-        zeros = all_gather(self._held[len(self._held) - self._others :])
-        sums = all_gather(np.array([[self._wrong, self._loss, self._sum]])).sum(axis=0)
+        none = np.empty(0, np.float32)
         joined = QualityOf()
-        joined._held = np.concatenate([ones, zeros])
-        joined._clicked, joined._others = len(ones), len(zeros)
+        joined._ones = [all_gather(np.concatenate([none, *self._ones]))]
+        joined._zeros = [all_gather(np.concatenate([none, *self._zeros]))]
+        sums = all_gather(np.array([[self._wrong, self._loss, self._sum]])).sum(axis=0)
         joined._wrong, joined._loss, joined._sum = int(sums[0]), float(sums[1]), float(sums[2])
         return joined
 
     def quality(self) -> Quality:
-        """Of all that was added; call it once, at the end.
+        """Of all that was added.
 
         Raises:
-          UserError: only one of the labels is present, or a probability is none.
+          UserError: only one of the labels is present.
+          NotFiniteError: a probability is none.
         """
-        rows = self._clicked + self._others
-        if not (self._clicked and self._others):
+        clicked, others = (sum(map(len, held)) for held in (self._ones, self._zeros))
+        rows = clicked + others
+        if not (clicked and others):
             raise UserError(
                 "what is evaluated must have labels of 0 and of 1. Received: only "
-                f"{int(self._clicked > 0)}, in {rows:,} rows. Take more rows: prepare the data "
+                f"{int(clicked > 0)}, in {rows:,} rows. Take more rows: prepare the data "
                 "with a larger test part, or split at random"
             )
         if self._wrong:
@@ -141,9 +120,8 @@ class QualityOf:
                 f"predictions must be numbers. Received: NaN for {self._wrong:,} of {rows:,} rows. "
                 "The model diverged: lower the learning rates, or check the data for inf and NaN"
             )
-        ones, zeros = self._held[: self._clicked], self._held[len(self._held) - self._others :]
-        auc = wins_twice(ones, zeros) / (2 * len(ones) * len(zeros))
-        return Quality(auc, self._loss / rows, self._sum / len(ones))
+        wins = wins_twice(np.concatenate(self._ones), np.concatenate(self._zeros))
+        return Quality(wins / (2 * clicked * others), self._loss / rows, self._sum / clicked)
 
 
 def wins_twice(ones: np.ndarray, zeros: np.ndarray) -> int:
@@ -183,7 +161,7 @@ class Predictor:
         ranks: int = 1,
         between: Callable[[], None] = lambda: None,
     ) -> Quality:
-        """Of every row of a loader; it holds 4 bytes of each, and the batches in hand.
+        """Of every row of a loader.
 
         Args:
           loader: of whole batches.
@@ -194,7 +172,7 @@ class Predictor:
         Raises:
           UserError: only one of the labels is present, or a probability is none.
         """
-        found = QualityOf(loader.rows if ranks == 1 else 0)
+        found = QualityOf()
         left = -(-len(loader) // ranks)
         # In shards the others wait in a lookup for one that is refused: it ends, and so they do.
         meets_later = ranks > 1 and not is_in_shards(self._model)

@@ -8,10 +8,9 @@ size.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import pandas as pd
 import pyarrow as pa
@@ -31,7 +30,7 @@ from merlin_cowclip.workflows.data.adopt.validate import (
 )
 from merlin_cowclip.workflows.data.prepare.pipeline import READERS
 from merlin_cowclip.workflows.data.prepared_data import PARTS, RECORD
-from merlin_cowclip.workflows.data.sources.base import FileState, Source, column_of, unchanged
+from merlin_cowclip.workflows.data.sources.base import Source, column_of
 from merlin_cowclip.workflows.data.sources.files import expand_paths, refuse_unreadable
 from merlin_cowclip.workflows.data.spec import DatasetSpec, Split
 from merlin_cowclip.workflows.errors import UserError, quoted
@@ -42,7 +41,7 @@ CHUNK_BYTES = 8 << 20  # of a log that is read and encoded at a time
 BATCH_ROWS = 1 << 16  # of parquet, read and encoded at a time
 
 
-class Incoming(Protocol):
+class Incoming:
     """Some files of rows.
 
     Attributes:
@@ -59,6 +58,10 @@ class Incoming(Protocol):
     size: int
     unit: str
 
+    def __init__(self, run: Run, spec: DatasetSpec) -> None:
+        self._run, self._spec = run, spec
+        self.unlabelled = f"without column {spec.label!r}"
+
     def pieces(self, advance: Callable[[int], Any]) -> Iterator[tuple[pa.RecordBatch, Rows]]:
         """All rows in order, as read and as encoded; labels are 0 where there are none.
 
@@ -68,6 +71,18 @@ class Incoming(Protocol):
         Raises:
             UserError: the first bad value, with its file and row.
         """
+        raise NotImplementedError
+
+    def _all_or_none(self, labelled: Mapping[Path, bool]) -> bool:
+        """Whether all files have the label, or none."""
+        having = [path for path, has in labelled.items() if has]
+        if 0 < len(having) < len(labelled):
+            without = next(path for path, has in labelled.items() if not has)
+            raise UserError(
+                f"all files must have the label, or none. Received: {having[0]} with column "
+                f"{self._spec.label!r}, {without} without. Give them apart"
+            )
+        return bool(having)
 
 
 def open_incoming(
@@ -93,7 +108,7 @@ def open_incoming(
     return _RawLogs(run, spec, inputs, trust_workflow)
 
 
-class _RawLogs:
+class _RawLogs(Incoming):
     """What `prepare` takes."""
 
     unit = "B"
@@ -101,6 +116,7 @@ class _RawLogs:
     def __init__(
         self, run: Run, spec: DatasetSpec, inputs: Sequence[str | Path], trust: bool
     ) -> None:
+        super().__init__(run, spec)
         self.files = expand_paths(inputs)
         for path in self.files:
             part = path.resolve().parent
@@ -110,24 +126,21 @@ class _RawLogs:
                     f"folder: {how_to_evaluate(run.path, part.parent)}; or give the raw data"
                 )
         logs = [_log(spec, path) for path in self.files]
-        self.labelled = _all_or_none({log.path: log.has_label() for log in logs}, spec.label)
-        self.unlabelled = f"without column {spec.label!r}"
+        self.labelled = self._all_or_none({log.path: log.has_label() for log in logs})
         self._logs = [dataclasses.replace(log, labelled=self.labelled) for log in logs]
         for log in self._logs:
             log.check()
         self.size = sum(log.state.bytes for log in self._logs)
-        self._spec = spec
         self._workflow = run.workflow(trust=trust).remove_inputs([spec.label])
 
     def pieces(self, advance: Callable[[int], Any]) -> Iterator[tuple[pa.RecordBatch, Rows]]:
         empty = True
-        with unchanged(self._logs):
-            for log in self._logs:
-                for chunk in log.chunks(CHUNK_BYTES):
-                    for batch in log.batches(chunk, advance):
-                        if batch.num_rows:
-                            yield batch, self._encoded(batch)
-                            empty = False
+        for log in self._logs:
+            for chunk in log.chunks(CHUNK_BYTES):
+                for batch in log.batches(chunk, advance):
+                    if batch.num_rows:
+                        yield batch, self._encoded(batch)
+                        empty = False
         if empty:
             raise UserError(f"{self.files[0]} has no rows. Give files with rows")
 
@@ -162,118 +175,75 @@ def raw_frame(batch: pa.RecordBatch) -> pd.DataFrame:
     return pd.DataFrame(columns)
 
 
-def _all_or_none(labelled: dict[Path, bool], label: str) -> bool:
-    """Whether all files have the label, or none."""
-    having = [path for path, has in labelled.items() if has]
-    without = [path for path, has in labelled.items() if not has]
-    if having and without:
-        raise UserError(
-            f"all files must have the label, or none. Received: {having[0]} with column {label!r}, "
-            f"{without[0]} without. Give them apart"
-        )
-    return bool(having)
-
-
-@dataclass(frozen=True)
-class _SeenFile:
-    path: Path
-    state: FileState
-
-
-class _Parquet:
-    """Parquet for a run on an adopted pipeline; encoded rows are checked as `adopt` checks them."""
+class _EncodedParquet(Incoming):
+    """Parquet that an adopted pipeline's workflow wrote; checked as `adopt` checks it."""
 
     unit = " rows"
 
-    def __init__(self, run: Run, spec: DatasetSpec, files: list[ParquetFile]) -> None:
-        self._run, self._spec, self._files = run, spec, files
-        self.files = [file.path for file in files]
-        self._seen = [_SeenFile(path, FileState.of(path)) for path in self.files]
-        self.size = sum(file.rows for file in files)
-        self.labelled, self.unlabelled = False, f"without column {spec.label!r}"
-        self._columns: list[str] = []  # to read
-
-    def pieces(self, advance: Callable[[int], Any]) -> Iterator[tuple[pa.RecordBatch, Rows]]:
-        with unchanged(self._seen):
-            for where, batch in batches(self._files, self._columns, BATCH_ROWS):
-                yield batch, self._checked(self._encoded(batch, where), where)
-                advance(batch.num_rows)
-
-    def _encoded(self, batch: pa.RecordBatch, where: BatchLocation) -> pa.RecordBatch:
-        return batch
-
-    def _checked(self, batch: pa.RecordBatch, where: BatchLocation) -> Rows:
-        spec = self._spec
-        for name in spec.ids:
-            checked_ids(batch, name, self._run.config["cardinalities"][name], where)
-        for name in spec.continuous:
-            checked_numbers(batch, name, where)
-        labels = checked_labels(batch, spec.label, where) if self.labelled else None
-        return Rows.of(spec, {name: batch.column(name) for name in spec.fields}, labels)
-
-
-class _EncodedParquet(_Parquet):
-    """Rows that the workflow wrote."""
-
     def __init__(self, run: Run, spec: DatasetSpec, files: list[ParquetFile], trust: bool) -> None:
-        super().__init__(run, spec, files)
+        super().__init__(run, spec)
+        self._files = files
+        self.files = [file.path for file in files]
+        self.size = sum(file.rows for file in files)
+        self._look(trust)
+
+    def _look(self, trust: bool) -> None:
+        """At the columns: which are to be read, and whether the label is among them."""
+        spec = self._spec
         try:
-            check_columns(spec.fields, files)
-            has = {file.path: spec.label in file.schema.names for file in files}
-            self.labelled = _all_or_none(has, spec.label)
-            check_types(spec, files)
+            check_columns(spec.fields, self._files)
+            has = {file.path: spec.label in file.schema.names for file in self._files}
+            self.labelled = self._all_or_none(has)
+            check_types(spec, self._files)
         except UserError as error:
             raise UserError(f"{error}. If these are raw rows, add --raw (raw=True)") from None
         self._columns = [*spec.fields, *([spec.label] if self.labelled else [])]
 
-
-class _RawParquet(_Parquet):
-    """Rows that the workflow reads."""
-
-    def __init__(self, run: Run, spec: DatasetSpec, files: list[ParquetFile], trust: bool) -> None:
-        super().__init__(run, spec, files)
-        self._refuse_encoded()
-        self._inference = run.inference(trust=trust)
-        for file in files:
-            if missing := self._inference.missing(file.schema.names):
-                raise UserError(
-                    f"{file.path} lacks columns that the workflow needs: "
-                    f"{quoted(missing, brief=True)} (it has "
-                    f"{quoted(file.schema.names, brief=True)})"
-                )
-        has = {file.path: self._inference.has_label(file.schema.names) for file in files}
-        self.labelled = _all_or_none(has, spec.label)
-        self._columns = [n for n in self._inference.columns if n in files[0].schema.names]
-        for file in files:
-            if gone := [name for name in self._columns if name not in file.schema.names]:
-                raise UserError(
-                    f"{file.path} lacks {quoted(gone, brief=True)}, which {files[0].path} has. "
-                    "Score them separately"
-                )
-        if not self.labelled:
-            none = self._inference.of_label is None
-            of = "and the workflow makes no" if none else "without the columns of"
-            self.unlabelled = f"{of} label {spec.label!r}"
-
-    def _refuse_encoded(self) -> None:
-        """Refuse the run's own parts, whose ids would be read as raw ones."""
-        try:
-            data = self._run.data()
-        except UserError:  # moved, or adopted anew
-            return
-        own = {path.resolve() for path in (*data.train_files, *data.test_files)}
-        for path in self.files:
-            if path.resolve() in own:
-                raise UserError(
-                    f"expected raw rows, but {path} was written by the workflow. Leave out --raw "
-                    "(raw=True)"
-                )
+    def pieces(self, advance: Callable[[int], Any]) -> Iterator[tuple[pa.RecordBatch, Rows]]:
+        spec, ids = self._spec, self._run.config["cardinalities"]
+        for where, batch in batches(self._files, self._columns, BATCH_ROWS):
+            encoded = self._encoded(batch, where)
+            for name in spec.ids:
+                checked_ids(encoded, name, ids[name], where)
+            for name in spec.continuous:
+                checked_numbers(encoded, name, where)
+            labels = checked_labels(encoded, spec.label, where) if self.labelled else None
+            columns = {name: encoded.column(name) for name in spec.fields}
+            yield batch, Rows.of(spec, columns, labels)
+            advance(batch.num_rows)
 
     def _encoded(self, batch: pa.RecordBatch, where: BatchLocation) -> pa.RecordBatch:
-        spec = self._spec
+        return batch
+
+
+class _RawParquet(_EncodedParquet):
+    """Parquet that an adopted pipeline's workflow reads."""
+
+    def _look(self, trust: bool) -> None:
+        inference = self._inference = self._run.inference(trust=trust)
+        names = {file.path: file.schema.names for file in self._files}
+        for path, there in names.items():
+            if missing := inference.missing(there):
+                raise UserError(
+                    f"{path} lacks columns that the workflow needs: "
+                    f"{quoted(missing, brief=True)} (it has {quoted(there, brief=True)})"
+                )
+        self.labelled = self._all_or_none({p: inference.has_label(n) for p, n in names.items()})
+        self._columns = [n for n in inference.columns if n in names[self.files[0]]]
+        for path, there in names.items():
+            if gone := [name for name in self._columns if name not in there]:
+                raise UserError(
+                    f"{path} lacks {quoted(gone, brief=True)}, which {self.files[0]} has. Score "
+                    "them separately"
+                )
+        none = inference.of_label is None
+        of = "and the workflow makes no" if none else "without the columns of"
+        self.unlabelled = f"{of} label {self._spec.label!r}"
+
+    def _encoded(self, batch: pa.RecordBatch, where: BatchLocation) -> pa.RecordBatch:
         columns = dict(zip(batch.schema.names, batch.columns, strict=True))
         out = self._inference.transform(columns, where)
-        wanted = [*spec.fields, *([spec.label] if self.labelled else [])]
+        wanted = [*self._spec.fields, *([self._spec.label] if self.labelled else [])]
         return pa.RecordBatch.from_pandas(out[wanted], preserve_index=False)
 
 

@@ -30,24 +30,15 @@ class Loader(tf.data.Dataset):
     (r+1)·b/n of each batch of b. So a run can start again at any (epoch, k), also on another number
     of ranks. Every rank reads the whole part, and copies only its own rows.
 
-    **Epochs.** A pass over the loader (an epoch of `fit`, an `evaluate`, a `for` loop) is of the
-    epoch `loader.epoch` of the moment in which its first batch is asked for. No pass changes that:
-    looking at batches or evaluating on them leaves the training as it is. Keras makes a new pass
-    per epoch and tells a dataset nothing, so in a `fit` of several epochs the callback
-    `FollowEpochs(loader)` sets it: `fit(loader, epochs=10, callbacks=[FollowEpochs(loader)])`, or
-    with `initial_epoch=5` to go on. Without it every epoch has the same order. `batches` and
-    `dataset` are told their epoch, and do not use this number:
-    `fit(loader.dataset(epochs=None), epochs=10, steps_per_epoch=len(loader))` needs no callback.
+    **Epochs.** A pass over the loader is of the epoch `loader.epoch` of the moment in which its
+    first batch is asked for. Keras makes a new pass per epoch and tells a dataset nothing, so in a
+    `fit` of several epochs the callback `FollowEpochs(loader)` sets it; without it every epoch has
+    the same order. `fit(loader.dataset(epochs=None), epochs=10, steps_per_epoch=len(loader))` needs
+    no callback.
 
-    **Why a `tf.data.Dataset`** and not, as Merlin's loader, a Keras `Sequence`: `fit` asks for the
-    batches of a Sequence in an order of its own, drawn from Python's global random state on each
-    rank, after it has asked for batch 0 once to see what that is like. Of a Dataset it takes a new
-    iterator per epoch and asks for `len(loader)` batches in order. All that Keras does with a
-    Dataset holds, then: with `steps_per_epoch` other than `len(loader)` it goes on where it was,
-    for which `loader.dataset(epochs=None)` has the batches; `loader.map(…)` gives a new dataset.
-
-    **Threads.** Windows and batches are made ahead in a few threads of each iterator, which end
-    with it.
+    It is a `tf.data.Dataset` and not, as Merlin's loader, a Keras `Sequence`, of which `fit` asks
+    for batches in an order of its own, drawn from Python's random state. Windows and batches are
+    made ahead in a few threads of each iterator, which end with it.
 
     Args:
       data: the prepared folder.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ import pyarrow.parquet as pq
 from merlin_cowclip.plugins._tensorflow import mm, tf
 from merlin_cowclip.workflows.checks import check_whole
 from merlin_cowclip.workflows.data.adopt.validate import prefetch
+from merlin_cowclip.workflows.data.prepare.statistics import UNKNOWN
 from merlin_cowclip.workflows.data.spec import DatasetSpec
-from merlin_cowclip.workflows.errors import UserError, shown
+from merlin_cowclip.workflows.errors import Notice, UserError, quoted, shown
 from merlin_cowclip.workflows.folders import all_or_nothing, refuse_existing
 from merlin_cowclip.workflows.progress import progress_bar
 from merlin_cowclip.workflows.training.evaluation import (
@@ -26,11 +28,11 @@ from merlin_cowclip.workflows.training.evaluation import (
 from merlin_cowclip.workflows.training.incoming import Incoming, in_batches, open_incoming
 from merlin_cowclip.workflows.training.rows import Block, Rows, list_keys
 from merlin_cowclip.workflows.training.runs import Run
-from merlin_cowclip.workflows.training.unknown_ids import UnknownIds
 
 LABEL, PROBABILITY = "label", "probability"
 """The columns of what is written."""
 
+ENOUGH = 100  # unknown ids of a field, of which chance alone makes none known
 GROUP_ROWS = 1 << 20  # of a row group in it, held until it is written
 
 
@@ -116,13 +118,53 @@ def _scored(
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Labels and probabilities, b float32 each; rows are read and encoded ahead, in a thread."""
     spec = run.spec()
-    unknown, probabilities = UnknownIds(run.config, spec), scorer(model, spec)
+    unknown, probabilities = _UnknownIds(run.config, spec), scorer(model, spec)
     with progress_bar("scoring", incoming.size, incoming.unit, show=progress) as bar:
         pieces = (rows for _, rows in incoming.pieces(bar.update))
         for rows in in_batches(prefetch(pieces), batch_size):
             unknown.see(rows)
             yield rows.labels.ravel(), probabilities(rows)
     unknown.warn()
+
+
+class _UnknownIds:
+    """Fields of whose ids a run knows none: written otherwise than where it learned.
+
+    Of one id nobody can tell whether it is new or written in another way (True for true, 7 for 007,
+    a number for text); of all ids of a field it is told.
+    """
+
+    def __init__(self, config: Mapping[str, Any], spec: DatasetSpec) -> None:
+        first = {name: UNKNOWN + config["special_ids"][name]["buckets"] for name in spec.ids}
+        self._spec = spec
+        # Of fields that have a vocabulary: the id that it begins with, after the hash buckets.
+        self._first = {n: i for n, i in first.items() if i < config["cardinalities"][n]}
+        self._unknown = dict.fromkeys(self._first, 0)  # until the first known one
+
+    def see(self, rows: Rows) -> None:
+        """Count those of some encoded rows."""
+        one_hot = dict(zip(self._spec.categorical, rows.ids.T, strict=True))
+        for name in list(self._unknown):
+            ids = one_hot.get(name)
+            if ids is None:
+                column = rows.lists[self._spec.lists.index(name)]
+                ids = column.flatten().to_numpy(zero_copy_only=False)
+            if len(ids) and ids.max() >= self._first[name]:
+                del self._unknown[name]
+            else:
+                self._unknown[name] += int(np.count_nonzero(ids >= UNKNOWN))
+
+    def warn(self) -> None:
+        """Say which fields have had ids enough, and none that is known."""
+        fields = [name for name, unknown in self._unknown.items() if unknown >= ENOUGH]
+        if fields:
+            warnings.warn(
+                f"the run knows no id of {quoted(fields, brief=True)} in these rows: all count as "
+                "unknown. Later times do; others may be written otherwise than in the run's own "
+                "data, or be of another type",
+                Notice,
+                stacklevel=2,
+            )
 
 
 def scorer(model: mm.Model, spec: DatasetSpec) -> Callable[[Rows], np.ndarray]:

@@ -35,21 +35,16 @@ def read_config(run: Path) -> dict[str, Any]:
         raise UserError(
             f"a run must be a folder. Received: {shown(run)}. Make one with 'merlin-cowclip train'."
         )
-    place = run / CONFIG
     try:
-        record = json.loads(place.read_text(encoding="utf-8"))
-        missing = [key for key in _KEYS if key not in dict(record)]
-    except (OSError, ValueError, RecursionError, TypeError) as error:
+        record = dict(json.loads((run / CONFIG).read_text(encoding="utf-8")))
+        if missing := [key for key in _KEYS if key not in record]:
+            raise ValueError(f"without {missing[0]!r}")
+    except (OSError, ValueError, TypeError) as error:
         raise UserError(
-            f"a run that goes on must hold its configuration. Received: {place}: {error}. Train "
-            "again into another folder"
+            f"a run that goes on must hold its configuration. Received: {run / CONFIG}: {error}. "
+            "Train again into another folder"
         ) from None
-    if missing:
-        raise UserError(
-            f"{place} must be as it was written. Received: it without {missing[0]!r}. Train again "
-            "into another folder"
-        )
-    return dict(record)
+    return record
 
 
 def config_of(record: Mapping[str, Any], run: Path) -> TrainConfig:
@@ -72,23 +67,24 @@ def refuse_finished(run: Path, before: TrainConfig, wanted: TrainConfig) -> None
       UserError: it is one.
     """
     try:
-        progress = Progress(json.loads((run / RESULT).read_text(encoding="utf-8"))["epochs"])
-        early = progress.is_out_of(before.patience)
+        epochs = json.loads((run / RESULT).read_text(encoding="utf-8"))["epochs"]
     except FileNotFoundError:
         return
-    except (OSError, ValueError, RecursionError, LookupError, TypeError):
-        early = False  # it is damaged, and written again
-    if early:
-        raise UserError(
-            f"a run that goes on must not be finished. Received: {run}, which stopped after "
-            f"{len(progress.epochs)} epochs, of which the last {before.patience} were not its best "
-            "(patience). Train another run with more patience"
+    except (OSError, ValueError, LookupError, TypeError):
+        epochs = []  # it is damaged, and written again
+    why = None
+    if Progress(epochs).is_out_of(before.patience):
+        why = (
+            f"which stopped after {len(epochs)} epochs, of which the last {before.patience} were "
+            "not its best (patience). Train another run with more patience"
         )
-    if wanted.epochs == before.epochs:
-        raise UserError(
-            f"a run that goes on must not be finished. Received: {run}, which has all of its "
-            f"{before.epochs} epochs. Raise them: {how_to_resume(run)} --epochs N"
+    elif wanted.epochs == before.epochs:
+        why = (
+            f"which has all of its {before.epochs} epochs. Raise them: {how_to_resume(run)} "
+            "--epochs N"
         )
+    if why:
+        raise UserError(f"a run that goes on must not be finished. Received: {run}, {why}")
 
 
 def with_epochs(config: TrainConfig, epochs: int | None, run: Path) -> TrainConfig:
@@ -99,11 +95,8 @@ def with_epochs(config: TrainConfig, epochs: int | None, run: Path) -> TrainConf
     """
     if epochs is None or epochs == config.epochs:
         return config
-    falling = [
-        name
-        for name in ("dense_schedule", "embedding_schedule")
-        if (getattr(config, name) or {}).get("epochs", 0) is None
-    ]
+    names = ("dense_schedule", "embedding_schedule")
+    falling = [n for n in names if (getattr(config, n) or {}).get("epochs", 0) is None]
     if epochs < config.epochs or falling:
         why = f", and {falling[0]} ends with the last epoch" if falling else ""
         raise UserError(
@@ -130,11 +123,10 @@ def open_data(record: Mapping[str, Any], run: Path, moved: str | Path | None) ->
     found = {"data_sha256": identity_of(data), "cardinalities": data.cardinalities}
     for key, now in {**found, **columns_of(data)}.items():  # adopted parquet may mean another thing
         if record[key] != now:
-            was = clipped(repr(record[key]))
             raise UserError(
                 f"the data of a run must be what it was when it began. Received: {path}, with "
-                f"{key} {clipped(repr(now))} instead of {was}. Put the data back, or train another "
-                "run"
+                f"{key} {clipped(repr(now))} instead of {clipped(repr(record[key]))}. Put the data "
+                "back, or train another run"
             )
     return data
 

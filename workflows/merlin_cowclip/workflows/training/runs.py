@@ -25,7 +25,7 @@ from merlin_cowclip.workflows.data.spec import DatasetSpec
 from merlin_cowclip.workflows.errors import UserError, shown
 from merlin_cowclip.workflows.folders import refuse_pattern
 from merlin_cowclip.workflows.machine import processor
-from merlin_cowclip.workflows.manifest import check_manifest, checksum, is_manifest
+from merlin_cowclip.workflows.manifest import check_manifest, checksum
 from merlin_cowclip.workflows.quiet import quiet_imports
 from merlin_cowclip.workflows.training.configuration import TrainConfig
 
@@ -38,38 +38,20 @@ RESULT = "result.json"  # written last: without it the run did not finish
 CONFIG = "config.json"
 CHECKPOINTS = "checkpoints"
 SCHEMA = "schema.pbtxt"
-_PACKAGES = (
-    "merlin-cowclip",
-    "merlin-models",
-    "merlin-core",
-    "nvtabular",
-    "tensorflow",
-    "numpy",
-    "pandas",
-    "pyarrow",
-)
-
-_KEYS = {
-    "epochs": list,
-    "samples_per_second": float,
-    "train_seconds": float,
-    "parameters": dict,
-    "config": dict,
-}
-_CONFIG_KEYS = {
-    **{"data": str, "data_sha256": str, "precision": str, "model": str},
-    **{"spec": dict, "cardinalities": dict, "keeping": dict, "continuous": list},
-    **{"categorical": list, "lists": list, "pipelines": list, "special_ids": dict},
-}
-
+_PACKAGES = [
+    *("merlin-cowclip", "merlin-models", "merlin-core", "nvtabular"),
+    *("tensorflow", "numpy", "pandas", "pyarrow"),
+]
 _SAVED_MODEL = "model/saved_model.pb"
 _AGAIN = "Train again into another folder."
 
-_INPUTS = {
+_MEANING = {
+    "cardinalities": "number of ids",
     "label": "label",
     "categorical": "fields of one id",
     "lists": "lists of ids",
-    "ranges": "ranges of numbers",
+    "continuous": "columns of numbers",
+    "ranges": "range",
     "special_ids": "ids for what is missing and unknown",
 }
 
@@ -217,37 +199,39 @@ class Run:
           UserError: not there, the run did not finish, or a file is gone or has changed since.
         """
         path = Path(path)
-        if not os.path.isdir(path):  # which is false, too, of a name that is too long
+        if not os.path.isdir(path):
             raise UserError(
                 f"a run must be a folder. Received: {shown(path)}. Make one with 'merlin-cowclip "
                 "train'."
             )
         refuse_pattern(path, "run")
-        try:
-            result = json.loads((path / RESULT).read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            if not (path / CONFIG).exists():
-                is_data = (path / "prepare.json").exists()
-                what = "prepared data: the run is named first" if is_data else f"without {CONFIG}"
-                raise UserError(
-                    f"a run must be a folder that train wrote. Received: {path}, {what}. Name the "
-                    "run's folder"
-                ) from None
+        if not (path / CONFIG).exists():
+            is_data = (path / "prepare.json").exists()
+            what = "prepared data: the run is named first" if is_data else f"without {CONFIG}"
+            raise UserError(
+                f"a run must be a folder that train wrote. Received: {path}, {what}. Name the "
+                "run's folder"
+            )
+        if not (path / RESULT).exists():
             raise UserError(
                 f"a run must hold {RESULT}, which is written last. Received: {path}, a run that "
                 f"did not finish. Go on with it: {how_to_resume(path)}"
-            ) from None
-        except (OSError, ValueError, RecursionError) as error:
+            )
+        try:
+            result = dict(json.loads((path / RESULT).read_text(encoding="utf-8")))
+            manifest, saved = result["manifest"], result["config"]["keeping"]["saved_model"]
+        except (OSError, ValueError, TypeError, LookupError) as error:
+            why = f"it without {error}" if isinstance(error, KeyError) else error
             raise UserError(
-                f"{path / RESULT} must be readable JSON. Received: {error}. Train again into "
-                "another folder."
+                f"{path / RESULT} must be JSON as it was written. Received: {why}. {_AGAIN}"
             ) from None
-        _check_result(path, result)
-        manifest = result["manifest"]
+        if result["format"] != FORMAT_VERSION:
+            raise UserError(
+                f"a run must be of format {FORMAT_VERSION}. Received: format {result['format']!r} "
+                f"in {path / RESULT}. {_AGAIN}"
+            )
         rest = {n: entry for n, entry in manifest.items() if not n.startswith("workflow/")}
-        saved = result["config"]["keeping"].get("saved_model", True)
-        needed = (CONFIG, _SAVED_MODEL) if saved else (CONFIG,)
-        check_manifest(path, rest, "a run", _AGAIN, needed)
+        check_manifest(path, rest, "a run", _AGAIN, (CONFIG, _SAVED_MODEL) if saved else (CONFIG,))
         if not trust_workflow:
             trust = "Run.open(…, trust_workflow=True), --trust-workflow"
             check_workflow(path, manifest, "a run", _AGAIN, trust)
@@ -292,7 +276,7 @@ class Run:
             )
         data = PreparedData.open(path)
         if self.config["data_sha256"] != identity_of(data):
-            self.check_vocabulary(data)  # what it names may be refused where it differs
+            self.check_vocabulary(data)
             raise UserError(
                 f"the data of a run must be what it was when it began. Received: {path}, with "
                 "other rows: on those of its test part it may have been trained. To evaluate them "
@@ -308,73 +292,47 @@ class Run:
             ranges, it was prepared with another vocabulary, or adopted from another pipeline.
         """
         adopted = data.record.get("ranges") is None or self.config["ranges"] is None
+        found = self._difference(data, adopted)
+        if found is None:
+            return
         raw = how_to_evaluate(self.path, Path("LOG")) + " --raw" * adopted
         own = f"the run's own data, {self.config['data']}, or on "
         if self.config["data"] == str(data.path.resolve()):  # which was prepared there again
             own = ""
-        remedy = f"Evaluate on {own}raw rows ({raw}), or train on this one."
-        cardinalities, mine = data.cardinalities, self.config["cardinalities"]
-        for field in sorted(mine.keys() | cardinalities.keys()):
-            if mine.get(field) != cardinalities.get(field):
-                raise UserError(
-                    f"the data must have the vocabulary of the run. Received: {data.path}, where "
-                    f"{field!r} differs from {self.path}'s ({cardinalities.get(field, 0):,} ids "
-                    f"instead of {mine.get(field, 0):,}). {remedy}"
-                )
-        numbers = set(data.spec.continuous) ^ set(self.config["continuous"])
-        if numbers:
-            raise UserError(
-                f"the data must have the columns of numbers of the run. Received: {data.path}, "
-                f"which differs from {self.path} in {min(numbers)!r}. {remedy}"
-            )
-        homes = self.path / "workflow", data.path / "workflow"
-        vocabularies = {
-            path.relative_to(home) for home in homes for path in home.rglob("unique.*.parquet")
-        }
-        for name in sorted(vocabularies):
-            if not _same(homes[0] / name, homes[1] / name):
-                raise UserError(
-                    f"the data must have the vocabulary of the run. Received: {data.path}, where "
-                    f"{name} differs from {self.path}'s, so that ids mean something else. {remedy}"
-                )
-        self._check_inputs(data, remedy)
-        # What an adopted pipeline does before it looks ids up, and to numbers, only it knows.
-        if adopted and not self._pipelines() & pipelines_of(data):
-            raise UserError(
-                f"the data must come from the pipeline of the run. Received: {data.path}, adopted "
-                f"with another workflow than {self.path}'s, which may mean something else by its "
-                f"numbers and ids. {remedy}"
-            )
-        for name in _files_beside(homes, vocabularies) if adopted else ():
-            if not _same_tables(homes[0] / name, homes[1] / name):
-                raise UserError(
-                    "the data must come from the pipeline of the run. Received: "
-                    f"{data.path}, where {name} differs from {self.path}'s: of another fit of the "
-                    f"workflow, whose numbers and ids may mean something else. {remedy}"
-                )
+        raise UserError(
+            f"the data must have the columns, numbers and ids of the run. Received: {data.path}, "
+            f"which differs from {self.path} in {found}. Evaluate on {own}raw rows ({raw}), or "
+            "train on this one."
+        )
 
-    def _check_inputs(self, data: PreparedData, remedy: str) -> None:
-        """Refuse another label, other kinds of fields, or numbers that were scaled otherwise."""
-        mine, its = self.config, inputs_of(data)
-        for key, what in _INPUTS.items():
-            if mine[key] == its[key]:
+    def _difference(self, data: PreparedData, adopted: bool) -> str | None:
+        """The first thing in which data mean something else, or `None`."""
+        its = {**inputs_of(data), "cardinalities": data.cardinalities}
+        for key, what in _MEANING.items():
+            mine, other = self.config[key], its[key]
+            if mine == other or (key == "ranges" and adopted):
                 continue
-            if key not in ("ranges", "special_ids"):
-                found = f"{its[key]!r} instead of {mine[key]!r}"
-            elif mine[key] is None or its[key] is None:
-                continue  # an adopted pipeline, of which its workflow is compared
-            else:
-                name = min(n for n in mine[key] if mine[key][n] != its[key].get(n))
-                word = "from" if key == "ranges" else "as"
-                found = f"{name!r} {word} {its[key].get(name)} instead of {mine[key][name]}"
-            raise UserError(
-                f"the data must have the {what} of the run. Received: {data.path}, with {found} "
-                f"in {self.path}. {remedy}"
-            )
-
-    def _pipelines(self) -> set[str]:
-        own = checksum(self.path / "workflow" / WORKFLOW)
-        return {own, *self.config["pipelines"]}
+            if isinstance(mine, dict):
+                name = min(n for n in {**mine, **other} if mine.get(n) != other.get(n))
+                what, mine, other = f"the {what} of {name!r}", mine.get(name), other.get(name)
+            return f"{what}: {other!r} instead of {mine!r}"
+        home, its_home = self.path / "workflow", data.path / "workflow"
+        for path in sorted(home.rglob("unique.*.parquet")):
+            name = path.relative_to(home)
+            if not _same(path, its_home / name):
+                return f"{name}, so that ids mean something else"
+        own = {checksum(home / WORKFLOW), *self.config["pipelines"]}
+        if adopted and not own & pipelines_of(data):
+            return "the pipeline that it was adopted from"
+        # Statistics of another fit, which are inputs: a job may save them where the last one did.
+        for path in sorted(home.rglob("*.parquet")) if adopted else ():
+            name = path.relative_to(home)
+            is_known = any(part.startswith(("unique.", "meta.")) for part in name.parts)
+            if is_known or not path.is_file():
+                continue
+            if not (its_home / name).is_file() or not filecmp.cmp(path, its_home / name, False):
+                return f"{name}, of another fit of the workflow"
+        return None
 
     def model(self, which: str = "last") -> Any:
         """The trained `mm.Model`, to predict with: as it was at the end, or at its best.
@@ -449,73 +407,15 @@ class Run:
         return InferenceWorkflow(self.workflow(trust=trust), spec.fields, spec.label, spec.lists)
 
 
-def _check_result(path: Path, result: Any) -> None:
-    """Refuse a result that is not `train`'s, or of another version."""
-    version = result.get("format") if isinstance(result, dict) else None
-    if version != FORMAT_VERSION:
-        raise UserError(
-            f"a run must be of format {FORMAT_VERSION}. Received: format {version!r} in "
-            f"{path / RESULT}. Train again with this version, into another folder."
-        )
-
-    def check(holder: Mapping[str, Any], keys: Mapping[str, type], of: str = "") -> None:
-        for key, kind in keys.items():
-            if not isinstance(holder.get(key), kind):
-                raise UserError(
-                    f"{path / RESULT} must hold {of + key!r}. Received: a file in which it is "
-                    "missing or of another kind. Train again into another folder."
-                )
-
-    check(result, _KEYS)
-    check(result["config"], _CONFIG_KEYS, "config.")
-    for key in ("auc", "log_loss"):
-        if key not in result or not isinstance(result[key], float | None):
-            check({}, {key: float})
-    if not is_manifest(result.get("manifest")) or not result["manifest"]:
-        check({}, {"manifest": dict})
-
-
-def _files_beside(homes: Iterable[Path], vocabularies: set[Path]) -> list[Path]:
-    """Files of saved workflows beside vocabularies, which hold statistics of groups, say."""
-    files = ((home, path) for home in homes for path in home.rglob("*.parquet") if path.is_file())
-    found = {path.relative_to(home) for home, path in files}
-    within = {n for n in found if n in vocabularies or not vocabularies.isdisjoint(n.parents)}
-    # Of a vocabulary, how many rows it was made of.
-    return sorted(n for n in found - within if not n.name.startswith("meta."))
-
-
-def _same_tables(mine: Path, other: Path) -> bool:
-    """Whether two files of parquet hold the same, whatever wrote them."""
-    if not (mine.is_file() and other.is_file()):
-        return False
-    if filecmp.cmp(mine, other, shallow=False):
-        return True
-    try:
-        one, two = (pq.read_table(path) for path in (mine, other))
-        if one.equals(two):
-            return True
-        if one.schema.names != two.schema.names or one.schema.types != two.schema.types:
-            return False
-        # A NaN is as another; beside a missing one, integers stay such.
-        frames = (
-            [column.to_pandas(integer_object_nulls=True) for column in table.columns]
-            for table in (one, two)
-        )
-        return all(a.equals(b) for a, b in zip(*frames, strict=True))
-    except (OSError, pa.ArrowException):
-        return False
-
-
 def _same(mine: Path, other: Path) -> bool:
-    """Whether two vocabularies, files or folders of parts, have the same ids in the same order."""
-    if mine.is_file() and other.is_file() and filecmp.cmp(mine, other, shallow=False):
-        return True
-    if not (mine.exists() and other.exists()):
-        return False
-    # Another version of pyarrow writes other bytes, and other rows are other counts beside the ids.
-    column = mine.name.removeprefix("unique.").removesuffix(".parquet")
+    """Whether two vocabularies, files or folders of parts, have the same ids in the same order.
+
+    Their bytes may differ: beside the ids are counts.
+    """
     try:
-        a, b = (pq.read_table(path, columns=[column])[column] for path in (mine, other))
-        return bool(a.equals(b.cast(a.type)))
-    except (KeyError, OSError, pa.ArrowException):
+        a, b = (pq.read_table(path) for path in (mine, other))
+        ids = [name for name in a.schema.names if not name.endswith("_size")]
+        a, b = a.select(ids), b.select(ids)
+        return bool(a.equals(b.cast(a.schema)))
+    except (KeyError, ValueError, OSError, pa.ArrowException):
         return False
