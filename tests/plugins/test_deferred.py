@@ -371,22 +371,6 @@ def test_what_rows_wait_for_is_named_by_its_table():
     assert [name.rpartition("last_step_")[2][0] for name in names] == ["0", "1"]
 
 
-def test_steps_that_float32_cannot_number_are_refused():
-    """Rows would be taken for current that are a step late."""
-    model = trained_again("deferred", 1)
-    model.optimizer.catch_up()
-    for part in model.optimizer.optimizers[:2]:
-        part.iterations.assign(2**24 - 1)
-        for spec in model.optimizer.table_specs:
-            last_step = part.deferred.last_step_of(spec.variable)
-            if last_step is not None:
-                last_step.assign(tf.fill(last_step.shape, 2.0**24 - 1))
-    x, y = next(batches(1))
-    model.train_on_batch(x, y)
-    with pytest.raises(tf.errors.InvalidArgumentError, match="supports 16777216 steps"):
-        model.train_on_batch(x, y)
-
-
 def test_saved_and_loaded_it_goes_on(tmp_path):
     exact, deferred = (trained_again(update, 15) for update in ("exact", "deferred"))
     save_model(deferred, tmp_path / "model")

@@ -24,10 +24,7 @@ def check_path(name: str, path: str | os.PathLike[str]) -> None:
 def is_whole(
     value: Any, least: int | None = None, most: int | None = None, *, numpys: bool = False
 ) -> bool:
-    """Whether `value` is a whole number from `least` to `most`, and no bool.
-
-    With `numpys` it may be one of NumPy's, which JSON does not take.
-    """
+    """Whether `value` is a whole number from `least` to `most`, and no bool; NumPy's: `numpys`."""
     whole = isinstance(value, numbers.Integral if numpys else int) and not isinstance(value, bool)
     return whole and (least is None or value >= least) and (most is None or value <= most)
 
@@ -38,11 +35,7 @@ def plain(value: Any) -> Any:
         return type(value)(map(plain, value))
     if type(value) is dict:
         return {key: plain(item) for key, item in value.items()}
-    if type(value).__module__ == "numpy" and getattr(value, "ndim", None) == 0:
-        return value.item()
-    if isinstance(value, numbers.Real) and not isinstance(value, int | float):
-        return int(value) if isinstance(value, numbers.Integral) else float(value)
-    return value
+    return value.item() if getattr(value, "ndim", None) == 0 else value
 
 
 def make_plain(instance: Any) -> None:
@@ -89,11 +82,9 @@ def argument_name(feature: str) -> str:
 def unsavable_names(names: Iterable[str]) -> list[str]:
     """Feature names that a SavedModel's signature cannot take.
 
-    It names the inputs after the features, and Python's arguments after those: letters, digits,
-    `_`, `.` and `-` after a letter or digit, no word of Python's, and no two that differ in `.`,
-    `-` and `_` alone, in `arg_` before a digit, or in small and capital letters. Keras finds out at
-    `model.save`, after the training. (It takes, but renames, those that `argument_name` gives
-    another name.)
+    Names are letters, digits, `_`, `.` and `-` after a letter or digit, and no word of Python's. No
+    two may differ in `.`, `-` and `_` alone, in `arg_` before a digit, or in case. Keras finds out
+    at `model.save`, after the training.
     """
     refused, taken = [], set[tuple[str, str]]()
     for name in names:

@@ -1,9 +1,8 @@
 """The five clip rules of Table 6 as pure functions of gradients, rows, counts and fields.
 
-All act on gradients after L2 was added, summed per id, on the rows of the batch; L2 of absent rows
-stays outside every norm. (The published code has only the last rule, and adds L2 to all rows before
-it.) A rule bounds the norm of a unit: a row, the rows of a field, or all rows. It only needs norms
-of rows, so tables of different widths are clipped as one by joining their `RowNorms`.
+All act on gradients summed per id, with L2, on the rows of the batch. (The published code has only
+the last rule, and adds L2 to all rows before it.) A rule bounds the norm of a unit: a row, the rows
+of a field, or all rows. Tables of different widths are clipped as one by joining their `RowNorms`.
 """
 
 from __future__ import annotations
@@ -16,11 +15,6 @@ from typing import NamedTuple
 from merlin_cowclip.plugins._tensorflow import tf
 
 
-def _of_one_rank(values: tf.Tensor, how: str) -> tf.Tensor:
-    """Their "sum" or "max" over all ranks, where one rank has all rows."""
-    return values
-
-
 class RowNorms(NamedTuple):
     """What the rules know of U rows: all of the batch's, or those that this rank has."""
 
@@ -29,7 +23,7 @@ class RowNorms(NamedTuple):
     counts: tf.Tensor  # U, samples of the batch that hold the id; 0 for padding and unread rows
     fields: tf.Tensor  # U, int64 number of the field that the row belongs to
     num_fields: int
-    over_all: Callable[[tf.Tensor, str], tf.Tensor] = _of_one_rank
+    over_all: Callable[[tf.Tensor, str], tf.Tensor] = lambda values, how: values  # of all ranks
 
 
 def row_norms(rows: tf.Tensor) -> tf.Tensor:
@@ -103,19 +97,12 @@ def _share(norms: tf.Tensor, whole: tf.Tensor, bound: tf.Tensor | float) -> tf.T
 
 @dataclass(frozen=True)
 class ClipRule:
-    """A rule of Table 6.
+    """A rule of Table 6."""
 
-    Attributes:
-      name: as `CowClipAdam(clip=…)` takes it.
-      lengths: norms → the rows' norms after the clip, U; takes `parameters` by keyword.
-      adaptive: whether the bound follows the rows' own norms and counts.
-      by_row: whether a row is clipped by what is its own.
-    """
-
-    name: str
-    lengths: Callable[..., tf.Tensor]
-    adaptive: bool = False
-    by_row: bool = False
+    name: str  # as `CowClipAdam(clip=…)` takes it
+    lengths: Callable[..., tf.Tensor]  # norms → those after the clip; `parameters` by keyword
+    adaptive: bool = False  # whether the bound follows the rows' own norms and counts
+    by_row: bool = False  # whether a row is clipped by what is its own
 
     @property
     def parameters(self) -> tuple[str, ...]:
@@ -169,8 +156,8 @@ def clip_by_adaptive_field_norm(
     """The rows of each field are bounded by `n · max(r·‖W_u‖, ζ)` (Adaptive Field-wise GC).
 
     `‖W_u‖` is the norm over the field's rows in the batch; n is the sum of their counts, at least
-    1. Arguments and result are those of `clip_by_adaptive_column_norm`; in addition, `fields` are U
-    numbers of the rows' fields, from 0 to `num_fields` - 1; `None` for one field.
+    1. `fields` are U numbers from 0 to `num_fields` - 1; `None` for one field. All else is as in
+    `clip_by_adaptive_column_norm`.
     """
     known = gradients, rows, counts, fields, num_fields
     return _clip("adaptive_field", *known, ratio=ratio, floor=floor)
@@ -219,16 +206,8 @@ def absent_rows(
 ) -> tf.Tensor:
     """The gradient of rows that no sample of the batch holds: `2λ·w_k`, clipped as of count 1.
 
-    Only "adaptive_column" reaches absent rows (Algorithm 1 over all rows).
-
-    Args:
-      rows: V×d, before the update.
-      l2: λ.
-      clip: r and ζ of the rule "adaptive_column"; `None` for no clip, or another rule.
-      exempt: V, rows that are not clipped; `None` for none.
-
-    Returns:
-      V×d, of the rows' dtype, in a buffer of its own.
+    `clip` has r and ζ of the rule "adaptive_column", the only one that reaches absent rows
+    (Algorithm 1 over all rows). `exempt` rows are not clipped. The result is a buffer of its own.
     """
     decay = 2.0 * l2 * rows
     # The norm of 2λ·w exceeds max(r·‖w‖, ζ) only if r < 2λ.

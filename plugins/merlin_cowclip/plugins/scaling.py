@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import numbers
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, ClassVar
@@ -79,11 +79,10 @@ class Hyperparameters:
             raise ValueError(
                 f"batch_size must be a whole number. Received: batch_size={self.batch_size!r}"
             )
-        positive = ("batch_size", "dense_lr", "embedding_lr", "clip_ratio")
-        for field in dataclasses.fields(self):
-            if field.name in ("clip", "clip_threshold"):
-                continue
-            check_number(field.name, getattr(self, field.name), positive=field.name in positive)
+        for name in ("batch_size", "dense_lr", "embedding_lr", "clip_ratio"):
+            check_number(name, getattr(self, name), positive=True)
+        for name in ("l2", "clip_floor", "init_stddev", "warmup_epochs"):
+            check_number(name, getattr(self, name))
         check_clip(self.clip, self.clip_threshold)
         make_plain(self)
 
@@ -140,36 +139,28 @@ def _show(value: Any) -> str:
 
 @dataclass(frozen=True)
 class ScalingRule:
-    """Factors of dense η, embedding η and λ as functions of s = new batch size / base batch size.
+    """Powers of s = new batch size / base batch size by which dense η, embedding η and λ grow.
 
     `recipe` is where it starts from: dense η, clip, initialisation, warm-up (Table 2, Appendix G).
     """
 
     name: str
     paper: str
-    dense_lr: Callable[[float], float]
-    embedding_lr: Callable[[float], float]
-    l2: Callable[[float], float]
+    dense_lr: float
+    embedding_lr: float
+    l2: float
     recipe: Mapping[str, Any]
-
-
-def _one(s: float) -> float:
-    return 1.0
-
-
-def _linear(s: float) -> float:
-    return s
 
 
 _PLAIN = {"dense_lr": 1e-4, "clip": None, "init_stddev": 1e-4, "warmup_epochs": 0.0}
 _COWCLIP = {"dense_lr": 8e-4, "clip": "adaptive_column", "init_stddev": 1e-2, "warmup_epochs": 1.0}
 _RULES = (
-    ScalingRule("none", "No Scaling", _one, _one, _one, _PLAIN),
-    ScalingRule("sqrt", "Sqrt Scaling (Rule 1)", math.sqrt, math.sqrt, math.sqrt, _PLAIN),
-    ScalingRule("sqrt_star", "Sqrt Scaling*", math.sqrt, math.sqrt, _one, _PLAIN),
-    ScalingRule("linear", "Linear Scaling (Rule 2)", _linear, _linear, _one, _PLAIN),
-    ScalingRule("n2_lambda", "n²–λ Scaling (Rule 4)", math.sqrt, _one, lambda s: s * s, _PLAIN),
-    ScalingRule("cowclip", "CowClip Scaling (Rule 3)", math.sqrt, _one, _linear, _COWCLIP),
+    ScalingRule("none", "No Scaling", 0, 0, 0, _PLAIN),
+    ScalingRule("sqrt", "Sqrt Scaling (Rule 1)", 0.5, 0.5, 0.5, _PLAIN),
+    ScalingRule("sqrt_star", "Sqrt Scaling*", 0.5, 0.5, 0, _PLAIN),
+    ScalingRule("linear", "Linear Scaling (Rule 2)", 1, 1, 0, _PLAIN),
+    ScalingRule("n2_lambda", "n²–λ Scaling (Rule 4)", 0.5, 0, 2, _PLAIN),
+    ScalingRule("cowclip", "CowClip Scaling (Rule 3)", 0.5, 0, 1, _COWCLIP),
 )
 SCALING_RULES: Mapping[str, ScalingRule] = MappingProxyType({rule.name: rule for rule in _RULES})
 """The six rules by name (Section 3.1 and Table 2)."""
@@ -198,9 +189,8 @@ def recipe(rule: str) -> Hyperparameters:
 def scale(tuned: Hyperparameters, *, to: int, rule: str = "cowclip") -> Hyperparameters:
     """Hyperparameters for batch size `to`, from those tuned at `tuned.batch_size`.
 
-    Scales dense η, embedding η and λ by the rule's factors of s = `to` / `tuned.batch_size`; any
-    s > 0, also below 1. A constant clip threshold grows by √s (Appendix I). Clip rule, r, ζ, σ and
-    warm-up stay as they are (`recipe` gives those that belong to a rule).
+    Scales dense η, embedding η and λ by the rule's factors of s = `to` / `tuned.batch_size`, and a
+    constant clip threshold by √s (Appendix I). All else stays (`recipe` has what suits a rule).
 
     Args:
       tuned: the values found at the base batch size.
@@ -218,9 +208,9 @@ def scale(tuned: Hyperparameters, *, to: int, rule: str = "cowclip") -> Hyperpar
     threshold = tuned.clip_threshold
     scaled = tuned.replace(
         batch_size=to,
-        dense_lr=tuned.dense_lr * found.dense_lr(s),
-        embedding_lr=tuned.embedding_lr * found.embedding_lr(s),
-        l2=tuned.l2 * found.l2(s),
+        dense_lr=tuned.dense_lr * s**found.dense_lr,
+        embedding_lr=tuned.embedding_lr * s**found.embedding_lr,
+        l2=tuned.l2 * s**found.l2,
         clip_threshold=None if threshold is None else threshold * math.sqrt(s),
     )
     object.__setattr__(scaled, "_scaled", (tuned, found.name))

@@ -48,7 +48,7 @@ def _horovod() -> Any:
 
 
 def broadcasts_variables(callback: Any) -> bool:
-    """Whether it is Horovod's callback that gives all ranks the weights of one."""
+    """Whether it is Horovod's callback that would overwrite the rows of sharded tables."""
     if not has_horovod:
         return False
     from horovod._keras.callbacks import BroadcastGlobalVariablesCallbackImpl
@@ -69,14 +69,9 @@ def all_reduce_each(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
 
 @tf.autograph.experimental.do_not_convert
 def all_to_all(values: tf.Tensor, sizes: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-    """Rows to the ranks, and those that come from them; on all ranks at once.
+    """Rows (n×…) in the order of the ranks that they are for, of which each gets `sizes` (N).
 
-    Args:
-      values: n×…, behind each other by the rank that they are for.
-      sizes: N, how many rows are for each.
-
-    Returns:
-      What has come, behind each other by the rank that it is from; and how many from each, N.
+    Returns what has come, in the order of the ranks, and how many rows from each, N.
     """
     name = _name("all_to_all")
     return tuple(_horovod().alltoall(values, splits=sizes, name=name, ignore_name_scope=True))
@@ -108,15 +103,7 @@ def broadcast(variables: Iterable[tf.Variable]) -> None:
 
 
 def check_same(of_one: Mapping[str, Any], rule: str) -> None:
-    """Refuse what the ranks do not have alike; eagerly, on all ranks at once.
-
-    Args:
-      of_one: what this rank has, fit for JSON, by name.
-      rule: a sentence that says what must be the same.
-
-    Raises:
-      ValueError: on all ranks, the first that differs, as each has it.
-    """
+    """Refuse JSON values that differ between ranks, with `rule`, a sentence; on all at once."""
     found = [_flat(one) for one in all_gather_object(of_one)]
     for name in dict.fromkeys(itertools.chain(*found)):
         values = [one.get(name) for one in found]
@@ -149,7 +136,7 @@ def done_for_all(what: str) -> Iterator[None]:
         yield
     except Exception as error:
         failure = error
-    said = all_gather_object(None if failure is None else str(failure) or type(failure).__name__)
+    said = all_gather_object(failure and (str(failure) or type(failure).__name__))
     if failure is not None:
         raise failure
     for rank, sentence in enumerate(said):

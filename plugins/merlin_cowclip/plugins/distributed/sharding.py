@@ -42,12 +42,11 @@ class Shard(NamedTuple):
 def look_up(
     variable: tf.Variable, rows: tf.Tensor, shard: Shard, *, whole: bool, trainable: bool
 ) -> tf.Tensor:
-    """Rows of a table in shards, by row numbers of any shape: that shape × d.
+    """Rows of a table in shards, by row numbers of any shape: that shape × d; on all ranks at once.
 
-    Called on all ranks at once, each with row numbers of its own; one that is none of the table's
-    is read as the first or the last. The gradient is one of the whole table, slices by row number.
-    `variable` has this rank's rows; `whole` as in `TableAccess`; `trainable`: by an optimizer that
-    sends gradients to the owners.
+    A number out of range is read as the first or the last row. The gradient has slices by row
+    number of the whole table. `variable` has this rank's rows; `whole` as in `TableAccess`;
+    `trainable`: whether an optimizer sends gradients to the owners.
     """
     flat = tf.reshape(rows, [-1])
     shape = tf.concat([tf.shape(rows, tf.int64), [variable.shape[1]]], axis=0)

@@ -42,11 +42,7 @@ def warn_of_others_than(stddev: float, specs: Iterable[TableSpec], *, stacklevel
 
 
 def initialize(stddev: float, specs: Iterable[TableSpec]) -> None:
-    """Let tables of width 2 and more with a uniform or normal initializer start from N(0, σ).
-
-    Raises:
-      ValueError: one is built, or its layer takes another σ as an argument of its own.
-    """
+    """Let tables of width 2 and more with a uniform or normal initializer start from N(0, σ)."""
     layers = []
     for spec, mean, found in _starts(specs):
         if spec.layer.built:

@@ -20,14 +20,12 @@ from merlin_cowclip.plugins.embeddings.counting import LookupRecorder
 class TableAccess:
     """How a table's rows are to be looked up, so that its update costs least.
 
-    `tf.gather(variable, …)` makes TensorFlow copy the variable in every later read of the whole
-    and every dense update: V×d bytes, twice a step in the exact mode. To gather from the read value
-    (`tf.gather(tf.convert_to_tensor(variable), …)`) does not, and its gradient is as sparse. The
-    lazy mode scatters into the variable, and so needs the first.
+    `tf.gather(variable, …)` makes TensorFlow copy the variable in every later dense update: V×d
+    bytes. Gathering from the read value does not. The lazy mode scatters, and needs the first.
 
     Attributes:
-      whole: gather from the read value; the optimizer sets it in the exact mode and unsets it in
-        the lazy one. `None`, before there is an optimizer: only in eager calls.
+      whole: gather from the read value, as the exact mode needs; `None`, before there is an
+        optimizer: only in eager calls.
       catch_up: called before rows are read, with the variable and the rows, or `None` for all.
       is_used: whether the layer looks its rows up by `gather`.
       shard: which rows this rank has, where the ranks share them; `None`: it has all.
@@ -39,7 +37,7 @@ class TableAccess:
     shard: Shard | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Refuse copies and pickles of a table with pending rows, or with one rank's rows."""
+        """For copies and pickles: refused of a table with pending rows, or with one rank's rows."""
         if self.catch_up is not None or self.shard is not None:
             raise ValueError(
                 "A model with update='deferred' or sharded tables cannot be copied or pickled: its "
@@ -73,13 +71,11 @@ class TableSpec:
     Attributes:
       name: how messages and summaries call it.
       layer: the layer that owns the variable.
-      get_variable: returns the V×d variable, of a table in shards this rank's rows; may only be
-        called once the layer is built.
+      get_variable: returns the built layer's V×d variable; of a sharded table this rank's rows.
       row_offsets: first row of each range of rows, then V; `(0, V)` for one field or for a table
         that several fields share. Clips by field are by range.
       columns: the schema of the fields.
-      width: d. Tables of width 1 are linear weights: they take L2 but are not clipped, unless
-        `clip_tables` names them or their fields.
+      width: d. Tables of width 1 are linear weights: not clipped, unless `clip_tables` names them.
       recorder: the lookups of the current step.
       access: how the layer is to look rows up; Merlin's own tables do it their way.
       range_of_column: for each column, the number of the range that it reads; left out, column i
@@ -138,11 +134,7 @@ class TableSpec:
         return tuple("+".join(fields) or self.name for fields in names)
 
     def selected(self, wanted: Sequence[Any]) -> tuple[bool, ...]:
-        """For each range of rows, whether `wanted` names it, or a field that reads it.
-
-        Args:
-          wanted: names of tables or fields, tags, and layers.
-        """
+        """For each range of rows, whether `wanted` (names, tags, layers) has it, or its field."""
         tags = [item for item in wanted if isinstance(item, Tags)]
         others = [item for item in wanted if not isinstance(item, Tags)]
         layers = [item if item is self.layer else getattr(item, "table", None) for item in others]

@@ -30,8 +30,7 @@ class RowStatistics:
 
     Attributes:
       rows: how many, without the row of padding.
-      occurrences: samples that hold them, the counts of the clip; of a table that is not clipped
-        and whose lookups are not recorded, how often the gradient has them, padding among them.
+      occurrences: samples that hold them, the counts of the clip.
       clipped_rows: rows whose gradient the clip made shorter.
       clipped_occurrences: samples that hold these.
       gradient_norms: sum of gradient norms, with L2, before the clip; NaN or infinite once one was.
@@ -52,22 +51,22 @@ class RowStatistics:
     @property
     def gradient_norm(self) -> float | None:
         """Mean norm of a row's gradient; `None` where there is no row."""
-        return _quotient(self.gradient_norms, self.rows)
+        return self.gradient_norms / self.rows if self.rows else None
 
     @property
     def weight_norm(self) -> float | None:
         """Mean norm of a row's weights; `None` where there is no row."""
-        return _quotient(self.weight_norms, self.rows)
+        return self.weight_norms / self.rows if self.rows else None
 
     @property
     def share_of_rows_clipped(self) -> float | None:
         """Of 1; `None` where there is no row."""
-        return _quotient(self.clipped_rows, self.rows)
+        return self.clipped_rows / self.rows if self.rows else None
 
     @property
     def share_of_occurrences_clipped(self) -> float | None:
         """Of 1; `None` where there is no row."""
-        return _quotient(self.clipped_occurrences, self.occurrences)
+        return self.clipped_occurrences / self.occurrences if self.occurrences else None
 
 
 @dataclass(frozen=True)
@@ -85,10 +84,6 @@ class NormBin:
     norm: float
     rare: int
     frequent: int
-
-
-def _quotient(total: float, number: int) -> float | None:
-    return total / number if number else None
 
 
 @dataclass(frozen=True)
@@ -151,23 +146,16 @@ class StepStatistics:
         specs: Sequence[TableSpec],
         on_cpu: bool,
     ) -> None:
-        """Add a step.
+        """Add a step: the norms of U rows before the clip and their `lengths` after it.
 
-        Args:
-          norms: of U rows, before the clip.
-          counts: U, of each how many samples of the batch hold it; 0 where it is none of its ids.
-          lengths: U, the gradients' norms after it.
-          rows: U×d in all, before the update, by table.
-          specs: the tables whose fields `norms.fields` numbers, in their order.
-          on_cpu: whether the ops are placed on a CPU; see `row_ops.py`.
+        `counts` are 0 for rows of none of the batch's ids. `rows` are those before the update, by
+        table; `specs` the tables whose fields `norms.fields` numbers.
         """
-        # In float64 also within a step: float32 is exact up to 2^24, and lists in a large batch
-        # hold more ids.
+        # In float64 also within a step: float32 is exact up to 2^24, and lists hold more ids.
         frequent = tf.cast(counts >= tf.constant(self.frequent_from, counts.dtype), tf.int64)
         counts = tf.cast(counts, tf.float64)
         is_held = counts > 0  # not padding, and no id beyond the table: see `adam.py`
-        # Not norms.rows: TensorFlow's graph optimizer multiplies by the clip's ratio elsewhere once
-        # something else reads them, which changes a last digit of the clip.
+        # Not norms.rows: were they read twice, the graph optimizer would change a last digit.
         weights = tf.concat([plain_norms(some) for some in rows], axis=0)
         held = tf.cast(is_held, tf.float64)
         clipped = tf.cast(tf.logical_and(is_held, lengths < norms.gradients), tf.float64)
@@ -202,10 +190,9 @@ class StepStatistics:
         return self._fields(self._of_all_ranks(self._sums.numpy()))
 
     def gradient_norms(self) -> list[NormBin]:
-        """How long the gradients of rows were since the last `reset` (Figure 4 of the paper).
+        """A histogram of gradient norms since the last `reset` (Figure 4 of the paper).
 
-        Of tables of width 2 and more, where there are any; the bins from the first that holds a row
-        to the last.
+        Of tables of width 2 and more, where there are any; without empty bins at its ends.
         """
         widths = [spec.width for spec in self._tables for _ in spec.range_names]
         chosen = [width > 1 or max(widths) == 1 for width in widths]
@@ -259,12 +246,6 @@ def _bin(norms: tf.Tensor) -> tf.Tensor:
     return tf.cast(tf.floor(tf.math.log(inside) / math.log(2.0)), tf.int64) - _LOWEST
 
 
-def _placed(values: tf.Tensor, places: Sequence[int]) -> tf.Tensor:
-    """The rows of `values`, counted from 1, at `places`; zeros where that is 0."""
-    zeros = tf.zeros([1, values.shape[1]], values.dtype)
-    return tf.gather(tf.concat([zeros, values], axis=0), tf.constant(places, tf.int64))
-
-
 class NotFinite(NamedTuple):
     """A NaN or an infinite number was found.
 
@@ -286,19 +267,17 @@ class NotFinite(NamedTuple):
         return f"a {self.what} of the field {self.field!r} in the table {self.table!r}"
 
 
-def in_fields(statistics: Iterable[FieldStatistics]) -> list[NotFinite]:
-    """The fields whose sums of norms are not finite: some row's gradient or weights were not."""
-    return [
+def not_finite(
+    fields: Iterable[FieldStatistics], variables: Sequence[tf.Variable]
+) -> list[NotFinite]:
+    """Fields with a sum of norms that is not finite, and such variables (floating point)."""
+    found = [
         NotFinite(what, field.table, field.field)
-        for field in statistics
+        for field in fields
         for what in ("gradient", "weight")
         if not math.isfinite(getattr(field.all, f"{what}_norms"))
     ]
-
-
-def not_finite(variables: Iterable[tf.Variable]) -> list[NotFinite]:
-    """Those of some floating-point variables that hold NaN or infinity now."""
-    variables = list(variables)
     checks = [tf.reduce_all(tf.math.is_finite(variable)) for variable in variables]
     finite = tf.stack([True, *checks]).numpy()[1:]  # one read of all
-    return [NotFinite("weight", variable=variables[i].name) for i in np.flatnonzero(~finite)]
+    names = (variables[i].name for i in np.flatnonzero(~finite))
+    return found + [NotFinite("weight", variable=name) for name in names]

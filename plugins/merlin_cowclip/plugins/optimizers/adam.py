@@ -24,11 +24,7 @@ from merlin_cowclip.plugins.clipping import (
 from merlin_cowclip.plugins.distributed.gradients import ReducedRows, RowSums, all_gather_rows
 from merlin_cowclip.plugins.distributed.horovod import all_reduce
 from merlin_cowclip.plugins.distributed.sharding import Shard, join_shards
-from merlin_cowclip.plugins.embeddings.counting import (
-    check_repeats,
-    count_all_rows,
-    count_samples,
-)
+from merlin_cowclip.plugins.embeddings.counting import check_repeats, count_all_rows, count_samples
 from merlin_cowclip.plugins.embeddings.discovery import check_regularizer
 from merlin_cowclip.plugins.embeddings.tables import TableSpec
 from merlin_cowclip.plugins.monitoring.statistics import StepStatistics, plain_norms
@@ -297,10 +293,8 @@ class CowClipAdam(RefusesOptions, mm.LazyAdam):
             specs = [self._specs[variable.ref()] for variable in variables]
             with colocated_with(variables[0]) as on_cpu:
                 # Of a dense gradient every row is one of the batch's; of another not the padding.
-                held = [
-                    _of_rows(tf.maximum(t.counts, 1.0) if t.is_whole else t.counts, t, v)
-                    for t, v in pairs
-                ]
+                held = [tf.maximum(t.counts, 1.0) if t.is_whole else t.counts for t in tables]
+                held = [_of_rows(counts, *pair) for counts, pair in zip(held, pairs, strict=True)]
                 self.statistics.add(known, tf.concat(held, axis=0), lengths, rows, specs, on_cpu)
         if self.clip is None:
             return [table.gradients for table in tables]

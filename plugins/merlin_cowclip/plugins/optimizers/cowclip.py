@@ -18,12 +18,7 @@ from merlin_cowclip.plugins.distributed.horovod import ranks
 from merlin_cowclip.plugins.distributed.sharding import Shard
 from merlin_cowclip.plugins.embeddings.initializers import initialize, warn_of_others_than
 from merlin_cowclip.plugins.embeddings.tables import TableSpec, check_whole
-from merlin_cowclip.plugins.monitoring.statistics import (
-    NotFinite,
-    StepStatistics,
-    in_fields,
-    not_finite,
-)
+from merlin_cowclip.plugins.monitoring.statistics import NotFinite, StepStatistics, not_finite
 from merlin_cowclip.plugins.optimizers.adam import CLIPS_OF_KERAS, table_parts
 from merlin_cowclip.plugins.optimizers.model_hooks import install_hooks
 from merlin_cowclip.plugins.optimizers.parts import (
@@ -63,9 +58,9 @@ _NO_MODEL = (
 class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
     """One optimizer for a whole Merlin model, by the paper's recipe.
 
-    Three optimizers own the model's variables: `CowClipAdam` with the clip for embedding tables,
-    `CowClipAdam` without it for tables of width 1 (the linear part) and tables that are not to be
-    clipped, and Keras's Adam for the rest, whose learning rate warms up. L2 acts on tables only.
+    Three optimizers own its variables: `CowClipAdam` with the clip for embedding tables,
+    `CowClipAdam` without it for tables of width 1 (the linear part) and others that are not to be
+    clipped, and Keras's Adam with warm-up for the rest. L2 acts on tables only.
 
     ```python
     big = scale(tuned, to=131_072)
@@ -295,13 +290,8 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
 
     def owner(self) -> dict[Any, Any]:
         """Variable → the optimizer of its table; built tables only."""
-        clipped, unclipped = self._tables
-        built = {
-            spec: clipped_ranges(spec, self.clip_tables)
-            for spec in self.table_specs
-            if spec.layer.built
-        }
-        owner = {s.variable.ref(): clipped if any(r) else unclipped for s, r in built.items()}
+        built = {s: clipped_ranges(s, self.clip_tables) for s in self.table_specs if s.layer.built}
+        owner = {s.variable.ref(): self._tables[not any(r)] for s, r in built.items()}
         if tuple(owner) != self._bound:
             places = {spec: place for place, spec in enumerate(self.table_specs)}
             for part in self._tables:
@@ -371,7 +361,7 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
                 f"The hyperparameters are for batches of {wanted:,} samples, but this fit has "
                 f"batches of {batch_size:,}. Use scale(…, to={batch_size}), or the batch "
                 "size that they are for.",
-                stacklevel=4,  # the call of fit, past two functions of `model_hooks`
+                stacklevel=4,  # the call of fit
             )
 
     def training_begins(self, steps_per_epoch: int | None) -> None:
@@ -518,15 +508,14 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
         ranges = {s.variable.ref(): r for s, r in self.clipped_ranges().items() if s.layer.built}
         lines = []
         for variable in model.trainable_variables:
-            part = owner.get(variable.ref())
-            if part is None:
-                lines.append(Owned(variable, self.default_optimizer, "Adam", 0.0))
-                continue
-            clipped = ranges[variable.ref()]
-            rule = f"clip {part.clip}" if any(clipped) else "no clip"
-            if any(clipped) and not all(clipped):
-                rule += f" ({sum(clipped)} of {len(clipped)} fields)"
-            lines.append(Owned(variable, part, f"{rule}, {part.update}", part.l2))
+            part, rule, l2 = owner.get(variable.ref(), self.default_optimizer), "Adam", 0.0
+            if part is not self.default_optimizer:
+                clipped, l2 = ranges[variable.ref()], part.l2
+                rule = f"clip {part.clip}" if any(clipped) else "no clip"
+                if any(clipped) and not all(clipped):
+                    rule += f" ({sum(clipped)} of {len(clipped)} fields)"
+                rule += f", {part.update}"
+            lines.append(Owned(variable, part, rule, l2))
         return lines
 
     def observe(self, frequent_share: float = 1e-3) -> StepStatistics:
@@ -578,9 +567,9 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
         """
         tables = {spec.variable.ref() for spec in self.table_specs if spec.layer.built}
         weights = [one.variable for one in self.owned()] + self._model.non_trainable_variables
-        dense = (v for v in weights if v.ref() not in tables and v.dtype.is_floating)
+        dense = [v for v in weights if v.ref() not in tables and v.dtype.is_floating]
         observed = [] if self._statistics is None else self._statistics.total()
-        return in_fields(observed) + not_finite(dense)
+        return not_finite(observed, dense)
 
     def summary(self) -> str:
         """A table of all trainable variables: rows, width, rule, learning rate, L2."""

@@ -24,7 +24,6 @@ UNSTABLE = (
     "update='deferred' requires learning_rate * l2 <= 19 * epsilon; above it, Adam oscillates "
     "around zero. Use update='exact' or a smaller l2."
 )
-MOST_STEPS = 2**24  # float32 holds their numbers
 TILE_ELEMENTS, TILE_ROWS_ON_GPU = 8_192, 65_536  # rows that are caught up by one kernel call
 CHUNK_ELEMENTS = 2**21  # of a table that is caught up as a whole
 
@@ -39,14 +38,7 @@ def check_deferrable(
     beta_2: float = BETA_2[0],
     epsilon: float = 1e-7,
 ) -> None:
-    """Refuse hyperparameters with which missed steps cannot be applied later.
-
-    Args: those of `CowClipAdam`.
-
-    Raises:
-      ValueError: a schedule as learning rate, an untested β, a clip that reaches absent rows, or a
-        learning rate with which they oscillate.
-    """
+    """Refuse hyperparameters of `CowClipAdam` with which missed steps cannot be applied later."""
     if not isinstance(learning_rate, (int, float)):
         raise ValueError(
             "update='deferred' requires a number as learning rate of the embeddings, because rows "
@@ -68,23 +60,17 @@ def check_deferrable(
 
 
 class DeferredRows:
-    """The state of deferred updates in a `CowClipAdam`, and when rows catch up.
-
-    In addition to Adam's moments: the last step of each row of each table, V×1, and the learning
-    rate of all steps that pending rows have missed.
-
-    Args:
-      optimizer: the `CowClipAdam` that holds it.
-    """
+    """The state of deferred updates in a `CowClipAdam`, and when rows catch up."""
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
-        self._last_steps: dict[Any, tf.Variable] = {}  # float32: GPUs have few kernels for integers
-        self._rate: Any = None  # a variable
+        # Of each row of each table, V×1; float32, up to step 2**24: GPUs lack kernels for integers.
+        self._last_steps: dict[Any, tf.Variable] = {}
+        self._rate: Any = None  # a variable: the learning rate of all missed steps
         self._places: dict[Any, int] = {}
 
     def check(self, learning_rate: Any) -> None:
-        """Refuse the optimizer's hyperparameters as `check_deferrable` does."""
+        """As `check_deferrable`."""
         if isinstance(learning_rate, tf.Variable):
             learning_rate = float(tf.keras.backend.get_value(learning_rate))
         mine, adam = self._optimizer, self._constants()._asdict()
@@ -137,12 +123,7 @@ class DeferredRows:
 
     @tf.autograph.experimental.do_not_convert
     def catch_up_rows(self, variable: tf.Variable, rows: tf.Tensor) -> None:
-        """Apply missed steps to rows of a table that are about to be read.
-
-        Args:
-          variable: the table's.
-          rows: row numbers of any shape, with repeats.
-        """
+        """Apply missed steps to rows of a table, by numbers of any shape, with repeats."""
         if variable.ref() not in self._last_steps:
             specs = self._optimizer._specs.values()
             trained = [spec.variable for spec in specs if spec.layer.trainable]
@@ -156,12 +137,7 @@ class DeferredRows:
 
     @tf.autograph.experimental.do_not_convert
     def catch_up_updated(self, variable: tf.Variable, rows: tf.Tensor) -> None:
-        """As `catch_up_rows`, of a gradient's rows: pending if a step was made since their lookup.
-
-        Args:
-          variable: the table's.
-          rows: unique row numbers.
-        """
+        """As `catch_up_rows`, of a gradient's unique rows, if a step was made since the lookup."""
         last, step = tf.gather(self._last_steps[variable.ref()], rows), self._optimizer.iterations
         late = tf.reduce_any(last < tf.cast(step, tf.float32))
         tf.cond(late, lambda: self._catch_up(variable, rows), lambda: None)
@@ -217,24 +193,15 @@ class DeferredRows:
 
     @tf.autograph.experimental.do_not_convert
     def before_step(self, variables: Sequence[tf.Variable]) -> None:
-        """Check a step; where the learning rate has changed, catch up at the one before.
-
-        Args:
-          variables: the tables that have a gradient.
-
-        Raises:
-          ValueError: a table is read without catching up first, or a table has no gradient.
-          tf.errors.InvalidArgumentError: the learning rate is too high, or the step's number.
-        """
-        specs = self._optimizer._specs
+        """Check a step on tables; where the learning rate has changed, catch up at the last one."""
+        mine, specs = self._optimizer, self._optimizer._specs
         for variable in variables:
             spec = specs.get(variable.ref())
-            if spec is None or not spec.access.is_used or spec.access.catch_up is None:
+            if spec is None or spec.access.catch_up is None:
                 raise ValueError(
                     "update='deferred' requires tables that catch up before they are read. "
-                    f"Received: a gradient for {variable.name!r}, looked up without. Train "
-                    "a model with FusedEmbeddings by CowClipOptimizer.for_model, or use "
-                    "update='exact'"
+                    f"Received: a gradient for {variable.name!r}. Train a model with "
+                    "FusedEmbeddings by CowClipOptimizer.for_model, or use update='exact'"
                 )
         absent = self._last_steps.keys() - {variable.ref() for variable in variables}
         names = [spec.name for key, spec in specs.items() if key in absent]
@@ -244,21 +211,15 @@ class DeferredRows:
                 f"none for {', '.join(names)}, which had one before. Use update='exact' to "
                 "freeze a table during training, or to train one task at a time"
             )
-        mine = self._optimizer
-        rate, steps = tf.cast(mine._decayed_lr(tf.float32), tf.float32), mine.iterations
+        rate = tf.cast(mine._decayed_lr(tf.float32), tf.float32)
         is_stable = rate * mine.l2 <= STABLE * mine.epsilon
-        checks = [
-            tf.debugging.Assert(is_stable, [f"{UNSTABLE} Received: learning_rate", rate]),
-            tf.debugging.Assert(
-                steps < MOST_STEPS, [f"update='deferred' supports {MOST_STEPS} steps:", steps]
-            ),
-        ]
-        with tf.control_dependencies([check for check in checks if check is not None]):
+        check = tf.debugging.Assert(is_stable, [f"{UNSTABLE} Received: learning_rate", rate])
+        with tf.control_dependencies([] if check is None else [check]):
             tf.cond(tf.not_equal(rate, self._rate), self.catch_up, lambda: None)
             self._rate.assign(rate)
 
     def after_step(self, variable: tf.Variable, rows: tf.Tensor) -> tf.Operation:
-        """Mark the rows of a gradient as up to date after the step that is being made."""
+        """Mark a gradient's rows as up to date after this step."""
         now = tf.fill([tf.size(rows), 1], tf.cast(self._optimizer.iterations + 1, tf.float32))
         last_step = self._last_steps[variable.ref()]
         return self._optimizer._resource_scatter_update(last_step, rows, now)

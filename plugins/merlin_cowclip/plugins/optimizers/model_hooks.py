@@ -1,8 +1,7 @@
 """Hooks on the model of an optimizer: nine methods that Keras calls, and what they do before.
 
-Keras tells optimizers neither of fits nor of uses of weights, and a traced step is no Python. So
-methods of the bound model are replaced. They are bound methods of the model object: a copied model
-has them, too, and Keras saves nothing of them.
+Keras tells optimizers neither of fits nor of uses of weights. So methods of the model object are
+replaced: a copied model has them, too, and Keras saves nothing of them.
 """
 
 from __future__ import annotations
@@ -20,16 +19,14 @@ from merlin_cowclip.plugins._checks import is_whole
 from merlin_cowclip.plugins._tensorflow import tf
 from merlin_cowclip.plugins.distributed.horovod import ranks
 from merlin_cowclip.plugins.optimizers.rank_sync import with_rank_sync
+from merlin_cowclip.plugins.optimizers.state import unwrapped
 
 if TYPE_CHECKING:
     from merlin_cowclip.plugins.optimizers.cowclip import CowClipOptimizer
 
 
 def install_hooks(model: tf.keras.Model, optimizer: CowClipOptimizer) -> None:
-    """Replace methods of `model`, so that `optimizer` hears of fits and of uses of weights.
-
-    A `CowClipOptimizer` that the model is compiled with goes before `optimizer`.
-    """
+    """Replace methods of `model`: its own `CowClipOptimizer`, else `optimizer`, hears of calls."""
     bound = weakref.ref(optimizer)  # which copies do not follow
     for name, hook in _HOOKS.items():
         # object.__setattr__: Keras would look for layers in it.
@@ -39,19 +36,11 @@ def install_hooks(model: tf.keras.Model, optimizer: CowClipOptimizer) -> None:
 def _method(name: str, hook: Callable[..., Any], bound: Callable[[], Any]) -> Callable[..., Any]:
     def method(self: Any, *arguments: Any, **named: Any) -> Any:
         original = partial(getattr(type(self), name), self)
-        compiled = _ours(getattr(self, "optimizer", None))
+        compiled = unwrapped(getattr(self, "optimizer", None))
         return hook(compiled, bound(), self, original, *arguments, **named)
 
     method.__name__ = name
     return method
-
-
-def _ours(optimizer: Any) -> CowClipOptimizer | None:
-    """A `CowClipOptimizer`, within Keras's loss scaling or not."""
-    from merlin_cowclip.plugins.optimizers.cowclip import CowClipOptimizer
-
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
-    return inner if isinstance(inner, CowClipOptimizer) else None
 
 
 # Hooks take the optimizer that the model is compiled with, if it is ours; that which it was bound
@@ -106,7 +95,7 @@ def _add_horovod_callbacks(compiled: Any, bound: Any, model: Any, add: Any, call
 
 def _create_optimizer(compiled: Any, bound: Any, model: Any, create: Any, optimizer: Any) -> Any:
     """Of a Merlin model's compile: on several ranks it would remake loss scaling."""
-    return create(optimizer) if _ours(optimizer) is None else optimizer
+    return create(optimizer) if unwrapped(optimizer) is None else optimizer
 
 
 _HOOKS: Mapping[str, Callable[..., Any]] = {
@@ -131,10 +120,7 @@ class _InnerOptimizer(tf.keras.mixed_precision.LossScaleOptimizer):
 
 
 def _loaded_without_loss_scaling() -> AbstractContextManager[Any]:
-    """Within it, on several ranks, a model is loaded without its loss scaling.
-
-    Merlin loads and compiles what it saves, for the schema of its outputs, without these hooks.
-    """
+    """On several ranks, a model is loaded without loss scaling: Merlin loads what it has saved."""
     if ranks().size == 1:
         return contextlib.nullcontext()
     names = "LossScaleOptimizer", "lossscaleoptimizer"  # Keras looks for the second

@@ -53,11 +53,7 @@ class TablePart(_Proportional, CowClipAdam):
 
 
 class DensePart(_Proportional, RefusesOptions, tf.keras.optimizers.legacy.Adam):
-    """Keras's Adam as a part of a `CowClipOptimizer`.
-
-    A learning rate that is set while it warms up, a number, is what it warms up to, in steps that
-    were traced before, too.
-    """
+    """Keras's Adam as a part of a `CowClipOptimizer`; a rate set on it is what it warms up to."""
 
     @property
     def warm_up(self) -> LinearWarmup | None:
@@ -107,11 +103,7 @@ class Owned(NamedTuple):
 
 
 def normalize_clip_tables(clip_tables: Any, clip: str | None) -> tuple[Any, ...] | None:
-    """`clip_tables` as a tuple; `None` for all tables.
-
-    Raises:
-      ValueError: it is no list, it is empty, or no rule clips.
-    """
+    """`clip_tables` as a tuple; `None` for all tables."""
     if clip_tables is None:
         return None
     is_list = isinstance(clip_tables, Iterable) and not isinstance(clip_tables, str | bytes)

@@ -22,10 +22,19 @@ from merlin_cowclip.plugins.optimizers.state import optimizer_of, state_of
 if TYPE_CHECKING:
     from merlin_cowclip.plugins.optimizers.cowclip import CowClipOptimizer
 
+_KERAS = tf.keras.callbacks
+_REDUCTION = tf.keras.losses.Reduction
+
 
 def broadcast_state(optimizer: CowClipOptimizer, model: tf.keras.Model) -> None:
     """Give all ranks rank 0's state, after checking that they train the same by the same."""
-    _check_losses(model)
+    for loss in tf.nest.flatten(getattr(model, "loss", None)):
+        if getattr(loss, "reduction", None) in (_REDUCTION.SUM, _REDUCTION.NONE):
+            raise ValueError(
+                "On several ranks all losses must be means over their samples: the ranks' "
+                f"gradients are averaged. Received: {type(loss).__name__}(reduction="
+                f'{loss.reduction!r}). Use reduction="sum_over_batch_size", or leave it out.'
+            )
     sharded = optimizer.in_shards()
     state = [v for v in state_of(model, optimizer).values() if v.ref() not in sharded]
     tables = [
@@ -49,10 +58,7 @@ def broadcast_state(optimizer: CowClipOptimizer, model: tf.keras.Model) -> None:
 
 
 def synchronize(optimizer: CowClipOptimizer, model: tf.keras.Model) -> None:
-    """Broadcast rank 0's state as a fit begins, its learning rate as another epoch does.
-
-    A model that some rank has not built yet is broadcast in its first step.
-    """
+    """Broadcast rank 0's state as a fit begins (or in its first step), and later its rate."""
     if optimizer.is_started:
         broadcast([optimizer.learning_rate])
     elif all(all_gather_object(bool(model.built))):
@@ -112,21 +118,6 @@ def _start(optimizer: CowClipOptimizer, variables: list[tf.Variable]) -> None:
         )
     with tf.init_scope():  # while the step is traced: it runs after this
         optimizer.broadcast()
-
-
-def _check_losses(model: tf.keras.Model) -> None:
-    """Refuse losses that are no means over samples: the ranks' gradients are averaged."""
-    for loss in tf.nest.flatten(getattr(model, "loss", None)):
-        reduction = getattr(loss, "reduction", None)
-        if reduction in (tf.keras.losses.Reduction.SUM, tf.keras.losses.Reduction.NONE):
-            raise ValueError(
-                "On several ranks all losses must be means over their samples: the ranks' "
-                f"gradients are averaged. Received: {type(loss).__name__}(reduction="
-                f'{reduction!r}). Use reduction="sum_over_batch_size", or leave it out.'
-            )
-
-
-_KERAS = tf.keras.callbacks
 
 
 class RankSync(tf.keras.callbacks.Callback):
@@ -199,10 +190,7 @@ def _any(flag: bool) -> bool:
 
 
 def with_rank_sync(callbacks: Any) -> Sequence[Any]:
-    """A fit's callbacks with `RankSync` first and last, in place of Horovod's broadcast.
-
-    That would overwrite rows of sharded tables, and waits for variables of the same names.
-    """
+    """A fit's callbacks with `RankSync` first and last, in place of Horovod's broadcast."""
     if isinstance(callbacks, _KERAS.CallbackList):
         callbacks = callbacks.callbacks
     given = [one for one in tf.nest.flatten(callbacks or []) if not broadcasts_variables(one)]

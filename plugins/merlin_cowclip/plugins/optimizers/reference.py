@@ -39,11 +39,10 @@ class Settings:
 
 
 def clip(gradients: Array, rows: Array, counts: Array, fields: Array, settings: Settings) -> Array:
-    """Clip gradients by one of the five rules (Table 6).
+    """Clip gradients (with L2, U×d) by one of the five rules (Table 6).
 
     A rule bounds the norm of each unit: all rows, the rows of one field, or each row. The bound
-    is a constant c, or `cnt · max(r·‖w‖, ζ)` of the unit. Gradients (with L2) and rows are U×d, one
-    per id; counts (0 for a row that no sample holds) and fields are U.
+    is a constant c, or `cnt · max(r·‖w‖, ζ)` of the unit. Counts and fields are U.
     """
     rule = settings.clip
     if rule is None:
@@ -79,11 +78,8 @@ def adam(
 class Lazy:
     """`update="lazy"`: L2 and Adam on the batch's rows only.
 
-    Args:
-      table: V×d, the first embeddings.
-      settings: hyperparameters.
-      fields: V, the field of each row; left out, all are of one field.
-      exempt: V, whether a row is not clipped; left out, none.
+    `table` is V×d. `fields` are the fields of its V rows (left out, one), and `exempt` says which
+    rows are not clipped (left out, none).
     """
 
     def __init__(

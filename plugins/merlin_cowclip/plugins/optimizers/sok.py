@@ -1,17 +1,14 @@
 """CowClip on the tables of NVIDIA's SOK (`sparse_operation_kit`), of which each rank has rows.
 
-SOK looks rows up and sends their gradients to the ranks that have them. What of its source
+SOK looks rows up and sends their gradients to the ranks that have them. Each rank counts the ids
+that it looked up and sends the counts there, too; the rest is `CowClipAdam`'s. What of SOK's source
 (merlin-sok 2.0.0 and 2.1.0) this rests on:
 
-- `lookup_sparse` gives an owner the sum, per key of a lookup, of what all ranks' losses send back;
-  `all2all_dense_embedding` a row per key that was looked up. As each rank's loss is the mean of its
-  share of the batch, an N-th of the sum is the gradient of the global batch's mean loss.
+- An owner gets the sum of the gradients of all ranks' losses. Each loss is the mean of a share of
+  the batch, so an N-th of the sum is the gradient of the global batch's mean loss.
 - A key that is not negative is on rank key mod N, or all are on `target_gpu`; a gradient's indices
   are what `key_map` makes of keys.
 - Tables and moments are read and written by row: `sparse_read`, `scatter_sub`, `scatter_update`.
-
-So each rank counts the ids that it looked up and sends the counts to the owners; the rest is
-`CowClipAdam`'s.
 """
 
 from __future__ import annotations
@@ -46,8 +43,7 @@ def _sok() -> Any:
     except Exception as error:  # where its libraries are missing, SOK raises plain ones
         raise ImportError(
             f"SOK's tables need sparse_operation_kit, which cannot be used: {error}. NVIDIA's "
-            "TensorFlow images of Merlin have it; pip install 'merlin-cowclip[sok]' builds it from "
-            "source, with CUDA's compiler."
+            "TensorFlow images of Merlin have it; pip install 'merlin-cowclip[sok]' builds it."
         ) from error
     return sok
 
@@ -59,11 +55,9 @@ class SokAdam(CowClipAdam):
 
     def _create_slots(self, var_list: Sequence[tf.Variable]) -> None:
         for table in var_list:
-            slots = self._slots.setdefault(table._unique_id, {})
-            for name in _MOMENTS:
-                if name not in slots:
-                    with tf.init_scope(), tf.name_scope(""):  # a dump's files have their names
-                        slots[name] = _moment(table, name)
+            if table._unique_id not in self._slots:
+                with tf.init_scope(), tf.name_scope(""):  # a dump's files have their names
+                    self._slots[table._unique_id] = {n: _moment(table, n) for n in _MOMENTS}
 
     def _resource_scatter_operate(
         self, resource: tf.Variable, indices: tf.Tensor, update: tf.Tensor, operation: Any
@@ -127,8 +121,7 @@ class CowClipSokOptimizer(tf.Module):
 
     Raises:
       ImportError: SOK is not installed.
-      ValueError: an argument outside its range; a clip that bounds rows together; a warm-up without
-        `steps_per_epoch`.
+      ValueError: a clip that bounds rows together; a warm-up without `steps_per_epoch`.
     """
 
     def __init__(
@@ -224,41 +217,29 @@ class CowClipSokOptimizer(tf.Module):
         shares = [(self.dense, dense)]
         for part in (self.clipped, self.unclipped):
             shares.append((part, [pair for pair in reduced if self._part(pair[1]) is part]))
-        return tf.group(
-            *(
-                part.apply_gradients(share, experimental_aggregate_gradients=False)
-                for part, share in shares
-                if share
-            )
-        )
+        apply = {"experimental_aggregate_gradients": False}
+        return tf.group(*(part.apply_gradients(mine, **apply) for part, mine in shares if mine))
 
     def _reduced(
         self, pairs: Sequence[tuple[Any, tf.Variable]], lookups: Sequence[tuple[tf.Variable, Ids]]
     ) -> list[tuple[ReducedRows, tf.Variable]]:
         """The tables' gradients and counts of the global batch, on the rank that has the rows."""
-        rule = self.clipped.clip
+        rule, tables = self.clipped.clip, [table for _, table in pairs]
         by_counts = rule is not None and CLIP_RULES[rule].adaptive
-        counted = [table for _, table in pairs if by_counts and self._part(table) is self.clipped]
+        counted = [table for table in tables if by_counts and self._part(table) is self.clipped]
         counts = dict(zip(map(id, counted), _count(counted, lookups), strict=True))
-        sums, differ = [], []
-        for gradient, table in pairs:
-            rows, differs = _sum(gradient, table, counts.get(id(table)))
-            sums.append(rows)
-            differ.append(differs)
-        with tf.control_dependencies(_check_rows(differ, [table for _, table in pairs])):
+        sums = [_sum(gradient, table, counts.get(id(table))) for gradient, table in pairs]
+        with tf.control_dependencies(_check_rows([differs for _, differs in sums], tables)):
             return [
-                (ReducedRows(one._replace(gradients=tf.identity(one.gradients)), table), table)
-                for one, (_, table) in zip(sums, pairs, strict=True)
+                (ReducedRows(rows._replace(gradients=tf.identity(rows.gradients)), table), table)
+                for (rows, _), table in zip(sums, tables, strict=True)
             ]
 
 
 def _count(
     tables: Sequence[tf.Variable], lookups: Sequence[tuple[tf.Variable, Ids]]
 ) -> list[tuple[tf.Tensor, tf.Tensor]]:
-    """For each table, the places of this rank's looked-up rows, n with repeats, and their counts.
-
-    All tables share one message to each rank.
-    """
+    """For each table, the places of looked-up rows, n with repeats, and their counts."""
     if not tables:
         return []
     size = ranks().size
@@ -307,10 +288,7 @@ def _samples_per_id(ids: Ids, on_cpu: bool) -> tuple[tf.Tensor, tf.Tensor]:
 def _sum(
     gradient: tf.IndexedSlices, table: tf.Variable, counted: tuple[tf.Tensor, tf.Tensor] | None
 ) -> tuple[RowSums, tf.Tensor]:
-    """A table's gradient summed per row, with counts; whether those are of other rows.
-
-    Counts are 1 where nobody asks for them.
-    """
+    """A table's gradient summed per row, with counts (1 without); whether those are of others."""
     with colocated_with(table) as on_cpu:
         places = tf.zeros([0], tf.int64) if counted is None else counted[0]
         indices = tf.cast(gradient.indices, tf.int64)

@@ -14,18 +14,14 @@ if TYPE_CHECKING:
 
 
 def training_state(model: mm.Model) -> dict[str, tf.Variable]:
-    """Every variable that a step changes, by name.
+    """Every variable that a step changes, by name; of a model compiled with a `CowClipOptimizer`.
 
     `weight/…` and `moment/…`, in the order of `model.weights`; `optimizer/…`: step counts, learning
     rates and the like; `loss_scale/…` with mixed precision; `loss/…`: the running mean of the loss.
-    Two models made by the same calls have the same names, shapes and dtypes, and with equal values
-    train alike to the last bit.
-
-    Args:
-      model: built, and compiled with a `CowClipOptimizer`; moments that it lacks are created.
+    Models made by the same calls have the same names, and with equal values train alike.
 
     Raises:
-      ValueError: it is not.
+      ValueError: the model is not built, or has another optimizer.
     """
     optimizer = optimizer_of(model)
     if not model.built:
@@ -39,19 +35,14 @@ def state_of(
 ) -> dict[str, tf.Variable]:
     """As `training_state`, of what was created; without the loss, which differs by rank.
 
-    Args:
-      model: built.
-      optimizer: its `CowClipOptimizer`.
-      weights: those of the model in another order.
+    `weights` are those of the model in another order.
     """
     weights = model.weights if weights is None else weights
     state = _named("weight", weights)
     for place, variable in enumerate(weights):
         for part in optimizer.optimizers:
             state |= {f"moment/{place:04}/{k}": v for k, v in _moments(part, variable)}
-    scale = getattr(
-        getattr(model, "optimizer", None), "_loss_scale", None
-    )  # a number, or an object
+    scale = getattr(getattr(model, "optimizer", None), "_loss_scale", None)  # a number or an object
     state |= _named("loss_scale", getattr(scale, "_weights", {}).values())
     return state | _named("optimizer", _settings(optimizer))
 
@@ -63,21 +54,22 @@ def shards_of(model: mm.Model, state: Mapping[str, tf.Variable]) -> dict[str, Sh
 
 
 def optimizer_of(model: mm.Model) -> CowClipOptimizer:
-    """The optimizer that a model is compiled with, within Keras's loss scaling or not.
+    """The `CowClipOptimizer` that a model is compiled with, or a ValueError."""
+    optimizer = getattr(model, "optimizer", None)
+    if (found := unwrapped(optimizer)) is not None:
+        return found
+    raise ValueError(
+        "The model must be compiled with a CowClipOptimizer. Received: "
+        f"{type(getattr(optimizer, 'inner_optimizer', optimizer)).__name__}."
+    )
 
-    Raises:
-      ValueError: it is another kind.
-    """
+
+def unwrapped(optimizer: Any) -> CowClipOptimizer | None:
+    """An optimizer, within Keras's loss scaling or not, if it is ours."""
     from merlin_cowclip.plugins.optimizers import cowclip  # which broadcasts its state
 
-    optimizer = getattr(model, "optimizer", None)
     inner = getattr(optimizer, "inner_optimizer", optimizer)
-    if not isinstance(inner, cowclip.CowClipOptimizer):
-        raise ValueError(
-            "The model must be compiled with a CowClipOptimizer. Received: "
-            f"{type(inner).__name__}. Other optimizers: model.save."
-        )
-    return inner
+    return inner if isinstance(inner, cowclip.CowClipOptimizer) else None
 
 
 def weights_of(model: mm.Model) -> dict[str, tf.Variable]:

@@ -35,20 +35,18 @@ _schedules = tf.keras.optimizers.schedules
 def save_model(model: tf.keras.Model, path: str | os.PathLike[str]) -> None:
     """Save a compiled Merlin or Keras model, with all state of its optimizer, to the folder `path`.
 
-    The folder is a SavedModel, with a checkpoint of weights, moments, step counts and settings in
-    `merlin_cowclip/`. A saved model that is there is replaced as a whole: if this call is
-    interrupted, `load_model` finds the old model or the new one.
+    A saved model that is there is replaced as a whole: if this call is interrupted, `load_model`
+    finds the old model or the new one.
 
-    On several ranks rank 0 saves. With tables in shards, all ranks must call this at once, and
-    return once it is saved; otherwise they return at once, and must meet (`hvd.barrier()`) before
-    another rank loads.
+    On several ranks rank 0 saves, and all ranks call this. With sharded tables they return once it
+    is saved; otherwise at once, and must meet (`hvd.barrier()`) before another rank loads.
 
     Raises:
-      ValueError: the model is not built, or not compiled with a `CowClipOptimizer`; Keras does not
-        load a schedule as what it is; a layer in `clip_tables` has the name of another table or
-        field; `path` is a folder of other things, or has a sign of TensorFlow's patterns.
+      ValueError: the model is not built, or not compiled with a `CowClipOptimizer`; Keras cannot
+        load a schedule; a layer in `clip_tables` has the name of another table or field; or `path`
+        is a folder of other things, or contains [ or a backslash.
       OSError: `path` is a file, or cannot be renamed.
-      RuntimeError: on the other ranks, where rank 0 could not save tables in shards.
+      RuntimeError: on the other ranks, where rank 0 could not save sharded tables.
     """
     check_path("path", path)
     optimizer = optimizer_of(model)
@@ -86,16 +84,14 @@ def _save(model: tf.keras.Model, optimizer: CowClipOptimizer, path: Path) -> Non
 def load_model(path: str | os.PathLike[str], **compile_arguments: Any) -> tf.keras.Model:
     """A model that `save_model` wrote, Merlin's or Keras's, compiled, its optimizer as it was.
 
-    The modules of its layers' classes are imported first, so that Keras knows them.
-
     Args:
       path: the folder.
       compile_arguments: as for `model.compile`, but for the optimizer; without `loss` the loss and
         `loss_weights` are those that the model was compiled with.
 
     Raises:
-      ValueError: the folder holds no whole state, or that of another model; Keras does not know the
-        class of a layer with a table, or the loss; or `path` has a sign of TensorFlow's patterns.
+      ValueError: the folder holds no whole state, or that of another model; or Keras does not know
+        the class of a layer with a table, or the loss.
     """
     check_path("path", path)
     path = find(Path(path))
@@ -128,11 +124,8 @@ def load_model(path: str | os.PathLike[str], **compile_arguments: Any) -> tf.ker
                 is_schedule = isinstance(value, dict)
                 setattr(part, name, _schedules.deserialize(value) if is_schedule else value)
     if "loss" not in compile_arguments:
-        saved = {
-            "loss": _losses(description["losses"]),
-            "loss_weights": description["loss_weights"],
-        }
-        compile_arguments = saved | compile_arguments
+        compile_arguments.setdefault("loss_weights", description["loss_weights"])
+        compile_arguments["loss"] = _losses(description["losses"])
     model.compile(optimizer, **compile_arguments)
     inner.create_slots(model.trainable_variables)
     status = _checkpoint(state_of(model, inner, weights)).read(str(path / CHECKPOINT))
@@ -154,8 +147,7 @@ def _in_saved_order(
 ) -> list[tf.Variable]:
     """The weights of the loaded model, in the order in which they were saved.
 
-    Keras may load layers in another order (the towers of a `TwoTowerModel`). A weight is the first
-    one of its name, shape and content.
+    Keras may load layers in another order (the towers of a `TwoTowerModel`).
     """
     reader = tf.train.load_checkpoint(str(path / CHECKPOINT))
     left, found = list(model.weights), []
@@ -238,12 +230,7 @@ def _settings(part: Any) -> dict[str, Any]:
 
 
 def _as_text(one: Any, kind: Any) -> str | None:
-    """A loss or a schedule as Keras writes it, if it loads that as the same; else `None`.
-
-    Args:
-      one: an object, a function or a name.
-      kind: `tf.keras.losses` or `tf.keras.optimizers.schedules`.
-    """
+    """A loss or a schedule as Keras's module `kind` writes it, if it loads the same from that."""
     if isinstance(one, str):
         return json.dumps(one)
     try:
@@ -257,7 +244,7 @@ def _as_text(one: Any, kind: Any) -> str | None:
 
 def _loss_as_text(loss: Any) -> str | None:
     """As `_as_text`; of a loss that Keras would load as another, what `_losses` refuses."""
-    # Such is the default of a `CategoricalOutput`: Merlin names it as Keras's of probabilities.
+    # As the default of a `CategoricalOutput`, which Merlin names as Keras's of probabilities.
     return None if loss is None else _as_text(loss, tf.keras.losses) or json.dumps(repr(loss))
 
 
