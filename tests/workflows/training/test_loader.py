@@ -183,7 +183,7 @@ def test_files_that_change_while_they_are_read_are_refused(data, tmp_path, small
     batches = loader.batches()
     next(batches)
     os.replace(new, old)
-    with pytest.raises(UserError, match="adopted parquet must stay as it was.*old.parquet"):
+    with pytest.raises(UserError, match="adopted parquet .*old.parquet has changed"):
         list(batches)
 
 
