@@ -256,14 +256,14 @@ def test_what_may_not_be_read_or_written(name, mode, words):
 
 
 def test_a_log_that_changes_while_it_is_read(tmp_path, monkeypatch):
-    read, log = pipeline._Pipeline._read, tmp_path / "log.csv"
+    read, log = pipeline._Pipeline.read, tmp_path / "log.csv"
 
     def changing(*arguments: Any) -> Any:
         found = read(*arguments)
         log.write_text(HEAD + ROWS.replace(",a,", ",b,"))  # as many bytes
         return found
 
-    monkeypatch.setattr(pipeline._Pipeline, "_read", changing)
+    monkeypatch.setattr(pipeline._Pipeline, "read", changing)
     done = command(preparing(tmp_path))
     assert done.code == 2
     assert f"{log} was modified while it was being read. Stop the writer" in done.err
@@ -384,9 +384,9 @@ def test_adopted_parquet_that_changed(place):
     garbled(path)
     os.utime(path, ns=(taken.st_atime_ns, taken.st_mtime_ns))  # its size and time are the same
     argv = ["frequencies", place / "out"]
-    check(argv, "adopted parquet must stay as it was … train.parquet", place)
+    check(argv, "adopted parquet … train.parquet has changed", place)
     path.unlink()
-    check(argv, "adopted parquet must stay where it was … train.parquet … Put it back", place)
+    check(argv, "adopted parquet … train.parquet cannot be read … Put it back", place)
 
 
 # Prepared folders

@@ -484,7 +484,7 @@ def test_byte_order_marks_line_ends_and_quotes(tmp_path, log, prepared):
     pd.testing.assert_frame_equal(read(same.train_files), read(prepared.train_files))
 
 
-@pytest.mark.parametrize("step", ["_split", "_write"])
+@pytest.mark.parametrize("step", ["split", "_write"])
 def test_an_interruption_leaves_nothing(tmp_path, log, monkeypatch, step):
     def interrupt(*_):
         raise KeyboardInterrupt

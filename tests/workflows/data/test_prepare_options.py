@@ -198,10 +198,7 @@ def test_hash_buckets_without_a_training_row_are_known(log, quick):
     [
         ({"freq_threshold": -1}, "freq_threshold must be a whole number of at least 0"),
         ({"freq_threshold": {"price": 2}}, "freq_threshold must name fields of ids.*'price'"),
-        (
-            {"freq_threshold": {"user": 0.5}},
-            r"freq_threshold of 'user' must be a whole number of at least 0. Received: 0.5",
-        ),
+        ({"freq_threshold": {"user": 0.5}}, "freq_threshold of 'user' must .* Received: 0.5"),
         ({"hash_buckets": 0}, "hash_buckets must be a whole number from 1 to 1073741824"),
         ({"hash_buckets": 5}, "hash_buckets needs a freq_threshold.*5 buckets, threshold 0"),
         ({"non_finite": "zero"}, "non_finite must be one of 'refuse', 'missing'"),

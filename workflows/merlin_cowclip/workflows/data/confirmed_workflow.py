@@ -1,8 +1,4 @@
-"""Loading a saved NVTabular workflow, which runs code: only if a manifest confirms all of it.
-
-NVTabular saves by cloudpickle, and Python runs what a pickle says while it loads it. It is the one
-such file among ours.
-"""
+"""Load a saved NVTabular workflow, which runs code, if a manifest confirms all of its files."""
 
 from __future__ import annotations
 
@@ -24,17 +20,9 @@ NEEDED = (f"{FOLDER}/workflow.pkl", f"{FOLDER}/metadata.json")
 def check_workflow(
     home: Path, manifest: Mapping[str, Mapping[str, Any]], what: str, again: str, trust: str
 ) -> None:
-    """Refuse a workflow of which a file is not as the manifest says, or not in it.
+    """Raise UserError if a file of ``home/workflow`` is not as in the manifest.
 
-    Args:
-        home: the folder that has it, and the manifest.
-        manifest: as `manifest_of` made it.
-        what: whose it is: "a run".
-        again: how to come by another.
-        trust: how to load it all the same.
-
-    Raises:
-        UserError: names the first such file, and says both.
+    ``what`` is the folder's kind ("a run"), ``again`` the remedy, ``trust`` how to load it anyway.
     """
     members = {name: m for name, m in manifest.items() if name.startswith(f"{FOLDER}/")}
     remedy = f"{again} Or, if you trust it all the same, whose code loading it runs: {trust}"
@@ -43,24 +31,12 @@ def check_workflow(
 
 
 def load_confirmed(
-    home: Path,
-    manifest: Mapping[str, Mapping[str, Any]],
-    what: str,
-    again: str,
-    *,
-    trust: bool,
+    home: Path, manifest: Mapping[str, Mapping[str, Any]], what: str, again: str, *, trust: bool
 ) -> nvt.Workflow:
-    """A folder's workflow, once `check_workflow` has found it as it was written, at this moment.
-
-    Args:
-        home: the folder.
-        manifest: its own.
-        what: whose it is: "a run".
-        again: how to come by another.
-        trust: load it in any case.
+    """Load ``home/workflow`` after `check_workflow`, or without it if ``trust``.
 
     Raises:
-        UserError: it is not, or does not load here.
+        UserError: as `check_workflow`, or it does not load here.
     """
     if not trust:
         check_workflow(home, manifest, what, again, "workflow(trust=True)")

@@ -18,28 +18,19 @@ from merlin_cowclip.workflows.errors import UserError
 def write_counts(
     folder: Path, field: str, counts: np.ndarray, raw: pa.Array | pa.ChunkedArray
 ) -> None:
-    """Write the counts of a field's n ids.
-
-    Args:
-        folder: ``counts/``.
-        field: whose.
-        counts: (n,) int64, of each id.
-        raw: strings, of the last ids; those before have none.
-    """
+    """Write the counts of a field's n IDs, (n,) int64; ``raw`` has the texts of the last ones."""
     without = pa.nulls(len(counts) - len(raw), pa.string())
-    if isinstance(raw, pa.ChunkedArray):  # of more text, maybe, than one array holds
-        raw = pa.chunked_array([without, *raw.chunks])
-    else:
-        raw = pa.concat_arrays([without, raw])
+    chunks = raw.chunks if isinstance(raw, pa.ChunkedArray) else [raw]
+    raw = pa.chunked_array([without, *chunks])
     ids = np.arange(len(counts), dtype=np.int64)
     pq.write_table(pa.table({"id": ids, "raw": raw, "count": counts}), folder / f"{field}.parquet")
 
 
 def read_counts(data: PreparedData, field: str) -> pa.Table:
-    """``id``, ``raw``, ``count`` of a field, row i for id i; in Arrow, for ids may be millions.
+    """``id``, ``raw``, ``count`` of a field, row i for ID i.
 
     Raises:
-        UserError: they are not those of the training rows.
+        UserError: they do not belong to the training rows.
     """
     path = data.path / "counts" / f"{field}.parquet"
     table = pq.read_table(path, columns=["id", "raw", "count"])
@@ -58,21 +49,13 @@ def read_counts(data: PreparedData, field: str) -> pa.Table:
 
 
 def read_id_counts(data: PreparedData, field: str) -> pa.Table:
-    """`read_counts` without the padding of lists, which is no id.
-
-    Raises:
-        UserError: they are not those of the field.
-    """
+    """`read_counts` without the padding of lists."""
     table = read_counts(data, field)
     return table.slice(PADDING + 1) if field in data.spec.lists else table
 
 
 def counts_of_ids(data: PreparedData, fields: Sequence[str]) -> np.ndarray:
-    """By id how often it occurs in fields of one domain; padding of lists does not.
-
-    Raises:
-        UserError: they are not those of the fields.
-    """
+    """Counts by ID of fields of one domain, without the padding of lists."""
     counts = np.zeros(data.cardinalities[fields[0]], np.int64)
     for field in fields:
         table = read_id_counts(data, field)
@@ -81,18 +64,10 @@ def counts_of_ids(data: PreparedData, fields: Sequence[str]) -> np.ndarray:
 
 
 def occurring_ids(data: PreparedData) -> int:
-    """How many ids the training rows hold, of all fields together; a missing id is one.
-
-    An id of a vocabulary that fields share is one.
-
-    `cardinalities` are the rows of tables: with padding, and with ids that no row has.
-
-    Raises:
-        UserError: counts are not those of their field.
-    """
+    """Number of distinct IDs in the training rows, missing IDs included."""
     return sum(int(np.count_nonzero(counts_of_ids(data, fields))) for fields in data.domains)
 
 
 def by_falling_count(counts: np.ndarray, places: np.ndarray) -> np.ndarray:
-    """Places of ids, the most frequent first."""
+    """Indices of IDs by descending count."""
     return places[np.argsort(-counts[places], kind="stable")]  # ties: the lower id first

@@ -1,7 +1,4 @@
-"""A prepared folder: what is in it and where, and whether it is as it was written.
-
-`prepare`, `adopt` and `frequencies --top-k` write one; every command opens it here.
-"""
+"""Prepared folders, which `prepare`, `adopt` and `frequencies --top-k` write."""
 
 from __future__ import annotations
 
@@ -43,11 +40,11 @@ _ADOPT_AGAIN = "Put it back as it was, or adopt it again into another folder"
 
 @dataclass(frozen=True)
 class PreparedData:
-    """Prepared training and test data; open one with `PreparedData.open`.
+    """Prepared training and test data; open it with `PreparedData.open`.
 
-    ``train/*.parquet`` (rows shuffled), ``test/*.parquet`` (rows in the log's order), ``workflow/``
-    (NVTabular), ``schema.pbtxt``, ``counts/<field>.parquet`` and ``prepare.json``. An adopted
-    pipeline's parquet lies elsewhere, as ``prepare.json`` says, and may have no test part.
+    ``train/*.parquet`` (shuffled), ``test/*.parquet`` (in the log's order), ``workflow/``
+    (NVTabular), ``schema.pbtxt``, ``counts/<field>.parquet`` and ``prepare.json``. The parquet of
+    an adopted pipeline is elsewhere, and may have no test split.
     """
 
     path: Path
@@ -56,13 +53,11 @@ class PreparedData:
 
     @classmethod
     def open(cls, path: str | Path) -> PreparedData:
-        """The folder that `prepare`, `adopt` or `frequencies --top-k` wrote.
-
-        Its files are compared with its manifest once, here (see `manifest`); no row is read.
+        """Open a folder and compare its files with the manifest; no row is read.
 
         Raises:
-            UserError: not a prepared folder, of another version, or a file is missing, added to a
-                part, or changed.
+            UserError: not a prepared folder, of another version, or a file is missing, new or
+                changed.
         """
         path = Path(path)
         if not os.path.isdir(path):  # which is false, too, of a name that is too long
@@ -84,18 +79,16 @@ class PreparedData:
         return data
 
     def _members(self, part: str) -> dict[str, Any]:
-        """The manifest of one part, or ("") of what belongs to none."""
-        manifest = self.record["manifest"]
-        folders = {name: name.split("/")[0] for name in manifest}
-        part_of = {name: folder * (folder in PARTS) for name, folder in folders.items()}
-        return {name: entry for name, entry in manifest.items() if part_of[name] == part}
+        """The manifest of one part, or ("") of the other files."""
+        found = {}
+        for name, entry in self.record["manifest"].items():
+            folder = name.split("/")[0]
+            if part == (folder if folder in PARTS else ""):
+                found[name] = entry
+        return found
 
     def check_part(self, part: str) -> None:
-        """Check that a part has its files as they were written, and no others.
-
-        Raises:
-            UserError: it has not.
-        """
+        """Raise UserError unless a part has its files as they were written, and no others."""
         if self._is_adopted:
             for state in self.record["files"][part]:
                 check_unchanged(state)
@@ -111,11 +104,10 @@ class PreparedData:
         self.footers(part)
 
     def footers(self, part: str) -> dict[Path, pq.FileMetaData]:
-        """The footers of a part's files, in their order.
+        """The footers of a part's files, in order.
 
         Raises:
-            UserError: a file is missing or not parquet, lacks a column, or the number of rows is
-                not that of the record.
+            UserError: a file is missing, not parquet or lacks a column, or rows are missing.
         """
         remedy = _ADOPT_AGAIN if self._is_adopted else _AGAIN
         footers = {}
@@ -142,15 +134,12 @@ class PreparedData:
 
     @property
     def train_files(self) -> list[Path]:
-        """The training part's files, by name; rows are shuffled across all of them.
-
-        Those of an adopted pipeline lie where they were, in the order given.
-        """
+        """The files of the training split, by name, or if adopted in the order given."""
         return self._files("train")
 
     @property
     def test_files(self) -> list[Path]:
-        """The test part's files, by name; rows keep the log's order. May be none, if adopted."""
+        """The files of the test split; may be none if adopted."""
         return self._files("test")
 
     def _files(self, part: str) -> list[Path]:
@@ -161,61 +150,55 @@ class PreparedData:
 
     @property
     def rows(self) -> dict[str, int]:
-        """Rows of each part: ``{"train": …, "test": …}``."""
+        """Rows by split: ``{"train": …, "test": …}``."""
         return dict(self.record["rows"])
 
     @property
     def cardinalities(self) -> dict[str, int]:
-        """Per id field, how many rows its table needs: padding, missing and unknown included."""
+        """Embedding rows by field, including padding, missing and unknown."""
         return dict(self.record["cardinalities"])
 
     @functools.cached_property
     def domains(self) -> list[tuple[str, ...]]:
-        """The id fields by int domain: those of one share their ids, and the rows of a table.
-
-        Raises:
-            UserError: two of one domain differ in size.
-        """
+        """The fields of ids by int domain: those of one domain share an embedding table."""
         if self.record.get("ranges") is not None:  # prepared here, where each has its own
             return [(name,) for name in self.spec.ids]
         return domains_of({name: self.schema[name] for name in self.spec.ids}, self.cardinalities)
 
     @property
     def table_rows(self) -> int:
-        """The rows of a table for all fields: as `cardinalities`, those of a shared domain once."""
+        """Embedding rows of all tables."""
         return sum(self.cardinalities[fields[0]] for fields in self.domains)
 
     @property
     def report(self) -> dict[str, Any]:
-        """What the data is like: rows and clicks by part, and by field what was found.
+        """Rows and clicks by split, and statistics by field.
 
-        Of ids: occurrences in the training part, distinct ones, and the occurrences of missing ones
-        and of those below the threshold; of the test part the same, and as `test_unknown` the
-        occurrences of those that have no id of their own. Of numbers: range, mean, missing and not
-        finite ones (``not_finite``, among the missing of both parts), and how many of the test part
-        lie beyond the range.
+        IDs: occurrences in the training split, distinct IDs, occurrences of missing IDs and of
+        those below the threshold; in the test split also of IDs without an embedding
+        (``test_unknown``). Numbers: range, mean, missing and not finite numbers (``not_finite``, in
+        both splits), and test numbers out of range.
         """
         return dict(self.record["report"])
 
     @property
     def seed(self) -> int:
-        """The seed of the split and the shuffle; 0 for an adopted pipeline, which had neither."""
+        """The seed of split and shuffle; 0 if adopted."""
         return int(self.record.get("seed", 0))
 
     @functools.cached_property
     def schema(self) -> Any:
-        """The columns as a ``merlin.schema.Schema``, tagged; ids carry their domain."""
+        """The columns as a ``merlin.schema.Schema``, with tags and int domains."""
         with quiet_imports():
             from merlin.schema.io.tensorflow_metadata import TensorflowMetadata
         text = (self.path / "schema.pbtxt").read_text(encoding="utf-8")
         return TensorflowMetadata.from_proto_text(text).to_merlin_schema()
 
     def counts(self, field: str) -> pd.DataFrame:
-        """How often each id of a field occurs in the training part: ``id``, ``raw``, ``count``.
+        """How often each ID of a field occurs in the training split: ``id``, ``raw``, ``count``.
 
-        Row i is id i: 0 padding, 1 missing, 2 unknown (raw is None for these), 3 the most
-        frequent id. The counts of a one-hot field sum up to the training rows. In an adopted
-        pipeline ids have the order of its own workflow, and hashed ones have no raw id.
+        Row i is ID i: 0 padding, 1 missing, 2 unknown (``raw`` is None for these), 3 the most
+        frequent ID. In an adopted pipeline IDs have the order of its own workflow.
         """
         import pandas as pd
 
@@ -228,15 +211,13 @@ class PreparedData:
             raise UserError(f"field must be one of {quoted(self.spec.ids)}. Received: {field!r}")
 
     def workflow(self, *, trust: bool = False) -> Any:
-        """The fitted ``nvtabular.Workflow``: raw rows in, the rows of ``train/`` and ``test/`` out.
-
-        Loading runs code from the folder (NVTabular uses cloudpickle): open only your own.
+        """The fitted ``nvtabular.Workflow``; loading it runs code from the folder (cloudpickle).
 
         Args:
-            trust: load it also where the manifest does not confirm every file of it.
+            trust: load it also if the manifest does not confirm its files.
 
         Raises:
-            UserError: the manifest does not, at this moment; or it does not load here.
+            UserError: the manifest does not confirm it, or it does not load here.
         """
         manifest = self.record["manifest"]
         return load_confirmed(self.path, manifest, "prepared data", f"{_AGAIN}.", trust=trust)
@@ -256,31 +237,21 @@ def write_record(folder: Path, record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def file_state(path: Path) -> dict[str, Any]:
-    """Fingerprint of adopted parquet: ``path``, ``mtime_ns``, and an entry of the manifest."""
+    """Fingerprint of adopted parquet: ``path``, ``mtime_ns`` and an entry of a manifest."""
     return {"path": str(path), "mtime_ns": path.stat().st_mtime_ns, **entry_of(path)}
 
 
 def check_unchanged(state: Mapping[str, Any]) -> None:
-    """Check that adopted parquet has the fingerprint that `file_state` took.
-
-    Raises:
-        UserError: the file is missing or has changed.
-    """
+    """Raise UserError if adopted parquet has not the fingerprint that `file_state` took."""
     path = Path(state["path"])
     try:
         now = path.stat()
         same = (now.st_size, now.st_mtime_ns) == (state["bytes"], state["mtime_ns"])
-        same = same and checksum(path) == state["sha256"]
+        found = "" if same and checksum(path) == state["sha256"] else "has changed"
     except OSError as error:
-        raise UserError(
-            f"adopted parquet must stay where it was. Received: {path}: {error.strerror}. "
-            f"{_ADOPT_AGAIN}"
-        ) from None
-    if not same:
-        raise UserError(
-            f"adopted parquet must stay as it was. Received: {path}, which has changed since. "
-            f"{_ADOPT_AGAIN}"
-        )
+        found = f"cannot be read ({error.strerror})"
+    if found:
+        raise UserError(f"adopted parquet {path} {found}. {_ADOPT_AGAIN}")
 
 
 def _read_record(path: Path) -> dict[str, Any]:
@@ -315,15 +286,11 @@ def _are_numbers(keys: Collection[str], value: Any, least: int) -> bool:
 def _are_files(value: Any) -> bool:
     if value is None:  # not adopted
         return True
-    return (
-        isinstance(value, dict)
-        and value.keys() == set(PARTS)
-        and all(isinstance(files, list) for files in value.values())
-        and all(
-            is_manifest({"": file}) and {"path", "mtime_ns"} <= file.keys()
-            for files in value.values()
-            for file in files
-        )
+    is_mapping = isinstance(value, dict) and value.keys() == set(PARTS)
+    return is_mapping and all(
+        isinstance(files, list)
+        and all(is_manifest({"": f}) and {"path", "mtime_ns"} <= f.keys() for f in files)
+        for files in value.values()
     )
 
 
@@ -342,15 +309,15 @@ _VALID: dict[str, Callable[[Any], bool]] = {
 def domains_of(
     columns: Mapping[str, Any], cardinalities: Mapping[str, int], hashed: Collection[str] = ()
 ) -> list[tuple[str, ...]]:
-    """Id fields by their int domain, as a table shares rows among those of one.
+    """Fields of IDs by int domain.
 
     Args:
-        columns: by field its schema.
+        columns: schemas by field.
         cardinalities: by field.
-        hashed: fields whose ids are hashed, which no vocabulary has.
+        hashed: fields with hashed IDs.
 
     Raises:
-        UserError: two of one domain differ in size, or in how they got their ids.
+        UserError: two fields of one domain differ in size, or only one is hashed.
     """
     found: dict[str, list[str]] = {}
     for name, column in columns.items():
@@ -361,10 +328,9 @@ def domains_of(
             sizes = cardinalities[first], cardinalities[name]
             if sizes[0] != sizes[1] or (first in hashed) != (name in hashed):
                 raise UserError(
-                    "fields of one int domain must have one vocabulary, for they share the rows of "
-                    f"a table. Received: {first!r} with {sizes[0]:,} ids and {name!r} with "
-                    f"{sizes[1]:,}, both of the domain {domain!r}. Encode them jointly, or give "
-                    "their domains names of their own: AddMetadata(properties={'domain': "
+                    f"{first!r} ({sizes[0]:,} ids) and {name!r} ({sizes[1]:,} ids) share the int "
+                    f"domain {domain!r}, and so an embedding table, but not a vocabulary. Encode "
+                    "them jointly, or name their domains: AddMetadata(properties={'domain': "
                     "{'min': 0, 'max': …, 'name': …}})"
                 )
     return [tuple(fields) for fields in found.values()]

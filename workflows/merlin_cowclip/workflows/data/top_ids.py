@@ -1,4 +1,4 @@
-"""The top-k data: a prepared folder rewritten as Table 1 (right) wants it, every id frequent."""
+"""Top-k data: prepared data in which every ID is frequent (Table 1, right, of the paper)."""
 
 from __future__ import annotations
 
@@ -37,30 +37,27 @@ if TYPE_CHECKING:
 def keep_top_ids(
     data: PreparedData, k: int, out: str | Path, *, progress: bool = True
 ) -> PreparedData:
-    """Prepared data in which every field has its k most frequent ids and one further id.
+    """Keep the k most frequent IDs of every field; all others become unknown (2).
 
-    The modified data of Table 1 (right), where every id is frequent. The further id is NVTabular's
-    unknown one, 2, and the kept ones are 3, 4, … by falling count. A missing id is an id: among the
-    k it stays 1, else it becomes 2. The pot of unknown ids of a threshold is never kept. Lists are
-    mapped id by id, and may then hold 2 several times. Rows, their order and their row groups stay.
+    Kept IDs are 3, 4, … by descending count. A missing ID counts as an ID: it stays 1 or becomes 2.
+    IDs that a threshold made unknown are never kept. Rows and row groups stay.
 
     Args:
-        data: the prepared folder, not an adopted one.
-        k: ids to keep, per field.
-        out: the folder to make; must not exist.
+        data: the prepared folder, not adopted.
+        k: IDs to keep per field.
+        out: the folder to write; must not exist.
         progress: show progress bars on stderr.
 
     Returns:
-        The new folder, opened. Its record holds ``derived_from``: ``path`` and ``top_k``; its
-        report is still the source's.
+        The new folder. Its record has ``derived_from`` (``path``, ``top_k``); the report is the
+        source's.
 
     Raises:
-        UserError: a bad argument, adopted data, counts that cannot be read, or a folder in the
-            way; nothing is left behind.
+        UserError: a bad argument, adopted data, counts that cannot be read, or ``out`` exists.
     """
     out = Path(out)
     check_whole("top-k", k, 1)
-    if "files" in data.record:
+    if data.record.get("ranges") is None:  # adopted
         raise UserError(
             "top-k needs data that 'merlin-cowclip prepare' wrote, for it cuts the vocabularies. "
             f"Received: {data.path}, an adopted pipeline. Prepare its raw logs, or give Categorify "
@@ -88,7 +85,7 @@ def keep_top_ids(
 
 @dataclass(frozen=True, eq=False)
 class _Kept:
-    """The ids that one field keeps: as prepared data has them, and how to get there."""
+    """The IDs that a field keeps."""
 
     statistics: IdStatistics
     missing_is_kept: bool
@@ -96,10 +93,7 @@ class _Kept:
 
     @property
     def max_size(self) -> int:
-        """What NVTabular notes of a truncated vocabulary, and 0 of one that is whole.
-
-        By it a table knows that its unknown row is trained.
-        """
+        """Categorify's ``max_size``, so that the unknown ID counts as trained; 0 if unused."""
         return self.statistics.cardinality if self.statistics.unknown.any() else 0
 
     @classmethod

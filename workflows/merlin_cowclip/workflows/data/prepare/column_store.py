@@ -1,7 +1,6 @@
-"""The columns of a log on disk, between reading the log and writing the prepared data.
+"""The columns of a log on disk: a parquet file by chunk, and an array by finished column.
 
-Each chunk of the log is one parquet file, written whole or not at all, so that any thread or
-process can write it, and again if that process died. Finished columns are arrays.
+Files are written whole or not at all, so that a task may run again.
 """
 
 from __future__ import annotations
@@ -40,19 +39,13 @@ class ColumnStore:
     def write_chunk(
         self, number: int, source: Source, chunk: Chunk, advance: Callable[[int], Any] = int
     ) -> tuple[int, Counter[str]]:
-        """Read a chunk of a log into one file.
-
-        Args:
-            number: its place among all chunks of all files.
-            source: the file.
-            chunk: the part of it.
-            advance: called with the number of bytes read since the last call.
+        """Read chunk ``number`` of all files into one file.
 
         Returns:
             Its rows and, by column, the numbers that were not finite and became missing.
 
         Raises:
-            UserError: a bad value, named by file and line.
+            UserError: a bad value, with file and line.
         """
         rows, replaced = 0, Counter[str]()
         with self._written(f"{number:06d}.parquet") as path, contextlib.ExitStack() as stack:
@@ -62,18 +55,10 @@ class ColumnStore:
                 names = [str(self._names.index(name)) for name in batch.schema.names]
                 batch = pa.RecordBatch.from_arrays(batch.columns, names)
                 if writer is None:
-                    ids = [
-                        n for n, t in zip(names, batch.schema.types, strict=True) if t == ID_TYPE
-                    ]
-                    writer = stack.enter_context(
-                        pq.ParquetWriter(
-                            path,
-                            batch.schema,
-                            compression="lz4",
-                            use_dictionary=ids,
-                            write_statistics=False,
-                        )
-                    )
+                    ids = [field.name for field in batch.schema if field.type == ID_TYPE]
+                    options = {"compression": "lz4", "use_dictionary": ids}
+                    writer = pq.ParquetWriter(path, batch.schema, write_statistics=False, **options)
+                    stack.enter_context(writer)
                 writer.write_batch(batch)
                 rows += batch.num_rows
         return rows, replaced
@@ -84,9 +69,9 @@ class ColumnStore:
         return np.concatenate(chunks).astype(dtype, copy=False)
 
     def codes(self, name: str) -> tuple[np.ndarray, pa.Array]:
-        """A column of ids as int32 codes into distinct texts; a missing one is -1.
+        """A column of IDs as int32 codes into distinct texts; a missing ID is -1.
 
-        Those of a column of lists one behind the other; the offsets of the lists are stored.
+        Lists are flattened, and their offsets stored.
         """
         chunks, lengths = [], [np.zeros(1, np.int64)]
         for column in self._read(name):
@@ -108,7 +93,7 @@ class ColumnStore:
                 yield from file.read(columns=[column], use_threads=False).column(0).chunks
 
     def store(self, name: str, values: np.ndarray) -> None:
-        """Put a finished column, or what else all tasks need, on disk."""
+        """Save an array."""
         with self._written(self._array(name)) as path, path.open("wb") as file:
             try:
                 np.save(file, values)
@@ -116,7 +101,7 @@ class ColumnStore:
                 raise OSError(error.errno or errno.ENOSPC, *error.args[-1:]) from None
 
     def store_texts(self, name: str, texts: pa.Array) -> None:
-        """Put the distinct texts of a column of ids on disk."""
+        """Save the distinct texts of a column of IDs."""
         batch = pa.record_batch([texts], ["texts"])
         with (
             self._written(self._texts(name)) as path,
@@ -125,11 +110,11 @@ class ColumnStore:
             file.write(batch)
 
     def load_texts(self, name: str) -> pa.Array:
-        """The stored texts, mapped."""
+        """The saved texts, memory-mapped."""
         return pa.ipc.open_file(pa.memory_map(str(self.folder / self._texts(name)))).get_batch(0)[0]
 
     def load(self, name: str) -> np.ndarray:
-        """A stored array, mapped: its pages are the system's memory and not ours."""
+        """A saved array, memory-mapped."""
         return np.load(self.folder / self._array(name), mmap_mode="r")
 
     @property
@@ -146,7 +131,7 @@ class ColumnStore:
 
     @contextlib.contextmanager
     def _written(self, name: str) -> Iterator[Path]:
-        """A place to write a file that appears under its name once it is whole."""
+        """A path to write; the file gets its name at the end."""
         partial = self.folder / f".{name}-{os.getpid()}-{secrets.token_hex(4)}"
         try:
             yield partial

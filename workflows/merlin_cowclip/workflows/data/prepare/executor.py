@@ -1,7 +1,6 @@
-"""Who does the work: threads of this process, or a local Dask cluster on CPUs or GPUs.
+"""Threads of this process, or a local Dask cluster on CPUs or GPUs.
 
-A task is a function that reads and writes files and may run again, so that a worker that dies costs
-only its tasks' time.
+A task reads and writes files and may run again, so that a worker may die.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ def make_executor(workers: int, device: str, scratch: Path) -> Iterator[Executor
     Args:
         workers: processes; 0 for threads of this process on CPUs, and for all GPUs.
         device: "cpu", or "gpu" for dask-cuda's workers.
-        scratch: a folder for what workers spill.
+        scratch: a folder for data that workers spill.
 
     Raises:
         UserError: as `check_executor`; or a task killed several workers.
@@ -126,10 +125,7 @@ def number_of_gpus() -> int:
 
 
 def cluster_options(workers: int, device: str) -> dict[str, Any]:
-    """Arguments of Dask's `LocalCluster` or dask-cuda's `LocalCUDACluster`.
-
-    Each worker has one thread and an equal share of the memory; on a GPU also a pool of its memory.
-    """
+    """Arguments of Dask's `LocalCluster` or dask-cuda's `LocalCUDACluster`: one thread a worker."""
     workers = parallel_tasks(workers, device)
     options: dict[str, Any] = {
         "n_workers": workers,

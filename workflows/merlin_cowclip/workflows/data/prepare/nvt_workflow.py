@@ -1,7 +1,7 @@
-"""The NVTabular workflow of prepared data, and what is saved with it: vocabularies, counts, schema.
+"""The NVTabular workflow of prepared data, its vocabularies, counts and schema.
 
-`prepare` computes the statistics that NVTabular's operators would, and hands them over
-(`StatOperator.fit_finalize`): the result is an ordinary fitted `nvtabular.Workflow`.
+The Arrow engine computes the statistics that NVTabular's operators would, and passes them to
+`StatOperator.fit_finalize`: the result is an ordinary fitted `nvtabular.Workflow`.
 """
 
 from __future__ import annotations
@@ -32,10 +32,7 @@ CATEGORIES = "workflow/categories"  # in a prepared folder
 
 
 def build_workflow(spec: DatasetSpec, folder: str | Path) -> nvt.Workflow:
-    """The spec's NVTabular workflow, not fitted; its vocabularies lie in ``folder/categories``.
-
-    NVTabular can fit it, too, if ids are text: ``build_workflow(spec, folder).fit(dataset)``.
-    """
+    """The spec's NVTabular workflow, not fitted; vocabularies are in ``folder/categories``."""
     with quiet_imports():
         import nvtabular as nvt
         from merlin.schema import Tags
@@ -65,25 +62,22 @@ def build_workflow(spec: DatasetSpec, folder: str | Path) -> nvt.Workflow:
 def save_fitted_workflow(
     spec: DatasetSpec, folder: Path, ranges: Mapping[str, tuple[float, float]]
 ) -> None:
-    """Give `build_workflow` the statistics that NVTabular would fit; save it and its schema.
+    """Pass statistics to the workflow; save it and its schema.
 
     Args:
-        spec: what the log looks like.
+        spec: the columns.
         folder: the prepared folder, with vocabularies and counts.
-        ranges: lowest and highest number, by continuous field.
+        ranges: lowest and highest number of each continuous field.
     """
     with quiet_imports():
         from merlin.dag import Graph
 
         from merlin_cowclip.workflows.data.prepare.operators import EncodeIds, UnitRange
     workflow = build_workflow(spec, folder / "workflow")
-    lows, highs = zip(*ranges.values(), strict=True) if ranges else ((), ())
+    ends = pd.DataFrame(ranges, index=["mins", "maxs"], dtype="float64").T
     statistics = {
         EncodeIds: vocabularies(folder, spec.ids),
-        UnitRange: {  # as NormalizeMinMax.fit computes them
-            "mins": pd.Series(lows, list(ranges), dtype="float64"),
-            "maxs": pd.Series(highs, list(ranges), dtype="float64"),
-        },
+        UnitRange: {"mins": ends["mins"], "maxs": ends["maxs"]},  # as NormalizeMinMax.fit
     }
     for kind, found in statistics.items():
         for node in Graph.get_nodes_by_op_type([workflow.output_node], kind):
@@ -132,12 +126,12 @@ def write_ids(folder: Path, field: str, statistics: IdStatistics) -> None:
 
 
 def vocabularies(folder: Path, fields: Iterable[str]) -> dict[str, str]:
-    """Where the vocabularies lie, by field: what Categorify's ``fit_finalize`` takes."""
+    """Vocabulary files by field, for Categorify's ``fit_finalize``."""
     return {field: str(folder / CATEGORIES / f"unique.{field}.parquet") for field in fields}
 
 
 def save_workflow(workflow: nvt.Workflow, folder: Path, columns: Iterable[str]) -> None:
-    """Save a fitted workflow, and as the folder's schema that of some columns of its output."""
+    """Save a fitted workflow, and the schema of some of its output columns."""
     with quiet_imports():
         from merlin.schema import Schema
     workflow.save(str(folder / "workflow"))
@@ -146,17 +140,15 @@ def save_workflow(workflow: nvt.Workflow, folder: Path, columns: Iterable[str]) 
 
 
 def save_schema(schema: Schema, folder: Path, bucketed: Collection[str] = ()) -> None:
-    """Write ``schema.pbtxt``, and ``.merlin/``, by which `merlin.io.Dataset` finds the schema.
+    """Write ``schema.pbtxt`` and ``.merlin/`` (for `merlin.io.Dataset`).
 
-    Fields whose counts are written get a property ``untrained_ids``: the ids without a training
-    row, as first ones and ends in turn. Rows of tables that would stay as they began start at zero
-    by it (`FusedEmbeddings`).
+    Fields with counts get a property ``untrained_ids``: ranges (start, end, start, …) of special or
+    hashed IDs without a training row. `FusedEmbeddings` initializes their embeddings with zero.
 
     Args:
         schema: of the columns.
-        folder: with the counts.
-        bucketed: fields all of whose ids are buckets, whether or not a property says how many. The
-            ids of a vocabulary, and those that were never encoded, start as any.
+        folder: the prepared folder, with counts.
+        bucketed: fields all of whose IDs are buckets.
     """
     with quiet_imports():
         from merlin.schema import Schema
@@ -170,7 +162,7 @@ def save_schema(schema: Schema, folder: Path, bucketed: Collection[str] = ()) ->
         )
     )
     for feature in proto.proto_schema.feature:
-        feature.annotation.tag.sort()  # a set's order is another one in each process
+        feature.annotation.tag.sort()  # a set has no order
     proto.to_proto_text_file(str(folder))
     (folder / ".merlin").mkdir()
     proto.to_json_file(str(folder / ".merlin"))
@@ -183,7 +175,7 @@ def _with_untrained_ids(column: ColumnSchema, counts: Path, bucketed: bool) -> C
     buckets = int(column.properties.get("num_buckets") or 1)
     count = pq.read_table(path, columns=["count"])["count"].to_numpy()
     if not bucketed and (buckets == 1 or column.properties.get("cat_path")):
-        count = count[: UNKNOWN + buckets]  # a vocabulary's own ids start as any
+        count = count[: UNKNOWN + buckets]
     untrained = np.concatenate([[False], count == 0, [False]])
     ends = np.flatnonzero(np.diff(untrained))
     return column.with_properties({"untrained_ids": ends.tolist()})

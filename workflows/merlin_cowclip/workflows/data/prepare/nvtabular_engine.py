@@ -55,6 +55,8 @@ def fit_and_encode(
         The number of ids of each field.
     """
     files = {part: [job.name for job in jobs if job.part == part] for part in PARTS}
+    for part in PARTS:
+        (folder / part).mkdir()
     with make_executor(workers, device, raw) as executor:
         workflow = build_workflow(spec, raw / "workflow")
         with progress_bar("fitting", len(spec.fields), " columns", show=progress) as bar:

@@ -1,8 +1,4 @@
-"""NVTabular operators for raw rows: ids to integers, numbers to [0, 1].
-
-They are subclasses that a saved workflow finds wherever this package is installed. Importing this
-module imports NVTabular, which takes seconds.
-"""
+"""NVTabular operators for raw rows: IDs to integers, numbers to [0, 1]. Imports NVTabular."""
 
 from __future__ import annotations
 
@@ -28,22 +24,21 @@ with quiet_imports():
 
 
 class EncodeIds(Categorify):
-    """Categorify (same files, ids and schema) for ids of any type, read as text.
+    """Categorify (same files, IDs and schema) for IDs of any type, read as text.
 
-    1382, 1382.0 and "1382" are one id; an empty text is a missing one, a missing list an empty one.
-    On a CPU, stock Categorify encodes wrongly if the index of the frame is not 0, 1, 2, …, and
-    fails where all ids of a column are missing. This one looks ids up by position.
+    1382, 1382.0 and "1382" are one ID; an empty text is missing, a missing list is empty. On a CPU,
+    stock Categorify encodes wrongly if the frame's index is not 0, 1, 2, …, or IDs are hashed, and
+    fails if all IDs of a batch are missing. This class looks IDs up by position.
 
     Args:
         out_path: the folder that gets ``categories/``. No default: workflows that share
             Categorify's (``./``) overwrite each other's vocabularies.
-        freq_threshold: as in Categorify, ids that occur less often are unknown; field → count.
-        num_buckets: as in Categorify, ids that unknown ones share by hash; field → number, for
-            every field. Hashed by `statistics.hash_bucket`, the same on CPUs and GPUs.
-        max_size: as in Categorify, the most rows of a field's table: the ids beyond are unknown.
-        missing_as_unknown: fields whose missing ids are unknown (2) as well, instead of 1.
+        freq_threshold: as in Categorify; field → count.
+        num_buckets: as in Categorify; field → number, for every field.
+        max_size: as in Categorify.
+        missing_as_unknown: fields in which a missing ID is 2 instead of 1.
         lists: the fields of lists.
-        null_values: texts that mean a missing id, in addition to the empty one.
+        null_values: texts that mean a missing ID, in addition to the empty one.
     """
 
     def __init__(
@@ -83,7 +78,7 @@ class EncodeIds(Categorify):
         super().clear()
 
     def set_storage_path(self, new_path: Any, copy: bool = False) -> None:
-        """Point at vocabularies that have moved; with ``copy``, take the counts (meta.*) along."""
+        """Set the folder of vocabularies; with ``copy``, copy counts (meta.*) too."""
         old = dict(self.categories)
         super().set_storage_path(new_path, copy=copy)
         if copy:
@@ -174,7 +169,7 @@ class EncodeIds(Categorify):
         return self.num_buckets.get(field, 1) if self.num_buckets else 1
 
     def _compute_properties(self, col_schema: Any, input_schema: Schema) -> Any:
-        # Categorify writes the absolute path of the folder it was fitted in; folders move.
+        # Categorify writes an absolute path; folders move.
         schema = super()._compute_properties(col_schema, input_schema)
         path = schema.properties["cat_path"]
         relative = path and str(Path(path).relative_to(self.out_path))

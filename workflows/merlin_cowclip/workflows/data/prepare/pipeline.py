@@ -14,12 +14,12 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
-from merlin_cowclip.plugins._checks import is_whole
 from merlin_cowclip.workflows import machine
+from merlin_cowclip.workflows.checks import check_whole
 from merlin_cowclip.workflows.data.prepare.column_store import IN_TRAIN, ROWS, ColumnStore
 from merlin_cowclip.workflows.data.prepare.executor import (
     MEMORY_SHARE,
@@ -64,42 +64,36 @@ def prepare(
     device: Literal["cpu", "gpu"] = "cpu",
     engine: Literal["arrow", "nvtabular"] | None = None,
 ) -> PreparedData:
-    """Turn raw logs into training and test data, at ``out``.
+    """Turn raw logs into a training and a test split, at ``out``.
 
-    Ids become integers by falling frequency in the training part (3 is the most frequent; 1 is a
-    missing id, 2 one that training has not seen, or that is rarer than the spec's threshold);
-    numbers are scaled to [0, 1] by the training part's range and clipped to it, a missing one
-    counting as 0. The split is exact, and training rows are fully shuffled; both depend on the rows
-    and the seed only, never on who does the work.
+    IDs become integers: 1 is a missing ID, 2 an unknown one (not in the training split, or rarer
+    than the spec's threshold), 3 the most frequent ID. Numbers are scaled to [0, 1] by the range in
+    the training split and clipped; missing numbers count as 0. The split is exact, and training
+    rows are fully shuffled. Both depend on the rows and the seed only.
 
     Args:
-        spec: what the log looks like.
-        inputs: files, globs or folders, CSV (gzipped or not) or parquet as the spec says.
-        out: the folder to make, on this machine; must not exist.
-        like: encode ids and numbers as an earlier run or folder, instead of fitting them; ids that
-            it does not have are unknown.
-        seed: of the split and the shuffle.
+        spec: the columns of the log.
+        inputs: files, globs or folders, CSV (gzipped or not) or parquet.
+        out: the folder to write; must not exist.
+        like: encode as an earlier run or folder, instead of fitting; other IDs are unknown.
+        seed: of split and shuffle.
         progress: show progress bars on stderr.
-        part_rows: the most rows in one output file.
-        workers: processes of a Dask cluster; 0 for threads of this process. A worker that dies is
-            replaced, and its tasks are done again. (As with all of Dask's processes, the calling
-            script needs an ``if __name__ == "__main__"``.)
+        part_rows: maximum number of rows in an output file.
+        workers: processes of a Dask cluster; 0 for threads, or on GPUs one per GPU. The tasks of a
+            worker that dies run again. The calling script needs ``if __name__ == "__main__":``.
         device: where NVTabular runs: "cpu", or "gpu" for dask-cuda's workers.
         engine: what fits and encodes columns: "arrow", or "nvtabular", which ``device="gpu"``
-            implies. Its ids of equal counts may be numbered differently.
+            implies. IDs that occur equally often may be numbered differently.
 
     Returns:
-        The folder, opened.
+        The prepared folder.
 
     Raises:
-        UserError: bad input; the message names the place and the remedy, and nothing is left
-            behind.
+        UserError: bad input; nothing is left behind.
     """
     out = Path(out)
-    if not is_whole(seed, 0, numpys=True):
-        raise UserError(f"seed must be an integer of at least 0. Received: {seed!r}")
-    if not is_whole(part_rows, 1):
-        raise UserError(f"part_rows must be an integer of at least 1. Received: {part_rows!r}")
+    check_whole("seed", seed, 0)
+    check_whole("part_rows", part_rows, 1)
     refuse_existing(out)
     _check_place(out)
     engine = engine or ("nvtabular" if device == "gpu" else "arrow")
@@ -116,19 +110,33 @@ def prepare(
     with all_or_nothing(out) as folder:
         scratch = folder / ".scratch"
         scratch.mkdir()
-        # Text is always read on CPUs, for NVTabular by threads.
-        readers = workers if engine == "arrow" else 0
+        readers = workers if engine == "arrow" else 0  # for NVTabular, threads read the text
         with make_executor(readers, "cpu", scratch) as executor:
             store = ColumnStore(scratch, spec)
             run = _Pipeline(spec, sources, store, folder, executor, progress, like)
-            tasks = parallel_tasks(readers, "cpu")
+            with unchanged(sources):
+                replaced = run.read(parallel_tasks(readers, "cpu"))
+            rows, positives = run.split(int(seed))
+            jobs = [job for part in PARTS for job in part_jobs(part, rows[part], part_rows)]
             if engine == "arrow":
-                record = run.record(int(seed), part_rows, tasks, run.by_arrow)
+                fitted, cardinalities = run.encode(jobs)
             else:
-                by_nvtabular = functools.partial(run.by_nvtabular, workers=workers, device=device)
-                record = run.record(int(seed), part_rows, tasks, by_nvtabular)
+                fitted, cardinalities = run.encode_by_nvtabular(jobs, workers, device)
         shutil.rmtree(scratch, ignore_errors=True)
-        record = write_record(folder, {**record, "engine": engine})
+        fields = {name: fitted[name].report for name in spec.fields}
+        for name in spec.continuous:
+            fields[name]["not_finite"] = replaced[name]  # among the missing ones
+        record = {
+            "spec": spec.to_dict(),
+            "engine": engine,
+            "inputs": [{"path": str(s.path), "bytes": s.state.bytes} for s in sources],
+            "seed": int(seed),
+            "rows": rows,
+            "cardinalities": cardinalities,
+            "ranges": {name: [fitted[name].low, fitted[name].high] for name in spec.continuous},
+            "report": {"rows": rows, "positives": positives, "fields": fields},
+        }
+        record = write_record(folder, record)
     return PreparedData(out, spec, record)
 
 
@@ -152,74 +160,14 @@ class _Pipeline:
     progress: bool
     like: Encoding | None
 
-    def record(
-        self,
-        seed: int,
-        part_rows: int,
-        tasks: int,
-        encode: Callable[[list[PartJob]], tuple[dict[str, Fitted], dict[str, int]]],
-    ) -> dict[str, Any]:
-        """Do them all; returns the record. ``encode`` fits the fields and writes the parts."""
-        spec = self.spec
-        with unchanged(self.sources):
-            replaced = self._read(tasks)
-        rows, positives = self._split(seed)
-        fitted, cardinalities = encode(
-            [job for part, total in rows.items() for job in part_jobs(part, total, part_rows)]
-        )
-        fields = {name: fitted[name].report for name in spec.fields}
-        for name in spec.continuous:
-            fields[name]["not_finite"] = replaced[name]  # among the missing ones
-        return {
-            "spec": spec.to_dict(),
-            "inputs": [{"path": str(s.path), "bytes": s.state.bytes} for s in self.sources],
-            "seed": seed,
-            "rows": rows,
-            "cardinalities": cardinalities,
-            "ranges": {name: [fitted[name].low, fitted[name].high] for name in spec.continuous},
-            "report": {"rows": rows, "positives": positives, "fields": fields},
-        }
-
-    def by_arrow(self, jobs: list[PartJob]) -> tuple[dict[str, Fitted], dict[str, int]]:
-        """Fit and encode one column after the other, and write the parts."""
-        spec, folder = self.spec, self.folder
-        create_id_folders(folder)
-        fitted = self._fit("fitting", functools.partial(fit, folder=folder, like=self.like))
-        ranges = {name: (fitted[name].low, fitted[name].high) for name in spec.continuous}
-        save_fitted_workflow(spec, folder, ranges)
-        self._write(jobs, folder)
-        return fitted, {name: fitted[name].cardinality for name in spec.ids}
-
-    def by_nvtabular(
-        self, jobs: list[PartJob], workers: int, device: str
-    ) -> tuple[dict[str, Fitted], dict[str, int]]:
-        """Write raw parts; NVTabular fits and encodes them."""
-        fitted = self._fit("columns", describe)
-        raw = self.store.folder / "raw"
-        self._write(jobs, raw, raw=True)
-        for part in PARTS:
-            (self.folder / part).mkdir()
-        cardinalities = fit_and_encode(
-            self.spec,
-            raw,
-            self.folder,
-            jobs,
-            workers=workers,
-            device=device,
-            progress=self.progress,
-        )
-        return fitted, cardinalities
-
-    def _read(self, tasks: int) -> Counter[str]:
-        """Store all columns; returns, by column, how many numbers were not finite."""
+    def read(self, tasks: int) -> Counter[str]:
+        """Store all columns; returns how many numbers of each were not finite."""
         total, rows, replaced = sum(s.state.bytes for s in self.sources), 0, Counter[str]()
         size = _chunk_bytes(total, tasks)
         chunks = [(source, chunk) for source in self.sources for chunk in source.chunks(size)]
         with progress_bar("reading", total, "B", show=self.progress) as bar:
-            write, in_process = (
-                self.store.write_chunk,
-                isinstance(self.executor, ThreadPoolExecutor),
-            )
+            write: Callable[..., tuple[int, Counter[str]]] = self.store.write_chunk
+            in_process = isinstance(self.executor, ThreadPoolExecutor)
             if in_process:
                 write = functools.partial(write, advance=bar.update)
             found = self.executor.map(write, range(len(chunks)), *zip(*chunks, strict=True))
@@ -233,7 +181,8 @@ class _Pipeline:
             raise UserError(f"{self.sources[0].path} has no rows. Give a file with rows")
         return replaced
 
-    def _split(self, seed: int) -> tuple[dict[str, int], dict[str, int]]:
+    def split(self, seed: int) -> tuple[dict[str, int], dict[str, int]]:
+        """Choose the rows of each split; returns rows and clicks by split."""
         spec, store = self.spec, self.store
         labels = store.numbers(spec.label, np.int8)
         times = store.codes(TIME) if spec.split.kind == "time" else None
@@ -244,11 +193,37 @@ class _Pipeline:
         store.store(ROWS["test"], parts.test)
         return parts.rows, parts.positives
 
-    def _fit(self, title: str, fit_one: Callable[..., Fitted]) -> dict[str, Fitted]:
+    def encode(self, jobs: list[PartJob]) -> tuple[dict[str, Fitted], dict[str, int]]:
+        """Fit and encode each column, and write the parts; returns statistics and cardinalities."""
+        spec, folder = self.spec, self.folder
+        create_id_folders(folder)
+        fitted = self._each_column("fitting", functools.partial(fit, folder=folder, like=self.like))
+        ranges = {name: (fitted[name].low, fitted[name].high) for name in spec.continuous}
+        save_fitted_workflow(spec, folder, ranges)
+        self._write(jobs, folder)
+        return fitted, {name: fitted[name].cardinality for name in spec.ids}
+
+    def encode_by_nvtabular(
+        self, jobs: list[PartJob], workers: int, device: str
+    ) -> tuple[dict[str, Fitted], dict[str, int]]:
+        """Write raw parts; NVTabular fits and encodes them. Returns as `encode`."""
+        fitted = self._each_column("columns", describe)
+        raw = self.store.folder / "raw"
+        self._write(jobs, raw, raw=True)
+        return fitted, fit_and_encode(
+            self.spec,
+            raw,
+            self.folder,
+            jobs,
+            workers=workers,
+            device=device,
+            progress=self.progress,
+        )
+
+    def _each_column(self, title: str, task: Callable[..., Fitted]) -> dict[str, Fitted]:
         names = [*self.spec.ids, *self.spec.continuous]
-        task = functools.partial(fit_one, store=self.store)
+        task, fitted = functools.partial(task, store=self.store), {}
         with progress_bar(title, len(names), " columns", show=self.progress) as bar:
-            fitted = {}
             for name, found in zip(names, self.executor.map(task, names), strict=True):
                 fitted[name] = found
                 bar.update(1)
