@@ -29,16 +29,26 @@ def refuse_existing(out: Path, what: str = "folder") -> None:
     Raises:
         UserError: it exists, if only as a dangling link, or the folder around it cannot be written.
     """
-    home = _home(out)
-    if os.path.lexists(out):
+    try:
+        str(out).encode()
+        os.lstat(out)
+    except UnicodeEncodeError:
+        raise UserError(
+            f"output {what} must have a name that is text. Received: {str(out)!a}. Name another"
+        ) from None
+    except FileNotFoundError:
+        home = _home(out)
+        if not os.path.isdir(home):
+            _refuse_place(out, f"{home} is no folder", what)
+        if not os.access(home, os.W_OK | os.X_OK):
+            _refuse_place(out, os.strerror(errno.EACCES), what)
+    except OSError as error:
+        _refuse_place(out, error.strerror, what)
+    else:
         raise UserError(
             f"output {what} must not exist. Received: {shown(out)}. Name another, or remove it "
             "first"
         )
-    if not os.path.isdir(home):
-        _refuse_place(out, f"{home} is no folder", what)
-    if not os.access(home, os.W_OK | os.X_OK):
-        _refuse_place(out, os.strerror(errno.EACCES), what)
 
 
 def refuse_pattern(path: Path, what: str) -> None:
@@ -109,8 +119,8 @@ def all_or_nothing(out: Path, what: str = "folder") -> Iterator[Path]:
             ) from None
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise UserError(
-                f"the disk is full: {out} was not written ({os.strerror(error.errno)}). Free some "
-                f"space, or name a {what} on another disk"
+                f"output needs disk space. Received: none left for {out} "
+                f"({os.strerror(error.errno)}). Free some, or name a {what} on another disk"
             ) from None
         raise
     finally:
