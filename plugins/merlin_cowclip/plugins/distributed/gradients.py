@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from merlin_cowclip.plugins._tensorflow import tf
-from merlin_cowclip.plugins.distributed.horovod import all_gather_each, all_reduce_each, ranks
+from merlin_cowclip.plugins.distributed.horovod import all_gather_each, all_reduce, ranks
 from merlin_cowclip.plugins.row_ops import colocated_with, sum_per_row, unique_rows
 
 
@@ -49,12 +49,11 @@ def all_reduce_dense(gradients: Sequence[Any]) -> list[Any]:
     """Gradients of dense weights, tensors or slices: of all ranks' shares as one batch's."""
     size = ranks().size
     slices = [g for g in gradients if isinstance(g, tf.IndexedSlices)]
-    summed = iter(all_reduce_each([g for g in gradients if not isinstance(g, tf.IndexedSlices)]))
     gathered = iter(all_gather_each([part for g in slices for part in (g.values, g.indices)]))
     return [
         tf.IndexedSlices(next(gathered) / size, next(gathered), gradient.dense_shape)
         if isinstance(gradient, tf.IndexedSlices)
-        else next(summed) / size
+        else all_reduce(gradient, "sum") / size
         for gradient in gradients
     ]
 
@@ -64,11 +63,14 @@ def all_gather_rows(
     shares: Sequence[tuple[RowSums, tf.Variable]],
 ) -> list[tuple[ReducedRows, tf.Variable]]:
     """Gradients of replicated tables: of all ranks' shares as one batch's; dense: all-reduced."""
-    reduced = []
+    reduced, size = [], ranks().size
     for share, variable in shares:
         if share.is_whole:
-            mean, counts = all_reduce_each([share.gradients, share.counts])
-            sums = share._replace(gradients=mean / ranks().size, counts=counts)
+            mean, counts = (
+                all_reduce(share.gradients, "sum") / size,
+                all_reduce(share.counts, "sum"),
+            )
+            sums = share._replace(gradients=mean, counts=counts)
         else:
             indices, rows = all_gather_each(packed(share))
             sums = merged(indices, rows, variable)

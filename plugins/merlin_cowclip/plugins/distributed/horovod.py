@@ -57,14 +57,9 @@ def broadcasts_variables(callback: Any) -> bool:
 
 
 def all_gather_each(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Each tensor of a step with those of all ranks behind one another, in the ranks' order."""
+    """Each tensor with those of all ranks behind one another, in the ranks' order."""
     hvd = _horovod()
     return [hvd.allgather(t, name=_name("all_gather"), ignore_name_scope=True) for t in tensors]
-
-
-def all_reduce_each(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Each tensor of a step, summed over the ranks."""
-    return [all_reduce(tensor, "sum") for tensor in tensors]
 
 
 @tf.autograph.experimental.do_not_convert

@@ -74,39 +74,24 @@ class NormBin:
     """Rows whose gradient norms, with L2 and before the clip, lie between two powers of two.
 
     The lowest bin also holds smaller norms and NaN, the highest one larger norms.
-
-    Attributes:
-      norm: the lower end.
-      rare: rows of rare ids, once per step.
-      frequent: rows of frequent ids.
     """
 
-    norm: float
-    rare: int
-    frequent: int
+    norm: float  # the lower end
+    rare: int  # rows of rare ids, once per step
+    frequent: int  # rows of frequent ids
 
 
 @dataclass(frozen=True)
 class FieldStatistics:
-    """What some steps did to the ids of one field, or of fields that share rows.
-
-    Attributes:
-      table: its name; of several tables of one name, with a number from the second on.
-      field: its name; of fields that share rows, theirs with a "+" between.
-      width: d of the table.
-      is_clipped: whether the clip applies to it.
-      steps: updates of the table.
-      frequent: ids that many samples of the batch hold (see `CowClipOptimizer.observe`).
-      rare: all other ids.
-    """
+    """What some steps did to the ids of one field, or of fields that share rows ("a+b")."""
 
     table: str
     field: str
     width: int
     is_clipped: bool
-    steps: int
-    frequent: RowStatistics
-    rare: RowStatistics
+    steps: int  # updates of the table
+    frequent: RowStatistics  # ids that many samples of a batch hold: `CowClipOptimizer.observe`
+    rare: RowStatistics  # all other ids
 
     @property
     def all(self) -> RowStatistics:
@@ -247,19 +232,12 @@ def _bin(norms: tf.Tensor) -> tf.Tensor:
 
 
 class NotFinite(NamedTuple):
-    """A NaN or an infinite number was found.
+    """A NaN or an infinite number, in a field of a table or in a dense weight."""
 
-    Attributes:
-      what: "gradient" or "weight".
-      table: the table's name; `None` for a dense weight.
-      field: the field's; `None` for a dense weight.
-      variable: a dense weight's name; `None` for a table.
-    """
-
-    what: str
+    what: str  # "gradient" or "weight"
     table: str | None = None
     field: str | None = None
-    variable: str | None = None
+    variable: str | None = None  # a dense weight's name
 
     def __str__(self) -> str:
         if self.table is None:

@@ -252,8 +252,7 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
     def catch_up(self) -> None:
         """With `update="deferred"`, make all rows of all tables as `"exact"` would have them.
 
-        Call it before you read a table's variable. `save_model`, methods of the model such as
-        `get_weights`, and methods of `FusedEmbeddings` do so themselves.
+        Call it before you read a table's variable; methods of the model and `save_model` do so.
         """
         for spec in self._specs or ():
             if spec.access.catch_up is not None and spec.layer.built:
@@ -395,12 +394,12 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
     def broadcast(self) -> None:
         """Give all ranks the weights, moments, step counts and learning rates that rank 0 has.
 
-        `model.fit` and a traced step do so. Before a first eager step, call the model on a batch,
-        so that it is built, and then this, on all ranks. On one rank it does nothing.
+        `model.fit` and a traced step do so. Call it before a first eager step, once the model is
+        built, on all ranks.
 
         Raises:
-          ValueError: the ranks differ in tables, hyperparameters or update mode, or a loss is a
-            sum.
+          ValueError: the ranks differ in tables, hyperparameters or update mode, or a loss is no
+            mean.
         """
         if ranks().size > 1 and self._model is not None:
             broadcast_state(self, self._model)
@@ -448,8 +447,7 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
 
         Raises:
           ValueError: no model is bound, or another one; no variable has a gradient; a sparse
-            gradient belongs to no table; a table's ids are not recorded; or a table belongs to
-            another optimizer, and one of the two defers updates.
+            gradient belongs to no table; or a table's ids are not recorded.
         """
         pairs = filter_empty_gradients(grads_and_vars)
         mine = self._catch_up_rows if self.update_mode == "deferred" else None
@@ -528,8 +526,7 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
             `hyperparameters.batch_size` samples hold it, and at least 2; else it is rare.
 
         Raises:
-          ValueError: a share that is not positive, or another one than before; a step on these
-            tables was made already; or no model is bound.
+          ValueError: another share than before, a step was made already, or no model is bound.
         """
         share = check_number("frequent_share", frequent_share, positive=True)
         frequent_from = max(2.0, share * self.hyperparameters.batch_size)
@@ -561,9 +558,6 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
 
         Of tables, if `observe` was called: in a gradient or row of any batch so far. Of dense
         weights, frozen ones and moving means included: now. It waits for the steps under way.
-
-        Raises:
-          ValueError: the model is not built yet, or none is bound.
         """
         tables = {spec.variable.ref() for spec in self.table_specs if spec.layer.built}
         weights = [one.variable for one in self.owned()] + self._model.non_trainable_variables

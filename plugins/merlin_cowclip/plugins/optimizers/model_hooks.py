@@ -6,12 +6,10 @@ replaced: a copied model has them, too, and Keras saves nothing of them.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import types
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -74,7 +72,9 @@ def _save(compiled: Any, bound: Any, model: Any, save: Any, *arguments: Any, **n
     if optimizer is None:
         return save(*arguments, **named)
     optimizer.check_whole("save")
-    with optimizer.saving(), _loaded_without_loss_scaling():
+    if ranks().size > 1 and compiled is not None and compiled is not model.optimizer:
+        named["include_optimizer"] = False  # else Merlin loads it, and remakes loss scaling
+    with optimizer.saving():
         return save(*arguments, **named)
 
 
@@ -109,22 +109,6 @@ _HOOKS: Mapping[str, Callable[..., Any]] = {
     "_add_horovod_callbacks": _add_horovod_callbacks,
     "_create_optimizer": _create_optimizer,
 }
-
-
-class _InnerOptimizer(tf.keras.mixed_precision.LossScaleOptimizer):
-    """What loss scaling is loaded as: what is within it."""
-
-    @classmethod
-    def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Any:
-        return tf.keras.optimizers.deserialize(config["inner_optimizer"], custom_objects)
-
-
-def _loaded_without_loss_scaling() -> AbstractContextManager[Any]:
-    """On several ranks, a model is loaded without loss scaling: Merlin loads what it has saved."""
-    if ranks().size == 1:
-        return contextlib.nullcontext()
-    names = "LossScaleOptimizer", "lossscaleoptimizer"  # Keras looks for the second
-    return tf.keras.utils.custom_object_scope(dict.fromkeys(names, _InnerOptimizer))
 
 
 def _batch_size(arguments: Sequence[Any], named: Mapping[str, Any]) -> int | None:

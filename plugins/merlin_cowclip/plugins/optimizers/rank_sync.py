@@ -123,24 +123,22 @@ def _start(optimizer: CowClipOptimizer, variables: list[tf.Variable]) -> None:
 class RankSync(tf.keras.callbacks.Callback):
     """Keeps all ranks of a `fit` equal.
 
-    - At the first batch of the fit all ranks get the state that rank 0 has: weights, moments, step
-      counts, learning rates. At the first batch of other epochs they get its learning rate.
+    - At the first batch all ranks get rank 0's weights, moments, step counts and learning rates; at
+      the first batch of other epochs its learning rate.
     - At the end of each epoch, metrics in `logs` become the mean over the ranks that have them, and
       all ranks stop if a callback has stopped one.
 
-    Merlin's `fit` adds it. To the `fit` of another Keras model on several ranks, pass it first, for
-    the callbacks after it to see the means, and last, for what stops a rank to stop all:
+    Merlin's `fit` adds it. To the `fit` of another Keras model, pass it first, for the callbacks
+    after it to see the means, and last, for what stops a rank to stop all:
 
     ```python
     sync = RankSync()
     model.fit(data, callbacks=[sync, tf.keras.callbacks.EarlyStopping("loss"), sync])
     ```
 
-    On one rank it does nothing.
-
     Args:
-      each_batch: whether all ranks stop after a batch, too, as `TerminateOnNaN` requires. It costs
-        a message to all ranks per batch. Enough that one rank has it.
+      each_batch: whether all ranks stop after a batch, too, as `TerminateOnNaN` requires: a message
+        to all ranks per batch.
     """
 
     _supports_tf_logs = True  # else Keras waits for the values of each batch's logs

@@ -48,7 +48,7 @@ def state_of(
 
 
 def shards_of(model: mm.Model, state: Mapping[str, tf.Variable]) -> dict[str, Shard]:
-    """Of variables by name, such as `training_state`'s, those that have this rank's rows alone."""
+    """Of variables by name, those that have only this rank's rows."""
     held = optimizer_of(model).in_shards()
     return {name: held[v.ref()] for name, v in state.items() if v.ref() in held}
 

@@ -23,9 +23,8 @@ _TRACED = ("train_function", "test_function", "predict_function")
 def whole_tables(model: mm.Model) -> Iterator[None]:
     """Within it, on rank 0, tables in shards and their moments are whole: a model like any other.
 
-    Called on all ranks at once. On the other ranks nothing changes, and the model must not be
-    called within it. A `tf.function` of one's own keeps the tables that it was traced with. Rank 0
-    needs memory for the whole tables beside its shards. Without shards it does nothing.
+    Called on all ranks at once; on the others the model must not be called within it. A custom
+    `tf.function` keeps the tables that it was traced with. Rank 0 needs memory for whole tables.
 
     ```python
     with whole_tables(model):
@@ -33,11 +32,8 @@ def whole_tables(model: mm.Model) -> Iterator[None]:
             model.save("model")
     ```
 
-    Args:
-      model: built, and compiled with a `CowClipOptimizer`.
-
     Raises:
-      ValueError: it is compiled with another optimizer.
+      ValueError: the model is compiled with another optimizer.
     """
     optimizer = optimizer_of(model)
     specs = [spec for spec in optimizer.table_specs if spec.shard is not None]
