@@ -31,7 +31,7 @@ from merlin_cowclip.workflows import (
     write_synthetic,
 )
 from merlin_cowclip.workflows.data.spec import CRITEO
-from merlin_cowclip.workflows.serving.repository import transformed
+from merlin_cowclip.workflows.serving.repository import scored
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.triton.server import inputs_of, triton_server
@@ -95,7 +95,7 @@ def main() -> None:
 
         ensemble = repository.ensemble()
         tables = {size: [*map(TensorTable, given)] for size, given in requests.items()}
-        measure(lambda table: transformed(ensemble, table), tables, arguments.rounds)
+        measure(lambda table: scored(ensemble, table), tables, arguments.rounds)
         if "COWCLIP_TRITON" not in os.environ:
             print("COWCLIP_TRITON is not set: no server")
             return

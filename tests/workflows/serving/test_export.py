@@ -25,7 +25,7 @@ from merlin_cowclip.workflows.data.adopt.inference import InferenceWorkflow
 from merlin_cowclip.workflows.data.adopt.pipeline import adopt
 from merlin_cowclip.workflows.data.prepare.pipeline import prepare
 from merlin_cowclip.workflows.data.prepared_data import PreparedData
-from merlin_cowclip.workflows.errors import Notice, UserError
+from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.quiet import quiet_imports
 from merlin_cowclip.workflows.serving.export import _request_schema
 from merlin_cowclip.workflows.serving.rare_ids import rare_ids
@@ -163,15 +163,23 @@ def test_a_request_is_encoded_as_by_the_workflow(name, tmp_path):
     lists = {n: [t.split(";") if t else [] for t in frame[n]] for n in SHOP.lists}
     frame = frame.assign(**numbers, **lists, bought=0)
     frame.loc[::7, "user"] = ODD
-    rows = PreparedRows(data.workflow(), data.spec)
-    found, expected = rows.encode(rows.request_of(frame)), data.workflow().transform(frame)
+    kinds = dict.fromkeys(SHOP.continuous, "TYPE_FP64") | dict.fromkeys(
+        SHOP.categorical, "TYPE_STRING"
+    )
+    kinds |= {f"{name}__values": "TYPE_STRING" for name in SHOP.lists}
+    arrays = request(frame, {"columns": data.spec.fields, "inputs": kinds})
+    arrays = {
+        n: a if a.dtype != object else np.array([t.encode() for t in a], object)
+        for n, a in arrays.items()
+    }
+    found = PreparedRows(data.workflow(), data.spec).encode(arrays)
+    expected = data.workflow().transform(frame)
     for field in (*SHOP.categorical, *SHOP.continuous):
-        np.testing.assert_array_equal(found[field], expected[field].to_numpy(), field)
+        np.testing.assert_array_equal(found[field][0], expected[field].to_numpy(), field)
     for field in SHOP.lists:
-        values = np.concatenate(expected[field].to_numpy())
-        np.testing.assert_array_equal(found[f"{field}__values"], values, field)
-        lengths = np.diff(found[f"{field}__offsets"])
-        np.testing.assert_array_equal(lengths, expected[field].map(len), field)
+        values, offsets = found[field]
+        np.testing.assert_array_equal(values, np.concatenate(expected[field].to_numpy()), field)
+        np.testing.assert_array_equal(np.diff(offsets), expected[field].map(len), field)
 
 
 def test_modules_that_no_package_installs_are_saved_with_the_workflow(tmp_path, monkeypatch):
@@ -182,8 +190,9 @@ def test_modules_that_no_package_installs_are_saved_with_the_workflow(tmp_path, 
     half = importlib.import_module("own_operators").half
     rows = pd.DataFrame({"x": [1.0, 2.0, 5.0]})
     workflow = nvt.Workflow(["x"] >> ops.LambdaOp(half))
-    own = _own_modules(workflow.fit(nvt.Dataset(rows)))
-    assert [module.__name__ for module in own] == ["own_operators"]
+    workflow.fit(nvt.Dataset(rows))
+    own = _own_modules()
+    assert "own_operators" in {module.__name__ for module in own}
     workflow.save(str(tmp_path / "saved"), modules_byvalue=own)
     shutil.rmtree(tmp_path / "modules")
     monkeypatch.delitem(sys.modules, "own_operators")
@@ -213,7 +222,7 @@ def test_a_server_with_the_tensorflow_backend(shop, tmp_path):
     np.testing.assert_allclose(answers[1]["probability"], expected[:5], rtol=0, atol=1e-6)
     assert answers[2:] == [
         "columns differ in their number of rows: 4 in 'item', 5 in 'user.id'",
-        "column 'item' is not UTF-8: b'\\xff'. Encode it",
+        "column 'item' is not UTF-8. Encode it",
         f"'tags__offsets' must rise from 0 to {len(five['tags__values'])}, the number of values. "
         f"Received: {list(crooked['tags__offsets'])}",
         "the request has no rows",
@@ -223,11 +232,11 @@ def test_a_server_with_the_tensorflow_backend(shop, tmp_path):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda f: f.drop(columns=["item", "price"]), "columns are missing: 'item', 'price'"),
+        (lambda f: f.drop(columns=["item", "price"]), "each of the columns 'item', 'price' once"),
         (lambda f: f.assign(price=f["price"].astype(object).where(f.index != 2, "dear")), "dear"),
         (lambda f: f.assign(price=[["t1"]] * len(f)), "column 'price' must hold numbers"),
         (lambda f: f.assign(tags="t1;t2"), "column 'tags': it is string, not a list"),
-        (lambda f: pd.concat([f, f[["item"]]], axis=1), "columns occur twice: 'item'"),
+        (lambda f: pd.concat([f, f[["item"]]], axis=1), "each of the columns 'item' once"),
     ],
 )
 def test_rows_that_are_refused_here(shop, change, words):
@@ -343,11 +352,13 @@ def test_raw_rows_are_checked(stock, shop, tmp_path, monkeypatch, capsys):
 
 
 def in_another_order(inputs):
-    """The network's inputs, rows reversed."""
-    return lambda *given: {
-        name: values[::-1].copy() if "__" not in name else values
-        for name, values in inputs(*given).items()
-    }
+    """The network's inputs, rows reversed but for lists."""
+
+    def reversed_inputs(operator, encoded):
+        one = {n: (v if o is not None else v[::-1].copy(), o) for n, (v, o) in encoded.items()}
+        return inputs(operator, one)
+
+    return reversed_inputs
 
 
 def rare_texts(data: Any, percent: float) -> tuple[dict[str, set[str]], int]:
@@ -438,8 +449,7 @@ def test_fields_with_hash_buckets_of_nvtabular_stay_whole(stock, tmp_path):
     workflow.transform(nvt.Dataset(log)).to_parquet(str(tmp_path / "train"))
     parts = (tmp_path / "train", tmp_path / "workflow", "rating", tmp_path / "data")
     data = adopt(*parts, progress=False)
-    with pytest.warns(Notice, match="no ids of 'user' are dropped"):
-        kept = rare_ids(data, 20).kept
+    kept = rare_ids(data, 20).kept
     assert len(kept["user"]) == data.cardinalities["user"]
     assert len(kept["item"]) < data.cardinalities["item"]
 

@@ -5,35 +5,20 @@ from __future__ import annotations
 import importlib.metadata
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
+from merlin_cowclip.workflows import folders
 from merlin_cowclip.workflows.data.adopt.inference import InferenceWorkflow, element_type
 from merlin_cowclip.workflows.data.prepared_data import PreparedData
 from merlin_cowclip.workflows.errors import UserError
-from merlin_cowclip.workflows.folders import (
-    all_or_nothing,
-    refuse_existing,
-    refuse_pattern,
-    write_json,
-)
 from merlin_cowclip.workflows.manifest import manifest_of
 from merlin_cowclip.workflows.progress import progress_bar
 from merlin_cowclip.workflows.serving.rare_ids import drop, rare_ids
-from merlin_cowclip.workflows.serving.repository import (
-    ENTRY,
-    FORMAT_VERSION,
-    RECORD,
-    VERSION,
-    Repository,
-    transformed,
-)
+from merlin_cowclip.workflows.serving.repository import ENTRY, FORMAT, RECORD, Repository, scored
 from merlin_cowclip.workflows.training.runs import Run
-
-if TYPE_CHECKING:
-    from merlin.schema import Schema
 
 CHECKED_ROWS = 10_000  # of --check-raw
 BACKENDS = ("python", "tensorflow")
@@ -41,10 +26,8 @@ PACKAGES = (  # that the server's Python needs
     *("merlin-cowclip", "merlin-systems", "merlin-core", "nvtabular"),
     *("tensorflow", "pandas", "pyarrow"),
 )
-_MODEL_PY = f'''"""Triton's entry to this model: {ENTRY}."""
-
-from merlin_cowclip.workflows.serving.triton_model import TritonPythonModel  # noqa: F401
-'''
+_NUMBERS = (pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean)
+_MODEL_PY = "from merlin_cowclip.workflows.serving.triton_model import TritonPythonModel\n"
 
 
 def export(
@@ -81,16 +64,13 @@ def export(
         model, the workflow cannot be loaded or cannot encode rows one by one, Triton has no type
         for a raw column, or `check_raw` differs.
     """
-    out = Path(out)
+    out, rare = Path(out), None
     if backend not in BACKENDS:
         raise UserError(f"backend must be one of {', '.join(BACKENDS)}. Received: {backend!r}")
     if check_raw is not None and drop_rare is not None:
-        raise UserError(
-            "check_raw cannot be used with drop_rare, which changes probabilities. Leave one out"
-        )
-    refuse_pattern(out, "repository")
-    refuse_existing(out)
-    rare = None
+        raise UserError("check_raw cannot be used with drop_rare, which changes probabilities")
+    folders.refuse_pattern(out, "repository")
+    folders.refuse_existing(out)
     if drop_rare is not None:
         data = run.data() if data is None else data
         run.check_vocabulary(data)
@@ -113,26 +93,17 @@ def export(
             drop(model, rare)
         network = Network(model, spec)
         bar.update()
-        encode = WorkflowOperator(
-            workflow,
-            spec,
-            run.config["cardinalities"],
-            raw,
-            network.input_schema,
-            is_adopted=run.is_adopted,
-            renumbered=rare.renumbered if rare is not None else None,
-        )
+        encode = WorkflowOperator(run, workflow, raw, network.input_schema, rare)
         ensemble = systems.Ensemble(raw.column_names >> encode >> network, raw)
         runtime = systems.TritonExecutorRuntime()
         if backend == "tensorflow":
-            triton = systems.PredictTensorflowTriton
-            runtime.op_table = {**runtime.op_table, Network: triton}
-        with all_or_nothing(out) as folder:
+            runtime.op_table = {**runtime.op_table, Network: systems.PredictTensorflowTriton}
+        with folders.all_or_nothing(out) as folder:
             entry, models = ensemble.export(str(folder), runtime=runtime, name=ENTRY)
-            (folder / ENTRY / VERSION / "model.py").write_text(_MODEL_PY, encoding="utf-8")
+            (folder / ENTRY / "1/model.py").write_text(_MODEL_PY, encoding="utf-8")
             type_name = systems.model_config.DataType.Name
             record = {
-                "format": FORMAT_VERSION,
+                "format": FORMAT,
                 "run": str(run.path.resolve()),
                 "model": which,
                 "backend": backend,
@@ -143,38 +114,27 @@ def export(
                 "models": [entry.name, *(model.name for model in models)],
                 "packages": {name: importlib.metadata.version(name) for name in PACKAGES},
             }
-            write_json(folder / RECORD, {**record, "manifest": manifest_of(folder)})
+            folders.write_json(folder / RECORD, {**record, "manifest": manifest_of(folder)})
             if check_raw is not None:
                 _check_raw(run, model, Repository.open(folder), check_raw, trust=trust_workflow)
         bar.update()
     return Repository.open(out)
 
 
-def _request_schema(inference: InferenceWorkflow) -> Schema:
-    """The raw columns that a request has, with types that Triton has.
-
-    Raises:
-      UserError: Triton has no type for a column.
-    """
+def _request_schema(inference: InferenceWorkflow) -> Any:
+    """The schema of the raw columns of a request, or a UserError if Triton has no type for one."""
     from merlin.schema import Schema
-
-    from merlin_cowclip.workflows.serving.merlin_systems import triton_type
 
     columns, none = [], []
     for column in inference.workflow.input_schema:
-        if column.name not in inference.required:
-            continue
-        kind = element_type(inference.types[column.name])
-        has_type = kind in (None, pa.string(), pa.binary())  # served as text
-        try:
-            if kind is not None and not has_type and pa.types.is_primitive(kind):
-                column, has_type = column.with_dtype(kind.to_pandas_dtype()), True
-            triton_type(column.dtype)
-        except (ValueError, TypeError):
-            has_type = False
-        if not has_type:
-            none.append(f"{column.name!r} ({kind or column.dtype.name})")
-        columns.append(column)
+        if column.name in inference.required:
+            kind = element_type(inference.types[column.name])
+            if kind is None or pa.types.is_string(kind) or pa.types.is_binary(kind):
+                columns.append(column.with_dtype("string"))
+            elif any(is_kind(kind) for is_kind in _NUMBERS):
+                columns.append(column.with_dtype(kind.to_pandas_dtype()))
+            else:
+                none.append(f"{column.name!r} ({kind})")
     if none:
         raise UserError(
             f"Triton has no type for {', '.join(none)}. Fit the workflow on columns of text, "
@@ -184,12 +144,7 @@ def _request_schema(inference: InferenceWorkflow) -> Schema:
 
 
 def _check_raw(run: Run, model: Any, repository: Repository, inputs: Any, *, trust: bool) -> None:
-    """Refuse a repository that answers other probabilities than `predict` writes.
-
-    Raises:
-      UserError: it does, for some raw rows.
-    """
-    from merlin_cowclip.workflows.serving.network import PROBABILITY
+    """Refuse a repository that answers other probabilities than `predict` writes."""
     from merlin_cowclip.workflows.training.incoming import open_incoming, raw_frame
     from merlin_cowclip.workflows.training.prediction import scorer
 
@@ -197,15 +152,13 @@ def _check_raw(run: Run, model: Any, repository: Repository, inputs: Any, *, tru
     incoming = open_incoming(run, given, raw=run.is_adopted, trust_workflow=trust)
     score, ensemble, checked = scorer(model, run.spec()), repository.ensemble(), 0
     for batch, rows in incoming.pieces(lambda size: None):
-        found = np.ravel(transformed(ensemble, raw_frame(batch))[PROBABILITY])
-        differs = np.abs(found - np.ravel(score(rows))) > 1e-5
+        differs = np.abs(scored(ensemble, raw_frame(batch)) - np.ravel(score(rows))) > 1e-5
         if differs.any():
             row = checked + int(differs.argmax()) + 1
             raise UserError(
                 f"{int(differs.sum()):,} of {len(rows):,} raw rows get another probability from "
                 f"the exported model than from predict, first row {row:,} of {incoming.files[0]}. "
-                "An operator of the workflow depends on other rows, or on this process. Fit "
-                "without it"
+                "Fit without operators that depend on other rows or on this process"
             )
         checked += len(rows)
         if checked >= CHECKED_ROWS:

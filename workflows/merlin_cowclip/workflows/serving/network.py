@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from merlin_cowclip.plugins._tensorflow import mm
 
 PROBABILITY = "probability"
-FOLDER = "network"  # of an ensemble, where Python runs the model
+FOLDER = "network"  # of an ensemble, if Python runs the model
 _SIGNATURE = "serving_default"
 
 
@@ -41,13 +41,12 @@ class Network(PredictTensorflow):
         super().__init__(None)
         self._trained, self._spec = model, spec
         self.path, self.model = None, self  # what Merlin saves for Triton's TensorFlow backend
-        self.input_schema = Schema([self._column(name) for name in (*spec.ids, *spec.continuous)])
+        kinds = dict.fromkeys(spec.ids, "int64") | dict.fromkeys(spec.continuous, "float32")
+        dims = {name: (None, None) if name in spec.lists else (None,) for name in kinds}
+        self.input_schema = Schema(
+            [ColumnSchema(argument_name(n), dtype=k, dims=dims[n]) for n, k in kinds.items()]
+        )
         self.output_schema = Schema([ColumnSchema(PROBABILITY, dtype="float32", dims=(None,))])
-
-    def _column(self, name: str) -> ColumnSchema:
-        kind = "float32" if name in self._spec.continuous else "int64"
-        dims = (None, None) if name in self._spec.lists else (None,)
-        return ColumnSchema(argument_name(name), dtype=kind, dims=dims)
 
     def __getstate__(self) -> dict[str, Any]:
         return {k: self.__dict__[k] for k in ("path", "input_schema", "output_schema")}
@@ -66,24 +65,27 @@ class Network(PredictTensorflow):
         self._saved = tf.saved_model.load(str(path))  # holds the variables
         self._graph = self._saved.signatures[_SIGNATURE]
         _, inputs = self._graph.structured_input_signature
-        zeros = {n: np.zeros(1 + n.endswith("__offsets"), s.dtype.name) for n, s in inputs.items()}
-        self.probabilities({n: z[:0] if n.endswith("__values") else z for n, z in zeros.items()})
+        sizes = {n: 0 if n.endswith("__values") else 1 + n.endswith("__offsets") for n in inputs}
+        one = {n: np.zeros(sizes[n], s.dtype.name) for n, s in inputs.items()}
+        self.transform(None, TensorTable(one))
 
     def transform(self, col_selector: Any, transformable: TensorTable) -> TensorTable:
         """Probabilities of a table of inputs."""
-        return TensorTable({PROBABILITY: self.probabilities(transformable.to_dict())})
-
-    def probabilities(self, inputs: Mapping[str, np.ndarray]) -> np.ndarray:
-        """Probabilities of n encoded rows, n float32."""
-        outputs = self._graph(**{name: tf.constant(values) for name, values in inputs.items()})
-        found: np.ndarray = outputs[PROBABILITY].numpy()
-        return found
+        inputs = {name: tf.constant(array) for name, array in transformable.to_dict().items()}
+        return TensorTable({PROBABILITY: self._graph(**inputs)[PROBABILITY].numpy()})
 
     def save(self, path: str | os.PathLike[str], include_optimizer: bool = False) -> None:
         """Write the SavedModel; Merlin Systems passes `include_optimizer`, as to Keras."""
         from merlin_cowclip.plugins._tensorflow import quiet_stack
 
-        @tf.function(input_signature=[self._specs()])
+        specs = {}
+        for column in self.input_schema:
+            parts = {"__values": column.dtype.name, "__offsets": "int32"}
+            for end, kind in (parts if column.is_list else {"": column.dtype.name}).items():
+                name = column.name + end
+                specs[name] = tf.TensorSpec([None], kind, name=name)
+
+        @tf.function(input_signature=[specs])
         def serve(inputs: dict[str, tf.Tensor]) -> dict[str, tf.Tensor]:
             return {PROBABILITY: self._predicted(inputs)}
 
@@ -94,22 +96,15 @@ class Network(PredictTensorflow):
             module.weights = list(graph.graph.variables)
             tf.saved_model.save(module, os.fspath(path), signatures={_SIGNATURE: graph})
 
-    def _specs(self) -> dict[str, tf.TensorSpec]:
-        types = {name: tf.int64 for name in map(argument_name, self._spec.categorical)}
-        types |= {name: tf.float32 for name in map(argument_name, self._spec.continuous)}
-        for name in map(argument_name, self._spec.lists):
-            types |= {f"{name}__values": tf.int64, f"{name}__offsets": tf.int32}
-        return {name: tf.TensorSpec([None], dtype, name=name) for name, dtype in types.items()}
-
     @tf.autograph.experimental.do_not_convert
     def _predicted(self, inputs: Mapping[str, tf.Tensor]) -> tf.Tensor:
         """As `Predictor` computes them."""
-        features: dict[str, Any] = {}
-        for name in (*self._spec.categorical, *self._spec.continuous):
-            features[name] = inputs[argument_name(name)][:, tf.newaxis]
+        features = {
+            name: inputs[argument_name(name)][:, tf.newaxis]
+            for name in (*self._spec.categorical, *self._spec.continuous)
+        }
         for name in self._spec.lists:
-            for part in ("values", "offsets"):
-                values = inputs[f"{argument_name(name)}__{part}"]
-                features[f"{name}__{part}"] = tf.cast(values, tf.int64)
+            for end in ("__values", "__offsets"):
+                features[name + end] = tf.cast(inputs[argument_name(name) + end], tf.int64)
         outputs = self._trained.predict_step(features)
         return tf.reshape(tf.cast(outputs, tf.float32), [-1])

@@ -6,22 +6,18 @@ their hash bucket.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from merlin_cowclip.workflows.data.counts import read_counts
 from merlin_cowclip.workflows.data.prepare.statistics import PADDING, UNKNOWN, hash_bucket
 from merlin_cowclip.workflows.data.prepared_data import PreparedData
-from merlin_cowclip.workflows.errors import Notice, UserError, quoted
+from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.progress import progress_bar
 from merlin_cowclip.workflows.training.runs import Run, inputs_of
-
-if TYPE_CHECKING:
-    from merlin_cowclip.plugins._tensorflow import mm
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,76 +61,51 @@ class Cost:
 
 
 def rare_ids(data: PreparedData, percent: float) -> RareIds:
-    """Find rare ids. Ids without a raw value (missing, unknown, hashed) never are.
-
-    Raises:
-      UserError: a bad percentage, or counts that cannot be read.
-    """
-    from merlin_cowclip.models.row_ranges import RowRanges
-
+    """Find rare ids. Ids without a raw value (missing, unknown, hashed) never are."""
     if not (isinstance(percent, (int, float)) and 0 < percent < 100):
         raise UserError(f"rare ids must have between 0 and 100 % of occurrences, not {percent}")
-    domains = RowRanges.of([data.schema[field] for field in data.spec.ids]).range_of
     special = inputs_of(data)["special_ids"]
     is_adopted = data.record.get("ranges") is None
-    whole = []
-    counts: dict[int, np.ndarray] = {}
-    is_rare: dict[int, np.ndarray] = {}
-    unknown_as: dict[str, np.ndarray] = {}
-    for field in data.spec.ids:
-        table, domain = read_counts(data, field), domains[field]
-        count, raw = np.array(table["count"]), table["raw"].is_valid().to_numpy()
-        if field in data.spec.lists:
-            count[PADDING] = 0
-        unknown_as[field] = np.full(len(table), UNKNOWN)
-        buckets = special[field]["buckets"]
-        if buckets > 1 and raw.any():
-            if is_adopted:  # only NVTabular knows the bucket of a raw id
-                whole.append(field)
+    answers: dict[str, np.ndarray] = {}
+    counts, rare = [], []  # by domain
+    for fields in data.domains:
+        count, is_rare = np.zeros(1, int), np.ones(1, bool)
+        for field in fields:
+            table, buckets = read_counts(data, field), special[field]["buckets"]
+            raw = table["raw"].is_valid().to_numpy()
+            answers[field] = np.full(len(table), UNKNOWN)
+            if buckets > 1 and is_adopted:  # only NVTabular knows the bucket of a raw id
                 raw = np.zeros_like(raw)
-            else:
+            elif buckets > 1:
                 texts = table["raw"].filter(raw).combine_chunks()
-                unknown_as[field][raw] += hash_bucket(texts, buckets)
-        counts[domain] = counts.get(domain, 0) + count
-        is_rare[domain] = is_rare.get(domain, np.array(True)) & raw
-    if whole:
-        warnings.warn(
-            f"no ids of {quoted(whole)} are dropped: only NVTabular knows the hash bucket "
-            "(num_buckets) that would answer them",
-            Notice,
-            stacklevel=3,
-        )
-    found = np.concatenate([counts[domain][rare] for domain, rare in is_rare.items()])
-    rising = np.lexsort((np.random.default_rng(0).permutation(len(found)), found))
-    total = sum(int(one.sum()) for one in counts.values())
-    chosen = np.zeros(len(found), bool)
-    chosen[rising[np.cumsum(found[rising]) <= total * percent / 100]] = True
-    ends = np.cumsum([int(rare.sum()) for rare in is_rare.values()])
-    for rare, part in zip(is_rare.values(), np.split(chosen, ends[:-1]), strict=True):
-        rare[rare] = part
+                answers[field][raw] += hash_bucket(texts, buckets)
+            occurs = table["count"].to_numpy() * 1
+            occurs[PADDING] *= field not in data.spec.lists
+            count, is_rare = count + occurs, is_rare & raw
+        counts.append(count)
+        rare.append(is_rare)
+    occurs, is_rare = np.concatenate(counts), np.concatenate(rare)
+    places = np.flatnonzero(is_rare)
+    ties = np.random.default_rng(0).permutation(len(places))
+    rising = places[np.lexsort((ties, occurs[places]))]
+    chosen = rising[np.cumsum(occurs[rising]) <= occurs.sum() * percent / 100]
+    is_rare = np.isin(np.arange(len(occurs)), chosen)
+    parts = np.split(is_rare, np.cumsum([len(count) for count in counts])[:-1])
+    found = {f: part for fields, part in zip(data.domains, parts, strict=True) for f in fields}
     return RareIds(
         float(percent),
-        int(found[chosen].max(initial=0)),
-        {field: np.flatnonzero(~is_rare[domains[field]]) for field in data.spec.ids},
-        {
-            field: np.where(is_rare[domains[field]], one, np.arange(len(one)))
-            for field, one in unknown_as.items()
-        },
+        int(occurs[chosen].max(initial=0)),
+        {field: np.flatnonzero(~part) for field, part in found.items()},
+        {f: np.where(part, answers[f], np.arange(len(part))) for f, part in found.items()},
     )
 
 
-def drop(model: mm.Model, rare: RareIds) -> None:
+def drop(model: Any, rare: RareIds) -> None:
     """Remove the rows of rare ids from a model; its ids are then those of `renumbered`."""
-    for layer in tables_of(model):
+    from merlin_cowclip.models.ctr_block import embeddings_of
+
+    for layer in embeddings_of(model).values():
         layer.keep_ids({field: rare.kept[field] for field in layer.fields})
-
-
-def tables_of(model: mm.Model) -> list[Any]:
-    """Every fused table of a model."""
-    from merlin_cowclip.models.embeddings import FusedEmbeddings
-
-    layers = {id(layer): layer for layer in model._flatten_layers()}
-    return [layer for layer in layers.values() if isinstance(layer, FusedEmbeddings)]
 
 
 def rare_costs(
@@ -145,7 +116,7 @@ def rare_costs(
     data: PreparedData | None = None,
     progress: bool = True,
 ) -> list[Cost]:
-    """Measure what `export` would drop: embedding rows, their bytes, and test AUC without them.
+    """Measure what `export` would drop, one `Cost` per percentage; `print` it.
 
     Args:
       run: the finished run.
@@ -154,34 +125,24 @@ def rare_costs(
       data: the run's data, if it has moved.
       progress: show a progress bar on stderr.
 
-    Returns:
-      One `Cost` per percentage; `print` it.
-
     Raises:
       UserError: a bad percentage, the run has no such model, or the data has another vocabulary, no
         test split, or only one label in it.
     """
+    from merlin_cowclip.models.ctr_block import embeddings_of
     from merlin_cowclip.plugins._tensorflow import tf
-    from merlin_cowclip.workflows.training.evaluation import (
-        EVALUATION_BATCH,
-        Predictor,
-        QualityOf,
-    )
+    from merlin_cowclip.workflows.training import evaluation
     from merlin_cowclip.workflows.training.loader import Loader
 
     data = run.data() if data is None else data
     run.check_vocabulary(data)
     if not data.test_files:
-        raise UserError(
-            f"--rare needs a test split, and {data.path} has none. Name data that has one: "
-            "--data DATA"
-        )
+        raise UserError(f"--rare needs a test split; {data.path} has none. Name others with --data")
     chosen = [rare_ids(data, percent) for percent in percents]
-    model = run.model(which)
-    loader, predictor = Loader(data, "test", batch_size=EVALUATION_BATCH), Predictor(model)
-    spec, _ = loader.element_spec
+    model, loader = run.model(which), Loader(data, "test", batch_size=evaluation.EVALUATION_BATCH)
+    predictor, (spec, _) = evaluation.Predictor(model), loader.element_spec
     keys = {f"{f}__values" if f in data.spec.lists else f: f for f in data.spec.ids}
-    found = [QualityOf() for _ in range(1 + len(chosen))]
+    found = [evaluation.QualityOf() for _ in range(1 + len(chosen))]
     with progress_bar("rare ids", loader.rows, show=progress) as bar:
         for features, labels in loader.dataset():
             known = labels.numpy().ravel()
@@ -193,26 +154,10 @@ def rare_costs(
                 quality.add(known, predictor.probabilities(given, spec))
             bar.update(len(known))
     with_all, *without = (quality.quality().auc for quality in found)
-    sizes = [(layer, layer.table.dtype.size * layer.dim) for layer in tables_of(model)]
-    return [
-        Cost(
-            rare.percent,
-            rare.most,
-            sum(_dropped(layer, rare) for layer, _ in sizes),
-            sum(layer.row_offsets[-1] for layer, _ in sizes),
-            sum(_dropped(layer, rare) * size for layer, size in sizes),
-            sum(layer.row_offsets[-1] * size for layer, size in sizes),
-            auc,
-            with_all,
-        )
-        for rare, auc in zip(chosen, without, strict=True)
-    ]
-
-
-def _dropped(layer: Any, rare: RareIds) -> int:
-    """Rows of rare ids in a table; fields of one domain share them."""
-    from merlin_cowclip.models.row_ranges import RowRanges
-
-    ranges = RowRanges.of(list(layer.schema)).range_of
-    of_domain = {ranges[field]: field for field in layer.fields}
-    return sum(layer.cardinalities[f] - len(rare.kept[f]) for f in of_domain.values())
+    widths = [layer.table.dtype.size * layer.dim for layer in embeddings_of(model).values()]
+    costs, tables, rows = [], len(widths), data.table_rows
+    for rare, auc in zip(chosen, without, strict=True):
+        gone = sum(data.cardinalities[field] - len(rare.kept[field]) for field, *_ in data.domains)
+        sizes = gone * tables, rows * tables, gone * sum(widths), rows * sum(widths)
+        costs.append(Cost(rare.percent, rare.most, *sizes, auc, with_all))
+    return costs

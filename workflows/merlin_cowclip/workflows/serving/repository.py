@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,16 +11,14 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from merlin_cowclip.workflows.data.adopt.graph import nodes
 from merlin_cowclip.workflows.errors import UserError, quoted, shown
 from merlin_cowclip.workflows.manifest import check_manifest, check_nothing_else, is_manifest
-from merlin_cowclip.workflows.quiet import quiet_imports, quiet_operators
+from merlin_cowclip.workflows.quiet import quiet_operators
 
 RECORD = "export.json"  # written last; Triton reads folders only
-FORMAT_VERSION = 2
 ENTRY = "executor_model"  # the model that clients call
-VERSION = "1"
-ENSEMBLE = f"{ENTRY}/{VERSION}/ensemble"
-_PICKLE = f"{ENSEMBLE}/ensemble.pkl"
+FORMAT = 2
 _AGAIN = "Export the run again"
 
 
@@ -45,19 +42,17 @@ class Repository:
           UserError: it is none, is incomplete, or is of another version.
         """
         path = Path(path)
-        if not os.path.isdir(path):
-            raise UserError(
-                f"{shown(path)} is not a folder. Make a model repository: merlin-cowclip export"
-            )
         try:
             record = json.loads((path / RECORD).read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError) as error:
-            raise UserError(f"{path} is not a model repository: {error}. {_AGAIN}") from None
-        version = record.get("format") if isinstance(record, dict) else None
-        if version != FORMAT_VERSION or not is_manifest(record.get("manifest")):
+            version, manifest = record["format"], record["manifest"]
+        except (OSError, ValueError, RecursionError, LookupError, TypeError) as error:
+            raise UserError(
+                f"{shown(path)} is not a model repository: {error!r}. {_AGAIN}"
+            ) from None
+        if version != FORMAT or not is_manifest(manifest):
             raise UserError(
                 f"{path / RECORD} has format {version!r}; this version reads format "
-                f"{FORMAT_VERSION}. {_AGAIN}"
+                f"{FORMAT}. {_AGAIN}"
             )
         return cls(path, record)
 
@@ -72,28 +67,22 @@ class Repository:
         Raises:
           UserError: the manifest does not confirm a file, or the extra is not installed.
         """
+        folder, what = self.path / ENTRY / "1/ensemble", "a model repository"
         if not trust:
             manifest = self.record["manifest"]
             remedy = f"{_AGAIN}, or, if you trust its code: ensemble(trust=True)"
-            check_manifest(self.path, manifest, "a model repository", remedy, (_PICKLE,))
-            loaded = self.path / ENSEMBLE  # next to it a server leaves a __pycache__
-            check_nothing_else(loaded, self.path, manifest, "a model repository", remedy)
-        with quiet_imports():
-            from merlin.dag import postorder_iter_nodes
+            check_manifest(self.path, manifest, what, remedy, (f"{ENTRY}/1/ensemble/ensemble.pkl",))
+            check_nothing_else(folder, self.path, manifest, what, remedy)
+        from merlin_cowclip.workflows.serving import merlin_systems as systems
 
-            from merlin_cowclip.workflows.serving.merlin_systems import (
-                Ensemble,
-                PredictTensorflowTriton,
-            )
-
-        ensemble = Ensemble.load(str(self.path / ENSEMBLE))
-        for node in postorder_iter_nodes(ensemble.graph.output_node):
-            if isinstance(node.op, PredictTensorflowTriton):  # which would ask a server
-                model = self.path / node.op.tf_model_name / VERSION / "model.savedmodel"
+        ensemble = systems.Ensemble.load(str(folder))
+        for node in nodes(ensemble.graph.output_node):
+            if isinstance(node.op, systems.PredictTensorflowTriton):  # which would ask a server
+                model = self.path / node.op.tf_model_name / "1/model.savedmodel"
                 node.op = node.op.op
                 node.op.load(model)
             else:
-                node.op.load_artifacts(str(self.path / ENSEMBLE))
+                node.op.load_artifacts(str(folder))
         return ensemble
 
     def predict(self, frame: pd.DataFrame, *, trust: bool = False) -> np.ndarray:
@@ -108,19 +97,19 @@ class Repository:
         Raises:
           UserError: a column is missing or occurs twice, a row is refused, or as `ensemble`.
         """
-        names = self.record["columns"]
-        if missing := [name for name in names if name not in frame.columns]:
-            raise UserError(f"columns are missing: {quoted(missing, brief=True)}. Add them")
-        if double := [name for name in names if list(frame.columns).count(name) > 1]:
-            raise UserError(f"columns occur twice: {quoted(double, brief=True)}. Rename one")
-        out = transformed(self.ensemble(trust=trust), frame)
-        return np.asarray(out[self.record["output"]].values, np.float32)
+        found = list(frame.columns)
+        if bad := [name for name in self.record["columns"] if found.count(name) != 1]:
+            raise UserError(
+                f"rows must have each of the columns {quoted(bad, brief=True)} once. Add or rename "
+                "columns"
+            )
+        return scored(self.ensemble(trust=trust), frame)
 
 
-def transformed(ensemble: Any, rows: Any) -> Any:
-    """Run an ensemble in this process, on a frame or a `TensorTable`."""
-    with quiet_imports():
-        from merlin.dag.runtime import Runtime
+def scored(ensemble: Any, rows: Any) -> np.ndarray:
+    """Probabilities of an ensemble in this process, n float32, of a frame or a `TensorTable`."""
+    from merlin_cowclip.workflows.serving.merlin_systems import Runtime
 
     with quiet_operators():
-        return ensemble.transform(rows, runtime=Runtime())
+        out = ensemble.transform(rows, runtime=Runtime())
+    return np.asarray(out[out.columns[0]].values, np.float32)

@@ -26,13 +26,10 @@ class TritonPythonModel(ExecutorModel):
         return [self._answer(request) for request in requests]
 
     def _answer(self, request: Any) -> Any:
-        schemas = self.ensemble.input_schema, self.ensemble.output_schema
         try:
-            rows = triton_request_to_tensor_table(request, schemas[0])
+            rows = triton_request_to_tensor_table(request, self.ensemble.input_schema)
             outputs = self.ensemble.transform(rows, runtime=TritonExecutorRuntime())
-            return tensor_table_to_triton_response(outputs, schemas[1])
-        except UserError as error:
-            message = str(error)
+            return tensor_table_to_triton_response(outputs, self.ensemble.output_schema)
         except Exception as error:  # the server must survive any row
-            message = f"{type(error).__name__}: {error}"
-        return pb_utils.InferenceResponse(output_tensors=[], error=pb_utils.TritonError(message))
+            kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
+            return pb_utils.InferenceResponse([], pb_utils.TritonError(f"{kind}{error}"))

@@ -26,14 +26,17 @@ class BatchLocation:
     """Where a batch of rows was read, for messages."""
 
     path: Path
-    group: int
-    first: int  # rows of the file before it
+    group: int | None  # row group of a file; None for rows of a request
+    first: int = 0  # rows of the file before it
 
     def row(self, row: int) -> str:
         """A row of the batch."""
-        return f"row {self.first + row + 1} of {self.path} (row group {self.group})"
+        group = "" if self.group is None else f" (row group {self.group})"
+        return f"row {self.first + row + 1} of {self.path}{group}"
 
     def __str__(self) -> str:
+        if self.group is None:
+            return str(self.path)
         return f"{self.path}, row group {self.group}, rows from {self.first + 1} on"
 
     def refuse(self, name: str, row: int, found: str, remedy: str) -> NoReturn:

@@ -117,7 +117,7 @@ class EncodeIds(Categorify):
     def _transform(self, frame: pd.DataFrame) -> pd.DataFrame:
         out = frame.copy(deep=False)
         for name in frame.columns:
-            texts = self.as_text(frame[name])
+            texts = self._as_text(frame[name])
             if name not in self.lists:
                 ids: Any = self._encode(name, texts.to_numpy(zero_copy_only=False))
             else:
@@ -128,12 +128,7 @@ class EncodeIds(Categorify):
             out[name] = pd.Series(ids, index=frame.index)
         return out
 
-    def as_text(self, column: pd.Series) -> pa.Array:
-        """The ids of a column as text, null where missing; of lists as lists of text.
-
-        Raises:
-            UserError: as `transform`.
-        """
+    def _as_text(self, column: pd.Series) -> pa.Array:
         is_list = column.name in self.lists
         try:
             try:
@@ -189,7 +184,7 @@ class ParseNumbers(Operator):
 
     Args:
         null_values: texts that mean a missing number, in addition to the empty one.
-        non_finite: whether inf and NaN are missing, too; if not, their texts raise an error.
+        non_finite: whether inf and the text NaN are missing, too; if not, they raise an error.
     """
 
     def __init__(self, null_values: Sequence[str] = (), non_finite: bool = False) -> None:
@@ -208,7 +203,10 @@ class ParseNumbers(Operator):
             if numbers.dtype.kind == "O" and isinstance(numbers, pd.Series):
                 numbers = self._parse(numbers)
             numbers = numbers.astype("float64")
-            out[name] = numbers.where(abs(numbers) < np.inf) if self.non_finite else numbers
+            infinite = abs(numbers) == np.inf
+            if not self.non_finite and infinite.any():
+                raise UserError(f"column {name!r} has an infinite number. Leave it missing")
+            out[name] = numbers.mask(infinite)
         return out
 
     def _parse(self, column: pd.Series) -> pd.Series:
