@@ -29,8 +29,7 @@ from typing import Any, NamedTuple
 from scipy.stats import spearmanr
 
 from merlin_cowclip.workflows import PreparedData
-from merlin_cowclip.workflows.data.prepare.nvt_workflow import write_record
-from merlin_cowclip.workflows.data.prepared_data import RECORD
+from merlin_cowclip.workflows.data.prepared_data import RECORD, write_record
 from merlin_cowclip.workflows.study.configuration import TuneConfig
 from merlin_cowclip.workflows.study.held_out import hold_out
 from merlin_cowclip.workflows.study.search_space import Point

@@ -11,7 +11,8 @@ import numpy as np
 from merlin_cowclip.workflows.data.prepare.column_store import IN_TRAIN, OFFSETS, ColumnStore
 from merlin_cowclip.workflows.data.prepare.nvt_workflow import write_ids
 from merlin_cowclip.workflows.data.prepare.statistics import (
-    count_ids,
+    count_codes,
+    rank_ids,
     scaled,
     unit_range,
     widened,
@@ -45,10 +46,9 @@ def fit(name: str, store: ColumnStore, folder: Path) -> Fitted:
         store.store(name, unit_range(numbers, *widened(fitted.low, fitted.high)))
         return fitted
     codes, texts = store.codes(name)
-    report = _describe_ids(name, store, codes, len(texts))
-    in_train, threshold = _in_train(name, store), spec.threshold_of(name)
-    statistics = count_ids(
-        codes, texts, in_train, threshold=threshold, buckets=spec.buckets_of(name)
+    report, counts = _describe_ids(name, store, codes, len(texts))
+    statistics = rank_ids(
+        counts, texts, threshold=spec.threshold_of(name), buckets=spec.buckets_of(name)
     )
     store.store(name, statistics.encode[codes])
     write_ids(folder, name, statistics)
@@ -68,7 +68,7 @@ def describe(name: str, store: ColumnStore) -> Fitted:
     codes, texts = store.codes(name)
     store.store(name, codes)
     store.store_texts(name, texts)
-    return Fitted(_describe_ids(name, store, codes, len(texts)))
+    return Fitted(_describe_ids(name, store, codes, len(texts))[0])
 
 
 def _in_train(name: str, store: ColumnStore) -> np.ndarray:
@@ -79,14 +79,15 @@ def _in_train(name: str, store: ColumnStore) -> np.ndarray:
     return in_train
 
 
-def _describe_ids(name: str, store: ColumnStore, codes: np.ndarray, texts: int) -> dict[str, Any]:
+def _describe_ids(
+    name: str, store: ColumnStore, codes: np.ndarray, texts: int
+) -> tuple[dict[str, Any], np.ndarray]:
+    """A report, and the counts by `count_codes`."""
     in_train = _in_train(name, store)
-    train, test = codes[in_train], codes[~in_train]
-    counts = np.bincount(train + 1, minlength=texts + 1)
-    missing, counts = int(counts[0]), counts[1:]
-    threshold = store.spec.threshold_of(name)
-    rare = counts < max(threshold, 1)
-    distinct = int(np.count_nonzero(counts))
+    counts, test = count_codes(codes, in_train, texts), codes[~in_train]
+    missing, threshold = int(counts[0]), store.spec.threshold_of(name)
+    rare = counts[1:] < max(threshold, 1)
+    distinct = int(np.count_nonzero(counts[1:]))
     if not distinct:
         raise _all_missing(name, in_train)
     if rare.all():
@@ -95,17 +96,17 @@ def _describe_ids(name: str, store: ColumnStore, codes: np.ndarray, texts: int) 
             "Lower it, or take the column out"
         )
     report: dict[str, Any] = {
-        "occurrences": len(train),
+        "occurrences": int(counts.sum()),
         "distinct": distinct,
         "missing": missing,
-        "below_threshold": int(counts[rare].sum()),
+        "below_threshold": int(counts[1:][rare].sum()),
         "test_occurrences": len(test),
         "test_missing": int(np.count_nonzero(test < 0)),
         "test_unknown": int(np.count_nonzero(np.append(rare, False)[test])),
     }
     if distinct == 1 and not missing:
         report["note"] = "all training rows have the same id: leave the column out"
-    return report
+    return report, counts
 
 
 def _describe_numbers(name: str, store: ColumnStore, numbers: np.ndarray) -> Fitted:

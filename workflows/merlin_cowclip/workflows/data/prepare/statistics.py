@@ -17,15 +17,15 @@ PADDING, MISSING, UNKNOWN = 0, 1, 2  # Categorify's ids; `UNKNOWN` is the first 
 
 @dataclass(frozen=True)
 class IdStatistics:
-    """What the training part says of one id field.
+    """The IDs of a field in the training split.
 
     Attributes:
-        vocabulary: texts, by falling count, then by text: vocabulary[i] has id i + 2 + buckets.
-        counts: of each.
-        missing: rows (of lists: places) without an id.
-        unknown: of each hash bucket: the rows of ids below the threshold.
-        distinct: ids that occur, rare ones included.
-        encode: codes + 1, int32: staged code → id; the last one is for missing.
+        vocabulary: texts, by descending count, then by text: vocabulary[i] is ID i + 2 + buckets.
+        counts: of the vocabulary.
+        missing: count of missing IDs.
+        unknown: count of each hash bucket, from IDs below the threshold.
+        distinct: number of IDs, including rare ones.
+        encode: codes + 1, int32: code → ID; the last entry is for missing IDs.
     """
 
     vocabulary: pa.Array
@@ -37,41 +37,40 @@ class IdStatistics:
 
     @property
     def first_id(self) -> int:
-        """Of the vocabulary."""
+        """The first ID of the vocabulary."""
         return UNKNOWN + len(self.unknown)
 
     @property
     def cardinality(self) -> int:
-        """Ids, special ones included."""
+        """Number of IDs, including special ones."""
         return self.first_id + len(self.vocabulary)
 
     @property
     def by_id(self) -> np.ndarray:
-        """Counts of all ids, (cardinality,) int64; padding, which is none, has 0."""
+        """Counts of all IDs, (cardinality,) int64; 0 for padding."""
         counts = np.concatenate([[0, self.missing], self.unknown, self.counts])
         return counts.astype(np.int64)
 
 
-def count_ids(
-    codes: np.ndarray,
-    texts: pa.Array,
-    in_train: np.ndarray,
-    *,
-    threshold: int = 0,
-    buckets: int = 1,
-) -> IdStatistics:
-    """Count the training part's ids, and rank them by descending count.
-
-    Args:
-        codes: n, places in `texts`; -1 for a missing id.
-        texts: the distinct ids.
-        in_train: n, whether an occurrence belongs to the training part.
-        threshold: ids that occur less often are unknown.
-        buckets: rows that unknown ids share by `hash_bucket`.
-    """
-    counts = np.zeros(len(texts) + 1, np.int64)
+def count_codes(codes: np.ndarray, in_train: np.ndarray, distinct: int) -> np.ndarray:
+    """Occurrences in the training split of each code from -1 (missing) on, 1 + ``distinct``."""
+    counts = np.zeros(distinct + 1, np.int64)
     for part in _slices(len(codes)):
         counts += np.bincount(codes[part][in_train[part]] + 1, minlength=len(counts))
+    return counts
+
+
+def rank_ids(
+    counts: np.ndarray, texts: pa.Array, *, threshold: int = 0, buckets: int = 1
+) -> IdStatistics:
+    """Rank IDs by descending count.
+
+    Args:
+        counts: of missing IDs, then of each text.
+        texts: the distinct IDs.
+        threshold: IDs that occur less often are unknown.
+        buckets: rows that unknown IDs share by `hash_bucket`.
+    """
     missing, counts = int(counts[0]), counts[1:]
     by_text = pc.sort_indices(texts).to_numpy()
     order = by_text[np.argsort(-counts[by_text], kind="stable")]  # ties: by text
