@@ -319,7 +319,7 @@ def test_serving_frames(prepared):
         {
             "user": ["never seen", None, ""],
             "item": [None, None, None],
-            "price": [np.nan, np.inf, -np.inf],
+            "price": [np.nan, 1e300, -1e300],
             "constant": [7, 7, 7],
             "genres": [["g1", "never seen"], [], None],
         }

@@ -11,7 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from merlin_cowclip.workflows.data.prepare import statistics
-from merlin_cowclip.workflows.data.prepare.statistics import count_ids, unit_range, widened
+from merlin_cowclip.workflows.data.prepare.statistics import (
+    count_codes,
+    rank_ids,
+    unit_range,
+    widened,
+)
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.quiet import quiet_imports
 
@@ -86,7 +91,8 @@ def test_slices_give_the_same_as_the_whole(monkeypatch, rows):
     column = np.where(random.random(500) < 0.1, np.nan, random.normal(size=500))
 
     def results():
-        found = count_ids(codes, texts, in_train, threshold=9, buckets=3)
+        counts = count_codes(codes, in_train, len(texts))
+        found = rank_ids(counts, texts, threshold=9, buckets=3)
         return found, unit_range(column, -1.0, 1.0)
 
     whole = results()

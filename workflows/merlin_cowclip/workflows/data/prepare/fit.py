@@ -14,8 +14,9 @@ import pyarrow.parquet as pq
 from merlin_cowclip.workflows.data.prepare.column_store import IN_TRAIN, OFFSETS, ColumnStore
 from merlin_cowclip.workflows.data.prepare.nvt_workflow import CATEGORIES, write_ids
 from merlin_cowclip.workflows.data.prepare.statistics import (
-    count_ids,
-    count_known,
+    count_codes,
+    known_ids,
+    rank_ids,
     scaled,
     unit_range,
     widened,
@@ -70,14 +71,15 @@ def fit(name: str, store: ColumnStore, folder: Path, like: Encoding | None = Non
         store.store(name, unit_range(numbers, *widened(fitted.low, fitted.high)))
         return fitted
     codes, texts = store.codes(name)
-    in_train, buckets = _in_train(name, store), spec.buckets_of(name)
+    counts = count_codes(codes, _in_train(name, store), len(texts))
+    buckets = spec.buckets_of(name)
     if like is not None:
-        statistics = count_known(codes, texts, in_train, like.vocabulary(name), buckets=buckets)
+        statistics = known_ids(counts, texts, like.vocabulary(name), buckets=buckets)
     else:
         threshold = spec.threshold_of(name)
-        statistics = count_ids(codes, texts, in_train, threshold=threshold, buckets=buckets)
+        statistics = rank_ids(counts, texts, threshold=threshold, buckets=buckets)
     known = statistics.encode[:-1] >= statistics.first_id
-    report = _describe_ids(name, store, codes, known, required=like is None)
+    report = _describe_ids(name, store, codes, counts, known, required=like is None)
     store.store(name, statistics.encode[codes])
     write_ids(folder, name, statistics)
     return Fitted(report, cardinality=statistics.cardinality)
@@ -96,9 +98,9 @@ def describe(name: str, store: ColumnStore) -> Fitted:
     codes, texts = store.codes(name)
     store.store(name, codes)
     store.store_texts(name, texts)
-    counts = np.bincount(codes[_in_train(name, store)] + 1, minlength=len(texts) + 1)[1:]
-    known = counts >= max(store.spec.threshold_of(name), 1)
-    return Fitted(_describe_ids(name, store, codes, known))
+    counts = count_codes(codes, _in_train(name, store), len(texts))
+    known = counts[1:] >= max(store.spec.threshold_of(name), 1)
+    return Fitted(_describe_ids(name, store, codes, counts, known))
 
 
 def _in_train(name: str, store: ColumnStore) -> np.ndarray:
@@ -110,14 +112,17 @@ def _in_train(name: str, store: ColumnStore) -> np.ndarray:
 
 
 def _describe_ids(
-    name: str, store: ColumnStore, codes: np.ndarray, known: np.ndarray, required: bool = True
+    name: str,
+    store: ColumnStore,
+    codes: np.ndarray,
+    counts: np.ndarray,
+    known: np.ndarray,
+    required: bool = True,
 ) -> dict[str, Any]:
-    """The report of a field of ids; ``known`` says which of its texts have an id of their own."""
+    """The report of a field, by the counts of `count_codes` and which texts have their own id."""
     in_train = _in_train(name, store)
-    train, test = codes[in_train], codes[~in_train]
-    counts = np.bincount(train + 1, minlength=len(known) + 1)
-    missing, counts = int(counts[0]), counts[1:]
-    distinct = int(np.count_nonzero(counts))
+    test, missing = codes[~in_train], int(counts[0])
+    distinct = int(np.count_nonzero(counts[1:]))
     if required and not distinct:
         raise _all_missing(name, in_train)
     if required and not known.any():
@@ -126,10 +131,10 @@ def _describe_ids(
             "rows (freq_threshold). Lower it, or take the column out"
         )
     report: dict[str, Any] = {
-        "occurrences": len(train),
+        "occurrences": int(counts.sum()),
         "distinct": distinct,
         "missing": missing,
-        "below_threshold": int(counts[~known].sum()),
+        "below_threshold": int(counts[1:][~known].sum()),
         "test_occurrences": len(test),
         "test_missing": int(np.count_nonzero(test < 0)),
         "test_unknown": int(np.count_nonzero(np.append(~known, False)[test])),
@@ -149,11 +154,11 @@ def _describe_numbers(
     in_train = _in_train(name, store)
     train, test = numbers[in_train], numbers[~in_train]
     held = train[~np.isnan(train)]
+    missing = len(train) - len(held)
     if not len(held):
         if fixed is None:
             raise _all_missing(name, in_train)
         held = np.zeros(1)
-    missing = int(np.count_nonzero(np.isnan(train)))
     least, most = low, high = float(held.min()), float(held.max())
     if missing:  # counts as 0
         low, high = min(low, 0.0), max(high, 0.0)

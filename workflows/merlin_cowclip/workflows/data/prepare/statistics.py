@@ -17,14 +17,14 @@ PADDING, MISSING, UNKNOWN = 0, 1, 2  # Categorify's ids; `UNKNOWN` is the first 
 
 @dataclass(frozen=True)
 class IdStatistics:
-    """What the training part says of one id field.
+    """The IDs of a field in the training split.
 
     Attributes:
-        vocabulary: texts, by falling count, then by text: vocabulary[i] has id i + 2 + buckets.
-        counts: of each.
-        missing: rows (of lists: places) without an id.
-        unknown: of each hash bucket: the rows of ids below the threshold.
-        encode: codes + 1, int32: staged code → id; the last one is for missing.
+        vocabulary: texts, by descending count, then by text: vocabulary[i] is ID i + 2 + buckets.
+        counts: of the vocabulary.
+        missing: count of missing IDs.
+        unknown: count of each hash bucket, from IDs below the threshold.
+        encode: codes + 1, int32: code → ID; the last entry is for missing IDs.
     """
 
     vocabulary: pa.Array
@@ -35,41 +35,40 @@ class IdStatistics:
 
     @property
     def first_id(self) -> int:
-        """Of the vocabulary."""
+        """The first ID of the vocabulary."""
         return UNKNOWN + len(self.unknown)
 
     @property
     def cardinality(self) -> int:
-        """Ids, special ones included."""
+        """Number of IDs, including special ones."""
         return self.first_id + len(self.vocabulary)
 
     @property
     def by_id(self) -> np.ndarray:
-        """Counts of all ids, (cardinality,) int64; padding, which is none, has 0."""
+        """Counts of all IDs, (cardinality,) int64; 0 for padding."""
         counts = np.concatenate([[0, self.missing], self.unknown, self.counts])
         return counts.astype(np.int64)
 
 
-def count_ids(
-    codes: np.ndarray,
-    texts: pa.Array,
-    in_train: np.ndarray,
-    *,
-    threshold: int = 0,
-    buckets: int = 1,
-) -> IdStatistics:
-    """Count the training part's ids, and rank them by descending count.
-
-    Args:
-        codes: n, places in `texts`; -1 for a missing id.
-        texts: the distinct ids.
-        in_train: n, whether an occurrence belongs to the training part.
-        threshold: ids that occur less often are unknown.
-        buckets: rows that unknown ids share by `hash_bucket`.
-    """
-    counts = np.zeros(len(texts) + 1, np.int64)
+def count_codes(codes: np.ndarray, in_train: np.ndarray, distinct: int) -> np.ndarray:
+    """Occurrences in the training split of each code from -1 (missing) on, 1 + ``distinct``."""
+    counts = np.zeros(distinct + 1, np.int64)
     for part in _slices(len(codes)):
         counts += np.bincount(codes[part][in_train[part]] + 1, minlength=len(counts))
+    return counts
+
+
+def rank_ids(
+    counts: np.ndarray, texts: pa.Array, *, threshold: int = 0, buckets: int = 1
+) -> IdStatistics:
+    """Rank IDs by descending count.
+
+    Args:
+        counts: of missing IDs, then of each text.
+        texts: the distinct IDs.
+        threshold: IDs that occur less often are unknown.
+        buckets: rows that unknown IDs share by `hash_bucket`.
+    """
     missing, counts = int(counts[0]), counts[1:]
     by_text = pc.sort_indices(texts).to_numpy()
     order = by_text[np.argsort(-counts[by_text], kind="stable")]  # ties: by text
@@ -92,22 +91,22 @@ def count_ids(
     )
 
 
-def count_known(
-    codes: np.ndarray, texts: pa.Array, in_train: np.ndarray, vocabulary: pa.Array, *, buckets: int
+def known_ids(
+    counts: np.ndarray, texts: pa.Array, vocabulary: pa.Array, *, buckets: int = 1
 ) -> IdStatistics:
-    """Count the training part's ids under those of an earlier vocabulary; see `count_ids`."""
+    """The IDs of an earlier vocabulary; others are unknown. See `rank_ids`."""
     places = pc.index_in(texts, vocabulary).fill_null(-1).to_numpy(zero_copy_only=False)
     first = UNKNOWN + buckets
-    encode = np.where(places < 0, UNKNOWN, places + first).astype(np.int32)
+    encode = np.append(np.where(places < 0, UNKNOWN, places + first), MISSING).astype(np.int32)
     if buckets > 1:
-        encode[places < 0] += hash_bucket(texts, buckets).astype(np.int32)[places < 0]
-    encode = np.append(encode, np.int32(MISSING))
-    counts = np.bincount(encode[codes[in_train]], minlength=first + len(vocabulary))
+        unknown = np.flatnonzero(places < 0)
+        encode[unknown] += hash_bucket(texts.take(pa.array(unknown)), buckets).astype(np.int32)
+    by_id = np.bincount(encode[:-1], weights=counts[1:], minlength=first + len(vocabulary))
     return IdStatistics(
         vocabulary=vocabulary,
-        counts=counts[first:],
-        missing=int(counts[MISSING]),
-        unknown=counts[UNKNOWN:first],
+        counts=by_id[first:].astype(np.int64),
+        missing=int(counts[0]),
+        unknown=by_id[UNKNOWN:first].astype(np.int64),
         encode=encode,
     )
 
