@@ -113,7 +113,7 @@ class Trainer:
 
     def clip_summary(self) -> str:
         """A sentence for the end of the run; on all ranks at once."""
-        return clip_sentence(self._statistics.total())
+        return clip_sentence(self._statistics.total(), self._config.clip)
 
     # The loop
 
@@ -269,17 +269,16 @@ class Trainer:
         return tags | {f"field_{tag}": value for tag, value in field_scalars(fields).items()}
 
     def _line(self, row: Mapping[str, Any]) -> str:
-        quality = (
-            ""
-            if row["auc"] is None
-            else f"test AUC {row['auc']:.5f}, log loss {row['log_loss']:.5f}, "
-            f"calibration {row['calibration']:.3f}, "
-        )
-        best = ", best" if row["auc"] is not None and self.progress.best == row["epoch"] else ""
-        return (
-            f"epoch {row['epoch']}/{self._config.epochs}: loss {row['train_loss']:.5f}, {quality}"
-            f"{row['seconds']:.0f} s, {self.rows / row['seconds']:,.0f} samples/s{best}"
-        )
+        parts = [f"loss {row['train_loss']:.4f}"]
+        if row["auc"] is not None:
+            parts += [f"test AUC {row['auc']:.4f}", f"log loss {row['log_loss']:.4f}"]
+            parts.append(f"predicted/actual CTR {row['calibration']:.2f}")
+        speed = self.rows / row["seconds"]
+        shown = f"{speed / 1000:.1f}k" if speed >= 1000 else f"{speed:.0f}"
+        parts.append(f"{row['seconds']:.0f} s, {shown} samples/s")
+        if row["auc"] is not None and self.progress.best == row["epoch"]:
+            parts.append("best")
+        return f"[{row['epoch']}/{self._config.epochs}] {' | '.join(parts)}"
 
     # From and to checkpoints
 
