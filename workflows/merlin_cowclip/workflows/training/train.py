@@ -310,7 +310,8 @@ def _train(
         sizes = count_parameters(trainer.model, trainer.optimizer)
         print(
             f"{loader.rows:,} rows, {loader.rows // config.batch_size:,} steps per epoch, "
-            f"{sizes['embedding']:,} parameters in embedding tables and {sizes['network']:,} in the network: {run}",
+            f"{sizes['embedding']:,} parameters in embedding tables and "
+            f"{sizes['network']:,} in the network: {run}",
             flush=True,
         )
     with stopping:
