@@ -12,7 +12,7 @@ from typing import NamedTuple
 import pytest
 import yaml
 
-from merlin_cowclip.workflows.commands.main import command_line
+from merlin_cowclip.workflows.commands.main import cli
 from tests.test_project import MAKEFILE, ROOT, pinned, project, requirements
 
 CONTAINERS = ROOT / "containers"
@@ -98,7 +98,8 @@ def test_the_services():
         assert ("deploy" in service) == (name != "demo-cpu")
         assert all(port.startswith("127.0.0.1:") for port in service.get("ports", []))
     for name in ("demo", "demo-cpu"):
-        command_line().parse_args(parsed["services"][name]["command"])
+        words = parsed["services"][name]["command"]
+        cli.commands[words[0]].make_context(words[0], words[1:])
 
 
 def test_the_service_test_is_make_test_gpu():

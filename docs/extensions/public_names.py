@@ -103,13 +103,11 @@ def index(floor: str) -> str:
 
 def command_line() -> str:
     """The source of the page of the commands: what each says of itself."""
-    from merlin_cowclip.workflows.commands.main import command_line
+    from merlin_cowclip.workflows.commands.main import cli, help_of
 
-    parser = command_line()
     lines = ["Command line", "============", ""]
-    (commands,) = (a.choices for a in parser._actions if isinstance(a.choices, dict))
-    for name, command in commands.items():
-        said = command.format_help().rstrip()
+    for name in cli.commands:
+        said = help_of(name)
         lines += [name, "-" * len(name), "", ".. code-block:: text", ""]
         lines += [f"   {line}" if line else "" for line in said.splitlines()]
         lines.append("")

@@ -18,7 +18,7 @@ from merlin_cowclip.workflows.study.studies import (
     batch_sizes,
     find_study,
 )
-from merlin_cowclip.workflows.training.configuration import TrainConfig
+from merlin_cowclip.workflows.training.configuration import TrainConfig, base_fields
 
 # A tuned base may come with a notice; none of these tests is about it.
 pytestmark = pytest.mark.filterwarnings("ignore::merlin_cowclip.workflows.errors.Notice")
@@ -31,7 +31,7 @@ TUNED = TrainConfig(
     combiner={"genres": "sum"},
     batch_size=2 * K,
     rule="none",
-    base=recipe("none").replace(batch_size=2 * K, l2=1e-7),
+    **base_fields(recipe("none").replace(batch_size=2 * K, l2=1e-7)),
     update="lazy",
     epochs=3,
     dense_schedule={"name": "linear", "epochs": 3},
@@ -66,7 +66,9 @@ def test_the_rules_start_from_one_base():
 
 def test_tuned_hyperparameters_are_a_row_next_to_the_rules():
     values = recipe("none").replace(batch_size=8 * K, dense_lr=3e-3)
-    found = TrainConfig(batch_size=8 * K, rule="none", base=values, epochs=7, update="lazy")
+    found = TrainConfig(
+        batch_size=8 * K, rule="none", **base_fields(values), epochs=7, update="lazy"
+    )
     setting = Setting(SIZES, config={"epochs": 2}, found=[found])
     config = cells("scaling-rules", setting)["tune", "8,192"].config
     assert config.hyperparameters == values
@@ -82,7 +84,7 @@ def test_tuned_hyperparameters_are_a_row_next_to_the_rules():
 
 @pytest.mark.parametrize("model", NETWORKS)
 def test_a_tuned_configuration_from_json_has_the_same_network(model):
-    found = TrainConfig(model=model, base=recipe("none"), rule="none")
+    found = TrainConfig(model=model, rule="none")
     written = TrainConfig.from_dict(found.to_dict())
     assert Setting(SIZES, config={"model": model}, found=[written]).found == [written]
 

@@ -353,5 +353,5 @@ class TestTrials:
         assert main([*argv, str(tmp_path / "other"), *options]) == 0
         config = Run.open(tmp_path / "other").train_config()
         assert (config.epochs, config.seed, config.batch_size) == (1, 5, 1024)
-        assert config.tuned == found
+        assert config.base == found
         assert config.hyperparameters.dense_lr == pytest.approx(2 * found.dense_lr)

@@ -11,7 +11,7 @@ from merlin_cowclip.plugins import Hyperparameters
 from merlin_cowclip.plugins.optimizers.state import weights_of
 from merlin_cowclip.workflows.errors import Stopped, UserError
 from merlin_cowclip.workflows.training.checkpoint import Checkpoints, State, _write
-from merlin_cowclip.workflows.training.configuration import TrainConfig
+from merlin_cowclip.workflows.training.configuration import TrainConfig, base_fields
 from merlin_cowclip.workflows.training.epochs import Progress
 from merlin_cowclip.workflows.training.evaluation import evaluate
 from merlin_cowclip.workflows.training.keeping import Keeping
@@ -29,7 +29,7 @@ BASE = Hyperparameters(batch_size=128, dense_lr=2e-2, embedding_lr=2e-2)
 def config(**changes) -> TrainConfig:
     options = {
         "batch_size": 128,
-        "base": BASE,
+        **base_fields(BASE),
         "epochs": 3,
         "embedding_dim": 4,
         "mlp": (8,),
@@ -84,7 +84,8 @@ def test_a_checkpoint_is_read_by_tensorflow(run):
 def test_a_run_goes_on_in_an_epoch_to_the_last_bit(data, tmp_path, monkeypatch, update):
     """As if it had not been stopped; with deferred updates, rows that wait go on waiting."""
     keeping = Keeping(checkpoint_every=5, keep=99, saved_model=False)
-    options, out = config(epochs=2, update=update, model="lr", batch_size=256), tmp_path / "run"
+    changes = {"model": "lr", "embedding_dim": None, "mlp": None, "batch_size": 256}
+    options, out = config(epochs=2, update=update, **changes), tmp_path / "run"
     reference = train(data, options, tmp_path / "reference", keeping=keeping, progress=False)
     see = Watch.see
 
@@ -111,7 +112,7 @@ def test_a_run_goes_on_in_an_epoch_to_the_last_bit(data, tmp_path, monkeypatch, 
 @pytest.mark.extended
 def test_early_stopping(data, tmp_path):
     keeping, out = Keeping(saved_model=False), tmp_path / "run"
-    options = config(epochs=9, patience=2, model="lr")
+    options = config(epochs=9, patience=2, model="lr", embedding_dim=None, mlp=None)
     stopped = train(data, options, out, keeping=keeping, progress=False)
     assert len(stopped.result["epochs"]) == stopped.result["best_epoch"] + 2 < 9
     assert config(patience=2).identity != config().identity

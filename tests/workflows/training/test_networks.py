@@ -64,7 +64,7 @@ def trained(home, name: str) -> tuple[Run, str]:
         with contextlib.redirect_stdout(out):
             arguments = [str(home / "data"), "--out", str(home / name), "--model", name]
             for option, (text, _) in OF_NETWORKS.items():
-                if NETWORKS[name][option].used:
+                if option in NETWORKS[name]:
                     arguments += [f"--{option.replace('_', '-')}", text]
             assert main(["train", *arguments, *OPTIONS]) == 0
         said.write_text(out.getvalue().splitlines()[-1])
@@ -82,7 +82,7 @@ def test_a_network(name, home, capsys):
     assert line.endswith(f": {home / name}")
     assert auc_in(line) == f"{run.result['auc']:.6f}"
     wanted = {"model": name, "batch_size": 256}
-    wanted |= {k: value for k, (_, value) in OF_NETWORKS.items() if NETWORKS[name][k].used}
+    wanted |= {k: value for k, (_, value) in OF_NETWORKS.items() if k in NETWORKS[name]}
     assert {key: run.config[key] for key in wanted} == wanted
     assert len(run.result["epochs"]) == EPOCHS
     data = PreparedData.open(home / "data")

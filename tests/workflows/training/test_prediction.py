@@ -28,7 +28,7 @@ from merlin_cowclip.workflows.errors import Notice, UserError
 from merlin_cowclip.workflows.manifest import SMALL, entry_of
 from merlin_cowclip.workflows.quiet import quiet_imports
 from merlin_cowclip.workflows.training import incoming, prediction
-from merlin_cowclip.workflows.training.configuration import TrainConfig
+from merlin_cowclip.workflows.training.configuration import TrainConfig, base_fields
 from merlin_cowclip.workflows.training.evaluation import Predictor, evaluate, exact_quality, predict
 from merlin_cowclip.workflows.training.keeping import Keeping
 from merlin_cowclip.workflows.training.loader import Loader
@@ -50,7 +50,7 @@ pytestmark = [
 ROWS, TRAIN = 1_500, 1_000
 BATCH = 64
 FAST = Hyperparameters(batch_size=64, dense_lr=1e-2, embedding_lr=5e-2, clip_floor=1e-2)
-CONFIG = TrainConfig(batch_size=64, base=FAST, epochs=1, model="fm", embedding_dim=3)
+CONFIG = TrainConfig(**base_fields(FAST), batch_size=64, epochs=1, model="fm", embedding_dim=3)
 UNSAVED = Keeping(saved_model=False)
 LAST = Split("sequential", (ROWS - TRAIN) / ROWS)
 SHOP = DatasetSpec(
@@ -517,7 +517,9 @@ def test_a_workflow_loads_where_the_manifest_confirms_it_or_it_is_trusted(
     assert main(list(map(str, argv))) == 2
     assert "--trust-workflow" in capsys.readouterr().err
     assert main(list(map(str, [*argv, "--trust-workflow"]))) == 0
-    assert capsys.readouterr().out == f"500 rows: {tmp_path / 'a.parquet'}\n"
+    assert capsys.readouterr().out == (
+        f"500 rows, by the last checkpoint, epoch 1 of 1: {tmp_path / 'a.parquet'}\n"
+    )
     assert main(list(map(str, ["evaluate", run_folder, shop.raw, "--trust-workflow"]))) == 0
     assert capsys.readouterr().out.startswith("AUC 0.")
 

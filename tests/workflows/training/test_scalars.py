@@ -76,7 +76,7 @@ def test_a_summary_has_all_its_columns():
         ([LINEAR], "No id was clipped: the clip applies to no table."),
         (
             [field("a"), field("b"), LINEAR],
-            "The clip was inactive in this run (no row reached its bound); the result comes from "
+            "CowClip was inactive in this run (no row reached its bound); the result comes from "
             "the hyperparameters.",
         ),
         (
@@ -91,7 +91,7 @@ def test_a_summary_has_all_its_columns():
     ],
 )
 def test_the_sentence_on_the_clip(fields, sentence):
-    assert clip_sentence(fields) == sentence
+    assert clip_sentence(fields, "adaptive_column") == sentence
 
 
 @pytest.mark.parametrize(
@@ -101,6 +101,6 @@ def test_the_sentence_on_the_clip(fields, sentence):
 def test_small_and_large_shares_are_not_rounded_away(rows, said):
     some = RowStatistics(1_000_000, 2_000_000, rows, 2 * rows, 1.0, 1.0)
     of = FieldStatistics("t", "a", 4, True, 1, NONE, some)
-    assert clip_sentence([of]) == (
+    assert clip_sentence([of], "adaptive_column") == (
         f"The clip shortened {said} of the rows ({said} of the occurrences)."
     )

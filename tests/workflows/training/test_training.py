@@ -1,5 +1,6 @@
 """Training end to end through the Python API, on a small log with one planted effect per field."""
 
+import dataclasses
 import json
 import math
 
@@ -14,7 +15,7 @@ from merlin_cowclip.workflows.data.prepare.pipeline import prepare
 from merlin_cowclip.workflows.data.prepared_data import PreparedData
 from merlin_cowclip.workflows.data.spec import DatasetSpec
 from merlin_cowclip.workflows.errors import UserError
-from merlin_cowclip.workflows.training.configuration import TrainConfig
+from merlin_cowclip.workflows.training.configuration import TrainConfig, base_fields
 from merlin_cowclip.workflows.training.evaluation import predict
 from merlin_cowclip.workflows.training.keeping import Keeping
 from merlin_cowclip.workflows.training.loader import Loader
@@ -36,11 +37,13 @@ split = { kind = "sequential", test = 0.2 }
 WIDTH, MLP = 4, (16,)
 UNSAVED = Keeping(saved_model=False)
 BASE = Hyperparameters(batch_size=256, dense_lr=5e-3, embedding_lr=5e-3, clip_floor=1e-3)
-CONFIG = TrainConfig(batch_size=512, base=BASE, epochs=3, seed=7, embedding_dim=WIDTH, mlp=MLP)
+CONFIG = TrainConfig(
+    **base_fields(BASE), batch_size=512, epochs=3, seed=7, embedding_dim=WIDTH, mlp=MLP
+)
 
 
 def changed(**changes) -> TrainConfig:
-    return TrainConfig(**{**vars(CONFIG), **changes})
+    return dataclasses.replace(CONFIG, **changes)
 
 
 @pytest.fixture(scope="module")
@@ -177,7 +180,7 @@ def test_config(run, data):
     wanted = {"model": "deepfm", "rule": "cowclip", "batch_size": 512, "epochs": 3, "seed": 7}
     wanted |= {"update": "exact", "embedding_dim": WIDTH, "mlp": [16], "deterministic": True}
     assert {key: config[key] for key in wanted} == wanted
-    assert config["base"] == vars(BASE)
+    assert {key: config[key] for key in base_fields(BASE)} == base_fields(BASE)
     # CowClip's rule at twice the batch: dense η by the root, λ linearly, embedding η as it was.
     assert config["scaled"] == pytest.approx(
         {**vars(BASE), "batch_size": 512, "dense_lr": 5e-3 * math.sqrt(2), "l2": 2e-5}

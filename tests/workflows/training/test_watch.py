@@ -9,7 +9,7 @@ from merlin_cowclip.plugins import Hyperparameters
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.training import watch
 from merlin_cowclip.workflows.training.checkpoint import Checkpoints
-from merlin_cowclip.workflows.training.configuration import TrainConfig
+from merlin_cowclip.workflows.training.configuration import TrainConfig, base_fields
 from merlin_cowclip.workflows.training.keeping import Keeping
 from merlin_cowclip.workflows.training.train import train
 
@@ -20,7 +20,7 @@ SMALL = {"batch_size": 32, "epochs": 4, "embedding_dim": 4, "mlp": (8,), "rule":
 
 
 def trained(data, out, base=BASE, **options):
-    config = TrainConfig(**{**SMALL, "base": base, **options})
+    config = TrainConfig(**{**SMALL, **base_fields(base), **options})
     keeping = Keeping(checkpoint_every=10, keep=50, saved_model=False)
     return train(data, config, out, keeping=keeping, progress=False)
 

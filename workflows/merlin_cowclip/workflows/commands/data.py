@@ -2,139 +2,242 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from merlin_cowclip.workflows.commands.values import numbers
-from merlin_cowclip.workflows.errors import UserError, quoted
+import click
+
+from merlin_cowclip.workflows.commands.options import (
+    COUNTS,
+    PATH,
+    SIZES,
+    Command,
+    argument,
+    option,
+)
+from merlin_cowclip.workflows.errors import UserError
 
 if TYPE_CHECKING:
-    from merlin_cowclip.workflows.commands.parser import Commands
+    from merlin_cowclip.workflows.data.prepare.fit import Encoding
     from merlin_cowclip.workflows.data.prepared_data import PreparedData
     from merlin_cowclip.workflows.data.spec import DatasetSpec
 
 SHOWN_FIELDS = 5  # those with the most ids
+_OWN = "Instead of what the data set's description says"
 
 
-def add(commands: Commands) -> None:
-    """The three, with their arguments."""
-    _add_prepare(commands)
-    _add_frequencies(commands)
-    _add_adopt(commands)
+@click.command(cls=Command, example="prepare criteo train.txt.gz --out data --freq-threshold 10")
+@argument("dataset", metavar="criteo|avazu|SPEC.toml")
+@argument("input", nargs=-1, required=False, metavar="LOG...")
+@option("--out", required=True, type=PATH, metavar="DATA", help="prepared folder to write")
+@option("--seed", type=int, default=0, metavar="N", help="random seed of split and shuffle")
+@option(
+    "--workers",
+    type=int,
+    default=0,
+    metavar="N",
+    help="Dask processes on this machine; on GPUs one a GPU; 0: threads of this process",
+)
+@option("--engine", metavar="arrow|nvtabular", help="what counts and encodes columns")
+@option("--device", default="cpu", metavar="cpu|gpu", help="on which NVTabular runs")
+@option(
+    "--like",
+    type=PATH,
+    metavar="RUN|DATA",
+    help="encode LOGs with the vocabulary and ranges of a run or prepared folder; leave out criteo",
+)
+@option(
+    "--split",
+    metavar="random|sequential|time",
+    group=_OWN,
+    help="the test part: rows at random, the last ones, or the latest ones",
+)
+@option(
+    "--test", type=float, metavar="SHARE", group=_OWN, help="share of the rows in the test part"
+)
+@option(
+    "--time-column",
+    metavar="COLUMN",
+    group=_OWN,
+    help="of --split time: numbers, or text that sorts by time",
+)
+@option(
+    "--freq-threshold",
+    type=COUNTS,
+    group=_OWN,
+    help="an id that occurs less often in the training part is unknown",
+)
+@option(
+    "--hash-buckets", type=COUNTS, group=_OWN, help="rows that unknown ids share by hash", shown="1"
+)
+@option("--non-finite", metavar="refuse|missing", group=_OWN, help="what to do with inf and NaN")
+def prepare(dataset: str, input: tuple[str, ...], out: Path, **values: Any) -> None:
+    """Turn raw logs into ids, counts and parquet.
 
-
-def _add_prepare(commands: Commands) -> None:
-    prepare = commands.add_parser("prepare", help="raw logs → ids, counts and parquet")
-    prepare.add_argument("dataset", help="criteo, avazu, or the path of a TOML specification")
-    prepare.add_argument("input", nargs="+", help="raw logs: files, globs or folders; gzip is read")
-    prepare.add_argument("--out", required=True, type=Path, help="the prepared folder to write")
-    prepare.add_argument("--seed", type=int, default=0, help="of split and shuffle (default 0)")
-    prepare.add_argument(
-        "--workers",
-        type=int,
-        default=0,
-        help="Dask processes on this machine, on GPUs one per GPU (default: threads of this one)",
-    )
-    prepare.add_argument(
-        "--engine", help="arrow (default) or nvtabular: what counts and encodes the columns"
-    )
-    prepare.add_argument(
-        "--device", default="cpu", help="cpu (default) or gpu, on which NVTabular runs"
-    )
-    own = prepare.add_argument_group("instead of what the data set's description says").add_argument
-    own("--split", help="random, sequential (the last rows) or time (the latest ones)")
-    own("--test", type=float, help="share of the rows in the test part")
-    own("--time-column", help="numbers, or text that sorts by time, for --split time")
-    own(
-        "--freq-threshold",
-        metavar="N|FIELD=N,…",
-        help="an id that occurs less often in the training part is unknown",
-    )
-    own(
-        "--hash-buckets",
-        metavar="N|FIELD=N,…",
-        help="rows that unknown ids share by hash (1)",
-    )
-    own("--non-finite", help="inf and NaN: refuse (default), or take for missing")
-    prepare.set_defaults(run=_prepare)
-
-
-def _add_frequencies(commands: Commands) -> None:
-    frequencies = commands.add_parser(
-        "frequencies",
-        help="how often ids occur: coverage, rare ids by batch size, Figure 3; the top-k data",
-        description="Writes frequencies.parquet (an id per row), summary.parquet (a field per row) "
-        "and frequencies.png. With --top-k: a prepared folder with the k most frequent ids of each "
-        "field and one for all others, as in Table 1 of the paper.",
-    )
-    frequencies.add_argument("data", type=Path, help="a prepared folder")
-    frequencies.add_argument("--out", type=Path, help="the folder to write (DATA/frequencies)")
-    frequencies.add_argument(
-        "--batch-sizes",
-        nargs="+",
-        type=numbers,
-        metavar="B",
-        help="in samples, by spaces or commas (1024 to 131072)",
-    )
-    frequencies.add_argument(
-        "--fields", nargs="+", metavar="FIELD", help="of the figure (default: three)"
-    )
-    frequencies.add_argument("--top-k", type=int, metavar="K", help="write the top-k data to --out")
-    frequencies.set_defaults(run=_frequencies)
-
-
-def _add_adopt(commands: Commands) -> None:
-    adopt = commands.add_parser(
-        "adopt",
-        help="a saved NVTabular workflow and its parquet → a prepared folder",
-        description="Checks parquet that an NVTabular workflow wrote, counts its ids and writes a "
-        "prepared folder that refers to it: nothing is converted. Loading a workflow runs code "
-        "from its folder (cloudpickle): adopt only your own.",
-    )
-    adopt.add_argument(
-        "parquet", nargs="+", help="the training part: files, globs or folders of *.parquet"
-    )
-    adopt.add_argument(
-        "--workflow", required=True, type=Path, help="a folder that nvtabular.Workflow.save wrote"
-    )
-    adopt.add_argument("--label", required=True, metavar="COLUMN", help="the column of 0 and 1")
-    adopt.add_argument(
-        "--test", nargs="+", metavar="PARQUET", help="the test part (default: none, no metrics)"
-    )
-    adopt.add_argument(
-        "--check-raw",
-        nargs="+",
-        metavar="RAW",
-        help="parquet with the raw rows: encode some 10,000 and compare them with PARQUET",
-    )
-    adopt.add_argument("--out", required=True, type=Path, help="the prepared folder to write")
-    adopt.set_defaults(run=_adopt)
-
-
-def _prepare(arguments: argparse.Namespace) -> None:
+    A LOG is a file, glob or folder; gzip is read.
+    """
     from merlin_cowclip.workflows.data.prepare.pipeline import prepare
     from merlin_cowclip.workflows.data.spec import find_spec
 
-    data = prepare(
-        _changed_spec(find_spec(arguments.dataset), arguments),
-        arguments.input,
-        arguments.out,
-        seed=arguments.seed,
-        workers=arguments.workers,
-        device=arguments.device,
-        engine=arguments.engine,
-    )
+    options = {name: values[name] for name in ("seed", "workers", "device", "engine")}
+    if values["like"] is not None:
+        input = (dataset, *input)
+        options["like"] = like = _encoding(values["like"], values)
+    elif not input:
+        raise UserError("prepare needs LOG, files or folders, after criteo, avazu or SPEC.toml")
+    spec = _changed_spec(find_spec(dataset) if values["like"] is None else like.spec, values)
+    data = prepare(spec, input, out, **options)
     for name, field in data.report["fields"].items():
         if field.get("not_finite"):
             print(f"{name}: {field['not_finite']:,} numbers that were not finite are missing")
         if "note" in field:
             print(f"{name}: {field['note']}")
     print(_summary(data))
+    if values["like"] is not None:
+        print(_unknown(data))
     print(f"Next: merlin-cowclip train {shlex.quote(str(data.path))} --out run")
+
+
+def _encoding(path: Path, values: Mapping[str, Any]) -> Encoding:
+    """How a run or prepared folder was encoded."""
+    from merlin_cowclip.workflows.data.prepare.fit import Encoding
+    from merlin_cowclip.workflows.data.prepared_data import RECORD, PreparedData
+    from merlin_cowclip.workflows.data.spec import DatasetSpec
+    from merlin_cowclip.workflows.training.runs import Run, inputs_of
+
+    for name in ("freq_threshold", "hash_buckets", "non_finite"):
+        if values[name] is not None:
+            shown = name.replace("_", "-")
+            raise UserError(f"--like keeps the vocabulary of {path}. Leave --{shown} out")
+    is_data = (path / RECORD).exists()
+    inputs = inputs_of(PreparedData.open(path)) if is_data else Run.open(path).config
+    if inputs["ranges"] is None:
+        raise UserError(
+            f"{path} is of an adopted pipeline. Transform new rows with its NVTabular workflow, "
+            "write parquet, and adopt that"
+        )
+    if any(ids["missing"] != 1 for ids in inputs["special_ids"].values()):
+        raise UserError(f"{path} is of top-k data, which --like does not make")
+    return Encoding(DatasetSpec.from_dict(inputs["spec"]), inputs["ranges"], path)
+
+
+def _unknown(data: PreparedData) -> str:
+    """How many ids of the training split the earlier vocabulary does not have."""
+    fields = {name: data.report["fields"][name] for name in data.spec.ids}
+    shares = {n: one["below_threshold"] / max(one["occurrences"], 1) for n, one in fields.items()}
+    most = sorted(shares, key=lambda name: -shares[name])[:SHOWN_FIELDS]
+    shown = ", ".join(f"{name} {shares[name]:.1%}" for name in most if shares[name])
+    total = sum(one["below_threshold"] for one in fields.values())
+    share = total / max(sum(one["occurrences"] for one in fields.values()), 1)
+    return f"unknown ids: {share:.1%} of the training occurrences{f' ({shown})' * bool(shown)}"
+
+
+@click.command(cls=Command, example="frequencies data --batch-sizes 1K,8K,128K")
+@argument("data", type=PATH)
+@option("--out", type=PATH, help="folder to write", shown="DATA/frequencies")
+@option(
+    "--batch-sizes",
+    many=True,
+    type=SIZES,
+    help="in samples, by spaces or commas",
+    shown="1024 to 131072",
+)
+@option("--fields", many=True, metavar="FIELD...", help="of the figure", shown="three")
+@option("--top-k", type=int, metavar="K", help="write the top-k data to --out")
+def frequencies(
+    data: Path,
+    out: Path | None,
+    batch_sizes: tuple[list[int], ...],
+    fields: tuple[str, ...],
+    top_k: int | None,
+) -> None:
+    """Tell how often ids occur, and which are rare.
+
+    Writes frequencies.parquet (an id per row), summary.parquet (a field per row) and
+    frequencies.png (Figure 3). With --top-k: a prepared folder with the k most frequent ids of each
+    field and one for all others, as in Table 1 of the paper.
+    """
+    from merlin_cowclip.workflows.data.frequencies import BATCH_SIZES, frequencies
+    from merlin_cowclip.workflows.data.prepared_data import PreparedData
+    from merlin_cowclip.workflows.data.top_ids import keep_top_ids
+
+    opened = PreparedData.open(data)
+    if top_k is not None:
+        for name, given in (("batch-sizes", batch_sizes), ("fields", fields)):
+            if given:
+                raise UserError(f"--top-k excludes --{name}. Received: both. Leave one out")
+        if out is None:
+            raise UserError("--top-k needs --out, the folder to write. Received: none. Name one")
+        print(_sizes(keep_top_ids(opened, top_k, out)))
+        return
+    found = frequencies(
+        opened,
+        out,
+        batch_sizes=[size for sizes in batch_sizes for size in sizes] or BATCH_SIZES,
+        fields=list(fields) or None,
+    )
+    print(found.table())
+    print(
+        "% held by top 3, ids that hold 90 %: of all occurrences, by the most frequent ids.\n"
+        "% rare at B: ids with P(id) < 1/B. Their learning rate must not be scaled with the "
+        "batch (Section 3.1)."
+    )
+    if max(found.batch_sizes) > found.rows:
+        print(f"-: the batch is larger than the {found.rows:,} training rows.")
+    print(f"{found.rows:,} training rows: {found.path}")
+
+
+@click.command(
+    cls=Command, example="adopt train/ --test valid/ --workflow workflow/ --label click --out data"
+)
+@argument("parquet", nargs=-1, required=True, metavar="PARQUET...")
+@option(
+    "--workflow",
+    required=True,
+    type=PATH,
+    metavar="FOLDER",
+    help="what nvtabular.Workflow.save wrote",
+)
+@option("--label", required=True, metavar="COLUMN", help="column of 0 and 1")
+@option("--out", required=True, type=PATH, metavar="DATA", help="prepared folder to write")
+@option(
+    "--test",
+    many=True,
+    metavar="PARQUET...",
+    help="test part; without one there are no metrics",
+)
+@option(
+    "--check-raw",
+    many=True,
+    metavar="RAW...",
+    help="parquet with the raw rows: encode some 10,000 and compare them with PARQUET",
+)
+def adopt(
+    parquet: tuple[str, ...],
+    workflow: Path,
+    label: str,
+    out: Path,
+    test: tuple[str, ...],
+    check_raw: tuple[str, ...],
+) -> None:
+    """Take a saved NVTabular workflow and its parquet.
+
+    Checks the training part PARQUET (files, globs or folders) that the workflow wrote, counts its
+    ids and writes a folder that refers to it: nothing is converted. Loading a workflow runs code
+    from its folder (cloudpickle): adopt only your own.
+    """
+    from merlin_cowclip.workflows.data.adopt.pipeline import adopt
+
+    data = adopt(list(parquet), workflow, label, out, list(test) or None, list(check_raw) or None)
+    print("\n".join(_columns(data)))
+    for note in data.record["notes"]:
+        print(f"Note: {note}")
+    if check_raw:
+        print("--check-raw: raw rows are encoded as in the parquet")
+    print(_sizes(data))
 
 
 def _summary(data: PreparedData) -> str:
@@ -156,108 +259,25 @@ def _summary(data: PreparedData) -> str:
     )
 
 
-def _changed_spec(spec: DatasetSpec, arguments: argparse.Namespace) -> DatasetSpec:
+def _changed_spec(spec: DatasetSpec, values: Mapping[str, Any]) -> DatasetSpec:
     """The spec with what the command line says instead."""
-    changes: dict[str, Any] = {}
-    kind = spec.split.kind if arguments.split is None else arguments.split
-    column = spec.split.column if kind == "time" else None
-    changes["split"] = dataclasses.replace(
-        spec.split,
-        kind=kind,
-        test=spec.split.test if arguments.test is None else arguments.test,
-        column=column if arguments.time_column is None else arguments.time_column,
-    )
+    kind = values["split"] or spec.split.kind
+    column = values["time_column"] or (spec.split.column if kind == "time" else None)
+    test = spec.split.test if values["test"] is None else values["test"]
+    split = dataclasses.replace(spec.split, kind=kind, test=test, column=column)
+    changes: dict[str, Any] = {"split": split}
     for key in ("freq_threshold", "hash_buckets"):
-        text = getattr(arguments, key)
-        if text is not None:
-            given = _number_or_by_field(f"--{key.replace('_', '-')}", text)
-            if isinstance(given, dict):  # the other fields keep theirs
-                before = getattr(spec, key)
-                if not isinstance(before, Mapping):
-                    before = dict.fromkeys(spec.ids, before) if before > 1 else {}
-                given = {**before, **given}
+        given = values[key]
+        if isinstance(given, dict):  # the other fields keep theirs
+            before = getattr(spec, key)
+            if not isinstance(before, Mapping):
+                before = dict.fromkeys(spec.ids, before) if before > 1 else {}
+            given = {**before, **given}
+        if given is not None:
             changes[key] = given
-    if arguments.non_finite is not None:
-        changes["non_finite"] = arguments.non_finite
+    if values["non_finite"] is not None:
+        changes["non_finite"] = values["non_finite"]
     return dataclasses.replace(spec, **changes)
-
-
-def _number_or_by_field(option: str, text: str) -> int | dict[str, int]:
-    """The value of "10", or of "C3=10,C4=5"."""
-    try:
-        if "=" not in text:
-            return int(text)
-        pairs = [part.rsplit("=", 1) for part in text.split(",")]
-        numbers = {field: int(number) for field, number in pairs}
-    except ValueError:
-        given = repr(text) if len(text) <= 60 else f"{text[:60]!r}…"
-        raise UserError(
-            f"{option} must be a number, or numbers by field: C3=10,C4=5. Received: {given}"
-        ) from None
-    fields = [field for field, _ in pairs]
-    twice = sorted({field for field in fields if fields.count(field) > 1})
-    if twice:
-        raise UserError(
-            f"{option} must name a field once. Received: {quoted(twice)} more than once. "
-            "Leave all but one out"
-        )
-    return numbers
-
-
-def _frequencies(arguments: argparse.Namespace) -> None:
-    from merlin_cowclip.workflows.data.frequencies import BATCH_SIZES, frequencies
-    from merlin_cowclip.workflows.data.prepared_data import PreparedData
-    from merlin_cowclip.workflows.data.top_ids import keep_top_ids
-
-    data = PreparedData.open(arguments.data)
-    if arguments.top_k is None:
-        found = frequencies(
-            data,
-            arguments.out,
-            batch_sizes=(
-                BATCH_SIZES
-                if arguments.batch_sizes is None
-                else [size for sizes in arguments.batch_sizes for size in sizes]
-            ),
-            fields=arguments.fields,
-        )
-        print(found.table())
-        print(
-            "% held by top 3, ids that hold 90 %: of all occurrences, by the most frequent ids.\n"
-            "% rare at B: ids with P(id) < 1/B. Their learning rate must not be scaled with the "
-            "batch (Section 3.1)."
-        )
-        if max(found.batch_sizes) > found.rows:
-            print(f"-: the batch is larger than the {found.rows:,} training rows.")
-        print(f"{found.rows:,} training rows: {found.path}")
-        return
-    for option in ("batch_sizes", "fields"):
-        if getattr(arguments, option) is not None:
-            name = f"--{option.replace('_', '-')}"
-            raise UserError(f"--top-k excludes {name}. Received: both. Leave one out")
-    if arguments.out is None:
-        raise UserError("--top-k needs --out, the folder to write. Received: none. Name one")
-    top = keep_top_ids(data, arguments.top_k, arguments.out)
-    print(_sizes(top))
-
-
-def _adopt(arguments: argparse.Namespace) -> None:
-    from merlin_cowclip.workflows.data.adopt.pipeline import adopt
-
-    data = adopt(
-        arguments.parquet,
-        arguments.workflow,
-        arguments.label,
-        arguments.out,
-        arguments.test,
-        arguments.check_raw,
-    )
-    print("\n".join(_columns(data)))
-    for note in data.record["notes"]:
-        print(f"Note: {note}")
-    if arguments.check_raw is not None:
-        print("--check-raw: raw rows are encoded as in the parquet")
-    print(_sizes(data))
 
 
 def _columns(data: PreparedData) -> list[str]:

@@ -6,23 +6,24 @@ large as the one that the values were tuned for.
 
 from __future__ import annotations
 
-import argparse
 import datetime
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import click
+
+from merlin_cowclip.workflows.commands.options import PATH, Command, option
 from merlin_cowclip.workflows.errors import UserError
 
 if TYPE_CHECKING:
-    from merlin_cowclip.workflows.commands.parser import Commands
     from merlin_cowclip.workflows.study.pages import Page
     from merlin_cowclip.workflows.training.runs import Run
 
 ROWS, CARDINALITY, SEED, EPOCHS = 300_000, 20_000, 1234, 5
 BASE, LARGE = 512, 4096
-TUNED = {"dense_lr": 1e-3, "embedding_lr": 3e-3, "l2": 5e-4}
+TUNED: dict[str, Any] = {"dense_lr": 1e-3, "embedding_lr": 3e-3, "l2": 5e-4}
 """At the base, on these logs: with 150 times fewer rows than Criteo's, rows of the tables must move
 further per step and be held stronger."""
 NETWORK: dict[str, Any] = {"mlp": (128, 128)}
@@ -58,21 +59,12 @@ RUNS = (
 )
 
 
-def add(commands: Commands) -> None:
-    """The command, with its arguments."""
-    demo = commands.add_parser(
-        "demo", help="synthetic logs → prepare → train by four scaling rules → a page"
-    )
-    demo.add_argument("--out", type=Path, help="the folder to write (default runs/demo-TIME)")
-    demo.add_argument("--rows", type=int, help=f"synthetic rows ({ROWS}: minutes on 2 cores)")
-    demo.set_defaults(run=_demo)
-
-
-def _demo(arguments: argparse.Namespace) -> None:
-    out = arguments.out
-    if out is None:
-        out = Path("runs") / f"demo-{datetime.datetime.now():%Y%m%d-%H%M%S}"
-    demo(out, rows=ROWS if arguments.rows is None else arguments.rows)
+@click.command("demo", cls=Command, example="demo --rows 20000")
+@option("--out", type=PATH, help="folder to write", shown="runs/demo-TIME")
+@option("--rows", type=int, default=ROWS, metavar="N", help="synthetic rows")
+def demo_command(out: Path | None, rows: int) -> None:
+    """Train by four scaling rules on synthetic logs."""
+    demo(out or Path("runs") / f"demo-{datetime.datetime.now():%Y%m%d-%H%M%S}", rows=rows)
 
 
 def demo(out: Path, *, rows: int = ROWS) -> str:
@@ -88,7 +80,7 @@ def demo(out: Path, *, rows: int = ROWS) -> str:
     from merlin_cowclip.workflows.data.spec import CRITEO
     from merlin_cowclip.workflows.data.synthetic import write_synthetic
     from merlin_cowclip.workflows.folders import new_folder, refuse_pattern
-    from merlin_cowclip.workflows.training.configuration import TrainConfig, base_hyperparameters
+    from merlin_cowclip.workflows.training.configuration import TrainConfig
     from merlin_cowclip.workflows.training.keeping import Keeping
     from merlin_cowclip.workflows.training.train import train
 
@@ -110,11 +102,11 @@ def demo(out: Path, *, rows: int = ROWS) -> str:
         for number, run in enumerate(RUNS, 1):
             what = f"DeepFM, batch size {run.batch_size:,}, rule {run.rule}"
             print(f"\n[{number}/{len(RUNS)}] {what}: {run.what}", flush=True)
-            base = base_hyperparameters(run.rule, batch_size=RUNS[0].batch_size, **TUNED)
             config = TrainConfig(
                 batch_size=run.batch_size,
                 rule=run.rule,
-                base=base,
+                base_batch_size=RUNS[0].batch_size,
+                **TUNED,
                 epochs=EPOCHS,
                 seed=SEED,
                 dense_schedule=run.schedule,

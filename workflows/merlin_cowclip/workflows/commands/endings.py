@@ -63,41 +63,41 @@ def _code_of(error: BaseException, name: str, received: list[int]) -> int:
         where = f": {error.filename}" if error.filename else ""
         error = UserError(f"{error.strerror}{where}. Free some space, or write to another disk")
     if isinstance(error, UserError):
-        _say(f"{name}: error: {error}")
+        say(f"{name}: error: {error}")
         return error.exit_code
     with contextlib.suppress(OSError):
         traceback.print_exception(error)
     what = "".join(traceback.format_exception_only(error)).strip()
-    _say(f"{name}: internal error (please report it): {what}")
+    say(f"{name}: internal error (please report it): {what}")
     return 1
 
 
 @contextlib.contextmanager
 def _notices(name: str) -> Iterator[None]:
     """Within it a notice is a sentence like those that a command ends with."""
-    usual = warnings.showwarning
 
     def show(message: Any, category: type[Warning], *where: Any, **more: Any) -> None:
         if issubclass(category, Notice):
-            _say(f"{name}: warning: {message}")
+            say(f"{name}: warning: {message}")
         else:
             usual(message, category, *where, **more)
 
-    warnings.showwarning = show
-    try:
+    with warnings.catch_warnings():
+        usual = warnings.showwarning
+        warnings.simplefilter("always", Notice)  # whatever PYTHONWARNINGS says
+        warnings.showwarning = show
         yield
-    finally:
-        warnings.showwarning = usual
 
 
 def one_line(message: str) -> str:
     """A message as one line that can be printed and is not absurdly long."""
     text = "".join(c if c.isprintable() else _escaped(c) for c in " ".join(message.split("\n")))
-    words = [_shortened(word, _LONGEST_WORD) for word in text.split(" ")]
-    return _shortened(" ".join(words), _LONGEST)
+    words = [shortened(word, _LONGEST_WORD) for word in text.split(" ")]
+    return shortened(" ".join(words), _LONGEST)
 
 
-def _say(message: str) -> None:
+def say(message: str) -> None:
+    """Print a message as one line, on stderr."""
     with contextlib.suppress(OSError):
         print(one_line(message), file=sys.stderr, flush=True)
 
@@ -105,14 +105,15 @@ def _say(message: str) -> None:
 def _say_once(message: str) -> None:
     """Of processes that a launcher has started together and ends together, the first says it."""
     if launched().rank == 0:
-        _say(message)
+        say(message)
 
 
 def _escaped(character: str) -> str:
     return character.encode("unicode_escape").decode("ascii")
 
 
-def _shortened(text: str, longest: int) -> str:
+def shortened(text: str, longest: int) -> str:
+    """A text without its middle, if it is longer."""
     if len(text) <= longest:
         return text
     return f"{text[: longest * 2 // 3]}…{text[-longest // 4 :]}"

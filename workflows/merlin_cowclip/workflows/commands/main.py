@@ -1,14 +1,15 @@
 """The command `merlin-cowclip`: arguments in, exit codes out; the work is done elsewhere.
 
-A module per group of commands adds them, with their arguments and what runs them. TensorFlow takes
-seconds to import: what runs a command imports what it needs, after the arguments parse. What the
-exit codes mean, and how every command ends in one sentence: `endings.py`.
+TensorFlow takes seconds to import: what runs a command imports what it needs, after the arguments
+are read. What the exit codes mean, and how every command ends in one sentence: `endings.py`.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+
+import click
 
 from merlin_cowclip.workflows.commands import (
     data,
@@ -20,43 +21,50 @@ from merlin_cowclip.workflows.commands import (
     training,
     tuning,
 )
-from merlin_cowclip.workflows.commands.parser import Parser
-from merlin_cowclip.workflows.launched import check_alone
+from merlin_cowclip.workflows.commands.options import SETTINGS
 
 PROGRAM = "merlin-cowclip"
-GROUPS = (data, training, tuning, prediction, serving, studying, demo)  # as --help lists them
+COMMANDS = (
+    *(data.prepare, data.frequencies, data.adopt, training.train, tuning.tune),
+    *(prediction.evaluate, prediction.predict, serving.export),
+    *(studying.sweep, studying.report, demo.demo_command),
+)
+
+
+class _Group(click.Group):
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """In the order in which they are used."""
+        return list(self.commands)
+
+
+cli = _Group(
+    PROGRAM,
+    commands={command.name: command for command in COMMANDS if command.name},
+    context_settings=SETTINGS,
+    no_args_is_help=False,
+    help="Train click-through-rate models with large batches and CowClip on NVIDIA Merlin.",
+)
+click.version_option(package_name=PROGRAM, message="%(prog)s %(version)s")(cli)
+
+
+def help_of(name: str) -> str:
+    """What a command says of itself."""
+    above = click.Context(cli, info_name=PROGRAM, help_option_names=["-h", "--help"])
+    with click.Context(cli.commands[name], above, name, terminal_width=100) as ctx:
+        return ctx.get_help()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
-    arguments, left = command_line().parse_known_args(argv)
-    of_command = f"{PROGRAM} {arguments.command}"
-    at = left.index("--") if "--" in left else len(left)
-    if "more_in" in arguments and not any(word.startswith("-") for word in left[:at]):
-        # What follows an option: argparse fills a list that may be empty before the first.
-        getattr(arguments, arguments.more_in).extend([*left[:at], *left[at + 1 :]])
-    elif left:
-        Parser(prog=of_command).error(f"unrecognized arguments: {' '.join(left)}")
-
-    def work() -> None:
-        if arguments.command != "train":
-            check_alone(arguments.command)
-        arguments.run(arguments)
-
-    return endings.run(of_command, work)
-
-
-def command_line() -> Parser:
-    """The parser of all commands; what it returns holds the `command` and what will `run` it."""
-    parser = Parser(
-        prog=PROGRAM,
-        description="Train click-through-rate models with large batches and CowClip on NVIDIA "
-        "Merlin.",
-    )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for group in GROUPS:
-        group.add(commands)
-    return parser
+    words = sys.argv[1:] if argv is None else list(argv)
+    try:
+        return cli.main(words, PROGRAM, standalone_mode=False) or 0
+    except click.UsageError as error:
+        name = error.ctx.command_path if error.ctx else PROGRAM
+        message = error.format_message()
+        dot = "" if message.endswith((".", "?")) else "."
+        endings.say(f"{name}: error: {message}{dot} See '{name} --help'")
+        return error.exit_code
 
 
 if __name__ == "__main__":

@@ -2,105 +2,150 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import click
+
+from merlin_cowclip.workflows.commands.options import (
+    PATH,
+    SIZE,
+    Command,
+    argument,
+    option,
+    quiet,
+    trust_workflow,
+)
 from merlin_cowclip.workflows.errors import Notice, UserError
 
 if TYPE_CHECKING:
-    from merlin_cowclip.workflows.commands.parser import Commands
     from merlin_cowclip.workflows.training.evaluation import Quality
     from merlin_cowclip.workflows.training.runs import Run
 
 
-def add(commands: Commands) -> None:
-    """The two, with their arguments."""
-    evaluate = commands.add_parser(
-        "evaluate", help="exact AUC, log loss and calibration of a finished run"
+def checkpoint(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The options that say which of a run's networks is used."""
+    one = option(
+        "--checkpoint",
+        "which",
+        type=click.Choice(["last", "best"]),
+        help="the network at the end, or after the epoch with the highest test AUC",
+        shown="last",
     )
-    evaluate.add_argument("run_folder", metavar="RUN", type=Path, help="a run folder")
-    evaluate.add_argument(
-        "data",
-        nargs="*",
-        help="a prepared folder (default: the run's own), or raw logs: files or globs, as for "
-        "predict",
-    )
-    _add_reading(evaluate)
-    evaluate.set_defaults(run=_evaluate, more_in="data")
-    predict = commands.add_parser(
-        "predict",
-        help="a finished run's probabilities for raw logs",
-        description="Encodes raw logs by the run's own workflow, and writes a row for each row "
-        "read, in order: probability (float32) and, where there was a label, label (int8).",
-    )
-    predict.add_argument("run_folder", metavar="RUN", type=Path, help="a run folder")
-    predict.add_argument(
-        "input",
-        nargs="+",
-        help="raw logs, with or without the label: files or globs, as prepare took the run's own, "
-        "or parquet; for a run on an adopted pipeline, parquet that its workflow wrote",
-    )
-    predict.add_argument("--out", required=True, type=Path, help="the parquet file to write")
-    _add_reading(predict)
-    predict.set_defaults(run=_predict)
+    other = option("--best", is_flag=True, help="the same as --checkpoint best")
+    return one(other(function))
 
 
-def _add_reading(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "--raw",
-        action="store_true",
-        help="for a run on an adopted pipeline: the parquet is what its workflow reads",
-    )
-    command.add_argument("--batch-size", type=int, help="rows predicted at a time (8192)")
-    command.add_argument(
-        "--best",
-        action="store_true",
-        help="the network of the epoch with the highest test AUC, not of the last one",
-    )
-    command.add_argument(
-        "--trust-workflow",
-        action="store_true",
-        help="run the code of the run's workflow also where its manifest does not confirm it",
-    )
-    command.add_argument("--quiet", action="store_true", help="no bars")
+def which_of(which: str | None, *, best: bool) -> str:
+    """Which network is used: "last" or "best".
+
+    Raises:
+        UserError: options that exclude each other.
+    """
+    if best and which == "last":
+        raise UserError("--best excludes --checkpoint last. Received: both. Leave one out")
+    return "best" if best else which or "last"
 
 
-def _evaluate(arguments: argparse.Namespace) -> None:
+def said_of(run: Run, which: str) -> str:
+    """A network in words."""
+    epochs = len(run.result["epochs"])
+    epoch = epochs if which == "last" else run.result["best_epoch"]
+    return f"by the {which} checkpoint, epoch {epoch} of {epochs}"
+
+
+def _reading(function: Callable[..., Any]) -> Callable[..., Any]:
+    options = (
+        option(
+            "--raw",
+            is_flag=True,
+            help="of a run on an adopted pipeline: the parquet is what its workflow reads",
+        ),
+        option("--batch-size", type=SIZE, help="rows predicted at a time", shown="8192"),
+        *(checkpoint, trust_workflow, quiet),
+    )
+    for one in reversed(options):
+        function = one(function)
+    return function
+
+
+@click.command(cls=Command, example="evaluate run --checkpoint best")
+@argument("run", type=PATH)
+@argument("data", nargs=-1, metavar="[DATA|LOG...]")
+@_reading
+def evaluate(run: Path, data: tuple[str, ...], raw: bool, **values: Any) -> None:
+    """Measure a finished run: exact AUC, log loss and calibration.
+
+    On the test part of the run's own data or of another prepared folder DATA, or on raw logs, as
+    predict reads them.
+    """
     from merlin_cowclip.workflows.training.runs import Run
 
-    run = Run.open(arguments.run_folder, trust_workflow=arguments.trust_workflow)
-    given = arguments.data
-    if run.is_adopted:
-        prepared = not given or (len(given) == 1 and os.path.exists(f"{given[0]}/prepare.json"))
-    else:
-        prepared = not given or (len(given) == 1 and os.path.isdir(given[0]))
-    if prepared and arguments.raw:
+    opened = Run.open(run, trust_workflow=values["trust_workflow"])
+    name = "prepare.json" if opened.is_adopted else "."
+    prepared = not data or (len(data) == 1 and os.path.exists(os.path.join(data[0], name)))
+    if prepared and raw:
         raise UserError(
             "--raw is for raw logs. Received: it with prepared data, "
-            f"{given[0] if given else 'the own of the run'}. Leave it out, or name raw logs"
+            f"{data[0] if data else 'the own of the run'}. Leave it out, or name raw logs"
         )
+    reading = _read_by(values)
     if prepared:
-        part, (quality, rows, where) = "test ", _on_prepared(run, arguments)
+        part, (quality, rows, where) = "test ", _on_prepared(opened, data, reading)
     else:
         from merlin_cowclip.workflows.training.prediction import evaluate_logs
 
-        part, where = "", f"{given[0]}{f' and {len(given) - 1} more' if given[1:] else ''}"
-        quality, rows = evaluate_logs(run, given, **_reading(arguments))
+        part, where = "", f"{data[0]}{f' and {len(data) - 1} more' if data[1:] else ''}"
+        quality, rows = evaluate_logs(opened, data, raw=raw, **reading)
     print(
         f"{part}AUC {quality.auc:.6f}, log loss {quality.log_loss:.6f}, calibration "
-        f"{quality.calibration:.4f} on {rows:,} rows of {where}"
+        f"{quality.calibration:.4f} on {rows:,} rows of {where}, "
+        f"{said_of(opened, reading['which'])}"
     )
 
 
-def _on_prepared(run: Run, arguments: argparse.Namespace) -> tuple[Quality, int, str]:
+@click.command(cls=Command, example="predict run new.txt.gz --out scores.parquet")
+@argument("run", type=PATH)
+@argument("input", nargs=-1, required=True, metavar="LOG...")
+@option("--out", required=True, type=PATH, metavar="PARQUET", help="file to write")
+@_reading
+def predict(run: Path, input: tuple[str, ...], out: Path, raw: bool, **values: Any) -> None:
+    """Write a finished run's probabilities for raw logs.
+
+    A LOG, with or without the label, is a file or glob as prepare took the run's own, or parquet;
+    for a run on an adopted pipeline, parquet that its workflow wrote. It is encoded by the run's
+    own workflow. PARQUET has a row for each row read, in order: probability (float32) and, where
+    there was a label, label (int8).
+    """
+    from merlin_cowclip.workflows.training.prediction import predict_logs
+    from merlin_cowclip.workflows.training.runs import Run
+
+    opened = Run.open(run, trust_workflow=values["trust_workflow"])
+    reading = _read_by(values)
+    rows = predict_logs(opened, input, out, raw=raw, **reading)
+    print(f"{rows:,} rows, {said_of(opened, reading['which'])}: {out}")
+
+
+def _read_by(values: dict[str, Any]) -> dict[str, Any]:
+    options = {
+        "which": which_of(values["which"], best=values["best"]),
+        "trust_workflow": values["trust_workflow"],
+        "progress": not values["quiet"],
+    }
+    return options | ({} if values["batch_size"] is None else {"batch_size": values["batch_size"]})
+
+
+def _on_prepared(
+    run: Run, given: tuple[str, ...], reading: dict[str, Any]
+) -> tuple[Quality, int, str]:
     """Quality on the test part of prepared data, its rows, and where it lies."""
     from merlin_cowclip.workflows.data.prepared_data import PreparedData
     from merlin_cowclip.workflows.training.runs import how_to_evaluate
 
-    data = PreparedData.open(arguments.data[0]) if arguments.data else run.data()
+    data = PreparedData.open(given[0]) if given else run.data()
     if not data.test_files:
         raise UserError(
             f"the data must have a test part. Received: {data.path}, adopted without one. Name a "
@@ -118,29 +163,6 @@ def _on_prepared(run: Run, arguments: argparse.Namespace) -> tuple[Quality, int,
     from merlin_cowclip.workflows.training.evaluation import EVALUATION_BATCH, evaluate
     from merlin_cowclip.workflows.training.loader import Loader
 
-    size = EVALUATION_BATCH if arguments.batch_size is None else arguments.batch_size
-    quality = evaluate(run.model(_which(arguments)), Loader(data, "test", batch_size=size))
+    loader = Loader(data, "test", batch_size=reading.get("batch_size", EVALUATION_BATCH))
+    quality = evaluate(run.model(reading["which"]), loader)
     return quality, data.rows["test"], str(data.path)
-
-
-def _predict(arguments: argparse.Namespace) -> None:
-    from merlin_cowclip.workflows.training.prediction import predict_logs
-    from merlin_cowclip.workflows.training.runs import Run
-
-    run = Run.open(arguments.run_folder, trust_workflow=arguments.trust_workflow)
-    rows = predict_logs(run, arguments.input, arguments.out, **_reading(arguments))
-    print(f"{rows:,} rows: {arguments.out}")
-
-
-def _reading(arguments: argparse.Namespace) -> dict[str, Any]:
-    options = {
-        "raw": arguments.raw,
-        "which": _which(arguments),
-        "trust_workflow": arguments.trust_workflow,
-        "progress": not arguments.quiet,
-    }
-    return options | ({} if arguments.batch_size is None else {"batch_size": arguments.batch_size})
-
-
-def _which(arguments: argparse.Namespace) -> str:
-    return "best" if arguments.best else "last"

@@ -12,10 +12,11 @@ from merlin_cowclip.plugins._checks import make_plain, whole_number
 from merlin_cowclip.plugins.scaling import SCALING_RULES, Hyperparameters
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.study.search_space import Point, SearchSpace
-from merlin_cowclip.workflows.training.configuration import TrainConfig, refuse_unknown
-from merlin_cowclip.workflows.training.networks import NETWORKS
+from merlin_cowclip.workflows.training.configuration import TrainConfig, base_fields
+from merlin_cowclip.workflows.training.networks import OPTIONS
+from merlin_cowclip.workflows.training.options import refuse_unknown
 
-NETWORK = ("model", *dict.fromkeys(name for options in NETWORKS.values() for name in options))
+NETWORK = ("model", *OPTIONS)
 """The keys of `TrainConfig` that say which network is trained."""
 
 
@@ -109,9 +110,11 @@ class TuneConfig:
     @functools.cached_property
     def rules(self) -> dict[str, Point]:
         """By rule the point that it predicts from the base, as `train --rule` would take it."""
+        assert not isinstance(self.base, TrainConfig)  # which it is given as
+        base = base_fields(self.base or {})
         points = {}
         for rule in SCALING_RULES:
-            config = TrainConfig.from_dict({**self._shared(), "rule": rule, "base": self.base})
+            config = TrainConfig.from_dict({**self._shared(), "rule": rule, **base})
             points[rule] = Point(config.hyperparameters, self.update, self.rates)
         return points
 
@@ -157,7 +160,7 @@ class TuneConfig:
                 **self._shared(),
                 **{name: value for name, value in given.items() if value is not None},
                 "rule": "none",
-                "base": point.hyperparameters.to_dict(),
+                **base_fields(point.hyperparameters),
                 "update": point.update,
             }
         )

@@ -15,7 +15,11 @@ from merlin_cowclip.plugins._checks import make_plain
 from merlin_cowclip.plugins.scaling import SCALING_RULES, Hyperparameters, recipe, scale
 from merlin_cowclip.workflows.errors import UserError, quoted
 from merlin_cowclip.workflows.study.configuration import NETWORK, network_of
-from merlin_cowclip.workflows.training.configuration import TrainConfig
+from merlin_cowclip.workflows.training.configuration import (
+    BASE_FIELDS,
+    TrainConfig,
+    base_fields,
+)
 from merlin_cowclip.workflows.training.networks import NETWORKS as OPTIONS
 
 FULL, TOP = "full", "top-3"
@@ -34,7 +38,7 @@ SEEDS = (1234, 1235, 1236)
 VALUES = ("dense_lr", "embedding_lr", "l2", "clip_ratio", "clip_floor")
 """What of a base all rules share; the rest is each rule's recipe."""
 
-_OWN = ("rule", "base", "batch_size", "seed")  # of each run's configuration: the study's
+_OWN = ("rule", *BASE_FIELDS, "batch_size", "seed")  # of each run's configuration: the study's
 _OPTIONS = tuple(one.name for one in dataclasses.fields(TrainConfig) if one.name not in _OWN)
 
 
@@ -150,12 +154,12 @@ class Setting:
 
     def run(self, rule: str, batch_size: int) -> TrainConfig:
         """A run at a batch size, with the base scaled by a rule."""
-        own = {"rule": rule, "base": self.tuned(rule), "batch_size": batch_size}
+        own = {"rule": rule, **base_fields(self.tuned(rule)), "batch_size": batch_size}
         return TrainConfig(**{**self.config, **own})
 
     def at(self, values: Hyperparameters) -> TrainConfig:
         """A run with these values at their own batch size."""
-        own = {"rule": "none", "base": values, "batch_size": values.batch_size}
+        own = {"rule": "none", **base_fields(values), "batch_size": values.batch_size}
         return TrainConfig(**{**self.config, **own})
 
 

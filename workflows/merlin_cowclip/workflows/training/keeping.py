@@ -7,47 +7,62 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from merlin_cowclip.plugins._checks import is_whole, make_plain, whole_number
+from merlin_cowclip.plugins._checks import is_whole
 from merlin_cowclip.workflows.errors import UserError
-from merlin_cowclip.workflows.training.configuration import refuse_unknown
+from merlin_cowclip.workflows.training.options import (
+    check_fields,
+    option,
+    refuse_unknown,
+)
 
+GROUP = "Checkpoints and stopping"
 _MINUTES = re.compile(r"(\d+(?:\.\d+)?)m")
+
+
+def _every(name: str, value: Any) -> int | str:
+    if isinstance(value, str):
+        if value.isascii() and value.isdigit():
+            value = int(value)
+        elif (found := _MINUTES.fullmatch(value)) and float(found[1]):
+            return value
+    if not is_whole(value, 1, 2**48):
+        raise ValueError(
+            f"{name} must be a positive number of updates, or of minutes as in 10m. Received: "
+            f"{value!r}"
+        )
+    return value
 
 
 @dataclass(frozen=True)
 class Keeping:
     """When checkpoints are taken, beside the end of each epoch, and what stays of them.
 
-    Attributes:
-      checkpoint_every: updates, or minutes as in "10m"; `None` for the epochs' ends alone.
-      keep: how many of the last checkpoints stay, beside that of the best epoch.
-      saved_model: whether the run ends with a SavedModel in `model/`, for serving.
-
     Raises:
       UserError: a value out of range.
     """
 
-    checkpoint_every: int | str | None = None
-    keep: int = 2
-    saved_model: bool = True
+    checkpoint_every: int | str | None = option(
+        None,
+        "take a checkpoint every N updates, or minutes as in 10m, beside the end of each epoch",
+        group=GROUP,
+        metavar="N|Nm",
+        check=_every,
+    )
+    keep: int = option(
+        2, "recent checkpoints to keep, beside that of the best epoch", group=GROUP, kind="count"
+    )
+    saved_model: bool = option(
+        False,
+        "write a SavedModel with the optimizer's state to RUN/model",
+        group=GROUP,
+        kind="flag",
+    )
 
     def __post_init__(self) -> None:
-        make_plain(self)
         try:
-            whole_number("keep", self.keep)
+            check_fields(self)
         except ValueError as error:
             raise UserError(str(error)) from None
-        if not isinstance(self.saved_model, bool):
-            raise UserError(f"saved_model must be true or false. Received: {self.saved_model!r}")
-        every = self.checkpoint_every
-        if isinstance(every, str) and every.isascii() and every.isdigit():
-            object.__setattr__(self, "checkpoint_every", int(every))
-        right = every is None or self.minutes or is_whole(self.checkpoint_every, 1, 2**48)
-        if not right:
-            raise UserError(
-                "checkpoint_every must be a positive number of updates, or of minutes as in 10m. "
-                f"Received: {every!r}"
-            )
 
     @property
     def steps(self) -> int | None:
@@ -58,8 +73,7 @@ class Keeping:
     def minutes(self) -> float | None:
         """Minutes between checkpoints."""
         every = self.checkpoint_every
-        found = _MINUTES.fullmatch(every) if isinstance(every, str) else None
-        return float(found[1]) or None if found else None
+        return float(every[:-1]) if isinstance(every, str) else None
 
     def to_dict(self) -> dict[str, Any]:
         """Fit for JSON."""

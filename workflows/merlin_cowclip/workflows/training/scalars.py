@@ -77,15 +77,16 @@ def _sum(parts: Iterable[RowStatistics]) -> RowStatistics:
     return sum(parts, RowStatistics(0, 0, 0, 0, 0.0, 0.0))
 
 
-def clip_sentence(fields: Sequence[FieldStatistics]) -> str:
+def clip_sentence(fields: Sequence[FieldStatistics], clip: str | None) -> str:
     """A sentence on what the clip did to the ids of a run; shares are of the clipped fields."""
     clipped = [one for one in fields if one.is_clipped and one.steps]
     if not clipped:
         return "No id was clipped: the clip applies to no table."
     whole = _sum(field.all for field in clipped)
     if not whole.clipped_rows:
+        name = "CowClip" if clip == "adaptive_column" else "The clip"
         return (
-            "The clip was inactive in this run (no row reached its bound); the result comes from "
+            f"{name} was inactive in this run (no row reached its bound); the result comes from "
             "the hyperparameters."
         )
     sentence = f"The clip shortened {_shares(whole)}"

@@ -124,7 +124,7 @@ def check_trainable(
     )
     if not tf.config.list_physical_devices("GPU"):
         rows = data.table_rows // (ranks.size if config.tables == "sharded" else 1)
-        warn_of_tables(rows, config.embedding_dim + 1, memory_limit() // ranks.local_size)
+        warn_of_tables(rows, (config.embedding_dim or 0) + 1, memory_limit() // ranks.local_size)
     return loader
 
 
@@ -344,6 +344,14 @@ def _train(
             run_before, keep = Run.open(before[0]), before[1]
             begin_from(run_before, trainer.model, trainer.optimizer, keep_optimizer=keep)
         trainer.optimizer.broadcast()
+    if progress:
+        sizes = count_parameters(trainer.model, trainer.optimizer)
+        print(
+            f"{loader.rows:,} rows, {loader.rows // config.batch_size:,} steps per epoch, "
+            f"{sizes['embedding']:,} parameters in embedding tables and "
+            f"{sizes['network']:,} in the network: {run}",
+            flush=True,
+        )
     with stopping:
         for _ in trainer.epochs():
             pass

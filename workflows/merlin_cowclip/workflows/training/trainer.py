@@ -113,7 +113,7 @@ class Trainer:
 
     def clip_summary(self) -> str:
         """A sentence for the end of the run; on all ranks at once."""
-        return clip_sentence(self._statistics.total())
+        return clip_sentence(self._statistics.total(), self._config.clip)
 
     # The loop
 

@@ -1,0 +1,158 @@
+"""Options of commands: those that fields of a configuration become, and help."""
+
+import dataclasses
+import json
+import warnings
+
+import click
+import pytest
+
+from merlin_cowclip.plugins.presets import preset
+from merlin_cowclip.plugins.scaling import recipe
+from merlin_cowclip.workflows.commands import endings
+from merlin_cowclip.workflows.commands.main import cli, help_of
+from merlin_cowclip.workflows.commands.training import train_config
+from merlin_cowclip.workflows.errors import Notice, UserError
+from merlin_cowclip.workflows.training.configuration import TrainConfig, base_fields
+from merlin_cowclip.workflows.training.keeping import Keeping
+
+K = 1024
+OF_KINDS = {  # kind → a value on the command line, and as it is read
+    "size": ("128K", 128 * K),
+    "count": ("3", 3),
+    "seed": ("0", 0),
+    "positive": ("2e-3", 2e-3),
+    "number": ("0", 0.0),
+    "units": ("16,8", [16, 8]),
+    "names": ("b,a", ["b", "a"]),
+    "combiner": ("a=sum,b=mean", {"a": "sum", "b": "mean"}),
+    "schedule": ("steps:5=0.1,8=0.01", {"name": "steps", "at": [5, 8], "factors": [0.1, 0.01]}),
+}
+
+
+def params(line: str) -> dict:
+    """What a command is called with."""
+    name, *words = line.split()
+    return cli.commands[name].make_context(name, words).params
+
+
+def config_of(options: str, dataset: str = "") -> TrainConfig:
+    return train_config(params(f"train data --out run {options}"), dataset=dataset)[0]
+
+
+@pytest.mark.parametrize("field", [*dataclasses.fields(TrainConfig), *dataclasses.fields(Keeping)])
+def test_a_field_is_an_option(field):
+    of, name = field.metadata, (field.metadata["flag"] or field.name).replace("_", "-")
+    if of["kind"] == "flag":
+        words, value = f"--no-{name}", False
+    else:
+        text, value = OF_KINDS.get(of["kind"], ((of["choices"] or ["7"])[-1],) * 2)
+        words = f"--{name} {text}"
+    assert params(f"train data --out run {words}")[field.name] == value
+    assert params("train data --out run")[field.name] is None
+    said = " ".join(help_of("train").split())
+    option = said[said.index(f"--{name} ") :]
+    assert of["help"].split(":")[0] in option
+    default = of["shown"] or field.default
+    if of["kind"] == "flag":
+        default = f"--{name}"
+    if default is not None:
+        assert f"{default})" in option
+
+
+def test_a_batch_size_may_be_in_thousands():
+    assert params("tune data --out t --batch-size 8K --base-batch-size 1k")["batch_size"] == 8 * K
+    assert params("sweep curves data --out s --batch-sizes 1K,2048")["batch_sizes"] == [K, 2 * K]
+    assert params("evaluate run --batch-size 2K")["batch_size"] == 2 * K
+    found = params("frequencies data --batch-sizes 1K,8K 128K --fields a b")
+    assert found["batch_sizes"] == ([K, 8 * K], [128 * K])
+    assert found["fields"] == ("a", "b")
+
+
+@pytest.mark.parametrize("name", cli.commands)
+def test_help(name):
+    said = help_of(name)
+    assert said.startswith(f"Usage: merlin-cowclip {name} ")
+    assert "[required]" not in said
+    assert "Sentinel" not in said
+    example = said.splitlines()[-1].split()
+    assert example[:2] == ["merlin-cowclip", name]
+    params(" ".join(example[1:]))
+
+
+@pytest.mark.parametrize(
+    ("options", "values"),
+    [
+        ("", {}),
+        ("--rule linear --l2 1e-3", {"rule": "linear", "l2": 1e-3}),
+        ("--no-clip --no-warmup", {"clip": "none", "warmup_epochs": 0.0}),
+        (
+            "--config c.json --epochs 2",
+            {"model": "dcn", "cross_layers": 2, "l2": 1e-3, "epochs": 2},
+        ),
+        ("--config c.json --model fm", {"model": "fm", "l2": 1e-3}),
+        ("--config run.json --no-clip", {"clip": "none"}),
+        ("--config run.json --clip adaptive_field", {"clip": "adaptive_field"}),
+        ("--config run.json --dense-schedule constant --clip none", {"clip": "none"}),
+    ],
+)
+def test_an_option_goes_before_a_file(tmp_path, monkeypatch, options, values):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "c.json").write_text('{"model": "dcn", "cross_layers": 2, "l2": 1e-3}')
+    run = {"clip": "field", "clip_threshold": 2.0, "clip_tables": ("a",)}
+    run |= {"dense_schedule": "linear"} if "constant" in options else {}
+    (tmp_path / "run.json").write_text(json.dumps(TrainConfig(**run).to_dict()))
+    if values.get("clip") == "adaptive_field":
+        values = {**values, "clip_tables": ("a",)}
+    assert config_of(options) == TrainConfig(**values)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--model deepfm --cross-layers 2", "cross_layers belongs to dcn, dcn_v2"),
+        ("--model lr --mlp 8", "mlp belongs to wide_and_deep"),
+        ("--clip column --clip-threshold 1 --clip-ratio 2", "--clip-ratio belongs to"),
+        ("--no-clip --clip-tables user", "clip_tables needs a clip rule"),
+        ("--no-warmup --warmup-epochs 1", "--no-warmup excludes --warmup-epochs"),
+    ],
+)
+def test_an_option_without_meaning_is_refused(options, message):
+    with pytest.raises(UserError, match=message):
+        config_of(options)
+
+
+@pytest.mark.parametrize("size", [K, 2 * K, 16 * K, 128 * K])
+def test_the_papers_values(size):
+    """Of Avazu, whose table leaves the rule, they are the table's; of Criteo the rule's."""
+    options = f"--batch-size {size}"
+    assert config_of(options, "avazu").hyperparameters == preset("avazu", size)
+    assert config_of(f"{options} --preset avazu", "mine") == config_of(options, "avazu")
+    rule = TrainConfig(batch_size=size)
+    assert config_of(options, "criteo") == config_of(options, "mine") == rule
+    assert config_of(f"{options} --preset none", "avazu") == rule
+    assert config_of(f"{options} --rule linear", "avazu").base == recipe("linear")
+
+
+def test_values_of_a_base_stay_at_the_base():
+    config = config_of("--batch-size 8K --l2 1e-6", "avazu")
+    assert config.base == preset("avazu", K).replace(l2=1e-6)
+    config = config_of("--batch-size 256K", "avazu")
+    assert config.base == preset("avazu", 128 * K)
+    assert train_config(params("train d --out r"), dataset="avazu")[1] == (
+        "the paper's values for avazu at batch size 1,024"
+    )
+    assert base_fields(config.base)["base_batch_size"] == 128 * K
+
+
+def test_notices_are_printed_whatever_python_does_with_warnings(capsys):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # as by PYTHONWARNINGS
+        code = endings.run("merlin-cowclip x", lambda: warnings.warn("mind", Notice, stacklevel=1))
+    assert code == 0
+    assert capsys.readouterr().err == "merlin-cowclip x: warning: mind\n"
+
+
+def test_a_command_of_several_values_takes_no_empty_one():
+    with pytest.raises(click.UsageError, match="--test"):
+        params("adopt a --workflow w --label y --out d --test --check-raw b")

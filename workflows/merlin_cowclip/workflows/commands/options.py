@@ -1,0 +1,255 @@
+"""Commands and their options: how values are read, what help looks like, options of fields."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import click
+
+from merlin_cowclip.plugins.scaling import K
+from merlin_cowclip.workflows.commands import endings
+from merlin_cowclip.workflows.launched import check_alone
+
+PATH = click.Path(path_type=Path)
+SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
+
+Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+class Value(click.ParamType):
+    """A value that a function reads from text.
+
+    Args:
+      name: stands for it in a command's help.
+      read: text → value; raises ValueError.
+      rule: what the text must be.
+    """
+
+    def __init__(self, name: str, read: Callable[[str], Any], rule: str) -> None:
+        self.name, self._read, self._rule = name, read, rule
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """What `read` makes of a text."""
+        try:
+            return self._read(value) if isinstance(value, str) else value
+        except ValueError:
+            self.fail(
+                f"must be {self._rule}. Received: {endings.shortened(value, 60)!r}", param, ctx
+            )
+
+
+def _size(text: str) -> int:
+    """131072, or 128K."""
+    return int(text[:-1]) * K if text[-1:] in ("K", "k") else int(text)
+
+
+def _units(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")] if text else []
+
+
+def by_name(text: str, read: Callable[[str], Any] = str) -> dict[str, Any]:
+    """The value of "genres=sum,tags=mean"."""
+    pairs = [part.rpartition("=") for part in text.split(",")]
+    found = {name: read(value) for name, _, value in pairs}
+    if not all(name for name, _, _ in pairs) or len(found) < len(pairs):
+        raise ValueError
+    return found
+
+
+def _combiner(text: str) -> str | dict[str, str]:
+    return by_name(text) if "=" in text else text
+
+
+def _counts(text: str) -> int | dict[str, int]:
+    return by_name(text, int) if "=" in text else int(text)
+
+
+def _schedule(text: str) -> str | dict[str, Any]:
+    """The value of "cosine:to=0.1", of "steps:5=0.1,8=0.01", or of "constant"."""
+    name, colon, rest = text.partition(":")
+    pairs = by_name(rest, float) if colon else {}
+    if name != "steps" or not pairs:
+        return {"name": name, **pairs} if pairs else name
+    return {"name": name, "at": [float(at) for at in pairs], "factors": list(pairs.values())}
+
+
+SIZE = Value("N", _size, "a whole number, or one of 1,024s as in 128K")
+SIZES = Value("N,…", lambda text: [_size(one) for one in text.split(",")], "numbers as in 1K,8K")
+NUMBERS = Value("N,…", lambda text: [int(one) for one in text.split(",")], "whole numbers")
+PERCENTS = Value("P,…", lambda text: [float(one) for one in text.split(",")], "numbers")
+COUNTS = Value("N|FIELD=N,…", _counts, "a number, or numbers by field, each once: C3=10,C4=5")
+_UNITS = Value("UNITS,…", _units, "whole numbers as in 400,400")
+
+TYPES: Mapping[str, Any] = MappingProxyType(
+    {
+        **{"text": click.STRING, "size": SIZE, "count": click.INT, "seed": click.INT},
+        **{"positive": click.FLOAT, "number": click.FLOAT, "units": _UNITS},
+        "names": Value("NAME,…", lambda text: text.split(","), "names"),
+        "combiner": Value("NAME", _combiner, "a name, or FIELD=NAME,… with each field once"),
+        "schedule": Value("NAME", _schedule, "a name and numbers, each once: cosine:to=0.1"),
+    }
+)
+"""By the kind of a configuration's field."""
+
+_METAVARS = {"count": "N", "seed": "N", "positive": "X", "number": "X"}
+
+
+class Option(click.Option):
+    """An option under a heading of its command's help.
+
+    Args:
+      group: the heading.
+      many: whether values may follow each other: `--test A B` as `--test A --test B`.
+    """
+
+    def __init__(self, *args: Any, group: str = "", many: bool = False, **more: Any) -> None:
+        more["multiple"] = many or more.get("multiple", False)
+        super().__init__(*args, **more)
+        self.group, self.many = group, many
+
+    def get_help_extra(self, ctx: click.Context) -> Any:
+        """Nothing: `option` writes it into the help."""
+        return {}
+
+
+class Command(click.Command):
+    """A command that ends in one sentence and an exit code.
+
+    Args:
+      usage: what follows its name in each way to call it; by default arguments, required options.
+      example: a call of it.
+      on_ranks: whether several ranks may share its work.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        usage: Sequence[str] = (),
+        example: str = "",
+        on_ranks: bool = False,
+        **more: Any,
+    ) -> None:
+        super().__init__(*args, **{"context_settings": SETTINGS, **more})
+        self._usage, self._example, self._on_ranks = usage, example, on_ranks
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Read options of several values, which click does not know."""
+        many = {name for p in self.params if getattr(p, "many", False) for name in p.opts}
+        return super().parse_args(ctx, _repeated(args, many))
+
+    def invoke(self, ctx: click.Context) -> int:
+        """Run it; returns the exit code."""
+
+        def work() -> None:
+            if not self._on_ranks:
+                check_alone(str(ctx.info_name))
+            super(Command, self).invoke(ctx)
+
+        return endings.run(ctx.command_path, work)
+
+    def format_usage(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """A line for each way to call it; what it needs is not in brackets."""
+        needed = [p for p in self.params if isinstance(p, click.Option) and p.required]
+        pieces = [str(p.metavar) for p in self.params if isinstance(p, click.Argument)]
+        pieces += [f"{option.opts[0]} {option.metavar}" for option in needed]
+        for line in self._usage or [" ".join(pieces)]:
+            formatter.write_usage(ctx.command_path, f"{line} [OPTIONS]".strip())
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Those without a heading first."""
+        groups: dict[str, list[tuple[str, str]]] = {"Options": []}
+        for param in self.get_params(ctx):
+            if isinstance(param, click.Option) and (record := param.get_help_record(ctx)):
+                groups.setdefault(getattr(param, "group", "") or "Options", []).append(record)
+        for name, records in groups.items():
+            with formatter.section(name):
+                formatter.write_dl(records)
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Its example."""
+        with formatter.section("Example"):
+            formatter.write(f"  merlin-cowclip {self._example}\n")
+
+
+def _repeated(args: Iterable[str], many: Iterable[str]) -> list[str]:
+    found: list[str] = []
+    option, values = "", 0
+    for word in args:
+        if option and not word.startswith("-"):
+            found += [option, word] if values else [word]
+            values += 1
+            continue
+        if option and not values:
+            break
+        option, values = (word, 0) if word in many else ("", 0)
+        found.append(word)
+    if option and not values:
+        raise click.BadOptionUsage(option, f"Option '{option}' requires an argument.")
+    return found
+
+
+def option(*names: str, default: Any = None, shown: str = "", **more: Any) -> Decorator:
+    """An option whose help ends with its default: `default`, or `shown` in its place."""
+    if shown or (default is not None and not more.get("is_flag") and not more.get("multiple")):
+        more["help"] += f" (default: {shown or default})"
+    if more.get("required"):
+        more["help"] += " (required)"
+    return click.option(*names, default=default, cls=Option, **more)
+
+
+def argument(name: str, **more: Any) -> Decorator:
+    """An argument, which is called as help shows it."""
+    return click.argument(name, **{"metavar": name.upper(), **more})
+
+
+quiet = option("--quiet", is_flag=True, help="no progress bars, and only the last line")
+trust_workflow = option(
+    "--trust-workflow",
+    is_flag=True,
+    help="load the run's workflow, whose code runs, also where its manifest does not confirm it",
+)
+
+
+def fields(cls: type, *names: str, group: str = "", **shown: str) -> Decorator:
+    """Options for fields of a configuration; what is not given is `None`.
+
+    Args:
+      cls: a dataclass whose fields are made by `training.options.option`.
+      names: which fields; all, if none is named.
+      group: a heading instead of theirs.
+      shown: by field, its default in words.
+    """
+    known = {field.name: field for field in dataclasses.fields(cls)}
+
+    def add(function: Callable[..., Any]) -> Callable[..., Any]:
+        for name in reversed(names or list(known)):
+            function = _of_field(known[name], group, shown.get(name))(function)
+        return function
+
+    return add
+
+
+def _of_field(field: dataclasses.Field[Any], group: str, shown: str | None) -> Decorator:
+    of = field.metadata
+    flag = (of["flag"] or field.name).replace("_", "-")
+    told = f"{of['symbol']}, {of['help']}" if of["symbol"] else of["help"]
+    if of["choices"]:
+        told += f": {', '.join(of['choices'])}"
+    is_flag = of["kind"] == "flag"
+    default = shown if shown is not None else of["shown"] or ("" if is_flag else field.default)
+    metavar = of["metavar"] or ("NAME" if of["choices"] else _METAVARS.get(of["kind"]))
+    more: dict[str, Any] = {"metavar": metavar, "type": TYPES.get(of["kind"])}
+    if is_flag:
+        more, default = {}, f"--{flag}" if field.default else f"--no-{flag}"
+    names = (f"--{flag}/--no-{flag}" if is_flag else f"--{flag}", field.name)
+    default = "" if default is None else str(default)
+    return option(*names, group=group or of["group"], help=told, shown=default, **more)
+
+
+def given(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Those options that were given."""
+    return {name: value for name, value in values.items() if value is not None}
