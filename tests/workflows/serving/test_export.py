@@ -87,7 +87,8 @@ def shop(tmp_path_factory) -> tuple[Run, Path, Path]:
         run = train(data, replace(CONFIG, epochs=2), home / "run", progress=False)
     shutil.copytree(home / "run", home / "copy")
     for backend in ("python", "tensorflow"):
-        export(Run.open(home / "copy"), home / "there", backend=backend, progress=False)
+        run_folder = os.path.relpath(home / "copy")
+        export(Run.open(run_folder), home / "there", backend=backend, progress=False)
         shutil.move(home / "there", home / backend)
     shutil.rmtree(home / "copy")
     return run, home / "test.csv", home / "python"

@@ -31,11 +31,12 @@ def load_saved(folder: str | Path) -> nvt.Workflow:
         from merlin.io.worker import clean_worker_cache
 
         clean_worker_cache()
+        folder = Path(folder).absolute()  # where NVTabular saves again, it replaces this text
         workflow = nvt.Workflow.load(str(folder))
     for node in nodes(workflow.output_node):
         files = files_of(node.op)
         for storage in files:
-            path = Path(folder).absolute() / SAVED_FILES / file_name(node.op, storage)
+            path = folder / SAVED_FILES / file_name(node.op, storage)
             if path.exists():
                 files[storage] = str(path)
     return workflow
