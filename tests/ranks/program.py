@@ -31,7 +31,7 @@ def joined(rank: int) -> dict[str, np.ndarray]:
 
     @tf.function
     def step():
-        (sparse, _), (whole, _) = all_gather_rows(list(zip(shares, [table, tied], strict=True)))
+        (sparse, _), (whole, _) = all_gather_rows([(shares[0], table), (shares[1], tied)])
         slices = tf.IndexedSlices(tf.fill([1, 2], 1.0 + rank), tf.constant([rank], tf.int64), None)
         dense, gathered = all_reduce_dense([tf.constant([1.0 + rank]), slices])
         found = {"rows": sparse.sums[:3], "whole": whole.sums[:3], "dense": dense}

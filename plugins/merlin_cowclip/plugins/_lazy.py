@@ -11,12 +11,7 @@ from typing import Any
 def on_first_use(
     package: str, homes: Mapping[str, str]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """A module's ``__getattr__`` and ``__dir__`` (PEP 562); it has a ``__version__`` as well.
-
-    Args:
-        package: the module's ``__name__``.
-        homes: name → module in the package that has it.
-    """
+    """``__getattr__`` and ``__dir__`` of a package (PEP 562): its version, and names in `homes`."""
 
     def load(name: str) -> Any:
         if name == "__version__":

@@ -9,7 +9,6 @@ import contextlib
 import os
 import warnings
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 
 # Read when TensorFlow loads: oneDNN, CUDA and TensorRT notes are information, not errors.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
@@ -21,20 +20,16 @@ import tensorflow as tf
 from keras.optimizers.utils import filter_empty_gradients
 from keras.saving.legacy.saved_model.load import RevivedLayer
 
-# No public name tells whether a tape records, whether ops are deterministic, or whether a
-# SavedModel is being made.
-from tensorflow.python.eager import tape as _tape
+# TensorFlow's own; they have no public names, either.
+from tensorflow.python.eager.tape import could_possibly_record as is_recording
+from tensorflow.python.eager.tape import stop_recording as not_recorded
 from tensorflow.python.framework.config import is_op_determinism_enabled
 from tensorflow.python.saved_model.save_context import in_save_context
 
 
 @contextlib.contextmanager
 def quiet_stack() -> Iterator[None]:
-    """Silence notes of TensorFlow and absl below the level of an error.
-
-    Importing Merlin, saving and loading a SavedModel produce some that a user can do nothing about:
-    renamed inputs, untraced layer functions, a missing training configuration.
-    """
+    """Silence notes below the level of an error, as of saving, about which users can do nothing."""
     level, verbosity = tf.get_logger().level, absl.logging.get_verbosity()
     tf.get_logger().setLevel("ERROR")
     absl.logging.set_verbosity(absl.logging.ERROR)
@@ -53,17 +48,6 @@ with warnings.catch_warnings(), quiet_stack():
     from merlin.schema import ColumnSchema, Schema, Tags
 
 FuncGraph = tf.__internal__.FuncGraph
-
-
-def not_recorded() -> AbstractContextManager[None]:
-    """Within it, no `tf.GradientTape` records what is done."""
-    context: AbstractContextManager[None] = _tape.stop_recording()
-    return context
-
-
-def is_recording() -> bool:
-    """Whether a `tf.GradientTape` is open."""
-    return bool(_tape.could_possibly_record())
 
 
 __all__ = [

@@ -194,11 +194,8 @@ def scale(tuned: Hyperparameters, *, to: int, rule: str = "cowclip") -> Hyperpar
 
     Args:
       tuned: the values found at the base batch size.
-      to: the new global batch size in samples per update.
+      to: the new global batch size in samples per update, a positive whole number.
       rule: a name in `SCALING_RULES`.
-
-    Raises:
-      ValueError: unknown rule, or `to` not a positive whole number.
     """
     found = find_rule(rule)
     if not is_whole(to, 1, numpys=True):

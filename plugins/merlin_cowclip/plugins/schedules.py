@@ -31,14 +31,9 @@ class LinearWarmup(tf.keras.optimizers.schedules.LearningRateSchedule):
 
     Args:
       learning_rate: the value from step `warmup_steps` on, or a Keras schedule of it that counts
-        from step 0.
-      warmup_steps: number of updates; 0 for a constant learning rate.
+        from step 0; a variable is read at each step.
+      warmup_steps: number of updates; 0 for a constant learning rate; also a variable.
       initial: the value at step 0.
-
-    Variables are read at each step, and may change without a new trace.
-
-    Raises:
-      ValueError: a negative or non-finite argument, or a fraction of an update.
     """
 
     def __init__(

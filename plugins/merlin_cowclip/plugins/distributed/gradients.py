@@ -16,19 +16,12 @@ from merlin_cowclip.plugins.row_ops import colocated_with, sum_per_row, unique_r
 
 
 class RowSums(NamedTuple):
-    """A table's gradient, summed per row, without L2.
+    """A table's gradient, summed per row, without L2."""
 
-    Attributes:
-      indices: U row numbers, each once, int64.
-      gradients: U×d, float32 or wider.
-      counts: U, samples that hold the row, float32.
-      is_whole: whether it is a dense gradient, U = V.
-    """
-
-    indices: tf.Tensor
-    gradients: tf.Tensor
-    counts: tf.Tensor
-    is_whole: bool = False
+    indices: tf.Tensor  # U row numbers, each once, int64
+    gradients: tf.Tensor  # U×d, float32 or wider
+    counts: tf.Tensor  # U, samples that hold the row, float32
+    is_whole: bool = False  # whether it is a dense gradient, U = V
 
 
 class ReducedRows(tf.IndexedSlices):
@@ -66,11 +59,8 @@ def all_gather_rows(
     reduced, size = [], ranks().size
     for share, variable in shares:
         if share.is_whole:
-            mean, counts = (
-                all_reduce(share.gradients, "sum") / size,
-                all_reduce(share.counts, "sum"),
-            )
-            sums = share._replace(gradients=mean, counts=counts)
+            mean = all_reduce(share.gradients, "sum") / size
+            sums = share._replace(gradients=mean, counts=all_reduce(share.counts, "sum"))
         else:
             indices, rows = all_gather_each(packed(share))
             sums = merged(indices, rows, variable)

@@ -1,8 +1,8 @@
 """Tables in shards: row r lives on rank r mod N alone, with its moments.
 
-A lookup asks the owners for the rows of its ids, each once, and gets them back; a step sends them
-the summed gradients and counts of this rank's share of the batch. The owner adds up, and from there
-on does to its rows what one process does to all: L2, the clip and Adam are a row's own.
+A lookup asks the owners for the rows of its ids, each once; a step sends them the summed gradients
+and counts of this rank's share of the batch. The owner adds up, then does to its rows what one
+process does to all.
 """
 
 from __future__ import annotations

@@ -143,11 +143,7 @@ class LookupRecorder:
         return f"_merlin_cowclip_lookups_{id(self)}"
 
     def take(self, name: str, indices: tf.Tensor | None = None) -> list[Lookup]:
-        """The lookups of an update of table `name`, by a gradient of these rows; forgets them.
-
-        Raises:
-          ValueError: there are none; or, eagerly, the latest have another number of rows.
-        """
+        """The lookups of an update of table `name`, by a gradient of these rows; forgets them."""
         lookups, received = list(self.lookups()), "no lookup of the table in this step"
         self.forget()
         if lookups and (indices is None or not tf.executing_eagerly()):
@@ -181,9 +177,7 @@ def count_samples(
 ) -> Rows:
     """The rows of a sparse gradient (n indices), and how many samples of the step hold each.
 
-    Raises:
-      ValueError: no lookup was recorded; or, eagerly, not those of the gradient.
-      tf.errors.InvalidArgumentError: the same, in a graph, at the step.
+    A gradient of other rows than the lookups is a ValueError; in a graph, the step's error.
     """
     lookups = recorder.take(name, indices)
     checks = [] if tf.executing_eagerly() else [_check_size(lookups, indices, name)]

@@ -22,19 +22,14 @@ class TableAccess:
 
     `tf.gather(variable, …)` makes TensorFlow copy the variable in every later dense update: V×d
     bytes. Gathering from the read value does not. The lazy mode scatters, and needs the first.
-
-    Attributes:
-      whole: gather from the read value, as the exact mode needs; `None`, before there is an
-        optimizer: only in eager calls.
-      catch_up: called before rows are read, with the variable and the rows, or `None` for all.
-      is_used: whether the layer looks its rows up by `gather`.
-      shard: which rows this rank has, where the ranks share them; `None`: it has all.
     """
 
+    # Gather from the read value; `None`, before there is an optimizer: only in eager calls.
     whole: bool | None = None
+    # Called before rows are read, with the variable and the rows, or `None` for all.
     catch_up: Callable[[tf.Variable, tf.Tensor | None], None] | None = None
-    is_used: bool = False
-    shard: Shard | None = None
+    is_used: bool = False  # whether the layer looks its rows up by `gather`
+    shard: Shard | None = None  # which rows this rank has; `None` for all
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles: refused of a table with pending rows, or with one rank's rows."""
@@ -82,9 +77,6 @@ class TableSpec:
         reads range i, or all columns the only one.
       set_variable: gives the layer another variable as its table; of a table that may be in shards.
       is_tied: whether an output layer reads the whole table, so that its gradient is dense.
-
-    Raises:
-      ValueError: columns and ranges of rows that do not go together.
     """
 
     name: str

@@ -26,23 +26,14 @@ _ENDS = np.cumsum([1, *[_COUNTED + _SUMMED] * 2, 2 * _BINS])  # steps; rare, fre
 
 @dataclass(frozen=True)
 class RowStatistics:
-    """Sums over rows of some steps; a row counts once in every step whose batch holds its id.
+    """Sums over rows of some steps; a row counts once in every step whose batch holds its id."""
 
-    Attributes:
-      rows: how many, without the row of padding.
-      occurrences: samples that hold them, the counts of the clip.
-      clipped_rows: rows whose gradient the clip made shorter.
-      clipped_occurrences: samples that hold these.
-      gradient_norms: sum of gradient norms, with L2, before the clip; NaN or infinite once one was.
-      weight_norms: sum of the rows' norms before the update; NaN or infinite likewise.
-    """
-
-    rows: int
-    occurrences: int
-    clipped_rows: int
-    clipped_occurrences: int
-    gradient_norms: float
-    weight_norms: float
+    rows: int  # without the row of padding
+    occurrences: int  # samples that hold them, the counts of the clip
+    clipped_rows: int  # rows whose gradient the clip made shorter
+    clipped_occurrences: int  # samples that hold these
+    gradient_norms: float  # sum of norms with L2, before the clip; NaN or infinite once one was
+    weight_norms: float  # sum of the rows' norms before the update; likewise
 
     def __add__(self, other: RowStatistics) -> RowStatistics:
         """The sums over the rows of both."""
@@ -102,9 +93,7 @@ class FieldStatistics:
 class StepStatistics:
     """Sums of what each step does to the ids of each field: exact integers, norms in float64.
 
-    Args:
-      tables: the tables, built or not, and whether the clip applies to each of its fields.
-      frequent_from: samples of a batch that must hold an id for it to be a frequent one.
+    An id that at least `frequent_from` samples of a batch hold is a frequent one.
     """
 
     def __init__(self, tables: Mapping[TableSpec, Sequence[bool]], frequent_from: float) -> None:

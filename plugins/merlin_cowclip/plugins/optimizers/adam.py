@@ -1,7 +1,4 @@
-"""CowClipAdam: Adam on embedding rows, with L2 and CowClip, for one or more tables.
-
-The clip itself is in `clipping.py`, the counting in `counting.py`.
-"""
+"""CowClipAdam: Adam on embedding rows with L2, counts (`counting.py`) and clip (`clipping.py`)."""
 
 from __future__ import annotations
 
@@ -54,10 +51,8 @@ class CowClipAdam(RefusesOptions, mm.LazyAdam):
        (`deferred.py`).
 
     Args:
-      learning_rate: η of the embeddings, a number or a Keras schedule.
-      beta_1: decay of the first moment.
-      beta_2: decay of the second moment.
-      epsilon: Adam's ε (Keras's "epsilon hat").
+      learning_rate: η of the embeddings, a number or a Keras schedule; this, `beta_1`, `beta_2` and
+        `epsilon` (Keras's "epsilon hat") are as in Keras's Adam.
       l2: λ, not negative.
       clip: a rule of `CLIP_RULES`; "adaptive_column" is CowClip, `None` no clip. The unit of
         "global" is all tables of this optimizer.
@@ -172,11 +167,6 @@ class CowClipAdam(RefusesOptions, mm.LazyAdam):
         super()._create_slots(var_list)
         if self.deferred is not None:
             self.deferred.create_state(var_list)
-
-    def catch_up(self) -> None:
-        """With `update="deferred"`, apply missed steps to all rows of the bound tables."""
-        if self.deferred is not None:
-            self.deferred.catch_up()
 
     def slots_of(self, variable: tf.Variable) -> dict[str, tf.Variable]:
         """A table's moments by name; none before they are made."""

@@ -133,17 +133,7 @@ def catch_up(
     rates: Rates,
     adam: AdamConstants,
 ) -> State:
-    """Rows and moments, n×d each, after `absent_step` was applied `step - last` times.
-
-    Args:
-      rows: n×d, after the step `last`; not to be clipped (see `absent_rows`).
-      m: n×d, first moments.
-      v: n×d, second moments.
-      last: n, the steps up to which the rows are up to date, from 0 to `step`.
-      step: the step up to which they are to be.
-      rates: of all steps.
-      adam: β₁, β₂, ε and λ.
-    """
+    """Rows and moments, n×d each, after `absent_step` was applied `step - last` times (n)."""
     w, m, v = (tf.transpose(x) for x in (rows, m, v))
     last = tf.cast(last, tf.int32)
     missed = _Missed(last, tf.cast(step, tf.int32) - last, rates, adam)

@@ -1,7 +1,4 @@
-"""CowClipOptimizer: embedding tables → CowClipAdam, everything else → Adam, as one Keras optimizer.
-
-Composition and ownership only; the update of a table is in `adam.py`.
-"""
+"""CowClipOptimizer: embedding tables → CowClipAdam (`adam.py`), everything else → Keras's Adam."""
 
 from __future__ import annotations
 
@@ -22,6 +19,7 @@ from merlin_cowclip.plugins.monitoring.statistics import NotFinite, StepStatisti
 from merlin_cowclip.plugins.optimizers.adam import CLIPS_OF_KERAS, table_parts
 from merlin_cowclip.plugins.optimizers.model_hooks import install_hooks
 from merlin_cowclip.plugins.optimizers.parts import (
+    UNKNOWN,
     DensePart,
     LearningRates,
     Owned,
@@ -247,7 +245,7 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
         if part is not None and rows is not None:
             part.deferred.catch_up_rows(variable, rows)
         elif part is not None:
-            part.catch_up()
+            part.deferred.catch_up()
 
     def catch_up(self) -> None:
         """With `update="deferred"`, make all rows of all tables as `"exact"` would have them.
@@ -260,7 +258,7 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
 
     @property
     def _weights(self) -> list[tf.Variable]:
-        """Keras's. Its compile reads them, where an optimizer without a model is refused."""
+        """Keras's; read by compile, where an optimizer without a model is refused."""
         if self._specs is None and not self._is_loaded:
             raise ValueError(_NO_MODEL)
         return self._own_weights
@@ -345,11 +343,14 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
     @property
     def warmup_steps(self) -> int | None:
         """⌊`warmup_epochs` · steps per epoch⌋; `None` without a warm-up, or before it is known."""
-        return self.default_optimizer.warmup_steps
+        warm_up = self.default_optimizer.warm_up
+        steps = UNKNOWN if warm_up is None else int(warm_up.warmup_steps)
+        return None if steps == UNKNOWN else steps
 
     def _warm_up_for(self, steps_per_epoch: int) -> None:
-        epochs = self.hyperparameters.warmup_epochs
-        self.default_optimizer.warmup_steps = math.floor(epochs * steps_per_epoch)
+        if (warm_up := self.default_optimizer.warm_up) is not None:
+            epochs = self.hyperparameters.warmup_epochs
+            warm_up.warmup_steps.assign(math.floor(epochs * steps_per_epoch))
 
     def fit_begins(self, batch_size: int | None) -> None:
         """A `fit` was called; on data of so many samples per batch, where that is known."""
@@ -395,11 +396,7 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
         """Give all ranks the weights, moments, step counts and learning rates that rank 0 has.
 
         `model.fit` and a traced step do so. Call it before a first eager step, once the model is
-        built, on all ranks.
-
-        Raises:
-          ValueError: the ranks differ in tables, hyperparameters or update mode, or a loss is no
-            mean.
+        built, on all ranks; it refuses ranks that differ, and losses that are no means.
         """
         if ranks().size > 1 and self._model is not None:
             broadcast_state(self, self._model)
@@ -524,9 +521,6 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
         Args:
           frequent_share: an id is frequent in a batch if at least this share of
             `hyperparameters.batch_size` samples hold it, and at least 2; else it is rare.
-
-        Raises:
-          ValueError: another share than before, a step was made already, or no model is bound.
         """
         share = check_number("frequent_share", frequent_share, positive=True)
         frequent_from = max(2.0, share * self.hyperparameters.batch_size)

@@ -41,8 +41,8 @@ def _method(name: str, hook: Callable[..., Any], bound: Callable[[], Any]) -> Ca
     return method
 
 
-# Hooks take the optimizer that the model is compiled with, if it is ours; that which it was bound
-# to (a custom loop compiles nothing), if there still is one; the model; and the method itself.
+# Hooks take the optimizer that the model is compiled with, if it is ours; the one that it was bound
+# to (a custom loop compiles nothing), if any; the model; and the method itself.
 
 
 def _fit(compiled: Any, bound: Any, model: Any, fit: Any, *arguments: Any, **named: Any) -> Any:

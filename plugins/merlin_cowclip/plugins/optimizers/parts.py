@@ -15,7 +15,7 @@ from merlin_cowclip.plugins.optimizers.adam import CowClipAdam
 from merlin_cowclip.plugins.scaling import check_number
 from merlin_cowclip.plugins.schedules import LinearWarmup
 
-_UNKNOWN = -1  # the length of a warm-up before the steps per epoch are known
+UNKNOWN = -1  # the length of a warm-up before the steps per epoch are known
 
 
 class LearningRates(NamedTuple):
@@ -69,23 +69,12 @@ class DensePart(_Proportional, RefusesOptions, tf.keras.optimizers.legacy.Adam):
         else:
             super()._set_hyper(name, value)
 
-    @property
-    def warmup_steps(self) -> int | None:
-        """Updates until its learning rate has risen; `None` without a known warm-up."""
-        steps = _UNKNOWN if self.warm_up is None else int(self.warm_up.warmup_steps)
-        return None if steps == _UNKNOWN else steps
-
-    @warmup_steps.setter
-    def warmup_steps(self, steps: int | None) -> None:
-        if self.warm_up is not None and steps is not None:
-            self.warm_up.warmup_steps.assign(steps)
-
 
 def warm_up_to(learning_rate: float) -> LinearWarmup:
     """A warm-up of unknown length. Its variables may change without a new trace."""
     return LinearWarmup(
         tf.Variable(learning_rate, trainable=False, dtype=tf.float32, name="warmup_height"),
-        tf.Variable(_UNKNOWN, trainable=False, dtype=tf.int64, name="warmup_steps"),
+        tf.Variable(UNKNOWN, trainable=False, dtype=tf.int64, name="warmup_steps"),
     )
 
 

@@ -142,9 +142,8 @@ class Exact(Lazy):
 class Deferred(Lazy):
     """`update="deferred"`: the results of `Exact`, where a row is updated when it is read.
 
-    `last_step` is the last step that was applied to each row. (`CowClipAdam` applies many missed
-    steps at once: see `catch_up.py`.) Rows that are absent must not be clipped: r is at least 2λ.
-    Arguments as `Lazy`.
+    Absent rows must not be clipped: r is at least 2λ. (`CowClipAdam` applies many missed steps at
+    once: see `catch_up.py`.)
     """
 
     def lookup(self, ids: Array) -> Array:

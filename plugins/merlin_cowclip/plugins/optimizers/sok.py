@@ -113,11 +113,8 @@ class CowClipSokOptimizer(tf.Module):
     saves them without the moments of tables, which `sok.dump` saves (`moments`).
 
     Args:
-      hyperparameters: of the global batch size; `init_stddev` is for whoever makes the tables.
-      steps_per_epoch: updates per epoch, ⌊N/b⌋, for the warm-up of the dense learning rate.
-      dense_schedule: a Keras schedule in place of `dense_lr` and its warm-up.
-      embedding_schedule: a Keras schedule in place of `embedding_lr`.
-      name: the optimizer's name.
+      hyperparameters: of the global batch size; `init_stddev` is for whoever makes the tables. The
+        other arguments are as in `CowClipOptimizer.for_model`.
 
     Raises:
       ImportError: SOK is not installed.

@@ -33,10 +33,7 @@ def training_state(model: mm.Model) -> dict[str, tf.Variable]:
 def state_of(
     model: tf.keras.Model, optimizer: Any, weights: Sequence[tf.Variable] | None = None
 ) -> dict[str, tf.Variable]:
-    """As `training_state`, of what was created; without the loss, which differs by rank.
-
-    `weights` are those of the model in another order.
-    """
+    """As `training_state`, without what is to be created and the loss; `weights` in any order."""
     weights = model.weights if weights is None else weights
     state = _named("weight", weights)
     for place, variable in enumerate(weights):

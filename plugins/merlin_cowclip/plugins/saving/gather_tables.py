@@ -31,9 +31,6 @@ def whole_tables(model: mm.Model) -> Iterator[None]:
         if hvd.rank() == 0:
             model.save("model")
     ```
-
-    Raises:
-      ValueError: the model is compiled with another optimizer.
     """
     optimizer = optimizer_of(model)
     specs = [spec for spec in optimizer.table_specs if spec.shard is not None]
