@@ -41,7 +41,7 @@ def toy_run(toy_data) -> Path:
     """A run on it; logistic regression, which is saved fastest."""
     out = toy_data.parent / "run"
     options = ["--model", "lr", "--epochs", 1, "--batch-size", 64]
-    done = command(["train", toy_data, "--out", out, *options])
+    done = command(["train", toy_data, "--out", out, "--saved-model", *options])
     assert done.code == 0, done.err
     return out
 
@@ -57,7 +57,7 @@ REFUSED = {
     f"{TRAIN} --epochs ten": "'--epochs': 'ten' is not a valid integer",
     f"{TRAIN} --mlp 400;400": "'--mlp': must be whole numbers … '400;400'",
     "evaluate": "Missing argument 'RUN'",
-    "prepare criteo --out OUT": "Missing argument 'LOG...'",
+    "prepare criteo --out OUT": "prepare needs LOG, files or folders",
     # demo, frequencies
     "demo --rows 1 --out OUT": "rows must be at least 8,192",
     "frequencies DATA --batch-sizes 9007199254740993": "from 1 to 9007199254740992",

@@ -281,7 +281,7 @@ def test_evaluate_prints_the_same(run, data, home, tmp_path, capsys):
     (line,) = capsys.readouterr().out.splitlines()
     auc, loss = run.result["auc"], run.result["log_loss"]
     assert line.startswith(f"test AUC {auc:.6f}, log loss {loss:.6f}, calibration ")
-    assert line.endswith(f" on 1,200 rows of {data.path}")
+    assert line.endswith(f" on 1,200 rows of {data.path}, by the last checkpoint, epoch 3 of 3")
     other = quick(home, tmp_path / "other", test=home / "train", parquet=home / "test")
     assert command("evaluate", run.path, other.path) == 0
     auc = float(re.match(r"test AUC (\S+),", capsys.readouterr().out)[1])

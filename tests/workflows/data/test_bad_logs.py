@@ -64,7 +64,7 @@ def check(argv: list[Any], words: str, folder: Path) -> None:
         ("--test nan", "split.test must lie between 0 and 1 … nan"),
         ("--test 1e-9", "of 80 rows gives 0 test rows"),
         ("--freq-threshold user=", "--freq-threshold … 'user=' … C3=10"),
-        ("--freq-threshold user=3,user=5", "name a field once … 'user'"),
+        ("--freq-threshold user=3,user=5", "each once: C3=10,C4=5. Received: 'user=3,user=5'"),
         ("--freq-threshold price=3", "freq_threshold must name fields … 'price'"),
         ("--freq-threshold 1000", "no id of 'user' occurs 1,000 times … Lower it"),
     ],

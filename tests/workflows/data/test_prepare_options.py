@@ -386,7 +386,7 @@ def test_command_line(tmp_path, log, path, capsys):
     assert spec.freq_threshold == {"user": 2, "item": 3}  # the description's, where none is given
     assert spec.hash_buckets == {"user": 4, "item": 6}
     assert main([*command[:-1], str(tmp_path / "out2"), "--freq-threshold", "user=x"]) == 2
-    assert "must be a number, or numbers by field: C3=10" in capsys.readouterr().err
+    assert "must be a number, or numbers by field, each once: C3=10" in capsys.readouterr().err
 
 
 def test_a_folder_of_parts_by_spark(tmp_path, log, quick, capsys):
