@@ -123,7 +123,7 @@ class TrainConfig:
     )
     bottom_mlp: Sequence[int] | None = _network(
         None,
-        "units of dlrm's bottom MLP but for the last layer; '' for that alone",
+        "units of dlrm's bottom MLP without its last layer; '' for none",
         kind="units",
         check=units_or_none,
         shown="512,256,64",
@@ -147,23 +147,21 @@ class TrainConfig:
     patience: int | None = _run(
         None, "stop after N epochs without a better test AUC", kind="count", metavar="N"
     )
-    seed: int = _run(
-        1234, "random seed of initial weights and order of rows", kind="seed", check=_seed
-    )
+    seed: int = _run(1234, "random seed of initial weights and row order", kind="seed", check=_seed)
     update: str = _run(
         "exact",
-        "rows that are in no sample of a batch: updated in each step as in the paper (exact), not "
-        "at all (lazy), or to the same when they are read next (deferred)",
+        "updates of rows that are absent from a batch: in every step as in the paper (exact), none "
+        "(lazy), or the same as exact when they are next read (deferred)",
         choices=UPDATES,
     )
     tables: str = _run(
         "replicated",
-        "of several ranks, each has all rows of the embedding tables, or a part of them",
+        "on several ranks: all embedding rows on each rank, or a part of them",
         choices=TABLES,
     )
     deterministic: bool = _run(
         True,
-        "the same result to the last digit; without, faster kernels on GPUs",
+        "bit-identical results; off: faster kernels on GPUs",
         kind="flag",
         flag="determinism",
     )

@@ -43,13 +43,13 @@ class Keeping:
 
     checkpoint_every: int | str | None = option(
         None,
-        "take a checkpoint every N updates, or minutes as in 10m, beside the end of each epoch",
+        "write a checkpoint every N steps, or minutes as in 10m, and after each epoch",
         group=GROUP,
         metavar="N|Nm",
         check=_every,
     )
     keep: int = option(
-        2, "recent checkpoints to keep, beside that of the best epoch", group=GROUP, kind="count"
+        2, "recent checkpoints to keep, in addition to the best epoch", group=GROUP, kind="count"
     )
     saved_model: bool = option(
         False,
