@@ -106,5 +106,5 @@ print([[round(x, 4) for x in row] for row in clipped.numpy().tolist()])
 
 def test_the_installed_command(place):
     out = command(place / "venv/bin/merlin-cowclip", "--help", cwd=place)
-    assert out.startswith("usage: merlin-cowclip")
+    assert out.startswith("Usage: merlin-cowclip")
     assert "prepare" in out

@@ -275,7 +275,8 @@ def test_options_reach_the_network_and_the_optimizer(data, tmp_path, graphs_rewr
         embedding_schedule="cosine",
         epochs=2,
     )
-    run = train(data, config, tmp_path / "run", progress=False)
+    saved = Keeping(saved_model=True)
+    run = train(data, config, tmp_path / "run", keeping=saved, progress=False)
     assert run.train_config() == config
     assert run.config["identity"] == config.identity
     into = 3 * WIDTH + 2
