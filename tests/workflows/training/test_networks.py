@@ -66,7 +66,7 @@ def trained(home, name: str) -> tuple[Run, str]:
             for option, (text, _) in OF_NETWORKS.items():
                 if option in NETWORKS[name]:
                     arguments += [f"--{option.replace('_', '-')}", text]
-            assert main(["train", *arguments, *OPTIONS]) == 0
+            assert main(["train", *arguments, "--saved-model", *OPTIONS]) == 0
         said.write_text(out.getvalue().splitlines()[-1])
     return Run.open(home / name), said.read_text()
 
