@@ -41,7 +41,7 @@ def toy_run(toy_data) -> Path:
     """A run on it; logistic regression, which is saved fastest."""
     out = toy_data.parent / "run"
     options = ["--model", "lr", "--epochs", 1, "--batch-size", 64]
-    done = command(["train", toy_data, "--out", out, *options])
+    done = command(["train", toy_data, "--out", out, "--saved-model", *options])
     assert done.code == 0, done.err
     return out
 
@@ -57,7 +57,7 @@ REFUSED = {
     f"{TRAIN} --epochs ten": "'--epochs': 'ten' is not a valid integer",
     f"{TRAIN} --mlp 400;400": "'--mlp': must be whole numbers … '400;400'",
     "evaluate": "Missing argument 'RUN'",
-    "prepare criteo --out OUT": "Missing argument 'LOG...'",
+    "prepare criteo --out OUT": "prepare needs LOG, files or folders",
     # demo, frequencies
     "demo --rows 1 --out OUT": "rows must be at least 8,192",
     "frequencies DATA --batch-sizes 9007199254740993": "from 1 to 9007199254740992",
@@ -147,8 +147,17 @@ def test_tensorflow_is_not_imported_to_refuse(toy_data, tmp_path):
         "    assert main(argv) == 2, argv\n"
         "    slow = {'tensorflow', 'merlin', 'nvtabular', 'sklearn'} & set(sys.modules)\n"
         "    assert not slow, (argv, slow)\n"
+        "    assert 'GONE' not in argv or 'pandas' not in sys.modules, argv\n"
     )
     commands = [
+        "train GONE --out OUT",
+        "train --resume GONE",
+        "tune GONE --out OUT --batch-size 64",
+        "sweep curves GONE --out OUT",
+        "report GONE",
+        "evaluate GONE",
+        "predict GONE LOG --out OUT",
+        "export GONE --out OUT",
         "prepare criteo nowhere --out OUT",
         "frequencies DATA --top-k 2",
         "train DATA --out OUT --epochs 0",
@@ -225,7 +234,7 @@ def test_what_ends_a_training(toy_data, tmp_path, monkeypatch, error, words):
     from merlin_cowclip.workflows.training import train as training
     from merlin_cowclip.workflows.training.evaluation import tf
 
-    def end(data, config, keeping, loader, run, max_minutes, *, progress):
+    def end(config, keeping, loader, run, *more):
         (run / "half").write_text("a model")
         raise error(tf.errors)
 

@@ -44,7 +44,7 @@ def config_of(options: str, dataset: str = "") -> TrainConfig:
 def test_a_field_is_an_option(field):
     of, name = field.metadata, (field.metadata["flag"] or field.name).replace("_", "-")
     if of["kind"] == "flag":
-        words, value = f"--no-{name}", False
+        words, value = f"--{'no-' * field.default}{name}", not field.default
     else:
         text, value = OF_KINDS.get(of["kind"], ((of["choices"] or ["7"])[-1],) * 2)
         words = f"--{name} {text}"
@@ -55,7 +55,7 @@ def test_a_field_is_an_option(field):
     assert of["help"].split(":")[0] in option
     default = of["shown"] or field.default
     if of["kind"] == "flag":
-        default = f"--{name}"
+        default = f"--{'no-' * (not field.default)}{name}"
     if default is not None:
         assert f"{default})" in option
 

@@ -81,7 +81,7 @@ def data(log, home) -> PreparedData:
 
 @pytest.fixture(scope="module")
 def run(data, home) -> Run:
-    return train(data, CONFIG, home / "run", progress=False)
+    return train(data, CONFIG, home / "run", keeping=Keeping(saved_model=True), progress=False)
 
 
 @pytest.fixture(scope="module")
@@ -311,8 +311,8 @@ def test_what_is_refused_at_once_changes_nothing(data, tmp_path):
 def test_a_warm_start_begins_with_a_runs_weights(data, home, update):
     """Learning rates so small leave the weights as they were."""
     before = train(data, changed(update=update), home / f"warm-{update}", progress=False)
-    still = BASE.replace(dense_lr=1e-12, embedding_lr=1e-12, l2=0.0, init_stddev=1.0)
-    config = changed(update=update, base=still, epochs=1)
+    still = {"dense_lr": 1e-12, "embedding_lr": 1e-12, "l2": 0.0, "init_stddev": 1.0}
+    config = changed(update=update, epochs=1, **still)
     out = home / f"warmed-{update}"
     after = train(data, config, out, warm_start=before.path, progress=False)
     assert after.result["auc"] == pytest.approx(before.result["auc"], abs=1e-6)

@@ -46,7 +46,7 @@ def plain_schedule(option: str, given: Any) -> dict[str, Any]:
         raise ValueError(
             f"{option} must be one of {known}, with its parameters. Received: {given!r}"
         )
-    parameters, plain = SCHEDULES[name], {"name": name}
+    parameters, plain = SCHEDULES[name], dict[str, Any](name=name)
     if unknown := [key for key in given if key not in ("name", *parameters)]:
         known = ", ".join(parameters)
         raise ValueError(f"{option} {name!r} has the parameters {known}. Received: {unknown[0]!r}")
@@ -54,11 +54,9 @@ def plain_schedule(option: str, given: Any) -> dict[str, Any]:
         value = given.get(key, default)
         if value is ...:
             raise ValueError(f"{option} {name!r} needs {key}. Received: {given!r}")
-        if value is not None or default is not None:
-            plain[key] = _checked(f"{option} {key}", value, key)
-        else:
-            plain[key] = None
-    at, factors = plain.get("at"), plain.get("factors")
+        is_all = value is None is default
+        plain[key] = None if is_all else _checked(f"{option} {key}", value, key)
+    at, factors = plain.get("at"), plain.get("factors", ())
     if at and (len(at) != len(factors) or at != sorted(set(at)) or not at[0]):
         raise ValueError(
             f"{option} 'steps' needs rising, positive epochs and a factor for each. Received: "
