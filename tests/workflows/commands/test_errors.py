@@ -147,8 +147,17 @@ def test_tensorflow_is_not_imported_to_refuse(toy_data, tmp_path):
         "    assert main(argv) == 2, argv\n"
         "    slow = {'tensorflow', 'merlin', 'nvtabular', 'sklearn'} & set(sys.modules)\n"
         "    assert not slow, (argv, slow)\n"
+        "    assert 'GONE' not in argv or 'pandas' not in sys.modules, argv\n"
     )
     commands = [
+        "train GONE --out OUT",
+        "train --resume GONE",
+        "tune GONE --out OUT --batch-size 64",
+        "sweep curves GONE --out OUT",
+        "report GONE",
+        "evaluate GONE",
+        "predict GONE LOG --out OUT",
+        "export GONE --out OUT",
         "prepare criteo nowhere --out OUT",
         "frequencies DATA --top-k 2",
         "train DATA --out OUT --epochs 0",
@@ -225,7 +234,7 @@ def test_what_ends_a_training(toy_data, tmp_path, monkeypatch, error, words):
     from merlin_cowclip.workflows.training import train as training
     from merlin_cowclip.workflows.training.evaluation import tf
 
-    def end(data, config, keeping, loader, run, max_minutes, *, progress):
+    def end(config, keeping, loader, run, *more):
         (run / "half").write_text("a model")
         raise error(tf.errors)
 

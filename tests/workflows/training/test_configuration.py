@@ -14,7 +14,6 @@ from merlin_cowclip.plugins.scaling import SCALING_RULES, Hyperparameters, recip
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.training.configuration import TrainConfig, base_fields
 from merlin_cowclip.workflows.training.learning_rates import (
-    falls_to_zero_in,
     keras_schedule,
     plain_schedule,
 )
@@ -235,27 +234,3 @@ def test_schedules(schedule, factors):
     found = [float(made(step)) for step in range(10 * steps)]
     expected = [rate * factors(step / steps) for step in range(10 * steps)]
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-9)
-
-
-@pytest.mark.parametrize(
-    ("schedule", "end"),
-    [
-        ({"name": "linear", "epochs": 5}, 5.0),
-        ({"name": "linear"}, None),
-        ({"name": "cosine", "epochs": 5, "to": 0.1}, None),
-        ({"name": "steps", "at": [2, 5, 8], "factors": [0.1, 0.0, 0.0]}, 5.0),
-        ({"name": "steps", "at": [2, 8], "factors": [0.0, 0.1]}, None),
-        ({"name": "exponential", "rate": 2.0**-42, "epochs": 2.0}, 6.0),
-        ({"name": "exponential", "rate": 2.0}, None),
-    ],
-    ids=str,
-)
-def test_when_a_schedule_is_over(schedule, end):
-    """As TensorFlow computes it: where float32 has no such small normal number, it is 0."""
-    plain = plain_schedule("dense_schedule", schedule)
-    assert falls_to_zero_in(plain) == end
-    if end is not None:
-        made = keras_schedule(plain, 1.0, epochs=200, steps_per_epoch=10)
-        last = round(10 * end)
-        assert made(last - 1)
-        assert not made(last + 1)

@@ -160,11 +160,12 @@ def frequencies(
     frequencies.png (Figure 3). With --top-k: a prepared folder with the k most frequent ids of each
     field and one for all others, as in Table 1 of the paper.
     """
-    from merlin_cowclip.workflows.data.frequencies import BATCH_SIZES, frequencies
     from merlin_cowclip.workflows.data.prepared_data import PreparedData
-    from merlin_cowclip.workflows.data.top_ids import keep_top_ids
 
     opened = PreparedData.open(data)
+    from merlin_cowclip.workflows.data.frequencies import BATCH_SIZES, frequencies
+    from merlin_cowclip.workflows.data.top_ids import keep_top_ids
+
     if top_k is not None:
         for name, given in (("batch-sizes", batch_sizes), ("fields", fields)):
             if given:

@@ -44,15 +44,18 @@ def run(name: str, work: Callable[[], None]) -> int:
 
 def _code_of(error: BaseException, name: str, received: list[int]) -> int:
     """The exit code for what ended the work, after its sentence."""
+    is_first = launched().rank == 0  # a launcher ends all of its processes
     if isinstance(error, Stopped):
-        _say_once(f"{name}: {error}")
         number = received[0] if received else error.number
+        if is_first:
+            say(f"{name}: {error}")
         return 3 if number is None else 128 + number
     # First: what a signal raises inside a library may come out as something else.
     if received or isinstance(error, KeyboardInterrupt):
         number = received[0] if received else signal.SIGINT
         end = signal.Signals(number).name
-        _say_once(f"{name}: {'interrupted' if end == 'SIGINT' else f'ended by {end}'}")
+        if is_first:
+            say(f"{name}: {'interrupted' if end == 'SIGINT' else f'ended by {end}'}")
         return 128 + number
     if isinstance(error, SystemExit):
         raise error
@@ -89,27 +92,12 @@ def _notices(name: str) -> Iterator[None]:
         yield
 
 
-def one_line(message: str) -> str:
-    """A message as one line that can be printed and is not absurdly long."""
-    text = "".join(c if c.isprintable() else _escaped(c) for c in " ".join(message.split("\n")))
-    words = [shortened(word, _LONGEST_WORD) for word in text.split(" ")]
-    return shortened(" ".join(words), _LONGEST)
-
-
 def say(message: str) -> None:
-    """Print a message as one line, on stderr."""
+    """Print a message on stderr, as one line that is printable and not absurdly long."""
+    text = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in message.replace("\n", " "))
+    words = [shortened(word, _LONGEST_WORD) for word in text.split(" ")]
     with contextlib.suppress(OSError):
-        print(one_line(message), file=sys.stderr, flush=True)
-
-
-def _say_once(message: str) -> None:
-    """Of processes that a launcher has started together and ends together, the first says it."""
-    if launched().rank == 0:
-        say(message)
-
-
-def _escaped(character: str) -> str:
-    return character.encode("unicode_escape").decode("ascii")
+        print(shortened(" ".join(words), _LONGEST), file=sys.stderr, flush=True)
 
 
 def shortened(text: str, longest: int) -> str:

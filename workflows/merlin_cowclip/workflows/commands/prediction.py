@@ -120,11 +120,12 @@ def predict(run: Path, input: tuple[str, ...], out: Path, raw: bool, **values: A
     own workflow. PARQUET has a row for each row read, in order: probability (float32) and, where
     there was a label, label (int8).
     """
-    from merlin_cowclip.workflows.training.prediction import predict_logs
     from merlin_cowclip.workflows.training.runs import Run
 
     opened = Run.open(run, trust_workflow=values["trust_workflow"])
     reading = _read_by(values)
+    from merlin_cowclip.workflows.training.prediction import predict_logs
+
     rows = predict_logs(opened, input, out, raw=raw, **reading)
     print(f"{rows:,} rows, {said_of(opened, reading['which'])}: {out}")
 

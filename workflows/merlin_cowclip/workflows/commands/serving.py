@@ -75,8 +75,6 @@ def export(
     """
     from merlin_cowclip.workflows.data.prepared_data import PreparedData
     from merlin_cowclip.workflows.folders import refuse_existing
-    from merlin_cowclip.workflows.serving.export import export
-    from merlin_cowclip.workflows.serving.rare_ids import rare_costs
     from merlin_cowclip.workflows.training.runs import Run
 
     if out is None and (drop_rare is not None or not rare):
@@ -89,6 +87,9 @@ def export(
         "data": None if data is None else PreparedData.open(data),
         "progress": not quiet,
     }
+    from merlin_cowclip.workflows.serving.export import export
+    from merlin_cowclip.workflows.serving.rare_ids import rare_costs
+
     dropped = [] if drop_rare is None else [drop_rare]
     percents = [*dict.fromkeys([*(rare or ()), *dropped])]
     for cost in rare_costs(opened, percents, **options) if percents else ():

@@ -12,6 +12,7 @@ import click
 
 from merlin_cowclip.plugins.scaling import K
 from merlin_cowclip.workflows.commands.options import (
+    EXISTING,
     NUMBERS,
     PATH,
     SIZES,
@@ -121,7 +122,7 @@ def _setting(study: str, values: Mapping[str, Any], data: PreparedData) -> Setti
 
 
 @click.command(cls=Command, example="report sweep")
-@argument("out", type=PATH, nargs=-1, required=True, metavar="SWEEP|RUN...")
+@argument("out", type=EXISTING, nargs=-1, required=True, metavar="SWEEP|RUN...")
 @option(
     "--price-per-hour",
     type=float,

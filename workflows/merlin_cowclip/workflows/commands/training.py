@@ -138,8 +138,8 @@ def _tell(result: Mapping[str, Any], out: Path, *, brief: bool) -> None:
 def _begin(values: Mapping[str, Any]) -> Mapping[str, Any]:
     """Train a new run."""
     from merlin_cowclip.workflows.data.prepared_data import PreparedData
-    from merlin_cowclip.workflows.training.resuming import read_config
 
+    tuned = like = None
     with agreed():
         for name, what in (("data", "DATA, a prepared folder"), ("out", "--out RUN")):
             if values[name] is None:
@@ -147,17 +147,26 @@ def _begin(values: Mapping[str, Any]) -> Mapping[str, Any]:
         refuse_existing(values["out"])
         if values["keep_optimizer"] and values["warm_start"] is None:
             raise UserError("--keep-optimizer needs --warm-start RUN")
-        if all(values[name] is None for name in ("config", "tuned", "preset")):
+        sources = [name for name in ("tuned", "config", "preset") if values[name] is not None]
+        if len(sources) > 1:
+            one, other = sources[:2]
+            raise UserError(f"--{one} excludes --{other}. Received: both. Leave one out")
+        if not sources:
             values = {**values, "config": values["warm_start"]}
-        tuned = _open_tuned(values)
+        if values["tuned"] is not None:
+            from merlin_cowclip.workflows.study.tuned import Tuned
+
+            tuned = Tuned.open(values["tuned"])
         data = PreparedData.open(values["data"])
         config, source = train_config(values, tuned, data.spec.name)
         check_offered(config)
         keeping = Keeping(**given({field.name: values[field.name] for field in fields_of(Keeping)}))
-        like = None if tuned is None else tuned.record
         if tuned is not None:
+            like = tuned.record
             tuned.check_columns(data)
         elif values["config"] is not None and values["config"].is_dir():
+            from merlin_cowclip.workflows.training.resuming import read_config
+
             like = read_config(values["config"])
         from merlin_cowclip.workflows.training.train import check
 
@@ -165,8 +174,7 @@ def _begin(values: Mapping[str, Any]) -> Mapping[str, Any]:
     from merlin_cowclip.workflows.training.reproducibility import in_precision
     from merlin_cowclip.workflows.training.train import train
 
-    # Without either, the process's.
-    precision = None if like is None else like["precision"]
+    precision = None if like is None else like["precision"]  # None: the process's
     if is_first() and not values["quiet"]:
         in_it = "" if precision in (None, "float32") else f", {precision}"
         print(f"{config.model}, rule {config.rule}, {config.update} updates{in_it}; {source}")
@@ -179,33 +187,17 @@ def _begin(values: Mapping[str, Any]) -> Mapping[str, Any]:
             config,
             values["out"],
             keeping=keeping,
-            max_minutes=values["max_minutes"],
             values_from=values["tuned"],
-            warm_start=values["warm_start"],
-            keep_optimizer=values["keep_optimizer"],
             progress=is_first() and not values["quiet"],
+            **{name: values[name] for name in ("max_minutes", "warm_start", "keep_optimizer")},
         )
     return run.result
 
 
-def _open_tuned(values: Mapping[str, Any]) -> Tuned | None:
-    """The tune of --tuned, if it is given.
-
-    Raises:
-        UserError: it goes with other options that say the same, or there is none that has ended.
-    """
-    sources = [name for name in ("tuned", "config", "preset") if values[name] is not None]
-    if len(sources) > 1:
-        raise UserError(f"--{sources[0]} excludes --{sources[1]}. Received: both. Leave one out")
-    if values["tuned"] is None:
-        return None
-    from merlin_cowclip.workflows.study.tuned import Tuned
-
-    return Tuned.open(values["tuned"])
-
-
 def _go_on(values: Mapping[str, Any]) -> Mapping[str, Any]:
     """Train a run further."""
+    from merlin_cowclip.workflows.training.resuming import read_config
+
     others = [n for n, v in values.items() if n not in _WITH_RESUME and v not in (None, False)]
     with agreed():
         if others:
@@ -214,6 +206,8 @@ def _go_on(values: Mapping[str, Any]) -> Mapping[str, Any]:
                 "--resume goes with DATA, --epochs, --max-minutes and --quiet alone: the rest is "
                 f"the run's own. Received: {options}. Leave it out"
             )
+        if is_first():
+            read_config(values["resume"])  # before TensorFlow's seconds of importing
     from merlin_cowclip.workflows.training.train import resume
 
     run = resume(
@@ -242,14 +236,11 @@ def train_config(
         UserError: a bad value, or a file that holds no configuration.
     """
     options = given({field.name: values[field.name] for field in fields_of(TrainConfig)})
-    for name, no, none in (("clip", "no_clip", NO_CLIP), ("warmup_epochs", "no_warmup", 0.0)):
-        if values[no]:
+    for name, no, none in (("clip", "no-clip", NO_CLIP), ("warmup_epochs", "no-warmup", 0.0)):
+        if values[no.replace("-", "_")]:
             if name in options:
-                shown = f"--{no} and --{name}".replace("_", "-")
-                raise UserError(
-                    f"--{no.replace('_', '-')} excludes --{name.replace('_', '-')}. Received: "
-                    f"{shown}. Leave one out"
-                )
+                other = name.replace("_", "-")
+                raise UserError(f"--{no} excludes --{other}. Received: both. Leave one out")
             options[name] = none
     if tuned is not None:
         found, source = tuned.train_config().to_dict(), f"values of {tuned.path}"
@@ -289,10 +280,9 @@ def _preset(
     the nearest one in the table; where options give some of them, at their base.
     """
     try:
-        rule = find_rule(options.get("rule", "cowclip")).name
+        of, rule = name or dataset, find_rule(options.get("rule", "cowclip")).name
     except ValueError:
         return {}, ""  # TrainConfig refuses it
-    of = dataset if name is None else name
     if of == "criteo":
         return {}, "the paper's values for criteo"
     table = {b: values for (d, r, b), values in PRESETS.items() if (d, r) == (of, rule)}
@@ -318,21 +308,14 @@ def _read_config(path: Path) -> dict[str, Any]:
         return Run.open(path).train_config().to_dict()
     try:
         values = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_each_once)
+        wrong = "" if isinstance(values, dict) else "hold values by name: {...}"
     except OSError as error:
-        raise UserError(
-            f"--config must be a file that can be read, or a run folder. Received: {path}: "
-            f"{error.strerror}. Name another"
-        ) from None
+        wrong = f"be a file that can be read, or a run folder ({error.strerror})"
     except (ValueError, RecursionError) as error:
-        raise UserError(
-            f"--config must be JSON in UTF-8. Received: {path}: {error}. Correct it"
-        ) from None
-    if not isinstance(values, dict):
-        raise UserError(
-            f"--config must hold values by name: {{...}}. Received: {path}, with something else. "
-            "Correct it"
-        )
-    return values
+        wrong = f"be JSON in UTF-8 ({error})"
+    if wrong:
+        raise UserError(f"--config must {wrong}. Received: {path}. Correct it, or name another")
+    return dict(values)
 
 
 def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -149,14 +149,17 @@ class Checkpoints:
                 if is_first:
                     record = {"step": step, "own": own, "sharded": bool(state.shards), **progress}
                     write_json(partial / _PROGRESS, record)
-                    replaced = _replaced(target)
+                    replaced = target.with_name(f".{target.name}{_REPLACED}")
                     if target.exists():  # taken before the epoch was measured
                         os.rename(target, replaced)
                     os.rename(partial, target)
                     remove(replaced)
                     for old in self.steps()[: -self._keep]:
-                        if old != best:
-                            _remove_at_once(self.path(old))
+                        if old != best:  # hidden first: half a checkpoint is none
+                            hidden = self.folder / f".{self.path(old).name}.old"
+                            remove(hidden)
+                            os.rename(self.path(old), hidden)
+                            remove(hidden)
         except BaseException:
             if is_first:
                 remove(partial)
@@ -225,25 +228,8 @@ class Checkpoints:
 
 def not_finite(variables: Mapping[str, tf.Variable]) -> list[str]:
     """The names of those weights that hold NaN or infinity."""
-    weights = [v for name, v in variables.items() if name.startswith("weight/")]
-    return [
-        v.name
-        for v in weights
-        if v.dtype.is_floating and not bool(tf.reduce_all(tf.math.is_finite(v)))
-    ]
-
-
-def _remove_at_once(folder: Path) -> None:
-    """What is half removed is none."""
-    hidden = folder.with_name(f".{folder.name}.old")
-    remove(hidden)
-    os.rename(folder, hidden)
-    remove(hidden)
-
-
-def _replaced(folder: Path) -> Path:
-    """Where a checkpoint is while another takes its name."""
-    return folder.with_name(f".{folder.name}{_REPLACED}")
+    weights = [v for n, v in variables.items() if n.startswith("weight/") and v.dtype.is_floating]
+    return [v.name for v in weights if not bool(tf.reduce_all(tf.math.is_finite(v)))]
 
 
 def _rows(rank: int) -> str:

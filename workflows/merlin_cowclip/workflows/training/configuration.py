@@ -9,7 +9,6 @@ import dataclasses
 import functools
 import hashlib
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +26,6 @@ from merlin_cowclip.plugins.scaling import (
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.training.learning_rates import (
     SCHEDULES,
-    falls_to_zero_in,
     over_all_epochs,
     plain_schedule,
 )
@@ -251,13 +249,13 @@ class TrainConfig:
                 object.__setattr__(self, name, value)
 
     def _check_together(self) -> None:
-        ends = [falls_to_zero_in(s) for s in (self.dense_schedule, self.embedding_schedule)]
-        end = max(math.inf if end is None else end for end in ends)
-        if end < self.epochs:
+        falling: list[Any] = [self.dense_schedule, self.embedding_schedule]
+        ends = [one["epochs"] for one in falling if one and one.get("to") == 0 and one["epochs"]]
+        if len(ends) == len(falling) and max(ends) < self.epochs:
             raise ValueError(
                 "learning rates must not both be 0 before the last epoch. Received: schedules that "
-                f"fall to 0 in {end:g} epochs, and {self.epochs} epochs. Let them fall later, over "
-                "all by epochs=None, or train fewer"
+                f"fall to 0 in {max(ends):g} epochs, and {self.epochs} epochs. Train fewer, or let "
+                "them fall over all by epochs=None"
             )
         if self.clip_tables is not None and self.clip == NO_CLIP:
             raise ValueError(

@@ -1,18 +1,18 @@
-"""Learning-rate schedules that a configuration can say: a name and numbers, fit for JSON.
+"""Learning-rate schedules that a configuration can name, fit for JSON.
 
     {"name": "exponential", "rate": 0.5, "epochs": 1.0}     η · rate^(t / epochs)
     {"name": "linear", "to": 0.0, "epochs": None}           from η to η · to, in a straight line
     {"name": "cosine", "to": 0.0, "epochs": None}           from η to η · to, along half a cosine
     {"name": "steps", "at": [5, 8], "factors": [0.1, 0.01]} η, from epoch 5 on η · 0.1, …
 
-t is the time since the beginning in epochs, η the scaled learning rate, and `epochs` of `None` is
-all that are trained. The dense η's warm-up goes on top: what it rises to is the schedule's value.
+t is the time since the beginning in epochs, η the scaled learning rate; `epochs` None means all
+epochs of the run. The dense η's warm-up is applied on top of the schedule.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -21,39 +21,19 @@ from merlin_cowclip.plugins.scaling import check_number
 if TYPE_CHECKING:
     from merlin_cowclip.plugins.schedules import Schedule
 
-
-def _positive(name: str, value: Any) -> float:
-    return check_number(name, value, positive=True)
-
-
-def _positive_or_none(name: str, value: Any) -> float | None:
-    return None if value is None else _positive(name, value)
-
-
-def _numbers(name: str, value: Any) -> list[float]:
-    if not isinstance(value, list | tuple) or not value:
-        raise ValueError(f"{name} must be a list of numbers. Received: {name}={value!r}")
-    return [check_number(name, number) for number in value]
-
-
-_MUST: Any = object()
-_FALLING: Mapping[str, tuple[Callable[[str, Any], Any], Any]] = {
-    "to": (check_number, 0.0),
-    "epochs": (_positive_or_none, None),
-}
-SCHEDULES: Mapping[str, Mapping[str, tuple[Callable[[str, Any], Any], Any]]] = MappingProxyType(
+SCHEDULES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
-        "exponential": {"rate": (_positive, _MUST), "epochs": (_positive, 1.0)},
-        "linear": _FALLING,
-        "cosine": _FALLING,
-        "steps": {"at": (_numbers, _MUST), "factors": (_numbers, _MUST)},
+        "exponential": {"rate": ..., "epochs": 1.0},
+        "linear": {"to": 0.0, "epochs": None},
+        "cosine": {"to": 0.0, "epochs": None},
+        "steps": {"at": ..., "factors": ...},
     }
 )
-"""Name → its parameters: name → (check, default)."""
+"""Name → default by parameter; `...`: required."""
 
 
 def plain_schedule(option: str, given: Any) -> dict[str, Any]:
-    """A schedule with all its parameters, checked; `option` is what errors call it.
+    """A schedule with all its parameters, checked; `option` is its name in errors.
 
     Raises:
       ValueError: an unknown name or parameter, a missing one, or one out of range.
@@ -62,78 +42,54 @@ def plain_schedule(option: str, given: Any) -> dict[str, Any]:
         given = {"name": given}
     name = given.get("name") if isinstance(given, Mapping) else None
     if not isinstance(name, str) or name not in SCHEDULES:
+        known = ", ".join(SCHEDULES)
         raise ValueError(
-            f"{option} must be one of {', '.join(SCHEDULES)}, with its parameters. Received: "
-            f"{given!r}"
+            f"{option} must be one of {known}, with its parameters. Received: {given!r}"
         )
-    parameters = SCHEDULES[name]
-    for key in given:
-        if key != "name" and key not in parameters:
-            raise ValueError(
-                f"{option} {name!r} has the parameters {', '.join(parameters)}. Received: {key!r}"
-            )
-    plain: dict[str, Any] = {"name": name}
-    for key, (check, default) in parameters.items():
+    parameters, plain = SCHEDULES[name], dict[str, Any](name=name)
+    if unknown := [key for key in given if key not in ("name", *parameters)]:
+        known = ", ".join(parameters)
+        raise ValueError(f"{option} {name!r} has the parameters {known}. Received: {unknown[0]!r}")
+    for key, default in parameters.items():
         value = given.get(key, default)
-        if value is _MUST:
+        if value is ...:
             raise ValueError(f"{option} {name!r} needs {key}. Received: {given!r}")
-        plain[key] = check(f"{option} {key}", value)
-    if name == "steps":
-        at = plain["at"]
-        if len(at) != len(plain["factors"]) or at != sorted(set(at)) or not at[0]:
-            raise ValueError(
-                f"{option} 'steps' needs rising, positive epochs and a factor for each. Received: "
-                f"at={at}, factors={plain['factors']}"
-            )
+        is_all = value is None is default
+        plain[key] = None if is_all else _checked(f"{option} {key}", value, key)
+    at, factors = plain.get("at"), plain.get("factors", ())
+    if at and (len(at) != len(factors) or at != sorted(set(at)) or not at[0]):
+        raise ValueError(
+            f"{option} 'steps' needs rising, positive epochs and a factor for each. Received: "
+            f"at={at}, factors={factors}"
+        )
     return plain
 
 
+def _checked(name: str, value: Any, key: str) -> float | list[float]:
+    if key not in ("at", "factors"):
+        return check_number(name, value, positive=key != "to")
+    if not isinstance(value, list | tuple) or not value:
+        raise ValueError(f"{name} must be a list of numbers. Received: {name}={value!r}")
+    return [check_number(name, number) for number in value]
+
+
 def over_all_epochs(schedule: Any) -> dict[str, Any] | None:
-    """What `plain_schedule` gave for one training, for another: what falls, over its epochs."""
-    if schedule is None:
-        return None
-    falls = SCHEDULES[schedule["name"]] is _FALLING
-    return {**schedule, "epochs": None} if falls else dict(schedule)
-
-
-_LEAST = -126  # exponent of float32's least normal number, below which TensorFlow has 0
-
-
-def falls_to_zero_in(schedule: Any) -> float | None:
-    """Epochs after which a learning rate is 0, where what `plain_schedule` gave says so."""
-    if schedule is None:
-        return None
-    name, epochs = schedule["name"], schedule.get("epochs")
-    if name == "exponential":
-        return _LEAST / math.log2(schedule["rate"]) * epochs if schedule["rate"] < 1 else None
-    if name == "steps":
-        end = None
-        for at, factor in zip(schedule["at"], schedule["factors"], strict=True):
-            end = (at if end is None else end) if factor < 2.0**_LEAST else None
-        return end
-    return None if epochs is None or schedule["to"] >= 2.0**_LEAST else float(epochs)
+    """A plain schedule for a run of another length: linear and cosine decay over all of it."""
+    return schedule and {**schedule, **({"epochs": None} if "to" in schedule else {})}
 
 
 def keras_schedule(
     schedule: Mapping[str, Any], learning_rate: float, *, epochs: int, steps_per_epoch: int
 ) -> Schedule:
-    """What `plain_schedule` gave as a Keras schedule: step → learning rate.
-
-    Args:
-      schedule: the name and all parameters.
-      learning_rate: η, which it starts from.
-      epochs: how many are trained.
-      steps_per_epoch: updates per epoch.
-    """
+    """A plain schedule as a Keras schedule (step → learning rate) that starts from η."""
     from merlin_cowclip.plugins._tensorflow import tf
 
     def updates(epochs: float) -> float:
-        """Not rounded to whole ones, of which an epoch of a large batch has few."""
+        """Not rounded: an epoch of a large batch has few updates."""
         exact = epochs * steps_per_epoch
         return round(exact) if math.isclose(exact, round(exact), rel_tol=1e-9) else exact
 
-    keras = tf.keras.optimizers.schedules
-    name = schedule["name"]
+    keras, name = tf.keras.optimizers.schedules, schedule["name"]
     if name == "steps":
         # Keras changes after its boundary, not at it: with the first update of t ≥ `at`.
         at = [max(math.ceil(updates(epoch)) - 1, 0) for epoch in schedule["at"]]

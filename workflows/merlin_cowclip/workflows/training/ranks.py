@@ -11,13 +11,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from merlin_cowclip.workflows.errors import AgreedError, Notice, Stopped, UserError, clipped
 from merlin_cowclip.workflows.launched import PATIENCE, launched, refuse_together
 from merlin_cowclip.workflows.quiet import quiet_imports
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from merlin_cowclip.plugins.distributed.horovod import Ranks
     from merlin_cowclip.workflows.training.configuration import TrainConfig
 
@@ -124,7 +124,8 @@ def mean_over_ranks(values: np.ndarray) -> np.ndarray:
         return values
     from merlin_cowclip.plugins.distributed.horovod import all_gather
 
-    return np.asarray(all_gather(values[np.newaxis]).mean(axis=0))
+    gathered: np.ndarray = all_gather(values[None])
+    return gathered.mean(axis=0)
 
 
 @contextlib.contextmanager

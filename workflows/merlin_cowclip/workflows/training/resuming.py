@@ -8,19 +8,23 @@ import os
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from merlin_cowclip.workflows.data.prepared_data import PreparedData
 from merlin_cowclip.workflows.errors import Notice, UserError, clipped, shown
 from merlin_cowclip.workflows.training.configuration import TrainConfig
 from merlin_cowclip.workflows.training.epochs import Progress
+from merlin_cowclip.workflows.training.keeping import Keeping
 from merlin_cowclip.workflows.training.runs import (
+    COLUMNS,
     CONFIG,
     RESULT,
-    columns_of,
+    described,
     how_to_resume,
-    identity_of,
 )
+
+if TYPE_CHECKING:
+    from merlin_cowclip.workflows.training.loader import Loader
 
 _KEYS = ("data", "data_sha256", "keeping", "precision", "versions", "machine")
 
@@ -47,44 +51,44 @@ def read_config(run: Path) -> dict[str, Any]:
     return record
 
 
-def config_of(record: Mapping[str, Any], run: Path) -> TrainConfig:
-    """The configuration in a run's `config.json`.
+def resumed_config(
+    record: Mapping[str, Any], run: Path, epochs: int | None
+) -> tuple[TrainConfig, Keeping]:
+    """What a run trains from now on, by its `config.json`.
+
+    Args:
+      record: its content.
+      run: the folder.
+      epochs: how many to train; `None`: as before.
 
     Raises:
-      UserError: it holds none.
+      UserError: no configuration, fewer epochs, or the run is finished.
     """
     names = [field.name for field in dataclasses.fields(TrainConfig)]
     try:
-        return TrainConfig.from_dict({n: record[n] for n in names if n in record})
+        before = TrainConfig.from_dict({n: record[n] for n in names if n in record})
+        keeping = Keeping.from_dict(record["keeping"])
     except UserError as error:
         raise UserError(f"{run / CONFIG} must be as it was written: {error}") from None
-
-
-def refuse_finished(run: Path, before: TrainConfig, wanted: TrainConfig) -> None:
-    """Refuse a finished run that is to have no more epochs, and more for one that stopped early.
-
-    Raises:
-      UserError: it is one.
-    """
+    config = with_epochs(before, epochs, run)
     try:
-        epochs = json.loads((run / RESULT).read_text(encoding="utf-8"))["epochs"]
+        done = json.loads((run / RESULT).read_text(encoding="utf-8"))["epochs"]
     except FileNotFoundError:
-        return
+        return config, keeping
     except (OSError, ValueError, LookupError, TypeError):
-        epochs = []  # it is damaged, and written again
+        done = []  # it is damaged, and written again
     why = None
-    if Progress(epochs).is_out_of(before.patience):
+    if Progress(done).is_out_of(before.patience):
         why = (
-            f"which stopped after {len(epochs)} epochs, of which the last {before.patience} were "
+            f"which stopped after {len(done)} epochs, of which the last {before.patience} were "
             "not its best (patience). Train another run with more patience"
         )
-    elif wanted.epochs == before.epochs:
-        why = (
-            f"which has all of its {before.epochs} epochs. Raise them: {how_to_resume(run)} "
-            "--epochs N"
-        )
+    elif config.epochs == before.epochs:
+        resume = how_to_resume(run)
+        why = f"which has all of its {before.epochs} epochs. Raise them: {resume} --epochs N"
     if why:
         raise UserError(f"a run that goes on must not be finished. Received: {run}, {why}")
+    return config, keeping
 
 
 def with_epochs(config: TrainConfig, epochs: int | None, run: Path) -> TrainConfig:
@@ -107,28 +111,46 @@ def with_epochs(config: TrainConfig, epochs: int | None, run: Path) -> TrainConf
     return dataclasses.replace(config, epochs=epochs)
 
 
-def open_data(record: Mapping[str, Any], run: Path, moved: str | Path | None) -> PreparedData:
-    """The data that a run was trained on, where it is now.
+def reopened(
+    before: Mapping[str, Any],
+    run: Path,
+    moved: str | Path | None,
+    config: TrainConfig,
+    keeping: Keeping,
+) -> tuple[PreparedData, dict[str, Any]]:
+    """The data that a run was trained on, where it is now, and the run's new `config.json`.
 
     Raises:
       UserError: it is not there, or not what it was.
     """
-    path = Path(record["data"] if moved is None else moved)
+    path = Path(before["data"] if moved is None else moved)
     if not os.path.isdir(path):
         raise UserError(
             f"the data of a run must be there. Received: {path}, which is no folder. If it was "
             f"moved, name its place: {how_to_resume(run, moved=True)}"
         )
     data = PreparedData.open(path)
-    found = {"data_sha256": identity_of(data), "cardinalities": data.cardinalities}
-    for key, now in {**found, **columns_of(data)}.items():  # adopted parquet may mean another thing
-        if record[key] != now:
+    now = described(data, config, keeping, drop_last=before.get("drop_last", False))
+    for key in ("data_sha256", "cardinalities", *COLUMNS):  # adopted parquet: its columns' meaning
+        if before[key] != now[key]:
             raise UserError(
                 f"the data of a run must be what it was when it began. Received: {path}, with "
-                f"{key} {clipped(repr(now))} instead of {clipped(repr(record[key]))}. Put the data "
-                "back, or train another run"
+                f"{key} {clipped(repr(now[key]))} instead of {clipped(repr(before[key]))}. Put the "
+                "data back, or train another run"
             )
-    return data
+    kept = ("values_from", "warm_start")
+    return data, now | {name: before[name] for name in kept if name in before}
+
+
+def check_last_batch(before: Mapping[str, Any], run: Path, loader: Loader) -> None:
+    """Refuse several ranks for a run of one process whose epochs end with a smaller batch."""
+    left = loader.rows % loader.batch_size
+    if loader.ranks > 1 and left and not before.get("drop_last"):
+        raise UserError(
+            "a run that began in one process goes on with several ranks if its batches are equal. "
+            f"Received: {run}, whose epochs end with a batch of {left:,} of {loader.batch_size:,} "
+            "rows. Go on in one process"
+        )
 
 
 def warn_of_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:

@@ -14,12 +14,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
-from merlin_cowclip.workflows.data.adopt.inference import InferenceWorkflow
 from merlin_cowclip.workflows.data.confirmed_workflow import check_workflow, load_confirmed
-from merlin_cowclip.workflows.data.prepare.statistics import MISSING, UNKNOWN
 from merlin_cowclip.workflows.data.prepared_data import PARTS, PreparedData
 from merlin_cowclip.workflows.data.spec import DatasetSpec
 from merlin_cowclip.workflows.errors import UserError, shown
@@ -28,8 +23,11 @@ from merlin_cowclip.workflows.machine import processor
 from merlin_cowclip.workflows.manifest import check_manifest, checksum
 from merlin_cowclip.workflows.quiet import quiet_imports
 from merlin_cowclip.workflows.training.configuration import TrainConfig
+from merlin_cowclip.workflows.training.keeping import Keeping
+from merlin_cowclip.workflows.training.ranks import here
 
 if TYPE_CHECKING:
+    from merlin_cowclip.workflows.data.adopt.inference import InferenceWorkflow
     from merlin_cowclip.workflows.training.checkpoint import Checkpoint
 
 FORMAT_VERSION = 1
@@ -78,17 +76,27 @@ def inputs_of(data: PreparedData) -> dict[str, Any]:
     }
 
 
+COLUMNS = ("label", "categorical", "lists", "continuous")
+"""The keys of `inputs_of` that are names: the same rows may be adopted with another meaning."""
+
+
 def columns_of(data: PreparedData) -> dict[str, Any]:
-    """The names that `inputs_of` has: the same rows may be adopted with another meaning."""
+    """The columns of data by their role."""
     inputs = inputs_of(data)
-    return {key: inputs[key] for key in ("label", "categorical", "lists", "continuous")}
+    return {key: inputs[key] for key in COLUMNS}
 
 
-def described(data: PreparedData, config: TrainConfig) -> dict[str, Any]:
-    """A run's `config.json`: what it is trained on, with, and by which versions on what machine."""
+def described(
+    data: PreparedData, config: TrainConfig, keeping: Keeping, *, drop_last: bool = False
+) -> dict[str, Any]:
+    """A run's `config.json`: data, configuration, versions and machine.
+
+    `drop_last` is of the loader; on several ranks it always leaves out the last, smaller batch.
+    """
     with quiet_imports():
         from merlin_cowclip.plugins._tensorflow import tf
-    return {
+    ranks = here().size
+    record = {
         "data": str(data.path.resolve()),
         "dataset": data.spec.name,
         "rows": data.rows,
@@ -102,7 +110,10 @@ def described(data: PreparedData, config: TrainConfig) -> dict[str, Any]:
         "identity": config.identity,
         "precision": tf.keras.mixed_precision.global_policy().name,
         **environment(),
+        "keeping": keeping.to_dict(),
     }
+    record |= {"ranks": ranks} if ranks > 1 else {}
+    return record | ({"drop_last": True} if drop_last or ranks > 1 else {})
 
 
 def environment(others: Iterable[str] = ()) -> dict[str, Any]:
@@ -151,6 +162,8 @@ def identity_of(data: PreparedData, part: str | None = None) -> str:
 
 
 def _special_ids(column: Any) -> dict[str, int]:
+    from merlin_cowclip.workflows.data.prepare.statistics import MISSING, UNKNOWN
+
     properties = column.properties
     missing = UNKNOWN if properties.get("missing_as_unknown") else MISSING
     return {"buckets": int(properties.get("num_buckets") or 1), "missing": missing}
@@ -403,6 +416,8 @@ class Run:
         Raises:
           UserError: as `workflow`; or it cannot encode rows one by one.
         """
+        from merlin_cowclip.workflows.data.adopt.inference import InferenceWorkflow
+
         spec = self.spec()
         return InferenceWorkflow(self.workflow(trust=trust), spec.fields, spec.label, spec.lists)
 
@@ -412,6 +427,9 @@ def _same(mine: Path, other: Path) -> bool:
 
     Their bytes may differ: beside the ids are counts.
     """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
     try:
         a, b = (pq.read_table(path) for path in (mine, other))
         ids = [name for name in a.schema.names if not name.endswith("_size")]

@@ -9,7 +9,7 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,12 +42,11 @@ from merlin_cowclip.workflows.training.ranks import (
     said_by_all,
 )
 from merlin_cowclip.workflows.training.resuming import (
-    config_of,
-    open_data,
+    check_last_batch,
     read_config,
-    refuse_finished,
+    reopened,
+    resumed_config,
     warn_of_changes,
-    with_epochs,
 )
 from merlin_cowclip.workflows.training.runs import (
     CHECKPOINTS,
@@ -91,11 +90,6 @@ def check_trainable(
     data: PreparedData, config: TrainConfig, drop_last: bool | None = None
 ) -> Loader:
     """Refuse data that a configuration cannot be trained on; returns the training part's loader.
-
-    Args:
-      data: the prepared folder.
-      config: what to train.
-      drop_last: of the loader.
 
     Raises:
       UserError: an option names a field that the data has not, early stopping has no test part, or
@@ -144,10 +138,9 @@ def train(
     """Train a model on `data`, in the run folder `out`, which is made now.
 
     After each epoch the test part's exact AUC, log loss and calibration are measured (None without
-    a test part) and a checkpoint is taken; the times in the result are of the training alone, with
-    what updates wait for checkpoints. Until the first checkpoint an error or an interrupt removes
-    the folder; from then on it stays, and `resume` goes on, to the last bit as if nothing had been.
-    The process's random seeds are set.
+    a test part) and a checkpoint is written. The times in the result are training time only. Until
+    the first checkpoint an error or an interrupt removes the folder; later it stays, and `resume`
+    continues, bit-identical to an uninterrupted run. The process's random seeds are set.
 
     Args:
       data: the prepared folder.
@@ -155,11 +148,10 @@ def train(
       out: the run folder.
       keeping: when to take checkpoints, and what stays.
       max_minutes: after how long to stop, saved.
-      values_from: the folder of the tune that found the values, for the run's record alone.
+      values_from: the tune folder that found the values; only recorded.
       warm_start: a finished run on the same columns and vocabulary, whose weights to begin with.
       keep_optimizer: whether to begin with its optimizer's state, too: moments and step counts.
-      jobs: how many runs the machine trains at a time, for the record alone: they lengthen each
-        other's time.
+      jobs: how many runs the machine trains at a time; only recorded, since they slow each other.
       progress: whether to show bars and a line per epoch.
 
     Raises:
@@ -168,13 +160,12 @@ def train(
       Stopped: Ctrl-C, SIGTERM, SIGHUP or the end of the time; all is saved. A second signal
         has its previous handler.
     """
-    out = Path(out)
-    keeping = keeping or Keeping()
+    out, keeping = Path(out), keeping or Keeping()
     with agreed():
         check_minutes(max_minutes)
         check_offered(config)
         loader = check(data, config, out)
-        record = _record(data, config, keeping, loader)
+        record = described(data, config, keeping)
         if warm_start is not None:
             check_warm_start(data, config, warm_start, keep_optimizer)
             record["warm_start"] = [str(Path(warm_start).resolve()), keep_optimizer]
@@ -185,11 +176,12 @@ def train(
         record["jobs"] = jobs
     with agreed():
         if is_first():
-            _make_folder(data, record, out)
+            with all_or_nothing(out) as folder:
+                shutil.copytree(data.path / "workflow", folder / "workflow")
+                shutil.copyfile(data.path / SCHEMA, folder / SCHEMA)
+                write_json(folder / CONFIG, record)
     with _held(out), _left_behind(out, new=True), as_user_errors(data, out):
-        check_seen(out, config)
-        _train(data, config, keeping, loader, out, max_minutes, progress=progress)
-    return _opened(out)
+        return _train(config, keeping, loader, out, record, max_minutes, progress)
 
 
 def check_warm_start(
@@ -216,22 +208,6 @@ def check_warm_start(
         )
 
 
-def _make_folder(data: PreparedData, record: Mapping[str, Any], out: Path) -> None:
-    with all_or_nothing(out) as folder:
-        shutil.copytree(data.path / "workflow", folder / "workflow")
-        shutil.copyfile(data.path / SCHEMA, folder / SCHEMA)
-        write_json(folder / CONFIG, record)
-
-
-def _record(
-    data: PreparedData, config: TrainConfig, keeping: Keeping, loader: Loader
-) -> dict[str, Any]:
-    """A run's `config.json`; with its ranks where it has, or began with, several."""
-    record = {**described(data, config), "keeping": keeping.to_dict()}
-    record |= {"ranks": loader.ranks} if loader.ranks > 1 else {}
-    return record | ({"drop_last": True} if loader.drop_last else {})
-
-
 @contextlib.contextmanager
 def _held(run: Path) -> Iterator[None]:
     """Hold the run's lock, by the first rank."""
@@ -240,13 +216,6 @@ def _held(run: Path) -> Iterator[None]:
             if is_first():
                 stack.enter_context(locked(run))
         yield
-
-
-def _opened(out: Path) -> Run:
-    """The finished run, on all ranks, whose disks may be others."""
-    with agreed():
-        result = dict(Run.open(out).result) if is_first() else None
-    return Run(out, said_by_all(result)[0])
 
 
 def resume(
@@ -258,18 +227,18 @@ def resume(
     jobs: int = 1,
     progress: bool = True,
 ) -> Run:
-    """Go on with a run that was stopped or killed, from its last whole checkpoint.
+    """Resume a run that was stopped or killed, from its last whole checkpoint.
 
     Args:
       run: its folder.
-      epochs: more than the run was to have; a run that is finished goes on.
-      data: where the data lies now, if it was moved.
+      epochs: more than the run was to have; a finished run then continues.
+      data: where the data is now, if it was moved.
       max_minutes: after how long to stop again.
       jobs: as of `train`; the most that there were at any time.
       progress: whether to show bars and a line per epoch.
 
-    A checkpoint that is damaged is named in a warning, and the one before it taken; so are other
-    versions and another machine, with which the last digits may differ.
+    A damaged checkpoint is named in a warning, and the one before it is used. Other versions and
+    another machine, with which the last digits may differ, cause a warning, too.
 
     Raises:
       UserError: no run, or one that is finished, that another process trains, or whose data has
@@ -281,71 +250,56 @@ def resume(
         check_minutes(max_minutes)
         refuse_pattern(path, "run")
         mine = read_config(path) if is_first() else None
-    record = said_by_all(mine)[0]
-    keeping = Keeping.from_dict(record["keeping"])
-    with _held(path), in_precision(record["precision"]):
+    before = said_by_all(mine)[0]
+    with _held(path), in_precision(before["precision"]):
         with agreed():
-            before = config_of(record, path)
-            config = with_epochs(before, epochs, path)
-            if is_first():
-                refuse_finished(path, before, config)
-            opened = open_data(record, path, data)
-            loader = check_trainable(opened, config, record.get("drop_last"))
-            left = loader.rows % loader.batch_size
-            if loader.ranks > 1 and left and not record.get("drop_last"):
-                raise UserError(
-                    "a run that began in one process goes on with several ranks if its batches are "
-                    f"equal. Received: {path}, whose epochs end with a batch of {left:,} of "
-                    f"{loader.batch_size:,} rows. Go on in one process"
-                )
-        now = _record(opened, config, keeping, loader)
-        check_alike(now)
-        check_seen(path, config)
-        warn_of_changes(record, now)
-        kept = ("values_from", "warm_start", "jobs")
-        now |= {name: record[name] for name in kept if name in record}
-        if jobs > now.get("jobs", 1):
-            now["jobs"] = jobs
-
-        def begin() -> None:
-            (path / RESULT).unlink(missing_ok=True)
-            remove(*path.glob(".*.partial"))  # what a killed process was writing
-            write_json(path / CONFIG, now)
-
+            config, keeping = resumed_config(before, path, epochs)
+            opened, record = reopened(before, path, data, config, keeping)
+            loader = check_trainable(opened, config, before.get("drop_last"))
+            check_last_batch(before, path, loader)
+        check_alike(record)
+        warn_of_changes(before, record)
+        if (most := max(jobs, before.get("jobs", 1))) > 1:
+            record["jobs"] = most
         with _left_behind(path), as_user_errors(opened, path):
-            _train(opened, config, keeping, loader, path, max_minutes, begin, progress=progress)
-    return _opened(path)
+            return _train(config, keeping, loader, path, record, max_minutes, progress)
 
 
 def _train(
-    data: PreparedData,
     config: TrainConfig,
     keeping: Keeping,
     loader: Loader,
     run: Path,
+    record: dict[str, Any],
     max_minutes: float | None,
-    begin: Callable[[], None] = lambda: None,
-    *,
     progress: bool,
-) -> None:
+) -> Run:
     """From the last checkpoint, or the beginning, to the result; see `Trainer.restore_last`."""
+    check_seen(run, config)
     tf.keras.backend.clear_session()
     set_seeds(config.seed, deterministic=config.deterministic)
+    data, stopping = loader.data, Stopping(max_minutes, several=loader.ranks > 1)
     test = Loader(data, "test", batch_size=EVALUATION_BATCH) if data.test_files else None
-    stopping = Stopping(max_minutes, several=loader.ranks > 1)
     with agreed():
         trainer = Trainer(
             data, config, loader, test, stopping, run=run, keeping=keeping, show=progress
         )
+
+    def begin() -> None:
+        (run / RESULT).unlink(missing_ok=True)
+        remove(*run.glob(".*.partial"))  # what a killed process was writing
+        write_json(run / CONFIG, record)
+
     trainer.restore_last(begin)
-    before = said_by_all(read_config(run).get("warm_start") if is_first() else None)[0]
-    if before and not trainer.step:
+    if "warm_start" in record and not trainer.step:
+        other, keep_optimizer = record["warm_start"]
         with agreed():
-            run_before, keep = Run.open(before[0]), before[1]
-            begin_from(run_before, trainer.model, trainer.optimizer, keep_optimizer=keep)
+            begin_from(
+                Run.open(other), trainer.model, trainer.optimizer, keep_optimizer=keep_optimizer
+            )
         trainer.optimizer.broadcast()
+    sizes = count_parameters(trainer.model, trainer.optimizer)
     if progress:
-        sizes = count_parameters(trainer.model, trainer.optimizer)
         print(
             f"{loader.rows:,} rows, {loader.rows // config.batch_size:,} steps per epoch, "
             f"{sizes['embedding']:,} parameters in embedding tables and "
@@ -358,10 +312,16 @@ def _train(
     clip = trainer.clip_summary()  # by sums over all ranks, of sharded tables
     with whole_tables(trainer.model), agreed():
         if is_first():
-            shown = progress and keeping.saved_model and sys.stderr.isatty()
-            with progress_bar("saving", 1, " model", show=shown) as bar:  # which takes seconds
-                bar.leave = False
-                _finish(keeping, run, trainer, clip)
+            if keeping.saved_model:
+                shown = progress and sys.stderr.isatty()
+                with progress_bar("saving", 1, " model", show=shown) as bar:  # which takes seconds
+                    bar.leave = False
+                    remove(run / "model")  # half a one, if a process was killed here before
+                    save_model(trainer.model, run / "model")
+            _write_result(run, trainer, {"parameters": sizes, "clip": clip, "config": record})
+    with agreed():
+        result = dict(Run.open(run).result) if is_first() else None
+    return Run(run, said_by_all(result)[0])  # other ranks may have other disks
 
 
 @contextlib.contextmanager
@@ -390,29 +350,20 @@ def _left_behind(run: Path, *, new: bool = False) -> Iterator[None]:
         raise
 
 
-def _finish(keeping: Keeping, run: Path, training: Trainer, clip: str) -> None:
-    """Write the SavedModel and, last, the result."""
-    if keeping.saved_model:
-        remove(run / "model")  # half a one, if a process was killed here before
-        save_model(training.model, run / "model")
-    epochs = training.progress.epochs
+def _write_result(run: Path, trainer: Trainer, more: Mapping[str, Any]) -> None:
+    epochs = trainer.progress.epochs
     seconds = sum(epoch["seconds"] for epoch in epochs)
-    config = read_config(run)
     result = {
         "format": FORMAT_VERSION,
-        "auc": epochs[-1]["auc"],
-        "log_loss": epochs[-1]["log_loss"],
-        "calibration": epochs[-1]["calibration"],
-        "best_epoch": training.progress.best,
-        "best_step": training.best_step,
-        "last_step": training.step,
+        **{name: epochs[-1][name] for name in ("auc", "log_loss", "calibration")},
+        "best_epoch": trainer.progress.best,
+        "best_step": trainer.best_step,
+        "last_step": trainer.step,
         "epochs": epochs,
-        "samples_per_second": training.rows * len(epochs) / seconds,
+        "samples_per_second": trainer.rows * len(epochs) / seconds,
         "train_seconds": seconds,
-        "jobs": config.get("jobs", 1),
-        "parameters": count_parameters(training.model, training.optimizer),
-        "clip": clip,
-        "config": config,
+        "jobs": more["config"].get("jobs", 1),
+        **more,
         "manifest": manifest_of(run, without=(EVENTS, CHECKPOINTS, LOCK)),
     }
     write_json(run / RESULT, result)

@@ -163,7 +163,7 @@ class Trainer:
                 now = time.perf_counter()
                 self.progress.seconds, begun = self.progress.seconds + now - begun, now
                 if self.step % LOG_EVERY == 0:
-                    loss = self._mean_over_ranks(float(logs["loss"]))
+                    loss = float(mean_over_ranks(np.array(float(logs["loss"]))))
                     bar.set_postfix(loss=f"{loss:.4f}", refresh=False)
                     if self._run is not None:
                         self._logbook.scalars(self.step, self._tags(loss))
@@ -214,12 +214,10 @@ class Trainer:
                 )
             except Interrupted:
                 raise self._stopped() from None
-        loss = self._mean_over_ranks(float(mean_loss(self.model).result()))
+        loss = float(mean_over_ranks(np.array(float(mean_loss(self.model).result()))))
         row = {
             "epoch": len(self.progress.epochs) + 1,
-            "auc": quality and quality.auc,
-            "log_loss": quality and quality.log_loss,
-            "calibration": quality and quality.calibration,
+            **{n: quality and getattr(quality, n) for n in ("auc", "log_loss", "calibration")},
             "train_loss": loss,
             "seconds": self.progress.seconds,
         }
@@ -244,9 +242,6 @@ class Trainer:
         with agreed():
             self._logbook.epoch(whole, field_rows(fields), norms)
             self._logbook.scalars(self.step, {k: v for k, v in measured.items() if v is not None})
-
-    def _mean_over_ranks(self, loss: float) -> float:
-        return float(mean_over_ranks(np.array(loss)))
 
     def _scalars(self, loss: float) -> tuple[dict[str, float | None], list[Any]]:
         """Of the epoch so far: over all fields, and what those were like."""
@@ -307,10 +302,10 @@ class Trainer:
         """
         assert self._run is not None
         checkpoint, damaged = self._checkpoints.restore_last(self._state)
-        for problem in damaged:
-            assert checkpoint is not None
+        if checkpoint is not None:
             then = f"The run goes on from update {checkpoint.step:,}"
-            warnings.warn(f"{problem}. {then}", Notice, stacklevel=4)
+            for problem in damaged:
+                warnings.warn(f"{problem}. {then}", Notice, stacklevel=4)
         with agreed():
             if self._here.rank == 0:
                 if checkpoint is None and (self._run / RESULT).exists():
