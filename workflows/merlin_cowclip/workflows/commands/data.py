@@ -80,10 +80,12 @@ def prepare(dataset: str, input: tuple[str, ...], out: Path, **values: Any) -> N
     A LOG is a file, glob or folder; gzip is read.
     """
     from merlin_cowclip.workflows.data.prepare.pipeline import prepare
-    from merlin_cowclip.workflows.data.spec import find_spec
+    from merlin_cowclip.workflows.data.spec import SPECS, find_spec
 
     options = {name: values[name] for name in ("seed", "workers", "device", "engine")}
     if values["like"] is not None:
+        if dataset in SPECS or dataset.endswith(".toml"):
+            raise UserError(f"--like brings its own description. Leave {dataset} out")
         input = (dataset, *input)
         options["like"] = like = _encoding(values["like"], values)
     elif not input:

@@ -103,6 +103,12 @@ def sweep(study: str, data: Path, out: Path, **values: Any) -> None:
         progress=not values["quiet"],
     )
     print(table)
+    own = given({name: values[name] for name in ("base", *VALUES)})
+    if not own and not values["quiet"]:
+        print(
+            f"Base: each rule's default hyperparameters at batch size {setting.batch_sizes[0]:,}, "
+            "not tuned for this data. Give --dense-lr, --embedding-lr and --l2, or --base TUNE0",
+        )
 
 
 def _setting(study: str, values: Mapping[str, Any], data: PreparedData) -> Setting:

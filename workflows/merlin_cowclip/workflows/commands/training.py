@@ -255,6 +255,8 @@ def train_config(
         found, source = _read_config(values["config"]), f"values of {values['config']}"
     else:
         found, source = _preset(values["preset"], dataset, options)
+    if own := [name for name in BASE_FIELDS if name in options]:
+        source += f"; {', '.join(own)} as given"
     if "model" in options:
         others = set(OPTIONS) - set(NETWORKS.get(options["model"], OPTIONS))
         found = {name: value for name, value in found.items() if name not in others}
