@@ -15,7 +15,6 @@ from merlin_cowclip.workflows.commands import endings
 from merlin_cowclip.workflows.launched import check_alone
 
 PATH = click.Path(path_type=Path)
-EXISTING = click.Path(exists=True, path_type=Path)
 SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]

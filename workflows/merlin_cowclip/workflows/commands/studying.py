@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -12,7 +13,6 @@ import click
 
 from merlin_cowclip.plugins.scaling import K
 from merlin_cowclip.workflows.commands.options import (
-    EXISTING,
     NUMBERS,
     PATH,
     SIZES,
@@ -128,7 +128,7 @@ def _setting(study: str, values: Mapping[str, Any], data: PreparedData) -> Setti
 
 
 @click.command(cls=Command, example="report sweep")
-@argument("out", type=EXISTING, nargs=-1, required=True, metavar="SWEEP|RUN...")
+@argument("out", type=PATH, nargs=-1, required=True, metavar="SWEEP|RUN...")
 @option(
     "--price-per-hour",
     type=float,
@@ -142,6 +142,9 @@ def report(out: Sequence[Path], price_per_hour: float | None, rows: int | None) 
     Of a sweep's folder it writes SWEEP/report.html: each study's table beside the paper's numbers,
     plots, and a verdict. Of runs it writes report.html here.
     """
+    for path in out:
+        if not os.path.exists(path):
+            raise UserError(f"{path} does not exist. Name a sweep's folder, or runs")
     from merlin_cowclip.workflows.study.report import CRITEO_ROWS, Cost, compare, report
     from merlin_cowclip.workflows.training.runs import CONFIG
 
