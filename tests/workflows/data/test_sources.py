@@ -154,16 +154,15 @@ def test_lines_of_a_file_with_line_ends_in_cells(tmp_path):
         (
             CRITEO,
             ",".join(["id", "click", *AVAZU.categorical]) + "\n1,0\n",
-            r"log.csv is not in Criteo format \(expected 40 tab-separated columns, found 1\)\. Did "
-            r"you mean `prepare avazu`\?",
+            r"log.csv is not in Criteo format \(expected 40 tab-separated columns, found 1\)\. Set "
+            "separator, header and columns in the specification",
         ),
-        (AVAZU, "0" + "\t" * 39, r"Avazu format \(expected at least 23 comma.*`prepare criteo`"),
+        (AVAZU, "0" + "\t" * 39, r"Avazu format \(expected at least 23 comma-sep.*, found 1\)"),
         (SPEC, "y;a;b\n", r"Toy format \(expected at least 3 comma-sep.*, found 1\).*separator"),
         (SPEC, "y,A,b\n", r"log.csv has no column 'a' of data set 'toy'. It has: 'y', 'A', 'b'"),
         (SPEC, "y,a,b,a\n", r"two columns named 'a'"),
         (SPEC, "\n\n", "has no rows"),
-        (SPEC, b"PAR1", "is a parquet file"),
-        (SPEC, HEAD.encode("utf-16"), "not a CSV file in UTF-8"),
+        (SPEC, HEAD.encode("utf-16"), "not a CSV file in UTF-8.*parquet, set format = 'parquet'"),
     ],
 )
 def test_another_format(tmp_path, spec, text, message):

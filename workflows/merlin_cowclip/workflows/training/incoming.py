@@ -130,7 +130,7 @@ class _RawLogs(Incoming):
         self._logs = [dataclasses.replace(log, labelled=self.labelled) for log in logs]
         for log in self._logs:
             log.check()
-        self.size = sum(log.state.bytes for log in self._logs)
+        self.size = sum(log.size for log in self._logs)
         self._workflow = run.workflow(trust=trust).remove_inputs([spec.label])
 
     def pieces(self, advance: Callable[[int], Any]) -> Iterator[tuple[pa.RecordBatch, Rows]]:
