@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from merlin_cowclip.workflows.data.adopt.inference import InferenceWorkflow
 from merlin_cowclip.workflows.data.confirmed_workflow import check_workflow, load_confirmed
 from merlin_cowclip.workflows.data.prepare.statistics import MISSING, UNKNOWN
 from merlin_cowclip.workflows.data.prepared_data import PARTS, PreparedData
@@ -30,6 +29,7 @@ from merlin_cowclip.workflows.quiet import quiet_imports
 from merlin_cowclip.workflows.training.configuration import TrainConfig
 
 if TYPE_CHECKING:
+    from merlin_cowclip.workflows.data.adopt.inference import InferenceWorkflow
     from merlin_cowclip.workflows.training.checkpoint import Checkpoint
 
 FORMAT_VERSION = 1
@@ -403,6 +403,8 @@ class Run:
         Raises:
           UserError: as `workflow`; or it cannot encode rows one by one.
         """
+        from merlin_cowclip.workflows.data.adopt.inference import InferenceWorkflow
+
         spec = self.spec()
         return InferenceWorkflow(self.workflow(trust=trust), spec.fields, spec.label, spec.lists)
 
