@@ -128,7 +128,10 @@ def _outputs(
             continue
         for name, column in given.items():
             if column.same_as is not None:
-                lookups.setdefault(column.same_as, []).extend(_looked_up(node, name))
+                stored = {getattr(node.op, "storage_name", {}).get(name, name), name}
+                lookups.setdefault(column.same_as, []).extend(
+                    (path, one) for path in files_of(node.op).values() for one in stored
+                )
         found[id(node)] = {
             name: _computed(node, name, given) for name in node.output_schema.column_names
         }
@@ -177,12 +180,3 @@ def _inputs(node: dag.Node, name: str, mapped: list[str], given: Mapping[str, Co
         return [name, *keys] if name in given else keys
     is_one = type(op) is ops.LambdaOp and op._param_count == 1
     return mapped if is_one or isinstance(op, _BY_COLUMN) else list(given)
-
-
-def _looked_up(node: dag.Node, name: str) -> Iterator[tuple[str, str]]:
-    """Parquet files of a node, with their column, in which it looks up an input."""
-    storage_name = getattr(node.op, "storage_name", {}).get(name, name)
-    for storage, path in files_of(node.op).items():
-        if storage == storage_name or name in storage:
-            yield path, storage_name
-            yield path, name

@@ -74,14 +74,11 @@ class InferenceWorkflow:
         return self.of_label is not None and self.of_label <= set(given)
 
     def transform(self, columns: Mapping[str, Any], where: object) -> pd.DataFrame:
-        """Encode raw rows.
+        """Encode raw rows, one for each, in order.
 
         Args:
             columns: by name Arrow arrays, or columns of a frame.
             where: of the rows, for messages.
-
-        Returns:
-            A row for each, in order.
 
         Raises:
             UserError: a column is missing or of another type than at the fit, the workflow fails,
@@ -192,13 +189,10 @@ def _types(workflow: nvt.Workflow, lookups: Lookups) -> dict[str, pa.DataType | 
     for column in workflow.input_schema:
         known = None if column.dtype.name == "unknown" else column.dtype.to_numpy
         kind = np.dtype(known or object)
-        held: pa.DataType | None
-        if kind.kind in "iufb":
-            held = pa.from_numpy_dtype(kind)
-        else:
-            held = _looked_up(lookups.get(column.name, ()))
-            if held is None and kind.kind == "M":
-                held = pa.timestamp("ns")
+        plain = pa.from_numpy_dtype(kind) if kind.kind in "iufb" else None
+        held = plain or _looked_up(lookups.get(column.name, ()))
+        if held is None and kind.kind == "M":
+            held = pa.timestamp("ns")
         found[column.name] = pa.list_(held) if column.is_list and held is not None else held
     return found
 
@@ -207,8 +201,7 @@ def _looked_up(lookups: Sequence[tuple[str, str]]) -> pa.DataType | None:
     """The type of values that are looked up, if all files agree on it."""
     held = set()
     for path, name in dict.fromkeys(lookups):
-        files = sorted(Path(path).glob("*.parquet")) if Path(path).is_dir() else [Path(path)]
-        schema = pq.read_schema(files[0]) if files else pa.schema([])
+        schema = pq.read_schema(next(Path(path).glob("*.parquet"), path))  # of a folder, or a file
         if name in schema.names:
             held.add(_plain(schema.field(name).type))
     held.discard(pa.null())

@@ -112,25 +112,15 @@ def _text(column: pa.ChunkedArray) -> pa.ChunkedArray:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """What a workflow says of its parquet.
+    """What a workflow says of its parquet."""
 
-    Attributes:
-        folder: of the saved workflow.
-        spec: the label and the inputs.
-        schema: of their columns in the parquet.
-        cardinalities: number of ids by field, padding included.
-        vocabularies: by field; not of hashed ids, or of those that an operator changed.
-        columns: where each column of the workflow comes from.
-        notes: for the user.
-    """
-
-    folder: Path
+    folder: Path  # of the saved workflow
     spec: DatasetSpec
-    schema: Schema
-    cardinalities: dict[str, int]
-    vocabularies: dict[str, Vocabulary]
-    columns: dict[str, Column]
-    notes: list[str]
+    schema: Schema  # of label and inputs in the parquet
+    cardinalities: dict[str, int]  # by field, padding included
+    vocabularies: dict[str, Vocabulary]  # not of hashed ids, or of those that an operator changed
+    columns: dict[str, Column]  # of the workflow
+    notes: list[str]  # for the user
 
     @classmethod
     def of(
@@ -176,11 +166,14 @@ class Pipeline:
                 "them, or an operator after it may have changed them"
             )
         cardinalities = {c: _cardinality(schemas[c], vocabularies.get(c)) for c in spec.ids}
-        hashed = [c for c in unknown if columns[c].is_hashed]
-        domains_of({c: schemas[c] for c in spec.ids}, cardinalities, hashed)
+        domains_of({c: schemas[c] for c in spec.ids}, cardinalities)
         schema = Schema(
             [
-                _label_schema(label, stored),
+                ColumnSchema(
+                    label,
+                    tags=[Tags.TARGET, Tags.BINARY_CLASSIFICATION],
+                    dtype=stored.field(label).type.to_pandas_dtype(),
+                ),
                 *(
                     _input_schema(schemas[c], stored, vocabularies.get(c), c in unknown)
                     for c in spec.fields
@@ -249,13 +242,13 @@ def refuse_unsupported(workflow: nvt.Workflow, folder: Path) -> None:
 
 
 def _refuse_replaced(workflow: nvt.Workflow, combo: Node, folder: Path) -> None:
-    """Refuse a combo Categorify that hands on raw columns under names of other outputs."""
+    """Refuse a combo Categorify, which hands on its raw columns, behind columns of their names."""
     read = {name for group in combo.selector.subgroups for name in group.names}
     others = {name for name in combo.selector.grouped_names if isinstance(name, str)}
     for node in nodes(workflow.output_node):
         before: list[str] = []
         for above in node.parents_with_dependencies:  # the last column of a name is taken
-            others |= set(before) if _hands_on(above, combo) else set()
+            others |= set(before) if combo in nodes(above) else set()
             before += above.output_schema.column_names
     if read & others:
         raise UserError(
@@ -263,12 +256,6 @@ def _refuse_replaced(workflow: nvt.Workflow, combo: Node, folder: Path) -> None:
             'Categorify(encode_type="combo") also returns its inputs. Put it first (combo + '
             "others), and encode single columns with another Categorify"
         )
-
-
-def _hands_on(node: Node, combo: Node) -> bool:
-    """Whether a node returns the columns that another returns past its schema."""
-    filters = isinstance(node.op, ops.Filter | ops.Dropna)
-    return node is combo or (filters and any(_hands_on(p, combo) for p in node.parents))
 
 
 def _refuse_partial_row_ops(columns: Mapping[str, Column]) -> None:
@@ -299,7 +286,7 @@ def _roles(
     in_file = _parquet_schema(place)
     schemas: dict[str, ColumnSchema] = {}
     roles: dict[str, str] = {}
-    left_out, targets, tagged_in_file = [], [], []
+    left_out, tagged_in_file = [], []
     for column in workflow.output_schema:
         name, known = column.name, traced[column.name]
         if name == label:
@@ -314,16 +301,12 @@ def _roles(
             schemas[name], roles[name] = dataclasses.replace(column, tags=tags), role
         elif role is None:
             left_out.append(name)
-        elif _role(set(column.tags) - _TARGETS, known):
-            targets.append(name)
     given = {label, *workflow.output_schema.column_names}
     left_out += [name for name in file.schema.names if name not in given]
     if tagged_in_file:
         notes.append(f"tags of {quoted(tagged_in_file)} are from {place}: the workflow's has none")
     if left_out:
         notes.append(f"left out, tagged neither categorical nor continuous: {quoted(left_out)}")
-    if targets:
-        notes.append(f"left out, tagged as targets: {quoted(targets)}")
     if "categorical" not in roles.values():
         raise UserError(
             "No column of ids in the workflow: none of "
@@ -377,11 +360,6 @@ def _cardinality(column: ColumnSchema, vocabulary: Vocabulary | None) -> int:
                 "one of its own, and fit again"
             )
     return cardinality
-
-
-def _label_schema(label: str, stored: pa.Schema) -> ColumnSchema:
-    tags = [Tags.TARGET, Tags.BINARY_CLASSIFICATION]
-    return ColumnSchema(label, tags=tags, dtype=stored.field(label).type.to_pandas_dtype())
 
 
 def _input_schema(

@@ -32,10 +32,8 @@ def check_skew(
 ) -> None:
     """Encode raw rows, and look each up among the rows that the workflow wrote, in any order.
 
-    Of ``fields``, ``numbers`` are compared to 3 digits.
-
-    Raises:
-        UserError: a row is not there, and which field differs; or a file has none of the rows.
+    Of ``fields``, ``numbers`` are compared to 3 digits. The error of rows that are not there names
+    the field that differs.
     """
     rows = _sample(inference, raw, fields)
     hashing = _Hashes(rows, fields, numbers)

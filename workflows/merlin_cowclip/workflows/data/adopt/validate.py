@@ -1,4 +1,7 @@
-"""Check rows that an NVTabular workflow encoded: ids in range, finite numbers, labels 0 and 1."""
+"""Check rows that an NVTabular workflow encoded: ids in range, finite numbers, labels 0 and 1.
+
+The first bad value raises a UserError with its file, row and column.
+"""
 
 from __future__ import annotations
 
@@ -57,11 +60,7 @@ def prefetch(items: Iterator[T]) -> Iterator[T]:
 def batches(
     files: Sequence[ParquetFile], columns: Sequence[str], rows: int
 ) -> Iterator[tuple[BatchLocation, pa.RecordBatch]]:
-    """Some columns of all files, at most ``rows`` rows at a time, in order; no batch is empty.
-
-    Raises:
-        UserError: a file cannot be read.
-    """
+    """Some columns of all files, at most ``rows`` rows at a time, in order; no batch is empty."""
     for file in files:
         group = row = 0
         try:
@@ -78,7 +77,7 @@ def batches(
 def checked_labels(
     batch: pa.RecordBatch, name: str, where: BatchLocation, remedy: str = LABEL_REMEDY
 ) -> np.ndarray:
-    """The labels of a batch, n float64; raise UserError, with ``remedy``, unless all are 0 or 1."""
+    """The labels of a batch as float64, all 0 or 1; ``remedy`` is for the error of another."""
     column = batch.column(name)
     # NaN where null. A whole number beyond 2^53 is rounded, but not to 0 or 1.
     values = column.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False)
@@ -92,11 +91,7 @@ def checked_labels(
 
 
 def checked_ids(batch: pa.RecordBatch, name: str, limit: int, where: BatchLocation) -> np.ndarray:
-    """The ids of a batch, from 0 to ``limit`` - 1; those of lists one after the other.
-
-    Raises:
-        UserError: a null, or an id out of range.
-    """
+    """The ids of a batch, all from 0 to ``limit`` - 1; those of lists one after the other."""
     column = batch.column(name)
     _check_nulls(column, name, where)
     values = column.flatten() if is_list(column.type) else column
@@ -121,11 +116,7 @@ def _row_of(column: pa.Array, at: int) -> int:
 
 
 def checked_numbers(batch: pa.RecordBatch, name: str, where: BatchLocation) -> np.ndarray:
-    """The numbers of a batch, n.
-
-    Raises:
-        UserError: a null, NaN, inf, or a number beyond float32.
-    """
+    """The numbers of a batch, all finite in float32."""
     column = batch.column(name)
     _check_nulls(column, name, where)
     values: np.ndarray = column.to_numpy(zero_copy_only=False)

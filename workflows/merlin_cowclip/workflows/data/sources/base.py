@@ -81,12 +81,8 @@ class Source(abc.ABC):
         """Whether the file has the label's column."""
 
     @abc.abstractmethod
-    def check(self) -> tuple[str, ...]:
-        """Check the header or schema; returns the column names.
-
-        Raises:
-            UserError: the file is not in the spec's format.
-        """
+    def check(self) -> None:
+        """Raise UserError unless the header or schema is as the spec says."""
 
     @abc.abstractmethod
     def chunks(self, size: int) -> list[Chunk]:
@@ -125,19 +121,12 @@ class Source(abc.ABC):
     def cast(
         self, batch: pa.RecordBatch, place: Callable[[int], str], replaced: Counter[str]
     ) -> pa.RecordBatch:
-        """Convert a batch to our types.
-
-        Args:
-            batch: with the columns `wanted`.
-            place: where a row of the batch is: "line 7".
-            replaced: as in `batches`.
-
-        Raises:
-            UserError: a bad value.
-        """
+        """The columns `wanted` of a batch in our types; ``place`` tells a row's line."""
         spec, columns = self.spec, {}
         for name in self.wanted:
-            column = column_of(batch, name)
+            column = batch.column(name)
+            if spec.format == "parquet" and pa.types.is_dictionary(column.type):
+                column = column.dictionary_decode()
             try:
                 if name == spec.label:
                     columns[name] = self._labels(column, place)
@@ -154,10 +143,6 @@ class Source(abc.ABC):
                 ) from None
         return pa.RecordBatch.from_pydict(columns)
 
-    def fault(self, where: str, name: str, problem: str, remedy: str) -> UserError:
-        """The error of one bad value."""
-        return UserError(f"{self.path}, {where}, column {name!r}: {problem}. {remedy}")
-
     def _labels(self, column: pa.Array, place: Callable[[int], str]) -> pa.Array:
         values = self.spec.label_values
         if values is None:
@@ -169,12 +154,10 @@ class Source(abc.ABC):
             row = pc.index(good, False).as_py()
             found = column[row].as_py()
             shown = f"{found:g}" if isinstance(found, float) else repr(found)
-            raise self.fault(
-                place(row),
-                self.spec.label,
-                f"the label is {'missing' if found is None else shown} instead of "
-                f"{' or '.join(values or '01')}",
-                "Correct the row or remove it, or set label_values in the specification",
+            raise UserError(
+                f"{self.path}, {place(row)}, column {self.spec.label!r}: the label is "
+                f"{'missing' if found is None else shown} instead of {' or '.join(values or '01')}"
+                ". Correct the row or remove it, or set label_values in the specification"
             )
         return labels.cast(pa.int8())
 
@@ -189,12 +172,10 @@ class Source(abc.ABC):
             return numbers
         if self.spec.non_finite == "refuse":
             row = pc.index(finite, False).as_py()
-            raise self.fault(
-                place(row),
-                name,
-                f"the number is {numbers[row].as_py()}",
-                "Correct it or leave it empty; non_finite = 'missing' treats inf and NaN as "
-                "missing",
+            raise UserError(
+                f"{self.path}, {place(row)}, column {name!r}: the number is {numbers[row].as_py()}"
+                ". Correct it or leave it empty; non_finite = 'missing' treats inf and NaN as "
+                "missing"
             )
         replaced[name] += pc.sum(pc.invert(finite)).as_py()
         return pc.if_else(finite, numbers, None)
@@ -214,14 +195,6 @@ class Source(abc.ABC):
         return texts.dictionary_encode()
 
 
-def column_of(batch: pa.RecordBatch, name: str) -> pa.Array:
-    """A column by its name, decoded unless it is of `ID_TYPE`."""
-    column = batch.column(batch.schema.get_field_index(name))
-    if pa.types.is_dictionary(column.type) and column.type != ID_TYPE:
-        return column.dictionary_decode()
-    return column
-
-
 def is_text(kind: pa.DataType) -> bool:
     """Whether values of that type are text."""
     return kind in (pa.string(), pa.large_string(), pa.binary(), pa.large_binary())
@@ -238,11 +211,7 @@ def ids_as_text(ids: pa.Array, is_list: bool, null_values: Sequence[str] = ()) -
     """Ids as text, or lists of ids as lists of text; a missing list is empty.
 
     Ids are text, integers, booleans, or whole floats (pandas' integers beside missing values).
-
-    Args:
-        ids: of any type.
-        is_list: whether they must be lists.
-        null_values: texts that mean a missing id, in addition to the empty one.
+    ``null_values`` and the empty text mean a missing id.
 
     Raises:
         ValueError: another type, or floats so large that several integers are the same float.

@@ -59,17 +59,16 @@ class CsvSource(Source):
             return self.spec.label in self.names
         return len(self._first_row()) != len(self.spec.columns) - 1
 
-    def check(self) -> tuple[str, ...]:
+    def check(self) -> None:
         """Check the first row against the spec."""
-        cells = self._first_row()
-        expected = str(len(self.names))
+        cells, expected = self._first_row(), str(len(self.names))
         if self.spec.columns is None:
             expected = f"at least {len(self.wanted)}"
             if len(cells) > 1 or len(self.wanted) == 1:
                 self.check_names(cells)
-                return self.names
+                return
         elif len(cells) == len(self.names):
-            return self.names
+            return
         name, separator = self.spec.name, self.spec.separator
         raise UserError(
             f"{self.path} is not in {name[:1].upper()}{name[1:]} format (expected {expected} "

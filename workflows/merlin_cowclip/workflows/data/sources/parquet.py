@@ -29,16 +29,15 @@ class ParquetSource(Source):
         with self._open() as file:
             return self.spec.label in {*file.schema_arrow.names, *self._partition}
 
-    def check(self) -> tuple[str, ...]:
+    def check(self) -> None:
         """Check names and types."""
         with self._open() as file:
             schema = file.schema_arrow
-        names = (*schema.names, *(key for key in self._partition if key not in schema.names))
-        self.check_names(names)
+        keys = [key for key in self._partition if key not in schema.names]
+        self.check_names([*schema.names, *keys])
         held = [name for name in self.wanted if name in schema.names]
         empty = pa.RecordBatch.from_arrays([pa.nulls(0, schema.field(n).type) for n in held], held)
         self.cast(self._with_partition(empty), str, Counter())
-        return names
 
     def chunks(self, size: int) -> list[Chunk]:
         """Row groups, as many as make about ``size`` bytes."""
