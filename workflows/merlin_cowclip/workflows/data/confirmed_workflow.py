@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from merlin_cowclip.workflows.data.adopt.graph import load_saved
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.manifest import check_manifest, check_nothing_else
 
@@ -40,6 +39,8 @@ def load_confirmed(
     """
     if not trust:
         check_workflow(home, manifest, what, again, "workflow(trust=True)")
+    from merlin_cowclip.workflows.data.adopt.graph import load_saved
+
     try:
         return load_saved(home / FOLDER)
     except Exception as error:  # it runs whatever was pickled

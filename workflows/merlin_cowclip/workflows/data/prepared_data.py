@@ -307,17 +307,16 @@ _VALID: dict[str, Callable[[Any], bool]] = {
 
 
 def domains_of(
-    columns: Mapping[str, Any], cardinalities: Mapping[str, int], hashed: Collection[str] = ()
+    columns: Mapping[str, Any], cardinalities: Mapping[str, int]
 ) -> list[tuple[str, ...]]:
     """Fields of IDs by int domain.
 
     Args:
         columns: schemas by field.
         cardinalities: by field.
-        hashed: fields with hashed IDs.
 
     Raises:
-        UserError: two fields of one domain differ in size, or only one is hashed.
+        UserError: two fields of one domain differ in size.
     """
     found: dict[str, list[str]] = {}
     for name, column in columns.items():
@@ -326,7 +325,7 @@ def domains_of(
     for domain, (first, *others) in found.items():
         for name in others:
             sizes = cardinalities[first], cardinalities[name]
-            if sizes[0] != sizes[1] or (first in hashed) != (name in hashed):
+            if sizes[0] != sizes[1]:
                 raise UserError(
                     f"{first!r} ({sizes[0]:,} ids) and {name!r} ({sizes[1]:,} ids) share the int "
                     f"domain {domain!r}, and so an embedding table, but not a vocabulary. Encode "

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from merlin_cowclip.workflows.data.adopt.graph import nodes
 from merlin_cowclip.workflows.errors import UserError, quoted, shown
 from merlin_cowclip.workflows.manifest import check_manifest, check_nothing_else, is_manifest
 from merlin_cowclip.workflows.quiet import quiet_operators
@@ -73,6 +72,7 @@ class Repository:
             remedy = f"{_AGAIN}, or, if you trust its code: ensemble(trust=True)"
             check_manifest(self.path, manifest, what, remedy, (f"{ENTRY}/1/ensemble/ensemble.pkl",))
             check_nothing_else(folder, self.path, manifest, what, remedy)
+        from merlin_cowclip.workflows.data.adopt.graph import nodes
         from merlin_cowclip.workflows.serving import merlin_systems as systems
 
         ensemble = systems.Ensemble.load(str(folder))

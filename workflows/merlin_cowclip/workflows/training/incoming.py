@@ -30,7 +30,7 @@ from merlin_cowclip.workflows.data.adopt.validate import (
 )
 from merlin_cowclip.workflows.data.prepare.pipeline import READERS
 from merlin_cowclip.workflows.data.prepared_data import PARTS, RECORD
-from merlin_cowclip.workflows.data.sources.base import Source, column_of
+from merlin_cowclip.workflows.data.sources.base import Source
 from merlin_cowclip.workflows.data.sources.files import expand_paths, refuse_unreadable
 from merlin_cowclip.workflows.data.spec import DatasetSpec, Split
 from merlin_cowclip.workflows.errors import UserError, quoted
@@ -130,7 +130,7 @@ class _RawLogs(Incoming):
         self._logs = [dataclasses.replace(log, labelled=self.labelled) for log in logs]
         for log in self._logs:
             log.check()
-        self.size = sum(log.state.bytes for log in self._logs)
+        self.size = sum(log.size for log in self._logs)
         self._workflow = run.workflow(trust=trust).remove_inputs([spec.label])
 
     def pieces(self, advance: Callable[[int], Any]) -> Iterator[tuple[pa.RecordBatch, Rows]]:
@@ -149,7 +149,7 @@ class _RawLogs(Incoming):
         out = self._workflow.transform(raw_frame(batch)[[*spec.fields]])
         columns = {name: pa.array(out[name]) for name in (*spec.categorical, *spec.continuous)}
         columns |= {name: pa.array(out[name], pa.list_(pa.int64())) for name in spec.lists}
-        labels = column_of(batch, spec.label).to_numpy() if self.labelled else None
+        labels = batch.column(spec.label).to_numpy() if self.labelled else None
         return Rows.of(spec, columns, labels)
 
 

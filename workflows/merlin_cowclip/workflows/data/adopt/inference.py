@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -12,12 +12,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pyarrow.types as kinds
 
-from merlin_cowclip.workflows.data.adopt.graph import Column, nodes, operator_name, trace
+from merlin_cowclip.workflows.data.adopt.graph import Column, Lookups, nodes, operator_name, trace
 from merlin_cowclip.workflows.errors import UserError, clipped, quoted
 from merlin_cowclip.workflows.quiet import quiet_imports, quiet_operators
 
-if TYPE_CHECKING:
+with quiet_imports():
     import nvtabular as nvt
+    from nvtabular import ops
+    from nvtabular.ops.categorify import NULL_OFFSET
 
 
 class InferenceWorkflow:
@@ -45,29 +47,23 @@ class InferenceWorkflow:
     def __init__(
         self, workflow: nvt.Workflow, fields: Sequence[str], label: str, lists: Sequence[str] = ()
     ) -> None:
-        with quiet_imports():
-            from nvtabular.ops import Categorify, TargetEncoding
-
-            from merlin_cowclip.workflows.data.adopt.null_safe import NullSafeCategorify
-
-        traced = trace(workflow)
-        columns = {name: traced.outputs.get(name, Column()) for name in fields}
+        outputs, lookups = trace(workflow)
+        columns = {name: outputs[name] for name in fields}
         if reason := why_not_raw(workflow, columns):
             raise UserError(f"raw rows cannot be encoded: {reason}")
-        encoders = (columns[name].encoder for name in lists)
-        of_lists = {(id(one[0]), one[1]) for one in encoders if one is not None}
+        encoders = [columns[name].encoder for name in lists]
         for node in nodes(workflow.output_node):
-            if isinstance(node.op, TargetEncoding):
+            if isinstance(node.op, ops.TargetEncoding):
                 node.op.kfold = 1
-            elif type(node.op) is Categorify:
-                known = {name for key, name in of_lists if key == id(node)}
+            elif type(node.op) is ops.Categorify:
+                known = {one[1] for one in encoders if one is not None and one[0] is node}
                 known |= {column.name for column in node.input_schema if column.is_list}
-                node.op = NullSafeCategorify(node.op, known)
+                node.op = NullSafeCategorify(node.op, frozenset(known))
         self.workflow = workflow
-        self.columns = list(workflow.input_schema.column_names)
-        self.types = _types(workflow, traced.lookups)
+        self.types = _types(workflow, lookups)
+        self.columns = list(self.types)
         self.required = frozenset().union(*(column.raw for column in columns.values()))
-        self.of_label = traced.outputs[label].raw if label in traced.outputs else None
+        self.of_label = outputs[label].raw if label in outputs else None
 
     def missing(self, given: Sequence[str]) -> list[str]:
         """Required columns that are not there."""
@@ -78,14 +74,11 @@ class InferenceWorkflow:
         return self.of_label is not None and self.of_label <= set(given)
 
     def transform(self, columns: Mapping[str, Any], where: object) -> pd.DataFrame:
-        """Encode raw rows.
+        """Encode raw rows, one for each, in order.
 
         Args:
             columns: by name Arrow arrays, or columns of a frame.
             where: of the rows, for messages.
-
-        Returns:
-            A row for each, in order.
 
         Raises:
             UserError: a column is missing or of another type than at the fit, the workflow fails,
@@ -94,8 +87,8 @@ class InferenceWorkflow:
         out = self.encode(columns, where)
         rows = len(next(iter(columns.values())))
         if len(out) != rows:
-            ops = {operator_name(node.op) for node in nodes(self.workflow.output_node)}
-            droppers = ", ".join(sorted(ops & {"Filter", "Dropna", "JoinExternal"}))
+            names = {operator_name(node.op) for node in nodes(self.workflow.output_node)}
+            droppers = ", ".join(sorted(names & {"Filter", "Dropna", "JoinExternal"}))
             raise UserError(
                 f"the workflow returned {len(out):,} rows for {rows:,}"
                 f"{f' ({droppers})' * bool(droppers)}, so scores cannot be matched to rows: {where}"
@@ -107,15 +100,13 @@ class InferenceWorkflow:
         """The same, of as many rows as the workflow keeps."""
         if missing := self.missing(list(columns)):
             raise UserError(f"{where} lacks columns of the workflow: {quoted(missing, brief=True)}")
-        rows, filled = len(next(iter(columns.values()))), []
+        rows = len(next(iter(columns.values())))
         frame = {}
-        for name in self.columns:
-            kind = self.types[name]
+        for name, kind in self.types.items():
             if name in columns:
                 frame[name] = _cast(columns[name], kind, f"column {name!r} of {where}").to_pandas()
             else:
                 frame[name] = _zeros(rows, kind).to_pandas()
-                filled.append(name)
         try:
             with quiet_operators():
                 return self.workflow.transform(pd.DataFrame(frame))
@@ -123,7 +114,8 @@ class InferenceWorkflow:
             raise
         except Exception as error:  # whatever the user's own operators raise
             cause = error.__cause__ or error
-            hint = f" ({quoted(filled, brief=True)}, missing, was filled)" if filled else ""
+            filled = quoted((name for name in frame if name not in columns), brief=True)
+            hint = f" ({filled}, missing, was filled)" if filled else ""
             raise UserError(
                 f"the workflow fails on {where}{hint}: {type(cause).__name__}: "
                 f"{clipped(str(cause))}. Give rows as it was fitted on"
@@ -132,11 +124,7 @@ class InferenceWorkflow:
 
 def why_not_raw(workflow: nvt.Workflow, fields: Mapping[str, Column]) -> str | None:
     """Why raw rows cannot be encoded one by one by a workflow, as a sentence; None if they can."""
-    with quiet_imports():
-        from nvtabular import ops
-
-    hashed = [name for name, column in fields.items() if column.is_hashed]
-    if hashed:
+    if hashed := [name for name, column in fields.items() if column.is_hashed]:
         return (
             f"NVTabular hashed ids of {quoted(hashed, brief=True)}, and its hash on a CPU depends "
             "on the row number. Fit without HashBucket, HashedCross and num_buckets"
@@ -152,24 +140,59 @@ def why_not_raw(workflow: nvt.Workflow, fields: Mapping[str, Column]) -> str | N
     return None
 
 
+class NullSafeCategorify(ops.Categorify):
+    """A fitted `Categorify` that gives a null id 1, and an empty list for a null list.
+
+    Stock fails on a batch of nulls only, and on a null among integers if the fit had none.
+
+    Args:
+        fitted: of which it is a copy.
+        lists: columns of lists, which a batch of nulls does not show.
+    """
+
+    def __init__(self, fitted: ops.Categorify, lists: frozenset[str]) -> None:
+        self.__dict__.update(fitted.__dict__)
+        self.lists = lists
+
+    def transform(self, col_selector: Any, df: Any) -> Any:
+        """Encode a batch."""
+        nulls = {n: df[n].isna().to_numpy() for n in col_selector.names if n in df}
+        nulls = {name: null for name, null in nulls.items() if null.any()}
+        if self.encode_type == "combo" or not nulls:
+            return super().transform(col_selector, df)
+        out, empty = df.reset_index(drop=True), []
+        for name, null in nulls.items():
+            if name in self.lists:
+                rows = [[] if gone else row for gone, row in zip(null, df[name], strict=True)]
+                out[name] = pd.Series(rows, dtype=object)
+            elif null.all():
+                empty.append(name)
+            else:
+                out[name] = out[name].mask(null, out[name][int(np.argmin(null))])
+        rest = [name for name in col_selector.names if name not in empty]
+        encoded = super().transform(type(col_selector)(rest), out) if rest else out
+        for name, null in nulls.items():
+            if name in empty:
+                encoded[name] = np.full(len(df), NULL_OFFSET, np.int64)
+            elif name not in self.lists:
+                encoded[name] = np.where(null, NULL_OFFSET, encoded[name].to_numpy())
+        encoded.index = df.index
+        return encoded
+
+
 # Types -------------------------------------------------------------------------------------------
 
 
-def _types(
-    workflow: nvt.Workflow, lookups: Mapping[str, list[tuple[str, str]]]
-) -> dict[str, pa.DataType | None]:
+def _types(workflow: nvt.Workflow, lookups: Lookups) -> dict[str, pa.DataType | None]:
     """Types of raw columns at the fit: of the schema, or where it has none, of a vocabulary."""
     found: dict[str, pa.DataType | None] = {}
     for column in workflow.input_schema:
         known = None if column.dtype.name == "unknown" else column.dtype.to_numpy
         kind = np.dtype(known or object)
-        held: pa.DataType | None
-        if kind.kind in "iufb":
-            held = pa.from_numpy_dtype(kind)
-        else:
-            held = _looked_up(lookups.get(column.name, ()))
-            if held is None and kind.kind == "M":
-                held = pa.timestamp("ns")
+        plain = pa.from_numpy_dtype(kind) if kind.kind in "iufb" else None
+        held = plain or _looked_up(lookups.get(column.name, ()))
+        if held is None and kind.kind == "M":
+            held = pa.timestamp("ns")
         found[column.name] = pa.list_(held) if column.is_list and held is not None else held
     return found
 
@@ -178,8 +201,7 @@ def _looked_up(lookups: Sequence[tuple[str, str]]) -> pa.DataType | None:
     """The type of values that are looked up, if all files agree on it."""
     held = set()
     for path, name in dict.fromkeys(lookups):
-        files = sorted(Path(path).glob("*.parquet")) if Path(path).is_dir() else [Path(path)]
-        schema = pq.read_schema(files[0]) if files else pa.schema([])
+        schema = pq.read_schema(next(Path(path).glob("*.parquet"), path))  # of a folder, or a file
         if name in schema.names:
             held.add(_plain(schema.field(name).type))
     held.discard(pa.null())
@@ -195,61 +217,46 @@ def element_type(kind: pa.DataType | None) -> pa.DataType | None:
 
 
 def _plain(kind: pa.DataType) -> pa.DataType:
-    return _plain(kind.value_type) if kinds.is_dictionary(kind) else kind
+    return kind.value_type if kinds.is_dictionary(kind) else kind
 
 
 def _cast(column: Any, kind: pa.DataType | None, where: str) -> pa.Array:
-    """A column as the fit had it, by Arrow's checked cast.
-
-    Raises:
-        UserError: another kind of type, or a value that the fit's type does not have.
-    """
+    """A column as the fit had it, by Arrow's checked cast."""
     try:
         if isinstance(column, pd.Series):
-            column = _from_pandas(column)
+            column = pa.array(column, from_pandas=True)
+        if isinstance(column, pa.ChunkedArray):
+            column = column.combine_chunks()
         if kinds.is_dictionary(column.type):
             column = column.dictionary_decode()
-        if kind is None and (kinds.is_integer(column.type) or kinds.is_floating(column.type)):
-            raise UserError(
-                f"{where} is {column.type}, but was no number when the workflow was fitted. Cast it"
-            )
-        if kind is None or column.type == kind:
-            return column
-        if not _fits(column.type, kind) and column.null_count < len(column):
-            raise UserError(
-                f"{where} is {column.type}, but was {kind} when the workflow was fitted. Cast it"
-            )
-        return (
-            pa.nulls(len(column), kind) if column.null_count == len(column) else column.cast(kind)
+        given = column.type
+        if kind is None:
+            if not (kinds.is_integer(given) or kinds.is_floating(given)):
+                return column
+        elif column.null_count == len(column):
+            return pa.nulls(len(column), kind)
+        elif _fits(given, kind):
+            return column.cast(kind)
+        raise UserError(
+            f"{where} is {given}, but was {kind or 'no number'} when the workflow was fitted. "
+            "Cast it"
         )
     except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
         fitted = f", which was {kind} when the workflow was fitted" if kind is not None else ""
         raise UserError(f"{where}{fitted}: {clipped(str(error))}. Correct it") from None
 
 
-def _from_pandas(column: pd.Series) -> pa.Array:
-    found = pa.array(column, from_pandas=True)
-    return found.combine_chunks() if isinstance(found, pa.ChunkedArray) else found
-
-
 def _fits(given: pa.DataType, kind: pa.DataType) -> bool:
     """Whether a type may be cast: numbers to numbers, text to text, and any other to itself."""
-    if kinds.is_null(given):
-        return True
-    if _is_list(kind) or _is_list(given):
-        both = _is_list(kind) and _is_list(given)
-        return both and _fits(_plain(given.value_type), kind.value_type)
-    if kinds.is_timestamp(kind):
-        return kinds.is_timestamp(given) and given.tz == kind.tz
-    groups = (
-        (kinds.is_integer, kinds.is_floating),
-        (kinds.is_string, kinds.is_large_string, kinds.is_binary, kinds.is_large_binary),
-        (kinds.is_decimal,),
-        (kinds.is_date,),
-        (kinds.is_duration,),
-    )
+    if _is_list(kind) and _is_list(given):
+        return kinds.is_null(given.value_type) or _fits(_plain(given.value_type), kind.value_type)
+    if kinds.is_timestamp(kind) and kinds.is_timestamp(given):
+        return given.tz == kind.tz
+    numbers = (kinds.is_integer, kinds.is_floating)
+    texts = (kinds.is_string, kinds.is_large_string, kinds.is_binary, kinds.is_large_binary)
     return given == kind or any(
-        any(one(given) for one in group) and any(one(kind) for one in group) for group in groups
+        any(one(given) for one in group) and any(one(kind) for one in group)
+        for group in (numbers, texts)
     )
 
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -19,7 +18,6 @@ from dask.utils import natural_sort_key
 from merlin_cowclip.workflows.data.adopt.graph import (
     SAVED_FILES,
     Column,
-    file_name,
     files_of,
     load_saved,
     nodes,
@@ -39,11 +37,18 @@ from merlin_cowclip.workflows.data.spec import DatasetSpec, check_input_names
 from merlin_cowclip.workflows.errors import UserError, quoted
 from merlin_cowclip.workflows.quiet import quiet_imports
 
-if TYPE_CHECKING:
+with quiet_imports():
     import nvtabular as nvt
-    from merlin.schema import ColumnSchema, Schema
+    from merlin.dag import Node
+    from merlin.schema import ColumnSchema, Schema, Tags
+    from merlin.schema.io.tensorflow_metadata import TensorflowMetadata
+    from nvtabular import ops
 
 WORKFLOW_FILES = ("workflow.pkl", "metadata.json")  # what nvt.Workflow.save writes
+_TARGETS = {
+    *(Tags.TARGET, Tags.BINARY_CLASSIFICATION, Tags.MULTI_CLASS_CLASSIFICATION),
+    *(Tags.REGRESSION, Tags.CLASSIFICATION),
+}
 
 
 @dataclass(frozen=True)
@@ -63,81 +68,68 @@ class Vocabulary:
     @functools.cached_property
     def rows(self) -> int:
         """How many ids it holds; they are the last ones of the field."""
-        return sum(pq.read_metadata(file).num_rows for file in self.files)
+        try:
+            return sum(pq.read_metadata(file).num_rows for file in self.files)
+        except (pa.ArrowException, OSError) as error:
+            bad_parquet(self.path, error)
 
     def raw(self) -> pa.ChunkedArray:
         """Raw ids as text, by id; combined ones are joined by "_"."""
+        columns = [_text(column) for column in self._read(self._names[0]).columns]
         nulls = {"null_handling": "replace", "null_replacement": ""}
-        texts = []
-        for batch in (b for file in self.files for b in pq.read_table(file).to_batches()):
-            names = [self.storage]
-            if self.storage not in batch.schema.names:  # Categorify(encode_type="combo")
-                names = [n for n in batch.schema.names if n != self._size(batch.schema)]
-                names = [n for n in names if not n.startswith("__index_level_")]
-            columns = [_text(batch.column(name)) for name in names]
-            texts.append(
-                pc.binary_join_element_wise(*columns, "_", **nulls) if columns[1:] else columns[0]
-            )
-        return pa.chunked_array(texts, pa.string())
+        return pc.binary_join_element_wise(*columns, "_", **nulls) if columns[1:] else columns[0]
 
     def sizes(self) -> np.ndarray | None:
         """How often each id occurred in the rows of the fit, if the workflow says so."""
-        named = [(file, self._size(pq.read_schema(file))) for file in self.files]
-        sizes = [pq.read_table(file, columns=[n])[n].to_numpy() for file, n in named if n]
-        return np.concatenate(sizes) if sizes and len(sizes) == len(named) else None
+        size = self._names[1]
+        return self._read([size])[size].to_numpy() if size else None
 
-    def _size(self, schema: pa.Schema) -> str | None:
-        """The column of sizes; between its parts stands the `name_sep` of the Categorify."""
-        ours = (n for n in schema.names if n != self.storage and n.startswith(self.storage))
-        return next((name for name in ours if name.endswith("size")), None)
+    @property
+    def _names(self) -> tuple[list[str], str | None]:
+        """The columns of raw ids, several if combined, and of their counts."""
+        names = pq.read_schema(self.files[0]).names
+        names = [name for name in names if not name.startswith("__index_level_")]
+        sizes = [n for n in names if n.startswith(self.storage) and n.endswith("size")]
+        size = next((name for name in sizes if name != self.storage), None)
+        raw = [name for name in names if name != size]
+        return [self.storage] if self.storage in names else raw, size
+
+    def _read(self, names: list[str]) -> pa.Table:
+        return pa.concat_tables([pq.read_table(file, columns=names) for file in self.files])
 
 
-def _text(column: pa.Array) -> pa.Array:
+def _text(column: pa.ChunkedArray) -> pa.ChunkedArray:
     """Values as text; integers beside a null are floats in pandas."""
     if pa.types.is_dictionary(column.type):
-        column = column.dictionary_decode()
+        column = column.cast(column.type.value_type)
     try:
-        if pa.types.is_floating(column.type):
-            return column.cast(pa.int64()).cast(pa.string())
-        return column.cast(pa.string())
+        is_float = pa.types.is_floating(column.type)
+        return (column.cast(pa.int64()) if is_float else column).cast(pa.string())
     except pa.ArrowException:  # fractions, bytes that are not UTF-8
-        return pa.array([None if one is None else str(one) for one in column.to_pylist()])
+        texts = [None if one is None else str(one) for one in column.to_pylist()]
+        return pa.chunked_array([texts], pa.string())
 
 
 @dataclass(frozen=True)
 class Pipeline:
-    """What a workflow says of its parquet.
+    """What a workflow says of its parquet."""
 
-    Attributes:
-        folder: of the saved workflow.
-        spec: the label and the inputs.
-        schema: of their columns in the parquet.
-        cardinalities: number of ids by field, padding included.
-        vocabularies: by field; not of hashed ids, or of those that an operator changed.
-        columns: where each column of the workflow comes from.
-        notes: for the user.
-    """
-
-    folder: Path
+    folder: Path  # of the saved workflow
     spec: DatasetSpec
-    schema: Schema
-    cardinalities: dict[str, int]
-    vocabularies: dict[str, Vocabulary]
-    columns: dict[str, Column]
-    notes: list[str]
+    schema: Schema  # of label and inputs in the parquet
+    cardinalities: dict[str, int]  # by field, padding included
+    vocabularies: dict[str, Vocabulary]  # not of hashed ids, or of those that an operator changed
+    columns: dict[str, Column]  # of the workflow
+    notes: list[str]  # for the user
 
     @classmethod
     def of(
         cls, folder: Path, parts: Mapping[str, list[ParquetFile]], label: str, name: str
     ) -> Pipeline:
-        """Load a workflow and read its schema.
-
-        Raises:
-            UserError: the workflow is not supported, or the parquet is not what it says.
-        """
+        """Load a workflow, and check that it is supported and fits the parquet."""
         workflow = load_workflow(folder)
         refuse_unsupported(workflow, folder)
-        columns = trace(workflow).outputs
+        columns, _ = trace(workflow)
         stored = parts["train"][0].schema
         notes: list[str] = []
         schemas, roles = _roles(workflow, parts["train"][0], label, columns, notes)
@@ -157,67 +149,49 @@ class Pipeline:
         for files in parts.values():
             check_types(spec, files)
         _refuse_partial_row_ops({c: columns[c] for c in (label, *spec.fields) if c in columns})
-        if reason := why_not_raw(workflow, {c: columns.get(c, Column()) for c in spec.fields}):
+        if reason := why_not_raw(workflow, {c: columns[c] for c in spec.fields}):
             notes.append(f"raw rows cannot be scored or served: {reason}")
         vocabularies, unknown = {}, []
         for field in spec.ids:
-            column, encoder = schemas[field], columns.get(field, Column()).encoder
+            encoder = columns[field].encoder
             if encoder is not None:
                 node, output = encoder
                 storage = node.op.storage_name.get(output, output)
                 vocabularies[field] = Vocabulary(storage, Path(node.op.categories[storage]))
-            elif column.properties.get("cat_path") or columns.get(field, Column()).changed_by:
+            elif schemas[field].properties.get("cat_path") or columns[field].changed_by:
                 unknown.append(field)
-        unnamed = [c for c in unknown if schemas[c].properties.get("cat_path")]
-        if unnamed:
+        if unnamed := [c for c in unknown if schemas[c].properties.get("cat_path")]:
             notes.append(
                 f"raw ids of {quoted(unnamed)} are not known: no Categorify of this workflow made "
                 "them, or an operator after it may have changed them"
             )
         cardinalities = {c: _cardinality(schemas[c], vocabularies.get(c)) for c in spec.ids}
-        hashed = [c for c in spec.ids if c in columns and columns[c].is_hashed and c in unknown]
-        domains_of({c: schemas[c] for c in spec.ids}, cardinalities, hashed)
-        return cls(
-            folder=folder,
-            spec=spec,
-            schema=_schema(spec, stored, schemas, vocabularies, unknown),
-            cardinalities=cardinalities,
-            vocabularies=vocabularies,
-            columns=columns,
-            notes=notes,
+        domains_of({c: schemas[c] for c in spec.ids}, cardinalities)
+        schema = Schema(
+            [
+                ColumnSchema(
+                    label,
+                    tags=[Tags.TARGET, Tags.BINARY_CLASSIFICATION],
+                    dtype=stored.field(label).type.to_pandas_dtype(),
+                ),
+                *(
+                    _input_schema(schemas[c], stored, vocabularies.get(c), c in unknown)
+                    for c in spec.fields
+                ),
+            ]
         )
-
-    @property
-    def bucketed(self) -> set[str]:
-        """Fields all of whose ids are buckets."""
-        without = {
-            c: self.columns.get(c, Column()) for c in self.spec.ids if c not in self.vocabularies
-        }
-        return {c for c, of in without.items() if of.is_hashed or "Bucketize" in of.changed_by}
-
-    def label_remedy(self) -> str:
-        """What to do about a label that is not 0 or 1; empty if the workflow only passes it on."""
-        by = self.columns.get(self.spec.label, Column()).changed_by
-        if not by:
-            return ""
-        return f"The workflow changed the label ({', '.join(by)}). Let it pass the label unchanged"
+        return cls(folder, spec, schema, cardinalities, vocabularies, columns, notes)
 
 
 def load_workflow(folder: Path) -> nvt.Workflow:
-    """Load a fitted workflow, which runs code from its folder.
-
-    Raises:
-        UserError: not a workflow's folder, a file of it is missing, it does not load here, or it
-            was not fitted.
-    """
-    missing = [name for name in WORKFLOW_FILES if not os.path.isfile(folder / name)]
-    if missing:
+    """Load a fitted workflow that has all its files; this runs code from its folder."""
+    if missing := [name for name in WORKFLOW_FILES if not (folder / name).is_file()]:
         raise UserError(
             f"{folder} is not a saved workflow: {' and '.join(missing)} is missing. Name a folder "
             "that nvtabular.Workflow.save wrote"
         )
     try:
-        workflow = load_saved(folder.absolute())
+        workflow = load_saved(folder)
     except Exception as error:  # it runs whatever was pickled
         raise UserError(
             f"{folder} does not load in this environment: {type(error).__name__}: {error}. Install "
@@ -226,17 +200,12 @@ def load_workflow(folder: Path) -> nvt.Workflow:
     if not workflow.output_schema:
         raise UserError(f"{folder} is not fitted: it has no schema. Save it after fit")
     for node in nodes(workflow.output_node):
-        files = files_of(node.op)
-        for storage, path in files.items():
-            name = file_name(node.op, storage)
-            # A replaced path, for out_path="cat": a/aegories/unique.user.parquet.
-            found = path if os.path.exists(path) else next(folder.absolute().rglob(name), None)
-            if found is None:
+        for path in map(Path, files_of(node.op).values()):
+            if not path.exists():
                 raise UserError(
-                    f"{folder} lacks {SAVED_FILES}/{name}. Copy the whole folder, or save the "
-                    "workflow again"
+                    f"{folder} lacks {SAVED_FILES}/{path.name}. Copy the whole folder, or fit with "
+                    "an absolute out_path and save again"
                 )
-            files[storage] = str(found)
     return workflow
 
 
@@ -244,33 +213,26 @@ def load_workflow(folder: Path) -> nvt.Workflow:
 
 
 def refuse_unsupported(workflow: nvt.Workflow, folder: Path) -> None:
-    """Refuse options of Categorify, and names, with which NVTabular makes wrong ids.
-
-    Raises:
-        UserError: names the first.
-    """
-    with quiet_imports():
-        from nvtabular.ops import Categorify
-
+    """Refuse options of Categorify, and names, with which NVTabular makes wrong ids."""
     writers: dict[str, Any] = {}
     for node in nodes(workflow.output_node):
         op = node.op
-        for storage in files_of(op):
-            name = file_name(op, storage)
-            if writers.setdefault(name, op) is not op:
-                one, two = operator_name(writers[name]), operator_name(op)
+        for path in map(Path, files_of(op).values()):
+            other = writers.setdefault(path.name, op)
+            if other is not op:
                 raise UserError(
-                    f"{one} and {two} both save to {name} in {folder}, so that one file is lost. "
-                    "Rename the column before one of them, fit, write and save again"
+                    f"{operator_name(other)} and {operator_name(op)} both save to {path.name} in "
+                    f"{folder}, so that one file is lost. Rename the column before one of them, "
+                    "fit, write and save again"
                 )
-        if not isinstance(op, Categorify):
+        if not isinstance(op, ops.Categorify):
             continue
         if op.single_table:
             raise UserError(
                 f"Categorify(single_table=True) in {folder} gives ids beyond its own schema. Fit "
                 "with single_table=False"
             )
-        if type(op) is Categorify and "order" in node.input_schema.column_names:
+        if type(op) is ops.Categorify and "order" in node.input_schema.column_names:
             raise UserError(
                 f"Categorify in {folder} reads a column called 'order', a name that it uses "
                 "itself: rows get ids of others. Rename the column, fit and write again"
@@ -279,14 +241,14 @@ def refuse_unsupported(workflow: nvt.Workflow, folder: Path) -> None:
             _refuse_replaced(workflow, node, folder)
 
 
-def _refuse_replaced(workflow: nvt.Workflow, combo: Any, folder: Path) -> None:
-    """Refuse a combo Categorify that hands on raw columns under names of other outputs."""
+def _refuse_replaced(workflow: nvt.Workflow, combo: Node, folder: Path) -> None:
+    """Refuse a combo Categorify, which hands on its raw columns, behind columns of their names."""
     read = {name for group in combo.selector.subgroups for name in group.names}
     others = {name for name in combo.selector.grouped_names if isinstance(name, str)}
     for node in nodes(workflow.output_node):
         before: list[str] = []
         for above in node.parents_with_dependencies:  # the last column of a name is taken
-            others |= set(before) if _hands_on(above, combo) else set()
+            others |= set(before) if combo in nodes(above) else set()
             before += above.output_schema.column_names
     if read & others:
         raise UserError(
@@ -294,15 +256,6 @@ def _refuse_replaced(workflow: nvt.Workflow, combo: Any, folder: Path) -> None:
             'Categorify(encode_type="combo") also returns its inputs. Put it first (combo + '
             "others), and encode single columns with another Categorify"
         )
-
-
-def _hands_on(node: Any, combo: Any) -> bool:
-    """Whether a node returns the columns that another returns past its schema."""
-    with quiet_imports():
-        from nvtabular.ops import Dropna, Filter
-
-    filters = isinstance(node.op, Filter | Dropna)
-    return node is combo or (filters and any(_hands_on(p, combo) for p in node.parents))
 
 
 def _refuse_partial_row_ops(columns: Mapping[str, Column]) -> None:
@@ -328,42 +281,32 @@ def _roles(
     traced: Mapping[str, Column],
     notes: list[str],
 ) -> tuple[dict[str, ColumnSchema], dict[str, str]]:
-    """The model's inputs: their schemas, and their roles, "categorical" or "continuous".
-
-    Columns without tags have those of the schema that lies with the parquet.
-
-    Raises:
-        UserError: none of them has ids, or the schema with the parquet is not Merlin's.
-    """
-    in_file = _parquet_schema(file.path)
+    """Schemas and roles ("categorical" or "continuous") of the inputs, by their tags."""
+    place = file.path.parent / ".merlin" / "schema.json"
+    in_file = _parquet_schema(place)
     schemas: dict[str, ColumnSchema] = {}
     roles: dict[str, str] = {}
-    left_out, targets, tagged_in_file = [], [], []
+    left_out, tagged_in_file = [], []
     for column in workflow.output_schema:
-        name, known = column.name, traced.get(column.name, Column())
+        name, known = column.name, traced[column.name]
         if name == label:
             continue
-        role = _role(column, known)
-        if role is None and name in in_file and _role(in_file[name], known):
-            column, role = in_file[name], _role(in_file[name], known)
+        role = _role(column.tags, known)
+        if role is None and name in in_file and (role := _role(in_file[name].tags, known)):
+            column = in_file[name]
             tagged_in_file.append(name)
         if role in ("categorical", "continuous"):
-            inherited = _target_tags() if known.is_statistic else set()
+            inherited = _TARGETS if known.is_statistic else set()
             tags = set(column.tags) - inherited
             schemas[name], roles[name] = dataclasses.replace(column, tags=tags), role
         elif role is None:
             left_out.append(name)
-        elif _role(dataclasses.replace(column, tags=set(column.tags) - _target_tags()), known):
-            targets.append(name)
     given = {label, *workflow.output_schema.column_names}
     left_out += [name for name in file.schema.names if name not in given]
     if tagged_in_file:
-        place = _schema_file(file.path)
         notes.append(f"tags of {quoted(tagged_in_file)} are from {place}: the workflow's has none")
     if left_out:
         notes.append(f"left out, tagged neither categorical nor continuous: {quoted(left_out)}")
-    if targets:
-        notes.append(f"left out, tagged as targets: {quoted(targets)}")
     if "categorical" not in roles.values():
         raise UserError(
             "No column of ids in the workflow: none of "
@@ -373,41 +316,19 @@ def _roles(
     return schemas, roles
 
 
-def _role(column: ColumnSchema, known: Column) -> str | None:
+def _role(tags: Any, known: Column) -> str | None:
     """What the tags say: "categorical", "continuous", "target" or None."""
-    with quiet_imports():
-        from merlin.schema import Tags
-
-    tags = set(column.tags)
     # NVTabular gives statistics the tags of the ids and targets that they are computed from.
     if known.is_statistic and known.encoder is None:
-        return "continuous" if {Tags.CATEGORICAL, Tags.CONTINUOUS} & tags else None
-    if _target_tags() & tags:
+        return "continuous" if {Tags.CATEGORICAL, Tags.CONTINUOUS} & set(tags) else None
+    if _TARGETS & set(tags):
         return "target"
     if Tags.CATEGORICAL in tags:
         return "categorical"
     return "continuous" if Tags.CONTINUOUS in tags else None
 
 
-def _target_tags() -> set[Any]:
-    with quiet_imports():
-        from merlin.schema import Tags
-
-    return {
-        *(Tags.TARGET, Tags.BINARY_CLASSIFICATION, Tags.MULTI_CLASS_CLASSIFICATION),
-        *(Tags.REGRESSION, Tags.CLASSIFICATION),
-    }
-
-
-def _schema_file(path: Path) -> Path:
-    return path.parent / ".merlin" / "schema.json"
-
-
-def _parquet_schema(path: Path) -> dict[str, ColumnSchema]:
-    with quiet_imports():
-        from merlin.schema.io.tensorflow_metadata import TensorflowMetadata
-
-    place = _schema_file(path)
+def _parquet_schema(place: Path) -> dict[str, ColumnSchema]:
     try:
         schema = TensorflowMetadata.from_json(place.read_text(encoding="utf-8")).to_merlin_schema()
     except FileNotFoundError:
@@ -420,11 +341,7 @@ def _parquet_schema(path: Path) -> dict[str, ColumnSchema]:
 
 
 def _cardinality(column: ColumnSchema, vocabulary: Vocabulary | None) -> int:
-    """Number of ids of a field.
-
-    Raises:
-        UserError: the schema does not say, or the vocabulary has another number of them.
-    """
+    """Number of ids of a field, by the schema; the vocabulary must have as many."""
     domain = column.int_domain
     if domain is None or domain.max is None:
         raise UserError(
@@ -433,56 +350,37 @@ def _cardinality(column: ColumnSchema, vocabulary: Vocabulary | None) -> int:
             'AddMetadata(properties={"domain": {"min": 0, "max": …}})'
         )
     cardinality = int(domain.max) + 1
-    if vocabulary is None:
-        return cardinality
-    try:
+    if vocabulary is not None:
         rows = vocabulary.rows
-    except (pa.ArrowException, OSError) as error:
-        bad_parquet(vocabulary.path, error)
-    first = cardinality - rows  # after padding, missing, and unknown or hashed ids
-    if first < 3 or (first > 3 and not column.properties.get("num_buckets")):
-        raise UserError(
-            f"{vocabulary.path} has {rows:,} ids, but the schema gives {column.name!r} "
-            f"{cardinality:,}. Another fit may have written to Categorify's out_path: give it one "
-            "of its own, and fit again"
-        )
+        first = cardinality - rows  # after padding, missing, and unknown or hashed ids
+        if first < 3 or (first > 3 and not column.properties.get("num_buckets")):
+            raise UserError(
+                f"{vocabulary.path} has {rows:,} ids, but the schema gives {column.name!r} "
+                f"{cardinality:,}. Another fit may have written to Categorify's out_path: give it "
+                "one of its own, and fit again"
+            )
     return cardinality
 
 
-def _schema(
-    spec: DatasetSpec,
-    stored: pa.Schema,
-    schemas: Mapping[str, ColumnSchema],
-    vocabularies: Mapping[str, Vocabulary],
-    unknown: Sequence[str],
-) -> Schema:
-    """The label and the inputs as the parquet holds them; fields of ``unknown`` are marked.
+def _input_schema(
+    column: ColumnSchema, stored: pa.Schema, vocabulary: Vocabulary | None, unknown: bool
+) -> ColumnSchema:
+    """A column as the parquet holds it, marked if its raw ids are unknown.
 
     Lists are ragged whatever the workflow says: on a CPU, ListSlice(pad=True) does not pad.
     """
-    with quiet_imports():
-        from merlin.schema import ColumnSchema, Schema, Tags
-
-    def column(name: str) -> ColumnSchema:
-        kind = stored.field(name).type
-        properties: dict[str, Any] = {}
-        tags: list[Any] = [Tags.TARGET, Tags.BINARY_CLASSIFICATION]
-        if name != spec.label:
-            properties, tags = dict(schemas[name].properties), list(schemas[name].tags)
-            properties.pop("value_count", None)
-        if name in unknown:
-            properties.pop("cat_path", None)
-            properties["no_raw_ids"] = True
-        elif name in vocabularies:  # relative to the workflow's folder: folders move
-            file = f"unique.{vocabularies[name].storage}.parquet"
-            properties["cat_path"] = f"{SAVED_FILES}/{file}"
-        return ColumnSchema(
-            name,
-            tags=tags,
-            properties=properties,
-            dtype=(kind.value_type if is_list(kind) else kind).to_pandas_dtype(),
-            is_list=is_list(kind),
-            is_ragged=is_list(kind),
-        )
-
-    return Schema([column(name) for name in (spec.label, *spec.fields)])
+    kind, properties = stored.field(column.name).type, dict(column.properties)
+    properties.pop("value_count", None)
+    if unknown:
+        properties.pop("cat_path", None)
+        properties["no_raw_ids"] = True
+    elif vocabulary is not None:  # relative to the workflow's folder: folders move
+        properties["cat_path"] = f"{SAVED_FILES}/{vocabulary.path.name}"
+    return ColumnSchema(
+        column.name,
+        tags=list(column.tags),
+        properties=properties,
+        dtype=(kind.value_type if is_list(kind) else kind).to_pandas_dtype(),
+        is_list=is_list(kind),
+        is_ragged=is_list(kind),
+    )

@@ -12,18 +12,13 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from merlin_cowclip.workflows.data.adopt.graph import (
-    SAVED_FILES,
-    file_name,
-    files_of,
-    load_saved,
-    nodes,
-)
+from merlin_cowclip.workflows.data.adopt.graph import SAVED_FILES, Column, load_saved
 from merlin_cowclip.workflows.data.adopt.inference import InferenceWorkflow
-from merlin_cowclip.workflows.data.adopt.inputs import WORKFLOW_FILES, Pipeline, load_workflow
+from merlin_cowclip.workflows.data.adopt.inputs import WORKFLOW_FILES, Pipeline
 from merlin_cowclip.workflows.data.adopt.parquet_files import ParquetFile, open_files
 from merlin_cowclip.workflows.data.adopt.skew import check_skew
 from merlin_cowclip.workflows.data.adopt.validate import (
+    LABEL_REMEDY,
     batches,
     checked_ids,
     checked_labels,
@@ -96,7 +91,11 @@ def adopt(
         scan.read(splits)
         for file in files:
             check_unchanged(file.state)  # while it was read
-        _copy_workflow(workflow, folder / "workflow")
+        (folder / "workflow").mkdir()
+        for name in WORKFLOW_FILES:
+            shutil.copy2(workflow / name, folder / "workflow" / name)
+        if (workflow / SAVED_FILES).is_dir():
+            shutil.copytree(workflow / SAVED_FILES, folder / "workflow" / SAVED_FILES)
         if check_raw is not None:
             _check_raw(pipeline, folder / "workflow", open_files(check_raw), files)
         _save(pipeline, scan, splits, folder)
@@ -106,12 +105,10 @@ def adopt(
 def _check_raw(
     pipeline: Pipeline, workflow: Path, raw: list[ParquetFile], files: list[ParquetFile]
 ) -> None:
-    """Compare raw rows, encoded by the copied workflow, with the parquet.
-
-    Statistics are left out: `TargetEncoding` encodes rows of its fit by folds, by design.
-    """
+    """Compare raw rows, encoded by the copied workflow, with the parquet."""
     spec = pipeline.spec
     inference = InferenceWorkflow(load_saved(workflow), spec.fields, spec.label, spec.lists)
+    # `TargetEncoding` encodes rows of its fit by folds.
     fields = [c for c in spec.fields if not pipeline.columns[c].is_statistic]
     if all(inference.has_label(file.schema.names) for file in raw):
         fields.append(spec.label)
@@ -133,12 +130,12 @@ class _Scan:
         self.ranges: dict[str, tuple[float, float]] = {}  # in the training split
 
     def read(self, splits: dict[str, list[ParquetFile]]) -> None:
-        """Check all rows.
-
-        Raises:
-            UserError: names file, row and column of the first bad value.
-        """
-        spec, remedy = self.pipeline.spec, self.pipeline.label_remedy()
+        """Check all rows; the error of a bad value names file, row and column."""
+        spec, remedy = self.pipeline.spec, LABEL_REMEDY
+        if by := self.pipeline.columns.get(spec.label, Column()).changed_by:
+            remedy = (
+                f"The workflow changed the label ({', '.join(by)}). Let it pass the label unchanged"
+            )
         total = sum(file.rows for files in splits.values() for file in files)
         with progress_bar("checking", total, show=self.progress) as bar:
             for split, files in splits.items():
@@ -148,17 +145,16 @@ class _Scan:
                     rows += batch.num_rows
                     labels = checked_labels(batch, spec.label, where, remedy)
                     positives += int(np.count_nonzero(labels))
-                    numbers = {n: checked_numbers(batch, n, where) for n in spec.continuous}
+                    for name in spec.continuous:
+                        values = checked_numbers(batch, name, where)
+                        if split == "train":
+                            low, high = self.ranges.get(name, (np.inf, -np.inf))
+                            low, high = min(low, values.min()), max(high, values.max())
+                            self.ranges[name] = float(low), float(high)
                     for name in spec.ids:
                         ids = checked_ids(batch, name, self.pipeline.cardinalities[name], where)
                         if split == "train":
                             _add_counts(self.counts[name], ids)
-                    for name, values in numbers.items() if split == "train" else ():
-                        low, high = self.ranges.get(name, (np.inf, -np.inf))
-                        self.ranges[name] = (
-                            min(low, float(values.min())),
-                            max(high, float(values.max())),
-                        )
                     bar.update(batch.num_rows)
                 if files and positives in (0, rows):
                     raise UserError(
@@ -190,7 +186,13 @@ def _save(
         vocabulary = pipeline.vocabularies.get(name)
         raw = pa.nulls(0, pa.string()) if vocabulary is None else vocabulary.raw()
         write_counts(folder / "counts", name, counts, raw)
-    save_schema(pipeline.schema, folder, pipeline.bucketed)
+    bucketed = {
+        name
+        for name in pipeline.spec.ids
+        if name not in pipeline.vocabularies
+        and (pipeline.columns[name].is_hashed or "Bucketize" in pipeline.columns[name].changed_by)
+    }
+    save_schema(pipeline.schema, folder, bucketed)
     notes = list(pipeline.notes)
     if other := _counted_otherwise(pipeline, scan):
         notes.append(
@@ -210,17 +212,6 @@ def _save(
         "notes": notes,
     }
     write_record(folder, record)
-
-
-def _copy_workflow(source: Path, home: Path) -> None:
-    """Copy a saved workflow: its pickle, and the files that its operators look values up in."""
-    (home / SAVED_FILES).mkdir(parents=True)
-    for name in WORKFLOW_FILES:
-        shutil.copy2(source / name, home / name)
-    for node in nodes(load_workflow(source).output_node):
-        for storage, path in files_of(node.op).items():
-            copy = shutil.copytree if Path(path).is_dir() else shutil.copy2
-            copy(path, home / SAVED_FILES / file_name(node.op, storage))
 
 
 def _counted_otherwise(pipeline: Pipeline, scan: _Scan) -> list[str]:

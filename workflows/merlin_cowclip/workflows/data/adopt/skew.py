@@ -29,21 +29,11 @@ def check_skew(
     encoded: Sequence[ParquetFile],
     fields: Sequence[str],
     numbers: Sequence[str] = (),
-) -> int:
-    """Encode raw rows, and look each up among the rows that the workflow wrote.
+) -> None:
+    """Encode raw rows, and look each up among the rows that the workflow wrote, in any order.
 
-    Args:
-        inference: the workflow.
-        raw: rows that it reads.
-        encoded: rows that it wrote of these, and maybe of others, in any order.
-        fields: columns to compare.
-        numbers: those of them that are no ids; compared to 3 digits.
-
-    Returns:
-        How many rows were compared.
-
-    Raises:
-        UserError: a row is not there, and which field differs; or a file has none of the rows.
+    Of ``fields``, ``numbers`` are compared to 3 digits. The error of rows that are not there names
+    the field that differs.
     """
     rows = _sample(inference, raw, fields)
     hashing = _Hashes(rows, fields, numbers)
@@ -76,7 +66,6 @@ def check_skew(
         )
     if extra:
         raise UserError(f"no raw row is encoded as {extra}. {_AGAIN}")
-    return len(rows)
 
 
 def _sample(
@@ -90,8 +79,7 @@ def _sample(
         for where, batch in batches([file], names, BATCH_ROWS):
             taken = np.arange(-first % step, batch.num_rows, step)
             if len(taken):
-                picked = pa.Table.from_batches([batch]).take(pa.array(taken)).combine_chunks()
-                columns = {name: picked[name].combine_chunks() for name in names}
+                columns = {name: batch.column(name).take(pa.array(taken)) for name in names}
                 out = inference.encode(columns, where)[list(fields)]
                 kept = len(out) == len(taken)  # else a Filter dropped some
                 out.index = pd.Index(first + taken + 1 if kept else np.zeros(len(out), int))
@@ -135,39 +123,32 @@ class _Hashes:
 def _refuse(
     hashing: _Hashes, rows: pd.DataFrame, lost: pd.DataFrame, encoded: Sequence[ParquetFile]
 ) -> NoReturn:
-    """Name the field without which most of the lost rows are found, and what the parquet has."""
+    """Name the field without which most of the lost rows are found."""
     matched = np.zeros((len(lost), len(hashing.fields)), bool)
-    example: dict[int, tuple[int, object]] = {}  # place of a field → lost row, value in the parquet
     for _, batch in batches(encoded, hashing.fields, BATCH_ROWS):
         frame = batch.to_pandas()
         for shift in hashing.shifts:
-            mine, other = hashing(lost, shift), hashing(frame, shift)
-            for place, name in enumerate(hashing.fields):
-                keys = mine.sum(axis=1) - mine[:, place]
-                others = other.sum(axis=1) - other[:, place]
-                here = np.isin(keys, others)
-                matched[:, place] |= here
-                if place not in example and here.any():
-                    row = int(here.argmax())
-                    at = int((others == keys[row]).argmax())
-                    example[place] = row, frame[name].iloc[at]
-    # Of several fields, the one whose rest tells most rows apart.
-    hashes = hashing(rows, 0.0)
-    rest = hashes.sum(axis=1, keepdims=True) - hashes
-    place = int(np.argmax(matched.sum(axis=0) + [len(set(r)) / 1e6 for r in rest.T]))
-    if place not in example:
+            mine, other = _without_each(hashing(lost, shift)), _without_each(hashing(frame, shift))
+            for place in range(len(hashing.fields)):
+                matched[:, place] |= np.isin(mine[:, place], other[:, place])
+    if not matched.any():
         raise UserError(
             f"{len(lost):,} of {len(rows):,} raw rows are not in the parquet; the first is row "
             f"{lost.index[0]:,}. Give the raw rows that the parquet was written from, or write it "
             "again with this workflow"
         )
-    name, (row, value) = hashing.fields[place], example[place]
+    # Of several fields, the one whose rest tells most rows apart.
+    rest = _without_each(hashing(rows, 0.0))
+    place = int(np.argmax(matched.sum(axis=0) + [len(set(r)) / 1e6 for r in rest.T]))
+    name, row = hashing.fields[place], int(matched[:, place].argmax())
+    value = lost[name].iloc[row]
     raise UserError(
         f"field {name!r} differs from the parquet in {int(matched[:, place].sum()):,} of "
         f"{len(rows):,} raw rows. In row {lost.index[row]:,} the workflow gives "
-        f"{_shown(lost[name].iloc[row])}, the parquet has {_shown(value)}. {_AGAIN}"
+        f"{list(value) if isinstance(value, np.ndarray) else value}. {_AGAIN}"
     )
 
 
-def _shown(value: object) -> str:
-    return str(list(value) if isinstance(value, np.ndarray) else value)
+def _without_each(hashes: np.ndarray) -> np.ndarray:
+    """The sum of each row but for one field, n×F."""
+    return hashes.sum(axis=1, keepdims=True) - hashes

@@ -1,4 +1,7 @@
-"""Check rows that an NVTabular workflow encoded: ids in range, finite numbers, labels 0 and 1."""
+"""Check rows that an NVTabular workflow encoded: ids in range, finite numbers, labels 0 and 1.
+
+The first bad value raises a UserError with its file, row and column.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,7 @@ from merlin_cowclip.workflows.data.adopt.parquet_files import ParquetFile, bad_p
 from merlin_cowclip.workflows.errors import UserError
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
+LABEL_REMEDY = "Remove the row, or correct its label"
 _FILL = "Fill it in the workflow (Categorify does for ids, FillMissing for numbers)"
 
 T = TypeVar("T")
@@ -56,11 +60,7 @@ def prefetch(items: Iterator[T]) -> Iterator[T]:
 def batches(
     files: Sequence[ParquetFile], columns: Sequence[str], rows: int
 ) -> Iterator[tuple[BatchLocation, pa.RecordBatch]]:
-    """Some columns of all files, at most ``rows`` rows at a time, in order; no batch is empty.
-
-    Raises:
-        UserError: a file cannot be read.
-    """
+    """Some columns of all files, at most ``rows`` rows at a time, in order; no batch is empty."""
     for file in files:
         group = row = 0
         try:
@@ -75,19 +75,9 @@ def batches(
 
 
 def checked_labels(
-    batch: pa.RecordBatch, name: str, where: BatchLocation, remedy: str = ""
+    batch: pa.RecordBatch, name: str, where: BatchLocation, remedy: str = LABEL_REMEDY
 ) -> np.ndarray:
-    """The labels of a batch, n float64.
-
-    Args:
-        batch: some rows.
-        name: column of the label.
-        where: its location.
-        remedy: what to do about another value; by default to remove the row.
-
-    Raises:
-        UserError: a label is not 0 or 1.
-    """
+    """The labels of a batch as float64, all 0 or 1; ``remedy`` is for the error of another."""
     column = batch.column(name)
     # NaN where null. A whole number beyond 2^53 is rounded, but not to 0 or 1.
     values = column.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False)
@@ -96,47 +86,37 @@ def checked_labels(
         row = int(np.argmin(good))
         value = column[row].as_py()
         found = f"label {'null' if value is None else repr(value)}, which is not 0 or 1,"
-        where.refuse(name, row, found, remedy or "Remove the row, or correct its label")
+        where.refuse(name, row, found, remedy)
     return values
 
 
 def checked_ids(batch: pa.RecordBatch, name: str, limit: int, where: BatchLocation) -> np.ndarray:
-    """The ids of a batch; of a list column one after the other.
-
-    Args:
-        batch: some rows.
-        name: column of ids.
-        limit: the field's cardinality.
-        where: its location.
-
-    Raises:
-        UserError: a null, or an id that is not from 0 to ``limit`` - 1.
-    """
-    column, offsets = batch.column(name), None
+    """The ids of a batch, all from 0 to ``limit`` - 1; those of lists one after the other."""
+    column = batch.column(name)
     _check_nulls(column, name, where)
-    if is_list(column.type):
-        offsets = column.offsets.to_numpy() - column.offsets[0].as_py()
-        column = column.flatten()
-        if column.null_count:
-            at = int(np.argmax(column.is_null().to_numpy(zero_copy_only=False)))
-            row = int(np.searchsorted(offsets, at, side="right")) - 1
-            where.refuse(name, row, "a null in a list", _FILL)
-    ids: np.ndarray = column.to_numpy(zero_copy_only=False)
+    values = column.flatten() if is_list(column.type) else column
+    if values.null_count:
+        at = int(np.argmax(values.is_null().to_numpy(zero_copy_only=False)))
+        where.refuse(name, _row_of(column, at), "a null in a list", _FILL)
+    ids: np.ndarray = values.to_numpy(zero_copy_only=False)
     if len(ids) and (ids.min() < 0 or ids.max() >= limit):
         at = int(np.argmax((ids < 0) | (ids >= limit)))
-        row = at if offsets is None else int(np.searchsorted(offsets, at, side="right")) - 1
         found = f"id {ids[at]}, beyond the schema's 0 to {limit - 1},"
         remedy = "Give the parquet that this workflow wrote, or the workflow that wrote it"
-        where.refuse(name, row, found, remedy)
+        where.refuse(name, _row_of(column, at), found, remedy)
     return ids
 
 
-def checked_numbers(batch: pa.RecordBatch, name: str, where: BatchLocation) -> np.ndarray:
-    """The numbers of a batch, n.
+def _row_of(column: pa.Array, at: int) -> int:
+    """The row that holds a value of a column, or of its lists."""
+    if not is_list(column.type):
+        return at
+    offsets = column.offsets.to_numpy()
+    return int(np.searchsorted(offsets - offsets[0], at, side="right")) - 1
 
-    Raises:
-        UserError: a null, NaN, inf, or a number beyond float32.
-    """
+
+def checked_numbers(batch: pa.RecordBatch, name: str, where: BatchLocation) -> np.ndarray:
+    """The numbers of a batch, all finite in float32."""
     column = batch.column(name)
     _check_nulls(column, name, where)
     values: np.ndarray = column.to_numpy(zero_copy_only=False)

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from merlin_cowclip.workflows.data.adopt.pipeline import adopt
 from merlin_cowclip.workflows.data.prepare.executor import make_executor
 from merlin_cowclip.workflows.data.prepare.nvt_workflow import build_workflow, raw_schema
 from merlin_cowclip.workflows.data.prepare.write import PartJob
@@ -54,6 +53,8 @@ def fit_and_encode(
     Returns:
         The number of ids of each field.
     """
+    from merlin_cowclip.workflows.data.adopt.pipeline import adopt
+
     files = {part: [job.name for job in jobs if job.part == part] for part in PARTS}
     for part in PARTS:
         (folder / part).mkdir()

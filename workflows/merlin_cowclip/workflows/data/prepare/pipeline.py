@@ -129,7 +129,7 @@ def prepare(
         record = {
             "spec": spec.to_dict(),
             "engine": engine,
-            "inputs": [{"path": str(s.path), "bytes": s.state.bytes} for s in sources],
+            "inputs": [{"path": str(s.path), "bytes": s.size} for s in sources],
             "seed": int(seed),
             "rows": rows,
             "cardinalities": cardinalities,
@@ -162,7 +162,7 @@ class _Pipeline:
 
     def read(self, tasks: int) -> Counter[str]:
         """Store all columns; returns how many numbers of each were not finite."""
-        total, rows, replaced = sum(s.state.bytes for s in self.sources), 0, Counter[str]()
+        total, rows, replaced = sum(s.size for s in self.sources), 0, Counter[str]()
         size = _chunk_bytes(total, tasks)
         chunks = [(source, chunk) for source in self.sources for chunk in source.chunks(size)]
         with progress_bar("reading", total, "B", show=self.progress) as bar:

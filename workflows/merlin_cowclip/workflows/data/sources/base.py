@@ -9,13 +9,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
 import merlin_cowclip.workflows.pickled_types  # noqa: F401  (before parquet is read)
-from merlin_cowclip.workflows.data.spec import SPECS, DatasetSpec
+from merlin_cowclip.workflows.data.spec import DatasetSpec
 from merlin_cowclip.workflows.errors import UserError, clipped, quoted
 
 ID_TYPE = pa.dictionary(pa.int32(), pa.string())
@@ -42,32 +42,6 @@ class Chunk:
     quotes: bool = False
 
 
-class FileState(NamedTuple):
-    """Size, time and inode, to detect a modified file."""
-
-    bytes: int
-    mtime_ns: int
-    inode: int
-
-    @classmethod
-    def of(cls, path: Path) -> FileState:
-        """The file's state now."""
-        status = path.stat()
-        return cls(status.st_size, status.st_mtime_ns, status.st_ino)
-
-
-class Seen(Protocol):
-    """A file and its state when it was opened."""
-
-    @property
-    def path(self) -> Path:
-        """The file."""
-
-    @property
-    def state(self) -> FileState:
-        """Its state then."""
-
-
 @dataclass(frozen=True)
 class Source(abc.ABC):
     """One file of a log, read as its spec says.
@@ -85,10 +59,15 @@ class Source(abc.ABC):
     spec: DatasetSpec
     path: Path
     labelled: bool = True
-    state: FileState = dataclasses.field(init=False)  # when it was opened
+    state: tuple[int, int, int] = dataclasses.field(init=False)  # when it was opened
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "state", FileState.of(self.path))
+        object.__setattr__(self, "state", _state(self.path))
+
+    @property
+    def size(self) -> int:
+        """Bytes of the file."""
+        return self.state[0]
 
     @property
     def wanted(self) -> tuple[str, ...]:
@@ -102,12 +81,8 @@ class Source(abc.ABC):
         """Whether the file has the label's column."""
 
     @abc.abstractmethod
-    def check(self) -> tuple[str, ...]:
-        """Check the header or schema; returns the column names.
-
-        Raises:
-            UserError: the file is not in the spec's format.
-        """
+    def check(self) -> None:
+        """Raise UserError unless the header or schema is as the spec says."""
 
     @abc.abstractmethod
     def chunks(self, size: int) -> list[Chunk]:
@@ -140,35 +115,18 @@ class Source(abc.ABC):
         if missing := [name for name in self.wanted if name not in names]:
             raise UserError(
                 f"{self.path} has no column {quoted(missing, brief=True)} of data set "
-                f"{self.spec.name!r}. It has: {quoted(names, brief=True)}{self.suggestion(names)}"
+                f"{self.spec.name!r}. It has: {quoted(names, brief=True)}"
             )
-
-    def suggestion(self, cells: Sequence[str]) -> str:
-        """Name the built-in data set whose columns a file has, if that is another one."""
-        for spec in SPECS.values():
-            fits = set(cells) >= {spec.label, *spec.fields}
-            if spec.columns is not None:
-                fits = len(cells) == len(spec.columns)
-            if spec.name != self.spec.name and fits:
-                return f". Did you mean `prepare {spec.name}`?"
-        return ""
 
     def cast(
         self, batch: pa.RecordBatch, place: Callable[[int], str], replaced: Counter[str]
     ) -> pa.RecordBatch:
-        """Convert a batch to our types.
-
-        Args:
-            batch: with the columns `wanted`.
-            place: where a row of the batch is: "line 7".
-            replaced: as in `batches`.
-
-        Raises:
-            UserError: a bad value.
-        """
+        """The columns `wanted` of a batch in our types; ``place`` tells a row's line."""
         spec, columns = self.spec, {}
         for name in self.wanted:
-            column = column_of(batch, name)
+            column = batch.column(name)
+            if spec.format == "parquet" and pa.types.is_dictionary(column.type):
+                column = column.dictionary_decode()
             try:
                 if name == spec.label:
                     columns[name] = self._labels(column, place)
@@ -185,10 +143,6 @@ class Source(abc.ABC):
                 ) from None
         return pa.RecordBatch.from_pydict(columns)
 
-    def fault(self, where: str, name: str, problem: str, remedy: str) -> UserError:
-        """The error of one bad value."""
-        return UserError(f"{self.path}, {where}, column {name!r}: {problem}. {remedy}")
-
     def _labels(self, column: pa.Array, place: Callable[[int], str]) -> pa.Array:
         values = self.spec.label_values
         if values is None:
@@ -200,12 +154,10 @@ class Source(abc.ABC):
             row = pc.index(good, False).as_py()
             found = column[row].as_py()
             shown = f"{found:g}" if isinstance(found, float) else repr(found)
-            raise self.fault(
-                place(row),
-                self.spec.label,
-                f"the label is {'missing' if found is None else shown} instead of "
-                f"{' or '.join(values or '01')}",
-                "Correct the row or remove it, or set label_values in the specification",
+            raise UserError(
+                f"{self.path}, {place(row)}, column {self.spec.label!r}: the label is "
+                f"{'missing' if found is None else shown} instead of {' or '.join(values or '01')}"
+                ". Correct the row or remove it, or set label_values in the specification"
             )
         return labels.cast(pa.int8())
 
@@ -220,12 +172,10 @@ class Source(abc.ABC):
             return numbers
         if self.spec.non_finite == "refuse":
             row = pc.index(finite, False).as_py()
-            raise self.fault(
-                place(row),
-                name,
-                f"the number is {numbers[row].as_py()}",
-                "Correct it or leave it empty; non_finite = 'missing' treats inf and NaN as "
-                "missing",
+            raise UserError(
+                f"{self.path}, {place(row)}, column {name!r}: the number is {numbers[row].as_py()}"
+                ". Correct it or leave it empty; non_finite = 'missing' treats inf and NaN as "
+                "missing"
             )
         replaced[name] += pc.sum(pc.invert(finite)).as_py()
         return pc.if_else(finite, numbers, None)
@@ -245,18 +195,9 @@ class Source(abc.ABC):
         return texts.dictionary_encode()
 
 
-def column_of(batch: pa.RecordBatch, name: str) -> pa.Array:
-    """A column by its name, decoded unless it is of `ID_TYPE`."""
-    column = batch.column(batch.schema.get_field_index(name))
-    if pa.types.is_dictionary(column.type) and column.type != ID_TYPE:
-        return column.dictionary_decode()
-    return column
-
-
 def is_text(kind: pa.DataType) -> bool:
     """Whether values of that type are text."""
-    binary = pa.types.is_binary(kind) or pa.types.is_large_binary(kind)
-    return bool(binary or pa.types.is_string(kind) or pa.types.is_large_string(kind))
+    return kind in (pa.string(), pa.large_string(), pa.binary(), pa.large_binary())
 
 
 def with_nulls(texts: pa.Array, null_values: Sequence[str]) -> pa.Array:
@@ -270,11 +211,7 @@ def ids_as_text(ids: pa.Array, is_list: bool, null_values: Sequence[str] = ()) -
     """Ids as text, or lists of ids as lists of text; a missing list is empty.
 
     Ids are text, integers, booleans, or whole floats (pandas' integers beside missing values).
-
-    Args:
-        ids: of any type.
-        is_list: whether they must be lists.
-        null_values: texts that mean a missing id, in addition to the empty one.
+    ``null_values`` and the empty text mean a missing id.
 
     Raises:
         ValueError: another type, or floats so large that several integers are the same float.
@@ -301,10 +238,7 @@ def ids_as_text(ids: pa.Array, is_list: bool, null_values: Sequence[str] = ()) -
                 "as integers or text"
             )
         ids = ids.cast(pa.int64())
-    elif not any(
-        is_kind(kind)
-        for is_kind in (is_text, pa.types.is_integer, pa.types.is_boolean, pa.types.is_null)
-    ):
+    elif not (is_text(kind) or pa.types.is_integer(kind) or kind in (pa.bool_(), pa.null())):
         raise ValueError(f"it is {kind}; ids must be integers or text")
     texts = ids.cast(pa.string())
     texts.validate(full=True)
@@ -312,28 +246,20 @@ def ids_as_text(ids: pa.Array, is_list: bool, null_values: Sequence[str] = ()) -
 
 
 @contextlib.contextmanager
-def unchanged(sources: Sequence[Seen]) -> Iterator[None]:
-    """Check that no file is modified within the context.
-
-    Raises:
-        UserError: a file is, also where reading failed for that reason.
-    """
+def unchanged(sources: Sequence[Source]) -> Iterator[None]:
+    """Raise UserError if a file is modified within the context, also where reading failed."""
     try:
         yield
-    except Exception:
-        _check_unchanged(sources)
-        raise
-    _check_unchanged(sources)
+    finally:
+        for source in sources:
+            if not source.path.exists() or _state(source.path) != source.state:
+                raise UserError(
+                    f"{source.path} was modified while it was being read. Stop the writer or copy "
+                    "the file, and run again"
+                )
 
 
-def _check_unchanged(sources: Sequence[Seen]) -> None:
-    for source in sources:
-        try:
-            same = FileState.of(source.path) == source.state
-        except OSError:
-            same = False
-        if not same:
-            raise UserError(
-                f"{source.path} was modified while it was being read. Stop the writer or copy the "
-                "file, and run again"
-            )
+def _state(path: Path) -> tuple[int, int, int]:
+    """Size, time and inode, to detect a modified file."""
+    status = path.stat()
+    return status.st_size, status.st_mtime_ns, status.st_ino

@@ -39,7 +39,11 @@ class CsvSource(Source):
     @functools.cached_property
     def gzipped(self) -> bool:
         """Whether it begins as gzip does."""
-        return self._head().startswith(b"\x1f\x8b")
+        try:
+            with open(self.path, "rb") as file:
+                return file.read(2) == b"\x1f\x8b"
+        except OSError as error:
+            refuse_unreadable(self.path, error)
 
     @functools.cached_property
     def names(self) -> tuple[str, ...]:
@@ -55,38 +59,26 @@ class CsvSource(Source):
             return self.spec.label in self.names
         return len(self._first_row()) != len(self.spec.columns) - 1
 
-    def check(self) -> tuple[str, ...]:
+    def check(self) -> None:
         """Check the first row against the spec."""
-        if self._head().startswith(b"PAR1"):
-            raise UserError(
-                f"{self.path} is a parquet file. Set format = 'parquet' in the specification"
-            )
-        cells = self._first_row()
-        columns = self.names if self.spec.columns is not None else self.wanted
-        width = len(columns)
-        if self.spec.columns is not None and len(cells) == width:
-            return self.names
-        if self.spec.columns is None and (len(cells) > 1 or width == 1):
-            self.check_names(cells)
-            return self.names
-        separator = SEPARATORS.get(self.spec.separator, repr(self.spec.separator))
-        least, name = "at least " if self.spec.columns is None else "", self.spec.name
+        cells, expected = self._first_row(), str(len(self.names))
+        if self.spec.columns is None:
+            expected = f"at least {len(self.wanted)}"
+            if len(cells) > 1 or len(self.wanted) == 1:
+                self.check_names(cells)
+                return
+        elif len(cells) == len(self.names):
+            return
+        name, separator = self.spec.name, self.spec.separator
         raise UserError(
-            f"{self.path} is not in {name[:1].upper()}{name[1:]} format (expected {least}{width} "
-            f"{separator}-separated columns, found {len(cells)}){self._other_format(cells)}"
+            f"{self.path} is not in {name[:1].upper()}{name[1:]} format (expected {expected} "
+            f"{SEPARATORS.get(separator, repr(separator))}-separated columns, found {len(cells)}). "
+            "Set separator, header and columns in the specification as the file has them"
         )
-
-    def _other_format(self, cells: list[str]) -> str:
-        """Which built-in data set the file belongs to, or what to change."""
-        (line,) = cells if len(cells) == 1 else [""]
-        for separator in SEPARATORS:
-            if found := self.suggestion(line.split(separator) if line else cells):
-                return found
-        return ". Set separator, header and columns in the specification as the file has them"
 
     def chunks(self, size: int) -> list[Chunk]:
         """Parts that end with a line; a file that is gzipped or has quotes is one part."""
-        end = self.state.bytes
+        end = self.size
         if self.gzipped:
             return [Chunk(0, end, end, quotes=self.spec.quotes)]
         with self._mapped() as text:
@@ -107,16 +99,12 @@ class CsvSource(Source):
         replaced, rows, read = Counter() if replaced is None else replaced, 0, 0
         unchecked = chunk.quotes
         try:
-            with self._stream(chunk) as stream, self._open(chunk, stream) as batches:
+            with self._open(chunk) as (stream, batches):
                 for batch in batches:
                     if unchecked and _has_line_ends(batch):
                         self._check_quotes()
                         unchecked = False
-
-                    def place(row: int, before: int = rows) -> str:
-                        return self._place(chunk, before + row)
-
-                    yield self.cast(batch, place, replaced)
+                    yield self.cast(batch, functools.partial(self._place, chunk, rows), replaced)
                     rows += batch.num_rows
                     advance(stream.tell() - read)
                     read = stream.tell()
@@ -124,44 +112,51 @@ class CsvSource(Source):
             self._fail(chunk, error)
 
     @contextlib.contextmanager
-    def _open(self, chunk: Chunk, stream: Any, threads: bool = True) -> Iterator[Any]:
-        """Arrow's reader; it tells the row of a fault only if it has no threads."""
+    def _open(self, chunk: Chunk, threads: bool = True) -> Iterator[tuple[pa.NativeFile, Any]]:
+        """A part's bytes, and Arrow's reader; it tells the row of a fault only without threads."""
         spec, kept = self.spec, self.names if chunk.quotes else self.wanted
         types = dict.fromkeys(kept, pa.binary()) | dict.fromkeys(self.wanted, pa.string())
         types |= dict.fromkeys(spec.categorical, ID_TYPE)
         types |= dict.fromkeys({*spec.continuous} - {spec.split.column}, pa.float64())
         if self.labelled and spec.label_values is None:
             types[spec.label] = pa.float64()
-        text = pa.CompressedInputStream(stream, "gzip") if self.gzipped else stream
-        block = GZIP_BLOCK_BYTES if self.gzipped else BLOCK_BYTES
         named_by_file = spec.columns is None and chunk.start == 0
-        try:
-            reader = pa.csv.open_csv(
-                text,
-                pa.csv.ReadOptions(
-                    block_size=block,
-                    column_names=None if named_by_file else self.names,
-                    use_threads=threads,
-                ),
-                pa.csv.ParseOptions(
-                    delimiter=spec.separator,
-                    quote_char='"' if spec.quotes else False,
-                    newlines_in_values=chunk.quotes,
-                    ignore_empty_lines=len(self.names) > 1,
-                ),
-                pa.csv.ConvertOptions(
-                    column_types={name: types[name] for name in kept},
-                    include_columns=kept,
-                    null_values=["", *spec.null_values],
-                    strings_can_be_null=True,
-                ),
-            )
-        except pa.ArrowInvalid as error:
-            if "Empty CSV" not in str(error):  # a part of blank lines
-                raise
-            reader = contextlib.nullcontext([])
-        with reader as batches:
-            yield batches
+        path = os.fsencode(self.path)  # a name need not be UTF-8
+        if self.gzipped:
+            stream, block = pa.OSFile(path), GZIP_BLOCK_BYTES
+        else:
+            with pa.memory_map(path) as mapped:
+                mapped.seek(chunk.start)
+                stream = pa.BufferReader(mapped.read_buffer(chunk.stop - chunk.start))
+            block = BLOCK_BYTES
+        with stream:
+            try:
+                reader = pa.csv.open_csv(
+                    pa.CompressedInputStream(stream, "gzip") if self.gzipped else stream,
+                    pa.csv.ReadOptions(
+                        block_size=block,
+                        column_names=None if named_by_file else self.names,
+                        use_threads=threads,
+                    ),
+                    pa.csv.ParseOptions(
+                        delimiter=spec.separator,
+                        quote_char='"' if spec.quotes else False,
+                        newlines_in_values=chunk.quotes,
+                        ignore_empty_lines=len(self.names) > 1,
+                    ),
+                    pa.csv.ConvertOptions(
+                        column_types={name: types[name] for name in kept},
+                        include_columns=kept,
+                        null_values=["", *spec.null_values],
+                        strings_can_be_null=True,
+                    ),
+                )
+            except pa.ArrowInvalid as error:
+                if "Empty CSV" not in str(error):  # a part of blank lines
+                    raise
+                reader = contextlib.nullcontext([])
+            with reader as batches:
+                yield stream, batches
 
     def _fail(self, chunk: Chunk, error: Exception) -> NoReturn:
         """Raise the error of a fault that Arrow found, with its line."""
@@ -170,61 +165,59 @@ class CsvSource(Source):
                 self._check_quotes()
         if isinstance(error, OSError) and error.errno is not None:
             refuse_unreadable(self.path, error)
-        if isinstance(error, pa.ArrowInvalid):
-            try:  # again, without threads: to be told the row
-                with self._stream(chunk) as stream, self._open(chunk, stream, False) as batches:
-                    for _ in batches:
-                        pass
-            except (pa.ArrowInvalid, OSError) as again:
-                error = again
-        reason = clipped(str(error))
-        if found := _FAULT.search(reason):
-            has_header = self.spec.columns is None and chunk.start == 0
-            row = int(found["row"]) - 1 - has_header
-            name = f", column {self.names[int(found['column'])]!r}" if found["column"] else ""
-            reason, where = found["text"], f"{self.path}, {self._place(chunk, row)}{name}"
-            raise UserError(f"{where}: {reason}. {self._remedy(reason)}") from None
-        if self.gzipped and not isinstance(error, pa.ArrowInvalid):
+        if not isinstance(error, pa.ArrowInvalid):
             raise UserError(
-                f"{self.path} is a damaged gzip file: {reason}. Copy or download it again"
+                f"{self.path} is a damaged gzip file: {clipped(str(error))}. Copy or download it "
+                "again"
             ) from None
-        raise UserError(f"cannot read {self.path} as CSV: {reason}") from None
-
-    def _remedy(self, reason: str) -> str:
-        if "UTF8" in reason:
-            return "Convert the file to UTF-8: iconv -f LATIN1 -t UTF-8"
-        if "Expected" in reason:
-            hint = "" if self.spec.quotes else " (quotes = true, if the file has quoted cells)"
-            return f"Correct the row or remove it{hint}"
-        return "Correct it, leave it empty, or name it in null_values (a label: label_values)"
-
-    def _place(self, chunk: Chunk, row: int) -> str:
-        """The line of a row of a part, counted from 0 and without the header."""
+        try:  # again, without threads: to be told the row
+            with self._open(chunk, threads=False) as (_, batches):
+                for _ in batches:
+                    pass
+        except (pa.ArrowInvalid, OSError) as again:
+            error = again
+        reason = clipped(str(error))
+        found = _FAULT.search(reason)
+        if found is None:
+            raise UserError(f"cannot read {self.path} as CSV: {reason}") from None
+        name = f", column {self.names[int(found['column'])]!r}" if found["column"] else ""
         has_header = self.spec.columns is None and chunk.start == 0
-        with self._text(chunk.start) as text, contextlib.suppress(csv.Error, *GZIP_ERRORS):
-            reader = self._reader(text)
-            blank = len(self.names) == 1
-            ends = (reader.line_num for cells in reader if cells or blank)
-            line = next(itertools.islice(ends, row + has_header, None), None)
-            if line is not None:
-                return f"line {self._lines_before(chunk.start) + line}"
-        return f"row {row + 1}"
+        place = self._place(chunk, 0, int(found["row"]) - 1 - has_header)
+        remedy = "Correct it, leave it empty, or name it in null_values (a label: label_values)"
+        if "UTF8" in reason:
+            remedy = "Convert the file to UTF-8: iconv -f LATIN1 -t UTF-8"
+        elif "Expected" in reason:
+            hint = "" if self.spec.quotes else " (quotes = true, if the file has quoted cells)"
+            remedy = f"Correct the row or remove it{hint}"
+        raise UserError(f"{self.path}, {place}{name}: {found['text']}. {remedy}") from None
 
-    def _lines_before(self, start: int) -> int:
-        with self._mapped() as text:
+    def _place(self, chunk: Chunk, before: int, row: int) -> str:
+        """The line of a row of a part, ``before`` + ``row`` rows behind its first."""
+        row += before
+        has_header = self.spec.columns is None and chunk.start == 0
+        with (
+            contextlib.suppress(csv.Error, StopIteration, *GZIP_ERRORS),
+            self._rows(chunk.start) as rows,
+            self._mapped() as text,
+        ):
+            ends = (rows.line_num for cells in rows if cells or len(self.names) == 1)
+            line = next(itertools.islice(ends, row + has_header, None))
             step = 16 << 20  # slices are copies
-            return sum(text[a : min(a + step, start)].count(b"\n") for a in range(0, start, step))
+            for start in range(0, chunk.start, step):
+                line += text[start : min(start + step, chunk.start)].count(b"\n")
+            return f"line {line}"
+        return f"row {row + 1}"
 
     def _check_quotes(self) -> None:
         """Check that every quoted cell is closed: one that is not swallows the rows behind it.
 
         Arrow does not. Python's reader does, but slowly: it is asked only if a cell has a line end.
         """
-        with self._text() as text:
-            reader, line = self._reader(text, strict=True), 1
+        with self._rows(strict=True) as rows:
+            line = 1
             try:
-                for _ in reader:
-                    line = reader.line_num + 1
+                for _ in rows:
+                    line = rows.line_num + 1
             except csv.Error as error:
                 raise UserError(
                     f"{self.path}, line {line}: a quoted cell is not closed, or goes on behind its "
@@ -234,51 +227,35 @@ class CsvSource(Source):
 
     def _first_row(self) -> list[str]:
         try:
-            with self._text() as text:
-                cells = next((cells for cells in self._reader(text) if cells), None)
-                "".join(cells or ()).encode()
+            with self._rows() as rows:
+                cells: list[str] = next(filter(None, rows), [])
+                "".join(cells).encode()
         except (UnicodeEncodeError, csv.Error, *GZIP_ERRORS) as error:
             raise UserError(
-                f"{self.path} is not a CSV file in UTF-8, gzipped or not: {clipped(str(error))}"
+                f"{self.path} is not a CSV file in UTF-8, gzipped or not: {clipped(str(error))}. "
+                "For parquet, set format = 'parquet' in the specification"
             ) from None
-        if cells is None:
+        if not cells:
             raise UserError(f"{self.path} has no rows. Leave it out")
         return cells
 
-    def _reader(self, text: Any, strict: bool = False) -> Any:
-        csv.field_size_limit(BLOCK_BYTES)
-        return csv.reader(
-            text,
-            delimiter=self.spec.separator,
-            quoting=csv.QUOTE_MINIMAL if self.spec.quotes else csv.QUOTE_NONE,
-            strict=strict,
-        )
-
     @contextlib.contextmanager
-    def _text(self, start: int = 0) -> Iterator[io.TextIOWrapper]:
-        """The file's text from a byte on."""
+    def _rows(self, start: int = 0, strict: bool = False) -> Iterator[Any]:
+        """Python's reader of the text from a byte on."""
+        csv.field_size_limit(BLOCK_BYTES)
         with gzip.open(self.path) if self.gzipped else open(self.path, "rb") as raw:
             raw.seek(start)
-            yield io.TextIOWrapper(raw, "utf-8-sig", "surrogateescape", "")
-
-    def _head(self) -> bytes:
-        try:
-            with open(self.path, "rb") as file:
-                return file.read(4)
-        except OSError as error:
-            refuse_unreadable(self.path, error)
+            text = io.TextIOWrapper(raw, "utf-8-sig", "surrogateescape", "")
+            yield csv.reader(
+                text,
+                delimiter=self.spec.separator,
+                quoting=csv.QUOTE_MINIMAL if self.spec.quotes else csv.QUOTE_NONE,
+                strict=strict,
+            )
 
     def _mapped(self) -> mmap.mmap:
         with open(self.path, "rb") as file:
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-
-    def _stream(self, chunk: Chunk) -> pa.NativeFile:
-        path = os.fsencode(self.path)  # a name need not be UTF-8
-        if self.gzipped:
-            return pa.OSFile(path)
-        with pa.memory_map(path) as mapped:
-            mapped.seek(chunk.start)
-            return pa.BufferReader(mapped.read_buffer(chunk.stop - chunk.start))
 
 
 def _has_line_ends(batch: pa.RecordBatch) -> bool:

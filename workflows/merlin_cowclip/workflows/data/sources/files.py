@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
+import fnmatch
 import glob
-import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
+
+from dask.utils import natural_sort_key
 
 from merlin_cowclip.workflows.errors import UserError, shown
 
-HIDDEN = ("_", ".")  # how names begin that Spark and Hive pass over
-
-
-def natural_order(path: Path) -> tuple[Any, ...]:
-    """A key that sorts day_9/part_2 before day_9/part_10, and that before day_10."""
-    pieces = [re.split(r"(\d+)", part) for part in path.parts]
-    return ([[int(p) if p.isdecimal() else p for p in part] for part in pieces], str(path))
+HIDDEN = ("_", ".")  # how names begin that Spark and Hive skip
 
 
 def expand_paths(inputs: str | Path | Sequence[str | Path]) -> list[Path]:
@@ -32,12 +28,12 @@ def expand_paths(inputs: str | Path | Sequence[str | Path]) -> list[Path]:
     for given in [inputs] if isinstance(inputs, (str, Path)) else inputs:
         path = Path(given)
         try:
-            if path.is_dir():
-                found = _visible(path.rglob("*"), len(path.parts))
-            elif path.exists():
-                found = [path]
-            else:
-                found = _matches(str(given))
+            matches = [path]
+            if not path.exists():
+                matches = [Path(match) for match in glob.glob(str(given), recursive=True)]
+            found = [f for m in matches for f in (m.rglob("*") if m.is_dir() else [m])]
+            if path.is_dir() or not path.exists():
+                found = _visible(found, path)
         except (OSError, ValueError) as error:  # too long a name, or one with a zero byte
             refuse_unreadable(path, error)
         if not found:
@@ -53,51 +49,32 @@ def expand_paths(inputs: str | Path | Sequence[str | Path]) -> list[Path]:
     return files
 
 
-def _matches(pattern: str) -> list[Path]:
-    """The files that a glob finds, also within the folders that it finds."""
-    parts = Path(pattern).parts
-    fixed = next((i for i, part in enumerate(parts) if glob.has_magic(part)), len(parts))
-    if any(part.startswith(HIDDEN) for part in parts[fixed:]):  # hidden ones are meant
-        fixed = len(parts)
-    found = map(Path, glob.glob(pattern, recursive=True) if glob.has_magic(pattern) else [])
-    below = [file for path in found for file in (path.rglob("*") if path.is_dir() else [path])]
-    return _visible(set(below), fixed)
+def _visible(paths: Iterable[Path], given: Path) -> list[Path]:
+    """Files with bytes that no hidden name leads to, unless it is given, in natural order."""
+    meant = [part for part in given.parts if part.startswith(HIDDEN)]
 
+    def is_hidden(part: str) -> bool:  # "_day=1" is a partition of a column
+        named = any(fnmatch.fnmatch(part, pattern) for pattern in meant)
+        return part.startswith(HIDDEN) and "=" not in part and not named
 
-def _visible(paths: Iterable[Path], fixed: int) -> list[Path]:
-    """Files with bytes, of which no part of the path behind the first ``fixed`` is hidden."""
-
-    def is_visible(part: str) -> bool:
-        return not part.startswith(HIDDEN) or "=" in part  # a partition of a column `_…`
-
+    files = {path for path in paths if not any(map(is_hidden, path.parts)) and path.is_file()}
     return sorted(
-        (
-            path
-            for path in paths
-            if all(map(is_visible, path.parts[fixed:])) and path.is_file() and path.stat().st_size
-        ),
-        key=natural_order,
+        sorted(path for path in files if path.stat().st_size),
+        key=lambda path: natural_sort_key(str(path)),
     )
 
 
-def refuse_twice(files: Sequence[Path]) -> None:
-    """Check that no file is given twice: its rows would count twice.
-
-    Raises:
-        UserError: names both paths.
-    """
+def refuse_twice(files: Iterable[Path]) -> None:
+    """Raise UserError if a file is given twice, by whatever name and link."""
     seen: dict[tuple[int, int], Path] = {}
     for path in files:
-        try:
-            status = path.stat()
-        except OSError as error:  # a link to nothing
-            refuse_unreadable(path, error)
-        known = (status.st_dev, status.st_ino)  # by whatever name and link
-        if known in seen:
+        status = path.stat()
+        key = status.st_dev, status.st_ino
+        if key in seen:
             raise UserError(
-                f"input file {path} is given twice (first as {seen[known]}). Leave one out"
+                f"input file {path} is given twice (first as {seen[key]}). Leave one out"
             )
-        seen[known] = path
+        seen[key] = path
 
 
 def refuse_unreadable(path: Path, error: Exception) -> NoReturn:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 import urllib.parse
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -27,16 +29,15 @@ class ParquetSource(Source):
         with self._open() as file:
             return self.spec.label in {*file.schema_arrow.names, *self._partition}
 
-    def check(self) -> tuple[str, ...]:
+    def check(self) -> None:
         """Check names and types."""
         with self._open() as file:
             schema = file.schema_arrow
-        names = (*schema.names, *(key for key in self._partition if key not in schema.names))
-        self.check_names(names)
+        keys = [key for key in self._partition if key not in schema.names]
+        self.check_names([*schema.names, *keys])
         held = [name for name in self.wanted if name in schema.names]
         empty = pa.RecordBatch.from_arrays([pa.nulls(0, schema.field(n).type) for n in held], held)
         self.cast(self._with_partition(empty), str, Counter())
-        return names
 
     def chunks(self, size: int) -> list[Chunk]:
         """Row groups, as many as make about ``size`` bytes."""
@@ -64,21 +65,11 @@ class ParquetSource(Source):
             groups = range(chunk.start, chunk.stop)
             total = max(1, sum(file.metadata.row_group(i).num_rows for i in groups))
             columns = [name for name in self.wanted if name in file.schema_arrow.names]
-            batches = file.iter_batches(BATCH_ROWS, row_groups=groups, columns=columns)
-            while (batch := self._next(batches)) is not None:
-
-                def place(row: int, first: int = first) -> str:
-                    return f"row {first + row + 1}"
-
-                yield self.cast(self._with_partition(batch), place, replaced)
+            for batch in file.iter_batches(BATCH_ROWS, row_groups=groups, columns=columns):
+                batch = self._with_partition(batch)
+                yield self.cast(batch, functools.partial(_place, first), replaced)
                 first += batch.num_rows
                 advance(chunk.size * batch.num_rows // total)
-
-    def _next(self, batches: Any) -> pa.RecordBatch | None:
-        try:
-            return next(batches, None)
-        except (OSError, pa.ArrowException) as error:
-            self._refuse(error)
 
     @property
     def _partition(self) -> dict[str, str | None]:
@@ -94,16 +85,19 @@ class ParquetSource(Source):
                 columns[name] = pa.array([text] * batch.num_rows, pa.string())
         return pa.RecordBatch.from_pydict(columns)
 
-    def _open(self) -> pq.ParquetFile:
+    @contextlib.contextmanager
+    def _open(self) -> Iterator[pq.ParquetFile]:
+        """The file; what Arrow raises while it is open becomes a UserError."""
         try:
-            return pq.ParquetFile(pa.OSFile(os.fsencode(self.path)))
+            yield pq.ParquetFile(pa.OSFile(os.fsencode(self.path)))
         except (OSError, pa.ArrowException) as error:
-            self._refuse(error)
+            if isinstance(error, OSError) and error.errno is not None:
+                refuse_unreadable(self.path, error)
+            raise UserError(
+                f"{self.path} is not a whole parquet file: {clipped(str(error))}. Write it again, "
+                "or set format = 'csv' in the specification"
+            ) from None
 
-    def _refuse(self, error: Exception) -> NoReturn:
-        if isinstance(error, OSError) and error.errno is not None:
-            refuse_unreadable(self.path, error)
-        raise UserError(
-            f"{self.path} is not a whole parquet file: {clipped(str(error))}. Write it again, or "
-            "set format = 'csv' in the specification"
-        ) from None
+
+def _place(first: int, row: int) -> str:
+    return f"row {first + row + 1}"
