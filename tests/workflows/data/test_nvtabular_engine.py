@@ -101,8 +101,7 @@ def alike(one: PreparedData, other: PreparedData) -> None:
         pd.testing.assert_frame_equal(
             *(c[["raw", "count"]].sort_values(["count", "raw"], ignore_index=True) for c in counts)
         )
-    for name in ("schema.pbtxt", ".merlin/schema.json"):
-        assert (one.path / name).read_text() == (other.path / name).read_text()
+    assert one.schema == other.schema  # its text has maps, whose order varies
     records = [
         {k: v for k, v in data.record.items() if k not in ("manifest", "engine")}
         for data in (one, other)
