@@ -25,6 +25,9 @@ import pytest
 from merlin_cowclip.workflows.data.prepare import pipeline
 from merlin_cowclip.workflows.data.prepare.pipeline import prepare
 from merlin_cowclip.workflows.data.sources import csv
+from merlin_cowclip.workflows.data.spec import AVAZU, CRITEO
+from merlin_cowclip.workflows.data.synthetic import write_synthetic
+from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.training.runs import Run
 from tests.refused import TOY, command, refused, toy_log
 
@@ -427,3 +430,12 @@ def test_what_is_no_prepared_folder_and_what_is_none_of_it(data, tmp_path):
     moved = data.rename(tmp_path / "-[ünïcode]*? 100% ☃")
     done = command(["frequencies", moved])
     assert done.code == 0, done.err
+
+
+def test_another_built_in_data_set_is_named(tmp_path):
+    avazu, criteo = tmp_path / "avazu.csv", tmp_path / "criteo.txt"
+    write_synthetic("avazu", avazu, rows=100, seed=1)
+    write_synthetic("criteo", criteo, rows=100, seed=1)
+    for spec, path, other in ((CRITEO, avazu, "avazu"), (AVAZU, criteo, "criteo")):
+        with pytest.raises(UserError, match=f"Did you mean `prepare {other}`"):
+            prepare(spec, [path], tmp_path / "out", progress=False)

@@ -22,6 +22,7 @@ import pyarrow.csv
 
 from merlin_cowclip.workflows.data.sources.base import ID_TYPE, Chunk, Source, is_text
 from merlin_cowclip.workflows.data.sources.files import refuse_unreadable
+from merlin_cowclip.workflows.data.spec import SPECS
 from merlin_cowclip.workflows.errors import UserError, clipped
 
 BLOCK_BYTES = 16 << 20  # of text in a batch: bounds the memory of reading
@@ -72,9 +73,18 @@ class CsvSource(Source):
         name, separator = self.spec.name, self.spec.separator
         raise UserError(
             f"{self.path} is not in {name[:1].upper()}{name[1:]} format (expected {expected} "
-            f"{SEPARATORS.get(separator, repr(separator))}-separated columns, found {len(cells)}). "
-            "Set separator, header and columns in the specification as the file has them"
+            f"{SEPARATORS.get(separator, repr(separator))}-separated columns, found {len(cells)})"
+            f"{self._remedy_of_format(cells)}"
         )
+
+    def _remedy_of_format(self, cells: list[str]) -> str:
+        """The built-in data set whose format the first row has, or what to change."""
+        for spec in SPECS.values():
+            row = cells[0].split(spec.separator) if len(cells) == 1 else cells
+            width = len(row) == len(spec.columns or ())
+            if spec.name != self.spec.name and (width or set(row) >= {spec.label, *spec.fields}):
+                return f". Did you mean `prepare {spec.name}`?"
+        return ". Set separator, header and columns in the specification as the file has them"
 
     def chunks(self, size: int) -> list[Chunk]:
         """Parts that end with a line; a file that is gzipped or has quotes is one part."""
