@@ -8,7 +8,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from merlin_cowclip.plugins import Hyperparameters
 from merlin_cowclip.workflows import TrainConfig, export, predict_logs, train
 from merlin_cowclip.workflows.commands.main import main
 from merlin_cowclip.workflows.data.frequencies import frequencies
@@ -155,14 +154,20 @@ def test_all_commands_take_it(tmp_path, monkeypatch):
         for data in (ours, theirs)
     ]
     assert top[0].cardinalities == top[1].cardinalities
-    base = Hyperparameters(batch_size=64, dense_lr=1e-2, embedding_lr=5e-2, clip_floor=1e-2)
-    config = TrainConfig(batch_size=64, base=base, epochs=1, model="fm", embedding_dim=3)
+    config = TrainConfig(
+        batch_size=64,
+        base_batch_size=64,
+        dense_lr=1e-2,
+        embedding_lr=5e-2,
+        epochs=1,
+        model="fm",
+        embedding_dim=3,
+    )
     run = train(theirs, config, tmp_path / "run", progress=False)
     predict_logs(run, [log], tmp_path / "scores.parquet", progress=False)
     assert pq.read_metadata(tmp_path / "scores.parquet").num_rows == ROWS
-    repository = export(run, tmp_path / "repository", check_raw=[log], progress=False)
-    assert repository
-    main(["evaluate", str(run.path), "--quiet"])
+    export(run, tmp_path / "repository", check_raw=[log], progress=False)  # compares scores
+    assert main(["evaluate", str(run.path), "--quiet"]) == 0
 
 
 @pytest.mark.parametrize(

@@ -95,7 +95,7 @@ def prepare(dataset: str, input: tuple[str, ...], out: Path, **values: Any) -> N
     for name, field in data.report["fields"].items():
         if field.get("not_finite"):
             print(f"{name}: {field['not_finite']:,} numbers that were not finite are missing")
-        if "note" in field:
+        if "note" in field and values["like"] is None:
             print(f"{name}: {field['note']}")
     print(_summary(data))
     if values["like"] is not None:
