@@ -56,8 +56,6 @@ train = merlin.io.Dataset("data/train/*.parquet", engine="parquet", schema=schem
     "data": MODEL + OPTIMIZER,
     "models": MODEL
     + """
-import merlin.io
-from merlin_cowclip.workflows import TrainConfig
 model.compile(optimizer=CowClipOptimizer.for_model(model, big))
 model.fit(loader)
 frame = embeddings_of(model)["embeddings"].to_df("C3", workflow="data/workflow")
