@@ -5,7 +5,7 @@ document.addEventListener("DOMContentLoaded", () => {
   document.querySelector(".sidebar-drawer")?.setAttribute("aria-label", "Pages");
   document.querySelector(".toc-drawer")?.setAttribute("aria-label", "On this page");
   for (const [id, name] of [["__navigation", "Pages"], ["__toc", "On this page"]]) {
-    for (const opener of document.querySelectorAll(`label[for=${id}]:not(.overlay)`)) {
+    for (const opener of document.querySelectorAll(`label[for=${id}]:not(.overlay) .icon`)) {
       opener.tabIndex = 0;
       opener.setAttribute("role", "button");
       opener.setAttribute("aria-label", name);
