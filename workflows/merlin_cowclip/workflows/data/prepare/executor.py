@@ -43,9 +43,8 @@ def make_executor(workers: int, device: str, scratch: Path) -> Iterator[Executor
         scratch: a folder for data that workers spill.
 
     Raises:
-        UserError: as `check_executor`; or a task killed several workers.
+        UserError: a task killed several workers.
     """
-    check_executor(workers, device)
     if device == "cpu" and not workers:
         pool = ThreadPoolExecutor(THREADS)
         try:
@@ -112,16 +111,12 @@ def parallel_tasks(workers: int, device: str) -> int:
 
 def number_of_gpus() -> int:
     """GPUs that this process may use; 0 without a driver."""
+    from distributed.diagnostics import nvml
+
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
-        return len([name for name in visible.split(",") if name.strip() not in ("", "-1")])
-    import pynvml
-
-    try:
-        pynvml.nvmlInit()
-        return int(pynvml.nvmlDeviceGetCount())
-    except pynvml.NVMLError:
-        return 0
+        return len([name for name in visible.split(",") if name.strip()])
+    return int(nvml.device_get_count())
 
 
 def cluster_options(workers: int, device: str) -> dict[str, Any]:

@@ -6,7 +6,7 @@ The Arrow engine computes the statistics that NVTabular's operators would, and p
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,23 +31,25 @@ if TYPE_CHECKING:
 CATEGORIES = "workflow/categories"  # in a prepared folder
 
 
-def build_workflow(spec: DatasetSpec, folder: str | Path) -> nvt.Workflow:
-    """The spec's NVTabular workflow, not fitted; vocabularies are in ``folder/categories``."""
+def build_workflow(spec: DatasetSpec, folder: str | Path, **options: Any) -> nvt.Workflow:
+    """The spec's NVTabular workflow, not fitted; vocabularies are in ``folder/categories``.
+
+    ``options`` are of `EncodeIds`.
+    """
     with quiet_imports():
         import nvtabular as nvt
         from merlin.schema import Tags
         from nvtabular import ops
 
         from merlin_cowclip.workflows.data.prepare import operators
-    rare: dict[str, Any] = {}
     if any(spec.threshold_of(name) > 1 for name in spec.ids):
-        rare["freq_threshold"] = {name: spec.threshold_of(name) for name in spec.ids}
+        options["freq_threshold"] = {name: spec.threshold_of(name) for name in spec.ids}
     if any(spec.buckets_of(name) > 1 for name in spec.ids):
-        rare["num_buckets"] = {name: spec.buckets_of(name) for name in spec.ids}
-    encode = operators.EncodeIds(folder, lists=spec.lists, null_values=spec.null_values, **rare)
-    ids = list(spec.ids) >> encode
+        options["num_buckets"] = {name: spec.buckets_of(name) for name in spec.ids}
+    options |= {"lists": spec.lists, "null_values": spec.null_values}
     target = [Tags.TARGET, Tags.BINARY_CLASSIFICATION]
-    nodes = ids + ([spec.label] >> ops.AddMetadata(tags=target))
+    nodes = list(spec.ids) >> operators.EncodeIds(folder, **options)
+    nodes += [spec.label] >> ops.AddMetadata(tags=target)
     if spec.continuous:
         nodes += (
             list(spec.continuous)
@@ -60,31 +62,33 @@ def build_workflow(spec: DatasetSpec, folder: str | Path) -> nvt.Workflow:
 
 
 def save_fitted_workflow(
-    spec: DatasetSpec, folder: Path, ranges: Mapping[str, tuple[float, float]]
+    spec: DatasetSpec, folder: Path, ranges: Mapping[str, Sequence[float]], **options: Any
 ) -> None:
-    """Pass statistics to the workflow; save it and its schema.
+    """Pass statistics to the workflow of `build_workflow`; save it and its schema.
 
     Args:
         spec: the columns.
         folder: the prepared folder, with vocabularies and counts.
         ranges: lowest and highest number of each continuous field.
+        options: of `EncodeIds`.
     """
     with quiet_imports():
         from merlin.dag import Graph
+        from merlin.schema import Schema
 
         from merlin_cowclip.workflows.data.prepare.operators import EncodeIds, UnitRange
-    workflow = build_workflow(spec, folder / "workflow")
+    workflow = build_workflow(spec, folder / "workflow", **options)
     ends = pd.DataFrame(ranges, index=["mins", "maxs"], dtype="float64").T
-    statistics = {
-        EncodeIds: vocabularies(folder, spec.ids),
-        UnitRange: {"mins": ends["mins"], "maxs": ends["maxs"]},  # as NormalizeMinMax.fit
-    }
-    for kind, found in statistics.items():
+    paths = {field: str(folder / CATEGORIES / f"unique.{field}.parquet") for field in spec.ids}
+    # As Categorify.fit and NormalizeMinMax.fit return them.
+    for kind, found in ((EncodeIds, paths), (UnitRange, {n: ends[n] for n in ends})):
         for node in Graph.get_nodes_by_op_type([workflow.output_node], kind):
             node.op.fit_finalize(found)
             node.op.fitted = True
     workflow.fit_schema(raw_schema(spec))
-    save_workflow(workflow, folder, (spec.label, *spec.fields))
+    workflow.save(str(folder / "workflow"))
+    columns = workflow.output_schema
+    save_schema(Schema([columns[name] for name in (spec.label, *spec.fields)]), folder)
 
 
 def raw_schema(spec: DatasetSpec) -> Schema:
@@ -100,43 +104,26 @@ def raw_schema(spec: DatasetSpec) -> Schema:
     return Schema(columns)
 
 
-def create_id_folders(folder: Path) -> None:
-    """Create the folders of vocabularies and counts."""
-    (folder / CATEGORIES).mkdir(parents=True)
-    (folder / "counts").mkdir()
-
-
 def write_ids(folder: Path, field: str, statistics: IdStatistics) -> None:
     """Write a field's counts and its vocabulary, ``unique.*`` and ``meta.*`` as in Categorify."""
-    home, first, unknown = folder / CATEGORIES, statistics.first_id, statistics.unknown
+    home, counts = folder / CATEGORIES, folder / "counts"
+    for made in (home, counts):
+        made.mkdir(parents=True, exist_ok=True)
+    first, by_id = statistics.first_id, statistics.by_id
     pd.DataFrame(
-        {field: statistics.vocabulary.to_pandas().to_numpy(), f"{field}_size": statistics.counts},
-        index=pd.RangeIndex(first, statistics.cardinality),
+        {field: statistics.vocabulary.to_pandas().to_numpy(), f"{field}_size": by_id[first:]},
+        index=pd.RangeIndex(first, len(by_id)),
     ).to_parquet(home / f"unique.{field}.parquet", compression=None)
-    observed = [0, statistics.missing, int(unknown.sum()), int(statistics.counts.sum())]
+    offsets = [PADDING, MISSING, UNKNOWN, first]
     pd.DataFrame(
         {
             "kind": ["pad", "null", "oov", "unique"],
-            "offset": [PADDING, MISSING, UNKNOWN, first],
-            "num_indices": [1, 1, len(unknown), len(statistics.vocabulary)],
-            "num_observed": observed,
+            "offset": offsets,
+            "num_indices": np.diff([*offsets, len(by_id)]),
+            "num_observed": np.add.reduceat(np.append(by_id, 0), offsets),
         }
     ).to_parquet(home / f"meta.{field}.parquet")
-    write_counts(folder / "counts", field, statistics.by_id, statistics.vocabulary)
-
-
-def vocabularies(folder: Path, fields: Iterable[str]) -> dict[str, str]:
-    """Vocabulary files by field, for Categorify's ``fit_finalize``."""
-    return {field: str(folder / CATEGORIES / f"unique.{field}.parquet") for field in fields}
-
-
-def save_workflow(workflow: nvt.Workflow, folder: Path, columns: Iterable[str]) -> None:
-    """Save a fitted workflow, and the schema of some of its output columns."""
-    with quiet_imports():
-        from merlin.schema import Schema
-    workflow.save(str(folder / "workflow"))
-    found = workflow.output_schema
-    save_schema(Schema([found[name] for name in columns]), folder)
+    write_counts(counts, field, by_id, statistics.vocabulary)
 
 
 def save_schema(schema: Schema, folder: Path, bucketed: Collection[str] = ()) -> None:

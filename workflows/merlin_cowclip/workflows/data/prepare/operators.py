@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from merlin_cowclip.workflows.data.prepare.statistics import hash_bucket, scaled, widened
+from merlin_cowclip.workflows.data.prepare.statistics import hash_bucket, scaled
 from merlin_cowclip.workflows.data.sources.base import ids_as_text, is_text, with_nulls
 from merlin_cowclip.workflows.errors import UserError, clipped
 from merlin_cowclip.workflows.quiet import quiet_imports
@@ -72,22 +73,6 @@ class EncodeIds(Categorify):
         self._vocabularies = {}
         super().fit_finalize(categories)
 
-    def clear(self) -> None:
-        """Forget the vocabularies."""
-        self._vocabularies = {}
-        super().clear()
-
-    def set_storage_path(self, new_path: Any, copy: bool = False) -> None:
-        """Set the folder of vocabularies; with ``copy``, copy counts (meta.*) too."""
-        old = dict(self.categories)
-        super().set_storage_path(new_path, copy=copy)
-        if copy:
-            for field, path in old.items():
-                source = Path(path).with_name(f"meta.{field}.parquet")
-                target = Path(self.categories[field]).with_name(source.name)
-                if source.is_file() and source != target:
-                    target.write_bytes(source.read_bytes())
-
     def transform(self, col_selector: Any, df: Any) -> Any:
         """Ids as int64: 1 for a missing one, 2 (or a bucket) for one not in the vocabulary.
 
@@ -117,34 +102,21 @@ class EncodeIds(Categorify):
     def _transform(self, frame: pd.DataFrame) -> pd.DataFrame:
         out = frame.copy(deep=False)
         for name in frame.columns:
-            texts = self._as_text(frame[name])
-            if name not in self.lists:
-                ids: Any = self._encode(name, texts.to_numpy(zero_copy_only=False))
-            else:
-                flat = self._encode(name, texts.flatten().to_numpy(zero_copy_only=False))
+            is_list = name in self.lists
+            split = f'. Split cells of text: df["{name}"].str.split("|")' if is_list else ""
+            with _refusing(f"cannot read column {name!r}", split):
+                cells = _cells(frame[name])
+                if is_list and cells.null_count == len(cells):
+                    cells = pa.nulls(len(cells))
+                texts = ids_as_text(cells, is_list, self.null_values)
+            flat = texts.flatten() if is_list else texts
+            ids: Any = self._encode(name, flat.to_numpy(zero_copy_only=False))
+            if is_list:
                 ends = np.cumsum(pc.list_value_length(texts).to_numpy())
-                ids = np.empty(len(frame), dtype=object)
+                flat, ids = ids, np.empty(len(frame), dtype=object)
                 ids[:] = np.split(flat, ends[:-1]) if len(frame) else []
             out[name] = pd.Series(ids, index=frame.index)
         return out
-
-    def _as_text(self, column: pd.Series) -> pa.Array:
-        is_list = column.name in self.lists
-        try:
-            try:
-                ids = pa.array(column, from_pandas=True)
-            except (pa.ArrowInvalid, pa.ArrowTypeError):  # texts beside numbers
-                ids = pa.array(map(_cell_text, column), pa.string())
-            if isinstance(ids, pa.ChunkedArray):
-                ids = ids.combine_chunks()
-            if is_list and ids.null_count == len(ids):
-                ids = pa.nulls(len(ids))
-            return ids_as_text(ids, is_list, self.null_values)
-        except (pa.ArrowException, ValueError) as error:
-            split = f'. Split cells of text: df["{column.name}"].str.split("|")' if is_list else ""
-            raise UserError(
-                f"cannot read column {column.name!r}: {clipped(str(error))}{split}"
-            ) from None
 
     def _encode(self, field: str, texts: np.ndarray) -> np.ndarray:
         if field not in self._vocabularies:
@@ -201,7 +173,8 @@ class ParseNumbers(Operator):
         for name in col_selector.names:
             numbers = df[name]
             if numbers.dtype.kind == "O" and isinstance(numbers, pd.Series):
-                numbers = self._parse(numbers)
+                with _refusing(f"column {name!r} must hold numbers, or their text"):
+                    numbers = self._parse(numbers)
             numbers = numbers.astype("float64")
             infinite = abs(numbers) == np.inf
             if not self.non_finite and infinite.any():
@@ -210,22 +183,13 @@ class ParseNumbers(Operator):
         return out
 
     def _parse(self, column: pd.Series) -> pd.Series:
-        try:
-            try:
-                cells = pa.array(column, from_pandas=True)
-            except (pa.ArrowInvalid, pa.ArrowTypeError):  # texts beside numbers
-                cells = pa.array(map(_cell_text, column), pa.string())
-            found = cells
-            if is_text(cells.type):
-                found = with_nulls(cells, self.null_values).cast(pa.float64())
-                if not self.non_finite and pc.any(pc.invert(pc.is_finite(found))).as_py():
-                    row = pc.index(pc.is_finite(found), False).as_py()
-                    raise ValueError(f"{cells[row].as_py()!r} is not a finite number")
-            return pd.Series(found.to_numpy(zero_copy_only=False), column.index, dtype="float64")
-        except (pa.ArrowException, ValueError) as error:
-            raise UserError(
-                f"column {column.name!r} must hold numbers, or their text: {clipped(str(error))}"
-            ) from None
+        found = cells = _cells(column)
+        if is_text(cells.type):
+            found = with_nulls(cells, self.null_values).cast(pa.float64())
+            if not self.non_finite and pc.any(pc.invert(pc.is_finite(found))).as_py():
+                row = pc.index(pc.is_finite(found), False).as_py()
+                raise ValueError(f"{cells[row].as_py()!r} is not a finite number")
+        return pd.Series(found.to_numpy(zero_copy_only=False), column.index, dtype="float64")
 
     @property
     def output_dtype(self) -> Any:
@@ -249,11 +213,13 @@ class UnitRange(NormalizeMinMax):
                 out[name] = numbers.astype(self.output_dtype)
         return out
 
-    def fit_finalize(self, dask_stats: Any) -> None:
-        """Take ``{"mins": Series, "maxs": Series}``, widening a range of length 0."""
-        super().fit_finalize(dask_stats)
-        for name, low in self.mins.items():
-            _, self.maxs[name] = widened(float(low), float(self.maxs[name]))
+
+def _cells(column: pd.Series) -> pa.Array:
+    try:
+        cells = pa.array(column, from_pandas=True)
+    except (pa.ArrowInvalid, pa.ArrowTypeError):  # texts beside numbers
+        return pa.array(map(_cell_text, column), pa.string())
+    return cells.combine_chunks() if isinstance(cells, pa.ChunkedArray) else cells
 
 
 def _cell_text(cell: Any) -> str | None:
@@ -262,3 +228,12 @@ def _cell_text(cell: Any) -> str | None:
         return ids_as_text(pa.array([cell], from_pandas=True), False)[0].as_py()
     except (pa.ArrowException, ValueError):
         return str(cell)
+
+
+@contextlib.contextmanager
+def _refusing(what: str, remedy: str = "") -> Iterator[None]:
+    """Raise UserError for what Arrow cannot convert."""
+    try:
+        yield
+    except (pa.ArrowException, ValueError) as error:
+        raise UserError(f"{what}: {clipped(str(error))}{remedy}") from None

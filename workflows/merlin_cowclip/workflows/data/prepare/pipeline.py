@@ -16,22 +16,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
+import pyarrow as pa
 
 from merlin_cowclip.workflows import machine
 from merlin_cowclip.workflows.checks import check_whole
-from merlin_cowclip.workflows.data.prepare.column_store import IN_TRAIN, ROWS, ColumnStore
+from merlin_cowclip.workflows.data.prepare.column_store import (
+    IN_TRAIN,
+    ROWS,
+    ColumnStore,
+    codes_of,
+)
 from merlin_cowclip.workflows.data.prepare.executor import (
     MEMORY_SHARE,
     check_executor,
     make_executor,
     parallel_tasks,
 )
-from merlin_cowclip.workflows.data.prepare.fit import Encoding, Fitted, describe, fit
-from merlin_cowclip.workflows.data.prepare.nvt_workflow import (
-    create_id_folders,
-    save_fitted_workflow,
-)
+from merlin_cowclip.workflows.data.prepare.fit import Encoding, Fitted, fit
+from merlin_cowclip.workflows.data.prepare.nvt_workflow import save_fitted_workflow
 from merlin_cowclip.workflows.data.prepare.nvtabular_engine import fit_and_encode
 from merlin_cowclip.workflows.data.prepare.split import split_rows
 from merlin_cowclip.workflows.data.prepare.write import PART_ROWS, PartJob, part_jobs, write_part
@@ -112,16 +114,21 @@ def prepare(
         scratch.mkdir()
         readers = workers if engine == "arrow" else 0  # for NVTabular, threads read the text
         with make_executor(readers, "cpu", scratch) as executor:
-            store = ColumnStore(scratch, spec)
-            run = _Pipeline(spec, sources, store, folder, executor, progress, like)
+            run = _Pipeline(spec, sources, ColumnStore(scratch, spec), executor, progress)
             with unchanged(sources):
                 replaced = run.read(parallel_tasks(readers, "cpu"))
             rows, positives = run.split(int(seed))
             jobs = [job for part in PARTS for job in part_jobs(part, rows[part], part_rows)]
+            fitted = run.fit(folder if engine == "arrow" else None, like)
+            ranges = {name: [*fitted[name].range] for name in spec.continuous}
             if engine == "arrow":
-                fitted, cardinalities = run.encode(jobs)
+                run.write(jobs, folder)
+                save_fitted_workflow(spec, folder, ranges)
+                cardinalities = {name: fitted[name].cardinality for name in spec.ids}
             else:
-                fitted, cardinalities = run.encode_by_nvtabular(jobs, workers, device)
+                raw = scratch / "raw"
+                run.write(jobs, raw, raw=True)
+                cardinalities = fit_and_encode(spec, raw, folder, jobs, workers, device, progress)
         shutil.rmtree(scratch, ignore_errors=True)
         fields = {name: fitted[name].report for name in spec.fields}
         for name in spec.continuous:
@@ -133,7 +140,7 @@ def prepare(
             "seed": int(seed),
             "rows": rows,
             "cardinalities": cardinalities,
-            "ranges": {name: [fitted[name].low, fitted[name].high] for name in spec.continuous},
+            "ranges": ranges,
             "report": {"rows": rows, "positives": positives, "fields": fields},
         }
         record = write_record(folder, record)
@@ -155,10 +162,8 @@ class _Pipeline:
     spec: DatasetSpec
     sources: list[Source]
     store: ColumnStore
-    folder: Path
     executor: Executor
     progress: bool
-    like: Encoding | None
 
     def read(self, tasks: int) -> Counter[str]:
         """Store all columns; returns how many numbers of each were not finite."""
@@ -184,52 +189,31 @@ class _Pipeline:
     def split(self, seed: int) -> tuple[dict[str, int], dict[str, int]]:
         """Choose the rows of each split; returns rows and clicks by split."""
         spec, store = self.spec, self.store
-        labels = store.numbers(spec.label, np.int8)
-        times = store.codes(TIME) if spec.split.kind == "time" else None
-        parts = split_rows(spec.split, labels, times, seed=seed, label=spec.label)
+        labels = store.column(spec.label)
+        times = codes_of(store.column(TIME)) if spec.split.kind == "time" else None
+        parts = split_rows(spec.split, labels.to_numpy(), times, seed=seed, label=spec.label)
         store.store(spec.label, labels)
-        store.store(IN_TRAIN, parts.in_train)
-        store.store(ROWS["train"], parts.train)
-        store.store(ROWS["test"], parts.test)
-        return parts.rows, parts.positives
+        for name, found in (
+            (IN_TRAIN, parts.in_train),
+            (ROWS["train"], parts.train),
+            (ROWS["test"], parts.test),
+        ):
+            store.store(name, pa.array(found))
+        return {"train": len(parts.train), "test": len(parts.test)}, parts.positives
 
-    def encode(self, jobs: list[PartJob]) -> tuple[dict[str, Fitted], dict[str, int]]:
-        """Fit and encode each column, and write the parts; returns statistics and cardinalities."""
-        spec, folder = self.spec, self.folder
-        create_id_folders(folder)
-        fitted = self._each_column("fitting", functools.partial(fit, folder=folder, like=self.like))
-        ranges = {name: (fitted[name].low, fitted[name].high) for name in spec.continuous}
-        save_fitted_workflow(spec, folder, ranges)
-        self._write(jobs, folder)
-        return fitted, {name: fitted[name].cardinality for name in spec.ids}
-
-    def encode_by_nvtabular(
-        self, jobs: list[PartJob], workers: int, device: str
-    ) -> tuple[dict[str, Fitted], dict[str, int]]:
-        """Write raw parts; NVTabular fits and encodes them. Returns as `encode`."""
-        fitted = self._each_column("columns", describe)
-        raw = self.store.folder / "raw"
-        self._write(jobs, raw, raw=True)
-        return fitted, fit_and_encode(
-            self.spec,
-            raw,
-            self.folder,
-            jobs,
-            workers=workers,
-            device=device,
-            progress=self.progress,
-        )
-
-    def _each_column(self, title: str, task: Callable[..., Fitted]) -> dict[str, Fitted]:
-        names = [*self.spec.ids, *self.spec.continuous]
-        task, fitted = functools.partial(task, store=self.store), {}
+    def fit(self, folder: Path | None, like: Encoding | None) -> dict[str, Fitted]:
+        """Fit each column, and store it encoded, or raw without a folder."""
+        names, fitted = [*self.spec.ids, *self.spec.continuous], {}
+        task = functools.partial(fit, store=self.store, folder=folder, like=like)
+        title = "fitting" if folder else "columns"
         with progress_bar(title, len(names), " columns", show=self.progress) as bar:
             for name, found in zip(names, self.executor.map(task, names), strict=True):
                 fitted[name] = found
                 bar.update(1)
         return fitted
 
-    def _write(self, jobs: list[PartJob], folder: Path, raw: bool = False) -> None:
+    def write(self, jobs: list[PartJob], folder: Path, raw: bool = False) -> None:
+        """Write the parts."""
         task = functools.partial(write_part, store=self.store, folder=folder, raw=raw)
         for part in PARTS:
             (folder / part).mkdir(parents=True)

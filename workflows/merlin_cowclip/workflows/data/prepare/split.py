@@ -28,11 +28,6 @@ class Parts:
     test: np.ndarray
     positives: dict[str, int]
 
-    @property
-    def rows(self) -> dict[str, int]:
-        """How many, by part."""
-        return {"train": len(self.train), "test": len(self.test)}
-
 
 def split_rows(
     split: Split,
@@ -58,25 +53,21 @@ def split_rows(
     n = len(labels)
     random = np.random.default_rng(seed)
     rows = np.arange(n, dtype=np.uint32 if n < 2**32 else np.int64)
-    if times is not None:
-        in_train = ~_latest(split, times)
-        test_rows, train_rows = rows[~in_train], rows[in_train]
-        random.shuffle(train_rows)
-    else:
-        n_test = int(n * split.test + 0.5)
-        if not 0 < n_test < n:
-            raise UserError(
-                f"split.test = {split.test} of {n:,} rows gives {n_test:,} test rows. Both parts "
-                "must have rows: give more rows or another share"
-            )
-        if split.kind == "random":
-            random.shuffle(rows)
-            test_rows, train_rows = np.sort(rows[:n_test]), rows[n_test:]
-        else:
-            test_rows, train_rows = rows[n - n_test :], rows[: n - n_test]
-            random.shuffle(train_rows)
+    n_test = int(n * split.test + 0.5)
+    if times is None and not 0 < n_test < n:
+        raise UserError(
+            f"split.test = {split.test} of {n:,} rows gives {n_test:,} test rows. Both parts must "
+            "have rows: give more rows or another share"
+        )
+    if split.kind == "random":
+        random.shuffle(rows)
+        test_rows, train_rows = np.sort(rows[:n_test]), rows[n_test:]
         in_train = np.ones(n, dtype=bool)
         in_train[test_rows] = False
+    else:
+        in_train = rows < n - n_test if times is None else ~_latest(split, times)
+        test_rows, train_rows = rows[~in_train], rows[in_train]
+        random.shuffle(train_rows)
     positives = {}
     for part, mask in (("train", in_train), ("test", ~in_train)):
         counts = np.bincount(labels[mask], minlength=2)
