@@ -260,7 +260,7 @@ def test_a_full_disk(tmp_path, monkeypatch):
     def full(*_: Any, **__: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("merlin_cowclip.workflows.data.prepare.nvt_workflow.write_counts", full)
+    monkeypatch.setattr("merlin_cowclip.workflows.data.prepare.fit.write_counts", full)
     check(preparing(tmp_path), "needs disk space … none left … data … another disk", tmp_path)
 
 

@@ -130,7 +130,7 @@ def test_the_data_of_the_default_engine(tmp_path, name, workers, capfd):
         engine="nvtabular",
     )
     shown = capfd.readouterr().err
-    for step in ("reading", "columns", "raw train", "fitting", "encoding", "checking"):
+    for step in ("reading", "columns", "raw rows", "fitting", "encoding", "checking"):
         assert step in shown
     assert ("Dask dashboard" in shown) == bool(workers)
     assert (ours.record["engine"], theirs.record["engine"]) == ("arrow", "nvtabular")

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 from merlin_cowclip.workflows.checks import check_whole
 from merlin_cowclip.workflows.data.counts import by_falling_count, read_counts
 from merlin_cowclip.workflows.data.prepare.executor import THREADS
-from merlin_cowclip.workflows.data.prepare.nvt_workflow import save_fitted_workflow, write_ids
+from merlin_cowclip.workflows.data.prepare.fit import write_ids
 from merlin_cowclip.workflows.data.prepare.statistics import MISSING, PADDING, UNKNOWN, IdStatistics
 from merlin_cowclip.workflows.data.prepared_data import PreparedData, write_record
 from merlin_cowclip.workflows.errors import UserError
@@ -45,6 +45,8 @@ def keep_top_ids(
     Raises:
         UserError: a bad argument, adopted data, counts that cannot be read, or ``out`` exists.
     """
+    from merlin_cowclip.workflows.data.prepare.nvt_workflow import save_fitted_workflow
+
     out = Path(out)
     check_whole("top-k", k, 1)
     ranges = data.record.get("ranges")

@@ -45,10 +45,7 @@ class ColumnStore:
             UserError: a bad value, with file and line.
         """
         rows, replaced = 0, Counter[str]()
-        with (
-            self.written(self.folder / f"{number:06d}.parquet") as path,
-            contextlib.ExitStack() as stack,
-        ):
+        with self.written(self.folder / f"{number:06d}.parquet") as path:
             writer = None
             for batch in source.batches(chunk, advance, replaced):
                 # Numbers for names: a dot would mean a nested column.
@@ -58,9 +55,10 @@ class ColumnStore:
                     ids = [field.name for field in batch.schema if field.type == ID_TYPE]
                     options = {"compression": "lz4", "use_dictionary": ids}
                     writer = pq.ParquetWriter(path, batch.schema, write_statistics=False, **options)
-                    stack.enter_context(writer)
                 writer.write_batch(batch)
                 rows += batch.num_rows
+            if writer is not None:
+                writer.close()
         return rows, replaced
 
     def column(self, name: str) -> pa.Array:

@@ -16,9 +16,9 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from merlin_cowclip.plugins._checks import is_whole
 from merlin_cowclip.workflows import machine
-from merlin_cowclip.workflows.errors import UserError
+from merlin_cowclip.workflows.checks import check_whole
+from merlin_cowclip.workflows.errors import UserError, quoted
 
 DEVICES = ("cpu", "gpu")
 THREADS = min(4, os.cpu_count() or 1)  # of one process; each holds one column, or one part
@@ -46,11 +46,8 @@ def make_executor(workers: int, device: str, scratch: Path) -> Iterator[Executor
         UserError: a task killed several workers.
     """
     if device == "cpu" and not workers:
-        pool = ThreadPoolExecutor(THREADS)
-        try:
+        with ThreadPoolExecutor(THREADS) as pool:
             yield pool
-        finally:
-            pool.shutdown(cancel_futures=True)
         return
     if getattr(multiprocessing.current_process(), "_inheriting", False):  # a worker that starts
         raise UserError(
@@ -68,7 +65,7 @@ def make_executor(workers: int, device: str, scratch: Path) -> Iterator[Executor
         kind = dask_cuda.LocalCUDACluster
     options = {**cluster_options(workers, device), "local_directory": str(scratch)}
     with dask.config.set(SETTINGS), kind(**options) as cluster, Client(cluster) as client:
-        client.register_worker_plugin(IgnoreSigint())
+        client.register_worker_callbacks(ignore_interrupts)
         print(f"Dask dashboard: {client.dashboard_link}", file=sys.stderr, flush=True)
         try:
             yield client.get_executor(pure=False)  # two equal tasks are two tasks
@@ -86,9 +83,8 @@ def check_executor(workers: int, device: str) -> None:
         UserError: bad arguments, a missing package, or fewer GPUs than workers.
     """
     if device not in DEVICES:
-        raise UserError(f"device must be one of {', '.join(DEVICES)}. Received: {device!r}")
-    if not is_whole(workers, 0):
-        raise UserError(f"workers must be an integer of at least 0. Received: {workers!r}")
+        raise UserError(f"device must be one of {quoted(DEVICES)}. Received: {device!r}")
+    check_whole("workers", workers, 0)
     if device == "cpu":
         return
     for package in ("cudf", "dask_cudf", "dask_cuda"):
@@ -104,11 +100,6 @@ def check_executor(workers: int, device: str) -> None:
         )
 
 
-def parallel_tasks(workers: int, device: str) -> int:
-    """How many tasks run at once."""
-    return workers or (THREADS if device == "cpu" else max(1, number_of_gpus()))
-
-
 def number_of_gpus() -> int:
     """GPUs that this process may use; 0 without a driver."""
     from distributed.diagnostics import nvml
@@ -121,7 +112,7 @@ def number_of_gpus() -> int:
 
 def cluster_options(workers: int, device: str) -> dict[str, Any]:
     """Arguments of Dask's `LocalCluster` or dask-cuda's `LocalCUDACluster`: one thread a worker."""
-    workers = parallel_tasks(workers, device)
+    workers = workers or number_of_gpus()
     options: dict[str, Any] = {
         "n_workers": workers,
         "threads_per_worker": 1,
@@ -129,21 +120,15 @@ def cluster_options(workers: int, device: str) -> dict[str, Any]:
         "dashboard_address": ":0",  # any free port: two jobs do not meet
         "silence_logs": "CRITICAL",  # what fails is raised; on the way out Dask warns of itself
     }
-    if device == "cpu":
-        return {**options, "processes": True}
-    return {
-        **options,
-        "device_memory_limit": DEVICE_MEMORY_SHARE,
-        "rmm_pool_size": DEVICE_MEMORY_SHARE / 2,
-        "rmm_maximum_pool_size": DEVICE_MEMORY_SHARE,
-    }
+    if device == "gpu":
+        options |= {
+            "device_memory_limit": DEVICE_MEMORY_SHARE,
+            "rmm_pool_size": DEVICE_MEMORY_SHARE / 2,
+            "rmm_maximum_pool_size": DEVICE_MEMORY_SHARE,
+        }
+    return options
 
 
-class IgnoreSigint:
-    """A worker plugin: Ctrl-C, which a terminal sends to all processes, ends this one only."""
-
-    name = "ignore-sigint"
-
-    def setup(self, worker: Any) -> None:
-        """Called by Dask in every worker's main thread."""
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+def ignore_interrupts() -> None:
+    """In a worker: Ctrl-C, which a terminal sends to all processes, ends the first one only."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from merlin_cowclip.workflows.data.counts import write_counts
 from merlin_cowclip.workflows.data.prepare.column_store import IN_TRAIN, ColumnStore, codes_of
-from merlin_cowclip.workflows.data.prepare.nvt_workflow import CATEGORIES, write_ids
 from merlin_cowclip.workflows.data.prepare.statistics import (
     MISSING,
     UNKNOWN,
@@ -26,6 +27,8 @@ from merlin_cowclip.workflows.data.prepare.statistics import (
 )
 from merlin_cowclip.workflows.data.spec import DatasetSpec
 from merlin_cowclip.workflows.errors import UserError
+
+CATEGORIES = "workflow/categories"  # in a prepared folder
 
 
 @dataclass(frozen=True)
@@ -100,6 +103,19 @@ def fit(name: str, store: ColumnStore, folder: Path | None, like: Encoding | Non
         column = pa.LargeListArray.from_arrays(column.offsets, ids) if is_list else ids
     store.store(name, column)
     return Fitted(report, cardinality=statistics.cardinality)
+
+
+def write_ids(folder: Path, field: str, statistics: IdStatistics) -> None:
+    """Write a field's counts, and its vocabulary as Categorify does."""
+    home, counts = folder / CATEGORIES, folder / "counts"
+    for made in (home, counts):
+        made.mkdir(parents=True, exist_ok=True)
+    first, by_id = statistics.first_id, statistics.by_id
+    pd.DataFrame(
+        {field: statistics.vocabulary.to_pandas().to_numpy(), f"{field}_size": by_id[first:]},
+        index=pd.RangeIndex(first, len(by_id)),
+    ).to_parquet(home / f"unique.{field}.parquet", compression=None)
+    write_counts(counts, field, by_id, statistics.vocabulary)
 
 
 def _statistics(

@@ -1,4 +1,4 @@
-"""The NVTabular workflow of prepared data, its vocabularies, counts and schema.
+"""The NVTabular workflow of prepared data, and its schema. Imports NVTabular.
 
 The Arrow engine computes the statistics that NVTabular's operators would, and passes them to
 `StatOperator.fit_finalize`: the result is an ordinary fitted `nvtabular.Workflow`.
@@ -8,27 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import pyarrow.parquet as pq
 
-from merlin_cowclip.workflows.data.counts import write_counts
-from merlin_cowclip.workflows.data.prepare.statistics import (
-    MISSING,
-    PADDING,
-    UNKNOWN,
-    IdStatistics,
-)
+from merlin_cowclip.workflows.data.prepare.fit import CATEGORIES
+from merlin_cowclip.workflows.data.prepare.operators import EncodeIds, ParseNumbers, UnitRange
+from merlin_cowclip.workflows.data.prepare.statistics import UNKNOWN
 from merlin_cowclip.workflows.data.spec import DatasetSpec
 from merlin_cowclip.workflows.quiet import quiet_imports
 
-if TYPE_CHECKING:
+with quiet_imports():
     import nvtabular as nvt
-    from merlin.schema import ColumnSchema, Schema
-
-CATEGORIES = "workflow/categories"  # in a prepared folder
+    from merlin.dag import Graph
+    from merlin.schema import ColumnSchema, Schema, Tags
+    from merlin.schema.io.tensorflow_metadata import TensorflowMetadata
+    from nvtabular import ops
 
 
 def build_workflow(spec: DatasetSpec, folder: str | Path, **options: Any) -> nvt.Workflow:
@@ -36,26 +33,20 @@ def build_workflow(spec: DatasetSpec, folder: str | Path, **options: Any) -> nvt
 
     ``options`` are of `EncodeIds`.
     """
-    with quiet_imports():
-        import nvtabular as nvt
-        from merlin.schema import Tags
-        from nvtabular import ops
-
-        from merlin_cowclip.workflows.data.prepare import operators
     if any(spec.threshold_of(name) > 1 for name in spec.ids):
         options["freq_threshold"] = {name: spec.threshold_of(name) for name in spec.ids}
     if any(spec.buckets_of(name) > 1 for name in spec.ids):
         options["num_buckets"] = {name: spec.buckets_of(name) for name in spec.ids}
     options |= {"lists": spec.lists, "null_values": spec.null_values}
     target = [Tags.TARGET, Tags.BINARY_CLASSIFICATION]
-    nodes = list(spec.ids) >> operators.EncodeIds(folder, **options)
+    nodes = list(spec.ids) >> EncodeIds(folder, **options)
     nodes += [spec.label] >> ops.AddMetadata(tags=target)
     if spec.continuous:
         nodes += (
             list(spec.continuous)
-            >> operators.ParseNumbers(spec.null_values, spec.non_finite == "missing")
+            >> ParseNumbers(spec.null_values, spec.non_finite == "missing")
             >> ops.FillMissing(0)
-            >> operators.UnitRange(out_dtype="float32")
+            >> UnitRange(out_dtype="float32")
             >> ops.Clip(min_value=0.0, max_value=1.0)
         )
     return nvt.Workflow(nodes)
@@ -64,19 +55,10 @@ def build_workflow(spec: DatasetSpec, folder: str | Path, **options: Any) -> nvt
 def save_fitted_workflow(
     spec: DatasetSpec, folder: Path, ranges: Mapping[str, Sequence[float]], **options: Any
 ) -> None:
-    """Pass statistics to the workflow of `build_workflow`; save it and its schema.
+    """Save the workflow of `build_workflow` and its schema, with the vocabularies in ``folder``.
 
-    Args:
-        spec: the columns.
-        folder: the prepared folder, with vocabularies and counts.
-        ranges: lowest and highest number of each continuous field.
-        options: of `EncodeIds`.
+    ``ranges`` are the lowest and highest number of each continuous field.
     """
-    with quiet_imports():
-        from merlin.dag import Graph
-        from merlin.schema import Schema
-
-        from merlin_cowclip.workflows.data.prepare.operators import EncodeIds, UnitRange
     workflow = build_workflow(spec, folder / "workflow", **options)
     ends = pd.DataFrame(ranges, index=["mins", "maxs"], dtype="float64").T
     paths = {field: str(folder / CATEGORIES / f"unique.{field}.parquet") for field in spec.ids}
@@ -93,37 +75,12 @@ def save_fitted_workflow(
 
 def raw_schema(spec: DatasetSpec) -> Schema:
     """The columns that the workflow reads."""
-    with quiet_imports():
-        from merlin.schema import ColumnSchema, Schema
     columns = [ColumnSchema(spec.label, dtype="int64")]
     columns += [ColumnSchema(name, dtype="float64") for name in spec.continuous]
-    columns += [ColumnSchema(name, dtype="str") for name in spec.categorical]
-    columns += [
-        ColumnSchema(name, dtype="str", is_list=True, is_ragged=True) for name in spec.lists
-    ]
+    for name in spec.ids:
+        is_list = name in spec.lists
+        columns.append(ColumnSchema(name, dtype="str", is_list=is_list, is_ragged=is_list))
     return Schema(columns)
-
-
-def write_ids(folder: Path, field: str, statistics: IdStatistics) -> None:
-    """Write a field's counts and its vocabulary, ``unique.*`` and ``meta.*`` as in Categorify."""
-    home, counts = folder / CATEGORIES, folder / "counts"
-    for made in (home, counts):
-        made.mkdir(parents=True, exist_ok=True)
-    first, by_id = statistics.first_id, statistics.by_id
-    pd.DataFrame(
-        {field: statistics.vocabulary.to_pandas().to_numpy(), f"{field}_size": by_id[first:]},
-        index=pd.RangeIndex(first, len(by_id)),
-    ).to_parquet(home / f"unique.{field}.parquet", compression=None)
-    offsets = [PADDING, MISSING, UNKNOWN, first]
-    pd.DataFrame(
-        {
-            "kind": ["pad", "null", "oov", "unique"],
-            "offset": offsets,
-            "num_indices": np.diff([*offsets, len(by_id)]),
-            "num_observed": np.add.reduceat(np.append(by_id, 0), offsets),
-        }
-    ).to_parquet(home / f"meta.{field}.parquet")
-    write_counts(counts, field, by_id, statistics.vocabulary)
 
 
 def save_schema(schema: Schema, folder: Path, bucketed: Collection[str] = ()) -> None:
@@ -137,17 +94,9 @@ def save_schema(schema: Schema, folder: Path, bucketed: Collection[str] = ()) ->
         folder: the prepared folder, with counts.
         bucketed: fields all of whose IDs are buckets.
     """
-    with quiet_imports():
-        from merlin.schema import Schema
-        from merlin.schema.io.tensorflow_metadata import TensorflowMetadata
-    proto = TensorflowMetadata.from_merlin_schema(
-        Schema(
-            [
-                _with_untrained_ids(column, folder / "counts", column.name in bucketed)
-                for column in schema
-            ]
-        )
-    )
+    counts = folder / "counts"
+    schema = Schema([_with_untrained_ids(c, counts, c.name in bucketed) for c in schema])
+    proto = TensorflowMetadata.from_merlin_schema(schema)
     for feature in proto.proto_schema.feature:
         feature.annotation.tag.sort()  # a set has no order
     proto.to_proto_text_file(str(folder))

@@ -10,11 +10,11 @@ import functools
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from merlin_cowclip.workflows.data.adopt.pipeline import adopt
 from merlin_cowclip.workflows.data.prepare.executor import make_executor
 from merlin_cowclip.workflows.data.prepare.nvt_workflow import build_workflow, raw_schema
 from merlin_cowclip.workflows.data.prepare.write import PartJob, part_schema
@@ -23,7 +23,7 @@ from merlin_cowclip.workflows.data.spec import DatasetSpec
 from merlin_cowclip.workflows.progress import progress_bar
 from merlin_cowclip.workflows.quiet import quiet_imports
 
-if TYPE_CHECKING:
+with quiet_imports():
     import nvtabular as nvt
 
 PARTITION = "256MB"  # of raw rows, in memory while NVTabular fits on a CPU
@@ -42,11 +42,6 @@ def fit_and_encode(
 
     The prepared folder gets parts, workflow, schema and counts. Returns the number of ids by field.
     """
-    with quiet_imports():
-        import nvtabular as nvt
-
-    from merlin_cowclip.workflows.data.adopt.pipeline import adopt
-
     files = {part: [job.name for job in jobs if job.part == part] for part in PARTS}
     for part in PARTS:
         (folder / part).mkdir()

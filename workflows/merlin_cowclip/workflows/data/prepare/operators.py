@@ -34,33 +34,24 @@ class EncodeIds(Categorify):
     Args:
         out_path: the folder that gets ``categories/``. No default: workflows that share
             Categorify's (``./``) overwrite each other's vocabularies.
-        freq_threshold: as in Categorify; field → count.
-        num_buckets: as in Categorify; field → number, for every field.
-        max_size: as in Categorify.
         missing_as_unknown: fields in which a missing ID is 2 instead of 1.
         lists: the fields of lists.
         null_values: texts that mean a missing ID, in addition to the empty one.
+        options: ``freq_threshold``, ``num_buckets`` or ``max_size`` as in Categorify, by field.
     """
 
     def __init__(
         self,
         out_path: str | Path,
         *,
-        freq_threshold: int | dict[str, int] = 0,
-        num_buckets: dict[str, int] | None = None,
-        max_size: int | dict[str, int] = 0,
         missing_as_unknown: Sequence[str] = (),
         lists: Sequence[str] = (),
         null_values: Sequence[str] = (),
+        **options: Any,
     ) -> None:
         with warnings.catch_warnings():  # of hashing that differs on GPUs: not ours
             warnings.simplefilter("ignore", UserWarning)
-            super().__init__(
-                out_path=str(out_path),
-                freq_threshold=freq_threshold,
-                num_buckets=num_buckets,
-                max_size=max_size,
-            )
+            super().__init__(out_path=str(out_path), **options)
         self.missing_as_unknown, self.lists = tuple(missing_as_unknown), tuple(lists)
         self.null_values = tuple(null_values)
         self._vocabularies: dict[str, pd.Index] = {}
@@ -85,18 +76,12 @@ class EncodeIds(Categorify):
         names = list(col_selector.names)
         if not hasattr(df, "to_pandas"):
             return self._transform(df[names])
-        on_cpu = [
-            name
-            for name in names
-            if name in self.lists or self._buckets(name) > 1 or df[name].isna().all()
-        ]
-        on_gpu = [name for name in names if name not in on_cpu]
         out = df[names].reset_index(drop=True)
-        if on_gpu:
-            out = super().transform(type(col_selector)(on_gpu), out)
-        encoded = type(df).from_pandas(self._transform(out[on_cpu].to_pandas()))
-        for name in on_cpu:
-            out[name] = encoded[name]
+        for name in names:
+            if name in self.lists or self._buckets(name) > 1 or out[name].isna().all():
+                out[name] = type(df).from_pandas(self._transform(out[[name]].to_pandas()))[name]
+            else:
+                out[name] = super().transform(type(col_selector)([name]), out)[name]
         return out
 
     def _transform(self, frame: pd.DataFrame) -> pd.DataFrame:
@@ -113,15 +98,13 @@ class EncodeIds(Categorify):
             ids: Any = self._encode(name, flat.to_numpy(zero_copy_only=False))
             if is_list:
                 ends = np.cumsum(pc.list_value_length(texts).to_numpy())
-                flat, ids = ids, np.empty(len(frame), dtype=object)
-                ids[:] = np.split(flat, ends[:-1]) if len(frame) else []
-            out[name] = pd.Series(ids, index=frame.index)
+                ids = np.split(ids, ends[:-1]) if len(frame) else []
+            out[name] = pd.Series(ids, frame.index, object if is_list else np.int64)
         return out
 
     def _encode(self, field: str, texts: np.ndarray) -> np.ndarray:
         if field not in self._vocabularies:
-            storage = self.storage_name.get(field, field)
-            vocabulary = pd.read_parquet(self.categories[storage], columns=[storage])[storage]
+            vocabulary = pd.read_parquet(self.categories[field], columns=[field])[field]
             self._vocabularies[field] = pd.Index(vocabulary.astype(object))
         places = self._vocabularies[field].get_indexer(texts).astype(np.int64)
         buckets = self._buckets(field)
@@ -136,13 +119,11 @@ class EncodeIds(Categorify):
         return self.num_buckets.get(field, 1) if self.num_buckets else 1
 
     def _compute_properties(self, col_schema: Any, input_schema: Schema) -> Any:
-        # Categorify writes an absolute path; folders move.
         schema = super()._compute_properties(col_schema, input_schema)
-        path = schema.properties["cat_path"]
-        relative = path and str(Path(path).relative_to(self.out_path))
-        buckets = self._buckets(col_schema.name)
+        path, buckets = schema.properties["cat_path"], self._buckets(col_schema.name)
         added = {
-            "cat_path": relative,
+            # Categorify writes an absolute path; folders move.
+            "cat_path": path and str(Path(path).relative_to(self.out_path)),
             "num_buckets": buckets if buckets > 1 else None,
             "empty_is_missing": True,
         }

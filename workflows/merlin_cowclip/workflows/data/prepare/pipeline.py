@@ -18,7 +18,6 @@ from typing import Literal
 
 import pyarrow as pa
 
-from merlin_cowclip.workflows import machine
 from merlin_cowclip.workflows.checks import check_whole
 from merlin_cowclip.workflows.data.prepare.column_store import (
     IN_TRAIN,
@@ -26,15 +25,8 @@ from merlin_cowclip.workflows.data.prepare.column_store import (
     ColumnStore,
     codes_of,
 )
-from merlin_cowclip.workflows.data.prepare.executor import (
-    MEMORY_SHARE,
-    check_executor,
-    make_executor,
-    parallel_tasks,
-)
+from merlin_cowclip.workflows.data.prepare.executor import THREADS, check_executor, make_executor
 from merlin_cowclip.workflows.data.prepare.fit import Encoding, Fitted, fit
-from merlin_cowclip.workflows.data.prepare.nvt_workflow import save_fitted_workflow
-from merlin_cowclip.workflows.data.prepare.nvtabular_engine import fit_and_encode
 from merlin_cowclip.workflows.data.prepare.split import split_rows
 from merlin_cowclip.workflows.data.prepare.write import PART_ROWS, PartJob, part_jobs, write_part
 from merlin_cowclip.workflows.data.prepared_data import PARTS, PreparedData, write_record
@@ -97,7 +89,8 @@ def prepare(
     check_whole("seed", seed, 0)
     check_whole("part_rows", part_rows, 1)
     refuse_existing(out)
-    _check_place(out)
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(out)):
+        raise UserError(f"--out {out} looks like a URL. Name a folder, and copy it from there")
     engine = engine or ("nvtabular" if device == "gpu" else "arrow")
     if engine not in ENGINES:
         raise UserError(f"engine must be one of {quoted(ENGINES)}. Received: {engine!r}")
@@ -116,16 +109,20 @@ def prepare(
         with make_executor(readers, "cpu", scratch) as executor:
             run = _Pipeline(spec, sources, ColumnStore(scratch, spec), executor, progress)
             with unchanged(sources):
-                replaced = run.read(parallel_tasks(readers, "cpu"))
+                replaced = run.read(readers or THREADS)
             rows, positives = run.split(int(seed))
             jobs = [job for part in PARTS for job in part_jobs(part, rows[part], part_rows)]
             fitted = run.fit(folder if engine == "arrow" else None, like)
             ranges = {name: [*fitted[name].range] for name in spec.continuous}
             if engine == "arrow":
+                from merlin_cowclip.workflows.data.prepare.nvt_workflow import save_fitted_workflow
+
                 run.write(jobs, folder)
                 save_fitted_workflow(spec, folder, ranges)
                 cardinalities = {name: fitted[name].cardinality for name in spec.ids}
             else:
+                from merlin_cowclip.workflows.data.prepare.nvtabular_engine import fit_and_encode
+
                 raw = scratch / "raw"
                 run.write(jobs, raw, raw=True)
                 cardinalities = fit_and_encode(spec, raw, folder, jobs, workers, device, progress)
@@ -147,14 +144,6 @@ def prepare(
     return PreparedData(out, spec, record)
 
 
-def _check_place(out: Path) -> None:
-    """Check that ``out`` names a folder on this machine."""
-    if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(out)):
-        raise UserError(f"--out {out} looks like a URL. Name a folder, and copy it from there")
-    if out.name in ("", ".."):
-        raise UserError(f"--out must name a folder. Received: {out}")
-
-
 @dataclass(frozen=True)
 class _Pipeline:
     """The steps of `prepare`, each reading what the one before wrote."""
@@ -168,7 +157,7 @@ class _Pipeline:
     def read(self, tasks: int) -> Counter[str]:
         """Store all columns; returns how many numbers of each were not finite."""
         total, rows, replaced = sum(s.size for s in self.sources), 0, Counter[str]()
-        size = _chunk_bytes(total, tasks)
+        size = max(CHUNK_BYTES[0], min(CHUNK_BYTES[1], total // (CHUNKS_PER_WORKER * tasks)))
         chunks = [(source, chunk) for source in self.sources for chunk in source.chunks(size)]
         with progress_bar("reading", total, "B", show=self.progress) as bar:
             write: Callable[..., tuple[int, Counter[str]]] = self.store.write_chunk
@@ -193,11 +182,7 @@ class _Pipeline:
         times = codes_of(store.column(TIME)) if spec.split.kind == "time" else None
         parts = split_rows(spec.split, labels.to_numpy(), times, seed=seed, label=spec.label)
         store.store(spec.label, labels)
-        for name, found in (
-            (IN_TRAIN, parts.in_train),
-            (ROWS["train"], parts.train),
-            (ROWS["test"], parts.test),
-        ):
+        for name, found in zip((IN_TRAIN, *ROWS.values()), parts[:3], strict=True):
             store.store(name, pa.array(found))
         return {"train": len(parts.train), "test": len(parts.test)}, parts.positives
 
@@ -205,8 +190,7 @@ class _Pipeline:
         """Fit each column, and store it encoded, or raw without a folder."""
         names, fitted = [*self.spec.ids, *self.spec.continuous], {}
         task = functools.partial(fit, store=self.store, folder=folder, like=like)
-        title = "fitting" if folder else "columns"
-        with progress_bar(title, len(names), " columns", show=self.progress) as bar:
+        with progress_bar("columns", len(names), " columns", show=self.progress) as bar:
             for name, found in zip(names, self.executor.map(task, names), strict=True):
                 fitted[name] = found
                 bar.update(1)
@@ -214,19 +198,10 @@ class _Pipeline:
 
     def write(self, jobs: list[PartJob], folder: Path, raw: bool = False) -> None:
         """Write the parts."""
-        task = functools.partial(write_part, store=self.store, folder=folder, raw=raw)
         for part in PARTS:
             (folder / part).mkdir(parents=True)
-            mine = [job for job in jobs if job.part == part]
-            title = f"raw {part}" if raw else part
-            with progress_bar(title, mine[-1].stop, show=self.progress) as bar:
-                for written in self.executor.map(task, mine):
-                    bar.update(written)
-
-
-def _chunk_bytes(total: int, tasks: int) -> int:
-    """How much of a log one task reads, from the log's size and the machine's memory."""
-    least, most = CHUNK_BYTES
-    # A chunk is held as text and as columns, a few times its size.
-    held = int(machine.memory_limit() * MEMORY_SHARE / tasks / 16)
-    return max(least, min(most, held, total // (CHUNKS_PER_WORKER * tasks)))
+        task = functools.partial(write_part, store=self.store, folder=folder, raw=raw)
+        rows = sum(job.stop - job.start for job in jobs)
+        with progress_bar("raw rows" if raw else "writing", rows, show=self.progress) as bar:
+            for written in self.executor.map(task, jobs):
+                bar.update(written)

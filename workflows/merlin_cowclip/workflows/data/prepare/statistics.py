@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,7 +43,8 @@ class IdStatistics:
 def count_codes(codes: np.ndarray, in_train: np.ndarray, distinct: int) -> np.ndarray:
     """Occurrences in the training split of each code from -1 (missing) on, 1 + ``distinct``."""
     counts = np.zeros(distinct + 1, np.int64)
-    for part in _slices(len(codes)):
+    for start in range(0, len(codes), SLICE_ROWS):
+        part = slice(start, start + SLICE_ROWS)
         counts += np.bincount(codes[part][in_train[part]] + 1, minlength=len(counts))
     return counts
 
@@ -52,13 +52,9 @@ def count_codes(codes: np.ndarray, in_train: np.ndarray, distinct: int) -> np.nd
 def rank_ids(
     counts: np.ndarray, texts: pa.Array, *, threshold: int = 0, buckets: int = 1
 ) -> IdStatistics:
-    """Rank IDs by descending count.
+    """Rank IDs by descending count; those that occur less often than ``threshold`` are unknown.
 
-    Args:
-        counts: of missing IDs, then of each text.
-        texts: the distinct IDs.
-        threshold: IDs that occur less often are unknown.
-        buckets: rows that unknown IDs share by `hash_bucket`.
+    ``counts`` are of missing IDs, then of each text. Unknown IDs share ``buckets``.
     """
     held = counts[1:]
     by_text = pc.sort_indices(texts).to_numpy()
@@ -114,12 +110,9 @@ def unit_range(numbers: np.ndarray, low: float, high: float) -> np.ndarray:
     As FillMissing, UnitRange and Clip do it in the saved workflow, to the bit.
     """
     units = np.empty(len(numbers), np.float32)
-    for part in _slices(len(numbers)):
+    for start in range(0, len(numbers), SLICE_ROWS):
+        part = slice(start, start + SLICE_ROWS)
         with np.errstate(over="ignore"):  # beyond the range: clipped
             unit = scaled(np.where(np.isnan(numbers[part]), 0.0, numbers[part]), low, high)
             units[part] = np.clip(unit.astype(np.float32), 0.0, 1.0)
     return units
-
-
-def _slices(rows: int) -> Iterator[slice]:
-    return (slice(start, start + SLICE_ROWS) for start in range(0, rows, SLICE_ROWS))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -17,20 +17,14 @@ MIN_TRAIN_PARTS = 4  # so that the order of parts can be shuffled, from so many 
 MIN_ROWS_TO_PART = 4_000
 
 
-@dataclass(frozen=True)
-class PartJob:
+class PartJob(NamedTuple):
     """One file of a part: its rows from ``start`` to ``stop``, in the order of the part."""
 
     part: str  # "train" or "test"
-    number: int
+    name: str  # in the folder of the parts
     start: int
     stop: int
     group: int  # rows of a row group
-
-    @property
-    def name(self) -> str:
-        """The file's, in the folder of the parts."""
-        return f"{self.part}/part-{self.number:05d}.parquet"
 
 
 def part_jobs(part: str, total: int, most: int) -> list[PartJob]:
@@ -40,7 +34,10 @@ def part_jobs(part: str, total: int, most: int) -> list[PartJob]:
         files = max(files, MIN_TRAIN_PARTS)
     cuts = [total * i // files for i in range(files + 1)]
     group = max(1, min(ROW_GROUP_ROWS, -(-cuts[1] // 4)))  # several to a file
-    return [PartJob(part, i, cuts[i], cuts[i + 1], group) for i in range(files)]
+    return [
+        PartJob(part, f"{part}/part-{i:05d}.parquet", cuts[i], cuts[i + 1], group)
+        for i in range(files)
+    ]
 
 
 def part_schema(spec: DatasetSpec, raw: bool = False) -> pa.Schema:
