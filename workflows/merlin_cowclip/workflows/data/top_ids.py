@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from merlin_cowclip.workflows.checks import check_whole
-from merlin_cowclip.workflows.data.counts import by_falling_count, read_counts
+from merlin_cowclip.workflows.data.counts import read_counts
 from merlin_cowclip.workflows.data.prepare.executor import THREADS
 from merlin_cowclip.workflows.data.prepare.fit import write_ids
 from merlin_cowclip.workflows.data.prepare.statistics import MISSING, PADDING, UNKNOWN, IdStatistics
@@ -65,7 +65,7 @@ def keep_top_ids(
         for field, ids in kept.items():
             write_ids(folder, field, ids)
         # Categorify's max_size says that the unknown id is trained; 0: it is not.
-        sizes = {f: ids.cardinality * bool(ids.by_id[UNKNOWN]) for f, ids in kept.items()}
+        sizes = {f: len(ids.by_id) if ids.by_id[UNKNOWN] else 0 for f, ids in kept.items()}
         gone = [field for field in kept if encode[field][MISSING] == UNKNOWN]
         save_fitted_workflow(spec, folder, ranges, max_size=sizes, missing_as_unknown=gone)
         for part, files in (("train", data.train_files), ("test", data.test_files)):
@@ -81,7 +81,7 @@ def keep_top_ids(
         record = {
             **data.record,
             "spec": spec.to_dict(),
-            "cardinalities": {field: ids.cardinality for field, ids in kept.items()},
+            "cardinalities": {field: len(ids.by_id) for field, ids in kept.items()},
             "derived_from": {"path": str(data.path.absolute()), "top_k": int(k)},
         }
         write_record(folder, record)
@@ -93,7 +93,8 @@ def _top(table: pa.Table, k: int) -> IdStatistics:
     counts = table["count"].to_numpy()
     an_id = table["raw"].is_valid().to_numpy().copy()
     an_id[MISSING] = True
-    top = by_falling_count(counts, np.flatnonzero(an_id & (counts > 0)))[:k]
+    places = np.flatnonzero(an_id & (counts > 0))
+    top = places[np.argsort(-counts[places], kind="stable")][:k]  # ties: the lower id first
     real = top[top != MISSING]
     encode = np.full(len(counts), UNKNOWN, np.int64)
     encode[PADDING] = PADDING

@@ -36,13 +36,9 @@ class ColumnStore:
     def write_chunk(
         self, number: int, source: Source, chunk: Chunk, advance: Callable[[int], Any] = int
     ) -> tuple[int, Counter[str]]:
-        """Read chunk ``number`` of all files into one file.
+        """Read chunk ``number`` of all files into one file; raises UserError for a bad value.
 
-        Returns:
-            Its rows and, by column, the numbers that were not finite and became missing.
-
-        Raises:
-            UserError: a bad value, with file and line.
+        Returns its rows and, by column, the numbers that were not finite and became missing.
         """
         rows, replaced = 0, Counter[str]()
         with self.written(self.folder / f"{number:06d}.parquet") as path:

@@ -37,13 +37,8 @@ SETTINGS = {
 def make_executor(workers: int, device: str, scratch: Path) -> Iterator[Executor]:
     """Threads of this process, or a local Dask cluster: CPU processes, or one worker per GPU.
 
-    Args:
-        workers: processes; 0 for threads of this process on CPUs, and for all GPUs.
-        device: "cpu", or "gpu" for dask-cuda's workers.
-        scratch: a folder for data that workers spill.
-
-    Raises:
-        UserError: a task killed several workers.
+    With 0 ``workers``, all GPUs, or threads. ``scratch`` is a folder for data that workers spill.
+    Raises UserError if a task killed several workers.
     """
     if device == "cpu" and not workers:
         with ThreadPoolExecutor(THREADS) as pool:
@@ -77,11 +72,7 @@ def make_executor(workers: int, device: str, scratch: Path) -> Iterator[Executor
 
 
 def check_executor(workers: int, device: str) -> None:
-    """Check the arguments of `make_executor`.
-
-    Raises:
-        UserError: bad arguments, a missing package, or fewer GPUs than workers.
-    """
+    """Check the arguments of `make_executor`, that packages are there, and a GPU per worker."""
     if device not in DEVICES:
         raise UserError(f"device must be one of {quoted(DEVICES)}. Received: {device!r}")
     check_whole("workers", workers, 0)

@@ -42,17 +42,11 @@ class Fitted:
 
 @dataclass(frozen=True)
 class Encoding:
-    """How an earlier `prepare` encoded its fields.
-
-    Attributes:
-        spec: of its logs.
-        ranges: lowest and highest number, by continuous field.
-        folder: the prepared folder or run, with the vocabularies.
-    """
+    """How an earlier `prepare` encoded its fields."""
 
     spec: DatasetSpec
-    ranges: Mapping[str, tuple[float, float]]
-    folder: Path
+    ranges: Mapping[str, tuple[float, float]]  # lowest and highest number, by continuous field
+    folder: Path  # the prepared folder or run, with the vocabularies
 
     def vocabulary(self, name: str) -> pa.Array:
         """The texts of a field, in the order of their ids."""
@@ -65,10 +59,8 @@ def fit(name: str, store: ColumnStore, folder: Path | None, like: Encoding | Non
 
     With a prepared folder, the column is stored encoded, and the folder gets vocabulary and counts;
     the same files if it is done again. Without one it is stored raw. With ``like``, ids and ranges
-    are those of an earlier `prepare`.
-
-    Raises:
-        UserError: the training split has no value, or every id is rarer than the threshold.
+    are those of an earlier `prepare`. Raises UserError if the training split has no value, or every
+    id is rarer than the threshold.
     """
     column, in_train = store.column(name), store.load(IN_TRAIN).to_numpy(zero_copy_only=False)
     if name in store.spec.continuous:
@@ -102,7 +94,7 @@ def fit(name: str, store: ColumnStore, folder: Path | None, like: Encoding | Non
         is_list = name in store.spec.lists
         column = pa.LargeListArray.from_arrays(column.offsets, ids) if is_list else ids
     store.store(name, column)
-    return Fitted(report, cardinality=statistics.cardinality)
+    return Fitted(report, cardinality=len(statistics.by_id))
 
 
 def write_ids(folder: Path, field: str, statistics: IdStatistics) -> None:

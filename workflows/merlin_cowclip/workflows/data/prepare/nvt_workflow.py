@@ -87,12 +87,8 @@ def save_schema(schema: Schema, folder: Path, bucketed: Collection[str] = ()) ->
     """Write ``schema.pbtxt`` and ``.merlin/`` (for `merlin.io.Dataset`).
 
     Fields with counts get a property ``untrained_ids``: ranges (start, end, start, …) of special or
-    hashed IDs without a training row. `FusedEmbeddings` initializes their embeddings with zero.
-
-    Args:
-        schema: of the columns.
-        folder: the prepared folder, with counts.
-        bucketed: fields all of whose IDs are buckets.
+    hashed IDs without a training row. `FusedEmbeddings` initializes their embeddings with zero. All
+    IDs of the fields ``bucketed`` are buckets.
     """
     counts = folder / "counts"
     schema = Schema([_with_untrained_ids(c, counts, c.name in bucketed) for c in schema])

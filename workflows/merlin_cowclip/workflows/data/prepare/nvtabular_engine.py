@@ -42,16 +42,16 @@ def fit_and_encode(
 
     The prepared folder gets parts, workflow, schema and counts. Returns the number of ids by field.
     """
-    files = {part: [job.name for job in jobs if job.part == part] for part in PARTS}
+    train, test = ([job.name for job in jobs if job.part == part] for part in PARTS)
     for part in PARTS:
         (folder / part).mkdir()
     with make_executor(workers, device, raw) as executor:
         workflow = build_workflow(spec, raw / "workflow")
         with progress_bar("fitting", len(spec.fields), " columns", show=progress) as bar:
-            train = [str(raw / name) for name in files["train"]]
+            paths = [str(raw / name) for name in train]
             options = {"cpu": True, "part_size": PARTITION} if device == "cpu" else {}
             with quiet_imports():  # under the Dask client that is open, if any
-                workflow.fit(nvt.Dataset(train, engine="parquet", **options))
+                workflow.fit(nvt.Dataset(paths, engine="parquet", **options))
             bar.update(bar.total)
         workflow.fit_schema(raw_schema(spec))
         task = functools.partial(
@@ -62,8 +62,10 @@ def fit_and_encode(
             for written in executor.map(task, jobs):
                 bar.update(written)
     workflow.save(str(raw / "workflow"))
-    train, test = ([folder / name for name in files[part]] for part in PARTS)
-    data = adopt(train, raw / "workflow", spec.label, raw / "adopted", test, progress=progress)
+    parts = [[folder / name for name in names] for names in (train, test)]
+    data = adopt(
+        parts[0], raw / "workflow", spec.label, raw / "adopted", parts[1], progress=progress
+    )
     for name in ("workflow", "counts", "schema.pbtxt", ".merlin"):
         os.rename(data.path / name, folder / name)
     return data.cardinalities

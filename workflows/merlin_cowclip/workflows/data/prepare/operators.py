@@ -69,9 +69,6 @@ class EncodeIds(Categorify):
 
         A cuDF frame must have ids as text, or lists of text. Stock Categorify encodes it on the
         GPU, except lists, hashed ids and columns of nulls, which are encoded as on a CPU.
-
-        Raises:
-            UserError: ids of another type than text and integers; cells of lists that are none.
         """
         names = list(col_selector.names)
         if not hasattr(df, "to_pandas"):
@@ -145,11 +142,7 @@ class ParseNumbers(Operator):
         self.null_values, self.non_finite = tuple(null_values), non_finite
 
     def transform(self, col_selector: Any, df: Any) -> Any:
-        """The same columns as float64.
-
-        Raises:
-            UserError: text that is not a number.
-        """
+        """The same columns as float64; raises UserError for text that is not a number."""
         out = type(df)()
         for name in col_selector.names:
             numbers = df[name]

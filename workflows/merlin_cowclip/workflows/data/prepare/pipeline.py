@@ -96,7 +96,7 @@ def prepare(
         raise UserError(f"engine must be one of {quoted(ENGINES)}. Received: {engine!r}")
     if engine == "arrow" and device == "gpu":
         raise UserError("device 'gpu' needs engine 'nvtabular'. Leave one of them out")
-    if like is not None and engine != "arrow":
+    if engine != "arrow" and like is not None:
         raise UserError("like needs engine 'arrow'. Leave the engine out")
     check_executor(workers, device)
     sources = [READERS[spec.format](spec, path) for path in expand_paths(inputs)]

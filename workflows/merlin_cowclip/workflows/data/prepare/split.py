@@ -31,12 +31,8 @@ def split_rows(
 ) -> Parts:
     """Choose the test rows of ``labels``, (n,) of 0 and 1; shuffle the training rows by ``seed``.
 
-    Args:
-        split: how, and the test part's share.
-        labels: of 0 and 1.
-        times: for a split by time, and only then: (n,) codes, -1 for none, of distinct texts.
-        seed: of both.
-        label: the column's name, for messages.
+    ``times``, of a split by time, are (n,) codes, -1 for none, and their distinct texts. ``label``
+    is for messages.
 
     Raises:
         UserError: a part without rows, or with labels of one kind; times that are missing, that
@@ -57,7 +53,7 @@ def split_rows(
         in_train = np.ones(n, dtype=bool)
         in_train[test_rows] = False
     else:
-        in_train = rows < n - n_test if times is None else ~_latest(split, times)
+        in_train = np.arange(n) < n - n_test if times is None else ~_latest(split, times)
         test_rows, train_rows = rows[~in_train], rows[in_train]
         random.shuffle(train_rows)
     positives = {}

@@ -30,14 +30,9 @@ class IdStatistics:
     encode: np.ndarray
 
     @property
-    def cardinality(self) -> int:
-        """Number of IDs, including special ones."""
-        return len(self.by_id)
-
-    @property
     def first_id(self) -> int:
         """The first ID of the vocabulary."""
-        return self.cardinality - len(self.vocabulary)
+        return len(self.by_id) - len(self.vocabulary)
 
 
 def count_codes(codes: np.ndarray, in_train: np.ndarray, distinct: int) -> np.ndarray:
