@@ -222,7 +222,7 @@ def test_what_adopt_prints(adopted):
     """A table of the columns; notes; sizes."""
     data, printed = adopted
     lines = [line.split(maxsplit=1) for line in printed.splitlines()]
-    table = {line[0]: " ".join(line[1].split()) for line in lines[:10]}
+    table = {line[0]: " ".join(line[1].split()) for line in lines[:11]}
     rate = pd.concat(map(pd.read_parquet, data.train_files))["click"].mean()
     assert table["click"] == f"label {rate:.4g} positive"
     assert table["user"] == "id 63 ids user"

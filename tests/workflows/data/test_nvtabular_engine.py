@@ -203,7 +203,7 @@ def test_a_failure_within_nvtabular_leaves_nothing(tmp_path, monkeypatch):
 
 def test_arguments_are_checked(tmp_path):
     for options, says in (
-        ({"engine": "polars"}, "engine must be one of 'arrow', 'nvtabular'"),
+        ({"engine": "polars"}, "engine must be 'arrow' or 'nvtabular'"),
         ({"engine": "arrow", "device": "gpu"}, "device 'gpu' needs engine 'nvtabular'"),
     ):
         with pytest.raises(UserError, match=says):

@@ -30,7 +30,6 @@ BATCH_SIZES = tuple(K * 2**i for i in range(8))  # 1K to 128K
 MAX_BATCH_SIZE = 1 << 53  # up to which a float holds every whole number
 TOP = (1, 3, 10, 100, 1_000, 10_000, 100_000, 1_000_000)
 PERCENTS = (50, 90, 99)
-PANEL_INCHES, DPI = (4.0, 3.0), 150
 
 
 @dataclass(frozen=True, eq=False)
@@ -233,8 +232,7 @@ def plot(
 
     columns = min(3, len(distributions))
     lines = -(-len(distributions) // columns)
-    width, height = PANEL_INCHES
-    figure = Figure(figsize=(width * columns, height * lines), dpi=DPI, layout="constrained")
+    figure = Figure(figsize=(4 * columns, 3 * lines), dpi=150, layout="constrained")
     panels = figure.subplots(lines, columns, squeeze=False).ravel()
     for panel, (field, distribution) in zip(panels, distributions.items(), strict=False):
         edges = np.concatenate([[0], np.cumsum(distribution.ids)])
@@ -243,8 +241,7 @@ def plot(
         # The first of many IDs are narrower than a pixel: a line shows them.
         steps = [*distribution.counts, distribution.counts[-1]]
         panel.step(edges, steps, where="post", color="tab:blue", linewidth=1)
-        panel.set_yscale("log")
-        panel.set_ylim(0.5, 2 * max(rows, distribution.counts[0]))
+        panel.set(yscale="log", ylim=(0.5, 2 * max(rows, distribution.counts[0])))
         panel.xaxis.set_major_locator(MaxNLocator(4, integer=True))
         for size in sorted({min(batch_sizes), max(batch_sizes)}):
             panel.axhline(rows / size, color="tab:red", linestyle="--", linewidth=1)
@@ -252,8 +249,7 @@ def plot(
             text = f"P = 1/{_short(size)}"
             panel.text(0.99, rows / size, text, color="tab:red", clip_on=True, **place)
         panel.set_title(f"{field}: {edges[-1]:,} ids", parse_math=False)
-        panel.set_xlabel("id, by falling count")
-        panel.set_ylabel(f"count in {rows:,} rows")
+        panel.set(xlabel="id, by falling count", ylabel=f"count in {rows:,} rows")
     for panel in panels[len(distributions) :]:
         panel.set_axis_off()
     return figure

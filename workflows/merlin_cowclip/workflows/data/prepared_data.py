@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -57,15 +57,10 @@ class PreparedData:
                 changed.
         """
         path = Path(path)
-        if not os.path.isdir(path):  # which is false, too, of a name that is too long
-            raise UserError(
-                f"prepared data must be a folder. Received: {path}. Write one with "
-                "'merlin-cowclip prepare'"
-            )
         place = path / RECORD
         try:
             record = json.loads(place.read_text(encoding="utf-8"))
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             raise UserError(
                 f"{path} is not a whole prepared folder: it has no {RECORD}, which is written "
                 "last. Write one with 'merlin-cowclip prepare'"
@@ -80,43 +75,20 @@ class PreparedData:
         data = cls(path, DatasetSpec.from_dict(record["spec"]), record)
         needed = ["schema.pbtxt", "workflow/metadata.json", "workflow/workflow.pkl"]
         needed += [f"counts/{name}.parquet" for name in data.spec.ids]
-        check_manifest(path, data._members(""), "prepared data", _AGAIN, needed)
-        for part in PARTS:
-            data.check_part(part)
+        check_manifest(path, record["manifest"], "prepared data", _AGAIN, needed)
+        for state in itertools.chain(*record.get("files", {}).values()):
+            check_unchanged(state)
+        written = {*data.train_files, *data.test_files}
+        for file in itertools.chain(*((path / part).glob("[!.]*.parquet") for part in PARTS)):
+            if file not in written:
+                raise UserError(
+                    f"{file} was not written by prepare. Take it out, or prepare the data with it"
+                )
         return data
 
-    def _members(self, part: str) -> dict[str, Any]:
-        """The manifest of one part, or ("") of the other files."""
-        of = {name: name.split("/")[0] for name in self.record["manifest"]}
-        wanted = {part} if part else {*of.values()} - {*PARTS}
-        return {name: self.record["manifest"][name] for name in of if of[name] in wanted}
-
-    def check_part(self, part: str) -> None:
-        """Raise UserError unless a part has its files as they were written, and no others."""
-        if self._is_adopted:
-            for state in self.record["files"][part]:
-                check_unchanged(state)
-            return
-        check_manifest(self.path, self._members(part), "prepared data", _AGAIN)
-        if more := {*(self.path / part).glob("[!.]*.parquet")} - {*self._files(part)}:
-            raise UserError(
-                f"{min(more)} was not written by prepare. Take it out, or prepare the data with it"
-            )
-
     def footers(self, part: str) -> dict[Path, pq.FileMetaData]:
-        """The footers of a part's files, in order; raises UserError if rows are missing."""
-        footers = {path: pq.read_metadata(path) for path in self._files(part)}
-        rows = sum(footer.num_rows for footer in footers.values())
-        if rows != self.rows[part]:
-            raise UserError(
-                f"{self.path}: the {part} part has {rows:,} rows, expected {self.rows[part]:,}. "
-                f"{_ADOPT_AGAIN if self._is_adopted else _AGAIN}"
-            )
-        return footers
-
-    @property
-    def _is_adopted(self) -> bool:
-        return "files" in self.record
+        """The footers of a part's files, in order."""
+        return {path: pq.read_metadata(path) for path in self._files(part)}
 
     @property
     def train_files(self) -> list[Path]:
@@ -129,7 +101,7 @@ class PreparedData:
         return self._files("test")
 
     def _files(self, part: str) -> list[Path]:
-        if self._is_adopted:
+        if "files" in self.record:  # adopted
             return [Path(file["path"]) for file in self.record["files"][part]]
         names = [name for name in self.record["manifest"] if name.startswith(f"{part}/")]
         return [self.path / name for name in sorted(names) if name.endswith(".parquet")]

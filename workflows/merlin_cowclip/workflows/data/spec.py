@@ -161,12 +161,14 @@ class DatasetSpec:
     def _check_rare_ids(self) -> None:
         for key, least, most in (("freq_threshold", 0, None), ("hash_buckets", 1, MAX_BUCKETS)):
             value = getattr(self, key)
-            for field, number in value.items() if isinstance(value, Mapping) else [("", value)]:
-                if field and field not in self.ids:
-                    raise UserError(
-                        f"{key} must name fields of ids: {quoted(self.ids)}. Received: {field!r}"
-                    )
-                check_whole(f"{key} of {field!r}" if field else key, number, least, most)
+            if not isinstance(value, Mapping):
+                check_whole(key, value, least, most)
+                continue
+            for field, number in value.items():
+                if field not in self.ids:
+                    ids = quoted(self.ids)
+                    raise UserError(f"{key} must name fields of ids: {ids}. Received: {field!r}")
+                check_whole(f"{key} of {field!r}", number, least, most)
 
     def threshold_of(self, field: str) -> int:
         """The field's own `freq_threshold`."""

@@ -311,9 +311,7 @@ def _hex(number: int, size: int) -> np.ndarray:
         x ^= x >> np.uint32(shift)
         x *= np.uint32(factor)
     x ^= x >> np.uint32(16)
-    nibbles = (x[:, None] >> np.arange(28, -1, -4, dtype=np.uint32)) & np.uint32(15)
-    digits = np.frombuffer(b"0123456789abcdef", dtype=np.uint8)[nibbles]
-    return np.ascontiguousarray(digits).view("S8").ravel().astype("U8")
+    return np.frombuffer(x.astype(">u4").tobytes().hex().encode(), "S8").astype("U8")
 
 
 def _calibrate(effect: np.ndarray, click_rate: float) -> tuple[float, float]:

@@ -18,9 +18,8 @@ from typing import Any
 
 from merlin_cowclip.workflows import machine
 from merlin_cowclip.workflows.checks import check_whole
-from merlin_cowclip.workflows.errors import UserError, quoted
+from merlin_cowclip.workflows.errors import UserError
 
-DEVICES = ("cpu", "gpu")
 THREADS = min(4, os.cpu_count() or 1)  # of one process; each holds one column, or one part
 MEMORY_SHARE = 0.8  # of the machine's memory, for all workers together
 DEVICE_MEMORY_SHARE = 0.8  # of a GPU's memory, for its worker
@@ -73,8 +72,8 @@ def make_executor(workers: int, device: str, scratch: Path) -> Iterator[Executor
 
 def check_executor(workers: int, device: str) -> None:
     """Check the arguments of `make_executor`, that packages are there, and a GPU per worker."""
-    if device not in DEVICES:
-        raise UserError(f"device must be one of {quoted(DEVICES)}. Received: {device!r}")
+    if device not in ("cpu", "gpu"):
+        raise UserError(f"device must be 'cpu' or 'gpu'. Received: {device!r}")
     check_whole("workers", workers, 0)
     if device == "cpu":
         return

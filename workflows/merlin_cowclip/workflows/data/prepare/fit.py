@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -31,8 +30,7 @@ from merlin_cowclip.workflows.errors import UserError
 CATEGORIES = "workflow/categories"  # in a prepared folder
 
 
-@dataclass(frozen=True)
-class Fitted:
+class Fitted(NamedTuple):
     """What is known of a field, but for what lies in files."""
 
     report: dict[str, Any]
@@ -40,8 +38,7 @@ class Fitted:
     range: tuple[float, float] = (0.0, 0.0)
 
 
-@dataclass(frozen=True)
-class Encoding:
+class Encoding(NamedTuple):
     """How an earlier `prepare` encoded its fields."""
 
     spec: DatasetSpec

@@ -42,13 +42,13 @@ def fit_and_encode(
 
     The prepared folder gets parts, workflow, schema and counts. Returns the number of ids by field.
     """
-    train, test = ([job.name for job in jobs if job.part == part] for part in PARTS)
+    files = [[job.name for job in jobs if job.part == part] for part in PARTS]
     for part in PARTS:
         (folder / part).mkdir()
     with make_executor(workers, device, raw) as executor:
         workflow = build_workflow(spec, raw / "workflow")
         with progress_bar("fitting", len(spec.fields), " columns", show=progress) as bar:
-            paths = [str(raw / name) for name in train]
+            paths = [str(raw / name) for name in files[0]]
             options = {"cpu": True, "part_size": PARTITION} if device == "cpu" else {}
             with quiet_imports():  # under the Dask client that is open, if any
                 workflow.fit(nvt.Dataset(paths, engine="parquet", **options))
@@ -62,10 +62,8 @@ def fit_and_encode(
             for written in executor.map(task, jobs):
                 bar.update(written)
     workflow.save(str(raw / "workflow"))
-    parts = [[folder / name for name in names] for names in (train, test)]
-    data = adopt(
-        parts[0], raw / "workflow", spec.label, raw / "adopted", parts[1], progress=progress
-    )
+    train, test = ([folder / name for name in names] for names in files)
+    data = adopt(train, raw / "workflow", spec.label, raw / "adopted", test, progress=progress)
     for name in ("workflow", "counts", "schema.pbtxt", ".merlin"):
         os.rename(data.path / name, folder / name)
     return data.cardinalities

@@ -160,8 +160,8 @@ class ParseNumbers(Operator):
         found = cells = _cells(column)
         if is_text(cells.type):
             found = with_nulls(cells, self.null_values).cast(pa.float64())
-            if not self.non_finite and pc.any(pc.invert(pc.is_finite(found))).as_py():
-                row = pc.index(pc.is_finite(found), False).as_py()
+            row = pc.index(pc.is_finite(found), False).as_py()
+            if not self.non_finite and row >= 0:
                 raise ValueError(f"{cells[row].as_py()!r} is not a finite number")
         return pd.Series(found.to_numpy(zero_copy_only=False), column.index, dtype="float64")
 
@@ -172,10 +172,7 @@ class ParseNumbers(Operator):
 
 
 class UnitRange(NormalizeMinMax):
-    """NormalizeMinMax in float64, as `prepare` scales; a constant column becomes 0.
-
-    (Stock: 0.5, or NaN where the constant is 0.)
-    """
+    """NormalizeMinMax in float64, as `prepare` scales; a constant becomes 0 (stock: 0.5 or NaN)."""
 
     def transform(self, col_selector: Any, df: Any) -> Any:
         """The same columns, scaled; numbers beyond the range lie beyond [0, 1]."""

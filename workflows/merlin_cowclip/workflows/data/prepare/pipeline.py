@@ -35,11 +35,10 @@ from merlin_cowclip.workflows.data.sources.csv import CsvSource
 from merlin_cowclip.workflows.data.sources.files import expand_paths
 from merlin_cowclip.workflows.data.sources.parquet import ParquetSource
 from merlin_cowclip.workflows.data.spec import DatasetSpec
-from merlin_cowclip.workflows.errors import UserError, quoted
+from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.folders import all_or_nothing, refuse_existing
 from merlin_cowclip.workflows.progress import progress_bar
 
-ENGINES = ("arrow", "nvtabular")
 READERS: dict[str, type[Source]] = {"csv": CsvSource, "parquet": ParquetSource}
 CHUNK_BYTES = (8 << 20, 256 << 20)  # of a log that one task reads, at least and at most
 CHUNKS_PER_WORKER = 4  # so that all end at about the same time
@@ -92,8 +91,8 @@ def prepare(
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(out)):
         raise UserError(f"--out {out} looks like a URL. Name a folder, and copy it from there")
     engine = engine or ("nvtabular" if device == "gpu" else "arrow")
-    if engine not in ENGINES:
-        raise UserError(f"engine must be one of {quoted(ENGINES)}. Received: {engine!r}")
+    if engine not in ("arrow", "nvtabular"):
+        raise UserError(f"engine must be 'arrow' or 'nvtabular'. Received: {engine!r}")
     if engine == "arrow" and device == "gpu":
         raise UserError("device 'gpu' needs engine 'nvtabular'. Leave one of them out")
     if engine != "arrow" and like is not None:

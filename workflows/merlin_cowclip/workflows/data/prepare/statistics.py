@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -14,20 +13,12 @@ SLICE_ROWS = 1 << 24
 PADDING, MISSING, UNKNOWN = 0, 1, 2  # Categorify's ids; `UNKNOWN` is the first hash bucket
 
 
-@dataclass(frozen=True)
-class IdStatistics:
-    """The IDs of a field in the training split.
+class IdStatistics(NamedTuple):
+    """The IDs of a field in the training split."""
 
-    Attributes:
-        vocabulary: texts, by descending count, then by text: vocabulary[i] is ID first_id + i.
-        by_id: count of each ID, (cardinality,) int64: of padding 0, of missing IDs, of each hash
-            bucket (IDs below the threshold), then of the vocabulary.
-        encode: codes + 1, int32: code → ID; the last entry is for missing IDs.
-    """
-
-    vocabulary: pa.Array
-    by_id: np.ndarray
-    encode: np.ndarray
+    vocabulary: pa.Array  # texts by descending count, then by text; the first one is `first_id`
+    by_id: np.ndarray  # counts, int64: of padding 0, missing IDs, hash buckets, the vocabulary
+    encode: np.ndarray  # codes + 1, int32: code → ID; the last one is for missing IDs
 
     @property
     def first_id(self) -> int:

@@ -41,8 +41,7 @@ def part_jobs(part: str, total: int, most: int) -> list[PartJob]:
 
 
 def part_schema(spec: DatasetSpec, raw: bool = False) -> pa.Schema:
-    """Of the files: Merlin's own types for ids and labels, or text if they are ``raw``."""
-    # On disk, small int64 stay small.
+    """Of the files: ids of Merlin's own type, int64, which stay small on disk, or ``raw`` text."""
     ids, numbers = (pa.string(), pa.float64()) if raw else (pa.int64(), pa.float32())
     return pa.schema(
         [
