@@ -233,7 +233,7 @@ def test_what_adopt_prints(adopted):
     occur["genres"][0] = False  # padding
     occur["src"] |= occur.pop("dst")  # of one vocabulary
     ids = sum(int(of_field.sum()) for of_field in occur.values())
-    assert printed.splitlines()[10:] == [
+    assert printed.splitlines()[11:] == [
         "Note: left out, tagged neither categorical nor continuous: 'comment'",
         "Note: raw rows cannot be scored or served: NVTabular hashed ids of 'site_hashed', and its "
         "hash on a CPU depends on the row number. Fit without HashBucket, HashedCross and "

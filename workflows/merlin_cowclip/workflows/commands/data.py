@@ -186,8 +186,8 @@ def frequencies(
     print(found.table())
     print(
         "top 3: share of the 3 most frequent ids; ids for 90 %: as few of the most frequent ones.\n"
-        "rare at batch size B: ids with P(id) < 1/B. Their learning rate must not be scaled with "
-        "the batch (Section 3.1)."
+        "rare at batch size B: ids with P(id) < 1/B. Their learning rate must not be scaled\n"
+        "with the batch (Section 3.1)."
     )
     if max(found.batch_sizes) > found.rows:
         print(f"-: the batch is larger than the {found.rows:,} training rows.")

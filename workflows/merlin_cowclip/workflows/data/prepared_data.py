@@ -215,15 +215,7 @@ def check_unchanged(state: Mapping[str, Any]) -> None:
 def domains_of(
     columns: Mapping[str, Any], cardinalities: Mapping[str, int]
 ) -> list[tuple[str, ...]]:
-    """Fields of IDs by int domain.
-
-    Args:
-        columns: schemas by field.
-        cardinalities: by field.
-
-    Raises:
-        UserError: two fields of one domain differ in size.
-    """
+    """Fields of IDs by int domain; raises UserError if two fields of one domain differ in size."""
     found: dict[str, list[str]] = {}
     for name, column in columns.items():
         domain = column.int_domain  # without a name it is the field's own

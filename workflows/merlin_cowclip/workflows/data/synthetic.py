@@ -9,7 +9,7 @@ and written next to the log. They say nothing about accuracy on real logs.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -63,20 +63,12 @@ class _IdField(NamedTuple):
     first: int | None = None  # or the integers from here on
 
 
-class _NumberField(NamedTuple):
-    name: str
-    median: float  # of a log-normal count
-    spread: float
-    missing: float
-    lowest: int = 0
-
-
 class _Log(NamedTuple):
     spec: DatasetSpec
     click_rate: float
     ids: Sequence[_IdField]
     paired: Sequence[str]  # fields with hidden vectors: of medium size, so that they can be learned
-    numbers: Sequence[_NumberField] = ()
+    numbers: Mapping[str, tuple[float, ...]] = {}  # median and spread, log-normal; share missing
 
 
 # Sizes: logarithms of Criteo Kaggle's distinct IDs per field, over the largest one's.
@@ -85,7 +77,7 @@ _CRITEO_SIZES = (
     *(0.21, 0.60, 0.96, 0.14, 0.54, 0.48, 0.09, 0.98, 0.18, 0.17, 0.78, 0.29, 0.74),
 )
 _CRITEO_MISSING = {"C3": 0.03, "C4": 0.03, "C6": 0.12, "C19": 0.44, "C20": 0.44, "C22": 0.76}
-_CRITEO_NUMBERS = (  # median, spread, missing
+_CRITEO_NUMBERS = (
     *((2, 1.2, 0.45), (12, 1.8, 0.0), (7, 1.3, 0.22), (5, 1.0, 0.22), (3000, 2.0, 0.03)),
     *((35, 1.4, 0.22), (4, 1.4, 0.04), (8, 0.9, 0.0), (40, 1.3, 0.04), (1, 0.6, 0.45)),
     *((2, 0.9, 0.04), (1, 1.0, 0.77), (5, 1.0, 0.22)),
@@ -115,10 +107,7 @@ _LOGS = {
             for name, size in zip(CRITEO.categorical, _CRITEO_SIZES, strict=True)
         ],
         ("C2", "C5", "C8", "C14", "C25"),
-        [
-            _NumberField(name, *numbers, lowest=-3 if name == "I2" else 0)
-            for name, numbers in zip(CRITEO.continuous, _CRITEO_NUMBERS, strict=True)
-        ],
+        dict(zip(CRITEO.continuous, _CRITEO_NUMBERS, strict=True)),
     ),
     "avazu": _Log(
         AVAZU,
@@ -236,9 +225,7 @@ class _World:
     def __init__(self, log: _Log, seed: int, cardinality: int) -> None:
         self.log = log
         random = np.random.default_rng([seed, 1])
-        self.planted = [
-            self._plant(number, field, cardinality, random) for number, field in enumerate(log.ids)
-        ]
+        self.planted = [self._plant(i, cardinality, random) for i in range(len(log.ids))]
         self.slopes = random.normal(size=len(log.numbers))
         # Unit variance for each kind of effect, then the whole to the wanted AUC and click rate.
         effects = self.draw(CALIBRATION_ROWS, np.random.default_rng([seed, 3]))[1]
@@ -247,9 +234,8 @@ class _World:
         self.scales = np.where(deviations > 0, shares / np.maximum(deviations, 1e-12), 0.0)
         self.factor, self.intercept = _calibrate(self._effect(effects), log.click_rate)
 
-    def _plant(
-        self, number: int, field: _IdField, cardinality: int, random: np.random.Generator
-    ) -> _Planted:
+    def _plant(self, number: int, cardinality: int, random: np.random.Generator) -> _Planted:
+        field = self.log.ids[number]
         size = len(field.values) or max(3, round(cardinality**field.size))
         values: Sequence[str] | np.ndarray = list(field.values)
         if not field.values:
@@ -279,9 +265,8 @@ class _World:
         """The columns of ``n`` rows, and their effects by kind, (3, n)."""
         columns, effects = {}, np.zeros((3, n))
         total, own = np.zeros((n, LATENT_DIM)), np.zeros(n)
-        for field, (texts, cumulative, weights, of_ids) in zip(
-            self.log.ids, self.planted, strict=True
-        ):
+        for field, planted in zip(self.log.ids, self.planted, strict=True):
+            texts, cumulative, weights, of_ids = planted
             places = np.searchsorted(cumulative, random.random(n))
             places = np.minimum(places, len(texts) - 1)  # the sum of shares may end below 1
             if field.missing:
@@ -294,12 +279,13 @@ class _World:
                 own += (vectors**2).sum(axis=1)
         # Over all pairs, the sum of dot products is (|sum|² - sum of |.|²) / 2 (Rendle 2010).
         effects[1] = ((total**2).sum(axis=1) - own) / 2
-        for slope, number in zip(self.slopes, self.log.numbers, strict=True):
+        numbers = self.log.numbers.items()
+        for slope, (name, (median, spread, missing)) in zip(self.slopes, numbers, strict=True):
             normal = random.normal(size=n)
-            values = np.floor(number.median * np.exp(number.spread * normal)) + number.lowest
-            gone = random.random(n) < number.missing
+            values = np.floor(median * np.exp(spread * normal)) - 3 * (name == "I2")
+            gone = random.random(n) < missing
             effects[2] += np.where(gone, 0.0, slope * normal)
-            columns[number.name] = pa.array(values, mask=gone).cast(pa.int64())
+            columns[name] = pa.array(values, mask=gone).cast(pa.int64())
         return columns, effects
 
 
