@@ -120,7 +120,7 @@ REFUSED = {
     "export RUN --out EMPTY": "output folder must not exist … EMPTY … Name another",
     "export RUN": "export needs --out REPOSITORY, or only --rare P",
     "export RUN --out OUT --drop-rare 100": "between 0 and 100 % … 100.0",
-    "export RUN --rare 1 --data NOWHERE": "prepared data must be a folder",
+    "export RUN --rare 1 --data NOWHERE": "is not a whole prepared folder",
 }
 
 

@@ -222,7 +222,7 @@ def test_what_adopt_prints(adopted):
     """A table of the columns; notes; sizes."""
     data, printed = adopted
     lines = [line.split(maxsplit=1) for line in printed.splitlines()]
-    table = {line[0]: " ".join(line[1].split()) for line in lines[:10]}
+    table = {line[0]: " ".join(line[1].split()) for line in lines[:11]}
     rate = pd.concat(map(pd.read_parquet, data.train_files))["click"].mean()
     assert table["click"] == f"label {rate:.4g} positive"
     assert table["user"] == "id 63 ids user"
@@ -233,7 +233,7 @@ def test_what_adopt_prints(adopted):
     occur["genres"][0] = False  # padding
     occur["src"] |= occur.pop("dst")  # of one vocabulary
     ids = sum(int(of_field.sum()) for of_field in occur.values())
-    assert printed.splitlines()[10:] == [
+    assert printed.splitlines()[11:] == [
         "Note: left out, tagged neither categorical nor continuous: 'comment'",
         "Note: raw rows cannot be scored or served: NVTabular hashed ids of 'site_hashed', and its "
         "hash on a CPU depends on the row number. Fit without HashBucket, HashedCross and "

@@ -7,7 +7,6 @@ import textwrap
 import time
 from pathlib import Path
 
-import numpy as np
 import pandas as pd
 import psutil
 import pytest
@@ -104,7 +103,7 @@ def test_workers_give_the_same_data(log, by_threads, tmp_path, capfd):
     data = prepare(CRITEO, [log], tmp_path / "data", seed=3, workers=2)
     shown = capfd.readouterr().err
     assert "Dask dashboard: http://" in shown
-    for step in ("reading", "fitting", "train", "test"):
+    for step in ("reading", "columns", "writing"):
         assert step in shown
     same(data, by_threads)
     assert [p.name for p in tmp_path.iterdir()] == ["data"]
@@ -219,16 +218,3 @@ def test_more_workers_than_gpus_are_refused(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     with pytest.raises(UserError, match=r"1 workers, 0 GPUs"):
         check_executor(0, "gpu")
-
-
-def test_chunks_fit_the_memory_and_keep_the_workers_busy(monkeypatch):
-    from merlin_cowclip.workflows.data.prepare.pipeline import CHUNK_BYTES, _chunk_bytes
-
-    monkeypatch.setattr(machine, "memory_limit", lambda: 24 << 30)
-    assert _chunk_bytes(10 << 30, 2) == CHUNK_BYTES[1]
-    assert _chunk_bytes(1 << 20, 2) == CHUNK_BYTES[0]
-    assert _chunk_bytes(512 << 20, 4) == 32 << 20  # four to a worker
-    monkeypatch.setattr(machine, "memory_limit", lambda: 2 << 30)
-    sizes = [_chunk_bytes(100 << 30, n) for n in (1, 4)]
-    assert sizes == sorted(sizes, reverse=True)
-    assert np.all(np.array(sizes) * [1, 4] <= (2 << 30) / 10)

@@ -3,6 +3,7 @@
 import dataclasses
 import re
 from fractions import Fraction
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -14,7 +15,8 @@ from merlin_cowclip.workflows.commands.main import main
 from merlin_cowclip.workflows.data import frequencies as module
 from merlin_cowclip.workflows.data.adopt.pipeline import adopt
 from merlin_cowclip.workflows.data.counts import occurring_ids
-from merlin_cowclip.workflows.data.frequencies import CountDistribution, frequencies
+from merlin_cowclip.workflows.data.frequencies import CountDistribution, Frequencies, frequencies
+from merlin_cowclip.workflows.data.spec import AVAZU
 from merlin_cowclip.workflows.quiet import quiet_imports
 
 from .counted import SIZES, SPEC, everything, made, raw_ids
@@ -165,18 +167,27 @@ def test_summary(data, found):
 
 
 def test_table(data, found):
-    header, _, *lines = found.table().splitlines()
-    rare = [f"% rare at {size}" for size in ("4", "64", "1K")]
-    held = ["% held by top 3", "ids that hold 90 %"]
-    assert re.split(r"  +", header) == ["field", "ids", *held, *rare]
+    above, header, _, *lines = found.table().splitlines()
+    assert re.split(r"  +", above)[1:] == ["of all occurrences", "rare ids (%) at batch size"]
+    held = ["top 3, %", "ids for 90 %"]
+    assert re.split(r"  +", header) == ["field", "ids", *held, "4", "64", "1K"]
     cells = {cell[0]: cell[1:] for cell in (re.split(r"  +", line) for line in lines)}
     assert list(cells) == [*SPEC.ids, "all fields"]
     # Two ids with P of about 0.7 and 0.3: neither is below 1/4.
-    assert cells["few"] == ["2", "100.0", "2", "0.0", "0.0", "0.0"]
+    assert cells["few"] == ["2", "100", "2", "0.0", "0.0", "0.0"]
     counts = raw_ids(data, "user").value_counts()
     assert cells["user"][0] == str(len(counts))
     assert cells["user"][1] == f"{100 * counts[:3].sum() / counts.sum():.1f}"
     assert cells["user"][3] == f"{100 * (counts * 4 < data.rows['train']).mean():.1f}"
+
+
+def test_the_table_of_a_large_log_fits_100_columns():
+    line = {"ids": 9_449_445, "top_3": 1.0, "ids_for_90": 1_234_567, "rows": 10**8}
+    line |= {f"rare_{size}": 0.99949 for size in module.BATCH_SIZES}
+    names = [*AVAZU.categorical, None]
+    table = Frequencies(Path(), pd.DataFrame([{"field": name, **line} for name in names])).table()
+    assert {len(text) for text in table.splitlines()} == {99}
+    assert table.splitlines()[-1].endswith("  99.9  99.9")
 
 
 def test_a_batch_size_above_the_rows_has_no_share(data, tmp_path):

@@ -24,7 +24,7 @@ def test_every_row_is_in_one_part(kind, tested):
     np.testing.assert_array_equal(np.flatnonzero(parts.in_train), np.sort(parts.train))
     assert (np.diff(parts.test.astype(int)) > 0).all()
     assert (np.diff(parts.train.astype(int)) < 0).any()
-    assert parts.rows == {"train": 1_000 - tested, "test": tested}
+    assert (len(parts.train), len(parts.test)) == (1_000 - tested, tested)
     assert parts.positives == {"train": LABELS[parts.train].sum(), "test": LABELS[parts.test].sum()}
     if kind != "random":
         assert parts.test.min() == 1_000 - tested

@@ -7,7 +7,6 @@ import errno
 import importlib.metadata
 import json
 import os
-import resource
 import secrets
 import shutil
 import sys
@@ -30,12 +29,7 @@ def refuse_existing(out: Path, what: str = "folder") -> None:
         UserError: it exists, if only as a dangling link, or the folder around it cannot be written.
     """
     try:
-        str(out).encode()
         os.lstat(out)
-    except UnicodeEncodeError:
-        raise UserError(
-            f"output {what} must have a name that is text. Received: {str(out)!a}. Name another"
-        ) from None
     except FileNotFoundError:
         home = _home(out)
         if not os.path.isdir(home):
@@ -96,8 +90,7 @@ def all_or_nothing(out: Path, what: str = "folder") -> Iterator[Path]:
     For a "file" it is a place in that folder, where the file is to be written.
 
     Raises:
-        UserError: it cannot be made, ``out`` has appeared meanwhile, the disk is full, or too many
-            files are open.
+        UserError: it cannot be made, ``out`` has appeared meanwhile, or the disk is full.
     """
     out = out.absolute()
     folder = _home(out) / f".{out.name[:50]}.partial-{os.getpid()}-{secrets.token_hex(4)}"
@@ -112,11 +105,6 @@ def all_or_nothing(out: Path, what: str = "folder") -> Iterator[Path]:
         out.parent.mkdir(parents=True, exist_ok=True)
         os.rename(whole, out)
     except OSError as error:
-        if error.errno == errno.EMFILE:
-            most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-            raise UserError(
-                f"too many files are open (the limit is {most:,}). Raise it: ulimit -n 65536"
-            ) from None
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise UserError(
                 f"output needs disk space. Received: none left for {out} "

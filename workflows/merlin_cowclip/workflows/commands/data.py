@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from merlin_cowclip.plugins._text import format_table
 from merlin_cowclip.workflows.commands.options import (
     COUNTS,
     PATH,
@@ -184,9 +185,9 @@ def frequencies(
     )
     print(found.table())
     print(
-        "% held by top 3, ids that hold 90 %: of all occurrences, by the most frequent ids.\n"
-        "% rare at B: ids with P(id) < 1/B. Their learning rate must not be scaled with the "
-        "batch (Section 3.1)."
+        "top 3: share of the 3 most frequent ids; ids for 90 %: as few of the most frequent ones.\n"
+        "rare at batch size B: ids with P(id) < 1/B. Their learning rate must not be scaled\n"
+        "with the batch (Section 3.1)."
     )
     if max(found.batch_sizes) > found.rows:
         print(f"-: the batch is larger than the {found.rows:,} training rows.")
@@ -235,7 +236,7 @@ def adopt(
     from merlin_cowclip.workflows.data.adopt.pipeline import adopt
 
     data = adopt(list(parquet), workflow, label, out, list(test) or None, list(check_raw) or None)
-    print("\n".join(_columns(data)))
+    print(_columns(data))
     for note in data.record["notes"]:
         print(f"Note: {note}")
     if check_raw:
@@ -283,24 +284,17 @@ def _changed_spec(spec: DatasetSpec, values: Mapping[str, Any]) -> DatasetSpec:
     return dataclasses.replace(spec, **changes)
 
 
-def _columns(data: PreparedData) -> list[str]:
+def _columns(data: PreparedData) -> str:
     """A table of the adopted columns: role, number of ids or range, embedding table."""
     tables = {field: " + ".join(fields) for fields in data.domains for field in fields}
-    rows = [("column", "role", "ids or range", "table")]
     positives, count = data.report["positives"]["train"], data.rows["train"]
-    rows.append((data.spec.label, "label", f"{positives / count:.4g} positive", ""))
+    rows = [(data.spec.label, "label", f"{positives / count:.4g} positive", "")]
     for field in data.spec.ids:
         role = "list of ids" if field in data.spec.lists else "id"
         rows.append((field, role, f"{data.cardinalities[field]:,} ids", tables[field]))
     for name, of in data.report["fields"].items():
         rows.append((name, "number", f"{of['min']:.4g} to {of['max']:.4g}", ""))
-    widths = [max(len(row[i]) for row in rows) for i in range(3)]
-    return [
-        "  ".join(
-            [*(cell.ljust(w) for cell, w in zip(row[:3], widths, strict=True)), row[3]]
-        ).rstrip()
-        for row in rows
-    ]
+    return format_table(("column", "role", "ids or range", "table"), rows)
 
 
 def _sizes(data: PreparedData) -> str:

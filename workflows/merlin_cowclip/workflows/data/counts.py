@@ -19,11 +19,11 @@ def write_counts(
     folder: Path, field: str, counts: np.ndarray, raw: pa.Array | pa.ChunkedArray
 ) -> None:
     """Write the counts of a field's n IDs, (n,) int64; ``raw`` has the texts of the last ones."""
-    without = pa.nulls(len(counts) - len(raw), pa.string())
     chunks = raw.chunks if isinstance(raw, pa.ChunkedArray) else [raw]
-    raw = pa.chunked_array([without, *chunks])
+    texts = [pa.nulls(len(counts) - len(raw), pa.string()), *chunks]
     ids = np.arange(len(counts), dtype=np.int64)
-    pq.write_table(pa.table({"id": ids, "raw": raw, "count": counts}), folder / f"{field}.parquet")
+    table = pa.table({"id": ids, "raw": pa.chunked_array(texts), "count": counts})
+    pq.write_table(table, folder / f"{field}.parquet")
 
 
 def read_counts(data: PreparedData, field: str) -> pa.Table:
@@ -37,13 +37,9 @@ def read_counts(data: PreparedData, field: str) -> pa.Table:
     occurrences, rows = pc.sum(table["count"]).as_py() or 0, data.rows["train"]
     one_hot = field in data.spec.categorical
     if len(table) != data.cardinalities[field] or (one_hot and occurrences != rows):
-        source = data.record.get("derived_from", {})
-        remedy = "Prepare the data again"
-        if "held_out" in source:  # rows of another folder, whose counts it has
-            remedy = f"Name the data that it was held out of, {source['path']}"
         raise UserError(
             f"{path} is not of these rows ({len(table):,} ids, {occurrences:,} occurrences in "
-            f"{rows:,} rows). {remedy}"
+            f"{rows:,} rows). Prepare the data again, or name the data it was held out of"
         )
     return table
 
@@ -66,8 +62,3 @@ def counts_of_ids(data: PreparedData, fields: Sequence[str]) -> np.ndarray:
 def occurring_ids(data: PreparedData) -> int:
     """Number of distinct IDs in the training rows, missing IDs included."""
     return sum(int(np.count_nonzero(counts_of_ids(data, fields))) for fields in data.domains)
-
-
-def by_falling_count(counts: np.ndarray, places: np.ndarray) -> np.ndarray:
-    """Indices of IDs by descending count."""
-    return places[np.argsort(-counts[places], kind="stable")]  # ties: the lower id first

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from merlin_cowclip.plugins._text import format_table
 from merlin_cowclip.plugins.scaling import K
 from merlin_cowclip.workflows.checks import check_whole
-from merlin_cowclip.workflows.data.counts import by_falling_count, counts_of_ids, read_id_counts
+from merlin_cowclip.workflows.data.counts import counts_of_ids, read_id_counts
 from merlin_cowclip.workflows.data.prepared_data import PreparedData
-from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.folders import all_or_nothing, refuse_existing
 from merlin_cowclip.workflows.progress import progress_bar
 
@@ -30,8 +30,6 @@ BATCH_SIZES = tuple(K * 2**i for i in range(8))  # 1K to 128K
 MAX_BATCH_SIZE = 1 << 53  # up to which a float holds every whole number
 TOP = (1, 3, 10, 100, 1_000, 10_000, 100_000, 1_000_000)
 PERCENTS = (50, 90, 99)
-MAX_PANELS = 60
-PANEL_INCHES, DPI = (4.0, 3.0), 150
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,11 +53,8 @@ class CountDistribution:
     @classmethod
     def joined(cls, parts: Iterable[CountDistribution]) -> CountDistribution:
         """Of the IDs of several fields."""
-        parts = list(parts)
-        values, at = np.unique(np.concatenate([p.counts for p in parts]), return_inverse=True)
-        ids = np.zeros(len(values), np.int64)
-        np.add.at(ids, at, np.concatenate([p.ids for p in parts]))
-        return cls(values[::-1], ids[::-1])
+        ids = pd.concat([pd.Series(p.ids, p.counts) for p in parts]).groupby(level=0).sum()[::-1]
+        return cls(ids.index.to_numpy(), ids.to_numpy())
 
     @property
     def total_ids(self) -> int:
@@ -114,22 +109,31 @@ class Frequencies:
     """What `frequencies` wrote."""
 
     path: Path
-    rows: int
-    batch_sizes: tuple[int, ...]
     summary: pd.DataFrame
 
     @classmethod
     def open(cls, path: Path) -> Frequencies:
         """Open a folder that `frequencies` wrote; raises FileNotFoundError if it has no summary."""
-        summary = pd.read_parquet(path / SUMMARY)
-        sizes = [int(n.removeprefix("rare_")) for n in summary.columns if n.startswith("rare_")]
-        return cls(path, int(summary["rows"].iloc[0]), tuple(sizes), summary)
+        return cls(path, pd.read_parquet(path / SUMMARY))
+
+    @property
+    def rows(self) -> int:
+        """Training rows."""
+        return int(self.summary["rows"].iloc[0])
+
+    @property
+    def batch_sizes(self) -> list[int]:
+        """Batch sizes of the summary."""
+        names = map(str, self.summary)
+        return [int(name[5:]) for name in names if name.startswith("rare_")]
 
     def table(self) -> str:
         """One line per field: IDs, coverage, and the share of rare IDs by batch size."""
-        rare = (f"% rare at {_short(size)}" for size in self.batch_sizes)
-        header = ["field", "ids", "% held by top 3", "ids that hold 90 %", *rare]
-        return format_table(header, self.lines())
+        header = ["field", "ids", "top 3, %", "ids for 90 %", *map(_short, self.batch_sizes)]
+        table = format_table(header, self.lines())
+        end = table.index("90 %") + 4
+        rest = table.index("\n") - end - 2
+        return f"{'of all occurrences':>{end}}  {'rare ids (%) at batch size':>{rest}}\n{table}"
 
     def lines(self) -> list[list[str]]:
         """The cells of `table`, in percent, all fields last; "-" if the batch exceeds the data."""
@@ -137,10 +141,10 @@ class Frequencies:
             [
                 "all fields" if row["field"] is None else row["field"],
                 f"{row['ids']:,}",
-                f"{100 * row['top_3']:.1f}",
+                _percent(row["top_3"]),
                 f"{row['ids_for_90']:,}",
                 *(
-                    f"{100 * row[f'rare_{size}']:.1f}" if size <= self.rows else "-"
+                    _percent(row[f"rare_{size}"]) if size <= self.rows else "-"
                     for size in self.batch_sizes
                 ),
             ]
@@ -184,8 +188,11 @@ def frequencies(
         UserError: a bad argument, counts that cannot be read, or the folder exists.
     """
     out = data.path / FOLDER if out is None else Path(out)
-    sizes = _check_batch_sizes(batch_sizes)
-    panels = None if fields is None else _check_fields(data, fields)
+    for size in batch_sizes:
+        check_whole("batch size", size, 1, MAX_BATCH_SIZE)
+    sizes = sorted({int(size) for size in batch_sizes})
+    for field in fields or ():
+        data.check_field(field)
     refuse_existing(out)
     rows = data.rows["train"]
     found: dict[str, CountDistribution] = {}
@@ -200,21 +207,14 @@ def frequencies(
                 writer.write_table(_ranked(table, field, rows))
                 bar.update(1)
         lines = [_summary(field, found[field], rows, sizes) for field in data.spec.ids]
-        by_domain = [
-            found[fields[0]]
-            if len(fields) == 1
-            else CountDistribution.of(counts_of_ids(data, fields))
-            for fields in data.domains
-        ]
+        by_domain = [CountDistribution.of(counts_of_ids(data, domain)) for domain in data.domains]
         lines.append(_summary(None, CountDistribution.joined(by_domain), rows, sizes))
         summary = pd.DataFrame(lines)
         summary.to_parquet(folder / SUMMARY, index=False)
-        if panels is None:
-            panels = few_middle_most({field: found[field].total_ids for field in data.spec.ids})
+        panels = fields or few_middle_most({name: found[name].total_ids for name in found})
         figure = plot({field: found[field] for field in panels}, rows, sizes)
-        with open(folder / "frequencies.png", "wb") as image:
-            figure.canvas.print_png(image)  # type: ignore[attr-defined]  # Agg's
-    return Frequencies(out, rows, sizes, summary)
+        figure.savefig(folder / "frequencies.png")
+    return Frequencies(out, summary)
 
 
 def few_middle_most(ids: Mapping[str, int]) -> list[str]:
@@ -227,15 +227,12 @@ def plot(
     distributions: Mapping[str, CountDistribution], rows: int, batch_sizes: Sequence[int]
 ) -> Figure:
     """Figure 3 (left): counts by rank; dashed lines at P(id) = 1/B of the least and largest B."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure  # without pyplot and its global state
     from matplotlib.ticker import MaxNLocator
 
     columns = min(3, len(distributions))
     lines = -(-len(distributions) // columns)
-    width, height = PANEL_INCHES
-    figure = Figure(figsize=(width * columns, height * lines), dpi=DPI, layout="constrained")
-    FigureCanvasAgg(figure)  # the canvas, without pyplot and its global state
+    figure = Figure(figsize=(4 * columns, 3 * lines), dpi=150, layout="constrained")
     panels = figure.subplots(lines, columns, squeeze=False).ravel()
     for panel, (field, distribution) in zip(panels, distributions.items(), strict=False):
         edges = np.concatenate([[0], np.cumsum(distribution.ids)])
@@ -244,32 +241,19 @@ def plot(
         # The first of many IDs are narrower than a pixel: a line shows them.
         steps = [*distribution.counts, distribution.counts[-1]]
         panel.step(edges, steps, where="post", color="tab:blue", linewidth=1)
-        panel.set_yscale("log")
-        panel.set_ylim(0.5, 2 * max(rows, distribution.counts[0]))
+        panel.set(yscale="log", ylim=(0.5, 2 * max(rows, distribution.counts[0])))
         panel.xaxis.set_major_locator(MaxNLocator(4, integer=True))
         for size in sorted({min(batch_sizes), max(batch_sizes)}):
             panel.axhline(rows / size, color="tab:red", linestyle="--", linewidth=1)
-            panel.annotate(
-                f"P = 1/{_short(size)}",
-                (1, rows / size),
-                xycoords=("axes fraction", "data"),
-                xytext=(-3, 2),
-                textcoords="offset points",
-                ha="right",
-                color="tab:red",
-                fontsize="small",
-                bbox={"facecolor": "white", "alpha": 0.8, "pad": 1, "linewidth": 0},
-                annotation_clip=True,
-            )
+            place = {"transform": panel.get_yaxis_transform(), "ha": "right", "va": "bottom"}
+            text = f"P = 1/{_short(size)}"
+            panel.text(0.99, rows / size, text, color="tab:red", clip_on=True, **place)
         panel.set_title(f"{field}: {edges[-1]:,} ids", parse_math=False)
-        panel.set_xlabel("id, by falling count")
-        panel.set_ylabel(f"count in {rows:,} rows")
+        panel.set(xlabel="id, by falling count", ylabel=f"count in {rows:,} rows")
     for panel in panels[len(distributions) :]:
         panel.set_axis_off()
     return figure
 
-
-# Frequencies
 
 _LONG = pa.schema(
     [
@@ -282,17 +266,13 @@ _LONG = pa.schema(
 
 def _ranked(table: pa.Table, field: str, rows: int) -> pa.Table:
     """The rows of ``frequencies.parquet`` of one field."""
+    by_count = [("count", "descending"), ("id", "ascending")]
+    table = table.filter(pc.greater(table["count"], 0)).sort_by(by_count)
     counts = table["count"].to_numpy()
-    order = by_falling_count(counts, np.flatnonzero(counts))
-    ranked, held = table.take(pa.array(order)), np.cumsum(counts[order])
-    name = pa.DictionaryArray.from_arrays(np.zeros(len(ranked), np.int32), [field])
-    return pa.table(
-        [
-            *(name, np.arange(1, len(ranked) + 1), ranked["id"], ranked["raw"], ranked["count"]),
-            *(counts[order] / rows, held / held[-1]),
-        ],
-        schema=_LONG,
-    )
+    held, ranks = np.cumsum(counts), np.arange(1, len(counts) + 1)
+    name = pa.DictionaryArray.from_arrays(np.zeros(len(counts), np.int32), [field])
+    columns = [name, ranks, *table.select(["id", "raw", "count"]), counts / rows, held / held[-1]]
+    return pa.table(columns, schema=_LONG)
 
 
 def _summary(
@@ -317,23 +297,8 @@ def _summary(
     }
 
 
-def _check_batch_sizes(batch_sizes: Sequence[int]) -> tuple[int, ...]:
-    for size in batch_sizes:
-        check_whole("batch size", size, 1, MAX_BATCH_SIZE)
-    if not len(batch_sizes):
-        raise UserError("batch sizes must be given. Received: none. Leave them out for 1K to 128K")
-    return tuple(sorted({int(size) for size in batch_sizes}))
-
-
-def _check_fields(data: PreparedData, fields: Sequence[str]) -> list[str]:
-    for field in fields:
-        data.check_field(field)
-    wanted = list(dict.fromkeys(fields))
-    if not 1 <= len(wanted) <= MAX_PANELS:
-        raise UserError(
-            f"a figure must have 1 to {MAX_PANELS} fields. Received: {len(wanted)}. Name others"
-        )
-    return wanted
+def _percent(share: float) -> str:
+    return "100" if share > 0.9995 else f"{100 * share:.1f}"
 
 
 def _short(size: int) -> str:

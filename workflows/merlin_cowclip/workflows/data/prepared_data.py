@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
-import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 
-from merlin_cowclip.plugins._checks import is_whole
 from merlin_cowclip.workflows.data.confirmed_workflow import load_confirmed
 from merlin_cowclip.workflows.data.spec import DatasetSpec
 from merlin_cowclip.workflows.errors import UserError, quoted
@@ -22,7 +20,6 @@ from merlin_cowclip.workflows.manifest import (
     check_manifest,
     checksum,
     entry_of,
-    is_manifest,
     manifest_of,
 )
 from merlin_cowclip.workflows.quiet import quiet_imports
@@ -60,77 +57,38 @@ class PreparedData:
                 changed.
         """
         path = Path(path)
-        if not os.path.isdir(path):  # which is false, too, of a name that is too long
-            raise UserError(
-                f"prepared data must be a folder. Received: {path}. Write one with "
-                "'merlin-cowclip prepare'"
-            )
-        record = _read_record(path)
+        place = path / RECORD
         try:
-            spec = DatasetSpec.from_dict(record["spec"])
-        except UserError as error:
-            raise UserError(f"{path / RECORD}: {error}. {_AGAIN}") from None
-        data = cls(path, spec, record)
+            record = json.loads(place.read_text(encoding="utf-8"))
+        except (FileNotFoundError, NotADirectoryError):
+            raise UserError(
+                f"{path} is not a whole prepared folder: it has no {RECORD}, which is written "
+                "last. Write one with 'merlin-cowclip prepare'"
+            ) from None
+        except (OSError, ValueError) as error:
+            raise UserError(f"cannot read {place}: {error}. {_AGAIN}") from None
+        if record.get("format") != FORMAT_VERSION:
+            raise UserError(
+                f"{place} has format {record.get('format')!r} instead of {FORMAT_VERSION}. Prepare "
+                "the data again with this version"
+            )
+        data = cls(path, DatasetSpec.from_dict(record["spec"]), record)
         needed = ["schema.pbtxt", "workflow/metadata.json", "workflow/workflow.pkl"]
-        needed += [f"counts/{name}.parquet" for name in spec.ids]
-        check_manifest(path, data._members(""), "prepared data", _AGAIN, needed)
-        for part in PARTS:
-            data.check_part(part)
+        needed += [f"counts/{name}.parquet" for name in data.spec.ids]
+        check_manifest(path, record["manifest"], "prepared data", _AGAIN, needed)
+        for state in itertools.chain(*record.get("files", {}).values()):
+            check_unchanged(state)
+        written = {*data.train_files, *data.test_files}
+        for file in itertools.chain(*((path / part).glob("[!.]*.parquet") for part in PARTS)):
+            if file not in written:
+                raise UserError(
+                    f"{file} was not written by prepare. Take it out, or prepare the data with it"
+                )
         return data
 
-    def _members(self, part: str) -> dict[str, Any]:
-        """The manifest of one part, or ("") of the other files."""
-        found = {}
-        for name, entry in self.record["manifest"].items():
-            folder = name.split("/")[0]
-            if part == (folder if folder in PARTS else ""):
-                found[name] = entry
-        return found
-
-    def check_part(self, part: str) -> None:
-        """Raise UserError unless a part has its files as they were written, and no others."""
-        if self._is_adopted:
-            for state in self.record["files"][part]:
-                check_unchanged(state)
-        else:
-            check_manifest(self.path, self._members(part), "prepared data", _AGAIN)
-            members = {*self._files(part)}
-            for path in sorted((self.path / part).glob("*.parquet")):
-                if path not in members and not path.name.startswith("."):
-                    raise UserError(
-                        f"{path} was not written by prepare. Take it out, or prepare the data with "
-                        "it"
-                    )
-        self.footers(part)
-
     def footers(self, part: str) -> dict[Path, pq.FileMetaData]:
-        """The footers of a part's files, in order.
-
-        Raises:
-            UserError: a file is missing, not parquet or lacks a column, or rows are missing.
-        """
-        remedy = _ADOPT_AGAIN if self._is_adopted else _AGAIN
-        footers = {}
-        for path in self._files(part):
-            try:
-                footers[path] = pq.read_metadata(path)
-            except (OSError, pa.ArrowException) as error:
-                raise UserError(f"cannot read {path}: {error}. {remedy}") from None
-            columns = footers[path].schema.to_arrow_schema().names
-            for name in (self.spec.label, *self.spec.fields):
-                if name not in columns:
-                    raise UserError(f"{path} has no column {name!r}. {remedy}")
-        rows = sum(footer.num_rows for footer in footers.values())
-        if rows != self.rows[part]:
-            raise UserError(
-                f"{self.path}: the {part} part has {rows:,} rows, expected {self.rows[part]:,}. "
-                f"{remedy}"
-            )
-        return footers
-
-    @property
-    def _is_adopted(self) -> bool:
-        return "files" in self.record
+        """The footers of a part's files, in order."""
+        return {path: pq.read_metadata(path) for path in self._files(part)}
 
     @property
     def train_files(self) -> list[Path]:
@@ -143,7 +101,7 @@ class PreparedData:
         return self._files("test")
 
     def _files(self, part: str) -> list[Path]:
-        if self._is_adopted:
+        if "files" in self.record:  # adopted
             return [Path(file["path"]) for file in self.record["files"][part]]
         names = [name for name in self.record["manifest"] if name.startswith(f"{part}/")]
         return [self.path / name for name in sorted(names) if name.endswith(".parquet")]
@@ -254,82 +212,20 @@ def check_unchanged(state: Mapping[str, Any]) -> None:
         raise UserError(f"adopted parquet {path} {found}. {_ADOPT_AGAIN}")
 
 
-def _read_record(path: Path) -> dict[str, Any]:
-    """``prepare.json``, with everything that commands read."""
-    place = path / RECORD
-    try:
-        record = json.loads(place.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(
-            f"{path} is not a whole prepared folder: it has no {RECORD}, which is written last. "
-            "Write one with 'merlin-cowclip prepare'"
-        ) from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"cannot read {place}: {error}. {_AGAIN}") from None
-    version = record.get("format") if isinstance(record, dict) else None
-    if version != FORMAT_VERSION or type(version) is not int:
-        raise UserError(
-            f"{place} has format {version!r} instead of {FORMAT_VERSION}. Prepare the data again "
-            "with this version"
-        )
-    for key, is_valid in _VALID.items():
-        if not is_valid(record.get(key)):
-            raise UserError(f"{place} is not valid: {key!r} was changed. {_AGAIN}")
-    return record
-
-
-def _are_numbers(keys: Collection[str], value: Any, least: int) -> bool:
-    is_mapping = isinstance(value, dict) and value.keys() >= set(keys)
-    return is_mapping and all(is_whole(number, least) for number in value.values())
-
-
-def _are_files(value: Any) -> bool:
-    if value is None:  # not adopted
-        return True
-    is_mapping = isinstance(value, dict) and value.keys() == set(PARTS)
-    return is_mapping and all(
-        isinstance(files, list)
-        and all(is_manifest({"": f}) and {"path", "mtime_ns"} <= f.keys() for f in files)
-        for files in value.values()
-    )
-
-
-# Key of the record → whether its value can be read.
-_VALID: dict[str, Callable[[Any], bool]] = {
-    "spec": lambda value: isinstance(value, dict),
-    "rows": lambda value: _are_numbers(PARTS, value, 0) and value["train"] > 0,
-    "cardinalities": lambda value: _are_numbers((), value, 1),
-    "report": lambda value: isinstance(value, dict),
-    "manifest": is_manifest,
-    "seed": lambda value: value is None or is_whole(value, 0),
-    "files": _are_files,
-}
-
-
 def domains_of(
     columns: Mapping[str, Any], cardinalities: Mapping[str, int]
 ) -> list[tuple[str, ...]]:
-    """Fields of IDs by int domain.
-
-    Args:
-        columns: schemas by field.
-        cardinalities: by field.
-
-    Raises:
-        UserError: two fields of one domain differ in size.
-    """
+    """Fields of IDs by int domain; raises UserError if two fields of one domain differ in size."""
     found: dict[str, list[str]] = {}
     for name, column in columns.items():
         domain = column.int_domain  # without a name it is the field's own
         found.setdefault((domain and domain.name) or name, []).append(name)
-    for domain, (first, *others) in found.items():
-        for name in others:
-            sizes = cardinalities[first], cardinalities[name]
-            if sizes[0] != sizes[1]:
-                raise UserError(
-                    f"{first!r} ({sizes[0]:,} ids) and {name!r} ({sizes[1]:,} ids) share the int "
-                    f"domain {domain!r}, and so an embedding table, but not a vocabulary. Encode "
-                    "them jointly, or name their domains: AddMetadata(properties={'domain': "
-                    "{'min': 0, 'max': …, 'name': …}})"
-                )
+    for domain, fields in found.items():
+        sizes = [f"{name!r} ({cardinalities[name]:,} ids)" for name in fields]
+        if len({cardinalities[name] for name in fields}) > 1:
+            raise UserError(
+                f"{' and '.join(sizes)} share the int domain {domain!r}, and so an embedding "
+                "table, but not a vocabulary. Encode them jointly, or name their domains: "
+                "AddMetadata(properties={'domain': {'min': 0, 'max': …, 'name': …}})"
+            )
     return [tuple(fields) for fields in found.values()]

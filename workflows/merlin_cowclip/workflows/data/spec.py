@@ -46,12 +46,9 @@ class Split:
 
     def __post_init__(self) -> None:
         if self.kind not in SPLIT_KINDS:
-            raise UserError(
-                f"split.kind must be one of {quoted(SPLIT_KINDS)}. Received: {self.kind!r}"
-            )
-        if isinstance(self.test, bool) or not isinstance(self.test, (int, float)):
-            raise UserError(f"split.test must be a number. Received: {self.test!r}")
-        if not 0 < self.test < 1:
+            kinds = quoted(SPLIT_KINDS)
+            raise UserError(f"split.kind must be one of {kinds}. Received: {self.kind!r}")
+        if not isinstance(self.test, (int, float)) or not 0 < self.test < 1:
             raise UserError(f"split.test must lie between 0 and 1. Received: {self.test!r}")
         if (self.kind == "time") != (isinstance(self.column, str) and self.column != ""):
             raise UserError(
@@ -109,12 +106,13 @@ class DatasetSpec:
     non_finite: Literal["refuse", "missing"] = "refuse"
 
     def __post_init__(self) -> None:
-        for key, (is_valid, rule) in _RULES.items():
-            value = getattr(self, key)
-            if not is_valid(value):
-                raise UserError(f"{key} must be {rule}. Received: {value!r}")
-            if isinstance(value, list):  # from TOML or JSON
-                object.__setattr__(self, key, tuple(value))
+        for keys, rule, is_valid in _RULES:
+            for key in keys:
+                value = getattr(self, key)
+                if not is_valid(value):
+                    raise UserError(f"{key} must be {rule}. Received: {value!r}")
+                if isinstance(value, list):  # from TOML or JSON
+                    object.__setattr__(self, key, tuple(value))
         if self.lists and self.format == "csv" and self.separator == self.list_separator:
             raise UserError(
                 f"separator and list_separator must differ. Received: {self.separator!r} for both"
@@ -145,41 +143,32 @@ class DatasetSpec:
             raise UserError(f"split.column must not be a list. Received: {self.split.column!r}")
 
     def _check_columns(self) -> None:
-        if self.columns is None:
-            if self.format == "csv" and not self.header:
-                raise UserError("columns must be given when header is false. Received: none")
-            return
-        if self.format != "csv" or self.header:
+        if (self.columns is None) == (self.format == "csv" and not self.header):
             raise UserError(
-                "columns must be left out unless the format is csv and header is false "
-                f"(the file names its columns). Received: {quoted(self.columns)}"
+                "columns must be given for format csv with header false, and only there. Received: "
+                f"{self.columns and quoted(self.columns)}"
             )
-        twice = sorted({c for c in self.columns if self.columns.count(c) > 1})
-        if twice:
-            raise UserError(f"columns must be unique. Received twice: {quoted(twice)}")
-        wanted = [self.label, *self.fields, *filter(None, [self.split.column])]
-        if missing := [c for c in wanted if c not in self.columns]:
+        if self.columns is None:
+            return
+        wanted = {self.label, *self.fields, *filter(None, [self.split.column])}
+        twice = {c for c in self.columns if self.columns.count(c) > 1}
+        if wrong := sorted(wanted - {*self.columns} | twice):
             raise UserError(
-                "columns must hold the label, every field and the split's column. Missing: "
-                f"{quoted(missing)}. Received: {quoted(self.columns)}"
+                "columns must hold the label, every field and the split's column, each column "
+                f"once. Missing or twice: {quoted(wrong)}. Received: {quoted(self.columns)}"
             )
 
     def _check_rare_ids(self) -> None:
         for key, least, most in (("freq_threshold", 0, None), ("hash_buckets", 1, MAX_BUCKETS)):
             value = getattr(self, key)
-            for field, number in value.items() if isinstance(value, Mapping) else [("", value)]:
-                if field and field not in self.ids:
-                    raise UserError(
-                        f"{key} must name fields of ids: {quoted(self.ids)}. Received: {field!r}"
-                    )
-                check_whole(f"{key} of {field!r}" if field else key, number, least, most)
-        for field in self.ids:
-            if self.buckets_of(field) > 1 and self.threshold_of(field) < 2:
-                raise UserError(
-                    "hash_buckets needs a freq_threshold of at least 2, for without one no "
-                    f"training row has a hashed id. Received: {self.buckets_of(field)} buckets, "
-                    f"threshold {self.threshold_of(field)} for {field!r}"
-                )
+            if not isinstance(value, Mapping):
+                check_whole(key, value, least, most)
+                continue
+            for field, number in value.items():
+                if field not in self.ids:
+                    ids = quoted(self.ids)
+                    raise UserError(f"{key} must name fields of ids: {ids}. Received: {field!r}")
+                check_whole(f"{key} of {field!r}", number, least, most)
 
     def threshold_of(self, field: str) -> int:
         """The field's own `freq_threshold`."""
@@ -225,12 +214,11 @@ class DatasetSpec:
             UserError: the file cannot be read, or is not valid; names file and key.
         """
         try:
-            text = Path(path).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            reason = getattr(error, "strerror", None) or error
-            raise UserError(f"cannot read the specification {shown(path)}: {reason}") from None
-        try:
-            return cls.from_dict(tomllib.loads(text))
+            return cls.from_dict(tomllib.loads(Path(path).read_text(encoding="utf-8")))
+        except OSError as error:
+            raise UserError(
+                f"cannot read the specification {shown(path)}: {error.strerror}"
+            ) from None
         except (ValueError, RecursionError) as error:
             raise UserError(f"{path} is not valid TOML: {error}") from None
         except UserError as error:
@@ -241,30 +229,27 @@ def _are_texts(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and all(isinstance(v, str) for v in value)
 
 
-def _is_character(value: Any) -> bool:
+def _is_sign(value: Any) -> bool:
     one = isinstance(value, str) and len(value) == 1 and value.isascii()
     return one and value not in '"\n\r\0'
 
 
-# Argument of `DatasetSpec` → whether a value is valid, and what it must be.
-_TEXT = (lambda v: isinstance(v, str) and v != "", "a text that is not empty")
-_NAMES = (_are_texts, "a list of column names")
-_FLAG = (lambda v: isinstance(v, bool), "true or false")
-_CHARACTER = (_is_character, "one ASCII character, not a quote or a line end")
-_RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
-    **{"name": _TEXT, "label": _TEXT, "categorical": _NAMES, "continuous": _NAMES, "lists": _NAMES},
-    **{"header": _FLAG, "quotes": _FLAG, "separator": _CHARACTER, "list_separator": _CHARACTER},
-    "columns": (lambda v: v is None or _are_texts(v), "a list of column names"),
-    "null_values": (_are_texts, "a list of texts"),
-    "label_values": (
-        lambda v: v is None or (_are_texts(v) and len(v) == len(set(v)) == 2),
+# Arguments of `DatasetSpec`, what they must be, and whether a value is.
+_RULES: tuple[tuple[tuple[str, ...], str, Callable[[Any], bool]], ...] = (
+    (("name", "label"), "a text that is not empty", lambda v: isinstance(v, str) and v != ""),
+    (("categorical", "continuous", "lists", "null_values"), "a list of texts", _are_texts),
+    (("columns",), "a list of texts", lambda v: v is None or _are_texts(v)),
+    (
+        ("label_values",),
         "two different texts, of label 0 and of label 1",
+        lambda v: v is None or (_are_texts(v) and len(v) == len(set(v)) == 2),
     ),
-    "format": (lambda v: v in FORMATS, f"one of {quoted(FORMATS)}"),
-    "non_finite": (lambda v: v in NON_FINITE, f"one of {quoted(NON_FINITE)}"),
-    "split": (lambda v: isinstance(v, Split), "a table with kind and test"),
-}
-
+    (("header", "quotes"), "true or false", lambda v: isinstance(v, bool)),
+    (("separator", "list_separator"), "one ASCII character, not a quote or line end", _is_sign),
+    (("format",), f"one of {quoted(FORMATS)}", lambda v: v in FORMATS),
+    (("non_finite",), f"one of {quoted(NON_FINITE)}", lambda v: v in NON_FINITE),
+    (("split",), "a table with kind and test", lambda v: isinstance(v, Split)),
+)
 
 CRITEO = DatasetSpec(
     name="criteo",

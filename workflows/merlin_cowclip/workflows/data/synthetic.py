@@ -9,10 +9,10 @@ and written next to the log. They say nothing about accuracy on real logs.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -63,20 +63,12 @@ class _IdField(NamedTuple):
     first: int | None = None  # or the integers from here on
 
 
-class _NumberField(NamedTuple):
-    name: str
-    median: float  # of a log-normal count
-    spread: float
-    missing: float
-    lowest: int = 0
-
-
 class _Log(NamedTuple):
     spec: DatasetSpec
     click_rate: float
     ids: Sequence[_IdField]
     paired: Sequence[str]  # fields with hidden vectors: of medium size, so that they can be learned
-    numbers: Sequence[_NumberField] = ()
+    numbers: Mapping[str, tuple[float, ...]] = {}  # median and spread, log-normal; share missing
 
 
 # Sizes: logarithms of Criteo Kaggle's distinct IDs per field, over the largest one's.
@@ -85,11 +77,27 @@ _CRITEO_SIZES = (
     *(0.21, 0.60, 0.96, 0.14, 0.54, 0.48, 0.09, 0.98, 0.18, 0.17, 0.78, 0.29, 0.74),
 )
 _CRITEO_MISSING = {"C3": 0.03, "C4": 0.03, "C6": 0.12, "C19": 0.44, "C20": 0.44, "C22": 0.76}
-_CRITEO_NUMBERS = (  # median, spread, missing
+_CRITEO_NUMBERS = (
     *((2, 1.2, 0.45), (12, 1.8, 0.0), (7, 1.3, 0.22), (5, 1.0, 0.22), (3000, 2.0, 0.03)),
     *((35, 1.4, 0.22), (4, 1.4, 0.04), (8, 0.9, 0.0), (40, 1.3, 0.04), (1, 0.6, 0.45)),
     *((2, 0.9, 0.04), (1, 1.0, 0.77), (5, 1.0, 0.22)),
 )
+_AVAZU_SIZES = {
+    **{"site_id": 0.55, "site_domain": 0.58, "site_category": 0.21},
+    **{"app_id": 0.60, "app_domain": 0.42, "app_category": 0.23},
+    **{"device_id": 0.95, "device_ip": 1.0, "device_model": 0.59},
+    **{"C14": 0.51, "C17": 0.42, "C19": 0.29, "C20": 0.36, "C21": 0.28},
+}
+_AVAZU_FIRST = {"C14": 375, "C17": 112, "C19": 33, "C20": 100_000, "C21": 1}
+_AVAZU_VALUES = {
+    "C1": "1005 1002 1010 1012 1007 1001 1008",
+    "banner_pos": "0 1 7 2 4 5 3",
+    "device_type": "1 0 4 5 2",
+    "device_conn_type": "0 2 3 5",
+    "C15": "320 300 216 728 120 1024 480 768",
+    "C16": "50 250 36 480 90 20 768 320 1024",
+    "C18": "0 3 2 1",
+}
 _LOGS = {
     "criteo": _Log(
         CRITEO,
@@ -99,41 +107,23 @@ _LOGS = {
             for name, size in zip(CRITEO.categorical, _CRITEO_SIZES, strict=True)
         ],
         ("C2", "C5", "C8", "C14", "C25"),
-        [
-            _NumberField(name, *numbers, lowest=-3 if name == "I2" else 0)
-            for name, numbers in zip(CRITEO.continuous, _CRITEO_NUMBERS, strict=True)
-        ],
+        dict(zip(CRITEO.continuous, _CRITEO_NUMBERS, strict=True)),
     ),
     "avazu": _Log(
         AVAZU,
         0.17,
         [  # hour is not drawn: it runs through ten days, as in the real file
-            _IdField("C1", 0, values=["1005", "1002", "1010", "1012", "1007", "1001", "1008"]),
-            _IdField("banner_pos", 0, values="0172453"),
-            _IdField("site_id", 0.55),
-            _IdField("site_domain", 0.58),
-            _IdField("site_category", 0.21),
-            _IdField("app_id", 0.60),
-            _IdField("app_domain", 0.42),
-            _IdField("app_category", 0.23),
-            _IdField("device_id", 0.95),
-            _IdField("device_ip", 1.0),
-            _IdField("device_model", 0.59),
-            _IdField("device_type", 0, values="10452"),
-            _IdField("device_conn_type", 0, values="0235"),
-            _IdField("C14", 0.51, first=375),
-            _IdField("C15", 0, values=["320", "300", "216", "728", "120", "1024", "480", "768"]),
-            _IdField("C16", 0, values=["50", "250", "36", "480", "90", "20", "768", "320", "1024"]),
-            _IdField("C17", 0.42, first=112),
-            _IdField("C18", 0, values="0321"),
-            _IdField("C19", 0.29, first=33),
-            _IdField("C20", 0.36, first=100_000),
-            _IdField("C21", 0.28, first=1),
+            _IdField(
+                name,
+                _AVAZU_SIZES.get(name, 0),
+                values=_AVAZU_VALUES.get(name, "").split(),
+                first=_AVAZU_FIRST.get(name),
+            )
+            for name in AVAZU.categorical[1:]
         ],
         ("site_category", "app_category", "app_domain", "C17", "C21"),
     ),
 }
-_AVAZU_COLUMNS = ("id", "click", "hour", *(field.name for field in _LOGS["avazu"].ids))
 _AVAZU_HOURS = [f"1410{day}{hour:02d}" for day in range(21, 31) for hour in range(24)]
 
 
@@ -170,167 +160,133 @@ def write_synthetic(
     for file in (path, truth_path):
         refuse_existing(file, "file")
     world = _World(_LOGS[dataset], seed, cardinality)
-    labels, probabilities = [], []
+    spec, labels, probabilities = world.log.spec, [], []
+    names = spec.columns or ("id", spec.label, *spec.categorical)
     with (
         all_or_nothing(path, "file") as log_file,
         all_or_nothing(truth_path, "file") as truth_file,
     ):
         compression = "gzip" if path.suffix == ".gz" else None
         with pa.output_stream(str(log_file), compression=compression) as sink:
-            if world.log.spec.header:  # by hand, for Arrow quotes the names
-                sink.write((",".join(_AVAZU_COLUMNS) + "\n").encode())
+            if spec.header:
+                sink.write((spec.separator.join(names) + "\n").encode())
             for chunk, start in enumerate(range(0, rows, CHUNK_ROWS)):
                 n = min(CHUNK_ROWS, rows - start)
                 random = np.random.default_rng([seed, 2, chunk])
-                columns, probability = world.draw(n, random)
+                columns, effects = world.draw(n, random)
+                probability = world.probability(effects)
                 label = (random.random(n) < probability).astype(np.int8)
                 labels.append(label)
                 probabilities.append(probability.astype(np.float32))
-                table = world.table(columns, label, start, rows, random)
-                _write_lines(table, world.log.spec.separator, sink)
-        all_labels, scores = np.concatenate(labels), np.concatenate(probabilities)
-        truth = _truth(dataset, seed, cardinality, all_labels, scores)
-        write_json(truth_file, dataclasses.asdict(truth))
-    return truth
+                columns[spec.label] = pa.array(label)
+                if spec is AVAZU:
+                    hours = (np.arange(start, start + n) * len(_AVAZU_HOURS)) // rows
+                    columns["hour"] = pa.array(_AVAZU_HOURS).take(pa.array(hours))
+                    columns["id"] = pa.array(random.integers(10**16, 2**64 - 1, n, dtype=np.uint64))
+                _write_lines([columns[name] for name in names], spec.separator, sink)
+        truth = _truth(np.concatenate(labels), np.concatenate(probabilities))
+        found = SyntheticTruth(dataset, rows, seed, cardinality, *truth)
+        write_json(truth_file, dataclasses.asdict(found))
+    return found
 
 
-def _write_lines(table: pa.Table, separator: str, sink: pa.NativeFile) -> None:
+def _write_lines(columns: Sequence[pa.Array], separator: str, sink: pa.NativeFile) -> None:
     """One line per row, nothing quoted (which Arrow's own CSV writer can from version 11 on)."""
-    cells = [column.cast(pa.string()) for column in table.columns]
+    cells = [column.cast(pa.string()) for column in columns]
     lines = pc.binary_join_element_wise(
         *cells, separator, null_handling="replace", null_replacement=""
-    ).combine_chunks()
+    )
     together = pa.ListArray.from_arrays(pa.array([0, len(lines)], pa.int32()), lines)
     sink.write(pc.binary_join(together, "\n")[0].as_buffer())
     sink.write(b"\n")
 
 
-def _truth(
-    dataset: str, seed: int, cardinality: int, labels: np.ndarray, probabilities: np.ndarray
-) -> SyntheticTruth:
+def _truth(labels: np.ndarray, probabilities: np.ndarray) -> tuple[float, float, float]:
+    """Click rate, AUC and log loss."""
     from sklearn.metrics import log_loss, roc_auc_score
 
-    both = labels.min() != labels.max()
-    return SyntheticTruth(
-        dataset=dataset,
-        rows=len(labels),
-        seed=seed,
-        cardinality=cardinality,
-        click_rate=float(labels.mean()),
-        best_auc=float(roc_auc_score(labels, probabilities)) if both else 0.5,
-        best_log_loss=float(log_loss(labels, probabilities.astype(np.float64), labels=[0, 1])),
-    )
+    auc = roc_auc_score(labels, probabilities) if labels.min() != labels.max() else 0.5
+    loss = log_loss(labels, probabilities.astype(np.float64), labels=[0, 1])
+    return float(labels.mean()), float(auc), float(loss)
+
+
+class _Planted(NamedTuple):
+    """A field's ids: how often they occur, and what they do to a click."""
+
+    texts: pa.Array
+    cumulative: np.ndarray
+    weights: np.ndarray  # (ids + 1,), the last one of a missing id
+    vectors: np.ndarray | None  # (ids + 1, LATENT_DIM), of the paired fields
 
 
 class _World:
-    """The planted truth: what ids there are, how often they occur, and what they do to a click."""
+    """The planted truth."""
 
     def __init__(self, log: _Log, seed: int, cardinality: int) -> None:
         self.log = log
         random = np.random.default_rng([seed, 1])
-        self.texts: dict[str, pa.Array] = {}
-        self.cumulative: dict[str, np.ndarray] = {}
-        self.weights: dict[str, np.ndarray] = {}  # the last one: of a missing id
-        self.vectors: dict[str, np.ndarray] = {}  # (ids + 1, LATENT_DIM), of the paired fields
-        for number, field in enumerate(log.ids):
-            self._plant(number, field, cardinality, random)
+        self.planted = [self._plant(i, cardinality, random) for i in range(len(log.ids))]
         self.slopes = random.normal(size=len(log.numbers))
         # Unit variance for each kind of effect, then the whole to the wanted AUC and click rate.
-        self.means, self.scales = np.zeros(3), np.ones(3)
-        sample = self._draw(CALIBRATION_ROWS, np.random.default_rng([seed, 3]))[1]
-        self.means = sample.mean(axis=1)
-        deviations = sample.std(axis=1)
+        effects = self.draw(CALIBRATION_ROWS, np.random.default_rng([seed, 3]))[1]
+        self.means, deviations = effects.mean(axis=1), effects.std(axis=1)
         shares = np.sqrt([FIRST_ORDER, SECOND_ORDER, NUMBERS if log.numbers else 0.0])
         self.scales = np.where(deviations > 0, shares / np.maximum(deviations, 1e-12), 0.0)
-        self.factor, self.intercept = _calibrate(self._effect(sample), log.click_rate)
+        self.factor, self.intercept = _calibrate(self._effect(effects), log.click_rate)
 
-    def _plant(
-        self, number: int, field: _IdField, cardinality: int, random: np.random.Generator
-    ) -> None:
+    def _plant(self, number: int, cardinality: int, random: np.random.Generator) -> _Planted:
+        field = self.log.ids[number]
         size = len(field.values) or max(3, round(cardinality**field.size))
         values: Sequence[str] | np.ndarray = list(field.values)
         if not field.values:
             first = field.first
             values = _hex(number, size) if first is None else np.arange(first, first + size)
-        texts = pa.array(values).cast(pa.string())
         # Zipf, flattened at the head so that no single id is the whole field.
         share = (np.arange(size) + 3.0) ** -random.uniform(1.05, 1.3)
         share /= share.sum()
         # An id too rare to be learnt has a small effect, else no model could near the best AUC.
         learnable = share / (share + 3e-4)
-        self.texts[field.name] = texts
-        self.cumulative[field.name] = np.cumsum(share)
-        self.weights[field.name] = random.normal(size=size + 1) * np.append(learnable, 1.0)
+        weights, vectors = random.normal(size=size + 1) * np.append(learnable, 1.0), None
         if field.name in self.log.paired:
-            vectors = (
-                random.normal(size=(size + 1, LATENT_DIM)) * np.append(learnable, 0.0)[:, None]
-            )
+            vectors = random.normal(size=(size + 1, LATENT_DIM))
+            vectors *= np.append(learnable, 0.0)[:, None]
             # Centred: a pair's effect is none of either id alone, so linear models miss it.
             vectors[:-1] -= share @ vectors[:-1]
-            self.vectors[field.name] = vectors
+        return _Planted(pa.array(values).cast(pa.string()), np.cumsum(share), weights, vectors)
 
-    def draw(self, n: int, random: np.random.Generator) -> tuple[dict[str, np.ndarray], np.ndarray]:
-        """``n`` rows (IDs: indices, the last one for missing; numbers: NaN) and P(click)."""
-        columns, effects = self._draw(n, random)
-        logit = self.factor * self._effect(effects) + self.intercept
-        return columns, 1.0 / (1.0 + np.exp(-logit))
+    def probability(self, effects: np.ndarray) -> np.ndarray:
+        """P(click) of n rows, by their effects."""
+        return 1.0 / (1.0 + np.exp(-(self.factor * self._effect(effects) + self.intercept)))
 
     def _effect(self, effects: np.ndarray) -> np.ndarray:
         return self.scales @ (effects - self.means[:, None])
 
-    def _draw(
-        self, n: int, random: np.random.Generator
-    ) -> tuple[dict[str, np.ndarray], np.ndarray]:
-        columns: dict[str, np.ndarray] = {}
-        effects = np.zeros((3, n))
-        total = np.zeros((n, LATENT_DIM))
-        own = np.zeros(n)
-        for field in self.log.ids:
-            size = len(self.texts[field.name])
-            places = np.searchsorted(self.cumulative[field.name], random.random(n))
-            places = np.minimum(places, size - 1)  # the sum of shares may end below 1
+    def draw(self, n: int, random: np.random.Generator) -> tuple[dict[str, pa.Array], np.ndarray]:
+        """The columns of ``n`` rows, and their effects by kind, (3, n)."""
+        columns, effects = {}, np.zeros((3, n))
+        total, own = np.zeros((n, LATENT_DIM)), np.zeros(n)
+        for field, planted in zip(self.log.ids, self.planted, strict=True):
+            texts, cumulative, weights, of_ids = planted
+            places = np.searchsorted(cumulative, random.random(n))
+            places = np.minimum(places, len(texts) - 1)  # the sum of shares may end below 1
             if field.missing:
-                places[random.random(n) < field.missing] = size
-            columns[field.name] = places
-            effects[0] += self.weights[field.name][places]
-            if field.name in self.vectors:
-                vectors = self.vectors[field.name][places]
+                places[random.random(n) < field.missing] = len(texts)
+            columns[field.name] = texts.take(pa.array(places, mask=places == len(texts)))
+            effects[0] += weights[places]
+            if of_ids is not None:
+                vectors = of_ids[places]
                 total += vectors
                 own += (vectors**2).sum(axis=1)
         # Over all pairs, the sum of dot products is (|sum|² - sum of |.|²) / 2 (Rendle 2010).
         effects[1] = ((total**2).sum(axis=1) - own) / 2
-        for slope, number in zip(self.slopes, self.log.numbers, strict=True):
+        numbers = self.log.numbers.items()
+        for slope, (name, (median, spread, missing)) in zip(self.slopes, numbers, strict=True):
             normal = random.normal(size=n)
-            values = np.floor(number.median * np.exp(number.spread * normal)) + number.lowest
-            gone = random.random(n) < number.missing
+            values = np.floor(median * np.exp(spread * normal)) - 3 * (name == "I2")
+            gone = random.random(n) < missing
             effects[2] += np.where(gone, 0.0, slope * normal)
-            values[gone] = np.nan
-            columns[number.name] = values
+            columns[name] = pa.array(values, mask=gone).cast(pa.int64())
         return columns, effects
-
-    def table(
-        self,
-        columns: dict[str, np.ndarray],
-        label: np.ndarray,
-        start: int,
-        rows: int,
-        random: np.random.Generator,
-    ) -> pa.Table:
-        """The rows as they stand in the file."""
-        out = {self.log.spec.label: pa.array(label)}
-        for number in self.log.numbers:
-            values = columns[number.name]
-            out[number.name] = pa.array(values, from_pandas=True).cast(pa.int64())
-        for field in self.log.ids:
-            places = columns[field.name]
-            missing = places == len(self.texts[field.name])
-            out[field.name] = self.texts[field.name].take(pa.array(places, mask=missing))
-        if self.log.spec is not AVAZU:
-            return pa.table({name: out[name] for name in self.log.spec.columns or ()})
-        hours = (np.arange(start, start + len(label)) * len(_AVAZU_HOURS)) // rows
-        out["hour"] = pa.array(_AVAZU_HOURS).take(pa.array(hours))
-        out["id"] = pa.array(random.integers(10**16, 2**64 - 1, len(label), dtype=np.uint64))
-        return pa.table({name: out[name] for name in _AVAZU_COLUMNS})
 
 
 def _hex(number: int, size: int) -> np.ndarray:
@@ -341,31 +297,30 @@ def _hex(number: int, size: int) -> np.ndarray:
         x ^= x >> np.uint32(shift)
         x *= np.uint32(factor)
     x ^= x >> np.uint32(16)
-    nibbles = (x[:, None] >> np.arange(28, -1, -4, dtype=np.uint32)) & np.uint32(15)
-    digits = np.frombuffer(b"0123456789abcdef", dtype=np.uint8)[nibbles]
-    return np.ascontiguousarray(digits).view("S8").ravel().astype("U8")
+    return np.frombuffer(x.astype(">u4").tobytes().hex().encode(), "S8").astype("U8")
 
 
 def _calibrate(effect: np.ndarray, click_rate: float) -> tuple[float, float]:
     """(factor, intercept) so that sigmoid(factor · effect + intercept) has both wanted values."""
-    order = np.argsort(effect)
-    effect = effect[order]
+    effect = np.sort(effect)
+
+    def clicks(factor: float, intercept: float) -> np.ndarray:
+        return 1 / (1 + np.exp(-(factor * effect + intercept)))
 
     def intercept_for(factor: float) -> float:
-        low, high = -30.0, 30.0
-        for _ in range(40):
-            middle = (low + high) / 2
-            rate = (1 / (1 + np.exp(-(factor * effect + middle)))).mean()
-            low, high = (middle, high) if rate < click_rate else (low, middle)
-        return (low + high) / 2
+        return _bisect(lambda b: clicks(factor, b).mean() < click_rate, -30.0, 30.0, 40)
 
     def expected_auc(factor: float) -> float:
-        p = 1 / (1 + np.exp(-(factor * effect + intercept_for(factor))))
+        p = clicks(factor, intercept_for(factor))
         below = np.cumsum(1 - p) - (1 - p)  # expected negatives that score lower
         return float((p * below).sum() / (p.sum() * (1 - p).sum()))
 
-    low, high = 0.0, 10.0
-    for _ in range(20):
+    factor = _bisect(lambda factor: expected_auc(factor) < BEST_AUC, 0.0, 10.0, 20)
+    return factor, intercept_for(factor)
+
+
+def _bisect(is_less: Callable[[float], Any], low: float, high: float, steps: int) -> float:
+    for _ in range(steps):
         middle = (low + high) / 2
-        low, high = (middle, high) if expected_auc(middle) < BEST_AUC else (low, middle)
-    return (low + high) / 2, intercept_for((low + high) / 2)
+        low, high = (middle, high) if is_less(middle) else (low, middle)
+    return (low + high) / 2

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from merlin_cowclip.workflows.data.prepared_data import PARTS, PreparedData
+from merlin_cowclip.workflows.data.prepared_data import PreparedData
 from merlin_cowclip.workflows.data.spec import check_input_names
 from merlin_cowclip.workflows.errors import AgreedError, NotFiniteError, Stopped, UserError
 from merlin_cowclip.workflows.folders import (
@@ -398,8 +398,7 @@ def as_user_errors(data: PreparedData, out: Path) -> Iterator[None]:
                 "a step must fit into memory. Received: less than it takes "
                 f"({str(error).splitlines()[0][:200]}). Choose a smaller batch size or network"
             ) from None
-        for part in PARTS:  # what a loader has met in a thread is an error of TensorFlow's here
-            data.check_part(part)
+        PreparedData.open(data.path)  # what a loader met in a thread is an error of TensorFlow's
         raise
 
 

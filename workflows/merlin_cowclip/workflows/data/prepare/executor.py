@@ -16,11 +16,10 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from merlin_cowclip.plugins._checks import is_whole
 from merlin_cowclip.workflows import machine
+from merlin_cowclip.workflows.checks import check_whole
 from merlin_cowclip.workflows.errors import UserError
 
-DEVICES = ("cpu", "gpu")
 THREADS = min(4, os.cpu_count() or 1)  # of one process; each holds one column, or one part
 MEMORY_SHARE = 0.8  # of the machine's memory, for all workers together
 DEVICE_MEMORY_SHARE = 0.8  # of a GPU's memory, for its worker
@@ -37,21 +36,12 @@ SETTINGS = {
 def make_executor(workers: int, device: str, scratch: Path) -> Iterator[Executor]:
     """Threads of this process, or a local Dask cluster: CPU processes, or one worker per GPU.
 
-    Args:
-        workers: processes; 0 for threads of this process on CPUs, and for all GPUs.
-        device: "cpu", or "gpu" for dask-cuda's workers.
-        scratch: a folder for data that workers spill.
-
-    Raises:
-        UserError: as `check_executor`; or a task killed several workers.
+    With 0 ``workers``, all GPUs, or threads. ``scratch`` is a folder for data that workers spill.
+    Raises UserError if a task killed several workers.
     """
-    check_executor(workers, device)
     if device == "cpu" and not workers:
-        pool = ThreadPoolExecutor(THREADS)
-        try:
+        with ThreadPoolExecutor(THREADS) as pool:
             yield pool
-        finally:
-            pool.shutdown(cancel_futures=True)
         return
     if getattr(multiprocessing.current_process(), "_inheriting", False):  # a worker that starts
         raise UserError(
@@ -69,7 +59,7 @@ def make_executor(workers: int, device: str, scratch: Path) -> Iterator[Executor
         kind = dask_cuda.LocalCUDACluster
     options = {**cluster_options(workers, device), "local_directory": str(scratch)}
     with dask.config.set(SETTINGS), kind(**options) as cluster, Client(cluster) as client:
-        client.register_worker_plugin(IgnoreSigint())
+        client.register_worker_callbacks(ignore_interrupts)
         print(f"Dask dashboard: {client.dashboard_link}", file=sys.stderr, flush=True)
         try:
             yield client.get_executor(pure=False)  # two equal tasks are two tasks
@@ -81,15 +71,10 @@ def make_executor(workers: int, device: str, scratch: Path) -> Iterator[Executor
 
 
 def check_executor(workers: int, device: str) -> None:
-    """Check the arguments of `make_executor`.
-
-    Raises:
-        UserError: bad arguments, a missing package, or fewer GPUs than workers.
-    """
-    if device not in DEVICES:
-        raise UserError(f"device must be one of {', '.join(DEVICES)}. Received: {device!r}")
-    if not is_whole(workers, 0):
-        raise UserError(f"workers must be an integer of at least 0. Received: {workers!r}")
+    """Check the arguments of `make_executor`, that packages are there, and a GPU per worker."""
+    if device not in ("cpu", "gpu"):
+        raise UserError(f"device must be 'cpu' or 'gpu'. Received: {device!r}")
+    check_whole("workers", workers, 0)
     if device == "cpu":
         return
     for package in ("cudf", "dask_cudf", "dask_cuda"):
@@ -105,28 +90,19 @@ def check_executor(workers: int, device: str) -> None:
         )
 
 
-def parallel_tasks(workers: int, device: str) -> int:
-    """How many tasks run at once."""
-    return workers or (THREADS if device == "cpu" else max(1, number_of_gpus()))
-
-
 def number_of_gpus() -> int:
     """GPUs that this process may use; 0 without a driver."""
+    from distributed.diagnostics import nvml
+
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
-        return len([name for name in visible.split(",") if name.strip() not in ("", "-1")])
-    import pynvml
-
-    try:
-        pynvml.nvmlInit()
-        return int(pynvml.nvmlDeviceGetCount())
-    except pynvml.NVMLError:
-        return 0
+        return len([name for name in visible.split(",") if name.strip()])
+    return int(nvml.device_get_count())
 
 
 def cluster_options(workers: int, device: str) -> dict[str, Any]:
     """Arguments of Dask's `LocalCluster` or dask-cuda's `LocalCUDACluster`: one thread a worker."""
-    workers = parallel_tasks(workers, device)
+    workers = workers or number_of_gpus()
     options: dict[str, Any] = {
         "n_workers": workers,
         "threads_per_worker": 1,
@@ -134,21 +110,15 @@ def cluster_options(workers: int, device: str) -> dict[str, Any]:
         "dashboard_address": ":0",  # any free port: two jobs do not meet
         "silence_logs": "CRITICAL",  # what fails is raised; on the way out Dask warns of itself
     }
-    if device == "cpu":
-        return {**options, "processes": True}
-    return {
-        **options,
-        "device_memory_limit": DEVICE_MEMORY_SHARE,
-        "rmm_pool_size": DEVICE_MEMORY_SHARE / 2,
-        "rmm_maximum_pool_size": DEVICE_MEMORY_SHARE,
-    }
+    if device == "gpu":
+        options |= {
+            "device_memory_limit": DEVICE_MEMORY_SHARE,
+            "rmm_pool_size": DEVICE_MEMORY_SHARE / 2,
+            "rmm_maximum_pool_size": DEVICE_MEMORY_SHARE,
+        }
+    return options
 
 
-class IgnoreSigint:
-    """A worker plugin: Ctrl-C, which a terminal sends to all processes, ends this one only."""
-
-    name = "ignore-sigint"
-
-    def setup(self, worker: Any) -> None:
-        """Called by Dask in every worker's main thread."""
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+def ignore_interrupts() -> None:
+    """In a worker: Ctrl-C, which a terminal sends to all processes, ends the first one only."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -1,4 +1,4 @@
-"""The NVTabular workflow of prepared data, its vocabularies, counts and schema.
+"""The NVTabular workflow of prepared data, and its schema. Imports NVTabular.
 
 The Arrow engine computes the statistics that NVTabular's operators would, and passes them to
 `StatOperator.fit_finalize`: the result is an ordinary fitted `nvtabular.Workflow`.
@@ -6,161 +6,93 @@ The Arrow engine computes the statistics that NVTabular's operators would, and p
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import pyarrow.parquet as pq
 
-from merlin_cowclip.workflows.data.counts import write_counts
-from merlin_cowclip.workflows.data.prepare.statistics import (
-    MISSING,
-    PADDING,
-    UNKNOWN,
-    IdStatistics,
-)
+from merlin_cowclip.workflows.data.prepare.fit import CATEGORIES
+from merlin_cowclip.workflows.data.prepare.operators import EncodeIds, ParseNumbers, UnitRange
+from merlin_cowclip.workflows.data.prepare.statistics import UNKNOWN
 from merlin_cowclip.workflows.data.spec import DatasetSpec
 from merlin_cowclip.workflows.quiet import quiet_imports
 
-if TYPE_CHECKING:
+with quiet_imports():
     import nvtabular as nvt
-    from merlin.schema import ColumnSchema, Schema
+    from merlin.dag import Graph
+    from merlin.schema import ColumnSchema, Schema, Tags
+    from merlin.schema.io.tensorflow_metadata import TensorflowMetadata
+    from nvtabular import ops
 
-CATEGORIES = "workflow/categories"  # in a prepared folder
 
+def build_workflow(spec: DatasetSpec, folder: str | Path, **options: Any) -> nvt.Workflow:
+    """The spec's NVTabular workflow, not fitted; vocabularies are in ``folder/categories``.
 
-def build_workflow(spec: DatasetSpec, folder: str | Path) -> nvt.Workflow:
-    """The spec's NVTabular workflow, not fitted; vocabularies are in ``folder/categories``."""
-    with quiet_imports():
-        import nvtabular as nvt
-        from merlin.schema import Tags
-        from nvtabular import ops
-
-        from merlin_cowclip.workflows.data.prepare import operators
-    rare: dict[str, Any] = {}
+    ``options`` are of `EncodeIds`.
+    """
     if any(spec.threshold_of(name) > 1 for name in spec.ids):
-        rare["freq_threshold"] = {name: spec.threshold_of(name) for name in spec.ids}
+        options["freq_threshold"] = {name: spec.threshold_of(name) for name in spec.ids}
     if any(spec.buckets_of(name) > 1 for name in spec.ids):
-        rare["num_buckets"] = {name: spec.buckets_of(name) for name in spec.ids}
-    encode = operators.EncodeIds(folder, lists=spec.lists, null_values=spec.null_values, **rare)
-    ids = list(spec.ids) >> encode
+        options["num_buckets"] = {name: spec.buckets_of(name) for name in spec.ids}
+    options |= {"lists": spec.lists, "null_values": spec.null_values}
     target = [Tags.TARGET, Tags.BINARY_CLASSIFICATION]
-    nodes = ids + ([spec.label] >> ops.AddMetadata(tags=target))
+    nodes = list(spec.ids) >> EncodeIds(folder, **options)
+    nodes += [spec.label] >> ops.AddMetadata(tags=target)
     if spec.continuous:
         nodes += (
             list(spec.continuous)
-            >> operators.ParseNumbers(spec.null_values, spec.non_finite == "missing")
+            >> ParseNumbers(spec.null_values, spec.non_finite == "missing")
             >> ops.FillMissing(0)
-            >> operators.UnitRange(out_dtype="float32")
+            >> UnitRange(out_dtype="float32")
             >> ops.Clip(min_value=0.0, max_value=1.0)
         )
     return nvt.Workflow(nodes)
 
 
 def save_fitted_workflow(
-    spec: DatasetSpec, folder: Path, ranges: Mapping[str, tuple[float, float]]
+    spec: DatasetSpec, folder: Path, ranges: Mapping[str, Sequence[float]], **options: Any
 ) -> None:
-    """Pass statistics to the workflow; save it and its schema.
+    """Save the workflow of `build_workflow` and its schema, with the vocabularies in ``folder``.
 
-    Args:
-        spec: the columns.
-        folder: the prepared folder, with vocabularies and counts.
-        ranges: lowest and highest number of each continuous field.
+    ``ranges`` are the lowest and highest number of each continuous field.
     """
-    with quiet_imports():
-        from merlin.dag import Graph
-
-        from merlin_cowclip.workflows.data.prepare.operators import EncodeIds, UnitRange
-    workflow = build_workflow(spec, folder / "workflow")
+    workflow = build_workflow(spec, folder / "workflow", **options)
     ends = pd.DataFrame(ranges, index=["mins", "maxs"], dtype="float64").T
-    statistics = {
-        EncodeIds: vocabularies(folder, spec.ids),
-        UnitRange: {"mins": ends["mins"], "maxs": ends["maxs"]},  # as NormalizeMinMax.fit
-    }
-    for kind, found in statistics.items():
+    paths = {field: str(folder / CATEGORIES / f"unique.{field}.parquet") for field in spec.ids}
+    # As Categorify.fit and NormalizeMinMax.fit return them.
+    for kind, found in ((EncodeIds, paths), (UnitRange, {n: ends[n] for n in ends})):
         for node in Graph.get_nodes_by_op_type([workflow.output_node], kind):
             node.op.fit_finalize(found)
             node.op.fitted = True
     workflow.fit_schema(raw_schema(spec))
-    save_workflow(workflow, folder, (spec.label, *spec.fields))
+    workflow.save(str(folder / "workflow"))
+    columns = workflow.output_schema
+    save_schema(Schema([columns[name] for name in (spec.label, *spec.fields)]), folder)
 
 
 def raw_schema(spec: DatasetSpec) -> Schema:
     """The columns that the workflow reads."""
-    with quiet_imports():
-        from merlin.schema import ColumnSchema, Schema
     columns = [ColumnSchema(spec.label, dtype="int64")]
     columns += [ColumnSchema(name, dtype="float64") for name in spec.continuous]
-    columns += [ColumnSchema(name, dtype="str") for name in spec.categorical]
-    columns += [
-        ColumnSchema(name, dtype="str", is_list=True, is_ragged=True) for name in spec.lists
-    ]
+    for name in spec.ids:
+        is_list = name in spec.lists
+        columns.append(ColumnSchema(name, dtype="str", is_list=is_list, is_ragged=is_list))
     return Schema(columns)
-
-
-def create_id_folders(folder: Path) -> None:
-    """Create the folders of vocabularies and counts."""
-    (folder / CATEGORIES).mkdir(parents=True)
-    (folder / "counts").mkdir()
-
-
-def write_ids(folder: Path, field: str, statistics: IdStatistics) -> None:
-    """Write a field's counts and its vocabulary, ``unique.*`` and ``meta.*`` as in Categorify."""
-    home, first, unknown = folder / CATEGORIES, statistics.first_id, statistics.unknown
-    pd.DataFrame(
-        {field: statistics.vocabulary.to_pandas().to_numpy(), f"{field}_size": statistics.counts},
-        index=pd.RangeIndex(first, statistics.cardinality),
-    ).to_parquet(home / f"unique.{field}.parquet", compression=None)
-    observed = [0, statistics.missing, int(unknown.sum()), int(statistics.counts.sum())]
-    pd.DataFrame(
-        {
-            "kind": ["pad", "null", "oov", "unique"],
-            "offset": [PADDING, MISSING, UNKNOWN, first],
-            "num_indices": [1, 1, len(unknown), len(statistics.vocabulary)],
-            "num_observed": observed,
-        }
-    ).to_parquet(home / f"meta.{field}.parquet")
-    write_counts(folder / "counts", field, statistics.by_id, statistics.vocabulary)
-
-
-def vocabularies(folder: Path, fields: Iterable[str]) -> dict[str, str]:
-    """Vocabulary files by field, for Categorify's ``fit_finalize``."""
-    return {field: str(folder / CATEGORIES / f"unique.{field}.parquet") for field in fields}
-
-
-def save_workflow(workflow: nvt.Workflow, folder: Path, columns: Iterable[str]) -> None:
-    """Save a fitted workflow, and the schema of some of its output columns."""
-    with quiet_imports():
-        from merlin.schema import Schema
-    workflow.save(str(folder / "workflow"))
-    found = workflow.output_schema
-    save_schema(Schema([found[name] for name in columns]), folder)
 
 
 def save_schema(schema: Schema, folder: Path, bucketed: Collection[str] = ()) -> None:
     """Write ``schema.pbtxt`` and ``.merlin/`` (for `merlin.io.Dataset`).
 
     Fields with counts get a property ``untrained_ids``: ranges (start, end, start, …) of special or
-    hashed IDs without a training row. `FusedEmbeddings` initializes their embeddings with zero.
-
-    Args:
-        schema: of the columns.
-        folder: the prepared folder, with counts.
-        bucketed: fields all of whose IDs are buckets.
+    hashed IDs without a training row. `FusedEmbeddings` initializes their embeddings with zero. All
+    IDs of the fields ``bucketed`` are buckets.
     """
-    with quiet_imports():
-        from merlin.schema import Schema
-        from merlin.schema.io.tensorflow_metadata import TensorflowMetadata
-    proto = TensorflowMetadata.from_merlin_schema(
-        Schema(
-            [
-                _with_untrained_ids(column, folder / "counts", column.name in bucketed)
-                for column in schema
-            ]
-        )
-    )
+    counts = folder / "counts"
+    schema = Schema([_with_untrained_ids(c, counts, c.name in bucketed) for c in schema])
+    proto = TensorflowMetadata.from_merlin_schema(schema)
     for feature in proto.proto_schema.feature:
         feature.annotation.tag.sort()  # a set has no order
     proto.to_proto_text_file(str(folder))

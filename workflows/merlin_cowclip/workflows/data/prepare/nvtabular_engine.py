@@ -10,20 +10,20 @@ import functools
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from merlin_cowclip.workflows.data.adopt.pipeline import adopt
 from merlin_cowclip.workflows.data.prepare.executor import make_executor
 from merlin_cowclip.workflows.data.prepare.nvt_workflow import build_workflow, raw_schema
-from merlin_cowclip.workflows.data.prepare.write import PartJob
+from merlin_cowclip.workflows.data.prepare.write import PartJob, part_schema
 from merlin_cowclip.workflows.data.prepared_data import PARTS
 from merlin_cowclip.workflows.data.spec import DatasetSpec
 from merlin_cowclip.workflows.progress import progress_bar
 from merlin_cowclip.workflows.quiet import quiet_imports
 
-if TYPE_CHECKING:
+with quiet_imports():
     import nvtabular as nvt
 
 PARTITION = "256MB"  # of raw rows, in memory while NVTabular fits on a CPU
@@ -34,81 +34,54 @@ def fit_and_encode(
     raw: Path,
     folder: Path,
     jobs: Sequence[PartJob],
-    *,
     workers: int,
     device: str,
     progress: bool,
 ) -> dict[str, int]:
-    """Fit the spec's workflow to raw parts, and encode them.
+    """Fit the spec's workflow to the raw parts in ``raw``, and encode them.
 
-    Args:
-        spec: the columns.
-        raw: scratch folder with the raw parts.
-        folder: the prepared folder; gets parts, workflow, schema and counts.
-        jobs: the parts.
-        workers: as for `make_executor`.
-        device: likewise.
-        progress: show progress bars on stderr.
-
-    Returns:
-        The number of ids of each field.
+    The prepared folder gets parts, workflow, schema and counts. Returns the number of ids by field.
     """
-    from merlin_cowclip.workflows.data.adopt.pipeline import adopt
-
-    files = {part: [job.name for job in jobs if job.part == part] for part in PARTS}
+    files = [[job.name for job in jobs if job.part == part] for part in PARTS]
     for part in PARTS:
         (folder / part).mkdir()
     with make_executor(workers, device, raw) as executor:
         workflow = build_workflow(spec, raw / "workflow")
         with progress_bar("fitting", len(spec.fields), " columns", show=progress) as bar:
-            _fit(workflow, [str(raw / name) for name in files["train"]], device)
+            paths = [str(raw / name) for name in files[0]]
+            options = {"cpu": True, "part_size": PARTITION} if device == "cpu" else {}
+            with quiet_imports():  # under the Dask client that is open, if any
+                workflow.fit(nvt.Dataset(paths, engine="parquet", **options))
             bar.update(bar.total)
         workflow.fit_schema(raw_schema(spec))
         task = functools.partial(
             _encode_part, workflow=workflow, spec=spec, raw=raw, folder=folder, device=device
         )
-        with progress_bar(
-            "encoding", sum(job.stop - job.start for job in jobs), show=progress
-        ) as bar:
+        rows = sum(job.stop - job.start for job in jobs)
+        with progress_bar("encoding", rows, show=progress) as bar:
             for written in executor.map(task, jobs):
                 bar.update(written)
     workflow.save(str(raw / "workflow"))
-    train, test = ([folder / name for name in files[part]] for part in PARTS)
+    train, test = ([folder / name for name in names] for names in files)
     data = adopt(train, raw / "workflow", spec.label, raw / "adopted", test, progress=progress)
     for name in ("workflow", "counts", "schema.pbtxt", ".merlin"):
         os.rename(data.path / name, folder / name)
     return data.cardinalities
 
 
-def _fit(workflow: nvt.Workflow, files: Sequence[str], device: str) -> None:
-    """Fit under the Dask client that is open, if any."""
-    with quiet_imports():
-        import nvtabular as nvt
-
-        on_cpu: dict[str, Any] = {"cpu": True, "part_size": PARTITION} if device == "cpu" else {}
-        workflow.fit(nvt.Dataset(files, engine="parquet", **on_cpu))
-
-
 def _encode_part(
     job: PartJob, workflow: nvt.Workflow, spec: DatasetSpec, raw: Path, folder: Path, device: str
 ) -> int:
     """Encode one raw part; returns its rows."""
-    schema = pa.schema(
-        [
-            (spec.label, pa.int64()),
-            *((name, pa.float32()) for name in spec.continuous),
-            *((name, pa.int64()) for name in spec.categorical),
-            *((name, pa.list_(pa.int64())) for name in spec.lists),
-        ]
-    )
+    schema = part_schema(spec)
     with (
         pq.ParquetFile(raw / job.name) as file,
         pq.ParquetWriter(folder / job.name, schema) as writer,
     ):
         # A GPU takes a part at a time; pandas, which needs more memory, a row group.
         groups = range(file.num_row_groups)
-        for chosen in [list(groups)] if device == "gpu" else [[group] for group in groups]:
-            rows = file.read_row_groups(chosen)
+        for chosen in [groups] if device == "gpu" else [[group] for group in groups]:
+            rows = file.read_row_groups(list(chosen))
             if device == "gpu":
                 import cudf  # type: ignore[import-not-found]
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from merlin_cowclip.workflows.data.prepare.statistics import hash_bucket, scaled, widened
+from merlin_cowclip.workflows.data.prepare.statistics import hash_bucket, scaled
 from merlin_cowclip.workflows.data.sources.base import ids_as_text, is_text, with_nulls
 from merlin_cowclip.workflows.errors import UserError, clipped
 from merlin_cowclip.workflows.quiet import quiet_imports
@@ -33,33 +34,24 @@ class EncodeIds(Categorify):
     Args:
         out_path: the folder that gets ``categories/``. No default: workflows that share
             Categorify's (``./``) overwrite each other's vocabularies.
-        freq_threshold: as in Categorify; field → count.
-        num_buckets: as in Categorify; field → number, for every field.
-        max_size: as in Categorify.
         missing_as_unknown: fields in which a missing ID is 2 instead of 1.
         lists: the fields of lists.
         null_values: texts that mean a missing ID, in addition to the empty one.
+        options: ``freq_threshold``, ``num_buckets`` or ``max_size`` as in Categorify, by field.
     """
 
     def __init__(
         self,
         out_path: str | Path,
         *,
-        freq_threshold: int | dict[str, int] = 0,
-        num_buckets: dict[str, int] | None = None,
-        max_size: int | dict[str, int] = 0,
         missing_as_unknown: Sequence[str] = (),
         lists: Sequence[str] = (),
         null_values: Sequence[str] = (),
+        **options: Any,
     ) -> None:
         with warnings.catch_warnings():  # of hashing that differs on GPUs: not ours
             warnings.simplefilter("ignore", UserWarning)
-            super().__init__(
-                out_path=str(out_path),
-                freq_threshold=freq_threshold,
-                num_buckets=num_buckets,
-                max_size=max_size,
-            )
+            super().__init__(out_path=str(out_path), **options)
         self.missing_as_unknown, self.lists = tuple(missing_as_unknown), tuple(lists)
         self.null_values = tuple(null_values)
         self._vocabularies: dict[str, pd.Index] = {}
@@ -72,84 +64,44 @@ class EncodeIds(Categorify):
         self._vocabularies = {}
         super().fit_finalize(categories)
 
-    def clear(self) -> None:
-        """Forget the vocabularies."""
-        self._vocabularies = {}
-        super().clear()
-
-    def set_storage_path(self, new_path: Any, copy: bool = False) -> None:
-        """Set the folder of vocabularies; with ``copy``, copy counts (meta.*) too."""
-        old = dict(self.categories)
-        super().set_storage_path(new_path, copy=copy)
-        if copy:
-            for field, path in old.items():
-                source = Path(path).with_name(f"meta.{field}.parquet")
-                target = Path(self.categories[field]).with_name(source.name)
-                if source.is_file() and source != target:
-                    target.write_bytes(source.read_bytes())
-
     def transform(self, col_selector: Any, df: Any) -> Any:
         """Ids as int64: 1 for a missing one, 2 (or a bucket) for one not in the vocabulary.
 
         A cuDF frame must have ids as text, or lists of text. Stock Categorify encodes it on the
         GPU, except lists, hashed ids and columns of nulls, which are encoded as on a CPU.
-
-        Raises:
-            UserError: ids of another type than text and integers; cells of lists that are none.
         """
         names = list(col_selector.names)
         if not hasattr(df, "to_pandas"):
             return self._transform(df[names])
-        on_cpu = [
-            name
-            for name in names
-            if name in self.lists or self._buckets(name) > 1 or df[name].isna().all()
-        ]
-        on_gpu = [name for name in names if name not in on_cpu]
         out = df[names].reset_index(drop=True)
-        if on_gpu:
-            out = super().transform(type(col_selector)(on_gpu), out)
-        encoded = type(df).from_pandas(self._transform(out[on_cpu].to_pandas()))
-        for name in on_cpu:
-            out[name] = encoded[name]
+        for name in names:
+            if name in self.lists or self._buckets(name) > 1 or out[name].isna().all():
+                out[name] = type(df).from_pandas(self._transform(out[[name]].to_pandas()))[name]
+            else:
+                out[name] = super().transform(type(col_selector)([name]), out)[name]
         return out
 
     def _transform(self, frame: pd.DataFrame) -> pd.DataFrame:
         out = frame.copy(deep=False)
         for name in frame.columns:
-            texts = self._as_text(frame[name])
-            if name not in self.lists:
-                ids: Any = self._encode(name, texts.to_numpy(zero_copy_only=False))
-            else:
-                flat = self._encode(name, texts.flatten().to_numpy(zero_copy_only=False))
+            is_list = name in self.lists
+            split = f'. Split cells of text: df["{name}"].str.split("|")' if is_list else ""
+            with _refusing(f"cannot read column {name!r}", split):
+                cells = _cells(frame[name])
+                if is_list and cells.null_count == len(cells):
+                    cells = pa.nulls(len(cells))
+                texts = ids_as_text(cells, is_list, self.null_values)
+            flat = texts.flatten() if is_list else texts
+            ids: Any = self._encode(name, flat.to_numpy(zero_copy_only=False))
+            if is_list:
                 ends = np.cumsum(pc.list_value_length(texts).to_numpy())
-                ids = np.empty(len(frame), dtype=object)
-                ids[:] = np.split(flat, ends[:-1]) if len(frame) else []
-            out[name] = pd.Series(ids, index=frame.index)
+                ids = np.split(ids, ends[:-1]) if len(frame) else []
+            out[name] = pd.Series(ids, frame.index, object if is_list else np.int64)
         return out
-
-    def _as_text(self, column: pd.Series) -> pa.Array:
-        is_list = column.name in self.lists
-        try:
-            try:
-                ids = pa.array(column, from_pandas=True)
-            except (pa.ArrowInvalid, pa.ArrowTypeError):  # texts beside numbers
-                ids = pa.array(map(_cell_text, column), pa.string())
-            if isinstance(ids, pa.ChunkedArray):
-                ids = ids.combine_chunks()
-            if is_list and ids.null_count == len(ids):
-                ids = pa.nulls(len(ids))
-            return ids_as_text(ids, is_list, self.null_values)
-        except (pa.ArrowException, ValueError) as error:
-            split = f'. Split cells of text: df["{column.name}"].str.split("|")' if is_list else ""
-            raise UserError(
-                f"cannot read column {column.name!r}: {clipped(str(error))}{split}"
-            ) from None
 
     def _encode(self, field: str, texts: np.ndarray) -> np.ndarray:
         if field not in self._vocabularies:
-            storage = self.storage_name.get(field, field)
-            vocabulary = pd.read_parquet(self.categories[storage], columns=[storage])[storage]
+            vocabulary = pd.read_parquet(self.categories[field], columns=[field])[field]
             self._vocabularies[field] = pd.Index(vocabulary.astype(object))
         places = self._vocabularies[field].get_indexer(texts).astype(np.int64)
         buckets = self._buckets(field)
@@ -164,13 +116,11 @@ class EncodeIds(Categorify):
         return self.num_buckets.get(field, 1) if self.num_buckets else 1
 
     def _compute_properties(self, col_schema: Any, input_schema: Schema) -> Any:
-        # Categorify writes an absolute path; folders move.
         schema = super()._compute_properties(col_schema, input_schema)
-        path = schema.properties["cat_path"]
-        relative = path and str(Path(path).relative_to(self.out_path))
-        buckets = self._buckets(col_schema.name)
+        path, buckets = schema.properties["cat_path"], self._buckets(col_schema.name)
         added = {
-            "cat_path": relative,
+            # Categorify writes an absolute path; folders move.
+            "cat_path": path and str(Path(path).relative_to(self.out_path)),
             "num_buckets": buckets if buckets > 1 else None,
             "empty_is_missing": True,
         }
@@ -192,16 +142,13 @@ class ParseNumbers(Operator):
         self.null_values, self.non_finite = tuple(null_values), non_finite
 
     def transform(self, col_selector: Any, df: Any) -> Any:
-        """The same columns as float64.
-
-        Raises:
-            UserError: text that is not a number.
-        """
+        """The same columns as float64; raises UserError for text that is not a number."""
         out = type(df)()
         for name in col_selector.names:
             numbers = df[name]
             if numbers.dtype.kind == "O" and isinstance(numbers, pd.Series):
-                numbers = self._parse(numbers)
+                with _refusing(f"column {name!r} must hold numbers, or their text"):
+                    numbers = self._parse(numbers)
             numbers = numbers.astype("float64")
             infinite = abs(numbers) == np.inf
             if not self.non_finite and infinite.any():
@@ -210,22 +157,13 @@ class ParseNumbers(Operator):
         return out
 
     def _parse(self, column: pd.Series) -> pd.Series:
-        try:
-            try:
-                cells = pa.array(column, from_pandas=True)
-            except (pa.ArrowInvalid, pa.ArrowTypeError):  # texts beside numbers
-                cells = pa.array(map(_cell_text, column), pa.string())
-            found = cells
-            if is_text(cells.type):
-                found = with_nulls(cells, self.null_values).cast(pa.float64())
-                if not self.non_finite and pc.any(pc.invert(pc.is_finite(found))).as_py():
-                    row = pc.index(pc.is_finite(found), False).as_py()
-                    raise ValueError(f"{cells[row].as_py()!r} is not a finite number")
-            return pd.Series(found.to_numpy(zero_copy_only=False), column.index, dtype="float64")
-        except (pa.ArrowException, ValueError) as error:
-            raise UserError(
-                f"column {column.name!r} must hold numbers, or their text: {clipped(str(error))}"
-            ) from None
+        found = cells = _cells(column)
+        if is_text(cells.type):
+            found = with_nulls(cells, self.null_values).cast(pa.float64())
+            row = pc.index(pc.is_finite(found), False).as_py()
+            if not self.non_finite and row >= 0:
+                raise ValueError(f"{cells[row].as_py()!r} is not a finite number")
+        return pd.Series(found.to_numpy(zero_copy_only=False), column.index, dtype="float64")
 
     @property
     def output_dtype(self) -> Any:
@@ -234,10 +172,7 @@ class ParseNumbers(Operator):
 
 
 class UnitRange(NormalizeMinMax):
-    """NormalizeMinMax in float64, as `prepare` scales; a constant column becomes 0.
-
-    (Stock: 0.5, or NaN where the constant is 0.)
-    """
+    """NormalizeMinMax in float64, as `prepare` scales; a constant becomes 0 (stock: 0.5 or NaN)."""
 
     def transform(self, col_selector: Any, df: Any) -> Any:
         """The same columns, scaled; numbers beyond the range lie beyond [0, 1]."""
@@ -249,11 +184,13 @@ class UnitRange(NormalizeMinMax):
                 out[name] = numbers.astype(self.output_dtype)
         return out
 
-    def fit_finalize(self, dask_stats: Any) -> None:
-        """Take ``{"mins": Series, "maxs": Series}``, widening a range of length 0."""
-        super().fit_finalize(dask_stats)
-        for name, low in self.mins.items():
-            _, self.maxs[name] = widened(float(low), float(self.maxs[name]))
+
+def _cells(column: pd.Series) -> pa.Array:
+    try:
+        cells = pa.array(column, from_pandas=True)
+    except (pa.ArrowInvalid, pa.ArrowTypeError):  # texts beside numbers
+        return pa.array(map(_cell_text, column), pa.string())
+    return cells.combine_chunks() if isinstance(cells, pa.ChunkedArray) else cells
 
 
 def _cell_text(cell: Any) -> str | None:
@@ -262,3 +199,12 @@ def _cell_text(cell: Any) -> str | None:
         return ids_as_text(pa.array([cell], from_pandas=True), False)[0].as_py()
     except (pa.ArrowException, ValueError):
         return str(cell)
+
+
+@contextlib.contextmanager
+def _refusing(what: str, remedy: str = "") -> Iterator[None]:
+    """Raise UserError for what Arrow cannot convert."""
+    try:
+        yield
+    except (pa.ArrowException, ValueError) as error:
+        raise UserError(f"{what}: {clipped(str(error))}{remedy}") from None

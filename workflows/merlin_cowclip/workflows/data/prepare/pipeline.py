@@ -16,23 +16,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
+import pyarrow as pa
 
-from merlin_cowclip.workflows import machine
 from merlin_cowclip.workflows.checks import check_whole
-from merlin_cowclip.workflows.data.prepare.column_store import IN_TRAIN, ROWS, ColumnStore
-from merlin_cowclip.workflows.data.prepare.executor import (
-    MEMORY_SHARE,
-    check_executor,
-    make_executor,
-    parallel_tasks,
+from merlin_cowclip.workflows.data.prepare.column_store import (
+    IN_TRAIN,
+    ROWS,
+    ColumnStore,
+    codes_of,
 )
-from merlin_cowclip.workflows.data.prepare.fit import Encoding, Fitted, describe, fit
-from merlin_cowclip.workflows.data.prepare.nvt_workflow import (
-    create_id_folders,
-    save_fitted_workflow,
-)
-from merlin_cowclip.workflows.data.prepare.nvtabular_engine import fit_and_encode
+from merlin_cowclip.workflows.data.prepare.executor import THREADS, check_executor, make_executor
+from merlin_cowclip.workflows.data.prepare.fit import Encoding, Fitted, fit
 from merlin_cowclip.workflows.data.prepare.split import split_rows
 from merlin_cowclip.workflows.data.prepare.write import PART_ROWS, PartJob, part_jobs, write_part
 from merlin_cowclip.workflows.data.prepared_data import PARTS, PreparedData, write_record
@@ -41,11 +35,10 @@ from merlin_cowclip.workflows.data.sources.csv import CsvSource
 from merlin_cowclip.workflows.data.sources.files import expand_paths
 from merlin_cowclip.workflows.data.sources.parquet import ParquetSource
 from merlin_cowclip.workflows.data.spec import DatasetSpec
-from merlin_cowclip.workflows.errors import UserError, quoted
+from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.folders import all_or_nothing, refuse_existing
 from merlin_cowclip.workflows.progress import progress_bar
 
-ENGINES = ("arrow", "nvtabular")
 READERS: dict[str, type[Source]] = {"csv": CsvSource, "parquet": ParquetSource}
 CHUNK_BYTES = (8 << 20, 256 << 20)  # of a log that one task reads, at least and at most
 CHUNKS_PER_WORKER = 4  # so that all end at about the same time
@@ -95,13 +88,14 @@ def prepare(
     check_whole("seed", seed, 0)
     check_whole("part_rows", part_rows, 1)
     refuse_existing(out)
-    _check_place(out)
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(out)):
+        raise UserError(f"--out {out} looks like a URL. Name a folder, and copy it from there")
     engine = engine or ("nvtabular" if device == "gpu" else "arrow")
-    if engine not in ENGINES:
-        raise UserError(f"engine must be one of {quoted(ENGINES)}. Received: {engine!r}")
+    if engine not in ("arrow", "nvtabular"):
+        raise UserError(f"engine must be 'arrow' or 'nvtabular'. Received: {engine!r}")
     if engine == "arrow" and device == "gpu":
         raise UserError("device 'gpu' needs engine 'nvtabular'. Leave one of them out")
-    if like is not None and engine != "arrow":
+    if engine != "arrow" and like is not None:
         raise UserError("like needs engine 'arrow'. Leave the engine out")
     check_executor(workers, device)
     sources = [READERS[spec.format](spec, path) for path in expand_paths(inputs)]
@@ -112,16 +106,25 @@ def prepare(
         scratch.mkdir()
         readers = workers if engine == "arrow" else 0  # for NVTabular, threads read the text
         with make_executor(readers, "cpu", scratch) as executor:
-            store = ColumnStore(scratch, spec)
-            run = _Pipeline(spec, sources, store, folder, executor, progress, like)
+            run = _Pipeline(spec, sources, ColumnStore(scratch, spec), executor, progress)
             with unchanged(sources):
-                replaced = run.read(parallel_tasks(readers, "cpu"))
+                replaced = run.read(readers or THREADS)
             rows, positives = run.split(int(seed))
             jobs = [job for part in PARTS for job in part_jobs(part, rows[part], part_rows)]
+            fitted = run.fit(folder if engine == "arrow" else None, like)
+            ranges = {name: [*fitted[name].range] for name in spec.continuous}
             if engine == "arrow":
-                fitted, cardinalities = run.encode(jobs)
+                from merlin_cowclip.workflows.data.prepare.nvt_workflow import save_fitted_workflow
+
+                run.write(jobs, folder)
+                save_fitted_workflow(spec, folder, ranges)
+                cardinalities = {name: fitted[name].cardinality for name in spec.ids}
             else:
-                fitted, cardinalities = run.encode_by_nvtabular(jobs, workers, device)
+                from merlin_cowclip.workflows.data.prepare.nvtabular_engine import fit_and_encode
+
+                raw = scratch / "raw"
+                run.write(jobs, raw, raw=True)
+                cardinalities = fit_and_encode(spec, raw, folder, jobs, workers, device, progress)
         shutil.rmtree(scratch, ignore_errors=True)
         fields = {name: fitted[name].report for name in spec.fields}
         for name in spec.continuous:
@@ -133,19 +136,11 @@ def prepare(
             "seed": int(seed),
             "rows": rows,
             "cardinalities": cardinalities,
-            "ranges": {name: [fitted[name].low, fitted[name].high] for name in spec.continuous},
+            "ranges": ranges,
             "report": {"rows": rows, "positives": positives, "fields": fields},
         }
         record = write_record(folder, record)
     return PreparedData(out, spec, record)
-
-
-def _check_place(out: Path) -> None:
-    """Check that ``out`` names a folder on this machine."""
-    if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(out)):
-        raise UserError(f"--out {out} looks like a URL. Name a folder, and copy it from there")
-    if out.name in ("", ".."):
-        raise UserError(f"--out must name a folder. Received: {out}")
 
 
 @dataclass(frozen=True)
@@ -155,15 +150,13 @@ class _Pipeline:
     spec: DatasetSpec
     sources: list[Source]
     store: ColumnStore
-    folder: Path
     executor: Executor
     progress: bool
-    like: Encoding | None
 
     def read(self, tasks: int) -> Counter[str]:
         """Store all columns; returns how many numbers of each were not finite."""
         total, rows, replaced = sum(s.size for s in self.sources), 0, Counter[str]()
-        size = _chunk_bytes(total, tasks)
+        size = max(CHUNK_BYTES[0], min(CHUNK_BYTES[1], total // (CHUNKS_PER_WORKER * tasks)))
         chunks = [(source, chunk) for source in self.sources for chunk in source.chunks(size)]
         with progress_bar("reading", total, "B", show=self.progress) as bar:
             write: Callable[..., tuple[int, Counter[str]]] = self.store.write_chunk
@@ -184,65 +177,30 @@ class _Pipeline:
     def split(self, seed: int) -> tuple[dict[str, int], dict[str, int]]:
         """Choose the rows of each split; returns rows and clicks by split."""
         spec, store = self.spec, self.store
-        labels = store.numbers(spec.label, np.int8)
-        times = store.codes(TIME) if spec.split.kind == "time" else None
-        parts = split_rows(spec.split, labels, times, seed=seed, label=spec.label)
+        labels = store.column(spec.label)
+        times = codes_of(store.column(TIME)) if spec.split.kind == "time" else None
+        parts = split_rows(spec.split, labels.to_numpy(), times, seed=seed, label=spec.label)
         store.store(spec.label, labels)
-        store.store(IN_TRAIN, parts.in_train)
-        store.store(ROWS["train"], parts.train)
-        store.store(ROWS["test"], parts.test)
-        return parts.rows, parts.positives
+        for name, found in zip((IN_TRAIN, *ROWS.values()), parts[:3], strict=True):
+            store.store(name, pa.array(found))
+        return {"train": len(parts.train), "test": len(parts.test)}, parts.positives
 
-    def encode(self, jobs: list[PartJob]) -> tuple[dict[str, Fitted], dict[str, int]]:
-        """Fit and encode each column, and write the parts; returns statistics and cardinalities."""
-        spec, folder = self.spec, self.folder
-        create_id_folders(folder)
-        fitted = self._each_column("fitting", functools.partial(fit, folder=folder, like=self.like))
-        ranges = {name: (fitted[name].low, fitted[name].high) for name in spec.continuous}
-        save_fitted_workflow(spec, folder, ranges)
-        self._write(jobs, folder)
-        return fitted, {name: fitted[name].cardinality for name in spec.ids}
-
-    def encode_by_nvtabular(
-        self, jobs: list[PartJob], workers: int, device: str
-    ) -> tuple[dict[str, Fitted], dict[str, int]]:
-        """Write raw parts; NVTabular fits and encodes them. Returns as `encode`."""
-        fitted = self._each_column("columns", describe)
-        raw = self.store.folder / "raw"
-        self._write(jobs, raw, raw=True)
-        return fitted, fit_and_encode(
-            self.spec,
-            raw,
-            self.folder,
-            jobs,
-            workers=workers,
-            device=device,
-            progress=self.progress,
-        )
-
-    def _each_column(self, title: str, task: Callable[..., Fitted]) -> dict[str, Fitted]:
-        names = [*self.spec.ids, *self.spec.continuous]
-        task, fitted = functools.partial(task, store=self.store), {}
-        with progress_bar(title, len(names), " columns", show=self.progress) as bar:
+    def fit(self, folder: Path | None, like: Encoding | None) -> dict[str, Fitted]:
+        """Fit each column, and store it encoded, or raw without a folder."""
+        names, fitted = [*self.spec.ids, *self.spec.continuous], {}
+        task = functools.partial(fit, store=self.store, folder=folder, like=like)
+        with progress_bar("columns", len(names), " columns", show=self.progress) as bar:
             for name, found in zip(names, self.executor.map(task, names), strict=True):
                 fitted[name] = found
                 bar.update(1)
         return fitted
 
-    def _write(self, jobs: list[PartJob], folder: Path, raw: bool = False) -> None:
-        task = functools.partial(write_part, store=self.store, folder=folder, raw=raw)
+    def write(self, jobs: list[PartJob], folder: Path, raw: bool = False) -> None:
+        """Write the parts."""
         for part in PARTS:
             (folder / part).mkdir(parents=True)
-            mine = [job for job in jobs if job.part == part]
-            title = f"raw {part}" if raw else part
-            with progress_bar(title, mine[-1].stop, show=self.progress) as bar:
-                for written in self.executor.map(task, mine):
-                    bar.update(written)
-
-
-def _chunk_bytes(total: int, tasks: int) -> int:
-    """How much of a log one task reads, from the log's size and the machine's memory."""
-    least, most = CHUNK_BYTES
-    # A chunk is held as text and as columns, a few times its size.
-    held = int(machine.memory_limit() * MEMORY_SHARE / tasks / 16)
-    return max(least, min(most, held, total // (CHUNKS_PER_WORKER * tasks)))
+        task = functools.partial(write_part, store=self.store, folder=folder, raw=raw)
+        rows = sum(job.stop - job.start for job in jobs)
+        with progress_bar("raw rows" if raw else "writing", rows, show=self.progress) as bar:
+            for written in self.executor.map(task, jobs):
+                bar.update(written)

@@ -2,36 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
+import pandas as pd
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from merlin_cowclip.workflows.data.spec import Split
 from merlin_cowclip.workflows.errors import UserError
 
 
-@dataclass(frozen=True, eq=False)
-class Parts:
-    """Of n rows.
+class Parts(NamedTuple):
+    """Of n rows."""
 
-    Attributes:
-        in_train: (n,) bool, whether a row is in the training part.
-        train: its rows, shuffled.
-        test: the others, in the log's order.
-        positives: labels of 1, by part.
-    """
-
-    in_train: np.ndarray
-    train: np.ndarray
-    test: np.ndarray
-    positives: dict[str, int]
-
-    @property
-    def rows(self) -> dict[str, int]:
-        """How many, by part."""
-        return {"train": len(self.train), "test": len(self.test)}
+    in_train: np.ndarray  # (n,) bool, whether a row is in the training part
+    train: np.ndarray  # its rows, shuffled
+    test: np.ndarray  # the others, in the log's order
+    positives: dict[str, int]  # labels of 1, by part
 
 
 def split_rows(
@@ -42,14 +29,10 @@ def split_rows(
     seed: int,
     label: str,
 ) -> Parts:
-    """Choose the test rows; shuffle the training rows.
+    """Choose the test rows of ``labels``, (n,) of 0 and 1; shuffle the training rows by ``seed``.
 
-    Args:
-        split: how, and the test part's share.
-        labels: (n,) of 0 and 1.
-        times: for a split by time, and only then: (n,) codes, -1 for none, of distinct texts.
-        seed: of both.
-        label: the column's name, for messages.
+    ``times``, of a split by time, are (n,) codes, -1 for none, and their distinct texts. ``label``
+    is for messages.
 
     Raises:
         UserError: a part without rows, or with labels of one kind; times that are missing, that
@@ -58,25 +41,21 @@ def split_rows(
     n = len(labels)
     random = np.random.default_rng(seed)
     rows = np.arange(n, dtype=np.uint32 if n < 2**32 else np.int64)
-    if times is not None:
-        in_train = ~_latest(split, times)
-        test_rows, train_rows = rows[~in_train], rows[in_train]
-        random.shuffle(train_rows)
-    else:
-        n_test = int(n * split.test + 0.5)
-        if not 0 < n_test < n:
-            raise UserError(
-                f"split.test = {split.test} of {n:,} rows gives {n_test:,} test rows. Both parts "
-                "must have rows: give more rows or another share"
-            )
-        if split.kind == "random":
-            random.shuffle(rows)
-            test_rows, train_rows = np.sort(rows[:n_test]), rows[n_test:]
-        else:
-            test_rows, train_rows = rows[n - n_test :], rows[: n - n_test]
-            random.shuffle(train_rows)
+    n_test = int(n * split.test + 0.5)
+    if times is None and not 0 < n_test < n:
+        raise UserError(
+            f"split.test = {split.test} of {n:,} rows gives {n_test:,} test rows. Both parts must "
+            "have rows: give more rows or another share"
+        )
+    if split.kind == "random":
+        random.shuffle(rows)
+        test_rows, train_rows = np.sort(rows[:n_test]), rows[n_test:]
         in_train = np.ones(n, dtype=bool)
         in_train[test_rows] = False
+    else:
+        in_train = np.arange(n) < n - n_test if times is None else ~_latest(split, times)
+        test_rows, train_rows = rows[~in_train], rows[in_train]
+        random.shuffle(train_rows)
     positives = {}
     for part, mask in (("train", in_train), ("test", ~in_train)):
         counts = np.bincount(labels[mask], minlength=2)
@@ -112,18 +91,14 @@ def _latest(split: Split, times: tuple[np.ndarray, pa.Array]) -> np.ndarray:
 
 
 def _sortable(texts: pa.Array, column: str | None) -> np.ndarray:
-    """Times as float64 or, if they are not numbers, as text."""
-    try:
-        numbers = texts.cast(pa.float64()).to_numpy()
-    except pa.ArrowInvalid:
-        numbers = None
-    if numbers is not None and not np.isnan(numbers).any():
-        return numbers
-    values = texts.to_pylist()
-    is_number = pc.match_substring_regex(texts, r"^-?[0-9]+(\.[0-9]+)?$").to_numpy(False)
-    if is_number.any():
+    """Times as numbers or, if none is one, as text."""
+    numbers = pd.to_numeric(texts.to_pandas(), errors="coerce")
+    if numbers.isna().all():
+        return np.array(texts.to_pylist(), dtype=str)
+    if numbers.isna().any():
+        wrong = texts[int(numbers.isna().argmax())].as_py()
         raise UserError(
-            f"column {column!r} has times that are numbers, and {values[is_number.argmin()]!r}. "
-            "Correct it or remove the row"
+            f"column {column!r} has times that are numbers, and {wrong!r}. Correct it or remove "
+            "the row"
         )
-    return np.array(values, dtype=str)
+    return numbers.to_numpy()
