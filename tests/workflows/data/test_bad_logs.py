@@ -306,11 +306,6 @@ def column_twice(path: Path) -> None:
     pq.write_table(table.append_column("user", table["user"]), path)
 
 
-def odd_schema(path: Path) -> None:
-    (path.parent / ".merlin").mkdir()
-    (path.parent / ".merlin" / "schema.json").write_text("{")
-
-
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
@@ -320,9 +315,8 @@ def odd_schema(path: Path) -> None:
             lambda path: (path.parent / "workflow/workflow.pkl").unlink(),
             "is not a saved workflow: workflow.pkl is missing",
         ),
-        (odd_schema, "schema.json … Remove it"),
     ],
-    ids=["column twice", "no row", "no pickle", "schema"],
+    ids=["column twice", "no row", "no pickle"],
 )
 def test_adopted_parquet(place, spoil, words):
     """The rules of rows, types and workflows are tested in test_adopt."""

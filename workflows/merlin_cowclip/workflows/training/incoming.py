@@ -15,12 +15,7 @@ from typing import Any
 import pandas as pd
 import pyarrow as pa
 
-from merlin_cowclip.workflows.data.adopt.parquet_files import (
-    ParquetFile,
-    check_columns,
-    check_types,
-    open_files,
-)
+from merlin_cowclip.workflows.data.adopt.parquet_files import ParquetFile, check_columns, open_files
 from merlin_cowclip.workflows.data.adopt.validate import (
     BatchLocation,
     batches,
@@ -191,10 +186,9 @@ class _EncodedParquet(Incoming):
         """At the columns: which are to be read, and whether the label is among them."""
         spec = self._spec
         try:
-            check_columns(spec.fields, self._files)
             has = {file.path: spec.label in file.schema.names for file in self._files}
             self.labelled = self._all_or_none(has)
-            check_types(spec, self._files)
+            check_columns(spec, self._files, labelled=self.labelled)
         except UserError as error:
             raise UserError(f"{error}. If these are raw rows, add --raw (raw=True)") from None
         self._columns = [*spec.fields, *([spec.label] if self.labelled else [])]

@@ -102,7 +102,10 @@ def checked_ids(batch: pa.RecordBatch, name: str, limit: int, where: BatchLocati
     if len(ids) and (ids.min() < 0 or ids.max() >= limit):
         at = int(np.argmax((ids < 0) | (ids >= limit)))
         found = f"id {ids[at]}, beyond the schema's 0 to {limit - 1},"
-        remedy = "Give the parquet that this workflow wrote, or the workflow that wrote it"
+        remedy = (
+            "Give the parquet that this workflow wrote. Categorify(single_table=True) is not "
+            "supported, and one with encode_type='combo' must come first (combo + others)"
+        )
         where.refuse(name, _row_of(column, at), found, remedy)
     return ids
 

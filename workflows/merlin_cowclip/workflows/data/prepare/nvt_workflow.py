@@ -6,7 +6,7 @@ The Arrow engine computes the statistics that NVTabular's operators would, and p
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -139,7 +139,7 @@ def save_workflow(workflow: nvt.Workflow, folder: Path, columns: Iterable[str]) 
     save_schema(Schema([found[name] for name in columns]), folder)
 
 
-def save_schema(schema: Schema, folder: Path, bucketed: Collection[str] = ()) -> None:
+def save_schema(schema: Schema, folder: Path) -> None:
     """Write ``schema.pbtxt`` and ``.merlin/`` (for `merlin.io.Dataset`).
 
     Fields with counts get a property ``untrained_ids``: ranges (start, end, start, …) of special or
@@ -148,18 +148,12 @@ def save_schema(schema: Schema, folder: Path, bucketed: Collection[str] = ()) ->
     Args:
         schema: of the columns.
         folder: the prepared folder, with counts.
-        bucketed: fields all of whose IDs are buckets.
     """
     with quiet_imports():
         from merlin.schema import Schema
         from merlin.schema.io.tensorflow_metadata import TensorflowMetadata
     proto = TensorflowMetadata.from_merlin_schema(
-        Schema(
-            [
-                _with_untrained_ids(column, folder / "counts", column.name in bucketed)
-                for column in schema
-            ]
-        )
+        Schema([_with_untrained_ids(column, folder / "counts") for column in schema])
     )
     for feature in proto.proto_schema.feature:
         feature.annotation.tag.sort()  # a set has no order
@@ -168,13 +162,14 @@ def save_schema(schema: Schema, folder: Path, bucketed: Collection[str] = ()) ->
     proto.to_json_file(str(folder / ".merlin"))
 
 
-def _with_untrained_ids(column: ColumnSchema, counts: Path, bucketed: bool) -> ColumnSchema:
+def _with_untrained_ids(column: ColumnSchema, counts: Path) -> ColumnSchema:
     path = counts / f"{column.name}.parquet"
     if not path.exists():  # the label, numbers
         return column
     buckets = int(column.properties.get("num_buckets") or 1)
     count = pq.read_table(path, columns=["count"])["count"].to_numpy()
-    if not bucketed and (buckets == 1 or column.properties.get("cat_path")):
+    is_known = not column.properties.get("no_raw_ids")  # else any id may be a bucket
+    if is_known and (buckets == 1 or column.properties.get("cat_path")):
         count = count[: UNKNOWN + buckets]
     untrained = np.concatenate([[False], count == 0, [False]])
     ends = np.flatnonzero(np.diff(untrained))
