@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pyarrow.types as kinds
 
-from merlin_cowclip.workflows.data.adopt.graph import Column, Lookups, nodes, operator_name, trace
+from merlin_cowclip.workflows.data.adopt.graph import Column, nodes, operator_name, trace
 from merlin_cowclip.workflows.data.sources.base import is_text
 from merlin_cowclip.workflows.errors import UserError, clipped, quoted
 from merlin_cowclip.workflows.quiet import quiet_imports, quiet_operators
@@ -48,20 +46,19 @@ class InferenceWorkflow:
     def __init__(
         self, workflow: nvt.Workflow, fields: Sequence[str], label: str, lists: Sequence[str] = ()
     ) -> None:
-        outputs, lookups = trace(workflow)
+        outputs = trace(workflow.output_node)
         columns = {name: outputs[name] for name in fields}
         if reason := why_not_raw(workflow, columns):
             raise UserError(f"raw rows cannot be encoded: {reason}")
-        encoders = [columns[name].encoder for name in lists]
+        encoded = {one.column for name in lists if (one := columns[name].vocabulary) is not None}
         for node in nodes(workflow.output_node):
             if isinstance(node.op, ops.TargetEncoding):
                 node.op.kfold = 1
             elif type(node.op) is ops.Categorify:
-                known = {one[1] for one in encoders if one is not None and one[0] is node}
-                known |= {column.name for column in node.input_schema if column.is_list}
-                node.op = NullSafeCategorify(node.op, frozenset(known))
+                known = {column.name for column in node.input_schema if column.is_list}
+                node.op = NullSafeCategorify(node.op, frozenset(encoded | known))
         self.workflow = workflow
-        self.types = _types(workflow, lookups)
+        self.types = _types(workflow, outputs)
         self.columns = list(self.types)
         self.required = frozenset().union(*(column.raw for column in columns.values()))
         self.of_label = outputs[label].raw if label in outputs else None
@@ -175,33 +172,19 @@ class NullSafeCategorify(ops.Categorify):
 # Types -------------------------------------------------------------------------------------------
 
 
-def _types(workflow: nvt.Workflow, lookups: Lookups) -> dict[str, pa.DataType | None]:
+def _types(workflow: nvt.Workflow, outputs: Mapping[str, Column]) -> dict[str, pa.DataType | None]:
     """Types of raw columns at the fit: of the schema, or where it has none, of a vocabulary."""
+    vocabularies = [column.vocabulary for column in outputs.values()]
+    read = {one.read: one.type for one in vocabularies if one is not None}
     found: dict[str, pa.DataType | None] = {}
     for column in workflow.input_schema:
         known = None if column.dtype.name == "unknown" else column.dtype.to_numpy
         kind = np.dtype(known or object)
-        plain = pa.from_numpy_dtype(kind) if kind.kind in "iufb" else None
-        held = plain or _looked_up(lookups.get(column.name, ()))
-        if held is None and kind.kind == "M":
-            held = pa.timestamp("ns")
+        held = pa.from_numpy_dtype(kind) if kind.kind in "iufb" else read.get(column.name)
+        if kind.kind == "M" or (held is not None and kinds.is_timestamp(held)):
+            held = pa.timestamp("ns", getattr(held, "tz", None))  # pandas' unit
         found[column.name] = pa.list_(held) if column.is_list and held is not None else held
     return found
-
-
-def _looked_up(lookups: Sequence[tuple[str, str]]) -> pa.DataType | None:
-    """The type of values that are looked up, if all files agree on it."""
-    held = set()
-    for path, name in dict.fromkeys(lookups):
-        schema = pq.read_schema(next(Path(path).glob("*.parquet"), path))  # of a folder, or a file
-        if name in schema.names:
-            kind = schema.field(name).type
-            held.add(kind.value_type if kinds.is_dictionary(kind) else kind)
-    held.discard(pa.null())
-    kind = held.pop() if len(held) == 1 else None
-    if kind is not None and kinds.is_timestamp(kind):
-        return pa.timestamp("ns", kind.tz)  # pandas' unit
-    return kind
 
 
 def element_type(kind: pa.DataType | None) -> pa.DataType | None:

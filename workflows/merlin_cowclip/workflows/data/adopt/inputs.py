@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow as pa
-import pyarrow.compute as pc
-import pyarrow.parquet as pq
-from dask.utils import natural_sort_key
 
 from merlin_cowclip.workflows.data.adopt.graph import (
     SAVED_FILES,
     Column,
+    Vocabulary,
     files_of,
     load_saved,
     nodes,
@@ -30,7 +27,7 @@ from merlin_cowclip.workflows.quiet import quiet_imports
 
 with quiet_imports():
     import nvtabular as nvt
-    from merlin.dag import Node, Operator
+    from merlin.dag import Operator
     from merlin.schema import ColumnSchema, Schema, Tags
     from nvtabular import ops
 
@@ -39,57 +36,6 @@ _TARGETS = {
     *(Tags.TARGET, Tags.BINARY_CLASSIFICATION, Tags.MULTI_CLASS_CLASSIFICATION),
     *(Tags.REGRESSION, Tags.CLASSIFICATION),
 }
-
-
-@dataclass(frozen=True)
-class Vocabulary:
-    """The raw ids of one field, or of several that Categorify encodes jointly."""
-
-    storage: str  # Categorify's name of it: the field's own, or for two fields a and b "a_b"
-    path: Path  # a parquet file, or a folder of them
-
-    @classmethod
-    def of(cls, node: Node, output: str) -> Vocabulary:
-        """That of an output column of a Categorify."""
-        storage = node.op.storage_name.get(output, output)
-        return cls(storage, Path(node.op.categories[storage]))
-
-    @functools.cached_property
-    def files(self) -> list[Path]:
-        """In the order of their ids."""
-        if self.path.is_file():
-            return [self.path]
-        return sorted(self.path.glob("*.parquet"), key=lambda path: natural_sort_key(path.name))
-
-    @functools.cached_property
-    def rows(self) -> int:
-        """How many ids it holds; they are the last ones of the field."""
-        return sum(pq.read_metadata(file).num_rows for file in self.files)
-
-    def raw(self) -> pa.ChunkedArray:
-        """Raw ids as text, by id; combined ones are joined by "_"."""
-        names = pq.read_schema(self.files[0]).names
-        if self.storage in names:
-            names = [self.storage]
-        else:  # combined; beside them are the counts
-            counts = [n for n in names if n.startswith(self.storage) and n.endswith("size")]
-            names = [n for n in names if n not in counts and not n.startswith("__index_level_")]
-        read = pa.concat_tables([pq.read_table(file, columns=names) for file in self.files])
-        texts = [_text(column) for column in read.columns]
-        nulls = {"null_handling": "replace", "null_replacement": ""}
-        return pc.binary_join_element_wise(*texts, "_", **nulls) if texts[1:] else texts[0]
-
-
-def _text(column: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Values as text; integers beside a null are floats in pandas."""
-    if pa.types.is_dictionary(column.type):
-        column = column.cast(column.type.value_type)
-    try:
-        is_float = pa.types.is_floating(column.type)
-        return (column.cast(pa.int64()) if is_float else column).cast(pa.string())
-    except pa.ArrowException:  # fractions, bytes that are not UTF-8
-        texts = [None if one is None else str(one) for one in column.to_pylist()]
-        return pa.chunked_array([texts], pa.string())
 
 
 @dataclass(frozen=True)
@@ -107,7 +53,7 @@ class Pipeline:
     def of(cls, folder: Path, files: list[ParquetFile], label: str, name: str) -> Pipeline:
         """Load a workflow, and check that it is supported and fits the parquet."""
         workflow = load_workflow(folder)
-        columns, _ = trace(workflow)
+        columns = trace(workflow.output_node)
         numbers, ids, left_out = _roles(workflow.output_schema, label, columns)
         stored, given = files[0].schema, {label, *workflow.output_schema.column_names}
         left_out += [name for name in stored.names if name not in given]
@@ -128,8 +74,8 @@ class Pipeline:
             notes.append(f"left out, tagged neither categorical nor continuous: {quoted(left_out)}")
         if reason := why_not_raw(workflow, {c: columns[c] for c in spec.fields}):
             notes.append(f"raw rows cannot be scored or served: {reason}")
-        encoders = {c: columns[c].encoder for c in spec.ids}
-        vocabularies = {c: Vocabulary.of(*one) for c, one in encoders.items() if one is not None}
+        known = {c: columns[c].vocabulary for c in spec.ids}
+        vocabularies = {c: vocabulary for c, vocabulary in known.items() if vocabulary is not None}
         schemas = {c: workflow.output_schema[c] for c in spec.fields}
         cardinalities = {c: _cardinality(schemas[c], vocabularies.get(c)) for c in spec.ids}
         domains_of({c: schemas[c] for c in spec.ids}, cardinalities)
@@ -200,7 +146,7 @@ def _roles(
     for column in schema:
         tags, known = set(column.tags), traced[column.name]
         # NVTabular gives statistics the tags of the ids and targets that they are computed from.
-        is_statistic = known.is_statistic and known.encoder is None
+        is_statistic = known.is_statistic and known.vocabulary is None
         if column.name == label or (tags & _TARGETS and not is_statistic):
             continue
         if Tags.CATEGORICAL in tags and not is_statistic:
