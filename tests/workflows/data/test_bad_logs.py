@@ -104,7 +104,7 @@ LOGS: dict[str, tuple[str | bytes, str]] = {
 SPECS = {
     "deep": ("x = " + "[" * 3000, HEAD, "toy.toml is not valid TOML"),
     "no text": (SPEC.encode("utf-16"), HEAD, "cannot read the specification … toy.toml"),
-    "no quotes": (SPEC + "quotes = false", at(9, '1,"a,b",1,x'), "line 9 … quotes = true"),
+    "no quotes": (SPEC + "quotes = false", at(9, '1,"a,b",1,x'), "line 9 … (quotes, "),
     "a header": (NO_HEADER, HEAD + ROWS, "line 1, column 'y': … 'y'"),
     "one time": (BY_TIME, TIMES.format(7), "all 18 rows have the time '7', column 'user'"),
     "mixed": (BY_TIME, TIMES.format("noon"), "column 'user' has times … 'noon'"),

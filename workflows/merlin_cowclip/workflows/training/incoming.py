@@ -26,7 +26,7 @@ from merlin_cowclip.workflows.data.adopt.validate import (
 from merlin_cowclip.workflows.data.prepare.pipeline import READERS
 from merlin_cowclip.workflows.data.prepared_data import PARTS, RECORD
 from merlin_cowclip.workflows.data.sources.base import Source
-from merlin_cowclip.workflows.data.sources.files import expand_paths, refuse_unreadable
+from merlin_cowclip.workflows.data.sources.files import expand_paths
 from merlin_cowclip.workflows.data.spec import DatasetSpec, Split
 from merlin_cowclip.workflows.errors import UserError, quoted
 from merlin_cowclip.workflows.training.rows import Rows
@@ -150,11 +150,8 @@ class _RawLogs(Incoming):
 
 def _log(spec: DatasetSpec, path: Path) -> Source:
     """A log in the run's format, or in parquet, which is known by its first bytes."""
-    try:
-        with path.open("rb") as file:
-            is_parquet = file.read(4) == b"PAR1"
-    except OSError as error:
-        refuse_unreadable(path, error)
+    with path.open("rb") as file:
+        is_parquet = file.read(4) == b"PAR1"
     if is_parquet:
         spec = dataclasses.replace(spec, format="parquet", header=True, columns=None)
     return READERS[spec.format](spec, path)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import abc
 import contextlib
-import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -59,15 +58,11 @@ class Source(abc.ABC):
     spec: DatasetSpec
     path: Path
     labelled: bool = True
-    state: tuple[int, int, int] = dataclasses.field(init=False)  # when it was opened
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "state", _state(self.path))
 
     @property
     def size(self) -> int:
         """Bytes of the file."""
-        return self.state[0]
+        return self.path.stat().st_size
 
     @property
     def wanted(self) -> tuple[str, ...]:
@@ -149,15 +144,14 @@ class Source(abc.ABC):
             labels = column.cast(pa.float64(), safe=False)
         else:
             labels = pc.index_in(column.cast(pa.string()), value_set=pa.array(values))
-        good = pc.fill_null(pc.or_(pc.equal(labels, 0), pc.equal(labels, 1)), False)
+        good = pc.is_in(labels, pa.array([0, 1], labels.type))
         if pc.all(good).as_py() is False:  # None: there is no row
             row = pc.index(good, False).as_py()
-            found = column[row].as_py()
-            shown = f"{found:g}" if isinstance(found, float) else repr(found)
+            found = column.slice(row, 1).cast(pa.string())[0].as_py() or "missing"
             raise UserError(
-                f"{self.path}, {place(row)}, column {self.spec.label!r}: the label is "
-                f"{'missing' if found is None else shown} instead of {' or '.join(values or '01')}"
-                ". Correct the row or remove it, or set label_values in the specification"
+                f"{self.path}, {place(row)}, column {self.spec.label!r}: the label is {found} "
+                f"instead of {' or '.join(values or '01')}. Correct the row or remove it, or set "
+                "label_values in the specification"
             )
         return labels.cast(pa.int8())
 
@@ -248,18 +242,18 @@ def ids_as_text(ids: pa.Array, is_list: bool, null_values: Sequence[str] = ()) -
 @contextlib.contextmanager
 def unchanged(sources: Sequence[Source]) -> Iterator[None]:
     """Raise UserError if a file is modified within the context, also where reading failed."""
+
+    def state(path: Path) -> tuple[int, int, int] | None:
+        status = path.stat() if path.exists() else None
+        return status and (status.st_size, status.st_mtime_ns, status.st_ino)
+
+    before = {source.path: state(source.path) for source in sources}
     try:
         yield
     finally:
-        for source in sources:
-            if not source.path.exists() or _state(source.path) != source.state:
+        for path, opened in before.items():
+            if state(path) != opened:
                 raise UserError(
-                    f"{source.path} was modified while it was being read. Stop the writer or copy "
-                    "the file, and run again"
+                    f"{path} was modified while it was being read. Stop the writer or copy the "
+                    "file, and run again"
                 )
-
-
-def _state(path: Path) -> tuple[int, int, int]:
-    """Size, time and inode, to detect a modified file."""
-    status = path.stat()
-    return status.st_size, status.st_mtime_ns, status.st_ino

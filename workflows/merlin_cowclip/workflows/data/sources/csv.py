@@ -21,7 +21,6 @@ import pyarrow.compute as pc
 import pyarrow.csv
 
 from merlin_cowclip.workflows.data.sources.base import ID_TYPE, Chunk, Source, is_text
-from merlin_cowclip.workflows.data.sources.files import refuse_unreadable
 from merlin_cowclip.workflows.data.spec import SPECS
 from merlin_cowclip.workflows.errors import UserError, clipped
 
@@ -40,11 +39,8 @@ class CsvSource(Source):
     @functools.cached_property
     def gzipped(self) -> bool:
         """Whether it begins as gzip does."""
-        try:
-            with open(self.path, "rb") as file:
-                return file.read(2) == b"\x1f\x8b"
-        except OSError as error:
-            refuse_unreadable(self.path, error)
+        with open(self.path, "rb") as file:
+            return file.read(2) == b"\x1f\x8b"
 
     @functools.cached_property
     def names(self) -> tuple[str, ...]:
@@ -122,15 +118,14 @@ class CsvSource(Source):
             self._fail(chunk, error)
 
     @contextlib.contextmanager
-    def _open(self, chunk: Chunk, threads: bool = True) -> Iterator[tuple[pa.NativeFile, Any]]:
-        """A part's bytes, and Arrow's reader; it tells the row of a fault only without threads."""
+    def _open(self, chunk: Chunk) -> Iterator[tuple[pa.NativeFile, Any]]:
+        """A part's bytes, and Arrow's reader."""
         spec, kept = self.spec, self.names if chunk.quotes else self.wanted
         types = dict.fromkeys(kept, pa.binary()) | dict.fromkeys(self.wanted, pa.string())
         types |= dict.fromkeys(spec.categorical, ID_TYPE)
         types |= dict.fromkeys({*spec.continuous} - {spec.split.column}, pa.float64())
         if self.labelled and spec.label_values is None:
             types[spec.label] = pa.float64()
-        named_by_file = spec.columns is None and chunk.start == 0
         path = os.fsencode(self.path)  # a name need not be UTF-8
         if self.gzipped:
             stream, block = pa.OSFile(path), GZIP_BLOCK_BYTES
@@ -145,8 +140,8 @@ class CsvSource(Source):
                     pa.CompressedInputStream(stream, "gzip") if self.gzipped else stream,
                     pa.csv.ReadOptions(
                         block_size=block,
-                        column_names=None if named_by_file else self.names,
-                        use_threads=threads,
+                        column_names=None if self._has_header(chunk) else self.names,
+                        use_threads=False,  # with threads it does not tell the row of a fault
                     ),
                     pa.csv.ParseOptions(
                         delimiter=spec.separator,
@@ -173,50 +168,40 @@ class CsvSource(Source):
         if chunk.quotes:
             with contextlib.suppress(*GZIP_ERRORS):
                 self._check_quotes()
-        if isinstance(error, OSError) and error.errno is not None:
-            refuse_unreadable(self.path, error)
+        reason = clipped(str(error))
         if not isinstance(error, pa.ArrowInvalid):
             raise UserError(
-                f"{self.path} is a damaged gzip file: {clipped(str(error))}. Copy or download it "
-                "again"
+                f"{self.path} is a damaged gzip file: {reason}. Copy or download it again"
             ) from None
-        try:  # again, without threads: to be told the row
-            with self._open(chunk, threads=False) as (_, batches):
-                for _ in batches:
-                    pass
-        except (pa.ArrowInvalid, OSError) as again:
-            error = again
-        reason = clipped(str(error))
         found = _FAULT.search(reason)
         if found is None:
             raise UserError(f"cannot read {self.path} as CSV: {reason}") from None
         name = f", column {self.names[int(found['column'])]!r}" if found["column"] else ""
-        has_header = self.spec.columns is None and chunk.start == 0
-        place = self._place(chunk, 0, int(found["row"]) - 1 - has_header)
-        remedy = "Correct it, leave it empty, or name it in null_values (a label: label_values)"
-        if "UTF8" in reason:
-            remedy = "Convert the file to UTF-8: iconv -f LATIN1 -t UTF-8"
-        elif "Expected" in reason:
-            hint = "" if self.spec.quotes else " (quotes = true, if the file has quoted cells)"
-            remedy = f"Correct the row or remove it{hint}"
-        raise UserError(f"{self.path}, {place}{name}: {found['text']}. {remedy}") from None
+        place = self._place(chunk, 0, int(found["row"]) - 1 - self._has_header(chunk))
+        raise UserError(
+            f"{self.path}, {place}{name}: {found['text']}. Correct the row or remove it, convert "
+            "the file to UTF-8 (iconv), or describe it in the specification (quotes, null_values, "
+            "label_values)"
+        ) from None
 
     def _place(self, chunk: Chunk, before: int, row: int) -> str:
         """The line of a row of a part, ``before`` + ``row`` rows behind its first."""
         row += before
-        has_header = self.spec.columns is None and chunk.start == 0
         with (
             contextlib.suppress(csv.Error, StopIteration, *GZIP_ERRORS),
             self._rows(chunk.start) as rows,
             self._mapped() as text,
         ):
             ends = (rows.line_num for cells in rows if cells or len(self.names) == 1)
-            line = next(itertools.islice(ends, row + has_header, None))
+            line = next(itertools.islice(ends, row + self._has_header(chunk), None))
             step = 16 << 20  # slices are copies
             for start in range(0, chunk.start, step):
                 line += text[start : min(start + step, chunk.start)].count(b"\n")
             return f"line {line}"
         return f"row {row + 1}"
+
+    def _has_header(self, chunk: Chunk) -> bool:
+        return self.spec.columns is None and chunk.start == 0
 
     def _check_quotes(self) -> None:
         """Check that every quoted cell is closed: one that is not swallows the rows behind it.

@@ -14,7 +14,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from merlin_cowclip.workflows.data.sources.base import Chunk, Source
-from merlin_cowclip.workflows.data.sources.files import refuse_unreadable
 from merlin_cowclip.workflows.errors import UserError, clipped
 
 BATCH_ROWS = 65_536
@@ -91,8 +90,6 @@ class ParquetSource(Source):
         try:
             yield pq.ParquetFile(pa.OSFile(os.fsencode(self.path)))
         except (OSError, pa.ArrowException) as error:
-            if isinstance(error, OSError) and error.errno is not None:
-                refuse_unreadable(self.path, error)
             raise UserError(
                 f"{self.path} is not a whole parquet file: {clipped(str(error))}. Write it again, "
                 "or set format = 'csv' in the specification"
