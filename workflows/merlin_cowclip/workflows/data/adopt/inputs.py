@@ -93,12 +93,7 @@ class Pipeline:
 
 
 def load_workflow(folder: Path) -> nvt.Workflow:
-    """Load a fitted workflow that has all its files; this runs code from its folder."""
-    if missing := [name for name in WORKFLOW_FILES if not (folder / name).is_file()]:
-        raise UserError(
-            f"{folder} is not a saved workflow: {' and '.join(missing)} is missing. Name a folder "
-            "that nvtabular.Workflow.save wrote"
-        )
+    """Load a fitted workflow that has all its files; see `load_saved`."""
     workflow = load_saved(folder)
     if not workflow.output_schema:
         raise UserError(f"{folder} is not fitted: it has no schema. Save it after fit")

@@ -52,9 +52,6 @@ def open_files(given: str | Path | Sequence[str | Path]) -> list[ParquetFile]:
                 files.append(ParquetFile(path, parquet.schema_arrow.remove_metadata(), rows, state))
         except (pa.ArrowException, OSError) as error:
             bad_parquet(path, error)
-        names = files[-1].schema.names
-        if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise UserError(f"{path} has columns twice: {quoted(twice)}. Write it again")
     if not sum(file.rows for file in files):
         raise UserError(f"{paths[0]} has no rows. Give parquet with rows")
     return files

@@ -30,14 +30,12 @@ class Chunk:
         start: the first byte of a CSV file, or the first row group of a parquet file.
         stop: one beyond the last.
         size: its bytes.
-        first_row: rows before it, in a parquet file.
         quotes: whether a CSV part may have quoted cells.
     """
 
     start: int
     stop: int
     size: int
-    first_row: int = 0
     quotes: bool = False
 
 
@@ -71,9 +69,14 @@ class Source(abc.ABC):
         time = [self.spec.split.column] if self.spec.split.column else []
         return tuple(dict.fromkeys((*label, *self.spec.fields, *time)))
 
+    @property
     @abc.abstractmethod
+    def names(self) -> tuple[str, ...]:
+        """The columns of the file, in order."""
+
     def has_label(self) -> bool:
         """Whether the file has the label's column."""
+        return self.spec.label in self.names
 
     @abc.abstractmethod
     def check(self) -> None:

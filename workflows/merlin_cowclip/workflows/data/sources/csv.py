@@ -53,34 +53,30 @@ class CsvSource(Source):
     def has_label(self) -> bool:
         """Whether its header has it or, without one, its first row is not just one cell short."""
         if self.spec.columns is None:
-            return self.spec.label in self.names
+            return super().has_label()
         return len(self._first_row()) != len(self.spec.columns) - 1
 
     def check(self) -> None:
         """Check the first row against the spec."""
-        cells, expected = self._first_row(), str(len(self.names))
-        if self.spec.columns is None:
-            expected = f"at least {len(self.wanted)}"
-            if len(cells) > 1 or len(self.wanted) == 1:
-                self.check_names(cells)
-                return
-        elif len(cells) == len(self.names):
+        cells, has_header = self._first_row(), self.spec.columns is None
+        if has_header and (len(cells) > 1 or len(self.wanted) == 1):
+            self.check_names(cells)
             return
-        name, separator = self.spec.name, self.spec.separator
-        raise UserError(
-            f"{self.path} is not in {name[:1].upper()}{name[1:]} format (expected {expected} "
-            f"{SEPARATORS.get(separator, repr(separator))}-separated columns, found {len(cells)})"
-            f"{self._remedy_of_format(cells)}"
-        )
-
-    def _remedy_of_format(self, cells: list[str]) -> str:
-        """The built-in data set whose format the first row has, or what to change."""
+        if not has_header and len(cells) == len(self.names):
+            return
+        remedy = ". Set separator, header and columns in the specification as the file has them"
         for spec in SPECS.values():
             row = cells[0].split(spec.separator) if len(cells) == 1 else cells
             width = len(row) == len(spec.columns or ())
             if spec.name != self.spec.name and (width or set(row) >= {spec.label, *spec.fields}):
-                return f". Did you mean `prepare {spec.name}`?"
-        return ". Set separator, header and columns in the specification as the file has them"
+                remedy = f". Did you mean `prepare {spec.name}`?"
+        name, separator = self.spec.name, self.spec.separator
+        expected = f"at least {len(self.wanted)}" if has_header else str(len(self.names))
+        raise UserError(
+            f"{self.path} is not in {name[:1].upper()}{name[1:]} format (expected {expected} "
+            f"{SEPARATORS.get(separator, repr(separator))}-separated columns, found {len(cells)})"
+            f"{remedy}"
+        )
 
     def chunks(self, size: int) -> list[Chunk]:
         """Parts that end with a line; a file that is gzipped or has quotes is one part."""
@@ -126,20 +122,17 @@ class CsvSource(Source):
         types |= dict.fromkeys({*spec.continuous} - {spec.split.column}, pa.float64())
         if self.labelled and spec.label_values is None:
             types[spec.label] = pa.float64()
-        path = os.fsencode(self.path)  # a name need not be UTF-8
         if self.gzipped:
-            stream, block = pa.OSFile(path), GZIP_BLOCK_BYTES
+            stream = pa.OSFile(os.fsencode(self.path))  # a name need not be UTF-8
         else:
-            with pa.memory_map(path) as mapped:
-                mapped.seek(chunk.start)
-                stream = pa.BufferReader(mapped.read_buffer(chunk.stop - chunk.start))
-            block = BLOCK_BYTES
+            text = pa.py_buffer(self._mapped())
+            stream = pa.BufferReader(text.slice(chunk.start, chunk.stop - chunk.start))
         with stream:
             try:
                 reader = pa.csv.open_csv(
                     pa.CompressedInputStream(stream, "gzip") if self.gzipped else stream,
                     pa.csv.ReadOptions(
-                        block_size=block,
+                        block_size=GZIP_BLOCK_BYTES if self.gzipped else BLOCK_BYTES,
                         column_names=None if self._has_header(chunk) else self.names,
                         use_threads=False,  # with threads it does not tell the row of a fault
                     ),

@@ -23,33 +23,28 @@ HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
 class ParquetSource(Source):
     """A parquet file with the columns that its spec names, in any order."""
 
-    def has_label(self) -> bool:
-        """Whether the file, or the name of a folder, has it."""
+    @functools.cached_property
+    def names(self) -> tuple[str, ...]:
+        """The columns of the file, then those of its folders' names."""
         with self._open() as file:
-            return self.spec.label in {*file.schema_arrow.names, *self._partition}
+            held = file.schema_arrow.names
+        return (*held, *(key for key in self._partition if key not in held))
 
     def check(self) -> None:
-        """Check names and types."""
-        with self._open() as file:
-            schema = file.schema_arrow
-        keys = [key for key in self._partition if key not in schema.names]
-        self.check_names([*schema.names, *keys])
-        held = [name for name in self.wanted if name in schema.names]
-        empty = pa.RecordBatch.from_arrays([pa.nulls(0, schema.field(n).type) for n in held], held)
-        self.cast(self._with_partition(empty), str, Counter())
+        """Check the names."""
+        self.check_names(self.names)
 
     def chunks(self, size: int) -> list[Chunk]:
         """Row groups, as many as make about ``size`` bytes."""
         chunks: list[Chunk] = []
-        start = first_row = rows = held = 0
+        start = held = 0
         with self._open() as file:
             groups = file.metadata.num_row_groups
             for i in range(groups):
-                group = file.metadata.row_group(i)
-                rows, held = rows + group.num_rows, held + group.total_byte_size
+                held += file.metadata.row_group(i).total_byte_size
                 if held >= size or i == groups - 1:
-                    chunks.append(Chunk(start, i + 1, held, first_row))
-                    start, first_row, held = i + 1, rows, 0
+                    chunks.append(Chunk(start, i + 1, held))
+                    start, held = i + 1, 0
         return chunks
 
     def batches(
@@ -59,10 +54,11 @@ class ParquetSource(Source):
         replaced: Counter[str] | None = None,
     ) -> Iterator[pa.RecordBatch]:
         """Read the rows of some row groups."""
-        replaced, first = Counter() if replaced is None else replaced, chunk.first_row
+        replaced = Counter() if replaced is None else replaced
         with self._open() as file:
+            rows = [file.metadata.row_group(i).num_rows for i in range(chunk.stop)]
+            first, total = sum(rows[: chunk.start]), max(1, sum(rows[chunk.start :]))
             groups = range(chunk.start, chunk.stop)
-            total = max(1, sum(file.metadata.row_group(i).num_rows for i in groups))
             columns = [name for name in self.wanted if name in file.schema_arrow.names]
             for batch in file.iter_batches(BATCH_ROWS, row_groups=groups, columns=columns):
                 batch = self._with_partition(batch)
