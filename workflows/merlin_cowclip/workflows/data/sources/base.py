@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -86,7 +87,6 @@ class Source(abc.ABC):
     def chunks(self, size: int) -> list[Chunk]:
         """The file in parts of about ``size`` bytes, each of whole rows."""
 
-    @abc.abstractmethod
     def batches(
         self,
         chunk: Chunk,
@@ -103,6 +103,19 @@ class Source(abc.ABC):
         Raises:
             UserError: a bad value, with file, line or row, and column.
         """
+        rows, replaced = 0, Counter() if replaced is None else replaced
+        for batch, size in self.read(chunk):
+            yield self._cast(batch, functools.partial(self._place, chunk, rows), replaced)
+            rows += batch.num_rows
+            advance(size)
+
+    @abc.abstractmethod
+    def read(self, chunk: Chunk) -> Iterator[tuple[pa.RecordBatch, int]]:
+        """The columns `wanted` of a part as the file has them, and the bytes read since."""
+
+    @abc.abstractmethod
+    def _place(self, chunk: Chunk, before: int, row: int) -> str:
+        """The line of a row of a part, ``before`` + ``row`` rows behind its first."""
 
     def check_names(self, names: Sequence[str]) -> None:
         """Check that column names are unique and include those of the spec."""
@@ -116,7 +129,7 @@ class Source(abc.ABC):
                 f"{self.spec.name!r}. It has: {quoted(names, brief=True)}"
             )
 
-    def cast(
+    def _cast(
         self, batch: pa.RecordBatch, place: Callable[[int], str], replaced: Counter[str]
     ) -> pa.RecordBatch:
         """The columns `wanted` of a batch in our types; ``place`` tells a row's line."""

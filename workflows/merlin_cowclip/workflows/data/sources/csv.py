@@ -12,8 +12,7 @@ import mmap
 import os
 import re
 import zlib
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NoReturn
 
 import pyarrow as pa
@@ -91,70 +90,55 @@ class CsvSource(Source):
                 starts.append(start)
         return [Chunk(a, b, b - a) for a, b in zip(starts, [*starts[1:], end], strict=True)]
 
-    def batches(
-        self,
-        chunk: Chunk,
-        advance: Callable[[int], Any] = int,
-        replaced: Counter[str] | None = None,
-    ) -> Iterator[pa.RecordBatch]:
+    def read(self, chunk: Chunk) -> Iterator[tuple[pa.RecordBatch, int]]:
         """Read the rows of a part."""
-        replaced, rows, read = Counter() if replaced is None else replaced, 0, 0
-        unchecked = chunk.quotes
+        unchecked, read = chunk.quotes, 0
         try:
-            with self._open(chunk) as (stream, batches):
+            with self._stream(chunk) as stream, self._reader(chunk, stream) as batches:
                 for batch in batches:
                     if unchecked and _has_line_ends(batch):
                         self._check_quotes()
                         unchecked = False
-                    yield self.cast(batch, functools.partial(self._place, chunk, rows), replaced)
-                    rows += batch.num_rows
-                    advance(stream.tell() - read)
+                    yield batch, stream.tell() - read
                     read = stream.tell()
         except (pa.ArrowInvalid, *GZIP_ERRORS) as error:
-            self._fail(chunk, error)
+            if "Empty CSV" not in str(error):  # a part of blank lines
+                self._fail(chunk, error)
 
-    @contextlib.contextmanager
-    def _open(self, chunk: Chunk) -> Iterator[tuple[pa.NativeFile, Any]]:
-        """A part's bytes, and Arrow's reader."""
+    def _stream(self, chunk: Chunk) -> pa.NativeFile:
+        """A part's bytes."""
+        if self.gzipped:
+            return pa.OSFile(os.fsencode(self.path))  # a name need not be UTF-8
+        text = pa.py_buffer(self._mapped())
+        return pa.BufferReader(text.slice(chunk.start, chunk.stop - chunk.start))
+
+    def _reader(self, chunk: Chunk, stream: pa.NativeFile) -> pyarrow.csv.CSVStreamingReader:
         spec, kept = self.spec, self.names if chunk.quotes else self.wanted
         types = dict.fromkeys(kept, pa.binary()) | dict.fromkeys(self.wanted, pa.string())
         types |= dict.fromkeys(spec.categorical, ID_TYPE)
         types |= dict.fromkeys({*spec.continuous} - {spec.split.column}, pa.float64())
         if self.labelled and spec.label_values is None:
             types[spec.label] = pa.float64()
-        if self.gzipped:
-            stream = pa.OSFile(os.fsencode(self.path))  # a name need not be UTF-8
-        else:
-            text = pa.py_buffer(self._mapped())
-            stream = pa.BufferReader(text.slice(chunk.start, chunk.stop - chunk.start))
-        with stream:
-            try:
-                reader = pa.csv.open_csv(
-                    pa.CompressedInputStream(stream, "gzip") if self.gzipped else stream,
-                    pa.csv.ReadOptions(
-                        block_size=GZIP_BLOCK_BYTES if self.gzipped else BLOCK_BYTES,
-                        column_names=None if self._has_header(chunk) else self.names,
-                        use_threads=False,  # with threads it does not tell the row of a fault
-                    ),
-                    pa.csv.ParseOptions(
-                        delimiter=spec.separator,
-                        quote_char='"' if spec.quotes else False,
-                        newlines_in_values=chunk.quotes,
-                        ignore_empty_lines=len(self.names) > 1,
-                    ),
-                    pa.csv.ConvertOptions(
-                        column_types={name: types[name] for name in kept},
-                        include_columns=kept,
-                        null_values=["", *spec.null_values],
-                        strings_can_be_null=True,
-                    ),
-                )
-            except pa.ArrowInvalid as error:
-                if "Empty CSV" not in str(error):  # a part of blank lines
-                    raise
-                reader = contextlib.nullcontext([])
-            with reader as batches:
-                yield stream, batches
+        return pa.csv.open_csv(
+            pa.CompressedInputStream(stream, "gzip") if self.gzipped else stream,
+            pa.csv.ReadOptions(
+                block_size=GZIP_BLOCK_BYTES if self.gzipped else BLOCK_BYTES,
+                column_names=None if self._has_header(chunk) else self.names,
+                use_threads=False,  # with threads it does not tell the row of a fault
+            ),
+            pa.csv.ParseOptions(
+                delimiter=spec.separator,
+                quote_char='"' if spec.quotes else False,
+                newlines_in_values=chunk.quotes,
+                ignore_empty_lines=len(self.names) > 1,
+            ),
+            pa.csv.ConvertOptions(
+                column_types={name: types[name] for name in kept},
+                include_columns=kept,
+                null_values=["", *spec.null_values],
+                strings_can_be_null=True,
+            ),
+        )
 
     def _fail(self, chunk: Chunk, error: Exception) -> NoReturn:
         """Raise the error of a fault that Arrow found, with its line."""
@@ -178,7 +162,6 @@ class CsvSource(Source):
         ) from None
 
     def _place(self, chunk: Chunk, before: int, row: int) -> str:
-        """The line of a row of a part, ``before`` + ``row`` rows behind its first."""
         row += before
         with (
             contextlib.suppress(csv.Error, StopIteration, *GZIP_ERRORS),

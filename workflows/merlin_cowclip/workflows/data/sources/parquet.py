@@ -6,9 +6,7 @@ import contextlib
 import functools
 import os
 import urllib.parse
-from collections import Counter
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -47,24 +45,24 @@ class ParquetSource(Source):
                     start, held = i + 1, 0
         return chunks
 
-    def batches(
-        self,
-        chunk: Chunk,
-        advance: Callable[[int], Any] = int,
-        replaced: Counter[str] | None = None,
-    ) -> Iterator[pa.RecordBatch]:
+    def read(self, chunk: Chunk) -> Iterator[tuple[pa.RecordBatch, int]]:
         """Read the rows of some row groups."""
-        replaced = Counter() if replaced is None else replaced
         with self._open() as file:
-            rows = [file.metadata.row_group(i).num_rows for i in range(chunk.stop)]
-            first, total = sum(rows[: chunk.start]), max(1, sum(rows[chunk.start :]))
             groups = range(chunk.start, chunk.stop)
-            columns = [name for name in self.wanted if name in file.schema_arrow.names]
-            for batch in file.iter_batches(BATCH_ROWS, row_groups=groups, columns=columns):
-                batch = self._with_partition(batch)
-                yield self.cast(batch, functools.partial(_place, first), replaced)
-                first += batch.num_rows
-                advance(chunk.size * batch.num_rows // total)
+            total = max(1, sum(file.metadata.row_group(i).num_rows for i in groups))
+            held = [name for name in self.wanted if name in file.schema_arrow.names]
+            for batch in file.iter_batches(BATCH_ROWS, row_groups=groups, columns=held):
+                columns = dict(zip(batch.schema.names, batch.columns, strict=True))
+                for name, text in self._partition.items():
+                    if name in self.wanted and name not in columns:
+                        columns[name] = pa.array([text] * batch.num_rows, pa.string())
+                size = chunk.size * batch.num_rows // total
+                yield pa.RecordBatch.from_pydict(columns), size
+
+    def _place(self, chunk: Chunk, before: int, row: int) -> str:
+        with self._open() as file:
+            groups = map(file.metadata.row_group, range(chunk.start))
+            return f"row {sum(group.num_rows for group in groups) + before + row + 1}"
 
     @property
     def _partition(self) -> dict[str, str | None]:
@@ -72,13 +70,6 @@ class ParquetSource(Source):
         pairs = [part.split("=", 1) for part in self.path.parent.parts if "=" in part]
         texts = {urllib.parse.unquote(key): urllib.parse.unquote(text) for key, text in pairs}
         return {key: None if text == HIVE_NULL else text for key, text in texts.items()}
-
-    def _with_partition(self, batch: pa.RecordBatch) -> pa.RecordBatch:
-        columns = dict(zip(batch.schema.names, batch.columns, strict=True))
-        for name, text in self._partition.items():
-            if name in self.wanted and name not in columns:
-                columns[name] = pa.array([text] * batch.num_rows, pa.string())
-        return pa.RecordBatch.from_pydict(columns)
 
     @contextlib.contextmanager
     def _open(self) -> Iterator[pq.ParquetFile]:
@@ -90,7 +81,3 @@ class ParquetSource(Source):
                 f"{self.path} is not a whole parquet file: {clipped(str(error))}. Write it again, "
                 "or set format = 'csv' in the specification"
             ) from None
-
-
-def _place(first: int, row: int) -> str:
-    return f"row {first + row + 1}"
