@@ -525,21 +525,20 @@ def numbers(*values):
     [
         (
             {"user": put(503, 63)},
-            "column 'user' has id 63, beyond the schema's 0 to 62, in row 504 of LAST (row group "
-            "1). Give the parquet that",
+            "column 'user' has id 63, beyond the schema's 0 to 62, in row 504 of LAST. Give "
+            "the parquet that",
         ),
         ({"dst": put(0, -1)}, "column 'dst' has id -1, beyond the schema's 0 to 14, in row 1 of "),
         ({"genres": put(7, [3, 9])}, "column 'genres' has id 9, beyond the schema's 0 to 8, in ro"),
-        ({"item": put(999, None)}, "column 'item' has a null in row 1000 of LAST (row group 1)"),
+        ({"item": put(999, None)}, "column 'item' has a null in row 1000 of LAST. "),
         (
             {"price": put(2, float("nan"))},
-            "column 'price' has nan, which is not a finite float32, in row 3 of LAST (row group "
-            "0). Fill or clip it in the workflow (FillMissing, Clip)",
+            "column 'price' has nan, which is not a finite float32, in row 3 of LAST. Fill "
+            "or clip it in the workflow (FillMissing, Clip)",
         ),
         (
             {"click": put(4, None)},
-            "column 'click' has label null, which is not 0 or 1, in row 5 of LAST (row group 0). "
-            "Remove the row",
+            "column 'click' has label null, which is not 0 or 1, in row 5 of LAST. Remove the row",
         ),
         (
             {"click": numbers(0.0, 0.5)},

@@ -74,9 +74,9 @@ def _is_parquet(path: Path) -> bool:
         return file.read(4) == b"PAR1"
 
 
-def bad_parquet(path: Path, error: Exception, place: str = "") -> NoReturn:
+def bad_parquet(path: Path, error: Exception) -> NoReturn:
     """Raise UserError for a file that cannot be read."""
-    raise UserError(f"{path}{place} cannot be read: {error}. Write it again") from None
+    raise UserError(f"{path} cannot be read: {error}. Write it again") from None
 
 
 def check_columns(spec: DatasetSpec, files: Sequence[ParquetFile], *, labelled: bool) -> None:
