@@ -540,10 +540,7 @@ def numbers(*values):
             {"click": put(4, None)},
             "column 'click' has label null, which is not 0 or 1, in row 5 of LAST. Remove the row",
         ),
-        (
-            {"click": numbers(0.0, 0.5)},
-            "column 'click' has label 0.5, which is not 0 or 1, in row 2",
-        ),
+        ({"click": numbers(0.0, 0.5)}, "column 'click' is double in LAST and bool in "),
         ({"site_hashed": nothing}, "LAST has no column 'site_hashed' (it has"),
         ({"click": nothing}, "LAST has no column 'click' (it has"),
     ],

@@ -94,7 +94,12 @@ def check_columns(spec: DatasetSpec, files: Sequence[ParquetFile], *, labelled: 
                 "wrote"
             )
         for name, role in wanted.items():
-            kind = file.schema.field(name).type
+            kind, first = file.schema.field(name).type, files[0].schema.field(name).type
+            if kind != first:
+                raise UserError(
+                    f"column {name!r} is {kind} in {file.path} and {first} in {files[0].path}. "
+                    "Write all files with one workflow"
+                )
             held = kind.value_type if is_list(kind) else kind
             number = pa.types.is_floating(held) or pa.types.is_boolean(held)
             fits = pa.types.is_integer(held) or (number and name not in spec.ids)
