@@ -155,7 +155,7 @@ def test_workflows_that_do_not_encode_rows_one_by_one(tmp_path, made, words):
 
 def test_rows_that_a_workflow_drops(tmp_path):
     rows = ["visits", "weeks"] >> ops.Filter(lambda rows: rows[rows["weeks"] > 1])
-    words = r"returned 40 rows for 60 \(Filter\), so scores cannot be matched to rows: the rows"
+    words = r"returned 40 rows for 60, so scores cannot be matched to rows: the rows"
     with pytest.raises(UserError, match=words):
         encoded(fitted(rows), ["visits"], LOG)
 

@@ -211,7 +211,7 @@ def test_spellings_of_missing_values_and_labels(tmp_path, kind):
 
 def test_another_spelling_of_a_label(tmp_path):
     log = source(tmp_path / "log.csv", "y,a,n,t\nTrue,x,1,u\nno,x,1,u\n", SPELT)
-    with pytest.raises(UserError, match="line 3, column 'y': the label is 'no' instead of False"):
+    with pytest.raises(UserError, match="line 3, column 'y': the label is no instead of False"):
         rows_of(log)
 
 
@@ -285,7 +285,7 @@ def test_folders_and_globs(tmp_path):
     days = [home / "day_9" / "a.csv", home / "day_10" / "b.csv"]
     for inputs in (home, f"{home}/*", f"{home}/**/*", f"{home}/*/*.csv", days):
         assert expand_paths(inputs) == days
-    assert expand_paths(f"{home}/*/_temporary/*") == [home / "day_9/_temporary/a.csv"]
+    assert expand_paths(home / "day_9" / "_temporary") == [home / "day_9/_temporary/a.csv"]
     for inputs, message in (
         (home / "nowhere", "no input file found"),
         ("x" * 5_000, "cannot read input file .*too long"),

@@ -438,7 +438,7 @@ def test_an_index_and_text_in_binary_columns_change_nothing(stock, tmp_path):
     np.testing.assert_array_equal(scores(run, [raw], out, raw=True)["probability"], expected)
     bad = pa.array([b"\xff", *table["item"].to_pylist()[1:]])
     pq.write_table(table.set_column(3, "item", bad), raw)
-    with pytest.raises(UserError, match=r"column 'item' of .*raw.parquet, row group 0.*UTF8"):
+    with pytest.raises(UserError, match=r"column 'item' of .*raw.parquet, .*UTF8"):
         predict_logs(run, [raw], tmp_path / "out.parquet", raw=True)
 
 
@@ -455,7 +455,7 @@ def with_column(table: pa.Table, name: str, value: list) -> pa.Table:
         (lambda t: t, False, r"'user' must be integer ids|are raw rows, add --raw \(raw=True\)"),
         (lambda t: with_column(t, "user", ["7"]), True, "'user' .* is string, but was int64 when"),
         (lambda t: with_column(t, "genres", [[7]]), True, "'genres' .* but was list<item: string"),
-        (lambda t: with_column(t, "weeks", [0]), True, r"fails on .*row group 0.*: KeyError: 0\."),
+        (lambda t: with_column(t, "weeks", [0]), True, r"fails on .*: KeyError: 0\."),
     ],
 )
 def test_refused_of_an_adopted_pipeline(stock, tmp_path, change, raw, words):
@@ -484,7 +484,7 @@ def test_a_workflow_that_drops_a_row_is_refused(stock, tmp_path, monkeypatch):
     monkeypatch.setattr(
         Run, "workflow", lambda *_, trust=False: nvt.Workflow.load(str(tmp_path / "workflow"))
     )
-    words = r"returned 69 rows for 70 \(Filter\), so scores cannot be matched to rows: .*0.parqu"
+    words = r"returned 69 rows for 70, so scores cannot be matched to rows: .*0.parqu"
     with pytest.raises(UserError, match=words):
         predict_logs(run, [tmp_path / "0.parquet"], tmp_path / "out.parquet", raw=True)
     assert not (tmp_path / "out.parquet").exists()

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.manifest import check_manifest, check_nothing_else
 
 if TYPE_CHECKING:
@@ -41,10 +40,4 @@ def load_confirmed(
         check_workflow(home, manifest, what, again, "workflow(trust=True)")
     from merlin_cowclip.workflows.data.adopt.graph import load_saved
 
-    try:
-        return load_saved(home / FOLDER)
-    except Exception as error:  # it runs whatever was pickled
-        raise UserError(
-            f"the workflow of {what} must load in this environment. Received: {home / FOLDER}: "
-            f"{type(error).__name__}: {error}. Install what it needs. {again}"
-        ) from error
+    return load_saved(home / FOLDER)

@@ -36,7 +36,7 @@ with quiet_imports():
 
 FOLDER = "workflow"  # of an ensemble
 _NO_ROWS = "the request has no rows"
-_REQUEST = validate.BatchLocation(Path("the request"), None)
+_REQUEST = validate.BatchLocation(Path("the request"))
 
 
 class WorkflowOperator(TransformWorkflow):

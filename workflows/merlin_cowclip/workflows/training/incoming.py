@@ -15,12 +15,7 @@ from typing import Any
 import pandas as pd
 import pyarrow as pa
 
-from merlin_cowclip.workflows.data.adopt.parquet_files import (
-    ParquetFile,
-    check_columns,
-    check_types,
-    open_files,
-)
+from merlin_cowclip.workflows.data.adopt.parquet_files import ParquetFile, check_columns, open_files
 from merlin_cowclip.workflows.data.adopt.validate import (
     BatchLocation,
     batches,
@@ -31,7 +26,7 @@ from merlin_cowclip.workflows.data.adopt.validate import (
 from merlin_cowclip.workflows.data.prepare.pipeline import READERS
 from merlin_cowclip.workflows.data.prepared_data import PARTS, RECORD
 from merlin_cowclip.workflows.data.sources.base import Source
-from merlin_cowclip.workflows.data.sources.files import expand_paths, refuse_unreadable
+from merlin_cowclip.workflows.data.sources.files import expand_paths
 from merlin_cowclip.workflows.data.spec import DatasetSpec, Split
 from merlin_cowclip.workflows.errors import UserError, quoted
 from merlin_cowclip.workflows.training.rows import Rows
@@ -155,11 +150,8 @@ class _RawLogs(Incoming):
 
 def _log(spec: DatasetSpec, path: Path) -> Source:
     """A log in the run's format, or in parquet, which is known by its first bytes."""
-    try:
-        with path.open("rb") as file:
-            is_parquet = file.read(4) == b"PAR1"
-    except OSError as error:
-        refuse_unreadable(path, error)
+    with path.open("rb") as file:
+        is_parquet = file.read(4) == b"PAR1"
     if is_parquet:
         spec = dataclasses.replace(spec, format="parquet", header=True, columns=None)
     return READERS[spec.format](spec, path)
@@ -191,10 +183,9 @@ class _EncodedParquet(Incoming):
         """At the columns: which are to be read, and whether the label is among them."""
         spec = self._spec
         try:
-            check_columns(spec.fields, self._files)
             has = {file.path: spec.label in file.schema.names for file in self._files}
             self.labelled = self._all_or_none(has)
-            check_types(spec, self._files)
+            check_columns(spec, self._files, labelled=self.labelled)
         except UserError as error:
             raise UserError(f"{error}. If these are raw rows, add --raw (raw=True)") from None
         self._columns = [*spec.fields, *([spec.label] if self.labelled else [])]

@@ -170,9 +170,8 @@ def _special_ids(column: Any) -> dict[str, int]:
 
 
 def pipelines_of(data: PreparedData) -> set[str]:
-    """Checksums by which the workflow is known that made `data`: here, and where it was adopted."""
-    adopted = data.record.get("workflow_sha256")
-    return {checksum(data.path / "workflow" / WORKFLOW)} | ({adopted} if adopted else set())
+    """Checksums by which the workflow is known that made `data`."""
+    return {checksum(data.path / "workflow" / WORKFLOW)}
 
 
 def how_to_resume(run: Path, *, moved: bool = False) -> str:

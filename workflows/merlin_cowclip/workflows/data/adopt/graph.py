@@ -5,11 +5,18 @@ Imports NVTabular.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from dask.utils import natural_sort_key
+
+from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.quiet import quiet_imports
 
 with quiet_imports():
@@ -21,15 +28,12 @@ with quiet_imports():
 
 SAVED_FILES = "categories"  # the subfolder of a saved workflow with vocabularies and statistics
 
-# Operators that keep values; that compute each output of its own inputs; that change rows.
+# Operators that keep values, and those that may drop, repeat or reorder rows.
 _KEEP_VALUES = (
     *(dag.ops.SelectionOp, dag.ops.SubsetColumns, dag.ops.SubtractionOp, dag.ops.ConcatColumns),
     *(dag.ops.AddMetadata, ops.AddMetadata, dag.ops.Rename, ops.Rename, ops.ListSlice),
     *(ops.ReduceDtypeSize, ops.ValueCount, ops.DataStats, ops.DropLowCardinality),
-)
-_BY_COLUMN = (
-    *(*_KEEP_VALUES, ops.FillMissing, ops.FillMedian, ops.Normalize, ops.NormalizeMinMax),
-    *(ops.LogOp, ops.Clip, ops.Bucketize, ops.Categorify, ops.HashBucket, ops.HashedCross),
+    *(ops.Filter, ops.Dropna),
 )
 _ROW_OPS = (ops.Filter, ops.Dropna, ops.Groupby)
 
@@ -39,11 +43,20 @@ def load_saved(folder: str | Path) -> nvt.Workflow:
 
     NVTabular derives a file's path by text replacement, and caches its content by path in the
     process. Both go wrong for folders that were moved, so the paths are set and the cache cleared.
+
+    Raises:
+        UserError: it does not load here.
     """
-    with quiet_imports():
-        clean_worker_cache()
-        folder = Path(folder).absolute()  # where NVTabular saves again, it replaces this text
-        workflow = nvt.Workflow.load(str(folder))
+    folder = Path(folder).absolute()  # where NVTabular saves again, it replaces this text
+    try:
+        with quiet_imports():
+            clean_worker_cache()
+            workflow = nvt.Workflow.load(str(folder))
+    except Exception as error:  # it runs whatever was pickled
+        raise UserError(
+            f"{folder} does not load in this environment: {type(error).__name__}: {error}. Install "
+            "what it needs, or save it again here"
+        ) from error
     for node in nodes(workflow.output_node):
         files = files_of(node.op)
         for storage in files:
@@ -75,6 +88,70 @@ def operator_name(op: Any) -> str:
     return "LambdaOp" if name == "UDF" else name
 
 
+# Vocabularies ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """The raw ids of one field, or of several that Categorify encodes jointly.
+
+    Attributes:
+        column: the Categorify's column of their ids.
+        storage: its name of the vocabulary: the column's own, or for two columns a and b "a_b".
+        path: a parquet file, or a folder of them.
+        read: the raw column whose values they are; None if they are computed from others.
+    """
+
+    column: str
+    storage: str
+    path: Path
+    read: str | None
+
+    @functools.cached_property
+    def files(self) -> list[Path]:
+        """In the order of their ids."""
+        if self.path.is_file():
+            return [self.path]
+        return sorted(self.path.glob("*.parquet"), key=lambda path: natural_sort_key(path.name))
+
+    @functools.cached_property
+    def rows(self) -> int:
+        """How many ids it holds; they are the last ones of the field."""
+        return sum(pq.read_metadata(file).num_rows for file in self.files)
+
+    @property
+    def type(self) -> pa.DataType | None:
+        """Type of the values; None if it is not known, or they are combined ones."""
+        schema = pq.read_schema(self.files[0])
+        kind = schema.field(self.storage).type if self.storage in schema.names else pa.null()
+        return None if pa.types.is_null(kind) else getattr(kind, "value_type", kind)
+
+    def raw(self) -> pa.ChunkedArray:
+        """Raw ids as text, by id; combined ones are joined by "_"."""
+        names = pq.read_schema(self.files[0]).names
+        if self.storage in names:
+            names = [self.storage]
+        else:  # combined; with them are the counts
+            counts = [n for n in names if n.startswith(self.storage) and n.endswith("size")]
+            names = [n for n in names if n not in counts and not n.startswith("__index_level_")]
+        read = pa.concat_tables([pq.read_table(file, columns=names) for file in self.files])
+        texts = [_text(column) for column in read.columns]
+        nulls = {"null_handling": "replace", "null_replacement": ""}
+        return pc.binary_join_element_wise(*texts, "_", **nulls) if texts[1:] else texts[0]
+
+
+def _text(column: pa.ChunkedArray) -> pa.ChunkedArray:
+    """Values as text; integers beside a null are floats in pandas."""
+    if pa.types.is_dictionary(column.type):
+        column = column.cast(column.type.value_type)
+    try:
+        is_float = pa.types.is_floating(column.type)
+        return (column.cast(pa.int64()) if is_float else column).cast(pa.string())
+    except pa.ArrowException:  # fractions, bytes that are not UTF-8
+        texts = [None if one is None else str(one) for one in column.to_pylist()]
+        return pa.chunked_array([texts], pa.string())
+
+
 # Columns -----------------------------------------------------------------------------------------
 
 
@@ -85,58 +162,50 @@ class Column:
     Attributes:
         raw: raw columns that its values depend on.
         same_as: the raw column of which it has the values; nulls may be filled.
-        encoder: node and output column of the `Categorify` whose ids it holds, unchanged.
-        changed_by: operators that computed its values, in order.
-        row_ops: operators on the way that may drop, repeat or reorder rows: (`id` of node, name).
-        is_hashed: whether NVTabular hashed it, or a column that it is computed from.
-        is_statistic: whether it is computed from a `TargetEncoding` or a `JoinGroupby`.
+        vocabulary: that of the `Categorify` whose ids it holds, unchanged.
+        changed_by: nodes that computed its values, in order.
+        row_ops: nodes on the way that may drop, repeat or reorder rows.
     """
 
     raw: frozenset[str] = frozenset()
     same_as: str | None = None
-    encoder: tuple[dag.Node, str] | None = None
-    changed_by: tuple[str, ...] = ()
-    row_ops: frozenset[tuple[int, str]] = frozenset()
-    is_hashed: bool = False
-    is_statistic: bool = False
+    vocabulary: Vocabulary | None = None
+    changed_by: tuple[dag.Node, ...] = ()
+    row_ops: frozenset[dag.Node] = frozenset()
+
+    @property
+    def is_hashed(self) -> bool:
+        """Whether NVTabular hashed it, or a column that it is computed from."""
+        return any(
+            isinstance(node.op, ops.HashBucket | ops.HashedCross)
+            # Ours, a subclass, hashes the text only.
+            or (type(node.op) is ops.Categorify and bool(node.op.num_buckets))
+            for node in self.changed_by
+        )
+
+    @property
+    def is_statistic(self) -> bool:
+        """Whether it is computed from a `TargetEncoding` or a `JoinGroupby`."""
+        return any(isinstance(n.op, ops.TargetEncoding | ops.JoinGroupby) for n in self.changed_by)
 
 
-Lookups = dict[str, list[tuple[str, str]]]
-
-
-def trace(workflow: nvt.Workflow) -> tuple[dict[str, Column], Lookups]:
-    """Follow the columns of a fitted workflow through its operators.
-
-    Returns:
-        The columns of its output; and by raw column the parquet files, with their column, in which
-        operators look it up.
-    """
-    lookups: Lookups = {}
-    return _outputs(workflow.output_node, {}, lookups), lookups
-
-
-def _outputs(
-    output_node: dag.Node, before: Mapping[str, Column], lookups: Lookups
-) -> dict[str, Column]:
-    found: dict[int, dict[str, Column]] = {}
+def trace(output_node: dag.Node, before: Mapping[str, Column] | None = None) -> dict[str, Column]:
+    """Follow columns through a fitted graph, from those ``before`` it (raw ones) to its output."""
+    found: dict[dag.Node, dict[str, Column]] = {}
     for node in dag.postorder_iter_nodes(output_node):
         names = node.input_schema.column_names
-        given = {name: before.get(name) or Column(frozenset({name}), name) for name in names}
+        given = {name: (before or {}).get(name, Column(frozenset({name}), name)) for name in names}
         for above in node.parents_with_dependencies:
-            given |= found[id(above)]  # the last of two columns with one name, as in NVTabular
+            given |= found[above]  # the last of two columns with one name, as in NVTabular
         if isinstance(node.op, Subgraph):
-            found[id(node)] = _outputs(node.op.graph.output_node, given, lookups)
+            found[node] = trace(node.op.graph.output_node, given)
             continue
-        for name, column in given.items():
-            if column.same_as is not None:
-                stored = {getattr(node.op, "storage_name", {}).get(name, name), name}
-                lookups.setdefault(column.same_as, []).extend(
-                    (path, one) for path in files_of(node.op).values() for one in stored
-                )
-        found[id(node)] = {
+        # Combined ids come with the raw columns that they are made of.
+        found[node] = given if getattr(node.op, "encode_type", None) == "combo" else {}
+        found[node] |= {
             name: _computed(node, name, given) for name in node.output_schema.column_names
         }
-    return found[id(output_node)]
+    return found[output_node]
 
 
 def _computed(node: dag.Node, name: str, given: Mapping[str, Column]) -> Column:
@@ -144,30 +213,21 @@ def _computed(node: dag.Node, name: str, given: Mapping[str, Column]) -> Column:
     op, mapped = node.op, node.column_mapping.get(name, [])
     inputs = [given[one] for one in _inputs(node, name, mapped, given) if one in given]
     source = given.get(mapped[0], Column()) if len(mapped) == 1 else Column()
-    joins, filters = isinstance(op, ops.JoinExternal), isinstance(op, ops.Filter | ops.Dropna)
-    keeps = isinstance(op, _KEEP_VALUES) or filters or (joins and name in given)
+    joins = isinstance(op, ops.JoinExternal)
+    keeps = isinstance(op, _KEEP_VALUES) or (joins and name in given)
     fills = isinstance(op, ops.FillMissing | ops.FillMedian) and mapped == [name]
-    groups = False
-    if isinstance(op, ops.Groupby) and mapped:  # of ids, and not their number, say
-        suffix = name.removeprefix(mapped[0]).removeprefix(op.name_sep)
-        groups = suffix in ("list", "first", "last")
-    encoder = source.encoder if keeps or groups else None
-    by = () if keeps else (operator_name(op),)
+    changed_by = (*(by for one in inputs for by in one.changed_by), *(() if keeps else (node,)))
     changes_rows = isinstance(op, _ROW_OPS) or (joins and op.how != "left")
-    hashes = isinstance(op, ops.HashBucket | ops.HashedCross) or (
-        type(op) is ops.Categorify and bool(op.num_buckets)  # ours hashes the text only
-    )
-    statistic = isinstance(op, ops.TargetEncoding | ops.JoinGroupby)
+    vocabulary = source.vocabulary if keeps else None
+    if isinstance(op, ops.Categorify):
+        storage = op.storage_name.get(name, name)
+        vocabulary = Vocabulary(name, storage, Path(op.categories[storage]), source.same_as)
     return Column(
         raw=frozenset().union(*(one.raw for one in inputs)),
         same_as=source.same_as if keeps or fills else None,
-        encoder=(node, name) if isinstance(op, ops.Categorify) else encoder,
-        changed_by=(*dict.fromkeys(by for one in inputs for by in one.changed_by), *by),
-        row_ops=frozenset({(id(node), operator_name(op))} if changes_rows else ()).union(
-            *(one.row_ops for one in inputs)
-        ),
-        is_hashed=hashes or any(one.is_hashed for one in inputs),
-        is_statistic=statistic or any(one.is_statistic for one in inputs),
+        vocabulary=vocabulary,
+        changed_by=tuple(dict.fromkeys(changed_by)),
+        row_ops=frozenset({node} if changes_rows else ()).union(*(one.row_ops for one in inputs)),
     )
 
 
@@ -179,5 +239,6 @@ def _inputs(node: dag.Node, name: str, mapped: list[str], given: Mapping[str, Co
     if isinstance(op, ops.JoinExternal):
         keys = [op.on] if isinstance(op.on, str) else list(op.on)
         return [name, *keys] if name in given else keys
-    is_one = type(op) is ops.LambdaOp and op._param_count == 1
-    return mapped if is_one or isinstance(op, _BY_COLUMN) else list(given)
+    is_stock = type(op).__module__.startswith(("nvtabular.", "merlin."))
+    mixes = isinstance(op, (*_ROW_OPS, ops.DifferenceLag)) or getattr(op, "_param_count", 1) > 1
+    return mapped if is_stock and not mixes else list(given)

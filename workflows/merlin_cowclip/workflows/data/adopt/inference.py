@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pyarrow.types as kinds
 
-from merlin_cowclip.workflows.data.adopt.graph import Column, Lookups, nodes, operator_name, trace
+from merlin_cowclip.workflows.data.adopt.graph import Column, nodes, operator_name, trace
+from merlin_cowclip.workflows.data.sources.base import is_text
 from merlin_cowclip.workflows.errors import UserError, clipped, quoted
 from merlin_cowclip.workflows.quiet import quiet_imports, quiet_operators
 
@@ -47,20 +46,19 @@ class InferenceWorkflow:
     def __init__(
         self, workflow: nvt.Workflow, fields: Sequence[str], label: str, lists: Sequence[str] = ()
     ) -> None:
-        outputs, lookups = trace(workflow)
+        outputs = trace(workflow.output_node)
         columns = {name: outputs[name] for name in fields}
         if reason := why_not_raw(workflow, columns):
             raise UserError(f"raw rows cannot be encoded: {reason}")
-        encoders = [columns[name].encoder for name in lists]
+        encoded = {one.column for name in lists if (one := columns[name].vocabulary) is not None}
         for node in nodes(workflow.output_node):
             if isinstance(node.op, ops.TargetEncoding):
                 node.op.kfold = 1
             elif type(node.op) is ops.Categorify:
-                known = {one[1] for one in encoders if one is not None and one[0] is node}
-                known |= {column.name for column in node.input_schema if column.is_list}
-                node.op = NullSafeCategorify(node.op, frozenset(known))
+                known = {column.name for column in node.input_schema if column.is_list}
+                node.op = NullSafeCategorify(node.op, frozenset(encoded | known))
         self.workflow = workflow
-        self.types = _types(workflow, lookups)
+        self.types = _types(workflow, outputs)
         self.columns = list(self.types)
         self.required = frozenset().union(*(column.raw for column in columns.values()))
         self.of_label = outputs[label].raw if label in outputs else None
@@ -87,12 +85,10 @@ class InferenceWorkflow:
         out = self.encode(columns, where)
         rows = len(next(iter(columns.values())))
         if len(out) != rows:
-            names = {operator_name(node.op) for node in nodes(self.workflow.output_node)}
-            droppers = ", ".join(sorted(names & {"Filter", "Dropna", "JoinExternal"}))
             raise UserError(
-                f"the workflow returned {len(out):,} rows for {rows:,}"
-                f"{f' ({droppers})' * bool(droppers)}, so scores cannot be matched to rows: {where}"
-                ". Filter the rows first, or score the parquet that the workflow wrote"
+                f"the workflow returned {len(out):,} rows for {rows:,}, so scores cannot be "
+                f"matched to rows: {where}. Filter the rows first, or score the parquet that the "
+                "workflow wrote"
             )
         return out
 
@@ -156,68 +152,44 @@ class NullSafeCategorify(ops.Categorify):
 
     def transform(self, col_selector: Any, df: Any) -> Any:
         """Encode a batch."""
-        nulls = {n: df[n].isna().to_numpy() for n in col_selector.names if n in df}
-        nulls = {name: null for name, null in nulls.items() if null.any()}
-        if self.encode_type == "combo" or not nulls:
+        if self.encode_type == "combo" or not df[col_selector.names].isna().any(axis=None):
             return super().transform(col_selector, df)
-        out, empty = df.reset_index(drop=True), []
-        for name, null in nulls.items():
+        encoded = {}
+        for name in col_selector.names:
+            alone, null = type(col_selector)([name]), df[name].isna().to_numpy()
             if name in self.lists:
                 rows = [[] if gone else row for gone, row in zip(null, df[name], strict=True)]
-                out[name] = pd.Series(rows, dtype=object)
-            elif null.all():
-                empty.append(name)
+                frame = pd.DataFrame({name: pd.Series(rows, dtype=object)})
+                encoded[name] = super().transform(alone, frame)[name].to_numpy()
             else:
-                out[name] = out[name].mask(null, out[name][int(np.argmin(null))])
-        rest = [name for name in col_selector.names if name not in empty]
-        encoded = super().transform(type(col_selector)(rest), out) if rest else out
-        for name, null in nulls.items():
-            if name in empty:
                 encoded[name] = np.full(len(df), NULL_OFFSET, np.int64)
-            elif name not in self.lists:
-                encoded[name] = np.where(null, NULL_OFFSET, encoded[name].to_numpy())
-        encoded.index = df.index
-        return encoded
+                known = df.loc[~null, [name]].reset_index(drop=True)
+                if len(known):
+                    encoded[name][~null] = super().transform(alone, known)[name]
+        return pd.DataFrame(encoded, index=df.index)
 
 
 # Types -------------------------------------------------------------------------------------------
 
 
-def _types(workflow: nvt.Workflow, lookups: Lookups) -> dict[str, pa.DataType | None]:
+def _types(workflow: nvt.Workflow, outputs: Mapping[str, Column]) -> dict[str, pa.DataType | None]:
     """Types of raw columns at the fit: of the schema, or where it has none, of a vocabulary."""
+    vocabularies = [column.vocabulary for column in outputs.values()]
+    read = {one.read: one.type for one in vocabularies if one is not None}
     found: dict[str, pa.DataType | None] = {}
     for column in workflow.input_schema:
         known = None if column.dtype.name == "unknown" else column.dtype.to_numpy
         kind = np.dtype(known or object)
-        plain = pa.from_numpy_dtype(kind) if kind.kind in "iufb" else None
-        held = plain or _looked_up(lookups.get(column.name, ()))
-        if held is None and kind.kind == "M":
-            held = pa.timestamp("ns")
+        held = pa.from_numpy_dtype(kind) if kind.kind in "iufb" else read.get(column.name)
+        if kind.kind == "M" or (held is not None and kinds.is_timestamp(held)):
+            held = pa.timestamp("ns", getattr(held, "tz", None))  # pandas' unit
         found[column.name] = pa.list_(held) if column.is_list and held is not None else held
     return found
-
-
-def _looked_up(lookups: Sequence[tuple[str, str]]) -> pa.DataType | None:
-    """The type of values that are looked up, if all files agree on it."""
-    held = set()
-    for path, name in dict.fromkeys(lookups):
-        schema = pq.read_schema(next(Path(path).glob("*.parquet"), path))  # of a folder, or a file
-        if name in schema.names:
-            held.add(_plain(schema.field(name).type))
-    held.discard(pa.null())
-    kind = held.pop() if len(held) == 1 else None
-    if kind is not None and kinds.is_timestamp(kind):
-        return pa.timestamp("ns", kind.tz)  # pandas' unit
-    return kind
 
 
 def element_type(kind: pa.DataType | None) -> pa.DataType | None:
     """Type of the values, in lists too."""
     return kind.value_type if kind is not None and _is_list(kind) else kind
-
-
-def _plain(kind: pa.DataType) -> pa.DataType:
-    return kind.value_type if kinds.is_dictionary(kind) else kind
 
 
 def _cast(column: Any, kind: pa.DataType | None, where: str) -> pa.Array:
@@ -229,35 +201,34 @@ def _cast(column: Any, kind: pa.DataType | None, where: str) -> pa.Array:
             column = column.combine_chunks()
         if kinds.is_dictionary(column.type):
             column = column.dictionary_decode()
-        given = column.type
-        if kind is None:
-            if not (kinds.is_integer(given) or kinds.is_floating(given)):
-                return column
-        elif column.null_count == len(column):
+        if kind is None and _alike(column.type) != "number":
+            return column
+        if kind is not None and column.null_count == len(column):
             return pa.nulls(len(column), kind)
-        elif _fits(given, kind):
+        if kind is not None and _alike(column.type) in (_alike(kind), ["list", pa.null()]):
             return column.cast(kind)
         raise UserError(
-            f"{where} is {given}, but was {kind or 'no number'} when the workflow was fitted. "
-            "Cast it"
+            f"{where} is {column.type}, but was {kind or 'no number'} when the workflow was "
+            "fitted. Cast it"
         )
     except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
-        fitted = f", which was {kind} when the workflow was fitted" if kind is not None else ""
-        raise UserError(f"{where}{fitted}: {clipped(str(error))}. Correct it") from None
+        raise UserError(
+            f"{where}, which was {kind or 'no number'} when the workflow was fitted: "
+            f"{clipped(str(error))}. Correct it"
+        ) from None
 
 
-def _fits(given: pa.DataType, kind: pa.DataType) -> bool:
-    """Whether a type may be cast: numbers to numbers, text to text, and any other to itself."""
-    if _is_list(kind) and _is_list(given):
-        return kinds.is_null(given.value_type) or _fits(_plain(given.value_type), kind.value_type)
-    if kinds.is_timestamp(kind) and kinds.is_timestamp(given):
-        return given.tz == kind.tz
-    numbers = (kinds.is_integer, kinds.is_floating)
-    texts = (kinds.is_string, kinds.is_large_string, kinds.is_binary, kinds.is_large_binary)
-    return given == kind or any(
-        any(one(given) for one in group) and any(one(kind) for one in group)
-        for group in (numbers, texts)
-    )
+def _alike(kind: pa.DataType) -> Any:
+    """The same for types that may be cast to one another."""
+    if _is_list(kind):
+        return ["list", _alike(kind.value_type)]
+    if kinds.is_dictionary(kind):
+        return _alike(kind.value_type)
+    if kinds.is_timestamp(kind):
+        return "time", kind.tz
+    if kinds.is_integer(kind) or kinds.is_floating(kind):
+        return "number"
+    return "text" if is_text(kind) else kind
 
 
 def _is_list(kind: pa.DataType) -> bool:

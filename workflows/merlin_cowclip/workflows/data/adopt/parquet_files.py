@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -52,9 +52,6 @@ def open_files(given: str | Path | Sequence[str | Path]) -> list[ParquetFile]:
                 files.append(ParquetFile(path, parquet.schema_arrow.remove_metadata(), rows, state))
         except (pa.ArrowException, OSError) as error:
             bad_parquet(path, error)
-        names = files[-1].schema.names
-        if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise UserError(f"{path} has columns twice: {quoted(twice)}. Write it again")
     if not sum(file.rows for file in files):
         raise UserError(f"{paths[0]} has no rows. Give parquet with rows")
     return files
@@ -63,14 +60,10 @@ def open_files(given: str | Path | Sequence[str | Path]) -> list[ParquetFile]:
 def _parts(found: list[Path], given: str | Path) -> list[Path]:
     """The parquet files among those of a folder or glob that NVTabular wrote last."""
     parts = [path for path in found if path.suffix == ".parquet" or _is_parquet(path)]
-    for folder in {path.parent for path in parts}:
-        if listed := _listed(folder):
-            if Path(given).is_dir() and (gone := listed - set(parts)):
-                raise UserError(
-                    f"{min(gone)} does not exist, but {folder / _LIST} names it. Write the folder "
-                    "again, or name the files one by one"
-                )
-            parts = [path for path in parts if path.parent != folder or path in listed]
+    for listing in {path.parent / _LIST for path in parts}:
+        if listing.exists():
+            last = {Path(line).name for line in listing.read_text(encoding="utf-8").splitlines()}
+            parts = [p for p in parts if p.parent != listing.parent or p.name in last]
     if not parts:
         raise UserError(f"No parquet file in {str(given)!r}. Check the path")
     return parts
@@ -81,42 +74,25 @@ def _is_parquet(path: Path) -> bool:
         return file.read(4) == b"PAR1"
 
 
-def _listed(folder: Path) -> set[Path]:
-    """Parts that NVTabular wrote last to a folder; none if it left no list."""
-    try:
-        count, *lines = (folder / _LIST).read_text(encoding="utf-8").splitlines()
-        return {folder / Path(line).name for line in lines} if int(count) == len(lines) else set()
-    except (OSError, ValueError):
-        return set()
-
-
-def bad_parquet(path: Path, error: Exception, place: str = "") -> NoReturn:
+def bad_parquet(path: Path, error: Exception) -> NoReturn:
     """Raise UserError for a file that cannot be read."""
-    raise UserError(f"{path}{place} cannot be read: {error}. Write it again") from None
+    raise UserError(f"{path} cannot be read: {error}. Write it again") from None
 
 
-def check_columns(columns: Iterable[str], files: Iterable[ParquetFile]) -> None:
-    """Refuse files without a column that the workflow writes."""
-    for file in files:
-        if missing := [name for name in columns if name not in file.schema.names]:
-            raise UserError(
-                f"{file.path} lacks columns of the workflow: {quoted(missing, brief=True)} (it has "
-                f"{quoted(file.schema.names, brief=True)}). Give the parquet that this workflow "
-                "wrote"
-            )
-
-
-def check_types(spec: DatasetSpec, files: list[ParquetFile]) -> None:
-    """Refuse a column whose type does not fit its role, or differs between files.
-
-    The label may be in none of them.
-    """
+def check_columns(spec: DatasetSpec, files: Sequence[ParquetFile], *, labelled: bool) -> None:
+    """Refuse files without a column of the spec, or with one whose type does not fit its role."""
     wanted = dict.fromkeys(spec.categorical, "integer ids")
     wanted |= dict.fromkeys(spec.lists, "lists of integer ids")
     wanted |= dict.fromkeys(spec.continuous, "numbers")
-    if any(spec.label in file.schema.names for file in files):
+    if labelled:
         wanted[spec.label] = "0 or 1"
     for file in files:
+        if missing := [name for name in wanted if name not in file.schema.names]:
+            raise UserError(
+                f"{file.path} has no column {quoted(missing, brief=True)} (it has "
+                f"{quoted(file.schema.names, brief=True)}). Give the parquet that the workflow "
+                "wrote"
+            )
         for name, role in wanted.items():
             kind, first = file.schema.field(name).type, files[0].schema.field(name).type
             if kind != first:

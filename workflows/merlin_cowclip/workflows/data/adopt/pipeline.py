@@ -8,11 +8,12 @@ from __future__ import annotations
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
-from merlin_cowclip.workflows.data.adopt.graph import SAVED_FILES, Column, load_saved
+from merlin_cowclip.workflows.data.adopt.graph import SAVED_FILES, load_saved, operator_name
 from merlin_cowclip.workflows.data.adopt.inference import InferenceWorkflow
 from merlin_cowclip.workflows.data.adopt.inputs import WORKFLOW_FILES, Pipeline
 from merlin_cowclip.workflows.data.adopt.parquet_files import ParquetFile, open_files
@@ -27,15 +28,12 @@ from merlin_cowclip.workflows.data.adopt.validate import (
 )
 from merlin_cowclip.workflows.data.counts import write_counts
 from merlin_cowclip.workflows.data.prepare.nvt_workflow import save_schema
-from merlin_cowclip.workflows.data.prepare.statistics import UNKNOWN
 from merlin_cowclip.workflows.data.prepared_data import PreparedData, check_unchanged, write_record
 from merlin_cowclip.workflows.data.sources.files import refuse_twice
-from merlin_cowclip.workflows.errors import UserError, quoted
+from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.folders import all_or_nothing, refuse_existing
-from merlin_cowclip.workflows.manifest import checksum
 from merlin_cowclip.workflows.progress import progress_bar
 
-_LIMITS = ("freq_threshold", "max_size", "num_buckets")  # of a vocabulary
 BATCH_ROWS = 1 << 17  # held at a time, twice: one batch is checked while the next is read
 
 
@@ -51,8 +49,7 @@ def adopt(
     """Make a prepared folder, at ``out``, of parquet that an NVTabular workflow wrote.
 
     The model's inputs are the columns that the workflow's schema tags as categorical (with an int
-    domain, as Categorify gives it) and as continuous; where it tags nothing, the schema beside the
-    parquet (``.merlin/schema.json``) is asked. ``record["notes"]`` says what was left out.
+    domain, as Categorify gives it) and as continuous. ``record["notes"]`` says what was left out.
 
     Args:
         parquet: the training split: files, globs, or folders that ``to_parquet`` wrote.
@@ -78,17 +75,9 @@ def adopt(
     splits = {"train": open_files(parquet), "test": [] if test is None else open_files(test)}
     files = [*splits["train"], *splits["test"]]
     refuse_twice([file.path for file in files])
-    for file in files:
-        if label not in file.schema.names:
-            raise UserError(
-                f"{file.path} has no column {label!r} for the label, but "
-                f"{quoted(file.schema.names, brief=True)}. Name another column, or let the "
-                "workflow pass the label on"
-            )
     with all_or_nothing(out) as folder:
-        pipeline = Pipeline.of(workflow, splits, label, out.absolute().name)
-        scan = _Scan(pipeline, progress)
-        scan.read(splits)
+        pipeline = Pipeline.of(workflow, files, label, out.absolute().name)
+        counts, report = _scan(pipeline, splits, progress)
         for file in files:
             check_unchanged(file.state)  # while it was read
         (folder / "workflow").mkdir()
@@ -98,7 +87,22 @@ def adopt(
             shutil.copytree(workflow / SAVED_FILES, folder / "workflow" / SAVED_FILES)
         if check_raw is not None:
             _check_raw(pipeline, folder / "workflow", open_files(check_raw), files)
-        _save(pipeline, scan, splits, folder)
+        (folder / "counts").mkdir()
+        for name, by_id in counts.items():
+            vocabulary = pipeline.vocabularies.get(name)
+            raw = pa.nulls(0, pa.string()) if vocabulary is None else vocabulary.raw()
+            write_counts(folder / "counts", name, by_id, raw)
+        save_schema(pipeline.schema, folder)
+        record = {
+            "spec": pipeline.spec.to_dict(),
+            "workflow": str(workflow.absolute()),
+            "files": {split: [file.state for file in files] for split, files in splits.items()},
+            "rows": report["rows"],
+            "cardinalities": pipeline.cardinalities,
+            "report": report,
+            "notes": pipeline.notes,
+        }
+        write_record(folder, record)
     return PreparedData.open(out)
 
 
@@ -116,53 +120,45 @@ def _check_raw(
     check_skew(inference, raw, files, fields, numbers)
 
 
-# The rows ----------------------------------------------------------------------------------------
+def _scan(
+    pipeline: Pipeline, splits: dict[str, list[ParquetFile]], progress: bool
+) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    """Check all rows; the error of a bad value names file, row and column.
 
-
-class _Scan:
-    """One pass over all rows: checks them, counts the training ids, finds ranges of numbers."""
-
-    def __init__(self, pipeline: Pipeline, progress: bool) -> None:
-        self.pipeline, self.progress = pipeline, progress
-        self.counts = {c: np.zeros(n, np.int64) for c, n in pipeline.cardinalities.items()}
-        self.rows: dict[str, int] = {}
-        self.positives: dict[str, int] = {}
-        self.ranges: dict[str, tuple[float, float]] = {}  # in the training split
-
-    def read(self, splits: dict[str, list[ParquetFile]]) -> None:
-        """Check all rows; the error of a bad value names file, row and column."""
-        spec, remedy = self.pipeline.spec, LABEL_REMEDY
-        if by := self.pipeline.columns.get(spec.label, Column()).changed_by:
-            remedy = (
-                f"The workflow changed the label ({', '.join(by)}). Let it pass the label unchanged"
-            )
-        total = sum(file.rows for files in splits.values() for file in files)
-        with progress_bar("checking", total, show=self.progress) as bar:
-            for split, files in splits.items():
-                rows = positives = 0
-                columns = [spec.label, *spec.fields]
-                for where, batch in prefetch(batches(files, columns, BATCH_ROWS)):
-                    rows += batch.num_rows
-                    labels = checked_labels(batch, spec.label, where, remedy)
-                    positives += int(np.count_nonzero(labels))
-                    for name in spec.continuous:
-                        values = checked_numbers(batch, name, where)
-                        if split == "train":
-                            low, high = self.ranges.get(name, (np.inf, -np.inf))
-                            low, high = min(low, values.min()), max(high, values.max())
-                            self.ranges[name] = float(low), float(high)
-                    for name in spec.ids:
-                        ids = checked_ids(batch, name, self.pipeline.cardinalities[name], where)
-                        if split == "train":
-                            _add_counts(self.counts[name], ids)
-                    bar.update(batch.num_rows)
-                if files and positives in (0, rows):
-                    raise UserError(
-                        f"column {spec.label!r} has only label {min(positives, 1)} in all "
-                        f"{rows:,} rows of the {split} split. Give more rows, or name another "
-                        "column"
-                    )
-                self.rows[split], self.positives[split] = rows, positives
+    Returns:
+        The counts of training ids by field; and the report, with the ranges of training numbers.
+    """
+    spec, sizes, remedy = pipeline.spec, pipeline.cardinalities, LABEL_REMEDY
+    if spec.label in pipeline.columns and (by := pipeline.columns[spec.label].changed_by):
+        names = ", ".join(operator_name(node.op) for node in by)
+        remedy = f"The workflow changed the label ({names}). Let it pass the label unchanged"
+    counts = {name: np.zeros(size, np.int64) for name, size in sizes.items()}
+    ranges = {name: {"min": np.inf, "max": -np.inf} for name in spec.continuous}
+    rows, positives = dict.fromkeys(splits, 0), dict.fromkeys(splits, 0)
+    total = sum(file.rows for files in splits.values() for file in files)
+    with progress_bar("checking", total, show=progress) as bar:
+        for split, files in splits.items():
+            for where, batch in prefetch(batches(files, [spec.label, *spec.fields], BATCH_ROWS)):
+                labels = checked_labels(batch, spec.label, where, remedy)
+                rows[split] += batch.num_rows
+                positives[split] += int(np.count_nonzero(labels))
+                for name in spec.continuous:
+                    values = checked_numbers(batch, name, where)
+                    if split == "train":
+                        ranges[name]["min"] = min(ranges[name]["min"], float(values.min()))
+                        ranges[name]["max"] = max(ranges[name]["max"], float(values.max()))
+                for name in spec.ids:
+                    ids = checked_ids(batch, name, sizes[name], where)
+                    if split == "train":
+                        _add_counts(counts[name], ids)
+                bar.update(batch.num_rows)
+            if files and positives[split] in (0, rows[split]):
+                raise UserError(
+                    f"column {spec.label!r} has only label {min(positives[split], 1)} in all "
+                    f"{rows[split]:,} rows of the {split} split. Give more rows, or name another "
+                    "column"
+                )
+    return counts, {"rows": rows, "positives": positives, "fields": ranges}
 
 
 def _add_counts(counts: np.ndarray, ids: np.ndarray) -> None:
@@ -173,60 +169,3 @@ def _add_counts(counts: np.ndarray, ids: np.ndarray) -> None:
     else:  # a table so large that to go through it costs more than to sort the ids
         seen, often = np.unique(ids, return_counts=True)
         counts[seen] += often
-
-
-# The folder --------------------------------------------------------------------------------------
-
-
-def _save(
-    pipeline: Pipeline, scan: _Scan, splits: dict[str, list[ParquetFile]], folder: Path
-) -> None:
-    (folder / "counts").mkdir()
-    for name, counts in scan.counts.items():
-        vocabulary = pipeline.vocabularies.get(name)
-        raw = pa.nulls(0, pa.string()) if vocabulary is None else vocabulary.raw()
-        write_counts(folder / "counts", name, counts, raw)
-    bucketed = {
-        name
-        for name in pipeline.spec.ids
-        if name not in pipeline.vocabularies
-        and (pipeline.columns[name].is_hashed or "Bucketize" in pipeline.columns[name].changed_by)
-    }
-    save_schema(pipeline.schema, folder, bucketed)
-    notes = list(pipeline.notes)
-    if other := _counted_otherwise(pipeline, scan):
-        notes.append(
-            f"counts of {quoted(other)} differ from those of the fit: the rows are others, or "
-            "NVTabular was given a frame whose index is not 0, 1, 2, …, and wrote wrong ids "
-            "(--check-raw tells)"
-        )
-    fields = {name: {"min": low, "max": high} for name, (low, high) in scan.ranges.items()}
-    record = {
-        "spec": pipeline.spec.to_dict(),
-        "workflow": str(pipeline.folder.absolute()),
-        "workflow_sha256": checksum(pipeline.folder / "workflow.pkl"),
-        "files": {split: [file.state for file in files] for split, files in splits.items()},
-        "rows": scan.rows,
-        "cardinalities": pipeline.cardinalities,
-        "report": {"rows": scan.rows, "positives": scan.positives, "fields": fields},
-        "notes": notes,
-    }
-    write_record(folder, record)
-
-
-def _counted_otherwise(pipeline: Pipeline, scan: _Scan) -> list[str]:
-    """Fields whose counts are not those in the workflow's vocabularies."""
-    by_vocabulary: dict[str, list[str]] = {}
-    for field, vocabulary in pipeline.vocabularies.items():
-        by_vocabulary.setdefault(vocabulary.storage, []).append(field)
-    other = []
-    for fields in by_vocabulary.values():
-        vocabulary = pipeline.vocabularies[fields[0]]
-        sizes = vocabulary.sizes()
-        counts = np.sum([scan.counts[field] for field in fields], axis=0)
-        limits = map(pipeline.schema[fields[0]].properties.get, _LIMITS)
-        strange = counts[UNKNOWN] > 0 and not any(limits)  # a fit without limits knows all ids
-        known = counts[len(counts) - vocabulary.rows :]
-        if sizes is not None and (strange or not np.array_equal(sizes, known)):
-            other += fields
-    return other

@@ -12,7 +12,7 @@ import pyarrow as pa
 from merlin_cowclip.workflows.data.adopt.inference import InferenceWorkflow
 from merlin_cowclip.workflows.data.adopt.parquet_files import ParquetFile
 from merlin_cowclip.workflows.data.adopt.validate import batches
-from merlin_cowclip.workflows.errors import UserError
+from merlin_cowclip.workflows.errors import UserError, clipped
 
 ROWS = 10_000  # to compare, spread over all raw rows
 BATCH_ROWS = 1 << 16
@@ -33,7 +33,7 @@ def check_skew(
     """Encode raw rows, and look each up among the rows that the workflow wrote, in any order.
 
     Of ``fields``, ``numbers`` are compared to 3 digits. The error of rows that are not there names
-    the field that differs.
+    the fields that differ.
     """
     rows = _sample(inference, raw, fields)
     hashing = _Hashes(rows, fields, numbers)
@@ -123,32 +123,21 @@ class _Hashes:
 def _refuse(
     hashing: _Hashes, rows: pd.DataFrame, lost: pd.DataFrame, encoded: Sequence[ParquetFile]
 ) -> NoReturn:
-    """Name the field without which most of the lost rows are found."""
-    matched = np.zeros((len(lost), len(hashing.fields)), bool)
-    for _, batch in batches(encoded, hashing.fields, BATCH_ROWS):
+    """Tell in which fields the first lost row differs from the most similar one of the parquet."""
+    mine, most, nearest, found = lost[:1], -1, "", []
+    for where, batch in batches(encoded, hashing.fields, BATCH_ROWS):
         frame = batch.to_pandas()
-        for shift in hashing.shifts:
-            mine, other = _without_each(hashing(lost, shift)), _without_each(hashing(frame, shift))
-            for place in range(len(hashing.fields)):
-                matched[:, place] |= np.isin(mine[:, place], other[:, place])
-    if not matched.any():
-        raise UserError(
-            f"{len(lost):,} of {len(rows):,} raw rows are not in the parquet; the first is row "
-            f"{lost.index[0]:,}. Give the raw rows that the parquet was written from, or write it "
-            "again with this workflow"
-        )
-    # Of several fields, the one whose rest tells most rows apart.
-    rest = _without_each(hashing(rows, 0.0))
-    place = int(np.argmax(matched.sum(axis=0) + [len(set(r)) / 1e6 for r in rest.T]))
-    name, row = hashing.fields[place], int(matched[:, place].argmax())
-    value = lost[name].iloc[row]
+        same = np.any([hashing(frame, s) == hashing(mine, s) for s in hashing.shifts], axis=0)
+        row = int(same.sum(axis=1).argmax())
+        if same[row].sum() > most:
+            most, nearest = same[row].sum(), where.row(row)
+            found = [
+                f"{name!r} {mine[name].iloc[0]} instead of {frame[name][row]}"
+                for name, is_same in zip(hashing.fields, same[row], strict=True)
+                if not is_same
+            ]
     raise UserError(
-        f"field {name!r} differs from the parquet in {int(matched[:, place].sum()):,} of "
-        f"{len(rows):,} raw rows. In row {lost.index[row]:,} the workflow gives "
-        f"{list(value) if isinstance(value, np.ndarray) else value}. {_AGAIN}"
+        f"{len(lost):,} of {len(rows):,} raw rows are encoded otherwise than in the parquet. Of "
+        f"row {mine.index[0]:,} the workflow makes {clipped(', '.join(found))} as in {nearest}, "
+        f"which is most similar. {_AGAIN}. Or give the raw rows that it was written from"
     )
-
-
-def _without_each(hashes: np.ndarray) -> np.ndarray:
-    """The sum of each row but for one field, n×F."""
-    return hashes.sum(axis=1, keepdims=True) - hashes

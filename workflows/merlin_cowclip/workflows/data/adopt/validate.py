@@ -30,18 +30,14 @@ class BatchLocation:
     """Where a batch of rows was read, for messages."""
 
     path: Path
-    group: int | None  # row group of a file; None for rows of a request
     first: int = 0  # rows of the file before it
 
     def row(self, row: int) -> str:
         """A row of the batch."""
-        group = "" if self.group is None else f" (row group {self.group})"
-        return f"row {self.first + row + 1} of {self.path}{group}"
+        return f"row {self.first + row + 1} of {self.path}"
 
     def __str__(self) -> str:
-        if self.group is None:
-            return str(self.path)
-        return f"{self.path}, row group {self.group}, rows from {self.first + 1} on"
+        return f"{self.path}{f', rows from {self.first + 1} on' * bool(self.first)}"
 
     def refuse(self, name: str, row: int, found: str, remedy: str) -> NoReturn:
         """Raise UserError for a value of a column."""
@@ -62,16 +58,15 @@ def batches(
 ) -> Iterator[tuple[BatchLocation, pa.RecordBatch]]:
     """Some columns of all files, at most ``rows`` rows at a time, in order; no batch is empty."""
     for file in files:
-        group = row = 0
+        row = 0
         try:
             with pq.ParquetFile(file.path) as parquet:
-                for group in range(parquet.num_row_groups):
-                    for batch in parquet.iter_batches(rows, [group], list(columns)):
-                        if batch.num_rows:
-                            yield BatchLocation(file.path, group, row), batch
-                        row += batch.num_rows
+                for batch in parquet.iter_batches(rows, columns=list(columns)):
+                    if batch.num_rows:
+                        yield BatchLocation(file.path, row), batch
+                    row += batch.num_rows
         except (pa.ArrowException, OSError) as error:
-            bad_parquet(file.path, error, f", row group {group}")
+            bad_parquet(file.path, error)
 
 
 def checked_labels(
@@ -102,7 +97,10 @@ def checked_ids(batch: pa.RecordBatch, name: str, limit: int, where: BatchLocati
     if len(ids) and (ids.min() < 0 or ids.max() >= limit):
         at = int(np.argmax((ids < 0) | (ids >= limit)))
         found = f"id {ids[at]}, beyond the schema's 0 to {limit - 1},"
-        remedy = "Give the parquet that this workflow wrote, or the workflow that wrote it"
+        remedy = (
+            "Give the parquet that this workflow wrote. Categorify(single_table=True) is not "
+            "supported, and one with encode_type='combo' must come first (combo + others)"
+        )
         where.refuse(name, _row_of(column, at), found, remedy)
     return ids
 

@@ -6,7 +6,7 @@ The Arrow engine computes the statistics that NVTabular's operators would, and p
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -83,15 +83,14 @@ def raw_schema(spec: DatasetSpec) -> Schema:
     return Schema(columns)
 
 
-def save_schema(schema: Schema, folder: Path, bucketed: Collection[str] = ()) -> None:
+def save_schema(schema: Schema, folder: Path) -> None:
     """Write ``schema.pbtxt`` and ``.merlin/`` (for `merlin.io.Dataset`).
 
     Fields with counts get a property ``untrained_ids``: ranges (start, end, start, …) of special or
-    hashed IDs without a training row. `FusedEmbeddings` initializes their embeddings with zero. All
-    IDs of the fields ``bucketed`` are buckets.
+    hashed IDs without a training row. `FusedEmbeddings` initializes their embeddings with zero.
     """
     counts = folder / "counts"
-    schema = Schema([_with_untrained_ids(c, counts, c.name in bucketed) for c in schema])
+    schema = Schema([_with_untrained_ids(column, counts) for column in schema])
     proto = TensorflowMetadata.from_merlin_schema(schema)
     for feature in proto.proto_schema.feature:
         feature.annotation.tag.sort()  # a set has no order
@@ -100,13 +99,14 @@ def save_schema(schema: Schema, folder: Path, bucketed: Collection[str] = ()) ->
     proto.to_json_file(str(folder / ".merlin"))
 
 
-def _with_untrained_ids(column: ColumnSchema, counts: Path, bucketed: bool) -> ColumnSchema:
+def _with_untrained_ids(column: ColumnSchema, counts: Path) -> ColumnSchema:
     path = counts / f"{column.name}.parquet"
     if not path.exists():  # the label, numbers
         return column
     buckets = int(column.properties.get("num_buckets") or 1)
     count = pq.read_table(path, columns=["count"])["count"].to_numpy()
-    if not bucketed and (buckets == 1 or column.properties.get("cat_path")):
+    is_known = not column.properties.get("no_raw_ids")  # else any id may be a bucket
+    if is_known and (buckets == 1 or column.properties.get("cat_path")):
         count = count[: UNKNOWN + buckets]
     untrained = np.concatenate([[False], count == 0, [False]])
     ends = np.flatnonzero(np.diff(untrained))

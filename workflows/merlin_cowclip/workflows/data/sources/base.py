@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
-import dataclasses
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -31,14 +31,12 @@ class Chunk:
         start: the first byte of a CSV file, or the first row group of a parquet file.
         stop: one beyond the last.
         size: its bytes.
-        first_row: rows before it, in a parquet file.
         quotes: whether a CSV part may have quoted cells.
     """
 
     start: int
     stop: int
     size: int
-    first_row: int = 0
     quotes: bool = False
 
 
@@ -59,15 +57,11 @@ class Source(abc.ABC):
     spec: DatasetSpec
     path: Path
     labelled: bool = True
-    state: tuple[int, int, int] = dataclasses.field(init=False)  # when it was opened
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "state", _state(self.path))
 
     @property
     def size(self) -> int:
         """Bytes of the file."""
-        return self.state[0]
+        return self.path.stat().st_size
 
     @property
     def wanted(self) -> tuple[str, ...]:
@@ -76,9 +70,14 @@ class Source(abc.ABC):
         time = [self.spec.split.column] if self.spec.split.column else []
         return tuple(dict.fromkeys((*label, *self.spec.fields, *time)))
 
+    @property
     @abc.abstractmethod
+    def names(self) -> tuple[str, ...]:
+        """The columns of the file, in order."""
+
     def has_label(self) -> bool:
         """Whether the file has the label's column."""
+        return self.spec.label in self.names
 
     @abc.abstractmethod
     def check(self) -> None:
@@ -88,7 +87,6 @@ class Source(abc.ABC):
     def chunks(self, size: int) -> list[Chunk]:
         """The file in parts of about ``size`` bytes, each of whole rows."""
 
-    @abc.abstractmethod
     def batches(
         self,
         chunk: Chunk,
@@ -105,6 +103,19 @@ class Source(abc.ABC):
         Raises:
             UserError: a bad value, with file, line or row, and column.
         """
+        rows, replaced = 0, Counter() if replaced is None else replaced
+        for batch, size in self.read(chunk):
+            yield self._cast(batch, functools.partial(self._place, chunk, rows), replaced)
+            rows += batch.num_rows
+            advance(size)
+
+    @abc.abstractmethod
+    def read(self, chunk: Chunk) -> Iterator[tuple[pa.RecordBatch, int]]:
+        """The columns `wanted` of a part as the file has them, and the bytes read since."""
+
+    @abc.abstractmethod
+    def _place(self, chunk: Chunk, before: int, row: int) -> str:
+        """The line of a row of a part, ``before`` + ``row`` rows behind its first."""
 
     def check_names(self, names: Sequence[str]) -> None:
         """Check that column names are unique and include those of the spec."""
@@ -118,7 +129,7 @@ class Source(abc.ABC):
                 f"{self.spec.name!r}. It has: {quoted(names, brief=True)}"
             )
 
-    def cast(
+    def _cast(
         self, batch: pa.RecordBatch, place: Callable[[int], str], replaced: Counter[str]
     ) -> pa.RecordBatch:
         """The columns `wanted` of a batch in our types; ``place`` tells a row's line."""
@@ -149,15 +160,14 @@ class Source(abc.ABC):
             labels = column.cast(pa.float64(), safe=False)
         else:
             labels = pc.index_in(column.cast(pa.string()), value_set=pa.array(values))
-        good = pc.fill_null(pc.or_(pc.equal(labels, 0), pc.equal(labels, 1)), False)
+        good = pc.is_in(labels, pa.array([0, 1], labels.type))
         if pc.all(good).as_py() is False:  # None: there is no row
             row = pc.index(good, False).as_py()
-            found = column[row].as_py()
-            shown = f"{found:g}" if isinstance(found, float) else repr(found)
+            found = column.slice(row, 1).cast(pa.string())[0].as_py() or "missing"
             raise UserError(
-                f"{self.path}, {place(row)}, column {self.spec.label!r}: the label is "
-                f"{'missing' if found is None else shown} instead of {' or '.join(values or '01')}"
-                ". Correct the row or remove it, or set label_values in the specification"
+                f"{self.path}, {place(row)}, column {self.spec.label!r}: the label is {found} "
+                f"instead of {' or '.join(values or '01')}. Correct the row or remove it, or set "
+                "label_values in the specification"
             )
         return labels.cast(pa.int8())
 
@@ -248,18 +258,18 @@ def ids_as_text(ids: pa.Array, is_list: bool, null_values: Sequence[str] = ()) -
 @contextlib.contextmanager
 def unchanged(sources: Sequence[Source]) -> Iterator[None]:
     """Raise UserError if a file is modified within the context, also where reading failed."""
+
+    def state(path: Path) -> tuple[int, int, int] | None:
+        status = path.stat() if path.exists() else None
+        return status and (status.st_size, status.st_mtime_ns, status.st_ino)
+
+    before = {source.path: state(source.path) for source in sources}
     try:
         yield
     finally:
-        for source in sources:
-            if not source.path.exists() or _state(source.path) != source.state:
+        for path, opened in before.items():
+            if state(path) != opened:
                 raise UserError(
-                    f"{source.path} was modified while it was being read. Stop the writer or copy "
-                    "the file, and run again"
+                    f"{path} was modified while it was being read. Stop the writer or copy the "
+                    "file, and run again"
                 )
-
-
-def _state(path: Path) -> tuple[int, int, int]:
-    """Size, time and inode, to detect a modified file."""
-    status = path.stat()
-    return status.st_size, status.st_mtime_ns, status.st_ino

@@ -12,8 +12,7 @@ import mmap
 import os
 import re
 import zlib
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NoReturn
 
 import pyarrow as pa
@@ -21,7 +20,6 @@ import pyarrow.compute as pc
 import pyarrow.csv
 
 from merlin_cowclip.workflows.data.sources.base import ID_TYPE, Chunk, Source, is_text
-from merlin_cowclip.workflows.data.sources.files import refuse_unreadable
 from merlin_cowclip.workflows.data.spec import SPECS
 from merlin_cowclip.workflows.errors import UserError, clipped
 
@@ -40,11 +38,8 @@ class CsvSource(Source):
     @functools.cached_property
     def gzipped(self) -> bool:
         """Whether it begins as gzip does."""
-        try:
-            with open(self.path, "rb") as file:
-                return file.read(2) == b"\x1f\x8b"
-        except OSError as error:
-            refuse_unreadable(self.path, error)
+        with open(self.path, "rb") as file:
+            return file.read(2) == b"\x1f\x8b"
 
     @functools.cached_property
     def names(self) -> tuple[str, ...]:
@@ -57,34 +52,30 @@ class CsvSource(Source):
     def has_label(self) -> bool:
         """Whether its header has it or, without one, its first row is not just one cell short."""
         if self.spec.columns is None:
-            return self.spec.label in self.names
+            return super().has_label()
         return len(self._first_row()) != len(self.spec.columns) - 1
 
     def check(self) -> None:
         """Check the first row against the spec."""
-        cells, expected = self._first_row(), str(len(self.names))
-        if self.spec.columns is None:
-            expected = f"at least {len(self.wanted)}"
-            if len(cells) > 1 or len(self.wanted) == 1:
-                self.check_names(cells)
-                return
-        elif len(cells) == len(self.names):
+        cells, has_header = self._first_row(), self.spec.columns is None
+        if has_header and (len(cells) > 1 or len(self.wanted) == 1):
+            self.check_names(cells)
             return
-        name, separator = self.spec.name, self.spec.separator
-        raise UserError(
-            f"{self.path} is not in {name[:1].upper()}{name[1:]} format (expected {expected} "
-            f"{SEPARATORS.get(separator, repr(separator))}-separated columns, found {len(cells)})"
-            f"{self._remedy_of_format(cells)}"
-        )
-
-    def _remedy_of_format(self, cells: list[str]) -> str:
-        """The built-in data set whose format the first row has, or what to change."""
+        if not has_header and len(cells) == len(self.names):
+            return
+        remedy = ". Set separator, header and columns in the specification as the file has them"
         for spec in SPECS.values():
             row = cells[0].split(spec.separator) if len(cells) == 1 else cells
             width = len(row) == len(spec.columns or ())
             if spec.name != self.spec.name and (width or set(row) >= {spec.label, *spec.fields}):
-                return f". Did you mean `prepare {spec.name}`?"
-        return ". Set separator, header and columns in the specification as the file has them"
+                remedy = f". Did you mean `prepare {spec.name}`?"
+        name, separator = self.spec.name, self.spec.separator
+        expected = f"at least {len(self.wanted)}" if has_header else str(len(self.names))
+        raise UserError(
+            f"{self.path} is not in {name[:1].upper()}{name[1:]} format (expected {expected} "
+            f"{SEPARATORS.get(separator, repr(separator))}-separated columns, found {len(cells)})"
+            f"{remedy}"
+        )
 
     def chunks(self, size: int) -> list[Chunk]:
         """Parts that end with a line; a file that is gzipped or has quotes is one part."""
@@ -99,124 +90,94 @@ class CsvSource(Source):
                 starts.append(start)
         return [Chunk(a, b, b - a) for a, b in zip(starts, [*starts[1:], end], strict=True)]
 
-    def batches(
-        self,
-        chunk: Chunk,
-        advance: Callable[[int], Any] = int,
-        replaced: Counter[str] | None = None,
-    ) -> Iterator[pa.RecordBatch]:
+    def read(self, chunk: Chunk) -> Iterator[tuple[pa.RecordBatch, int]]:
         """Read the rows of a part."""
-        replaced, rows, read = Counter() if replaced is None else replaced, 0, 0
-        unchecked = chunk.quotes
+        unchecked, read = chunk.quotes, 0
         try:
-            with self._open(chunk) as (stream, batches):
+            with self._stream(chunk) as stream, self._reader(chunk, stream) as batches:
                 for batch in batches:
                     if unchecked and _has_line_ends(batch):
                         self._check_quotes()
                         unchecked = False
-                    yield self.cast(batch, functools.partial(self._place, chunk, rows), replaced)
-                    rows += batch.num_rows
-                    advance(stream.tell() - read)
+                    yield batch, stream.tell() - read
                     read = stream.tell()
         except (pa.ArrowInvalid, *GZIP_ERRORS) as error:
-            self._fail(chunk, error)
+            if "Empty CSV" not in str(error):  # a part of blank lines
+                self._fail(chunk, error)
 
-    @contextlib.contextmanager
-    def _open(self, chunk: Chunk, threads: bool = True) -> Iterator[tuple[pa.NativeFile, Any]]:
-        """A part's bytes, and Arrow's reader; it tells the row of a fault only without threads."""
+    def _stream(self, chunk: Chunk) -> pa.NativeFile:
+        """A part's bytes."""
+        if self.gzipped:
+            return pa.OSFile(os.fsencode(self.path))  # a name need not be UTF-8
+        text = pa.py_buffer(self._mapped())
+        return pa.BufferReader(text.slice(chunk.start, chunk.stop - chunk.start))
+
+    def _reader(self, chunk: Chunk, stream: pa.NativeFile) -> pyarrow.csv.CSVStreamingReader:
         spec, kept = self.spec, self.names if chunk.quotes else self.wanted
         types = dict.fromkeys(kept, pa.binary()) | dict.fromkeys(self.wanted, pa.string())
         types |= dict.fromkeys(spec.categorical, ID_TYPE)
         types |= dict.fromkeys({*spec.continuous} - {spec.split.column}, pa.float64())
         if self.labelled and spec.label_values is None:
             types[spec.label] = pa.float64()
-        named_by_file = spec.columns is None and chunk.start == 0
-        path = os.fsencode(self.path)  # a name need not be UTF-8
-        if self.gzipped:
-            stream, block = pa.OSFile(path), GZIP_BLOCK_BYTES
-        else:
-            with pa.memory_map(path) as mapped:
-                mapped.seek(chunk.start)
-                stream = pa.BufferReader(mapped.read_buffer(chunk.stop - chunk.start))
-            block = BLOCK_BYTES
-        with stream:
-            try:
-                reader = pa.csv.open_csv(
-                    pa.CompressedInputStream(stream, "gzip") if self.gzipped else stream,
-                    pa.csv.ReadOptions(
-                        block_size=block,
-                        column_names=None if named_by_file else self.names,
-                        use_threads=threads,
-                    ),
-                    pa.csv.ParseOptions(
-                        delimiter=spec.separator,
-                        quote_char='"' if spec.quotes else False,
-                        newlines_in_values=chunk.quotes,
-                        ignore_empty_lines=len(self.names) > 1,
-                    ),
-                    pa.csv.ConvertOptions(
-                        column_types={name: types[name] for name in kept},
-                        include_columns=kept,
-                        null_values=["", *spec.null_values],
-                        strings_can_be_null=True,
-                    ),
-                )
-            except pa.ArrowInvalid as error:
-                if "Empty CSV" not in str(error):  # a part of blank lines
-                    raise
-                reader = contextlib.nullcontext([])
-            with reader as batches:
-                yield stream, batches
+        return pa.csv.open_csv(
+            pa.CompressedInputStream(stream, "gzip") if self.gzipped else stream,
+            pa.csv.ReadOptions(
+                block_size=GZIP_BLOCK_BYTES if self.gzipped else BLOCK_BYTES,
+                column_names=None if self._has_header(chunk) else self.names,
+                use_threads=False,  # with threads it does not tell the row of a fault
+            ),
+            pa.csv.ParseOptions(
+                delimiter=spec.separator,
+                quote_char='"' if spec.quotes else False,
+                newlines_in_values=chunk.quotes,
+                ignore_empty_lines=len(self.names) > 1,
+            ),
+            pa.csv.ConvertOptions(
+                column_types={name: types[name] for name in kept},
+                include_columns=kept,
+                null_values=["", *spec.null_values],
+                strings_can_be_null=True,
+            ),
+        )
 
     def _fail(self, chunk: Chunk, error: Exception) -> NoReturn:
         """Raise the error of a fault that Arrow found, with its line."""
         if chunk.quotes:
             with contextlib.suppress(*GZIP_ERRORS):
                 self._check_quotes()
-        if isinstance(error, OSError) and error.errno is not None:
-            refuse_unreadable(self.path, error)
+        reason = clipped(str(error))
         if not isinstance(error, pa.ArrowInvalid):
             raise UserError(
-                f"{self.path} is a damaged gzip file: {clipped(str(error))}. Copy or download it "
-                "again"
+                f"{self.path} is a damaged gzip file: {reason}. Copy or download it again"
             ) from None
-        try:  # again, without threads: to be told the row
-            with self._open(chunk, threads=False) as (_, batches):
-                for _ in batches:
-                    pass
-        except (pa.ArrowInvalid, OSError) as again:
-            error = again
-        reason = clipped(str(error))
         found = _FAULT.search(reason)
         if found is None:
             raise UserError(f"cannot read {self.path} as CSV: {reason}") from None
         name = f", column {self.names[int(found['column'])]!r}" if found["column"] else ""
-        has_header = self.spec.columns is None and chunk.start == 0
-        place = self._place(chunk, 0, int(found["row"]) - 1 - has_header)
-        remedy = "Correct it, leave it empty, or name it in null_values (a label: label_values)"
-        if "UTF8" in reason:
-            remedy = "Convert the file to UTF-8: iconv -f LATIN1 -t UTF-8"
-        elif "Expected" in reason:
-            hint = "" if self.spec.quotes else " (quotes = true, if the file has quoted cells)"
-            remedy = f"Correct the row or remove it{hint}"
-        raise UserError(f"{self.path}, {place}{name}: {found['text']}. {remedy}") from None
+        place = self._place(chunk, 0, int(found["row"]) - 1 - self._has_header(chunk))
+        raise UserError(
+            f"{self.path}, {place}{name}: {found['text']}. Correct the row or remove it, convert "
+            "the file to UTF-8 (iconv), or describe it in the specification (quotes, null_values, "
+            "label_values)"
+        ) from None
 
     def _place(self, chunk: Chunk, before: int, row: int) -> str:
-        """The line of a row of a part, ``before`` + ``row`` rows behind its first."""
         row += before
-        has_header = self.spec.columns is None and chunk.start == 0
         with (
             contextlib.suppress(csv.Error, StopIteration, *GZIP_ERRORS),
             self._rows(chunk.start) as rows,
             self._mapped() as text,
         ):
             ends = (rows.line_num for cells in rows if cells or len(self.names) == 1)
-            line = next(itertools.islice(ends, row + has_header, None))
+            line = next(itertools.islice(ends, row + self._has_header(chunk), None))
             step = 16 << 20  # slices are copies
             for start in range(0, chunk.start, step):
                 line += text[start : min(start + step, chunk.start)].count(b"\n")
             return f"line {line}"
         return f"row {row + 1}"
+
+    def _has_header(self, chunk: Chunk) -> bool:
+        return self.spec.columns is None and chunk.start == 0
 
     def _check_quotes(self) -> None:
         """Check that every quoted cell is closed: one that is not swallows the rows behind it.

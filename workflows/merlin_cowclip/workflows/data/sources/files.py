@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import fnmatch
 import glob
+import itertools
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -28,12 +28,7 @@ def expand_paths(inputs: str | Path | Sequence[str | Path]) -> list[Path]:
     for given in [inputs] if isinstance(inputs, (str, Path)) else inputs:
         path = Path(given)
         try:
-            matches = [path]
-            if not path.exists():
-                matches = [Path(match) for match in glob.glob(str(given), recursive=True)]
-            found = [f for m in matches for f in (m.rglob("*") if m.is_dir() else [m])]
-            if path.is_dir() or not path.exists():
-                found = _visible(found, path)
+            found = [path] if path.exists() and not path.is_dir() else _found(path)
         except (OSError, ValueError) as error:  # too long a name, or one with a zero byte
             refuse_unreadable(path, error)
         if not found:
@@ -45,36 +40,38 @@ def expand_paths(inputs: str | Path | Sequence[str | Path]) -> list[Path]:
         if not path.is_file() or path.stat().st_size == 0:
             found_instead = "is empty" if path.is_file() else "is not a regular file"
             raise UserError(f"input file {path} {found_instead}. Leave it out, or write it again")
+        try:
+            path.open("rb").close()
+        except OSError as error:
+            refuse_unreadable(path, error)
     refuse_twice(files)
     return files
 
 
-def _visible(paths: Iterable[Path], given: Path) -> list[Path]:
-    """Files with bytes that no hidden name leads to, unless it is given, in natural order."""
-    meant = [part for part in given.parts if part.startswith(HIDDEN)]
-
-    def is_hidden(part: str) -> bool:  # "_day=1" is a partition of a column
-        named = any(fnmatch.fnmatch(part, pattern) for pattern in meant)
-        return part.startswith(HIDDEN) and "=" not in part and not named
-
-    files = {path for path in paths if not any(map(is_hidden, path.parts)) and path.is_file()}
-    return sorted(
-        sorted(path for path in files if path.stat().st_size),
-        key=lambda path: natural_sort_key(str(path)),
-    )
+def _found(given: Path) -> list[Path]:
+    """Files with bytes of a folder or glob, but hidden ones, in natural order."""
+    base, matches = given, [given]
+    if not given.is_dir():
+        base = Path(*itertools.takewhile(lambda part: not glob.has_magic(part), given.parts))
+        matches = [Path(match) for match in glob.glob(str(given), recursive=True)]
+    files = {file for match in matches for file in (match, *match.rglob("*")) if file.is_file()}
+    visible = [
+        file
+        for file in files
+        # "_day=1" is a partition of a column
+        if not any(p.startswith(HIDDEN) and "=" not in p for p in file.relative_to(base).parts)
+        and file.stat().st_size
+    ]
+    return sorted(visible, key=lambda file: (natural_sort_key(str(file)), file))
 
 
 def refuse_twice(files: Iterable[Path]) -> None:
     """Raise UserError if a file is given twice, by whatever name and link."""
     seen: dict[tuple[int, int], Path] = {}
     for path in files:
-        status = path.stat()
-        key = status.st_dev, status.st_ino
-        if key in seen:
-            raise UserError(
-                f"input file {path} is given twice (first as {seen[key]}). Leave one out"
-            )
-        seen[key] = path
+        first = seen.setdefault((path.stat().st_dev, path.stat().st_ino), path)
+        if first is not path:
+            raise UserError(f"input file {path} is given twice (first as {first}). Leave one out")
 
 
 def refuse_unreadable(path: Path, error: Exception) -> NoReturn:

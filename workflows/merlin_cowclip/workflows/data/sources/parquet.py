@@ -6,15 +6,12 @@ import contextlib
 import functools
 import os
 import urllib.parse
-from collections import Counter
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from merlin_cowclip.workflows.data.sources.base import Chunk, Source
-from merlin_cowclip.workflows.data.sources.files import refuse_unreadable
 from merlin_cowclip.workflows.errors import UserError, clipped
 
 BATCH_ROWS = 65_536
@@ -24,52 +21,48 @@ HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
 class ParquetSource(Source):
     """A parquet file with the columns that its spec names, in any order."""
 
-    def has_label(self) -> bool:
-        """Whether the file, or the name of a folder, has it."""
+    @functools.cached_property
+    def names(self) -> tuple[str, ...]:
+        """The columns of the file, then those of its folders' names."""
         with self._open() as file:
-            return self.spec.label in {*file.schema_arrow.names, *self._partition}
+            held = file.schema_arrow.names
+        return (*held, *(key for key in self._partition if key not in held))
 
     def check(self) -> None:
-        """Check names and types."""
-        with self._open() as file:
-            schema = file.schema_arrow
-        keys = [key for key in self._partition if key not in schema.names]
-        self.check_names([*schema.names, *keys])
-        held = [name for name in self.wanted if name in schema.names]
-        empty = pa.RecordBatch.from_arrays([pa.nulls(0, schema.field(n).type) for n in held], held)
-        self.cast(self._with_partition(empty), str, Counter())
+        """Check the names."""
+        self.check_names(self.names)
 
     def chunks(self, size: int) -> list[Chunk]:
         """Row groups, as many as make about ``size`` bytes."""
         chunks: list[Chunk] = []
-        start = first_row = rows = held = 0
+        start = held = 0
         with self._open() as file:
             groups = file.metadata.num_row_groups
             for i in range(groups):
-                group = file.metadata.row_group(i)
-                rows, held = rows + group.num_rows, held + group.total_byte_size
+                held += file.metadata.row_group(i).total_byte_size
                 if held >= size or i == groups - 1:
-                    chunks.append(Chunk(start, i + 1, held, first_row))
-                    start, first_row, held = i + 1, rows, 0
+                    chunks.append(Chunk(start, i + 1, held))
+                    start, held = i + 1, 0
         return chunks
 
-    def batches(
-        self,
-        chunk: Chunk,
-        advance: Callable[[int], Any] = int,
-        replaced: Counter[str] | None = None,
-    ) -> Iterator[pa.RecordBatch]:
+    def read(self, chunk: Chunk) -> Iterator[tuple[pa.RecordBatch, int]]:
         """Read the rows of some row groups."""
-        replaced, first = Counter() if replaced is None else replaced, chunk.first_row
         with self._open() as file:
             groups = range(chunk.start, chunk.stop)
             total = max(1, sum(file.metadata.row_group(i).num_rows for i in groups))
-            columns = [name for name in self.wanted if name in file.schema_arrow.names]
-            for batch in file.iter_batches(BATCH_ROWS, row_groups=groups, columns=columns):
-                batch = self._with_partition(batch)
-                yield self.cast(batch, functools.partial(_place, first), replaced)
-                first += batch.num_rows
-                advance(chunk.size * batch.num_rows // total)
+            held = [name for name in self.wanted if name in file.schema_arrow.names]
+            for batch in file.iter_batches(BATCH_ROWS, row_groups=groups, columns=held):
+                columns = dict(zip(batch.schema.names, batch.columns, strict=True))
+                for name, text in self._partition.items():
+                    if name in self.wanted and name not in columns:
+                        columns[name] = pa.array([text] * batch.num_rows, pa.string())
+                size = chunk.size * batch.num_rows // total
+                yield pa.RecordBatch.from_pydict(columns), size
+
+    def _place(self, chunk: Chunk, before: int, row: int) -> str:
+        with self._open() as file:
+            groups = map(file.metadata.row_group, range(chunk.start))
+            return f"row {sum(group.num_rows for group in groups) + before + row + 1}"
 
     @property
     def _partition(self) -> dict[str, str | None]:
@@ -78,26 +71,13 @@ class ParquetSource(Source):
         texts = {urllib.parse.unquote(key): urllib.parse.unquote(text) for key, text in pairs}
         return {key: None if text == HIVE_NULL else text for key, text in texts.items()}
 
-    def _with_partition(self, batch: pa.RecordBatch) -> pa.RecordBatch:
-        columns = dict(zip(batch.schema.names, batch.columns, strict=True))
-        for name, text in self._partition.items():
-            if name in self.wanted and name not in columns:
-                columns[name] = pa.array([text] * batch.num_rows, pa.string())
-        return pa.RecordBatch.from_pydict(columns)
-
     @contextlib.contextmanager
     def _open(self) -> Iterator[pq.ParquetFile]:
         """The file; what Arrow raises while it is open becomes a UserError."""
         try:
             yield pq.ParquetFile(pa.OSFile(os.fsencode(self.path)))
         except (OSError, pa.ArrowException) as error:
-            if isinstance(error, OSError) and error.errno is not None:
-                refuse_unreadable(self.path, error)
             raise UserError(
                 f"{self.path} is not a whole parquet file: {clipped(str(error))}. Write it again, "
                 "or set format = 'csv' in the specification"
             ) from None
-
-
-def _place(first: int, row: int) -> str:
-    return f"row {first + row + 1}"
