@@ -111,15 +111,10 @@ def check_number(name: str, value: Any, *, positive: bool = False) -> float:
     return float(value)
 
 
-def check_rule(clip: str | None) -> None:
-    """Refuse an unknown clip rule."""
-    if clip is not None and clip not in CLIPS:
-        raise ValueError(f"clip must be None or one of {', '.join(CLIPS)}. Received: clip={clip!r}")
-
-
 def check_clip(clip: str | None, threshold: float | None) -> None:
     """Refuse an unknown clip rule, and a constant rule without its constant or the reverse."""
-    check_rule(clip)
+    if clip is not None and clip not in CLIPS:
+        raise ValueError(f"clip must be None or one of {', '.join(CLIPS)}. Received: clip={clip!r}")
     if clip in CONSTANT_CLIPS:
         if threshold is None:
             raise ValueError(f"clip={clip!r} needs clip_threshold, its constant. Received: None")

@@ -126,16 +126,14 @@ class TableSpec:
         return tuple("+".join(fields) or self.name for fields in names)
 
     def selected(self, wanted: Sequence[Any]) -> tuple[bool, ...]:
-        """For each range of rows, whether `wanted` (names, tags, layers) has it, or its field."""
-        tags = [item for item in wanted if isinstance(item, Tags)]
-        others = [item for item in wanted if not isinstance(item, Tags)]
-        layers = [item if item is self.layer else getattr(item, "table", None) for item in others]
-        if self.name in others or any(layer is self.layer for layer in layers):
+        """For each range of rows, whether `wanted` (names, tags) has it, or its field."""
+        if self.name in wanted:
             return (True,) * (len(self.row_offsets) - 1)
+        tags = [item for item in wanted if isinstance(item, Tags)]
         hits = {
             number
             for number, column in zip(self.range_of_column, self.columns, strict=True)
-            if column.name in others or any(Schema([column]).select_by_tag(tag) for tag in tags)
+            if column.name in wanted or any(Schema([column]).select_by_tag(tag) for tag in tags)
         }  # USER_ID: USER and ID
         return tuple(number in hits for number in range(len(self.row_offsets) - 1))
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import warnings
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from merlin_cowclip.plugins._checks import RefusesOptions
-from merlin_cowclip.plugins._tensorflow import filter_empty_gradients, mm, tf
+from merlin_cowclip.plugins._tensorflow import Tags, filter_empty_gradients, mm, tf
 from merlin_cowclip.plugins.distributed.horovod import ranks
 from merlin_cowclip.plugins.distributed.sharding import Shard
 from merlin_cowclip.plugins.embeddings.initializers import initialize, warn_of_others_than
@@ -19,24 +18,19 @@ from merlin_cowclip.plugins.monitoring.statistics import NotFinite, StepStatisti
 from merlin_cowclip.plugins.optimizers.adam import CLIPS_OF_KERAS, table_parts
 from merlin_cowclip.plugins.optimizers.model_hooks import install_hooks
 from merlin_cowclip.plugins.optimizers.parts import (
-    UNKNOWN,
     DensePart,
     LearningRates,
     Owned,
     TablePart,
-    as_text,
     check_access,
     check_known,
-    clipped_ranges,
-    from_text,
     normalize_clip_tables,
     owned_as_text,
     tables_of,
-    warm_up_to,
 )
 from merlin_cowclip.plugins.optimizers.rank_sync import broadcast_state, reduce_gradients
 from merlin_cowclip.plugins.scaling import Hyperparameters, check_number
-from merlin_cowclip.plugins.schedules import Schedule, whole_steps
+from merlin_cowclip.plugins.schedules import LinearWarmup, Proportional, Schedule, whole_steps
 
 _CLIPPED_BY_RULE = (
     "Tables are clipped by the rule of hyperparameters.clip; to clip dense weights, set it on "
@@ -44,7 +38,7 @@ _CLIPPED_BY_RULE = (
 )
 _PER_PART = "Each of optimizer.optimizers, its three parts, has its own."
 _FEW_STEPS = 30  # per epoch
-_NO_STATE = "A CowClipOptimizer was made from its configuration"
+_UNKNOWN = -1  # the length of a warm-up before the steps per epoch are known
 _SCHEDULES = "dense_schedule", "embedding_schedule"
 _NO_MODEL = (
     "This optimizer knows no model yet. Use CowClipOptimizer.for_model(model, …), or call "
@@ -87,7 +81,6 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
     awaits_rank_sync = False  # a fit has begun on several ranks, and no RankSync in it yet
     is_started = False  # whether all ranks have rank 0's state
     _is_new_fit = False  # `fit` was called, and has not made its train function yet
-    _is_loaded = False  # Keras compiles a model that it loads before anybody can bind it
     _reference: Any = None  # to the model
     _bound: tuple[Any, ...] = ()
     _specs: list[TableSpec] | None = None
@@ -122,12 +115,14 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
             )
         hp = hyperparameters
         clip_tables = normalize_clip_tables(clip_tables, hp.clip)
-        clipped, unclipped = table_parts(TablePart, hp, update, embedding_schedule)
-        warms_up = dense_schedule is None and hp.warmup_epochs
-        warm_up = warm_up_to(hp.dense_lr) if warms_up else None
-        dense = DensePart(warm_up or dense_schedule or hp.dense_lr, name="dense")
-        for part_optimizer in (clipped, unclipped, dense):
-            part_optimizer.factor = self._factor
+        warm_up, dense_rate = None, dense_schedule or hp.dense_lr
+        if dense_schedule is None and hp.warmup_epochs:
+            warm_up = tf.Variable(_UNKNOWN, trainable=False, dtype=tf.int64, name="warmup_steps")
+            dense_rate = LinearWarmup(hp.dense_lr, warm_up)
+        rates = embedding_schedule or hp.embedding_lr, dense_rate
+        embedding, dense = (Proportional(rate, self._factor) for rate in rates)
+        clipped, unclipped = table_parts(TablePart, embedding, hp, update)
+        dense = DensePart(dense, name="dense")
         super().__init__(
             [mm.OptimizerBlocks(clipped, []), mm.OptimizerBlocks(unclipped, [])],
             default_optimizer=dense,
@@ -139,8 +134,8 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
         # MultiOptimizer neither tracks nor lists it, so checkpoints would lose its moments.
         self._track_trackable(dense, name="dense")
         if warm_up is not None:
-            self._track_trackable(warm_up.learning_rate, name="warmup_height")
-            self._track_trackable(warm_up.warmup_steps, name="warmup_steps")
+            self._track_trackable(warm_up, name="warmup_steps")
+        self.warm_up = warm_up  # its length, a variable, where there is one
         self.hyperparameters = hp
         self.update_mode = update
         self.clip_tables = clip_tables
@@ -171,8 +166,8 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
           update: "exact", "lazy" or "deferred".
           steps_per_epoch: updates per epoch, ⌊N/b⌋, for the warm-up of the dense learning rate;
             without it, those of the first `model.fit`.
-          clip_tables: what to clip: names of tables or fields, `merlin.schema.Tags`, or layers;
-            `None` for every table of width 2 and more.
+          clip_tables: what to clip: names of tables or fields, `merlin.schema.Tags`, or layers, by
+            their names; `None` for every table of width 2 and more.
           dense_schedule: a Keras schedule in place of `dense_lr` and its warm-up.
           embedding_schedule: a Keras schedule in place of `embedding_lr`.
           init_tables: initialize tables of width 2 and more with N(0, `init_stddev`), in place of
@@ -208,7 +203,11 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
             )
         if deferred:
             check_access(specs)
-        self.catch_up()  # of the model before
+            if self._has_stepped and not set(self._specs or ()) <= set(specs):
+                raise ValueError(
+                    "With update='deferred' an optimizer trains the tables of one model. Make "
+                    "another optimizer for this model."
+                )
         install_hooks(model, self)
         if set(specs) != set(self._specs or ()):
             self._has_stepped = False
@@ -259,7 +258,7 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
     @property
     def _weights(self) -> list[tf.Variable]:
         """Keras's; read by compile, where an optimizer without a model is refused."""
-        if self._specs is None and not self._is_loaded:
+        if self._specs is None:
             raise ValueError(_NO_MODEL)
         return self._own_weights
 
@@ -274,9 +273,14 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
 
     def clipped_ranges(self) -> dict[TableSpec, tuple[bool, ...]]:
         """For each range of rows of each table, whether the clip applies to it."""
-        if self.optimizers[0].clip is None:
-            return {spec: (False,) * len(spec.range_names) for spec in self.table_specs}
-        return {spec: clipped_ranges(spec, self.clip_tables) for spec in self.table_specs}
+        wanted, found = self.clip_tables, {}
+        for spec in self.table_specs:
+            if wanted is None:
+                is_clipped = spec.width > 1 and self.hyperparameters.clip is not None
+                found[spec] = (is_clipped,) * len(spec.range_names)
+            else:
+                found[spec] = spec.selected(wanted)
+        return found
 
     @property
     def table_specs(self) -> tuple[TableSpec, ...]:
@@ -287,13 +291,12 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
 
     def owner(self) -> dict[Any, Any]:
         """Variable → the optimizer of its table; built tables only."""
-        built = {s: clipped_ranges(s, self.clip_tables) for s in self.table_specs if s.layer.built}
+        built = {s: ranges for s, ranges in self.clipped_ranges().items() if s.layer.built}
         owner = {s.variable.ref(): self._tables[not any(r)] for s, r in built.items()}
         if tuple(owner) != self._bound:
-            places = {spec: place for place, spec in enumerate(self.table_specs)}
             for part in self._tables:
                 mine = {s: r for s, r in built.items() if owner[s.variable.ref()] is part}
-                part.bind_tables(mine, places)
+                part.bind_tables(mine)
             self._bound = tuple(owner)
         return owner
 
@@ -319,16 +322,6 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
         """Refuse what would take this rank's rows of sharded tables for all."""
         check_whole(self._specs or (), what)
 
-    @contextlib.contextmanager
-    def saving(self) -> Iterator[None]:
-        """Within it tables have no owner, and a load of what was saved does not warn."""
-        self.release_tables()
-        try:
-            with without_state_warning():
-                yield
-        finally:
-            self.take_tables()
-
     @property
     def steps_per_epoch(self) -> int | None:
         """Updates per epoch, as given; set, the warm-up follows from the next update on."""
@@ -343,14 +336,13 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
     @property
     def warmup_steps(self) -> int | None:
         """⌊`warmup_epochs` · steps per epoch⌋; `None` without a warm-up, or before it is known."""
-        warm_up = self.default_optimizer.warm_up
-        steps = UNKNOWN if warm_up is None else int(warm_up.warmup_steps)
-        return None if steps == UNKNOWN else steps
+        steps = _UNKNOWN if self.warm_up is None else int(self.warm_up)
+        return None if steps == _UNKNOWN else steps
 
     def _warm_up_for(self, steps_per_epoch: int) -> None:
-        if (warm_up := self.default_optimizer.warm_up) is not None:
+        if self.warm_up is not None:
             epochs = self.hyperparameters.warmup_epochs
-            warm_up.warmup_steps.assign(math.floor(epochs * steps_per_epoch))
+            self.warm_up.assign(math.floor(epochs * steps_per_epoch))
 
     def fit_begins(self, batch_size: int | None) -> None:
         """A `fit` was called; on data of so many samples per batch, where that is known."""
@@ -463,7 +455,7 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
         if not pairs:  # all is frozen: no update, which Keras does not count either
             return tf.no_op()
         with tf.init_scope():  # now its length is rank 0's
-            if self.default_optimizer.warm_up is not None and self.warmup_steps is None:
+            if self.warm_up is not None and self.warmup_steps is None:
                 raise ValueError(
                     "The warm-up of the dense learning rate needs the number of updates per epoch. "
                     "Pass steps_per_epoch=… to CowClipOptimizer.for_model, or train with model.fit "
@@ -545,7 +537,12 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
         """The learning rates of the last step, with warm-up, schedules and what was set since."""
         # A part whose tables are frozen stays behind, at a rate that no step has any more.
         tables = max(self._tables, key=lambda part: int(part.iterations))
-        return LearningRates(self.default_optimizer.last_rate(), tables.last_rate())
+        steps = (tf.maximum(part.iterations - 1, 0) for part in (self.default_optimizer, tables))
+        dense, embedding = (tf.cast(step, tf.float32) for step in steps)
+        return LearningRates(
+            float(self.default_optimizer.learning_rate(dense)),
+            float(tables.learning_rate(embedding)),
+        )
 
     def not_finite(self) -> list[NotFinite]:
         """NaN check: where NaN or infinite numbers are, by table and field, or by dense weight.
@@ -606,7 +603,8 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
             "hyperparameters": self.hyperparameters.to_dict(),
             "update": self.update_mode,
             "steps_per_epoch": self.steps_per_epoch,
-            "clip_tables": None if wanted is None else [as_text(item) for item in wanted],
+            "clip_tables": wanted
+            and [f"tag:{one.value}" if isinstance(one, Tags) else one for one in wanted],
         }
         for key in _SCHEDULES:
             schedule = getattr(self, key)
@@ -615,28 +613,10 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
 
     @classmethod
     def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> CowClipOptimizer:
-        """An optimizer without state that knows no model yet; warns so, except in `load_model`."""
-        warnings.warn(
-            f"{_NO_STATE}: its moments, step count and learning rates start anew, whatever was set "
-            "on it or its parts since is lost, and it knows no model until optimizer.bind(model). "
-            "To resume a saved model, use merlin_cowclip.plugins.save_model and load_model.",
-            stacklevel=2,
-        )
+        """An optimizer without state that knows no model yet (see `bind`)."""
         given = dict(config)
         for key in _SCHEDULES:
             if given.get(key) is not None:
                 deserialize = tf.keras.optimizers.schedules.deserialize
                 given[key] = deserialize(given[key], custom_objects)
-        if given.get("clip_tables") is not None:
-            given["clip_tables"] = [from_text(item) for item in given["clip_tables"]]
-        optimizer = cls(**given)
-        optimizer._is_loaded = True
-        return optimizer
-
-
-@contextlib.contextmanager
-def without_state_warning() -> Iterator[None]:
-    """Within it, `from_config` does not warn: its caller restores the state, or needs none."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", _NO_STATE)
-        yield
+        return cls(**given)

@@ -72,10 +72,12 @@ def _save(compiled: Any, bound: Any, model: Any, save: Any, *arguments: Any, **n
     if optimizer is None:
         return save(*arguments, **named)
     optimizer.check_whole("save")
-    if ranks().size > 1 and compiled is not None and compiled is not model.optimizer:
-        named["include_optimizer"] = False  # else Merlin loads it, and remakes loss scaling
-    with optimizer.saving():
-        return save(*arguments, **named)
+    optimizer.release_tables()  # else a SavedModel would have their pending rows
+    try:
+        # Keras cannot load its state: `save_model` saves it.
+        return save(*arguments, **{**named, "include_optimizer": False})
+    finally:
+        optimizer.take_tables()
 
 
 def _use_weights(

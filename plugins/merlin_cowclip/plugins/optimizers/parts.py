@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
 
 from merlin_cowclip.plugins._checks import RefusesOptions
 from merlin_cowclip.plugins._tensorflow import Tags, tf
@@ -12,10 +12,11 @@ from merlin_cowclip.plugins._text import format_table
 from merlin_cowclip.plugins.embeddings.discovery import find_tables
 from merlin_cowclip.plugins.embeddings.tables import TableSpec, distinct_names
 from merlin_cowclip.plugins.optimizers.adam import CowClipAdam
-from merlin_cowclip.plugins.scaling import check_number
-from merlin_cowclip.plugins.schedules import LinearWarmup
 
-UNKNOWN = -1  # the length of a warm-up before the steps per epoch are known
+_NO_RATE = dict.fromkeys(
+    ("learning_rate", "lr"),
+    "Set optimizer.learning_rate, which scales those of all parts, or give for_model a schedule.",
+)
 
 
 class LearningRates(NamedTuple):
@@ -25,57 +26,16 @@ class LearningRates(NamedTuple):
     embedding: float
 
 
-class _Proportional:
-    """A part of a whole: its learning rate, scheduled or not, is multiplied by `factor`."""
-
-    factor: Callable[[], tf.Tensor]  # float32 scalar, read at each step
-
-    def _set_hyper(self, name: str, value: Any) -> None:
-        if name == "learning_rate" and not callable(value):
-            check_number(name, float(tf.keras.backend.get_value(value)))
-        super()._set_hyper(name, value)  # type: ignore[misc]
-
-    def _decayed_lr(self, var_dtype: Any) -> tf.Tensor:
-        rate = super()._decayed_lr(var_dtype)  # type: ignore[misc]
-        return rate * tf.cast(self.factor(), var_dtype)
-
-    def last_rate(self) -> float:
-        """η of its last step, as `_decayed_lr` gave it; where it made none, of its first."""
-        rate: Any = self._get_hyper("learning_rate")  # type: ignore[attr-defined]
-        if isinstance(rate, tf.keras.optimizers.schedules.LearningRateSchedule):
-            steps = self.iterations  # type: ignore[attr-defined]
-            rate = rate(tf.cast(tf.maximum(steps - 1, 0), tf.float32))
-        return float(tf.cast(rate, tf.float32) * tf.cast(self.factor(), tf.float32))
-
-
-class TablePart(_Proportional, CowClipAdam):
+class TablePart(CowClipAdam):
     """`CowClipAdam` as a part of a `CowClipOptimizer`."""
 
-
-class DensePart(_Proportional, RefusesOptions, tf.keras.optimizers.legacy.Adam):
-    """Keras's Adam as a part of a `CowClipOptimizer`; a rate set on it is what it warms up to."""
-
-    @property
-    def warm_up(self) -> LinearWarmup | None:
-        """Its learning rate, where it is one that `warm_up_to` made."""
-        rate = self._hyper.get("learning_rate")
-        is_own = isinstance(rate, LinearWarmup) and isinstance(rate.learning_rate, tf.Variable)
-        return rate if is_own else None
-
-    def _set_hyper(self, name: str, value: Any) -> None:
-        if name == "learning_rate" and self.warm_up is not None and not callable(value):
-            rate = float(tf.keras.backend.get_value(value))
-            self.warm_up.learning_rate.assign(check_number(name, rate, positive=True))
-        else:
-            super()._set_hyper(name, value)
+    not_offered: ClassVar[Mapping[str, str]] = {**CowClipAdam.not_offered, **_NO_RATE}
 
 
-def warm_up_to(learning_rate: float) -> LinearWarmup:
-    """A warm-up of unknown length. Its variables may change without a new trace."""
-    return LinearWarmup(
-        tf.Variable(learning_rate, trainable=False, dtype=tf.float32, name="warmup_height"),
-        tf.Variable(UNKNOWN, trainable=False, dtype=tf.int64, name="warmup_steps"),
-    )
+class DensePart(RefusesOptions, tf.keras.optimizers.legacy.Adam):
+    """Keras's Adam as a part of a `CowClipOptimizer`."""
+
+    not_offered: ClassVar[Mapping[str, str]] = _NO_RATE
 
 
 _COLUMNS = 100  # of a summary
@@ -92,7 +52,7 @@ class Owned(NamedTuple):
 
 
 def normalize_clip_tables(clip_tables: Any, clip: str | None) -> tuple[Any, ...] | None:
-    """`clip_tables` as a tuple; `None` for all tables."""
+    """Names and tags of `clip_tables`; `None` for all tables. Text may be `tag:…`."""
     if clip_tables is None:
         return None
     is_list = isinstance(clip_tables, Iterable) and not isinstance(clip_tables, str | bytes)
@@ -103,7 +63,15 @@ def normalize_clip_tables(clip_tables: Any, clip: str | None) -> tuple[Any, ...]
             f"clip_tables={clip_tables!r} with clip={clip!r}. Leave it out to clip all tables; to "
             "clip none, use clip=None without it."
         )
-    return wanted
+    return tuple(map(_name_or_tag, wanted))
+
+
+def _name_or_tag(item: Any) -> Any:
+    if isinstance(item, Tags):
+        return item
+    if not isinstance(item, str):  # a layer
+        return getattr(item, "table_name", None) or item.name
+    return Tags(item.removeprefix("tag:")) if item.startswith("tag:") else item
 
 
 def tables_of(model: tf.keras.Model, clip_tables: Sequence[Any] | None) -> list[TableSpec]:
@@ -124,13 +92,6 @@ def tables_of(model: tf.keras.Model, clip_tables: Sequence[Any] | None) -> list[
                 f"{wanted!r}; the model's tables: {names}"
             )
     return specs
-
-
-def clipped_ranges(spec: TableSpec, clip_tables: Sequence[Any] | None) -> tuple[bool, ...]:
-    """For each range of rows of a table, whether it is clipped."""
-    if clip_tables is None:
-        return (spec.width > 1,) * (len(spec.row_offsets) - 1)
-    return spec.selected(clip_tables)
 
 
 def check_access(specs: Iterable[TableSpec]) -> None:
@@ -173,7 +134,7 @@ def owned_as_text(owned: Sequence[Owned], tables: Sequence[TableSpec], factor: f
         shape = tuple(variable.shape) or (1,)
         name, spec = specs.get(variable.ref(), (variable.name, None))
         number = shape[0] if spec is None else spec.num_rows
-        rate = _show_rate(optimizer.learning_rate, factor)
+        rate = _show_rate(optimizer.learning_rate.rate, factor)
         width = f"{math.prod(shape[1:]):,}"
         rows.append((name, f"{number:,}", width, rule, rate, f"{l2:.6g}" if l2 else "-"))
     others = sum(2 + max(map(len, column)) for column in list(zip(_HEADER, *rows, strict=True))[1:])
@@ -189,16 +150,3 @@ def _show_rate(rate: Any, factor: float) -> str:
     if height is not None and not callable(height):
         return f"{float(height) * factor:.6g}, warm-up"
     return type(rate).__name__ + ("" if factor == 1 else f" x {factor:.6g}")
-
-
-def as_text(item: Any) -> str:
-    """An item of `clip_tables` as text: a name, `tag:…` for a tag, and a layer by its name."""
-    if isinstance(item, Tags):
-        return f"tag:{item.value}"
-    return item if isinstance(item, str) else str(getattr(item, "table_name", None) or item.name)
-
-
-def from_text(item: Any) -> Any:
-    """What `as_text` wrote: a name, or a tag."""
-    is_tag = isinstance(item, str) and item.startswith("tag:")
-    return Tags(item.removeprefix("tag:")) if is_tag else item

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Collection, Iterable, Sequence
-from typing import Any, ClassVar, TypeAlias
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeAlias
 
 from merlin_cowclip.plugins._tensorflow import filter_empty_gradients, tf
 from merlin_cowclip.plugins.clipping import CLIP_RULES, widened
@@ -50,8 +50,6 @@ def _sok() -> Any:
 
 class SokAdam(CowClipAdam):
     """`CowClipAdam` whose tables and moments are SOK's; its gradients are `ReducedRows`."""
-
-    settled: ClassVar[Collection[str]] = ("clip", "update")
 
     def _create_slots(self, var_list: Sequence[tf.Variable]) -> None:
         for table in var_list:
@@ -147,7 +145,8 @@ class CowClipSokOptimizer(tf.Module):
                     "Pass steps_per_epoch=…, or set warmup_epochs=0."
                 )
             dense_schedule = LinearWarmup(hp.dense_lr, math.floor(hp.warmup_epochs * steps))
-        self.clipped, self.unclipped = table_parts(SokAdam, hp, "lazy", embedding_schedule)
+        rate = embedding_schedule or hp.embedding_lr
+        self.clipped, self.unclipped = table_parts(SokAdam, rate, hp, "lazy")
         self.dense = tf.keras.optimizers.legacy.Adam(dense_schedule or hp.dense_lr, name="dense")
         self._is_broadcast = ranks().size == 1
 
