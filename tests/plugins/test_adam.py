@@ -164,7 +164,7 @@ def test_the_same_ids_twice_are_refused_where_nobody_records_them():
         tf.function(lambda: step(optimizer, other), autograph=False)()
         return int(optimizer.iterations)
 
-    with pytest.raises(ValueError, match=r"looked up once.*twice, in 'Variable.*for_model"):
+    with pytest.raises(ValueError, match=r"looked up once.*'Variable.*looked up twice.*for_model"):
         run(CowClipAdam(), lambda ids: tf.cast(ids, tf.int64))
     assert run(CowClipAdam(), lambda ids: ids + 1) == 1
     assert run(CowClipAdam(clip=None), lambda ids: ids) == 1

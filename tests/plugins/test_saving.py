@@ -279,11 +279,11 @@ def test_a_schedule_that_json_cannot_hold_is_refused_before_anything_is_written(
 
     with tf.keras.utils.custom_object_scope({"Own": Own}):
         model, _ = fitted(ours, SCHEMA, steps=1, embedding_schedule=Own())
-        with pytest.raises(ValueError, match="embedding_schedule .* Own.*get_config of num"):
+        with pytest.raises(ValueError, match=r"cannot load embedding_schedule, a Own.*of num"):
             save_model(model, tmp_path / "model")
     assert list(tmp_path.iterdir()) == []
     Own.get_config = lambda self: {}
-    with pytest.raises(ValueError, match="load embedding_schedule .* Received: Own.*Register"):
+    with pytest.raises(ValueError, match="cannot load embedding_schedule, a Own.*Register"):
         save_model(model, tmp_path / "model")
 
 

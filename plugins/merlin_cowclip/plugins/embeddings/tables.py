@@ -138,15 +138,35 @@ class TableSpec:
         return tuple(number in hits for number in range(len(self.row_offsets) - 1))
 
 
+def normalize_clip_tables(clip_tables: Any, clip: str | None) -> tuple[Any, ...] | None:
+    """Names and tags of `clip_tables`; `None` for all tables. Text may be `tag:…`."""
+    if clip_tables is None:
+        return None
+    is_list = isinstance(clip_tables, Iterable) and not isinstance(clip_tables, str | bytes)
+    wanted = tuple(clip_tables) if is_list else ()
+    if not wanted or clip is None:
+        raise ValueError(
+            "clip_tables must be a list that names something, with a clip rule. Received: "
+            f"clip_tables={clip_tables!r} with clip={clip!r}. Leave it out to clip all tables."
+        )
+    return tuple(map(_name_or_tag, wanted))
+
+
+def _name_or_tag(item: Any) -> Any:
+    if isinstance(item, Tags):
+        return item
+    if not isinstance(item, str):  # a layer
+        return getattr(item, "table_name", None) or item.name
+    return Tags(item.removeprefix("tag:")) if item.startswith("tag:") else item
+
+
 def check_whole(specs: Iterable[TableSpec], what: str) -> None:
     """Refuse a call, `what`, that would read or set this rank's rows as if they were the table."""
     names = [spec.name for spec in specs if spec.shard is not None]
     if names:
         raise ValueError(
-            "A model whose tables are in shards must be saved and read as a whole: by "
-            "save_model(model, path), which all ranks call, or on rank 0 within "
-            f"whole_tables(model). Received: {what}, which would take this rank's rows of "
-            f"{names[0]!r} for all."
+            f"{what} would take this rank's rows of the sharded table {names[0]!r} for all. Use "
+            "save_model(model, path) on all ranks, or whole_tables(model) on rank 0."
         )
 
 
@@ -156,7 +176,7 @@ def distinct_names(specs: Iterable[TableSpec]) -> dict[TableSpec, str]:
     names = {}
     for spec in specs:
         seen[spec.name] += 1
-        names[spec] = spec.name + (f" ({seen[spec.name]})" if seen[spec.name] > 1 else "")
+        names[spec] = f"{spec.name} ({seen[spec.name]})" if seen[spec.name] > 1 else spec.name
     return names
 
 

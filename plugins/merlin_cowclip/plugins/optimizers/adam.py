@@ -430,15 +430,14 @@ def _checked(spec: TableSpec | None, variable: tf.Variable, update: str) -> Tabl
         check_regularizer(spec.name, spec.layer)
     if spec is None or not spec.is_tied:
         raise ValueError(
-            f"The gradient of {variable.name!r} is dense, so its ids cannot be counted. Remove "
-            "regularizers on the table (l2=… takes their place); accumulate gradients by "
-            "concatenating their slices; a layer that reads the whole table sets is_tied in its "
-            "TableSpec."
+            f"The gradient of {variable.name!r} is dense, so its ids cannot be counted. Remove a "
+            "regularizer on the table (use l2=…), accumulate gradients by concatenating slices, or "
+            "set is_tied in the TableSpec of a layer that reads the whole table."
         )
     if spec.shard is not None or update == "deferred":
         option = "sharded=True" if spec.shard is not None else "update='deferred'"
         raise ValueError(
-            f"A table with {option} must be read by row. Received: a dense gradient of "
-            f"{spec.name!r}, of a layer that reads all of it. Leave {option} out."
+            f"A table with {option} must be read by row. A layer reads all of {spec.name!r}. "
+            f"Leave {option} out."
         )
     return spec

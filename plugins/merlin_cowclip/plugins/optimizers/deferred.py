@@ -42,8 +42,8 @@ def check_deferrable(
     """Refuse hyperparameters of `CowClipAdam` with which missed steps cannot be applied later."""
     if not isinstance(learning_rate, (int, float)):
         raise ValueError(
-            "update='deferred' requires a number as learning rate of the embeddings, because rows "
-            f"apply missed steps at one rate. Received: {learning_rate!r}. Use update='exact'"
+            "update='deferred' requires a number as learning rate of the embeddings. Received: "
+            f"{learning_rate!r}. Use update='exact'"
         )
     least, most = BETA_2
     if abs(beta_1 - BETA_1) > ROUNDED or not least - ROUNDED <= beta_2 <= most + ROUNDED:
@@ -169,9 +169,8 @@ class DeferredRows:
             spec = specs.get(variable.ref())
             if spec is None or spec.access.catch_up is None:
                 raise ValueError(
-                    "update='deferred' requires tables that catch up before they are read. "
-                    f"Received: a gradient for {variable.name!r}. Train a model with "
-                    "FusedEmbeddings by CowClipOptimizer.for_model, or use update='exact'"
+                    "update='deferred' requires tables that catch up before they are read: those "
+                    f"of a CowClipOptimizer. Received: {variable.name!r}. Use update='exact'"
                 )
         if self._settings() != self._constants:
             raise ValueError(
@@ -184,8 +183,7 @@ class DeferredRows:
         if names:
             raise ValueError(
                 "update='deferred' requires a gradient for every table in every step. Received: "
-                f"none for {', '.join(names)}, which had one before. Use update='exact' to "
-                "freeze a table during training, or to train one task at a time"
+                f"none for {', '.join(names)}. Use update='exact' to freeze tables during training"
             )
         rate = tf.cast(mine._decayed_lr(tf.float32), tf.float32)
         is_stable = rate * mine.l2 <= STABLE * mine.epsilon

@@ -42,8 +42,8 @@ def _sok() -> Any:
             raise ImportError("it is older than 2.0")
     except Exception as error:  # where its libraries are missing, SOK raises plain ones
         raise ImportError(
-            f"SOK's tables need sparse_operation_kit, which cannot be used: {error}. NVIDIA's "
-            "TensorFlow images of Merlin have it; pip install 'merlin-cowclip[sok]' builds it."
+            f"sparse_operation_kit cannot be used: {error}. NVIDIA's TensorFlow images of Merlin "
+            "have it; pip install 'merlin-cowclip[sok]' builds it."
         ) from error
     return sok
 
@@ -134,8 +134,7 @@ class CowClipSokOptimizer(tf.Module):
         if hp.clip is not None and not CLIP_RULES[hp.clip].by_row:
             rules = ", ".join(rule.name for rule in CLIP_RULES.values() if rule.by_row)
             raise ValueError(
-                "clip must be None or a clip of single rows for SOK's tables, which each rank has "
-                f"rows of: {rules}. Received: clip={hp.clip!r}."
+                f"clip must be None or one of {rules} for SOK's tables. Received: {hp.clip!r}."
             )
         steps = whole_steps(steps_per_epoch)
         if dense_schedule is None and hp.warmup_epochs:
@@ -192,8 +191,8 @@ class CowClipSokOptimizer(tf.Module):
         """
         if not self._is_broadcast:
             raise ValueError(
-                "On several ranks all must begin with the same dense weights. Call "
-                "optimizer.broadcast(variables) on all ranks before the first step."
+                "Call optimizer.broadcast(variables) on all ranks before the first step: they "
+                "must begin with the same dense weights."
             )
         tables: list[tuple[Any, tf.Variable]] = []
         dense: list[tuple[Any, tf.Variable]] = []
@@ -244,8 +243,8 @@ def _count(
         mine = [ids for looked_up, ids in lookups if looked_up is table]
         if not mine:
             raise ValueError(
-                "lookups must have each table that is clipped by counts, with the ids that were "
-                f"looked up. Received: no ids of {table.name!r}."
+                f"lookups must have the ids that were looked up in {table.name!r}, which is "
+                "clipped by their counts."
             )
         with colocated_with(table) as on_cpu:
             for ids in mine:

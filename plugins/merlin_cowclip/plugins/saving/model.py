@@ -95,9 +95,8 @@ def load_model(path: str | os.PathLike[str], **compile_arguments: Any) -> tf.ker
         description = json.loads((path / MARKER).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ValueError(
-            f"{path} must hold {MARKER}, which save_model writes last. Received a folder without "
-            "it: a model saved otherwise, or not to the end. tf.keras.models.load_model loads the "
-            "model alone."
+            f"{path} must hold {MARKER}, which save_model writes last. Load a model that was saved "
+            "otherwise by tf.keras.models.load_model."
         ) from None
     if description["format"] != FORMAT:
         raise ValueError(f"{path} must be of format {FORMAT}. Received: {description['format']}")
@@ -154,8 +153,8 @@ def _in_saved_order(
                 break
     if left or len(found) != len(saved):
         raise ValueError(
-            f"The state in {path / OWN} must belong to the model beside it. Received weights that "
-            "differ: the folder was changed after it was saved."
+            f"The state in {path / OWN} must belong to the model beside it: weights differ. The "
+            "folder was changed after it was saved."
         )
     return found
 
@@ -208,9 +207,9 @@ def _check_schedules(optimizer: CowClipOptimizer) -> None:
         schedule = getattr(optimizer, name)
         if schedule is not None and _as_text(schedule, tf.keras.optimizers.schedules) is None:
             raise ValueError(
-                f"Keras must load {name} as what it is. Received: {type(schedule).__name__}. "
-                "Register it, @tf.keras.utils.register_keras_serializable(), with a get_config of "
-                "numbers and texts."
+                f"Keras cannot load {name}, a {type(schedule).__name__}. Register it, "
+                "@tf.keras.utils.register_keras_serializable(), with a get_config of numbers and "
+                "texts."
             )
 
 
