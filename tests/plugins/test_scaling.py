@@ -101,7 +101,7 @@ def test_recipes():
         ({"l2": float("nan")}, r"l2 must be a number that is not negative. Received: l2=nan"),
         ({"dense_lr": float("inf")}, r"dense_lr must be a positive"),
         ({"batch_size": 0}, r"batch_size must be a positive"),
-        ({"batch_size": 1.5}, r"batch_size must be a whole number"),
+        ({"batch_size": 1.5}, r"batch_size must be a positive whole"),
         ({"clip": "cowclip"}, r"clip must be None or one of global, .*adaptive_column"),
         ({"embedding_lr": "1e-4"}, r"embedding_lr must be a positive number. Received: .*'1e-4'"),
         ({"l2": True}, r"l2 must be a number"),

@@ -90,11 +90,9 @@ def preset(dataset: str, batch_size: int, rule: str = "cowclip") -> Hyperparamet
     key = (dataset, find_rule(rule).name, batch_size)
     if key not in PRESETS:
         have = sorted(b for d, r, b in PRESETS if (d, r) == key[:2])
-        listed = ", ".join(map(str, have)) or "none"
-        known = ", ".join(dict.fromkeys(d for d, _, _ in PRESETS))
         raise ValueError(
-            f"no preset for data set {dataset!r}, rule {key[1]!r}, batch size {batch_size}: "
-            f"the tables have the batch sizes {listed} for these, of the data sets {known}. "
-            "Use scale(recipe(rule), to=batch_size, rule=rule) instead."
+            f"no preset for data set {dataset!r} (criteo or avazu), rule {key[1]!r}, batch size "
+            f"{batch_size}. Of these, there are the batch sizes "
+            f"{', '.join(map(str, have)) or 'none'}. Use scale(recipe(rule), to=…, rule=rule)."
         )
     return PRESETS[key]

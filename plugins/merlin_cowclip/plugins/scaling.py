@@ -68,18 +68,17 @@ class Hyperparameters:
         for name in named.keys() - known:
             alike = [one for one in known if name.replace("learning_rate", "lr") in one]
             raise TypeError(
-                f"Hyperparameters has no argument {name!r}. Use {' and '.join(alike)}."
-                if alike
-                else f"Hyperparameters has no argument {name!r}, only {', '.join(known)}."
+                f"Hyperparameters has no argument {name!r}. Use {' and '.join(alike or known)}."
             )
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        if not is_whole(self.batch_size, numpys=True):
+        if not is_whole(self.batch_size, 1, numpys=True):
             raise ValueError(
-                f"batch_size must be a whole number. Received: batch_size={self.batch_size!r}"
+                "batch_size must be a positive whole number. Received: "
+                f"batch_size={self.batch_size!r}"
             )
-        for name in ("batch_size", "dense_lr", "embedding_lr", "clip_ratio"):
+        for name in ("dense_lr", "embedding_lr", "clip_ratio"):
             check_number(name, getattr(self, name), positive=True)
         for name in ("l2", "clip_floor", "init_stddev", "warmup_epochs"):
             check_number(name, getattr(self, name))
@@ -127,9 +126,7 @@ def check_clip(clip: str | None, threshold: float | None) -> None:
 
 
 def _show(value: Any) -> str:
-    if value is None:
-        return "none"
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
+    return f"{value:.6g}" if isinstance(value, float) else str(value or "none")
 
 
 @dataclass(frozen=True)
@@ -167,8 +164,7 @@ def find_rule(name: str) -> ScalingRule:
     """The rule called `name`, or by one of the paper's other names; a ValueError if none is."""
     rule = SCALING_RULES.get(_ALIASES.get(name, name)) if isinstance(name, str) else None
     if rule is None:
-        known = ", ".join(SCALING_RULES)
-        raise ValueError(f"rule must be one of {known}. Received: rule={name!r}")
+        raise ValueError(f"rule must be one of {', '.join(SCALING_RULES)}. Received: rule={name!r}")
     return rule
 
 

@@ -40,32 +40,24 @@ class ReducedRows(tf.IndexedSlices):
 @tf.autograph.experimental.do_not_convert
 def all_reduce_dense(gradients: Sequence[Any]) -> list[Any]:
     """Gradients of dense weights, tensors or slices: of all ranks' shares as one batch's."""
-    size = ranks().size
-    slices = [g for g in gradients if isinstance(g, tf.IndexedSlices)]
-    gathered = iter(all_gather_each([part for g in slices for part in (g.values, g.indices)]))
-    return [
-        tf.IndexedSlices(next(gathered) / size, next(gathered), gradient.dense_shape)
-        if isinstance(gradient, tf.IndexedSlices)
-        else all_reduce(gradient, "sum") / size
-        for gradient in gradients
-    ]
+    size, found = ranks().size, []
+    for one in gradients:
+        if isinstance(one, tf.IndexedSlices):
+            values, indices = all_gather_each([one.values, one.indices])
+            found.append(tf.IndexedSlices(values / size, indices, one.dense_shape))
+        else:
+            found.append(all_reduce(one, "sum") / size)
+    return found
 
 
 @tf.autograph.experimental.do_not_convert
-def all_gather_rows(
-    shares: Sequence[tuple[RowSums, tf.Variable]],
-) -> list[tuple[ReducedRows, tf.Variable]]:
-    """Gradients of replicated tables: of all ranks' shares as one batch's; dense: all-reduced."""
-    reduced, size = [], ranks().size
-    for share, variable in shares:
-        if share.is_whole:
-            mean = all_reduce(share.gradients, "sum") / size
-            sums = share._replace(gradients=mean, counts=all_reduce(share.counts, "sum"))
-        else:
-            indices, rows = all_gather_each(packed(share))
-            sums = merged(indices, rows, variable)
-        reduced.append((ReducedRows(sums, variable), variable))
-    return reduced
+def all_gather_rows(share: RowSums, variable: tf.Variable) -> RowSums:
+    """The gradient of a replicated table: of all ranks' shares as one batch's."""
+    if not share.is_whole:
+        indices, rows = all_gather_each(packed(share))
+        return merged(indices, rows, variable)
+    mean = all_reduce(share.gradients, "sum") / ranks().size
+    return share._replace(gradients=mean, counts=all_reduce(share.counts, "sum"))
 
 
 def packed(share: RowSums) -> tuple[tf.Tensor, tf.Tensor]:

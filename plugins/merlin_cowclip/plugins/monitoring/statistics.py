@@ -125,7 +125,7 @@ class StepStatistics:
         `counts` are 0 for rows of none of the batch's ids. `rows` are those before the update, by
         table; `specs` the tables whose fields `norms.fields` numbers.
         """
-        # In float64 also within a step: float32 is exact up to 2^24, and lists hold more ids.
+        # In float64 also within a step: float32 is exact up to 2^24.
         frequent = tf.cast(counts >= tf.constant(self.frequent_from, counts.dtype), tf.int64)
         counts = tf.cast(counts, tf.float64)
         is_held = counts > 0  # not padding, and no id beyond the table: see `adam.py`

@@ -169,9 +169,15 @@ class CowClipAdam(RefusesOptions, mm.LazyAdam):
 
         Of sharded tables they are the rows that this rank has.
         """
-        sums = [(self._sum_rows(g, v), v, self.shard_of(v)) for g, v in grads_and_vars]
-        whole = [(rows, v) for rows, v, shard in sums if shard is None]
-        return all_gather_rows(whole) + join_shards([one for one in sums if one[2] is not None])
+        found = []
+        for gradient, variable in grads_and_vars:
+            share, shard = self._sum_rows(gradient, variable), self.shard_of(variable)
+            if shard is None:
+                sums = all_gather_rows(share, variable)
+            else:
+                sums = join_shards(share, variable, shard)
+            found.append((ReducedRows(sums, variable), variable))
+        return found
 
     def _sum_rows(self, gradient: Any, variable: tf.Variable) -> RowSums:
         """A table's gradient summed per row, and in how many samples of the batch each occurs."""

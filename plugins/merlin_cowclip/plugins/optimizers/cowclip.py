@@ -17,7 +17,6 @@ from merlin_cowclip.plugins.embeddings.discovery import check_known, tables_of
 from merlin_cowclip.plugins.embeddings.initializers import initialize, warn_of_others_than
 from merlin_cowclip.plugins.embeddings.tables import (
     TableSpec,
-    check_whole,
     distinct_names,
     normalize_clip_tables,
 )
@@ -28,10 +27,7 @@ from merlin_cowclip.plugins.optimizers.rank_sync import broadcast_state, reduce_
 from merlin_cowclip.plugins.scaling import Hyperparameters, check_number
 from merlin_cowclip.plugins.schedules import LinearWarmup, Proportional, Schedule, whole_steps
 
-_CLIPPED_BY_RULE = (
-    "Tables are clipped by the rule of hyperparameters.clip; to clip dense weights, set it on "
-    "optimizer.default_optimizer."
-)
+_CLIPPED = "Use hyperparameters.clip for tables; set it on optimizer.default_optimizer for others."
 _PER_PART = "Each of optimizer.optimizers, its three parts, has its own."
 _FEW_STEPS = 30  # per epoch
 _UNKNOWN = -1  # the length of a warm-up before the steps per epoch are known
@@ -100,7 +96,7 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
     """
 
     not_offered: ClassVar[Mapping[str, str]] = {
-        **dict.fromkeys(CLIPS_OF_KERAS, _CLIPPED_BY_RULE),
+        **dict.fromkeys(CLIPS_OF_KERAS, _CLIPPED),
         **dict.fromkeys(("beta_1", "beta_2", "epsilon"), _PER_PART),
     }
     settled: ClassVar[Collection[str]] = {
@@ -344,10 +340,6 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
                 found |= dict.fromkeys((variable, *slots), shard)
         return found
 
-    def check_whole(self, what: str) -> None:
-        """Refuse what would take this rank's rows of sharded tables for all."""
-        check_whole(self._specs or (), what)
-
     @property
     def steps_per_epoch(self) -> int | None:
         """Updates per epoch, as given; set, the warm-up follows from the next update on."""
@@ -549,12 +541,11 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
         """The learning rates of the last step, with warm-up, schedules and what was set since."""
         # A part whose tables are frozen stays behind, at a rate that no step has any more.
         tables = max(self._tables, key=lambda part: int(part.iterations))
-        steps = (tf.maximum(part.iterations - 1, 0) for part in (self.default_optimizer, tables))
-        dense, embedding = (tf.cast(step, tf.float32) for step in steps)
-        return LearningRates(
-            float(self.default_optimizer.learning_rate(dense)),
-            float(tables.learning_rate(embedding)),
+        dense, embedding = (
+            float(part.learning_rate(tf.constant(max(int(part.iterations) - 1.0, 0.0))))
+            for part in (self.default_optimizer, tables)
         )
+        return LearningRates(dense, embedding)
 
     def not_finite(self) -> list[NotFinite]:
         """NaN check: where NaN or infinite numbers are, by table and field, or by dense weight.
