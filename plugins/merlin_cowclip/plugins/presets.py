@@ -1,9 +1,8 @@
 """Tables 8 and 9 of the paper as literal values, with their misprints corrected.
 
-Never the output of `scale`: where the authors tuned by hand the tables leave the rules, and a test
-names each such place. The λ columns are a tenth of what is printed (the paper's own Section 4.1 and
-published code say 1e-5 at 1K), and ζ is the published code's `--bound` in our terms,
-`ζ = r²·√10·bound` for the paper's embedding width 10.
+Where the authors tuned by hand, they differ from `scale`. The λ columns are a tenth of what is
+printed (Section 4.1 and the published code say 1e-5 at 1K), and ζ is the published code's `--bound`
+in our terms: `ζ = r²·√10·bound` for the paper's embedding width 10.
 """
 
 from __future__ import annotations

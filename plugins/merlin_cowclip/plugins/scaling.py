@@ -157,12 +157,10 @@ _RULES = (
 SCALING_RULES: Mapping[str, ScalingRule] = MappingProxyType({rule.name: rule for rule in _RULES})
 """The six rules by name (Section 3.1 and Table 2)."""
 
-_ALIASES = {"sqrt*": "sqrt_star", "empirical": "n2_lambda"}  # the paper's other names
-
 
 def find_rule(name: str) -> ScalingRule:
-    """The rule called `name`, or by one of the paper's other names; a ValueError if none is."""
-    rule = SCALING_RULES.get(_ALIASES.get(name, name)) if isinstance(name, str) else None
+    """The rule called `name`; a ValueError if none is."""
+    rule = SCALING_RULES.get(name) if isinstance(name, str) else None
     if rule is None:
         raise ValueError(f"rule must be one of {', '.join(SCALING_RULES)}. Received: rule={name!r}")
     return rule

@@ -1,8 +1,7 @@
 """Gradients and id counts of all ranks: all-reduce of dense ones, all-gather of rows.
 
 Each rank has the gradient of the mean loss of its share, an N-th of the batch. The mean of these
-gradients is that of the whole batch's mean loss, and counts add up; L2, the clip and Adam come
-after it, on every rank alike.
+is the gradient of the batch's mean loss; counts add up. L2, clip and Adam come after.
 """
 
 from __future__ import annotations
@@ -25,10 +24,7 @@ class RowSums(NamedTuple):
 
 
 class ReducedRows(tf.IndexedSlices):
-    """A table's gradient of the global batch, the same on all ranks.
-
-    It is slices to Keras, whose loss scaling stands between the reduction and the update.
-    """
+    """A table's gradient of the global batch, as slices, which Keras's loss scaling takes."""
 
     def __init__(self, sums: RowSums, variable: tf.Variable) -> None:
         known = variable.shape.is_fully_defined()  # not of a hash table

@@ -54,9 +54,8 @@ def look_up(
     def gradient(upstream: tf.Tensor, variables: Sequence[tf.Variable] = ()) -> Any:
         if not trainable:
             raise ValueError(
-                "A table in shards must be trained by a CowClipOptimizer, which knows where its "
-                f"rows are. Received: a gradient of {variable.name!r} without one. Make it by "
-                "CowClipOptimizer.for_model, or leave sharded=True out."
+                f"The sharded table {variable.name!r} must be trained by a CowClipOptimizer. Make "
+                "it by CowClipOptimizer.for_model, or leave sharded=True out."
             )
         dense_shape = tf.constant([shard.num_rows, variable.shape[1]], tf.int64)
         return None, [tf.IndexedSlices(upstream, flat, dense_shape)] * len(variables)

@@ -95,12 +95,6 @@ class TableSpec:
         ranges, columns = len(self.row_offsets) - 1, len(self.columns)
         if not self.range_of_column:
             self.range_of_column = (0,) * columns if ranges == 1 else tuple(range(columns))
-        read = self.range_of_column
-        if columns and (len(read) != columns or not all(0 <= one < ranges for one in read)):
-            raise ValueError(
-                f"range_of_column must name one of {ranges} ranges of rows for each of {columns} "
-                f"columns. Received: {read} for the table {self.name!r}"
-            )
 
     @property
     def variable(self) -> tf.Variable:

@@ -123,22 +123,13 @@ class CowClipAdam(RefusesOptions, mm.LazyAdam):
             check_number(name, getattr(self, name), positive=True)
 
     def bind_tables(self, tables: Mapping[TableSpec, Sequence[bool]]) -> None:
-        """Take the counts of these built tables from the ids that they record.
-
-        Args:
-          tables: for each table, whether each of its ranges of rows is clipped.
-        """
+        """Count the ids that these built tables record; each with what ranges are clipped."""
         self._specs = {spec.variable.ref(): spec for spec in tables}
         self._exempt = {
             spec.variable.ref(): tuple(not c for c in clipped)
             for spec, clipped in tables.items()
             if not all(clipped)
         }
-
-    def is_trained(self, variable: tf.Variable) -> bool:
-        """Whether it is a bound table that is not frozen."""
-        spec = self._specs.get(variable.ref())
-        return spec is not None and spec.layer.trainable
 
     def _create_slots(self, var_list: Sequence[tf.Variable]) -> None:
         super()._create_slots(var_list)
@@ -165,10 +156,7 @@ class CowClipAdam(RefusesOptions, mm.LazyAdam):
         return None if spec is None else spec.shard
 
     def reduce(self, grads_and_vars: Iterable[tuple[Any, tf.Variable]]) -> list[Any]:
-        """`ReducedRows` of the global batch, from gradients of the mean loss of each rank's share.
-
-        Of sharded tables they are the rows that this rank has.
-        """
+        """`ReducedRows` of the global batch; of sharded tables, those that this rank has."""
         found = []
         for gradient, variable in grads_and_vars:
             share, shard = self._sum_rows(gradient, variable), self.shard_of(variable)
@@ -385,16 +373,12 @@ class CowClipAdam(RefusesOptions, mm.LazyAdam):
     def _setting(self, name: str) -> Any:
         """One of Keras's hyperparameters; of a variable its value as a number of Python's."""
         value = self._serialize_hyperparameter(name)
-        if isinstance(value, tf.__internal__.EagerTensor):  # a function's
-            value = value.numpy()
         return float(value) if isinstance(value, numbers.Real) else value
 
 
 def _scatters_through_host(variable: tf.Variable) -> bool:
-    """Whether scattering into the variable would copy all of it to the host and back.
-
-    With deterministic ops TensorFlow's GPU kernels do (`DoScatterOnCpu`, resource_variable_ops.cc).
-    """
+    """Whether a scatter copies all of it to the host and back, as TensorFlow's GPU kernels do."""
+    # `DoScatterOnCpu` in resource_variable_ops.cc.
     return _on_gpu(variable) and is_op_determinism_enabled()
 
 

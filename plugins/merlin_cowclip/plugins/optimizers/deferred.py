@@ -100,7 +100,8 @@ class DeferredRows:
     def catch_up_rows(self, variable: tf.Variable, rows: tf.Tensor) -> None:
         """Apply missed steps to rows of a table, by numbers of any shape, with repeats."""
         if self._last_step(variable) is None:
-            if tf.executing_eagerly() or not self._optimizer.is_trained(variable):
+            spec = self._optimizer._specs.get(variable.ref())
+            if tf.executing_eagerly() or spec is None or not spec.layer.trainable:
                 return  # not trained yet
             with tf.init_scope():
                 self._optimizer._create_all_weights([variable])

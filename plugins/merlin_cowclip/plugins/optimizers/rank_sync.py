@@ -37,15 +37,18 @@ def broadcast_state(optimizer: CowClipOptimizer, model: tf.keras.Model) -> None:
             )
     sharded = optimizer.in_shards()
     state = [v for v in state_of(model, optimizer).values() if v.ref() not in sharded]
-    described = {
-        "update": optimizer.update_mode,
-        "hyperparameters": optimizer.hyperparameters.to_dict(),
-        "tables": [
-            [*spec.range_names, spec.row_offsets, spec.width, clipped, spec.shard is not None]
-            for spec, clipped in optimizer.clipped_ranges().items()
-        ],
-        "variables": len(state),
-    }
+    described = {"update": optimizer.update_mode, "variables": len(state)}
+    for name, value in optimizer.hyperparameters.to_dict().items():
+        described[f"hyperparameters {name}"] = value
+    for place, (spec, clipped) in enumerate(optimizer.clipped_ranges().items()):
+        is_sharded = spec.shard is not None
+        described[f"table {place}"] = [
+            spec.range_names,
+            spec.row_offsets,
+            spec.width,
+            clipped,
+            is_sharded,
+        ]
     check_same(described, "All ranks must train the same model by the same optimizer.")
     broadcast(state)
 
@@ -62,10 +65,9 @@ def synchronize(optimizer: CowClipOptimizer, model: tf.keras.Model) -> None:
 def reduce_gradients(
     optimizer: CowClipOptimizer, pairs: Sequence[tuple[Any, tf.Variable]], *, scaled: bool = False
 ) -> list[Any]:
-    """Gradients and counts of the global batch, from those of this rank's share.
+    """Gradients and counts of the global batch; of sharded tables, those of this rank's rows.
 
-    Of sharded tables each rank has those of its rows. `scaled`: loss scaling decides by them
-    whether to make the step, so what is not finite on one rank must be so on all.
+    `scaled`: loss scaling decides by them whether to make the step, so all must agree on NaN.
     """
     _start(optimizer, [variable for _, variable in pairs])
     reduced: dict[Any, Any] = {}
@@ -95,8 +97,8 @@ def _with_nan_of(tables: list[Any], dense: list[Any]) -> list[Any]:
 def _start(optimizer: CowClipOptimizer, variables: list[tf.Variable]) -> None:
     if optimizer.awaits_rank_sync:
         raise ValueError(
-            "On several ranks, fit needs the callback RankSync. Received: none in callbacks. "
-            "Pass it first and last: sync = RankSync(); fit(…, callbacks=[sync, …, sync])."
+            "On several ranks, fit needs the callback RankSync, first and last: sync = RankSync(); "
+            "fit(…, callbacks=[sync, …, sync])."
         )
     with tf.init_scope():
         optimizer.create_slots(variables)

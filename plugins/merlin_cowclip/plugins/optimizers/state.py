@@ -17,10 +17,6 @@ def training_state(model: mm.Model) -> dict[str, tf.Variable]:
 
     `weight/…` and `moment/…`, in the order of `model.weights`; `optimizer/…`: step counts, learning
     rates and the like; `loss_scale/…` with mixed precision; `loss/…`: the running mean of the loss.
-    Models made by the same calls have the same names, and with equal values train alike.
-
-    Raises:
-      ValueError: the model is not built, or has another optimizer.
     """
     optimizer = optimizer_of(model)
     if not model.built:

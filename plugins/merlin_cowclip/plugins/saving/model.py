@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 
 from merlin_cowclip.plugins._checks import check_path
-from merlin_cowclip.plugins._tensorflow import RevivedLayer, quiet_stack, tf
-from merlin_cowclip.plugins.distributed.horovod import done_for_all, ranks
+from merlin_cowclip.plugins._tensorflow import quiet_stack, tf
+from merlin_cowclip.plugins.distributed.horovod import all_gather_object, ranks
 from merlin_cowclip.plugins.optimizers.cowclip import CowClipOptimizer
 from merlin_cowclip.plugins.optimizers.state import optimizer_of, state_of
 from merlin_cowclip.plugins.saving.folder import MARKER, OWN, find, replacing
@@ -42,16 +42,16 @@ def save_model(model: tf.keras.Model, path: str | os.PathLike[str]) -> None:
       ValueError: the model is not built, or not compiled with a `CowClipOptimizer`; Keras cannot
         load a schedule; or `path` is a folder of other things, or contains [ or a backslash.
       OSError: `path` is a file, or cannot be renamed.
-      RuntimeError: on the other ranks, where rank 0 could not save sharded tables.
     """
     check_path("path", path)
     optimizer = optimizer_of(model)
     if not model.built:
         raise ValueError("The model must be built before it is saved. Fit it, or call it, first.")
     if is_in_shards(model):
-        with whole_tables(model), done_for_all("save the model"):
+        with whole_tables(model):
             if ranks().rank == 0:
                 save_model(model, path)
+            all_gather_object(None)  # all wait until it is saved
     elif ranks().rank == 0:
         _save(model, optimizer, Path(path))
 
@@ -87,7 +87,7 @@ def load_model(path: str | os.PathLike[str], **compile_arguments: Any) -> tf.ker
 
     Raises:
       ValueError: the folder holds no whole state, or that of another model; or Keras does not know
-        the class of a layer with a table, or the loss.
+        the loss.
     """
     check_path("path", path)
     path = find(Path(path))
@@ -110,7 +110,6 @@ def load_model(path: str | os.PathLike[str], **compile_arguments: Any) -> tf.ker
     optimizer = tf.keras.optimizers.deserialize(description["optimizer"])
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     inner.bind(model)
-    _check_classes(model, inner)
     for part, settings in zip(inner.optimizers, description["parts"], strict=True):
         now = _settings(part)
         for name, value in settings.items():
@@ -173,20 +172,6 @@ def _freeze(
         own = [trained[v.ref()] for v in layer._trainable_weights if v.ref() in trained]
         if own:
             layer._trainable = any(own)  # the property's setter would freeze layers within it too
-
-
-def _check_classes(model: tf.keras.Model, optimizer: CowClipOptimizer) -> None:
-    """Refuse a table in a layer that Keras loaded without its class: no lookup is recorded."""
-    tables = [spec.layer for spec in optimizer.table_specs]
-    for layer in model._flatten_layers():
-        if isinstance(layer, RevivedLayer) and any(x in tables for x in layer._flatten_layers()):
-            raise ValueError(
-                f"Keras does not know the class {type(layer).__name__!r} of the layer "
-                f"{layer.name!r}, which holds a table. Give it get_config and "
-                "@tf.keras.utils.register_keras_serializable(), or load within "
-                "tf.keras.utils.custom_object_scope. To predict only: "
-                "tf.keras.models.load_model(path, compile=False)"
-            )
 
 
 def _as_json(value: Any) -> Any:
