@@ -98,7 +98,7 @@ def test_dense_gradients_are_refused_with_the_remedy():
         ({"clip_floor": -1e-5}, "clip_floor must be a number that is not negative"),
         ({"l2": float("nan")}, "l2 must be"),
         ({"learning_rate": -1.0}, "learning_rate must be a positive"),
-        ({"beta_1": 1.0}, "beta_1 must be below 1"),
+        ({"beta_1": 1.0}, "beta_1 and beta_2 must be below 1"),
         ({"clip": "norm"}, "clip must be None or one of global, .*adaptive_column"),
         ({"update": "dense"}, "update must be one of exact, lazy, deferred.*Received: .*'dense'"),
     ],

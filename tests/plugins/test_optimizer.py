@@ -383,7 +383,7 @@ def test_keras_callbacks_scale_all_three_parts():
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("clipnorm", 1.0, r"has no clipnorm. Received: clipnorm=1.0. Tables are clipped by"),
+        ("clipnorm", 1.0, r"has no clipnorm. Received: clipnorm=1.0. Use hyperparameters.clip"),
         ("weight_decay", 0.1, "has no weight_decay.*hyperparameters.l2"),
         ("decay", 0.1, "has no decay.*dense_schedule"),
         ("use_ema", True, "has no use_ema. Received: use_ema=True. Keep a moving average"),

@@ -143,7 +143,7 @@ def test_unknown_rule_and_size():
     for to in (0, 1.5, True, np.int64(0)):
         with pytest.raises(ValueError, match="to must be a positive whole number"):
             scale(Hyperparameters(), to=to)
-    with pytest.raises(ValueError, match="batch sizes 1024, 2048, 4096, 8192 for these"):
+    with pytest.raises(ValueError, match="batch sizes 1024, 2048, 4096, 8192. Use scale"):
         preset("criteo", 128 * K, "linear")
 
 
@@ -173,7 +173,7 @@ def test_scaled_ones_print_what_they_were_scaled_from():
     [
         ("lr", "no argument 'lr'. Use dense_lr and embedding_lr."),
         ("learning_rate", "no argument 'learning_rate'. Use dense_lr and embedding_lr."),
-        ("decay", "no argument 'decay', only batch_size, dense_lr, "),
+        ("decay", "no argument 'decay'. Use batch_size and dense_lr and "),
     ],
 )
 def test_an_unknown_name_is_answered_by_known_ones(name, message):

@@ -2,8 +2,8 @@
 
 cnt of a row is the number of samples of the batch that hold its id, added up over the features that
 a table serves. A sample is the first axis of the ids as the table gets them; padding is not
-counted; a feature that is looked up several times in a step with the same tensor counts once.
-Repeats in the gradient would not do: Merlin's `DeepFMModel` looks every table up twice per step.
+counted; a feature that is looked up several times in a step with the same tensor counts once, as
+in Merlin's `DeepFMModel`, which looks every table up twice.
 """
 
 from __future__ import annotations

@@ -141,7 +141,7 @@ def normalize_clip_tables(clip_tables: Any, clip: str | None) -> tuple[Any, ...]
     if not wanted or clip is None:
         raise ValueError(
             "clip_tables must be a list that names something, with a clip rule. Received: "
-            f"clip_tables={clip_tables!r} with clip={clip!r}. Leave it out to clip all tables."
+            f"clip_tables={clip_tables!r} with clip={clip!r}. Use clip=None to clip nothing."
         )
     return tuple(map(_name_or_tag, wanted))
 

@@ -92,16 +92,9 @@ class CowClipAdam(RefusesOptions, mm.LazyAdam):
             raise ValueError(f"update must be one of {', '.join(UPDATES)}. Received: {update!r}")
         if not callable(learning_rate) and not tf.is_tensor(learning_rate):
             learning_rate = check_number("learning_rate", learning_rate, positive=True)
-        for beta, value in (("beta_1", beta_1), ("beta_2", beta_2)):
-            if check_number(beta, value) >= 1:
-                raise ValueError(f"{beta} must be below 1. Received: {value!r}")
-        super().__init__(
-            learning_rate=learning_rate,
-            beta_1=beta_1,
-            beta_2=beta_2,
-            epsilon=epsilon,
-            name=name,
-        )
+        if max(check_number("beta_1", beta_1), check_number("beta_2", beta_2)) >= 1:
+            raise ValueError(f"beta_1 and beta_2 must be below 1. Received: {beta_1}, {beta_2}")
+        super().__init__(learning_rate, beta_1, beta_2, epsilon, name=name)
         self.epsilon = epsilon  # Keras takes 0 for its default
         self.l2 = l2
         self.clip_ratio = clip_ratio
@@ -271,8 +264,7 @@ class CowClipAdam(RefusesOptions, mm.LazyAdam):
             return ()
         if not all(sharded):
             raise ValueError(
-                f"clip={self.clip!r} bounds rows together. Received: sharded tables and others. "
-                "Give all or none of the model's tables sharded=True, or clip single rows."
+                f"clip={self.clip!r} bounds rows together, so all tables or none must be sharded."
             )
         return (all_reduce,)
 

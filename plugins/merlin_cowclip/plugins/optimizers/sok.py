@@ -139,10 +139,7 @@ class CowClipSokOptimizer(tf.Module):
         steps = whole_steps(steps_per_epoch)
         if dense_schedule is None and hp.warmup_epochs:
             if steps is None:
-                raise ValueError(
-                    "The warm-up of the dense learning rate needs the number of updates per epoch. "
-                    "Pass steps_per_epoch=…, or set warmup_epochs=0."
-                )
+                raise ValueError("Pass steps_per_epoch=… for the warm-up, or set warmup_epochs=0.")
             dense_schedule = LinearWarmup(hp.dense_lr, math.floor(hp.warmup_epochs * steps))
         rate = embedding_schedule or hp.embedding_lr
         self.clipped, self.unclipped = table_parts(SokAdam, rate, hp, "lazy")
@@ -200,9 +197,8 @@ class CowClipSokOptimizer(tf.Module):
             is_table = bool(_sok().filter_variables([variable])[0])
             if is_table != isinstance(gradient, tf.IndexedSlices):
                 raise ValueError(
-                    "Tables must be made by sok.Variable or sok.DynamicVariable, and be looked up "
-                    f"by SOK alone. Received: for {variable.name!r}, a {type(variable).__name__}, "
-                    f"a gradient of type {type(gradient).__name__}."
+                    "Tables must be made and looked up by SOK only. Received: for "
+                    f"{variable.name!r}, a {type(variable).__name__}, a {type(gradient).__name__}."
                 )
             (tables if is_table else dense).append((gradient, variable))
         reduced = self._reduced(tables, list(lookups))
