@@ -225,7 +225,7 @@ def make_rows_pending(
     for part in optimizer.optimizers[:2]:
         part.iterations.assign(steps)
         for spec in optimizer.table_specs:
-            last_step = part.deferred.last_step_of(spec.variable)
+            last_step = part.slots_of(spec.variable).get("last_step")
             if last_step is not None:
                 old = np.zeros(last_step.shape, np.float32)
                 old[: len(last), 0] = last

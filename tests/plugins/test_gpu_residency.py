@@ -112,6 +112,7 @@ def test_every_op_of_catching_up_has_a_gpu_kernel(monkeypatch, deterministic):
         monkeypatch.setattr(adam, "_scatters_through_host", on_a_deterministic_gpu)
     variable = tf.Variable(tf.random.normal((50, 4)))
     optimizer = CowClipAdam(update="deferred")
+    optimizer.bind_tables({spec_of(variable, LookupRecorder(), (0, 50)): (True,)})
     optimizer._create_all_weights([variable])
 
     @tf.function(input_signature=[tf.TensorSpec([None], tf.int64)])

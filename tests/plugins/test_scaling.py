@@ -52,7 +52,7 @@ def test_presets_are_the_printed_numbers():
     assert preset("criteo", 8 * K).clip_floor == pytest.approx(3.162e-5, rel=1e-3)
     assert preset("avazu", 64 * K).clip_floor == pytest.approx(3.162e-4, rel=1e-3)
     assert preset("avazu", 128 * K).l2 == 96e-5
-    assert preset("criteo", 8 * K, "empirical").l2 == 128e-5
+    assert preset("criteo", 8 * K, "n2_lambda").l2 == 128e-5
     assert len(PRESETS) == 3 * 4 + 2 * 8
 
 
@@ -61,9 +61,9 @@ def test_presets_are_the_printed_numbers():
     [
         ("none", 1, 1, 1),
         ("sqrt", 4, 4, 4),
-        ("sqrt*", 4, 4, 1),
+        ("sqrt_star", 4, 4, 1),
         ("linear", 16, 16, 1),
-        ("empirical", 4, 1, 256),
+        ("n2_lambda", 4, 1, 256),
         ("cowclip", 4, 1, 16),
     ],
 )
@@ -87,7 +87,7 @@ def test_recipes():
         1e-2,
         1.0,
     )
-    for rule in ("none", "sqrt", "sqrt*", "linear", "empirical"):
+    for rule in ("none", "sqrt", "sqrt_star", "linear", "n2_lambda"):
         plain = recipe(rule)
         assert (plain.dense_lr, plain.embedding_lr) == (1e-4, 1e-4)
         assert (plain.clip, plain.init_stddev, plain.warmup_epochs) == (None, 1e-4, 0.0)
@@ -101,7 +101,7 @@ def test_recipes():
         ({"l2": float("nan")}, r"l2 must be a number that is not negative. Received: l2=nan"),
         ({"dense_lr": float("inf")}, r"dense_lr must be a positive"),
         ({"batch_size": 0}, r"batch_size must be a positive"),
-        ({"batch_size": 1.5}, r"batch_size must be a whole number"),
+        ({"batch_size": 1.5}, r"batch_size must be a positive whole"),
         ({"clip": "cowclip"}, r"clip must be None or one of global, .*adaptive_column"),
         ({"embedding_lr": "1e-4"}, r"embedding_lr must be a positive number. Received: .*'1e-4'"),
         ({"l2": True}, r"l2 must be a number"),
@@ -143,7 +143,7 @@ def test_unknown_rule_and_size():
     for to in (0, 1.5, True, np.int64(0)):
         with pytest.raises(ValueError, match="to must be a positive whole number"):
             scale(Hyperparameters(), to=to)
-    with pytest.raises(ValueError, match="batch sizes 1024, 2048, 4096, 8192 for these"):
+    with pytest.raises(ValueError, match="batch sizes 1024, 2048, 4096, 8192. Use scale"):
         preset("criteo", 128 * K, "linear")
 
 
@@ -173,7 +173,7 @@ def test_scaled_ones_print_what_they_were_scaled_from():
     [
         ("lr", "no argument 'lr'. Use dense_lr and embedding_lr."),
         ("learning_rate", "no argument 'learning_rate'. Use dense_lr and embedding_lr."),
-        ("decay", "no argument 'decay', only batch_size, dense_lr, "),
+        ("decay", "no argument 'decay'. Use batch_size and dense_lr and "),
     ],
 )
 def test_an_unknown_name_is_answered_by_known_ones(name, message):

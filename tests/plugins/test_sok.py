@@ -58,7 +58,7 @@ def test_algorithm_1_from_the_paper(sparse):
     hp = PLAIN.replace(embedding_lr=0.02, l2=1e-2, clip_ratio=0.5, clip_floor=1e-3)
     optimizer = CowClipSokOptimizer(hp)
     settings = Settings(0.02, l2=1e-2, clip_ratio=0.5, clip_floor=1e-3)
-    expected = Lazy(np.full((V, d), 0.5), settings)
+    expected = Lazy(np.full((V, d), 0.5), settings, np.zeros(V, int))
     for _ in range(12):
         held = [random.integers(0, V - 1, random.integers(1, 5)) for _ in range(b)]
         upstream = random.normal(size=(b, d)) * 10.0 ** random.integers(-3, 2, (b, 1))

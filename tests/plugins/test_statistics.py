@@ -20,7 +20,7 @@ from merlin_cowclip.plugins import (
 )
 from merlin_cowclip.plugins._tensorflow import ColumnSchema
 from merlin_cowclip.plugins.clipping import RowNorms
-from merlin_cowclip.plugins.optimizers.parts import DensePart, TablePart
+from merlin_cowclip.plugins.optimizers.cowclip import DensePart, TablePart
 
 from .merlin_models import BATCH, SCHEMA, dataset, stock_dlrm
 from .test_clipping import oracle

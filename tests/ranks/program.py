@@ -31,10 +31,10 @@ def joined(rank: int) -> dict[str, np.ndarray]:
 
     @tf.function
     def step():
-        (sparse, _), (whole, _) = all_gather_rows([(shares[0], table), (shares[1], tied)])
+        sparse, whole = all_gather_rows(shares[0], table), all_gather_rows(shares[1], tied)
         slices = tf.IndexedSlices(tf.fill([1, 2], 1.0 + rank), tf.constant([rank], tf.int64), None)
         dense, gathered = all_reduce_dense([tf.constant([1.0 + rank]), slices])
-        found = {"rows": sparse.sums[:3], "whole": whole.sums[:3], "dense": dense}
+        found = {"rows": sparse[:3], "whole": whole[:3], "dense": dense}
         return {**found, "slices": (gathered.values, gathered.indices)}
 
     flat = {}

@@ -18,7 +18,6 @@ import tensorflow as tf
 
 # Keras's own; they have no public names.
 from keras.optimizers.utils import filter_empty_gradients
-from keras.saving.legacy.saved_model.load import RevivedLayer
 
 # TensorFlow's own; they have no public names, either.
 from tensorflow.python.eager.tape import could_possibly_record as is_recording
@@ -48,21 +47,3 @@ with warnings.catch_warnings(), quiet_stack():
     from merlin.schema import ColumnSchema, Schema, Tags
 
 FuncGraph = tf.__internal__.FuncGraph
-
-
-__all__ = [
-    "ColumnSchema",
-    "FuncGraph",
-    "RevivedLayer",
-    "Schema",
-    "Tags",
-    "filter_empty_gradients",
-    "has_horovod",
-    "in_save_context",
-    "is_op_determinism_enabled",
-    "is_recording",
-    "mm",
-    "not_recorded",
-    "quiet_stack",
-    "tf",
-]

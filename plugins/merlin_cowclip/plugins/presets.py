@@ -1,9 +1,8 @@
 """Tables 8 and 9 of the paper as literal values, with their misprints corrected.
 
-Never the output of `scale`: where the authors tuned by hand the tables leave the rules, and a test
-names each such place. The λ columns are a tenth of what is printed (the paper's own Section 4.1 and
-published code say 1e-5 at 1K), and ζ is the published code's `--bound` in our terms,
-`ζ = r²·√10·bound` for the paper's embedding width 10.
+Where the authors tuned by hand, they differ from `scale`. The λ columns are a tenth of what is
+printed (Section 4.1 and the published code say 1e-5 at 1K), and ζ is the published code's `--bound`
+in our terms: `ζ = r²·√10·bound` for the paper's embedding width 10.
 """
 
 from __future__ import annotations
@@ -90,11 +89,9 @@ def preset(dataset: str, batch_size: int, rule: str = "cowclip") -> Hyperparamet
     key = (dataset, find_rule(rule).name, batch_size)
     if key not in PRESETS:
         have = sorted(b for d, r, b in PRESETS if (d, r) == key[:2])
-        listed = ", ".join(map(str, have)) or "none"
-        known = ", ".join(dict.fromkeys(d for d, _, _ in PRESETS))
         raise ValueError(
-            f"no preset for data set {dataset!r}, rule {key[1]!r}, batch size {batch_size}: "
-            f"the tables have the batch sizes {listed} for these, of the data sets {known}. "
-            "Use scale(recipe(rule), to=batch_size, rule=rule) instead."
+            f"no preset for data set {dataset!r} (criteo or avazu), rule {key[1]!r}, batch size "
+            f"{batch_size}. Of these, there are the batch sizes "
+            f"{', '.join(map(str, have)) or 'none'}. Use scale(recipe(rule), to=…, rule=rule)."
         )
     return PRESETS[key]

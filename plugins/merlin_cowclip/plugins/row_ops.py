@@ -1,7 +1,7 @@
 """Kernels on embedding rows: unique rows, counts, segment sums and in-place writes.
 
-On a GPU, one op each. On a CPU these ops take 30 to 50 ns a value, and others give the same digits
-in a fraction of that. Those refuse to run on a GPU where ops are deterministic.
+On a GPU, one op each. On a CPU other ops give the same digits several times as fast; they refuse to
+run on a GPU where ops are deterministic.
 """
 
 from __future__ import annotations

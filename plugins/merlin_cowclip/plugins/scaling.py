@@ -68,18 +68,17 @@ class Hyperparameters:
         for name in named.keys() - known:
             alike = [one for one in known if name.replace("learning_rate", "lr") in one]
             raise TypeError(
-                f"Hyperparameters has no argument {name!r}. Use {' and '.join(alike)}."
-                if alike
-                else f"Hyperparameters has no argument {name!r}, only {', '.join(known)}."
+                f"Hyperparameters has no argument {name!r}. Use {' and '.join(alike or known)}."
             )
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        if not is_whole(self.batch_size, numpys=True):
+        if not is_whole(self.batch_size, 1, numpys=True):
             raise ValueError(
-                f"batch_size must be a whole number. Received: batch_size={self.batch_size!r}"
+                "batch_size must be a positive whole number. Received: "
+                f"batch_size={self.batch_size!r}"
             )
-        for name in ("batch_size", "dense_lr", "embedding_lr", "clip_ratio"):
+        for name in ("dense_lr", "embedding_lr", "clip_ratio"):
             check_number(name, getattr(self, name), positive=True)
         for name in ("l2", "clip_floor", "init_stddev", "warmup_epochs"):
             check_number(name, getattr(self, name))
@@ -111,15 +110,10 @@ def check_number(name: str, value: Any, *, positive: bool = False) -> float:
     return float(value)
 
 
-def check_rule(clip: str | None) -> None:
-    """Refuse an unknown clip rule."""
-    if clip is not None and clip not in CLIPS:
-        raise ValueError(f"clip must be None or one of {', '.join(CLIPS)}. Received: clip={clip!r}")
-
-
 def check_clip(clip: str | None, threshold: float | None) -> None:
     """Refuse an unknown clip rule, and a constant rule without its constant or the reverse."""
-    check_rule(clip)
+    if clip is not None and clip not in CLIPS:
+        raise ValueError(f"clip must be None or one of {', '.join(CLIPS)}. Received: clip={clip!r}")
     if clip in CONSTANT_CLIPS:
         if threshold is None:
             raise ValueError(f"clip={clip!r} needs clip_threshold, its constant. Received: None")
@@ -132,9 +126,7 @@ def check_clip(clip: str | None, threshold: float | None) -> None:
 
 
 def _show(value: Any) -> str:
-    if value is None:
-        return "none"
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
+    return f"{value:.6g}" if isinstance(value, float) else str(value or "none")
 
 
 @dataclass(frozen=True)
@@ -165,15 +157,12 @@ _RULES = (
 SCALING_RULES: Mapping[str, ScalingRule] = MappingProxyType({rule.name: rule for rule in _RULES})
 """The six rules by name (Section 3.1 and Table 2)."""
 
-_ALIASES = {"sqrt*": "sqrt_star", "empirical": "n2_lambda"}  # the paper's other names
-
 
 def find_rule(name: str) -> ScalingRule:
-    """The rule called `name`, or by one of the paper's other names; a ValueError if none is."""
-    rule = SCALING_RULES.get(_ALIASES.get(name, name)) if isinstance(name, str) else None
+    """The rule called `name`; a ValueError if none is."""
+    rule = SCALING_RULES.get(name) if isinstance(name, str) else None
     if rule is None:
-        known = ", ".join(SCALING_RULES)
-        raise ValueError(f"rule must be one of {known}. Received: rule={name!r}")
+        raise ValueError(f"rule must be one of {', '.join(SCALING_RULES)}. Received: rule={name!r}")
     return rule
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numbers
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 from merlin_cowclip.plugins._tensorflow import tf
@@ -31,20 +32,21 @@ class LinearWarmup(tf.keras.optimizers.schedules.LearningRateSchedule):
 
     Args:
       learning_rate: the value from step `warmup_steps` on, or a Keras schedule of it that counts
-        from step 0; a variable is read at each step.
-      warmup_steps: number of updates; 0 for a constant learning rate; also a variable.
+        from step 0.
+      warmup_steps: number of updates; 0 for a constant learning rate; a variable is read at each
+        step.
       initial: the value at step 0.
     """
 
     def __init__(
         self,
-        learning_rate: float | Schedule | tf.Variable,
+        learning_rate: float | Schedule,
         warmup_steps: int | tf.Variable,
         initial: float = 1e-8,
     ) -> None:
         if isinstance(learning_rate, dict):
             learning_rate = tf.keras.optimizers.schedules.deserialize(learning_rate)
-        if not isinstance(learning_rate, (_KERAS_SCHEDULE, tf.Variable)):
+        if not isinstance(learning_rate, _KERAS_SCHEDULE):
             learning_rate = check_number("learning_rate", learning_rate, positive=True)
         self.learning_rate: Any = learning_rate
         if not isinstance(warmup_steps, tf.Variable):
@@ -69,6 +71,21 @@ class LinearWarmup(tf.keras.optimizers.schedules.LearningRateSchedule):
         end, steps = self.learning_rate, int(self.warmup_steps)
         if isinstance(end, _KERAS_SCHEDULE):
             end = tf.keras.optimizers.schedules.serialize(end)
-        elif isinstance(end, tf.Variable):
-            end = float(tf.keras.backend.get_value(end))
         return {"learning_rate": end, "warmup_steps": steps, "initial": self.initial}
+
+
+class Proportional(tf.keras.optimizers.schedules.LearningRateSchedule):
+    """A learning rate or schedule, times a factor that is read at each step."""
+
+    def __init__(self, rate: float | Schedule, factor: Callable[[], tf.Tensor]) -> None:
+        self.rate: Any = rate
+        self._factor = factor
+
+    def __call__(self, step: tf.Tensor) -> tf.Tensor:
+        """The learning rate of the update with number `step`, of its dtype."""
+        rate = self.rate(step) if callable(self.rate) else self.rate
+        return tf.cast(rate, step.dtype) * tf.cast(self._factor(), step.dtype)
+
+    def get_config(self) -> dict[str, Any]:
+        """What it can tell: nobody can make it anew, without its factor."""
+        return {"rate": self.rate}

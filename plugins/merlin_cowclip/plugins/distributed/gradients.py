@@ -1,8 +1,7 @@
 """Gradients and id counts of all ranks: all-reduce of dense ones, all-gather of rows.
 
 Each rank has the gradient of the mean loss of its share, an N-th of the batch. The mean of these
-gradients is that of the whole batch's mean loss, and counts add up; L2, the clip and Adam come
-after it, on every rank alike.
+is the gradient of the batch's mean loss; counts add up. L2, clip and Adam come after.
 """
 
 from __future__ import annotations
@@ -25,10 +24,7 @@ class RowSums(NamedTuple):
 
 
 class ReducedRows(tf.IndexedSlices):
-    """A table's gradient of the global batch, the same on all ranks.
-
-    It is slices to Keras, whose loss scaling stands between the reduction and the update.
-    """
+    """A table's gradient of the global batch, as slices, which Keras's loss scaling takes."""
 
     def __init__(self, sums: RowSums, variable: tf.Variable) -> None:
         known = variable.shape.is_fully_defined()  # not of a hash table
@@ -40,32 +36,24 @@ class ReducedRows(tf.IndexedSlices):
 @tf.autograph.experimental.do_not_convert
 def all_reduce_dense(gradients: Sequence[Any]) -> list[Any]:
     """Gradients of dense weights, tensors or slices: of all ranks' shares as one batch's."""
-    size = ranks().size
-    slices = [g for g in gradients if isinstance(g, tf.IndexedSlices)]
-    gathered = iter(all_gather_each([part for g in slices for part in (g.values, g.indices)]))
-    return [
-        tf.IndexedSlices(next(gathered) / size, next(gathered), gradient.dense_shape)
-        if isinstance(gradient, tf.IndexedSlices)
-        else all_reduce(gradient, "sum") / size
-        for gradient in gradients
-    ]
+    size, found = ranks().size, []
+    for one in gradients:
+        if isinstance(one, tf.IndexedSlices):
+            values, indices = all_gather_each([one.values, one.indices])
+            found.append(tf.IndexedSlices(values / size, indices, one.dense_shape))
+        else:
+            found.append(all_reduce(one, "sum") / size)
+    return found
 
 
 @tf.autograph.experimental.do_not_convert
-def all_gather_rows(
-    shares: Sequence[tuple[RowSums, tf.Variable]],
-) -> list[tuple[ReducedRows, tf.Variable]]:
-    """Gradients of replicated tables: of all ranks' shares as one batch's; dense: all-reduced."""
-    reduced, size = [], ranks().size
-    for share, variable in shares:
-        if share.is_whole:
-            mean = all_reduce(share.gradients, "sum") / size
-            sums = share._replace(gradients=mean, counts=all_reduce(share.counts, "sum"))
-        else:
-            indices, rows = all_gather_each(packed(share))
-            sums = merged(indices, rows, variable)
-        reduced.append((ReducedRows(sums, variable), variable))
-    return reduced
+def all_gather_rows(share: RowSums, variable: tf.Variable) -> RowSums:
+    """The gradient of a replicated table: of all ranks' shares as one batch's."""
+    if not share.is_whole:
+        indices, rows = all_gather_each(packed(share))
+        return merged(indices, rows, variable)
+    mean = all_reduce(share.gradients, "sum") / ranks().size
+    return share._replace(gradients=mean, counts=all_reduce(share.counts, "sum"))
 
 
 def packed(share: RowSums) -> tuple[tf.Tensor, tf.Tensor]:

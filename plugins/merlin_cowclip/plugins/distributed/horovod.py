@@ -1,15 +1,13 @@
-"""Horovod's collectives, by the names that the field has for them.
+"""Horovod's collectives. All ranks must make the same calls in the same order.
 
-Horovod stands behind this file, and behind no other; where it is installed, Merlin imports and
-initialises it. All ranks must make the same calls in the same order.
+Where Horovod is installed, Merlin imports and initialises it.
 """
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -99,20 +97,12 @@ def broadcast(variables: Iterable[tf.Variable]) -> None:
 
 def check_same(of_one: Mapping[str, Any], rule: str) -> None:
     """Refuse JSON values that differ between ranks, with `rule`, a sentence; on all at once."""
-    found = [_flat(one) for one in all_gather_object(of_one)]
+    found = all_gather_object(of_one)
     for name in dict.fromkeys(itertools.chain(*found)):
         values = [one.get(name) for one in found]
         if any(value != values[0] for value in values):
             received = (f"{value} on rank {rank}" for rank, value in enumerate(values))
             raise ValueError(f"{rule} Received: {name} {', '.join(received)}.")
-
-
-def _flat(value: Any, name: str = "") -> dict[str, Any]:
-    """What is in nested mappings and lists, by the names and places that lead there."""
-    if not isinstance(value, dict | list):
-        return {name.strip(): value}
-    items = value.items() if isinstance(value, dict) else enumerate(value)
-    return {k: v for key, one in items for k, v in _flat(one, f"{name} {key}").items()}
 
 
 def all_gather_object(value: Any) -> list[Any]:
@@ -121,22 +111,6 @@ def all_gather_object(value: Any) -> list[Any]:
     sizes = all_gather(np.array([len(mine)], np.int64))
     texts = np.split(all_gather(mine), np.cumsum(sizes)[:-1])
     return [json.loads(text.tobytes()) for text in texts]
-
-
-@contextlib.contextmanager
-def done_for_all(what: str) -> Iterator[None]:
-    """Within it one rank does `what` for all; if it fails, all ranks end with an error after it."""
-    failure: Exception | None = None
-    try:
-        yield
-    except Exception as error:
-        failure = error
-    said = all_gather_object(failure and (str(failure) or type(failure).__name__))
-    if failure is not None:
-        raise failure
-    for rank, sentence in enumerate(said):
-        if sentence is not None:
-            raise RuntimeError(f"All ranks end as rank {rank}, which could not {what}: {sentence}")
 
 
 def all_gather(values: np.ndarray) -> np.ndarray:

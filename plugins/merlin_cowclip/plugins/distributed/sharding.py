@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from merlin_cowclip.plugins._tensorflow import tf
-from merlin_cowclip.plugins.distributed.gradients import ReducedRows, RowSums, merged, packed
+from merlin_cowclip.plugins.distributed.gradients import RowSums, merged, packed
 from merlin_cowclip.plugins.distributed.horovod import all_to_all
 from merlin_cowclip.plugins.row_ops import colocated_with, once_per_graph, source_of, unique_rows
 
@@ -54,9 +54,8 @@ def look_up(
     def gradient(upstream: tf.Tensor, variables: Sequence[tf.Variable] = ()) -> Any:
         if not trainable:
             raise ValueError(
-                "A table in shards must be trained by a CowClipOptimizer, which knows where its "
-                f"rows are. Received: a gradient of {variable.name!r} without one. Make it by "
-                "CowClipOptimizer.for_model, or leave sharded=True out."
+                f"The sharded table {variable.name!r} must be trained by a CowClipOptimizer. Make "
+                "it by CowClipOptimizer.for_model, or leave sharded=True out."
             )
         dense_shape = tf.constant([shard.num_rows, variable.shape[1]], tf.int64)
         return None, [tf.IndexedSlices(upstream, flat, dense_shape)] * len(variables)
@@ -96,18 +95,13 @@ def _inverse(order: tf.Tensor, on_cpu: bool) -> tf.Tensor:
 
 
 @tf.autograph.experimental.do_not_convert
-def join_shards(
-    shares: Sequence[tuple[RowSums, tf.Variable, Shard]],
-) -> list[tuple[ReducedRows, tf.Variable]]:
-    """As `all_gather_rows`, of tables in shards: each rank has those of its own rows, by place."""
-    joined = []
-    for share, variable, shard in shares:
-        with colocated_with(variable):
-            find = functools.partial(_owned, share.indices, shard)
-            order, sizes, places = once_per_graph(("owned", shard), [share.indices], find)
-            rows, _ = all_to_all(tf.gather(packed(share)[1], order), sizes)
-        joined.append((ReducedRows(merged(places, rows, variable), variable), variable))
-    return joined
+def join_shards(share: RowSums, variable: tf.Variable, shard: Shard) -> RowSums:
+    """As `all_gather_rows`, of a sharded table: each rank has those of its own rows, by place."""
+    with colocated_with(variable):
+        find = functools.partial(_owned, share.indices, shard)
+        order, sizes, places = once_per_graph(("owned", shard), [share.indices], find)
+        rows, _ = all_to_all(tf.gather(packed(share)[1], order), sizes)
+    return merged(places, rows, variable)
 
 
 def _owned(indices: tf.Tensor, shard: Shard) -> tuple[tf.Tensor, ...]:

@@ -2,8 +2,8 @@
 
 cnt of a row is the number of samples of the batch that hold its id, added up over the features that
 a table serves. A sample is the first axis of the ids as the table gets them; padding is not
-counted; a feature that is looked up several times in a step with the same tensor counts once.
-Repeats in the gradient would not do: Merlin's `DeepFMModel` looks every table up twice per step.
+counted; a feature that is looked up several times in a step with the same tensor counts once, as
+in Merlin's `DeepFMModel`, which looks every table up twice.
 """
 
 from __future__ import annotations
@@ -85,8 +85,7 @@ class Lookup:
 
     def rows_in_gradient(self) -> tuple[tf.Tensor, tf.Tensor]:
         """The least and the most rows that the lookup's gradient has, int32; eagerly exact."""
-        flat = self.ids.flat_values if isinstance(self.ids, tf.RaggedTensor) else self.ids
-        number = tf.size(flat)
+        number = tf.size(getattr(self.ids, "flat_values", self.ids))
         if not self.combined:
             return number, number
         if not tf.executing_eagerly():
@@ -109,6 +108,7 @@ class LookupRecorder:
 
     def __init__(self) -> None:
         self._eager: list[Lookup] = []
+        self._key = f"_merlin_cowclip_lookups_{id(self)}"  # of graphs
         self.is_paused = False  # a layer around the table has recorded its call
 
     def record(self, lookup: Lookup) -> None:
@@ -117,14 +117,14 @@ class LookupRecorder:
             self._eager += [lookup] if is_recording() else []
             del self._eager[:-_MOST_EAGER]
             return
-        if _is_unique(tf.nest.flatten(lookup.ids, expand_composites=True)[0]):
+        if _is_unique(getattr(lookup.ids, "flat_values", lookup.ids)):
             raise ValueError(
                 f"The ids of feature {lookup.feature!r} were made unique before the table, so the "
                 "samples that hold them cannot be counted. Give the table the batch's ids."
             )
         # On the graph: a retraced function sees its own tensors.
         graph = tf.compat.v1.get_default_graph()
-        graph.__dict__.setdefault(self._key(), []).append(lookup)
+        graph.__dict__.setdefault(self._key, []).append(lookup)
 
     def lookups(self) -> list[Lookup]:
         """All lookups since the last update, in order."""
@@ -133,14 +133,10 @@ class LookupRecorder:
         graph = tf.compat.v1.get_default_graph()
         # A branch of a tf.cond (loss scaling) may use what its outer graphs recorded.
         while isinstance(graph, FuncGraph):
-            noted: list[Lookup] = graph.__dict__.get(self._key(), [])
-            if noted:
+            if noted := graph.__dict__.get(self._key):
                 return noted
             graph = graph.outer_graph
         return []
-
-    def _key(self) -> str:
-        return f"_merlin_cowclip_lookups_{id(self)}"
 
     def take(self, name: str, indices: tf.Tensor | None = None) -> list[Lookup]:
         """The lookups of an update of table `name`, by a gradient of these rows; forgets them."""
@@ -157,7 +153,7 @@ class LookupRecorder:
         raise ValueError(f"Cannot count the ids of table {name!r}: {received}. {_CALL_IT_ITSELF}")
 
     def forget(self) -> None:
-        """An update was made: what follows belongs to the next."""
+        """Begin another update."""
         self.lookups().clear()
 
 
@@ -222,15 +218,13 @@ def count_all_rows(
 
 def check_repeats(indices: tf.Tensor, variable: tf.Variable) -> None:
     """Refuse, in a graph, a gradient in which the repeats of a row are not its samples."""
-    op, received = getattr(source_of(indices), "op", None), None
+    op = getattr(source_of(indices), "op", None)
     parts = op.inputs[:-1] if op is not None and op.type == "ConcatV2" else [indices]
-    if len({source_of(part).ref() for part in parts}) < len(parts):
-        received = "the same ids, looked up twice"
-    if hasattr(variable, "key_map") or any(_is_unique(part) for part in parts):
-        received = "unique ids, as the combiner of a list and SOK make them"
-    if received:
+    is_twice = len({source_of(part).ref() for part in parts}) < len(parts)
+    if is_twice or hasattr(variable, "key_map") or any(_is_unique(part) for part in parts):
         raise ValueError(
             "A CowClipAdam without a model counts the repeats of a row in the gradient, so ids "
-            f"must be looked up once per sample. Received: {received}, in {variable.name!r}. Use "
-            "CowClipOptimizer.for_model, which records the ids (CowClipSokOptimizer for SOK)."
+            f"must be looked up once per sample. Received: {variable.name!r}, whose ids were "
+            "looked up twice, or made unique, as a list's combiner and SOK do. Use "
+            "CowClipOptimizer.for_model (CowClipSokOptimizer for SOK)."
         )

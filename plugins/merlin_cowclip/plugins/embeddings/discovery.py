@@ -7,7 +7,7 @@ object: what they compute and what is saved of them stays theirs.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import MethodType
 from typing import Any
 
@@ -45,6 +45,44 @@ def find_tables(model: tf.keras.Model) -> list[TableSpec]:
     for spec in specs:
         spec.is_tied = spec.is_tied or any(spec.layer is table for table in tied)
     return list(dict.fromkeys(specs))
+
+
+def tables_of(model: tf.keras.Model, clip_tables: Sequence[Any] | None) -> list[TableSpec]:
+    """As `find_tables`; there must be some, and `clip_tables` must name some of them."""
+    specs = find_tables(model)
+    if not specs:
+        raise ValueError(
+            f"No embedding table was found in the model {model.name!r}. If its layers are made "
+            "when it is built, call it on a batch first. A custom layer looks rows up by a Keras "
+            "Embedding or a Merlin table, or has a table_specs() method."
+        )
+    for wanted in clip_tables or ():
+        if not any(any(spec.selected([wanted])) for spec in specs):
+            names = ", ".join(spec.name for spec in specs)
+            raise ValueError(
+                "clip_tables must name tables, fields, tags or layers of the model. Received: "
+                f"{wanted!r}; the model's tables: {names}"
+            )
+    return specs
+
+
+def check_known(
+    pairs: Sequence[tuple[Any, tf.Variable]], tables: Iterable[Any], model: Any
+) -> None:
+    """Refuse a sparse gradient of what is no table of the model: its ids are not counted."""
+    layers = [] if model is None else model._flatten_layers()
+    # A Dense layer on sparse input has a sparse gradient: the wide part of a stock W&D.
+    dense = (one for one in layers if isinstance(one, tf.keras.layers.Dense) and one.built)
+    known = {*tables, *(layer.kernel.ref() for layer in dense)}
+    for gradient, variable in pairs:
+        if isinstance(gradient, tf.IndexedSlices) and variable.ref() not in known:
+            raise ValueError(
+                f"{variable.name!r} has a sparse gradient, but belongs to no embedding table that "
+                "was found in the optimizer's model. Make the optimizer for the model that it is "
+                "compiled into, once all its layers are made, or call optimizer.bind(model). A "
+                "custom layer looks rows up by a Keras Embedding or a Merlin table, or has a "
+                "table_specs() method."
+            )
 
 
 def check_regularizer(name: str, layer: Any) -> None:

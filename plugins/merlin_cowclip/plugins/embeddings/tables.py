@@ -95,12 +95,6 @@ class TableSpec:
         ranges, columns = len(self.row_offsets) - 1, len(self.columns)
         if not self.range_of_column:
             self.range_of_column = (0,) * columns if ranges == 1 else tuple(range(columns))
-        read = self.range_of_column
-        if columns and (len(read) != columns or not all(0 <= one < ranges for one in read)):
-            raise ValueError(
-                f"range_of_column must name one of {ranges} ranges of rows for each of {columns} "
-                f"columns. Received: {read} for the table {self.name!r}"
-            )
 
     @property
     def variable(self) -> tf.Variable:
@@ -126,18 +120,38 @@ class TableSpec:
         return tuple("+".join(fields) or self.name for fields in names)
 
     def selected(self, wanted: Sequence[Any]) -> tuple[bool, ...]:
-        """For each range of rows, whether `wanted` (names, tags, layers) has it, or its field."""
-        tags = [item for item in wanted if isinstance(item, Tags)]
-        others = [item for item in wanted if not isinstance(item, Tags)]
-        layers = [item if item is self.layer else getattr(item, "table", None) for item in others]
-        if self.name in others or any(layer is self.layer for layer in layers):
+        """For each range of rows, whether `wanted` (names, tags) has it, or its field."""
+        if self.name in wanted:
             return (True,) * (len(self.row_offsets) - 1)
+        tags = [item for item in wanted if isinstance(item, Tags)]
         hits = {
             number
             for number, column in zip(self.range_of_column, self.columns, strict=True)
-            if column.name in others or any(Schema([column]).select_by_tag(tag) for tag in tags)
+            if column.name in wanted or any(Schema([column]).select_by_tag(tag) for tag in tags)
         }  # USER_ID: USER and ID
         return tuple(number in hits for number in range(len(self.row_offsets) - 1))
+
+
+def normalize_clip_tables(clip_tables: Any, clip: str | None) -> tuple[Any, ...] | None:
+    """Names and tags of `clip_tables`; `None` for all tables. Text may be `tag:…`."""
+    if clip_tables is None:
+        return None
+    is_list = isinstance(clip_tables, Iterable) and not isinstance(clip_tables, str | bytes)
+    wanted = tuple(clip_tables) if is_list else ()
+    if not wanted or clip is None:
+        raise ValueError(
+            "clip_tables must be a list that names something, with a clip rule. Received: "
+            f"clip_tables={clip_tables!r} with clip={clip!r}. Use clip=None to clip nothing."
+        )
+    return tuple(map(_name_or_tag, wanted))
+
+
+def _name_or_tag(item: Any) -> Any:
+    if isinstance(item, Tags):
+        return item
+    if not isinstance(item, str):  # a layer
+        return getattr(item, "table_name", None) or item.name
+    return Tags(item.removeprefix("tag:")) if item.startswith("tag:") else item
 
 
 def check_whole(specs: Iterable[TableSpec], what: str) -> None:
@@ -145,10 +159,8 @@ def check_whole(specs: Iterable[TableSpec], what: str) -> None:
     names = [spec.name for spec in specs if spec.shard is not None]
     if names:
         raise ValueError(
-            "A model whose tables are in shards must be saved and read as a whole: by "
-            "save_model(model, path), which all ranks call, or on rank 0 within "
-            f"whole_tables(model). Received: {what}, which would take this rank's rows of "
-            f"{names[0]!r} for all."
+            f"{what} would take this rank's rows of the sharded table {names[0]!r} for all. Use "
+            "save_model(model, path) on all ranks, or whole_tables(model) on rank 0."
         )
 
 
@@ -158,7 +170,7 @@ def distinct_names(specs: Iterable[TableSpec]) -> dict[TableSpec, str]:
     names = {}
     for spec in specs:
         seen[spec.name] += 1
-        names[spec] = spec.name + (f" ({seen[spec.name]})" if seen[spec.name] > 1 else "")
+        names[spec] = f"{spec.name} ({seen[spec.name]})" if seen[spec.name] > 1 else spec.name
     return names
 
 

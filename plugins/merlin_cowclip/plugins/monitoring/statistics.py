@@ -1,7 +1,4 @@
-"""Statistics of steps by field, as sums on the device; and NaN checks.
-
-`CowClipOptimizer.observe` switches statistics on. Nothing here changes an update.
-"""
+"""Statistics of steps by field, as sums on the device; and NaN checks."""
 
 from __future__ import annotations
 
@@ -91,10 +88,7 @@ class FieldStatistics:
 
 
 class StepStatistics:
-    """Sums of what each step does to the ids of each field: exact integers, norms in float64.
-
-    An id that at least `frequent_from` samples of a batch hold is a frequent one.
-    """
+    """Sums of what steps do to the ids of each field; frequent: in `frequent_from` samples."""
 
     def __init__(self, tables: Mapping[TableSpec, Sequence[bool]], frequent_from: float) -> None:
         self.frequent_from = frequent_from
@@ -122,10 +116,9 @@ class StepStatistics:
     ) -> None:
         """Add a step: the norms of U rows before the clip and their `lengths` after it.
 
-        `counts` are 0 for rows of none of the batch's ids. `rows` are those before the update, by
-        table; `specs` the tables whose fields `norms.fields` numbers.
+        `counts` are 0 for rows of none of the batch's ids; `rows` are by table, as `specs`.
         """
-        # In float64 also within a step: float32 is exact up to 2^24, and lists hold more ids.
+        # In float64 also within a step: float32 is exact up to 2^24.
         frequent = tf.cast(counts >= tf.constant(self.frequent_from, counts.dtype), tf.int64)
         counts = tf.cast(counts, tf.float64)
         is_held = counts > 0  # not padding, and no id beyond the table: see `adam.py`

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
@@ -27,7 +27,7 @@ from merlin_cowclip.plugins.embeddings.tables import TableSpec
 from merlin_cowclip.plugins.monitoring.statistics import StepStatistics, plain_norms
 from merlin_cowclip.plugins.optimizers.deferred import DeferredRows
 from merlin_cowclip.plugins.row_ops import colocated_with, sum_per_row, unique_rows, with_rows
-from merlin_cowclip.plugins.scaling import Hyperparameters, check_clip, check_number, check_rule
+from merlin_cowclip.plugins.scaling import Hyperparameters, check_clip, check_number
 
 UPDATES = ("exact", "lazy", "deferred")
 CLIPS_OF_KERAS = "clipnorm", "clipvalue", "global_clipnorm", "gradient_transformers"
@@ -67,11 +67,11 @@ class CowClipAdam(RefusesOptions, mm.LazyAdam):
     """
 
     _weights: list[tf.Variable]  # Keras's
-    may_clip = True  # not on the part of an optimizer that clips nothing
     statistics: StepStatistics | None = None  # to which steps on bound tables are added
     not_offered: ClassVar[Mapping[str, str]] = dict.fromkeys(
         CLIPS_OF_KERAS, "Choose a rule with clip, and clip_threshold."
     )
+    settled: ClassVar[Collection[str]] = ("clip", "update")
 
     def __init__(
         self,
@@ -88,72 +88,35 @@ class CowClipAdam(RefusesOptions, mm.LazyAdam):
         update: str = "exact",
         name: str = "CowClipAdam",
     ) -> None:
-        check_clip(clip, clip_threshold)
+        if update not in UPDATES:
+            raise ValueError(f"update must be one of {', '.join(UPDATES)}. Received: {update!r}")
         if not callable(learning_rate) and not tf.is_tensor(learning_rate):
             learning_rate = check_number("learning_rate", learning_rate, positive=True)
-        super().__init__(
-            learning_rate=learning_rate,
-            beta_1=beta_1,
-            beta_2=beta_2,
-            epsilon=check_number("epsilon", epsilon, positive=True),
-            name=name,
-        )
+        if max(check_number("beta_1", beta_1), check_number("beta_2", beta_2)) >= 1:
+            raise ValueError(f"beta_1 and beta_2 must be below 1. Received: {beta_1}, {beta_2}")
+        super().__init__(learning_rate, beta_1, beta_2, epsilon, name=name)
+        self.epsilon = epsilon  # Keras takes 0 for its default
         self.l2 = l2
         self.clip_ratio = clip_ratio
         self.clip_floor = clip_floor
         self.clip_threshold = clip_threshold
         self.clip = clip
         self.update = update
+        self._check_settings()
         self.deferred = DeferredRows(self) if update == "deferred" else None
-        if self.deferred is not None:
-            self.deferred.check(learning_rate)
         self._specs: dict[Any, TableSpec] = {}
         self._exempt: dict[Any, tuple[bool, ...]] = {}
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Settings are checked as they are set; a clip with its threshold before the next step."""
-        deferred = self.__dict__.get("deferred")
-        if deferred is not None and name in ("l2", "epsilon", "beta_1", "beta_2"):
-            deferred.check_constant(name, value)
-        if name in ("l2", "clip_ratio", "clip_floor", "clip_threshold", "epsilon"):
-            if name != "clip_threshold" or value is not None:
-                value = check_number(name, value, positive=name not in ("l2", "clip_floor"))
-        elif name == "clip":
-            check_rule(value)
-            if value is not None and not self.may_clip:
-                raise ValueError(
-                    f"clip must be None for the part {self._name!r}, of tables that are not "
-                    f"clipped. Received: clip={value!r}. Make another optimizer with clip_tables."
-                )
-        elif name == "update":
-            before = self.__dict__.get(name, value)
-            if value not in UPDATES or (value != before and "deferred" in (before, value)):
-                raise ValueError(
-                    f"update must be one of {', '.join(UPDATES)}; from and to 'deferred' it cannot "
-                    f"change: make another optimizer. Received: update={value!r}"
-                )
-        super().__setattr__(name, value)
+    def _check_settings(self) -> None:
+        """Refuse what is out of range; checked at each step, because it may have been set."""
+        check_clip(self.clip, self.clip_threshold)
+        for name in ("l2", "clip_floor"):
+            check_number(name, getattr(self, name))
+        for name in ("clip_ratio", "epsilon"):
+            check_number(name, getattr(self, name), positive=True)
 
-    def _set_hyper(self, name: str, value: Any) -> None:
-        is_beta = name in ("beta_1", "beta_2") and not callable(value) and not tf.is_tensor(value)
-        if is_beta and check_number(name, value) >= 1:
-            raise ValueError(f"{name} must be below 1. Received: {name}={value!r}")
-        super()._set_hyper(name, value)
-
-    def bind_tables(
-        self,
-        tables: Mapping[TableSpec, Sequence[bool]],
-        places: Mapping[TableSpec, int] | None = None,
-    ) -> None:
-        """Take the counts of these built tables from the ids that they record.
-
-        Args:
-          tables: for each table, whether each of its ranges of rows is clipped.
-          places: each table's number in the model, by which state is named; else that in `tables`.
-        """
-        if self.deferred is not None:
-            places = places or {spec: place for place, spec in enumerate(tables)}
-            self.deferred.bind({spec.variable.ref(): places[spec] for spec in tables})
+    def bind_tables(self, tables: Mapping[TableSpec, Sequence[bool]]) -> None:
+        """Count the ids that these built tables record; each with what ranges are clipped."""
         self._specs = {spec.variable.ref(): spec for spec in tables}
         self._exempt = {
             spec.variable.ref(): tuple(not c for c in clipped)
@@ -162,14 +125,12 @@ class CowClipAdam(RefusesOptions, mm.LazyAdam):
         }
 
     def _create_slots(self, var_list: Sequence[tf.Variable]) -> None:
-        if self.deferred is not None:
-            var_list = self.deferred.in_order(var_list)
         super()._create_slots(var_list)
         if self.deferred is not None:
             self.deferred.create_state(var_list)
 
     def slots_of(self, variable: tf.Variable) -> dict[str, tf.Variable]:
-        """A table's moments by name; none before they are made."""
+        """A table's moments and the like by name; none before they are made."""
         return dict(self._slots.get(variable._unique_id, {}))
 
     def change_table(
@@ -188,13 +149,16 @@ class CowClipAdam(RefusesOptions, mm.LazyAdam):
         return None if spec is None else spec.shard
 
     def reduce(self, grads_and_vars: Iterable[tuple[Any, tf.Variable]]) -> list[Any]:
-        """`ReducedRows` of the global batch, from gradients of the mean loss of each rank's share.
-
-        Of sharded tables they are the rows that this rank has.
-        """
-        sums = [(self._sum_rows(g, v), v, self.shard_of(v)) for g, v in grads_and_vars]
-        whole = [(rows, v) for rows, v, shard in sums if shard is None]
-        return all_gather_rows(whole) + join_shards([one for one in sums if one[2] is not None])
+        """`ReducedRows` of the global batch; of sharded tables, those that this rank has."""
+        found = []
+        for gradient, variable in grads_and_vars:
+            share, shard = self._sum_rows(gradient, variable), self.shard_of(variable)
+            if shard is None:
+                sums = all_gather_rows(share, variable)
+            else:
+                sums = join_shards(share, variable, shard)
+            found.append((ReducedRows(sums, variable), variable))
+        return found
 
     def _sum_rows(self, gradient: Any, variable: tf.Variable) -> RowSums:
         """A table's gradient summed per row, and in how many samples of the batch each occurs."""
@@ -227,8 +191,7 @@ class CowClipAdam(RefusesOptions, mm.LazyAdam):
         """L2 on the batch's rows, then the clip: Keras's hook between gradients and update."""
         pairs = list(grads_and_vars)
         variables = [variable for _, variable in pairs]
-        if self.clip is not None:
-            check_clip(self.clip, self.clip_threshold)  # either may have been set since
+        self._check_settings()
         if self.deferred is not None:
             self.deferred.before_step(variables)
         found = [self._with_l2(gradient, variable) for gradient, variable in pairs]
@@ -301,8 +264,7 @@ class CowClipAdam(RefusesOptions, mm.LazyAdam):
             return ()
         if not all(sharded):
             raise ValueError(
-                f"clip={self.clip!r} bounds rows together. Received: sharded tables and others. "
-                "Give all or none of the model's tables sharded=True, or clip single rows."
+                f"clip={self.clip!r} bounds rows together, so all tables or none must be sharded."
             )
         return (all_reduce,)
 
@@ -396,23 +358,19 @@ class CowClipAdam(RefusesOptions, mm.LazyAdam):
             "clip": self.clip,
             "clip_ratio": self.clip_ratio,
             "clip_floor": self.clip_floor,
-            "clip_threshold": None if self.clip is None else self.clip_threshold,
+            "clip_threshold": self.clip_threshold,
             "update": self.update,
         }
 
     def _setting(self, name: str) -> Any:
         """One of Keras's hyperparameters; of a variable its value as a number of Python's."""
         value = self._serialize_hyperparameter(name)
-        if isinstance(value, tf.__internal__.EagerTensor):  # a function's
-            value = value.numpy()
         return float(value) if isinstance(value, numbers.Real) else value
 
 
 def _scatters_through_host(variable: tf.Variable) -> bool:
-    """Whether scattering into the variable would copy all of it to the host and back.
-
-    With deterministic ops TensorFlow's GPU kernels do (`DoScatterOnCpu`, resource_variable_ops.cc).
-    """
+    """Whether a scatter copies all of it to the host and back, as TensorFlow's GPU kernels do."""
+    # `DoScatterOnCpu` in resource_variable_ops.cc.
     return _on_gpu(variable) and is_op_determinism_enabled()
 
 
@@ -430,13 +388,11 @@ def _on_gpu(variable: tf.Variable) -> bool:
     return "GPU" in (variable.device or "")
 
 
-def table_parts(
-    kind: type[Part], hp: Hyperparameters, update: str, schedule: Any = None
-) -> tuple[Part, Part]:
+def table_parts(kind: type[Part], rate: Any, hp: Hyperparameters, update: str) -> tuple[Part, Part]:
     """Optimizers of the clipped tables and of the others, of a `CowClipAdam` class."""
     clipped, unclipped = (
         kind(
-            schedule or hp.embedding_lr,
+            rate,
             l2=hp.l2,
             clip=clip,
             clip_ratio=hp.clip_ratio,
@@ -447,7 +403,6 @@ def table_parts(
         )
         for name, clip in (("clipped", hp.clip), ("unclipped", None))
     )
-    unclipped.may_clip = False
     return clipped, unclipped
 
 
@@ -457,15 +412,14 @@ def _checked(spec: TableSpec | None, variable: tf.Variable, update: str) -> Tabl
         check_regularizer(spec.name, spec.layer)
     if spec is None or not spec.is_tied:
         raise ValueError(
-            f"The gradient of {variable.name!r} is dense, so its ids cannot be counted. Remove "
-            "regularizers on the table (l2=… takes their place); accumulate gradients by "
-            "concatenating their slices; a layer that reads the whole table sets is_tied in its "
-            "TableSpec."
+            f"The gradient of {variable.name!r} is dense, so its ids cannot be counted. Remove a "
+            "regularizer on the table (use l2=…), accumulate gradients by concatenating slices, or "
+            "set is_tied in the TableSpec of a layer that reads the whole table."
         )
     if spec.shard is not None or update == "deferred":
         option = "sharded=True" if spec.shard is not None else "update='deferred'"
         raise ValueError(
-            f"A table with {option} must be read by row. Received: a dense gradient of "
-            f"{spec.name!r}, of a layer that reads all of it. Leave {option} out."
+            f"A table with {option} must be read by row. A layer reads all of {spec.name!r}. "
+            f"Leave {option} out."
         )
     return spec

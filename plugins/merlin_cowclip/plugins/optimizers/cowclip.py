@@ -2,54 +2,74 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import warnings
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
 
 from merlin_cowclip.plugins._checks import RefusesOptions
-from merlin_cowclip.plugins._tensorflow import filter_empty_gradients, mm, tf
+from merlin_cowclip.plugins._tensorflow import Tags, filter_empty_gradients, mm, tf
+from merlin_cowclip.plugins._text import format_table
 from merlin_cowclip.plugins.distributed.horovod import ranks
 from merlin_cowclip.plugins.distributed.sharding import Shard
+from merlin_cowclip.plugins.embeddings.discovery import check_known, tables_of
 from merlin_cowclip.plugins.embeddings.initializers import initialize, warn_of_others_than
-from merlin_cowclip.plugins.embeddings.tables import TableSpec, check_whole
-from merlin_cowclip.plugins.monitoring.statistics import NotFinite, StepStatistics, not_finite
-from merlin_cowclip.plugins.optimizers.adam import CLIPS_OF_KERAS, table_parts
-from merlin_cowclip.plugins.optimizers.model_hooks import install_hooks
-from merlin_cowclip.plugins.optimizers.parts import (
-    UNKNOWN,
-    DensePart,
-    LearningRates,
-    Owned,
-    TablePart,
-    as_text,
-    check_access,
-    check_known,
-    clipped_ranges,
-    from_text,
+from merlin_cowclip.plugins.embeddings.tables import (
+    TableSpec,
+    distinct_names,
     normalize_clip_tables,
-    owned_as_text,
-    tables_of,
-    warm_up_to,
 )
+from merlin_cowclip.plugins.monitoring.statistics import NotFinite, StepStatistics, not_finite
+from merlin_cowclip.plugins.optimizers.adam import CLIPS_OF_KERAS, CowClipAdam, table_parts
+from merlin_cowclip.plugins.optimizers.model_hooks import install_hooks
 from merlin_cowclip.plugins.optimizers.rank_sync import broadcast_state, reduce_gradients
 from merlin_cowclip.plugins.scaling import Hyperparameters, check_number
-from merlin_cowclip.plugins.schedules import Schedule, whole_steps
+from merlin_cowclip.plugins.schedules import LinearWarmup, Proportional, Schedule, whole_steps
 
-_CLIPPED_BY_RULE = (
-    "Tables are clipped by the rule of hyperparameters.clip; to clip dense weights, set it on "
-    "optimizer.default_optimizer."
-)
+_CLIPPED = "Use hyperparameters.clip for tables; set it on optimizer.default_optimizer for others."
 _PER_PART = "Each of optimizer.optimizers, its three parts, has its own."
 _FEW_STEPS = 30  # per epoch
-_NO_STATE = "A CowClipOptimizer was made from its configuration"
-_SCHEDULES = "dense_schedule", "embedding_schedule"
+_UNKNOWN = -1  # the length of a warm-up before the steps per epoch are known
 _NO_MODEL = (
     "This optimizer knows no model yet. Use CowClipOptimizer.for_model(model, …), or call "
     "optimizer.bind(model), before compile."
 )
+
+_COLUMNS = 100  # of a summary
+_HEADER = ("variable", "rows", "width", "rule", "learning rate", "L2")
+_NO_RATE = dict.fromkeys(
+    ("learning_rate", "lr"),
+    "Set optimizer.learning_rate, which scales those of all parts, or give for_model a schedule.",
+)
+
+
+class LearningRates(NamedTuple):
+    """η of the two kinds of weights."""
+
+    dense: float
+    embedding: float
+
+
+class Owned(NamedTuple):
+    """One line of `CowClipOptimizer.summary`."""
+
+    variable: tf.Variable
+    optimizer: Any
+    rule: str
+    l2: float
+
+
+class TablePart(CowClipAdam):
+    """`CowClipAdam` as a part of a `CowClipOptimizer`."""
+
+    not_offered: ClassVar[Mapping[str, str]] = {**CowClipAdam.not_offered, **_NO_RATE}
+
+
+class DensePart(RefusesOptions, tf.keras.optimizers.legacy.Adam):
+    """Keras's Adam as a part of a `CowClipOptimizer`."""
+
+    not_offered: ClassVar[Mapping[str, str]] = _NO_RATE
 
 
 @tf.keras.utils.register_keras_serializable(package="merlin_cowclip")
@@ -72,11 +92,11 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
 
     Args:
       hyperparameters: for the batch size trained with, or its `to_dict()`; the other arguments are
-        those of `for_model`.
+        those of `for_model`, as objects or as `get_config` has them.
     """
 
     not_offered: ClassVar[Mapping[str, str]] = {
-        **dict.fromkeys(CLIPS_OF_KERAS, _CLIPPED_BY_RULE),
+        **dict.fromkeys(CLIPS_OF_KERAS, _CLIPPED),
         **dict.fromkeys(("beta_1", "beta_2", "epsilon"), _PER_PART),
     }
     settled: ClassVar[Collection[str]] = {
@@ -87,19 +107,17 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
     awaits_rank_sync = False  # a fit has begun on several ranks, and no RankSync in it yet
     is_started = False  # whether all ranks have rank 0's state
     _is_new_fit = False  # `fit` was called, and has not made its train function yet
-    _is_loaded = False  # Keras compiles a model that it loads before anybody can bind it
-    _reference: Any = None  # to the model
+    _model: Callable[[], Any] = staticmethod(lambda: None)  # a weak reference
     _bound: tuple[Any, ...] = ()
     _specs: list[TableSpec] | None = None
-    _statistics: StepStatistics | None = None
     _has_stepped = False
 
     def __init_subclass__(cls, **named: Any) -> None:
         super().__init_subclass__(**named)
         if cls.__module__.partition(".")[0] == "horovod":
             raise ValueError(
-                "hvd.DistributedOptimizer does not add up id counts. Received: a CowClipOptimizer "
-                "to wrap, which reduces the gradients of all ranks itself. Pass it to compile."
+                "hvd.DistributedOptimizer does not add up id counts. Pass the CowClipOptimizer to "
+                "compile: it reduces the gradients of all ranks itself."
             )
 
     def __init__(
@@ -115,19 +133,20 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
     ) -> None:
         if isinstance(hyperparameters, dict):
             hyperparameters = Hyperparameters(**hyperparameters)
-        if not isinstance(hyperparameters, Hyperparameters):
-            raise ValueError(
-                "hyperparameters must be Hyperparameters, as in for_model(model, hyperparameters). "
-                f"Received: a {type(hyperparameters).__name__}."
-            )
-        hp = hyperparameters
+        hp, read = hyperparameters, tf.keras.optimizers.schedules.deserialize
+        schedules = dense_schedule, embedding_schedule
+        dense_schedule, embedding_schedule = (
+            read(one) if isinstance(one, dict) else one for one in schedules
+        )
         clip_tables = normalize_clip_tables(clip_tables, hp.clip)
-        clipped, unclipped = table_parts(TablePart, hp, update, embedding_schedule)
-        warms_up = dense_schedule is None and hp.warmup_epochs
-        warm_up = warm_up_to(hp.dense_lr) if warms_up else None
-        dense = DensePart(warm_up or dense_schedule or hp.dense_lr, name="dense")
-        for part_optimizer in (clipped, unclipped, dense):
-            part_optimizer.factor = self._factor
+        warm_up, dense_rate = None, dense_schedule or hp.dense_lr
+        if dense_schedule is None and hp.warmup_epochs:
+            warm_up = tf.Variable(_UNKNOWN, trainable=False, dtype=tf.int64, name="warmup_steps")
+            dense_rate = LinearWarmup(hp.dense_lr, warm_up)
+        rates = embedding_schedule or hp.embedding_lr, dense_rate
+        embedding, dense = (Proportional(rate, self._factor) for rate in rates)
+        clipped, unclipped = table_parts(TablePart, embedding, hp, update)
+        dense = DensePart(dense, name="dense")
         super().__init__(
             [mm.OptimizerBlocks(clipped, []), mm.OptimizerBlocks(unclipped, [])],
             default_optimizer=dense,
@@ -139,14 +158,13 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
         # MultiOptimizer neither tracks nor lists it, so checkpoints would lose its moments.
         self._track_trackable(dense, name="dense")
         if warm_up is not None:
-            self._track_trackable(warm_up.learning_rate, name="warmup_height")
-            self._track_trackable(warm_up.warmup_steps, name="warmup_steps")
+            self._track_trackable(warm_up, name="warmup_steps")
+        self.warm_up = warm_up  # its length, a variable, where there is one
         self.hyperparameters = hp
         self.update_mode = update
         self.clip_tables = clip_tables
         self.dense_schedule = dense_schedule
         self.embedding_schedule = embedding_schedule
-        self._warnings: set[str] = set()
         self.steps_per_epoch = steps_per_epoch
         self._set_hyper("learning_rate", hp.dense_lr)
 
@@ -171,8 +189,8 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
           update: "exact", "lazy" or "deferred".
           steps_per_epoch: updates per epoch, ⌊N/b⌋, for the warm-up of the dense learning rate;
             without it, those of the first `model.fit`.
-          clip_tables: what to clip: names of tables or fields, `merlin.schema.Tags`, or layers;
-            `None` for every table of width 2 and more.
+          clip_tables: what to clip: names of tables or fields, `merlin.schema.Tags`, or layers, by
+            their names; `None` for every table of width 2 and more.
           dense_schedule: a Keras schedule in place of `dense_lr` and its warm-up.
           embedding_schedule: a Keras schedule in place of `embedding_lr`.
           init_tables: initialize tables of width 2 and more with N(0, `init_stddev`), in place of
@@ -202,26 +220,29 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
         specs, deferred = tables_of(model, self.clip_tables), self.update_mode == "deferred"
         if deferred and ranks().size > 1:
             raise ValueError(
-                f"update='deferred' is not offered on several ranks. Received: {ranks().size} "
-                "ranks. Use 'exact' or 'lazy'; to predict with a model that was trained so, load "
-                "it by tf.keras.models.load_model(path, compile=False)."
+                "update='deferred' is not offered on several ranks. Use 'exact' or 'lazy'; to "
+                "predict, load the model by tf.keras.models.load_model(path, compile=False)."
             )
-        if deferred:
-            check_access(specs)
-        self.catch_up()  # of the model before
+        if deferred and not all(spec.access.is_used for spec in specs):
+            others = ", ".join(spec.name for spec in specs if not spec.access.is_used)
+            raise ValueError(
+                "update='deferred' needs tables whose rows can catch up before they are read: "
+                f"those of FusedEmbeddings. Received: {others}. Use 'exact' or 'lazy', or put "
+                "FusedEmbeddings in their place"
+            )
+        if deferred and self._has_stepped and not set(self._specs or ()) <= set(specs):
+            raise ValueError(
+                "With update='deferred' an optimizer trains the tables of one model. Make another "
+                "optimizer for this model."
+            )
         install_hooks(model, self)
         if set(specs) != set(self._specs or ()):
             self._has_stepped = False
             self._set_statistics(None)
-        self._reference = weakref.ref(model)
+        self._model = weakref.ref(model)
         self._specs = specs
         self._bound = ()
         self.take_tables()
-
-    @property
-    def _model(self) -> Any:
-        """The model that it is bound to, or `None`."""
-        return None if self._reference is None else self._reference()
 
     def take_tables(self) -> None:
         """Own the tables, no longer another optimizer, whose pending rows are caught up."""
@@ -259,7 +280,7 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
     @property
     def _weights(self) -> list[tf.Variable]:
         """Keras's; read by compile, where an optimizer without a model is refused."""
-        if self._specs is None and not self._is_loaded:
+        if self._specs is None:
             raise ValueError(_NO_MODEL)
         return self._own_weights
 
@@ -274,9 +295,14 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
 
     def clipped_ranges(self) -> dict[TableSpec, tuple[bool, ...]]:
         """For each range of rows of each table, whether the clip applies to it."""
-        if self.optimizers[0].clip is None:
-            return {spec: (False,) * len(spec.range_names) for spec in self.table_specs}
-        return {spec: clipped_ranges(spec, self.clip_tables) for spec in self.table_specs}
+        wanted, found = self.clip_tables, {}
+        for spec in self.table_specs:
+            if wanted is None:
+                is_clipped = spec.width > 1 and self.hyperparameters.clip is not None
+                found[spec] = (is_clipped,) * len(spec.range_names)
+            else:
+                found[spec] = spec.selected(wanted)
+        return found
 
     @property
     def table_specs(self) -> tuple[TableSpec, ...]:
@@ -287,13 +313,12 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
 
     def owner(self) -> dict[Any, Any]:
         """Variable → the optimizer of its table; built tables only."""
-        built = {s: clipped_ranges(s, self.clip_tables) for s in self.table_specs if s.layer.built}
+        built = {s: ranges for s, ranges in self.clipped_ranges().items() if s.layer.built}
         owner = {s.variable.ref(): self._tables[not any(r)] for s, r in built.items()}
         if tuple(owner) != self._bound:
-            places = {spec: place for place, spec in enumerate(self.table_specs)}
             for part in self._tables:
                 mine = {s: r for s, r in built.items() if owner[s.variable.ref()] is part}
-                part.bind_tables(mine, places)
+                part.bind_tables(mine)
             self._bound = tuple(owner)
         return owner
 
@@ -315,20 +340,6 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
                 found |= dict.fromkeys((variable, *slots), shard)
         return found
 
-    def check_whole(self, what: str) -> None:
-        """Refuse what would take this rank's rows of sharded tables for all."""
-        check_whole(self._specs or (), what)
-
-    @contextlib.contextmanager
-    def saving(self) -> Iterator[None]:
-        """Within it tables have no owner, and a load of what was saved does not warn."""
-        self.release_tables()
-        try:
-            with without_state_warning():
-                yield
-        finally:
-            self.take_tables()
-
     @property
     def steps_per_epoch(self) -> int | None:
         """Updates per epoch, as given; set, the warm-up follows from the next update on."""
@@ -336,28 +347,27 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
 
     @steps_per_epoch.setter
     def steps_per_epoch(self, steps: int | None) -> None:
-        self._steps_per_epoch = whole_steps(steps)
+        self._steps_per_epoch = steps = whole_steps(steps)
         if steps is not None:
-            self._warm_up_for(whole_steps(steps) or 1)
+            self._warm_up_for(steps)
 
     @property
     def warmup_steps(self) -> int | None:
         """⌊`warmup_epochs` · steps per epoch⌋; `None` without a warm-up, or before it is known."""
-        warm_up = self.default_optimizer.warm_up
-        steps = UNKNOWN if warm_up is None else int(warm_up.warmup_steps)
-        return None if steps == UNKNOWN else steps
+        steps = _UNKNOWN if self.warm_up is None else int(self.warm_up)
+        return None if steps == _UNKNOWN else steps
 
     def _warm_up_for(self, steps_per_epoch: int) -> None:
-        if (warm_up := self.default_optimizer.warm_up) is not None:
+        if self.warm_up is not None:
             epochs = self.hyperparameters.warmup_epochs
-            warm_up.warmup_steps.assign(math.floor(epochs * steps_per_epoch))
+            self.warm_up.assign(math.floor(epochs * steps_per_epoch))
 
     def fit_begins(self, batch_size: int | None) -> None:
         """A `fit` was called; on data of so many samples per batch, where that is known."""
         self._is_new_fit = True
         wanted = self.hyperparameters.batch_size
         if batch_size not in (None, wanted):
-            self._warn_once(
+            warnings.warn(
                 f"The hyperparameters are for batches of {wanted:,} samples, but this fit has "
                 f"batches of {batch_size:,}. Use scale(…, to={batch_size}), or the batch "
                 "size that they are for.",
@@ -367,7 +377,7 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
     def training_begins(self, steps_per_epoch: int | None) -> None:
         """Keras makes or reuses its train function, for a new fit or for `train_on_batch`."""
         self.take_tables()
-        model = self._model
+        model = self._model()
         # Before a step is traced: TensorFlow traces it twice where the first creates variables.
         if model is not None and model.built and model.train_function is None:
             self.create_slots(model.trainable_variables)
@@ -380,17 +390,12 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
         if self.warmup_steps is None:
             self._warm_up_for(steps_per_epoch)
         if steps_per_epoch < _FEW_STEPS:
-            self._warn_once(
+            warnings.warn(
                 f"This fit has {steps_per_epoch} steps per epoch. With fewer than {_FEW_STEPS}, "
                 "the warm-up and the updates are too coarse, and AUC suffers under every scaling "
                 "rule. Use a smaller batch, or more data.",
                 stacklevel=2,
             )
-
-    def _warn_once(self, text: str, stacklevel: int) -> None:
-        if text not in self._warnings:
-            self._warnings.add(text)
-            warnings.warn(text, stacklevel=stacklevel + 1)
 
     def broadcast(self) -> None:
         """Give all ranks the weights, moments, step counts and learning rates that rank 0 has.
@@ -398,8 +403,8 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
         `model.fit` and a traced step do so. Call it before a first eager step, once the model is
         built, on all ranks; it refuses ranks that differ, and losses that are no means.
         """
-        if ranks().size > 1 and self._model is not None:
-            broadcast_state(self, self._model)
+        if ranks().size > 1 and self._model() is not None:
+            broadcast_state(self, self._model())
         self.is_started = True
 
     def _factor(self) -> tf.Tensor:
@@ -412,8 +417,8 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
         # Keras's: a variable from the first use on, which callbacks assign and checkpoints keep.
         if callable(value):
             raise ValueError(
-                f"{name} must be a number. Received: {value!r}. A schedule is given to "
-                "CowClipOptimizer.for_model, as dense_schedule or embedding_schedule."
+                f"{name} must be a number. Received: {value!r}. Give CowClipOptimizer.for_model a "
+                "schedule: dense_schedule or embedding_schedule."
             )
         value = check_number(name, float(tf.keras.backend.get_value(value)))
         super()._set_hyper(name, value)
@@ -453,37 +458,31 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
                 "These tables now belong to another optimizer, and update='deferred' allows one at "
                 "a time. Call optimizer.bind(model), then re-trace your step."
             )
-        check_known(pairs, self.owner(), self._model)
+        check_known(pairs, self.owner(), self._model())
         self._has_stepped = True
         with tf.init_scope():
             # All slots before any control flow: loss scaling applies gradients inside a tf.cond.
             self.create_slots([v for _, v in pairs])
         if experimental_aggregate_gradients and ranks().size > 1:
-            pairs, experimental_aggregate_gradients = reduce_gradients(self, pairs), False
+            pairs = reduce_gradients(self, pairs)
         if not pairs:  # all is frozen: no update, which Keras does not count either
             return tf.no_op()
         with tf.init_scope():  # now its length is rank 0's
-            if self.default_optimizer.warm_up is not None and self.warmup_steps is None:
+            if self.warm_up is not None and self.warmup_steps is None:
                 raise ValueError(
-                    "The warm-up of the dense learning rate needs the number of updates per epoch. "
-                    "Pass steps_per_epoch=… to CowClipOptimizer.for_model, or train with model.fit "
-                    "on data of known length, or set warmup_epochs=0."
+                    "The warm-up needs the number of updates per epoch. Pass steps_per_epoch=… to "
+                    "CowClipOptimizer.for_model, train with model.fit on data of known length, or "
+                    "set warmup_epochs=0."
                 )
         updates: list[Any] = []
         checked = self.checks_of_ids()
-        for optimizer, share in self.by_part(pairs):
-            if not share:
-                continue
+        for part, share in self.by_part(pairs):
             # One part after the other: the exact mode takes a table-sized temporary, and a step
             # that the deferred mode refuses must not change dense weights.
             before = checked + (updates[-1:] if self.update_mode != "lazy" else [])
             with tf.control_dependencies(before):
-                update = optimizer.apply_gradients(
-                    share,
-                    name=name,
-                    experimental_aggregate_gradients=experimental_aggregate_gradients,
-                )
-            updates += [] if update is None else [update]
+                apply = {"name": name, "experimental_aggregate_gradients": False}
+                updates += [part.apply_gradients(share, **apply)] if share else []
         with tf.control_dependencies(updates):
             return tf.group(self.iterations.assign_add(1, read_value=False))
 
@@ -494,11 +493,10 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
 
     def owned(self) -> list[Owned]:
         """Every trainable variable of the built model with its one optimizer, in model order."""
-        model, owner = self._model, self.owner()
+        model, owner = self._model(), self.owner()
         if model is None or not model.built:
             raise ValueError(
-                "The optimizer's model must be built before its variables can be listed. Call the "
-                "model on a batch, or fit it, first."
+                "The model must be built before its variables can be listed. Call it on a batch."
             )
         ranges = {s.variable.ref(): r for s, r in self.clipped_ranges().items() if s.layer.built}
         lines = []
@@ -524,20 +522,18 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
         """
         share = check_number("frequent_share", frequent_share, positive=True)
         frequent_from = max(2.0, share * self.hyperparameters.batch_size)
-        found = self._statistics
+        found = self._tables[0].statistics
         if found is None and not self._has_stepped:
             found = StepStatistics(self.clipped_ranges(), frequent_from)
         if found is None or found.frequent_from != frequent_from:
             raise ValueError(
-                "observe() must be called before the first training step, since its graph is kept, "
-                f"and always with the same frequent_share. Received: {frequent_share!r}. Call it "
-                "right after CowClipOptimizer.for_model."
+                "observe() must be called before the first training step, right after for_model, "
+                f"and always with the same frequent_share. Received: {frequent_share!r}."
             )
         self._set_statistics(found)
         return found
 
     def _set_statistics(self, statistics: StepStatistics | None) -> None:
-        self._statistics = statistics
         for part in self._tables:
             part.statistics = statistics
 
@@ -545,7 +541,11 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
         """The learning rates of the last step, with warm-up, schedules and what was set since."""
         # A part whose tables are frozen stays behind, at a rate that no step has any more.
         tables = max(self._tables, key=lambda part: int(part.iterations))
-        return LearningRates(self.default_optimizer.last_rate(), tables.last_rate())
+        dense, embedding = (
+            float(part.learning_rate(tf.constant(max(int(part.iterations) - 1.0, 0.0))))
+            for part in (self.default_optimizer, tables)
+        )
+        return LearningRates(dense, embedding)
 
     def not_finite(self) -> list[NotFinite]:
         """NaN check: where NaN or infinite numbers are, by table and field, or by dense weight.
@@ -554,14 +554,27 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
         weights, frozen ones and moving means included: now. It waits for the steps under way.
         """
         tables = {spec.variable.ref() for spec in self.table_specs if spec.layer.built}
-        weights = [one.variable for one in self.owned()] + self._model.non_trainable_variables
+        weights = self._model().weights
         dense = [v for v in weights if v.ref() not in tables and v.dtype.is_floating]
-        observed = [] if self._statistics is None else self._statistics.total()
-        return not_finite(observed, dense)
+        statistics = self._tables[0].statistics
+        return not_finite([] if statistics is None else statistics.total(), dense)
 
     def summary(self) -> str:
         """A table of all trainable variables: rows, width, rule, learning rate, L2."""
-        return owned_as_text(self.owned(), self.table_specs, float(self._factor()))
+        names = distinct_names(self.table_specs)
+        specs = {s.variable.ref(): (name, s) for s, name in names.items() if s.layer.built}
+        rows = []
+        for variable, part, rule, l2 in self.owned():
+            shape = tuple(variable.shape) or (1,)
+            name, spec = specs.get(variable.ref(), (variable.name, None))
+            number = shape[0] if spec is None else spec.num_rows
+            sizes = f"{number:,}", f"{math.prod(shape[1:]):,}"
+            rate = _show_rate(part.learning_rate.rate, float(self._factor()))
+            rows.append((name, *sizes, rule, rate, f"{l2:.6g}" if l2 else "-"))
+        columns = list(zip(_HEADER, *rows, strict=True))[1:]
+        room = max(_COLUMNS - sum(2 + max(map(len, one)) for one in columns), len(_HEADER[0]))
+        short = [(n if len(n) <= room else f"…{n[1 - room :]}", *rest) for n, *rest in rows]
+        return format_table(_HEADER, short)
 
     # MultiOptimizer takes the count from its first pair, which may own no variable.
     @property
@@ -575,7 +588,12 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
 
     @property
     def weights(self) -> list[tf.Variable]:
-        """Every variable of this optimizer: the step count and all slots of all three parts."""
+        """Every variable of this optimizer: the step count and all slots of all three parts.
+
+        Read eagerly, as by Keras's `get_weights` and `set_weights`, no row is pending.
+        """
+        if tf.executing_eagerly():
+            self.catch_up()
         own = list(self._weights)
         return own + [v for optimizer in self.optimizers for v in optimizer.variables()]
 
@@ -585,58 +603,31 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
         children: dict[str, Any] = super()._trackable_children(save_type, **named)
         return children
 
-    def get_weights(self) -> list[Any]:
-        """Keras's; refused with sharded tables. No row is pending afterwards."""
-        self.check_whole("optimizer.get_weights")
-        self.catch_up()
-        weights: list[Any] = super().get_weights()
-        return weights
-
-    def set_weights(self, weights: list[Any]) -> None:
-        """Keras's; refused with sharded tables. No row is pending afterwards."""
-        self.check_whole("optimizer.set_weights")
-        self.catch_up()
-        super().set_weights(weights)
-
     def get_config(self) -> dict[str, Any]:
         """The constructor's arguments; a model is not part of them (see `bind`)."""
-        wanted = self.clip_tables
-        config = {
+        wanted, write = self.clip_tables, tf.keras.optimizers.schedules.serialize
+        return {
             "name": self.name,
             "hyperparameters": self.hyperparameters.to_dict(),
             "update": self.update_mode,
             "steps_per_epoch": self.steps_per_epoch,
-            "clip_tables": None if wanted is None else [as_text(item) for item in wanted],
+            "clip_tables": wanted
+            and [f"tag:{one.value}" if isinstance(one, Tags) else one for one in wanted],
+            "dense_schedule": self.dense_schedule and write(self.dense_schedule),
+            "embedding_schedule": self.embedding_schedule and write(self.embedding_schedule),
         }
-        for key in _SCHEDULES:
-            schedule = getattr(self, key)
-            config[key] = schedule and tf.keras.optimizers.schedules.serialize(schedule)
-        return config
 
     @classmethod
     def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> CowClipOptimizer:
-        """An optimizer without state that knows no model yet; warns so, except in `load_model`."""
-        warnings.warn(
-            f"{_NO_STATE}: its moments, step count and learning rates start anew, whatever was set "
-            "on it or its parts since is lost, and it knows no model until optimizer.bind(model). "
-            "To resume a saved model, use merlin_cowclip.plugins.save_model and load_model.",
-            stacklevel=2,
-        )
-        given = dict(config)
-        for key in _SCHEDULES:
-            if given.get(key) is not None:
-                deserialize = tf.keras.optimizers.schedules.deserialize
-                given[key] = deserialize(given[key], custom_objects)
-        if given.get("clip_tables") is not None:
-            given["clip_tables"] = [from_text(item) for item in given["clip_tables"]]
-        optimizer = cls(**given)
-        optimizer._is_loaded = True
-        return optimizer
+        """An optimizer without state that knows no model yet (see `bind`)."""
+        with tf.keras.utils.custom_object_scope(custom_objects or {}):
+            return cls(**config)
 
 
-@contextlib.contextmanager
-def without_state_warning() -> Iterator[None]:
-    """Within it, `from_config` does not warn: its caller restores the state, or needs none."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", _NO_STATE)
-        yield
+def _show_rate(rate: Any, factor: float) -> str:
+    if not callable(rate):
+        return f"{float(rate) * factor:.6g}"
+    height = getattr(rate, "learning_rate", None)  # of a LinearWarmup
+    if height is not None and not callable(height):
+        return f"{float(height) * factor:.6g}, warm-up"
+    return type(rate).__name__ + ("" if factor == 1 else f" x {factor:.6g}")

@@ -15,6 +15,7 @@ from merlin_cowclip.plugins._tensorflow import not_recorded, tf
 from merlin_cowclip.plugins.optimizers.catch_up import AdamConstants, Rates, catch_up
 from merlin_cowclip.plugins.row_ops import colocated_with, unique_rows
 
+LAST_STEP = "last_step"  # the name of a slot
 BETA_1, BETA_2 = 0.9, (0.999, 0.9999)  # which `catch_up` is tested for
 ROUNDED = 1e-6  # of β, which float32 may have held
 # Above this ηλ/ε, which is (1 + β₁) / (1 - β₁), a row near zero, whose v has decayed, overshoots by
@@ -41,8 +42,8 @@ def check_deferrable(
     """Refuse hyperparameters of `CowClipAdam` with which missed steps cannot be applied later."""
     if not isinstance(learning_rate, (int, float)):
         raise ValueError(
-            "update='deferred' requires a number as learning rate of the embeddings, because rows "
-            f"apply missed steps at one rate. Received: {learning_rate!r}. Use update='exact'"
+            "update='deferred' requires a number as learning rate of the embeddings. Received: "
+            f"{learning_rate!r}. Use update='exact'"
         )
     least, most = BETA_2
     if abs(beta_1 - BETA_1) > ROUNDED or not least - ROUNDED <= beta_2 <= most + ROUNDED:
@@ -64,73 +65,46 @@ class DeferredRows:
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
-        # Of each row of each table, V×1; float32, up to step 2**24: GPUs lack kernels for integers.
-        self._last_steps: dict[Any, tf.Variable] = {}
-        self._rate: Any = None  # a variable: the learning rate of all missed steps
-        self._places: dict[Any, int] = {}
-
-    def check(self, learning_rate: Any) -> None:
-        """As `check_deferrable`."""
-        if isinstance(learning_rate, tf.Variable):
-            learning_rate = float(tf.keras.backend.get_value(learning_rate))
-        mine, adam = self._optimizer, self._constants()._asdict()
-        check_deferrable(learning_rate, clip=mine.clip, clip_ratio=mine.clip_ratio, **adam)
-
-    def check_constant(self, name: str, value: Any) -> None:
-        """Refuse, once training has begun, a new value of what missed steps depend on."""
-        if self._last_steps:
-            raise ValueError(
-                f"{name} cannot be changed after the first step with update='deferred'. Received: "
-                f"{value!r}. Set it before, or use update='exact'"
-            )
-
-    def bind(self, places: dict[Any, int]) -> None:
-        """Number the model's tables; one that is bound anew has missed steps of others only."""
-        for key in self._last_steps.keys() & (places.keys() - self._places.keys()):
-            with tf.init_scope():
-                last_step, step = self._last_steps[key], self._optimizer.iterations
-                last_step.assign(tf.fill(last_step.shape, tf.cast(step, tf.float32)))
-        self._places = places
-
-    def in_order(self, variables: Iterable[tf.Variable]) -> list[tf.Variable]:
-        """Tables in the model's order, whichever is used first: `weights` have a fixed order."""
-        return sorted(variables, key=self._place)
-
-    def _place(self, variable: tf.Variable) -> int:
-        return self._places.get(variable.ref(), len(self._last_steps))
+        self._constants = self._settings()  # of all missed steps
+        self.rate: Any = None  # a variable: their learning rate
 
     def create_state(self, variables: Iterable[tf.Variable]) -> None:
         """Create the state of tables that have none; no row is pending."""
-        self.check(self._optimizer._hyper["learning_rate"])  # may have been set after construction
-        if self._rate is None:
-            self._rate = self._weight("deferred_rate", (), -1.0)  # before the first step
-        step = float(tf.keras.backend.get_value(self._optimizer.iterations))
+        mine = self._optimizer
+        if self.rate is None:
+            self._constants = self._settings()  # as they were set since
+            before = tf.keras.initializers.Constant(-1.0)  # the first step
+            self.rate = mine.add_weight("deferred_rate", (), tf.float32, before, trainable=False)
+            mine._weights.append(self.rate)
+        step = float(tf.keras.backend.get_value(mine.iterations))
         for variable in variables:
-            if variable.ref() not in self._last_steps:
-                # Not a slot: Keras loads slots only in the variable's shape.
-                name = f"last_step_{self._place(variable)}"
-                self._last_steps[variable.ref()] = self._weight(name, (variable.shape[0], 1), step)
+            # Not integers, for which GPUs lack kernels: exact up to step 2**24.
+            up_to = tf.cast(tf.fill([variable.shape[0], 1], step), variable.dtype)
+            mine.add_slot(variable, LAST_STEP, up_to)
 
-    def _weight(self, name: str, shape: tuple[int, ...], value: float) -> tf.Variable:
-        initializer = tf.keras.initializers.Constant(value)
-        weight = self._optimizer.add_weight(name, shape, tf.float32, initializer, trainable=False)
-        self._optimizer._weights.append(weight)
-        return weight
+    def _settings(self) -> AdamConstants:
+        """What missed steps depend on, if rows can apply them later."""
+        mine = self._optimizer
+        # Without a `CowClipOptimizer` it has none of these, and `before_step` refuses it.
+        rate = getattr(mine._hyper["learning_rate"], "rate", 0.0)
+        beta_1, beta_2 = (float(mine._serialize_hyperparameter(f"beta_{i}")) for i in (1, 2))
+        adam = AdamConstants(beta_1, beta_2, mine.epsilon, mine.l2)
+        check_deferrable(rate, clip=mine.clip, clip_ratio=mine.clip_ratio, **adam._asdict())
+        return adam
 
-    def last_step_of(self, variable: tf.Variable) -> tf.Variable | None:
+    def _last_step(self, variable: tf.Variable) -> tf.Variable | None:
         """The step up to which each row of a table is up to date, V×1; `None` before training."""
-        return self._last_steps.get(variable.ref())
+        return self._optimizer.slots_of(variable).get(LAST_STEP)
 
     @tf.autograph.experimental.do_not_convert
     def catch_up_rows(self, variable: tf.Variable, rows: tf.Tensor) -> None:
         """Apply missed steps to rows of a table, by numbers of any shape, with repeats."""
-        if variable.ref() not in self._last_steps:
-            specs = self._optimizer._specs.values()
-            trained = [spec.variable for spec in specs if spec.layer.trainable]
-            if tf.executing_eagerly() or all(one is not variable for one in trained):
+        if self._last_step(variable) is None:
+            spec = self._optimizer._specs.get(variable.ref())
+            if tf.executing_eagerly() or spec is None or not spec.layer.trainable:
                 return  # not trained yet
             with tf.init_scope():
-                self._optimizer._create_all_weights(self.in_order(trained))
+                self._optimizer._create_all_weights([variable])
         with not_recorded(), colocated_with(variable) as on_cpu:
             flat = tf.reshape(tf.cast(rows, tf.int64), [-1])
             self._catch_up(variable, unique_rows(flat, variable.shape[0], on_cpu).rows)
@@ -138,15 +112,15 @@ class DeferredRows:
     @tf.autograph.experimental.do_not_convert
     def catch_up_updated(self, variable: tf.Variable, rows: tf.Tensor) -> None:
         """As `catch_up_rows`, of a gradient's unique rows, if a step was made since the lookup."""
-        last, step = tf.gather(self._last_steps[variable.ref()], rows), self._optimizer.iterations
-        late = tf.reduce_any(last < tf.cast(step, tf.float32))
+        last = tf.gather(self._last_step(variable), rows)
+        late = tf.reduce_any(last < tf.cast(self._optimizer.iterations, last.dtype))
         tf.cond(late, lambda: self._catch_up(variable, rows), lambda: None)
 
     @tf.autograph.experimental.do_not_convert
     def catch_up(self) -> None:
         """Apply missed steps to all rows of the model's tables."""
         for spec in self._optimizer._specs.values():
-            if spec.variable.ref() in self._last_steps:
+            if self._last_step(spec.variable) is not None:
                 with not_recorded(), colocated_with(spec.variable):
                     self._catch_up_all(spec.variable)
 
@@ -162,15 +136,17 @@ class DeferredRows:
         tf.while_loop(lambda begin: begin < number, body, (tf.constant(0, tf.int64),))
 
     def _catch_up(self, variable: tf.Variable, rows: tf.Tensor) -> None:
-        self._catch_up_table(list(self._last_steps).index(variable.ref()), rows)
+        self._catch_up_table(variable._unique_id, rows)
 
     @tf.function(autograph=False, reduce_retracing=True)  # as one op, which Ctrl-C cannot divide
-    def _catch_up_table(self, number: int, rows: tf.Tensor) -> None:
-        """Apply all missed steps to rows of the table `number`, by unique int64 numbers."""
-        mine, (key, last_step) = self._optimizer, list(self._last_steps.items())[number]
-        table = key.deref()
+    def _catch_up_table(self, unique_id: str, rows: tf.Tensor) -> None:
+        """Apply all missed steps to rows of a variable, by unique int64 numbers."""
+        mine = self._optimizer
+        tables = (spec.variable for spec in mine._specs.values())
+        table = next(one for one in tables if one._unique_id == unique_id)
         variables = [table, mine.get_slot(table, "m"), mine.get_slot(table, "v")]
-        step = tf.cast(mine.iterations, tf.float32)
+        last_step = self._last_step(table)
+        step = tf.cast(mine.iterations, table.dtype)
         with tf.device(table.device):
             last = tf.gather(last_step, rows)[:, 0]
             rows, last = (tf.boolean_mask(x, last < step) for x in (rows, last))
@@ -178,18 +154,13 @@ class DeferredRows:
             order = tf.argsort(last)
             rows, last = (tf.gather(x, order) for x in (rows, last))
             state = [tf.gather(variable, rows) for variable in variables]
-            new = _in_tiles(state, last, step, self._rate, self._constants())
+            new = _in_tiles(state, last, step, self.rate, self._constants)
             now = tf.fill([tf.size(rows), 1], step)
             write = mine._resource_scatter_update
             with tf.control_dependencies([rows, now, *new]):  # all or, if one fails, none
                 written = [write(x, rows, y) for x, y in zip(variables, new, strict=True)]
             with tf.control_dependencies(written):
                 write(last_step, rows, now)
-
-    def _constants(self) -> AdamConstants:
-        mine = self._optimizer
-        beta_1, beta_2 = (float(mine._serialize_hyperparameter(f"beta_{i}")) for i in (1, 2))
-        return AdamConstants(beta_1, beta_2, mine.epsilon, mine.l2)
 
     @tf.autograph.experimental.do_not_convert
     def before_step(self, variables: Sequence[tf.Variable]) -> None:
@@ -199,30 +170,34 @@ class DeferredRows:
             spec = specs.get(variable.ref())
             if spec is None or spec.access.catch_up is None:
                 raise ValueError(
-                    "update='deferred' requires tables that catch up before they are read. "
-                    f"Received: a gradient for {variable.name!r}. Train a model with "
-                    "FusedEmbeddings by CowClipOptimizer.for_model, or use update='exact'"
+                    "update='deferred' requires tables that catch up before they are read: those "
+                    f"of a CowClipOptimizer. Received: {variable.name!r}. Use update='exact'"
                 )
-        absent = self._last_steps.keys() - {variable.ref() for variable in variables}
-        names = [spec.name for key, spec in specs.items() if key in absent]
+        if self._settings() != self._constants:
+            raise ValueError(
+                "l2, epsilon, beta_1 and beta_2 cannot be changed after the first step with "
+                "update='deferred'. Set them before, or use update='exact'"
+            )
+        used = {variable.ref() for variable in variables}
+        had_one = (spec for key, spec in specs.items() if key not in used)
+        names = [spec.name for spec in had_one if self._last_step(spec.variable) is not None]
         if names:
             raise ValueError(
                 "update='deferred' requires a gradient for every table in every step. Received: "
-                f"none for {', '.join(names)}, which had one before. Use update='exact' to "
-                "freeze a table during training, or to train one task at a time"
+                f"none for {', '.join(names)}. Use update='exact' to freeze tables during training"
             )
         rate = tf.cast(mine._decayed_lr(tf.float32), tf.float32)
         is_stable = rate * mine.l2 <= STABLE * mine.epsilon
         check = tf.debugging.Assert(is_stable, [f"{UNSTABLE} Received: learning_rate", rate])
         with tf.control_dependencies([] if check is None else [check]):
-            tf.cond(tf.not_equal(rate, self._rate), self.catch_up, lambda: None)
-            self._rate.assign(rate)
+            tf.cond(tf.not_equal(rate, self.rate), self.catch_up, lambda: None)
+            self.rate.assign(rate)
 
     def after_step(self, variable: tf.Variable, rows: tf.Tensor) -> tf.Operation:
         """Mark a gradient's rows as up to date after this step."""
-        now = tf.fill([tf.size(rows), 1], tf.cast(self._optimizer.iterations + 1, tf.float32))
-        last_step = self._last_steps[variable.ref()]
-        return self._optimizer._resource_scatter_update(last_step, rows, now)
+        now = tf.cast(self._optimizer.iterations + 1, variable.dtype)
+        write = self._optimizer._resource_scatter_update
+        return write(self._last_step(variable), rows, tf.fill([tf.size(rows), 1], now))
 
 
 def _in_tiles(

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from merlin_cowclip.plugins._checks import is_whole
 from merlin_cowclip.plugins._tensorflow import tf
 from merlin_cowclip.plugins.distributed.horovod import ranks
+from merlin_cowclip.plugins.embeddings.tables import check_whole
 from merlin_cowclip.plugins.optimizers.rank_sync import with_rank_sync
 from merlin_cowclip.plugins.optimizers.state import unwrapped
 
@@ -33,8 +34,8 @@ def install_hooks(model: tf.keras.Model, optimizer: CowClipOptimizer) -> None:
 
 def _method(name: str, hook: Callable[..., Any], bound: Callable[[], Any]) -> Callable[..., Any]:
     def method(self: Any, *arguments: Any, **named: Any) -> Any:
-        original = partial(getattr(type(self), name), self)
         compiled = unwrapped(getattr(self, "optimizer", None))
+        original = partial(getattr(type(self), name), self)
         return hook(compiled, bound(), self, original, *arguments, **named)
 
     method.__name__ = name
@@ -60,8 +61,8 @@ def _make_train_function(
         if model._jit_compile:
             raise ValueError(
                 "A model with a CowClipOptimizer must be compiled without jit_compile: XLA has no "
-                "kernels for the sums of gradient rows, and drops the checks of ids. Leave it out, "
-                "or compile dense layers by @tf.function(jit_compile=True) on their call."
+                "kernels for sparse updates. Leave it out, or compile dense layers by "
+                "@tf.function(jit_compile=True) on their call."
             )
         compiled.training_begins(_steps_per_epoch(model))
     return make(*force, **named)
@@ -71,11 +72,13 @@ def _save(compiled: Any, bound: Any, model: Any, save: Any, *arguments: Any, **n
     optimizer = compiled or bound
     if optimizer is None:
         return save(*arguments, **named)
-    optimizer.check_whole("save")
-    if ranks().size > 1 and compiled is not None and compiled is not model.optimizer:
-        named["include_optimizer"] = False  # else Merlin loads it, and remakes loss scaling
-    with optimizer.saving():
-        return save(*arguments, **named)
+    check_whole(optimizer.table_specs, "save")
+    optimizer.release_tables()  # else a SavedModel would have their pending rows
+    try:
+        # Keras cannot load its state: `save_model` saves it.
+        return save(*arguments, **{**named, "include_optimizer": False})
+    finally:
+        optimizer.take_tables()
 
 
 def _use_weights(
@@ -83,7 +86,7 @@ def _use_weights(
 ) -> Any:
     optimizer = compiled or bound
     if optimizer is not None:
-        optimizer.check_whole(name)
+        check_whole(optimizer.table_specs, name)
         optimizer.catch_up()
     return use(*arguments, **named)
 

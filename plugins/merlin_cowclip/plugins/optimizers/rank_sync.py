@@ -31,28 +31,24 @@ def broadcast_state(optimizer: CowClipOptimizer, model: tf.keras.Model) -> None:
     for loss in tf.nest.flatten(getattr(model, "loss", None)):
         if getattr(loss, "reduction", None) in (_REDUCTION.SUM, _REDUCTION.NONE):
             raise ValueError(
-                "On several ranks all losses must be means over their samples: the ranks' "
-                f"gradients are averaged. Received: {type(loss).__name__}(reduction="
-                f'{loss.reduction!r}). Use reduction="sum_over_batch_size", or leave it out.'
+                "On several ranks losses must be means over samples. Received: "
+                f"{type(loss).__name__}(reduction={loss.reduction!r}). Use "
+                "reduction='sum_over_batch_size'."
             )
     sharded = optimizer.in_shards()
     state = [v for v in state_of(model, optimizer).values() if v.ref() not in sharded]
-    tables = [
-        {
-            "fields": [column.name for column in spec.columns],
-            "first rows": spec.row_offsets,
-            "width": spec.width,
-            "clipped": clipped,
-            "in shards": spec.shard is not None,
-        }
-        for spec, clipped in optimizer.clipped_ranges().items()
-    ]
-    described = {
-        "update": optimizer.update_mode,
-        "hyperparameters": optimizer.hyperparameters.to_dict(),
-        "tables": tables,
-        "variables": len(state),
-    }
+    described = {"update": optimizer.update_mode, "variables": len(state)}
+    for name, value in optimizer.hyperparameters.to_dict().items():
+        described[f"hyperparameters {name}"] = value
+    for place, (spec, clipped) in enumerate(optimizer.clipped_ranges().items()):
+        is_sharded = spec.shard is not None
+        described[f"table {place}"] = [
+            spec.range_names,
+            spec.row_offsets,
+            spec.width,
+            clipped,
+            is_sharded,
+        ]
     check_same(described, "All ranks must train the same model by the same optimizer.")
     broadcast(state)
 
@@ -69,10 +65,9 @@ def synchronize(optimizer: CowClipOptimizer, model: tf.keras.Model) -> None:
 def reduce_gradients(
     optimizer: CowClipOptimizer, pairs: Sequence[tuple[Any, tf.Variable]], *, scaled: bool = False
 ) -> list[Any]:
-    """Gradients and counts of the global batch, from those of this rank's share.
+    """Gradients and counts of the global batch; of sharded tables, those of this rank's rows.
 
-    Of sharded tables each rank has those of its rows. `scaled`: loss scaling decides by them
-    whether to make the step, so what is not finite on one rank must be so on all.
+    `scaled`: loss scaling decides by them whether to make the step, so all must agree on NaN.
     """
     _start(optimizer, [variable for _, variable in pairs])
     reduced: dict[Any, Any] = {}
@@ -93,18 +88,17 @@ def reduce_gradients(
 
 
 def _with_nan_of(tables: list[Any], dense: list[Any]) -> list[Any]:
-    """Dense gradients; the first tensor is NaN where a gradient of these tables is not finite."""
+    """Dense gradients, NaN where a gradient of these tables is not finite."""
     finite = tf.stack([tf.reduce_all(tf.math.is_finite(one.values)) for one in tables])
     nan = tf.where(tf.reduce_all(finite), 0.0, float("nan"))
-    place = [isinstance(one, tf.Tensor) for one in dense].index(True)
-    return [*dense[:place], dense[place] + tf.cast(nan, dense[place].dtype), *dense[place + 1 :]]
+    return [g + tf.cast(nan, g.dtype) if isinstance(g, tf.Tensor) else g for g in dense]
 
 
 def _start(optimizer: CowClipOptimizer, variables: list[tf.Variable]) -> None:
     if optimizer.awaits_rank_sync:
         raise ValueError(
-            "On several ranks, fit needs the callback RankSync. Received: none in callbacks. "
-            "Pass it first and last: sync = RankSync(); fit(…, callbacks=[sync, …, sync])."
+            "On several ranks, fit needs the callback RankSync, first and last: sync = RankSync(); "
+            "fit(…, callbacks=[sync, …, sync])."
         )
     with tf.init_scope():
         optimizer.create_slots(variables)
@@ -112,9 +106,8 @@ def _start(optimizer: CowClipOptimizer, variables: list[tf.Variable]) -> None:
         return
     if tf.executing_eagerly():
         raise ValueError(
-            "On several ranks all must begin with the same weights. Received: a first eager step. "
-            "Call the model on a batch, so that it is built, then optimizer.broadcast(), before "
-            "it; or make the step in a tf.function, or by fit, which broadcast themselves."
+            "On several ranks all must begin with the same weights. Build the model and call "
+            "optimizer.broadcast() before a first eager step; fit and a tf.function do so."
         )
     with tf.init_scope():  # while the step is traced: it runs after this
         optimizer.broadcast()
@@ -183,7 +176,7 @@ class RankSync(tf.keras.callbacks.Callback):
 
 
 def _any(flag: bool) -> bool:
-    """Whether one rank's is true; called on all ranks at once."""
+    """Whether one rank's is true; on all ranks at once."""
     return bool(all_gather(np.array([flag], np.uint8)).any())
 
 

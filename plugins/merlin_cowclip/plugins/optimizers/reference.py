@@ -78,21 +78,15 @@ def adam(
 class Lazy:
     """`update="lazy"`: L2 and Adam on the batch's rows only.
 
-    `table` is V×d. `fields` are the fields of its V rows (left out, one), and `exempt` says which
-    rows are not clipped (left out, none).
+    `table` is V×d, `fields` are the fields of its V rows, and `exempt` rows are not clipped.
     """
 
     def __init__(
-        self,
-        table: Array,
-        settings: Settings,
-        fields: Array | None = None,
-        exempt: Array | None = None,
+        self, table: Array, settings: Settings, fields: Array, exempt: Array | None = None
     ) -> None:
         self.w = table.astype(np.float64)
         self.m, self.v = np.zeros_like(self.w), np.zeros_like(self.w)
-        self.settings, self.step_number = settings, 0
-        self.fields = np.zeros(len(table), int) if fields is None else fields
+        self.settings, self.step_number, self.fields = settings, 0, fields
         self.exempt = np.zeros(len(table), bool) if exempt is None else exempt
         self.last_step = np.zeros(len(table), int)
 
@@ -142,8 +136,7 @@ class Exact(Lazy):
 class Deferred(Lazy):
     """`update="deferred"`: the results of `Exact`, where a row is updated when it is read.
 
-    Absent rows must not be clipped: r is at least 2λ. (`CowClipAdam` applies many missed steps at
-    once: see `catch_up.py`.)
+    Absent rows must not be clipped: r is at least 2λ. (`catch_up.py` applies many steps at once.)
     """
 
     def lookup(self, ids: Array) -> Array:

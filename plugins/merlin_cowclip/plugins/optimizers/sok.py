@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Collection, Iterable, Sequence
-from typing import Any, ClassVar, TypeAlias
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeAlias
 
 from merlin_cowclip.plugins._tensorflow import filter_empty_gradients, tf
 from merlin_cowclip.plugins.clipping import CLIP_RULES, widened
@@ -42,16 +42,14 @@ def _sok() -> Any:
             raise ImportError("it is older than 2.0")
     except Exception as error:  # where its libraries are missing, SOK raises plain ones
         raise ImportError(
-            f"SOK's tables need sparse_operation_kit, which cannot be used: {error}. NVIDIA's "
-            "TensorFlow images of Merlin have it; pip install 'merlin-cowclip[sok]' builds it."
+            f"sparse_operation_kit cannot be used: {error}. NVIDIA's TensorFlow images of Merlin "
+            "have it; pip install 'merlin-cowclip[sok]' builds it."
         ) from error
     return sok
 
 
 class SokAdam(CowClipAdam):
     """`CowClipAdam` whose tables and moments are SOK's; its gradients are `ReducedRows`."""
-
-    settled: ClassVar[Collection[str]] = ("clip", "update")
 
     def _create_slots(self, var_list: Sequence[tf.Variable]) -> None:
         for table in var_list:
@@ -136,18 +134,15 @@ class CowClipSokOptimizer(tf.Module):
         if hp.clip is not None and not CLIP_RULES[hp.clip].by_row:
             rules = ", ".join(rule.name for rule in CLIP_RULES.values() if rule.by_row)
             raise ValueError(
-                "clip must be None or a clip of single rows for SOK's tables, which each rank has "
-                f"rows of: {rules}. Received: clip={hp.clip!r}."
+                f"clip must be None or one of {rules} for SOK's tables. Received: {hp.clip!r}."
             )
         steps = whole_steps(steps_per_epoch)
         if dense_schedule is None and hp.warmup_epochs:
             if steps is None:
-                raise ValueError(
-                    "The warm-up of the dense learning rate needs the number of updates per epoch. "
-                    "Pass steps_per_epoch=…, or set warmup_epochs=0."
-                )
+                raise ValueError("Pass steps_per_epoch=… for the warm-up, or set warmup_epochs=0.")
             dense_schedule = LinearWarmup(hp.dense_lr, math.floor(hp.warmup_epochs * steps))
-        self.clipped, self.unclipped = table_parts(SokAdam, hp, "lazy", embedding_schedule)
+        rate = embedding_schedule or hp.embedding_lr
+        self.clipped, self.unclipped = table_parts(SokAdam, rate, hp, "lazy")
         self.dense = tf.keras.optimizers.legacy.Adam(dense_schedule or hp.dense_lr, name="dense")
         self._is_broadcast = ranks().size == 1
 
@@ -193,8 +188,8 @@ class CowClipSokOptimizer(tf.Module):
         """
         if not self._is_broadcast:
             raise ValueError(
-                "On several ranks all must begin with the same dense weights. Call "
-                "optimizer.broadcast(variables) on all ranks before the first step."
+                "Call optimizer.broadcast(variables) on all ranks before the first step: they "
+                "must begin with the same dense weights."
             )
         tables: list[tuple[Any, tf.Variable]] = []
         dense: list[tuple[Any, tf.Variable]] = []
@@ -202,9 +197,8 @@ class CowClipSokOptimizer(tf.Module):
             is_table = bool(_sok().filter_variables([variable])[0])
             if is_table != isinstance(gradient, tf.IndexedSlices):
                 raise ValueError(
-                    "Tables must be made by sok.Variable or sok.DynamicVariable, and be looked up "
-                    f"by SOK alone. Received: for {variable.name!r}, a {type(variable).__name__}, "
-                    f"a gradient of type {type(gradient).__name__}."
+                    "Tables must be made and looked up by SOK only. Received: for "
+                    f"{variable.name!r}, a {type(variable).__name__}, a {type(gradient).__name__}."
                 )
             (tables if is_table else dense).append((gradient, variable))
         reduced = self._reduced(tables, list(lookups))
@@ -245,8 +239,8 @@ def _count(
         mine = [ids for looked_up, ids in lookups if looked_up is table]
         if not mine:
             raise ValueError(
-                "lookups must have each table that is clipped by counts, with the ids that were "
-                f"looked up. Received: no ids of {table.name!r}."
+                f"lookups must have the ids that were looked up in {table.name!r}, which is "
+                "clipped by their counts."
             )
         with colocated_with(table) as on_cpu:
             for ids in mine:

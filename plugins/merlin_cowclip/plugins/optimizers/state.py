@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from merlin_cowclip.plugins._tensorflow import mm, tf
 from merlin_cowclip.plugins.distributed.sharding import Shard
-from merlin_cowclip.plugins.schedules import LinearWarmup
 
 if TYPE_CHECKING:
     from merlin_cowclip.plugins.optimizers.cowclip import CowClipOptimizer
@@ -18,10 +17,6 @@ def training_state(model: mm.Model) -> dict[str, tf.Variable]:
 
     `weight/…` and `moment/…`, in the order of `model.weights`; `optimizer/…`: step counts, learning
     rates and the like; `loss_scale/…` with mixed precision; `loss/…`: the running mean of the loss.
-    Models made by the same calls have the same names, and with equal values train alike.
-
-    Raises:
-      ValueError: the model is not built, or has another optimizer.
     """
     optimizer = optimizer_of(model)
     if not model.built:
@@ -38,7 +33,8 @@ def state_of(
     state = _named("weight", weights)
     for place, variable in enumerate(weights):
         for part in optimizer.optimizers:
-            state |= {f"moment/{place:04}/{k}": v for k, v in _moments(part, variable)}
+            slots = sorted(part._slots.get(variable._unique_id, {}).items())
+            state |= {f"moment/{place:04}/{name}": slot for name, slot in slots}
     scale = getattr(getattr(model, "optimizer", None), "_loss_scale", None)  # a number or an object
     state |= _named("loss_scale", getattr(scale, "_weights", {}).values())
     return state | _named("optimizer", _settings(optimizer))
@@ -83,19 +79,10 @@ def _named(kind: str, variables: Iterable[tf.Variable]) -> dict[str, tf.Variable
     return {f"{kind}/{place:04}": variable for place, variable in enumerate(variables)}
 
 
-def _moments(part: Any, variable: tf.Variable) -> list[tuple[str, tf.Variable]]:
-    """What a part of the optimizer keeps of a variable; in any order of creation, in this order."""
-    deferred = getattr(part, "deferred", None)
-    last_step = deferred and deferred.last_step_of(variable)
-    found = sorted(part._slots.get(variable._unique_id, {}).items())
-    return found if last_step is None else [*found, ("last_step", last_step)]
-
-
 def _settings(optimizer: Any) -> list[tf.Variable]:
     """Step counts; learning rates, betas and the like, which Keras does not list as weights."""
-    found: list[Any] = []
+    found: list[Any] = [optimizer.warm_up]
     for one in (optimizer, *optimizer.optimizers):
-        found += [one.iterations, getattr(getattr(one, "deferred", None), "_rate", None)]
-        for _, value in sorted(one._hyper.items()):
-            found += vars(value).values() if isinstance(value, LinearWarmup) else [value]
+        found += [one.iterations, getattr(getattr(one, "deferred", None), "rate", None)]
+        found += [value for _, value in sorted(one._hyper.items())]
     return [value for value in found if isinstance(value, tf.Variable)]

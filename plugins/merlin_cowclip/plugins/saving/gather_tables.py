@@ -1,4 +1,4 @@
-"""Tables in shards made whole, for what reads a model as one: to save it, to serve it."""
+"""Sharded tables made whole, to save or serve a model."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Save and load a model with its optimizer as one: weights, moments, step counts, settings.
 
-Keras cannot restore the slots of its legacy optimizers from a SavedModel, and a plain load of
-Merlin's resets a `MultiOptimizer`. So a TensorFlow checkpoint of all of it lies in the SavedModel's
-folder; a plain load still works, and warns that the optimizer starts anew.
+Keras cannot restore the slots of its legacy optimizers from a SavedModel. So it is saved without
+its optimizer, and a TensorFlow checkpoint of all state lies in its folder. A plain load gives a
+model that is not compiled.
 """
 
 from __future__ import annotations
@@ -18,18 +18,15 @@ from typing import Any
 import numpy as np
 
 from merlin_cowclip.plugins._checks import check_path
-from merlin_cowclip.plugins._tensorflow import RevivedLayer, Tags, quiet_stack, tf
-from merlin_cowclip.plugins.distributed.horovod import done_for_all, ranks
-from merlin_cowclip.plugins.optimizers.cowclip import CowClipOptimizer, without_state_warning
-from merlin_cowclip.plugins.optimizers.parts import as_text
+from merlin_cowclip.plugins._tensorflow import quiet_stack, tf
+from merlin_cowclip.plugins.distributed.horovod import all_gather_object, ranks
+from merlin_cowclip.plugins.optimizers.cowclip import CowClipOptimizer
 from merlin_cowclip.plugins.optimizers.state import optimizer_of, state_of
 from merlin_cowclip.plugins.saving.folder import MARKER, OWN, find, replacing
 from merlin_cowclip.plugins.saving.gather_tables import is_in_shards, whole_tables
-from merlin_cowclip.plugins.schedules import LinearWarmup
 
 CHECKPOINT = f"{OWN}/state"
 FORMAT = 4
-_schedules = tf.keras.optimizers.schedules
 
 
 def save_model(model: tf.keras.Model, path: str | os.PathLike[str]) -> None:
@@ -43,25 +40,24 @@ def save_model(model: tf.keras.Model, path: str | os.PathLike[str]) -> None:
 
     Raises:
       ValueError: the model is not built, or not compiled with a `CowClipOptimizer`; Keras cannot
-        load a schedule; a layer in `clip_tables` has the name of another table or field; or `path`
-        is a folder of other things, or contains [ or a backslash.
+        load a schedule; or `path` is a folder of other things, or contains [ or a backslash.
       OSError: `path` is a file, or cannot be renamed.
-      RuntimeError: on the other ranks, where rank 0 could not save sharded tables.
     """
     check_path("path", path)
     optimizer = optimizer_of(model)
     if not model.built:
         raise ValueError("The model must be built before it is saved. Fit it, or call it, first.")
     if is_in_shards(model):
-        with whole_tables(model), done_for_all("save the model"):
+        with whole_tables(model):
             if ranks().rank == 0:
                 save_model(model, path)
+            all_gather_object(None)  # all wait until it is saved
     elif ranks().rank == 0:
         _save(model, optimizer, Path(path))
 
 
 def _save(model: tf.keras.Model, optimizer: CowClipOptimizer, path: Path) -> None:
-    _check_clip_layers(optimizer)
+    _check_schedules(optimizer)
     optimizer.create_slots(model.trainable_variables)
     trained, losses = {v.ref() for v in model.trainable_variables}, model.compiled_loss
     description = {
@@ -91,7 +87,7 @@ def load_model(path: str | os.PathLike[str], **compile_arguments: Any) -> tf.ker
 
     Raises:
       ValueError: the folder holds no whole state, or that of another model; or Keras does not know
-        the class of a layer with a table, or the loss.
+        the loss.
     """
     check_path("path", path)
     path = find(Path(path))
@@ -99,9 +95,8 @@ def load_model(path: str | os.PathLike[str], **compile_arguments: Any) -> tf.ker
         description = json.loads((path / MARKER).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ValueError(
-            f"{path} must hold {MARKER}, which save_model writes last. Received a folder without "
-            "it: a model saved otherwise, or not to the end. tf.keras.models.load_model loads the "
-            "model alone."
+            f"{path} must hold {MARKER}, which save_model writes last. Load a model that was saved "
+            "otherwise by tf.keras.models.load_model."
         ) from None
     if description["format"] != FORMAT:
         raise ValueError(f"{path} must be of format {FORMAT}. Received: {description['format']}")
@@ -112,17 +107,14 @@ def load_model(path: str | os.PathLike[str], **compile_arguments: Any) -> tf.ker
         model = tf.keras.models.load_model(str(path), compile=False)
     weights = _in_saved_order(model, description["weights"], path)
     _freeze(model, weights, description["weights"])
-    with without_state_warning():
-        optimizer = tf.keras.optimizers.deserialize(description["optimizer"])
+    optimizer = tf.keras.optimizers.deserialize(description["optimizer"])
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     inner.bind(model)
-    _check_classes(model, inner)
     for part, settings in zip(inner.optimizers, description["parts"], strict=True):
         now = _settings(part)
         for name, value in settings.items():
             if value != now.get(name):
-                is_schedule = isinstance(value, dict)
-                setattr(part, name, _schedules.deserialize(value) if is_schedule else value)
+                setattr(part, name, value)
     if "loss" not in compile_arguments:
         compile_arguments.setdefault("loss_weights", description["loss_weights"])
         compile_arguments["loss"] = _losses(description["losses"])
@@ -160,8 +152,8 @@ def _in_saved_order(
                 break
     if left or len(found) != len(saved):
         raise ValueError(
-            f"The state in {path / OWN} must belong to the model beside it. Received weights that "
-            "differ: the folder was changed after it was saved."
+            f"The state in {path / OWN} must belong to the model beside it: weights differ. The "
+            "folder was changed after it was saved."
         )
     return found
 
@@ -182,32 +174,6 @@ def _freeze(
             layer._trainable = any(own)  # the property's setter would freeze layers within it too
 
 
-def _check_classes(model: tf.keras.Model, optimizer: CowClipOptimizer) -> None:
-    """Refuse a table in a layer that Keras loaded without its class: no lookup is recorded."""
-    tables = [spec.layer for spec in optimizer.table_specs]
-    for layer in model._flatten_layers():
-        if isinstance(layer, RevivedLayer) and any(x in tables for x in layer._flatten_layers()):
-            raise ValueError(
-                f"Keras does not know the class {type(layer).__name__!r} of the layer "
-                f"{layer.name!r}, which holds a table. Give it get_config and "
-                "@tf.keras.utils.register_keras_serializable(), or load within "
-                "tf.keras.utils.custom_object_scope. To predict only: "
-                "tf.keras.models.load_model(path, compile=False)"
-            )
-
-
-def _check_clip_layers(optimizer: CowClipOptimizer) -> None:
-    """Refuse layers in `clip_tables` that their names, which are saved, do not tell apart."""
-    for item in optimizer.clip_tables or ():
-        name, specs = as_text(item), optimizer.table_specs
-        is_name = isinstance(item, str | Tags)
-        if not is_name and any(one.selected([item]) != one.selected([name]) for one in specs):
-            raise ValueError(
-                f"clip_tables is saved by name, and {name!r} names more than the layer that is in "
-                "it. Give the model's tables different names."
-            )
-
-
 def _as_json(value: Any) -> Any:
     """What JSON does not take: numbers and arrays of NumPy and TensorFlow, Keras's mappings."""
     is_mapping = isinstance(value, Mapping)
@@ -215,18 +181,21 @@ def _as_json(value: Any) -> Any:
 
 
 def _settings(part: Any) -> dict[str, Any]:
-    """A part's configuration as JSON has it; without a warm-up, whose variables are state."""
-    config, rate = dict(part.get_config()), part._hyper["learning_rate"]
-    if isinstance(rate, LinearWarmup) and isinstance(rate.warmup_steps, tf.Variable):
-        del config["learning_rate"]
-    elif callable(rate) and _as_text(rate, _schedules) is None:
-        raise ValueError(
-            f"Keras must load the schedule of {config['name']!r} as what it is. Received: "
-            f"{type(rate).__name__}. Register it, @tf.keras.utils.register_keras_serializable(), "
-            "with a get_config of numbers and texts."
-        )
+    """A part's configuration as JSON has it, without its learning rate."""
+    config = {name: value for name, value in part.get_config().items() if name != "learning_rate"}
     settings: dict[str, Any] = json.loads(json.dumps(config, default=_as_json))
     return settings
+
+
+def _check_schedules(optimizer: CowClipOptimizer) -> None:
+    for name in ("dense_schedule", "embedding_schedule"):
+        schedule = getattr(optimizer, name)
+        if schedule is not None and _as_text(schedule, tf.keras.optimizers.schedules) is None:
+            raise ValueError(
+                f"Keras cannot load {name}, a {type(schedule).__name__}. Register it, "
+                "@tf.keras.utils.register_keras_serializable(), with a get_config of numbers and "
+                "texts."
+            )
 
 
 def _as_text(one: Any, kind: Any) -> str | None:
