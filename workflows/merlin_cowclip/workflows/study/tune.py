@@ -6,7 +6,6 @@ again from other seeds. Optuna's heartbeat finds trials whose process died, and 
 
 from __future__ import annotations
 
-import functools
 import gc
 import math
 import os
@@ -233,13 +232,10 @@ class _Tuning:
         self._data, self._config, self._out = data, config, out
         self._trials, self._end, self._stopping, self._show = trials, end, stopping, progress
         self._seeds = [(config.seed + 1 + k) % (LARGEST_SEED + 1) for k in range(seeds)]
-        self._updates = -(-self.rows.rows["train"] // config.batch_size)
-        load = functools.partial(optuna.load_study, storage=_storage(out))
         pruner = optuna.pruners.PercentilePruner(75.0, n_startup_trials=5, n_warmup_steps=1)
-        self._study = load(study_name="tune", pruner=pruner)
-        self._again = load(study_name="repeats", sampler=optuna.samplers.RandomSampler())
-
-    # Trials
+        storage = _storage(out)
+        self._study = optuna.load_study(study_name="tune", storage=storage, pruner=pruner)
+        self._again = optuna.load_study(study_name="repeats", storage=storage)
 
     def tried(self) -> list[dict[str, Any]]:
         """All trials that have ended, by number, as the result has them."""
@@ -252,12 +248,14 @@ class _Tuning:
             "number": trial.number,
             "rules": trial.user_attrs.get("rules", []),  # that predicted it
             "auc": max(aucs, default=None),
-            "best_epoch": aucs.index(max(aucs)) + 1 if aucs else 0,
+            "best_epoch": _best(aucs),
             "why": trial.user_attrs.get("why"),  # it ended before its last epoch
-            "seconds": sum(epoch["seconds"] for epoch in epochs),
+            "seconds": _seconds(epochs),
             **self._config.space.point(trial.params).to_dict(),
             "epochs": epochs,
         }
+
+    # Trials
 
     def search(self) -> None:
         """Try points until there are enough, or the time that the repeats leave is over."""
@@ -266,18 +264,16 @@ class _Tuning:
                 print(f"Warning: {few}")
             print(HEADER, flush=True)
         while self._has_time_for_a_trial():
-            optuna.storages.fail_stale_trials(self._study)
-            trials = self._study.get_trials(deepcopy=False)
-            ended = sum(trial.state in _ENDED for trial in trials)
-            running = sum(trial.state == TrialState.RUNNING for trial in trials)
+            states = [trial.state for trial in _alive(self._study)]
+            ended = sum(state in _ENDED for state in states)
             if ended >= self._trials:
                 return
-            if ended + running >= self._trials:
+            if ended + states.count(TrialState.RUNNING) >= self._trials:
                 self._wait()
                 continue
             # Of the seed and the trials so far: a tune in two parts is one, and processes that
             # share a tune do not propose the same.
-            drawn = np.random.default_rng([self._config.seed, len(trials)])
+            drawn = np.random.default_rng([self._config.seed, len(states)])
             self._study.sampler = optuna.samplers.TPESampler(
                 n_startup_trials=_STARTUP,
                 multivariate=True,
@@ -286,6 +282,24 @@ class _Tuning:
                 seed=int(drawn.integers(2**32)),
             )
             self._study.optimize(self._try, n_trials=1, callbacks=[self._tell])
+
+    def _has_time_for_a_trial(self) -> bool:
+        """Beside the repeats of the best of all and of the best rule."""
+        took = [tried["seconds"] for tried in self.tried() if tried["epochs"]]
+        must, _ = self._to_repeat()
+        reserve = sum(len(self._seeds) * _seconds_again(one) for one in must.values())
+        return not took or self._left - reserve > statistics.fmean(took)
+
+    @property
+    def _left(self) -> float:
+        """Seconds of the budget; infinite without one."""
+        return self._end - time.monotonic()
+
+    def _wait(self) -> None:
+        """For what other processes do."""
+        time.sleep(_POLL)
+        if self._stopping.asked:
+            raise KeyboardInterrupt
 
     def _try(self, trial: optuna.Trial) -> float:
         """Train a trial's point, and report each epoch."""
@@ -296,12 +310,8 @@ class _Tuning:
             # What a rule predicted is never given up.
             if not trial.user_attrs.get("rules") and trial.should_prune():
                 return "given up"
-            is_over = len(aucs) - 1 - aucs.index(max(aucs)) >= PATIENCE
-            return (
-                f"no better for {PATIENCE} epochs"
-                if is_over and len(aucs) < config.epochs
-                else None
-            )
+            is_over = len(aucs) - _best(aucs) >= PATIENCE and len(aucs) < config.epochs
+            return f"no better for {PATIENCE} epochs" if is_over else None
 
         epochs, why = self._train(trial, config, f"trial {trial.number + 1}", why_end)
         if why == "given up" or not epochs:
@@ -323,12 +333,11 @@ class _Tuning:
         epochs: list[Epoch] = []
         why = None
         shown = self._show and os.isatty(2)  # in a log there is the line of each trial
-        total = self._updates * config.epochs
+        total = -(-self.rows.rows["train"] // config.batch_size) * config.epochs
         with progress_bar(title, total, " batches", show=shown) as bar:
             bar.leave = False
-            found = epochs_of(self.rows, config, self._stopping, bar.update)
             try:
-                for epoch in found:
+                for epoch in epochs_of(self.rows, config, self._stopping, bar.update):
                     epochs.append(epoch)
                     why = why_end([one["auc"] for one in epochs])
                     if why:
@@ -336,29 +345,11 @@ class _Tuning:
             except NotFiniteError as error:
                 why = str(error)
             except BaseException:
-                attrs = {"rules": trial.user_attrs.get("rules", [])}
-                trial.study.enqueue_trial(trial.params, user_attrs=attrs)
+                trial.study.enqueue_trial(trial.params, user_attrs=trial.user_attrs)
                 raise
         trial.set_user_attr("epochs", epochs)
         trial.set_user_attr("why", why)
         return epochs, why
-
-    @property
-    def _left(self) -> float:
-        """Seconds of the budget; infinite without one."""
-        return self._end - time.monotonic()
-
-    def _has_time_for_a_trial(self) -> bool:
-        """Beside the repeats of the best of all and of the best rule."""
-        took = [tried["seconds"] for tried in self.tried() if tried["epochs"]]
-        must, _ = self._to_repeat()
-        reserve = sum(len(self._seeds) * _seconds_again(one) for one in must.values())
-        return not took or self._left - reserve > statistics.fmean(took)
-
-    def _wait(self) -> None:
-        time.sleep(_POLL)
-        if self._stopping.asked:
-            raise KeyboardInterrupt
 
     # Repeats
 
@@ -378,19 +369,19 @@ class _Tuning:
                 f"{self.tried()[-1]['why']}"
             )
         with alone_in(self._out):
-            trials = self._again.get_trials()
+            trials = self._again.get_trials(deepcopy=False)
             known = {_key(t) for t in trials if t.state != TrialState.FAIL}
             for number in finalists:
                 for seed in self._seeds:
                     if (number, seed) not in known:
-                        self._again.enqueue_trial({"trial": number, "seed": seed})
+                        attrs = {"trial": number, "seed": seed}
+                        self._again.enqueue_trial({}, user_attrs=attrs)
         while True:
-            optuna.storages.fail_stale_trials(self._again)
-            trials = self._again.get_trials(deepcopy=False)
-            waiting = [_key(t) for t in trials if t.state == TrialState.WAITING]
+            trials = _alive(self._again)
+            waiting = [_key(t)[0] for t in trials if t.state == TrialState.WAITING]
             if waiting:
-                number = waiting[0][0]
-                if number not in must and self._left < _seconds_again(finalists[number]):
+                takes = _seconds_again(self._number(waiting[0]))
+                if waiting[0] not in must and self._left < takes:
                     return
                 self._again.optimize(self._try_again, n_trials=1)
             elif any(t.state == TrialState.RUNNING for t in trials):
@@ -399,18 +390,19 @@ class _Tuning:
                 return
 
     def _try_again(self, trial: optuna.Trial) -> float:
-        number = trial.suggest_int("trial", 0, 2**31 - 1)
-        seed = trial.suggest_int("seed", 0, LARGEST_SEED)
-        tried = {one["number"]: one for one in self.tried()}.get(number)
-        if tried is None:  # drawn, as another process took the last that waited
+        number, seed = _key(trial)
+        if number is None:  # another process took the last that waited
             raise optuna.TrialPruned
-        config = self._config.train_config(
-            Point.from_dict(tried), epochs=tried["best_epoch"], seed=seed
-        )
-        epochs, why = self._train(trial, config, f"repeat of {number + 1}", lambda aucs: None)
+        tried = self._number(number)
+        point, epochs = Point.from_dict(tried), tried["best_epoch"]
+        config = self._config.train_config(point, epochs=epochs, seed=seed)
+        found, why = self._train(trial, config, f"repeat of {number + 1}", lambda _: None)
         if why:
             raise optuna.TrialPruned
-        return epochs[-1]["auc"]
+        return found[-1]["auc"]
+
+    def _number(self, number: int) -> dict[str, Any]:
+        return next(one for one in self.tried() if one["number"] == number)
 
     # The end
 
@@ -418,34 +410,33 @@ class _Tuning:
         """The configuration that was found, and the result."""
         tried, (_, finalists) = self.tried(), self._to_repeat()
         # Of each repeat the last epoch's AUC: none is chosen by the rows that it is measured by.
-        repeats: dict[int, dict[int, float | None]] = {}
+        repeats: dict[int, dict[int, float | None]] = {one["number"]: {} for one in tried}
         seconds = sum(one["seconds"] for one in tried)
         for trial in self._again.get_trials(deepcopy=False, states=_ENDED):
-            epochs, why = trial.user_attrs.get("epochs", []), trial.user_attrs.get("why")
-            seconds += sum(epoch["seconds"] for epoch in epochs)
-            number, seed = _key(trial)
-            if (epochs or why) and seed in self._seeds:
-                repeats.setdefault(number, {})[seed] = None if why else epochs[-1]["auc"]
+            (number, seed), epochs = _key(trial), trial.user_attrs.get("epochs", [])
+            seconds += _seconds(epochs)
+            if seed in self._seeds:
+                repeats[number][seed] = None if trial.user_attrs["why"] else epochs[-1]["auc"]
 
         def mean(one: dict[str, Any]) -> float:
             """Of all seeds; what diverged from one comes last."""
-            of = repeats.get(one["number"], {})
-            aucs = [auc for auc in of.values() if auc is not None]
-            if len(aucs) < len(of):
+            aucs = [auc for auc in repeats[one["number"]].values() if auc is not None]
+            if len(aucs) < len(repeats[one["number"]]):
                 return -1.0
             return statistics.fmean(aucs) if len(aucs) == len(self._seeds) else 0.0
 
         best = max(finalists.values(), key=lambda one: (mean(one), one["auc"]))
-        others = sorted(finalists.values(), key=lambda one: -one["auc"])
+        others = [one for one in finalists.values() if not one["rules"] and one is not best]
+        rules = sorted((one for one in tried if one["rules"]), key=lambda one: -(one["auc"] or 0))
         lines = [
             ("best found", best),
-            *((f"trial {t['number'] + 1}", t) for t in others if not t["rules"] and t is not best),
-            *((", ".join(t["rules"]), t) for t in others if t["rules"]),
-            *((", ".join(t["rules"]), t) for t in tried if t["rules"] and not t["epochs"]),
+            *((f"trial {one['number'] + 1}", one) for one in others),
+            *((", ".join(one["rules"]), one) for one in rules),
         ]
-        done = {rule for one in tried for rule in one["rules"]}
-        own = repeats.get(best["number"], {})
+        done = {rule for one in rules for rule in one["rules"]}
+        own = repeats[best["number"]]
         found = self._config.train_config(Point.from_dict(best), epochs=best["best_epoch"])
+        importance, measured = self._importance()
         result = {
             "format": FORMAT_VERSION,
             "command": command,
@@ -453,10 +444,10 @@ class _Tuning:
             "rows": self.rows.rows,
             "config": self._config.to_dict(),
             "winner": best["number"],
-            "table": [_row(what, t, repeats.get(t["number"], {}), own) for what, t in lines],
+            "table": [_row(what, one, repeats[one["number"]], own) for what, one in lines],
             "not_tried": [rule for rule in self._config.rules if rule not in done],
-            "importance": self._importance(),
-            "trials_measured": sum(bool(one["epochs"]) for one in tried),
+            "importance": importance,
+            "trials_measured": measured,
             "seconds": seconds,
             "trials": tried,
             **environment(("optuna",)),
@@ -465,26 +456,18 @@ class _Tuning:
             write_json(self._out / TUNED, found.to_dict())
             write_json(self._out / RESULT, result)
 
-    def _importance(self) -> dict[str, float] | None:
-        """What share of the AUC's variance over the trials each value explains, greatest first.
+    def _importance(self) -> tuple[dict[str, float] | None, int]:
+        """What share of the AUC's variance each value explains, greatest first; of how many trials.
 
-        By fANOVA (Hutter et al. 2014), over all trials that were measured, each by its best epoch.
-        r and ζ, which only trials with a clip have, are left out. `None` below `FEWEST` trials.
+        By fANOVA (Hutter et al. 2014), over the trials that were not given up. r and ζ, which only
+        trials with a clip have, are left out. `None` below `FEWEST` trials.
         """
-        measured = [
-            optuna.trial.create_trial(
-                params=trial.params, distributions=trial.distributions, value=auc
-            )
-            for trial in self._study.get_trials(deepcopy=False, states=_ENDED)
-            if (auc := self._tried(trial)["auc"]) is not None
-        ]
-        if len(measured) < FEWEST or len({trial.value for trial in measured}) == 1:
-            return None
-        study = optuna.create_study(direction="maximize")
-        study.add_trials(measured)
+        trials = self._study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
+        if len(trials) < FEWEST or len({trial.value for trial in trials}) == 1:
+            return None, len(trials)
         evaluator = optuna.importance.FanovaImportanceEvaluator(seed=0)
-        found = optuna.importance.get_param_importances(study, evaluator=evaluator)
-        return {name: float(share) for name, share in found.items()}
+        found = optuna.importance.get_param_importances(self._study, evaluator=evaluator)
+        return {name: float(share) for name, share in found.items()}, len(trials)
 
 
 def _row(
@@ -496,11 +479,13 @@ def _row(
     """A line of the table; differences are of the same seeds."""
     aucs = [auc for auc in own.values() if auc is not None]
     diverged = len(own) - len(aucs)
-    pairs = [] if own is best or diverged else [(auc, best.get(s)) for s, auc in own.items()]
+    differences = [
+        auc - of_best
+        for seed, auc in own.items()
+        if auc is not None and (of_best := best.get(seed)) is not None
+    ]
     mean, deviation = _mean_and_deviation([] if diverged else aucs)
-    difference, its_deviation = _mean_and_deviation(
-        [a - b for a, b in pairs if a is not None and b is not None]
-    )
+    difference, its_deviation = _mean_and_deviation([] if diverged or own is best else differences)
     return {
         "what": what,
         "trial": tried["number"],
@@ -523,15 +508,29 @@ def _mean_and_deviation(values: Sequence[float]) -> tuple[float | None, float | 
     return mean, statistics.stdev(values) if len(values) > 1 else None
 
 
+def _best(aucs: Sequence[float]) -> int:
+    """The number of the best epoch; 0 of none."""
+    return aucs.index(max(aucs)) + 1 if aucs else 0
+
+
+def _seconds(epochs: Sequence[Epoch]) -> float:
+    return sum(epoch["seconds"] for epoch in epochs)
+
+
 def _seconds_again(tried: dict[str, Any]) -> float:
     """What a repeat takes: up to the best epoch."""
-    return sum(epoch["seconds"] for epoch in tried["epochs"][: tried["best_epoch"]])
+    return _seconds(tried["epochs"][: tried["best_epoch"]])
 
 
-def _key(trial: FrozenTrial) -> tuple[int, int]:
-    """Of a repeat: its trial and its seed."""
-    params = {**trial.system_attrs.get("fixed_params", {}), **trial.params}
-    return params["trial"], params["seed"]
+def _key(trial: FrozenTrial | optuna.Trial) -> tuple[Any, Any]:
+    """Of a repeat: its trial and its seed; `None` of one that was not asked for."""
+    return trial.user_attrs.get("trial"), trial.user_attrs.get("seed")
+
+
+def _alive(study: optuna.Study) -> list[FrozenTrial]:
+    """All trials, once those whose process died wait to be tried again."""
+    optuna.storages.fail_stale_trials(study)
+    return study.get_trials(deepcopy=False)
 
 
 def _storage(folder: Path) -> optuna.storages.RDBStorage:
