@@ -69,13 +69,13 @@ def test_the_page_shows_the_results(shown, results):
     base, *rules = (result["auc"] for result in results.values())
     headline = page[page.index('class="headline"') :].splitlines()[0]
     assert f"the base&#39;s {base:.4f}: none {rules[0] - base:+.4f}, linear " in headline
-    assert ("keeps its accuracy with all" in headline) == (min(rules) >= base - 0.002)
+    assert ("loses some with no rule" in headline) == (min(rules) >= base - 0.002)
     assert not re.findall(r'(?:src|@import|url)\s*[=(]\s*["\']?(?:https?:)?//', page)
     assert all((shown[0] / link).is_file() for link in Page(page).links)
     assert page.count("<svg") == 2
     text = as_text(page)
     for name, result in results.items():
-        assert (result["clip"] in text) == (name == "cowclip")
+        assert result["clip"] in text
         metrics = pd.read_csv(shown[0] / name / "metrics.csv")
         aucs = " | ".join(f"{auc:.4f}" for auc in metrics.auc)
         assert f"| {name} | {aucs} |" in text

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,6 @@ import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from merlin_cowclip.workflows.study.pages import read_metrics, read_norms
 from merlin_cowclip.workflows.study.studies import (
     AUC,
     LOG_LOSS,
@@ -22,6 +21,7 @@ from merlin_cowclip.workflows.study.studies import (
     Quantity,
 )
 from merlin_cowclip.workflows.study.sweep import RUNS, Outcome
+from merlin_cowclip.workflows.training.logbook import METRICS, NORMS
 
 Line = Sequence[tuple[float, float, float]]
 """Points of a line: x, y, and the deviation of y."""
@@ -34,6 +34,14 @@ _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#
 _RULES = ("cowclip", "linear", "sqrt", "none", "sqrt_star", "n2_lambda", TUNED, "base")
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 _INK = "#77808a"  # on both grounds
+_STYLE = {
+    **{"svg.fonttype": "none", "svg.hashsalt": "merlin-cowclip"},
+    **{f"{part}.color": _INK for part in ("xtick", "ytick", "grid")},
+    **{"axes.labelcolor": _INK, "axes.edgecolor": _INK, "axes.labelsize": 11},
+    **{"axes.grid": True, "grid.alpha": 0.25, "grid.linewidth": 0.5},
+    **{"axes.spines.top": False, "axes.spines.right": False},
+    **{"legend.frameon": False, "legend.labelcolor": _INK, "legend.fontsize": 10},
+}
 _NEAR = 1.0  # % AUC
 _KINDS = ("frequent", "rare")
 _CURVES = {"auc": "test AUC, %", "log_loss": "test log loss", "train_loss": "training loss"}
@@ -62,7 +70,7 @@ def line_plot(
       markers: whether points are marked; by default not where x is logarithmic: they are many.
       levels: of y, drawn across by name.
     """
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "merlin-cowclip"}):
+    with matplotlib.rc_context(_STYLE):
         figure = Figure(figsize=(6, 4), layout="constrained")
         axes: Any = figure.subplots()
         marked = not logarithmic_x if markers is None else markers
@@ -97,15 +105,9 @@ def line_plot(
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))  # epochs
         if logarithmic:
             axes.set_yscale("log")
-        axes.set_xlabel(x, color=_INK, fontsize=11)
-        axes.set_ylabel(y, color=_INK, fontsize=11)
-        axes.tick_params(colors=_INK, which="both")
-        axes.grid(color=_INK, alpha=0.25, linewidth=0.5)
-        for side, spine in axes.spines.items():
-            spine.set_visible(side in ("left", "bottom"))
-            spine.set_color(_INK)
-        legend = {"frameon": False, "labelcolor": _INK, "fontsize": 10, "ncols": 3}
-        figure.legend(loc="outside lower center", **legend)
+        axes.set_xlabel(x)
+        axes.set_ylabel(y)
+        figure.legend(loc="outside lower center", ncols=3)
         text = io.StringIO()
         figure.savefig(text, format="svg", transparent=True, metadata={"Date": None})
     svg = text.getvalue()
@@ -132,31 +134,30 @@ def plots(out: Path, name: str, found: Sequence[Outcome]) -> Iterator[Plot]:
     for one in (quantity, LOG_LOSS) if quantity is AUC else (quantity,):
         yield from (_by_learning_rate if name == "learning-rate" else _by_batch_size)(found, one)
     runs = [(o, out / RUNS / o.runs[o.first]) for o in found if o.first is not None]
-    metrics = [(o, read_metrics(run)) for o, run in runs if name in ("curves", "gradients")]
-    if name == "curves" and runs:
+    if not runs or name not in ("curves", "gradients"):
+        return
+    metrics = [(o.cell, pd.read_csv(run / METRICS)) for o, run in runs]
+    if name == "curves":
         for key, title in _CURVES.items():
             factor = AUC.factor if key == "auc" else 1.0
-            lines = {o.cell.column: points(of, "epoch", key, factor) for o, of in metrics}
+            lines = {cell.column: points(of, "epoch", key, factor) for cell, of in metrics}
             yield f"{title}, by epoch, of the first seed", line_plot(lines, "epoch", title)
-    if name == "gradients" and runs:
-        lines = {
-            f"{o.cell.row}, {o.cell.column}, {kind}": points(of, "epoch", f"gradient_norm_{kind}")
-            for o, of in metrics
-            for kind in _KINDS
-        }
-        plot = line_plot(lines, "epoch", "gradient norm", logarithmic=True)
-        yield "mean norm of an id's gradient before the clip, of the first seed", plot
-        x, y = "gradient norm, from one power of two on", "% of the rows"
-        plot = line_plot(dict(_norms(runs)), x, y, logarithmic_x=True)
-        yield "norms of the ids' gradients in the last epoch, of the first seed", plot
+        return
+    lines = {
+        f"{cell.row}, {cell.column}, {kind}": points(of, "epoch", f"gradient_norm_{kind}")
+        for cell, of in metrics
+        for kind in _KINDS
+    }
+    plot = line_plot(lines, "epoch", "gradient norm", logarithmic=True)
+    yield "mean norm of an id's gradient before the clip, of the first seed", plot
+    x, y = "gradient norm, from one power of two on", "% of the rows"
+    plot = line_plot(dict(_norms(runs)), x, y, logarithmic_x=True)
+    yield "norms of the ids' gradients in the last epoch, of the first seed", plot
 
 
 def _by_batch_size(found: Sequence[Outcome], quantity: Quantity) -> Iterator[Plot]:
-    lines = _lines(
-        [o for o in found if o.cell.column != "baseline"],
-        quantity,
-        lambda o: (o.cell.row, float(o.cell.config.batch_size)),
-    )
+    sized = [o for o in found if o.cell.column != "baseline"]
+    lines = _lines(((o.cell.row, o.cell.config.batch_size, o) for o in sized), quantity)
     if len({x for points in lines.values() for x, _, _ in points}) < 2:
         return
     log = quantity is MINUTES
@@ -171,14 +172,11 @@ def _by_batch_size(found: Sequence[Outcome], quantity: Quantity) -> Iterator[Plo
 
 def _by_learning_rate(found: Sequence[Outcome], quantity: Quantity) -> Iterator[Plot]:
     """Figure 2, right: one line for each rule and batch size."""
-    lines = _lines(
-        found,
-        quantity,
-        lambda o: (
-            f"{o.cell.row.split(',')[0]}, {o.cell.column}",
-            o.cell.config.hyperparameters.embedding_lr,
-        ),
+    places = (
+        (f"{o.cell.row.split(',')[0]}, {o.cell.column}", o.cell.config.hyperparameters, o)
+        for o in found
     )
+    lines = _lines(((line, values.embedding_lr, o) for line, values, o in places), quantity)
     if any(len(points) > 1 for points in lines.values()):
         x = "learning rate of the embeddings (that of the dense weights moves with it)"
         plot = line_plot(lines, x, quantity.name, logarithmic_x=True, markers=True)
@@ -186,15 +184,13 @@ def _by_learning_rate(found: Sequence[Outcome], quantity: Quantity) -> Iterator[
 
 
 def _lines(
-    found: Sequence[Outcome], quantity: Quantity, place: Callable[[Outcome], tuple[str, float]]
+    placed: Iterable[tuple[str, float, Outcome]], quantity: Quantity
 ) -> dict[str, list[tuple[float, float, float]]]:
-    """Mean and deviation of every cell, by its line and x."""
+    """Mean and deviation of cells by line, from each cell's line and x."""
     lines: dict[str, list[tuple[float, float, float]]] = {}
-    for outcome in found:
-        mean = outcome.mean(quantity.key)
-        if mean is not None:
-            line, x = place(outcome)
-            point = (x, quantity.factor * mean[0], quantity.factor * mean[1])
+    for line, x, outcome in placed:
+        if mean := outcome.mean(quantity.key):
+            point = (float(x), quantity.factor * mean[0], quantity.factor * mean[1])
             lines.setdefault(line, []).append(point)
     return lines
 
@@ -202,7 +198,7 @@ def _lines(
 def _norms(runs: Iterable[tuple[Outcome, Path]]) -> Iterator[tuple[str, Line]]:
     """Figure 4: how the rows' gradient norms lie in the last epoch, of each run."""
     for outcome, run in runs:
-        bins = read_norms(run)
+        bins = pd.read_csv(run / NORMS)
         bins = bins[bins["epoch"] == bins["epoch"].max()]
         share = 100 / bins[list(_KINDS)].to_numpy().sum()
         for kind in _KINDS:
