@@ -83,7 +83,8 @@ def test_the_page_shows_the_results(shown, results):
 
 def test_single_runs_are_compared(shown, results, tmp_path):
     runs = [Run.open(shown[0] / name) for name in ("none", "cowclip")]
-    text = as_text(compare([run.path for run in runs], tmp_path / "report.html").read_text())
+    named = {str(run.path): run.path for run in runs}
+    text = as_text(compare(named, tmp_path / "report.html").read_text())
     for run in runs:
         assert f"{100 * run.result['auc']:.3f}" in text
     assert all((tmp_path / link).is_file() for link in Page(text).links)

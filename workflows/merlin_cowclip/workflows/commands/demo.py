@@ -10,15 +10,12 @@ import datetime
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from merlin_cowclip.workflows.commands.options import PATH, Command, option
 from merlin_cowclip.workflows.errors import UserError
-
-if TYPE_CHECKING:
-    from merlin_cowclip.workflows.training.runs import Run
 
 ROWS, CARDINALITY, SEED, EPOCHS = 300_000, 20_000, 1234, 5
 BASE, LARGE = 512, 4096
@@ -27,7 +24,13 @@ TUNED: dict[str, Any] = {"dense_lr": 1e-3, "embedding_lr": 3e-3, "l2": 5e-4}
 further per step and be held stronger."""
 NETWORK: dict[str, Any] = {"mlp": (128, 128)}
 PAGE = "demo.html"
-HEADER = ["run", "batch size", "steps/epoch", "test AUC", "against the base"]
+NOTES = (
+    "A large batch takes fewer steps, so its first epochs are behind. CowClip also raises the "
+    "dense learning rate from 0 during the first one.",
+    "The dashed line is the best possible AUC of these logs, that of their true probabilities. The "
+    "values were not searched for, so a rule can end above the base.",
+    "Times: a CPU gains little from a large batch, a GPU much.",
+)
 _FALLING = {"name": "linear", "to": 0.0}
 _CHANCE = 0.002  # AUC
 
@@ -76,6 +79,7 @@ def demo(out: Path, *, rows: int = ROWS) -> str:
     from merlin_cowclip.workflows.data.spec import CRITEO
     from merlin_cowclip.workflows.data.synthetic import write_synthetic
     from merlin_cowclip.workflows.folders import new_folder, refuse_pattern
+    from merlin_cowclip.workflows.study.report import compare
     from merlin_cowclip.workflows.training.configuration import TrainConfig
     from merlin_cowclip.workflows.training.keeping import Keeping
     from merlin_cowclip.workflows.training.train import train
@@ -111,66 +115,44 @@ def demo(out: Path, *, rows: int = ROWS) -> str:
             )
             keeping = Keeping(saved_model=False)
             finished.append(train(data, config, out / run.name, keeping=keeping))
-        lines = [_numbers(one, done, finished) for one, done in zip(RUNS, finished, strict=True)]
-        headline = _conclusion(finished)
-        _write_page(out / PAGE, lines, headline, finished, truth.best_auc)
-    table = format_table(HEADER, lines)
+        pairs = list(zip(RUNS, finished, strict=True))
+        headline = _conclusion([(one, done.result["auc"]) for one, done in pairs])
+        compare(
+            {one.name: done.path for one, done in pairs},
+            out / PAGE,
+            title="A large batch on logs with a known truth",
+            headline=headline,
+            notes=[*(f"{o.name}: {o.what}. {done.result['clip']}" for o, done in pairs), *NOTES],
+            levels={"best possible": truth.best_auc},
+        )
+    base = finished[0].result["auc"]
+    lines = [
+        (
+            one.name,
+            f"{one.batch_size:,}",
+            f"{data.rows['train'] // one.batch_size:,}",
+            f"{done.result['auc']:.4f}",
+            f"{done.result['auc'] - base:+.4f}" if one is not RUNS[0] else "",
+        )
+        for one, done in pairs
+    ]
+    table = format_table(
+        ("run", "batch size", "steps/epoch", "test AUC", "against the base"), lines
+    )
     print(f"\n{table}\n\n{headline}\n\nThe logs, the prepared data and the runs: {out}")
     print(f"The page of all this: {out / PAGE}")
     return table
 
 
-def _numbers(one: DemoRun, done: Run, finished: Sequence[Run]) -> list[str]:
-    """A line of the table; the first of the runs is the base."""
-    auc, base = done.result["auc"], finished[0].result["auc"]
-    difference = "" if done is finished[0] else f"{auc - base:+.4f}"
-    steps = done.config["rows"]["train"] // one.batch_size
-    return [one.name, f"{one.batch_size:,}", f"{steps:,}", f"{auc:.4f}", difference]
-
-
-def _conclusion(finished: Sequence[Run]) -> str:
-    base, *aucs = (done.result["auc"] for done in finished)
-    rules = [(one, auc - base) for one, auc in zip(RUNS[1:], aucs, strict=True)]
+def _conclusion(aucs: Sequence[tuple[DemoRun, float]]) -> str:
+    """What the rules keep of the AUC of the first run, the base."""
+    (base, at_base), *others = aucs
+    rules = [(one, auc - at_base) for one, auc in others]
     kept = [one.title for one, difference in rules if difference >= -_CHANCE]
     lost = [one.title for one, difference in rules if difference < -_CHANCE]
     against = ", ".join(f"{one.name} {difference:+.4f}" for one, difference in rules)
     return (
-        f"A batch {RUNS[-1].batch_size // RUNS[0].batch_size} times as large keeps its accuracy "
+        f"A batch {rules[0][0].batch_size // base.batch_size} times as large keeps its accuracy "
         f"with {', '.join(kept) or 'no rule'}, and loses some with {', '.join(lost) or 'no rule'}. "
-        f"Test AUC against the base's {base:.4f}: {against}."
+        f"Test AUC against the base's {at_base:.4f}: {against}."
     )
-
-
-def _write_page(
-    path: Path, lines: list[list[str]], headline: str, finished: Sequence[Run], best_auc: float
-) -> None:
-    from merlin_cowclip.workflows.study.pages import Cell, Section, Table, write_page
-    from merlin_cowclip.workflows.study.report import epoch_by_epoch
-    from merlin_cowclip.workflows.training.runs import RESULT
-
-    rows: list[list[str | Cell]] = [
-        [Cell(name, f"{name}/{RESULT}"), *numbers] for name, *numbers in lines
-    ]
-    words = [
-        [one.name, one.what, done.result["clip"]] for one, done in zip(RUNS, finished, strict=True)
-    ]
-    told = Table(["run", "what the rule does", "what the clip did"], words, words=True)
-    curves = epoch_by_epoch(
-        {done.path.name: done.path for done in finished}, {"best possible": best_auc}
-    )
-    curves.notes = [
-        "A large batch takes fewer steps, so its first epochs are behind. CowClip also raises the "
-        "dense learning rate from 0 during the first one."
-    ]
-    rules = Section("rules", "What the large batch costs with each rule")
-    rules.tables = [Table(HEADER, rows), told]
-    rules.notes = [
-        f"The best possible AUC of these logs is {best_auc:.4f}, that of their true probabilities.",
-        f"One seed: a difference of less than about {_CHANCE} may be chance. The values were not "
-        "searched for, so a rule can end above the base.",
-        "No times are shown: a CPU gains little from a large batch, a GPU much.",
-    ]
-    rules.command = f"merlin-cowclip demo --rows {sum(finished[0].config['rows'].values())}"
-    configs = [done.config for done in finished]
-    title = "A large batch on logs with a known truth"
-    write_page(path, title, [rules, curves], configs, headline)

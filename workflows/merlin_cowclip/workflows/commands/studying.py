@@ -157,4 +157,4 @@ def report(out: Sequence[Path], **values: Any) -> None:
     from merlin_cowclip.workflows.training.runs import CONFIG
 
     is_run = len(out) > 1 or (out[0] / CONFIG).exists()
-    print(compare(out) if is_run else report(out[0], **given(values)))
+    print(compare({str(run): run for run in out}) if is_run else report(out[0], **given(values)))

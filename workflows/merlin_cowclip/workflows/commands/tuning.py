@@ -133,8 +133,6 @@ def tune_config(
     values |= given({name: options[name] for name in _OWN})
     network = given({name: options[name] for name in NETWORK})
     before = values.get("network", {})
-    if network.get("model", before.get("model")) != before.get("model"):
-        before = {}  # another network's options
     if options["base"] is not None:
         values["base"], before = found_by(options["base"], data), {}
     elif base:

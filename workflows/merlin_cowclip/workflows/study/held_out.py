@@ -97,14 +97,9 @@ def hold_out(
     return PreparedData.open(out)
 
 
-def held_out_rows(rows: int, share: float) -> int:
-    """How many of `rows` are held out."""
-    return int(rows * share)
-
-
 def _drawn(start: int, rows: int, share: float, seed: int) -> np.ndarray:
     """(rows,) bool: which of the rows from number `start` on are held out."""
-    wanted = held_out_rows(start + rows, share) - held_out_rows(start, share)
+    wanted = int((start + rows) * share) - int(start * share)
     mask = np.zeros(rows, bool)
     mask[np.random.default_rng([seed, start]).choice(rows, wanted, replace=False)] = True
     return mask

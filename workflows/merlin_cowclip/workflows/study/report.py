@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -94,13 +94,29 @@ def report(
     return write_page(out / HTML, "What a large batch does to these data", sections, configs)
 
 
-def compare(runs: Sequence[str | Path], out: str | Path = HTML) -> Path:
+def compare(
+    runs: Mapping[str, str | Path],
+    out: str | Path = HTML,
+    *,
+    title: str = "Runs compared",
+    headline: str = "",
+    notes: Iterable[str] = (),
+    levels: Mapping[str, float] | None = None,
+) -> Path:
     """Write a page that compares finished runs of `train`.
+
+    Args:
+      runs: by name.
+      out: the page.
+      title: of the page.
+      headline: by default which run has the highest test AUC.
+      notes: below the table.
+      levels: of the AUC, to draw across its plot.
 
     Raises:
       UserError: one is no finished run or has no test part, or the page cannot be written.
     """
-    out, opened = Path(out), {str(run): Run.open(Path(run)) for run in runs}
+    out, opened = Path(out), {name: Run.open(run) for name, run in runs.items()}
     configs = {name: run.config for name, run in opened.items()}
     if untested := [name for name, run in opened.items() if run.result["auc"] is None]:
         raise UserError(
@@ -131,27 +147,22 @@ def compare(runs: Sequence[str | Path], out: str | Path = HTML) -> Path:
     if len({of["data_sha256"] for of in configs.values()}) > 1:
         doubt = "These runs are of different data, so their AUCs do not compare."
     best = max(opened, key=lambda name: opened[name].result["auc"])
-    headline = f"Highest test AUC: {best}, {AUC.shown(opened[best].result['auc'], 0.0)} %."
+    found = f"Highest test AUC: {best}, {AUC.shown(opened[best].result['auc'], 0.0)} %."
     sections = [Section("runs", "The runs", doubt=doubt, tables=[Table(header, rows)])]
+    sections[0].notes = list(notes)
     if values:
         differ = Table(["", *opened], values)
         sections.append(Section("values", "What differs", tables=[differ]))
-    sections.append(epoch_by_epoch({name: run.path for name, run in opened.items()}))
-    return write_page(out, "Runs compared", sections, configs.values(), headline)
-
-
-def epoch_by_epoch(runs: Mapping[str, Path], levels: Mapping[str, float] | None = None) -> Section:
-    """A section on the test AUC and the training loss of runs; `levels` are of the AUC."""
-    metrics = {name: pd.read_csv(run / METRICS) for name, run in runs.items()}
+    epochs = Section("epochs", "Epoch by epoch")
+    metrics = {name: pd.read_csv(run.path / METRICS) for name, run in opened.items()}
     last = max(len(of) for of in metrics.values())
     aucs = [[name, *(f"{auc:.4f}" for auc in of["auc"])] for name, of in metrics.items()]
-    table = Table(["test AUC after epoch", *map(str, range(1, last + 1))], aucs)
-    section = Section("epochs", "Epoch by epoch", tables=[table])
-    for key, title in (("auc", "test AUC"), ("train_loss", "training loss")):
+    epochs.tables = [Table(["test AUC after epoch", *map(str, range(1, last + 1))], aucs)]
+    for key, what in (("auc", "test AUC"), ("train_loss", "training loss")):
         lines = {name: points(of, "epoch", key) for name, of in metrics.items()}
-        plot = line_plot(lines, "epoch", title, levels=levels if key == "auc" else None)
-        section.plots.append((f"{title}, by epoch", plot))
-    return section
+        plot = line_plot(lines, "epoch", what, levels=levels if key == "auc" else None)
+        epochs.plots.append((f"{what}, by epoch", plot))
+    return write_page(out, title, [*sections, epochs], configs.values(), headline or found)
 
 
 def _section(

@@ -14,6 +14,7 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from merlin_cowclip.workflows.folders import all_or_nothing, refuse_existing, wr
 from merlin_cowclip.workflows.progress import progress_bar
 from merlin_cowclip.workflows.quiet import quiet_imports
 from merlin_cowclip.workflows.study.configuration import TuneConfig
-from merlin_cowclip.workflows.study.held_out import held_out_rows, hold_out
+from merlin_cowclip.workflows.study.held_out import hold_out
 from merlin_cowclip.workflows.study.search_space import Point
 from merlin_cowclip.workflows.study.studies import few_steps
 from merlin_cowclip.workflows.study.tuned import (
@@ -135,7 +136,8 @@ def tune(
             else:
                 _begin(data, config, out, precision, progress=progress)
         with Stopping() as stopping:
-            tuning = _Tuning(data, config, out, trials, seeds, end, stopping, progress)
+            others = [(config.seed + 1 + k) % (LARGEST_SEED + 1) for k in range(seeds)]
+            tuning = _Tuning(data, config, out, trials, others, end, stopping, progress)
             with as_user_errors(tuning.rows, out):
                 try:
                     tuning.search()
@@ -195,14 +197,6 @@ def _begin(
         network(first, data.schema)
     except ValueError as error:  # of the data's columns, which only the network knows
         raise UserError(str(error)) from None
-    rows = data.rows["train"]
-    left = rows - held_out_rows(rows, config.held_out)
-    if config.batch_size > left:
-        raise UserError(
-            "batch size must not exceed the rows that are left to train on. Received: batch size "
-            f"{config.batch_size:,}, {left:,} of {rows:,} rows of {data.path} with "
-            f"held_out={config.held_out}. Choose a smaller batch, or hold out less"
-        )
     with all_or_nothing(out) as folder:
         hold_out(data, config.held_out, config.seed, folder / ROWS, progress=progress)
         for name in ("tune", "repeats"):
@@ -214,32 +208,29 @@ def _begin(
         write_json(folder / RECORD, record_of(data, config, precision))
 
 
+@dataclass
 class _Tuning:
-    """A tune on its way, in one of the processes that share it."""
+    """A tune on its way, in one of the processes that share it; `end` is when the budget is."""
 
-    def __init__(
-        self,
-        data: PreparedData,
-        config: TuneConfig,
-        out: Path,
-        trials: int,
-        seeds: int,
-        end: float,
-        stopping: Stopping,
-        progress: bool,
-    ) -> None:
-        self.rows = PreparedData.open(out / ROWS)
-        self._data, self._config, self._out = data, config, out
-        self._trials, self._end, self._stopping, self._show = trials, end, stopping, progress
-        self._seeds = [(config.seed + 1 + k) % (LARGEST_SEED + 1) for k in range(seeds)]
+    data: PreparedData
+    config: TuneConfig
+    out: Path
+    trials: int
+    seeds: Sequence[int]
+    end: float
+    stopping: Stopping
+    show: bool
+
+    def __post_init__(self) -> None:
+        self.rows = PreparedData.open(self.out / ROWS)
         pruner = optuna.pruners.PercentilePruner(75.0, n_startup_trials=5, n_warmup_steps=1)
-        storage = _storage(out)
-        self._study = optuna.load_study(study_name="tune", storage=storage, pruner=pruner)
-        self._again = optuna.load_study(study_name="repeats", storage=storage)
+        storage = _storage(self.out)
+        self.study = optuna.load_study(study_name="tune", storage=storage, pruner=pruner)
+        self.again = optuna.load_study(study_name="repeats", storage=storage)
 
     def tried(self) -> list[dict[str, Any]]:
         """All trials that have ended, by number, as the result has them."""
-        return [self._tried(t) for t in self._study.get_trials(deepcopy=False, states=_ENDED)]
+        return [self._tried(t) for t in self.study.get_trials(deepcopy=False, states=_ENDED)]
 
     def _tried(self, trial: FrozenTrial) -> dict[str, Any]:
         epochs: list[Epoch] = trial.user_attrs.get("epochs", [])
@@ -251,7 +242,7 @@ class _Tuning:
             "best_epoch": _best(aucs),
             "why": trial.user_attrs.get("why"),  # it ended before its last epoch
             "seconds": _seconds(epochs),
-            **self._config.space.point(trial.params).to_dict(),
+            **self.config.space.point(trial.params).to_dict(),
             "epochs": epochs,
         }
 
@@ -259,51 +250,46 @@ class _Tuning:
 
     def search(self) -> None:
         """Try points until there are enough, or the time that the repeats leave is over."""
-        if self._show:
-            if few := few_steps(self.rows.rows["train"], self._config.batch_size):
+        if self.show:
+            if few := few_steps(self.rows.rows["train"], self.config.batch_size):
                 print(f"Warning: {few}")
             print(HEADER, flush=True)
         while self._has_time_for_a_trial():
-            states = [trial.state for trial in _alive(self._study)]
+            states = [trial.state for trial in _alive(self.study)]
             ended = sum(state in _ENDED for state in states)
-            if ended >= self._trials:
+            if ended >= self.trials:
                 return
-            if ended + states.count(TrialState.RUNNING) >= self._trials:
+            if ended + states.count(TrialState.RUNNING) >= self.trials:
                 self._wait()
                 continue
             # Of the seed and the trials so far: a tune in two parts is one, and processes that
             # share a tune do not propose the same.
-            drawn = np.random.default_rng([self._config.seed, len(states)])
-            self._study.sampler = optuna.samplers.TPESampler(
+            drawn = np.random.default_rng([self.config.seed, len(states)])
+            self.study.sampler = optuna.samplers.TPESampler(
                 n_startup_trials=_STARTUP,
                 multivariate=True,
                 group=True,
                 constant_liar=True,
                 seed=int(drawn.integers(2**32)),
             )
-            self._study.optimize(self._try, n_trials=1, callbacks=[self._tell])
+            self.study.optimize(self._try, n_trials=1, callbacks=[self._tell])
 
     def _has_time_for_a_trial(self) -> bool:
         """Beside the repeats of the best of all and of the best rule."""
         took = [tried["seconds"] for tried in self.tried() if tried["epochs"]]
         must, _ = self._to_repeat()
-        reserve = sum(len(self._seeds) * _seconds_again(one) for one in must.values())
-        return not took or self._left - reserve > statistics.fmean(took)
-
-    @property
-    def _left(self) -> float:
-        """Seconds of the budget; infinite without one."""
-        return self._end - time.monotonic()
+        reserve = sum(len(self.seeds) * _seconds_again(one) for one in must.values())
+        return not took or self.end - time.monotonic() - reserve > statistics.fmean(took)
 
     def _wait(self) -> None:
         """For what other processes do."""
         time.sleep(_POLL)
-        if self._stopping.asked:
+        if self.stopping.asked:
             raise KeyboardInterrupt
 
     def _try(self, trial: optuna.Trial) -> float:
         """Train a trial's point, and report each epoch."""
-        config = self._config.train_config(self._config.space.suggest(trial))
+        config = self.config.train_config(self.config.space.suggest(trial))
 
         def why_end(aucs: list[float]) -> str | None:
             trial.report(aucs[-1], len(aucs))
@@ -319,8 +305,8 @@ class _Tuning:
         return max(epoch["auc"] for epoch in epochs)
 
     def _tell(self, study: optuna.Study, trial: FrozenTrial) -> None:
-        if self._show and trial.state in _ENDED:
-            print(trial_line(self._tried(trial), self.tried(), self._trials), flush=True)
+        if self.show and trial.state in _ENDED:
+            print(trial_line(self._tried(trial), self.tried(), self.trials), flush=True)
 
     def _train(
         self,
@@ -332,12 +318,12 @@ class _Tuning:
         """Train; what ends it, interrupted or refused, is tried again when the tune goes on."""
         epochs: list[Epoch] = []
         why = None
-        shown = self._show and os.isatty(2)  # in a log there is the line of each trial
+        shown = self.show and os.isatty(2)  # in a log there is the line of each trial
         total = -(-self.rows.rows["train"] // config.batch_size) * config.epochs
         with progress_bar(title, total, " batches", show=shown) as bar:
             bar.leave = False
             try:
-                for epoch in epochs_of(self.rows, config, self._stopping, bar.update):
+                for epoch in epochs_of(self.rows, config, self.stopping, bar.update):
                     epochs.append(epoch)
                     why = why_end([one["auc"] for one in epochs])
                     if why:
@@ -368,22 +354,22 @@ class _Tuning:
                 "a trial must end with numbers. Received: all of them diverged, one with: "
                 f"{self.tried()[-1]['why']}"
             )
-        with alone_in(self._out):
-            trials = self._again.get_trials(deepcopy=False)
+        with alone_in(self.out):
+            trials = self.again.get_trials(deepcopy=False)
             known = {_key(t) for t in trials if t.state != TrialState.FAIL}
             for number in finalists:
-                for seed in self._seeds:
+                for seed in self.seeds:
                     if (number, seed) not in known:
                         attrs = {"trial": number, "seed": seed}
-                        self._again.enqueue_trial({}, user_attrs=attrs)
+                        self.again.enqueue_trial({}, user_attrs=attrs)
         while True:
-            trials = _alive(self._again)
+            trials = _alive(self.again)
             waiting = [_key(t)[0] for t in trials if t.state == TrialState.WAITING]
             if waiting:
-                takes = _seconds_again(self._number(waiting[0]))
-                if waiting[0] not in must and self._left < takes:
+                end = time.monotonic() + _seconds_again(self._number(waiting[0]))
+                if waiting[0] not in must and end > self.end:
                     return
-                self._again.optimize(self._try_again, n_trials=1)
+                self.again.optimize(self._try_again, n_trials=1)
             elif any(t.state == TrialState.RUNNING for t in trials):
                 self._wait()
             else:
@@ -395,7 +381,7 @@ class _Tuning:
             raise optuna.TrialPruned
         tried = self._number(number)
         point, epochs = Point.from_dict(tried), tried["best_epoch"]
-        config = self._config.train_config(point, epochs=epochs, seed=seed)
+        config = self.config.train_config(point, epochs=epochs, seed=seed)
         found, why = self._train(trial, config, f"repeat of {number + 1}", lambda _: None)
         if why:
             raise optuna.TrialPruned
@@ -412,10 +398,10 @@ class _Tuning:
         # Of each repeat the last epoch's AUC: none is chosen by the rows that it is measured by.
         repeats: dict[int, dict[int, float | None]] = {one["number"]: {} for one in tried}
         seconds = sum(one["seconds"] for one in tried)
-        for trial in self._again.get_trials(deepcopy=False, states=_ENDED):
+        for trial in self.again.get_trials(deepcopy=False, states=_ENDED):
             (number, seed), epochs = _key(trial), trial.user_attrs.get("epochs", [])
             seconds += _seconds(epochs)
-            if seed in self._seeds:
+            if seed in self.seeds:
                 repeats[number][seed] = None if trial.user_attrs["why"] else epochs[-1]["auc"]
 
         def mean(one: dict[str, Any]) -> float:
@@ -423,7 +409,7 @@ class _Tuning:
             aucs = [auc for auc in repeats[one["number"]].values() if auc is not None]
             if len(aucs) < len(repeats[one["number"]]):
                 return -1.0
-            return statistics.fmean(aucs) if len(aucs) == len(self._seeds) else 0.0
+            return statistics.fmean(aucs) if len(aucs) == len(self.seeds) else 0.0
 
         best = max(finalists.values(), key=lambda one: (mean(one), one["auc"]))
         others = [one for one in finalists.values() if not one["rules"] and one is not best]
@@ -435,26 +421,26 @@ class _Tuning:
         ]
         done = {rule for one in rules for rule in one["rules"]}
         own = repeats[best["number"]]
-        found = self._config.train_config(Point.from_dict(best), epochs=best["best_epoch"])
+        found = self.config.train_config(Point.from_dict(best), epochs=best["best_epoch"])
         importance, measured = self._importance()
         result = {
             "format": FORMAT_VERSION,
             "command": command,
-            "data": str(self._data.path.resolve()),
+            "data": str(self.data.path.resolve()),
             "rows": self.rows.rows,
-            "config": self._config.to_dict(),
+            "config": self.config.to_dict(),
             "winner": best["number"],
             "table": [_row(what, one, repeats[one["number"]], own) for what, one in lines],
-            "not_tried": [rule for rule in self._config.rules if rule not in done],
+            "not_tried": [rule for rule in self.config.rules if rule not in done],
             "importance": importance,
             "trials_measured": measured,
             "seconds": seconds,
             "trials": tried,
             **environment(("optuna",)),
         }
-        with alone_in(self._out):
-            write_json(self._out / TUNED, found.to_dict())
-            write_json(self._out / RESULT, result)
+        with alone_in(self.out):
+            write_json(self.out / TUNED, found.to_dict())
+            write_json(self.out / RESULT, result)
 
     def _importance(self) -> tuple[dict[str, float] | None, int]:
         """What share of the AUC's variance each value explains, greatest first; of how many trials.
@@ -462,11 +448,11 @@ class _Tuning:
         By fANOVA (Hutter et al. 2014), over the trials that were not given up. r and ζ, which only
         trials with a clip have, are left out. `None` below `FEWEST` trials.
         """
-        trials = self._study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
+        trials = self.study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
         if len(trials) < FEWEST or len({trial.value for trial in trials}) == 1:
             return None, len(trials)
         evaluator = optuna.importance.FanovaImportanceEvaluator(seed=0)
-        found = optuna.importance.get_param_importances(self._study, evaluator=evaluator)
+        found = optuna.importance.get_param_importances(self.study, evaluator=evaluator)
         return {name: float(share) for name, share in found.items()}, len(trials)
 
 
