@@ -40,6 +40,7 @@ _STYLE = {
     **{"axes.labelcolor": _INK, "axes.edgecolor": _INK, "axes.labelsize": 11},
     **{"axes.grid": True, "grid.alpha": 0.25, "grid.linewidth": 0.5},
     **{"axes.spines.top": False, "axes.spines.right": False},
+    **{"lines.markersize": 5, "lines.linewidth": 1.6, "errorbar.capsize": 4},
     **{"legend.frameon": False, "legend.labelcolor": _INK, "legend.fontsize": 10},
 }
 _NEAR = 1.0  # % AUC
@@ -88,9 +89,6 @@ def line_plot(
                 label=name,
                 color=_COLOURS[place % len(_COLOURS)],
                 marker=_MARKERS[(place + place // len(_COLOURS)) % 8] if marked else "",
-                markersize=5,
-                linewidth=1.6,
-                capsize=4,
             )
         for name, level in (levels or {}).items():
             axes.axhline(level, label=name, color=_INK, linewidth=1.4, linestyle="--")
@@ -132,7 +130,7 @@ def plots(out: Path, name: str, found: Sequence[Outcome]) -> Iterator[Plot]:
     """The plots of a study in a sweep's folder `out`, of which `found` are the runs so far."""
     quantity = STUDIES[name].quantity
     for one in (quantity, LOG_LOSS) if quantity is AUC else (quantity,):
-        yield from (_by_learning_rate if name == "learning-rate" else _by_batch_size)(found, one)
+        yield from _of_cells(name, found, one)
     runs = [(o, out / RUNS / o.runs[o.first]) for o in found if o.first is not None]
     if not runs or name not in ("curves", "gradients"):
         return
@@ -155,10 +153,25 @@ def plots(out: Path, name: str, found: Sequence[Outcome]) -> Iterator[Plot]:
     yield "norms of the ids' gradients in the last epoch, of the first seed", plot
 
 
-def _by_batch_size(found: Sequence[Outcome], quantity: Quantity) -> Iterator[Plot]:
-    sized = [o for o in found if o.cell.column != "baseline"]
-    lines = _lines(((o.cell.row, o.cell.config.batch_size, o) for o in sized), quantity)
+def _of_cells(name: str, found: Sequence[Outcome], quantity: Quantity) -> Iterator[Plot]:
+    """Means and deviations by batch size or, as in Figure 2, by learning rate."""
+    lines: dict[str, list[tuple[float, float, float]]] = {}
+    for outcome in found:
+        cell, mean = outcome.cell, outcome.mean(quantity.key)
+        if mean is None or cell.column == "baseline":
+            continue
+        line, x = cell.row, float(cell.config.batch_size)
+        if name == "learning-rate":  # a line for each rule and batch size
+            line = f"{cell.row.split(',')[0]}, {cell.column}"
+            x = cell.config.hyperparameters.embedding_lr
+        point = (x, quantity.factor * mean[0], quantity.factor * mean[1])
+        lines.setdefault(line, []).append(point)
     if len({x for points in lines.values() for x, _, _ in points}) < 2:
+        return
+    if name == "learning-rate":
+        x_axis = "learning rate of the embeddings (that of the dense weights moves with it)"
+        plot = line_plot(lines, x_axis, quantity.name, logarithmic_x=True, markers=True)
+        yield f"{quantity.name}, by learning rate", plot
         return
     log = quantity is MINUTES
     plot = line_plot(lines, "batch size", quantity.name, powers_of_two=True, logarithmic=log)
@@ -168,31 +181,6 @@ def _by_batch_size(found: Sequence[Outcome], quantity: Quantity) -> Iterator[Plo
     if quantity is AUC and 1 < len(near) < len(lines):  # a far one presses the others together
         plot = line_plot(near, "batch size", quantity.name, powers_of_two=True)
         yield f"{quantity.name}, of the rows within {_NEAR:g} % of the best", plot
-
-
-def _by_learning_rate(found: Sequence[Outcome], quantity: Quantity) -> Iterator[Plot]:
-    """Figure 2, right: one line for each rule and batch size."""
-    places = (
-        (f"{o.cell.row.split(',')[0]}, {o.cell.column}", o.cell.config.hyperparameters, o)
-        for o in found
-    )
-    lines = _lines(((line, values.embedding_lr, o) for line, values, o in places), quantity)
-    if any(len(points) > 1 for points in lines.values()):
-        x = "learning rate of the embeddings (that of the dense weights moves with it)"
-        plot = line_plot(lines, x, quantity.name, logarithmic_x=True, markers=True)
-        yield f"{quantity.name}, by learning rate", plot
-
-
-def _lines(
-    placed: Iterable[tuple[str, float, Outcome]], quantity: Quantity
-) -> dict[str, list[tuple[float, float, float]]]:
-    """Mean and deviation of cells by line, from each cell's line and x."""
-    lines: dict[str, list[tuple[float, float, float]]] = {}
-    for line, x, outcome in placed:
-        if mean := outcome.mean(quantity.key):
-            point = (float(x), quantity.factor * mean[0], quantity.factor * mean[1])
-            lines.setdefault(line, []).append(point)
-    return lines
 
 
 def _norms(runs: Iterable[tuple[Outcome, Path]]) -> Iterator[tuple[str, Line]]:

@@ -6,6 +6,7 @@ Pure Python: it knows neither TensorFlow nor Optuna, whose trials it asks by `su
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -52,8 +53,7 @@ class Point:
 
     def to_dict(self) -> dict[str, Any]:
         """Fit for JSON; `from_dict` is the way back."""
-        hyperparameters = self.hyperparameters.to_dict()
-        return {"hyperparameters": hyperparameters, "update": self.update, "rates": self.rates}
+        return dataclasses.asdict(self)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Point:

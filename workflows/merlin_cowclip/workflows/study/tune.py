@@ -71,6 +71,7 @@ _RETRIES = 2
 _POLL = 0.5  # seconds between two looks at what other processes do
 _WAIT = 60.0  # seconds for another process's transaction
 _STARTUP = 6  # trials before TPE has a model of the values
+_GIVEN_UP = "given up"
 _ENDED = (TrialState.COMPLETE, TrialState.PRUNED)
 
 Epoch = dict[str, float]
@@ -290,17 +291,8 @@ class _Tuning:
     def _try(self, trial: optuna.Trial) -> float:
         """Train a trial's point, and report each epoch."""
         config = self.config.train_config(self.config.space.suggest(trial))
-
-        def why_end(aucs: list[float]) -> str | None:
-            trial.report(aucs[-1], len(aucs))
-            # What a rule predicted is never given up.
-            if not trial.user_attrs.get("rules") and trial.should_prune():
-                return "given up"
-            is_over = len(aucs) - _best(aucs) >= PATIENCE and len(aucs) < config.epochs
-            return f"no better for {PATIENCE} epochs" if is_over else None
-
-        epochs, why = self._train(trial, config, f"trial {trial.number + 1}", why_end)
-        if why == "given up" or not epochs:
+        epochs, why = self._train(trial, config, f"trial {trial.number + 1}", searches=True)
+        if why == _GIVEN_UP or not epochs:
             raise optuna.TrialPruned
         return max(epoch["auc"] for epoch in epochs)
 
@@ -309,11 +301,7 @@ class _Tuning:
             print(trial_line(self._tried(trial), self.tried(), self.trials), flush=True)
 
     def _train(
-        self,
-        trial: optuna.Trial,
-        config: TrainConfig,
-        title: str,
-        why_end: Callable[[list[float]], str | None],
+        self, trial: optuna.Trial, config: TrainConfig, title: str, *, searches: bool = False
     ) -> tuple[list[Epoch], str | None]:
         """Train; what ends it, interrupted or refused, is tried again when the tune goes on."""
         epochs: list[Epoch] = []
@@ -325,8 +313,7 @@ class _Tuning:
             try:
                 for epoch in epochs_of(self.rows, config, self.stopping, bar.update):
                     epochs.append(epoch)
-                    why = why_end([one["auc"] for one in epochs])
-                    if why:
+                    if searches and (why := self._why_end(trial, config, epochs)):
                         break
             except NotFiniteError as error:
                 why = str(error)
@@ -336,6 +323,16 @@ class _Tuning:
         trial.set_user_attr("epochs", epochs)
         trial.set_user_attr("why", why)
         return epochs, why
+
+    @staticmethod
+    def _why_end(trial: optuna.Trial, config: TrainConfig, epochs: list[Epoch]) -> str | None:
+        """Why a trial ends after its last epoch so far; `None`: it goes on."""
+        aucs = [epoch["auc"] for epoch in epochs]
+        trial.report(aucs[-1], len(aucs))
+        if not trial.user_attrs.get("rules") and trial.should_prune():  # a rule's never is
+            return _GIVEN_UP
+        is_over = len(aucs) - _best(aucs) >= PATIENCE and len(aucs) < config.epochs
+        return f"no better for {PATIENCE} epochs" if is_over else None
 
     # Repeats
 
@@ -382,7 +379,7 @@ class _Tuning:
         tried = self._number(number)
         point, epochs = Point.from_dict(tried), tried["best_epoch"]
         config = self.config.train_config(point, epochs=epochs, seed=seed)
-        found, why = self._train(trial, config, f"repeat of {number + 1}", lambda _: None)
+        found, why = self._train(trial, config, f"repeat of {number + 1}")
         if why:
             raise optuna.TrialPruned
         return found[-1]["auc"]
