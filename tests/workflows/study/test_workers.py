@@ -58,7 +58,7 @@ def test_an_interrupted_run_is_resumed(task, calls):
 
 
 def test_a_run_of_another_process_is_waited_for(task):
-    with workers._alone_with(task.run), ProcessPoolExecutor(1, SPAWN) as pool:
+    with workers.alone_with(task.run), ProcessPoolExecutor(1, SPAWN) as pool:
         waiting = pool.submit(workers._train, task)
         time.sleep(3)
         assert not waiting.done()

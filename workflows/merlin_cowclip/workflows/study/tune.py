@@ -1,7 +1,7 @@
 """Tuning: values searched at the batch size itself, by rows held out of the training part.
 
-Two Optuna studies in one SQLite file: "tune" has the trials, "repeats" the best of them trained
-again from other seeds. Optuna's heartbeat finds trials whose process died, and they are retried.
+An Optuna study in an SQLite file has the trials and, as attributes, what the best of them came to
+from other seeds. Optuna's heartbeat finds trials whose process died, and they are retried.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ from merlin_cowclip.workflows.study.tuned import (
     record_of,
     trial_line,
 )
+from merlin_cowclip.workflows.study.workers import alone_with
 from merlin_cowclip.workflows.training.configuration import LARGEST_SEED, TrainConfig
 from merlin_cowclip.workflows.training.one_at_a_time import alone_in
 from merlin_cowclip.workflows.training.stopping import Stopping
@@ -200,12 +201,11 @@ def _begin(
         raise UserError(str(error)) from None
     with all_or_nothing(out) as folder:
         hold_out(data, config.held_out, config.seed, folder / ROWS, progress=progress)
-        for name in ("tune", "repeats"):
-            study = optuna.create_study(
-                study_name=name, storage=_storage(folder), direction="maximize"
-            )
-            for point, rules in config.queue.items() if name == "tune" else ():
-                study.enqueue_trial(config.space.params(point), user_attrs={"rules": list(rules)})
+        study = optuna.create_study(
+            study_name="tune", storage=_storage(folder), direction="maximize"
+        )
+        for point, rules in config.queue.items():
+            study.enqueue_trial(config.space.params(point), user_attrs={"rules": list(rules)})
         write_json(folder / RECORD, record_of(data, config, precision))
 
 
@@ -227,7 +227,6 @@ class _Tuning:
         pruner = optuna.pruners.PercentilePruner(75.0, n_startup_trials=5, n_warmup_steps=1)
         storage = _storage(self.out)
         self.study = optuna.load_study(study_name="tune", storage=storage, pruner=pruner)
-        self.again = optuna.load_study(study_name="repeats", storage=storage)
 
     def tried(self) -> list[dict[str, Any]]:
         """All trials that have ended, by number, as the result has them."""
@@ -256,7 +255,8 @@ class _Tuning:
                 print(f"Warning: {few}")
             print(HEADER, flush=True)
         while self._has_time_for_a_trial():
-            states = [trial.state for trial in _alive(self.study)]
+            optuna.storages.fail_stale_trials(self.study)
+            states = [trial.state for trial in self.study.get_trials(deepcopy=False)]
             ended = sum(state in _ENDED for state in states)
             if ended >= self.trials:
                 return
@@ -291,7 +291,13 @@ class _Tuning:
     def _try(self, trial: optuna.Trial) -> float:
         """Train a trial's point, and report each epoch."""
         config = self.config.train_config(self.config.space.suggest(trial))
-        epochs, why = self._train(trial, config, f"trial {trial.number + 1}", searches=True)
+        try:
+            epochs, why = self._train(config, f"trial {trial.number + 1}", trial)
+        except BaseException:  # interrupted or refused: tried again when the tune goes on
+            trial.study.enqueue_trial(trial.params, user_attrs=trial.user_attrs)
+            raise
+        trial.set_user_attr("epochs", epochs)
+        trial.set_user_attr("why", why)
         if why == _GIVEN_UP or not epochs:
             raise optuna.TrialPruned
         return max(epoch["auc"] for epoch in epochs)
@@ -301,9 +307,9 @@ class _Tuning:
             print(trial_line(self._tried(trial), self.tried(), self.trials), flush=True)
 
     def _train(
-        self, trial: optuna.Trial, config: TrainConfig, title: str, *, searches: bool = False
+        self, config: TrainConfig, title: str, trial: optuna.Trial | None = None
     ) -> tuple[list[Epoch], str | None]:
-        """Train; what ends it, interrupted or refused, is tried again when the tune goes on."""
+        """Train until the last epoch, or until a trial of the search may end, and why it did."""
         epochs: list[Epoch] = []
         why = None
         shown = self.show and os.isatty(2)  # in a log there is the line of each trial
@@ -313,15 +319,10 @@ class _Tuning:
             try:
                 for epoch in epochs_of(self.rows, config, self.stopping, bar.update):
                     epochs.append(epoch)
-                    if searches and (why := self._why_end(trial, config, epochs)):
+                    if trial is not None and (why := self._why_end(trial, config, epochs)):
                         break
             except NotFiniteError as error:
                 why = str(error)
-            except BaseException:
-                trial.study.enqueue_trial(trial.params, user_attrs=trial.user_attrs)
-                raise
-        trial.set_user_attr("epochs", epochs)
-        trial.set_user_attr("why", why)
         return epochs, why
 
     @staticmethod
@@ -351,55 +352,49 @@ class _Tuning:
                 "a trial must end with numbers. Received: all of them diverged, one with: "
                 f"{self.tried()[-1]['why']}"
             )
-        with alone_in(self.out):
-            trials = self.again.get_trials(deepcopy=False)
-            known = {_key(t) for t in trials if t.state != TrialState.FAIL}
-            for number in finalists:
-                for seed in self.seeds:
-                    if (number, seed) not in known:
-                        attrs = {"trial": number, "seed": seed}
-                        self.again.enqueue_trial({}, user_attrs=attrs)
+        wanted = [(number, seed) for number in finalists for seed in self.seeds]
         while True:
-            trials = _alive(self.again)
-            waiting = [_key(t)[0] for t in trials if t.state == TrialState.WAITING]
-            if waiting:
-                end = time.monotonic() + _seconds_again(self._number(waiting[0]))
-                if waiting[0] not in must and end > self.end:
-                    return
-                self.again.optimize(self._try_again, n_trials=1)
-            elif any(t.state == TrialState.RUNNING for t in trials):
-                self._wait()
-            else:
+            known = self.study.user_attrs
+            left = [one for one in wanted if _repeat(*one) not in known]
+            if not left:
                 return
+            for number, seed in left:
+                end = time.monotonic() + _seconds_again(finalists[number])
+                if number not in must and end > self.end:
+                    return
+                with alone_with(self.out / _repeat(number, seed), wait=False) as is_mine:
+                    if is_mine:
+                        self._train_again(finalists[number], seed)
+                        break
+            else:
+                self._wait()
 
-    def _try_again(self, trial: optuna.Trial) -> float:
-        number, seed = _key(trial)
-        if number is None:  # another process took the last that waited
-            raise optuna.TrialPruned
-        tried = self._number(number)
+    def _train_again(self, tried: dict[str, Any], seed: int) -> None:
+        name = _repeat(tried["number"], seed)
+        if name in self.study.user_attrs:  # another process's, meanwhile
+            return
         point, epochs = Point.from_dict(tried), tried["best_epoch"]
         config = self.config.train_config(point, epochs=epochs, seed=seed)
-        found, why = self._train(trial, config, f"repeat of {number + 1}")
-        if why:
-            raise optuna.TrialPruned
-        return found[-1]["auc"]
-
-    def _number(self, number: int) -> dict[str, Any]:
-        return next(one for one in self.tried() if one["number"] == number)
+        found, why = self._train(config, f"repeat of {tried['number'] + 1}")
+        # The last epoch's AUC: none is chosen by the rows that it is measured by.
+        auc = None if why else found[-1]["auc"]
+        self.study.set_user_attr(name, {"auc": auc, "seconds": _seconds(found)})
 
     # The end
 
     def write(self, command: str) -> None:
         """The configuration that was found, and the result."""
         tried, (_, finalists) = self.tried(), self._to_repeat()
-        # Of each repeat the last epoch's AUC: none is chosen by the rows that it is measured by.
-        repeats: dict[int, dict[int, float | None]] = {one["number"]: {} for one in tried}
-        seconds = sum(one["seconds"] for one in tried)
-        for trial in self.again.get_trials(deepcopy=False, states=_ENDED):
-            (number, seed), epochs = _key(trial), trial.user_attrs.get("epochs", [])
-            seconds += _seconds(epochs)
-            if seed in self.seeds:
-                repeats[number][seed] = None if trial.user_attrs["why"] else epochs[-1]["auc"]
+        known = self.study.user_attrs
+        repeats: dict[int, dict[int, float | None]] = {
+            one["number"]: {
+                seed: known[name]["auc"]
+                for seed in self.seeds
+                if (name := _repeat(one["number"], seed)) in known
+            }
+            for one in tried
+        }
+        seconds = sum(one["seconds"] for one in (*tried, *known.values()))
 
         def mean(one: dict[str, Any]) -> float:
             """Of all seeds; what diverged from one comes last."""
@@ -505,15 +500,9 @@ def _seconds_again(tried: dict[str, Any]) -> float:
     return _seconds(tried["epochs"][: tried["best_epoch"]])
 
 
-def _key(trial: FrozenTrial | optuna.Trial) -> tuple[Any, Any]:
-    """Of a repeat: its trial and its seed; `None` of one that was not asked for."""
-    return trial.user_attrs.get("trial"), trial.user_attrs.get("seed")
-
-
-def _alive(study: optuna.Study) -> list[FrozenTrial]:
-    """All trials, once those whose process died wait to be tried again."""
-    optuna.storages.fail_stale_trials(study)
-    return study.get_trials(deepcopy=False)
+def _repeat(number: int, seed: int) -> str:
+    """The name of what a trial comes to from another seed."""
+    return f"repeat {number} {seed}"
 
 
 def _storage(folder: Path) -> optuna.storages.RDBStorage:

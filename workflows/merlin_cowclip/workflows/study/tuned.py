@@ -98,8 +98,8 @@ class Tuned:
     """A tune that has ended; open one with `Tuned.open`.
 
     `tune.json` (what is tuned), `rows/` (a prepared folder whose test part is held out of the
-    training part), `study.db` (Optuna's studies "tune" and "repeats" in SQLite), `tuned.json` (the
-    configuration that it found, as `TrainConfig`'s) and `result.json`, which has all numbers.
+    training part), `study.db` (Optuna's study "tune" in SQLite), `tuned.json` (the configuration
+    that it found, as `TrainConfig`'s) and `result.json`, which has all numbers.
     """
 
     path: Path

@@ -107,7 +107,7 @@ def _end_with_parent() -> None:
 def _train(task: Task) -> bool:
     """Train a run, or resume it, unless another sweep has; false if it was told to stop."""
     try:
-        with _training, _alone_with(task.run):
+        with _training, alone_with(task.run):
             if not task.is_done:
                 _train_or_resume(task)
     except KeyboardInterrupt:
@@ -116,11 +116,16 @@ def _train(task: Task) -> bool:
 
 
 @contextlib.contextmanager
-def _alone_with(run: Path) -> Iterator[None]:
-    """Wait until no other process trains it."""
+def alone_with(run: Path, *, wait: bool = True) -> Iterator[bool]:
+    """Whether no other process has it, which is waited for; death gives it back."""
     with (run.parent / _LOCK).open("ab") as file:
-        fcntl.lockf(file, fcntl.LOCK_EX, 1, zlib.crc32(run.name.encode()))
-        yield
+        how = fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB
+        try:
+            fcntl.lockf(file, how, 1, zlib.crc32(run.name.encode()))
+            is_mine = True
+        except BlockingIOError:
+            is_mine = False
+        yield is_mine
 
 
 def _train_or_resume(task: Task) -> None:
