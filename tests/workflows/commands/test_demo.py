@@ -69,13 +69,13 @@ def test_the_page_shows_the_results(shown, results):
     base, *rules = (result["auc"] for result in results.values())
     headline = page[page.index('class="headline"') :].splitlines()[0]
     assert f"the base&#39;s {base:.4f}: none {rules[0] - base:+.4f}, linear " in headline
-    assert ("keeps its accuracy with all" in headline) == (min(rules) >= base - 0.002)
+    assert ("loses some with no rule" in headline) == (min(rules) >= base - 0.002)
     assert not re.findall(r'(?:src|@import|url)\s*[=(]\s*["\']?(?:https?:)?//', page)
     assert all((shown[0] / link).is_file() for link in Page(page).links)
     assert page.count("<svg") == 2
     text = as_text(page)
     for name, result in results.items():
-        assert (result["clip"] in text) == (name == "cowclip")
+        assert result["clip"] in text
         metrics = pd.read_csv(shown[0] / name / "metrics.csv")
         aucs = " | ".join(f"{auc:.4f}" for auc in metrics.auc)
         assert f"| {name} | {aucs} |" in text
@@ -83,7 +83,8 @@ def test_the_page_shows_the_results(shown, results):
 
 def test_single_runs_are_compared(shown, results, tmp_path):
     runs = [Run.open(shown[0] / name) for name in ("none", "cowclip")]
-    text = as_text(compare([run.path for run in runs], tmp_path / "report.html").read_text())
+    named = {str(run.path): run.path for run in runs}
+    text = as_text(compare(named, tmp_path / "report.html").read_text())
     for run in runs:
         assert f"{100 * run.result['auc']:.3f}" in text
     assert all((tmp_path / link).is_file() for link in Page(text).links)

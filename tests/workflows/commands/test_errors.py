@@ -95,10 +95,10 @@ REFUSED = {
     f"{TUNE} --batch-size 64 --trials 2": "trials must be at least 6 … trials=2",
     f"{TUNE} --batch-size 64 --budget nan": "budget must be positive minutes … nan",
     f"{TUNE} --batch-size 64 --held-out 0.008": "held-out rows must have labels of 0 and of 1",
-    f"{TUNE} --batch-size 127": "must not exceed the rows that are left … 127, 126 of 140",
+    f"{TUNE} --batch-size 141": "must not exceed the training rows … 141, 140 rows … smaller",
     f"{TUNE} --batch-size 64 --base NOWHERE": "a tune must be a folder … merlin-cowclip tune",
-    f"{TUNE} --batch-size 64 --base NOWHERE --l2 1": "--base excludes --l2 … Leave one out",
-    "tune DATA --batch-size 64 --quiet --out RUN": "a tune must hold tune.json",
+    f"{TUNE} --batch-size 64 --base NOWHERE --l2 1": "--base excludes the other … Leave one out",
+    "tune DATA --batch-size 64 --quiet --out RUN": "a tune must be a folder with tune.json",
     # sweep, report
     f"{SWEEP} 32,32": "batch_sizes must name something … [32, 32]",
     f"{SWEEP} 32,141": "must not exceed the training rows … 141, 140 rows",
@@ -107,8 +107,9 @@ REFUSED = {
     f"{SWEEP} 32,64 --update deferred --clip-ratio 3e-5": "at batch size 64:  … at least 2 * l2",
     f"{SWEEP.replace('curves', 'time')} 32 --epochs 5": "time is of one epoch … epochs=5",
     f"{SWEEP.replace('curves', 'networks')} 32 --model fm": "takes their options alone",
-    f"{SWEEP.replace('curves', 'frequencies')} 64 --l2 1": "trains nothing … batch_sizes alone",
     "sweep curves DATA --out EMPTY --batch-sizes 32": "must not exist, or be of a sweep … EMPTY",
+    "report NOWHERE": "'NOWHERE' does not exist",
+    "report DATA --price-per-hour 0": "'--price-per-hour': 0.0 is not in the range",
     "report EMPTY": "a report is of a sweep's folder … Make one with 'merlin-cowclip sweep'",
     # evaluate, predict, export
     "evaluate EMPTY": "a run must be a folder that train wrote … EMPTY",
@@ -467,6 +468,4 @@ def test_what_was_tuned(toy_data, tuned, tmp_path):
         check([*sweep, "--base", tuned], words, tmp_path)
     (tuned / "tune.json").write_text(json.dumps(record))
     (tuned / "result.json").unlink()
-    check(argv, "a tune must hold result.json … did not end … merlin-cowclip tune", tmp_path)
-    (tuned / "tune.json").write_text("{")
-    check(argv, "tune.json must be readable JSON … Tune again", tmp_path)
+    check(argv, "a folder with result.json … did not end … merlin-cowclip tune", tmp_path)

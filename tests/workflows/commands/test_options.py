@@ -3,16 +3,20 @@
 import dataclasses
 import json
 import warnings
+from types import SimpleNamespace
 
 import click
 import pytest
 
 from merlin_cowclip.plugins.presets import preset
-from merlin_cowclip.plugins.scaling import recipe
+from merlin_cowclip.plugins.scaling import recipe, scale
 from merlin_cowclip.workflows.commands import endings
 from merlin_cowclip.workflows.commands.main import cli, help_of
+from merlin_cowclip.workflows.commands.studying import _setting
 from merlin_cowclip.workflows.commands.training import train_config
+from merlin_cowclip.workflows.commands.tuning import tune_config
 from merlin_cowclip.workflows.errors import Notice, UserError
+from merlin_cowclip.workflows.study.studies import STUDIES
 from merlin_cowclip.workflows.training.configuration import TrainConfig, base_fields
 from merlin_cowclip.workflows.training.keeping import Keeping
 
@@ -70,7 +74,9 @@ def test_a_batch_size_may_be_in_thousands():
 
 
 @pytest.mark.parametrize("name", cli.commands)
-def test_help(name):
+def test_help(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "sweep").mkdir()  # of the example of report
     said = help_of(name)
     assert said.startswith(f"Usage: merlin-cowclip {name} ")
     assert "[required]" not in said
@@ -143,6 +149,23 @@ def test_values_of_a_base_stay_at_the_base():
         "the paper's values for avazu at batch size 1,024"
     )
     assert base_fields(config.base)["base_batch_size"] == 128 * K
+
+
+def test_the_papers_values_are_the_base_of_tune_and_sweep(tmp_path):
+    """Of Avazu, at the base; of other data each rule has its own."""
+    for name, values in (("avazu", preset("avazu", K)), ("criteo", None), ("mine", None)):
+        data = SimpleNamespace(spec=SimpleNamespace(name=name), rows={"train": 10**6})
+        options = params("tune data --out t --batch-size 8K --l2 1e-6")
+        config, source = tune_config(tmp_path, options, data)
+        base = (values or recipe("cowclip")).replace(l2=1e-6)
+        assert config.rules["cowclip"].hyperparameters == scale(base, to=8 * K, rule="cowclip")
+        assert source.endswith(" at batch size 1,024; l2 as given")
+        assert source.startswith("the paper's values for avazu") == (values is not None)
+        options = params("sweep curves data --out s --batch-sizes 1K,8K")
+        setting, source = _setting(STUDIES["curves"], options, data)
+        assert setting.tuned("cowclip") == (values or recipe("cowclip"))
+        assert setting.tuned("linear").dense_lr == 1e-4
+        assert "at batch size 1,024, not tuned for this data. Give --dense-lr" in source
 
 
 def test_notices_are_printed_whatever_python_does_with_warnings(capsys):

@@ -68,8 +68,6 @@ def test_ranges_grow_and_a_clip_that_is_off_has_no_values():
     far = Point(Hyperparameters(batch_size=4096, dense_lr=0.5, l2=1e-12, warmup_epochs=3.5))
     space = SearchSpace(4096, [far])
     assert space.point(space.params(far)) == far
-    with pytest.raises(ValueError, match="dense_lr must be from 1e-05 to 0.1"):
-        SPACE.params(far)
     one, other = (Point(Hyperparameters(clip=None, clip_ratio=r)) for r in (1.0, 2.0))
     assert one == other
     assert "clip_ratio" not in SearchSpace(1024).params(one)
@@ -78,8 +76,7 @@ def test_ranges_grow_and_a_clip_that_is_off_has_no_values():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"batch_size": 64}, "a point must be of batch size 4096"),
-        ({"clip": "field", "clip_threshold": 1.0}, "clip must be None or adaptive_column"),
+        ({"clip": "field", "clip_threshold": 1.0}, "clip must be one of none, adaptive_column"),
         ({"init_stddev": 0.0}, "init_stddev must be positive"),
     ],
 )

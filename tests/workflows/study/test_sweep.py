@@ -94,10 +94,10 @@ def test_other_data_are_refused(swept, data, tmp_path):
     other = prepare(
         SPEC, [data.path.parent / "log.csv"], tmp_path / "other", seed=7, progress=False
     )
-    with pytest.raises(UserError, match="the runs of a folder must be of one data set. Received: "):
+    with pytest.raises(UserError, match="be of a sweep on the same data. Received: .* as it was"):
         sweep(CURVES, other, swept[0], SETTING, progress=False)
     (tmp_path / "mine").mkdir()
-    with pytest.raises(UserError, match="must not exist, or be of a sweep"):
+    with pytest.raises(UserError, match="must not exist, or be of a sweep .* neither"):
         sweep(CURVES, data, tmp_path / "mine", SETTING, progress=False)
     assert not list((tmp_path / "mine").iterdir())
 

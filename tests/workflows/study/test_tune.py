@@ -1,5 +1,6 @@
 """The search, with trials that cost nothing, and a few trials that train."""
 
+import contextlib
 import dataclasses
 import json
 import shutil
@@ -121,7 +122,8 @@ def test_importance_of_the_hyperparameters(shared, data, config, tmp_path, fake)
     assert sum(shares.values()) == pytest.approx(1)
     assert shares["update"] < 0.1
     text = shared.tables()
-    assert "Importance of the values, over 30 trials" in text
+    measured = sum(trial["why"] != "given up" for trial in shared.result["trials"])
+    assert f"Importance of the values, over {measured} trials" in text
     assert "best found" in text
     assert "cowclip" in text
     few = tuned_by(data, config, tmp_path / "tune", trials=6, seeds=1)
@@ -168,12 +170,48 @@ def test_interrupted_and_resumed(data, config, tmp_path, fake, shared, monkeypat
     warning, header, *lines = capsys.readouterr().out.splitlines()
     assert warning.startswith("Warning: at batch size 256 an epoch has only 4 steps.")
     assert header.split()[:4] == ["trial", "AUC", "best", "epoch"]
+    assert header.endswith("rates  rules, or why it ended")
     assert [line.split()[0] for line in lines] == ["9/12", "10/12", "11/12", "12/12"]
     trials = tuned.result["trials"]
     assert len(trials) == 12
     assert trials[:8] == shared.result["trials"][:8]
     again = next(t for t in trials if t["number"] == 9)
     assert again["hyperparameters"] == shared.result["trials"][8]["hyperparameters"]
+
+
+def test_repeats_are_resumed_and_shared(data, config, tmp_path, fake, monkeypatch):
+    """Each is trained once; one that another process is at is waited for."""
+    out, stock, repeated = tmp_path / "tune", fake.epochs_of, []
+
+    def interrupted(rows, train, stopping, advance):
+        if train.seed != config.seed:
+            repeated.append((train.seed, str(train.hyperparameters)))
+            if len(repeated) == 3:
+                stopping._received(15, None)
+        yield from stock(rows, train, stopping, advance)
+
+    monkeypatch.setattr(fake, "epochs_of", interrupted)
+    with pytest.raises(Stopped, match="8 trials that have ended are kept"):
+        tuned_by(data, config, out, trials=8)
+    kept = optuna_attrs(out)
+    assert len(kept) == 2
+    is_mine = [False, *[True] * 99]
+
+    @contextlib.contextmanager
+    def alone_with(path, *, wait):
+        assert path.name not in kept
+        yield is_mine.pop(0)
+
+    monkeypatch.setattr(tuning, "alone_with", alone_with)
+    tuned = tuned_by(data, config, out, trials=8)
+    assert repeated.pop(2) in repeated
+    assert len(repeated) == len(set(repeated))
+    assert len(repeated) == 3 * len({row["trial"] for row in tuned.result["table"]})
+    assert kept.items() <= optuna_attrs(out).items()
+
+
+def optuna_attrs(out) -> dict:
+    return optuna.load_study(study_name="tune", storage=tuning._storage(out)).user_attrs
 
 
 @pytest.fixture

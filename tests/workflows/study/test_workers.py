@@ -57,17 +57,8 @@ def test_an_interrupted_run_is_resumed(task, calls):
     assert task.is_done
 
 
-def test_checkpoints_left_by_a_killed_process_are_removed(task, calls):
-    (task.run / "checkpoints").mkdir(parents=True)
-    (task.run / "result.json").touch()
-    assert not task.is_done
-    calls["train"] = calls["resume"] = raising(AssertionError)
-    assert workers._train(task)
-    assert task.is_done
-
-
 def test_a_run_of_another_process_is_waited_for(task):
-    with workers._alone_with(task.run), ProcessPoolExecutor(1, SPAWN) as pool:
+    with workers.alone_with(task.run), ProcessPoolExecutor(1, SPAWN) as pool:
         waiting = pool.submit(workers._train, task)
         time.sleep(3)
         assert not waiting.done()
@@ -108,7 +99,6 @@ def test_processes_share_the_cores(monkeypatch):
     monkeypatch.setenv(intra, "3")
     monkeypatch.setattr(os, "cpu_count", lambda: 9)
     monkeypatch.setattr(os, "setpgrp", lambda: None)
-    monkeypatch.setattr(workers.signal, "signal", lambda *_: None)
     monkeypatch.setattr(workers.threading, "Thread", lambda **_: SimpleNamespace(start=int))
     workers._begin(1)
     assert inter not in os.environ

@@ -55,19 +55,7 @@ from merlin_cowclip.workflows.errors import UserError
 @checkpoint
 @trust_workflow
 @quiet
-def export(
-    run: Path,
-    out: Path | None,
-    backend: str,
-    rare: list[float] | None,
-    drop_rare: float | None,
-    check_raw: tuple[str, ...],
-    data: Path | None,
-    which: str | None,
-    best: bool,
-    trust_workflow: bool,
-    quiet: bool,
-) -> None:
+def export(run: Path, out: Path | None, backend: str, trust_workflow: bool, **values: Any) -> None:
     """Write a finished run as a Triton model repository.
 
     For NVIDIA's server, with Merlin Systems: raw rows without the label in, click probabilities
@@ -77,21 +65,23 @@ def export(
     from merlin_cowclip.workflows.folders import refuse_existing
     from merlin_cowclip.workflows.training.runs import Run
 
+    rare, check_raw = list(values["rare"] or ()), list(values["check_raw"])
+    drop_rare, data = values["drop_rare"], values["data"]
     if out is None and (drop_rare is not None or not rare):
         raise UserError("export needs --out REPOSITORY, or only --rare P for a report")
     if out is not None:
         refuse_existing(out)
     opened = Run.open(run, trust_workflow=trust_workflow)
     options: dict[str, Any] = {
-        "which": which_of(which, best=best),
+        "which": which_of(values["which"], best=values["best"]),
         "data": None if data is None else PreparedData.open(data),
-        "progress": not quiet,
+        "progress": not values["quiet"],
     }
     from merlin_cowclip.workflows.serving.export import export
     from merlin_cowclip.workflows.serving.rare_ids import rare_costs
 
     dropped = [] if drop_rare is None else [drop_rare]
-    percents = [*dict.fromkeys([*(rare or ()), *dropped])]
+    percents = [*dict.fromkeys([*rare, *dropped])]
     for cost in rare_costs(opened, percents, **options) if percents else ():
         print(cost)
     if out is None:
@@ -101,7 +91,7 @@ def export(
         out,
         backend=backend,
         drop_rare=drop_rare,
-        check_raw=list(check_raw) or None,
+        check_raw=check_raw or None,
         trust_workflow=trust_workflow,
         **options,
     )

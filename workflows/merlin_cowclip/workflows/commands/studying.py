@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -23,7 +22,7 @@ from merlin_cowclip.workflows.commands.options import (
     option,
     quiet,
 )
-from merlin_cowclip.workflows.commands.tuning import found_by
+from merlin_cowclip.workflows.commands.tuning import default_base, found_by
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.study.configuration import NETWORK
 from merlin_cowclip.workflows.study.studies import (
@@ -31,8 +30,8 @@ from merlin_cowclip.workflows.study.studies import (
     STUDIES,
     VALUES,
     Setting,
+    Study,
     batch_sizes,
-    find_study,
 )
 from merlin_cowclip.workflows.training.configuration import TrainConfig
 
@@ -51,7 +50,7 @@ _WHAT = "\n".join(f"  {study.name}: {study.title} ({study.paper})" for study in 
     "configuration. Started again, it goes on; studies in one folder share their runs. The "
     f"studies:\n\n\b\n{_WHAT}",
 )
-@argument("study")
+@argument("study", type=click.Choice([*STUDIES]))
 @argument("data", type=PATH)
 @option("--out", type=PATH, required=True, metavar="SWEEP", help="folder of the runs")
 @option(
@@ -79,22 +78,21 @@ _WHAT = "\n".join(f"  {study.name}: {study.title} ({study.paper})" for study in 
     group=_BASE,
     help="what a tune found at the first batch size, for its network",
 )
-@fields(TrainConfig, *VALUES, group=_BASE, dense_lr="each rule's own")
+@fields(TrainConfig, *VALUES, group=_BASE, dense_lr="each rule's own; Avazu: the paper's")
 @fields(TrainConfig, "dense_schedule", "embedding_schedule", group=_BASE)
 @fields(TrainConfig, *NETWORK)
 def sweep(study: str, data: Path, out: Path, **values: Any) -> None:
     """Train all runs of a study, and print its table."""
-    found = find_study(study)
     if values["tuned"] and study != "scaling-rules":
         raise UserError(f"--tuned is for the study scaling-rules. Received: {study}. Leave it out")
     from merlin_cowclip.workflows.data.prepared_data import PreparedData
 
     opened = PreparedData.open(data)
-    setting = _setting(study, values, opened)
+    setting, source = _setting(STUDIES[study], values, opened)
     from merlin_cowclip.workflows.study.sweep import sweep
 
     table = sweep(
-        found,
+        STUDIES[study],
         opened,
         out,
         setting,
@@ -103,54 +101,60 @@ def sweep(study: str, data: Path, out: Path, **values: Any) -> None:
         progress=not values["quiet"],
     )
     print(table)
-    own = given({name: values[name] for name in ("base", *VALUES)})
-    if not own and not values["quiet"]:
-        print(
-            f"Base: each rule's default hyperparameters at batch size {setting.batch_sizes[0]:,}, "
-            "not tuned for this data. Give --dense-lr, --embedding-lr and --l2, or --base TUNE0",
-        )
+    if source and study != "frequencies" and not values["quiet"]:
+        print(f"Base: {source}")
 
 
-def _setting(study: str, values: Mapping[str, Any], data: PreparedData) -> Setting:
+def _setting(study: Study, values: Mapping[str, Any], data: PreparedData) -> tuple[Setting, str]:
+    """What the options say, and where its base comes from."""
     options = given({name: values[name] for name in _OPTIONS})
     numbers = given({name: values[name] for name in VALUES})
     tuned = None if values["base"] is None else found_by(values["base"], data)
-    found = [found_by(path, data) for path in values["tuned"]]
-    sizes, seeds = values["batch_sizes"], values["seeds"] or SEEDS
-    if sizes is None:
-        sizes = batch_sizes(K if tuned is None else tuned.batch_size, data.rows["train"])
-    if tuned is None:
-        return Setting(sizes, numbers, options, seeds, found=found)
-    networks = find_study(study).networks
-    return Setting.of_tune(
-        tuned, sizes, numbers, options, networks=networks, seeds=seeds, found=found
-    )
+    base = K if tuned is None else tuned.batch_size
+    sizes = values["batch_sizes"] or batch_sizes(base, data.rows["train"])
+    own: dict[str, Any] = {
+        "seeds": values["seeds"] or SEEDS,
+        "found": [found_by(path, data) for path in values["tuned"]],
+    }
+    if tuned is not None:
+        networks = study.networks
+        return Setting.of_tune(tuned, sizes, numbers, options, networks=networks, **own), ""
+    found, source = default_base(data, sizes[0], numbers)
+    if not numbers:
+        source += (
+            ", not tuned for this data. Give --dense-lr, --embedding-lr and --l2, or --base TUNE0"
+        )
+    return Setting(sizes, {**found, **numbers}, options, **own), source
 
 
 @click.command(cls=Command, example="report sweep")
-@argument("out", type=PATH, nargs=-1, required=True, metavar="SWEEP|RUN...")
+@argument(
+    "out",
+    type=click.Path(exists=True, path_type=Path),
+    nargs=-1,
+    required=True,
+    metavar="SWEEP|RUN...",
+)
 @option(
     "--price-per-hour",
-    type=float,
+    type=click.FloatRange(0, min_open=True),
     metavar="PRICE",
     help="of the machine, to tell what an epoch of Criteo would cost",
 )
-@option("--rows", type=int, metavar="N", help="of a training part other than Criteo's")
-def report(out: Sequence[Path], price_per_hour: float | None, rows: int | None) -> None:
+@option(
+    "--rows",
+    type=click.IntRange(1),
+    metavar="N",
+    help="of a training part other than Criteo's",
+)
+def report(out: Sequence[Path], **values: Any) -> None:
     """Write a page on a sweep's studies, or one that compares runs.
 
     Of a sweep's folder it writes SWEEP/report.html: each study's table beside the paper's numbers,
     plots, and a verdict. Of runs it writes report.html here.
     """
-    for path in out:
-        if not os.path.exists(path):
-            raise UserError(f"{path} does not exist. Name a sweep's folder, or runs")
-    from merlin_cowclip.workflows.study.report import CRITEO_ROWS, Cost, compare, report
+    from merlin_cowclip.workflows.study.report import compare, report
     from merlin_cowclip.workflows.training.runs import CONFIG
 
-    cost = Cost(CRITEO_ROWS if rows is None else rows, price_per_hour)
-    first, *others = out
-    if others or (first / CONFIG).exists():
-        print(compare(out))
-    else:
-        print(report(first, None if rows is price_per_hour is None else cost))
+    is_run = len(out) > 1 or (out[0] / CONFIG).exists()
+    print(compare({str(run): run for run in out}) if is_run else report(out[0], **given(values)))

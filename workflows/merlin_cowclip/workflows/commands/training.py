@@ -13,7 +13,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from merlin_cowclip.plugins.presets import PRESETS
-from merlin_cowclip.plugins.scaling import ADAPTIVE_CLIPS, K, find_rule, scaling_table
+from merlin_cowclip.plugins.scaling import (
+    ADAPTIVE_CLIPS,
+    Hyperparameters,
+    K,
+    find_rule,
+    scaling_table,
+)
 from merlin_cowclip.workflows.commands.options import (
     PATH,
     Command,
@@ -287,14 +293,19 @@ def _preset(
         return {}, ""  # TrainConfig refuses it
     if of == "criteo":
         return {}, "the paper's values for criteo"
-    table = {b: values for (d, r, b), values in PRESETS.items() if (d, r) == (of, rule)}
-    if not table:
+    is_base = any(field in options for field in BASE_FIELDS)
+    values = paper_values(of, rule, options.get("base_batch_size" if is_base else "batch_size", K))
+    if values is None:
         none = f", of which the paper has no values for {of}" if of in _DATASETS else ""
         return {}, f"values of the rule{none}"
-    is_base = any(field in options for field in BASE_FIELDS)
-    wanted = options.get("base_batch_size" if is_base else "batch_size", K)
-    at = min(table, key=lambda size: abs(math.log(max(wanted, 1) / size)))
-    return base_fields(table[at]), f"the paper's values for {of} at batch size {at:,}"
+    return base_fields(values), f"the paper's values for {of} at batch size {values.batch_size:,}"
+
+
+def paper_values(dataset: str, rule: str, batch_size: int) -> Hyperparameters | None:
+    """The paper's values for a data set and rule, at the nearest batch size that it has."""
+    table = {b: values for (d, r, b), values in PRESETS.items() if (d, r) == (dataset, rule)}
+    nearest = min(table, key=lambda b: abs(math.log(max(batch_size, 1) / b)), default=None)
+    return None if nearest is None else table[nearest]
 
 
 def _read_config(path: Path) -> dict[str, Any]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from merlin_cowclip.plugins.scaling import K
 from merlin_cowclip.workflows.commands.options import (
     PATH,
     Command,
@@ -20,13 +21,17 @@ from merlin_cowclip.workflows.commands.options import (
     option,
     quiet,
 )
+from merlin_cowclip.workflows.commands.training import paper_values
 from merlin_cowclip.workflows.errors import UserError
-from merlin_cowclip.workflows.study.configuration import BASE_OPTIONS, NETWORK, TuneConfig
+from merlin_cowclip.workflows.study.configuration import NETWORK, TuneConfig
+from merlin_cowclip.workflows.study.studies import VALUES
 from merlin_cowclip.workflows.training.configuration import TrainConfig
 
 if TYPE_CHECKING:
     from merlin_cowclip.workflows.data.prepared_data import PreparedData
 
+_OWN = ("batch_size", "epochs", "held_out", "seed", "deterministic")
+_BASE_OPTIONS = ("base_batch_size", "dense_lr", "embedding_lr", "l2")
 _SEARCH, _BASE = "The search", "The base, from which every rule predicts"
 
 
@@ -67,15 +72,7 @@ _SEARCH, _BASE = "The search", "The base, from which every rule predicts"
     group=_BASE,
     help="what another tune found, at its batch size, for its network",
 )
-@fields(
-    TrainConfig,
-    "base_batch_size",
-    "dense_lr",
-    "embedding_lr",
-    "l2",
-    group=_BASE,
-    dense_lr="each rule's own",
-)
+@fields(TrainConfig, *_BASE_OPTIONS, group=_BASE, dense_lr="each rule's own; Avazu: the paper's")
 @fields(TrainConfig, *NETWORK)
 @fields(TrainConfig, "deterministic")
 def tune(data: Path, out: Path, **values: Any) -> None:
@@ -87,12 +84,12 @@ def tune(data: Path, out: Path, **values: Any) -> None:
     """
     from merlin_cowclip.workflows.data.prepared_data import PreparedData
 
-    config = tune_config(out, values)
     opened = PreparedData.open(data)
-    if values["base"] is not None:
-        found_by(values["base"], opened)
+    config, source = tune_config(out, values, opened)
     from merlin_cowclip.workflows.study.tune import tune
 
+    if source and not values["quiet"]:
+        print(f"Base: {source}", flush=True)
     tuned = tune(
         opened,
         config,
@@ -106,6 +103,58 @@ def tune(data: Path, out: Path, **values: Any) -> None:
     print(tuned.tables())
     places = shlex.quote(str(data)), shlex.quote(str(out))
     print(f"\nmerlin-cowclip train {places[0]} --tuned {places[1]} --out RUN")
+
+
+def tune_config(
+    out: Path, options: Mapping[str, Any], data: PreparedData
+) -> tuple[TuneConfig, str]:
+    """What is to be searched, and where its base comes from.
+
+    Of a tune that is there, what the options do not say is its own.
+
+    Raises:
+        UserError: a bad value, options that exclude others, or no batch size.
+    """
+    values: dict[str, Any] = {}
+    source = "" if options["base"] is None else f"values of {options['base']}"
+    base = given({name.removeprefix("base_"): options[name] for name in _BASE_OPTIONS})
+    if base and source:
+        raise UserError("--base excludes the other options of the base. Leave one out")
+    if os.path.isdir(out) and os.listdir(out):
+        from merlin_cowclip.workflows.study.tuned import read_record
+
+        values = dict(read_record(out)["config"])
+    elif options["batch_size"] is None:
+        raise UserError(
+            "tune needs --batch-size, at which the values are searched. Received: none. Name it"
+        )
+    elif not source:
+        values["base"], source = default_base(data, base.get("batch_size", K), base)
+    values |= given({name: options[name] for name in _OWN})
+    network = given({name: options[name] for name in NETWORK})
+    before = values.get("network", {})
+    if options["base"] is not None:
+        values["base"], before = found_by(options["base"], data), {}
+    elif base:
+        values["base"] = {**(values["base"] or {}), **base}
+    return TuneConfig.from_dict({**values, "network": {**before, **network}}), source
+
+
+def default_base(
+    data: PreparedData, batch_size: int, own: Iterable[str]
+) -> tuple[dict[str, float], str]:
+    """Values of a base at a batch size, by `VALUES`, and what to say of them.
+
+    Those of the paper for Avazu; Criteo's are each rule's, whose place none takes.
+    """
+    name = data.spec.name
+    values = None if name == "criteo" else paper_values(name, "cowclip", batch_size)
+    source = f"each rule's default hyperparameters at batch size {batch_size:,}"
+    if values is not None:
+        source = f"the paper's values for {name} at batch size {values.batch_size:,}"
+    if names := ", ".join(own):
+        source += f"; {names} as given"
+    return {} if values is None else {key: getattr(values, key) for key in VALUES}, source
 
 
 def found_by(tune: Path, data: PreparedData) -> TrainConfig:
@@ -126,40 +175,3 @@ def found_by(tune: Path, data: PreparedData) -> TrainConfig:
         )
     tuned.check_columns(data)
     return tuned.train_config()
-
-
-def tune_config(out: Path, options: Mapping[str, Any]) -> TuneConfig:
-    """What is to be searched; of a tune that is there, what the options do not say is its own.
-
-    Raises:
-        UserError: a bad value, options that exclude others, or no batch size.
-    """
-    values: dict[str, Any] = {}
-    if os.path.isdir(out) and os.listdir(out):
-        from merlin_cowclip.workflows.study.tuned import read_record
-
-        values = dict(read_record(out)["config"])
-    elif options["batch_size"] is None:
-        raise UserError(
-            "tune needs --batch-size, at which the values are searched. Received: none. Name it"
-        )
-    own = ("batch_size", "epochs", "held_out", "seed", "deterministic")
-    values |= given({name: options[name] for name in own})
-    network = given({name: options[name] for name in NETWORK})
-    before = values.get("network", {})
-    if network.get("model", before.get("model")) != before.get("model"):
-        before = {}  # another network's options
-    base = given({key: options[name] for key, name in BASE_OPTIONS.items()})
-    if options["base"] is not None:
-        if base:
-            name = BASE_OPTIONS[min(base)].replace("_", "-")
-            raise UserError(
-                f"--base excludes --{name}. Received: --base {options['base']} --{name} "
-                f"{base[min(base)]}. Leave one out"
-            )
-        from merlin_cowclip.workflows.study.tuned import Tuned
-
-        values["base"], before = Tuned.open(options["base"]).train_config(), {}
-    elif base:
-        values["base"] = {**(values.get("base") or {}), **base}
-    return TuneConfig.from_dict({**values, "network": {**before, **network}})

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from merlin_cowclip.plugins._checks import make_plain, whole_number
+from merlin_cowclip.plugins._checks import make_plain
 from merlin_cowclip.plugins.scaling import SCALING_RULES, Hyperparameters
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.study.search_space import Point, SearchSpace
@@ -19,6 +19,8 @@ from merlin_cowclip.workflows.training.options import refuse_unknown
 NETWORK = ("model", *OPTIONS)
 """The keys of `TrainConfig` that say which network is trained."""
 
+_FALLS = {"name": "linear", "to": 0.0}
+
 
 def network_of(found: TrainConfig, given: Mapping[str, Any]) -> dict[str, Any]:
     """The network that values were tuned for, by the names of `NETWORK`.
@@ -27,27 +29,15 @@ def network_of(found: TrainConfig, given: Mapping[str, Any]) -> dict[str, Any]:
       UserError: `given` names another network, or another option of it.
     """
     its = {"model": found.model, **found.network_options}
-    said = {name: given[name] for name in its if name in given}
-    if said.get("model", found.model) == found.model:
-        options = TrainConfig(**{**said, "model": found.model}).network_options
-        said = {name: options.get(name, value) for name, value in said.items()}
-    for name, value in said.items():
-        if value != its[name]:
+    for name in its:
+        value = given.get(name, its[name])
+        if (tuple(value) if isinstance(value, list) else value) != its[name]:
             raise UserError(
                 f"what was tuned must be of the same network. Received: {name}={its[name]!r}, "
                 f"tuned at {found.batch_size:,}, and {name}={value!r} for its values. Give the "
                 "options that were tuned with, or another tune"
             )
     return its
-
-
-BASE_OPTIONS = {
-    "batch_size": "base_batch_size",
-    "dense_lr": "dense_lr",
-    "embedding_lr": "embedding_lr",
-    "l2": "l2",
-}
-"""What of a base the command line takes, by name → its option."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,11 +77,8 @@ class TuneConfig:
     def __post_init__(self) -> None:
         make_plain(self)
         refuse_unknown("network", self.network, NETWORK)
-        share = self.held_out
-        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share < 1:
-            raise UserError(
-                f"held_out must be a share between 0 and 1. Received: held_out={share!r}"
-            )
+        if not 0 < self.held_out < 1:
+            raise UserError(f"held_out must be between 0 and 1. Received: {self.held_out!r}")
         own: dict[str, Any] = {}
         if isinstance(self.base, TrainConfig):
             own = _brought(self.base, self.network)
@@ -100,11 +87,10 @@ class TuneConfig:
         for name, value in own.items():
             object.__setattr__(self, name, value)
         try:
-            whole_number("epochs", self.epochs)
             _ = self.space
         except ValueError as error:
             raise UserError(str(error)) from None
-        options = self.train_config(next(iter(self.rules.values()))).to_dict()
+        options = self.train_config(self.rules["none"]).to_dict()
         object.__setattr__(self, "network", {name: options[name] for name in NETWORK})
 
     @functools.cached_property
@@ -151,32 +137,22 @@ class TuneConfig:
           epochs: `None` for the most.
           seed: `None` for the tune's own.
         """
-        given: dict[str, Any] = {"epochs": epochs, "seed": seed}
+        own = {**self._shared(), "rule": "none", **base_fields(point.hyperparameters)}
+        own["update"] = point.update
+        own |= {} if epochs is None else {"epochs": epochs}
+        own |= {} if seed is None else {"seed": seed}
         if point.rates == "falling":  # as in a trial, however many epochs are trained
-            falls = {"name": "linear", "to": 0.0, "epochs": float(self.epochs)}
-            given |= {"dense_schedule": falls, "embedding_schedule": falls}
-        return TrainConfig.from_dict(
-            {
-                **self._shared(),
-                **{name: value for name, value in given.items() if value is not None},
-                "rule": "none",
-                **base_fields(point.hyperparameters),
-                "update": point.update,
-            }
-        )
+            falls = {**_FALLS, "epochs": float(self.epochs)}
+            own |= {"dense_schedule": falls, "embedding_schedule": falls}
+        return TrainConfig.from_dict(own)
 
     def _shared(self) -> dict[str, Any]:
-        own = {
-            name: getattr(self, name)
-            for name in ("batch_size", "update", "epochs", "seed", "deterministic")
-        }
-        return {**{k: v for k, v in self.network.items() if v is not None}, **own}
+        names = ("batch_size", "update", "epochs", "seed", "deterministic")
+        return {**self.network, **{name: getattr(self, name) for name in names}}
 
     def to_dict(self) -> dict[str, Any]:
         """Fit for JSON; `from_dict` is the way back. Of the network nothing is left to defaults."""
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        network = {k: list(v) if isinstance(v, tuple) else v for k, v in self.network.items()}
-        return {**values, "network": network}
+        return {f.name: getattr(self, f.name) for f in fields(self)}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> TuneConfig:
@@ -195,10 +171,9 @@ def _brought(found: TrainConfig, network: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
       UserError: it has what no tune searches, and its trials would be without.
     """
-    schedules: list[Any] = [found.dense_schedule, found.embedding_schedule]  # plain ones
-    is_linear = all(s and (s["name"], s.get("to")) == ("linear", 0.0) for s in schedules)
-    falls = is_linear and schedules[0] == schedules[1]
-    if found.clip_tables is not None or (any(schedules) and not falls):
+    dense, embedding = found.dense_schedule, found.embedding_schedule
+    falls = dense == embedding and found.schedules()["dense_schedule"] == {**_FALLS, "epochs": None}
+    if found.clip_tables is not None or ((dense or embedding) and not falls):
         raise UserError(
             "base must have what a tune searches: learning rates that are constant or both fall in "
             "a straight line to 0, and all tables clipped alike. Give its hyperparameters alone, "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -18,17 +17,15 @@ from merlin_cowclip.workflows.folders import all_or_nothing, refuse_existing
 from merlin_cowclip.workflows.progress import progress_bar
 from merlin_cowclip.workflows.training.runs import identity_of
 
-_COPIED = ("workflow", "counts", "schema.pbtxt", ".merlin")
-
 
 def hold_out(
     data: PreparedData, share: float, seed: int, out: str | Path, *, progress: bool = True
 ) -> PreparedData:
     """Prepared data whose test part is held out of the source's training part.
 
-    The share is drawn at random from each row group, and both parts keep the source's order. The
-    source's own test part is not read. Vocabulary, workflow, schema and counts are the source's.
-    A row group at a time is in memory, or 65,536 rows of a larger one.
+    The share is drawn at random from every 65,536 rows, which are in memory at a time, and both
+    parts keep the source's order. The source's own test part is not read. Vocabulary, workflow,
+    schema and counts are the source's.
 
     Args:
         data: a prepared folder, or an adopted pipeline.
@@ -42,40 +39,32 @@ def hold_out(
         the source's training rows), ``held_out`` and ``seed``.
 
     Raises:
-        UserError: one of the two parts would have no row, or the held-out rows only one label;
-            nothing is left behind.
+        UserError: one of the two parts would have only one label, or no row; nothing is left
+            behind.
     """
     out = Path(out)
     rows = data.rows["train"]
-    if not 0 < held_out_rows(rows, share) < rows:
-        raise UserError(
-            "held_out must leave rows to train on and to measure by. Received: "
-            f"held_out={share}, which of {rows:,} rows of {data.path} leaves none. Choose another "
-            "share, or prepare more rows"
-        )
     refuse_existing(out)
     counted = {key: dict.fromkeys(PARTS, 0) for key in ("rows", "positives")}
     columns = [data.spec.label, *data.spec.fields]
     with all_or_nothing(out) as folder:
-        for name in _COPIED:
-            source = data.path / name
-            if source.is_dir():
-                shutil.copytree(source, folder / name)
-            elif source.exists():
-                shutil.copyfile(source, folder / name)
+        for name in data.record["manifest"]:
+            if name.split("/")[0] not in PARTS:
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(data.path / name, folder / name)
         for part in PARTS:
             (folder / part).mkdir()
         seen = 0
         with progress_bar("hold out", rows, show=progress) as bar:
-            for number, (path, footer) in enumerate(data.footers("train").items()):
+            for number, path in enumerate(data.train_files):
                 name = f"part-{number:05d}.parquet"
                 with pq.ParquetFile(path) as file, ExitStack() as writers:
                     to: dict[str, pq.ParquetWriter] = {}
-                    for batch in _batches(file, footer, columns):
+                    for batch in file.iter_batches(ROW_GROUP_ROWS, columns=columns):
                         mask = _drawn(seen, len(batch), share, seed)
                         seen += len(batch)
                         for part, wanted in (("train", ~mask), ("test", mask)):
-                            kept = batch.filter(pa.array(wanted))
+                            kept = pa.Table.from_batches([batch]).filter(pa.array(wanted))
                             if not len(kept):
                                 continue
                             if part not in to:
@@ -88,15 +77,13 @@ def hold_out(
                         bar.update(len(batch))
         for part, what in (("test", "held-out"), ("train", "other")):
             clicks, of = counted["positives"][part], counted["rows"][part]
-            if clicks in (0, of):
+            if not 0 < clicks < of:
                 raise UserError(
-                    f"the {what} rows must have labels of 0 and of 1. Received: only "
-                    f"{int(clicks > 0)}, in {of:,} of {rows:,} rows of {data.path} with "
-                    f"held_out={share}. Choose another share or seed, or prepare more rows"
+                    f"the {what} rows must have labels of 0 and of 1. Received: {clicks:,} clicks "
+                    f"in {of:,} of {rows:,} rows of {data.path} with held_out={share}. Choose "
+                    "another share or seed, or prepare more rows"
                 )
-        dropped = ("files", "manifest", "versions", "format")
-        record = {key: value for key, value in data.record.items() if key not in dropped}
-        record |= {
+        record = {key: value for key, value in data.record.items() if key != "files"} | {
             "rows": counted["rows"],
             "report": {**data.report, **counted},
             "derived_from": {
@@ -110,23 +97,9 @@ def hold_out(
     return PreparedData.open(out)
 
 
-def held_out_rows(rows: int, share: float) -> int:
-    """How many of `rows` are held out."""
-    return int(rows * share)
-
-
-def _batches(
-    file: pq.ParquetFile, footer: pq.FileMetaData, columns: list[str]
-) -> Iterator[pa.Table]:
-    for group in range(footer.num_row_groups):
-        read = file.iter_batches(ROW_GROUP_ROWS, row_groups=[group], columns=columns)
-        for batch in read:
-            yield pa.Table.from_batches([batch]).select(columns)
-
-
 def _drawn(start: int, rows: int, share: float, seed: int) -> np.ndarray:
     """(rows,) bool: which of the rows from number `start` on are held out."""
-    wanted = held_out_rows(start + rows, share) - held_out_rows(start, share)
+    wanted = int((start + rows) * share) - int(start * share)
     mask = np.zeros(rows, bool)
     mask[np.random.default_rng([seed, start]).choice(rows, wanted, replace=False)] = True
     return mask

@@ -8,9 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
-
-from merlin_cowclip.workflows.training.logbook import METRICS, NORMS
+from merlin_cowclip.workflows.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -53,6 +51,7 @@ class Section:
       name: its anchor.
       title: the question.
       paper: where the paper asks it.
+      runs: how many have ended.
       verdict: the answer.
       doubt: why there is no answer.
       plots: title and SVG of each.
@@ -62,6 +61,7 @@ class Section:
     name: str
     title: str
     paper: str = ""
+    runs: str = ""
     verdict: str = ""
     doubt: str = ""
     tables: list[Table] = field(default_factory=list)
@@ -70,31 +70,43 @@ class Section:
     command: str = ""
 
 
-@dataclass
-class Page:
-    """A page: a headline, a table of contents with a summary, facts, and sections."""
+def write_page(
+    path: Path,
+    title: str,
+    sections: Sequence[Section],
+    configs: Iterable[Mapping[str, Any]],
+    headline: str = "",
+) -> Path:
+    """Write a page so that a reader sees either the last one or this one.
 
-    title: str
-    headline: str
-    facts: Mapping[str, str]
-    sections: Sequence[Section]
-    summary: Table | None = None
+    Args:
+      path: the file, which is returned.
+      title: of the page.
+      sections: with a summary of them first, where there is no headline.
+      configs: `config.json` of the runs, for a list of data, versions and machines.
+      headline: what to conclude.
 
-    def write(self, path: Path) -> None:
-        """Write it so that a reader sees either the last one or this one."""
-        from jinja2 import Environment, FileSystemLoader
+    Raises:
+      UserError: it cannot be written.
+    """
+    from jinja2 import Environment, FileSystemLoader
 
-        folder = FileSystemLoader(Path(__file__).parent / "templates")
-        template = Environment(loader=folder, autoescape=True).get_template("page.html.j2")
-        partial = path.with_name(f".{path.name}.partial")
+    folder = FileSystemLoader(Path(__file__).parent / "templates")
+    template = Environment(loader=folder, autoescape=True).get_template("page.html.j2")
+    text = template.render(title=title, headline=headline, facts=_facts(configs), sections=sections)
+    partial = path.with_name(f".{path.name}.partial")
+    try:
         # A path's odd bytes, as `write_json` has them.
-        partial.write_text(template.render(page=self), "utf-8", errors="backslashreplace")
+        partial.write_text(text, "utf-8", errors="backslashreplace")
         partial.replace(path)
+    except OSError as error:
+        raise UserError(f"a report must be written. Received: {path}: {error}") from error
+    return path
 
 
-def facts(configs: Iterable[Mapping[str, Any]]) -> dict[str, str]:
-    """The date, and the data, versions and machine of some runs, by their `config.json`s."""
-    found: dict[str, list[str]] = {}
+def _facts(configs: Iterable[Mapping[str, Any]]) -> dict[str, str]:
+    """The date, and what the runs are of; where they differ, all of it."""
+    found: dict[str, dict[str, None]] = {}
     for config in configs:
         rows, machine = config["rows"], config["machine"]
         gpus = ", ".join(machine.get("gpus", ())) or "none"
@@ -108,17 +120,6 @@ def facts(configs: Iterable[Mapping[str, Any]]) -> dict[str, str]:
             "versions": ", ".join(f"{name} {of}" for name, of in config["versions"].items()),
         }
         for key, value in now.items():
-            if value not in found.setdefault(key, []):
-                found[key].append(value)
+            found.setdefault(key, {})[value] = None
     today = f"{datetime.datetime.now():%Y-%m-%d %H:%M}"
     return {"date": today, **{key: "; ".join(values) for key, values in found.items()}}
-
-
-def read_metrics(run: Path) -> pd.DataFrame:
-    """A run's `metrics.csv`: a row for each epoch."""
-    return pd.read_csv(run / METRICS)
-
-
-def read_norms(run: Path) -> pd.DataFrame:
-    """A run's `norms.csv`: a row for each epoch and bin."""
-    return pd.read_csv(run / NORMS)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,6 @@ import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from merlin_cowclip.workflows.study.pages import read_metrics, read_norms
 from merlin_cowclip.workflows.study.studies import (
     AUC,
     LOG_LOSS,
@@ -22,6 +21,7 @@ from merlin_cowclip.workflows.study.studies import (
     Quantity,
 )
 from merlin_cowclip.workflows.study.sweep import RUNS, Outcome
+from merlin_cowclip.workflows.training.logbook import METRICS, NORMS
 
 Line = Sequence[tuple[float, float, float]]
 """Points of a line: x, y, and the deviation of y."""
@@ -34,6 +34,15 @@ _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#
 _RULES = ("cowclip", "linear", "sqrt", "none", "sqrt_star", "n2_lambda", TUNED, "base")
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 _INK = "#77808a"  # on both grounds
+_STYLE = {
+    **{"svg.fonttype": "none", "svg.hashsalt": "merlin-cowclip"},
+    **{f"{part}.color": _INK for part in ("xtick", "ytick", "grid")},
+    **{"axes.labelcolor": _INK, "axes.edgecolor": _INK, "axes.labelsize": 11},
+    **{"axes.grid": True, "grid.alpha": 0.25, "grid.linewidth": 0.5},
+    **{"axes.spines.top": False, "axes.spines.right": False},
+    **{"lines.markersize": 5, "lines.linewidth": 1.6, "errorbar.capsize": 4},
+    **{"legend.frameon": False, "legend.labelcolor": _INK, "legend.fontsize": 10},
+}
 _NEAR = 1.0  # % AUC
 _KINDS = ("frequent", "rare")
 _CURVES = {"auc": "test AUC, %", "log_loss": "test log loss", "train_loss": "training loss"}
@@ -62,7 +71,7 @@ def line_plot(
       markers: whether points are marked; by default not where x is logarithmic: they are many.
       levels: of y, drawn across by name.
     """
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "merlin-cowclip"}):
+    with matplotlib.rc_context(_STYLE):
         figure = Figure(figsize=(6, 4), layout="constrained")
         axes: Any = figure.subplots()
         marked = not logarithmic_x if markers is None else markers
@@ -80,9 +89,6 @@ def line_plot(
                 label=name,
                 color=_COLOURS[place % len(_COLOURS)],
                 marker=_MARKERS[(place + place // len(_COLOURS)) % 8] if marked else "",
-                markersize=5,
-                linewidth=1.6,
-                capsize=4,
             )
         for name, level in (levels or {}).items():
             axes.axhline(level, label=name, color=_INK, linewidth=1.4, linestyle="--")
@@ -97,15 +103,9 @@ def line_plot(
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))  # epochs
         if logarithmic:
             axes.set_yscale("log")
-        axes.set_xlabel(x, color=_INK, fontsize=11)
-        axes.set_ylabel(y, color=_INK, fontsize=11)
-        axes.tick_params(colors=_INK, which="both")
-        axes.grid(color=_INK, alpha=0.25, linewidth=0.5)
-        for side, spine in axes.spines.items():
-            spine.set_visible(side in ("left", "bottom"))
-            spine.set_color(_INK)
-        legend = {"frameon": False, "labelcolor": _INK, "fontsize": 10, "ncols": 3}
-        figure.legend(loc="outside lower center", **legend)
+        axes.set_xlabel(x)
+        axes.set_ylabel(y)
+        figure.legend(loc="outside lower center", ncols=3)
         text = io.StringIO()
         figure.savefig(text, format="svg", transparent=True, metadata={"Date": None})
     svg = text.getvalue()
@@ -130,34 +130,48 @@ def plots(out: Path, name: str, found: Sequence[Outcome]) -> Iterator[Plot]:
     """The plots of a study in a sweep's folder `out`, of which `found` are the runs so far."""
     quantity = STUDIES[name].quantity
     for one in (quantity, LOG_LOSS) if quantity is AUC else (quantity,):
-        yield from (_by_learning_rate if name == "learning-rate" else _by_batch_size)(found, one)
+        yield from _of_cells(name, found, one)
     runs = [(o, out / RUNS / o.runs[o.first]) for o in found if o.first is not None]
-    metrics = [(o, read_metrics(run)) for o, run in runs if name in ("curves", "gradients")]
-    if name == "curves" and runs:
+    if not runs or name not in ("curves", "gradients"):
+        return
+    metrics = [(o.cell, pd.read_csv(run / METRICS)) for o, run in runs]
+    if name == "curves":
         for key, title in _CURVES.items():
             factor = AUC.factor if key == "auc" else 1.0
-            lines = {o.cell.column: points(of, "epoch", key, factor) for o, of in metrics}
+            lines = {cell.column: points(of, "epoch", key, factor) for cell, of in metrics}
             yield f"{title}, by epoch, of the first seed", line_plot(lines, "epoch", title)
-    if name == "gradients" and runs:
-        lines = {
-            f"{o.cell.row}, {o.cell.column}, {kind}": points(of, "epoch", f"gradient_norm_{kind}")
-            for o, of in metrics
-            for kind in _KINDS
-        }
-        plot = line_plot(lines, "epoch", "gradient norm", logarithmic=True)
-        yield "mean norm of an id's gradient before the clip, of the first seed", plot
-        x, y = "gradient norm, from one power of two on", "% of the rows"
-        plot = line_plot(dict(_norms(runs)), x, y, logarithmic_x=True)
-        yield "norms of the ids' gradients in the last epoch, of the first seed", plot
+        return
+    lines = {
+        f"{cell.row}, {cell.column}, {kind}": points(of, "epoch", f"gradient_norm_{kind}")
+        for cell, of in metrics
+        for kind in _KINDS
+    }
+    plot = line_plot(lines, "epoch", "gradient norm", logarithmic=True)
+    yield "mean norm of an id's gradient before the clip, of the first seed", plot
+    x, y = "gradient norm, from one power of two on", "% of the rows"
+    plot = line_plot(dict(_norms(runs)), x, y, logarithmic_x=True)
+    yield "norms of the ids' gradients in the last epoch, of the first seed", plot
 
 
-def _by_batch_size(found: Sequence[Outcome], quantity: Quantity) -> Iterator[Plot]:
-    lines = _lines(
-        [o for o in found if o.cell.column != "baseline"],
-        quantity,
-        lambda o: (o.cell.row, float(o.cell.config.batch_size)),
-    )
+def _of_cells(name: str, found: Sequence[Outcome], quantity: Quantity) -> Iterator[Plot]:
+    """Means and deviations by batch size or, as in Figure 2, by learning rate."""
+    lines: dict[str, list[tuple[float, float, float]]] = {}
+    for outcome in found:
+        cell, mean = outcome.cell, outcome.mean(quantity.key)
+        if mean is None or cell.column == "baseline":
+            continue
+        line, x = cell.row, float(cell.config.batch_size)
+        if name == "learning-rate":  # a line for each rule and batch size
+            line = f"{cell.row.split(',')[0]}, {cell.column}"
+            x = cell.config.hyperparameters.embedding_lr
+        point = (x, quantity.factor * mean[0], quantity.factor * mean[1])
+        lines.setdefault(line, []).append(point)
     if len({x for points in lines.values() for x, _, _ in points}) < 2:
+        return
+    if name == "learning-rate":
+        x_axis = "learning rate of the embeddings (that of the dense weights moves with it)"
+        plot = line_plot(lines, x_axis, quantity.name, logarithmic_x=True, markers=True)
+        yield f"{quantity.name}, by learning rate", plot
         return
     log = quantity is MINUTES
     plot = line_plot(lines, "batch size", quantity.name, powers_of_two=True, logarithmic=log)
@@ -169,40 +183,10 @@ def _by_batch_size(found: Sequence[Outcome], quantity: Quantity) -> Iterator[Plo
         yield f"{quantity.name}, of the rows within {_NEAR:g} % of the best", plot
 
 
-def _by_learning_rate(found: Sequence[Outcome], quantity: Quantity) -> Iterator[Plot]:
-    """Figure 2, right: one line for each rule and batch size."""
-    lines = _lines(
-        found,
-        quantity,
-        lambda o: (
-            f"{o.cell.row.split(',')[0]}, {o.cell.column}",
-            o.cell.config.hyperparameters.embedding_lr,
-        ),
-    )
-    if any(len(points) > 1 for points in lines.values()):
-        x = "learning rate of the embeddings (that of the dense weights moves with it)"
-        plot = line_plot(lines, x, quantity.name, logarithmic_x=True, markers=True)
-        yield f"{quantity.name}, by learning rate", plot
-
-
-def _lines(
-    found: Sequence[Outcome], quantity: Quantity, place: Callable[[Outcome], tuple[str, float]]
-) -> dict[str, list[tuple[float, float, float]]]:
-    """Mean and deviation of every cell, by its line and x."""
-    lines: dict[str, list[tuple[float, float, float]]] = {}
-    for outcome in found:
-        mean = outcome.mean(quantity.key)
-        if mean is not None:
-            line, x = place(outcome)
-            point = (x, quantity.factor * mean[0], quantity.factor * mean[1])
-            lines.setdefault(line, []).append(point)
-    return lines
-
-
 def _norms(runs: Iterable[tuple[Outcome, Path]]) -> Iterator[tuple[str, Line]]:
     """Figure 4: how the rows' gradient norms lie in the last epoch, of each run."""
     for outcome, run in runs:
-        bins = read_norms(run)
+        bins = pd.read_csv(run / NORMS)
         bins = bins[bins["epoch"] == bins["epoch"].max()]
         share = 100 / bins[list(_KINDS)].to_numpy().sum()
         for kind in _KINDS:

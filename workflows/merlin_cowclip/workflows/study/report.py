@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from merlin_cowclip.workflows.data.frequencies import (
     few_middle_most,
 )
 from merlin_cowclip.workflows.errors import UserError
-from merlin_cowclip.workflows.study.pages import Cell, Page, Section, Table, facts, read_metrics
+from merlin_cowclip.workflows.study.pages import Cell, Section, Table, write_page
 from merlin_cowclip.workflows.study.paper import EPOCHS, cited, is_of_the_paper, printed
 from merlin_cowclip.workflows.study.plots import line_plot, plots, points
 from merlin_cowclip.workflows.study.studies import (
@@ -29,6 +28,7 @@ from merlin_cowclip.workflows.study.studies import (
     STUDIES,
     Quantity,
     few_steps,
+    plural,
 )
 from merlin_cowclip.workflows.study.sweep import (
     DIVERGED,
@@ -37,9 +37,11 @@ from merlin_cowclip.workflows.study.sweep import (
     RUNS,
     STUDIES_,
     Outcome,
+    grid,
     outcomes,
     read_record,
 )
+from merlin_cowclip.workflows.training.logbook import METRICS
 from merlin_cowclip.workflows.training.runs import RESULT, Run
 
 HTML = "report.html"
@@ -51,35 +53,16 @@ _POINTS = 60  # of a line, at ranks that are as far apart on a logarithmic axis
 _PAPER_KEYS = {AUC.key: "auc", LOG_LOSS.key: "log_loss", MINUTES.key: "minutes"}
 
 
-@dataclass(frozen=True)
-class Cost:
-    """What the cost model beneath the study of time assumes.
-
-    Attributes:
-      rows: of the training part of the larger data.
-      price_per_hour: of the machine that the runs were on; `None`: not known.
-
-    Raises:
-      UserError: no number of rows, or no price.
-    """
-
-    rows: int = CRITEO_ROWS
-    price_per_hour: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.rows < 1:
-            raise UserError(f"rows must be a whole number of at least 1. Received: {self.rows}")
-        price = self.price_per_hour
-        if price is not None and not (math.isfinite(price) and price > 0):
-            raise UserError(f"price_per_hour must be a positive number. Received: {price}")
-
-
-def report(out: str | Path, cost: Cost | None = None) -> Path:
+def report(
+    out: str | Path, *, rows: int = CRITEO_ROWS, price_per_hour: float | None = None
+) -> Path:
     """Write `OUT/report.html` on all that a sweep's folder holds.
 
     Args:
       out: the folder.
-      cost: of the cost model beneath the study of time; by default an epoch of Criteo.
+      rows: of the training part of the data, an epoch of which is estimated below the study of
+        time.
+      price_per_hour: of the machine that the runs were on, for its price.
 
     Raises:
       UserError: no sweep's folder, not writable, or without a finished run.
@@ -91,57 +74,57 @@ def report(out: str | Path, cost: Cost | None = None) -> Path:
             "one with 'merlin-cowclip sweep'"
         )
     sections: list[Section] = []
-    runs: list[str] = []
-    configs: dict[str, Any] = {}
+    configs: list[Mapping[str, Any]] = []
     for name in STUDIES:
         if not (out / STUDIES_ / f"{name}.json").exists():
             continue
         record = read_record(out, name)
         if name == FREQUENCIES:
             if (out / FREQUENCIES).exists():  # else the sweep was ended before all was counted
-                sections.append(_occurrences(out, record))
-                runs.append("counted")
+                sections.append(_occurrences(out, record["command"]))
             continue
-        cells = outcomes(out, name)
-        done = sum(len(outcome.results) for outcome in cells)
-        if done:
-            sections.append(_section(out, name, cells, record, cost or Cost()))
-            runs.append(f"{done} of {sum(len(cell['runs']) for cell in record['cells'])}")
-        results = [r for o in cells for r in o.results.values() if r is not None]
-        configs |= {r["config"]["identity"]: r["config"] for r in results}
+        found = outcomes(out, name, record)
+        configs += [result["config"] for o in found for result in o.finished.values()]
+        if any(outcome.results for outcome in found):
+            sections.append(_section(out, name, found, record, rows, price_per_hour))
     if not sections:
         raise UserError(
             f"a report needs runs that ended. Received: {out}, without one. Sweep again to go on"
         )
-    lines: list[list[str | Cell]] = [
-        [
-            Cell(section.title, f"#{section.name}"),
-            section.paper,
-            done,
-            section.verdict or section.doubt,
-        ]
-        for section, done in zip(sections, runs, strict=True)
-    ]
-    page = Page("What a large batch does to these data", "", facts(configs.values()), sections)
-    page.summary = Table(["study", "in the paper", "runs", "result"], lines, words=True)
-    return _written(page, out / HTML)
+    return write_page(out / HTML, "What a large batch does to these data", sections, configs)
 
 
-def compare(runs: Sequence[str | Path], out: str | Path = HTML) -> Path:
+def compare(
+    runs: Mapping[str, str | Path],
+    out: str | Path = HTML,
+    *,
+    title: str = "Runs compared",
+    headline: str = "",
+    notes: Iterable[str] = (),
+    levels: Mapping[str, float] | None = None,
+) -> Path:
     """Write a page that compares finished runs of `train`.
+
+    Args:
+      runs: by name.
+      out: the page.
+      title: of the page.
+      headline: by default which run has the highest test AUC.
+      notes: below the table.
+      levels: of the AUC, to draw across its plot.
 
     Raises:
       UserError: one is no finished run or has no test part, or the page cannot be written.
     """
-    out, opened = Path(out), {str(run): Run.open(Path(run)) for run in runs}
-    configs = {name: dict(run.config) for name, run in opened.items()}
+    out, opened = Path(out), {name: Run.open(run) for name, run in runs.items()}
+    configs = {name: run.config for name, run in opened.items()}
     if untested := [name for name, run in opened.items() if run.result["auc"] is None]:
         raise UserError(
             f"runs are compared by their test part. Received: {untested[0]}, trained on data "
             "without one. Leave it out"
         )
     quantities = (AUC, LOG_LOSS, MINUTES)
-    rows: list[list[str | Cell]] = [
+    rows = [
         [
             Cell(name, os.path.relpath(run.path / RESULT, out.absolute().parent)),
             run.config["rule"],
@@ -164,58 +147,57 @@ def compare(runs: Sequence[str | Path], out: str | Path = HTML) -> Path:
     if len({of["data_sha256"] for of in configs.values()}) > 1:
         doubt = "These runs are of different data, so their AUCs do not compare."
     best = max(opened, key=lambda name: opened[name].result["auc"])
-    headline = f"Highest test AUC: {best}, {AUC.shown(opened[best].result['auc'], 0.0)} %."
+    found = f"Highest test AUC: {best}, {AUC.shown(opened[best].result['auc'], 0.0)} %."
     sections = [Section("runs", "The runs", doubt=doubt, tables=[Table(header, rows)])]
+    sections[0].notes = list(notes)
     if values:
         differ = Table(["", *opened], values)
         sections.append(Section("values", "What differs", tables=[differ]))
-    sections.append(epoch_by_epoch({name: run.path for name, run in opened.items()}))
-    return _written(Page("Runs compared", headline, facts(configs.values()), sections), out)
-
-
-def epoch_by_epoch(runs: Mapping[str, Path], levels: Mapping[str, float] | None = None) -> Section:
-    """A section on the test AUC and the training loss of runs; `levels` are of the AUC."""
-    metrics = {name: read_metrics(run) for name, run in runs.items()}
+    epochs = Section("epochs", "Epoch by epoch")
+    metrics = {name: pd.read_csv(run.path / METRICS) for name, run in opened.items()}
     last = max(len(of) for of in metrics.values())
     aucs = [[name, *(f"{auc:.4f}" for auc in of["auc"])] for name, of in metrics.items()]
-    table = Table(["test AUC after epoch", *map(str, range(1, last + 1))], aucs)
-    section = Section("epochs", "Epoch by epoch", tables=[table])
-    for key, title in (("auc", "test AUC"), ("train_loss", "training loss")):
+    epochs.tables = [Table(["test AUC after epoch", *map(str, range(1, last + 1))], aucs)]
+    for key, what in (("auc", "test AUC"), ("train_loss", "training loss")):
         lines = {name: points(of, "epoch", key) for name, of in metrics.items()}
-        plot = line_plot(lines, "epoch", title, levels=levels if key == "auc" else None)
-        section.plots.append((f"{title}, by epoch", plot))
-    return section
-
-
-def _written(page: Page, path: Path) -> Path:
-    try:
-        page.write(path)
-    except OSError as error:
-        raise UserError(f"a report must be written. Received: {path}: {error}") from error
-    return path
+        plot = line_plot(lines, "epoch", what, levels=levels if key == "auc" else None)
+        epochs.plots.append((f"{what}, by epoch", plot))
+    return write_page(out, title, [*sections, epochs], configs.values(), headline or found)
 
 
 def _section(
-    out: Path, name: str, found: Sequence[Outcome], record: Mapping[str, Any], cost: Cost
+    out: Path,
+    name: str,
+    found: Sequence[Outcome],
+    record: Mapping[str, Any],
+    cost_rows: int,
+    price: float | None,
 ) -> Section:
     study = STUDIES[name]
     config: Mapping[str, Any] = next(
-        (r["config"] for o in found for r in o.results.values() if r is not None),
-        {"rows": {"train": 0}, "dataset": "", "model": ""},
+        (result["config"] for o in found for result in o.finished.values()),
+        {"rows": {"train": 0}, "dataset": ""},
     )
+    rows, base = config["rows"]["train"], record["batch_sizes"][0]
+    runs = f"{sum(len(o.results) for o in found)} of {sum(len(o.runs) for o in found)}"
+    section = Section(name, study.title, study.paper, runs, command=record["command"])
     quantities = (AUC, LOG_LOSS) if study.quantity is AUC else (study.quantity,)
-    section = Section(name, study.title, study.paper, command=record["command"])
-    base = record["batch_sizes"][0]
     section.tables = [_table(name, found, base, quantity, config) for quantity in quantities]
-    section.doubt = _doubt(found, config["rows"]["train"], study.quantity)
+    section.doubt = _doubt(found, rows, study.quantity)
     if not section.doubt:
-        section.verdict = " ".join(_verdict(name, found, record))
-    section.notes = list(_notes(name, found, config))
+        section.verdict = " ".join(_verdict(name, found, record["batch_sizes"]))
+    section.notes = list(_notes(found, config))
     if name in ("scaling-rules", "clipping", "curves"):
         section.tables += _clips(found, study.rows)
-    if name == "time" and config["rows"]["train"]:
-        section.tables.append(_costs(found, cost, config["rows"]["train"]))
-        section.notes += _cost_notes(cost, config["rows"]["train"])
+    if name == "time" and rows:
+        section.tables.append(_costs(found, cost_rows, cost_rows / rows, price))
+        section.notes.append(
+            f"The estimate multiplies the times above by {cost_rows:,} / {rows:,} training rows. "
+            "It leaves out preparation and evaluation. An exact update passes over the whole "
+            "table, so more ids take longer."
+            + " For its price, give --price-per-hour."
+            * (price is None)
+        )
     section.plots = list(plots(out, name, found))
     return section
 
@@ -233,20 +215,18 @@ def _table(
     if is_of_the_paper(config):
         theirs = printed(name, config["dataset"], _PAPER_KEYS[quantity.key], base)
         systems = cited(config["dataset"]) if name == "time" else {}
-    cells = {(o.cell.row, o.cell.column): o for o in found}
-    rows = list(dict.fromkeys(row for row, _ in cells))
-    sizes = {o.cell.column: o.cell.config.batch_size for o in found}
-    of_paper = [c for c in sizes if any((r, c) in theirs for r in rows)]
+    cells, rows, columns = grid(found)
+    of_paper = [c for c in columns if any((r, c) in theirs for r in rows)]
     digits = 4 if quantity is LOG_LOSS else 2
 
     def paper(value: float | None) -> Cell:
         shown = f"{value:g}" if quantity is MINUTES else f"{value or 0:.{digits}f}"
         return Cell("diverged" if value is None else shown, kind="paper")
 
-    lines = [
+    lines: list[list[str | Cell]] = [
         [
             row,
-            *(_cell(cells.get((row, column)), quantity) for column in sizes),
+            *(_cell(cells.get((row, column)), quantity) for column in columns),
             *(paper(theirs[row, c]) if (row, c) in theirs else "" for c in of_paper),
         ]
         for row in rows
@@ -254,14 +234,15 @@ def _table(
     for system, of in systems.items():
         numbers = [paper(of[c]) if c in of else "" for c in of_paper]
         own = Cell(system, small="cited by the paper", kind="paper")
-        lines.append([own, *[""] * len(sizes), *numbers])
+        lines.append([own, *[""] * len(columns), *numbers])
+    sizes = {o.cell.column: o.cell.config.batch_size for o in found}
     steps = {c: f"{config['rows']['train'] // size:,} steps/epoch" for c, size in sizes.items()}
     header = [
         Cell(quantity.name, small=f"by {STUDIES[name].rows} and batch size"),
-        *(Cell(column, small=of) for column, of in steps.items()),
+        *(Cell(column, small=steps[column]) for column in columns),
         *(Cell(column, kind="paper") for column in of_paper),
     ]
-    groups = [("", 1), ("these data", len(sizes)), ("the paper", len(of_paper))]
+    groups = [("", 1), ("these data", len(columns)), ("the paper", len(of_paper))]
     return Table(header, lines, groups if of_paper else ())
 
 
@@ -269,8 +250,7 @@ def _cell(outcome: Outcome | None, quantity: Quantity) -> str | Cell:
     """Mean ± deviation over seeds, with a link to each run."""
     if outcome is None or not outcome.results:
         return ""
-    mean = outcome.mean(quantity.key)
-    shown = "diverged" if mean is None else quantity.shown(*mean)
+    shown = outcome.shown(quantity)
     links = [
         f"{RUNS}/{outcome.runs[seed]}/{DIVERGED if result is None else RESULT}"
         for seed, result in outcome.results.items()
@@ -285,16 +265,15 @@ def _cell(outcome: Outcome | None, quantity: Quantity) -> str | Cell:
 def _doubt(found: Sequence[Outcome], rows: int, quantity: Quantity) -> str:
     """Why there is no verdict; empty if there is one."""
     seeds = len(found[0].runs)
-    missing = sum(len(o.runs) - len(o.results) for o in found)
-    jobs = max((r["jobs"] for o in found for r in o.results.values() if r is not None), default=1)
-    if missing:
-        return f"No verdict yet: {missing} runs are still to come."
+    jobs = max((r["jobs"] for o in found for r in o.finished.values()), default=1)
+    if missing := sum(len(o.runs) - len(o.results) for o in found):
+        return f"No verdict yet: {plural(missing, 'run')} still to come."
     if few := few_steps(rows, max(o.cell.config.batch_size for o in found)):
         return f"No verdict: {few}"
     if seeds < MIN_SEEDS and quantity is AUC:
         return (
-            f"No verdict: each cell has {seeds} seed{'s' * (seeds > 1)}, and {MIN_SEEDS} are "
-            "needed to tell a difference from chance."
+            f"No verdict: each cell has {plural(seeds, 'seed')}, and {MIN_SEEDS} are needed to "
+            "tell a difference from chance."
         )
     if jobs > 1 and quantity is MINUTES:
         return (
@@ -304,44 +283,84 @@ def _doubt(found: Sequence[Outcome], rows: int, quantity: Quantity) -> str:
     return ""
 
 
-def _verdict(name: str, found: Sequence[Outcome], record: Mapping[str, Any]) -> Iterator[str]:
-    least, most = (f"{size:,}" for size in (record["batch_sizes"][0], record["batch_sizes"][-1]))
-    means = {(o.cell.row, o.cell.column): o.mean(AUC.key) for o in found}
-    rows = list(dict.fromkeys(row for row, _ in means))
+def _verdict(name: str, found: Sequence[Outcome], sizes: Sequence[int]) -> Iterator[str]:
+    cells, rows, _ = grid(found)
+    least, most = f"{sizes[0]:,}", f"{sizes[-1]:,}"
+    key = STUDIES[name].quantity.key
+    means = {place: mean for place, o in cells.items() if (mean := o.mean(key))}
+    ends = {
+        row: (means[row, least], means[row, most])
+        for row in rows
+        if least != most and {(row, least), (row, most)} <= means.keys()
+    }
     if name == "time":
-        seconds = {(o.cell.row, o.cell.column): o.mean(MINUTES.key) for o in found}
-        small, large = seconds[rows[0], least], seconds[rows[0], most]
-        if small and large and least != most:
+        if rows[0] in ends:
+            small, large = ends[rows[0]]
             yield (
                 f"{rows[0]} trains an epoch {small[0] / large[0]:.1f} times as fast at {most} as "
                 f"at {least}."
             )
         return
-    if name != "control":  # whose rows are of different data
-        at_most = {r: m for r in rows if (m := means.get((r, most))) is not None}
-        if len(at_most) > 1:
-            best, worst = (f(at_most, key=lambda r: at_most[r]) for f in (max, min))
-            yield (
-                f"At {most}, {best} has the highest test AUC ({AUC.shown(*at_most[best])} %) and "
-                f"{worst} the lowest ({AUC.shown(*at_most[worst])} %)."
-            )
-    for row in [
-        r for r in ("cowclip", "adaptive_column", "full, linear", "top-3, linear") if r in rows
-    ]:
-        small, large = means.get((row, least)), means.get((row, most))
-        if small and large and least != most:
+    at_most = {row: means[row, most] for row in rows if (row, most) in means}
+    if name != "control" and len(at_most) > 1:  # whose rows are of different data
+        best, worst = (f(at_most, key=lambda row: at_most[row]) for f in (max, min))
+        yield (
+            f"At {most}, {best} has the highest test AUC ({AUC.shown(*at_most[best])} %) and "
+            f"{worst} the lowest ({AUC.shown(*at_most[worst])} %)."
+        )
+    for row in ("cowclip", "adaptive_column", "full, linear", "top-3, linear"):
+        if row in ends:
+            small, large = ends[row]
             difference, chance = large[0] - small[0], math.hypot(large[1], small[1])
             beyond = "more" if abs(difference) > 2 * chance else "less"
             yield (
                 f"From {least} to {most}, {row} changes by {100 * difference:+.3f} % AUC, {beyond} "
                 "than twice the deviation over seeds."
             )
-    diverged = sorted({o.cell.row for o in found if o.results and o.mean(AUC.key) is None})
-    if diverged:
+    if diverged := sorted({row for (row, _), o in cells.items() if o.mean(key) is None}):
         yield f"Diverged at least once: {', '.join(diverged)}."
 
 
-def _occurrences(out: Path, record: Mapping[str, Any]) -> Section:
+def _notes(found: Sequence[Outcome], config: Mapping[str, Any]) -> Iterator[str]:
+    seeds = max(len(outcome.results) for outcome in found)
+    if seeds > 1:
+        yield f"{seeds} seeds: mean ± sample standard deviation."
+    else:
+        yield "One seed: a small difference may be chance."
+    if is_of_the_paper(config):
+        epochs = found[0].cell.config.epochs
+        yield f"The paper: {EPOCHS} epochs on one V100. Here: {plural(epochs, 'epoch')}."
+    elif config["dataset"] in ("criteo", "avazu"):
+        yield "The paper's numbers are of the full data set, so they are not shown beside these."
+
+
+def _clips(found: Sequence[Outcome], what: str) -> list[Table]:
+    """What the clip did in each cell, by its first run that did not diverge."""
+    rows = [
+        [o.cell.row, o.cell.column, str(o.first), o.finished[o.first]["clip"]]
+        for o in found
+        if o.first is not None and o.cell.config.hyperparameters.clip is not None
+    ]
+    header = [what, "batch size", "seed", "what it did over all epochs"]
+    return [Table(header, rows, words=True)] if rows else []
+
+
+def _costs(found: Sequence[Outcome], rows: int, times: float, price: float | None) -> Table:
+    """What an epoch of data that are so many times as large takes."""
+    quantities = [Quantity(MINUTES.key, "minutes", times / 60, 1)]
+    if price is not None:
+        quantities.append(Quantity(MINUTES.key, "price", times / 3600 * price, 2))
+    cells, names, columns = grid(found)
+    lines = [
+        [f"{name}, {q.name}", *(_cell(cells.get((name, c)), q) for c in columns)]
+        for name in names
+        for q in quantities
+    ]
+    data = "Criteo" if rows == CRITEO_ROWS else f"{rows:,} rows"
+    return Table([Cell(f"an epoch of {data}", small="estimated"), *columns], lines)
+
+
+def _occurrences(out: Path, command: str) -> Section:
     """How often ids occur (Figure 3, left)."""
     found = Frequencies.open(out / FREQUENCIES)
     fields = found.summary.dropna(subset="field").set_index("field")["ids"].to_dict()
@@ -356,12 +375,13 @@ def _occurrences(out: Path, record: Mapping[str, Any]) -> Section:
     plot = line_plot(lines, "rank of the id", y, logarithmic=True, logarithmic_x=True)
     rows, sizes = found.lines(), found.batch_sizes
     told = [(share, size) for share, size in zip(rows[-1][4:], sizes, strict=True) if share != "-"]
-    rare = [Cell(f"rare at {size:,}, %") for size in sizes]
+    rare = [f"rare at {size:,}, %" for size in sizes]
     files = [[Cell(name, f"{FREQUENCIES}/{name}")] for name in (SUMMARY, TABLE)]
     verdict = "All batches are larger than the data."
     if told:
         verdict = f"{told[-1][0]} % of all ids occur less than once in a batch of {told[-1][1]:,}."
-    section = Section(FREQUENCIES, record["title"], record["paper"], verdict)
+    study = STUDIES[FREQUENCIES]
+    section = Section(FREQUENCIES, study.title, study.paper, "counted", verdict, command=command)
     section.tables = [
         Table(["field", "ids", "top 3, %", "ids for 90 %", *rare], rows),
         Table(["all of it"], files, words=True),
@@ -371,61 +391,4 @@ def _occurrences(out: Path, record: Mapping[str, Any]) -> Section:
         "90 %: how many of the most frequent ids have that share. Rare: P(id) < 1/batch size."
     ]
     section.plots = [("how often ids occur, by rank", plot)]
-    section.command = record["command"]
     return section
-
-
-def _notes(name: str, found: Sequence[Outcome], config: Mapping[str, Any]) -> Iterator[str]:
-    seeds = max(len(outcome.results) for outcome in found)
-    epochs = found[0].cell.config.epochs
-    yield (
-        f"{seeds} seeds: mean ± sample standard deviation."
-        if seeds > 1
-        else "One seed: a small difference may be chance."
-    )
-    if is_of_the_paper(config):
-        yield f"The paper: {EPOCHS} epochs on one V100. Here: {epochs} epochs."
-    elif config["dataset"] in ("criteo", "avazu"):
-        yield "The paper's numbers are of the full data set, so they are not shown beside these."
-
-
-def _clips(found: Sequence[Outcome], what: str) -> list[Table]:
-    """What the clip did in each cell, by its first run that did not diverge."""
-    rows = []
-    for outcome in found:
-        seed = outcome.first
-        result = None if seed is None else outcome.results[seed]
-        if result is not None and outcome.cell.config.hyperparameters.clip is not None:
-            rows.append([outcome.cell.row, outcome.cell.column, str(seed), result["clip"]])
-    header = [what, "batch size", "seed", "what it did over all epochs"]
-    return [Table(header, rows, words=True)] if rows else []
-
-
-def _costs(found: Sequence[Outcome], cost: Cost, rows: int) -> Table:
-    """What an epoch of larger data takes at the rates of the study of time."""
-    times = cost.rows / rows
-    quantities = [Quantity("train_seconds", "minutes", times / 60, 1)]
-    if cost.price_per_hour is not None:
-        price = times / 3600 * cost.price_per_hour
-        quantities.append(Quantity("train_seconds", "price", price, 2))
-    columns = list(dict.fromkeys(o.cell.column for o in found))
-    cells = {(o.cell.row, o.cell.column): o for o in found}
-    lines = [
-        [f"{row}, {q.name}", *(_cell(cells.get((row, c)), q) for c in columns)]
-        for row in dict.fromkeys(o.cell.row for o in found)
-        for q in quantities
-    ]
-    data = "Criteo" if cost.rows == CRITEO_ROWS else f"{cost.rows:,} rows"
-    return Table([Cell(f"an epoch of {data}", small="estimated"), *columns], lines)
-
-
-def _cost_notes(cost: Cost, rows: int) -> list[str]:
-    price = cost.price_per_hour
-    return [
-        f"The estimate multiplies the times above by {cost.rows:,} / {rows:,} training rows. It "
-        "leaves out preparation and evaluation. An exact update passes over the whole table, so "
-        "more ids take longer.",
-        "For its price, give --price-per-hour."
-        if price is None
-        else f"The machine costs {price:g} an hour.",
-    ]

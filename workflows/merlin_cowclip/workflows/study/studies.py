@@ -13,14 +13,11 @@ from typing import Any
 
 from merlin_cowclip.plugins._checks import make_plain
 from merlin_cowclip.plugins.scaling import SCALING_RULES, Hyperparameters, recipe, scale
-from merlin_cowclip.workflows.errors import UserError, quoted
+from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.study.configuration import NETWORK, network_of
-from merlin_cowclip.workflows.training.configuration import (
-    BASE_FIELDS,
-    TrainConfig,
-    base_fields,
-)
+from merlin_cowclip.workflows.training.configuration import BASE_FIELDS, TrainConfig, base_fields
 from merlin_cowclip.workflows.training.networks import NETWORKS as OPTIONS
+from merlin_cowclip.workflows.training.options import refuse_unknown
 
 FULL, TOP = "full", "top-3"
 """The data as it is, and with the three most frequent ids of every field (Table 1, right)."""
@@ -31,7 +28,6 @@ NETWORKS = ("deepfm", "wide_and_deep", "dcn", "dcn_v2")
 TUNED = "tune"
 """The row of what tunes found, in place of a rule."""
 
-
 SEEDS = (1234, 1235, 1236)
 """The paper's (Appendix H)."""
 
@@ -40,6 +36,7 @@ VALUES = ("dense_lr", "embedding_lr", "l2", "clip_ratio", "clip_floor")
 
 _OWN = ("rule", *BASE_FIELDS, "batch_size", "seed")  # of each run's configuration: the study's
 _OPTIONS = tuple(one.name for one in dataclasses.fields(TrainConfig) if one.name not in _OWN)
+_THRESHOLDS = {"global": 25.0, "field": 0.1, "column": 1e-4}  # of clips, at the base batch size
 
 
 @dataclass(frozen=True)
@@ -51,7 +48,6 @@ class Setting:
       values: of the base that replace those of each rule's recipe, by the names of `VALUES`.
       config: options of `TrainConfig` for every run but the rule, base, batch size and seed.
       seeds: of the runs of each cell.
-      thresholds: constants of the clips "global", "field" and "column" at the base batch size.
       found: what tunes found, each at another of the batch sizes: a row beside the rules, for as
         many epochs as they.
 
@@ -64,28 +60,19 @@ class Setting:
     values: Mapping[str, float] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)
     seeds: Sequence[int] = SEEDS
-    thresholds: Mapping[str, float] = field(
-        default_factory=lambda: {"global": 25.0, "field": 0.1, "column": 1e-4}
-    )
     found: Sequence[TrainConfig] = ()
 
     def __post_init__(self) -> None:
         make_plain(self)
-        for name, option in (("batch_sizes", "batch_size"), ("seeds", "seed")):
+        refuse_unknown("values of a setting", self.values, VALUES)
+        refuse_unknown("config of a setting", self.config, _OPTIONS)
+        for name in ("batch_sizes", "seeds"):
             values = tuple(getattr(self, name))
             object.__setattr__(self, name, values)
             if not values or len(set(values)) < len(values):
                 raise UserError(
                     f"{name} must name something, and each only once. Received: {list(values)}. "
                     "Correct it"
-                )
-            for value in values:
-                TrainConfig(**{option: value})
-        for given, allowed in (("values", VALUES), ("config", _OPTIONS)):
-            if others := sorted(set(getattr(self, given)) - set(allowed)):
-                raise UserError(
-                    f"{given} of a setting must be among {', '.join(allowed)}: the rules, batch "
-                    f"sizes and seeds are the study's. Received: {others}. Leave them out"
                 )
         if list(self.batch_sizes) != sorted(self.batch_sizes):
             raise UserError(
@@ -106,8 +93,8 @@ class Setting:
         cls,
         tuned: TrainConfig,
         batch_sizes: Sequence[int],
-        values: Mapping[str, float] | None = None,
-        config: Mapping[str, Any] | None = None,
+        values: Mapping[str, float],
+        config: Mapping[str, Any],
         *,
         networks: Sequence[str] = (),
         **others: Any,
@@ -117,21 +104,17 @@ class Setting:
         `values` and `config` go before its own; a study of several `networks` takes of its options
         those that any of them has.
         """
-        if batch_sizes and batch_sizes[0] != tuned.batch_size:
+        if batch_sizes[0] != tuned.batch_size:
             raise UserError(
                 "the first of the batch sizes must be where the base was tuned. Received: "
                 f"{batch_sizes[0]:,}, and a base tuned at {tuned.batch_size:,}. Begin with that"
             )
-        network = network_of(tuned, config or {})
+        network = network_of(tuned, config)
         if networks:
             network = {k: v for k, v in network.items() if any(k in OPTIONS[n] for n in networks)}
-        hp = tuned.hyperparameters
-        shared = VALUES if hp.clip == "adaptive_column" else VALUES[:3]
+        own = {name: getattr(tuned.hyperparameters, name) for name in VALUES}
         return cls(
-            batch_sizes,
-            {name: getattr(hp, name) for name in shared} | dict(values or {}),
-            _of_run(tuned) | network | dict(config or {}),
-            **others,
+            batch_sizes, {**own, **values}, {**_of_run(tuned), **network, **config}, **others
         )
 
     @property
@@ -146,20 +129,21 @@ class Setting:
 
     def tuned(self, rule: str) -> Hyperparameters:
         """A rule's recipe with the values of the base."""
-        given = {k: v for k, v in self.values.items() if v is not None}
         try:
-            return recipe(rule).replace(batch_size=self.base, **given)
+            return recipe(rule).replace(batch_size=self.base, **self.values)
         except ValueError as error:
             raise UserError(str(error)) from None
 
     def run(self, rule: str, batch_size: int) -> TrainConfig:
         """A run at a batch size, with the base scaled by a rule."""
-        own = {"rule": rule, **base_fields(self.tuned(rule)), "batch_size": batch_size}
-        return TrainConfig(**{**self.config, **own})
+        return self._of(self.tuned(rule), rule, batch_size)
 
     def at(self, values: Hyperparameters) -> TrainConfig:
         """A run with these values at their own batch size."""
-        own = {"rule": "none", **base_fields(values), "batch_size": values.batch_size}
+        return self._of(values, "none", values.batch_size)
+
+    def _of(self, values: Hyperparameters, rule: str, batch_size: int) -> TrainConfig:
+        own = {**base_fields(values), "rule": rule, "batch_size": batch_size}
         return TrainConfig(**{**self.config, **own})
 
 
@@ -219,7 +203,6 @@ AUC = Quantity("auc", "test AUC, %", 100.0, 3)
 LOG_LOSS = Quantity("log_loss", "test log loss", 1.0, 5)
 MINUTES = Quantity("train_seconds", "minutes of training", 1 / 60, 2)
 
-
 MIN_STEPS = 30
 """Per epoch: with fewer there is a warning, and no verdict."""
 
@@ -230,9 +213,14 @@ def few_steps(rows: int, batch_size: int) -> str:
     if steps >= MIN_STEPS:
         return ""
     return (
-        f"at batch size {batch_size:,} an epoch has only {steps} steps. With fewer than "
+        f"at batch size {batch_size:,} an epoch has only {plural(steps, 'step')}. With fewer than "
         f"{MIN_STEPS} a result reflects the number of steps, not the batch size."
     )
+
+
+def plural(number: int, what: str) -> str:
+    """As in "1 step" and "2 steps"."""
+    return f"{number} {what}{'s' * (number != 1)}"
 
 
 @dataclass(frozen=True)
@@ -276,15 +264,15 @@ def _networks(setting: Setting) -> Iterator[Cell]:
 
 def _by_network(setting: Setting) -> Iterator[tuple[str, Setting]]:
     """Each of `NETWORKS`, and the setting with it and those of the options that it takes."""
-    for option, value in setting.config.items():
-        if option in NETWORK and not any(option in OPTIONS[name] for name in NETWORKS):
-            raise UserError(
-                f"a study of the networks {', '.join(NETWORKS)} takes their options alone. "
-                f"Received: {option}={value!r}. Leave it out"
-            )
+    taken = {option for name in NETWORKS for option in OPTIONS[name]}
+    if others := [name for name in NETWORK if name in setting.config and name not in taken]:
+        raise UserError(
+            f"a study of the networks {', '.join(NETWORKS)} takes their options alone. Received: "
+            f"{others[0]}={setting.config[others[0]]!r}. Leave it out"
+        )
     for name in NETWORKS:
-        others = set(NETWORK) - set(OPTIONS[name])
-        options = {k: v for k, v in setting.config.items() if k not in others}
+        gone = taken - set(OPTIONS[name])
+        options = {k: v for k, v in setting.config.items() if k not in gone}
         yield name, dataclasses.replace(setting, config={**options, "model": name})
 
 
@@ -298,17 +286,13 @@ def _control(setting: Setting) -> Iterator[Cell]:
 
 
 def _clipping(setting: Setting) -> Iterator[Cell]:
-    clips: dict[str, dict[str, Any]] = {"no clip": {"clip": None}}
-    clips |= {
-        clip: {"clip": clip, "clip_threshold": threshold}
-        for clip, threshold in setting.thresholds.items()
-    }
-    clips |= {clip: {"clip": clip} for clip in ("adaptive_field", "adaptive_column")}
-    for name, changes in clips.items():
-        base = setting.tuned("cowclip").replace(**changes)
+    clips: tuple[str | None, ...] = (None, *_THRESHOLDS, "adaptive_field", "adaptive_column")
+    for clip in clips:
+        threshold = _THRESHOLDS.get(clip or "")
+        base = setting.tuned("cowclip").replace(clip=clip, clip_threshold=threshold)
         for batch_size in _eighth_and_largest(setting):
             values = scale(base, to=batch_size, rule="cowclip")
-            yield Cell(name, f"{batch_size:,}", setting.at(values))
+            yield Cell(clip or "no clip", f"{batch_size:,}", setting.at(values))
 
 
 def _ablation(setting: Setting) -> Iterator[Cell]:
@@ -380,12 +364,6 @@ def _learning_rate(setting: Setting) -> Iterator[Cell]:
 
 def _frequencies(setting: Setting) -> Iterator[Cell]:
     """Nothing is trained, so of a setting it has the batch sizes alone."""
-    given = {**setting.config, **setting.values}
-    if given or setting.seeds != SEEDS:
-        raise UserError(
-            "the study frequencies trains nothing, and takes batch_sizes alone. Received: "
-            f"{', '.join(given) or 'seeds'}. Leave it out"
-        )
     return iter(())
 
 
@@ -442,15 +420,3 @@ _ALL = (
 )
 STUDIES: Mapping[str, Study] = {study.name: study for study in _ALL}
 """The studies, by name; that of frequencies is of the data alone, and trains nothing."""
-
-
-def find_study(name: str) -> Study:
-    """The study called `name`.
-
-    Raises:
-      UserError: there is none.
-    """
-    study = STUDIES.get(name)
-    if study is None:
-        raise UserError(f"study must be one of {', '.join(STUDIES)}. Received: {quoted([name])}")
-    return study

@@ -27,6 +27,7 @@ from merlin_cowclip.workflows.folders import all_or_nothing, refuse_pattern, rem
 from merlin_cowclip.workflows.progress import progress_bar
 from merlin_cowclip.workflows.quiet import quiet_imports
 from merlin_cowclip.workflows.study.studies import (
+    FULL,
     TOP,
     Cell,
     Quantity,
@@ -59,16 +60,26 @@ class Outcome:
     runs: Mapping[int, str]
 
     @property
+    def finished(self) -> dict[int, Mapping[str, Any]]:
+        """The results of those that did not diverge."""
+        return {seed: result for seed, result in self.results.items() if result is not None}
+
+    @property
     def first(self) -> int | None:
         """The first seed whose run ended, and did not diverge."""
-        return next((s for s, r in self.results.items() if r is not None), None)
+        return next(iter(self.finished), None)
 
     def mean(self, quantity: str) -> tuple[float, float] | None:
         """Mean and deviation (0 of one run) over seeds; `None` if any run diverged."""
-        values = [r[quantity] for r in self.results.values() if r is not None]
+        values = [result[quantity] for result in self.finished.values()]
         if not values or len(values) < len(self.results):
             return None
         return statistics.fmean(values), statistics.stdev(values) if values[1:] else 0.0
+
+    def shown(self, quantity: Quantity) -> str:
+        """Mean ± deviation, or "diverged"; nothing if no run has ended."""
+        mean = self.mean(quantity.key)
+        return quantity.shown(*mean) if mean else "diverged" * bool(self.results)
 
 
 def sweep(
@@ -105,8 +116,10 @@ def sweep(
         _check(data, cells)
     _open(out, data)
     record = {**_record(study, setting, cells), "command": command}
+    places = {FULL: data.path, TOP: out / TOP}
     with alone_in(out):  # what two sweeps would write at the same time
-        homes = _homes(out, data, cells, progress=progress)
+        if any(cell.data == TOP for cell in cells) and not places[TOP].exists():
+            keep_top_ids(data, _TOP_IDS, places[TOP], progress=progress)
         for folder in (STUDIES_, RUNS):
             (out / folder).mkdir(exist_ok=True)
         write_json(out / STUDIES_ / f"{study.name}.json", record)
@@ -121,7 +134,7 @@ def sweep(
             config = dataclasses.replace(cell.config, seed=seed)
             name = run_name(config, cell.data)
             what = f"{cell.row}, batch {config.batch_size}, seed {seed}"
-            task = Task(what, out / RUNS / name, homes[cell.data].path, config.to_dict(), jobs)
+            task = Task(what, out / RUNS / name, places[cell.data], config.to_dict(), jobs)
             tasks.setdefault(name, task)
     todo = [task for task in tasks.values() if not task.is_done]
     done = len(tasks) - len(todo)
@@ -141,7 +154,9 @@ def sweep(
                 "was in hand is saved. To go on, give the same command again",
                 error.number if isinstance(error, Stopped) else signal.SIGINT,
             ) from None
-    return table(study, _outcomes(out, record))  # not what another sweep has written meanwhile
+    return table(
+        study, outcomes(out, study.name, record)
+    )  # not what another sweep has written meanwhile
 
 
 def run_name(config: TrainConfig, data: str) -> str:
@@ -151,52 +166,47 @@ def run_name(config: TrainConfig, data: str) -> str:
 
 def read_record(out: Path, name: str) -> dict[str, Any]:
     """What a study's runs are, as its last sweep wrote it."""
-    return read_json(out / STUDIES_ / f"{name}.json")
+    return _read(out / STUDIES_ / f"{name}.json")
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """What a sweep or a run wrote."""
+def _read(path: Path) -> dict[str, Any]:
     return dict(json.loads(path.read_text(encoding="utf-8")))
 
 
-def outcomes(out: Path, name: str) -> list[Outcome]:
+def outcomes(out: Path, name: str, record: Mapping[str, Any] | None = None) -> list[Outcome]:
     """What the runs of a study came to, those that ended, cell by cell."""
-    return _outcomes(out, read_record(out, name))
-
-
-def _outcomes(out: Path, record: Mapping[str, Any]) -> list[Outcome]:
     found = []
-    for cell in record["cells"]:
+    for cell in (record or read_record(out, name))["cells"]:
         runs = {int(seed): run for seed, run in cell["runs"].items()}
         results: dict[int, Mapping[str, Any] | None] = {}
         for seed, run in runs.items():
             if (out / RUNS / run / RESULT).exists():
-                results[seed] = read_json(out / RUNS / run / RESULT)
+                results[seed] = _read(out / RUNS / run / RESULT)
             elif (out / RUNS / run / DIVERGED).exists():
                 results[seed] = None
         config = TrainConfig.from_dict(cell["config"])
-        place = Cell(cell["row"], cell["column"], config, cell["data"])
-        found.append(Outcome(place, results, runs))
+        found.append(
+            Outcome(Cell(cell["row"], cell["column"], config, cell["data"]), results, runs)
+        )
     return found
+
+
+def grid(
+    found: Iterable[Outcome],
+) -> tuple[dict[tuple[str, str], Outcome], list[str], list[str]]:
+    """Outcomes by row and column, the rows, and the columns."""
+    cells = {(o.cell.row, o.cell.column): o for o in found}
+    rows, columns = (list(dict.fromkeys(place[i] for place in cells)) for i in (0, 1))
+    return cells, rows, columns
 
 
 def table(study: Study, found: Iterable[Outcome]) -> str:
     """Rows by columns: the study's quantity, mean ± deviation over seeds."""
-    cells = {(o.cell.row, o.cell.column): o for o in found}
-    rows, columns = (list(dict.fromkeys(key[i] for key in cells)) for i in (0, 1))
-    lines = [
-        (row, *(_shown(cells.get((row, column)), study.quantity) for column in columns))
-        for row in rows
-    ]
+    cells, rows, columns = grid(found)
+    shown = {place: outcome.shown(study.quantity) for place, outcome in cells.items()}
+    lines = [(row, *(shown.get((row, column), "") for column in columns)) for row in rows]
     header = f"{study.quantity.name}, by {study.rows} and batch size"
     return format_table((header, *columns), lines)
-
-
-def _shown(outcome: Outcome | None, quantity: Quantity) -> str:
-    if outcome is None or not outcome.results:
-        return ""
-    found = outcome.mean(quantity.key)
-    return "diverged" if found is None else quantity.shown(*found)
 
 
 def _check(data: PreparedData, cells: Sequence[Cell]) -> None:
@@ -226,39 +236,19 @@ def _open(out: Path, data: PreparedData) -> None:
         if not out.exists():
             with all_or_nothing(out) as folder:
                 write_json(folder / RECORD, {**mine, "data": str(data.path.resolve())})
-    if not (out / RECORD).exists():
-        raise UserError(
-            f"output folder must not exist, or be of a sweep. Received: {out}, which is neither. "
-            "Name another, or remove it"
-        )
-    record = read_json(out / RECORD)
+    record = _read(out / RECORD) if (out / RECORD).exists() else {}
     if {key: record.get(key) for key in mine} != mine:
+        of = f"of {record['data']} as it was" if record else "which is neither"
         raise UserError(
-            f"the runs of a folder must be of one data set. Received: {data.path}, and {out}, of "
-            f"{record.get('data')} as it was. Name another folder"
+            f"output folder must not exist, or be of a sweep on the same data. Received: {out}, "
+            f"{of}. Name another folder"
         )
-
-
-def _homes(
-    out: Path, data: PreparedData, cells: Sequence[Cell], *, progress: bool
-) -> dict[str, PreparedData]:
-    """The data that the cells take, made if need be."""
-    homes = {cell.data: data for cell in cells}
-    if TOP in homes:
-        top = out / TOP
-        if not top.exists():
-            keep_top_ids(data, _TOP_IDS, top, progress=progress)
-        homes[TOP] = PreparedData.open(top)
-    return homes
 
 
 def _record(study: Study, setting: Setting, cells: Sequence[Cell]) -> dict[str, Any]:
     return {
         "format": FORMAT_VERSION,
         "study": study.name,
-        "title": study.title,
-        "paper": study.paper,
-        "rows": study.rows,
         "batch_sizes": list(setting.batch_sizes),
         "seeds": list(setting.seeds),
         "cells": [
@@ -280,5 +270,5 @@ def _record(study: Study, setting: Setting, cells: Sequence[Cell]) -> dict[str, 
 def _ended(run: Path) -> str:
     if not (run / RESULT).exists():
         return "diverged"
-    result = read_json(run / RESULT)
+    result = _read(run / RESULT)
     return f"AUC {result['auc']:.4f} ({result['train_seconds']:.0f} s)"

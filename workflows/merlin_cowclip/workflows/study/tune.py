@@ -1,12 +1,11 @@
 """Tuning: values searched at the batch size itself, by rows held out of the training part.
 
-Two Optuna studies in one SQLite file: "tune" has the trials, "repeats" the best of them trained
-again from other seeds. Optuna's heartbeat finds trials whose process died, and they are retried.
+An Optuna study in an SQLite file has the trials and, as attributes, what the best of them came to
+from other seeds. Optuna's heartbeat finds trials whose process died, and they are retried.
 """
 
 from __future__ import annotations
 
-import functools
 import gc
 import math
 import os
@@ -15,6 +14,7 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from merlin_cowclip.workflows.folders import all_or_nothing, refuse_existing, wr
 from merlin_cowclip.workflows.progress import progress_bar
 from merlin_cowclip.workflows.quiet import quiet_imports
 from merlin_cowclip.workflows.study.configuration import TuneConfig
-from merlin_cowclip.workflows.study.held_out import held_out_rows, hold_out
+from merlin_cowclip.workflows.study.held_out import hold_out
 from merlin_cowclip.workflows.study.search_space import Point
 from merlin_cowclip.workflows.study.studies import few_steps
 from merlin_cowclip.workflows.study.tuned import (
@@ -45,6 +45,7 @@ from merlin_cowclip.workflows.study.tuned import (
     record_of,
     trial_line,
 )
+from merlin_cowclip.workflows.study.workers import alone_with
 from merlin_cowclip.workflows.training.configuration import LARGEST_SEED, TrainConfig
 from merlin_cowclip.workflows.training.one_at_a_time import alone_in
 from merlin_cowclip.workflows.training.stopping import Stopping
@@ -71,6 +72,7 @@ _RETRIES = 2
 _POLL = 0.5  # seconds between two looks at what other processes do
 _WAIT = 60.0  # seconds for another process's transaction
 _STARTUP = 6  # trials before TPE has a model of the values
+_GIVEN_UP = "given up"
 _ENDED = (TrialState.COMPLETE, TrialState.PRUNED)
 
 Epoch = dict[str, float]
@@ -136,7 +138,8 @@ def tune(
             else:
                 _begin(data, config, out, precision, progress=progress)
         with Stopping() as stopping:
-            tuning = _Tuning(data, config, out, trials, seeds, end, stopping, progress)
+            others = [(config.seed + 1 + k) % (LARGEST_SEED + 1) for k in range(seeds)]
+            tuning = _Tuning(data, config, out, trials, others, end, stopping, progress)
             with as_user_errors(tuning.rows, out):
                 try:
                     tuning.search()
@@ -196,54 +199,38 @@ def _begin(
         network(first, data.schema)
     except ValueError as error:  # of the data's columns, which only the network knows
         raise UserError(str(error)) from None
-    rows = data.rows["train"]
-    left = rows - held_out_rows(rows, config.held_out)
-    if config.batch_size > left:
-        raise UserError(
-            "batch size must not exceed the rows that are left to train on. Received: batch size "
-            f"{config.batch_size:,}, {left:,} of {rows:,} rows of {data.path} with "
-            f"held_out={config.held_out}. Choose a smaller batch, or hold out less"
-        )
     with all_or_nothing(out) as folder:
         hold_out(data, config.held_out, config.seed, folder / ROWS, progress=progress)
-        for name in ("tune", "repeats"):
-            study = optuna.create_study(
-                study_name=name, storage=_storage(folder), direction="maximize"
-            )
-            for point, rules in config.queue.items() if name == "tune" else ():
-                study.enqueue_trial(config.space.params(point), user_attrs={"rules": list(rules)})
+        study = optuna.create_study(
+            study_name="tune", storage=_storage(folder), direction="maximize"
+        )
+        for point, rules in config.queue.items():
+            study.enqueue_trial(config.space.params(point), user_attrs={"rules": list(rules)})
         write_json(folder / RECORD, record_of(data, config, precision))
 
 
+@dataclass
 class _Tuning:
-    """A tune on its way, in one of the processes that share it."""
+    """A tune on its way, in one of the processes that share it; `end` is when the budget is."""
 
-    def __init__(
-        self,
-        data: PreparedData,
-        config: TuneConfig,
-        out: Path,
-        trials: int,
-        seeds: int,
-        end: float,
-        stopping: Stopping,
-        progress: bool,
-    ) -> None:
-        self.rows = PreparedData.open(out / ROWS)
-        self._data, self._config, self._out = data, config, out
-        self._trials, self._end, self._stopping, self._show = trials, end, stopping, progress
-        self._seeds = [(config.seed + 1 + k) % (LARGEST_SEED + 1) for k in range(seeds)]
-        self._updates = -(-self.rows.rows["train"] // config.batch_size)
-        load = functools.partial(optuna.load_study, storage=_storage(out))
+    data: PreparedData
+    config: TuneConfig
+    out: Path
+    trials: int
+    seeds: Sequence[int]
+    end: float
+    stopping: Stopping
+    show: bool
+
+    def __post_init__(self) -> None:
+        self.rows = PreparedData.open(self.out / ROWS)
         pruner = optuna.pruners.PercentilePruner(75.0, n_startup_trials=5, n_warmup_steps=1)
-        self._study = load(study_name="tune", pruner=pruner)
-        self._again = load(study_name="repeats", sampler=optuna.samplers.RandomSampler())
-
-    # Trials
+        storage = _storage(self.out)
+        self.study = optuna.load_study(study_name="tune", storage=storage, pruner=pruner)
 
     def tried(self) -> list[dict[str, Any]]:
         """All trials that have ended, by number, as the result has them."""
-        return [self._tried(t) for t in self._study.get_trials(deepcopy=False, states=_ENDED)]
+        return [self._tried(t) for t in self.study.get_trials(deepcopy=False, states=_ENDED)]
 
     def _tried(self, trial: FrozenTrial) -> dict[str, Any]:
         epochs: list[Epoch] = trial.user_attrs.get("epochs", [])
@@ -252,113 +239,101 @@ class _Tuning:
             "number": trial.number,
             "rules": trial.user_attrs.get("rules", []),  # that predicted it
             "auc": max(aucs, default=None),
-            "best_epoch": aucs.index(max(aucs)) + 1 if aucs else 0,
+            "best_epoch": _best(aucs),
             "why": trial.user_attrs.get("why"),  # it ended before its last epoch
-            "seconds": sum(epoch["seconds"] for epoch in epochs),
-            **self._config.space.point(trial.params).to_dict(),
+            "seconds": _seconds(epochs),
+            **self.config.space.point(trial.params).to_dict(),
             "epochs": epochs,
         }
 
+    # Trials
+
     def search(self) -> None:
         """Try points until there are enough, or the time that the repeats leave is over."""
-        if self._show:
-            if few := few_steps(self.rows.rows["train"], self._config.batch_size):
+        if self.show:
+            if few := few_steps(self.rows.rows["train"], self.config.batch_size):
                 print(f"Warning: {few}")
             print(HEADER, flush=True)
         while self._has_time_for_a_trial():
-            optuna.storages.fail_stale_trials(self._study)
-            trials = self._study.get_trials(deepcopy=False)
-            ended = sum(trial.state in _ENDED for trial in trials)
-            running = sum(trial.state == TrialState.RUNNING for trial in trials)
-            if ended >= self._trials:
+            optuna.storages.fail_stale_trials(self.study)
+            states = [trial.state for trial in self.study.get_trials(deepcopy=False)]
+            ended = sum(state in _ENDED for state in states)
+            if ended >= self.trials:
                 return
-            if ended + running >= self._trials:
+            if ended + states.count(TrialState.RUNNING) >= self.trials:
                 self._wait()
                 continue
             # Of the seed and the trials so far: a tune in two parts is one, and processes that
             # share a tune do not propose the same.
-            drawn = np.random.default_rng([self._config.seed, len(trials)])
-            self._study.sampler = optuna.samplers.TPESampler(
+            drawn = np.random.default_rng([self.config.seed, len(states)])
+            self.study.sampler = optuna.samplers.TPESampler(
                 n_startup_trials=_STARTUP,
                 multivariate=True,
                 group=True,
                 constant_liar=True,
                 seed=int(drawn.integers(2**32)),
             )
-            self._study.optimize(self._try, n_trials=1, callbacks=[self._tell])
-
-    def _try(self, trial: optuna.Trial) -> float:
-        """Train a trial's point, and report each epoch."""
-        config = self._config.train_config(self._config.space.suggest(trial))
-
-        def why_end(aucs: list[float]) -> str | None:
-            trial.report(aucs[-1], len(aucs))
-            # What a rule predicted is never given up.
-            if not trial.user_attrs.get("rules") and trial.should_prune():
-                return "given up"
-            is_over = len(aucs) - 1 - aucs.index(max(aucs)) >= PATIENCE
-            return (
-                f"no better for {PATIENCE} epochs"
-                if is_over and len(aucs) < config.epochs
-                else None
-            )
-
-        epochs, why = self._train(trial, config, f"trial {trial.number + 1}", why_end)
-        if why == "given up" or not epochs:
-            raise optuna.TrialPruned
-        return max(epoch["auc"] for epoch in epochs)
-
-    def _tell(self, study: optuna.Study, trial: FrozenTrial) -> None:
-        if self._show and trial.state in _ENDED:
-            print(trial_line(self._tried(trial), self.tried(), self._trials), flush=True)
-
-    def _train(
-        self,
-        trial: optuna.Trial,
-        config: TrainConfig,
-        title: str,
-        why_end: Callable[[list[float]], str | None],
-    ) -> tuple[list[Epoch], str | None]:
-        """Train; what ends it, interrupted or refused, is tried again when the tune goes on."""
-        epochs: list[Epoch] = []
-        why = None
-        shown = self._show and os.isatty(2)  # in a log there is the line of each trial
-        total = self._updates * config.epochs
-        with progress_bar(title, total, " batches", show=shown) as bar:
-            bar.leave = False
-            found = epochs_of(self.rows, config, self._stopping, bar.update)
-            try:
-                for epoch in found:
-                    epochs.append(epoch)
-                    why = why_end([one["auc"] for one in epochs])
-                    if why:
-                        break
-            except NotFiniteError as error:
-                why = str(error)
-            except BaseException:
-                attrs = {"rules": trial.user_attrs.get("rules", [])}
-                trial.study.enqueue_trial(trial.params, user_attrs=attrs)
-                raise
-        trial.set_user_attr("epochs", epochs)
-        trial.set_user_attr("why", why)
-        return epochs, why
-
-    @property
-    def _left(self) -> float:
-        """Seconds of the budget; infinite without one."""
-        return self._end - time.monotonic()
+            self.study.optimize(self._try, n_trials=1, callbacks=[self._tell])
 
     def _has_time_for_a_trial(self) -> bool:
         """Beside the repeats of the best of all and of the best rule."""
         took = [tried["seconds"] for tried in self.tried() if tried["epochs"]]
         must, _ = self._to_repeat()
-        reserve = sum(len(self._seeds) * _seconds_again(one) for one in must.values())
-        return not took or self._left - reserve > statistics.fmean(took)
+        reserve = sum(len(self.seeds) * _seconds_again(one) for one in must.values())
+        return not took or self.end - time.monotonic() - reserve > statistics.fmean(took)
 
     def _wait(self) -> None:
+        """For what other processes do."""
         time.sleep(_POLL)
-        if self._stopping.asked:
+        if self.stopping.asked:
             raise KeyboardInterrupt
+
+    def _try(self, trial: optuna.Trial) -> float:
+        """Train a trial's point, and report each epoch."""
+        config = self.config.train_config(self.config.space.suggest(trial))
+        try:
+            epochs, why = self._train(config, f"trial {trial.number + 1}", trial)
+        except BaseException:  # interrupted or refused: tried again when the tune goes on
+            trial.study.enqueue_trial(trial.params, user_attrs=trial.user_attrs)
+            raise
+        trial.set_user_attr("epochs", epochs)
+        trial.set_user_attr("why", why)
+        if why == _GIVEN_UP or not epochs:
+            raise optuna.TrialPruned
+        return max(epoch["auc"] for epoch in epochs)
+
+    def _tell(self, study: optuna.Study, trial: FrozenTrial) -> None:
+        if self.show and trial.state in _ENDED:
+            print(trial_line(self._tried(trial), self.tried(), self.trials), flush=True)
+
+    def _train(
+        self, config: TrainConfig, title: str, trial: optuna.Trial | None = None
+    ) -> tuple[list[Epoch], str | None]:
+        """Train until the last epoch, or until a trial of the search may end, and why it did."""
+        epochs: list[Epoch] = []
+        why = None
+        shown = self.show and os.isatty(2)  # in a log there is the line of each trial
+        total = -(-self.rows.rows["train"] // config.batch_size) * config.epochs
+        with progress_bar(title, total, " batches", show=shown) as bar:
+            bar.leave = False
+            try:
+                for epoch in epochs_of(self.rows, config, self.stopping, bar.update):
+                    epochs.append(epoch)
+                    if trial is not None and (why := self._why_end(trial, config, epochs)):
+                        break
+            except NotFiniteError as error:
+                why = str(error)
+        return epochs, why
+
+    @staticmethod
+    def _why_end(trial: optuna.Trial, config: TrainConfig, epochs: list[Epoch]) -> str | None:
+        """Why a trial ends after its last epoch so far; `None`: it goes on."""
+        aucs = [epoch["auc"] for epoch in epochs]
+        trial.report(aucs[-1], len(aucs))
+        if not trial.user_attrs.get("rules") and trial.should_prune():  # a rule's never is
+            return _GIVEN_UP
+        is_over = len(aucs) - _best(aucs) >= PATIENCE and len(aucs) < config.epochs
+        return f"no better for {PATIENCE} epochs" if is_over else None
 
     # Repeats
 
@@ -377,114 +352,100 @@ class _Tuning:
                 "a trial must end with numbers. Received: all of them diverged, one with: "
                 f"{self.tried()[-1]['why']}"
             )
-        with alone_in(self._out):
-            trials = self._again.get_trials()
-            known = {_key(t) for t in trials if t.state != TrialState.FAIL}
-            for number in finalists:
-                for seed in self._seeds:
-                    if (number, seed) not in known:
-                        self._again.enqueue_trial({"trial": number, "seed": seed})
+        wanted = [(number, seed) for number in finalists for seed in self.seeds]
         while True:
-            optuna.storages.fail_stale_trials(self._again)
-            trials = self._again.get_trials(deepcopy=False)
-            waiting = [_key(t) for t in trials if t.state == TrialState.WAITING]
-            if waiting:
-                number = waiting[0][0]
-                if number not in must and self._left < _seconds_again(finalists[number]):
-                    return
-                self._again.optimize(self._try_again, n_trials=1)
-            elif any(t.state == TrialState.RUNNING for t in trials):
-                self._wait()
-            else:
+            known = self.study.user_attrs
+            left = [one for one in wanted if _repeat(*one) not in known]
+            if not left:
                 return
+            for number, seed in left:
+                end = time.monotonic() + _seconds_again(finalists[number])
+                if number not in must and end > self.end:
+                    return
+                with alone_with(self.out / _repeat(number, seed), wait=False) as is_mine:
+                    if is_mine:
+                        self._train_again(finalists[number], seed)
+                        break
+            else:
+                self._wait()
 
-    def _try_again(self, trial: optuna.Trial) -> float:
-        number = trial.suggest_int("trial", 0, 2**31 - 1)
-        seed = trial.suggest_int("seed", 0, LARGEST_SEED)
-        tried = {one["number"]: one for one in self.tried()}.get(number)
-        if tried is None:  # drawn, as another process took the last that waited
-            raise optuna.TrialPruned
-        config = self._config.train_config(
-            Point.from_dict(tried), epochs=tried["best_epoch"], seed=seed
-        )
-        epochs, why = self._train(trial, config, f"repeat of {number + 1}", lambda aucs: None)
-        if why:
-            raise optuna.TrialPruned
-        return epochs[-1]["auc"]
+    def _train_again(self, tried: dict[str, Any], seed: int) -> None:
+        name = _repeat(tried["number"], seed)
+        if name in self.study.user_attrs:  # another process's, meanwhile
+            return
+        point, epochs = Point.from_dict(tried), tried["best_epoch"]
+        config = self.config.train_config(point, epochs=epochs, seed=seed)
+        found, why = self._train(config, f"repeat of {tried['number'] + 1}")
+        # The last epoch's AUC: none is chosen by the rows that it is measured by.
+        auc = None if why else found[-1]["auc"]
+        self.study.set_user_attr(name, {"auc": auc, "seconds": _seconds(found)})
 
     # The end
 
     def write(self, command: str) -> None:
         """The configuration that was found, and the result."""
         tried, (_, finalists) = self.tried(), self._to_repeat()
-        # Of each repeat the last epoch's AUC: none is chosen by the rows that it is measured by.
-        repeats: dict[int, dict[int, float | None]] = {}
-        seconds = sum(one["seconds"] for one in tried)
-        for trial in self._again.get_trials(deepcopy=False, states=_ENDED):
-            epochs, why = trial.user_attrs.get("epochs", []), trial.user_attrs.get("why")
-            seconds += sum(epoch["seconds"] for epoch in epochs)
-            number, seed = _key(trial)
-            if (epochs or why) and seed in self._seeds:
-                repeats.setdefault(number, {})[seed] = None if why else epochs[-1]["auc"]
+        known = self.study.user_attrs
+        repeats: dict[int, dict[int, float | None]] = {
+            one["number"]: {
+                seed: known[name]["auc"]
+                for seed in self.seeds
+                if (name := _repeat(one["number"], seed)) in known
+            }
+            for one in tried
+        }
+        seconds = sum(one["seconds"] for one in (*tried, *known.values()))
 
         def mean(one: dict[str, Any]) -> float:
             """Of all seeds; what diverged from one comes last."""
-            of = repeats.get(one["number"], {})
-            aucs = [auc for auc in of.values() if auc is not None]
-            if len(aucs) < len(of):
+            aucs = [auc for auc in repeats[one["number"]].values() if auc is not None]
+            if len(aucs) < len(repeats[one["number"]]):
                 return -1.0
-            return statistics.fmean(aucs) if len(aucs) == len(self._seeds) else 0.0
+            return statistics.fmean(aucs) if len(aucs) == len(self.seeds) else 0.0
 
         best = max(finalists.values(), key=lambda one: (mean(one), one["auc"]))
-        others = sorted(finalists.values(), key=lambda one: -one["auc"])
+        others = [one for one in finalists.values() if not one["rules"] and one is not best]
+        rules = sorted((one for one in tried if one["rules"]), key=lambda one: -(one["auc"] or 0))
         lines = [
             ("best found", best),
-            *((f"trial {t['number'] + 1}", t) for t in others if not t["rules"] and t is not best),
-            *((", ".join(t["rules"]), t) for t in others if t["rules"]),
-            *((", ".join(t["rules"]), t) for t in tried if t["rules"] and not t["epochs"]),
+            *((f"trial {one['number'] + 1}", one) for one in others),
+            *((", ".join(one["rules"]), one) for one in rules),
         ]
-        done = {rule for one in tried for rule in one["rules"]}
-        own = repeats.get(best["number"], {})
-        found = self._config.train_config(Point.from_dict(best), epochs=best["best_epoch"])
+        done = {rule for one in rules for rule in one["rules"]}
+        own = repeats[best["number"]]
+        found = self.config.train_config(Point.from_dict(best), epochs=best["best_epoch"])
+        importance, measured = self._importance()
         result = {
             "format": FORMAT_VERSION,
             "command": command,
-            "data": str(self._data.path.resolve()),
+            "data": str(self.data.path.resolve()),
             "rows": self.rows.rows,
-            "config": self._config.to_dict(),
+            "config": self.config.to_dict(),
             "winner": best["number"],
-            "table": [_row(what, t, repeats.get(t["number"], {}), own) for what, t in lines],
-            "not_tried": [rule for rule in self._config.rules if rule not in done],
-            "importance": self._importance(),
-            "trials_measured": sum(bool(one["epochs"]) for one in tried),
+            "table": [_row(what, one, repeats[one["number"]], own) for what, one in lines],
+            "not_tried": [rule for rule in self.config.rules if rule not in done],
+            "importance": importance,
+            "trials_measured": measured,
             "seconds": seconds,
             "trials": tried,
             **environment(("optuna",)),
         }
-        with alone_in(self._out):
-            write_json(self._out / TUNED, found.to_dict())
-            write_json(self._out / RESULT, result)
+        with alone_in(self.out):
+            write_json(self.out / TUNED, found.to_dict())
+            write_json(self.out / RESULT, result)
 
-    def _importance(self) -> dict[str, float] | None:
-        """What share of the AUC's variance over the trials each value explains, greatest first.
+    def _importance(self) -> tuple[dict[str, float] | None, int]:
+        """What share of the AUC's variance each value explains, greatest first; of how many trials.
 
-        By fANOVA (Hutter et al. 2014), over all trials that were measured, each by its best epoch.
-        r and ζ, which only trials with a clip have, are left out. `None` below `FEWEST` trials.
+        By fANOVA (Hutter et al. 2014), over the trials that were not given up. r and ζ, which only
+        trials with a clip have, are left out. `None` below `FEWEST` trials.
         """
-        measured = [
-            optuna.trial.create_trial(
-                params=trial.params, distributions=trial.distributions, value=auc
-            )
-            for trial in self._study.get_trials(deepcopy=False, states=_ENDED)
-            if (auc := self._tried(trial)["auc"]) is not None
-        ]
-        if len(measured) < FEWEST or len({trial.value for trial in measured}) == 1:
-            return None
-        study = optuna.create_study(direction="maximize")
-        study.add_trials(measured)
+        trials = self.study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
+        if len(trials) < FEWEST or len({trial.value for trial in trials}) == 1:
+            return None, len(trials)
         evaluator = optuna.importance.FanovaImportanceEvaluator(seed=0)
-        found = optuna.importance.get_param_importances(study, evaluator=evaluator)
-        return {name: float(share) for name, share in found.items()}
+        found = optuna.importance.get_param_importances(self.study, evaluator=evaluator)
+        return {name: float(share) for name, share in found.items()}, len(trials)
 
 
 def _row(
@@ -496,11 +457,13 @@ def _row(
     """A line of the table; differences are of the same seeds."""
     aucs = [auc for auc in own.values() if auc is not None]
     diverged = len(own) - len(aucs)
-    pairs = [] if own is best or diverged else [(auc, best.get(s)) for s, auc in own.items()]
+    differences = [
+        auc - of_best
+        for seed, auc in own.items()
+        if auc is not None and (of_best := best.get(seed)) is not None
+    ]
     mean, deviation = _mean_and_deviation([] if diverged else aucs)
-    difference, its_deviation = _mean_and_deviation(
-        [a - b for a, b in pairs if a is not None and b is not None]
-    )
+    difference, its_deviation = _mean_and_deviation([] if diverged or own is best else differences)
     return {
         "what": what,
         "trial": tried["number"],
@@ -523,15 +486,23 @@ def _mean_and_deviation(values: Sequence[float]) -> tuple[float | None, float | 
     return mean, statistics.stdev(values) if len(values) > 1 else None
 
 
+def _best(aucs: Sequence[float]) -> int:
+    """The number of the best epoch; 0 of none."""
+    return aucs.index(max(aucs)) + 1 if aucs else 0
+
+
+def _seconds(epochs: Sequence[Epoch]) -> float:
+    return sum(epoch["seconds"] for epoch in epochs)
+
+
 def _seconds_again(tried: dict[str, Any]) -> float:
     """What a repeat takes: up to the best epoch."""
-    return sum(epoch["seconds"] for epoch in tried["epochs"][: tried["best_epoch"]])
+    return _seconds(tried["epochs"][: tried["best_epoch"]])
 
 
-def _key(trial: FrozenTrial) -> tuple[int, int]:
-    """Of a repeat: its trial and its seed."""
-    params = {**trial.system_attrs.get("fixed_params", {}), **trial.params}
-    return params["trial"], params["seed"]
+def _repeat(number: int, seed: int) -> str:
+    """The name of what a trial comes to from another seed."""
+    return f"repeat {number} {seed}"
 
 
 def _storage(folder: Path) -> optuna.storages.RDBStorage:

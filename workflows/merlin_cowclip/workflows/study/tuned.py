@@ -13,7 +13,6 @@ from typing import Any
 from merlin_cowclip.plugins._text import format_table
 from merlin_cowclip.workflows.data.prepared_data import PreparedData
 from merlin_cowclip.workflows.errors import UserError, clipped, shown
-from merlin_cowclip.workflows.folders import refuse_existing
 from merlin_cowclip.workflows.study.configuration import TuneConfig
 from merlin_cowclip.workflows.training.configuration import TrainConfig
 from merlin_cowclip.workflows.training.runs import columns_of, identity_of
@@ -49,8 +48,6 @@ def check_fits(data: PreparedData, config: TuneConfig, out: Path, precision: str
     Raises:
       UserError: it is of other data or options, or none.
     """
-    if os.path.isdir(out) and not (out / RECORD).exists():
-        refuse_existing(out)
     before, now = (
         {**one, **one["config"], "config": None, "data": None}  # may be moved
         for one in (read_record(out), record_of(data, config, precision))
@@ -70,10 +67,6 @@ def read_record(path: Path) -> dict[str, Any]:
     Raises:
         UserError: no folder of a tune, or of another version.
     """
-    if not os.path.isdir(path):
-        raise UserError(
-            f"a tune must be a folder. Received: {shown(path)}. Make one with 'merlin-cowclip tune'"
-        )
     record = _read(path, RECORD)
     if record.get("format") != FORMAT_VERSION:
         raise UserError(
@@ -84,23 +77,19 @@ def read_record(path: Path) -> dict[str, Any]:
 
 
 def _read(path: Path, name: str) -> dict[str, Any]:
-    try:
-        return dict(json.loads((path / name).read_text(encoding="utf-8")))
-    except FileNotFoundError:
-        go_on = "" if name == RECORD else f" Go on: {how_to_go_on(path)}"
+    if not os.path.isfile(path / name):  # which is false, too, of a name that is too long
+        how = "Make one with 'merlin-cowclip tune'"
+        if name != RECORD:
+            how = f"Go on: {how_to_go_on(path, read_record(path)['data'])}"
         raise UserError(
-            f"a tune must hold {name}. Received: {path}, no tune, or one that did not end.{go_on}"
-        ) from None
-    except (OSError, ValueError, TypeError) as error:
-        raise UserError(
-            f"{path / name} must be readable JSON. Received: {error}. Tune again into another "
-            "folder"
-        ) from None
+            f"a tune must be a folder with {name}. Received: {shown(path)}, no tune, or one that "
+            f"did not end. {how}"
+        )
+    return dict(json.loads((path / name).read_text(encoding="utf-8")))
 
 
-def how_to_go_on(path: Path, data: str | Path | None = None) -> str:
+def how_to_go_on(path: Path, data: str | Path) -> str:
     """The command that goes on with a tune, for a shell."""
-    data = read_record(path).get("data") if data is None else data
     return f"merlin-cowclip tune {shlex.quote(str(data))} --out {shlex.quote(str(path))}"
 
 
@@ -109,8 +98,8 @@ class Tuned:
     """A tune that has ended; open one with `Tuned.open`.
 
     `tune.json` (what is tuned), `rows/` (a prepared folder whose test part is held out of the
-    training part), `study.db` (Optuna's studies "tune" and "repeats" in SQLite), `tuned.json` (the
-    configuration that it found, as `TrainConfig`'s) and `result.json`, which has all numbers.
+    training part), `study.db` (Optuna's study "tune" in SQLite), `tuned.json` (the configuration
+    that it found, as `TrainConfig`'s) and `result.json`, which has all numbers.
     """
 
     path: Path
@@ -148,14 +137,12 @@ class Tuned:
 
     def tables(self) -> str:
         """What was found, for a person to read: AUC, values, importance."""
-        result = self.result
+        table, shares = self.result["table"], self.result["importance"]
         header = ("", "held-out AUC", "±", "to the best", "seeds", "in the search", "epochs")
         rows = [
             (
                 row["what"],
-                "diverged"
-                if row["diverged"] or row["search_auc"] is None
-                else _number(row["mean"]),
+                "diverged" if row["diverged"] or not row["epochs"] else _number(row["mean"]),
                 _number(row["deviation"]),
                 _number(row["difference"], "{:+.5f}")
                 + _number(row["difference_deviation"], " ± {:.5f}"),
@@ -163,27 +150,26 @@ class Tuned:
                 _number(row["search_auc"]),
                 str(row["epochs"] or ""),
             )
-            for row in result["table"]
+            for row in table
         ]
-        values = [(row["what"], *values_of(row)) for row in result["table"]]
-        lines = [format_table(header, rows), "", format_table(("", *_VALUES), values), ""]
-        measured = result["trials_measured"]
-        if result["importance"] is None:
+        values = format_table(("", *_VALUES), [(row["what"], *_cells(row)) for row in table])
+        lines = [format_table(header, rows), "", values, ""]
+        trials = self.result["trials_measured"]
+        if shares is None:
             lines.append(
-                f"Importance of the values: too few trials to say ({measured}; {FEWEST} at least)."
+                f"Importance of the values: too few trials to say ({trials}; {FEWEST} at least)."
             )
         else:
-            shares = ", ".join(f"{name} {of:.0%}" for name, of in result["importance"].items())
-            lines.append(f"Importance of the values, over {measured} trials (fANOVA): {shares}.")
+            told = ", ".join(f"{name} {of:.0%}" for name, of in shares.items())
+            lines.append(f"Importance of the values, over {trials} trials (fANOVA): {told}.")
         lines += [
             f"{row['what']} diverged from {row['diverged']} of {len(row['seeds'])} seeds."
-            for row in result["table"]
+            for row in table
             if row["diverged"]
         ]
-        if result["table"][0]["diverged"]:
+        if table[0]["diverged"]:
             lines.append("All that were trained again diverged: search lower learning rates.")
-        if result["not_tried"]:
-            names = ", ".join(result["not_tried"])
+        if names := ", ".join(self.result["not_tried"]):
             lines.append(f"Not tried, as the trials or the time were over: {names}.")
         return "\n".join(lines)
 
@@ -192,20 +178,20 @@ def _number(value: float | None, form: str = "{:.5f}") -> str:
     return "" if value is None else form.format(value)
 
 
-def values_of(point: Mapping[str, Any]) -> list[str]:
+def _cells(point: Mapping[str, Any]) -> list[str]:
     """The cells of `_VALUES`, of a point as its `to_dict` gives it."""
     hp = point["hyperparameters"]
-    clip = (hp["clip_ratio"], hp["clip_floor"]) if hp["clip"] else ()
-    numbers = [f"{value:.3g}" for value in (*(hp[name] for name in _NUMBERS), *clip)]
-    return [*numbers, *([] if clip else ["-", "-"]), point["update"], point["rates"]]
+    numbers = [f"{hp[name]:.3g}" for name in _NUMBERS]
+    clip = [f"{hp[name]:.3g}" if hp["clip"] else "-" for name in ("clip_ratio", "clip_floor")]
+    return [*numbers, *clip, point["update"], point["rates"]]
 
 
-def _line(cells: Sequence[str], note: str = "") -> str:
+def _line(cells: Sequence[str], note: str) -> str:
     texts = (f"{cell:>{width}}" for cell, width in zip(cells, _WIDTHS, strict=True))
     return f"{' '.join(texts)}  {note}".rstrip()
 
 
-HEADER = _line(("trial", "AUC", "best", "epoch", "s", *_VALUES))
+HEADER = _line(("trial", "AUC", "best", "epoch", "s", *_VALUES), "rules, or why it ended")
 """Of the lines that `trial_line` makes."""
 
 
@@ -220,6 +206,6 @@ def trial_line(trial: Mapping[str, Any], tried: Sequence[Mapping[str, Any]], mos
         _number(best) or "-",
         f"{trial['best_epoch']}/{len(trial['epochs'])}",
         f"{trial['seconds']:.0f}",
-        *values_of(trial),
+        *_cells(trial),
     )
     return _line(cells, ", ".join(filter(None, notes)))

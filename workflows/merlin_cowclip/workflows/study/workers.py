@@ -19,6 +19,7 @@ from typing import Any
 from merlin_cowclip.workflows.errors import NotFiniteError, Stopped, UserError
 from merlin_cowclip.workflows.folders import all_or_nothing, remove, write_json
 from merlin_cowclip.workflows.training.configuration import TrainConfig
+from merlin_cowclip.workflows.training.keeping import Keeping
 from merlin_cowclip.workflows.training.runs import CHECKPOINTS, CONFIG, RESULT
 
 DIVERGED = "diverged.json"  # instead of the result, of a run whose loss or weights were not finite
@@ -46,12 +47,7 @@ class Task:
 
     @property
     def is_done(self) -> bool:
-        """Whether it ended, with a result or without, and left no checkpoints behind."""
-        return self.has_ended and not (self.run / CHECKPOINTS).exists()
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether there is nothing more to train."""
+        """Whether it ended, with a result or without."""
         return any((self.run / name).exists() for name in (RESULT, DIVERGED))
 
 
@@ -90,64 +86,60 @@ def run_all(tasks: Sequence[Task], jobs: int) -> Iterator[Task]:
 
 
 def _begin(jobs: int) -> None:
-    """What a process begins with: its share of the cores, and when to stop."""
+    """What a process begins with: its share of the cores, and its end with the parent."""
     os.setpgrp()  # Ctrl-C is for the one that started it, which tells this one once
     if jobs > 1:
         cores = str(max(1, (os.cpu_count() or 1) // jobs))
         for name in ("TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS"):
             os.environ.setdefault(name, cores)
-    signal.signal(signal.SIGTERM, _stop)
     threading.Thread(target=_end_with_parent, daemon=True).start()
-
-
-def _stop(*_: Any) -> None:
-    """A signal before `train` listens to it, or after."""
-    if _training.locked():
-        raise KeyboardInterrupt
 
 
 def _end_with_parent() -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
-    os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGTERM)  # ends it or, in a training, saves the run
     with _training:
         os._exit(1)
 
 
 def _train(task: Task) -> bool:
-    """Train a run, or resume it, and remove its checkpoints; false if it was told to stop."""
+    """Train a run, or resume it, unless another sweep has; false if it was told to stop."""
     try:
-        with _training, _alone_with(task.run):
-            if not task.has_ended:  # by another sweep, meanwhile
+        with _training, alone_with(task.run):
+            if not task.is_done:
                 _train_or_resume(task)
-            remove(task.run / CHECKPOINTS)
     except KeyboardInterrupt:
         return False
     return True
 
 
 @contextlib.contextmanager
-def _alone_with(run: Path) -> Iterator[None]:
-    """Wait until no other process trains it."""
+def alone_with(run: Path, *, wait: bool = True) -> Iterator[bool]:
+    """Whether no other process has it, which is waited for; death gives it back."""
     with (run.parent / _LOCK).open("ab") as file:
-        fcntl.lockf(file, fcntl.LOCK_EX, 1, zlib.crc32(run.name.encode()))
-        yield
+        how = fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB
+        try:
+            fcntl.lockf(file, how, 1, zlib.crc32(run.name.encode()))
+            is_mine = True
+        except BlockingIOError:
+            is_mine = False
+        yield is_mine
 
 
 def _train_or_resume(task: Task) -> None:
     from merlin_cowclip.workflows.data.prepared_data import PreparedData
-    from merlin_cowclip.workflows.training.keeping import Keeping
     from merlin_cowclip.workflows.training.train import resume, train
 
     try:
         if (task.run / CONFIG).exists():
             resume(task.run, data=task.data, jobs=task.jobs, progress=False)
         else:
-            config = TrainConfig.from_dict(task.config)
-            keeping = Keeping(keep=1, saved_model=False)
+            config, keeping = TrainConfig.from_dict(task.config), Keeping(keep=1)
             data = PreparedData.open(task.data)
             train(data, config, task.run, keeping=keeping, jobs=task.jobs, progress=False)
+        remove(task.run / CHECKPOINTS)
     except NotFiniteError as error:
         remove(task.run)
         with all_or_nothing(task.run) as folder:
