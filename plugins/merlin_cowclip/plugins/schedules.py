@@ -82,9 +82,11 @@ class Proportional(tf.keras.optimizers.schedules.LearningRateSchedule):
         self._factor = factor
 
     def __call__(self, step: tf.Tensor) -> tf.Tensor:
-        """The learning rate of the update with number `step`, of its dtype."""
+        """The learning rate of the update with number `step`, of its dtype; else float32."""
+        dtype = tf.convert_to_tensor(step).dtype
+        dtype = dtype if dtype.is_floating else tf.float32
         rate = self.rate(step) if callable(self.rate) else self.rate
-        return tf.cast(rate, step.dtype) * tf.cast(self._factor(), step.dtype)
+        return tf.cast(rate, dtype) * tf.cast(self._factor(), dtype)
 
     def get_config(self) -> dict[str, Any]:
         """What it can tell: nobody can make it anew, without its factor."""
