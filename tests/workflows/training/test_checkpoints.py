@@ -294,22 +294,16 @@ def test_how_often_is_refused(given):
         Keeping(keep=0)
 
 
-@pytest.mark.parametrize("killed", ["before", "after"])
-def test_a_checkpoint_that_was_being_replaced_stays(tmp_path, killed):
-    """As `kill -9` between two renames, or before the old one is removed, leaves the folder."""
-    variable = tf.Variable([1.0, 2.0])
+def test_a_checkpoint_whose_epoch_was_measured_has_new_progress(written):
+    """The tensors are the same; and it is the last one, also of those that are kept."""
+    checkpoints, variable = written
     state = State({"weight/0000": variable})
-    checkpoints = Checkpoints(tmp_path / "checkpoints")
-    checkpoints.save(7, state, {"epochs": 0})
-    place, hidden = checkpoints.path(7), tmp_path / "checkpoints" / ".step-0000000007.replaced"
-    if killed == "before":
-        place.rename(hidden)
-    else:
-        shutil.copytree(place, hidden)
-    variable.assign([0.0, 0.0])
-    found, problems = checkpoints.restore_last(state)
-    assert found.step == 7
-    assert not problems
-    np.testing.assert_array_equal(variable, [1.0, 2.0])
-    checkpoints.tidy(found)
-    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [place.name]
+    before = (checkpoints.path(30) / "state.index").stat()
+    checkpoints.save(30, state, {"epochs": [1]})
+    assert checkpoints.at(30).progress["epochs"] == [1]
+    assert (checkpoints.path(30) / "state.index").stat() == before
+    again = Checkpoints(checkpoints.folder, keep=3)
+    assert again.restore_last(state)[0].step == 30
+    again.save(30, state, {"epochs": [1, 2]})
+    assert checkpoints.at(30).progress["epochs"] == [1, 2]
+    assert checkpoints.steps() == [10, 20, 30]

@@ -6,9 +6,8 @@ are held, 4 bytes each and once more as they are ranked.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -145,7 +144,6 @@ class Predictor:
     def __init__(self, model: mm.Model) -> None:
         self._model = model
         self._step: Any = None
-        self._spec: Any = None
 
     def __call__(self, loader: Loader) -> tuple[np.ndarray, np.ndarray]:
         """Labels and probabilities of every row of an unshuffled loader, n each, in its order."""
@@ -153,40 +151,17 @@ class Predictor:
         labels, probabilities = zip(*batches, strict=True)
         return np.concatenate(labels), np.concatenate(probabilities)
 
-    def quality(
-        self,
-        loader: Loader,
-        *,
-        rank: int = 0,
-        ranks: int = 1,
-        between: Callable[[], None] = lambda: None,
-    ) -> Quality:
-        """Of every row of a loader.
-
-        Args:
-          loader: of whole batches.
-          rank: on several ranks, which one this is: they share the batches.
-          ranks: how many there are, all of which call this.
-          between: called after each batch, as often on all ranks.
+    def quality(self, loader: Loader, *, rank: int = 0, ranks: int = 1) -> Quality:
+        """Of every row of a loader; several ranks share its batches, and all call this.
 
         Raises:
           UserError: only one of the labels is present, or a probability is none.
         """
         found = QualityOf()
-        left = -(-len(loader) // ranks)
-        # In shards the others wait in a lookup for one that is refused: it ends, and so they do.
-        meets_later = ranks > 1 and not is_in_shards(self._model)
-        with agreed() if meets_later else contextlib.nullcontext():
-            for labels, probabilities in self.batches(loader, rank, ranks):
-                found.add(labels, probabilities)
-                between()
-                left -= 1
-            if left:
-                between()
-        if ranks > 1:
-            found = found.of_all_ranks()
-        with agreed() if ranks > 1 else contextlib.nullcontext():
-            return found.quality()
+        for labels, probabilities in self.batches(loader, rank, ranks):
+            found.add(labels, probabilities)
+        with agreed():
+            return (found.of_all_ranks() if ranks > 1 else found).quality()
 
     def batches(
         self, loader: Loader, rank: int = 0, ranks: int = 1
@@ -205,32 +180,22 @@ class Predictor:
             self.probabilities({name: _empty(name, one) for name, one in spec.items()}, spec)
 
     def probabilities(self, features: dict[str, Any], spec: dict[str, tf.TypeSpec]) -> np.ndarray:
-        """Of one batch, b float32.
-
-        Args:
-          features: the model's inputs by name.
-          spec: their types, for batches of any size.
+        """Of one batch, b float32; `spec` has the types of the inputs, for batches of any size.
 
         Raises:
           UserError: the model predicts anything else.
         """
-        if self._step is None or spec != self._spec:
+        if self._step is None:
             # One graph for batches of any size: the last one is smaller.
             self._step = tf.function(self._model.predict_step, input_signature=[spec])
-            self._spec = spec
-            with quiet_stack():  # of many networks in one process it warns that it traces many
-                return self._of(features)
-        return self._of(features)
-
-    def _of(self, features: dict[str, Any]) -> np.ndarray:
-        predictions = self._step(features)
+        with quiet_stack():  # of many networks in one process it warns that it traces many
+            predictions = self._step(features)
         shape = getattr(predictions, "shape", None)
         if shape is None or len(shape) > 2 or shape[1:] not in ((), (1,)):
-            several = f"{', '.join(predictions)}" if isinstance(predictions, dict) else ""
-            several = several or f"{type(predictions).__name__} of shape {shape}"
             raise UserError(
                 "a model must predict one probability for each row. Received: "
-                f"{several}. Evaluate each output by itself, by exact_quality"
+                f"{type(predictions).__name__} of shape {shape}. Evaluate each output by itself, "
+                "by exact_quality"
             )
         found = np.asarray(predictions, np.float32).ravel()
         _check_probabilities(found)

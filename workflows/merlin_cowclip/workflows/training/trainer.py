@@ -20,15 +20,15 @@ import numpy as np
 from merlin_cowclip.plugins._tensorflow import tf
 from merlin_cowclip.plugins.optimizers.state import mean_loss, shards_of, training_state
 from merlin_cowclip.workflows.data.prepared_data import PreparedData
-from merlin_cowclip.workflows.errors import NotFiniteError, Notice, Stopped, UserError
+from merlin_cowclip.workflows.errors import Notice, Stopped, UserError
 from merlin_cowclip.workflows.progress import progress_bar
-from merlin_cowclip.workflows.training.checkpoint import Checkpoints, State, not_finite
+from merlin_cowclip.workflows.training.checkpoint import Checkpoints, State
 from merlin_cowclip.workflows.training.configuration import TrainConfig
 from merlin_cowclip.workflows.training.epochs import Progress
 from merlin_cowclip.workflows.training.evaluation import Predictor
 from merlin_cowclip.workflows.training.keeping import Keeping
 from merlin_cowclip.workflows.training.loader import Loader
-from merlin_cowclip.workflows.training.logbook import Logbook
+from merlin_cowclip.workflows.training.logbook import FIELDS, METRICS, NORMS, Logbook, write_csv
 from merlin_cowclip.workflows.training.ranks import agreed, here, mean_over_ranks
 from merlin_cowclip.workflows.training.rebuilding import compiled
 from merlin_cowclip.workflows.training.runs import CHECKPOINTS, RESULT, how_to_resume
@@ -38,7 +38,7 @@ from merlin_cowclip.workflows.training.scalars import (
     field_scalars,
     summary_scalars,
 )
-from merlin_cowclip.workflows.training.stopping import Interrupted, Stopping
+from merlin_cowclip.workflows.training.stopping import Stopping
 from merlin_cowclip.workflows.training.watch import Watch
 
 LOG_EVERY = 50  # updates between two points of TensorBoard's curves
@@ -92,7 +92,7 @@ class Trainer:
         self._keeping = keeping or Keeping()
         self._show, self._after_update = show, after_update
         self._predictor = Predictor(self.model)
-        self._watch = Watch(self.optimizer, loader, config)
+        self._watch = Watch(self.optimizer, len(loader), config)
         self._logbook = Logbook(run if self._here.rank == 0 else None)
         if run is not None:
             self._checkpoints = Checkpoints(run / CHECKPOINTS, self._keeping.keep, self._here)
@@ -121,7 +121,7 @@ class Trainer:
         """Train from where it is to the end; gives what was measured after each epoch.
 
         Raises:
-          Stopped: it was asked to, and is saved; of what has no run's folder: Interrupted.
+          Stopped: it was asked to, and is saved; without a run's folder a KeyboardInterrupt.
           UserError: a loss, gradient or weight is not finite, or the data cannot be read;
             checkpoints are as they were.
         """
@@ -145,6 +145,7 @@ class Trainer:
         if not k:
             # Not `reset_metrics`, which passes over it before the process's first update.
             mean_loss(self.model).reset_state()
+            self._statistics.reset()
         title = f"epoch {epoch + 1}/{self._config.epochs}"
         bars = self._show and sys.stderr.isatty()  # in a log there is the line of each epoch
         with progress_bar(title, steps, " batches", show=bars) as bar:
@@ -183,7 +184,7 @@ class Trainer:
     def _stopped(self) -> BaseException:
         """Save, and say so."""
         if self._run is None:
-            return Interrupted()
+            return KeyboardInterrupt()
         self._save()
         number, total = self._stopping.number, self._config.epochs * len(self._loader)
         why = "stopped as its time was over" if number is None else "interrupted"
@@ -199,21 +200,10 @@ class Trainer:
         self._watch.look(self.step)
         self._stop_if_asked(now=True)
 
-        def between() -> None:
-            self._stopping.agree()
-            if self._stopping.number is not None or (
-                self._stopping.asked and (self._here.size > 1 or self._run is None)
-            ):
-                raise Interrupted
-
         quality = None
         if self._test is not None:
-            try:
-                quality = self._predictor.quality(
-                    self._test, rank=self._here.rank, ranks=self._here.size, between=between
-                )
-            except Interrupted:
-                raise self._stopped() from None
+            place = self._here
+            quality = self._predictor.quality(self._test, rank=place.rank, ranks=place.size)
         loss = float(mean_over_ranks(np.array(float(mean_loss(self.model).result()))))
         row = {
             "epoch": len(self.progress.epochs) + 1,
@@ -225,7 +215,6 @@ class Trainer:
             self._log(row)
         self.progress.epochs.append(row)
         self.progress.seconds = 0.0
-        self._statistics.reset()
         if self._run is not None:
             self._save()
         if self._show:
@@ -236,11 +225,18 @@ class Trainer:
 
     def _log(self, row: Mapping[str, Any]) -> None:
         overall, fields = self._scalars(row["train_loss"])
-        whole = {**row, **{k: v for k, v in overall.items() if k != "loss"}}
-        norms = [dataclasses.asdict(one) for one in self._statistics.gradient_norms()]
+        epoch, tables = {"epoch": row["epoch"]}, self.progress.tables
+        for name, rows in (
+            (METRICS, [{**row, **{k: v for k, v in overall.items() if k != "loss"}}]),
+            (FIELDS, field_rows(fields)),
+            (NORMS, [dataclasses.asdict(one) for one in self._statistics.gradient_norms()]),
+        ):
+            if rows:
+                tables.setdefault(name, []).extend({**epoch, **one} for one in rows)
         measured = {f"all/test_{k}": row[k] for k in ("auc", "log_loss", "calibration")}
         with agreed():
-            self._logbook.epoch(whole, field_rows(fields), norms)
+            if self._run is not None and self._here.rank == 0:
+                write_csv(self._run, tables)
             self._logbook.scalars(self.step, {k: v for k, v in measured.items() if v is not None})
 
     def _scalars(self, loss: float) -> tuple[dict[str, float | None], list[Any]]:
@@ -298,7 +294,7 @@ class Trainer:
 
         Raises:
           NoCheckpointError: the run is finished, and would have to begin again.
-          UserError: no checkpoint can be read, or what was logged is gone.
+          UserError: no checkpoint can be read.
         """
         assert self._run is not None
         checkpoint, damaged = self._checkpoints.restore_last(self._state)
@@ -314,15 +310,15 @@ class Trainer:
                         "without one. Its result is as it was. Put the checkpoint back, or train "
                         "another run"
                     )
-                self._logbook.cut_back(checkpoint.progress["lengths"] if checkpoint else {}, begin)
+                begin()
                 self._checkpoints.tidy(checkpoint)
         if checkpoint is not None:
             progress = checkpoint.progress
             _set_random_state(progress["random"])
             self.step = checkpoint.step
-            self.progress = Progress(list(progress["epochs"]), progress["seconds"])
+            names = (field.name for field in dataclasses.fields(Progress))
+            self.progress = Progress(**{name: progress[name] for name in names})
             self._saved = self._place
-            self._watch.begin(self.step)
         self.optimizer.broadcast()
 
     @property
@@ -338,20 +334,10 @@ class Trainer:
         """
         if self._place == self._saved:
             return
-        self._watch.look(self.step)
-        with agreed():
-            broken = not_finite({**self._state.shared, **self._state.shards})
-            if broken:
-                raise NotFiniteError(
-                    "weights must stay finite. Received: NaN or infinity in "
-                    f"{', '.join(broken[:4])}, after update {self.step:,}. The run diverged: lower "
-                    "the learning rates"
-                )
-        progress = {
-            **dataclasses.asdict(self.progress),
-            "lengths": self._logbook.lengths(),
-            "random": _random_state(),
-        }
+        shared, shards = self._state.shared.items(), self._state.shards.items()
+        weights = [v for name, v in (*shared, *shards) if name.startswith("weight/")]
+        self._watch.look(self.step, [v for v in weights if v.dtype.is_floating])
+        progress = {**dataclasses.asdict(self.progress), "random": _random_state()}
         self._checkpoints.save(self.step, self._state, progress, best=self.best_step)
         self._saved, self._saved_at = self._place, time.monotonic()
 
