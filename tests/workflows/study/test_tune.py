@@ -22,7 +22,7 @@ from merlin_cowclip.workflows.study.tune import epochs_of, tune
 from merlin_cowclip.workflows.study.tuned import Tuned
 from merlin_cowclip.workflows.training.keeping import Keeping
 from merlin_cowclip.workflows.training.runs import Run
-from merlin_cowclip.workflows.training.stopping import Interrupted, Stopping
+from merlin_cowclip.workflows.training.stopping import Stopping
 
 from .conftest import NETWORK, auc_of
 
@@ -335,7 +335,7 @@ class TestTrials:
             if len(updates) == 2:
                 stopping._received(2, None)
 
-        with pytest.raises(Interrupted):
+        with pytest.raises(KeyboardInterrupt):
             list(epochs_of(rows, config.train_config(config.rules["none"]), stopping, advance))
         assert len(updates) == 2
 

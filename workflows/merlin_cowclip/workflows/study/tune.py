@@ -167,7 +167,7 @@ def epochs_of(
 
     Raises:
       NotFiniteError: a loss, gradient, weight or prediction is no finite number.
-      Interrupted: it was asked to stop.
+      KeyboardInterrupt: it was asked to stop.
     """
     begun = time.perf_counter()
     loader = check_trainable(rows, config)
