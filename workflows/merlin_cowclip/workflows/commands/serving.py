@@ -16,7 +16,7 @@ from merlin_cowclip.workflows.commands.options import (
     quiet,
     trust_workflow,
 )
-from merlin_cowclip.workflows.commands.prediction import checkpoint, said_of, which_of
+from merlin_cowclip.workflows.commands.prediction import checkpoint, said_of
 from merlin_cowclip.workflows.errors import UserError
 
 
@@ -63,8 +63,7 @@ def export(
     drop_rare: float | None,
     check_raw: tuple[str, ...],
     data: Path | None,
-    which: str | None,
-    best: bool,
+    which: str,
     trust_workflow: bool,
     quiet: bool,
 ) -> None:
@@ -83,7 +82,7 @@ def export(
         refuse_existing(out)
     opened = Run.open(run, trust_workflow=trust_workflow)
     options: dict[str, Any] = {
-        "which": which_of(which, best=best),
+        "which": which,
         "data": None if data is None else PreparedData.open(data),
         "progress": not quiet,
     }
