@@ -22,8 +22,8 @@ def differences(run: Path, reference: Path) -> list[str]:
     """What differs between two runs, of which neither need be finished.
 
     Of every checkpoint that both have: all tensors (weights, moments, learning rates, sums of
-    statistics, the mean loss), byte by byte, what was measured so far and the random states. Of
-    finished runs also the CSV files, the scalars for TensorBoard, `result.json`, and that the last
+    statistics, the mean loss), byte by byte, and what was measured so far. Of finished
+    runs also the CSV files, the scalars for TensorBoard, `result.json`, and that the last
     checkpoints are of the same step.
     """
     found = list(_in_checkpoints(run, reference))
@@ -96,7 +96,7 @@ def _in_checkpoints(run: Path, reference: Path) -> Iterator[str]:
         for name in sorted(a):
             if a[name].tobytes() != b[name].tobytes():
                 yield f"checkpoint {step}: {name}"
-        for key in ("epochs", "random", "own"):
+        for key in ("epochs", "own"):
             values = [_plain(c.progress[key]) for c in (one, other)]
             if values[0] != values[1]:
                 yield f"checkpoint {step}: {key}"

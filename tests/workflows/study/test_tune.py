@@ -347,7 +347,6 @@ class TestTrials:
         run = Run.open(tmp_path / "run")
         assert run.train_config() == shared.train_config()
         assert run.config["identity"] == shared.train_config().identity
-        assert run.config["values_from"] == str(shared.path)
         assert len(run.result["epochs"]) == 3
         options = ["--epochs", "1", "--seed", "5", "--rule", "sqrt", "--batch-size", "1024"]
         assert main([*argv, str(tmp_path / "other"), *options]) == 0

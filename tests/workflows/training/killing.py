@@ -144,7 +144,7 @@ def _to(name: str) -> Callable[..., bool]:
 _WATCH, _OS = _of("watch", "Watch"), lambda: os
 PLACES: dict[str, Place] = {
     "before the first update": _at(_of("trainer", "Trainer"), "epochs"),
-    "before there is a network": _at(_of("trainer"), "compiled"),
+    "before there is a network": _at(_of("trainer"), "network"),
     "in an epoch": _at(_WATCH, "see", _update(5)),
     "at an epoch's last update": _at(_WATCH, "see", _update(0)),
     "while the tensors are written": _half_written,

@@ -459,7 +459,7 @@ class _Tuning:
             "trials_measured": sum(bool(one["epochs"]) for one in tried),
             "seconds": seconds,
             "trials": tried,
-            **environment(("optuna",)),
+            **environment("optuna"),
         }
         with alone_in(self._out):
             write_json(self._out / TUNED, found.to_dict())

@@ -62,11 +62,7 @@ class Checkpoint:
         return int(self.progress["step"])
 
     def restore(self, state: State, ranks: Ranks = SINGLE_PROCESS) -> None:
-        """Give all variables their values; on all ranks at once.
-
-        Raises:
-          UserError: it is damaged, another network's, or has the shards of other ranks.
-        """
+        """Give all variables their values; on all ranks at once."""
         own = self.progress["own"]
         with agreed():
             if len(own) != ranks.size and (state.shards or self.progress["sharded"]):
@@ -87,11 +83,7 @@ class Checkpoint:
             variable.assign(sums[ranks.rank] if is_same else sums.sum(axis=0) / ranks.size)
 
     def read(self, variables: Mapping[str, tf.Variable]) -> None:
-        """Give these the values that all ranks had together: sharded tables are made whole.
-
-        Raises:
-          UserError: it is damaged, or another network's.
-        """
+        """Give these the values that all ranks had together: sharded tables are made whole."""
         paths = [self.path / _rows(rank) for rank in range(len(self.progress["own"]))]
         rows = [_opened(path) for path in paths if path.with_name(f"{path.name}.index").exists()]
         sharded = {n for n in variables if rows and rows[0].has_tensor(_key_in_file(n))}
@@ -128,9 +120,6 @@ class Checkpoints:
           state: of this rank.
           progress: fit for JSON.
           best: the step of the one that is kept beside the last ones.
-
-        Raises:
-          OSError, tf.errors.OpError: it cannot be written, on this rank; nothing is left of it.
         """
         target = self.path(step)
         partial = target.with_name(f".{target.name}.partial")
@@ -178,11 +167,7 @@ class Checkpoints:
         return self.folder / f"step-{step:010}"
 
     def at(self, step: int) -> Checkpoint:
-        """The one after `step` updates, as the first rank finds it.
-
-        Raises:
-          UserError: it is not there, or damaged.
-        """
+        """The one after `step` updates, as the first rank finds it."""
         path, progress = self.path(step), None
         with agreed():
             if self._ranks.rank == 0:
@@ -193,11 +178,7 @@ class Checkpoints:
         return Checkpoint(path, said_by_all(progress)[0])
 
     def restore_last(self, state: State) -> tuple[Checkpoint | None, list[UserError]]:
-        """Restore the last one that can be read; and why those after it could not.
-
-        Raises:
-          UserError: none of them can be read.
-        """
+        """Restore the last one that can be read; and why those after it could not."""
         problems: list[UserError] = []
         for step in reversed(said_by_all({"steps": self.steps()})[0]["steps"]):
             try:

@@ -19,7 +19,7 @@ from typing import Any
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.training.ranks import said_by_all
 
-EVERY = 20  # updates between two agreements of ranks
+EVERY = 10  # updates between two agreements of ranks
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _ONCE = 2.0  # seconds in which a rank's second signal is the launcher's, of what it was sent itself
 
@@ -76,9 +76,6 @@ class Stopping:
 
         Returns:
             What the first rank says is due.
-
-        Raises:
-            AgreedError: a rank has failed.
         """
         if not self._several:
             return is_due

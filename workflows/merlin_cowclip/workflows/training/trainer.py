@@ -7,11 +7,10 @@ of it is in a checkpoint. What comes next depends on that alone.
 from __future__ import annotations
 
 import dataclasses
-import random
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,7 @@ from merlin_cowclip.workflows.training.keeping import Keeping
 from merlin_cowclip.workflows.training.loader import Loader
 from merlin_cowclip.workflows.training.logbook import FIELDS, METRICS, NORMS, Logbook, write_csv
 from merlin_cowclip.workflows.training.ranks import agreed, here, mean_over_ranks
-from merlin_cowclip.workflows.training.rebuilding import compiled
+from merlin_cowclip.workflows.training.rebuilding import compile_by, network
 from merlin_cowclip.workflows.training.runs import CHECKPOINTS, RESULT, how_to_resume
 from merlin_cowclip.workflows.training.scalars import (
     clip_sentence,
@@ -42,10 +41,7 @@ from merlin_cowclip.workflows.training.stopping import Stopping
 from merlin_cowclip.workflows.training.watch import Watch
 
 LOG_EVERY = 50  # updates between two points of TensorBoard's curves
-
-
-class NoCheckpointError(UserError):
-    """A finished run has none to go on from."""
+_QUALITY = ("auc", "log_loss", "calibration")
 
 
 class Trainer:
@@ -80,7 +76,9 @@ class Trainer:
         after_update: Callable[[], Any] = lambda: None,
     ) -> None:
         try:
-            self.model, self.optimizer = compiled(data, config, loader)
+            self.model = network(config, data.schema)
+            updates, batches = loader.rows // config.batch_size, len(loader)
+            self.optimizer = compile_by(config, self.model, updates=updates, batches=batches)
         except ValueError as error:  # of the data's columns, which only the network knows
             raise UserError(str(error)) from None
         self._statistics = self.optimizer.observe()
@@ -125,8 +123,8 @@ class Trainer:
           UserError: a loss, gradient or weight is not finite, or the data cannot be read;
             checkpoints are as they were.
         """
-        begin = dict(zip(("epoch", "start"), divmod(self.step, len(self._loader)), strict=True))
-        batches = iter(self._loader.dataset(epochs=None, **begin))
+        epoch, start = divmod(self.step, len(self._loader))
+        batches = iter(self._loader.dataset(epochs=None, epoch=epoch, start=start))
         function = self.model.make_train_function()
         with self._logbook:
             while not self._is_finished():
@@ -164,7 +162,7 @@ class Trainer:
                 now = time.perf_counter()
                 self.progress.seconds, begun = self.progress.seconds + now - begun, now
                 if self.step % LOG_EVERY == 0:
-                    loss = float(mean_over_ranks(np.array(float(logs["loss"]))))
+                    loss = _mean(logs["loss"])
                     bar.set_postfix(loss=f"{loss:.4f}", refresh=False)
                     if self._run is not None:
                         self._logbook.scalars(self.step, self._tags(loss))
@@ -199,16 +197,14 @@ class Trainer:
         self._stopping.begin()  # a run that goes on may have it before any update
         self._watch.look(self.step)
         self._stop_if_asked(now=True)
-
-        quality = None
+        quality: Sequence[float | None] = (None, None, None)
+        place = self._here
         if self._test is not None:
-            place = self._here
             quality = self._predictor.quality(self._test, rank=place.rank, ranks=place.size)
-        loss = float(mean_over_ranks(np.array(float(mean_loss(self.model).result()))))
         row = {
             "epoch": len(self.progress.epochs) + 1,
-            **{n: quality and getattr(quality, n) for n in ("auc", "log_loss", "calibration")},
-            "train_loss": loss,
+            **dict(zip(_QUALITY, quality, strict=True)),
+            "train_loss": _mean(mean_loss(self.model).result()),
             "seconds": self.progress.seconds,
         }
         if self._run is not None:
@@ -233,11 +229,11 @@ class Trainer:
         ):
             if rows:
                 tables.setdefault(name, []).extend({**epoch, **one} for one in rows)
-        measured = {f"all/test_{k}": row[k] for k in ("auc", "log_loss", "calibration")}
+        measured = {f"all/test_{k}": row[k] for k in _QUALITY if row[k] is not None}
         with agreed():
             if self._run is not None and self._here.rank == 0:
                 write_csv(self._run, tables)
-            self._logbook.scalars(self.step, {k: v for k, v in measured.items() if v is not None})
+            self._logbook.scalars(self.step, measured)
 
     def _scalars(self, loss: float) -> tuple[dict[str, float | None], list[Any]]:
         """Of the epoch so far: over all fields, and what those were like."""
@@ -286,39 +282,27 @@ class Trainer:
             {name: variables[name] for name in sharded},
         )
 
-    def restore_last(self, begin: Callable[[], None] = lambda: None) -> None:
-        """Be where the last checkpoint was taken that can be read, or at the beginning.
-
-        Args:
-          begin: called once it is sure, before anything of the run is changed.
-
-        Raises:
-          NoCheckpointError: the run is finished, and would have to begin again.
-          UserError: no checkpoint can be read.
-        """
+    def restore_last(self) -> None:
+        """Be where the last checkpoint was taken that can be read, or at the beginning."""
         assert self._run is not None
         checkpoint, damaged = self._checkpoints.restore_last(self._state)
-        if checkpoint is not None:
-            then = f"The run goes on from update {checkpoint.step:,}"
-            for problem in damaged:
-                warnings.warn(f"{problem}. {then}", Notice, stacklevel=4)
-        with agreed():
-            if self._here.rank == 0:
-                if checkpoint is None and (self._run / RESULT).exists():
-                    raise NoCheckpointError(
+        if checkpoint is None:
+            with agreed():
+                if self._here.rank == 0 and (self._run / RESULT).exists():
+                    raise UserError(
                         f"a finished run goes on from its last checkpoint. Received: {self._run}, "
-                        "without one. Its result is as it was. Put the checkpoint back, or train "
-                        "another run"
+                        "without one. Put it back, or train another run"
                     )
-                begin()
-                self._checkpoints.tidy(checkpoint)
-        if checkpoint is not None:
-            progress = checkpoint.progress
-            _set_random_state(progress["random"])
+        else:
+            for problem in damaged:
+                then = f"The run goes on from update {checkpoint.step:,}"
+                warnings.warn(f"{problem}. {then}", Notice, stacklevel=4)
+            progress, names = checkpoint.progress, dataclasses.fields(Progress)
+            self.progress = Progress(**{field.name: progress[field.name] for field in names})
             self.step = checkpoint.step
-            names = (field.name for field in dataclasses.fields(Progress))
-            self.progress = Progress(**{name: progress[name] for name in names})
             self._saved = self._place
+        if self._here.rank == 0:
+            self._checkpoints.tidy(checkpoint)
         self.optimizer.broadcast()
 
     @property
@@ -327,33 +311,17 @@ class Trainer:
         return self.step, len(self.progress.epochs)
 
     def _save(self) -> None:
-        """Write a checkpoint of now, unless there is one.
-
-        Raises:
-          NotFiniteError: a weight is not finite, which no checkpoint may hold.
-        """
+        """Write a checkpoint of now, unless there is one."""
         if self._place == self._saved:
             return
         shared, shards = self._state.shared.items(), self._state.shards.items()
         weights = [v for name, v in (*shared, *shards) if name.startswith("weight/")]
         self._watch.look(self.step, [v for v in weights if v.dtype.is_floating])
-        progress = {**dataclasses.asdict(self.progress), "random": _random_state()}
+        progress = dataclasses.asdict(self.progress)
         self._checkpoints.save(self.step, self._state, progress, best=self.best_step)
         self._saved, self._saved_at = self._place, time.monotonic()
 
 
-def _random_state() -> dict[str, Any]:
-    """Python's and NumPy's; TensorFlow's is used by no step of our networks, which a test says."""
-    version, numbers, following = random.getstate()
-    name, keys, *rest = np.random.get_state(legacy=True)
-    return {
-        "python": [version, list(numbers), following],
-        "numpy": [name, np.asarray(keys).tolist(), *rest],
-    }
-
-
-def _set_random_state(state: Mapping[str, Any]) -> None:
-    version, numbers, following = state["python"]
-    random.setstate((version, tuple(numbers), following))
-    name, keys, *rest = state["numpy"]
-    np.random.set_state((name, np.array(keys, np.uint32), *rest))
+def _mean(loss: tf.Tensor) -> float:
+    """Over all ranks."""
+    return float(mean_over_ranks(np.array(float(loss))))
