@@ -135,7 +135,7 @@ def test_from_dict_refuses(values, message):
         ({"clip_tables": ["C1", "C1"]}, "each only once"),
         ({"clip_tables": ["C1"], "rule": "linear"}, "clip_tables needs a clip rule"),
         ({"dense_schedule": "wave"}, "dense_schedule must be one of exponential, .*'wave'"),
-        ({"dense_schedule": "exponential"}, "dense_schedule 'exponential' needs rate"),
+        ({"dense_schedule": "exponential"}, "'exponential' has the parameters rate, epochs"),
         ({"dense_schedule": {"name": "cosine", "x": 1}}, "has the parameters to, epochs. .*'x'"),
         ({"embedding_schedule": {"name": "cosine", "to": -1}}, "embedding_schedule to must be"),
         ({"embedding_schedule": {**STEPS, "at": [8, 5]}}, "rising, positive epochs and a factor"),

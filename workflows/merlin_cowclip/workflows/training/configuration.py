@@ -249,14 +249,6 @@ class TrainConfig:
                 object.__setattr__(self, name, value)
 
     def _check_together(self) -> None:
-        falling: list[Any] = [self.dense_schedule, self.embedding_schedule]
-        ends = [one["epochs"] for one in falling if one and one.get("to") == 0 and one["epochs"]]
-        if len(ends) == len(falling) and max(ends) < self.epochs:
-            raise ValueError(
-                "learning rates must not both be 0 before the last epoch. Received: schedules that "
-                f"fall to 0 in {max(ends):g} epochs, and {self.epochs} epochs. Train fewer, or let "
-                "them fall over all by epochs=None"
-            )
         if self.clip_tables is not None and self.clip == NO_CLIP:
             raise ValueError(
                 f"clip_tables needs a clip rule. Received: clip_tables={list(self.clip_tables)} "
@@ -303,20 +295,13 @@ class TrainConfig:
         return {name: getattr(self, name) for name in NETWORKS[self.model]}
 
     def to_dict(self) -> dict[str, Any]:
-        """Fit for JSON; `from_dict` is the way back. Nothing is left to defaults that may change.
-
-        Options that the network does not take are `None`.
-        """
+        """Fit for JSON; what the network does not take is `None`; `from_dict` is the way back."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return {n: list(v) if isinstance(v, tuple) else v for n, v in values.items()}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> TrainConfig:
-        """The configuration that `to_dict` describes; what is left out has its default.
-
-        Raises:
-          UserError: a key that is none, or a value out of range.
-        """
+        """The configuration that `to_dict` describes; what is left out has its default."""
         refuse_unknown("a configuration", values, [f.name for f in dataclasses.fields(cls)])
         return cls(**values)
 
@@ -340,11 +325,7 @@ class TrainConfig:
 
 
 def base_fields(values: Hyperparameters | Mapping[str, Any]) -> dict[str, Any]:
-    """Hyperparameters, or some of them by name, as the fields that `TrainConfig` has for a base.
-
-    Raises:
-      UserError: a name that is none.
-    """
+    """Hyperparameters, or some of them by name, as the fields that `TrainConfig` has for a base."""
     if isinstance(values, Hyperparameters):
         values = values.to_dict()
     known = [field.name for field in dataclasses.fields(Hyperparameters)]

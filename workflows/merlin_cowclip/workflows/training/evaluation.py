@@ -100,12 +100,7 @@ class QualityOf:
         return joined
 
     def quality(self) -> Quality:
-        """Of all that was added.
-
-        Raises:
-          UserError: only one of the labels is present.
-          NotFiniteError: a probability is none.
-        """
+        """Of all that was added."""
         clicked, others = (sum(map(len, held)) for held in (self._ones, self._zeros))
         rows = clicked + others
         if not (clicked and others):
@@ -152,11 +147,7 @@ class Predictor:
         return np.concatenate(labels), np.concatenate(probabilities)
 
     def quality(self, loader: Loader, *, rank: int = 0, ranks: int = 1) -> Quality:
-        """Of every row of a loader; several ranks share its batches, and all call this.
-
-        Raises:
-          UserError: only one of the labels is present, or a probability is none.
-        """
+        """Of every row of a loader; several ranks share its batches, and all call this."""
         found = QualityOf()
         for labels, probabilities in self.batches(loader, rank, ranks):
             found.add(labels, probabilities)
@@ -180,11 +171,7 @@ class Predictor:
             self.probabilities({name: _empty(name, one) for name, one in spec.items()}, spec)
 
     def probabilities(self, features: dict[str, Any], spec: dict[str, tf.TypeSpec]) -> np.ndarray:
-        """Of one batch, b float32; `spec` has the types of the inputs, for batches of any size.
-
-        Raises:
-          UserError: the model predicts anything else.
-        """
+        """Of one batch, b float32; `spec` has the types of the inputs, for batches of any size."""
         if self._step is None:
             # One graph for batches of any size: the last one is smaller.
             self._step = tf.function(self._model.predict_step, input_signature=[spec])

@@ -27,7 +27,7 @@ class Logbook:
 
     def __enter__(self) -> Logbook:
         if self._run is not None:
-            from tensorboard.summary import Writer
+            from tensorboard.summary import Writer  # type: ignore[import-untyped]
 
             self._events = Writer(str(self._run / EVENTS))
         return self
