@@ -1,7 +1,7 @@
 """Exact AUC, log loss and calibration of a model's predictions, in one pass.
 
 Keras's `AUC()` sums over 200 thresholds, and can be off in the second digit; here all predictions
-are held, 4 bytes each and once more as they are ranked.
+are held, 5 bytes each and twice more as they are ranked.
 """
 
 from __future__ import annotations
@@ -71,51 +71,43 @@ class QualityOf:
     """The quality of predictions that come batch by batch, all of which it holds."""
 
     def __init__(self) -> None:
-        self._ones: list[np.ndarray] = []  # predictions of clicked rows
-        self._zeros: list[np.ndarray] = []
-        self._wrong, self._loss, self._sum = 0, 0.0, 0.0
+        self._clicked: list[np.ndarray] = []
+        self._found: list[np.ndarray] = []
 
     def add(self, labels: np.ndarray, probabilities: np.ndarray) -> None:
         """Take a batch: n labels, 0 or 1, and n probabilities."""
-        for start in range(0, len(labels), _CHUNK):
-            clicked = labels[start : start + _CHUNK] == 1
-            found = probabilities[start : start + _CHUNK]
-            self._ones.append(found[clicked])
-            self._zeros.append(found[~clicked])
-            self._wrong += int(np.count_nonzero(~np.isfinite(found)))
-            limited = np.clip(np.asarray(found, np.float64), 1e-7, 1 - 1e-7)
-            self._loss -= float(np.log(np.where(clicked, limited, 1 - limited)).sum())
-            self._sum += float(np.asarray(found, np.float64).sum())
+        self._clicked.append(labels == 1)
+        self._found.append(probabilities)
 
-    def of_all_ranks(self) -> QualityOf:
-        """What all ranks have added, each row on one of them; called on all at once."""
-        from merlin_cowclip.plugins.distributed.horovod import all_gather
+    def quality(self, ranks: int = 1) -> Quality:
+        """Of all that was added, also on other ranks, each row on one of them."""
+        clicked = np.concatenate([np.empty(0, bool), *self._clicked])
+        found = np.concatenate([np.empty(0, np.float32), *self._found])
+        self._clicked, self._found = [clicked], [found]  # the parts take as much once more
+        if ranks > 1:
+            from merlin_cowclip.plugins.distributed.horovod import all_gather
 
-        none = np.empty(0, np.float32)
-        joined = QualityOf()
-        joined._ones = [all_gather(np.concatenate([none, *self._ones]))]
-        joined._zeros = [all_gather(np.concatenate([none, *self._zeros]))]
-        sums = all_gather(np.array([[self._wrong, self._loss, self._sum]])).sum(axis=0)
-        joined._wrong, joined._loss, joined._sum = int(sums[0]), float(sums[1]), float(sums[2])
-        return joined
-
-    def quality(self) -> Quality:
-        """Of all that was added."""
-        clicked, others = (sum(map(len, held)) for held in (self._ones, self._zeros))
-        rows = clicked + others
-        if not (clicked and others):
+            clicked, found = all_gather(clicked.astype(np.uint8)).astype(bool), all_gather(found)
+        rows, clicks = len(clicked), int(np.count_nonzero(clicked))
+        if clicks in (0, rows):
             raise UserError(
                 "what is evaluated must have labels of 0 and of 1. Received: only "
-                f"{int(clicked > 0)}, in {rows:,} rows. Take more rows: prepare the data "
-                "with a larger test part, or split at random"
+                f"{int(clicks > 0)}, in {rows:,} rows. Take more rows: prepare the data with a "
+                "larger test part, or split at random"
             )
-        if self._wrong:
+        if wrong := int(np.count_nonzero(~np.isfinite(found))):
             raise NotFiniteError(
-                f"predictions must be numbers. Received: NaN for {self._wrong:,} of {rows:,} rows. "
+                f"predictions must be numbers. Received: NaN for {wrong:,} of {rows:,} rows. "
                 "The model diverged: lower the learning rates, or check the data for inf and NaN"
             )
-        wins = wins_twice(np.concatenate(self._ones), np.concatenate(self._zeros))
-        return Quality(wins / (2 * clicked * others), self._loss / rows, self._sum / clicked)
+        loss = total = 0.0
+        for start in range(0, rows, _CHUNK):
+            here, some = clicked[start : start + _CHUNK], found[start : start + _CHUNK]
+            total += float(some.sum(dtype=np.float64))
+            limited = np.clip(some.astype(np.float64), 1e-7, 1 - 1e-7)
+            loss -= float(np.log(np.where(here, limited, 1 - limited)).sum())
+        wins = wins_twice(found[clicked], found[~clicked])
+        return Quality(wins / (2 * clicks * (rows - clicks)), loss / rows, total / clicks)
 
 
 def wins_twice(ones: np.ndarray, zeros: np.ndarray) -> int:
@@ -152,7 +144,7 @@ class Predictor:
         for labels, probabilities in self.batches(loader, rank, ranks):
             found.add(labels, probabilities)
         with agreed():
-            return (found.of_all_ranks() if ranks > 1 else found).quality()
+            return found.quality(ranks)
 
     def batches(
         self, loader: Loader, rank: int = 0, ranks: int = 1
