@@ -46,11 +46,12 @@ def _code_of(error: BaseException, name: str, received: list[int]) -> int:
     if received or isinstance(error, KeyboardInterrupt):
         asked = error.number if isinstance(error, Stopped) else signal.SIGINT
         number = received[0] if received else asked
+        what: object = error
+        if not isinstance(error, Stopped):
+            end = signal.Signals(number or signal.SIGINT)
+            what = "interrupted" if end == signal.SIGINT else f"ended by {end.name}"
         if launched().rank == 0:  # a launcher ends all of its processes
-            end = (
-                "interrupted" if number in (None, 2) else f"ended by {signal.Signals(number).name}"
-            )
-            say(f"{name}: {error if isinstance(error, Stopped) else end}")
+            say(f"{name}: {what}")
         return 3 if number is None else 128 + number
     if isinstance(error, SystemExit):
         raise error
@@ -65,8 +66,8 @@ def _code_of(error: BaseException, name: str, received: list[int]) -> int:
         return error.exit_code
     with contextlib.suppress(OSError):
         traceback.print_exception(error)
-    what = "".join(traceback.format_exception_only(error)).strip()
-    say(f"{name}: internal error (please report it): {what}")
+    why = "".join(traceback.format_exception_only(error)).strip()
+    say(f"{name}: internal error (please report it): {why}")
     return 1
 
 

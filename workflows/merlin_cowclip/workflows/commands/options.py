@@ -239,8 +239,8 @@ def _of_field(field: dataclasses.Field[Any], group: str, shown: str | None) -> D
         told += f": {', '.join(of['choices'])}"
     more: dict[str, Any] = {"group": group or of["group"], "help": told}
     if of["kind"] == "flag":
-        default = f"--{flag}" if field.default else f"--no-{flag}"
-        return option(f"--{flag}/--no-{flag}", field.name, shown=default, **more)
+        told = f"--{flag}" if field.default else f"--no-{flag}"
+        return option(f"--{flag}/--no-{flag}", field.name, shown=told, **more)
     default = shown if shown is not None else of["shown"] or field.default
     metavar = of["metavar"] or ("NAME" if of["choices"] else _METAVARS.get(of["kind"]))
     more |= {"metavar": metavar, "type": TYPES.get(of["kind"])}

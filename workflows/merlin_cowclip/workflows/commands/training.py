@@ -34,12 +34,7 @@ from merlin_cowclip.workflows.training.configuration import (
 )
 from merlin_cowclip.workflows.training.keeping import GROUP, Keeping
 from merlin_cowclip.workflows.training.networks import NETWORKS, OPTIONS
-from merlin_cowclip.workflows.training.ranks import (
-    agreed,
-    check_offered,
-    first_speaks,
-    is_first,
-)
+from merlin_cowclip.workflows.training.ranks import agreed, first_speaks, is_first
 from merlin_cowclip.workflows.training.stopping import check_minutes
 
 if TYPE_CHECKING:
@@ -158,7 +153,6 @@ def _begin(values: Mapping[str, Any]) -> Run:
             tuned = Tuned.open(values["tuned"])
         data = PreparedData.open(values["data"])
         config, source = train_config(values, tuned, data.spec.name)
-        check_offered(config)
         keeping = Keeping(**given({field.name: values[field.name] for field in fields_of(Keeping)}))
         if tuned is not None:
             like = tuned.record

@@ -180,7 +180,7 @@ class Checkpoints:
     def restore_last(self, state: State) -> tuple[Checkpoint | None, list[UserError]]:
         """Restore the last one that can be read; and why those after it could not."""
         problems: list[UserError] = []
-        for step in reversed(said_by_all({"steps": self.steps()})[0]["steps"]):
+        for step in reversed(said_by_all(self.steps())[0]):
             try:
                 checkpoint = self.at(step)
                 checkpoint.restore(state, self._ranks)

@@ -61,14 +61,11 @@ def _seed(name: str, value: Any) -> int:
 
 
 def _names(name: str, value: Any) -> tuple[str, ...]:
-    if not isinstance(value, list | tuple) or not all(isinstance(n, str) and n for n in value):
+    is_list = isinstance(value, list | tuple) and all(isinstance(n, str) and n for n in value)
+    if not is_list or not value or len(set(value)) < len(value):
         raise ValueError(
-            f"{name} must be a list of names of fields or tables. Received: {name}={value!r}"
-        )
-    if not value or len(set(value)) < len(value):
-        raise ValueError(
-            f"{name} must name something, and each only once. Received: {name}={list(value)}. To "
-            "clip nothing, use clip='none'"
+            f"{name} must be a list of names of fields or tables, each once. Received: "
+            f"{name}={value!r}. To clip nothing, use clip='none'"
         )
     return tuple(sorted(value))
 

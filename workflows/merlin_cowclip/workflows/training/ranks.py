@@ -6,7 +6,7 @@ import contextlib
 import functools
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from merlin_cowclip.workflows.errors import AgreedError, Notice, Stopped, UserError, clipped
@@ -68,41 +68,25 @@ def agreed() -> Iterator[None]:
         yield
     except Exception as error:
         failure = error
-    here()
-    from merlin_cowclip.plugins.distributed.horovod import all_gather_object
-
-    said = all_gather_object(None if failure is None else str(failure) or type(failure).__name__)
-    _refuse_said(said, failure)
-
-
-def _refuse_said(said: Sequence[Any], failure: Exception | None = None) -> None:
-    """End this rank by what all have said, if one of them has said a reason, a text."""
+    said = said_by_all(None if failure is None else str(failure) or type(failure).__name__)
     if failure is not None and not isinstance(failure, UserError):
         raise failure  # this rank's own: its traceback is wanted
-    reasons = [one if isinstance(one, str) else None for one in said]  # others may be elsewhere
-    reason = next((one for one in reasons if one is not None), None)
-    if reason is None:
-        return
-    ranks = [rank for rank, one in enumerate(reasons) if one == reason]
-    # The first speaks of itself, and of what it alone looks at.
-    is_named = ranks != [0] and len(ranks) < len(said)
-    where = f"on rank {', '.join(map(str, ranks))}: " if is_named else ""
-    raise AgreedError(where + reason) from failure
+    reason = next((one for one in said if one is not None), None)
+    if reason is not None:
+        ranks = [rank for rank, one in enumerate(said) if one == reason]
+        # The first speaks of itself, and of what it alone looks at.
+        is_named = ranks != [0] and len(ranks) < len(said)
+        where = f"on rank {', '.join(map(str, ranks))}: " if is_named else ""
+        raise AgreedError(where + reason) from failure
 
 
 def said_by_all(value: Any) -> list[Any]:
-    """What each rank says, fit for JSON and no text, by rank; called on all at once.
-
-    Raises:
-      AgreedError: a rank is at `agreed`, with a reason to end.
-    """
+    """What each rank says, fit for JSON, by rank; called on all at once."""
     if not _several() or here().size == 1:
         return [value]
     from merlin_cowclip.plugins.distributed.horovod import all_gather_object
 
-    said = all_gather_object(value)
-    _refuse_said(said)
-    return said
+    return all_gather_object(value)
 
 
 def mean_over_ranks(values: np.ndarray) -> np.ndarray:

@@ -72,10 +72,9 @@ class Stopping:
         return self._heard, self._end is not None and time.monotonic() >= self._end
 
     def agree(self, is_due: bool = False, *, now: bool = False) -> bool:
-        """On several ranks, if it is time or `now`: agree on whether to stop, and what is due.
+        """On several ranks, if it is time or `now`: agree on whether to stop.
 
-        Returns:
-            What the first rank says is due.
+        Returns whether something is due, as the first rank says.
         """
         if not self._several:
             return is_due

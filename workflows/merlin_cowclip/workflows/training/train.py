@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import math
 import os
 import shutil
@@ -67,6 +68,7 @@ _TABLES = ("embeddings", "linear")  # of our networks, by layer
 
 def check(data: PreparedData, config: TrainConfig, out: str | Path) -> Loader:
     """Refuse what cannot be trained, before any work; returns the training part's loader."""
+    check_offered(config)
     check_input_names(data.spec)
     refuse_pattern(Path(out), "run")
     refuse_existing(Path(out))
@@ -151,7 +153,6 @@ def train(
     out = Path(out)
     with agreed():
         check_minutes(max_minutes)
-        check_offered(config)
         loader = check(data, config, out)
         record = described(data, config, keeping or Keeping())
         if jobs > 1:
@@ -288,14 +289,14 @@ def _train(
         for _ in trainer.epochs():
             pass
     clip = trainer.clip_summary()  # by sums over all ranks, of sharded tables
+    result = None
     with whole_tables(trainer.model), agreed():
         if is_first():
             if keeping.saved_model:
                 remove(run / "model")  # half a one, if a process was killed here before
                 save_model(trainer.model, run / "model")
-            _write_result(run, trainer, {"parameters": sizes, "clip": clip, "config": record})
-    with agreed():
-        result = dict(Run.open(run).result) if is_first() else None
+            more = {"parameters": sizes, "clip": clip, "config": record}
+            result = _write_result(run, trainer, more)
     return Run(run, said_by_all(result)[0])  # other ranks may have other disks
 
 
@@ -323,7 +324,7 @@ def _left_behind(run: Path, *, new: bool = False) -> Iterator[None]:
         raise
 
 
-def _write_result(run: Path, trainer: Trainer, more: Mapping[str, Any]) -> None:
+def _write_result(run: Path, trainer: Trainer, more: Mapping[str, Any]) -> dict[str, Any]:
     epochs = trainer.progress.epochs
     seconds = sum(epoch["seconds"] for epoch in epochs)
     result = {
@@ -340,6 +341,7 @@ def _write_result(run: Path, trainer: Trainer, more: Mapping[str, Any]) -> None:
         "manifest": manifest_of(run, without=(EVENTS, CHECKPOINTS, LOCK)),
     }
     write_json(run / RESULT, result)
+    return dict(json.loads((run / RESULT).read_text(encoding="utf-8")))
 
 
 @contextlib.contextmanager
