@@ -246,6 +246,14 @@ class TrainConfig:
                 object.__setattr__(self, name, value)
 
     def _check_together(self) -> None:
+        falling: list[Any] = [self.dense_schedule, self.embedding_schedule]
+        ends = [one["epochs"] for one in falling if one and one.get("to") == 0 and one["epochs"]]
+        if len(ends) == len(falling) and max(ends) < self.epochs:
+            raise ValueError(
+                "learning rates must not both be 0 before the last epoch. Received: schedules that "
+                f"fall to 0 in {max(ends):g} epochs, and {self.epochs} epochs. Train fewer, or let "
+                "them fall over all by epochs=None"
+            )
         if self.clip_tables is not None and self.clip == NO_CLIP:
             raise ValueError(
                 f"clip_tables needs a clip rule. Received: clip_tables={list(self.clip_tables)} "

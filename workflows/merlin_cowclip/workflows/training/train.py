@@ -177,17 +177,16 @@ def check_warm_start(
     """Refuse a run whose weights do not fit."""
     other = Run.open(run)
     other.check_vocabulary(data)
-    options = (config.model, config.network_options)
-    if options != (other.train_config().model, other.train_config().network_options):
+    was = other.train_config()
+    if (config.model, config.network_options) != (was.model, was.network_options):
         raise UserError(f"{run} has another network. Train with its options: --config {run}")
     if config.tables == "sharded":
         raise UserError("a warm start needs replicated tables. Leave --tables out")
-    schedules = config.dense_schedule or config.embedding_schedule
-    if keep_optimizer and (schedules or config.update != other.config["update"]):
+    schedules = [(one.dense_schedule, one.embedding_schedule) for one in (config, was)]
+    if keep_optimizer and (config.update != was.update or schedules != [(None, None)] * 2):
         raise UserError(
-            f"the optimizer's state of {run} needs its update mode, {other.config['update']}, and "
-            "no learning-rate schedules, because its steps go on counting. Leave --keep-optimizer "
-            "out, or change these"
+            f"--keep-optimizer needs the update mode of {run}, {was.update}, and no learning-rate "
+            "schedules in either run, because steps go on counting. Leave it out, or change these"
         )
 
 
