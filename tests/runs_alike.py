@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import json
 from collections.abc import Callable, Iterator
@@ -21,8 +22,8 @@ def differences(run: Path, reference: Path) -> list[str]:
     """What differs between two runs, of which neither need be finished.
 
     Of every checkpoint that both have: all tensors (weights, moments, learning rates, sums of
-    statistics, the mean loss), byte by byte, what was measured so far and the random states. Of
-    finished runs also the CSV files, the scalars for TensorBoard, `result.json`, and that the last
+    statistics, the mean loss), byte by byte, and what was measured so far. Of finished
+    runs also the CSV files, the scalars for TensorBoard, `result.json`, and that the last
     checkpoints are of the same step.
     """
     found = list(_in_checkpoints(run, reference))
@@ -48,15 +49,20 @@ def lines(name: str) -> Callable[[Path], list[dict[str, str]]]:
 
 
 def scalars(run: Path) -> list[tuple[int, str, bytes]]:
-    """All that TensorBoard shows, file after file: step, tag and the bytes of the value."""
-    found = []
-    for path in sorted((run / "logs").iterdir(), key=lambda p: int(p.name.split(".")[3])):
-        for event in tf.compat.v1.train.summary_iterator(str(path)):
-            for value in event.summary.value:
-                if value.tag.removeprefix("all/") not in TIMES:
-                    content = tf.make_ndarray(value.tensor).tobytes()
-                    found.append((event.step, value.tag, content))
-    return sorted(found)  # two files of one second
+    """All that TensorBoard shows: step, tag and the bytes of the value.
+
+    After a kill some updates are in two files, with the same values; the first may end in a record
+    of which a part is missing.
+    """
+    found = set()
+    for path in (run / "logs").iterdir():
+        with contextlib.suppress(tf.errors.DataLossError):
+            for event in tf.compat.v1.train.summary_iterator(str(path)):
+                for value in event.summary.value:
+                    if value.tag.removeprefix("all/") not in TIMES:
+                        content = tf.make_ndarray(value.tensor).tobytes()
+                        found.add((event.step, value.tag, content))
+    return sorted(found)
 
 
 def result(run: Path) -> dict[str, Any]:
@@ -90,7 +96,7 @@ def _in_checkpoints(run: Path, reference: Path) -> Iterator[str]:
         for name in sorted(a):
             if a[name].tobytes() != b[name].tobytes():
                 yield f"checkpoint {step}: {name}"
-        for key in ("epochs", "random", "own"):
+        for key in ("epochs", "own"):
             values = [_plain(c.progress[key]) for c in (one, other)]
             if values[0] != values[1]:
                 yield f"checkpoint {step}: {key}"

@@ -64,7 +64,7 @@ def quality(rank: int, size: int) -> list[float]:
     labels, clicks = random.integers(0, 2, 50), random.random(50).round(1).astype(np.float32)
     found = QualityOf()
     found.add(labels[rank::size], clicks[rank::size])
-    return list(found.of_all_ranks().quality())
+    return list(found.quality(size))
 
 
 def main(folder: Path, data: Path, launch: str) -> None:

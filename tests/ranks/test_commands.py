@@ -52,6 +52,29 @@ def test_a_run_of_two_ranks_is_that_of_one_process(data, one, tmp_path):
 
 
 @needs_horovod
+@pytest.mark.extended
+def test_a_warm_start_on_two_ranks_is_that_of_one_process(data, tmp_path, tmp_path_factory):
+    """With the moments, by which the first updates are others."""
+    base = tmp_path_factory.mktemp("base") / "run"
+    constant = ["--dense-schedule", "constant", "--embedding-schedule", "constant"]
+    argv = ["train", data, "--out", base, *OPTIONS, *constant]
+    assert main([str(word) for word in argv]) == 0
+    argv = ["train", data, "--warm-start", base, "--epochs", 1]
+    for name, option in (("kept", ["--keep-optimizer"]), ("new", [])):
+        argv_of_one = [*argv, *option, "--out", tmp_path / f"one-{name}"]
+        assert main([str(word) for word in argv_of_one]) == 0
+        ended = on_ranks(2, [*COMMAND, *argv, *option, "--out", tmp_path / f"two-{name}"])
+        assert ended.code == 0, ended
+    found = {path.name: Run.open(path).model().get_weights() for path in tmp_path.iterdir()}
+    largest = max(np.abs(weights).max() for weights in found["one-kept"])
+    for name in ("kept", "new"):
+        for ours, theirs in zip(found[f"one-{name}"], found[f"two-{name}"], strict=True):
+            np.testing.assert_allclose(theirs, ours, rtol=0, atol=1e-5 * largest)
+    pairs = zip(found["one-kept"], found["one-new"], strict=True)
+    assert any(not np.allclose(a, b, rtol=0, atol=1e-5 * largest) for a, b in pairs)
+
+
+@needs_horovod
 @pytest.mark.ranks
 def test_a_run_with_tables_in_shards_is_like_any_other(data, one, in_shards):
     run, its_data = Run.open(in_shards), PreparedData.open(data)
@@ -95,7 +118,7 @@ def _numbers(path: Path) -> list[dict[str, float]]:
     [
         pytest.param(
             ["train", "{both}", "--batch-size", 18],
-            "all ranks must have the rows of the data in common. Received: ",
+            "all ranks must have the same data, configuration and versions. Received: data_sha256 ",
             marks=pytest.mark.ranks,
         ),
         pytest.param(
@@ -138,7 +161,7 @@ def test_ranks_of_other_versions_are_refused(monkeypatch):
     monkeypatch.setattr(ranks_of_runs, "_several", lambda: True)
     monkeypatch.setattr(ranks_of_runs, "here", lambda: Ranks(0, 2, 0, 2))
     monkeypatch.setattr(horovod, "all_gather_object", lambda value: [value, theirs])
-    words = "all ranks must have the versions in common. Received: 1.24.0 on rank 1, numpy 1.23.5"
+    words = "same data, .* Received: versions numpy 1.23.5 on rank 0, 1.24.0 on rank 1"
     with pytest.raises(AgreedError, match=words):
         ranks_of_runs.check_alike(mine)
     monkeypatch.setattr(horovod, "all_gather_object", lambda value: [value, dict(value)])

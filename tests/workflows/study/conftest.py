@@ -19,7 +19,6 @@ from merlin_cowclip.workflows.data.prepared_data import PreparedData
 from merlin_cowclip.workflows.data.spec import DatasetSpec, Split
 from merlin_cowclip.workflows.study import tune
 from merlin_cowclip.workflows.study.configuration import TuneConfig
-from merlin_cowclip.workflows.training.stopping import Interrupted
 
 ROWS = 1_800
 SPEC = DatasetSpec(
@@ -92,7 +91,7 @@ class Fake:
         self.configs.append(config)
         for epoch in range(1, config.epochs + 1):
             if stopping.asked:
-                raise Interrupted
+                raise KeyboardInterrupt
             advance()
             auc = auc_of(config, epoch)
             rest = {"log_loss": 0.5, "calibration": 1.0, "train_loss": 0.5}

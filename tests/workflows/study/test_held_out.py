@@ -1,26 +1,20 @@
 """Held-out rows: disjoint, complete, only from the training part."""
 
 import shutil
-import warnings
 
 import numpy as np
 import pandas as pd
 import pyarrow.parquet as pq
 import pytest
 
-from merlin_cowclip.plugins._tensorflow import tf
-from merlin_cowclip.workflows.commands.main import main
 from merlin_cowclip.workflows.data.adopt.pipeline import adopt
 from merlin_cowclip.workflows.data.prepared_data import PreparedData
-from merlin_cowclip.workflows.errors import Notice, UserError
+from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.quiet import quiet_imports
 from merlin_cowclip.workflows.study import held_out
 from merlin_cowclip.workflows.study.held_out import hold_out
-from merlin_cowclip.workflows.training.configuration import TrainConfig
-from merlin_cowclip.workflows.training.keeping import Keeping
 from merlin_cowclip.workflows.training.loader import Loader
 from merlin_cowclip.workflows.training.runs import identity_of
-from merlin_cowclip.workflows.training.train import train
 
 with quiet_imports():
     import nvtabular as nvt
@@ -88,22 +82,6 @@ def test_it_is_prepared_data(data, held):
     features, labels = next(Loader(again, "test", batch_size=50).batches())
     assert labels.shape == (50, 1)
     assert "genres__values" in features
-
-
-@pytest.mark.filterwarnings("ignore:Even though the `tf.config.exp")
-def test_a_run_on_all_rows_is_warned_of_leaked_rows(data, tmp_path, capsys, eager):
-    config, keeping = TrainConfig(model="lr", batch_size=512, epochs=1), Keeping(saved_model=False)
-    held = hold_out(data, 0.2, 7, tmp_path / "rows", progress=False)
-    for trained_on in (data, held):
-        run = tmp_path / f"run-{trained_on.rows['train']}"
-        tf.config.run_functions_eagerly(True)  # which a run resets
-        train(trained_on, config, run, keeping=keeping, progress=False)
-        with warnings.catch_warnings():
-            warnings.simplefilter("always", Notice)  # which tests take for errors
-            assert main(["evaluate", str(run), str(held.path)]) == 0
-        told = " ".join(capsys.readouterr().err.split())
-        words = f"held out of the training part of {data.path}, on all of which {run} was trained"
-        assert (words in told) == (trained_on is data)
 
 
 def test_the_seed(data, held, tmp_path):

@@ -129,21 +129,6 @@ def _twice(end: End) -> None:
     _at(_WATCH, "see")(end)
 
 
-def _half_a_line(end: End) -> None:
-    """The CSV files end in the middle of a line."""
-    from merlin_cowclip.workflows.training.logbook import Logbook
-
-    stock = Logbook.epoch
-
-    def instead(book: Logbook, *given: Any) -> None:
-        stock(book, *given)
-        for path in (book._run / f"{name}.csv" for name in ("metrics", "fields", "norms")):
-            os.truncate(path, path.stat().st_size - 20)
-        end()
-
-    Logbook.epoch = instead
-
-
 def _update(number: int) -> Callable[..., bool]:
     return lambda watch, step, loss: step % 16 == number
 
@@ -159,7 +144,7 @@ def _to(name: str) -> Callable[..., bool]:
 _WATCH, _OS = _of("watch", "Watch"), lambda: os
 PLACES: dict[str, Place] = {
     "before the first update": _at(_of("trainer", "Trainer"), "epochs"),
-    "before there is a network": _at(_of("trainer"), "compiled"),
+    "before there is a network": _at(_of("trainer"), "network"),
     "in an epoch": _at(_WATCH, "see", _update(5)),
     "at an epoch's last update": _at(_WATCH, "see", _update(0)),
     "while the tensors are written": _half_written,
@@ -169,12 +154,8 @@ PLACES: dict[str, Place] = {
     "before the checkpoint has its name": _at(_OS, "rename", _to("step-")),
     "once the checkpoint has its name": _at(_OS, "rename", _to("step-"), after=True),
     "while evaluating": _at(_of("evaluation", "QualityOf"), "add", after=True),
-    "while metrics.csv is written": _half_a_line,
-    "between the evaluation and its checkpoint": _at(
-        _of("logbook", "Logbook"), "epoch", after=True
-    ),
-    "while a checkpoint is replaced": _at(_OS, "rename", _to(".step-"), after=True),
-    "while the logs are cut back": _at(_OS, "truncate", after=True),
+    "while metrics.csv is written": _at(_OS, "replace", _to("metrics.csv")),
+    "between the evaluation and its checkpoint": _at(_of("trainer"), "write_csv", after=True),
     "while a checkpoint is restored": _at(_of("checkpoint", "Checkpoint"), "restore"),
     "before the result": _at(_of("train"), "write_json", _named("result.json")),
     "while the result is written": _at(_OS, "replace", _to("result.json")),

@@ -129,7 +129,7 @@ def test_scores_that_are_no_probabilities_are_refused(score):
     [
         (lambda x: tf.concat([x, x], axis=1), r"EagerTensor of shape \(3, 2\)"),
         (lambda x: (x, x), r"tuple of shape None"),
-        (lambda x: {"click": x, "like": x}, "click, like"),
+        (lambda x: {"click": x, "like": x}, "dict of shape None"),
     ],
 )
 def test_a_model_predicts_one_probability_for_each_row(outputs, received):

@@ -200,7 +200,7 @@ def test_a_batch_larger_than_the_training_part_is_refused(data):
         ({"seed": -1}, "seed must be a whole number of at least 0. Received: -1"),
         ({"ranks": 0}, "ranks must be a whole number of at least 1. Received: 0"),
         ({"ranks": 2, "rank": 2}, "rank must be a whole number from 0 to 1. Received: 2"),
-        ({"ranks": 7}, "multiple of the number of ranks, .* 300, 7 ranks. Choose 294 or 301."),
+        ({"ranks": 7}, "multiple of the number of ranks, .* 300, 7 ranks. Choose another"),
         ({"ranks": 2, "drop_last": False}, "drop_last must not be False on several ranks"),
         ({"part": "valid"}, "part must be one of train, test. Received: part='valid'"),
     ],
@@ -226,7 +226,7 @@ def test_a_part_of_which_nothing_would_be_left_is_refused(data, options):
 def test_a_part_without_rows_is_refused(data):
     """An adopted pipeline may have no test part."""
     record = {**data.record, "files": {"train": [], "test": []}, "rows": {"train": 0, "test": 0}}
-    with pytest.raises(UserError, match="the test part must have rows. Received: none in"):
+    with pytest.raises(UserError, match="must not exceed the test rows. Received: .*, 0 rows in"):
         Loader(PreparedData(data.path, data.spec, record), "test", batch_size=BATCH)
 
 
@@ -239,5 +239,6 @@ def test_a_place_that_is_not_there_is_refused(data):
             ask(start=15)
     with pytest.raises(UserError, match="epochs must be a whole number of at least 1. Received: 0"):
         loader.dataset(epochs=0)
-    with pytest.raises(UserError, match="epoch must be a whole number of at least 0. Received: -1"):
-        loader.epoch = -1
+    loader.epoch = -1
+    with pytest.raises(tf.errors.OpError, match="epoch must be a whole number of at least 0"):
+        next(iter(loader))

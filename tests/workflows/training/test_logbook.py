@@ -1,4 +1,4 @@
-"""TensorBoard's events: as TensorFlow writes them, in the file at once, by no op."""
+"""TensorBoard's events: as TensorFlow writes them, and in the file at once."""
 
 import math
 import resource
@@ -26,7 +26,8 @@ def shown(folder):
         for event in tf.compat.v1.train.summary_iterator(str(path)):
             for value in event.summary.value:
                 number = tf.make_ndarray(value.tensor)
-                found.append((event.step, value.tag, value.metadata, number.dtype, str(number)))
+                page = value.metadata.plugin_data.plugin_name
+                found.append((event.step, value.tag, page, number.dtype, str(number)))
     return found
 
 

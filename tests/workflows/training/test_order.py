@@ -21,21 +21,13 @@ def groups_of(*sizes: int) -> tuple[RowGroup, ...]:
 def epoch_of(order: Order, epoch: int) -> list[list[int]]:
     """Each batch's rows, by their place on disk."""
     starts = dict(zip(order.groups, np.cumsum([0, *(g.rows for g in order.groups)]), strict=False))
-    windows = order.windows(epoch)
-    on_disk = {
-        w.number: np.concatenate([starts[g] + np.arange(g.rows) for g in w.groups])[
-            order.of_rows(w)
-        ]
-        for w in windows
-    }
-    return [
+    on_disk = np.concatenate(
         [
-            int(i)
-            for p in order.pieces(windows, range(k, k + 1))
-            for i in on_disk[p.window.number][p.low : p.high]
+            np.concatenate([starts[g] + np.arange(g.rows) for g in w.groups])[order.of_rows(w)]
+            for w in order.windows(epoch)
         ]
-        for k in range(order.batches)
-    ]
+    )
+    return [on_disk[order.places(range(k, k + 1))].tolist() for k in range(order.batches)]
 
 
 ORDERS = {  # (seed, epoch): rows, in batches of 5 and windows of 9 rows or a little more

@@ -8,7 +8,7 @@ from merlin_cowclip.models import MODELS
 from merlin_cowclip.plugins.optimizers.adam import UPDATES
 from merlin_cowclip.workflows.training.configuration import TrainConfig
 from merlin_cowclip.workflows.training.loader import Loader
-from merlin_cowclip.workflows.training.rebuilding import compiled
+from merlin_cowclip.workflows.training.rebuilding import compile_by, network
 
 
 def random_ops(function: tf.types.experimental.ConcreteFunction) -> list[str]:
@@ -43,7 +43,8 @@ def test_no_step_draws_random_numbers(data, name):
     update = UPDATES[list(MODELS).index(name) % len(UPDATES)]
     config = TrainConfig(model=name, batch_size=500, update=update, **options)
     loader = Loader(data, batch_size=500)
-    model, optimizer = compiled(data, config, loader)
+    model, steps = network(config, data.schema), len(loader)
+    optimizer = compile_by(config, model, updates=steps, batches=steps)
     optimizer.observe()
     model(loader.peek()[0])
     assert random_ops(step_of(model, loader)) == []

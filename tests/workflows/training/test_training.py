@@ -332,11 +332,15 @@ def test_a_warm_start_begins_with_a_runs_weights(data, home, update):
     assert steps[kept] == steps[before.path] + steps[out]
 
 
-def test_a_warm_start_that_does_not_fit_is_refused(data, run, home):
+def test_a_warm_start_that_does_not_fit_is_refused(data, run, home, monkeypatch):
     options = {"warm_start": run.path, "progress": False}
     with pytest.raises(UserError, match="has another network"):
         train(data, changed(model="dcn"), home / "none", **options)
     lazy = changed(update="lazy")
-    with pytest.raises(UserError, match="needs its update mode, exact"):
+    with pytest.raises(UserError, match="needs the update mode of .*, exact"):
         train(data, lazy, home / "none", keep_optimizer=True, **options)
+    falling = changed(dense_schedule="linear")
+    monkeypatch.setattr(Run, "train_config", lambda _: falling)  # its state has no such variable
+    with pytest.raises(UserError, match="no learning-rate schedules in either run"):
+        train(data, CONFIG, home / "none", keep_optimizer=True, **options)
     assert not (home / "none").exists()

@@ -147,10 +147,11 @@ def write_json(path: Path, content: Any) -> None:
         raise
 
 
-def package_versions() -> dict[str, str]:
+def package_versions(*others: str) -> dict[str, str]:
     """What a folder was written with, for its record."""
     versions = {"python": ".".join(map(str, sys.version_info[:3]))}
-    for package in ("merlin-cowclip", "nvtabular", "merlin-core", "pandas", "pyarrow", "numpy"):
+    packages = ("merlin-cowclip", "nvtabular", "merlin-core", "pandas", "pyarrow", "numpy")
+    for package in (*packages, *others):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
     return versions

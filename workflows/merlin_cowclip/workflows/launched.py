@@ -40,9 +40,14 @@ def refuse_together(message: str) -> NoReturn:
     """
     if launched().rank == 0:
         raise UserError(message)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # by which the launcher ends them, without a word
-    time.sleep(PATIENCE)
+    wait_for_the_first()
     raise SystemExit(2)
+
+
+def wait_for_the_first() -> None:
+    """Wait for the end of the first process, at which the launcher ends the others by SIGTERM."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    time.sleep(PATIENCE)
 
 
 def check_alone(command: str) -> None:

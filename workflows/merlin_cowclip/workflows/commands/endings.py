@@ -28,10 +28,8 @@ _LONGEST_WORD, _LONGEST = 300, 1000  # characters of a message; a path may be 25
 def run(name: str, work: Callable[[], None]) -> int:
     """Do a command's work; returns the exit code, after a sentence on stderr where it is not 0.
 
-    Args:
-      name: what the sentence begins with, "merlin-cowclip train".
-      work: raises UserError for bad input; may be ended by SIGINT, SIGTERM or SIGHUP anywhere, as
-        a KeyboardInterrupt, and removes what it has not finished.
+    The sentence begins with `name`. The work may be ended by SIGINT, SIGTERM or SIGHUP anywhere, as
+    by a KeyboardInterrupt, and removes what it has not finished.
     """
     with _notices(name), _signals() as received:
         try:
@@ -44,19 +42,17 @@ def run(name: str, work: Callable[[], None]) -> int:
 
 def _code_of(error: BaseException, name: str, received: list[int]) -> int:
     """The exit code for what ended the work, after its sentence."""
-    is_first = launched().rank == 0  # a launcher ends all of its processes
-    if isinstance(error, Stopped):
-        number = received[0] if received else error.number
-        if is_first:
-            say(f"{name}: {error}")
-        return 3 if number is None else 128 + number
     # First: what a signal raises inside a library may come out as something else.
     if received or isinstance(error, KeyboardInterrupt):
-        number = received[0] if received else signal.SIGINT
-        end = signal.Signals(number).name
-        if is_first:
-            say(f"{name}: {'interrupted' if end == 'SIGINT' else f'ended by {end}'}")
-        return 128 + number
+        asked = error.number if isinstance(error, Stopped) else signal.SIGINT
+        number = received[0] if received else asked
+        what: object = error
+        if not isinstance(error, Stopped):
+            end = signal.Signals(number or signal.SIGINT)
+            what = "interrupted" if end == signal.SIGINT else f"ended by {end.name}"
+        if launched().rank == 0:  # a launcher ends all of its processes
+            say(f"{name}: {what}")
+        return 3 if number is None else 128 + number
     if isinstance(error, SystemExit):
         raise error
     if isinstance(error, BrokenPipeError):
@@ -70,8 +66,8 @@ def _code_of(error: BaseException, name: str, received: list[int]) -> int:
         return error.exit_code
     with contextlib.suppress(OSError):
         traceback.print_exception(error)
-    what = "".join(traceback.format_exception_only(error)).strip()
-    say(f"{name}: internal error (please report it): {what}")
+    why = "".join(traceback.format_exception_only(error)).strip()
+    say(f"{name}: internal error (please report it): {why}")
     return 1
 
 

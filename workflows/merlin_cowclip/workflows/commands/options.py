@@ -176,20 +176,18 @@ class Command(click.Command):
 
 
 def _repeated(args: Iterable[str], many: Iterable[str]) -> list[str]:
+    """With the option before each of its values."""
     found: list[str] = []
-    option, values = "", 0
-    for word in args:
-        if option and not word.startswith("-"):
-            found += [option, word] if values else [word]
-            values += 1
-            continue
-        if option and not values:
-            break
-        option, values = (word, 0) if word in many else ("", 0)
+    option = ""
+    for word in [*args, "-"]:
+        if word.startswith("-"):
+            if option and found[-1] == option:
+                raise click.BadOptionUsage(option, f"Option '{option}' requires an argument.")
+            option = word if word in many else ""
+        elif option and found[-1] != option:
+            found.append(option)
         found.append(word)
-    if option and not values:
-        raise click.BadOptionUsage(option, f"Option '{option}' requires an argument.")
-    return found
+    return found[:-1]
 
 
 def option(*names: str, default: Any = None, shown: str = "", **more: Any) -> Decorator:
@@ -215,11 +213,11 @@ trust_workflow = option(
 
 
 def fields(cls: type, *names: str, group: str = "", **shown: str) -> Decorator:
-    """Options for fields of a configuration; what is not given is `None`.
+    """Options for fields of a dataclass, all or those named; what is not given is `None`.
 
     Args:
-      cls: a dataclass whose fields are made by `training.options.option`.
-      names: which fields; all, if none is named.
+      cls: its fields are made by `training.options.option`.
+      names: of fields.
       group: a heading instead of theirs.
       shown: by field, its default in words.
     """
@@ -239,15 +237,14 @@ def _of_field(field: dataclasses.Field[Any], group: str, shown: str | None) -> D
     told = f"{of['symbol']}, {of['help']}" if of["symbol"] else of["help"]
     if of["choices"]:
         told += f": {', '.join(of['choices'])}"
-    is_flag = of["kind"] == "flag"
-    default = shown if shown is not None else of["shown"] or ("" if is_flag else field.default)
+    more: dict[str, Any] = {"group": group or of["group"], "help": told}
+    if of["kind"] == "flag":
+        told = f"--{flag}" if field.default else f"--no-{flag}"
+        return option(f"--{flag}/--no-{flag}", field.name, shown=told, **more)
+    default = shown if shown is not None else of["shown"] or field.default
     metavar = of["metavar"] or ("NAME" if of["choices"] else _METAVARS.get(of["kind"]))
-    more: dict[str, Any] = {"metavar": metavar, "type": TYPES.get(of["kind"])}
-    if is_flag:
-        more, default = {}, f"--{flag}" if field.default else f"--no-{flag}"
-    names = (f"--{flag}/--no-{flag}" if is_flag else f"--{flag}", field.name)
-    default = "" if default is None else str(default)
-    return option(*names, group=group or of["group"], help=told, shown=default, **more)
+    more |= {"metavar": metavar, "type": TYPES.get(of["kind"])}
+    return option(f"--{flag}", field.name, shown="" if default is None else str(default), **more)
 
 
 def given(values: Mapping[str, Any]) -> dict[str, Any]:

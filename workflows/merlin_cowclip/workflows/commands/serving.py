@@ -16,7 +16,7 @@ from merlin_cowclip.workflows.commands.options import (
     quiet,
     trust_workflow,
 )
-from merlin_cowclip.workflows.commands.prediction import checkpoint, said_of, which_of
+from merlin_cowclip.workflows.commands.prediction import checkpoint, said_of
 from merlin_cowclip.workflows.errors import UserError
 
 
@@ -73,7 +73,7 @@ def export(run: Path, out: Path | None, backend: str, trust_workflow: bool, **va
         refuse_existing(out)
     opened = Run.open(run, trust_workflow=trust_workflow)
     options: dict[str, Any] = {
-        "which": which_of(values["which"], best=values["best"]),
+        "which": values["which"],
         "data": None if data is None else PreparedData.open(data),
         "progress": not values["quiet"],
     }

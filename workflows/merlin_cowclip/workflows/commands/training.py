@@ -29,7 +29,7 @@ from merlin_cowclip.workflows.commands.options import (
     option,
     quiet,
 )
-from merlin_cowclip.workflows.errors import UserError, quoted
+from merlin_cowclip.workflows.errors import UserError, clipped
 from merlin_cowclip.workflows.folders import refuse_existing
 from merlin_cowclip.workflows.study.studies import few_steps
 from merlin_cowclip.workflows.training.configuration import (
@@ -40,16 +40,12 @@ from merlin_cowclip.workflows.training.configuration import (
 )
 from merlin_cowclip.workflows.training.keeping import GROUP, Keeping
 from merlin_cowclip.workflows.training.networks import NETWORKS, OPTIONS
-from merlin_cowclip.workflows.training.ranks import (
-    agreed,
-    check_offered,
-    first_speaks,
-    is_first,
-)
+from merlin_cowclip.workflows.training.ranks import agreed, first_speaks, is_first
 from merlin_cowclip.workflows.training.stopping import check_minutes
 
 if TYPE_CHECKING:
     from merlin_cowclip.workflows.study.tuned import Tuned
+    from merlin_cowclip.workflows.training.runs import Run
 
 _DATASETS = ("criteo", "avazu")
 _WITH_RESUME = {"resume", "data", "epochs", "max_minutes", "quiet"}
@@ -114,39 +110,37 @@ def train(**values: Any) -> None:
     Learning rates and λ are those tuned at --base-batch-size; --rule scales them to --batch-size.
     """
     with first_speaks():
-        with agreed():
-            check_minutes(values["max_minutes"])
-        out = values["resume"] or values["out"]
-        result = (_begin if values["resume"] is None else _go_on)(values)
+        run = (_begin if values["resume"] is None else _go_on)(values)
         if is_first():
-            _tell(result, out, brief=values["quiet"])
+            _tell(run, brief=values["quiet"])
 
 
-def _tell(result: Mapping[str, Any], out: Path, *, brief: bool) -> None:
+def _tell(run: Run, *, brief: bool) -> None:
+    result, best = run.result, run.result["best_epoch"]
     if result["auc"] is None:
         quality = f"no test part, training loss {result['epochs'][-1]['train_loss']:.6f}"
     else:
         quality = f"test AUC {result['auc']:.6f}, log loss {result['log_loss']:.6f}"
     if not brief:
         print(result["clip"])
-        best = result["best_epoch"]
-        if best not in (None, len(result["epochs"])):
-            print(
-                f"best after epoch {best}, test AUC {result['epochs'][best - 1]['auc']:.6f}: "
-                "evaluate, predict and export take it by --checkpoint best"
-            )
+    if not brief and best not in (None, len(result["epochs"])):
+        print(
+            f"best after epoch {best}, test AUC {result['epochs'][best - 1]['auc']:.6f}: "
+            "evaluate, predict and export take it by --checkpoint best"
+        )
     print(
         f"{quality}, {result['samples_per_second']:,.0f} samples/s, "
-        f"{result['train_seconds']:.1f} s of training: {out}"
+        f"{result['train_seconds']:.1f} s of training: {run.path}"
     )
 
 
-def _begin(values: Mapping[str, Any]) -> Mapping[str, Any]:
+def _begin(values: Mapping[str, Any]) -> Run:
     """Train a new run."""
     from merlin_cowclip.workflows.data.prepared_data import PreparedData
 
     tuned = like = None
     with agreed():
+        check_minutes(values["max_minutes"])
         for name, what in (("data", "DATA, a prepared folder"), ("out", "--out RUN")):
             if values[name] is None:
                 raise UserError(f"train needs {what}; or, to go on with a run, --resume RUN")
@@ -165,7 +159,6 @@ def _begin(values: Mapping[str, Any]) -> Mapping[str, Any]:
             tuned = Tuned.open(values["tuned"])
         data = PreparedData.open(values["data"])
         config, source = train_config(values, tuned, data.spec.name)
-        check_offered(config)
         keeping = Keeping(**given({field.name: values[field.name] for field in fields_of(Keeping)}))
         if tuned is not None:
             like = tuned.record
@@ -181,26 +174,19 @@ def _begin(values: Mapping[str, Any]) -> Mapping[str, Any]:
     from merlin_cowclip.workflows.training.train import train
 
     precision = None if like is None else like["precision"]  # None: the process's
-    if is_first() and not values["quiet"]:
+    shows = is_first() and not values["quiet"]
+    if shows:
         in_it = "" if precision in (None, "float32") else f", {precision}"
         print(f"{config.model}, rule {config.rule}, {config.update} updates{in_it}; {source}")
         print(scaling_table(config.base, config.hyperparameters), flush=True)
         if few := few_steps(data.rows["train"], config.batch_size):
             print(f"Warning: {few}", flush=True)
+    options = {name: values[name] for name in ("max_minutes", "warm_start", "keep_optimizer")}
     with in_precision(precision):
-        run = train(
-            data,
-            config,
-            values["out"],
-            keeping=keeping,
-            values_from=values["tuned"],
-            progress=is_first() and not values["quiet"],
-            **{name: values[name] for name in ("max_minutes", "warm_start", "keep_optimizer")},
-        )
-    return run.result
+        return train(data, config, values["out"], keeping=keeping, progress=shows, **options)
 
 
-def _go_on(values: Mapping[str, Any]) -> Mapping[str, Any]:
+def _go_on(values: Mapping[str, Any]) -> Run:
     """Train a run further."""
     from merlin_cowclip.workflows.training.resuming import read_config
 
@@ -216,14 +202,8 @@ def _go_on(values: Mapping[str, Any]) -> Mapping[str, Any]:
             read_config(values["resume"])  # before TensorFlow's seconds of importing
     from merlin_cowclip.workflows.training.train import resume
 
-    run = resume(
-        values["resume"],
-        epochs=values["epochs"],
-        data=values["data"],
-        max_minutes=values["max_minutes"],
-        progress=is_first() and not values["quiet"],
-    )
-    return run.result
+    kept = {name: values[name] for name in ("data", "epochs", "max_minutes")}
+    return resume(values["resume"], **kept, progress=is_first() and not values["quiet"])
 
 
 def train_config(
@@ -231,15 +211,8 @@ def train_config(
 ) -> tuple[TrainConfig, str]:
     """The configuration that options say, and where its hyperparameters come from.
 
-    An option goes before what a file, a run or a tune says.
-
-    Args:
-        values: of the options, by their names in Python.
-        tuned: of --tuned.
-        dataset: what is trained on, for the paper's values.
-
-    Raises:
-        UserError: a bad value, or a file that holds no configuration.
+    An option goes before what a file, a run or a tune says, and these before the paper's values for
+    `dataset`.
     """
     options = given({field.name: values[field.name] for field in fields_of(TrainConfig)})
     for name, no, none in (("clip", "no-clip", NO_CLIP), ("warmup_epochs", "no-warmup", 0.0)):
@@ -311,30 +284,18 @@ def paper_values(dataset: str, rule: str, batch_size: int) -> Hyperparameters | 
 def _read_config(path: Path) -> dict[str, Any]:
     """A configuration's values from a JSON file or a run folder."""
     if os.path.isfile(path / "tuned.json"):  # which is false, too, of a name that is too long
-        raise UserError(
-            f"--config must be a file or a run folder. Received: {path}, what a tune found. Give "
-            "it to --tuned"
-        )
+        raise UserError(f"{path} is what a tune found. Give it to --tuned instead of --config")
     if os.path.isdir(path):
-        from merlin_cowclip.workflows.training.runs import Run
+        from merlin_cowclip.workflows.training.resuming import read_config
+        from merlin_cowclip.workflows.training.runs import config_in
 
-        return Run.open(path).train_config().to_dict()
+        return config_in(read_config(path)).to_dict()
     try:
-        values = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_each_once)
-        wrong = "" if isinstance(values, dict) else "hold values by name: {...}"
-    except OSError as error:
-        wrong = f"be a file that can be read, or a run folder ({error.strerror})"
-    except (ValueError, RecursionError) as error:
-        wrong = f"be JSON in UTF-8 ({error})"
-    if wrong:
-        raise UserError(f"--config must {wrong}. Received: {path}. Correct it, or name another")
-    return dict(values)
-
-
-def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """What JSON calls an object; of a key that is there twice, Python would take the last."""
-    keys = [key for key, _ in pairs]
-    twice = sorted({key for key in keys if keys.count(key) > 1})
-    if twice:
-        raise ValueError(f"{quoted(twice)} more than once")
-    return dict(pairs)
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(
+            f"--config must be a JSON file or a run folder. Received: {path}: {clipped(str(error))}"
+        ) from None
+    if not isinstance(values, dict):
+        raise UserError(f"--config must hold values by name: {{...}}. Received: {path}")
+    return values

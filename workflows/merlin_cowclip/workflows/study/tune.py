@@ -170,7 +170,7 @@ def epochs_of(
 
     Raises:
       NotFiniteError: a loss, gradient, weight or prediction is no finite number.
-      Interrupted: it was asked to stop.
+      KeyboardInterrupt: it was asked to stop.
     """
     begun = time.perf_counter()
     loader = check_trainable(rows, config)
@@ -428,7 +428,7 @@ class _Tuning:
             "trials_measured": measured,
             "seconds": seconds,
             "trials": tried,
-            **environment(("optuna",)),
+            **environment("optuna"),
         }
         with alone_in(self.out):
             write_json(self.out / TUNED, found.to_dict())

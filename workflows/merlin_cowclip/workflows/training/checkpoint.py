@@ -2,8 +2,8 @@
 
 `checkpoints/step-0000000400/` holds `state.index` and `state.data-…`, a `tf.train.Checkpoint` of
 flat variables whose blocks have checksums, and `progress.json`. With sharded tables each rank
-writes its rows there, `rows-0.…`. `tf.train.CheckpointManager` would write over the files of a step
-that is saved again, once its epoch is measured, and write the best checkpoint twice.
+writes its rows there, `rows-0.…`. `tf.train.CheckpointManager` would write the best checkpoint
+twice, and cannot take `progress.json` with it in one rename.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from merlin_cowclip.workflows.folders import remove, write_json
 from merlin_cowclip.workflows.training.ranks import agreed, said_by_all
 
 _NAME = re.compile(r"step-(\d{10,})")
-_STATE, _PROGRESS, _REPLACED = "state", "progress.json", ".replaced"
+_STATE, _PROGRESS = "state", "progress.json"
 
 
 @dataclass(frozen=True)
@@ -62,11 +62,7 @@ class Checkpoint:
         return int(self.progress["step"])
 
     def restore(self, state: State, ranks: Ranks = SINGLE_PROCESS) -> None:
-        """Give all variables their values; on all ranks at once.
-
-        Raises:
-          UserError: it is damaged, another network's, or has the shards of other ranks.
-        """
+        """Give all variables their values; on all ranks at once."""
         own = self.progress["own"]
         with agreed():
             if len(own) != ranks.size and (state.shards or self.progress["sharded"]):
@@ -87,11 +83,7 @@ class Checkpoint:
             variable.assign(sums[ranks.rank] if is_same else sums.sum(axis=0) / ranks.size)
 
     def read(self, variables: Mapping[str, tf.Variable]) -> None:
-        """Give these the values that all ranks had together: sharded tables are made whole.
-
-        Raises:
-          UserError: it is damaged, or another network's.
-        """
+        """Give these the values that all ranks had together: sharded tables are made whole."""
         paths = [self.path / _rows(rank) for rank in range(len(self.progress["own"]))]
         rows = [_opened(path) for path in paths if path.with_name(f"{path.name}.index").exists()]
         sharded = {n for n in variables if rows and rows[0].has_tensor(_key_in_file(n))}
@@ -113,58 +105,57 @@ class Checkpoints:
     """
 
     def __init__(self, folder: Path, keep: int = 2, ranks: Ranks = SINGLE_PROCESS) -> None:
-        self.folder = folder
-        self._keep = keep
-        self._ranks = ranks
+        self.folder, self._keep, self._ranks = folder, keep, ranks
+        self._last: int | None = None  # the step of the last one that was written or restored
 
     def save(
         self, step: int, state: State, progress: Mapping[str, Any], best: int | None = None
     ) -> None:
         """Write one; training waits for it.
 
+        Of the last one's step only the progress is written again: its epoch was measured.
+
         Args:
           step: after how many updates.
           state: of this rank.
           progress: fit for JSON.
           best: the step of the one that is kept beside the last ones.
-
-        Raises:
-          OSError, tf.errors.OpError: it cannot be written, on this rank; nothing is left of it.
         """
         target = self.path(step)
         partial = target.with_name(f".{target.name}.partial")
         own = said_by_all({name: v.numpy().tolist() for name, v in state.own.items()})
-        is_first = self._ranks.rank == 0
+        record = {"step": step, "own": own, "sharded": bool(state.shards), **progress}
+        is_first, is_new = self._ranks.rank == 0, step != self._last
         try:
+            if is_new:
+                with agreed():
+                    if is_first:
+                        remove(partial)
+                        partial.mkdir(parents=True)
+                with agreed():
+                    if is_first:
+                        _write(partial / _STATE, state.shared)
+                    if state.shards:
+                        _write(partial / _rows(self._ranks.rank), state.shards)
             with agreed():
                 if is_first:
-                    remove(partial)
-                    partial.mkdir(parents=True)
-            with agreed():
-                if is_first:
-                    _write(partial / _STATE, state.shared)
-                if state.shards:
-                    _write(partial / _rows(self._ranks.rank), state.shards)
-            with agreed():
-                if is_first:
-                    record = {"step": step, "own": own, "sharded": bool(state.shards), **progress}
-                    write_json(partial / _PROGRESS, record)
-                    replaced = target.with_name(f".{target.name}{_REPLACED}")
-                    if target.exists():  # taken before the epoch was measured
-                        os.rename(target, replaced)
-                    os.rename(partial, target)
-                    remove(replaced)
-                    for old in self.steps()[: -self._keep]:
-                        if old != best:  # hidden first: half a checkpoint is none
-                            hidden = self.folder / f".{self.path(old).name}.old"
-                            remove(hidden)
-                            os.rename(self.path(old), hidden)
-                            remove(hidden)
+                    write_json((partial if is_new else target) / _PROGRESS, record)
+                    if is_new:
+                        os.rename(partial, target)
+                        self._prune(best)
         except BaseException:
             if is_first:
                 remove(partial)
-                self._put_back()
             raise
+        self._last = step
+
+    def _prune(self, best: int | None) -> None:
+        for old in self.steps()[: -self._keep]:
+            if old != best:  # hidden first: half a checkpoint is none
+                hidden = self.folder / f".{self.path(old).name}.old"
+                remove(hidden)
+                os.rename(self.path(old), hidden)
+                remove(hidden)
 
     def steps(self) -> list[int]:
         """After which steps there is one, in order."""
@@ -176,11 +167,7 @@ class Checkpoints:
         return self.folder / f"step-{step:010}"
 
     def at(self, step: int) -> Checkpoint:
-        """The one after `step` updates, as the first rank finds it.
-
-        Raises:
-          UserError: it is not there, or damaged.
-        """
+        """The one after `step` updates, as the first rank finds it."""
         path, progress = self.path(step), None
         with agreed():
             if self._ranks.rank == 0:
@@ -191,19 +178,13 @@ class Checkpoints:
         return Checkpoint(path, said_by_all(progress)[0])
 
     def restore_last(self, state: State) -> tuple[Checkpoint | None, list[UserError]]:
-        """Restore the last one that can be read; and why those after it could not.
-
-        Raises:
-          UserError: none of them can be read.
-        """
+        """Restore the last one that can be read; and why those after it could not."""
         problems: list[UserError] = []
-        with agreed():
-            if self._ranks.rank == 0:
-                self._put_back()
-        for step in reversed(said_by_all({"steps": self.steps()})[0]["steps"]):
+        for step in reversed(said_by_all(self.steps())[0]):
             try:
                 checkpoint = self.at(step)
                 checkpoint.restore(state, self._ranks)
+                self._last = step
                 return checkpoint, problems
             except UserError as error:
                 problems.append(error)
@@ -211,25 +192,12 @@ class Checkpoints:
             raise problems[0]
         return None, []
 
-    def _put_back(self) -> None:
-        """Give a checkpoint its name again, if `save` was killed as it replaced it."""
-        for step in self.folder.glob(f".step-*{_REPLACED}"):
-            target = self.folder / step.name.removeprefix(".").removesuffix(_REPLACED)
-            if not target.exists():
-                os.rename(step, target)
-
     def tidy(self, last: Checkpoint | None) -> None:
         """Remove what was not written to its end, and what cannot be read after the last one."""
         for step in self.steps():
             if last is None or step > last.step:
                 remove(self.path(step))
         remove(*self.folder.glob(".step-*"))
-
-
-def not_finite(variables: Mapping[str, tf.Variable]) -> list[str]:
-    """The names of those weights that hold NaN or infinity."""
-    weights = [v for n, v in variables.items() if n.startswith("weight/") and v.dtype.is_floating]
-    return [v.name for v in weights if not bool(tf.reduce_all(tf.math.is_finite(v)))]
 
 
 def _rows(rank: int) -> str:

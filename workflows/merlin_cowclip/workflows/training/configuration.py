@@ -61,14 +61,11 @@ def _seed(name: str, value: Any) -> int:
 
 
 def _names(name: str, value: Any) -> tuple[str, ...]:
-    if not isinstance(value, list | tuple) or not all(isinstance(n, str) and n for n in value):
+    is_list = isinstance(value, list | tuple) and all(isinstance(n, str) and n for n in value)
+    if not is_list or not value or len(set(value)) < len(value):
         raise ValueError(
-            f"{name} must be a list of names of fields or tables. Received: {name}={value!r}"
-        )
-    if not value or len(set(value)) < len(value):
-        raise ValueError(
-            f"{name} must name something, and each only once. Received: {name}={list(value)}. To "
-            "clip nothing, use clip='none'"
+            f"{name} must be a list of names of fields or tables, each once. Received: "
+            f"{name}={value!r}. To clip nothing, use clip='none'"
         )
     return tuple(sorted(value))
 
@@ -303,20 +300,13 @@ class TrainConfig:
         return {name: getattr(self, name) for name in NETWORKS[self.model]}
 
     def to_dict(self) -> dict[str, Any]:
-        """Fit for JSON; `from_dict` is the way back. Nothing is left to defaults that may change.
-
-        Options that the network does not take are `None`.
-        """
+        """Fit for JSON; what the network does not take is `None`; `from_dict` is the way back."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return {n: list(v) if isinstance(v, tuple) else v for n, v in values.items()}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> TrainConfig:
-        """The configuration that `to_dict` describes; what is left out has its default.
-
-        Raises:
-          UserError: a key that is none, or a value out of range.
-        """
+        """The configuration that `to_dict` describes; what is left out has its default."""
         refuse_unknown("a configuration", values, [f.name for f in dataclasses.fields(cls)])
         return cls(**values)
 
@@ -340,11 +330,7 @@ class TrainConfig:
 
 
 def base_fields(values: Hyperparameters | Mapping[str, Any]) -> dict[str, Any]:
-    """Hyperparameters, or some of them by name, as the fields that `TrainConfig` has for a base.
-
-    Raises:
-      UserError: a name that is none.
-    """
+    """Hyperparameters, or some of them by name, as the fields that `TrainConfig` has for a base."""
     if isinstance(values, Hyperparameters):
         values = values.to_dict()
     known = [field.name for field in dataclasses.fields(Hyperparameters)]

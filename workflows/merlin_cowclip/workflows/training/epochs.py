@@ -11,12 +11,14 @@ class Progress:
     """How far a run is, beside its variables; fit for JSON.
 
     Attributes:
-      epochs: what was measured after each, as in `metrics.csv`.
+      epochs: what was measured after each.
       seconds: of training in the epoch under way.
+      tables: the rows of its CSV files, by name.
     """
 
     epochs: list[dict[str, Any]] = field(default_factory=list)
     seconds: float = 0.0
+    tables: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
 
     @property
     def best(self) -> int | None:

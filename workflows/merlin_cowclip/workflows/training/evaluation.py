@@ -1,14 +1,13 @@
 """Exact AUC, log loss and calibration of a model's predictions, in one pass.
 
 Keras's `AUC()` sums over 200 thresholds, and can be off in the second digit; here all predictions
-are held, 4 bytes each and once more as they are ranked.
+are held, 5 bytes each and twice more as they are ranked.
 """
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -72,56 +71,43 @@ class QualityOf:
     """The quality of predictions that come batch by batch, all of which it holds."""
 
     def __init__(self) -> None:
-        self._ones: list[np.ndarray] = []  # predictions of clicked rows
-        self._zeros: list[np.ndarray] = []
-        self._wrong, self._loss, self._sum = 0, 0.0, 0.0
+        self._clicked: list[np.ndarray] = []
+        self._found: list[np.ndarray] = []
 
     def add(self, labels: np.ndarray, probabilities: np.ndarray) -> None:
         """Take a batch: n labels, 0 or 1, and n probabilities."""
-        for start in range(0, len(labels), _CHUNK):
-            clicked = labels[start : start + _CHUNK] == 1
-            found = probabilities[start : start + _CHUNK]
-            self._ones.append(found[clicked])
-            self._zeros.append(found[~clicked])
-            self._wrong += int(np.count_nonzero(~np.isfinite(found)))
-            limited = np.clip(np.asarray(found, np.float64), 1e-7, 1 - 1e-7)
-            self._loss -= float(np.log(np.where(clicked, limited, 1 - limited)).sum())
-            self._sum += float(np.asarray(found, np.float64).sum())
+        self._clicked.append(labels == 1)
+        self._found.append(probabilities)
 
-    def of_all_ranks(self) -> QualityOf:
-        """What all ranks have added, each row on one of them; called on all at once."""
-        from merlin_cowclip.plugins.distributed.horovod import all_gather
+    def quality(self, ranks: int = 1) -> Quality:
+        """Of all that was added, also on other ranks, each row on one of them."""
+        clicked = np.concatenate([np.empty(0, bool), *self._clicked])
+        found = np.concatenate([np.empty(0, np.float32), *self._found])
+        self._clicked, self._found = [clicked], [found]  # the parts take as much once more
+        if ranks > 1:
+            from merlin_cowclip.plugins.distributed.horovod import all_gather
 
-        none = np.empty(0, np.float32)
-        joined = QualityOf()
-        joined._ones = [all_gather(np.concatenate([none, *self._ones]))]
-        joined._zeros = [all_gather(np.concatenate([none, *self._zeros]))]
-        sums = all_gather(np.array([[self._wrong, self._loss, self._sum]])).sum(axis=0)
-        joined._wrong, joined._loss, joined._sum = int(sums[0]), float(sums[1]), float(sums[2])
-        return joined
-
-    def quality(self) -> Quality:
-        """Of all that was added.
-
-        Raises:
-          UserError: only one of the labels is present.
-          NotFiniteError: a probability is none.
-        """
-        clicked, others = (sum(map(len, held)) for held in (self._ones, self._zeros))
-        rows = clicked + others
-        if not (clicked and others):
+            clicked, found = all_gather(clicked.astype(np.uint8)).astype(bool), all_gather(found)
+        rows, clicks = len(clicked), int(np.count_nonzero(clicked))
+        if clicks in (0, rows):
             raise UserError(
                 "what is evaluated must have labels of 0 and of 1. Received: only "
-                f"{int(clicked > 0)}, in {rows:,} rows. Take more rows: prepare the data "
-                "with a larger test part, or split at random"
+                f"{int(clicks > 0)}, in {rows:,} rows. Take more rows: prepare the data with a "
+                "larger test part, or split at random"
             )
-        if self._wrong:
+        if wrong := int(np.count_nonzero(~np.isfinite(found))):
             raise NotFiniteError(
-                f"predictions must be numbers. Received: NaN for {self._wrong:,} of {rows:,} rows. "
+                f"predictions must be numbers. Received: NaN for {wrong:,} of {rows:,} rows. "
                 "The model diverged: lower the learning rates, or check the data for inf and NaN"
             )
-        wins = wins_twice(np.concatenate(self._ones), np.concatenate(self._zeros))
-        return Quality(wins / (2 * clicked * others), self._loss / rows, self._sum / clicked)
+        loss = total = 0.0
+        for start in range(0, rows, _CHUNK):
+            here, some = clicked[start : start + _CHUNK], found[start : start + _CHUNK]
+            total += float(some.sum(dtype=np.float64))
+            limited = np.clip(some.astype(np.float64), 1e-7, 1 - 1e-7)
+            loss -= float(np.log(np.where(here, limited, 1 - limited)).sum())
+        wins = wins_twice(found[clicked], found[~clicked])
+        return Quality(wins / (2 * clicks * (rows - clicks)), loss / rows, total / clicks)
 
 
 def wins_twice(ones: np.ndarray, zeros: np.ndarray) -> int:
@@ -145,7 +131,6 @@ class Predictor:
     def __init__(self, model: mm.Model) -> None:
         self._model = model
         self._step: Any = None
-        self._spec: Any = None
 
     def __call__(self, loader: Loader) -> tuple[np.ndarray, np.ndarray]:
         """Labels and probabilities of every row of an unshuffled loader, n each, in its order."""
@@ -153,40 +138,13 @@ class Predictor:
         labels, probabilities = zip(*batches, strict=True)
         return np.concatenate(labels), np.concatenate(probabilities)
 
-    def quality(
-        self,
-        loader: Loader,
-        *,
-        rank: int = 0,
-        ranks: int = 1,
-        between: Callable[[], None] = lambda: None,
-    ) -> Quality:
-        """Of every row of a loader.
-
-        Args:
-          loader: of whole batches.
-          rank: on several ranks, which one this is: they share the batches.
-          ranks: how many there are, all of which call this.
-          between: called after each batch, as often on all ranks.
-
-        Raises:
-          UserError: only one of the labels is present, or a probability is none.
-        """
+    def quality(self, loader: Loader, *, rank: int = 0, ranks: int = 1) -> Quality:
+        """Of every row of a loader; several ranks share its batches, and all call this."""
         found = QualityOf()
-        left = -(-len(loader) // ranks)
-        # In shards the others wait in a lookup for one that is refused: it ends, and so they do.
-        meets_later = ranks > 1 and not is_in_shards(self._model)
-        with agreed() if meets_later else contextlib.nullcontext():
-            for labels, probabilities in self.batches(loader, rank, ranks):
-                found.add(labels, probabilities)
-                between()
-                left -= 1
-            if left:
-                between()
-        if ranks > 1:
-            found = found.of_all_ranks()
-        with agreed() if ranks > 1 else contextlib.nullcontext():
-            return found.quality()
+        for labels, probabilities in self.batches(loader, rank, ranks):
+            found.add(labels, probabilities)
+        with agreed():
+            return found.quality(ranks)
 
     def batches(
         self, loader: Loader, rank: int = 0, ranks: int = 1
@@ -205,32 +163,18 @@ class Predictor:
             self.probabilities({name: _empty(name, one) for name, one in spec.items()}, spec)
 
     def probabilities(self, features: dict[str, Any], spec: dict[str, tf.TypeSpec]) -> np.ndarray:
-        """Of one batch, b float32.
-
-        Args:
-          features: the model's inputs by name.
-          spec: their types, for batches of any size.
-
-        Raises:
-          UserError: the model predicts anything else.
-        """
-        if self._step is None or spec != self._spec:
+        """Of one batch, b float32; `spec` has the types of the inputs, for batches of any size."""
+        if self._step is None:
             # One graph for batches of any size: the last one is smaller.
             self._step = tf.function(self._model.predict_step, input_signature=[spec])
-            self._spec = spec
-            with quiet_stack():  # of many networks in one process it warns that it traces many
-                return self._of(features)
-        return self._of(features)
-
-    def _of(self, features: dict[str, Any]) -> np.ndarray:
-        predictions = self._step(features)
+        with quiet_stack():  # of many networks in one process it warns that it traces many
+            predictions = self._step(features)
         shape = getattr(predictions, "shape", None)
         if shape is None or len(shape) > 2 or shape[1:] not in ((), (1,)):
-            several = f"{', '.join(predictions)}" if isinstance(predictions, dict) else ""
-            several = several or f"{type(predictions).__name__} of shape {shape}"
             raise UserError(
                 "a model must predict one probability for each row. Received: "
-                f"{several}. Evaluate each output by itself, by exact_quality"
+                f"{type(predictions).__name__} of shape {shape}. Evaluate each output by itself, "
+                "by exact_quality"
             )
         found = np.asarray(predictions, np.float32).ravel()
         _check_probabilities(found)

@@ -30,14 +30,14 @@ from merlin_cowclip.workflows.data.sources.files import expand_paths
 from merlin_cowclip.workflows.data.spec import DatasetSpec, Split
 from merlin_cowclip.workflows.errors import UserError, quoted
 from merlin_cowclip.workflows.training.rows import Rows
-from merlin_cowclip.workflows.training.runs import Run, how_to_evaluate
+from merlin_cowclip.workflows.training.runs import Run
 
 CHUNK_BYTES = 8 << 20  # of a log that is read and encoded at a time
 BATCH_ROWS = 1 << 16  # of parquet, read and encoded at a time
 
 
 class Incoming:
-    """Some files of rows.
+    """Some files of rows, all of them with the label, or none.
 
     Attributes:
         files: their paths.
@@ -47,14 +47,11 @@ class Incoming:
         unit: of the size.
     """
 
-    files: list[Path]
+    unit = " rows"
     labelled: bool
-    unlabelled: str
-    size: int
-    unit: str
 
-    def __init__(self, run: Run, spec: DatasetSpec) -> None:
-        self._run, self._spec = run, spec
+    def __init__(self, run: Run, spec: DatasetSpec, files: list[Path], size: int) -> None:
+        self._run, self._spec, self.files, self.size = run, spec, files, size
         self.unlabelled = f"without column {spec.label!r}"
 
     def pieces(self, advance: Callable[[int], Any]) -> Iterator[tuple[pa.RecordBatch, Rows]]:
@@ -68,16 +65,15 @@ class Incoming:
         """
         raise NotImplementedError
 
-    def _all_or_none(self, labelled: Mapping[Path, bool]) -> bool:
-        """Whether all files have the label, or none."""
-        having = [path for path, has in labelled.items() if has]
-        if 0 < len(having) < len(labelled):
+    def _look_for_labels(self, labelled: Mapping[Path, bool]) -> None:
+        """Set `labelled`, which is the same for all files."""
+        self.labelled = all(labelled.values())
+        if any(labelled.values()) and not self.labelled:
             without = next(path for path, has in labelled.items() if not has)
             raise UserError(
-                f"all files must have the label, or none. Received: {having[0]} with column "
-                f"{self._spec.label!r}, {without} without. Give them apart"
+                f"all files must have the label, or none. Received: {without} without column "
+                f"{self._spec.label!r}. Give them apart"
             )
-        return bool(having)
 
 
 def open_incoming(
@@ -91,10 +87,6 @@ def open_incoming(
             pipeline parquet, or folders of it, that its workflow wrote.
         raw: for such a run, whether they are what the workflow reads instead.
         trust_workflow: see `Run.workflow`.
-
-    Raises:
-        UserError: no such file, columns are missing or of another type, some files have the label
-            and some not, or the workflow must not be loaded.
     """
     spec = dataclasses.replace(run.spec(), split=Split())  # a column of times is no input
     if run.is_adopted:
@@ -111,21 +103,19 @@ class _RawLogs(Incoming):
     def __init__(
         self, run: Run, spec: DatasetSpec, inputs: Sequence[str | Path], trust: bool
     ) -> None:
-        super().__init__(run, spec)
-        self.files = expand_paths(inputs)
+        logs = [_log(spec, path) for path in expand_paths(inputs)]
+        super().__init__(run, spec, [log.path for log in logs], sum(log.size for log in logs))
         for path in self.files:
             part = path.resolve().parent
             if part.name in PARTS and (part.parent / RECORD).is_file():
                 raise UserError(
                     f"expected raw data, but {path} is a part of prepared data. Evaluate the "
-                    f"folder: {how_to_evaluate(run.path, part.parent)}; or give the raw data"
+                    f"folder {part.parent}, or give the raw data"
                 )
-        logs = [_log(spec, path) for path in self.files]
-        self.labelled = self._all_or_none({log.path: log.has_label() for log in logs})
+        self._look_for_labels({log.path: log.has_label() for log in logs})
         self._logs = [dataclasses.replace(log, labelled=self.labelled) for log in logs]
         for log in self._logs:
             log.check()
-        self.size = sum(log.size for log in self._logs)
         self._workflow = run.workflow(trust=trust).remove_inputs([spec.label])
 
     def pieces(self, advance: Callable[[int], Any]) -> Iterator[tuple[pa.RecordBatch, Rows]]:
@@ -170,21 +160,16 @@ def raw_frame(batch: pa.RecordBatch) -> pd.DataFrame:
 class _EncodedParquet(Incoming):
     """Parquet that an adopted pipeline's workflow wrote; checked as `adopt` checks it."""
 
-    unit = " rows"
-
     def __init__(self, run: Run, spec: DatasetSpec, files: list[ParquetFile], trust: bool) -> None:
-        super().__init__(run, spec)
+        super().__init__(run, spec, [file.path for file in files], sum(f.rows for f in files))
         self._files = files
-        self.files = [file.path for file in files]
-        self.size = sum(file.rows for file in files)
         self._look(trust)
 
     def _look(self, trust: bool) -> None:
         """At the columns: which are to be read, and whether the label is among them."""
         spec = self._spec
         try:
-            has = {file.path: spec.label in file.schema.names for file in self._files}
-            self.labelled = self._all_or_none(has)
+            self._look_for_labels({f.path: spec.label in f.schema.names for f in self._files})
             check_columns(spec, self._files, labelled=self.labelled)
         except UserError as error:
             raise UserError(f"{error}. If these are raw rows, add --raw (raw=True)") from None
@@ -213,20 +198,15 @@ class _RawParquet(_EncodedParquet):
     def _look(self, trust: bool) -> None:
         inference = self._inference = self._run.inference(trust=trust)
         names = {file.path: file.schema.names for file in self._files}
-        for path, there in names.items():
-            if missing := inference.missing(there):
-                raise UserError(
-                    f"{path} lacks columns that the workflow needs: "
-                    f"{quoted(missing, brief=True)} (it has {quoted(there, brief=True)})"
-                )
-        self.labelled = self._all_or_none({p: inference.has_label(n) for p, n in names.items()})
         self._columns = [n for n in inference.columns if n in names[self.files[0]]]
         for path, there in names.items():
-            if gone := [name for name in self._columns if name not in there]:
+            gone = [name for name in self._columns if name not in there]
+            if missing := inference.missing(there) or gone:
                 raise UserError(
-                    f"{path} lacks {quoted(gone, brief=True)}, which {self.files[0]} has. Score "
-                    "them separately"
+                    f"{path} lacks columns that the workflow needs, or that {self.files[0]} has: "
+                    f"{quoted(missing, brief=True)} (it has {quoted(there, brief=True)})"
                 )
+        self._look_for_labels({path: inference.has_label(n) for path, n in names.items()})
         none = inference.of_label is None
         of = "and the workflow makes no" if none else "without the columns of"
         self.unlabelled = f"{of} label {self._spec.label!r}"

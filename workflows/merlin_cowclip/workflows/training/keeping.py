@@ -3,28 +3,22 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from merlin_cowclip.plugins._checks import is_whole
 from merlin_cowclip.workflows.errors import UserError
-from merlin_cowclip.workflows.training.options import (
-    check_fields,
-    option,
-    refuse_unknown,
-)
+from merlin_cowclip.workflows.training.options import check_fields, option
 
 GROUP = "Checkpoints and stopping"
 _MINUTES = re.compile(r"(\d+(?:\.\d+)?)m")
 
 
 def _every(name: str, value: Any) -> int | str:
-    if isinstance(value, str):
-        if value.isascii() and value.isdigit():
-            value = int(value)
-        elif (found := _MINUTES.fullmatch(value)) and float(found[1]):
-            return value
+    if isinstance(value, str) and (found := _MINUTES.fullmatch(value)) and float(found[1]):
+        return value
+    if isinstance(value, str) and value.isascii() and value.isdigit():
+        value = int(value)
     if not is_whole(value, 1, 2**48):
         raise ValueError(
             f"{name} must be a positive number of updates, or of minutes as in 10m. Received: "
@@ -74,17 +68,3 @@ class Keeping:
         """Minutes between checkpoints."""
         every = self.checkpoint_every
         return float(every[:-1]) if isinstance(every, str) else None
-
-    def to_dict(self) -> dict[str, Any]:
-        """Fit for JSON."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Keeping:
-        """What `to_dict` wrote.
-
-        Raises:
-          UserError: a key that is none, or a value out of range.
-        """
-        refuse_unknown("the keeping of checkpoints", values, [f.name for f in fields(cls)])
-        return cls(**values)

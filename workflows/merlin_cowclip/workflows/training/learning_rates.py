@@ -33,27 +33,22 @@ SCHEDULES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 
 
 def plain_schedule(option: str, given: Any) -> dict[str, Any]:
-    """A schedule with all its parameters, checked; `option` is its name in errors.
-
-    Raises:
-      ValueError: an unknown name or parameter, a missing one, or one out of range.
-    """
-    if isinstance(given, str):
-        given = {"name": given}
+    """A schedule with all its parameters, checked; `option` is its name in errors."""
+    given = {"name": given} if isinstance(given, str) else given
     name = given.get("name") if isinstance(given, Mapping) else None
     if not isinstance(name, str) or name not in SCHEDULES:
-        known = ", ".join(SCHEDULES)
         raise ValueError(
-            f"{option} must be one of {known}, with its parameters. Received: {given!r}"
+            f"{option} must be one of {', '.join(SCHEDULES)}, with its parameters. Received: "
+            f"{given!r}"
         )
     parameters, plain = SCHEDULES[name], dict[str, Any](name=name)
-    if unknown := [key for key in given if key not in ("name", *parameters)]:
-        known = ", ".join(parameters)
-        raise ValueError(f"{option} {name!r} has the parameters {known}. Received: {unknown[0]!r}")
+    missing = [key for key, default in parameters.items() if default is ... and key not in given]
+    if missing or not {*given} <= {"name", *parameters}:
+        raise ValueError(
+            f"{option} {name!r} has the parameters {', '.join(parameters)}. Received: {given!r}"
+        )
     for key, default in parameters.items():
         value = given.get(key, default)
-        if value is ...:
-            raise ValueError(f"{option} {name!r} needs {key}. Received: {given!r}")
         is_all = value is None is default
         plain[key] = None if is_all else _checked(f"{option} {key}", value, key)
     at, factors = plain.get("at"), plain.get("factors", ())

@@ -83,52 +83,36 @@ class Loader(tf.data.Dataset):
         check_whole("ranks", ranks, 1)
         check_whole("rank", rank, 0, ranks - 1)
         if batch_size % ranks:
-            fewer = batch_size - batch_size % ranks
-            sizes = f"{fewer} or {fewer + ranks}" if fewer else str(ranks)
             raise UserError(
                 "batch size must be a multiple of the number of ranks, which share each batch. "
-                f"Received: batch size {batch_size}, {ranks} ranks. Choose {sizes}."
+                f"Received: batch size {batch_size}, {ranks} ranks. Choose another"
             )
         if ranks > 1 and drop_last is not None and not drop_last:
             raise UserError(
                 "drop_last must not be False on several ranks, whose batches must be equal. "
                 f"Received: drop_last=False, ranks={ranks}. Leave it out, or use one rank."
             )
-        self.data = data
-        self.part = part
-        self.batch_size = batch_size
-        self.seed = seed
+        self.data, self.part, self.batch_size, self.seed = data, part, batch_size, seed
+        self.rank, self.ranks = rank, ranks
         self.shuffled = part == "train" if shuffle is None else bool(shuffle)
-        self.rank = rank
-        self.ranks = ranks
         self.drop_last = ranks > 1 if drop_last is None else bool(drop_last)
         self._reader = Reader(data.spec, data.footers(part))
         self._order = Order(
             self._reader.groups(), batch_size, seed, self.shuffled, rank, ranks, self.drop_last
         )
-        self._check_rows()
-        self._epoch = 0
+        if not self.rows or (batch_size > self.rows and (part == "train" or self.drop_last)):
+            name = "training" if part == "train" else part
+            raise UserError(
+                f"batch size must not exceed the {name} rows. Received: batch size {batch_size}, "
+                f"{self.rows} rows in {data.path}. Choose a smaller batch or prepare more rows."
+            )
+        self.epoch = 0
 
-        def one_epoch() -> tuple[int, int]:
-            return self._epoch * len(self), (self._epoch + 1) * len(self)
+        def one_epoch() -> tuple[int, Any]:
+            return self._span(self.epoch, 1, 0)
 
         self._batches = self._as_dataset(one_epoch, len(self))
         super().__init__(self._batches._variant_tensor)
-
-    def _check_rows(self) -> None:
-        """Refuse a part without rows, or without enough."""
-        name = "training" if self.part == "train" else self.part
-        if not self.rows:
-            raise UserError(
-                f"the {name} part must have rows. Received: none in {self.data.path}. Prepare it "
-                "with some."
-            )
-        if self.batch_size > self.rows and (self.part == "train" or self.drop_last):
-            raise UserError(
-                f"batch size must not exceed the {name} rows. Received: batch size "
-                f"{self.batch_size}, {self.rows} rows in {self.data.path}. Choose a smaller batch "
-                "or prepare more rows."
-            )
 
     def _inputs(self) -> list[tf.data.Dataset]:
         return [self._batches]
@@ -151,16 +135,6 @@ class Loader(tf.data.Dataset):
     def rows_per_epoch(self) -> int:
         """Rows that the batches of an epoch hold, on all ranks together."""
         return min(len(self) * self.batch_size, self.rows)
-
-    @property
-    def epoch(self) -> int:
-        """That of passes over the loader itself."""
-        return self._epoch
-
-    @epoch.setter
-    def epoch(self, epoch: int) -> None:
-        check_whole("epoch", epoch, 0)
-        self._epoch = epoch
 
     @property
     def schema(self) -> Schema:
@@ -214,7 +188,7 @@ class Loader(tf.data.Dataset):
         dataset.batch_size, dataset.ranks = self.batch_size, self.ranks
         return dataset
 
-    def _span(self, epoch: int, epochs: int | None, start: int) -> tuple[int, int | None]:
+    def _span(self, epoch: int, epochs: int | None, start: int) -> tuple[int, Any]:
         """From which batch to which, all epochs counted through."""
         check_whole("epoch", epoch, 0)
         check_whole("start", start, 0, len(self))
@@ -224,7 +198,7 @@ class Loader(tf.data.Dataset):
         return epoch * len(self) + start, stop
 
     def _as_dataset(
-        self, span: Callable[[], tuple[int, int | None]], count: int | None
+        self, span: Callable[[], tuple[int, Any]], count: int | None
     ) -> tf.data.Dataset:
         """`count` batches; `span` is called when an iterator's first one is asked for."""
         spec = self.data.spec

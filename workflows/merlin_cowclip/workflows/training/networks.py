@@ -53,9 +53,6 @@ def options_of(model: str, given: Mapping[str, Any]) -> dict[str, Any]:
     Args:
       model: a name in `NETWORKS`.
       given: by name; `None` for the default.
-
-    Raises:
-      ValueError: the network makes nothing of an option.
     """
     options = NETWORKS[model]
     for name, value in given.items():

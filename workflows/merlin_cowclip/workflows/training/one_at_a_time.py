@@ -15,11 +15,7 @@ LOCK = ".lock"  # within the run
 
 @contextlib.contextmanager
 def locked(run: Path) -> Iterator[None]:
-    """Hold the run's lock, which the system lets go when the process ends, however it ends.
-
-    Raises:
-        UserError: another process holds it, or the folder cannot be written.
-    """
+    """Hold the run's lock, which the system lets go when the process ends, however it ends."""
     try:
         number = os.open(run / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
     except OSError as error:
@@ -27,7 +23,7 @@ def locked(run: Path) -> Iterator[None]:
             f"a run that is trained must be a folder that can be written. Received: {run}: "
             f"{error.strerror}. Name another, or copy it"
         ) from None
-    try:
+    with os.fdopen(number, "w"):
         try:
             fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -36,8 +32,6 @@ def locked(run: Path) -> Iterator[None]:
                 "one trains. Wait for its end, or stop it"
             ) from None
         yield
-    finally:
-        os.close(number)
 
 
 @contextlib.contextmanager

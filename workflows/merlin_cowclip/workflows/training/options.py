@@ -92,11 +92,7 @@ CHECKS: Mapping[str, Check] = MappingProxyType(
 
 
 def check_fields(instance: Any) -> None:
-    """Check the fields of a frozen dataclass, each by its own check, and let them be plain.
-
-    Raises:
-      ValueError: one is out of range.
-    """
+    """Check the fields of a frozen dataclass, each by its own check, and let them be plain."""
     make_plain(instance)
     for field in dataclasses.fields(instance):
         check, value = field.metadata["check"], getattr(instance, field.name)
@@ -107,15 +103,10 @@ def check_fields(instance: Any) -> None:
 
 
 def refuse_unknown(what: str, values: Mapping[str, Any], known: Sequence[str]) -> None:
-    """Refuse a key that is none, and what has no keys.
-
-    Raises:
-      UserError: names it, and those that are.
-    """
+    """Refuse a key that is none, and what has no keys."""
     if not isinstance(values, Mapping):
         raise UserError(f"{what} must be values by name. Received: {values!r}")
-    unknown = [key for key in values if key not in known]
-    if unknown:
+    if unknown := [key for key in values if key not in known]:
         raise UserError(
             f"{what} has the keys {', '.join(known)}. Received: {str(unknown[0])!r}. Correct it, "
             "or take it out"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -41,19 +42,10 @@ class Window:
     start: int  # rows of the epoch before it
     groups: tuple[RowGroup, ...]
 
-    @property
+    @cached_property
     def rows(self) -> int:
         """Rows of all groups."""
         return sum(group.rows for group in self.groups)
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Rows of a window, by their place in its order: part of a batch, or all of it."""
-
-    window: Window
-    low: int
-    high: int
 
 
 @dataclass(frozen=True)
@@ -136,20 +128,26 @@ class Order:
         end += epoch * self.batches
         return range(g, max(g + 1, end if stop is None else min(end, stop - 1)))
 
-    def pieces(self, windows: list[Window], batches: range) -> list[Piece]:
-        """From which of an epoch's windows this rank's shares of batches are, in order."""
-        pieces: list[Piece] = []
-        for k in batches:
-            start, stop = self.share(k)
-            at = bisect.bisect_right(windows, start, key=lambda w: w.start) - 1
-            for window in windows[at:]:
-                if window.start >= stop:
-                    break
-                low, high = max(start - window.start, 0), min(stop - window.start, window.rows)
-                if pieces and pieces[-1].window is window and pieces[-1].high == low:
-                    low = pieces.pop().low  # side by side: one
-                pieces.append(Piece(window, low, high))
-        return pieces
+    def places(self, batches: range) -> np.ndarray:
+        """This rank's rows of an epoch's batches, by their place in the order of the epoch."""
+        return np.concatenate([np.arange(*self.share(k)) for k in batches])
+
+    def blocks(self, g: int, stop: int | None) -> Iterator[tuple[list[Window], np.ndarray, int]]:
+        """All blocks from the g-th batch on: windows of the epoch, `places`, and how many batches.
+
+        Windows are those that hold its rows, and the next one.
+        """
+        windows: list[Window] = []
+        while g != stop:
+            epoch, k = divmod(g, self.batches)
+            if not windows or windows[0].epoch != epoch:
+                windows = self.windows(epoch)
+                starts = [window.start for window in windows]
+            block = self.block(g, stop)
+            places = self.places(range(k, k + len(block)))
+            first, end = (bisect.bisect_right(starts, place) for place in (places[0], places[-1]))
+            yield windows[first - 1 : end + 1], places, len(block)
+            g = block.stop
 
 
 def permutation(n: int, seed: int, *key: int) -> np.ndarray:

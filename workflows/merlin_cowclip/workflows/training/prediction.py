@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ LABEL, PROBABILITY = "label", "probability"
 """The columns of what is written."""
 
 ENOUGH = 100  # unknown ids of a field, of which chance alone makes none known
-GROUP_ROWS = 1 << 20  # of a row group in it, held until it is written
+GROUP_ROWS = 1 << 20  # of a row group in it, or a batch more; held until it is written
 
 
 def predict_logs(
@@ -76,8 +77,8 @@ def predict_logs(
     check_whole("batch size", batch_size, 1)
     incoming = open_incoming(run, inputs, raw=raw, trust_workflow=trust_workflow)
     with all_or_nothing(out, "file") as file:
-        scored = _scored(run.model(which), run, incoming, batch_size, progress)
-        return _write(file, incoming.labelled, scored)
+        scored = _scored(run, incoming, which, batch_size, progress)
+        return _write(file, incoming.labelled, scored, -(-GROUP_ROWS // batch_size))
 
 
 def evaluate_logs(
@@ -105,20 +106,18 @@ def evaluate_logs(
             f"{incoming.files[0]}, {incoming.unlabelled}. Rows without labels are for "
             "'merlin-cowclip predict'"
         )
-    ranks, rows = QualityOf(), 0
-    model = run.model(which)
-    for labels, probabilities in _scored(model, run, incoming, batch_size, progress):
-        ranks.add(labels, probabilities)
+    found, rows = QualityOf(), 0
+    for labels, probabilities in _scored(run, incoming, which, batch_size, progress):
+        found.add(labels, probabilities)
         rows += len(labels)
-    return ranks.quality(), rows
+    return found.quality(), rows
 
 
 def _scored(
-    model: mm.Model, run: Run, incoming: Incoming, batch_size: int, progress: bool
+    run: Run, incoming: Incoming, which: str, batch_size: int, progress: bool
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Labels and probabilities, b float32 each; rows are read and encoded ahead, in a thread."""
-    spec = run.spec()
-    unknown, probabilities = _UnknownIds(run.config, spec), scorer(model, spec)
+    probabilities, unknown = scorer(run.model(which), run.spec()), _UnknownIds(run)
     with progress_bar("scoring", incoming.size, incoming.unit, show=progress) as bar:
         pieces = (rows for _, rows in incoming.pieces(bar.update))
         for rows in in_batches(prefetch(pieces), batch_size):
@@ -134,11 +133,11 @@ class _UnknownIds:
     a number for text); of all ids of a field it is told.
     """
 
-    def __init__(self, config: Mapping[str, Any], spec: DatasetSpec) -> None:
-        first = {name: UNKNOWN + config["special_ids"][name]["buckets"] for name in spec.ids}
-        self._spec = spec
+    def __init__(self, run: Run) -> None:
+        self._spec, special = run.spec(), run.config["special_ids"]
+        first = {name: UNKNOWN + special[name]["buckets"] for name in self._spec.ids}
         # Of fields that have a vocabulary: the id that it begins with, after the hash buckets.
-        self._first = {n: i for n, i in first.items() if i < config["cardinalities"][n]}
+        self._first = {n: i for n, i in first.items() if i < run.config["cardinalities"][n]}
         self._unknown = dict.fromkeys(self._first, 0)  # until the first known one
 
     def see(self, rows: Rows) -> None:
@@ -181,26 +180,18 @@ def scorer(model: mm.Model, spec: DatasetSpec) -> Callable[[Rows], np.ndarray]:
     return probabilities
 
 
-def _write(file: Path, labelled: bool, scored: Iterator[tuple[np.ndarray, np.ndarray]]) -> int:
-    """Write a parquet file, and return its rows."""
+def _write(
+    file: Path, labelled: bool, scored: Iterator[tuple[np.ndarray, np.ndarray]], batches: int
+) -> int:
+    """Write a parquet file, so many batches in a row group, and return its rows."""
     fields = [pa.field(LABEL, pa.int8(), False), pa.field(PROBABILITY, pa.float32(), False)]
     schema = pa.schema(fields if labelled else fields[1:])
-    held: list[pa.RecordBatch] = []
-    rows = written = 0
+    rows = 0
     with pq.ParquetWriter(file, schema) as writer:
-
-        def write() -> None:
-            writer.write_table(pa.Table.from_batches(held, schema), row_group_size=2 * GROUP_ROWS)
-            held.clear()
-
-        for labels, probabilities in scored:
-            columns = [pa.array(labels.astype(np.int8)), pa.array(probabilities)]
-            batch = pa.RecordBatch.from_arrays(columns[-len(schema) :], schema=schema)
-            held.append(batch)
-            rows += len(batch)
-            if rows - written >= GROUP_ROWS:
-                write()
-                written = rows
-        if held:
-            write()
+        while held := list(itertools.islice(scored, batches)):
+            labels, probabilities = map(np.concatenate, zip(*held, strict=True))
+            columns = [labels.astype(np.int8), probabilities]
+            table = pa.table(columns[-len(schema) :], schema=schema)
+            writer.write_table(table, row_group_size=len(table))
+            rows += len(table)
     return rows

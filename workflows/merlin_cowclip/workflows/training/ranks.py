@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import signal
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from merlin_cowclip.workflows.errors import AgreedError, Notice, Stopped, UserError, clipped
-from merlin_cowclip.workflows.launched import PATIENCE, launched, refuse_together
+from merlin_cowclip.workflows.launched import launched, refuse_together, wait_for_the_first
 from merlin_cowclip.workflows.quiet import quiet_imports
 
 if TYPE_CHECKING:
@@ -21,23 +19,12 @@ if TYPE_CHECKING:
     from merlin_cowclip.plugins.distributed.horovod import Ranks
     from merlin_cowclip.workflows.training.configuration import TrainConfig
 
-_ALIKE = {
-    "data_sha256": "the rows of the data",
-    "cardinalities": "the vocabularies of the data",
-    "spec": "the fields of the data",
-    "identity": "the configuration",
-    "precision": "Keras's precision",
-    "versions": "the versions",
-}
+_ALIKE = ("data_sha256", "cardinalities", "spec", "identity", "precision", "versions")
 
 
 @functools.cache
 def here() -> Ranks:
-    """This process among the ranks; of several on one machine, each has a GPU of its own from now.
-
-    Raises:
-      UserError: a launcher has started several, and Horovod does not know of them.
-    """
+    """This process among the ranks; of several on a machine, each has a GPU of its own from now."""
     with quiet_imports():
         from merlin_cowclip.plugins._tensorflow import tf
         from merlin_cowclip.plugins.distributed.horovod import ranks
@@ -81,41 +68,25 @@ def agreed() -> Iterator[None]:
         yield
     except Exception as error:
         failure = error
-    here()
-    from merlin_cowclip.plugins.distributed.horovod import all_gather_object
-
-    said = all_gather_object(None if failure is None else str(failure) or type(failure).__name__)
-    _refuse_said(said, failure)
-
-
-def _refuse_said(said: Sequence[Any], failure: Exception | None = None) -> None:
-    """End this rank by what all have said, if one of them has said a reason, a text."""
+    said = said_by_all(None if failure is None else str(failure) or type(failure).__name__)
     if failure is not None and not isinstance(failure, UserError):
         raise failure  # this rank's own: its traceback is wanted
-    reasons = [one if isinstance(one, str) else None for one in said]  # others may be elsewhere
-    reason = next((one for one in reasons if one is not None), None)
-    if reason is None:
-        return
-    ranks = [rank for rank, one in enumerate(reasons) if one == reason]
-    # The first speaks of itself, and of what it alone looks at.
-    is_named = ranks != [0] and len(ranks) < len(said)
-    where = f"on rank {', '.join(map(str, ranks))}: " if is_named else ""
-    raise AgreedError(where + reason) from failure
+    reason = next((one for one in said if one is not None), None)
+    if reason is not None:
+        ranks = [rank for rank, one in enumerate(said) if one == reason]
+        # The first speaks of itself, and of what it alone looks at.
+        is_named = ranks != [0] and len(ranks) < len(said)
+        where = f"on rank {', '.join(map(str, ranks))}: " if is_named else ""
+        raise AgreedError(where + reason) from failure
 
 
 def said_by_all(value: Any) -> list[Any]:
-    """What each rank says, fit for JSON and no text, by rank; called on all at once.
-
-    Raises:
-      AgreedError: a rank is at `agreed`, with a reason to end.
-    """
+    """What each rank says, fit for JSON, by rank; called on all at once."""
     if not _several() or here().size == 1:
         return [value]
     from merlin_cowclip.plugins.distributed.horovod import all_gather_object
 
-    said = all_gather_object(value)
-    _refuse_said(said)
-    return said
+    return all_gather_object(value)
 
 
 def mean_over_ranks(values: np.ndarray) -> np.ndarray:
@@ -137,27 +108,15 @@ def first_speaks() -> Iterator[None]:
                 warnings.simplefilter("ignore", Notice)
             yield
     except (AgreedError, Stopped) as error:
-        if is_first():
-            raise
-        from merlin_cowclip.plugins.distributed.horovod import all_gather_object
-
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # by which the launcher ends them
-        # Where a shell stands between, that does not come, and Horovod once let one wait for ever.
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.alarm(PATIENCE)
-        with contextlib.suppress(Exception):
-            all_gather_object(None)  # until the first has ended, and Horovod with it
-        if isinstance(error, Stopped):
+        if not is_first():
+            wait_for_the_first()
+        if is_first() or isinstance(error, Stopped):
             raise
         raise SystemExit(2) from None
 
 
 def check_offered(config: TrainConfig) -> None:
-    """Refuse what a run on several ranks cannot do yet, and what one process cannot share.
-
-    Raises:
-      UserError: it is asked for.
-    """
+    """Refuse what a run on several ranks cannot do yet, and what one process cannot share."""
     if not _several() or here().size == 1:
         if config.tables == "sharded":
             raise UserError(
@@ -172,39 +131,14 @@ def check_offered(config: TrainConfig) -> None:
         )
 
 
-def check_seen(folder: Path, config: TrainConfig) -> None:
-    """Refuse a folder of tables in shards that not all ranks see: each writes its rows there.
-
-    Raises:
-      AgreedError: on all ranks, where one does not.
-    """
-    with agreed():
-        if config.tables == "sharded" and not folder.is_dir():
-            raise UserError(
-                "tables in shards need a run folder that all ranks see, on a disk that their "
-                f"machines share. Received: {folder}, which is not there. Name another place, or "
-                "leave --tables out"
-            )
-
-
 def check_alike(record: Mapping[str, Any]) -> None:
-    """Refuse ranks that would not train the same.
+    """Refuse ranks whose `config.json`s differ in data, configuration or versions, on all ranks."""
+    if not _several() or here().size == 1:
+        return
+    from merlin_cowclip.plugins.distributed.horovod import check_same
 
-    Args:
-      record: this rank's, as in `config.json`.
-
-    Raises:
-      AgreedError: on all ranks, where they differ in data, configuration or versions.
-    """
-    records = said_by_all({key: record[key] for key in _ALIKE})
-    for key, what in _ALIKE.items():
-        for rank, other in enumerate(records):
-            mine, its = records[0][key], other[key]
-            if mine != its:
-                if key == "versions":
-                    name = min(n for n in mine if mine[n] != its.get(n))
-                    mine, its = f"{name} {mine[name]}", its.get(name)
-                raise AgreedError(
-                    f"all ranks must have {what} in common. Received: {clipped(str(its))} on rank "
-                    f"{rank}, {clipped(str(mine))} on rank 0. Give each machine the same"
-                )
+    try:
+        rule = "all ranks must have the same data, configuration and versions."
+        check_same({key: record[key] for key in _ALIKE}, rule)
+    except ValueError as error:
+        raise AgreedError(clipped(str(error))) from None

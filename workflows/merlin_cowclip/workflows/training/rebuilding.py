@@ -11,12 +11,10 @@ from typing import Any
 from merlin_cowclip.plugins import CowClipOptimizer, LinearWarmup
 from merlin_cowclip.plugins._tensorflow import mm, tf
 from merlin_cowclip.plugins.optimizers.state import state_of, weights_of
-from merlin_cowclip.workflows.data.prepared_data import PreparedData
 from merlin_cowclip.workflows.quiet import quiet_imports
 from merlin_cowclip.workflows.training.checkpoint import Checkpoint
 from merlin_cowclip.workflows.training.configuration import TrainConfig
 from merlin_cowclip.workflows.training.learning_rates import keras_schedule
-from merlin_cowclip.workflows.training.loader import Loader
 from merlin_cowclip.workflows.training.reproducibility import in_precision
 from merlin_cowclip.workflows.training.runs import SCHEMA, Run
 
@@ -28,42 +26,22 @@ with quiet_imports():
 
 
 def network(config: TrainConfig, schema: Schema) -> mm.Model:
-    """The network of a configuration, not built, not compiled.
-
-    Raises:
-      ValueError: the network does not take the data's columns.
-    """
+    """The network of a configuration, not built, not compiled."""
     stddev = config.hyperparameters.init_stddev
     options = {**config.network_options, "sharded": config.tables == "sharded"}
     return MODELS[config.model](schema, stddev=stddev, **options)
 
 
-def compiled(
-    data: PreparedData, config: TrainConfig, loader: Loader
-) -> tuple[mm.Model, CowClipOptimizer]:
-    """A configuration's network, not built, with its optimizer, for the batches of `loader`.
-
-    Raises:
-      ValueError: the network does not take the data's columns.
-    """
-    model = network(config, data.schema)
-    updates = loader.rows // config.batch_size  # the paper's ⌊N/b⌋
-    return model, compile_by(config, model, updates=updates, batches=len(loader))
-
-
 def compile_by(
     config: TrainConfig, model: mm.Model, *, updates: int, batches: int
 ) -> CowClipOptimizer:
-    """Compile a configuration's network with its optimizer.
+    """Compile a configuration's network with its optimizer, which is returned.
 
     Args:
       config: of the run.
       model: its network.
-      updates: of an epoch, for the warm-up.
+      updates: of an epoch, for the warm-up: the paper's ⌊N/b⌋.
       batches: of an epoch, for the schedules.
-
-    Returns:
-      The optimizer.
     """
     hp = config.hyperparameters
     schedules: dict[str, Any] = {}
@@ -92,17 +70,7 @@ def compile_by(
 def rebuilt(
     checkpoint: Checkpoint, config: TrainConfig, schema: Path, record: Mapping[str, Any]
 ) -> mm.Model:
-    """The network as it was at a checkpoint, to predict with.
-
-    Args:
-      checkpoint: of the run.
-      config: of the run.
-      schema: the run's `schema.pbtxt`.
-      record: the run's `config.json`.
-
-    Raises:
-      UserError: the checkpoint is another network's.
-    """
+    """The network as it was at a checkpoint, by the run's `schema.pbtxt` and `config.json`."""
     text = schema.read_text(encoding="utf-8")
     config = dataclasses.replace(config, tables="replicated")  # whole, wherever it is called
     with in_precision(record["precision"]):
@@ -125,14 +93,7 @@ def begin_from(
 ) -> None:
     """Give a network that is built the weights that a finished run ended with.
 
-    Args:
-      run: of the same network, on the same columns and vocabulary.
-      model: the network.
-      optimizer: its own.
-      keep_optimizer: whether to restore the optimizer's state, too; its steps go on counting.
-
-    Raises:
-      UserError: the run has no checkpoint, or is of another network.
+    With `keep_optimizer` the optimizer's state, too, whose steps go on counting.
     """
     checkpoint = run.checkpoint("last")
     if keep_optimizer:

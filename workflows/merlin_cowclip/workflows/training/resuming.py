@@ -8,95 +8,81 @@ import os
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from merlin_cowclip.workflows.data.prepared_data import PreparedData
-from merlin_cowclip.workflows.errors import Notice, UserError, clipped, shown
+from merlin_cowclip.workflows.errors import Notice, UserError, clipped
+from merlin_cowclip.workflows.folders import refuse_pattern
 from merlin_cowclip.workflows.training.configuration import TrainConfig
 from merlin_cowclip.workflows.training.epochs import Progress
 from merlin_cowclip.workflows.training.keeping import Keeping
+from merlin_cowclip.workflows.training.ranks import here
 from merlin_cowclip.workflows.training.runs import (
     COLUMNS,
     CONFIG,
     RESULT,
+    config_in,
     described,
     how_to_resume,
 )
 
-if TYPE_CHECKING:
-    from merlin_cowclip.workflows.training.loader import Loader
-
-_KEYS = ("data", "data_sha256", "keeping", "precision", "versions", "machine")
-
 
 def read_config(run: Path) -> dict[str, Any]:
-    """A run's `config.json`, finished or not.
-
-    Raises:
-      UserError: there is no run, or none that can go on.
-    """
-    if not os.path.isdir(run):
-        raise UserError(
-            f"a run must be a folder. Received: {shown(run)}. Make one with 'merlin-cowclip train'."
-        )
+    """A run's `config.json`, finished or not; refuses what is no run."""
+    refuse_pattern(run, "run")
     try:
-        record = dict(json.loads((run / CONFIG).read_text(encoding="utf-8")))
-        if missing := [key for key in _KEYS if key not in record]:
-            raise ValueError(f"without {missing[0]!r}")
+        return dict(json.loads((run / CONFIG).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError) as error:
         raise UserError(
-            f"a run that goes on must hold its configuration. Received: {run / CONFIG}: {error}. "
-            "Train again into another folder"
+            f"a run that goes on must hold its configuration. Received: {run / CONFIG}: "
+            f"{clipped(str(error))}. Train again into another folder"
         ) from None
-    return record
 
 
-def resumed_config(
-    record: Mapping[str, Any], run: Path, epochs: int | None
-) -> tuple[TrainConfig, Keeping]:
-    """What a run trains from now on, by its `config.json`.
+def reopened(
+    before: Mapping[str, Any], run: Path, moved: str | Path | None, epochs: int | None, jobs: int
+) -> tuple[TrainConfig, PreparedData, dict[str, Any]]:
+    """What a run trains from now on, on its data where they are now; and its new `config.json`.
 
     Args:
-      record: its content.
+      before: its `config.json`.
       run: the folder.
+      moved: where the data are, if they have moved.
       epochs: how many to train; `None`: as before.
-
-    Raises:
-      UserError: no configuration, fewer epochs, or the run is finished.
+      jobs: as of `train`.
     """
-    names = [field.name for field in dataclasses.fields(TrainConfig)]
-    try:
-        before = TrainConfig.from_dict({n: record[n] for n in names if n in record})
-        keeping = Keeping.from_dict(record["keeping"])
-    except UserError as error:
-        raise UserError(f"{run / CONFIG} must be as it was written: {error}") from None
-    config = with_epochs(before, epochs, run)
-    try:
-        done = json.loads((run / RESULT).read_text(encoding="utf-8"))["epochs"]
-    except FileNotFoundError:
-        return config, keeping
-    except (OSError, ValueError, LookupError, TypeError):
-        done = []  # it is damaged, and written again
-    why = None
-    if Progress(done).is_out_of(before.patience):
-        why = (
-            f"which stopped after {len(done)} epochs, of which the last {before.patience} were "
-            "not its best (patience). Train another run with more patience"
+    was = config_in(before)
+    config = with_epochs(was, epochs, run)
+    _refuse_finished(run, was, config)
+    path = Path(before["data"] if moved is None else moved)
+    if not os.path.isdir(path):
+        raise UserError(
+            f"the data of a run must be there. Received: {path}, which is no folder. If it was "
+            f"moved, name its place: {how_to_resume(run, moved=True)}"
         )
-    elif config.epochs == before.epochs:
-        resume = how_to_resume(run)
-        why = f"which has all of its {before.epochs} epochs. Raise them: {resume} --epochs N"
-    if why:
-        raise UserError(f"a run that goes on must not be finished. Received: {run}, {why}")
-    return config, keeping
+    data, dropped = PreparedData.open(path), before.get("drop_last", False)
+    now = described(data, config, Keeping(**before["keeping"]), drop_last=dropped)
+    for key in ("data_sha256", "cardinalities", *COLUMNS):  # adopted parquet: its columns' meaning
+        if before[key] != now[key]:
+            raise UserError(
+                f"the data of a run must be what it was when it began. Received: {path}, with "
+                f"{key} {clipped(repr(now[key]))} instead of {clipped(repr(before[key]))}. Put the "
+                "data back, or train another run"
+            )
+    left = data.rows["train"] % config.batch_size
+    if here().size > 1 and left and not dropped:
+        raise UserError(
+            "a run that began in one process goes on with several ranks if its batches are equal. "
+            f"Received: {run}, whose epochs end with a batch of {left:,} of {config.batch_size:,} "
+            "rows. Go on in one process"
+        )
+    now |= {"warm_start": before["warm_start"]} if "warm_start" in before else {}
+    most = max(jobs, before.get("jobs", 1))
+    return config, data, now | ({"jobs": most} if most > 1 else {})
 
 
 def with_epochs(config: TrainConfig, epochs: int | None, run: Path) -> TrainConfig:
-    """The configuration with more epochs; `None`: as it is.
-
-    Raises:
-      UserError: fewer, or a learning rate that depends on how many there are.
-    """
+    """The configuration with more epochs; `None`: as it is."""
     if epochs is None or epochs == config.epochs:
         return config
     names = ("dense_schedule", "embedding_schedule")
@@ -111,46 +97,18 @@ def with_epochs(config: TrainConfig, epochs: int | None, run: Path) -> TrainConf
     return dataclasses.replace(config, epochs=epochs)
 
 
-def reopened(
-    before: Mapping[str, Any],
-    run: Path,
-    moved: str | Path | None,
-    config: TrainConfig,
-    keeping: Keeping,
-) -> tuple[PreparedData, dict[str, Any]]:
-    """The data that a run was trained on, where it is now, and the run's new `config.json`.
-
-    Raises:
-      UserError: it is not there, or not what it was.
-    """
-    path = Path(before["data"] if moved is None else moved)
-    if not os.path.isdir(path):
-        raise UserError(
-            f"the data of a run must be there. Received: {path}, which is no folder. If it was "
-            f"moved, name its place: {how_to_resume(run, moved=True)}"
-        )
-    data = PreparedData.open(path)
-    now = described(data, config, keeping, drop_last=before.get("drop_last", False))
-    for key in ("data_sha256", "cardinalities", *COLUMNS):  # adopted parquet: its columns' meaning
-        if before[key] != now[key]:
-            raise UserError(
-                f"the data of a run must be what it was when it began. Received: {path}, with "
-                f"{key} {clipped(repr(now[key]))} instead of {clipped(repr(before[key]))}. Put the "
-                "data back, or train another run"
-            )
-    kept = ("values_from", "warm_start")
-    return data, now | {name: before[name] for name in kept if name in before}
-
-
-def check_last_batch(before: Mapping[str, Any], run: Path, loader: Loader) -> None:
-    """Refuse several ranks for a run of one process whose epochs end with a smaller batch."""
-    left = loader.rows % loader.batch_size
-    if loader.ranks > 1 and left and not before.get("drop_last"):
-        raise UserError(
-            "a run that began in one process goes on with several ranks if its batches are equal. "
-            f"Received: {run}, whose epochs end with a batch of {left:,} of {loader.batch_size:,} "
-            "rows. Go on in one process"
-        )
+def _refuse_finished(run: Path, was: TrainConfig, config: TrainConfig) -> None:
+    if not (run / RESULT).exists():
+        return
+    done = Progress(json.loads((run / RESULT).read_text(encoding="utf-8"))["epochs"])
+    if done.is_out_of(was.patience):
+        why = f"which stopped after epoch {len(done.epochs)} (patience). Train another run"
+    elif config.epochs == was.epochs:
+        more = f"{how_to_resume(run)} --epochs N"
+        why = f"which has all of its {was.epochs} epochs. Raise them: {more}"
+    else:
+        return
+    raise UserError(f"a run that goes on must not be finished. Received: {run}, {why}")
 
 
 def warn_of_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:

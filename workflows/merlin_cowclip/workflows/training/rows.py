@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from merlin_cowclip.workflows.data.spec import DatasetSpec
-from merlin_cowclip.workflows.training.order import Order, Piece, RowGroup, Window
+from merlin_cowclip.workflows.training.order import Order, RowGroup, Window
 
 AHEAD = 2  # blocks of batches made before they are asked for
 
@@ -34,16 +34,14 @@ class Rows:
         return len(self.labels)
 
     @classmethod
-    def of(
-        cls, spec: DatasetSpec, columns: Mapping[str, pa.Array], labels: np.ndarray | None
-    ) -> Rows:
-        """Rows whose encoded columns are there; without labels, which are 0 then."""
+    def of(cls, spec: DatasetSpec, columns: Mapping[str, Any], labels: np.ndarray | None) -> Rows:
+        """Rows whose encoded columns, Arrow's, are there; without labels, which are 0 then."""
         n = len(columns[spec.fields[0]])
         ids = np.empty((n, len(spec.categorical)), np.int64)
         numbers = np.empty((n, len(spec.continuous)), np.float32)
         for matrix, names in ((ids, spec.categorical), (numbers, spec.continuous)):
             for i, name in enumerate(names):
-                matrix[:, i] = columns[name].to_numpy(zero_copy_only=False)
+                matrix[:, i] = np.asarray(columns[name])
         held = np.zeros((n, 1), np.float32)
         if labels is not None:
             held[:, 0] = labels
@@ -145,28 +143,14 @@ class Reader:
 
     def read(self, window: Window) -> Rows:
         """The window's rows, as they lie on disk group by group."""
-        spec, n = self.spec, window.rows
-        columns = [*spec.categorical, *spec.continuous, *spec.lists, spec.label]
-        ids = np.empty((n, len(spec.categorical)), np.int64)
-        floats = np.empty((n, len(spec.continuous)), np.float32)
-        labels = np.empty((n, 1), np.float32)
-        lists: list[list[pa.Array]] = [[] for _ in spec.lists]
-        at = 0
+        names, found = [*self.spec.fields, self.spec.label], []
         for group in window.groups:
             with pq.ParquetFile(group.file, metadata=self.footers[group.file]) as parquet:
-                table = parquet.read_row_group(group.number, columns=columns)
-            here = slice(at, at + group.rows)
-            for matrix, names in (
-                (ids, spec.categorical),
-                (floats, spec.continuous),
-                (labels, [spec.label]),
-            ):
-                for i, name in enumerate(names):
-                    matrix[here, i] = table[name].to_numpy()
-            for chunks, name in zip(lists, spec.lists, strict=True):
-                chunks.extend(table[name].chunks)
-            at += group.rows
-        return Rows(ids, floats, labels, tuple(pa.concat_arrays(chunks) for chunks in lists))
+                table = parquet.read_row_group(group.number, columns=names)
+            lists = {name: pa.concat_arrays(table[name].chunks) for name in self.spec.lists}
+            columns = {name: table[name] for name in names} | lists
+            found.append(Rows.of(self.spec, columns, np.asarray(table[self.spec.label])))
+        return Rows.joined(found)
 
 
 def blocks(order: Order, reader: Reader, first: int, stop: int | None) -> Iterator[Block]:
@@ -177,46 +161,41 @@ def blocks(order: Order, reader: Reader, first: int, stop: int | None) -> Iterat
     """
     pool = ThreadPoolExecutor(AHEAD + 2, "merlin-cowclip-loader")
     reading = threading.Lock()  # one window after the other: the first is wanted first
-    plans: dict[int, list[Window]] = {}
-    windows: dict[tuple[int, int], Future[tuple[Rows, np.ndarray]]] = {}
-    made: deque[tuple[list[Window], Window, Future[Block]]] = deque()
+    held: dict[tuple[int, int], Future[tuple[Rows, np.ndarray]]] = {}
+    made: deque[tuple[list[Window], Future[Block]]] = deque()
 
     def read(window: Window) -> tuple[Rows, np.ndarray]:
         with reading:
             return reader.read(window), order.of_rows(window)
 
     def begin(window: Window) -> Future[tuple[Rows, np.ndarray]]:
-        key = window.epoch, window.number
-        if key not in windows:
-            windows[key] = pool.submit(read, window)
-        return windows[key]
+        place = window.epoch, window.number
+        if place not in held:
+            held[place] = pool.submit(read, window)
+        return held[place]
 
-    def make(parts: list[tuple[Future[tuple[Rows, np.ndarray]], Piece]], n: int) -> Block:
+    def make(parts: list[tuple[int, Future[Any]]], places: np.ndarray, n: int) -> Block:
         taken = []
-        for future, piece in parts:
+        for start, future in parts:
             rows, permuted = future.result()
-            taken.append(rows.take(permuted[piece.low : piece.high]))
+            here = places[(places >= start) & (places < start + len(rows))]
+            taken.append(rows.take(permuted[here - start]))
         return Block.of(Rows.joined(taken), n)
 
-    g = first
     try:
+        coming = order.blocks(first, stop)
         while True:
-            while g != stop and len(made) <= AHEAD:
-                block = order.block(g, stop)
-                epoch, k = divmod(g, order.batches)
-                if epoch not in plans:
-                    plans = {epoch: order.windows(epoch)}
-                plan = plans[epoch]
-                pieces = order.pieces(plan, range(k, k + len(block)))
-                parts = [(begin(piece.window), piece) for piece in pieces]
-                made.append((plan, pieces[0].window, pool.submit(make, parts, len(block))))
-                g = block.stop
+            for windows, places, n in itertools.islice(coming, AHEAD + 1 - len(made)):
+                wanted = [window for window in windows if window.start <= places[-1]]
+                parts = [(window.start, begin(window)) for window in wanted]
+                made.append((windows, pool.submit(make, parts, places, n)))
             if not made:
                 return
-            plan, window, future = made.popleft()
-            for following in plan[window.number + 1 : window.number + 2]:
+            windows, future = made.popleft()
+            for following in windows[:2]:
                 begin(following)
-            windows = {key: v for key, v in windows.items() if key >= (window.epoch, window.number)}
+            used = windows[0].epoch, windows[0].number
+            held = {place: rows for place, rows in held.items() if place >= used}
             parts = []  # whose windows it would hold
             yield future.result()
     finally:

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import filecmp
 import hashlib
-import importlib.metadata
 import json
 import os
 import platform
 import shlex
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from merlin_cowclip.workflows.data.confirmed_workflow import check_workflow, load_confirmed
-from merlin_cowclip.workflows.data.prepared_data import PARTS, PreparedData
+from merlin_cowclip.workflows.data.prepared_data import PARTS, RECORD, PreparedData
 from merlin_cowclip.workflows.data.spec import DatasetSpec
 from merlin_cowclip.workflows.errors import UserError, shown
-from merlin_cowclip.workflows.folders import refuse_pattern
+from merlin_cowclip.workflows.folders import package_versions, refuse_pattern
 from merlin_cowclip.workflows.machine import processor
 from merlin_cowclip.workflows.manifest import check_manifest, checksum
 from merlin_cowclip.workflows.quiet import quiet_imports
@@ -36,32 +35,16 @@ RESULT = "result.json"  # written last: without it the run did not finish
 CONFIG = "config.json"
 CHECKPOINTS = "checkpoints"
 SCHEMA = "schema.pbtxt"
-_PACKAGES = [
-    *("merlin-cowclip", "merlin-models", "merlin-core", "nvtabular"),
-    *("tensorflow", "numpy", "pandas", "pyarrow"),
-]
-_SAVED_MODEL = "model/saved_model.pb"
 _AGAIN = "Train again into another folder."
-
-_MEANING = {
-    "cardinalities": "number of ids",
-    "label": "label",
-    "categorical": "fields of one id",
-    "lists": "lists of ids",
-    "continuous": "columns of numbers",
-    "ranges": "range",
-    "special_ids": "ids for what is missing and unknown",
-}
 
 
 def inputs_of(data: PreparedData) -> dict[str, Any]:
     """What the inputs of a model trained on `data` mean, beside its vocabularies; fit for JSON.
 
-    `label`, `categorical`, `continuous` and `lists` are names, sorted but for the label; `ranges`
-    what the numbers were scaled by, name → [least, largest], and None for an adopted pipeline, of
-    which `pipelines` knows the workflow. `special_ids` has by field how many ids unknown ones share
-    by hash (`buckets`), and which id a missing one has (`missing`). `spec` is how to read raw rows
-    (`DatasetSpec.to_dict`).
+    `label`, `categorical`, `lists` and `continuous` are names; `ranges` what the numbers were
+    scaled by, and None for an adopted pipeline, of which `pipelines` knows the workflow.
+    `special_ids` has by field how many ids unknown ones share by hash (`buckets`), and which id a
+    missing one has (`missing`). `spec` is how to read raw rows.
     """
     spec = data.spec
     return {
@@ -110,13 +93,19 @@ def described(
         "identity": config.identity,
         "precision": tf.keras.mixed_precision.global_policy().name,
         **environment(),
-        "keeping": keeping.to_dict(),
+        "keeping": asdict(keeping),
     }
     record |= {"ranks": ranks} if ranks > 1 else {}
     return record | ({"drop_last": True} if drop_last or ranks > 1 else {})
 
 
-def environment(others: Iterable[str] = ()) -> dict[str, Any]:
+def config_in(record: Mapping[str, Any]) -> TrainConfig:
+    """The configuration in a `config.json`."""
+    names = [field.name for field in fields(TrainConfig)]
+    return TrainConfig.from_dict({name: record[name] for name in names if name in record})
+
+
+def environment(*others: str) -> dict[str, Any]:
     """Which versions, of `others` as well, on what machine: `versions` and `machine`."""
     with quiet_imports():
         from merlin_cowclip.plugins._tensorflow import tf
@@ -125,17 +114,10 @@ def environment(others: Iterable[str] = ()) -> dict[str, Any]:
         details(device).get("device_name", device.name)  # which is a number among them alone
         for device in tf.config.list_physical_devices("GPU")
     ]
+    machine = {"platform": platform.platform(), "cpus": os.cpu_count(), "processor": processor()}
     return {
-        "versions": {
-            "python": platform.python_version(),
-            **{name: importlib.metadata.version(name) for name in (*_PACKAGES, *others)},
-        },
-        "machine": {
-            "platform": platform.platform(),
-            "cpus": os.cpu_count(),
-            "processor": processor(),
-            "gpus": gpus,
-        },
+        "versions": package_versions("merlin-models", "tensorflow", *others),
+        "machine": {**machine, "gpus": gpus},
     }
 
 
@@ -211,18 +193,12 @@ class Run:
           UserError: not there, the run did not finish, or a file is gone or has changed since.
         """
         path = Path(path)
-        if not os.path.isdir(path):
-            raise UserError(
-                f"a run must be a folder. Received: {shown(path)}. Make one with 'merlin-cowclip "
-                "train'."
-            )
         refuse_pattern(path, "run")
-        if not (path / CONFIG).exists():
-            is_data = (path / "prepare.json").exists()
-            what = "prepared data: the run is named first" if is_data else f"without {CONFIG}"
+        if not os.path.isfile(path / CONFIG):
+            is_data = os.path.isfile(path / RECORD)
             raise UserError(
-                f"a run must be a folder that train wrote. Received: {path}, {what}. Name the "
-                "run's folder"
+                f"a run must be a folder that train wrote. Received: {shown(path)}"
+                f"{', prepared data: the run is named first' * is_data}"
             )
         if not (path / RESULT).exists():
             raise UserError(
@@ -231,19 +207,16 @@ class Run:
             )
         try:
             result = dict(json.loads((path / RESULT).read_text(encoding="utf-8")))
-            manifest, saved = result["manifest"], result["config"]["keeping"]["saved_model"]
+            if result["format"] != FORMAT_VERSION:
+                raise ValueError(f"format {result['format']!r} instead of {FORMAT_VERSION}")
+            manifest = result["manifest"]
         except (OSError, ValueError, TypeError, LookupError) as error:
             why = f"it without {error}" if isinstance(error, KeyError) else error
             raise UserError(
                 f"{path / RESULT} must be JSON as it was written. Received: {why}. {_AGAIN}"
             ) from None
-        if result["format"] != FORMAT_VERSION:
-            raise UserError(
-                f"a run must be of format {FORMAT_VERSION}. Received: format {result['format']!r} "
-                f"in {path / RESULT}. {_AGAIN}"
-            )
         rest = {n: entry for n, entry in manifest.items() if not n.startswith("workflow/")}
-        check_manifest(path, rest, "a run", _AGAIN, (CONFIG, _SAVED_MODEL) if saved else (CONFIG,))
+        check_manifest(path, rest, "a run", _AGAIN, (CONFIG,))
         if not trust_workflow:
             trust = "Run.open(…, trust_workflow=True), --trust-workflow"
             check_workflow(path, manifest, "a run", _AGAIN, trust)
@@ -256,13 +229,8 @@ class Run:
         return config
 
     def train_config(self) -> TrainConfig:
-        """What it was trained with.
-
-        Raises:
-          UserError: another version's options.
-        """
-        names = [field.name for field in fields(TrainConfig)]
-        return TrainConfig.from_dict({n: self.config[n] for n in names if n in self.config})
+        """What it was trained with."""
+        return config_in(self.config)
 
     def spec(self) -> DatasetSpec:
         """What its raw rows look like."""
@@ -303,47 +271,34 @@ class Run:
           UserError: `data` has other columns or another label, its numbers were scaled by other
             ranges, it was prepared with another vocabulary, or adopted from another pipeline.
         """
-        adopted = data.record.get("ranges") is None or self.config["ranges"] is None
-        found = self._difference(data, adopted)
-        if found is None:
-            return
-        raw = how_to_evaluate(self.path, Path("LOG")) + " --raw" * adopted
-        own = f"the run's own data, {self.config['data']}, or on "
-        if self.config["data"] == str(data.path.resolve()):  # which was prepared there again
-            own = ""
-        raise UserError(
-            f"the data must have the columns, numbers and ids of the run. Received: {data.path}, "
-            f"which differs from {self.path} in {found}. Evaluate on {own}raw rows ({raw}), or "
-            "train on this one."
-        )
+        if found := self._difference(data):
+            raise UserError(
+                f"the data must have the columns, numbers and ids of the run. Received: "
+                f"{data.path}, which differs from {self.path} in {found}. Evaluate on raw rows, or "
+                "train on this one."
+            )
 
-    def _difference(self, data: PreparedData, adopted: bool) -> str | None:
+    def _difference(self, data: PreparedData) -> str | None:
         """The first thing in which data mean something else, or `None`."""
         its = {**inputs_of(data), "cardinalities": data.cardinalities}
-        for key, what in _MEANING.items():
+        adopted = its["ranges"] is None or self.is_adopted
+        for key in ("cardinalities", *COLUMNS, *(() if adopted else ("ranges",)), "special_ids"):
             mine, other = self.config[key], its[key]
-            if mine == other or (key == "ranges" and adopted):
+            if mine == other:
                 continue
             if isinstance(mine, dict):
                 name = min(n for n in {**mine, **other} if mine.get(n) != other.get(n))
-                what, mine, other = f"the {what} of {name!r}", mine.get(name), other.get(name)
-            return f"{what}: {other!r} instead of {mine!r}"
-        home, its_home = self.path / "workflow", data.path / "workflow"
-        for path in sorted(home.rglob("unique.*.parquet")):
-            name = path.relative_to(home)
-            if not _same(path, its_home / name):
-                return f"{name}, so that ids mean something else"
-        own = {checksum(home / WORKFLOW), *self.config["pipelines"]}
-        if adopted and not own & pipelines_of(data):
+                key, mine, other = f"{key} of {name!r}", mine.get(name), other.get(name)
+            return f"{key}: {other!r} instead of {mine!r}"
+        if adopted and not {*self.config["pipelines"]} & {*its["pipelines"]}:
             return "the pipeline that it was adopted from"
-        # Statistics of another fit, which are inputs: a job may save them where the last one did.
-        for path in sorted(home.rglob("*.parquet")) if adopted else ():
-            name = path.relative_to(home)
-            is_known = any(part.startswith(("unique.", "meta.")) for part in name.parts)
-            if is_known or not path.is_file():
+        # Vocabularies; and statistics of other fits, which a job may save where the last one did.
+        for path in sorted((self.path / "workflow").rglob("*.parquet")):
+            if path.name.startswith("meta.") or path.parent.suffix == ".parquet":  # a part of one
                 continue
-            if not (its_home / name).is_file() or not filecmp.cmp(path, its_home / name, False):
-                return f"{name}, of another fit of the workflow"
+            name = path.relative_to(self.path / "workflow")
+            if not _same(path, data.path / "workflow" / name):
+                return f"{name}, so that ids or numbers mean something else"
         return None
 
     def model(self, which: str = "last") -> Any:
@@ -357,18 +312,10 @@ class Run:
         Raises:
           UserError: another name, no epoch was measured, or its checkpoint is damaged.
         """
-        with quiet_imports():
-            import merlin_cowclip.models  # noqa: F401  (registers our layers with Keras)
-            from merlin_cowclip.plugins._tensorflow import quiet_stack, tf
-            from merlin_cowclip.workflows.training.reproducibility import in_precision
         if which not in ("last", "best"):
             raise UserError(f"which must be one of last, best. Received: {which!r}")
-        if which == "last" and _SAVED_MODEL in self.result["manifest"]:
-            # Keras gives layers within layers the precision that the process has.
-            with quiet_stack(), in_precision(self.config["precision"]):
-                return tf.keras.models.load_model(self.path / "model", compile=False)
-        from merlin_cowclip.workflows.training.rebuilding import rebuilt
-
+        with quiet_imports():
+            from merlin_cowclip.workflows.training.rebuilding import rebuilt
         return rebuilt(self.checkpoint(which), self.train_config(), self.path / SCHEMA, self.config)
 
     def checkpoint(self, which: str = "last") -> Checkpoint:
@@ -376,9 +323,6 @@ class Run:
 
         Args:
           which: "last", or "best": after the epoch with the highest test AUC.
-
-        Raises:
-          UserError: no epoch was measured, the run kept none, or it is damaged.
         """
         from merlin_cowclip.workflows.training.checkpoint import Checkpoints
 
@@ -388,33 +332,23 @@ class Run:
                 f"the best model needs a test part. Received: {self.path}, a run without one. Use "
                 "the last model"
             )
-        if not (self.path / "checkpoints").is_dir():
+        if not (self.path / CHECKPOINTS).is_dir():
             raise UserError(
-                f"a run must have a model. Received: {self.path}, which kept none, as those of a "
-                "sweep, which are many. Train it again, by `train` with `--config` and the run"
+                f"{self.path} has no checkpoints, as the runs of a sweep. Train it again: "
+                f"merlin-cowclip train DATA --config {shlex.quote(str(self.path))} --out RUN"
             )
-        return Checkpoints(self.path / "checkpoints").at(step)
+        return Checkpoints(self.path / CHECKPOINTS).at(step)
 
     def workflow(self, *, trust: bool = False) -> Any:
         """The fitted `nvtabular.Workflow`. Loading runs code from the folder (cloudpickle).
 
-        Args:
-          trust: load it also where the manifest does not confirm every file of it.
-
         Raises:
-          UserError: the manifest does not, at this moment; or it does not load here.
+          UserError: it does not load; or the manifest does not confirm all of it, unless `trust`.
         """
         return load_confirmed(self.path, self.result["manifest"], "a run", _AGAIN, trust=trust)
 
     def inference(self, *, trust: bool = False) -> InferenceWorkflow:
-        """The workflow of an adopted pipeline, for raw rows.
-
-        Args:
-          trust: see `workflow`.
-
-        Raises:
-          UserError: as `workflow`; or it cannot encode rows one by one.
-        """
+        """The workflow of an adopted pipeline, for raw rows; raises as `workflow`."""
         from merlin_cowclip.workflows.data.adopt.inference import InferenceWorkflow
 
         spec = self.spec()
@@ -422,7 +356,7 @@ class Run:
 
 
 def _same(mine: Path, other: Path) -> bool:
-    """Whether two vocabularies, files or folders of parts, have the same ids in the same order.
+    """Whether two files or folders of parts have the same ids, or numbers, in the same order.
 
     Their bytes may differ: beside the ids are counts.
     """
@@ -430,6 +364,8 @@ def _same(mine: Path, other: Path) -> bool:
     import pyarrow.parquet as pq
 
     try:
+        if mine.is_file() and filecmp.cmp(mine, other, shallow=False):  # NaN is not equal to NaN
+            return True
         a, b = (pq.read_table(path) for path in (mine, other))
         ids = [name for name in a.schema.names if not name.endswith("_size")]
         a, b = a.select(ids), b.select(ids)

@@ -61,16 +61,11 @@ def summary_scalars(fields: Sequence[FieldStatistics]) -> dict[str, float | None
     chosen = [field for field in fields if field.width > 1] or list(fields)
     steps = max((field.steps for field in chosen), default=0)
     frequent, rare = (_sum(getattr(f, kind) for f in chosen) for kind in ("frequent", "rare"))
+    whole = FieldStatistics("", "", 0, True, steps, frequent, rare)
     clipped = _sum(field.all for field in fields if field.is_clipped)
-    return {
-        "ids_per_batch": (frequent + rare).rows / steps if steps else None,
-        "rows_clipped": clipped.share_of_rows_clipped,
-        "occurrences_clipped": clipped.share_of_occurrences_clipped,
-        "gradient_norm_frequent": frequent.gradient_norm,
-        "gradient_norm_rare": rare.gradient_norm,
-        "weight_norm_frequent": frequent.weight_norm,
-        "weight_norm_rare": rare.weight_norm,
-    }
+    found = {name: value_of(whole) if steps else None for name, value_of in BY_FIELD.items()}
+    found["rows_clipped"] = clipped.share_of_rows_clipped
+    return found | {"occurrences_clipped": clipped.share_of_occurrences_clipped}
 
 
 def _sum(parts: Iterable[RowStatistics]) -> RowStatistics:

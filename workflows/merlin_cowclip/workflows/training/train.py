@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import math
 import os
 import shutil
 import signal
-import sys
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from merlin_cowclip.workflows.data.prepared_data import PreparedData
 from merlin_cowclip.workflows.data.spec import check_input_names
-from merlin_cowclip.workflows.errors import AgreedError, NotFiniteError, Stopped, UserError
+from merlin_cowclip.workflows.errors import AgreedError, NotFiniteError, Notice, Stopped, UserError
 from merlin_cowclip.workflows.folders import (
     all_or_nothing,
     refuse_existing,
@@ -23,31 +24,22 @@ from merlin_cowclip.workflows.folders import (
     remove,
     write_json,
 )
-from merlin_cowclip.workflows.machine import memory_limit
+from merlin_cowclip.workflows.machine import gibibytes, memory_limit
 from merlin_cowclip.workflows.manifest import manifest_of
-from merlin_cowclip.workflows.progress import progress_bar
 from merlin_cowclip.workflows.quiet import quiet_imports
 from merlin_cowclip.workflows.training.configuration import TrainConfig
 from merlin_cowclip.workflows.training.keeping import Keeping
 from merlin_cowclip.workflows.training.logbook import EVENTS
-from merlin_cowclip.workflows.training.memory import warn_of_tables
 from merlin_cowclip.workflows.training.one_at_a_time import LOCK, locked
 from merlin_cowclip.workflows.training.ranks import (
     agreed,
     check_alike,
     check_offered,
-    check_seen,
     here,
     is_first,
     said_by_all,
 )
-from merlin_cowclip.workflows.training.resuming import (
-    check_last_batch,
-    read_config,
-    reopened,
-    resumed_config,
-    warn_of_changes,
-)
+from merlin_cowclip.workflows.training.resuming import read_config, reopened, warn_of_changes
 from merlin_cowclip.workflows.training.runs import (
     CHECKPOINTS,
     CONFIG,
@@ -68,18 +60,15 @@ with quiet_imports():
     from merlin_cowclip.workflows.training.loader import Loader
     from merlin_cowclip.workflows.training.rebuilding import begin_from
     from merlin_cowclip.workflows.training.reproducibility import in_precision, set_seeds
-    from merlin_cowclip.workflows.training.trainer import NoCheckpointError, Trainer
+    from merlin_cowclip.workflows.training.trainer import Trainer
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _TABLES = ("embeddings", "linear")  # of our networks, by layer
 
 
 def check(data: PreparedData, config: TrainConfig, out: str | Path) -> Loader:
-    """Refuse what cannot be trained, before any work; returns the training part's loader.
-
-    Raises:
-      UserError: `out` exists or cannot be made, or see `check_trainable`.
-    """
+    """Refuse what cannot be trained, before any work; returns the training part's loader."""
+    check_offered(config)
     check_input_names(data.spec)
     refuse_pattern(Path(out), "run")
     refuse_existing(Path(out))
@@ -89,12 +78,7 @@ def check(data: PreparedData, config: TrainConfig, out: str | Path) -> Loader:
 def check_trainable(
     data: PreparedData, config: TrainConfig, drop_last: bool | None = None
 ) -> Loader:
-    """Refuse data that a configuration cannot be trained on; returns the training part's loader.
-
-    Raises:
-      UserError: an option names a field that the data has not, early stopping has no test part, or
-        the batch is larger than the training part.
-    """
+    """Refuse data that a configuration cannot be trained on; returns the training part's loader."""
     if config.patience is not None and not data.test_files:
         raise UserError(
             f"patience needs a test part, whose AUC it follows. Received: {data.path}, without "
@@ -116,9 +100,17 @@ def check_trainable(
         ranks=ranks.size,
         drop_last=drop_last,
     )
-    if not tf.config.list_physical_devices("GPU"):
-        rows = data.table_rows // (ranks.size if config.tables == "sharded" else 1)
-        warn_of_tables(rows, (config.embedding_dim or 0) + 1, memory_limit() // ranks.local_size)
+    rows = data.table_rows // (ranks.size if config.tables == "sharded" else 1)
+    # float32: the weights, and Adam's m and v
+    size, limit = rows * ((config.embedding_dim or 0) + 1) * 3 * 4, memory_limit()
+    if size > limit // ranks.local_size and not tf.config.list_physical_devices("GPU"):
+        warnings.warn(
+            f"the embedding tables with Adam's slots take {gibibytes(size)}; the memory is "
+            f"{gibibytes(limit)}. Choose a smaller embedding_dim, or a higher freq_threshold in "
+            "prepare",
+            Notice,
+            stacklevel=2,
+        )
     return loader
 
 
@@ -129,7 +121,6 @@ def train(
     *,
     keeping: Keeping | None = None,
     max_minutes: float | None = None,
-    values_from: str | Path | None = None,
     warm_start: str | Path | None = None,
     keep_optimizer: bool = False,
     jobs: int = 1,
@@ -148,7 +139,6 @@ def train(
       out: the run folder.
       keeping: when to take checkpoints, and what stays.
       max_minutes: after how long to stop, saved.
-      values_from: the tune folder that found the values; only recorded.
       warm_start: a finished run on the same columns and vocabulary, whose weights to begin with.
       keep_optimizer: whether to begin with its optimizer's state, too: moments and step counts.
       jobs: how many runs the machine trains at a time; only recorded, since they slow each other.
@@ -160,20 +150,17 @@ def train(
       Stopped: Ctrl-C, SIGTERM, SIGHUP or the end of the time; all is saved. A second signal
         has its previous handler.
     """
-    out, keeping = Path(out), keeping or Keeping()
+    out = Path(out)
     with agreed():
         check_minutes(max_minutes)
-        check_offered(config)
         loader = check(data, config, out)
-        record = described(data, config, keeping)
+        record = described(data, config, keeping or Keeping())
+        if jobs > 1:
+            record["jobs"] = jobs
         if warm_start is not None:
             check_warm_start(data, config, warm_start, keep_optimizer)
             record["warm_start"] = [str(Path(warm_start).resolve()), keep_optimizer]
     check_alike(record)
-    if values_from is not None:
-        record["values_from"] = str(Path(values_from).resolve())
-    if jobs > 1:
-        record["jobs"] = jobs
     with agreed():
         if is_first():
             with all_or_nothing(out) as folder:
@@ -181,30 +168,25 @@ def train(
                 shutil.copyfile(data.path / SCHEMA, folder / SCHEMA)
                 write_json(folder / CONFIG, record)
     with _held(out), _left_behind(out, new=True), as_user_errors(data, out):
-        return _train(config, keeping, loader, out, record, max_minutes, progress)
+        return _train(config, loader, out, record, max_minutes, progress)
 
 
 def check_warm_start(
     data: PreparedData, config: TrainConfig, run: str | Path, keep_optimizer: bool
 ) -> None:
-    """Refuse a run whose weights do not fit.
-
-    Raises:
-      UserError: it has another network, columns or vocabulary; or tables are sharded.
-    """
+    """Refuse a run whose weights do not fit."""
     other = Run.open(run)
     other.check_vocabulary(data)
-    options = (config.model, config.network_options)
-    if options != (other.train_config().model, other.train_config().network_options):
+    was = other.train_config()
+    if (config.model, config.network_options) != (was.model, was.network_options):
         raise UserError(f"{run} has another network. Train with its options: --config {run}")
     if config.tables == "sharded":
         raise UserError("a warm start needs replicated tables. Leave --tables out")
-    schedules = config.dense_schedule or config.embedding_schedule
-    if keep_optimizer and (schedules or config.update != other.config["update"]):
+    schedules = [(one.dense_schedule, one.embedding_schedule) for one in (config, was)]
+    if keep_optimizer and (config.update != was.update or schedules != [(None, None)] * 2):
         raise UserError(
-            f"the optimizer's state of {run} needs its update mode, {other.config['update']}, and "
-            "no learning-rate schedules, because its steps go on counting. Leave --keep-optimizer "
-            "out, or change these"
+            f"--keep-optimizer needs the update mode of {run}, {was.update}, and no learning-rate "
+            "schedules in either run, because steps go on counting. Leave it out, or change these"
         )
 
 
@@ -248,26 +230,20 @@ def resume(
     path = Path(run)
     with agreed():
         check_minutes(max_minutes)
-        refuse_pattern(path, "run")
         mine = read_config(path) if is_first() else None
     before = said_by_all(mine)[0]
     with _held(path), in_precision(before["precision"]):
         with agreed():
-            config, keeping = resumed_config(before, path, epochs)
-            opened, record = reopened(before, path, data, config, keeping)
+            config, opened, record = reopened(before, path, data, epochs, jobs)
             loader = check_trainable(opened, config, before.get("drop_last"))
-            check_last_batch(before, path, loader)
         check_alike(record)
         warn_of_changes(before, record)
-        if (most := max(jobs, before.get("jobs", 1))) > 1:
-            record["jobs"] = most
         with _left_behind(path), as_user_errors(opened, path):
-            return _train(config, keeping, loader, path, record, max_minutes, progress)
+            return _train(config, loader, path, record, max_minutes, progress)
 
 
 def _train(
     config: TrainConfig,
-    keeping: Keeping,
     loader: Loader,
     run: Path,
     record: dict[str, Any],
@@ -275,28 +251,30 @@ def _train(
     progress: bool,
 ) -> Run:
     """From the last checkpoint, or the beginning, to the result; see `Trainer.restore_last`."""
-    check_seen(run, config)
+    with agreed():
+        if config.tables == "sharded" and not run.is_dir():
+            raise UserError(
+                f"sharded tables need a run folder that all ranks see, where each writes its rows: "
+                f"{run} is not there. Name a place on a shared disk, or leave --tables out"
+            )
     tf.keras.backend.clear_session()
     set_seeds(config.seed, deterministic=config.deterministic)
-    data, stopping = loader.data, Stopping(max_minutes, several=loader.ranks > 1)
+    data, keeping = loader.data, Keeping(**record["keeping"])
+    stopping = Stopping(max_minutes, several=loader.ranks > 1)
     test = Loader(data, "test", batch_size=EVALUATION_BATCH) if data.test_files else None
+    options: dict[str, Any] = {"run": run, "keeping": keeping, "show": progress}
     with agreed():
-        trainer = Trainer(
-            data, config, loader, test, stopping, run=run, keeping=keeping, show=progress
-        )
-
-    def begin() -> None:
-        (run / RESULT).unlink(missing_ok=True)
-        remove(*run.glob(".*.partial"))  # what a killed process was writing
-        write_json(run / CONFIG, record)
-
-    trainer.restore_last(begin)
+        trainer = Trainer(data, config, loader, test, stopping, **options)
+    trainer.restore_last()
+    with agreed():
+        if is_first():
+            (run / RESULT).unlink(missing_ok=True)
+            remove(*run.glob(".*.partial"))  # what a killed process was writing
+            write_json(run / CONFIG, record)
     if "warm_start" in record and not trainer.step:
-        other, keep_optimizer = record["warm_start"]
+        other, keeps = record["warm_start"]
         with agreed():
-            begin_from(
-                Run.open(other), trainer.model, trainer.optimizer, keep_optimizer=keep_optimizer
-            )
+            begin_from(Run.open(other), trainer.model, trainer.optimizer, keep_optimizer=keeps)
         trainer.optimizer.broadcast()
     sizes = count_parameters(trainer.model, trainer.optimizer)
     if progress:
@@ -310,17 +288,14 @@ def _train(
         for _ in trainer.epochs():
             pass
     clip = trainer.clip_summary()  # by sums over all ranks, of sharded tables
+    result = None
     with whole_tables(trainer.model), agreed():
         if is_first():
             if keeping.saved_model:
-                shown = progress and sys.stderr.isatty()
-                with progress_bar("saving", 1, " model", show=shown) as bar:  # which takes seconds
-                    bar.leave = False
-                    remove(run / "model")  # half a one, if a process was killed here before
-                    save_model(trainer.model, run / "model")
-            _write_result(run, trainer, {"parameters": sizes, "clip": clip, "config": record})
-    with agreed():
-        result = dict(Run.open(run).result) if is_first() else None
+                remove(run / "model")  # half a one, if a process was killed here before
+                save_model(trainer.model, run / "model")
+            more = {"parameters": sizes, "clip": clip, "config": record}
+            result = _write_result(run, trainer, more)
     return Run(run, said_by_all(result)[0])  # other ranks may have other disks
 
 
@@ -330,18 +305,16 @@ def _left_behind(run: Path, *, new: bool = False) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
+        steps = Checkpoints(run / CHECKPOINTS).steps()
+        why = error.__cause__ if isinstance(error, AgreedError) else error
         if not is_first():  # the run is the first rank's
             raise
-        why = error.__cause__ if isinstance(error, AgreedError) else error
-        steps = Checkpoints(run / CHECKPOINTS).steps()
-        if not steps or isinstance(why, NoCheckpointError):
+        if not steps:
             if new:
                 remove(run)
             raise
         kept = f"The checkpoint after update {steps[-1]:,} is kept"
-        if (run / RESULT).exists():  # done, or not yet changed
-            kept = "The run is finished"
-        elif not isinstance(why, NotFiniteError):
+        if not isinstance(why, NotFiniteError):
             kept += f"; go on with: {how_to_resume(run)}"
         if isinstance(error, UserError):
             raise type(error)(f"{str(error).rstrip('.')}. {kept}") from error.__cause__
@@ -350,7 +323,7 @@ def _left_behind(run: Path, *, new: bool = False) -> Iterator[None]:
         raise
 
 
-def _write_result(run: Path, trainer: Trainer, more: Mapping[str, Any]) -> None:
+def _write_result(run: Path, trainer: Trainer, more: Mapping[str, Any]) -> dict[str, Any]:
     epochs = trainer.progress.epochs
     seconds = sum(epoch["seconds"] for epoch in epochs)
     result = {
@@ -367,11 +340,12 @@ def _write_result(run: Path, trainer: Trainer, more: Mapping[str, Any]) -> None:
         "manifest": manifest_of(run, without=(EVENTS, CHECKPOINTS, LOCK)),
     }
     write_json(run / RESULT, result)
+    return dict(json.loads((run / RESULT).read_text(encoding="utf-8")))
 
 
 @contextlib.contextmanager
 def as_user_errors(data: PreparedData, out: Path) -> Iterator[None]:
-    """Errors of a full disk, a folder that cannot be written or want of memory, as such."""
+    """Errors of a full disk, want of memory, a loader or another rank, as such."""
     try:
         yield
     except (OSError, tf.errors.OpError) as error:  # shutil.Error has many errors, and no errno
@@ -387,11 +361,6 @@ def as_user_errors(data: PreparedData, out: Path) -> Iterator[None]:
             raise UserError(
                 "all ranks must go on to the end. Received: one that has ended before; what it "
                 "said is on the terminal, or in its machine's log"
-            ) from None
-        if isinstance(error, OSError) and Path(str(error.filename)).is_relative_to(out):
-            raise UserError(
-                f"a run must be a folder that can be written. Received: {error.filename}: "
-                f"{error.strerror}. Let it be written, or copy the run"
             ) from None
         if isinstance(error, tf.errors.ResourceExhaustedError):
             raise UserError(

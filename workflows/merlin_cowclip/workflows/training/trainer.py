@@ -7,11 +7,10 @@ of it is in a checkpoint. What comes next depends on that alone.
 from __future__ import annotations
 
 import dataclasses
-import random
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +19,17 @@ import numpy as np
 from merlin_cowclip.plugins._tensorflow import tf
 from merlin_cowclip.plugins.optimizers.state import mean_loss, shards_of, training_state
 from merlin_cowclip.workflows.data.prepared_data import PreparedData
-from merlin_cowclip.workflows.errors import NotFiniteError, Notice, Stopped, UserError
+from merlin_cowclip.workflows.errors import Notice, Stopped, UserError
 from merlin_cowclip.workflows.progress import progress_bar
-from merlin_cowclip.workflows.training.checkpoint import Checkpoints, State, not_finite
+from merlin_cowclip.workflows.training.checkpoint import Checkpoints, State
 from merlin_cowclip.workflows.training.configuration import TrainConfig
 from merlin_cowclip.workflows.training.epochs import Progress
 from merlin_cowclip.workflows.training.evaluation import Predictor
 from merlin_cowclip.workflows.training.keeping import Keeping
 from merlin_cowclip.workflows.training.loader import Loader
-from merlin_cowclip.workflows.training.logbook import Logbook
+from merlin_cowclip.workflows.training.logbook import FIELDS, METRICS, NORMS, Logbook, write_csv
 from merlin_cowclip.workflows.training.ranks import agreed, here, mean_over_ranks
-from merlin_cowclip.workflows.training.rebuilding import compiled
+from merlin_cowclip.workflows.training.rebuilding import compile_by, network
 from merlin_cowclip.workflows.training.runs import CHECKPOINTS, RESULT, how_to_resume
 from merlin_cowclip.workflows.training.scalars import (
     clip_sentence,
@@ -38,14 +37,11 @@ from merlin_cowclip.workflows.training.scalars import (
     field_scalars,
     summary_scalars,
 )
-from merlin_cowclip.workflows.training.stopping import Interrupted, Stopping
+from merlin_cowclip.workflows.training.stopping import Stopping
 from merlin_cowclip.workflows.training.watch import Watch
 
 LOG_EVERY = 50  # updates between two points of TensorBoard's curves
-
-
-class NoCheckpointError(UserError):
-    """A finished run has none to go on from."""
+_QUALITY = ("auc", "log_loss", "calibration")
 
 
 class Trainer:
@@ -80,7 +76,9 @@ class Trainer:
         after_update: Callable[[], Any] = lambda: None,
     ) -> None:
         try:
-            self.model, self.optimizer = compiled(data, config, loader)
+            self.model = network(config, data.schema)
+            updates, batches = loader.rows // config.batch_size, len(loader)
+            self.optimizer = compile_by(config, self.model, updates=updates, batches=batches)
         except ValueError as error:  # of the data's columns, which only the network knows
             raise UserError(str(error)) from None
         self._statistics = self.optimizer.observe()
@@ -92,7 +90,7 @@ class Trainer:
         self._keeping = keeping or Keeping()
         self._show, self._after_update = show, after_update
         self._predictor = Predictor(self.model)
-        self._watch = Watch(self.optimizer, loader, config)
+        self._watch = Watch(self.optimizer, len(loader), config)
         self._logbook = Logbook(run if self._here.rank == 0 else None)
         if run is not None:
             self._checkpoints = Checkpoints(run / CHECKPOINTS, self._keeping.keep, self._here)
@@ -121,12 +119,12 @@ class Trainer:
         """Train from where it is to the end; gives what was measured after each epoch.
 
         Raises:
-          Stopped: it was asked to, and is saved; of what has no run's folder: Interrupted.
+          Stopped: it was asked to, and is saved; without a run's folder a KeyboardInterrupt.
           UserError: a loss, gradient or weight is not finite, or the data cannot be read;
             checkpoints are as they were.
         """
-        begin = dict(zip(("epoch", "start"), divmod(self.step, len(self._loader)), strict=True))
-        batches = iter(self._loader.dataset(epochs=None, **begin))
+        epoch, start = divmod(self.step, len(self._loader))
+        batches = iter(self._loader.dataset(epochs=None, epoch=epoch, start=start))
         function = self.model.make_train_function()
         with self._logbook:
             while not self._is_finished():
@@ -145,6 +143,7 @@ class Trainer:
         if not k:
             # Not `reset_metrics`, which passes over it before the process's first update.
             mean_loss(self.model).reset_state()
+            self._statistics.reset()
         title = f"epoch {epoch + 1}/{self._config.epochs}"
         bars = self._show and sys.stderr.isatty()  # in a log there is the line of each epoch
         with progress_bar(title, steps, " batches", show=bars) as bar:
@@ -163,7 +162,7 @@ class Trainer:
                 now = time.perf_counter()
                 self.progress.seconds, begun = self.progress.seconds + now - begun, now
                 if self.step % LOG_EVERY == 0:
-                    loss = float(mean_over_ranks(np.array(float(logs["loss"]))))
+                    loss = _mean(logs["loss"])
                     bar.set_postfix(loss=f"{loss:.4f}", refresh=False)
                     if self._run is not None:
                         self._logbook.scalars(self.step, self._tags(loss))
@@ -183,7 +182,7 @@ class Trainer:
     def _stopped(self) -> BaseException:
         """Save, and say so."""
         if self._run is None:
-            return Interrupted()
+            return KeyboardInterrupt()
         self._save()
         number, total = self._stopping.number, self._config.epochs * len(self._loader)
         why = "stopped as its time was over" if number is None else "interrupted"
@@ -198,34 +197,20 @@ class Trainer:
         self._stopping.begin()  # a run that goes on may have it before any update
         self._watch.look(self.step)
         self._stop_if_asked(now=True)
-
-        def between() -> None:
-            self._stopping.agree()
-            if self._stopping.number is not None or (
-                self._stopping.asked and (self._here.size > 1 or self._run is None)
-            ):
-                raise Interrupted
-
-        quality = None
+        quality: Sequence[float | None] = (None, None, None)
+        place = self._here
         if self._test is not None:
-            try:
-                quality = self._predictor.quality(
-                    self._test, rank=self._here.rank, ranks=self._here.size, between=between
-                )
-            except Interrupted:
-                raise self._stopped() from None
-        loss = float(mean_over_ranks(np.array(float(mean_loss(self.model).result()))))
+            quality = self._predictor.quality(self._test, rank=place.rank, ranks=place.size)
         row = {
             "epoch": len(self.progress.epochs) + 1,
-            **{n: quality and getattr(quality, n) for n in ("auc", "log_loss", "calibration")},
-            "train_loss": loss,
+            **dict(zip(_QUALITY, quality, strict=True)),
+            "train_loss": _mean(mean_loss(self.model).result()),
             "seconds": self.progress.seconds,
         }
         if self._run is not None:
             self._log(row)
         self.progress.epochs.append(row)
         self.progress.seconds = 0.0
-        self._statistics.reset()
         if self._run is not None:
             self._save()
         if self._show:
@@ -236,12 +221,19 @@ class Trainer:
 
     def _log(self, row: Mapping[str, Any]) -> None:
         overall, fields = self._scalars(row["train_loss"])
-        whole = {**row, **{k: v for k, v in overall.items() if k != "loss"}}
-        norms = [dataclasses.asdict(one) for one in self._statistics.gradient_norms()]
-        measured = {f"all/test_{k}": row[k] for k in ("auc", "log_loss", "calibration")}
+        epoch, tables = {"epoch": row["epoch"]}, self.progress.tables
+        for name, rows in (
+            (METRICS, [{**row, **{k: v for k, v in overall.items() if k != "loss"}}]),
+            (FIELDS, field_rows(fields)),
+            (NORMS, [dataclasses.asdict(one) for one in self._statistics.gradient_norms()]),
+        ):
+            if rows:
+                tables.setdefault(name, []).extend({**epoch, **one} for one in rows)
+        measured = {f"all/test_{k}": row[k] for k in _QUALITY if row[k] is not None}
         with agreed():
-            self._logbook.epoch(whole, field_rows(fields), norms)
-            self._logbook.scalars(self.step, {k: v for k, v in measured.items() if v is not None})
+            if self._run is not None and self._here.rank == 0:
+                write_csv(self._run, tables)
+            self._logbook.scalars(self.step, measured)
 
     def _scalars(self, loss: float) -> tuple[dict[str, float | None], list[Any]]:
         """Of the epoch so far: over all fields, and what those were like."""
@@ -290,39 +282,27 @@ class Trainer:
             {name: variables[name] for name in sharded},
         )
 
-    def restore_last(self, begin: Callable[[], None] = lambda: None) -> None:
-        """Be where the last checkpoint was taken that can be read, or at the beginning.
-
-        Args:
-          begin: called once it is sure, before anything of the run is changed.
-
-        Raises:
-          NoCheckpointError: the run is finished, and would have to begin again.
-          UserError: no checkpoint can be read, or what was logged is gone.
-        """
+    def restore_last(self) -> None:
+        """Be where the last checkpoint was taken that can be read, or at the beginning."""
         assert self._run is not None
         checkpoint, damaged = self._checkpoints.restore_last(self._state)
-        if checkpoint is not None:
-            then = f"The run goes on from update {checkpoint.step:,}"
-            for problem in damaged:
-                warnings.warn(f"{problem}. {then}", Notice, stacklevel=4)
-        with agreed():
-            if self._here.rank == 0:
-                if checkpoint is None and (self._run / RESULT).exists():
-                    raise NoCheckpointError(
+        if checkpoint is None:
+            with agreed():
+                if self._here.rank == 0 and (self._run / RESULT).exists():
+                    raise UserError(
                         f"a finished run goes on from its last checkpoint. Received: {self._run}, "
-                        "without one. Its result is as it was. Put the checkpoint back, or train "
-                        "another run"
+                        "without one. Put it back, or train another run"
                     )
-                self._logbook.cut_back(checkpoint.progress["lengths"] if checkpoint else {}, begin)
-                self._checkpoints.tidy(checkpoint)
-        if checkpoint is not None:
-            progress = checkpoint.progress
-            _set_random_state(progress["random"])
+        else:
+            for problem in damaged:
+                then = f"The run goes on from update {checkpoint.step:,}"
+                warnings.warn(f"{problem}. {then}", Notice, stacklevel=4)
+            progress, names = checkpoint.progress, dataclasses.fields(Progress)
+            self.progress = Progress(**{field.name: progress[field.name] for field in names})
             self.step = checkpoint.step
-            self.progress = Progress(list(progress["epochs"]), progress["seconds"])
             self._saved = self._place
-            self._watch.begin(self.step)
+        if self._here.rank == 0:
+            self._checkpoints.tidy(checkpoint)
         self.optimizer.broadcast()
 
     @property
@@ -331,43 +311,17 @@ class Trainer:
         return self.step, len(self.progress.epochs)
 
     def _save(self) -> None:
-        """Write a checkpoint of now, unless there is one.
-
-        Raises:
-          NotFiniteError: a weight is not finite, which no checkpoint may hold.
-        """
+        """Write a checkpoint of now, unless there is one."""
         if self._place == self._saved:
             return
-        self._watch.look(self.step)
-        with agreed():
-            broken = not_finite({**self._state.shared, **self._state.shards})
-            if broken:
-                raise NotFiniteError(
-                    "weights must stay finite. Received: NaN or infinity in "
-                    f"{', '.join(broken[:4])}, after update {self.step:,}. The run diverged: lower "
-                    "the learning rates"
-                )
-        progress = {
-            **dataclasses.asdict(self.progress),
-            "lengths": self._logbook.lengths(),
-            "random": _random_state(),
-        }
+        shared, shards = self._state.shared.items(), self._state.shards.items()
+        weights = [v for name, v in (*shared, *shards) if name.startswith("weight/")]
+        self._watch.look(self.step, [v for v in weights if v.dtype.is_floating])
+        progress = dataclasses.asdict(self.progress)
         self._checkpoints.save(self.step, self._state, progress, best=self.best_step)
         self._saved, self._saved_at = self._place, time.monotonic()
 
 
-def _random_state() -> dict[str, Any]:
-    """Python's and NumPy's; TensorFlow's is used by no step of our networks, which a test says."""
-    version, numbers, following = random.getstate()
-    name, keys, *rest = np.random.get_state(legacy=True)
-    return {
-        "python": [version, list(numbers), following],
-        "numpy": [name, np.asarray(keys).tolist(), *rest],
-    }
-
-
-def _set_random_state(state: Mapping[str, Any]) -> None:
-    version, numbers, following = state["python"]
-    random.setstate((version, tuple(numbers), following))
-    name, keys, *rest = state["numpy"]
-    np.random.set_state((name, np.array(keys, np.uint32), *rest))
+def _mean(loss: tf.Tensor) -> float:
+    """Over all ranks."""
+    return float(mean_over_ranks(np.array(float(loss))))

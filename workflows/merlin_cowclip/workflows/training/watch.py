@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,6 @@ import numpy as np
 from merlin_cowclip.plugins._tensorflow import tf
 from merlin_cowclip.workflows.errors import NotFiniteError
 from merlin_cowclip.workflows.training.configuration import TrainConfig
-from merlin_cowclip.workflows.training.loader import Loader
 from merlin_cowclip.workflows.training.ranks import agreed, mean_over_ranks
 
 EVERY = 25  # updates between two looks
@@ -23,56 +23,46 @@ class Watch:
 
     Args:
       optimizer: observed.
-      loader: of the training part.
+      steps: of an epoch.
       config: of the run, for its learning rates.
     """
 
-    def __init__(self, optimizer: Any, loader: Loader, config: TrainConfig) -> None:
-        self._optimizer = optimizer
-        self._batches = len(loader)
-        self._config = config
+    def __init__(self, optimizer: Any, steps: int, config: TrainConfig) -> None:
+        self._optimizer, self._steps, self._config = optimizer, steps, config
         self._losses: list[tf.Tensor] = []
-        self._looked = 0  # updates that were well
-
-    def begin(self, step: int) -> None:
-        """The run goes on from here, where all was well."""
-        self._looked = step
 
     def see(self, step: int, loss: tf.Tensor) -> None:
-        """After an update: keep its loss, and look, if it is time.
-
-        Raises:
-          NotFiniteError: see `look`.
-        """
+        """After an update: keep its loss, and look, if it is time; raises as `look`."""
         self._losses.append(loss)
         if step % EVERY == 0:
             self.look(step)
 
-    def look(self, step: int) -> None:
-        """See that all is well after `step` updates.
+    def look(self, step: int, weights: Iterable[tf.Variable] = ()) -> None:
+        """See that all is well after `step` updates, and all of these weights.
 
         Raises:
           NotFiniteError: a loss, a gradient or a weight is NaN or infinite; which, and since when.
         """
         losses = mean_over_ranks(np.array([float(loss) for loss in self._losses]))
         with agreed():
-            bad, broken = np.flatnonzero(~np.isfinite(losses)), self._optimizer.not_finite()
+            bad, broken = np.flatnonzero(~np.isfinite(losses)), [*self._optimizer.not_finite()]
+            broken += [v.name for v in weights if not bool(tf.reduce_all(tf.math.is_finite(v)))]
             if len(bad) or broken:
                 raise NotFiniteError(self._problem(step, losses, bad, list(map(str, broken))))
-        self._looked, self._losses = step, []
+        self._losses = []
 
     def _problem(self, step: int, losses: Any, bad: np.ndarray, broken: list[str]) -> str:
-        when, loss = f"between updates {self._looked + 1:,} and {step:,}", losses[-1:]
+        first = step - len(losses) + 1
+        when, loss = f"between updates {min(first, step):,} and {step:,}", losses[-1:]
         if len(bad):
-            step, loss = self._looked + int(bad[0]) + 1, losses[bad[:1]]
+            step, loss = first + int(bad[0]), losses[bad[:1]]
             when = f"in update {step:,}"
         named = f", with {', '.join(broken[:4])}" if broken else ""
-        more = f" and {len(broken) - 4} more" if len(broken) > 4 else ""
         hp = self._config.hyperparameters
         return (
             "loss, gradients and weights must stay finite. Received: loss "
             f"{', '.join(f'{value:g}' for value in loss)} {when}, epoch "
-            f"{(step - 1) // self._batches + 1}{named}{more}. The run diverged, with "
+            f"{(step - 1) // self._steps + 1}{named}. The run diverged, with "
             f"dense_lr={hp.dense_lr:.6g}, embedding_lr={hp.embedding_lr:.6g}: lower them. If it "
             "does so with any, look for NaN among the numbers of adopted data"
         )
