@@ -97,7 +97,14 @@ def broadcast(variables: Iterable[tf.Variable]) -> None:
 
 def check_same(of_one: Mapping[str, Any], rule: str) -> None:
     """Refuse JSON values that differ between ranks, with `rule`, a sentence; on all at once."""
-    found = all_gather_object(of_one)
+    found = [
+        {
+            f"{key} {name}".strip(): one
+            for key, value in of.items()
+            for name, one in (value if isinstance(value, dict) else {"": value}).items()
+        }
+        for of in all_gather_object(of_one)
+    ]
     for name in dict.fromkeys(itertools.chain(*found)):
         values = [one.get(name) for one in found]
         if any(value != values[0] for value in values):
