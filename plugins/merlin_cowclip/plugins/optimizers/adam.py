@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
@@ -68,6 +69,8 @@ class CowClipAdam(RefusesOptions, mm.LazyAdam):
 
     _weights: list[tf.Variable]  # Keras's
     statistics: StepStatistics | None = None  # to which steps on bound tables are added
+    variables_of: Mapping[str, tf.Variable] = MappingProxyType({})
+    """What steps read in place of `l2`, `clip_ratio` and `clip_floor`; float64, not saved."""
     not_offered: ClassVar[Mapping[str, str]] = dict.fromkeys(
         CLIPS_OF_KERAS, "Choose a rule with clip, and clip_threshold."
     )
@@ -114,6 +117,11 @@ class CowClipAdam(RefusesOptions, mm.LazyAdam):
             check_number(name, getattr(self, name))
         for name in ("clip_ratio", "epsilon"):
             check_number(name, getattr(self, name), positive=True)
+
+    def _number(self, name: str, dtype: tf.DType) -> Any:
+        """A setting as a step reads it."""
+        variable = self.variables_of.get(name)
+        return getattr(self, name) if variable is None else tf.cast(variable, dtype)
 
     def bind_tables(self, tables: Mapping[TableSpec, Sequence[bool]]) -> None:
         """Count the ids that these built tables record; each with what ranges are clipped."""
@@ -214,8 +222,9 @@ class CowClipAdam(RefusesOptions, mm.LazyAdam):
             whole = sums.is_whole or self.update == "exact"
             rows = tf.convert_to_tensor(variable) if whole else variable
             rows = rows if sums.is_whole else tf.gather(rows, sums.indices)
-            if self.l2:
-                decay = 2.0 * self.l2 * tf.cast(rows, sums.gradients.dtype)
+            if self.l2 or self.variables_of:
+                dtype = sums.gradients.dtype
+                decay = 2.0 * self._number("l2", dtype) * tf.cast(rows, dtype)
                 sums = sums._replace(gradients=sums.gradients + decay)
             return sums, rows
 
@@ -282,7 +291,8 @@ class CowClipAdam(RefusesOptions, mm.LazyAdam):
                 gradients=tf.where(exempt, tf.zeros_like(known.gradients), known.gradients),
                 rows=tf.where(exempt, tf.zeros_like(known.rows), known.rows),
             )
-        parameters = {name: getattr(self, f"clip_{name}") for name in rule.parameters}
+        dtype = known.gradients.dtype
+        parameters = {name: self._number(f"clip_{name}", dtype) for name in rule.parameters}
         lengths = rule.lengths(known, **parameters)
         return lengths if exempt is None else tf.where(exempt, given.gradients, lengths)
 
@@ -317,9 +327,12 @@ class CowClipAdam(RefusesOptions, mm.LazyAdam):
     def _whole_gradient(self, grad: tf.Tensor, var: tf.Variable, indices: tf.Tensor) -> tf.Tensor:
         """V×d: the batch's rows as clipped, all others as absent, in one V×d temporary."""
         rows = tf.convert_to_tensor(var)
-        if self.l2:
-            clip = (self.clip_ratio, self.clip_floor) if self.clip == "adaptive_column" else None
-            absent = absent_rows(rows, self.l2, clip=clip, exempt=self._exempt_mask(var))
+        if self.l2 or self.variables_of:
+            l2, *clip = (self._number(n, rows.dtype) for n in ("l2", "clip_ratio", "clip_floor"))
+            # The norm of 2λ·w exceeds max(r·‖w‖, ζ) only if r < 2λ.
+            is_reached = self.clip == "adaptive_column" and self.clip_ratio < 2.0 * self.l2
+            bounds = tuple(clip) if is_reached else None
+            absent = absent_rows(rows, l2, clip=bounds, exempt=self._exempt_mask(var))
         else:
             # Not tf.zeros: a constant may be shared, and is written into below.
             shape = tf.constant(var.shape.as_list(), tf.int32)

@@ -167,6 +167,8 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
         self.embedding_schedule = embedding_schedule
         self.steps_per_epoch = steps_per_epoch
         self._set_hyper("learning_rate", hp.dense_lr)
+        # Not a constant, by whose reciprocal a graph would multiply: so `_factor` begins as 1.
+        self._first_rate = tf.Variable(hp.dense_lr, trainable=False, dtype=tf.float32)
 
     @classmethod
     def for_model(
@@ -411,7 +413,7 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
         """What all three parts' learning rates are multiplied by, float32."""
         rate = tf.cast(self._get_hyper("learning_rate"), tf.float32)
         # Of two float32: exactly 1 until somebody sets a learning rate.
-        return rate / tf.constant(self.hyperparameters.dense_lr, tf.float32)
+        return rate / self._first_rate
 
     def _set_hyper(self, name: str, value: Any) -> None:
         # Keras's: a variable from the first use on, which callbacks assign and checkpoints keep.
