@@ -101,7 +101,7 @@ class Fake:
 @pytest.fixture
 def fake(monkeypatch) -> Fake:
     fake = Fake()
-    monkeypatch.setattr(tune, "epochs_of", lambda *a: fake.epochs_of(*a))
+    monkeypatch.setattr(tune, "epochs_of", lambda *a: fake.epochs_of(*a[:4]))
     return fake
 
 

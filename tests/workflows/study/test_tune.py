@@ -39,7 +39,7 @@ def shared(data, tmp_path_factory):
 
     with pytest.MonkeyPatch.context() as patch:
         fake = conftest.Fake()
-        patch.setattr(tuning, "epochs_of", lambda *a: fake.epochs_of(*a))
+        patch.setattr(tuning, "epochs_of", lambda *a: fake.epochs_of(*a[:4]))
         config = TuneConfig(batch_size=256, network=NETWORK, epochs=4)
         return tuned_by(data, config, tmp_path_factory.mktemp("tune") / "tune", trials=30)
 

@@ -6,6 +6,7 @@ from other seeds. Optuna's heartbeat finds trials whose process died, and they a
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import math
 import os
@@ -25,6 +26,7 @@ from merlin_cowclip.workflows.data.prepared_data import PreparedData
 from merlin_cowclip.workflows.data.spec import check_input_names
 from merlin_cowclip.workflows.errors import NotFiniteError, Stopped, UserError
 from merlin_cowclip.workflows.folders import all_or_nothing, refuse_existing, write_json
+from merlin_cowclip.workflows.machine import memory_limit
 from merlin_cowclip.workflows.progress import progress_bar
 from merlin_cowclip.workflows.quiet import quiet_imports
 from merlin_cowclip.workflows.study.configuration import TuneConfig
@@ -58,11 +60,12 @@ with quiet_imports():
     from merlin_cowclip.plugins._tensorflow import quiet_stack, tf
     from merlin_cowclip.workflows.training.evaluation import EVALUATION_BATCH
     from merlin_cowclip.workflows.training.loader import Loader
-    from merlin_cowclip.workflows.training.rebuilding import network
+    from merlin_cowclip.workflows.training.rebuilding import any_batch, network
     from merlin_cowclip.workflows.training.reproducibility import set_seeds
     from merlin_cowclip.workflows.training.runs import environment
     from merlin_cowclip.workflows.training.train import as_user_errors, check_trainable
     from merlin_cowclip.workflows.training.trainer import Trainer
+    from merlin_cowclip.workflows.training.values import step_of
 
 DATABASE = "study.db"
 PATIENCE = 2  # epochs without a better AUC, after which a trial ends
@@ -73,6 +76,7 @@ _POLL = 0.5  # seconds between two looks at what other processes do
 _WAIT = 60.0  # seconds for another process's transaction
 _STARTUP = 6  # trials before TPE has a model of the values
 _GIVEN_UP = "given up"
+_STEPS = 4  # the most compiled steps that are kept, each with a network and its moments
 _ENDED = (TrialState.COMPLETE, TrialState.PRUNED)
 
 Epoch = dict[str, float]
@@ -154,11 +158,56 @@ def tune(
     return Tuned.open(out)
 
 
+class Trainers:
+    """Trainers of one tune's trials, one per compiled step; the last seed's weights are kept, too.
+
+    Args:
+      rows: what `hold_out` made.
+    """
+
+    def __init__(self, rows: PreparedData) -> None:
+        self._rows = rows
+        self._kept: dict[Any, Trainer] = {}
+        self._seed: int | None = None
+
+    def get(self, config: TrainConfig, stopping: Stopping, advance: Callable[[], Any]) -> Trainer:
+        """A trainer at its beginning, as `train` makes it, to the last bit."""
+        if self._seed != config.seed:
+            gc.collect()  # the network drawn before
+            self._loader = check_trainable(self._rows, config)
+            self._weights, self._seed = self._drawn(config), config.seed
+        key = step_of(config)
+        trainer = self._kept.pop(key, None)
+        if trainer is None:
+            # As `check_trainable` counts them: what was kept takes half of the memory at most.
+            size = self._rows.table_rows * ((config.embedding_dim or 0) + 1) * 3 * 4
+            while len(self._kept) >= min(_STEPS, max(memory_limit() // (2 * size), 1)):
+                del self._kept[next(iter(self._kept))]
+            gc.collect()
+            tf.keras.backend.clear_session()
+            held_out = Loader(self._rows, "test", batch_size=EVALUATION_BATCH)
+            trainer = Trainer(self._rows, config, self._loader, held_out, stopping)
+        self._kept[key] = trainer
+        trainer.restart(config, self._loader, self._weights, stopping, advance)
+        return trainer
+
+    def _drawn(self, config: TrainConfig) -> list[np.ndarray]:
+        """A new network's weights, of tables with σ = 1.
+
+        Not for each trial: TensorFlow, seeded, compiles all steps again in part.
+        """
+        set_seeds(config.seed, deterministic=config.deterministic)
+        new = network(dataclasses.replace(config, init_stddev=1.0), self._rows.schema)
+        new(any_batch(vars(self._rows.spec)))
+        return [variable.numpy() for variable in new.weights]
+
+
 def epochs_of(
     rows: PreparedData,
     config: TrainConfig,
     stopping: Stopping,
     advance: Callable[[], Any] = lambda: None,
+    trainers: Trainers | None = None,
 ) -> Iterator[Epoch]:
     """Train as `train(rows, config)` would, to the last bit; what each epoch came to.
 
@@ -167,19 +216,15 @@ def epochs_of(
       config: of the trial.
       stopping: ends it after the update in hand.
       advance: called after each update.
+      trainers: of trials before on the same rows.
 
     Raises:
       NotFiniteError: a loss, gradient, weight or prediction is no finite number.
       KeyboardInterrupt: it was asked to stop.
     """
     begun = time.perf_counter()
-    loader = check_trainable(rows, config)
-    held_out = Loader(rows, "test", batch_size=EVALUATION_BATCH)
-    gc.collect()  # the last trial's network
-    tf.keras.backend.clear_session()
     with quiet_stack():  # of many networks in one process TensorFlow warns that it traces many
-        set_seeds(config.seed, deterministic=config.deterministic)
-        trainer = Trainer(rows, config, loader, held_out, stopping, after_update=advance)
+        trainer = (trainers or Trainers(rows)).get(config, stopping, advance)
         for row in trainer.epochs():
             now = time.perf_counter()
             measured = {k: row[k] for k in ("auc", "log_loss", "calibration", "train_loss")}
@@ -227,6 +272,7 @@ class _Tuning:
         pruner = optuna.pruners.PercentilePruner(75.0, n_startup_trials=5, n_warmup_steps=1)
         storage = _storage(self.out)
         self.study = optuna.load_study(study_name="tune", storage=storage, pruner=pruner)
+        self.trainers = Trainers(self.rows)
 
     def tried(self) -> list[dict[str, Any]]:
         """All trials that have ended, by number, as the result has them."""
@@ -317,7 +363,8 @@ class _Tuning:
         with progress_bar(title, total, " batches", show=shown) as bar:
             bar.leave = False
             try:
-                for epoch in epochs_of(self.rows, config, self.stopping, bar.update):
+                given = (self.rows, config, self.stopping, bar.update, self.trainers)
+                for epoch in epochs_of(*given):
                     epochs.append(epoch)
                     if trial is not None and (why := self._why_end(trial, config, epochs)):
                         break

@@ -7,6 +7,7 @@ so that a run can start again at any batch, two loaders always agree, and so do 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -187,6 +188,11 @@ class Loader(tf.data.Dataset):
         dataset = self._as_dataset(lambda: (first, stop), None if stop is None else stop - first)
         dataset.batch_size, dataset.ranks = self.batch_size, self.ranks
         return dataset
+
+    @functools.cached_property
+    def endless(self) -> tf.data.Dataset:
+        """`dataset(epochs=None)`, made once: that takes longer than a few batches."""
+        return self.dataset(epochs=None)
 
     def _span(self, epoch: int, epochs: int | None, start: int) -> tuple[int, Any]:
         """From which batch to which, all epochs counted through."""

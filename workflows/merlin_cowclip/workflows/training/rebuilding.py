@@ -76,12 +76,12 @@ def rebuilt(
     with in_precision(record["precision"]):
         model = network(config, TensorflowMetadata.from_proto_text(text).to_merlin_schema())
         if config.update != "deferred":
-            model(_any_batch(record))
+            model(any_batch(record))
             checkpoint.read(weights_of(model))
             return model
         # Rows wait there for what they missed, with the moments that say what that does to them.
         optimizer = compile_by(config, model, updates=1, batches=1)
-        model(_any_batch(record))
+        model(any_batch(record))
         optimizer.create_slots(model.trainable_variables)
         checkpoint.read(state_of(model, optimizer))
         optimizer.catch_up()
@@ -109,8 +109,8 @@ def begin_from(
         variable.assign(found[name])
 
 
-def _any_batch(record: Mapping[str, Any]) -> dict[str, tf.Tensor]:
-    """Two samples of padding, in the format of `Loader`'s."""
+def any_batch(record: Mapping[str, Any]) -> dict[str, tf.Tensor]:
+    """Two samples of padding, in the format of `Loader`'s; `record` is a run's or a spec's."""
     batch = {name: tf.zeros([2, 1], tf.int64) for name in record["categorical"]}
     batch |= {name: tf.zeros([2, 1], tf.float32) for name in record["continuous"]}
     for name in record["lists"]:

@@ -38,6 +38,7 @@ from merlin_cowclip.workflows.training.scalars import (
     summary_scalars,
 )
 from merlin_cowclip.workflows.training.stopping import Stopping
+from merlin_cowclip.workflows.training.values import Values
 from merlin_cowclip.workflows.training.watch import Watch
 
 LOG_EVERY = 50  # updates between two points of TensorBoard's curves
@@ -78,25 +79,67 @@ class Trainer:
         try:
             self.model = network(config, data.schema)
             updates, batches = loader.rows // config.batch_size, len(loader)
-            self.optimizer = compile_by(config, self.model, updates=updates, batches=batches)
+            steps = {"updates": updates, "batches": batches}
+            self.optimizer = compile_by(config, self.model, **steps)
         except ValueError as error:  # of the data's columns, which only the network knows
             raise UserError(str(error)) from None
         self._statistics = self.optimizer.observe()
         self.model(loader.peek()[0])
-        self.progress, self.step = Progress(), 0
+        self._values: Values | None = None
+        if config.update != "deferred":
+            self._values = Values(config, self.optimizer, **steps)
+        state = training_state(self.model)
+        scales = (v for name, v in state.items() if name.startswith("loss_scale/"))
+        self._scales = [(variable, variable.numpy()) for variable in scales]
         self._here = here()
         self._config, self._loader, self._test, self._stopping = config, loader, test, stopping
         self._run = run
         self._keeping = keeping or Keeping()
         self._show, self._after_update = show, after_update
         self._predictor = Predictor(self.model)
-        self._watch = Watch(self.optimizer, len(loader), config)
+        self._begin()
         self._logbook = Logbook(run if self._here.rank == 0 else None)
         if run is not None:
             self._checkpoints = Checkpoints(run / CHECKPOINTS, self._keeping.keep, self._here)
             self._state = self._all_of_it()
             self._saved = (-1, 0)  # updates, and epochs that were measured
             self._saved_at = time.monotonic()
+
+    def restart(
+        self,
+        config: TrainConfig,
+        loader: Loader,
+        weights: Sequence[np.ndarray],
+        stopping: Stopping,
+        after_update: Callable[[], Any],
+    ) -> None:
+        """Be as a new one, without a run; what was compiled stays.
+
+        Args:
+          config: of the same `step_of`.
+          loader: of the training part.
+          weights: those to begin with, but of tables with σ = 1.
+          stopping: asked after each update.
+          after_update: called after each update.
+        """
+        assert self._values is not None
+        stddev = config.hyperparameters.init_stddev
+        tables = {spec.variable.ref() for spec in self.optimizer.table_specs}
+        for variable, value in zip(self.model.weights, weights, strict=True):
+            # As `tf.random.normal` does: so a zero has no sign.
+            variable.assign(value * stddev + 0.0 if variable.ref() in tables else value)
+        for variable in (*self.optimizer.weights, *self._statistics.variables):
+            variable.assign(tf.zeros_like(variable))
+        for variable, value in self._scales:
+            variable.assign(value)
+        self._values.take(config)
+        self._config, self._loader = config, loader
+        self._stopping, self._after_update = stopping, after_update
+        self._begin()
+
+    def _begin(self) -> None:
+        self.progress, self.step = Progress(), 0
+        self._watch = Watch(self.optimizer, len(self._loader), self._config)
 
     @property
     def rows(self) -> int:
@@ -123,8 +166,11 @@ class Trainer:
           UserError: a loss, gradient or weight is not finite, or the data cannot be read;
             checkpoints are as they were.
         """
-        epoch, start = divmod(self.step, len(self._loader))
-        batches = iter(self._loader.dataset(epochs=None, epoch=epoch, start=start))
+        loader, dataset = self._loader, self._loader.endless
+        if self.step:
+            epoch, start = divmod(self.step, len(loader))
+            dataset = loader.dataset(epochs=None, epoch=epoch, start=start)
+        batches = iter(dataset)
         function = self.model.make_train_function()
         with self._logbook:
             while not self._is_finished():

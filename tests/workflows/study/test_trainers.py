@@ -1,0 +1,109 @@
+"""A trial that reuses a compiled step comes to what `train` comes to, to the last bit."""
+
+import pytest
+
+from merlin_cowclip.plugins import Hyperparameters
+from merlin_cowclip.plugins._tensorflow import tf
+from merlin_cowclip.plugins.optimizers.state import training_state, weights_of
+from merlin_cowclip.workflows import train
+from merlin_cowclip.workflows.errors import NotFiniteError
+from merlin_cowclip.workflows.study.configuration import TuneConfig
+from merlin_cowclip.workflows.study.held_out import hold_out
+from merlin_cowclip.workflows.study.search_space import CHOICES, Point
+from merlin_cowclip.workflows.study.tune import Trainers, epochs_of
+from merlin_cowclip.workflows.training.keeping import Keeping
+from merlin_cowclip.workflows.training.reproducibility import in_precision
+from merlin_cowclip.workflows.training.stopping import Stopping
+
+from .conftest import NETWORK
+
+pytestmark = pytest.mark.filterwarnings("ignore:Even though the `tf.config.exp")
+
+SIZE = 256
+FIRST = Hyperparameters(
+    batch_size=SIZE,
+    dense_lr=3.3e-3,
+    embedding_lr=1.1e-2,
+    l2=1.7e-4,
+    init_stddev=3e-2,
+    clip_ratio=0.07,
+    clip_floor=3.3e-5,
+    warmup_epochs=0.7,
+)
+ZEROS = FIRST.replace(
+    dense_lr=7e-3, embedding_lr=2.3e-2, l2=0, init_stddev=1e-2, clip_floor=0, warmup_epochs=0
+)
+LAST = ZEROS.replace(dense_lr=1.9e-3, l2=1.3e-3, clip_ratio=1.9, warmup_epochs=1.3)
+DIVERGES = FIRST.replace(dense_lr=1e25)
+TRIALS = [  # of a seed each
+    (FIRST, "constant", 5),
+    (DIVERGES, "constant", 5),
+    (ZEROS, "falling", 5),
+    (LAST, "falling", 6),
+    (FIRST, "falling", 5),
+]
+
+
+@pytest.fixture(scope="module")
+def rows(data, tmp_path_factory):
+    return hold_out(data, 0.2, 7, tmp_path_factory.mktemp("trials") / "rows", progress=False)
+
+
+@pytest.fixture(params=[True, pytest.param(False, marks=pytest.mark.extended)])
+def _either_way(request):
+    """Eager, and with graphs, which round as their constants are folded."""
+    tf.config.run_functions_eagerly(request.param)
+    yield
+    tf.config.run_functions_eagerly(False)
+
+
+@pytest.mark.usefixtures("_either_way")
+@pytest.mark.parametrize("clip", CHOICES["clip"])
+@pytest.mark.parametrize("update", CHOICES["update"])
+def test_reused_as_if_new(rows, tmp_path, update, clip):
+    config, trainers = TuneConfig(batch_size=SIZE, network=NETWORK, epochs=2), Trainers(rows)
+    trials = []
+    for hp, rates, seed in TRIALS:
+        hp = hp.replace(clip=None if clip == "none" else clip)
+        trial = config.train_config(Point(hp, update, rates), seed=seed)
+        if hp.dense_lr > 1:
+            with pytest.raises(NotFiniteError):
+                list(epochs_of(rows, trial, Stopping(), trainers=trainers))
+            continue
+        epochs = list(epochs_of(rows, trial, Stopping(), trainers=trainers))
+        (trainer,) = trainers._kept.values()  # one for all
+        weights = {name: v.numpy() for name, v in weights_of(trainer.model).items()}
+        trials.append((trial, epochs, weights))
+    for number, (trial, epochs, weights) in enumerate(trials):
+        keeping = Keeping(saved_model=False)
+        run = train(rows, trial, tmp_path / str(number), keeping=keeping, progress=False)
+        for ours, theirs in zip(epochs, run.result["epochs"], strict=True):
+            names = ours.keys() - {"seconds"}
+            assert {n: ours[n] for n in names} == {n: theirs[n] for n in names}
+        theirs = {name: tf.Variable(value) for name, value in weights.items()}
+        run.checkpoint().read(theirs)
+        for name, value in weights.items():
+            assert theirs[name].numpy().tobytes() == value.tobytes()
+
+
+@pytest.mark.usefixtures("eager")
+def test_few_are_kept(rows):
+    """What is clipped in absent rows, too, has a step of its own."""
+    config, trainers = TuneConfig(batch_size=SIZE, network=NETWORK, epochs=1), Trainers(rows)
+    for update in CHOICES["update"]:
+        for hp in (FIRST, FIRST.replace(clip=None), FIRST.replace(clip_ratio=1e-4)):
+            trainers.get(config.train_config(Point(hp, update)), Stopping(), lambda: None)
+    assert len(trainers._kept) == 4
+
+
+@pytest.mark.usefixtures("eager")
+def test_the_loss_scale_begins_anew(rows):
+    config, trainers = TuneConfig(batch_size=SIZE, network=NETWORK, epochs=1), Trainers(rows)
+    with in_precision("mixed_float16"):
+        for _ in range(2):
+            trial = config.train_config(Point(FIRST))
+            trainer = trainers.get(trial, Stopping(), lambda: None)
+            state = training_state(trainer.model)
+            scale = next(v for name, v in state.items() if name.startswith("loss_scale/"))
+            assert float(scale) > 2
+            scale.assign(2.0)

@@ -1,0 +1,75 @@
+"""Values of a training as variables that its compiled step reads: other values need no other step.
+
+So a trial of `tune` reuses the step of one before it. `train` has the same variables, for a graph
+with constants in their place may round otherwise.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from merlin_cowclip.plugins import CowClipOptimizer, LinearWarmup
+from merlin_cowclip.plugins._tensorflow import tf
+from merlin_cowclip.workflows.training.configuration import TrainConfig
+from merlin_cowclip.workflows.training.learning_rates import keras_schedule
+
+_CONSTANT = {"name": "linear", "to": 1.0, "epochs": None}
+
+
+class Values:
+    """Learning rates, warm-up, λ, r and ζ of an optimizer whose updates are not deferred.
+
+    Rates that neither are constant nor fall in a straight line stay as the optimizer has them.
+    Arguments are as of `compile_by`.
+    """
+
+    def __init__(
+        self, config: TrainConfig, optimizer: CowClipOptimizer, *, updates: int, batches: int
+    ) -> None:
+        *self._tables, dense = optimizer.optimizers
+        self._updates, self._batches = updates, batches
+        self._numbers = {
+            name: tf.Variable(0.0, trainable=False, dtype=tf.float64)
+            for name in ("l2", "clip_ratio", "clip_floor")
+        }
+        for part in self._tables:
+            part.variables_of = self._numbers
+        self._warm_up: Any = optimizer.warm_up
+        if self._warm_up is None:
+            self._warm_up = tf.Variable(0, trainable=False, dtype=tf.int64)
+        self._lines: dict[str, list[tf.Variable]] = {}
+        for name, part in (("dense", dense), ("embedding", self._tables[0])):
+            if (getattr(config, f"{name}_schedule") or _CONSTANT)["name"] != "linear":
+                continue
+            line = [tf.Variable(1.0, trainable=False) for _ in range(3)]
+            rate = tf.keras.optimizers.schedules.PolynomialDecay(*line)
+            part.learning_rate.rate = LinearWarmup(rate, self._warm_up) if part is dense else rate
+            self._lines[name] = line
+        self.take(config)
+
+    def take(self, config: TrainConfig) -> None:
+        """Have the next step read a configuration's values; its `step_of` is that of the first."""
+        hp = config.hyperparameters
+        for name, line in self._lines.items():
+            schedule = keras_schedule(
+                getattr(config, f"{name}_schedule") or _CONSTANT,
+                getattr(hp, f"{name}_lr"),
+                epochs=config.epochs,
+                steps_per_epoch=self._batches,
+            )
+            names = ("initial_learning_rate", "decay_steps", "end_learning_rate")
+            for variable, attribute in zip(line, names, strict=True):
+                variable.assign(getattr(schedule, attribute))
+        self._warm_up.assign(math.floor(hp.warmup_epochs * self._updates))
+        for name, variable in self._numbers.items():
+            variable.assign(getattr(hp, name))
+            for part in self._tables:
+                setattr(part, name, getattr(hp, name))
+
+
+def step_of(config: TrainConfig) -> tuple[Any, ...]:
+    """What configurations of one compiled step have in common, of those that a tune may try."""
+    hp = config.hyperparameters
+    is_reached = config.update == "exact" and hp.clip is not None and hp.clip_ratio < 2.0 * hp.l2
+    return config.update, hp.clip, is_reached  # rows absent from a batch, by the clip
