@@ -208,7 +208,7 @@ quiet = option("--quiet", is_flag=True, help="no progress bars, and only the las
 trust_workflow = option(
     "--trust-workflow",
     is_flag=True,
-    help="load the run's workflow, whose code runs, also where its manifest does not confirm it",
+    help="load the run's workflow (this runs its code) even if the manifest does not confirm it",
 )
 
 
