@@ -85,10 +85,10 @@ REFUSED = {
     "train DATA --out run[1]": "without [ and  … TensorFlow … run[1] … Choose another",
     "train RUN --out OUT": "is not a whole prepared folder: it has no prepare.json",
     f"{TRAIN} --config NOWHERE": "--config must be a JSON file or a run folder",
-    f"{TRAIN} --config EMPTY": "a run that goes on must hold its configuration",
+    f"{TRAIN} --config EMPTY": "a run to resume must have its configuration",
     f"{TRAIN} --tuned NOWHERE": "a tune must be a folder",
-    "train --resume NOWHERE": "must hold its configuration … NOWHERE",
-    "train --resume EMPTY": "a run that goes on must hold its configuration … config.json",
+    "train --resume NOWHERE": "must have its configuration … NOWHERE",
+    "train --resume EMPTY": "a run to resume must have its configuration … config.json",
     "train --resume RUN --mlp 8": "goes with DATA, --epochs, --max-minutes and --quiet alone",
     # tune
     "tune DATA --out OUT": "tune needs --batch-size … Name it",

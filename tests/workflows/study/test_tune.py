@@ -159,12 +159,12 @@ def test_interrupted_and_resumed(data, config, tmp_path, fake, shared, monkeypat
         yield from stock(rows, train, stopping, advance)
 
     monkeypatch.setattr(fake, "epochs_of", interrupted)
-    with pytest.raises(Stopped, match="8 trials that have ended are kept. Go on with: ") as error:
+    with pytest.raises(Stopped, match="8 trials that have ended are kept. Resume with: ") as error:
         tuned_by(data, config, out, trials=12)
     assert error.value.number == 15
     assert f"merlin-cowclip tune {data.path} --out {out}" in str(error.value)
     assert not (out / "result.json").exists()
-    with pytest.raises(UserError, match="did not end. Go on: merlin-cowclip tune"):
+    with pytest.raises(UserError, match="did not end. Resume it: merlin-cowclip tune"):
         Tuned.open(out)
     tuned = tune(data, config, out, trials=12)
     warning, header, *lines = capsys.readouterr().out.splitlines()

@@ -331,7 +331,7 @@ def _notes(found: Sequence[Outcome], config: Mapping[str, Any]) -> Iterator[str]
         epochs = found[0].cell.config.epochs
         yield f"The paper: {EPOCHS} epochs on one V100. Here: {plural(epochs, 'epoch')}."
     elif config["dataset"] in ("criteo", "avazu"):
-        yield "The paper's numbers are of the full data set, so they are not shown beside these."
+        yield "The paper's numbers are for the full data set, so they are not shown here."
 
 
 def _clips(found: Sequence[Outcome], what: str) -> list[Table]:

@@ -94,7 +94,7 @@ def sweep(
 ) -> str:
     """Train what a study takes and is not there yet; returns its table.
 
-    Stopped or killed and started again, it goes on. Several may work on one folder.
+    Run it again to resume it. Several processes may share one folder.
 
     Args:
       study: from `STUDIES`.

@@ -146,8 +146,8 @@ def tune(
                     tuning.repeat()
                 except KeyboardInterrupt:
                     raise Stopped(
-                        f"interrupted; {len(tuning.tried())} trials that have ended are kept. Go "
-                        f"on with: {how_to_go_on(out, data.path)}",
+                        f"interrupted; {len(tuning.tried())} trials that have ended are kept. "
+                        f"Resume with: {how_to_go_on(out, data.path)}",
                         stopping.number or signal.SIGINT,
                     ) from None
         tuning.write(command)

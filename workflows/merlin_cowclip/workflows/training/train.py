@@ -315,7 +315,7 @@ def _left_behind(run: Path, *, new: bool = False) -> Iterator[None]:
             raise
         kept = f"The checkpoint after update {steps[-1]:,} is kept"
         if not isinstance(why, NotFiniteError):
-            kept += f"; go on with: {how_to_resume(run)}"
+            kept += f"; resume with: {how_to_resume(run)}"
         if isinstance(error, UserError):
             raise type(error)(f"{str(error).rstrip('.')}. {kept}") from error.__cause__
         if isinstance(error, KeyboardInterrupt) and not isinstance(error, Stopped):
@@ -359,7 +359,7 @@ def as_user_errors(data: PreparedData, out: Path) -> Iterator[None]:
             ) from None
         if "Horovod has been shut down" in str(error):
             raise UserError(
-                "all ranks must go on to the end. Received: one that has ended before; what it "
+                "all ranks must reach the end. Received: one that has ended before; what it "
                 "said is on the terminal, or in its machine's log"
             ) from None
         if isinstance(error, tf.errors.ResourceExhaustedError):
