@@ -183,7 +183,7 @@ def test_numbers_of_the_paper_are_for_its_data_and_batch_sizes(tmp_path):
     few = {"train": 900_000, "test": 100_000}
     text = read(swept(tmp_path / "few", ["networks"], setting, rows=few))
     assert "80.76" not in text
-    assert "The paper's numbers are of the full data set" in text
+    assert "The paper's numbers are for the full data set" in text
     assert 'class="paper"' not in read(swept(tmp_path / "out", ["networks"], dataset="mine"))
 
 

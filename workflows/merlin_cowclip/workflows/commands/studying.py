@@ -156,5 +156,8 @@ def report(out: Sequence[Path], **values: Any) -> None:
     from merlin_cowclip.workflows.study.report import compare, report
     from merlin_cowclip.workflows.training.runs import CONFIG
 
-    is_run = len(out) > 1 or (out[0] / CONFIG).exists()
-    print(compare({str(run): run for run in out}) if is_run else report(out[0], **given(values)))
+    if len(out) == 1 and not (out[0] / CONFIG).exists():
+        print(report(out[0], **given(values)))
+    else:
+        names = {run.name: run for run in out}
+        print(compare(names if len(names) == len(out) else {str(run): run for run in out}))

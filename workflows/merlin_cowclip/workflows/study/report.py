@@ -129,13 +129,13 @@ def compare(
             Cell(name, os.path.relpath(run.path / RESULT, out.absolute().parent)),
             run.config["rule"],
             f"{run.config['batch_size']:,}",
+            *(q.shown(run.result[q.key], 0.0) for q in quantities),
             f"{run.config['rows']['train'] // run.config['batch_size']:,}",
             str(len(run.result["epochs"])),
-            *(q.shown(run.result[q.key], 0.0) for q in quantities),
         ]
         for name, run in opened.items()
     ]
-    header = ["run", "rule", "batch size", "steps/epoch", "epochs", *(q.name for q in quantities)]
+    header = ["run", "rule", "batch size", *(q.name for q in quantities), "steps/epoch", "epochs"]
     flat = [{k: str(v) for k, v in {**of, **of["scaled"]}.items()} for of in configs.values()]
     options = ("model", "mlp", "embedding_dim", "update", "seed", "dense_schedule")
     values = [
@@ -151,7 +151,7 @@ def compare(
     sections = [Section("runs", "The runs", doubt=doubt, tables=[Table(header, rows)])]
     sections[0].notes = list(notes)
     if values:
-        differ = Table(["", *opened], values)
+        differ = Table(["setting", *opened], values)
         sections.append(Section("values", "What differs", tables=[differ]))
     epochs = Section("epochs", "Epoch by epoch")
     metrics = {name: pd.read_csv(run.path / METRICS) for name, run in opened.items()}
