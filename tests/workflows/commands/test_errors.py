@@ -58,6 +58,11 @@ REFUSED = {
     f"{TRAIN} --mlp 400;400": "'--mlp': must be whole numbers … '400;400'",
     "evaluate": "Missing argument 'RUN'",
     "prepare criteo --out OUT": "prepare needs LOG, files or folders",
+    "prepare criteo LOG": "Missing option '--out'",
+    "adopt LOG --out OUT --workflow EMPTY": "Missing option '--label'",
+    "tune DATA": "Missing option '--out'",
+    "sweep curves DATA": "Missing option '--out'",
+    "predict RUN LOG": "Missing option '--out'",
     # demo, frequencies
     "demo --rows 1 --out OUT": "rows must be at least 8,192",
     "frequencies DATA --batch-sizes 9007199254740993": "from 1 to 9007199254740992",
@@ -108,7 +113,7 @@ REFUSED = {
     f"{SWEEP.replace('curves', 'time')} 32 --epochs 5": "time is of one epoch … epochs=5",
     f"{SWEEP.replace('curves', 'networks')} 32 --model fm": "takes their options alone",
     "sweep curves DATA --out EMPTY --batch-sizes 32": "must not exist, or be of a sweep … EMPTY",
-    "report NOWHERE": "'NOWHERE' does not exist",
+    "report NOWHERE": "a report is of a sweep's folder … NOWHERE",
     "report DATA --price-per-hour 0": "'--price-per-hour': 0.0 is not in the range",
     "report EMPTY": "a report is of a sweep's folder … Make one with 'merlin-cowclip sweep'",
     # evaluate, predict, export

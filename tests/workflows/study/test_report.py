@@ -214,7 +214,7 @@ def test_the_verdict(out, page):
 @pytest.mark.parametrize(
     ("study", "options", "why"),
     [
-        ("curves", {"rows": {"train": 90_000, "test": 10_000}}, "only 10 steps"),
+        ("curves", {"rows": {"train": 90_000, "test": 10_000}}, "only 11 steps"),
         ("curves", {"setting": dataclasses.replace(SETTING, seeds=(1,))}, "each cell has 1 seed,"),
         ("time", {"jobs": 2}, "up to 2 runs were trained at a time"),
     ],

@@ -60,7 +60,7 @@ def test_it_finds_better_than_the_rules(shared):
     rules = [t["auc"] for t in shared.result["trials"] if t["rules"]]
     assert len(aucs) == 30
     assert max(aucs) > max(rules)
-    assert {t["why"] == "given up" for t in shared.result["trials"]} == {True, False}
+    assert {t["why"] == "pruned" for t in shared.result["trials"]} == {True, False}
 
 
 def test_the_result_is_the_best_trial(shared, data):
@@ -122,7 +122,7 @@ def test_importance_of_the_hyperparameters(shared, data, config, tmp_path, fake)
     assert sum(shares.values()) == pytest.approx(1)
     assert shares["update"] < 0.1
     text = shared.tables()
-    measured = sum(trial["why"] != "given up" for trial in shared.result["trials"])
+    measured = sum(trial["why"] != "pruned" for trial in shared.result["trials"])
     assert f"Importance of the values, over {measured} trials" in text
     assert "best found" in text
     assert "cowclip" in text

@@ -110,7 +110,11 @@ def prepare(dataset: str, input: tuple[str, ...], out: Path, **values: Any) -> N
     print(_summary(data))
     if values["like"] is not None:
         print(_unknown(data))
-    print(f"Next: merlin-cowclip train {shlex.quote(str(data.path))} --out run")
+    like = values["like"]
+    warm_start = ""
+    if like is not None and (like / "config.json").exists():
+        warm_start = f" --warm-start {shlex.quote(str(like))}"
+    print(f"Next: merlin-cowclip train {shlex.quote(str(data.path))}{warm_start} --out run")
 
 
 def _encoding(path: Path, values: Mapping[str, Any]) -> Encoding:

@@ -196,7 +196,9 @@ def option(*names: str, default: Any = None, shown: str = "", **more: Any) -> De
         more["help"] += f" (default: {shown or default})"
     if more.get("required"):
         more["help"] += " (required)"
-    return click.option(*names, default=default, cls=Option, **more)
+    else:  # click 8.5 takes a default of None for a value
+        more["default"] = default
+    return click.option(*names, cls=Option, **more)
 
 
 def argument(name: str, **more: Any) -> Decorator:

@@ -98,11 +98,10 @@ def sweep(study: str, data: Path, out: Path, **values: Any) -> None:
         setting,
         jobs=values["jobs"],
         command=shlex.join(["merlin-cowclip", *sys.argv[1:]]),
+        base=source,
         progress=not values["quiet"],
     )
     print(table)
-    if source and study != "frequencies" and not values["quiet"]:
-        print(f"Base: {source}")
 
 
 def _setting(study: Study, values: Mapping[str, Any], data: PreparedData) -> tuple[Setting, str]:
@@ -128,13 +127,7 @@ def _setting(study: Study, values: Mapping[str, Any], data: PreparedData) -> tup
 
 
 @click.command(cls=Command, example="report sweep")
-@argument(
-    "out",
-    type=click.Path(exists=True, path_type=Path),
-    nargs=-1,
-    required=True,
-    metavar="SWEEP|RUN...",
-)
+@argument("out", type=PATH, nargs=-1, required=True, metavar="SWEEP|RUN...")
 @option(
     "--price-per-hour",
     type=click.FloatRange(0, min_open=True),

@@ -40,7 +40,14 @@ _SEARCH, _BASE = "The search", "The base, from which every rule predicts"
 @option("--out", type=PATH, required=True, metavar="TUNE", help="folder to write, or to resume")
 @fields(TrainConfig, "batch_size", group="Options", batch_size="that of an existing TUNE")
 @quiet
-@option("--trials", type=int, default=40, metavar="N", group=_SEARCH, help="trials in all")
+@option(
+    "--trials",
+    type=int,
+    default=40,
+    metavar="N",
+    group=_SEARCH,
+    help="trials in all, at least one per rule",
+)
 @option(
     "--budget",
     type=float,
@@ -151,7 +158,10 @@ def default_base(
     values = None if name == "criteo" else paper_values(name, "cowclip", batch_size)
     source = f"each rule's default hyperparameters at batch size {batch_size:,}"
     if values is not None:
-        source = f"the paper's values for {name} at batch size {values.batch_size:,}"
+        source = (
+            f"the paper's values for {name}, tuned at {values.batch_size:,}, at batch size "
+            f"{batch_size:,}"
+        )
     if names := ", ".join(own):
         source += f"; {names} as given"
     return {} if values is None else {key: getattr(values, key) for key in VALUES}, source

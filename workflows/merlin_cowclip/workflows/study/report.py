@@ -130,12 +130,14 @@ def compare(
             run.config["rule"],
             f"{run.config['batch_size']:,}",
             *(q.shown(run.result[q.key], 0.0) for q in quantities),
-            f"{run.config['rows']['train'] // run.config['batch_size']:,}",
+            _best_epoch(run.result["epochs"]),
+            f"{-(-run.config['rows']['train'] // run.config['batch_size']):,}",
             str(len(run.result["epochs"])),
         ]
         for name, run in opened.items()
     ]
-    header = ["run", "rule", "batch size", *(q.name for q in quantities), "steps/epoch", "epochs"]
+    header = ["run", "rule", "batch size", *(q.name for q in quantities), "best epoch"]
+    header += ["steps/epoch", "epochs"]
     flat = [{k: str(v) for k, v in {**of, **of["scaled"]}.items()} for of in configs.values()]
     options = ("model", "mlp", "embedding_dim", "update", "seed", "dense_schedule")
     values = [
@@ -147,7 +149,8 @@ def compare(
     if len({of["data_sha256"] for of in configs.values()}) > 1:
         doubt = "These runs are of different data, so their AUCs do not compare."
     best = max(opened, key=lambda name: opened[name].result["auc"])
-    found = f"Highest test AUC: {best}, {AUC.shown(opened[best].result['auc'], 0.0)} %."
+    highest = AUC.shown(opened[best].result["auc"], 0.0)
+    found = f"Highest test AUC after the last epoch: {best}, {highest} %."
     sections = [Section("runs", "The runs", doubt=doubt, tables=[Table(header, rows)])]
     sections[0].notes = list(notes)
     if values:
@@ -163,6 +166,11 @@ def compare(
         plot = line_plot(lines, "epoch", what, levels=levels if key == "auc" else None)
         epochs.plots.append((f"{what}, by epoch", plot))
     return write_page(out, title, [*sections, epochs], configs.values(), headline or found)
+
+
+def _best_epoch(epochs: Sequence[Mapping[str, Any]]) -> str:
+    best = max(epochs, key=lambda epoch: epoch["auc"])
+    return f"{AUC.shown(best['auc'], 0.0)} ({best['epoch']})"
 
 
 def _section(
@@ -236,7 +244,7 @@ def _table(
         own = Cell(system, small="cited by the paper", kind="paper")
         lines.append([own, *[""] * len(columns), *numbers])
     sizes = {o.cell.column: o.cell.config.batch_size for o in found}
-    steps = {c: f"{config['rows']['train'] // size:,} steps/epoch" for c, size in sizes.items()}
+    steps = {c: f"{-(-config['rows']['train'] // size):,} steps/epoch" for c, size in sizes.items()}
     header = [
         Cell(quantity.name, small=f"by {STUDIES[name].rows} and batch size"),
         *(Cell(column, small=steps[column]) for column in columns),

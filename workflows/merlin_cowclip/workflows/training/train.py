@@ -278,10 +278,11 @@ def _train(
         trainer.optimizer.broadcast()
     sizes = count_parameters(trainer.model, trainer.optimizer)
     if progress:
+        resumed = f", resumed after update {trainer.step:,}" if trainer.step else ""
         print(
-            f"{loader.rows:,} rows, {loader.rows // config.batch_size:,} steps per epoch, "
+            f"{loader.rows:,} rows, {len(loader):,} steps per epoch, "
             f"{sizes['embedding']:,} parameters in embedding tables and "
-            f"{sizes['network']:,} in the network: {run}",
+            f"{sizes['network']:,} in the network: {run}{resumed}",
             flush=True,
         )
     with stopping:
