@@ -203,12 +203,14 @@ def test_the_verdict(out, page):
     section = section_of(page, "scaling-rules")
     assert f"At 8,192, {best} has the highest test AUC ({mean:.3f} ± {deviation:.3f} %)" in section
     change = 100 * (at_most["cowclip"][0] - found["cowclip", "1,024"].mean("auc")[0])
-    assert f"From 1,024 to 8,192, cowclip changes by {change:+.3f} % AUC, " in section
+    assert f"From 1,024 to 8,192, the AUC of cowclip changes by {change:+.3f} points, " in section
     times = [found.mean("train_seconds")[0] for found in sweep.outcomes(out, "time")[:2]]
     words = f"deepfm trains an epoch {times[0] / times[1]:.1f} times as fast at 8,192 as at 1,024."
     assert words in section_of(page, "time")
     small, large = (o.mean("auc")[0] for o in sweep.outcomes(out, "control")[4:6])
-    assert f"full, linear changes by {100 * (large - small):+.3f} %" in section_of(page, "control")
+    assert f"full, linear changes by {100 * (large - small):+.3f} points" in section_of(
+        page, "control"
+    )
 
 
 @pytest.mark.parametrize(

@@ -314,19 +314,24 @@ def _verdict(name: str, found: Sequence[Outcome], sizes: Sequence[int]) -> Itera
         best, worst = (f(at_most, key=lambda row: at_most[row]) for f in (max, min))
         yield (
             f"At {most}, {best} has the highest test AUC ({AUC.shown(*at_most[best])} %) and "
-            f"{worst} the lowest ({AUC.shown(*at_most[worst])} %)."
+            f"{worst} the lowest ({AUC.shown(*at_most[worst])} %)"
+            f"{_beyond_chance(at_most[best], at_most[worst])}."
         )
     for row in ("cowclip", "adaptive_column", "full, linear", "top-3, linear"):
         if row in ends:
             small, large = ends[row]
-            difference, chance = large[0] - small[0], math.hypot(large[1], small[1])
-            beyond = "more" if abs(difference) > 2 * chance else "less"
             yield (
-                f"From {least} to {most}, {row} changes by {100 * difference:+.3f} % AUC, {beyond} "
-                "than twice the deviation over seeds."
+                f"From {least} to {most}, the AUC of {row} changes by "
+                f"{100 * (large[0] - small[0]):+.3f} points{_beyond_chance(large, small)}."
             )
     if diverged := sorted({row for (row, _), o in cells.items() if o.mean(key) is None}):
         yield f"Diverged at least once: {', '.join(diverged)}."
+
+
+def _beyond_chance(one: tuple[float, float], other: tuple[float, float]) -> str:
+    """Of a difference of two means, with their deviations."""
+    is_beyond = abs(one[0] - other[0]) > 2 * math.hypot(one[1], other[1])
+    return f", {'more' if is_beyond else 'less'} than twice the deviation over seeds"
 
 
 def _notes(found: Sequence[Outcome], config: Mapping[str, Any]) -> Iterator[str]:
