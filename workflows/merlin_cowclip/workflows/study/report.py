@@ -138,7 +138,10 @@ def compare(
     ]
     header = ["run", "rule", "batch size", *(q.name for q in quantities), "best epoch"]
     header += ["steps/epoch", "epochs"]
-    flat = [{k: str(v) for k, v in {**of, **of["scaled"]}.items()} for of in configs.values()]
+    flat = [
+        {k: f"{v:.4g}" if isinstance(v, float) else str(v or "-") for k, v in all_.items()}
+        for all_ in ({**of, **of["scaled"]} for of in configs.values())
+    ]
     options = ("model", "mlp", "embedding_dim", "update", "seed", "dense_schedule")
     values = [
         [key, *(one.get(key, "") for one in flat)]
