@@ -183,7 +183,7 @@ def test_numbers_of_the_paper_are_for_its_data_and_batch_sizes(tmp_path):
     few = {"train": 900_000, "test": 100_000}
     text = read(swept(tmp_path / "few", ["networks"], setting, rows=few))
     assert "80.76" not in text
-    assert "The paper's numbers are of the full data set" in text
+    assert "The paper's numbers are for the full data set" in text
     assert 'class="paper"' not in read(swept(tmp_path / "out", ["networks"], dataset="mine"))
 
 
@@ -203,18 +203,20 @@ def test_the_verdict(out, page):
     section = section_of(page, "scaling-rules")
     assert f"At 8,192, {best} has the highest test AUC ({mean:.3f} ± {deviation:.3f} %)" in section
     change = 100 * (at_most["cowclip"][0] - found["cowclip", "1,024"].mean("auc")[0])
-    assert f"From 1,024 to 8,192, cowclip changes by {change:+.3f} % AUC, " in section
+    assert f"From 1,024 to 8,192, the AUC of cowclip changes by {change:+.3f} points, " in section
     times = [found.mean("train_seconds")[0] for found in sweep.outcomes(out, "time")[:2]]
     words = f"deepfm trains an epoch {times[0] / times[1]:.1f} times as fast at 8,192 as at 1,024."
     assert words in section_of(page, "time")
     small, large = (o.mean("auc")[0] for o in sweep.outcomes(out, "control")[4:6])
-    assert f"full, linear changes by {100 * (large - small):+.3f} %" in section_of(page, "control")
+    assert f"full, linear changes by {100 * (large - small):+.3f} points" in section_of(
+        page, "control"
+    )
 
 
 @pytest.mark.parametrize(
     ("study", "options", "why"),
     [
-        ("curves", {"rows": {"train": 90_000, "test": 10_000}}, "only 10 steps"),
+        ("curves", {"rows": {"train": 90_000, "test": 10_000}}, "only 11 steps"),
         ("curves", {"setting": dataclasses.replace(SETTING, seeds=(1,))}, "each cell has 1 seed,"),
         ("time", {"jobs": 2}, "up to 2 runs were trained at a time"),
     ],

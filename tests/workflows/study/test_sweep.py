@@ -105,7 +105,7 @@ def test_other_data_are_refused(swept, data, tmp_path):
 def test_each_run_has_a_line(data, tmp_path, capsys):
     sweep(CURVES, data, tmp_path / "out", dataclasses.replace(SETTING, seeds=(1,)))
     first, *lines = capsys.readouterr().out.splitlines()
-    assert first.startswith("Warning: at batch size 512 an epoch has only 2 steps.")
+    assert first.startswith("Warning: at batch size 512 an epoch has only 3 steps.")
     assert re.fullmatch(r"\[1/2\] cowclip, batch 128, seed 1: AUC 0\.\d{4} \(\d+ s\)", lines[0])
     assert lines[1].startswith("[2/2] cowclip, batch 512, seed 1: AUC ")
 

@@ -60,7 +60,7 @@ def test_it_finds_better_than_the_rules(shared):
     rules = [t["auc"] for t in shared.result["trials"] if t["rules"]]
     assert len(aucs) == 30
     assert max(aucs) > max(rules)
-    assert {t["why"] == "given up" for t in shared.result["trials"]} == {True, False}
+    assert {t["why"] == "pruned" for t in shared.result["trials"]} == {True, False}
 
 
 def test_the_result_is_the_best_trial(shared, data):
@@ -122,7 +122,7 @@ def test_importance_of_the_hyperparameters(shared, data, config, tmp_path, fake)
     assert sum(shares.values()) == pytest.approx(1)
     assert shares["update"] < 0.1
     text = shared.tables()
-    measured = sum(trial["why"] != "given up" for trial in shared.result["trials"])
+    measured = sum(trial["why"] != "pruned" for trial in shared.result["trials"])
     assert f"Importance of the values, over {measured} trials" in text
     assert "best found" in text
     assert "cowclip" in text
@@ -159,12 +159,12 @@ def test_interrupted_and_resumed(data, config, tmp_path, fake, shared, monkeypat
         yield from stock(rows, train, stopping, advance)
 
     monkeypatch.setattr(fake, "epochs_of", interrupted)
-    with pytest.raises(Stopped, match="8 trials that have ended are kept. Go on with: ") as error:
+    with pytest.raises(Stopped, match="8 trials that have ended are kept. Resume with: ") as error:
         tuned_by(data, config, out, trials=12)
     assert error.value.number == 15
     assert f"merlin-cowclip tune {data.path} --out {out}" in str(error.value)
     assert not (out / "result.json").exists()
-    with pytest.raises(UserError, match="did not end. Go on: merlin-cowclip tune"):
+    with pytest.raises(UserError, match="did not end. Resume it: merlin-cowclip tune"):
         Tuned.open(out)
     tuned = tune(data, config, out, trials=12)
     warning, header, *lines = capsys.readouterr().out.splitlines()

@@ -163,7 +163,7 @@ def test_a_finished_run_without_checkpoints_stays_as_it_was(run, tmp_path):
     """Else all would be trained again, and the result be gone meanwhile."""
     path = shutil.copytree(run.path, tmp_path / "run")
     shutil.rmtree(path / "checkpoints")
-    words = "a finished run goes on from its last checkpoint. Received: .*without one"
+    words = "a finished run resumes from its last checkpoint. Received: .*without one"
     with pytest.raises(UserError, match=words):
         resume(path, epochs=5, progress=False)
     assert Run.open(path).result == run.result

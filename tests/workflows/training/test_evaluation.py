@@ -117,7 +117,7 @@ def test_predictions_that_are_none_are_counted_over_all_batches():
 @pytest.mark.parametrize("score", [-0.25, 1.5])
 def test_scores_that_are_no_probabilities_are_refused(score):
     """As of a model that was trained with `from_logits=True`."""
-    words = f"predictions must be probabilities, 0 to 1. Received: {score}, and 1 others beside it"
+    words = f"predictions must be probabilities, 0 to 1. Received: {score}, and 1 others"
     with pytest.raises(UserError, match=re.escape(words)):
         exact_quality(np.array([0, 1, 1, 0]), np.array([0.0, score, 1.0, score]))
     with pytest.raises(UserError, match=re.escape(words)):

@@ -23,7 +23,7 @@ def whole(run) -> list[tuple[int, int]]:
 def test_a_signal_and_the_end_of_the_time_stop_after_the_step(runs, stopped, reference, tmp_path):
     run = shutil.copytree(stopped, tmp_path / "run")
     assert whole(run)[-1] == (UPDATES + 2, 1)
-    then = f"which is saved. Go on with: merlin-cowclip train --resume {run}"
+    then = f"which is saved. Resume with: merlin-cowclip train --resume {run}"
     done = runs.go_on(run, "--max-minutes", 1e-6)
     assert done.returncode == 3, done.stderr
     assert sentence(done) == f"stopped as its time was over after update 19 of 32, {then}"
@@ -52,7 +52,7 @@ def test_stopped_again_and_again(runs, reference):
         assert done.returncode == 128 + signal.Signals[name], (where, done.stderr)
         last = whole(run)[-1]
         assert sentence(done) == (
-            f"interrupted after update {last[0]} of 32, which is saved. Go on with: "
+            f"interrupted after update {last[0]} of 32, which is saved. Resume with: "
             f"merlin-cowclip train --resume {run}"
         )
         # What happens in the thread that writes lets the others go on.

@@ -48,7 +48,7 @@ def test_a_damaged_checkpoint(runs, run, reference):
     (warning,) = done.stderr.splitlines()
     assert warning.startswith("merlin-cowclip train: warning: the checkpoint ")
     assert f"step-{last:010}/state is damaged" in warning
-    assert f"The run goes on from update {first}" in warning
+    assert f"The run resumes from update {first}" in warning
     assert_same(run, reference)
 
 
@@ -85,7 +85,7 @@ def test_moved_data_and_other_versions(runs, run, data, reference):
     done = runs.command("train", data.path, "--resume", run, "--quiet")
     assert done.returncode == 0, done.stderr
     (warning,) = done.stderr.splitlines()
-    assert warning.startswith("merlin-cowclip train: warning: the run goes on, but ")
+    assert warning.startswith("merlin-cowclip train: warning: the run resumes, but ")
     assert " instead of 1.0" in warning
     assert_same(run, reference)
 

@@ -392,10 +392,11 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
         if self.warmup_steps is None:
             self._warm_up_for(steps_per_epoch)
         if steps_per_epoch < _FEW_STEPS:
+            several = "s" * (steps_per_epoch != 1)
             warnings.warn(
-                f"This fit has {steps_per_epoch} steps per epoch. With fewer than {_FEW_STEPS}, "
-                "the warm-up and the updates are too coarse, and AUC suffers under every scaling "
-                "rule. Use a smaller batch, or more data.",
+                f"This fit has {steps_per_epoch} step{several} per epoch. With "
+                f"fewer than {_FEW_STEPS}, the warm-up and the updates are too coarse, and AUC "
+                "suffers under every scaling rule. Use a smaller batch, or more data.",
                 stacklevel=2,
             )
 

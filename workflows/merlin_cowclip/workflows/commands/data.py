@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from merlin_cowclip.workflows.data.spec import DatasetSpec
 
 SHOWN_FIELDS = 5  # those with the most ids
-_OWN = "Instead of what the data set's description says"
+_OWN = "Override the data set's specification"
 
 
 @click.command(cls=Command, example="prepare criteo train.txt.gz --out data --freq-threshold 10")
@@ -40,39 +40,48 @@ _OWN = "Instead of what the data set's description says"
     type=int,
     default=0,
     metavar="N",
-    help="Dask processes on this machine; on GPUs one a GPU; 0: threads of this process",
+    help="Dask processes on this machine, one per GPU with --device gpu; 0: threads",
 )
-@option("--engine", metavar="arrow|nvtabular", help="what counts and encodes columns")
-@option("--device", default="cpu", metavar="cpu|gpu", help="on which NVTabular runs")
+@option(
+    "--engine",
+    metavar="arrow|nvtabular",
+    help="library that counts and encodes ids",
+    shown="arrow; nvtabular with --device gpu",
+)
+@option("--device", default="cpu", metavar="cpu|gpu", help="device of NVTabular")
 @option(
     "--like",
     type=PATH,
     metavar="RUN|DATA",
-    help="encode LOGs with the vocabulary and ranges of a run or prepared folder; leave out criteo",
+    help="encode LOGs with the vocabulary and ranges of a run or prepared folder; name no data set",
 )
 @option(
     "--split",
     metavar="random|sequential|time",
     group=_OWN,
-    help="the test part: rows at random, the last ones, or the latest ones",
+    help="test split: random rows, the last rows, or the latest rows by time",
 )
 @option(
-    "--test", type=float, metavar="SHARE", group=_OWN, help="share of the rows in the test part"
+    "--test", type=float, metavar="SHARE", group=_OWN, help="share of the rows in the test split"
 )
 @option(
     "--time-column",
     metavar="COLUMN",
     group=_OWN,
-    help="of --split time: numbers, or text that sorts by time",
+    help="with --split time: column of numbers, or of text that sorts by time",
 )
 @option(
     "--freq-threshold",
     type=COUNTS,
     group=_OWN,
-    help="an id that occurs less often in the training part is unknown",
+    help="ids with a lower count in the training split are unknown",
 )
 @option(
-    "--hash-buckets", type=COUNTS, group=_OWN, help="rows that unknown ids share by hash", shown="1"
+    "--hash-buckets",
+    type=COUNTS,
+    group=_OWN,
+    help="embedding rows that unknown ids share by hash",
+    shown="1",
 )
 @option("--non-finite", metavar="refuse|missing", group=_OWN, help="what to do with inf and NaN")
 def prepare(dataset: str, input: tuple[str, ...], out: Path, **values: Any) -> None:
@@ -86,7 +95,7 @@ def prepare(dataset: str, input: tuple[str, ...], out: Path, **values: Any) -> N
     options = {name: values[name] for name in ("seed", "workers", "device", "engine")}
     if values["like"] is not None:
         if dataset in SPECS or dataset.endswith(".toml"):
-            raise UserError(f"--like brings its own description. Leave {dataset} out")
+            raise UserError(f"--like takes the specification of the run. Leave {dataset} out")
         input = (dataset, *input)
         options["like"] = like = _encoding(values["like"], values)
     elif not input:
@@ -101,7 +110,11 @@ def prepare(dataset: str, input: tuple[str, ...], out: Path, **values: Any) -> N
     print(_summary(data))
     if values["like"] is not None:
         print(_unknown(data))
-    print(f"Next: merlin-cowclip train {shlex.quote(str(data.path))} --out run")
+    like = values["like"]
+    warm_start = ""
+    if like is not None and (like / "config.json").exists():
+        warm_start = f" --warm-start {shlex.quote(str(like))}"
+    print(f"Next: merlin-cowclip train {shlex.quote(str(data.path))}{warm_start} --out run")
 
 
 def _encoding(path: Path, values: Mapping[str, Any]) -> Encoding:
@@ -157,7 +170,7 @@ def frequencies(
     fields: tuple[str, ...],
     top_k: int | None,
 ) -> None:
-    """Tell how often ids occur, and which are rare.
+    """Show how often ids occur, and which are rare.
 
     Writes frequencies.parquet (an id per row), summary.parquet (a field per row) and
     frequencies.png (Figure 3). With --top-k: a prepared folder with the k most frequent ids of each

@@ -196,7 +196,9 @@ def option(*names: str, default: Any = None, shown: str = "", **more: Any) -> De
         more["help"] += f" (default: {shown or default})"
     if more.get("required"):
         more["help"] += " (required)"
-    return click.option(*names, default=default, cls=Option, **more)
+    else:  # click 8.5 takes a default of None for a value
+        more["default"] = default
+    return click.option(*names, cls=Option, **more)
 
 
 def argument(name: str, **more: Any) -> Decorator:
@@ -208,7 +210,7 @@ quiet = option("--quiet", is_flag=True, help="no progress bars, and only the las
 trust_workflow = option(
     "--trust-workflow",
     is_flag=True,
-    help="load the run's workflow, whose code runs, also where its manifest does not confirm it",
+    help="load the run's workflow (this runs its code) even if the manifest does not confirm it",
 )
 
 

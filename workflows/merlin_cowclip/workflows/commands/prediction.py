@@ -48,7 +48,7 @@ def _reading(function: Callable[..., Any]) -> Callable[..., Any]:
         option(
             "--raw",
             is_flag=True,
-            help="of a run on an adopted pipeline: the parquet is what its workflow reads",
+            help="adopted pipelines: the parquet holds raw rows, which the workflow encodes",
         ),
     ):
         function = one(function)
@@ -60,7 +60,7 @@ def _reading(function: Callable[..., Any]) -> Callable[..., Any]:
 @argument("data", nargs=-1, metavar="[DATA|LOG...]")
 @_reading
 def evaluate(run: Path, data: tuple[str, ...], raw: bool, **values: Any) -> None:
-    """Measure a finished run: exact AUC, log loss and calibration.
+    """Evaluate a finished run: exact AUC, log loss and calibration.
 
     On the test part of the run's own data or of another prepared folder DATA, or on raw logs, as
     predict reads them.

@@ -46,8 +46,8 @@ _WHAT = "\n".join(f"  {study.name}: {study.title} ({study.paper})" for study in 
 @click.command(
     cls=Command,
     example="sweep scaling-rules data --out sweep --batch-sizes 1K,4K,16K",
-    help="Train all runs of a study, and print its table.\n\nEach run is kept by its "
-    "configuration. Started again, it goes on; studies in one folder share their runs. The "
+    help="Train all runs of a study, and print its table.\n\nRun it again to "
+    "resume it. Studies in one folder share runs of the same configuration. The "
     f"studies:\n\n\b\n{_WHAT}",
 )
 @argument("study", type=click.Choice([*STUDIES]))
@@ -59,14 +59,14 @@ _WHAT = "\n".join(f"  {study.name}: {study.title} ({study.paper})" for study in 
     help="samples per update, the base first",
     shown="1024, doubled as long as the data allows",
 )
-@option("--seeds", type=NUMBERS, help="a run from each", shown="1234,1235,1236")
+@option("--seeds", type=NUMBERS, help="one run per seed", shown="1234,1235,1236")
 @option(
     "--tuned",
     type=PATH,
     multiple=True,
     metavar="TUNE",
-    help="of scaling-rules: what a tune found at one of the batch sizes, as a row beside the "
-    "rules; may be given again",
+    help="scaling-rules: result of a tune at one of the batch sizes, as one more row; may be "
+    "repeated",
 )
 @option("--jobs", type=int, default=1, metavar="N", help="runs trained at a time")
 @quiet
@@ -76,7 +76,7 @@ _WHAT = "\n".join(f"  {study.name}: {study.title} ({study.paper})" for study in 
     type=PATH,
     metavar="TUNE0",
     group=_BASE,
-    help="what a tune found at the first batch size, for its network",
+    help="result of a tune at the first batch size, and its network",
 )
 @fields(TrainConfig, *VALUES, group=_BASE, dense_lr="each rule's own; Avazu: the paper's")
 @fields(TrainConfig, "dense_schedule", "embedding_schedule", group=_BASE)
@@ -98,11 +98,10 @@ def sweep(study: str, data: Path, out: Path, **values: Any) -> None:
         setting,
         jobs=values["jobs"],
         command=shlex.join(["merlin-cowclip", *sys.argv[1:]]),
+        base=source,
         progress=not values["quiet"],
     )
     print(table)
-    if source and study != "frequencies" and not values["quiet"]:
-        print(f"Base: {source}")
 
 
 def _setting(study: Study, values: Mapping[str, Any], data: PreparedData) -> tuple[Setting, str]:
@@ -128,18 +127,12 @@ def _setting(study: Study, values: Mapping[str, Any], data: PreparedData) -> tup
 
 
 @click.command(cls=Command, example="report sweep")
-@argument(
-    "out",
-    type=click.Path(exists=True, path_type=Path),
-    nargs=-1,
-    required=True,
-    metavar="SWEEP|RUN...",
-)
+@argument("out", type=PATH, nargs=-1, required=True, metavar="SWEEP|RUN...")
 @option(
     "--price-per-hour",
     type=click.FloatRange(0, min_open=True),
     metavar="PRICE",
-    help="of the machine, to tell what an epoch of Criteo would cost",
+    help="price of the machine per hour, for the cost of an epoch of Criteo",
 )
 @option(
     "--rows",
@@ -150,11 +143,14 @@ def _setting(study: Study, values: Mapping[str, Any], data: PreparedData) -> tup
 def report(out: Sequence[Path], **values: Any) -> None:
     """Write a page on a sweep's studies, or one that compares runs.
 
-    Of a sweep's folder it writes SWEEP/report.html: each study's table beside the paper's numbers,
-    plots, and a verdict. Of runs it writes report.html here.
+    For a sweep, writes SWEEP/report.html: each study's table beside the paper's numbers,
+    plots, and a verdict. For runs, writes report.html in the current folder.
     """
     from merlin_cowclip.workflows.study.report import compare, report
     from merlin_cowclip.workflows.training.runs import CONFIG
 
-    is_run = len(out) > 1 or (out[0] / CONFIG).exists()
-    print(compare({str(run): run for run in out}) if is_run else report(out[0], **given(values)))
+    if len(out) == 1 and not (out[0] / CONFIG).exists():
+        print(report(out[0], **given(values)))
+    else:
+        names = {run.name: run for run in out}
+        print(compare(names if len(names) == len(out) else {str(run): run for run in out}))

@@ -89,7 +89,7 @@ _WITH_RESUME = {"resume", "data", "epochs", "max_minutes", "quiet"}
     "--warm-start",
     type=PATH,
     metavar="RUN",
-    help="begin with the weights of a run on the same columns and vocabulary, and its options",
+    help="start from the weights and options of a run on the same columns and vocabulary",
 )
 @option("--keep-optimizer", is_flag=True, help="with --warm-start: its moments and steps, too")
 @quiet
@@ -105,7 +105,7 @@ _WITH_RESUME = {"resume", "data", "epochs", "max_minutes", "quiet"}
     help="stop after N minutes with a checkpoint, and exit code 3",
 )
 def train(**values: Any) -> None:
-    """Train a network on a prepared folder, or go on with a run.
+    """Train a network on a prepared folder, or resume a run.
 
     Learning rates and λ are those tuned at --base-batch-size; --rule scales them to --batch-size.
     """
@@ -143,7 +143,7 @@ def _begin(values: Mapping[str, Any]) -> Run:
         check_minutes(values["max_minutes"])
         for name, what in (("data", "DATA, a prepared folder"), ("out", "--out RUN")):
             if values[name] is None:
-                raise UserError(f"train needs {what}; or, to go on with a run, --resume RUN")
+                raise UserError(f"train needs {what}; or, to resume a run, --resume RUN")
         refuse_existing(values["out"])
         if values["keep_optimizer"] and values["warm_start"] is None:
             raise UserError("--keep-optimizer needs --warm-start RUN")
@@ -284,7 +284,7 @@ def paper_values(dataset: str, rule: str, batch_size: int) -> Hyperparameters | 
 def _read_config(path: Path) -> dict[str, Any]:
     """A configuration's values from a JSON file or a run folder."""
     if os.path.isfile(path / "tuned.json"):  # which is false, too, of a name that is too long
-        raise UserError(f"{path} is what a tune found. Give it to --tuned instead of --config")
+        raise UserError(f"{path} is the result of a tune. Give it to --tuned instead of --config")
     if os.path.isdir(path):
         from merlin_cowclip.workflows.training.resuming import read_config
         from merlin_cowclip.workflows.training.runs import config_in

@@ -37,16 +37,23 @@ _SEARCH, _BASE = "The search", "The base, from which every rule predicts"
 
 @click.command(cls=Command, example="tune data --out tune --batch-size 8K --trials 20")
 @argument("data", type=PATH)
-@option("--out", type=PATH, required=True, metavar="TUNE", help="folder to write, or to go on with")
-@fields(TrainConfig, "batch_size", group="Options", batch_size="that of a TUNE that is there")
+@option("--out", type=PATH, required=True, metavar="TUNE", help="folder to write, or to resume")
+@fields(TrainConfig, "batch_size", group="Options", batch_size="that of an existing TUNE")
 @quiet
-@option("--trials", type=int, default=40, metavar="N", group=_SEARCH, help="trials in all")
+@option(
+    "--trials",
+    type=int,
+    default=40,
+    metavar="N",
+    group=_SEARCH,
+    help="trials in all, at least one per rule",
+)
 @option(
     "--budget",
     type=float,
     metavar="MINUTES",
     group=_SEARCH,
-    help="stop after about so many minutes",
+    help="stop after about this many minutes",
 )
 @fields(TrainConfig, "epochs", "seed", group=_SEARCH)
 @option(
@@ -63,14 +70,14 @@ _SEARCH, _BASE = "The search", "The base, from which every rule predicts"
     default=3,
     metavar="K",
     group=_SEARCH,
-    help="train the best again from so many seeds",
+    help="number of seeds to retrain the best with",
 )
 @option(
     "--base",
     type=PATH,
     metavar="TUNE0",
     group=_BASE,
-    help="what another tune found, at its batch size, for its network",
+    help="result of another tune, its batch size and network",
 )
 @fields(TrainConfig, *_BASE_OPTIONS, group=_BASE, dense_lr="each rule's own; Avazu: the paper's")
 @fields(TrainConfig, *NETWORK)
@@ -79,8 +86,8 @@ def tune(data: Path, out: Path, **values: Any) -> None:
     """Search hyperparameters at a batch size itself.
 
     Learning rates, λ, clip and epochs, by rows held out of the training part; the test part is
-    never read. Starts from what every scaling rule predicts. Killed or stopped, it goes on where
-    TUNE is named again; several processes may share one TUNE.
+    never read. Starts from the prediction of every scaling rule. Run it again with the same TUNE
+    to resume it; several processes may share one TUNE.
     """
     from merlin_cowclip.workflows.data.prepared_data import PreparedData
 
@@ -151,7 +158,10 @@ def default_base(
     values = None if name == "criteo" else paper_values(name, "cowclip", batch_size)
     source = f"each rule's default hyperparameters at batch size {batch_size:,}"
     if values is not None:
-        source = f"the paper's values for {name} at batch size {values.batch_size:,}"
+        source = (
+            f"the paper's values for {name}, tuned at {values.batch_size:,}, at batch size "
+            f"{batch_size:,}"
+        )
     if names := ", ".join(own):
         source += f"; {names} as given"
     return {} if values is None else {key: getattr(values, key) for key in VALUES}, source

@@ -110,11 +110,13 @@ def _facts(configs: Iterable[Mapping[str, Any]]) -> dict[str, str]:
     for config in configs:
         rows, machine = config["rows"], config["machine"]
         gpus = ", ".join(machine.get("gpus", ())) or "none"
+        mlp = ",".join(map(str, config.get("mlp") or ()))
         now = {
             "data": f"{config['dataset']}, {config['data']}",
             "rows": f"{rows['train']:,} for training, {rows['test']:,} for testing",
             "embedding rows": f"{config['table_rows']:,} in {len(config['cardinalities'])} fields",
-            "network": config["model"],
+            "network": f"{config['model']}{mlp and f', MLP {mlp}'}",
+            "epochs": str(config.get("epochs", "")),
             "machine": f"{machine.get('processor') or machine['platform']}, "
             f"{machine['cpus']} CPUs, GPUs: {gpus}",
             "versions": ", ".join(f"{name} {of}" for name, of in config["versions"].items()),

@@ -105,7 +105,7 @@ def line_plot(
             axes.set_yscale("log")
         axes.set_xlabel(x)
         axes.set_ylabel(y)
-        figure.legend(loc="outside lower center", ncols=3)
+        figure.legend(loc="outside lower center", ncols=1 if max(map(len, lines)) > 20 else 3)
         text = io.StringIO()
         figure.savefig(text, format="svg", transparent=True, metadata={"Date": None})
     svg = text.getvalue()

@@ -129,14 +129,19 @@ def compare(
             Cell(name, os.path.relpath(run.path / RESULT, out.absolute().parent)),
             run.config["rule"],
             f"{run.config['batch_size']:,}",
-            f"{run.config['rows']['train'] // run.config['batch_size']:,}",
-            str(len(run.result["epochs"])),
             *(q.shown(run.result[q.key], 0.0) for q in quantities),
+            _best_epoch(run.result["epochs"]),
+            f"{-(-run.config['rows']['train'] // run.config['batch_size']):,}",
+            str(len(run.result["epochs"])),
         ]
         for name, run in opened.items()
     ]
-    header = ["run", "rule", "batch size", "steps/epoch", "epochs", *(q.name for q in quantities)]
-    flat = [{k: str(v) for k, v in {**of, **of["scaled"]}.items()} for of in configs.values()]
+    header = ["run", "rule", "batch size", *(q.name for q in quantities), "best epoch"]
+    header += ["steps/epoch", "epochs"]
+    flat = [
+        {k: f"{v:.4g}" if isinstance(v, float) else str(v or "-") for k, v in all_.items()}
+        for all_ in ({**of, **of["scaled"]} for of in configs.values())
+    ]
     options = ("model", "mlp", "embedding_dim", "update", "seed", "dense_schedule")
     values = [
         [key, *(one.get(key, "") for one in flat)]
@@ -147,11 +152,12 @@ def compare(
     if len({of["data_sha256"] for of in configs.values()}) > 1:
         doubt = "These runs are of different data, so their AUCs do not compare."
     best = max(opened, key=lambda name: opened[name].result["auc"])
-    found = f"Highest test AUC: {best}, {AUC.shown(opened[best].result['auc'], 0.0)} %."
+    highest = AUC.shown(opened[best].result["auc"], 0.0)
+    found = f"Highest test AUC after the last epoch: {best}, {highest} %."
     sections = [Section("runs", "The runs", doubt=doubt, tables=[Table(header, rows)])]
     sections[0].notes = list(notes)
     if values:
-        differ = Table(["", *opened], values)
+        differ = Table(["setting", *opened], values)
         sections.append(Section("values", "What differs", tables=[differ]))
     epochs = Section("epochs", "Epoch by epoch")
     metrics = {name: pd.read_csv(run.path / METRICS) for name, run in opened.items()}
@@ -163,6 +169,11 @@ def compare(
         plot = line_plot(lines, "epoch", what, levels=levels if key == "auc" else None)
         epochs.plots.append((f"{what}, by epoch", plot))
     return write_page(out, title, [*sections, epochs], configs.values(), headline or found)
+
+
+def _best_epoch(epochs: Sequence[Mapping[str, Any]]) -> str:
+    best = max(epochs, key=lambda epoch: epoch["auc"])
+    return f"{AUC.shown(best['auc'], 0.0)} ({best['epoch']})"
 
 
 def _section(
@@ -236,7 +247,7 @@ def _table(
         own = Cell(system, small="cited by the paper", kind="paper")
         lines.append([own, *[""] * len(columns), *numbers])
     sizes = {o.cell.column: o.cell.config.batch_size for o in found}
-    steps = {c: f"{config['rows']['train'] // size:,} steps/epoch" for c, size in sizes.items()}
+    steps = {c: f"{-(-config['rows']['train'] // size):,} steps/epoch" for c, size in sizes.items()}
     header = [
         Cell(quantity.name, small=f"by {STUDIES[name].rows} and batch size"),
         *(Cell(column, small=steps[column]) for column in columns),
@@ -306,19 +317,24 @@ def _verdict(name: str, found: Sequence[Outcome], sizes: Sequence[int]) -> Itera
         best, worst = (f(at_most, key=lambda row: at_most[row]) for f in (max, min))
         yield (
             f"At {most}, {best} has the highest test AUC ({AUC.shown(*at_most[best])} %) and "
-            f"{worst} the lowest ({AUC.shown(*at_most[worst])} %)."
+            f"{worst} the lowest ({AUC.shown(*at_most[worst])} %)"
+            f"{_beyond_chance(at_most[best], at_most[worst])}."
         )
     for row in ("cowclip", "adaptive_column", "full, linear", "top-3, linear"):
         if row in ends:
             small, large = ends[row]
-            difference, chance = large[0] - small[0], math.hypot(large[1], small[1])
-            beyond = "more" if abs(difference) > 2 * chance else "less"
             yield (
-                f"From {least} to {most}, {row} changes by {100 * difference:+.3f} % AUC, {beyond} "
-                "than twice the deviation over seeds."
+                f"From {least} to {most}, the AUC of {row} changes by "
+                f"{100 * (large[0] - small[0]):+.3f} points{_beyond_chance(large, small)}."
             )
     if diverged := sorted({row for (row, _), o in cells.items() if o.mean(key) is None}):
         yield f"Diverged at least once: {', '.join(diverged)}."
+
+
+def _beyond_chance(one: tuple[float, float], other: tuple[float, float]) -> str:
+    """Of a difference of two means, with their deviations."""
+    is_beyond = abs(one[0] - other[0]) > 2 * math.hypot(one[1], other[1])
+    return f", {'more' if is_beyond else 'less'} than twice the deviation over seeds"
 
 
 def _notes(found: Sequence[Outcome], config: Mapping[str, Any]) -> Iterator[str]:
@@ -331,7 +347,7 @@ def _notes(found: Sequence[Outcome], config: Mapping[str, Any]) -> Iterator[str]
         epochs = found[0].cell.config.epochs
         yield f"The paper: {EPOCHS} epochs on one V100. Here: {plural(epochs, 'epoch')}."
     elif config["dataset"] in ("criteo", "avazu"):
-        yield "The paper's numbers are of the full data set, so they are not shown beside these."
+        yield "The paper's numbers are for the full data set, so they are not shown here."
 
 
 def _clips(found: Sequence[Outcome], what: str) -> list[Table]:

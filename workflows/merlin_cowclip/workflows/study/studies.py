@@ -209,7 +209,7 @@ MIN_STEPS = 30
 
 def few_steps(rows: int, batch_size: int) -> str:
     """What to say of a batch that leaves few steps in an epoch of `rows`; else nothing."""
-    steps = rows // batch_size
+    steps = -(-rows // batch_size)
     if steps >= MIN_STEPS:
         return ""
     return (

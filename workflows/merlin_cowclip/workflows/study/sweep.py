@@ -90,11 +90,12 @@ def sweep(
     *,
     jobs: int = 1,
     command: str = "",
+    base: str = "",
     progress: bool = True,
 ) -> str:
     """Train what a study takes and is not there yet; returns its table.
 
-    Stopped or killed and started again, it goes on. Several may work on one folder.
+    Run it again to resume it. Several processes may share one folder.
 
     Args:
       study: from `STUDIES`.
@@ -103,6 +104,7 @@ def sweep(
       setting: what the runs have in common; they are trained in float32.
       jobs: runs trained at a time, a process each.
       command: what prints the table again, for the report.
+      base: where the values of the base come from, to be shown.
       progress: whether to say how each run ended, and show a bar on stderr.
 
     Raises:
@@ -138,6 +140,8 @@ def sweep(
             tasks.setdefault(name, task)
     todo = [task for task in tasks.values() if not task.is_done]
     done = len(tasks) - len(todo)
+    if progress and base:
+        print(f"Base: {base}", flush=True)
     if progress and (doubt := few_steps(data.rows["train"], setting.largest)):
         print(f"Warning: {doubt}")
     with progress_bar("sweep", len(tasks), " runs", show=progress) as bar:

@@ -75,7 +75,7 @@ _RETRIES = 2
 _POLL = 0.5  # seconds between two looks at what other processes do
 _WAIT = 60.0  # seconds for another process's transaction
 _STARTUP = 6  # trials before TPE has a model of the values
-_GIVEN_UP = "given up"
+_GIVEN_UP = "pruned"
 _STEPS = 4  # the most compiled steps that are kept, each with a network and its moments
 _ENDED = (TrialState.COMPLETE, TrialState.PRUNED)
 
@@ -150,8 +150,8 @@ def tune(
                     tuning.repeat()
                 except KeyboardInterrupt:
                     raise Stopped(
-                        f"interrupted; {len(tuning.tried())} trials that have ended are kept. Go "
-                        f"on with: {how_to_go_on(out, data.path)}",
+                        f"interrupted; {len(tuning.tried())} trials that have ended are kept. "
+                        f"Resume with: {how_to_go_on(out, data.path)}",
                         stopping.number or signal.SIGINT,
                     ) from None
         tuning.write(command)

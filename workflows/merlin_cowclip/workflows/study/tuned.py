@@ -43,7 +43,7 @@ def record_of(data: PreparedData, config: TuneConfig, precision: str) -> dict[st
 
 
 def check_fits(data: PreparedData, config: TuneConfig, out: Path, precision: str) -> None:
-    """Refuse to go on with a tune of something else.
+    """Refuse to resume a tune of something else.
 
     Raises:
       UserError: it is of other data or options, or none.
@@ -55,7 +55,7 @@ def check_fits(data: PreparedData, config: TuneConfig, out: Path, precision: str
     for name, value in now.items():
         if before.get(name) != value:
             raise UserError(
-                "a tune must go on with its own data and options, "
+                "a tune must be resumed with its own data and options, "
                 f"{name}={clipped(repr(before.get(name)))}. Received: {name}="
                 f"{clipped(repr(value))} for {out}. Leave it out, or name another folder"
             )
@@ -80,7 +80,7 @@ def _read(path: Path, name: str) -> dict[str, Any]:
     if not os.path.isfile(path / name):  # which is false, too, of a name that is too long
         how = "Make one with 'merlin-cowclip tune'"
         if name != RECORD:
-            how = f"Go on: {how_to_go_on(path, read_record(path)['data'])}"
+            how = f"Resume it: {how_to_go_on(path, read_record(path)['data'])}"
         raise UserError(
             f"a tune must be a folder with {name}. Received: {shown(path)}, no tune, or one that "
             f"did not end. {how}"
@@ -89,7 +89,7 @@ def _read(path: Path, name: str) -> dict[str, Any]:
 
 
 def how_to_go_on(path: Path, data: str | Path) -> str:
-    """The command that goes on with a tune, for a shell."""
+    """The command that resumes a tune, for a shell."""
     return f"merlin-cowclip tune {shlex.quote(str(data))} --out {shlex.quote(str(path))}"
 
 

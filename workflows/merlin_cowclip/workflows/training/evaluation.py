@@ -57,12 +57,12 @@ def exact_quality(labels: np.ndarray, probabilities: np.ndarray) -> Quality:
 
 
 def _check_probabilities(predictions: np.ndarray) -> None:
-    """Refuse numbers below 0 or above 1; a NaN is told of where all rows are known."""
+    """Refuse numbers below 0 or above 1; NaN is reported once all rows are known."""
     wrong = predictions[(predictions < 0) | (predictions > 1)]
     if len(wrong):
         raise UserError(
             f"predictions must be probabilities, 0 to 1. Received: {wrong[0]:.6g}, and "
-            f"{len(wrong) - 1:,} others beside it. End the model in a sigmoid, and take its loss "
+            f"{len(wrong) - 1:,} others. End the model in a sigmoid, and take its loss "
             "of probabilities (from_logits=False)"
         )
 

@@ -34,7 +34,7 @@ def read_config(run: Path) -> dict[str, Any]:
         return dict(json.loads((run / CONFIG).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError) as error:
         raise UserError(
-            f"a run that goes on must hold its configuration. Received: {run / CONFIG}: "
+            f"a run to resume must have its configuration. Received: {run / CONFIG}: "
             f"{clipped(str(error))}. Train again into another folder"
         ) from None
 
@@ -72,9 +72,9 @@ def reopened(
     left = data.rows["train"] % config.batch_size
     if here().size > 1 and left and not dropped:
         raise UserError(
-            "a run that began in one process goes on with several ranks if its batches are equal. "
+            "a run of one process resumes on several ranks if its batches are equal. "
             f"Received: {run}, whose epochs end with a batch of {left:,} of {config.batch_size:,} "
-            "rows. Go on in one process"
+            "rows. Resume in one process"
         )
     now |= {"warm_start": before["warm_start"]} if "warm_start" in before else {}
     most = max(jobs, before.get("jobs", 1))
@@ -108,7 +108,7 @@ def _refuse_finished(run: Path, was: TrainConfig, config: TrainConfig) -> None:
         why = f"which has all of its {was.epochs} epochs. Raise them: {more}"
     else:
         return
-    raise UserError(f"a run that goes on must not be finished. Received: {run}, {why}")
+    raise UserError(f"a run to resume must not be finished. Received: {run}, {why}")
 
 
 def warn_of_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
@@ -121,7 +121,7 @@ def warn_of_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     ]
     if changes:
         warnings.warn(
-            f"the run goes on, but not to the last digit as it would have: {', '.join(changes)}",
+            f"the run resumes, but the result will not be bit-identical: {', '.join(changes)}",
             Notice,
             stacklevel=3,
         )

@@ -157,7 +157,7 @@ def pipelines_of(data: PreparedData) -> set[str]:
 
 
 def how_to_resume(run: Path, *, moved: bool = False) -> str:
-    """The command that goes on with a run, whose data may have moved, for a shell."""
+    """The command that resumes a run, whose data may have moved, for a shell."""
     return f"merlin-cowclip train {'DATA ' * moved}--resume {shlex.quote(str(run))}"
 
 
@@ -203,7 +203,7 @@ class Run:
         if not (path / RESULT).exists():
             raise UserError(
                 f"a run must hold {RESULT}, which is written last. Received: {path}, a run that "
-                f"did not finish. Go on with it: {how_to_resume(path)}"
+                f"did not finish. Resume it: {how_to_resume(path)}"
             )
         try:
             result = dict(json.loads((path / RESULT).read_text(encoding="utf-8")))

@@ -278,10 +278,11 @@ def _train(
         trainer.optimizer.broadcast()
     sizes = count_parameters(trainer.model, trainer.optimizer)
     if progress:
+        resumed = f", resumed after update {trainer.step:,}" if trainer.step else ""
         print(
-            f"{loader.rows:,} rows, {loader.rows // config.batch_size:,} steps per epoch, "
+            f"{loader.rows:,} rows, {len(loader):,} steps per epoch, "
             f"{sizes['embedding']:,} parameters in embedding tables and "
-            f"{sizes['network']:,} in the network: {run}",
+            f"{sizes['network']:,} in the network: {run}{resumed}",
             flush=True,
         )
     with stopping:
@@ -315,7 +316,7 @@ def _left_behind(run: Path, *, new: bool = False) -> Iterator[None]:
             raise
         kept = f"The checkpoint after update {steps[-1]:,} is kept"
         if not isinstance(why, NotFiniteError):
-            kept += f"; go on with: {how_to_resume(run)}"
+            kept += f"; resume with: {how_to_resume(run)}"
         if isinstance(error, UserError):
             raise type(error)(f"{str(error).rstrip('.')}. {kept}") from error.__cause__
         if isinstance(error, KeyboardInterrupt) and not isinstance(error, Stopped):
@@ -359,7 +360,7 @@ def as_user_errors(data: PreparedData, out: Path) -> Iterator[None]:
             ) from None
         if "Horovod has been shut down" in str(error):
             raise UserError(
-                "all ranks must go on to the end. Received: one that has ended before; what it "
+                "all ranks must reach the end. Received: one that has ended before; what it "
                 "said is on the terminal, or in its machine's log"
             ) from None
         if isinstance(error, tf.errors.ResourceExhaustedError):

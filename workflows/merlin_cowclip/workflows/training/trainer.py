@@ -233,14 +233,14 @@ class Trainer:
         number, total = self._stopping.number, self._config.epochs * len(self._loader)
         why = "stopped as its time was over" if number is None else "interrupted"
         return Stopped(
-            f"{why} after update {self.step:,} of {total:,}, which is saved. Go on with: "
+            f"{why} after update {self.step:,} of {total:,}, which is saved. Resume with: "
             f"{how_to_resume(self._run)}",
             number,
         )
 
     def _end_epoch(self) -> dict[str, Any]:
         """Measure it, write it down, and take a checkpoint."""
-        self._stopping.begin()  # a run that goes on may have it before any update
+        self._stopping.begin()  # a resumed run may have it before any update
         self._watch.look(self.step)
         self._stop_if_asked(now=True)
         quality: Sequence[float | None] = (None, None, None)
@@ -336,12 +336,12 @@ class Trainer:
             with agreed():
                 if self._here.rank == 0 and (self._run / RESULT).exists():
                     raise UserError(
-                        f"a finished run goes on from its last checkpoint. Received: {self._run}, "
+                        f"a finished run resumes from its last checkpoint. Received: {self._run}, "
                         "without one. Put it back, or train another run"
                     )
         else:
             for problem in damaged:
-                then = f"The run goes on from update {checkpoint.step:,}"
+                then = f"The run resumes from update {checkpoint.step:,}"
                 warnings.warn(f"{problem}. {then}", Notice, stacklevel=4)
             progress, names = checkpoint.progress, dataclasses.fields(Progress)
             self.progress = Progress(**{field.name: progress[field.name] for field in names})

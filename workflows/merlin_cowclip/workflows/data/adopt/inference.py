@@ -209,7 +209,7 @@ def _cast(column: Any, kind: pa.DataType | None, where: str) -> pa.Array:
             return column.cast(kind)
         raise UserError(
             f"{where} is {column.type}, but was {kind or 'no number'} when the workflow was "
-            "fitted. Cast it"
+            "fitted. Cast it; if the workflow wrote these rows, they are not raw: leave out --raw"
         )
     except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
         raise UserError(

@@ -191,8 +191,8 @@ class CsvSource(Source):
                     line = rows.line_num + 1
             except csv.Error as error:
                 raise UserError(
-                    f"{self.path}, line {line}: a quoted cell is not closed, or goes on behind its "
-                    f"closing quote ({error}). Close it, double a quote that is text, or set "
+                    f"{self.path}, line {line}: a quoted cell is not closed, or continues after "
+                    f"its closing quote ({error}). Close it, double a quote that is text, or set "
                     "quotes = false in the specification"
                 ) from None
 
