@@ -51,7 +51,7 @@ def killed(data, tmp_path_factory) -> Path:
     ended = on_ranks(2, [*TROUBLED, 1, 11, *train])
     assert ended.code != 0
     (sentence,) = ended.said()
-    assert "all ranks must go on to the end. Received: one that has ended before" in sentence, ended
+    assert "all ranks must reach the end. Received: one that has ended before" in sentence, ended
     assert f"merlin-cowclip train --resume {run}" in sentence
     assert steps_of(run)[-1] in (8, 10)
     return run
