@@ -168,7 +168,7 @@ def test_interrupted_and_resumed(data, config, tmp_path, fake, shared, monkeypat
         Tuned.open(out)
     tuned = tune(data, config, out, trials=12)
     warning, header, *lines = capsys.readouterr().out.splitlines()
-    assert warning.startswith("Warning: at batch size 256 an epoch has only 4 steps.")
+    assert warning.startswith("Warning: at batch size 256 an epoch has only 5 steps.")
     assert header.split()[:4] == ["trial", "AUC", "best", "epoch"]
     assert header.endswith("rates  rules, or why it ended")
     assert [line.split()[0] for line in lines] == ["9/12", "10/12", "11/12", "12/12"]

@@ -146,6 +146,11 @@ def report(out: Sequence[Path], **values: Any) -> None:
     For a sweep, writes SWEEP/report.html: each study's table beside the paper's numbers,
     plots, and a verdict. For runs, writes report.html in the current folder.
     """
+    if missing := [path for path in out if not path.exists()]:
+        raise UserError(
+            f"a report is of a sweep's folder, or of runs. Received: {missing[0]}, which does not "
+            "exist. Name another"
+        )
     from merlin_cowclip.workflows.study.report import compare, report
     from merlin_cowclip.workflows.training.runs import CONFIG
 
