@@ -100,7 +100,9 @@ def _existing_pipeline(home: Path) -> None:
     random = np.random.default_rng(0)
     ids = {name: random.zipf(1.3, ROWS) % 60 for name in ("user", "item")}
     price, click = random.normal(5, 2, ROWS), random.integers(0, 2, ROWS)
-    log = Dataset(pd.DataFrame({**ids, "price": price, "click": click}))
+    raw = pd.DataFrame({**ids, "price": price, "click": click})
+    raw.to_parquet(home / "raw.parquet")
+    log = Dataset(raw)
     fitted = list(ids) >> ops.Categorify(out_path=str(home / "fitted"))
     label = ["click"] >> ops.AddMetadata(tags=[Tags.TARGET, Tags.BINARY_CLASSIFICATION])
     workflow = nvt.Workflow(fitted + (["price"] >> ops.Normalize()) + label)

@@ -114,9 +114,9 @@ def test_the_printed_numbers(here):
         out.splitlines()[0]
         == "deepfm, rule cowclip, exact updates; values of the rule; base_batch_size as given"
     )
-    assert "Warning: at batch size 512 an epoch has only 5 steps. With fewer than 30 a" in out
+    assert "Warning: at batch size 512 an epoch has only 6 steps. With fewer than 30 a" in out
     assert re.search(
-        r"2,700 rows, 5 steps per epoch, [\d,]+ parameters in embedding .*: run\n", out
+        r"2,700 rows, 6 steps per epoch, [\d,]+ parameters in embedding .*: run\n", out
     )
     number = r"\d\.\d{4}"
     assert re.search(
