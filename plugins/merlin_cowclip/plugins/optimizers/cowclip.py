@@ -10,20 +10,16 @@ from typing import Any, ClassVar, NamedTuple
 
 from merlin_cowclip.plugins._checks import RefusesOptions
 from merlin_cowclip.plugins._tensorflow import Tags, filter_empty_gradients, mm, tf
-from merlin_cowclip.plugins._text import format_table
 from merlin_cowclip.plugins.distributed.horovod import ranks
 from merlin_cowclip.plugins.distributed.sharding import Shard
 from merlin_cowclip.plugins.embeddings.discovery import check_known, tables_of
 from merlin_cowclip.plugins.embeddings.initializers import initialize, warn_of_others_than
-from merlin_cowclip.plugins.embeddings.tables import (
-    TableSpec,
-    distinct_names,
-    normalize_clip_tables,
-)
+from merlin_cowclip.plugins.embeddings.tables import TableSpec, normalize_clip_tables
 from merlin_cowclip.plugins.monitoring.statistics import NotFinite, StepStatistics, not_finite
 from merlin_cowclip.plugins.optimizers.adam import CLIPS_OF_KERAS, CowClipAdam, table_parts
 from merlin_cowclip.plugins.optimizers.model_hooks import install_hooks
 from merlin_cowclip.plugins.optimizers.rank_sync import broadcast_state, reduce_gradients
+from merlin_cowclip.plugins.optimizers.summary import Owned, summary_of
 from merlin_cowclip.plugins.scaling import Hyperparameters, check_number
 from merlin_cowclip.plugins.schedules import LinearWarmup, Proportional, Schedule, whole_steps
 
@@ -35,9 +31,6 @@ _NO_MODEL = (
     "This optimizer knows no model yet. Use CowClipOptimizer.for_model(model, …), or call "
     "optimizer.bind(model), before compile."
 )
-
-_COLUMNS = 100  # of a summary
-_HEADER = ("variable", "rows", "width", "rule", "learning rate", "L2")
 _NO_RATE = dict.fromkeys(
     ("learning_rate", "lr"),
     "Set optimizer.learning_rate, which scales those of all parts, or give for_model a schedule.",
@@ -49,15 +42,6 @@ class LearningRates(NamedTuple):
 
     dense: float
     embedding: float
-
-
-class Owned(NamedTuple):
-    """One line of `CowClipOptimizer.summary`."""
-
-    variable: tf.Variable
-    optimizer: Any
-    rule: str
-    l2: float
 
 
 class TablePart(CowClipAdam):
@@ -564,20 +548,7 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
 
     def summary(self) -> str:
         """A table of all trainable variables: rows, width, rule, learning rate, L2."""
-        names = distinct_names(self.table_specs)
-        specs = {s.variable.ref(): (name, s) for s, name in names.items() if s.layer.built}
-        rows = []
-        for variable, part, rule, l2 in self.owned():
-            shape = tuple(variable.shape) or (1,)
-            name, spec = specs.get(variable.ref(), (variable.name, None))
-            number = shape[0] if spec is None else spec.num_rows
-            sizes = f"{number:,}", f"{math.prod(shape[1:]):,}"
-            rate = _show_rate(part.learning_rate.rate, float(self._factor()))
-            rows.append((name, *sizes, rule, rate, f"{l2:.6g}" if l2 else "-"))
-        columns = list(zip(_HEADER, *rows, strict=True))[1:]
-        room = max(_COLUMNS - sum(2 + max(map(len, one)) for one in columns), len(_HEADER[0]))
-        short = [(n if len(n) <= room else f"…{n[1 - room :]}", *rest) for n, *rest in rows]
-        return format_table(_HEADER, short)
+        return summary_of(self.owned(), self.table_specs, float(self._factor()))
 
     # MultiOptimizer takes the count from its first pair, which may own no variable.
     @property
@@ -625,12 +596,3 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
         """An optimizer without state that knows no model yet (see `bind`)."""
         with tf.keras.utils.custom_object_scope(custom_objects or {}):
             return cls(**config)
-
-
-def _show_rate(rate: Any, factor: float) -> str:
-    if not callable(rate):
-        return f"{float(rate) * factor:.6g}"
-    height = getattr(rate, "learning_rate", None)  # of a LinearWarmup
-    if height is not None and not callable(height):
-        return f"{float(height) * factor:.6g}, warm-up"
-    return type(rate).__name__ + ("" if factor == 1 else f" x {factor:.6g}")
