@@ -18,6 +18,8 @@ from merlin_cowclip.plugins._checks import is_whole, make_plain
 from merlin_cowclip.plugins._text import format_table
 
 K = 1024
+MIN_STEPS = 30
+"""Per epoch: with fewer, AUC reflects the number of steps, and there is a warning."""
 
 CONSTANT_CLIPS = ("global", "field", "column")
 ADAPTIVE_CLIPS = ("adaptive_field", "adaptive_column")

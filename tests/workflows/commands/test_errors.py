@@ -101,6 +101,7 @@ REFUSED = {
     f"{TUNE} --batch-size 64 --budget nan": "budget must be positive minutes … nan",
     f"{TUNE} --batch-size 64 --held-out 0.008": "held-out rows must have labels of 0 and of 1",
     f"{TUNE} --batch-size 141": "must not exceed the training rows … 141, 140 rows … smaller",
+    f"{TUNE} --batch-size 138": "must not exceed the training rows … 138, 126 rows … smaller",
     f"{TUNE} --batch-size 64 --base NOWHERE": "a tune must be a folder … merlin-cowclip tune",
     f"{TUNE} --batch-size 64 --base NOWHERE --l2 1": "--base excludes the other … Leave one out",
     "tune DATA --batch-size 64 --quiet --out RUN": "a tune must be a folder with tune.json",

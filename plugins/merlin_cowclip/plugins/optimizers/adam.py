@@ -69,7 +69,7 @@ class CowClipAdam(RefusesOptions, mm.LazyAdam):
 
     _weights: list[tf.Variable]  # Keras's
     statistics: StepStatistics | None = None  # to which steps on bound tables are added
-    variables_of: Mapping[str, tf.Variable] = MappingProxyType({})
+    hyperparameter_variables: Mapping[str, tf.Variable] = MappingProxyType({})
     """What steps read in place of `l2`, `clip_ratio` and `clip_floor`; float64, not saved."""
     not_offered: ClassVar[Mapping[str, str]] = dict.fromkeys(
         CLIPS_OF_KERAS, "Choose a rule with clip, and clip_threshold."
@@ -120,7 +120,7 @@ class CowClipAdam(RefusesOptions, mm.LazyAdam):
 
     def _number(self, name: str, dtype: tf.DType) -> Any:
         """A setting as a step reads it."""
-        variable = self.variables_of.get(name)
+        variable = self.hyperparameter_variables.get(name)
         return getattr(self, name) if variable is None else tf.cast(variable, dtype)
 
     def bind_tables(self, tables: Mapping[TableSpec, Sequence[bool]]) -> None:
@@ -222,7 +222,7 @@ class CowClipAdam(RefusesOptions, mm.LazyAdam):
             whole = sums.is_whole or self.update == "exact"
             rows = tf.convert_to_tensor(variable) if whole else variable
             rows = rows if sums.is_whole else tf.gather(rows, sums.indices)
-            if self.l2 or self.variables_of:
+            if self.l2 or self.hyperparameter_variables:
                 dtype = sums.gradients.dtype
                 decay = 2.0 * self._number("l2", dtype) * tf.cast(rows, dtype)
                 sums = sums._replace(gradients=sums.gradients + decay)
@@ -327,7 +327,7 @@ class CowClipAdam(RefusesOptions, mm.LazyAdam):
     def _whole_gradient(self, grad: tf.Tensor, var: tf.Variable, indices: tf.Tensor) -> tf.Tensor:
         """V×d: the batch's rows as clipped, all others as absent, in one V×d temporary."""
         rows = tf.convert_to_tensor(var)
-        if self.l2 or self.variables_of:
+        if self.l2 or self.hyperparameter_variables:
             l2, *clip = (self._number(n, rows.dtype) for n in ("l2", "clip_ratio", "clip_floor"))
             # The norm of 2λ·w exceeds max(r·‖w‖, ζ) only if r < 2λ.
             is_reached = self.clip == "adaptive_column" and self.clip_ratio < 2.0 * self.l2

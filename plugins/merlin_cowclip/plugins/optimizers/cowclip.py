@@ -20,12 +20,11 @@ from merlin_cowclip.plugins.optimizers.adam import CLIPS_OF_KERAS, CowClipAdam, 
 from merlin_cowclip.plugins.optimizers.model_hooks import install_hooks
 from merlin_cowclip.plugins.optimizers.rank_sync import broadcast_state, reduce_gradients
 from merlin_cowclip.plugins.optimizers.summary import Owned, summary_of
-from merlin_cowclip.plugins.scaling import Hyperparameters, check_number
+from merlin_cowclip.plugins.scaling import MIN_STEPS, Hyperparameters, check_number
 from merlin_cowclip.plugins.schedules import LinearWarmup, Proportional, Schedule, whole_steps
 
 _CLIPPED = "Use hyperparameters.clip for tables; set it on optimizer.default_optimizer for others."
 _PER_PART = "Each of optimizer.optimizers, its three parts, has its own."
-_FEW_STEPS = 30  # per epoch
 _UNKNOWN = -1  # the length of a warm-up before the steps per epoch are known
 _NO_MODEL = (
     "This optimizer knows no model yet. Use CowClipOptimizer.for_model(model, …), or call "
@@ -375,11 +374,11 @@ class CowClipOptimizer(RefusesOptions, mm.MultiOptimizer):
             return
         if self.warmup_steps is None:
             self._warm_up_for(steps_per_epoch)
-        if steps_per_epoch < _FEW_STEPS:
+        if steps_per_epoch < MIN_STEPS:
             several = "s" * (steps_per_epoch != 1)
             warnings.warn(
                 f"This fit has {steps_per_epoch} step{several} per epoch. With "
-                f"fewer than {_FEW_STEPS}, the warm-up and the updates are too coarse, and AUC "
+                f"fewer than {MIN_STEPS}, the warm-up and the updates are too coarse, and AUC "
                 "suffers under every scaling rule. Use a smaller batch, or more data.",
                 stacklevel=2,
             )

@@ -110,7 +110,7 @@ def train(**values: Any) -> None:
     Learning rates and λ are those tuned at --base-batch-size; --rule scales them to --batch-size.
     """
     with first_speaks():
-        run = (_begin if values["resume"] is None else _go_on)(values)
+        run = (_begin if values["resume"] is None else _resume)(values)
         if is_first():
             _tell(run, brief=values["quiet"])
 
@@ -186,7 +186,7 @@ def _begin(values: Mapping[str, Any]) -> Run:
         return train(data, config, values["out"], keeping=keeping, progress=shows, **options)
 
 
-def _go_on(values: Mapping[str, Any]) -> Run:
+def _resume(values: Mapping[str, Any]) -> Run:
     """Train a run further."""
     from merlin_cowclip.workflows.training.resuming import read_config
 

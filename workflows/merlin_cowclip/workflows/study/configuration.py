@@ -99,7 +99,8 @@ class TuneConfig:
         assert not isinstance(self.base, TrainConfig)  # which it is given as
         base = base_fields(self.base or {})
         points = {}
-        for rule in SCALING_RULES:
+        # First the rule that a small budget should not leave out.
+        for rule in sorted(SCALING_RULES, key=lambda name: name != "cowclip"):
             config = TrainConfig.from_dict({**self._shared(), "rule": rule, **base})
             points[rule] = Point(config.hyperparameters, self.update, self.rates)
         return points

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from merlin_cowclip.plugins._checks import make_plain
-from merlin_cowclip.plugins.scaling import SCALING_RULES, Hyperparameters, recipe, scale
+from merlin_cowclip.plugins.scaling import MIN_STEPS, SCALING_RULES, Hyperparameters, recipe, scale
 from merlin_cowclip.workflows.errors import UserError
 from merlin_cowclip.workflows.study.configuration import NETWORK, network_of
 from merlin_cowclip.workflows.training.configuration import BASE_FIELDS, TrainConfig, base_fields
@@ -202,9 +202,6 @@ class Quantity:
 AUC = Quantity("auc", "test AUC, %", 100.0, 3)
 LOG_LOSS = Quantity("log_loss", "test log loss", 1.0, 5)
 MINUTES = Quantity("train_seconds", "minutes of training", 1 / 60, 2)
-
-MIN_STEPS = 30
-"""Per epoch: with fewer there is a warning, and no verdict."""
 
 
 def few_steps(rows: int, batch_size: int) -> str:

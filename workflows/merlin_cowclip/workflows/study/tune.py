@@ -43,7 +43,7 @@ from merlin_cowclip.workflows.study.tuned import (
     TUNED,
     Tuned,
     check_fits,
-    how_to_go_on,
+    how_to_resume,
     record_of,
     trial_line,
 )
@@ -63,9 +63,9 @@ with quiet_imports():
     from merlin_cowclip.workflows.training.rebuilding import any_batch, network
     from merlin_cowclip.workflows.training.reproducibility import set_seeds
     from merlin_cowclip.workflows.training.runs import environment
+    from merlin_cowclip.workflows.training.step_variables import compiled_step_key
     from merlin_cowclip.workflows.training.train import as_user_errors, check_trainable
     from merlin_cowclip.workflows.training.trainer import Trainer
-    from merlin_cowclip.workflows.training.values import step_of
 
 DATABASE = "study.db"
 PATIENCE = 2  # epochs without a better AUC, after which a trial ends
@@ -75,7 +75,7 @@ _RETRIES = 2
 _POLL = 0.5  # seconds between two looks at what other processes do
 _WAIT = 60.0  # seconds for another process's transaction
 _STARTUP = 6  # trials before TPE has a model of the values
-_GIVEN_UP = "pruned"
+_PRUNED = "pruned"
 _STEPS = 4  # the most compiled steps that are kept, each with a network and its moments
 _ENDED = (TrialState.COMPLETE, TrialState.PRUNED)
 
@@ -102,13 +102,13 @@ def tune(
     three best of all and what the rules predict are trained again from other seeds, and the one
     with the best mean is the result: the first of many is first by chance as well.
 
-    A tune that was stopped or killed goes on where `out` is its folder. Several processes may share
-    one folder at a time; each may then make a trial more.
+    Call it again with the same `out` to resume it. Several processes may share one folder; each may
+    then make one trial more.
 
     Args:
         data: the prepared folder.
         config: what to search.
-        out: the folder, which is made or gone on with.
+        out: the folder, which is made or resumed.
         trials: how many in all, no fewer than the rules' points.
         seeds: how often the best are trained again.
         budget: minutes that it may take, about; then fewer trials, and where the time does not
@@ -151,7 +151,7 @@ def tune(
                 except KeyboardInterrupt:
                     raise Stopped(
                         f"interrupted; {len(tuning.tried())} trials that have ended are kept. "
-                        f"Resume with: {how_to_go_on(out, data.path)}",
+                        f"Resume with: {how_to_resume(out, data.path)}",
                         stopping.number or signal.SIGINT,
                     ) from None
         tuning.write(command)
@@ -159,7 +159,7 @@ def tune(
 
 
 class Trainers:
-    """Trainers of one tune's trials, one per compiled step; the last seed's weights are kept, too.
+    """Trainers that the trials of a tune share, one per compiled step.
 
     Args:
       rows: what `hold_out` made.
@@ -176,7 +176,7 @@ class Trainers:
             gc.collect()  # the network drawn before
             self._loader = check_trainable(self._rows, config)
             self._weights, self._seed = self._drawn(config), config.seed
-        key = step_of(config)
+        key = compiled_step_key(config)
         trainer = self._kept.pop(key, None)
         if trainer is None:
             # As `check_trainable` counts them: what was kept takes half of the memory at most.
@@ -188,7 +188,7 @@ class Trainers:
             held_out = Loader(self._rows, "test", batch_size=EVALUATION_BATCH)
             trainer = Trainer(self._rows, config, self._loader, held_out, stopping)
         self._kept[key] = trainer
-        trainer.restart(config, self._loader, self._weights, stopping, advance)
+        trainer.reset(config, self._loader, self._weights, stopping, advance)
         return trainer
 
     def _drawn(self, config: TrainConfig) -> list[np.ndarray]:
@@ -246,6 +246,7 @@ def _begin(
         raise UserError(str(error)) from None
     with all_or_nothing(out) as folder:
         hold_out(data, config.held_out, config.seed, folder / ROWS, progress=progress)
+        check_trainable(PreparedData.open(folder / ROWS), first)  # fewer rows
         study = optuna.create_study(
             study_name="tune", storage=_storage(folder), direction="maximize"
         )
@@ -339,12 +340,12 @@ class _Tuning:
         config = self.config.train_config(self.config.space.suggest(trial))
         try:
             epochs, why = self._train(config, f"trial {trial.number + 1}", trial)
-        except BaseException:  # interrupted or refused: tried again when the tune goes on
+        except BaseException:  # interrupted or refused: tried again when the tune is resumed
             trial.study.enqueue_trial(trial.params, user_attrs=trial.user_attrs)
             raise
         trial.set_user_attr("epochs", epochs)
         trial.set_user_attr("why", why)
-        if why == _GIVEN_UP or not epochs:
+        if why == _PRUNED or not epochs:
             raise optuna.TrialPruned
         return max(epoch["auc"] for epoch in epochs)
 
@@ -374,11 +375,11 @@ class _Tuning:
 
     @staticmethod
     def _why_end(trial: optuna.Trial, config: TrainConfig, epochs: list[Epoch]) -> str | None:
-        """Why a trial ends after its last epoch so far; `None`: it goes on."""
+        """Why a trial ends after its last epoch so far; `None`: it continues."""
         aucs = [epoch["auc"] for epoch in epochs]
         trial.report(aucs[-1], len(aucs))
         if not trial.user_attrs.get("rules") and trial.should_prune():  # a rule's never is
-            return _GIVEN_UP
+            return _PRUNED
         is_over = len(aucs) - _best(aucs) >= PATIENCE and len(aucs) < config.epochs
         return f"no better for {PATIENCE} epochs" if is_over else None
 

@@ -80,7 +80,7 @@ def _read(path: Path, name: str) -> dict[str, Any]:
     if not os.path.isfile(path / name):  # which is false, too, of a name that is too long
         how = "Make one with 'merlin-cowclip tune'"
         if name != RECORD:
-            how = f"Resume it: {how_to_go_on(path, read_record(path)['data'])}"
+            how = f"Resume it: {how_to_resume(path, read_record(path)['data'])}"
         raise UserError(
             f"a tune must be a folder with {name}. Received: {shown(path)}, no tune, or one that "
             f"did not end. {how}"
@@ -88,7 +88,7 @@ def _read(path: Path, name: str) -> dict[str, Any]:
     return dict(json.loads((path / name).read_text(encoding="utf-8")))
 
 
-def how_to_go_on(path: Path, data: str | Path) -> str:
+def how_to_resume(path: Path, data: str | Path) -> str:
     """The command that resumes a tune, for a shell."""
     return f"merlin-cowclip tune {shlex.quote(str(data))} --out {shlex.quote(str(path))}"
 

@@ -37,8 +37,8 @@ from merlin_cowclip.workflows.training.scalars import (
     field_scalars,
     summary_scalars,
 )
+from merlin_cowclip.workflows.training.step_variables import StepVariables
 from merlin_cowclip.workflows.training.stopping import Stopping
-from merlin_cowclip.workflows.training.values import Values
 from merlin_cowclip.workflows.training.watch import Watch
 
 LOG_EVERY = 50  # updates between two points of TensorBoard's curves
@@ -85,9 +85,9 @@ class Trainer:
             raise UserError(str(error)) from None
         self._statistics = self.optimizer.observe()
         self.model(loader.peek()[0])
-        self._values: Values | None = None
+        self._variables: StepVariables | None = None
         if config.update != "deferred":
-            self._values = Values(config, self.optimizer, **steps)
+            self._variables = StepVariables(config, self.optimizer, **steps)
         state = training_state(self.model)
         scales = (v for name, v in state.items() if name.startswith("loss_scale/"))
         self._scales = [(variable, variable.numpy()) for variable in scales]
@@ -97,7 +97,7 @@ class Trainer:
         self._keeping = keeping or Keeping()
         self._show, self._after_update = show, after_update
         self._predictor = Predictor(self.model)
-        self._begin()
+        self._start_anew()
         self._logbook = Logbook(run if self._here.rank == 0 else None)
         if run is not None:
             self._checkpoints = Checkpoints(run / CHECKPOINTS, self._keeping.keep, self._here)
@@ -105,7 +105,7 @@ class Trainer:
             self._saved = (-1, 0)  # updates, and epochs that were measured
             self._saved_at = time.monotonic()
 
-    def restart(
+    def reset(
         self,
         config: TrainConfig,
         loader: Loader,
@@ -113,16 +113,16 @@ class Trainer:
         stopping: Stopping,
         after_update: Callable[[], Any],
     ) -> None:
-        """Be as a new one, without a run; what was compiled stays.
+        """Reset to the state of a new trainer without a run; keep the compiled step.
 
         Args:
-          config: of the same `step_of`.
+          config: with the same `compiled_step_key`.
           loader: of the training part.
-          weights: those to begin with, but of tables with σ = 1.
+          weights: initial ones, in the order of `model.weights`; of tables for σ = 1.
           stopping: asked after each update.
           after_update: called after each update.
         """
-        assert self._values is not None
+        assert self._variables is not None
         stddev = config.hyperparameters.init_stddev
         tables = {spec.variable.ref() for spec in self.optimizer.table_specs}
         for variable, value in zip(self.model.weights, weights, strict=True):
@@ -132,12 +132,12 @@ class Trainer:
             variable.assign(tf.zeros_like(variable))
         for variable, value in self._scales:
             variable.assign(value)
-        self._values.take(config)
+        self._variables.assign(config)
         self._config, self._loader = config, loader
         self._stopping, self._after_update = stopping, after_update
-        self._begin()
+        self._start_anew()
 
-    def _begin(self) -> None:
+    def _start_anew(self) -> None:
         self.progress, self.step = Progress(), 0
         self._watch = Watch(self.optimizer, len(self._loader), self._config)
 

@@ -64,6 +64,7 @@ class CsvSource(Source):
         if not has_header and len(cells) == len(self.names):
             return
         remedy = ". Set separator, header and columns in the specification as the file has them"
+        remedy = "" if self.spec.name in SPECS else remedy
         for spec in SPECS.values():
             row = cells[0].split(spec.separator) if len(cells) == 1 else cells
             width = len(row) == len(spec.columns or ())

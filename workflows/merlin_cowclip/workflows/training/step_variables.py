@@ -1,7 +1,6 @@
-"""Values of a training as variables that its compiled step reads: other values need no other step.
+"""Hyperparameters as variables that the compiled training step reads, so that trials share a step.
 
-So a trial of `tune` reuses the step of one before it. `train` has the same variables, for a graph
-with constants in their place may round otherwise.
+`train` has the same variables: a graph with constants in their place may round differently.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ from merlin_cowclip.workflows.training.learning_rates import keras_schedule
 _CONSTANT = {"name": "linear", "to": 1.0, "epochs": None}
 
 
-class Values:
-    """Learning rates, warm-up, λ, r and ζ of an optimizer whose updates are not deferred.
+class StepVariables:
+    """Learning rates, warm-up, λ, r and ζ of an optimizer with exact or lazy updates.
 
-    Rates that neither are constant nor fall in a straight line stay as the optimizer has them.
-    Arguments are as of `compile_by`.
+    Schedules other than a constant and a linear one stay part of the step. Arguments are those of
+    `compile_by`.
     """
 
     def __init__(
@@ -34,7 +33,7 @@ class Values:
             for name in ("l2", "clip_ratio", "clip_floor")
         }
         for part in self._tables:
-            part.variables_of = self._numbers
+            part.hyperparameter_variables = self._numbers
         self._warm_up: Any = optimizer.warm_up
         if self._warm_up is None:
             self._warm_up = tf.Variable(0, trainable=False, dtype=tf.int64)
@@ -46,10 +45,10 @@ class Values:
             rate = tf.keras.optimizers.schedules.PolynomialDecay(*line)
             part.learning_rate.rate = LinearWarmup(rate, self._warm_up) if part is dense else rate
             self._lines[name] = line
-        self.take(config)
+        self.assign(config)
 
-    def take(self, config: TrainConfig) -> None:
-        """Have the next step read a configuration's values; its `step_of` is that of the first."""
+    def assign(self, config: TrainConfig) -> None:
+        """Set all variables; `config` has the same `compiled_step_key` as the first one."""
         hp = config.hyperparameters
         for name, line in self._lines.items():
             schedule = keras_schedule(
@@ -68,8 +67,8 @@ class Values:
                 setattr(part, name, getattr(hp, name))
 
 
-def step_of(config: TrainConfig) -> tuple[Any, ...]:
-    """What configurations of one compiled step have in common, of those that a tune may try."""
+def compiled_step_key(config: TrainConfig) -> tuple[Any, ...]:
+    """Equal for configurations of one tune that can share a compiled step."""
     hp = config.hyperparameters
     is_reached = config.update == "exact" and hp.clip is not None and hp.clip_ratio < 2.0 * hp.l2
     return config.update, hp.clip, is_reached  # rows absent from a batch, by the clip
