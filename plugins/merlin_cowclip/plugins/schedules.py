@@ -89,5 +89,5 @@ class Proportional(tf.keras.optimizers.schedules.LearningRateSchedule):
         return tf.cast(rate, dtype) * tf.cast(self._factor(), dtype)
 
     def get_config(self) -> dict[str, Any]:
-        """What it can tell: nobody can make it anew, without its factor."""
+        """The rate; the factor is not serializable."""
         return {"rate": self.rate}

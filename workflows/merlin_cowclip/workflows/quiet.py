@@ -1,4 +1,4 @@
-"""Merlin without its noise: of imports, and of an operator whose error is told in our own words.
+"""Merlin without its noise: of imports, and of an operator whose errors we report ourselves.
 
 Missing torch and triton mappings, TensorFlow's start-up lines; whatever else happens is heard.
 """

@@ -168,10 +168,10 @@ class RankSync(tf.keras.callbacks.Callback):
             return
         logs = {} if logs is None else logs
         mine = {name: np.asarray(logs[name]).tolist() for name in logs}
-        told = all_gather_object([mine, bool(self.model.stop_training)])
-        self.model.stop_training = any(stops for _, stops in told)
-        for name in dict.fromkeys(name for metrics, _ in told for name in metrics):
-            mean = np.mean([metrics[name] for metrics, _ in told if name in metrics], axis=0)
+        gathered = all_gather_object([mine, bool(self.model.stop_training)])
+        self.model.stop_training = any(stops for _, stops in gathered)
+        for name in dict.fromkeys(name for metrics, _ in gathered for name in metrics):
+            mean = np.mean([metrics[name] for metrics, _ in gathered if name in metrics], axis=0)
             logs[name] = mean if mean.ndim else float(mean)
 
 

@@ -295,17 +295,17 @@ def _sum(
 
 
 def _check_rows(differ: Sequence[tf.Tensor], tables: Sequence[tf.Variable]) -> list[Any]:
-    """Refuse a step whose gradients did not come from the lookups that it was told of."""
+    """Refuse a step whose gradients did not come from the recorded lookups."""
     if not tables:
         return []
     found = tf.cast(tf.stack(differ), tf.float32)
     if ranks().size > 1:  # a row's owner alone sees it: no rank may make the step
         found = all_reduce(found, "max")
     names = ", ".join(table.name for table in tables)
-    told = (
+    message = (
         "lookups must have all ids that were looked up in this step, on all ranks, and no others. "
         f"Received: a gradient of other rows, for the tables with a 1 of {names}:"
     )
     # A float: of strings alone, TensorFlow makes the check on the host at every step.
-    checked = tf.debugging.Assert(tf.logical_not(tf.reduce_any(found > 0)), [told, found], 99)
+    checked = tf.debugging.Assert(tf.logical_not(tf.reduce_any(found > 0)), [message, found], 99)
     return [] if checked is None else [checked]

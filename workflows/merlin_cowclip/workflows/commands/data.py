@@ -268,11 +268,11 @@ def _summary(data: PreparedData) -> str:
     column = f" by {split.column!r}" if split.column else ""
     ids = {name: report["fields"][name]["distinct"] for name in data.spec.ids}
     most = sorted(ids, key=lambda name: -ids[name])
-    told = ", ".join(f"{name} {ids[name]:,}" for name in most[:SHOWN_FIELDS])
+    listed = ", ".join(f"{name} {ids[name]:,}" for name in most[:SHOWN_FIELDS])
     more = f", {len(most) - SHOWN_FIELDS} more" if len(most) > SHOWN_FIELDS else ""
     return (
         f"{' and '.join(parts)}, split {split.kind}{column}: {data.path}\n"
-        f"{sum(ids.values()):,} ids in {len(ids)} fields: {told}{more}"
+        f"{sum(ids.values()):,} ids in {len(ids)} fields: {listed}{more}"
     )
 
 

@@ -236,13 +236,13 @@ def fields(cls: type, *names: str, group: str = "", **shown: str) -> Decorator:
 def _of_field(field: dataclasses.Field[Any], group: str, shown: str | None) -> Decorator:
     of = field.metadata
     flag = (of["flag"] or field.name).replace("_", "-")
-    told = f"{of['symbol']}, {of['help']}" if of["symbol"] else of["help"]
+    text = f"{of['symbol']}, {of['help']}" if of["symbol"] else of["help"]
     if of["choices"]:
-        told += f": {', '.join(of['choices'])}"
-    more: dict[str, Any] = {"group": group or of["group"], "help": told}
+        text += f": {', '.join(of['choices'])}"
+    more: dict[str, Any] = {"group": group or of["group"], "help": text}
     if of["kind"] == "flag":
-        told = f"--{flag}" if field.default else f"--no-{flag}"
-        return option(f"--{flag}/--no-{flag}", field.name, shown=told, **more)
+        text = f"--{flag}" if field.default else f"--no-{flag}"
+        return option(f"--{flag}/--no-{flag}", field.name, shown=text, **more)
     default = shown if shown is not None else of["shown"] or field.default
     metavar = of["metavar"] or ("NAME" if of["choices"] else _METAVARS.get(of["kind"]))
     more |= {"metavar": metavar, "type": TYPES.get(of["kind"])}

@@ -390,12 +390,13 @@ def _occurrences(out: Path, command: str) -> Section:
     y = f"occurrences in {found.rows:,} rows"
     plot = line_plot(lines, "rank of the id", y, logarithmic=True, logarithmic_x=True)
     rows, sizes = found.lines(), found.batch_sizes
-    told = [(share, size) for share, size in zip(rows[-1][4:], sizes, strict=True) if share != "-"]
+    known = [(share, size) for share, size in zip(rows[-1][4:], sizes, strict=True) if share != "-"]
     rare = [f"rare at {size:,}, %" for size in sizes]
     files = [[Cell(name, f"{FREQUENCIES}/{name}")] for name in (SUMMARY, TABLE)]
     verdict = "All batches are larger than the data."
-    if told:
-        verdict = f"{told[-1][0]} % of all ids occur less than once in a batch of {told[-1][1]:,}."
+    if known:
+        share, size = known[-1]
+        verdict = f"{share} % of all ids occur less than once in a batch of {size:,}."
     study = STUDIES[FREQUENCIES]
     section = Section(FREQUENCIES, study.title, study.paper, "counted", verdict, command=command)
     section.tables = [

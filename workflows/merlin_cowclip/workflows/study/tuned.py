@@ -160,8 +160,8 @@ class Tuned:
                 f"Importance of the values: too few trials to say ({trials}; {FEWEST} at least)."
             )
         else:
-            told = ", ".join(f"{name} {of:.0%}" for name, of in shares.items())
-            lines.append(f"Importance of the values, over {trials} trials (fANOVA): {told}.")
+            listed = ", ".join(f"{name} {of:.0%}" for name, of in shares.items())
+            lines.append(f"Importance of the values, over {trials} trials (fANOVA): {listed}.")
         lines += [
             f"{row['what']} diverged from {row['diverged']} of {len(row['seeds'])} seeds."
             for row in table

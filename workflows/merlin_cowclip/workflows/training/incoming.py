@@ -72,7 +72,7 @@ class Incoming:
             without = next(path for path, has in labelled.items() if not has)
             raise UserError(
                 f"all files must have the label, or none. Received: {without} without column "
-                f"{self._spec.label!r}. Give them apart"
+                f"{self._spec.label!r}. Pass these files separately"
             )
 
 

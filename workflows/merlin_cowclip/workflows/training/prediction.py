@@ -130,7 +130,7 @@ class _UnknownIds:
     """Fields of whose ids a run knows none: written otherwise than where it learned.
 
     Of one id nobody can tell whether it is new or written in another way (True for true, 7 for 007,
-    a number for text); of all ids of a field it is told.
+    a number for text); if all ids of a field are unknown, a warning says so.
     """
 
     def __init__(self, run: Run) -> None:
